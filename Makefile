@@ -1,0 +1,40 @@
+# Everything runs in .venv, made here from pyproject.toml and constraints.txt; `make help` lists the targets.
+SHELL := /bin/sh
+PIP := .venv/bin/python -m pip --disable-pip-version-check
+RUN := JAX_PLATFORMS=cpu .venv/bin/python
+
+.PHONY: help demo test test-all lint clean
+
+help:
+	@echo "make demo      train, evaluate and sample a small language model on this machine's CPU"
+	@echo "make test      the tests that fit in minutes: one method of each class of transition"
+	@echo "make test-all  every test"
+	@echo "make lint      ruff and the type checker"
+	@echo "make clean     remove .venv and caches (runs/ stays)"
+
+.venv/.base: pyproject.toml constraints.txt
+	@python="$$(scripts/find-python)" && echo "Python: $$python" && \
+	{ [ -x .venv/bin/python ] || "$$python" -m venv .venv; }
+	$(PIP) install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+.venv/.test: .venv/.base
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[test]"
+	@touch $@
+
+demo: .venv/.base
+	$(RUN) demo.py
+
+test: .venv/.test
+	$(RUN) -m pytest -n 2
+
+test-all: .venv/.test
+	$(RUN) -m pytest -n 2 -m "slow or not slow"
+
+lint: .venv/.test
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/pyrefly check
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache

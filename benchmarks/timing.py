@@ -1,0 +1,33 @@
+"""Timing shared by the benchmarks: medians of repeated calls, with the machine and the commit beside them."""
+
+from __future__ import annotations
+
+import datetime
+import subprocess
+import time
+
+import jax
+import numpy as np
+
+
+def milliseconds(function, *args, repeats: int = 20) -> float:
+    """The median time of a call, in ms, after two calls to compile and warm up."""
+    for _ in range(2):
+        jax.block_until_ready(function(*args))
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(function(*args))
+        times.append(time.perf_counter() - start)
+    return 1e3 * float(np.median(times))
+
+
+def provenance() -> dict:
+    """When, where and on what code a number was measured."""
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": git.stdout.strip() or "unknown",
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+    }

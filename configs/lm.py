@@ -1,0 +1,87 @@
+"""Language models of every method and size: `--config=configs/lm.py:<method>-<size>[,pattern=LLLN]`.
+
+Reproduces: the 340M and 1.3B settings that the linear-attention literature compares at (GLA, Gated DeltaNet, MoM
+arXiv 2502.13685 App. C): 15 B tokens at 0.5 M a step and 100 B at 2 M, AdamW (0.9, 0.95), peak 3e-4, cosine to a tenth.
+Command: python train.py --config=configs/lm.py:gated_deltanet-340m,pattern=LLLN --workdir=runs/gdn --config.data.path=STORE
+Hardware: 340m wants a data-parallel machine of 8 cards or more for a day; 10m one card for minutes; tiny a laptop.
+Expected: see docs/results.md for what was measured.
+
+Without `--config.data.path` a run reads the demo text, the running interpreter's own library as bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from lsm_jax.data import DataConfig
+from lsm_jax.models import SIZES, lm
+from lsm_jax.training import OptimizerConfig, TrainConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a size is trained."""
+
+    total_tokens: int
+    batch_size: int
+    warmup_tokens: int
+    sequence_length: int = 2048
+    peak_lr: float = 3e-4
+    weight_decay: float = 0.01
+
+
+RECIPES = {
+    "tiny": Recipe(
+        total_tokens=4_000_000, batch_size=16, warmup_tokens=200_000, sequence_length=256,
+        peak_lr=3e-3, weight_decay=0.1,
+    ),
+    "10m": Recipe(
+        total_tokens=200_000_000, batch_size=64, warmup_tokens=5_000_000, sequence_length=1024,
+        peak_lr=2e-3, weight_decay=0.1,
+    ),
+    "125m": Recipe(total_tokens=2_700_000_000, batch_size=256, warmup_tokens=268_435_456, peak_lr=2e-3, weight_decay=0.1),
+    "340m": Recipe(total_tokens=15_000_000_000, batch_size=256, warmup_tokens=536_870_912),
+    "760m": Recipe(total_tokens=16_000_000_000, batch_size=256, warmup_tokens=268_435_456, peak_lr=1e-3, weight_decay=0.1),
+    "1.3b": Recipe(total_tokens=100_000_000_000, batch_size=1024, warmup_tokens=1_000_000_000),
+}  # fmt: skip
+
+
+def get_config(variant: str = "gla-340m") -> TrainConfig:
+    """The run `<method>-<size>[,pattern=...][,vocab_size=...]`.
+
+    Raises:
+        ValueError: a method, size or option that does not exist; the message lists what does.
+    """
+    head, *options = variant.split(",")
+    method, dash, size = head.rpartition("-")
+    if not dash:
+        raise ValueError(
+            f"variant {variant!r}: accepted is <method>-<size>, e.g. gla-340m; sizes: {', '.join(SIZES)}"
+        )
+    arguments: dict = {}
+    for option in options:
+        name, _, value = option.partition("=")
+        if name == "pattern":
+            arguments["pattern"] = value
+        elif name == "vocab_size":
+            arguments["vocab_size"] = int(value)
+        else:
+            raise ValueError(
+                f"variant {variant!r}: option {name!r}; accepted are pattern, vocab_size"
+            )
+    if size in ("tiny", "10m"):
+        arguments.setdefault("vocab_size", 257)  # bytes and BOS
+    model = lm(method, size, **arguments)
+    recipe = RECIPES[size]
+    return TrainConfig(
+        name=variant,
+        model=model,
+        data=DataConfig(sequence_length=recipe.sequence_length),
+        optimizer=OptimizerConfig(
+            peak_lr=recipe.peak_lr,
+            warmup_tokens=recipe.warmup_tokens,
+            weight_decay=recipe.weight_decay,
+        ),
+        batch_size=recipe.batch_size,
+        total_tokens=recipe.total_tokens,
+    )

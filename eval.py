@@ -1,0 +1,78 @@
+"""Evaluate a run: loss by position and perplexity on held-out text, and sampling.
+
+    python eval.py --workdir=runs/x
+    python eval.py --workdir=runs/x --data=longcrawl64/heldout.zarr --sequence_length=65536 --batch_size=1
+    python eval.py --workdir=runs/x --tasks=generate --prompt="def main(" --temperature=0
+
+Results go to workdir/eval/<step>/; running it again replaces them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from absl import app, flags, logging
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("workdir", None, "The run's directory.", required=True)
+flags.DEFINE_list("tasks", ["perplexity", "generate"], "What to do: perplexity, generate.")
+flags.DEFINE_integer("step", None, "The checkpoint; the last one where not given.")
+flags.DEFINE_string(
+    "output", None, "Name of the folder in workdir/eval; else made of the step and the data."
+)
+flags.DEFINE_string(
+    "data", None, "A token store, or a text or JSONL file or folder; else the run's held-out data."
+)
+flags.DEFINE_integer("sequence_length", None, "Tokens of context a row has; else the run's.")
+flags.DEFINE_integer("batch_size", 8, "Rows read at a time.")
+flags.DEFINE_integer(
+    "piece_length", 4096, "Tokens of a row computed at a time, which bounds memory."
+)
+flags.DEFINE_integer("max_tokens", None, "Stop after so many tokens; else all are read.")
+flags.DEFINE_string("prompt", "", "Text to continue.")
+flags.DEFINE_integer("num_tokens", 256, "The most tokens to generate.")
+flags.DEFINE_float("temperature", 0.8, "0 is greedy.")
+flags.DEFINE_integer("top_k", None, "Draw from the k likeliest tokens only.")
+flags.DEFINE_float("top_p", None, "Draw from the likeliest tokens of this probability only.")
+flags.DEFINE_integer("seed", 0, "Of sampling.")
+
+
+def main(argv: list[str]) -> None:
+    """Do the tasks and print what they found."""
+    if len(argv) > 1:
+        raise ValueError(f"unknown arguments: {' '.join(argv[1:])}")
+    from rich.console import Console
+
+    import lsm_jax
+    from lsm_jax.evaluation import TASKS, Request, check_tasks, perplexity_table
+
+    names = check_tasks(FLAGS.tasks)
+    request = Request(**{f.name: getattr(FLAGS, f.name) for f in dataclasses.fields(Request)})
+    request.validate()
+    run = lsm_jax.load_run(FLAGS.workdir, step=FLAGS.step)
+    folder = Path(FLAGS.workdir) / "eval" / (FLAGS.output or request.folder(run.step))
+    console = Console(highlight=False, markup=False)
+    for name in names:
+        found = TASKS[name](run, request, folder)
+        if name == "perplexity":
+            console.print(perplexity_table(found))
+        else:
+            console.print(found.prompt + found.text, end="\n\n")
+            console.print(found.describe())
+    console.print(f"results in {folder}", soft_wrap=True)
+
+
+def guarded(argv: list[str]) -> None:
+    """`main`, with the user's mistakes told in one line."""
+    try:
+        main(argv)
+    except (ValueError, OSError) as error:
+        if logging.level_debug():
+            raise
+        sys.exit(f"eval.py: {error}  (--verbosity=1 shows where)")
+
+
+if __name__ == "__main__":
+    app.run(guarded)

@@ -1,0 +1,45 @@
+"""Linear sequence models in JAX.
+
+The namespaces load on first use, so that `import lsm_jax` costs nothing:
+
+    from lsm_jax import mixers, models, ops
+    run = lsm_jax.load_run("runs/demo")
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "__version__",
+    "data",
+    "evaluation",
+    "feedforward",
+    "load_run",
+    "mixers",
+    "models",
+    "ops",
+    "parallel",
+    "training",
+]
+
+if TYPE_CHECKING:
+    from lsm_jax import data, evaluation, feedforward, mixers, models, ops, parallel, training
+    from lsm_jax.training import load_run
+
+
+def __getattr__(name: str) -> Any:
+    if name == "load_run":
+        return importlib.import_module(f"{__name__}.training").load_run
+    if name in __all__:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(
+        f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}"
+    )
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

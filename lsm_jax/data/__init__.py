@@ -1,0 +1,37 @@
+"""Tokens for training and evaluation: stores, text, tokenizers, packing, batches.
+
+    config = DataConfig(path="longcrawl64", tokenizer="gpt2", sequence_length=16384)
+    batches = make_train_iterator(config, global_batch_size=32, seed=0)
+    batch = next(batches)       # tokens, labels, loss_mask, and for packed rows segment_ids, ...
+
+`python -m lsm_jax.data.tokenize` makes stores from text.
+"""
+
+from lsm_jax.data.config import DataConfig
+from lsm_jax.data.demo import write_demo_store
+from lsm_jax.data.iterators import make_eval_iterator, make_train_iterator
+from lsm_jax.data.store import TokenStore
+from lsm_jax.data.tokenizers import (
+    ByteTokenizer,
+    GPT2Tokenizer,
+    JSONTokenizer,
+    Tokenizer,
+    json_escape,
+    json_unescape,
+    load_tokenizer,
+)
+
+__all__ = [
+    "ByteTokenizer",
+    "DataConfig",
+    "GPT2Tokenizer",
+    "JSONTokenizer",
+    "TokenStore",
+    "Tokenizer",
+    "json_escape",
+    "json_unescape",
+    "load_tokenizer",
+    "make_eval_iterator",
+    "make_train_iterator",
+    "write_demo_store",
+]

@@ -1,0 +1,57 @@
+"""What is checked before a batch is read: shards, tokenizer, vocabulary, BOS."""
+
+from __future__ import annotations
+
+from lsm_jax.data.config import DataConfig
+from lsm_jax.data.tokenizers import Tokenizer, load_tokenizer
+
+
+def entrance(
+    config: DataConfig,
+    tokenizer: Tokenizer | None,
+    batch: int,
+    shard_index: int,
+    shard_count: int,
+    vocab_size: int | None,
+) -> tuple[Tokenizer, slice, int]:
+    """(tokenizer, this host's rows of a global batch, vocabulary size), after all checks.
+
+    Raises:
+        ValueError: config, batch, shards, tokenizer and vocabulary that don't fit together.
+    """
+    config.validate()
+    if not 0 <= shard_index < shard_count:
+        raise ValueError(f"shard_index={shard_index}; it must be in [0, shard_count={shard_count})")
+    if batch < 1 or batch % shard_count:
+        raise ValueError(
+            f"global_batch_size={batch}; it must be a positive multiple of "
+            f"shard_count={shard_count}"
+        )
+    if tokenizer is None:
+        tokenizer = load_tokenizer(config.tokenizer, json_escape=config.json_escape)
+    elif tokenizer.json_escape != config.json_escape:
+        raise ValueError(
+            f"the tokenizer has json_escape={tokenizer.json_escape}, but "
+            f"data.json_escape={config.json_escape}"
+        )
+    size = tokenizer.vocab_size if vocab_size is None else vocab_size
+    bos_id = bos_id_of(config, tokenizer)
+    if tokenizer.vocab_size > size:
+        raise ValueError(
+            f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids, more than the model's "
+            f"vocab_size={size}"
+        )
+    if bos_id is not None and bos_id >= size:
+        raise ValueError(f"data.bos_id={bos_id} is outside the vocabulary of {size}")
+    if bos_id is None and (config.add_bos or config.separate_documents):
+        raise ValueError(
+            f"tokenizer {tokenizer.name!r} has no BOS token; set data.bos_id, or data.add_bos and "
+            "data.separate_documents to False"
+        )
+    local = batch // shard_count
+    return tokenizer, slice(shard_index * local, (shard_index + 1) * local), size
+
+
+def bos_id_of(config: DataConfig, tokenizer: Tokenizer) -> int | None:
+    """The config's BOS id, or else the tokenizer's."""
+    return tokenizer.bos_id if config.bos_id is None else config.bos_id

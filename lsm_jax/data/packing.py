@@ -1,0 +1,94 @@
+"""Rows of packed documents, by grain's packing.
+
+A document's inputs and labels are shifted before it is packed, so no row position predicts
+another document's token; `loss_mask` is 0 only at padding.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grain
+import numpy as np
+from grain import experimental as grain_packing
+
+from lsm_jax.data.documents import Documents
+from lsm_jax.data.tokenizers import Tokenizer
+
+_BINS = 8  # rows that first-fit fills at once
+
+
+def document_tokens(
+    documents: Documents,
+    index: int,
+    tokenizer: Tokenizer,
+    *,
+    bos_id: int | None,
+    end_id: int | None,
+) -> dict[str, np.ndarray] | None:
+    """Tokens and labels, int32 [n] each, of one piece; None where nothing is predicted.
+
+    Args:
+        documents: where the piece is read from.
+        index: which piece.
+        tokenizer: makes the ids.
+        bos_id: put in front of a document's first piece; None puts nothing.
+        end_id: what a document's last token predicts; None: nothing.
+    """
+    piece = documents[index]
+    ids = tokenizer.encode(piece.text)
+    if not ids:
+        return None
+    start = [bos_id] if piece.begins and bos_id is not None else []
+    end = [end_id] if piece.ends and end_id is not None else []
+    stream = np.array([*start, *ids, *end], np.int32)
+    if stream.size < 2:
+        return None
+    return {"tokens": stream[:-1], "labels": stream[1:]}
+
+
+class _CutToRows(grain.experimental.FlatMapTransform):
+    """Cuts what is longer than a row into rows."""
+
+    max_fan_out = 1 << 30
+
+    def __init__(self, length: int):
+        self._length = length
+
+    def flat_map(self, element: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+        starts = range(0, len(element["tokens"]), self._length)
+        return [{k: v[s : s + self._length] for k, v in element.items()} for s in starts]
+
+
+def packed_rows(documents: grain.IterDataset, length: int, packing: str) -> grain.IterDataset:
+    """Packs `{tokens, labels}` of any length into rows.
+
+    Each piece of a document in a row is its own segment, counted from 1, positions from 0.
+    """
+    lengths = {"tokens": length, "labels": length}
+    if packing == "concat":
+        return grain_packing.ConcatThenSplitIterDataset(documents, length_struct=lengths)
+    return grain_packing.FirstFitPackIterDataset(
+        grain_packing.FlatMapIterDataset(documents, _CutToRows(length)),
+        length_struct=lengths,
+        num_packing_bins=_BINS,
+        shuffle_bins=False,
+    )
+
+
+def stack_rows(rows: list[dict[str, Any]], num_rows: int) -> dict[str, np.ndarray]:
+    """A batch of the contract from packed rows; missing rows become padding (segment 0)."""
+
+    def stack(name: str) -> np.ndarray:
+        stacked = np.zeros((num_rows, len(rows[0][name])), np.int32)
+        stacked[: len(rows)] = [row[name] for row in rows]
+        return stacked
+
+    segment_ids = stack("tokens_segment_ids")
+    return {
+        "tokens": stack("tokens"),
+        "labels": stack("labels"),
+        "loss_mask": (segment_ids > 0).astype(np.float32),
+        "segment_ids": segment_ids,
+        "positions": stack("tokens_positions"),
+    }

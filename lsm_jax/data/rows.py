@@ -1,0 +1,99 @@
+"""Store rows as batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from lsm_jax.data.store import TokenStore
+
+Order = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+
+class StoreBatches:
+    """Batch n of a store as a function of n alone, so a stream's whole state is one integer."""
+
+    def __init__(
+        self,
+        store: TokenStore,
+        order: Order,
+        *,
+        first_document: int,
+        num_sequences: int,
+        sequence_length: int,
+        global_batch_size: int,
+        rows_of: slice,
+        bos_id: int | None,
+        separator: int | None,
+        vocab_size: int,
+    ):
+        """Sets the stream.
+
+        Args:
+            store: where the ids are.
+            order: sequence numbers to (document, block).
+            first_document: document 0 of the order, in the store.
+            num_sequences: numbers from here on are padding rows with loss_mask 0.
+            sequence_length: columns in a block.
+            global_batch_size: rows in a global batch.
+            rows_of: this host's rows of it.
+            bos_id: LongCrawl64's rule puts it at position 0; None: labels are moved instead.
+            separator: the id that begins a segment inside a row; None: rows are whole.
+            vocab_size: ids must be below it.
+        """
+        self._store, self._order, self._first_document = store, order, first_document
+        self._num_sequences, self._length = num_sequences, sequence_length
+        self._slots = np.arange(global_batch_size)[rows_of]
+        self._batch = global_batch_size
+        self._bos_id, self._separator, self._vocab_size = bos_id, separator, vocab_size
+
+    def __call__(self, step: int) -> dict[str, np.ndarray]:
+        """The batch dict of this host at a step."""
+        numbers = step * self._batch + self._slots
+        real = numbers < self._num_sequences
+        rows = np.zeros((len(numbers), self._length), np.int32)
+        if real.any():
+            documents, blocks = self._order(numbers[real])
+            rows[real] = self._store.read(
+                self._first_document + documents,
+                blocks * self._length,
+                self._length,
+                vocab_size=self._vocab_size,
+            )
+        batch = shift_rows(rows, bos_id=self._bos_id)
+        batch["loss_mask"] *= real[:, None]
+        if self._separator is not None:
+            batch |= row_segments(batch["tokens"], self._separator)
+            batch["segment_ids"] *= real[:, None]
+            batch["positions"] *= real[:, None]
+        return batch
+
+
+def shift_rows(rows: np.ndarray, *, bos_id: int | None) -> dict[str, np.ndarray]:
+    """Inputs, labels and loss mask of whole rows.
+
+    Args:
+        rows: int32 [B, T].
+        bos_id: LongCrawl64's rule: `labels = rows`, `tokens = roll(rows, 1)`, BOS at 0. None:
+            `tokens = rows`, labels are the next tokens, and the last position isn't predicted.
+    """
+    loss_mask = np.ones(rows.shape, np.float32)
+    if bos_id is not None:
+        tokens = np.roll(rows, 1, axis=1)
+        tokens[:, 0] = bos_id
+        return {"tokens": tokens, "labels": rows, "loss_mask": loss_mask}
+    loss_mask[:, -1] = 0.0
+    return {"tokens": rows, "labels": np.roll(rows, -1, axis=1), "loss_mask": loss_mask}
+
+
+def row_segments(tokens: np.ndarray, separator: int) -> dict[str, np.ndarray]:
+    """Segment ids from 1 and positions from 0, int32 [B, T]; a separator begins a segment."""
+    begins = tokens == separator
+    begins[:, 0] = True
+    place = np.arange(tokens.shape[1])
+    start = np.maximum.accumulate(np.where(begins, place, 0), axis=1)
+    return {
+        "segment_ids": np.cumsum(begins, axis=1, dtype=np.int32),
+        "positions": (place - start).astype(np.int32),
+    }

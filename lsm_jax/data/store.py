@@ -1,0 +1,246 @@
+"""Reader of LongCrawl-format token stores: one zarr v2 array [documents, length] of integers.
+
+The format is LongCrawl64's as published (manifestai.com/articles/longcrawl64): `<u2`, chunks of
+2048 x 2048, blosc lz4, fill value 0, `.zattrs` = {"encoder": "tiktoken-gpt2"}. Shape, chunks,
+integer type and compressor may differ here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+from absl import logging
+
+from lsm_jax.data.tokenizers import Tokenizer
+
+_CHECKED_AT_OPEN = 1024  # chunk files whose length is compared with their header's
+
+
+class TokenStore:
+    """A token store, opened and checked.
+
+    Attributes:
+        path: the array's folder.
+        num_documents, length: its shape.
+        chunks: (rows, columns) of one chunk file.
+        attributes: what `.zattrs` holds.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        cached_blocks: int = 2,
+        block_length: int = 1,
+    ):
+        """Opens the store.
+
+        Args:
+            path: the array's folder.
+            cached_blocks: blocks whose decoded chunks are kept in memory, each of one chunk's
+                documents and `block_length` tokens.
+            block_length: tokens of a document that are read at once.
+
+        Raises:
+            ValueError: not a store, an empty one, or one with a chunk file cut short.
+        """
+        self.path = Path(path).expanduser().absolute()
+        metadata = _read_metadata(self.path)
+        self.num_documents, self.length = metadata["shape"]
+        self.chunks: tuple[int, int] = tuple(metadata["chunks"])
+        self.attributes: dict[str, Any] = _read_json(self.path / ".zattrs", missing={})
+        self._check_chunk_files(metadata)
+        columns = self.chunks[1]
+        across = -(-block_length // columns) + (
+            columns % block_length > 0 and block_length % columns > 0
+        )
+        cache_bytes = cached_blocks * across * _chunk_bytes(metadata)
+        try:
+            self._array = ts.open(
+                {
+                    "driver": "zarr",
+                    "kvstore": {"driver": "file", "path": str(self.path)},
+                    "recheck_cached_data": False,
+                    "recheck_cached_metadata": False,
+                },
+                read=True,
+                context=ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}}),
+            ).result()
+        except ValueError as error:
+            raise ValueError(f"{self.path} cannot be opened as a token store: {error}") from error
+
+    def read(self, rows: Any, starts: Any, length: int, *, vocab_size: int) -> np.ndarray:
+        """Reads one block of a document for each row asked for.
+
+        Args:
+            rows: [n] documents.
+            starts: [n] first columns.
+            length: columns to read.
+            vocab_size: ids must be below it.
+
+        Returns:
+            int32 [n, length].
+
+        Raises:
+            ValueError: a chunk that cannot be decoded (the message names its file), or a token
+                id outside the vocabulary (it names the document and column).
+        """
+        rows, starts = np.broadcast_arrays(np.atleast_1d(rows), np.atleast_1d(starts))
+        # Neighbouring documents are one read.
+        cuts = np.flatnonzero((np.diff(rows) != 1) | (np.diff(starts) != 0)) + 1
+        reads = []
+        for first, last in zip([0, *cuts], [*cuts, len(rows)], strict=True):
+            row, start = int(rows[first]), int(starts[first])
+            reads.append(self._array[row : row + (last - first), start : start + length].read())
+        try:
+            parts = [read.result() for read in reads]
+        except ValueError as error:
+            raise ValueError(
+                f"{self.path}: a chunk is cut short or corrupt; copy it anew. {error}"
+            ) from error
+        block = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        if block.size and (block.max() >= vocab_size or block.min() < 0):
+            row, column = np.argwhere((block >= vocab_size) | (block < 0))[0]
+            raise ValueError(
+                f"{self.path}: document {rows[row]}, column {starts[row] + column} holds token id "
+                f"{block[row, column]}, outside the vocabulary of {vocab_size}; "
+                "is this the right tokenizer or model vocabulary?"
+            )
+        return block.astype(np.int32)
+
+    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
+        """Compares `.zattrs` with the tokenizer.
+
+        Raises:
+            ValueError: they disagree on the encoder or on JSON-escaping.
+        """
+        encoder = self.attributes.get("encoder")
+        if encoder is None:
+            logging.warning(
+                "%s names no encoder in .zattrs; its ids are taken to be %r's.",
+                self.path,
+                tokenizer.name,
+            )
+        elif encoder != tokenizer.name:
+            raise ValueError(
+                f"{self.path} was written with encoder {encoder!r}, but the tokenizer is "
+                f"{tokenizer.name!r}; set data.tokenizer to match the store"
+            )
+        escaped = self.attributes.get("json_escape")
+        if escaped is not None and bool(escaped) != tokenizer.json_escape:
+            raise ValueError(
+                f"{self.path} was written with json_escape={bool(escaped)}, but "
+                f"data.json_escape={tokenizer.json_escape}"
+            )
+
+    def _check_chunk_files(self, metadata: dict[str, Any]) -> None:
+        separator = metadata.get("dimension_separator", ".")
+        files = sorted(_chunk_files(self.path, separator))
+        grid = [-(-n // c) for n, c in zip(metadata["shape"], self.chunks, strict=True)]
+        total = grid[0] * grid[1]
+        if not files:
+            raise ValueError(f"{self.path} is empty: it has no chunk file of {total}")
+        if len(files) < total:
+            logging.warning(
+                "%s: %d of %d chunks have no file and read as token %s.",
+                self.path,
+                total - len(files),
+                total,
+                metadata.get("fill_value"),
+            )
+        compressor = metadata.get("compressor")
+        raw = _chunk_bytes(metadata)
+        # A header's length is compared at the entrance, before a run begins on a broken copy; of
+        # very many files some are looked at, and the rest when they are read.
+        for name in files[:: -(-len(files) // _CHECKED_AT_OPEN)]:
+            size = os.path.getsize(self.path / name)
+            if compressor is None:
+                expected = raw
+            elif compressor.get("id") == "blosc":
+                with open(self.path / name, "rb") as file:
+                    header = file.read(16)
+                expected = int.from_bytes(header[12:16], "little") if len(header) == 16 else 16
+            else:
+                expected = max(size, 1)
+            if size != expected:
+                raise ValueError(
+                    f"{self.path}: chunk file {name} is cut short or corrupt: it has {size} bytes "
+                    f"of {expected}; copy it anew"
+                )
+
+
+def is_store(path: Path) -> bool:
+    """Whether the folder is, or by its name claims to be, a zarr array or group."""
+    return path.is_dir() and (
+        path.suffix == ".zarr"
+        or any((path / name).exists() for name in (".zarray", ".zgroup", "zarr.json"))
+    )
+
+
+def _read_metadata(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        raise ValueError(f"token store {str(path)!r} is not a folder")
+    if not (path / ".zarray").is_file():
+        inside = sorted(p.name for p in path.iterdir() if p.is_dir())[:5]
+        if (path / "zarr.json").exists():
+            why = "it is zarr v3; a token store is a zarr v2 array (see lsm_jax.data.tokenize)"
+        elif (path / ".zgroup").exists():
+            why = f"it is a zarr group; give the path of an array inside it: {inside}"
+        else:
+            why = "it has no .zarray file"
+        raise ValueError(f"{path} is not a token store: {why}")
+    metadata = _read_json(path / ".zarray")
+    shape, chunks = metadata.get("shape"), metadata.get("chunks")
+    if metadata.get("zarr_format") != 2 or not isinstance(shape, list) or len(shape) != 2:
+        raise ValueError(
+            f"{path} is not a token store: it has zarr_format={metadata.get('zarr_format')}, "
+            f"shape={shape}; a token store is a zarr v2 array [documents, length]"
+        )
+    if not isinstance(chunks, list) or len(chunks) != 2 or min(chunks) < 1:
+        raise ValueError(f"{path}/.zarray has chunks={chunks}; two positive sizes are needed")
+    if min(shape) < 1:
+        raise ValueError(f"{path} is empty: its shape is {shape}")
+    try:
+        integers = np.dtype(metadata.get("dtype")).kind in "iu"
+    except TypeError:
+        integers = False
+    if not integers:
+        raise ValueError(
+            f"{path} holds {metadata.get('dtype')!r}; a token store holds integers, e.g. '<u2'"
+        )
+    return metadata
+
+
+def _chunk_bytes(metadata: dict[str, Any]) -> int:
+    rows, columns = metadata["chunks"]
+    return rows * columns * np.dtype(metadata["dtype"]).itemsize
+
+
+def _read_json(path: Path, missing: Any = None) -> Any:
+    if missing is not None and not path.exists():
+        return missing
+    try:
+        value = json.loads(path.read_text())
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def _chunk_files(path: Path, separator: str) -> Iterator[str]:
+    if separator == ".":
+        yield from (e.name for e in os.scandir(path) if re.fullmatch(r"\d+\.\d+", e.name))
+        return
+    for folder in os.scandir(path):
+        if folder.name.isdigit() and folder.is_dir():
+            for entry in os.scandir(folder.path):
+                if entry.name.isdigit():
+                    yield f"{folder.name}/{entry.name}"

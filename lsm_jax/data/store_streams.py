@@ -1,0 +1,91 @@
+"""A store's order and batches, as a config asks for them."""
+
+from __future__ import annotations
+
+from absl import logging
+
+from lsm_jax.data.config import DataConfig
+from lsm_jax.data.entrance import bos_id_of
+from lsm_jax.data.order import ColumnOrder, ShuffledOrder
+from lsm_jax.data.rows import StoreBatches
+from lsm_jax.data.store import TokenStore
+from lsm_jax.data.tokenizers import Tokenizer
+
+
+def store_batches(
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    source: tuple[TokenStore, int, int],
+    order: ColumnOrder | ShuffledOrder,
+    num_sequences: int,
+    batch: int,
+    rows_of: slice,
+    vocab_size: int,
+) -> StoreBatches:
+    """Batches of (store, first document, number of documents) by the config's rules."""
+    bos_id = bos_id_of(config, tokenizer)
+    return StoreBatches(
+        source[0],
+        order,
+        first_document=source[1],
+        num_sequences=num_sequences,
+        sequence_length=config.sequence_length,
+        global_batch_size=batch,
+        rows_of=rows_of,
+        bos_id=bos_id if config.add_bos else None,
+        separator=bos_id if config.separate_documents else None,
+        vocab_size=vocab_size,
+    )
+
+
+def num_columns(config: DataConfig, store: TokenStore) -> int:
+    """Sequences in a document.
+
+    Raises:
+        ValueError: the documents are shorter than a sequence.
+    """
+    if config.sequence_length > store.length:
+        raise ValueError(
+            f"data.sequence_length={config.sequence_length} is over the length {store.length} of "
+            f"the documents in {store.path}"
+        )
+    return store.length // config.sequence_length
+
+
+def train_order(
+    config: DataConfig, store: TokenStore, documents: int, batch: int, seed: int
+) -> ColumnOrder | ShuffledOrder:
+    """The training order; logs what an epoch leaves out.
+
+    Raises:
+        ValueError: less than one batch.
+    """
+    length = config.sequence_length
+    columns = num_columns(config, store)
+    if config.shuffle:
+        order: ColumnOrder | ShuffledOrder = ShuffledOrder(
+            documents,
+            columns,
+            multiple=batch,
+            block=(store.chunks[0], max(1, store.chunks[1] // length)),
+            window_blocks=config.shuffle_blocks,
+            seed=seed,
+        )
+    else:
+        order = ColumnOrder(documents, columns, multiple=batch)
+    used = order.sequences_per_epoch
+    if not used:
+        raise ValueError(
+            f"{store.path} has {documents} training documents of {store.length} tokens: less than "
+            f"one global batch of {batch} rows of {length}"
+        )
+    dropped = documents * store.length - used * length
+    logging.info(
+        "%s: %d steps of %d tokens an epoch; %d of %d tokens at the edges are left out.",
+        store.path,
+        used // batch,
+        batch * length,
+        dropped,
+        documents * store.length,
+    )
+    return order

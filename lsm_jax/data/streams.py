@@ -1,0 +1,148 @@
+"""Grain datasets that turn packed rows into batches, with exact, JSON-safe state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grain
+import numpy as np
+
+from lsm_jax.data.packing import stack_rows
+
+
+class LaneBatches(grain.IterDataset):
+    """One batch row from each lane, where a lane is an endless stream of packed rows.
+
+    Row j of the global batch is lane j, made of every B-th document. A host runs its own rows'
+    lanes and nothing else, and the global batches are the same for any number of hosts.
+    """
+
+    def __init__(
+        self,
+        lanes: Sequence[grain.IterDataset],
+        *,
+        shard: tuple[int, int],
+        num_threads: int,
+    ):
+        """Sets the lanes.
+
+        Args:
+            lanes: this host's.
+            shard: (index, count) of this host, kept in the state.
+            num_threads: lanes that tokenise and pack at once.
+        """
+        super().__init__()
+        self._lanes, self._shard, self._num_threads = lanes, shard, num_threads
+
+    def __iter__(self) -> _LaneIterator:
+        return _LaneIterator([iter(lane) for lane in self._lanes], self._shard, self._num_threads)
+
+
+class _LaneIterator(grain.DatasetIterator):
+    def __init__(
+        self, lanes: list[grain.DatasetIterator], shard: tuple[int, int], num_threads: int
+    ):
+        super().__init__()
+        self._lanes, self._shard = lanes, list(shard)
+        self._pool = ThreadPoolExecutor(num_threads, "lsm-lanes") if num_threads > 1 else None
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        rows = list((self._pool.map if self._pool else map)(next, self._lanes))
+        return stack_rows(rows, len(rows))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._pool:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+        for lane in self._lanes:
+            lane.close()
+
+    def get_state(self) -> dict[str, Any]:
+        return {"shard": self._shard, "lanes": [lane.get_state() for lane in self._lanes]}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        if list(state["shard"]) != self._shard or len(state["lanes"]) != len(self._lanes):
+            raise ValueError(
+                f"the data state is of shard {state['shard']} with {len(state['lanes'])} rows, but "
+                f"this is shard {self._shard} with {len(self._lanes)}: a text stream resumes with "
+                "the batch and the number of hosts it was saved with (a token store's with any)"
+            )
+        for lane, saved in zip(self._lanes, state["lanes"], strict=True):
+            lane.set_state(_tuples(saved))
+
+
+class OrderedBatches(grain.IterDataset):
+    """Each packed row once, in order; a last batch that isn't full is filled with padding."""
+
+    def __init__(self, rows: grain.IterDataset, *, global_batch_size: int, rows_of: slice):
+        """Sets the rows.
+
+        Args:
+            rows: all hosts' rows, finite.
+            global_batch_size: rows in a global batch.
+            rows_of: this host's rows of each.
+        """
+        super().__init__(rows)
+        self._batch, self._rows_of = global_batch_size, rows_of
+
+    def __iter__(self) -> _OrderedIterator:
+        return _OrderedIterator(iter(self._parent), self._batch, self._rows_of)
+
+
+class _OrderedIterator(grain.DatasetIterator):
+    def __init__(self, rows: grain.DatasetIterator, batch: int, rows_of: slice):
+        super().__init__(rows)
+        self._batch, self._rows_of = batch, rows_of
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        rows = []
+        for _ in range(self._batch):
+            try:
+                rows.append(next(self._parent))
+            except StopIteration:
+                break
+        if not rows:
+            raise StopIteration
+        batch = stack_rows(rows, self._batch)
+        return {name: array[self._rows_of] for name, array in batch.items()}
+
+    def get_state(self) -> dict[str, Any]:
+        return self._parent.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._parent.set_state(_tuples(state))
+
+
+class Prefetched(grain.experimental.ThreadPrefetchIterDataset):
+    """Batches made ahead by one thread; grain's, closed once only.
+
+    Grain closes an iterator again when it is deleted, and when that is at the interpreter's end
+    the modules it needs are gone.
+    """
+
+    def __init__(self, batches: grain.IterDataset, ahead: int):
+        """Makes `ahead` batches ahead."""
+        super().__init__(batches, prefetch_buffer_size=ahead)
+        self._ahead = ahead
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return _PrefetchedIterator(iter(self._parent), self._ahead)
+
+
+class _PrefetchedIterator(grain.experimental.ThreadPrefetchDatasetIterator):
+    def close(self) -> None:
+        if not self._closed:
+            super().close()
+
+
+def _tuples(state: Any) -> Any:
+    """Lists to tuples: grain's packing compares its state with tuples, and JSON has only lists."""
+    if isinstance(state, dict):
+        return {key: _tuples(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return tuple(_tuples(value) for value in state)
+    return state

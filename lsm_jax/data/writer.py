@@ -1,0 +1,115 @@
+"""Writer of LongCrawl-format token stores: whole under its name, or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import tensorstore as ts
+
+CHUNK = 2048
+_COMPRESSOR = {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1, "blocksize": 0}
+
+
+class StoreWriter:
+    """A store under a temporary name, which gets its own when the block ends without an error."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        length: int,
+        *,
+        vocab_size: int,
+        attributes: dict[str, object],
+        overwrite: bool = False,
+        row_multiple: int = 1,
+    ):
+        """Sets the store.
+
+        Args:
+            path: of the store.
+            length: tokens in a row.
+            vocab_size: picks `<u2` or `<u4`.
+            attributes: for `.zattrs`.
+            overwrite: replace what stands at `path` when the new store is complete.
+            row_multiple: a power of two. Rows over a multiple of it (or of the largest power of
+                two there are rows for) are left out.
+
+        Raises:
+            ValueError: `path` exists already.
+        """
+        self.path = Path(path).expanduser().absolute()
+        if self.path.exists() and not overwrite:
+            raise ValueError(f"{self.path} exists already; pass overwrite to replace it")
+        self._part = self.path.with_name(f".{self.path.name}.partial-{os.getpid()}")
+        self._length, self._attributes = length, attributes
+        self._dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+        self._waiting: list[np.ndarray] = []
+        self._num_waiting = 0
+        self._row_multiple = row_multiple
+        self._array: ts.TensorStore | None = None
+        self.num_rows = 0
+
+    def __enter__(self) -> StoreWriter:
+        shutil.rmtree(self._part, ignore_errors=True)
+        self._part.mkdir(parents=True)
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        try:
+            if kind is None:
+                self._close()
+        finally:
+            shutil.rmtree(self._part, ignore_errors=True)
+
+    def add(self, rows: np.ndarray) -> None:
+        """Adds rows [n, length]."""
+        self._waiting.append(rows.astype(self._dtype))
+        self._num_waiting += len(rows)
+        self.num_rows += len(rows)
+        if self._num_waiting >= CHUNK:
+            waiting = np.concatenate(self._waiting)
+            whole = len(waiting) // CHUNK * CHUNK
+            self._write(waiting[:whole])
+            self._waiting, self._num_waiting = [waiting[whole:]], len(waiting) - whole
+
+    def _write(self, rows: np.ndarray) -> None:
+        if self._array is None:
+            start = 0
+            metadata = {
+                "zarr_format": 2,
+                "shape": [len(rows), self._length],
+                "chunks": [min(CHUNK, len(rows)), min(CHUNK, self._length)],
+                "dtype": self._dtype.str,
+                "compressor": _COMPRESSOR,
+                "fill_value": 0,
+                "filters": None,
+                "order": "C",
+            }
+            kvstore = {"driver": "file", "path": str(self._part)}
+            spec = {"driver": "zarr", "kvstore": kvstore, "metadata": metadata}
+            self._array = ts.open(spec, create=True, open=True).result()
+        else:
+            start = self._array.shape[0]
+            self._array = self._array.resize(exclusive_max=[start + len(rows), None]).result()
+        self._array[start:].write(rows).result()
+
+    def _close(self) -> None:
+        if not self.num_rows:
+            raise ValueError(f"no rows to write to {self.path}")
+        multiple = min(self._row_multiple, 1 << self.num_rows.bit_length() - 1)
+        over = self.num_rows % multiple
+        self.num_rows -= over
+        if self._num_waiting > over:
+            self._write(np.concatenate(self._waiting)[: self._num_waiting - over])
+        (self._part / ".zattrs").write_text(json.dumps(self._attributes))
+        if self.path.exists():
+            aside = self.path.with_name(f".{self.path.name}.old-{os.getpid()}")
+            os.rename(self.path, aside)
+            os.rename(self._part, self.path)
+            shutil.rmtree(aside)
+        else:
+            os.rename(self._part, self.path)

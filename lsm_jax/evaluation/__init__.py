@@ -1,0 +1,48 @@
+"""Evaluation: loss by position and perplexity, sampling, baselines without a network, plots.
+
+found = evaluate(run.model, make_eval_iterator(run.config.data, global_batch_size=8))
+found.curve.perplexity(16384)
+plot_loss_by_position(found.curve, "loss.png", train_length=4096)
+"""
+
+from lsm_jax.evaluation.baselines import (
+    ContextModel,
+    byte_baselines,
+    store_documents,
+    xz_bits,
+)
+from lsm_jax.evaluation.curve import LossCurve, report_lengths
+from lsm_jax.evaluation.generate import Generation, generate, state_bytes
+from lsm_jax.evaluation.perplexity import Evaluation, Scorer, evaluate
+from lsm_jax.evaluation.plots import (
+    moving_average,
+    plot_loss_by_position,
+    plot_training,
+    read_metrics,
+)
+from lsm_jax.evaluation.tables import perplexity_table
+from lsm_jax.evaluation.tasks import TASKS, Request, check_tasks, plot_run
+
+__all__ = [
+    "TASKS",
+    "ContextModel",
+    "Evaluation",
+    "Generation",
+    "LossCurve",
+    "Request",
+    "Scorer",
+    "byte_baselines",
+    "check_tasks",
+    "evaluate",
+    "generate",
+    "moving_average",
+    "perplexity_table",
+    "plot_loss_by_position",
+    "plot_run",
+    "plot_training",
+    "read_metrics",
+    "report_lengths",
+    "state_bytes",
+    "store_documents",
+    "xz_bits",
+]

@@ -1,0 +1,155 @@
+"""Compressors without a network, for the same held-out bytes: what a language model has to beat.
+
+`ContextModel` is the classical byte model of a fixed order, `xz_bits` the strongest setting of a general-purpose
+compressor. Both are stated as a language model's loss is, in bits per byte.
+"""
+
+from __future__ import annotations
+
+import lzma
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from lsm_jax.data import TokenStore
+
+MAX_ORDER = 2  # the table of counts holds 256 ** (order + 1) numbers
+
+
+class ContextModel:
+    """A byte model of the `order` bytes before, counted on `train`.
+
+    Each order is interpolated with the next lower one, down to the uniform distribution, by Witten and Bell's rule
+    ("The zero-frequency problem", 1991, method C, as in PPMC): `p(c | s) = (n(s, c) + u(s) p(c | s')) / (n(s) + u(s))`,
+    where s' is s without its oldest byte and u(s) counts the distinct bytes seen after s. A document's first bytes take
+    the lower orders; no context crosses from one document into another.
+
+    Args:
+        train: documents, each uint8 [n].
+        order: 0, 1 or 2 bytes of context.
+
+    Raises:
+        ValueError: for another order, or if `train` holds no byte.
+    """
+
+    def __init__(self, train: Iterable[np.ndarray], order: int):
+        if not 0 <= order <= MAX_ORDER:
+            raise ValueError(f"order={order}, accepted: 0 to {MAX_ORDER}")
+        self._orders = [_Order(table) for table in _count(train, order)]
+
+    def probabilities(self, document: np.ndarray) -> np.ndarray:
+        """Of every byte of a document given those before it: uint8 [n] -> float64 [n]."""
+        probability = np.full(document.size, 1 / 256)
+        for k, model in enumerate(self._orders):
+            probability[k:] = model.interpolate(_contexts(document, k), probability[k:])
+        return probability
+
+    def bits(self, heldout: Iterable[np.ndarray]) -> float:
+        """Bits per byte of the documents.
+
+        Raises:
+            ValueError: if they hold no byte.
+        """
+        total, scored = 0.0, 0
+        for document in heldout:
+            total -= np.log2(self.probabilities(document)).sum()
+            scored += document.size
+        if not scored:
+            raise ValueError("heldout holds no bytes")
+        return float(total / scored)
+
+
+def xz_bits(heldout: Iterable[np.ndarray]) -> float:
+    """Bits per byte of the documents, one after another, under `xz -9`; it sees no other data.
+
+    Raises:
+        ValueError: if `heldout` holds no byte.
+    """
+    raw = b"".join(np.asarray(document, np.uint8).tobytes() for document in heldout)
+    if not raw:
+        raise ValueError("heldout holds no bytes")
+    return 8 * len(lzma.compress(raw, preset=9)) / len(raw)
+
+
+def byte_baselines(train: Iterable[np.ndarray], heldout: Sequence[np.ndarray]) -> dict[str, float]:
+    """Bits per byte of `heldout` by name: "order-0", "order-2" and "xz -9"."""
+    train = list(train)
+    return {
+        "order-0": ContextModel(train, 0).bits(heldout),
+        "order-2": ContextModel(train, 2).bits(heldout),
+        "xz -9": xz_bits(heldout),
+    }
+
+
+def _contexts(document: np.ndarray, order: int) -> np.ndarray:
+    """[n - order]: every byte with the `order` before it, as one number, the byte itself its lowest digit."""
+    document = np.asarray(document)
+    if document.dtype != np.uint8:
+        raise ValueError(f"documents have dtype {document.dtype}, accepted: uint8")
+    if document.size <= order:
+        return np.zeros(0, np.int32)
+    code = np.zeros(document.size - order, np.int32)
+    for i in range(order + 1):
+        code = code << 8 | document[i : document.size - order + i]
+    return code
+
+
+def _count(documents: Iterable[np.ndarray], order: int) -> list[np.ndarray]:
+    """For each order up to `order`, how often every context and byte stand together: int64 [256 ** (k + 1)]."""
+    tables = [np.zeros(256 ** (k + 1), np.int64) for k in range(order + 1)]
+    pending: list[np.ndarray] = []
+
+    def flush() -> None:
+        for k, table in enumerate(tables):
+            codes = [_contexts(document, k) for document in pending]
+            if codes:
+                table += np.bincount(np.concatenate(codes), minlength=table.size)
+        pending.clear()
+
+    for document in documents:
+        pending.append(document)
+        # One pass over the largest table costs as much as counting that many bytes, so documents are gathered first.
+        if sum(d.size for d in pending) >= tables[-1].size:
+            flush()
+    flush()
+    if not tables[0].any():
+        raise ValueError("train holds no bytes")
+    return tables
+
+
+class _Order:
+    """The counts of one order, ready to be interpolated with the order below."""
+
+    def __init__(self, counts: np.ndarray):
+        self.counts = counts
+        self.distinct = np.count_nonzero(counts.reshape(-1, 256), axis=-1)
+        self.mass = counts.reshape(-1, 256).sum(-1) + self.distinct
+
+    def interpolate(self, code: np.ndarray, lower: np.ndarray) -> np.ndarray:
+        """p(c | s) of every context [n], given the lower order's probabilities [n]; unseen contexts take those."""
+        mass = self.mass[code >> 8]
+        mixed = (self.counts[code] + self.distinct[code >> 8] * lower) / np.maximum(mass, 1)
+        return np.where(mass > 0, mixed, lower)
+
+
+def store_documents(store: TokenStore) -> list[np.ndarray]:
+    """The documents of a byte store, each uint8 [n], separators left out.
+
+    Rows of a store that names its separator stand end to end and are joined; else each row is a document.
+
+    Raises:
+        ValueError: a store of another encoder.
+    """
+    encoder = store.attributes.get("encoder")
+    if encoder != "bytes":
+        raise ValueError(f"{store.path} has encoder {encoder!r}, accepted: 'bytes'")
+    rows = store.read(np.arange(store.num_documents), 0, store.length, vocab_size=1 << 16)
+    parts = [rows.reshape(-1)] if "separator" in store.attributes else list(rows)
+    documents = []
+    for part in parts:
+        cuts = np.flatnonzero(part >= 256)
+        for document in np.split(part, cuts):
+            document = document[document < 256].astype(np.uint8)
+            if document.size:
+                documents.append(document)
+    return documents

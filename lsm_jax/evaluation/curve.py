@@ -1,0 +1,134 @@
+"""Loss by position: sums and counts a position, and the averages and perplexities that follow from them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+SHORTEST = 512  # the shortest length reported of a long document
+
+
+def report_lengths(length: int) -> list[int]:
+    """Lengths to report: `length`, its half, quarter, ... down to 512, or to an eighth of a shorter `length`.
+
+    65536 gives 65536, 32768, ..., 512; 1024 gives 1024, 512, 256, 128.
+    """
+    if length < 1:
+        raise ValueError(f"length={length}: it must be at least 1")
+    floor = min(SHORTEST, max(1, length // 8))
+    lengths = []
+    while length >= floor:
+        lengths.append(length)
+        length //= 2
+    return lengths
+
+
+class LossCurve:
+    """L(i), the mean loss at each position, in nats a token; accumulated in float64 on the host.
+
+    The protocol is that of the Forgetting Transformer (Lin et al. 2025): every document is read with its whole context,
+    L(i) is the mean over documents of the loss at token i, and P(l) = exp(mean over i < l of L(i)).
+
+    Attributes:
+        total: float64 [T], sum of the losses at each position.
+        count: int64 [T], tokens scored at each position.
+    """
+
+    def __init__(self, length: int):
+        if length < 1:
+            raise ValueError(f"length={length}: it must be at least 1")
+        self.total = np.zeros(length, np.float64)
+        self.count = np.zeros(length, np.int64)
+
+    @property
+    def length(self) -> int:
+        """Positions, T."""
+        return self.total.size
+
+    def add(
+        self,
+        nll: Float[np.ndarray, "B T"],
+        loss_mask: Float[np.ndarray, "B T"] | None = None,
+        positions: Int[np.ndarray, "B T"] | None = None,
+        *,
+        start: int = 0,
+    ) -> None:
+        """Count the losses of a piece of a batch.
+
+        Args:
+            nll: nats, [B, T]; what stands where the mask is 0 is not read.
+            loss_mask: 0 where a token is not scored; None scores all.
+            positions: of each token in its document; None counts them along the row.
+            start: position in the row of the piece's first token; only used without `positions`.
+
+        Raises:
+            ValueError: a scored loss that is not finite, or a position beyond the curve.
+        """
+        if positions is None:
+            positions = np.broadcast_to(start + np.arange(nll.shape[1]), nll.shape)
+        scored = np.ones(nll.shape, bool) if loss_mask is None else np.asarray(loss_mask) != 0
+        values, places = np.asarray(nll, np.float64)[scored], np.asarray(positions)[scored]
+        if not values.size:
+            return
+        if places.min() < 0 or places.max() >= self.length:
+            raise ValueError(
+                f"positions {places.min()} to {places.max()}, accepted: 0 to {self.length - 1}"
+            )
+        if not np.isfinite(values).all():
+            where = places[~np.isfinite(values)][0]
+            raise ValueError(
+                f"the loss at position {where} is not finite: {values.size} tokens scored"
+            )
+        self.total += np.bincount(places, weights=values, minlength=self.length)
+        self.count += np.bincount(places, minlength=self.length)
+
+    @property
+    def loss(self) -> Float[np.ndarray, " T"]:
+        """L(i) [T]; NaN where no token was scored."""
+        with np.errstate(invalid="ignore"):
+            return self.total / np.where(self.count == 0, np.nan, self.count)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens scored."""
+        return int(self.count.sum())
+
+    @property
+    def mean(self) -> float:
+        """Mean loss of all tokens scored; with documents of unequal lengths this is not the mean of L(i)."""
+        if not self.num_tokens:
+            raise ValueError(
+                "no token was scored: the data is empty or its loss_mask is 0 everywhere"
+            )
+        return float(self.total.sum() / self.num_tokens)
+
+    def average(self, length: int | None = None) -> float:
+        """Mean of L(i) over i < length, over the positions at which a token was scored; NaN if there is none."""
+        counted = self.count[:length] > 0
+        if not counted.any():
+            return math.nan
+        return float(np.mean(self.total[:length][counted] / self.count[:length][counted]))
+
+    def perplexity(self, length: int | None = None) -> float:
+        """P(length), the exponential of `average`."""
+        return float(np.exp(self.average(length)))
+
+    def running_perplexity(self) -> Float[np.ndarray, " T"]:
+        """P(l) for l = 1 ... T; NaN before the first position scored."""
+        counted = self.count > 0
+        loss = np.where(counted, self.total / np.maximum(self.count, 1), 0.0)
+        number = np.cumsum(counted)
+        with np.errstate(invalid="ignore"):
+            return np.exp(np.cumsum(loss) / np.where(number == 0, np.nan, number))
+
+    def summary(self) -> dict[str, Any]:
+        """`val/loss_avg_len_{l}` and `val/perplexity_len_{l}` of every reported length, `val/loss` and `val/tokens`."""
+        result: dict[str, Any] = {"val/loss": self.mean, "val/tokens": self.num_tokens}
+        for length in report_lengths(self.length):
+            if self.count[:length].any():
+                result[f"val/loss_avg_len_{length}"] = self.average(length)
+                result[f"val/perplexity_len_{length}"] = self.perplexity(length)
+        return result

@@ -1,0 +1,191 @@
+"""Plots of a run: loss by position, perplexity by length, training curves. Written as PNG, without a display."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Float
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, StrMethodFormatter
+
+from lsm_jax.evaluation.curve import LossCurve
+
+COLOURS = ("#1f5a96", "#c8553d", "#3a7d44", "#8a5a9e", "#b8860b", "#4a4a4a")
+WINDOW = 101  # of the published plots of long documents
+
+
+def moving_average(
+    values: Float[np.ndarray, " T"], window: int | None = None
+) -> Float[np.ndarray, " T"]:
+    """Centred moving average over `window` positions, those beyond the ends and NaN left out of it.
+
+    Args:
+        values: [T].
+        window: odd; None is 101, or the largest odd number within T / 20 where that is smaller.
+
+    Raises:
+        ValueError: an even window, or one below 1.
+    """
+    if window is None:
+        window = min(WINDOW, max(1, (values.size // 20 - 1) | 1))
+    if window < 1 or window % 2 == 0:
+        raise ValueError(f"window={window}, accepted: odd numbers from 1")
+    finite = np.isfinite(values)
+    half = window // 2
+    ends = np.arange(values.size)
+    first, last = np.maximum(ends - half, 0), np.minimum(ends + half + 1, values.size)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    number = np.concatenate([[0], np.cumsum(finite)])
+    count = number[last] - number[first]
+    with np.errstate(invalid="ignore"):
+        return (sums[last] - sums[first]) / np.where(count == 0, np.nan, count)
+
+
+def plot_loss_by_position(
+    curves: Mapping[str, LossCurve] | LossCurve,
+    path: str | os.PathLike[str],
+    *,
+    train_length: int | None = None,
+    first: int | None = None,
+    title: str = "Held-out loss by position",
+) -> Path:
+    """L(i), smoothed, and P(l), as it is, side by side.
+
+    Args:
+        curves: one curve, or several by name.
+        path: the PNG.
+        train_length: marked by a dashed line where given.
+        first: the first position shown; None is 128, or an eighth of the longest curve where that is less.
+        title: above both.
+
+    Returns:
+        The path.
+    """
+    curves = {"": curves} if isinstance(curves, LossCurve) else dict(curves)
+    longest = max(curve.length for curve in curves.values())
+    first = min(128, longest // 8) if first is None else first
+    figure, (left, right) = _figure(title, columns=2)
+    for colour, (name, curve) in zip(_colours(len(curves)), curves.items(), strict=True):
+        position = np.arange(curve.length) + 1
+        shown = slice(min(first, curve.length - 1), None)
+        left.plot(position[shown], moving_average(curve.loss)[shown], color=colour, label=name)
+        right.plot(position[shown], curve.running_perplexity()[shown], color=colour, label=name)
+    _label(left, "position i (tokens)", "loss L(i) (nats per token)")
+    _label(right, "length l (tokens)", "perplexity P(l)")
+    for axes in (left, right):
+        # Positions differ by orders of magnitude only where documents are long.
+        if longest >= 4096:
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        if train_length is not None and train_length <= longest:
+            axes.axvline(train_length, color="#777777", linestyle="--", linewidth=1, zorder=1)
+            axes.annotate(
+                "training length", (train_length, 0.98), xycoords=("data", "axes fraction"),
+                xytext=(-4, 0), textcoords="offset points",
+                rotation=90, ha="right", va="top", fontsize=8, color="#777777",
+            )  # fmt: skip
+    return _save(figure, path, legend=left if any(curves) else None)
+
+
+def read_metrics(path: str | os.PathLike[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Every numeric series of a `metrics.jsonl` by name, as (steps, values); a line cut short at the end is left out.
+
+    Of several lines of one step, which a resumed run may leave, the last one counts.
+    """
+    series: dict[str, dict[int, float]] = {}
+    for line in Path(path).read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        for name, value in record.items():
+            if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
+                series.setdefault(name, {})[int(record["step"])] = float(value)
+    ordered = {name: sorted(points.items()) for name, points in series.items()}
+    return {
+        name: (np.array([s for s, _ in points]), np.array([v for _, v in points]))
+        for name, points in ordered.items()
+    }
+
+
+def plot_training(
+    runs: Mapping[str, str | os.PathLike[str]],
+    path: str | os.PathLike[str],
+    *,
+    names: Sequence[str] = ("train/loss", "val/loss"),
+    title: str = "Training",
+) -> Path:
+    """The loss of each run by step.
+
+    Args:
+        runs: run directories, or their `metrics.jsonl`, by the name to show.
+        path: the PNG.
+        names: series to show; the first is drawn solid, the others dashed with points. Those a run does not have are
+            left out.
+        title: above.
+
+    Returns:
+        The path.
+
+    Raises:
+        ValueError: if no run has any of the series.
+    """
+    figure, (axes,) = _figure(title, columns=1)
+    found: set[str] = set()
+    for colour, (run, where) in zip(_colours(len(runs)), runs.items(), strict=True):
+        where = Path(where)
+        metrics = read_metrics(where / "metrics.jsonl" if where.is_dir() else where)
+        found |= set(metrics)
+        for place, name in enumerate(names):
+            if name not in metrics:
+                continue
+            style = dict(linestyle="-") if place == 0 else dict(linestyle="--", marker="o", ms=3)
+            label = " · ".join(part for part in (run, name) if part)
+            axes.plot(*metrics[name], color=colour, label=label, **style)
+    if not axes.lines:
+        raise ValueError(
+            f"names={tuple(names)}, the runs have: {', '.join(sorted(found)) or 'none'}"
+        )
+    _label(axes, "step", "loss (nats per token)")
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    return _save(figure, path, legend=axes)
+
+
+def _colours(number: int) -> list[str]:
+    return [COLOURS[i % len(COLOURS)] for i in range(number)]
+
+
+def _figure(title: str, *, columns: int) -> tuple[Figure, list[Axes]]:
+    # A figure of its own, not pyplot's: no global state, no display, whatever backend a notebook has chosen.
+    figure = Figure(figsize=(5.2 * columns, 3.6), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, columns, squeeze=False)[0]
+    figure.suptitle(title, fontsize=12, fontweight="bold")
+    return figure, list(axes)
+
+
+def _label(axes: Axes, x: str, y: str) -> None:
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(True, color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.01)
+
+
+def _save(figure: Figure, path: str | os.PathLike[str], *, legend: Axes | None) -> Path:
+    if legend is not None:
+        legend.legend(frameon=False, fontsize=9)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    figure.savefig(draft, format="png")
+    os.replace(draft, path)
+    return path

@@ -1,0 +1,41 @@
+"""Results as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+
+_PREFIX = "val/perplexity_len_"
+
+
+def perplexity_table(results: Mapping[str, Any]) -> RenderableType:
+    """P(l) by length, from what results.json holds, and the mean over all tokens below."""
+    table = Table("length l", "mean loss L(i < l), nats", "perplexity P(l)", title="Held-out text")
+    for column in table.columns:
+        column.justify = "right"
+    lengths = sorted(
+        int(name.removeprefix(_PREFIX)) for name in results if name.startswith(_PREFIX)
+    )
+    for length in lengths:
+        average = results[f"val/loss_avg_len_{length}"]
+        table.add_row(f"{length:,}", f"{average:.4f}", f"{results[f'{_PREFIX}{length}']:.3f}")
+    mean = f"{results['val/tokens']:,} tokens: loss {results['val/loss']:.4f} nats a token"
+    if "val/bits_per_byte" in results:
+        mean += f", {results['val/bits_per_byte']:.4f} bits per byte"
+    return Group(table, mean + f"; {results['tokens_per_second']:,.0f} tokens/s")
+
+
+def bits_table(bits: Mapping[str, float], *, model: str) -> RenderableType:
+    """Bits per byte by name, best first; the row of `model` stands out."""
+    table = Table(
+        "held-out text by",
+        "bits per byte",
+        title="The same bytes, four ways" if len(bits) == 4 else None,
+    )
+    table.columns[1].justify = "right"
+    for name, value in sorted(bits.items(), key=lambda item: item[1]):
+        table.add_row(name, f"{value:.4f}", style="bold" if name == model else None)
+    return table

@@ -1,0 +1,82 @@
+"""SwiGLU (arXiv 2002.05202): `(silu(x W_g) ⊙ x W_u) W_d`."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import jax
+from flax import nnx
+
+from lsm_jax.mixers.layers import Dense
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class SwiGLUConfig:
+    """SwiGLU.
+
+    Attributes:
+        hidden_ratio: inner width is 2/3 of hidden_ratio * hidden_size, rounded up to a multiple of `multiple_of`; three
+            matrices of that width have the parameters of a plain feedforward's two of hidden_ratio * hidden_size.
+        multiple_of: see `hidden_ratio`.
+        intermediate_size: the inner width itself; None computes it.
+    """
+
+    hidden_ratio: float = 4.0
+    multiple_of: int = 256
+    intermediate_size: int | None = None
+
+    def width(self, hidden_size: int) -> int:
+        """Inner width."""
+        if self.intermediate_size is not None:
+            return self.intermediate_size
+        wanted = int(hidden_size * self.hidden_ratio * 2 / 3)
+        return -(-wanted // self.multiple_of) * self.multiple_of
+
+    def validate(self, hidden_size: int) -> None:
+        """Raise ValueError where a field does not fit."""
+        for name in ("hidden_ratio", "multiple_of", "intermediate_size"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"SwiGLUConfig.{name}={value}: it must be greater than 0")
+
+    def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
+        """Forward floating-point operations of a token."""
+        return 6.0 * hidden_size * self.width(hidden_size)
+
+
+class SwiGLU(nnx.Module):
+    """SwiGLU; see `SwiGLUConfig`. It remembers nothing: its state is None."""
+
+    def __init__(
+        self, config: SwiGLUConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
+    ):
+        config.validate(hidden_size)
+        self.config = copy.copy(config)
+        width = config.width(hidden_size)
+        into = dict(axes=("embed", "mlp"), rngs=rngs, init_std=init_std)
+        self.gate_proj = Dense(hidden_size, width, **into)
+        self.up_proj = Dense(hidden_size, width, **into)
+        self.down_proj = Dense(
+            width, hidden_size, axes=("mlp", "embed"), rngs=rngs, init_std=init_std
+        )
+
+    def init_state(self, batch_size: int, max_length: int, dtype: Any) -> None:
+        """None: nothing is remembered."""
+        return None
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        layer: jax.Array | int | None = None,
+        shared: dict[str, jax.Array] | None = None,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        update_mask: jax.Array | None = None,
+        state: None = None,
+    ) -> tuple[jax.Array, None, dict[str, jax.Array]]:
+        """x [B, T, D] -> [B, T, D], None, no statistics."""
+        y = self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return y, None, {}

@@ -1,0 +1,259 @@
+"""What every mixer is: `write`, `read` and `finish` around one op, composed here once.
+
+The one call serves training, prefill, chunked prefill and decoding, since everything a mixer remembers is in one state.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax import ops
+from lsm_jax.mixers.layers import parameter
+
+
+class Clock(NamedTuple):
+    """How far a row has come: what positions continue from.
+
+    Attributes:
+        position: int32 [B], position of the next token if it continues the document.
+        segment_id: int32 [B], the last nonzero id seen, 0 before any.
+    """
+
+    position: jax.Array
+    segment_id: jax.Array
+
+
+class MixerState(NamedTuple):
+    """Everything a mixer remembers, of static shape.
+
+    Attributes:
+        memory: the op's state.
+        tails: last inputs of each short convolution, by name.
+        clock: None unless the mixer uses positions.
+    """
+
+    memory: Any
+    tails: dict[str, Any]
+    clock: Clock | None
+
+
+def fresh_clock(batch_size: int) -> Clock:
+    """The clock before any token."""
+    return Clock(jnp.zeros(batch_size, jnp.int32), jnp.zeros(batch_size, jnp.int32))
+
+
+def advance(
+    clock: Clock,
+    shape: tuple[int, int],
+    segment_ids: jax.Array | None,
+    update_mask: jax.Array | None,
+    positions: jax.Array | None = None,
+) -> tuple[jax.Array, Clock]:
+    """Positions [B, T] of a call's tokens within their documents, and the clock after them.
+
+    A document begins where the id differs from the last nonzero one, as for every op. Padding and tokens whose
+    `update_mask` is 0 take no position.
+
+    Args:
+        clock: where the rows stand.
+        shape: (B, T).
+        segment_ids: [B, T] or None for one document that goes on.
+        update_mask: [B, T] or None.
+        positions: [B, T], taken as they are where given.
+    """
+    live = jnp.ones(shape, jnp.int32)
+    if update_mask is not None:
+        live = live * (update_mask != 0)
+    if segment_ids is None:
+        base, last_id = -clock.position[:, None], clock.segment_id
+    else:
+        real = segment_ids != 0
+        live = live * real
+        index = jnp.where(real, jnp.arange(shape[1]), -1)
+        latest = jax.lax.cummax(index, axis=1)
+        found = jnp.take_along_axis(segment_ids, jnp.maximum(latest, 0), axis=1)
+        filled = jnp.where(latest >= 0, found, clock.segment_id[:, None])
+        before = jnp.concatenate([clock.segment_id[:, None], filled[:, :-1]], axis=1)
+        begins = real & (before != 0) & (segment_ids != before)
+        earlier = jnp.cumsum(live, axis=1) - live
+        base = jax.lax.cummax(jnp.where(begins, earlier, -clock.position[:, None]), axis=1)
+        last_id = filled[:, -1]
+    count = jnp.cumsum(live, axis=1)
+    if positions is None:
+        positions = count - live - base
+        following = count[:, -1] - base[:, -1]
+    else:
+        place = jnp.where(live != 0, jnp.arange(shape[1]), -1).max(axis=1)
+        given = jnp.take_along_axis(positions, jnp.maximum(place, 0)[:, None], axis=1)[:, 0] + 1
+        following = jnp.where(place >= 0, given, clock.position)
+    return positions, Clock(following.astype(jnp.int32), last_id.astype(jnp.int32))
+
+
+@dataclasses.dataclass
+class Context:
+    """What the three parts of a mixer share during one call, and nothing beyond it.
+
+    Attributes:
+        layer: index of the layer, possibly traced; None outside a model.
+        shared: values that travel from layer to layer; a mixer may set entries it declared in `init_shared`.
+        segment_ids: [B, T] or None.
+        positions: [B, T]; None unless the mixer uses positions.
+        update_mask: [B, T] or None.
+        tails: short-convolution states by name, those of the state going in replaced as they are used.
+        kept: what a part leaves for a later one.
+        aux: losses and statistics by name, for the caller.
+    """
+
+    layer: jax.Array | int | None
+    shared: dict[str, jax.Array]
+    segment_ids: jax.Array | None
+    positions: jax.Array | None
+    update_mask: jax.Array | None
+    tails: dict[str, Any]
+    kept: dict[str, Any] = dataclasses.field(default_factory=dict)
+    aux: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+
+
+class ShortConvolution(nnx.Module):
+    """Causal depthwise convolution followed by SiLU; its last inputs travel in the mixer's state under `name`.
+
+    Weights are uniform in ±1/sqrt(width), a depthwise convolution's customary initialisation; no weight decay.
+    """
+
+    def __init__(
+        self, name: str, channels: int, width: int, *, rngs: nnx.Rngs, axis: str, bias: bool = False
+    ):
+        self.name, self.channels, self.width = name, channels, width
+        bound = width**-0.5
+
+        def draw(*shape):
+            return jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
+
+        self.weight = parameter(draw(width, channels), (None, axis), weight_decay=False)
+        self.bias = parameter(draw(channels), (axis,), weight_decay=False) if bias else None
+
+    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+        """x [B, T, channels] -> the same shape and dtype."""
+        y, context.tails[self.name] = ops.short_convolution(
+            x,
+            self.weight[...].astype(x.dtype),
+            None if self.bias is None else self.bias[...].astype(x.dtype),
+            initial_state=context.tails.get(self.name),
+            segment_ids=context.segment_ids,
+            update_mask=context.update_mask,
+        )
+        return jax.nn.silu(y)
+
+
+class Mixer(nnx.Module):
+    """A layer that mixes tokens through a memory.
+
+    A subclass sets `op` (and `uses_positions` where it rotates), and gives `write`, `read`, `finish`, `options` and
+    `init_memory`; it holds parameters and nothing mutable.
+    """
+
+    op: ClassVar[Callable]
+    uses_positions: ClassVar[bool] = False
+
+    def __init__(self, config: Any, hidden_size: int):
+        config.validate(hidden_size)
+        self.config = copy.copy(config)
+        self.hidden_size = hidden_size
+
+    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+        """x [B, T, D] -> the op's write side by name: k, v, and gates."""
+        raise NotImplementedError
+
+    def read(self, x: jax.Array, context: Context) -> jax.Array:
+        """x [B, T, D] -> the op's queries [B, T, H, K]."""
+        raise NotImplementedError
+
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+        """o [B, T, H, V] read from the memory, x [B, T, D] -> y [B, T, D]: norm, gate and projection."""
+        raise NotImplementedError
+
+    def options(self) -> dict[str, Any]:
+        """The op's keyword arguments that do not depend on the input."""
+        config = self.config
+        return dict(
+            form=config.form, implementation=config.implementation, chunk_size=config.chunk_size
+        )
+
+    def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> Any:
+        """The op's fresh state for `batch_size` rows; only attention needs `max_length` and `dtype`."""
+        raise NotImplementedError
+
+    def convolutions(self) -> tuple[ShortConvolution, ...]:
+        """The short convolutions this mixer has."""
+        return tuple(v for v in vars(self).values() if isinstance(v, ShortConvolution))
+
+    def init_state(self, batch_size: int, max_length: int, dtype: Any) -> MixerState:
+        """A fresh state.
+
+        Args:
+            batch_size: rows.
+            max_length: tokens the state must be able to hold; only softmax attention's size depends on it.
+            dtype: of what is kept of activations (convolution inputs, keys and values).
+        """
+        tails = {
+            c.name: ops.shift_state(batch_size, c.width - 1, c.channels, dtype=dtype)
+            for c in self.convolutions()
+        }
+        clock = fresh_clock(batch_size) if self.uses_positions else None
+        return MixerState(self.init_memory(batch_size, max_length, dtype), tails, clock)
+
+    def init_shared(self, x: jax.Array) -> dict[str, jax.Array]:
+        """Entries of `shared` this mixer sets, with their initial values; x [B, T, D] is the model's embedding."""
+        return {}
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        layer: jax.Array | int | None = None,
+        shared: dict[str, jax.Array] | None = None,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        update_mask: jax.Array | None = None,
+        state: MixerState | None = None,
+    ) -> tuple[jax.Array, MixerState, dict[str, jax.Array]]:
+        """Mix the tokens of x.
+
+        Args:
+            x: [B, T, D].
+            layer: index of the layer in its model.
+            shared: values that travel from layer to layer.
+            segment_ids: int [B, T], 0 for padding; None for one document that goes on.
+            positions: int [B, T] within the document; counted from the state where not given.
+            update_mask: [B, T], 0 where a token must leave the memory as it is.
+            state: what earlier calls left; None is fresh.
+
+        Returns:
+            y [B, T, D], the state after the last token, and losses and statistics by name.
+        """
+        clock = None
+        if self.uses_positions:
+            clock = fresh_clock(x.shape[0]) if state is None else state.clock
+            positions, clock = advance(clock, x.shape[:2], segment_ids, update_mask, positions)
+        tails = {} if state is None else dict(state.tails)
+        shared = {} if shared is None else shared
+        context = Context(layer, shared, segment_ids, positions, update_mask, tails)
+        query = self.read(x, context)
+        written = self.write(x, context)
+        o, memory = type(self).op(
+            query,
+            **written,
+            **self.options(),
+            initial_state=None if state is None else state.memory,
+            segment_ids=segment_ids,
+            update_mask=update_mask,
+        )
+        y = self.finish(o, x, context)
+        return y, MixerState(memory, context.tails, clock), context.aux

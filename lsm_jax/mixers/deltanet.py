@@ -1,0 +1,123 @@
+"""DeltaNet (arXiv 2406.06484): `M_t = M_{t-1} + k_tᵀ β_t (v_t - k_t M_{t-1})`, keys of unit length."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax import ops
+from lsm_jax.mixers import checks
+from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
+from lsm_jax.mixers.layers import Dense, RMSNorm, l2_normalize, merge_heads, split_heads
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class DeltaNetConfig:
+    """DeltaNet.
+
+    Attributes:
+        num_heads: heads.
+        expand_k: key channels over hidden_size, all heads together.
+        expand_v: value channels over hidden_size.
+        conv_size: width of the short convolutions on q, k and v.
+        allow_negative_eigenvalues: β in (0, 2) instead of (0, 1) (arXiv 2411.12537).
+        output_gate: multiply the normed output by silu(x W).
+        norm_eps: of the norm over each head's output.
+        form: "recurrent", "chunk" or "associative".
+        implementation: of the op; None picks.
+        chunk_size: of the op; None picks.
+    """
+
+    num_heads: int = 4
+    expand_k: float = 1.0
+    expand_v: float = 1.0
+    conv_size: int = 4
+    allow_negative_eigenvalues: bool = False
+    output_gate: bool = False
+    norm_eps: float = 1e-5
+    form: str = "chunk"
+    implementation: str | None = None
+    chunk_size: int | None = None
+
+    @classmethod
+    def for_width(cls, hidden_size: int) -> DeltaNetConfig:
+        """The published proportions: heads of 128."""
+        return cls(num_heads=hidden_size // min(128, hidden_size // 4))
+
+    def head_dims(self, hidden_size: int) -> tuple[int, int]:
+        """Key and value channels of a head."""
+        return (
+            checks.expanded(self, "expand_k", self.expand_k, hidden_size, self.num_heads),
+            checks.expanded(self, "expand_v", self.expand_v, hidden_size, self.num_heads),
+        )
+
+    def validate(self, hidden_size: int) -> None:
+        """Raise ValueError where a field does not fit."""
+        self.head_dims(hidden_size)
+        checks.positive(self, norm_eps=self.norm_eps)
+        checks.convolution_width(self)
+        checks.op_fields(self)
+
+    def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
+        """Forward floating-point operations of a token: projections, convolutions, and erase, write, read of 2KV a head."""
+        k, v = self.head_dims(hidden_size)
+        projections = 2 * k + (3 if self.output_gate else 2) * v + 1
+        convolution = 2 * self.conv_size * (2 * k + v)
+        return self.num_heads * (2.0 * hidden_size * projections + convolution + 6 * k * v)
+
+
+class DeltaNet(Mixer):
+    """DeltaNet; see `DeltaNetConfig`."""
+
+    op = ops.delta_memory
+
+    def __init__(
+        self, config: DeltaNetConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
+    ):
+        super().__init__(config, hidden_size)
+        self.key_dim, self.value_dim = config.head_dims(hidden_size)
+        keys, values = config.num_heads * self.key_dim, config.num_heads * self.value_dim
+        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
+        self.q_proj = Dense(hidden_size, keys, **into)
+        self.k_proj = Dense(hidden_size, keys, **into)
+        self.v_proj = Dense(hidden_size, values, **into)
+        self.beta_proj = Dense(hidden_size, config.num_heads, **into)
+        self.g_proj = Dense(hidden_size, values, **into) if config.output_gate else None
+        convolution = dict(width=config.conv_size, rngs=rngs, axis="heads")
+        self.q_conv = ShortConvolution("q", keys, **convolution)
+        self.k_conv = ShortConvolution("k", keys, **convolution)
+        self.v_conv = ShortConvolution("v", values, **convolution)
+        self.norm = RMSNorm(self.value_dim, eps=config.norm_eps)
+        self.o_proj = Dense(
+            values, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
+        )
+
+    def read(self, x: jax.Array, context: Context) -> jax.Array:
+        """Convolved queries of unit length."""
+        q = self.q_conv(self.q_proj(x), context)
+        return l2_normalize(split_heads(q, self.config.num_heads))
+
+    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+        """Convolved keys of unit length, convolved values, and β."""
+        heads = self.config.num_heads
+        beta = jax.nn.sigmoid(self.beta_proj(x, dtype=jnp.float32))
+        return dict(
+            k=l2_normalize(split_heads(self.k_conv(self.k_proj(x), context), heads)),
+            v=split_heads(self.v_conv(self.v_proj(x), context), heads),
+            beta=2 * beta if self.config.allow_negative_eigenvalues else beta,
+        )
+
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+        """Norm of each head, gate if any, projection."""
+        gate = None
+        if self.g_proj is not None:
+            gate = split_heads(self.g_proj(x), self.config.num_heads)
+        return self.o_proj(merge_heads(self.norm(o, gate)))
+
+    def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.DeltaState:
+        """An empty memory."""
+        return ops.delta_state(batch_size, self.config.num_heads, self.key_dim, self.value_dim)

@@ -1,0 +1,119 @@
+"""Gated linear attention (arXiv 2312.06635): `M_t = diag(α_t) M_{t-1} + k_tᵀ v_t`, α a low-rank function of the token."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax import ops
+from lsm_jax.mixers import checks
+from lsm_jax.mixers.base import Context, Mixer
+from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, split_heads
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class GLAConfig:
+    """Gated linear attention.
+
+    Attributes:
+        num_heads: heads.
+        expand_k: key channels over hidden_size, all heads together.
+        expand_v: value channels over hidden_size.
+        gate_rank: inner width of the decay's two projections.
+        gate_temperature: log α = logsigmoid(gate) / gate_temperature (the paper's τ).
+        norm_eps: of the norm over each head's output.
+        form: "recurrent", "chunk" or "associative".
+        implementation: of the op; None picks.
+        chunk_size: of the op; None picks.
+    """
+
+    num_heads: int = 4
+    expand_k: float = 0.5
+    expand_v: float = 1.0
+    gate_rank: int = 16
+    gate_temperature: float = 16.0
+    norm_eps: float = 1e-5
+    form: str = "chunk"
+    implementation: str | None = None
+    chunk_size: int | None = None
+
+    @classmethod
+    def for_width(cls, hidden_size: int) -> GLAConfig:
+        """The published proportions: four heads at any width."""
+        return cls(num_heads=4)
+
+    def head_dims(self, hidden_size: int) -> tuple[int, int]:
+        """Key and value channels of a head."""
+        return (
+            checks.expanded(self, "expand_k", self.expand_k, hidden_size, self.num_heads),
+            checks.expanded(self, "expand_v", self.expand_v, hidden_size, self.num_heads),
+        )
+
+    def validate(self, hidden_size: int) -> None:
+        """Raise ValueError where a field does not fit."""
+        self.head_dims(hidden_size)
+        checks.positive(
+            self,
+            gate_rank=self.gate_rank,
+            gate_temperature=self.gate_temperature,
+            norm_eps=self.norm_eps,
+        )
+        checks.op_fields(self)
+
+    def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
+        """Forward floating-point operations of a token: projections, decay KV, write 2KV, read 2KV a head."""
+        k, v = self.head_dims(hidden_size)
+        gate = 2.0 * self.gate_rank * (hidden_size + self.num_heads * k)
+        return gate + self.num_heads * (2.0 * hidden_size * (2 * k + 3 * v) + 5 * k * v)
+
+
+class GLA(Mixer):
+    """Gated linear attention; see `GLAConfig`."""
+
+    op = ops.linear_memory
+
+    def __init__(
+        self, config: GLAConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
+    ):
+        super().__init__(config, hidden_size)
+        self.key_dim, self.value_dim = config.head_dims(hidden_size)
+        keys, values = config.num_heads * self.key_dim, config.num_heads * self.value_dim
+        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
+        self.q_proj = Dense(hidden_size, keys, **into)
+        self.k_proj = Dense(hidden_size, keys, **into)
+        self.v_proj = Dense(hidden_size, values, **into)
+        self.g_proj = Dense(hidden_size, values, **into)
+        small = dict(rngs=rngs, init_std=init_std)
+        self.decay_down = Dense(hidden_size, config.gate_rank, axes=("embed", None), **small)
+        self.decay_up = Dense(config.gate_rank, keys, axes=(None, "heads"), bias=True, **small)
+        self.norm = RMSNorm(self.value_dim, eps=config.norm_eps)
+        self.o_proj = Dense(
+            values, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
+        )
+
+    def read(self, x: jax.Array, context: Context) -> jax.Array:
+        """x W_q."""
+        return split_heads(self.q_proj(x), self.config.num_heads)
+
+    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+        """Keys, values, and a decay for each key channel."""
+        heads = self.config.num_heads
+        gate = self.decay_up(self.decay_down(x, dtype=jnp.float32))
+        return dict(
+            k=split_heads(self.k_proj(x), heads),
+            v=split_heads(self.v_proj(x), heads),
+            log_decay=split_heads(jax.nn.log_sigmoid(gate) / self.config.gate_temperature, heads),
+        )
+
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+        """Norm of each head, times silu(x W_g), projection."""
+        gate = split_heads(self.g_proj(x), self.config.num_heads)
+        return self.o_proj(merge_heads(self.norm(o, gate)))
+
+    def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
+        """An empty memory."""
+        return ops.linear_state(batch_size, self.config.num_heads, self.key_dim, self.value_dim)

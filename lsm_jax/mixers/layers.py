@@ -1,0 +1,147 @@
+"""Layers that mixers, feedforwards and models share. Parameters are float32 and need no mesh to be built.
+
+Every parameter carries two pieces of metadata: `logical_axes`, which `lsm_jax.parallel` maps to a mesh, and
+`weight_decay`, whether the optimizer may decay it.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+
+def parameter(
+    value: jax.Array, logical_axes: tuple[str | None, ...], *, weight_decay: bool
+) -> nnx.Param:
+    """A trainable array with its logical axis names (one an axis) and whether it takes weight decay."""
+    if len(logical_axes) != value.ndim:
+        raise ValueError(
+            f"logical_axes={logical_axes} does not name the axes of shape {value.shape}"
+        )
+    return nnx.Param(value, logical_axes=logical_axes, weight_decay=weight_decay)
+
+
+def matmul_precision(dtype: DTypeLike) -> jax.lax.Precision:
+    """Full products for float32 and wider; bfloat16 products are exact in the float32 accumulator anyway."""
+    narrow = jnp.dtype(dtype).itemsize <= 2
+    return jax.lax.Precision.DEFAULT if narrow else jax.lax.Precision.HIGHEST
+
+
+class Dense(nnx.Module):
+    """`y = x W (+ b)`, with W cast to x's dtype and accumulated in float32.
+
+    Args:
+        in_size: channels of x.
+        out_size: channels of y.
+        axes: logical names of W's two axes.
+        bias: whether to add a bias, initialised to zero and free of weight decay.
+        init_std: W is drawn from a normal distribution of this standard deviation.
+    """
+
+    def __init__(
+        self,
+        in_size: int,
+        out_size: int,
+        *,
+        axes: tuple[str | None, str | None],
+        rngs: nnx.Rngs,
+        bias: bool = False,
+        init_std: float = 0.02,
+    ):
+        kernel = init_std * jax.random.normal(rngs.params(), (in_size, out_size), jnp.float32)
+        self.kernel = parameter(kernel, axes, weight_decay=True)
+        zeros = jnp.zeros(out_size, jnp.float32)
+        self.bias = parameter(zeros, axes[1:], weight_decay=False) if bias else None
+
+    def __call__(self, x: jax.Array, *, dtype: DTypeLike | None = None) -> jax.Array:
+        """x [..., in_size] -> [..., out_size] in `dtype`, x's own by default."""
+        y = jnp.matmul(
+            x,
+            self.kernel[...].astype(x.dtype),
+            precision=matmul_precision(x.dtype),
+            preferred_element_type=x.dtype if dtype is None else dtype,
+        )
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+
+
+def rms_normalize(x: jax.Array, eps: float) -> jax.Array:
+    """`x / sqrt(mean(x²) + eps)` over the last axis, computed and returned in float32 (or float64)."""
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+def l2_normalize(x: jax.Array, eps: float = 1e-6) -> jax.Array:
+    """`x / sqrt(sum(x²) + eps)` over the last axis, in float32, returned in x's dtype."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return (wide * jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + eps)).astype(
+        x.dtype
+    )
+
+
+class RMSNorm(nnx.Module):
+    """Root-mean-square norm of the last axis with a learned scale, float32 inside, in x's dtype outside.
+
+    Args:
+        size: channels of the last axis.
+        eps: added to the mean square.
+        axis: logical name of the scale's axis.
+    """
+
+    def __init__(self, size: int, *, eps: float, axis: str = "norm"):
+        self.eps = eps
+        self.scale = parameter(jnp.ones(size, jnp.float32), (axis,), weight_decay=False)
+
+    def __call__(self, x: jax.Array, gate: jax.Array | None = None) -> jax.Array:
+        """x [..., size] -> the norm of x, times `silu(gate)` where a gate [..., size] is given."""
+        y = rms_normalize(x, self.eps) * self.scale[...]
+        if gate is not None:
+            y = y * jax.nn.silu(gate.astype(y.dtype))
+        return y.astype(x.dtype)
+
+
+def rotate(x: jax.Array, positions: jax.Array, *, base: float) -> jax.Array:
+    """Rotary position embedding (arXiv 2104.09864), first half of the channels paired with the second.
+
+    Args:
+        x: [B, T, H, K], K even.
+        positions: [B, T] integers, the token's place in its document.
+        base: wavelengths run from 2π to 2π · base.
+
+    Returns:
+        [B, T, H, K] in x's dtype; angles and products in float32.
+    """
+    half = x.shape[-1] // 2
+    frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = positions.astype(jnp.float32)[..., None, None] * frequency
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, jnp.float32)), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def split_heads(x: jax.Array, num_heads: int) -> jax.Array:
+    """[B, T, H * K] -> [B, T, H, K]."""
+    return x.reshape(*x.shape[:-1], num_heads, -1)
+
+
+def merge_heads(x: jax.Array) -> jax.Array:
+    """[B, T, H, K] -> [B, T, H * K]."""
+    return x.reshape(*x.shape[:-2], -1)
+
+
+def log_uniform_step_bias(
+    rngs: nnx.Rngs, size: int, *, low: float = 1e-3, high: float = 1e-1, floor: float = 1e-4
+) -> jax.Array:
+    """Bias whose softplus is log-uniform in [low, high], at least `floor` (Mamba2, arXiv 2405.21060, its code)."""
+    uniform = jax.random.uniform(rngs.params(), (size,), jnp.float32)
+    step = jnp.exp(uniform * (jnp.log(high) - jnp.log(low)) + jnp.log(low))
+    step = jnp.maximum(step, floor)
+    return step + jnp.log(-jnp.expm1(-step))
+
+
+def log_uniform_rate(rngs: nnx.Rngs, size: int, *, low: float, high: float) -> jax.Array:
+    """`log A` of A uniform in [low, high), where an A near zero counts as 1e-6 so that the logarithm is finite."""
+    rate = jax.random.uniform(rngs.params(), (size,), jnp.float32, low, high)
+    return jnp.log(jnp.maximum(rate, 1e-6))

@@ -1,0 +1,146 @@
+"""Basic linear attention (arXiv 2006.16236): `M_t = M_{t-1} + φ(k_t)ᵀ v_t`, `o_t = φ(q_t) M_t`, optionally over `φ(q_t) z_t`.
+
+As in Linear-MoE (arXiv 2503.05447) the normaliser is off by default and a norm over each head's output takes its place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from flax import nnx
+
+from lsm_jax import ops
+from lsm_jax.mixers import checks
+from lsm_jax.mixers.base import Context, Mixer
+from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, split_heads
+
+FEATURE_MAPS = {
+    "identity": lambda x: x,
+    "elu": lambda x: jax.nn.elu(x) + 1,
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+}
+_NON_NEGATIVE = ("elu", "relu")
+_NORMALIZER_EPS = 1e-10
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class LinearAttentionConfig:
+    """Basic linear attention.
+
+    Attributes:
+        num_heads: heads.
+        expand_k: key channels over hidden_size, all heads together.
+        expand_v: value channels over hidden_size.
+        feature_map: φ on queries and keys: "identity", "elu" (elu + 1), "relu" or "silu".
+        normalize: divide by the query's product with the sum of keys; needs a non-negative φ.
+        output_gate: multiply the normed output by silu(x W).
+        norm_eps: of the norm over each head's output.
+        form: "recurrent", "chunk" or "associative".
+        implementation: of the op; None picks.
+        chunk_size: of the op; None picks.
+    """
+
+    num_heads: int = 4
+    expand_k: float = 1.0
+    expand_v: float = 1.0
+    feature_map: str = "elu"
+    normalize: bool = False
+    output_gate: bool = False
+    norm_eps: float = 1e-5
+    form: str = "chunk"
+    implementation: str | None = None
+    chunk_size: int | None = None
+
+    @classmethod
+    def for_width(cls, hidden_size: int) -> LinearAttentionConfig:
+        """The customary proportions: heads of 128."""
+        return cls(num_heads=hidden_size // min(128, hidden_size // 4))
+
+    def head_dims(self, hidden_size: int) -> tuple[int, int]:
+        """Key and value channels of a head."""
+        return (
+            checks.expanded(self, "expand_k", self.expand_k, hidden_size, self.num_heads),
+            checks.expanded(self, "expand_v", self.expand_v, hidden_size, self.num_heads),
+        )
+
+    def validate(self, hidden_size: int) -> None:
+        """Raise ValueError where a field does not fit."""
+        self.head_dims(hidden_size)
+        checks.one_of(self, "feature_map", self.feature_map, tuple(FEATURE_MAPS))
+        if self.normalize and self.feature_map not in _NON_NEGATIVE:
+            raise ValueError(
+                f"LinearAttentionConfig.normalize=True needs feature_map in {_NON_NEGATIVE}, whose sums cannot "
+                f"vanish; given {self.feature_map!r}"
+            )
+        checks.positive(self, norm_eps=self.norm_eps)
+        checks.op_fields(self)
+
+    def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
+        """Forward floating-point operations of a token: projections, write 2KV and read 2KV a head."""
+        k, v = self.head_dims(hidden_size)
+        projections = 2 * k + (3 if self.output_gate else 2) * v
+        memory = 4 * k * v + (4 * k if self.normalize else 0)
+        return self.num_heads * (2.0 * hidden_size * projections + memory)
+
+
+class LinearAttention(Mixer):
+    """Basic linear attention; see `LinearAttentionConfig`."""
+
+    op = ops.linear_memory
+
+    def __init__(
+        self,
+        config: LinearAttentionConfig,
+        hidden_size: int,
+        *,
+        rngs: nnx.Rngs,
+        init_std: float = 0.02,
+    ):
+        super().__init__(config, hidden_size)
+        self.key_dim, self.value_dim = config.head_dims(hidden_size)
+        keys, values = config.num_heads * self.key_dim, config.num_heads * self.value_dim
+        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
+        self.q_proj = Dense(hidden_size, keys, **into)
+        self.k_proj = Dense(hidden_size, keys, **into)
+        self.v_proj = Dense(hidden_size, values, **into)
+        self.g_proj = Dense(hidden_size, values, **into) if config.output_gate else None
+        self.norm = RMSNorm(self.value_dim, eps=config.norm_eps)
+        self.o_proj = Dense(
+            values, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
+        )
+
+    def _features(self, x: jax.Array) -> jax.Array:
+        return FEATURE_MAPS[self.config.feature_map](split_heads(x, self.config.num_heads))
+
+    def read(self, x: jax.Array, context: Context) -> jax.Array:
+        """φ(x W_q)."""
+        return self._features(self.q_proj(x))
+
+    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+        """φ(x W_k) and x W_v."""
+        v = split_heads(self.v_proj(x), self.config.num_heads)
+        return dict(k=self._features(self.k_proj(x)), v=v)
+
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+        """Norm of each head, gate if any, projection."""
+        gate = None
+        if self.g_proj is not None:
+            gate = split_heads(self.g_proj(x), self.config.num_heads)
+        return self.o_proj(merge_heads(self.norm(o, gate)))
+
+    def options(self) -> dict[str, Any]:
+        """The op's constant arguments, with the normaliser's epsilon."""
+        return dict(super().options(), normalize=_NORMALIZER_EPS if self.config.normalize else None)
+
+    def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
+        """An empty memory."""
+        return ops.linear_state(
+            batch_size,
+            self.config.num_heads,
+            self.key_dim,
+            self.value_dim,
+            normalize=self.config.normalize,
+        )

@@ -1,0 +1,150 @@
+"""Mamba2 (SSD, arXiv 2405.21060): `M_t = exp(Δ_t A) M_{t-1} + Δ_t B_tᵀ x_t`, `y_t = C_t M_t + D x_t`, its own gate and no feedforward.
+
+The published block has one input projection and one convolution over x, B and C. Both act on the parts independently,
+so here each part has its own; the function and the number of parameters are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax import ops
+from lsm_jax.mixers import checks
+from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
+from lsm_jax.mixers.layers import (
+    Dense,
+    log_uniform_rate,
+    log_uniform_step_bias,
+    merge_heads,
+    parameter,
+    rms_normalize,
+    split_heads,
+)
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class Mamba2Config:
+    """Mamba2.
+
+    Attributes:
+        expand: inner channels over hidden_size.
+        head_dim: value channels of a head; expand * hidden_size / head_dim heads.
+        state_size: key channels of a head (N).
+        num_groups: groups of heads that share B and C.
+        conv_size: width of the short convolution.
+        norm_eps: of the norm after the gate.
+        form: "recurrent", "chunk" or "associative".
+        implementation: of the op; None picks.
+        chunk_size: of the op; None picks.
+    """
+
+    expand: int = 2
+    head_dim: int = 64
+    state_size: int = 128
+    num_groups: int = 1
+    conv_size: int = 4
+    norm_eps: float = 1e-5
+    form: str = "chunk"
+    implementation: str | None = None
+    chunk_size: int | None = None
+
+    @classmethod
+    def for_width(cls, hidden_size: int) -> Mamba2Config:
+        """The published proportions: heads of 64, 128 state channels; both smaller below width 512."""
+        return cls(head_dim=min(64, hidden_size // 4), state_size=min(128, hidden_size // 2))
+
+    def num_heads(self, hidden_size: int) -> int:
+        """Heads at this width."""
+        return self.expand * hidden_size // self.head_dim
+
+    def validate(self, hidden_size: int) -> None:
+        """Raise ValueError where a field does not fit."""
+        checks.positive(
+            self, expand=self.expand, state_size=self.state_size, norm_eps=self.norm_eps
+        )
+        checks.divides(
+            self, "head_dim", self.head_dim, "expand * hidden_size", self.expand * hidden_size
+        )
+        heads = self.num_heads(hidden_size)
+        checks.divides(
+            self, "num_groups", self.num_groups, "expand * hidden_size / head_dim", heads
+        )
+        checks.convolution_width(self)
+        checks.op_fields(self)
+
+    def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
+        """Forward floating-point operations of a token: projections, convolution, decay KV, write 2KV, read 2KV a head."""
+        inner, heads = self.expand * hidden_size, self.num_heads(hidden_size)
+        shared = 2 * self.num_groups * self.state_size
+        projections = 2.0 * hidden_size * (3 * inner + shared + heads)
+        convolution = 2 * self.conv_size * (inner + shared)
+        return projections + convolution + inner * (5 * self.state_size + 2)
+
+
+class Mamba2(Mixer):
+    """Mamba2; see `Mamba2Config`."""
+
+    op = ops.linear_memory
+
+    def __init__(
+        self, config: Mamba2Config, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
+    ):
+        super().__init__(config, hidden_size)
+        self.num_heads = config.num_heads(hidden_size)
+        inner, shared = config.expand * hidden_size, config.num_groups * config.state_size
+        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
+        self.z_proj = Dense(hidden_size, inner, **into)
+        self.x_proj = Dense(hidden_size, inner, **into)
+        self.b_proj = Dense(hidden_size, shared, **into)
+        self.c_proj = Dense(hidden_size, shared, **into)
+        self.dt_proj = Dense(hidden_size, self.num_heads, **into)
+        convolution = dict(width=config.conv_size, rngs=rngs, axis="heads", bias=True)
+        self.x_conv = ShortConvolution("x", inner, **convolution)
+        self.b_conv = ShortConvolution("b", shared, **convolution)
+        self.c_conv = ShortConvolution("c", shared, **convolution)
+        fixed = dict(logical_axes=("heads",), weight_decay=False)
+        self.dt_bias = parameter(log_uniform_step_bias(rngs, self.num_heads), **fixed)
+        self.a_log = parameter(log_uniform_rate(rngs, self.num_heads, low=1.0, high=16.0), **fixed)
+        self.skip = parameter(jnp.ones(self.num_heads, jnp.float32), **fixed)
+        self.norm_scale = parameter(jnp.ones(inner, jnp.float32), **fixed)
+        self.o_proj = Dense(
+            inner, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
+        )
+
+    def read(self, x: jax.Array, context: Context) -> jax.Array:
+        """C: one query a group."""
+        return split_heads(self.c_conv(self.c_proj(x), context), self.config.num_groups)
+
+    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+        """B as keys (one a group), Δ x as values, Δ A as decay."""
+        step = jax.nn.softplus(self.dt_proj(x, dtype=jnp.float32) + self.dt_bias[...])
+        inner = split_heads(self.x_conv(self.x_proj(x), context), self.num_heads)
+        context.kept["inner"] = inner
+        return dict(
+            k=split_heads(self.b_conv(self.b_proj(x), context), self.config.num_groups),
+            v=(inner * step[..., None]).astype(x.dtype),
+            log_decay=-jnp.exp(self.a_log[...]) * step,
+        )
+
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+        """Skip D x, times silu(z), then the norm over each group of heads, and the projection."""
+        wide = jnp.promote_types(o.dtype, jnp.float32)
+        y = o.astype(wide) + self.skip[...][:, None] * context.kept["inner"].astype(wide)
+        y = merge_heads(y) * jax.nn.silu(self.z_proj(x).astype(wide))
+        grouped = rms_normalize(split_heads(y, self.config.num_groups), self.config.norm_eps)
+        return self.o_proj((merge_heads(grouped) * self.norm_scale[...]).astype(x.dtype))
+
+    def options(self) -> dict[str, Any]:
+        """The op's constant arguments; queries are not scaled."""
+        return dict(super().options(), scale=1.0)
+
+    def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
+        """An empty memory."""
+        return ops.linear_state(
+            batch_size, self.num_heads, self.config.state_size, self.config.head_dim
+        )

@@ -1,0 +1,117 @@
+"""RetNet's retention (arXiv 2307.08621): `M_t = γ_h M_{t-1} + k_tᵀ v_t` with `γ_h = 1 - 2^(-5-h)` and rotated q and k."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax import ops
+from lsm_jax.mixers import checks
+from lsm_jax.mixers.base import Context, Mixer
+from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, rotate, split_heads
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class RetNetConfig:
+    """RetNet's retention.
+
+    Attributes:
+        num_heads: heads; head h decays by 1 - 2^(-5-h) a token.
+        expand_k: key channels over hidden_size, all heads together.
+        expand_v: value channels over hidden_size.
+        rope_base: of the rotary embedding of q and k.
+        norm_eps: of the norm over each head's output.
+        form: "recurrent", "chunk" or "associative".
+        implementation: of the op; None picks.
+        chunk_size: of the op; None picks.
+    """
+
+    num_heads: int = 8
+    expand_k: float = 1.0
+    expand_v: float = 2.0
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-5
+    form: str = "chunk"
+    implementation: str | None = None
+    chunk_size: int | None = None
+
+    @classmethod
+    def for_width(cls, hidden_size: int) -> RetNetConfig:
+        """The published proportions: key heads of 256, value heads twice as wide."""
+        return cls(num_heads=hidden_size // min(256, hidden_size // 4))
+
+    def head_dims(self, hidden_size: int) -> tuple[int, int]:
+        """Key and value channels of a head."""
+        return (
+            checks.expanded(self, "expand_k", self.expand_k, hidden_size, self.num_heads),
+            checks.expanded(self, "expand_v", self.expand_v, hidden_size, self.num_heads),
+        )
+
+    def validate(self, hidden_size: int) -> None:
+        """Raise ValueError where a field does not fit."""
+        key_dim, _ = self.head_dims(hidden_size)
+        if key_dim % 2:
+            raise ValueError(
+                f"RetNetConfig.num_heads={self.num_heads} gives key heads of {key_dim} channels; "
+                "rotation needs an even number"
+            )
+        checks.positive(self, rope_base=self.rope_base, norm_eps=self.norm_eps)
+        checks.op_fields(self)
+
+    def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
+        """Forward floating-point operations of a token: projections, decay KV, write 2KV, read 2KV a head."""
+        k, v = self.head_dims(hidden_size)
+        return self.num_heads * (2.0 * hidden_size * (2 * k + 3 * v) + 5 * k * v)
+
+
+class RetNet(Mixer):
+    """RetNet's retention; see `RetNetConfig`."""
+
+    op = ops.linear_memory
+    uses_positions = True
+
+    def __init__(
+        self, config: RetNetConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
+    ):
+        super().__init__(config, hidden_size)
+        self.key_dim, self.value_dim = config.head_dims(hidden_size)
+        keys, values = config.num_heads * self.key_dim, config.num_heads * self.value_dim
+        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
+        self.q_proj = Dense(hidden_size, keys, **into)
+        self.k_proj = Dense(hidden_size, keys, **into)
+        self.v_proj = Dense(hidden_size, values, **into)
+        self.g_proj = Dense(hidden_size, values, **into)
+        self.norm = RMSNorm(self.value_dim, eps=config.norm_eps)
+        self.o_proj = Dense(
+            values, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
+        )
+
+    def _rotated(self, x: jax.Array, context: Context) -> jax.Array:
+        heads = split_heads(x, self.config.num_heads)
+        return rotate(heads, context.positions, base=self.config.rope_base)
+
+    def read(self, x: jax.Array, context: Context) -> jax.Array:
+        """Rotated queries."""
+        return self._rotated(self.q_proj(x), context)
+
+    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+        """Rotated keys, values, and each head's constant decay."""
+        heads = jnp.arange(self.config.num_heads, dtype=jnp.float32)
+        return dict(
+            k=self._rotated(self.k_proj(x), context),
+            v=split_heads(self.v_proj(x), self.config.num_heads),
+            log_decay=jnp.log1p(-jnp.exp2(-5 - heads)),
+        )
+
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+        """Norm of each head, times silu(x W_g), projection."""
+        gate = split_heads(self.g_proj(x), self.config.num_heads)
+        return self.o_proj(merge_heads(self.norm(o, gate)))
+
+    def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
+        """An empty memory."""
+        return ops.linear_state(batch_size, self.config.num_heads, self.key_dim, self.value_dim)

@@ -1,0 +1,132 @@
+"""Softmax attention (arXiv 1706.03762) with rotary positions, grouped queries (arXiv 2305.13245) and an optional window."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from flax import nnx
+
+from lsm_jax import ops
+from lsm_jax.mixers import checks
+from lsm_jax.mixers.base import Context, Mixer
+from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, rotate, split_heads
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class SoftmaxConfig:
+    """Softmax attention.
+
+    Attributes:
+        num_heads: query heads.
+        num_kv_heads: key and value heads, a divisor of `num_heads`; None is `num_heads`.
+        head_dim: channels of a head, even; None is hidden_size / num_heads.
+        window: tokens a query sees, itself included; None sees all.
+        qk_norm: RMS-normalise queries and keys with learned scales ahead of the rotation.
+        rope_base: of the rotary embedding.
+        norm_eps: of the norms of queries and keys.
+        implementation: of the op; None picks.
+    """
+
+    num_heads: int = 16
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    window: int | None = None
+    qk_norm: bool = False
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-6
+    implementation: str | None = None
+
+    @classmethod
+    def for_width(cls, hidden_size: int) -> SoftmaxConfig:
+        """The customary proportions: heads of 64 up to width 1024, of 128 beyond."""
+        head_dim = min(128 if hidden_size > 1024 else 64, hidden_size // 4)
+        return cls(num_heads=hidden_size // head_dim)
+
+    def kv_heads(self) -> int:
+        """Heads of keys and values."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    def dim(self, hidden_size: int) -> int:
+        """Channels of a head."""
+        return hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+
+    def validate(self, hidden_size: int) -> None:
+        """Raise ValueError where a field does not fit."""
+        if self.head_dim is None:
+            checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
+        else:
+            checks.positive(self, num_heads=self.num_heads, head_dim=self.head_dim)
+        if self.dim(hidden_size) % 2:
+            raise ValueError(
+                f"SoftmaxConfig: heads of {self.dim(hidden_size)} channels; rotation needs an even number"
+            )
+        checks.divides(self, "num_kv_heads", self.kv_heads(), "num_heads", self.num_heads)
+        if self.window is not None:
+            checks.positive(self, window=self.window)
+        checks.positive(self, rope_base=self.rope_base, norm_eps=self.norm_eps)
+
+    def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
+        """Forward floating-point operations of a token: projections, and scores and sums over the keys it sees on average."""
+        dim, heads, kv_heads = self.dim(hidden_size), self.num_heads, self.kv_heads()
+        window = seq_len if self.window is None else min(self.window, seq_len)
+        seen = window - window * (window - 1) / (2 * seq_len)
+        return 4.0 * hidden_size * dim * (heads + kv_heads) + 4 * seen * heads * dim
+
+
+class Softmax(Mixer):
+    """Softmax attention; see `SoftmaxConfig`."""
+
+    op = ops.attention
+    uses_positions = True
+
+    def __init__(
+        self, config: SoftmaxConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
+    ):
+        super().__init__(config, hidden_size)
+        self.head_dim = config.dim(hidden_size)
+        queries, keys = config.num_heads * self.head_dim, config.kv_heads() * self.head_dim
+        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
+        self.q_proj = Dense(hidden_size, queries, **into)
+        self.k_proj = Dense(hidden_size, keys, **into)
+        self.v_proj = Dense(hidden_size, keys, **into)
+        self.q_norm = RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.o_proj = Dense(
+            queries, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
+        )
+
+    def _rotated(self, x: jax.Array, norm: RMSNorm | None, context: Context) -> jax.Array:
+        x = x if norm is None else norm(x)
+        return rotate(x, context.positions, base=self.config.rope_base)
+
+    def read(self, x: jax.Array, context: Context) -> jax.Array:
+        """Rotated queries."""
+        return self._rotated(
+            split_heads(self.q_proj(x), self.config.num_heads), self.q_norm, context
+        )
+
+    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+        """Rotated keys, and values."""
+        heads = self.config.kv_heads()
+        return dict(
+            k=self._rotated(split_heads(self.k_proj(x), heads), self.k_norm, context),
+            v=split_heads(self.v_proj(x), heads),
+        )
+
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+        """Projection."""
+        return self.o_proj(merge_heads(o))
+
+    def options(self) -> dict[str, Any]:
+        """The op's constant arguments."""
+        return dict(window=self.config.window, implementation=self.config.implementation)
+
+    def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.AttentionState:
+        """Room for `max_length` keys and values, or for the window's."""
+        capacity = max_length if self.config.window is None else self.config.window
+        heads = self.config.kv_heads()
+        return ops.attention_state(
+            batch_size, capacity, heads, self.head_dim, self.head_dim, dtype=dtype
+        )

@@ -1,0 +1,32 @@
+"""Models: a decoder built from its config alone, its loss, its sampling, and presets."""
+
+from __future__ import annotations
+
+from lsm_jax.models.config import LayerConfig, ModelConfig
+from lsm_jax.models.counts import (
+    abstract,
+    count_parameters,
+    decay_mask,
+    flops_per_token,
+    logical_axes,
+)
+from lsm_jax.models.decoder import Decoder, DecoderState
+from lsm_jax.models.loss import next_token_loss
+from lsm_jax.models.presets import SIZES, lm
+from lsm_jax.models.sampling import sample
+
+__all__ = [
+    "SIZES",
+    "Decoder",
+    "DecoderState",
+    "LayerConfig",
+    "ModelConfig",
+    "abstract",
+    "count_parameters",
+    "decay_mask",
+    "flops_per_token",
+    "lm",
+    "logical_axes",
+    "next_token_loss",
+    "sample",
+]

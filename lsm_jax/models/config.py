@@ -1,0 +1,107 @@
+"""A model as data: widths, a pattern of layers, and what each letter of the pattern stands for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from lsm_jax import feedforward, mixers
+
+DTYPES = ("float32", "bfloat16")
+REMAT = ("none", "dots", "full")
+
+
+@dataclasses.dataclass(kw_only=True)
+class LayerConfig:
+    """One kind of layer.
+
+    Attributes:
+        mixer: a mixer's config, of a type in `lsm_jax.mixers.METHODS`.
+        feedforward: a feedforward's config, or None for none.
+    """
+
+    mixer: Any = dataclasses.field(default_factory=mixers.GLAConfig)
+    feedforward: Any = dataclasses.field(default_factory=feedforward.SwiGLUConfig)
+
+    def validate(self, hidden_size: int) -> None:
+        """Raise ValueError where a part is of no known kind or does not fit the width."""
+        mixers.method_of(self.mixer)
+        self.mixer.validate(hidden_size)
+        if self.feedforward is not None:
+            feedforward.check(self.feedforward, hidden_size)
+
+
+@dataclasses.dataclass(kw_only=True)
+class ModelConfig:
+    """A decoder.
+
+    Attributes:
+        vocab_size: tokens.
+        hidden_size: width of the residual stream.
+        num_layers: depth, a multiple of the pattern's length.
+        pattern: letters naming the layers from the first on, repeated to the depth; "LLLN" is three L and one N.
+        layers: what each letter stands for.
+        tie_embeddings: the head is the embedding's transpose.
+        norm_eps: of the norms ahead of mixers, feedforwards and head.
+        init_std: of embedding, head and projections, except where a method has its own.
+        dtype: of activations, "float32" or "bfloat16"; parameters are float32.
+        remat: what the backward pass recomputes in each layer: "none", "dots" (all but products with weights) or "full".
+        loss_chunk_size: tokens whose logits exist at a time in the loss, on each device.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    pattern: str = "L"
+    layers: dict[str, LayerConfig] = dataclasses.field(default_factory=dict)
+    tie_embeddings: bool = True
+    norm_eps: float = 1e-6
+    init_std: float = 0.02
+    dtype: str = "bfloat16"
+    remat: str = "full"
+    loss_chunk_size: int = 2048
+
+    def period(self) -> str:
+        """The shortest pattern that repeats to the same layers: what the model scans over."""
+        letters = self.pattern
+        for size in range(1, len(letters) + 1):
+            if len(letters) % size == 0 and letters[:size] * (len(letters) // size) == letters:
+                return letters[:size]
+        return letters
+
+    def letters(self) -> str:
+        """The letter of every layer."""
+        return self.pattern * (self.num_layers // len(self.pattern))
+
+    def validate(self) -> None:
+        """Raise ValueError where a field does not fit; nothing is computed or compiled."""
+        for name in (
+            "vocab_size", "hidden_size", "num_layers", "norm_eps", "init_std", "loss_chunk_size",
+        ):  # fmt: skip
+            if not getattr(self, name) > 0:
+                raise ValueError(f"model.{name}={getattr(self, name)}: it must be greater than 0")
+        for name, accepted in (("dtype", DTYPES), ("remat", REMAT)):
+            if getattr(self, name) not in accepted:
+                raise ValueError(
+                    f"model.{name}={getattr(self, name)!r}: accepted are {', '.join(accepted)}"
+                )
+        known = ", ".join(sorted(self.layers)) or "none"
+        if not self.pattern:
+            raise ValueError(
+                f"model.pattern is empty; its letters are keys of model.layers: {known}"
+            )
+        unknown = sorted(set(self.pattern) - set(self.layers))
+        if unknown:
+            raise ValueError(
+                f"model.pattern={self.pattern!r} has letters {', '.join(unknown)}; model.layers has {known}"
+            )
+        if self.num_layers % len(self.pattern):
+            raise ValueError(
+                f"model.num_layers={self.num_layers} is no multiple of the {len(self.pattern)} letters of "
+                f"model.pattern={self.pattern!r}"
+            )
+        for letter in sorted(set(self.pattern)):
+            try:
+                self.layers[letter].validate(self.hidden_size)
+            except ValueError as error:
+                raise ValueError(f"model.layers[{letter!r}]: {error}") from error

@@ -1,0 +1,64 @@
+"""What a model has and costs: parameters by logical axes and weight decay, counts, floating-point operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from lsm_jax.models.config import ModelConfig
+from lsm_jax.models.decoder import Decoder
+
+
+def abstract(config: ModelConfig) -> Decoder:
+    """The model of a config with shapes in place of arrays; nothing is computed."""
+    return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+
+
+def _metadata(model: Any, of: Callable[[nnx.Param], Any]) -> dict:
+    params = model if isinstance(model, nnx.State) else nnx.state(model, nnx.Param)
+    tree = jax.tree.map(of, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return nnx.to_pure_dict(tree)
+
+
+def logical_axes(model: Any) -> dict:
+    """Logical axis names of every parameter: tuples, in the structure of `nnx.to_pure_dict(nnx.state(model, nnx.Param))`.
+
+    Args:
+        model: a module or its state; abstract ones serve as well.
+    """
+    return _metadata(model, lambda p: tuple(p.logical_axes))
+
+
+def decay_mask(config: ModelConfig) -> dict:
+    """True for every parameter that takes weight decay: embeddings and projections.
+
+    Norms, biases, short convolutions, A_log, dt_bias and D take none.
+    """
+    return _metadata(abstract(config), lambda p: bool(p.weight_decay))
+
+
+def count_parameters(config: ModelConfig) -> dict[str, int]:
+    """Parameters: `total`, `embedding` (the embedding, and the head where it is untied) and `non_embedding`."""
+    shapes = nnx.to_pure_dict(nnx.state(abstract(config), nnx.Param))
+    total = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    embedding = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
+    return dict(total=total, embedding=embedding, non_embedding=total - embedding)
+
+
+def flops_per_token(config: ModelConfig, seq_len: int) -> float:
+    """Forward floating-point operations of one token of a document of `seq_len`; training takes three times as many.
+
+    A multiplication and an addition count as two. Counted are the products of the definition: projections, convolutions,
+    the update and read of each memory token by token, scores over the keys a query sees, and the head. What a chunked
+    form computes twice, or remat again, is not work done and does not count; nor do norms and activations.
+    """
+    total = 2.0 * config.hidden_size * config.vocab_size
+    for letter in config.letters():
+        layer = config.layers[letter]
+        total += layer.mixer.flops_per_token(config.hidden_size, seq_len)
+        if layer.feedforward is not None:
+            total += layer.feedforward.flops_per_token(config.hidden_size, seq_len)
+    return total

@@ -1,0 +1,252 @@
+"""The decoder: embedding, pre-norm residual layers scanned by pattern period, final norm, head."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax import feedforward, mixers
+from lsm_jax.mixers import Clock
+from lsm_jax.mixers.layers import Dense, RMSNorm, matmul_precision, parameter
+from lsm_jax.models.config import LayerConfig, ModelConfig
+from lsm_jax.parallel import constrain
+
+_ACTIVATIONS = ("batch", None, None)
+
+
+class DecoderState(NamedTuple):
+    """Everything a decoder remembers, of static shape.
+
+    Attributes:
+        layers: for each letter of the period, (mixer state, feedforward state), stacked over its repetitions.
+        clock: where each row stands in its document.
+    """
+
+    layers: tuple[tuple[Any, Any], ...]
+    clock: Clock
+
+
+class Block(nnx.Module):
+    """One layer: `x += mixer(norm(x))`, then `x += feedforward(norm(x))` where there is one."""
+
+    def __init__(self, config: LayerConfig, model: ModelConfig, *, rngs: nnx.Rngs):
+        size, options = model.hidden_size, dict(rngs=rngs, init_std=model.init_std)
+        self.mixer_norm = RMSNorm(size, eps=model.norm_eps)
+        self.mixer = mixers.build(config.mixer, size, **options)
+        inner = config.feedforward
+        self.feedforward_norm = None if inner is None else RMSNorm(size, eps=model.norm_eps)
+        self.feedforward = None if inner is None else feedforward.build(inner, size, **options)
+
+    def init_state(self, batch_size: int, max_length: int, dtype: Any) -> tuple[Any, Any]:
+        """Fresh states of mixer and feedforward."""
+        arguments = (batch_size, max_length, dtype)
+        inner = None if self.feedforward is None else self.feedforward.init_state(*arguments)
+        return self.mixer.init_state(*arguments), inner
+
+    def __call__(
+        self, x: jax.Array, shared: dict[str, jax.Array], state: tuple[Any, Any] | None, **call: Any
+    ) -> tuple[jax.Array, dict[str, jax.Array], tuple[Any, Any], dict[str, jax.Array]]:
+        """x [B, T, D] -> (x, shared, state, statistics)."""
+        shared = dict(shared)
+        mixer_state, inner_state = (None, None) if state is None else state
+        y, mixer_state, aux = self.mixer(
+            self.mixer_norm(x), shared=shared, state=mixer_state, **call
+        )
+        x = constrain(x + y, _ACTIVATIONS)
+        if self.feedforward is not None:
+            y, inner_state, more = self.feedforward(
+                self.feedforward_norm(x), shared=shared, state=inner_state, **call
+            )
+            x = constrain(x + y, _ACTIVATIONS)
+            aux = {**aux, **more}
+        return x, shared, (mixer_state, inner_state), aux
+
+
+class Period(nnx.Module):
+    """The layers of one pattern period."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.blocks = nnx.List(
+            [Block(config.layers[letter], config, rngs=rngs) for letter in config.period()]
+        )
+
+
+def _stack_periods(config: ModelConfig, keys: jax.Array) -> Period:
+    """One period a key, every parameter with a leading "layers" axis; one compilation, however many parameters."""
+
+    def make(key):
+        return nnx.state(Period(config, rngs=nnx.Rngs(key)), nnx.Param)
+
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: Period(config, rngs=nnx.Rngs(0))))
+    periods = nnx.merge(graphdef, jax.jit(jax.vmap(make))(keys))
+    for _, leaf in nnx.iter_graph(periods):
+        if isinstance(leaf, nnx.Param):
+            leaf.set_metadata(logical_axes=("layers", *leaf.logical_axes))
+    return periods
+
+
+def _remat(function: Any, policy: str) -> Any:
+    """Recompute a layer in the backward pass as the policy says. Inside a scan no common-subexpression barrier is needed."""
+    if policy == "none":
+        return function
+    saveable = jax.checkpoint_policies.nothing_saveable
+    if policy == "dots":
+        saveable = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    return jax.checkpoint(function, policy=saveable, prevent_cse=False)
+
+
+class Decoder(nnx.Module):
+    """A causal language model.
+
+    It holds parameters and nothing mutable, so `nnx.split` once and plain `jax.jit`, `jax.grad` over the parameters work.
+
+    Args:
+        config: the model; validated, and copied.
+        rngs: source of the initial parameters.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        config.validate()
+        config = copy.deepcopy(config)
+        self.dtype, self.remat, self.vocab_size = config.dtype, config.remat, config.vocab_size
+        self.loss_chunk_size = config.loss_chunk_size
+        self.num_periods = config.num_layers // len(config.period())
+        draw = jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size))
+        self.embedding = parameter(config.init_std * draw, ("vocab", "embed"), weight_decay=True)
+        self.periods = _stack_periods(config, jax.random.split(rngs.params(), self.num_periods))
+        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        shape = (config.hidden_size, config.vocab_size)
+        untied = dict(axes=("embed", "vocab"), rngs=rngs, init_std=config.init_std)
+        self.lm_head = None if config.tie_embeddings else Dense(*shape, **untied)
+
+    def head(self) -> jax.Array:
+        """The matrix [D, vocab] from hidden states to logits, float32."""
+        return self.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
+
+    def init_state(self, batch_size: int, max_length: int) -> DecoderState:
+        """A fresh state for `batch_size` rows.
+
+        Args:
+            batch_size: rows.
+            max_length: tokens softmax layers must be able to hold; other layers' states do not depend on it.
+        """
+        for name, value in (("batch_size", batch_size), ("max_length", max_length)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: it must be at least 1")
+
+        def stack(x):
+            return jnp.broadcast_to(x, (self.num_periods, *x.shape))
+
+        layers = tuple(
+            jax.tree.map(stack, block.init_state(batch_size, max_length, jnp.dtype(self.dtype)))
+            for block in self.periods.blocks
+        )
+        return DecoderState(layers, mixers.fresh_clock(batch_size))
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        update_mask: jax.Array | None = None,
+        state: DecoderState | None = None,
+    ) -> tuple[jax.Array, DecoderState | None, dict[str, jax.Array]]:
+        """Logits [B, T, vocab] in float32, the state after, and statistics; arguments as in `hidden`."""
+        x, state, aux = self.hidden(
+            tokens,
+            segment_ids=segment_ids,
+            positions=positions,
+            update_mask=update_mask,
+            state=state,
+        )
+        return self.logits(x), state, aux
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Hidden states [..., D] -> logits [..., vocab] in float32."""
+        return jnp.matmul(
+            hidden,
+            self.head().astype(hidden.dtype),
+            precision=matmul_precision(hidden.dtype),
+            preferred_element_type=jnp.float32,
+        )
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        *,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        update_mask: jax.Array | None = None,
+        state: DecoderState | None = None,
+    ) -> tuple[jax.Array, DecoderState | None, dict[str, jax.Array]]:
+        """Hidden states after the final norm.
+
+        Args:
+            tokens: int [B, T]; an id outside the vocabulary gives NaN, since an array cannot raise.
+            segment_ids: int [B, T], 0 for padding; None for one document that goes on.
+            positions: int [B, T] within the document; counted where not given.
+            update_mask: [B, T], 0 where a token must leave every memory as it is.
+            state: from `init_state` or an earlier call. None starts afresh and keeps nothing.
+
+        Returns:
+            [B, T, D] in the config's dtype; the state after, None if none was given; statistics by name. Those ending in
+            `_loss` are summed over the layers, the others stacked.
+        """
+        x = self.embedding[...].at[tokens].get(mode="fill", fill_value=jnp.nan)
+        x = constrain(x.astype(self.dtype), _ACTIVATIONS)
+        clock = mixers.fresh_clock(tokens.shape[0]) if state is None else state.clock
+        positions, clock = mixers.advance(clock, tokens.shape, segment_ids, update_mask, positions)
+        shared = {}
+        for block in self.periods.blocks:
+            shared.update(block.mixer.init_shared(x))
+        size = len(self.periods.blocks)
+
+        def layer(x, shared, block, state, index, segment_ids, positions, update_mask):
+            return block(
+                x,
+                shared,
+                state,
+                layer=index,
+                segment_ids=segment_ids,
+                positions=positions,
+                update_mask=update_mask,
+            )
+
+        layer = _remat(layer, self.remat)
+
+        def body(carry, inputs):
+            x, shared = carry
+            period, states, index = inputs
+            after, statistics = [], []
+            for place, block in enumerate(period.blocks):
+                own = None if states is None else states[place]
+                x, shared, own, aux = layer(
+                    x, shared, block, own, index * size + place, segment_ids, positions, update_mask
+                )
+                after.append(own)
+                statistics.append(aux)
+            return (x, shared), (None if states is None else tuple(after), statistics)
+
+        inputs = (
+            self.periods,
+            None if state is None else state.layers,
+            jnp.arange(self.num_periods),
+        )
+        (x, _), (states, statistics) = jax.lax.scan(body, (x, shared), inputs)
+        after = None if state is None else DecoderState(states, clock)
+        return self.norm(x), after, _gather(statistics)
+
+
+def _gather(statistics: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
+    """Per-place statistics stacked over periods -> one entry a name, losses summed, others in the order of layers."""
+    gathered = {}
+    for name in sorted({name for aux in statistics for name in aux}):
+        stacked = jnp.stack([aux[name] for aux in statistics if name in aux], axis=1)
+        flat = stacked.reshape(-1, *stacked.shape[2:])
+        gathered[name] = jnp.sum(flat, axis=0) if name.endswith("_loss") else flat
+    return gathered

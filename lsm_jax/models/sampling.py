@@ -1,0 +1,179 @@
+"""Generation: prefill, then one token at a time, with a state of constant size."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax.models.decoder import Decoder
+
+
+def sample(
+    model: Decoder,
+    prompt: jax.Array,
+    *,
+    num_tokens: int,
+    key: jax.Array,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop_token: int | None = None,
+    segment_ids: jax.Array | None = None,
+    prefill_chunk: int | None = None,
+) -> jax.Array:
+    """Continue each prompt.
+
+    Args:
+        model: the decoder.
+        prompt: int [B, T].
+        num_tokens: how many to generate.
+        key: of `jax.random`.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: draw from the k likeliest tokens only.
+        top_p: draw from the fewest likeliest tokens whose probabilities sum to at least this, in (0, 1].
+        stop_token: once a row has drawn it, the row is filled up with it; generation ends when all rows have.
+        segment_ids: int [B, T], 0 where the prompt is padded, on either side; each row continues its last real token.
+        prefill_chunk: read the prompt in pieces of this many tokens, which bounds memory; None reads it at once.
+
+    Returns:
+        int32 [B, num_tokens].
+
+    Raises:
+        ValueError: an argument outside what is accepted.
+    """
+    prompt = jnp.asarray(prompt, jnp.int32)
+    _check(
+        model, prompt, num_tokens, temperature, top_k, top_p, stop_token, segment_ids, prefill_chunk
+    )
+    graphdef, params = nnx.split(model)
+    return _sample(
+        graphdef,
+        params,
+        prompt,
+        segment_ids,
+        key,
+        jnp.float32(temperature),
+        None if top_p is None else jnp.float32(top_p),
+        num_tokens=num_tokens,
+        greedy=temperature == 0,
+        top_k=top_k,
+        stop_token=stop_token,
+        prefill_chunk=prefill_chunk,
+    )
+
+
+def _check(model, prompt, num_tokens, temperature, top_k, top_p, stop_token, segment_ids, chunk):
+    if prompt.ndim != 2 or 0 in prompt.shape:
+        raise ValueError(
+            f"prompt has shape {prompt.shape}; accepted is [B, T] with at least one token"
+        )
+    low, high = int(prompt.min()), int(prompt.max())
+    if low < 0 or high >= model.vocab_size:
+        raise ValueError(
+            f"prompt has token ids from {low} to {high}; accepted are 0 to {model.vocab_size - 1}"
+        )
+    if num_tokens < 1:
+        raise ValueError(f"num_tokens={num_tokens}: it must be at least 1")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature={temperature}: accepted are 0 (greedy) and positive numbers")
+    if top_k is not None and not 1 <= top_k <= model.vocab_size:
+        raise ValueError(f"top_k={top_k}: accepted are None and 1 to {model.vocab_size}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p}: accepted are None and numbers in (0, 1]")
+    if stop_token is not None and not 0 <= stop_token < model.vocab_size:
+        raise ValueError(
+            f"stop_token={stop_token}: accepted are None and 0 to {model.vocab_size - 1}"
+        )
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"prefill_chunk={chunk}: accepted are None and 1 or more")
+    if segment_ids is not None:
+        if jnp.shape(segment_ids) != prompt.shape:
+            raise ValueError(
+                f"segment_ids has shape {jnp.shape(segment_ids)}; the prompt's is {prompt.shape}"
+            )
+        if not bool((jnp.asarray(segment_ids) != 0).any(axis=1).all()):
+            raise ValueError(
+                "segment_ids: a row of the prompt is all padding; each needs a real token"
+            )
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("graphdef", "num_tokens", "greedy", "top_k", "stop_token", "prefill_chunk"),
+)
+def _sample(
+    graphdef, params, prompt, segment_ids, key, temperature, top_p,
+    *, num_tokens, greedy, top_k, stop_token, prefill_chunk,
+):  # fmt: skip
+    model = nnx.merge(graphdef, params)
+    batch, length = prompt.shape
+    state = model.init_state(batch, length + num_tokens)
+    hidden, state = _prefill(model, prompt, segment_ids, state, prefill_chunk)
+
+    def draw(hidden, step):
+        logits = model.logits(hidden)
+        if greedy:
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        logits = restrict(logits / temperature, top_k=top_k, top_p=top_p)
+        return jax.random.categorical(jax.random.fold_in(key, step), logits).astype(jnp.int32)
+
+    fill = 0 if stop_token is None else stop_token
+    tokens = jnp.full((batch, num_tokens), fill, jnp.int32)
+    first = draw(hidden, 0)
+    done = jnp.zeros(batch, bool) if stop_token is None else first == stop_token
+
+    def unfinished(carry):
+        step, _, done, _, _ = carry
+        return (step < num_tokens) & ~done.all()
+
+    def body(carry):
+        step, last, done, tokens, state = carry
+        hidden, state, _ = model.hidden(last[:, None], state=state)
+        token = jnp.where(done, fill, draw(hidden[:, 0], step))
+        if stop_token is not None:
+            done = done | (token == stop_token)
+        return step + 1, token, done, tokens.at[:, step].set(token), state
+
+    carry = (jnp.int32(1), first, done, tokens.at[:, 0].set(first), state)
+    return jax.lax.while_loop(unfinished, body, carry)[3]
+
+
+def _prefill(model, prompt, segment_ids, state, chunk):
+    """Hidden state [B, D] of each row's last real token, and the decoder's state after the prompt."""
+    batch, length = prompt.shape
+    chunk = length if chunk is None else min(chunk, length)
+    last = None
+    for start in range(0, length, chunk):
+        piece = slice(start, start + chunk)
+        ids = None if segment_ids is None else segment_ids[:, piece]
+        hidden, state, _ = model.hidden(prompt[:, piece], segment_ids=ids, state=state)
+        if ids is None:
+            last = hidden[:, -1]
+            continue
+        place = jnp.where(ids != 0, jnp.arange(ids.shape[1]), -1).max(axis=1)
+        found = hidden[jnp.arange(batch), jnp.maximum(place, 0)]
+        last = found if last is None else jnp.where(place[:, None] >= 0, found, last)
+    return last, state
+
+
+def restrict(
+    logits: jax.Array, *, top_k: int | None = None, top_p: jax.Array | float | None = None
+) -> jax.Array:
+    """Logits [..., V] with -inf on tokens outside the k likeliest and outside the nucleus of probability `top_p`.
+
+    The likeliest token always stays; tokens tied with the last one kept stay too.
+    """
+    if top_k is not None:
+        least = jax.lax.top_k(logits, top_k)[0][..., -1:]
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    if top_p is not None:
+        ordered = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
+        probability = jax.nn.softmax(ordered, axis=-1)
+        before = jnp.cumsum(probability, axis=-1) - probability
+        kept = before < top_p
+        least = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    return logits

@@ -1,0 +1,129 @@
+"""Checks and conversions at the entrance of every op: shapes, heads, forms, dtypes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+FORMS = ("recurrent", "chunk", "associative")
+DEFAULT_CHUNK_SIZE = 64
+
+
+def check_form(op: str, form: str, implementation: str | None) -> None:
+    """Raise unless `form` and `implementation` name something that exists."""
+    if form not in FORMS:
+        raise ValueError(f"{op}: form={form!r}; accepted are {', '.join(map(repr, FORMS))}")
+    check_implementation(op, implementation)
+
+
+def check_implementation(op: str, implementation: str | None) -> None:
+    """Raise unless `implementation` names something that exists."""
+    if implementation not in (None, "xla"):
+        raise ValueError(
+            f"{op}: implementation={implementation!r}; accepted are None and 'xla' "
+            f"(no fused kernel for {op} exists in this version)"
+        )
+
+
+def check_shape(op: str, name: str, array, expected: tuple[int | None, ...], letters: str) -> None:
+    """Raise unless `array` has the expected shape; None accepts any length."""
+    shape = jnp.shape(array)
+    fits = len(shape) == len(expected) and all(
+        e is None or e == s for s, e in zip(shape, expected, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("*" if e is None else str(e) for e in expected)
+        raise ValueError(
+            f"{op}: {name} has shape {tuple(shape)}; accepted is [{letters}] = [{wanted}]"
+        )
+
+
+def check_qkv(op: str, q, k, v) -> tuple[int, int, int, int, int, int, int]:
+    """Check queries, keys and values against each other and the head rule: (B, T, H, key heads, G, K, V)."""
+    for name, array, letters in (
+        ("q", q, "B, T, H, K"),
+        ("k", k, "B, T, H, K"),
+        ("v", v, "B, T, G, V"),
+    ):
+        if jnp.ndim(array) != 4:
+            raise ValueError(f"{op}: {name} has shape {jnp.shape(array)}; accepted is [{letters}]")
+    batch, length, query_heads, key_dim = q.shape
+    check_shape(op, "k", k, (batch, length, None, key_dim), "B, T, H, K")
+    check_shape(op, "v", v, (batch, length, None, None), "B, T, G, V")
+    key_heads, value_heads = k.shape[2], v.shape[2]
+    if length == 0:
+        raise ValueError(f"{op}: q has shape {q.shape}; T must be at least 1")
+    if value_heads % key_heads:
+        raise ValueError(f"{op}: k has {key_heads} heads; they must divide v's {value_heads}")
+    if query_heads % value_heads and value_heads % query_heads:
+        raise ValueError(
+            f"{op}: q has {query_heads} heads; accepted are multiples and divisors of v's {value_heads}"
+        )
+    return batch, length, query_heads, key_heads, value_heads, key_dim, v.shape[3]
+
+
+def check_rows(op: str, batch: int, length: int, segment_ids, update_mask) -> None:
+    """Check the shapes of `segment_ids` and `update_mask`, and that ids are integers."""
+    if segment_ids is not None:
+        check_shape(op, "segment_ids", segment_ids, (batch, length), "B, T")
+        if not jnp.issubdtype(jnp.asarray(segment_ids).dtype, jnp.integer):
+            raise ValueError(
+                f"{op}: segment_ids has dtype {segment_ids.dtype}; accepted are integers"
+            )
+    if update_mask is not None:
+        check_shape(op, "update_mask", update_mask, (batch, length), "B, T")
+
+
+def check_chunk_size(op: str, chunk_size: int | None, length: int) -> int:
+    """The chunk size to use: the one given or the default, and no longer than T needs."""
+    if chunk_size is None:
+        chunk_size = DEFAULT_CHUNK_SIZE
+    if chunk_size < 1 or chunk_size & (chunk_size - 1):
+        raise ValueError(f"{op}: chunk_size={chunk_size}; accepted are powers of two")
+    return min(chunk_size, 1 << (length - 1).bit_length())
+
+
+def compute_dtype(*arrays: Array | None):
+    """float64 if any input is, else float32: what states and accumulators are kept in."""
+    wide = any(a is not None and jnp.asarray(a).dtype == jnp.float64 for a in arrays)
+    return jnp.float64 if wide else jnp.float32
+
+
+def matmul_precision(*arrays: Array) -> jax.lax.Precision:
+    """Full precision for float32 and float64 inputs; for bfloat16 the backend's fast float32 mode is exact enough."""
+    narrow = all(a.dtype in (jnp.bfloat16, jnp.float16) for a in arrays)
+    return jax.lax.Precision.DEFAULT if narrow else jax.lax.Precision.HIGHEST
+
+
+def group_queries(q: Array, value_heads: int) -> Array:
+    """[B, T, H, K] -> [B, T, G, R, K]: the R query heads that read each memory (R = 1 where queries are shared)."""
+    batch, length, heads, key_dim = q.shape
+    if heads < value_heads:
+        q = jnp.repeat(q, value_heads // heads, axis=2)
+    return q.reshape(batch, length, value_heads, -1, key_dim)
+
+
+def spread_keys(k: Array, value_heads: int) -> Array:
+    """Give each of the G memories its key head."""
+    return k if k.shape[2] == value_heads else jnp.repeat(k, value_heads // k.shape[2], axis=2)
+
+
+def check_log_decay(op: str, log_decay, dims: tuple[int, int, int, int]) -> None:
+    """Check `log_decay` against (B, T, G, K): constant, a token or a key channel."""
+    batch, length, heads, key_dim = dims
+    accepted = ((heads,), (batch, length, heads), (batch, length, heads, key_dim))
+    if log_decay is not None and jnp.shape(log_decay) not in accepted:
+        raise ValueError(
+            f"{op}: log_decay has shape {jnp.shape(log_decay)}; accepted are "
+            f"[G], [B, T, G] and [B, T, G, K] = {', '.join(map(str, accepted))}"
+        )
+
+
+def check_memory(op: str, memory, dims: tuple[int, int, int, int]) -> None:
+    """Check a state's memory against (B, G, K, V), with or without an axis of segments."""
+    batch, *rest = dims
+    segmented = jnp.ndim(memory) == 5
+    expected = (batch, None, *rest) if segmented else (batch, *rest)
+    letters = "B, S, G, K, V" if segmented else "B, G, K, V"
+    check_shape(op, "initial_state.memory", memory, expected, letters)

@@ -1,0 +1,142 @@
+"""Products under decay inside a chunk, exact at any strength and causal to the bit.
+
+A chunk is halved down to single rows. Where a pair of blocks (A, B) meets, a row i of B sees a column j of A through
+`exp(decay from j to the end of A) * exp(decay from the start of B to i)`: both factors are at most 1, so nothing
+overflows; both are sums of non-positive terms, so nothing cancels; and neither looks past i.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+class Halving(NamedTuple):
+    """Partial sums of the log decay of a chunk, [..., C, K].
+
+    Attributes:
+        levels: for blocks of 1, 2, 4, ... rows: (sums from the start of each right block to its rows, sums after the rows
+            of each left block to its end), both [..., C / (2n), n, K].
+        prefix: [..., C, K], from the chunk's start to each row (the row itself excluded if `exclusive`).
+        suffix: [..., C, K], after each row to the chunk's end.
+        total: [..., K].
+    """
+
+    levels: tuple[tuple[Array, Array], ...]
+    prefix: Array
+    suffix: Array
+    total: Array
+
+
+def pair_blocks(x: Array) -> tuple[Array, Array]:
+    """[..., M, n, *] blocks -> the left and the right one of each pair, [..., M / 2, n, *]."""
+    x = x.reshape(*x.shape[:-3], x.shape[-3] // 2, 2, *x.shape[-2:])
+    return x[..., 0, :, :], x[..., 1, :, :]
+
+
+def _join_pairs(left: Array, right: Array) -> Array:
+    return jnp.concatenate([left, right], axis=-2)
+
+
+def halve(log_decay: Float[Array, "... C K"], *, exclusive: bool = False) -> Halving:
+    """Sum a chunk's log decay at every level of halving. C is a power of two."""
+    total = log_decay[..., None, :]  # [..., C, 1, K]: blocks of one row
+    suffix = jnp.zeros_like(total)
+    prefix = suffix if exclusive else total
+    levels = []
+    while prefix.shape[-3] > 1:
+        prefix_left, prefix_right = pair_blocks(prefix)
+        suffix_left, suffix_right = pair_blocks(suffix)
+        total_left, total_right = pair_blocks(total)
+        levels.append((prefix_right, suffix_left))
+        prefix = _join_pairs(prefix_left, prefix_right + total_left)
+        suffix = _join_pairs(suffix_left + total_right, suffix_right)
+        total = total_left + total_right
+    return Halving(tuple(levels), prefix[..., 0, :, :], suffix[..., 0, :, :], total[..., 0, 0, :])
+
+
+def blocks_of(x: Array, size: int) -> Array:
+    """[..., C, K] -> [..., C / size, size, K]."""
+    return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
+
+
+def channel_scores(q: Array, k: Array, halving: Halving, diagonal: Array, precision) -> Array:
+    """`sum_c q_ic k_jc exp(decay_c from j to i)` for j < i, and `diagonal` on the diagonal: [..., C, C]."""
+    scores = diagonal[..., None, None]
+    for level, (prefix, suffix) in enumerate(halving.levels):
+        size = 2**level
+        _, q_right = pair_blocks(blocks_of(q, size))
+        k_left, _ = pair_blocks(blocks_of(k, size))
+        off = jnp.einsum(
+            "...ic,...jc->...ij",
+            q_right * jnp.exp(prefix),
+            k_left * jnp.exp(suffix),
+            precision=precision,
+        )
+        left, right = pair_blocks(scores)
+        top = jnp.concatenate([left, jnp.zeros_like(off)], axis=-1)
+        scores = jnp.concatenate([top, jnp.concatenate([off, right], axis=-1)], axis=-2)
+    return scores[..., 0, :, :]
+
+
+def pairwise_decay(log_decay: Float[Array, "... C"], *, exclusive: bool = False) -> Array:
+    """`exp(log_decay summed from j + 1 to i)` (to i - 1 if `exclusive`), 0 above the diagonal: [..., C, C].
+
+    Summed for each pair, not as a difference of running sums, which would lose a small decay beside a strong one. The
+    diagonal is 1, or 0 if `exclusive`.
+    """
+    size = log_decay.shape[-1]
+    row, column = jnp.arange(size)[:, None], jnp.arange(size)
+    terms = jnp.where(row > column, log_decay[..., :, None], 0)
+    if exclusive:
+        terms = jnp.roll(terms, 1, axis=-2)
+        terms = jnp.where(row > column + 1, terms, 0)
+    seen = row > column if exclusive else row >= column
+    return jnp.where(seen, jnp.exp(jnp.cumsum(terms, axis=-2)), 0)
+
+
+@jax.custom_vjp
+def inverse_unit_lower(lower: Float[Array, "... C C"]) -> Float[Array, "... C C"]:
+    """(I + L)^-1 of a strictly lower triangular L, by doubling blocks; C is a power of two.
+
+    Blocks meet as `[[A, 0], [X, B]]^-1 = [[A^-1, 0], [-B^-1 X A^-1, B^-1]]`. Powers of L, which a Neumann series sums,
+    grow beyond all bounds for correlated keys and are never formed.
+    """
+    size = lower.shape[-1]
+    inverse = jnp.ones((*lower.shape[:-1], 1, 1), lower.dtype)
+    block = 1
+    while block < size:
+        pairs = size // (2 * block)
+        tiles = lower.reshape(*lower.shape[:-2], pairs, 2, block, pairs, 2, block)
+        tiles = jnp.diagonal(tiles[..., :, 1, :, :, 0, :], axis1=-4, axis2=-2)
+        off = jnp.moveaxis(tiles, -1, -3)
+        left, right = pair_blocks(inverse)
+        corner = -jnp.matmul(
+            right,
+            jnp.matmul(off, left, precision=jax.lax.Precision.HIGHEST),
+            precision=jax.lax.Precision.HIGHEST,
+        )
+        top = jnp.concatenate([left, jnp.zeros_like(corner)], axis=-1)
+        inverse = jnp.concatenate([top, jnp.concatenate([corner, right], axis=-1)], axis=-2)
+        block *= 2
+    return inverse[..., 0, :, :]
+
+
+def _inverse_forward(lower):
+    inverse = inverse_unit_lower(lower)
+    return inverse, inverse
+
+
+def _inverse_backward(inverse, grad):
+    transposed = jnp.swapaxes(inverse, -1, -2)
+    highest = jax.lax.Precision.HIGHEST
+    grad = jnp.matmul(
+        transposed, jnp.matmul(grad, transposed, precision=highest), precision=highest
+    )
+    return (-jnp.tril(grad, -1),)
+
+
+inverse_unit_lower.defvjp(_inverse_forward, _inverse_backward)

@@ -1,0 +1,324 @@
+"""Linear memories: `M_t = a_t ⊙ M_{t-1} + k_tᵀ v_t`, `o_t = q_t M_t`, under every decay that factorises.
+
+Linear-MoE (arXiv 2503.05447) Eq. 5 with Θ elementwise: basic linear attention, RetNet, GLA, Mamba2 and their kin.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from lsm_jax.ops import checks
+from lsm_jax.ops.decays import (
+    Halving,
+    blocks_of,
+    channel_scores,
+    halve,
+    pair_blocks,
+    pairwise_decay,
+)
+from lsm_jax.ops.segments import Chunks, cut_into_chunks, finish_output, read_tokens, select
+from lsm_jax.ops.states import (
+    LinearState,
+    associate_chunks,
+    linear_state,
+    per_chunk,
+    run_masks,
+    scan_chunks,
+    scan_tokens,
+)
+from lsm_jax.parallel import over_batch
+
+
+def linear_memory(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T Hk K"],
+    v: Float[Array, "B T G V"],
+    log_decay: Float[Array, "..."] | None = None,
+    *,
+    value_log_decay: Float[Array, "B T G V"] | None = None,
+    bonus: Float[Array, "G K"] | None = None,
+    normalize: float | None = None,
+    scale: float | None = None,
+    initial_state: LinearState | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    update_mask: Array | None = None,
+    form: str = "chunk",
+    implementation: str | None = None,
+    chunk_size: int | None = None,
+) -> tuple[Float[Array, "B T max(H,G) V"], LinearState]:
+    """Write `kᵀ v` into a decaying memory and read it with `q`.
+
+    Args:
+        q: [B, T, H, K] queries; H is a multiple or a divisor of G.
+        k: [B, T, Hk, K] keys; Hk divides G.
+        v: [B, T, G, V] values; one memory for each of the G heads.
+        log_decay: natural logarithm, at most 0: [G] constant, [B, T, G] a token, or [B, T, G, K] a key channel.
+        value_log_decay: [B, T, G, V], a decay of the value channels; multiplies `log_decay`'s.
+        bonus: [G, K]. If given, the read comes before decay and write and sees the current token through
+            `q diag(bonus) kᵀ v` (RWKV6, arXiv 2404.05892 Eq. 18).
+        normalize: None, or the ε of `o = q M / (q z + ε)` with z the decayed sum of keys.
+        scale: multiplies q; None is `K ** -0.5`.
+        initial_state: the state to go on from; with memory [B, S, ...], segment id s has state s - 1. None is empty.
+        segment_ids: [B, T] integers, 0 padding; see `lsm_jax.ops.segments`.
+        update_mask: [B, T], 0 where a token must not change the memory (it still reads it).
+        form: "recurrent" (token by token), "chunk" (matrix products in a chunk, scan over chunks) or "associative"
+            (associative scan over chunks).
+        implementation: None or "xla".
+        chunk_size: tokens in a chunk, a power of two; None is 64.
+
+    Returns:
+        The output in v's dtype, and the final state in float32 (float64 if an input is).
+
+    Raises:
+        ValueError: shapes, heads, form, implementation or chunk size that are not accepted.
+    """
+    op = "linear_memory"
+    checks.check_form(op, form, implementation)
+    batch, length, _, _, heads, key_dim, value_dim = checks.check_qkv(op, q, k, v)
+    checks.check_rows(op, batch, length, segment_ids, update_mask)
+    size = checks.check_chunk_size(op, chunk_size, length)
+    _check(op, (batch, length, heads, key_dim, value_dim), log_decay, value_log_decay, bonus)
+    dtype = checks.compute_dtype(q, k, v, log_decay, value_log_decay, bonus)
+    state = initial_state
+    if state is None:
+        state = linear_state(
+            batch, heads, key_dim, value_dim, normalize=normalize is not None, dtype=dtype
+        )
+    checks.check_memory(op, state.memory, (batch, heads, key_dim, value_dim))
+    if (normalize is None) != (state.normalizer is None):
+        given = "has no normalizer" if state.normalizer is None else "has a normalizer"
+        raise ValueError(f"{op}: initial_state {given}, but normalize={normalize}")
+
+    constant = log_decay is not None and jnp.ndim(log_decay) == 1
+    batched = dict(
+        q=q,
+        k=k,
+        v=v,
+        log_decay=None if constant else log_decay,
+        value_log_decay=value_log_decay,
+        state=state,
+        segment_ids=segment_ids,
+        update_mask=update_mask,
+    )
+    shared = dict(constant_log_decay=log_decay if constant else None, bonus=bonus)
+    options = _Options(
+        scale=key_dim**-0.5 if scale is None else scale,
+        normalize=normalize,
+        form=form,
+        size=size,
+        dtype=dtype,
+        precision=checks.matmul_precision(q, k, v),
+    )
+    return over_batch(lambda b, s: _linear_memory(options, **b, **s), batched, shared)
+
+
+class _Options(NamedTuple):
+    scale: float
+    normalize: float | None
+    form: str
+    size: int
+    dtype: object
+    precision: object
+
+
+class _Inputs(NamedTuple):
+    """Arrays by head: q [..., G, R, K], k [..., G, K], v [..., G, V]; at most one of `decay`, `key_decay`."""
+
+    q: Array
+    k: Array
+    v: Array
+    decay: Array | None
+    key_decay: Array | None
+    value_decay: Array | None
+
+
+def _linear_memory(
+    options, q, k, v, log_decay, value_log_decay, state, segment_ids, update_mask,
+    constant_log_decay, bonus,
+):  # fmt: skip
+    batch, length, heads, value_dim = v.shape
+    dtype = options.dtype
+    num_segments = state.memory.shape[1] if state.memory.ndim == 5 else None
+    tokens = read_tokens(segment_ids, update_mask, state.segment_id, num_segments)
+
+    def prepare(x):
+        return None if x is None else select(tokens.written, jnp.asarray(x).astype(dtype))
+
+    if constant_log_decay is not None:
+        log_decay = jnp.broadcast_to(constant_log_decay, (batch, length, heads))
+    values = v.astype(dtype)
+    memory = state.memory.astype(dtype)
+    if (
+        options.normalize is not None
+    ):  # the normaliser is one more value channel, of ones, that only keys decay
+        values = jnp.concatenate([values, jnp.ones_like(values[..., :1])], axis=-1)
+        memory = jnp.concatenate([memory, state.normalizer.astype(dtype)[..., None]], axis=-1)
+        if value_log_decay is not None:
+            value_log_decay = jnp.pad(value_log_decay, [(0, 0)] * 3 + [(0, 1)])
+    log_decay, value_log_decay = prepare(log_decay), prepare(value_log_decay)
+    by_channel = log_decay is not None and log_decay.ndim == 4
+    if log_decay is not None and not by_channel and value_log_decay is not None:
+        by_channel, log_decay = True, log_decay[..., None]
+    inputs = _Inputs(
+        q=checks.group_queries(select(tokens.real, q).astype(dtype) * options.scale, heads),
+        k=prepare(checks.spread_keys(k, heads)),
+        v=select(tokens.written, values),
+        decay=None if by_channel else log_decay,
+        key_decay=log_decay if by_channel else None,
+        value_decay=value_log_decay,
+    )
+    if bonus is not None:
+        bonus = bonus.astype(dtype)
+    if options.form == "recurrent":
+        output, memory = _recurrent(inputs, bonus, memory, tokens)
+    else:
+        chunks = cut_into_chunks(tokens, length, options.size, num_segments)
+        output, memory = _chunked(inputs, bonus, memory, chunks, options)
+        output = chunks.join(output, length)
+
+    output = output.reshape(batch, length, -1, output.shape[-1])
+    normalizer = None
+    if options.normalize is not None:
+        output = output[..., :value_dim] / (output[..., value_dim:] + options.normalize)
+        memory, normalizer = memory[..., :value_dim], memory[..., value_dim]
+    output = finish_output(tokens, output).astype(v.dtype)
+    return output, LinearState(memory, normalizer, tokens.last_id)
+
+
+def _recurrent(inputs: _Inputs, bonus, memory, tokens):
+    def step(memory, x: _Inputs):
+        write = x.k[..., :, None] * x.v[..., None, :]
+        decay = jnp.zeros((1, 1, 1, 1), memory.dtype)
+        if x.decay is not None:
+            decay = decay + x.decay[..., None, None]
+        if x.key_decay is not None:
+            decay = decay + x.key_decay[..., :, None]
+        if x.value_decay is not None:
+            decay = decay + x.value_decay[..., None, :]
+        after = jnp.exp(decay) * memory + write
+        seen = after if bonus is None else memory + bonus[..., None] * write
+        return after, jnp.sum(x.q[..., None] * seen[:, :, None], axis=-2)
+
+    return scan_tokens(step, inputs, memory, tokens.run, tokens.slot)
+
+
+def _chunked(inputs: _Inputs, bonus, memory, chunks: Chunks, options: _Options):
+    """Inputs [B, T, ...] -> output [B, N, C, G, R, V] and the final memory."""
+    exclusive, precision = bonus is not None, options.precision
+
+    def by_head(x):  # [B, N, C, G, ..., *] -> [B, N, G, ..., C, *]
+        x = jnp.moveaxis(chunks.split(x), 2, 3)
+        return x if x.ndim < 6 else jnp.moveaxis(x, 3, -2)
+
+    x = jax.tree.map(by_head, inputs)
+    same, enters, stays = run_masks(chunks)
+
+    # What the chunk's own tokens give each other.
+    current = jnp.einsum("bngrck,bngck->bngrc", x.q, x.k if bonus is None else x.k * bonus[:, None])
+    key_halving = None if x.key_decay is None else halve(x.key_decay, exclusive=exclusive)
+    value_halving = None if x.value_decay is None else halve(x.value_decay, exclusive=exclusive)
+    if value_halving is not None:
+        output = _by_halving(x, current, key_halving, value_halving, same, precision)
+    else:
+        if key_halving is not None:
+            scores = _with_queries(x, key_halving, current, precision)
+        else:
+            scores = jnp.einsum("bngrik,bngjk->bngrij", x.q, x.k, precision=precision)
+            decay = jnp.zeros(x.k.shape[:-1], x.k.dtype) if x.decay is None else x.decay
+            scores = scores * pairwise_decay(decay, exclusive=exclusive)[:, :, :, None]
+            if exclusive:
+                scores = scores + current[..., None] * jnp.eye(chunks.size, dtype=scores.dtype)
+        if same is not None:
+            scores = jnp.where(same[:, :, None, None], scores, 0)
+        output = jnp.einsum("bngrij,bngjv->bngriv", scores, x.v, precision=precision)
+
+    # The chunk as one update of the memory, and its read of what was there before.
+    read, written_keys, written_values, transition = (
+        x.q,
+        x.k,
+        x.v,
+        jnp.ones((1, 1, 1, 1, 1), x.k.dtype),
+    )
+    out_decay = None
+    if x.decay is not None:
+        scalar = halve(x.decay[..., None], exclusive=exclusive)
+        read = read * jnp.exp(scalar.prefix)[:, :, :, None]
+        written_keys = written_keys * jnp.exp(scalar.suffix)
+        transition = transition * jnp.exp(scalar.total)[..., None]
+    if key_halving is not None:
+        read = read * jnp.exp(key_halving.prefix)[:, :, :, None]
+        written_keys = written_keys * jnp.exp(key_halving.suffix)
+        transition = transition * jnp.exp(key_halving.total)[..., None]
+    if value_halving is not None:
+        out_decay = jnp.exp(value_halving.prefix)[:, :, :, None]
+        written_values = written_values * jnp.exp(value_halving.suffix)
+        transition = transition * jnp.exp(value_halving.total)[..., None, :]
+    if same is not None:
+        read = jnp.where(enters[:, :, None, None, :, None], read, 0)
+        written_keys = jnp.where(stays[:, :, None, :, None], written_keys, 0)
+        transition = jnp.where(per_chunk(enters[:, :, -1], transition), transition, 0)
+    write = jnp.einsum("bngck,bngcv->bngkv", written_keys, written_values, precision=precision)
+    transition = jnp.broadcast_to(transition, (*write.shape[:2], *transition.shape[2:]))
+
+    if options.form == "chunk":
+        entering, memory = scan_chunks(
+            lambda m, update: update[0] * m + update[1], (transition, write), memory, chunks
+        )
+    else:
+        entering, memory = associate_chunks(
+            jnp.multiply, jnp.multiply, transition, write, memory, chunks
+        )
+    carried = jnp.einsum("bngrck,bngkv->bngrcv", read, entering, precision=precision)
+    output = output + (carried if out_decay is None else carried * out_decay)
+    return jnp.moveaxis(output, -2, 2), memory
+
+
+def _with_queries(x: _Inputs, halving: Halving, diagonal, precision):
+    """`channel_scores` for R queries on one key."""
+    spread = Halving(
+        tuple((p[:, :, :, None], s[:, :, :, None]) for p, s in halving.levels), *halving[1:]
+    )
+    return channel_scores(x.q, x.k[:, :, :, None], spread, diagonal, precision)
+
+
+def _by_halving(x: _Inputs, current, keys: Halving | None, values: Halving, same, precision):
+    """The chunk's own outputs when values decay too: block by block, [B, N, G, R, C, V]."""
+    output = current[..., None] * x.v[:, :, :, None]
+    for level, (value_prefix, value_suffix) in enumerate(values.levels):
+        size = 2**level
+        _, q_right = pair_blocks(blocks_of(x.q, size))
+        k_left, _ = pair_blocks(blocks_of(x.k, size))
+        v_left, _ = pair_blocks(blocks_of(x.v, size))
+        if keys is not None:
+            q_right = q_right * jnp.exp(keys.levels[level][0])[:, :, :, None]
+            k_left = k_left * jnp.exp(keys.levels[level][1])
+        scores = jnp.einsum("bngrmik,bngmjk->bngrmij", q_right, k_left, precision=precision)
+        if same is not None:
+            chunk = same.reshape(
+                *same.shape[:2], -1, 2, size, same.shape[-1] // (2 * size), 2, size
+            )
+            pairs = jnp.moveaxis(jnp.diagonal(chunk[:, :, :, 1, :, :, 0], axis1=2, axis2=4), -1, 2)
+            scores = jnp.where(pairs[:, :, None, None], scores, 0)
+        off = jnp.einsum(
+            "bngrmij,bngmjv->bngrmiv", scores, v_left * jnp.exp(value_suffix), precision=precision
+        )
+        off = off * jnp.exp(value_prefix)[:, :, :, None]
+        blocks = output.reshape(*output.shape[:4], -1, 2, size, output.shape[-1])
+        output = jnp.stack([blocks[..., 0, :, :], blocks[..., 1, :, :] + off], axis=-3)
+        output = output.reshape(*output.shape[:4], -1, output.shape[-1])
+    return output
+
+
+def _check(op, dims, log_decay, value_log_decay, bonus):
+    batch, length, heads, key_dim, value_dim = dims
+    checks.check_log_decay(op, log_decay, (batch, length, heads, key_dim))
+    if value_log_decay is not None:
+        checks.check_shape(
+            op, "value_log_decay", value_log_decay, (batch, length, heads, value_dim), "B, T, G, V"
+        )
+    if bonus is not None:
+        checks.check_shape(op, "bonus", bonus, (heads, key_dim), "G, K")

@@ -1,0 +1,191 @@
+"""Short causal convolutions and token shift: what mixes a token with the few before it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from lsm_jax.ops import checks
+from lsm_jax.ops.segments import Tokens, finish_output, read_tokens, select
+from lsm_jax.parallel import over_batch
+
+
+class ShiftState(NamedTuple):
+    """The last tokens written, oldest first.
+
+    Attributes:
+        tail: [B, W - 1, D], or [B, S, W - 1, D] with one state a segment; 0 where there was no token.
+        segment_id: [B], the last nonzero segment id seen, 0 before any.
+    """
+
+    tail: Float[Array, "..."]
+    segment_id: Int[Array, " B"]
+
+
+def shift_state(
+    batch_size: int,
+    width: int,
+    channels: int,
+    *,
+    num_segments: int | None = None,
+    dtype=jnp.float32,
+) -> ShiftState:
+    """An empty `ShiftState` that remembers `width` tokens (a convolution's W - 1; 1 for `token_shift`)."""
+    rows = (batch_size,) if num_segments is None else (batch_size, num_segments)
+    return ShiftState(jnp.zeros((*rows, width, channels), dtype), jnp.zeros(batch_size, jnp.int32))
+
+
+def short_convolution(
+    x: Float[Array, "B T D"],
+    weight: Float[Array, "W D"],
+    bias: Float[Array, " D"] | None = None,
+    *,
+    initial_state: ShiftState | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    update_mask: Array | None = None,
+) -> tuple[Float[Array, "B T D"], ShiftState]:
+    """Causal depthwise convolution, `y_t = Σ_d weight[W - 1 - d] x_{t-d} + bias`, over a document's written tokens.
+
+    Args:
+        x: [B, T, D].
+        weight: [W, D]; the last row multiplies the current token.
+        bias: [D].
+        initial_state: W - 1 remembered tokens; with tail [B, S, ...], segment id s has state s - 1. None is empty.
+        segment_ids: [B, T] integers, 0 padding; see `lsm_jax.ops.segments`.
+        update_mask: [B, T], 0 where a token is not remembered: later tokens look past it, and it sees itself and the
+            written tokens before it.
+
+    Returns:
+        [B, T, D] in x's dtype (no activation), and the state, its tail in x's dtype.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    op = "short_convolution"
+    if jnp.ndim(x) != 3 or x.shape[1] == 0:
+        raise ValueError(f"{op}: x has shape {jnp.shape(x)}; accepted is [B, T, D], T at least 1")
+    checks.check_shape(op, "weight", weight, (None, x.shape[2]), "W, D")
+    if bias is not None:
+        checks.check_shape(op, "bias", bias, (x.shape[2],), "D")
+    if weight.shape[0] < 2:
+        raise ValueError(f"{op}: weight has {weight.shape[0]} rows; accepted are 2 or more")
+    batched, dtype = _arguments(op, x, weight.shape[0] - 1, initial_state, segment_ids, update_mask)
+
+    def convolve(batched, shared):
+        taps, tokens, state = _previous_tokens(width=weight.shape[0] - 1, **batched)
+        kernel = shared["weight"].astype(dtype)
+        y = select(tokens.real, batched["x"]).astype(dtype) * kernel[-1]
+        for distance, tap in enumerate(taps, start=1):
+            y = y + tap.astype(dtype) * kernel[-1 - distance]
+        if shared["bias"] is not None:
+            y = y + shared["bias"].astype(dtype)
+        return finish_output(tokens, y).astype(x.dtype), state
+
+    return over_batch(convolve, batched, dict(weight=weight, bias=bias))
+
+
+def token_shift(
+    x: Float[Array, "B T D"],
+    *,
+    initial_state: ShiftState | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    update_mask: Array | None = None,
+) -> tuple[Float[Array, "B T D"], ShiftState]:
+    """The written token before each token of its document, 0 before the first (RWKV's time shift).
+
+    Arguments, state and errors are `short_convolution`'s, with one remembered token.
+    """
+    op = "token_shift"
+    if jnp.ndim(x) != 3 or x.shape[1] == 0:
+        raise ValueError(f"{op}: x has shape {jnp.shape(x)}; accepted is [B, T, D], T at least 1")
+    batched, _ = _arguments(op, x, 1, initial_state, segment_ids, update_mask)
+
+    def shift(batched, _):
+        (tap,), tokens, state = _previous_tokens(width=1, **batched)
+        return finish_output(tokens, tap), state
+
+    return over_batch(shift, batched, {})
+
+
+def _arguments(op, x, width, state, segment_ids, update_mask):
+    batch, length, channels = x.shape
+    checks.check_rows(op, batch, length, segment_ids, update_mask)
+    if state is None:
+        state = shift_state(batch, width, channels, dtype=x.dtype)
+    rows = (batch,) if jnp.ndim(state.tail) == 3 else (batch, None)
+    letters = "B, W - 1, D" if len(rows) == 1 else "B, S, W - 1, D"
+    checks.check_shape(op, "initial_state.tail", state.tail, (*rows, width, channels), letters)
+    batched = dict(x=x, state=state, segment_ids=segment_ids, update_mask=update_mask)
+    return batched, checks.compute_dtype(x)
+
+
+def _previous_tokens(
+    x: Array, state: ShiftState, segment_ids, update_mask, width: int
+) -> tuple[list[Array], Tokens, ShiftState]:
+    """For each token the written ones 1, 2, ..., `width` before it in its document, each [B, T, D]."""
+    batch, length, channels = x.shape
+    num_segments = state.tail.shape[1] if state.tail.ndim == 4 else None
+    tokens = read_tokens(segment_ids, update_mask, state.segment_id, num_segments)
+    tail = state.tail.astype(x.dtype)
+    if tokens.written is None:
+        padded = jnp.concatenate([tail, x], axis=1)
+        taps = [padded[:, width - d : width - d + length] for d in range(1, width + 1)]
+        return taps, tokens, ShiftState(padded[:, length:], tokens.last_id)
+
+    # Follow pointers to the previous written token. -1 - i is the i-th newest of the tail; `nothing` is before that.
+    nothing = -1 - width
+    slots = 1 if num_segments is None else num_segments
+    tails = tail.reshape(batch, slots * width, channels)
+    x = jnp.where(tokens.written[..., None], x, 0)
+    held = jnp.concatenate([jnp.zeros_like(x[:, :1]), tails, x], axis=1)
+    slot = jnp.zeros((batch, length), jnp.int32) if tokens.slot is None else tokens.slot
+    previous, last = _pointers(tokens, slots, nothing)
+
+    def follow(pointer):
+        behind = jnp.take_along_axis(previous, jnp.maximum(pointer, 0), axis=1)
+        return jnp.where(pointer >= 0, behind, jnp.maximum(pointer - 1, nothing))
+
+    def fetch(pointer, slot):
+        in_tail = jnp.where(pointer == nothing, 0, 1 + slot * width + width + pointer)
+        place = jnp.where(pointer >= 0, 1 + slots * width + pointer, in_tail)
+        return jax.vmap(lambda row, index: row[index])(held, place)
+
+    taps, pointer = [], previous
+    for _ in range(width):
+        taps.append(fetch(pointer, slot))
+        pointer = follow(pointer)
+    newest = []
+    for _ in range(width):
+        newest.append(fetch(last, jnp.broadcast_to(jnp.arange(slots), last.shape)))
+        last = follow(last)
+    tail = jnp.stack(newest[::-1], axis=2)
+    tail = tail[:, 0] if num_segments is None else tail
+    return taps, tokens, ShiftState(tail, tokens.last_id)
+
+
+def _pointers(tokens: Tokens, slots: int, nothing: int) -> tuple[Array, Array]:
+    """The index of the written token before each, [B, T], and of the last one of each state, [B, S]."""
+    length = tokens.written.shape[1]
+    index = jnp.arange(length, dtype=jnp.int32)
+    if tokens.slot is not None:
+        own = tokens.slot[:, :, None] == jnp.arange(slots)
+        newest = jnp.where(own & tokens.written[:, :, None], index[:, None], -1)
+        newest = jax.lax.cummax(newest, axis=1)
+        before = jnp.concatenate([jnp.full_like(newest[:, :1], -1), newest[:, :-1]], axis=1)
+        before = jnp.take_along_axis(before, tokens.slot[:, :, None], axis=2)[..., 0]
+        return before, newest[:, -1]
+    newest = jax.lax.cummax(jnp.where(tokens.written, index, -1), axis=1)
+    before = jnp.concatenate([jnp.full_like(newest[:, :1], -1), newest[:, :-1]], axis=1)
+    last = newest[:, -1:]
+    if tokens.run is not None:
+
+        def own(pointer, run):  # keep to the document; its first token has nothing before it
+            found = jnp.take_along_axis(tokens.run, jnp.maximum(pointer, 0), axis=1)
+            found = jnp.where(pointer >= 0, found, 0)
+            return jnp.where(found == run, pointer, nothing)
+
+        before, last = own(before, tokens.run), own(last, tokens.run[:, -1:])
+    return before, last

@@ -1,0 +1,201 @@
+"""Memories as values: the states ops take and give, and how chunk updates are applied to them one after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from lsm_jax.ops.segments import Chunks
+
+
+class LinearState(NamedTuple):
+    """State of `linear_memory`.
+
+    Attributes:
+        memory: [B, G, K, V], or [B, S, G, K, V] with one state a segment; float32.
+        normalizer: [B, G, K] or [B, S, G, K], the decayed sum of keys; None unless the op normalises.
+        segment_id: [B], the last nonzero segment id seen, 0 before any.
+    """
+
+    memory: Float[Array, "..."]
+    normalizer: Float[Array, "..."] | None
+    segment_id: Int[Array, " B"]
+
+
+class DeltaState(NamedTuple):
+    """State of `delta_memory`.
+
+    Attributes:
+        memory: [B, G, K, V], or [B, S, G, K, V] with one state a segment; float32.
+        segment_id: [B], the last nonzero segment id seen, 0 before any.
+    """
+
+    memory: Float[Array, "..."]
+    segment_id: Int[Array, " B"]
+
+
+def _zeros(batch, num_segments, shape, dtype):
+    rows = (batch,) if num_segments is None else (batch, num_segments)
+    return jnp.zeros(rows + shape, dtype)
+
+
+def linear_state(
+    batch_size: int,
+    num_heads: int,
+    key_dim: int,
+    value_dim: int,
+    *,
+    normalize: bool = False,
+    num_segments: int | None = None,
+    dtype=jnp.float32,
+) -> LinearState:
+    """An empty `LinearState` of `num_heads` memories; `num_segments` gives each row that many states."""
+    memory = _zeros(batch_size, num_segments, (num_heads, key_dim, value_dim), dtype)
+    normalizer = (
+        _zeros(batch_size, num_segments, (num_heads, key_dim), dtype) if normalize else None
+    )
+    return LinearState(memory, normalizer, jnp.zeros(batch_size, jnp.int32))
+
+
+def delta_state(
+    batch_size: int,
+    num_heads: int,
+    key_dim: int,
+    value_dim: int,
+    *,
+    num_segments: int | None = None,
+    dtype=jnp.float32,
+) -> DeltaState:
+    """An empty `DeltaState` of `num_heads` memories; `num_segments` gives each row that many states."""
+    memory = _zeros(batch_size, num_segments, (num_heads, key_dim, value_dim), dtype)
+    return DeltaState(memory, jnp.zeros(batch_size, jnp.int32))
+
+
+def run_masks(chunks: Chunks) -> tuple[Array | None, Array | None, Array | None]:
+    """Masks for documents that begin inside a chunk, or Nones.
+
+    Returns:
+        Pairs of one document, [B, N, C, C]; tokens of the document the chunk starts in, [B, N, C]; tokens of the document
+        it ends in, [B, N, C].
+    """
+    if chunks.run is None:
+        return None, None, None
+    run = chunks.run
+    before = jnp.concatenate([jnp.zeros_like(run[:, :1, -1]), run[:, :-1, -1]], axis=1)
+    same = run[..., :, None] == run[..., None, :]
+    return same, run == before[..., None], run == run[..., -1:]
+
+
+def per_chunk(condition: Array, x: Array) -> Array:
+    """Give `condition` trailing axes until it broadcasts against `x`."""
+    return condition.reshape(condition.shape + (1,) * (x.ndim - condition.ndim))
+
+
+def _own(initial: Array, slot: Array) -> Array:
+    """initial [B, S, ...], slot [B, ...] -> the slot's state."""
+    return jax.vmap(lambda states, index: states[index])(initial, slot)
+
+
+def _last_of_each_segment(after: Array, initial: Array, chunks: Chunks) -> Array:
+    found = _own(after, jnp.maximum(chunks.last, 0))
+    return jnp.where(per_chunk(chunks.last >= 0, found), found, initial)
+
+
+def scan_chunks(
+    update: Callable[[Array, Any], Array], arrays: Any, initial: Array, chunks: Chunks
+) -> tuple[Array, Array]:
+    """Apply the chunks' updates in order.
+
+    Args:
+        update: (memory [B, ...], one chunk of `arrays`) -> memory.
+        arrays: pytree of [B, N, ...].
+        initial: [B, ...], or [B, S, ...] with one state a segment.
+        chunks: the layout.
+
+    Returns:
+        The memory each chunk starts from, [B, N, ...], and the final state, shaped as `initial`.
+    """
+    arrays = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), arrays)
+    if chunks.slot is None:
+        final, entering = jax.lax.scan(lambda m, x: (update(m, x), m), initial, arrays)
+        return jnp.moveaxis(entering, 0, 1), final
+
+    def step(memory, inputs):
+        x, slot, first = inputs
+        memory = jnp.where(per_chunk(first, memory), _own(initial, slot), memory)
+        after = update(memory, x)
+        return after, (memory, after)
+
+    layout = (chunks.slot.T, chunks.first.T)
+    _, (entering, after) = jax.lax.scan(step, jnp.zeros_like(initial[:, 0]), (arrays, *layout))
+    after = jnp.moveaxis(after, 0, 1)
+    return jnp.moveaxis(entering, 0, 1), _last_of_each_segment(after, initial, chunks)
+
+
+def associate_chunks(
+    apply: Callable[[Array, Array], Array],
+    compose: Callable[[Array, Array], Array],
+    transition: Array,
+    write: Array,
+    initial: Array,
+    chunks: Chunks,
+) -> tuple[Array, Array]:
+    """`scan_chunks` by an associative scan over the updates `M -> apply(transition, M) + write`, both [B, N, ...].
+
+    `compose(later, earlier)` is the product of two transitions.
+    """
+    if chunks.slot is None:
+        first = jnp.broadcast_to(jnp.arange(chunks.count) == 0, write.shape[:2])
+        own = jnp.broadcast_to(initial[:, None], write.shape)
+    else:
+        first, own = chunks.first, _own(initial, chunks.slot)
+    write = jnp.where(per_chunk(first, write), apply(transition, own) + write, write)
+    transition = jnp.where(per_chunk(first, transition), 0, transition)
+
+    def combine(earlier, later):
+        return (
+            compose(later[0], earlier[0]),
+            apply(later[0], earlier[1]) + later[1],
+        )
+
+    _, after = jax.lax.associative_scan(combine, (transition, write), axis=1)
+    before = jnp.concatenate([after[:, :1], after[:, :-1]], axis=1)
+    entering = jnp.where(per_chunk(first, own), own, before)
+    if chunks.slot is None:
+        return entering, after[:, -1]
+    return entering, _last_of_each_segment(after, initial, chunks)
+
+
+def scan_tokens(
+    step: Callable[[Array, Any], tuple[Array, Array]],
+    arrays: Any,
+    initial: Array,
+    run: Array | None,
+    slot: Array | None,
+) -> tuple[Array, Array]:
+    """The recurrent form: apply `step(memory, token) -> (memory, output)` token by token, every array [B, T, ...]."""
+    length = jax.tree.leaves(arrays)[0].shape[1]
+    begins = None
+    if run is not None:
+        begins = jnp.diff(run, axis=1, prepend=jnp.zeros_like(run[:, :1])) > 0
+
+    def body(memory, inputs):
+        x, begin, index = inputs
+        if index is not None:
+            own, output = step(_own(memory, index), x)
+            put = jax.vmap(lambda states, i, new: states.at[i].set(new))
+            return put(memory, index, own), output
+        if begin is not None:
+            memory = jnp.where(per_chunk(begin, memory), 0, memory)
+        return step(memory, x)
+
+    def time_first(x):
+        return None if x is None else jnp.moveaxis(x, 1, 0)
+
+    inputs = (jax.tree.map(time_first, arrays), time_first(begins), time_first(slot))
+    final, outputs = jax.lax.scan(body, initial, inputs, length=length)
+    return jnp.moveaxis(outputs, 0, 1), final

@@ -1,0 +1,30 @@
+"""Training: the config of a run, the step, the loop, and the directory it leaves."""
+
+from lsm_jax.training.checkpoints import Checkpoints
+from lsm_jax.training.config import OptimizerConfig, TrainConfig, differences, from_dict, to_dict
+from lsm_jax.training.loop import TrainingStopped, TrainResult, train
+from lsm_jax.training.metrics import read_rows
+from lsm_jax.training.optimizer import learning_rate, make_optimizer
+from lsm_jax.training.runs import Run, load_run, read_config
+from lsm_jax.training.step import Program, TrainState, make_program
+
+__all__ = [
+    "Checkpoints",
+    "OptimizerConfig",
+    "Program",
+    "Run",
+    "TrainConfig",
+    "TrainResult",
+    "TrainState",
+    "TrainingStopped",
+    "differences",
+    "from_dict",
+    "learning_rate",
+    "load_run",
+    "make_optimizer",
+    "make_program",
+    "read_config",
+    "read_rows",
+    "to_dict",
+    "train",
+]

@@ -1,0 +1,138 @@
+"""Checkpoints of parameters, optimizer and data iterator, of which a kill at any moment leaves a usable one."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import logging
+from orbax.checkpoint import v1 as ocp
+
+from lsm_jax.training.step import TrainState
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    A save writes a temporary folder and renames it when it is whole. Parameters stand apart from the optimizer's state, so
+    that evaluation reads no more than it needs.
+
+    Args:
+        directory: where they are, or will be.
+        keep_last: newest ones kept.
+        keep_every: those at multiples of so many steps are kept too; 0 keeps none more.
+        clean: remove what a killed save left; only the run itself may.
+    """
+
+    def __init__(
+        self, directory: Path, *, keep_last: int = 1, keep_every: int = 0, clean: bool = False
+    ):
+        policies = ocp.training.preservation_policies
+        kept = [policies.LatestN(n=keep_last)]
+        if keep_every:
+            kept.append(policies.EveryNSteps(interval_steps=keep_every))
+        self.directory = directory.absolute()
+        self._checkpointer = ocp.training.Checkpointer(
+            self.directory,
+            preservation_policy=policies.AnyPreservationPolicy(kept),
+            cleanup_tmp_directories=clean,
+        )
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps there are checkpoints of, oldest first."""
+        return sorted(c.step for c in self._checkpointer.checkpoints)
+
+    def save(self, step: int, state: TrainState, data: Any) -> None:
+        """Save in the background; what is saved is the state at the moment of the call."""
+        if step in self.steps:
+            return
+        rest = dataclasses.replace(state, params={})
+        self._checkpointer.save_checkpointables_async(
+            step, dict(params=state.params, training=rest, data=data)
+        )
+
+    def restore(self, target: TrainState, data: Any) -> TrainState | None:
+        """The newest state that can be read, into the shapes and shardings of `target`; `data` goes to its place.
+
+        Returns:
+            None if there is no checkpoint.
+
+        Raises:
+            ValueError: there are checkpoints, and none can be read.
+        """
+        parts = dict(params=target.params, training=dataclasses.replace(target, params={}))
+        broken: list[tuple[int, Exception]] = []
+        steps = self.steps
+        for step in reversed(steps):
+            try:
+                found = self._checkpointer.load_checkpointables(step, {**parts, "data": data})
+            except Exception as error:  # whatever the storage raises for a file cut short
+                reason = str(error).strip().splitlines()[0][:200] if str(error) else repr(error)
+                logging.warning(
+                    "checkpoint %d in %s cannot be read: %s", step, self.directory, reason
+                )
+                broken.append((step, error))
+                continue
+            for bad, _ in broken:
+                self._set_aside(bad)
+            if broken:
+                logging.warning("going on from checkpoint %d, the one before", step)
+                self._checkpointer.reload()
+            return dataclasses.replace(found["training"], params=found["params"])
+        if broken:
+            raise ValueError(
+                f"none of the checkpoints {', '.join(map(str, steps))} in {self.directory} can be read"
+            ) from broken[0][1]
+        return None
+
+    def load_params(
+        self, target: dict[str, Any], step: int | None = None
+    ) -> tuple[dict[str, Any], int]:
+        """Parameters of one step (None: the newest that can be read), into the shapes and shardings of `target`.
+
+        Raises:
+            ValueError: there is no such checkpoint, or it cannot be read.
+        """
+        steps = self.steps
+        if not steps:
+            raise ValueError(f"{self.directory} holds no checkpoint")
+        if step is not None and step not in steps:
+            raise ValueError(
+                f"step={step}: {self.directory} holds checkpoints of steps {', '.join(map(str, steps))}"
+            )
+        failure = None
+        for candidate in reversed(steps) if step is None else [step]:
+            try:
+                found = self._checkpointer.load_checkpointables(candidate, dict(params=target))
+                return found["params"], candidate
+            except Exception as error:  # whatever the storage raises for a file cut short
+                logging.warning("checkpoint %d in %s cannot be read", candidate, self.directory)
+                failure = error
+        raise ValueError(f"no checkpoint in {self.directory} can be read: {failure}") from failure
+
+    def wait(self) -> None:
+        """Until the save under way is whole."""
+        self._checkpointer.wait()
+
+    def close(self) -> None:
+        """Wait, then let go."""
+        self._checkpointer.close()
+
+    def _set_aside(self, step: int) -> None:
+        """Move a broken checkpoint out of the way of the save that will replace it."""
+        aside = self.directory.parent / "broken_checkpoints" / str(step)
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.parent.mkdir(exist_ok=True)
+        shutil.move(self.directory / str(step), aside)
+        logging.warning("checkpoint %d was moved to %s", step, aside)
+
+
+def abstract_like(shapes: Any, shardings: Any) -> Any:
+    """What to restore into: shapes and dtypes of one tree, shardings of another."""
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
+    )

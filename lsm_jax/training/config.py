@@ -1,0 +1,266 @@
+"""A training run as data, and how it becomes JSON and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import json
+import typing
+from typing import Any
+
+from lsm_jax.data import DataConfig
+from lsm_jax.models import ModelConfig
+from lsm_jax.parallel import MeshConfig
+
+
+@dataclasses.dataclass(kw_only=True)
+class OptimizerConfig:
+    """AdamW with a linear warm-up and a cosine decay, both counted in tokens.
+
+    Attributes:
+        peak_lr: learning rate after the warm-up.
+        end_lr_ratio: learning rate at the end, as a part of the peak.
+        warmup_tokens: tokens over which the learning rate rises from 0.
+        b1: decay of the first moment.
+        b2: decay of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled; norms, biases, convolutions, A_log, dt_bias and D take none.
+        clip_norm: gradients are scaled down to this global norm.
+    """
+
+    peak_lr: float = 3e-4
+    end_lr_ratio: float = 0.1
+    warmup_tokens: int = 0
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+
+    def validate(self) -> None:
+        """Raise ValueError where a field is out of range."""
+        for name in ("peak_lr", "eps", "clip_norm"):
+            if not getattr(self, name) > 0:
+                raise ValueError(
+                    f"optimizer.{name}={getattr(self, name)}: it must be greater than 0"
+                )
+        for name in ("end_lr_ratio", "warmup_tokens", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"optimizer.{name}={getattr(self, name)}: it must be at least 0")
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optimizer.{name}={getattr(self, name)}: it must be in [0, 1)")
+
+
+@dataclasses.dataclass(kw_only=True)
+class TrainConfig:
+    """Everything a run depends on.
+
+    Attributes:
+        name: shown in logs and plots.
+        model: the decoder.
+        data: what it reads.
+        optimizer: how it learns.
+        mesh: devices along each mesh axis.
+        batch_size: sequences a step, over all devices and accumulation steps.
+        accumulation_steps: the batch is computed in so many pieces, one after another.
+        total_tokens: length of the run; the last, incomplete step is not taken.
+        seed: of parameters and data order.
+        log_every: steps between rows of metrics.jsonl.
+        eval_every: steps between held-out losses; 0 is never.
+        eval_batches: batches of `batch_size` a held-out loss is taken over.
+        checkpoint_every: steps between checkpoints; one is always written at the end.
+        keep_last: newest checkpoints kept.
+        keep_every: checkpoints at multiples of so many steps are kept too; 0 keeps none more.
+        init_from: another run's directory, whose last parameters this run starts from.
+        max_bad_steps: stop after so many steps in a row with a loss or gradient that is not finite. Such steps change nothing.
+        profile_start: the first step of a profiler window written to workdir/profile.
+        profile_steps: its length; 0 profiles nothing.
+    """
+
+    name: str
+    model: ModelConfig
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    batch_size: int = 32
+    accumulation_steps: int = 1
+    total_tokens: int = 1_000_000_000
+    seed: int = 42
+    log_every: int = 10
+    eval_every: int = 500
+    eval_batches: int = 16
+    checkpoint_every: int = 1000
+    keep_last: int = 2
+    keep_every: int = 0
+    init_from: str = ""
+    max_bad_steps: int = 20
+    profile_start: int = 10
+    profile_steps: int = 0
+
+    def __post_init__(self) -> None:
+        _resolve_annotations(self)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens in a batch."""
+        return self.batch_size * self.data.sequence_length
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+        return self.total_tokens // self.tokens_per_step
+
+    def validate(self, num_devices: int | None = None) -> None:
+        """Raise ValueError where a field is out of range or fields do not fit each other; nothing is compiled.
+
+        Args:
+            num_devices: check the mesh against so many devices; None leaves it unchecked.
+        """
+        self.model.validate()
+        self.data.validate()
+        self.optimizer.validate()
+        for name in ("batch_size", "accumulation_steps", "log_every", "eval_batches", "checkpoint_every", "keep_last", "max_bad_steps"):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: it must be at least 1")
+        for name in ("eval_every", "keep_every", "profile_start", "profile_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}: it must be at least 0")
+        if self.num_steps < 1:
+            raise ValueError(
+                f"total_tokens={self.total_tokens}: one step takes batch_size={self.batch_size} x "
+                f"data.sequence_length={self.data.sequence_length} = {self.tokens_per_step} tokens"
+            )
+        if self.optimizer.warmup_tokens >= self.total_tokens:
+            raise ValueError(
+                f"optimizer.warmup_tokens={self.optimizer.warmup_tokens}: it must be less than "
+                f"total_tokens={self.total_tokens}"
+            )
+        self._check_lengths()
+        shards = 1
+        if num_devices is not None:
+            data, fsdp = self.mesh.shape(num_devices)
+            shards = data * fsdp
+        if self.batch_size % (shards * self.accumulation_steps):
+            raise ValueError(
+                f"batch_size={self.batch_size}: it must divide by {shards} devices x "
+                f"accumulation_steps={self.accumulation_steps}"
+            )
+
+    def _check_lengths(self) -> None:
+        length = self.data.sequence_length
+        for letter in sorted(set(self.model.pattern)):
+            mixer = self.model.layers[letter].mixer
+            for name in ("window", "chunk_size"):
+                value = getattr(mixer, name, None)
+                if value is not None and value > length:
+                    raise ValueError(
+                        f"model.layers.{letter}.mixer.{name}={value} is longer than data.sequence_length={length}"
+                    )
+
+
+def _resolve_annotations(config: Any) -> None:
+    """Turn postponed annotations (strings) into types, which ml-collections checks overrides by."""
+    if isinstance(config, dict):
+        for item in config.values():
+            _resolve_annotations(item)
+    elif dataclasses.is_dataclass(config):
+        hints = typing.get_type_hints(type(config))
+        for field in dataclasses.fields(config):
+            field.type = hints[field.name]
+            _resolve_annotations(getattr(config, field.name))
+
+
+_FREE = {
+    "name", "mesh", "log_every", "eval_every", "eval_batches", "checkpoint_every", "keep_last", "keep_every",
+    "max_bad_steps", "profile_start", "profile_steps", "data.num_threads", "data.prefetch", "data.cache_dir",
+}  # fmt: skip
+
+
+def to_dict(value: Any) -> Any:
+    """A config as plain JSON values; each dataclass carries its type."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        kind = f"{type(value).__module__}:{type(value).__qualname__}"
+        fields = {f.name: to_dict(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"type": kind, **fields}
+    if isinstance(value, dict):
+        return {key: to_dict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_dict(item) for item in value]
+    return value
+
+
+def from_dict(value: Any) -> Any:
+    """The config `to_dict` was given.
+
+    Raises:
+        ValueError: a type outside this library, or fields it does not have.
+    """
+    if isinstance(value, dict) and "type" in value:
+        module, _, name = value["type"].partition(":")
+        if module.partition(".")[0] != "lsm_jax":
+            raise ValueError(f"config: type {value['type']!r} is not one of lsm_jax")
+        kind = getattr(importlib.import_module(module), name)
+        fields = {key: from_dict(item) for key, item in value.items() if key != "type"}
+        unknown = sorted(set(fields) - {f.name for f in dataclasses.fields(kind)})
+        if unknown:
+            raise ValueError(f"config: {name} has no field {', '.join(unknown)}")
+        for field in dataclasses.fields(kind):
+            if isinstance(fields.get(field.name), list):
+                fields[field.name] = tuple(fields[field.name])
+        return kind(**fields)
+    if isinstance(value, dict):
+        return {key: from_dict(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [from_dict(item) for item in value]
+    return value
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """A config by dotted field names."""
+    if not isinstance(value, dict):
+        value = to_dict(value)
+    rows = {}
+    for key, item in value.items():
+        name = f"{prefix}{key}"
+        rows |= flatten(item, f"{name}.") if isinstance(item, dict) else {name: item}
+    return rows
+
+
+def differences(old: TrainConfig, new: TrainConfig) -> list[str]:
+    """The fields in which two configs train differently, as lines "name: old -> new"."""
+
+    def is_free(name: str) -> bool:
+        return any(name == free or name.startswith(free + ".") for free in _FREE)
+
+    # Through JSON, so that tuples and lists compare equal.
+    a, b = (json.loads(json.dumps(flatten(c))) for c in (old, new))
+    names = [n for n in dict.fromkeys([*a, *b]) if not is_free(n)]
+    missing = "(absent)"
+    return [
+        f"{n}: {a.get(n, missing)} -> {b.get(n, missing)}"
+        for n in names
+        if a.get(n, missing) != b.get(n, missing)
+    ]
+
+
+def suggest(config: Any, name: str) -> str:
+    """What to say about an unknown dotted field: those nearby that exist."""
+    *path, last = name.split(".")
+    holder = config
+    for part in path:
+        inner = holder.get(part) if isinstance(holder, dict) else getattr(holder, part, None)
+        if inner is None:
+            last = part
+            break
+        holder = inner
+    if isinstance(holder, dict):
+        known = sorted(holder)
+    elif dataclasses.is_dataclass(holder):
+        known = [f.name for f in dataclasses.fields(holder)]
+    else:
+        return f"{'.'.join(path)} is a value and has no fields"
+    close = difflib.get_close_matches(last, known, 1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"{type(holder).__name__} has no field {last!r}{hint} It has: {', '.join(known)}"

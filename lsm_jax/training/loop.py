@@ -1,0 +1,305 @@
+"""The training loop: read a batch, take a step, report, evaluate, save; and go on where the last one ended."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from lsm_jax.data import make_eval_iterator, make_train_iterator
+from lsm_jax.models import count_parameters, flops_per_token
+from lsm_jax.parallel import batch_sharding, make_mesh
+from lsm_jax.training.checkpoints import Checkpoints, abstract_like
+from lsm_jax.training.config import TrainConfig
+from lsm_jax.training.metrics import Meter, MetricsWriter, TrainProgress, memory_gib
+from lsm_jax.training.runs import checkpoint_directory, enter_workdir, initial_params
+from lsm_jax.training.step import Program, TrainState, make_program
+
+
+class TrainingStopped(RuntimeError):
+    """Too many steps in a row had a loss or gradient that was not finite."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainResult:
+    """How a call of `train` ended.
+
+    Attributes:
+        step: steps taken, those of earlier calls included.
+        interrupted: the signal that ended it early, or None.
+        loss: of the last step.
+    """
+
+    step: int
+    interrupted: int | None
+    loss: float
+
+
+def train(config: TrainConfig, workdir: str | Path) -> TrainResult:
+    """Train to the end of the run, from its last checkpoint if it has one.
+
+    Ctrl-C and SIGTERM finish the step, save a checkpoint and return. Resumed, a run takes the same steps, on a CPU to the
+    bit, as one that never stopped.
+
+    Args:
+        config: the run; checked as a whole before anything is compiled.
+        workdir: its directory, made if it is not there.
+
+    Raises:
+        ValueError: a config, data, mesh or directory that does not fit.
+        TrainingStopped: `config.max_bad_steps` bad steps in a row.
+    """
+    workdir = Path(workdir).expanduser().absolute()
+    config.validate(len(jax.devices()))
+    mesh = make_mesh(config.mesh)
+    batches = _train_batches(config)
+    if config.eval_every:
+        next(_eval_batches(config))
+    with jax.set_mesh(mesh):
+        program = make_program(config, mesh)
+        shapes = jax.eval_shape(program.init)
+        target = abstract_like(shapes, program.shardings)
+        enter_workdir(workdir, config)
+        checkpoints = Checkpoints(
+            checkpoint_directory(workdir),
+            keep_last=config.keep_last,
+            keep_every=config.keep_every,
+            clean=True,
+        )
+        try:
+            state = checkpoints.restore(target, batches)
+            if state is None:
+                loaded = (
+                    initial_params(config.init_from, target.params) if config.init_from else None
+                )
+                state = program.init()
+                if loaded is not None:
+                    state = dataclasses.replace(state, params=loaded)
+            return _Loop(config, workdir, mesh, program, checkpoints, batches).run(state)
+        finally:
+            checkpoints.close()
+
+
+def _train_batches(config: TrainConfig) -> Any:
+    return make_train_iterator(
+        config.data,
+        global_batch_size=config.batch_size,
+        seed=config.seed,
+        shard_index=jax.process_index(),
+        shard_count=jax.process_count(),
+        vocab_size=config.model.vocab_size,
+    )
+
+
+def _eval_batches(config: TrainConfig) -> Iterator[dict[str, np.ndarray]]:
+    return iter(
+        make_eval_iterator(
+            config.data,
+            global_batch_size=config.batch_size,
+            shard_index=jax.process_index(),
+            shard_count=jax.process_count(),
+            vocab_size=config.model.vocab_size,
+            remainder="pad",
+        )
+    )
+
+
+class _Loop:
+    """The state of one call of `train` that is not the model's."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        workdir: Path,
+        mesh: Mesh,
+        program: Program,
+        checkpoints: Checkpoints,
+        batches: Any,
+    ):
+        self.config, self.workdir, self.program = config, workdir, program
+        self.checkpoints, self.batches = checkpoints, batches
+        self.rows = batch_sharding(mesh)
+        self.flops = 3 * flops_per_token(config.model, config.data.sequence_length)
+        self.loss, self.speed = math.nan, 0.0
+        self.meter = Meter()
+
+    def run(self, state: TrainState) -> TrainResult:
+        """Train from `state` to the end, or to a signal."""
+        config, start = self.config, int(state.step)
+        self._announce(start)
+        self.writer = MetricsWriter(self.workdir, start)
+        pending = (
+            None  # metrics are read one step late, so that the device never waits for the host
+        )
+        step = start
+        with (
+            _signals() as stop,
+            TrainProgress(config.name, start, config.num_steps) as self.progress,
+            _profiler(self.workdir, config, start) as profile,
+            contextlib.closing(self.writer),
+        ):
+            while step < config.num_steps and stop.signal is None:
+                profile(step)
+                batch = self._to_devices(next(self.batches))
+                began = time.perf_counter()
+                state, metrics = self.program.train_step(state, batch)
+                step += 1
+                if step == start + 1:
+                    jax.block_until_ready(metrics)
+                    self.meter.pause(time.perf_counter() - began)
+                else:
+                    self.meter.step()
+                if pending is not None:
+                    self._report(*pending)
+                pending = (step, metrics)
+                if self._due(config.eval_every, step) or step == config.num_steps:
+                    self._report(*pending)
+                    pending = None
+                    if config.eval_every:
+                        self._evaluate(step, state)
+                if self._due(config.checkpoint_every, step):
+                    began = time.perf_counter()
+                    self.checkpoints.save(step, state, self.batches)
+                    self.meter.pause(time.perf_counter() - began)
+            if pending is not None:
+                self._report(*pending)
+            if step > start:
+                self.checkpoints.save(step, state, self.batches)
+            self.checkpoints.wait()
+        if stop.signal is not None and step < config.num_steps:
+            name = signal.Signals(stop.signal).name
+            print(
+                f"{name}: saved step {step} in {self.workdir}; the same command goes on from there"
+            )
+            return TrainResult(step, stop.signal, self.loss)
+        return TrainResult(step, None, self.loss)
+
+    def _announce(self, start: int) -> None:
+        config, count = self.config, count_parameters(self.config.model)
+        tokens = config.num_steps * config.tokens_per_step
+        devices = f"{len(jax.devices())} x {jax.devices()[0].device_kind}"
+        print(
+            f"{config.name}: {count['total']:,} parameters ({count['non_embedding']:,} without embeddings), "
+            f"{config.num_steps:,} steps of {config.tokens_per_step:,} tokens = {tokens:,} tokens, "
+            f"on {devices}, in {self.workdir}"
+            + (f"; going on from step {start:,}" if start else ""),
+            file=sys.stderr,
+            flush=True,
+        )
+
+    @staticmethod
+    def _due(every: int, step: int) -> bool:
+        return bool(every) and step % every == 0
+
+    def _to_devices(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        return {
+            name: jax.make_array_from_process_local_data(self.rows, array)
+            for name, array in batch.items()
+        }
+
+    def _report(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """Show a step, log it where it is due, and stop where too many were bad."""
+        config = self.config
+        values = {name: np.asarray(value).item() for name, value in metrics.items()}
+        bad = values.pop("skipped_in_a_row")
+        self.loss = values["train/loss"]
+        if bad:
+            self.progress.say(
+                f"step {step}: loss or gradient is not finite; skipped ({bad} in a row)"
+            )
+        if bad >= config.max_bad_steps:
+            self.checkpoints.wait()
+            saved = [s for s in self.checkpoints.steps if s <= step - bad]
+            last = (
+                f"checkpoint {saved[-1]} is the last good one"
+                if saved
+                else "there is no checkpoint"
+            )
+            raise TrainingStopped(
+                f"step {step}: {bad} steps in a row had a loss or gradient that is not finite; {last} in {self.workdir}"
+            )
+        if self._due(config.log_every, step) or step == config.num_steps:
+            self.speed = self.meter.read(config.tokens_per_step) or self.speed
+            kind, memory = memory_gib()
+            values |= {
+                "train/tokens": step * config.tokens_per_step,
+                "perf/tokens_per_second": self.speed,
+                "perf/model_flops_per_second": self.speed * self.flops,
+                f"perf/{kind}_memory_gib": memory,
+            }
+            self.writer.write(step, values)
+        self.progress.advance(step, self.loss, self.speed)
+
+    def _evaluate(self, step: int, state: TrainState) -> None:
+        """Held-out loss over the first `eval_batches` batches, the same ones every time."""
+        began = time.perf_counter()
+        nll = tokens = 0.0
+        for _, batch in zip(
+            range(self.config.eval_batches), _eval_batches(self.config), strict=False
+        ):
+            summed, count = self.program.eval_step(state.params, self._to_devices(batch))
+            nll, tokens = nll + float(summed), tokens + float(count)
+        loss = nll / max(tokens, 1)
+        self.writer.write(step, {"val/loss": loss})
+        self.progress.say(f"step {step}: held-out loss {loss:.4f} over {tokens:,.0f} tokens")
+        self.meter.pause(time.perf_counter() - began)
+
+
+class _Stop:
+    signal: int | None = None
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[_Stop]:
+    """Note the first SIGINT or SIGTERM; a second one acts at once."""
+    stop = _Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+
+    def note(number, _):
+        stop.signal = number
+        for s, handler in before.items():
+            signal.signal(s, handler)
+
+    for s in before:
+        signal.signal(s, note)
+    try:
+        yield stop
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+
+
+@contextlib.contextmanager
+def _profiler(workdir: Path, config: TrainConfig, start: int):
+    """A function to call before each step, which opens and closes the profiler's window."""
+    first = start + config.profile_start
+    running = False
+
+    def at(step: int) -> None:
+        nonlocal running
+        if config.profile_steps and step == first:
+            jax.profiler.start_trace(str(workdir / "profile"))
+            running = True
+        elif running and step == first + config.profile_steps:
+            jax.profiler.stop_trace()
+            running = False
+
+    try:
+        yield at
+    finally:
+        if running:
+            jax.profiler.stop_trace()

@@ -1,0 +1,158 @@
+"""What a run reports: rows of metrics.jsonl, TensorBoard events, and a line of progress."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from tensorboardX import SummaryWriter
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+class MetricsWriter:
+    """Writes metrics.jsonl and TensorBoard events.
+
+    Args:
+        workdir: the run's directory.
+        step: where the run starts; rows beyond it, and a row a kill cut short, are removed, since they will come again.
+    """
+
+    def __init__(self, workdir: Path, step: int):
+        path = workdir / "metrics.jsonl"
+        kept = [row for row in read_rows(path) if row["step"] <= step]
+        draft = path.with_suffix(".draft")
+        draft.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        os.replace(draft, path)
+        self._file = path.open("a", buffering=1)
+        self._events = SummaryWriter(str(workdir / "tensorboard"), purge_step=step + 1)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """One row."""
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        for name, value in values.items():
+            self._events.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and close."""
+        self._file.close()
+        self._events.close()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The whole rows of a metrics.jsonl; a last one that a kill cut short is left out."""
+    rows = []
+    if path.exists():
+        for line in path.read_text().splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+    return rows
+
+
+def memory_gib() -> tuple[str, float]:
+    """The most memory used so far, in GiB, and of what: "device" (the first) or "host"."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "peak_bytes_in_use" in stats:
+        return "device", stats["peak_bytes_in_use"] / 2**30
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return "host", peak * (1 if sys.platform == "darwin" else 1024) / 2**30
+
+
+class Meter:
+    """Tokens per second of training steps since the last reading; what else the loop does is not counted."""
+
+    def __init__(self) -> None:
+        self._start, self._steps, self._paused = time.perf_counter(), 0, 0.0
+
+    def step(self) -> None:
+        """A step is done."""
+        self._steps += 1
+
+    def pause(self, seconds: float) -> None:
+        """So long, the loop did something else (compiling, evaluating)."""
+        self._paused += seconds
+
+    def read(self, tokens_per_step: int) -> float:
+        """Tokens per second, and start anew; 0 before any step was timed."""
+        now = time.perf_counter()
+        seconds = now - self._start - self._paused
+        rate = self._steps * tokens_per_step / seconds if self._steps and seconds > 0 else 0.0
+        self._start, self._steps, self._paused = now, 0, 0.0
+        return rate
+
+
+class TrainProgress:
+    """A bar with step, loss, tokens/s and time left; plain lines where there is no terminal. A context manager."""
+
+    def __init__(self, name: str, start: int, total: int):
+        self.name, self.start, self.total = name, start, total
+        self._lines = not sys.stderr.isatty()
+        self._begin = self._last_line = time.perf_counter()
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[status]}"),
+            TimeElapsedColumn(),
+            TextColumn("· left"),
+            TimeRemainingColumn(),
+            console=Console(stderr=True),
+            disable=self._lines,
+        )
+        self._task = self._bar.add_task(name, total=total, completed=start, status="compiling")
+
+    def __enter__(self) -> TrainProgress:
+        """Start the bar."""
+        if self._lines:
+            print(
+                f"{self.name}: step {self.start} of {self.total}; compiling",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Stop the bar."""
+        self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        if self._lines:
+            print(text, file=sys.stderr, flush=True)
+        else:
+            self._bar.console.print(text, highlight=False, markup=False)
+
+    def advance(self, step: int, loss: float, tokens_per_second: float) -> None:
+        """A step is done."""
+        if step == self.start + 1:
+            self._begin = time.perf_counter()  # compiling tells nothing of the time left
+        status = f"loss {loss:.4f} · {tokens_per_second:,.0f} tokens/s"
+        self._bar.update(self._task, completed=step, status=status)
+        now = time.perf_counter()
+        if self._lines and (now - self._last_line > _SECONDS_BETWEEN_LINES or step == self.total):
+            self._last_line = now
+            each = (now - self._begin) / max(1, step - self.start - 1)
+            left = each * (self.total - step)
+            print(
+                f"step {step}/{self.total} · {status} · {left:.0f} s left",
+                file=sys.stderr,
+                flush=True,
+            )

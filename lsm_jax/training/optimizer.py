@@ -1,0 +1,35 @@
+"""AdamW and its schedule in tokens."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from lsm_jax.models import decay_mask
+from lsm_jax.training.config import TrainConfig
+
+
+def learning_rate(config: TrainConfig, step: jax.Array | int) -> jax.Array:
+    """The learning rate of a step, counted from 0: linear in the tokens seen through warm-up, then a cosine to the end."""
+    optimizer, tokens = config.optimizer, float(config.tokens_per_step)
+    step = jnp.asarray(step, jnp.float32)
+    warmup = jnp.minimum(1.0, (step + 1) * (tokens / max(optimizer.warmup_tokens, tokens)))
+    left = config.total_tokens - optimizer.warmup_tokens
+    progress = jnp.clip((step * tokens - optimizer.warmup_tokens) / left, 0, 1)
+    cosine = 0.5 * (1 + jnp.cos(jnp.pi * progress))
+    return (
+        optimizer.peak_lr
+        * warmup
+        * (optimizer.end_lr_ratio + (1 - optimizer.end_lr_ratio) * cosine)
+    )
+
+
+def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """Gradients -> updates for a learning rate of 1; the step scales them, so that the schedule holds no state."""
+    optimizer = config.optimizer
+    return optax.chain(
+        optax.clip_by_global_norm(optimizer.clip_norm),
+        optax.scale_by_adam(b1=optimizer.b1, b2=optimizer.b2, eps=optimizer.eps),
+        optax.add_decayed_weights(optimizer.weight_decay, mask=decay_mask(config.model)),
+    )

@@ -1,0 +1,148 @@
+"""A run is a directory: its config, metrics, checkpoints, plots and evaluations."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import flax
+import grain
+import jax
+import optax
+from flax import nnx
+from orbax import checkpoint as orbax
+
+from lsm_jax.models import Decoder, abstract
+from lsm_jax.training.checkpoints import Checkpoints, abstract_like
+from lsm_jax.training.config import TrainConfig, differences, from_dict, to_dict
+from lsm_jax.training.step import params_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A trained model.
+
+    Attributes:
+        config: the run's.
+        model: the decoder with the checkpoint's parameters.
+        params: the same parameters as a pure dict.
+        step: the checkpoint's.
+    """
+
+    config: TrainConfig
+    model: Decoder
+    params: dict[str, Any]
+    step: int
+
+
+def checkpoint_directory(workdir: str | os.PathLike[str]) -> Path:
+    """Where a run's checkpoints are."""
+    return Path(workdir).expanduser().absolute() / "checkpoints"
+
+
+def read_config(workdir: str | os.PathLike[str]) -> TrainConfig:
+    """The config of a run.
+
+    Raises:
+        ValueError: `workdir` is not a run's directory.
+    """
+    path = Path(workdir).expanduser() / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"workdir={str(workdir)!r}: no config.json there; a run's directory is accepted"
+        )
+    return from_dict(json.loads(path.read_text()))
+
+
+def enter_workdir(workdir: Path, config: TrainConfig) -> None:
+    """Make the run's directory, or check that it is this config's.
+
+    Raises:
+        ValueError: it was made with another config; the differing fields are listed.
+    """
+    path = workdir / "config.json"
+    if path.is_file():
+        different = differences(read_config(workdir), config)
+        if different:
+            raise ValueError(
+                f"workdir={str(workdir)!r} was made with another config; use another workdir, or set back:\n  "
+                + "\n  ".join(different)
+            )
+    workdir.mkdir(parents=True, exist_ok=True)
+    _write_json(path, to_dict(config))
+    _write_json(workdir / "environment.json", _environment())
+
+
+def load_run(workdir: str | os.PathLike[str], step: int | None = None) -> Run:
+    """Load a run from its directory, onto the default device.
+
+    Args:
+        workdir: the run's directory.
+        step: of the checkpoint; None is the newest that can be read.
+
+    Raises:
+        ValueError: no run, no such checkpoint, or none that can be read.
+    """
+    config = read_config(workdir)
+    directory = checkpoint_directory(workdir)
+    if not directory.is_dir():
+        raise ValueError(f"workdir={str(workdir)!r}: the run has no checkpoint yet")
+    model = abstract(config.model)
+    shapes = params_of(model)
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    checkpoints = Checkpoints(directory, keep_last=1_000_000)
+    try:
+        target = abstract_like(shapes, jax.tree.map(lambda _: device, shapes))
+        params, step = checkpoints.load_params(target, step)
+    finally:
+        checkpoints.close()
+    return Run(config, nnx.merge(nnx.graphdef(model), params), params, step)
+
+
+def initial_params(source: str, target: dict[str, Any]) -> dict[str, Any]:
+    """Another run's newest parameters, into the shapes and shardings of `target`.
+
+    Raises:
+        ValueError: no such run, or a model of other shapes.
+    """
+    theirs = dict(_leaves(params_of(abstract(read_config(source).model))))
+    ours = dict(_leaves(target))
+    wrong = [
+        f"{name}: {theirs[name].shape if name in theirs else 'absent'} -> {ours[name].shape if name in ours else 'absent'}"
+        for name in sorted(theirs.keys() | ours.keys())
+        if name not in theirs or name not in ours or theirs[name].shape != ours[name].shape
+    ]
+    if wrong:
+        raise ValueError(
+            f"init_from={source!r}: another model; parameters differ:\n  " + "\n  ".join(wrong[:20])
+        )
+    checkpoints = Checkpoints(checkpoint_directory(source), keep_last=1_000_000)
+    try:
+        return checkpoints.load_params(target)[0]
+    finally:
+        checkpoints.close()
+
+
+def _leaves(tree: Any) -> list[tuple[str, Any]]:
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in flat]
+
+
+def _environment() -> dict[str, Any]:
+    modules = {"jax": jax, "flax": flax, "optax": optax, "orbax": orbax, "grain": grain}
+    return {
+        "python": platform.python_version(),
+        **{name: getattr(module, "__version__", "unknown") for name, module in modules.items()},
+        "devices": [device.device_kind for device in jax.devices()],
+        "processes": jax.process_count(),
+    }
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps(value, indent=2) + "\n")
+    os.replace(draft, path)

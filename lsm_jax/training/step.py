@@ -1,0 +1,180 @@
+"""One training step as a pure function of the state and a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lsm_jax.models import Decoder, abstract, logical_axes, next_token_loss
+from lsm_jax.parallel import param_sharding
+from lsm_jax.training.config import TrainConfig
+from lsm_jax.training.optimizer import learning_rate, make_optimizer
+
+Batch = dict[str, jax.Array]
+Metrics = dict[str, jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class TrainState:
+    """Everything a step changes.
+
+    Attributes:
+        step: steps taken, skipped ones included.
+        params: pure dict of float32 arrays.
+        opt_state: the optimizer's.
+        skipped: steps whose loss or gradient was not finite.
+        skipped_in_a_row: of those, the ones since the last good step.
+    """
+
+    step: jax.Array
+    params: dict[str, Any]
+    opt_state: optax.OptState
+    skipped: jax.Array
+    skipped_in_a_row: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The functions of a run, compiled on first use.
+
+    Attributes:
+        init: () -> the first `TrainState`, sharded over the mesh.
+        shardings: a `TrainState` of shardings.
+        train_step: (state, batch) -> (state, metrics); donates the state.
+        eval_step: (params, batch) -> (summed loss in nats, number of predicted tokens).
+    """
+
+    init: Callable[[], TrainState]
+    shardings: TrainState
+    train_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+    eval_step: Callable[[dict[str, Any], Batch], tuple[jax.Array, jax.Array]]
+
+
+def params_of(model: Decoder) -> dict[str, Any]:
+    """A model's parameters as a pure dict."""
+    return nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+
+def param_shardings(mesh: Mesh, model: Decoder) -> dict[str, Any]:
+    """Where each parameter of a (possibly abstract) model lives."""
+
+    def place(path, axes, leaf):
+        return param_sharding(
+            mesh, axes, leaf.shape, name=jax.tree_util.keystr(path, simple=True, separator=".")
+        )
+
+    return jax.tree_util.tree_map_with_path(
+        place, logical_axes(model), params_of(model), is_leaf=lambda x: isinstance(x, tuple)
+    )
+
+
+def make_program(config: TrainConfig, mesh: Mesh) -> Program:
+    """The run's functions; call them inside `jax.set_mesh(mesh)`."""
+    model = abstract(config.model)
+    graph = nnx.graphdef(model)
+    optimizer = make_optimizer(config)
+
+    def init() -> TrainState:
+        params = params_of(Decoder(config.model, rngs=nnx.Rngs(config.seed)))
+        # One buffer a counter: the step donates the state.
+        step, skipped, row = (jnp.zeros((), jnp.int32) for _ in range(3))
+        return TrainState(step, params, optimizer.init(params), skipped, row)
+
+    place = param_shardings(mesh, model)
+    whole = NamedSharding(mesh, PartitionSpec())
+    state = jax.eval_shape(init)
+    opt_shardings = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda _, sharding: sharding,
+        state.opt_state,
+        place,
+        transform_non_params=lambda _: whole,
+    )
+    shardings = TrainState(whole, place, opt_shardings, whole, whole)
+
+    def summed_loss(params, batch):
+        decoder = nnx.merge(graph, params)
+        hidden, _, aux = decoder.hidden(
+            batch["tokens"],
+            segment_ids=batch.get("segment_ids"),
+            positions=batch.get("positions"),
+        )
+        nll = next_token_loss(
+            hidden,
+            decoder.head(),
+            batch["labels"],
+            batch["loss_mask"],
+            chunk_size=config.model.loss_chunk_size,
+        )
+        return jnp.sum(nll), aux
+
+    pieces = config.accumulation_steps
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        total = jnp.maximum(jnp.sum(batch["loss_mask"]), 1)
+
+        def objective(params, piece):
+            nll, aux = summed_loss(params, piece)
+            losses = sum((v for k, v in aux.items() if k.endswith("_loss")), jnp.zeros(()))
+            return nll / total + losses / pieces, nll / total
+
+        gradient = jax.value_and_grad(objective, has_aux=True)
+        if pieces == 1:
+            (_, loss), grads = gradient(state.params, batch)
+        else:
+
+            def accumulate(carry, piece):
+                (_, loss), grads = gradient(state.params, piece)
+                return jax.tree.map(jnp.add, carry, (loss, grads)), None
+
+            zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
+            (loss, grads), _ = jax.lax.scan(accumulate, zeros, _split(batch, pieces))
+
+        norm = optax.global_norm(grads)
+        good = jnp.isfinite(loss) & jnp.isfinite(norm)
+        rate = learning_rate(config, state.step)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
+
+        def keep(new, old):
+            return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
+
+        bad = jnp.where(good, 0, 1)
+        after = TrainState(
+            state.step + 1,
+            keep(params, state.params),
+            keep(opt_state, state.opt_state),
+            state.skipped + bad,
+            jnp.where(good, 0, state.skipped_in_a_row + 1),
+        )
+        metrics = {
+            "train/loss": loss,
+            "train/grad_norm": norm,
+            "train/learning_rate": rate,
+            "train/skipped_steps": after.skipped,
+            "skipped_in_a_row": after.skipped_in_a_row,
+        }
+        return after, metrics
+
+    def eval_step(params, batch):
+        return summed_loss(params, batch)[0], jnp.sum(batch["loss_mask"])
+
+    return Program(
+        jax.jit(init, out_shardings=shardings),
+        shardings,
+        jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None)),
+        jax.jit(eval_step),
+    )
+
+
+def _split(batch: Batch, pieces: int) -> Batch:
+    """[B, ...] -> [pieces, B / pieces, ...], each device keeping its rows."""
+    return jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, pieces, *x.shape[1:]), 0, 1), batch)

@@ -1,0 +1,80 @@
+"""Small stores and text for the data tests."""
+
+import json
+
+import numpy as np
+
+from lsm_jax.data.writer import StoreWriter
+
+
+def write_array(path, rows, *, vocab_size=50257, encoder="tiktoken-gpt2", **attributes):
+    with StoreWriter(
+        path,
+        rows.shape[1],
+        vocab_size=vocab_size,
+        attributes={"encoder": encoder, **attributes},
+    ) as writer:
+        writer.add(rows)
+    return path
+
+
+def rewrite_with_chunks(path, rows, chunks, *, compressor="blosc", dtype="<u2"):
+    """The same array with other chunks, as some other writer might leave it."""
+    import tensorstore as ts
+
+    compressors = {
+        "blosc": {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1, "blocksize": 0},
+        "zlib": {"id": "zlib", "level": 1},
+        None: None,
+    }
+    metadata = {
+        "zarr_format": 2,
+        "shape": list(rows.shape),
+        "chunks": list(chunks),
+        "dtype": dtype,
+        "compressor": compressors[compressor],
+        "fill_value": 0,
+        "filters": None,
+        "order": "C",
+    }
+    kvstore = {"driver": "file", "path": str(path)}
+    store = ts.open({"driver": "zarr", "kvstore": kvstore, "metadata": metadata}, create=True)
+    store.result().write(rows).result()
+    (path / ".zattrs").write_text(json.dumps({"encoder": "tiktoken-gpt2"}))
+    return path
+
+
+def numbered(documents, length):
+    """Ids that tell document and column: 100 d + c."""
+    return (100 * np.arange(documents)[:, None] + np.arange(length)[None]).astype(np.int64)
+
+
+def write_texts(folder, texts):
+    folder.mkdir()
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(np.array_equal(a[k], b[k]) for k in a)
+
+
+def assert_resumes(make, steps=7):
+    """Every later batch is the same after a trip of the state through JSON, at every step."""
+    iterator = make()
+    states, batches = [], []
+    for _ in range(steps):
+        states.append(json.dumps(iterator.get_state()))
+        batches.append(next(iterator))
+    for step, state in enumerate(states):
+        resumed = make()
+        resumed.set_state(json.loads(state))
+        for batch in batches[step:]:
+            assert same(next(resumed), batch), step
+    used = make()
+    for _ in range(3):
+        next(used)
+    used.set_state(json.loads(states[1]))
+    assert same(next(used), batches[1])
+    return batches

@@ -1,0 +1,214 @@
+import logging
+
+import numpy as np
+import pytest
+
+from lsm_jax.data import DataConfig, make_eval_iterator, make_train_iterator
+from tests.data.stores import assert_resumes, numbered, rewrite_with_chunks, same, write_array
+
+BOS = 50256
+
+
+def config(path, **fields):
+    fields = {"tokenizer": "gpt2", "sequence_length": 8, "heldout_fraction": 0.0} | fields
+    return DataConfig(path=str(path), **fields)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return write_array(tmp_path / "x.zarr", numbered(11, 28))
+
+
+def take(iterator, count):
+    return [next(iterator) for _ in range(count)]
+
+
+def test_published_order_bos_and_edges(store, caplog):
+    with caplog.at_level(logging.INFO, logger="absl"):
+        iterator = make_train_iterator(config(store, shuffle=False), global_batch_size=4, seed=0)
+    # 2 groups of 4 documents, 3 columns of 8: edges are 3 documents and 4 columns.
+    assert f"{11 * 28 - 8 * 24} of {11 * 28} tokens at the edges are left out" in caplog.text
+    for i, batch in enumerate(take(iterator, 13)):
+        column, row = i % 6 // 2, i % 2
+        expected = numbered(11, 28)[4 * row : 4 * row + 4, 8 * column : 8 * column + 8]
+        assert np.array_equal(batch["labels"], expected)
+        assert np.array_equal(batch["tokens"][:, 1:], expected[:, :-1])
+        assert (batch["tokens"][:, 0] == BOS).all()
+        assert (batch["loss_mask"] == 1).all() and batch["loss_mask"].dtype == np.float32
+        assert batch["tokens"].dtype == batch["labels"].dtype == np.int32
+        assert set(batch) == {"tokens", "labels", "loss_mask"}
+
+
+def test_bos_rule(store):
+    batch = next(make_train_iterator(config(store, add_bos=False), global_batch_size=4, seed=0))
+    assert np.array_equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
+    assert (batch["loss_mask"][:, -1] == 0).all() and (batch["loss_mask"][:, :-1] == 1).all()
+    batch = next(make_train_iterator(config(store, bos_id=7), global_batch_size=4, seed=0))
+    assert (batch["tokens"][:, 0] == 7).all()
+
+
+@pytest.mark.parametrize("chunks", [(11, 28), (3, 16), (4, 8), (1, 5)])
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_shuffled_epochs_have_every_sequence_once(tmp_path, chunks, blocks):
+    path = rewrite_with_chunks(tmp_path / "x.zarr", numbered(11, 28).astype("<u2"), chunks)
+    settings = config(path, shuffle_blocks=blocks)
+    batches = take(make_train_iterator(settings, global_batch_size=3, seed=1), 22)
+    first = [b["labels"][:, 0] for b in batches]
+    epochs = [np.concatenate(first[:11]), np.concatenate(first[11:])]
+    expected = numbered(11, 28)[:, :24:8].ravel()
+    for epoch in epochs:
+        assert np.array_equal(np.sort(epoch), np.sort(expected))
+        assert not np.array_equal(epoch, expected)
+    assert not np.array_equal(*epochs)
+    other = take(make_train_iterator(settings, global_batch_size=3, seed=2), 11)
+    assert not np.array_equal(np.concatenate([b["labels"][:, 0] for b in other]), epochs[0])
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_shards_make_the_single_hosts_batch(store, shuffle):
+    settings = config(store, shuffle=shuffle)
+    whole = take(make_train_iterator(settings, global_batch_size=4, seed=3), 15)
+    for count in (2, 4):
+        shards = [
+            make_train_iterator(
+                settings, global_batch_size=4, seed=3, shard_index=i, shard_count=count
+            )
+            for i in range(count)
+        ]
+        for batch in whole:
+            parts = [next(shard) for shard in shards]
+            joined = {k: np.concatenate([p[k] for p in parts]) for k in batch}
+            assert same(joined, batch)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("threads", [0, 3])
+def test_resumes_exactly(store, shuffle, threads):
+    settings = config(store, shuffle=shuffle, num_threads=threads)
+    assert_resumes(lambda: make_train_iterator(settings, global_batch_size=4, seed=0))
+
+
+def test_resumes_on_another_number_of_hosts(store):
+    whole = make_train_iterator(config(store), global_batch_size=4, seed=0)
+    take(whole, 3)
+    half = make_train_iterator(
+        config(store), global_batch_size=4, seed=0, shard_index=1, shard_count=2
+    )
+    half.set_state(whole.get_state())
+    assert np.array_equal(next(half)["tokens"], next(whole)["tokens"][2:])
+
+
+def test_orbax_saves_and_restores_the_iterator(store, tmp_path):
+    from orbax.checkpoint import v1 as ocp
+
+    iterator = make_train_iterator(config(store), global_batch_size=4, seed=0)
+    take(iterator, 2)
+    with ocp.training.Checkpointer(tmp_path / "run") as checkpointer:
+        checkpointer.save_checkpointables(2, {"data": iterator})
+        expected = next(iterator)
+        other = make_train_iterator(config(store), global_batch_size=4, seed=0)
+        checkpointer.load_checkpointables(2, {"data": other})
+    assert same(next(other), expected)
+
+
+def test_evaluation_reads_each_sequence_once_in_order(store):
+    settings = config("", heldout_path=str(store), sequence_length=14)
+    batches = list(make_eval_iterator(settings, global_batch_size=11))
+    ids = numbered(11, 28)
+    assert np.array_equal(batches[0]["labels"], ids[:, :14])
+    assert np.array_equal(batches[1]["labels"], ids[:, 14:])
+    assert len(batches) == 2
+
+
+def test_evaluation_leaves_nothing_out(store):
+    settings = config(store, heldout_path=str(store))
+    with pytest.raises(ValueError, match="sequence_length=8 does not divide the length 28"):
+        make_eval_iterator(settings, global_batch_size=11)
+    settings = config(store, heldout_path=str(store), sequence_length=14)
+    with pytest.raises(ValueError, match="22 held-out sequences of 14, not a multiple of .* 4"):
+        make_eval_iterator(settings, global_batch_size=4)
+    batches = list(make_eval_iterator(settings, global_batch_size=4, remainder="pad"))
+    assert [b["loss_mask"].sum() for b in batches] == [4 * 14] * 5 + [2 * 14]
+    labels = np.concatenate([b["labels"] for b in batches])[:22]
+    assert np.array_equal(np.sort(labels[:, 0]), np.sort(numbered(11, 28)[:, ::14].ravel()))
+    with pytest.raises(ValueError, match="remainder='drop'"):
+        make_eval_iterator(settings, global_batch_size=4, remainder="drop")
+
+
+def test_held_out_documents_are_not_trained_on(store):
+    settings = config(store, heldout_fraction=0.2, sequence_length=14)
+    held = np.concatenate(
+        [b["labels"][:, 0] for b in make_eval_iterator(settings, global_batch_size=1)]
+    )
+    train = make_train_iterator(settings, global_batch_size=3, seed=0)
+    trained = np.concatenate([b["labels"][:, 0] for b in take(train, 12)])
+    assert set(held // 100) == {9, 10}
+    assert set(trained // 100) == set(range(9))
+
+
+def test_a_folder_of_both_stores(tmp_path):
+    write_array(tmp_path / "train.zarr", numbered(4, 8))
+    settings = config(tmp_path)
+    assert next(make_train_iterator(settings, global_batch_size=4, seed=0))["labels"].max() < 400
+    with pytest.raises(ValueError, match=r"no heldout\.zarr"):
+        make_eval_iterator(settings, global_batch_size=2)
+    write_array(tmp_path / "heldout.zarr", numbered(2, 8) + 1000)
+    batch = next(make_eval_iterator(settings, global_batch_size=2))
+    assert np.array_equal(batch["labels"], numbered(2, 8) + 1000)
+
+
+def test_packed_rows_can_be_parted(tmp_path):
+    rows = np.array([[5, 6, BOS, 7, 8, 9, BOS, 1], [1, 2, 3, 4, 5, 6, 7, BOS]])
+    path = write_array(tmp_path / "x.zarr", rows)
+    settings = config(path, separate_documents=True, shuffle=False)
+    batch = next(make_train_iterator(settings, global_batch_size=2, seed=0))
+    assert batch["segment_ids"].tolist() == [[1, 1, 1, 2, 2, 2, 2, 3], [1] * 8]
+    assert batch["positions"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 0], list(range(8))]
+    assert batch["segment_ids"].dtype == batch["positions"].dtype == np.int32
+    # A segment's own BOS predicts its first token; a document's last token predicts BOS.
+    assert batch["tokens"][0].tolist() == [BOS, 5, 6, BOS, 7, 8, 9, BOS]
+
+
+def test_bad_input_is_refused_at_the_entrance(store, tmp_path):
+    def train(batch=4, **fields):
+        shards = {k: fields.pop(k) for k in ("shard_index", "shard_count") if k in fields}
+        vocab = {k: fields.pop(k) for k in ("vocab_size",) if k in fields}
+        return make_train_iterator(
+            config(**({"path": store} | fields)), global_batch_size=batch, seed=0, **shards, **vocab
+        )
+
+    for fields, message in [
+        ({"path": tmp_path / "none"}, "data.path=.*none' does not exist"),
+        ({"path": "gs://bucket/x.zarr"}, "does not exist"),
+        ({"sequence_length": 29}, "sequence_length=29 is over the length 28"),
+        ({"sequence_length": 0}, "data.sequence_length=0; it must be at least 1"),
+        ({"batch": 12, "shuffle": False}, "less than one global batch of 12"),
+        ({"batch": 34}, "less than one global batch of 34"),
+        ({"batch": 0}, "global_batch_size=0"),
+        ({"shard_count": 3}, "multiple of shard_count=3"),
+        ({"shard_count": 2, "shard_index": 2}, "shard_index=2"),
+        ({"tokenizer": "bytes"}, "encoder 'tiktoken-gpt2', but the tokenizer is 'bytes'"),
+        ({"tokenizer": "gpt5"}, "unknown tokenizer 'gpt5'; accepted: 'bytes', 'gpt2'"),
+        ({"vocab_size": 1000}, "50257 ids, more than the model's vocab_size=1000"),
+        ({"bos_id": 50257}, "data.bos_id=50257 is outside"),
+        ({"heldout_fraction": 1.0}, "data.heldout_fraction=1.0"),
+        ({"heldout_fraction": 0.99}, "too few to hold out"),
+        ({"packing": "best"}, "data.packing='best'; accepted: 'concat', 'first_fit'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            train(**fields)
+    with pytest.raises(ValueError, match="nothing is held out"):
+        make_eval_iterator(config(store), global_batch_size=1)
+
+
+def test_ids_over_the_vocabulary_stop_the_stream(tmp_path):
+    ids = numbered(8, 8)
+    ids[6, 3] = 50257
+    settings = config(write_array(tmp_path / "x.zarr", ids), shuffle=False)
+    iterator = make_train_iterator(settings, global_batch_size=4, seed=0)
+    next(iterator)
+    with pytest.raises(ValueError, match="document 6, column 3 holds token id 50257"):
+        next(iterator)
+    # The padded vocabulary of a model takes it.
+    iterator = make_train_iterator(settings, global_batch_size=4, seed=0, vocab_size=50304)
+    take(iterator, 2)

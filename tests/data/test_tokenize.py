@@ -1,0 +1,131 @@
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from lsm_jax.data import (
+    ByteTokenizer,
+    DataConfig,
+    TokenStore,
+    make_eval_iterator,
+    make_train_iterator,
+    write_demo_store,
+)
+from lsm_jax.data.tokenize import main, write_store
+
+TEXTS = [f"{i}" * (20 * i % 71 + 1) for i in range(30)]
+
+
+@pytest.fixture
+def lines(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
+    return str(path)
+
+
+def read(path):
+    store = TokenStore(path)
+    return store.read(np.arange(store.num_documents), 0, store.length, vocab_size=257)
+
+
+def test_long_documents_are_cut_and_short_ones_left_out(lines, tmp_path, capsys):
+    out = str(tmp_path / "x.zarr")
+    arguments = ["--input", lines, "--output", out, "--tokenizer", "bytes"]
+    assert main([*arguments, "--sequence_length", "32", "--num_workers", "1"]) == 0
+    expected = [list(t.encode()[:32]) for t in TEXTS if len(t) >= 32]
+    assert read(out).tolist() == expected
+    total = sum(map(len, TEXTS))
+    said = capsys.readouterr().out
+    assert f"{len(expected)} rows of 32 tokens from 30 documents; {total} tokens" in said
+    assert f"{total - 32 * len(expected)} of them in no row" in said
+    assert f"{30 - len(expected)} documents were shorter" in said
+    assert main([*arguments, "--num_workers", "1"]) == 1  # it exists
+    assert TokenStore(out).attributes == {"encoder": "bytes"}
+
+
+def test_packed_rows_are_the_documents_end_to_end(lines, tmp_path):
+    out = str(tmp_path / "x.zarr")
+    (done,) = write_store(
+        [lines], out, tokenizer="bytes", sequence_length=64, pack=True, num_workers=1
+    )
+    stream = [i for t in TEXTS for i in [*t.encode(), 256]]
+    rows = len(stream) // 64
+    assert read(out).ravel().tolist() == stream[: rows * 64]
+    assert done.dropped == len(stream) - rows * 64
+    assert TokenStore(out).attributes["separator"] == 256
+
+
+def test_workers_make_the_same_store(tmp_path):
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for i in range(3):
+        (folder / f"{i}.txt").write_text(f"line {i} of some text\n" * 60_000)
+    options = ["--tokenizer", "bytes", "--pack", "--sequence_length", "4096", "--json_escape"]
+    stores = []
+    for workers in ("1", "2"):
+        out = tmp_path / f"{workers}.zarr"
+        held = tmp_path / f"{workers}-held.zarr"
+        command = ["--input", str(folder), "--output", str(out), "--heldout", str(held)]
+        command += ["--num_workers", workers, *options]
+        if workers == "1":
+            assert main(command) == 0
+        else:
+            command = [sys.executable, "-m", "lsm_jax.data.tokenize", *command]
+            result = subprocess.run(command, capture_output=True, text=True)
+            assert result.returncode == 0, result.stderr
+            assert "rows of 4096 tokens" in result.stdout
+        stores.append({p.name: p.read_bytes() for s in (out, held) for p in s.iterdir()})
+        rows = read(out)
+        assert TokenStore(out).attributes["json_escape"] is True
+    assert stores[0] == stores[1]
+    decoded = ByteTokenizer(json_escape=True).decode(rows[0])
+    assert decoded.startswith("line 0 of some text\nline 0 of")
+
+
+def test_an_error_leaves_nothing(lines, tmp_path, capsys):
+    out = tmp_path / "out" / "x.zarr"
+
+    def run(*options):
+        code = main(["--input", lines, "--output", str(out), "--num_workers", "1", *options])
+        return code, " ".join(capsys.readouterr().err.split())
+
+    code, said = run("--tokenizer", "bytes")
+    assert code == 1 and "the longest of 30 documents has 136; pass --pack" in said
+    code, said = run("--tokenizer", "bytes", "--text_key", "body")
+    assert code == 1 and "'body'" in said
+    held = str(tmp_path / "out" / "held.zarr")
+    options = ("--sequence_length", "130", "--heldout", held)
+    code, said = run("--tokenizer", "bytes", *options)
+    assert code == 1 and "no rows of 130 tokens" in said  # the one long document is not there
+    code, said = run("--tokenizer", "bytes", "--heldout", str(out))
+    assert code == 1 and "output and heldout are the same store" in said
+    code, said = run("--tokenizer", "nothing")
+    assert code == 1 and "unknown tokenizer 'nothing'" in said
+    assert not list((tmp_path / "out").glob("*")) and not list((tmp_path / "out").glob(".*"))
+
+
+def test_demo_text(tmp_path):
+    train, held = write_demo_store(tmp_path / "demo", row_length=512, max_bytes=2_000_000)
+    rows = read(train), read(held)
+    assert len(rows[0]) > 2000 and len(rows[1]) % 32 == 0 and len(rows[1]) > 0
+    assert "import" in ByteTokenizer().decode(rows[0][:50].ravel())
+    again = write_demo_store(tmp_path / "again", row_length=512, max_bytes=2_000_000)
+    for one, two in zip((train, held), again, strict=True):
+        assert {p.name: p.read_bytes() for p in one.iterdir()} == {
+            p.name: p.read_bytes() for p in two.iterdir()
+        }
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["again", "demo"]
+
+
+def test_an_empty_path_is_the_demo_text(tmp_path):
+    config = DataConfig(cache_dir=str(tmp_path), sequence_length=1024)
+    for _ in range(2):
+        batch = next(make_train_iterator(config, global_batch_size=8, seed=0))
+        assert batch["tokens"].shape == (8, 1024) and "segment_ids" not in batch
+    assert next(make_eval_iterator(config, global_batch_size=32))["tokens"].shape == (32, 1024)
+    with pytest.raises(ValueError, match="demo text in plain bytes"):
+        make_train_iterator(
+            DataConfig(cache_dir=str(tmp_path), tokenizer="gpt2"), global_batch_size=8, seed=0
+        )

@@ -1,0 +1,147 @@
+"""Scoring: pieces equal the whole, masks and short batches change nothing, bad ids are refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lsm_jax import models
+from lsm_jax.evaluation import Scorer, evaluate
+
+VOCAB = 257
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def tiny_model(method: str = "retnet") -> models.Decoder:
+    config = models.lm(method, "tiny", "LN", vocab_size=VOCAB)
+    config.num_layers, config.dtype, config.remat = 2, "float32", "none"
+    return models.Decoder(config, rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+def rows(number: int, length: int, seed: int = 0) -> dict[str, np.ndarray]:
+    text = np.random.default_rng(seed).integers(0, VOCAB - 1, (number, length)).astype(np.int32)
+    tokens = np.roll(text, 1, axis=1)
+    tokens[:, 0] = VOCAB - 1
+    return {"tokens": tokens, "labels": text, "loss_mask": np.ones((number, length), np.float32)}
+
+
+def logits_nll(model, batch):
+    logits = model(jnp.asarray(batch["tokens"]), segment_ids=batch.get("segment_ids"))[0]
+    logits = np.asarray(logits, np.float64)
+    own = np.take_along_axis(logits, batch["labels"][..., None], axis=-1)[..., 0]
+    return np.log(np.exp(logits).sum(-1)) - own
+
+
+@pytest.mark.parametrize("piece_length", [60, 25])
+def test_losses_are_those_of_one_whole_forward(model, piece_length):
+    batch = rows(3, 60)
+    expected = logits_nll(model, batch)
+    pieces = list(Scorer(model, piece_length=piece_length)(batch))
+    assert [start for start, _ in pieces] == list(range(0, 60, piece_length))
+    np.testing.assert_allclose(np.concatenate([nll for _, nll in pieces], 1), expected, rtol=1e-5)
+
+
+def test_packed_rows_are_counted_by_document(model):
+    batch = rows(2, 60)
+    lengths = [(20, 30, 10), (45, 10, 5)]
+    batch["segment_ids"] = np.stack([np.repeat([1, 2, 3], n) for n in lengths]).astype(np.int32)
+    batch["positions"] = np.stack(
+        [np.concatenate([np.arange(i) for i in n]) for n in lengths]
+    ).astype(np.int32)
+    batch["segment_ids"][1, 55:] = 0
+    batch["loss_mask"][1, 55:] = 0
+    expected = logits_nll(model, batch)
+    for piece_length in (60, 30):
+        found = evaluate(model, [batch], piece_length=piece_length, progress=False)
+        at_ten = [expected[0, 10], expected[0, 30], expected[1, 10]]
+        assert found.curve.count[9:11].tolist() == [5, 3]
+        assert found.curve.loss[10] == pytest.approx(np.mean(at_ten), rel=1e-5)
+        assert found.curve.num_tokens == 115
+
+
+def test_short_last_batch_and_padding_rows_change_nothing(model):
+    batch = rows(5, 40)
+    whole = evaluate(model, [batch], progress=False)
+    parts = [{k: v[i : i + 2] for k, v in batch.items()} for i in range(0, 5, 2)]
+    del parts[2]["loss_mask"]
+    split = evaluate(model, parts, progress=False)
+    np.testing.assert_allclose(split.curve.loss, whole.curve.loss, rtol=1e-6)
+    assert split.curve.num_tokens == 200 and split.num_sequences == 5
+
+    padded = {k: np.concatenate([v, np.zeros_like(v)]) for k, v in batch.items()}
+    masked = evaluate(model, [padded], progress=False)
+    np.testing.assert_allclose(masked.curve.loss, whole.curve.loss, rtol=1e-6)
+    assert masked.curve.num_tokens == 200
+    assert masked.num_byte_labels == 200
+    assert masked.bits_per_byte == pytest.approx(masked.curve.mean / np.log(2))
+
+
+def test_memory_does_not_grow_with_length(model):
+    config = models.lm("retnet", "tiny", vocab_size=VOCAB)
+    config.num_layers = 1
+    scorer = Scorer(models.Decoder(config, rngs=nnx.Rngs(0)), piece_length=32)
+    sizes = []
+    for length in (64, 640):
+        batch = rows(1, length)
+        state = jax.eval_shape(lambda n=length: scorer._init_state(scorer._params, 1, n))
+        sizes.append(sum(x.size for x in jax.tree.leaves(state)))
+        assert {nll.shape for _, nll in scorer(batch)} == {(1, 32)}
+    assert sizes[0] == sizes[1]
+    assert scorer._score._cache_size() == 1  # every piece ran the same program
+
+
+def test_ids_outside_the_vocabulary(model):
+    batch = rows(1, 8)
+    batch["tokens"][0, 3] = VOCAB
+    with pytest.raises(ValueError, match="tokens has ids .* vocabulary has 257"):
+        evaluate(model, [batch], progress=False)
+    batch = rows(1, 8)
+    batch["labels"][0, 3] = -100
+    with pytest.raises(ValueError, match="labels has ids from -100"):
+        evaluate(model, [batch], progress=False)
+    batch["loss_mask"][0, 3] = 0
+    with pytest.raises(ValueError, match="no batch"):
+        evaluate(model, [], progress=False)
+    with pytest.raises(ValueError, match="rows of 9 tokens, earlier ones of 8"):
+        evaluate(model, [rows(1, 8), rows(1, 9)], progress=False)
+    with pytest.raises(ValueError, match="piece_length=0"):
+        Scorer(model, piece_length=0)
+
+
+CODE = """
+import jax, numpy as np
+from lsm_jax.evaluation import evaluate
+from tests.evaluation.test_perplexity import rows, tiny_model
+assert jax.device_count() == 4
+found = evaluate(tiny_model(), [rows(5, 40)], piece_length=20, progress=False)
+print(found.curve.num_tokens, repr(found.curve.mean))
+"""
+
+
+def test_four_devices_give_the_loss_of_one(model):
+    found = evaluate(model, [rows(5, 40)], progress=False)
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE],
+        cwd=ROOT,
+        env={**os.environ, **flags},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    tokens, mean = done.stdout.split()
+    assert int(tokens) == 200
+    assert float(mean) == pytest.approx(found.curve.mean, rel=1e-6)

@@ -1,0 +1,69 @@
+"""Every method of the table, small; the fast selection has one of each class of transition, and softmax."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from lsm_jax import mixers
+
+WIDTH, BATCH, LENGTH = 32, 2, 10
+FAST = ("linear_attention", "gla", "gated_deltanet", "softmax")
+
+
+def pytest_generate_tests(metafunc):
+    if "method" in metafunc.fixturenames:
+        rows = [
+            pytest.param(m, marks=() if name in FAST else pytest.mark.slow, id=name)
+            for name, m in mixers.METHODS.items()
+        ]
+        metafunc.parametrize("method", rows)
+
+
+def _loss(mixer, x):
+    """A number that depends on every output and every number of the final memory, and both."""
+    y, state, _ = mixer(x)
+    of_y = jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))
+    memory = [leaf for leaf in jax.tree.leaves(state.memory) if leaf.ndim > 1]
+    return of_y + sum(jnp.sum(jnp.sin(leaf)) for leaf in memory), (y, state)
+
+
+class Small:
+    """A small mixer of a method, with parameters large enough for gates to matter."""
+
+    def __init__(self, method: mixers.Method, **fields):
+        config = method.config.for_width(WIDTH)
+        if method.forms:
+            fields = dict(chunk_size=4) | fields
+        self.config = dataclasses.replace(config, **fields)
+        self.mixer = mixers.build(self.config, WIDTH, rngs=nnx.Rngs(0), init_std=0.2)
+        self.x = jax.random.normal(jax.random.key(1), (BATCH, LENGTH, WIDTH))
+        self.call = jax.jit(lambda mixer, x, **call: mixer(x, **call)[:2])
+        self.gradient = jax.jit(jax.grad(_loss, argnums=(0, 1), has_aux=True))
+
+    def __call__(self, x=None, **call):
+        """(y, state) under jit."""
+        return self.call(self.mixer, self.x if x is None else jnp.asarray(x), **call)
+
+    def state(self, dtype=jnp.float32):
+        return self.mixer.init_state(BATCH, LENGTH, dtype)
+
+
+@functools.cache
+def _small(name: str) -> Small:
+    return Small(mixers.METHODS[name])
+
+
+@pytest.fixture
+def small(method):
+    return _small(method.name)
+
+
+@pytest.fixture
+def make():
+    return Small

@@ -1,0 +1,73 @@
+"""Small decoders of every method mixed with softmax attention; the fast selection is one method for each kind of op."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from lsm_jax import mixers, models
+
+FAST = ("gla", "gated_deltanet")
+VOCAB, BATCH, LENGTH = 50, 2, 10
+
+
+def pytest_generate_tests(metafunc):
+    if "method" in metafunc.fixturenames:
+        rows = [
+            pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
+            for name in mixers.METHODS
+        ]
+        metafunc.parametrize("method", rows)
+
+
+def small_config(method: str, pattern: str = "LLLN", **fields) -> models.ModelConfig:
+    """Two periods of the pattern, width 32, float32."""
+    config = models.lm(method, "tiny", vocab_size=VOCAB)
+    config.hidden_size, config.pattern, config.num_layers = 32, pattern, 2 * len(pattern)
+    for letter, name in (("L", method), ("N", "softmax")):
+        config.layers[letter].mixer = mixers.METHODS[name].config.for_width(32)
+        if mixers.METHODS[name].forms:
+            config.layers[letter].mixer.chunk_size = 4
+    config.dtype, config.remat, config.init_std = "float32", "none", 0.2
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return config
+
+
+class Small:
+    """A small decoder under jit, and tokens for it."""
+
+    def __init__(self, config: models.ModelConfig):
+        self.config = config
+        self.model = models.Decoder(config, rngs=nnx.Rngs(0))
+        self.tokens = jax.random.randint(jax.random.key(1), (BATCH, LENGTH), 0, VOCAB)
+        self.call = jax.jit(lambda model, tokens, **call: model(tokens, **call)[:2])
+
+    def __call__(self, tokens=None, **call):
+        """(logits, state) under jit."""
+        return self.call(self.model, self.tokens if tokens is None else jnp.asarray(tokens), **call)
+
+
+@functools.cache
+def _small(method: str, pattern: str) -> Small:
+    return Small(small_config(method, pattern))
+
+
+@pytest.fixture(params=["LN", pytest.param("LLLN", marks=pytest.mark.slow)])
+def small(method, request):
+    return _small(method, request.param)
+
+
+@pytest.fixture
+def gla():
+    return _small("gla", "LN")
+
+
+@pytest.fixture
+def plain():
+    """The cheapest to compile."""
+    return _small("linear_attention", "L")

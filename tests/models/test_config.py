@@ -1,0 +1,74 @@
+"""Configs: what is refused, and with which words; presets and their sizes."""
+
+from __future__ import annotations
+
+import pytest
+
+from lsm_jax import mixers, models
+from lsm_jax.feedforward import SwiGLUConfig
+from tests.models.conftest import small_config
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (dict(pattern="LXNY"), "letters X, Y; model.layers has L, N"),
+        (dict(pattern="", num_layers=2), "pattern is empty.*L, N"),
+        (dict(num_layers=6), "num_layers=6 is no multiple of the 4 letters"),
+        (dict(num_layers=0), "num_layers=0: it must be greater than 0"),
+        (dict(vocab_size=-1), "vocab_size=-1"),
+        (dict(dtype="float16"), "dtype='float16': accepted are float32, bfloat16"),
+        (dict(remat="some"), "remat='some': accepted are none, dots, full"),
+        (dict(hidden_size=30), r"layers\['L'\]: GLAConfig.num_heads=4 does not divide"),
+    ],
+)
+def test_wrong_fields_are_refused(fields, words):
+    with pytest.raises(ValueError, match=words):
+        small_config("gla", **fields).validate()
+
+
+def test_wrong_parts_are_refused():
+    config = small_config("gla")
+    config.layers["L"].mixer = SwiGLUConfig()
+    with pytest.raises(ValueError, match="is no mixer's config; accepted are .*GLAConfig"):
+        config.validate()
+    config = small_config("gla")
+    config.layers["N"].feedforward = mixers.GLAConfig()
+    with pytest.raises(ValueError, match="accepted are None and SwiGLUConfig"):
+        config.validate()
+    config.layers["N"].feedforward = SwiGLUConfig(intermediate_size=0)
+    with pytest.raises(ValueError, match="intermediate_size=0"):
+        config.validate()
+
+
+def test_unknown_names_list_what_exists():
+    with pytest.raises(ValueError, match="method='mamba'.*gla, mamba2"):
+        models.lm("mamba")
+    with pytest.raises(ValueError, match="size='7b'.*340m"):
+        models.lm("gla", "7b")
+
+
+def test_explicit_pattern_is_scanned_by_its_shortest_period():
+    config = small_config("gla", "LLLNLLLN", num_layers=8)
+    assert config.period() == "LLLN" and config.letters() == "LLLNLLLN"
+    assert small_config("gla", "LLNL").period() == "LLNL"
+
+
+def test_published_sizes(method):
+    """The models count about what their names say, and floating-point operations follow the parameters."""
+    for size, low, high in (("10m", 8e6, 13e6), ("340m", 0.3e9, 0.45e9), ("1.3b", 1.15e9, 1.75e9)):
+        config = models.lm(method, size)
+        count = models.count_parameters(config)
+        flops = models.flops_per_token(config, 2048)
+        named = count["non_embedding"] if size == "10m" else count["total"]
+        assert low < named < high
+        assert count["total"] == count["embedding"] + count["non_embedding"]
+        layers = flops - 2 * count["embedding"]
+        assert 1.99 * count["non_embedding"] < layers < 3.5 * count["non_embedding"]
+    assert SwiGLUConfig().width(1024) == 2816 and SwiGLUConfig().width(2048) == 5632
+
+
+def test_untied_head_counts():
+    tied, untied = small_config("gla"), small_config("gla", tie_embeddings=False)
+    more = models.count_parameters(untied)["total"] - models.count_parameters(tied)["total"]
+    assert more == 50 * 32

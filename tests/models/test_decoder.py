@@ -1,0 +1,214 @@
+"""The decoder: one function whether scanned or looped, whole or in pieces, packed or alone, on every method."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lsm_jax import mixers, models, ops
+from tests.mixers.test_mixers import close
+from tests.models.conftest import Small, small_config
+
+
+def looped(small: Small) -> jax.Array:
+    """The same model written as a loop over layers."""
+    model, x = small.model, small.model.embedding[...][small.tokens]
+    for period in range(model.num_periods):
+        for block in jax.tree.map(lambda leaf: leaf[period], model.periods).blocks:
+            x = x + block.mixer(block.mixer_norm(x))[0]
+            if block.feedforward is not None:
+                x = x + block.feedforward(block.feedforward_norm(x))[0]
+    return model.norm(x) @ model.embedding[...].T
+
+
+def test_scan_equals_loop(small):
+    close(small()[0], jax.jit(lambda: looped(small))(), 3e-5)
+
+
+def test_prefill_then_decoding_equals_one_call(small):
+    whole, none = small()
+    assert none is None
+    logits, state = small(small.tokens[:, :5], state=small.model.init_state(2, 10))
+    outputs = [logits]
+    for t in range(5, 10):
+        before = jax.tree.map(lambda a: (a.shape, a.dtype), state)
+        logits, state = small(small.tokens[:, t : t + 1], state=state)
+        assert jax.tree.map(lambda a: (a.shape, a.dtype), state) == before
+        outputs.append(logits)
+    close(jnp.concatenate(outputs, axis=1), whole, 2e-5)
+
+
+def test_packed_and_padded_documents_equal_documents_alone(small):
+    """Rows [document of 5, document of 3, padding of 2]: packing, padding and causality in one row."""
+    ids = jnp.tile(jnp.array([1] * 5 + [2] * 3 + [0] * 2, jnp.int32), (2, 1))
+    packed, _ = small(segment_ids=ids)
+    close(packed[:, :5], small(small.tokens[:, :5])[0], 2e-5)
+    padded = jnp.concatenate([small.tokens[:, 5:8], small.tokens[:, :2]], axis=1)
+    close(packed[:, 5:8], small(padded)[0][:, :3], 2e-5)
+    other, _ = small(small.tokens.at[:, 8:].set(0), segment_ids=ids)
+    assert (other[:, :8] == packed[:, :8]).all()
+
+
+def test_causal_to_the_bit(small):
+    logits, _ = small()
+    for t in (1, 5, 9):
+        changed, _ = small(small.tokens.at[:, t].add(1) % small.config.vocab_size)
+        assert (changed[:, :t] == logits[:, :t]).all()
+        assert (changed[:, t] != logits[:, t]).any()
+
+
+def test_masked_tokens_change_nothing(gla):
+    keep = np.array([1, 1, 0, 1, 0, 1, 1, 0, 0, 0], bool)
+    mask = jnp.tile(jnp.array(keep, jnp.int32), (2, 1))
+    state = gla.model.init_state(2, 10)
+    masked, after = gla(update_mask=mask, state=state)
+    alone, final = gla(gla.tokens[:, keep], state=state)
+    close(masked[:, keep], alone, 2e-5)
+    close(after, final, 2e-5)
+
+
+def gradients(**fields) -> dict:
+    small = Small(small_config("linear_attention", "L", **fields))
+
+    def loss(model):
+        hidden, _, _ = model.hidden(small.tokens)
+        head, size = model.head(), small.config.loss_chunk_size
+        return models.next_token_loss(hidden, head, small.tokens, chunk_size=size).mean()
+
+    return nnx.to_pure_dict(nnx.state(jax.jit(jax.grad(loss))(small.model), nnx.Param))
+
+
+@pytest.mark.parametrize("remat", [pytest.param("dots", marks=pytest.mark.slow), "full"])
+def test_remat_changes_no_gradient_and_an_untied_head_learns(remat):
+    expected = gradients(remat="none", tie_embeddings=False)
+    assert all(jnp.any(leaf != 0) for leaf in jax.tree.leaves(expected)) and "lm_head" in expected
+    close(gradients(remat=remat, tie_embeddings=False), expected)
+
+
+def test_params_are_one_pure_dict(gla):
+    """The training loop's pattern: split once, jit over the pure dict; metadata in the same structure."""
+    config = gla.config
+    build = lambda: models.Decoder(config, rngs=nnx.Rngs(0))  # noqa: E731
+    graphdef, _ = nnx.split(nnx.eval_shape(build))
+    hash(graphdef)
+    params = jax.jit(lambda: nnx.to_pure_dict(nnx.state(build(), nnx.Param)))()
+    logits = jax.jit(lambda p, t: nnx.merge(graphdef, p)(t)[0])(params, gla.tokens)
+    close(logits, gla()[0])
+    axes, mask = models.logical_axes(models.abstract(config)), models.decay_mask(config)
+    named = jax.tree.map(lambda p, a: len(a) == p.ndim, params, axes)
+    assert jax.tree.all(named)
+    assert jax.tree.structure(mask) == jax.tree.structure(params)
+    block = mask["periods"]["blocks"][0]
+    assert block["mixer"]["q_proj"]["kernel"] and not block["mixer"]["norm"]["scale"]
+    assert not block["mixer"]["decay_up"]["bias"] and mask["embedding"]
+    assert axes["periods"]["blocks"][0]["mixer"]["q_proj"]["kernel"] == ("layers", "embed", "heads")
+
+
+def test_layers_start_different_and_bfloat16_runs():
+    small = Small(small_config("gated_deltanet", "LN", dtype="bfloat16"))
+    kernel = small.model.periods.blocks[0].mixer.q_proj.kernel[...]
+    assert kernel.shape[0] == 2 and (kernel[0] != kernel[1]).any()
+    logits, state = small(state=small.model.init_state(2, 10))
+    assert logits.dtype == jnp.float32 and jnp.isfinite(logits).all()
+    assert state.layers[0][0].memory.memory.dtype == jnp.float32
+    assert state.layers[1][0].memory.keys.dtype == jnp.bfloat16
+
+
+def test_token_outside_the_vocabulary_is_not_hidden(gla):
+    assert jnp.isnan(gla(gla.tokens.at[0, 3].set(50))[0][0, 3:]).all()
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class CountingConfig:
+    """For the test below."""
+
+    scale: float = 1.0
+
+    @classmethod
+    def for_width(cls, hidden_size):
+        return cls()
+
+    def validate(self, hidden_size):
+        pass
+
+    def flops_per_token(self, hidden_size, seq_len):
+        return 4.0 * hidden_size
+
+
+class Counting(mixers.Mixer):
+    """Adds the first layer's value to every layer's, and reports its layer."""
+
+    op = ops.linear_memory
+
+    def __init__(self, config, hidden_size, *, rngs, init_std):
+        super().__init__(config, hidden_size)
+
+    def init_shared(self, x):
+        return {"first": jnp.zeros_like(x)}
+
+    def read(self, x, context):
+        return x[:, :, None]
+
+    def write(self, x, context):
+        first = context.shared["first"] = jnp.where(context.layer == 0, x, context.shared["first"])
+        context.aux["layer"] = context.layer
+        context.aux["count_loss"] = jnp.float32(1)
+        return dict(k=x[:, :, None], v=(x + first)[:, :, None])
+
+    def finish(self, o, x, context):
+        return o[:, :, 0]
+
+    def options(self):
+        return {}
+
+    def init_memory(self, batch_size, max_length, dtype):
+        return ops.linear_state(batch_size, 1, self.hidden_size, self.hidden_size)
+
+
+def test_a_new_method_is_a_file_and_a_row(monkeypatch):
+    """Shared values, statistics and the layer's index reach it, and it decodes, with nothing else touched."""
+    row = dataclasses.replace(
+        mixers.METHODS["gla"], name="counting", config=CountingConfig, module=Counting, forms=()
+    )
+    monkeypatch.setitem(mixers.METHODS, "counting", row)
+    small = Small(small_config("counting", "LL"))
+    aux = jax.jit(lambda model, tokens: model.hidden(tokens)[2])(small.model, small.tokens)
+    assert aux["layer"].tolist() == [0, 1, 2, 3] and aux["count_loss"] == 4
+    whole, _ = small()
+    state, steps = small.model.init_state(2, 10), []
+    for t in range(10):
+        logits, state = small(small.tokens[:, t : t + 1], state=state)
+        steps.append(logits)
+    close(jnp.concatenate(steps, axis=1), whole, 2e-5)
+
+
+@pytest.mark.slow
+def test_compile_time_does_not_grow_with_depth():
+    def seconds(depth):
+        config = small_config("gla", "L", num_layers=depth, remat="full")
+        build = lambda: models.Decoder(config, rngs=nnx.Rngs(0))  # noqa: E731
+        graphdef, state = nnx.split(nnx.eval_shape(build))
+        params = nnx.to_pure_dict(state)
+        tokens = jax.ShapeDtypeStruct((2, 64), jnp.int32)
+
+        def loss(params, tokens):
+            model = nnx.merge(graphdef, params)
+            hidden, _, _ = model.hidden(tokens)
+            return models.next_token_loss(hidden, model.head(), tokens, chunk_size=64).mean()
+
+        times = []
+        for _ in range(3):
+            jax.clear_caches()
+            start = time.perf_counter()
+            jax.jit(jax.grad(loss)).lower(params, tokens).compile()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    seconds(6)
+    assert seconds(24) < 1.3 * seconds(6)

@@ -1,0 +1,116 @@
+"""The chunked loss is the plain one, gradients included, without ever holding all logits."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lsm_jax import models
+from tests.mixers.test_mixers import close
+
+B, T, D, V = 2, 13, 8, 37
+
+
+def inputs():
+    keys = jax.random.split(jax.random.key(0), 4)
+    hidden = jax.random.normal(keys[0], (B, T, D))
+    head = jax.random.normal(keys[1], (D, V))
+    labels = jax.random.randint(keys[2], (B, T), 0, V)
+    mask = (jax.random.uniform(keys[3], (B, T)) < 0.7).astype(jnp.float32)
+    return hidden, head, labels, mask
+
+
+def naive(hidden, head, labels, mask):
+    logits = jnp.einsum("btd,dv->btv", hidden, head, precision="highest")
+    own = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)[..., 0]
+    return -own * mask
+
+
+@pytest.mark.parametrize("chunk_size", [1, 8, 1000])
+def test_equals_the_plain_loss_and_its_gradients(chunk_size):
+    hidden, head, labels, mask = inputs()
+    weight = jnp.cos(jnp.arange(T))
+
+    def run(loss):
+        def total(hidden, head):
+            nll = loss(hidden, head)
+            return jnp.sum(nll * weight), nll
+
+        (_, nll), grads = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))(
+            hidden, head
+        )
+        return nll, grads
+
+    chunked = run(lambda h, w: models.next_token_loss(h, w, labels, mask, chunk_size=chunk_size))
+    close(chunked, run(lambda h, w: naive(h, w, labels, mask)))
+    unmasked = models.next_token_loss(hidden, head, labels, chunk_size=chunk_size)
+    close(unmasked, naive(hidden, head, labels, jnp.ones((B, T))))
+
+
+def test_masked_tokens_may_be_anything():
+    hidden, head, labels, mask = inputs()
+    broken = jnp.where(mask[..., None] != 0, hidden, jnp.nan)
+    wrong = jnp.where(mask != 0, labels, -1)
+
+    def loss(hidden, head, labels):
+        return models.next_token_loss(hidden, head, labels, mask, chunk_size=8).sum()
+
+    gradient = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    close(gradient(broken, head, wrong), gradient(hidden, head, labels))
+
+
+def test_label_outside_the_vocabulary_is_not_hidden():
+    hidden, head, labels, _ = inputs()
+    nll = models.next_token_loss(hidden, head, labels.at[0, 2].set(V), chunk_size=8)
+    assert jnp.isnan(nll[0, 2]) and jnp.isfinite(nll[1]).all()
+
+
+def test_bfloat16_keeps_a_float32_loss():
+    hidden, head, labels, _ = inputs()
+    nll = models.next_token_loss(hidden.astype(jnp.bfloat16), head, labels, chunk_size=8)
+    assert nll.dtype == jnp.float32
+    close(nll, naive(hidden, head, labels, jnp.ones((B, T))), 0.02)
+
+
+def test_all_logits_never_exist():
+    """The largest array of the compiled forward and backward pass, at 4096 tokens of a vocabulary of 5000."""
+    tokens, vocabulary, chunk = 2048, 5000, 256
+    shapes = (
+        jax.ShapeDtypeStruct((2, tokens, D), jnp.bfloat16),
+        jax.ShapeDtypeStruct((D, vocabulary), jnp.float32),
+        jax.ShapeDtypeStruct((2, tokens), jnp.int32),
+    )
+
+    def loss(hidden, head, labels):
+        return models.next_token_loss(hidden, head, labels, chunk_size=chunk).mean()
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile()
+    sizes = [
+        math.prod(map(int, dims.split(",")))
+        for dims in re.findall(r"(?:f32|bf16|s32|pred)\[([\d,]+)\]", compiled.as_text())
+    ]
+    assert max(sizes) == chunk * vocabulary
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * 4 * chunk * vocabulary
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (dict(chunk_size=0), "chunk_size=0"),
+        (dict(labels=jnp.zeros((B, T + 1), int)), "do not fit"),
+        (dict(head=jnp.zeros((D + 1, V))), "do not fit"),
+        (dict(loss_mask=jnp.zeros((B, 1))), "loss_mask has shape"),
+    ],
+)
+def test_wrong_arguments_are_refused(change, words):
+    hidden, head, labels, mask = inputs()
+    call = dict(hidden=hidden, head=head, labels=labels, loss_mask=mask, chunk_size=8) | change
+    with pytest.raises(ValueError, match=words):
+        models.next_token_loss(
+            call["hidden"], call["head"], call["labels"], call["loss_mask"],
+            chunk_size=call["chunk_size"],
+        )  # fmt: skip

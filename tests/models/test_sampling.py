@@ -1,0 +1,88 @@
+"""Sampling: greedy is the full forward's argmax, however the prompt is read; restrictions restrict; errors say what."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lsm_jax import models
+from lsm_jax.models.sampling import restrict
+
+KEY = jax.random.key(0)
+
+
+def greedy(small, prompt, **call):
+    return models.sample(small.model, prompt, num_tokens=5, key=KEY, temperature=0.0, **call)
+
+
+def test_greedy_is_the_argmax_of_the_full_forward(small):
+    prompt = small.tokens[:, :5]
+    tokens = greedy(small, prompt)
+    assert tokens.shape == (2, 5) and tokens.dtype == jnp.int32
+    logits, _ = small(jnp.concatenate([prompt, tokens], axis=1))
+    assert (logits[:, 4:-1].argmax(axis=-1) == tokens).all()
+
+
+def test_padding_and_prefill_in_pieces_change_nothing(gla):
+    prompt = gla.tokens[:, :5]
+    expected = greedy(gla, prompt)
+    ids = jnp.array([[1, 1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1, 1]], jnp.int32)
+    padded = jnp.stack([jnp.pad(prompt[0], (0, 2)), jnp.pad(prompt[1], (2, 0))])
+    assert (greedy(gla, padded, segment_ids=ids, prefill_chunk=2) == expected).all()
+
+
+def test_stop_token_fills_the_row(plain):
+    prompt = plain.tokens[:, :5]
+    expected = np.array(greedy(plain, prompt))
+    stop = int(expected[0, 1])
+    stopped = np.array(greedy(plain, prompt, stop_token=stop))
+    for row, free in zip(stopped, expected, strict=True):
+        hits = np.flatnonzero(free == stop)
+        end = hits[0] if len(hits) else len(free)
+        assert (row[:end] == free[:end]).all() and (row[end:] == stop).all()
+
+
+def test_a_key_gives_the_same_draw_and_restrictions_hold(plain):
+    prompt = plain.tokens[:, :5]
+
+    def draw(key, **call):
+        return models.sample(plain.model, prompt, num_tokens=5, key=key, **call)
+
+    assert (draw(KEY) == draw(KEY)).all()
+    assert (draw(KEY) != draw(jax.random.key(7))).any()
+    expected = greedy(plain, prompt)
+    assert (draw(KEY, top_p=1e-6) == expected).all()
+
+
+def test_restrict():
+    logits = jnp.log(jnp.array([0.1, 0.4, 0.2, 0.3]))
+    kept = lambda **call: jnp.isfinite(restrict(logits, **call)).tolist()  # noqa: E731
+    assert kept(top_k=2) == [False, True, False, True]
+    assert kept(top_p=0.5) == [False, True, False, True]
+    assert kept(top_p=0.75) == [False, True, True, True]
+    assert kept(top_p=1.0) == [True] * 4
+    assert kept(top_k=3, top_p=0.3) == [False, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (dict(num_tokens=0), "num_tokens=0"),
+        (dict(temperature=-1.0), "temperature=-1"),
+        (dict(top_k=0), "top_k=0: accepted are None and 1 to 50"),
+        (dict(top_k=51), "top_k=51"),
+        (dict(top_p=0.0), r"top_p=0.0: accepted are None and numbers in \(0, 1\]"),
+        (dict(stop_token=50), "stop_token=50"),
+        (dict(prefill_chunk=0), "prefill_chunk=0"),
+        (dict(prompt=np.zeros((1, 0), int)), "at least one token"),
+        (dict(prompt=np.full((1, 3), 50)), "ids from 50 to 50; accepted are 0 to 49"),
+        (dict(segment_ids=np.zeros((2, 5), int)), "all padding"),
+        (dict(segment_ids=np.ones((2, 4), int)), "segment_ids has shape"),
+    ],
+)
+def test_wrong_arguments_are_refused(plain, call, words):
+    call = dict(prompt=plain.tokens[:, :5], num_tokens=2, key=KEY) | call
+    with pytest.raises(ValueError, match=words):
+        models.sample(plain.model, call.pop("prompt"), **call)

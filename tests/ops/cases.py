@@ -1,0 +1,317 @@
+"""The ops under test as one table, and an oracle for each: plain numpy, one token at a time, one document at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lsm_jax import ops
+
+KEY_DIM, VALUE_DIM, CHANNELS, WIDTH = 8, 4, 6, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An op with the inputs it takes.
+
+    Attributes:
+        op: name in `lsm_jax.ops`.
+        arrays: optional inputs it is given beside q, k and v.
+        heads: query, key and value heads.
+        fast: in the default test run (one case of each class of transition).
+    """
+
+    op: str
+    arrays: tuple[str, ...] = ()
+    heads: tuple[int, int, int] = (2, 2, 2)
+    normalize: float | None = None
+    window: int | None = None
+    fast: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = [self.op, *self.arrays]
+        if self.heads != (2, 2, 2):
+            parts.append("heads" + "".join(map(str, self.heads)))
+        if self.normalize is not None:
+            parts.append("normalize")
+        if self.window is not None:
+            parts.append("window")
+        return "-".join(parts)
+
+    @property
+    def forms(self) -> tuple[str | None, ...]:
+        matrix = self.op in ("linear_memory", "delta_memory")
+        return ("recurrent", "chunk", "associative") if matrix else (None,)
+
+    @property
+    def static(self) -> dict:
+        static = {"window": self.window, "normalize": self.normalize}
+        return {name: value for name, value in static.items() if value is not None}
+
+
+CASES = [
+    Case("linear_memory"),
+    Case("linear_memory", heads=(4, 1, 2), normalize=0.5),
+    Case("linear_memory", ("constant_decay",)),
+    Case("linear_memory", ("decay",), normalize=0.5, heads=(4, 2, 2)),
+    Case("linear_memory", ("key_decay",), heads=(1, 1, 2)),
+    Case("linear_memory", ("value_decay",)),
+    Case("linear_memory", ("decay", "value_decay")),
+    Case("linear_memory", ("key_decay", "value_decay"), heads=(4, 1, 2), fast=True),
+    Case("linear_memory", ("key_decay", "bonus"), heads=(2, 1, 2)),
+    Case("linear_memory", ("key_decay", "value_decay", "bonus"), normalize=0.5),
+    Case("linear_memory", ("decay", "bonus")),
+    Case("delta_memory", heads=(2, 1, 2)),
+    Case("delta_memory", ("constant_decay",)),
+    Case("delta_memory", ("decay",), heads=(1, 1, 2)),
+    Case("delta_memory", ("key_decay",), heads=(4, 1, 2), fast=True),
+    Case("attention"),
+    Case("attention", heads=(4, 2, 2)),
+    Case("attention", heads=(4, 1, 2), window=5, fast=True),
+    Case("short_convolution", ("bias",), fast=True),
+    Case("token_shift"),
+]
+
+
+def parametrize(cases=CASES):
+    """Over the cases, those outside the default run marked slow."""
+    marks = {False: [pytest.mark.slow], True: []}
+    return pytest.mark.parametrize(
+        "case", [pytest.param(c, id=c.name, marks=marks[c.fast]) for c in cases]
+    )
+
+
+def parametrize_forms(cases=CASES, skip=()):
+    """Over cases and their forms."""
+    rows = [(c, f) for c in cases for f in c.forms if f not in skip]
+    return pytest.mark.parametrize(
+        ("case", "form"),
+        [
+            pytest.param(c, f, id=f"{c.name}-{f}", marks=[] if c.fast else [pytest.mark.slow])
+            for c, f in rows
+        ],
+    )
+
+
+def make_inputs(case: Case, batch=2, length=37, *, seed=0, decay="mild", dtype=np.float64) -> dict:
+    """Random inputs. `decay` is "mild", or "mixed": from 0 to -30 a step."""
+    rng = np.random.default_rng(seed)
+    if case.op in ("short_convolution", "token_shift"):
+        inputs = {"x": rng.normal(size=(batch, length, CHANNELS))}
+        if case.op == "short_convolution":
+            inputs["weight"] = rng.normal(size=(WIDTH, CHANNELS))
+        if "bias" in case.arrays:
+            inputs["bias"] = rng.normal(size=CHANNELS)
+        return {n: jnp.asarray(a, dtype) for n, a in inputs.items()}
+
+    queries, keys, heads = case.heads
+    q = rng.normal(size=(batch, length, queries, KEY_DIM))
+    k = rng.normal(size=(batch, length, keys, KEY_DIM))
+    if case.op == "delta_memory":
+        k = k / np.linalg.norm(k, axis=-1, keepdims=True)
+    if case.normalize is not None:
+        q, k = np.abs(q), np.abs(k)
+    inputs = {"q": q, "k": k, "v": rng.normal(size=(batch, length, heads, VALUE_DIM))}
+
+    def log_decay(*shape):
+        mild = -np.exp(rng.normal(size=shape) - 2)
+        if decay == "mild":
+            return mild
+        kind = rng.integers(0, 4, size=shape)
+        return np.choose(kind, [np.zeros(shape), np.full(shape, -30.0), mild, mild * 10])
+
+    if case.op == "delta_memory":
+        inputs["beta"] = rng.uniform(0, 2, size=(batch, length, heads))
+    if "constant_decay" in case.arrays:
+        inputs["log_decay"] = log_decay(heads)
+    if "decay" in case.arrays:
+        inputs["log_decay"] = log_decay(batch, length, heads)
+    if "key_decay" in case.arrays:
+        inputs["log_decay"] = log_decay(batch, length, heads, KEY_DIM)
+    if "value_decay" in case.arrays:
+        inputs["value_log_decay"] = log_decay(batch, length, heads, VALUE_DIM)
+    if "bonus" in case.arrays:
+        inputs["bonus"] = rng.normal(size=(heads, KEY_DIM))
+    return {n: jnp.asarray(a, dtype) for n, a in inputs.items()}
+
+
+def make_state(case: Case, batch=2, *, num_segments=None, capacity=64, seed=1, empty=False):
+    """A state with something in it (for attention: three tokens), or an empty one; float64."""
+    heads = case.heads[2]
+    where = dict(num_segments=num_segments, dtype=jnp.float64)
+    if case.op == "linear_memory":
+        normalize = case.normalize is not None
+        state = ops.linear_state(batch, heads, KEY_DIM, VALUE_DIM, normalize=normalize, **where)
+    elif case.op == "delta_memory":
+        state = ops.delta_state(batch, heads, KEY_DIM, VALUE_DIM, **where)
+    elif case.op == "attention":
+        state = ops.attention_state(batch, capacity, heads, KEY_DIM, VALUE_DIM, **where)
+        state = state._replace(count=state.count + (0 if empty else 3))
+    else:
+        width = WIDTH - 1 if case.op == "short_convolution" else 1
+        state = ops.shift_state(batch, width, CHANNELS, **where)
+    if empty:
+        return state
+    rng = np.random.default_rng(seed)
+
+    def fill(x):
+        return (
+            x
+            if jnp.issubdtype(x.dtype, jnp.integer)
+            else jnp.asarray(np.abs(rng.normal(size=x.shape)))
+        )
+
+    return jax.tree.map(fill, state)
+
+
+def call(case: Case, inputs: dict, *, form=None, **options):
+    """Call the op of `case`, in chunks of 8 where there are chunks."""
+    positional = {
+        "linear_memory": ("q", "k", "v"),
+        "delta_memory": ("q", "k", "v", "beta"),
+        "attention": ("q", "k", "v"),
+        "short_convolution": ("x", "weight"),
+        "token_shift": ("x",),
+    }[case.op]
+    if form is not None:
+        options |= {"form": form, "chunk_size": 8}
+    rest = {n: a for n, a in inputs.items() if n not in positional}
+    op: Callable = getattr(ops, case.op)
+    return op(*(inputs[n] for n in positional), **rest, **case.static, **options)
+
+
+# ---------------------------------------------------------------------------------------------------------------- oracle
+
+
+def oracle(case: Case, inputs: dict, *, state, segment_ids=None, update_mask=None):
+    """The op by its definition, in numpy float64. Returns the output and the memory as the state's leaves."""
+    inputs = {n: np.asarray(a, np.float64) for n, a in inputs.items()}
+    memory = jax.tree.map(np.array, state)
+    reference = next(iter(inputs.values()))
+    batch, length = reference.shape[:2]
+    segmented = memory[0].ndim - (make_state(case, batch, empty=True)[0].ndim) == 1
+    ids = np.ones((batch, length), int) if segment_ids is None else np.asarray(segment_ids)
+    mask = np.ones((batch, length), int) if update_mask is None else np.asarray(update_mask)
+    outputs, last_id = [], np.array(memory.segment_id)
+    for b in range(batch):
+        own = {s: [np.copy(x[b, s] if segmented else x[b]) if x is not None else None for x in memory[:-1]]
+               for s in range(memory[0].shape[1] if segmented else 1)}  # fmt: skip
+        row = []
+        for t in range(length):
+            token = ids[b, t]
+            slot = max(token - 1, 0) if segmented else 0
+            if segment_ids is not None and token:
+                if not segmented and last_id[b] not in (0, token):
+                    own[0] = [None if x is None else np.zeros_like(x) for x in own[0]]
+                last_id[b] = token
+            output = _STEPS[case.op](case, inputs, own[slot], b, t, bool(token and mask[b, t]))
+            row.append(output if token else np.zeros_like(output))
+        outputs.append(row)
+        for s, leaves in own.items():
+            for x, leaf in zip(memory[:-1], leaves, strict=True):
+                if x is not None:
+                    x[(b, s) if segmented else b] = leaf
+    return np.array(outputs), memory._replace(segment_id=last_id)
+
+
+def _at(x, b, t, heads):
+    """Token t's value for each of `heads` heads."""
+    return np.repeat(x[b, t], heads // x.shape[2], axis=0)
+
+
+def _decays(inputs, b, t):
+    """exp(log decay), broadcastable to [G, K, V]."""
+    log_decay = np.zeros((1, 1, 1))
+    if "log_decay" in inputs:
+        g = inputs["log_decay"]
+        g = g if g.ndim == 1 else g[b, t]
+        log_decay = log_decay + (g[:, None, None] if g.ndim == 1 else g[:, :, None])
+    if "value_log_decay" in inputs:
+        log_decay = log_decay + inputs["value_log_decay"][b, t][:, None, :]
+    return np.exp(log_decay)
+
+
+def _linear_step(case, inputs, own, b, t, written):
+    heads = inputs["v"].shape[2]
+    k, v = _at(inputs["k"], b, t, heads), inputs["v"][b, t]
+    q = _at(inputs["q"], b, t, max(heads, case.heads[0])) * KEY_DIM**-0.5
+    q = q.reshape(heads, -1, KEY_DIM)
+    write = k[:, :, None] * v[:, None, :] * written
+    before = own[0].copy()
+    own[0] = (_decays(inputs, b, t) * own[0] if written else own[0]) + write
+    if case.normalize is not None:
+        z_before = own[1].copy()
+        keyed = {n: x for n, x in inputs.items() if n != "value_log_decay"}
+        own[1] = (_decays(keyed, b, t)[:, :, 0] * own[1] if written else own[1]) + k * written
+    seen, z = own
+    if "bonus" in inputs:
+        u = inputs["bonus"]
+        seen = before + u[:, :, None] * write
+        z = z_before + u * k * written if case.normalize is not None else None
+    output = np.einsum("grk,gkv->grv", q, seen)
+    if case.normalize is not None:
+        output = output / (np.einsum("grk,gk->gr", q, z)[..., None] + case.normalize)
+    return output.reshape(-1, VALUE_DIM)
+
+
+def _delta_step(case, inputs, own, b, t, written):
+    heads = inputs["v"].shape[2]
+    k, v = _at(inputs["k"], b, t, heads), inputs["v"][b, t]
+    q = _at(inputs["q"], b, t, max(heads, case.heads[0])) * KEY_DIM**-0.5
+    if written:
+        beta = inputs["beta"][b, t][:, None, None]
+        decayed = _decays(inputs, b, t) * own[0]
+        erase = np.eye(KEY_DIM) - beta * k[:, :, None] * k[:, None, :]
+        own[0] = erase @ decayed + beta * k[:, :, None] * v[:, None, :]
+    q = q.reshape(heads, -1, KEY_DIM)
+    return np.einsum("grk,gkv->grv", q, own[0]).reshape(-1, VALUE_DIM)
+
+
+def _attention_step(case, inputs, own, b, t, written):
+    heads = inputs["v"].shape[2]
+    keys, values, count = own
+    count = int(count)
+    if written:
+        place = count % len(keys)
+        keys[place], values[place] = _at(inputs["k"], b, t, heads), inputs["v"][b, t]
+        count += 1
+    own[2] = np.array(count)
+    reach = min(count, len(keys), case.window or count)
+    places = [r % len(keys) for r in range(count - reach, count)]
+    q = _at(inputs["q"], b, t, max(heads, case.heads[0])).reshape(heads, -1, KEY_DIM)
+    if not places:
+        return np.zeros((q.shape[0] * q.shape[1], VALUE_DIM))
+    scores = np.einsum("grk,sgk->grs", q, keys[places]) * KEY_DIM**-0.5
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("grs,sgv->grv", weights, values[places]).reshape(-1, VALUE_DIM)
+
+
+def _convolution_step(case, inputs, own, b, t, written):
+    x = inputs["x"][b, t]
+    seen = np.concatenate([own[0], x[None]])
+    if written:
+        own[0] = seen[1:]
+    return np.sum(seen * inputs["weight"], axis=0) + inputs.get("bias", 0)
+
+
+def _shift_step(case, inputs, own, b, t, written):
+    output = own[0][0].copy()
+    if written:
+        own[0] = inputs["x"][b, t][None]
+    return output
+
+
+_STEPS = {
+    "linear_memory": _linear_step,
+    "delta_memory": _delta_step,
+    "attention": _attention_step,
+    "short_convolution": _convolution_step,
+    "token_shift": _shift_step,
+}

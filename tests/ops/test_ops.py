@@ -1,0 +1,336 @@
+"""Every op and form computes one function: values, all gradients, final states, resets, masks, causality."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lsm_jax import ops
+from tests.ops.cases import (
+    CASES,
+    call,
+    make_inputs,
+    make_state,
+    oracle,
+    parametrize,
+    parametrize_forms,
+)
+
+BATCH, LENGTH = 2, 37
+# Two documents a row, padding before, between, inside and after; the first row goes on with document 3 of the state.
+SEGMENT_IDS = np.array(
+    [[3] * 9 + [0] + [3] * 4 + [5] * 16 + [0] * 7, [0, 0] + [1] * 10 + [2] * 8 + [1] * 17]
+)
+MASK = np.random.default_rng(5).integers(0, 2, size=(BATCH, LENGTH))
+
+
+@pytest.fixture(autouse=True)
+def _x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def settings(kind: str, case):
+    """Keywords of one setting: what stands in the state, the ids and the mask."""
+    if kind == "plain":
+        return {"state": None}
+    if kind == "state":
+        return {"state": make_state(case)}
+    if kind == "documents":
+        state = make_state(case)._replace(segment_id=jnp.array([3, 0], jnp.int32))
+        return {
+            "state": state,
+            "segment_ids": jnp.asarray(SEGMENT_IDS),
+            "update_mask": jnp.asarray(MASK),
+        }
+    if kind == "segments":
+        return {
+            "state": make_state(case, num_segments=5),
+            "segment_ids": jnp.asarray(SEGMENT_IDS),
+            "update_mask": jnp.asarray(MASK),
+        }
+    raise ValueError(kind)
+
+
+@pytest.fixture
+def optimized():
+    """Compile as users do: the bits of an output may depend on how the compiler fuses."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+SETTINGS = ("plain", "state", "documents", "segments")
+
+
+def visible(case, state):
+    """The state's leaves, without what attention's count hides."""
+    state = jax.tree.map(lambda x: np.asarray(x, np.float64), state)
+    if case.op == "attention":
+        hidden = np.arange(state.keys.shape[-3]) >= state.count[..., None]
+        state = state._replace(keys=np.where(hidden[..., None, None], 0, state.keys),
+                               values=np.where(hidden[..., None, None], 0, state.values))  # fmt: skip
+    return [x for x in state if x is not None]
+
+
+def close(a, b, tolerance):
+    """Relative to the largest entry."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    assert a.shape == b.shape
+    assert np.isfinite(a).all()
+    assert np.max(np.abs(a - b), initial=0) <= tolerance * max(np.max(np.abs(b), initial=0), 1e-3)
+
+
+def objective(case, form, weights, inputs, state, **options):
+    """A scalar of output and final state that gives every entry a weight of its own."""
+    output, final = call(case, inputs, form=form, initial_state=state, **options)
+    leaves = [
+        x for x in (output, *final) if x is not None and jnp.issubdtype(x.dtype, jnp.floating)
+    ]
+    if case.op == "attention":  # places without a token hold nothing to compare
+        leaves = leaves[:1]
+    return sum(
+        jnp.sum(x.astype(jnp.float64) * jnp.cos(weights + jnp.arange(x.size).reshape(x.shape)))
+        for x in leaves
+    )
+
+
+@functools.lru_cache(maxsize=None)
+def reference_gradients(case, kind, decay="mild"):
+    """By the recurrent form in float64 (for ops without one, by the op itself)."""
+    given = settings(kind, case)
+    state = given.pop("state")
+    inputs = make_inputs(case, decay=decay)
+    return gradients(case, case.forms[0], inputs, state, **given)
+
+
+def gradients(case, form, inputs, state, **given):
+    floats = (inputs, state if state is not None else {})
+    leaves, tree = jax.tree.flatten(floats)
+    moving = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def function(values):
+        filled = list(leaves)
+        for i, x in zip(moving, values, strict=True):
+            filled[i] = x
+        inputs, own = jax.tree.unflatten(tree, filled)
+        return objective(case, form, 0.3, inputs, own if state is not None else None, **given)
+
+    return jax.jit(jax.value_and_grad(function))([leaves[i] for i in moving])
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+@parametrize_forms()
+def test_matches_the_definition(case, form, kind):
+    given = settings(kind, case)
+    state = given.pop("state")
+    inputs = make_inputs(case)
+    output, final = jax.jit(lambda x, s, g: call(case, x, form=form, initial_state=s, **g))(
+        inputs, state, given
+    )
+    start = (
+        make_state(case, capacity=5 if case.window else LENGTH, empty=True)
+        if state is None
+        else state
+    )
+    expected, expected_final = oracle(case, inputs, state=start, **given)
+    close(output, expected, 1e-12)
+    for a, b in zip(visible(case, final), visible(case, expected_final), strict=True):
+        close(a, b, 1e-12)
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+@parametrize_forms(skip=("recurrent", None))
+def test_gradients_agree_between_forms(case, form, kind):
+    given = settings(kind, case)
+    state = given.pop("state")
+    value, grads = gradients(case, form, make_inputs(case), state, **given)
+    expected, expected_grads = reference_gradients(case, kind)
+    close(value, expected, 1e-11)
+    for a, b in zip(grads, expected_grads, strict=True):
+        close(a, b, 1e-10)
+
+
+@parametrize([c for c in CASES if c.forms == (None,)])
+def test_gradients_match_finite_differences(case):
+    from jax.test_util import check_grads
+
+    given = settings("documents", case)
+    state = given.pop("state")
+    inputs = make_inputs(case)
+    check_grads(
+        lambda x: objective(case, None, 0.3, x, state, **given), (inputs,), order=1, modes=["rev"]
+    )
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 5e-3)])
+@parametrize_forms()
+def test_narrow_dtypes(case, form, dtype, tolerance):
+    """Against float64 on the same rounded inputs: the largest error in float32, the RMS error in bfloat16."""
+    narrow = make_inputs(case, dtype=dtype)
+    wide = {n: x.astype(jnp.float64) for n, x in narrow.items()}
+    float_options = {"form": form} if form is None else {"form": "recurrent"}
+    expected, _ = call(case, wide, **float_options)
+    output, final = jax.jit(lambda x: call(case, x, form=form))(narrow)
+    assert output.dtype == dtype
+    if case.op in ("linear_memory", "delta_memory"):
+        assert final.memory.dtype == jnp.float32
+    pairs = [(output, expected)]
+    _, grads = gradients(case, form, narrow, None)
+    _, expected_grads = gradients(case, case.forms[0], wide, None)
+    pairs += list(zip(grads, expected_grads, strict=True))
+    for a, b in pairs:
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        if dtype == jnp.float32:
+            close(a, b, tolerance)
+        else:
+            assert np.sqrt(np.mean((a - b) ** 2)) <= tolerance * np.sqrt(np.mean(b**2))
+
+
+@parametrize_forms([c for c in CASES if any("decay" in a for a in c.arrays)])
+def test_strong_zero_and_mixed_decay(case, form):
+    """Float32, decays from 0 to -30 a step: finite, and as exact as with mild ones."""
+    inputs = make_inputs(case, decay="mixed", dtype=jnp.float32)
+    value, grads = gradients(case, form, inputs, None)
+    wide = {n: x.astype(jnp.float64) for n, x in inputs.items()}
+    expected, expected_grads = gradients(case, "recurrent", wide, None)
+    close(value, expected, 1e-5)
+    for a, b in zip(grads, expected_grads, strict=True):
+        close(a, b, 1e-5)
+
+
+@parametrize_forms([c for c in CASES if c.op == "delta_memory"], skip=("recurrent",))
+def test_correlated_keys_with_beta_two(case, form):
+    """The chunk's inverse stays exact where powers of its matrix would explode."""
+    inputs = make_inputs(case, length=64, dtype=jnp.float32)
+    common = inputs["k"][:, :1] + 0.05 * inputs["k"]
+    inputs["k"] = common / jnp.linalg.norm(common, axis=-1, keepdims=True)
+    inputs["beta"] = 2 - 0.1 * inputs["beta"]
+    wide = {n: x.astype(jnp.float64) for n, x in inputs.items()}
+    output, _ = ops.delta_memory(**inputs, form=form, chunk_size=64)
+    expected, _ = ops.delta_memory(**wide, form="recurrent")
+    close(output, expected, 1e-5)
+
+
+@parametrize_forms()
+def test_split_anywhere_and_resume(case, form):
+    given = settings("documents", case)
+    state = given.pop("state")
+    inputs = make_inputs(case)
+    run = jax.jit(lambda x, s, g: call(case, x, form=form, initial_state=s, **g))
+    expected, expected_final = run(inputs, state, given)
+    outputs = []
+    for a, b in ((0, 1), (1, 10), (10, 17), (17, LENGTH)):
+        piece = {n: x[:, a:b] if x.shape[:2] == (BATCH, LENGTH) else x for n, x in inputs.items()}
+        output, state = run(piece, state, {n: x[:, a:b] for n, x in given.items()})
+        outputs.append(output)
+    close(jnp.concatenate(outputs, axis=1), expected, 1e-12)
+    for a, b in zip(visible(case, state), visible(case, expected_final), strict=True):
+        close(a, b, 1e-12)
+
+
+@parametrize_forms()
+def test_packed_documents_equal_documents_alone(case, form):
+    inputs = make_inputs(case)
+    ids = jnp.asarray(np.repeat([[1, 2, 3]], [12, 5, 20], axis=1).repeat(BATCH, 0))
+    packed, _ = call(case, inputs, form=form, segment_ids=ids)
+    for a, b in ((0, 12), (12, 17), (17, LENGTH)):
+        piece = {n: x[:, a:b] if x.shape[:2] == (BATCH, LENGTH) else x for n, x in inputs.items()}
+        alone, _ = call(case, piece, form=form)
+        close(packed[:, a:b], alone, 1e-12)
+
+
+@parametrize_forms()
+def test_masked_tokens_change_nothing(case, form):
+    """Whatever stands at a masked token, later outputs and the state are as if it had not been there, to the bit."""
+    inputs = make_inputs(case)
+    poisoned = {
+        n: jnp.where((MASK == 0).reshape(MASK.shape + (1,) * (x.ndim - 2)), 1e3, x)
+        if x.shape[:2] == (BATCH, LENGTH) and n != "q"
+        else x
+        for n, x in inputs.items()
+    }
+    run = jax.jit(lambda x: call(case, x, form=form, update_mask=jnp.asarray(MASK)))
+    (output, final), (expected, expected_final) = run(poisoned), run(inputs)
+    if case.op == "short_convolution":  # a masked token still sees itself
+        output, expected = output[MASK == 1], expected[MASK == 1]
+    np.testing.assert_array_equal(output, expected)
+    for a, b in zip(visible(case, final), visible(case, expected_final), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("kind", ("plain", "documents"))
+@parametrize_forms()
+def test_causal_to_the_bit(case, form, kind, optimized):
+    """Change every input at token t, one at a time: not a bit of an earlier output moves."""
+    given = settings(kind, case)
+    state = given.pop("state")
+    inputs = make_inputs(case, decay="mixed", dtype=jnp.float32)
+    state = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.float64 else x, state)
+    run = jax.jit(lambda x: call(case, x, form=form, initial_state=state, **given)[0])
+    base = np.asarray(run(inputs))
+    for t in (6, 19, 36):
+        for name, x in inputs.items():
+            if x.shape[:2] != (BATCH, LENGTH):
+                continue
+            change = -7.0 if "decay" in name else 2.5
+            moved = np.asarray(run(inputs | {name: x.at[:, t].add(change)}))
+            np.testing.assert_array_equal(moved[:, :t], base[:, :t])
+            if kind == "plain" and name == "v" and t < LENGTH - 1:
+                assert (moved[:, t:] != base[:, t:]).any()
+
+
+@parametrize()
+def test_unknown_segments_are_poisoned(case):
+    ids = jnp.full((BATCH, LENGTH), 2).at[:, 5].set(9)
+    output, _ = call(
+        case, make_inputs(case), segment_ids=ids, initial_state=make_state(case, num_segments=2)
+    )
+    assert np.isnan(output[:, 5]).all()
+    assert np.isfinite(output[:, 6:]).all()
+
+
+def test_attention_beyond_its_capacity_is_poisoned():
+    case = CASES[16]
+    state = make_state(case, capacity=20, empty=True)
+    output, _ = call(case, make_inputs(case), initial_state=state)
+    assert np.isfinite(output[:, :20]).all()
+    assert np.isnan(output[:, 20:]).all()
+
+
+def test_long_attention_is_scanned_in_blocks():
+    """Blocks of queries, and bands of keys under a window, equal one block."""
+    for case in (CASES[15], CASES[17]):
+        inputs = make_inputs(case, batch=1, length=1100)
+        output, _ = call(case, inputs)
+        expected, _ = call(
+            case, inputs, initial_state=make_state(case, 1, capacity=1100, empty=True)
+        )
+        close(output, expected, 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"form": "parallel"}, "form='parallel'; accepted are 'recurrent', 'chunk', 'associative'"),
+        ({"implementation": "mosaic"}, "implementation='mosaic'; accepted are None and 'xla'"),
+        ({"chunk_size": 48}, "chunk_size=48; accepted are powers of two"),
+        ({"log_decay": jnp.zeros((2, 37, 3))}, "log_decay has shape (2, 37, 3); accepted are"),
+        ({"k": jnp.zeros((2, 37, 3, 8))}, "k has 3 heads; they must divide v's 2"),
+        ({"q": jnp.zeros((2, 37, 3, 8))}, "q has 3 heads; accepted are multiples and divisors of v's 2"),
+        ({"v": jnp.zeros((2, 36, 2, 8))}, "v has shape (2, 36, 2, 8); accepted is"),
+        ({"segment_ids": jnp.zeros((2, 37), jnp.float32)}, "segment_ids has dtype float32; accepted are integers"),
+        ({"initial_state": ops.linear_state(2, 2, 8, 5)}, "initial_state.memory has shape (2, 2, 8, 5)"),
+        ({"initial_state": ops.linear_state(2, 2, 8, 4, normalize=True)}, "has a normalizer, but normalize=None"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_argument(change, message):
+    inputs = make_inputs(CASES[0]) | change
+    with pytest.raises(ValueError) as error:
+        ops.linear_memory(**inputs)
+    assert message in str(error.value)

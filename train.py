@@ -1,0 +1,91 @@
+"""Train a model, or go on training it.
+
+    python train.py --config=configs/lm.py:gla-340m --workdir=runs/x --config.optimizer.peak_lr=1e-3
+
+Any field of the config is overridden by name, checked against its type. The same command resumes an interrupted run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+FLAGS = flags.FLAGS
+config_flags.DEFINE_config_file(
+    "config", None, "FILE.py:VARIANT, e.g. configs/lm.py:gla-340m.", lock_config=True
+)
+flags.DEFINE_string("workdir", None, "The run's directory.")
+flags.DEFINE_string("init_from", None, "Another run's directory, whose parameters to start from.")
+flags.mark_flags_as_required(["config", "workdir"])
+
+
+def main(argv: list[str]) -> None:
+    """Train; leave with 128 + the signal's number where one ended it early."""
+    import jax
+
+    from lsm_jax.training import TrainingStopped, train
+
+    if len(argv) > 1:
+        sys.exit(f"train.py: unknown arguments: {' '.join(argv[1:])}")
+    if FLAGS.init_from is not None:
+        FLAGS.config.init_from = FLAGS.init_from
+    if "JAX_COORDINATOR_ADDRESS" in os.environ:  # several hosts
+        jax.distributed.initialize()
+    try:
+        result = train(FLAGS.config, FLAGS.workdir)
+    except (ValueError, OSError, TrainingStopped) as error:
+        if logging.level_debug():
+            raise
+        sys.exit(f"train.py: {error}")
+    if result.interrupted is not None:
+        sys.exit(128 + result.interrupted)
+    print(f"finished {result.step} steps, loss {result.loss:.4f}, in {FLAGS.workdir}")
+
+
+def parse(argv: list[str]) -> list[str]:
+    """Parse flags; tell a wrong field, variant or value in one line, with what exists."""
+    try:
+        return FLAGS(argv)
+    except (KeyError, AttributeError) as error:
+        sys.exit(f"train.py: {_unknown_field(argv) or error}")
+    except (flags.Error, ValueError, TypeError, OSError) as error:
+        text = str(error).replace("Error: ", "")
+        sys.exit(f"train.py: {_unknown_field(argv) or text}")
+
+
+def _unknown_field(argv: list[str]) -> str | None:
+    """What is wrong with the first override that names no field, if one does."""
+    from lsm_jax.training.config import suggest
+
+    given = [a.lstrip("-") for a in argv[1:] if a.startswith("-")]
+    files = [a.partition("=")[2] for a in given if a.startswith("config=")]
+    if not files:
+        return None
+    path, _, variant = files[-1].partition(":")
+    try:
+        spec = importlib.util.spec_from_file_location("config_file", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        config = module.get_config(variant) if variant else module.get_config()
+    except Exception as error:
+        return str(error)
+    for name in (a.partition("=")[0][len("config.") :] for a in given if a.startswith("config.")):
+        holder = config
+        for part in name.split("."):
+            inner = (
+                holder.get(part) if isinstance(holder, dict) else getattr(holder, part, _MISSING)
+            )
+            if inner is _MISSING or (isinstance(holder, dict) and part not in holder):
+                return f"--config.{name}: {suggest(config, name)}"
+            holder = inner
+    return None
+
+
+_MISSING = object()
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=parse)
