@@ -1,0 +1,74 @@
+"""Meshes, rules, and ops that shard themselves. Several devices need a process of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lsm_jax.parallel import MeshConfig, constrain, make_mesh, param_sharding, partition_spec
+
+SCRIPT = """
+import jax, jax.numpy as jnp, numpy as np
+from lsm_jax import ops
+from lsm_jax.parallel import MeshConfig, batch_sharding, make_mesh, param_sharding
+
+keys = jax.random.split(jax.random.key(0), 3)
+q, k, v = (jax.random.normal(key, (8, 24, 2, 8)) for key in keys)
+decay, ids = -jnp.array([0.1, 0.2]), jnp.ones((8, 24), jnp.int32).at[:, 9:].set(2)
+
+def loss(q, decay):
+    o, state = ops.linear_memory(q, k, v, decay, segment_ids=ids)
+    o2, _ = ops.attention(q, k, v)
+    return jnp.sum(jnp.sin(o) + o2) + jnp.sum(state.memory)
+
+gradient = jax.value_and_grad(loss, (0, 1))
+expected = jax.jit(gradient)(q, decay)
+mesh = make_mesh(MeshConfig(fsdp=4))
+with jax.set_mesh(mesh):
+    rows = jax.device_put(q, batch_sharding(mesh))
+    compiled = jax.jit(gradient).lower(rows, decay).compile()
+    got = compiled(rows, decay)
+    assert "all-gather" not in compiled.as_text()
+    odd = jax.jit(lambda q: ops.attention(q, q, q)[0])(q[:3])  # a batch that does not divide still runs
+jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
+try:
+    param_sharding(mesh, ("embed", "mlp"), (6, 8), "up.kernel")
+except ValueError as error:
+    assert "up.kernel: axis 'embed' of size 6 does not divide over 4 devices" in str(error), error
+else:
+    raise AssertionError
+"""
+
+
+def test_ops_shard_themselves_over_eight_devices():
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run([sys.executable, "-c", SCRIPT], env=os.environ | flags, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "shape"), [(MeshConfig(), (8, 1)), (MeshConfig(fsdp=4), (2, 4)), (MeshConfig(data=1, fsdp=8), (1, 8))]
+)
+def test_mesh_takes_what_is_left(config, shape):
+    assert config.shape(8) == shape
+
+
+@pytest.mark.parametrize("config", [MeshConfig(fsdp=3), MeshConfig(data=2), MeshConfig(data=0), MeshConfig(fsdp=0)])
+def test_mesh_that_does_not_fit_is_refused(config):
+    with pytest.raises(ValueError, match="mesh"):
+        config.shape(8)
+
+
+def test_rules():
+    assert partition_spec(("batch", None)) == jax.P(("data", "fsdp"), None)
+    with pytest.raises(ValueError, match="'width' has no rule"):
+        partition_spec(("width",))
+    x = jnp.ones((2, 2))
+    assert constrain(x, ("batch", None)) is x
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    assert param_sharding(mesh, ("vocab", "embed"), (5, 3)).is_fully_replicated

@@ -1,0 +1,162 @@
+"""Runs that stop, break and go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+import lsm_jax
+from lsm_jax.training import TrainingStopped, loop, read_rows, train
+from lsm_jax.training.loop import _Loop
+from tests.training import tiny
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return tiny.write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def whole(text, tmp_path_factory):
+    """A run that was never interrupted."""
+    workdir = tmp_path_factory.mktemp("whole") / "run"
+    result = train(tiny.config(text), workdir)
+    assert result.step == 12 and result.interrupted is None
+    return workdir
+
+
+def losses(workdir):
+    rows = [row for row in read_rows(workdir / "metrics.jsonl") if "train/loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return [row["train/loss"] for row in rows]
+
+
+def drive(workdir, text, *, stop=0, devices=1, fsdp=1):
+    """Train in a process of its own."""
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    command = [sys.executable, "-m", "tests.training.tiny", workdir, text, str(stop), str(fsdp)]
+    return subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True)
+
+
+def test_loss_falls_and_the_run_loads(whole):
+    curve = losses(whole)
+    assert curve[-1] < curve[0] - 0.5
+    run = lsm_jax.load_run(whole)
+    assert run.step == 12
+    tokens = np.full((1, 4), 100)
+    assert np.isfinite(run.model(tokens)[0]).all()
+    row = read_rows(whole / "metrics.jsonl")[-1]
+    assert row["train/tokens"] == 12 * 256
+    assert row["perf/tokens_per_second"] > 0 and row["perf/model_flops_per_second"] > 0
+
+
+def test_sigterm_saves_and_resumes_to_the_bit(text, whole, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(loop._Loop, "_report", loop._Loop._report)
+        tiny.stop_at(5)
+        result = train(tiny.config(text), tmp_path / "run")
+    assert result.interrupted is not None and 5 <= result.step < 12
+    assert train(tiny.config(text), tmp_path / "run").step == 12
+    assert losses(tmp_path / "run") == losses(whole)
+
+
+def test_kill_resumes_to_the_bit(text, whole, tmp_path):
+    killed = drive(tmp_path / "run", text, stop=-8)
+    assert killed.returncode == -9
+    with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
+        file.write('{"step": 9, "train/lo')  # a row the kill cut short
+    assert train(tiny.config(text), tmp_path / "run").step == 12
+    assert losses(tmp_path / "run") == losses(whole)
+
+
+def test_device_count_may_change(text, whole, tmp_path):
+    """8 virtual devices give the losses of 1; a run started on 8 goes on on 1."""
+    done = drive(tmp_path / "eight", text, devices=8, fsdp=4)
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_allclose(losses(tmp_path / "eight"), losses(whole), rtol=1e-5)
+    stopped = drive(tmp_path / "moved", text, devices=8, fsdp=2, stop=5)
+    assert stopped.returncode == 0, stopped.stderr
+    assert train(tiny.config(text), tmp_path / "moved").step == 12
+    np.testing.assert_allclose(losses(tmp_path / "moved"), losses(whole), rtol=1e-5)
+
+
+def test_broken_checkpoint_is_passed_over(text, whole, tmp_path, caplog):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop._Loop, "_report", loop._Loop._report)
+        tiny.stop_at(7)
+        stopped = train(tiny.config(text), tmp_path / "run").step
+    newest = tmp_path / "run" / "checkpoints" / str(stopped)
+    for path in newest.rglob("*"):
+        if path.is_file() and path.stat().st_size > 200:
+            os.truncate(path, path.stat().st_size // 2)
+    assert train(tiny.config(text), tmp_path / "run").step == 12
+    assert f"checkpoint {stopped} " in caplog.text and "the one before" in caplog.text
+    assert losses(tmp_path / "run") == losses(whole)
+
+
+def test_all_checkpoints_broken_is_an_error(text, tmp_path):
+    train(tiny.config(text, total_tokens=4 * 256), tmp_path / "run")
+    for path in (tmp_path / "run" / "checkpoints").rglob("manifest.ocdbt"):
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match="none of the checkpoints 3, 4 in .* can be read"):
+        train(tiny.config(text, total_tokens=4 * 256), tmp_path / "run")
+
+
+def test_keep_policies(text, tmp_path):
+    changes = dict(checkpoint_every=1, keep_last=2, keep_every=4, total_tokens=10 * 256)
+    train(tiny.config(text, **changes), tmp_path / "run")
+    kept = {int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir() if p.name.isdigit()}
+    assert kept >= {4, 8, 9, 10} and not kept & {1, 2, 3, 5, 6, 7}
+
+
+def test_another_config_is_refused_with_its_differences(text, whole):
+    changed = tiny.config(text, seed=7, log_every=5)
+    changed.optimizer.peak_lr = 1.0
+    with pytest.raises(ValueError) as error:
+        train(changed, whole)
+    assert "seed: 42 -> 7" in str(error.value) and "optimizer.peak_lr: 0.01 -> 1.0" in str(error.value)
+    assert "log_every" not in str(error.value)
+
+
+def test_bad_steps_are_skipped_and_then_stop_the_run(text, tmp_path, monkeypatch):
+    send = _Loop._to_devices
+    sent = []
+
+    def poison(self, batch):
+        sent.append(1)
+        if len(sent) == 4 or len(sent) > 7:
+            batch = batch | {"tokens": np.full_like(batch["tokens"], 999)}
+        return send(self, batch)
+
+    monkeypatch.setattr(_Loop, "_to_devices", poison)
+    with pytest.raises(TrainingStopped, match="step 10: 3 steps in a row .* checkpoint 6 is the last good one"):
+        train(tiny.config(text, max_bad_steps=3), tmp_path / "run")
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert [row["train/skipped_steps"] for row in rows[:7]] == [0, 0, 0, 1, 1, 1, 1]
+    assert np.isfinite([row["train/loss"] for row in rows[4:7]]).all()
+
+
+def test_init_from_starts_with_its_parameters(text, whole, tmp_path):
+    train(tiny.config(text, init_from=str(whole), total_tokens=256, optimizer=tiny.OptimizerConfig(peak_lr=1e-9)), tmp_path / "run")  # fmt: skip
+    ours, theirs = lsm_jax.load_run(tmp_path / "run"), lsm_jax.load_run(whole)
+    for a, b in zip(jax.tree.leaves(ours.params), jax.tree.leaves(theirs.params), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-7)
+    other = tiny.config(text, init_from=str(whole))
+    other.model.hidden_size = 32
+    with pytest.raises(ValueError, match="another model; parameters differ"):
+        train(other, tmp_path / "other")
+
+
+def test_held_out_loss_is_logged(text, tmp_path):
+    train(tiny.config(text, eval_every=2, total_tokens=4 * 256), tmp_path / "run")
+    steps = [r["step"] for r in read_rows(tmp_path / "run" / "metrics.jsonl") if "val/loss" in r]
+    assert steps == [2, 4]
+    saved = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert saved["type"].endswith(":TrainConfig")
