@@ -59,8 +59,8 @@ def main(argv: list[str]) -> None:
         if name == "perplexity":
             console.print(perplexity_table(found))
         else:
-            console.print(found.prompt + found.text, end="\n\n")
-            console.print(found.describe())
+            console.print(f"\n{found.prompt}{found.text}\n", soft_wrap=True)
+            console.print(found.describe(), soft_wrap=True)
     console.print(f"results in {folder}", soft_wrap=True)
 
 
@@ -74,5 +74,16 @@ def guarded(argv: list[str]) -> None:
         sys.exit(f"eval.py: {error}  (--verbosity=1 shows where)")
 
 
+def parse(argv: list[str]) -> list[str]:
+    """Parse flags; a wrong one is told in one line, and libraries log warnings only."""
+    try:
+        rest = FLAGS(argv)
+    except flags.Error as error:
+        sys.exit(f"eval.py: {error}")
+    if FLAGS["verbosity"].using_default_value:
+        FLAGS.verbosity = logging.WARNING
+    return rest
+
+
 if __name__ == "__main__":
-    app.run(guarded)
+    app.run(guarded, flags_parser=parse)

@@ -20,7 +20,7 @@ from lsm_jax.evaluation.plots import (
     plot_training,
     read_metrics,
 )
-from lsm_jax.evaluation.tables import perplexity_table
+from lsm_jax.evaluation.tables import bits_table, perplexity_table
 from lsm_jax.evaluation.tasks import TASKS, Request, check_tasks, plot_run
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "LossCurve",
     "Request",
     "Scorer",
+    "bits_table",
     "byte_baselines",
     "check_tasks",
     "evaluate",

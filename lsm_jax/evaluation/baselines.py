@@ -132,10 +132,14 @@ class _Order:
         return np.where(mass > 0, mixed, lower)
 
 
-def store_documents(store: TokenStore) -> list[np.ndarray]:
+def store_documents(store: TokenStore, num_rows: int | None = None) -> list[np.ndarray]:
     """The documents of a byte store, each uint8 [n], separators left out.
 
     Rows of a store that names its separator stand end to end and are joined; else each row is a document.
+
+    Args:
+        store: of bytes.
+        num_rows: read only so many of its first rows.
 
     Raises:
         ValueError: a store of another encoder.
@@ -143,7 +147,8 @@ def store_documents(store: TokenStore) -> list[np.ndarray]:
     encoder = store.attributes.get("encoder")
     if encoder != "bytes":
         raise ValueError(f"{store.path} has encoder {encoder!r}, accepted: 'bytes'")
-    rows = store.read(np.arange(store.num_documents), 0, store.length, vocab_size=1 << 16)
+    number = store.num_documents if num_rows is None else min(num_rows, store.num_documents)
+    rows = store.read(np.arange(number), 0, store.length, vocab_size=1 << 16)
     parts = [rows.reshape(-1)] if "separator" in store.attributes else list(rows)
     documents = []
     for part in parts:

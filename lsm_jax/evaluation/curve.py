@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,23 @@ class LossCurve:
             raise ValueError(f"length={length}: it must be at least 1")
         self.total = np.zeros(length, np.float64)
         self.count = np.zeros(length, np.int64)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> LossCurve:
+        """The curve of a results.npz.
+
+        Raises:
+            ValueError: a file without `val/loss_per_token` and `val/tokens_per_position`.
+        """
+        with np.load(path) as arrays:
+            missing = {"val/loss_per_token", "val/tokens_per_position"} - set(arrays.files)
+            if missing:
+                raise ValueError(f"{path} has no {' and no '.join(sorted(missing))}")
+            loss, count = arrays["val/loss_per_token"], arrays["val/tokens_per_position"]
+        curve = cls(loss.size)
+        curve.count[:] = count
+        curve.total[:] = np.where(count > 0, loss, 0.0) * count
+        return curve
 
     @property
     def length(self) -> int:

@@ -45,10 +45,10 @@ class Generation:
         speed = f"{len(self.tokens)} tokens, {self.tokens_per_second:,.0f} tokens/s"
         if not self.timed_compiled:
             speed += " with compilation"
-        growth = (
-            "constant" if not self.state_grows else f"and {self.state_grows:,.0f} bytes a token"
-        )
-        return f"{speed}, state {self.state_bytes:,} bytes ({growth})"
+        growth = "of constant size"
+        if self.state_grows:
+            growth = f"for this length, {self.state_grows:,.0f} more a token"
+        return f"{speed}; state {self.state_bytes:,} bytes, {growth}"
 
 
 def generate(

@@ -24,7 +24,7 @@ class Evaluation:
 
     Attributes:
         curve: loss by position.
-        num_sequences: rows read.
+        num_sequences: rows in which a token was scored.
         num_byte_labels: scored labels that are bytes (below 256), the denominator of bits per byte.
         seconds: wall time, compilation included.
     """
@@ -163,8 +163,8 @@ def evaluate(
                     full["positions"][:, piece] if "positions" in full else None,
                     start=start,
                 )
-            sequences += rows
             scored = np.ones((rows, length), bool) if mask is None else np.asarray(mask) != 0
+            sequences += int(scored.any(axis=1).sum())
             byte_labels += int(np.count_nonzero(np.asarray(full["labels"])[scored] < 256))
             bar.advance(rows * length, curve.mean if curve.num_tokens else float("nan"))
         seconds = bar.seconds

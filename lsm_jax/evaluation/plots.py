@@ -61,7 +61,7 @@ def plot_loss_by_position(
         curves: one curve, or several by name.
         path: the PNG.
         train_length: marked by a dashed line where given.
-        first: the first position shown; None is 128, or an eighth of the longest curve where that is less.
+        first: the first position shown; None is 128, or a 64th of the longest curve where that is less.
         title: above both.
 
     Returns:
@@ -69,7 +69,7 @@ def plot_loss_by_position(
     """
     curves = {"": curves} if isinstance(curves, LossCurve) else dict(curves)
     longest = max(curve.length for curve in curves.values())
-    first = min(128, longest // 8) if first is None else first
+    first = min(128, longest // 64) if first is None else first
     figure, (left, right) = _figure(title, columns=2)
     for colour, (name, curve) in zip(_colours(len(curves)), curves.items(), strict=True):
         position = np.arange(curve.length) + 1
@@ -79,8 +79,7 @@ def plot_loss_by_position(
     _label(left, "position i (tokens)", "loss L(i) (nats per token)")
     _label(right, "length l (tokens)", "perplexity P(l)")
     for axes in (left, right):
-        # Positions differ by orders of magnitude only where documents are long.
-        if longest >= 4096:
+        if longest >= 64:
             axes.set_xscale("log", base=2)
             axes.xaxis.set_minor_formatter(NullFormatter())
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))

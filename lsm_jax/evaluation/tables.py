@@ -28,13 +28,9 @@ def perplexity_table(results: Mapping[str, Any]) -> RenderableType:
     return Group(table, mean + f"; {results['tokens_per_second']:,.0f} tokens/s")
 
 
-def bits_table(bits: Mapping[str, float], *, model: str) -> RenderableType:
+def bits_table(bits: Mapping[str, float], *, model: str, title: str) -> RenderableType:
     """Bits per byte by name, best first; the row of `model` stands out."""
-    table = Table(
-        "held-out text by",
-        "bits per byte",
-        title="The same bytes, four ways" if len(bits) == 4 else None,
-    )
+    table = Table("coded by", "bits per byte", title=title)
     table.columns[1].justify = "right"
     for name, value in sorted(bits.items(), key=lambda item: item[1]):
         table.add_row(name, f"{value:.4f}", style="bold" if name == model else None)

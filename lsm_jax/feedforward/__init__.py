@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
 
 from lsm_jax.feedforward.swiglu import SwiGLU, SwiGLUConfig
 
-FEEDFORWARDS: dict[type, type[nnx.Module]] = {SwiGLUConfig: SwiGLU}
+FEEDFORWARDS: dict[type, Callable[..., Any]] = {SwiGLUConfig: SwiGLU}
 
 
 def check(config: Any, hidden_size: int) -> None:
@@ -21,7 +22,7 @@ def check(config: Any, hidden_size: int) -> None:
     config.validate(hidden_size)
 
 
-def build(config: Any, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02) -> nnx.Module:
+def build(config: Any, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02) -> Any:
     """The feedforward a config describes, at this width."""
     check(config, hidden_size)
     return FEEDFORWARDS[type(config)](config, hidden_size, rngs=rngs, init_std=init_std)

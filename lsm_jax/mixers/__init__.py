@@ -6,6 +6,7 @@ To add a method, write its file and add its row here. Models, training, decoding
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
@@ -33,7 +34,7 @@ class Method:
         read: how the output is taken from it.
         forms: forms of the op; empty where it has none.
         config: its dataclass.
-        module: its `Mixer`.
+        module: its class, a `Mixer`.
         feedforward: whether its published block has one.
     """
 
@@ -45,7 +46,7 @@ class Method:
     read: str
     forms: tuple[str, ...]
     config: type
-    module: type[Mixer]
+    module: Callable[..., Mixer]
     feedforward: bool = True
 
 

@@ -36,12 +36,12 @@ class MixerState(NamedTuple):
     Attributes:
         memory: the op's state.
         tails: last inputs of each short convolution, by name.
-        clock: None unless the mixer uses positions.
+        clock: a `Clock`, or None unless the mixer uses positions.
     """
 
     memory: Any
     tails: dict[str, Any]
-    clock: Clock | None
+    clock: Any
 
 
 def fresh_clock(batch_size: int) -> Clock:
@@ -51,7 +51,7 @@ def fresh_clock(batch_size: int) -> Clock:
 
 def advance(
     clock: Clock,
-    shape: tuple[int, int],
+    shape: tuple[int, ...],
     segment_ids: jax.Array | None,
     update_mask: jax.Array | None,
     positions: jax.Array | None = None,
@@ -114,7 +114,7 @@ class Context:
     layer: jax.Array | int | None
     shared: dict[str, jax.Array]
     segment_ids: jax.Array | None
-    positions: jax.Array | None
+    positions: Any
     update_mask: jax.Array | None
     tails: dict[str, Any]
     kept: dict[str, Any] = dataclasses.field(default_factory=dict)

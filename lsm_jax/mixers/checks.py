@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 FORMS = ("recurrent", "chunk", "associative")
 
 
-def positive(owner: object, **fields: float) -> None:
+def positive(owner: Any, **fields: float) -> None:
     """Raise ValueError unless every given field is greater than zero."""
     for name, value in fields.items():
         if not value > 0:
             raise ValueError(f"{type(owner).__name__}.{name}={value}: it must be greater than 0")
 
 
-def one_of(owner: object, name: str, value: object, accepted: tuple) -> None:
+def one_of(owner: Any, name: str, value: object, accepted: tuple) -> None:
     """Raise ValueError unless `value` is one of `accepted`."""
     if value not in accepted:
         listed = ", ".join(repr(a) for a in accepted)
         raise ValueError(f"{type(owner).__name__}.{name}={value!r}: accepted are {listed}")
 
 
-def divides(owner: object, name: str, value: int, what: str, total: int) -> None:
+def divides(owner: Any, name: str, value: int, what: str, total: int) -> None:
     """Raise ValueError unless the field `name` (= `value`) divides `total`, described by `what`."""
     positive(owner, **{name: value})
     if total % value:
@@ -29,7 +31,7 @@ def divides(owner: object, name: str, value: int, what: str, total: int) -> None
         )
 
 
-def expanded(owner: object, name: str, factor: float, hidden_size: int, num_heads: int) -> int:
+def expanded(owner: Any, name: str, factor: float, hidden_size: int, num_heads: int) -> int:
     """Head size of `factor * hidden_size` channels cut into `num_heads` heads.
 
     Raises:
@@ -46,7 +48,7 @@ def expanded(owner: object, name: str, factor: float, hidden_size: int, num_head
     return int(width) // num_heads
 
 
-def op_fields(owner: object) -> None:
+def op_fields(owner: Any) -> None:
     """Check `form` and `chunk_size`; the op itself checks `implementation`, which only it can know."""
     one_of(owner, "form", owner.form, FORMS)
     size = owner.chunk_size
@@ -56,7 +58,7 @@ def op_fields(owner: object) -> None:
         )
 
 
-def convolution_width(owner: object) -> None:
+def convolution_width(owner: Any) -> None:
     """Check `conv_size`."""
     if owner.conv_size < 2:
         raise ValueError(

@@ -22,11 +22,11 @@ class DecoderState(NamedTuple):
     """Everything a decoder remembers, of static shape.
 
     Attributes:
-        layers: for each letter of the period, (mixer state, feedforward state), stacked over its repetitions.
+        layers: a tuple of (mixer state, feedforward state), one a letter of the period, stacked over its repetitions.
         clock: where each row stands in its document.
     """
 
-    layers: tuple[tuple[Any, Any], ...]
+    layers: Any
     clock: Clock
 
 
@@ -57,7 +57,7 @@ class Block(nnx.Module):
             self.mixer_norm(x), shared=shared, state=mixer_state, **call
         )
         x = constrain(x + y, _ACTIVATIONS)
-        if self.feedforward is not None:
+        if self.feedforward is not None and self.feedforward_norm is not None:
             y, inner_state, more = self.feedforward(
                 self.feedforward_norm(x), shared=shared, state=inner_state, **call
             )

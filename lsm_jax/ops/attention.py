@@ -229,7 +229,7 @@ def _with_state(options: _Options, q, k, v, places: _Places, state: AttentionSta
 
 def _plain(options: _Options, q, k, v) -> Array:
     def xla(q, k, v):
-        return _causal(options, q, k, v)
+        return _causal(options, q, k, v).astype(v.dtype)
 
     def cudnn(q, k, v):
         local = None if options.window is None else (options.window - 1, 0)

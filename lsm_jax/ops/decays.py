@@ -65,37 +65,41 @@ def blocks_of(x: Array, size: int) -> Array:
 
 def channel_scores(q: Array, k: Array, halving: Halving, diagonal: Array, precision) -> Array:
     """`sum_c q_ic k_jc exp(decay_c from j to i)` for j < i, and `diagonal` on the diagonal: [..., C, C]."""
-    scores = diagonal[..., None, None]
-    for level, (prefix, suffix) in enumerate(halving.levels):
-        size = 2**level
-        _, q_right = pair_blocks(blocks_of(q, size))
-        k_left, _ = pair_blocks(blocks_of(k, size))
-        off = jnp.einsum(
-            "...ic,...jc->...ij",
-            q_right * jnp.exp(prefix),
-            k_left * jnp.exp(suffix),
-            precision=precision,
-        )
-        left, right = pair_blocks(scores)
-        top = jnp.concatenate([left, jnp.zeros_like(off)], axis=-1)
-        scores = jnp.concatenate([top, jnp.concatenate([off, right], axis=-1)], axis=-2)
-    return scores[..., 0, :, :]
+
+    def meet(level: int, prefix: Array, suffix: Array) -> Array:
+        _, q_right = pair_blocks(blocks_of(q, 2**level))
+        k_left, _ = pair_blocks(blocks_of(k, 2**level))
+        later, earlier = q_right * jnp.exp(prefix), k_left * jnp.exp(suffix)
+        return jnp.einsum("...ic,...jc->...ij", later, earlier, precision=precision)
+
+    return _assemble(halving, diagonal, meet)
 
 
-def pairwise_decay(log_decay: Float[Array, "... C"], *, exclusive: bool = False) -> Array:
-    """`exp(log_decay summed from j + 1 to i)` (to i - 1 if `exclusive`), 0 above the diagonal: [..., C, C].
+def pairwise_decay(halving: Halving, *, exclusive: bool = False) -> Array:
+    """`exp(log decay from j to i)` for j < i, 0 above the diagonal, 1 on it (0 if `exclusive`): [..., C, C].
 
-    Summed for each pair, not as a difference of running sums, which would lose a small decay beside a strong one. The
-    diagonal is 1, or 0 if `exclusive`.
+    Args:
+        halving: of one channel, K = 1.
+        exclusive: as it was halved.
     """
-    size = log_decay.shape[-1]
-    row, column = jnp.arange(size)[:, None], jnp.arange(size)
-    terms = jnp.where(row > column, log_decay[..., :, None], 0)
-    if exclusive:
-        terms = jnp.roll(terms, 1, axis=-2)
-        terms = jnp.where(row > column + 1, terms, 0)
-    seen = row > column if exclusive else row >= column
-    return jnp.where(seen, jnp.exp(jnp.cumsum(terms, axis=-2)), 0)
+    diagonal = jnp.full(halving.prefix.shape[:-1], 0.0 if exclusive else 1.0, halving.prefix.dtype)
+
+    def meet(_, prefix: Array, suffix: Array) -> Array:
+        return jnp.exp(prefix) * jnp.swapaxes(jnp.exp(suffix), -1, -2)
+
+    return _assemble(halving, diagonal, meet)
+
+
+def _assemble(halving: Halving, diagonal: Array, meet) -> Array:
+    """A lower triangle from its diagonal and, level by level, the blocks where right rows meet left columns."""
+    lower = diagonal[..., None, None]
+    for level, (prefix, suffix) in enumerate(halving.levels):
+        off = meet(level, prefix, suffix)
+        left, right = pair_blocks(lower)
+        top = jnp.concatenate([left, jnp.zeros_like(left)], axis=-1)
+        off = jnp.broadcast_to(off, right.shape)
+        lower = jnp.concatenate([top, jnp.concatenate([off, right], axis=-1)], axis=-2)
+    return lower[..., 0, :, :]
 
 
 @jax.custom_vjp

@@ -127,7 +127,9 @@ def _delta_memory(
     num_segments = state.memory.shape[1] if state.memory.ndim == 5 else None
     tokens = read_tokens(segment_ids, update_mask, state.segment_id, num_segments)
     if constant_log_decay is not None:
-        log_decay = jnp.broadcast_to(constant_log_decay, (batch, length, heads))
+        # One row is enough, unless some rows write where others do not.
+        rows = 1 if tokens.written is None and tokens.slot is None else batch
+        log_decay = jnp.broadcast_to(constant_log_decay, (rows, length, heads))
 
     def prepare(x):
         return None if x is None else select(tokens.written, jnp.asarray(x).astype(dtype))
@@ -189,23 +191,29 @@ def _chunked(inputs: _Inputs, memory, chunks: Chunks, options: _Options):
         keys = x.k[:, :, :, None]
         scores = channel_scores(rows, keys, shared, jnp.sum(rows * keys, axis=-1), precision)
     else:
-        decay = jnp.zeros(x.beta.shape, x.k.dtype) if x.decay is None else x.decay
-        halving = halve(decay[..., None])
         scores = jnp.einsum("bngrik,bngjk->bngrij", rows, x.k, precision=precision)
-        scores = scores * pairwise_decay(decay)[:, :, :, None]
+        if x.decay is None:
+            halving = None
+            scores = jnp.tril(scores)
+        else:
+            halving = halve(x.decay[..., None])
+            scores = scores * pairwise_decay(halving)[:, :, :, None]
     if same is not None:
         scores = jnp.where(same[:, :, None, None], scores, 0)
     beta = x.beta[..., None]
     inverse = inverse_unit_lower(jnp.tril(beta * scores[:, :, :, queries], -1))
 
     # The chunk as one update: U = new - erase M.
-    read = rows * jnp.exp(halving.prefix)[:, :, :, None]
-    written_keys = x.k * jnp.exp(halving.suffix)
-    kept = jnp.exp(halving.total)[..., None]
+    read, written_keys, kept = rows, x.k, jnp.ones((1, 1, 1, 1, 1), x.k.dtype)
+    if halving is not None:
+        read = read * jnp.exp(halving.prefix)[:, :, :, None]
+        written_keys = written_keys * jnp.exp(halving.suffix)
+        kept = jnp.exp(halving.total)[..., None]
     if same is not None:
         read = jnp.where(enters[:, :, None, None, :, None], read, 0)
         written_keys = jnp.where(stays[:, :, None, :, None], written_keys, 0)
         kept = jnp.where(per_chunk(enters[:, :, -1], kept), kept, 0)
+    kept = jnp.broadcast_to(kept, (*x.k.shape[:2], *kept.shape[2:]))
     erase = jnp.matmul(inverse, beta * read[:, :, :, queries], precision=precision)
     new = jnp.matmul(inverse, beta * x.v, precision=precision)
 

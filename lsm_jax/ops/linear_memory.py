@@ -149,7 +149,9 @@ def _linear_memory(
         return None if x is None else select(tokens.written, jnp.asarray(x).astype(dtype))
 
     if constant_log_decay is not None:
-        log_decay = jnp.broadcast_to(constant_log_decay, (batch, length, heads))
+        # One row is enough, unless some rows write where others do not.
+        rows = 1 if tokens.written is None and tokens.slot is None else batch
+        log_decay = jnp.broadcast_to(constant_log_decay, (rows, length, heads))
     values = v.astype(dtype)
     memory = state.memory.astype(dtype)
     if (
@@ -221,6 +223,7 @@ def _chunked(inputs: _Inputs, bonus, memory, chunks: Chunks, options: _Options):
     current = jnp.einsum("bngrck,bngck->bngrc", x.q, x.k if bonus is None else x.k * bonus[:, None])
     key_halving = None if x.key_decay is None else halve(x.key_decay, exclusive=exclusive)
     value_halving = None if x.value_decay is None else halve(x.value_decay, exclusive=exclusive)
+    scalar_halving = None if x.decay is None else halve(x.decay[..., None], exclusive=exclusive)
     if value_halving is not None:
         output = _by_halving(x, current, key_halving, value_halving, same, precision)
     else:
@@ -228,8 +231,10 @@ def _chunked(inputs: _Inputs, bonus, memory, chunks: Chunks, options: _Options):
             scores = _with_queries(x, key_halving, current, precision)
         else:
             scores = jnp.einsum("bngrik,bngjk->bngrij", x.q, x.k, precision=precision)
-            decay = jnp.zeros(x.k.shape[:-1], x.k.dtype) if x.decay is None else x.decay
-            scores = scores * pairwise_decay(decay, exclusive=exclusive)[:, :, :, None]
+            if scalar_halving is not None:
+                scores = scores * pairwise_decay(scalar_halving, exclusive=exclusive)[:, :, :, None]
+            else:
+                scores = jnp.tril(scores, -1 if exclusive else 0)
             if exclusive:
                 scores = scores + current[..., None] * jnp.eye(chunks.size, dtype=scores.dtype)
         if same is not None:
@@ -244,15 +249,11 @@ def _chunked(inputs: _Inputs, bonus, memory, chunks: Chunks, options: _Options):
         jnp.ones((1, 1, 1, 1, 1), x.k.dtype),
     )
     out_decay = None
-    if x.decay is not None:
-        scalar = halve(x.decay[..., None], exclusive=exclusive)
-        read = read * jnp.exp(scalar.prefix)[:, :, :, None]
-        written_keys = written_keys * jnp.exp(scalar.suffix)
-        transition = transition * jnp.exp(scalar.total)[..., None]
-    if key_halving is not None:
-        read = read * jnp.exp(key_halving.prefix)[:, :, :, None]
-        written_keys = written_keys * jnp.exp(key_halving.suffix)
-        transition = transition * jnp.exp(key_halving.total)[..., None]
+    for halving in (scalar_halving, key_halving):
+        if halving is not None:
+            read = read * jnp.exp(halving.prefix)[:, :, :, None]
+            written_keys = written_keys * jnp.exp(halving.suffix)
+            transition = transition * jnp.exp(halving.total)[..., None]
     if value_halving is not None:
         out_decay = jnp.exp(value_halving.prefix)[:, :, :, None]
         written_values = written_values * jnp.exp(value_halving.suffix)

@@ -51,8 +51,9 @@ class Checkpoints:
         if step in self.steps:
             return
         rest = dataclasses.replace(state, params={})
+        # Unforced, orbax leaves a save out while the one before is under way.
         self._checkpointer.save_checkpointables_async(
-            step, dict(params=state.params, training=rest, data=data)
+            step, dict(params=state.params, training=rest, data=data), force=True
         )
 
     def restore(self, target: TrainState, data: Any) -> TrainState | None:

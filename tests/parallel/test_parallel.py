@@ -35,7 +35,7 @@ with jax.set_mesh(mesh):
     got = compiled(rows, decay)
     assert "all-gather" not in compiled.as_text()
     odd = jax.jit(lambda q: ops.attention(q, q, q)[0])(q[:3])  # a batch that does not divide still runs
-jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, expected)
+jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, expected)
 try:
     param_sharding(mesh, ("embed", "mlp"), (6, 8), "up.kernel")
 except ValueError as error:

@@ -87,7 +87,7 @@ def test_device_count_may_change(text, whole, tmp_path):
     np.testing.assert_allclose(losses(tmp_path / "moved"), losses(whole), rtol=1e-5)
 
 
-def test_broken_checkpoint_is_passed_over(text, whole, tmp_path, caplog):
+def test_broken_checkpoint_is_passed_over(text, whole, tmp_path, capfd):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop._Loop, "_report", loop._Loop._report)
         tiny.stop_at(7)
@@ -97,7 +97,8 @@ def test_broken_checkpoint_is_passed_over(text, whole, tmp_path, caplog):
         if path.is_file() and path.stat().st_size > 200:
             os.truncate(path, path.stat().st_size // 2)
     assert train(tiny.config(text), tmp_path / "run").step == 12
-    assert f"checkpoint {stopped} " in caplog.text and "the one before" in caplog.text
+    said = capfd.readouterr().err
+    assert f"checkpoint {stopped} " in said and "the one before" in said
     assert losses(tmp_path / "run") == losses(whole)
 
 

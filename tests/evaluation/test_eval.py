@@ -1,0 +1,150 @@
+"""eval.py and its tasks on a run of a few steps: files, keys, repeatability, and errors of one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import lsm_jax
+from lsm_jax.data import DataConfig, write_demo_store
+from lsm_jax.evaluation import TASKS, LossCurve, Request, check_tasks, perplexity_table
+from lsm_jax.mixers import RetNetConfig
+from lsm_jax.models import LayerConfig, ModelConfig
+from lsm_jax.training import TrainConfig, train
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("eval")
+    write_demo_store(folder / "text", row_length=64, max_bytes=150_000)
+    model = ModelConfig(
+        vocab_size=257,
+        hidden_size=32,
+        num_layers=1,
+        layers={"L": LayerConfig(mixer=RetNetConfig(num_heads=1), feedforward=None)},
+        dtype="float32",
+        remat="none",
+    )
+    config = TrainConfig(
+        name="tiny",
+        model=model,
+        data=DataConfig(path=str(folder / "text"), sequence_length=32, num_threads=0),
+        batch_size=8,
+        total_tokens=3 * 8 * 32,
+        log_every=1,
+        eval_every=0,
+    )
+    train(config, folder / "run")
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def run(workdir):
+    return lsm_jax.load_run(workdir)
+
+
+def eval_script(*flags: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "eval.py"), *flags],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+
+
+def test_eval_writes_results_plots_and_a_sample(workdir):
+    done = eval_script(
+        f"--workdir={workdir}", "--max_tokens=2048", "--prompt=def ", "--num_tokens=8", "--output=one"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "bits per byte" in done.stdout and "tokens/s" in done.stdout
+    folder = workdir / "eval" / "one"
+    files = {p.name for p in folder.iterdir()}
+    assert files == {"results.json", "results.npz", "loss_by_position.png", "sample.json", "sample.txt"}
+
+    results = json.loads((folder / "results.json").read_text())
+    loss = np.load(folder / "results.npz")["val/loss_per_token"]
+    assert loss.shape == (32,) and loss.dtype == np.float64
+    for length in (32, 16, 8, 4):
+        assert results[f"val/loss_avg_len_{length}"] == pytest.approx(loss[:length].mean(), rel=1e-12)
+        assert results[f"val/perplexity_len_{length}"] == pytest.approx(np.exp(loss[:length].mean()), rel=1e-12)
+    assert results["val/tokens"] == 2048 and results["step"] == 3
+    assert LossCurve.load(folder / "results.npz").average(16) == pytest.approx(results["val/loss_avg_len_16"])
+    assert (folder / "sample.txt").read_text().startswith("def ")
+
+
+def test_tasks_repeat_and_count_every_token(run, workdir, tmp_path):
+    first = TASKS["perplexity"](run, Request(), tmp_path)
+    again = TASKS["perplexity"](run, Request(batch_size=7), tmp_path)
+    assert again["val/loss"] == pytest.approx(first["val/loss"], rel=1e-9)
+    store = lsm_jax.data.TokenStore(workdir.parent / "text" / "heldout.zarr")
+    assert again["val/tokens"] == first["val/tokens"] == store.num_documents * 64
+    assert again["num_sequences"] == store.num_documents * 2
+    assert first["val/bits_per_byte"] >= first["val/loss"] / np.log(2)
+    sample = [TASKS["generate"](run, Request(num_tokens=6, top_k=5), tmp_path).text for _ in range(2)]
+    assert sample[0] == sample[1]
+    assert perplexity_table(first)
+
+
+def test_other_data_and_longer_rows(run, workdir, tmp_path):
+    request = Request(data=str(workdir.parent / "text"), sequence_length=64, piece_length=32, max_tokens=512)
+    found = TASKS["perplexity"](run, request, tmp_path)
+    assert found["val/tokens"] == 512 and "val/perplexity_len_64" in found
+    assert request.folder(3) == "3-text-T64-first512"
+    assert Request(data="a/b/heldout.zarr").folder(7) == "7-b-heldout"
+    (tmp_path / "more.txt").write_text("some text that was never in a store\n" * 20)
+    text = TASKS["perplexity"](run, Request(data=str(tmp_path / "more.txt")), tmp_path)
+    assert text["val/tokens"] > 500
+
+
+def test_a_store_of_another_tokenizer(run, workdir, tmp_path):
+    store = workdir.parent / "text" / "heldout.zarr"
+    other = tmp_path / "other.zarr"
+    other.mkdir()
+    for file in store.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    (other / ".zattrs").write_text('{"encoder": "tiktoken-gpt2"}')
+    with pytest.raises(ValueError, match="encoder 'tiktoken-gpt2', but the tokenizer is 'bytes'"):
+        TASKS["perplexity"](run, Request(data=str(other)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("num_tokens", 0, "at least 1"),
+        ("sequence_length", -1, "at least 1"),
+        ("temperature", -1.0, "0 \\(greedy\\)"),
+        ("top_k", 0, "at least 1"),
+        ("top_p", 1.5, "\\(0, 1\\]"),
+    ],
+)
+def test_numbers_out_of_range(field, value, message):
+    with pytest.raises(ValueError, match=f"{field}={value}.*{message}"):
+        Request(**{field: value}).validate()
+
+
+def test_unknown_tasks_list_those_there_are():
+    assert check_tasks(["generate"]) == ["generate"]
+    with pytest.raises(ValueError, match="tasks='perplexity,needle', accepted: perplexity, generate"):
+        check_tasks(["perplexity", "needle"])
+
+
+def test_a_mistake_is_told_in_one_line(workdir):
+    for flags, message in (
+        (("--workdir=/nowhere/at/all",), "no config.json"),
+        ((f"--workdir={workdir}", "--step=2"), "steps 3"),
+        ((f"--workdir={workdir}", "--data=/nowhere.zarr"), "does not exist"),
+        ((f"--workdr={workdir}",), "workdr"),
+    ):
+        done = eval_script(*flags)
+        assert done.returncode == 1
+        assert message in done.stderr and "Traceback" not in done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1, done.stderr
