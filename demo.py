@@ -42,7 +42,10 @@ def measure(workdir: Path) -> dict[str, Any]:
     )
     return {
         "heldout_bytes": sum(document.size for document in heldout),
-        "bits_per_byte": {"model": perplexity["val/bits_per_byte"], **byte_baselines(train, heldout)},
+        "bits_per_byte": {
+            "model": perplexity["val/bits_per_byte"],
+            **byte_baselines(train, heldout),
+        },
         "sample": sample.prompt + sample.text,
         "sampling": sample.describe(),
         "loss_by_position": str(folder / "loss_by_position.png"),
@@ -84,7 +87,9 @@ def main(argv: list[str]) -> None:
     console.print(f"run: {workdir}", soft_wrap=True)
     bits = found["bits_per_byte"]
     if bits["model"] >= bits["order-2"]:
-        sys.exit(f"the model's {bits['model']:.4f} bits per byte do not beat order-2's {bits['order-2']:.4f}")
+        sys.exit(
+            f"the model's {bits['model']:.4f} bits per byte do not beat order-2's {bits['order-2']:.4f}"
+        )
 
 
 def guarded(argv: list[str]) -> None:

@@ -70,6 +70,7 @@ def _unknown_field(argv: list[str]) -> str | None:
     path, _, variant = files[-1].partition(":")
     try:
         spec = importlib.util.spec_from_file_location("config_file", path)
+        assert spec is not None and spec.loader is not None
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         config = module.get_config(variant) if variant else module.get_config()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import subprocess
 import time
 
@@ -24,10 +25,16 @@ def milliseconds(function, *args, repeats: int = 20) -> float:
 
 def provenance() -> dict:
     """When, where and on what code a number was measured."""
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    try:
+        git = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        )
+        commit = git.stdout.strip()
+    except OSError:
+        commit = ""
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": git.stdout.strip() or "unknown",
+        "commit": commit or os.environ.get("GIT_COMMIT", "unknown"),
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
     }

@@ -36,7 +36,7 @@ RECIPES = {
         peak_lr=3e-3, weight_decay=0.1,
     ),
     "10m": Recipe(
-        total_tokens=100_000_000, batch_size=64, warmup_tokens=5_000_000, sequence_length=1024,
+        total_tokens=26_214_400, batch_size=64, warmup_tokens=2_000_000, sequence_length=1024,
         peak_lr=2e-3, weight_decay=0.1,
     ),
     "125m": Recipe(total_tokens=2_700_000_000, batch_size=256, warmup_tokens=268_435_456, peak_lr=2e-3, weight_decay=0.1),

@@ -61,7 +61,9 @@ class Request:
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: it must be at least 1")
         if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature={self.temperature}: accepted are 0 (greedy) and positive numbers")
+            raise ValueError(
+                f"temperature={self.temperature}: accepted are 0 (greedy) and positive numbers"
+            )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k={self.top_k}: it must be at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:

@@ -26,9 +26,9 @@ class AttentionState(NamedTuple):
         segment_id: [B], the last nonzero segment id seen, 0 before any.
     """
 
-    keys: Float[Array, "..."]
-    values: Float[Array, "..."]
-    count: Int[Array, "..."]
+    keys: Float[Array, ...]
+    values: Float[Array, ...]
+    count: Int[Array, ...]
     segment_id: Int[Array, " B"]
 
 
@@ -175,6 +175,7 @@ def _remember(state: AttentionState, k, v, places: _Places, tokens: Tokens) -> A
     """Write the tokens into the rings; what a new document does not overwrite, its count hides."""
     capacity = state.keys.shape[-3]
     batch = k.shape[0]
+    keep = places.written
     if tokens.slot is not None:
         slots = state.keys.shape[1]
         own = (places.document[:, :, None] == jnp.arange(slots)) & places.written[:, :, None]
@@ -183,13 +184,11 @@ def _remember(state: AttentionState, k, v, places: _Places, tokens: Tokens) -> A
         offset = places.document * capacity
     else:
         slots = 1
-        current = places.document == places.document[:, -1:]
+        keep = keep & (places.document == places.document[:, -1:])
         count = total = places.rank[:, -1] + 1
         total = total[:, None]
         offset = 0
-    keep = places.written & (places.rank >= total - capacity)
-    if tokens.slot is None:
-        keep = keep & current
+    keep = keep & (places.rank >= total - capacity)
     index = jnp.where(keep, offset + places.rank % capacity, slots * capacity)
 
     def write(ring, new):

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def delta_memory(
     k: Float[Array, "B T Hk K"],
     v: Float[Array, "B T G V"],
     beta: Float[Array, "B T G"],
-    log_decay: Float[Array, "..."] | None = None,
+    log_decay: Float[Array, ...] | None = None,
     *,
     scale: float | None = None,
     initial_state: DeltaState | None = None,
@@ -104,8 +104,8 @@ class _Options(NamedTuple):
     scale: float
     form: str
     size: int
-    dtype: object
-    precision: object
+    dtype: Any
+    precision: jax.lax.Precision
 
 
 class _Inputs(NamedTuple):
@@ -131,7 +131,7 @@ def _delta_memory(
         rows = 1 if tokens.written is None and tokens.slot is None else batch
         log_decay = jnp.broadcast_to(constant_log_decay, (rows, length, heads))
 
-    def prepare(x):
+    def prepare(x) -> Any:
         return None if x is None else select(tokens.written, jnp.asarray(x).astype(dtype))
 
     log_decay = prepare(log_decay)

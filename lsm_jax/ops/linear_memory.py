@@ -5,7 +5,7 @@ Linear-MoE (arXiv 2503.05447) Eq. 5 with Θ elementwise: basic linear attention,
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def linear_memory(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T Hk K"],
     v: Float[Array, "B T G V"],
-    log_decay: Float[Array, "..."] | None = None,
+    log_decay: Float[Array, ...] | None = None,
     *,
     value_log_decay: Float[Array, "B T G V"] | None = None,
     bonus: Float[Array, "G K"] | None = None,
@@ -121,8 +121,8 @@ class _Options(NamedTuple):
     normalize: float | None
     form: str
     size: int
-    dtype: object
-    precision: object
+    dtype: Any
+    precision: jax.lax.Precision
 
 
 class _Inputs(NamedTuple):
@@ -145,7 +145,7 @@ def _linear_memory(
     num_segments = state.memory.shape[1] if state.memory.ndim == 5 else None
     tokens = read_tokens(segment_ids, update_mask, state.segment_id, num_segments)
 
-    def prepare(x):
+    def prepare(x) -> Any:
         return None if x is None else select(tokens.written, jnp.asarray(x).astype(dtype))
 
     if constant_log_decay is not None:

@@ -142,6 +142,7 @@ def cut_into_chunks(tokens: Tokens, length: int, size: int, num_segments: int | 
             run = run.reshape(-1, count, size)
         return Chunks(size, count, None, None, run, None, None, None)
 
+    assert num_segments is not None and tokens.real is not None
     # A segment of n tokens takes ceil(n / C) chunks; over all segments at most T // C + S of them.
     count = length // size + num_segments
     member = tokens.slot[:, :, None] == jnp.arange(num_segments)  # [B, T, S]

@@ -21,7 +21,7 @@ class ShiftState(NamedTuple):
         segment_id: [B], the last nonzero segment id seen, 0 before any.
     """
 
-    tail: Float[Array, "..."]
+    tail: Float[Array, ...]
     segment_id: Int[Array, " B"]
 
 
@@ -168,6 +168,7 @@ def _previous_tokens(
 
 def _pointers(tokens: Tokens, slots: int, nothing: int) -> tuple[Array, Array]:
     """The index of the written token before each, [B, T], and of the last one of each state, [B, S]."""
+    assert tokens.written is not None
     length = tokens.written.shape[1]
     index = jnp.arange(length, dtype=jnp.int32)
     if tokens.slot is not None:
@@ -181,11 +182,12 @@ def _pointers(tokens: Tokens, slots: int, nothing: int) -> tuple[Array, Array]:
     before = jnp.concatenate([jnp.full_like(newest[:, :1], -1), newest[:, :-1]], axis=1)
     last = newest[:, -1:]
     if tokens.run is not None:
+        runs = tokens.run
 
         def own(pointer, run):  # keep to the document; its first token has nothing before it
-            found = jnp.take_along_axis(tokens.run, jnp.maximum(pointer, 0), axis=1)
+            found = jnp.take_along_axis(runs, jnp.maximum(pointer, 0), axis=1)
             found = jnp.where(pointer >= 0, found, 0)
             return jnp.where(found == run, pointer, nothing)
 
-        before, last = own(before, tokens.run), own(last, tokens.run[:, -1:])
+        before, last = own(before, runs), own(last, runs[:, -1:])
     return before, last

@@ -21,8 +21,8 @@ class LinearState(NamedTuple):
         segment_id: [B], the last nonzero segment id seen, 0 before any.
     """
 
-    memory: Float[Array, "..."]
-    normalizer: Float[Array, "..."] | None
+    memory: Float[Array, ...]
+    normalizer: Float[Array, ...] | None
     segment_id: Int[Array, " B"]
 
 
@@ -34,7 +34,7 @@ class DeltaState(NamedTuple):
         segment_id: [B], the last nonzero segment id seen, 0 before any.
     """
 
-    memory: Float[Array, "..."]
+    memory: Float[Array, ...]
     segment_id: Int[Array, " B"]
 
 
@@ -75,7 +75,7 @@ def delta_state(
     return DeltaState(memory, jnp.zeros(batch_size, jnp.int32))
 
 
-def run_masks(chunks: Chunks) -> tuple[Array | None, Array | None, Array | None]:
+def run_masks(chunks: Chunks) -> tuple[Any, Any, Any]:
     """Masks for documents that begin inside a chunk, or Nones.
 
     Returns:
@@ -101,6 +101,7 @@ def _own(initial: Array, slot: Array) -> Array:
 
 
 def _last_of_each_segment(after: Array, initial: Array, chunks: Chunks) -> Array:
+    assert chunks.last is not None
     found = _own(after, jnp.maximum(chunks.last, 0))
     return jnp.where(per_chunk(chunks.last >= 0, found), found, initial)
 
@@ -130,6 +131,7 @@ def scan_chunks(
         after = update(memory, x)
         return after, (memory, after)
 
+    assert chunks.first is not None
     layout = (chunks.slot.T, chunks.first.T)
     _, (entering, after) = jax.lax.scan(step, jnp.zeros_like(initial[:, 0]), (arrays, *layout))
     after = jnp.moveaxis(after, 0, 1)
@@ -152,6 +154,7 @@ def associate_chunks(
         first = jnp.broadcast_to(jnp.arange(chunks.count) == 0, write.shape[:2])
         own = jnp.broadcast_to(initial[:, None], write.shape)
     else:
+        assert chunks.first is not None
         first, own = chunks.first, _own(initial, chunks.slot)
     write = jnp.where(per_chunk(first, write), apply(transition, own) + write, write)
     transition = jnp.where(per_chunk(first, transition), 0, transition)

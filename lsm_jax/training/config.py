@@ -75,7 +75,7 @@ class TrainConfig:
         keep_every: checkpoints at multiples of so many steps are kept too; 0 keeps none more.
         init_from: another run's directory, whose last parameters this run starts from.
         max_bad_steps: stop after so many steps in a row with a loss or gradient that is not finite. Such steps change nothing.
-        profile_start: the first step of a profiler window written to workdir/profile.
+        profile_start: steps after which this process opens a profiler window, written to workdir/profile.
         profile_steps: its length; 0 profiles nothing.
     """
 
@@ -173,7 +173,7 @@ def _resolve_annotations(config: Any) -> None:
 
 
 _FREE = {
-    "name", "mesh", "log_every", "eval_every", "eval_batches", "checkpoint_every", "keep_last", "keep_every",
+    "name", "mesh", "accumulation_steps", "model.remat", "model.loss_chunk_size", "log_every", "eval_every", "eval_batches", "checkpoint_every", "keep_last", "keep_every",
     "max_bad_steps", "profile_start", "profile_steps", "data.num_threads", "data.prefetch", "data.cache_dir",
 }  # fmt: skip
 

@@ -34,6 +34,9 @@ class MetricsWriter:
     """
 
     def __init__(self, workdir: Path, step: int):
+        self._file = self._events = None
+        if jax.process_index() != 0:  # one host writes for all
+            return
         path = workdir / "metrics.jsonl"
         kept = [row for row in read_rows(path) if row["step"] <= step]
         draft = path.with_suffix(".draft")
@@ -44,12 +47,16 @@ class MetricsWriter:
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """One row."""
+        if self._file is None:
+            return
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         for name, value in values.items():
             self._events.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Flush and close."""
+        if self._file is None:
+            return
         self._file.close()
         self._events.close()
 

@@ -15,8 +15,8 @@ def learning_rate(config: TrainConfig, step: jax.Array | int) -> jax.Array:
     optimizer, tokens = config.optimizer, float(config.tokens_per_step)
     step = jnp.asarray(step, jnp.float32)
     warmup = jnp.minimum(1.0, (step + 1) * (tokens / max(optimizer.warmup_tokens, tokens)))
-    left = config.total_tokens - optimizer.warmup_tokens
-    progress = jnp.clip((step * tokens - optimizer.warmup_tokens) / left, 0, 1)
+    left = float(config.total_tokens - optimizer.warmup_tokens)
+    progress = jnp.clip((step * tokens - float(optimizer.warmup_tokens)) / left, 0, 1)
     cosine = 0.5 * (1 + jnp.cos(jnp.pi * progress))
     return (
         optimizer.peak_lr

@@ -58,8 +58,8 @@ def read_config(workdir: str | os.PathLike[str]) -> TrainConfig:
     return from_dict(json.loads(path.read_text()))
 
 
-def enter_workdir(workdir: Path, config: TrainConfig) -> None:
-    """Make the run's directory, or check that it is this config's.
+def check_workdir(workdir: Path, config: TrainConfig) -> None:
+    """Check that a directory is new or this config's.
 
     Raises:
         ValueError: it was made with another config; the differing fields are listed.
@@ -72,8 +72,14 @@ def enter_workdir(workdir: Path, config: TrainConfig) -> None:
                 f"workdir={str(workdir)!r} was made with another config; use another workdir, or set back:\n  "
                 + "\n  ".join(different)
             )
+
+
+def write_config(workdir: Path, config: TrainConfig) -> None:
+    """Write config.json, which makes the directory a run's, and environment.json."""
+    if jax.process_index() != 0:
+        return
     workdir.mkdir(parents=True, exist_ok=True)
-    _write_json(path, to_dict(config))
+    _write_json(workdir / "config.json", to_dict(config))
     _write_json(workdir / "environment.json", _environment())
 
 
@@ -88,13 +94,10 @@ def load_run(workdir: str | os.PathLike[str], step: int | None = None) -> Run:
         ValueError: no run, no such checkpoint, or none that can be read.
     """
     config = read_config(workdir)
-    directory = checkpoint_directory(workdir)
-    if not directory.is_dir():
-        raise ValueError(f"workdir={str(workdir)!r}: the run has no checkpoint yet")
     model = abstract(config.model)
     shapes = params_of(model)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    checkpoints = Checkpoints(directory, keep_last=1_000_000)
+    checkpoints = _open_checkpoints(workdir)
     try:
         target = abstract_like(shapes, jax.tree.map(lambda _: device, shapes))
         params, step = checkpoints.load_params(target, step)
@@ -120,11 +123,19 @@ def initial_params(source: str, target: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"init_from={source!r}: another model; parameters differ:\n  " + "\n  ".join(wrong[:20])
         )
-    checkpoints = Checkpoints(checkpoint_directory(source), keep_last=1_000_000)
+    checkpoints = _open_checkpoints(source)
     try:
         return checkpoints.load_params(target)[0]
     finally:
         checkpoints.close()
+
+
+def _open_checkpoints(workdir: str | os.PathLike[str]) -> Checkpoints:
+    """For reading only: nothing is made or removed."""
+    directory = checkpoint_directory(workdir)
+    if not directory.is_dir():
+        raise ValueError(f"workdir={str(workdir)!r}: the run has no checkpoint yet")
+    return Checkpoints(directory, keep_last=1_000_000)
 
 
 def _leaves(tree: Any) -> list[tuple[str, Any]]:

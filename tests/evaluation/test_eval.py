@@ -62,22 +62,38 @@ def eval_script(*flags: str) -> subprocess.CompletedProcess:
 
 def test_eval_writes_results_plots_and_a_sample(workdir):
     done = eval_script(
-        f"--workdir={workdir}", "--max_tokens=2048", "--prompt=def ", "--num_tokens=8", "--output=one"
+        f"--workdir={workdir}",
+        "--max_tokens=2048",
+        "--prompt=def ",
+        "--num_tokens=8",
+        "--output=one",
     )
     assert done.returncode == 0, done.stderr
     assert "bits per byte" in done.stdout and "tokens/s" in done.stdout
     folder = workdir / "eval" / "one"
     files = {p.name for p in folder.iterdir()}
-    assert files == {"results.json", "results.npz", "loss_by_position.png", "sample.json", "sample.txt"}
+    assert files == {
+        "results.json",
+        "results.npz",
+        "loss_by_position.png",
+        "sample.json",
+        "sample.txt",
+    }
 
     results = json.loads((folder / "results.json").read_text())
     loss = np.load(folder / "results.npz")["val/loss_per_token"]
     assert loss.shape == (32,) and loss.dtype == np.float64
     for length in (32, 16, 8, 4):
-        assert results[f"val/loss_avg_len_{length}"] == pytest.approx(loss[:length].mean(), rel=1e-12)
-        assert results[f"val/perplexity_len_{length}"] == pytest.approx(np.exp(loss[:length].mean()), rel=1e-12)
+        assert results[f"val/loss_avg_len_{length}"] == pytest.approx(
+            loss[:length].mean(), rel=1e-12
+        )
+        assert results[f"val/perplexity_len_{length}"] == pytest.approx(
+            np.exp(loss[:length].mean()), rel=1e-12
+        )
     assert results["val/tokens"] == 2048 and results["step"] == 3
-    assert LossCurve.load(folder / "results.npz").average(16) == pytest.approx(results["val/loss_avg_len_16"])
+    assert LossCurve.load(folder / "results.npz").average(16) == pytest.approx(
+        results["val/loss_avg_len_16"]
+    )
     assert (folder / "sample.txt").read_text().startswith("def ")
 
 
@@ -89,13 +105,17 @@ def test_tasks_repeat_and_count_every_token(run, workdir, tmp_path):
     assert again["val/tokens"] == first["val/tokens"] == store.num_documents * 64
     assert again["num_sequences"] == store.num_documents * 2
     assert first["val/bits_per_byte"] >= first["val/loss"] / np.log(2)
-    sample = [TASKS["generate"](run, Request(num_tokens=6, top_k=5), tmp_path).text for _ in range(2)]
+    sample = [
+        TASKS["generate"](run, Request(num_tokens=6, top_k=5), tmp_path).text for _ in range(2)
+    ]
     assert sample[0] == sample[1]
     assert perplexity_table(first)
 
 
 def test_other_data_and_longer_rows(run, workdir, tmp_path):
-    request = Request(data=str(workdir.parent / "text"), sequence_length=64, piece_length=32, max_tokens=512)
+    request = Request(
+        data=str(workdir.parent / "text"), sequence_length=64, piece_length=32, max_tokens=512
+    )
     found = TASKS["perplexity"](run, request, tmp_path)
     assert found["val/tokens"] == 512 and "val/perplexity_len_64" in found
     assert request.folder(3) == "3-text-T64-first512"
@@ -133,7 +153,9 @@ def test_numbers_out_of_range(field, value, message):
 
 def test_unknown_tasks_list_those_there_are():
     assert check_tasks(["generate"]) == ["generate"]
-    with pytest.raises(ValueError, match="tasks='perplexity,needle', accepted: perplexity, generate"):
+    with pytest.raises(
+        ValueError, match="tasks='perplexity,needle', accepted: perplexity, generate"
+    ):
         check_tasks(["perplexity", "needle"])
 
 

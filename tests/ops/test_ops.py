@@ -100,7 +100,7 @@ def objective(case, form, weights, inputs, state, **options):
     )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def reference_gradients(case, kind, decay="mild"):
     """By the recurrent form in float64 (for ops without one, by the op itself)."""
     given = settings(kind, case)

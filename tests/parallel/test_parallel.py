@@ -47,18 +47,23 @@ else:
 
 def test_ops_shard_themselves_over_eight_devices():
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
-    run = subprocess.run([sys.executable, "-c", SCRIPT], env=os.environ | flags, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT], env=os.environ | flags, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.parametrize(
-    ("config", "shape"), [(MeshConfig(), (8, 1)), (MeshConfig(fsdp=4), (2, 4)), (MeshConfig(data=1, fsdp=8), (1, 8))]
+    ("config", "shape"),
+    [(MeshConfig(), (8, 1)), (MeshConfig(fsdp=4), (2, 4)), (MeshConfig(data=1, fsdp=8), (1, 8))],
 )
 def test_mesh_takes_what_is_left(config, shape):
     assert config.shape(8) == shape
 
 
-@pytest.mark.parametrize("config", [MeshConfig(fsdp=3), MeshConfig(data=2), MeshConfig(data=0), MeshConfig(fsdp=0)])
+@pytest.mark.parametrize(
+    "config", [MeshConfig(fsdp=3), MeshConfig(data=2), MeshConfig(data=0), MeshConfig(fsdp=0)]
+)
 def test_mesh_that_does_not_fit_is_refused(config):
     with pytest.raises(ValueError, match="mesh"):
         config.shape(8)

@@ -12,9 +12,8 @@ import pytest
 
 from configs import lm
 from lsm_jax import mixers
-from lsm_jax.parallel import MeshConfig
+from lsm_jax.parallel import MeshConfig, batch_sharding, make_mesh
 from lsm_jax.training import from_dict, learning_rate, make_program, to_dict
-from lsm_jax.parallel import batch_sharding, make_mesh
 from tests.training import tiny
 
 
@@ -94,7 +93,9 @@ def test_accumulation_equals_one_batch(tmp_path):
         mesh = make_mesh(config.mesh)
         with jax.set_mesh(mesh):
             program = make_program(config, mesh)
-            state, metrics = program.train_step(program.init(), jax.device_put(batch, batch_sharding(mesh)))
+            state, metrics = program.train_step(
+                program.init(), jax.device_put(batch, batch_sharding(mesh))
+            )
         results.append((metrics["train/loss"], metrics["train/grad_norm"], state.params))
     for a, b in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)

@@ -40,7 +40,11 @@ def losses(workdir):
 def drive(workdir, text, *, stop=0, devices=1, fsdp=1):
     """Train in a process of its own."""
     flags = f"--xla_force_host_platform_device_count={devices}"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": flags,
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
     command = [sys.executable, "-m", "tests.training.tiny", workdir, text, str(stop), str(fsdp)]
     return subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True)
 
@@ -122,7 +126,9 @@ def test_another_config_is_refused_with_its_differences(text, whole):
     changed.optimizer.peak_lr = 1.0
     with pytest.raises(ValueError) as error:
         train(changed, whole)
-    assert "seed: 42 -> 7" in str(error.value) and "optimizer.peak_lr: 0.01 -> 1.0" in str(error.value)
+    assert "seed: 42 -> 7" in str(error.value) and "optimizer.peak_lr: 0.01 -> 1.0" in str(
+        error.value
+    )
     assert "log_every" not in str(error.value)
 
 
@@ -137,7 +143,9 @@ def test_bad_steps_are_skipped_and_then_stop_the_run(text, tmp_path, monkeypatch
         return send(self, batch)
 
     monkeypatch.setattr(_Loop, "_to_devices", poison)
-    with pytest.raises(TrainingStopped, match="step 10: 3 steps in a row .* checkpoint 6 is the last good one"):
+    with pytest.raises(
+        TrainingStopped, match="step 10: 3 steps in a row .* checkpoint 6 is the last good one"
+    ):
         train(tiny.config(text, max_bad_steps=3), tmp_path / "run")
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert [row["train/skipped_steps"] for row in rows[:7]] == [0, 0, 0, 1, 1, 1, 1]

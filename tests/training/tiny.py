@@ -47,7 +47,9 @@ def write_text(folder: Path) -> Path:
     """Ten short documents."""
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(10):
-        (folder / f"{i}.txt").write_text(f"document {i}: " + "to be or not to be, that is the question. " * (5 + i))
+        (folder / f"{i}.txt").write_text(
+            f"document {i}: " + "to be or not to be, that is the question. " * (5 + i)
+        )
     return folder
 
 
