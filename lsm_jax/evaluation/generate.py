@@ -6,6 +6,7 @@ import dataclasses
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from lsm_jax.data import Tokenizer
@@ -90,7 +91,7 @@ def generate(
             f"the prompt has token id {max(ids)}; the model's vocabulary has {model.vocab_size}: "
             f"is {tokenizer.name!r} the tokenizer it was trained with?"
         )
-    rows = np.asarray([ids], np.int32)
+    rows = jnp.asarray([ids], jnp.int32)
 
     def call() -> tuple[np.ndarray, float]:
         start = time.perf_counter()

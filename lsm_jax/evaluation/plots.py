@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -145,7 +146,7 @@ def plot_training(
         for place, name in enumerate(names):
             if name not in metrics:
                 continue
-            style = dict(linestyle="-") if place == 0 else dict(linestyle="--", marker="o", ms=3)
+            style: dict[str, Any] = {} if place == 0 else dict(linestyle="--", marker="o", ms=3)
             label = " · ".join(part for part in (run, name) if part)
             axes.plot(*metrics[name], color=colour, label=label, **style)
     if not axes.lines:

@@ -212,7 +212,7 @@ def write_text(path: Path, text: str) -> None:
     os.replace(draft, path)
 
 
-def write_arrays(path: Path, arrays: dict[str, np.ndarray]) -> None:
+def write_arrays(path: Path, arrays: dict[str, Any]) -> None:
     """A compressed NPZ, whole or not there."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with open(draft, "wb") as file:
