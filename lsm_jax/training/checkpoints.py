@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
+import io
+import logging as python_logging
 import shutil
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +37,14 @@ class Checkpoints:
         self, directory: Path, *, keep_last: int = 1, keep_every: int = 0, clean: bool = False
     ):
         policies = ocp.training.preservation_policies
-        kept = [policies.LatestN(n=keep_last)]
+        kept: list[Any] = [policies.LatestN(n=keep_last)]
         if keep_every:
             kept.append(policies.EveryNSteps(interval_steps=keep_every))
         self.directory = directory.absolute()
+        either: Any = policies.AnyPreservationPolicy(kept)
         self._checkpointer = ocp.training.Checkpointer(
-            self.directory,
-            preservation_policy=policies.AnyPreservationPolicy(kept),
+            str(self.directory),
+            preservation_policy=either,
             cleanup_tmp_directories=clean,
         )
 
@@ -70,7 +77,8 @@ class Checkpoints:
         steps = self.steps
         for step in reversed(steps):
             try:
-                found = self._checkpointer.load_checkpointables(step, {**parts, "data": data})
+                with _quiet():
+                    found = self._checkpointer.load_checkpointables(step, {**parts, "data": data})
             except Exception as error:  # whatever the storage raises for a file cut short
                 reason = str(error).strip().splitlines()[0][:200] if str(error) else repr(error)
                 logging.warning(
@@ -108,7 +116,8 @@ class Checkpoints:
         failure = None
         for candidate in reversed(steps) if step is None else [step]:
             try:
-                found = self._checkpointer.load_checkpointables(candidate, dict(params=target))
+                with _quiet():
+                    found = self._checkpointer.load_checkpointables(candidate, dict(params=target))
                 return found["params"], candidate
             except Exception as error:  # whatever the storage raises for a file cut short
                 logging.warning("checkpoint %d in %s cannot be read", candidate, self.directory)
@@ -130,6 +139,21 @@ class Checkpoints:
         aside.parent.mkdir(exist_ok=True)
         shutil.move(self.directory / str(step), aside)
         logging.warning("checkpoint %d was moved to %s", step, aside)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out the pages that orbax's threads print about a file they cannot read; the error itself is raised."""
+    asyncio = python_logging.getLogger("asyncio")
+    before, asyncio.disabled = asyncio.disabled, True
+    with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
+        try:
+            yield
+        except Exception:
+            gc.collect()  # tasks that failed complain when they are collected
+            raise
+        finally:
+            asyncio.disabled = before
 
 
 def abstract_like(shapes: Any, shardings: Any) -> Any:

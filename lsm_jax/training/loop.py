@@ -109,7 +109,7 @@ def _train_batches(config: TrainConfig) -> Any:
     )
 
 
-def _eval_batches(config: TrainConfig) -> Iterator[dict[str, np.ndarray]]:
+def _eval_batches(config: TrainConfig) -> Any:
     return iter(
         make_eval_iterator(
             config.data,

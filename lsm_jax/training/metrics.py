@@ -43,7 +43,7 @@ class MetricsWriter:
         draft.write_text("".join(json.dumps(row) + "\n" for row in kept))
         os.replace(draft, path)
         self._file = path.open("a", buffering=1)
-        self._events = SummaryWriter(str(workdir / "tensorboard"), purge_step=step + 1)
+        self._events: Any = SummaryWriter(str(workdir / "tensorboard"), purge_step=step + 1)
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """One row."""

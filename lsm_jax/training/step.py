@@ -24,7 +24,7 @@ Metrics = dict[str, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class TrainState:
-    """Everything a step changes.
+    """Everything a step changes; a tree of arrays, or of their shapes or shardings.
 
     Attributes:
         step: steps taken, skipped ones included.
@@ -34,11 +34,11 @@ class TrainState:
         skipped_in_a_row: of those, the ones since the last good step.
     """
 
-    step: jax.Array
+    step: Any
     params: dict[str, Any]
     opt_state: optax.OptState
-    skipped: jax.Array
-    skipped_in_a_row: jax.Array
+    skipped: Any
+    skipped_in_a_row: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
     whole = NamedSharding(mesh, PartitionSpec())
     state = jax.eval_shape(init)
     opt_shardings = optax.tree_utils.tree_map_params(
-        optimizer,
+        optimizer.init,
         lambda _, sharding: sharding,
         state.opt_state,
         place,

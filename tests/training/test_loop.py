@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import lsm_jax
-from lsm_jax.training import TrainingStopped, loop, read_rows, train
+from lsm_jax.training import Checkpoints, TrainingStopped, loop, read_rows, train
 from lsm_jax.training.loop import _Loop
 from tests.training import tiny
 
@@ -122,14 +122,14 @@ def test_keep_policies(text, tmp_path):
 
 
 def test_another_config_is_refused_with_its_differences(text, whole):
-    changed = tiny.config(text, seed=7, log_every=5)
+    changed = tiny.config(text, seed=7, log_every=5, accumulation_steps=2)
     changed.optimizer.peak_lr = 1.0
     with pytest.raises(ValueError) as error:
         train(changed, whole)
     assert "seed: 42 -> 7" in str(error.value) and "optimizer.peak_lr: 0.01 -> 1.0" in str(
         error.value
     )
-    assert "log_every" not in str(error.value)
+    assert "log_every" not in str(error.value) and "accumulation" not in str(error.value)
 
 
 def test_bad_steps_are_skipped_and_then_stop_the_run(text, tmp_path, monkeypatch):
@@ -161,6 +161,10 @@ def test_init_from_starts_with_its_parameters(text, whole, tmp_path):
     other.model.hidden_size = 32
     with pytest.raises(ValueError, match="another model; parameters differ"):
         train(other, tmp_path / "other")
+    other.init_from = str(tmp_path / "none")
+    with pytest.raises(ValueError, match="no config.json there"):
+        train(other, tmp_path / "other")
+    assert not (tmp_path / "other" / "config.json").exists()  # so a corrected command may use it
 
 
 def test_held_out_loss_is_logged(text, tmp_path):
@@ -169,3 +173,17 @@ def test_held_out_loss_is_logged(text, tmp_path):
     assert steps == [2, 4]
     saved = json.loads((tmp_path / "run" / "config.json").read_text())
     assert saved["type"].endswith(":TrainConfig")
+
+
+def test_a_row_stands_before_its_checkpoint_and_a_profile_is_written(text, tmp_path, monkeypatch):
+    save, seen = Checkpoints.save, []
+
+    def note(self, step, *args):
+        seen.append((step, read_rows(tmp_path / "run" / "metrics.jsonl")[-1]["step"]))
+        save(self, step, *args)
+
+    monkeypatch.setattr(Checkpoints, "save", note)
+    changes = dict(total_tokens=4 * 256, profile_start=1, profile_steps=2)
+    train(tiny.config(text, **changes), tmp_path / "run")
+    assert seen == [(3, 3), (4, 4)]
+    assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))
