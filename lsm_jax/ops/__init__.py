@@ -5,6 +5,7 @@ masks and states mean for all of them.
 """
 
 from lsm_jax.ops.attention import AttentionState, attention, attention_state
+from lsm_jax.ops.chosen import choices
 from lsm_jax.ops.delta_memory import delta_memory
 from lsm_jax.ops.linear_memory import linear_memory
 from lsm_jax.ops.shift import ShiftState, shift_state, short_convolution, token_shift
@@ -17,6 +18,7 @@ __all__ = [
     "ShiftState",
     "attention",
     "attention_state",
+    "choices",
     "delta_memory",
     "delta_state",
     "linear_memory",

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lsm_jax.ops import checks
+from lsm_jax.ops import checks, chosen
 from lsm_jax.ops.segments import Tokens, finish_output, read_tokens, select
 from lsm_jax.parallel import over_batch
 
@@ -102,6 +102,10 @@ def attention(
     reason = _why_not_cudnn(q, k, v, plain)
     if implementation == "cudnn" and reason is not None:
         raise NotImplementedError(f"{op}: implementation='cudnn': {reason}")
+    if implementation == "xla" or reason is not None:
+        chosen.note(op, "xla" if implementation == "xla" else f"xla (cuDNN takes {reason})")
+    else:
+        chosen.note(op, "cudnn" if implementation else "cudnn on NVIDIA, xla elsewhere")
     if initial_state is None:
         initial_state = attention_state(
             batch, length if window is None else window, heads, key_dim, value_dim, dtype=k.dtype
@@ -346,7 +350,7 @@ def _cudnn_missing() -> str | None:
     try:
         version = jax.local_devices(backend="cuda")[0].client.platform_version
     except RuntimeError:
-        return "no NVIDIA device on this host"
+        return "an NVIDIA device, and this host has none"
     return None if version else "no cuDNN"
 
 

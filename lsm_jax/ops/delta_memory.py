@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lsm_jax.ops import checks
+from lsm_jax.ops import checks, chosen
 from lsm_jax.ops.decays import channel_scores, halve, inverse_unit_lower, pairwise_decay
 from lsm_jax.ops.segments import Chunks, cut_into_chunks, finish_output, read_tokens, select
 from lsm_jax.ops.states import (
@@ -72,6 +72,7 @@ def delta_memory(
     checks.check_shape(op, "beta", beta, (batch, length, heads), "B, T, G")
     checks.check_log_decay(op, log_decay, (batch, length, heads, key_dim))
     size = checks.check_chunk_size(op, chunk_size, length)
+    chosen.note(op, f"xla, {form} form (no fused kernel in this version)")
     dtype = checks.compute_dtype(q, k, v, beta, log_decay)
     state = initial_state
     if state is None:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lsm_jax.ops import checks
+from lsm_jax.ops import checks, chosen
 from lsm_jax.ops.decays import (
     Halving,
     blocks_of,
@@ -82,6 +82,7 @@ def linear_memory(
     checks.check_rows(op, batch, length, segment_ids, update_mask)
     size = checks.check_chunk_size(op, chunk_size, length)
     _check(op, (batch, length, heads, key_dim, value_dim), log_decay, value_log_decay, bonus)
+    chosen.note(op, f"xla, {form} form (no fused kernel in this version)")
     dtype = checks.compute_dtype(q, k, v, log_decay, value_log_decay, bonus)
     state = initial_state
     if state is None:

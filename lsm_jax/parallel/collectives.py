@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from absl import logging
 from jax.sharding import AxisType, PartitionSpec
 
 from lsm_jax.parallel.mesh import BATCH_AXES, mesh_axes, partition_spec
@@ -46,7 +47,13 @@ def over_batch(function: Callable[[Any, Any], Any], batched: Any, shared: Any) -
     names = tuple(name for name in BATCH_AXES if axes.get(name, 1) > 1)
     shards = math.prod(axes[name] for name in names)
     leaves = jax.tree.leaves(batched)
-    if shards == 1 or any(leaf.shape[0] % shards for leaf in leaves):
+    if shards == 1:
+        return function(batched, shared)
+    if any(leaf.shape[0] % shards for leaf in leaves):
+        sizes = sorted({leaf.shape[0] for leaf in leaves})
+        logging.log_first_n(
+            logging.WARNING, "batch of %s does not divide over %d devices; every device computes it whole", 1, sizes, shards
+        )  # fmt: skip
         return function(batched, shared)
     rows = PartitionSpec(names)
     return jax.shard_map(

@@ -28,6 +28,7 @@ from lsm_jax.training.runs import (
     check_workdir,
     checkpoint_directory,
     initial_params,
+    write_choices,
     write_config,
 )
 from lsm_jax.training.step import Program, TrainState, make_program
@@ -162,6 +163,7 @@ class _Loop:
                 step += 1
                 if step == start + 1:
                     jax.block_until_ready(metrics)
+                    write_choices(self.workdir)
                     self.meter = Meter()  # from here on, what came before was compiling
                 else:
                     self.meter.step()

@@ -16,6 +16,7 @@ import optax
 from flax import nnx
 from orbax import checkpoint as orbax
 
+from lsm_jax import ops
 from lsm_jax.models import Decoder, abstract
 from lsm_jax.training.checkpoints import Checkpoints, abstract_like
 from lsm_jax.training.config import TrainConfig, differences, from_dict, to_dict
@@ -136,6 +137,11 @@ def _open_checkpoints(workdir: str | os.PathLike[str]) -> Checkpoints:
     if not directory.is_dir():
         raise ValueError(f"workdir={str(workdir)!r}: the run has no checkpoint yet")
     return Checkpoints(directory, keep_last=1_000_000)
+
+
+def write_choices(workdir: Path) -> None:
+    """Write implementations.json: what each op traced so far runs as."""
+    _write_json(workdir / "implementations.json", ops.choices())
 
 
 def _leaves(tree: Any) -> list[tuple[str, Any]]:

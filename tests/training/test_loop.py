@@ -56,6 +56,8 @@ def test_loss_falls_and_the_run_loads(whole):
     assert run.step == 12
     tokens = np.full((1, 4), 100)
     assert np.isfinite(run.model(tokens)[0]).all()
+    picked = json.loads((whole / "implementations.json").read_text())
+    assert picked["delta_memory"].startswith("xla") and picked["attention"].startswith("xla")
     row = read_rows(whole / "metrics.jsonl")[-1]
     assert row["train/tokens"] == 12 * 256
     assert row["perf/tokens_per_second"] > 0 and row["perf/model_flops_per_second"] > 0
