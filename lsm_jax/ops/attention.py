@@ -139,6 +139,8 @@ class _Places(NamedTuple):
     written: Array
 
 
+# Compiled as a whole also when called outside `jax.jit`, as in a notebook.
+@functools.partial(jax.jit, static_argnums=0)
 def _attention(options, q, k, v, state, segment_ids, update_mask):
     batch, length, heads, value_dim = v.shape
     num_segments = state.keys.shape[1] if state.keys.ndim == 5 else None

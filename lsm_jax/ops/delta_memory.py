@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -120,6 +121,8 @@ class _Inputs(NamedTuple):
     key_decay: Array | None
 
 
+# Compiled as a whole also when called outside `jax.jit`, as in a notebook.
+@functools.partial(jax.jit, static_argnums=0)
 def _delta_memory(
     options, q, k, v, beta, log_decay, state, segment_ids, update_mask, constant_log_decay
 ):

@@ -5,6 +5,7 @@ Linear-MoE (arXiv 2503.05447) Eq. 5 with Θ elementwise: basic linear attention,
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -137,6 +138,8 @@ class _Inputs(NamedTuple):
     value_decay: Array | None
 
 
+# Compiled as a whole also when called outside `jax.jit`, as in a notebook.
+@functools.partial(jax.jit, static_argnums=0)
 def _linear_memory(
     options, q, k, v, log_decay, value_log_decay, state, segment_ids, update_mask,
     constant_log_decay, bonus,

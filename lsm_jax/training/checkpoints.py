@@ -6,15 +6,15 @@ import contextlib
 import dataclasses
 import gc
 import io
-import logging as python_logging
+import logging
 import shutil
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-from absl import logging
 from orbax.checkpoint import v1 as ocp
 
 from lsm_jax.training.step import TrainState
@@ -81,15 +81,13 @@ class Checkpoints:
                     found = self._checkpointer.load_checkpointables(step, {**parts, "data": data})
             except Exception as error:  # whatever the storage raises for a file cut short
                 reason = str(error).strip().splitlines()[0][:200] if str(error) else repr(error)
-                logging.warning(
-                    "checkpoint %d in %s cannot be read: %s", step, self.directory, reason
-                )
+                _say(f"checkpoint {step} in {self.directory} cannot be read: {reason}")
                 broken.append((step, error))
                 continue
             for bad, _ in broken:
                 self._set_aside(bad)
             if broken:
-                logging.warning("going on from checkpoint %d, the one before", step)
+                _say(f"going on from checkpoint {step}, the one before")
                 self._checkpointer.reload()
             return dataclasses.replace(found["training"], params=found["params"])
         if broken:
@@ -120,7 +118,7 @@ class Checkpoints:
                     found = self._checkpointer.load_checkpointables(candidate, dict(params=target))
                 return found["params"], candidate
             except Exception as error:  # whatever the storage raises for a file cut short
-                logging.warning("checkpoint %d in %s cannot be read", candidate, self.directory)
+                _say(f"checkpoint {candidate} in {self.directory} cannot be read")
                 failure = error
         raise ValueError(f"no checkpoint in {self.directory} can be read: {failure}") from failure
 
@@ -138,14 +136,19 @@ class Checkpoints:
         shutil.rmtree(aside, ignore_errors=True)
         aside.parent.mkdir(exist_ok=True)
         shutil.move(self.directory / str(step), aside)
-        logging.warning("checkpoint %d was moved to %s", step, aside)
+        _say(f"checkpoint {step} was moved to {aside}")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Leave out the pages that orbax's threads print about a file they cannot read; the error itself is raised."""
-    asyncio = python_logging.getLogger("asyncio")
+    asyncio, root, guard = logging.getLogger("asyncio"), logging.getLogger(), logging.NullHandler()
     before, asyncio.disabled = asyncio.disabled, True
+    root.addHandler(guard)  # with none, a first message would set one up, on this moment's stderr
     with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
         try:
             yield
@@ -154,6 +157,7 @@ def _quiet() -> Iterator[None]:
             raise
         finally:
             asyncio.disabled = before
+            root.removeHandler(guard)
 
 
 def abstract_like(shapes: Any, shardings: Any) -> Any:

@@ -59,7 +59,7 @@ def settings(kind: str, case):
 @pytest.fixture
 def optimized():
     """Compile as users do: the bits of an output may depend on how the compiler fuses."""
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
