@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import sys
@@ -49,7 +50,8 @@ class MetricsWriter:
         """One row."""
         if self._file is None:
             return
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        finite = {n: v if math.isfinite(v) else None for n, v in values.items()}  # JSON has no NaN
+        self._file.write(json.dumps({"step": step, **finite}) + "\n")
         for name, value in values.items():
             self._events.add_scalar(name, value, step)
 
