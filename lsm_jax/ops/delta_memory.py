@@ -133,7 +133,7 @@ def _delta_memory(
     if constant_log_decay is not None:
         # One row is enough, unless some rows write where others do not.
         rows = 1 if tokens.written is None and tokens.slot is None else batch
-        log_decay = jnp.broadcast_to(constant_log_decay, (rows, length, heads))
+        log_decay = jnp.broadcast_to(constant_log_decay.astype(dtype), (rows, length, heads))
 
     def prepare(x) -> Any:
         return None if x is None else select(tokens.written, jnp.asarray(x).astype(dtype))

@@ -155,7 +155,7 @@ def _linear_memory(
     if constant_log_decay is not None:
         # One row is enough, unless some rows write where others do not.
         rows = 1 if tokens.written is None and tokens.slot is None else batch
-        log_decay = jnp.broadcast_to(constant_log_decay, (rows, length, heads))
+        log_decay = jnp.broadcast_to(constant_log_decay.astype(dtype), (rows, length, heads))
     values = v.astype(dtype)
     memory = state.memory.astype(dtype)
     if (

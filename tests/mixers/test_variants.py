@@ -202,6 +202,7 @@ def test_fields_that_do_not_fit_are_refused(name, fields, words):
         Small(METHODS[name], **fields)
 
 
+@jax.default_matmul_precision("highest")
 def test_swiglu_has_a_mixers_call():
     layer = SwiGLU(SwiGLUConfig(multiple_of=8), 32, rngs=nnx.Rngs(0), init_std=0.2)
     x = jax.random.normal(jax.random.key(0), (2, 3, 32))
