@@ -31,7 +31,7 @@ def main(argv: list[str]) -> None:
 
     if len(argv) > 1:
         sys.exit(f"train.py: unknown arguments: {' '.join(argv[1:])}")
-    if FLAGS["verbosity"].using_default_value:
+    if not any("verbosity" in argument for argument in sys.argv):
         logging.set_verbosity(logging.WARNING)  # orbax tells of every file otherwise
     if FLAGS.init_from is not None:
         FLAGS.config.init_from = FLAGS.init_from

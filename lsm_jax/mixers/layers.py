@@ -29,6 +29,25 @@ def matmul_precision(dtype: DTypeLike) -> jax.lax.Precision:
     return jax.lax.Precision.DEFAULT if narrow else jax.lax.Precision.HIGHEST
 
 
+def matmul_to_float32(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x [..., M, K] times w [K, N], accumulated and returned in float32 (float64 for float64).
+
+    A CPU gets widened operands: XLA's CPU backend has no bfloat16 product with a float32 result in some layouts.
+    """
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    precision = matmul_precision(x.dtype)
+    if x.dtype == wide:
+        return jnp.matmul(x, w, precision=precision)
+
+    def widened(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.matmul(x.astype(wide), w.astype(wide), precision=precision)
+
+    def mixed(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.matmul(x, w, precision=precision, preferred_element_type=wide)
+
+    return jax.lax.platform_dependent(x, w, cpu=widened, default=mixed)
+
+
 class Dense(nnx.Module):
     """`y = x W (+ b)`, with W cast to x's dtype and accumulated in float32.
 
@@ -57,12 +76,11 @@ class Dense(nnx.Module):
 
     def __call__(self, x: jax.Array, *, dtype: DTypeLike | None = None) -> jax.Array:
         """x [..., in_size] -> [..., out_size] in `dtype`, x's own by default."""
-        y = jnp.matmul(
-            x,
-            self.kernel[...].astype(x.dtype),
-            precision=matmul_precision(x.dtype),
-            preferred_element_type=x.dtype if dtype is None else dtype,
-        )
+        kernel = self.kernel[...].astype(x.dtype)
+        if dtype is None or jnp.dtype(dtype) == x.dtype:
+            y = jnp.matmul(x, kernel, precision=matmul_precision(x.dtype))
+        else:
+            y = matmul_to_float32(x, kernel).astype(dtype)
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 

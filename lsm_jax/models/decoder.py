@@ -11,7 +11,7 @@ from flax import nnx
 
 from lsm_jax import feedforward, mixers
 from lsm_jax.mixers import Clock
-from lsm_jax.mixers.layers import Dense, RMSNorm, matmul_precision, parameter
+from lsm_jax.mixers.layers import Dense, RMSNorm, matmul_to_float32, parameter
 from lsm_jax.models.config import LayerConfig, ModelConfig
 from lsm_jax.parallel import constrain
 
@@ -168,12 +168,7 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Hidden states [..., D] -> logits [..., vocab] in float32."""
-        return jnp.matmul(
-            hidden,
-            self.head().astype(hidden.dtype),
-            precision=matmul_precision(hidden.dtype),
-            preferred_element_type=jnp.float32,
-        )
+        return matmul_to_float32(hidden, self.head().astype(hidden.dtype))
 
     def hidden(
         self,

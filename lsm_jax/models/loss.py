@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
-from lsm_jax.mixers.layers import matmul_precision
+from lsm_jax.mixers.layers import matmul_to_float32
 from lsm_jax.parallel import over_batch
 
 
@@ -67,15 +65,6 @@ def _loss(chunk_size, hidden, labels, loss_mask, head):
     return nll if loss_mask is None else nll * loss_mask
 
 
-def _logits(hidden, head):
-    return jnp.matmul(
-        hidden,
-        head,
-        precision=matmul_precision(hidden.dtype),
-        preferred_element_type=jnp.float32,
-    )
-
-
 @jax.custom_vjp
 def _chunked_nll(hidden, head, labels):
     """hidden [N, B, C, D], head [D, V], labels [N, B, C] -> [N, B, C] float32."""
@@ -87,7 +76,7 @@ def _forward(hidden, head, labels):
 
     def step(_, chunk):
         x, y = chunk
-        logits = _logits(x, narrow)
+        logits = matmul_to_float32(x, narrow)
         lse = jax.nn.logsumexp(logits, axis=-1)
         own = jnp.take_along_axis(logits, y[..., None], axis=-1, mode="fill")[..., 0]
         return None, (lse - own, lse)
@@ -99,17 +88,15 @@ def _forward(hidden, head, labels):
 def _backward(saved, grad):
     hidden, head, labels, lse = saved
     narrow = head.astype(hidden.dtype)
-    product = functools.partial(
-        jnp.einsum, precision=matmul_precision(hidden.dtype), preferred_element_type=jnp.float32
-    )
 
     def step(head_grad, chunk):
         x, y, z, g = chunk
-        probability = jnp.exp(_logits(x, narrow) - z[..., None])
+        probability = jnp.exp(matmul_to_float32(x, narrow) - z[..., None])
         hit = y[..., None] == jnp.arange(head.shape[1])
         error = (g[..., None] * (probability - hit)).astype(x.dtype)
-        x_grad = product("bcv,dv->bcd", error, narrow).astype(x.dtype)
-        return head_grad + product("bcd,bcv->dv", x, error), x_grad
+        x_grad = matmul_to_float32(error, narrow.T).astype(x.dtype)
+        rows, errors = (z.reshape(-1, z.shape[-1]) for z in (x, error))
+        return head_grad + matmul_to_float32(rows.T, errors), x_grad
 
     start = jnp.zeros_like(head, jnp.float32)
     head_grad, hidden_grad = jax.lax.scan(step, start, (hidden, labels, lse, grad))
