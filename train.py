@@ -8,6 +8,7 @@ Any field of the config is overridden by name, checked against its type. The sam
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import sys
 
@@ -45,7 +46,8 @@ def main(argv: list[str]) -> None:
         sys.exit(f"train.py: {error}")
     if result.interrupted is not None:
         sys.exit(128 + result.interrupted)
-    print(f"finished {result.step} steps, loss {result.loss:.4f}, in {FLAGS.workdir}")
+    loss = "nothing left to do" if math.isnan(result.loss) else f"loss {result.loss:.4f}"
+    print(f"finished {result.step} steps, {loss}, in {FLAGS.workdir}")
 
 
 def parse(argv: list[str]) -> list[str]:

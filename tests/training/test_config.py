@@ -99,3 +99,20 @@ def test_accumulation_equals_one_batch(tmp_path):
         results.append((metrics["train/loss"], metrics["train/grad_norm"], state.params))
     for a, b in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_bfloat16_trains_on_a_cpu(tmp_path):
+    """As compiled for users: XLA's CPU backend refuses some bfloat16 products with float32 results."""
+    config = tiny.config(tmp_path)
+    config.model.dtype = "bfloat16"
+    tokens = np.full((8, 32), 7, np.int32)
+    batch = dict(tokens=tokens, labels=tokens, loss_mask=np.ones((8, 32), np.float32))
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    mesh = make_mesh(config.mesh)
+    with jax.set_mesh(mesh):
+        program = make_program(config, mesh)
+        placed = jax.device_put(batch, batch_sharding(mesh))
+        _, metrics = program.train_step(program.init(), placed)
+        assert np.isfinite(metrics["train/loss"])
+    jax.config.update("jax_disable_most_optimizations", before)
