@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+import jax
 from flax import nnx
 
 from lsm_jax.feedforward.swiglu import SwiGLU, SwiGLUConfig
 
-FEEDFORWARDS: dict[type, Callable[..., Any]] = {SwiGLUConfig: SwiGLU}
+FEEDFORWARDS: dict[str, tuple[type, Any]] = {"swiglu": (SwiGLUConfig, SwiGLU)}
+"""Config and module by name. A module takes `layer` and `num_layers` if it sets `uses_depth`, as a mixer does."""
+
+
+def _module(config: Any) -> Any:
+    for own, module in FEEDFORWARDS.values():
+        if type(config) is own:
+            return module
+    known = ", ".join(own.__name__ for own, _ in FEEDFORWARDS.values())
+    raise ValueError(
+        f"feedforward={config!r} is no feedforward's config; accepted are None and {known}"
+    )
 
 
 def check(config: Any, hidden_size: int) -> None:
     """Raise ValueError unless `config` is a feedforward's, and valid at this width."""
-    if type(config) not in FEEDFORWARDS:
-        known = ", ".join(c.__name__ for c in FEEDFORWARDS)
-        raise ValueError(
-            f"feedforward={config!r} is no feedforward's config; accepted are None and {known}"
-        )
+    _module(config)
     config.validate(hidden_size)
 
 
-def build(config: Any, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02) -> Any:
-    """The feedforward a config describes, at this width."""
+def build(
+    config: Any,
+    hidden_size: int,
+    *,
+    rngs: nnx.Rngs,
+    init_std: float = 0.02,
+    layer: jax.Array | int = 0,
+    num_layers: int = 1,
+) -> Any:
+    """The feedforward a config describes, at this width; `layer` and `num_layers` as in `lsm_jax.mixers.build`."""
     check(config, hidden_size)
-    return FEEDFORWARDS[type(config)](config, hidden_size, rngs=rngs, init_std=init_std)
+    module = _module(config)
+    depth = dict(layer=layer, num_layers=num_layers) if module.uses_depth else {}
+    return module(config, hidden_size, rngs=rngs, init_std=init_std, **depth)
 
 
 __all__ = ["FEEDFORWARDS", "SwiGLU", "SwiGLUConfig", "build", "check"]

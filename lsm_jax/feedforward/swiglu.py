@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
@@ -27,6 +27,11 @@ class SwiGLUConfig:
     multiple_of: int = 256
     intermediate_size: int | None = None
 
+    @classmethod
+    def for_width(cls, hidden_size: int, multiple_of: int) -> SwiGLUConfig:
+        """The customary proportions, the inner width rounded up to `multiple_of`."""
+        return cls(multiple_of=multiple_of)
+
     def width(self, hidden_size: int) -> int:
         """Inner width."""
         if self.intermediate_size is not None:
@@ -48,6 +53,8 @@ class SwiGLUConfig:
 
 class SwiGLU(nnx.Module):
     """SwiGLU; see `SwiGLUConfig`. It remembers nothing: its state is None."""
+
+    uses_depth: ClassVar[bool] = False
 
     def __init__(
         self, config: SwiGLUConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02

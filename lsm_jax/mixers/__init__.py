@@ -6,9 +6,9 @@ To add a method, write its file and add its row here. Models, training, decoding
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
+import jax
 from flax import nnx
 
 from lsm_jax.mixers.base import Clock, Context, Mixer, MixerState, advance, fresh_clock
@@ -35,7 +35,8 @@ class Method:
         forms: forms of the op; empty where it has none.
         config: its dataclass.
         module: its class, a `Mixer`.
-        feedforward: whether its published block has one.
+        feedforward: name of its published block's feedforward in `lsm_jax.feedforward.FEEDFORWARDS`; None where it has none.
+        note: why it lacks a form, or anything else a reader of the table must know.
     """
 
     name: str
@@ -46,8 +47,9 @@ class Method:
     read: str
     forms: tuple[str, ...]
     config: type
-    module: Callable[..., Mixer]
-    feedforward: bool = True
+    module: Any
+    feedforward: str | None = "swiglu"
+    note: str = ""
 
 
 _ALL_FORMS = ("recurrent", "chunk", "associative")
@@ -69,7 +71,7 @@ METHODS: dict[str, Method] = {m.name: m for m in (
     Method(
         name="mamba2", paper="arXiv 2405.21060", op="linear_memory",
         gate="exp(-A Δ), each head", write="Δ Bᵀ x", read="C M + D x",
-        forms=_ALL_FORMS, config=Mamba2Config, module=Mamba2, feedforward=False),
+        forms=_ALL_FORMS, config=Mamba2Config, module=Mamba2, feedforward=None),
     Method(
         name="deltanet", paper="arXiv 2406.06484", op="delta_memory",
         gate="I - β kᵀ k", write="β kᵀ v", read="q M",
@@ -81,7 +83,7 @@ METHODS: dict[str, Method] = {m.name: m for m in (
     Method(
         name="softmax", paper="arXiv 1706.03762", op="attention",
         gate="none: keys and values are kept", write="k, v", read="softmax(q Kᵀ) V",
-        forms=(), config=SoftmaxConfig, module=Softmax),
+        forms=(), config=SoftmaxConfig, module=Softmax, note="the memory grows with the sequence: no other forms"),
 )}
 # fmt: on
 
@@ -110,9 +112,28 @@ def get_method(name: str) -> Method:
     return METHODS[name]
 
 
-def build(config: Any, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02) -> Mixer:
-    """The mixer a config describes, at this width."""
-    return method_of(config).module(config, hidden_size, rngs=rngs, init_std=init_std)
+def build(
+    config: Any,
+    hidden_size: int,
+    *,
+    rngs: nnx.Rngs,
+    init_std: float = 0.02,
+    layer: jax.Array | int = 0,
+    num_layers: int = 1,
+) -> Mixer:
+    """The mixer a config describes, at this width.
+
+    Args:
+        config: of a type in `METHODS`.
+        hidden_size: channels of the residual stream.
+        rngs: source of the initial parameters.
+        init_std: of projections, except where the method has its own.
+        layer: its place in the model, for methods whose initial parameters depend on it.
+        num_layers: the model's depth, for the same.
+    """
+    module = method_of(config).module
+    depth = dict(layer=layer, num_layers=num_layers) if module.uses_depth else {}
+    return module(config, hidden_size, rngs=rngs, init_std=init_std, **depth)
 
 
 __all__ = [

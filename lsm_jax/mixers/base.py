@@ -102,7 +102,8 @@ class Context:
 
     Attributes:
         layer: index of the layer, possibly traced; None outside a model.
-        shared: values that travel from layer to layer; a mixer may set entries it declared in `init_shared`.
+        shared: values that travel from layer to layer; a mixer may set entries it declared in `init_shared`. Empty outside
+            a model.
         segment_ids: [B, T] or None.
         positions: [B, T]; None unless the mixer uses positions.
         update_mask: [B, T] or None.
@@ -155,12 +156,19 @@ class ShortConvolution(nnx.Module):
 class Mixer(nnx.Module):
     """A layer that mixes tokens through a memory.
 
-    A subclass sets `op` (and `uses_positions` where it rotates), and gives `write`, `read`, `finish`, `options` and
-    `init_memory`; it holds parameters and nothing mutable.
+    A subclass sets `op`, and gives `write`, `read`, `finish`, `options` and `init_memory`; it holds parameters and nothing
+    mutable.
+
+    Attributes:
+        op: the function of `lsm_jax.ops` it is built on.
+        uses_positions: whether it needs tokens' positions, as one that rotates does.
+        uses_depth: whether `__init__` takes `layer` and `num_layers`: its place in the model (`layer` possibly traced, so fit
+            only to draw parameters from) and the model's depth.
     """
 
     op: ClassVar[Callable]
     uses_positions: ClassVar[bool] = False
+    uses_depth: ClassVar[bool] = False
 
     def __init__(self, config: Any, hidden_size: int):
         config.validate(hidden_size)
@@ -209,8 +217,14 @@ class Mixer(nnx.Module):
         clock = fresh_clock(batch_size) if self.uses_positions else None
         return MixerState(self.init_memory(batch_size, max_length, dtype), tails, clock)
 
-    def init_shared(self, x: jax.Array) -> dict[str, jax.Array]:
-        """Entries of `shared` this mixer sets, with their initial values; x [B, T, D] is the model's embedding."""
+    @classmethod
+    def init_shared(cls, x: jax.Array, stacks: list[tuple[jax.Array, Any]]) -> dict[str, jax.Array]:
+        """Entries of `shared` that this kind of mixer reads or sets, computed once a call, ahead of the first layer.
+
+        Args:
+            x: [B, T, D], the model's embedding.
+            stacks: all mixers of this kind: their layers' indices [P], and the mixer with parameters [P, ...].
+        """
         return {}
 
     def __call__(

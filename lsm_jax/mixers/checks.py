@@ -48,9 +48,9 @@ def expanded(owner: Any, name: str, factor: float, hidden_size: int, num_heads: 
     return int(width) // num_heads
 
 
-def op_fields(owner: Any) -> None:
+def op_fields(owner: Any, forms: tuple[str, ...] = FORMS) -> None:
     """Check `form` and `chunk_size`; the op itself checks `implementation`, which only it can know."""
-    one_of(owner, "form", owner.form, FORMS)
+    one_of(owner, "form", owner.form, forms)
     size = owner.chunk_size
     if size is not None and (size < 1 or size & (size - 1)):
         raise ValueError(

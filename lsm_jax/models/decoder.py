@@ -33,8 +33,13 @@ class DecoderState(NamedTuple):
 class Block(nnx.Module):
     """One layer: `x += mixer(norm(x))`, then `x += feedforward(norm(x))` where there is one."""
 
-    def __init__(self, config: LayerConfig, model: ModelConfig, *, rngs: nnx.Rngs):
-        size, options = model.hidden_size, dict(rngs=rngs, init_std=model.init_std)
+    def __init__(
+        self, config: LayerConfig, model: ModelConfig, *, rngs: nnx.Rngs, layer: jax.Array | int
+    ):
+        size = model.hidden_size
+        options: dict[str, Any] = dict(
+            rngs=rngs, init_std=model.init_std, layer=layer, num_layers=model.num_layers
+        )
         self.mixer_norm = RMSNorm(size, eps=model.norm_eps)
         self.mixer = mixers.build(config.mixer, size, **options)
         inner = config.feedforward
@@ -67,22 +72,26 @@ class Block(nnx.Module):
 
 
 class Period(nnx.Module):
-    """The layers of one pattern period."""
+    """The layers of one pattern period, the first of which is layer `first` of the model."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, first: jax.Array | int):
         self.blocks = nnx.List(
-            [Block(config.layers[letter], config, rngs=rngs) for letter in config.period()]
+            [
+                Block(config.layers[letter], config, rngs=rngs, layer=first + place)
+                for place, letter in enumerate(config.period())
+            ]
         )
 
 
 def _stack_periods(config: ModelConfig, keys: jax.Array) -> Period:
     """One period a key, every parameter with a leading "layers" axis; one compilation, however many parameters."""
 
-    def make(key):
-        return nnx.state(Period(config, rngs=nnx.Rngs(key)), nnx.Param)
+    def make(key, first):
+        return nnx.state(Period(config, rngs=nnx.Rngs(key), first=first), nnx.Param)
 
-    graphdef, _ = nnx.split(nnx.eval_shape(lambda: Period(config, rngs=nnx.Rngs(0))))
-    periods = nnx.merge(graphdef, jax.jit(jax.vmap(make))(keys))
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: Period(config, rngs=nnx.Rngs(0), first=0)))
+    first = jnp.arange(len(keys)) * len(config.period())
+    periods = nnx.merge(graphdef, jax.jit(jax.vmap(make))(keys, first))
     for _, leaf in nnx.iter_graph(periods):
         if isinstance(leaf, nnx.Param):
             leaf.set_metadata(logical_axes=("layers", *leaf.logical_axes))
@@ -196,10 +205,14 @@ class Decoder(nnx.Module):
         x = constrain(x.astype(self.dtype), _ACTIVATIONS)
         clock = mixers.fresh_clock(tokens.shape[0]) if state is None else state.clock
         positions, clock = mixers.advance(clock, tokens.shape, segment_ids, update_mask, positions)
-        shared = {}
-        for block in self.periods.blocks:
-            shared.update(block.mixer.init_shared(x))
         size = len(self.periods.blocks)
+        firsts = size * jnp.arange(self.num_periods)
+        kinds: dict[type[mixers.Mixer], list] = {}
+        for place, block in enumerate(self.periods.blocks):
+            kinds.setdefault(type(block.mixer), []).append((firsts + place, block.mixer))
+        shared = {}
+        for kind, stacks in kinds.items():
+            shared.update(kind.init_shared(x, stacks))
 
         def layer(x, shared, block, state, index, segment_ids, positions, update_mask):
             return block(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from lsm_jax import mixers
-from lsm_jax.feedforward import SwiGLUConfig
+from lsm_jax.feedforward import FEEDFORWARDS
 from lsm_jax.models.config import LayerConfig, ModelConfig
 
 
@@ -29,7 +29,10 @@ SIZES: dict[str, Size] = {
 
 
 def _layer(method: mixers.Method, size: Size) -> LayerConfig:
-    inner = SwiGLUConfig(multiple_of=size.multiple_of) if method.feedforward else None
+    inner = None
+    if method.feedforward is not None:
+        config, _ = FEEDFORWARDS[method.feedforward]
+        inner = config.for_width(size.hidden_size, size.multiple_of)
     return LayerConfig(mixer=method.config.for_width(size.hidden_size), feedforward=inner)
 
 
@@ -57,7 +60,7 @@ def lm(
     config = ModelConfig(
         vocab_size=vocab_size,
         hidden_size=found.hidden_size,
-        num_layers=found.num_layers * (1 if chosen.feedforward else 2),
+        num_layers=found.num_layers * (2 if chosen.feedforward is None else 1),
         pattern=pattern,
         layers={"L": _layer(chosen, found), "N": _layer(mixers.METHODS["softmax"], found)},
     )

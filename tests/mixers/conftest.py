@@ -25,9 +25,16 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("method", rows)
 
 
+def run(mixer, x, **call):
+    """The mixer as the second of two equal layers of a model, whose `shared` it reads."""
+    stacked = jax.tree.map(lambda p: jnp.stack([p, p]), mixer)
+    shared = type(mixer).init_shared(x, [(jnp.arange(2), stacked)])
+    return mixer(x, layer=1, shared=shared, **call)
+
+
 def _loss(mixer, x):
     """A number that depends on every output and every number of the final memory, and both."""
-    y, state, _ = mixer(x)
+    y, state, _ = run(mixer, x)
     of_y = jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))
     memory = [leaf for leaf in jax.tree.leaves(state.memory) if leaf.ndim > 1]
     return of_y + sum(jnp.sum(jnp.sin(leaf)) for leaf in memory), (y, state)
@@ -41,9 +48,10 @@ class Small:
         if method.forms:
             fields = dict(chunk_size=4) | fields
         self.config = dataclasses.replace(config, **fields)
-        self.mixer = mixers.build(self.config, WIDTH, rngs=nnx.Rngs(0), init_std=0.2)
+        options = dict(init_std=0.2, layer=1, num_layers=2)
+        self.mixer = mixers.build(self.config, WIDTH, rngs=nnx.Rngs(0), **options)
         self.x = jax.random.normal(jax.random.key(1), (BATCH, LENGTH, WIDTH))
-        self.call = jax.jit(lambda mixer, x, **call: mixer(x, **call)[:2])
+        self.call = jax.jit(lambda mixer, x, **call: run(mixer, x, **call)[:2])
         self.gradient = jax.jit(jax.grad(_loss, argnums=(0, 1), has_aux=True))
 
     def __call__(self, x=None, **call):

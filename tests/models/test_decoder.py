@@ -20,9 +20,20 @@ from tests.models.conftest import Small, small_config
 def looped(small: Small) -> jax.Array:
     """The same model written as a loop over layers."""
     model, x = small.model, small.model.embedding[...][small.tokens]
+    size, shared = len(model.periods.blocks), {}
+    for kind in {type(block.mixer) for block in model.periods.blocks}:
+        firsts = size * jnp.arange(model.num_periods)
+        stacks = [
+            (firsts + place, block.mixer)
+            for place, block in enumerate(model.periods.blocks)
+            if type(block.mixer) is kind
+        ]
+        shared |= kind.init_shared(x, stacks)
     for period in range(model.num_periods):
-        for block in jax.tree.map(operator.itemgetter(period), model.periods).blocks:
-            x = x + block.mixer(block.mixer_norm(x))[0]
+        blocks = jax.tree.map(operator.itemgetter(period), model.periods).blocks
+        for place, block in enumerate(blocks):
+            layer = period * size + place
+            x = x + block.mixer(block.mixer_norm(x), layer=layer, shared=shared)[0]
             if block.feedforward is not None:
                 x = x + block.feedforward(block.feedforward_norm(x))[0]
     return model.norm(x) @ model.embedding[...].T
@@ -150,7 +161,8 @@ class Counting(mixers.Mixer):
     def __init__(self, config, hidden_size, *, rngs, init_std):
         super().__init__(config, hidden_size)
 
-    def init_shared(self, x):
+    @classmethod
+    def init_shared(cls, x, stacks):
         return {"first": jnp.zeros_like(x)}
 
     def read(self, x, context):

@@ -46,8 +46,7 @@ class Case:
 
     @property
     def forms(self) -> tuple[str | None, ...]:
-        matrix = self.op in ("linear_memory", "delta_memory")
-        return ("recurrent", "chunk", "associative") if matrix else (None,)
+        return FAMILIES[self.op].forms
 
     @property
     def static(self) -> dict:
@@ -99,25 +98,32 @@ def parametrize_forms(cases=CASES, skip=()):
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How the cases of one op are made and defined.
+
+    Attributes:
+        positional: names of the op's leading arguments.
+        inputs: (case, rng, (batch, length), log_decay) -> arrays by name; `log_decay(*shape)` draws decays of the kind asked.
+        state: (case, batch, **where) -> an empty state; `where` has num_segments, dtype and capacity.
+        step: (case, inputs, own, b, t, written) -> the output of token t of row b by definition, in numpy; `own` holds the
+            state's leaves (the segment id left out) of that row, to be replaced in place.
+        forms: the forms the op has; (None,) where it has none.
+    """
+
+    positional: tuple[str, ...]
+    inputs: Callable
+    state: Callable
+    step: Callable
+    forms: tuple[str | None, ...] = ("recurrent", "chunk", "associative")
+
+
+FAMILIES: dict[str, Family] = {}
+
+
 def make_inputs(case: Case, batch=2, length=37, *, seed=0, decay="mild", dtype=np.float64) -> dict:
     """Random inputs. `decay` is "mild", or "mixed": from 0 to -30 a step."""
     rng = np.random.default_rng(seed)
-    if case.op in ("short_convolution", "token_shift"):
-        inputs = {"x": rng.normal(size=(batch, length, CHANNELS))}
-        if case.op == "short_convolution":
-            inputs["weight"] = rng.normal(size=(WIDTH, CHANNELS))
-        if "bias" in case.arrays:
-            inputs["bias"] = rng.normal(size=CHANNELS)
-        return {n: jnp.asarray(a, dtype) for n, a in inputs.items()}
-
-    queries, keys, heads = case.heads
-    q = rng.normal(size=(batch, length, queries, KEY_DIM))
-    k = rng.normal(size=(batch, length, keys, KEY_DIM))
-    if case.op == "delta_memory":
-        k = k / np.linalg.norm(k, axis=-1, keepdims=True)
-    if case.normalize is not None:
-        q, k = np.abs(q), np.abs(k)
-    inputs = {"q": q, "k": k, "v": rng.normal(size=(batch, length, heads, VALUE_DIM))}
 
     def log_decay(*shape):
         mild = -np.exp(rng.normal(size=shape) - 2)
@@ -126,38 +132,40 @@ def make_inputs(case: Case, batch=2, length=37, *, seed=0, decay="mild", dtype=n
         kind = rng.integers(0, 4, size=shape)
         return np.choose(kind, [np.zeros(shape), np.full(shape, -30.0), mild, mild * 10])
 
-    if case.op == "delta_memory":
-        inputs["beta"] = rng.uniform(0, 2, size=(batch, length, heads))
-    if "constant_decay" in case.arrays:
-        inputs["log_decay"] = log_decay(heads)
-    if "decay" in case.arrays:
-        inputs["log_decay"] = log_decay(batch, length, heads)
-    if "key_decay" in case.arrays:
-        inputs["log_decay"] = log_decay(batch, length, heads, KEY_DIM)
-    if "value_decay" in case.arrays:
-        inputs["value_log_decay"] = log_decay(batch, length, heads, VALUE_DIM)
-    if "bonus" in case.arrays:
-        inputs["bonus"] = rng.normal(size=(heads, KEY_DIM))
+    inputs = FAMILIES[case.op].inputs(case, rng, (batch, length), log_decay)
     return {n: jnp.asarray(a, dtype) for n, a in inputs.items()}
+
+
+def make_qkv(case: Case, rng, shape) -> dict:
+    """Queries, keys and values of the case's heads; positive where it normalises."""
+    queries, keys, heads = case.heads
+    q = rng.normal(size=(*shape, queries, KEY_DIM))
+    k = rng.normal(size=(*shape, keys, KEY_DIM))
+    if case.normalize is not None:
+        q, k = np.abs(q), np.abs(k)
+    return {"q": q, "k": k, "v": rng.normal(size=(*shape, heads, VALUE_DIM))}
+
+
+def make_decays(case: Case, shape, log_decay) -> dict:
+    """The decays a case names."""
+    heads = case.heads[2]
+    shapes = {
+        "constant_decay": ("log_decay", (heads,)),
+        "decay": ("log_decay", (*shape, heads)),
+        "key_decay": ("log_decay", (*shape, heads, KEY_DIM)),
+        "value_decay": ("value_log_decay", (*shape, heads, VALUE_DIM)),
+    }
+    return {shapes[n][0]: log_decay(*shapes[n][1]) for n in case.arrays if n in shapes}
 
 
 def make_state(case: Case, batch=2, *, num_segments=None, capacity=64, seed=1, empty=False):
     """A state with something in it (for attention: three tokens), or an empty one; float64."""
-    heads = case.heads[2]
-    where = dict(num_segments=num_segments, dtype=jnp.float64)
-    if case.op == "linear_memory":
-        normalize = case.normalize is not None
-        state = ops.linear_state(batch, heads, KEY_DIM, VALUE_DIM, normalize=normalize, **where)
-    elif case.op == "delta_memory":
-        state = ops.delta_state(batch, heads, KEY_DIM, VALUE_DIM, **where)
-    elif case.op == "attention":
-        state = ops.attention_state(batch, capacity, heads, KEY_DIM, VALUE_DIM, **where)
-        state = state._replace(count=state.count + (0 if empty else 3))
-    else:
-        width = WIDTH - 1 if case.op == "short_convolution" else 1
-        state = ops.shift_state(batch, width, CHANNELS, **where)
+    where = dict(num_segments=num_segments, dtype=jnp.float64, capacity=capacity)
+    state = FAMILIES[case.op].state(case, batch, **where)
     if empty:
         return state
+    if case.op == "attention":
+        state = state._replace(count=state.count + 3)
     rng = np.random.default_rng(seed)
 
     def fill(x):
@@ -172,13 +180,7 @@ def make_state(case: Case, batch=2, *, num_segments=None, capacity=64, seed=1, e
 
 def call(case: Case, inputs: dict, *, form=None, **options):
     """Call the op of `case`, in chunks of 8 where there are chunks."""
-    positional = {
-        "linear_memory": ("q", "k", "v"),
-        "delta_memory": ("q", "k", "v", "beta"),
-        "attention": ("q", "k", "v"),
-        "short_convolution": ("x", "weight"),
-        "token_shift": ("x",),
-    }[case.op]
+    positional = FAMILIES[case.op].positional
     if form is not None:
         options |= {"form": form, "chunk_size": 8}
     rest = {n: a for n, a in inputs.items() if n not in positional}
@@ -210,7 +212,9 @@ def oracle(case: Case, inputs: dict, *, state, segment_ids=None, update_mask=Non
                 if not segmented and last_id[b] not in (0, token):
                     own[0] = [None if x is None else np.zeros_like(x) for x in own[0]]
                 last_id[b] = token
-            output = _STEPS[case.op](case, inputs, own[slot], b, t, bool(token and mask[b, t]))
+            output = FAMILIES[case.op].step(
+                case, inputs, own[slot], b, t, bool(token and mask[b, t])
+            )
             row.append(output if token else np.zeros_like(output))
         outputs.append(row)
         for s, leaves in own.items():
@@ -308,10 +312,55 @@ def _shift_step(case, inputs, own, b, t, written):
     return output
 
 
-_STEPS = {
-    "linear_memory": _linear_step,
-    "delta_memory": _delta_step,
-    "attention": _attention_step,
-    "short_convolution": _convolution_step,
-    "token_shift": _shift_step,
-}
+def _linear_inputs(case, rng, shape, log_decay):
+    inputs = make_qkv(case, rng, shape) | make_decays(case, shape, log_decay)
+    if "bonus" in case.arrays:
+        inputs["bonus"] = rng.normal(size=(case.heads[2], KEY_DIM))
+    return inputs
+
+
+def _linear_state(case, batch, *, capacity, **where):
+    normalize = case.normalize is not None
+    return ops.linear_state(batch, case.heads[2], KEY_DIM, VALUE_DIM, normalize=normalize, **where)
+
+
+def _delta_inputs(case, rng, shape, log_decay):
+    inputs = make_qkv(case, rng, shape) | make_decays(case, shape, log_decay)
+    inputs["k"] = inputs["k"] / np.linalg.norm(inputs["k"], axis=-1, keepdims=True)
+    return inputs | {"beta": rng.uniform(0, 2, size=(*shape, case.heads[2]))}
+
+
+def _delta_state(case, batch, *, capacity, **where):
+    return ops.delta_state(batch, case.heads[2], KEY_DIM, VALUE_DIM, **where)
+
+
+def _attention_inputs(case, rng, shape, log_decay):
+    return make_qkv(case, rng, shape)
+
+
+def _attention_state(case, batch, *, capacity, **where):
+    return ops.attention_state(batch, capacity, case.heads[2], KEY_DIM, VALUE_DIM, **where)
+
+
+def _shift_inputs(case, rng, shape, log_decay):
+    inputs = {"x": rng.normal(size=(*shape, CHANNELS))}
+    if case.op == "short_convolution":
+        inputs["weight"] = rng.normal(size=(WIDTH, CHANNELS))
+    if "bias" in case.arrays:
+        inputs["bias"] = rng.normal(size=CHANNELS)
+    return inputs
+
+
+def _shift_state(case, batch, *, capacity, **where):
+    width = WIDTH - 1 if case.op == "short_convolution" else 1
+    return ops.shift_state(batch, width, CHANNELS, **where)
+
+
+_QKV = ("q", "k", "v")
+FAMILIES |= {
+    "linear_memory": Family(_QKV, _linear_inputs, _linear_state, _linear_step),
+    "delta_memory": Family((*_QKV, "beta"), _delta_inputs, _delta_state, _delta_step),
+    "attention": Family(_QKV, _attention_inputs, _attention_state, _attention_step, (None,)),
+    "short_convolution": Family(("x", "weight"), _shift_inputs, _shift_state, _convolution_step, (None,)),
+    "token_shift": Family(("x",), _shift_inputs, _shift_state, _shift_step, (None,)),
+}  # fmt: skip
