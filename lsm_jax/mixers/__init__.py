@@ -14,7 +14,9 @@ from flax import nnx
 from lsm_jax.mixers.base import Clock, Context, Mixer, MixerState, advance, fresh_clock
 from lsm_jax.mixers.deltanet import DeltaNet, DeltaNetConfig
 from lsm_jax.mixers.gated_deltanet import GatedDeltaNet, GatedDeltaNetConfig
+from lsm_jax.mixers.gated_retention import GatedRetention, GatedRetentionConfig
 from lsm_jax.mixers.gla import GLA, GLAConfig
+from lsm_jax.mixers.lightning import Lightning, LightningConfig
 from lsm_jax.mixers.linear_attention import LinearAttention, LinearAttentionConfig
 from lsm_jax.mixers.mamba2 import Mamba2, Mamba2Config
 from lsm_jax.mixers.retnet import RetNet, RetNetConfig
@@ -64,6 +66,14 @@ METHODS: dict[str, Method] = {m.name: m for m in (
         name="retnet", paper="arXiv 2307.08621", op="linear_memory",
         gate="1 - 2^(-5-h), constant for each head", write="kᵀ v, k rotated", read="q M, q rotated",
         forms=_ALL_FORMS, config=RetNetConfig, module=RetNet),
+    Method(
+        name="lightning", paper="arXiv 2307.14995", op="linear_memory",
+        gate="exp(-(8h / H)(1 - l / L)), constant for each head and layer", write="silu(k)ᵀ v", read="silu(q) M",
+        forms=_ALL_FORMS, config=LightningConfig, module=Lightning),
+    Method(
+        name="gated_retention", paper="arXiv 2405.05254", op="linear_memory",
+        gate="sigmoid(x W)^(1/16), each head", write="kᵀ v, k rotated", read="q M, q rotated",
+        forms=_ALL_FORMS, config=GatedRetentionConfig, module=GatedRetention),
     Method(
         name="gla", paper="arXiv 2312.06635", op="linear_memory",
         gate="sigmoid(x W₁ W₂ + b)^(1/16), each key channel", write="kᵀ v", read="q M",
@@ -146,6 +156,10 @@ __all__ = [
     "GLAConfig",
     "GatedDeltaNet",
     "GatedDeltaNetConfig",
+    "GatedRetention",
+    "GatedRetentionConfig",
+    "Lightning",
+    "LightningConfig",
     "LinearAttention",
     "LinearAttentionConfig",
     "Mamba2",

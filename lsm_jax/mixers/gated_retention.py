@@ -1,0 +1,69 @@
+"""Gated retention (YOCO, arXiv 2405.05254, Section 3.1): retention whose decay is a gate, `γ_t = sigmoid(x_t W_γ)^(1/τ)`, one a head."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax.mixers import checks
+from lsm_jax.mixers.base import Context
+from lsm_jax.mixers.layers import Dense, split_heads
+from lsm_jax.mixers.retnet import RetNet, RetNetConfig
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class GatedRetentionConfig(RetNetConfig):
+    """Gated retention: RetNet's fields, values as wide as keys, and the gate's temperature.
+
+    Attributes:
+        gate_temperature: τ; a larger one forgets more slowly.
+    """
+
+    expand_v: float = 1.0
+    gate_temperature: float = 16.0
+
+    @classmethod
+    def for_width(cls, hidden_size: int) -> GatedRetentionConfig:
+        """Heads of 256."""
+        return cls(num_heads=hidden_size // min(256, hidden_size // 4))
+
+    def validate(self, hidden_size: int) -> None:
+        """Raise ValueError where a field does not fit."""
+        super().validate(hidden_size)
+        checks.positive(self, gate_temperature=self.gate_temperature)
+
+    def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
+        """RetNet's, and the gate's projection."""
+        return super().flops_per_token(hidden_size, seq_len) + 2.0 * hidden_size * self.num_heads
+
+
+class GatedRetention(RetNet):
+    """Gated retention; see `GatedRetentionConfig`."""
+
+    config: GatedRetentionConfig
+
+    def __init__(
+        self,
+        config: GatedRetentionConfig,
+        hidden_size: int,
+        *,
+        rngs: nnx.Rngs,
+        init_std: float = 0.02,
+    ):
+        super().__init__(config, hidden_size, rngs=rngs, init_std=init_std)
+        self.decay_proj = Dense(
+            hidden_size, config.num_heads, axes=("embed", "heads"), rngs=rngs, init_std=init_std
+        )
+
+    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+        """Rotated keys, values, and each head's decay at each token."""
+        gate = self.decay_proj(x, dtype=jnp.float32)
+        return dict(
+            k=self._rotated(self.k_proj(x), context),
+            v=split_heads(self.v_proj(x), self.config.num_heads),
+            log_decay=jax.nn.log_sigmoid(gate) / self.config.gate_temperature,
+        )

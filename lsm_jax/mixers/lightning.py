@@ -1,0 +1,129 @@
+"""Lightning attention (TransNormerLLM, arXiv 2307.14995; Lightning Attention-2, arXiv 2401.04658): `M_t = λ M_{t-1} + φ(k_t)ᵀ v_t`.
+
+λ is a constant of head h and, in the published model, of layer l: `exp(-(8 h / H) (1 - l / L))`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax import ops
+from lsm_jax.mixers import checks
+from lsm_jax.mixers.base import Context, Mixer
+from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, split_heads
+
+DECAYS = ("depth", "alibi", "none")
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class LightningConfig:
+    """Lightning attention.
+
+    Attributes:
+        num_heads: heads.
+        decay: each head's constant rate: "depth" is the published `(8 h / H) (1 - l / L)`, slower in higher layers; "alibi" the
+            slopes `2^(-8 (h + 1) / H)` in every layer, as in Linear-MoE (arXiv 2503.05447, its code); "none" does not decay.
+        norm_eps: of the norm over each head's output.
+        form: "recurrent", "chunk" or "associative".
+        implementation: of the op; None picks.
+        chunk_size: of the op; None picks.
+    """
+
+    num_heads: int = 8
+    decay: str = "depth"
+    norm_eps: float = 1e-5
+    form: str = "chunk"
+    implementation: str | None = None
+    chunk_size: int | None = None
+
+    @classmethod
+    def for_width(cls, hidden_size: int) -> LightningConfig:
+        """The published proportions: heads of 128."""
+        return cls(num_heads=hidden_size // min(128, hidden_size // 4))
+
+    def validate(self, hidden_size: int) -> None:
+        """Raise ValueError where a field does not fit."""
+        checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
+        checks.one_of(self, "decay", self.decay, DECAYS)
+        checks.positive(self, norm_eps=self.norm_eps)
+        checks.op_fields(self)
+
+    def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
+        """Forward floating-point operations of a token: projections, decay KV, write 2KV, read 2KV a head."""
+        return 10.0 * hidden_size**2 + 5.0 * hidden_size**2 / self.num_heads
+
+
+def alibi_slopes(num_heads: int) -> list[float]:
+    """ALiBi's slopes (arXiv 2108.12409): `2^(-8 (h + 1) / H)`; other counts than powers of two take every second one more."""
+    power = 2 ** int(math.log2(num_heads))
+    slopes = [2.0 ** (-8 * (h + 1) / power) for h in range(power)]
+    between = [2.0 ** (-4 * (h + 1) / power) for h in range(0, 2 * power, 2)]
+    return slopes + between[: num_heads - power]
+
+
+class Lightning(Mixer):
+    """Lightning attention; see `LightningConfig`."""
+
+    op = ops.linear_memory
+    uses_depth = True
+
+    def __init__(
+        self,
+        config: LightningConfig,
+        hidden_size: int,
+        *,
+        rngs: nnx.Rngs,
+        init_std: float = 0.02,
+        layer: jax.Array | int = 0,
+        num_layers: int = 1,
+    ):
+        super().__init__(config, hidden_size)
+        self.num_layers = num_layers
+        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
+        self.q_proj = Dense(hidden_size, hidden_size, **into)
+        self.k_proj = Dense(hidden_size, hidden_size, **into)
+        self.v_proj = Dense(hidden_size, hidden_size, **into)
+        self.g_proj = Dense(hidden_size, hidden_size, **into)
+        self.norm = RMSNorm(hidden_size // config.num_heads, eps=config.norm_eps)
+        self.o_proj = Dense(
+            hidden_size, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
+        )
+
+    def log_decay(self, layer: jax.Array | int | None) -> jax.Array | None:
+        """The decay of each head, [H], in this layer; outside a model that of the first."""
+        heads = self.config.num_heads
+        if self.config.decay == "none":
+            return None
+        if self.config.decay == "alibi":
+            return -jnp.array(alibi_slopes(heads), jnp.float32)
+        depth = jnp.float32(0 if layer is None else layer) / self.num_layers
+        return -8 / heads * (1 - depth) * jnp.arange(heads, dtype=jnp.float32)
+
+    def read(self, x: jax.Array, context: Context) -> jax.Array:
+        """silu(x W_q)."""
+        return jax.nn.silu(split_heads(self.q_proj(x), self.config.num_heads))
+
+    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+        """silu(x W_k), values, and each head's constant decay."""
+        heads = self.config.num_heads
+        return dict(
+            k=jax.nn.silu(split_heads(self.k_proj(x), heads)),
+            v=split_heads(self.v_proj(x), heads),
+            log_decay=self.log_decay(context.layer),
+        )
+
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+        """Norm of each head, times silu(x W_g), projection."""
+        gate = split_heads(self.g_proj(x), self.config.num_heads)
+        return self.o_proj(merge_heads(self.norm(o, gate)))
+
+    def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
+        """An empty memory."""
+        head = self.hidden_size // self.config.num_heads
+        return ops.linear_state(batch_size, self.config.num_heads, head, head)
