@@ -182,7 +182,7 @@ def call(case: Case, inputs: dict, *, form=None, **options):
     """Call the op of `case`, in chunks of 8 where there are chunks."""
     positional = FAMILIES[case.op].positional
     if form is not None:
-        options |= {"form": form, "chunk_size": 8}
+        options = {"form": form, "chunk_size": 8} | options
     rest = {n: a for n, a in inputs.items() if n not in positional}
     op: Callable = getattr(ops, case.op)
     return op(*(inputs[n] for n in positional), **rest, **case.static, **options)

@@ -156,16 +156,40 @@ def test_gradients_agree_between_forms(case, form, kind):
         close(a, b, 1e-10)
 
 
-@parametrize([c for c in CASES if c.forms == (None,)])
-def test_gradients_match_finite_differences(case):
+@parametrize_forms()
+def test_gradients_match_finite_differences(case, form):
+    """Of output and final state, by every input and the state; the forms' gradients are not only each other's."""
     from jax.test_util import check_grads
 
-    given = settings("documents", case)
-    state = given.pop("state")
-    inputs = make_inputs(case)
-    check_grads(
-        lambda x: objective(case, None, 0.3, x, state, **given), (inputs,), order=1, modes=["rev"]
-    )
+    state = make_state(case, capacity=20)
+    floating = [jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(state)]
+
+    def function(inputs, moving):
+        rest = iter(moving)
+        leaves, tree = jax.tree.flatten(state)
+        leaves = [next(rest) if f else x for x, f in zip(leaves, floating, strict=True)]
+        return objective(case, form, 0.3, inputs, jax.tree.unflatten(tree, leaves))
+
+    moving = [x for x, f in zip(jax.tree.leaves(state), floating, strict=True) if f]
+    check_grads(jax.jit(function), (make_inputs(case, length=11), moving), order=1, modes=["rev"])
+
+
+@pytest.mark.parametrize("length", [1, 17, 300])
+@parametrize_forms(skip=("recurrent", None))
+def test_any_length_in_chunks_of_64(case, form, length):
+    inputs = make_inputs(case, length=length)
+
+    def run(form):
+        return jax.jit(
+            jax.value_and_grad(
+                lambda x: objective(case, form, 0.3, x, None, chunk_size=64), has_aux=False
+            )
+        )(inputs)
+
+    (value, grads), (expected, expected_grads) = run(form), run("recurrent")
+    close(value, expected, 1e-11)
+    for name in grads:
+        close(grads[name], expected_grads[name], 1e-10)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 5e-3)])
