@@ -1,0 +1,82 @@
+"""How far 100,000 tokens drift in float32: `python -m benchmarks.drift [--length 100000]`.
+
+The chunk form in float32 against the recurrent form in float64 on the same inputs, for each class of transition, with gates
+that remember for thousands of tokens and no norm of any kind to hide an error: the largest error of the output, relative to the
+output's RMS so far, in the first tenth and in the last tenth of the sequence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.timing import provenance
+from lsm_jax import ops
+
+KEY_DIM, VALUE_DIM = 16, 8
+
+
+def _unit(x):
+    return x / np.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def _slow(rng, *shape):
+    """Log decays from 1e-5 to 1e-1 a step."""
+    return -(10.0 ** rng.uniform(-5, -1, size=shape))
+
+
+def make_cases(length: int) -> dict:
+    """Name -> (op, inputs in float64)."""
+    rng = np.random.default_rng(0)
+    shape = (1, length, 1)
+    q, v = rng.normal(size=(*shape, KEY_DIM)), rng.normal(size=(*shape, VALUE_DIM))
+    k = _unit(rng.normal(size=(*shape, KEY_DIM)))
+    qkv, beta = dict(q=q, k=k, v=v), rng.uniform(0, 1, size=shape)
+    scalar, channels = _slow(rng, *shape), _slow(rng, *shape, KEY_DIM)
+    cases = {
+        "linear_memory, no decay": ("linear_memory", qkv),
+        "linear_memory, scalar decay": ("linear_memory", qkv | dict(log_decay=scalar)),
+        "linear_memory, key-channel decay": ("linear_memory", qkv | dict(log_decay=channels)),
+        "delta_memory": ("delta_memory", qkv | dict(beta=beta)),
+        "delta_memory, beta to 2": ("delta_memory", qkv | dict(beta=2 * beta)),
+        "delta_memory, scalar decay": ("delta_memory", qkv | dict(beta=beta, log_decay=scalar)),
+        "delta_memory, key-channel decay": ("delta_memory", qkv | dict(beta=beta, log_decay=channels)),
+    }  # fmt: skip
+    if hasattr(ops, "dplr_memory"):
+        low_rank = dict(a=-k, b=beta[..., None] * k, log_decay=channels)
+        cases["dplr_memory"] = ("dplr_memory", qkv | low_rank)
+    return cases
+
+
+def drift(op: str, inputs: dict) -> tuple[float, float]:
+    """The error in the first and in the last tenth."""
+    function = getattr(ops, op)
+    narrow = {n: jnp.asarray(x, jnp.float32) for n, x in inputs.items()}
+    output = np.asarray(jax.jit(lambda x: function(**x)[0])(narrow), np.float64)
+    with jax.enable_x64(True):
+        wide = {n: jnp.asarray(np.asarray(x), jnp.float64) for n, x in narrow.items()}
+        exact = jax.jit(lambda x: function(**x, form="recurrent")[0])(wide)
+        exact = np.asarray(exact)
+    scale = np.sqrt(np.cumsum(np.mean(exact**2, axis=(0, 2, 3))) / np.arange(1, exact.shape[1] + 1))
+    error = np.max(np.abs(output - exact), axis=(0, 2, 3)) / scale
+    tenth = max(1, len(error) // 10)
+    return float(error[:tenth].max()), float(error[-tenth:].max())
+
+
+def main() -> None:
+    """Print a row a case."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--length", type=int, default=100_000)
+    args = parser.parse_args()
+    for name, (op, inputs) in make_cases(args.length).items():
+        first, last = drift(op, inputs)
+        row = dict(case=name, first_tenth=first, last_tenth=last, length=args.length)
+        print(json.dumps(row | provenance()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
