@@ -20,9 +20,10 @@ class DeltaNetConfig:
     """DeltaNet.
 
     Attributes:
-        num_heads: heads.
+        num_heads: heads of queries and keys.
+        num_value_heads: heads of values and memories, a multiple of `num_heads`; None is `num_heads`.
         expand_k: key channels over hidden_size, all heads together.
-        expand_v: value channels over hidden_size.
+        expand_v: value channels over hidden_size, all value heads together.
         conv_size: width of the short convolutions on q, k and v.
         allow_negative_eigenvalues: β in (0, 2) instead of (0, 1) (arXiv 2411.12537).
         output_gate: multiply the normed output by silu(x W).
@@ -33,6 +34,7 @@ class DeltaNetConfig:
     """
 
     num_heads: int = 4
+    num_value_heads: int | None = None
     expand_k: float = 1.0
     expand_v: float = 1.0
     conv_size: int = 4
@@ -48,15 +50,21 @@ class DeltaNetConfig:
         """The published proportions: heads of 128."""
         return cls(num_heads=hidden_size // min(128, hidden_size // 4))
 
+    def value_heads(self) -> int:
+        """Heads of values and memories."""
+        return self.num_heads if self.num_value_heads is None else self.num_value_heads
+
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
         """Key and value channels of a head."""
         return (
             checks.expanded(self, "expand_k", self.expand_k, hidden_size, self.num_heads),
-            checks.expanded(self, "expand_v", self.expand_v, hidden_size, self.num_heads),
+            checks.expanded(self, "expand_v", self.expand_v, hidden_size, self.value_heads()),
         )
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
+        heads = self.value_heads()
+        checks.divides(self, "num_heads", self.num_heads, "num_value_heads", heads)
         self.head_dims(hidden_size)
         checks.positive(self, norm_eps=self.norm_eps)
         checks.convolution_width(self)
@@ -65,9 +73,10 @@ class DeltaNetConfig:
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Forward floating-point operations of a token: projections, convolutions, and erase, write, read of 2KV a head."""
         k, v = self.head_dims(hidden_size)
-        projections = 2 * k + (3 if self.output_gate else 2) * v + 1
-        convolution = 2 * self.conv_size * (2 * k + v)
-        return self.num_heads * (2.0 * hidden_size * projections + convolution + 6 * k * v)
+        keys, heads = self.num_heads * k, self.value_heads()
+        projections = 2 * keys + heads * ((3 if self.output_gate else 2) * v + 1)
+        convolution = 2 * self.conv_size * (2 * keys + heads * v)
+        return 2.0 * hidden_size * projections + convolution + heads * 6 * k * v
 
 
 class DeltaNet(Mixer):
@@ -80,12 +89,13 @@ class DeltaNet(Mixer):
     ):
         super().__init__(config, hidden_size)
         self.key_dim, self.value_dim = config.head_dims(hidden_size)
-        keys, values = config.num_heads * self.key_dim, config.num_heads * self.value_dim
+        heads = config.value_heads()
+        keys, values = config.num_heads * self.key_dim, heads * self.value_dim
         into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
         self.q_proj = Dense(hidden_size, keys, **into)
         self.k_proj = Dense(hidden_size, keys, **into)
         self.v_proj = Dense(hidden_size, values, **into)
-        self.beta_proj = Dense(hidden_size, config.num_heads, **into)
+        self.beta_proj = Dense(hidden_size, heads, **into)
         self.g_proj = Dense(hidden_size, values, **into) if config.output_gate else None
         convolution = dict(width=config.conv_size, rngs=rngs, axis="heads")
         self.q_conv = ShortConvolution("q", keys, **convolution)
@@ -103,21 +113,22 @@ class DeltaNet(Mixer):
 
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
         """Convolved keys of unit length, convolved values, and β."""
-        heads = self.config.num_heads
+        config = self.config
         beta = jax.nn.sigmoid(self.beta_proj(x, dtype=jnp.float32))
         return dict(
-            k=l2_normalize(split_heads(self.k_conv(self.k_proj(x), context), heads)),
-            v=split_heads(self.v_conv(self.v_proj(x), context), heads),
-            beta=2 * beta if self.config.allow_negative_eigenvalues else beta,
+            k=l2_normalize(split_heads(self.k_conv(self.k_proj(x), context), config.num_heads)),
+            v=split_heads(self.v_conv(self.v_proj(x), context), config.value_heads()),
+            beta=2 * beta if config.allow_negative_eigenvalues else beta,
         )
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
         """Norm of each head, gate if any, projection."""
         gate = None
         if self.g_proj is not None:
-            gate = split_heads(self.g_proj(x), self.config.num_heads)
+            gate = split_heads(self.g_proj(x), self.config.value_heads())
         return self.o_proj(merge_heads(self.norm(o, gate)))
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.DeltaState:
         """An empty memory."""
-        return ops.delta_state(batch_size, self.config.num_heads, self.key_dim, self.value_dim)
+        heads = self.config.value_heads()
+        return ops.delta_state(batch_size, heads, self.key_dim, self.value_dim)

@@ -20,7 +20,11 @@ VARIANTS = [
     ("retnet", dict(num_heads=2, expand_v=1.0)),
     ("mamba2", dict(num_groups=2)),
     ("deltanet", dict(allow_negative_eigenvalues=True, output_gate=True)),
+    ("deltanet", dict(num_heads=2, num_value_heads=4)),
     ("gated_deltanet", dict(num_heads=2, num_value_heads=4, expand_v=1.5)),
+    ("gated_deltanet", dict(allow_negative_eigenvalues=True)),
+    ("lightning", dict(decay="alibi")),
+    ("gated_retention", dict(expand_v=2.0, gate_temperature=1.0)),
     ("softmax", dict(num_heads=4, num_kv_heads=2, qk_norm=True)),
     ("softmax", dict(num_heads=4, num_kv_heads=1, head_dim=6, window=3)),
 ]
@@ -181,6 +185,10 @@ def test_initial_gates():
         ("retnet", dict(num_heads=32), "num_heads=32 gives key heads of 1"),
         ("mamba2", dict(head_dim=7), "head_dim=7 does not divide expand . hidden_size=64"),
         ("mamba2", dict(num_groups=3), "num_groups=3 does not divide"),
+        ("lightning", dict(decay="linear"), "decay='linear'.*'depth', 'alibi', 'none'"),
+        ("lightning", dict(num_heads=5), "num_heads=5 does not divide hidden_size=32"),
+        ("gated_retention", dict(gate_temperature=0), "gate_temperature=0"),
+        ("deltanet", dict(num_value_heads=6), "num_heads=4 does not divide num_value_heads=6"),
         ("deltanet", dict(conv_size=1), "conv_size=1: it must be at least 2"),
         (
             "gated_deltanet",
