@@ -28,12 +28,15 @@ def main(argv: list[str]) -> None:
     """Train; leave with 128 + the signal's number where one ended it early."""
     import jax
 
-    from lsm_jax.training import TrainingStopped, train
+    from lsm_jax.training import RecallConfig, TrainingStopped, train, train_recall
 
     if len(argv) > 1:
         sys.exit(f"train.py: unknown arguments: {' '.join(argv[1:])}")
     if not any("verbosity" in argument for argument in sys.argv):
         logging.set_verbosity(logging.WARNING)  # orbax tells of every file otherwise
+    if isinstance(FLAGS.config, RecallConfig):
+        _recall(train_recall)
+        return
     if FLAGS.init_from is not None:
         FLAGS.config.init_from = FLAGS.init_from
     if "JAX_COORDINATOR_ADDRESS" in os.environ:  # several hosts
@@ -48,6 +51,21 @@ def main(argv: list[str]) -> None:
         sys.exit(128 + result.interrupted)
     loss = "nothing left to do" if math.isnan(result.loss) else f"loss {result.loss:.4f}"
     print(f"finished {result.step} steps, {loss}, in {FLAGS.workdir}")
+
+
+def _recall(train_recall) -> None:
+    """A sweep of associative recall; it runs on the first device."""
+    if FLAGS.init_from is not None:
+        sys.exit("train.py: --init_from: a recall sweep starts from its seeds")
+    try:
+        result = train_recall(FLAGS.config, FLAGS.workdir)
+    except (ValueError, OSError) as error:
+        sys.exit(f"train.py: {error}")
+    scores = ", ".join(f"{task} {score:.4f}" for task, score in result["accuracy"].items())
+    print(
+        f"finished {result['steps']} steps in {result['seconds']} s: best learning rate {result['learning_rate']:.1e}, "
+        f"accuracy {scores}; in {FLAGS.workdir}"
+    )
 
 
 def parse(argv: list[str]) -> list[str]:

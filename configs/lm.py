@@ -12,6 +12,7 @@ Without `--config.data.path` a run reads the demo text, the running interpreter'
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from lsm_jax.data import DataConfig
 from lsm_jax.models import SIZES, lm
@@ -73,10 +74,12 @@ def get_config(variant: str = "gla-340m") -> TrainConfig:
         arguments.setdefault("vocab_size", 257)  # bytes and BOS
     model = lm(method, size, **arguments)
     recipe = RECIPES[size]
+    # Where a mini-batch begins with a window, an online-learned memory reads the window in one pass.
+    align = math.lcm(*(getattr(model.layers[x].mixer, "mini_batch", 1) for x in set(model.pattern)))
     return TrainConfig(
         name=variant,
         model=model,
-        data=DataConfig(sequence_length=recipe.sequence_length),
+        data=DataConfig(sequence_length=recipe.sequence_length, align_documents=align),
         optimizer=OptimizerConfig(
             peak_lr=recipe.peak_lr,
             warmup_tokens=recipe.warmup_tokens,

@@ -10,6 +10,7 @@
 from lsm_jax.data.config import DataConfig
 from lsm_jax.data.demo import write_demo_store
 from lsm_jax.data.iterators import make_eval_iterator, make_train_iterator
+from lsm_jax.data.recall import RecallExamples, RecallTask, recall_examples
 from lsm_jax.data.store import TokenStore
 from lsm_jax.data.tokenizers import (
     ByteTokenizer,
@@ -26,6 +27,8 @@ __all__ = [
     "DataConfig",
     "GPT2Tokenizer",
     "JSONTokenizer",
+    "RecallExamples",
+    "RecallTask",
     "TokenStore",
     "Tokenizer",
     "json_escape",
@@ -33,5 +36,6 @@ __all__ = [
     "load_tokenizer",
     "make_eval_iterator",
     "make_train_iterator",
+    "recall_examples",
     "write_demo_store",
 ]

@@ -28,6 +28,10 @@ class DataConfig:
             the writer packed. Batches then carry `segment_ids` and `positions`.
         packing: text only: "concat" fills every row and cuts documents at row ends; "first_fit"
             keeps a document that fits in a row whole and pads.
+        align_documents: text only: every piece of a document begins at a multiple of it in its
+            row, padding between; it divides `sequence_length`. Online-learned memories (TTT,
+            Titans) read a row fastest where their mini-batch divides it; what they compute does
+            not depend on it.
         predict_end: text only: a document's last token predicts BOS, the end of a document.
         text_key: the field of a JSONL line that holds the text.
         shuffle: seeded order, new each epoch. False: LongCrawl64's published order for a store
@@ -49,6 +53,7 @@ class DataConfig:
     json_escape: bool = False
     separate_documents: bool = False
     packing: str = "concat"
+    align_documents: int = 1
     predict_end: bool = True
     text_key: str = "text"
     shuffle: bool = True
@@ -65,6 +70,7 @@ class DataConfig:
         """
         for name, least in (
             ("sequence_length", 1),
+            ("align_documents", 1),
             ("shuffle_blocks", 1),
             ("num_threads", 0),
             ("prefetch", 0),
@@ -73,6 +79,11 @@ class DataConfig:
                 raise ValueError(f"data.{name}={getattr(self, name)}; it must be at least {least}")
         if not 0.0 <= self.heldout_fraction < 1.0:
             raise ValueError(f"data.heldout_fraction={self.heldout_fraction}; it must be in [0, 1)")
+        if self.sequence_length % self.align_documents:
+            raise ValueError(
+                f"data.align_documents={self.align_documents} does not divide "
+                f"data.sequence_length={self.sequence_length}"
+            )
         if self.packing not in PACKINGS:
             raise ValueError(
                 f"data.packing={self.packing!r}; accepted: {', '.join(map(repr, PACKINGS))}"

@@ -172,6 +172,7 @@ def _piece(documents: Documents, tokenizer: Tokenizer, config: DataConfig, index
         tokenizer,
         bos_id=bos_id if config.add_bos else None,
         end_id=bos_id if config.predict_end else None,
+        align=config.align_documents,
     )
 
 

@@ -16,6 +16,7 @@ from lsm_jax.data.documents import Documents
 from lsm_jax.data.tokenizers import Tokenizer
 
 _BINS = 8  # rows that first-fit fills at once
+_PADDING = -1  # the label of what stands between documents
 
 
 def document_tokens(
@@ -25,6 +26,7 @@ def document_tokens(
     *,
     bos_id: int | None,
     end_id: int | None,
+    align: int = 1,
 ) -> dict[str, np.ndarray] | None:
     """Tokens and labels, int32 [n] each, of one piece; None where nothing is predicted.
 
@@ -34,6 +36,7 @@ def document_tokens(
         tokenizer: makes the ids.
         bos_id: put in front of a document's first piece; None puts nothing.
         end_id: what a document's last token predicts; None: nothing.
+        align: pad to a multiple of so many tokens.
     """
     piece = documents[index]
     ids = tokenizer.encode(piece.text)
@@ -44,7 +47,11 @@ def document_tokens(
     stream = np.array([*start, *ids, *end], np.int32)
     if stream.size < 2:
         return None
-    return {"tokens": stream[:-1], "labels": stream[1:]}
+    padding = (0, -(stream.size - 1) % align)
+    return {
+        "tokens": np.pad(stream[:-1], padding),
+        "labels": np.pad(stream[1:], padding, constant_values=_PADDING),
+    }
 
 
 class _CutToRows(grain.experimental.FlatMapTransform):
@@ -84,11 +91,12 @@ def stack_rows(rows: list[dict[str, Any]], num_rows: int) -> dict[str, np.ndarra
         stacked[: len(rows)] = [row[name] for row in rows]
         return stacked
 
-    segment_ids = stack("tokens_segment_ids")
+    labels, segment_ids = stack("labels"), stack("tokens_segment_ids")
+    real = (segment_ids > 0) & (labels != _PADDING)
     return {
         "tokens": stack("tokens"),
-        "labels": stack("labels"),
-        "loss_mask": (segment_ids > 0).astype(np.float32),
-        "segment_ids": segment_ids,
-        "positions": stack("tokens_positions"),
+        "labels": np.where(real, labels, 0),
+        "loss_mask": real.astype(np.float32),
+        "segment_ids": np.where(real, segment_ids, 0),
+        "positions": np.where(real, stack("tokens_positions"), 0),
     }

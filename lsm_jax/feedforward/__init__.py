@@ -7,9 +7,15 @@ from typing import Any
 import jax
 from flax import nnx
 
+from lsm_jax.feedforward.rwkv7_channel_mix import RWKV7ChannelMix, RWKV7ChannelMixConfig
+from lsm_jax.feedforward.rwkv_channel_mix import RWKV6ChannelMix, RWKV6ChannelMixConfig
 from lsm_jax.feedforward.swiglu import SwiGLU, SwiGLUConfig
 
-FEEDFORWARDS: dict[str, tuple[type, Any]] = {"swiglu": (SwiGLUConfig, SwiGLU)}
+FEEDFORWARDS: dict[str, tuple[type, Any]] = {
+    "swiglu": (SwiGLUConfig, SwiGLU),
+    "rwkv6_channel_mix": (RWKV6ChannelMixConfig, RWKV6ChannelMix),
+    "rwkv7_channel_mix": (RWKV7ChannelMixConfig, RWKV7ChannelMix),
+}
 """Config and module by name. A module takes `layer` and `num_layers` if it sets `uses_depth`, as a mixer does."""
 
 
@@ -45,4 +51,14 @@ def build(
     return module(config, hidden_size, rngs=rngs, init_std=init_std, **depth)
 
 
-__all__ = ["FEEDFORWARDS", "SwiGLU", "SwiGLUConfig", "build", "check"]
+__all__ = [
+    "FEEDFORWARDS",
+    "RWKV7ChannelMix",
+    "RWKV7ChannelMixConfig",
+    "RWKV6ChannelMix",
+    "RWKV6ChannelMixConfig",
+    "SwiGLU",
+    "SwiGLUConfig",
+    "build",
+    "check",
+]

@@ -15,12 +15,23 @@ from lsm_jax.mixers.base import Clock, Context, Mixer, MixerState, advance, fres
 from lsm_jax.mixers.deltanet import DeltaNet, DeltaNetConfig
 from lsm_jax.mixers.gated_deltanet import GatedDeltaNet, GatedDeltaNetConfig
 from lsm_jax.mixers.gated_retention import GatedRetention, GatedRetentionConfig
+from lsm_jax.mixers.gfw import GFW, GFWConfig
 from lsm_jax.mixers.gla import GLA, GLAConfig
+from lsm_jax.mixers.gsa import GSA, GSAConfig
+from lsm_jax.mixers.hgrn2 import HGRN2, HGRN2Config
+from lsm_jax.mixers.kda import KDA, KDAConfig
 from lsm_jax.mixers.lightning import Lightning, LightningConfig
 from lsm_jax.mixers.linear_attention import LinearAttention, LinearAttentionConfig
 from lsm_jax.mixers.mamba2 import Mamba2, Mamba2Config
+from lsm_jax.mixers.mlstm import MLSTM, MLSTMConfig
+from lsm_jax.mixers.rebased import Rebased, RebasedConfig
 from lsm_jax.mixers.retnet import RetNet, RetNetConfig
+from lsm_jax.mixers.rwkv6 import RWKV6, RWKV6Config
+from lsm_jax.mixers.rwkv7 import RWKV7, RWKV7Config
 from lsm_jax.mixers.softmax import Softmax, SoftmaxConfig
+from lsm_jax.mixers.titans import Titans, TitansConfig
+from lsm_jax.mixers.ttt_linear import TTTLinear, TTTLinearConfig
+from lsm_jax.mixers.ttt_mlp import TTTMLP, TTTMLPConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +66,7 @@ class Method:
 
 
 _ALL_FORMS = ("recurrent", "chunk", "associative")
+_ONLINE_NOTE = "the gradient depends on the memory: updates do not compose"
 
 # fmt: off
 METHODS: dict[str, Method] = {m.name: m for m in (
@@ -79,6 +91,27 @@ METHODS: dict[str, Method] = {m.name: m for m in (
         gate="sigmoid(x W₁ W₂ + b)^(1/16), each key channel", write="kᵀ v", read="q M",
         forms=_ALL_FORMS, config=GLAConfig, module=GLA),
     Method(
+        name="hgrn2", paper="arXiv 2404.07904", op="linear_memory",
+        gate="f = γ + (1 - γ) sigmoid(x W), each key channel; γ learned across layers", write="(1 - f)ᵀ i", read="silu(q) M",
+        forms=_ALL_FORMS, config=HGRN2Config, module=HGRN2),
+    Method(
+        name="rebased", paper="arXiv 2402.10644", op="linear_memory",
+        gate="1", write="φ(k)ᵀ v, φ a learned quadratic", read="φ(q) M over φ(q) z",
+        forms=_ALL_FORMS, config=RebasedConfig, module=Rebased,
+        note="where a query meets no key its weights vanish like ε, and float32 rounding shows"),
+    Method(
+        name="gfw", paper="arXiv 2210.04243", op="linear_memory",
+        gate="βᵀ α, sigmoids of x W: each key channel and each value channel", write="kᵀ v", read="q M",
+        forms=_ALL_FORMS, config=GFWConfig, module=GFW),
+    Method(
+        name="rwkv6", paper="arXiv 2404.05892", op="linear_memory",
+        gate="exp(-exp(d)), d low-rank in the token, each key channel", write="kᵀ v", read="r (M before + diag(u) kᵀ v)",
+        forms=_ALL_FORMS, config=RWKV6Config, module=RWKV6, feedforward="rwkv6_channel_mix"),
+    Method(
+        name="mlstm", paper="arXiv 2503.13427", op="linear_memory",
+        gate="sigmoid(x W + b), each head", write="exp(x W + b) kᵀ v", read="q C over max(|q n|, 1)",
+        forms=_ALL_FORMS, config=MLSTMConfig, module=MLSTM),
+    Method(
         name="mamba2", paper="arXiv 2405.21060", op="linear_memory",
         gate="exp(-A Δ), each head", write="Δ Bᵀ x", read="C M + D x",
         forms=_ALL_FORMS, config=Mamba2Config, module=Mamba2, feedforward=None),
@@ -90,6 +123,33 @@ METHODS: dict[str, Method] = {m.name: m for m in (
         name="gated_deltanet", paper="arXiv 2412.06464", op="delta_memory",
         gate="(I - β kᵀ k) α, α each head", write="β kᵀ v", read="q M",
         forms=_ALL_FORMS, config=GatedDeltaNetConfig, module=GatedDeltaNet),
+    Method(
+        name="kda", paper="arXiv 2510.26692", op="delta_memory",
+        gate="(I - β kᵀ k) diag(α), α each key channel", write="β kᵀ v", read="q M",
+        forms=_ALL_FORMS, config=KDAConfig, module=KDA),
+    Method(
+        name="rwkv7", paper="arXiv 2503.14456", op="dplr_memory",
+        gate="diag(w) - (κ ⊙ a)ᵀ κ; w each key channel in (0.545, 1), a each key channel", write="k̃ᵀ v",
+        read="r M, and r · k̃ times v of this token",
+        forms=_ALL_FORMS, config=RWKV7Config, module=RWKV7, feedforward="rwkv7_channel_mix"),
+    Method(
+        name="ttt_linear", paper="arXiv 2407.04620", op="online_memory",
+        gate="1", write="-η ∇_W ½‖f(k) - v‖² at the mini-batch's start", read="f(q) = q + LN(q W + b)",
+        forms=("recurrent", "chunk"), config=TTTLinearConfig, module=TTTLinear, note=_ONLINE_NOTE),
+    Method(
+        name="ttt_mlp", paper="arXiv 2407.04620", op="online_memory",
+        gate="1", write="-η ∇_W ½‖f(k) - v‖² at the mini-batch's start", read="f(q) = q + LN(gelu(q W₁ + b₁) W₂ + b₂)",
+        forms=("recurrent", "chunk"), config=TTTMLPConfig, module=TTTMLP, note=_ONLINE_NOTE),
+    Method(
+        name="titans", paper="arXiv 2501.00663", op="online_memory",
+        gate="1 - α, each head", write="S ← η S - θ ∇‖M(k) - v‖² at the mini-batch's start", read="M(q), M a matrix or an MLP",
+        forms=("recurrent", "chunk"), config=TitansConfig, module=Titans,
+        note=_ONLINE_NOTE + "; a pattern of it is the paper's MAL, and persistent-memory tokens, MAC and MAG are not here"),
+    Method(
+        name="gsa", paper="arXiv 2409.07146", op="slot_memory",
+        gate="α = sigmoid(x W)^(1/8), each slot", write="kᵀ (1 - α) into keys, (1 - α)ᵀ v into values",
+        read="softmax(q K) V over slots",
+        forms=_ALL_FORMS, config=GSAConfig, module=GSA),
     Method(
         name="softmax", paper="arXiv 1706.03762", op="attention",
         gate="none: keys and values are kept", write="k, v", read="softmax(q Kᵀ) V",
@@ -147,33 +207,55 @@ def build(
 
 
 __all__ = [
+    "GFW",
     "GLA",
+    "HGRN2",
     "METHODS",
+    "MLSTM",
+    "RWKV6",
+    "RWKV7",
     "Clock",
     "Context",
     "DeltaNet",
     "DeltaNetConfig",
+    "GFWConfig",
     "GLAConfig",
     "GatedDeltaNet",
     "GatedDeltaNetConfig",
     "GatedRetention",
     "GatedRetentionConfig",
+    "HGRN2Config",
     "Lightning",
     "LightningConfig",
     "LinearAttention",
     "LinearAttentionConfig",
+    "MLSTMConfig",
     "Mamba2",
     "Mamba2Config",
     "Method",
     "Mixer",
     "MixerState",
+    "RWKV7Config",
+    "RWKV6Config",
+    "Rebased",
+    "RebasedConfig",
     "RetNet",
     "RetNetConfig",
     "Softmax",
     "SoftmaxConfig",
+    "TTTLinear",
+    "TTTLinearConfig",
+    "TTTMLP",
+    "TTTMLPConfig",
+    "Titans",
+    "TitansConfig",
     "advance",
     "build",
     "fresh_clock",
     "get_method",
     "method_of",
+    "GSA",
+    "GSAConfig",
+    "KDA",
+    "KDAConfig",
 ]

@@ -35,7 +35,7 @@ class MixerState(NamedTuple):
 
     Attributes:
         memory: the op's state.
-        tails: last inputs of each short convolution, by name.
+        tails: last inputs of each short convolution and token shift, by name.
         clock: a `Clock`, or None unless the mixer uses positions.
     """
 
@@ -107,7 +107,7 @@ class Context:
         segment_ids: [B, T] or None.
         positions: [B, T]; None unless the mixer uses positions.
         update_mask: [B, T] or None.
-        tails: short-convolution states by name, those of the state going in replaced as they are used.
+        tails: states of short convolutions and token shifts by name, those going in replaced as they are used.
         kept: what a part leaves for a later one.
         aux: losses and statistics by name, for the caller.
     """
@@ -123,15 +123,25 @@ class Context:
 
 
 class ShortConvolution(nnx.Module):
-    """Causal depthwise convolution followed by SiLU; its last inputs travel in the mixer's state under `name`.
+    """Causal depthwise convolution, followed by SiLU unless `silu=False`; its last inputs travel in the mixer's state.
 
-    Weights are uniform in ±1/sqrt(width), a depthwise convolution's customary initialisation; no weight decay.
+    They are kept under `name`. Weights are uniform in ±1/sqrt(width), a depthwise convolution's customary initialisation;
+    no weight decay.
     """
 
     def __init__(
-        self, name: str, channels: int, width: int, *, rngs: nnx.Rngs, axis: str, bias: bool = False
+        self,
+        name: str,
+        channels: int,
+        width: int,
+        *,
+        rngs: nnx.Rngs,
+        axis: str,
+        bias: bool = False,
+        silu: bool = True,
     ):
-        self.name, self.channels, self.width = name, channels, width
+        self.silu = silu
+        self.name, self.channels, self.remembered = name, channels, width - 1
         bound = width**-0.5
 
         def draw(*shape):
@@ -150,7 +160,24 @@ class ShortConvolution(nnx.Module):
             segment_ids=context.segment_ids,
             update_mask=context.update_mask,
         )
-        return jax.nn.silu(y)
+        return jax.nn.silu(y) if self.silu else y
+
+
+class TokenShift(nnx.Module):
+    """The token before each token (RWKV's time shift); the last one travels in the mixer's state under `name`."""
+
+    def __init__(self, name: str, channels: int):
+        self.name, self.channels, self.remembered = name, channels, 1
+
+    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
+        """x [B, T, channels] -> the token before each in its document, 0 before the first; the same shape and dtype."""
+        y, context.tails[self.name] = ops.token_shift(
+            x,
+            initial_state=context.tails.get(self.name),
+            segment_ids=context.segment_ids,
+            update_mask=context.update_mask,
+        )
+        return y
 
 
 class Mixer(nnx.Module):
@@ -198,9 +225,10 @@ class Mixer(nnx.Module):
         """The op's fresh state for `batch_size` rows; only attention needs `max_length` and `dtype`."""
         raise NotImplementedError
 
-    def convolutions(self) -> tuple[ShortConvolution, ...]:
-        """The short convolutions this mixer has."""
-        return tuple(v for v in vars(self).values() if isinstance(v, ShortConvolution))
+    def remembering(self) -> tuple[ShortConvolution | TokenShift, ...]:
+        """The short convolutions and token shifts this mixer has."""
+        kinds = (ShortConvolution, TokenShift)
+        return tuple(v for v in vars(self).values() if isinstance(v, kinds))
 
     def init_state(self, batch_size: int, max_length: int, dtype: Any) -> MixerState:
         """A fresh state.
@@ -211,8 +239,8 @@ class Mixer(nnx.Module):
             dtype: of what is kept of activations (convolution inputs, keys and values).
         """
         tails = {
-            c.name: ops.shift_state(batch_size, c.width - 1, c.channels, dtype=dtype)
-            for c in self.convolutions()
+            part.name: ops.shift_state(batch_size, part.remembered, part.channels, dtype=dtype)
+            for part in self.remembering()
         }
         clock = fresh_clock(batch_size) if self.uses_positions else None
         return MixerState(self.init_memory(batch_size, max_length, dtype), tails, clock)

@@ -84,6 +84,32 @@ class Dense(nnx.Module):
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 
+class OrthogonalDense(Dense):
+    """`Dense` whose matrix starts with orthogonal rows or columns.
+
+    Args:
+        gain: their norm; 0 starts at zero.
+        bias: what the bias starts at; None for no bias.
+    """
+
+    def __init__(
+        self,
+        in_size: int,
+        out_size: int,
+        *,
+        gain: float,
+        axes: tuple[str | None, str | None],
+        rngs: nnx.Rngs,
+        bias: jax.Array | None = None,
+    ):
+        kernel = jnp.zeros((in_size, out_size), jnp.float32)
+        if gain:
+            draw = jax.nn.initializers.orthogonal(gain)
+            kernel = draw(rngs.params(), (in_size, out_size), jnp.float32)
+        self.kernel = parameter(kernel, axes, weight_decay=True)
+        self.bias = None if bias is None else parameter(bias, axes[1:], weight_decay=False)
+
+
 def rms_normalize(x: jax.Array, eps: float) -> jax.Array:
     """`x / sqrt(mean(x²) + eps)` over the last axis, computed and returned in float32 (or float64)."""
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -116,6 +142,43 @@ class RMSNorm(nnx.Module):
         y = rms_normalize(x, self.eps) * self.scale[...]
         if gate is not None:
             y = y * jax.nn.silu(gate.astype(y.dtype))
+        return y.astype(x.dtype)
+
+
+class HeadNorm(nnx.Module):
+    """Layer norm of each head (a group norm with a group a head), learned scale and bias, float32 inside, x's dtype outside.
+
+    Args:
+        num_heads: H.
+        head_dim: V.
+        eps: added to the variance.
+        bias: whether there is a bias.
+        scale: what the scale starts at, possibly traced.
+        axis: logical name of the heads' axis.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        eps: float,
+        bias: bool = True,
+        scale: jax.Array | float = 1.0,
+        axis: str = "heads",
+    ):
+        self.eps = eps
+        shape, fixed = (num_heads, head_dim), dict(logical_axes=(axis, None), weight_decay=False)
+        self.scale = parameter(jnp.full(shape, scale, jnp.float32), **fixed)
+        self.bias = parameter(jnp.zeros(shape, jnp.float32), **fixed) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [..., H, V] -> the norm of each head, the same shape and dtype."""
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        y = rms_normalize(wide, self.eps) * self.scale[...]
+        if self.bias is not None:
+            y = y + self.bias[...]
         return y.astype(x.dtype)
 
 

@@ -12,17 +12,10 @@ import jax
 from flax import nnx
 
 from lsm_jax import ops
-from lsm_jax.mixers import checks
+from lsm_jax.mixers import checks, feature_maps
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, split_heads
 
-FEATURE_MAPS = {
-    "identity": lambda x: x,
-    "elu": lambda x: jax.nn.elu(x) + 1,
-    "relu": jax.nn.relu,
-    "silu": jax.nn.silu,
-}
-_NON_NEGATIVE = ("elu", "relu")
 _NORMALIZER_EPS = 1e-10
 
 
@@ -34,7 +27,10 @@ class LinearAttentionConfig:
         num_heads: heads.
         expand_k: key channels over hidden_size, all heads together.
         expand_v: value channels over hidden_size.
-        feature_map: φ on queries and keys: "identity", "elu" (elu + 1), "relu" or "silu".
+        feature_map: φ on queries and keys: "identity", "elu" (elu + 1), "relu", "silu", "dpfp", or a learned one, for queries
+            and keys apart: "t2r", "hedgehog" or "elementwise_product"; `FeatureMap` says what they are.
+        sum_normalize_q: divide φ(q) by the sum of its features; needs a non-negative φ.
+        sum_normalize_k: the same of φ(k).
         normalize: divide by the query's product with the sum of keys; needs a non-negative φ.
         output_gate: multiply the normed output by silu(x W).
         norm_eps: of the norm over each head's output.
@@ -47,6 +43,8 @@ class LinearAttentionConfig:
     expand_k: float = 1.0
     expand_v: float = 1.0
     feature_map: str = "elu"
+    sum_normalize_q: bool = False
+    sum_normalize_k: bool = False
     normalize: bool = False
     output_gate: bool = False
     norm_eps: float = 1e-5
@@ -69,21 +67,25 @@ class LinearAttentionConfig:
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
         self.head_dims(hidden_size)
-        checks.one_of(self, "feature_map", self.feature_map, tuple(FEATURE_MAPS))
-        if self.normalize and self.feature_map not in _NON_NEGATIVE:
-            raise ValueError(
-                f"LinearAttentionConfig.normalize=True needs feature_map in {_NON_NEGATIVE}, whose sums cannot "
-                f"vanish; given {self.feature_map!r}"
-            )
+        accepted = (*feature_maps.FIXED, *feature_maps.LEARNED)
+        checks.one_of(self, "feature_map", self.feature_map, accepted)
+        for name in ("normalize", "sum_normalize_q", "sum_normalize_k"):
+            if getattr(self, name) and self.feature_map not in feature_maps.NON_NEGATIVE:
+                raise ValueError(
+                    f"LinearAttentionConfig.{name}=True needs feature_map in {feature_maps.NON_NEGATIVE}, whose sums "
+                    f"cannot vanish by cancelling; given {self.feature_map!r}"
+                )
         checks.positive(self, norm_eps=self.norm_eps)
         checks.op_fields(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, write 2KV and read 2KV a head."""
+        """Forward floating-point operations of a token: projections, learned φ, write 2KV and read 2KV a head."""
         k, v = self.head_dims(hidden_size)
         projections = 2 * k + (3 if self.output_gate else 2) * v
-        memory = 4 * k * v + (4 * k if self.normalize else 0)
-        return self.num_heads * (2.0 * hidden_size * projections + memory)
+        learned = 4 * k * k * feature_maps.LEARNED.get(self.feature_map, 0)
+        features = feature_maps.num_features(self.feature_map, k)
+        memory = 4 * features * v + (4 * features if self.normalize else 0)
+        return self.num_heads * (2.0 * hidden_size * projections + learned + memory)
 
 
 class LinearAttention(Mixer):
@@ -107,22 +109,25 @@ class LinearAttention(Mixer):
         self.k_proj = Dense(hidden_size, keys, **into)
         self.v_proj = Dense(hidden_size, values, **into)
         self.g_proj = Dense(hidden_size, values, **into) if config.output_gate else None
+        maps = dict(rngs=rngs, init_std=init_std)
+        shape = (config.feature_map, config.num_heads, self.key_dim)
+        self.q_features = feature_maps.FeatureMap(*shape, **maps)
+        self.k_features = feature_maps.FeatureMap(*shape, **maps)
         self.norm = RMSNorm(self.value_dim, eps=config.norm_eps)
         self.o_proj = Dense(
             values, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
         )
 
-    def _features(self, x: jax.Array) -> jax.Array:
-        return FEATURE_MAPS[self.config.feature_map](split_heads(x, self.config.num_heads))
-
     def read(self, x: jax.Array, context: Context) -> jax.Array:
         """φ(x W_q)."""
-        return self._features(self.q_proj(x))
+        q = self.q_features(split_heads(self.q_proj(x), self.config.num_heads))
+        return feature_maps.normalize_sum(q) if self.config.sum_normalize_q else q
 
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
         """φ(x W_k) and x W_v."""
-        v = split_heads(self.v_proj(x), self.config.num_heads)
-        return dict(k=self._features(self.k_proj(x)), v=v)
+        k = self.k_features(split_heads(self.k_proj(x), self.config.num_heads))
+        k = feature_maps.normalize_sum(k) if self.config.sum_normalize_k else k
+        return dict(k=k, v=split_heads(self.v_proj(x), self.config.num_heads))
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
         """Norm of each head, gate if any, projection."""
@@ -140,7 +145,7 @@ class LinearAttention(Mixer):
         return ops.linear_state(
             batch_size,
             self.config.num_heads,
-            self.key_dim,
+            feature_maps.num_features(self.config.feature_map, self.key_dim),
             self.value_dim,
             normalize=self.config.normalize,
         )

@@ -13,6 +13,7 @@ from lsm_jax.models.counts import (
 from lsm_jax.models.decoder import Decoder, DecoderState
 from lsm_jax.models.loss import next_token_loss
 from lsm_jax.models.presets import SIZES, lm
+from lsm_jax.models.recall import RecallModel, RecallModelConfig, recall_state_size
 from lsm_jax.models.sampling import sample
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "DecoderState",
     "LayerConfig",
     "ModelConfig",
+    "RecallModel",
+    "RecallModelConfig",
     "abstract",
     "count_parameters",
     "decay_mask",
@@ -28,5 +31,6 @@ __all__ = [
     "lm",
     "logical_axes",
     "next_token_loss",
+    "recall_state_size",
     "sample",
 ]

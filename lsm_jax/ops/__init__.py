@@ -7,23 +7,39 @@ masks and states mean for all of them.
 from lsm_jax.ops.attention import AttentionState, attention, attention_state
 from lsm_jax.ops.chosen import choices
 from lsm_jax.ops.delta_memory import delta_memory
+from lsm_jax.ops.dplr_memory import dplr_memory
+from lsm_jax.ops.inner_models import Inner
 from lsm_jax.ops.linear_memory import linear_memory
+from lsm_jax.ops.online_memory import OnlineState, online_memory, online_state
+from lsm_jax.ops.selective_memory import SelectiveState, selective_memory, selective_state
 from lsm_jax.ops.shift import ShiftState, shift_state, short_convolution, token_shift
+from lsm_jax.ops.slot_memory import SlotState, slot_memory, slot_state
 from lsm_jax.ops.states import DeltaState, LinearState, delta_state, linear_state
 
 __all__ = [
     "AttentionState",
     "DeltaState",
+    "Inner",
     "LinearState",
+    "OnlineState",
+    "SelectiveState",
     "ShiftState",
+    "SlotState",
     "attention",
     "attention_state",
     "choices",
     "delta_memory",
     "delta_state",
+    "dplr_memory",
     "linear_memory",
     "linear_state",
+    "online_memory",
+    "online_state",
+    "selective_memory",
+    "selective_state",
     "shift_state",
     "short_convolution",
+    "slot_memory",
+    "slot_state",
     "token_shift",
 ]

@@ -85,8 +85,10 @@ def check_chunk_size(op: str, chunk_size: int | None, length: int) -> int:
 
 
 def compute_dtype(*arrays: Array | None):
-    """float64 if any input is, else float32: what states and accumulators are kept in."""
-    wide = any(a is not None and jnp.asarray(a).dtype == jnp.float64 for a in arrays)
+    """float64 if any input is (or complex128), else float32: what states and accumulators are kept in."""
+    wide = any(
+        a is not None and jnp.asarray(a).dtype in (jnp.float64, jnp.complex128) for a in arrays
+    )
     return jnp.float64 if wide else jnp.float32
 
 

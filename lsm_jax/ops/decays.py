@@ -90,6 +90,15 @@ def pairwise_decay(halving: Halving, *, exclusive: bool = False) -> Array:
     return _assemble(halving, diagonal, meet)
 
 
+def pairwise_log_decay(halving: Halving) -> Array:
+    """The log decay from j to i for j < i, 0 elsewhere: [..., C, C]; `halving` as for `pairwise_decay`."""
+
+    def meet(_, prefix: Array, suffix: Array) -> Array:
+        return prefix + jnp.swapaxes(suffix, -1, -2)
+
+    return _assemble(halving, jnp.zeros_like(halving.prefix[..., 0]), meet)
+
+
 def _assemble(halving: Halving, diagonal: Array, meet) -> Array:
     """A lower triangle from its diagonal and, level by level, the blocks where right rows meet left columns."""
     lower = diagonal[..., None, None]

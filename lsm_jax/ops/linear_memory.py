@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lsm_jax.ops import checks, chosen
+from lsm_jax.ops import checks, chosen, stabilized
 from lsm_jax.ops.decays import (
     Halving,
     blocks_of,
@@ -21,7 +21,14 @@ from lsm_jax.ops.decays import (
     pair_blocks,
     pairwise_decay,
 )
-from lsm_jax.ops.segments import Chunks, cut_into_chunks, finish_output, read_tokens, select
+from lsm_jax.ops.segments import (
+    Chunks,
+    Tokens,
+    cut_into_chunks,
+    finish_output,
+    read_tokens,
+    select,
+)
 from lsm_jax.ops.states import (
     LinearState,
     associate_chunks,
@@ -41,6 +48,7 @@ def linear_memory(
     log_decay: Float[Array, ...] | None = None,
     *,
     value_log_decay: Float[Array, "B T G V"] | None = None,
+    log_input_gate: Float[Array, "B T G"] | None = None,
     bonus: Float[Array, "G K"] | None = None,
     normalize: float | None = None,
     scale: float | None = None,
@@ -59,9 +67,14 @@ def linear_memory(
         v: [B, T, G, V] values; one memory for each of the G heads.
         log_decay: natural logarithm, at most 0: [G] constant, [B, T, G] a token, or [B, T, G, K] a key channel.
         value_log_decay: [B, T, G, V], a decay of the value channels; multiplies `log_decay`'s.
+        log_input_gate: [B, T, G], natural logarithm, of any size: `e^log_input_gate` multiplies what is written to memory and
+            normaliser, which are kept stabilised (mLSTM; `lsm_jax.ops.stabilized`). Needs `normalize`, and goes with
+            `log_decay` [G], [B, T, G] or None only.
         bonus: [G, K]. If given, the read comes before decay and write and sees the current token through
             `q diag(bonus) kᵀ v` (RWKV6, arXiv 2404.05892 Eq. 18).
-        normalize: None, or the ε of `o = q M / (q z + ε)` with z the decayed sum of keys.
+        normalize: None, or the ε of `o = q M / (q z + ε)` with z the decayed sum of keys. With `log_input_gate` it is the ε of
+            `o = q M / (max(|q z|, e^-m) + ε)`, M and z as kept and m their stabiliser: with ε left out, `q C / max(|q n|, 1)`
+            of the true ones (xLSTM, arXiv 2405.04517 Eq. 21).
         scale: multiplies q; None is `K ** -0.5`.
         initial_state: the state to go on from; with memory [B, S, ...], segment id s has state s - 1. None is empty.
         segment_ids: [B, T] integers, 0 padding; see `lsm_jax.ops.segments`.
@@ -83,17 +96,26 @@ def linear_memory(
     checks.check_rows(op, batch, length, segment_ids, update_mask)
     size = checks.check_chunk_size(op, chunk_size, length)
     _check(op, (batch, length, heads, key_dim, value_dim), log_decay, value_log_decay, bonus)
+    gated = log_input_gate is not None
+    if gated:
+        _check_gated(
+            op, (batch, length, heads), log_decay, value_log_decay, log_input_gate, bonus, normalize
+        )
     chosen.note(op, f"xla, {form} form (no fused kernel in this version)")
-    dtype = checks.compute_dtype(q, k, v, log_decay, value_log_decay, bonus)
+    dtype = checks.compute_dtype(q, k, v, log_decay, value_log_decay, log_input_gate, bonus)
     state = initial_state
     if state is None:
-        state = linear_state(
-            batch, heads, key_dim, value_dim, normalize=normalize is not None, dtype=dtype
-        )
+        kept = dict(normalize=normalize is not None, stabilize=gated)
+        state = linear_state(batch, heads, key_dim, value_dim, **kept, dtype=dtype)
     checks.check_memory(op, state.memory, (batch, heads, key_dim, value_dim))
     if (normalize is None) != (state.normalizer is None):
         given = "has no normalizer" if state.normalizer is None else "has a normalizer"
         raise ValueError(f"{op}: initial_state {given}, but normalize={normalize}")
+    if gated != (state.stabilizer is not None):
+        given = "has no stabilizer" if gated else "has a stabilizer"
+        raise ValueError(
+            f"{op}: initial_state {given}, but log_input_gate is {'given' if gated else 'None'}"
+        )
 
     constant = log_decay is not None and jnp.ndim(log_decay) == 1
     batched = dict(
@@ -102,6 +124,7 @@ def linear_memory(
         v=v,
         log_decay=None if constant else log_decay,
         value_log_decay=value_log_decay,
+        log_input_gate=log_input_gate,
         state=state,
         segment_ids=segment_ids,
         update_mask=update_mask,
@@ -141,7 +164,7 @@ class _Inputs(NamedTuple):
 # Compiled as a whole also when called outside `jax.jit`, as in a notebook.
 @functools.partial(jax.jit, static_argnums=0)
 def _linear_memory(
-    options, q, k, v, log_decay, value_log_decay, state, segment_ids, update_mask,
+    options, q, k, v, log_decay, value_log_decay, log_input_gate, state, segment_ids, update_mask,
     constant_log_decay, bonus,
 ):  # fmt: skip
     batch, length, heads, value_dim = v.shape
@@ -166,6 +189,19 @@ def _linear_memory(
         if value_log_decay is not None:
             value_log_decay = jnp.pad(value_log_decay, [(0, 0)] * 3 + [(0, 1)])
     log_decay, value_log_decay = prepare(log_decay), prepare(value_log_decay)
+    if log_input_gate is not None:
+        gate = prepare(log_input_gate)
+        if tokens.written is not None:
+            gate = jnp.where(tokens.written[..., None], gate, stabilized.NEVER)
+        decay = jnp.zeros_like(gate) if log_decay is None else log_decay
+        x = stabilized.Gated(
+            q=checks.group_queries(select(tokens.real, q).astype(dtype) * options.scale, heads),
+            k=prepare(checks.spread_keys(k, heads)),
+            v=select(tokens.written, values),
+            decay=jnp.broadcast_to(decay, gate.shape),
+            gate=gate,
+        )
+        return _stabilized(options, x, memory, state.stabilizer.astype(dtype), tokens, v.dtype)
     by_channel = log_decay is not None and log_decay.ndim == 4
     if log_decay is not None and not by_channel and value_log_decay is not None:
         by_channel, log_decay = True, log_decay[..., None]
@@ -192,7 +228,28 @@ def _linear_memory(
         output = output[..., :value_dim] / (output[..., value_dim:] + options.normalize)
         memory, normalizer = memory[..., :value_dim], memory[..., value_dim]
     output = finish_output(tokens, output).astype(v.dtype)
-    return output, LinearState(memory, normalizer, tokens.last_id)
+    return output, LinearState(memory, normalizer, None, tokens.last_id)
+
+
+def _stabilized(options, x: stabilized.Gated, memory, stabilizer, tokens: Tokens, dtype):
+    """The rest of `_linear_memory` where writes are gated; the last value channel is the normaliser's."""
+    batch, length = x.gate.shape[:2]
+    if options.form == "recurrent":
+        output, m, memory, stabilizer = stabilized.by_token(x, memory, stabilizer, tokens)
+    else:
+        num_segments = memory.shape[1] if memory.ndim == 5 else None
+        chunks = cut_into_chunks(tokens, length, options.size, num_segments)
+        written = jnp.ones((batch, length), bool) if tokens.written is None else tokens.written
+        output, m, memory, stabilizer = stabilized.by_chunk(
+            x, written, memory, stabilizer, chunks, options.form, options.precision
+        )
+        output, m = chunks.join(output, length), chunks.join(m, length)
+    output = stabilized.normalized(
+        output[..., :-1], output[..., -1:], m[..., None, None], options.normalize
+    )
+    output = finish_output(tokens, output.reshape(batch, length, -1, output.shape[-1]))
+    state = LinearState(memory[..., :-1], memory[..., -1], stabilizer, tokens.last_id)
+    return output.astype(dtype), state
 
 
 def _recurrent(inputs: _Inputs, bonus, memory, tokens):
@@ -327,3 +384,17 @@ def _check(op, dims, log_decay, value_log_decay, bonus):
         )
     if bonus is not None:
         checks.check_shape(op, "bonus", bonus, (heads, key_dim), "G, K")
+
+
+def _check_gated(op, dims, log_decay, value_log_decay, log_input_gate, bonus, normalize):
+    checks.check_shape(op, "log_input_gate", log_input_gate, dims, "B, T, G")
+    if normalize is None:
+        raise ValueError(
+            f"{op}: log_input_gate needs normalize: without it the output is as large as e^gate; normalize=None"
+        )
+    if value_log_decay is not None or bonus is not None or jnp.ndim(log_decay) == 4:
+        raise ValueError(
+            f"{op}: log_input_gate goes with log_decay [G], [B, T, G] or None and neither value_log_decay nor bonus; given "
+            f"are log_decay {None if log_decay is None else jnp.shape(log_decay)}, value_log_decay "
+            f"{'no' if value_log_decay is None else 'yes'}, bonus {'no' if bonus is None else 'yes'}"
+        )

@@ -18,11 +18,14 @@ class LinearState(NamedTuple):
     Attributes:
         memory: [B, G, K, V], or [B, S, G, K, V] with one state a segment; float32.
         normalizer: [B, G, K] or [B, S, G, K], the decayed sum of keys; None unless the op normalises.
+        stabilizer: [B, G] or [B, S, G]: memory and normaliser are kept divided by its exponential; None unless writes are
+            gated by `log_input_gate`.
         segment_id: [B], the last nonzero segment id seen, 0 before any.
     """
 
     memory: Float[Array, ...]
     normalizer: Float[Array, ...] | None
+    stabilizer: Float[Array, ...] | None
     segment_id: Int[Array, " B"]
 
 
@@ -50,6 +53,7 @@ def linear_state(
     value_dim: int,
     *,
     normalize: bool = False,
+    stabilize: bool = False,
     num_segments: int | None = None,
     dtype=jnp.float32,
 ) -> LinearState:
@@ -58,7 +62,8 @@ def linear_state(
     normalizer = (
         _zeros(batch_size, num_segments, (num_heads, key_dim), dtype) if normalize else None
     )
-    return LinearState(memory, normalizer, jnp.zeros(batch_size, jnp.int32))
+    stabilizer = _zeros(batch_size, num_segments, (num_heads,), dtype) if stabilize else None
+    return LinearState(memory, normalizer, stabilizer, jnp.zeros(batch_size, jnp.int32))
 
 
 def delta_state(
@@ -145,10 +150,13 @@ def associate_chunks(
     write: Array,
     initial: Array,
     chunks: Chunks,
+    *,
+    add: Callable[[Array, Array], Array] = jnp.add,
+    zero: float = 0.0,
 ) -> tuple[Array, Array]:
-    """`scan_chunks` by an associative scan over the updates `M -> apply(transition, M) + write`, both [B, N, ...].
+    """`scan_chunks` by an associative scan over the updates `M -> add(apply(transition, M), write)`, both [B, N, ...].
 
-    `compose(later, earlier)` is the product of two transitions.
+    `compose(later, earlier)` is the product of two transitions; a transition of `zero` leaves nothing of M.
     """
     if chunks.slot is None:
         first = jnp.broadcast_to(jnp.arange(chunks.count) == 0, write.shape[:2])
@@ -156,13 +164,13 @@ def associate_chunks(
     else:
         assert chunks.first is not None
         first, own = chunks.first, _own(initial, chunks.slot)
-    write = jnp.where(per_chunk(first, write), apply(transition, own) + write, write)
-    transition = jnp.where(per_chunk(first, transition), 0, transition)
+    write = jnp.where(per_chunk(first, write), add(apply(transition, own), write), write)
+    transition = jnp.where(per_chunk(first, transition), zero, transition)
 
     def combine(earlier, later):
         return (
             compose(later[0], earlier[0]),
-            apply(later[0], earlier[1]) + later[1],
+            add(apply(later[0], earlier[1]), later[1]),
         )
 
     _, after = jax.lax.associative_scan(combine, (transition, write), axis=1)
@@ -174,13 +182,16 @@ def associate_chunks(
 
 
 def scan_tokens(
-    step: Callable[[Array, Any], tuple[Array, Array]],
+    step: Callable[[Any, Any], tuple[Any, Any]],
     arrays: Any,
-    initial: Array,
+    initial: Any,
     run: Array | None,
     slot: Array | None,
-) -> tuple[Array, Array]:
-    """The recurrent form: apply `step(memory, token) -> (memory, output)` token by token, every array [B, T, ...]."""
+) -> tuple[Any, Any]:
+    """The recurrent form: apply `step(memory, token) -> (memory, output)` token by token, every array [B, T, ...].
+
+    A memory may be a pytree of arrays, and an output too.
+    """
     length = jax.tree.leaves(arrays)[0].shape[1]
     begins = None
     if run is not None:
@@ -189,11 +200,11 @@ def scan_tokens(
     def body(memory, inputs):
         x, begin, index = inputs
         if index is not None:
-            own, output = step(_own(memory, index), x)
+            own, output = step(jax.tree.map(lambda m: _own(m, index), memory), x)
             put = jax.vmap(lambda states, i, new: states.at[i].set(new))
-            return put(memory, index, own), output
+            return jax.tree.map(lambda m, new: put(m, index, new), memory, own), output
         if begin is not None:
-            memory = jnp.where(per_chunk(begin, memory), 0, memory)
+            memory = jax.tree.map(lambda m: jnp.where(per_chunk(begin, m), 0, m), memory)
         return step(memory, x)
 
     def time_first(x):
@@ -201,4 +212,4 @@ def scan_tokens(
 
     inputs = (jax.tree.map(time_first, arrays), time_first(begins), time_first(slot))
     final, outputs = jax.lax.scan(body, initial, inputs, length=length)
-    return jnp.moveaxis(outputs, 0, 1), final
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), outputs), final

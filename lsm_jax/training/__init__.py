@@ -5,14 +5,19 @@ from lsm_jax.training.config import OptimizerConfig, TrainConfig, differences, f
 from lsm_jax.training.loop import TrainingStopped, TrainResult, train
 from lsm_jax.training.metrics import read_rows
 from lsm_jax.training.optimizer import learning_rate, make_optimizer
+from lsm_jax.training.recall import RecallConfig, train_recall
 from lsm_jax.training.runs import Run, load_run, read_config
 from lsm_jax.training.step import Program, TrainState, make_program
+from lsm_jax.training.sweep import Sweep, SweepState
 
 __all__ = [
     "Checkpoints",
     "OptimizerConfig",
     "Program",
+    "RecallConfig",
     "Run",
+    "Sweep",
+    "SweepState",
     "TrainConfig",
     "TrainResult",
     "TrainState",
@@ -27,4 +32,5 @@ __all__ = [
     "read_rows",
     "to_dict",
     "train",
+    "train_recall",
 ]

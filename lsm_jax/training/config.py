@@ -6,8 +6,11 @@ import dataclasses
 import difflib
 import importlib
 import json
+import math
 import typing
 from typing import Any
+
+from absl import logging
 
 from lsm_jax.data import DataConfig
 from lsm_jax.models import ModelConfig
@@ -100,7 +103,7 @@ class TrainConfig:
     profile_steps: int = 0
 
     def __post_init__(self) -> None:
-        _resolve_annotations(self)
+        resolve_annotations(self)
 
     @property
     def tokens_per_step(self) -> int:
@@ -138,6 +141,7 @@ class TrainConfig:
                 f"total_tokens={self.total_tokens}"
             )
         self._check_lengths()
+        self._advise_on_alignment()
         shards = 1
         if num_devices is not None:
             data, fsdp = self.mesh.shape(num_devices)
@@ -159,17 +163,29 @@ class TrainConfig:
                         f"model.layers.{letter}.mixer.{name}={value} is longer than data.sequence_length={length}"
                     )
 
+    def _advise_on_alignment(self) -> None:
+        """Log where packed documents begin inside an online-learned memory's mini-batches: as exact, but slower."""
+        for letter in sorted(set(self.model.pattern)):
+            size = getattr(self.model.layers[letter].mixer, "mini_batch", 1)
+            if self.data.align_documents % size:
+                logging.warning(
+                    "data.align_documents=%d is no multiple of model.layers.%s.mixer.mini_batch=%d. Where text is packed, "
+                    "its documents then begin inside mini-batches, and the memory reads those places up to three times; "
+                    "the results are the same. To avoid it set data.align_documents=%d",
+                    self.data.align_documents, letter, size, math.lcm(self.data.align_documents, size),
+                )  # fmt: skip
 
-def _resolve_annotations(config: Any) -> None:
+
+def resolve_annotations(config: Any) -> None:
     """Turn postponed annotations (strings) into types, which ml-collections checks overrides by."""
     if isinstance(config, dict):
         for item in config.values():
-            _resolve_annotations(item)
+            resolve_annotations(item)
     elif dataclasses.is_dataclass(config):
         hints = typing.get_type_hints(type(config))
         for field in dataclasses.fields(config):
             field.type = hints[field.name]
-            _resolve_annotations(getattr(config, field.name))
+            resolve_annotations(getattr(config, field.name))
 
 
 _FREE = {
@@ -228,7 +244,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     return rows
 
 
-def differences(old: TrainConfig, new: TrainConfig) -> list[str]:
+def differences(old: Any, new: Any) -> list[str]:
     """The fields in which two configs train differently, as lines "name: old -> new"."""
 
     def is_free(name: str) -> bool:

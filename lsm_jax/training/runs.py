@@ -56,7 +56,12 @@ def read_config(workdir: str | os.PathLike[str]) -> TrainConfig:
         raise ValueError(
             f"workdir={str(workdir)!r}: no config.json there; a run's directory is accepted"
         )
-    return from_dict(json.loads(path.read_text()))
+    config = from_dict(json.loads(path.read_text()))
+    if not isinstance(config, TrainConfig):
+        raise ValueError(
+            f"workdir={str(workdir)!r}: a run of {type(config).__name__} saves no model; result.json has its result"
+        )
+    return config
 
 
 def check_workdir(workdir: Path, config: TrainConfig) -> None:

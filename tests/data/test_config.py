@@ -34,6 +34,8 @@ def test_every_field_can_be_overridden_and_is_checked():
     ("field", "value"),
     [
         ("sequence_length", 0),
+        ("align_documents", 0),
+        ("align_documents", 3),
         ("shuffle_blocks", 0),
         ("num_threads", -1),
         ("prefetch", -1),

@@ -81,6 +81,38 @@ def test_packing_never_predicts_across_documents(lines, packing, add_bos, predic
         assert sorted((t.tolist(), y.tolist()) for t, y in pieces) == sorted(expected)
 
 
+@pytest.mark.parametrize("packing", ["concat", "first_fit"])
+def test_aligned_documents_begin_at_multiples_and_lose_nothing(lines, packing):
+    """Padding between documents is no token of them, and no piece is lost, doubled or cut where it was not before."""
+    settings = config(lines, heldout_path=str(lines), packing=packing, align_documents=8)
+    batches = list(make_eval_iterator(settings, global_batch_size=4))
+    gaps = 0
+    for batch in batches:
+        segments = batch["segment_ids"]
+        padding = segments == 0
+        assert np.array_equal(batch["loss_mask"], ~padding)
+        for name in ("tokens", "labels", "positions"):
+            assert not batch[name][padding].any()
+        rows, starts = np.nonzero(~padding & (batch["positions"] == 0))
+        assert not (starts % 8).any()
+        gaps += np.sum(padding[:, :-1] & (segments[:, 1:] > 0))
+    assert gaps
+    pieces = documents_of(batches)
+    streams = [[BOS, *text.encode(), BOS] for text in WORDS]
+    if packing == "concat":
+        for side, shift in enumerate((slice(None, -1), slice(1, None))):
+            joined = np.concatenate([piece[side] for piece in pieces]).tolist()
+            assert joined == [i for s in streams for i in s[shift]]
+    else:
+        whole = [
+            (s[:-1][a : a + 24], s[1:][a : a + 24])
+            for s in streams
+            for a in range(0, len(s) - 1, 24)
+        ]
+        assert sorted((t.tolist(), y.tolist()) for t, y in pieces) == sorted(whole)
+    assert_resumes(lambda: make_eval_iterator(settings, global_batch_size=3), steps=6)
+
+
 def test_types_and_padding(lines):
     batches = list(make_eval_iterator(config(lines, heldout_path=str(lines)), global_batch_size=7))
     last = batches[-1]

@@ -26,8 +26,8 @@ def pytest_generate_tests(metafunc):
 
 
 def run(mixer, x, **call):
-    """The mixer as the second of two equal layers of a model, whose `shared` it reads."""
-    stacked = jax.tree.map(lambda p: jnp.stack([p, p]), mixer)
+    """The mixer as the second of two layers of a model, whose `shared` it reads; the first is equal, and held fixed."""
+    stacked = jax.tree.map(lambda p: jnp.stack([jax.lax.stop_gradient(p), p]), mixer)
     shared = type(mixer).init_shared(x, [(jnp.arange(2), stacked)])
     return mixer(x, layer=1, shared=shared, **call)
 
@@ -40,16 +40,35 @@ def _loss(mixer, x):
     return of_y + sum(jnp.sum(jnp.sin(leaf)) for leaf in memory), (y, state)
 
 
-class Small:
-    """A small mixer of a method, with parameters large enough for gates to matter."""
+def stir(module, *, kernels_only: bool = False):
+    """Add seeded noise to parameters that start constant: a zero one hides whatever it multiplies.
 
-    def __init__(self, method: mixers.Method, **fields):
+    With `kernels_only`, to matrices that start at zero, the layers of a model stacked or not.
+    """
+    state = nnx.state(module, nnx.Param)
+    for index, (path, param) in enumerate(nnx.to_flat_state(state)):
+        value = param[...]
+        skipped = kernels_only and (path[-1] != "kernel" or (value != 0).any())
+        if not skipped and (value == value.ravel()[0]).all():
+            noise = jax.random.normal(jax.random.key(1000 + index), value.shape, value.dtype)
+            param[...] = value + 0.1 * noise
+    nnx.update(module, state)
+
+
+class Small:
+    """A small mixer of a method, with parameters large enough for gates to matter; `stirred` for the generic tests."""
+
+    def __init__(self, method: mixers.Method, *, stirred: bool = False, **fields):
         config = method.config.for_width(WIDTH)
         if method.forms:
             fields = dict(chunk_size=4) | fields
+        if hasattr(config, "mini_batch"):  # several in a row
+            fields = dict(mini_batch=3) | fields
         self.config = dataclasses.replace(config, **fields)
         options = dict(init_std=0.2, layer=1, num_layers=2)
         self.mixer = mixers.build(self.config, WIDTH, rngs=nnx.Rngs(0), **options)
+        if stirred:
+            stir(self.mixer)
         self.x = jax.random.normal(jax.random.key(1), (BATCH, LENGTH, WIDTH))
         self.call = jax.jit(lambda mixer, x, **call: run(mixer, x, **call)[:2])
         self.gradient = jax.jit(jax.grad(_loss, argnums=(0, 1), has_aux=True))
@@ -64,7 +83,7 @@ class Small:
 
 @functools.cache
 def _small(name: str) -> Small:
-    return Small(mixers.METHODS[name])
+    return Small(mixers.METHODS[name], stirred=True)
 
 
 @pytest.fixture
@@ -74,4 +93,4 @@ def small(method):
 
 @pytest.fixture
 def make():
-    return Small
+    return functools.partial(Small, stirred=True)

@@ -66,6 +66,9 @@ CASES = [
     Case("linear_memory", ("key_decay", "bonus"), heads=(2, 1, 2)),
     Case("linear_memory", ("key_decay", "value_decay", "bonus"), normalize=0.5),
     Case("linear_memory", ("decay", "bonus")),
+    Case("linear_memory", ("input_gate",), heads=(4, 1, 2), normalize=1e-3),
+    Case("linear_memory", ("constant_decay", "input_gate"), normalize=1e-6),
+    Case("linear_memory", ("decay", "input_gate"), normalize=1e-6, fast=True),
     Case("delta_memory", heads=(2, 1, 2)),
     Case("delta_memory", ("constant_decay",)),
     Case("delta_memory", ("decay",), heads=(1, 1, 2)),
@@ -109,6 +112,8 @@ class Family:
         step: (case, inputs, own, b, t, written) -> the output of token t of row b by definition, in numpy; `own` holds the
             state's leaves (the segment id left out) of that row, to be replaced in place.
         forms: the forms the op has; (None,) where it has none.
+        pack: (case, inputs) -> the op's arguments by name, where they are not the inputs themselves.
+        used: (case, state) -> the same with something in it; None fills it with random numbers.
     """
 
     positional: tuple[str, ...]
@@ -116,6 +121,8 @@ class Family:
     state: Callable
     step: Callable
     forms: tuple[str | None, ...] = ("recurrent", "chunk", "associative")
+    pack: Callable | None = None
+    used: Callable | None = None
 
 
 FAMILIES: dict[str, Family] = {}
@@ -164,6 +171,8 @@ def make_state(case: Case, batch=2, *, num_segments=None, capacity=64, seed=1, e
     state = FAMILIES[case.op].state(case, batch, **where)
     if empty:
         return state
+    if (used := FAMILIES[case.op].used) is not None:
+        return used(case, state)
     if case.op == "attention":
         state = state._replace(count=state.count + 3)
     rng = np.random.default_rng(seed)
@@ -180,9 +189,11 @@ def make_state(case: Case, batch=2, *, num_segments=None, capacity=64, seed=1, e
 
 def call(case: Case, inputs: dict, *, form=None, **options):
     """Call the op of `case`, in chunks of 8 where there are chunks."""
-    positional = FAMILIES[case.op].positional
+    positional, pack = FAMILIES[case.op].positional, FAMILIES[case.op].pack
     if form is not None:
         options = {"form": form, "chunk_size": 8} | options
+    if pack is not None:
+        inputs = pack(case, inputs)
     rest = {n: a for n, a in inputs.items() if n not in positional}
     op: Callable = getattr(ops, case.op)
     return op(*(inputs[n] for n in positional), **rest, **case.static, **options)
@@ -197,31 +208,33 @@ def oracle(case: Case, inputs: dict, *, state, segment_ids=None, update_mask=Non
     memory = jax.tree.map(np.array, state)
     reference = next(iter(inputs.values()))
     batch, length = reference.shape[:2]
-    segmented = memory[0].ndim - (make_state(case, batch, empty=True)[0].ndim) == 1
+    leaves, tree = jax.tree.flatten(memory._replace(segment_id=None))
+    segmented = leaves[0].ndim - jax.tree.leaves(make_state(case, batch, empty=True))[0].ndim == 1
     ids = np.ones((batch, length), int) if segment_ids is None else np.asarray(segment_ids)
     mask = np.ones((batch, length), int) if update_mask is None else np.asarray(update_mask)
     outputs, last_id = [], np.array(memory.segment_id)
     for b in range(batch):
-        own = {s: [np.copy(x[b, s] if segmented else x[b]) if x is not None else None for x in memory[:-1]]
-               for s in range(memory[0].shape[1] if segmented else 1)}  # fmt: skip
+        own = {
+            s: [np.copy(x[b, s] if segmented else x[b]) for x in leaves]
+            for s in range(leaves[0].shape[1] if segmented else 1)
+        }
         row = []
         for t in range(length):
             token = ids[b, t]
             slot = max(token - 1, 0) if segmented else 0
             if segment_ids is not None and token:
                 if not segmented and last_id[b] not in (0, token):
-                    own[0] = [None if x is None else np.zeros_like(x) for x in own[0]]
+                    own[0] = [np.zeros_like(x) for x in own[0]]
                 last_id[b] = token
             output = FAMILIES[case.op].step(
                 case, inputs, own[slot], b, t, bool(token and mask[b, t])
             )
             row.append(output if token else np.zeros_like(output))
         outputs.append(row)
-        for s, leaves in own.items():
-            for x, leaf in zip(memory[:-1], leaves, strict=True):
-                if x is not None:
-                    x[(b, s) if segmented else b] = leaf
-    return np.array(outputs), memory._replace(segment_id=last_id)
+        for s, after in own.items():
+            for x, leaf in zip(leaves, after, strict=True):
+                x[(b, s) if segmented else b] = leaf
+    return np.array(outputs), jax.tree.unflatten(tree, leaves)._replace(segment_id=last_id)
 
 
 def _at(x, b, t, heads):
@@ -246,6 +259,8 @@ def _linear_step(case, inputs, own, b, t, written):
     k, v = _at(inputs["k"], b, t, heads), inputs["v"][b, t]
     q = _at(inputs["q"], b, t, max(heads, case.heads[0])) * KEY_DIM**-0.5
     q = q.reshape(heads, -1, KEY_DIM)
+    if "log_input_gate" in inputs:
+        return _gated_step(case, inputs, own, q, k, v, b, t, written)
     write = k[:, :, None] * v[:, None, :] * written
     before = own[0].copy()
     own[0] = (_decays(inputs, b, t) * own[0] if written else own[0]) + write
@@ -253,7 +268,7 @@ def _linear_step(case, inputs, own, b, t, written):
         z_before = own[1].copy()
         keyed = {n: x for n, x in inputs.items() if n != "value_log_decay"}
         own[1] = (_decays(keyed, b, t)[:, :, 0] * own[1] if written else own[1]) + k * written
-    seen, z = own
+    seen, z = own[0], None if case.normalize is None else own[1]
     if "bonus" in inputs:
         u = inputs["bonus"]
         seen = before + u[:, :, None] * write
@@ -261,6 +276,20 @@ def _linear_step(case, inputs, own, b, t, written):
     output = np.einsum("grk,gkv->grv", q, seen)
     if case.normalize is not None:
         output = output / (np.einsum("grk,gk->gr", q, z)[..., None] + case.normalize)
+    return output.reshape(-1, VALUE_DIM)
+
+
+def _gated_step(case, inputs, own, q, k, v, b, t, written):
+    """xLSTM's stabilised recurrence (arXiv 2405.04517, Eqs. 15 and 19-21)."""
+    if written:
+        gate, log_f = inputs["log_input_gate"][b, t], np.log(_decays(inputs, b, t)[:, 0, 0])
+        m = np.maximum(log_f + own[2], gate)
+        f, i = np.exp(log_f + own[2] - m), np.exp(gate - m)
+        own[0] = f[:, None, None] * own[0] + i[:, None, None] * k[:, :, None] * v[:, None, :]
+        own[1] = f[:, None] * own[1] + i[:, None] * k
+        own[2] = m
+    below = np.maximum(np.abs(np.einsum("grk,gk->gr", q, own[1])), np.exp(-own[2])[:, None])
+    output = np.einsum("grk,gkv->grv", q, own[0]) / (below[..., None] + case.normalize)
     return output.reshape(-1, VALUE_DIM)
 
 
@@ -316,12 +345,14 @@ def _linear_inputs(case, rng, shape, log_decay):
     inputs = make_qkv(case, rng, shape) | make_decays(case, shape, log_decay)
     if "bonus" in case.arrays:
         inputs["bonus"] = rng.normal(size=(case.heads[2], KEY_DIM))
+    if "input_gate" in case.arrays:
+        inputs["log_input_gate"] = 3 * rng.normal(size=(*shape, case.heads[2]))
     return inputs
 
 
 def _linear_state(case, batch, *, capacity, **where):
-    normalize = case.normalize is not None
-    return ops.linear_state(batch, case.heads[2], KEY_DIM, VALUE_DIM, normalize=normalize, **where)
+    kept = dict(normalize=case.normalize is not None, stabilize="input_gate" in case.arrays)
+    return ops.linear_state(batch, case.heads[2], KEY_DIM, VALUE_DIM, **kept, **where)
 
 
 def _delta_inputs(case, rng, shape, log_decay):
@@ -364,3 +395,10 @@ FAMILIES |= {
     "short_convolution": Family(("x", "weight"), _shift_inputs, _shift_state, _convolution_step, (None,)),
     "token_shift": Family(("x",), _shift_inputs, _shift_state, _shift_step, (None,)),
 }  # fmt: skip
+
+# Cases that stand in files of their own, which need what stands above.
+from tests.ops import dplr_cases, online_memory_cases, selective_cases, slot_cases  # noqa: E402
+
+for _more in (dplr_cases, online_memory_cases, selective_cases, slot_cases):
+    FAMILIES |= _more.FAMILIES
+    CASES += _more.CASES

@@ -25,6 +25,18 @@ def test_every_named_size_is_valid_and_survives_json(method, size):
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
 
 
+@pytest.mark.parametrize("method", ["ttt_linear", "ttt_mlp", "titans"])
+def test_documents_are_aligned_to_mini_batches(method, caplog):
+    config = lm.get_config(f"{method}-340m,pattern=LLLN")
+    assert config.data.align_documents == 16
+    assert lm.get_config("gla-340m").data.align_documents == 1
+    config.validate()
+    assert "align_documents" not in caplog.text
+    config.data.align_documents = 8
+    config.validate()
+    assert "mixer.mini_batch=16" in caplog.text and "set data.align_documents=16" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -1,0 +1,125 @@
+"""Multi-query associative recall of every method: `--config=configs/mqar.py:<method>[,width=64][,suite=64x4]`.
+
+Reproduces: zoology's suite (github.com/HazyResearch/zoology at d88d6f5, `original_mqar_configs.py`), the recall figure that the
+delta-rule and gated methods are compared by. `suite=published` is it: lengths 64 to 256 to train, up to 1,024 with 256 pairs to
+test, widths 64, 128 and 256. `suite=64x4`, the default, is its easiest part alone; `suite=tiny` takes seconds on a CPU.
+Command: python train.py --config=configs/mqar.py:gated_deltanet,width=64,suite=published --workdir=runs/mqar_gdn
+Hardware: one GPU for minutes; 64x4 less than one. `python -m benchmarks.recall_table` runs many methods and widths in one process.
+Expected: docs/results.md.
+
+The published settings are kept: two layers, [a gated convolution of 3 tokens, the method], no feedforward and no positions,
+tied embeddings, 8,192 tokens, AdamW with decay 0.1, no warm-up or clipping, a cosine over 32 epochs, batches of 256, the best of
+four learning rates, two heads. Different are: RMS norms for layer norms; no dropout (0.1 on embeddings, and in attention); no
+decay of norms, biases and convolutions; rotary positions in softmax attention, TTT and the retentions, as those mixers
+always have them; an output gate in Gated DeltaNet; the cosine falls each step, not each epoch; up to six batches of one
+length follow each other. Everything is float32, with full products but for the head's, which are TF32 on NVIDIA.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from lsm_jax import mixers
+from lsm_jax.data import RecallTask
+from lsm_jax.models import RecallModelConfig
+from lsm_jax.training import RecallConfig
+
+
+def _tasks(text: str) -> tuple[RecallTask, ...]:
+    """Tasks from "length x pairs : examples", separated by blanks."""
+    parts = [[int(x) for x in item.replace("x", ":").split(":")] for item in text.split()]
+    return tuple(RecallTask(length=t, num_pairs=p, num_examples=n) for t, p, n in parts)
+
+
+# What each suite sets; the rest is `RecallConfig`'s.
+SUITES: dict[str, dict[str, Any]] = {
+    "64x4": dict(
+        train=_tasks("64x4:100000"),
+        test=_tasks("64x4:1000"),
+        epochs=16,
+        steps_per_call=78,
+    ),
+    "published": dict(
+        train=_tasks("64x4:100000 128x8:20000 256x16:20000 256x32:20000 256x64:20000"),
+        test=_tasks(
+            "64x4:1000 64x8:1000 64x16:1000 128x32:1000 256x64:1000 512x128:1000 1024x256:1000"
+        ),
+    ),
+    "tiny": dict(
+        train=_tasks("32x2:8192"),
+        test=_tasks("32x2:512"),
+        epochs=20,
+        batch_size=64,
+        learning_rates=(10**-2.5, 1e-2),
+        steps_per_call=64,
+    ),
+}
+
+
+def published(method: str, width: int) -> dict[str, Any]:
+    """Fields in which zoology's settings differ from our presets, where it has the method.
+
+    Its RWKV7 has one head of 64 at width 64. Mamba2 has heads of 64 and 8, 16 or 24 state channels, of which 16 is taken here.
+    """
+    return {
+        "gla": dict(num_heads=2),
+        "mamba2": dict(head_dim=64, state_size=16),
+        "deltanet": dict(num_heads=2, output_gate=False),
+        "gated_deltanet": dict(num_heads=2, head_dim=width // 2, expand_v=2.0),
+        "rwkv7": dict(head_dim=64, norm_eps=64e-5, decay_rank=16, rate_rank=16, value_rank=16, gate_rank=64),
+        "softmax": dict(num_heads=1, implementation="xla"),
+    }.get(method, {})  # fmt: skip
+
+
+def mixer_config(method: str, width: int) -> Any:
+    """The method's config: zoology's, or our preset with two heads where it can have them."""
+    config = mixers.get_method(method).config.for_width(width)
+    fields = published(method, width)
+    if not fields:
+        names = {field.name for field in dataclasses.fields(config)}
+        if "num_heads" in names:
+            fields = dict(num_heads=2)
+        elif "head_dim" in names:
+            fields = dict(head_dim=width // 2)
+        if {"num_heads", "head_dim"} <= names:
+            fields["head_dim"] = width // 2
+    try:
+        changed = dataclasses.replace(config, **fields)
+        changed.validate(width)
+    except ValueError:  # a width it cannot have two heads at
+        return config
+    return changed
+
+
+def get_config(variant: str = "gla") -> RecallConfig:
+    """The run `<method>[,width=64][,suite=64x4][,pattern=CL]`; Mamba2's pattern is LL, as published.
+
+    Raises:
+        ValueError: a method, suite or option that does not exist; the message lists what does.
+    """
+    method, *options = variant.split(",")
+    given = dict(width="64", suite="64x4", pattern="LL" if method == "mamba2" else "CL")
+    for option in options:
+        name, _, value = option.partition("=")
+        if name not in given:
+            raise ValueError(
+                f"variant {variant!r}: option {name!r}; accepted are {', '.join(given)}"
+            )
+        given[name] = value
+    if given["suite"] not in SUITES:
+        raise ValueError(
+            f"suite={given['suite']!r} does not exist; accepted are {', '.join(SUITES)}"
+        )
+    if not given["width"].isdecimal() or int(given["width"]) < 8:
+        raise ValueError(f"width={given['width']!r}: accepted are whole numbers from 8")
+    width = int(given["width"])
+    model = RecallModelConfig(
+        mixer=mixer_config(method, width),
+        hidden_size=width,
+        vocab_size=64 if given["suite"] == "tiny" else 8192,
+        pattern=given["pattern"],
+    )
+    config = RecallConfig(name=variant, model=model, **SUITES[given["suite"]])
+    config.validate()
+    return config

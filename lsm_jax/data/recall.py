@@ -1,0 +1,136 @@
+"""Multi-query associative recall (arXiv 2312.04927, as zoology generates it): pairs of a key and a value, then keys to answer."""
+
+# No `from __future__ import annotations`: config flags read the fields' types as objects.
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int
+
+NOT_ASKED = -1
+
+
+@dataclasses.dataclass(kw_only=True)
+class RecallTask:
+    """Examples of one length with one number of pairs.
+
+    Attributes:
+        length: tokens in an example.
+        num_pairs: pairs of a key and its value; each key is asked for once.
+        num_examples: how many there are.
+    """
+
+    length: int
+    num_pairs: int
+    num_examples: int
+
+    @property
+    def name(self) -> str:
+        """What tables call it, e.g. "64x4"."""
+        return f"{self.length}x{self.num_pairs}"
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise ValueError where the task does not fit itself or the vocabulary."""
+        for name in ("length", "num_pairs", "num_examples"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: it must be at least 1")
+        if self.length % 2:
+            raise ValueError(f"length={self.length}: it must be even")
+        if 4 * self.num_pairs > self.length:
+            raise ValueError(
+                f"num_pairs={self.num_pairs}: pairs and queries take {4 * self.num_pairs} tokens of "
+                f"length={self.length}; at most {self.length // 4} pairs are accepted"
+            )
+        if vocab_size // 2 <= self.num_pairs:
+            raise ValueError(
+                f"vocab_size={vocab_size}: half of it less one are keys; num_pairs={self.num_pairs} "
+                f"needs a vocabulary of at least {2 * self.num_pairs + 2}"
+            )
+
+
+class RecallExamples(NamedTuple):
+    """Examples of a task.
+
+    Attributes:
+        tokens: [N, T].
+        targets: [N, T], the value to predict at a query, -1 (`NOT_ASKED`) elsewhere.
+    """
+
+    tokens: Int[np.ndarray, "N T"]
+    targets: Int[np.ndarray, "N T"]
+
+    def queries(self) -> tuple[Int[np.ndarray, "N P"], Int[np.ndarray, "N P"]]:
+        """Where each example asks, in order, and what the answers are."""
+        rows, places = np.nonzero(self.targets != NOT_ASKED)
+        positions = places.reshape(len(self.tokens), -1).astype(np.int32)
+        return positions, np.take_along_axis(self.targets, positions, axis=1)
+
+
+def recall_examples(
+    task: RecallTask,
+    *,
+    vocab_size: int = 8192,
+    seed: int | tuple[int, ...] = 0,
+    power: float = 0.01,
+    random_fill: bool = True,
+) -> RecallExamples:
+    """Draw a task's examples.
+
+    An example begins `k₁ v₁ k₂ v₂ ...`. Each key comes again `2 g` tokens after the pairs' end, where its value is the target;
+    the gaps g are drawn without replacement with weights `(g + 1)^(power - 1)`. Keys are of 1..V/2-1 and values of V/2..V-1, both
+    drawn without replacement in each example.
+
+    Args:
+        task: length, pairs and number of examples.
+        vocab_size: V.
+        seed: the same seed gives the same examples.
+        power: of the gaps' law; 1 is uniform, towards 0 short gaps are likelier.
+        random_fill: the remaining tokens are uniform in 0..V-1 (zoology's `random_non_queries`); else they are 0.
+
+    Raises:
+        ValueError: a task that does not fit itself or the vocabulary, or a power that is not positive.
+    """
+    task.validate(vocab_size)
+    if not power > 0:
+        raise ValueError(f"power={power}: it must be greater than 0")
+    rng = np.random.default_rng(seed)
+    number, pairs, length = task.num_examples, task.num_pairs, task.length
+    half, prefix = vocab_size // 2, 2 * task.num_pairs
+    keys = 1 + _distinct(rng, number, pairs, half - 1)
+    values = half + _distinct(rng, number, pairs, vocab_size - half)
+
+    # The largest of log p plus Gumbel noise, in order, are draws without replacement (arXiv 1903.06059).
+    places = (length - prefix) // 2
+    log_weight = (power - 1) * np.log(np.arange(1, places + 1))
+    noisy = log_weight + rng.gumbel(size=(number, places))
+    gaps = np.argsort(-noisy, axis=1)[:, :pairs]
+    asked = prefix + 2 * gaps
+
+    if random_fill:
+        tokens = rng.integers(vocab_size, size=(number, length), dtype=np.int32)
+    else:
+        tokens = np.zeros((number, length), np.int32)
+    tokens[:, 0:prefix:2] = keys
+    tokens[:, 1:prefix:2] = values
+    np.put_along_axis(tokens, asked, keys, axis=1)
+    targets = np.full((number, length), NOT_ASKED, np.int32)
+    np.put_along_axis(targets, asked, values, axis=1)
+    return RecallExamples(tokens, targets)
+
+
+def _distinct(rng: np.random.Generator, number: int, count: int, size: int) -> np.ndarray:
+    """[number, count] int32 in 0..size-1, no two of a row alike; each row uniform over all such."""
+    if 2 * count > size:
+        return np.argsort(rng.random((number, size)), axis=1)[:, :count].astype(np.int32)
+    drawn = rng.integers(size, size=(number, count), dtype=np.int32)
+    rows = np.arange(number)
+    while len(rows):  # draw again what repeats an earlier one of its row
+        part = drawn[rows]
+        order = np.argsort(part, axis=1, kind="stable")
+        ordered = np.take_along_axis(part, order, axis=1)
+        repeats = np.zeros(part.shape, bool)
+        np.put_along_axis(repeats, order[:, 1:], ordered[:, 1:] == ordered[:, :-1], axis=1)
+        part[repeats] = rng.integers(size, size=int(repeats.sum()), dtype=np.int32)
+        drawn[rows] = part
+        rows = rows[repeats.any(axis=1)]
+    return drawn

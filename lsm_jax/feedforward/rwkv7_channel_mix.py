@@ -1,0 +1,97 @@
+"""RWKV7's channel mix (arXiv 2503.14456): `relu((x + μ ⊙ (x_before - x)) W_k)² W_v`. It remembers the last token."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax import ops
+from lsm_jax.mixers.layers import OrthogonalDense, parameter
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class RWKV7ChannelMixConfig:
+    """RWKV7's channel mix.
+
+    Attributes:
+        hidden_ratio: inner width over hidden_size.
+    """
+
+    hidden_ratio: float = 4.0
+
+    @classmethod
+    def for_width(cls, hidden_size: int, multiple_of: int) -> RWKV7ChannelMixConfig:
+        """The published inner width, 4 · hidden_size; it needs no rounding."""
+        return cls()
+
+    def width(self, hidden_size: int) -> int:
+        """Inner width."""
+        return int(self.hidden_ratio * hidden_size)
+
+    def validate(self, hidden_size: int) -> None:
+        """Raise ValueError where a field does not fit."""
+        if not self.hidden_ratio * hidden_size >= 1:
+            raise ValueError(
+                f"RWKV7ChannelMixConfig.hidden_ratio={self.hidden_ratio}: "
+                f"it must be at least 1 / hidden_size = 1 / {hidden_size}"
+            )
+
+    def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
+        """Forward floating-point operations of a token."""
+        return 4.0 * hidden_size * self.width(hidden_size)
+
+
+class RWKV7ChannelMix(nnx.Module):
+    """RWKV7's channel mix; see `RWKV7ChannelMixConfig`. Its initial parameters are its own: `init_std` is not used."""
+
+    uses_depth: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        config: RWKV7ChannelMixConfig,
+        hidden_size: int,
+        *,
+        rngs: nnx.Rngs,
+        init_std: float = 0.02,
+        layer: jax.Array | int = 0,
+        num_layers: int = 1,
+    ):
+        config.validate(hidden_size)
+        self.config, self.hidden_size = copy.copy(config), hidden_size
+        width = config.width(hidden_size)
+        place = jnp.arange(hidden_size, dtype=jnp.float32) / hidden_size
+        share = 1 - place ** ((1 - layer / num_layers) ** 4)
+        self.mix = parameter(share, ("embed",), weight_decay=False)
+        self.up_proj = OrthogonalDense(
+            hidden_size, width, gain=1.0, axes=("embed", "mlp"), rngs=rngs
+        )
+        self.down_proj = OrthogonalDense(
+            width, hidden_size, gain=0, axes=("mlp", "embed"), rngs=rngs
+        )
+
+    def init_state(self, batch_size: int, max_length: int, dtype: Any) -> ops.ShiftState:
+        """No token before."""
+        return ops.shift_state(batch_size, 1, self.hidden_size, dtype=dtype)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        layer: jax.Array | int | None = None,
+        shared: dict[str, jax.Array] | None = None,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        update_mask: jax.Array | None = None,
+        state: ops.ShiftState | None = None,
+    ) -> tuple[jax.Array, ops.ShiftState, dict[str, jax.Array]]:
+        """x [B, T, D] -> [B, T, D], the last token, no statistics."""
+        before, state = ops.token_shift(
+            x, initial_state=state, segment_ids=segment_ids, update_mask=update_mask
+        )
+        mixed = x + (before - x) * self.mix[...].astype(x.dtype)
+        return self.down_proj(jnp.square(jax.nn.relu(self.up_proj(mixed)))), state, {}

@@ -1,0 +1,110 @@
+"""RWKV6's channel mix (arXiv 2404.05892): `sigmoid(x_r W_r) ⊙ (relu(x_k W_k)² W_v)`. It remembers the last token.
+
+x_r and x_k are the token moved towards the one before it by a learned share of each channel.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax import ops
+from lsm_jax.mixers.layers import OrthogonalDense, parameter
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class RWKV6ChannelMixConfig:
+    """RWKV6's channel mix.
+
+    Attributes:
+        hidden_ratio: inner width over hidden_size, rounded down to a multiple of `multiple_of`.
+        multiple_of: see `hidden_ratio`.
+    """
+
+    hidden_ratio: float = 3.5
+    multiple_of: int = 32
+
+    @classmethod
+    def for_width(cls, hidden_size: int, multiple_of: int) -> RWKV6ChannelMixConfig:
+        """The published inner width: 3.5 · hidden_size, in steps of 32."""
+        return cls()
+
+    def width(self, hidden_size: int) -> int:
+        """Inner width."""
+        return int(self.hidden_ratio * hidden_size) // self.multiple_of * self.multiple_of
+
+    def validate(self, hidden_size: int) -> None:
+        """Raise ValueError where a field does not fit."""
+        for name in ("hidden_ratio", "multiple_of"):
+            if not getattr(self, name) > 0:
+                raise ValueError(
+                    f"RWKV6ChannelMixConfig.{name}={getattr(self, name)}: it must be greater than 0"
+                )
+        if self.width(hidden_size) < 1:
+            raise ValueError(
+                f"RWKV6ChannelMixConfig.hidden_ratio={self.hidden_ratio} times hidden_size={hidden_size} is less than "
+                f"multiple_of={self.multiple_of}"
+            )
+
+    def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
+        """Forward floating-point operations of a token."""
+        return 2.0 * hidden_size * (2 * self.width(hidden_size) + hidden_size)
+
+
+class RWKV6ChannelMix(nnx.Module):
+    """RWKV6's channel mix; see `RWKV6ChannelMixConfig`. Parameters start as in the published code: `init_std` is not used."""
+
+    uses_depth: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        config: RWKV6ChannelMixConfig,
+        hidden_size: int,
+        *,
+        rngs: nnx.Rngs,
+        init_std: float = 0.02,
+        layer: jax.Array | int = 0,
+        num_layers: int = 1,
+    ):
+        config.validate(hidden_size)
+        self.config, self.hidden_size = copy.copy(config), hidden_size
+        width = config.width(hidden_size)
+        place = jnp.arange(hidden_size, dtype=jnp.float32) / hidden_size
+        share = 1 - place ** (1 - layer / num_layers)
+        self.mix_k = parameter(share, ("embed",), weight_decay=False)
+        self.mix_r = parameter(share, ("embed",), weight_decay=False)
+        self.k_proj = OrthogonalDense(
+            hidden_size, width, gain=1.0, axes=("embed", "mlp"), rngs=rngs
+        )
+        self.r_proj = OrthogonalDense(
+            hidden_size, hidden_size, gain=0, axes=("embed", None), rngs=rngs
+        )
+        self.v_proj = OrthogonalDense(width, hidden_size, gain=0, axes=("mlp", "embed"), rngs=rngs)
+
+    def init_state(self, batch_size: int, max_length: int, dtype: Any) -> ops.ShiftState:
+        """No token before."""
+        return ops.shift_state(batch_size, 1, self.hidden_size, dtype=dtype)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        layer: jax.Array | int | None = None,
+        shared: dict[str, jax.Array] | None = None,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        update_mask: jax.Array | None = None,
+        state: ops.ShiftState | None = None,
+    ) -> tuple[jax.Array, ops.ShiftState, dict[str, jax.Array]]:
+        """x [B, T, D] -> [B, T, D], the last token, no statistics."""
+        before, state = ops.token_shift(
+            x, initial_state=state, segment_ids=segment_ids, update_mask=update_mask
+        )
+        keys = self.k_proj(x + (before - x) * self.mix_k[...].astype(x.dtype))
+        gate = jax.nn.sigmoid(self.r_proj(x + (before - x) * self.mix_r[...].astype(x.dtype)))
+        return gate * self.v_proj(jnp.square(jax.nn.relu(keys))), state, {}

@@ -1,0 +1,118 @@
+"""Gated fast weights (Mao 2022, arXiv 2210.04243): `M_t = (β_tᵀ α_t) ⊙ M_{t-1} + k_tᵀ v_t`, `o_t = q_t M_t`.
+
+The gate has rank one: β decays key channels, α value channels, both functions of the token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax import ops
+from lsm_jax.mixers import checks
+from lsm_jax.mixers.base import Context, Mixer
+from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, split_heads
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class GFWConfig:
+    """Gated fast weights.
+
+    The published models are transformers tuned into this form, with neither norm nor output gate. Trained from the start they
+    take Linear-MoE's (arXiv 2503.05447): a norm over each head's output, times silu(x W_g).
+
+    Attributes:
+        num_heads: heads.
+        expand_k: key channels over hidden_size, all heads together.
+        expand_v: value channels over hidden_size.
+        norm_eps: of the norm over each head's output.
+        form: "recurrent", "chunk" or "associative".
+        implementation: of the op; None picks.
+        chunk_size: of the op; None picks.
+    """
+
+    num_heads: int = 16
+    expand_k: float = 1.0
+    expand_v: float = 1.0
+    norm_eps: float = 1e-5
+    form: str = "chunk"
+    implementation: str | None = None
+    chunk_size: int | None = None
+
+    @classmethod
+    def for_width(cls, hidden_size: int) -> GFWConfig:
+        """GPT-2's proportions, which the published models have: heads of 64, smaller below width 256."""
+        return cls(num_heads=hidden_size // min(64, hidden_size // 4))
+
+    def head_dims(self, hidden_size: int) -> tuple[int, int]:
+        """Key and value channels of a head."""
+        return (
+            checks.expanded(self, "expand_k", self.expand_k, hidden_size, self.num_heads),
+            checks.expanded(self, "expand_v", self.expand_v, hidden_size, self.num_heads),
+        )
+
+    def validate(self, hidden_size: int) -> None:
+        """Raise ValueError where a field does not fit."""
+        self.head_dims(hidden_size)
+        checks.positive(self, norm_eps=self.norm_eps)
+        checks.op_fields(self)
+
+    def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
+        """Forward floating-point operations of a token: projections, gate KV, decay KV, write 2KV, read 2KV a head."""
+        k, v = self.head_dims(hidden_size)
+        return self.num_heads * (2.0 * hidden_size * (3 * k + 4 * v) + 6 * k * v)
+
+
+class GFW(Mixer):
+    """Gated fast weights; see `GFWConfig`."""
+
+    op = ops.linear_memory
+
+    def __init__(
+        self, config: GFWConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
+    ):
+        super().__init__(config, hidden_size)
+        self.key_dim, self.value_dim = config.head_dims(hidden_size)
+        keys, values = config.num_heads * self.key_dim, config.num_heads * self.value_dim
+        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
+        self.q_proj = Dense(hidden_size, keys, **into)
+        self.k_proj = Dense(hidden_size, keys, **into)
+        self.v_proj = Dense(hidden_size, values, **into)
+        self.g_proj = Dense(hidden_size, values, **into)
+        self.key_decay_proj = Dense(hidden_size, keys, bias=True, **into)
+        self.value_decay_proj = Dense(hidden_size, values, bias=True, **into)
+        self.norm = RMSNorm(self.value_dim, eps=config.norm_eps)
+        self.o_proj = Dense(
+            values, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
+        )
+
+    def read(self, x: jax.Array, context: Context) -> jax.Array:
+        """x W_q."""
+        return split_heads(self.q_proj(x), self.config.num_heads)
+
+    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+        """Keys, values, and decays sigmoid(x W + b) of key and of value channels."""
+
+        def log_gate(projection):
+            gate = split_heads(projection(x, dtype=jnp.float32), self.config.num_heads)
+            return jax.nn.log_sigmoid(gate)
+
+        return dict(
+            k=split_heads(self.k_proj(x), self.config.num_heads),
+            v=split_heads(self.v_proj(x), self.config.num_heads),
+            log_decay=log_gate(self.key_decay_proj),
+            value_log_decay=log_gate(self.value_decay_proj),
+        )
+
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+        """Norm of each head, times silu(x W_g), projection."""
+        gate = split_heads(self.g_proj(x), self.config.num_heads)
+        return self.o_proj(merge_heads(self.norm(o, gate)))
+
+    def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
+        """An empty memory."""
+        return ops.linear_state(batch_size, self.config.num_heads, self.key_dim, self.value_dim)

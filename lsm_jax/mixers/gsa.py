@@ -1,0 +1,130 @@
+"""Gated slot attention (arXiv 2409.07146): keys and values in M slots that decay, read by a softmax over the slots.
+
+The output path (norm over silu(o) of all heads together, no gate) and the query's scale of 1 are those of the authors'
+published code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax import ops
+from lsm_jax.mixers import checks
+from lsm_jax.mixers.base import Context, Mixer
+from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, split_heads
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class GSAConfig:
+    """Gated slot attention.
+
+    Attributes:
+        num_heads: heads.
+        num_slots: slots of a head (M).
+        expand_k: key channels over hidden_size, all heads together.
+        expand_v: value channels over hidden_size.
+        gate_temperature: log α = logsigmoid(x W) / gate_temperature.
+        norm_eps: of the norm over all heads' output.
+        form: "recurrent", "chunk" or "associative".
+        implementation: of the op; None picks.
+        chunk_size: of the op; None picks.
+    """
+
+    num_heads: int = 4
+    num_slots: int = 64
+    expand_k: float = 1.0
+    expand_v: float = 1.0
+    gate_temperature: float = 8.0
+    norm_eps: float = 1e-5
+    form: str = "chunk"
+    implementation: str | None = None
+    chunk_size: int | None = None
+
+    @classmethod
+    def for_width(cls, hidden_size: int) -> GSAConfig:
+        """The published proportions: four heads of 64 slots at any width; fewer slots below width 256."""
+        return cls(num_slots=min(64, hidden_size // 4))
+
+    def head_dims(self, hidden_size: int) -> tuple[int, int]:
+        """Key and value channels of a head."""
+        return (
+            checks.expanded(self, "expand_k", self.expand_k, hidden_size, self.num_heads),
+            checks.expanded(self, "expand_v", self.expand_v, hidden_size, self.num_heads),
+        )
+
+    def validate(self, hidden_size: int) -> None:
+        """Raise ValueError where a field does not fit."""
+        self.head_dims(hidden_size)
+        checks.positive(
+            self,
+            num_slots=self.num_slots,
+            gate_temperature=self.gate_temperature,
+            norm_eps=self.norm_eps,
+        )
+        checks.op_fields(self)
+
+    def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
+        """Forward floating-point operations of a token: projections; decay, write 2, read 2 of KM and of MV, softmax 4M a head."""
+        k, v = self.head_dims(hidden_size)
+        slots = self.num_slots
+        projections = 2.0 * hidden_size * (2 * k + 2 * v + slots)
+        return self.num_heads * (projections + 5 * slots * (k + v) + 4 * slots)
+
+
+class GSA(Mixer):
+    """Gated slot attention; see `GSAConfig`."""
+
+    op = ops.slot_memory
+
+    def __init__(
+        self, config: GSAConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
+    ):
+        super().__init__(config, hidden_size)
+        self.key_dim, self.value_dim = config.head_dims(hidden_size)
+        heads = config.num_heads
+        keys, values = heads * self.key_dim, heads * self.value_dim
+        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
+        self.q_proj = Dense(hidden_size, keys, **into)
+        self.k_proj = Dense(hidden_size, keys, **into)
+        self.v_proj = Dense(hidden_size, values, **into)
+        self.decay_proj = Dense(hidden_size, heads * config.num_slots, **into)
+        self.norm = RMSNorm(values, eps=config.norm_eps, axis="heads")
+        self.o_proj = Dense(
+            values, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
+        )
+
+    def read(self, x: jax.Array, context: Context) -> jax.Array:
+        """silu(x W_q)."""
+        return split_heads(jax.nn.silu(self.q_proj(x)), self.config.num_heads)
+
+    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+        """silu of keys and values; each slot's decay α, and 1 - α as the strength it is written with."""
+        heads = self.config.num_heads
+        gate = split_heads(self.decay_proj(x, dtype=jnp.float32), heads)
+        log_decay = jax.nn.log_sigmoid(gate) / self.config.gate_temperature
+        return dict(
+            k=split_heads(jax.nn.silu(self.k_proj(x)), heads),
+            v=split_heads(jax.nn.silu(self.v_proj(x)), heads),
+            s=-jnp.expm1(log_decay),
+            log_decay=log_decay,
+        )
+
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+        """Norm of silu(o) over all heads, projection."""
+        return self.o_proj(self.norm(jax.nn.silu(merge_heads(o))))
+
+    def options(self) -> dict[str, Any]:
+        """The op's constant arguments; queries are not scaled."""
+        return dict(super().options(), scale=1.0)
+
+    def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.SlotState:
+        """Empty slots."""
+        config = self.config
+        return ops.slot_state(
+            batch_size, config.num_heads, config.num_slots, self.key_dim, self.value_dim
+        )

@@ -1,0 +1,140 @@
+"""HGRN2 (arXiv 2404.07904): `M_t = diag(f_t) M_{t-1} + (1 - f_t)ᵀ i_t`, `o_t = silu(q_t) M_t`, f bounded below.
+
+`f = γ + (1 - γ) sigmoid(x W_f)`. The bounds γ are learned across the model's HGRN2 layers: each layer has a row of logits,
+and a layer's bound is the sum of the softmax over layers from the second layer up to it, so they grow from 0 with depth.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax import ops
+from lsm_jax.mixers import checks
+from lsm_jax.mixers.base import Context, Mixer
+from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, parameter, split_heads
+
+_BOUNDS = "hgrn2_log_bounds"
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class HGRN2Config:
+    """HGRN2.
+
+    Attributes:
+        head_dim: key and value channels of a head (the paper's expansion ratio); hidden_size / head_dim heads.
+        norm_eps: of the norm over the output's whole width.
+        form: "recurrent", "chunk" or "associative".
+        implementation: of the op; None picks.
+        chunk_size: of the op; None picks.
+    """
+
+    head_dim: int = 128
+    norm_eps: float = 1e-5
+    form: str = "chunk"
+    implementation: str | None = None
+    chunk_size: int | None = None
+
+    @classmethod
+    def for_width(cls, hidden_size: int) -> HGRN2Config:
+        """The published proportions: heads of 128, smaller below width 512."""
+        return cls(head_dim=min(128, hidden_size // 4))
+
+    def validate(self, hidden_size: int) -> None:
+        """Raise ValueError where a field does not fit."""
+        checks.divides(self, "head_dim", self.head_dim, "hidden_size", hidden_size)
+        checks.positive(self, norm_eps=self.norm_eps)
+        checks.op_fields(self)
+
+    def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
+        """Forward floating-point operations of a token: projections, decay KV, write 2KV, read 2KV a head."""
+        return 8.0 * hidden_size**2 + 5.0 * hidden_size * self.head_dim
+
+
+def log_bounds(logits: jax.Array) -> jax.Array:
+    """`log γ` and `log (1 - γ)` of each layer, [L, 2, D], from the layers' logits [L, D]; γ of the first layer is 0."""
+    share = jax.nn.log_softmax(logits, axis=0)
+    layers = jnp.arange(len(logits))
+    below = (layers <= layers[1:, None]) & (layers > 0)  # of every layer but the first
+
+    def total(which):
+        return jax.nn.logsumexp(jnp.where(which[..., None], share, -jnp.inf), axis=1)
+
+    bounds = jnp.stack([total(below), total(~below)], axis=1)
+    return jnp.concatenate([_unbounded(logits.shape[1])[None], bounds])
+
+
+def _unbounded(size: int) -> jax.Array:
+    """`log γ` and `log (1 - γ)` of γ = 0, [2, size]."""
+    return jnp.stack([jnp.full(size, -jnp.inf), jnp.zeros(size)])
+
+
+class HGRN2(Mixer):
+    """HGRN2; see `HGRN2Config`."""
+
+    op = ops.linear_memory
+    uses_depth = True
+
+    def __init__(
+        self,
+        config: HGRN2Config,
+        hidden_size: int,
+        *,
+        rngs: nnx.Rngs,
+        init_std: float = 0.02,
+        layer: jax.Array | int = 0,
+        num_layers: int = 1,
+    ):
+        super().__init__(config, hidden_size)
+        self.num_heads, self.num_layers = hidden_size // config.head_dim, num_layers
+        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
+        self.q_proj = Dense(hidden_size, hidden_size, **into)
+        self.f_proj = Dense(hidden_size, hidden_size, **into)
+        self.i_proj = Dense(hidden_size, hidden_size, **into)
+        zeros = jnp.zeros(hidden_size, jnp.float32)
+        self.lower_bound = parameter(zeros, ("heads",), weight_decay=False)
+        self.norm = RMSNorm(hidden_size, eps=config.norm_eps)
+        self.o_proj = Dense(
+            hidden_size, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
+        )
+
+    @classmethod
+    def init_shared(cls, x: jax.Array, stacks: list[tuple[jax.Array, Any]]) -> dict[str, jax.Array]:
+        """`log_bounds` of every layer, [L, 2, D] with L the model's depth; other layers' rows are not read."""
+        index = jnp.concatenate([layers for layers, _ in stacks])
+        logits = jnp.concatenate([mixer.lower_bound[...] for _, mixer in stacks])
+        order = jnp.argsort(index)
+        table = jnp.zeros((stacks[0][1].num_layers, 2, logits.shape[1]), logits.dtype)
+        return {_BOUNDS: table.at[index[order]].set(log_bounds(logits[order]))}
+
+    def read(self, x: jax.Array, context: Context) -> jax.Array:
+        """silu(x W_q)."""
+        return jax.nn.silu(split_heads(self.q_proj(x), self.num_heads))
+
+    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+        """1 - f as keys, x W_i as values, log f as decay; outside a model γ is 0."""
+        if context.layer is None or _BOUNDS not in context.shared:
+            bound, rest = _unbounded(self.hidden_size)
+        else:
+            bound, rest = context.shared[_BOUNDS][context.layer]
+        gate = self.f_proj(x, dtype=jnp.float32)
+        log_f = jnp.logaddexp(bound, rest + jax.nn.log_sigmoid(gate))
+        key = jnp.exp(rest + jax.nn.log_sigmoid(-gate))
+        return dict(
+            k=split_heads(key.astype(x.dtype), self.num_heads),
+            v=split_heads(self.i_proj(x), self.num_heads),
+            log_decay=split_heads(log_f, self.num_heads),
+        )
+
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+        """Norm over the whole width, projection."""
+        return self.o_proj(self.norm(merge_heads(o)))
+
+    def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
+        """An empty memory."""
+        head = self.config.head_dim
+        return ops.linear_state(batch_size, self.num_heads, head, head)

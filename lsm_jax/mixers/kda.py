@@ -1,0 +1,153 @@
+"""Kimi Delta Attention (arXiv 2510.26692): the gated delta rule with a decay for each key channel.
+
+`M_t = (I - β_t k_tᵀ k_t) diag(α_t) M_{t-1} + β_t k_tᵀ v_t`, keys and queries of unit length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax import ops
+from lsm_jax.mixers import checks
+from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
+from lsm_jax.mixers.layers import (
+    Dense,
+    RMSNorm,
+    l2_normalize,
+    log_uniform_rate,
+    log_uniform_step_bias,
+    merge_heads,
+    parameter,
+    split_heads,
+)
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class KDAConfig:
+    """Kimi Delta Attention.
+
+    Attributes:
+        num_heads: heads of queries and keys.
+        num_value_heads: heads of values, gates and memories, a multiple of `num_heads`; None is `num_heads`.
+        head_dim: key channels of a head, and inner width of the decay's and the output gate's two matrices.
+        expand_v: value channels of a head over head_dim.
+        conv_size: width of the short convolutions on q, k and v.
+        allow_negative_eigenvalues: β in (0, 2) instead of (0, 1) (arXiv 2411.12537).
+        norm_eps: of the norm over each head's output.
+        form: "recurrent", "chunk" or "associative".
+        implementation: of the op; None picks.
+        chunk_size: of the op; None picks.
+    """
+
+    num_heads: int = 16
+    num_value_heads: int | None = None
+    head_dim: int = 128
+    expand_v: float = 1.0
+    conv_size: int = 4
+    allow_negative_eigenvalues: bool = False
+    norm_eps: float = 1e-5
+    form: str = "chunk"
+    implementation: str | None = None
+    chunk_size: int | None = None
+
+    @classmethod
+    def for_width(cls, hidden_size: int) -> KDAConfig:
+        """The published proportions: heads of 128, smaller below width 512, key channels of all heads as many as the width."""
+        head_dim = min(128, hidden_size // 4)
+        return cls(head_dim=head_dim, num_heads=hidden_size // head_dim)
+
+    def value_heads(self) -> int:
+        """Heads of values and memories."""
+        return self.num_heads if self.num_value_heads is None else self.num_value_heads
+
+    def value_dim(self) -> int:
+        """Value channels of a head."""
+        return int(self.expand_v * self.head_dim)
+
+    def validate(self, hidden_size: int) -> None:
+        """Raise ValueError where a field does not fit."""
+        checks.positive(self, head_dim=self.head_dim, norm_eps=self.norm_eps)
+        checks.expanded(self, "expand_v", self.expand_v, self.head_dim, 1)
+        heads = self.value_heads()
+        checks.divides(self, "num_heads", self.num_heads, "num_value_heads", heads)
+        checks.convolution_width(self)
+        checks.op_fields(self)
+
+    def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
+        """Forward floating-point operations of a token: projections, convolutions, decay KV and erase, write, read of 2KV a head."""
+        keys, heads = self.num_heads * self.head_dim, self.value_heads()
+        values, rank = heads * self.value_dim(), self.head_dim
+        projections = 2.0 * hidden_size * (2 * keys + 2 * values + heads)
+        gates = 2.0 * rank * (2 * hidden_size + heads * self.head_dim + values)
+        convolutions = 2 * self.conv_size * (2 * keys + values)
+        return projections + gates + convolutions + 7 * self.head_dim * values
+
+
+class KDA(Mixer):
+    """Kimi Delta Attention; see `KDAConfig`."""
+
+    op = ops.delta_memory
+
+    def __init__(
+        self, config: KDAConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
+    ):
+        super().__init__(config, hidden_size)
+        heads, rank = config.value_heads(), config.head_dim
+        keys, values = config.num_heads * config.head_dim, heads * config.value_dim()
+        decays = heads * config.head_dim
+        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
+        self.q_proj = Dense(hidden_size, keys, **into)
+        self.k_proj = Dense(hidden_size, keys, **into)
+        self.v_proj = Dense(hidden_size, values, **into)
+        self.beta_proj = Dense(hidden_size, heads, **into)
+        small = dict(rngs=rngs, init_std=init_std)
+        self.decay_down = Dense(hidden_size, rank, axes=("embed", None), **small)
+        self.decay_up = Dense(rank, decays, axes=(None, "heads"), **small)
+        self.gate_down = Dense(hidden_size, rank, axes=("embed", None), **small)
+        self.gate_up = Dense(rank, values, axes=(None, "heads"), bias=True, **small)
+        fixed = dict(logical_axes=("heads",), weight_decay=False)
+        self.dt_bias = parameter(log_uniform_step_bias(rngs, decays), **fixed)
+        self.a_log = parameter(log_uniform_rate(rngs, heads, low=1.0, high=16.0), **fixed)
+        convolution = dict(width=config.conv_size, rngs=rngs, axis="heads")
+        self.q_conv = ShortConvolution("q", keys, **convolution)
+        self.k_conv = ShortConvolution("k", keys, **convolution)
+        self.v_conv = ShortConvolution("v", values, **convolution)
+        self.norm = RMSNorm(config.value_dim(), eps=config.norm_eps)
+        self.o_proj = Dense(
+            values, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
+        )
+
+    def read(self, x: jax.Array, context: Context) -> jax.Array:
+        """Convolved queries of unit length."""
+        q = self.q_conv(self.q_proj(x), context)
+        return l2_normalize(split_heads(q, self.config.num_heads))
+
+    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+        """Convolved keys of unit length, convolved values, β of each value head and the decay of each of its key channels."""
+        config, heads = self.config, self.config.value_heads()
+        beta = jax.nn.sigmoid(self.beta_proj(x, dtype=jnp.float32))
+        gate = self.decay_up(self.decay_down(x, dtype=jnp.float32)) + self.dt_bias[...]
+        step = split_heads(jax.nn.softplus(gate), heads)
+        return dict(
+            k=l2_normalize(split_heads(self.k_conv(self.k_proj(x), context), config.num_heads)),
+            v=split_heads(self.v_conv(self.v_proj(x), context), heads),
+            beta=2 * beta if config.allow_negative_eigenvalues else beta,
+            log_decay=-jnp.exp(self.a_log[...])[:, None] * step,
+        )
+
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+        """Norm of each head, times sigmoid(x W₁ W₂ + b), projection."""
+        gate = jax.nn.sigmoid(self.gate_up(self.gate_down(x, dtype=jnp.float32)))
+        return self.o_proj(merge_heads(self.norm(o)) * gate.astype(o.dtype))
+
+    def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.DeltaState:
+        """An empty memory."""
+        config = self.config
+        return ops.delta_state(
+            batch_size, config.value_heads(), config.head_dim, config.value_dim()
+        )

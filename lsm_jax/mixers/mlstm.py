@@ -1,0 +1,142 @@
+"""mLSTM (xLSTM, arXiv 2405.04517) as in xLSTM-7B's block (arXiv 2503.13427): `C_t = f_t C_{t-1} + i_t k_tᵀ v_t`, i exponential.
+
+`n_t = f_t n_{t-1} + i_t k_t` normalises, `o_t = q_t C_t / max(|q_t n_t|, 1)`, all of it kept stabilised by the op. This block
+has no convolution and no projection up, and is followed by SwiGLU; xLSTM's first block (arXiv 2405.04517) had both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax import ops
+from lsm_jax.mixers import checks
+from lsm_jax.mixers.base import Context, Mixer
+from lsm_jax.mixers.layers import Dense, HeadNorm, OrthogonalDense, merge_heads, split_heads
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class MLSTMConfig:
+    """mLSTM.
+
+    Attributes:
+        num_heads: heads.
+        qk_dim_factor: query and key channels over hidden_size, all heads together.
+        v_dim_factor: value channels over hidden_size.
+        gate_soft_cap: the gates' pre-activations x become cap · tanh(x / cap).
+        normalizer_eps: added to the normaliser.
+        norm_eps: of the norm over each head's output.
+        form: "recurrent", "chunk" or "associative".
+        implementation: of the op; None picks.
+        chunk_size: of the op; None picks.
+    """
+
+    num_heads: int = 8
+    qk_dim_factor: float = 0.5
+    v_dim_factor: float = 1.0
+    gate_soft_cap: float = 15.0
+    normalizer_eps: float = 1e-6
+    norm_eps: float = 1e-6
+    form: str = "chunk"
+    implementation: str | None = None
+    chunk_size: int | None = None
+
+    @classmethod
+    def for_width(cls, hidden_size: int) -> MLSTMConfig:
+        """The published proportions: value heads of 512, and at least four heads."""
+        return cls(num_heads=max(4, hidden_size // 512))
+
+    def head_dims(self, hidden_size: int) -> tuple[int, int]:
+        """Key and value channels of a head."""
+        return (
+            checks.expanded(self, "qk_dim_factor", self.qk_dim_factor, hidden_size, self.num_heads),
+            checks.expanded(self, "v_dim_factor", self.v_dim_factor, hidden_size, self.num_heads),
+        )
+
+    def validate(self, hidden_size: int) -> None:
+        """Raise ValueError where a field does not fit."""
+        self.head_dims(hidden_size)
+        checks.positive(
+            self,
+            gate_soft_cap=self.gate_soft_cap,
+            normalizer_eps=self.normalizer_eps,
+            norm_eps=self.norm_eps,
+        )
+        checks.op_fields(self)
+
+    def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
+        """Forward floating-point operations of a token: projections; decay KV, write 2KV, read 2KV, normaliser 5K a head."""
+        k, v = self.head_dims(hidden_size)
+        return self.num_heads * (2.0 * hidden_size * (2 * k + 3 * v + 2) + 5 * k * v + 5 * k)
+
+
+class MLSTM(Mixer):
+    """mLSTM; see `MLSTMConfig`.
+
+    The gates start as in the published code, independent of the token: input gate at -10, forget gates from 3 to 6 across the
+    heads, ahead of soft cap and activation.
+    """
+
+    op = ops.linear_memory
+
+    def __init__(
+        self, config: MLSTMConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
+    ):
+        super().__init__(config, hidden_size)
+        heads = config.num_heads
+        self.key_dim, self.value_dim = config.head_dims(hidden_size)
+        keys, values = heads * self.key_dim, heads * self.value_dim
+        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
+        self.q_proj = Dense(hidden_size, keys, **into)
+        self.k_proj = Dense(hidden_size, keys, **into)
+        self.v_proj = Dense(hidden_size, values, **into)
+        self.g_proj = Dense(hidden_size, values, **into)
+        gate = dict(gain=0, axes=("embed", "heads"), rngs=rngs)
+        self.i_proj = OrthogonalDense(hidden_size, heads, bias=jnp.full(heads, -10.0), **gate)
+        self.f_proj = OrthogonalDense(hidden_size, heads, bias=jnp.linspace(3, 6, heads), **gate)
+        self.norm = HeadNorm(heads, self.value_dim, eps=config.norm_eps, bias=False)
+        self.o_proj = Dense(
+            values, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
+        )
+
+    def _gate(self, projection: Dense, x: jax.Array) -> jax.Array:
+        cap = self.config.gate_soft_cap
+        return cap * jnp.tanh(projection(x, dtype=jnp.float32) / cap)
+
+    def read(self, x: jax.Array, context: Context) -> jax.Array:
+        """x W_q."""
+        return split_heads(self.q_proj(x), self.config.num_heads)
+
+    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+        """Keys, values, and each head's forget and input gate."""
+        heads = self.config.num_heads
+        return dict(
+            k=split_heads(self.k_proj(x), heads),
+            v=split_heads(self.v_proj(x), heads),
+            log_decay=jax.nn.log_sigmoid(self._gate(self.f_proj, x)),
+            log_input_gate=self._gate(self.i_proj, x),
+        )
+
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+        """Norm of each head, times sigmoid(x W_g), projection."""
+        y = merge_heads(self.norm(o))
+        return self.o_proj(y * jax.nn.sigmoid(self.g_proj(x)))
+
+    def options(self) -> dict[str, Any]:
+        """The op's constant arguments, with the normaliser's epsilon."""
+        return dict(super().options(), normalize=self.config.normalizer_eps)
+
+    def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
+        """An empty memory."""
+        return ops.linear_state(
+            batch_size,
+            self.config.num_heads,
+            self.key_dim,
+            self.value_dim,
+            normalize=True,
+            stabilize=True,
+        )

@@ -1,0 +1,129 @@
+"""ReBased (arXiv 2402.10644): `M_t = M_{t-1} + φ(k_t)ᵀ v_t`, `o_t = φ(q_t) M_t / (φ(q_t) z_t + ε)`, φ a learned quadratic.
+
+`φ(q) φ(k) = (q' k')² / F` for `x' = γ ⊙ layernorm(x) + β` of F channels: as features the F squares and, since the products
+x'_i x'_j and x'_j x'_i are one, the F (F - 1) / 2 products weighted by sqrt 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from lsm_jax import ops
+from lsm_jax.mixers import checks
+from lsm_jax.mixers.base import Context, Mixer
+from lsm_jax.mixers.layers import Dense, merge_heads, parameter, rms_normalize, split_heads
+
+_LAYER_NORM_EPS = 1e-5
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class RebasedConfig:
+    """ReBased.
+
+    Attributes:
+        num_heads: heads.
+        feature_dim: query and key channels of a head ahead of φ (F); φ has F (F + 1) / 2 features.
+        normalizer_eps: ε of the normaliser.
+        form: "recurrent", "chunk" or "associative".
+        implementation: of the op; None picks.
+        chunk_size: of the op; None picks.
+    """
+
+    num_heads: int = 16
+    feature_dim: int = 16
+    normalizer_eps: float = 1e-5
+    form: str = "chunk"
+    implementation: str | None = None
+    chunk_size: int | None = None
+
+    @classmethod
+    def for_width(cls, hidden_size: int) -> RebasedConfig:
+        """The customary proportions: 16 heads of 16 channels; fewer heads below width 256, 8 channels at 32."""
+        return cls(num_heads=min(16, hidden_size // 16), feature_dim=min(16, hidden_size // 4))
+
+    def num_features(self) -> int:
+        """Features of φ."""
+        return self.feature_dim * (self.feature_dim + 1) // 2
+
+    def validate(self, hidden_size: int) -> None:
+        """Raise ValueError where a field does not fit."""
+        checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
+        checks.positive(self, feature_dim=self.feature_dim, normalizer_eps=self.normalizer_eps)
+        checks.op_fields(self)
+
+    def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
+        """Forward floating-point operations of a token: projections, features, write 2KV, read 2KV, normaliser 4K a head."""
+        features = self.num_features()
+        projections = 4.0 * hidden_size * (self.num_heads * self.feature_dim + hidden_size)
+        return projections + 4.0 * features * hidden_size + 6.0 * self.num_heads * features
+
+
+class QuadraticFeatures(nnx.Module):
+    """φ of one side: layer norm with learned γ and β, then squares and products."""
+
+    def __init__(self, size: int):
+        self.gamma = parameter(jnp.ones(size, jnp.float32), ("norm",), weight_decay=False)
+        self.beta = parameter(jnp.zeros(size, jnp.float32), ("norm",), weight_decay=False)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [..., F] -> [..., F (F + 1) / 2] in float32 (float64 for float64)."""
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        wide = rms_normalize(wide, _LAYER_NORM_EPS) * self.gamma[...] + self.beta[...]
+        size = x.shape[-1]
+        first, second = np.triu_indices(size)
+        weight = np.where(first == second, size**-0.5, (2 / size) ** 0.5)
+        return wide[..., first] * wide[..., second] * weight.astype(wide.dtype)
+
+
+class Rebased(Mixer):
+    """ReBased; see `RebasedConfig`."""
+
+    op = ops.linear_memory
+
+    def __init__(
+        self, config: RebasedConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
+    ):
+        super().__init__(config, hidden_size)
+        keys = config.num_heads * config.feature_dim
+        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
+        self.q_proj = Dense(hidden_size, keys, **into)
+        self.k_proj = Dense(hidden_size, keys, **into)
+        self.v_proj = Dense(hidden_size, hidden_size, **into)
+        self.q_features = QuadraticFeatures(config.feature_dim)
+        self.k_features = QuadraticFeatures(config.feature_dim)
+        self.o_proj = Dense(
+            hidden_size, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
+        )
+
+    def read(self, x: jax.Array, context: Context) -> jax.Array:
+        """φ(x W_q)."""
+        return self.q_features(split_heads(self.q_proj(x), self.config.num_heads))
+
+    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+        """φ(x W_k) and x W_v."""
+        heads = self.config.num_heads
+        k = self.k_features(split_heads(self.k_proj(x), heads))
+        return dict(k=k, v=split_heads(self.v_proj(x), heads))
+
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+        """Projection; the normaliser stands where other methods have a norm."""
+        return self.o_proj(merge_heads(o))
+
+    def options(self) -> dict[str, Any]:
+        """The op's constant arguments; φ carries the scale."""
+        return dict(super().options(), scale=1.0, normalize=self.config.normalizer_eps)
+
+    def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
+        """An empty memory."""
+        config = self.config
+        value_dim = self.hidden_size // config.num_heads
+        return ops.linear_state(
+            batch_size, config.num_heads, config.num_features(), value_dim, normalize=True
+        )

@@ -1,0 +1,180 @@
+"""RWKV6 (arXiv 2404.05892): `o_t = r_t (M_{t-1} + diag(u) k_tᵀ v_t)`, then `M_t = diag(w_t) M_{t-1} + k_tᵀ v_t`.
+
+Everything is projected from the token moved towards the one before it, by shares that depend on the token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax import ops
+from lsm_jax.mixers import checks
+from lsm_jax.mixers.base import Context, Mixer, TokenShift
+from lsm_jax.mixers.layers import (
+    HeadNorm,
+    OrthogonalDense,
+    matmul_to_float32,
+    merge_heads,
+    parameter,
+    split_heads,
+)
+
+_MIXED = ("w", "k", "v", "r", "g")
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class RWKV6Config:
+    """RWKV6.
+
+    Attributes:
+        head_dim: key and value channels of a head; hidden_size / head_dim heads.
+        mix_rank: inner width of the low-rank part of each of the five shares.
+        decay_rank: inner width of the decay's low-rank part.
+        norm_eps: of the norm over each head's output.
+        form: "recurrent", "chunk" or "associative".
+        implementation: of the op; None picks.
+        chunk_size: of the op; None picks.
+    """
+
+    head_dim: int = 64
+    mix_rank: int = 32
+    decay_rank: int = 64
+    norm_eps: float = 64e-5
+    form: str = "chunk"
+    implementation: str | None = None
+    chunk_size: int | None = None
+
+    @classmethod
+    def for_width(cls, hidden_size: int) -> RWKV6Config:
+        """The published proportions: heads of 64, smaller below width 256; ranks of 32 and 64, smaller below 512."""
+        return cls(
+            head_dim=min(64, hidden_size // 4),
+            mix_rank=min(32, hidden_size // 16),
+            decay_rank=min(64, hidden_size // 8),
+        )
+
+    def validate(self, hidden_size: int) -> None:
+        """Raise ValueError where a field does not fit."""
+        checks.divides(self, "head_dim", self.head_dim, "hidden_size", hidden_size)
+        checks.positive(
+            self, mix_rank=self.mix_rank, decay_rank=self.decay_rank, norm_eps=self.norm_eps
+        )
+        checks.op_fields(self)
+
+    def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
+        """Forward floating-point operations of a token: projections, low-rank parts; decay KV, write 2KV, read 2KV, bonus
+        5K a head."""
+        low_rank = 4.0 * hidden_size * (len(_MIXED) * self.mix_rank + self.decay_rank)
+        return 10.0 * hidden_size**2 + low_rank + 5 * hidden_size * (self.head_dim + 1)
+
+
+class RWKV6(Mixer):
+    """RWKV6; see `RWKV6Config`.
+
+    Parameters start as in the published code (its `init_std` is its own, so ours is not used); as there only the five
+    projections take weight decay.
+    """
+
+    op = ops.linear_memory
+    uses_depth = True
+
+    def __init__(
+        self,
+        config: RWKV6Config,
+        hidden_size: int,
+        *,
+        rngs: nnx.Rngs,
+        init_std: float = 0.02,
+        layer: jax.Array | int = 0,
+        num_layers: int = 1,
+    ):
+        super().__init__(config, hidden_size)
+        self.num_heads = hidden_size // config.head_dim
+        deep = layer / max(1, num_layers - 1)  # from 0 to 1
+        ahead = 1 - layer / num_layers  # from 1 to nearly 0
+        channel = jnp.arange(hidden_size, dtype=jnp.float32)
+        place, line = channel / hidden_size, channel / max(1, hidden_size - 1)
+
+        self.shift = TokenShift("shift", hidden_size)
+        whole, half = 1 - place**ahead, 1 - place ** (0.5 * ahead)
+        fixed = dict(weight_decay=False)
+        self.mix_all = parameter(whole, ("embed",), **fixed)
+        self.mix = parameter(
+            jnp.stack([whole, whole, whole - 0.3 * deep, half, half]), (None, "embed"), **fixed
+        )
+        count, rank = len(_MIXED), config.mix_rank
+        self.mix_down = parameter(jnp.zeros((hidden_size, count * rank)), ("embed", None), **fixed)
+        self.mix_up = parameter(
+            _small(rngs, count, rank, hidden_size), (None, None, "embed"), **fixed
+        )
+        self.decay_bias = parameter(-6 + 5 * line ** (0.7 + 1.3 * deep), ("heads",), **fixed)
+        self.decay_down = parameter(
+            jnp.zeros((hidden_size, config.decay_rank)), ("embed", None), **fixed
+        )
+        self.decay_up = parameter(
+            _small(rngs, config.decay_rank, hidden_size), (None, "heads"), **fixed
+        )
+        bonus = deep * (1 - line) + 0.1 * ((channel + 1) % 3 - 1)
+        self.bonus = parameter(
+            bonus.reshape(self.num_heads, config.head_dim), ("heads", None), **fixed
+        )
+        shape, into = (hidden_size, hidden_size), dict(axes=("embed", "heads"), rngs=rngs)
+        self.r_proj = OrthogonalDense(*shape, gain=1.0, **into)
+        self.k_proj = OrthogonalDense(*shape, gain=0.1, **into)
+        self.v_proj = OrthogonalDense(*shape, gain=1.0, **into)
+        self.g_proj = OrthogonalDense(*shape, gain=0.1, **into)
+        scale = ((layer + 1) / num_layers) ** 0.7
+        self.norm = HeadNorm(self.num_heads, config.head_dim, eps=config.norm_eps, scale=scale)
+        self.o_proj = OrthogonalDense(*shape, gain=0, axes=("heads", "embed"), rngs=rngs)
+
+    def _mixed(self, letter: str, x: jax.Array, context: Context) -> jax.Array:
+        """x moved towards the token before it, for one of the five (the paper's ddlerp)."""
+        if "mixed" not in context.kept:
+            before = self.shift(x, context) - x
+            blend = x + before * self.mix_all[...].astype(x.dtype)
+            low = jnp.tanh(matmul_to_float32(blend, self.mix_down[...].astype(x.dtype)))
+            mixed = {}
+            for index, own in enumerate(jnp.split(low.astype(x.dtype), len(_MIXED), axis=-1)):
+                up = matmul_to_float32(own, self.mix_up[...][index].astype(x.dtype))
+                mixed[_MIXED[index]] = x + before * (self.mix[...][index] + up).astype(x.dtype)
+            context.kept["mixed"] = mixed
+        return context.kept["mixed"][letter]
+
+    def read(self, x: jax.Array, context: Context) -> jax.Array:
+        """r: the receptance."""
+        return split_heads(self.r_proj(self._mixed("r", x, context)), self.num_heads)
+
+    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+        """Keys, values, log w = -exp(d) of each key channel, and the bonus u."""
+        moved = self._mixed("w", x, context)
+        low = jnp.tanh(matmul_to_float32(moved, self.decay_down[...].astype(x.dtype)))
+        rate = self.decay_bias[...] + matmul_to_float32(low, self.decay_up[...].astype(low.dtype))
+        return dict(
+            k=split_heads(self.k_proj(self._mixed("k", x, context)), self.num_heads),
+            v=split_heads(self.v_proj(self._mixed("v", x, context)), self.num_heads),
+            log_decay=split_heads(-jnp.exp(rate), self.num_heads),
+            bonus=self.bonus[...],
+        )
+
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+        """Norm of each head, times silu(g), projection."""
+        gate = jax.nn.silu(self.g_proj(self._mixed("g", x, context)))
+        return self.o_proj(merge_heads(self.norm(o)) * gate)
+
+    def options(self) -> dict[str, Any]:
+        """The op's constant arguments; queries are not scaled."""
+        return dict(super().options(), scale=1.0)
+
+    def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
+        """An empty memory."""
+        head_dim = self.config.head_dim
+        return ops.linear_state(batch_size, self.num_heads, head_dim, head_dim)
+
+
+def _small(rngs: nnx.Rngs, *shape: int) -> jax.Array:
+    return jax.random.uniform(rngs.params(), shape, jnp.float32, -0.01, 0.01)

@@ -1,0 +1,233 @@
+"""RWKV7 (arXiv 2503.14456): `M_t = (diag(w_t) - (κ_t ⊙ a_t)ᵀ κ_t) M_{t-1} + k̃_tᵀ v_t`, κ of unit length.
+
+w decays each key channel, κ is the key that is removed, a the share of it that is; k̃ is the key that is added.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax import ops
+from lsm_jax.mixers import checks
+from lsm_jax.mixers.base import Context, Mixer, TokenShift
+from lsm_jax.mixers.layers import (
+    HeadNorm,
+    OrthogonalDense,
+    l2_normalize,
+    merge_heads,
+    parameter,
+    split_heads,
+)
+
+_MIXED = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
+"""What the token shift is mixed into, and the power its initial share falls with along the channels."""
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class RWKV7Config:
+    """RWKV7.
+
+    Attributes:
+        head_dim: key and value channels of a head; hidden_size / head_dim heads.
+        decay_rank: inner width of the decay's two matrices; None is the published 2.5 √hidden_size (for heads of 64),
+            rounded to a multiple of 32.
+        rate_rank: of the in-context rate a; None is the same.
+        value_rank: of the share of the first layer's value; None is 1.7 √hidden_size likewise.
+        gate_rank: of the output gate; None is 5 √hidden_size likewise.
+        norm_eps: of the norm over each head's output, published as head_dim · 1e-5.
+        form: "recurrent", "chunk" or "associative".
+        implementation: of the op; None picks.
+        chunk_size: of the op; None picks.
+    """
+
+    head_dim: int = 64
+    decay_rank: int | None = None
+    rate_rank: int | None = None
+    value_rank: int | None = None
+    gate_rank: int | None = None
+    norm_eps: float = 64e-5
+    form: str = "chunk"
+    implementation: str | None = None
+    chunk_size: int | None = None
+
+    @classmethod
+    def for_width(cls, hidden_size: int) -> RWKV7Config:
+        """The published proportions: heads of 64, smaller below width 256."""
+        head_dim = min(64, hidden_size // 4)
+        return cls(head_dim=head_dim, norm_eps=head_dim * 1e-5)
+
+    def ranks(self, hidden_size: int) -> dict[str, int]:
+        """Inner widths of the low-rank parts, by letter: w, a, v, g."""
+
+        def published(factor: float) -> int:
+            return max(32, 32 * round(factor * math.sqrt(hidden_size) / 32))
+
+        by_head = self.head_dim / 64
+        default = dict(w=2.5 * by_head, a=2.5 * by_head, v=1.7 * by_head, g=5.0)
+        given = dict(w=self.decay_rank, a=self.rate_rank, v=self.value_rank, g=self.gate_rank)
+        return {n: published(default[n]) if r is None else r for n, r in given.items()}
+
+    def validate(self, hidden_size: int) -> None:
+        """Raise ValueError where a field does not fit."""
+        checks.divides(self, "head_dim", self.head_dim, "hidden_size", hidden_size)
+        if self.head_dim < 2:
+            raise ValueError(f"RWKV7Config.head_dim={self.head_dim}: it must be at least 2")
+        checks.positive(self, norm_eps=self.norm_eps)
+        for name in ("decay_rank", "rate_rank", "value_rank", "gate_rank"):
+            if getattr(self, name) is not None:
+                checks.positive(self, **{name: getattr(self, name)})
+        checks.op_fields(self)
+
+    def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
+        """Forward floating-point operations of a token: projections, low-rank parts; decay KV, removal's read and write 4KV,
+        write 2KV, read 2KV a head."""
+        low_rank = 4.0 * hidden_size * sum(self.ranks(hidden_size).values())
+        return 8.0 * hidden_size**2 + low_rank + 9 * hidden_size * self.head_dim
+
+
+class LowRank(nnx.Module):
+    """`f(x A) B (+ b)`; A starts at zero."""
+
+    def __init__(
+        self,
+        size: int,
+        rank: int,
+        bias: jax.Array | None,
+        activation: Callable | None,
+        rngs: nnx.Rngs,
+    ):
+        self.activation = activation
+        self.down = OrthogonalDense(size, rank, gain=0, axes=("embed", None), rngs=rngs)
+        self.up = OrthogonalDense(rank, size, gain=0.1, axes=(None, "heads"), rngs=rngs, bias=bias)
+
+    def __call__(self, x: jax.Array, dtype: Any = None) -> jax.Array:
+        """x [B, T, D] -> [B, T, D] in `dtype`, x's own by default."""
+        inner = self.down(x, dtype=dtype)
+        return self.up(inner if self.activation is None else self.activation(inner))
+
+
+class RWKV7(Mixer):
+    """RWKV7; see `RWKV7Config`. Its initial parameters are its own: `init_std` is not used."""
+
+    op = ops.dplr_memory
+    uses_depth = True
+
+    def __init__(
+        self,
+        config: RWKV7Config,
+        hidden_size: int,
+        *,
+        rngs: nnx.Rngs,
+        init_std: float = 0.02,
+        layer: jax.Array | int = 0,
+        num_layers: int = 1,
+    ):
+        super().__init__(config, hidden_size)
+        self.num_heads = hidden_size // config.head_dim
+        deep = layer / max(1, num_layers - 1)  # from 0 to 1
+        ahead = 1 - layer / num_layers  # from 1 to nearly 0
+        channel = jnp.arange(hidden_size, dtype=jnp.float32)
+        line = channel / max(1, hidden_size - 1)
+        zigzag = 2 * (channel % config.head_dim) / (config.head_dim - 1) - 1
+        zigzag, centred = zigzag * jnp.abs(zigzag), line - 0.5
+
+        self.shift = TokenShift("shift", hidden_size)
+        powers = jnp.array(list(_MIXED.values()), jnp.float32)[:, None] * ahead
+        self.mix = parameter(
+            1 - (channel / hidden_size) ** powers, (None, "embed"), weight_decay=False
+        )
+        fixed = dict(logical_axes=("heads",), weight_decay=False)
+        self.removal = parameter(0.71 - 0.1 * centred, **fixed)
+        self.rate_of_key = parameter(jnp.full(hidden_size, 1.02, jnp.float32), **fixed)
+        bonus = jnp.full((self.num_heads, config.head_dim), -0.04, jnp.float32)
+        self.bonus = parameter(bonus, ("heads", None), weight_decay=False)
+        into = dict(axes=("embed", "heads"), rngs=rngs)
+        self.r_proj = OrthogonalDense(hidden_size, hidden_size, gain=1.0, **into)
+        self.k_proj = OrthogonalDense(hidden_size, hidden_size, gain=0.1, **into)
+        self.v_proj = OrthogonalDense(hidden_size, hidden_size, gain=1.0, **into)
+        ranks = config.ranks(hidden_size)
+        decay = -5.5 + 6 * line ** (1 + deep**0.3) + 2.5 * zigzag
+        rate = -0.19 + 0.3 * zigzag + 0.4 * centred
+        self.decay = LowRank(hidden_size, ranks["w"], decay, jnp.tanh, rngs)
+        self.rate = LowRank(hidden_size, ranks["a"], rate, None, rngs)
+        self.first = LowRank(hidden_size, ranks["v"], 0.73 - 0.4 * centred, None, rngs)
+        self.gate = LowRank(hidden_size, ranks["g"], None, jax.nn.sigmoid, rngs)
+        scale = ((layer + 1) / num_layers) ** 0.7
+        self.norm = HeadNorm(self.num_heads, config.head_dim, eps=config.norm_eps, scale=scale)
+        self.o_proj = OrthogonalDense(
+            hidden_size, hidden_size, gain=0, axes=("heads", "embed"), rngs=rngs
+        )
+
+    @classmethod
+    def init_shared(cls, x: jax.Array, stacks: list[tuple[jax.Array, Any]]) -> dict[str, jax.Array]:
+        """The values of the first of these layers, which the later ones mix into their own, and its index."""
+        first = jnp.min(jnp.concatenate([layers for layers, _ in stacks]))
+        return {"v_first": jnp.zeros_like(x), "v_first_layer": first}
+
+    def _mixed(self, letter: str, x: jax.Array, context: Context) -> jax.Array:
+        """x moved towards the token before it by the learned share of each channel."""
+        if "before" not in context.kept:
+            context.kept["before"] = self.shift(x, context) - x
+        share = self.mix[...][list(_MIXED).index(letter)].astype(x.dtype)
+        return x + context.kept["before"] * share
+
+    def read(self, x: jax.Array, context: Context) -> jax.Array:
+        """r: the receptance."""
+        r = split_heads(self.r_proj(self._mixed("r", x, context)), self.num_heads)
+        context.kept["r"] = r
+        return r
+
+    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+        """Added keys, values, removal and its share, and the decay of each key channel."""
+        heads, wide = self.num_heads, jnp.promote_types(x.dtype, jnp.float32)
+        decay = jax.nn.sigmoid(self.decay(self._mixed("w", x, context), wide))
+        rate = jax.nn.sigmoid(self.rate(self._mixed("a", x, context), wide))
+        k = self.k_proj(self._mixed("k", x, context)).astype(wide)
+        removal = l2_normalize(split_heads(k * self.removal[...], heads))
+        added = k * (1 + (rate - 1) * self.rate_of_key[...])
+        k = split_heads(added.astype(x.dtype), heads)
+        v = split_heads(self._values(x, context), heads)
+        context.kept.update(k=k, v=v)
+        return dict(
+            k=k,
+            v=v,
+            a=-removal,
+            b=removal * split_heads(rate, heads),
+            log_decay=split_heads(-math.exp(-0.5) * decay, heads),
+        )
+
+    def _values(self, x: jax.Array, context: Context) -> jax.Array:
+        """Values, moved towards the first layer's; in that layer, and outside a model, these are its own."""
+        x = self._mixed("v", x, context)
+        v = self.v_proj(x)
+        if "v_first" not in context.shared:
+            return v
+        own = context.layer == context.shared["v_first_layer"]
+        first = jnp.where(own, v, context.shared["v_first"])
+        context.shared["v_first"] = first
+        share = jax.nn.sigmoid(self.first(x, jnp.float32)).astype(v.dtype)
+        return v + (first - v) * share
+
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+        """Norm of each head, this token's own value by r · k̃, gate, projection."""
+        wide = jnp.promote_types(o.dtype, jnp.float32)
+        r, k, v = (context.kept[n].astype(wide) for n in ("r", "k", "v"))
+        own = jnp.sum(r * k * self.bonus[...], axis=-1, keepdims=True) * v
+        y = merge_heads(self.norm(o) + own.astype(o.dtype))
+        return self.o_proj(y * self.gate(self._mixed("g", x, context)))
+
+    def options(self) -> dict[str, Any]:
+        """The op's constant arguments; queries are not scaled."""
+        return dict(super().options(), scale=1.0)
+
+    def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.DeltaState:
+        """An empty memory."""
+        head_dim = self.config.head_dim
+        return ops.delta_state(batch_size, self.num_heads, head_dim, head_dim)

@@ -1,0 +1,189 @@
+"""Titans' neural long-term memory (arXiv 2501.00663): a model trained as it reads, with momentum and forgetting.
+
+`S_t = η_t S_{t-1} - θ_t ∇ℓ(k_t, v_t)`, `M_t = (1 - α_t) M_{t-1} + S_t`, `o_t = M_t(q_t)`, gradients taken at the start of the
+mini-batch. As a layer of a pattern it is the paper's MAL (memory as a layer).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax import ops
+from lsm_jax.mixers import checks
+from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
+from lsm_jax.mixers.layers import (
+    Dense,
+    HeadNorm,
+    RMSNorm,
+    l2_normalize,
+    merge_heads,
+    parameter,
+    split_heads,
+)
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class TitansConfig:
+    """Titans. What the paper leaves open (heads, expansion, `max_lr`, initial gates) is chosen here.
+
+    Attributes:
+        num_heads: heads, each with a memory of its own.
+        memory_depth: layers of the memory, 1 (a matrix, as in arXiv 2503.05447 Table 1) or 2 (an MLP with GELU).
+        memory_expand: channels between two layers over a head's.
+        inner_norm: M(x) = x + LN(memory(x)), as public implementations have it; without, the paper's M(x) = memory(x).
+        mini_batch: tokens whose gradients are taken at the same weights.
+        max_lr: θ = max_lr · sigmoid(x w + b), for the mean square of the error over a head's channels. A matrix without norm
+            is linear in the values, whose size then cannot make it diverge; else it can, and wants less (TTT-MLP has 0.1).
+        conv_size: width of the short convolutions on q, k and v.
+        inner_norm_eps: of the memory's layer norm.
+        norm_eps: of the norm over each head's output.
+        form: "recurrent" or "chunk".
+        implementation: of the op; None picks.
+        chunk_size: of the op; None picks.
+    """
+
+    num_heads: int = 16
+    memory_depth: int = 1
+    memory_expand: int = 2
+    inner_norm: bool = False
+    mini_batch: int = 16
+    max_lr: float = 1.0
+    conv_size: int = 4
+    inner_norm_eps: float = 1e-6
+    norm_eps: float = 1e-5
+    form: str = "chunk"
+    implementation: str | None = None
+    chunk_size: int | None = None
+
+    @classmethod
+    def for_width(cls, hidden_size: int) -> TitansConfig:
+        """Heads of 64; eight smaller ones below width 512."""
+        return cls(num_heads=hidden_size // min(64, hidden_size // 8))
+
+    def sizes(self, hidden_size: int) -> tuple[int, ...]:
+        """Channels between the memory's layers."""
+        size = hidden_size // self.num_heads
+        return (size, *(self.memory_expand * size,) * (self.memory_depth - 1), size)
+
+    def validate(self, hidden_size: int) -> None:
+        """Raise ValueError where a field does not fit."""
+        checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
+        checks.one_of(self, "memory_depth", self.memory_depth, (1, 2))
+        checks.positive(
+            self,
+            memory_expand=self.memory_expand,
+            mini_batch=self.mini_batch,
+            max_lr=self.max_lr,
+            inner_norm_eps=self.inner_norm_eps,
+            norm_eps=self.norm_eps,
+        )
+        checks.convolution_width(self)
+        checks.op_fields(self, ("recurrent", "chunk"))
+
+    def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
+        """Forward floating-point operations of a token: projections, convolutions; for each weight of a head's memory 2 each
+        to answer, write and read, 3 to decay and add momentum and memory, and 2 in the second layer for the gradient's way
+        back.
+        """
+        size = hidden_size // self.num_heads
+        around = 2.0 * hidden_size * (5 * hidden_size + 3 * self.num_heads + 3 * self.conv_size)
+        weights = 20 * self.memory_expand if self.memory_depth == 2 else 9
+        return around + weights * hidden_size * size
+
+
+class Titans(Mixer):
+    """Titans; see `TitansConfig`."""
+
+    op = ops.online_memory
+
+    def __init__(
+        self, config: TitansConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
+    ):
+        super().__init__(config, hidden_size)
+        heads, sizes = config.num_heads, config.sizes(hidden_size)
+        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
+        self.q_proj = Dense(hidden_size, hidden_size, **into)
+        self.k_proj = Dense(hidden_size, hidden_size, **into)
+        self.v_proj = Dense(hidden_size, hidden_size, **into)
+        self.g_proj = Dense(hidden_size, hidden_size, **into)
+        self.momentum_proj = Dense(hidden_size, heads, bias=True, **into)
+        self.lr_proj = Dense(hidden_size, heads, bias=True, **into)
+        self.decay_proj = Dense(hidden_size, heads, **into)
+        # α starts at 0.02: at 0.5, where a bias of 0 would put it, a memory is forgotten within a mini-batch.
+        self.decay_bias = parameter(jnp.full(heads, -4.0), ("heads",), weight_decay=False)
+        convolution = dict(width=config.conv_size, rngs=rngs, axis="heads")
+        self.q_conv = ShortConvolution("q", hidden_size, **convolution)
+        self.k_conv = ShortConvolution("k", hidden_size, **convolution)
+        self.v_conv = ShortConvolution("v", hidden_size, **convolution)
+        # By fan-in: keys have unit length, and layers of a small scale would hardly learn at first.
+        self.inner_weights = nnx.List(
+            [
+                parameter(
+                    before**-0.5 * jax.random.normal(rngs.params(), (heads, before, after)),
+                    ("heads", None, None),
+                    weight_decay=False,
+                )
+                for before, after in itertools.pairwise(sizes)
+            ]
+        )
+        norm = HeadNorm(heads, sizes[-1], eps=config.inner_norm_eps)
+        self.inner_norm = norm if config.inner_norm else None
+        self.norm = RMSNorm(sizes[-1], eps=config.norm_eps)
+        self.o_proj = Dense(
+            hidden_size, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
+        )
+
+    def read(self, x: jax.Array, context: Context) -> jax.Array:
+        """Convolved queries of unit length."""
+        q = self.q_conv(self.q_proj(x), context)
+        return l2_normalize(split_heads(q, self.config.num_heads))
+
+    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+        """Convolved keys of unit length, convolved values, the memory's initial weights, and its three gates."""
+        heads = self.config.num_heads
+        rate = jax.nn.sigmoid(self.lr_proj(x, dtype=jnp.float32))
+        momentum = self.momentum_proj(x, dtype=jnp.float32)
+        forget = self.decay_proj(x, dtype=jnp.float32) + self.decay_bias[...]
+        return dict(
+            k=l2_normalize(split_heads(self.k_conv(self.k_proj(x), context), heads)),
+            v=split_heads(self.v_conv(self.v_proj(x), context), heads),
+            inner=self._inner(),
+            # The op's loss is half the sum of squares.
+            eta=rate * (2 * self.config.max_lr * heads / self.hidden_size),
+            log_momentum=jax.nn.log_sigmoid(momentum),
+            log_decay=jax.nn.log_sigmoid(-forget),
+        )
+
+    def _inner(self) -> ops.Inner:
+        weights, norm = tuple(w[...] for w in self.inner_weights), self.inner_norm
+        if norm is None or norm.bias is None:
+            return ops.Inner(weights)
+        return ops.Inner(weights, None, norm.scale[...], norm.bias[...])
+
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+        """Norm of each head, times silu(x W_g), projection."""
+        gate = split_heads(self.g_proj(x), self.config.num_heads)
+        return self.o_proj(merge_heads(self.norm(o, gate)))
+
+    def options(self) -> dict[str, Any]:
+        """The op's constant arguments."""
+        config = self.config
+        return dict(
+            super().options(),
+            mini_batch=config.mini_batch,
+            residual=config.inner_norm,
+            norm_eps=config.inner_norm_eps,
+        )
+
+    def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.OnlineState:
+        """A memory that has learned nothing."""
+        config = self.config
+        return ops.online_state(
+            batch_size, config.num_heads, config.sizes(self.hidden_size), momentum=True
+        )

@@ -1,0 +1,177 @@
+"""TTT-Linear (arXiv 2407.04620): the memory is a linear model with a norm, trained on each mini-batch of tokens as it reads.
+
+`f(x) = x + LN(x W + b)`, loss `½ ‖f(k) - v‖²`, gradients taken at the start of the mini-batch. Queries and keys share a
+projection and differ by their convolutions; positions are rotary and count within the mini-batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax import ops
+from lsm_jax.mixers import checks
+from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
+from lsm_jax.mixers.layers import Dense, HeadNorm, merge_heads, parameter, rotate, split_heads
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class TTTLinearConfig:
+    """TTT-Linear.
+
+    Attributes:
+        num_heads: heads, each with a model of its own.
+        mini_batch: tokens whose gradients are taken at the same weights.
+        base_lr: the inner learning rate is base_lr · sigmoid(x w + b) / head channels.
+        conv_size: width of the short convolutions on q and k, which no activation follows.
+        rope_base: of the rotary positions.
+        inner_norm_eps: of the inner model's layer norm.
+        norm_eps: of the layer norm over the output's channels.
+        form: "recurrent" or "chunk".
+        implementation: of the op; None picks.
+        chunk_size: of the op; None picks.
+    """
+
+    num_heads: int = 16
+    mini_batch: int = 16
+    base_lr: float = 1.0
+    conv_size: int = 4
+    rope_base: float = 10000.0
+    inner_norm_eps: float = 1e-6
+    norm_eps: float = 1e-6
+    form: str = "chunk"
+    implementation: str | None = None
+    chunk_size: int | None = None
+
+    @classmethod
+    def for_width(cls, hidden_size: int) -> TTTLinearConfig:
+        """Heads of 64, as published; eight smaller ones below width 512."""
+        return cls(num_heads=hidden_size // min(64, hidden_size // 8))
+
+    def sizes(self, hidden_size: int) -> tuple[int, ...]:
+        """Channels between the inner model's layers."""
+        return (hidden_size // self.num_heads,) * 2
+
+    def validate(self, hidden_size: int) -> None:
+        """Raise ValueError where a field does not fit."""
+        checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
+        if hidden_size // self.num_heads % 2:
+            raise ValueError(
+                f"{type(self).__name__}.num_heads={self.num_heads} gives heads of "
+                f"{hidden_size // self.num_heads} channels; they must be even to be rotated"
+            )
+        checks.positive(
+            self,
+            mini_batch=self.mini_batch,
+            base_lr=self.base_lr,
+            rope_base=self.rope_base,
+            inner_norm_eps=self.inner_norm_eps,
+            norm_eps=self.norm_eps,
+        )
+        checks.convolution_width(self)
+        checks.op_fields(self, ("recurrent", "chunk"))
+
+    def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
+        """Forward floating-point operations of a token: projections, convolutions; answer, write and read of 2KV a head."""
+        around = hidden_size * (8.0 * hidden_size + 2 * self.num_heads + 4 * self.conv_size)
+        return around + 6 * hidden_size * self.sizes(hidden_size)[0]
+
+
+class TTTLinear(Mixer):
+    """TTT-Linear; see `TTTLinearConfig`."""
+
+    op = ops.online_memory
+    uses_positions: ClassVar[bool] = True
+
+    def __init__(
+        self, config: TTTLinearConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
+    ):
+        super().__init__(config, hidden_size)
+        heads, sizes = config.num_heads, config.sizes(hidden_size)
+        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
+        self.qk_proj = Dense(hidden_size, hidden_size, **into)
+        self.v_proj = Dense(hidden_size, hidden_size, **into)
+        self.g_proj = Dense(hidden_size, hidden_size, **into)
+        self.lr_proj = Dense(hidden_size, heads, bias=True, **into)
+        convolution = dict(width=config.conv_size, rngs=rngs, axis="heads", bias=True, silu=False)
+        self.q_conv = ShortConvolution("q", hidden_size, **convolution)
+        self.k_conv = ShortConvolution("k", hidden_size, **convolution)
+        fixed: dict[str, Any] = dict(weight_decay=False)
+        by_layer = list(itertools.pairwise(sizes))
+        self.inner_weights = nnx.List(
+            [
+                parameter(
+                    init_std * jax.random.normal(rngs.params(), (heads, before, after)),
+                    ("heads", None, None),
+                    **fixed,
+                )
+                for before, after in by_layer
+            ]
+        )
+        self.inner_biases = nnx.List(
+            [
+                parameter(jnp.zeros((heads, after)), ("heads", None), **fixed)
+                for _, after in by_layer
+            ]
+        )
+        self.inner_norm_scale = parameter(jnp.ones((heads, sizes[-1])), ("heads", None), **fixed)
+        self.inner_norm_bias = parameter(jnp.zeros((heads, sizes[-1])), ("heads", None), **fixed)
+        self.coefficients = parameter(jnp.zeros(config.mini_batch), (None,), **fixed)
+        self.norm = HeadNorm(1, hidden_size, eps=config.norm_eps, axis="norm")
+        self.o_proj = Dense(
+            hidden_size, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
+        )
+
+    def _rotated(self, x: jax.Array, context: Context) -> jax.Array:
+        positions = context.positions % self.config.mini_batch
+        return rotate(split_heads(x, self.config.num_heads), positions, base=self.config.rope_base)
+
+    def read(self, x: jax.Array, context: Context) -> jax.Array:
+        """Convolved and rotated queries, of the projection that keys have too."""
+        context.kept["qk"] = self.qk_proj(x)
+        return self._rotated(self.q_conv(context.kept["qk"], context), context)
+
+    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+        """Convolved and rotated keys, values, the inner model and its learning rates."""
+        config = self.config
+        rate = jax.nn.sigmoid(self.lr_proj(x, dtype=jnp.float32))
+        place = jnp.arange(1, config.mini_batch + 1, dtype=jnp.float32)
+        return dict(
+            k=self._rotated(self.k_conv(context.kept["qk"], context), context),
+            v=split_heads(self.v_proj(x), config.num_heads),
+            inner=ops.Inner(
+                tuple(w[...] for w in self.inner_weights),
+                tuple(b[...] for b in self.inner_biases),
+                self.inner_norm_scale[...],
+                self.inner_norm_bias[...],
+            ),
+            eta=rate * (config.base_lr * config.num_heads / self.hidden_size),
+            coefficients=jnp.maximum(0, 1 / place + self.coefficients[...]),
+        )
+
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+        """Layer norm over all channels, times gelu(x W_g), projection."""
+        normed = self.norm(merge_heads(o)[..., None, :])[..., 0, :]
+        return self.o_proj(normed * jax.nn.gelu(self.g_proj(x)))
+
+    def options(self) -> dict[str, Any]:
+        """The op's constant arguments."""
+        config = self.config
+        return dict(
+            super().options(),
+            mini_batch=config.mini_batch,
+            residual=True,
+            norm_eps=config.inner_norm_eps,
+        )
+
+    def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.OnlineState:
+        """A memory that has learned nothing."""
+        config = self.config
+        return ops.online_state(
+            batch_size, config.num_heads, config.sizes(self.hidden_size), bias=True
+        )

@@ -1,0 +1,160 @@
+"""The small model that recall is measured with: short gated convolutions and the method, no feedforward, no positions.
+
+It is zoology's hybrid of a "BaseConv" layer and a layer of the method, with RMS norms in place of layer norms and no dropout.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax import mixers
+from lsm_jax.mixers.base import Context, ShortConvolution
+from lsm_jax.mixers.layers import Dense, RMSNorm, matmul_to_float32, parameter
+from lsm_jax.models.config import DTYPES
+
+LETTERS = "CL"
+
+
+@dataclasses.dataclass(kw_only=True)
+class RecallModelConfig:
+    """A model of a few layers.
+
+    Attributes:
+        mixer: the method's config, of a type in `lsm_jax.mixers.METHODS`.
+        vocab_size: tokens.
+        hidden_size: width.
+        pattern: the layers in order: C is a gated short convolution, L the method.
+        conv_size: width of C's convolution.
+        norm_eps: of the norms ahead of layers and head.
+        init_std: of embedding and projections, except where the method has its own.
+        dtype: of activations, "float32" or "bfloat16"; parameters are float32.
+    """
+
+    mixer: Any
+    vocab_size: int = 8192
+    hidden_size: int = 64
+    pattern: str = "CL"
+    conv_size: int = 3
+    norm_eps: float = 1e-5
+    init_std: float = 0.02
+    dtype: str = "float32"
+
+    def validate(self) -> None:
+        """Raise ValueError where a field does not fit."""
+        for name in ("vocab_size", "hidden_size", "norm_eps", "init_std"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"model.{name}={getattr(self, name)}: it must be greater than 0")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"model.dtype={self.dtype!r}: accepted are {', '.join(DTYPES)}")
+        if "L" not in self.pattern or set(self.pattern) - set(LETTERS):
+            raise ValueError(
+                f"model.pattern={self.pattern!r}: accepted are the letters C (convolution) and L (the "
+                "method), with at least one L"
+            )
+        if self.conv_size < 2:
+            raise ValueError(f"model.conv_size={self.conv_size}: it must be at least 2")
+        mixers.method_of(self.mixer)
+        try:
+            self.mixer.validate(self.hidden_size)
+        except ValueError as error:
+            raise ValueError(f"model.mixer: {error}") from error
+
+
+class GatedConvolution(nnx.Module):
+    """`y = x + conv(x) ⊙ (x W + b)` (BaseConv, arXiv 2312.04927)."""
+
+    def __init__(self, config: RecallModelConfig, *, rngs: nnx.Rngs):
+        size = config.hidden_size
+        self.conv = ShortConvolution(
+            "conv", size, config.conv_size, rngs=rngs, axis="embed", bias=True, silu=False
+        )
+        self.proj = Dense(
+            size, size, axes=("embed", None), bias=True, rngs=rngs, init_std=config.init_std
+        )
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [B, T, D] -> [B, T, D]."""
+        context = Context(None, {}, None, None, None, {})
+        return x + self.conv(x, context) * self.proj(x)
+
+
+class RecallModel(nnx.Module):
+    """Embedding, pre-norm residual layers by the pattern, norm; the head is the embedding's transpose."""
+
+    def __init__(self, config: RecallModelConfig, *, rngs: nnx.Rngs):
+        config.validate()
+        self.config = config = copy.deepcopy(config)
+        size, depth = config.hidden_size, len(config.pattern)
+        draw = jax.random.normal(rngs.params(), (config.vocab_size, size))
+        self.embedding = parameter(config.init_std * draw, ("vocab", "embed"), weight_decay=True)
+        options: dict[str, Any] = dict(rngs=rngs, init_std=config.init_std, num_layers=depth)
+        self.layers = nnx.List(
+            [
+                GatedConvolution(config, rngs=rngs)
+                if letter == "C"
+                else mixers.build(config.mixer, size, layer=place, **options)
+                for place, letter in enumerate(config.pattern)
+            ]
+        )
+        norms = [RMSNorm(size, eps=config.norm_eps) for _ in range(depth + 1)]
+        self.norms = nnx.List(norms)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Tokens int [B, T] -> hidden states after the last norm, [B, T, D] in the config's dtype."""
+        x = self.embedding[...][tokens].astype(self.config.dtype)
+        own = [(i, layer) for i, layer in enumerate(self.layers) if isinstance(layer, mixers.Mixer)]
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(layer for _, layer in own))
+        places = jnp.array([place for place, _ in own])
+        shared = type(own[0][1]).init_shared(x, [(places, stacked)])
+        for place, layer in enumerate(self.layers):
+            inner = self.norms[place](x)
+            if isinstance(layer, mixers.Mixer):
+                inner, _, _ = layer(inner, layer=place, shared=shared)
+            else:
+                inner = layer(inner)
+            x = x + inner
+        return self.norms[-1](x)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """Hidden states [..., D] -> float32 logits [..., vocab]; float32 ones by the accelerator's fast products (TF32)."""
+        head = self.embedding[...].astype(hidden.dtype).T
+        if hidden.dtype == jnp.bfloat16:
+            return matmul_to_float32(hidden, head)
+        return jnp.matmul(hidden, head, precision=jax.lax.Precision.DEFAULT)
+
+
+def recall_state_size(config: RecallModelConfig, max_length: int) -> dict[str, list[int]]:
+    """Numbers each layer keeps of one sequence while decoding.
+
+    Args:
+        config: the model.
+        max_length: the context softmax attention must hold; other methods' do not depend on it.
+
+    Returns:
+        `memory`: the memory alone (keys and values for attention), 0 for a convolution; `all`: with the last inputs of
+        convolutions and token shifts. A list of layers each.
+    """
+    options: dict[str, Any] = dict(num_layers=len(config.pattern))
+
+    def states():
+        mixer = mixers.build(config.mixer, config.hidden_size, rngs=nnx.Rngs(0), **options)
+        return mixer.init_state(1, max_length, jnp.dtype(config.dtype))
+
+    def count(tree: Any) -> int:
+        kinds = ((x, x.dtype) for x in jax.tree.leaves(tree))
+        kept = ((x, kind) for x, kind in kinds if not jnp.issubdtype(kind, jnp.integer))
+        return sum(x.size * (1 + jnp.issubdtype(kind, jnp.complexfloating)) for x, kind in kept)
+
+    state = jax.eval_shape(states)
+    memory, tails = count(state.memory), count(state.tails)
+    convolution = (config.conv_size - 1) * config.hidden_size
+    return dict(
+        memory=[memory if letter == "L" else 0 for letter in config.pattern],
+        all=[memory + tails if letter == "L" else convolution for letter in config.pattern],
+    )

@@ -1,0 +1,306 @@
+"""Selective memories: `h_t[c, n] = exp(Δ_t[c] A[c, n]) h_{t-1}[c, n] + w_t[c, n]`, `y_t[c] = Re Σ_n C[n] h_t[c, n] + D[c] u_t[c]`.
+
+Every entry of the memory stands alone: Mamba (arXiv 2312.00752), S4D (arXiv 2206.11893) and GateLoop (arXiv 2311.01927) with
+one head a channel.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Inexact, Int
+
+from lsm_jax.ops import checks, chosen
+from lsm_jax.ops.segments import Tokens, cut_into_chunks, finish_output, read_tokens, select
+from lsm_jax.ops.states import associate_chunks, per_chunk, scan_tokens
+from lsm_jax.parallel import over_batch
+
+DISCRETIZATIONS = ("euler", "zoh", "none")
+
+
+class SelectiveState(NamedTuple):
+    """State of `selective_memory`.
+
+    Attributes:
+        memory: [B, D, N], or [B, S, D, N] with one state a segment; float32, or complex64 where the memory is complex.
+        segment_id: [B], the last nonzero segment id seen, 0 before any.
+    """
+
+    memory: Inexact[Array, ...]
+    segment_id: Int[Array, " B"]
+
+
+def selective_state(
+    batch_size: int,
+    channels: int,
+    state_size: int,
+    *,
+    is_complex: bool = False,
+    num_segments: int | None = None,
+    dtype=jnp.float32,
+) -> SelectiveState:
+    """An empty `SelectiveState`, complex with parts of `dtype` if asked; `num_segments` gives each row that many states."""
+    rows = (batch_size,) if num_segments is None else (batch_size, num_segments)
+    dtype = jnp.result_type(dtype, jnp.complex64) if is_complex else dtype
+    memory = jnp.zeros((*rows, channels, state_size), dtype)
+    return SelectiveState(memory, jnp.zeros(batch_size, jnp.int32))
+
+
+def selective_memory(
+    u: Float[Array, "B T D"],
+    delta: Inexact[Array, ...],
+    A: Inexact[Array, "D N"],
+    B: Inexact[Array, ...],
+    C: Inexact[Array, ...],
+    *,
+    D: Float[Array, " D"] | None = None,
+    discretization: str = "euler",
+    initial_state: SelectiveState | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    update_mask: Array | None = None,
+    form: str = "chunk",
+    implementation: str | None = None,
+    chunk_size: int | None = None,
+) -> tuple[Float[Array, "B T D"], SelectiveState]:
+    """Write each channel of `u` into N numbers of its own that decay, and read their sum under `C`.
+
+    The memory is complex where delta, A or B is. Of conjugate pairs keep one half and double C.
+
+    Args:
+        u: [B, T, D], real.
+        delta: [B, T, D], or [D] for one that is constant. The real part of `delta * A` is the log of the decay, at most 0.
+        A: [D, N], constant.
+        B: [B, T, N] shared by the channels, [D, N] constant, or [B, T, D, N].
+        C: shaped as one of those.
+        D: [D], adds `D u` to the output.
+        discretization: what a token writes: "euler" `delta B u` (Mamba), "zoh" `(exp(delta A) - 1) / A B u` (S4D), "none"
+            `B u`.
+        initial_state: the state to go on from; with memory [B, S, ...], segment id s has state s - 1. None is empty.
+        segment_ids: [B, T] integers, 0 padding; see `lsm_jax.ops.segments`.
+        update_mask: [B, T], 0 where a token must not change the memory (it still reads it, and has its `D u`).
+        form: "recurrent" (token by token), "chunk" (associative scan in a chunk, scan over chunks; the backward pass computes
+            each chunk again, so that only the memories chunks start from are kept) or "associative" (associative scan over
+            tokens, holding [B, T, D, N]).
+        implementation: None or "xla".
+        chunk_size: tokens in a chunk, a power of two; None is 64.
+
+    Returns:
+        The output in u's dtype, and the final state in float32 or complex64 (float64 or complex128 if an input is).
+
+    Raises:
+        ValueError: shapes, dtypes, discretization, form, implementation or chunk size that are not accepted.
+    """
+    op = "selective_memory"
+    checks.check_form(op, form, implementation)
+    if discretization not in DISCRETIZATIONS:
+        listed = ", ".join(map(repr, DISCRETIZATIONS))
+        raise ValueError(f"{op}: discretization={discretization!r}; accepted are {listed}")
+    channels, state_size = _check(op, u, delta, A, B, C, D)
+    batch, length, _ = u.shape
+    checks.check_rows(op, batch, length, segment_ids, update_mask)
+    size = checks.check_chunk_size(op, chunk_size, length)
+    chosen.note(op, f"xla, {form} form (no fused kernel in this version)")
+    dtype = checks.compute_dtype(u, delta, A, B, C, D)
+    is_complex = any(jnp.iscomplexobj(x) for x in (delta, A, B))
+    state = initial_state
+    if state is None:
+        state = selective_state(batch, channels, state_size, is_complex=is_complex, dtype=dtype)
+    _check_memory(op, state.memory, (batch, channels, state_size), is_complex)
+
+    given = dict(delta=delta, b=B, c=C)
+    constant = {n: x for n, x in given.items() if jnp.ndim(x) == (1 if n == "delta" else 2)}
+    batched = dict(u=u, state=state, segment_ids=segment_ids, update_mask=update_mask)
+    batched |= {n: x for n, x in given.items() if n not in constant}
+    options = _Options(discretization, form, size, dtype, is_complex)
+    shared = dict(a=A, d=D, constant=constant)
+    return over_batch(lambda b, s: _selective_memory(options, **b, **s), batched, shared)
+
+
+class _Options(NamedTuple):
+    discretization: str
+    form: str
+    size: int
+    dtype: Any
+    is_complex: bool
+
+
+class _Inputs(NamedTuple):
+    """Arrays by token: u, delta [B, T, D]; b, c [B, T, N] or [B, T, D, N], None where constant; begin [B, T] or None."""
+
+    u: Array
+    delta: Array
+    b: Array | None
+    c: Array | None
+    begin: Array | None
+
+
+# Compiled as a whole also when called outside `jax.jit`, as in a notebook.
+@functools.partial(jax.jit, static_argnums=0)
+def _selective_memory(
+    options, u, state, segment_ids, update_mask, a, d, constant, delta=None, b=None, c=None
+):
+    batch, length, channels = u.shape
+    dtype = options.dtype
+    num_segments = state.memory.shape[1] if state.memory.ndim == 4 else None
+    tokens = read_tokens(segment_ids, update_mask, state.segment_id, num_segments)
+
+    def widen(x) -> Any:
+        if x is None:
+            return None
+        return x.astype(jnp.result_type(dtype, jnp.complex64) if jnp.iscomplexobj(x) else dtype)
+
+    if "delta" in constant:
+        # One row is enough, unless some rows write where others do not.
+        rows = 1 if tokens.written is None and tokens.slot is None else batch
+        delta = jnp.broadcast_to(constant["delta"], (rows, length, channels))
+    inputs = _Inputs(
+        u=select(tokens.written, widen(u)),
+        delta=select(tokens.written, widen(delta)),
+        b=None if b is None else select(tokens.written, widen(b)),
+        c=None if c is None else select(tokens.real, widen(c)),
+        begin=_beginnings(tokens),
+    )
+    constant_b, constant_c = (widen(constant.get(name)) for name in ("b", "c"))
+    update = functools.partial(
+        _update, a=widen(a), constant_b=constant_b, discretization=options.discretization
+    )
+    read = functools.partial(_read, constant_c=constant_c)
+    memory = widen(state.memory)
+
+    if options.form == "associative":
+        chunks = cut_into_chunks(tokens, length, 1, num_segments)
+        x = jax.tree.map(lambda x: chunks.split(x)[:, :, 0], inputs)
+        transition, write = update(x)
+        entering, memory = associate_chunks(
+            jnp.multiply, jnp.multiply, transition, write, memory, chunks
+        )
+        output = chunks.join(read(x, transition * entering + write)[:, :, None], length)
+    elif options.form == "recurrent":
+
+        def step(memory, x):
+            transition, write = update(x)
+            memory = transition * memory + write
+            return memory, read(x, memory)
+
+        output, memory = scan_tokens(step, inputs, memory, None, tokens.slot)
+    else:
+        chunks = cut_into_chunks(tokens, length, options.size, num_segments)
+
+        def step(memory, x):
+            held, after = jax.lax.associative_scan(_compose, update(x), axis=1)
+            held = held * memory[:, None] + after
+            return held[:, -1], read(x, held)
+
+        output, memory = scan_tokens(
+            jax.checkpoint(step, prevent_cse=False),
+            jax.tree.map(chunks.split, inputs),
+            memory,
+            None,
+            chunks.slot,
+        )
+        output = chunks.join(output, length)
+
+    if d is not None:
+        output = output + widen(d) * select(tokens.real, widen(u))
+    output = finish_output(tokens, output).astype(u.dtype)
+    return output, SelectiveState(memory, tokens.last_id)
+
+
+def _beginnings(tokens: Tokens) -> Array | None:
+    """[B, T], True where a document begins, or None."""
+    if tokens.run is None:
+        return None
+    return jnp.diff(tokens.run, axis=1, prepend=jnp.zeros_like(tokens.run[:, :1])) > 0
+
+
+def _compose(earlier, later):
+    return later[0] * earlier[0], later[0] * earlier[1] + later[1]
+
+
+def _update(x: _Inputs, *, a, constant_b, discretization) -> tuple[Array, Array]:
+    """Each token's update as what multiplies the memory and what is added, [..., D, N]."""
+    exponent = x.delta[..., None] * a
+    transition = jnp.exp(exponent)
+    if x.begin is not None:
+        transition = jnp.where(per_chunk(x.begin, transition), 0, transition)
+    if discretization == "none":
+        write = x.u[..., None]
+    else:
+        write = (x.delta * x.u)[..., None]
+    if discretization == "zoh":
+        write = write * expm1_ratio(exponent)
+    write = write * _by_channel(x, x.b, constant_b)
+    return transition, write.astype(jnp.result_type(write, transition))
+
+
+def _read(x: _Inputs, memory: Array, *, constant_c) -> Array:
+    """Re(sum of c h): memory [..., D, N] -> [..., D]."""
+    c = _by_channel(x, x.c, constant_c)
+    products = jnp.real(c) * jnp.real(memory)
+    if jnp.iscomplexobj(c) and jnp.iscomplexobj(memory):
+        products = products - jnp.imag(c) * jnp.imag(memory)
+    return jnp.sum(products, axis=-1)
+
+
+def _by_channel(x: _Inputs, given, constant) -> Array:
+    """B or C with an axis of channels."""
+    if given is None:
+        return constant
+    return given if given.ndim == x.u.ndim + 1 else given[..., None, :]
+
+
+def expm1_ratio(z: Array) -> Array:
+    """`(exp(z) - 1) / z`, 1 at 0; by its series near 0, where the quotient's derivative would cancel."""
+    near = jnp.abs(jnp.real(z)) + jnp.abs(jnp.imag(z)) < 0.5
+    safe = jnp.where(near, 1, z)
+    small = jnp.where(near, z, 0)
+    series = jnp.ones_like(z)
+    for n in range(14, 1, -1):  # 0.5^14 / 15! is below float64's rounding
+        series = 1 + series * small / n
+    return jnp.where(near, series, jnp.expm1(safe) / safe)
+
+
+def _check(op, u, delta, A, B, C, D) -> tuple[int, int]:
+    if jnp.ndim(u) != 3 or u.shape[1] == 0:
+        raise ValueError(
+            f"{op}: u has shape {jnp.shape(u)}; accepted is [B, T, D] with T at least 1"
+        )
+    batch, length, channels = u.shape
+    checks.check_shape(op, "A", A, (channels, None), "D, N")
+    state_size = A.shape[1]
+    if jnp.shape(delta) != (channels,):
+        checks.check_shape(op, "delta", delta, (batch, length, channels), "B, T, D")
+    accepted = (
+        (batch, length, state_size),
+        (channels, state_size),
+        (batch, length, channels, state_size),
+    )
+    for name, array in (("B", B), ("C", C)):
+        if jnp.shape(array) not in accepted:
+            raise ValueError(
+                f"{op}: {name} has shape {jnp.shape(array)}; accepted are "
+                f"[B, T, N], [D, N] and [B, T, D, N] = {', '.join(map(str, accepted))}"
+            )
+    if D is not None:
+        checks.check_shape(op, "D", D, (channels,), "D")
+    for name, array in (("u", u), ("D", D)):
+        if array is not None and jnp.iscomplexobj(array):
+            raise ValueError(f"{op}: {name} has dtype {array.dtype}; accepted are real ones")
+    return channels, state_size
+
+
+def _check_memory(op, memory, dims, is_complex) -> None:
+    batch, *rest = dims
+    if jnp.ndim(memory) == 4:
+        expected, letters = (batch, None, *rest), "B, S, D, N"
+    else:
+        expected, letters = dims, "B, D, N"
+    checks.check_shape(op, "initial_state.memory", memory, expected, letters)
+    if jnp.iscomplexobj(memory) != is_complex:
+        raise ValueError(
+            f"{op}: initial_state.memory has dtype {memory.dtype}; accepted with this delta, A and B is a "
+            f"{'complex' if is_complex else 'real'} one"
+        )

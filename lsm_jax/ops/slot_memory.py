@@ -1,0 +1,175 @@
+"""Gated slot attention (arXiv 2409.07146): a softmax over M slots between two linear memories.
+
+`K̃_t = K̃_{t-1} diag(α_t) + k_tᵀ s_t`, `p_t = softmax(scale q_t K̃_t)`, `Ṽ_t = diag(α_t) Ṽ_{t-1} + s_tᵀ v_t`, `o_t = p_t Ṽ_t`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from lsm_jax.ops import checks, chosen
+from lsm_jax.ops.linear_memory import _linear_memory as linear
+from lsm_jax.ops.linear_memory import _Options as LinearOptions
+from lsm_jax.ops.states import LinearState
+from lsm_jax.parallel import over_batch
+
+
+class SlotState(NamedTuple):
+    """State of `slot_memory`.
+
+    Attributes:
+        keys: [B, G, K, M], or [B, S, G, K, M] with one state a segment; float32.
+        values: [B, G, M, V] or [B, S, G, M, V]; float32.
+        segment_id: [B], the last nonzero segment id seen, 0 before any.
+    """
+
+    keys: Float[Array, ...]
+    values: Float[Array, ...]
+    segment_id: Int[Array, " B"]
+
+
+def slot_state(
+    batch_size: int,
+    num_heads: int,
+    num_slots: int,
+    key_dim: int,
+    value_dim: int,
+    *,
+    num_segments: int | None = None,
+    dtype=jnp.float32,
+) -> SlotState:
+    """An empty `SlotState` of `num_heads` memories; `num_segments` gives each row that many states."""
+    rows = (batch_size,) if num_segments is None else (batch_size, num_segments)
+    return SlotState(
+        jnp.zeros((*rows, num_heads, key_dim, num_slots), dtype),
+        jnp.zeros((*rows, num_heads, num_slots, value_dim), dtype),
+        jnp.zeros(batch_size, jnp.int32),
+    )
+
+
+def slot_memory(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T Hk K"],
+    v: Float[Array, "B T G V"],
+    s: Float[Array, "B T G M"],
+    log_decay: Float[Array, "B T G M"] | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: SlotState | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    update_mask: Array | None = None,
+    form: str = "chunk",
+    implementation: str | None = None,
+    chunk_size: int | None = None,
+) -> tuple[Float[Array, "B T max(H,G) V"], SlotState]:
+    """Write keys and values into slots that decay, and attend to the slots.
+
+    A slot that nothing was written to scores 0; it is not left out of the softmax.
+
+    Args:
+        q: [B, T, H, K] queries; H is a multiple or a divisor of G.
+        k: [B, T, Hk, K] keys; Hk divides G.
+        v: [B, T, G, V] values; one pair of memories for each of the G heads.
+        s: [B, T, G, M], how strongly each slot is written; 1 - α in the paper.
+        log_decay: [B, T, G, M], log α of each slot, natural logarithm, at most 0. None is no decay.
+        scale: multiplies q; None is `K ** -0.5`.
+        initial_state: the state to go on from; with keys [B, S, ...], segment id s has state s - 1. None is empty.
+        segment_ids: [B, T] integers, 0 padding; see `lsm_jax.ops.segments`.
+        update_mask: [B, T], 0 where a token must not change the memory (it still reads it).
+        form: "recurrent" (token by token), "chunk" (matrix products in a chunk, scan over chunks) or "associative"
+            (associative scan over chunks), of both linear memories.
+        implementation: None or "xla".
+        chunk_size: tokens in a chunk, a power of two; None is 64.
+
+    Returns:
+        The output in v's dtype, and the final state in float32 (float64 if an input is).
+
+    Raises:
+        ValueError: shapes, heads, form, implementation or chunk size that are not accepted.
+    """
+    op = "slot_memory"
+    checks.check_form(op, form, implementation)
+    batch, length, _, _, heads, key_dim, value_dim = checks.check_qkv(op, q, k, v)
+    checks.check_rows(op, batch, length, segment_ids, update_mask)
+    checks.check_shape(op, "s", s, (batch, length, heads, None), "B, T, G, M")
+    slots = s.shape[3]
+    if log_decay is not None:
+        checks.check_shape(op, "log_decay", log_decay, (batch, length, heads, slots), "B, T, G, M")
+    size = checks.check_chunk_size(op, chunk_size, length)
+    chosen.note(op, f"xla, {form} form (no fused kernel in this version)")
+    dtype = checks.compute_dtype(q, k, v, s, log_decay)
+    state = initial_state
+    if state is None:
+        state = slot_state(batch, heads, slots, key_dim, value_dim, dtype=dtype)
+    segmented = (None,) if jnp.ndim(state.keys) == 5 else ()
+    letters = "B, S, G" if segmented else "B, G"
+    for name, rest, last in (
+        ("keys", (key_dim, slots), "K, M"),
+        ("values", (slots, value_dim), "M, V"),
+    ):
+        shape = (batch, *segmented, heads, *rest)
+        array = getattr(state, name)
+        checks.check_shape(op, f"initial_state.{name}", array, shape, f"{letters}, {last}")
+
+    batched = dict(
+        q=q,
+        k=k,
+        v=v,
+        s=s,
+        log_decay=log_decay,
+        state=state,
+        segment_ids=segment_ids,
+        update_mask=update_mask,
+    )
+    options = LinearOptions(
+        scale=key_dim**-0.5 if scale is None else scale,
+        normalize=None,
+        form=form,
+        size=size,
+        dtype=dtype,
+        precision=checks.matmul_precision(q, k, v),
+    )
+    return over_batch(lambda b, _: _slot_memory(options, **b), batched, {})
+
+
+# Compiled as a whole also when called outside `jax.jit`, as in a notebook.
+@functools.partial(jax.jit, static_argnums=0)
+def _slot_memory(options, q, k, v, s, log_decay, state, segment_ids, update_mask):
+    rest = dict(
+        segment_ids=segment_ids,
+        update_mask=update_mask,
+        constant_log_decay=None,
+        bonus=None,
+        log_input_gate=None,
+    )
+
+    def part(memory: Array) -> LinearState:
+        return LinearState(memory, normalizer=None, stabilizer=None, segment_id=state.segment_id)
+
+    # The slots are the first memory's value channels and the second one's key channels. A wide s makes wide scores.
+    scores, of_keys = linear(
+        options,
+        q,
+        k,
+        s.astype(options.dtype),
+        log_decay=None,
+        value_log_decay=log_decay,
+        state=part(state.keys),
+        **rest,
+    )
+    output, of_values = linear(
+        options._replace(scale=1.0),
+        jax.nn.softmax(scores, axis=-1),
+        s,
+        v,
+        log_decay=log_decay,
+        value_log_decay=None,
+        state=part(state.values),
+        **rest,
+    )
+    return output, SlotState(of_keys.memory, of_values.memory, of_values.segment_id)

@@ -1,0 +1,395 @@
+"""Multi-query associative recall: a sweep of learning rates over one small model, and the accuracy at each length."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import json
+import math
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from lsm_jax import mixers, ops
+from lsm_jax.data import RecallTask, recall_examples
+from lsm_jax.models import RecallModel, RecallModelConfig, recall_state_size
+from lsm_jax.training.config import differences, from_dict, resolve_annotations, to_dict
+from lsm_jax.training.metrics import MetricsWriter, TrainProgress
+from lsm_jax.training.sweep import Data, Sweep, SweepState, epoch_blocks, largest_divisor
+
+_QUERIES_AT_A_TIME, _TOKENS_AT_A_TIME = 16384, 65536  # of an evaluation's batch, a member
+
+
+@dataclasses.dataclass(kw_only=True)
+class RecallConfig:
+    """Everything a run of multi-query associative recall depends on.
+
+    Attributes:
+        name: shown in logs.
+        model: the model.
+        train: what is trained on; batches are of one task each and alternate.
+        test: what accuracy is measured on.
+        power: of the law of gaps between a pair and its query.
+        random_fill: tokens between queries are random; else 0.
+        learning_rates: one member each, at its highest.
+        seeds: of the parameters; every learning rate is taken with every seed.
+        data_seed: of the examples and their order.
+        batch_size: examples a step.
+        epochs: passes over the training examples; the learning rate falls to 0 over them by a cosine.
+        stop_above: end after an epoch whose best member has a mean accuracy above it; 1 never does.
+        weight_decay: decoupled, of embedding and projections.
+        clip_norm: each member's gradients are scaled down to this global norm; 0 leaves them.
+        steps_per_call: at most so many steps, all of one task, are taken between two that may be of different ones.
+    """
+
+    name: str
+    model: RecallModelConfig
+    train: tuple[RecallTask, ...]
+    test: tuple[RecallTask, ...]
+    power: float = 0.01
+    random_fill: bool = True
+    learning_rates: tuple[float, ...] = (1e-3, 10**-2.5, 1e-2, 10**-1.5)
+    seeds: tuple[int, ...] = (0,)
+    data_seed: int = 0
+    batch_size: int = 256
+    epochs: int = 32
+    stop_above: float = 0.99
+    weight_decay: float = 0.1
+    clip_norm: float = 0.0
+    steps_per_call: int = 6
+
+    def __post_init__(self) -> None:
+        resolve_annotations(self)
+
+    def members(self) -> list[tuple[float, int]]:
+        """(learning rate, seed) of each."""
+        return [(rate, seed) for rate in self.learning_rates for seed in self.seeds]
+
+    def validate(self) -> None:
+        """Raise ValueError where a field is out of range; nothing is compiled."""
+        self.model.validate()
+        for name in ("train", "test", "learning_rates", "seeds"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty: it must have at least one entry")
+        for name in ("train", "test"):
+            for task in getattr(self, name):
+                try:
+                    task.validate(self.model.vocab_size)
+                except ValueError as error:
+                    raise ValueError(f"{name} {task.name}: {error}") from error
+        names = [task.name for task in self.test]
+        if len(set(names)) < len(names):
+            raise ValueError(f"test={', '.join(names)}: each length and number of pairs once")
+        for name in ("batch_size", "epochs", "steps_per_call"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: it must be at least 1")
+        for name in ("power", "stop_above"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)}: it must be greater than 0")
+        for name in ("weight_decay", "clip_norm"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}: it must be at least 0")
+        for rate in self.learning_rates:
+            if not rate > 0:
+                raise ValueError(
+                    f"learning_rates={self.learning_rates}: all must be greater than 0"
+                )
+        fewest = min(task.num_examples for task in self.train)
+        if self.batch_size > fewest:
+            raise ValueError(f"batch_size={self.batch_size}: a training task has {fewest} examples")
+
+
+def make_sweep(config: RecallConfig, num_steps: int) -> Sweep:
+    """The sweep of a config: one member a learning rate and seed, losses at the queries alone."""
+    model = nnx.eval_shape(lambda: RecallModel(config.model, rngs=nnx.Rngs(0)))
+    graph = nnx.graphdef(model)
+    decayed = jax.tree.map(
+        lambda p: bool(p.weight_decay),
+        nnx.state(model, nnx.Param),
+        is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
+    )
+    clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
+
+    def loss(params: Any, batch: Data) -> jax.Array:
+        logits = _query_logits(nnx.merge(graph, params), batch)
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["answers"]))
+
+    rates, seeds = zip(*config.members(), strict=True)
+    return Sweep(
+        init=lambda key: nnx.to_pure_dict(
+            nnx.state(RecallModel(config.model, rngs=nnx.Rngs(key)), nnx.Param)
+        ),
+        loss=loss,
+        optimizer=optax.chain(
+            clip,
+            optax.scale_by_adam(),
+            optax.add_decayed_weights(config.weight_decay, mask=nnx.to_pure_dict(decayed)),
+        ),
+        seeds=seeds,
+        rates=rates,
+        schedule=lambda step: 0.5 * (1 + jnp.cos(jnp.pi * step / num_steps)),
+    )
+
+
+def _query_logits(model: RecallModel, batch: Data) -> jax.Array:
+    """[B, P, vocab] at the queries."""
+    hidden = model(batch["tokens"])
+    return model.logits(jnp.take_along_axis(hidden, batch["positions"][..., None], axis=1))
+
+
+def make_accuracy(config: RecallConfig):
+    """(parameters of one member, batch) -> the part of the queries answered right."""
+    graph = nnx.graphdef(nnx.eval_shape(lambda: RecallModel(config.model, rngs=nnx.Rngs(0))))
+
+    def accuracy(params: Any, batch: Data) -> jax.Array:
+        logits = _query_logits(nnx.merge(graph, params), batch)
+        right = jnp.argmax(logits, axis=-1) == batch["answers"]
+        return jnp.mean(right.astype(jnp.float32))
+
+    return accuracy
+
+
+@functools.lru_cache(maxsize=32)  # the runs of a table share their examples
+def _examples(
+    length: int, num_pairs: int, num_examples: int, vocab_size: int, seed: tuple[int, ...], **law
+) -> Data:
+    task = RecallTask(length=length, num_pairs=num_pairs, num_examples=num_examples)
+    examples = recall_examples(task, vocab_size=vocab_size, seed=seed, **law)
+    positions, answers = examples.queries()
+    return jax.device_put(dict(tokens=examples.tokens, positions=positions, answers=answers))
+
+
+def load_task(config: RecallConfig, task: RecallTask, *seed: int) -> Data:
+    """A task's examples, on the device."""
+    return _examples(
+        task.length,
+        task.num_pairs,
+        task.num_examples,
+        config.model.vocab_size,
+        (config.data_seed, *seed),
+        power=config.power,
+        random_fill=config.random_fill,
+    )
+
+
+def train_recall(config: RecallConfig, workdir: str | Path | None = None) -> dict[str, Any]:
+    """Train all members, and take the one of the best mean accuracy, as after the last epoch.
+
+    It runs on one device, and from the start: a run takes seconds to minutes and saves no checkpoint.
+
+    Args:
+        config: the run; checked as a whole before anything is compiled.
+        workdir: where config.json, metrics.jsonl and result.json go; None writes nothing.
+
+    Returns:
+        What result.json holds: `accuracy` by test task and their `mean`, of the best member; its `learning_rate` and `seed`;
+        `members`, the same of all; `state_size`, numbers each layer keeps while decoding (`recall_state_size`), and `parameters`, of which
+        `non_embedding`; steps, epochs, seconds, date, commit and device.
+
+    Raises:
+        ValueError: a config that does not fit, or a directory made with another.
+    """
+    config.validate()
+    if workdir is not None:
+        workdir = Path(workdir).expanduser().absolute()
+        _check_workdir(workdir, config)
+    began = time.perf_counter()
+    train_data = [load_task(config, t, 0, i) for i, t in enumerate(config.train)]
+    test_data = [load_task(config, t, 1, i) for i, t in enumerate(config.test)]
+    rng = np.random.default_rng((config.data_seed, 2))
+    sizes = [task.num_examples for task in config.train]
+
+    def blocks():
+        return epoch_blocks(rng, sizes, config.batch_size, config.steps_per_call)
+
+    plan = blocks()
+    per_call = len(plan[0][1])
+    num_steps = config.epochs * len(plan) * per_call
+    sweep = make_sweep(config, num_steps)
+    state = jax.jit(sweep.first)()
+    program = _compile(config, sweep, state, train_data, test_data, per_call)
+    compiled = time.perf_counter() - began
+    writer = None
+    if workdir is not None:
+        workdir.mkdir(parents=True, exist_ok=True)
+        _write_json(workdir / "config.json", to_dict(config))
+        writer = MetricsWriter(workdir, -1)
+    _announce(config, num_steps, compiled)
+
+    tokens = config.batch_size * len(config.members()) * np.mean([t.length for t in config.train])
+    pending, scores, epoch, step = None, np.zeros((0, 0)), 0, 0
+    started = time.perf_counter()
+    with TrainProgress(config.name, 0, num_steps) as progress:
+        for epoch in range(1, config.epochs + 1):
+            for which, rows in plan:
+                state, losses = program.train[which](state, train_data[which], rows)
+                step += per_call
+                if pending is not None:  # read a call late: the device never waits for the host
+                    loss = float(np.nanmin(np.asarray(pending[1])[-1]))
+                    speed = pending[0] * tokens / (time.perf_counter() - started)
+                    progress.advance(pending[0], loss, speed)
+                pending = (step, losses)
+            scores = np.stack([np.asarray(f(state.params)) for f in program.test])
+            best = scores.mean(axis=0).max()
+            progress.say(f"epoch {epoch}: accuracy {best:.4f} ({_by_member(config, scores)})")
+            if writer is not None:
+                writer.write(step, _metrics(config, scores, losses))
+            if best > config.stop_above:
+                break
+            plan = blocks()
+    if writer is not None:
+        writer.close()
+    result = {
+        **_result(config, scores),
+        "parameters": _count(state),
+        "steps": step,
+        "epochs": epoch,
+        "seconds": round(time.perf_counter() - began, 1),
+        "compile_seconds": round(compiled, 1),
+        "date": datetime.date.today().isoformat(),
+        "commit": os.environ.get("GIT_COMMIT", "unknown"),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "implementations": ops.choices(),
+    }
+    if workdir is not None:
+        _write_json(workdir / "result.json", result)
+    return result
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """Compiled: (state, data, rows) -> (state, losses) of each training task, and parameters -> accuracies of each test task."""
+
+    train: list[Any]
+    test: list[Any]
+
+
+def _compile(
+    config: RecallConfig,
+    sweep: Sweep,
+    state: SweepState,
+    train_data: list[Data],
+    test_data: list[Data],
+    per_call: int,
+) -> _Program:
+    """Compile every program at once, in threads; tasks whose arrays have the same shapes share one."""
+    accuracy = make_accuracy(config)
+
+    def evaluate(params: Any, data: Data) -> jax.Array:
+        number, length = data["tokens"].shape
+        most = min(_QUERIES_AT_A_TIME // data["answers"].shape[1], _TOKENS_AT_A_TIME // length)
+        return sweep.evaluate(accuracy, params, data, largest_divisor(number, most))
+
+    train, test = jax.jit(sweep.train, donate_argnums=0), jax.jit(evaluate)
+    rows = jax.ShapeDtypeStruct((per_call, config.batch_size), jnp.int32)
+    lowered: dict[Any, Any] = {}
+    for task, data in zip(config.train, train_data, strict=True):
+        if (True, task.name, task.num_examples) not in lowered:
+            lowered[True, task.name, task.num_examples] = train.lower(state, data, rows)
+    for task, data in zip(config.test, test_data, strict=True):
+        lowered[False, task.name, task.num_examples] = test.lower(state.params, data)
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        found = dict(zip(lowered, pool.map(lambda x: x.compile(), lowered.values()), strict=True))
+
+    def of(test: bool, task: RecallTask) -> Any:
+        return found[not test, task.name, task.num_examples]
+
+    def bound(function: Any, data: Data) -> Any:
+        return lambda params: function(params, data)
+
+    return _Program(
+        [of(False, task) for task in config.train],
+        [bound(of(True, t), d) for t, d in zip(config.test, test_data, strict=True)],
+    )
+
+
+def _label(member: tuple[float, int], config: RecallConfig) -> str:
+    rate, seed = member
+    return f"{rate:.1e}" if len(config.seeds) == 1 else f"{rate:.1e}/seed{seed}"
+
+
+def _by_member(config: RecallConfig, scores: np.ndarray) -> str:
+    pairs = zip(config.members(), scores.mean(axis=0), strict=True)
+    return ", ".join(f"{_label(member, config)} {score:.3f}" for member, score in pairs)
+
+
+def _metrics(config: RecallConfig, scores: np.ndarray, losses: Any) -> dict[str, float]:
+    values = {}
+    for i, member in enumerate(config.members()):
+        label = _label(member, config)
+        values[f"loss/{label}"] = float(np.asarray(losses)[-1, i])
+        values[f"accuracy/{label}"] = float(scores[:, i].mean())
+    return values
+
+
+def _result(config: RecallConfig, scores: np.ndarray) -> dict[str, Any]:
+    """What the accuracies [test tasks, members] come to."""
+    names = [task.name for task in config.test]
+    members = [
+        dict(
+            learning_rate=rate,
+            seed=seed,
+            mean=round(float(own.mean()), 5),
+            accuracy={n: round(float(a), 5) for n, a in zip(names, own, strict=True)},
+        )
+        for (rate, seed), own in zip(config.members(), scores.T, strict=True)
+    ]
+    best = max(members, key=lambda m: m["mean"])
+    longest = max(task.length for task in (*config.train, *config.test))
+    return {
+        "name": config.name,
+        "method": mixers.method_of(config.model.mixer).name,
+        "width": config.model.hidden_size,
+        "pattern": config.model.pattern,
+        "dtype": config.model.dtype,
+        "train": [f"{t.name}:{t.num_examples}" for t in config.train],
+        **best,
+        "members": members,
+        "state_size": recall_state_size(config.model, longest),
+        "batch_size": config.batch_size,
+    }
+
+
+def _count(state: SweepState) -> dict[str, int]:
+    """Parameters of a member."""
+    total = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(state.params))
+    embedding = math.prod(state.params["embedding"].shape[1:])
+    return dict(total=total, non_embedding=total - embedding)
+
+
+def _check_workdir(workdir: Path, config: RecallConfig) -> None:
+    path = workdir / "config.json"
+    different = (
+        differences(from_dict(json.loads(path.read_text())), config) if path.is_file() else []
+    )
+    if different:
+        raise ValueError(
+            f"workdir={str(workdir)!r} was made with another config; use another workdir, or set back:\n  "
+            + "\n  ".join(different)
+        )
+
+
+def _announce(config: RecallConfig, num_steps: int, seconds: float) -> None:
+    print(
+        f"{config.name}: {len(config.members())} members, {num_steps:,} steps of {config.batch_size} examples, "
+        f"compiled in {seconds:.1f} s, on {jax.devices()[0].device_kind}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps(value, indent=2) + "\n")
+    os.replace(draft, path)

@@ -1,0 +1,144 @@
+"""Training many small models at once: members that differ by seed and learning rate only, stacked and mapped by `jax.vmap`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Float, Int
+
+Data = dict[str, jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class SweepState:
+    """Everything a step changes.
+
+    Attributes:
+        step: steps taken.
+        params: every member's parameters, [M, ...].
+        opt_state: every member's, [M, ...].
+    """
+
+    step: Any
+    params: Any
+    opt_state: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """M members that see the same batches in the same order. Its methods are pure, to be compiled by the caller.
+
+    Attributes:
+        init: a key -> the parameters of one member.
+        loss: (parameters of one member, a batch) -> its mean loss.
+        optimizer: gradients -> updates for a learning rate of 1.
+        seeds: of each member's parameters, [M].
+        rates: each member's learning rate at its highest, [M].
+        schedule: the step, from 0 -> what the rates are multiplied by.
+    """
+
+    init: Callable[[jax.Array], Any]
+    loss: Callable[[Any, Data], jax.Array]
+    optimizer: optax.GradientTransformation
+    seeds: tuple[int, ...]
+    rates: tuple[float, ...]
+    schedule: Callable[[jax.Array], jax.Array]
+
+    def first(self) -> SweepState:
+        """The state before any step."""
+        keys = jnp.stack([jax.random.key(seed) for seed in self.seeds])
+        params = jax.vmap(self.init)(keys)
+        return SweepState(jnp.zeros((), jnp.int32), params, jax.vmap(self.optimizer.init)(params))
+
+    def train(
+        self, state: SweepState, data: Data, batches: Int[Array, "N B"]
+    ) -> tuple[SweepState, Float[Array, "N M"]]:
+        """Take N steps.
+
+        Args:
+            state: as it stands; donate it.
+            data: arrays of one leading axis, the examples; all stay on the device.
+            batches: the examples of each step's batch.
+
+        Returns:
+            The state after, and each step's loss of each member.
+        """
+        rates = jnp.asarray(self.rates, jnp.float32)
+
+        def step(state: SweepState, rows: jax.Array):
+            batch = jax.tree.map(lambda x: x[rows], data)
+
+            def one(params, opt_state, rate):
+                loss, grads = jax.value_and_grad(self.loss)(params, batch)
+                updates, opt_state = self.optimizer.update(grads, opt_state, params)
+                params = jax.tree.map(lambda p, u: p - rate * u, params, updates)
+                return params, opt_state, loss
+
+            rate = rates * self.schedule(state.step)
+            params, opt_state, losses = jax.vmap(one)(state.params, state.opt_state, rate)
+            return SweepState(state.step + 1, params, opt_state), losses
+
+        return jax.lax.scan(step, state, batches)
+
+    def evaluate(
+        self,
+        score: Callable[[Any, Data], jax.Array],
+        params: Any,
+        data: Data,
+        batch_size: int,
+    ) -> Float[Array, " M"]:
+        """Each member's mean score over all examples.
+
+        Args:
+            score: (parameters of one member, a batch) -> its mean score.
+            params: of all members.
+            data: arrays of one leading axis.
+            batch_size: examples at a time, a divisor of their number.
+        """
+        batches = jax.tree.map(lambda x: x.reshape(-1, batch_size, *x.shape[1:]), data)
+        scores = jax.lax.map(lambda b: jax.vmap(lambda p: score(p, b))(params), batches)
+        return jnp.mean(scores, axis=0)
+
+
+def epoch_blocks(
+    rng: np.random.Generator, sizes: list[int], batch_size: int, most: int
+) -> list[tuple[int, Int[np.ndarray, "N B"]]]:
+    """One epoch over several sets of examples as blocks of batches, each of one set, in shuffled order.
+
+    All blocks have the same number of batches, so that each set's training compiles once.
+
+    Args:
+        rng: shuffles the examples of each set and the order of blocks.
+        sizes: examples in each set; those left over from the last whole batch are left out.
+        batch_size: of every batch.
+        most: batches in a block at most; a block has the largest number up to it that divides every set's batches.
+
+    Returns:
+        (which set, its examples [N, batch_size]) of each block.
+
+    Raises:
+        ValueError: a set smaller than a batch.
+    """
+    counts = [size // batch_size for size in sizes]
+    if min(counts) < 1:
+        raise ValueError(
+            f"batch_size={batch_size}: it must be at most the examples of every set, {min(sizes)}"
+        )
+    length = max(n for n in range(1, most + 1) if all(count % n == 0 for count in counts))
+    blocks = []
+    for index, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+        rows = rng.permutation(size)[: count * batch_size].astype(np.int32)
+        blocks += [(index, block) for block in rows.reshape(-1, length, batch_size)]
+    return [blocks[i] for i in rng.permutation(len(blocks))]
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` that is at most `most`."""
+    return max(n for n in range(1, min(number, max(1, most)) + 1) if number % n == 0)
