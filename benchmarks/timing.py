@@ -25,16 +25,16 @@ def milliseconds(function, *args, repeats: int = 20) -> float:
 
 def provenance() -> dict:
     """When, where and on what code a number was measured."""
-    try:
-        git = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        )
-        commit = git.stdout.strip()
-    except OSError:
-        commit = ""
+    commit = os.environ.get("GIT_COMMIT", "")  # for a copy of the tree without its history
+    if not commit:
+        try:
+            command = ["git", "rev-parse", "--short", "HEAD"]
+            commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        except OSError:
+            pass
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": commit or os.environ.get("GIT_COMMIT", "unknown"),
+        "commit": commit or "unknown",
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
     }
