@@ -15,6 +15,7 @@ from lsm_jax.mixers.base import Clock, Context, Mixer, MixerState, advance, fres
 from lsm_jax.mixers.deltanet import DeltaNet, DeltaNetConfig
 from lsm_jax.mixers.gated_deltanet import GatedDeltaNet, GatedDeltaNetConfig
 from lsm_jax.mixers.gated_retention import GatedRetention, GatedRetentionConfig
+from lsm_jax.mixers.gateloop import GateLoop, GateLoopConfig, GateLoopState
 from lsm_jax.mixers.gfw import GFW, GFWConfig
 from lsm_jax.mixers.gla import GLA, GLAConfig
 from lsm_jax.mixers.gsa import GSA, GSAConfig
@@ -22,12 +23,14 @@ from lsm_jax.mixers.hgrn2 import HGRN2, HGRN2Config
 from lsm_jax.mixers.kda import KDA, KDAConfig
 from lsm_jax.mixers.lightning import Lightning, LightningConfig
 from lsm_jax.mixers.linear_attention import LinearAttention, LinearAttentionConfig
+from lsm_jax.mixers.mamba import Mamba, MambaConfig
 from lsm_jax.mixers.mamba2 import Mamba2, Mamba2Config
 from lsm_jax.mixers.mlstm import MLSTM, MLSTMConfig
 from lsm_jax.mixers.rebased import Rebased, RebasedConfig
 from lsm_jax.mixers.retnet import RetNet, RetNetConfig
 from lsm_jax.mixers.rwkv6 import RWKV6, RWKV6Config
 from lsm_jax.mixers.rwkv7 import RWKV7, RWKV7Config
+from lsm_jax.mixers.s4d import S4D, S4DConfig
 from lsm_jax.mixers.softmax import Softmax, SoftmaxConfig
 from lsm_jax.mixers.titans import Titans, TitansConfig
 from lsm_jax.mixers.ttt_linear import TTTLinear, TTTLinearConfig
@@ -50,6 +53,7 @@ class Method:
         module: its class, a `Mixer`.
         feedforward: name of its published block's feedforward in `lsm_jax.feedforward.FEEDFORWARDS`; None where it has none.
         note: why it lacks a form, or anything else a reader of the table must know.
+        causal_fields: fields of the config under which it is causal to the bit, where its default is only up to rounding.
     """
 
     name: str
@@ -63,6 +67,7 @@ class Method:
     module: Any
     feedforward: str | None = "swiglu"
     note: str = ""
+    causal_fields: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
 
 _ALL_FORMS = ("recurrent", "chunk", "associative")
@@ -111,6 +116,20 @@ METHODS: dict[str, Method] = {m.name: m for m in (
         name="mlstm", paper="arXiv 2503.13427", op="linear_memory",
         gate="sigmoid(x W + b), each head", write="exp(x W + b) kᵀ v", read="q C over max(|q n|, 1)",
         forms=_ALL_FORMS, config=MLSTMConfig, module=MLSTM),
+    Method(
+        name="mamba", paper="arXiv 2312.00752", op="selective_memory",
+        gate="exp(-A Δ), each channel and state", write="Δ B x", read="C h + D x",
+        forms=_ALL_FORMS, config=MambaConfig, module=Mamba, feedforward=None),
+    Method(
+        name="s4d", paper="arXiv 2206.11893", op="selective_memory",
+        gate="exp(Δ A), A complex, constant for each channel and state", write="(exp(Δ A) - 1) / A x", read="2 Re(C h) + D x",
+        forms=_ALL_FORMS, config=S4DConfig, module=S4D, causal_fields={"convolution": "scan"},
+        note="its default computes one document from an empty state by Fourier transforms"),
+    Method(
+        name="gateloop", paper="arXiv 2311.01927", op="selective_memory",
+        gate="a complex, |a| = sigmoid(|z|) and arg a = arg z with z = x W + b, each head", write="kᵀ v", read="Re(q M)",
+        forms=_ALL_FORMS, config=GateLoopConfig, module=GateLoop,
+        note="one head a channel; wider heads (num_heads) run on linear_memory with rotated q and k"),
     Method(
         name="mamba2", paper="arXiv 2405.21060", op="linear_memory",
         gate="exp(-A Δ), each head", write="Δ Bᵀ x", read="C M + D x",
@@ -214,12 +233,16 @@ __all__ = [
     "MLSTM",
     "RWKV6",
     "RWKV7",
+    "S4D",
     "Clock",
     "Context",
     "DeltaNet",
     "DeltaNetConfig",
     "GFWConfig",
     "GLAConfig",
+    "GateLoop",
+    "GateLoopConfig",
+    "GateLoopState",
     "GatedDeltaNet",
     "GatedDeltaNetConfig",
     "GatedRetention",
@@ -230,8 +253,10 @@ __all__ = [
     "LinearAttention",
     "LinearAttentionConfig",
     "MLSTMConfig",
+    "Mamba",
     "Mamba2",
     "Mamba2Config",
+    "MambaConfig",
     "Method",
     "Mixer",
     "MixerState",
@@ -241,6 +266,7 @@ __all__ = [
     "RebasedConfig",
     "RetNet",
     "RetNetConfig",
+    "S4DConfig",
     "Softmax",
     "SoftmaxConfig",
     "TTTLinear",

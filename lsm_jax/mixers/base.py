@@ -221,6 +221,16 @@ class Mixer(nnx.Module):
             form=config.form, implementation=config.implementation, chunk_size=config.chunk_size
         )
 
+    def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
+        """Run the op on what was read and written: its output, and its state after.
+
+        Args:
+            query: of `read`.
+            written: of `write`.
+            call: `options`, and `initial_state`, `segment_ids` and `update_mask`.
+        """
+        return type(self).op(query, **written, **call)
+
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> Any:
         """The op's fresh state for `batch_size` rows; only attention needs `max_length` and `dtype`."""
         raise NotImplementedError
@@ -289,9 +299,9 @@ class Mixer(nnx.Module):
         context = Context(layer, shared, segment_ids, positions, update_mask, tails)
         query = self.read(x, context)
         written = self.write(x, context)
-        o, memory = type(self).op(
+        o, memory = self.apply(
             query,
-            **written,
+            written,
             **self.options(),
             initial_state=None if state is None else state.memory,
             segment_ids=segment_ids,

@@ -11,10 +11,12 @@ from lsm_jax.ops.dplr_memory import dplr_memory
 from lsm_jax.ops.inner_models import Inner
 from lsm_jax.ops.linear_memory import linear_memory
 from lsm_jax.ops.online_memory import OnlineState, online_memory, online_state
+from lsm_jax.ops.phase import PhaseState, cumulative_phase, phase_state
 from lsm_jax.ops.selective_memory import SelectiveState, selective_memory, selective_state
 from lsm_jax.ops.shift import ShiftState, shift_state, short_convolution, token_shift
 from lsm_jax.ops.slot_memory import SlotState, slot_memory, slot_state
 from lsm_jax.ops.states import DeltaState, LinearState, delta_state, linear_state
+from lsm_jax.ops.time_invariant import time_invariant_convolution, time_invariant_memory
 
 __all__ = [
     "AttentionState",
@@ -22,12 +24,14 @@ __all__ = [
     "Inner",
     "LinearState",
     "OnlineState",
+    "PhaseState",
     "SelectiveState",
     "ShiftState",
     "SlotState",
     "attention",
     "attention_state",
     "choices",
+    "cumulative_phase",
     "delta_memory",
     "delta_state",
     "dplr_memory",
@@ -35,11 +39,14 @@ __all__ = [
     "linear_state",
     "online_memory",
     "online_state",
+    "phase_state",
     "selective_memory",
     "selective_state",
     "shift_state",
     "short_convolution",
     "slot_memory",
     "slot_state",
+    "time_invariant_convolution",
+    "time_invariant_memory",
     "token_shift",
 ]

@@ -22,91 +22,13 @@ from flax import nnx
 
 from lsm_jax import mixers, ops
 from lsm_jax.data import RecallTask, recall_examples
-from lsm_jax.models import RecallModel, RecallModelConfig, recall_state_size
-from lsm_jax.training.config import differences, from_dict, resolve_annotations, to_dict
+from lsm_jax.models import RecallModel, recall_state_size
+from lsm_jax.training.config import differences, from_dict, to_dict
 from lsm_jax.training.metrics import MetricsWriter, TrainProgress
+from lsm_jax.training.recall_config import RecallConfig
 from lsm_jax.training.sweep import Data, Sweep, SweepState, epoch_blocks, largest_divisor
 
 _QUERIES_AT_A_TIME, _TOKENS_AT_A_TIME = 16384, 65536  # of an evaluation's batch, a member
-
-
-@dataclasses.dataclass(kw_only=True)
-class RecallConfig:
-    """Everything a run of multi-query associative recall depends on.
-
-    Attributes:
-        name: shown in logs.
-        model: the model.
-        train: what is trained on; batches are of one task each and alternate.
-        test: what accuracy is measured on.
-        power: of the law of gaps between a pair and its query.
-        random_fill: tokens between queries are random; else 0.
-        learning_rates: one member each, at its highest.
-        seeds: of the parameters; every learning rate is taken with every seed.
-        data_seed: of the examples and their order.
-        batch_size: examples a step.
-        epochs: passes over the training examples; the learning rate falls to 0 over them by a cosine.
-        stop_above: end after an epoch whose best member has a mean accuracy above it; 1 never does.
-        weight_decay: decoupled, of embedding and projections.
-        clip_norm: each member's gradients are scaled down to this global norm; 0 leaves them.
-        steps_per_call: at most so many steps, all of one task, are taken between two that may be of different ones.
-    """
-
-    name: str
-    model: RecallModelConfig
-    train: tuple[RecallTask, ...]
-    test: tuple[RecallTask, ...]
-    power: float = 0.01
-    random_fill: bool = True
-    learning_rates: tuple[float, ...] = (1e-3, 10**-2.5, 1e-2, 10**-1.5)
-    seeds: tuple[int, ...] = (0,)
-    data_seed: int = 0
-    batch_size: int = 256
-    epochs: int = 32
-    stop_above: float = 0.99
-    weight_decay: float = 0.1
-    clip_norm: float = 0.0
-    steps_per_call: int = 6
-
-    def __post_init__(self) -> None:
-        resolve_annotations(self)
-
-    def members(self) -> list[tuple[float, int]]:
-        """(learning rate, seed) of each."""
-        return [(rate, seed) for rate in self.learning_rates for seed in self.seeds]
-
-    def validate(self) -> None:
-        """Raise ValueError where a field is out of range; nothing is compiled."""
-        self.model.validate()
-        for name in ("train", "test", "learning_rates", "seeds"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} is empty: it must have at least one entry")
-        for name in ("train", "test"):
-            for task in getattr(self, name):
-                try:
-                    task.validate(self.model.vocab_size)
-                except ValueError as error:
-                    raise ValueError(f"{name} {task.name}: {error}") from error
-        names = [task.name for task in self.test]
-        if len(set(names)) < len(names):
-            raise ValueError(f"test={', '.join(names)}: each length and number of pairs once")
-        for name in ("batch_size", "epochs", "steps_per_call"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: it must be at least 1")
-        for name in ("power", "stop_above"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)}: it must be greater than 0")
-        for name in ("weight_decay", "clip_norm"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)}: it must be at least 0")
-        for rate in self.learning_rates:
-            if not rate > 0:
-                raise ValueError(
-                    f"learning_rates={self.learning_rates}: all must be greater than 0"
-                )
-        fewest = min(task.num_examples for task in self.train)
-        if self.batch_size > fewest:
-            raise ValueError(f"batch_size={self.batch_size}: a training task has {fewest} examples")
 
 
 def make_sweep(config: RecallConfig, num_steps: int) -> Sweep:
@@ -122,7 +44,10 @@ def make_sweep(config: RecallConfig, num_steps: int) -> Sweep:
 
     def loss(params: Any, batch: Data) -> jax.Array:
         logits = _query_logits(nnx.merge(graph, params), batch)
-        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["answers"]))
+        # A masked sum, not a gather: its gradient is no scatter into all logits.
+        right = batch["answers"][..., None] == jnp.arange(logits.shape[-1])
+        own = jnp.sum(jnp.where(right, logits, 0), axis=-1)
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - own)
 
     rates, seeds = zip(*config.members(), strict=True)
     return Sweep(
@@ -227,7 +152,7 @@ def train_recall(config: RecallConfig, workdir: str | Path | None = None) -> dic
     _announce(config, num_steps, compiled)
 
     tokens = config.batch_size * len(config.members()) * np.mean([t.length for t in config.train])
-    pending, scores, epoch, step = None, np.zeros((0, 0)), 0, 0
+    pending, losses, scores, epoch, step = None, np.zeros((0, 0)), np.zeros((0, 0)), 0, 0
     started = time.perf_counter()
     with TrainProgress(config.name, 0, num_steps) as progress:
         for epoch in range(1, config.epochs + 1):

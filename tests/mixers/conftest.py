@@ -37,7 +37,8 @@ def _loss(mixer, x):
     y, state, _ = run(mixer, x)
     of_y = jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))
     memory = [leaf for leaf in jax.tree.leaves(state.memory) if leaf.ndim > 1]
-    return of_y + sum(jnp.sum(jnp.sin(leaf)) for leaf in memory), (y, state)
+    parts = [part for leaf in memory for part in (jnp.real(leaf), jnp.imag(leaf))]
+    return of_y + sum(jnp.sum(jnp.sin(part)) for part in parts), (y, state)
 
 
 def stir(module, *, kernels_only: bool = False):
@@ -61,7 +62,7 @@ class Small:
     def __init__(self, method: mixers.Method, *, stirred: bool = False, **fields):
         config = method.config.for_width(WIDTH)
         if method.forms:
-            fields = dict(chunk_size=4) | fields
+            fields = dict(chunk_size=4) | method.causal_fields | fields
         if hasattr(config, "mini_batch"):  # several in a row
             fields = dict(mini_batch=3) | fields
         self.config = dataclasses.replace(config, **fields)

@@ -16,9 +16,11 @@ def close(actual, expected, tolerance=1e-5):
     leaves, wanted = jax.tree.leaves(actual), jax.tree.leaves(expected)
     assert len(leaves) == len(wanted)
     for a, b in zip(leaves, wanted, strict=True):
-        b = np.asarray(b, np.float64)
+        wide = np.complex128 if np.iscomplexobj(b) else np.float64
+        assert np.iscomplexobj(a) == np.iscomplexobj(b)
+        b = np.asarray(b, wide)
         np.testing.assert_allclose(
-            np.asarray(a, np.float64), b, rtol=0, atol=tolerance * max(1.0, np.abs(b).max())
+            np.asarray(a, wide), b, rtol=0, atol=tolerance * max(1.0, np.abs(b).max())
         )
 
 

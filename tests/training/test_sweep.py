@@ -22,7 +22,7 @@ from lsm_jax.training.recall import load_task, make_accuracy, make_sweep
 from lsm_jax.training.sweep import epoch_blocks, largest_divisor
 
 
-def tiny(method="deltanet", **changes):
+def tiny(method="linear_attention", **changes):
     """Two members, 4 steps of 16 examples an epoch, of two lengths."""
     config = mqar.get_config(f"{method},width=16,suite=tiny")
     tasks = tuple(RecallTask(length=t, num_pairs=p, num_examples=32) for t, p in ((16, 2), (8, 1)))
@@ -30,7 +30,16 @@ def tiny(method="deltanet", **changes):
     return dataclasses.replace(config, **fields | changes)
 
 
-@pytest.mark.parametrize("method", ["deltanet", "gla", "softmax"])
+RUN: dict = dict(learning_rates=(1e-3, 1e-2, 1e30), stop_above=1.0)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "linear_attention",
+        *(pytest.param(m, marks=pytest.mark.slow) for m in ("deltanet", "softmax")),
+    ],
+)
 def test_members_train_as_they_would_alone(method):
     config = tiny(method, clip_norm=1.0)
     data = load_task(config, config.train[0], 0)
@@ -45,7 +54,7 @@ def test_members_train_as_they_would_alone(method):
 
     together, losses, scores = trained(learning_rates=(1e-2, 1e-3), seeds=(0, 1))
     assert losses.shape == (3, 4) and scores.shape == (4,)
-    for member, (rate, seed) in enumerate([(1e-2, 0), (1e-2, 1), (1e-3, 0), (1e-3, 1)]):
+    for member, rate, seed in ((0, 1e-2, 0), (3, 1e-3, 1)):
         alone, own, score = trained(learning_rates=(rate,), seeds=(seed,))
         np.testing.assert_allclose(losses[:, member], own[:, 0], rtol=1e-5)
         np.testing.assert_allclose(scores[member], score[0], atol=1e-6)
@@ -60,9 +69,10 @@ def test_the_step_is_adamw_with_a_cosine():
     state = jax.jit(sweep.first)()
     before = jax.tree.map(lambda x: np.asarray(x[0], np.float64), state.params)
     batch = jax.tree.map(lambda x: x[:16], data)
+    gradient = jax.jit(jax.grad(sweep.loss))
     mean = second = jax.tree.map(np.zeros_like, before)
     for step in range(2):
-        grads = jax.grad(sweep.loss)(jax.tree.map(lambda x: x[0], state.params), batch)
+        grads = gradient(jax.tree.map(lambda x: x[0], state.params), batch)
         mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * np.asarray(g), mean, grads)
         second = jax.tree.map(lambda s, g: 0.999 * s + 0.001 * np.asarray(g) ** 2, second, grads)
         rate = 1e-2 * 0.5 * (1 + np.cos(np.pi * step / 4))
@@ -96,16 +106,17 @@ def test_blocks_cover_an_epoch():
 
 
 def test_a_run_leaves_its_result(tmp_path):
-    config = tiny(stop_above=1.0)
+    """Also where one of the learning rates is far too high."""
+    config = tiny(**RUN)
     result = train_recall(config, tmp_path)
     assert json.loads((tmp_path / "result.json").read_text()) == json.loads(json.dumps(result))
-    assert result["method"] == "deltanet" and result["steps"] == 8 and result["epochs"] == 2
+    assert result["method"] == "linear_attention" and result["steps"] == 8 and result["epochs"] == 2
     assert set(result["accuracy"]) == {"16x2", "8x1"}
     assert result["mean"] == max(member["mean"] for member in result["members"])
     assert result["learning_rate"] in config.learning_rates
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [4, 8]
-    assert np.isfinite(list(rows[-1].values())).all()
+    assert np.isfinite(rows[-1]["loss/1.0e-03"])
     again = train_recall(config)
     for name in ("mean", "accuracy", "members", "learning_rate"):
         assert result[name] == again[name], "the same config gives the same numbers"
@@ -115,10 +126,19 @@ def test_a_run_leaves_its_result(tmp_path):
         read_config(tmp_path)
 
 
-def test_a_high_learning_rate_that_diverges_costs_nothing():
-    config = tiny(learning_rates=(1e-3, 1e30), stop_above=1.0)
-    result = train_recall(config)
-    assert result["learning_rate"] == 1e-3 or result["mean"] == 0
+@pytest.mark.slow
+@pytest.mark.parametrize("method", mixers.METHODS)
+def test_every_method_is_mapped(method):
+    """As the GPU runs it: two members, trained and evaluated; the loss of four steps on one batch falls."""
+    config = mqar.get_config(f"{method},width=32,suite=tiny")
+    config.test = (RecallTask(length=32, num_pairs=2, num_examples=16),)
+    data = load_task(config, config.test[0], 0)
+    sweep = make_sweep(config, 100)
+    rows = np.tile(np.arange(16, dtype=np.int32), (4, 1))
+    state, losses = jax.jit(sweep.train)(jax.jit(sweep.first)(), data, rows)
+    score = jax.jit(lambda p: sweep.evaluate(make_accuracy(config), p, data, 8))(state.params)
+    assert np.isfinite(losses).all() and np.isfinite(score).all()
+    assert np.all(losses[-1] < losses[0])
 
 
 @pytest.mark.slow
@@ -201,32 +221,32 @@ def test_the_command_overrides_and_trains(tmp_path):
 
 
 def test_the_table_is_resumed_and_reported(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(mqar, "get_config", lambda variant: tiny(variant.partition(",")[0]))
+    configs = {method: tiny(method, **RUN) for method in ("linear_attention", "gla")}
+    monkeypatch.setattr(mqar, "get_config", lambda variant: configs[variant.partition(",")[0]])
     output, figure = tmp_path / "rows.jsonl", tmp_path / "plot.png"
     command = ["recall_table", "--suite=published", "--widths=16", f"--output={output}"]
-    monkeypatch.setattr(sys, "argv", [*command, "--methods=deltanet", "--epochs=1"])
+    monkeypatch.setattr(sys, "argv", [*command, "--methods=linear_attention", "--epochs=2"])
     recall_table.main()
     recall_table.main()
     rows = read_rows(output)
-    assert len(rows) == 1 and rows[0]["steps"] == 4 and "commit" in rows[0]
-    assert "--config.epochs=1" in rows[0]["command"]
+    assert len(rows) == 1 and rows[0]["steps"] == 8 and "commit" in rows[0]
+    assert "--config.epochs=2" in rows[0]["command"]
     monkeypatch.setattr(sys, "argv", [*command, "--minutes=0", "--methods=gla"])
     recall_table.main()
     assert "not begun" in capsys.readouterr().out and len(read_rows(output)) == 1
     monkeypatch.setattr(sys, "argv", [*command, "--report", f"--plot={figure}"])
     recall_table.main()
-    assert "| `deltanet` | 16 |" in capsys.readouterr().out
+    assert "| `linear_attention` | 16 |" in capsys.readouterr().out
     assert figure.stat().st_size > 0
 
 
 def test_the_loss_is_that_of_the_queries_alone():
     config = tiny()
     sweep = make_sweep(config, 1)
-    params = jax.tree.map(lambda x: x[0], sweep.first().params)
+    params = jax.tree.map(lambda x: x[0], jax.jit(sweep.first)().params)
     data = load_task(config, config.train[0], 0)
     batch = jax.tree.map(lambda x: x[:4], data)
     last = int(jnp.max(batch["positions"]))
     tokens = batch["tokens"].at[:, last + 1 :].set(0)
-    np.testing.assert_array_equal(
-        sweep.loss(params, batch), sweep.loss(params, batch | dict(tokens=tokens))
-    )
+    loss = jax.jit(sweep.loss)
+    np.testing.assert_array_equal(loss(params, batch), loss(params, batch | dict(tokens=tokens)))

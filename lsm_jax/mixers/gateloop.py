@@ -1,0 +1,176 @@
+"""GateLoop (arXiv 2311.01927): `M_t = a_t M_{t-1} + k_tᵀ v_t`, `o_t = Re(q_t M_t)`, with a complex gate of the token, `|a| < 1`.
+
+A gate that turns by an angle θ_t is a decay |a_t| and a rotation of queries and keys by the angles' sum: wide heads are a
+real `linear_memory` of twice the key width. With one head a channel M is one complex number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax import ops
+from lsm_jax.mixers import checks
+from lsm_jax.mixers.base import Context, Mixer
+from lsm_jax.mixers.layers import Dense, RMSNorm, split_heads
+
+
+class GateLoopState(NamedTuple):
+    """What wide heads keep.
+
+    Attributes:
+        memory: `LinearState` of twice the key width, turned back by `phase`.
+        phase: `PhaseState`, the sum of the gates' angles.
+    """
+
+    memory: ops.LinearState
+    phase: ops.PhaseState
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class GateLoopConfig:
+    """GateLoop.
+
+    Attributes:
+        num_heads: gates, each over hidden_size / num_heads key and value channels; None is one a channel, as published.
+        gate_gradient: share of the gate's gradient that its projection gets, in place of a lower learning rate.
+        norm: whether to norm each head's output (of all channels, where a head is one) ahead of the output gate.
+        norm_eps: of that norm.
+        form: "recurrent", "chunk" or "associative".
+        implementation: of the op; None picks.
+        chunk_size: of the op; None picks.
+    """
+
+    num_heads: int | None = None
+    gate_gradient: float = 0.9
+    norm: bool = False
+    norm_eps: float = 1e-5
+    form: str = "chunk"
+    implementation: str | None = None
+    chunk_size: int | None = None
+
+    @classmethod
+    def for_width(cls, hidden_size: int) -> GateLoopConfig:
+        """The published proportions: one head a channel."""
+        return cls()
+
+    def heads(self, hidden_size: int) -> int:
+        """How many gates there are."""
+        return hidden_size if self.num_heads is None else self.num_heads
+
+    def validate(self, hidden_size: int) -> None:
+        """Raise ValueError where a field does not fit."""
+        checks.divides(self, "num_heads", self.heads(hidden_size), "hidden_size", hidden_size)
+        checks.positive(self, gate_gradient=self.gate_gradient, norm_eps=self.norm_eps)
+        checks.op_fields(self)
+
+    def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
+        """Forward floating-point operations of a token: projections; decay 6, write 2, read 2 for each complex number kept."""
+        heads = self.heads(hidden_size)
+        projections = 2.0 * hidden_size * (5 * hidden_size + 2 * heads)
+        return projections + 10 * hidden_size * (hidden_size // heads)
+
+
+def polar(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Length and angle of x + iy. Shorter than 1e-12 counts as 0, whose angle is 0 and whose gradients are 0."""
+    zero = jnp.maximum(jnp.abs(x), jnp.abs(y)) < 1e-12
+    x, y = jnp.where(zero, 1, x), jnp.where(zero, 0, y)
+    return jnp.where(zero, 0, jnp.sqrt(x * x + y * y)), jnp.arctan2(y, x)
+
+
+class GateLoop(Mixer):
+    """GateLoop; see `GateLoopConfig`."""
+
+    op = ops.selective_memory
+
+    def __init__(
+        self, config: GateLoopConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
+    ):
+        super().__init__(config, hidden_size)
+        self.num_heads = config.heads(hidden_size)
+        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
+        self.q_proj = Dense(hidden_size, hidden_size, **into)
+        self.k_proj = Dense(hidden_size, hidden_size, **into)
+        self.v_proj = Dense(hidden_size, hidden_size, **into)
+        self.g_proj = Dense(hidden_size, hidden_size, **into)
+        self.a_proj = Dense(hidden_size, 2 * self.num_heads, bias=True, **into)
+        size = hidden_size if config.num_heads is None else hidden_size // self.num_heads
+        self.norm = RMSNorm(size, eps=config.norm_eps) if config.norm else None
+        self.o_proj = Dense(
+            hidden_size, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
+        )
+
+    def read(self, x: jax.Array, context: Context) -> jax.Array:
+        """x W_q, [B, T, H, K]."""
+        return split_heads(self.q_proj(x), self.num_heads)
+
+    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+        """Keys and values of each head, log |a| and the angle of a."""
+        share = self.config.gate_gradient
+        z = self.a_proj(x, dtype=jnp.float32)
+        z = share * z + (1 - share) * jax.lax.stop_gradient(z)
+        length, angle = polar(*jnp.split(z, 2, axis=-1))
+        return dict(
+            k=split_heads(self.k_proj(x), self.num_heads),
+            v=split_heads(self.v_proj(x), self.num_heads),
+            log_decay=jax.nn.log_sigmoid(length),
+            angle=angle,
+        )
+
+    def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
+        """[B, T, H, V] by a complex number a channel, or by turned queries and keys."""
+        k, v, log_decay, angle = (written[n] for n in ("k", "v", "log_decay", "angle"))
+        if self.config.num_heads is None:
+            ones = jnp.ones((self.num_heads, 1), log_decay.dtype)
+            o, memory = type(self).op(
+                (k * v)[..., 0],
+                jax.lax.complex(log_decay, angle),
+                ones,
+                ones,
+                query,
+                discretization="none",
+                **call,
+            )
+            return o[..., None], memory
+
+        before = call.pop("initial_state")
+        rows = dict(segment_ids=call["segment_ids"], update_mask=call["update_mask"])
+        phase, turned = ops.cumulative_phase(
+            angle, initial_state=None if before is None else before.phase, **rows
+        )
+        cos, sin = jnp.cos(phase)[..., None], jnp.sin(phase)[..., None]
+
+        def turn(heads: jax.Array) -> jax.Array:
+            return jnp.concatenate([heads * cos, heads * sin], axis=-1).astype(heads.dtype)
+
+        o, memory = ops.linear_memory(
+            turn(query),
+            turn(k),
+            v,
+            log_decay,
+            scale=1.0,
+            initial_state=None if before is None else before.memory,
+            **call,
+        )
+        return o, GateLoopState(memory, turned)
+
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+        """Norm if asked, times silu(x W_g), projection."""
+        if self.norm is not None:
+            o = self.norm(o) if self.config.num_heads is not None else self.norm(o[..., 0])
+        gate = jax.nn.silu(self.g_proj(x, dtype=jnp.float32))
+        return self.o_proj((o.reshape(x.shape) * gate).astype(x.dtype))
+
+    def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> Any:
+        """An empty memory."""
+        if self.config.num_heads is None:
+            return ops.selective_state(batch_size, self.num_heads, 1, is_complex=True)
+        size = self.hidden_size // self.num_heads
+        return GateLoopState(
+            ops.linear_state(batch_size, self.num_heads, 2 * size, size),
+            ops.phase_state(batch_size, self.num_heads),
+        )

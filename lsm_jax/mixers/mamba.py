@@ -1,0 +1,136 @@
+"""Mamba (S6, arXiv 2312.00752): `h_t = exp(Δ_t A) h_{t-1} + Δ_t B_t x_t`, `y_t = C_t h_t + D x_t` for each channel, its own gate, no feedforward.
+
+The published block has one projection into x and z and one from x to Δ, B and C; here each part has its own, which is the
+same function with the same number of parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax import ops
+from lsm_jax.mixers import checks
+from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
+from lsm_jax.mixers.layers import Dense, log_uniform_step_bias, parameter
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class MambaConfig:
+    """Mamba.
+
+    Attributes:
+        expand: inner channels over hidden_size.
+        state_size: numbers each channel keeps (N).
+        step_rank: inner width of Δ's two matrices; None is hidden_size / 16, rounded up.
+        conv_size: width of the short convolution.
+        form: "recurrent", "chunk" or "associative".
+        implementation: of the op; None picks.
+        chunk_size: of the op; None picks.
+    """
+
+    expand: int = 2
+    state_size: int = 16
+    step_rank: int | None = None
+    conv_size: int = 4
+    form: str = "chunk"
+    implementation: str | None = None
+    chunk_size: int | None = None
+
+    @classmethod
+    def for_width(cls, hidden_size: int) -> MambaConfig:
+        """The published proportions: 16 numbers a channel at any width."""
+        return cls()
+
+    def rank(self, hidden_size: int) -> int:
+        """Inner width of Δ's two matrices."""
+        return -(-hidden_size // 16) if self.step_rank is None else self.step_rank
+
+    def validate(self, hidden_size: int) -> None:
+        """Raise ValueError where a field does not fit."""
+        checks.positive(self, expand=self.expand, state_size=self.state_size)
+        if self.step_rank is not None:
+            checks.positive(self, step_rank=self.step_rank)
+        checks.convolution_width(self)
+        checks.op_fields(self)
+
+    def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
+        """Forward floating-point operations of a token: projections, convolution; Δ A, decay, write 2, read 2 for each number kept."""
+        inner, rank = self.expand * hidden_size, self.rank(hidden_size)
+        projections = 2.0 * inner * (3 * hidden_size + 2 * rank + 2 * self.state_size)
+        return projections + inner * (2 * self.conv_size + 6 * self.state_size + 3)
+
+
+class Mamba(Mixer):
+    """Mamba; see `MambaConfig`."""
+
+    op = ops.selective_memory
+
+    def __init__(
+        self, config: MambaConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
+    ):
+        super().__init__(config, hidden_size)
+        self.inner, rank = config.expand * hidden_size, config.rank(hidden_size)
+        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
+        self.x_proj = Dense(hidden_size, self.inner, **into)
+        self.z_proj = Dense(hidden_size, self.inner, **into)
+        self.conv = ShortConvolution(
+            "x", self.inner, config.conv_size, rngs=rngs, axis="heads", bias=True
+        )
+        down = dict(axes=("heads", None), rngs=rngs, init_std=init_std)
+        self.b_proj = Dense(self.inner, config.state_size, **down)
+        self.c_proj = Dense(self.inner, config.state_size, **down)
+        self.dt_down = Dense(self.inner, rank, **down)
+        self.dt_up = Dense(rank, self.inner, axes=(None, "heads"), rngs=rngs)
+        bound = rank**-0.5
+        kernel = jax.random.uniform(rngs.params(), (rank, self.inner), jnp.float32, -bound, bound)
+        self.dt_up.kernel = parameter(kernel, (None, "heads"), weight_decay=True)
+        fixed = dict(logical_axes=("heads",), weight_decay=False)
+        self.dt_bias = parameter(log_uniform_step_bias(rngs, self.inner), **fixed)
+        self.skip = parameter(jnp.ones(self.inner, jnp.float32), **fixed)
+        rates = jnp.log(jnp.arange(1, config.state_size + 1, dtype=jnp.float32))
+        self.a_log = parameter(
+            jnp.tile(rates, (self.inner, 1)), ("heads", None), weight_decay=False
+        )
+        self.o_proj = Dense(
+            self.inner, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
+        )
+
+    def _convolved(self, x: jax.Array, context: Context) -> jax.Array:
+        """What is written; Δ, B and C depend on it too."""
+        if "inner" not in context.kept:
+            context.kept["inner"] = self.conv(self.x_proj(x), context)
+        return context.kept["inner"]
+
+    def read(self, x: jax.Array, context: Context) -> jax.Array:
+        """C."""
+        return self.c_proj(self._convolved(x, context))
+
+    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+        """The convolved channels, Δ, A, B, and the skip D."""
+        inner = self._convolved(x, context)
+        step = self.dt_up(self.dt_down(inner), dtype=jnp.float32) + self.dt_bias[...]
+        return dict(
+            u=inner,
+            delta=jax.nn.softplus(step),
+            A=-jnp.exp(self.a_log[...]),
+            B=self.b_proj(inner),
+            D=self.skip[...],
+        )
+
+    def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
+        """The op, whose queries are C."""
+        return type(self).op(C=query, **written, **call)
+
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+        """Times silu(z), projection."""
+        gate = jax.nn.silu(self.z_proj(x, dtype=jnp.float32))
+        return self.o_proj((o.astype(gate.dtype) * gate).astype(x.dtype))
+
+    def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.SelectiveState:
+        """An empty memory."""
+        return ops.selective_state(batch_size, self.inner, self.config.state_size)

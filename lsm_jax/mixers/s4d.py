@@ -1,0 +1,130 @@
+"""S4D (arXiv 2206.11893): `h_t = exp(Δ A) h_{t-1} + (exp(Δ A) - 1) / A x_t`, `y_t = 2 Re(C h_t) + D x_t` for each channel; all constant.
+
+S4 (arXiv 2111.00396) with a diagonal A. Channels meet in what follows: a projection and a gated linear unit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax import ops
+from lsm_jax.mixers import checks
+from lsm_jax.mixers.base import Context, Mixer
+from lsm_jax.mixers.layers import Dense, parameter
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class S4DConfig:
+    """S4D.
+
+    Attributes:
+        state_size: N, of which a channel keeps one of each conjugate pair: N / 2 complex numbers.
+        min_step: smallest initial Δ.
+        max_step: largest initial Δ.
+        convolution: "fft" computes one document from an empty state by Fourier transforms, whose outputs depend on later tokens
+            by rounding, and all else as "scan" does, by `form`, causal to the bit.
+        form: "recurrent", "chunk" or "associative".
+        implementation: of the op; None picks.
+        chunk_size: of the op; None picks.
+    """
+
+    state_size: int = 64
+    min_step: float = 1e-3
+    max_step: float = 1e-1
+    convolution: str = "fft"
+    form: str = "chunk"
+    implementation: str | None = None
+    chunk_size: int | None = None
+
+    @classmethod
+    def for_width(cls, hidden_size: int) -> S4DConfig:
+        """The published 32 conjugate pairs a channel; fewer below width 256."""
+        return cls(state_size=min(64, hidden_size // 4))
+
+    def validate(self, hidden_size: int) -> None:
+        """Raise ValueError where a field does not fit."""
+        checks.positive(self, state_size=self.state_size, min_step=self.min_step)
+        if self.state_size % 2:
+            raise ValueError(f"S4DConfig.state_size={self.state_size}: it must be even")
+        if self.max_step < self.min_step:
+            raise ValueError(
+                f"S4DConfig.max_step={self.max_step}: it must be at least min_step={self.min_step}"
+            )
+        checks.one_of(self, "convolution", self.convolution, ("fft", "scan"))
+        checks.op_fields(self)
+
+    def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
+        """Forward floating-point operations of a token: projection; decay 6, write 4, read 4 for each complex number kept."""
+        return hidden_size * (4.0 * hidden_size + 14 * (self.state_size // 2) + 2)
+
+
+class S4D(Mixer):
+    """S4D; see `S4DConfig`."""
+
+    op = ops.selective_memory
+
+    def __init__(
+        self, config: S4DConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
+    ):
+        super().__init__(config, hidden_size)
+        pairs = (hidden_size, config.state_size // 2)
+        low, high = math.log(config.min_step), math.log(config.max_step)
+        step = jax.random.uniform(rngs.params(), (hidden_size,), jnp.float32, low, high)
+        # S4D-Lin: A_n = -1/2 + i π n.
+        turns = jnp.pi * jnp.arange(pairs[1], dtype=jnp.float32)
+        # A complex normal number of variance 1.
+        c = math.sqrt(0.5) * jax.random.normal(rngs.params(), (*pairs, 2), jnp.float32)
+        fixed = dict(weight_decay=False)
+        self.log_step = parameter(step, ("heads",), **fixed)
+        self.a_log = parameter(jnp.full(pairs, math.log(0.5)), ("heads", None), **fixed)
+        self.a_imag = parameter(jnp.tile(turns, (hidden_size, 1)), ("heads", None), **fixed)
+        self.c = parameter(c, ("heads", None, None), **fixed)
+        skip = jax.random.normal(rngs.params(), (hidden_size,), jnp.float32)
+        self.skip = parameter(skip, ("heads",), **fixed)
+        self.o_proj = Dense(
+            hidden_size,
+            2 * hidden_size,
+            axes=("heads", "embed"),
+            rngs=rngs,
+            bias=True,
+            init_std=init_std,
+        )
+
+    def read(self, x: jax.Array, context: Context) -> jax.Array:
+        """C, constant; doubled, for the other of each conjugate pair."""
+        c = self.c[...]
+        return 2 * jax.lax.complex(c[..., 0], c[..., 1])
+
+    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+        """The channels, and the constant Δ, A and D; B is 1."""
+        rate = -jnp.exp(self.a_log[...])
+        return dict(
+            u=x,
+            delta=jnp.exp(self.log_step[...]),
+            A=jax.lax.complex(rate, self.a_imag[...]),
+            B=jnp.ones_like(rate),
+            D=self.skip[...],
+        )
+
+    def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
+        """By Fourier transforms where nothing but one document from an empty state is asked, else by the op."""
+        plain = all(call[n] is None for n in ("initial_state", "segment_ids", "update_mask"))
+        if self.config.convolution == "fft" and plain:
+            return ops.time_invariant_memory(C=query, **written)
+        return type(self).op(C=query, **written, discretization="zoh", **call)
+
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+        """gelu, projection to twice the width, gated linear unit."""
+        y, gate = jnp.split(self.o_proj(jax.nn.gelu(o, approximate=False)), 2, axis=-1)
+        return y * jax.nn.sigmoid(gate)
+
+    def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.SelectiveState:
+        """An empty memory."""
+        pairs = self.config.state_size // 2
+        return ops.selective_state(batch_size, self.hidden_size, pairs, is_complex=True)

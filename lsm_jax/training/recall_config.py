@@ -1,0 +1,88 @@
+"""A run of multi-query associative recall as data."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from lsm_jax.data import RecallTask
+from lsm_jax.models import RecallModelConfig
+from lsm_jax.training.config import resolve_annotations
+
+
+@dataclasses.dataclass(kw_only=True)
+class RecallConfig:
+    """Everything a run of multi-query associative recall depends on.
+
+    Attributes:
+        name: shown in logs.
+        model: the model.
+        train: what is trained on; batches are of one task each and alternate.
+        test: what accuracy is measured on.
+        power: of the law of gaps between a pair and its query.
+        random_fill: tokens between queries are random; else 0.
+        learning_rates: one member each, at its highest.
+        seeds: of the parameters; every learning rate is taken with every seed.
+        data_seed: of the examples and their order.
+        batch_size: examples a step.
+        epochs: passes over the training examples; the learning rate falls to 0 over them by a cosine.
+        stop_above: end after an epoch whose best member has a mean accuracy above it; 1 never does.
+        weight_decay: decoupled, of embedding and projections.
+        clip_norm: each member's gradients are scaled down to this global norm; 0 leaves them.
+        steps_per_call: at most so many steps, all of one task, are taken between two that may be of different ones.
+    """
+
+    name: str
+    model: RecallModelConfig
+    train: tuple[RecallTask, ...]
+    test: tuple[RecallTask, ...]
+    power: float = 0.01
+    random_fill: bool = True
+    learning_rates: tuple[float, ...] = (1e-3, 10**-2.5, 1e-2, 10**-1.5)
+    seeds: tuple[int, ...] = (0,)
+    data_seed: int = 0
+    batch_size: int = 256
+    epochs: int = 32
+    stop_above: float = 0.99
+    weight_decay: float = 0.1
+    clip_norm: float = 0.0
+    steps_per_call: int = 6
+
+    def __post_init__(self) -> None:
+        resolve_annotations(self)
+
+    def members(self) -> list[tuple[float, int]]:
+        """(learning rate, seed) of each."""
+        return [(rate, seed) for rate in self.learning_rates for seed in self.seeds]
+
+    def validate(self) -> None:
+        """Raise ValueError where a field is out of range; nothing is compiled."""
+        self.model.validate()
+        for name in ("train", "test", "learning_rates", "seeds"):
+            if not getattr(self, name):
+                raise ValueError(f"{name} is empty: it must have at least one entry")
+        for name in ("train", "test"):
+            for task in getattr(self, name):
+                try:
+                    task.validate(self.model.vocab_size)
+                except ValueError as error:
+                    raise ValueError(f"{name} {task.name}: {error}") from error
+        names = [task.name for task in self.test]
+        if len(set(names)) < len(names):
+            raise ValueError(f"test={', '.join(names)}: each length and number of pairs once")
+        for name in ("batch_size", "epochs", "steps_per_call"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: it must be at least 1")
+        for name in ("power", "stop_above"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)}: it must be greater than 0")
+        for name in ("weight_decay", "clip_norm"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}: it must be at least 0")
+        for rate in self.learning_rates:
+            if not rate > 0:
+                raise ValueError(
+                    f"learning_rates={self.learning_rates}: all must be greater than 0"
+                )
+        fewest = min(task.num_examples for task in self.train)
+        if self.batch_size > fewest:
+            raise ValueError(f"batch_size={self.batch_size}: a training task has {fewest} examples")
