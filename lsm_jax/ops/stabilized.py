@@ -84,7 +84,7 @@ def by_chunk(
     between = jnp.where(allowed, pairwise_log_decay(halving), NEVER)
 
     # The stabiliser: the one each chunk starts from, then each row's own.
-    highest = jnp.max(suffix + top, axis=-1)
+    highest = _largest(suffix + top)
     if form == "chunk":
         entering_m, stabilizer = scan_chunks(
             lambda m, update: jnp.maximum(update[0] + m, update[1]),
@@ -97,7 +97,7 @@ def by_chunk(
             jnp.add, jnp.add, total, highest, stabilizer, chunks, add=jnp.maximum, zero=NEVER
         )
     leaving_m = jnp.maximum(total + entering_m, highest)
-    m = jnp.max(between + top[..., None, :], axis=-1)
+    m = _largest(between + top[..., None, :])
     m = jnp.maximum(prefix + entering_m[..., None], m)
 
     scores = jnp.einsum("bngrik,bngjk->bngrij", x.q, x.k, precision=precision)
@@ -119,6 +119,16 @@ def _apply(form: str, kept: Array, write: Array, memory: Array, chunks: Chunks) 
     if form == "chunk":
         return scan_chunks(lambda m, u: u[0] * m + u[1], (kept, write), memory, chunks)
     return associate_chunks(jnp.multiply, jnp.multiply, kept, write, memory, chunks)
+
+
+def _largest(x: Array) -> Array:
+    """`max(x, axis=-1)` whose gradient goes to one entry, by index.
+
+    The derivative of `jnp.max` compares x with its maximum; where the compiler computes x twice, rounded differently, no entry
+    is equal and it divides by zero.
+    """
+    place = jnp.argmax(jax.lax.stop_gradient(x), axis=-1, keepdims=True)
+    return jnp.take_along_axis(x, place, axis=-1)[..., 0]
 
 
 def _begins(run: Array) -> Array:

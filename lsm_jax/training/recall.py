@@ -151,7 +151,8 @@ def train_recall(config: RecallConfig, workdir: str | Path | None = None) -> dic
         writer = MetricsWriter(workdir, -1)
     _announce(config, num_steps, compiled)
 
-    tokens = config.batch_size * len(config.members()) * np.mean([t.length for t in config.train])
+    length = np.average([t.length for t in config.train], weights=sizes)
+    tokens = config.batch_size * len(config.members()) * length  # of a step, all members together
     pending, losses, scores, epoch, step = None, np.zeros((0, 0)), np.zeros((0, 0)), 0, 0
     started = time.perf_counter()
     with TrainProgress(config.name, 0, num_steps) as progress:

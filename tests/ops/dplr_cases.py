@@ -32,7 +32,7 @@ def _unit(x):
 
 
 def _inputs(case, rng, shape, log_decay):
-    """a = -κ, b = κ ⊙ gate as RWKV7 has them; "correlated" κ with gates near 2; "any_ab" unrelated and small."""
+    """a = -κ, b = κ ⊙ gate as RWKV7 has them; "correlated" κ with gates near 1 + the decay; "any_ab" unrelated and small."""
     inputs = make_qkv(case, rng, shape) | make_decays(case, shape, log_decay)
     keys, heads = case.heads[1:]
     draw = rng.normal(size=(*shape, keys, KEY_DIM))
@@ -42,7 +42,9 @@ def _inputs(case, rng, shape, log_decay):
         return inputs | {"a": 0.6 * _unit(draw), "b": 0.6 * _unit(other)}
     if "correlated" in case.arrays:
         draw = draw[:, :1] + 0.05 * draw
-        gate = np.broadcast_to(2 - 0.2 * gate[..., :1], gate.shape)
+        # a reads ahead of the decay w: w - gate is the eigenvalue along κ, and has to stay above -1.
+        decay = np.exp(inputs["log_decay"])[..., None] if "log_decay" in inputs else 1.0
+        gate = np.broadcast_to((1 + decay) * (1 - 0.1 * gate[..., :1]), gate.shape)
     kappa = _unit(draw)
     return inputs | {"a": -kappa, "b": np.repeat(kappa, heads // keys, axis=2) * gate}
 
