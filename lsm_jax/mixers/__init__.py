@@ -15,7 +15,7 @@ from lsm_jax.mixers.base import Clock, Context, Mixer, MixerState, advance, fres
 from lsm_jax.mixers.deltanet import DeltaNet, DeltaNetConfig
 from lsm_jax.mixers.gated_deltanet import GatedDeltaNet, GatedDeltaNetConfig
 from lsm_jax.mixers.gated_retention import GatedRetention, GatedRetentionConfig
-from lsm_jax.mixers.gateloop import GateLoop, GateLoopConfig, GateLoopState
+from lsm_jax.mixers.gateloop import GateLoop, GateLoopConfig
 from lsm_jax.mixers.gfw import GFW, GFWConfig
 from lsm_jax.mixers.gla import GLA, GLAConfig
 from lsm_jax.mixers.gsa import GSA, GSAConfig
@@ -242,7 +242,6 @@ __all__ = [
     "GLAConfig",
     "GateLoop",
     "GateLoopConfig",
-    "GateLoopState",
     "GatedDeltaNet",
     "GatedDeltaNetConfig",
     "GatedRetention",

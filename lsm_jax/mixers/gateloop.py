@@ -1,13 +1,14 @@
 """GateLoop (arXiv 2311.01927): `M_t = a_t M_{t-1} + k_tᵀ v_t`, `o_t = Re(q_t M_t)`, with a complex gate of the token, `|a| < 1`.
 
 A gate that turns by an angle θ_t is a decay |a_t| and a rotation of queries and keys by the angles' sum: wide heads are a
-real `linear_memory` of twice the key width. With one head a channel M is one complex number.
+real `linear_memory` of twice the key width. It is kept without the sum, as the parts of M's conjugate, so that the sum
+starts from 0 in every call. With one head a channel M is one complex number.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +18,6 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, RMSNorm, split_heads
-
-
-class GateLoopState(NamedTuple):
-    """What wide heads keep.
-
-    Attributes:
-        memory: `LinearState` of twice the key width, turned back by `phase`.
-        phase: `PhaseState`, the sum of the gates' angles.
-    """
-
-    memory: ops.LinearState
-    phase: ops.PhaseState
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -80,6 +69,13 @@ def polar(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
     zero = jnp.maximum(jnp.abs(x), jnp.abs(y)) < 1e-12
     x, y = jnp.where(zero, 1, x), jnp.where(zero, 0, y)
     return jnp.where(zero, 0, jnp.sqrt(x * x + y * y)), jnp.arctan2(y, x)
+
+
+def turn_back(memory: jax.Array, phase: jax.Array) -> jax.Array:
+    """A memory [..., 2 K, V] of the parts of a complex one, times exp(-i phase), phase [...]."""
+    real, imag = jnp.split(memory, 2, axis=-2)
+    cos, sin = jnp.cos(phase)[..., None, None], jnp.sin(phase)[..., None, None]
+    return jnp.concatenate([real * cos + imag * sin, imag * cos - real * sin], axis=-2)
 
 
 class GateLoop(Mixer):
@@ -137,26 +133,21 @@ class GateLoop(Mixer):
             )
             return o[..., None], memory
 
-        before = call.pop("initial_state")
-        rows = dict(segment_ids=call["segment_ids"], update_mask=call["update_mask"])
-        phase, turned = ops.cumulative_phase(
-            angle, initial_state=None if before is None else before.phase, **rows
+        before = call["initial_state"]
+        segmented = before is not None and before.memory.ndim == 5
+        phase, final = ops.cumulative_phase(
+            angle,
+            num_segments=before.memory.shape[1] if segmented else None,
+            segment_ids=call["segment_ids"],
+            update_mask=call["update_mask"],
         )
-        cos, sin = jnp.cos(phase)[..., None], jnp.sin(phase)[..., None]
 
-        def turn(heads: jax.Array) -> jax.Array:
-            return jnp.concatenate([heads * cos, heads * sin], axis=-1).astype(heads.dtype)
+        def turned(heads: jax.Array) -> jax.Array:
+            parts = (heads * jnp.cos(phase)[..., None], heads * jnp.sin(phase)[..., None])
+            return jnp.concatenate(parts, axis=-1).astype(heads.dtype)
 
-        o, memory = ops.linear_memory(
-            turn(query),
-            turn(k),
-            v,
-            log_decay,
-            scale=1.0,
-            initial_state=None if before is None else before.memory,
-            **call,
-        )
-        return o, GateLoopState(memory, turned)
+        o, after = ops.linear_memory(turned(query), turned(k), v, log_decay, scale=1.0, **call)
+        return o, after._replace(memory=turn_back(after.memory, final))
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
         """Norm if asked, times silu(x W_g), projection."""
@@ -170,7 +161,4 @@ class GateLoop(Mixer):
         if self.config.num_heads is None:
             return ops.selective_state(batch_size, self.num_heads, 1, is_complex=True)
         size = self.hidden_size // self.num_heads
-        return GateLoopState(
-            ops.linear_state(batch_size, self.num_heads, 2 * size, size),
-            ops.phase_state(batch_size, self.num_heads),
-        )
+        return ops.linear_state(batch_size, self.num_heads, 2 * size, size)

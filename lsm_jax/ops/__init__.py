@@ -11,7 +11,7 @@ from lsm_jax.ops.dplr_memory import dplr_memory
 from lsm_jax.ops.inner_models import Inner
 from lsm_jax.ops.linear_memory import linear_memory
 from lsm_jax.ops.online_memory import OnlineState, online_memory, online_state
-from lsm_jax.ops.phase import PhaseState, cumulative_phase, phase_state
+from lsm_jax.ops.phase import cumulative_phase
 from lsm_jax.ops.selective_memory import SelectiveState, selective_memory, selective_state
 from lsm_jax.ops.shift import ShiftState, shift_state, short_convolution, token_shift
 from lsm_jax.ops.slot_memory import SlotState, slot_memory, slot_state
@@ -24,7 +24,6 @@ __all__ = [
     "Inner",
     "LinearState",
     "OnlineState",
-    "PhaseState",
     "SelectiveState",
     "ShiftState",
     "SlotState",
@@ -39,7 +38,6 @@ __all__ = [
     "linear_state",
     "online_memory",
     "online_state",
-    "phase_state",
     "selective_memory",
     "selective_state",
     "shift_state",

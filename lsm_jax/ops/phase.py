@@ -1,65 +1,42 @@
-"""Sums of angles along a document, for decays that turn: exact over any length, and continued from call to call."""
+"""Sums of angles along a document, for decays that turn: as exact after many tokens as after one."""
 
 from __future__ import annotations
 
 import functools
-import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from lsm_jax.ops import checks
-from lsm_jax.ops.segments import cut_into_chunks, finish_output, read_tokens, select
+from lsm_jax.ops.segments import Chunks, cut_into_chunks, finish_output, read_tokens, select
 from lsm_jax.ops.states import associate_chunks, per_chunk, run_masks
 from lsm_jax.parallel import over_batch
 
-# A turn in two parts: the first has so few bits that its small multiples are exact in float32.
-_TURN_HIGH = 6.28125
-_TURN_LOW = 2 * math.pi - _TURN_HIGH
-
-
-class PhaseState(NamedTuple):
-    """State of `cumulative_phase`.
-
-    Attributes:
-        phase: [B, H], or [B, S, H] with one state a segment; from -π to π, float32.
-        segment_id: [B], the last nonzero segment id seen, 0 before any.
-    """
-
-    phase: Float[Array, ...]
-    segment_id: Int[Array, " B"]
-
-
-def phase_state(
-    batch_size: int, num_heads: int, *, num_segments: int | None = None, dtype=jnp.float32
-) -> PhaseState:
-    """A `PhaseState` of zeros; `num_segments` gives each row that many states."""
-    rows = (batch_size,) if num_segments is None else (batch_size, num_segments)
-    return PhaseState(jnp.zeros((*rows, num_heads), dtype), jnp.zeros(batch_size, jnp.int32))
+# By dtype: integers to count angles in, the power of two that makes a radian one of them, and a whole turn.
+_COUNTS = {"float32": ("int32", 28, 1686629713), "float64": ("int64", 60, 7244019458077122842)}
 
 
 def cumulative_phase(
     angle: Float[Array, "B T H"],
     *,
-    initial_state: PhaseState | None = None,
+    num_segments: int | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     update_mask: Array | None = None,
-) -> tuple[Float[Array, "B T H"], PhaseState]:
-    """The sum of the angles of a document's written tokens up to each token, without whole turns.
+) -> tuple[Float[Array, "B T H"], Float[Array, ...]]:
+    """The sum of the angles of a document's written tokens in this call, up to each token, less whole turns.
 
-    The sum is a tree's, each of whose nodes drops a whole turn as soon as there is one: rounding grows with the tree's depth,
-    not with the number of tokens or turns.
+    It is a sum of integers, which does not round: in float32 an angle enters to 2e-9, and a whole turn leaves to 3e-10. A
+    memory that is turned back by the final sum when a call ends needs no phase of its own to go on from.
 
     Args:
         angle: [B, T, H], radians, from -π to π.
-        initial_state: the state to go on from; with phase [B, S, H], segment id s has state s - 1. None is zero.
+        num_segments: sums to keep apart in a row, where one state a segment is kept; None is one a row.
         segment_ids: [B, T] integers, 0 padding; see `lsm_jax.ops.segments`.
         update_mask: [B, T], 0 where a token's angle must not count.
 
     Returns:
-        [B, T, H] and the final state, both in float32 (float64 for float64).
+        [B, T, H], and the sum at the end, [B, H] or [B, S, H]; from -π to π, in float32 (float64 for float64).
 
     Raises:
         ValueError: shapes that do not fit.
@@ -69,40 +46,52 @@ def cumulative_phase(
         raise ValueError(
             f"{op}: angle has shape {jnp.shape(angle)}; accepted is [B, T, H], T at least 1"
         )
-    batch, length, heads = angle.shape
-    checks.check_rows(op, batch, length, segment_ids, update_mask)
-    dtype = checks.compute_dtype(angle)
-    state = initial_state
-    if state is None:
-        state = phase_state(batch, heads, dtype=dtype)
-    rows = (batch,) if jnp.ndim(state.phase) == 2 else (batch, None)
-    letters = "B, H" if len(rows) == 1 else "B, S, H"
-    checks.check_shape(op, "initial_state.phase", state.phase, (*rows, heads), letters)
-    batched = dict(angle=angle, state=state, segment_ids=segment_ids, update_mask=update_mask)
-    return over_batch(lambda b, _: _cumulative_phase(dtype, **b), batched, {})
+    checks.check_rows(op, *angle.shape[:2], segment_ids, update_mask)
+    batched = dict(angle=angle, segment_ids=segment_ids, update_mask=update_mask)
+    return over_batch(lambda b, _: _cumulative_phase(num_segments, **b), batched, {})
 
 
 # Compiled as a whole also when called outside `jax.jit`, as in a notebook.
 @functools.partial(jax.jit, static_argnums=0)
-def _cumulative_phase(dtype, angle, state, segment_ids, update_mask):
-    length = angle.shape[1]
-    num_segments = state.phase.shape[1] if state.phase.ndim == 3 else None
-    tokens = read_tokens(segment_ids, update_mask, state.segment_id, num_segments)
+def _cumulative_phase(num_segments, angle, segment_ids, update_mask):
+    batch, length, _ = angle.shape
+    tokens = read_tokens(segment_ids, update_mask, jnp.zeros(batch, jnp.int32), num_segments)
     chunks = cut_into_chunks(tokens, length, 1, num_segments)
-    turn = chunks.split(select(tokens.written, angle).astype(dtype))[:, :, 0]
-    keep = jnp.ones_like(turn)
-    _, enters, _ = run_masks(chunks)
-    if enters is not None:  # 0 where a document begins
-        keep = jnp.where(per_chunk(enters[:, :, 0], keep), keep, 0)
-    entering, phase = associate_chunks(
-        jnp.multiply, jnp.multiply, keep, turn, state.phase.astype(dtype), chunks, add=add_angles
+    angle = select(tokens.written, angle).astype(checks.compute_dtype(angle))
+    angle = chunks.split(angle)[:, :, 0]
+    counts, bits, turn = _COUNTS[angle.dtype.name]
+
+    def add(a, b):
+        total = a + b
+        return total - turn * jnp.sign(total) * (jnp.abs(total) > turn // 2)
+
+    count = jnp.round(jax.lax.stop_gradient(angle) * 2.0**bits).astype(counts)
+    phase, final = (
+        x.astype(angle.dtype) * 2.0**-bits for x in _running_sum(count, chunks, num_segments, add)
     )
-    output = chunks.join(add_angles(keep * entering, turn)[:, :, None], length)
-    return finish_output(tokens, output), PhaseState(phase, tokens.last_id)
+    # Zero: it carries the gradient, which integers have not.
+    zero, final_zero = _running_sum(
+        angle - jax.lax.stop_gradient(angle), chunks, num_segments, jnp.add
+    )
+    output = chunks.join((phase + zero)[:, :, None], length)
+    return finish_output(tokens, output), final + final_zero
 
 
-def add_angles(a: Array, b: Array) -> Array:
-    """a + b less a whole turn where it leaves [-π, π]; a and b in there."""
-    total = a + b
-    turns = jnp.round(total / (2 * math.pi))
-    return (total - turns * _TURN_HIGH) - turns * _TURN_LOW
+def _running_sum(x: Array, chunks: Chunks, num_segments: int | None, add) -> tuple[Array, Array]:
+    """x [B, N, H] -> the sum up to each, begun again with every document, [B, N, H], and the last of each state."""
+    keep = jnp.ones_like(x)
+    _, enters, _ = run_masks(chunks)
+    if enters is not None:
+        keep = jnp.where(per_chunk(enters[:, :, 0], keep), keep, 0)
+    rows = (x.shape[0],) if num_segments is None else (x.shape[0], num_segments)
+    entering, final = associate_chunks(
+        jnp.multiply,
+        jnp.multiply,
+        keep,
+        x,
+        jnp.zeros((*rows, x.shape[2]), x.dtype),
+        chunks,
+        add=add,
+        zero=0,
+    )
+    return add(keep * entering, x), final

@@ -29,6 +29,11 @@ def _mini_batch(case):
     return given[0] if given else MINI_BATCH
 
 
+def _norm_eps(case):
+    """A memory decayed to nothing has no variance, and a small eps would magnify what rounding left."""
+    return 0.1 if "decay" in case.arrays else 1e-6
+
+
 def _sizes(case):
     return (KEY_DIM, MIDDLE, KEY_DIM) if "mlp" in case.arrays else (KEY_DIM, KEY_DIM)
 
@@ -67,7 +72,11 @@ def _pack(case, inputs):
         rest.pop("norm_scale", None),
         rest.pop("norm_bias", None),
     )
-    static = dict(mini_batch=_mini_batch(case), residual="residual" in case.arrays)
+    static = dict(
+        mini_batch=_mini_batch(case),
+        residual="residual" in case.arrays,
+        norm_eps=_norm_eps(case),
+    )
     return rest | dict(inner=inner) | static
 
 
@@ -101,7 +110,7 @@ def _answer(case, inputs, head, leaves, x):
         x = x + leaves[i + 1] if step == 2 else x
     if "norm" in case.arrays:
         x = x - x.mean(-1, keepdims=True)
-        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + _norm_eps(case))
         x = x * inputs["norm_scale"][head] + inputs["norm_bias"][head]
     return x
 
