@@ -46,7 +46,8 @@ def cumulative_phase(
         raise ValueError(
             f"{op}: angle has shape {jnp.shape(angle)}; accepted is [B, T, H], T at least 1"
         )
-    checks.check_rows(op, *angle.shape[:2], segment_ids, update_mask)
+    batch, length, _ = angle.shape
+    checks.check_rows(op, batch, length, segment_ids, update_mask)
     batched = dict(angle=angle, segment_ids=segment_ids, update_mask=update_mask)
     return over_batch(lambda b, _: _cumulative_phase(num_segments, **b), batched, {})
 

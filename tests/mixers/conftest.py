@@ -13,7 +13,16 @@ from flax import nnx
 from lsm_jax import mixers
 
 WIDTH, BATCH, LENGTH = 32, 2, 10
-FAST = ("linear_attention", "gla", "mamba", "gated_deltanet", "rwkv7", "gsa", "ttt_linear", "softmax")
+FAST = (
+    "linear_attention",
+    "gla",
+    "mamba",
+    "gated_deltanet",
+    "rwkv7",
+    "gsa",
+    "ttt_linear",
+    "softmax",
+)
 
 
 def pytest_generate_tests(metafunc):
