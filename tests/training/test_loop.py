@@ -39,7 +39,8 @@ def losses(workdir):
 
 def drive(workdir, text, *, stop=0, devices=1, fsdp=1):
     """Train in a process of its own."""
-    flags = f"--xla_force_host_platform_device_count={devices}"
+    # The caller's flags too: other code generation is other rounding.
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": flags,
