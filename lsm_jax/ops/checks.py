@@ -48,12 +48,14 @@ def check_qkv(op: str, q, k, v) -> tuple[int, int, int, int, int, int, int]:
     ):
         if jnp.ndim(array) != 4:
             raise ValueError(f"{op}: {name} has shape {jnp.shape(array)}; accepted is [{letters}]")
+        if 0 in jnp.shape(array):
+            raise ValueError(f"{op}: {name} has shape {jnp.shape(array)}; no axis may be empty")
+        if not jnp.issubdtype(jnp.asarray(array).dtype, jnp.floating):
+            raise ValueError(f"{op}: {name} has dtype {array.dtype}; accepted are floating ones")
     batch, length, query_heads, key_dim = q.shape
     check_shape(op, "k", k, (batch, length, None, key_dim), "B, T, H, K")
     check_shape(op, "v", v, (batch, length, None, None), "B, T, G, V")
     key_heads, value_heads = k.shape[2], v.shape[2]
-    if length == 0:
-        raise ValueError(f"{op}: q has shape {q.shape}; T must be at least 1")
     if value_heads % key_heads:
         raise ValueError(f"{op}: k has {key_heads} heads; they must divide v's {value_heads}")
     if query_heads % value_heads and value_heads % query_heads:

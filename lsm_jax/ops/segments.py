@@ -6,7 +6,8 @@ The conventions of every op live here, once:
 * a token whose `update_mask` is 0 is an identity update too, but it still reads;
 * with one state a row, a token whose id differs from the last nonzero id before it (the state's own included) begins a
   document: the memory is reset ahead of its read;
-* with one state a segment, id `s` owns `state[:, s - 1]`: its tokens form one sequence, wherever they stand in the row.
+* with one state a segment, id `s` owns `state[:, s - 1]`: its tokens form one sequence, wherever they stand in the row. An id
+  without a state writes nothing, and its output is NaN.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def read_tokens(
     if num_segments is not None:
         slot = jnp.clip(segment_ids - 1, 0, num_segments - 1)
         known = (segment_ids >= 0) & (segment_ids <= num_segments)
-        return Tokens(written, real, None, slot, known, last_id)
+        return Tokens(written & known, real, None, slot, known, last_id)
     before = jnp.concatenate([state_id[:, None], filled[:, :-1]], axis=1)
     begins = real & (before != 0) & (segment_ids != before)
     return Tokens(written, real, jnp.cumsum(begins, axis=1, dtype=jnp.int32), None, None, last_id)

@@ -322,12 +322,16 @@ def test_causal_to_the_bit(case, form, kind, optimized):
 
 @parametrize()
 def test_unknown_segments_are_poisoned(case):
+    """Their output is NaN, and they leave no trace in any state or later output."""
+    inputs, state = make_inputs(case), make_state(case, num_segments=2)
     ids = jnp.full((BATCH, LENGTH), 2).at[:, 5].set(9)
-    output, _ = call(
-        case, make_inputs(case), segment_ids=ids, initial_state=make_state(case, num_segments=2)
-    )
+    output, final = call(case, inputs, segment_ids=ids, initial_state=state)
     assert np.isnan(output[:, 5]).all()
-    assert np.isfinite(output[:, 6:]).all()
+    known = dict(segment_ids=ids.at[:, 5].set(2), update_mask=(ids != 9).astype(jnp.int32))
+    expected, expected_final = call(case, inputs, initial_state=state, **known)
+    np.testing.assert_array_equal(output[:, 6:], expected[:, 6:])
+    for a, b in zip(visible(case, final), visible(case, expected_final), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_attention_beyond_its_capacity_is_poisoned():
