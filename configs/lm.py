@@ -65,6 +65,8 @@ def get_config(variant: str = "gla-340m") -> TrainConfig:
         if name == "pattern":
             arguments["pattern"] = value
         elif name == "vocab_size":
+            if not value.isdecimal():
+                raise ValueError(f"variant {variant!r}: vocab_size={value!r}; accepted is a number")
             arguments["vocab_size"] = int(value)
         else:
             raise ValueError(

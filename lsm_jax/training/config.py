@@ -43,6 +43,9 @@ class OptimizerConfig:
 
     def validate(self) -> None:
         """Raise ValueError where a field is out of range."""
+        for name, value in dataclasses.asdict(self).items():
+            if not math.isfinite(value):
+                raise ValueError(f"optimizer.{name}={value}: it must be finite")
         for name in ("peak_lr", "eps", "clip_norm"):
             if not getattr(self, name) > 0:
                 raise ValueError(

@@ -232,9 +232,9 @@ class _Loop:
             )
         if bad >= config.max_bad_steps:
             self.checkpoints.wait()
-            saved = [s for s in self.checkpoints.steps if s <= step - bad]
+            saved = self.checkpoints.steps  # bad steps change nothing: the newest is good
             last = (
-                f"checkpoint {saved[-1]} is the last good one"
+                f"checkpoint {saved[-1]} is the last good one, its parameters those of step {min(saved[-1], step - bad)},"
                 if saved
                 else "there is no checkpoint"
             )

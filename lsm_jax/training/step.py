@@ -139,10 +139,10 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
             (loss, grads), _ = jax.lax.scan(accumulate, zeros, _split(batch, pieces))
 
         norm = optax.global_norm(grads)
-        good = jnp.isfinite(loss) & jnp.isfinite(norm)
         rate = learning_rate(config, state.step)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
+        good = jnp.isfinite(loss) & jnp.isfinite(norm) & jnp.isfinite(optax.global_norm(params))
 
         def keep(new, old):
             return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)

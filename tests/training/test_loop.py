@@ -148,7 +148,8 @@ def test_bad_steps_are_skipped_and_then_stop_the_run(text, tmp_path, monkeypatch
 
     monkeypatch.setattr(_Loop, "_to_devices", poison)
     with pytest.raises(
-        TrainingStopped, match="step 10: 3 steps in a row .* checkpoint 6 is the last good one"
+        TrainingStopped,
+        match="step 10: 3 steps in a row .* checkpoint 9 is the last good one, its parameters those of step 7",
     ):
         train(tiny.config(text, max_bad_steps=3), tmp_path / "run")
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
