@@ -39,14 +39,16 @@ FORMS = ("recurrent", "chunk")
 
 
 class OnlineState(NamedTuple):
-    """State of `online_memory`, float32. Weights are kept as their difference from `inner`'s, so an empty state is 0.
+    """State of `online_memory`, float32. Weights are kept without what is left of `inner`'s, so an empty state is 0.
 
     Every array leads with [B], or with [B, S] with one state a segment.
 
     Attributes:
-        start: a `Layer` a layer: the weights at the start of the mini-batch.
-        current: likewise, the present weights of Titans; None for TTT.
+        start: a `Layer` a layer, what the mini-batch's first weights have beside `inner`'s.
+        current: likewise, Titans' present weights; None for TTT.
         sums: likewise, TTT's A or Titans' S.
+        start_log_kept: [B, G], the logarithm of how much of `inner`'s weights the mini-batch's first ones have; None for TTT.
+        log_kept: [B, G], likewise, the present ones.
         position: [B], tokens of the mini-batch written so far, 0 to mini_batch - 1.
         segment_id: [B], the last nonzero segment id seen, 0 before any.
     """
@@ -54,6 +56,8 @@ class OnlineState(NamedTuple):
     start: Layers
     current: Layers | None
     sums: Layers
+    start_log_kept: Float[Array, ...] | None
+    log_kept: Float[Array, ...] | None
     position: Int[Array, ...]
     segment_id: Int[Array, " B"]
 
@@ -90,10 +94,13 @@ def online_state(
             for before, after in itertools.pairwise(sizes)
         )
 
+    kept = jnp.zeros((*rows, num_heads), dtype) if momentum else None
     return OnlineState(
         empty(),
         empty() if momentum else None,
         empty(),
+        kept,
+        kept,
         jnp.zeros(rows, jnp.int32),
         jnp.zeros(batch_size, jnp.int32),
     )
@@ -231,6 +238,8 @@ class _Memory(NamedTuple):
     start: Layers
     current: Layers | None
     sums: Layers
+    start_log_kept: Array | None
+    log_kept: Array | None
 
 
 # Compiled as a whole also when called outside `jax.jit`, as in a notebook.
@@ -262,7 +271,7 @@ def _online_memory(
         log_decay=prepare(log_decay),
     )
     cast = functools.partial(jax.tree.map, lambda x: x.astype(dtype))
-    memory = _Memory(cast(state.start), cast(state.current), cast(state.sums))
+    memory = _Memory(*cast(tuple(state[: len(_Memory._fields)])))
     if options.form == "recurrent":
         output, memory, position = _recurrent(
             options, inner, coefficients, inputs, memory, state.position, tokens
@@ -282,8 +291,8 @@ def _online_memory(
         output = chunks.join(jnp.moveaxis(output, -2, 2), length)
     output = output.reshape(batch, length, -1, value_dim)
     output = finish_output(tokens, output).astype(v.dtype)
-    start, current, sums = memory
-    return output, OnlineState(start, current, sums, position, tokens.last_id)
+    kept = dict(position=position, segment_id=tokens.last_id)
+    return output, OnlineState(**memory._asdict(), **kept)
 
 
 def _by_head(chunks, x):  # [B, T, G, ..., *] -> [B, N, G, ..., C, *]
@@ -296,6 +305,11 @@ def _add(a: Layers, b: Layers) -> Layers:
     return jax.tree.map(jnp.add, a, b)
 
 
+def _weights(fixed: Layers, own: Layers, log_kept: Array | None) -> Layers:
+    """The weights of which `own` is what they have beside the share `exp(log_kept)` of the initial ones."""
+    return _add(fixed if log_kept is None else _scaled(jnp.exp(log_kept), fixed), own)
+
+
 def _scaled(factor: Array, layers: Layers) -> Layers:
     """`factor` [B] or [B, G] times [B, G, ...]."""
     return jax.tree.map(lambda x: per_chunk(factor, x) * x, layers)
@@ -304,6 +318,18 @@ def _scaled(factor: Array, layers: Layers) -> Layers:
 def _choose(condition: Array, a: Any, b: Any) -> Any:
     """`a` in the rows where `condition` [B], else `b`."""
     return jax.tree.map(lambda x, y: jnp.where(per_chunk(condition, x), x, y), a, b)
+
+
+def _next_mini_batch(memory: _Memory, coefficients: Array | None) -> _Memory:
+    """The memory after the last token of a mini-batch."""
+    if memory.current is not None:
+        return memory._replace(start=memory.current, start_log_kept=memory.log_kept)
+    assert coefficients is not None
+    last = coefficients[-1]
+    return memory._replace(
+        start=_add(memory.start, jax.tree.map(lambda x: last * x, memory.sums)),
+        sums=jax.tree.map(jnp.zeros_like, memory.sums),
+    )
 
 
 def _recurrent(options, inner, coefficients, inputs, memory, position, tokens):
@@ -316,8 +342,8 @@ def _recurrent(options, inner, coefficients, inputs, memory, position, tokens):
     def step(carry, x):
         (memory, position), (token, writes) = carry, x
         seen, slopes = gradients(
-            inner, _add(fixed, memory.start), token.k[..., None, :], token.target[..., None, :],
-            options.norm_eps, precision,
+            inner, _weights(fixed, memory.start, memory.start_log_kept),
+            token.k[..., None, :], token.target[..., None, :], options.norm_eps, precision,
         )  # fmt: skip
         update = tuple(
             Layer(
@@ -330,27 +356,24 @@ def _recurrent(options, inner, coefficients, inputs, memory, position, tokens):
             after = memory._replace(sums=_add(memory.sums, update))
         else:
             sums = _add(_scaled(jnp.exp(token.log_momentum), memory.sums), update)
-            decayed = _add(
-                _scaled(jnp.exp(token.log_decay), memory.current),
-                _scaled(jnp.expm1(token.log_decay), fixed),
-            )
-            after = memory._replace(current=_add(decayed, sums), sums=sums)
+            current = _add(_scaled(jnp.exp(token.log_decay), memory.current), sums)
+            log_kept = memory.log_kept + token.log_decay
+            after = memory._replace(current=current, sums=sums, log_kept=log_kept)
         memory = _choose(writes, after, memory)
         position = position + writes
         if memory.current is None:
-            place = jnp.maximum(position - 1, 0)
-            present = _add(memory.start, _scaled(coefficients[place], memory.sums))
-            commit = memory._replace(start=present, sums=jax.tree.map(jnp.zeros_like, memory.sums))
+            coefficient = coefficients[jnp.maximum(position - 1, 0)]
+            present = _add(memory.start, _scaled(coefficient, memory.sums))
         else:
             present = memory.current
-            commit = memory._replace(start=memory.current)
         output = token.q[..., None, :]
-        for i, layer in enumerate(_add(fixed, present)):
+        for i, layer in enumerate(_weights(fixed, present, memory.log_kept)):
             layer = jax.tree.map(lambda x: x[:, :, None], layer)
             output = apply_layer(layer, output if i == 0 else jax.nn.gelu(output), precision)
         output = finish_inner(inner, output, options.norm_eps)[..., 0, :]
         full = position == options.mini_batch
-        carry = _choose(full, commit, memory), jnp.where(full, 0, position)
+        following = _choose(full, _next_mini_batch(memory, coefficients), memory)
+        carry = following, jnp.where(full, 0, position)
         return carry, output + token.q if options.residual else output
 
     output, (memory, position) = scan_tokens(
@@ -366,13 +389,7 @@ def _window(options, inner, coefficients, memory: _Memory, x: tuple[_Inputs, Win
     if window.reset is not None:
         memory = _choose(window.reset, jax.tree.map(jnp.zeros_like, memory), memory)
     output, memory = part(memory, window.goes_on)
-    if memory.current is None:
-        present = _add(memory.start, jax.tree.map(lambda s: coefficients[-1] * s, memory.sums))
-        empty = jax.tree.map(jnp.zeros_like, memory.sums)
-        full = memory._replace(start=present, sums=empty)
-    else:
-        full = memory._replace(start=memory.current)
-    memory = _choose(window.full, full, memory)
+    memory = _choose(window.full, _next_mini_batch(memory, coefficients), memory)
 
     def also(other: Part, start: _Memory, output, memory):
         def compute(start, output, memory):
@@ -399,10 +416,12 @@ def _part(options, inner, inputs: _Inputs, window: Windows, memory: _Memory, par
     Reads go layer by layer: a token's x meets the gradients written before it by products with the x of those tokens.
     """
     fixed, precision = layers_of(inner), options.precision
-    start = _add(fixed, memory.start)
+    start = _weights(fixed, memory.start, memory.start_log_kept)
     seen, slopes = gradients(inner, start, inputs.k, inputs.target, options.norm_eps, precision)
     steps = [-inputs.eta[..., None] * g for g in slopes]
-    weights = start if memory.current is None else _add(fixed, memory.current)
+    weights = start
+    if memory.current is not None:
+        weights = _weights(fixed, memory.current, memory.log_kept)
     lower = window.lower[:, :, None]
     keep, lift = window.keep[:, :, None, :, None], window.lift[:, :, None, :, None]
     output = inputs.q
@@ -432,11 +451,12 @@ def _part(options, inner, inputs: _Inputs, window: Windows, memory: _Memory, par
     if memory.current is None:
         return output, memory._replace(sums=_add(memory.sums, sums))
     current = _add(
-        _add(memory.current, _scaled(part.decayed, weights)),
+        _scaled(jnp.exp(part.log_decay), memory.current),
         _add(_scaled(part.lift, memory.sums), written(part.into_current)),
     )
     sums = _add(_scaled(part.keep_sums, memory.sums), sums)
-    return output, memory._replace(current=current, sums=sums)
+    log_kept = memory.log_kept + part.log_decay
+    return output, memory._replace(current=current, sums=sums, log_kept=log_kept)
 
 
 def _check_rule(op, mini_batch, coefficients, log_momentum, log_decay):

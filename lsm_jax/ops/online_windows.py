@@ -26,7 +26,7 @@ class Part(NamedTuple):
         here: [B, N, C], True at the part's tokens.
         into_sums: [B, N, G, C], how much of each token's step the sums hold in the end.
         into_current: [B, N, G, C], likewise, the current weights; None for TTT, as is the rest.
-        decayed: [B, N, G], the decay of the current weights less 1.
+        log_decay: [B, N, G], of the current weights.
         lift: [B, N, G], how much of the earlier sums the current weights receive.
         keep_sums: [B, N, G], the decay of the earlier sums.
     """
@@ -34,7 +34,7 @@ class Part(NamedTuple):
     here: Bool[Array, "B N C"]
     into_sums: Float[Array, "B N G C"]
     into_current: Any
-    decayed: Any
+    log_decay: Any
     lift: Any
     keep_sums: Any
 
@@ -152,7 +152,7 @@ def cut_into_windows(
             here,
             pick(momentum),
             pick(lower),
-            jnp.expm1(pick(log_kept)),
+            pick(log_kept),
             pick(lift),
             jnp.exp(pick(sums_kept)),
         )

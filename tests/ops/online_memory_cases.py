@@ -30,8 +30,8 @@ def _mini_batch(case):
 
 
 def _norm_eps(case):
-    """A memory decayed to nothing has no variance, and a small eps would magnify what rounding left."""
-    return 0.1 if "decay" in case.arrays else 1e-6
+    """A memory decayed to nothing has no variance: under a small eps any step is too long, and rounding errors multiply."""
+    return 1.0 if "decay" in case.arrays else 1e-6
 
 
 def _sizes(case):
@@ -45,7 +45,7 @@ def _inputs(case, rng, shape, log_decay):
         "q": q,
         "k": k / np.linalg.norm(k, axis=-1, keepdims=True),
         "v": rng.normal(size=(*shape, heads, KEY_DIM)),
-        "eta": rng.uniform(0, 0.2, size=(*shape, heads)),
+        "eta": rng.uniform(0, 0.1 if "decay" in case.arrays else 0.2, size=(*shape, heads)),
     }
     for i, (before, after) in enumerate(itertools.pairwise(_sizes(case))):
         inputs[f"weight{i}"] = rng.normal(size=(heads, before, after)) * before**-0.5
@@ -136,7 +136,7 @@ def _step(case, inputs, own, b, t, written):
     names = [n for n in inputs if n.startswith(("weight", "bias"))]
     names = sorted(names, key=lambda n: (n[-1], n[0] != "w"))
     count, titans, residual = len(names), "decay" in case.arrays, "residual" in case.arrays
-    start, sums = own[:count], own[-1 - count : -1]
+    start, sums = own[:count], own[count * (1 + titans) :][:count]
     current = own[count : 2 * count] if titans else None
     heads, size = inputs["v"].shape[2], _mini_batch(case)
     k = _at(inputs["k"], b, t, heads)
@@ -150,17 +150,20 @@ def _step(case, inputs, own, b, t, written):
         initial = [inputs[n][h] for n in names]
         if written:
             target = inputs["v"][b, t, h] - (k[h] if residual else 0)
-            weights = [w + x[h] for w, x in zip(initial, start, strict=True)]
+            kept = np.exp(own[-3][h]) if titans else 1
+            weights = [kept * w + x[h] for w, x in zip(initial, start, strict=True)]
             gradient = _gradient(case, inputs, h, weights, k[h], target)
+            decay = np.exp(inputs["log_decay"][b, t, h]) if titans else 1
+            if titans:
+                own[-2][h] += np.log(decay)
             for i, g in enumerate(gradient):
                 momentum = np.exp(inputs["log_momentum"][b, t, h]) if titans else 1
                 sums[i][h] = momentum * sums[i][h] - inputs["eta"][b, t, h] * g
                 if titans:
-                    decay = np.exp(inputs["log_decay"][b, t, h])
-                    weight = decay * (initial[i] + current[i][h]) + sums[i][h]
-                    current[i][h] = weight - initial[i]
+                    current[i][h] = decay * current[i][h] + sums[i][h]
         if titans:
-            weights = [w + x[h] for w, x in zip(initial, current, strict=True)]
+            kept = np.exp(own[-2][h])
+            weights = [kept * w + x[h] for w, x in zip(initial, current, strict=True)]
         else:
             weights = [
                 w + x[h] + coefficients[place] * a[h]
@@ -170,6 +173,8 @@ def _step(case, inputs, own, b, t, written):
             output[h, r] = _answer(case, inputs, h, weights, x) + (x if residual else 0)
     if own[-1] == size:
         own[-1] = own[-1] * 0
+        if titans:
+            own[-3] = own[-2].copy()
         for i in range(count):
             if titans:
                 start[i][...] = current[i]
