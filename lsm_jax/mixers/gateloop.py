@@ -17,7 +17,7 @@ from flax import nnx
 from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
-from lsm_jax.mixers.layers import Dense, RMSNorm, split_heads
+from lsm_jax.mixers.layers import Dense, RMSNorm, parameter, split_heads
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -27,6 +27,8 @@ class GateLoopConfig:
     Attributes:
         num_heads: gates, each over hidden_size / num_heads key and value channels; None is one a channel, as published.
         gate_gradient: share of the gate's gradient that its projection gets, in place of a lower learning rate.
+        gate_bias: what the real part of z starts at; a large one remembers long and turns little. The angle of a z near 0
+            hangs on its rounding.
         norm: whether to norm each head's output (of all channels, where a head is one) ahead of the output gate.
         norm_eps: of that norm.
         form: "recurrent", "chunk" or "associative".
@@ -36,6 +38,7 @@ class GateLoopConfig:
 
     num_heads: int | None = None
     gate_gradient: float = 0.9
+    gate_bias: float = 0.0
     norm: bool = False
     norm_eps: float = 1e-5
     form: str = "chunk"
@@ -94,6 +97,8 @@ class GateLoop(Mixer):
         self.v_proj = Dense(hidden_size, hidden_size, **into)
         self.g_proj = Dense(hidden_size, hidden_size, **into)
         self.a_proj = Dense(hidden_size, 2 * self.num_heads, bias=True, **into)
+        start = jnp.repeat(jnp.array([config.gate_bias, 0.0], jnp.float32), self.num_heads)
+        self.a_proj.bias = parameter(start, ("heads",), weight_decay=False)
         size = hidden_size if config.num_heads is None else hidden_size // self.num_heads
         self.norm = RMSNorm(size, eps=config.norm_eps) if config.norm else None
         self.o_proj = Dense(

@@ -37,10 +37,11 @@ def small_config(method: str, pattern: str = "LLLN", **fields) -> models.ModelCo
             setattr(config.layers[letter].mixer, field, value)
         if hasattr(config.layers[letter].mixer, "mini_batch"):  # several in a row
             config.layers[letter].mixer.mini_batch = 3
-        # A normaliser amplifies any rounding where a query meets no key, a norm where a head's output nearly cancels.
-        for eps, value in (("normalizer_eps", 1.0), ("norm_eps", 1e-2)):
-            if hasattr(config.layers[letter].mixer, eps):
-                setattr(config.layers[letter].mixer, eps, value)
+        # A normaliser amplifies any rounding where a query meets no key, a norm where a head's output nearly cancels, an
+        # angle near 0.
+        for field, value in (("normalizer_eps", 1.0), ("norm_eps", 1e-2), ("gate_bias", 3.0)):
+            if hasattr(config.layers[letter].mixer, field):
+                setattr(config.layers[letter].mixer, field, value)
     config.dtype, config.remat, config.init_std = "float32", "none", 0.2
     for name, value in fields.items():
         setattr(config, name, value)
