@@ -13,6 +13,11 @@ import dataclasses
 import sys
 from pathlib import Path
 
+from lsm_jax import interrupts
+
+if __name__ == "__main__":
+    interrupts.leave_on_signals("eval.py")  # before what takes long to import
+
 from absl import app, flags, logging
 
 FLAGS = flags.FLAGS
@@ -51,10 +56,13 @@ def main(argv: list[str]) -> None:
     names = check_tasks(FLAGS.tasks)
     request = Request(**{f.name: getattr(FLAGS, f.name) for f in dataclasses.fields(Request)})
     request.validate()
+    lsm_jax.training.read_config(FLAGS.workdir)  # a wrong one is told before anything else
+    print(f"eval.py: loading the run in {FLAGS.workdir}", file=sys.stderr, flush=True)
     run = lsm_jax.load_run(FLAGS.workdir, step=FLAGS.step)
     folder = Path(FLAGS.workdir) / "eval" / (FLAGS.output or request.folder(run.step))
     console = Console(highlight=False, markup=False)
     for name in names:
+        print(f"eval.py: {name}: reading, compiling", file=sys.stderr, flush=True)
         found = TASKS[name](run, request, folder)
         if name == "perplexity":
             console.print(perplexity_table(found))

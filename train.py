@@ -7,10 +7,16 @@ Any field of the config is overridden by name, checked against its type. The sam
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import math
 import os
 import sys
+
+from lsm_jax import interrupts
+
+if __name__ == "__main__":
+    interrupts.leave_on_signals("train.py")  # before what takes long to import
 
 from absl import app, flags, logging
 from ml_collections import config_flags
@@ -71,23 +77,35 @@ def _recall(train_recall) -> None:
 def parse(argv: list[str]) -> list[str]:
     """Parse flags; tell a wrong field, variant or value in one line, with what exists."""
     try:
-        return FLAGS(argv)
-    except (KeyError, AttributeError) as error:
-        sys.exit(f"train.py: {_unknown_field(argv) or error}")
-    except (flags.Error, ValueError, TypeError, OSError) as error:
+        rest = FLAGS(argv)
+    except (flags.Error, KeyError, AttributeError, ValueError, TypeError, OSError) as error:
         text = str(error).replace("Error: ", "")
-        sys.exit(f"train.py: {_unknown_field(argv) or text}")
+        sys.exit(f"train.py: {_problem(argv) or text}")
+    if not FLAGS.workdir or not dataclasses.is_dataclass(FLAGS.config):
+        sys.exit(f"train.py: {_problem(argv)}")
+    return rest
 
 
-def _unknown_field(argv: list[str]) -> str | None:
-    """What is wrong with the first override that names no field, if one does."""
+def _problem(argv: list[str]) -> str | None:
+    """What is wrong with --config, --workdir or the first override that names no field, if anything is."""
+    given = [a.lstrip("-") for a in argv[1:] if a.startswith("-")]
+    values = {
+        name.lstrip("-"): value if equals else following
+        for (name, equals, value), following in zip(
+            (a.partition("=") for a in argv[1:]), [*argv[2:], ""], strict=True
+        )
+        if name.startswith("-")
+    }
+    path, _, variant = values.get("config", "").partition(":")
+    accepted = "accepted is FILE.py:VARIANT, e.g. configs/lm.py:gla-340m"
+    if not path:
+        return f"--config is missing; {accepted}"
+    if not os.path.isfile(path):
+        return f"--config={values['config']}: there is no file {path!r}; {accepted}"
+    if not values.get("workdir"):
+        return "--workdir is missing; give the run's directory"
     from lsm_jax.training.config import suggest
 
-    given = [a.lstrip("-") for a in argv[1:] if a.startswith("-")]
-    files = [a.partition("=")[2] for a in given if a.startswith("config=")]
-    if not files:
-        return None
-    path, _, variant = files[-1].partition(":")
     try:
         spec = importlib.util.spec_from_file_location("config_file", path)
         assert spec is not None and spec.loader is not None

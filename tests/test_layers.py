@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # What each room may import of the library, besides itself. A name with a dot stands for that module alone.
 ALLOWED = {
-    "training": {"models", "mixers", "feedforward", "ops", "parallel", "data"},
+    "training": {"models", "mixers", "feedforward", "ops", "parallel", "data", "interrupts"},
+    "interrupts": set(),
     "evaluation": {"models", "mixers", "feedforward", "ops", "parallel", "data", "training.runs"},
     "models": {"mixers", "feedforward", "ops", "parallel"},
     # A mixer may be built of another's parts, and a feedforward shares the layers kept beside the mixers.

@@ -9,6 +9,7 @@
 
 from lsm_jax.data.config import DataConfig
 from lsm_jax.data.demo import write_demo_store
+from lsm_jax.data.fingerprints import fingerprint, fingerprint_changes
 from lsm_jax.data.iterators import make_eval_iterator, make_train_iterator
 from lsm_jax.data.recall import RecallExamples, RecallTask, recall_examples
 from lsm_jax.data.store import TokenStore
@@ -31,6 +32,8 @@ __all__ = [
     "RecallTask",
     "TokenStore",
     "Tokenizer",
+    "fingerprint",
+    "fingerprint_changes",
     "json_escape",
     "json_unescape",
     "load_tokenizer",

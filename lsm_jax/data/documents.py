@@ -18,7 +18,7 @@ _NEWLINE_SEARCH = 4096  # bytes looked through for a line's end to cut at
 
 
 class Piece(NamedTuple):
-    """Text of one piece; whether it begins and whether it ends its document."""
+    """Text of one piece, bytes that are no UTF-8 by "surrogateescape"; whether it begins and whether it ends its document."""
 
     text: str
     begins: bool
@@ -224,6 +224,10 @@ def _decode(raw: bytes, path: Path) -> str:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         logging.log_first_n(
-            logging.WARNING, "%s is not UTF-8 (%s); wrong bytes become U+FFFD.", 10, path, error
+            logging.WARNING,
+            "%s is not UTF-8 (%s); the tokenizer 'bytes' keeps wrong bytes, others read U+FFFD.",
+            10,
+            path,
+            error,
         )
-        return raw.decode("utf-8", "replace")
+        return raw.decode("utf-8", "surrogateescape")

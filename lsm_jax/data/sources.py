@@ -16,7 +16,7 @@ def open_store(config: DataConfig, *, heldout: bool) -> tuple[TokenStore, int, i
     Raises:
         ValueError: nothing there, not a store, or nothing held out.
     """
-    path, part = _locate(config, heldout)
+    path, part = locate(config, heldout)
     if not is_store(path):
         return None
     store = TokenStore(
@@ -42,7 +42,7 @@ def open_documents(config: DataConfig, *, heldout: bool) -> Documents:
     Raises:
         ValueError: nothing there, no text, or too little to hold a part out.
     """
-    path, part = _locate(config, heldout)
+    path, part = locate(config, heldout)
     documents = Documents(
         [path],
         text_key=config.text_key,
@@ -51,7 +51,7 @@ def open_documents(config: DataConfig, *, heldout: bool) -> Documents:
     return documents.split(config.heldout_fraction)[heldout] if part else documents
 
 
-def _locate(config: DataConfig, heldout: bool) -> tuple[Path, bool]:
+def locate(config: DataConfig, heldout: bool) -> tuple[Path, bool]:
     """The path to read, and whether only the training or held-out part of it is meant."""
     if heldout and config.heldout_path:
         return _existing(config.heldout_path, "heldout_path"), False

@@ -41,7 +41,10 @@ class Tokenizer(Protocol):
     def json_escape(self) -> bool: ...  # noqa: D102
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text; special tokens are not added."""
+        """Ids of the text; special tokens are not added.
+
+        Bytes that are no UTF-8, in it by "surrogateescape", count as U+FFFD, unless bytes are the ids.
+        """
         ...
 
     def decode(self, ids: Any) -> str:
@@ -76,9 +79,13 @@ class ByteTokenizer:
         self.json_escape = json_escape
 
     def encode(self, text: str) -> list[int]:
-        """UTF-8 bytes."""
-        text = json_escape(text) if self.json_escape else text
-        return list(text.encode("utf-8", "replace"))
+        """UTF-8 bytes, and those that are none as they were."""
+        if self.json_escape:
+            return list(json_escape(_valid(text)).encode())
+        try:
+            return list(text.encode("utf-8", "surrogateescape"))
+        except UnicodeEncodeError:  # half a pair, as JSON can hold
+            return list(text.encode("utf-8", "replace"))
 
     def decode(self, ids: Any) -> str:
         """Text of the bytes; BOS gives nothing."""
@@ -117,7 +124,7 @@ class GPT2Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text; "<|endoftext|>" inside it is ordinary text."""
-        text = json_escape(text) if self.json_escape else text
+        text = json_escape(_valid(text)) if self.json_escape else _valid(text)
         return self._encoding.encode_ordinary(text)
 
     def decode(self, ids: Any) -> str:
@@ -165,7 +172,7 @@ class JSONTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text."""
-        text = json_escape(text) if self.json_escape else text
+        text = json_escape(_valid(text)) if self.json_escape else _valid(text)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Any) -> str:
@@ -191,6 +198,14 @@ def load_tokenizer(name: str, *, json_escape: bool = False) -> Tokenizer:
     raise ValueError(
         f"unknown tokenizer {name!r}; accepted: 'bytes', 'gpt2', or the path of a tokenizer.json"
     )
+
+
+def _valid(text: str) -> str:
+    """The text with U+FFFD where "surrogateescape" stands for a wrong byte."""
+    try:
+        return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    except UnicodeEncodeError:  # half a pair, as JSON can hold
+        return text
 
 
 def _check_ids(ids: np.ndarray, tokenizer: Tokenizer) -> None:

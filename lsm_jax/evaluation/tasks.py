@@ -55,7 +55,7 @@ class Request:
     seed: int = 0
 
     def validate(self) -> None:
-        """Raise ValueError where a number is out of range."""
+        """Raise ValueError where a number is out of range, the data is not there or the prompt is not UTF-8."""
         for name in ("sequence_length", "batch_size", "piece_length", "max_tokens", "num_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -68,6 +68,16 @@ class Request:
             raise ValueError(f"top_k={self.top_k}: it must be at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: accepted are numbers in (0, 1]")
+        if self.data is not None and not (self.data and Path(self.data).expanduser().exists()):
+            raise ValueError(
+                f"data={self.data!r} does not exist; accepted is a token store, or a text or JSONL file or folder"
+            )
+        try:
+            self.prompt.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"prompt={self.prompt!a}: not UTF-8 at character {error.start}; accepted is UTF-8 text"
+            ) from error
 
     def folder(self, step: int) -> str:
         """The name of the results' folder: the step, and what differs from the run's own data."""

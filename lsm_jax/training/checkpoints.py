@@ -9,21 +9,24 @@ import io
 import logging
 import shutil
 import sys
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from lsm_jax.training.checksums import check_files, write_checksums
 from lsm_jax.training.step import TrainState
 
 
 class Checkpoints:
     """The checkpoints of one run.
 
-    A save writes a temporary folder and renames it when it is whole. Parameters stand apart from the optimizer's state, so
+    A save writes a temporary folder and renames it when it is whole; then checksums of its files are written beside it, and
+    compared when it is read. A checkpoint without them, as a kill in between leaves it, is read unchecked. Parameters stand apart from the optimizer's state, so
     that evaluation reads no more than it needs.
 
     Args:
@@ -36,32 +39,70 @@ class Checkpoints:
     def __init__(
         self, directory: Path, *, keep_last: int = 1, keep_every: int = 0, clean: bool = False
     ):
-        policies = ocp.training.preservation_policies
-        kept: list[Any] = [policies.LatestN(n=keep_last)]
-        if keep_every:
-            kept.append(policies.EveryNSteps(interval_steps=keep_every))
         self.directory = directory.absolute()
-        either: Any = policies.AnyPreservationPolicy(kept)
-        self._checkpointer = ocp.training.Checkpointer(
-            str(self.directory),
-            preservation_policy=either,
-            cleanup_tmp_directories=clean,
-        )
+        self._keep_last, self._keep_every, self._clean = keep_last, keep_every, clean
+        self._opened: ocp.training.Checkpointer | None = None
+        self._sealing: list[threading.Thread] = []
+
+    @property
+    def _checkpointer(self) -> ocp.training.Checkpointer:
+        """Orbax's, opened at its first use, since that makes the directory."""
+        if self._opened is None:
+            policies = ocp.training.preservation_policies
+            kept: list[Any] = [policies.LatestN(n=self._keep_last)]
+            if self._keep_every:
+                kept.append(policies.EveryNSteps(interval_steps=self._keep_every))
+            either: Any = policies.AnyPreservationPolicy(kept)
+            self._opened = ocp.training.Checkpointer(
+                str(self.directory), preservation_policy=either, cleanup_tmp_directories=self._clean
+            )
+        return self._opened
 
     @property
     def steps(self) -> list[int]:
         """Steps there are checkpoints of, oldest first."""
+        if self._opened is None and not self.directory.is_dir():
+            return []
         return sorted(c.step for c in self._checkpointer.checkpoints)
 
     def save(self, step: int, state: TrainState, data: Any) -> None:
         """Save in the background; what is saved is the state at the moment of the call."""
         if step in self.steps:
             return
+        first = jax.process_index() == 0  # one host writes for all
+        if first:
+            self._checksums(step).unlink(missing_ok=True)  # of a broken one that this replaces
         rest = dataclasses.replace(state, params={})
         # Unforced, orbax leaves a save out while the one before is under way.
-        self._checkpointer.save_checkpointables_async(
+        response = self._checkpointer.save_checkpointables_async(
             step, dict(params=state.params, training=rest, data=data), force=True
         )
+        if first and response is not None:
+            self._sealing = [thread for thread in self._sealing if thread.is_alive()]
+            self._sealing.append(threading.Thread(target=self._seal, args=(step, response)))
+            self._sealing[-1].start()
+
+    def _checksums(self, step: int) -> Path:
+        # Not among a checkpoint's own files, which orbax may be removing meanwhile.
+        return self.directory.with_name("checksums") / f"{step}.json"
+
+    def _seal(self, step: int, response: Any) -> None:
+        """Once a save is whole, write its checksums; remove those of checkpoints that are gone."""
+        try:
+            response.result()
+        except Exception:  # `wait` tells of a save that failed
+            return
+        try:
+            write_checksums(self._checksums(step), self.directory / str(step))
+            for path in self._checksums(step).parent.glob("*.json"):
+                if not (self.directory / path.stem).is_dir():
+                    path.unlink(missing_ok=True)
+        except OSError as error:
+            if (self.directory / str(step)).is_dir():
+                _say(f"checkpoint {step}: its checksums could not be written: {error}")
+
+    def _check(self, step: int, wanted: Callable[[str], bool] = lambda name: True) -> None:
+        check_files(self._checksums(step), self.directory / str(step), wanted)
 
     def restore(self, target: TrainState, data: Any) -> TrainState | None:
         """The newest state that can be read, into the shapes and shardings of `target`; `data` goes to its place.
@@ -77,11 +118,11 @@ class Checkpoints:
         steps = self.steps
         for step in reversed(steps):
             try:
+                self._check(step)
                 with _quiet():
                     found = self._checkpointer.load_checkpointables(step, {**parts, "data": data})
             except Exception as error:  # whatever the storage raises for a file cut short
-                reason = str(error).strip().splitlines()[0][:200] if str(error) else repr(error)
-                _say(f"checkpoint {step} in {self.directory} cannot be read: {reason}")
+                _say(f"checkpoint {step} in {self.directory} cannot be read: {_reason(error)}")
                 broken.append((step, error))
                 continue
             for bad, _ in broken:
@@ -114,21 +155,27 @@ class Checkpoints:
         failure = None
         for candidate in reversed(steps) if step is None else [step]:
             try:
+                self._check(candidate, lambda name: "/" not in name or name.startswith("params/"))
                 with _quiet():
                     found = self._checkpointer.load_checkpointables(candidate, dict(params=target))
                 return found["params"], candidate
             except Exception as error:  # whatever the storage raises for a file cut short
-                _say(f"checkpoint {candidate} in {self.directory} cannot be read")
+                _say(f"checkpoint {candidate} in {self.directory} cannot be read: {_reason(error)}")
                 failure = error
         raise ValueError(f"no checkpoint in {self.directory} can be read: {failure}") from failure
 
     def wait(self) -> None:
-        """Until the save under way is whole."""
-        self._checkpointer.wait()
+        """Until the save under way is whole and its checksums are written."""
+        if self._opened is not None:
+            self._opened.wait()
+        for thread in self._sealing:
+            thread.join()
 
     def close(self) -> None:
         """Wait, then let go."""
-        self._checkpointer.close()
+        self.wait()
+        if self._opened is not None:
+            self._opened.close()
 
     def _set_aside(self, step: int) -> None:
         """Move a broken checkpoint out of the way of the save that will replace it."""
@@ -136,7 +183,12 @@ class Checkpoints:
         shutil.rmtree(aside, ignore_errors=True)
         aside.parent.mkdir(exist_ok=True)
         shutil.move(self.directory / str(step), aside)
+        self._checksums(step).unlink(missing_ok=True)
         _say(f"checkpoint {step} was moved to {aside}")
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip().splitlines()[0][:300] if str(error).strip() else repr(error)
 
 
 def _say(text: str) -> None:

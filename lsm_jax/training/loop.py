@@ -8,9 +8,7 @@ import itertools
 import math
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +16,15 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from lsm_jax.data import make_eval_iterator, make_train_iterator
+from lsm_jax import interrupts
+from lsm_jax.data import fingerprint, make_eval_iterator, make_train_iterator
 from lsm_jax.models import count_parameters, flops_per_token
 from lsm_jax.parallel import batch_sharding, make_mesh
 from lsm_jax.training.checkpoints import Checkpoints, abstract_like
 from lsm_jax.training.config import TrainConfig
 from lsm_jax.training.metrics import Meter, MetricsWriter, TrainProgress, memory_gib
 from lsm_jax.training.runs import (
+    check_data,
     check_workdir,
     checkpoint_directory,
     initial_params,
@@ -56,8 +56,9 @@ class TrainResult:
 def train(config: TrainConfig, workdir: str | Path) -> TrainResult:
     """Train to the end of the run, from its last checkpoint if it has one.
 
-    Ctrl-C and SIGTERM finish the step, save a checkpoint and return. Resumed, a run takes the same steps, on a CPU to the
-    bit, as one that never stopped.
+    Ctrl-C and SIGTERM finish the step, save a checkpoint and return; before the end of the first step they act as they
+    would without this function. Nothing is written before that. Resumed, a run takes the same steps, on a CPU to the bit,
+    as one that never stopped.
 
     Args:
         config: the run; checked as a whole before anything is compiled.
@@ -69,34 +70,39 @@ def train(config: TrainConfig, workdir: str | Path) -> TrainResult:
     """
     workdir = Path(workdir).expanduser().absolute()
     config.validate(len(jax.devices()))
+    check_workdir(workdir, config)
     mesh = make_mesh(config.mesh)
+    print(
+        f"{config.name}: reading {config.data.path or 'the demo text'}", file=sys.stderr, flush=True
+    )
     if config.eval_every:
         with contextlib.closing(_eval_batches(config)) as held_out:
             next(held_out)
-    with jax.set_mesh(mesh), contextlib.closing(_train_batches(config)) as batches:
+    checkpoints = Checkpoints(
+        checkpoint_directory(workdir),
+        keep_last=config.keep_last,
+        keep_every=config.keep_every,
+        clean=True,
+    )
+    with (
+        jax.set_mesh(mesh),
+        contextlib.closing(_train_batches(config)) as batches,
+        contextlib.closing(checkpoints),
+    ):
         program = make_program(config, mesh)
-        shapes = jax.eval_shape(program.init)
-        target = abstract_like(shapes, program.shardings)
-        check_workdir(workdir, config)
-        checkpoints = Checkpoints(
-            checkpoint_directory(workdir),
-            keep_last=config.keep_last,
-            keep_every=config.keep_every,
-            clean=True,
-        )
-        try:
-            state = checkpoints.restore(target, batches)
-            if state is None:
-                loaded = (
-                    initial_params(config.init_from, target.params) if config.init_from else None
-                )
-                state = program.init()
-                if loaded is not None:
-                    state = dataclasses.replace(state, params=loaded)
-            write_config(workdir, config)
-            return _Loop(config, workdir, mesh, program, checkpoints, batches).run(state)
-        finally:
-            checkpoints.close()
+        target = abstract_like(jax.eval_shape(program.init), program.shardings)
+        data = fingerprint(config.data)
+        if checkpoints.steps:
+            check_data(workdir, data)
+        state = checkpoints.restore(target, batches)
+        first = next(batches)  # bad data is told before anything is compiled or written
+        if state is None:
+            loaded = initial_params(config.init_from, target.params) if config.init_from else None
+            state = program.init()
+            if loaded is not None:
+                state = dataclasses.replace(state, params=loaded)
+        loop = _Loop(config, workdir, mesh, program, checkpoints, batches)
+        return loop.run(state, first, data)
 
 
 def _train_batches(config: TrainConfig) -> Any:
@@ -141,29 +147,33 @@ class _Loop:
         self.flops = 3 * flops_per_token(config.model, config.data.sequence_length)
         self.loss, self.speed = math.nan, 0.0
 
-    def run(self, state: TrainState) -> TrainResult:
-        """Train from `state` to the end, or to a signal."""
+    def run(
+        self, state: TrainState, first: dict[str, np.ndarray], data: dict[str, Any]
+    ) -> TrainResult:
+        """Train from `state`, by `first` and the batches after it, to the end or to a signal; `data` is their fingerprint."""
         config, start = self.config, int(state.step)
         self._announce(start)
-        self.writer = MetricsWriter(self.workdir, start)
         pending = (
             None  # metrics are read one step late, so that the device never waits for the host
         )
-        step = start
+        step, stop = start, interrupts.Stop()
         with (
-            _signals() as stop,
             TrainProgress(config.name, start, config.num_steps) as self.progress,
             _profiler(self.workdir, config, start) as profile,
-            contextlib.closing(self.writer),
+            contextlib.ExitStack() as running,
         ):
             while step < config.num_steps and stop.signal is None:
                 profile(step, state)
-                batch = self._to_devices(next(self.batches))
+                batch = self._to_devices(first if step == start else next(self.batches))
                 state, metrics = self.program.train_step(state, batch)
                 step += 1
                 if step == start + 1:
                     jax.block_until_ready(metrics)
+                    stop = running.enter_context(interrupts.noted())
+                    write_config(self.workdir, config, data)
                     write_choices(self.workdir)
+                    self.writer = MetricsWriter(self.workdir, start)
+                    running.enter_context(contextlib.closing(self.writer))
                     self.meter = Meter()  # from here on, what came before was compiling
                 else:
                     self.meter.step()
@@ -265,33 +275,6 @@ class _Loop:
         self.writer.write(step, {"val/loss": loss})
         self.progress.say(f"step {step}: held-out loss {loss:.4f} over {tokens:,.0f} tokens")
         self.meter.pause(time.perf_counter() - began)
-
-
-class _Stop:
-    signal: int | None = None
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[_Stop]:
-    """Note the first SIGINT or SIGTERM; a second one acts at once."""
-    stop = _Stop()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-
-    def note(number, _):
-        stop.signal = number
-        for s, handler in before.items():
-            signal.signal(s, handler)
-
-    for s in before:
-        signal.signal(s, note)
-    try:
-        yield stop
-    finally:
-        for s, handler in before.items():
-            signal.signal(s, handler)
 
 
 @contextlib.contextmanager

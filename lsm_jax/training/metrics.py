@@ -52,8 +52,9 @@ class MetricsWriter:
             return
         finite = {n: v if math.isfinite(v) else None for n, v in values.items()}  # JSON has no NaN
         self._file.write(json.dumps({"step": step, **finite}) + "\n")
-        for name, value in values.items():
-            self._events.add_scalar(name, value, step)
+        for name, value in finite.items():
+            if value is not None:  # tensorboardX warns of each NaN
+                self._events.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Flush and close."""
@@ -131,7 +132,7 @@ class TrainProgress:
         """Start the bar."""
         if self._lines:
             print(
-                f"{self.name}: step {self.start} of {self.total}; compiling",
+                f"{self.name}: step {self.start} of {self.total}; compiling the step",
                 file=sys.stderr,
                 flush=True,
             )
@@ -153,15 +154,15 @@ class TrainProgress:
         """A step is done."""
         if step == self.start + 1:
             self._begin = time.perf_counter()  # compiling tells nothing of the time left
-        status = f"loss {loss:.4f} · {tokens_per_second:,.0f} tokens/s"
+        status = f"loss {loss:.4f}"
+        if tokens_per_second:
+            status += f" · {tokens_per_second:,.0f} tokens/s"
         self._bar.update(self._task, completed=step, status=status)
         now = time.perf_counter()
         if self._lines and (now - self._last_line > _SECONDS_BETWEEN_LINES or step == self.total):
             self._last_line = now
-            each = (now - self._begin) / max(1, step - self.start - 1)
-            left = each * (self.total - step)
-            print(
-                f"step {step}/{self.total} · {status} · {left:.0f} s left",
-                file=sys.stderr,
-                flush=True,
-            )
+            timed, left = step - self.start - 1, ""
+            if timed > 0:
+                seconds = (now - self._begin) / timed * (self.total - step)
+                left = f" · {seconds:.0f} s left"
+            print(f"step {step}/{self.total} · {status}{left}", file=sys.stderr, flush=True)

@@ -23,9 +23,10 @@ from flax import nnx
 from lsm_jax import mixers, ops
 from lsm_jax.data import RecallTask, recall_examples
 from lsm_jax.models import RecallModel, recall_state_size
-from lsm_jax.training.config import differences, from_dict, to_dict
+from lsm_jax.training.config import to_dict
 from lsm_jax.training.metrics import MetricsWriter, TrainProgress
 from lsm_jax.training.recall_config import RecallConfig
+from lsm_jax.training.runs import check_workdir
 from lsm_jax.training.sweep import Data, Sweep, SweepState, epoch_blocks, largest_divisor
 
 _QUERIES_AT_A_TIME, _TOKENS_AT_A_TIME = 16384, 65536  # of an evaluation's batch, a member
@@ -127,7 +128,7 @@ def train_recall(config: RecallConfig, workdir: str | Path | None = None) -> dic
     config.validate()
     if workdir is not None:
         workdir = Path(workdir).expanduser().absolute()
-        _check_workdir(workdir, config)
+        check_workdir(workdir, config)
     began = time.perf_counter()
     train_data = [load_task(config, t, 0, i) for i, t in enumerate(config.train)]
     test_data = [load_task(config, t, 1, i) for i, t in enumerate(config.test)]
@@ -142,6 +143,7 @@ def train_recall(config: RecallConfig, workdir: str | Path | None = None) -> dic
     num_steps = config.epochs * len(plan) * per_call
     sweep = make_sweep(config, num_steps)
     state = jax.jit(sweep.first)()
+    print(f"{config.name}: compiling", file=sys.stderr, flush=True)
     program = _compile(config, sweep, state, train_data, test_data, per_call)
     compiled = time.perf_counter() - began
     writer = None
@@ -292,18 +294,6 @@ def _count(state: SweepState) -> dict[str, int]:
     total = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(state.params))
     embedding = math.prod(state.params["embedding"].shape[1:])
     return dict(total=total, non_embedding=total - embedding)
-
-
-def _check_workdir(workdir: Path, config: RecallConfig) -> None:
-    path = workdir / "config.json"
-    different = (
-        differences(from_dict(json.loads(path.read_text())), config) if path.is_file() else []
-    )
-    if different:
-        raise ValueError(
-            f"workdir={str(workdir)!r} was made with another config; use another workdir, or set back:\n  "
-            + "\n  ".join(different)
-        )
 
 
 def _announce(config: RecallConfig, num_steps: int, seconds: float) -> None:

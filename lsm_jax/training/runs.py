@@ -17,6 +17,7 @@ from flax import nnx
 from orbax import checkpoint as orbax
 
 from lsm_jax import ops
+from lsm_jax.data import fingerprint_changes
 from lsm_jax.models import Decoder, abstract
 from lsm_jax.training.checkpoints import Checkpoints, abstract_like
 from lsm_jax.training.config import TrainConfig, differences, from_dict, to_dict
@@ -45,34 +46,60 @@ def checkpoint_directory(workdir: str | os.PathLike[str]) -> Path:
     return Path(workdir).expanduser().absolute() / "checkpoints"
 
 
-def read_config(workdir: str | os.PathLike[str]) -> TrainConfig:
+def read_config(workdir: str | os.PathLike[str], argument: str = "workdir") -> TrainConfig:
     """The config of a run.
 
+    Args:
+        workdir: the run's directory.
+        argument: what the caller calls it, for messages.
+
     Raises:
-        ValueError: `workdir` is not a run's directory.
+        ValueError: `workdir` is not a directory of a run that saves a model, or its config.json cannot be read.
     """
-    path = Path(workdir).expanduser() / "config.json"
-    if not path.is_file():
+    if not (Path(workdir).expanduser() / "config.json").is_file():
         raise ValueError(
-            f"workdir={str(workdir)!r}: no config.json there; a run's directory is accepted"
+            f"{argument}={str(workdir)!r}: no config.json there; a run's directory is accepted"
         )
-    config = from_dict(json.loads(path.read_text()))
+    config = _parse_config(workdir, argument)
     if not isinstance(config, TrainConfig):
         raise ValueError(
-            f"workdir={str(workdir)!r}: a run of {type(config).__name__} saves no model; result.json has its result"
+            f"{argument}={str(workdir)!r}: a run of {type(config).__name__} saves no model; result.json has its result"
         )
     return config
 
 
-def check_workdir(workdir: Path, config: TrainConfig) -> None:
-    """Check that a directory is new or this config's.
+def _parse_config(workdir: str | os.PathLike[str], argument: str) -> Any:
+    path = Path(workdir).expanduser() / "config.json"
+    try:
+        config = from_dict(json.loads(path.read_text(encoding="utf-8")))
+        if not dataclasses.is_dataclass(config):
+            raise ValueError(f"it holds a {type(config).__name__}")
+    except (ValueError, TypeError, AttributeError, ImportError) as error:
+        raise ValueError(
+            f"{argument}={str(workdir)!r}: its config.json is not a config that this version wrote ({error}); "
+            "set the file right, or use another directory"
+        ) from error
+    return config
+
+
+def check_workdir(workdir: Path, config: Any) -> None:
+    """Check that a directory can be made, or is this config's.
 
     Raises:
-        ValueError: it was made with another config; the differing fields are listed.
+        ValueError: it is a file, cannot be written to, or was made with another config; the differing fields are listed.
     """
-    path = workdir / "config.json"
-    if path.is_file():
-        different = differences(read_config(workdir), config)
+    nearest = next(p for p in (workdir, *workdir.parents) if p.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        why = "may not be written to" if nearest.is_dir() else "is a file"
+        raise ValueError(
+            f"workdir={str(workdir)!r}: {nearest} {why}; accepted is a directory, made if it is not there"
+        )
+    if (workdir / "config.json").is_file():
+        old = _parse_config(workdir, "workdir")
+        kinds = [type(c).__name__ for c in (old, config)]
+        different = differences(old, config)
+        if kinds[0] != kinds[1]:
+            different = [f"type: {kinds[0]} -> {kinds[1]}"]
         if different:
             raise ValueError(
                 f"workdir={str(workdir)!r} was made with another config; use another workdir, or set back:\n  "
@@ -80,11 +107,34 @@ def check_workdir(workdir: Path, config: TrainConfig) -> None:
             )
 
 
-def write_config(workdir: Path, config: TrainConfig) -> None:
-    """Write config.json, which makes the directory a run's, and environment.json."""
+def check_data(workdir: Path, data: dict[str, Any]) -> None:
+    """Check that the training data are those that a run to be resumed began with, by their `fingerprint`.
+
+    Raises:
+        ValueError: they differ; what changed is listed. A directory without data.json, as earlier versions left it, passes.
+    """
+    path = workdir / "data.json"
+    try:
+        old = json.loads(path.read_text(encoding="utf-8"))
+        different = fingerprint_changes(old, data)
+    except FileNotFoundError:
+        return
+    except (ValueError, AttributeError) as error:
+        different = [f"{path} cannot be read: {error}"]
+    if different:
+        raise ValueError(
+            f"workdir={str(workdir)!r}: the training data changed since the run began; bring them back, or start anew in "
+            f"another workdir (--init_from takes this one's parameters), or remove {path} to go on with them as they are:\n  "
+            + "\n  ".join(different)
+        )
+
+
+def write_config(workdir: Path, config: TrainConfig, data: dict[str, Any]) -> None:
+    """Write config.json, which makes the directory a run's, the training data's data.json, and environment.json."""
     if jax.process_index() != 0:
         return
     workdir.mkdir(parents=True, exist_ok=True)
+    _write_json(workdir / "data.json", data)
     _write_json(workdir / "config.json", to_dict(config))
     _write_json(workdir / "environment.json", _environment())
 
@@ -118,7 +168,7 @@ def initial_params(source: str, target: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: no such run, or a model of other shapes.
     """
-    theirs = dict(_leaves(params_of(abstract(read_config(source).model))))
+    theirs = dict(_leaves(params_of(abstract(read_config(source, "init_from").model))))
     ours = dict(_leaves(target))
     wrong = [
         f"{name}: {theirs[name].shape if name in theirs else 'absent'} -> {ours[name].shape if name in ours else 'absent'}"
@@ -129,23 +179,25 @@ def initial_params(source: str, target: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"init_from={source!r}: another model; parameters differ:\n  " + "\n  ".join(wrong[:20])
         )
-    checkpoints = _open_checkpoints(source)
+    checkpoints = _open_checkpoints(source, "init_from")
     try:
         return checkpoints.load_params(target)[0]
     finally:
         checkpoints.close()
 
 
-def _open_checkpoints(workdir: str | os.PathLike[str]) -> Checkpoints:
+def _open_checkpoints(workdir: str | os.PathLike[str], argument: str = "workdir") -> Checkpoints:
     """For reading only: nothing is made or removed."""
     directory = checkpoint_directory(workdir)
     if not directory.is_dir():
-        raise ValueError(f"workdir={str(workdir)!r}: the run has no checkpoint yet")
+        raise ValueError(f"{argument}={str(workdir)!r}: the run has no checkpoint yet")
     return Checkpoints(directory, keep_last=1_000_000)
 
 
 def write_choices(workdir: Path) -> None:
     """Write implementations.json: what each op traced so far runs as."""
+    if jax.process_index() != 0:
+        return
     _write_json(workdir / "implementations.json", ops.choices())
 
 

@@ -272,8 +272,14 @@ def test_bad_text_is_refused(tmp_path, lines):
         first(folder, heldout_fraction=0.1)
 
 
-def test_wrong_utf8_is_replaced_and_said(tmp_path, caplog):
+def test_wrong_utf8_is_said_and_kept_as_bytes(tmp_path, caplog):
     path = tmp_path / "x.txt"
-    path.write_bytes(b"caf\xe9!")
-    assert Documents([path])[0].text == "caf\ufffd!"
+    path.write_bytes(b"caf\xe9! \xe2\x82 \xc3\xa9")
+    text = Documents([path])[0].text
     assert "is not UTF-8" in caplog.text
+    assert bytes(ByteTokenizer().encode(text)) == path.read_bytes()
+    escaped = ByteTokenizer(json_escape=True).encode(text)
+    assert bytes(escaped) == rb"caf\ufffd! \ufffd \u00e9"
+    batches = list(make_eval_iterator(config(path, heldout_path=str(path)), global_batch_size=1))
+    scored = np.concatenate([b["labels"][b["loss_mask"] > 0] for b in batches])
+    assert np.sum(scored < 256) == path.stat().st_size  # what bits per byte divides by

@@ -105,3 +105,9 @@ def test_gpt2_ids_of_longcrawl():
     assert plain.encode(text) == [64, 198, 198, 1, 65, 1]
     assert tokenizer.decode(tokenizer.encode(text)) == plain.decode(plain.encode(text)) == text
     assert plain.encode("<|endoftext|>") != [50256]
+
+
+def test_wrong_bytes_are_replaced_where_ids_are_no_bytes(trained):
+    tokenizer = load_tokenizer(str(trained))
+    text = b"the \xff hat".decode("utf-8", "surrogateescape")
+    assert tokenizer.encode(text) == tokenizer.encode("the \ufffd hat")

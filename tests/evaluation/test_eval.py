@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -163,10 +164,39 @@ def test_a_mistake_is_told_in_one_line(workdir):
     for flags, message in (
         (("--workdir=/nowhere/at/all",), "no config.json"),
         ((f"--workdir={workdir}", "--step=2"), "steps 3"),
-        ((f"--workdir={workdir}", "--data=/nowhere.zarr"), "does not exist"),
+        (
+            (f"--workdir={workdir}", "--data=/nowhere.zarr"),
+            "eval.py: data='/nowhere.zarr' does not exist",
+        ),
+        (
+            (f"--workdir={workdir}", os.fsdecode(b"--prompt=a\xff")),
+            r"prompt='a\udcff': not UTF-8 at character 1",
+        ),
         ((f"--workdr={workdir}",), "workdr"),
     ):
         done = eval_script(*flags)
         assert done.returncode == 1
         assert message in done.stderr and "Traceback" not in done.stderr
-        assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+        said = [
+            line for line in done.stderr.strip().splitlines() if ": loading the run in " not in line
+        ]
+        assert len(said) == 1, done.stderr
+
+
+@pytest.mark.parametrize("when", ["loading the run", "perplexity: "])
+def test_a_signal_is_one_line(workdir, when):
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "eval.py"), f"--workdir={workdir}", "--output=stopped"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if when in line:
+            break
+    process.send_signal(signal.SIGINT)
+    rest = process.stderr.read()
+    assert process.wait(timeout=60) == 130
+    assert rest == "eval.py: SIGINT: stopped; nothing further was saved\n"
+    assert not (workdir / "eval" / "stopped").exists()

@@ -110,6 +110,36 @@ def test_broken_checkpoint_is_passed_over(text, whole, tmp_path, capfd):
     assert losses(tmp_path / "run") == losses(whole)
 
 
+def test_a_flipped_bit_is_noticed(text, tmp_path, capfd):
+    config = tiny.config(text, total_tokens=4 * 256)
+    train(config, tmp_path / "run")
+    checkpoints, checksums = tmp_path / "run" / "checkpoints", tmp_path / "run" / "checksums"
+    assert sorted(p.name for p in checksums.iterdir()) == ["3.json", "4.json"]
+
+    def flip(part):
+        files = [p for p in (checkpoints / "4" / part).rglob("*") if p.is_file()]
+        file = max(files, key=lambda p: p.stat().st_size)
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+        return file.relative_to(checkpoints / "4")
+
+    damaged = flip("training")
+    assert lsm_jax.load_run(tmp_path / "run").step == 4  # which reads no optimizer state
+    flipped = flip("params")
+    with pytest.raises(ValueError, match=f"{flipped} is not what was saved"):
+        lsm_jax.load_run(tmp_path / "run", step=4)
+    assert lsm_jax.load_run(tmp_path / "run").step == 3
+    capfd.readouterr()
+    assert train(config, tmp_path / "run").step == 4
+    said = capfd.readouterr().err
+    assert f"{flipped} is not what was saved; its file {damaged} is not" in said
+    assert "going on from checkpoint 3" in said
+    assert lsm_jax.load_run(tmp_path / "run", step=4).step == 4  # saved anew, with its checksums
+    (checksums / "4.json").unlink()  # as an earlier version leaves it
+    assert lsm_jax.load_run(tmp_path / "run", step=4).step == 4
+
+
 def test_all_checkpoints_broken_is_an_error(text, tmp_path):
     train(tiny.config(text, total_tokens=4 * 256), tmp_path / "run")
     for path in (tmp_path / "run" / "checkpoints").rglob("manifest.ocdbt"):
@@ -170,6 +200,24 @@ def test_init_from_starts_with_its_parameters(text, whole, tmp_path):
     with pytest.raises(ValueError, match="no config.json there"):
         train(other, tmp_path / "other")
     assert not (tmp_path / "other" / "config.json").exists()  # so a corrected command may use it
+
+
+def test_changed_data_are_refused(tmp_path):
+    text = tiny.write_text(tmp_path / "text")
+    config = tiny.config(text, total_tokens=256, optimizer=tiny.OptimizerConfig())
+    train(config, tmp_path / "run")
+    content = (text / "3.txt").read_text()
+    (text / "3.txt").write_text(content + " More.")
+    (text / "more.txt").write_text("A document that was not there.")
+    with pytest.raises(ValueError, match="the training data changed since the run began") as error:
+        train(config, tmp_path / "run")
+    assert "new: more.txt\n  of another size: 3.txt" in str(error.value)
+    (text / "more.txt").unlink()
+    (text / "3.txt").write_text(content)
+    assert train(config, tmp_path / "run").step == 1
+    (text / "3.txt").unlink()
+    (tmp_path / "run" / "data.json").unlink()  # as in a directory of an earlier version
+    assert train(config, tmp_path / "run").step == 1
 
 
 def test_held_out_loss_is_logged(text, tmp_path):

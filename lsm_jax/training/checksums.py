@@ -1,0 +1,57 @@
+"""Checksums of a checkpoint's files, kept beside the checkpoints: storage that flips a bit says nothing of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+_READ_BYTES = 1 << 20
+
+
+def crc32(path: Path) -> int:
+    """CRC-32 of a file."""
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(_READ_BYTES):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def write_checksums(path: Path, folder: Path) -> None:
+    """Write the checksums of all files in `folder`, as JSON by their names in it, to `path`."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file())
+    values = {p.relative_to(folder).as_posix(): crc32(p) for p in files}
+    path.parent.mkdir(exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps(values))
+    os.replace(draft, path)
+
+
+def check_files(path: Path, folder: Path, wanted: Callable[[str], bool]) -> None:
+    """Compare those files in `folder` whose name is `wanted` with their checksums.
+
+    Where `path` is not there or not whole (a kill came before it was written), nothing is compared.
+
+    Raises:
+        ValueError: a file differs or is gone; it is named.
+    """
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return
+    names = [name for name in values if wanted(name)]
+
+    def wrong(name: str) -> str | None:
+        file = folder / name
+        if not file.is_file():
+            return f"its file {name} is gone"
+        return None if crc32(file) == values[name] else f"its file {name} is not what was saved"
+
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        found = [error for error in pool.map(wrong, names) if error]
+    if found:
+        raise ValueError("; ".join(found[:3]))

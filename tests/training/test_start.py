@@ -1,0 +1,163 @@
+"""How a run begins: signals before the first step, data and arguments that do not fit, and what a failed start leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lsm_jax.training import loop, read_config, train
+from lsm_jax.training.metrics import MetricsWriter, TrainProgress
+from tests.training import tiny
+
+SAID = "train.py: SIGINT: stopped; nothing further was saved"
+
+
+def start(folder, *arguments, **environment):
+    """train.py on the tiny run, whose text and config are in `folder`."""
+    text = tiny.write_text(folder / "text")
+    config = folder / "tiny_config.py"
+    config.write_text(
+        f"from tests.training import tiny\ndef get_config():\n    return tiny.config({str(text)!r})\n"
+    )
+    command = [sys.executable, "train.py", f"--config={config}", *arguments]
+    settings = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", **environment}
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | settings,
+    )
+
+
+@pytest.mark.parametrize("when", ["importing", ": reading ", "compiling the step"])
+def test_a_signal_before_the_first_step_is_one_line(tmp_path, when):
+    process = start(tmp_path, f"--workdir={tmp_path / 'run'}", JAX_ENABLE_COMPILATION_CACHE="0")
+    said = []
+    if when == "importing":
+        time.sleep(0.5)
+    else:
+        for line in process.stderr:
+            said.append(line)
+            if when in line:
+                break
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert errors.splitlines()[-1] == SAID, errors
+    assert "Traceback" not in errors and not output
+    assert not (tmp_path / "run").exists()  # so a corrected command may use it
+
+
+CODE = """
+import hashlib, os, signal, sys, time
+from lsm_jax import interrupts
+interrupts.leave_on_signals("here")
+with interrupts.noted() as stop:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(1.5)  # longer than the grace of a signal that is not noted
+    print(stop.signal, flush=True)
+    if sys.argv[1] == "again":
+        os.kill(os.getpid(), signal.SIGTERM)
+assert sys.argv[1] == "compiling"
+print("compiling", flush=True)
+hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # no Python runs meanwhile
+"""
+
+
+@pytest.mark.parametrize("case", ["again", "compiling"])
+def test_a_signal_is_noted_once_and_ends_even_what_is_not_python(case):
+    process = subprocess.Popen(
+        [sys.executable, "-c", CODE, case],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "15\n"
+    if case == "compiling":
+        assert process.stdout.readline() == "compiling\n"
+        process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 143
+    assert process.stderr.read() == "here: SIGTERM: stopped; nothing further was saved\n"
+
+
+def test_bad_data_is_told_before_anything_is_compiled_or_written(tmp_path, monkeypatch):
+    bad = tmp_path / "lines.jsonl"
+    bad.write_text('{"text": "a good line"}\n{"no": 1}\n{"no": 2}\n')
+
+    def compiled(*_):
+        raise AssertionError("reached the model")
+
+    monkeypatch.setattr(loop._Loop, "run", compiled)
+    with pytest.raises(ValueError, match="line at byte .* has no text under 'text'"):
+        config = tiny.config(bad)
+        config.data.heldout_fraction = 0.0
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workdir=", "--config=configs/mqar.py"], "--workdir is missing; give the run's directory"),
+        (["--workdir=x", "--config=none.py"], "--config=none.py: there is no file 'none.py'; accepted is FILE.py:VARIANT"),
+        (["--workdir=x", "--config="], "--config is missing; accepted is FILE.py:VARIANT"),
+        (["--workdir=x", "--config.batch_size=3"], "--config is missing; accepted is FILE.py:VARIANT"),
+    ],
+)  # fmt: skip
+def test_a_missing_argument_is_named(arguments, message):
+    command = [sys.executable, "train.py", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"train.py: {message}") and len(done.stderr.splitlines()) == 1
+
+
+def test_directories_that_cannot_be_a_runs(tmp_path):
+    config = tiny.config(tiny.write_text(tmp_path / "text"))
+    file = tmp_path / "file"
+    file.write_text("")
+    for workdir in (file, file / "inside"):
+        with pytest.raises(ValueError, match=f"workdir='{workdir}': {file} is a file; accepted is"):
+            train(config, workdir)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for content in (
+        "",
+        "{",
+        "[]",
+        "3",
+        '{"type": "lsm_jax.nowhere:Thing"}',
+        '{"type": 7}',
+        "\udcff",
+    ):
+        (folder / "config.json").write_bytes(content.encode("utf-8", "surrogateescape"))
+        with pytest.raises(
+            ValueError, match=f"workdir='{folder}': its config.json is not a config"
+        ):
+            train(config, folder)
+        with pytest.raises(ValueError, match="init_from=.*: its config.json is not a config"):
+            read_config(folder, "init_from")
+    with pytest.raises(ValueError, match="init_from='/nowhere': no config.json there"):
+        train(tiny.config(tmp_path / "text", init_from="/nowhere"), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_progress_tells_only_what_is_known(capsys, monkeypatch, tmp_path, caplog):
+    with TrainProgress("tiny", 0, 9) as progress:
+        progress._lines = True
+        progress._last_line -= 60
+        progress.advance(1, 5.0, 0.0)
+        progress._last_line -= 60
+        progress.advance(3, 4.0, 7.0)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-2] == "step 1/9 · loss 5.0000"
+    assert lines[-1].startswith("step 3/9 · loss 4.0000 · 7 tokens/s · ") and "left" in lines[-1]
+    writer = MetricsWriter(tmp_path, 0)
+    writer.write(1, {"loss": float("nan"), "rate": 1.0})
+    writer.close()
+    assert "NaN" not in caplog.text
