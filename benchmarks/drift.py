@@ -46,17 +46,25 @@ def make_cases(length: int) -> dict:
         "delta_memory, scalar decay": ("delta_memory", qkv | dict(beta=beta, log_decay=scalar)),
         "delta_memory, key-channel decay": ("delta_memory", qkv | dict(beta=beta, log_decay=channels)),
     }  # fmt: skip
-    if hasattr(ops, "dplr_memory"):
-        low_rank = dict(a=-k, b=beta[..., None] * k, log_decay=channels)
-        cases["dplr_memory"] = ("dplr_memory", qkv | low_rank)
+    low_rank = dict(a=-k, b=beta[..., None] * k, log_decay=channels)
+    cases["dplr_memory"] = ("dplr_memory", qkv | low_rank)
+    # The same decay at every step: what rounding does to it adds up.
+    for decay in (-1.0137e-5, -1.037e-4, -1.007e-3):
+        constant = dict(log_decay=np.array([decay]))
+        cases[f"linear_memory, constant decay {decay:g}"] = ("linear_memory", qkv | constant)
+        cases[f"linear_memory, constant decay {decay:g}, token by token"] = (
+            "linear_memory", qkv | constant | dict(form="recurrent")
+        )  # fmt: skip
     return cases
 
 
 def drift(op: str, inputs: dict) -> tuple[float, float]:
     """The error in the first and in the last tenth."""
     function = getattr(ops, op)
+    inputs = dict(inputs)
+    form = inputs.pop("form", "chunk")
     narrow = {n: jnp.asarray(x, jnp.float32) for n, x in inputs.items()}
-    output = np.asarray(jax.jit(lambda x: function(**x)[0])(narrow), np.float64)
+    output = np.asarray(jax.jit(lambda x: function(**x, form=form)[0])(narrow), np.float64)
     with jax.enable_x64(True):
         wide = {n: jnp.asarray(np.asarray(x), jnp.float64) for n, x in narrow.items()}
         exact = jax.jit(lambda x: function(**x, form="recurrent")[0])(wide)

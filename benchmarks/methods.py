@@ -48,7 +48,6 @@ def measure(method: str, size: str, workdir: Path, tokens: int) -> dict:
     rows = read_rows(workdir / "metrics.jsonl")
     speeds = [r[SPEED] for r in rows if r.get(SPEED)]
     held_out = [r["val/loss"] for r in rows if r.get("val/loss") is not None]
-    overrides = f"--config.total_tokens={tokens} --config.model.remat=dots"
     return dict(
         method=method,
         held_out_loss=held_out[-1],
@@ -59,8 +58,16 @@ def measure(method: str, size: str, workdir: Path, tokens: int) -> dict:
         tokens=tokens,
         seconds=round(seconds, 1),
         **provenance(),
-        command=f"python train.py --config=configs/lm.py:{variant} {overrides} "
-        f"--config.optimizer.warmup_tokens={tokens // 10}",
+        command=command(variant, tokens, config.eval_every),
+    )
+
+
+def command(variant: str, tokens: int, eval_every: int) -> str:
+    """What trains the same model alone; its metrics.jsonl ends with the same held-out loss."""
+    return (
+        f"python train.py --config=configs/lm.py:{variant} --workdir=runs/{variant} --config.total_tokens={tokens} "
+        f"--config.model.remat=dots --config.optimizer.warmup_tokens={tokens // 10} --config.log_every={EVERY} "
+        f"--config.eval_every={eval_every}"
     )
 
 

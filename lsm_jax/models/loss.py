@@ -41,11 +41,8 @@ def next_token_loss(
         )
     if loss_mask is not None and loss_mask.shape != labels.shape:
         raise ValueError(f"loss_mask has shape {loss_mask.shape}; labels have {labels.shape}")
-    return over_batch(
-        lambda batched, shared: _loss(chunk_size, **batched, **shared),
-        dict(hidden=hidden, labels=labels, loss_mask=loss_mask),
-        dict(head=head),
-    )
+    batched = dict(hidden=hidden, labels=labels, loss_mask=loss_mask)
+    return over_batch(_loss, batched, dict(head=head), chunk_size)
 
 
 def _loss(chunk_size, hidden, labels, loss_mask, head):

@@ -94,10 +94,19 @@ def attention(
         )
     batch, length, _, _, heads, key_dim, value_dim = checks.check_qkv(op, q, k, v)
     checks.check_rows(op, batch, length, segment_ids, update_mask)
-    if window is not None and window < 1:
-        raise ValueError(f"{op}: window={window}; accepted are None and integers from 1")
-    if initial_state is not None:
-        _check_state(op, initial_state, (batch, heads, key_dim, value_dim), window)
+    if window is not None and not checks.is_count(window):
+        raise ValueError(f"{op}: window={window!r}; accepted are None and integers from 1")
+    capacity = length if window is None else window
+    if isinstance(initial_state, AttentionState) and jnp.ndim(initial_state.keys) >= 4:
+        capacity = initial_state.keys.shape[-3]
+    empty = functools.partial(
+        attention_state, batch, capacity, heads, key_dim, value_dim, dtype=k.dtype
+    )
+    state = checks.state_or_empty(op, initial_state, empty, segment_ids)
+    if window is not None and capacity < window:
+        raise ValueError(
+            f"{op}: initial_state holds {capacity} tokens; window={window} needs as many"
+        )
     plain = initial_state is None and segment_ids is None and update_mask is None
     reason = _why_not_cudnn(q, k, v, plain)
     if implementation == "cudnn" and reason is not None:
@@ -106,22 +115,16 @@ def attention(
         chosen.note(op, "xla" if implementation == "xla" else f"xla (cuDNN takes {reason})")
     else:
         chosen.note(op, "cudnn" if implementation else "cudnn on NVIDIA, xla elsewhere")
-    if initial_state is None:
-        initial_state = attention_state(
-            batch, length if window is None else window, heads, key_dim, value_dim, dtype=k.dtype
-        )
     options = _Options(
         window=window,
-        scale=key_dim**-0.5 if scale is None else scale,
+        scale=checks.scale_or_default(op, scale, key_dim),
         cudnn={"cudnn": "always", "xla": "never", None: "maybe"}[implementation]
         if reason is None
         else "never",
         plain=plain,
     )
-    batched = dict(
-        q=q, k=k, v=v, state=initial_state, segment_ids=segment_ids, update_mask=update_mask
-    )
-    return over_batch(lambda b, _: _attention(options, **b), batched, {})
+    batched = dict(q=q, k=k, v=v, state=state, segment_ids=segment_ids, update_mask=update_mask)
+    return over_batch(_attention, batched, {}, options)
 
 
 class _Options(NamedTuple):
@@ -354,21 +357,3 @@ def _cudnn_missing() -> str | None:
     except RuntimeError:
         return "an NVIDIA device, and this host has none"
     return None if version else "no cuDNN"
-
-
-def _check_state(op, state: AttentionState, dims, window):
-    batch, heads, key_dim, value_dim = dims
-    segmented = jnp.ndim(state.keys) == 5
-    rows = (batch, None) if segmented else (batch,)
-    letters = "B, S, C, G" if segmented else "B, C, G"
-    checks.check_shape(
-        op, "initial_state.keys", state.keys, (*rows, None, heads, key_dim), f"{letters}, K"
-    )
-    checks.check_shape(
-        op, "initial_state.values", state.values, (*rows, None, heads, value_dim), f"{letters}, V"
-    )
-    capacity = state.keys.shape[-3]
-    if window is not None and capacity < window:
-        raise ValueError(
-            f"{op}: initial_state holds {capacity} tokens; window={window} needs as many"
-        )

@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 FORMS = ("recurrent", "chunk", "associative")
 DEFAULT_CHUNK_SIZE = 64
 
 
-def check_form(op: str, form: str, implementation: str | None) -> None:
-    """Raise unless `form` and `implementation` name something that exists."""
+def check_form(
+    op: str, form: str, implementation: str | None, kernels: tuple[str, ...] = ()
+) -> None:
+    """Raise unless `form` and `implementation` name something that exists; `kernels` are the op's fused ones."""
     if form not in FORMS:
         raise ValueError(f"{op}: form={form!r}; accepted are {', '.join(map(repr, FORMS))}")
-    check_implementation(op, implementation)
+    check_implementation(op, implementation, kernels)
 
 
-def check_implementation(op: str, implementation: str | None) -> None:
-    """Raise unless `implementation` names something that exists."""
-    if implementation not in (None, "xla"):
+def check_implementation(
+    op: str, implementation: str | None, kernels: tuple[str, ...] = ()
+) -> None:
+    """Raise unless `implementation` names something that exists; `kernels` are the op's fused ones."""
+    if implementation not in (None, "xla", *kernels):
+        names = ", ".join(map(repr, ("xla", *kernels)))
+        none = "" if kernels else f" (no fused kernel for {op} exists in this version)"
         raise ValueError(
-            f"{op}: implementation={implementation!r}; accepted are None and 'xla' "
-            f"(no fused kernel for {op} exists in this version)"
+            f"{op}: implementation={implementation!r}; accepted are None, {names}{none}"
         )
 
 
@@ -39,6 +49,20 @@ def check_shape(op: str, name: str, array, expected: tuple[int | None, ...], let
         )
 
 
+def check_filled(op: str, name: str, array) -> None:
+    """Raise if an axis has no entries."""
+    if 0 in jnp.shape(array):
+        raise ValueError(f"{op}: {name} has shape {jnp.shape(array)}; no axis may be empty")
+
+
+def check_row_channels(op: str, name: str, array) -> tuple[int, int, int]:
+    """Check an array of [B, T, D], and give these."""
+    if jnp.ndim(array) != 3:
+        raise ValueError(f"{op}: {name} has shape {jnp.shape(array)}; accepted is [B, T, D]")
+    check_filled(op, name, array)
+    return array.shape
+
+
 def check_qkv(op: str, q, k, v) -> tuple[int, int, int, int, int, int, int]:
     """Check queries, keys and values against each other and the head rule: (B, T, H, key heads, G, K, V)."""
     for name, array, letters in (
@@ -48,8 +72,7 @@ def check_qkv(op: str, q, k, v) -> tuple[int, int, int, int, int, int, int]:
     ):
         if jnp.ndim(array) != 4:
             raise ValueError(f"{op}: {name} has shape {jnp.shape(array)}; accepted is [{letters}]")
-        if 0 in jnp.shape(array):
-            raise ValueError(f"{op}: {name} has shape {jnp.shape(array)}; no axis may be empty")
+        check_filled(op, name, array)
         if not jnp.issubdtype(jnp.asarray(array).dtype, jnp.floating):
             raise ValueError(f"{op}: {name} has dtype {array.dtype}; accepted are floating ones")
     batch, length, query_heads, key_dim = q.shape
@@ -81,9 +104,76 @@ def check_chunk_size(op: str, chunk_size: int | None, length: int) -> int:
     """The chunk size to use: the one given or the default, and no longer than T needs."""
     if chunk_size is None:
         chunk_size = DEFAULT_CHUNK_SIZE
-    if chunk_size < 1 or chunk_size & (chunk_size - 1):
-        raise ValueError(f"{op}: chunk_size={chunk_size}; accepted are powers of two")
-    return min(chunk_size, 1 << (length - 1).bit_length())
+    if not is_count(chunk_size) or chunk_size & (chunk_size - 1):
+        raise ValueError(f"{op}: chunk_size={chunk_size!r}; accepted are powers of two and None")
+    return min(int(chunk_size), 1 << (length - 1).bit_length())
+
+
+def is_count(value: Any) -> bool:
+    """Whether `value` is an integer from 1; True and 16.0 are none."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 1
+
+
+def check_number(op: str, name: str, value: Any, *, at_least: float = -math.inf) -> float:
+    """`value` as a float: it is compiled in, so it has to be known, which a traced array is not."""
+    numbers = (int, float, np.integer, np.floating)
+    known = isinstance(value, numbers) and not isinstance(value, bool)
+    if not (known and math.isfinite(value) and value >= at_least):
+        bound = "" if at_least == -math.inf else f" from {at_least:g}"
+        raise ValueError(f"{op}: {name}={value!r}; accepted are finite Python numbers{bound}")
+    return float(value)
+
+
+def scale_or_default(op: str, scale: float | None, key_dim: int) -> float:
+    """What multiplies the queries."""
+    return key_dim**-0.5 if scale is None else check_number(op, "scale", scale)
+
+
+def state_or_empty(op: str, state: Any, empty: Callable[..., Any], segment_ids: Any) -> Any:
+    """`state` if it is as `empty(num_segments=...)` gives it, or an empty one for None.
+
+    Raises:
+        ValueError: another type, arrays that are missing, too many or of another shape or kind, or states of segments without
+            `segment_ids`.
+    """
+    if state is None:
+        return empty(num_segments=None)
+    wanted = jax.eval_shape(lambda: empty(num_segments=None))
+    kind = type(wanted).__name__
+    if type(state) is not type(wanted):
+        raise ValueError(
+            f"{op}: initial_state is a {type(state).__name__}; accepted are {kind} and None"
+        )
+    given, expected = (jax.tree_util.tree_leaves_with_path(x) for x in (state, wanted))
+    names, expected_names = (
+        ["initial_state" + jax.tree_util.keystr(path) for path, _ in x] for x in (given, expected)
+    )
+    if names != expected_names:
+        raise ValueError(
+            f"{op}: initial_state holds {', '.join(names)}; accepted with these arguments is a {kind} of "
+            f"{', '.join(expected_names)}"
+        )
+    rank, segments = len(expected[0][1].shape), ()
+    if jnp.ndim(given[0][1]) == rank + 1:
+        segments = jnp.shape(given[0][1])[1:2]
+        if segment_ids is None:
+            raise ValueError(
+                f"{op}: {names[0]} has shape {jnp.shape(given[0][1])}, one state a segment, and segment_ids=None; accepted "
+                f"are segment_ids [B, T], or a state of one memory a row"
+            )
+        wanted = jax.eval_shape(lambda: empty(num_segments=segments[0]))
+    for name, (_, array), like in zip(names, given, jax.tree.leaves(wanted), strict=True):
+        check_shape(op, name, array, like.shape, _STATE_LETTERS if segments else "B, ...")
+        for of, called in _KINDS:
+            if jnp.issubdtype(like.dtype, of) and not jnp.issubdtype(jnp.result_type(array), of):
+                raise ValueError(
+                    f"{op}: {name} has dtype {jnp.result_type(array)}; accepted with these arguments are {called} ones"
+                )
+    return state
+
+
+_STATE_LETTERS = "B, S, ..."
+_KINDS = ((jnp.integer, "integer"), (jnp.floating, "real"), (jnp.complexfloating, "complex"))
 
 
 def compute_dtype(*arrays: Array | None):
@@ -122,12 +212,3 @@ def check_log_decay(op: str, log_decay, dims: tuple[int, int, int, int]) -> None
             f"{op}: log_decay has shape {jnp.shape(log_decay)}; accepted are "
             f"[G], [B, T, G] and [B, T, G, K] = {', '.join(map(str, accepted))}"
         )
-
-
-def check_memory(op: str, memory, dims: tuple[int, int, int, int]) -> None:
-    """Check a state's memory against (B, G, K, V), with or without an axis of segments."""
-    batch, *rest = dims
-    segmented = jnp.ndim(memory) == 5
-    expected = (batch, None, *rest) if segmented else (batch, *rest)
-    letters = "B, S, G, K, V" if segmented else "B, G, K, V"
-    check_shape(op, "initial_state.memory", memory, expected, letters)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from absl import logging
+
+Fused = Literal["always", "maybe", "never"]
 
 _CHOICES: dict[str, str] = {}
 
@@ -13,6 +17,37 @@ def note(op: str, choice: str) -> None:
     if choice not in known.split("; "):
         _CHOICES[op] = f"{known}; {choice}" if known else choice
         logging.info("%s runs as %s", op, choice)
+
+
+def choose(op: str, form: str, implementation: str | None, kernel: str, why: str | None) -> Fused:
+    """Whether a fused kernel runs: always (asked for by name), maybe (the platform decides, at lowering) or never.
+
+    Args:
+        op: for messages.
+        form: that XLA would run.
+        implementation: None, "xla" or `kernel`.
+        kernel: the name of the kernel's backend.
+        why: what the kernel takes in place of this call, or None if it serves it.
+
+    Raises:
+        NotImplementedError: `kernel` is asked for by name and does not serve the call.
+    """
+    if implementation == "xla":
+        note(op, f"xla, {form} form")
+        return "never"
+    if implementation is None:
+        choice = f"xla, {form} form"
+        note(
+            op,
+            f"{kernel} on Hopper, else {choice}"
+            if why is None
+            else f"{choice} ({kernel} takes {why})",
+        )
+        return "maybe" if why is None else "never"
+    if why is not None:
+        raise NotImplementedError(f"{op}: implementation={implementation!r} takes {why}")
+    note(op, kernel)
+    return "always"
 
 
 def choices() -> dict[str, str]:

@@ -14,6 +14,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
+def forget(memory: Array, log_decay: Array) -> Array:
+    """`exp(log_decay) * memory`, as a difference where the decay is slow.
+
+    `exp` of a number near 0 keeps few of its digits: a constant decay would be another one, the same way at every step.
+    """
+    slow = memory + jnp.expm1(log_decay) * memory
+    return jnp.where(log_decay > -0.5, slow, jnp.exp(log_decay) * memory)
+
+
 class Halving(NamedTuple):
     """Partial sums of the log decay of a chunk, [..., C, K].
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from lsm_jax.ops import checks, chosen
-from lsm_jax.ops.decays import channel_scores, halve, inverse_unit_lower, pairwise_decay
+from lsm_jax.ops.decays import channel_scores, forget, halve, inverse_unit_lower, pairwise_decay
 from lsm_jax.ops.segments import Chunks, cut_into_chunks, finish_output, read_tokens, select
 from lsm_jax.ops.states import (
     DeltaState,
@@ -75,10 +75,8 @@ def delta_memory(
     size = checks.check_chunk_size(op, chunk_size, length)
     chosen.note(op, f"xla, {form} form (no fused kernel in this version)")
     dtype = checks.compute_dtype(q, k, v, beta, log_decay)
-    state = initial_state
-    if state is None:
-        state = delta_state(batch, heads, key_dim, value_dim, dtype=dtype)
-    checks.check_memory(op, state.memory, (batch, heads, key_dim, value_dim))
+    empty = functools.partial(delta_state, batch, heads, key_dim, value_dim, dtype=dtype)
+    state = checks.state_or_empty(op, initial_state, empty, segment_ids)
 
     constant = log_decay is not None and jnp.ndim(log_decay) == 1
     batched = dict(
@@ -93,13 +91,13 @@ def delta_memory(
     )
     shared = dict(constant_log_decay=log_decay if constant else None)
     options = _Options(
-        scale=key_dim**-0.5 if scale is None else scale,
+        scale=checks.scale_or_default(op, scale, key_dim),
         form=form,
         size=size,
         dtype=dtype,
         precision=checks.matmul_precision(q, k, v),
     )
-    return over_batch(lambda b, s: _delta_memory(options, **b, **s), batched, shared)
+    return over_batch(_delta_memory, batched, shared, options)
 
 
 class _Options(NamedTuple):
@@ -161,9 +159,9 @@ def _delta_memory(
 
 def _step(memory: Array, x: _Inputs) -> tuple[Array, Array]:
     if x.decay is not None:
-        memory = memory * jnp.exp(x.decay)[..., None, None]
+        memory = forget(memory, x.decay[..., None, None])
     if x.key_decay is not None:
-        memory = memory * jnp.exp(x.key_decay)[..., None]
+        memory = forget(memory, x.key_decay[..., None])
     held = jnp.sum(x.k[..., None] * memory, axis=-2)
     memory = memory + x.k[..., None] * (x.beta[..., None] * (x.v - held))[..., None, :]
     return memory, jnp.sum(x.q[..., None] * memory[:, :, None], axis=-2)
@@ -196,9 +194,9 @@ def _chunked(inputs: _Inputs, memory, chunks: Chunks, options: _Options):
         scores = channel_scores(rows, keys, shared, jnp.sum(rows * keys, axis=-1), precision)
     else:
         scores = jnp.einsum("bngrik,bngjk->bngrij", rows, x.k, precision=precision)
+        scores = jnp.tril(scores)
         if x.decay is None:
             halving = None
-            scores = jnp.tril(scores)
         else:
             halving = halve(x.decay[..., None])
             scores = scores * pairwise_decay(halving)[:, :, :, None]

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from lsm_jax.ops import checks, chosen
-from lsm_jax.ops.decays import Halving, channel_scores, halve, inverse_unit_lower
+from lsm_jax.ops.decays import Halving, channel_scores, forget, halve, inverse_unit_lower
 from lsm_jax.ops.segments import Chunks, cut_into_chunks, finish_output, read_tokens, select
 from lsm_jax.ops.states import (
     DeltaState,
@@ -85,10 +85,8 @@ def dplr_memory(
     size = checks.check_chunk_size(op, chunk_size, length)
     chosen.note(op, f"xla, {form} form (no fused kernel in this version)")
     dtype = checks.compute_dtype(q, k, v, a, b, log_decay)
-    state = initial_state
-    if state is None:
-        state = delta_state(batch, heads, key_dim, value_dim, dtype=dtype)
-    checks.check_memory(op, state.memory, (batch, heads, key_dim, value_dim))
+    empty = functools.partial(delta_state, batch, heads, key_dim, value_dim, dtype=dtype)
+    state = checks.state_or_empty(op, initial_state, empty, segment_ids)
 
     if log_decay is None:
         log_decay = jnp.zeros(heads, dtype)
@@ -106,13 +104,13 @@ def dplr_memory(
     )
     shared = dict(constant_log_decay=log_decay if constant else None)
     options = _Options(
-        scale=key_dim**-0.5 if scale is None else scale,
+        scale=checks.scale_or_default(op, scale, key_dim),
         form=form,
         size=size,
         dtype=dtype,
         precision=checks.matmul_precision(q, k, v),
     )
-    return over_batch(lambda b, s: _dplr_memory(options, **b, **s), batched, shared)
+    return over_batch(_dplr_memory, batched, shared, options)
 
 
 class _Options(NamedTuple):
@@ -172,7 +170,7 @@ def _dplr_memory(
 
 def _step(memory: Array, x: _Inputs) -> tuple[Array, Array]:
     held = jnp.sum(x.a[..., None] * memory, axis=-2, keepdims=True)
-    memory = jnp.exp(x.log_decay)[..., None] * memory
+    memory = forget(memory, x.log_decay[..., None])
     memory = memory + x.b[..., None] * held + x.k[..., None] * x.v[..., None, :]
     return memory, jnp.sum(x.q[..., None] * memory[:, :, None], axis=-2)
 

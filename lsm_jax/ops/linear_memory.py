@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lsm_jax.ops import checks, chosen, stabilized
+from lsm_jax.ops import checks, chosen, linear_kernels, stabilized
 from lsm_jax.ops.decays import (
     Halving,
     blocks_of,
     channel_scores,
+    forget,
     halve,
     pair_blocks,
     pairwise_decay,
@@ -81,17 +82,20 @@ def linear_memory(
         update_mask: [B, T], 0 where a token must not change the memory (it still reads it).
         form: "recurrent" (token by token), "chunk" (matrix products in a chunk, scan over chunks) or "associative"
             (associative scan over chunks).
-        implementation: None or "xla".
-        chunk_size: tokens in a chunk, a power of two; None is 64.
+        implementation: None (the fused kernel where it serves: NVIDIA Hopper, bfloat16, chunk form, no decay or a scalar one, K
+            and V of 64 or 128, no bonus, normaliser or input gate, one state a row; else XLA), "xla", "mosaic_gpu" or, by name
+            only, "mosaic_tpu" (no one has run it on a TPU yet).
+        chunk_size: tokens in a chunk of the XLA form, a power of two; None is 64.
 
     Returns:
         The output in v's dtype, and the final state in float32 (float64 if an input is).
 
     Raises:
+        NotImplementedError: a kernel asked for by name does not serve the call; the message says why.
         ValueError: shapes, heads, form, implementation or chunk size that are not accepted.
     """
     op = "linear_memory"
-    checks.check_form(op, form, implementation)
+    checks.check_form(op, form, implementation, linear_kernels.KERNELS)
     batch, length, _, _, heads, key_dim, value_dim = checks.check_qkv(op, q, k, v)
     checks.check_rows(op, batch, length, segment_ids, update_mask)
     size = checks.check_chunk_size(op, chunk_size, length)
@@ -101,22 +105,20 @@ def linear_memory(
         _check_gated(
             op, (batch, length, heads), log_decay, value_log_decay, log_input_gate, bonus, normalize
         )
-    chosen.note(op, f"xla, {form} form (no fused kernel in this version)")
     dtype = checks.compute_dtype(q, k, v, log_decay, value_log_decay, log_input_gate, bonus)
-    state = initial_state
-    if state is None:
-        kept = dict(normalize=normalize is not None, stabilize=gated)
-        state = linear_state(batch, heads, key_dim, value_dim, **kept, dtype=dtype)
-    checks.check_memory(op, state.memory, (batch, heads, key_dim, value_dim))
-    if (normalize is None) != (state.normalizer is None):
-        given = "has no normalizer" if state.normalizer is None else "has a normalizer"
-        raise ValueError(f"{op}: initial_state {given}, but normalize={normalize}")
-    if gated != (state.stabilizer is not None):
-        given = "has no stabilizer" if gated else "has a stabilizer"
-        raise ValueError(
-            f"{op}: initial_state {given}, but log_input_gate is {'given' if gated else 'None'}"
-        )
+    if normalize is not None:
+        normalize = checks.check_number(op, "normalize", normalize, at_least=0)
+    _check_kept(op, initial_state, normalize, gated)
+    kept = dict(normalize=normalize is not None, stabilize=gated)
+    empty = functools.partial(linear_state, batch, heads, key_dim, value_dim, **kept, dtype=dtype)
+    state = checks.state_or_empty(op, initial_state, empty, segment_ids)
 
+    plain = dict(
+        value_log_decay=value_log_decay, log_input_gate=log_input_gate, bonus=bonus, normalize=normalize
+    )  # fmt: skip
+    kernel = linear_kernels.AUTOMATIC if implementation in (None, "xla") else implementation
+    why = linear_kernels.why_not(kernel, form, q, k, v, log_decay, state.memory, plain)
+    fused = chosen.choose(op, form, implementation, kernel, why)
     constant = log_decay is not None and jnp.ndim(log_decay) == 1
     batched = dict(
         q=q,
@@ -131,14 +133,16 @@ def linear_memory(
     )
     shared = dict(constant_log_decay=log_decay if constant else None, bonus=bonus)
     options = _Options(
-        scale=key_dim**-0.5 if scale is None else scale,
+        scale=checks.scale_or_default(op, scale, key_dim),
         normalize=normalize,
         form=form,
+        fused=fused,
+        kernel=kernel,
         size=size,
         dtype=dtype,
         precision=checks.matmul_precision(q, k, v),
     )
-    return over_batch(lambda b, s: _linear_memory(options, **b, **s), batched, shared)
+    return over_batch(_linear_memory, batched, shared, options)
 
 
 class _Options(NamedTuple):
@@ -148,6 +152,8 @@ class _Options(NamedTuple):
     size: int
     dtype: Any
     precision: jax.lax.Precision
+    fused: chosen.Fused = "never"
+    kernel: str = ""
 
 
 class _Inputs(NamedTuple):
@@ -163,7 +169,24 @@ class _Inputs(NamedTuple):
 
 # Compiled as a whole also when called outside `jax.jit`, as in a notebook.
 @functools.partial(jax.jit, static_argnums=0)
-def _linear_memory(
+def _linear_memory(options, **arrays):
+    if options.fused == "never":
+        return _by_xla(options, **arrays)
+
+    def kernel(arrays):
+        names = ("q", "k", "v", "log_decay", "state", "segment_ids", "update_mask")
+        given = {name: arrays[name] for name in names}
+        if arrays["constant_log_decay"] is not None:
+            given["log_decay"] = arrays["constant_log_decay"]
+        return linear_kernels.run_kernel(options.kernel, options.scale, **given)
+
+    if options.fused == "always":
+        return kernel(arrays)
+    xla = lambda arrays: _by_xla(options, **arrays)  # noqa: E731
+    return jax.lax.platform_dependent(arrays, cuda=kernel, default=xla)
+
+
+def _by_xla(
     options, q, k, v, log_decay, value_log_decay, log_input_gate, state, segment_ids, update_mask,
     constant_log_decay, bonus,
 ):  # fmt: skip
@@ -262,7 +285,7 @@ def _recurrent(inputs: _Inputs, bonus, memory, tokens):
             decay = decay + x.key_decay[..., :, None]
         if x.value_decay is not None:
             decay = decay + x.value_decay[..., None, :]
-        after = jnp.exp(decay) * memory + write
+        after = forget(memory, decay) + write
         seen = after if bonus is None else memory + bonus[..., None] * write
         return after, jnp.sum(x.q[..., None] * seen[:, :, None], axis=-2)
 
@@ -292,10 +315,10 @@ def _chunked(inputs: _Inputs, bonus, memory, chunks: Chunks, options: _Options):
             scores = _with_queries(x, key_halving, current, precision)
         else:
             scores = jnp.einsum("bngrik,bngjk->bngrij", x.q, x.k, precision=precision)
+            # Masked first: a later score that overflowed is not 0 times 0.
+            scores = jnp.tril(scores, -1 if exclusive else 0)
             if scalar_halving is not None:
                 scores = scores * pairwise_decay(scalar_halving, exclusive=exclusive)[:, :, :, None]
-            else:
-                scores = jnp.tril(scores, -1 if exclusive else 0)
             if exclusive:
                 scores = scores + current[..., None] * jnp.eye(chunks.size, dtype=scores.dtype)
         if same is not None:
@@ -303,36 +326,34 @@ def _chunked(inputs: _Inputs, bonus, memory, chunks: Chunks, options: _Options):
         output = jnp.einsum("bngrij,bngjv->bngriv", scores, x.v, precision=precision)
 
     # The chunk as one update of the memory, and its read of what was there before.
-    read, written_keys, written_values, transition = (
-        x.q,
-        x.k,
-        x.v,
-        jnp.ones((1, 1, 1, 1, 1), x.k.dtype),
-    )
+    read, written_keys, written_values = x.q, x.k, x.v
+    log_transition = jnp.zeros((1, 1, 1, 1, 1), x.k.dtype)
     out_decay = None
     for halving in (scalar_halving, key_halving):
         if halving is not None:
             read = read * jnp.exp(halving.prefix)[:, :, :, None]
             written_keys = written_keys * jnp.exp(halving.suffix)
-            transition = transition * jnp.exp(halving.total)[..., None]
+            log_transition = log_transition + halving.total[..., None]
     if value_halving is not None:
         out_decay = jnp.exp(value_halving.prefix)[:, :, :, None]
         written_values = written_values * jnp.exp(value_halving.suffix)
-        transition = transition * jnp.exp(value_halving.total)[..., None, :]
+        log_transition = log_transition + value_halving.total[..., None, :]
     if same is not None:
         read = jnp.where(enters[:, :, None, None, :, None], read, 0)
         written_keys = jnp.where(stays[:, :, None, :, None], written_keys, 0)
-        transition = jnp.where(per_chunk(enters[:, :, -1], transition), transition, 0)
+        lasts = per_chunk(enters[:, :, -1], log_transition)
+        log_transition = jnp.where(lasts, log_transition, -jnp.inf)
     write = jnp.einsum("bngck,bngcv->bngkv", written_keys, written_values, precision=precision)
-    transition = jnp.broadcast_to(transition, (*write.shape[:2], *transition.shape[2:]))
+    log_transition = jnp.broadcast_to(log_transition, (*write.shape[:2], *log_transition.shape[2:]))
 
     if options.form == "chunk":
         entering, memory = scan_chunks(
-            lambda m, update: update[0] * m + update[1], (transition, write), memory, chunks
-        )
+            lambda m, update: forget(m, update[0]) + update[1],
+            (log_transition, write), memory, chunks,
+        )  # fmt: skip
     else:
         entering, memory = associate_chunks(
-            jnp.multiply, jnp.multiply, transition, write, memory, chunks
+            jnp.multiply, jnp.multiply, jnp.exp(log_transition), write, memory, chunks
         )
     carried = jnp.einsum("bngrck,bngkv->bngrcv", read, entering, precision=precision)
     output = output + (carried if out_decay is None else carried * out_decay)
@@ -384,6 +405,19 @@ def _check(op, dims, log_decay, value_log_decay, bonus):
         )
     if bonus is not None:
         checks.check_shape(op, "bonus", bonus, (heads, key_dim), "G, K")
+
+
+def _check_kept(op, state, normalize, gated):
+    if not isinstance(state, LinearState):
+        return
+    if (normalize is None) != (state.normalizer is None):
+        given = "has no normalizer" if state.normalizer is None else "has a normalizer"
+        raise ValueError(f"{op}: initial_state {given}, but normalize={normalize}")
+    if gated != (state.stabilizer is not None):
+        given = "has no stabilizer" if gated else "has a stabilizer"
+        raise ValueError(
+            f"{op}: initial_state {given}, but log_input_gate is {'given' if gated else 'None'}"
+        )
 
 
 def _check_gated(op, dims, log_decay, value_log_decay, log_input_gate, bonus, normalize):

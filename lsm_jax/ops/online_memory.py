@@ -182,21 +182,14 @@ def online_memory(
     dtype = checks.compute_dtype(q, k, v, *inner.weights, *gates.values(), coefficients)
     sizes = (key_dim, *(w.shape[-1] for w in inner.weights))
     momentum = log_momentum is not None
-    empty = dict(bias=inner.biases is not None, momentum=momentum, dtype=dtype)
-    state = initial_state
-    if state is None:
-        state = online_state(batch, heads, sizes, **empty)
-    else:
-        segments = state.position.shape[1] if jnp.ndim(state.position) == 2 else None
-        expected = jax.eval_shape(
-            lambda: online_state(batch, heads, sizes, num_segments=segments, **empty)
-        )
-        _check_state(op, state, expected)
+    kept = dict(bias=inner.biases is not None, momentum=momentum, dtype=dtype)
+    empty = functools.partial(online_state, batch, heads, sizes, **kept)
+    state = checks.state_or_empty(op, initial_state, empty, segment_ids)
 
     options = _Options(
         mini_batch=mini_batch,
         residual=residual,
-        norm_eps=norm_eps,
+        norm_eps=checks.check_number(op, "norm_eps", norm_eps, at_least=0),
         form=form,
         size=min(size, 1 << (mini_batch.bit_length() - 1)),
         fresh=initial_state is None,
@@ -207,7 +200,7 @@ def online_memory(
         q=q, k=k, v=v, **gates, state=state, segment_ids=segment_ids, update_mask=update_mask
     )
     shared = dict(inner=inner, coefficients=coefficients)
-    return over_batch(lambda b, s: _online_memory(options, **b, **s), batched, shared)
+    return over_batch(_online_memory, batched, shared, options)
 
 
 class _Options(NamedTuple):
@@ -433,7 +426,8 @@ def _part(options, inner, inputs: _Inputs, window: Windows, memory: _Memory, par
         scores = jnp.einsum("bgrik,bgjk->bgrij", x, a, precision=precision)
         if fixed[i].bias is not None:
             scores = scores + 1
-        output = output + jnp.einsum("bgrij,bgjv->bgriv", scores * lower, step, precision=precision)
+        scores = jnp.tril(scores) * lower
+        output = output + jnp.einsum("bgrij,bgjv->bgriv", scores, step, precision=precision)
     output = finish_inner(inner, output, options.norm_eps)
     if options.residual:
         output = output + inputs.q
@@ -460,8 +454,8 @@ def _part(options, inner, inputs: _Inputs, window: Windows, memory: _Memory, par
 
 
 def _check_rule(op, mini_batch, coefficients, log_momentum, log_decay):
-    if mini_batch < 1:
-        raise ValueError(f"{op}: mini_batch={mini_batch}; it must be at least 1")
+    if not checks.is_count(mini_batch):
+        raise ValueError(f"{op}: mini_batch={mini_batch!r}; accepted are integers from 1")
     if (log_momentum is None) != (log_decay is None):
         missing = "log_momentum" if log_momentum is None else "log_decay"
         raise ValueError(f"{op}: {missing} is missing; log_momentum and log_decay come together")
@@ -472,15 +466,3 @@ def _check_rule(op, mini_batch, coefficients, log_momentum, log_decay):
                 "coefficients (TTT) or the two gates (Titans)"
             )
         checks.check_shape(op, "coefficients", coefficients, (mini_batch,), "mini_batch")
-
-
-def _check_state(op, state, expected):
-    if jax.tree.structure(state) != jax.tree.structure(expected):
-        raise ValueError(
-            f"{op}: initial_state has another structure than inner and gates ask for; "
-            f"accepted is online_state of {jax.tree.structure(expected)}"
-        )
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    for (path, leaf), wanted in zip(leaves, jax.tree.leaves(expected), strict=True):
-        name = "initial_state" + jax.tree_util.keystr(path)
-        checks.check_shape(op, name, leaf, wanted.shape, "B, ...")

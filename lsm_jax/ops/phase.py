@@ -42,14 +42,16 @@ def cumulative_phase(
         ValueError: shapes that do not fit.
     """
     op = "cumulative_phase"
-    if jnp.ndim(angle) != 3 or angle.shape[1] == 0:
-        raise ValueError(
-            f"{op}: angle has shape {jnp.shape(angle)}; accepted is [B, T, H], T at least 1"
-        )
-    batch, length, _ = angle.shape
+    batch, length, _ = checks.check_row_channels(op, "angle", angle)
     checks.check_rows(op, batch, length, segment_ids, update_mask)
+    if num_segments is not None and (segment_ids is None or not checks.is_count(num_segments)):
+        given = "None" if segment_ids is None else "given"
+        raise ValueError(
+            f"{op}: num_segments={num_segments!r} with segment_ids {given}; accepted are None, and integers from 1 with "
+            "segment_ids"
+        )
     batched = dict(angle=angle, segment_ids=segment_ids, update_mask=update_mask)
-    return over_batch(lambda b, _: _cumulative_phase(num_segments, **b), batched, {})
+    return over_batch(_cumulative_phase, batched, {}, num_segments)
 
 
 # Compiled as a whole also when called outside `jax.jit`, as in a notebook.

@@ -161,7 +161,7 @@ def cut_into_chunks(tokens: Tokens, length: int, size: int, num_segments: int | 
         source, place, jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), place.shape)
     )
     chunk = jnp.arange(count)
-    slot = jax.vmap(lambda e: jnp.searchsorted(e, chunk, side="right"))(end)
+    slot = jnp.sum(end[:, None] <= chunk[:, None], axis=-1, dtype=jnp.int32)
     slot = jnp.minimum(slot, num_segments - 1)
     first = jnp.take_along_axis(start, slot, axis=1) == chunk
     last = jnp.where(taken > 0, end - 1, -1)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Inexact, Int
 
 from lsm_jax.ops import checks, chosen
 from lsm_jax.ops.segments import Tokens, cut_into_chunks, finish_output, read_tokens, select
-from lsm_jax.ops.states import associate_chunks, per_chunk, scan_tokens
+from lsm_jax.ops.states import associate_chunks, associative_scan, per_chunk, scan_tokens
 from lsm_jax.parallel import over_batch
 
 DISCRETIZATIONS = ("euler", "zoh", "none")
@@ -83,7 +83,8 @@ def selective_memory(
         update_mask: [B, T], 0 where a token must not change the memory (it still reads it, and has its `D u`).
         form: "recurrent" (token by token), "chunk" (associative scan in a chunk, scan over chunks; the backward pass computes
             each chunk again, so that only the memories chunks start from are kept) or "associative" (associative scan over
-            tokens, holding [B, T, D, N]).
+            tokens, holding [B, T, D, N]; with one state a segment, a complex memory's is causal up to the rounding of complex
+            products alone, which XLA does by their place).
         implementation: None or "xla".
         chunk_size: tokens in a chunk, a power of two; None is 64.
 
@@ -105,10 +106,10 @@ def selective_memory(
     chosen.note(op, f"xla, {form} form (no fused kernel in this version)")
     dtype = checks.compute_dtype(u, delta, A, B, C, D)
     is_complex = any(jnp.iscomplexobj(x) for x in (delta, A, B))
-    state = initial_state
-    if state is None:
-        state = selective_state(batch, channels, state_size, is_complex=is_complex, dtype=dtype)
-    _check_memory(op, state.memory, (batch, channels, state_size), is_complex)
+    empty = functools.partial(
+        selective_state, batch, channels, state_size, is_complex=is_complex, dtype=dtype
+    )
+    state = checks.state_or_empty(op, initial_state, empty, segment_ids)
 
     given = dict(delta=delta, b=B, c=C)
     constant = {n: x for n, x in given.items() if jnp.ndim(x) == (1 if n == "delta" else 2)}
@@ -116,7 +117,7 @@ def selective_memory(
     batched |= {n: x for n, x in given.items() if n not in constant}
     options = _Options(discretization, form, size, dtype, is_complex)
     shared = dict(a=A, d=D, constant=constant)
-    return over_batch(lambda b, s: _selective_memory(options, **b, **s), batched, shared)
+    return over_batch(_selective_memory, batched, shared, options)
 
 
 class _Options(NamedTuple):
@@ -190,7 +191,7 @@ def _selective_memory(
         chunks = cut_into_chunks(tokens, length, options.size, num_segments)
 
         def step(memory, x):
-            held, after = jax.lax.associative_scan(_compose, update(x), axis=1)
+            held, after = associative_scan(_compose, update(x))
             held = held * memory[:, None] + after
             return held[:, -1], read(x, held)
 
@@ -264,12 +265,9 @@ def expm1_ratio(z: Array) -> Array:
 
 
 def _check(op, u, delta, A, B, C, D) -> tuple[int, int]:
-    if jnp.ndim(u) != 3 or u.shape[1] == 0:
-        raise ValueError(
-            f"{op}: u has shape {jnp.shape(u)}; accepted is [B, T, D] with T at least 1"
-        )
-    batch, length, channels = u.shape
+    batch, length, channels = checks.check_row_channels(op, "u", u)
     checks.check_shape(op, "A", A, (channels, None), "D, N")
+    checks.check_filled(op, "A", A)
     state_size = A.shape[1]
     if jnp.shape(delta) != (channels,):
         checks.check_shape(op, "delta", delta, (batch, length, channels), "B, T, D")
@@ -290,17 +288,3 @@ def _check(op, u, delta, A, B, C, D) -> tuple[int, int]:
         if array is not None and jnp.iscomplexobj(array):
             raise ValueError(f"{op}: {name} has dtype {array.dtype}; accepted are real ones")
     return channels, state_size
-
-
-def _check_memory(op, memory, dims, is_complex) -> None:
-    batch, *rest = dims
-    if jnp.ndim(memory) == 4:
-        expected, letters = (batch, None, *rest), "B, S, D, N"
-    else:
-        expected, letters = dims, "B, D, N"
-    checks.check_shape(op, "initial_state.memory", memory, expected, letters)
-    if jnp.iscomplexobj(memory) != is_complex:
-        raise ValueError(
-            f"{op}: initial_state.memory has dtype {memory.dtype}; accepted with this delta, A and B is a "
-            f"{'complex' if is_complex else 'real'} one"
-        )

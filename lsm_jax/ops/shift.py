@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -65,26 +66,26 @@ def short_convolution(
         ValueError: shapes that do not fit.
     """
     op = "short_convolution"
-    if jnp.ndim(x) != 3 or x.shape[1] == 0:
-        raise ValueError(f"{op}: x has shape {jnp.shape(x)}; accepted is [B, T, D], T at least 1")
+    checks.check_row_channels(op, "x", x)
     checks.check_shape(op, "weight", weight, (None, x.shape[2]), "W, D")
     if bias is not None:
         checks.check_shape(op, "bias", bias, (x.shape[2],), "D")
     if weight.shape[0] < 2:
         raise ValueError(f"{op}: weight has {weight.shape[0]} rows; accepted are 2 or more")
-    batched, dtype = _arguments(op, x, weight.shape[0] - 1, initial_state, segment_ids, update_mask)
+    batched = _arguments(op, x, weight.shape[0] - 1, initial_state, segment_ids, update_mask)
+    return over_batch(_convolve, batched, dict(weight=weight, bias=bias))
 
-    def convolve(batched, shared):
-        taps, tokens, state = _previous_tokens(width=weight.shape[0] - 1, **batched)
-        kernel = shared["weight"].astype(dtype)
-        y = select(tokens.real, batched["x"]).astype(dtype) * kernel[-1]
-        for distance, tap in enumerate(taps, start=1):
-            y = y + tap.astype(dtype) * kernel[-1 - distance]
-        if shared["bias"] is not None:
-            y = y + shared["bias"].astype(dtype)
-        return finish_output(tokens, y).astype(x.dtype), state
 
-    return over_batch(convolve, batched, dict(weight=weight, bias=bias))
+def _convolve(x, weight, bias, **rest) -> tuple[Array, ShiftState]:
+    dtype = checks.compute_dtype(x)
+    taps, tokens, state = _previous_tokens(x, width=weight.shape[0] - 1, **rest)
+    kernel = weight.astype(dtype)
+    y = select(tokens.real, x).astype(dtype) * kernel[-1]
+    for distance, tap in enumerate(taps, start=1):
+        y = y + tap.astype(dtype) * kernel[-1 - distance]
+    if bias is not None:
+        y = y + bias.astype(dtype)
+    return finish_output(tokens, y).astype(x.dtype), state
 
 
 def token_shift(
@@ -99,27 +100,22 @@ def token_shift(
     Arguments, state and errors are `short_convolution`'s, with one remembered token.
     """
     op = "token_shift"
-    if jnp.ndim(x) != 3 or x.shape[1] == 0:
-        raise ValueError(f"{op}: x has shape {jnp.shape(x)}; accepted is [B, T, D], T at least 1")
-    batched, _ = _arguments(op, x, 1, initial_state, segment_ids, update_mask)
+    checks.check_row_channels(op, "x", x)
+    batched = _arguments(op, x, 1, initial_state, segment_ids, update_mask)
+    return over_batch(_shift, batched, {})
 
-    def shift(batched, _):
-        (tap,), tokens, state = _previous_tokens(width=1, **batched)
-        return finish_output(tokens, tap), state
 
-    return over_batch(shift, batched, {})
+def _shift(**batched) -> tuple[Array, ShiftState]:
+    (tap,), tokens, state = _previous_tokens(width=1, **batched)
+    return finish_output(tokens, tap), state
 
 
 def _arguments(op, x, width, state, segment_ids, update_mask):
     batch, length, channels = x.shape
     checks.check_rows(op, batch, length, segment_ids, update_mask)
-    if state is None:
-        state = shift_state(batch, width, channels, dtype=x.dtype)
-    rows = (batch,) if jnp.ndim(state.tail) == 3 else (batch, None)
-    letters = "B, W - 1, D" if len(rows) == 1 else "B, S, W - 1, D"
-    checks.check_shape(op, "initial_state.tail", state.tail, (*rows, width, channels), letters)
-    batched = dict(x=x, state=state, segment_ids=segment_ids, update_mask=update_mask)
-    return batched, checks.compute_dtype(x)
+    empty = functools.partial(shift_state, batch, width, channels, dtype=x.dtype)
+    state = checks.state_or_empty(op, state, empty, segment_ids)
+    return dict(x=x, state=state, segment_ids=segment_ids, update_mask=update_mask)
 
 
 def _previous_tokens(

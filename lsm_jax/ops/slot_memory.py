@@ -97,24 +97,15 @@ def slot_memory(
     batch, length, _, _, heads, key_dim, value_dim = checks.check_qkv(op, q, k, v)
     checks.check_rows(op, batch, length, segment_ids, update_mask)
     checks.check_shape(op, "s", s, (batch, length, heads, None), "B, T, G, M")
+    checks.check_filled(op, "s", s)
     slots = s.shape[3]
     if log_decay is not None:
         checks.check_shape(op, "log_decay", log_decay, (batch, length, heads, slots), "B, T, G, M")
     size = checks.check_chunk_size(op, chunk_size, length)
     chosen.note(op, f"xla, {form} form (no fused kernel in this version)")
     dtype = checks.compute_dtype(q, k, v, s, log_decay)
-    state = initial_state
-    if state is None:
-        state = slot_state(batch, heads, slots, key_dim, value_dim, dtype=dtype)
-    segmented = (None,) if jnp.ndim(state.keys) == 5 else ()
-    letters = "B, S, G" if segmented else "B, G"
-    for name, rest, last in (
-        ("keys", (key_dim, slots), "K, M"),
-        ("values", (slots, value_dim), "M, V"),
-    ):
-        shape = (batch, *segmented, heads, *rest)
-        array = getattr(state, name)
-        checks.check_shape(op, f"initial_state.{name}", array, shape, f"{letters}, {last}")
+    empty = functools.partial(slot_state, batch, heads, slots, key_dim, value_dim, dtype=dtype)
+    state = checks.state_or_empty(op, initial_state, empty, segment_ids)
 
     batched = dict(
         q=q,
@@ -127,14 +118,14 @@ def slot_memory(
         update_mask=update_mask,
     )
     options = LinearOptions(
-        scale=key_dim**-0.5 if scale is None else scale,
+        scale=checks.scale_or_default(op, scale, key_dim),
         normalize=None,
         form=form,
         size=size,
         dtype=dtype,
         precision=checks.matmul_precision(q, k, v),
     )
-    return over_batch(lambda b, _: _slot_memory(options, **b), batched, {})
+    return over_batch(_slot_memory, batched, {}, options)
 
 
 # Compiled as a whole also when called outside `jax.jit`, as in a notebook.
@@ -154,9 +145,9 @@ def _slot_memory(options, q, k, v, s, log_decay, state, segment_ids, update_mask
     # The slots are the first memory's value channels and the second one's key channels. A wide s makes wide scores.
     scores, of_keys = linear(
         options,
-        q,
-        k,
-        s.astype(options.dtype),
+        q=q,
+        k=k,
+        v=s.astype(options.dtype),
         log_decay=None,
         value_log_decay=log_decay,
         state=part(state.keys),
@@ -164,9 +155,9 @@ def _slot_memory(options, q, k, v, s, log_decay, state, segment_ids, update_mask
     )
     output, of_values = linear(
         options._replace(scale=1.0),
-        jax.nn.softmax(scores, axis=-1),
-        s,
-        v,
+        q=jax.nn.softmax(scores, axis=-1),
+        k=s,
+        v=v,
         log_decay=log_decay,
         value_log_decay=None,
         state=part(state.values),

@@ -101,6 +101,7 @@ def by_chunk(
     m = jnp.maximum(prefix + entering_m[..., None], m)
 
     scores = jnp.einsum("bngrik,bngjk->bngrij", x.q, x.k, precision=precision)
+    scores = jnp.where(allowed[..., None, :, :], scores, 0)
     weights = jnp.exp(between + (gate[..., None, :] - m[..., None]))
     output = jnp.einsum(
         "bngrij,bngjv->bngriv", scores * weights[:, :, :, None], x.v, precision=precision

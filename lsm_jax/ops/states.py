@@ -156,7 +156,9 @@ def associate_chunks(
 ) -> tuple[Array, Array]:
     """`scan_chunks` by an associative scan over the updates `M -> add(apply(transition, M), write)`, both [B, N, ...].
 
-    `compose(later, earlier)` is the product of two transitions; a transition of `zero` leaves nothing of M.
+    `compose(later, earlier)` is the product of two transitions; a transition of `zero` leaves nothing of M. With one state a
+    segment, which number a chunk has depends on later tokens: the scan then is one whose rounding does not depend on it, of
+    log2(N) passes.
     """
     if chunks.slot is None:
         first = jnp.broadcast_to(jnp.arange(chunks.count) == 0, write.shape[:2])
@@ -173,12 +175,39 @@ def associate_chunks(
             add(apply(later[0], earlier[1]), later[1]),
         )
 
-    _, after = jax.lax.associative_scan(combine, (transition, write), axis=1)
+    scan = associative_scan if chunks.slot is None else doubling_scan
+    _, after = scan(combine, (transition, write))
     before = jnp.concatenate([after[:, :1], after[:, :-1]], axis=1)
     entering = jnp.where(per_chunk(first, own), own, before)
     if chunks.slot is None:
         return entering, after[:, -1]
     return entering, _last_of_each_segment(after, initial, chunks)
+
+
+def associative_scan(combine: Callable[[Any, Any], Any], x: Any) -> Any:
+    """`jax.lax.associative_scan` over axis 1 that combines nothing where there is nothing.
+
+    What a product of empty arrays keeps for the backward pass crashes XLA's partitioner where it leaves a `jax.shard_map`.
+    """
+
+    def combine_some(earlier, later):
+        return combine(earlier, later) if jax.tree.leaves(later)[0].size else later
+
+    return jax.lax.associative_scan(combine_some, x, axis=1)
+
+
+def doubling_scan(combine: Callable[[Any, Any], Any], x: Any) -> Any:
+    """`associative_scan` by sums of 1, 2, 4, ... entries: how one is made depends on what stands before it, not on where."""
+    reach, count = 1, jax.tree.leaves(x)[0].shape[1]
+    while reach < count:
+        earlier, later = (
+            jax.tree.map(lambda a, s=s: a[:, s], x) for s in (slice(-reach), slice(reach, None))
+        )
+        combined = combine(earlier, later)
+        first = jax.tree.map(lambda a, s=reach: a[:, :s], x)
+        x = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), first, combined)
+        reach *= 2
+    return x
 
 
 def scan_tokens(

@@ -33,20 +33,19 @@ def time_invariant_convolution(
         ValueError: shapes that do not fit.
     """
     op = "time_invariant_convolution"
-    if jnp.ndim(u) != 3 or u.shape[1] == 0:
-        raise ValueError(f"{op}: u has shape {jnp.shape(u)}; accepted is [B, T, D], T at least 1")
-    length, channels = u.shape[1:]
+    _, length, channels = checks.check_row_channels(op, "u", u)
     checks.check_shape(op, "kernel", kernel, (channels, length), "D, T")
     dtype = checks.compute_dtype(u, kernel)
+    return over_batch(_convolve, dict(u=u), dict(kernel=kernel), dtype)
 
-    def convolve(batched, shared):
-        points = 2 * length  # so that nothing wraps around
-        x = jnp.moveaxis(batched["u"].astype(dtype), 1, 2)
-        product = jnp.fft.rfft(x, points) * jnp.fft.rfft(shared["kernel"].astype(dtype), points)
-        y = jnp.fft.irfft(product, points)[..., :length]
-        return jnp.moveaxis(y, 2, 1).astype(u.dtype)
 
-    return over_batch(convolve, dict(u=u), dict(kernel=kernel))
+def _convolve(dtype, u: Array, kernel: Array) -> Array:
+    length = u.shape[1]
+    points = 2 * length  # so that nothing wraps around
+    x = jnp.moveaxis(u.astype(dtype), 1, 2)
+    product = jnp.fft.rfft(x, points) * jnp.fft.rfft(kernel.astype(dtype), points)
+    y = jnp.fft.irfft(product, points)[..., :length]
+    return jnp.moveaxis(y, 2, 1).astype(u.dtype)
 
 
 def diagonal_kernel(
@@ -85,10 +84,9 @@ def time_invariant_memory(
         ValueError: shapes that do not fit.
     """
     op = "time_invariant_memory"
-    if jnp.ndim(u) != 3 or u.shape[1] == 0:
-        raise ValueError(f"{op}: u has shape {jnp.shape(u)}; accepted is [B, T, D], T at least 1")
-    batch, length, channels = u.shape
+    batch, length, channels = checks.check_row_channels(op, "u", u)
     checks.check_shape(op, "A", A, (channels, None), "D, N")
+    checks.check_filled(op, "A", A)
     for name, x in (("B", B), ("C", C)):
         checks.check_shape(op, name, x, jnp.shape(A), "D, N")
     for name, x in (("delta", delta), ("D", D)):
@@ -108,7 +106,7 @@ def time_invariant_memory(
     if D is not None:
         output = output + D.astype(dtype) * wide
     shared = dict(exponent=exponent, gain=gain)
-    memory = over_batch(lambda b, s: _final_memory(**b, **s), dict(u=wide), shared)
+    memory = over_batch(_final_memory, dict(u=wide), shared)
     fresh = selective_state(batch, channels, A.shape[1], is_complex=is_complex, dtype=dtype)
     return output.astype(u.dtype), fresh._replace(memory=memory.astype(fresh.memory.dtype))
 
@@ -131,7 +129,7 @@ def _final_memory(u: Array, exponent: Array, gain: Array) -> Array:
             jax.lax.complex(*parts) if len(parts) == 2 else parts[0]
         ), None
 
-    start = jnp.zeros((batch, *exponent.shape), jnp.result_type(powers, over_block))
+    start = jnp.zeros_like(over_block * u[0, :, 0, :, None])
     return jax.lax.scan(step, start, u)[0]
 
 

@@ -358,7 +358,7 @@ def test_long_attention_is_scanned_in_blocks():
     ("change", "message"),
     [
         ({"form": "parallel"}, "form='parallel'; accepted are 'recurrent', 'chunk', 'associative'"),
-        ({"implementation": "mosaic"}, "implementation='mosaic'; accepted are None and 'xla'"),
+        ({"implementation": "mosaic"}, "implementation='mosaic'; accepted are None, 'xla'"),
         ({"chunk_size": 48}, "chunk_size=48; accepted are powers of two"),
         ({"log_decay": jnp.zeros((2, 37, 3))}, "log_decay has shape (2, 37, 3); accepted are"),
         ({"k": jnp.zeros((2, 37, 3, 8))}, "k has 3 heads; they must divide v's 2"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from lsm_jax.parallel import MeshConfig, constrain, make_mesh, param_sharding, partition_spec
+from tests.ops.cases import FAMILIES
 
 SCRIPT = """
 import jax, jax.numpy as jnp, numpy as np
@@ -45,12 +47,39 @@ else:
 """
 
 
-def test_ops_shard_themselves_over_eight_devices():
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+def run_with_devices(count, *arguments):
+    flags = {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}",
+        "JAX_PLATFORMS": "cpu",
+    }
+    command = [sys.executable, *arguments]
+    root = pathlib.Path(__file__).parents[2]
     run = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=os.environ | flags, capture_output=True, text=True
+        command, env=os.environ | flags, cwd=root, capture_output=True, text=True, check=False
     )
     assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_ops_shard_themselves_over_eight_devices():
+    run_with_devices(8, "-c", SCRIPT)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        "token_shift",
+        "linear_memory:associative:documents",  # also: its gradient once crashed XLA's partitioner
+        *(
+            pytest.param(op, marks=pytest.mark.slow)
+            for op in (*FAMILIES, "cumulative_phase", "time_invariant_memory")
+            if op != "token_shift"
+        ),
+    ],
+)
+def test_ops_under_any_mesh(op):
+    """With explicit axes, with axes that are not the batch's, and inside a caller's own checked `jax.shard_map`."""
+    assert run_with_devices(4, "-m", "tests.parallel.settings", op).endswith("ok\n")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,160 @@
+"""Speed of the fused kernels: `python -m benchmarks.kernels [--peers jla,fla] [--shapes 8x4096x16x128] [--output FILE.jsonl]`.
+
+A row an op and shape (B x T x H x D, bfloat16): milliseconds forward / forward and backward of the kernel, of the XLA form with
+`--xla`, and of the peers that are installed (jax-linear-attention; flash-linear-attention under PyTorch), in one run on one card.
+Medians of 7 batches of 20 calls; the peers' decay is a projection's too, so its gradient counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch wants room
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.timing import provenance
+from lsm_jax import ops
+
+OPS = ("no decay", "constant decay", "scalar decay")
+SHAPES = (
+    "8x4096x16x128", "2x16384x16x128", "4x2048x16x128", "4x4096x64x128", "8x1024x8x64", "1x8192x96x128",
+)  # fmt: skip
+_FLA = """
+import json, sys, torch
+from triton.testing import do_bench
+import fla.ops.common.chunk_o as chunk_o
+chunk_o.TRITON_ABOVE_3_7_1 = True  # it refuses one backward under older Triton, which gets it wrong; for speed alone, run it
+from fla.ops.linear_attn import chunk_linear_attn
+from fla.ops.retention import chunk_retention
+from fla.ops.simple_gla import chunk_simple_gla
+calls = {"no decay": lambda q, k, v, g: chunk_linear_attn(q, k, v, normalize=False),
+         "constant decay": lambda q, k, v, g: chunk_retention(q, k, v),
+         "scalar decay": lambda q, k, v, g: chunk_simple_gla(q, k, v, g)}
+for op, shape in json.loads(sys.argv[1]):
+    B, T, H, D = map(int, shape.split("x"))
+    x = [torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    g = torch.nn.functional.logsigmoid(torch.randn(B, T, H, device="cuda") + 3)
+    inputs = [*x[:3], g]
+    for t in inputs: t.requires_grad_(True)
+    def forward(): return calls[op](*inputs)[0]
+    def both():
+        for t in inputs: t.grad = None
+        forward().backward(x[3])
+    with torch.no_grad():
+        first = do_bench(forward, warmup=50, rep=150, return_mode="median")
+    print(json.dumps([op, shape, first, do_bench(both, warmup=50, rep=200, return_mode="median")]), flush=True)
+"""
+
+
+def make_inputs(op: str, shape: str) -> tuple[jax.Array, ...]:
+    batch, length, heads, dim = map(int, shape.split("x"))
+    keys = jax.random.split(jax.random.key(0), 5)
+    q, k, v, do = (jax.random.normal(key, (batch, length, heads, dim), jnp.bfloat16) for key in keys[:4])  # fmt: skip
+    if op == "scalar decay":
+        decay = jax.nn.log_sigmoid(jax.random.normal(keys[4], (batch, length, heads)) + 3)
+        return q, k, v, do, decay
+    return q, k, v, do
+
+
+def ours(op: str, implementation: str):
+    def call(q, k, v, *decay):
+        if op == "constant decay":
+            decay = (jnp.log1p(-(2.0 ** (-5 - jnp.arange(q.shape[2])))),)
+        return ops.linear_memory(q, k, v, *decay, implementation=implementation)[0]
+
+    return call
+
+
+def jla(op: str):
+    from jla import ops as peer  # pyrefly: ignore[missing-import]
+
+    if op != "scalar decay":
+        return None
+    return lambda q, k, v, g: peer.linear_attention("simple_gla", q, k, v, g=g, impl="mosaic_gpu")[
+        0
+    ]
+
+
+def milliseconds(function, *inputs) -> float:
+    function = jax.jit(function)
+    for _ in range(2):
+        jax.block_until_ready(function(*inputs))
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        for _ in range(20):
+            result = function(*inputs)
+        jax.block_until_ready(result)
+        times.append((time.perf_counter() - start) / 20)
+    return 1e3 * float(np.median(times))
+
+
+def measure(call, inputs) -> tuple[float, float]:
+    q, k, v, do, *decay = inputs
+
+    def both(do, *inputs):
+        output, pull = jax.vjp(call, *inputs)
+        return output, pull(do)
+
+    return milliseconds(call, q, k, v, *decay), milliseconds(both, do, q, k, v, *decay)
+
+
+def measure_fla(cases: list[tuple[str, str]]) -> dict[tuple[str, str], tuple[float, float]]:
+    """The peer in PyTorch, in a process of its own."""
+    command = [sys.executable, "-c", _FLA, json.dumps(cases)]
+    lines = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout.splitlines()
+    rows = [json.loads(line) for line in lines if line.startswith("[")]
+    return {(op, shape): (first, both) for op, shape, first, both in rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ops", default=",".join(OPS))
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--peers", default="", help="jla, fla")
+    parser.add_argument("--xla", action="store_true", help="time the XLA form too")
+    parser.add_argument("--output", type=Path, help="append the rows as JSON lines")
+    args = parser.parse_args()
+    if jax.default_backend() != "gpu":
+        sys.exit("benchmarks.kernels: the kernels run on an NVIDIA Hopper GPU; none is here")
+    cases = [(op, shape) for shape in args.shapes.split(",") for op in args.ops.split(",")]
+    rows = []
+    for op, shape in cases:
+        inputs = make_inputs(op, shape)
+        row = {"op": op, "shape": shape, "kernel": measure(ours(op, "mosaic_gpu"), inputs)}
+        if args.xla:
+            row["xla"] = measure(ours(op, "xla"), inputs)
+        if "jla" in args.peers and (peer := jla(op)):
+            row["jla"] = measure(peer, inputs)
+        rows.append(row)
+        print(_line(row), flush=True)
+    if "fla" in args.peers:
+        del inputs
+        found = measure_fla(cases)
+        for row in rows:
+            if (row["op"], row["shape"]) in found:
+                row["fla"] = found[row["op"], row["shape"]]
+                print(_line(row), flush=True)
+    if args.output:
+        with args.output.open("a") as file:
+            for row in rows:
+                file.write(json.dumps(row | provenance()) + "\n")
+
+
+def _line(row) -> str:
+    names = [n for n in ("kernel", "jla", "fla", "xla") if n in row]
+    times = "   ".join(f"{n} {row[n][0]:.3f} / {row[n][1]:.3f}" for n in names)
+    return f"{row['op']:16s} {row['shape']:16s} {times} ms"
+
+
+if __name__ == "__main__":
+    main()

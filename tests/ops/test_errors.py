@@ -1,0 +1,141 @@
+"""What an op cannot take raises at its entrance: a ValueError with the argument, what was given and what is accepted."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lsm_jax import ops
+from tests.ops.cases import CASES, FAMILIES, call, make_inputs, make_state
+
+LENGTH = 9
+OPS = {op: next(c for c in CASES if c.op == op) for op in FAMILIES}
+SCALED = ("linear_memory", "delta_memory", "dplr_memory", "slot_memory", "attention")
+
+
+@pytest.fixture(autouse=True)
+def _x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def refuse(op, message, inputs=None, **options):
+    case = OPS[op]
+    inputs = make_inputs(case, length=LENGTH) if inputs is None else inputs
+    with pytest.raises(ValueError, match=f"^{op}: {re.escape(message)}"):
+        call(case, inputs, form=case.forms[0], **options)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_states_of_segments_need_their_ids(op):
+    """Without ids nothing says which of the states a token belongs to."""
+    state = make_state(OPS[op], num_segments=3)
+    first = jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(state)[0][0])
+    shape = jax.tree.leaves(state)[0].shape
+    refuse(
+        op,
+        f"initial_state{first} has shape {shape}, one state a segment, and segment_ids=None; acc",
+        initial_state=state,
+    )
+    ids = jnp.ones((2, LENGTH), jnp.int32)
+    inputs = make_inputs(OPS[op], length=LENGTH)
+    jax.eval_shape(lambda: call(OPS[op], inputs, initial_state=state, segment_ids=ids))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_state_is_the_ops_own(op):
+    state = make_state(OPS[op])
+    kind = type(state).__name__
+    for other in (tuple(state), state._asdict(), {}, jnp.zeros(3)):
+        name = type(other).__name__
+        refuse(op, f"initial_state is a {name}; accepted are {kind} and None", initial_state=other)
+    refuse(op, "initial_state holds ", initial_state=state._replace(segment_id=None))
+    ids = jnp.zeros(2, jnp.float32)
+    refuse(
+        op,
+        "initial_state.segment_id has dtype float32; accepted with these arguments are integer",
+        initial_state=state._replace(segment_id=ids),
+    )
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("segments", [None, 3])
+def test_every_array_of_a_state_has_its_shape(op, segments):
+    """Attention's capacity alone is the state's own."""
+    state = make_state(OPS[op], num_segments=segments)
+    leaves, tree = jax.tree.flatten(state)
+    names = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state)]
+    given = {} if segments is None else {"segment_ids": jnp.ones((2, LENGTH), jnp.int32)}
+    for i, name in enumerate(names):
+        wrong = jnp.concatenate([leaves[i], leaves[i][..., :1]], axis=-1)
+        refuse(
+            op,
+            f"initial_state{name} has shape {wrong.shape}; accepted is ",
+            initial_state=jax.tree.unflatten(tree, [*leaves[:i], wrong, *leaves[i + 1 :]]),
+            **given,
+        )
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if OPS[op].forms != (None,)])
+@pytest.mark.parametrize("size", [16.0, True, 0, 48, "16"])
+def test_chunk_sizes(op, size):
+    accepted = f"chunk_size={size!r}; accepted are powers of two"
+    refuse(op, accepted, chunk_size=size)
+
+
+@pytest.mark.parametrize("op", SCALED)
+def test_scales_are_known_numbers(op):
+    for scale in (float("nan"), True, "1"):
+        refuse(op, f"scale={scale!r}; accepted are finite Python numbers", scale=scale)
+    inputs = make_inputs(OPS[op], length=LENGTH)
+    with pytest.raises(ValueError, match=rf"^{op}: scale=.*accepted are finite Python numbers"):
+        jax.jit(lambda scale: call(OPS[op], inputs, scale=scale))(0.5)
+
+
+@pytest.mark.parametrize("op", [*SCALED, "online_memory"])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_no_axis_is_empty(op, name):
+    inputs = make_inputs(OPS[op], length=LENGTH)
+    for which in ("q", "k") if name in "qk" else ("v",):
+        inputs[which] = inputs[which][..., :0]
+    empty = "v" if name == "v" else "q"
+    shape = inputs[empty].shape
+    refuse(op, f"{empty} has shape {shape}; no axis may be empty", inputs)
+
+
+def test_other_empty_axes():
+    x = jnp.zeros((2, 3, 4))
+    nothing = jnp.zeros((4, 0))
+    with pytest.raises(ValueError, match=r"A has shape \(4, 0\); no axis may be empty"):
+        ops.selective_memory(x, x, nothing, nothing, nothing)
+    with pytest.raises(ValueError, match=r"A has shape \(4, 0\); no axis may be empty"):
+        ops.time_invariant_memory(x, x[0, 0], nothing, nothing, nothing)
+    with pytest.raises(ValueError, match=r"s has shape \(2, 3, 4, 0\); no axis may be empty"):
+        ops.slot_memory(x[..., None], x[..., None], x[..., None], x[..., None][..., :0])
+    for op in (ops.token_shift, ops.cumulative_phase):
+        with pytest.raises(ValueError, match=r" has shape \(2, 3, 0\); no axis may be empty"):
+            op(x[..., :0])
+
+
+def test_numbers_of_one_op():
+    for normalize in (-1.0, float("inf"), "1"):
+        refuse("linear_memory", f"normalize={normalize!r}; accepted are ", normalize=normalize)
+    for window in (2.5, True, 0):
+        refuse("attention", f"window={window!r}; accepted are None and", window=window)
+    angle, ids = jnp.zeros((2, 3, 1)), jnp.ones((2, 3), jnp.int32)
+    with pytest.raises(ValueError, match="num_segments=2 with segment_ids None; accepted are"):
+        ops.cumulative_phase(angle, num_segments=2)
+    with pytest.raises(ValueError, match=r"num_segments=2.0 with segment_ids given; accepted are"):
+        ops.cumulative_phase(angle, num_segments=2.0, segment_ids=ids)
+    case = OPS["online_memory"]
+    arguments = FAMILIES["online_memory"].pack(case, make_inputs(case, length=LENGTH))
+    for change, message in (
+        ({"mini_batch": 5.0}, "mini_batch=5.0; accepted are integers from 1"),
+        ({"mini_batch": True}, "mini_batch=True; accepted are integers from 1"),
+        ({"norm_eps": -1.0}, "norm_eps=-1.0; accepted are finite Python numbers from 0"),
+    ):
+        with pytest.raises(ValueError, match=f"^online_memory: {message}"):
+            ops.online_memory(**arguments | change)
