@@ -3,12 +3,13 @@ SHELL := /bin/sh
 PIP := .venv/bin/python -m pip --disable-pip-version-check
 RUN := JAX_PLATFORMS=cpu .venv/bin/python
 
-.PHONY: help demo test test-all lint clean
+.PHONY: help demo test test-all test-gpu lint clean
 
 help:
 	@echo "make demo      train, evaluate and sample a small language model on this machine's CPU"
 	@echo "make test      the tests that fit in minutes: one method of each class of transition"
-	@echo "make test-all  every test"
+	@echo "make test-all  every test that needs no GPU"
+	@echo "make test-gpu  the fused kernels on this machine's NVIDIA GPU (needs the extra [cuda13])"
 	@echo "make lint      ruff and the type checker"
 	@echo "make clean     remove .venv and caches (runs/ stays)"
 
@@ -29,7 +30,10 @@ test: .venv/.test
 	$(RUN) -m pytest -n 2
 
 test-all: .venv/.test
-	$(RUN) -m pytest -n 2 -m "slow or not slow"
+	$(RUN) -m pytest -n 2 -m "not gpu"
+
+test-gpu: .venv/.test
+	JAX_PLATFORMS= .venv/bin/python -m pytest -m gpu tests/kernels
 
 lint: .venv/.test
 	.venv/bin/ruff check .

@@ -17,8 +17,8 @@ ALLOWED = {
     "interrupts": set(),
     "evaluation": {"models", "mixers", "feedforward", "ops", "parallel", "data", "training.runs"},
     "models": {"mixers", "feedforward", "ops", "parallel"},
-    # A mixer may be built of another's parts, and a feedforward shares the layers kept beside the mixers.
-    "feedforward": {"mixers.layers", "ops", "parallel"},
+    # A mixer may be built of another's parts, and a feedforward shares the layers and checks kept beside the mixers.
+    "feedforward": {"mixers.layers", "mixers.checks", "ops", "parallel"},
     "mixers": {"ops", "parallel"},
     "ops": {"parallel", "pallas_kernels"},
     "parallel": set(),

@@ -1,0 +1,33 @@
+"""The only importer of `jax.experimental`: the Pallas backends as jax 0.11 has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import tpu as pltpu
+
+__all__ = ["gpu_interpreter", "on_hopper", "pl", "plgpu", "pltpu", "races_found"]
+
+
+def on_hopper() -> bool:
+    """Whether this process's NVIDIA devices are Hopper's (compute capability 9.0), or it has none and may compile for them."""
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return True
+    return all(getattr(device, "compute_capability", None) == "9.0" for device in devices)
+
+
+def gpu_interpreter() -> Any:
+    """What to give a Mosaic GPU kernel as `interpret` to run it on a CPU, watched for races."""
+    return plgpu.InterpretGPUParams(detect_races=True)
+
+
+def races_found() -> bool:
+    """Whether the last kernel that `gpu_interpreter` ran had one."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    return interpret_pallas_call.get_races().races_found

@@ -1,0 +1,129 @@
+"""Linear attention with no decay or a scalar one, `S_t = e^{g_t} S_{t-1} + k_tᵀ v_t`, `o_t = scale q_t S_t`, as one fused kernel."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Float, Int
+
+_BACKENDS = {"mosaic_gpu": "hopper", "mosaic_tpu": "tpu"}
+
+
+def _backend(implementation: str) -> Any:
+    # Imported where it is used: a backend that is never asked for costs nothing.
+    return importlib.import_module(f"pallas_kernels.linear_attention.{_BACKENDS[implementation]}")
+
+
+def reasons(q, k, v, log_decay, run, initial) -> dict[str, str | None]:
+    """By implementation, what it takes in place of these arguments (arrays or their shapes); None if it serves them."""
+    return {name: _reason(name, q, k, v, log_decay, run, initial) for name in _BACKENDS}
+
+
+def _reason(implementation, q, k, v, log_decay, run, initial) -> str | None:
+    backend = _backend(implementation)
+
+    def padded(x):
+        if x is None:
+            return None
+        length = x.shape[1] + -x.shape[1] % backend.CHUNK
+        return jax.ShapeDtypeStruct((x.shape[0], length, *x.shape[2:]), x.dtype)
+
+    inputs = (padded(x) for x in (q, k, v, log_decay, run))
+    return backend.reason(*inputs, jax.ShapeDtypeStruct(initial.shape, initial.dtype))
+
+
+def linear_attention(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T Hk K"],
+    v: Float[Array, "B T G V"],
+    log_decay: Float[Array, "B T G"] | None = None,
+    *,
+    initial: Float[Array, "B G K V"],
+    run: Int[Array, "B T"] | None = None,
+    scale: float,
+    implementation: str = "mosaic_gpu",
+    interpret: Any = False,
+) -> tuple[Float[Array, "B T max(H,G) V"], Float[Array, "B G K V"]]:
+    """Write `kᵀ v` into decaying memories and read them with `q`; differentiable once, in reverse.
+
+    Args:
+        q: [B, T, H, K] queries; H is a multiple or a divisor of G.
+        k: [B, T, Hk, K] keys; Hk divides G.
+        v: [B, T, G, V] values, one memory for each of the G heads.
+        log_decay: [B, T, G] float32, natural logarithm, at most 0; None is no decay.
+        initial: [B, G, K, V] float32, the memory before the first token.
+        run: [B, T], growing along T: a token with a larger run than the one before it finds an empty memory, and run 0 goes on
+            from `initial`. None is one run.
+        scale: multiplies q.
+        implementation: "mosaic_gpu" (Hopper; bfloat16, K and V of 64 or 128) or "mosaic_tpu" (bfloat16 or float32, K and V a
+            multiple of 8 up to 256); `reasons` says what each takes.
+        interpret: parameters of the backend's interpreter, to run on a CPU.
+
+    Returns:
+        The output in v's dtype, and the final memory in float32.
+
+    Raises:
+        NotImplementedError: the implementation does not serve these arguments; the message says why.
+        ValueError: an implementation that does not exist.
+    """
+    if implementation not in _BACKENDS:
+        raise ValueError(
+            f"linear_attention: implementation={implementation!r}; accepted are {tuple(_BACKENDS)}"
+        )
+    why = _reason(implementation, q, k, v, log_decay, run, initial)
+    if why is not None:
+        raise NotImplementedError(
+            f"linear_attention: implementation={implementation!r} takes {why}"
+        )
+    length = q.shape[1]
+    padding = -length % _backend(implementation).CHUNK
+    if padding:  # tokens that write nothing, and whose output is cut off
+
+        def pad(x: Any) -> Any:
+            return jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
+
+        q, k, v = pad(q), pad(k), pad(v)
+        log_decay = None if log_decay is None else pad(log_decay)
+        run = None if run is None else jnp.pad(run, [(0, 0), (0, padding)], mode="edge")
+    output, final = _run(implementation, scale, interpret, q, k, v, log_decay, run, initial)
+    return output[:, :length], final
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _run(implementation, scale, interpret, q, k, v, log_decay, run, initial):
+    inputs = q, k, v, log_decay, run, initial
+    backend = _backend(implementation)
+    return backend.forward(*inputs, scale=scale, interpret=interpret, save=False)[:2]
+
+
+def _forward(implementation, scale, interpret, *primals):
+    wanted = primals[3] is not None and primals[3].perturbed
+    inputs = tuple(None if p is None else p.value for p in primals)
+    output, final, residuals = _backend(implementation).forward(
+        *inputs, scale=scale, interpret=interpret
+    )
+    # A decay that is a constant of its head needs no gradient, and the backward is cheaper without. (An array: residuals
+    # carry no flags.)
+    return (output, final), (inputs, residuals, jnp.zeros((int(wanted), 0)))
+
+
+def _backward(implementation, scale, interpret, saved, cotangents):
+    (inputs, residuals, wanted) = saved
+    zeros: Any = jnp.zeros
+    cotangents = (zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents)
+    dq, dk, dv, d_decay, d_initial = _backend(implementation).backward(
+        *inputs, residuals, *cotangents, scale=scale, interpret=interpret,
+        decay_gradient=wanted.shape[0] == 1,
+    )  # fmt: skip
+    log_decay = inputs[3]
+    if log_decay is not None and d_decay is None:
+        d_decay = jnp.zeros_like(log_decay)
+    return dq, dk, dv, d_decay, None, d_initial
+
+
+_run.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -1,0 +1,445 @@
+"""Linear attention with a scalar decay on Mosaic GPU (Hopper): one kernel, run once forward and three times backward.
+
+A warpgroup keeps a [D, 64] piece of a memory S in registers and walks over the chunks; two of them share what is loaded. Over
+one chunk the kernel computes
+
+    out_i = enter_i x_i S + sum_j exp(cum_i - cum_j) (x_i . y_j) z_j,    S <- keep S + sum_j (leave_j y_j)ᵀ z_j
+
+with j <= i. (x, y, z) = (q, k, v) gives the output and (dO, v, k) the gradient of q. Run against time (j >= i, the difference
+turned, `enter` and `leave` exchanged), (v, dO, q) gives the gradient of k and (k, q, dO) that of v, and S is the gradient of the
+memory. The decay's own gradient needs no further product: `q . dq - k . dk` summed over the rest of the chunk, and the inner
+product of the memory with its gradient at the chunk's end. Mamba2 (arXiv 2405.21060) section 6 has the chunks, GLA (2312.06635)
+appendix C the gradient.
+
+Few rows of a long sequence are split: a first pass sums up each part's writes, a scan over parts gives the memory at their
+beginnings, and the parts then run side by side.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.compat import pl, plgpu
+
+CHUNK = 64
+_BLOCK = 64  # columns of the memory that a warpgroup holds
+_STAGES = 3  # chunks on their way or in use
+_PROCESSORS = 132
+_SHORTEST_PART = 512  # tokens
+_LAYOUT = plgpu.Layout.WGMMA
+_TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+_NEVER = -1e30
+_F32 = jnp.float32
+
+
+class _Decay(NamedTuple):
+    """What the kernel needs to know of decays and documents, for P parts of the sequence that run as rows of the batch.
+
+    Attributes:
+        cum: [B * P, G, T / P], sums of the log decay from each chunk's start; None without decay.
+        enter: [B * P, G, T / P], how much each token sees of the memory before the chunk.
+        leave: [B * P, G, T / P], how much of each token's write is left at the chunk's end.
+        keep: [B * P, G, N / P], how much of the memory outlives a chunk.
+        run: [B * P, T / P], as given, or None.
+    """
+
+    cum: jax.Array | None
+    enter: jax.Array
+    leave: jax.Array
+    keep: jax.Array
+    run: jax.Array | None
+
+
+class Residuals(NamedTuple):
+    """What `forward` leaves for `backward`: the decays, and the memory before and after each part [B * P, *, K, V]."""
+
+    decay: _Decay
+    starts: jax.Array
+    ends: jax.Array
+
+
+def reason(q, k, v, log_decay, run, initial) -> str | None:
+    """Why this backend does not serve these arguments (arrays or their shapes), or None."""
+    del log_decay, run, initial
+    for name, x in dict(q=q, k=k, v=v).items():
+        if x.dtype != jnp.bfloat16:
+            return f"{name} in bfloat16, not {jnp.dtype(x.dtype).name}"
+    for name, size in dict(K=q.shape[-1], V=v.shape[-1]).items():
+        if size not in (64, 128):
+            return f"{name} of 64 or 128, not {size}"
+    return None
+
+
+def forward(
+    q, k, v, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
+) -> tuple[jax.Array, jax.Array, Residuals]:
+    """The output [B, T, max(H, G), V], the final memory [B, G, K, V] and the residuals. T is a multiple of `CHUNK`."""
+    del save  # the residuals are there in any case
+    batch, length, memories, _ = v.shape
+    heads = max(q.shape[2], memories)
+    parts = _count_parts(batch * heads, length)
+    decay = _resolve(log_decay, run, v.shape, parts)
+    q, k, v = (_split(x, parts) for x in (q, k, v))
+    sweep = functools.partial(_sweep, decay=decay, heads=heads, interpret=interpret)
+    # Several heads that read one memory each carry it along.
+    starts = initial = jnp.repeat(initial, heads // memories, axis=1)
+    if parts > 1:
+        (written,) = sweep(None, k, v)
+        starts = _scan_parts(written, decay.keep, initial)
+    output, ends = sweep(q, k, v, initial=starts, read_scale=scale)
+    final = ends.reshape(batch, parts, heads, *ends.shape[2:])[:, -1, :: heads // memories]
+    return output.reshape(batch, length, heads, -1), final, Residuals(decay, starts, ends)
+
+
+def backward(
+    q, k, v, log_decay, run, initial, residuals: Residuals, d_output, d_final, *, scale: float,
+    decay_gradient: bool = True, interpret: Any = False,
+):  # fmt: skip
+    """Gradients of q, k, v, log_decay (None without one, or where it is not wanted) and initial."""
+    del run, initial
+    batch, length, memories, _ = v.shape
+    heads = d_output.shape[2]
+    decay, starts, ends = residuals
+    parts = starts.shape[0] // batch
+    whole = lambda x, n: _share(x.reshape(batch, length, *x.shape[2:]), n)  # noqa: E731
+    shapes = q.shape[2], k.shape[2]
+    q, k, v, d_output = (_split(x, parts) for x in (q, k, v, d_output))
+    sweep = functools.partial(_sweep, decay=decay, heads=heads, interpret=interpret)
+    # Of several heads that carry one memory, the first hands on the gradient from outside.
+    first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
+    d_ends = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
+    if parts > 1:
+        (read,) = sweep(None, q, d_output, write_scale=scale, reverse=True)
+        d_ends = _scan_parts(read, decay.keep, d_ends, reverse=True)
+
+    forth = dict(initial=jnp.swapaxes(starts, -1, -2), read_scale=scale)
+    back = dict(write_scale=scale, reverse=True)
+    turned = jnp.swapaxes(d_ends, -1, -2)
+    if log_decay is None or not decay_gradient:
+        d_decay = None
+        dq, _ = sweep(d_output, v, k, **forth)
+        dk, _ = sweep(v, d_output, q, initial=turned, **back)
+    else:
+        dq, _, reads, states = sweep(d_output, v, k, partner=q, save_states=True, **forth)
+        dk, _, writes, products = sweep(
+            v, d_output, q, initial=turned, partner=k, states=states, **back
+        )
+        # Chunk by chunk: over all of T, the rounding of products would add up.
+        at_end = jnp.sum(ends * d_ends, (-1, -2))[:, :, None]
+        at_end = jnp.concatenate([jnp.sum(products, (2, -1))[..., 1:], at_end], axis=-1)
+        rows = jnp.sum(reads - writes, axis=2)
+        rows, at_end = (_share(x, memories, axis=1) for x in (rows, at_end))
+        d_decay = _decay_gradient(rows, at_end, decay.run).reshape(batch, length, memories)
+    dv, d_starts = sweep(k, q, d_output, initial=d_ends, **back)
+    d_initial = d_starts.reshape(batch, parts, *d_starts.shape[1:])[:, 0]
+    return (
+        whole(dq, shapes[0]), whole(dk, shapes[1]), whole(dv, memories), d_decay,
+        _share(d_initial, memories, axis=1),
+    )  # fmt: skip
+
+
+def _count_parts(rows: int, length: int) -> int:
+    """How many parts of a sequence run side by side: as many as keep the card busy, none of them short."""
+    parts = 1
+    while (
+        2 * parts * rows <= _PROCESSORS
+        and length % (2 * parts * CHUNK) == 0
+        and length // (2 * parts) >= _SHORTEST_PART
+    ):
+        parts *= 2
+    return parts
+
+
+def _split(x, parts: int):
+    """[B, T, ...] -> [B * P, T / P, ...]."""
+    return x.reshape(x.shape[0] * parts, x.shape[1] // parts, *x.shape[2:])
+
+
+def _share(x, heads: int, axis: int = 2):
+    """Sum what several heads give one of `heads`, in float32."""
+    if x.shape[axis] == heads:
+        return x
+    shape = (*x.shape[:axis], heads, -1, *x.shape[axis + 1 :])
+    return jnp.sum(x.reshape(shape), axis + 1, dtype=_F32).astype(x.dtype)
+
+
+def _resolve(log_decay, run, shape, parts: int) -> _Decay:
+    """Sums of the decay within chunks, and what documents cut off."""
+    batch, length, heads, _ = shape
+    count = length // CHUNK
+    if log_decay is None:
+        by_chunk = jnp.zeros((batch, heads, count, CHUNK), _F32)
+    else:
+        # Below -104 nothing is left in float32; larger sums would cost the others their precision.
+        by_chunk = jnp.moveaxis(jnp.maximum(log_decay.astype(_F32), -128.0), 1, 2)
+        by_chunk = by_chunk.reshape(batch, heads, count, CHUNK)
+    cum = jnp.cumsum(by_chunk, axis=-1)
+    # A sum of the rows after, not a difference: nothing cancels.
+    after = jnp.pad(by_chunk[..., 1:], [(0, 0)] * 3 + [(0, 1)])
+    after = lax.cumsum(after, axis=3, reverse=True)
+    enter, leave, keep = jnp.exp(cum), jnp.exp(after), jnp.exp(cum[..., -1])
+    if run is not None:
+        of_chunk = run.reshape(batch, 1, count, CHUNK)
+        last = of_chunk[..., -1]
+        before = jnp.pad(last[..., :-1], [(0, 0), (0, 0), (1, 0)])
+        enter = jnp.where(of_chunk == before[..., None], enter, 0)
+        leave = jnp.where(of_chunk == last[..., None], leave, 0)
+        keep = jnp.where(last == before, keep, 0)
+
+    def by_part(x):  # [B, G, N, ...] -> [B * P, G, *]
+        x = jnp.moveaxis(x.reshape(batch, heads, parts, -1), 2, 1)
+        return x.reshape(batch * parts, heads, -1)
+
+    return _Decay(
+        None if log_decay is None else by_part(cum), by_part(enter), by_part(leave), by_part(keep),
+        None if run is None else _split(run, parts),
+    )  # fmt: skip
+
+
+def _scan_parts(written, keep, initial, reverse: bool = False):
+    """The memory (or its gradient) at which each part begins, from what the parts write: [B * P, heads, D, V]."""
+    batch, heads = initial.shape[:2]
+    kept = jnp.prod(keep, axis=-1)
+    kept = jnp.repeat(kept, heads // kept.shape[1], axis=1)
+    by_part = lambda x: jnp.moveaxis(x.reshape(batch, -1, *x.shape[1:]), 1, 0)  # noqa: E731
+
+    def step(memory, part):
+        kept, written = part
+        return memory * kept[..., None, None] + written, memory
+
+    _, starts = lax.scan(step, initial, (by_part(kept), by_part(written)), reverse=reverse)
+    return jnp.moveaxis(starts, 0, 1).reshape(written.shape)
+
+
+def _decay_gradient(rows, at_end, run):
+    """[B, T, G], the sums of `rows` [B, G, T] from each token to the end of its chunk and document, with `at_end` [B, G, N]."""
+    batch, heads, length = rows.shape
+    rows = rows.reshape(batch, heads, -1, CHUNK)
+    if run is None:
+        summed = lax.cumsum(rows, axis=3, reverse=True) + at_end[..., None]
+    else:
+        of_chunk = run.reshape(batch, 1, -1, CHUNK)
+        later = jnp.arange(CHUNK)[:, None] <= jnp.arange(CHUNK)
+        same = (later & (of_chunk[..., :, None] == of_chunk[..., None, :])).astype(_F32)
+        summed = jnp.einsum("bgnj,bgnij->bgni", rows, jnp.broadcast_to(same, (*rows.shape, CHUNK)), precision="highest")  # fmt: skip
+        summed += jnp.where(of_chunk == of_chunk[..., -1:], at_end[..., None], 0)
+    return jnp.moveaxis(summed.reshape(batch, heads, length), 1, 2)
+
+
+def _rows(x, shape):
+    return lax.broadcast_in_dim(x, shape, [0])
+
+
+def _row_values(ref):
+    return plgpu.load(ref, layout=_LAYOUT.reduce(1))
+
+
+def _differences(ref, shape):
+    """`x_i - x_j` of a vector."""
+    of_column = lax.broadcast_in_dim(plgpu.load(ref, layout=_LAYOUT.reduce(0)), shape, [1])
+    return _rows(_row_values(ref), shape) - of_column
+
+
+def _from_far(ref):
+    return plgpu.load(ref, layout=_LAYOUT, optimized=False)
+
+
+def _accumulate(products, *starts: Any, interpret: Any) -> Any:
+    """`starts` plus the matrix products that `products` adds to references to them."""
+    if not interpret:
+        begin = [plgpu.ACC.init(plgpu.layout_cast(x, _LAYOUT)) for x in starts]
+        return pl.run_state(lambda refs: products(*refs))(begin)
+
+    def from_zero(*refs):  # the interpreter cannot begin with anything else
+        products(*refs)
+        return [ref[...] for ref in refs]
+
+    added = pl.run_scoped(from_zero, *(plgpu.ACC(x.shape, _F32) for x in starts))
+    return [x + y for x, y in zip(starts, added, strict=True)]
+
+
+def _sweep(
+    x, y, z, decay: _Decay, *, heads: int, initial=None, read_scale: float = 1.0,
+    write_scale: float = 1.0, reverse: bool = False, partner=None, save_states: bool = False,
+    states=None, interpret: Any = False,
+):  # fmt: skip
+    """The kernel, over all chunks.
+
+    Args:
+        x: [B, T, *, D]; None only sums up the writes.
+        y: [B, T, *, D].
+        z: [B, T, *, V].
+        decay: of G heads.
+        heads: of the output; a multiple of those of x, y, z and of G.
+        initial: [B, heads, D, V] float32, S before the first chunk (in reverse, after the last); None is 0.
+        read_scale: multiplies the output.
+        write_scale: multiplies what is written, within the chunk too.
+        reverse: walk against time.
+        partner: [B, T, *, V]; also return its inner products with out, unrounded, [B, heads, V / 64, T].
+        save_states: also return S before each chunk, [B, heads, N, D, V].
+        states: [B, heads, N, D, V]; also return its inner products with S after each chunk, [B, heads, V / 64, N, D].
+        interpret: parameters of the interpreter, or False.
+
+    Returns:
+        A list: out [B, T, heads, V] if x is given, the last S [B, heads, D, V] in float32, and what else was asked for.
+    """
+    batch, length, _, depth = y.shape
+    width, count = z.shape[-1], length // CHUNK
+    blocks = width // _BLOCK
+    groups = 1 if blocks % 2 else 2  # warpgroups that share x and y
+    square, wide = (CHUNK, CHUNK), (CHUNK, _BLOCK)
+    before, after = (decay.leave, decay.enter) if reverse else (decay.enter, decay.leave)
+    tiles = dict(x=x, y=y, z=z)
+    vectors: dict[str, Any] = dict(
+        leave=after * write_scale, enter=before * read_scale, cum=decay.cum, run=decay.run
+    )
+    if x is None:
+        vectors = dict(leave=vectors["leave"])
+    far = dict(keep=decay.keep, initial=initial, partner=partner, states=states)
+    named = {n: a for n, a in (tiles | vectors | far).items() if a is not None}
+    streamed = [n for n in named if n not in far]
+    struct = jax.ShapeDtypeStruct
+    out_type = {
+        "out": x is not None and struct((batch, length, heads, width), z.dtype),
+        "last": struct((batch, heads, depth, width), _F32),
+        "dots": partner is not None and struct((batch, heads, blocks, length), _F32),
+        "saved": save_states and struct((batch, heads, count, depth, width), z.dtype),
+        "products": states is not None and struct((batch, heads, blocks, count, depth), _F32),
+    }
+    out_type = {name: kind for name, kind in out_type.items() if kind}
+
+    def kernel(*refs):
+        refs = dict(zip([*named, *out_type], refs, strict=True))
+        b, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
+        group = lax.axis_index("group")
+        column = lax.axis_index("column") * groups + group
+        columns = pl.ds(column * _BLOCK, _BLOCK)
+        shared = pl.ds(lax.axis_index("column") * groups * _BLOCK, groups * _BLOCK)
+        own = lambda n: lax.div(h * n, heads)  # noqa: E731 - which of n heads serves this one
+        keep_ref = refs["keep"].at[b, own(decay.keep.shape[1])]
+        at = lambda n: count - 1 - n if reverse else n  # noqa: E731
+
+        def scoped(memory_smem, written_smem, out_smem, *weights_smem):
+            def body(indices, *arguments) -> Any:
+                *loaded, (S, keep) = arguments
+                chunk = dict(zip(streamed, loaded, strict=True))
+                n = at(indices[0])
+                tokens = pl.ds(n * CHUNK, CHUNK)
+                y, z = chunk["y"], chunk["z"]
+                if groups > 1:
+                    z = z.at[:, pl.ds(group * _BLOCK, _BLOCK)]
+                memory, written, out_room = (
+                    ref.at[group] for ref in (memory_smem, written_smem, out_smem)
+                )
+                # A scalar comes from far: it is asked for a chunk ahead.
+                next_keep = keep_ref[at(jnp.minimum(indices[0] + 1, count - 1))]
+                leaves = plgpu.load(z, layout=_LAYOUT).astype(_F32)
+                leaves *= _rows(_row_values(chunk["leave"]), wide)
+                written[...] = leaves.astype(written.dtype)
+                if x is None:
+                    plgpu.commit_smem()
+                    write = lambda S: plgpu.wgmma(S, y.transpose((1, 0)), written)  # noqa: E731
+                    (S,) = _accumulate(write, S * keep, interpret=interpret)
+                    return S, next_keep
+                if save_states:
+                    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                memory[...] = S.astype(memory.dtype)
+                plgpu.commit_smem()
+                if save_states:
+                    plgpu.copy_smem_to_gmem(memory, refs["saved"].at[b, h, n, :, columns])
+
+                def products(scores, carried, S):
+                    plgpu.wgmma(scores, chunk["x"], y.transpose((1, 0)))
+                    plgpu.wgmma(carried, chunk["x"], memory)
+                    plgpu.wgmma(S, y.transpose((1, 0)), written)
+
+                scores, carried, S = _accumulate(
+                    products, jnp.zeros(square, _F32), jnp.zeros(wide, _F32), S * keep,
+                    interpret=interpret,
+                )  # fmt: skip
+                if states is not None:
+                    state = _from_far(refs["states"].at[b, h, n, :, columns]).astype(_F32)
+                    refs["products"].at[b, h, column, n][...] = jnp.sum(S * state, axis=1)
+                i = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=_LAYOUT)
+                j = plgpu.broadcasted_iota(jnp.int32, square, 1, layout=_LAYOUT)
+                seen = i <= j if reverse else i >= j
+                if "run" in chunk:
+                    seen &= _differences(chunk["run"], square) == 0
+                if "cum" in chunk:
+                    since = _differences(chunk["cum"], square)
+                    weights = jnp.exp(jnp.where(seen, -since if reverse else since, _NEVER))
+                    weights *= read_scale * write_scale
+                else:
+                    weights = jnp.where(seen, read_scale * write_scale, 0.0)
+                weights = (scores * weights).astype(written.dtype)
+                if interpret:  # which takes a left operand from shared memory only
+                    weights_smem[0].at[group][...] = weights
+                    weights = weights_smem[0].at[group]
+                    plgpu.commit_smem()
+
+                carried *= _rows(_row_values(chunk["enter"]), wide)
+                near = lambda out: plgpu.wgmma(out, weights, z)  # noqa: E731
+                (out,) = _accumulate(near, carried, interpret=interpret)
+                if partner is not None:
+                    other = _from_far(refs["partner"].at[b, tokens, own(partner.shape[2]), columns])
+                    dots = jnp.sum(out * other.astype(_F32), axis=1)
+                    refs["dots"].at[b, h, column, tokens][...] = dots
+                plgpu.wait_smem_to_gmem(1 if save_states else 0, wait_read_only=True)
+                out_room[...] = out.astype(out_room.dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(out_room, refs["out"].at[b, tokens, h, columns])
+                return S, next_keep
+
+            def compute(pipeline):
+                if initial is None:
+                    S = plgpu.layout_cast(jnp.zeros((depth, _BLOCK), _F32), _LAYOUT)
+                else:
+                    S = _from_far(refs["initial"].at[b, h, :, columns])
+                S, _ = pipeline((S, keep_ref[at(0)]))
+                refs["last"].at[b, h, :, columns][...] = S
+                plgpu.wait_smem_to_gmem(0)
+
+            sources, specs = [], []
+            for name in streamed:
+                if name in tiles:
+                    size = groups * _BLOCK if name == "z" else depth
+                    source = refs[name].at[b, :, own(tiles[name].shape[2])]
+                    sources.append(source.at[:, shared] if name == "z" else source)
+                    block = plgpu.BlockSpec((CHUNK, size), lambda n: (at(n), 0), transforms=_TILED)
+                else:
+                    row = (b,) if name == "run" else (b, own(vectors[name].shape[1]))
+                    sources.append(refs[name].at[row])
+                    block = plgpu.BlockSpec((CHUNK,), lambda n: (at(n),))
+                specs.append(block)
+            pipeline: Any = plgpu.emit_pipeline_warp_specialized
+            pipeline(
+                body, grid=(count,), in_specs=specs, max_concurrent_steps=min(_STAGES, count),
+                num_compute_wgs=groups, memory_registers=40, wg_axis="group", compute_context=compute,
+            )(*sources)  # fmt: skip
+
+        smem: Any = plgpu.SMEM
+        room = functools.partial(smem, dtype=z.dtype, transforms=_TILED)
+        rooms = [room((groups, depth, _BLOCK)), room((groups, *wide)), room((groups, *wide))]
+        if interpret:
+            rooms.append(room((groups, *square)))
+        pl.run_scoped(scoped, *rooms, collective_axes="group")
+
+    return plgpu.kernel(
+        kernel,
+        out_type=list(out_type.values()),
+        grid=(batch * heads, blocks // groups),
+        grid_names=("row", "column"),
+        num_threads=groups + 1,
+        thread_name="group",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            # The layout inference of the other semantics finds no solution here (jax 0.11.2).
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+        interpret=interpret,
+    )(*named.values())

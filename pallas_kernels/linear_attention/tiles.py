@@ -1,0 +1,348 @@
+"""The mathematics of one chunk of linear attention with a scalar decay, on two-dimensional tiles.
+
+A tile [C, n * D] holds the C tokens of a chunk as rows and the channels of n memories, side by side, as columns; the n
+memories are one block-diagonal matrix S. Where all n read and write with the same query and key, those tiles are [C, K] and
+S is [K, n * V] in full. With b the inclusive sums of the log decay over the chunk and
+W_ij = scale * exp(b_i - b_j) where i >= j lie in one document, else 0, each memory does
+
+    O = (q kᵀ ⊙ W) v + scale e^b ⊙ (q S)          S' = e^b_C S + kᵀ (e^(b_C - b) ⊙ v)
+
+(chunkwise form of Linear-MoE, arXiv 2503.05447, Eq. 5 with a scalar decay; as GLA, 2312.06635, Eq. 4, and Mamba2, 2405.21060,
+Listing 1). Its gradient, with dS' that of S', A = q kᵀ, P = A ⊙ W and dA = (dO vᵀ) ⊙ W:
+
+    dq = dA k + scale e^b ⊙ (dO Sᵀ)               dk = dAᵀ q + (e^(b_C - b) ⊙ v) dS'ᵀ
+    dv = Pᵀ dO + e^(b_C - b) ⊙ (k dS')            dS = e^b_C dS' + qᵀ (scale e^b ⊙ dO)
+
+A decay g_l stands in every b_i - b_j with j < l <= i, in e^b_i with l <= i, in e^(b_C - b_j) with j < l, and in e^b_C:
+
+    dg_l = Σ_{i>=l} (Σ_j M_ij - Σ_j M_ji + q_i · dq_i(S)) + Σ_{j<l} v_j · dv_j(S') + e^b_C <S, dS'>,   M = A ⊙ dA below its diagonal
+
+where (S) and (S') mark the terms above with S and dS'. This is the reversed cumulative sum of q · dq - k · dk, with the terms that
+would cancel left out. Documents zero e^b where they began inside the chunk, e^(b_C - b) where they end in it, and e^b_C.
+
+Only dot, where, iota, exp, sum, transposes and slices at multiples of 8 rows occur, so that any backend can run these functions.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+LANES = 128
+_NEVER = -1e30
+_FLOOR = -128.0  # e^-128 is 0 in float32
+_COARSE = 512.0
+
+
+class Heads(NamedTuple):
+    """The memories of a tile.
+
+    Attributes:
+        first: index of the first in the chunk's decays.
+        count: n, how many there are.
+        keys: how many keys the key tile holds: n, or 1 for all.
+    """
+
+    first: int
+    count: int
+    keys: int
+
+
+class Chunk(NamedTuple):
+    """What a chunk does to h memories; None where it is trivial.
+
+    Attributes:
+        seen: [C, C], where token i sees token j.
+        rows: two [h, C] whose sum is b, the first of multiples of 1/512: differences of those are exact.
+        columns: `rows` transposed, [C, h].
+        enter: [C, h] or [C, 1] for all, scale e^b.
+        leave: as `enter`, e^(b_C - b).
+        keep: [1, h] or [1, 1], e^b_C.
+        scale: the scale.
+    """
+
+    seen: jax.Array
+    rows: tuple[jax.Array, jax.Array] | None
+    columns: tuple[jax.Array, jax.Array] | None
+    enter: jax.Array | None
+    leave: jax.Array | None
+    keep: jax.Array | None
+    scale: float
+
+
+class ReadGradient(NamedTuple):
+    """What an output's gradient gives: to q, k, v and S, and to the decays as a column [C, 1] and a row [1, C] a head."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    memory: jax.Array
+    columns: list[jax.Array]
+    rows: list[jax.Array]
+
+
+class WriteGradient(NamedTuple):
+    """What the gradient of S' gives: to k, v and S, and to the decays as a column [C, 1] and a number [1, 1] a head."""
+
+    k: jax.Array
+    v: jax.Array
+    memory: jax.Array
+    columns: list[jax.Array]
+    totals: list[jax.Array]
+
+
+def dot(a: jax.Array, b: jax.Array, contract: str = "nn") -> jax.Array:
+    """`a b` in float32; "nt" is `a bᵀ`, "tn" `aᵀ b`. Exact to float32 for float32 operands."""
+    axes = {"nn": ((1,), (0,)), "nt": ((1,), (1,)), "tn": ((0,), (0,))}[contract]
+    wide = a.dtype == jnp.float32
+    precision = lax.Precision.HIGHEST if wide else lax.Precision.DEFAULT
+    return lax.dot_general(
+        a, b, (axes, ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def exact_sums(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """`x mask` for x [h, *] float32, h a multiple of 8, and a boolean mask: sums as exact as float32 gives them.
+
+    x is cut into three parts that bfloat16 holds, so that one pass of a matrix unit over the mask is enough.
+    """
+    parts = []
+    for _ in range(3):
+        bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(-65536)  # the upper half
+        parts.append(lax.bitcast_convert_type(bits, jnp.float32))
+        x = x - parts[-1]
+    ones = jnp.where(mask, 1.0, 0.0).astype(jnp.bfloat16)
+    sums = dot(jnp.concatenate(parts).astype(jnp.bfloat16), ones)
+    return sum(sums[i * len(x) : (i + 1) * len(x)] for i in (1, 2)) + sums[: len(x)]
+
+
+def read_chunk(
+    log_decay: jax.Array | None, runs: jax.Array | None, size: int, scale: float
+) -> Chunk:
+    """Resolve decays and documents.
+
+    Args:
+        log_decay: [h, C] float32, at most 0, h a multiple of 8; None is no decay. Anything below -128 leaves 0 in float32.
+        runs: [8, C] float32 with the rows: run of each token, 1 where it is the run before the chunk, 1 where it is the chunk's
+            last; None is one document.
+        size: C.
+        scale: of the queries.
+    """
+    i, j = _iota(size, size, 0), _iota(size, size, 1)
+    seen = i >= j
+    turned = None
+    if runs is not None:
+        turned = runs.T
+        seen &= turned[:, :1] == runs[:1]
+    if log_decay is None:
+        if turned is None:
+            return Chunk(seen, None, None, None, None, None, scale)
+        enter, leave = turned[:, 1:2], turned[:, 2:3]
+        return Chunk(seen, None, None, enter * scale, leave, enter[-1:], scale)
+    log_decay = jnp.maximum(log_decay, _FLOOR)
+    coarse = jnp.floor(log_decay * _COARSE) / _COARSE
+    coarse, fine = exact_sums(coarse, i <= j), exact_sums(log_decay - coarse, i <= j)
+    enter = coarse + fine
+    leave = jnp.minimum((coarse[:, -1:] - coarse) + (fine[:, -1:] - fine), 0)
+    if runs is not None:
+        enter = jnp.where(runs[1:2] > 0, enter, _NEVER)
+        leave = jnp.where(runs[2:3] > 0, leave, _NEVER)
+    enter, leave = jnp.exp(enter).T, jnp.exp(leave).T
+    rows, columns = (coarse, fine), (coarse.T, fine.T)
+    return Chunk(seen, rows, columns, enter * scale, leave, enter[-1:], scale)
+
+
+def weights(chunk: Chunk, head: int):
+    """W of one head, [C, C] (what is not seen is left to `_weigh`), or the scale alone."""
+    if chunk.rows is None or chunk.columns is None:
+        return chunk.scale
+    coarse, fine = (
+        column[:, head : head + 1] - row[head : head + 1]
+        for column, row in zip(chunk.columns, chunk.rows, strict=True)
+    )
+    return jnp.exp(jnp.where(chunk.seen, coarse + fine, _NEVER)) * chunk.scale
+
+
+def read(q, k, v, memory, scales, chunk: Chunk, heads: Heads) -> jax.Array:
+    """O [C, n * V] in float32; `scales` is `weights` of each head, `memory` S in q's dtype."""
+    parts, scores = [], None
+    for own, scale in enumerate(scales):
+        if scores is None or heads.keys > 1:
+            scores = dot(_only(q, own, heads.keys), k, "nt")
+        parts.append(dot(_weigh(scores, scale, chunk).astype(v.dtype), v))
+    carried = dot(q, memory)
+    carried *= chunk.scale if chunk.enter is None else _spread(chunk.enter, heads, v.shape[1])
+    return side_by_side(parts, v.shape[1]) + carried
+
+
+def write(k, v, memory, chunk: Chunk, heads: Heads) -> jax.Array:
+    """S' in float32 from S in float32."""
+    update = _diagonal(dot(k, _leaving(v, chunk, heads), "tn"), heads)
+    return _kept(memory, chunk, heads) + update
+
+
+def read_backward(
+    q, k, v, d_out, memory, scales, chunk: Chunk, heads: Heads, *, decays: bool
+) -> ReadGradient:
+    """The terms of the gradient that dO [C, n * V] gives, to decays if `decays`; `scales` and `memory` as for `read`."""
+    dq, dv, pairs, columns, rows = [], [], [], [], []
+    scores = None
+    for own, scale in enumerate(scales):
+        if scores is None or heads.keys > 1:
+            scores = dot(_only(q, own, heads.keys), k, "nt")
+        d_scores = _weigh(dot(_only(d_out, own, heads.count), v, "nt"), scale, chunk)
+        dv.append(dot(_weigh(scores, scale, chunk).astype(q.dtype), d_out, "tn"))
+        if decays:
+            size = len(q)
+            later = _iota(size, size, 0) > _iota(size, size, 1)
+            products = jnp.where(later, scores * d_scores, 0)
+            pairs.append(products)
+            rows.append(jnp.sum(products, axis=0, keepdims=True))
+        if heads.keys > 1 or not dq:
+            dq.append(d_scores)
+        else:
+            dq[0] = dq[0] + d_scores
+    dq = [x.astype(q.dtype) for x in dq]
+    dk = side_by_side([dot(x, q, "tn") for x in dq], k.shape[1])
+    dq = side_by_side([dot(x, k) for x in dq], q.shape[1])
+    factor = chunk.scale if chunk.enter is None else _spread(chunk.enter, heads, v.shape[1])
+    entering = (d_out.astype(jnp.float32) * factor).astype(q.dtype)
+    carried = dot(entering, memory, "nt")
+    if decays:
+        if heads.keys == heads.count:
+            products = q.astype(jnp.float32) * carried
+        else:
+            products = entering.astype(jnp.float32) * dot(q, memory)
+        products = [_only(products, own, heads.count) for own in range(heads.count)]
+        columns = [_row_sums(*both) for both in zip(pairs, products, strict=True)]
+    d_memory = _diagonal(dot(q, entering, "tn"), heads)
+    return ReadGradient(dq + carried, dk, side_by_side(dv, v.shape[1]), d_memory, columns, rows)
+
+
+def write_backward(
+    k, v, memory, d_memory, chunk: Chunk, heads: Heads, *, decays: bool
+) -> WriteGradient:
+    """The terms of the gradient that dS' (`d_memory`, float32) gives, to decays if `decays`; `memory` is S in k's dtype."""
+    narrow = d_memory.astype(k.dtype)
+    dv = dot(k, narrow)
+    if chunk.leave is not None:
+        dv *= _spread(chunk.leave, heads, v.shape[1])
+    dk = dot(_leaving(v, chunk, heads), narrow, "nt")
+    kept = _kept(d_memory, chunk, heads)
+    columns, totals = [], []
+    if decays:
+        columns = _sums(v.astype(jnp.float32) * dv, heads.count)
+        products = jnp.sum(memory.astype(jnp.float32) * kept, axis=0, keepdims=True)
+        totals = _sums(products, heads.count)
+    return WriteGradient(dk, dv, kept, columns, totals)
+
+
+def decay_gradient(reads, read_rows, writes, totals, chunk: Chunk) -> jax.Array:
+    """dg [h, C] of all heads, h rounded up to a multiple of 8 (rows of zeros).
+
+    Args:
+        reads: columns of `ReadGradient`, one a head.
+        read_rows: its rows.
+        writes: columns of `WriteGradient`.
+        totals: its totals.
+        chunk: the chunk.
+    """
+    size, count = len(reads[0]), -(-len(reads) // 8) * 8
+    turned = _as_rows(dict(enumerate(reads)) | dict(enumerate(writes, count)), size)
+    later, before = turned[:count], turned[count : 2 * count]
+    row, column = _iota(count, size, 0), _iota(count, size, 1)
+    for head, (of_rows, total) in enumerate(zip(read_rows, totals, strict=True)):
+        more = jnp.where(column == size - 1, total, 0) - of_rows
+        later += jnp.where(row == head, more, 0)
+    earlier = _iota(size, size, 0) < _iota(size, size, 1)
+    return exact_sums(later, chunk.seen) + exact_sums(before, earlier)
+
+
+def _as_rows(columns: dict[int, jax.Array], size: int) -> jax.Array:
+    """Columns [C, 1] as rows of [128, C], zeros where there is none."""
+    wide = jnp.zeros((size, LANES), jnp.float32)
+    lane = _iota(size, LANES, 1)
+    for index, column in columns.items():
+        wide = jnp.where(lane == index, column, wide)
+    return wide.T
+
+
+def side_by_side(parts: list[jax.Array], width: int) -> jax.Array:
+    """Take the h-th of `len(parts)` column blocks from the h-th part; each is [*, width], or [*, 1] for a constant."""
+    whole = parts[0]
+    for index, part in enumerate(parts[1:], 1):
+        column = _iota(1, width, 1)
+        whole = jnp.where(column >= index * (width // len(parts)), part, whole)
+    return whole
+
+
+def fold(memory: jax.Array, heads: Heads) -> jax.Array:
+    """S -> the n memories side by side, [K, n * V]."""
+    size = len(memory) // heads.keys
+    return sum((memory[i * size :][:size] for i in range(1, heads.keys)), memory[:size])
+
+
+def unfold(memory: jax.Array, heads: Heads) -> jax.Array:
+    """[K, n * V] float32 -> S."""
+    return _diagonal(jnp.concatenate([memory] * heads.keys), heads)
+
+
+def _iota(rows: int, columns: int, axis: int) -> jax.Array:
+    return lax.broadcasted_iota(jnp.int32, (rows, columns), axis)
+
+
+def _only(x, index: int, count: int):
+    """x with all but the `index`-th of its `count` column blocks 0."""
+    if count == 1:
+        return x
+    block = lax.div(_iota(1, x.shape[1], 1), x.shape[1] // count)
+    return jnp.where(block == index, x.astype(jnp.float32), 0).astype(x.dtype)
+
+
+def _row_sums(a, b):
+    if a.shape == b.shape:  # one reduction in place of two
+        return jnp.sum(a + b, axis=1, keepdims=True)
+    return jnp.sum(a, axis=1, keepdims=True) + jnp.sum(b, axis=1, keepdims=True)
+
+
+def _sums(x, count: int) -> list[jax.Array]:
+    """Sums of each of the `count` column blocks of x, [*, 1] each."""
+    return [jnp.sum(_only(x, index, count), axis=1, keepdims=True) for index in range(count)]
+
+
+def _diagonal(memory, heads: Heads):
+    """The block diagonal; the products of one memory's key with another's value drop out."""
+    if heads.keys == 1:
+        return memory
+    rows, columns = memory.shape
+    row = lax.div(_iota(rows, columns, 0), rows // heads.keys)
+    column = lax.div(_iota(rows, columns, 1), columns // heads.count)
+    return jnp.where(row == column, memory, 0)
+
+
+def _weigh(x, scale, chunk: Chunk):
+    return jnp.where(chunk.seen, x * scale, 0)
+
+
+def _spread(x, heads: Heads, width: int):
+    """[*, h] -> [*, 1], or [*, width] where the tile's heads differ."""
+    if x.shape[1] == 1:
+        return x
+    own = [x[:, head : head + 1] for head in range(heads.first, heads.first + heads.count)]
+    return side_by_side(own, width)
+
+
+def _leaving(v, chunk: Chunk, heads: Heads):
+    if chunk.leave is None:
+        return v
+    factor = _spread(chunk.leave, heads, v.shape[1])
+    return (v.astype(jnp.float32) * factor).astype(v.dtype)
+
+
+def _kept(memory, chunk: Chunk, heads: Heads):
+    if chunk.keep is None:
+        return memory
+    return memory * _spread(chunk.keep, heads, memory.shape[1])

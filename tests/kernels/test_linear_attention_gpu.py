@@ -1,0 +1,137 @@
+"""The Hopper kernel of linear attention, by Mosaic GPU's interpreter and by lowering for an H200."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from lsm_jax import ops
+from pallas_kernels.compat import gpu_interpreter, races_found
+from pallas_kernels.linear_attention import hopper, linear_attention, reasons
+
+BATCH, SCALE = 1, 0.25
+
+
+def make(length, heads, key_heads, memories, key_dim, value_dim, *, documents, decay, strong=False):
+    rng = np.random.default_rng(0)
+
+    def normal(*shape, dtype=jnp.float32):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    log_decay = jax.nn.log_sigmoid(normal(BATCH, length, memories) + 2)
+    if strong:
+        log_decay = jnp.asarray(
+            rng.choice([0.0, -1e-3, -30.0], size=log_decay.shape), jnp.float32
+        )
+    starts = jnp.isin(jnp.arange(length), jnp.array([30, 31, 64, 150]))
+    run = jnp.broadcast_to(jnp.cumsum(starts, dtype=jnp.int32), (BATCH, length))
+    return dict(
+        q=normal(BATCH, length, heads, key_dim, dtype=jnp.bfloat16),
+        k=normal(BATCH, length, key_heads, key_dim, dtype=jnp.bfloat16) * 0.3,
+        v=normal(BATCH, length, memories, value_dim, dtype=jnp.bfloat16),
+        log_decay=log_decay if decay else None,
+        initial=normal(BATCH, memories, key_dim, value_dim) * 0.3,
+        run=run if documents else None,
+    )
+
+
+def by_token(q, k, v, log_decay, initial, run):
+    state = ops.linear_state(*v.shape[:1], v.shape[2], k.shape[3], v.shape[3])
+    state = state._replace(memory=initial, segment_id=jnp.ones(BATCH, jnp.int32))
+    ids = None if run is None else run + 1
+    output, state = ops.linear_memory(
+        q, k, v, log_decay, scale=SCALE, initial_state=state, segment_ids=ids, form="recurrent"
+    )
+    return output, state.memory
+
+
+def fused(q, k, v, log_decay, initial, run):
+    return linear_attention(
+        q, k, v, log_decay, initial=initial, run=run, scale=SCALE, interpret=gpu_interpreter()
+    )
+
+
+def error(actual, expected):
+    """Relative, in RMS."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    return np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2))
+
+
+CASES = {
+    "decay": dict(dims=(128, 1, 1, 1, 64, 64), documents=False, decay=True),
+    "documents": dict(dims=(250, 1, 1, 1, 64, 64), documents=True, decay=True),
+    "plain-queries-share": dict(dims=(100, 2, 1, 1, 64, 128), documents=False, decay=False),
+    "memories-share-wide-keys": dict(dims=(65, 1, 1, 2, 128, 64), documents=False, decay=True),
+    "strong": dict(dims=(128, 1, 1, 1, 64, 64), documents=True, decay=True, strong=True),
+    "parts": dict(dims=(256, 1, 1, 1, 64, 64), documents=True, decay=True),
+}
+FAST = ("decay", "documents")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES]
+)
+def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
+    if name == "parts":
+        monkeypatch.setattr(hopper, "_SHORTEST_PART", 128)
+    inputs = make(*CASES[name]["dims"], **{k: v for k, v in CASES[name].items() if k != "dims"})
+    widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs | dict(run=None))
+    run = inputs.pop("run"), widened.pop("run")
+    expected, expected_pull = jax.vjp(lambda x: by_token(**x, run=run[0]), widened)
+    actual, pull = jax.vjp(lambda x: fused(**x, run=run[0]), inputs)
+    for got, wanted in zip(actual, expected, strict=True):
+        assert got.shape == wanted.shape
+        assert error(got, wanted) < 5e-3
+    rng = np.random.default_rng(1)
+    cotangents = [jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in actual]
+    (grads,) = pull(tuple(cotangents))
+    (wanted,) = expected_pull(tuple(x.astype(jnp.float32) for x in cotangents))
+    for field, gradient in grads.items():
+        if inputs[field] is not None:
+            assert gradient.shape == inputs[field].shape
+            assert error(gradient, wanted[field]) < 1e-2, field
+    assert not races_found()
+
+
+def test_causal_to_the_bit():
+    inputs = make(128, 1, 1, 1, 64, 64, documents=False, decay=True)
+    changed = dict(inputs)
+    for name in ("q", "k", "v", "log_decay"):
+        changed[name] = inputs[name].at[:, 77:].multiply(2)
+    np.testing.assert_array_equal(fused(**inputs)[0][:, :77], fused(**changed)[0][:, :77])
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_lowers_for_the_card(width):
+    struct = jax.ShapeDtypeStruct
+    wide = struct((2, 4000, 4, width), jnp.bfloat16)
+    shapes = (
+        wide, wide, wide, struct((2, 4000, 4), jnp.float32), struct((2, 4, width, width), jnp.float32),
+        struct((2, 4000), jnp.int32),
+    )  # fmt: skip
+
+    def step(*inputs):
+        def total(q, k, v, log_decay, initial, run):
+            output, final = linear_attention(
+                q, k, v, log_decay, initial=initial, run=run, scale=SCALE
+            )
+            return jnp.sum(output.astype(jnp.float32)) + jnp.sum(final)
+
+        return jax.grad(total, argnums=(0, 1, 2, 3, 4))(*inputs)
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        text = jax.jit(step).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    # One forward, three backward, and one each to sum up the parts of few rows.
+    assert text.count("custom_call @mosaic_gpu") == 6
+
+
+def test_says_why_it_does_not_serve():
+    inputs = make(64, 1, 1, 1, 64, 64, documents=False, decay=True)
+    assert reasons(**inputs) == {"mosaic_gpu": None}
+    inputs["q"] = inputs["q"].astype(jnp.float32)
+    with pytest.raises(NotImplementedError, match="'mosaic_gpu' takes q in bfloat16, not float32"):
+        linear_attention(**inputs, scale=SCALE)
+    with pytest.raises(ValueError, match="implementation='triton'; accepted are"):
+        linear_attention(**inputs, scale=SCALE, implementation="triton")
