@@ -14,8 +14,8 @@ BEGIN, END = "<!-- methods: scripts/methods_table.py --write -->", "<!-- end of 
 def table() -> str:
     """A row a method, in the registry's order, with its notes below."""
     rows = [
-        "| method | op | gate | write | read | forms | published |",
-        "|---|---|---|---|---|---|---|",
+        "| method | op | gate | write | read | state | forms | published |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     notes = []
     for method in METHODS.values():
@@ -30,6 +30,7 @@ def table() -> str:
             method.gate,
             method.write,
             method.read,
+            method.state,
             forms,
             method.paper,
         )

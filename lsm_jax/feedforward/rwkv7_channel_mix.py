@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lsm_jax import ops
+from lsm_jax.mixers import checks
 from lsm_jax.mixers.layers import OrthogonalDense, parameter
 
 
@@ -35,6 +36,7 @@ class RWKV7ChannelMixConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
+        checks.fields(self)
         if not self.hidden_ratio * hidden_size >= 1:
             raise ValueError(
                 f"RWKV7ChannelMixConfig.hidden_ratio={self.hidden_ratio}: "

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lsm_jax import ops
+from lsm_jax.mixers import checks
 from lsm_jax.mixers.layers import OrthogonalDense, parameter
 
 
@@ -40,11 +41,8 @@ class RWKV6ChannelMixConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        for name in ("hidden_ratio", "multiple_of"):
-            if not getattr(self, name) > 0:
-                raise ValueError(
-                    f"RWKV6ChannelMixConfig.{name}={getattr(self, name)}: it must be greater than 0"
-                )
+        checks.fields(self)
+        checks.positive(self, hidden_ratio=self.hidden_ratio, multiple_of=self.multiple_of)
         if self.width(hidden_size) < 1:
             raise ValueError(
                 f"RWKV6ChannelMixConfig.hidden_ratio={self.hidden_ratio} times hidden_size={hidden_size} is less than "

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
+from lsm_jax.mixers import checks
 from lsm_jax.mixers.layers import Dense
 
 
@@ -41,10 +42,10 @@ class SwiGLUConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        for name in ("hidden_ratio", "multiple_of", "intermediate_size"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"SwiGLUConfig.{name}={value}: it must be greater than 0")
+        checks.fields(self)
+        checks.positive(self, hidden_ratio=self.hidden_ratio, multiple_of=self.multiple_of)
+        if self.intermediate_size is not None:
+            checks.positive(self, intermediate_size=self.intermediate_size)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Forward floating-point operations of a token."""

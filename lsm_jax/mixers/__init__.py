@@ -48,6 +48,8 @@ class Method:
         gate: what multiplies the memory at each token.
         write: what is added to the memory.
         read: how the output is taken from it.
+        state: what one sequence keeps from token to token, in numbers: K and V are the key and value channels of a head, N
+            those of a state.
         forms: forms of the op; empty where it has none.
         config: its dataclass.
         module: its class, a `Mixer`.
@@ -62,6 +64,7 @@ class Method:
     gate: str
     write: str
     read: str
+    state: str
     forms: tuple[str, ...]
     config: type
     module: Any
@@ -78,100 +81,123 @@ METHODS: dict[str, Method] = {m.name: m for m in (
     Method(
         name="linear_attention", paper="arXiv 2006.16236", op="linear_memory",
         gate="1", write="φ(k)ᵀ v", read="φ(q) M, optionally over φ(q) z",
+        state="K × V a head for K features; K more with the normaliser",
         forms=_ALL_FORMS, config=LinearAttentionConfig, module=LinearAttention),
     Method(
         name="retnet", paper="arXiv 2307.08621", op="linear_memory",
         gate="1 - 2^(-5-h), constant for each head", write="kᵀ v, k rotated", read="q M, q rotated",
+        state="K × V a head",
         forms=_ALL_FORMS, config=RetNetConfig, module=RetNet),
     Method(
         name="lightning", paper="arXiv 2307.14995", op="linear_memory",
         gate="exp(-(8h / H)(1 - l / L)), constant for each head and layer", write="silu(k)ᵀ v", read="silu(q) M",
+        state="K × V a head",
         forms=_ALL_FORMS, config=LightningConfig, module=Lightning),
     Method(
         name="gated_retention", paper="arXiv 2405.05254", op="linear_memory",
         gate="sigmoid(x W)^(1/16), each head", write="kᵀ v, k rotated", read="q M, q rotated",
+        state="K × V a head",
         forms=_ALL_FORMS, config=GatedRetentionConfig, module=GatedRetention),
     Method(
         name="gla", paper="arXiv 2312.06635", op="linear_memory",
         gate="sigmoid(x W₁ W₂ + b)^(1/16), each key channel", write="kᵀ v", read="q M",
+        state="K × V a head",
         forms=_ALL_FORMS, config=GLAConfig, module=GLA),
     Method(
         name="hgrn2", paper="arXiv 2404.07904", op="linear_memory",
         gate="f = γ + (1 - γ) sigmoid(x W), each key channel; γ learned across layers", write="(1 - f)ᵀ i", read="silu(q) M",
+        state="K × V a head",
         forms=_ALL_FORMS, config=HGRN2Config, module=HGRN2),
     Method(
         name="rebased", paper="arXiv 2402.10644", op="linear_memory",
         gate="1", write="φ(k)ᵀ v, φ a learned quadratic", read="φ(q) M over φ(q) z",
+        state="(V + 1) F (F + 1) / 2 a head for F channels",
         forms=_ALL_FORMS, config=RebasedConfig, module=Rebased,
         note="where a query meets no key its weights vanish like ε, and float32 rounding shows"),
     Method(
         name="gfw", paper="arXiv 2210.04243", op="linear_memory",
         gate="βᵀ α, sigmoids of x W: each key channel and each value channel", write="kᵀ v", read="q M",
+        state="K × V a head",
         forms=_ALL_FORMS, config=GFWConfig, module=GFW),
     Method(
         name="rwkv6", paper="arXiv 2404.05892", op="linear_memory",
         gate="exp(-exp(d)), d low-rank in the token, each key channel", write="kᵀ v", read="r (M before + diag(u) kᵀ v)",
+        state="K × V a head; a token",
         forms=_ALL_FORMS, config=RWKV6Config, module=RWKV6, feedforward="rwkv6_channel_mix"),
     Method(
         name="mlstm", paper="arXiv 2503.13427", op="linear_memory",
         gate="sigmoid(x W + b), each head", write="exp(x W + b) kᵀ v", read="q C over max(|q n|, 1)",
+        state="K × V, K and the largest exponent a head",
         forms=_ALL_FORMS, config=MLSTMConfig, module=MLSTM),
     Method(
         name="mamba", paper="arXiv 2312.00752", op="selective_memory",
         gate="exp(-A Δ), each channel and state", write="Δ B x", read="C h + D x",
+        state="N a channel; 3 tokens",
         forms=_ALL_FORMS, config=MambaConfig, module=Mamba, feedforward=None),
     Method(
         name="s4d", paper="arXiv 2206.11893", op="selective_memory",
         gate="exp(Δ A), A complex, constant for each channel and state", write="(exp(Δ A) - 1) / A x", read="2 Re(C h) + D x",
+        state="N / 2 complex a channel",
         forms=_ALL_FORMS, config=S4DConfig, module=S4D, causal_fields={"convolution": "scan"},
         note="its default computes one document from an empty state by Fourier transforms"),
     Method(
         name="gateloop", paper="arXiv 2311.01927", op="selective_memory",
         gate="a complex, |a| = sigmoid(|z|) and arg a = arg z with z = x W + b, each head", write="kᵀ v", read="Re(q M)",
+        state="1 complex a channel",
         forms=_ALL_FORMS, config=GateLoopConfig, module=GateLoop,
         note="one head a channel; wider heads (num_heads) run on linear_memory with rotated q and k"),
     Method(
         name="mamba2", paper="arXiv 2405.21060", op="linear_memory",
         gate="exp(-A Δ), each head", write="Δ Bᵀ x", read="C M + D x",
+        state="N × V a head; 3 tokens of x, B, C",
         forms=_ALL_FORMS, config=Mamba2Config, module=Mamba2, feedforward=None),
     Method(
         name="deltanet", paper="arXiv 2406.06484", op="delta_memory",
         gate="I - β kᵀ k", write="β kᵀ v", read="q M",
+        state="K × V a head; 3 tokens of q, k, v",
         forms=_ALL_FORMS, config=DeltaNetConfig, module=DeltaNet),
     Method(
         name="gated_deltanet", paper="arXiv 2412.06464", op="delta_memory",
         gate="(I - β kᵀ k) α, α each head", write="β kᵀ v", read="q M",
+        state="K × V a head; 3 tokens of q, k, v",
         forms=_ALL_FORMS, config=GatedDeltaNetConfig, module=GatedDeltaNet),
     Method(
         name="kda", paper="arXiv 2510.26692", op="delta_memory",
         gate="(I - β kᵀ k) diag(α), α each key channel", write="β kᵀ v", read="q M",
+        state="K × V a head; 3 tokens of q, k, v",
         forms=_ALL_FORMS, config=KDAConfig, module=KDA),
     Method(
         name="rwkv7", paper="arXiv 2503.14456", op="dplr_memory",
         gate="diag(w) - (κ ⊙ a)ᵀ κ; w each key channel in (0.545, 1), a each key channel", write="k̃ᵀ v",
         read="r M, and r · k̃ times v of this token",
+        state="K × V a head; a token",
         forms=_ALL_FORMS, config=RWKV7Config, module=RWKV7, feedforward="rwkv7_channel_mix"),
     Method(
         name="ttt_linear", paper="arXiv 2407.04620", op="online_memory",
         gate="1", write="-η ∇_W ½‖f(k) - v‖² at the mini-batch's start", read="f(q) = q + LN(q W + b)",
+        state="W, b and the mini-batch's sum of gradients: 2 V (K + 1) a head; 3 tokens of q, k",
         forms=("recurrent", "chunk"), config=TTTLinearConfig, module=TTTLinear, note=_ONLINE_NOTE),
     Method(
         name="ttt_mlp", paper="arXiv 2407.04620", op="online_memory",
         gate="1", write="-η ∇_W ½‖f(k) - v‖² at the mini-batch's start", read="f(q) = q + LN(gelu(q W₁ + b₁) W₂ + b₂)",
+        state="W₁, b₁, W₂, b₂ and the mini-batch's sums of gradients; 3 tokens of q, k",
         forms=("recurrent", "chunk"), config=TTTMLPConfig, module=TTTMLP, note=_ONLINE_NOTE),
     Method(
         name="titans", paper="arXiv 2501.00663", op="online_memory",
         gate="1 - α, each head", write="S ← η S - θ ∇‖M(k) - v‖² at the mini-batch's start", read="M(q), M a matrix or an MLP",
+        state="M, S and M at the mini-batch's start: 3 K × V a head for a matrix; 3 tokens of q, k, v",
         forms=("recurrent", "chunk"), config=TitansConfig, module=Titans,
         note=_ONLINE_NOTE + "; a pattern of it is the paper's MAL, and persistent-memory tokens, MAC and MAG are not here"),
     Method(
         name="gsa", paper="arXiv 2409.07146", op="slot_memory",
         gate="α = sigmoid(x W)^(1/8), each slot", write="kᵀ (1 - α) into keys, (1 - α)ᵀ v into values",
         read="softmax(q K) V over slots",
+        state="M × (K + V) a head, M slots",
         forms=_ALL_FORMS, config=GSAConfig, module=GSA),
     Method(
         name="softmax", paper="arXiv 1706.03762", op="attention",
         gate="none: keys and values are kept", write="k, v", read="softmax(q Kᵀ) V",
+        state="k and v of every token, or of a window",
         forms=(), config=SoftmaxConfig, module=Softmax, note="the memory grows with the sequence: no other forms"),
 )}
 # fmt: on

@@ -16,6 +16,7 @@ from flax import nnx
 
 from lsm_jax import ops
 from lsm_jax.mixers.layers import parameter
+from lsm_jax.ops import checks
 
 
 class Clock(NamedTuple):
@@ -289,7 +290,11 @@ class Mixer(nnx.Module):
 
         Returns:
             y [B, T, D], the state after the last token, and losses and statistics by name.
+
+        Raises:
+            ValueError: an argument of another shape or kind, or a state of other rows or of another mixer.
         """
+        self._check(x, segment_ids, positions, update_mask, state)
         clock = None
         if self.uses_positions:
             clock = fresh_clock(x.shape[0]) if state is None else state.clock
@@ -309,3 +314,37 @@ class Mixer(nnx.Module):
         )
         y = self.finish(o, x, context)
         return y, MixerState(memory, context.tails, clock), context.aux
+
+    def _check(self, x, segment_ids, positions, update_mask, state) -> None:
+        """Raise ValueError unless the arguments of a call fit each other and this mixer; the op checks its memory itself."""
+        name = type(self).__name__
+        checks.check_shape(name, "x", x, (None, None, self.hidden_size), "B, T, D")
+        checks.check_filled(name, "x", x)
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"{name}: x has dtype {x.dtype}; accepted are floating ones")
+        batch, length, _ = x.shape
+        checks.check_rows(name, batch, length, segment_ids, update_mask)
+        if positions is not None:
+            checks.check_shape(name, "positions", positions, (batch, length), "B, T")
+            if not jnp.issubdtype(jnp.result_type(positions), jnp.integer):
+                raise ValueError(
+                    f"{name}: positions has dtype {positions.dtype}; accepted are integers"
+                )
+        if state is None:
+            return
+        if not isinstance(state, MixerState):
+            raise ValueError(
+                f"{name}: state is a {type(state).__name__}; accepted are None and a MixerState of init_state"
+            )
+        wanted = sorted(part.name for part in self.remembering())
+        if sorted(state.tails) != wanted or (state.clock is None) == self.uses_positions:
+            clock = "a clock" if self.uses_positions else "no clock"
+            raise ValueError(
+                f"{name}: state holds tails {sorted(state.tails)} and {'no' if state.clock is None else 'a'} clock; "
+                f"accepted are tails {wanted} and {clock}, as init_state gives"
+            )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+            if jnp.shape(leaf)[:1] != (batch,):
+                raise ValueError(
+                    f"{name}: state{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; accepted are {batch} rows, x's"
+                )

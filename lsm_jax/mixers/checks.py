@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+import math
+import numbers
+import types
+import typing
 from typing import Any
 
 FORMS = ("recurrent", "chunk", "associative")
 
 
-def positive(owner: Any, **fields: float) -> None:
+_KINDS = {
+    bool: (lambda v: isinstance(v, bool), "True or False"),
+    int: (lambda v: isinstance(v, numbers.Integral) and not isinstance(v, bool), "an integer"),
+    float: (
+        lambda v: isinstance(v, numbers.Real) and not isinstance(v, bool) and math.isfinite(v),
+        "a finite number",
+    ),
+    str: (lambda v: isinstance(v, str), "a string"),
+}
+
+
+def fields(owner: Any) -> None:
+    """Raise ValueError unless every field is of the kind its annotation says, numbers finite; the first check of `validate`."""
+    for name, hint in typing.get_type_hints(type(owner)).items():
+        kinds, value = typing.get_args(hint) or (hint,), getattr(owner, name)
+        if value is None and types.NoneType in kinds:
+            continue
+        for kind, (fits, words) in _KINDS.items():
+            if kind in kinds and not fits(value):
+                none = " or None" if types.NoneType in kinds else ""
+                raise ValueError(
+                    f"{type(owner).__name__}.{name}={value!r}: it must be {words}{none}"
+                )
+
+
+def positive(owner: Any, **values: float) -> None:
     """Raise ValueError unless every given field is greater than zero."""
-    for name, value in fields.items():
+    for name, value in values.items():
         if not value > 0:
             raise ValueError(f"{type(owner).__name__}.{name}={value}: it must be greater than 0")
 
@@ -38,18 +67,27 @@ def expanded(owner: Any, name: str, factor: float, hidden_size: int, num_heads: 
         ValueError: the product is no whole number, or `num_heads` does not divide it.
     """
     positive(owner, **{name: factor})
-    width = factor * hidden_size
-    if width != int(width):
+    width = round(factor * hidden_size)
+    if not math.isclose(factor * hidden_size, width, rel_tol=1e-9):  # 1.15 * 100 rounds down
         raise ValueError(
-            f"{type(owner).__name__}.{name}={factor} times hidden_size={hidden_size} is {width}; "
+            f"{type(owner).__name__}.{name}={factor} times hidden_size={hidden_size} is {factor * hidden_size}; "
             "it must be a whole number"
         )
-    divides(owner, "num_heads", num_heads, f"{name} * hidden_size", int(width))
-    return int(width) // num_heads
+    divides(owner, "num_heads", num_heads, f"{name} * hidden_size", width)
+    return width // num_heads
+
+
+def value_heads(owner: Any) -> None:
+    """Check `num_heads`, and `num_value_heads`: a multiple of it, or None."""
+    positive(owner, num_heads=owner.num_heads)
+    if owner.num_value_heads is not None:
+        positive(owner, num_value_heads=owner.num_value_heads)
+        divides(owner, "num_heads", owner.num_heads, "num_value_heads", owner.num_value_heads)
 
 
 def op_fields(owner: Any, forms: tuple[str, ...] = FORMS) -> None:
-    """Check `form` and `chunk_size`; the op itself checks `implementation`, which only it can know."""
+    """Check every field's kind, `form` and `chunk_size`; the op checks which `implementation` it has."""
+    fields(owner)
     one_of(owner, "form", owner.form, forms)
     size = owner.chunk_size
     if size is not None and (size < 1 or size & (size - 1)):

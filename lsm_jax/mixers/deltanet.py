@@ -63,12 +63,11 @@ class DeltaNetConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        heads = self.value_heads()
-        checks.divides(self, "num_heads", self.num_heads, "num_value_heads", heads)
+        checks.op_fields(self)
+        checks.value_heads(self)
         self.head_dims(hidden_size)
         checks.positive(self, norm_eps=self.norm_eps)
         checks.convolution_width(self)
-        checks.op_fields(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Forward floating-point operations of a token: projections, convolutions, and erase, write, read of 2KV a head."""

@@ -64,16 +64,15 @@ class GatedDeltaNetConfig:
 
     def value_dim(self) -> int:
         """Value channels of a head."""
-        return int(self.expand_v * self.head_dim)
+        return round(self.expand_v * self.head_dim)
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
+        checks.op_fields(self)
         checks.positive(self, head_dim=self.head_dim, norm_eps=self.norm_eps)
         checks.expanded(self, "expand_v", self.expand_v, self.head_dim, 1)
-        heads = self.value_heads()
-        checks.divides(self, "num_heads", self.num_heads, "num_value_heads", heads)
+        checks.value_heads(self)
         checks.convolution_width(self)
-        checks.op_fields(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Forward floating-point operations of a token: projections, convolutions, decay KV and erase, write, read of 2KV a head."""

@@ -56,9 +56,9 @@ class GateLoopConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
+        checks.op_fields(self)
         checks.divides(self, "num_heads", self.heads(hidden_size), "hidden_size", hidden_size)
         checks.positive(self, gate_gradient=self.gate_gradient, norm_eps=self.norm_eps)
-        checks.op_fields(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Forward floating-point operations of a token: projections; decay 6, write 2, read 2 for each complex number kept."""

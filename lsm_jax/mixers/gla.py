@@ -55,6 +55,7 @@ class GLAConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
+        checks.op_fields(self)
         self.head_dims(hidden_size)
         checks.positive(
             self,
@@ -62,7 +63,6 @@ class GLAConfig:
             gate_temperature=self.gate_temperature,
             norm_eps=self.norm_eps,
         )
-        checks.op_fields(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Forward floating-point operations of a token: projections, decay KV, write 2KV, read 2KV a head."""

@@ -59,6 +59,7 @@ class GSAConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
+        checks.op_fields(self)
         self.head_dims(hidden_size)
         checks.positive(
             self,
@@ -66,7 +67,6 @@ class GSAConfig:
             gate_temperature=self.gate_temperature,
             norm_eps=self.norm_eps,
         )
-        checks.op_fields(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Forward floating-point operations of a token: projections; decay, write 2, read 2 of KM and of MV, softmax 4M a head."""

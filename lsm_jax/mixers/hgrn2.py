@@ -46,9 +46,9 @@ class HGRN2Config:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
+        checks.op_fields(self)
         checks.divides(self, "head_dim", self.head_dim, "hidden_size", hidden_size)
         checks.positive(self, norm_eps=self.norm_eps)
-        checks.op_fields(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Forward floating-point operations of a token: projections, decay KV, write 2KV, read 2KV a head."""
@@ -70,7 +70,7 @@ def log_bounds(logits: jax.Array) -> jax.Array:
 
 def _unbounded(size: int) -> jax.Array:
     """`log γ` and `log (1 - γ)` of γ = 0, [2, size]."""
-    return jnp.stack([jnp.full(size, -jnp.inf), jnp.zeros(size)])
+    return jnp.stack([jnp.full(size, -jnp.inf, jnp.float32), jnp.zeros(size, jnp.float32)])
 
 
 class HGRN2(Mixer):

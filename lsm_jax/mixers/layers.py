@@ -15,12 +15,16 @@ from jax.typing import DTypeLike
 def parameter(
     value: jax.Array, logical_axes: tuple[str | None, ...], *, weight_decay: bool
 ) -> nnx.Param:
-    """A trainable array with its logical axis names (one an axis) and whether it takes weight decay."""
+    """A trainable array in float32, whatever `jax_enable_x64` made of it, with its logical axis names (one an axis) and
+    whether it takes weight decay.
+    """
     if len(logical_axes) != value.ndim:
         raise ValueError(
             f"logical_axes={logical_axes} does not name the axes of shape {value.shape}"
         )
-    return nnx.Param(value, logical_axes=logical_axes, weight_decay=weight_decay)
+    return nnx.Param(
+        value.astype(jnp.float32), logical_axes=logical_axes, weight_decay=weight_decay
+    )
 
 
 def matmul_precision(dtype: DTypeLike) -> jax.lax.Precision:

@@ -49,10 +49,10 @@ class LightningConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
+        checks.op_fields(self)
         checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
         checks.one_of(self, "decay", self.decay, DECAYS)
         checks.positive(self, norm_eps=self.norm_eps)
-        checks.op_fields(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Forward floating-point operations of a token: projections, decay KV, write 2KV, read 2KV a head."""

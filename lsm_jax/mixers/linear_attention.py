@@ -66,6 +66,7 @@ class LinearAttentionConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
+        checks.op_fields(self)
         self.head_dims(hidden_size)
         accepted = (*feature_maps.FIXED, *feature_maps.LEARNED)
         checks.one_of(self, "feature_map", self.feature_map, accepted)
@@ -76,7 +77,6 @@ class LinearAttentionConfig:
                     f"cannot vanish by cancelling; given {self.feature_map!r}"
                 )
         checks.positive(self, norm_eps=self.norm_eps)
-        checks.op_fields(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Forward floating-point operations of a token: projections, learned φ, write 2KV and read 2KV a head."""

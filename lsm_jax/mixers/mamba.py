@@ -52,11 +52,11 @@ class MambaConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
+        checks.op_fields(self)
         checks.positive(self, expand=self.expand, state_size=self.state_size)
         if self.step_rank is not None:
             checks.positive(self, step_rank=self.step_rank)
         checks.convolution_width(self)
-        checks.op_fields(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Forward floating-point operations of a token: projections, convolution; Δ A, decay, write 2, read 2 for each number kept."""

@@ -64,6 +64,7 @@ class Mamba2Config:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
+        checks.op_fields(self)
         checks.positive(
             self, expand=self.expand, state_size=self.state_size, norm_eps=self.norm_eps
         )
@@ -75,7 +76,6 @@ class Mamba2Config:
             self, "num_groups", self.num_groups, "expand * hidden_size / head_dim", heads
         )
         checks.convolution_width(self)
-        checks.op_fields(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Forward floating-point operations of a token: projections, convolution, decay KV, write 2KV, read 2KV a head."""

@@ -53,9 +53,9 @@ class RebasedConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
+        checks.op_fields(self)
         checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
         checks.positive(self, feature_dim=self.feature_dim, normalizer_eps=self.normalizer_eps)
-        checks.op_fields(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Forward floating-point operations of a token: projections, features, write 2KV, read 2KV, normaliser 4K a head."""

@@ -53,6 +53,7 @@ class RetNetConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
+        checks.op_fields(self)
         key_dim, _ = self.head_dims(hidden_size)
         if key_dim % 2:
             raise ValueError(
@@ -60,7 +61,6 @@ class RetNetConfig:
                 "rotation needs an even number"
             )
         checks.positive(self, rope_base=self.rope_base, norm_eps=self.norm_eps)
-        checks.op_fields(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Forward floating-point operations of a token: projections, decay KV, write 2KV, read 2KV a head."""

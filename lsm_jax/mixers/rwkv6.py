@@ -60,11 +60,11 @@ class RWKV6Config:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
+        checks.op_fields(self)
         checks.divides(self, "head_dim", self.head_dim, "hidden_size", hidden_size)
         checks.positive(
             self, mix_rank=self.mix_rank, decay_rank=self.decay_rank, norm_eps=self.norm_eps
         )
-        checks.op_fields(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Forward floating-point operations of a token: projections, low-rank parts; decay KV, write 2KV, read 2KV, bonus

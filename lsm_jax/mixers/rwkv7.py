@@ -76,6 +76,7 @@ class RWKV7Config:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
+        checks.op_fields(self)
         checks.divides(self, "head_dim", self.head_dim, "hidden_size", hidden_size)
         if self.head_dim < 2:
             raise ValueError(f"RWKV7Config.head_dim={self.head_dim}: it must be at least 2")
@@ -83,7 +84,6 @@ class RWKV7Config:
         for name in ("decay_rank", "rate_rank", "value_rank", "gate_rank"):
             if getattr(self, name) is not None:
                 checks.positive(self, **{name: getattr(self, name)})
-        checks.op_fields(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Forward floating-point operations of a token: projections, low-rank parts; decay KV, removal's read and write 4KV,

@@ -49,6 +49,7 @@ class S4DConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
+        checks.op_fields(self)
         checks.positive(self, state_size=self.state_size, min_step=self.min_step)
         if self.state_size % 2:
             raise ValueError(f"S4DConfig.state_size={self.state_size}: it must be even")
@@ -56,8 +57,9 @@ class S4DConfig:
             raise ValueError(
                 f"S4DConfig.max_step={self.max_step}: it must be at least min_step={self.min_step}"
             )
+        # The default never asks the op, which accepts these two.
+        checks.one_of(self, "implementation", self.implementation, (None, "xla"))
         checks.one_of(self, "convolution", self.convolution, ("fft", "scan"))
-        checks.op_fields(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Forward floating-point operations of a token: projection; decay 6, write 4, read 4 for each complex number kept."""
@@ -82,7 +84,9 @@ class S4D(Mixer):
         c = math.sqrt(0.5) * jax.random.normal(rngs.params(), (*pairs, 2), jnp.float32)
         fixed = dict(weight_decay=False)
         self.log_step = parameter(step, ("heads",), **fixed)
-        self.a_log = parameter(jnp.full(pairs, math.log(0.5)), ("heads", None), **fixed)
+        self.a_log = parameter(
+            jnp.full(pairs, math.log(0.5), jnp.float32), ("heads", None), **fixed
+        )
         self.a_imag = parameter(jnp.tile(turns, (hidden_size, 1)), ("heads", None), **fixed)
         self.c = parameter(c, ("heads", None, None), **fixed)
         skip = jax.random.normal(rngs.params(), (hidden_size,), jnp.float32)

@@ -1,4 +1,4 @@
-"""Softmax attention (arXiv 1706.03762) with rotary positions, grouped queries (arXiv 2305.13245) and an optional window."""
+"""Softmax attention (arXiv 1706.03762) with rotary positions or none, grouped queries (arXiv 2305.13245) and an optional window."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class SoftmaxConfig:
     Attributes:
         num_heads: query heads.
         num_kv_heads: key and value heads, a divisor of `num_heads`; None is `num_heads`.
-        head_dim: channels of a head, even; None is hidden_size / num_heads.
+        head_dim: channels of a head, even if rotated; None is hidden_size / num_heads.
         window: tokens a query sees, itself included; None sees all.
         qk_norm: RMS-normalise queries and keys with learned scales ahead of the rotation.
-        rope_base: of the rotary embedding.
+        rope_base: of the rotary embedding; None rotates nothing.
         norm_eps: of the norms of queries and keys.
         implementation: of the op; None picks.
     """
@@ -34,7 +34,7 @@ class SoftmaxConfig:
     head_dim: int | None = None
     window: int | None = None
     qk_norm: bool = False
-    rope_base: float = 10000.0
+    rope_base: float | None = 10000.0
     norm_eps: float = 1e-6
     implementation: str | None = None
 
@@ -54,18 +54,21 @@ class SoftmaxConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
+        checks.fields(self)
         if self.head_dim is None:
             checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
         else:
             checks.positive(self, num_heads=self.num_heads, head_dim=self.head_dim)
-        if self.dim(hidden_size) % 2:
+        if self.rope_base is not None:
+            checks.positive(self, rope_base=self.rope_base)
+        if self.rope_base is not None and self.dim(hidden_size) % 2:
             raise ValueError(
-                f"SoftmaxConfig: heads of {self.dim(hidden_size)} channels; rotation needs an even number"
+                f"SoftmaxConfig: heads of {self.dim(hidden_size)} channels; rotation needs an even number (rope_base=None rotates nothing)"
             )
         checks.divides(self, "num_kv_heads", self.kv_heads(), "num_heads", self.num_heads)
         if self.window is not None:
             checks.positive(self, window=self.window)
-        checks.positive(self, rope_base=self.rope_base, norm_eps=self.norm_eps)
+        checks.positive(self, norm_eps=self.norm_eps)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Forward floating-point operations of a token: projections, and scores and sums over the keys it sees on average."""
@@ -99,16 +102,17 @@ class Softmax(Mixer):
 
     def _rotated(self, x: jax.Array, norm: RMSNorm | None, context: Context) -> jax.Array:
         x = x if norm is None else norm(x)
-        return rotate(x, context.positions, base=self.config.rope_base)
+        base = self.config.rope_base
+        return x if base is None else rotate(x, context.positions, base=base)
 
     def read(self, x: jax.Array, context: Context) -> jax.Array:
-        """Rotated queries."""
+        """Queries, rotated if asked."""
         return self._rotated(
             split_heads(self.q_proj(x), self.config.num_heads), self.q_norm, context
         )
 
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
-        """Rotated keys, and values."""
+        """Keys, rotated if asked, and values."""
         heads = self.config.kv_heads()
         return dict(
             k=self._rotated(split_heads(self.k_proj(x), heads), self.k_norm, context),

@@ -73,6 +73,7 @@ class TitansConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
+        checks.op_fields(self, ("recurrent", "chunk"))
         checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
         checks.one_of(self, "memory_depth", self.memory_depth, (1, 2))
         checks.positive(
@@ -84,7 +85,6 @@ class TitansConfig:
             norm_eps=self.norm_eps,
         )
         checks.convolution_width(self)
-        checks.op_fields(self, ("recurrent", "chunk"))
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Forward floating-point operations of a token: projections, convolutions; for each weight of a head's memory 2 each

@@ -59,6 +59,7 @@ class TTTLinearConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
+        checks.op_fields(self, ("recurrent", "chunk"))
         checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
         if hidden_size // self.num_heads % 2:
             raise ValueError(
@@ -74,7 +75,6 @@ class TTTLinearConfig:
             norm_eps=self.norm_eps,
         )
         checks.convolution_width(self)
-        checks.op_fields(self, ("recurrent", "chunk"))
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Forward floating-point operations of a token: projections, convolutions; answer, write and read of 2KV a head."""

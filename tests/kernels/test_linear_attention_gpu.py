@@ -21,9 +21,7 @@ def make(length, heads, key_heads, memories, key_dim, value_dim, *, documents, d
 
     log_decay = jax.nn.log_sigmoid(normal(BATCH, length, memories) + 2)
     if strong:
-        log_decay = jnp.asarray(
-            rng.choice([0.0, -1e-3, -30.0], size=log_decay.shape), jnp.float32
-        )
+        log_decay = jnp.asarray(rng.choice([0.0, -1e-3, -30.0], size=log_decay.shape), jnp.float32)
     starts = jnp.isin(jnp.arange(length), jnp.array([30, 31, 64, 150]))
     run = jnp.broadcast_to(jnp.cumsum(starts, dtype=jnp.int32), (BATCH, length))
     return dict(

@@ -25,7 +25,7 @@ def close(actual, expected, tolerance=1e-5):
 
 
 def test_row_is_complete(method):
-    for field in ("name", "paper", "op", "gate", "write", "read"):
+    for field in ("name", "paper", "op", "gate", "write", "read", "state"):
         assert getattr(method, field), field
     assert method.forms in (("recurrent", "chunk", "associative"), ("recurrent", "chunk"), ())
     assert len(method.forms) == 3 or method.note, "say why it has no associative form"

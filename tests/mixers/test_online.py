@@ -258,7 +258,7 @@ def test_wrong_arguments_are_named():
         (dict(coefficients=jnp.ones(16), log_decay=eta, log_momentum=eta), "coefficients are given with"),
         (dict(inner=ops.Inner((jnp.zeros((2, 4, 3)),))), r"inner.weights\[0\] has shape"),
         (dict(inner=inner._replace(norm_scale=jnp.ones((2, 4)))), "give both or neither"),
-        (dict(initial_state=ops.online_state(1, 2, (4, 4), bias=True)), "initial_state has another structure"),
+        (dict(initial_state=ops.online_state(1, 2, (4, 4), bias=True)), r"initial_state holds .*bias.*; accepted with"),
         (dict(initial_state=ops.online_state(1, 2, (4, 5))), "initial_state.start"),
     ):  # fmt: skip
         arguments = dict(inner=inner) | change

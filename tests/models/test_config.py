@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+from benchmarks import methods
 from lsm_jax import mixers, models
 from lsm_jax.feedforward import SwiGLUConfig
+from lsm_jax.training.metrics import read_rows
 from tests.models.conftest import small_config
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
@@ -75,6 +84,17 @@ def test_mamba2_counts_as_published():
     assert models.count_parameters(config)["total"] == 128_989_632
 
 
+def test_mamba_counts_as_published():
+    """mamba-130m (state-spaces): 24 layers of 768, a vocabulary of 50,280, tied."""
+    config = models.lm("mamba", "125m", vocab_size=50280)
+    assert config.num_layers == 24
+    inner, state, rank, conv = 2 * 768, 16, 48, 4
+    projections = 768 * 2 * inner + inner * (rank + 2 * state) + (rank + 1) * inner + inner * 768
+    layer = projections + inner * (conv + 1) + inner * (state + 1) + 768
+    assert 24 * layer + 768 + 50280 * 768 == 129_135_360
+    assert models.count_parameters(config)["total"] == 129_135_360
+
+
 def test_rwkv7_counts_as_published():
     """RWKV7-World 0.1B (arXiv 2503.14456): 191,034,624.
 
@@ -86,6 +106,21 @@ def test_rwkv7_counts_as_published():
     width, depth, rank = 768, 12, 32
     norms, first = (2 * depth + 3) * width, 2 * width * rank + width
     assert models.count_parameters(config)["total"] == 191_034_624 - norms + first
+
+
+def test_commands_of_the_table_of_methods_start():
+    """Each row's is what the benchmark writes; one is read by train.py as far as the length of the run, set to nothing."""
+    for row in read_rows(ROOT / "docs" / "methods.jsonl"):
+        assert row["command"] == methods.command(f"{row['method']}-10m", row["tokens"], 128)
+    _, *arguments = shlex.split(row["command"])
+    done = subprocess.run(
+        [sys.executable, *arguments, "--config.total_tokens=1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("train.py: total_tokens=1: one step takes"), done.stderr
 
 
 def test_untied_head_counts():

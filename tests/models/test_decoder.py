@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from benchmarks import decode
 from lsm_jax import mixers, models, ops
 from tests.mixers.test_mixers import close
 from tests.models.conftest import Small, small_config
@@ -83,6 +84,14 @@ def test_masked_tokens_change_nothing(gla):
     alone, final = gla(gla.tokens[:, keep], state=state)
     close(masked[:, keep], alone, 2e-5)
     close(after, final, 2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", mixers.METHODS)
+def test_decoding_is_one_program_on_a_state_of_constant_size(name):
+    row = decode.decode(name, tokens=64, window=16)
+    assert row["programs"] == 1
+    assert row["state_bytes_before"] == row["state_bytes_after"] > 0
 
 
 def gradients(**fields) -> dict:

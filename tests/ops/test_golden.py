@@ -60,6 +60,18 @@ def test_hgrn2_branch():
     )
 
 
+@pytest.mark.parametrize("form", ["recurrent", "chunk", "associative"])
+def test_gsa_branch(form):
+    """Two slots, each gated by the mean of two of k's channels; q and k as they are."""
+    gate = jax.nn.log_sigmoid(K.reshape(1, LENGTH, 1, 2, 2).mean(-1)) / 16
+    output, _ = ops.slot_memory(Q, K, V, -jnp.expm1(gate), gate, scale=1.0, form=form)
+    rows(
+        output,
+        row1=[0.044821, 0.041511, 0.006786, -0.033074],
+        row5=[0.012421, -0.002717, -0.015799, -0.016925],
+    )
+
+
 def test_sliding_window_and_its_mean_with_gla():
     window = window_of_two()
     rows(window, row2=[0.239645, 0.355497, 0.202316, -0.103974])

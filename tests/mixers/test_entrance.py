@@ -1,0 +1,135 @@
+"""What every mixer refuses at its entrance, ahead of any compute: fields of its config, and arguments of its call."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lsm_jax import mixers
+from lsm_jax.feedforward import FEEDFORWARDS
+from lsm_jax.mixers import METHODS
+from tests.mixers.conftest import WIDTH
+
+CONFIGS = {name: m.config.for_width(256) for name, m in METHODS.items()} | {
+    name: config.for_width(256, 64) for name, (config, _) in FEEDFORWARDS.items()
+}
+WRONG = {
+    int: (1.5, 2.0, True, float("nan")),
+    float: (float("nan"), float("inf"), "1", True),
+    bool: (2, "yes", None),
+    str: (3, True),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_fields_of_another_kind_are_refused(name):
+    config = CONFIGS[name]
+    config.validate(256)
+    for field, hint in typing.get_type_hints(type(config)).items():
+        (kind,) = set(typing.get_args(hint) or (hint,)) - {type(None)}
+        for value in WRONG[kind]:
+            words = re.escape(f"{type(config).__name__}.{field}={value!r}: it must be ")
+            with pytest.raises(ValueError, match=words):
+                dataclasses.replace(config, **{field: value}).validate(256)
+
+
+@pytest.mark.parametrize("name", ["deltanet", "gated_deltanet", "kda"])
+@pytest.mark.parametrize("count", [0, -4])
+def test_value_heads_must_exist(name, count):
+    config = dataclasses.replace(CONFIGS[name], num_value_heads=count)
+    with pytest.raises(ValueError, match=f"num_value_heads={count}: it must be greater than 0"):
+        config.validate(256)
+
+
+def test_a_width_is_whole_despite_rounding():
+    """1.15 * 100 is 114.99999999999999."""
+    config = mixers.RetNetConfig(num_heads=5, expand_k=1.0, expand_v=1.15)
+    assert config.head_dims(100) == (20, 23)
+    for config in (mixers.GatedDeltaNetConfig, mixers.KDAConfig):
+        config = config(num_heads=1, head_dim=100, expand_v=1.15)
+        config.validate(100)
+        assert config.value_dim() == 115
+    with pytest.raises(ValueError, match="expand_v=1.155 times hidden_size=100 is 115.5"):
+        mixers.RetNetConfig(num_heads=1, expand_k=1.0, expand_v=1.155).validate(100)
+
+
+def test_s4d_refuses_an_implementation_it_would_not_ask():
+    with pytest.raises(ValueError, match="implementation='nonsense': accepted are None, 'xla'"):
+        mixers.S4DConfig(implementation="nonsense").validate(256)
+
+
+def abstract(name: str, width: int = WIDTH):
+    """A mixer of shapes only."""
+    config = METHODS[name].config.for_width(width)
+    return nnx.eval_shape(lambda: mixers.build(config, width, rngs=nnx.Rngs(0)))
+
+
+X = np.zeros((2, 6, WIDTH), np.float32)
+CALLS = [
+    (dict(x=X[..., :-1]), f"x has shape (2, 6, {WIDTH - 1}); accepted is [B, T, D] = [*, *, {WIDTH}]"),
+    (dict(x=X[0]), f"x has shape (6, {WIDTH}); accepted is [B, T, D]"),
+    (dict(x=X[:, :0]), f"x has shape (2, 0, {WIDTH}); no axis may be empty"),
+    (dict(x=X[:0]), f"x has shape (0, 6, {WIDTH}); no axis may be empty"),
+    (dict(x=X.astype(np.int32)), "x has dtype int32; accepted are floating ones"),
+    (dict(segment_ids=np.ones((2, 5), np.int32)), "segment_ids has shape (2, 5); accepted is [B, T] = [2, 6]"),
+    (dict(segment_ids=np.ones(6, np.int32)), "segment_ids has shape (6,); accepted is [B, T] = [2, 6]"),
+    (dict(segment_ids=np.ones((2, 6))), "segment_ids has dtype float64; accepted are integers"),
+    (dict(update_mask=np.ones((2, 5))), "update_mask has shape (2, 5); accepted is [B, T] = [2, 6]"),
+    (dict(positions=np.ones((2, 5), np.int32)), "positions has shape (2, 5); accepted is [B, T] = [2, 6]"),
+    (dict(positions=np.ones((2, 6))), "positions has dtype float64; accepted are integers"),
+    (dict(state=()), "state is a tuple; accepted are None and a MixerState"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_call_names_the_argument_before_any_compute(name, monkeypatch):
+    mixer = abstract(name)
+    for part in ("read", "write", "apply", "finish"):
+        monkeypatch.setattr(type(mixer), part, None)  # calling any is a TypeError
+    kind = type(mixer).__name__
+    for change, words in CALLS:
+        with pytest.raises(ValueError, match=re.escape(f"{kind}: {words}")):
+            mixer(**dict(x=X) | change)
+    state = jax.eval_shape(lambda: mixer.init_state(3, 6, jnp.float32))
+    with pytest.raises(ValueError, match=f"{kind}: state.* has shape .3, .*accepted are 2 rows"):
+        mixer(X, state=state)
+    state = jax.eval_shape(lambda: mixer.init_state(2, 6, jnp.float32))
+    with pytest.raises(ValueError, match=r"state holds tails \['other'\] and .* clock; accepted"):
+        mixer(X, state=state._replace(tails={"other": X}))
+    clock = None if mixer.uses_positions else mixers.fresh_clock(2)
+    with pytest.raises(ValueError, match="clock; accepted are tails"):
+        mixer(X, state=state._replace(clock=clock))
+
+
+def test_a_state_of_another_width_is_refused():
+    state = jax.eval_shape(lambda: abstract("gla", 64).init_state(2, 6, jnp.float32))
+    with pytest.raises(ValueError, match="initial_state.memory has shape"):
+        jax.eval_shape(lambda mixer, state: mixer(jnp.asarray(X), state=state), abstract("gla"), state)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_parameters_are_float32_whatever_the_default(name):
+    """Under `jax_enable_x64`, where arrays without a dtype are float64; and layers after the first, which draw otherwise."""
+    config = METHODS[name].config.for_width(WIDTH)
+    with jax.enable_x64(True):
+        build = lambda: mixers.build(config, WIDTH, rngs=nnx.Rngs(0), layer=1, num_layers=2)  # noqa: E731
+        mixer = nnx.eval_shape(build)
+        for path, param in nnx.to_flat_state(nnx.state(mixer, nnx.Param)):
+            assert param.get_value().dtype == jnp.float32, path
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_s4d_runs_in_both_widths(dtype):
+    with jax.enable_x64(True):
+        x = jax.ShapeDtypeStruct((1, 3, WIDTH), dtype)
+        mixer = abstract("s4d")
+        y, state, _ = jax.eval_shape(lambda mixer, x: mixer(x), mixer, x)
+        assert y.dtype == dtype
+        assert state.memory.memory.dtype == dict(float32="complex64", float64="complex128")[dtype]
