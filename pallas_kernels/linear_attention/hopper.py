@@ -223,11 +223,11 @@ def _decay_gradient(rows, at_end, run):
     if run is None:
         summed = lax.cumsum(rows, axis=3, reverse=True) + at_end[..., None]
     else:
-        of_chunk = run.reshape(batch, 1, -1, CHUNK)
+        run = run.reshape(batch, -1, CHUNK)
         later = jnp.arange(CHUNK)[:, None] <= jnp.arange(CHUNK)
-        same = (later & (of_chunk[..., :, None] == of_chunk[..., None, :])).astype(_F32)
-        summed = jnp.einsum("bgnj,bgnij->bgni", rows, jnp.broadcast_to(same, (*rows.shape, CHUNK)), precision="highest")  # fmt: skip
-        summed += jnp.where(of_chunk == of_chunk[..., -1:], at_end[..., None], 0)
+        same = (later & (run[..., :, None] == run[..., None, :])).astype(_F32)
+        summed = jnp.einsum("bgnj,bnij->bgni", rows, same, precision="highest")
+        summed += jnp.where((run == run[..., -1:])[:, None], at_end[..., None], 0)
     return jnp.moveaxis(summed.reshape(batch, heads, length), 1, 2)
 
 

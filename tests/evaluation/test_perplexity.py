@@ -131,6 +131,7 @@ print(found.curve.num_tokens, repr(found.curve.mean))
 """
 
 
+@pytest.mark.slow
 def test_four_devices_give_the_loss_of_one(model):
     found = evaluate(model, [rows(5, 40)], progress=False)
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}

@@ -103,10 +103,10 @@ def test_causal_to_the_bit():
 @pytest.mark.parametrize("width", [64, 128])
 def test_lowers_for_the_card(width):
     struct = jax.ShapeDtypeStruct
-    wide = struct((2, 4000, 4, width), jnp.bfloat16)
+    wide = struct((2, 4090, 4, width), jnp.bfloat16)
     shapes = (
-        wide, wide, wide, struct((2, 4000, 4), jnp.float32), struct((2, 4, width, width), jnp.float32),
-        struct((2, 4000), jnp.int32),
+        wide, wide, wide, struct((2, 4090, 4), jnp.float32), struct((2, 4, width, width), jnp.float32),
+        struct((2, 4090), jnp.int32),
     )  # fmt: skip
 
     def step(*inputs):
@@ -127,7 +127,7 @@ def test_lowers_for_the_card(width):
 
 def test_says_why_it_does_not_serve():
     inputs = make(64, 1, 1, 1, 64, 64, documents=False, decay=True)
-    assert reasons(**inputs) == {"mosaic_gpu": None}
+    assert reasons(**inputs)["mosaic_gpu"] is None
     inputs["q"] = inputs["q"].astype(jnp.float32)
     with pytest.raises(NotImplementedError, match="'mosaic_gpu' takes q in bfloat16, not float32"):
         linear_attention(**inputs, scale=SCALE)

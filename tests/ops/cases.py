@@ -24,6 +24,7 @@ class Case:
         arrays: optional inputs it is given beside q, k and v.
         heads: query, key and value heads.
         fast: in the default test run (one case of each class of transition).
+        core: in the default run of the tests that say the most, where it is not `fast`.
     """
 
     op: str
@@ -32,6 +33,7 @@ class Case:
     normalize: float | None = None
     window: int | None = None
     fast: bool = False
+    core: bool = False
 
     @property
     def name(self) -> str:
@@ -68,7 +70,7 @@ CASES = [
     Case("linear_memory", ("decay", "bonus")),
     Case("linear_memory", ("input_gate",), heads=(4, 1, 2), normalize=1e-3),
     Case("linear_memory", ("constant_decay", "input_gate"), normalize=1e-6),
-    Case("linear_memory", ("decay", "input_gate"), normalize=1e-6, fast=True),
+    Case("linear_memory", ("decay", "input_gate"), normalize=1e-6, core=True),
     Case("delta_memory", heads=(2, 1, 2)),
     Case("delta_memory", ("constant_decay",)),
     Case("delta_memory", ("decay",), heads=(1, 1, 2)),
@@ -89,13 +91,18 @@ def parametrize(cases=CASES):
     )
 
 
-def parametrize_forms(cases=CASES, skip=()):
-    """Over cases and their forms."""
+def parametrize_forms(cases=CASES, skip=(), core=False):
+    """Over cases and their forms; a `core` test runs by default on core cases too."""
     rows = [(c, f) for c in cases for f in c.forms if f not in skip]
     return pytest.mark.parametrize(
         ("case", "form"),
         [
-            pytest.param(c, f, id=f"{c.name}-{f}", marks=[] if c.fast else [pytest.mark.slow])
+            pytest.param(
+                c,
+                f,
+                id=f"{c.name}-{f}",
+                marks=[] if c.fast or (core and c.core) else [pytest.mark.slow],
+            )
             for c, f in rows
         ],
     )

@@ -22,7 +22,7 @@ CASES = [
     Case("dplr_memory", ("constant_decay",)),
     Case("dplr_memory", ("decay", "correlated"), heads=(1, 1, 2)),
     Case("dplr_memory", ("correlated",)),
-    Case("dplr_memory", ("key_decay",), heads=(4, 1, 2), fast=True),
+    Case("dplr_memory", ("key_decay",), heads=(4, 1, 2), core=True),
     Case("dplr_memory", ("key_decay", "any_ab")),
 ]
 

@@ -15,7 +15,7 @@ MINI_BATCH, MIDDLE = 5, 6
 
 CASES = [
     Case("online_memory", heads=(2, 1, 2)),
-    Case("online_memory", ("coefficients", "norm", "bias", "residual"), fast=True),
+    Case("online_memory", ("coefficients", "norm", "bias", "residual"), core=True),
     Case("online_memory", ("coefficients", "norm", "mlp", "bias"), heads=(1, 1, 2)),
     Case("online_memory", ("mini_batch_1",)),
     Case("online_memory", ("decay",), heads=(4, 2, 2)),

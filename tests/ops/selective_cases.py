@@ -34,7 +34,7 @@ CASES = [
     SelectiveCase(
         "selective_memory", ("constant_decay", "complex", "constant_b", "constant_c"),
         discretization="zoh"),
-    SelectiveCase("selective_memory", ("decay", "complex", "D"), discretization="zoh", fast=True),
+    SelectiveCase("selective_memory", ("decay", "complex", "D"), discretization="zoh", core=True),
     SelectiveCase("selective_memory", ("decay", "complex", "channel_b"), discretization="none"),
     SelectiveCase("selective_memory", ("decay", "channel_b"), discretization="none"),
 ]  # fmt: skip

@@ -11,7 +11,7 @@ SLOTS = 5
 
 CASES = [
     Case("slot_memory", heads=(2, 1, 2)),
-    Case("slot_memory", ("slot_decay",), heads=(4, 1, 2), fast=True),
+    Case("slot_memory", ("slot_decay",), heads=(4, 1, 2), core=True),
     Case("slot_memory", ("slot_decay",), heads=(1, 1, 2)),
 ]
 

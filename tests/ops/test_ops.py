@@ -135,7 +135,7 @@ def gradients(case, form, inputs, state, **given):
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-@parametrize_forms()
+@parametrize_forms(core=True)
 def test_matches_the_definition(case, form, kind):
     given = settings(kind, case)
     state = given.pop("state")
@@ -166,7 +166,7 @@ def test_gradients_agree_between_forms(case, form, kind):
         close(a, b, 1e-10)
 
 
-@parametrize_forms()
+@parametrize_forms(core=True)
 def test_gradients_match_finite_differences(case, form):
     """Of output and final state, by every input and the state; the forms' gradients are not only each other's."""
     from jax.test_util import check_grads
@@ -184,7 +184,7 @@ def test_gradients_match_finite_differences(case, form):
     check_grads(jax.jit(function), (make_inputs(case, length=11), moving), order=1, modes=["rev"])
 
 
-@pytest.mark.parametrize("length", [1, 17, 300])
+@pytest.mark.parametrize("length", [1, 17, pytest.param(300, marks=pytest.mark.slow)])
 @parametrize_forms(skip=("recurrent", None))
 def test_any_length_in_chunks_of_64(case, form, length):
     inputs = make_inputs(case, length=length)
@@ -300,7 +300,7 @@ def test_masked_tokens_change_nothing(case, form):
 
 
 @pytest.mark.parametrize("kind", ("plain", "documents"))
-@parametrize_forms()
+@parametrize_forms(core=True)
 def test_causal_to_the_bit(case, form, kind, optimized):
     """Change every input at token t, one at a time: not a bit of an earlier output moves."""
     given = settings(kind, case)

@@ -148,6 +148,7 @@ def test_all_checkpoints_broken_is_an_error(text, tmp_path):
         train(tiny.config(text, total_tokens=4 * 256), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_keep_policies(text, tmp_path):
     changes = dict(checkpoint_every=1, keep_last=2, keep_every=4, total_tokens=10 * 256)
     train(tiny.config(text, **changes), tmp_path / "run")
@@ -187,6 +188,7 @@ def test_bad_steps_are_skipped_and_then_stop_the_run(text, tmp_path, monkeypatch
     assert np.isfinite([row["train/loss"] for row in rows[4:7]]).all()
 
 
+@pytest.mark.slow
 def test_init_from_starts_with_its_parameters(text, whole, tmp_path):
     train(tiny.config(text, init_from=str(whole), total_tokens=256, optimizer=tiny.OptimizerConfig(peak_lr=1e-9)), tmp_path / "run")  # fmt: skip
     ours, theirs = lsm_jax.load_run(tmp_path / "run"), lsm_jax.load_run(whole)

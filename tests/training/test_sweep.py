@@ -105,6 +105,7 @@ def test_blocks_cover_an_epoch():
     assert [largest_divisor(1000, most) for most in (64, 1, 0, 5000)] == [50, 1, 1, 1000]
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_result(tmp_path):
     """Also where one of the learning rates is far too high."""
     config = tiny(**RUN)
