@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import warpgroups as wg
 from pallas_kernels.compat import pl, plgpu
 
 CHUNK = 64
@@ -31,9 +32,6 @@ _BLOCK = 64  # columns of the memory that a warpgroup holds
 _STAGES = 3  # chunks on their way or in use
 _PROCESSORS = 132
 _SHORTEST_PART = 512  # tokens
-_LAYOUT = plgpu.Layout.WGMMA
-_TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-_NEVER = -1e30
 _F32 = jnp.float32
 
 
@@ -231,38 +229,6 @@ def _decay_gradient(rows, at_end, run):
     return jnp.moveaxis(summed.reshape(batch, heads, length), 1, 2)
 
 
-def _rows(x, shape):
-    return lax.broadcast_in_dim(x, shape, [0])
-
-
-def _row_values(ref):
-    return plgpu.load(ref, layout=_LAYOUT.reduce(1))
-
-
-def _differences(ref, shape):
-    """`x_i - x_j` of a vector."""
-    of_column = lax.broadcast_in_dim(plgpu.load(ref, layout=_LAYOUT.reduce(0)), shape, [1])
-    return _rows(_row_values(ref), shape) - of_column
-
-
-def _from_far(ref):
-    return plgpu.load(ref, layout=_LAYOUT, optimized=False)
-
-
-def _accumulate(products, *starts: Any, interpret: Any) -> Any:
-    """`starts` plus the matrix products that `products` adds to references to them."""
-    if not interpret:
-        begin = [plgpu.ACC.init(plgpu.layout_cast(x, _LAYOUT)) for x in starts]
-        return pl.run_state(lambda refs: products(*refs))(begin)
-
-    def from_zero(*refs):  # the interpreter cannot begin with anything else
-        products(*refs)
-        return [ref[...] for ref in refs]
-
-    added = pl.run_scoped(from_zero, *(plgpu.ACC(x.shape, _F32) for x in starts))
-    return [x + y for x, y in zip(starts, added, strict=True)]
-
-
 def _sweep(
     x, y, z, decay: _Decay, *, heads: int, initial=None, read_scale: float = 1.0,
     write_scale: float = 1.0, reverse: bool = False, partner=None, save_states: bool = False,
@@ -338,13 +304,13 @@ def _sweep(
                 )
                 # A scalar comes from far: it is asked for a chunk ahead.
                 next_keep = keep_ref[at(jnp.minimum(indices[0] + 1, count - 1))]
-                leaves = plgpu.load(z, layout=_LAYOUT).astype(_F32)
-                leaves *= _rows(_row_values(chunk["leave"]), wide)
+                leaves = plgpu.load(z, layout=wg.LAYOUT).astype(_F32)
+                leaves *= wg.spread_rows(wg.load_rows(chunk["leave"]), wide)
                 written[...] = leaves.astype(written.dtype)
                 if x is None:
                     plgpu.commit_smem()
                     write = lambda S: plgpu.wgmma(S, y.transpose((1, 0)), written)  # noqa: E731
-                    (S,) = _accumulate(write, S * keep, interpret=interpret)
+                    (S,) = wg.accumulate(write, S * keep, interpret=interpret)
                     return S, next_keep
                 if save_states:
                     plgpu.wait_smem_to_gmem(1, wait_read_only=True)
@@ -358,21 +324,21 @@ def _sweep(
                     plgpu.wgmma(carried, chunk["x"], memory)
                     plgpu.wgmma(S, y.transpose((1, 0)), written)
 
-                scores, carried, S = _accumulate(
+                scores, carried, S = wg.accumulate(
                     products, jnp.zeros(square, _F32), jnp.zeros(wide, _F32), S * keep,
                     interpret=interpret,
                 )  # fmt: skip
                 if states is not None:
-                    state = _from_far(refs["states"].at[b, h, n, :, columns]).astype(_F32)
+                    state = wg.load_global(refs["states"].at[b, h, n, :, columns]).astype(_F32)
                     refs["products"].at[b, h, column, n][...] = jnp.sum(S * state, axis=1)
-                i = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=_LAYOUT)
-                j = plgpu.broadcasted_iota(jnp.int32, square, 1, layout=_LAYOUT)
+                i = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=wg.LAYOUT)
+                j = plgpu.broadcasted_iota(jnp.int32, square, 1, layout=wg.LAYOUT)
                 seen = i <= j if reverse else i >= j
                 if "run" in chunk:
-                    seen &= _differences(chunk["run"], square) == 0
+                    seen &= wg.row_differences(chunk["run"], square) == 0
                 if "cum" in chunk:
-                    since = _differences(chunk["cum"], square)
-                    weights = jnp.exp(jnp.where(seen, -since if reverse else since, _NEVER))
+                    since = wg.row_differences(chunk["cum"], square)
+                    weights = jnp.exp(jnp.where(seen, -since if reverse else since, wg.NEVER))
                     weights *= read_scale * write_scale
                 else:
                     weights = jnp.where(seen, read_scale * write_scale, 0.0)
@@ -382,11 +348,13 @@ def _sweep(
                     weights = weights_smem[0].at[group]
                     plgpu.commit_smem()
 
-                carried *= _rows(_row_values(chunk["enter"]), wide)
+                carried *= wg.spread_rows(wg.load_rows(chunk["enter"]), wide)
                 near = lambda out: plgpu.wgmma(out, weights, z)  # noqa: E731
-                (out,) = _accumulate(near, carried, interpret=interpret)
+                (out,) = wg.accumulate(near, carried, interpret=interpret)
                 if partner is not None:
-                    other = _from_far(refs["partner"].at[b, tokens, own(partner.shape[2]), columns])
+                    other = wg.load_global(
+                        refs["partner"].at[b, tokens, own(partner.shape[2]), columns]
+                    )
                     dots = jnp.sum(out * other.astype(_F32), axis=1)
                     refs["dots"].at[b, h, column, tokens][...] = dots
                 plgpu.wait_smem_to_gmem(1 if save_states else 0, wait_read_only=True)
@@ -397,9 +365,9 @@ def _sweep(
 
             def compute(pipeline):
                 if initial is None:
-                    S = plgpu.layout_cast(jnp.zeros((depth, _BLOCK), _F32), _LAYOUT)
+                    S = plgpu.layout_cast(jnp.zeros((depth, _BLOCK), _F32), wg.LAYOUT)
                 else:
-                    S = _from_far(refs["initial"].at[b, h, :, columns])
+                    S = wg.load_global(refs["initial"].at[b, h, :, columns])
                 S, _ = pipeline((S, keep_ref[at(0)]))
                 refs["last"].at[b, h, :, columns][...] = S
                 plgpu.wait_smem_to_gmem(0)
@@ -410,7 +378,9 @@ def _sweep(
                     size = groups * _BLOCK if name == "z" else depth
                     source = refs[name].at[b, :, own(tiles[name].shape[2])]
                     sources.append(source.at[:, shared] if name == "z" else source)
-                    block = plgpu.BlockSpec((CHUNK, size), lambda n: (at(n), 0), transforms=_TILED)
+                    block = plgpu.BlockSpec(
+                        (CHUNK, size), lambda n: (at(n), 0), transforms=wg.TILED
+                    )
                 else:
                     row = (b,) if name == "run" else (b, own(vectors[name].shape[1]))
                     sources.append(refs[name].at[row])
@@ -423,7 +393,7 @@ def _sweep(
             )(*sources)  # fmt: skip
 
         smem: Any = plgpu.SMEM
-        room = functools.partial(smem, dtype=z.dtype, transforms=_TILED)
+        room = functools.partial(smem, dtype=z.dtype, transforms=wg.TILED)
         rooms = [room((groups, depth, _BLOCK)), room((groups, *wide)), room((groups, *wide))]
         if interpret:
             rooms.append(room((groups, *square)))
