@@ -31,7 +31,7 @@ CHUNK = 64
 _BLOCK = 64  # columns of the memory that a warpgroup holds
 _STAGES = 3  # chunks on their way or in use
 _PROCESSORS = 132
-_SHORTEST_PART = 512  # tokens
+_SHORTEST_PART = 2048  # tokens; a shorter one is over before its beginning is known
 _F32 = jnp.float32
 
 
@@ -127,7 +127,7 @@ def backward(
         dk, _, writes, products = sweep(
             v, d_output, q, initial=turned, partner=k, states=states, **back
         )
-        # Chunk by chunk: over all of T, the rounding of products would add up.
+        # Stretch by stretch: over all of T, the rounding of products would add up.
         at_end = jnp.sum(ends * d_ends, (-1, -2))[:, :, None]
         at_end = jnp.concatenate([jnp.sum(products, (2, -1))[..., 1:], at_end], axis=-1)
         rows = jnp.sum(reads - writes, axis=2)
@@ -153,6 +153,11 @@ def _count_parts(rows: int, length: int) -> int:
     return parts
 
 
+def _stretch(count: int) -> int:
+    """In how many chunks the decay's gradient is summed up without a look at the memory."""
+    return max(n for n in (1, 2, 4) if count % n == 0)
+
+
 def _split(x, parts: int):
     """[B, T, ...] -> [B * P, T / P, ...]."""
     return x.reshape(x.shape[0] * parts, x.shape[1] // parts, *x.shape[2:])
@@ -176,10 +181,11 @@ def _resolve(log_decay, run, shape, parts: int) -> _Decay:
         # Below -104 nothing is left in float32; larger sums would cost the others their precision.
         by_chunk = jnp.moveaxis(jnp.maximum(log_decay.astype(_F32), -128.0), 1, 2)
         by_chunk = by_chunk.reshape(batch, heads, count, CHUNK)
-    cum = jnp.cumsum(by_chunk, axis=-1)
-    # A sum of the rows after, not a difference: nothing cancels.
-    after = jnp.pad(by_chunk[..., 1:], [(0, 0)] * 3 + [(0, 1)])
-    after = lax.cumsum(after, axis=3, reverse=True)
+    # Sums up to a row and after it, not their difference: nothing cancels. As a product they take one kernel.
+    row, other = jnp.arange(CHUNK)[:, None], jnp.arange(CHUNK)
+    sums = jnp.concatenate([row <= other, row > other], axis=1).astype(_F32)
+    sums = jnp.einsum("bgnj,ji->bgni", by_chunk, sums, precision="highest")
+    cum, after = jnp.split(sums, 2, axis=-1)
     enter, leave, keep = jnp.exp(cum), jnp.exp(after), jnp.exp(cum[..., -1])
     if run is not None:
         of_chunk = run.reshape(batch, 1, count, CHUNK)
@@ -204,28 +210,36 @@ def _scan_parts(written, keep, initial, reverse: bool = False):
     batch, heads = initial.shape[:2]
     kept = jnp.prod(keep, axis=-1)
     kept = jnp.repeat(kept, heads // kept.shape[1], axis=1)
+    kept = kept.reshape(*kept.shape, *[1] * (written.ndim - kept.ndim))
     by_part = lambda x: jnp.moveaxis(x.reshape(batch, -1, *x.shape[1:]), 1, 0)  # noqa: E731
 
     def step(memory, part):
         kept, written = part
-        return memory * kept[..., None, None] + written, memory
+        return memory * kept + written, memory
 
     _, starts = lax.scan(step, initial, (by_part(kept), by_part(written)), reverse=reverse)
     return jnp.moveaxis(starts, 0, 1).reshape(written.shape)
 
 
 def _decay_gradient(rows, at_end, run):
-    """[B, T, G], the sums of `rows` [B, G, T] from each token to the end of its chunk and document, with `at_end` [B, G, N]."""
+    """[B, T, G], the sums of `rows` [B, G, T] from each token to the end of its stretch and document.
+
+    `at_end` [B, G, stretches] is the inner product of the memory with its gradient at the end of each.
+    """
     batch, heads, length = rows.shape
-    rows = rows.reshape(batch, heads, -1, CHUNK)
+    rows = rows.reshape(*at_end.shape, -1)
+    size = rows.shape[-1]
+    seen = (jnp.arange(size)[:, None] <= jnp.arange(size))[None, None]
+    last = at_end[..., None]
+    if run is not None:
+        run = run.reshape(batch, -1, size)
+        seen &= run[..., :, None] == run[..., None, :]
+        last = jnp.where((run == run[..., -1:])[:, None], last, 0)
+    seen = jnp.broadcast_to(seen, (batch, *seen.shape[1:])).astype(_F32)
     if run is None:
-        summed = lax.cumsum(rows, axis=3, reverse=True) + at_end[..., None]
+        summed = jnp.einsum("bgnj,ij->bgni", rows, seen[0, 0], precision="highest") + last
     else:
-        run = run.reshape(batch, -1, CHUNK)
-        later = jnp.arange(CHUNK)[:, None] <= jnp.arange(CHUNK)
-        same = (later & (run[..., :, None] == run[..., None, :])).astype(_F32)
-        summed = jnp.einsum("bgnj,bnij->bgni", rows, same, precision="highest")
-        summed += jnp.where((run == run[..., -1:])[:, None], at_end[..., None], 0)
+        summed = jnp.einsum("bgnj,bnij->bgni", rows, seen, precision="highest") + last
     return jnp.moveaxis(summed.reshape(batch, heads, length), 1, 2)
 
 
@@ -247,8 +261,8 @@ def _sweep(
         write_scale: multiplies what is written, within the chunk too.
         reverse: walk against time.
         partner: [B, T, *, V]; also return its inner products with out, unrounded, [B, heads, V / 64, T].
-        save_states: also return S before each chunk, [B, heads, N, D, V].
-        states: [B, heads, N, D, V]; also return its inner products with S after each chunk, [B, heads, V / 64, N, D].
+        save_states: also return S before each stretch of `_stretch(N)` chunks, [B, heads, stretches, D, V].
+        states: those; also return their inner products with S as it is there, [B, heads, V / 64, stretches, D].
         interpret: parameters of the interpreter, or False.
 
     Returns:
@@ -256,7 +270,8 @@ def _sweep(
     """
     batch, length, _, depth = y.shape
     width, count = z.shape[-1], length // CHUNK
-    blocks = width // _BLOCK
+    blocks, stretch = width // _BLOCK, _stretch(count)
+    stretches = count // stretch
     groups = 1 if blocks % 2 else 2  # warpgroups that share x and y
     square, wide = (CHUNK, CHUNK), (CHUNK, _BLOCK)
     before, after = (decay.leave, decay.enter) if reverse else (decay.enter, decay.leave)
@@ -274,8 +289,8 @@ def _sweep(
         "out": x is not None and struct((batch, length, heads, width), z.dtype),
         "last": struct((batch, heads, depth, width), _F32),
         "dots": partner is not None and struct((batch, heads, blocks, length), _F32),
-        "saved": save_states and struct((batch, heads, count, depth, width), z.dtype),
-        "products": states is not None and struct((batch, heads, blocks, count, depth), _F32),
+        "saved": save_states and struct((batch, heads, stretches, depth, width), z.dtype),
+        "products": states is not None and struct((batch, heads, blocks, stretches, depth), _F32),
     }
     out_type = {name: kind for name, kind in out_type.items() if kind}
 
@@ -312,12 +327,15 @@ def _sweep(
                     write = lambda S: plgpu.wgmma(S, y.transpose((1, 0)), written)  # noqa: E731
                     (S,) = wg.accumulate(write, S * keep, interpret=interpret)
                     return S, next_keep
-                if save_states:
-                    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 memory[...] = S.astype(memory.dtype)
                 plgpu.commit_smem()
+                begins = lax.rem(n, stretch) == 0
                 if save_states:
-                    plgpu.copy_smem_to_gmem(memory, refs["saved"].at[b, h, n, :, columns])
+
+                    @pl.when(begins)
+                    def _():
+                        saved = refs["saved"].at[b, h, lax.div(n, stretch), :, columns]
+                        plgpu.copy_smem_to_gmem(memory, saved)
 
                 def products(scores, carried, S):
                     plgpu.wgmma(scores, chunk["x"], y.transpose((1, 0)))
@@ -329,8 +347,14 @@ def _sweep(
                     interpret=interpret,
                 )  # fmt: skip
                 if states is not None:
-                    state = wg.load_global(refs["states"].at[b, h, n, :, columns]).astype(_F32)
-                    refs["products"].at[b, h, column, n][...] = jnp.sum(S * state, axis=1)
+
+                    @pl.when(begins)
+                    def _():
+                        at_stretch = lax.div(n, stretch)
+                        state = wg.load_global(refs["states"].at[b, h, at_stretch, :, columns])
+                        product = jnp.sum(S * state.astype(_F32), axis=1)
+                        refs["products"].at[b, h, column, at_stretch][...] = product
+
                 i = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=wg.LAYOUT)
                 j = plgpu.broadcasted_iota(jnp.int32, square, 1, layout=wg.LAYOUT)
                 seen = i <= j if reverse else i >= j
@@ -357,7 +381,7 @@ def _sweep(
                     )
                     dots = jnp.sum(out * other.astype(_F32), axis=1)
                     refs["dots"].at[b, h, column, tokens][...] = dots
-                plgpu.wait_smem_to_gmem(1 if save_states else 0, wait_read_only=True)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 out_room[...] = out.astype(out_room.dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(out_room, refs["out"].at[b, tokens, h, columns])
