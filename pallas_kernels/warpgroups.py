@@ -14,6 +14,7 @@ TILED = (
     plgpu.TilingTransform((8, 64)),
     plgpu.SwizzleTransform(128),
 )  # of 16-bit tiles in shared memory
+TILED_WIDE = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))  # of 32-bit ones
 NEVER = -1e30  # exp of it is 0
 
 
@@ -27,15 +28,30 @@ def spread_rows(x, shape):
     return lax.broadcast_in_dim(x, shape, [0])
 
 
+def spread_columns(x, shape):
+    """One value a column -> `shape`."""
+    return lax.broadcast_in_dim(x, shape, [1])
+
+
 def row_differences(ref, shape):
     """`x_i - x_j` of a vector in shared memory."""
     of_column = lax.broadcast_in_dim(plgpu.load(ref, layout=LAYOUT.reduce(0)), shape, [1])
     return spread_rows(load_rows(ref), shape) - of_column
 
 
-def load_global(ref):
-    """A tile straight from global memory, each thread its own values."""
-    return plgpu.load(ref, layout=LAYOUT, optimized=False)
+def load_global(ref, layout: Any = LAYOUT):
+    """A tile (or a vector) straight from global memory, each thread its own values."""
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def as_left(x, room, interpret: Any):
+    """x as the left operand of a product, in bfloat16: in registers, or in `room` for the interpreter, which knows no other."""
+    x = x.astype(jnp.bfloat16)
+    if not interpret:
+        return x
+    room[...] = x
+    plgpu.commit_smem()
+    return room
 
 
 def accumulate(products, *starts: Any, interpret: Any) -> Any:

@@ -1,0 +1,539 @@
+"""Forget-gated softmax attention on Mosaic GPU (Hopper): one kernel forward, two backward.
+
+With F the sum of log forget gates, query i gives key j <= i the score `scale q_i . k_j + F_i - F_j` (FoX, arXiv 2503.02130,
+Eq. 3). F_i is the same for a whole row and drops out of its softmax, so within a block of queries whose first is i0 a bias of the
+column alone is added, `F_i0 - F_j`: it is small where it matters, and exact because F is kept as a pair of numbers.
+
+Forward and the gradient of q: two warpgroups have 64 queries each and walk over the keys, which a third loads. Gradients of k, v
+and F_j: two have 64 keys each and walk over the queries. The gradient of F_i through its own row is zero. Blocks that nobody
+sees (a later document, a window's or a gate's past) are not visited: `Bounds`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import warpgroups as wg
+from pallas_kernels.compat import pl, plgpu
+
+TILE = 128  # queries or keys of a thread block
+_ROWS = 64  # of one warpgroup
+_F32 = jnp.float32
+_LOG2E = math.log2(math.e)
+
+
+class Rows(NamedTuple):
+    """What the kernels read of each token beside q, k and v.
+
+    Attributes:
+        gates: sums of the log forget gates, [B, H, T] float32 twice: their high and low parts; None without gates.
+        run: [B, T] int32, the document of each token, growing along T, or None.
+        written: [B, T] bool, which tokens are keys; needs `gates`. None is all.
+    """
+
+    gates: tuple[jax.Array, jax.Array] | None
+    run: jax.Array | None
+    written: jax.Array | None = None
+
+
+class Bounds(NamedTuple):
+    """Which tiles of 128 see each other.
+
+    Attributes:
+        first: [B, H, N] int32, the first tile of keys that one of a tile's queries sees.
+        settled: [B, H, N] int32, the first that all of them see, as far as gates go.
+        last: [B, H, N] int32, the last tile of queries that sees a tile of keys.
+        of_row: [B, H, T] int32, the first tile that each query sees, as far as gates go; None without pruning.
+    """
+
+    first: jax.Array
+    settled: jax.Array
+    last: jax.Array
+    of_row: jax.Array | None
+
+
+def reason(q, k, v) -> str | None:
+    """Why this backend does not serve these arguments (arrays or their shapes), or None."""
+    for name, x in dict(q=q, k=k, v=v).items():
+        if x.dtype != jnp.bfloat16:
+            return f"{name} in bfloat16, not {jnp.dtype(x.dtype).name}"
+    if q.shape[-1] not in (64, 128) or v.shape[-1] != q.shape[-1]:
+        return f"heads of 64 or 128, values too, not {q.shape[-1]} and {v.shape[-1]}"
+    if k.shape[2] != v.shape[2] or q.shape[2] % v.shape[2]:
+        return f"as many key as value heads, dividing those of q, not {q.shape[2]}, {k.shape[2]}, {v.shape[2]}"
+    return None
+
+
+def find_bounds(q, k, rows: Rows, *, scale: float, window: int | None, prune: bool) -> Bounds:
+    """Leave out tiles that a document, the window or the gate hides.
+
+    Adaptive computation pruning (arXiv 2504.06949), but row by row, so that no query depends on a later one: the score of a key in
+    tile n is at most |q_i| max|k| scale + F_i - F_n, F_n that of the tile's last and the maximum over it and those before, while
+    the row's own score is in its sum. Where the first is below the second by 10 + log T, all keys up to n weigh less than e^-10.
+    """
+    batch, length, heads, _ = q.shape
+    count = length // TILE
+    tile = jnp.arange(count)
+    seen = tile[:, None] >= tile  # [queries, keys]
+    if window is not None:
+        seen &= tile[:, None] * TILE - (tile * TILE + TILE - 1) < window
+    seen = jnp.broadcast_to(seen, (batch, 1, count, count))
+    if rows.run is not None:
+        by_tile = rows.run.reshape(batch, 1, count, TILE)
+        seen &= by_tile[..., :1] <= by_tile[..., None, :, -1]
+    first = jnp.broadcast_to(jnp.argmax(seen, axis=-1), (batch, heads, count))
+    of_row, settled = None, first
+    if prune and rows.gates is not None:
+        wide = lambda x: jnp.moveaxis(x.astype(_F32), 2, 1)  # noqa: E731
+        queries, keys = wide(q), jnp.repeat(wide(k), heads // k.shape[2], axis=1)
+        own = jnp.sum(queries * keys, axis=-1) * scale
+        norm = lambda x: jnp.sqrt(jnp.sum(x * x, axis=-1))  # noqa: E731
+        most = jnp.max(norm(keys).reshape(batch, heads, count, TILE), axis=-1)
+        most = lax.cummax(most, axis=2)[:, :, None] * scale
+        high, low = (x[..., None] - x[:, :, None, TILE - 1 :: TILE] for x in rows.gates)
+        beyond = norm(queries)[..., None] * most + (high + low) - own[..., None]
+        hidden = beyond < -10 - math.log(length)
+        if rows.written is not None:  # a token that is no key is not in its own sum
+            hidden &= rows.written[:, None, :, None]
+        of_row = jnp.sum(hidden, axis=-1, dtype=jnp.int32)
+        of_row = jnp.minimum(of_row, jnp.arange(length) // TILE)
+        by_tile = of_row.reshape(batch, heads, count, TILE)
+        first = jnp.maximum(first, jnp.min(by_tile, axis=-1))
+        settled = jnp.maximum(first, jnp.max(by_tile, axis=-1))
+    last = jnp.max(jnp.where(first[..., None] <= tile, tile[:, None], 0), axis=-2)
+    first, settled, last = (x.astype(jnp.int32) for x in (first, settled, last))
+    return Bounds(first, settled, last, of_row)
+
+
+def forward(
+    q, k, v, rows: Rows, bounds: Bounds, *, scale: float, window: int | None, interpret: Any = False
+) -> tuple[jax.Array, jax.Array]:
+    """The output [B, T, H, D], 0 where a token sees none, and the binary logarithm of each row's sum, [B, H, T] float32.
+
+    T is a multiple of `TILE`. The sum's bias is that of the row's warpgroup.
+    """
+
+    def compute(at: _Place, own, rooms, walk, refs, outputs):
+        begin = _begin(refs, at)
+        of_row = settled = None
+        if bounds.of_row is not None:
+            of_row = _far_rows(refs["of row"].at[at.b, at.h, at.tokens])
+            settled = refs["settled"][at.b, at.h, at.tile]
+
+        def step(n, tiles, carry, *, masked=False, pruned=False):
+            out, top, total = carry
+            product = lambda x: plgpu.wgmma(x, own["q"], tiles["k"].transpose((1, 0)))  # noqa: E731
+            (scores,) = _fresh(product, (_ROWS, TILE))
+            scores = _biased(scores, scale, _column_bias(begin, tiles))
+            scores = _hide(scores, at.first, n * TILE, tiles, refs, at, masked, window)
+            if pruned:
+                scores = jnp.where(wg.spread_rows(of_row, scores.shape) <= n, scores, wg.NEVER)
+            new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+            fade = jnp.exp2(top - new_top)
+            weights = jnp.exp2(scores - wg.spread_rows(new_top, scores.shape))
+            out *= wg.spread_rows(fade, out.shape)
+            total = total * fade + jnp.sum(weights, axis=1)
+            left = wg.as_left(weights, rooms, interpret)
+            add = lambda out: plgpu.wgmma(out, left, tiles["v"])  # noqa: E731
+            (out,) = wg.accumulate(add, out, interpret=interpret)
+            return out, new_top, total
+
+        depth = q.shape[-1]
+        carry = _zeros((_ROWS, depth)), _column(wg.NEVER), _column(0.0)
+        if settled is not None:
+            carry = walk(functools.partial(step, pruned=True), carry, None, settled)
+        carry = walk(step, carry, settled, at.tile)
+        out, top, total = walk(functools.partial(step, masked=True), carry, at.tile, None)
+        blind = top < 0.5 * wg.NEVER
+        share = jnp.where(blind, 0.0, 1 / total)
+        own["q"][...] = (out * wg.spread_rows(share, out.shape)).astype(q.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(own["q"], outputs[0].at[at.b, at.tokens, at.h])
+        sums = jnp.where(blind, -wg.NEVER, top + jnp.log(total) * _LOG2E)
+        outputs[1].at[at.b, at.h, at.tokens][...] = sums
+        plgpu.wait_smem_to_gmem(0)
+
+    batch, length, heads, _ = q.shape
+    pruning = {} if bounds.of_row is None else {"of row": bounds.of_row, "settled": bounds.settled}
+    return _launch(
+        compute,
+        [
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct((batch, heads, length), _F32),
+        ],
+        own=dict(q=q),
+        streamed=dict(k=k, v=v) | _of_keys(rows),
+        size=TILE,
+        begin=bounds.first,
+        end=None,
+        far=_of_queries(rows) | pruning,
+        interpret=interpret,
+    )
+
+
+def backward(
+    q, k, v, rows: Rows, bounds: Bounds, sums, d_out, delta, *, scale: float, window: int | None,
+    interpret: Any = False,
+):  # fmt: skip
+    """Gradients of q, of k and v ([B, T, H, D], one for each head of q) and of the sums of gates ([B, H, T]; None without).
+
+    Args:
+        q: queries, and k, v.
+        k: keys.
+        v: values.
+        rows: as in `forward`.
+        bounds: as in `forward`.
+        sums: what `forward` returned second.
+        d_out: [B, T, H, D].
+        delta: [B, H, T] float32, inner products of the output and its gradient.
+        scale: of the scores.
+        window: or None.
+        interpret: parameters of the interpreter, or False.
+    """
+    shared = dict(scale=scale, window=window, interpret=interpret)
+    dq = _backward_of_queries(q, k, v, rows, bounds, sums, d_out, delta, **shared)
+    return dq, *_backward_of_keys(q, k, v, rows, bounds, sums, d_out, delta, **shared)
+
+
+def _backward_of_queries(
+    q, k, v, rows, bounds, sums, d_out, delta, *, scale, window, interpret
+) -> jax.Array:
+    def compute(at: _Place, own, rooms, walk, refs, outputs):
+        begin = _begin(refs, at)
+        square = (_ROWS, _ROWS)
+        mine = lambda name: _far_rows(refs[name].at[at.b, at.h, at.tokens])  # noqa: E731
+        row_sums, row_delta = mine("sums"), mine("delta")
+
+        def step(n, tiles, dq, masked):
+            def products(scores, d_weights):
+                plgpu.wgmma(scores, own["q"], tiles["k"].transpose((1, 0)))
+                plgpu.wgmma(d_weights, own["d_out"], tiles["v"].transpose((1, 0)))
+
+            scores, d_weights = _fresh(products, square, square)
+            scores = _biased(scores, scale, _column_bias(begin, tiles))
+            scores = _hide(scores, at.first, n * _ROWS, tiles, refs, at, masked, window)
+            weights = jnp.exp2(scores - wg.spread_rows(row_sums, square))
+            d_scores = weights * (d_weights - wg.spread_rows(row_delta, square))
+            left = wg.as_left(d_scores, rooms, interpret)
+            add = lambda dq: plgpu.wgmma(dq, left, tiles["k"])  # noqa: E731
+            return wg.accumulate(add, dq, interpret=interpret)[0]
+
+        diagonal = at.tile * (TILE // _ROWS)
+        dq = _zeros((_ROWS, q.shape[-1]))
+        dq = walk(functools.partial(step, masked=False), dq, None, diagonal)
+        dq = walk(functools.partial(step, masked=True), dq, diagonal, None)
+        own["q"][...] = (dq * scale).astype(q.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(own["q"], outputs[0].at[at.b, at.tokens, at.h])
+        plgpu.wait_smem_to_gmem(0)
+
+    (dq,) = _launch(
+        compute,
+        [jax.ShapeDtypeStruct(q.shape, q.dtype)],
+        own=dict(q=q, d_out=d_out),
+        streamed=dict(k=k, v=v) | _of_keys(rows),
+        size=_ROWS,
+        begin=bounds.first,
+        end=None,
+        far=_of_queries(rows) | dict(sums=sums, delta=delta),
+        interpret=interpret,
+    )
+    return dq
+
+
+def _backward_of_keys(
+    q, k, v, rows, bounds, sums, d_out, delta, *, scale, window, interpret
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    batch, length, heads, depth = q.shape
+    far = _of_queries(rows) | _of_keys(rows)
+    gated = "high" in far
+
+    def compute(at: _Place, own, rooms, walk, refs, outputs):
+        square = (_ROWS, _ROWS)
+        if gated:
+            high, low = (_far_rows(refs[n].at[at.b, at.h, at.tokens]) for n in ("high", "low"))
+
+        def first_of(n):  # a scalar from far is asked for a step ahead
+            n = jnp.minimum(n, length // _ROWS - 1)
+            return refs["first high"][at.b, at.h, n], refs["first low"][at.b, at.h, n]
+
+        def step(n, tiles, carry, masked):
+            dk, dv, d_sums, begin = carry
+            product = lambda x: plgpu.wgmma(x, own["k"], tiles["q"].transpose((1, 0)))  # noqa: E731
+            (scores,) = _fresh(product, square)
+            bias = None
+            if gated:
+                bias = ((begin[0] - high) + (begin[1] - low)) * _LOG2E
+                bias = wg.spread_rows(bias, square)
+                begin = first_of(n + 1)
+            scores = _biased(scores, scale, bias)
+            scores -= wg.spread_columns(_columns(tiles["sums"]), square)
+            scores = _hide(
+                scores, n * _ROWS, at.first, tiles, refs, at, masked, window, turned=True
+            )
+            weights = jnp.exp2(scores)
+            left = wg.as_left(weights, rooms, interpret)
+
+            def products(dv, d_weights):
+                plgpu.wgmma(dv, left, tiles["d_out"])
+                plgpu.wgmma(d_weights, own["v"], tiles["d_out"].transpose((1, 0)))
+
+            dv, d_weights = wg.accumulate(products, dv, _zeros(square), interpret=interpret)
+            d_scores = weights * (d_weights - wg.spread_columns(_columns(tiles["delta"]), square))
+            d_sums -= jnp.sum(d_scores, axis=1)
+            left = wg.as_left(d_scores, rooms, interpret)
+            add = lambda dk: plgpu.wgmma(dk, left, tiles["q"])  # noqa: E731
+            (dk,) = wg.accumulate(add, dk, interpret=interpret)
+            return dk, dv, d_sums, begin
+
+        diagonal = at.tile * (TILE // _ROWS)
+        carry = _zeros((_ROWS, depth)), _zeros((_ROWS, depth)), _column(0.0)
+        carry = *carry, first_of(diagonal) if gated else ()
+        below = diagonal + TILE // _ROWS
+        carry = walk(functools.partial(step, masked=True), carry, None, below)
+        dk, dv, d_sums, _ = walk(functools.partial(step, masked=False), carry, below, None)
+        own["k"][...] = (dk * scale).astype(k.dtype)
+        own["v"][...] = dv.astype(v.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(own["k"], outputs[0].at[at.b, at.tokens, at.h])
+        plgpu.copy_smem_to_gmem(own["v"], outputs[1].at[at.b, at.tokens, at.h])
+        if gated:
+            outputs[2].at[at.b, at.h, at.tokens][...] = d_sums
+        plgpu.wait_smem_to_gmem(0)
+
+    outputs = [jax.ShapeDtypeStruct(q.shape, k.dtype), jax.ShapeDtypeStruct(q.shape, v.dtype)]
+    if gated:
+        outputs.append(jax.ShapeDtypeStruct((batch, heads, length), _F32))
+    run = {} if rows.run is None else dict(run=rows.run)
+    dk, dv, *d_sums = _launch(
+        compute,
+        outputs,
+        own=dict(k=k, v=v),
+        streamed=dict(q=q, d_out=d_out, sums=sums, delta=delta) | run,
+        size=_ROWS,
+        begin=None,
+        end=bounds.last,
+        far=far,
+        interpret=interpret,
+    )
+    return dk, dv, d_sums[0] if gated else None
+
+
+class _Place(NamedTuple):
+    """Where a warpgroup works: row of the batch, head, tile, its first token and its tokens."""
+
+    b: Any
+    h: Any
+    tile: Any
+    first: Any
+    tokens: Any
+
+
+def _launch(compute, outputs, *, own, streamed, size, begin, end, far, interpret, stages=2) -> Any:
+    """A kernel in which two warpgroups with `_ROWS` tokens each walk over the sequence, which a third loads.
+
+    Args:
+        compute: what one does, given its place, own tiles, room for a left operand (interpreter only), `walk(step, carry, start,
+            stop)`, and references to `far` and to the outputs.
+        outputs: shapes.
+        own: by name, arrays [B, T, *, D], of which each warpgroup has its tokens in shared memory.
+        streamed: by name, arrays [B, T, *, D], [B, H, T] or [B, T] that the walk brings, `size` tokens a step.
+        size: tokens a step.
+        begin: [B, H, T / 128], the first tile of the walk; None is the warpgroups' own.
+        end: [B, H, T / 128], the last tile; None is their own.
+        far: by name, arrays left in global memory.
+        interpret: parameters of the interpreter, or False.
+        stages: steps on their way or in use.
+    """
+    some = next(iter(own.values()))
+    batch, length = some.shape[:2]
+    heads = max(x.shape[2] for x in (*own.values(), *streamed.values()) if x.ndim == 4)
+    count, per_tile = length // TILE, TILE // size
+    inputs = {f"own {n}": x for n, x in own.items()}
+    inputs |= {f"walk {n}": x for n, x in streamed.items()} | {
+        f"far {n}": x for n, x in far.items()
+    }
+    inputs |= {n: x for n, x in dict(begin=begin, end=end).items() if x is not None}
+
+    def room(x, *shape):
+        if x.ndim == 4:
+            return plgpu.SMEM((*shape, x.shape[-1]), x.dtype, transforms=wg.TILED)
+        return plgpu.SMEM(shape, x.dtype)
+
+    def kernel(*refs):
+        refs = dict(zip([*inputs, *range(len(outputs))], refs, strict=True))
+        row, group = lax.axis_index("row"), lax.axis_index("group")
+        b, h = lax.div(row, heads), lax.rem(row, heads)
+        # The longest walks first.
+        tile = lax.axis_index("tile")
+        tile = tile if begin is None else count - 1 - tile
+        first = tile * TILE + group * _ROWS
+        at = _Place(b, h, tile, first, pl.ds(first, _ROWS))
+        start = (refs["begin"][b, h, tile] if begin is not None else tile) * per_tile
+        stop = (refs["end"][b, h, tile] if end is not None else tile) * per_tile + per_tile
+
+        def source(kind, name, tokens):
+            ref = refs[f"{kind} {name}"]
+            if len(ref.shape) == 4:
+                return ref.at[b, tokens, lax.div(h * ref.shape[2], heads)]
+            return ref.at[b, h, tokens] if len(ref.shape) == 3 else ref.at[b, tokens]
+
+        def scoped(own_rooms, walk_rooms, left_room, loaded, full, empty):
+            @pl.when(group < 2)
+            def _():
+                plgpu.set_max_registers(232, action="increase")
+                mine = {name: room.at[group] for name, room in own_rooms.items()}
+                for name, ref in mine.items():
+                    plgpu.copy_gmem_to_smem(source("own", name, at.tokens), ref, loaded.at[group])
+                plgpu.barrier_wait(loaded.at[group])
+
+                def walk(step, carry, since, until):
+                    def one(n, carry):
+                        slot = lax.rem(n - start, stages)
+                        plgpu.barrier_wait(full.at[slot])
+                        carry = step(n, {m: room.at[slot] for m, room in walk_rooms.items()}, carry)
+                        plgpu.barrier_arrive(empty.at[slot])
+                        return carry
+
+                    since = start if since is None else since
+                    return lax.fori_loop(since, stop if until is None else until, one, carry)
+
+                own_left = left_room and left_room[0].at[group]
+                named: Any = {n: refs[f"far {n}"] for n in far}
+                compute(at, mine, own_left, walk, named, [refs[i] for i in range(len(outputs))])
+
+            @pl.when(group == 2)
+            def _():
+                plgpu.set_max_registers(40, action="decrease")
+
+                def load(n, _):
+                    slot = lax.rem(n - start, stages)
+
+                    @pl.when(n - start >= stages)
+                    def _():
+                        plgpu.barrier_wait(empty.at[slot])
+
+                    for name, ref in walk_rooms.items():
+                        tokens = pl.ds(n * size, size)
+                        plgpu.copy_gmem_to_smem(
+                            source("walk", name, tokens), ref.at[slot], full.at[slot]
+                        )
+
+                lax.fori_loop(start, stop, load, None)
+                wait = lambda n, _: plgpu.barrier_wait(empty.at[lax.rem(n - start, stages)])  # noqa: E731
+                lax.fori_loop(jnp.maximum(stop - stages, start), stop, wait, None)
+
+        left_room: Any = [plgpu.SMEM((2, _ROWS, size), jnp.bfloat16, transforms=wg.TILED)]
+        pl.run_scoped(
+            scoped,
+            {name: room(x, 2, _ROWS) for name, x in own.items()},
+            {name: room(x, stages, size) for name, x in streamed.items()},
+            left_room if interpret else [],
+            plgpu.Barrier(num_arrivals=len(own), num_barriers=2),
+            plgpu.Barrier(num_arrivals=len(streamed), num_barriers=stages),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            collective_axes="group",
+        )
+
+    return plgpu.kernel(
+        kernel,
+        out_type=outputs,
+        grid=(batch * heads, count),
+        grid_names=("row", "tile"),
+        num_threads=3,
+        thread_name="group",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=interpret,
+    )(*inputs.values())
+
+
+def _of_keys(rows: Rows) -> dict[str, jax.Array]:
+    """What the scores' columns need; a key that nobody may see has a sum of gates beyond all others."""
+    given = {} if rows.run is None else {"run": rows.run}
+    if rows.gates is None:
+        return given
+    high, low = rows.gates
+    if rows.written is not None:
+        seen = rows.written[:, None]
+        high, low = jnp.where(seen, high, -wg.NEVER), jnp.where(seen, low, 0)
+    return given | {"high": high, "low": low}
+
+
+def _of_queries(rows: Rows) -> dict[str, jax.Array]:
+    """What the scores' rows need: documents, and the sum of gates at the first of each warpgroup's."""
+    given = {} if rows.run is None else {"run": rows.run}
+    if rows.gates is None:
+        return given
+    high, low = rows.gates
+    return given | {"first high": high[..., ::_ROWS], "first low": low[..., ::_ROWS]}
+
+
+def _zeros(shape):
+    return plgpu.layout_cast(jnp.zeros(shape, _F32), wg.LAYOUT)
+
+
+def _column(value):
+    return plgpu.layout_cast(jnp.full((_ROWS,), value, _F32), wg.LAYOUT.reduce(1))
+
+
+def _columns(ref):
+    return plgpu.load(ref, layout=wg.LAYOUT.reduce(0))
+
+
+def _far_rows(ref):
+    return plgpu.load(ref, layout=wg.LAYOUT.reduce(1), optimized=False)
+
+
+def _fresh(products, *shapes):
+    """Matrix products that `products` adds to references to zeros."""
+
+    def run(*refs):
+        products(*refs)
+        return [ref[...] for ref in refs]
+
+    return pl.run_scoped(run, *(plgpu.ACC(shape, _F32) for shape in shapes))
+
+
+def _begin(refs, at: _Place):
+    """The sum of gates at a warpgroup's first query, or None."""
+    if "first high" not in refs:
+        return None
+    return tuple(refs[f"first {x}"][at.b, at.h, lax.div(at.first, _ROWS)] for x in ("high", "low"))
+
+
+def _column_bias(begin, tiles):
+    if begin is None:
+        return None
+    bias = (begin[0] - _columns(tiles["high"])) + (begin[1] - _columns(tiles["low"]))
+    return wg.spread_columns(bias * _LOG2E, (_ROWS, tiles["k"].shape[0]))
+
+
+def _biased(scores, scale, bias):
+    scores = scores * (scale * _LOG2E)
+    return scores if bias is None else scores + bias
+
+
+def _hide(scores, first_query, first_key, tiles, refs, at, masked, window, turned=False):
+    """Scores of keys that a query does not see become `NEVER`; `turned`: keys are the rows."""
+    shape = scores.shape
+    if not (masked or window is not None or "run" in tiles):
+        return scores
+    of_rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=wg.LAYOUT)
+    of_columns = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=wg.LAYOUT)
+    query, key = (of_columns, of_rows) if turned else (of_rows, of_columns)
+    distance = (query - key) + (first_query - first_key)
+    seen = distance >= 0
+    if window is not None:
+        seen &= distance < window
+    if "run" in tiles:
+        of_row = _far_rows(refs["run"].at[at.b, at.tokens])
+        seen &= wg.spread_rows(of_row, shape) == wg.spread_columns(_columns(tiles["run"]), shape)
+    return jnp.where(seen, scores, wg.NEVER)

@@ -1,0 +1,176 @@
+"""The Hopper kernel of forgetting attention, by Mosaic GPU's interpreter and by lowering for an H200."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from pallas_kernels.compat import gpu_interpreter, races_found
+from pallas_kernels.forgetting_attention import forgetting_attention, hopper, reasons
+from tests.kernels.test_linear_attention_gpu import error
+
+SCALE = 0.2
+
+
+def make(length, heads, key_heads, dim, *, gates="mild", documents=False, masked=False):
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+
+    log_forget = jax.nn.log_sigmoid(jnp.asarray(rng.normal(size=(1, length, heads)) + 2))
+    if gates == "strong":
+        log_forget = rng.choice([0.0, -1e-3, -30.0], p=[0.5, 0.4, 0.1], size=(1, length, heads))
+    exact = np.cumsum(np.asarray(log_forget, np.float64), axis=1)
+    high = exact.astype(np.float32)
+    starts = np.isin(np.arange(length), [30, 31, 150, 200])
+    return dict(
+        q=normal(1, length, heads, dim),
+        k=normal(1, length, key_heads, dim),
+        v=normal(1, length, key_heads, dim),
+        sums=(jnp.asarray(high), jnp.asarray(exact - high, jnp.float32)) if gates else None,
+        run=jnp.asarray(np.cumsum(starts)[None], jnp.int32) if documents else None,
+        written=jnp.asarray(rng.random((1, length)) < 0.8) if masked else None,
+    )
+
+
+def plain(q, k, v, sums, *, run, written, window):
+    """All scores at once, in float32."""
+    length, heads = q.shape[1:3]
+    k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k, v))
+    scores = SCALE * jnp.einsum("bthd,bshd->bhts", q, k, precision="highest")
+    if sums is not None:
+        of_row, of_column = (
+            jax.tree.map(lambda x: jnp.moveaxis(x, 2, 1), x) for x in (jax.lax.stop_gradient(sums), sums)
+        )  # fmt: skip
+        for row, column in zip(of_row, of_column, strict=True):
+            scores += row[..., None] - column[:, :, None]
+    distance = jnp.arange(length)[:, None] - jnp.arange(length)
+    seen = (distance >= 0) & (distance < (window or length))
+    seen = seen[None] if run is None else seen & (run[:, :, None] == run[:, None])
+    seen = (seen if written is None else seen & written[:, None])[:, None]
+    top = jnp.max(jnp.where(seen, scores, -1e30), axis=-1, keepdims=True)
+    weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores - top, 0)), 0)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    weights = weights / jnp.where(total > 0, total, 1)
+    return jnp.einsum("bhts,bshd->bthd", weights, v, precision="highest")
+
+
+CASES = {
+    "gates": dict(dims=(200, 2, 1, 64)),
+    "strong-documents": dict(dims=(384, 1, 1, 64), gates="strong", documents=True),
+    "window-wide": dict(dims=(256, 1, 1, 128), window=100),
+    "masked": dict(dims=(256, 1, 1, 64), documents=True, masked=True),
+    "no-gates-masked": dict(dims=(130, 2, 2, 64), gates=None, masked=True),
+    "no-gates-window": dict(dims=(256, 1, 1, 64), gates=None, window=70, documents=True),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "masked" else pytest.mark.slow) for n in CASES]
+)
+def test_equals_attention_in_value_and_every_gradient(name):
+    options = dict(CASES[name])
+    window = options.pop("window", None)
+    inputs = make(*options.pop("dims"), **options)
+    places = {n: inputs.pop(n) for n in ("run", "written")} | dict(window=window)
+
+    def fused(x):
+        return forgetting_attention(**x, **places, scale=SCALE, interpret=gpu_interpreter())
+
+    widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
+    expected, expected_pull = jax.vjp(lambda x: plain(**x, **places), widened)
+    actual, pull = jax.vjp(fused, inputs)
+    assert error(actual, expected) < 5e-3
+    blind = np.all(np.asarray(expected) == 0, axis=(2, 3))
+    np.testing.assert_array_equal(np.asarray(actual, np.float32)[blind], 0)
+    rng = np.random.default_rng(1)
+    d_output = jnp.asarray(rng.normal(size=actual.shape), actual.dtype)
+    (grads,), (wanted,) = pull(d_output), expected_pull(d_output.astype(jnp.float32))
+    for field in ("q", "k", "v"):
+        assert error(grads[field], wanted[field]) < 1e-2, field
+    if inputs["sums"] is not None:
+        assert error(grads["sums"][0], wanted["sums"][0]) < 1e-2
+        np.testing.assert_array_equal(grads["sums"][1], 0)
+    assert not races_found()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_is_pruned_weighs_nothing(masked):
+    """Tiles a row passes over weigh less than e^-10 of it, and gates this strong hide some."""
+    inputs = make(1024, 2, 1, 64, masked=masked)
+    q, k, sums, written = (inputs[n] for n in ("q", "k", "sums", "written"))
+    gates = tuple(jnp.moveaxis(x, 2, 1) for x in sums)
+    rows = hopper.Rows(gates, None, written)
+    bounds = hopper.find_bounds(q, k, rows, scale=SCALE, window=None, prune=True)
+    scores = SCALE * np.einsum("thd,sd->hts", np.float64(q[0]), np.float64(k[0, :, 0]))
+    total = np.float64(gates[0][0]) + np.float64(gates[1][0])
+    scores += total[:, :, None] - total[:, None]
+    seen = np.tril(np.ones((1024, 1024), bool)) & (True if written is None else np.asarray(written))
+    scores = np.where(seen, scores, -np.inf)
+    weights = np.exp(scores - np.maximum(scores.max(-1, keepdims=True), -1e30))
+    first = np.asarray(bounds.of_row[0])
+    hidden = np.arange(1024) // hopper.TILE < first[..., None]
+    share = (weights * hidden).sum(-1) / np.maximum(weights.sum(-1), 1e-300)
+    assert share.max() < np.exp(-10)
+    assert first.max() >= 4
+    by_tile = first.reshape(2, -1, hopper.TILE)
+    np.testing.assert_array_equal(bounds.first[0], by_tile.min(-1))
+    np.testing.assert_array_equal(bounds.settled[0], by_tile.max(-1))
+    reach = [
+        [m for m in range(8) if bounds.first[0, h, m] <= n <= m] for h in range(2) for n in range(8)
+    ]
+    np.testing.assert_array_equal(np.ravel(bounds.last[0]), [max(r) for r in reach])
+
+
+def test_bounds_do_not_look_ahead():
+    inputs = make(512, 1, 1, 64)
+    gates = tuple(jnp.moveaxis(x, 2, 1) for x in inputs["sums"])
+
+    def of_row(q, k):
+        rows = hopper.Rows(gates, None)
+        return hopper.find_bounds(q, k, rows, scale=SCALE, window=None, prune=True).of_row[
+            ..., :300
+        ]
+
+    later = [x.at[:, 300:].multiply(50) for x in (inputs["q"], inputs["k"])]
+    np.testing.assert_array_equal(of_row(inputs["q"], inputs["k"]), of_row(*later))
+
+
+@pytest.mark.slow
+def test_causal_to_the_bit():
+    inputs = make(256, 1, 1, 64, gates="strong")
+    changed = {n: inputs[n].at[:, 177:].multiply(2) for n in ("q", "k", "v")}
+    changed["sums"] = tuple(x.at[:, 177:].multiply(2) for x in inputs["sums"])
+    run = lambda x: forgetting_attention(**x, scale=SCALE, interpret=gpu_interpreter())  # noqa: E731
+    np.testing.assert_array_equal(run(inputs)[:, :177], run(inputs | changed)[:, :177])
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_lowers_for_the_card(dim):
+    struct = jax.ShapeDtypeStruct
+    q = struct((1, 300, 2, dim), jnp.bfloat16)
+    sums = struct((1, 300, 2), jnp.float32)
+
+    def both(q, k, v, high, low):
+        call = lambda *x: forgetting_attention(*x[:3], x[3:], window=200, scale=SCALE)  # noqa: E731
+        output, pull = jax.vjp(call, q, k, v, high, low)
+        return pull(output)
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        traced = jax.jit(both).trace(q, q, q, sums, sums)
+        assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu") >= 3
+
+
+def test_what_is_not_served_is_told():
+    x = jnp.ones((1, 128, 2, 64))
+    with pytest.raises(NotImplementedError, match="q in bfloat16, not float32"):
+        forgetting_attention(x, x, x, scale=1.0)
+    with pytest.raises(ValueError, match="implementation='mine'; accepted are"):
+        forgetting_attention(x, x, x, scale=1.0, implementation="mine")
+    narrow = jax.ShapeDtypeStruct((1, 128, 2, 96), jnp.bfloat16)
+    assert "heads of 64 or 128" in reasons(narrow, narrow, narrow)["mosaic_gpu"]
+    heads = [jax.ShapeDtypeStruct((1, 128, n, 64), jnp.bfloat16) for n in (2, 3)]
+    assert "dividing" in reasons(heads[0], heads[1], heads[1])["mosaic_gpu"]
