@@ -1,7 +1,9 @@
-"""Evaluate a run: loss by position and perplexity on held-out text, and sampling.
+"""Evaluate a run: loss by position and perplexity on held-out text, a needle in a haystack, maps, sampling.
 
     python eval.py --workdir=runs/x
     python eval.py --workdir=runs/x --data=longcrawl64/heldout.zarr --sequence_length=65536 --batch_size=1
+    python eval.py --workdir=runs/x --tasks=needle --data=essays --needle.lengths=1000,4000,16000 --needle.depths=0,50,100
+    python eval.py --workdir=runs/x --tasks=maps --maps.layers=0,3 --maps.heads=0,1
     python eval.py --workdir=runs/x --tasks=generate --prompt="def main(" --temperature=0
 
 Results go to workdir/eval/<step>/; running it again replaces them.
@@ -19,10 +21,20 @@ if __name__ == "__main__":
     interrupts.leave_on_signals("eval.py")  # before what takes long to import
 
 from absl import app, flags, logging
+from ml_collections import config_flags
+
+from lsm_jax.data import NeedleConfig
+from lsm_jax.evaluation import MapsConfig
 
 FLAGS = flags.FLAGS
+GROUPS = {
+    "needle": NeedleConfig(),
+    "maps": MapsConfig(),
+}  # flags by field, such as --needle.lengths=1000,2000
 flags.DEFINE_string("workdir", None, "The run's directory.", required=True)
-flags.DEFINE_list("tasks", ["perplexity", "generate"], "What to do: perplexity, generate.")
+flags.DEFINE_list(
+    "tasks", ["perplexity", "generate"], "What to do: perplexity, needle, maps, routing, generate."
+)
 flags.DEFINE_integer("step", None, "The checkpoint; the last one where not given.")
 flags.DEFINE_string(
     "output", None, "Name of the folder in workdir/eval; else made of the step and the data."
@@ -36,12 +48,20 @@ flags.DEFINE_integer(
     "piece_length", 4096, "Tokens of a row computed at a time, which bounds memory."
 )
 flags.DEFINE_integer("max_tokens", None, "Stop after so many tokens; else all are read.")
-flags.DEFINE_string("prompt", "", "Text to continue.")
+flags.DEFINE_string("prompt", "", "Text to continue, or to map.")
 flags.DEFINE_integer("num_tokens", 256, "The most tokens to generate.")
 flags.DEFINE_float("temperature", 0.8, "0 is greedy.")
 flags.DEFINE_integer("top_k", None, "Draw from the k likeliest tokens only.")
 flags.DEFINE_float("top_p", None, "Draw from the likeliest tokens of this probability only.")
 flags.DEFINE_integer("seed", 0, "Of sampling.")
+for group, fields in GROUPS.items():
+    names = [f.name for f in dataclasses.fields(fields)]
+    for field in (a.lstrip("-").partition("=")[0] for a in sys.argv[1:]):
+        if field.startswith(f"{group}.") and field.partition(".")[2] not in names:
+            sys.exit(
+                f"eval.py: unknown flag --{field}; accepted after {group}. are {', '.join(names)}"
+            )
+    config_flags.DEFINE_config_dataclass(group, fields, f"Of the task {group}, by field.")
 
 
 def main(argv: list[str]) -> None:
@@ -51,7 +71,7 @@ def main(argv: list[str]) -> None:
     from rich.console import Console
 
     import lsm_jax
-    from lsm_jax.evaluation import TASKS, Request, check_tasks, perplexity_table
+    from lsm_jax.evaluation import REPORTS, TASKS, Request, check_tasks
 
     names = check_tasks(FLAGS.tasks)
     request = Request(**{f.name: getattr(FLAGS, f.name) for f in dataclasses.fields(Request)})
@@ -64,11 +84,8 @@ def main(argv: list[str]) -> None:
     for name in names:
         print(f"eval.py: {name}: reading, compiling", file=sys.stderr, flush=True)
         found = TASKS[name](run, request, folder)
-        if name == "perplexity":
-            console.print(perplexity_table(found))
-        else:
-            console.print(f"\n{found.prompt}{found.text}\n", soft_wrap=True)
-            console.print(found.describe(), soft_wrap=True)
+        for part in REPORTS[name](found):
+            console.print(part, soft_wrap=isinstance(part, str))
     console.print(f"results in {folder}", soft_wrap=True)
 
 
@@ -86,7 +103,7 @@ def parse(argv: list[str]) -> list[str]:
     """Parse flags; a wrong one is told in one line, and libraries log warnings only."""
     try:
         rest = FLAGS(argv)
-    except flags.Error as error:
+    except (flags.Error, TypeError) as error:
         sys.exit(f"eval.py: {error}")
     if FLAGS["verbosity"].using_default_value:
         FLAGS.verbosity = logging.WARNING

@@ -7,6 +7,9 @@ Command: python train.py --config=configs/mqar.py:gated_deltanet,width=64,suite=
 Hardware: one GPU for minutes; 64x4 less than one. `python -m benchmarks.recall_table` runs many methods and widths in one process.
 Expected: docs/results.md.
 
+`mom` is a Mixture-of-Memories of Gated DeltaNet as `gated_deltanet` has it; its ablations are overrides such as
+`--config.model.mixer.num_memories=8`, and `gated_deltanet --config.model.mixer.expand_v=10` the one memory of equal state.
+
 The published settings are kept: two layers, [a gated convolution of 3 tokens, the method], no feedforward and no positions,
 tied embeddings, 8,192 tokens, AdamW with decay 0.1, no warm-up or clipping, a cosine over 32 epochs, batches of 256, the best of
 four learning rates, two heads. Different are: RMS norms for layer norms; no dropout (0.1 on embeddings, and in attention); no
@@ -74,6 +77,8 @@ def published(method: str, width: int) -> dict[str, Any]:
 
 def mixer_config(method: str, width: int) -> Any:
     """The method's config: zoology's, or our preset with two heads where it can have them."""
+    if method == "mom":
+        return mixers.MoMConfig(mixer=mixer_config("gated_deltanet", width))
     config = mixers.get_method(method).config.for_width(width)
     fields = published(method, width)
     if not fields:

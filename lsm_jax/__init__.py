@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "__version__",
+    "convert",
     "data",
     "evaluation",
     "feedforward",
@@ -27,7 +28,17 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from lsm_jax import data, evaluation, feedforward, mixers, models, ops, parallel, training
+    from lsm_jax import (
+        convert,
+        data,
+        evaluation,
+        feedforward,
+        mixers,
+        models,
+        ops,
+        parallel,
+        training,
+    )
     from lsm_jax.training import load_run
 
 

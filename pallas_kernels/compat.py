@@ -7,9 +7,17 @@ from typing import Any
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.experimental.pallas import tpu as pltpu
 
-__all__ = ["gpu_interpreter", "on_hopper", "pl", "plgpu", "pltpu", "races_found"]
+__all__ = ["gpu_interpreter", "on_hopper", "pl", "plgpu", "races_found"]
+
+
+def __getattr__(name: str) -> Any:
+    # `pltpu` only where it is asked for: its import changes the key of jax's caches, and all that was traced before is again.
+    if name != "pltpu":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from jax.experimental.pallas import tpu
+
+    return tpu
 
 
 def on_hopper() -> bool:

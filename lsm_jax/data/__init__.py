@@ -11,6 +11,7 @@ from lsm_jax.data.config import DataConfig
 from lsm_jax.data.demo import write_demo_store
 from lsm_jax.data.fingerprints import fingerprint, fingerprint_changes
 from lsm_jax.data.iterators import make_eval_iterator, make_train_iterator
+from lsm_jax.data.needle import NeedleConfig, NeedleTask, haystack_tokens
 from lsm_jax.data.recall import RecallExamples, RecallTask, recall_examples
 from lsm_jax.data.store import TokenStore
 from lsm_jax.data.tokenizers import (
@@ -28,12 +29,15 @@ __all__ = [
     "DataConfig",
     "GPT2Tokenizer",
     "JSONTokenizer",
+    "NeedleConfig",
+    "NeedleTask",
     "RecallExamples",
     "RecallTask",
     "TokenStore",
     "Tokenizer",
     "fingerprint",
     "fingerprint_changes",
+    "haystack_tokens",
     "json_escape",
     "json_unescape",
     "load_tokenizer",

@@ -13,36 +13,55 @@ from lsm_jax.evaluation.baselines import (
 )
 from lsm_jax.evaluation.curve import LossCurve, report_lengths
 from lsm_jax.evaluation.generate import Generation, generate, state_bytes
+from lsm_jax.evaluation.maps import LayerMaps, MapsConfig, layer_maps, plot_maps
+from lsm_jax.evaluation.needle import NeedleScores, contains, find_needles
 from lsm_jax.evaluation.perplexity import Evaluation, Scorer, evaluate
 from lsm_jax.evaluation.plots import (
     moving_average,
     plot_loss_by_position,
+    plot_needle,
     plot_training,
     read_metrics,
 )
-from lsm_jax.evaluation.tables import bits_table, perplexity_table
-from lsm_jax.evaluation.tasks import TASKS, Request, check_tasks, plot_run
+from lsm_jax.evaluation.reader import Answerer
+from lsm_jax.evaluation.router import count_routes, plot_router, specialisation
+from lsm_jax.evaluation.tables import bits_table, needle_table, perplexity_table
+from lsm_jax.evaluation.tasks import REPORTS, TASKS, Request, check_tasks, plot_run
 
 __all__ = [
+    "REPORTS",
     "TASKS",
+    "Answerer",
     "ContextModel",
     "Evaluation",
     "Generation",
+    "LayerMaps",
     "LossCurve",
+    "MapsConfig",
+    "NeedleScores",
     "Request",
     "Scorer",
     "bits_table",
     "byte_baselines",
     "check_tasks",
+    "contains",
+    "count_routes",
     "evaluate",
+    "find_needles",
     "generate",
+    "layer_maps",
     "moving_average",
+    "needle_table",
     "perplexity_table",
     "plot_loss_by_position",
+    "plot_maps",
+    "plot_needle",
+    "plot_router",
     "plot_run",
     "plot_training",
     "read_metrics",
     "report_lengths",
+    "specialisation",
     "state_bytes",
     "store_documents",
     "xz_bits",

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from lsm_jax.evaluation.curve import LossCurve
 from lsm_jax.evaluation.progress import EvaluationProgress
+from lsm_jax.evaluation.reader import Reader
 from lsm_jax.models import Decoder, next_token_loss
-from lsm_jax.parallel import MeshConfig, batch_sharding, make_mesh
 
 _ROW_FIELDS = ("tokens", "labels", "loss_mask", "segment_ids", "positions")
 
@@ -40,7 +40,7 @@ class Evaluation:
         return float(self.curve.total.sum() / np.log(2) / self.num_byte_labels)
 
 
-class Scorer:
+class Scorer(Reader):
     """Per-token losses of batches, in pieces of the row with the model's state carried from piece to piece.
 
     The compiled program holds the activations of one piece, so memory is flat in T (softmax layers without a window keep
@@ -53,18 +53,10 @@ class Scorer:
     """
 
     def __init__(self, model: Decoder, *, piece_length: int = 4096):
-        if piece_length < 1:
-            raise ValueError(f"piece_length={piece_length}: it must be at least 1")
-        self.piece_length = piece_length
-        self.vocab_size = model.vocab_size
-        graphdef, params = nnx.split(model)
-        self._mesh = make_mesh(MeshConfig(), jax.local_devices())
-        self._rows = batch_sharding(self._mesh)
-        replicated = jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec())
-        self._params = jax.device_put(params, replicated)
+        super().__init__(model, piece_length=piece_length)
 
         def score(params, state, piece):
-            model = nnx.merge(graphdef, params)
+            model = self._model(params)
             inputs = {k: piece[k] for k in ("segment_ids", "positions") if k in piece}
             hidden, state, _ = model.hidden(piece["tokens"], state=state, **inputs)
             nll = next_token_loss(
@@ -76,11 +68,8 @@ class Scorer:
             )
             return nll, state
 
-        self._score = jax.jit(score, donate_argnums=1)
-        self._init_state = jax.jit(
-            lambda params, rows, length: nnx.merge(graphdef, params).init_state(rows, length),
-            static_argnums=(1, 2),
-        )
+        self._score = jax.jit(score, donate_argnums=1, out_shardings=(self._rows, self._state_rows))
+        self._score_whole = jax.jit(lambda params, piece: score(params, None, piece)[0])
 
     def __call__(self, batch: Mapping[str, np.ndarray]) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (first position, losses in nats float32 [B, piece]) for each piece of the batch, in order.
@@ -95,18 +84,38 @@ class Scorer:
         fields = {name: np.asarray(batch[name]) for name in _ROW_FIELDS if name in batch}
         fields.setdefault("loss_mask", np.ones((rows, length), np.float32))
         self._check(fields)
-        padding = -rows % self._mesh.size
         # Rows that only fill the devices are scored nowhere: their mask is 0.
-        fields = {k: np.pad(v, ((0, padding), (0, 0))) for k, v in fields.items()}
+        fields = {k: self._filled(v) for k, v in fields.items()}
+        state = None
+        if length > self.piece_length:
+            with jax.set_mesh(self._mesh):
+                state = self._init_state(self._params, len(fields["tokens"]), length)
+        for start in range(0, length, self.piece_length):
+            piece = {k: v[:, start : start + self.piece_length] for k, v in fields.items()}
+            piece = jax.device_put(piece, self._rows)
+            # Not across the yield: what the caller does between is no business of this mesh.
+            with jax.set_mesh(self._mesh):
+                if state is None:
+                    nll = self._score_whole(self._params, piece)
+                else:
+                    nll, state = self._score(self._params, state, piece)
+            yield start, np.asarray(nll)[:rows]
+
+    def compiled(self, *, rows: int, length: int) -> Any:
+        """The program of one whole piece of `rows` rows of `length` tokens, as jax compiled it: its memory, its operations.
+
+        Args:
+            rows: a multiple of the devices.
+            length: more than a piece.
+        """
         with jax.set_mesh(self._mesh):
-            state = None
-            if length > self.piece_length:
-                state = self._init_state(self._params, rows + padding, length)
-            for start in range(0, length, self.piece_length):
-                piece = {k: v[:, start : start + self.piece_length] for k, v in fields.items()}
-                piece = jax.device_put(piece, self._rows)
-                nll, state = self._score(self._params, state, piece)
-                yield start, np.asarray(nll)[:rows]
+            state = jax.eval_shape(lambda: self._init_state(self._params, rows, length))
+            kinds = dict(tokens=jnp.int32, labels=jnp.int32, loss_mask=jnp.float32)
+            piece = {
+                name: jax.ShapeDtypeStruct((rows, self.piece_length), kind, sharding=self._rows)
+                for name, kind in kinds.items()
+            }
+            return self._score.lower(self._params, state, piece).compile()
 
     def _check(self, fields: Mapping[str, np.ndarray]) -> None:
         scored = fields["loss_mask"] != 0
@@ -144,11 +153,13 @@ def evaluate(
     """
     scorer = Scorer(model, piece_length=piece_length)
     curve, sequences, byte_labels, size = None, 0, 0, 0
-    with EvaluationProgress("evaluating", num_batches, show=progress) as bar:
+    with EvaluationProgress("evaluating", None, unit="pieces", show=progress) as bar:
         for batch in batches:
             rows, length = batch["tokens"].shape
             if curve is None:
                 curve, size = LossCurve(length), rows
+                pieces = -(-length // piece_length)
+                bar.expect(None if num_batches is None else num_batches * pieces)
             if length != curve.length:
                 raise ValueError(
                     f"a batch has rows of {length} tokens, earlier ones of {curve.length}"
@@ -163,10 +174,10 @@ def evaluate(
                     full["positions"][:, piece] if "positions" in full else None,
                     start=start,
                 )
+                bar.advance(rows * nll.shape[1], curve.mean if curve.num_tokens else float("nan"))
             scored = np.ones((rows, length), bool) if mask is None else np.asarray(mask) != 0
             sequences += int(scored.any(axis=1).sum())
             byte_labels += int(np.count_nonzero(np.asarray(full["labels"])[scored] < 256))
-            bar.advance(rows * length, curve.mean if curve.num_tokens else float("nan"))
         seconds = bar.seconds
     if curve is None:
         raise ValueError("the data has no batch to evaluate")

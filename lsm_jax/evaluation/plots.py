@@ -1,4 +1,4 @@
-"""Plots of a run: loss by position, perplexity by length, training curves. Written as PNG, without a display."""
+"""Plots of a run: loss by position, perplexity by length, training curves, needles found. Written as PNG, without a display."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
 from lsm_jax.evaluation.curve import LossCurve
+from lsm_jax.evaluation.needle import NeedleScores
 
 COLOURS = ("#1f5a96", "#c8553d", "#3a7d44", "#8a5a9e", "#b8860b", "#4a4a4a")
 WINDOW = 101  # of the published plots of long documents
@@ -158,17 +159,77 @@ def plot_training(
     return _save(figure, path, legend=axes)
 
 
+def plot_needle(
+    scores: NeedleScores,
+    path: str | os.PathLike[str],
+    *,
+    train_length: int | None = None,
+    title: str = "Needle in a haystack",
+) -> Path:
+    """Heat maps of a needle search: the share of needles found, and the answer's loss; a row of panels a mode.
+
+    The lowest row of each panel is the same text without the needle.
+
+    Args:
+        scores: of `find_needles`.
+        path: the PNG.
+        train_length: a dashed line parts the lengths beyond it from the others.
+        title: above.
+
+    Returns:
+        The path.
+    """
+    lengths, depths = scores.lengths, scores.depths
+    size = (1.8 + 0.62 * max(len(lengths), 5), 1.4 + 0.26 * (len(depths) + 1))
+    figure, panels = _figure(title, columns=2, rows=len(scores.found), size=size)
+    most = max(scores.nll_without.max(), *(nll.max() for nll in scores.nll.values()))
+    for i, mode in enumerate(scores.found):
+        shown = (
+            (scores.found[mode], scores.found_without, f"{mode}: found", "RdYlGn", 1.0, "{:.2g}"),
+            (scores.nll[mode], scores.nll_without, f"{mode}: loss of the answer (nats a token)",
+             "viridis_r", most, "{:.2f}"),
+        )  # fmt: skip
+        for axes, (values, without, name, colours, top, text) in zip(
+            panels[2 * i : 2 * i + 2], shown, strict=True
+        ):
+            cells = np.concatenate([values.T, without[None]])
+            image = axes.imshow(cells, aspect="auto", cmap=colours, vmin=0, vmax=top or 1)
+            for (row, column), value in np.ndenumerate(cells):
+                light = np.dot(image.to_rgba(value)[:3], (0.3, 0.6, 0.1)) > 0.5
+                axes.text(
+                    column, row, text.format(value), ha="center", va="center", fontsize=7,
+                    color="black" if light else "white",
+                )  # fmt: skip
+            axes.axhline(len(depths) - 0.5, color="white", linewidth=2)
+            axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], rotation=45)
+            axes.set_yticks(range(len(depths) + 1), [*(f"{d:g} %" for d in depths), "no needle"])
+            axes.tick_params(labelsize=8)
+            axes.set(title=name, xlabel="length (tokens)", ylabel="depth")
+            inside = sum(length <= (train_length or 0) for length in lengths)
+            if train_length is not None and inside < len(lengths):
+                axes.axvline(inside - 0.5, color="#4444ff", linestyle="--", linewidth=2)
+                axes.set_xlabel(
+                    f"length (tokens); dashed: beyond the training length {train_length:,}"
+                )
+    return _save(figure, path)
+
+
 def _colours(number: int) -> list[str]:
     return [COLOURS[i % len(COLOURS)] for i in range(number)]
 
 
-def _figure(title: str, *, columns: int) -> tuple[Figure, list[Axes]]:
-    # A figure of its own, not pyplot's: no global state, no display, whatever backend a notebook has chosen.
-    figure = Figure(figsize=(5.2 * columns, 3.6), dpi=150, layout="constrained")
+def _figure(
+    title: str, *, columns: int, rows: int = 1, size: tuple[float, float] = (5.2, 3.6)
+) -> tuple[Figure, list[Axes]]:
+    """A figure and its axes, row by row; `size` is one panel's, in inches.
+
+    It is its own, not pyplot's: no global state, no display, whatever backend a notebook has chosen.
+    """
+    figure = Figure(figsize=(size[0] * columns, size[1] * rows), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, columns, squeeze=False)[0]
+    axes = figure.subplots(rows, columns, squeeze=False)
     figure.suptitle(title, fontsize=12, fontweight="bold")
-    return figure, list(axes)
+    return figure, list(axes.flat)
 
 
 def _label(axes: Axes, x: str, y: str) -> None:
@@ -180,7 +241,8 @@ def _label(axes: Axes, x: str, y: str) -> None:
     axes.margins(x=0.01)
 
 
-def _save(figure: Figure, path: str | os.PathLike[str], *, legend: Axes | None) -> Path:
+def _save(figure: Figure, path: str | os.PathLike[str], *, legend: Axes | None = None) -> Path:
+    """Write a PNG, whole or not there."""
     if legend is not None:
         legend.legend(frameon=False, fontsize=9)
     path = Path(path)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
+
+from lsm_jax.data.needle import MODES
 
 _PREFIX = "val/perplexity_len_"
 
@@ -26,6 +29,23 @@ def perplexity_table(results: Mapping[str, Any]) -> RenderableType:
     if "val/bits_per_byte" in results:
         mean += f", {results['val/bits_per_byte']:.4f} bits per byte"
     return Group(table, mean + f"; {results['tokens_per_second']:,.0f} tokens/s")
+
+
+def needle_table(results: Mapping[str, Any]) -> RenderableType:
+    """Share of needles found and the answer's loss by length, means over the depths, from what needle.json holds."""
+    modes = [mode for mode in MODES if mode in results]
+    heads = [f"{mode}: {what}" for mode in modes for what in ("found", "loss")]
+    table = Table("length", *heads, "no needle: found", "loss", title="Needle in a haystack")
+    for column in table.columns:
+        column.justify = "right"
+    without = results["without_needle"]
+    for i, length in enumerate(results["lengths"]):
+        row = []
+        for cells in (*(results[mode] for mode in modes), without):
+            row += [f"{np.mean(cells['found'][i]):.0%}", f"{np.mean(cells['nll'][i]):.3f}"]
+        table.add_row(f"{length:,}", *row)
+    notes = "".join(f"\nNote: {note}." for note in results["notes"])
+    return Group(table, f"loss in nats a token of the answer {results['answer']!r}{notes}")
 
 
 def bits_table(bits: Mapping[str, float], *, model: str, title: str) -> RenderableType:

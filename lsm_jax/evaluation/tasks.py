@@ -7,18 +7,24 @@ import itertools
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from rich.console import RenderableType
 
 from lsm_jax.data import DataConfig, Tokenizer, load_tokenizer, make_eval_iterator
+from lsm_jax.data.needle import NeedleConfig, NeedleTask, haystack_tokens
 from lsm_jax.data.sources import open_store
-from lsm_jax.evaluation.generate import Generation, generate
+from lsm_jax.evaluation.generate import Generation, decode, generate
+from lsm_jax.evaluation.maps import MapsConfig, layer_maps, plot_maps
+from lsm_jax.evaluation.needle import find_needles, limits
 from lsm_jax.evaluation.perplexity import evaluate
-from lsm_jax.evaluation.plots import plot_loss_by_position, plot_training
+from lsm_jax.evaluation.plots import plot_loss_by_position, plot_needle, plot_training
+from lsm_jax.evaluation.tables import needle_table, perplexity_table
 
 if TYPE_CHECKING:
     from lsm_jax.training.runs import Run
@@ -34,12 +40,14 @@ class Request:
         batch_size: rows read at a time.
         piece_length: tokens of each row computed at a time, the state carried on.
         max_tokens: stop after the batch that reaches so many tokens; None reads all.
-        prompt: text to continue.
+        prompt: text to continue, or to map.
         num_tokens: the most tokens to generate.
         temperature: divides the logits; 0 is greedy.
         top_k: draw from the k likeliest tokens only.
         top_p: draw from the smallest set of this probability.
         seed: of sampling.
+        needle: what is hidden in the data and asked for.
+        maps: which layers and heads to show.
     """
 
     data: str | None = None
@@ -53,6 +61,8 @@ class Request:
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
+    needle: NeedleConfig = dataclasses.field(default_factory=NeedleConfig)
+    maps: MapsConfig = dataclasses.field(default_factory=MapsConfig)
 
     def validate(self) -> None:
         """Raise ValueError where a number is out of range, the data is not there or the prompt is not UTF-8."""
@@ -60,6 +70,8 @@ class Request:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: it must be at least 1")
+        self.needle.validate()
+        self.maps.validate()
         if not 0 <= self.temperature < math.inf:
             raise ValueError(
                 f"temperature={self.temperature}: accepted are 0 (greedy) and positive numbers"
@@ -108,6 +120,13 @@ def run_tokenizer(run: Run) -> Tokenizer:
     return load_tokenizer(run.config.data.tokenizer, json_escape=run.config.data.json_escape)
 
 
+def run_bos_id(run: Run, tokenizer: Tokenizer) -> int | None:
+    """What the run set in front of documents; None for nothing."""
+    data = run.config.data
+    bos_id = tokenizer.bos_id if data.bos_id is None else data.bos_id
+    return bos_id if data.add_bos else None
+
+
 def perplexity(run: Run, request: Request, folder: Path) -> dict[str, Any]:
     """Loss by position: results.json, results.npz and loss_by_position.png; returns what results.json holds."""
     tokenizer, data = run_tokenizer(run), heldout_config(run, request)
@@ -119,6 +138,13 @@ def perplexity(run: Run, request: Request, folder: Path) -> dict[str, Any]:
         remainder="pad",
     )
     number = _count_batches(data, request.batch_size)
+    idle = -request.batch_size % jax.local_device_count()
+    if idle:
+        print(
+            f"perplexity: batch_size={request.batch_size} leaves {idle} of {jax.local_device_count()} devices idle",
+            file=sys.stderr,
+            flush=True,
+        )
     if request.max_tokens is not None:
         most = math.ceil(request.max_tokens / (request.batch_size * data.sequence_length))
         batches = itertools.islice(batches, most)
@@ -163,8 +189,7 @@ def _count_batches(data: DataConfig, batch_size: int) -> int | None:
 
 def sample_text(run: Run, request: Request, folder: Path) -> Generation:
     """A continued prompt: sample.txt and sample.json."""
-    tokenizer, data = run_tokenizer(run), run.config.data
-    bos_id = tokenizer.bos_id if data.bos_id is None else data.bos_id
+    tokenizer = run_tokenizer(run)
     made = generate(
         run.model,
         tokenizer,
@@ -174,7 +199,7 @@ def sample_text(run: Run, request: Request, folder: Path) -> Generation:
         top_k=request.top_k,
         top_p=request.top_p,
         seed=request.seed,
-        bos_id=bos_id if data.add_bos else None,
+        bos_id=run_bos_id(run, tokenizer),
         prefill_chunk=request.piece_length,
     )
     folder.mkdir(parents=True, exist_ok=True)
@@ -184,9 +209,123 @@ def sample_text(run: Run, request: Request, folder: Path) -> Generation:
     return made
 
 
+def needle(run: Run, request: Request, folder: Path) -> dict[str, Any]:
+    """Needle in a haystack: needle.json and needle.png; returns what needle.json holds."""
+    tokenizer, data = run_tokenizer(run), heldout_config(run, request)
+    train_length, config = run.config.data.sequence_length, request.needle
+    task = NeedleTask(config, tokenizer, bos_id=run_bos_id(run, tokenizer))
+    lengths = task.lengths(train_length)
+    size = task.text_length(lengths[-1])
+    needed = size * config.samples
+    found = haystack_tokens(data, tokenizer, needed, vocab_size=run.config.model.vocab_size)
+    notes = limits(run.config.model, lengths, train_length)
+    if found.size < needed:
+        notes.append(f"the text has {found.size} tokens of {needed} and is repeated")
+    for note in notes:
+        print(f"needle: {note}", file=sys.stderr, flush=True)
+    scores = find_needles(
+        run.model,
+        task,
+        np.resize(found, (config.samples, size)),
+        lengths,
+        batch_size=request.batch_size,
+        piece_length=request.piece_length,
+    )
+    results = {
+        **scores.summary(),
+        **{name: getattr(config, name) for name in ("question", "cue", "answer", "samples")},
+        "notes": notes,
+        "step": run.step,
+        "data": str(request.data or data.heldout_path or data.path),
+        "tokenizer": tokenizer.name,
+        "train_length": train_length,
+        "seconds": round(scores.seconds, 3),
+        "tokens_per_second": round(scores.num_tokens / scores.seconds, 1),
+        "device": jax.devices()[0].device_kind,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    plot_needle(
+        scores,
+        folder / "needle.png",
+        train_length=train_length,
+        title=f"{run.config.name}: needle in a haystack, step {run.step:,}",
+    )
+    write_json(folder / "needle.json", results)
+    return results
+
+
+def maps(run: Run, request: Request, folder: Path) -> dict[str, Any]:
+    """Attention and gates of the prompt, or of the first held-out row: maps.json, and a layer's picture and arrays each.
+
+    Returns what maps.json holds: the tokens, and for each layer its method, heads and files.
+    """
+    tokens = _tokens_to_map(run, request)
+    folder.mkdir(parents=True, exist_ok=True)
+    layers = []
+    for found in layer_maps(run.model, tokens, request.maps):
+        name = f"maps_layer{found.layer:02d}"
+        arrays = dict(attention=found.attention, forgetting=found.forgetting, **found.gates)
+        arrays = {key: value for key, value in arrays.items() if value is not None}
+        write_arrays(folder / f"{name}.npz", arrays)
+        title = f"{run.config.name}, step {run.step:,}: layer {found.layer}, {found.method}"
+        plot_maps(found, folder / f"{name}.png", title=title)
+        layers.append(
+            {
+                "layer": found.layer,
+                "method": found.method,
+                "heads": list(found.heads),
+                "pool": found.pool,
+                "picture": f"{name}.png",
+                "arrays": {key: list(value.shape) for key, value in arrays.items()},
+            }
+        )
+    results = {
+        "step": run.step,
+        "data": "" if request.prompt else str(request.data or run.config.data.path),
+        "tokens": tokens.tolist(),
+        "text": decode(run_tokenizer(run), tokens),
+        "layers": layers,
+    }
+    write_json(folder / "maps.json", results)
+    return results
+
+
+def _tokens_to_map(run: Run, request: Request) -> np.ndarray:
+    tokenizer, length = run_tokenizer(run), request.maps.length
+    if request.prompt:
+        bos_id = run_bos_id(run, tokenizer)
+        ids = [] if bos_id is None else [bos_id]
+        tokens = np.array([*ids, *tokenizer.encode(request.prompt)], np.int32)
+        what = "the prompt has"
+    else:
+        data = dataclasses.replace(heldout_config(run, request), num_threads=0)
+        vocab_size = run.config.model.vocab_size
+        batches = make_eval_iterator(
+            data, tokenizer, global_batch_size=1, vocab_size=vocab_size, remainder="pad"
+        )
+        tokens, what = next(batches)["tokens"][0], "a row has (see --sequence_length)"
+        length = length or min(tokens.size, 1024)
+    if length is not None and length > tokens.size:
+        raise ValueError(f"maps.length={length}: {what} {tokens.size} tokens")
+    return tokens[:length]
+
+
 TASKS: dict[str, Callable[[Run, Request, Path], Any]] = {
     "perplexity": perplexity,
+    "needle": needle,
+    "maps": maps,
     "generate": sample_text,
+}
+
+# What a task found, as lines and tables for a terminal.
+REPORTS: dict[str, Callable[[Any], list[RenderableType]]] = {
+    "perplexity": lambda found: [perplexity_table(found)],
+    "needle": lambda found: [needle_table(found)],
+    "maps": lambda found: [
+        f"layer {layer['layer']}, {layer['method']}: {', '.join(layer['arrays'])} in {layer['picture']}"
+        for layer in found["layers"]
+    ],
+    "generate": lambda found: [f"\n{found.prompt}{found.text}\n", found.describe()],
 }
 
 

@@ -13,6 +13,7 @@ from flax import nnx
 
 from lsm_jax.mixers.base import Clock, Context, Mixer, MixerState, advance, fresh_clock
 from lsm_jax.mixers.deltanet import DeltaNet, DeltaNetConfig
+from lsm_jax.mixers.fox import FoX, FoXConfig
 from lsm_jax.mixers.gated_deltanet import GatedDeltaNet, GatedDeltaNetConfig
 from lsm_jax.mixers.gated_retention import GatedRetention, GatedRetentionConfig
 from lsm_jax.mixers.gateloop import GateLoop, GateLoopConfig
@@ -26,6 +27,7 @@ from lsm_jax.mixers.linear_attention import LinearAttention, LinearAttentionConf
 from lsm_jax.mixers.mamba import Mamba, MambaConfig
 from lsm_jax.mixers.mamba2 import Mamba2, Mamba2Config
 from lsm_jax.mixers.mlstm import MLSTM, MLSTMConfig
+from lsm_jax.mixers.mom import MoM, MoMConfig
 from lsm_jax.mixers.rebased import Rebased, RebasedConfig
 from lsm_jax.mixers.retnet import RetNet, RetNetConfig
 from lsm_jax.mixers.rwkv6 import RWKV6, RWKV6Config
@@ -199,6 +201,21 @@ METHODS: dict[str, Method] = {m.name: m for m in (
         gate="none: keys and values are kept", write="k, v", read="softmax(q Kᵀ) V",
         state="k and v of every token, or of a window",
         forms=(), config=SoftmaxConfig, module=Softmax, note="the memory grows with the sequence: no other forms"),
+    Method(
+        name="fox", paper="arXiv 2503.02130", op="attention",
+        gate="sigmoid(x W + b), each head, on attention weights; or constant (ALiBi), or none",
+        write="k, v, each mixed with the token before", read="softmax(q Kᵀ + sums of log gates) V",
+        state="k, v and the gates' sum of every token, or of a window; a token of k, v",
+        forms=(), config=FoXConfig, module=FoX, note="the memory grows with the sequence: no other forms"),
+)}
+
+# Mixers around another's memory: no rows of the table, but mixers everywhere else.
+WRAPPERS: dict[str, Method] = {m.name: m for m in (
+    Method(
+        name="mom", paper="arXiv 2502.13685", op="the inner mixer's",
+        gate="of the inner mixer, for tokens routed to the memory; else 1", write="of the inner mixer, for tokens routed to the memory",
+        read="Σ g_m (what memory m gives), and what the shared one gives", state="the inner mixer's for each memory",
+        forms=_ALL_FORMS, config=MoMConfig, module=MoM),
 )}
 # fmt: on
 
@@ -209,10 +226,11 @@ def method_of(config: Any) -> Method:
     Raises:
         ValueError: no method has a config of this type.
     """
-    for method in METHODS.values():
+    every = (*METHODS.values(), *WRAPPERS.values())
+    for method in every:
         if type(config) is method.config:
             return method
-    known = ", ".join(m.config.__name__ for m in METHODS.values())
+    known = ", ".join(m.config.__name__ for m in every)
     raise ValueError(f"mixer={config!r} is no mixer's config; accepted are {known}")
 
 
@@ -222,9 +240,10 @@ def get_method(name: str) -> Method:
     Raises:
         ValueError: there is none; the message lists what exists.
     """
-    if name not in METHODS:
-        raise ValueError(f"method={name!r} does not exist; accepted are {', '.join(METHODS)}")
-    return METHODS[name]
+    every = METHODS | WRAPPERS
+    if name not in every:
+        raise ValueError(f"method={name!r} does not exist; accepted are {', '.join(every)}")
+    return every[name]
 
 
 def build(
@@ -256,6 +275,7 @@ __all__ = [
     "GLA",
     "HGRN2",
     "METHODS",
+    "WRAPPERS",
     "MLSTM",
     "RWKV6",
     "RWKV7",
@@ -264,6 +284,8 @@ __all__ = [
     "Context",
     "DeltaNet",
     "DeltaNetConfig",
+    "FoX",
+    "FoXConfig",
     "GFWConfig",
     "GLAConfig",
     "GateLoop",
@@ -284,6 +306,8 @@ __all__ = [
     "MambaConfig",
     "Method",
     "Mixer",
+    "MoM",
+    "MoMConfig",
     "MixerState",
     "RWKV7Config",
     "RWKV6Config",

@@ -108,8 +108,11 @@ class Context:
         segment_ids: [B, T] or None.
         positions: [B, T]; None unless the mixer uses positions.
         update_mask: [B, T] or None.
+        contiguous: whether every token between two of one document is known to be written.
         tails: states of short convolutions and token shifts by name, those going in replaced as they are used.
-        kept: what a part leaves for a later one.
+        kept: what a part leaves for a later one; `finish` must not need what `read` and `write` left there.
+        beside: [B, T, ...] by name, what `read` and `write` leave for `finish` to add to the memory's output. `finish` is
+            linear in it as in that output, ahead of its norm or beside it, so that MoM may mix both over memories.
         aux: losses and statistics by name, for the caller.
     """
 
@@ -120,6 +123,8 @@ class Context:
     update_mask: jax.Array | None
     tails: dict[str, Any]
     kept: dict[str, Any] = dataclasses.field(default_factory=dict)
+    beside: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    contiguous: bool = False
     aux: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
 
@@ -160,6 +165,7 @@ class ShortConvolution(nnx.Module):
             initial_state=context.tails.get(self.name),
             segment_ids=context.segment_ids,
             update_mask=context.update_mask,
+            contiguous=context.contiguous,
         )
         return jax.nn.silu(y) if self.silu else y
 
@@ -177,6 +183,7 @@ class TokenShift(nnx.Module):
             initial_state=context.tails.get(self.name),
             segment_ids=context.segment_ids,
             update_mask=context.update_mask,
+            contiguous=context.contiguous,
         )
         return y
 
@@ -192,11 +199,16 @@ class Mixer(nnx.Module):
         uses_positions: whether it needs tokens' positions, as one that rotates does.
         uses_depth: whether `__init__` takes `layer` and `num_layers`: its place in the model (`layer` possibly traced, so fit
             only to draw parameters from) and the model's depth.
+        memory_parts: its submodules, of `Dense` layers, that each memory of a Mixture-of-Memories has of its own (keys,
+            values, gates); the others are shared. Empty where it cannot be one of several memories.
+        shared_by_token: the entries of `shared` that are [B, T, ...].
     """
 
     op: ClassVar[Callable]
-    uses_positions: ClassVar[bool] = False
+    uses_positions: bool = False
     uses_depth: ClassVar[bool] = False
+    memory_parts: ClassVar[tuple[str, ...]] = ()
+    shared_by_token: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: Any, hidden_size: int):
         config.validate(hidden_size)
@@ -266,6 +278,29 @@ class Mixer(nnx.Module):
         """
         return {}
 
+    def innermost(self) -> Mixer:
+        """The mixer whose `init_shared` counts: itself, or the one it wraps."""
+        return self
+
+    def through_memory(self, x: jax.Array, context: Context, memory: Any) -> tuple[jax.Array, Any]:
+        """Read, write and apply: what was read from the memory, [B, T, ...], and the op's state after.
+
+        Args:
+            x: [B, T, D].
+            context: of this call; its tails are replaced.
+            memory: the op's state, None for a fresh one.
+        """
+        query = self.read(x, context)
+        written = self.write(x, context)
+        return self.apply(
+            query,
+            written,
+            **self.options(),
+            initial_state=memory,
+            segment_ids=context.segment_ids,
+            update_mask=context.update_mask,
+        )
+
     def __call__(
         self,
         x: jax.Array,
@@ -302,16 +337,7 @@ class Mixer(nnx.Module):
         tails = {} if state is None else dict(state.tails)
         shared = {} if shared is None else shared
         context = Context(layer, shared, segment_ids, positions, update_mask, tails)
-        query = self.read(x, context)
-        written = self.write(x, context)
-        o, memory = self.apply(
-            query,
-            written,
-            **self.options(),
-            initial_state=None if state is None else state.memory,
-            segment_ids=segment_ids,
-            update_mask=update_mask,
-        )
+        o, memory = self.through_memory(x, context, None if state is None else state.memory)
         y = self.finish(o, x, context)
         return y, MixerState(memory, context.tails, clock), context.aux
 

@@ -82,6 +82,7 @@ class DeltaNet(Mixer):
     """DeltaNet; see `DeltaNetConfig`."""
 
     op = ops.delta_memory
+    memory_parts = ("k_proj", "v_proj", "beta_proj")
 
     def __init__(
         self, config: DeltaNetConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02

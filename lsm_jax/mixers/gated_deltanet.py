@@ -86,6 +86,7 @@ class GatedDeltaNet(Mixer):
     """Gated DeltaNet; see `GatedDeltaNetConfig`."""
 
     op = ops.delta_memory
+    memory_parts = ("k_proj", "v_proj", "beta_proj", "decay_proj")
 
     def __init__(
         self,

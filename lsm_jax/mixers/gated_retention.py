@@ -45,6 +45,7 @@ class GatedRetention(RetNet):
     """Gated retention; see `GatedRetentionConfig`."""
 
     config: GatedRetentionConfig
+    memory_parts = ("k_proj", "v_proj", "decay_proj")
 
     def __init__(
         self,

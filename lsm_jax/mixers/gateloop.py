@@ -85,6 +85,7 @@ class GateLoop(Mixer):
     """GateLoop; see `GateLoopConfig`."""
 
     op = ops.selective_memory
+    memory_parts = ("k_proj", "v_proj", "a_proj")
 
     def __init__(
         self, config: GateLoopConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02

@@ -75,6 +75,7 @@ class GLA(Mixer):
     """Gated linear attention; see `GLAConfig`."""
 
     op = ops.linear_memory
+    memory_parts = ("k_proj", "v_proj", "decay_down", "decay_up")
 
     def __init__(
         self, config: GLAConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02

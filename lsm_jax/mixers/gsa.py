@@ -80,6 +80,7 @@ class GSA(Mixer):
     """Gated slot attention; see `GSAConfig`."""
 
     op = ops.slot_memory
+    memory_parts = ("k_proj", "v_proj", "decay_proj")
 
     def __init__(
         self, config: GSAConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02

@@ -91,6 +91,7 @@ class KDA(Mixer):
     """Kimi Delta Attention; see `KDAConfig`."""
 
     op = ops.delta_memory
+    memory_parts = ("k_proj", "v_proj", "beta_proj", "decay_down", "decay_up")
 
     def __init__(
         self, config: KDAConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02

@@ -52,6 +52,21 @@ def matmul_to_float32(x: jax.Array, w: jax.Array) -> jax.Array:
     return jax.lax.platform_dependent(x, w, cpu=widened, default=mixed)
 
 
+def project(
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array | None = None,
+    dtype: DTypeLike | None = None,
+) -> jax.Array:
+    """x [..., D] times kernel [D, F] (cast to x's dtype, accumulated in float32), plus bias [F], in `dtype`, x's own by default."""
+    kernel = kernel.astype(x.dtype)
+    if dtype is None or jnp.dtype(dtype) == x.dtype:
+        y = jnp.matmul(x, kernel, precision=matmul_precision(x.dtype))
+    else:
+        y = matmul_to_float32(x, kernel).astype(dtype)
+    return y if bias is None else y + bias.astype(y.dtype)
+
+
 class Dense(nnx.Module):
     """`y = x W (+ b)`, with W cast to x's dtype and accumulated in float32.
 
@@ -80,12 +95,8 @@ class Dense(nnx.Module):
 
     def __call__(self, x: jax.Array, *, dtype: DTypeLike | None = None) -> jax.Array:
         """x [..., in_size] -> [..., out_size] in `dtype`, x's own by default."""
-        kernel = self.kernel[...].astype(x.dtype)
-        if dtype is None or jnp.dtype(dtype) == x.dtype:
-            y = jnp.matmul(x, kernel, precision=matmul_precision(x.dtype))
-        else:
-            y = matmul_to_float32(x, kernel).astype(dtype)
-        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
+        bias = None if self.bias is None else self.bias[...]
+        return project(x, self.kernel[...], bias, dtype)
 
 
 class OrthogonalDense(Dense):
@@ -135,11 +146,15 @@ class RMSNorm(nnx.Module):
         size: channels of the last axis.
         eps: added to the mean square.
         axis: logical name of the scale's axis.
+        num_heads: the last axis but one has so many heads, each with a scale of its own; None is one scale.
     """
 
-    def __init__(self, size: int, *, eps: float, axis: str = "norm"):
+    def __init__(self, size: int, *, eps: float, axis: str = "norm", num_heads: int | None = None):
         self.eps = eps
-        self.scale = parameter(jnp.ones(size, jnp.float32), (axis,), weight_decay=False)
+        shape, axes = ((size,), (axis,))
+        if num_heads is not None:
+            shape, axes = (num_heads, size), ("heads", None)
+        self.scale = parameter(jnp.ones(shape, jnp.float32), axes, weight_decay=False)
 
     def __call__(self, x: jax.Array, gate: jax.Array | None = None) -> jax.Array:
         """x [..., size] -> the norm of x, times `silu(gate)` where a gate [..., size] is given."""

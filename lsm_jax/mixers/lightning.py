@@ -72,6 +72,7 @@ class Lightning(Mixer):
 
     op = ops.linear_memory
     uses_depth = True
+    memory_parts = ("k_proj", "v_proj")
 
     def __init__(
         self,

@@ -92,6 +92,7 @@ class LinearAttention(Mixer):
     """Basic linear attention; see `LinearAttentionConfig`."""
 
     op = ops.linear_memory
+    memory_parts = ("k_proj", "v_proj")
 
     def __init__(
         self,

@@ -69,6 +69,7 @@ class Mamba(Mixer):
     """Mamba; see `MambaConfig`."""
 
     op = ops.selective_memory
+    memory_parts = ("x_proj", "b_proj", "dt_down", "dt_up")
 
     def __init__(
         self, config: MambaConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02

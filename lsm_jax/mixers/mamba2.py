@@ -90,6 +90,7 @@ class Mamba2(Mixer):
     """Mamba2; see `Mamba2Config`."""
 
     op = ops.linear_memory
+    memory_parts = ("x_proj", "b_proj", "dt_proj")
 
     def __init__(
         self, config: Mamba2Config, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
@@ -124,7 +125,7 @@ class Mamba2(Mixer):
         """B as keys (one a group), Δ x as values, Δ A as decay."""
         step = jax.nn.softplus(self.dt_proj(x, dtype=jnp.float32) + self.dt_bias[...])
         inner = split_heads(self.x_conv(self.x_proj(x), context), self.num_heads)
-        context.kept["inner"] = inner
+        context.beside["inner"] = inner
         return dict(
             k=split_heads(self.b_conv(self.b_proj(x), context), self.config.num_groups),
             v=(inner * step[..., None]).astype(x.dtype),
@@ -134,7 +135,7 @@ class Mamba2(Mixer):
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
         """Skip D x, times silu(z), then the norm over each group of heads, and the projection."""
         wide = jnp.promote_types(o.dtype, jnp.float32)
-        y = o.astype(wide) + self.skip[...][:, None] * context.kept["inner"].astype(wide)
+        y = o.astype(wide) + self.skip[...][:, None] * context.beside["inner"].astype(wide)
         y = merge_heads(y) * jax.nn.silu(self.z_proj(x).astype(wide))
         grouped = rms_normalize(split_heads(y, self.config.num_groups), self.config.norm_eps)
         return self.o_proj((merge_heads(grouped) * self.norm_scale[...]).astype(x.dtype))

@@ -86,6 +86,7 @@ class Rebased(Mixer):
     """ReBased; see `RebasedConfig`."""
 
     op = ops.linear_memory
+    memory_parts = ("k_proj", "v_proj")
 
     def __init__(
         self, config: RebasedConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02

@@ -82,6 +82,7 @@ class RWKV6(Mixer):
 
     op = ops.linear_memory
     uses_depth = True
+    memory_parts = ("k_proj", "v_proj")
 
     def __init__(
         self,

@@ -118,6 +118,8 @@ class RWKV7(Mixer):
 
     op = ops.dplr_memory
     uses_depth = True
+    memory_parts = ("k_proj", "v_proj", "decay", "rate")
+    shared_by_token = ("v_first",)
 
     def __init__(
         self,
@@ -194,7 +196,9 @@ class RWKV7(Mixer):
         added = k * (1 + (rate - 1) * self.rate_of_key[...])
         k = split_heads(added.astype(x.dtype), heads)
         v = split_heads(self._values(x, context), heads)
-        context.kept.update(k=k, v=v)
+        r, k_wide, v_wide = (part.astype(wide) for part in (context.kept["r"], k, v))
+        own = jnp.sum(r * k_wide * self.bonus[...], axis=-1, keepdims=True) * v_wide
+        context.beside["own"] = own.astype(v.dtype)
         return dict(
             k=k,
             v=v,
@@ -217,10 +221,7 @@ class RWKV7(Mixer):
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
         """Norm of each head, this token's own value by r · k̃, gate, projection."""
-        wide = jnp.promote_types(o.dtype, jnp.float32)
-        r, k, v = (context.kept[n].astype(wide) for n in ("r", "k", "v"))
-        own = jnp.sum(r * k * self.bonus[...], axis=-1, keepdims=True) * v
-        y = merge_heads(self.norm(o) + own.astype(o.dtype))
+        y = merge_heads(self.norm(o) + context.beside["own"])
         return self.o_proj(y * self.gate(self._mixed("g", x, context)))
 
     def options(self) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class SoftmaxConfig:
             checks.positive(self, rope_base=self.rope_base)
         if self.rope_base is not None and self.dim(hidden_size) % 2:
             raise ValueError(
-                f"SoftmaxConfig: heads of {self.dim(hidden_size)} channels; rotation needs an even number (rope_base=None rotates nothing)"
+                f"{type(self).__name__}: heads of {self.dim(hidden_size)} channels; rotation needs an even number (rope_base=None rotates nothing)"
             )
         checks.divides(self, "num_kv_heads", self.kv_heads(), "num_heads", self.num_heads)
         if self.window is not None:
@@ -83,6 +83,7 @@ class Softmax(Mixer):
 
     op = ops.attention
     uses_positions = True
+    forget_heads: int | None = None
 
     def __init__(
         self, config: SoftmaxConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
@@ -115,9 +116,17 @@ class Softmax(Mixer):
         """Keys, rotated if asked, and values."""
         heads = self.config.kv_heads()
         return dict(
-            k=self._rotated(split_heads(self.k_proj(x), heads), self.k_norm, context),
-            v=split_heads(self.v_proj(x), heads),
+            k=self._rotated(split_heads(self.keys(x, context), heads), self.k_norm, context),
+            v=split_heads(self.values(x, context), heads),
         )
+
+    def keys(self, x: jax.Array, context: Context) -> jax.Array:
+        """x [B, T, D] -> keys [B, T, G * K], ahead of norm and rotation."""
+        return self.k_proj(x)
+
+    def values(self, x: jax.Array, context: Context) -> jax.Array:
+        """x [B, T, D] -> values [B, T, G * K]."""
+        return self.v_proj(x)
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
         """Projection."""
@@ -130,7 +139,12 @@ class Softmax(Mixer):
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.AttentionState:
         """Room for `max_length` keys and values, or for the window's."""
         capacity = max_length if self.config.window is None else self.config.window
-        heads = self.config.kv_heads()
         return ops.attention_state(
-            batch_size, capacity, heads, self.head_dim, self.head_dim, dtype=dtype
+            batch_size,
+            capacity,
+            self.config.kv_heads(),
+            self.head_dim,
+            self.head_dim,
+            forget_heads=self.forget_heads,
+            dtype=dtype,
         )

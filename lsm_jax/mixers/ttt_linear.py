@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +86,7 @@ class TTTLinear(Mixer):
     """TTT-Linear; see `TTTLinearConfig`."""
 
     op = ops.online_memory
-    uses_positions: ClassVar[bool] = True
+    uses_positions = True
 
     def __init__(
         self, config: TTTLinearConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02

@@ -12,11 +12,13 @@ from lsm_jax.models.counts import (
 )
 from lsm_jax.models.decoder import Decoder, DecoderState
 from lsm_jax.models.loss import next_token_loss
-from lsm_jax.models.presets import SIZES, lm
+from lsm_jax.models.presets import FOX_MODELS, FOX_SIZES, SIZES, fox, lm
 from lsm_jax.models.recall import RecallModel, RecallModelConfig, recall_state_size
 from lsm_jax.models.sampling import sample
 
 __all__ = [
+    "FOX_MODELS",
+    "FOX_SIZES",
     "SIZES",
     "Decoder",
     "DecoderState",
@@ -28,6 +30,7 @@ __all__ = [
     "count_parameters",
     "decay_mask",
     "flops_per_token",
+    "fox",
     "lm",
     "logical_axes",
     "next_token_loss",

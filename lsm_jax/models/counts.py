@@ -41,11 +41,16 @@ def decay_mask(config: ModelConfig) -> dict:
 
 
 def count_parameters(config: ModelConfig) -> dict[str, int]:
-    """Parameters: `total`, `embedding` (the embedding, and the head where it is untied) and `non_embedding`."""
-    shapes = nnx.to_pure_dict(nnx.state(abstract(config), nnx.Param))
-    total = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    """Parameters: `total`, `embedding` (the embedding, and the head where it is untied), `non_embedding`, and `active`, those
+    that one token uses.
+
+    Where a token uses a part of a parameter's entries only, as it does of several memories', its metadata `active` says which.
+    """
+    params = [p for _, p in nnx.to_flat_state(nnx.state(abstract(config), nnx.Param))]
+    total = sum(p.get_value().size for p in params)
+    active = round(sum(p.get_value().size * p.get_metadata().get("active", 1) for p in params))
     embedding = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
-    return dict(total=total, embedding=embedding, non_embedding=total - embedding)
+    return dict(total=total, embedding=embedding, non_embedding=total - embedding, active=active)
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:

@@ -175,6 +175,18 @@ class Decoder(nnx.Module):
         )
         return self.logits(x), state, aux
 
+    def init_shared(self, x: jax.Array) -> dict[str, jax.Array]:
+        """What travels from layer to layer, ahead of the first one; x is the embedding [B, T, D]."""
+        firsts = len(self.periods.blocks) * jnp.arange(self.num_periods)
+        kinds: dict[type[mixers.Mixer], list] = {}
+        for place, block in enumerate(self.periods.blocks):
+            mixer = block.mixer.innermost()
+            kinds.setdefault(type(mixer), []).append((firsts + place, mixer))
+        shared = {}
+        for kind, stacks in kinds.items():
+            shared.update(kind.init_shared(x, stacks))
+        return shared
+
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Hidden states [..., D] -> logits [..., vocab] in float32."""
         return matmul_to_float32(hidden, self.head().astype(hidden.dtype))
@@ -199,20 +211,14 @@ class Decoder(nnx.Module):
 
         Returns:
             [B, T, D] in the config's dtype; the state after, None if none was given; statistics by name. Those ending in
-            `_loss` are summed over the layers, the others stacked.
+            `_loss` are summed over the layers, the others stacked; those with `/tokens/` in their name are of each token.
         """
         x = self.embedding[...].at[tokens].get(mode="fill", fill_value=jnp.nan)
         x = constrain(x.astype(self.dtype), _ACTIVATIONS)
         clock = mixers.fresh_clock(tokens.shape[0]) if state is None else state.clock
         positions, clock = mixers.advance(clock, tokens.shape, segment_ids, update_mask, positions)
         size = len(self.periods.blocks)
-        firsts = size * jnp.arange(self.num_periods)
-        kinds: dict[type[mixers.Mixer], list] = {}
-        for place, block in enumerate(self.periods.blocks):
-            kinds.setdefault(type(block.mixer), []).append((firsts + place, block.mixer))
-        shared = {}
-        for kind, stacks in kinds.items():
-            shared.update(kind.init_shared(x, stacks))
+        shared = self.init_shared(x)
 
         def layer(x, shared, block, state, index, segment_ids, positions, update_mask):
             return block(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from lsm_jax import mixers
-from lsm_jax.feedforward import FEEDFORWARDS
+from lsm_jax.feedforward import FEEDFORWARDS, SwiGLUConfig
 from lsm_jax.models.config import LayerConfig, ModelConfig
 
 
@@ -28,41 +29,122 @@ SIZES: dict[str, Size] = {
 }
 
 
-def _layer(method: mixers.Method, size: Size) -> LayerConfig:
-    inner = None
-    if method.feedforward is not None:
-        config, _ = FEEDFORWARDS[method.feedforward]
+def _layer(method: mixers.Method, size: Size, feedforward: str | None) -> LayerConfig:
+    inner, name = None, feedforward or method.feedforward
+    if name is not None:
+        config, _ = FEEDFORWARDS[name]
         inner = config.for_width(size.hidden_size, size.multiple_of)
     return LayerConfig(mixer=method.config.for_width(size.hidden_size), feedforward=inner)
 
 
 def lm(
-    method: str, size: str = "340m", pattern: str = "L", *, vocab_size: int = 32000
+    method: str,
+    size: str = "340m",
+    pattern: str = "L",
+    *,
+    vocab_size: int = 32000,
+    feedforward: str | None = None,
 ) -> ModelConfig:
     """A language model: letter L is the method, N softmax attention.
 
     A size fixes width and depth, and is named after a softmax transformer's parameters at them (from 125m on with an
     embedding of 32000 tokens). Other methods come near it: `count_parameters` tells. Methods without a feedforward (Mamba2)
-    have twice as many layers.
+    have twice as many layers, unless one is given.
 
     Args:
         method: a name in `lsm_jax.mixers.METHODS`.
         size: a name in `SIZES`.
         pattern: of L and N.
         vocab_size: tokens.
+        feedforward: a name in `FEEDFORWARDS` for every layer, in its customary proportions; None takes each method's own.
 
     Raises:
         ValueError: a name that does not exist, or a pattern that does not fit.
     """
     if size not in SIZES:
         raise ValueError(f"size={size!r} does not exist; accepted are {', '.join(SIZES)}")
+    if feedforward is not None and feedforward not in FEEDFORWARDS:
+        raise ValueError(
+            f"feedforward={feedforward!r} does not exist; accepted are {', '.join(FEEDFORWARDS)}"
+        )
     chosen, found = mixers.get_method(method), SIZES[size]
+    doubled = chosen.feedforward is None and feedforward is None
     config = ModelConfig(
         vocab_size=vocab_size,
         hidden_size=found.hidden_size,
-        num_layers=found.num_layers * (2 if chosen.feedforward is None else 1),
+        num_layers=found.num_layers * (2 if doubled else 1),
         pattern=pattern,
-        layers={"L": _layer(chosen, found), "N": _layer(mixers.METHODS["softmax"], found)},
+        layers={
+            "L": _layer(chosen, found, feedforward),
+            "N": _layer(mixers.METHODS["softmax"], found, feedforward),
+        },
     )
     config.validate()
     return config
+
+
+FOX_SIZES = {"125m": (768, 12), "360m": (1024, 24), "760m": (1536, 24)}
+"""Width and depth of the sizes FoX was published at."""
+
+_ROPE_BASE = 500000.0
+_LLAMA: dict[str, Any] = dict(
+    qk_norm=False, key_shift=False, value_shift=False, output_norm=False, output_gate=False
+)
+# What each block changes in `FoXConfig`; plain transformers have heads of 128 at 760m, the others of 64.
+_FOX_BLOCKS: dict[str, dict[str, Any]] = {
+    "pro": {},
+    "llama": _LLAMA,
+    "transformer-pro": dict(forget_gate="none", rope_base=_ROPE_BASE),
+    "transformer-llama": dict(_LLAMA, forget_gate="none", rope_base=_ROPE_BASE),
+    "transformer-swa": dict(_LLAMA, forget_gate="none", rope_base=_ROPE_BASE, window=2048),
+}
+_FOX_BASELINES = ("mamba2", "hgrn2", "deltanet", "samba")
+FOX_MODELS = (*_FOX_BLOCKS, *_FOX_BASELINES)
+"""The models of FoX's paper: its two blocks, transformers of the same blocks, and its baselines (at 760m)."""
+
+
+def fox(name: str = "pro", size: str = "760m", *, vocab_size: int = 50257) -> ModelConfig:
+    """A model of FoX's paper (arXiv 2503.02130), with its head of its own.
+
+    "pro" and "llama" are FoX, "transformer-pro" and "transformer-llama" the same blocks with rotary positions in place of the
+    forget gate, "transformer-swa" the latter in a window of 2,048; "samba" alternates Mamba with such a layer.
+
+    Args:
+        name: a name in `FOX_MODELS`.
+        size: a name in `FOX_SIZES`; baselines have 760m only.
+        vocab_size: tokens.
+
+    Raises:
+        ValueError: a name that does not exist, or a size that the model was not published at.
+    """
+    if name not in FOX_MODELS:
+        raise ValueError(f"model={name!r} does not exist; accepted are {', '.join(FOX_MODELS)}")
+    if size not in FOX_SIZES:
+        raise ValueError(f"size={size!r} does not exist; accepted are {', '.join(FOX_SIZES)}")
+    if size != "760m" and name in (*_FOX_BASELINES, "transformer-swa"):
+        raise ValueError(f"size={size!r}: {name} was published at 760m")
+    hidden_size, num_layers = FOX_SIZES[size]
+    if name in ("mamba2", "hgrn2", "deltanet"):
+        config = lm(name, size, vocab_size=vocab_size)
+    else:
+        config = ModelConfig(
+            vocab_size=vocab_size,
+            hidden_size=hidden_size,
+            num_layers=num_layers,
+            layers={"L": _fox_layer("transformer-swa" if name == "samba" else name, size)},
+        )
+    if name == "samba":
+        inner = SwiGLUConfig(hidden_ratio=3.0)
+        config.pattern = "ML"
+        config.layers["M"] = LayerConfig(mixer=mixers.MambaConfig(), feedforward=inner)
+    config.tie_embeddings = False
+    config.validate()
+    return config
+
+
+def _fox_layer(name: str, size: str) -> LayerConfig:
+    hidden_size, _ = FOX_SIZES[size]
+    head_dim = 128 if size == "760m" and name.startswith("transformer") else 64
+    mixer = mixers.FoXConfig(num_heads=hidden_size // head_dim, **_FOX_BLOCKS[name])
+    ratio = 3.5 if name.endswith("pro") else 4.0  # the output gate's parameters are taken from it
+    return LayerConfig(mixer=mixer, feedforward=SwiGLUConfig(hidden_ratio=ratio))

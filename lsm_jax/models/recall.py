@@ -107,19 +107,29 @@ class RecallModel(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Tokens int [B, T] -> hidden states after the last norm, [B, T, D] in the config's dtype."""
+        return self.hidden(tokens)[0]
+
+    def hidden(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The same, and the sum of the losses that layers report (a router's balance)."""
         x = self.embedding[...][tokens].astype(self.config.dtype)
-        own = [(i, layer) for i, layer in enumerate(self.layers) if isinstance(layer, mixers.Mixer)]
+        own = [
+            (i, layer.innermost())
+            for i, layer in enumerate(self.layers)
+            if isinstance(layer, mixers.Mixer)
+        ]
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(layer for _, layer in own))
         places = jnp.array([place for place, _ in own])
         shared = type(own[0][1]).init_shared(x, [(places, stacked)])
+        losses = jnp.zeros(())
         for place, layer in enumerate(self.layers):
             inner = self.norms[place](x)
             if isinstance(layer, mixers.Mixer):
-                inner, _, _ = layer(inner, layer=place, shared=shared)
+                inner, _, aux = layer(inner, layer=place, shared=shared)
+                losses += sum(value for name, value in aux.items() if name.endswith("_loss"))
             else:
                 inner = layer(inner)
             x = x + inner
-        return self.norms[-1](x)
+        return self.norms[-1](x), losses
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Hidden states [..., D] -> float32 logits [..., vocab]; float32 ones by the accelerator's fast products (TF32)."""

@@ -1,4 +1,4 @@
-"""Causal softmax attention, whose memory is the keys and values themselves."""
+"""Causal softmax attention, whose memory is the keys and values themselves; with forget gates, forgetting attention."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lsm_jax.ops import checks, chosen
+from lsm_jax.ops import attention_kernels, checks, chosen
+from lsm_jax.ops.forgetting import GateSum, sum_gates
+from lsm_jax.ops.query_blocks import attend_causally, attend_in_blocks
 from lsm_jax.ops.segments import Tokens, finish_output, read_tokens, select
 from lsm_jax.parallel import over_batch
 
-_IMPLEMENTATIONS = (None, "xla", "cudnn")
+_IMPLEMENTATIONS = (None, "xla", "cudnn", "mosaic_gpu")
 
 
 class AttentionState(NamedTuple):
@@ -24,12 +26,15 @@ class AttentionState(NamedTuple):
         values: [B, C, G, V] or [B, S, C, G, V].
         count: [B] or [B, S], how many tokens the document has written.
         segment_id: [B], the last nonzero segment id seen, 0 before any.
+        log_forget: with forget gates, the sum of the document's log gates up to and with each token: high and low part
+            [B, C, N] or [B, S, C, N] each, float32, N the output's heads. None without.
     """
 
     keys: Float[Array, ...]
     values: Float[Array, ...]
     count: Int[Array, ...]
     segment_id: Int[Array, " B"]
+    log_forget: GateSum | None = None
 
 
 def attention_state(
@@ -40,15 +45,24 @@ def attention_state(
     value_dim: int,
     *,
     num_segments: int | None = None,
+    forget_heads: int | None = None,
     dtype=jnp.float32,
 ) -> AttentionState:
-    """An empty `AttentionState` for documents of up to `capacity` tokens; a sliding window needs only its own length."""
+    """An empty `AttentionState` for documents of up to `capacity` tokens; a sliding window needs only its own length.
+
+    `forget_heads` is the number of forget gates, one a head of the output; None is for attention without.
+    """
     rows = (batch_size,) if num_segments is None else (batch_size, num_segments)
+    sums = None
+    if forget_heads is not None:
+        wide = jnp.promote_types(dtype, jnp.float32)
+        sums = GateSum(*(jnp.zeros((*rows, capacity, forget_heads), wide) for _ in range(2)))
     return AttentionState(
         jnp.zeros((*rows, capacity, num_kv_heads, key_dim), dtype),
         jnp.zeros((*rows, capacity, num_kv_heads, value_dim), dtype),
         jnp.zeros(rows, jnp.int32),
         jnp.zeros(batch_size, jnp.int32),
+        sums,
     )
 
 
@@ -57,6 +71,7 @@ def attention(
     k: Float[Array, "B T Hk K"],
     v: Float[Array, "B T G V"],
     *,
+    log_forget: Float[Array, ...] | None = None,
     window: int | None = None,
     scale: float | None = None,
     initial_state: AttentionState | None = None,
@@ -64,20 +79,26 @@ def attention(
     update_mask: Array | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T max(H,G) V"], AttentionState]:
-    """`o_t = Σ_j softmax_j(scale q_t · k_j) v_j` over the written tokens j <= t of t's document.
+    """`o_t = Σ_j softmax_j(scale q_t · k_j + F_t - F_j) v_j` over the written tokens j <= t of t's document.
+
+    F is the sum of the document's `log_forget` up to and with a token, 0 without (forgetting attention, arXiv
+    2503.02130): a token's own gate does not weaken it, and the first gate of a document has no effect.
 
     Args:
         q: [B, T, H, K] queries; H is a multiple (grouped-query attention) or a divisor of G.
         k: [B, T, Hk, K] keys; Hk divides G.
         v: [B, T, G, V] values.
+        log_forget: [N] or [B, T, N], at most 0: the logarithm of each forget gate, N = max(H, G) heads. Constant gates -m_h are
+            ALiBi's slopes m_h (arXiv 2108.12409). The gate of a token that is not written is not applied.
         window: see only the last `window` written tokens, the current one included; None is all of them.
         scale: multiplies the scores; None is `K ** -0.5`.
         initial_state: the keys and values to go on from; with keys [B, S, ...], segment id s has state s - 1. None is
             empty, and the final state then has room for T tokens (`window` with a window).
         segment_ids: [B, T] integers, 0 padding; see `lsm_jax.ops.segments`.
         update_mask: [B, T], 0 where a token's key is not kept: it sees the tokens before it, but not itself.
-        implementation: None (cuDNN where it serves: NVIDIA, bfloat16 or float16, whole documents without state or mask;
-            else XLA), "xla" (blocks of queries; no [T, T] array is kept) or "cudnn".
+        implementation: None (cuDNN where it serves: NVIDIA, bfloat16 or float16, whole documents without state, mask or
+            gates; the fused kernel where that serves: Hopper, bfloat16, no state; else XLA), "xla" (blocks of queries; no [T, T]
+            array is kept), "cudnn" or "mosaic_gpu" (the fused kernel).
 
     Returns:
         The output in v's dtype, 0 where a token sees nothing, and the final state. Without a window, a token beyond the
@@ -85,7 +106,7 @@ def attention(
 
     Raises:
         ValueError: shapes, heads, window or implementation that are not accepted; a state smaller than the window.
-        NotImplementedError: "cudnn" where it does not serve, with the reason.
+        NotImplementedError: "cudnn" or "mosaic_gpu" where it does not serve, with the reason.
     """
     op = "attention"
     if implementation not in _IMPLEMENTATIONS:
@@ -94,44 +115,95 @@ def attention(
         )
     batch, length, _, _, heads, key_dim, value_dim = checks.check_qkv(op, q, k, v)
     checks.check_rows(op, batch, length, segment_ids, update_mask)
+    gates = None if log_forget is None else max(q.shape[2], heads)
+    if gates is not None:
+        log_forget = _check_gates(op, log_forget, (batch, length, gates))
     if window is not None and not checks.is_count(window):
         raise ValueError(f"{op}: window={window!r}; accepted are None and integers from 1")
     capacity = length if window is None else window
     if isinstance(initial_state, AttentionState) and jnp.ndim(initial_state.keys) >= 4:
         capacity = initial_state.keys.shape[-3]
     empty = functools.partial(
-        attention_state, batch, capacity, heads, key_dim, value_dim, dtype=k.dtype
+        attention_state,
+        batch,
+        capacity,
+        heads,
+        key_dim,
+        value_dim,
+        forget_heads=gates,
+        dtype=k.dtype,
     )
     state = checks.state_or_empty(op, initial_state, empty, segment_ids)
     if window is not None and capacity < window:
         raise ValueError(
             f"{op}: initial_state holds {capacity} tokens; window={window} needs as many"
         )
-    plain = initial_state is None and segment_ids is None and update_mask is None
-    reason = _why_not_cudnn(q, k, v, plain)
-    if implementation == "cudnn" and reason is not None:
-        raise NotImplementedError(f"{op}: implementation='cudnn': {reason}")
-    if implementation == "xla" or reason is not None:
-        chosen.note(op, "xla" if implementation == "xla" else f"xla (cuDNN takes {reason})")
-    else:
-        chosen.note(op, "cudnn" if implementation else "cudnn on NVIDIA, xla elsewhere")
+    fresh, whole = initial_state is None, segment_ids is None and update_mask is None
     options = _Options(
         window=window,
         scale=checks.scale_or_default(op, scale, key_dim),
-        cudnn={"cudnn": "always", "xla": "never", None: "maybe"}[implementation]
-        if reason is None
-        else "never",
-        plain=plain,
+        backend=_choose(op, implementation, q, k, v, fresh, whole, window, gates is not None),
+        sure=implementation is not None,
+        plain=fresh and whole,
+        fresh=fresh,
     )
-    batched = dict(q=q, k=k, v=v, state=state, segment_ids=segment_ids, update_mask=update_mask)
+    batched = dict(
+        q=q,
+        k=k,
+        v=v,
+        log_forget=log_forget,
+        state=state,
+        segment_ids=segment_ids,
+        update_mask=update_mask,
+    )
     return over_batch(_attention, batched, {}, options)
+
+
+def _check_gates(op: str, log_forget, shape: tuple[int, int, int]) -> Array:
+    """Log gates of every token, [B, T, N], in float32 or wider ahead of the sum that a constant gate's gradient is."""
+    if jnp.shape(log_forget) not in (shape, shape[2:]):
+        raise ValueError(
+            f"{op}: log_forget has shape {jnp.shape(log_forget)}; accepted are [N] and [B, T, N] = {shape[2:]} and {shape}"
+        )
+    if not jnp.issubdtype(jnp.result_type(log_forget), jnp.floating):
+        raise ValueError(
+            f"{op}: log_forget has dtype {jnp.result_type(log_forget)}; accepted are floating ones"
+        )
+    wide = jnp.promote_types(jnp.result_type(log_forget), jnp.float32)
+    return jnp.broadcast_to(jnp.asarray(log_forget, wide), shape)
 
 
 class _Options(NamedTuple):
     window: int | None
     scale: float
-    cudnn: str
+    backend: str
+    sure: bool
     plain: bool
+    fresh: bool
+
+
+def _choose(op: str, implementation, q, k, v, fresh, whole, window, gated) -> str:
+    """ "xla", or what runs on an NVIDIA device in its place."""
+    reasons = {
+        "cudnn": _why_not_cudnn(q, k, v, fresh and whole, gated),
+        "mosaic_gpu": attention_kernels.why_not(q, k, v, fresh=fresh, window=window, whole=whole),
+    }
+    if implementation == "xla":
+        chosen.note(op, "xla")
+        return "xla"
+    if implementation is not None:
+        if reasons[implementation] is not None:
+            raise NotImplementedError(
+                f"{op}: implementation={implementation!r} takes {reasons[implementation]}"
+            )
+        chosen.note(op, implementation)
+        return implementation
+    for name, reason in reasons.items():
+        if reason is None:
+            chosen.note(op, f"{name} on NVIDIA, xla elsewhere")
+            return name
+    chosen.note(op, "xla (" + "; ".join(f"{n} takes {why}" for n, why in reasons.items()) + ")")
+    return "xla"
 
 
 class _Places(NamedTuple):
@@ -144,21 +216,28 @@ class _Places(NamedTuple):
 
 # Compiled as a whole also when called outside `jax.jit`, as in a notebook.
 @functools.partial(jax.jit, static_argnums=0)
-def _attention(options, q, k, v, state, segment_ids, update_mask):
+def _attention(options, q, k, v, log_forget, state, segment_ids, update_mask):
     batch, length, heads, value_dim = v.shape
     num_segments = state.keys.shape[1] if state.keys.ndim == 5 else None
     tokens = read_tokens(segment_ids, update_mask, state.segment_id, num_segments)
     k = checks.spread_keys(k, heads)
     places = _place(tokens, state, batch, length)
     k, v = select(tokens.written, k), select(tokens.written, v)
-    final = _remember(state, k, v, places, tokens)
-    if options.plain:
-        output = _plain(options, q, k, v)
+    sums = None if log_forget is None else sum_gates(log_forget, tokens, _newest_sum(state))
+    final = _remember(state, k, v, sums, places, tokens)
+    fused = functools.partial(_fused, options, tokens)
+    if options.backend == "xla":
+        output = _in_xla(options, q, k, v, sums, tokens, places, state)
+    elif options.sure:
+        output = fused(q, k, v, sums)
     else:
-        output = _with_state(options, select(tokens.real, q), k, v, places, state)
-        if options.window is None:
-            beyond = places.rank >= state.keys.shape[-3]
-            output = jnp.where(beyond[:, :, None, None], jnp.nan, output)
+        output = jax.lax.platform_dependent(
+            q, k, v, sums,
+            cuda=fused,
+            default=lambda q, k, v, sums: _in_xla(
+                options, q, k, v, sums, tokens, places, state
+            ).astype(v.dtype),
+        )  # fmt: skip
     return finish_output(tokens, output).astype(v.dtype), final
 
 
@@ -180,7 +259,20 @@ def _place(tokens: Tokens, state: AttentionState, batch: int, length: int) -> _P
     return _Places(tokens.run, seen - base - 1 + carried, written)
 
 
-def _remember(state: AttentionState, k, v, places: _Places, tokens: Tokens) -> AttentionState:
+def _newest_sum(state: AttentionState) -> GateSum:
+    """The gates' sum with the newest token of each document, 0 before any: [B, N] or [B, S, N]."""
+    place = (state.count - 1) % state.keys.shape[-3]
+
+    def newest(ring):
+        own = jnp.take_along_axis(ring, place[..., None, None], axis=-2)[..., 0, :]
+        return jnp.where(state.count[..., None] > 0, own, 0)
+
+    return jax.tree.map(newest, state.log_forget)
+
+
+def _remember(
+    state: AttentionState, k, v, sums: GateSum | None, places: _Places, tokens: Tokens
+) -> AttentionState:
     """Write the tokens into the rings; what a new document does not overwrite, its count hides."""
     capacity = state.keys.shape[-3]
     batch = k.shape[0]
@@ -201,144 +293,80 @@ def _remember(state: AttentionState, k, v, places: _Places, tokens: Tokens) -> A
     index = jnp.where(keep, offset + places.rank % capacity, slots * capacity)
 
     def write(ring, new):
-        flat = ring.reshape(batch, slots * capacity, *ring.shape[-2:])
+        flat = ring.reshape(batch, slots * capacity, *new.shape[2:])
         put = jax.vmap(lambda row, i, x: row.at[i].set(x, mode="drop"))
         return put(flat, index, new.astype(ring.dtype)).reshape(ring.shape)
 
-    return AttentionState(write(state.keys, k), write(state.values, v), count, tokens.last_id)
+    rings = (state.keys, state.values, state.log_forget)
+    keys, values, log_forget = jax.tree.map(write, rings, (k, v, sums))
+    return AttentionState(keys, values, count, tokens.last_id, log_forget)
 
 
-def _with_state(options: _Options, q, k, v, places: _Places, state: AttentionState) -> Array:
+def _with_state(
+    options: _Options, q, k, v, sums: GateSum | None, places: _Places, state: AttentionState
+) -> Array:
     """Attend to what the state holds and to the call's own tokens, [B, T, H, V]."""
-    batch, capacity = k.shape[0], state.keys.shape[-3]
-    rings = state.keys.reshape(batch, -1, *state.keys.shape[-2:])
-    held = state.values.reshape(batch, -1, *state.values.shape[-2:])
-    slots = rings.shape[1] // capacity
+    there, kept = places, (k, v, sums)
+    if not options.fresh:
+        there, kept = _after_held(state, places, kept)
+
+    def sees(document, rank):
+        seen = there.written[:, None] & (document[:, :, None] == there.document[:, None])
+        distance = rank[:, :, None] - there.rank[:, None]
+        seen = seen & (distance >= 0)
+        return seen if options.window is None else seen & (distance < options.window)
+
+    where = (places.document, places.rank)
+    return attend_in_blocks((q, sums), where, lambda *w: (kept, sees(*w)), options.scale)
+
+
+def _after_held(state: AttentionState, places: _Places, new: tuple) -> tuple[_Places, tuple]:
+    """The call's places, keys, values and sums after those that the state holds."""
+    batch, capacity = new[0].shape[0], state.keys.shape[-3]
+    slots = state.count[0].size
     newest = state.count.reshape(batch, slots, 1) - 1
     ranks = newest - (newest - jnp.arange(capacity)) % capacity  # below 0 where nothing was written
     ranks = ranks.reshape(batch, slots * capacity)
     documents = jnp.broadcast_to(jnp.repeat(jnp.arange(slots), capacity), ranks.shape)
-    key_rank = jnp.concatenate([ranks, places.rank], axis=1)
-    key_document = jnp.concatenate([documents, places.document], axis=1)
-    key_valid = jnp.concatenate([ranks >= 0, places.written], axis=1)
-    keys = jnp.concatenate([rings.astype(k.dtype), k], axis=1)
-    values = jnp.concatenate([held.astype(v.dtype), v], axis=1)
+    held = _Places(documents, ranks, ranks >= 0)
 
-    def sees(document, rank):
-        seen = key_valid[:, None] & (document[:, :, None] == key_document[:, None])
-        distance = rank[:, :, None] - key_rank[:, None]
-        seen = seen & (distance >= 0)
-        return seen if options.window is None else seen & (distance < options.window)
+    def join(ring, new):
+        ring = ring.reshape(batch, slots * capacity, *new.shape[2:])
+        return jnp.concatenate([ring.astype(new.dtype), new], axis=1)
 
-    return _by_query_blocks(
-        options, q, (places.document, places.rank), lambda *where: (keys, values, sees(*where))
-    )
+    rings = (state.keys, state.values, state.log_forget)
+    return jax.tree.map(join, held, places), jax.tree.map(join, rings, new)
 
 
-def _plain(options: _Options, q, k, v) -> Array:
-    def xla(q, k, v):
-        return _causal(options, q, k, v).astype(v.dtype)
-
-    def cudnn(q, k, v):
-        local = None if options.window is None else (options.window - 1, 0)
-        return jax.nn.dot_product_attention(
-            q, k, v, scale=options.scale, is_causal=True, local_window_size=local,
-            implementation="cudnn",
-        )  # fmt: skip
-
-    if options.cudnn == "always":
-        return cudnn(q, k, v)
-    if options.cudnn == "never":
-        return xla(q, k, v)
-    return jax.lax.platform_dependent(q, k, v, cuda=cudnn, default=xla)
-
-
-def _causal(options: _Options, q, k, v) -> Array:
-    """Whole documents: masks from positions alone; with a window, only the keys in reach of a block are read."""
-    length = q.shape[1]
-    block = _block_size(length, length)
-    position = jnp.arange(length)[None]
-    if options.window is None or options.window + block >= length:
-
-        def near(start):
-            distance = start[:, :, None] - position[:, None]
-            seen = distance >= 0
-            return k, v, seen if options.window is None else seen & (distance < options.window)
-
-        return _by_query_blocks(options, q, (position,), near)
-
-    reach = options.window - 1
-    padding = [(0, 0), (reach, block), (0, 0), (0, 0)]
-    keys, values = jnp.pad(k, padding), jnp.pad(v, padding)
-
-    def band(start):
-        first = start[0, 0]
-        cut = functools.partial(
-            jax.lax.dynamic_slice_in_dim, start_index=first, slice_size=reach + block, axis=1
+def _fused(options: _Options, tokens: Tokens, q, k, v, sums: GateSum | None) -> Array:
+    if options.backend == "mosaic_gpu":
+        return attention_kernels.run_kernel(
+            q, k, v, sums, tokens, scale=options.scale, window=options.window
         )
-        there = first - reach + jnp.arange(reach + block)
-        distance = start[:, :, None] - there
-        seen = (distance >= 0) & (distance < options.window) & (there >= 0)
-        return cut(keys), cut(values), seen
-
-    return _by_query_blocks(options, q, (position,), band, block)
+    local = None if options.window is None else (options.window - 1, 0)
+    return jax.nn.dot_product_attention(
+        q, k, v, scale=options.scale, is_causal=True, local_window_size=local, implementation="cudnn"
+    )  # fmt: skip
 
 
-def _block_size(length: int, keys: int) -> int:
-    """Queries a block: about a million scores a head, so that memory does not grow with T squared."""
-    return min(length, max(128, (1 << 20) // keys))
+def _in_xla(
+    options: _Options, q, k, v, sums, tokens: Tokens, places: _Places, state: AttentionState
+) -> Array:
+    if options.plain:
+        return attend_causally(q, k, v, sums, window=options.window, scale=options.scale)
+    output = _with_state(options, select(tokens.real, q), k, v, sums, places, state)
+    if options.window is None:
+        beyond = places.rank >= state.keys.shape[-3]
+        output = jnp.where(beyond[:, :, None, None], jnp.nan, output)
+    return output
 
 
-def _by_query_blocks(options: _Options, q, where, lookup, block: int | None = None) -> Array:
-    """Softmax attention of blocks of queries, scanned; the backward pass recomputes the scores.
-
-    `where` holds [B or 1, T] descriptions of the queries; `lookup(*where of a block)` gives keys [B, S, G, K], values and
-    which of them each query sees, [B or 1, block, S].
-    """
-    batch, length, query_heads, key_dim = q.shape
-
-    def attend(q, *where):
-        keys, values, seen = lookup(*where)
-        heads = values.shape[2]
-        queries = checks.group_queries(q, heads)
-        dtype = checks.compute_dtype(q, keys, values)
-        precision = checks.matmul_precision(q, keys, values)
-        scores = options.scale * jnp.einsum(
-            "btgrk,bsgk->bgrts", queries.astype(dtype), keys.astype(dtype), precision=precision
-        )
-        seen = seen[:, None, None]
-        top = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1, keepdims=True)
-        top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0))
-        weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores - top, 0)), 0)
-        total = jnp.sum(weights, axis=-1, keepdims=True)
-        weights = weights / jnp.where(total > 0, total, 1)
-        output = jnp.einsum("bgrts,bsgv->btgrv", weights, values.astype(dtype), precision=precision)
-        return output.reshape(*output.shape[:2], -1, output.shape[-1])
-
-    block = block or _block_size(length, lookup_length(lookup, where))
-    if block >= length:
-        return attend(q, *where)
-    count = -(-length // block)
-
-    def blocks(x):
-        x = jnp.pad(x, [(0, 0), (0, count * block - length)] + [(0, 0)] * (x.ndim - 2), mode="edge")
-        return jnp.moveaxis(x.reshape(x.shape[0], count, block, *x.shape[2:]), 1, 0)
-
-    body = jax.checkpoint(lambda _, x: (None, attend(*x)))
-    _, output = jax.lax.scan(body, None, (blocks(q), *map(blocks, where)))
-    output = jnp.moveaxis(output, 0, 1).reshape(batch, count * block, *output.shape[3:])
-    return output[:, :length]
-
-
-def lookup_length(lookup, where) -> int:
-    """How many keys `lookup` gives."""
-    return jax.eval_shape(lambda *w: lookup(*w)[0], *where).shape[1]
-
-
-def _why_not_cudnn(q, k, v, plain: bool) -> str | None:
+def _why_not_cudnn(q, k, v, plain: bool, gated: bool) -> str | None:
     """Why cuDNN does not serve these inputs, or None. The platform is not asked: lowering decides that."""
     if not plain:
         return "only whole documents: no initial_state, segment_ids or update_mask"
+    if gated:
+        return "no log_forget"
     if {q.dtype, k.dtype, v.dtype} not in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)}):
         return f"bfloat16 or float16 inputs, not {q.dtype}"
     if k.shape[2] != v.shape[2] or q.shape[2] % v.shape[2]:

@@ -67,16 +67,21 @@ class Checkpoints:
 
     def save(self, step: int, state: TrainState, data: Any) -> None:
         """Save in the background; what is saved is the state at the moment of the call."""
+        rest = dataclasses.replace(state, params={})
+        self._save(step, dict(params=state.params, training=rest, data=data))
+
+    def save_params(self, step: int, params: dict[str, Any]) -> None:
+        """Save parameters alone: a run of them can be evaluated and started from, not resumed."""
+        self._save(step, dict(params=params))
+
+    def _save(self, step: int, parts: dict[str, Any]) -> None:
         if step in self.steps:
             return
         first = jax.process_index() == 0  # one host writes for all
         if first:
             self._checksums(step).unlink(missing_ok=True)  # of a broken one that this replaces
-        rest = dataclasses.replace(state, params={})
         # Unforced, orbax leaves a save out while the one before is under way.
-        response = self._checkpointer.save_checkpointables_async(
-            step, dict(params=state.params, training=rest, data=data), force=True
-        )
+        response = self._checkpointer.save_checkpointables_async(step, parts, force=True)
         if first and response is not None:
             self._sealing = [thread for thread in self._sealing if thread.is_alive()]
             self._sealing.append(threading.Thread(target=self._seal, args=(step, response)))

@@ -25,6 +25,8 @@ class OptimizerConfig:
         peak_lr: learning rate after the warm-up.
         end_lr_ratio: learning rate at the end, as a part of the peak.
         warmup_tokens: tokens over which the learning rate rises from 0.
+        warmup_from_zero: a step's place in the warm-up is the tokens before it, so that the first step's rate is 0; else the
+            tokens with it.
         b1: decay of the first moment.
         b2: decay of the second moment.
         eps: added to the root of the second moment.
@@ -35,6 +37,7 @@ class OptimizerConfig:
     peak_lr: float = 3e-4
     end_lr_ratio: float = 0.1
     warmup_tokens: int = 0
+    warmup_from_zero: bool = False
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8

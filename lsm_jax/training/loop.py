@@ -233,7 +233,7 @@ class _Loop:
     def _report(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Show a step, log it where it is due, and stop where too many were bad."""
         config = self.config
-        values = {name: np.asarray(value).item() for name, value in metrics.items()}
+        values = {name: np.asarray(value).tolist() for name, value in metrics.items()}
         bad = values.pop("skipped_in_a_row")
         self.loss = values["train/loss"]
         if bad:

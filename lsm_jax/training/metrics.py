@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -46,15 +47,20 @@ class MetricsWriter:
         self._file = path.open("a", buffering=1)
         self._events: Any = SummaryWriter(str(workdir / "tensorboard"), purge_step=step + 1)
 
-    def write(self, step: int, values: dict[str, float]) -> None:
-        """One row."""
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """One row, of numbers and (nested) lists of them; TensorBoard gets the ends of a list."""
         if self._file is None:
             return
-        finite = {n: v if math.isfinite(v) else None for n, v in values.items()}  # JSON has no NaN
+        finite = {name: _finite(value) for name, value in values.items()}
         self._file.write(json.dumps({"step": step, **finite}) + "\n")
         for name, value in finite.items():
-            if value is not None:  # tensorboardX warns of each NaN
-                self._events.add_scalar(name, value, step)
+            if isinstance(value, list):
+                ends = {f"{name}/min": np.min(values[name]), f"{name}/max": np.max(values[name])}
+            else:
+                ends = {name: value}
+            for tag, number in ends.items():
+                if number is not None and np.isfinite(number):  # tensorboardX warns of each NaN
+                    self._events.add_scalar(tag, number, step)
 
     def close(self) -> None:
         """Flush and close."""
@@ -62,6 +68,13 @@ class MetricsWriter:
             return
         self._file.close()
         self._events.close()
+
+
+def _finite(value: Any) -> Any:
+    """`value` with None for what JSON has no word for."""
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return value if math.isfinite(value) else None
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

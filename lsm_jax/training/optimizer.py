@@ -14,7 +14,8 @@ def learning_rate(config: TrainConfig, step: jax.Array | int) -> jax.Array:
     """The learning rate of a step, counted from 0: linear in the tokens seen through warm-up, then a cosine to the end."""
     optimizer, tokens = config.optimizer, float(config.tokens_per_step)
     step = jnp.asarray(step, jnp.float32)
-    warmup = jnp.minimum(1.0, (step + 1) * (tokens / max(optimizer.warmup_tokens, tokens)))
+    steps = step if optimizer.warmup_from_zero else step + 1
+    warmup = jnp.minimum(1.0, steps * (tokens / max(optimizer.warmup_tokens, tokens)))
     left = float(config.total_tokens - optimizer.warmup_tokens)
     progress = jnp.clip((step * tokens - float(optimizer.warmup_tokens)) / left, 0, 1)
     cosine = 0.5 * (1 + jnp.cos(jnp.pi * progress))

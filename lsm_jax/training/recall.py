@@ -44,11 +44,11 @@ def make_sweep(config: RecallConfig, num_steps: int) -> Sweep:
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
 
     def loss(params: Any, batch: Data) -> jax.Array:
-        logits = _query_logits(nnx.merge(graph, params), batch)
+        logits, losses = _query_logits(nnx.merge(graph, params), batch)
         # A masked sum, not a gather: its gradient is no scatter into all logits.
         right = batch["answers"][..., None] == jnp.arange(logits.shape[-1])
         own = jnp.sum(jnp.where(right, logits, 0), axis=-1)
-        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - own)
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - own) + losses
 
     rates, seeds = zip(*config.members(), strict=True)
     return Sweep(
@@ -67,10 +67,11 @@ def make_sweep(config: RecallConfig, num_steps: int) -> Sweep:
     )
 
 
-def _query_logits(model: RecallModel, batch: Data) -> jax.Array:
-    """[B, P, vocab] at the queries."""
-    hidden = model(batch["tokens"])
-    return model.logits(jnp.take_along_axis(hidden, batch["positions"][..., None], axis=1))
+def _query_logits(model: RecallModel, batch: Data) -> tuple[jax.Array, jax.Array]:
+    """[B, P, vocab] at the queries, and the losses that layers report."""
+    hidden, losses = model.hidden(batch["tokens"])
+    hidden = jnp.take_along_axis(hidden, batch["positions"][..., None], axis=1)
+    return model.logits(hidden), losses
 
 
 def make_accuracy(config: RecallConfig):
@@ -78,7 +79,7 @@ def make_accuracy(config: RecallConfig):
     graph = nnx.graphdef(nnx.eval_shape(lambda: RecallModel(config.model, rngs=nnx.Rngs(0))))
 
     def accuracy(params: Any, batch: Data) -> jax.Array:
-        logits = _query_logits(nnx.merge(graph, params), batch)
+        logits, _ = _query_logits(nnx.merge(graph, params), batch)
         right = jnp.argmax(logits, axis=-1) == batch["answers"]
         return jnp.mean(right.astype(jnp.float32))
 

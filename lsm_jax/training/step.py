@@ -48,7 +48,8 @@ class Program:
     Attributes:
         init: () -> the first `TrainState`, sharded over the mesh.
         shardings: a `TrainState` of shardings.
-        train_step: (state, batch) -> (state, metrics); donates the state.
+        train_step: (state, batch) -> (state, metrics), among them the losses and statistics that layers report; donates the
+            state.
         eval_step: (params, batch) -> (summed loss in nats, number of predicted tokens).
     """
 
@@ -124,19 +125,21 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
         def objective(params, piece):
             nll, aux = summed_loss(params, piece)
             losses = sum((v for k, v in aux.items() if k.endswith("_loss")), jnp.zeros(()))
-            return nll / total + losses / pieces, nll / total
+            reported = {name: value for name, value in aux.items() if "/tokens/" not in name}
+            return nll / total + losses / pieces, (nll / total, reported)
 
         gradient = jax.value_and_grad(objective, has_aux=True)
         if pieces == 1:
-            (_, loss), grads = gradient(state.params, batch)
+            (_, (loss, aux)), grads = gradient(state.params, batch)
         else:
 
             def accumulate(carry, piece):
-                (_, loss), grads = gradient(state.params, piece)
-                return jax.tree.map(jnp.add, carry, (loss, grads)), None
+                (_, (loss, aux)), grads = gradient(state.params, piece)
+                return jax.tree.map(jnp.add, carry, (loss, grads)), aux
 
             zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
-            (loss, grads), _ = jax.lax.scan(accumulate, zeros, _split(batch, pieces))
+            (loss, grads), aux = jax.lax.scan(accumulate, zeros, _split(batch, pieces))
+            aux = jax.tree.map(lambda x: jnp.mean(x, axis=0), aux)
 
         norm = optax.global_norm(grads)
         rate = learning_rate(config, state.step)
@@ -161,6 +164,7 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
             "train/learning_rate": rate,
             "train/skipped_steps": after.skipped,
             "skipped_in_a_row": after.skipped_in_a_row,
+            **aux,
         }
         return after, metrics
 

@@ -21,9 +21,8 @@ from jax import lax
 
 from pallas_kernels import warpgroups as wg
 from pallas_kernels.compat import pl, plgpu
+from pallas_kernels.forgetting_attention.walk import ROWS, TILE, Place, launch
 
-TILE = 128  # queries or keys of a thread block
-_ROWS = 64  # of one warpgroup
 _F32 = jnp.float32
 _LOG2E = math.log2(math.e)
 
@@ -119,7 +118,7 @@ def forward(
     T is a multiple of `TILE`. The sum's bias is that of the row's warpgroup.
     """
 
-    def compute(at: _Place, own, rooms, walk, refs, outputs):
+    def compute(at: Place, own, rooms, walk, refs, outputs):
         begin = _begin(refs, at)
         of_row = settled = None
         if bounds.of_row is not None:
@@ -129,7 +128,7 @@ def forward(
         def step(n, tiles, carry, *, masked=False, pruned=False):
             out, top, total = carry
             product = lambda x: plgpu.wgmma(x, own["q"], tiles["k"].transpose((1, 0)))  # noqa: E731
-            (scores,) = _fresh(product, (_ROWS, TILE))
+            (scores,) = _fresh(product, (ROWS, TILE))
             scores = _biased(scores, scale, _column_bias(begin, tiles))
             scores = _hide(scores, at.first, n * TILE, tiles, refs, at, masked, window)
             if pruned:
@@ -145,7 +144,7 @@ def forward(
             return out, new_top, total
 
         depth = q.shape[-1]
-        carry = _zeros((_ROWS, depth)), _column(wg.NEVER), _column(0.0)
+        carry = _zeros((ROWS, depth)), _column(wg.NEVER), _column(0.0)
         if settled is not None:
             carry = walk(functools.partial(step, pruned=True), carry, None, settled)
         carry = walk(step, carry, settled, at.tile)
@@ -161,7 +160,7 @@ def forward(
 
     batch, length, heads, _ = q.shape
     pruning = {} if bounds.of_row is None else {"of row": bounds.of_row, "settled": bounds.settled}
-    return _launch(
+    return launch(
         compute,
         [
             jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -197,54 +196,62 @@ def backward(
         interpret: parameters of the interpreter, or False.
     """
     shared = dict(scale=scale, window=window, interpret=interpret)
-    dq = _backward_of_queries(q, k, v, rows, bounds, sums, d_out, delta, **shared)
+    dq, rest = _backward_of_queries(q, k, v, rows, bounds, sums, d_out, delta, **shared)
+    # The output was rounded, so `delta` is a little off the mean it stands for. A gate's gradient sums that up over all later
+    # tokens, where all else cancels.
+    delta += rest
     return dq, *_backward_of_keys(q, k, v, rows, bounds, sums, d_out, delta, **shared)
 
 
 def _backward_of_queries(
     q, k, v, rows, bounds, sums, d_out, delta, *, scale, window, interpret
-) -> jax.Array:
-    def compute(at: _Place, own, rooms, walk, refs, outputs):
+) -> tuple[jax.Array, jax.Array]:
+    """The gradient of q, and the sums of its scores' gradients, 0 but for rounding."""
+
+    def compute(at: Place, own, rooms, walk, refs, outputs):
         begin = _begin(refs, at)
-        square = (_ROWS, _ROWS)
+        square = (ROWS, ROWS)
         mine = lambda name: _far_rows(refs[name].at[at.b, at.h, at.tokens])  # noqa: E731
         row_sums, row_delta = mine("sums"), mine("delta")
 
-        def step(n, tiles, dq, masked):
+        def step(n, tiles, carry, masked):
+            dq, rest = carry
+
             def products(scores, d_weights):
                 plgpu.wgmma(scores, own["q"], tiles["k"].transpose((1, 0)))
                 plgpu.wgmma(d_weights, own["d_out"], tiles["v"].transpose((1, 0)))
 
             scores, d_weights = _fresh(products, square, square)
             scores = _biased(scores, scale, _column_bias(begin, tiles))
-            scores = _hide(scores, at.first, n * _ROWS, tiles, refs, at, masked, window)
+            scores = _hide(scores, at.first, n * ROWS, tiles, refs, at, masked, window)
             weights = jnp.exp2(scores - wg.spread_rows(row_sums, square))
             d_scores = weights * (d_weights - wg.spread_rows(row_delta, square))
             left = wg.as_left(d_scores, rooms, interpret)
             add = lambda dq: plgpu.wgmma(dq, left, tiles["k"])  # noqa: E731
-            return wg.accumulate(add, dq, interpret=interpret)[0]
+            rest += jnp.sum(d_scores, axis=1)
+            return *wg.accumulate(add, dq, interpret=interpret), rest
 
-        diagonal = at.tile * (TILE // _ROWS)
-        dq = _zeros((_ROWS, q.shape[-1]))
-        dq = walk(functools.partial(step, masked=False), dq, None, diagonal)
-        dq = walk(functools.partial(step, masked=True), dq, diagonal, None)
+        diagonal = at.tile * (TILE // ROWS)
+        carry = _zeros((ROWS, q.shape[-1])), _column(0.0)
+        carry = walk(functools.partial(step, masked=False), carry, None, diagonal)
+        dq, rest = walk(functools.partial(step, masked=True), carry, diagonal, None)
+        outputs[1].at[at.b, at.h, at.tokens][...] = rest
         own["q"][...] = (dq * scale).astype(q.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(own["q"], outputs[0].at[at.b, at.tokens, at.h])
         plgpu.wait_smem_to_gmem(0)
 
-    (dq,) = _launch(
+    return launch(
         compute,
-        [jax.ShapeDtypeStruct(q.shape, q.dtype)],
+        [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(delta.shape, _F32)],
         own=dict(q=q, d_out=d_out),
         streamed=dict(k=k, v=v) | _of_keys(rows),
-        size=_ROWS,
+        size=ROWS,
         begin=bounds.first,
         end=None,
         far=_of_queries(rows) | dict(sums=sums, delta=delta),
         interpret=interpret,
     )
-    return dq
 
 
 def _backward_of_keys(
@@ -254,13 +261,13 @@ def _backward_of_keys(
     far = _of_queries(rows) | _of_keys(rows)
     gated = "high" in far
 
-    def compute(at: _Place, own, rooms, walk, refs, outputs):
-        square = (_ROWS, _ROWS)
+    def compute(at: Place, own, rooms, walk, refs, outputs):
+        square = (ROWS, ROWS)
         if gated:
             high, low = (_far_rows(refs[n].at[at.b, at.h, at.tokens]) for n in ("high", "low"))
 
         def first_of(n):  # a scalar from far is asked for a step ahead
-            n = jnp.minimum(n, length // _ROWS - 1)
+            n = jnp.minimum(n, length // ROWS - 1)
             return refs["first high"][at.b, at.h, n], refs["first low"][at.b, at.h, n]
 
         def step(n, tiles, carry, masked):
@@ -274,9 +281,7 @@ def _backward_of_keys(
                 begin = first_of(n + 1)
             scores = _biased(scores, scale, bias)
             scores -= wg.spread_columns(_columns(tiles["sums"]), square)
-            scores = _hide(
-                scores, n * _ROWS, at.first, tiles, refs, at, masked, window, turned=True
-            )
+            scores = _hide(scores, n * ROWS, at.first, tiles, refs, at, masked, window, turned=True)
             weights = jnp.exp2(scores)
             left = wg.as_left(weights, rooms, interpret)
 
@@ -292,10 +297,10 @@ def _backward_of_keys(
             (dk,) = wg.accumulate(add, dk, interpret=interpret)
             return dk, dv, d_sums, begin
 
-        diagonal = at.tile * (TILE // _ROWS)
-        carry = _zeros((_ROWS, depth)), _zeros((_ROWS, depth)), _column(0.0)
+        diagonal = at.tile * (TILE // ROWS)
+        carry = _zeros((ROWS, depth)), _zeros((ROWS, depth)), _column(0.0)
         carry = *carry, first_of(diagonal) if gated else ()
-        below = diagonal + TILE // _ROWS
+        below = diagonal + TILE // ROWS
         carry = walk(functools.partial(step, masked=True), carry, None, below)
         dk, dv, d_sums, _ = walk(functools.partial(step, masked=False), carry, below, None)
         own["k"][...] = (dk * scale).astype(k.dtype)
@@ -311,148 +316,18 @@ def _backward_of_keys(
     if gated:
         outputs.append(jax.ShapeDtypeStruct((batch, heads, length), _F32))
     run = {} if rows.run is None else dict(run=rows.run)
-    dk, dv, *d_sums = _launch(
+    dk, dv, *d_sums = launch(
         compute,
         outputs,
         own=dict(k=k, v=v),
         streamed=dict(q=q, d_out=d_out, sums=sums, delta=delta) | run,
-        size=_ROWS,
+        size=ROWS,
         begin=None,
         end=bounds.last,
         far=far,
         interpret=interpret,
     )
     return dk, dv, d_sums[0] if gated else None
-
-
-class _Place(NamedTuple):
-    """Where a warpgroup works: row of the batch, head, tile, its first token and its tokens."""
-
-    b: Any
-    h: Any
-    tile: Any
-    first: Any
-    tokens: Any
-
-
-def _launch(compute, outputs, *, own, streamed, size, begin, end, far, interpret, stages=2) -> Any:
-    """A kernel in which two warpgroups with `_ROWS` tokens each walk over the sequence, which a third loads.
-
-    Args:
-        compute: what one does, given its place, own tiles, room for a left operand (interpreter only), `walk(step, carry, start,
-            stop)`, and references to `far` and to the outputs.
-        outputs: shapes.
-        own: by name, arrays [B, T, *, D], of which each warpgroup has its tokens in shared memory.
-        streamed: by name, arrays [B, T, *, D], [B, H, T] or [B, T] that the walk brings, `size` tokens a step.
-        size: tokens a step.
-        begin: [B, H, T / 128], the first tile of the walk; None is the warpgroups' own.
-        end: [B, H, T / 128], the last tile; None is their own.
-        far: by name, arrays left in global memory.
-        interpret: parameters of the interpreter, or False.
-        stages: steps on their way or in use.
-    """
-    some = next(iter(own.values()))
-    batch, length = some.shape[:2]
-    heads = max(x.shape[2] for x in (*own.values(), *streamed.values()) if x.ndim == 4)
-    count, per_tile = length // TILE, TILE // size
-    inputs = {f"own {n}": x for n, x in own.items()}
-    inputs |= {f"walk {n}": x for n, x in streamed.items()} | {
-        f"far {n}": x for n, x in far.items()
-    }
-    inputs |= {n: x for n, x in dict(begin=begin, end=end).items() if x is not None}
-
-    def room(x, *shape):
-        if x.ndim == 4:
-            return plgpu.SMEM((*shape, x.shape[-1]), x.dtype, transforms=wg.TILED)
-        return plgpu.SMEM(shape, x.dtype)
-
-    def kernel(*refs):
-        refs = dict(zip([*inputs, *range(len(outputs))], refs, strict=True))
-        row, group = lax.axis_index("row"), lax.axis_index("group")
-        b, h = lax.div(row, heads), lax.rem(row, heads)
-        # The longest walks first.
-        tile = lax.axis_index("tile")
-        tile = tile if begin is None else count - 1 - tile
-        first = tile * TILE + group * _ROWS
-        at = _Place(b, h, tile, first, pl.ds(first, _ROWS))
-        start = (refs["begin"][b, h, tile] if begin is not None else tile) * per_tile
-        stop = (refs["end"][b, h, tile] if end is not None else tile) * per_tile + per_tile
-
-        def source(kind, name, tokens):
-            ref = refs[f"{kind} {name}"]
-            if len(ref.shape) == 4:
-                return ref.at[b, tokens, lax.div(h * ref.shape[2], heads)]
-            return ref.at[b, h, tokens] if len(ref.shape) == 3 else ref.at[b, tokens]
-
-        def scoped(own_rooms, walk_rooms, left_room, loaded, full, empty):
-            @pl.when(group < 2)
-            def _():
-                plgpu.set_max_registers(232, action="increase")
-                mine = {name: room.at[group] for name, room in own_rooms.items()}
-                for name, ref in mine.items():
-                    plgpu.copy_gmem_to_smem(source("own", name, at.tokens), ref, loaded.at[group])
-                plgpu.barrier_wait(loaded.at[group])
-
-                def walk(step, carry, since, until):
-                    def one(n, carry):
-                        slot = lax.rem(n - start, stages)
-                        plgpu.barrier_wait(full.at[slot])
-                        carry = step(n, {m: room.at[slot] for m, room in walk_rooms.items()}, carry)
-                        plgpu.barrier_arrive(empty.at[slot])
-                        return carry
-
-                    since = start if since is None else since
-                    return lax.fori_loop(since, stop if until is None else until, one, carry)
-
-                own_left = left_room and left_room[0].at[group]
-                named: Any = {n: refs[f"far {n}"] for n in far}
-                compute(at, mine, own_left, walk, named, [refs[i] for i in range(len(outputs))])
-
-            @pl.when(group == 2)
-            def _():
-                plgpu.set_max_registers(40, action="decrease")
-
-                def load(n, _):
-                    slot = lax.rem(n - start, stages)
-
-                    @pl.when(n - start >= stages)
-                    def _():
-                        plgpu.barrier_wait(empty.at[slot])
-
-                    for name, ref in walk_rooms.items():
-                        tokens = pl.ds(n * size, size)
-                        plgpu.copy_gmem_to_smem(
-                            source("walk", name, tokens), ref.at[slot], full.at[slot]
-                        )
-
-                lax.fori_loop(start, stop, load, None)
-                wait = lambda n, _: plgpu.barrier_wait(empty.at[lax.rem(n - start, stages)])  # noqa: E731
-                lax.fori_loop(jnp.maximum(stop - stages, start), stop, wait, None)
-
-        left_room: Any = [plgpu.SMEM((2, _ROWS, size), jnp.bfloat16, transforms=wg.TILED)]
-        pl.run_scoped(
-            scoped,
-            {name: room(x, 2, _ROWS) for name, x in own.items()},
-            {name: room(x, stages, size) for name, x in streamed.items()},
-            left_room if interpret else [],
-            plgpu.Barrier(num_arrivals=len(own), num_barriers=2),
-            plgpu.Barrier(num_arrivals=len(streamed), num_barriers=stages),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            collective_axes="group",
-        )
-
-    return plgpu.kernel(
-        kernel,
-        out_type=outputs,
-        grid=(batch * heads, count),
-        grid_names=("row", "tile"),
-        num_threads=3,
-        thread_name="group",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-        interpret=interpret,
-    )(*inputs.values())
 
 
 def _of_keys(rows: Rows) -> dict[str, jax.Array]:
@@ -473,7 +348,7 @@ def _of_queries(rows: Rows) -> dict[str, jax.Array]:
     if rows.gates is None:
         return given
     high, low = rows.gates
-    return given | {"first high": high[..., ::_ROWS], "first low": low[..., ::_ROWS]}
+    return given | {"first high": high[..., ::ROWS], "first low": low[..., ::ROWS]}
 
 
 def _zeros(shape):
@@ -481,7 +356,7 @@ def _zeros(shape):
 
 
 def _column(value):
-    return plgpu.layout_cast(jnp.full((_ROWS,), value, _F32), wg.LAYOUT.reduce(1))
+    return plgpu.layout_cast(jnp.full((ROWS,), value, _F32), wg.LAYOUT.reduce(1))
 
 
 def _columns(ref):
@@ -502,18 +377,18 @@ def _fresh(products, *shapes):
     return pl.run_scoped(run, *(plgpu.ACC(shape, _F32) for shape in shapes))
 
 
-def _begin(refs, at: _Place):
+def _begin(refs, at: Place):
     """The sum of gates at a warpgroup's first query, or None."""
     if "first high" not in refs:
         return None
-    return tuple(refs[f"first {x}"][at.b, at.h, lax.div(at.first, _ROWS)] for x in ("high", "low"))
+    return tuple(refs[f"first {x}"][at.b, at.h, lax.div(at.first, ROWS)] for x in ("high", "low"))
 
 
 def _column_bias(begin, tiles):
     if begin is None:
         return None
     bias = (begin[0] - _columns(tiles["high"])) + (begin[1] - _columns(tiles["low"]))
-    return wg.spread_columns(bias * _LOG2E, (_ROWS, tiles["k"].shape[0]))
+    return wg.spread_columns(bias * _LOG2E, (ROWS, tiles["k"].shape[0]))
 
 
 def _biased(scores, scale, bias):

@@ -13,43 +13,9 @@ import numpy as np
 import pytest
 
 import lsm_jax
-from lsm_jax.data import DataConfig, write_demo_store
 from lsm_jax.evaluation import TASKS, LossCurve, Request, check_tasks, perplexity_table
-from lsm_jax.mixers import RetNetConfig
-from lsm_jax.models import LayerConfig, ModelConfig
-from lsm_jax.training import TrainConfig, train
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def workdir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("eval")
-    write_demo_store(folder / "text", row_length=64, max_bytes=150_000)
-    model = ModelConfig(
-        vocab_size=257,
-        hidden_size=32,
-        num_layers=1,
-        layers={"L": LayerConfig(mixer=RetNetConfig(num_heads=1), feedforward=None)},
-        dtype="float32",
-        remat="none",
-    )
-    config = TrainConfig(
-        name="tiny",
-        model=model,
-        data=DataConfig(path=str(folder / "text"), sequence_length=32, num_threads=0),
-        batch_size=8,
-        total_tokens=3 * 8 * 32,
-        log_every=1,
-        eval_every=0,
-    )
-    train(config, folder / "run")
-    return folder / "run"
-
-
-@pytest.fixture(scope="module")
-def run(workdir):
-    return lsm_jax.load_run(workdir)
 
 
 def eval_script(*flags: str) -> subprocess.CompletedProcess:
@@ -155,9 +121,9 @@ def test_numbers_out_of_range(field, value, message):
 def test_unknown_tasks_list_those_there_are():
     assert check_tasks(["generate"]) == ["generate"]
     with pytest.raises(
-        ValueError, match="tasks='perplexity,needle', accepted: perplexity, generate"
+        ValueError, match="tasks='perplexity,haystack', accepted: perplexity, needle, "
     ):
-        check_tasks(["perplexity", "needle"])
+        check_tasks(["perplexity", "haystack"])
 
 
 def test_a_mistake_is_told_in_one_line(workdir):
@@ -173,6 +139,10 @@ def test_a_mistake_is_told_in_one_line(workdir):
             r"prompt='a\udcff': not UTF-8 at character 1",
         ),
         ((f"--workdr={workdir}",), "workdr"),
+        (
+            (f"--workdir={workdir}", "--needle.length=5"),
+            "--needle.length; accepted after needle. are lengths,",
+        ),
     ):
         done = eval_script(*flags)
         assert done.returncode == 1

@@ -93,14 +93,39 @@ def test_memory_does_not_grow_with_length(model):
     config = models.lm("retnet", "tiny", vocab_size=VOCAB)
     config.num_layers = 1
     scorer = Scorer(models.Decoder(config, rngs=nnx.Rngs(0)), piece_length=32)
-    sizes = []
+    sizes, programs = [], []
     for length in (64, 640):
         batch = rows(1, length)
         state = jax.eval_shape(lambda n=length: scorer._init_state(scorer._params, 1, n))
         sizes.append(sum(x.size for x in jax.tree.leaves(state)))
         assert {nll.shape for _, nll in scorer(batch)} == {(1, 32)}
+        programs.append(scorer._score._cache_size())
     assert sizes[0] == sizes[1]
-    assert scorer._score._cache_size() == 1  # every piece ran the same program
+    assert programs[0] == programs[1]  # a longer document runs the same program
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["gla", "mamba", "softmax", "window"])
+def test_a_long_document_needs_the_memory_of_a_piece(method):
+    config = models.lm("softmax" if method == "window" else method, "tiny", vocab_size=VOCAB)
+    config.num_layers = 2
+    if method == "window":
+        config.layers["L"].mixer.window = 32
+    model = models.Decoder(config, rngs=nnx.Rngs(0))
+    scorer = Scorer(model, piece_length=64)
+    bytes_needed, state_bytes = [], []
+    for length in (256, 4096):
+        bytes_needed.append(
+            scorer.compiled(rows=1, length=length).memory_analysis().temp_size_in_bytes
+        )
+        state = jax.eval_shape(lambda n=length: model.init_state(1, n))
+        state_bytes.append(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)))
+    if method != "softmax":
+        assert bytes_needed[0] == bytes_needed[1] and state_bytes[0] == state_bytes[1]
+        return
+    # Keys and values of every token, once in the state and a few times over at work; no scores of T by T.
+    assert state_bytes[1] == pytest.approx(16 * state_bytes[0], rel=0.01)
+    assert bytes_needed[1] - bytes_needed[0] < 20 * (state_bytes[1] - state_bytes[0])
 
 
 def test_ids_outside_the_vocabulary(model):

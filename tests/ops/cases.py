@@ -77,7 +77,10 @@ CASES = [
     Case("delta_memory", ("key_decay",), heads=(4, 1, 2), fast=True),
     Case("attention"),
     Case("attention", heads=(4, 2, 2)),
-    Case("attention", heads=(4, 1, 2), window=5, fast=True),
+    Case("attention", heads=(4, 1, 2), window=5),
+    Case("attention", ("forget",), heads=(1, 1, 2)),
+    Case("attention", ("forget",), heads=(4, 1, 2), window=5, fast=True),
+    Case("attention", ("constant_forget",)),
     Case("short_convolution", ("bias",), fast=True),
     Case("token_shift"),
 ]
@@ -315,11 +318,15 @@ def _delta_step(case, inputs, own, b, t, written):
 
 def _attention_step(case, inputs, own, b, t, written):
     heads = inputs["v"].shape[2]
-    keys, values, count = own
+    keys, values, count, *sums = own
     count = int(count)
     if written:
         place = count % len(keys)
         keys[place], values[place] = _at(inputs["k"], b, t, heads), inputs["v"][b, t]
+        if sums:
+            gate = inputs["log_forget"]
+            before = sums[0][place - 1] + sums[1][place - 1] if count else 0
+            sums[0][place], sums[1][place] = before + (gate if gate.ndim == 1 else gate[b, t]), 0
         count += 1
     own[2] = np.array(count)
     reach = min(count, len(keys), case.window or count)
@@ -328,6 +335,9 @@ def _attention_step(case, inputs, own, b, t, written):
     if not places:
         return np.zeros((q.shape[0] * q.shape[1], VALUE_DIM))
     scores = np.einsum("grk,sgk->grs", q, keys[places]) * KEY_DIM**-0.5
+    if sums:
+        total = sums[0] + sums[1]
+        scores += (total[places[-1]] - total[places]).T.reshape(scores.shape)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     return np.einsum("grs,sgv->grv", weights, values[places]).reshape(-1, VALUE_DIM)
@@ -373,10 +383,16 @@ def _delta_state(case, batch, *, capacity, **where):
 
 
 def _attention_inputs(case, rng, shape, log_decay):
-    return make_qkv(case, rng, shape)
+    inputs, heads = make_qkv(case, rng, shape), max(case.heads)
+    if case.arrays:
+        each = () if "constant_forget" in case.arrays else shape
+        inputs["log_forget"] = log_decay(*each, heads)
+    return inputs
 
 
 def _attention_state(case, batch, *, capacity, **where):
+    if case.arrays:
+        where["forget_heads"] = max(case.heads)
     return ops.attention_state(batch, capacity, case.heads[2], KEY_DIM, VALUE_DIM, **where)
 
 

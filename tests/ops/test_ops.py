@@ -81,7 +81,8 @@ def visible(case, state):
     if case.op == "attention":
         hidden = np.arange(state.keys.shape[-3]) >= state.count[..., None]
         state = state._replace(keys=np.where(hidden[..., None, None], 0, state.keys),
-                               values=np.where(hidden[..., None, None], 0, state.values))  # fmt: skip
+                               values=np.where(hidden[..., None, None], 0, state.values),
+                               log_forget=state.log_forget and np.where(hidden[..., None], 0, sum(state.log_forget)))  # fmt: skip
     return jax.tree.leaves(state)
 
 
@@ -227,13 +228,13 @@ def test_narrow_dtypes(case, form, dtype, tolerance):
             assert np.sqrt(np.mean((a - b) ** 2)) <= tolerance * np.sqrt(np.mean(b**2))
 
 
-@parametrize_forms([c for c in CASES if any("decay" in a for a in c.arrays)])
+@parametrize_forms([c for c in CASES if any("decay" in a or "forget" in a for a in c.arrays)])
 def test_strong_zero_and_mixed_decay(case, form):
     """Float32, decays from 0 to -30 a step: finite, and as exact as with mild ones."""
     inputs = make_inputs(case, decay="mixed", dtype=jnp.float32)
     value, grads = gradients(case, form, inputs, None)
     wide = {n: x.astype(jnp.float64) for n, x in inputs.items()}
-    expected, expected_grads = gradients(case, "recurrent", wide, None)
+    expected, expected_grads = gradients(case, case.forms[0], wide, None)
     close(value, expected, 1e-5)
     for a, b in zip(grads, expected_grads, strict=True):
         close(a, b, 1e-5)
@@ -313,7 +314,7 @@ def test_causal_to_the_bit(case, form, kind, optimized):
         for name, x in inputs.items():
             if x.shape[:2] != (BATCH, LENGTH):
                 continue
-            change = -7.0 if "decay" in name else 2.5
+            change = -7.0 if "decay" in name or "forget" in name else 2.5
             moved = np.asarray(run(inputs | {name: x.at[:, t].add(change)}))
             np.testing.assert_array_equal(moved[:, :t], base[:, :t])
             if kind == "plain" and name == "v" and t < LENGTH - 1:
@@ -344,8 +345,9 @@ def test_attention_beyond_its_capacity_is_poisoned():
 
 def test_long_attention_is_scanned_in_blocks():
     """Blocks of queries, and bands of keys under a window, equal one block."""
-    whole, *_, windowed = (c for c in CASES if c.op == "attention")
-    for case in (whole, windowed):
+    cases = [c for c in CASES if c.op == "attention" and c.arrays == ("forget",)]
+    assert [c.window for c in cases] == [None, 5]
+    for case in cases:
         inputs = make_inputs(case, batch=1, length=1100)
         output, _ = call(case, inputs)
         expected, _ = call(

@@ -1,0 +1,95 @@
+"""A checkpoint folder as Hugging Face's libraries write it: config.json, and tensors in one or more safetensors files."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class Checkpoint:
+    """A checkpoint folder; tensors are read when they are asked for.
+
+    Attributes:
+        folder: where it is.
+        config: what its config.json holds.
+        shapes: of every tensor, by name.
+
+    Raises:
+        ValueError: no such folder, or a file that is missing or cannot be read.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        self.folder = Path(folder).expanduser()
+        if not self.folder.is_dir():
+            raise ValueError(
+                f"{str(folder)!r} is no folder; accepted is one with config.json and {WHOLE}, or {INDEX}"
+            )
+        self.config = self._json("config.json")
+        names = [WHOLE]
+        if not (self.folder / WHOLE).is_file() and (self.folder / INDEX).is_file():
+            names = sorted(set(self._json(INDEX).get("weight_map", {}).values()))
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._open: dict[str, Any] = {}
+        for name in names:
+            try:
+                file = safe_open(self.folder / name, framework="np")
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"{self.folder / name} cannot be read: {error}") from error
+            for key in file.keys():
+                self.shapes[key] = tuple(file.get_slice(key).get_shape())
+                self._open[key] = file
+
+    def _json(self, name: str) -> dict[str, Any]:
+        path = self.folder / name
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
+        if not isinstance(value, dict):
+            raise ValueError(f"{path} holds a {type(value).__name__}; accepted is an object")
+        return value
+
+    def check(self, wanted: dict[str, tuple[int, ...]], ignored: tuple[str, ...] = ()) -> None:
+        """Compare the tensors' names and shapes with those of a model.
+
+        Args:
+            wanted: shapes by name.
+            ignored: endings of names that may be there besides.
+
+        Raises:
+            ValueError: some are missing, unexpected or of another shape; the message names them.
+        """
+        problems = [f"missing: {n} {s}" for n, s in wanted.items() if n not in self.shapes]
+        for name, shape in self.shapes.items():
+            if name not in wanted and not name.endswith(ignored):
+                problems.append(f"unexpected: {name} {shape}")
+            elif name in wanted and shape != wanted[name]:
+                problems.append(f"{name} has shape {shape}, the config's model {wanted[name]}")
+        if problems:
+            more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
+            raise ValueError(
+                f"{self.folder}: its tensors are not those of its config.json:\n  "
+                + "\n  ".join(problems[:20])
+                + more
+            )
+
+    def tensor(self, name: str) -> np.ndarray:
+        """One tensor in float32.
+
+        Raises:
+            ValueError: it holds no floating-point numbers, or cannot be read.
+        """
+        try:
+            value = self._open[name].get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{self.folder}: {name} cannot be read: {error}") from error
+        if value.dtype.kind in "iub":
+            raise ValueError(f"{self.folder}: {name} has dtype {value.dtype}; accepted are floats")
+        return np.asarray(value, np.float32)

@@ -1,0 +1,247 @@
+"""FoX's published checkpoints as runs: `python -m lsm_jax.convert.fox --source=fox-pro-760m-longcrawl64-48b --workdir=runs/fox`.
+
+They are folders of config.json and safetensors files (github.com/zhixuan-lin/forgetting-transformer at 883f260): FoX in both
+blocks, Transformer (Pro), which is FoX without a gate, and Transformer (LLaMA). The run that is made can be evaluated
+(`eval.py --workdir=runs/fox`) and started from (`train.py --init_from=runs/fox`), not resumed: there is no optimizer's state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from lsm_jax.convert.checkpoint import Checkpoint
+from lsm_jax.data import DataConfig
+from lsm_jax.feedforward import SwiGLUConfig
+from lsm_jax.mixers import FoXConfig
+from lsm_jax.models import LayerConfig, ModelConfig, abstract
+from lsm_jax.training import Checkpoints, TrainConfig
+from lsm_jax.training.runs import checkpoint_directory, write_config
+from lsm_jax.training.step import params_of
+
+_FOX, _TRANSFORMER = "forgetting_transformer-project_fox", "transformer-project_fox"
+# What the published code computes in one way only; other values it ignores or refuses.
+_ONLY: dict[str, dict[str, Any]] = {
+    _FOX: dict(
+        hidden_act="swish", ogate_act="sigmoid", attention_bias=False, window_size=None, num_kv_heads=None
+    ),
+    _TRANSFORMER: dict(hidden_act="swish", attention_bias=False, qk_norm=False, use_rope=True),
+}  # fmt: skip
+_GATES = {"full": "data_dependent", "bias_only": "data_independent", "fixed": "fixed", "none": "none"}  # fmt: skip
+
+_TOP = {
+    "embedding": "model.embeddings.weight",
+    "norm.scale": "model.norm.weight",
+    "lm_head.kernel": "lm_head.weight",
+}
+_LAYER = {
+    "mixer_norm.scale": "attn_norm.weight",
+    "feedforward_norm.scale": "mlp_norm.weight",
+    "feedforward.gate_proj.kernel": "mlp.gate_proj.weight",  # its first rows; up_proj's follow
+    "feedforward.up_proj.kernel": "mlp.gate_proj.weight",
+    "feedforward.down_proj.kernel": "mlp.down_proj.weight",
+    "mixer.q_proj.kernel": "attn.q_proj.weight",
+    "mixer.k_proj.kernel": "attn.k_proj.weight",
+    "mixer.v_proj.kernel": "attn.v_proj.weight",
+    "mixer.o_proj.kernel": "attn.o_proj.weight",
+    "mixer.q_norm.scale": "attn.q_norm.weight",
+    "mixer.k_norm.scale": "attn.k_norm.weight",
+    "mixer.k_shift.kernel": "attn.k_proj.shift_proj.weight",
+    "mixer.v_shift.kernel": "attn.v_proj.shift_proj.weight",
+    "mixer.f_proj.kernel": "attn.fgate_proj.weight",
+    "mixer.f_proj.bias": "attn.fgate_proj.bias",
+    "mixer.f_bias": "attn.fgate_bias",
+    "mixer.norm.scale": "attn.output_norm.weight",
+    "mixer.g_proj.kernel": "attn.ogate_proj.weight",
+}
+
+
+def fox_config(checkpoint: Checkpoint) -> ModelConfig:
+    """The model that a published checkpoint's config.json describes.
+
+    Raises:
+        ValueError: another kind of model, a field that is missing, or one of a value that the published code does not compute.
+    """
+    given, where = checkpoint.config, checkpoint.folder / "config.json"
+    kind = given.get("model_type")
+    if kind not in _ONLY:
+        raise ValueError(f"{where}: model_type={kind!r}; accepted are {', '.join(_ONLY)}")
+    for name, value in _ONLY[kind].items():
+        if given.get(name, value) != value:
+            raise ValueError(f"{where}: {name}={given[name]!r}; accepted is {value!r}")
+    needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads")
+    if missing := [name for name in needed if name not in given]:
+        raise ValueError(f"{where}: {', '.join(missing)} missing")
+    gate = given.get("fgate_type", "full") if kind == _FOX else "none"
+    if gate not in _GATES:
+        raise ValueError(f"{where}: fgate_type={gate!r}; accepted are {', '.join(_GATES)}")
+    rotated = given.get("use_rope", kind == _TRANSFORMER)
+    hidden_size, num_heads, eps = (
+        given["hidden_size"], given["num_heads"], given.get("norm_eps", 1e-6),
+    )  # fmt: skip
+    # Older checkpoints do not say whether heads share their norm's weights: its length does.
+    length = checkpoint.shapes.get("model.layers.0.attn.q_norm.weight")
+    mixer = FoXConfig(
+        num_heads=num_heads,
+        num_kv_heads=given.get("num_kv_heads"),
+        window=given.get("window_size"),
+        rope_base=given.get("rope_base", 500000.0) if rotated else None,
+        qk_norm=given.get("qk_norm", False),
+        qk_norm_per_head=not given.get("qk_norm_share_param_across_head", length != (hidden_size,)),
+        forget_gate=_GATES[gate],
+        decay_time_min=given.get("decay_time_min"),
+        decay_time_max=given.get("decay_time_max"),
+        key_shift=given.get("use_k_shift", False),
+        value_shift=given.get("use_v_shift", False),
+        output_norm=given.get("use_output_norm", False),
+        output_norm_eps=eps,
+        output_gate=given.get("use_output_gate", False),
+    )
+    inner = SwiGLUConfig(
+        hidden_ratio=given.get("hidden_ratio") or 4.0,
+        intermediate_size=given.get("intermediate_size"),
+    )
+    config = ModelConfig(
+        vocab_size=given["vocab_size"],
+        hidden_size=hidden_size,
+        num_layers=given["num_hidden_layers"],
+        layers={"L": LayerConfig(mixer=mixer, feedforward=inner)},
+        tie_embeddings=given.get("tie_word_embeddings", False),
+        norm_eps=eps,
+    )
+    try:
+        config.validate()
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{where}: {error}") from error
+    return config
+
+
+def fox_params(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any]:
+    """A checkpoint's tensors as the parameters of `config`'s model: a pure dict of float32 arrays.
+
+    Raises:
+        ValueError: tensors are missing, unexpected or of another shape, all named; or fixed gates are others than the config's.
+    """
+    shapes = params_of(abstract(config))
+    mixer = config.layers["L"].mixer
+    wanted: dict[str, tuple[int, ...]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+        for name in _names(path, mixer, config.num_layers):
+            wanted[name] = _their_shape(path, leaf.shape)
+    fixed = [f"model.layers.{i}.attn.fgate_bias" for i in range(config.num_layers)]
+    if mixer.forget_gate == "fixed":
+        wanted |= dict.fromkeys(fixed, (mixer.num_heads,))
+    checkpoint.check(wanted, ignored=(".rotary.inv_freq",))  # what some versions save of rope_base
+    if mixer.forget_gate == "fixed":
+        for name in fixed:
+            times = np.log1p(np.exp(-checkpoint.tensor(name).astype(np.float64)))
+            if not np.allclose(1 / times, mixer.decay_times(), rtol=1e-3):
+                raise ValueError(f"{checkpoint.folder}: {name} is not what its config.json says")
+
+    def load(path, leaf) -> np.ndarray:
+        read = [_ours(path, checkpoint.tensor(n)) for n in _names(path, mixer, config.num_layers)]
+        return (np.stack(read) if _keys(path)[0] == "periods" else read[0]).reshape(leaf.shape)
+
+    return jax.tree_util.tree_map_with_path(load, shapes)
+
+
+def _keys(path: Any) -> list[str]:
+    return jax.tree_util.keystr(path, simple=True, separator=".").split(".")
+
+
+def _names(path: Any, mixer: FoXConfig, num_layers: int) -> list[str]:
+    """The published names of a parameter, one a layer where it is a layer's."""
+    keys = _keys(path)
+    if keys[0] != "periods":
+        return [_TOP[".".join(keys)]]
+    own = _LAYER[".".join(keys[3:])]  # after periods.blocks.0
+    for letter, shifted in (("k", mixer.key_shift), ("v", mixer.value_shift)):
+        if shifted and own == f"attn.{letter}_proj.weight":
+            own = f"attn.{letter}_proj.linear.weight"
+    return [f"model.layers.{i}.{own}" for i in range(num_layers)]
+
+
+def _their_shape(path: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Theirs are [out, in], SwiGLU's first two in one; the scales of all heads are one vector."""
+    keys = _keys(path)
+    shape = shape[1:] if keys[0] == "periods" else shape
+    if keys[-1] != "kernel":
+        return shape if keys[-1] == "embedding" else (int(np.prod(shape)),)
+    rows = 2 if keys[-2] in ("gate_proj", "up_proj") else 1
+    return (rows * shape[1], shape[0])
+
+
+def _ours(path: Any, tensor: np.ndarray) -> np.ndarray:
+    """Their tensor in our layout."""
+    keys = _keys(path)
+    if keys[-1] != "kernel":
+        return tensor
+    if keys[-2] in ("gate_proj", "up_proj"):
+        tensor = np.split(tensor, 2)[keys[-2] == "up_proj"]
+    return tensor.T
+
+
+def import_fox(
+    source: str | os.PathLike[str],
+    workdir: str | os.PathLike[str],
+    data: DataConfig | None = None,
+) -> TrainConfig:
+    """Make a run of a published checkpoint.
+
+    Args:
+        source: the checkpoint's folder.
+        workdir: the run's directory; there must be no run in it.
+        data: the run's; None is LongCrawl64's tokenizer, row length and order, in a folder `longcrawl64`.
+
+    Returns:
+        The run's config.
+
+    Raises:
+        ValueError: a checkpoint that is not one of FoX's, or a run in `workdir`.
+    """
+    target = Path(workdir).expanduser().absolute()
+    if (target / "config.json").exists() or checkpoint_directory(target).exists():
+        raise ValueError(f"workdir={str(workdir)!r} holds a run; accepted is a new directory")
+    checkpoint = Checkpoint(source)
+    model = fox_config(checkpoint)
+    params = fox_params(checkpoint, model)
+    data = data or DataConfig(
+        path="longcrawl64", tokenizer="gpt2", json_escape=True, sequence_length=2**14, shuffle=False
+    )
+    config = TrainConfig(name=checkpoint.folder.resolve().name, model=model, data=data)
+    config.validate()
+    write_config(target, config, {})
+    saved = Checkpoints(checkpoint_directory(target))
+    saved.save_params(0, jax.tree.map(jax.numpy.asarray, params))
+    saved.close()
+    return config
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m lsm_jax.convert.fox",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--source", required=True, help="the checkpoint's folder")
+    parser.add_argument("--workdir", required=True, help="the run to make")
+    options = parser.parse_args(arguments)
+    try:
+        config = import_fox(options.source, options.workdir)
+    except (ValueError, OSError) as error:
+        print(f"lsm_jax.convert.fox: {error}", file=sys.stderr)
+        return 1
+    print(f"{config.name} is in {options.workdir}: eval.py --workdir={options.workdir}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""Needle in a haystack: does a model find one fact in long text, and how much likelier does the fact make the answer?"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from lsm_jax.data.needle import NeedleTask
+from lsm_jax.evaluation.generate import decode
+from lsm_jax.evaluation.progress import EvaluationProgress
+from lsm_jax.evaluation.reader import Answerer
+from lsm_jax.models import Decoder
+
+
+@dataclasses.dataclass(frozen=True)
+class NeedleScores:
+    """Scores by length and depth, means over the samples.
+
+    Attributes:
+        lengths: tokens of prompt and answer together, L of them.
+        depths: percent, D of them.
+        found: share of greedy continuations that contain the answer, by mode, [L, D].
+        nll: nats a token of the answer, by mode, [L, D].
+        place: tokens of text in front of the needle, by mode, [L, D]; of the first sample.
+        found_without: as `found`, without the needle in the text, [L].
+        nll_without: as `nll`, without the needle, [L].
+        continuations: what the model said to the first sample, by mode, a list [L][D].
+        seconds: wall time, compilation included.
+        num_tokens: tokens of prompts read.
+    """
+
+    lengths: tuple[int, ...]
+    depths: tuple[float, ...]
+    found: dict[str, Float[np.ndarray, "L D"]]
+    nll: dict[str, Float[np.ndarray, "L D"]]
+    place: dict[str, Int[np.ndarray, "L D"]]
+    found_without: Float[np.ndarray, " L"]
+    nll_without: Float[np.ndarray, " L"]
+    continuations: dict[str, list[list[str]]]
+    seconds: float
+    num_tokens: int
+
+    def summary(self) -> dict[str, Any]:
+        """What needle.json holds of it."""
+        result: dict[str, Any] = {
+            "lengths": list(self.lengths),
+            "depths": list(self.depths),
+            "without_needle": {
+                "found": self.found_without.tolist(),
+                "nll": self.nll_without.tolist(),
+            },
+        }
+        for mode in self.found:
+            result[mode] = {
+                "found_mean": float(self.found[mode].mean()),
+                "nll_mean": float(self.nll[mode].mean()),
+                "found": self.found[mode].tolist(),
+                "nll": self.nll[mode].tolist(),
+                "place": self.place[mode].tolist(),
+                "continuations": self.continuations[mode],
+            }
+        return result
+
+
+def contains(text: str, answer: str) -> bool:
+    """Whether the answer stands in the text, whatever the case and the white space."""
+    return " ".join(answer.split()).casefold() in " ".join(text.split()).casefold()
+
+
+def find_needles(
+    model: Decoder,
+    task: NeedleTask,
+    text: Int[np.ndarray, "S N"],
+    lengths: Sequence[int],
+    *,
+    batch_size: int = 8,
+    piece_length: int = 4096,
+    progress: bool = True,
+) -> NeedleScores:
+    """Hide the needle at every length and depth and ask for it.
+
+    Args:
+        model: the decoder.
+        task: the prompts.
+        text: int32, a stretch of text for each of the config's samples, `task.text_length` of the longest length or more.
+        lengths: of `task.lengths`.
+        batch_size: prompts read at a time.
+        piece_length: tokens of each prompt that are read at a time, the state carried on.
+        progress: show a bar.
+
+    Raises:
+        ValueError: a text too short, or ids outside the model's vocabulary.
+    """
+    config = task.config
+    size = task.text_length(max(lengths))
+    if text.shape[0] != config.samples or text.shape[1] < size:
+        raise ValueError(
+            f"text has shape {text.shape}; accepted are {config.samples} rows of {size} tokens or more"
+        )
+    prompts = [prompt for length in lengths for prompt in task.prompts(text, length)]
+    answerer = Answerer(
+        model,
+        max_length=max(prompt.tokens.size for prompt in prompts),
+        num_tokens=task.new_tokens,
+        piece_length=piece_length,
+    )
+    rows = len(prompts) // len(lengths)
+    found, nll, said = np.zeros(len(prompts)), np.zeros(len(prompts)), []
+    # Every length has as many prompts; batches do not cross lengths, and a last one is filled up.
+    batches = [
+        range(first, min(first + batch_size, (i + 1) * rows))
+        for i in range(len(lengths))
+        for first in range(i * rows, (i + 1) * rows, batch_size)
+    ]
+    with EvaluationProgress("needle", len(batches), show=progress) as bar:
+        for batch in batches:
+            picked = [batch[min(i, len(batch) - 1)] for i in range(min(batch_size, rows))]
+            tokens = np.stack([prompts[i].tokens for i in picked])
+            costs, drawn = answerer(tokens, np.tile(task.answer, (len(picked), 1)))
+            for i, cost, ids in zip(batch, costs, drawn, strict=False):
+                said.append(decode(task.tokenizer, ids))
+                nll[i] = np.mean(cost, dtype=np.float64)
+                found[i] = contains(said[i], config.answer)
+            done = nll[: len(said)]
+            bar.advance(len(batch) * tokens.shape[1], float(done.mean()))
+        seconds = bar.seconds
+    bad = np.flatnonzero(~np.isfinite(nll))
+    if bad.size:
+        raise ValueError(
+            f"the answer's loss is not finite after {prompts[bad[0]].tokens.size} tokens"
+        )
+    return _gather(prompts, lengths, config, found, nll, said, seconds)
+
+
+def _gather(prompts, lengths, config, found, nll, said, seconds) -> NeedleScores:
+    """The scores of prompts in the order of `NeedleTask.prompts`, length by length."""
+    shape = (len(lengths), -1, config.samples)
+    found, nll = found.reshape(shape), nll.reshape(shape)
+    first = np.arange(len(prompts)).reshape(shape)[:, :, 0]
+    modes: dict[str, slice] = {}
+    for i, mode in enumerate(config.modes):
+        modes[mode] = slice(1 + i * len(config.depths), 1 + (i + 1) * len(config.depths))
+    place = np.array([prompt.place for prompt in prompts])
+    return NeedleScores(
+        lengths=tuple(lengths),
+        depths=tuple(config.depths),
+        found={mode: found[:, cells].mean(-1) for mode, cells in modes.items()},
+        nll={mode: nll[:, cells].mean(-1) for mode, cells in modes.items()},
+        place={mode: place[first[:, cells]] for mode, cells in modes.items()},
+        found_without=found[:, 0].mean(-1),
+        nll_without=nll[:, 0].mean(-1),
+        continuations={
+            mode: [[said[i] for i in row] for row in first[:, cells].tolist()]
+            for mode, cells in modes.items()
+        },
+        seconds=seconds,
+        num_tokens=sum(prompt.tokens.size for prompt in prompts),
+    )
+
+
+def limits(config: Any, lengths: Sequence[int], train_length: int) -> list[str]:
+    """What a reader of the scores must know of lengths that go beyond the model's training or its layers' reach.
+
+    Args:
+        config: a `ModelConfig`.
+        lengths: tokens.
+        train_length: tokens of a row in training.
+    """
+    notes = []
+    beyond = [length for length in lengths if length > train_length]
+    if beyond:
+        notes.append(
+            f"lengths {', '.join(map(str, beyond))} are over the training length {train_length}: "
+            "read whole, at positions the model was not trained on"
+        )
+    # A layer that sees the last w tokens passes a fact on by w - 1.
+    windows = [getattr(config.layers[letter].mixer, "window", None) for letter in config.letters()]
+    reach = 1 + sum(math.inf if window is None else window - 1 for window in windows)
+    beyond = [length for length in lengths if length > reach]
+    if beyond:
+        notes.append(
+            f"lengths {', '.join(map(str, beyond))} are over what the layers' windows reach, {reach:.0f} tokens back: a needle "
+            "in front of that cannot be found"
+        )
+    return notes

@@ -1,0 +1,179 @@
+"""FoX's attention (the Forgetting Transformer, arXiv 2503.02130): softmax attention whose weights are scaled down by forget gates.
+
+A key's weight is multiplied by the gates of all later tokens up to the query's, so that no positions are needed. The Pro block
+also mixes keys and values with those of the token before, normalises queries and keys, and norms and gates the output; every
+part is a switch, and without gate and parts it is plain attention.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax.mixers import checks
+from lsm_jax.mixers.base import Context, TokenShift
+from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, parameter, split_heads
+from lsm_jax.mixers.lightning import alibi_slopes
+from lsm_jax.mixers.softmax import Softmax, SoftmaxConfig
+
+FORGET_GATES = ("data_dependent", "data_independent", "fixed", "alibi", "none")
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class FoXConfig(SoftmaxConfig):
+    """FoX: softmax attention's fields, of which `rope_base` is off, and the parts of the Pro block, all on.
+
+    Attributes:
+        forget_gate: "data_dependent", sigmoid(x W + b) of each query head; "data_independent", the sigmoid of a learned number a
+            head; "fixed", the same not learned; "alibi", fixed at ALiBi's slopes; "none".
+        decay_time_min: of the first head's gate f, -1 / log f, "fixed" or where "data_independent" starts; None starts at 1/2.
+        decay_time_max: of the last head's; the others' are spaced evenly in logarithm.
+        qk_norm_per_head: each head has its own learned scales in the norms of queries and keys; else all share one.
+        key_shift: each key becomes `a k_before + (1 - a) k`, with a sigmoid a of the token, one a head.
+        value_shift: the same for values, with gates of its own.
+        output_norm: RMS-normalise each head's output, with scales of its own.
+        output_norm_eps: of that norm.
+        output_gate: multiply the output by sigmoid(x W), each channel.
+    """
+
+    rope_base: float | None = None
+    qk_norm: bool = True
+    norm_eps: float = 1e-5
+    forget_gate: str = "data_dependent"
+    decay_time_min: float | None = None
+    decay_time_max: float | None = None
+    qk_norm_per_head: bool = False
+    key_shift: bool = True
+    value_shift: bool = True
+    output_norm: bool = True
+    output_norm_eps: float = 1e-6
+    output_gate: bool = True
+
+    @classmethod
+    def for_width(cls, hidden_size: int) -> FoXConfig:
+        """The Pro block with heads of 64, at least four."""
+        return cls(num_heads=hidden_size // min(64, hidden_size // 4))
+
+    def validate(self, hidden_size: int) -> None:
+        """Raise ValueError where a field does not fit."""
+        super().validate(hidden_size)
+        checks.one_of(self, "forget_gate", self.forget_gate, FORGET_GATES)
+        checks.positive(self, output_norm_eps=self.output_norm_eps)
+        low, high = self.decay_time_min, self.decay_time_max
+        given = f"FoXConfig.decay_time_min={low}, decay_time_max={high}"
+        if (low is None) != (high is None):
+            raise ValueError(f"{given}: accepted are both or neither")
+        if low is None or high is None:
+            if self.forget_gate == "fixed":
+                raise ValueError(f"{given}: forget_gate='fixed' needs both")
+        elif self.forget_gate not in ("fixed", "data_independent"):
+            raise ValueError(f"{given}: forget_gate={self.forget_gate!r} has no use for them")
+        elif not 0 < low <= high:
+            raise ValueError(f"{given}: they must be greater than 0 and not fall")
+
+    def decay_times(self) -> list[float] | None:
+        """-1 / log f of each head's fixed or initial gate f, None where none is given."""
+        if self.decay_time_min is None or self.decay_time_max is None:
+            return None
+        low, high = math.log(self.decay_time_min), math.log(self.decay_time_max)
+        last = max(1, self.num_heads - 1)
+        return [math.exp(low + (high - low) * h / last) for h in range(self.num_heads)]
+
+    def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
+        """Attention's, and those of the parts: gates and shifts a head, the output gate a channel."""
+        heads, shifted = self.num_heads, self.key_shift + self.value_shift
+        projected = heads * (self.forget_gate == "data_dependent") + self.kv_heads() * shifted
+        projected += heads * self.dim(hidden_size) * self.output_gate
+        mixing = 3.0 * shifted * self.kv_heads() * self.dim(hidden_size)
+        return (
+            super().flops_per_token(hidden_size, seq_len) + 2.0 * hidden_size * projected + mixing
+        )
+
+
+class FoX(Softmax):
+    """FoX's attention; see `FoXConfig`. Learned biases start at 0, so that a gate that depends on the token starts near 1/2."""
+
+    config: FoXConfig
+
+    def __init__(
+        self, config: FoXConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
+    ):
+        super().__init__(config, hidden_size, rngs=rngs, init_std=init_std)
+        heads, kv_heads, dim = config.num_heads, config.kv_heads(), self.head_dim
+        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
+        if config.qk_norm and config.qk_norm_per_head:
+            self.q_norm = RMSNorm(dim, eps=config.norm_eps, num_heads=heads)
+            self.k_norm = RMSNorm(dim, eps=config.norm_eps, num_heads=kv_heads)
+        shift = config.key_shift, config.value_shift
+        self.k_before, self.v_before = (
+            TokenShift(f"{name}_shift", kv_heads * dim) if on else None
+            for name, on in zip("kv", shift, strict=True)
+        )
+        self.k_shift, self.v_shift = (
+            Dense(hidden_size, kv_heads, **into) if on else None for on in shift
+        )
+        self.forget_heads = None if config.forget_gate == "none" else heads
+        kind = config.forget_gate
+        self.f_proj = (
+            Dense(hidden_size, heads, bias=True, **into) if kind == "data_dependent" else None
+        )
+        self.f_bias = self._first_bias() if kind == "data_independent" else None
+        normed = dict(eps=config.output_norm_eps, num_heads=heads)
+        self.norm = RMSNorm(dim, **normed) if config.output_norm else None
+        self.g_proj = Dense(hidden_size, heads * dim, **into) if config.output_gate else None
+
+    def _first_bias(self) -> nnx.Param:
+        times = self.config.decay_times()
+        start = [0.0] * self.config.num_heads
+        if times is not None:  # log sigmoid(b) = -1 / t
+            start = [-1 / t - math.log(-math.expm1(-1 / t)) for t in times]
+        return parameter(jnp.array(start), ("heads",), weight_decay=False)
+
+    def log_forget(self, x: jax.Array) -> jax.Array | None:
+        """The logarithm of each head's gate: [B, T, H], [H] where it is constant, None without; float32."""
+        if self.f_proj is not None:
+            return jax.nn.log_sigmoid(self.f_proj(x, dtype=jnp.promote_types(x.dtype, jnp.float32)))
+        if self.f_bias is not None:
+            return jax.nn.log_sigmoid(self.f_bias[...])
+        if self.config.forget_gate == "alibi":
+            return -jnp.array(alibi_slopes(self.config.num_heads), jnp.float32)
+        times = self.config.decay_times()
+        return None if times is None else -1 / jnp.array(times, jnp.float32)
+
+    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+        """Keys and values, and the forget gates."""
+        return dict(super().write(x, context), log_forget=self.log_forget(x))
+
+    def keys(self, x: jax.Array, context: Context) -> jax.Array:
+        """x [B, T, D] -> keys [B, T, G * K], mixed with the token before's if asked."""
+        return self._mixed(super().keys(x, context), x, self.k_shift, self.k_before, context)
+
+    def values(self, x: jax.Array, context: Context) -> jax.Array:
+        """x [B, T, D] -> values [B, T, G * K], mixed with the token before's if asked."""
+        return self._mixed(super().values(x, context), x, self.v_shift, self.v_before, context)
+
+    def _mixed(
+        self,
+        y: jax.Array,
+        x: jax.Array,
+        share: Dense | None,
+        before: TokenShift | None,
+        context: Context,
+    ) -> jax.Array:
+        if share is None or before is None:
+            return y
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        heads = self.config.kv_heads()
+        own, earlier = (split_heads(z.astype(wide), heads) for z in (y, before(y, context)))
+        a = jax.nn.sigmoid(share(x, dtype=wide))[..., None]
+        return merge_heads(a * earlier + (1 - a) * own).astype(y.dtype)
+
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+        """Norm of each head and gate where there are any, projection."""
+        y = merge_heads(o if self.norm is None else self.norm(o))
+        return self.o_proj(y if self.g_proj is None else y * jax.nn.sigmoid(self.g_proj(x)))

@@ -1,0 +1,168 @@
+"""How the tokens of several memories are laid out for one call of the inner mixer: a row a memory, or packed.
+
+A layout arranges what tokens bring ([B, T, ...]) and what they bring to each memory ([B, T, G, ...]) as the rows one call
+sees, and sums what each token read from its memories ([B, T, ...]).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+from lsm_jax.mixers.layers import project
+
+
+class Rows(NamedTuple):
+    """Every token in a row of each memory, or of each memory in `group`; arranged arrays are [B * J, T, ...].
+
+    Attributes:
+        num_groups: G.
+        group: int [B, J], the memories that have a row; None for all G, in order.
+    """
+
+    num_groups: int
+    group: Int[Array, "B J"] | None = None
+
+    @property
+    def rows(self) -> int:
+        """J, the rows of one sequence."""
+        return self.num_groups if self.group is None else self.group.shape[1]
+
+    def tokens(self, x: Array) -> Array:
+        """[B, T, ...], the same for each memory -> arranged."""
+        x = jnp.broadcast_to(x[:, None], (x.shape[0], self.rows, *x.shape[1:]))
+        return x.reshape(-1, *x.shape[2:])
+
+    def own(self, x: Array) -> Array:
+        """[B, T, G, ...], to each memory its own -> arranged."""
+        x = self.pick(jnp.moveaxis(x, 2, 1))
+        return x.reshape(-1, *x.shape[2:])
+
+    def total(self, x: Array) -> Array:
+        """Arranged -> [B, T, ...], the sum over a token's memories."""
+        return jnp.sum(x.reshape(-1, self.rows, *x.shape[1:]), axis=1)
+
+    def pick(self, x: Array) -> Array:
+        """[B, G, ...] -> [B, J, ...], those with a row."""
+        if self.group is None:
+            return x
+        return jax.vmap(lambda row, index: row[index])(x, self.group)
+
+    def put(self, x: Array, new: Array) -> Array:
+        """[B, G, ...] with those that have a row replaced by `new`, [B, J, ...]."""
+        if self.group is None:
+            return new
+        return jax.vmap(lambda row, index, own: row.at[index].set(own))(x, self.group, new)
+
+    def project(self, x: Array, kernel: Array, bias: Array | None, dtype) -> Array:
+        """Arranged x [..., D] by each memory's own kernel [G, D, F] and bias [G, F]."""
+        if self.group is not None:
+            return _select_project(
+                x, kernel, bias, dtype, self.group.reshape(-1, *(1,) * (x.ndim - 1))
+            )
+        rows = jnp.moveaxis(x.reshape(-1, self.rows, *x.shape[1:]), 1, 0)
+        y = jax.vmap(lambda x, kernel, bias: project(x, kernel, bias, dtype))(rows, kernel, bias)
+        return jnp.moveaxis(y, 0, 1).reshape(*x.shape[:-1], -1)
+
+
+class Packed(NamedTuple):
+    """The tokens of each memory one after another, in time order, each memory starting on a chunk border.
+
+    Arranged arrays are [B, L, ...]. L is static, since the number of routed pairs is: no capacity, nothing dropped.
+
+    Attributes:
+        place: int [B, T, G], where a token stands for a memory; L where it is not routed there.
+        source: int [B, L], t * G + g of what stands in each place; T * G where nothing does.
+        chunk_group: int [B, N], the memory each chunk belongs to.
+    """
+
+    place: Int[Array, "B T G"]
+    source: Int[Array, "B L"]
+    chunk_group: Int[Array, "B N"]
+
+    def tokens(self, x: Array) -> Array:
+        """[B, T, ...], the same for each memory -> arranged, 0 in empty places."""
+        return _take_tokens(x, self.place, self.source)
+
+    def own(self, x: Array) -> Array:
+        """[B, T, G, ...], to each memory its own -> arranged, 0 in empty places."""
+        return _take_own(x, self.place, self.source)
+
+    def total(self, x: Array) -> Array:
+        """Arranged -> [B, T, ...], the sum over a token's memories."""
+        return _sum_tokens(x, self.place, self.source)
+
+    def project(self, x: Array, kernel: Array, bias: Array | None, dtype) -> Array:
+        """Arranged x [B, L, D] by each memory's own kernel [G, D, F] and bias [G, F]."""
+        size = self.source.shape[1] // self.chunk_group.shape[1]
+        group = jnp.repeat(self.chunk_group, size, axis=1)[..., None]
+        return _select_project(x, kernel, bias, dtype, group)
+
+
+def pack(routed: Bool[Array, "B T G"], size: int, num_chunks: int) -> Packed:
+    """Lay the routed tokens out in `num_chunks` chunks of `size`, which must be enough."""
+    batch, length, groups = routed.shape
+    total = num_chunks * size
+    rank = jnp.cumsum(routed, axis=1, dtype=jnp.int32)
+    taken = -(-rank[:, -1] // size)  # [B, G] chunks
+    end = jnp.cumsum(taken, axis=1)
+    place = (end - taken)[:, None] * size + rank - 1
+    place = jnp.where(routed, place, total)
+    index = jnp.arange(length * groups, dtype=jnp.int32)
+    source = jax.vmap(
+        lambda where: jnp.full(total, length * groups, jnp.int32).at[where].set(index, mode="drop")
+    )(place.reshape(batch, -1))
+    chunk = jnp.arange(num_chunks)
+    group = jnp.sum(end[:, None] <= chunk[:, None], axis=-1, dtype=jnp.int32)
+    return Packed(place, source, jnp.minimum(group, groups - 1))
+
+
+def chunks_needed(length: int, num_memories: int, top_k: int, always_on: bool, size: int) -> int:
+    """Chunks that always suffice: each token goes to `top_k` of the memories, and to one more where that is always on."""
+    routed = (length * top_k + num_memories * (size - 1)) // size
+    return routed + (-(-length // size) if always_on else 0)
+
+
+def _select_project(x, kernel, bias, dtype, group):
+    """x [..., D] by the kernel of its group, one product a memory: for the narrow layers behind the first, and for one token."""
+
+    def by(g: int) -> Array:
+        return project(x, kernel[g], None if bias is None else bias[g], dtype)
+
+    y = by(0)
+    for g in range(1, kernel.shape[0]):
+        y = jnp.where(group == g, by(g), y)
+    return y
+
+
+def _rows(x: Array, index: Array) -> Array:
+    """x [B, P, ...] at index [B, ...], 0 where the index is P."""
+    return jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=0))(x, index)
+
+
+# Each is the transpose of the next or of itself, by the map the other way: a gather where autodiff would scatter.
+@jax.custom_vjp
+def _take_tokens(x, place, source):
+    return _rows(x, source // place.shape[2])
+
+
+@jax.custom_vjp
+def _sum_tokens(x, place, source):
+    return jnp.sum(_rows(x, place), axis=2)
+
+
+@jax.custom_vjp
+def _take_own(x, place, source):
+    return _rows(x.reshape(x.shape[0], -1, *x.shape[3:]), source)
+
+
+def _keep_maps(function):
+    return lambda x, place, source: (function(x, place, source), (place, source))
+
+
+_take_tokens.defvjp(_keep_maps(_take_tokens), lambda maps, g: (_sum_tokens(g, *maps), None, None))
+_sum_tokens.defvjp(_keep_maps(_sum_tokens), lambda maps, g: (_take_tokens(g, *maps), None, None))
+_take_own.defvjp(_keep_maps(_take_own), lambda maps, g: (_rows(g, maps[0]), None, None))

@@ -1,0 +1,229 @@
+"""FoX's published checkpoints, written here with random weights: the model is the published one, and wrong ones are told."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+import lsm_jax
+from lsm_jax.convert import Checkpoint, fox_config, fox_params, import_fox
+from lsm_jax.convert.fox import main
+from lsm_jax.data import DataConfig
+from lsm_jax.models import Decoder
+from lsm_jax.training.runs import initial_params
+from tests.mixers.published_fox import logits
+
+VOCAB, WIDTH, HEADS, DEPTH, INNER = 300, 32, 2, 2, 256
+BASE = dict(
+    vocab_size=VOCAB, hidden_size=WIDTH, num_heads=HEADS, num_hidden_layers=DEPTH, num_kv_heads=None, window_size=None,
+    hidden_act="swish", norm_eps=1e-6, rope_base=500000.0, tie_word_embeddings=False, intermediate_size=None,
+)  # fmt: skip
+PRO = dict(
+    model_type="forgetting_transformer-project_fox", hidden_ratio=3.5, use_rope=False, use_output_gate=True, ogate_act="sigmoid",
+    fgate_type="full", use_output_norm=True, qk_norm=True, qk_norm_share_param_across_head=True, use_k_shift=True,
+    use_v_shift=True,
+)  # fmt: skip
+OFF = dict.fromkeys(("use_output_gate", "use_output_norm", "qk_norm", "use_k_shift", "use_v_shift"), False)  # fmt: skip
+KINDS = {
+    "pro": PRO,
+    "pro-per-head-rotated": PRO | dict(qk_norm_share_param_across_head=False, use_rope=True),
+    "pro-learned-gate": PRO | dict(fgate_type="bias_only", use_v_shift=False, use_output_norm=False),
+    "fixed": PRO | OFF | dict(fgate_type="fixed", fgate_bias_init=True, decay_time_min=2.0, decay_time_max=64.0),
+    "llama": PRO | OFF,
+    "transformer-pro": PRO | dict(fgate_type="none", use_rope=True),
+    "transformer-llama": dict(model_type="transformer-project_fox", hidden_ratio=4, use_rope=True, qk_norm=False),
+}  # fmt: skip
+FAST = ("pro", "pro-per-head-rotated", "transformer-llama")
+
+
+def published(config: dict) -> dict[str, np.ndarray]:
+    """Random weights by the published names."""
+    rng = np.random.default_rng(0)
+
+    def matrix(*shape):
+        return rng.normal(size=shape) * 0.2
+
+    def scale(size):
+        return 1 + 0.3 * rng.normal(size=size)
+
+    weights = {
+        "model.embeddings.weight": matrix(VOCAB, WIDTH),
+        "model.norm.weight": scale(WIDTH),
+        "lm_head.weight": matrix(VOCAB, WIDTH),
+    }
+    for i in range(DEPTH):
+        own = {
+            "attn_norm.weight": scale(WIDTH),
+            "mlp_norm.weight": scale(WIDTH),
+            "mlp.gate_proj.weight": matrix(2 * INNER, WIDTH),
+            "mlp.down_proj.weight": matrix(WIDTH, INNER),
+            "attn.q_proj.weight": matrix(WIDTH, WIDTH),
+            "attn.o_proj.weight": matrix(WIDTH, WIDTH),
+        }
+        for letter in "kv":
+            shifted = config.get(f"use_{letter}_shift")
+            own[f"attn.{letter}_proj{'.linear' * bool(shifted)}.weight"] = matrix(WIDTH, WIDTH)
+            if shifted:
+                own[f"attn.{letter}_proj.shift_proj.weight"] = matrix(HEADS, WIDTH)
+        if config["qk_norm"]:
+            size = WIDTH // HEADS if config["qk_norm_share_param_across_head"] else WIDTH
+            own |= {f"attn.{n}_norm.weight": scale(size) for n in "qk"}
+        if config.get("use_output_gate"):
+            own["attn.ogate_proj.weight"] = matrix(WIDTH, WIDTH)
+        if config.get("use_output_norm"):
+            own["attn.output_norm.weight"] = scale(WIDTH)
+        gate = config.get("fgate_type")
+        if gate == "full":
+            own["attn.fgate_proj.weight"] = matrix(HEADS, WIDTH)
+            own["attn.fgate_proj.bias"] = rng.normal(size=HEADS)
+        elif gate == "bias_only":
+            own["attn.fgate_bias"] = rng.normal(size=HEADS)
+        elif gate == "fixed":
+            own["attn.fgate_bias"] = -np.log(np.expm1(1 / np.array([2.0, 64.0])))
+        weights |= {f"model.layers.{i}.{name}": value for name, value in own.items()}
+    return {name: value.astype(np.float32) for name, value in weights.items()}
+
+
+def write(folder, kind="pro", change=None, parts=1, **fields):
+    """A checkpoint's folder; `change` may edit its weights, `parts` is the number of its files."""
+    config = BASE | KINDS[kind] | fields
+    weights = published(config)
+    if change is not None:
+        change(weights)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    if parts == 1:
+        save_file(weights, folder / "model.safetensors")
+        return folder, config, weights
+    files = {name: f"model-{i % parts + 1:05}.safetensors" for i, name in enumerate(weights)}
+    for file in set(files.values()):
+        save_file({n: w for n, w in weights.items() if files[n] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return folder, config, weights
+
+
+MARKED = [pytest.param(k, marks=() if k in FAST else pytest.mark.slow, id=k) for k in KINDS]
+
+
+@pytest.mark.parametrize("kind", MARKED)
+def test_the_imported_model_is_the_published_one(tmp_path, kind):
+    folder, config, weights = write(tmp_path / "x", kind, parts=1 + len(kind) % 2)
+    checkpoint = Checkpoint(folder)
+    found = fox_config(checkpoint)
+    params = fox_params(checkpoint, found)
+    found.dtype = "float32"
+    model = nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: Decoder(found, rngs=nnx.Rngs(0)))), params)  # fmt: skip
+    tokens = np.random.default_rng(1).integers(0, VOCAB, 12)
+    output = jax.jit(lambda m, t: m(t)[0])(model, tokens[None])[0]
+    expected = logits(weights, config, tokens)
+    assert expected.std() > 0.5
+    np.testing.assert_allclose(output, expected, rtol=0, atol=2e-4 * np.abs(expected).max())
+
+
+def test_an_imported_run_is_evaluated_and_started_from(tmp_path):
+    import ml_dtypes
+
+    def narrow(weights):
+        weights |= {n: w.astype(ml_dtypes.bfloat16) for n, w in weights.items()}
+        weights["model.layers.0.attn.rotary.inv_freq"] = np.ones(8, np.float32)
+
+    folder, _, weights = write(tmp_path / "fox-small", "transformer-pro", narrow)
+    config = import_fox(folder, tmp_path / "run", DataConfig(tokenizer="bytes", sequence_length=8))
+    assert config.name == "fox-small"
+    run = lsm_jax.load_run(tmp_path / "run")
+    assert run.step == 0 and run.config == config
+    kernel = run.params["periods"]["blocks"][0]["mixer"]["q_proj"]["kernel"]
+    own = weights["model.layers.1.attn.q_proj.weight"].astype(np.float32)
+    np.testing.assert_array_equal(kernel[1], own.T)
+    zeros = jax.tree.map(np.zeros_like, run.params)
+    again = initial_params(str(tmp_path / "run"), zeros)
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), again, run.params))
+    with pytest.raises(ValueError, match="holds a run; accepted is a new directory"):
+        import_fox(folder, tmp_path / "run")
+
+
+def test_the_command(tmp_path, capsys):
+    folder, *_ = write(tmp_path / "x")
+    assert main([f"--source={folder}", f"--workdir={tmp_path / 'run'}"]) == 0
+    assert "eval.py --workdir=" in capsys.readouterr().out
+    data = lsm_jax.load_run(tmp_path / "run").config.data
+    assert (data.tokenizer, data.json_escape, data.sequence_length) == ("gpt2", True, 16_384)
+    assert main([f"--source={tmp_path}", f"--workdir={tmp_path / 'other'}"]) == 1
+    assert "config.json cannot be read" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+def test_heads_share_their_norm_by_the_weights_length_where_nothing_says(tmp_path):
+    for kind, per_head in (("pro", False), ("pro-per-head-rotated", True)):
+        folder, config, _ = write(tmp_path / kind, kind)
+        del config["qk_norm_share_param_across_head"]
+        (folder / "config.json").write_text(json.dumps(config))
+        assert fox_config(Checkpoint(folder)).layers["L"].mixer.qk_norm_per_head == per_head
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (dict(model_type="llama"), "model_type='llama'; accepted are forgetting_transformer-proj"),
+        (dict(hidden_act="gelu"), "hidden_act='gelu'; accepted is 'swish'"),
+        (dict(ogate_act="silu"), "ogate_act='silu'; accepted is 'sigmoid'"),
+        (dict(num_kv_heads=1), "num_kv_heads=1; accepted is None"),
+        (dict(fgate_type="half"), "fgate_type='half'; accepted are full, bias_only, fixed, none"),
+        (dict(num_heads=5), "config.json: .*num_heads=5 does not divide hidden_size=32"),
+    ],
+)
+def test_other_models_are_refused(tmp_path, fields, words):
+    folder, *_ = write(tmp_path / "x")
+    config = json.loads((folder / "config.json").read_text()) | fields
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=words):
+        fox_config(Checkpoint(folder))
+
+
+def test_wrong_tensors_are_named(tmp_path):
+    def change(weights):
+        del weights["model.layers.1.attn.fgate_proj.bias"]
+        weights["model.layers.0.attn.q_proj.bias"] = np.zeros(WIDTH, np.float32)
+        name = "model.layers.0.mlp.down_proj.weight"
+        weights[name] = np.ascontiguousarray(weights[name].T)
+
+    folder, *_ = write(tmp_path / "x", change=change)
+    checkpoint = Checkpoint(folder)
+    with pytest.raises(ValueError, match="its tensors are not those of its config.json") as error:
+        fox_params(checkpoint, fox_config(checkpoint))
+    for words in (
+        "missing: model.layers.1.attn.fgate_proj.bias (2,)",
+        "unexpected: model.layers.0.attn.q_proj.bias (32,)",
+        "model.layers.0.mlp.down_proj.weight has shape (256, 32), the config's model (32, 256)",
+    ):
+        assert words in str(error.value)
+
+
+def test_broken_files_are_named(tmp_path):
+    def whole_numbers(weights):
+        weights["model.norm.weight"] = np.ones(WIDTH, np.int32)
+
+    folder, *_ = write(tmp_path / "x", change=whole_numbers)
+    checkpoint = Checkpoint(folder)
+    with pytest.raises(ValueError, match="model.norm.weight has dtype int32; accepted are floats"):
+        fox_params(checkpoint, fox_config(checkpoint))
+    (folder / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="model.safetensors cannot be read"):
+        Checkpoint(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="model.safetensors cannot be read: .*No such file"):
+        Checkpoint(folder)
+    with pytest.raises(ValueError, match="nowhere' is no folder; accepted is one with config.json"):
+        Checkpoint(tmp_path / "nowhere")
+
+    def other_gates(weights):
+        weights["model.layers.1.attn.fgate_bias"] += 0.5
+
+    checkpoint = Checkpoint(write(tmp_path / "fixed", "fixed", other_gates)[0])
+    with pytest.raises(ValueError, match="layers.1.attn.fgate_bias is not what its config.json"):
+        fox_params(checkpoint, fox_config(checkpoint))

@@ -1,0 +1,369 @@
+"""Mixture-of-Memories against its definition, in both forms and in decoding."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lsm_jax import mixers
+from tests.mixers.mom_cases import (
+    BATCH,
+    INNER,
+    LENGTH,
+    WIDTH,
+    X,
+    build,
+    call,
+    choices,
+    config_of,
+    copied,
+    definition,
+    gradient,
+    made,
+    memory,
+    number,
+    oracle,
+)
+from tests.mixers.test_mixers import close
+
+FORMS = ("packed", "masked")
+by_form = pytest.mark.parametrize(
+    "form", ["packed", pytest.param("masked", marks=pytest.mark.slow)]
+)
+by_method = pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n == "gated_deltanet" else pytest.mark.slow) for n in INNER],
+)
+
+
+def kept(state):
+    """What a state keeps of tokens, segment ids left out."""
+    return [s for s in jax.tree.leaves(state) if jnp.issubdtype(s.dtype, jnp.inexact)]
+
+
+@functools.cache
+def expected_of(name):
+    """Gradients and value by the definition."""
+    mixer = made(name)
+    chosen = choices(mixer, X)
+    assert chosen[..., :4].sum((0, 1)).min() > 0, "every memory has tokens"
+
+    def of(mixer, x):
+        y = definition(mixer, x, chosen)
+        return number(y), y
+
+    return jax.jit(jax.grad(of, argnums=(0, 1), has_aux=True))(mixer, X)
+
+
+@by_method
+@by_form
+def test_each_form_is_the_definition_in_value_and_every_gradient(name, form):
+    expected, y = expected_of(name)
+    gradients, got = gradient(made(name, execution=form), X)
+    close(got, y)
+    of_mixer, of_expected = (nnx.to_pure_dict(nnx.state(g[0])) for g in (gradients, expected))
+    close(of_mixer, of_expected, 3e-5)
+    close(gradients[1], expected[1], 3e-5)
+
+
+@by_method
+def test_decoding_and_resuming_equal_one_call(name):
+    mixer = made(name)
+    whole, final, _ = call(mixer, X)
+    fresh = mixer.init_state(BATCH, LENGTH, jnp.float32)
+    y, state, _ = call(mixer, X[:, :6], state=fresh)  # packed, from a state
+    outputs = [y]
+    for t in range(6, LENGTH):
+        y, state, _ = call(mixer, X[:, t : t + 1], state=state)
+        outputs.append(y)
+    close(jnp.concatenate(outputs, axis=1), whole)
+    close(kept(state), kept(final))
+    for tree in (state, final):
+        assert jax.tree.map(lambda a: (a.shape, a.dtype), tree) == jax.tree.map(
+            lambda a: (a.shape, a.dtype), fresh
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INNER)
+def test_masked_states_equal_packed_ones(name):
+    """Whole, and where a masked call goes on from a packed one."""
+    _, final, _ = call(made(name), X)
+    masked = made(name, execution="masked")
+    close(kept(call(masked, X)[1]), kept(final))
+    _, state, _ = call(made(name), X[:, :6])
+    close(kept(call(masked, X[:, 6:], state=state)[1]), kept(final))
+
+
+@by_method
+@pytest.mark.parametrize("form", FORMS)
+def test_causal_to_the_bit(name, form):
+    """Also where the changed token goes to another memory, which moves later memories' places."""
+    mixer = made(name, execution=form)
+    y, before = call(mixer, X)[0], choices(mixer, X)
+    for t in (1, 4, 9):
+        changed = X.at[:, t].multiply(-20.0)
+        assert (choices(mixer, changed)[:, t] != before[:, t]).any()
+        again = call(mixer, changed)[0]
+        assert (again[:, :t] == y[:, :t]).all()
+        assert (again[:, t] != y[:, t]).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INNER)
+@pytest.mark.parametrize("form", FORMS)
+def test_one_memory_without_a_shared_one_is_the_inner_mixer(name, form):
+    mixer = made(name, execution=form, num_memories=1, top_k=1, shared_memory=False)
+    y, state, _ = call(memory(mixer, 0), X)
+    got, own, _ = call(mixer, X)
+    close(got, y)
+    close(kept(own)[: len(kept(state))], kept(jax.tree.map(lambda s: s[:, None], state)))
+
+
+def test_only_chosen_memories_are_touched_in_decoding():
+    mixer = made()
+    _, state, _ = call(mixer, X)
+    token = jax.random.normal(jax.random.key(5), (BATCH, 1, WIDTH))
+    _, after, _ = call(mixer, token, state=state)
+    chosen = choices(mixer, token)[:, 0]
+    same = (after.memory.memories.memory == state.memory.memories.memory).all(axis=(2, 3, 4))
+    assert (np.asarray(same) == ~chosen).all()
+    for name, tail in after.tails.items():
+        same = (tail.tail == state.tails[name].tail).all(axis=(2, 3))
+        assert (np.asarray(same) == ~chosen).all(), name
+
+
+@by_form
+def test_order_of_memories_does_not_matter(form):
+    mixer = made(execution=form)
+    order = np.array([2, 0, 3, 1, 4])
+
+    def reorder(path, param):
+        value = param[...]
+        if path[0] == "router":
+            return param.replace(value[:, order[:4]])
+        own = path[0] == "inner" and path[1] in mixer.inner.memory_parts
+        return param.replace(value[order]) if own else param
+
+    state = nnx.map_state(reorder, nnx.state(mixer, nnx.Param))
+    other = nnx.merge(nnx.graphdef(mixer), state)
+    assert not (other.router.kernel[...] == mixer.router.kernel[...]).all()
+    close(call(other, X)[0], call(mixer, X)[0])
+
+
+@by_form
+def test_an_empty_memory_and_one_that_gets_every_token(form):
+    """Channel 0 alone decides: memory 3 always, memory 0 never."""
+    mixer = copied(made(execution=form))
+    kernel = jnp.zeros((WIDTH, 4)).at[0].set(jnp.array([-9.0, 0.0, 0.1, 9.0]))
+    mixer.router.kernel[...] = kernel + 0.05 * made().router.kernel[...] * jnp.array([0, 1, 1, 0])
+    x = X.at[..., 0].set(1.0)
+    chosen = choices(mixer, x)
+    assert not chosen[..., 0].any() and chosen[..., 3].all()
+    y, state, aux = call(mixer, x)
+    close(y, oracle(mixer, x, chosen))
+    assert (state.memory.memories.memory[:, 0] == 0).all()
+    assert aux["mom/load"][0] == 0 and aux["mom/load"][3] == 0.5
+    for leaf in jax.tree.leaves(gradient(mixer, x)[0]):
+        assert jnp.isfinite(leaf).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_a_weight_that_underflows_changes_nothing_else(form):
+    """In bfloat16 the second memory's weight is exactly 0: it is still written, and read with weight 0."""
+    mixer = copied(made(execution=form))
+    mixer.router.kernel[...] = 1000 * mixer.router.kernel[...]
+    exact, final, _ = call(mixer, X)
+    close(exact, oracle(mixer, X, choices(mixer, X)))
+    x = X.astype(jnp.bfloat16)
+    chosen = choices(mixer, x)
+    y, state, _ = call(mixer, x)
+    written = (state.memory.memories.memory != 0).any(axis=(2, 3, 4))
+    assert (np.asarray(written) == chosen.any(axis=1)).all()
+    assert jnp.isfinite(y).all() and jnp.isfinite(exact).all()
+    tail = state.tails["k"].tail
+    assert ((tail != 0).any(axis=(2, 3)) == chosen.any(axis=1)).all()
+
+
+IDS = np.array([[2] * 4 + [0] * 2 + [1] * 3 + [2] * 2, [1] * 5 + [3] * 5 + [0]], np.int32)
+
+
+def read_in(mixer, pieces, ids=IDS):
+    """(y, state) of X with these ids, in calls of so many tokens."""
+    state, outputs, start = mixer.init_state(BATCH, LENGTH, jnp.float32), [], 0
+    for size in pieces:
+        piece = slice(start, start + size)
+        y, state, _ = call(mixer, X[:, piece], segment_ids=ids[:, piece], state=state)
+        outputs.append(y)
+        start += size
+    return jnp.concatenate(outputs, axis=1), state
+
+
+def check_documents(mixer, y):
+    """Each document of y as it is alone."""
+    for b, row in enumerate(IDS):
+        edges = np.flatnonzero(np.diff(row, prepend=-1, append=-1))
+        for start, end in zip(edges[:-1], edges[1:], strict=True):
+            if row[start]:
+                alone = jnp.zeros_like(X).at[:, : end - start].set(X[b : b + 1, start:end])
+                expected = oracle(mixer, alone, choices(mixer, alone))[0, : end - start]
+                close(y[b, start:end], expected)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gated_deltanet", *(pytest.param(n, marks=pytest.mark.slow) for n in ("rwkv7", "retnet", "mamba2", "gsa"))],
+)  # fmt: skip
+def test_documents_reset_every_memory(name):
+    """At once and token by token; an id that comes again is another document."""
+    mixer = made(name)
+    check_documents(mixer, call(mixer, X, segment_ids=IDS)[0])
+    check_documents(mixer, read_in(mixer, (1,) * LENGTH)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gated_deltanet", "rwkv7", "retnet"])
+def test_documents_in_every_form_leave_states_that_go_on_alike(name):
+    mixer, masked = made(name), made(name, execution="masked")
+    _, state, _ = call(mixer, X, segment_ids=IDS)
+    y, by_mask, _ = call(masked, X, segment_ids=IDS)
+    check_documents(mixer, y)
+    y, in_pieces = read_in(mixer, (3, 8))
+    check_documents(mixer, y)
+    _, by_token = read_in(mixer, (1,) * LENGTH)
+    last = np.array([[2, 2], [3, 3]], np.int32)
+    expected = call(mixer, X[:, :2], segment_ids=last, state=state)[0]
+    for other in (by_mask, in_pieces, by_token):
+        close(call(mixer, X[:, :2], segment_ids=last, state=other)[0], expected)
+        close(call(mixer, X[:, :2], state=other)[0], expected)
+        first = call(mixer, X[:, :1], segment_ids=last[:, :1], state=other)[0]
+        close(first, expected[:, :1])
+        new = call(mixer, X[:, :1], segment_ids=0 * last[:, :1] + 1, state=other)[0]
+        close(new, oracle(mixer, X, choices(mixer, X))[:, :1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["padding", "mask"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("resumed", [False, True])
+def test_tokens_left_out_change_nothing(how, form, resumed):
+    mixer = made(execution=form)
+    keep = np.ones(LENGTH, bool)
+    keep[[0, 3, 4, 6, 9]] = False
+    live = jnp.tile(jnp.array(keep, jnp.int32), (BATCH, 1))
+    arguments = dict(segment_ids=live) if how == "padding" else dict(update_mask=live)
+    alone, final, aux = call(mixer, X[:, keep])
+    start = dict(state=mixer.init_state(BATCH, LENGTH, jnp.float32)) if resumed else {}
+    y, state, own = call(mixer, X, **arguments, **start)
+    close(y[:, keep], alone)
+    close(kept(state), kept(final))
+    for statistic in ("balance_loss", "load", "entropy"):
+        close(own[f"mom/{statistic}"], aux[f"mom/{statistic}"])
+    other = jnp.where(live[..., None] != 0, X, 7.0)
+    again, state_again, _ = call(mixer, other, **arguments, **start)
+    assert (again[:, keep] == y[:, keep]).all()
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), state_again, state))
+
+
+@pytest.mark.slow
+def test_single_projections_and_no_shared_memory():
+    for fields in (dict(single_projections=True), dict(shared_memory=False, top_k=1)):
+        for form in FORMS:
+            mixer = made(execution=form, **fields)
+            close(call(mixer, X)[0], oracle(mixer, X, choices(mixer, X)))
+    sizes = {p: nnx.state(made(**f).inner)["k_proj"]["kernel"].get_value().shape for p, f in (
+        ("own", {}), ("single", dict(single_projections=True)))}  # fmt: skip
+    assert sizes == dict(own=(5, WIDTH, 8), single=(WIDTH, 8))
+
+
+@pytest.mark.slow
+def test_other_forms_of_the_inner_op():
+    expected = call(made(), X)[0]
+    for form in ("recurrent", "associative"):
+        mixer = build(config_of(inner=dict(form=form)))
+        y = call(mixer, X)[0]
+        close(y, expected)
+        again = call(mixer, X.at[:, 7].multiply(-20.0))[0]
+        assert (again[:, :7] == y[:, :7]).all()
+
+
+@jax.jit
+def routed(mixer, x=X):
+    """What the router reports."""
+    context = mixers.Context(1, {}, None, None, None, {})
+    mixer._route(x, context)
+    return context.aux
+
+
+def test_balance_loss_and_statistics():
+    mixer = made()
+    aux = routed(mixer)
+    chosen = choices(mixer, X)[..., :4]
+    logits = np.asarray(X, np.float64) @ np.asarray(mixer.router.kernel[...], np.float64)
+    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    balance = 4 * (chosen.mean((0, 1)) * p.mean((0, 1))).sum()
+    np.testing.assert_allclose(aux["mom/balance_loss"], 1e-3 / 2 * balance, rtol=1e-5)
+    np.testing.assert_allclose(aux["mom/load"], chosen.mean((0, 1)) / 2, rtol=1e-6)
+    np.testing.assert_allclose(aux["mom/entropy"], -(p * np.log(p)).sum(-1).mean(), rtol=1e-5)
+    every = build(config_of(num_memories=2, top_k=2))
+    np.testing.assert_allclose(routed(every)["mom/balance_loss"], 1e-3 / 2 * 2, rtol=1e-5)
+    of_router = jax.jit(jax.grad(lambda m: routed(m)["mom/balance_loss"]))(mixer).router.kernel[...]
+    assert jnp.abs(of_router).max() > 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (dict(mixer=mixers.TTTLinearConfig()), "mixer=.*cannot be one of several memories.*gla"),
+        (dict(mixer=mixers.SoftmaxConfig()), "mixer=.*cannot be one of several memories.*gla"),
+        (dict(mixer=None), "mixer=None cannot be"),
+        (dict(num_memories=0), "num_memories=0"),
+        (dict(top_k=5), "top_k=5: accepted are 1 to num_memories=4"),
+        (dict(top_k=1.5), "top_k=1.5: it must be an integer"),
+        (dict(shared_memory=1), "shared_memory=1: it must be True or False"),
+        (dict(balance_scale=-1.0), "balance_scale=-1.0: it must be at least 0"),
+        (dict(execution="dense"), "execution='dense': accepted are 'packed', 'masked'"),
+    ],
+)
+def test_wrong_fields_are_refused(fields, words):
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(mixers.MoMConfig.for_width(64), **fields).validate(64)
+
+
+def test_wrong_fields_of_the_inner_mixer_are_refused():
+    with pytest.raises(ValueError, match="chunk_size=48.*powers of two"):
+        config_of(inner=dict(chunk_size=48)).validate(WIDTH)
+
+
+def test_state_of_another_mixer_is_refused():
+    other = made(num_memories=1, top_k=1, shared_memory=False)
+    state = jax.eval_shape(lambda: other.init_state(BATCH, 4, jnp.float32))
+    with pytest.raises(ValueError, match="initial_state.memory has shape|state.*shape"):
+        jax.eval_shape(lambda m, s: m(X[:, :2], state=s), made(), state)
+
+
+@pytest.mark.slow
+def test_states_that_nobody_asks_for_are_not_computed():
+    """The packed form finds them in a call of their own."""
+
+    def flops(function):
+        return jax.jit(function).lower(made(), X).compile().cost_analysis()["flops"]
+
+    with_state = flops(lambda m, x: call(m, x)[:2])
+    assert flops(lambda m, x: call(m, x)[0]) < 0.75 * with_state
+
+
+def test_flops_count_each_routed_memory():
+    config = config_of()
+    inner = config.mixer.flops_per_token(WIDTH, 8)
+    whole = config.flops_per_token(WIDTH, 8)
+    assert inner < whole < 3 * inner + 2 * WIDTH * 4
+    one = dataclasses.replace(config, num_memories=1, top_k=1, shared_memory=False)
+    assert one.flops_per_token(WIDTH, 8) == inner + 2 * WIDTH

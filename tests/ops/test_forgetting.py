@@ -1,0 +1,194 @@
+"""Forgetting attention: fixed numbers, what it is with gates of one kind, long documents, and what it refuses.
+
+The property suite has it as cases of `attention`.
+"""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lsm_jax import ops
+from lsm_jax.mixers.lightning import alibi_slopes
+from lsm_jax.ops import query_blocks
+from lsm_jax.ops.forgetting import GateSum, gate_bias, sum_gates
+from lsm_jax.ops.segments import read_tokens
+from tests.ops.test_golden import LENGTH, K, Q, V, rows
+
+RNG = np.random.default_rng(0)
+
+
+def log_sigmoid(x):
+    return -np.log1p(np.exp(-x))
+
+
+def reference(q, k, v, sums):
+    """Query by query in float64: q [T, H, K]; k, v and the gates' sums [S, H, *], the queries the last of S tokens."""
+    before, o = len(k) - len(q), np.zeros((*q.shape[:2], v.shape[-1]))
+    for i in range(len(q)):
+        seen = slice(0, before + i + 1)
+        scores = np.einsum("hk,shk->hs", q[i], k[seen]) * q.shape[-1] ** -0.5
+        scores += (sums[before + i] - sums[seen]).T
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        o[i] = np.einsum("hs,shv->hv", weights / weights.sum(-1, keepdims=True), v[seen])
+    return o
+
+
+def test_golden_values_and_gradients():
+    """Of a float64 reference written without this library; its gradient was confirmed by finite differences."""
+    n = np.arange(1, LENGTH + 1)
+    upstream = np.sin(0.5 * np.arange(1, 4 * LENGTH + 1) + 0.6).reshape(Q.shape)
+    gates = log_sigmoid(2 * np.sin(1.1 * n + 0.4))[None, :, None]
+    np.testing.assert_allclose(
+        gates[0, :, 0], [-0.127527, -0.305018, -1.357232, -2.120175, -1.135346], atol=1e-6
+    )
+    with jax.enable_x64(True):
+        output, back = jax.vjp(
+            lambda q, k, v, g: ops.attention(q, k, v, log_forget=g)[0],
+            *map(jnp.asarray, (Q, K, V, gates)),
+        )
+        dq, dk, dv, dg = back(jnp.asarray(upstream))
+    rows(
+        output,
+        row1=[0.932039, 0.863209, 0.14112, -0.687766],
+        row2=[0.099345, 0.252619, 0.214716, 0.01432],
+        row3=[0.627465, 0.076945, -0.531806, -0.738096],
+        row4=[-0.29915, 0.295335, 0.666316, 0.533043],
+        row5=[-0.099014, -0.323127, -0.302705, -0.053201],
+    )
+    np.testing.assert_allclose(
+        dg[0, :, 0], [0, 0.256525, 0.155407, -0.235469, -0.61772], rtol=0, atol=1e-6
+    )
+    rows(dq, row1=[0, 0, 0, 0], row2=[0.087933, -0.097091, -0.139877, 0.022258])
+    rows(dk, row1=[-0.068001, -0.152703, -0.165586, -0.100592])
+    rows(dv, row1=[0.927286, 0.793707, 0.4658, 0.02385])
+
+
+def draw(*shape):
+    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+
+
+def test_gates_of_one_are_plain_attention():
+    q, k, v = draw(2, 9, 4, 8), draw(2, 9, 2, 8), draw(2, 9, 2, 4)
+    expected, _ = ops.attention(q, k, v, window=4)
+    for gates in (jnp.zeros(4), jnp.zeros((2, 9, 4), jnp.bfloat16)):
+        output, _ = ops.attention(q, k, v, log_forget=gates, window=4)
+        np.testing.assert_allclose(output, expected, rtol=0, atol=1e-6)
+
+
+def test_constant_gates_are_alibi():
+    q, k, v = draw(1, 9, 4, 8), draw(1, 9, 4, 8), draw(1, 9, 4, 4)
+    slopes = np.array(alibi_slopes(4))
+    output, _ = ops.attention(q, k, v, log_forget=jnp.asarray(-slopes, jnp.float32))
+    distance = np.arange(9)[:, None] - np.arange(9)
+    scores = np.einsum("thk,shk->hts", q[0], k[0]) * 8**-0.5 - slopes[:, None, None] * distance
+    weights = np.exp(np.where(distance >= 0, scores, -np.inf))
+    expected = np.einsum("hts,shv->thv", weights / weights.sum(-1, keepdims=True), v[0])
+    np.testing.assert_allclose(output[0], expected, rtol=0, atol=1e-6)
+
+
+def test_sums_keep_their_digits():
+    """Differences nearby after 65,536 gates near 0.5, among which slow ones: where a float32 sum is wrong by 0.002."""
+    length, near = 65_536, 64
+    gates = -np.exp(RNG.normal(size=(1, length, 2)) * 0.1) * np.array([0.7, 1.0])
+    gates[:, ::2, 1] *= 1e-6
+    gates = gates.astype(np.float32)
+    tokens = read_tokens(None, None, jnp.zeros(1, jnp.int32), None)
+    nothing = GateSum(jnp.zeros((1, 2)), jnp.zeros((1, 2)))
+    sums = jax.jit(lambda g: sum_gates(g, tokens, nothing))(gates)
+    last = jax.tree.map(lambda x: x[:, -near:], sums)
+    exact = np.cumsum(gates.astype(np.float64), axis=1)[0, -near:].T
+    expected = exact[:, :, None] - exact[:, None]
+    np.testing.assert_allclose(gate_bias(last, last)[0], expected, rtol=1e-6, atol=1e-7)
+    plain = np.cumsum(gates, axis=1, dtype=np.float32)[0, -near:].T
+    assert np.abs(plain[:, :, None] - plain[:, None] - expected).max() > 1e-3
+
+
+def test_right_after_65536_tokens():
+    """The last queries of a document of 65,536, a piece and then one token, by the state of those before."""
+    length, last, heads = 65_536, 33, 2
+    gates = log_sigmoid(0.1 * RNG.normal(size=(1, length, heads))).astype(np.float32)
+    k, v, q = draw(1, length, heads, 8), draw(1, length, heads, 4), draw(1, last, heads, 8)
+    state = ops.attention_state(1, length, heads, 8, 4, forget_heads=heads)
+    tokens = read_tokens(None, None, state.segment_id, None)
+    nothing = GateSum(jnp.zeros((1, heads)), jnp.zeros((1, heads)))
+    held = length - last
+    sums = sum_gates(jnp.asarray(gates[:, :held]), tokens, nothing)
+    state = ops.AttentionState(
+        state.keys.at[:, :held].set(k[:, :held]),
+        state.values.at[:, :held].set(v[:, :held]),
+        jnp.full(1, held, jnp.int32),
+        state.segment_id,
+        jax.tree.map(lambda ring, x: ring.at[:, :held].set(x), state.log_forget, sums),
+    )
+    expected = reference(
+        *(np.asarray(x[0], np.float64) for x in (q, k, v)), np.cumsum(gates[0], axis=0, dtype=np.float64)
+    )  # fmt: skip
+    outputs = []
+    for a, b in ((0, 32), (32, 33)):
+        new = slice(held + a, held + b)
+        piece = (q[:, a:b], k[:, new], v[:, new])
+        output, state = ops.attention(*piece, log_forget=gates[:, new], initial_state=state)
+        outputs.append(output[0])
+    np.testing.assert_allclose(np.concatenate(outputs), expected, rtol=0, atol=3e-6)
+
+
+def test_gradients_of_blocks_are_those_of_one(monkeypatch):
+    """The same rows, in one block of queries, and in four parts of 75 each cut into blocks of 32, the last one short."""
+    arguments = [draw(1, 300, heads, 4) for heads in (4, 2, 2)]
+    arguments.append(-jnp.abs(draw(1, 300, 4)))
+    weight = draw(1, 300, 4, 4)
+
+    def gradients(rows):
+        def loss(q, k, v, g):
+            return jnp.sum(weight * ops.attention(q, k, v, log_forget=g)[0])
+
+        repeated = [jnp.repeat(x, rows, axis=0) for x in arguments]
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*repeated)
+
+    whole = gradients(1)
+    asked = []
+    monkeypatch.setattr(query_blocks, "_block_size", lambda *x: asked.append(x) or 32)
+    monkeypatch.setattr(query_blocks, "_LONG", 256)
+    for own, one in zip(gradients(2), whole, strict=True):
+        np.testing.assert_allclose(own[:1], one, rtol=0, atol=1e-5 * float(jnp.abs(one).max()))
+    assert asked[1:] == [(75, 75), (75, 150), (75, 225), (75, 300)]
+
+
+def test_no_array_of_queries_by_keys_is_kept():
+    """Forward and backward over 8,192 tokens in a fraction of the 256 MiB that a head's scores would take."""
+    shapes = [jax.ShapeDtypeStruct((1, 8192, 1, d), jnp.float32) for d in (4, 4, 4)]
+    gates = jax.ShapeDtypeStruct((1, 8192, 1), jnp.float32)
+
+    def loss(q, k, v, g):
+        return jnp.sum(ops.attention(q, k, v, log_forget=g)[0])
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).lower(*shapes, gates).compile()
+    analysis = compiled.memory_analysis()
+    assert analysis is not None and analysis.temp_size_in_bytes < 48 * 2**20
+
+
+def test_what_it_refuses():
+    q, k, v = draw(2, 5, 4, 8), draw(2, 5, 2, 8), draw(2, 5, 2, 4)
+    for gates, words in (
+        (
+            draw(2, 5, 2),
+            "log_forget has shape (2, 5, 2); accepted are [N] and [B, T, N] = (4,) and",
+        ),
+        (draw(5, 4), "log_forget has shape (5, 4); accepted are"),
+        (jnp.zeros(4, jnp.int32), "log_forget has dtype int32; accepted are floating ones"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"attention: {words}")):
+            ops.attention(q, k, v, log_forget=gates)
+    with pytest.raises(NotImplementedError, match="implementation='cudnn' takes no log_forget"):
+        ops.attention(q, k, v, log_forget=jnp.zeros(4), implementation="cudnn")
+    plain = ops.attention_state(2, 5, 2, 8, 4)
+    words = "accepted with these arguments is a AttentionState of .*initial_state.log_forget.high"
+    with pytest.raises(ValueError, match=words):
+        ops.attention(q, k, v, log_forget=jnp.zeros(4), initial_state=plain)
+    with pytest.raises(ValueError, match="initial_state holds .*log_forget.low; accepted"):
+        ops.attention(q, k, v, initial_state=ops.attention_state(2, 5, 2, 8, 4, forget_heads=4))
