@@ -83,6 +83,7 @@ def test_attention_is_the_ops_own(config, monkeypatch):
     np.testing.assert_allclose(pooled.attention, expected, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [("hgrn2", "softmax"), pytest.param(("rwkv7", "mamba", "mamba2"), marks=pytest.mark.slow)],

@@ -23,12 +23,14 @@ FAST = (
     "ttt_linear",
     "softmax",
 )
+FEW = ("gla", "gated_deltanet", "softmax")
 
 
 def pytest_generate_tests(metafunc):
     if "method" in metafunc.fixturenames:
+        fast = FEW if metafunc.definition.get_closest_marker("few") else FAST
         rows = [
-            pytest.param(m, marks=() if name in FAST else pytest.mark.slow, id=name)
+            pytest.param(m, marks=() if name in fast else pytest.mark.slow, id=name)
             for name, m in mixers.METHODS.items()
         ]
         metafunc.parametrize("method", rows)

@@ -67,6 +67,7 @@ def test_hgrn2_is_the_published_recurrence():
     close(small()[0][0], dense(mixer.o_proj, normed))
 
 
+@pytest.mark.slow
 def test_hgrn2s_bounds_are_learned_across_the_models_layers():
     """Rows reach the layers in the model's order whatever the pattern; with zero rows the bounds rise evenly."""
     logits = np.random.default_rng(0).normal(size=(5, 7))
@@ -87,6 +88,7 @@ def test_hgrn2s_bounds_are_learned_across_the_models_layers():
     np.testing.assert_allclose(used, expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_hgrn2_without_bound_is_a_plain_sigmoid():
     """Outside a model, and in the first layer: log f is logsigmoid to the bit, the gradient finite even if a gate saturates."""
     small = Small(METHODS["hgrn2"])

@@ -57,6 +57,7 @@ def test_forms_agree_in_every_gradient(method, make, small):
         close(run(make(method, form=form)), expected, 3e-5)
 
 
+@pytest.mark.few
 def test_prefill_then_decoding_equals_one_call(small):
     whole, final = small(state=small.state())
     y, state = small(small.x[:, :5], state=small.state())
@@ -79,6 +80,7 @@ def test_state_has_one_static_shape(small):
         assert shapes(after) == shapes(fresh)
 
 
+@pytest.mark.few
 def test_packed_documents_equal_documents_alone(small):
     """Two documents of five tokens in a row of ten, at once and then token by token."""
     alone = jnp.concatenate([small(small.x[:, :5])[0], small(small.x[:, 5:])[0]], axis=1)
@@ -92,6 +94,7 @@ def test_packed_documents_equal_documents_alone(small):
     close(jnp.concatenate(outputs, axis=1), alone)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("how", ["padding", "mask"])
 def test_tokens_left_out_change_nothing(small, how):
     keep = np.ones(10, bool)
@@ -120,13 +123,14 @@ def test_causal_to_the_bit(small):
         assert (small(changed, segment_ids=ids)[0][:, :t] == packed[:, :t]).all()
 
 
-@pytest.mark.parametrize("size", [0.0, 1.0, 1e3])
+@pytest.mark.parametrize("size", [0.0, pytest.param(1.0, marks=pytest.mark.slow), 1e3])
 def test_gradients_are_finite(small, size):
     gradients, _ = small.gradient(small.mixer, small.x * size)
     for leaf in jax.tree.leaves(gradients):
         assert jnp.isfinite(leaf).all()
 
 
+@pytest.mark.few
 def test_every_parameter_is_used_and_described(small):
     (gradients, _), _ = small.gradient(small.mixer, small.x)
     used = dict(nnx.to_flat_state(nnx.state(gradients)))
@@ -138,6 +142,7 @@ def test_every_parameter_is_used_and_described(small):
         assert param.weight_decay == (path[-1] == "kernel"), name
 
 
+@pytest.mark.few
 def test_bfloat16_runs_close_to_float32(method, make):
     """With a wide eps in the norm of each head, which else amplifies any rounding where a head's output nearly cancels."""
     fields = {f.name for f in dataclasses.fields(method.config)}

@@ -139,6 +139,7 @@ def test_only_chosen_memories_are_touched_in_decoding():
         assert (np.asarray(same) == ~chosen).all(), name
 
 
+@pytest.mark.slow
 @by_form
 def test_order_of_memories_does_not_matter(form):
     mixer = made(execution=form)
@@ -157,6 +158,7 @@ def test_order_of_memories_does_not_matter(form):
     close(call(other, X)[0], call(mixer, X)[0])
 
 
+@pytest.mark.slow
 @by_form
 def test_an_empty_memory_and_one_that_gets_every_token(form):
     """Channel 0 alone decides: memory 3 always, memory 0 never."""

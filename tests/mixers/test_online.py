@@ -214,6 +214,7 @@ def test_calls_may_end_anywhere_in_a_mini_batch(name):
         close(state, final)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["recurrent", "chunk"])
 def test_masked_tokens_read_and_take_no_place(form):
     """What is read between tokens 5 and 6 of a document is what token 5 read, or a fresh mini-batch's weights."""

@@ -227,6 +227,7 @@ def test_a_gate_of_zero_has_an_angle_and_gradients_of_zero():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["random", "one turn after another"])
 def test_phase_does_not_drift(kind):
     """50,000 tokens in float32, and up to 25,000 turns, against float64."""

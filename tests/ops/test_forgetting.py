@@ -137,6 +137,7 @@ def test_right_after_65536_tokens():
     np.testing.assert_allclose(np.concatenate(outputs), expected, rtol=0, atol=3e-6)
 
 
+@pytest.mark.slow
 def test_gradients_of_blocks_are_those_of_one(monkeypatch):
     """The same rows, in one block of queries, and in four parts of 75 each cut into blocks of 32, the last one short."""
     arguments = [draw(1, 300, heads, 4) for heads in (4, 2, 2)]

@@ -155,7 +155,9 @@ def test_matches_the_definition(case, form, kind):
         close(a, b, 1e-12)
 
 
-@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize(
+    "kind", [k if k == "segments" else pytest.param(k, marks=pytest.mark.slow) for k in SETTINGS]
+)
 @parametrize_forms(skip=("recurrent", None))
 def test_gradients_agree_between_forms(case, form, kind):
     given = settings(kind, case)
@@ -167,7 +169,7 @@ def test_gradients_agree_between_forms(case, form, kind):
         close(a, b, 1e-10)
 
 
-@parametrize_forms(core=True)
+@parametrize_forms()
 def test_gradients_match_finite_differences(case, form):
     """Of output and final state, by every input and the state; the forms' gradients are not only each other's."""
     from jax.test_util import check_grads

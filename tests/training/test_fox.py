@@ -66,6 +66,7 @@ def test_every_model_has_a_run():
             fox.get_config(variant)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["train", pytest.param("train.py", marks=pytest.mark.slow)])
 def test_a_small_store_trains(tmp_path, how):
     """With what a laptop can hold; documents in the published order, the rate by the published rule."""
