@@ -24,7 +24,15 @@ import numpy as np
 from benchmarks.timing import provenance
 from lsm_jax import ops
 
-OPS = ("no decay", "constant decay", "scalar decay")
+OPS = (
+    "no decay",
+    "constant decay",
+    "scalar decay",
+    "key decay",
+    "key decay and bonus",
+    "delta rule",
+    "gated delta rule",
+)
 SHAPES = (
     "8x4096x16x128", "2x16384x16x128", "4x2048x16x128", "4x4096x64x128", "8x1024x8x64", "1x8192x96x128",
 )  # fmt: skip
@@ -36,14 +44,26 @@ chunk_o.TRITON_ABOVE_3_7_1 = True  # it refuses one backward under older Triton,
 from fla.ops.linear_attn import chunk_linear_attn
 from fla.ops.retention import chunk_retention
 from fla.ops.simple_gla import chunk_simple_gla
+from fla.ops.gla import chunk_gla
+from fla.ops.rwkv6 import chunk_rwkv6
+from fla.ops.delta_rule import chunk_delta_rule
+from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 calls = {"no decay": lambda q, k, v, g: chunk_linear_attn(q, k, v, normalize=False),
          "constant decay": lambda q, k, v, g: chunk_retention(q, k, v),
-         "scalar decay": lambda q, k, v, g: chunk_simple_gla(q, k, v, g)}
+         "scalar decay": lambda q, k, v, g: chunk_simple_gla(q, k, v, g),
+         "key decay": lambda q, k, v, g: chunk_gla(q, k, v, g),
+         "key decay and bonus": lambda q, k, v, g, u: chunk_rwkv6(q, k, v, g, u),
+         "delta rule": lambda q, k, v, b: chunk_delta_rule(q, k, v, b),
+         "gated delta rule": lambda q, k, v, b, g: chunk_gated_delta_rule(q, k, v, g, b)}
 for op, shape in json.loads(sys.argv[1]):
     B, T, H, D = map(int, shape.split("x"))
     x = [torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-    g = torch.nn.functional.logsigmoid(torch.randn(B, T, H, device="cuda") + 3)
+    g = torch.nn.functional.logsigmoid(torch.randn(B, T, H, *[D] * ("key" in op), device="cuda") + 3)
     inputs = [*x[:3], g]
+    if "bonus" in op: inputs[3:] = [g.bfloat16(), torch.randn(H, D, device="cuda", dtype=torch.bfloat16)]
+    if "delta" in op:
+        inputs[1] = torch.nn.functional.normalize(x[1].float(), dim=-1).bfloat16()
+        inputs[3:] = [torch.rand(B, T, H, device="cuda", dtype=torch.bfloat16), *inputs[3:] * ("gated" in op)]
     for t in inputs: t.requires_grad_(True)
     def forward(): return calls[op](*inputs)[0]
     def both():
@@ -57,19 +77,29 @@ for op, shape in json.loads(sys.argv[1]):
 
 def make_inputs(op: str, shape: str) -> tuple[jax.Array, ...]:
     batch, length, heads, dim = map(int, shape.split("x"))
-    keys = jax.random.split(jax.random.key(0), 5)
+    keys = jax.random.split(jax.random.key(0), 6)
     q, k, v, do = (jax.random.normal(key, (batch, length, heads, dim), jnp.bfloat16) for key in keys[:4])  # fmt: skip
-    if op == "scalar decay":
-        decay = jax.nn.log_sigmoid(jax.random.normal(keys[4], (batch, length, heads)) + 3)
-        return q, k, v, do, decay
+    if "delta" in op:
+        k = (k / jnp.linalg.norm(k.astype(jnp.float32), axis=-1, keepdims=True)).astype(k.dtype)
+        beta, decay = jax.nn.sigmoid(jax.random.normal(keys[4], (2, batch, length, heads)))
+        return q, k, v, do, beta, *[jnp.log(0.9 + 0.1 * decay)] * ("gated" in op)
+    if "scalar" in op or "key" in op:
+        size = (batch, length, heads) if "scalar" in op else q.shape
+        decay = jax.nn.log_sigmoid(jax.random.normal(keys[4], size) + 3)
+        bonus = [jax.random.normal(keys[5], (heads, dim))] if "bonus" in op else []
+        return q, k, v, do, decay, *bonus
     return q, k, v, do
 
 
 def ours(op: str, implementation: str):
+    if "delta" in op:
+        return lambda *inputs: ops.delta_memory(*inputs, implementation=implementation)[0]
+
     def call(q, k, v, *decay):
         if op == "constant decay":
             decay = (jnp.log1p(-(2.0 ** (-5 - jnp.arange(q.shape[2])))),)
-        return ops.linear_memory(q, k, v, *decay, implementation=implementation)[0]
+        decay, bonus = (*decay, None, None)[:2]
+        return ops.linear_memory(q, k, v, decay, bonus=bonus, implementation=implementation)[0]
 
     return call
 
@@ -77,11 +107,20 @@ def ours(op: str, implementation: str):
 def jla(op: str):
     from jla import ops as peer  # pyrefly: ignore[missing-import]
 
-    if op != "scalar decay":
+    kind, *names = {
+        "scalar decay": ("simple_gla", "g"),
+        "key decay": ("gla", "g"),
+        "delta rule": ("deltanet", "beta"),
+        "gated delta rule": ("gated_deltanet", "beta", "g"),
+    }.get(op, (None,))
+    if kind is None:
         return None
-    return lambda q, k, v, g: peer.linear_attention("simple_gla", q, k, v, g=g, impl="mosaic_gpu")[
-        0
-    ]
+
+    def call(q, k, v, *gates):
+        gates = dict(zip(names, gates, strict=True))
+        return peer.linear_attention(kind, q, k, v, impl="mosaic_gpu", **gates)[0]
+
+    return call
 
 
 def milliseconds(function, *inputs) -> float:
@@ -137,6 +176,8 @@ def main() -> None:
             row["jla"] = measure(peer, inputs)
         rows.append(row)
         print(_line(row), flush=True)
+        if "fla" not in args.peers:
+            _write(args.output, row)
     if "fla" in args.peers:
         del inputs
         found = measure_fla(cases)
@@ -144,10 +185,13 @@ def main() -> None:
             if (row["op"], row["shape"]) in found:
                 row["fla"] = found[row["op"], row["shape"]]
                 print(_line(row), flush=True)
-    if args.output:
-        with args.output.open("a") as file:
-            for row in rows:
-                file.write(json.dumps(row | provenance()) + "\n")
+            _write(args.output, row)
+
+
+def _write(path: Path | None, row: dict) -> None:
+    if path is not None:
+        with path.open("a") as file:
+            file.write(json.dumps(row | provenance()) + "\n")
 
 
 def _line(row) -> str:

@@ -82,9 +82,9 @@ def linear_memory(
         update_mask: [B, T], 0 where a token must not change the memory (it still reads it).
         form: "recurrent" (token by token), "chunk" (matrix products in a chunk, scan over chunks) or "associative"
             (associative scan over chunks).
-        implementation: None (the fused kernel where it serves: NVIDIA Hopper, bfloat16, chunk form, no decay or a scalar one, K
-            and V of 64 or 128, no bonus, normaliser or input gate, one state a row; else XLA), "xla", "mosaic_gpu" or, by name
-            only, "mosaic_tpu" (no one has run it on a TPU yet).
+        implementation: None (the fused kernel where it serves: NVIDIA Hopper, bfloat16, chunk form, K and V of 64 or 128, no
+            value decay, normaliser or input gate, a bonus with `log_decay` [B, T, G, K] only, one state a row; else XLA), "xla",
+            "mosaic_gpu" or, by name only, "mosaic_tpu" (no decay of channels, no bonus; no one has run it on a TPU yet).
         chunk_size: tokens in a chunk of the XLA form, a power of two; None is 64.
 
     Returns:
@@ -114,10 +114,10 @@ def linear_memory(
     state = checks.state_or_empty(op, initial_state, empty, segment_ids)
 
     plain = dict(
-        value_log_decay=value_log_decay, log_input_gate=log_input_gate, bonus=bonus, normalize=normalize
-    )  # fmt: skip
+        value_log_decay=value_log_decay, log_input_gate=log_input_gate, normalize=normalize
+    )
     kernel = linear_kernels.AUTOMATIC if implementation in (None, "xla") else implementation
-    why = linear_kernels.why_not(kernel, form, q, k, v, log_decay, state.memory, plain)
+    why = linear_kernels.why_not(kernel, form, q, k, v, log_decay, bonus, state.memory, plain)
     fused = chosen.choose(op, form, implementation, kernel, why)
     constant = log_decay is not None and jnp.ndim(log_decay) == 1
     batched = dict(
@@ -174,7 +174,7 @@ def _linear_memory(options, **arrays):
         return _by_xla(options, **arrays)
 
     def kernel(arrays):
-        names = ("q", "k", "v", "log_decay", "state", "segment_ids", "update_mask")
+        names = ("q", "k", "v", "log_decay", "bonus", "state", "segment_ids", "update_mask")
         given = {name: arrays[name] for name in names}
         if arrays["constant_log_decay"] is not None:
             given["log_decay"] = arrays["constant_log_decay"]

@@ -1,4 +1,6 @@
-"""Linear attention with no decay or a scalar one, `S_t = e^{g_t} S_{t-1} + k_tᵀ v_t`, `o_t = scale q_t S_t`, as one fused kernel."""
+"""Linear attention, `S_t = e^{g_t} S_{t-1} + k_tᵀ v_t`, `o_t = scale q_t S_t`, with no decay, a scalar one or one of each key
+channel, as fused kernels.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,25 @@ from jaxtyping import Array, Float, Int
 _BACKENDS = {"mosaic_gpu": "hopper", "mosaic_tpu": "tpu"}
 
 
-def _backend(implementation: str) -> Any:
+def _backend(implementation: str, log_decay) -> Any:
     # Imported where it is used: a backend that is never asked for costs nothing.
-    return importlib.import_module(f"pallas_kernels.linear_attention.{_BACKENDS[implementation]}")
+    name = _BACKENDS[implementation]
+    if name == "hopper" and log_decay is not None and len(log_decay.shape) == 4:
+        name = "hopper_channels"
+    return importlib.import_module(f"pallas_kernels.linear_attention.{name}")
 
 
-def reasons(q, k, v, log_decay, run, initial) -> dict[str, str | None]:
+def reasons(q, k, v, log_decay, run, initial, bonus=None) -> dict[str, str | None]:
     """By implementation, what it takes in place of these arguments (arrays or their shapes); None if it serves them."""
-    return {name: _reason(name, q, k, v, log_decay, run, initial) for name in _BACKENDS}
+    return {name: _reason(name, q, k, v, log_decay, run, initial, bonus) for name in _BACKENDS}
 
 
-def _reason(implementation, q, k, v, log_decay, run, initial) -> str | None:
-    backend = _backend(implementation)
+def _reason(implementation, q, k, v, log_decay, run, initial, bonus) -> str | None:
+    backend = _backend(implementation, log_decay)
+    if bonus is not None and not getattr(backend, "TAKES_BONUS", False):
+        if implementation == "mosaic_tpu":
+            return "no bonus"
+        return "a bonus with log_decay [B, T, G, K] alone"
 
     def padded(x):
         if x is None:
@@ -41,10 +50,11 @@ def linear_attention(
     q: Float[Array, "B T H K"],
     k: Float[Array, "B T Hk K"],
     v: Float[Array, "B T G V"],
-    log_decay: Float[Array, "B T G"] | None = None,
+    log_decay: Float[Array, "B T G"] | Float[Array, "B T G K"] | None = None,
     *,
     initial: Float[Array, "B G K V"],
     run: Int[Array, "B T"] | None = None,
+    bonus: Float[Array, "G K"] | None = None,
     scale: float,
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
@@ -55,13 +65,14 @@ def linear_attention(
         q: [B, T, H, K] queries; H is a multiple or a divisor of G.
         k: [B, T, Hk, K] keys; Hk divides G.
         v: [B, T, G, V] values, one memory for each of the G heads.
-        log_decay: [B, T, G] float32, natural logarithm, at most 0; None is no decay.
+        log_decay: [B, T, G] or [B, T, G, K] float32, natural logarithm, at most 0; None is no decay.
         initial: [B, G, K, V] float32, the memory before the first token.
         run: [B, T], growing along T: a token with a larger run than the one before it finds an empty memory, and run 0 goes on
             from `initial`. None is one run.
+        bonus: [G, K] float32. If given, a read comes before decay and write and sees its own token through `q diag(bonus) kᵀ v`.
         scale: multiplies q.
         implementation: "mosaic_gpu" (Hopper; bfloat16, K and V of 64 or 128) or "mosaic_tpu" (bfloat16 or float32, K and V a
-            multiple of 8 up to 256); `reasons` says what each takes.
+            multiple of 8 up to 256, no decay or a scalar one); `reasons` says what each takes.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
@@ -75,13 +86,13 @@ def linear_attention(
         raise ValueError(
             f"linear_attention: implementation={implementation!r}; accepted are {tuple(_BACKENDS)}"
         )
-    why = _reason(implementation, q, k, v, log_decay, run, initial)
+    why = _reason(implementation, q, k, v, log_decay, run, initial, bonus)
     if why is not None:
         raise NotImplementedError(
             f"linear_attention: implementation={implementation!r} takes {why}"
         )
     length = q.shape[1]
-    padding = -length % _backend(implementation).CHUNK
+    padding = -length % _backend(implementation, log_decay).CHUNK
     if padding:  # tokens that write nothing, and whose output is cut off
 
         def pad(x: Any) -> Any:
@@ -90,22 +101,27 @@ def linear_attention(
         q, k, v = pad(q), pad(k), pad(v)
         log_decay = None if log_decay is None else pad(log_decay)
         run = None if run is None else jnp.pad(run, [(0, 0), (0, padding)], mode="edge")
-    output, final = _run(implementation, scale, interpret, q, k, v, log_decay, run, initial)
+    output, final = _run(implementation, scale, interpret, q, k, v, log_decay, run, initial, bonus)
     return output[:, :length], final
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _run(implementation, scale, interpret, q, k, v, log_decay, run, initial):
+def _run(implementation, scale, interpret, q, k, v, log_decay, run, initial, bonus):
     inputs = q, k, v, log_decay, run, initial
-    backend = _backend(implementation)
-    return backend.forward(*inputs, scale=scale, interpret=interpret, save=False)[:2]
+    backend, extra = _backend(implementation, log_decay), _extra(bonus)
+    return backend.forward(*inputs, scale=scale, interpret=interpret, save=False, **extra)[:2]
+
+
+def _extra(bonus) -> dict[str, Any]:  # only one backend knows it
+    return {} if bonus is None else dict(bonus=bonus)
 
 
 def _forward(implementation, scale, interpret, *primals):
     wanted = primals[3] is not None and primals[3].perturbed
     inputs = tuple(None if p is None else p.value for p in primals)
-    output, final, residuals = _backend(implementation).forward(
-        *inputs, scale=scale, interpret=interpret
+    *arrays, bonus = inputs
+    output, final, residuals = _backend(implementation, inputs[3]).forward(
+        *arrays, scale=scale, interpret=interpret, **_extra(bonus)
     )
     # A decay that is a constant of its head needs no gradient, and the backward is cheaper without. (An array: residuals
     # carry no flags.)
@@ -116,14 +132,15 @@ def _backward(implementation, scale, interpret, saved, cotangents):
     (inputs, residuals, wanted) = saved
     zeros: Any = jnp.zeros
     cotangents = (zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents)
-    dq, dk, dv, d_decay, d_initial = _backend(implementation).backward(
-        *inputs, residuals, *cotangents, scale=scale, interpret=interpret,
-        decay_gradient=wanted.shape[0] == 1,
-    )  # fmt: skip
+    *arrays, bonus = inputs
     log_decay = inputs[3]
+    dq, dk, dv, d_decay, d_initial, *d_bonus = _backend(implementation, log_decay).backward(
+        *arrays, residuals, *cotangents, scale=scale, interpret=interpret,
+        decay_gradient=wanted.shape[0] == 1, **_extra(bonus),
+    )  # fmt: skip
     if log_decay is not None and d_decay is None:
         d_decay = jnp.zeros_like(log_decay)
-    return dq, dk, dv, d_decay, None, d_initial
+    return dq, dk, dv, d_decay, None, d_initial, *(d_bonus or [None])
 
 
 _run.defvjp(_forward, _backward, symbolic_zeros=True)

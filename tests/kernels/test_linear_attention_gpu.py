@@ -1,4 +1,4 @@
-"""The Hopper kernel of linear attention, by Mosaic GPU's interpreter and by lowering for an H200."""
+"""The Hopper kernels of linear attention, by Mosaic GPU's interpreter and by lowering for an H200."""
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +13,26 @@ from pallas_kernels.linear_attention import hopper, linear_attention, reasons
 BATCH, SCALE = 1, 0.25
 
 
-def make(length, heads, key_heads, memories, key_dim, value_dim, *, documents, decay, strong=False):
+def make(
+    length,
+    heads,
+    key_heads,
+    memories,
+    key_dim,
+    value_dim,
+    *,
+    documents,
+    decay,
+    strong=False,
+    bonus=False,
+):
     rng = np.random.default_rng(0)
 
     def normal(*shape, dtype=jnp.float32):
         return jnp.asarray(rng.normal(size=shape), dtype)
 
-    log_decay = jax.nn.log_sigmoid(normal(BATCH, length, memories) + 2)
+    channels = (key_dim,) if decay == "channel" else ()
+    log_decay = jax.nn.log_sigmoid(normal(BATCH, length, memories, *channels) + 2)
     if strong:
         log_decay = jnp.asarray(rng.choice([0.0, -1e-3, -30.0], size=log_decay.shape), jnp.float32)
     starts = jnp.isin(jnp.arange(length), jnp.array([30, 31, 64, 150]))
@@ -31,23 +44,26 @@ def make(length, heads, key_heads, memories, key_dim, value_dim, *, documents, d
         log_decay=log_decay if decay else None,
         initial=normal(BATCH, memories, key_dim, value_dim) * 0.3,
         run=run if documents else None,
+        bonus=normal(memories, key_dim) if bonus else None,
     )
 
 
-def by_token(q, k, v, log_decay, initial, run):
+def by_token(q, k, v, log_decay, initial, run, bonus):
     state = ops.linear_state(*v.shape[:1], v.shape[2], k.shape[3], v.shape[3])
     state = state._replace(memory=initial, segment_id=jnp.ones(BATCH, jnp.int32))
     ids = None if run is None else run + 1
     output, state = ops.linear_memory(
-        q, k, v, log_decay, scale=SCALE, initial_state=state, segment_ids=ids, form="recurrent"
-    )
+        q, k, v, log_decay, bonus=bonus, scale=SCALE, initial_state=state, segment_ids=ids,
+        form="recurrent",
+    )  # fmt: skip
     return output, state.memory
 
 
-def fused(q, k, v, log_decay, initial, run):
+def fused(q, k, v, log_decay, initial, run, bonus):
     return linear_attention(
-        q, k, v, log_decay, initial=initial, run=run, scale=SCALE, interpret=gpu_interpreter()
-    )
+        q, k, v, log_decay, initial=initial, run=run, bonus=bonus, scale=SCALE,
+        interpret=gpu_interpreter(),
+    )  # fmt: skip
 
 
 def error(actual, expected):
@@ -63,15 +79,27 @@ CASES = {
     "memories-share-wide-keys": dict(dims=(65, 1, 1, 2, 128, 64), documents=False, decay=True),
     "strong": dict(dims=(128, 1, 1, 1, 64, 64), documents=True, decay=True, strong=True),
     "parts": dict(dims=(256, 1, 1, 1, 64, 64), documents=True, decay=True),
+    "channels": dict(dims=(128, 1, 1, 1, 64, 64), documents=True, decay="channel"),
+    "channels-queries-share-wide": dict(
+        dims=(65, 2, 1, 1, 128, 128), documents=False, decay="channel"
+    ),
+    "channels-memories-share": dict(dims=(100, 1, 1, 2, 64, 128), documents=True, decay="channel"),
+    "channels-strong": dict(
+        dims=(128, 1, 1, 1, 128, 64), documents=True, decay="channel", strong=True
+    ),
+    "bonus": dict(
+        dims=(100, 1, 1, 2, 64, 64), documents=True, decay="channel", strong=True, bonus=True
+    ),
+    "channels-parts": dict(dims=(256, 1, 1, 1, 64, 64), documents=True, decay="channel"),
 }
-FAST = ("decay", "documents")
+FAST = ("decay", "documents", "channels")
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES]
 )
 def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
-    if name == "parts":
+    if name.endswith("parts"):
         monkeypatch.setattr(hopper, "_SHORTEST_PART", 128)
     inputs = make(*CASES[name]["dims"], **{k: v for k, v in CASES[name].items() if k != "dims"})
     widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs | dict(run=None))
@@ -92,20 +120,22 @@ def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
     assert not races_found()
 
 
-def test_causal_to_the_bit():
-    inputs = make(128, 1, 1, 1, 64, 64, documents=False, decay=True)
+@pytest.mark.parametrize("decay", [True, "channel"])
+def test_causal_to_the_bit(decay):
+    inputs = make(128, 1, 1, 1, 64, 64, documents=False, decay=decay)
     changed = dict(inputs)
     for name in ("q", "k", "v", "log_decay"):
         changed[name] = inputs[name].at[:, 77:].multiply(2)
     np.testing.assert_array_equal(fused(**inputs)[0][:, :77], fused(**changed)[0][:, :77])
 
 
+@pytest.mark.parametrize("channels", [False, True])
 @pytest.mark.parametrize("width", [64, 128])
-def test_lowers_for_the_card(width):
+def test_lowers_for_the_card(width, channels):
     struct = jax.ShapeDtypeStruct
     wide = struct((2, 4090, 4, width), jnp.bfloat16)
     shapes = (
-        wide, wide, wide, struct((2, 4090, 4), jnp.float32), struct((2, 4, width, width), jnp.float32),
+        wide, wide, wide, struct((2, 4090, 4, *[width] * channels), jnp.float32), struct((2, 4, width, width), jnp.float32),
         struct((2, 4090), jnp.int32),
     )  # fmt: skip
 
@@ -121,13 +151,20 @@ def test_lowers_for_the_card(width):
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         text = jax.jit(step).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-    # One forward, three backward, and one each to sum up the parts of few rows.
+    # One forward, three backward, and one each to sum up the parts of few rows. With channels: what resolves the chunks, two
+    # sweeps and the end of the backward, and the same two; the gradient does not need the output there.
     assert text.count("custom_call @mosaic_gpu") == 6
 
 
 def test_says_why_it_does_not_serve():
     inputs = make(64, 1, 1, 1, 64, 64, documents=False, decay=True)
     assert reasons(**inputs)["mosaic_gpu"] is None
+    bonus = jnp.ones((1, 64))
+    assert "log_decay [B, T, G, K] alone" in reasons(**inputs | dict(bonus=bonus))["mosaic_gpu"]
+    channels = make(64, 1, 1, 1, 64, 64, documents=False, decay="channel", bonus=True)
+    assert reasons(**channels)["mosaic_gpu"] is None
+    assert reasons(**channels)["mosaic_tpu"] == "no bonus"
+    assert "log_decay [B, T, G]" in reasons(**channels | dict(bonus=None))["mosaic_tpu"]
     inputs["q"] = inputs["q"].astype(jnp.float32)
     with pytest.raises(NotImplementedError, match="'mosaic_gpu' takes q in bfloat16, not float32"):
         linear_attention(**inputs, scale=SCALE)

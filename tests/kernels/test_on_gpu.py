@@ -1,5 +1,8 @@
 """The kernels on the card itself: `make test-gpu`."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,11 +24,18 @@ CONFIGURATIONS = [
     ((2, 2, 4), 64, 64, 2048, True, "token"),
     ((2, 2, 2), 128, 128, 4096, False, "strong"),
     ((2, 2, 2), 128, 128, 1024, False, "constant"),
+    ((4, 2, 2), 64, 128, 1100, True, "channel"),
+    ((2, 2, 4), 128, 128, 512, False, "strong channel"),
+    ((2, 2, 2), 128, 64, 600, True, "channel and bonus"),
+    ((4, 4, 4), 128, 128, 512, False, "delta"),
+    ((4, 2, 2), 64, 128, 1100, True, "delta, token"),
+    ((2, 2, 4), 128, 64, 2048, True, "delta, strong"),
+    ((2, 2, 2), 64, 64, 4096, False, "delta, constant"),
 ]
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
-def test_linear_memory_equals_the_recurrence(configuration):
+def test_equals_the_recurrence(configuration):
     """Value, final state and every gradient, in float32 at full precision; and twice the same bits."""
     (heads, key_heads, memories), key_dim, value_dim, length, documents, decay = configuration
     rng = np.random.default_rng(0)
@@ -38,21 +48,36 @@ def test_linear_memory_equals_the_recurrence(configuration):
         normal(2, length, key_heads, key_dim),
         normal(2, length, memories, value_dim),
     ]
+    delta = "delta" in str(decay)
+    if delta:
+        k = inputs[1].astype(jnp.float32)
+        inputs[1] = (k / jnp.linalg.norm(k, axis=-1, keepdims=True)).astype(jnp.bfloat16)
+        inputs.append(2 * jax.nn.sigmoid(normal(2, length, memories, dtype=jnp.float32)))
+        decay = decay.removeprefix("delta").removeprefix(", ") or None
     if decay == "constant":
         inputs.append(jnp.log1p(-(2.0 ** (-5 - jnp.arange(memories)))))
     elif decay is not None:
-        gate = jax.nn.log_sigmoid(normal(2, length, memories, dtype=jnp.float32) + 3)
-        inputs.append(jnp.where(gate < -0.2, -30.0, gate) if decay == "strong" else gate)
+        channels = (key_dim,) if "channel" in decay else ()
+        gate = jax.nn.log_sigmoid(normal(2, length, memories, *channels, dtype=jnp.float32) + 3)
+        inputs.append(jnp.where(gate < -0.2, -30.0, gate) if "strong" in decay else gate)
+    if "bonus" in str(decay):
+        inputs.append(normal(memories, key_dim, dtype=jnp.float32))
     memory = normal(2, memories, key_dim, value_dim, dtype=jnp.float32)
     ids = jnp.asarray(np.cumsum(rng.random((2, length)) < 0.01, axis=1) + 1) if documents else None
     mask = jnp.asarray(rng.random((2, length)) < 0.9) if documents else None
 
-    def run(implementation, form, memory, *inputs):
-        state = ops.linear_state(2, memories, key_dim, value_dim)._replace(
-            memory=memory, segment_id=jnp.ones(2, jnp.int32)
-        )
-        output, state = ops.linear_memory(
-            *inputs, initial_state=state, segment_ids=ids, update_mask=mask, form=form,
+    def run(implementation, form, memory, q, k, v, *rest):
+        empty: Any = ops.delta_state if delta else ops.linear_state
+        state = empty(2, memories, key_dim, value_dim)
+        state = state._replace(memory=memory, segment_id=jnp.ones(2, jnp.int32))
+        call: Any
+        if delta:
+            call = functools.partial(ops.delta_memory, q, k, v, *rest)
+        else:
+            decay, bonus = (*rest, None, None)[:2]
+            call = functools.partial(ops.linear_memory, q, k, v, decay, bonus=bonus)
+        output, state = call(
+            initial_state=state, segment_ids=ids, update_mask=mask, form=form,
             implementation=implementation,
         )  # fmt: skip
         return output, state.memory
@@ -77,9 +102,56 @@ def test_linear_memory_equals_the_recurrence(configuration):
         assert error(got, want) < 1e-2
 
 
-def test_none_picks_the_kernel_and_changes_nothing_else():
+@pytest.mark.parametrize("op", [ops.linear_memory, ops.delta_memory])
+def test_none_picks_the_kernel_and_changes_nothing_else(op):
     inputs = [jnp.ones((1, 128, 2, 64), jnp.bfloat16)] * 3
-    text = jax.jit(lambda *x: ops.linear_memory(*x)[0]).lower(*inputs).as_text()
+    if op is ops.delta_memory:
+        inputs.append(jnp.ones((1, 128, 2)))
+    text = jax.jit(lambda *x: op(*x)[0]).lower(*inputs).as_text()
     assert "mosaic_gpu" in text
-    text = jax.jit(lambda *x: ops.linear_memory(*x, implementation="xla")[0]).lower(*inputs)
+    text = jax.jit(lambda *x: op(*x, implementation="xla")[0]).lower(*inputs)
     assert "mosaic_gpu" not in text.as_text()
+
+
+# heads of q and of k and v; D; T; documents; gates; window
+ATTENTION = [
+    ((4, 2), 128, 1000, True, "mild", None),
+    ((2, 2), 64, 4096, False, "strong", None),
+    ((2, 1), 64, 1024, False, "mild", 300),
+    ((2, 2), 128, 512, True, None, None),
+]
+
+
+@pytest.mark.parametrize("configuration", ATTENTION, ids=str)
+def test_attention_equals_xla(configuration):
+    """Value and every gradient, in float32 at full precision; and twice the same bits."""
+    (heads, key_heads), dim, length, documents, gates, window = configuration
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)  # noqa: E731
+    inputs = [normal(2, length, n, dim) for n in (heads, key_heads, key_heads)]
+    if gates is not None:
+        gate = jax.nn.log_sigmoid(jnp.asarray(rng.normal(size=(2, length, heads)), jnp.float32) + 3)
+        inputs.append(jnp.where(gate < -0.2, -30.0, gate) if gates == "strong" else gate)
+    ids = jnp.asarray(np.cumsum(rng.random((2, length)) < 0.01, axis=1) + 1) if documents else None
+    mask = jnp.asarray(rng.random((2, length)) < 0.9) if documents else None
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(implementation, d_output, *inputs):
+        def run(q, k, v, log_forget=None):
+            return ops.attention(
+                q, k, v, log_forget=log_forget, window=window, segment_ids=ids, update_mask=mask,
+                implementation=implementation,
+            )[0]  # fmt: skip
+
+        output, pull = jax.vjp(run, *inputs)
+        return output, *pull(d_output)
+
+    d_output = normal(2, length, heads, dim)
+    fused = both("mosaic_gpu", d_output, *inputs)
+    for a, b in zip(fused, both("mosaic_gpu", d_output, *inputs), strict=True):
+        np.testing.assert_array_equal(a, b)
+    with jax.default_matmul_precision("highest"):
+        widened = [x.astype(jnp.float32) for x in (d_output, *inputs)]
+        expected = both("xla", *widened)
+    for index, (got, want) in enumerate(zip(fused, expected, strict=True)):
+        assert error(got, want) < (1e-2 if index else 5e-3)

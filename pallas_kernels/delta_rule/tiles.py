@@ -1,0 +1,158 @@
+"""The mathematics of one chunk of the delta rule with no decay or a scalar one, on two-dimensional tiles.
+
+A chunk of C tokens moves the memory S [K, V] by `S_t = (I - beta_t k_tᵀ k_t) e^{g_t} S_{t-1} + beta_t k_tᵀ v_t`,
+`o_t = scale q_t S_t` (DeltaNet, arXiv 2406.06484; Gated DeltaNet, 2412.06464, Eq. 10). With b the inclusive sums of g over the chunk,
+G_ij = e^(b_i - b_j) where i >= j lie in one document, else 0, and x_i what token i finds missing (its value less what the memory
+holds at its key), all x solve one triangular system:
+
+    N = (G ⊙ k kᵀ) below its diagonal        X = (I + N diag(beta))⁻¹        P = scale G ⊙ q kᵀ
+    x = X (v - e^b ⊙ (k S))                  O = scale e^b ⊙ (q S) + P (beta ⊙ x)
+    S' = e^b_C S + kᵀ (e^(b_C - b) ⊙ beta ⊙ x)
+
+(beta stands on N's columns, so that nothing is divided by it.) X and P need no memory: all chunks' are made side by side
+(`prepare`); `sweep` then walks over the chunks. Against time `reverse` carries dS, the gradient of the memory:
+
+    du = Pᵀ dO + e^(b_C - b) ⊙ (k dS')       dv = Xᵀ (beta ⊙ du)
+    dS = e^b_C dS' + (scale e^b ⊙ q)ᵀ dO - (e^b ⊙ k)ᵀ dv
+
+and `finish` makes the other gradients, again side by side, from A = scale G ⊙ (dO uᵀ), E = -(G ⊙ dv uᵀ) below its diagonal and
+u = beta ⊙ x:
+
+    dq = A k + scale e^b ⊙ (dO Sᵀ)           dk = Aᵀ q + (E + Eᵀ) k - e^b ⊙ (dv Sᵀ) + e^(b_C - b) ⊙ (u dS'ᵀ)
+    beta ⊙ dbeta = column sums of (q kᵀ ⊙ A + k kᵀ ⊙ E) + e^(b_C - b) k · (u dS'ᵀ) = x · dv
+
+A decay g_l stands in every b_i - b_j with j < l <= i, in e^b_i with l <= i, in e^(b_C - b_j) with j < l, and in e^b_C, which gives
+its gradient without a further product. Documents zero e^b where they began inside the chunk, e^(b_C - b) where they end in it,
+and e^b_C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+_NEVER = -1e30
+_FLOOR = -128.0  # e^-128 is 0 in float32
+
+
+class Chunk(NamedTuple):
+    """What decays and documents do to a chunk.
+
+    Attributes:
+        weights: G, [C, C].
+        enter: e^b, [C, 1].
+        leave: e^(b_C - b), [C, 1].
+        keep: e^b_C, [1, 1].
+        seen: where i >= j lie in one document, [C, C].
+    """
+
+    weights: jax.Array
+    enter: jax.Array
+    leave: jax.Array
+    keep: jax.Array
+    seen: jax.Array
+
+
+class Gradients(NamedTuple):
+    """Of q [C, K], k [C, K], beta [C] and the decays [C]."""
+
+    q: jax.Array
+    k: jax.Array
+    beta: jax.Array
+    log_decay: jax.Array
+
+
+def read_chunk(log_decay: jax.Array, run: jax.Array, before: jax.Array) -> Chunk:
+    """Resolve decays [C] and the runs of the tokens [C]; `before` is the run of the token before the chunk."""
+    i, j = _indices(len(log_decay))
+    log_decay = jnp.maximum(log_decay, _FLOOR)
+    seen = (i >= j) & (run[:, None] == run)
+    sums = jnp.cumsum(log_decay)[:, None]
+    after = jnp.sum(jnp.where(j > i, log_decay, 0), axis=1, keepdims=True)
+    enter = jnp.exp(jnp.where((run == before)[:, None], sums, _NEVER))
+    leave = jnp.exp(jnp.where((run == run[-1])[:, None], after, _NEVER))
+    weights = jnp.exp(jnp.where(seen, sums - sums.T, _NEVER))
+    return Chunk(weights, enter, leave, enter[-1:], seen)
+
+
+def unit_inverse(
+    strict: Any, apart: Any, product: Callable[[Any, Any], Any], exact: Callable[[Any, Any], Any]
+) -> Any:
+    """`(I + strict)⁻¹` of a strictly lower triangular [C, C], C a power of two.
+
+    Blocks on the diagonal are inverted at 1, 2, 4, ... rows: `X - X S X`, with S the part of `strict` between the two halves of
+    a block, inverts the blocks of twice the size, and (unlike powers of `strict`) grows with the inverse alone, however
+    alike the keys. A Newton step at the end squares the error that a `product` in 16 bits leaves.
+
+    Args:
+        strict: [C, C], 0 on and above the diagonal.
+        apart: [C, C] integers, `i ^ j`.
+        product: the matrix product of two [C, C].
+        exact: a product exact in its left operand; the right one is a result of `product` rounded as `product` does.
+    """
+    x = jnp.where(apart == 0, 1.0, 0.0) - jnp.where(apart == 1, strict, 0.0)
+    size = 2
+    while size < strict.shape[0]:
+        between = jnp.where((apart >= size) & (apart < 2 * size), strict, 0.0)
+        x = x - product(product(x, between), x)
+        size *= 2
+    rounded, left = exact(strict, x)
+    return rounded + product(rounded, jnp.where(apart == 0, 1.0, 0.0) - rounded - left)
+
+
+def prepare(q, k, beta, chunk: Chunk, scale: float) -> tuple[jax.Array, jax.Array]:
+    """X and P, [C, C]."""
+    i, j = _indices(len(k))
+    strict = jnp.where(i > j, k @ k.T * chunk.weights, 0)
+    inverse = unit_inverse(strict * beta, i ^ j, jnp.matmul, lambda a, b: (b, a @ b))
+    return inverse, q @ k.T * chunk.weights * scale
+
+
+def sweep(q, k, v, beta, memory, inverse, scores, chunk: Chunk, scale: float):
+    """O [C, V], x [C, V] and S' from S."""
+    missing = inverse @ (v - chunk.enter * (k @ memory))
+    writes = beta[:, None] * missing
+    out = scale * chunk.enter * (q @ memory) + scores @ writes
+    return out, missing, chunk.keep * memory + k.T @ (chunk.leave * writes)
+
+
+def reverse(q, k, beta, d_out, d_memory, inverse, scores, chunk: Chunk, scale: float):
+    """dv [C, V] and dS from dS' (`d_memory`)."""
+    d_writes = scores.T @ d_out + chunk.leave * (k @ d_memory)
+    dv = inverse.T @ (beta[:, None] * d_writes)
+    entering = (scale * chunk.enter * q).T @ d_out - (chunk.enter * k).T @ dv
+    return dv, chunk.keep * d_memory + entering
+
+
+def finish(q, k, beta, missing, d_out, dv, memory, d_memory, chunk: Chunk, scale: float):
+    """The other gradients, from S, dS' and what the two sweeps left."""
+    i, j = _indices(len(k))
+    scores, alike = q @ k.T, k @ k.T
+    # Without beta, which is not to be divided by.
+    pairs = chunk.weights * scale * (d_out @ missing.T)
+    erased = jnp.where(i > j, -chunk.weights * (dv @ missing.T), 0)
+    read = scale * chunk.enter * (d_out @ memory.T)
+    erase = chunk.enter * (dv @ memory.T)
+    write = chunk.leave * (missing @ d_memory.T)
+    products = scores * pairs + alike * erased
+    written = jnp.sum(k * write, axis=1)
+    d_beta = jnp.sum(products, axis=0) + written
+
+    pairs, erased, write = pairs * beta, erased * beta, write * beta[:, None]
+    dq = read + pairs @ k
+    dk = pairs.T @ q + erased @ k + erased.T @ k - erase + write
+    products = jnp.where(i > j, products * beta, 0)
+    later = jnp.sum(products, axis=1) - jnp.sum(products, axis=0)
+    later += jnp.sum(q * read - k * erase, axis=1)
+    total = chunk.keep[0, 0] * jnp.sum(memory * d_memory)
+    d_decay = jnp.sum(jnp.where(chunk.seen, later[:, None], 0), axis=0)
+    d_decay += jnp.sum(jnp.where(i < j, (beta * written)[:, None], 0), axis=0) + total
+    return Gradients(dq, dk, d_beta, d_decay)
+
+
+def _indices(size: int) -> tuple[jax.Array, jax.Array]:
+    i = jax.lax.broadcasted_iota(jnp.int32, (size, size), 0)
+    return i, i.T

@@ -1,0 +1,413 @@
+"""Linear attention whose decay has a value for every key channel (GLA, HGRN2, RWKV6), on Mosaic GPU (Hopper).
+
+What is parallel is apart from what is sequential. `_prepare` resolves every chunk by itself: its scores, by halving (see
+`tiles_channels`), and its queries and keys with their decay to the chunk's borders. `_sweep` then walks over the chunks with a
+[K, 64] piece of the memory S in the registers of a warpgroup:
+
+    out = read S + scores values,    S <- keep S + writtenᵀ values
+
+all three products at once, so that a chunk's chain is one store and one round of products. Run against time with the transposed
+scores, read and written exchanged and dO for values it gives dv and the memory's gradient. Both sweeps of the backward save what
+they hold at each chunk's border, and `_finish` gives dq, dk and the decay's gradient, again chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import warpgroups as wg
+from pallas_kernels.compat import pl, plgpu
+from pallas_kernels.linear_attention import hopper
+from pallas_kernels.linear_attention.hopper_finish import finish
+from pallas_kernels.linear_attention.hopper_halving import (
+    BLOCK,
+    CHUNK,
+    LEVELS,
+    PARAMETERS,
+    SQUARE,
+    Documents,
+    Halving,
+    by_column,
+    by_row,
+    left_operand,
+    load,
+    same_document,
+)
+
+TAKES_BONUS = True
+_STAGES = 3  # chunks on their way or in use
+_F32 = jnp.float32
+
+
+class Prepared(NamedTuple):
+    """Every chunk of T tokens, for h heads.
+
+    Attributes:
+        scores: [B, h, T, 64].
+        read: [B, T, h, K], scale q e^b.
+        written: [B, T, h, K], k e^(b_C - b).
+        keep: [B, h, N * K] float32, e^(b_C).
+    """
+
+    scores: jax.Array
+    read: jax.Array
+    written: jax.Array
+    keep: jax.Array
+
+
+class Residuals(NamedTuple):
+    """What `forward` leaves for `backward`: the chunks, and the memory before each of P parts [B * P, h, K, V].
+
+    To resolve the chunks again would take a quarter of the time of both.
+    """
+
+    chunks: Prepared
+    starts: jax.Array
+
+
+def reason(q, k, v, log_decay, run, initial) -> str | None:
+    """Why this backend does not serve these arguments (arrays or their shapes), or None."""
+    if log_decay.dtype != _F32:
+        return f"log_decay in float32, not {jnp.dtype(log_decay.dtype).name}"
+    return hopper.reason(q, k, v, log_decay, run, initial)
+
+
+def forward(
+    q, k, v, log_decay, run, initial, *, scale: float, bonus=None, save: bool = True,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array, Residuals]:  # fmt: skip
+    """The output [B, T, max(H, G), V], the final memory [B, G, K, V] and the residuals. T is a multiple of `CHUNK`.
+
+    With a bonus [G, K] reads come before writes.
+    """
+    del save  # the residuals are there in any case
+    batch, length, memories, _ = v.shape
+    heads = max(q.shape[2], memories)
+    parts = hopper._count_parts(batch * heads, length)
+    split = functools.partial(hopper._split, parts=parts)
+    chunks = _prepare(
+        split(q), split(k), split(log_decay), _documents(run, parts), heads=heads, scale=scale, bonus=bonus,
+        interpret=interpret,
+    )  # fmt: skip
+    values = split(v)
+    sweep = functools.partial(_sweep, interpret=interpret)
+    # Several heads that read one memory each carry it along.
+    starts = initial = jnp.repeat(initial, heads // memories, axis=1)
+    if parts > 1:
+        (written,) = sweep(None, chunks.written, values, None, chunks.keep)
+        starts = hopper._scan_parts(written, _by_channel(chunks), initial)
+    output, ends = sweep(
+        chunks.read, chunks.written, values, chunks.scores, chunks.keep, initial=starts
+    )
+    final = ends.reshape(batch, parts, heads, *ends.shape[2:])[:, -1, :: heads // memories]
+    return output.reshape(batch, length, heads, -1), final, Residuals(chunks, starts)
+
+
+def backward(
+    q, k, v, log_decay, run, initial, residuals: Residuals, d_output, d_final, *, scale: float,
+    bonus=None, decay_gradient: bool = True, interpret: Any = False,
+):  # fmt: skip
+    """Gradients of q, k, v, log_decay and initial, and of a bonus if there is one."""
+    del initial, decay_gradient
+    batch, length, memories, _ = v.shape
+    heads, (chunks, starts) = d_output.shape[2], residuals
+    parts = starts.shape[0] // batch
+    split = functools.partial(hopper._split, parts=parts)
+    values, d_out = split(v), split(d_output)
+    sweep = functools.partial(_sweep, interpret=interpret)
+    # Of several heads that carry one memory, the first hands on the gradient from outside.
+    first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
+    d_ends = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
+    if parts > 1:
+        (read,) = sweep(None, chunks.read, d_out, None, chunks.keep, reverse=True)
+        d_ends = hopper._scan_parts(read, _by_channel(chunks), d_ends, reverse=True)
+    _, states = sweep(None, chunks.written, values, None, chunks.keep, initial=starts, save=True)
+    dv, d_starts, d_states = sweep(
+        chunks.written, chunks.read, d_out, chunks.scores, chunks.keep,
+        initial=d_ends, save=True, reverse=True,
+    )  # fmt: skip
+    dq, dk, d_decay, *d_bonus = finish(
+        split(q), split(k), values, split(log_decay), d_out, states, d_states, chunks.keep,
+        _documents(run, parts), scale=scale, bonus=bonus, interpret=interpret,
+    )  # fmt: skip
+    d_bonus = [jnp.sum(x.reshape(x.shape[0], memories, -1, x.shape[-1]), (0, 2)) for x in d_bonus]
+    d_initial = d_starts.reshape(batch, parts, *d_starts.shape[1:])[:, 0]
+    whole = lambda x, n: hopper._share(x.reshape(batch, length, *x.shape[2:]), n)  # noqa: E731
+    return (
+        whole(dq, q.shape[2]), whole(dk, k.shape[2]), whole(dv, memories), whole(d_decay, memories),
+        hopper._share(d_initial, memories, axis=1), *d_bonus,
+    )  # fmt: skip
+
+
+def _by_channel(chunks: Prepared):
+    """`keep` with chunks last, [B, h, K, N]."""
+    batch, _, heads, depth = chunks.read.shape[0], *chunks.read.shape[1:]
+    return jnp.swapaxes(chunks.keep.reshape(batch, heads, -1, depth), 2, 3)
+
+
+def _documents(run, parts: int) -> Documents | None:
+    if run is None:
+        return None
+    by_chunk = run.reshape(run.shape[0], -1, CHUNK)
+    last = by_chunk[..., -1:]
+    before = jnp.pad(last[:, :-1], [(0, 0), (1, 0), (0, 0)])
+    flags = [(by_chunk == x).astype(_F32).reshape(run.shape) for x in (before, last)]
+    return Documents(*(hopper._split(x, parts) for x in (run, *flags)))
+
+
+def _prepare(
+    q, k, log_decay, documents: Documents | None, *, heads: int, scale: float, bonus=None,
+    interpret: Any = False,
+) -> Prepared:  # fmt: skip
+    """Resolve all chunks for `heads` heads, a multiple of those of q, k and log_decay [B, T, *, K] and of bonus [*, K]."""
+    batch, length, _, depth = q.shape
+    count, groups = length // CHUNK, depth // BLOCK
+    total = batch * count * heads
+    # As many warpgroups as leave each thread 128 registers.
+    items = next(n for n in (4 // groups, 2 // groups, 1) if n and total % n == 0)
+    named = dict(q=q, k=k, g=log_decay)
+    named |= {} if documents is None else documents._asdict()
+    named |= {} if bonus is None else dict(bonus=bonus)
+    struct: Any = jax.ShapeDtypeStruct
+    wide = struct((batch, length, heads, depth), q.dtype)
+    out_type = Prepared(
+        struct((batch, heads, length, CHUNK), q.dtype),
+        wide,
+        wide,
+        struct((batch, heads, count * depth), _F32),
+    )
+
+    def kernel(*refs):
+        refs = dict(zip([*named, *Prepared._fields], refs, strict=True))
+        warpgroup = lax.axis_index("warpgroup")
+        item, group = lax.div(warpgroup, groups), lax.rem(warpgroup, groups)
+        columns = pl.ds(group * BLOCK, BLOCK)
+
+        index = lax.axis_index("block") * items + item
+        h, n = lax.rem(index, heads), lax.rem(lax.div(index, heads), count)
+        b, tokens = lax.div(index, heads * count), pl.ds(n * CHUNK, CHUNK)
+        own = lambda heads_of: lax.div(h * heads_of, heads)  # noqa: E731 - which of these serves this one
+
+        def scoped(q_room, k_room, parts, room, other, loaded, added, *left_room):
+            q_room, k_room, parts, room, loaded = (
+                x.at[warpgroup] for x in (q_room, k_room, parts, room, loaded)
+            )
+            for name, x in dict(q=q_room, k=k_room).items():
+                source = refs[name].at[b, tokens, own(named[name].shape[2]), columns]
+                plgpu.copy_gmem_to_smem(source, x, loaded)
+            left = left_operand(left_room[0].at[warpgroup] if interpret else None, interpret)
+            halving = Halving(parts, room, left, bonus is not None, index, interpret)
+            g = wg.load_global(refs["g"].at[b, tokens, own(log_decay.shape[2]), columns])
+            halving.split_decay(g)
+            keep = jnp.exp2(halving.column_sums())
+            if documents is not None:
+                keep *= refs["enters"].at[b][n * CHUNK + CHUNK - 1]
+            refs["keep"].at[b, h, pl.ds(n * depth + group * BLOCK, BLOCK)][...] = keep
+            plgpu.barrier_wait(loaded)
+
+            def level(at, scores):
+                x = halving.operand(at, load(q_room), load(k_room), halving.factor(at))
+                (near,) = halving.accumulate(lambda out: plgpu.wgmma(out, x, x.transpose((1, 0))))
+                return scores + halving.only_meeting(at, near)
+
+            # A loop: the levels unrolled take more registers than there are.
+            scores = plgpu.layout_cast(jnp.zeros(SQUARE, _F32), wg.LAYOUT)
+            scores = lax.fori_loop(0, LEVELS, level, scores)
+            current = load(q_room).astype(_F32) * load(k_room).astype(_F32)
+            if bonus is not None:
+                current *= by_column(refs["bonus"].at[own(bonus.shape[0]), columns])
+            current = wg.spread_rows(jnp.sum(current, axis=1), SQUARE)
+            i, j = halving.i, halving.j
+            scores = jnp.where(i > j, scores, jnp.where(i == j, current, 0.0)) * scale
+            if documents is not None:
+                scores = jnp.where(same_document(refs["run"].at[b, tokens]), scores, 0.0)
+
+            def hand_over():
+                other.at[item][...] = scores
+                plgpu.barrier_arrive(added.at[item])
+
+            if groups > 1:
+                pl.when(group == 1)(hand_over)
+            # What is apart from the other warpgroup goes first, so that it need not wait long.
+            for name, x, later in (("read", q_room, True), ("written", k_room, False)):
+                factor = halving.border(later)
+                if documents is not None:
+                    flags = refs["enters" if later else "stays"].at[b, tokens]
+                    factor *= wg.spread_rows(by_row(flags), SQUARE)
+                if later:
+                    factor *= scale
+                x[...] = (load(x).astype(_F32) * factor).astype(x.dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(x, refs[name].at[b, tokens, h, columns])
+
+            def save():
+                whole = scores
+                if groups > 1:
+                    plgpu.barrier_wait(added.at[item])
+                    whole += load(other.at[item])
+                room[...] = whole.astype(room.dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(room, refs["scores"].at[b, h, tokens])
+
+            pl.when(group == 0)(save)
+            plgpu.wait_smem_to_gmem(0)
+
+        smem: Any = plgpu.SMEM
+        room = functools.partial(smem, dtype=q.dtype, transforms=wg.TILED)
+        each = items * groups
+        rooms = [
+            room((each, *SQUARE)),
+            room((each, *SQUARE)),
+            room((each, 2, *SQUARE), dtype=jnp.bfloat16),
+            room((each, *SQUARE)),
+            smem((items if groups > 1 else 1, *SQUARE), _F32, transforms=wg.TILED_WIDE),
+            plgpu.Barrier(num_arrivals=2, num_barriers=each),
+            plgpu.Barrier(num_barriers=items),
+        ]
+        if interpret:
+            rooms.append(room((each, *SQUARE), dtype=jnp.bfloat16))
+        pl.run_scoped(scoped, *rooms, collective_axes="warpgroup")
+
+    return Prepared(
+        *plgpu.kernel(
+            kernel,
+            out_type=list(out_type),
+            grid=(total // items,),
+            grid_names=("block",),
+            num_threads=items * groups,
+            thread_name="warpgroup",
+            compiler_params=PARAMETERS,
+            interpret=interpret,
+        )(*named.values())
+    )
+
+
+def _sweep(
+    read, written, values, scores, keep, *, initial=None, reverse: bool = False, save: bool = False,
+    interpret: Any = False,
+):  # fmt: skip
+    """Walk over all chunks, with a memory for each of h heads.
+
+    Args:
+        read: [B, T, h, K]; None with `scores` only writes.
+        written: [B, T, h, K].
+        values: [B, T, *, V], of a number of heads that divides h.
+        scores: [B, h, T, 64], transposed in use if `reverse`.
+        keep: [B, h, N * K].
+        initial: [B, h, K, V] float32, S before the first chunk (in reverse, after the last); None is 0.
+        reverse: walk against time.
+        save: also return S before each chunk (in reverse, after it).
+        interpret: parameters of the interpreter, or False.
+
+    Returns:
+        A list: out [B, T, h, V] if `read` is given, the last S [B, h, K, V] in float32, and the saved ones [B, h, N, K, V].
+    """
+    batch, length, heads, depth = written.shape
+    width, count = values.shape[-1], length // CHUNK
+    blocks = width // BLOCK
+    groups = 1 if blocks % 2 else 2  # warpgroups that share what is loaded
+    wide = (CHUNK, BLOCK)
+    streams = dict(read=read, written=written, values=values, scores=scores, keep=keep)
+    streams = {name: x for name, x in streams.items() if x is not None}
+    named = streams | ({} if initial is None else dict(initial=initial))
+    struct = jax.ShapeDtypeStruct
+    out_type = {
+        "out": read is not None and struct((batch, length, heads, width), values.dtype),
+        "last": struct((batch, heads, depth, width), _F32),
+        "saved": save and struct((batch, heads, count, depth, width), values.dtype),
+    }
+    out_type = {name: kind for name, kind in out_type.items() if kind}
+
+    def kernel(*refs):
+        refs = dict(zip([*named, *out_type], refs, strict=True))
+        b, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
+        group = lax.axis_index("group")
+        columns = pl.ds((lax.axis_index("column") * groups + group) * BLOCK, BLOCK)
+        shared = pl.ds(lax.axis_index("column") * groups * BLOCK, groups * BLOCK)
+        at = lambda n: count - 1 - n if reverse else n  # noqa: E731
+
+        def scoped(memory_smem, out_smem):
+            def body(indices, *arguments) -> Any:
+                *loaded, S = arguments
+                chunk = dict(zip(streams, loaded, strict=True))
+                n = at(indices[0])
+                written, z = chunk["written"], chunk["values"]
+                if groups > 1:
+                    z = z.at[:, pl.ds(group * BLOCK, BLOCK)]
+                memory, out_room = memory_smem.at[group], out_smem.at[group]
+                if save:
+                    # All but the output's copy, which came after the memory's.
+                    plgpu.wait_smem_to_gmem(0 if read is None else 1, wait_read_only=True)
+                if save or read is not None:
+                    memory[...] = S.astype(memory.dtype)
+                    plgpu.commit_smem()
+                if save:
+                    plgpu.copy_smem_to_gmem(memory, refs["saved"].at[b, h, n, :, columns])
+                S = S * wg.spread_rows(wg.load_rows(chunk["keep"]), (depth, BLOCK))
+                write = lambda S: plgpu.wgmma(S, written.transpose((1, 0)), z)  # noqa: E731
+                if read is None:
+                    return wg.accumulate(write, S, interpret=interpret)[0]
+                near = chunk["scores"].transpose((1, 0)) if reverse else chunk["scores"]
+
+                def products(out, S):
+                    plgpu.wgmma(out, near, z)
+                    plgpu.wgmma(out, chunk["read"], memory)
+                    write(S)
+
+                out, S = wg.accumulate(products, jnp.zeros(wide, _F32), S, interpret=interpret)
+                plgpu.wait_smem_to_gmem(1 if save else 0, wait_read_only=True)
+                out_room[...] = out.astype(out_room.dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(out_room, refs["out"].at[b, pl.ds(n * CHUNK, CHUNK), h, columns])  # fmt: skip
+                return S
+
+            def compute(pipeline):
+                if initial is None:
+                    S = plgpu.layout_cast(jnp.zeros((depth, BLOCK), _F32), wg.LAYOUT)
+                else:
+                    S = wg.load_global(refs["initial"].at[b, h, :, columns])
+                refs["last"].at[b, h, :, columns][...] = pipeline(S)
+                plgpu.wait_smem_to_gmem(0)
+
+            sources, specs = [], []
+            for name in streams:
+                source = refs[name]
+                if name in ("scores", "keep"):
+                    source = source.at[b, h]
+                else:
+                    source = source.at[b, :, lax.div(h * streams[name].shape[2], heads)]
+                if name == "keep":
+                    specs.append(plgpu.BlockSpec((depth,), lambda n: (at(n),)))
+                else:
+                    size = dict(scores=CHUNK, values=groups * BLOCK).get(name, depth)
+                    source = source.at[:, shared] if name == "values" else source
+                    specs.append(
+                        plgpu.BlockSpec((CHUNK, size), lambda n: (at(n), 0), transforms=wg.TILED)
+                    )
+                sources.append(source)
+            pipeline: Any = plgpu.emit_pipeline_warp_specialized
+            pipeline(
+                body, grid=(count,), in_specs=specs, max_concurrent_steps=min(_STAGES, count),
+                num_compute_wgs=groups, memory_registers=40, wg_axis="group", compute_context=compute,
+            )(*sources)  # fmt: skip
+
+        smem: Any = plgpu.SMEM
+        room = functools.partial(smem, dtype=values.dtype, transforms=wg.TILED)
+        rooms = room((groups, depth, BLOCK)), room((groups, *wide))
+        pl.run_scoped(scoped, *rooms, collective_axes="group")
+
+    return plgpu.kernel(
+        kernel,
+        out_type=list(out_type.values()),
+        grid=(batch * heads, blocks // groups),
+        grid_names=("row", "column"),
+        num_threads=groups + 1,
+        thread_name="group",
+        compiler_params=PARAMETERS,
+        interpret=interpret,
+    )(*named.values())

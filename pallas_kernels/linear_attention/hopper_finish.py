@@ -1,0 +1,207 @@
+"""The end of the backward of `hopper_channels`: gradients of q, k and the log decay, chunk by chunk, on Mosaic GPU (Hopper)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import warpgroups as wg
+from pallas_kernels.compat import pl, plgpu
+from pallas_kernels.linear_attention.hopper_halving import (
+    BLOCK,
+    CHUNK,
+    LEVELS,
+    PARAMETERS,
+    SQUARE,
+    Documents,
+    Halving,
+    by_column,
+    by_row,
+    left_operand,
+    load,
+    same_document,
+)
+
+_F32 = jnp.float32
+
+
+def finish(
+    q, k, v, log_decay, d_output, states, d_states, keep, documents: Documents | None, *,
+    scale: float, bonus=None, interpret: Any = False,
+):  # fmt: skip
+    """Gradients of q, k [B, T, h, K] and log_decay (float32), chunk by chunk, for the h heads of `d_output`.
+
+    With a bonus also what each chunk gives it, [B, h, N, K].
+
+    Args:
+        q: [B, T, *, K], as the other inputs of a number of heads that divides h.
+        k: [B, T, *, K].
+        v: [B, T, *, V].
+        log_decay: [B, T, *, K].
+        d_output: [B, T, h, V].
+        states: [B, h, N, K, V], S before each chunk.
+        d_states: [B, h, N, K, V], the gradient of S after it.
+        keep: [B, h, N * K].
+        documents: or None.
+        scale: of q.
+        bonus: [*, K], or None.
+        interpret: parameters of the interpreter, or False.
+    """
+    batch, length, heads, width = d_output.shape
+    depth = q.shape[-1]
+    count, groups = length // CHUNK, depth // BLOCK
+    named = dict(q=q, k=k, states=states, d_states=d_states, v=v, d_output=d_output)
+    named |= dict(g=log_decay, keep=keep)
+    named |= {} if documents is None else documents._asdict()
+    named |= {} if bonus is None else dict(bonus=bonus)
+    struct = jax.ShapeDtypeStruct
+    shape = (batch, length, heads, depth)
+    out_type = dict(dq=struct(shape, q.dtype), dk=struct(shape, k.dtype), dg=struct(shape, _F32))
+    if bonus is not None:
+        out_type["d_bonus"] = struct((batch, heads, count, depth), _F32)
+
+    def kernel(*refs):
+        refs = dict(zip([*named, *out_type], refs, strict=True))
+        index, group = lax.axis_index("chunk"), lax.axis_index("warpgroup")
+        h, n = lax.rem(index, heads), lax.rem(lax.div(index, heads), count)
+        b = lax.div(index, heads * count)
+        own = lambda name: lax.div(h * named[name].shape[2], heads)  # noqa: E731
+        tokens, columns = pl.ds(n * CHUNK, CHUNK), pl.ds(group * BLOCK, BLOCK)
+
+        def scoped(
+            q_room, k_room, states, d_states, parts, x_room, totals, v, d_out, loaded, *left_room
+        ):
+            q_room, k_room, states, d_states, parts, x_room, totals = (
+                x.at[group] for x in (q_room, k_room, states, d_states, parts, x_room, totals)
+            )
+            for name, room in dict(q=q_room, k=k_room).items():
+                source = refs[name].at[b, tokens, own(name), columns]
+                plgpu.copy_gmem_to_smem(source, room, loaded)
+            for name, room in dict(states=states, d_states=d_states).items():
+                plgpu.copy_gmem_to_smem(refs[name].at[b, h, n, columns], room, loaded)
+
+            def copy(name, room):
+                plgpu.copy_gmem_to_smem(refs[name].at[b, tokens, own(name)], room, loaded)
+
+            pl.when(group == 0)(lambda: copy("v", v))
+            pl.when(group == groups - 1)(lambda: copy("d_output", d_out))
+            g = wg.load_global(refs["g"].at[b, tokens, own("g"), columns])
+            keep = by_row(refs["keep"].at[b, h, pl.ds(n * depth + group * BLOCK, BLOCK)])
+            left = left_operand(left_room[0].at[group] if interpret else None, interpret)
+            halving = Halving(parts, x_room, left, bonus is not None, index, interpret)
+            halving.split_decay(g)
+            i, j = halving.i, halving.j
+
+            def within(mask):
+                if documents is None:
+                    return mask
+                return mask & same_document(refs["run"].at[b, tokens])
+
+            def border(x, name):
+                if documents is None:
+                    return x
+                return x * wg.spread_rows(by_row(refs[name].at[b, tokens]), SQUARE)
+
+            def crossed(later, earlier):
+                plgpu.wgmma(later, d_out, v.transpose((1, 0)))
+                plgpu.wgmma(earlier, v, d_out.transpose((1, 0)))
+
+            def outside(dq, dk):
+                plgpu.wgmma(dq, d_out, states.transpose((1, 0)))
+                plgpu.wgmma(dk, v, d_states.transpose((1, 0)))
+
+            plgpu.barrier_wait(loaded)
+            later, earlier = halving.accumulate(crossed, 2)
+            weights = scale * jnp.where(i >= j, later, earlier)
+            if documents is not None:
+                weights = jnp.where(same_document(refs["run"].at[b, tokens]), weights, 0.0)
+            current = jnp.sum(jnp.where(i == j, weights, 0.0), axis=1)
+            weights = weights.astype(jnp.bfloat16)
+            dq, dk = halving.accumulate(outside, 2)
+            at_end = jnp.zeros((CHUNK,), _F32)
+            for c in range(width // BLOCK):
+                part = pl.ds(c * BLOCK, BLOCK)
+                both = (load(x.at[:, part]).astype(_F32) for x in (states, d_states))
+                at_end += jnp.sum(functools.reduce(jnp.multiply, both), axis=1)
+
+            dq *= border(halving.border(True), "enters") * scale
+            dk *= border(halving.border(False), "stays")
+            # The memory's tiles have been used: their room takes the next parts.
+            spare = [states, d_states]
+            if width > BLOCK:
+                spare = [states.at[:, pl.ds(n * BLOCK, BLOCK)] for n in range(2)]
+            halving.split(load(k_room).astype(_F32) * dk, spare)
+            totals[...] = at_end * keep + halving.column_sums(spare)
+
+            def level(at, gradients):
+                dq, dk = gradients
+                factor = halving.factor(at)
+                x = halving.operand(at, load(q_room), load(k_room), factor)
+                near = left(halving.only_meeting(at, weights))
+                (dx,) = halving.accumulate(lambda out: plgpu.wgmma(out, near, x))
+                dx *= factor
+                later = halving.later(at)
+                return dq + later * dx, dk + (1 - later) * dx
+
+            dq, dk = lax.fori_loop(0, LEVELS, level, (dq, dk))
+            q, k = (load(x).astype(_F32) for x in (q_room, k_room))
+            of_q, of_k = q * dq, k * dk
+            if bonus is None:
+                halving.split(of_q - of_k)
+                dg = halving.sums(within(j >= i))
+            else:
+                halving.split(of_q)
+                dg = halving.sums(within(j > i))
+                halving.split(of_k)
+                dg -= halving.sums(within(j >= i))
+            at_end = plgpu.load(totals, layout=wg.LAYOUT.reduce(0))
+            dg += border(lax.broadcast_in_dim(at_end, SQUARE, [1]), "stays")
+            refs["dg"].at[b, tokens, h, columns][...] = dg
+
+            current = wg.spread_rows(current, SQUARE)
+            if bonus is not None:
+                halving.split(current * q * k)
+                refs["d_bonus"].at[b, h, n, columns][...] = halving.column_sums()
+                row = refs["bonus"].at[lax.div(h * bonus.shape[0], heads), columns]
+                current *= by_column(row)
+            for name, room, x in (
+                ("dq", q_room, dq + current * k),
+                ("dk", k_room, dk + current * q),
+            ):
+                room[...] = x.astype(room.dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(room, refs[name].at[b, tokens, h, columns])
+            plgpu.wait_smem_to_gmem(0)
+
+        smem: Any = plgpu.SMEM
+        room = functools.partial(smem, dtype=q.dtype, transforms=wg.TILED)
+        rooms = [
+            room((groups, *SQUARE)),
+            room((groups, *SQUARE)),
+            room((groups, BLOCK, width)),
+            room((groups, BLOCK, width)),
+            room((groups, 2, *SQUARE), dtype=jnp.bfloat16),
+            room((groups, *SQUARE)),
+            smem((groups, CHUNK), _F32),
+            room((CHUNK, width)),
+            room((CHUNK, width)),
+            plgpu.Barrier(num_arrivals=4 * groups + 2),
+        ]
+        if interpret:
+            rooms.append(room((groups, *SQUARE), dtype=jnp.bfloat16))
+        pl.run_scoped(scoped, *rooms, collective_axes="warpgroup")
+
+    return plgpu.kernel(
+        kernel,
+        out_type=list(out_type.values()),
+        grid=(batch * count * heads,),
+        grid_names=("chunk",),
+        num_threads=groups,
+        thread_name="warpgroup",
+        compiler_params=PARAMETERS,
+        interpret=interpret,
+    )(*named.values())

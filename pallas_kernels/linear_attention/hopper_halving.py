@@ -1,0 +1,163 @@
+"""The halving of a chunk whose decay has a value for every key channel, for a warpgroup of Mosaic GPU; see `tiles_channels`."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import warpgroups as wg
+from pallas_kernels.compat import plgpu
+from pallas_kernels.linear_attention import tiles_channels as tiles
+
+CHUNK = 64
+BLOCK = 64  # columns that a warpgroup holds
+SQUARE = (CHUNK, CHUNK)
+LEVELS = len(tiles.levels(CHUNK))
+_F32 = jnp.float32
+_LOG2E = math.log2(math.e)
+
+PARAMETERS = plgpu.CompilerParams(
+    approx_math=True,
+    reduction_scratch_bytes=0,  # all warpgroups would share it: no sums over rows of registers
+    # The layout inference of the other semantics finds no solution here (jax 0.11.2).
+    lowering_semantics=plgpu.LoweringSemantics.Lane,
+)
+
+
+class Documents(NamedTuple):
+    """Where documents begin: `run` [B, T], and 1 where a token's is the one before its chunk, or the chunk's last, else 0."""
+
+    run: jax.Array
+    enters: jax.Array
+    stays: jax.Array
+
+
+class Halving:
+    """For the 64 columns of a warpgroup: sums of rows by products with masks, and what the levels make of them.
+
+    A sum over rows in registers would go through a room in shared memory that all warpgroups use at once.
+    """
+
+    def __init__(self, parts, room, left, exclusive: bool, index, interpret):
+        """Take rooms in shared memory.
+
+        Args:
+            parts: [2, 64, 64] bfloat16.
+            room: [64, 64] bfloat16.
+            left: `left_operand`.
+            exclusive: as in `tiles_channels`.
+            index: of the chunk.
+            interpret: parameters of the interpreter, or False.
+        """
+        self._parts, self._room = [parts.at[n] for n in range(2)], room
+        self._left, self._exclusive, self._interpret = left, exclusive, interpret
+        iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, SQUARE, layout=wg.LAYOUT)
+        # Said to depend on the chunk, lest all masks be made ahead, and fill the registers.
+        zero = lax.shift_right_logical(index, 30)
+        self.i, self.j = iota(0) + zero, iota(1) + zero
+
+    def accumulate(self, add, count: int = 1):
+        """[64, 64] tiles, what `add` adds to references to zeros."""
+        zeros = [jnp.zeros(SQUARE, _F32)] * count
+        return wg.accumulate(add, *zeros, interpret=self._interpret)
+
+    def split(self, x, parts=None):
+        """Keep x [64, 64] float32 in two bfloat16 parts, in other rooms if they are given."""
+        high = x.astype(jnp.bfloat16)
+        first, second = self._parts if parts is None else parts
+        first[...] = high
+        second[...] = (x - high.astype(_F32)).astype(jnp.bfloat16)
+        plgpu.commit_smem()
+
+    def split_decay(self, log_decay):
+        """`split` in units of log 2, as `factor` and `border` take it."""
+        self.split(jnp.maximum(log_decay, tiles.FLOOR) * _LOG2E)
+
+    def sums(self, mask):
+        """`mask` [64, 64] times the tile last split."""
+        ones = self._left(jnp.where(mask, 1.0, 0.0).astype(jnp.bfloat16))
+
+        def add(out):
+            for part in self._parts:
+                plgpu.wgmma(out, ones, part)
+
+        return self.accumulate(add)[0]
+
+    def column_sums(self, parts=None):
+        """Of the tile last split (into `parts`), a vector by row."""
+        parts = self._parts if parts is None else parts
+        ones = plgpu.layout_cast(jnp.ones(SQUARE, self._room.dtype), wg.LAYOUT)
+        self._room[...] = ones
+        plgpu.commit_smem()
+
+        def add(out):
+            for part in parts:
+                plgpu.wgmma(out, part.transpose((1, 0)), self._room)
+
+        return jnp.max(self.accumulate(add)[0], axis=1)  # all columns are the same
+
+    def factor(self, level):
+        """`tiles_channels.factor`; `level` is the logarithm of its blocks' rows."""
+        half = lax.shift_left(1, level)
+        span = tiles.spans(self.i, self.j, half, (self.i & half) > 0, self._exclusive)
+        return jnp.exp2(self.sums(span))
+
+    def border(self, later: bool):
+        """What is left of the memory at each row (`later`), or of each row at the chunk's end."""
+        upto = self.j < self.i if self._exclusive else self.j <= self.i
+        return jnp.exp2(self.sums(upto if later else self.j > self.i))
+
+    def only_meeting(self, level, x):
+        """x where rows and columns stand in blocks that meet, else 0."""
+        half = lax.shift_left(1, level)
+        return jnp.where(((self.i ^ half) & -half) == (self.j & -half), x, 0.0).astype(x.dtype)
+
+    def later(self, level):
+        """1 in rows of later blocks, 0 in the others."""
+        return (lax.shift_right_logical(self.i, level) & 1).astype(_F32)
+
+    def operand(self, level, of_later, of_earlier, factor):
+        """The level's tile in shared memory: rows of the later blocks from one tile, of the others from the other, decayed."""
+        later = self.later(level).astype(of_later.dtype)
+        x = of_later * later + of_earlier * (1 - later)  # quicker than to select
+        self._room[...] = (x.astype(_F32) * factor).astype(self._room.dtype)
+        plgpu.commit_smem()
+        return self._room
+
+
+def load(ref):
+    """A tile in shared memory."""
+    return plgpu.load(ref, layout=wg.LAYOUT)
+
+
+def by_row(ref):
+    """A vector in global memory, one value for each row."""
+    return wg.load_global(ref, wg.LAYOUT.reduce(1))
+
+
+def by_column(ref):
+    """One for each column, as a tile."""
+    return lax.broadcast_in_dim(wg.load_global(ref, wg.LAYOUT.reduce(0)), SQUARE, [1])
+
+
+def same_document(run):
+    """[64, 64], whether two tokens of a chunk belong to one document."""
+    return wg.spread_rows(by_row(run), SQUARE) == by_column(run)
+
+
+def left_operand(room, interpret: Any):
+    """What makes a [64, 64] bfloat16 tile the left operand of a product: nothing, but in the interpreter, which has no such."""
+
+    def left(x):
+        if not interpret:
+            return x
+        room[...] = x
+        plgpu.commit_smem()
+        return room
+
+    return left

@@ -1,0 +1,140 @@
+"""The Hopper kernels of the delta rule, by Mosaic GPU's interpreter and by lowering for an H200."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from lsm_jax import ops
+from pallas_kernels.compat import gpu_interpreter, races_found
+from pallas_kernels.delta_rule import delta_rule, reasons
+from tests.kernels.test_linear_attention_gpu import error
+
+BATCH, SCALE = 1, 0.25
+
+
+def make(
+    length, heads, key_heads, memories, key_dim, value_dim, *, documents, decay, alike=False
+) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+
+    def normal(*shape, dtype=jnp.float32):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    k = normal(BATCH, length, key_heads, key_dim)
+    if alike:  # as near to each other as keys of a trained model come
+        k = k + 2 * normal(1, 1, key_heads, key_dim)
+    k /= jnp.linalg.norm(k, axis=-1, keepdims=True)
+    log_decay = jax.nn.log_sigmoid(normal(BATCH, length, memories) + 2)
+    if decay == "strong":
+        log_decay = jnp.asarray(rng.choice([0.0, -1e-3, -30.0], size=log_decay.shape), jnp.float32)
+    starts = jnp.isin(jnp.arange(length), jnp.array([30, 31, 64, 150]))
+    run = jnp.broadcast_to(jnp.cumsum(starts, dtype=jnp.int32), (BATCH, length))
+    return dict(
+        q=normal(BATCH, length, heads, key_dim, dtype=jnp.bfloat16),
+        k=k.astype(jnp.bfloat16),
+        v=normal(BATCH, length, memories, value_dim, dtype=jnp.bfloat16),
+        beta=2 * jax.nn.sigmoid(normal(BATCH, length, memories)).at[:, ::9].set(0),
+        log_decay=log_decay if decay else None,
+        initial=normal(BATCH, memories, key_dim, value_dim) * 0.3,
+        run=run if documents else None,
+    )
+
+
+def by_token(q, k, v, beta, log_decay, initial, run):
+    state = ops.delta_state(v.shape[0], v.shape[2], k.shape[3], v.shape[3])
+    state = state._replace(memory=initial, segment_id=jnp.ones(BATCH, jnp.int32))
+    ids = None if run is None else run + 1
+    output, state = ops.delta_memory(
+        q, k, v, beta, log_decay, scale=SCALE, initial_state=state, segment_ids=ids, form="recurrent"
+    )  # fmt: skip
+    return output, state.memory
+
+
+def fused(q, k, v, beta, log_decay, initial, run):
+    return delta_rule(
+        q, k, v, beta, log_decay, initial=initial, run=run, scale=SCALE, interpret=gpu_interpreter()
+    )
+
+
+CASES = {
+    "decay": dict(dims=(128, 1, 1, 1, 64, 64), documents=True, decay=True),
+    "plain": dict(dims=(100, 1, 1, 1, 64, 64), documents=False, decay=False),
+    "queries-share": dict(dims=(65, 2, 1, 1, 64, 128), documents=True, decay=False),
+    "memories-share-wide": dict(dims=(100, 1, 1, 2, 128, 128), documents=False, decay=True),
+    "strong": dict(dims=(192, 1, 1, 1, 128, 64), documents=False, decay="strong"),
+    "alike": dict(dims=(128, 1, 1, 1, 64, 64), documents=False, decay=False, alike=True),
+}
+FAST = ("decay",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES]
+)
+def test_equals_the_recurrence_in_value_and_every_gradient(name):
+    inputs = make(*CASES[name]["dims"], **{k: v for k, v in CASES[name].items() if k != "dims"})
+    widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs | dict(run=None))
+    run = inputs.pop("run")
+    del widened["run"]
+    expected, expected_pull = jax.vjp(lambda x: by_token(**x, run=run), widened)
+    actual, pull = jax.vjp(lambda x: fused(**x, run=run), inputs)
+    for got, wanted in zip(actual, expected, strict=True):
+        assert got.shape == wanted.shape
+        assert error(got, wanted) < 5e-3
+    rng = np.random.default_rng(1)
+    cotangents = [jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in actual]
+    (grads,) = pull(tuple(cotangents))
+    (wanted,) = expected_pull(tuple(x.astype(jnp.float32) for x in cotangents))
+    for field, gradient in grads.items():
+        if inputs[field] is not None:
+            assert gradient.shape == inputs[field].shape
+            assert error(gradient, wanted[field]) < 1e-2, field
+    assert not races_found()
+
+
+@pytest.mark.slow
+def test_causal_to_the_bit():
+    inputs = make(128, 1, 1, 1, 64, 64, documents=False, decay=True)
+    changed = dict(inputs)
+    for name in ("q", "k", "v", "beta", "log_decay"):
+        changed[name] = inputs[name].at[:, 77:].multiply(0.5)
+    np.testing.assert_array_equal(fused(**inputs)[0][:, :77], fused(**changed)[0][:, :77])
+
+
+@pytest.mark.parametrize("width", [pytest.param(64, marks=pytest.mark.slow), 128])
+def test_lowers_for_the_card(width):
+    struct = jax.ShapeDtypeStruct
+    wide, narrow = struct((2, 4090, 4, width), jnp.bfloat16), struct((2, 4090, 4), jnp.float32)
+    shapes = (
+        wide, wide, wide, narrow, narrow, struct((2, 4, width, width), jnp.float32),
+        struct((2, 4090), jnp.int32),
+    )  # fmt: skip
+
+    def step(*inputs):
+        def total(q, k, v, beta, log_decay, initial, run):
+            output, final = delta_rule(
+                q, k, v, beta, log_decay, initial=initial, run=run, scale=SCALE
+            )
+            return jnp.sum(output.astype(jnp.float32)) + jnp.sum(final)
+
+        return jax.value_and_grad(total, argnums=(0, 1, 2, 3, 4, 5))(*inputs)
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        text = jax.jit(step).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    # Two forward; three backward: the memories again, against time, and the rest.
+    assert text.count("custom_call @mosaic_gpu") == 5
+
+
+def test_says_why_it_does_not_serve():
+    inputs = make(64, 1, 1, 1, 64, 64, documents=False, decay=True)
+    shapes = {name: x for name, x in inputs.items() if name != "beta"}
+    assert reasons(**shapes)["mosaic_gpu"] is None
+    inputs["q"] = inputs["q"].astype(jnp.float32)
+    with pytest.raises(NotImplementedError, match="'mosaic_gpu' takes q in bfloat16, not float32"):
+        delta_rule(**inputs, scale=SCALE)
+    with pytest.raises(ValueError, match="implementation='triton'; accepted are"):
+        delta_rule(**inputs, scale=SCALE, implementation="triton")
