@@ -48,7 +48,7 @@ RECIPES = {
 
 
 def get_config(variant: str = "gla-340m") -> TrainConfig:
-    """The run `<method>-<size>[,pattern=...][,vocab_size=...]`.
+    """The run `<method>-<size>[,pattern=...][,feedforward=...][,vocab_size=...]`.
 
     Raises:
         ValueError: a method, size or option that does not exist; the message lists what does.
@@ -62,15 +62,15 @@ def get_config(variant: str = "gla-340m") -> TrainConfig:
     arguments: dict = {}
     for option in options:
         name, _, value = option.partition("=")
-        if name == "pattern":
-            arguments["pattern"] = value
+        if name in ("pattern", "feedforward"):
+            arguments[name] = value
         elif name == "vocab_size":
             if not value.isdecimal():
                 raise ValueError(f"variant {variant!r}: vocab_size={value!r}; accepted is a number")
             arguments["vocab_size"] = int(value)
         else:
             raise ValueError(
-                f"variant {variant!r}: option {name!r}; accepted are pattern, vocab_size"
+                f"variant {variant!r}: option {name!r}; accepted are pattern, feedforward, vocab_size"
             )
     if size in ("tiny", "10m"):
         arguments.setdefault("vocab_size", 257)  # bytes and BOS

@@ -7,12 +7,14 @@ from typing import Any
 import jax
 from flax import nnx
 
+from lsm_jax.feedforward.moe import MoE, MoEConfig
 from lsm_jax.feedforward.rwkv7_channel_mix import RWKV7ChannelMix, RWKV7ChannelMixConfig
 from lsm_jax.feedforward.rwkv_channel_mix import RWKV6ChannelMix, RWKV6ChannelMixConfig
 from lsm_jax.feedforward.swiglu import SwiGLU, SwiGLUConfig
 
 FEEDFORWARDS: dict[str, tuple[type, Any]] = {
     "swiglu": (SwiGLUConfig, SwiGLU),
+    "moe": (MoEConfig, MoE),
     "rwkv6_channel_mix": (RWKV6ChannelMixConfig, RWKV6ChannelMix),
     "rwkv7_channel_mix": (RWKV7ChannelMixConfig, RWKV7ChannelMix),
 }
@@ -53,6 +55,8 @@ def build(
 
 __all__ = [
     "FEEDFORWARDS",
+    "MoE",
+    "MoEConfig",
     "RWKV7ChannelMix",
     "RWKV7ChannelMixConfig",
     "RWKV6ChannelMix",

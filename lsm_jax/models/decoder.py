@@ -257,10 +257,17 @@ class Decoder(nnx.Module):
 
 
 def _gather(statistics: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
-    """Per-place statistics stacked over periods -> one entry a name, losses summed, others in the order of layers."""
+    """Per-place statistics stacked over periods -> one entry a name, losses summed, others in the order of layers.
+
+    Where places differ in shape, as with other numbers of experts, each has an entry of its own, `name/place`.
+    """
     gathered = {}
     for name in sorted({name for aux in statistics for name in aux}):
-        stacked = jnp.stack([aux[name] for aux in statistics if name in aux], axis=1)
+        found = {place: aux[name] for place, aux in enumerate(statistics) if name in aux}
+        if len({value.shape for value in found.values()}) > 1:
+            gathered |= {f"{name}/{place}": value for place, value in found.items()}
+            continue
+        stacked = jnp.stack(list(found.values()), axis=1)
         flat = stacked.reshape(-1, *stacked.shape[2:])
         gathered[name] = jnp.sum(flat, axis=0) if name.endswith("_loss") else flat
     return gathered

@@ -55,6 +55,10 @@ def why_not(
     for name, value in absent.items():
         if value is not None:
             return f"no {name}"
+    if (
+        jnp.ndim(log_decay) == 4
+    ):  # there is a kernel, whose gradient of q was wrong on a card (benchmarks/NOTES.md)
+        return "log_decay [G] or [B, T, G], not [B, T, G, K]"
     # Imported where it may serve: elsewhere the backends cost nothing.
     from pallas_kernels.linear_attention import reasons
 

@@ -83,8 +83,8 @@ def linear_memory(
         form: "recurrent" (token by token), "chunk" (matrix products in a chunk, scan over chunks) or "associative"
             (associative scan over chunks).
         implementation: None (the fused kernel where it serves: NVIDIA Hopper, bfloat16, chunk form, K and V of 64 or 128, no
-            value decay, normaliser or input gate, a bonus with `log_decay` [B, T, G, K] only, one state a row; else XLA), "xla",
-            "mosaic_gpu" or, by name only, "mosaic_tpu" (no decay of channels, no bonus; no one has run it on a TPU yet).
+            decay of channels, bonus, normaliser or input gate, one state a row; else XLA), "xla", "mosaic_gpu" or, by name
+            only, "mosaic_tpu" (no one has run it on a TPU yet).
         chunk_size: tokens in a chunk of the XLA form, a power of two; None is 64.
 
     Returns:

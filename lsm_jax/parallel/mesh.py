@@ -18,6 +18,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "embed": ("fsdp",),
     "vocab": (),
     "mlp": (),
+    "expert": (),
     "heads": (),
     "norm": (),
     "layers": (),

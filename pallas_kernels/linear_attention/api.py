@@ -61,6 +61,8 @@ def linear_attention(
 ) -> tuple[Float[Array, "B T max(H,G) V"], Float[Array, "B G K V"]]:
     """Write `kᵀ v` into decaying memories and read them with `q`; differentiable once, in reverse.
 
+    With `log_decay` [B, T, G, K] the gradients are not to be used on a card yet: that of q came out wrong there (benchmarks/NOTES.md).
+
     Args:
         q: [B, T, H, K] queries; H is a multiple or a divisor of G.
         k: [B, T, Hk, K] keys; Hk divides G.

@@ -70,6 +70,7 @@ class Halving:
         """Keep x [64, 64] float32 in two bfloat16 parts, in other rooms if they are given."""
         high = x.astype(jnp.bfloat16)
         first, second = self._parts if parts is None else parts
+        plgpu.commit_smem()  # a warp may still be at the product that reads what stands there
         first[...] = high
         second[...] = (x - high.astype(_F32)).astype(jnp.bfloat16)
         plgpu.commit_smem()
@@ -92,6 +93,7 @@ class Halving:
         """Of the tile last split (into `parts`), a vector by row."""
         parts = self._parts if parts is None else parts
         ones = plgpu.layout_cast(jnp.ones(SQUARE, self._room.dtype), wg.LAYOUT)
+        plgpu.commit_smem()  # as in `split`
         self._room[...] = ones
         plgpu.commit_smem()
 
@@ -125,6 +127,7 @@ class Halving:
         """The level's tile in shared memory: rows of the later blocks from one tile, of the others from the other, decayed."""
         later = self.later(level).astype(of_later.dtype)
         x = of_later * later + of_earlier * (1 - later)  # quicker than to select
+        plgpu.commit_smem()  # as in `split`
         self._room[...] = (x.astype(_F32) * factor).astype(self._room.dtype)
         plgpu.commit_smem()
         return self._room

@@ -17,6 +17,8 @@ pytestmark = [
 ]
 
 # heads of q, k and v; K, V; T; documents; decay
+# The gradient of q was wrong here, so that ops do not take this kernel until it is mended (benchmarks/NOTES.md).
+_REFUSED = pytest.mark.xfail(raises=NotImplementedError, strict=True)
 CONFIGURATIONS = [
     ((4, 4, 4), 128, 128, 512, False, "token"),
     ((4, 2, 2), 64, 128, 500, True, "token"),
@@ -24,9 +26,9 @@ CONFIGURATIONS = [
     ((2, 2, 4), 64, 64, 2048, True, "token"),
     ((2, 2, 2), 128, 128, 4096, False, "strong"),
     ((2, 2, 2), 128, 128, 1024, False, "constant"),
-    ((4, 2, 2), 64, 128, 1100, True, "channel"),
-    ((2, 2, 4), 128, 128, 512, False, "strong channel"),
-    ((2, 2, 2), 128, 64, 600, True, "channel and bonus"),
+    pytest.param(((4, 2, 2), 64, 128, 1100, True, "channel"), marks=_REFUSED),
+    pytest.param(((2, 2, 4), 128, 128, 512, False, "strong channel"), marks=_REFUSED),
+    pytest.param(((2, 2, 2), 128, 64, 600, True, "channel and bonus"), marks=_REFUSED),
     ((4, 4, 4), 128, 128, 512, False, "delta"),
     ((4, 2, 2), 64, 128, 1100, True, "delta, token"),
     ((2, 2, 4), 128, 64, 2048, True, "delta, strong"),
