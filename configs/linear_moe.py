@@ -8,10 +8,11 @@ Hardware: the paper's is eight A100; `tiny` is a laptop's.
 Expected: 2.18 B parameters, 0.328 B active, and 6.78 B, 1.14 B, embeddings apart (2 x 151,936 rows); Table 5, at a0.3b-2b, average
 accuracy over PIQA, HellaSwag, Winogrande, ARC and MMLU: attention 35.53, GLA 41.20, GLA hybrid 42.94, Mamba2 42.45.
 
-The authors' scripts leave the balance loss at 0; ours is 1e-2, Megatron's in their other models (`--config.model.layers.L.feedforward.
-balance_scale=0.0`, and N's). Not published is the batch: ours, 64 and 128 rows, are those in a released checkpoint's name and in
-the evaluation's script. Different are: no biases on queries, keys and values, output projections start like others (theirs smaller by sqrt(2 depth)), RetNet rotates, the delta rule has
-short convolutions, Gated DeltaNet an output norm, HGRN2 its lower bounds, each as its own paper has it.
+The authors' scripts leave the balance loss at 0; ours is 1e-2, Megatron's in their other models
+(`--config.model.layers.L.feedforward.balance_scale=0.0`, and N's). Not published is the batch: ours, 64 and 128 rows, are
+those in a released checkpoint's name and in the evaluation's script. Different are: no biases on queries, keys and values,
+output projections start like others (theirs smaller by sqrt(2 depth)), RetNet rotates, the delta rule has short
+convolutions, Gated DeltaNet an output norm, HGRN2 its lower bounds, each as its own paper has it.
 """
 
 from __future__ import annotations
