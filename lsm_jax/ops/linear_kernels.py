@@ -60,11 +60,11 @@ def why_not(
     ):  # there is a kernel, whose gradient of q was wrong on a card (benchmarks/NOTES.md)
         return "log_decay [G] or [B, T, G], not [B, T, G, K]"
     # Imported where it may serve: elsewhere the backends cost nothing.
-    from pallas_kernels.linear_attention import reasons
+    from pallas_kernels.linear_attention import reason
 
     if log_decay is not None:
         log_decay = jax.ShapeDtypeStruct(v.shape[:3] + log_decay.shape[3:], jnp.float32)
-    return reasons(q, k, v, log_decay, None, memory, bonus)[implementation]
+    return reason(implementation, q, k, v, log_decay, None, memory, bonus)
 
 
 def run_kernel(

@@ -26,10 +26,11 @@ def _backend(implementation: str, log_decay) -> Any:
 
 def reasons(q, k, v, log_decay, run, initial, bonus=None) -> dict[str, str | None]:
     """By implementation, what it takes in place of these arguments (arrays or their shapes); None if it serves them."""
-    return {name: _reason(name, q, k, v, log_decay, run, initial, bonus) for name in _BACKENDS}
+    return {name: reason(name, q, k, v, log_decay, run, initial, bonus) for name in _BACKENDS}
 
 
-def _reason(implementation, q, k, v, log_decay, run, initial, bonus) -> str | None:
+def reason(implementation, q, k, v, log_decay, run, initial, bonus) -> str | None:
+    """What one implementation takes in place of these arguments, or None; the others' backends are not imported."""
     backend = _backend(implementation, log_decay)
     if bonus is not None and not getattr(backend, "TAKES_BONUS", False):
         if implementation == "mosaic_tpu":
@@ -88,7 +89,7 @@ def linear_attention(
         raise ValueError(
             f"linear_attention: implementation={implementation!r}; accepted are {tuple(_BACKENDS)}"
         )
-    why = _reason(implementation, q, k, v, log_decay, run, initial, bonus)
+    why = reason(implementation, q, k, v, log_decay, run, initial, bonus)
     if why is not None:
         raise NotImplementedError(
             f"linear_attention: implementation={implementation!r} takes {why}"
