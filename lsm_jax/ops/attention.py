@@ -88,7 +88,7 @@ def attention(
         q: [B, T, H, K] queries; H is a multiple (grouped-query attention) or a divisor of G.
         k: [B, T, Hk, K] keys; Hk divides G.
         v: [B, T, G, V] values.
-        log_forget: [N] or [B, T, N], at most 0: the logarithm of each forget gate, N = max(H, G) heads. Constant gates -m_h are
+        log_forget: [N] or [B, T, N], finite and at most 0: the logarithm of each forget gate, N = max(H, G) heads. Constant gates -m_h are
             ALiBi's slopes m_h (arXiv 2108.12409). The gate of a token that is not written is not applied.
         window: see only the last `window` written tokens, the current one included; None is all of them.
         scale: multiplies the scores; None is `K ** -0.5`.
@@ -97,8 +97,9 @@ def attention(
         segment_ids: [B, T] integers, 0 padding; see `lsm_jax.ops.segments`.
         update_mask: [B, T], 0 where a token's key is not kept: it sees the tokens before it, but not itself.
         implementation: None (cuDNN where it serves: NVIDIA, bfloat16 or float16, whole documents without state, mask or
-            gates; the fused kernel where that serves: Hopper, bfloat16, no state; else XLA), "xla" (blocks of queries; no [T, T]
-            array is kept), "cudnn" or "mosaic_gpu" (the fused kernel).
+            gates; the fused kernel where that serves: Hopper, bfloat16, no state, no window along with ids or mask; else XLA),
+            "xla" (blocks of queries; no [T, T] array is kept), "cudnn" or "mosaic_gpu" (the fused kernel, which passes over keys
+            that gates have left less than e^-10 of a row, all together).
 
     Returns:
         The output in v's dtype, 0 where a token sees nothing, and the final state. Without a window, a token beyond the
@@ -229,12 +230,12 @@ def _attention(options, q, k, v, log_forget, state, segment_ids, update_mask):
     if options.backend == "xla":
         output = _in_xla(options, q, k, v, sums, tokens, places, state)
     elif options.sure:
-        output = fused(q, k, v, sums)
+        output = fused(q, k, v, log_forget)
     else:
         output = jax.lax.platform_dependent(
-            q, k, v, sums,
+            q, k, v, log_forget,
             cuda=fused,
-            default=lambda q, k, v, sums: _in_xla(
+            default=lambda q, k, v, _: _in_xla(
                 options, q, k, v, sums, tokens, places, state
             ).astype(v.dtype),
         )  # fmt: skip
@@ -338,10 +339,11 @@ def _after_held(state: AttentionState, places: _Places, new: tuple) -> tuple[_Pl
     return jax.tree.map(join, held, places), jax.tree.map(join, rings, new)
 
 
-def _fused(options: _Options, tokens: Tokens, q, k, v, sums: GateSum | None) -> Array:
+def _fused(options: _Options, tokens: Tokens, q, k, v, log_forget: Array | None) -> Array:
+    q = select(tokens.real, q)
     if options.backend == "mosaic_gpu":
         return attention_kernels.run_kernel(
-            q, k, v, sums, tokens, scale=options.scale, window=options.window
+            q, k, v, log_forget, tokens, scale=options.scale, window=options.window
         )
     local = None if options.window is None else (options.window - 1, 0)
     return jax.nn.dot_product_attention(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from lsm_jax.ops.forgetting import GateSum
+from lsm_jax.ops.forgetting import GateSum, sum_gates
 from lsm_jax.ops.segments import Tokens
 
 
@@ -35,11 +35,16 @@ def why_not(q, k, v, *, fresh: bool, window: int | None, whole: bool) -> str | N
 
 
 def run_kernel(
-    q, k, v, sums: GateSum | None, tokens: Tokens, *, scale: float, window: int | None
+    q, k, v, log_forget: jax.Array | None, tokens: Tokens, *, scale: float, window: int | None
 ) -> jax.Array:
     """Attention of whole documents, [B, T, H, V], 0 where a token sees nothing."""
     from pallas_kernels.forgetting_attention import forgetting_attention
 
+    sums = None
+    if log_forget is not None:
+        # On through documents, which `run` keeps apart: the kernel takes sums that never grow.
+        zero = jnp.zeros((log_forget.shape[0], log_forget.shape[2]), jnp.float32)
+        sums = sum_gates(log_forget, tokens._replace(run=None), GateSum(zero, zero))
     return forgetting_attention(
         q, k, v, sums, run=tokens.run, written=tokens.written, window=window, scale=scale
     )

@@ -55,9 +55,10 @@ def why_not(
     for name, value in absent.items():
         if value is not None:
             return f"no {name}"
-    if (
-        jnp.ndim(log_decay) == 4
-    ):  # there is a kernel, whose gradient of q was wrong on a card (benchmarks/NOTES.md)
+    # There is a kernel for these two, whose gradient of q was wrong on a card (benchmarks/NOTES.md).
+    if bonus is not None:
+        return "no bonus"
+    if jnp.ndim(log_decay) == 4:
         return "log_decay [G] or [B, T, G], not [B, T, G, K]"
     # Imported where it may serve: elsewhere the backends cost nothing.
     from pallas_kernels.linear_attention import reason

@@ -97,11 +97,13 @@ def find_bounds(q, k, rows: Rows, *, scale: float, window: int | None, prune: bo
         most = lax.cummax(most, axis=2)[:, :, None] * scale
         high, low = (x[..., None] - x[:, :, None, TILE - 1 :: TILE] for x in rows.gates)
         beyond = norm(queries)[..., None] * most + (high + low) - own[..., None]
-        hidden = beyond < -10 - math.log(length)
+        earlier = (
+            tile < (jnp.arange(length) // TILE)[:, None]
+        )  # only those end before the row's token
+        hidden = (beyond < -10 - math.log(length)) & earlier
         if rows.written is not None:  # a token that is no key is not in its own sum
             hidden &= rows.written[:, None, :, None]
         of_row = jnp.sum(hidden, axis=-1, dtype=jnp.int32)
-        of_row = jnp.minimum(of_row, jnp.arange(length) // TILE)
         by_tile = of_row.reshape(batch, heads, count, TILE)
         first = jnp.maximum(first, jnp.min(by_tile, axis=-1))
         settled = jnp.maximum(first, jnp.max(by_tile, axis=-1))

@@ -7,6 +7,8 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from lsm_jax import ops
+from lsm_jax.ops.attention_kernels import run_kernel
+from lsm_jax.ops.segments import read_tokens
 from pallas_kernels.compat import gpu_interpreter, races_found
 from pallas_kernels.forgetting_attention import forgetting_attention, hopper, reasons
 from tests.kernels.test_linear_attention_gpu import error
@@ -101,27 +103,34 @@ def test_equals_attention_in_value_and_every_gradient(name):
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_what_is_pruned_weighs_nothing(masked):
+@pytest.mark.parametrize("documents", [False, True])
+def test_what_is_pruned_weighs_nothing(masked, documents):
     """Tiles a row passes over weigh less than e^-10 of it, and gates this strong hide some."""
     inputs = make(1024, 2, 1, 64, masked=masked)
     q, k, sums, written = (inputs[n] for n in ("q", "k", "sums", "written"))
+    run = np.repeat([0, 1], 512)[None] if documents else None
+    if documents:  # even sums that begin anew, which nobody should give
+        sums = tuple(x.at[:, 512:].add(-x[:, 511:512]) for x in sums)
     gates = tuple(jnp.moveaxis(x, 2, 1) for x in sums)
-    rows = hopper.Rows(gates, None, written)
+    rows = hopper.Rows(gates, None if run is None else jnp.asarray(run), written)
     bounds = hopper.find_bounds(q, k, rows, scale=SCALE, window=None, prune=True)
     scores = SCALE * np.einsum("thd,sd->hts", np.float64(q[0]), np.float64(k[0, :, 0]))
     total = np.float64(gates[0][0]) + np.float64(gates[1][0])
     scores += total[:, :, None] - total[:, None]
     seen = np.tril(np.ones((1024, 1024), bool)) & (True if written is None else np.asarray(written))
+    if run is not None:
+        seen &= run[0, :, None] == run[0]
     scores = np.where(seen, scores, -np.inf)
     weights = np.exp(scores - np.maximum(scores.max(-1, keepdims=True), -1e30))
     first = np.asarray(bounds.of_row[0])
     hidden = np.arange(1024) // hopper.TILE < first[..., None]
     share = (weights * hidden).sum(-1) / np.maximum(weights.sum(-1), 1e-300)
     assert share.max() < np.exp(-10)
-    assert first.max() >= 4
+    assert first.max() >= 4 or documents and first.max() >= 2
     by_tile = first.reshape(2, -1, hopper.TILE)
-    np.testing.assert_array_equal(bounds.first[0], by_tile.min(-1))
-    np.testing.assert_array_equal(bounds.settled[0], by_tile.max(-1))
+    begins = np.arange(8) // 4 * 4 if documents else 0
+    np.testing.assert_array_equal(bounds.first[0], np.maximum(by_tile.min(-1), begins))
+    np.testing.assert_array_equal(bounds.settled[0], np.maximum(by_tile.max(-1), begins))
     reach = [
         [m for m in range(8) if bounds.first[0, h, m] <= n <= m] for h in range(2) for n in range(8)
     ]
@@ -201,3 +210,19 @@ def test_attention_picks_it_where_cudnn_does_not_serve():
             *[jnp.ones(q.shape, q.dtype)] * 3, window=9, segment_ids=jnp.ones((1, 256), jnp.int32),
             implementation="mosaic_gpu",
         )  # fmt: skip
+
+
+def test_attentions_sums_go_on_through_documents(monkeypatch):
+    """As the kernel needs them: a sum that begins anew would hide what is seen, or cost its digits."""
+    given = {}
+    monkeypatch.setattr(
+        "pallas_kernels.forgetting_attention.forgetting_attention",
+        lambda q, k, v, sums, **more: given.update(sums=sums, **more) or q,
+    )
+    q = jnp.ones((1, 6, 2, 64), jnp.bfloat16)
+    tokens = read_tokens(jnp.array([[3, 3, 0, 5, 5, 5]]), None, jnp.zeros(1, jnp.int32), None)
+    run_kernel(q, q, q, jnp.full((1, 6, 2), -0.5), tokens, scale=1.0, window=None)
+    high, low = given["sums"]
+    np.testing.assert_array_equal(high[0, :, 0], [-0.5, -1, -1, -1.5, -2, -2.5])
+    np.testing.assert_array_equal(low, 0)
+    assert given["run"][0, 1] < given["run"][0, 3]

@@ -121,6 +121,7 @@ ATTENTION = [
     ((2, 2), 64, 4096, False, "strong", None),
     ((2, 1), 64, 1024, False, "mild", 300),
     ((2, 2), 128, 512, True, None, None),
+    ((2, 2), 64, 2048, "long", "mild", None),
 ]
 
 
@@ -134,7 +135,8 @@ def test_attention_equals_xla(configuration):
     if gates is not None:
         gate = jax.nn.log_sigmoid(jnp.asarray(rng.normal(size=(2, length, heads)), jnp.float32) + 3)
         inputs.append(jnp.where(gate < -0.2, -30.0, gate) if gates == "strong" else gate)
-    ids = jnp.asarray(np.cumsum(rng.random((2, length)) < 0.01, axis=1) + 1) if documents else None
+    often = 0.002 if documents == "long" else 0.01
+    ids = jnp.asarray(np.cumsum(rng.random((2, length)) < often, axis=1) + 1) if documents else None
     mask = jnp.asarray(rng.random((2, length)) < 0.9) if documents else None
 
     @functools.partial(jax.jit, static_argnums=0)
