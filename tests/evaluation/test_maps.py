@@ -54,7 +54,9 @@ def op_weights(model: Decoder) -> np.ndarray:
 @pytest.mark.parametrize(
     "config",
     [
-        mixers.SoftmaxConfig(num_heads=4, num_kv_heads=2, window=9),
+        pytest.param(
+            mixers.SoftmaxConfig(num_heads=4, num_kv_heads=2, window=9), marks=pytest.mark.slow
+        ),
         mixers.get_method("fox").config(num_heads=4, num_kv_heads=2),
         pytest.param(
             mixers.get_method("fox").config(num_heads=4, forget_gate="alibi", window=20),

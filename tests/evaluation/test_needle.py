@@ -116,6 +116,7 @@ def test_what_stands_beyond_an_oracles_reach_is_not_found():
     np.testing.assert_array_equal(scores.found["standard"][0], expected)
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_a_whole_forward_and_of_sampling():
     model = tiny_model()
     text = np.random.default_rng(0).integers(0, VOCAB, (3, 44)).astype(np.int32)

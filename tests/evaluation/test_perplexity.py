@@ -45,7 +45,7 @@ def logits_nll(model, batch):
     return np.log(np.exp(logits).sum(-1)) - own
 
 
-@pytest.mark.parametrize("piece_length", [60, 25])
+@pytest.mark.parametrize("piece_length", [pytest.param(60, marks=pytest.mark.slow), 25])
 def test_losses_are_those_of_one_whole_forward(model, piece_length):
     batch = rows(3, 60)
     expected = logits_nll(model, batch)

@@ -130,7 +130,7 @@ def test_causal_to_the_bit(decay):
 
 
 @pytest.mark.parametrize("channels", [False, True])
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width", [pytest.param(64, marks=pytest.mark.slow), 128])
 def test_lowers_for_the_card(width, channels):
     struct = jax.ShapeDtypeStruct
     wide = struct((2, 4090, 4, width), jnp.bfloat16)

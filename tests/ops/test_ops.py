@@ -135,7 +135,9 @@ def gradients(case, form, inputs, state, **given):
     return jax.jit(jax.value_and_grad(function))([leaves[i] for i in moving])
 
 
-@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.slow) if k == "plain" else k for k in SETTINGS]
+)
 @parametrize_forms(core=True)
 def test_matches_the_definition(case, form, kind):
     given = settings(kind, case)
