@@ -42,7 +42,7 @@ class MoEConfig:
         balance_scale: multiplies the balance loss (Switch Transformer, arXiv 2101.03961), `E Σ f_e P_e` with f_e the part of all
             choices that fell on e and P_e its mean probability: 1 at perfect balance, averaged over the model's layers.
         z_scale: multiplies the z-loss (ST-MoE, arXiv 2202.08906), the mean of `logsumexp(logits)²`, averaged likewise.
-        execution: "grouped" or "dense"; until there is a kernel for NVIDIA (docs/decisions.md), "dense" takes less there.
+        execution: "grouped" or "dense"; "grouped" goes dense in XLA on NVIDIA, in more memory (docs/decisions.md).
     """
 
     num_experts: int = 64
