@@ -1,9 +1,10 @@
-"""Evaluate a run: loss by position and perplexity on held-out text, a needle in a haystack, maps, sampling.
+"""Evaluate a run: loss by position and perplexity on held-out text, a needle in a haystack, maps, sampling, lm-evaluation-harness.
 
     python eval.py --workdir=runs/x
     python eval.py --workdir=runs/x --data=longcrawl64/heldout.zarr --sequence_length=65536 --batch_size=1
     python eval.py --workdir=runs/x --tasks=needle --data=essays --needle.lengths=1000,4000,16000 --needle.depths=0,50,100
     python eval.py --workdir=runs/x --tasks=maps --maps.layers=0,3 --maps.heads=0,1
+    python eval.py --workdir=runs/x --tasks=lm_eval --lm_eval.tasks=piqa,wikitext    # needs the extra [lm-eval]
     python eval.py --workdir=runs/x --tasks=generate --prompt="def main(" --temperature=0
 
 Results go to workdir/eval/<step>/; running it again replaces them.
@@ -24,16 +25,19 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from lsm_jax.data import NeedleConfig
-from lsm_jax.evaluation import MapsConfig
+from lsm_jax.evaluation import HarnessConfig, MapsConfig
 
 FLAGS = flags.FLAGS
 GROUPS = {
     "needle": NeedleConfig(),
     "maps": MapsConfig(),
+    "lm_eval": HarnessConfig(),
 }  # flags by field, such as --needle.lengths=1000,2000
 flags.DEFINE_string("workdir", None, "The run's directory.", required=True)
 flags.DEFINE_list(
-    "tasks", ["perplexity", "generate"], "What to do: perplexity, needle, maps, routing, generate."
+    "tasks",
+    ["perplexity", "generate"],
+    "What to do: perplexity, needle, maps, routing, generate, lm_eval.",
 )
 flags.DEFINE_integer("step", None, "The checkpoint; the last one where not given.")
 flags.DEFINE_string(
@@ -49,6 +53,7 @@ flags.DEFINE_integer(
 )
 flags.DEFINE_integer("max_tokens", None, "Stop after so many tokens; else all are read.")
 flags.DEFINE_string("prompt", "", "Text to continue, or to map.")
+flags.DEFINE_bool("chat", False, "The prompt is a user's, in the tokenizer's chat template.")
 flags.DEFINE_integer("num_tokens", 256, "The most tokens to generate.")
 flags.DEFINE_float("temperature", 0.8, "0 is greedy.")
 flags.DEFINE_integer("top_k", None, "Draw from the k likeliest tokens only.")
@@ -71,11 +76,13 @@ def main(argv: list[str]) -> None:
     from rich.console import Console
 
     import lsm_jax
-    from lsm_jax.evaluation import REPORTS, TASKS, Request, check_tasks
+    from lsm_jax.evaluation import REPORTS, TASKS, Request, check_harness, check_tasks
 
     names = check_tasks(FLAGS.tasks)
     request = Request(**{f.name: getattr(FLAGS, f.name) for f in dataclasses.fields(Request)})
     request.validate()
+    if "lm_eval" in names:
+        check_harness(request.lm_eval)
     lsm_jax.training.read_config(FLAGS.workdir)  # a wrong one is told before anything else
     print(f"eval.py: loading the run in {FLAGS.workdir}", file=sys.stderr, flush=True)
     run = lsm_jax.load_run(FLAGS.workdir, step=FLAGS.step)

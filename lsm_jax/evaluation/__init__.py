@@ -13,6 +13,7 @@ from lsm_jax.evaluation.baselines import (
 )
 from lsm_jax.evaluation.curve import LossCurve, report_lengths
 from lsm_jax.evaluation.generate import Generation, generate, state_bytes
+from lsm_jax.evaluation.harness import HarnessConfig, check_harness, run_harness
 from lsm_jax.evaluation.maps import LayerMaps, MapsConfig, layer_maps, plot_maps
 from lsm_jax.evaluation.needle import NeedleScores, contains, find_needles
 from lsm_jax.evaluation.perplexity import Evaluation, Scorer, evaluate
@@ -35,6 +36,7 @@ __all__ = [
     "ContextModel",
     "Evaluation",
     "Generation",
+    "HarnessConfig",
     "LayerMaps",
     "LossCurve",
     "MapsConfig",
@@ -43,6 +45,7 @@ __all__ = [
     "Scorer",
     "bits_table",
     "byte_baselines",
+    "check_harness",
     "check_tasks",
     "contains",
     "count_routes",
@@ -61,6 +64,7 @@ __all__ = [
     "plot_training",
     "read_metrics",
     "report_lengths",
+    "run_harness",
     "specialisation",
     "state_bytes",
     "store_documents",

@@ -16,10 +16,17 @@ import jax
 import numpy as np
 from rich.console import RenderableType
 
-from lsm_jax.data import DataConfig, Tokenizer, load_tokenizer, make_eval_iterator
+from lsm_jax.data import (
+    DataConfig,
+    JSONTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    make_eval_iterator,
+)
 from lsm_jax.data.needle import NeedleConfig, NeedleTask, haystack_tokens
 from lsm_jax.data.sources import open_store
 from lsm_jax.evaluation.generate import Generation, decode, generate
+from lsm_jax.evaluation.harness import HarnessConfig, harness_table, run_harness
 from lsm_jax.evaluation.maps import MapsConfig, layer_maps, plot_maps
 from lsm_jax.evaluation.needle import find_needles, limits
 from lsm_jax.evaluation.perplexity import evaluate
@@ -41,6 +48,7 @@ class Request:
         piece_length: tokens of each row computed at a time, the state carried on.
         max_tokens: stop after the batch that reaches so many tokens; None reads all.
         prompt: text to continue, or to map.
+        chat: the prompt to continue is what a user says, put into the tokenizer's chat template; EOS ends the answer.
         num_tokens: the most tokens to generate.
         temperature: divides the logits; 0 is greedy.
         top_k: draw from the k likeliest tokens only.
@@ -48,6 +56,7 @@ class Request:
         seed: of sampling.
         needle: what is hidden in the data and asked for.
         maps: which layers and heads to show.
+        lm_eval: which tasks of lm-evaluation-harness to do.
     """
 
     data: str | None = None
@@ -56,6 +65,7 @@ class Request:
     piece_length: int = 4096
     max_tokens: int | None = None
     prompt: str = ""
+    chat: bool = False
     num_tokens: int = 256
     temperature: float = 0.8
     top_k: int | None = None
@@ -63,6 +73,7 @@ class Request:
     seed: int = 0
     needle: NeedleConfig = dataclasses.field(default_factory=NeedleConfig)
     maps: MapsConfig = dataclasses.field(default_factory=MapsConfig)
+    lm_eval: HarnessConfig = dataclasses.field(default_factory=HarnessConfig)
 
     def validate(self) -> None:
         """Raise ValueError where a number is out of range, the data is not there or the prompt is not UTF-8."""
@@ -72,6 +83,7 @@ class Request:
                 raise ValueError(f"{name}={value}: it must be at least 1")
         self.needle.validate()
         self.maps.validate()
+        self.lm_eval.validate()
         if not 0 <= self.temperature < math.inf:
             raise ValueError(
                 f"temperature={self.temperature}: accepted are 0 (greedy) and positive numbers"
@@ -190,16 +202,23 @@ def _count_batches(data: DataConfig, batch_size: int) -> int | None:
 def sample_text(run: Run, request: Request, folder: Path) -> Generation:
     """A continued prompt: sample.txt and sample.json."""
     tokenizer = run_tokenizer(run)
+    prompt, bos_id, stop_id = request.prompt, run_bos_id(run, tokenizer), None
+    if request.chat:
+        if not isinstance(tokenizer, JSONTokenizer):
+            raise ValueError(f"chat=True: tokenizer {tokenizer.name!r} has no chat template")
+        prompt = tokenizer.chat_text([dict(role="user", content=prompt)])
+        bos_id, stop_id = None, tokenizer.eos_id
     made = generate(
         run.model,
         tokenizer,
-        request.prompt,
+        prompt,
         num_tokens=request.num_tokens,
         temperature=request.temperature,
         top_k=request.top_k,
         top_p=request.top_p,
         seed=request.seed,
-        bos_id=run_bos_id(run, tokenizer),
+        bos_id=bos_id,
+        stop_id=stop_id,
         prefill_chunk=request.piece_length,
     )
     folder.mkdir(parents=True, exist_ok=True)
@@ -310,10 +329,27 @@ def _tokens_to_map(run: Run, request: Request) -> np.ndarray:
     return tokens[:length]
 
 
+def lm_eval(run: Run, request: Request, folder: Path) -> dict[str, Any]:
+    """Tasks of lm-evaluation-harness: lm_eval.json; returns what it holds."""
+    tokenizer = run_tokenizer(run)
+    results = run_harness(
+        run,
+        tokenizer,
+        request.lm_eval,
+        bos_id=run_bos_id(run, tokenizer),
+        batch_size=request.batch_size,
+    )
+    results["step"] = run.step
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "lm_eval.json", results)
+    return results
+
+
 TASKS: dict[str, Callable[[Run, Request, Path], Any]] = {
     "perplexity": perplexity,
     "needle": needle,
     "maps": maps,
+    "lm_eval": lm_eval,
     "generate": sample_text,
 }
 
@@ -325,6 +361,7 @@ REPORTS: dict[str, Callable[[Any], list[RenderableType]]] = {
         f"layer {layer['layer']}, {layer['method']}: {', '.join(layer['arrays'])} in {layer['picture']}"
         for layer in found["layers"]
     ],
+    "lm_eval": lambda found: [harness_table(found)],
     "generate": lambda found: [f"\n{found.prompt}{found.text}\n", found.describe()],
 }
 

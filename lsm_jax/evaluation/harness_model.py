@@ -1,0 +1,258 @@
+"""A decoder as lm-evaluation-harness asks for it; imports the harness, so imported only where it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from lsm_jax.data import Tokenizer
+from lsm_jax.evaluation.generate import decode
+from lsm_jax.evaluation.progress import EvaluationProgress
+from lsm_jax.evaluation.reader import Reader
+from lsm_jax.models import Decoder, sample
+
+_SMALLEST = (
+    32  # tokens that the shortest windows are filled up to, so that few programs are compiled
+)
+
+
+class WindowScorer(Reader):
+    """How likely the ends of token windows are, and whether each of their tokens is the likeliest."""
+
+    def __init__(self, model: Decoder):
+        super().__init__(model)
+
+        def score(params, tokens, labels, scored, segment_ids):
+            model = self._model(params)
+            hidden, _, _ = model.hidden(tokens, segment_ids=segment_ids)
+            rows, length = tokens.shape
+            size = min(length, max(1, model.loss_chunk_size // rows))
+            count = -(-length // size)
+
+            def cut(x):  # [B, T, ...] -> [N, B, C, ...]
+                x = jnp.pad(x, [(0, 0), (0, count * size - length)] + [(0, 0)] * (x.ndim - 2))
+                return jnp.moveaxis(x.reshape(rows, count, size, *x.shape[2:]), 1, 0)
+
+            def step(sums, chunk):
+                x, wanted, counts = chunk
+                logits = model.logits(x)
+                own = jnp.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0]
+                logprob = jnp.where(counts, own - jax.nn.logsumexp(logits, axis=-1), 0)
+                greedy = ~counts | (jnp.argmax(logits, axis=-1) == wanted)
+                return (sums[0] + logprob.sum(axis=1), sums[1] & greedy.all(axis=1)), None
+
+            start = (jnp.zeros(rows), jnp.ones(rows, bool))
+            return jax.lax.scan(step, start, tuple(map(cut, (hidden, labels, scored))))[0]
+
+        self._score = jax.jit(score)
+
+    def __call__(
+        self, windows: Sequence[tuple[list[int], list[int]]], rows: int, length: int
+    ) -> list[tuple[float, bool]]:
+        """Log-probability of each end in nats, and whether greedy decoding gives it.
+
+        Args:
+            windows: up to `rows` pairs of tokens: what goes before, at least one, and the end.
+            rows: that the batch is filled up to.
+            length: tokens that a window and its end are filled up to, less one.
+        """
+        tokens, labels, segment_ids = (np.zeros((rows, length), np.int32) for _ in range(3))
+        scored = np.zeros((rows, length), bool)
+        for row, (before, end) in enumerate(windows):
+            ids, place = np.array([*before, *end], np.int32), len(before) + len(end) - 1
+            if ids.min() < 0 or ids.max() >= self.vocab_size:
+                raise ValueError(
+                    f"a text has ids from {ids.min()} to {ids.max()}; the model's vocabulary has "
+                    f"{self.vocab_size}: is this the tokenizer it was trained with?"
+                )
+            tokens[row, :place], labels[row, :place] = ids[:-1], ids[1:]
+            segment_ids[row, :place], scored[row, len(before) - 1 : place] = 1, True
+        arrays = (self._filled(x) for x in (tokens, labels, scored, segment_ids))
+        with jax.set_mesh(self._mesh):
+            found = self._score(self._params, *jax.device_put(tuple(arrays), self._rows))
+        logprob, greedy = (np.asarray(x)[: len(windows)] for x in found)
+        return [(float(p), bool(g)) for p, g in zip(logprob, greedy, strict=True)]
+
+
+class HarnessModel(TemplateLM):
+    """See `lsm_jax.evaluation.harness.run_harness`.
+
+    A text over `max_length` is cut on its left, as the harness's own models do, and `notes` counts it. What the run set in
+    front of documents stands in front of every window, those of a long document's perplexity too.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        *,
+        max_length: int,
+        max_gen_tokens: int,
+        bos_id: int | None,
+        batch_size: int,
+    ):
+        super().__init__()
+        self._model, self._tokenizer, self._bos_id = model, tokenizer, bos_id
+        self.max_length, self.max_gen_toks, self.batch_size = max_length, max_gen_tokens, batch_size
+        self._scorer, self._cut = WindowScorer(model), 0
+        ends = (tokenizer.eos_id, tokenizer.bos_id, bos_id)
+        self._end = next((token for token in ends if token is not None), None)
+        if self._end is None:
+            raise ValueError(
+                f"tokenizer {tokenizer.name!r} has no token that begins or ends a document; lm_eval needs one"
+            )
+
+    def notes(self) -> list[str]:
+        """What a reader of the results must know."""
+        if not self._cut:
+            return []
+        return [f"{self._cut} texts were cut on their left to {self.max_length} tokens"]
+
+    @property
+    def eot_token_id(self) -> int:
+        """What ends a document, or separates them."""
+        assert self._end is not None
+        return self._end
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What a text without anything before it goes on from."""
+        return self.eot_token_id if self._bos_id is None else self._bos_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        """For the harness's cache of requests."""
+        return self._tokenizer.name
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
+        """Tokens of the text alone."""
+        return list(self._tokenizer.encode(string))
+
+    def _window(self, before: list[int], room: int) -> list[int]:
+        """The last `room` tokens, BOS in front where the run had one."""
+        bos = [] if self._bos_id is None else [self._bos_id]
+        before = before[len(bos) :] if before[: len(bos)] == bos else before
+        kept = before[max(0, len(before) - max(0, room - len(bos))) :]
+        self._cut += len(kept) < len(before)
+        return bos + kept
+
+    def _scores(self, windows: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        """Of windows in any order; like lengths are computed together."""
+        sizes = [len(before) + len(end) - 1 for before, end in windows]
+        order = sorted(range(len(windows)), key=lambda i: -sizes[i])
+        found: list[Any] = [None] * len(windows)
+        total = -(-len(windows) // self.batch_size)
+        with EvaluationProgress("lm_eval: scoring", total) as bar:
+            for first in range(0, len(order), self.batch_size):
+                batch = order[first : first + self.batch_size]
+                length = _filled_length(sizes[batch[0]])
+                scores = self._scorer([windows[i] for i in batch], self.batch_size, length)
+                for i, score in zip(batch, scores, strict=True):
+                    found[i] = score
+                bar.advance(sum(sizes[i] for i in batch))
+        return found
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        windows = []
+        for (_, text), before, end in requests:
+            if not end:
+                raise ValueError(f"lm_eval: the continuation {text!r} has no token")
+            room = self.max_length + 1 - len(end)
+            if room < 1:
+                raise ValueError(
+                    f"lm_eval.max_length={self.max_length}: a continuation has {len(end)} tokens"
+                )
+            windows.append((self._window(before, room), end))
+        return self._scores(windows)
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Log-probability in nats of each whole text, in windows that each predict tokens of their own."""
+        windows, texts = [], []
+        # BOS in front of later windows takes a place.
+        size = self.max_length - (self._bos_id is not None)
+        for index, request in enumerate(requests):
+            tokens = self.tok_encode(request.args[0])
+            for pair in get_rolling_token_windows(tokens, self.prefix_token_id, size, 1):
+                before, end = make_disjoint_window(pair)
+                windows.append((self._window(before, self.max_length + 1 - len(end)), end))
+                texts.append(index)
+        sums = [0.0] * len(requests)
+        for index, (logprob, _) in zip(texts, self._scores(windows), strict=True):
+            sums[index] += logprob
+        return sums
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Continuations, greedy unless a task samples, cut at the first of its `until` strings."""
+        found = [""] * len(requests)
+        groups: dict[tuple[Any, ...], list[tuple[int, list[int], list[str]]]] = {}
+        for index, request in enumerate(requests):
+            text, options = request.args
+            until = options.get("until") or []
+            until = [until] if isinstance(until, str) else list(until)
+            number = int(options.get("max_gen_toks", self.max_gen_toks))
+            if not 1 <= number < self.max_length:
+                raise ValueError(
+                    f"max_gen_toks={number}: accepted are 1 to {self.max_length - 1}, below lm_eval.max_length"
+                )
+            drawn = bool(options.get("do_sample", False))
+            settings = (
+                float(options.get("temperature", 1.0)) if drawn else 0.0,
+                options.get("top_k") if drawn else None,
+                options.get("top_p") if drawn else None,
+            )
+            prompt = self._window(self.tok_encode(text), self.max_length - number)
+            prompt = prompt or [self.prefix_token_id]
+            groups.setdefault((number, *settings), []).append((index, prompt, until))
+        total = sum(-(-len(group) // self.batch_size) for group in groups.values())
+        with EvaluationProgress("lm_eval: generating", total) as bar:
+            for (number, temperature, top_k, top_p), group in groups.items():
+                group.sort(key=lambda item: -len(item[1]))
+                for first in range(0, len(group), self.batch_size):
+                    batch = group[first : first + self.batch_size]
+                    length = _filled_length(len(batch[0][1]))
+                    prompts, real = np.zeros((2, self.batch_size, length), np.int32)
+                    real[len(batch) :, -1] = 1
+                    for row, (_, prompt, _) in enumerate(batch):
+                        prompts[row, -len(prompt) :], real[row, -len(prompt) :] = prompt, 1
+                    drawn = sample(
+                        self._model,
+                        jnp.asarray(prompts),
+                        num_tokens=number,
+                        key=jax.random.key(first),
+                        temperature=temperature,
+                        top_k=top_k,
+                        top_p=top_p,
+                        stop_token=self._end,
+                        segment_ids=jnp.asarray(real),
+                    )
+                    for (index, _, until), ids in zip(batch, np.asarray(drawn), strict=False):
+                        found[index] = self._text(ids, until)
+                    bar.advance(number * len(batch))
+        return found
+
+    def _text(self, ids: np.ndarray, until: list[str]) -> str:
+        ended = np.flatnonzero(ids == self._end)
+        text = decode(self._tokenizer, ids[: ended[0]] if ended.size else ids)
+        places = [place for place in (text.find(end) for end in until if end) if place >= 0]
+        return text[: min(places)] if places else text
+
+
+def _filled_length(size: int) -> int:
+    """`size` filled up to a power of two, or to half as much again as one."""
+    length = _SMALLEST
+    while length < size:
+        length = length * 3 // 2 if length & (length - 1) == 0 else length // 3 * 4
+    return length

@@ -1,0 +1,190 @@
+"""lm-evaluation-harness: what the adapter gives is the model's own, and local tasks run with no network."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lm_eval.api.instance import Instance
+
+from lsm_jax.evaluation import HarnessConfig, Request, run_harness
+from lsm_jax.evaluation.harness_model import HarnessModel
+from lsm_jax.evaluation.tasks import run_bos_id, run_tokenizer
+from lsm_jax.models import sample
+
+ROOT = Path(__file__).resolve().parents[2]
+BOS = 256
+
+
+def instances(*arguments: tuple) -> list[Instance]:
+    return [Instance("loglikelihood", {}, args, i) for i, args in enumerate(arguments)]
+
+
+def adapter(run, **changes) -> HarnessModel:
+    options = dict(max_length=32, max_gen_tokens=8, bos_id=BOS, batch_size=3)
+    return HarnessModel(run.model, run_tokenizer(run), **{**options, **changes})
+
+
+def log_probabilities(run, ids: list[int]) -> np.ndarray:
+    """Of every token after the first, and whether each is the likeliest."""
+    logits, _, _ = run.model(jnp.asarray([ids[:-1]]))
+    table = jax.nn.log_softmax(logits[0], axis=-1)
+    picked = np.asarray(table)[np.arange(len(ids) - 1), ids[1:]]
+    return np.stack([picked, np.asarray(table.argmax(-1)) == ids[1:]])
+
+
+def test_likelihoods_are_the_models_own(run):
+    model = adapter(run)
+    pairs = [("def ", "f(x):"), ("", "import os"), ("x" * 60, " = 1"), ("return ", "é")]
+    for (before, end), (logprob, greedy) in zip(
+        pairs, model.loglikelihood(instances(*pairs), disable_tqdm=True), strict=True
+    ):
+        # A blank that ends the context belongs to the continuation.
+        blanks = len(before) - len(before.rstrip())
+        end, before = before[len(before) - blanks :] + end, before.rstrip()
+        tail = list(end.encode())
+        head = list(before.encode())[-(32 - len(tail)) :]
+        picked, likeliest = log_probabilities(run, [BOS, *head, *tail])[:, -len(tail) :]
+        assert logprob == pytest.approx(picked.sum(), rel=1e-5)
+        assert greedy == bool(likeliest.all())
+    assert model.notes() == ["1 texts were cut on their left to 32 tokens"]
+
+
+def test_greedy_continuations_are_told(run):
+    ids = [BOS, *b"class "]
+    drawn = sample(
+        run.model, jnp.asarray([ids]), num_tokens=3, key=jax.random.key(0), temperature=0
+    )
+    tail = bytes(np.asarray(drawn)[0].astype(np.uint8))
+    if max(np.asarray(drawn)[0]) > 127:
+        pytest.skip("the tiny model drew no ASCII")
+    text = tail.decode()
+    model = adapter(run)
+    found = model._loglikelihood_tokens([(("class ", text), ids, list(tail))])
+    other = model._loglikelihood_tokens([(("class ", text), ids, [(tail[0] + 1) % 128])])
+    assert found[0][1] and not other[0][1]
+
+
+def test_every_window_of_a_long_text_begins_with_bos(run):
+    text = "def f(x):\n    return x + 1\n" * 4  # 108 bytes, windows of 16
+    (found,) = adapter(run, max_length=16).loglikelihood_rolling(instances((text,)))
+    ids, expected, done = list(text.encode()), 0.0, 0
+    first = log_probabilities(run, [BOS, *ids[:15]])[0]
+    expected, done = first.sum(), 15
+    while done < len(ids):
+        end = min(done + 15, len(ids))
+        window = [BOS, *ids[end - 16 : end]]
+        expected += log_probabilities(run, window)[0][-(end - done) :].sum()
+        done = end
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_generation_is_the_samplers_and_stops_where_asked(run):
+    model = adapter(run)
+    prompts = ["def ", "import os\nimport sys\n", "x = "]
+    requests = instances(*((p, {"until": [], "max_gen_toks": 6}) for p in prompts))
+    found = model.generate_until(requests)
+    for prompt, text in zip(prompts, found, strict=True):
+        ids = jnp.asarray([[BOS, *prompt.encode()]])
+        drawn = np.asarray(
+            sample(
+                run.model, ids, num_tokens=6, key=jax.random.key(0), temperature=0, stop_token=BOS
+            )
+        )[0]
+        assert text == run_tokenizer(run).decode(drawn)
+    letter = found[0][2]
+    (cut,) = model.generate_until(instances((prompts[0], {"until": letter, "max_gen_toks": 6})))
+    assert cut == found[0][: found[0].index(letter)]
+
+
+def test_wrong_requests_are_told(run):
+    with pytest.raises(ValueError, match="max_gen_toks=32: accepted are 1 to 31"):
+        adapter(run).generate_until(instances(("a", {"max_gen_toks": 32})))
+    with pytest.raises(ValueError, match="max_length=32: a continuation has 40 tokens"):
+        adapter(run).loglikelihood(instances(("a", "b" * 40)), disable_tqdm=True)
+    with pytest.raises(ValueError, match="lm_eval.tasks is empty"):
+        run_harness(run, run_tokenizer(run), HarnessConfig(), bos_id=BOS, batch_size=2)
+    for field, value in (("limit", 0), ("max_length", 1), ("num_fewshot", -1)):
+        with pytest.raises(ValueError, match=f"lm_eval.{field}={value}"):
+            Request(lm_eval=HarnessConfig(**{field: value})).validate()
+    with pytest.raises(ValueError, match="lm_eval.include_path='nowhere' is no folder"):
+        Request(lm_eval=HarnessConfig(include_path="nowhere")).validate()
+
+
+def write_tasks(folder: Path) -> None:
+    data = folder / "data.jsonl"
+    rows = [{"text": "def f(x):", "choices": [" return x", " zq"], "label": 0} for _ in range(3)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = f"""dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+"""
+    (folder / "choice.yaml").write_text(
+        f"""task: local_choice
+{common}output_type: multiple_choice
+doc_to_text: "{{{{text}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: label
+metric_list: [{{metric: acc}}, {{metric: acc_norm}}]
+"""
+    )
+    (folder / "words.yaml").write_text(
+        f"""task: local_words
+{common}output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{text}}}}"
+metric_list: [{{metric: word_perplexity}}, {{metric: byte_perplexity}}]
+"""
+    )
+    (folder / "answer.yaml").write_text(
+        f"""task: local_answer
+{common}output_type: generate_until
+doc_to_text: "{{{{text}}}}"
+doc_to_target: "x"
+generation_kwargs: {{until: ["\\n"], max_gen_toks: 4}}
+metric_list: [{{metric: exact_match}}]
+"""
+    )
+
+
+def test_local_tasks_run_through_eval_with_no_network(run, workdir, tmp_path):
+    write_tasks(tmp_path)
+    offline = dict(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_HOME=str(tmp_path / "hub"))
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "eval.py"),
+            f"--workdir={workdir}",
+            "--tasks=lm_eval",
+            "--lm_eval.tasks=local_choice,local_words,local_answer",
+            f"--lm_eval.include_path={tmp_path}",
+            "--output=harness",
+        ],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", **offline},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "byte_perplexity" in done.stdout and "acc_norm" in done.stdout
+    found = json.loads((workdir / "eval" / "harness" / "lm_eval.json").read_text())
+    assert found["num_documents"] == dict(local_choice=3, local_words=3, local_answer=3)
+    per_byte = log_probabilities(run, [BOS, *b"def f(x):"])[0].mean()
+    rolling = found["results"]["local_words"]["byte_perplexity,none"]
+    assert rolling == pytest.approx(np.exp(-per_byte), rel=1e-5)
+    assert 0 <= found["results"]["local_choice"]["acc,none"] <= 1
+    assert found["max_length"] == 32 and run_bos_id(run, run_tokenizer(run)) == BOS
+
+
+@pytest.mark.slow  # reads all of the harness's own tasks
+def test_a_task_that_does_not_exist_is_told(run, tmp_path):
+    write_tasks(tmp_path)
+    config = HarnessConfig(tasks="local_chioce", include_path=str(tmp_path))
+    with pytest.raises(ValueError, match="'local_chioce' does not exist; near it are local_choice"):
+        run_harness(run, run_tokenizer(run), config, bos_id=BOS, batch_size=2)
