@@ -46,6 +46,9 @@ flags.DEFINE_string(
 flags.DEFINE_string(
     "data", None, "A token store, or a text or JSONL file or folder; else the run's held-out data."
 )
+flags.DEFINE_bool(
+    "data_as_trained", False, "--data is of the run's own format, such as instructions; else text."
+)
 flags.DEFINE_integer("sequence_length", None, "Tokens of context a row has; else the run's.")
 flags.DEFINE_integer("batch_size", 8, "Rows read at a time.")
 flags.DEFINE_integer(

@@ -32,8 +32,7 @@ flags.mark_flags_as_required(["config", "workdir"])
 
 def main(argv: list[str]) -> None:
     """Train; leave with 128 + the signal's number where one ended it early."""
-    import jax
-
+    from lsm_jax.parallel import join_hosts
     from lsm_jax.training import RecallConfig, TrainingStopped, train, train_recall
 
     if len(argv) > 1:
@@ -45,9 +44,8 @@ def main(argv: list[str]) -> None:
         return
     if FLAGS.init_from is not None:
         FLAGS.config.init_from = FLAGS.init_from
-    if "JAX_COORDINATOR_ADDRESS" in os.environ:  # several hosts
-        jax.distributed.initialize()
     try:
+        join_hosts()
         result = train(FLAGS.config, FLAGS.workdir)
     except (ValueError, OSError, TrainingStopped) as error:
         if logging.level_debug():

@@ -30,11 +30,13 @@ OPS = (
     "scalar decay",
     "key decay",
     "key decay and bonus",
+    "value decay",
     "delta rule",
     "gated delta rule",
 )
 SHAPES = (
-    "8x4096x16x128", "2x16384x16x128", "4x2048x16x128", "4x4096x64x128", "8x1024x8x64", "1x8192x96x128",
+    "8x4096x16x128", "2x16384x16x128", "4x2048x16x128", "4x4096x64x128", "8x2048x32x256", "8x1024x8x64",
+    "1x8192x96x128",
 )  # fmt: skip
 _FLA = """
 import json, sys, torch
@@ -56,6 +58,7 @@ calls = {"no decay": lambda q, k, v, g: chunk_linear_attn(q, k, v, normalize=Fal
          "delta rule": lambda q, k, v, b: chunk_delta_rule(q, k, v, b),
          "gated delta rule": lambda q, k, v, b, g: chunk_gated_delta_rule(q, k, v, g, b)}
 for op, shape in json.loads(sys.argv[1]):
+    if op not in calls: continue
     B, T, H, D = map(int, shape.split("x"))
     x = [torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
     g = torch.nn.functional.logsigmoid(torch.randn(B, T, H, *[D] * ("key" in op), device="cuda") + 3)
@@ -83,7 +86,7 @@ def make_inputs(op: str, shape: str) -> tuple[jax.Array, ...]:
         k = (k / jnp.linalg.norm(k.astype(jnp.float32), axis=-1, keepdims=True)).astype(k.dtype)
         beta, decay = jax.nn.sigmoid(jax.random.normal(keys[4], (2, batch, length, heads)))
         return q, k, v, do, beta, *[jnp.log(0.9 + 0.1 * decay)] * ("gated" in op)
-    if "scalar" in op or "key" in op:
+    if any(kind in op for kind in ("scalar", "key", "value")):
         size = (batch, length, heads) if "scalar" in op else q.shape
         decay = jax.nn.log_sigmoid(jax.random.normal(keys[4], size) + 3)
         bonus = [jax.random.normal(keys[5], (heads, dim))] if "bonus" in op else []
@@ -99,7 +102,8 @@ def ours(op: str, implementation: str):
         if op == "constant decay":
             decay = (jnp.log1p(-(2.0 ** (-5 - jnp.arange(q.shape[2])))),)
         decay, bonus = (*decay, None, None)[:2]
-        return ops.linear_memory(q, k, v, decay, bonus=bonus, implementation=implementation)[0]
+        given = {"value_log_decay" if op == "value decay" else "log_decay": decay}
+        return ops.linear_memory(q, k, v, bonus=bonus, implementation=implementation, **given)[0]
 
     return call
 

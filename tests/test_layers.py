@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # What each room may import of the library, besides itself. A name with a dot stands for that module alone.
 ALLOWED = {
+    "linearize": {"convert", "training", "models", "mixers"},
     "convert": {"training", "models", "mixers", "feedforward", "data"},
     "training": {"models", "mixers", "feedforward", "ops", "parallel", "data", "interrupts"},
     "interrupts": set(),

@@ -1,6 +1,40 @@
-"""Published checkpoints into runs of this library."""
+"""Published checkpoints into runs of this library, and back."""
 
-from lsm_jax.convert.checkpoint import Checkpoint
-from lsm_jax.convert.fox import fox_config, fox_params, import_fox
+from __future__ import annotations
 
-__all__ = ["Checkpoint", "fox_config", "fox_params", "import_fox"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lsm_jax.convert.checkpoint import Checkpoint
+    from lsm_jax.convert.folder import export
+    from lsm_jax.convert.fox import fox_config, fox_params, import_fox
+    from lsm_jax.convert.huggingface import import_huggingface, load_params, model_config
+    from lsm_jax.convert.tokenizer import tokenizer_of
+
+__all__ = [
+    "Checkpoint",
+    "export",
+    "fox_config",
+    "fox_params",
+    "import_fox",
+    "import_huggingface",
+    "load_params",
+    "model_config",
+    "tokenizer_of",
+]
+_HOMES = {
+    "checkpoint": ("Checkpoint",),
+    "folder": ("export",),
+    "fox": ("fox_config", "fox_params", "import_fox"),
+    "huggingface": ("import_huggingface", "load_params", "model_config"),
+    "tokenizer": ("tokenizer_of",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loaded on first use, so that `python -m lsm_jax.convert.fox` runs the one module there is."""
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

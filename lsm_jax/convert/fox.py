@@ -7,23 +7,22 @@ blocks, Transformer (Pro), which is FoX without a gate, and Transformer (LLaMA).
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from lsm_jax.convert.checkpoint import Checkpoint
+from lsm_jax.convert.load import Piece, load_tree, places
+from lsm_jax.convert.runs import command, new_workdir, save_run
 from lsm_jax.data import DataConfig
 from lsm_jax.feedforward import SwiGLUConfig
 from lsm_jax.mixers import FoXConfig
 from lsm_jax.models import LayerConfig, ModelConfig, abstract
-from lsm_jax.training import Checkpoints, TrainConfig
-from lsm_jax.training.runs import checkpoint_directory, write_config
+from lsm_jax.training import TrainConfig
 from lsm_jax.training.step import params_of
 
 _FOX, _TRANSFORMER = "forgetting_transformer-project_fox", "transformer-project_fox"
@@ -133,8 +132,9 @@ def fox_params(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any]:
     mixer = config.layers["L"].mixer
     wanted: dict[str, tuple[int, ...]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
-        for name in _names(path, mixer, config.num_layers):
-            wanted[name] = _their_shape(path, leaf.shape)
+        for keys, layer in places(path, leaf.shape, 1):
+            own = leaf.shape if layer < 0 else leaf.shape[1:]
+            wanted[_name(keys, layer, mixer)] = _their_shape(keys, own)
     fixed = [f"model.layers.{i}.attn.fgate_bias" for i in range(config.num_layers)]
     if mixer.forget_gate == "fixed":
         wanted |= dict.fromkeys(fixed, (mixer.num_heads,))
@@ -145,47 +145,34 @@ def fox_params(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any]:
             if not np.allclose(1 / times, mixer.decay_times(), rtol=1e-3):
                 raise ValueError(f"{checkpoint.folder}: {name} is not what its config.json says")
 
-    def load(path, leaf) -> np.ndarray:
-        read = [_ours(path, checkpoint.tensor(n)) for n in _names(path, mixer, config.num_layers)]
-        return (np.stack(read) if _keys(path)[0] == "periods" else read[0]).reshape(leaf.shape)
+    def piece(keys: list[str], layer: int) -> Piece:
+        name, transposed = _name(keys, layer, mixer), keys[-1] == "kernel"
+        if keys[-2:-1] not in (["gate_proj"], ["up_proj"]):
+            return Piece(name, transposed)
+        half = checkpoint.shapes[name][0] // 2  # gate_proj's rows, then up_proj's
+        start = half * (keys[-2] == "up_proj")
+        return Piece(name, transposed, start, start + half)
 
-    return jax.tree_util.tree_map_with_path(load, shapes)
+    return load_tree(checkpoint, shapes, piece)
 
 
-def _keys(path: Any) -> list[str]:
-    return jax.tree_util.keystr(path, simple=True, separator=".").split(".")
-
-
-def _names(path: Any, mixer: FoXConfig, num_layers: int) -> list[str]:
-    """The published names of a parameter, one a layer where it is a layer's."""
-    keys = _keys(path)
-    if keys[0] != "periods":
-        return [_TOP[".".join(keys)]]
-    own = _LAYER[".".join(keys[3:])]  # after periods.blocks.0
+def _name(keys: list[str], layer: int, mixer: FoXConfig) -> str:
+    """The published name of a parameter, of one layer where it is a layer's."""
+    if layer < 0:
+        return _TOP[".".join(keys)]
+    own = _LAYER[".".join(keys)]
     for letter, shifted in (("k", mixer.key_shift), ("v", mixer.value_shift)):
         if shifted and own == f"attn.{letter}_proj.weight":
             own = f"attn.{letter}_proj.linear.weight"
-    return [f"model.layers.{i}.{own}" for i in range(num_layers)]
+    return f"model.layers.{layer}.{own}"
 
 
-def _their_shape(path: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _their_shape(keys: list[str], shape: tuple[int, ...]) -> tuple[int, ...]:
     """Theirs are [out, in], SwiGLU's first two in one; the scales of all heads are one vector."""
-    keys = _keys(path)
-    shape = shape[1:] if keys[0] == "periods" else shape
     if keys[-1] != "kernel":
         return shape if keys[-1] == "embedding" else (int(np.prod(shape)),)
     rows = 2 if keys[-2] in ("gate_proj", "up_proj") else 1
     return (rows * shape[1], shape[0])
-
-
-def _ours(path: Any, tensor: np.ndarray) -> np.ndarray:
-    """Their tensor in our layout."""
-    keys = _keys(path)
-    if keys[-1] != "kernel":
-        return tensor
-    if keys[-2] in ("gate_proj", "up_proj"):
-        tensor = np.split(tensor, 2)[keys[-2] == "up_proj"]
-    return tensor.T
 
 
 def import_fox(
@@ -206,9 +193,7 @@ def import_fox(
     Raises:
         ValueError: a checkpoint that is not one of FoX's, or a run in `workdir`.
     """
-    target = Path(workdir).expanduser().absolute()
-    if (target / "config.json").exists() or checkpoint_directory(target).exists():
-        raise ValueError(f"workdir={str(workdir)!r} holds a run; accepted is a new directory")
+    target = new_workdir(workdir)
     checkpoint = Checkpoint(source)
     model = fox_config(checkpoint)
     params = fox_params(checkpoint, model)
@@ -217,30 +202,13 @@ def import_fox(
     )
     config = TrainConfig(name=checkpoint.folder.resolve().name, model=model, data=data)
     config.validate()
-    write_config(target, config, {})
-    saved = Checkpoints(checkpoint_directory(target))
-    saved.save_params(0, jax.tree.map(jax.numpy.asarray, params))
-    saved.close()
+    save_run(target, config, params)
     return config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m lsm_jax.convert.fox",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--source", required=True, help="the checkpoint's folder")
-    parser.add_argument("--workdir", required=True, help="the run to make")
-    options = parser.parse_args(arguments)
-    try:
-        config = import_fox(options.source, options.workdir)
-    except (ValueError, OSError) as error:
-        print(f"lsm_jax.convert.fox: {error}", file=sys.stderr)
-        return 1
-    print(f"{config.name} is in {options.workdir}: eval.py --workdir={options.workdir}")
-    return 0
+    return command("lsm_jax.convert.fox", __doc__, "the checkpoint's folder", import_fox, arguments)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 import dataclasses
 
 PACKINGS = ("concat", "first_fit")
+FORMATS = ("text", "alpaca")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -34,6 +35,8 @@ class DataConfig:
             not depend on it.
         predict_end: text only: a document's last token predicts BOS, the end of a document.
         text_key: the field of a JSONL line that holds the text.
+        format: "text", or "alpaca": JSONL with instruction, input (or none) and output, put into
+            the Stanford Alpaca prompt; only the output and the EOS after it are predicted.
         shuffle: seeded order, new each epoch. False: LongCrawl64's published order for a store
             (all documents' first block, then all their second, ...), listed order for text.
         shuffle_blocks: stores only: how many storage chunks are read and mixed at once. Memory
@@ -56,6 +59,7 @@ class DataConfig:
     align_documents: int = 1
     predict_end: bool = True
     text_key: str = "text"
+    format: str = "text"
     shuffle: bool = True
     shuffle_blocks: int = 8
     num_threads: int = 4
@@ -87,6 +91,10 @@ class DataConfig:
         if self.packing not in PACKINGS:
             raise ValueError(
                 f"data.packing={self.packing!r}; accepted: {', '.join(map(repr, PACKINGS))}"
+            )
+        if self.format not in FORMATS:
+            raise ValueError(
+                f"data.format={self.format!r}; accepted: {', '.join(map(repr, FORMATS))}"
             )
         if self.bos_id is not None and self.bos_id < 0:
             raise ValueError(f"data.bos_id={self.bos_id}; it must be a token id or None")

@@ -12,17 +12,23 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from absl import logging
 
+from lsm_jax.data.instructions import alpaca
+
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 _NEWLINE_SEARCH = 4096  # bytes looked through for a line's end to cut at
 
 
 class Piece(NamedTuple):
-    """Text of one piece, bytes that are no UTF-8 by "surrogateescape"; whether it begins and whether it ends its document."""
+    """Text of one piece, bytes that are no UTF-8 by "surrogateescape"; whether it begins and whether it ends its document.
+
+    `prompt` is read ahead of the text and not predicted.
+    """
 
     text: str
     begins: bool
     ends: bool
+    prompt: str = ""
 
 
 class Documents:
@@ -41,6 +47,7 @@ class Documents:
         paths: Sequence[str | Path],
         *,
         text_key: str = "text",
+        format: str = "text",
         piece_bytes: int | None = 1 << 16,
     ):
         """Lists the files and finds their pieces.
@@ -49,14 +56,19 @@ class Documents:
             paths: files, or folders that are walked for files of `TEXT_SUFFIXES` and
                 `JSONL_SUFFIXES`, in sorted order.
             text_key: the JSONL field that holds the text.
+            format: "text", or what a JSONL line holds in its place; see `DataConfig`.
             piece_bytes: where long text files are cut; None keeps them whole.
 
         Raises:
             ValueError: a path that doesn't exist, or no text at all.
         """
-        self.text_key = text_key
+        self.text_key, self.format = text_key, format
         self._piece_bytes = piece_bytes
         self._files = list_files(paths)
+        if format != "text" and (other := [p for p in self._files if not _is_jsonl(p)]):
+            raise ValueError(
+                f"data.format={format!r} takes files that end in {', '.join(JSONL_SUFFIXES)}; {other[0]} is another"
+            )
         places = [
             _jsonl_places(path) if _is_jsonl(path) else _text_places(path, piece_bytes)
             for path in self._files
@@ -85,7 +97,8 @@ class Documents:
         with open(path, "rb") as file:
             if _is_jsonl(path):
                 file.seek(start)
-                return Piece(self._jsonl_text(file.read(length), path, start), True, True)
+                text, prompt = self._jsonl_text(file.read(length), path, start)
+                return Piece(text, True, True, prompt)
             size = os.fstat(file.fileno()).st_size
             first = _cut(file, start, size)
             last = _cut(file, start + length, size)
@@ -130,17 +143,20 @@ class Documents:
         file = self._files[self._file[index]]
         return f"{file.parent.name}/{file.name}:{self._start[index]}".encode()
 
-    def _jsonl_text(self, line: bytes, path: Path, start: int) -> str:
+    def _jsonl_text(self, line: bytes, path: Path, start: int) -> tuple[str, str]:
+        """(text, prompt) of a line."""
         where = f"{path}, the line at byte {start}"
         try:
             fields = json.loads(line)
         except ValueError as error:
             raise ValueError(f"{where}, is not JSON: {error}") from error
+        if self.format == "alpaca":
+            return alpaca(fields, where)
         text = fields.get(self.text_key) if isinstance(fields, dict) else None
         if not isinstance(text, str):
             has = sorted(fields) if isinstance(fields, dict) else type(fields).__name__
             raise ValueError(f"{where}, has no text under {self.text_key!r}; it has {has}")
-        return text
+        return text, ""
 
 
 def list_files(paths: Sequence[str | Path]) -> list[Path]:

@@ -48,6 +48,10 @@ def entrance(
             f"tokenizer {tokenizer.name!r} has no BOS token; set data.bos_id, or data.add_bos and "
             "data.separate_documents to False"
         )
+    if config.format != "text" and config.predict_end and tokenizer.eos_id is None:
+        raise ValueError(
+            f"tokenizer {tokenizer.name!r} has no EOS token to end an answer with; set data.predict_end to False"
+        )
     local = batch // shard_count
     return tokenizer, slice(shard_index * local, (shard_index + 1) * local), size
 

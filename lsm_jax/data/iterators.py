@@ -166,12 +166,13 @@ def _document_of(
 
 def _piece(documents: Documents, tokenizer: Tokenizer, config: DataConfig, index: int):
     bos_id = bos_id_of(config, tokenizer)
+    end_id = bos_id if config.format == "text" else tokenizer.eos_id
     return document_tokens(
         documents,
         index,
         tokenizer,
         bos_id=bos_id if config.add_bos else None,
-        end_id=bos_id if config.predict_end else None,
+        end_id=end_id if config.predict_end else None,
         align=config.align_documents,
     )
 

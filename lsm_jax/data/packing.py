@@ -1,7 +1,7 @@
 """Rows of packed documents, by grain's packing.
 
 A document's inputs and labels are shifted before it is packed, so no row position predicts
-another document's token; `loss_mask` is 0 only at padding.
+another document's token; `loss_mask` is 0 only at padding and where a prompt is read.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from lsm_jax.data.tokenizers import Tokenizer
 
 _BINS = 8  # rows that first-fit fills at once
 _PADDING = -1  # the label of what stands between documents
+_SILENT = -2  # the label of a prompt's tokens
 
 
 def document_tokens(
@@ -44,13 +45,17 @@ def document_tokens(
         return None
     start = [bos_id] if piece.begins and bos_id is not None else []
     end = [end_id] if piece.ends and end_id is not None else []
-    stream = np.array([*start, *ids, *end], np.int32)
+    prompt = tokenizer.encode(piece.prompt) if piece.prompt else []
+    stream = np.array([*start, *prompt, *ids, *end], np.int32)
     if stream.size < 2:
         return None
-    padding = (0, -(stream.size - 1) % align)
+    labels = stream[1:].copy()
+    if prompt:
+        labels[: len(start) + len(prompt) - 1] = _SILENT
+    padding = (0, -labels.size % align)
     return {
         "tokens": np.pad(stream[:-1], padding),
-        "labels": np.pad(stream[1:], padding, constant_values=_PADDING),
+        "labels": np.pad(labels, padding, constant_values=_PADDING),
     }
 
 
@@ -93,10 +98,11 @@ def stack_rows(rows: list[dict[str, Any]], num_rows: int) -> dict[str, np.ndarra
 
     labels, segment_ids = stack("labels"), stack("tokens_segment_ids")
     real = (segment_ids > 0) & (labels != _PADDING)
+    predicted = real & (labels != _SILENT)
     return {
         "tokens": stack("tokens"),
-        "labels": np.where(real, labels, 0),
-        "loss_mask": real.astype(np.float32),
+        "labels": np.where(predicted, labels, 0),
+        "loss_mask": predicted.astype(np.float32),
         "segment_ids": np.where(real, segment_ids, 0),
         "positions": np.where(real, stack("tokens_positions"), 0),
     }

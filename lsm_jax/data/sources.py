@@ -19,6 +19,10 @@ def open_store(config: DataConfig, *, heldout: bool) -> tuple[TokenStore, int, i
     path, part = locate(config, heldout)
     if not is_store(path):
         return None
+    if config.format != "text":
+        raise ValueError(
+            f"data.format={config.format!r} takes JSONL files; {path} is a token store"
+        )
     store = TokenStore(
         path,
         cached_blocks=2 if heldout or not config.shuffle else config.shuffle_blocks + 1,
@@ -46,6 +50,7 @@ def open_documents(config: DataConfig, *, heldout: bool) -> Documents:
     documents = Documents(
         [path],
         text_key=config.text_key,
+        format=config.format,
         piece_bytes=max(1 << 16, 16 * config.sequence_length),
     )
     return documents.split(config.heldout_fraction)[heldout] if part else documents

@@ -11,11 +11,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from lsm_jax.data.chat import chat_text
+
 GPT2_VOCAB_SIZE = 50257
 GPT2_END_OF_TEXT = 50256
 GPT2_ENCODER = "tiktoken-gpt2"
 _GPT2_PROBES = {"hello world": [31373, 995], 'a\n\n"b"': [64, 198, 198, 1, 65, 1]}
 _BOS_NAMES = ("<|begin_of_text|>", "<|endoftext|>", "<s>", "<bos>", "[BOS]", "<BOS>")
+_EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]", "<EOS>")
 
 
 class Tokenizer(Protocol):
@@ -25,6 +28,7 @@ class Tokenizer(Protocol):
         name: what a store's `.zattrs` says under "encoder".
         vocab_size: ids are below it.
         bos_id: begins (and separates) documents; None where the vocabulary has no such token.
+        eos_id: ends an answer; None where the vocabulary has no such token.
         json_escape: whether text is JSON-escaped before it is encoded.
     """
 
@@ -36,6 +40,9 @@ class Tokenizer(Protocol):
 
     @property
     def bos_id(self) -> int | None: ...  # noqa: D102
+
+    @property
+    def eos_id(self) -> int | None: ...  # noqa: D102
 
     @property
     def json_escape(self) -> bool: ...  # noqa: D102
@@ -73,7 +80,7 @@ class ByteTokenizer:
 
     name = "bytes"
     vocab_size = 257
-    bos_id = 256
+    bos_id = eos_id = 256
 
     def __init__(self, *, json_escape: bool = False):
         self.json_escape = json_escape
@@ -103,7 +110,7 @@ class GPT2Tokenizer:
 
     name = GPT2_ENCODER
     vocab_size = GPT2_VOCAB_SIZE
-    bos_id = GPT2_END_OF_TEXT
+    bos_id = eos_id = GPT2_END_OF_TEXT
 
     def __init__(self, *, json_escape: bool = False):
         self.json_escape = json_escape
@@ -138,7 +145,12 @@ class GPT2Tokenizer:
 class JSONTokenizer:
     """A `tokenizer.json` file, read by the `tokenizers` package.
 
-    A file that gives GPT-2's ids goes by GPT-2's name, so stores of tiktoken's ids agree with it.
+    A file that gives GPT-2's ids goes by GPT-2's name, so stores of tiktoken's ids agree with it. BOS and EOS are those of a
+    tokenizer_config.json beside it, as pretrained models have, or else tokens of customary names.
+
+    Attributes:
+        adds_bos: whether the file itself sets BOS in front of a text; `encode` never does.
+        chat_template: a Jinja template of conversations, from chat_template.jinja or tokenizer_config.json; None without.
     """
 
     def __init__(self, path: str | Path, *, json_escape: bool = False):
@@ -158,22 +170,56 @@ class JSONTokenizer:
         self.json_escape = False  # for the probes below
         # Added tokens may leave gaps, so the size is the largest id's.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
-        found = (self._tokenizer.token_to_id(name) for name in _BOS_NAMES)
-        self.bos_id = next((i for i in found if i is not None), None)
+        beside = _beside(path)
+        self.bos_id = self._first_id(beside.get("bos_token"), *_BOS_NAMES)
+        self.eos_id = self._first_id(beside.get("eos_token"), *_EOS_NAMES)
+        self.adds_bos = self._tokenizer.encode("a").ids[:1] == [self.bos_id]
+        self.chat_template: str | None = beside.get("chat_template")
         if self.vocab_size in (GPT2_VOCAB_SIZE - 1, GPT2_VOCAB_SIZE) and all(
             self.encode(text) == ids for text, ids in _GPT2_PROBES.items()
         ):
             self.name = GPT2_ENCODER
             self.vocab_size, self.bos_id = GPT2_VOCAB_SIZE, GPT2_END_OF_TEXT
+            self.eos_id = GPT2_END_OF_TEXT
         else:
             digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
             self.name = f"tokenizer.json-{digest}"
         self.json_escape = json_escape
 
+    def _first_id(self, *names: str | None) -> int | None:
+        found = (self._tokenizer.token_to_id(name) for name in names if name)
+        return next((i for i in found if i is not None), None)
+
     def encode(self, text: str) -> list[int]:
         """Ids of the text."""
         text = json_escape(_valid(text)) if self.json_escape else _valid(text)
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def chat_text(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a conversation by this tokenizer's chat template, as `lsm_jax.data.chat.chat_text`; `encode` finds the
+        special tokens in it.
+
+        Raises:
+            ValueError: it has no template, or one that refuses the conversation.
+        """
+        if self.chat_template is None:
+            raise ValueError(
+                f"tokenizer {self.name!r} has no chat template; one is read from tokenizer_config.json or "
+                "chat_template.jinja beside its tokenizer.json"
+            )
+        bos, eos = (
+            None if i is None else self._tokenizer.id_to_token(i)
+            for i in (self.bos_id, self.eos_id)
+        )
+        return chat_text(
+            self.chat_template,
+            messages,
+            bos_token=bos,
+            eos_token=eos,
+            add_generation_prompt=add_generation_prompt,
+        )
 
     def decode(self, ids: Any) -> str:
         """Text of the ids, special tokens included."""
@@ -198,6 +244,32 @@ def load_tokenizer(name: str, *, json_escape: bool = False) -> Tokenizer:
     raise ValueError(
         f"unknown tokenizer {name!r}; accepted: 'bytes', 'gpt2', or the path of a tokenizer.json"
     )
+
+
+def _beside(path: Path) -> dict[str, Any]:
+    """bos_token, eos_token and chat_template of what stands beside a tokenizer.json; none where nothing does.
+
+    Raises:
+        ValueError: a tokenizer_config.json that cannot be read.
+    """
+    config, template = (
+        path.with_name("tokenizer_config.json"),
+        path.with_name("chat_template.jinja"),
+    )
+    found: dict[str, Any] = {}
+    if config.is_file():
+        try:
+            given = json.loads(config.read_text(encoding="utf-8"))
+            for name in ("bos_token", "eos_token", "chat_template"):
+                value = given.get(name)
+                if isinstance(value, list):  # several templates, by name
+                    value = {v["name"]: v["template"] for v in value}.get("default")
+                found[name] = value.get("content") if isinstance(value, dict) else value
+        except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"{config} is no tokenizer_config.json: {error!r}") from error
+    if template.is_file():
+        found["chat_template"] = template.read_text(encoding="utf-8")
+    return found
 
 
 def _valid(text: str) -> str:

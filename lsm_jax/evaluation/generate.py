@@ -63,6 +63,7 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
     bos_id: int | None = None,
+    stop_id: int | None = None,
     prefill_chunk: int = 4096,
 ) -> Generation:
     """Continue a prompt.
@@ -77,6 +78,7 @@ def generate(
         top_p: draw from the smallest set of this probability, in (0, 1].
         seed: same seed, same text.
         bos_id: set before the prompt, and taken for the end where the model draws it; None for neither.
+        stop_id: taken for the end in its stead; None leaves it to `bos_id`.
         prefill_chunk: tokens of the prompt read at a time.
 
     Raises:
@@ -91,7 +93,7 @@ def generate(
             f"the prompt has token id {max(ids)}; the model's vocabulary has {model.vocab_size}: "
             f"is {tokenizer.name!r} the tokenizer it was trained with?"
         )
-    rows = jnp.asarray([ids], jnp.int32)
+    rows, stop_id = jnp.asarray([ids], jnp.int32), bos_id if stop_id is None else stop_id
 
     def call() -> tuple[np.ndarray, float]:
         start = time.perf_counter()
@@ -103,15 +105,15 @@ def generate(
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
-            stop_token=bos_id,
+            stop_token=stop_id,
             prefill_chunk=prefill_chunk,
         )
         return np.asarray(drawn)[0], time.perf_counter() - start
 
     drawn, first = call()
     again = call()[1] if first < _REPEAT_WITHIN else None
-    ended = bos_id is not None and bos_id in drawn
-    tokens = drawn[: list(drawn).index(bos_id)] if ended else drawn
+    ended = stop_id is not None and stop_id in drawn
+    tokens = drawn[: list(drawn).index(stop_id)] if ended else drawn
     length = len(ids) + num_tokens
     size = state_bytes(model, length)
     return Generation(

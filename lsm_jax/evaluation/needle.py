@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
+from lsm_jax import mixers
 from lsm_jax.data.needle import NeedleTask
 from lsm_jax.evaluation.generate import decode
 from lsm_jax.evaluation.progress import EvaluationProgress
@@ -178,8 +179,9 @@ def limits(config: Any, lengths: Sequence[int], train_length: int) -> list[str]:
             f"lengths {', '.join(map(str, beyond))} are over the training length {train_length}: "
             "read whole, at positions the model was not trained on"
         )
-    # A layer that sees the last w tokens passes a fact on by w - 1.
-    windows = [getattr(config.layers[letter].mixer, "window", None) for letter in config.letters()]
+    # A layer that sees the last w tokens and no more passes a fact on by w - 1.
+    layers = [config.layers[letter].mixer for letter in config.letters()]
+    windows = [m.window if mixers.method_of(m).op == "attention" else None for m in layers]
     reach = 1 + sum(math.inf if window is None else window - 1 for window in windows)
     beyond = [length for length in lengths if length > reach]
     if beyond:

@@ -32,7 +32,7 @@ class Reader:
         self._rows = batch_sharding(self._mesh)
         self._params = jax.device_put(params, NamedSharding(self._mesh, PartitionSpec()))
         # Layers' states lead with the layers' axis. Set for every call, so that all pieces run one program.
-        layers = NamedSharding(self._mesh, partition_spec(("layers", "batch")))
+        layers = NamedSharding(self._mesh, partition_spec((None, "batch")))
         self._state_rows = DecoderState(layers, cast(Any, self._rows))
         self._init_state = jax.jit(
             lambda params, rows, length: self._model(params).init_state(rows, length),

@@ -43,6 +43,7 @@ class Request:
 
     Attributes:
         data: a store, or a text or JSONL file or folder; None is the run's held-out data.
+        data_as_trained: `data` is of the run's own format, such as instructions; else it is text, or a store.
         sequence_length: tokens of context a row has; None is the run's.
         batch_size: rows read at a time.
         piece_length: tokens of each row computed at a time, the state carried on.
@@ -60,6 +61,7 @@ class Request:
     """
 
     data: str | None = None
+    data_as_trained: bool = False
     sequence_length: int | None = None
     batch_size: int = 8
     piece_length: int = 4096
@@ -122,6 +124,8 @@ def heldout_config(run: Run, request: Request) -> DataConfig:
     if request.data is not None:
         pair = Path(request.data).expanduser() / "heldout.zarr"
         changes["heldout_path"] = str(pair) if pair.is_dir() else request.data
+        if run.config.data.format != "text" and not request.data_as_trained:
+            changes |= {"format": "text", "packing": "concat"}
     if request.sequence_length is not None:
         changes["sequence_length"] = request.sequence_length
     return dataclasses.replace(run.config.data, **changes)

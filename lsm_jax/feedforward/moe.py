@@ -1,7 +1,9 @@
 """Mixture of experts (arXiv 1701.06538, Linear-MoE arXiv 2503.05447): a router sends each token to k of E SwiGLU experts.
 
 `y = Σ_e w_e E_e(x)` over the experts chosen, plus `sigmoid(x w) E_shared(x)` where one expert sees every token. None is dropped
-and none has a capacity: what a token gets depends on that token alone, so decoding computes what training did.
+and none has a capacity: what a token gets depends on that token alone, so decoding computes what training did. On a mesh
+that spreads experts over devices tokens travel to them in buffers of a stated size; where one is too small, outputs are NaN
+and `moe/overflow_count` tells how many choices found no room, so that training stops rather than leave any out.
 
 Two forms of one definition. *grouped*: tokens sorted by expert, and products of groups of rows with one matrix each, so that the
 work is that of the experts chosen. *dense*: every expert on every token, one after another, mixed by the router's weights.
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import jax
@@ -19,8 +22,19 @@ from flax import nnx
 
 from lsm_jax.feedforward.swiglu import SwiGLU, SwiGLUConfig
 from lsm_jax.mixers import checks
-from lsm_jax.mixers.layers import Dense, matmul_precision, parameter, project
-from lsm_jax.parallel import over_batch
+from lsm_jax.mixers.layers import Dense, parameter, project
+from lsm_jax.ops.grouped_product import grouped_product
+from lsm_jax.parallel import (
+    EXCHANGES,
+    alone,
+    over_mesh,
+    over_tokens,
+    place_on,
+    room_for,
+    shards_of,
+    sum_over,
+    to_owners,
+)
 
 EXECUTIONS = ("grouped", "dense")
 ROUTERS = ("softmax_topk", "topk_softmax")
@@ -42,7 +56,10 @@ class MoEConfig:
         balance_scale: multiplies the balance loss (Switch Transformer, arXiv 2101.03961), `E Σ f_e P_e` with f_e the part of all
             choices that fell on e and P_e its mean probability: 1 at perfect balance, averaged over the model's layers.
         z_scale: multiplies the z-loss (ST-MoE, arXiv 2202.08906), the mean of `logsumexp(logits)²`, averaged likewise.
-        execution: "grouped" or "dense"; "grouped" goes dense in XLA on NVIDIA, in more memory (docs/decisions.md).
+        execution: "grouped" or "dense"; on NVIDIA "grouped" goes dense outside Hopper and bfloat16, in more memory (docs/decisions.md).
+        expert_buffer: where experts are spread over devices, rows that each keeps free for every other one, times the even
+            share of a batch. More than the number of devices is never needed.
+        exchange: how tokens travel there: "padded", buffers and all, anywhere; or "ragged", only what there is, on GPUs and TPUs.
     """
 
     num_experts: int = 64
@@ -55,6 +72,8 @@ class MoEConfig:
     balance_scale: float = 1e-2
     z_scale: float = 0.0
     execution: str = "grouped"
+    expert_buffer: float = 2.0
+    exchange: str = "padded"
 
     @classmethod
     def for_width(cls, hidden_size: int, multiple_of: int) -> MoEConfig:
@@ -64,7 +83,8 @@ class MoEConfig:
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
         checks.fields(self)
-        checks.positive(self, num_experts=self.num_experts, expert_size=self.expert_size)
+        sizes = dict(num_experts=self.num_experts, expert_size=self.expert_size)
+        checks.positive(self, **sizes, expert_buffer=self.expert_buffer)
         if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(
                 f"MoEConfig.top_k={self.top_k}: accepted are 1 to num_experts={self.num_experts}"
@@ -74,6 +94,7 @@ class MoEConfig:
                 raise ValueError(f"MoEConfig.{name}={getattr(self, name)}: it must be at least 0")
         checks.one_of(self, "router", self.router, ROUTERS)
         checks.one_of(self, "execution", self.execution, EXECUTIONS)
+        checks.one_of(self, "exchange", self.exchange, EXCHANGES)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Forward floating-point operations of a token: router, the experts it is routed to, the shared one."""
@@ -141,10 +162,18 @@ class MoE(nnx.Module):
         weight, chosen, aux = self._route(x, live)
         names = ("gate_proj", "up_proj", "down_proj")
         kernels = {name: getattr(self, name)[...].astype(x.dtype) for name in names}
-        chosen = jnp.where(real[..., None], chosen, self.config.num_experts)
+        # From 1 on: the padding that a mesh may add is 0, no expert.
+        chosen = jnp.where(real[..., None], chosen + 1, 0)
         batched = dict(x=x, chosen=chosen, weight=jnp.where(real[..., None], weight, 0))
-        run = _grouped if self.config.execution == "grouped" else _dense
-        y = over_batch(run, batched, kernels)
+        if self.config.execution == "dense":
+            y = over_tokens(_dense, batched, kernels)
+        else:
+            y, lost = over_mesh(
+                _grouped, batched, kernels, x.shape[0], self.config,
+                axes=_LAYOUT, out_axes=(_TOKENS, _TOKENS), in_sequence=alone,
+            )  # fmt: skip
+            if shards_of("expert") > 1:
+                aux["moe/overflow_count"] = jnp.sum(lost)
         if self.shared is not None:
             more, _, _ = self.shared(x)
             if self.shared_gate is not None:
@@ -193,41 +222,114 @@ class MoE(nnx.Module):
         return weight, chosen, aux
 
 
-def grouped_product(x: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Each group of rows times its own matrix, accumulated in float32.
+# Of both forms: x [B, T, D]; chosen int32 [B, T, k], from 1 on, 0 where no expert is; weight float32 [B, T, k];
+# kernels [E, ...] -> [B, T, D].
 
-    Args:
-        x: [N, D], the rows of group 0 first, then those of group 1, and so on.
-        kernels: [E, D, F], in x's dtype.
-        sizes: int32 [E], rows of each group; 0 is accepted.
-
-    Returns:
-        [N, F] in x's dtype; rows beyond the last group are not defined.
-    """
-    return jax.lax.ragged_dot(x, kernels, sizes, precision=matmul_precision(x.dtype))
-
-
-# Of both forms: x [B, T, D]; chosen int32 [B, T, k], E where no expert is; weight float32 [B, T, k]; kernels [E, ...] -> [B, T, D].
+_TOKENS = ("batch", "sequence")
+_LAYOUT = {
+    "x": _TOKENS,
+    "chosen": _TOKENS,
+    "weight": _TOKENS,
+    "gate_proj": ("expert", None, "mlp"),
+    "up_proj": ("expert", None, "mlp"),
+    "down_proj": ("expert", "mlp"),
+}
 
 
-def _grouped(x, chosen, weight, gate_proj, up_proj, down_proj):
-    count, size = gate_proj.shape[0], x.shape[-1]
-    expert = chosen.reshape(-1)
+def _grouped(rows_in_all, config, x, chosen, weight, gate_proj, up_proj, down_proj):
+    """On one device, or mapped over a mesh: rows and experts are then its own, and the width may be a part. Also int32 [B, T],
+    choices of each token that found no room on their way."""
+    count, size, top_k = gate_proj.shape[0], x.shape[-1], chosen.shape[-1]
+    expert = chosen.reshape(-1) - 1
+    expert = jnp.where(expert < 0, config.num_experts, expert)
+    lost = jnp.zeros(x.shape[:2], jnp.int32)
+    spread = count < config.num_experts
+    travels = spread and x.shape[0] < rows_in_all
+    if spread and not travels:  # every device has all rows, and does its own experts' part
+        expert = expert - count * place_on("expert")
+        expert = jnp.where((expert < 0) | (expert >= count), count, expert)
     order = jnp.argsort(expert, stable=True)
+    back = jnp.argsort(order)
+    rows = _sort(top_k, x.reshape(-1, size), order, back)
+    share = _permute(weight.reshape(-1, 1), order, back)
+    kernels = gate_proj, up_proj, down_proj
+    if travels:
+        shards = config.num_experts // count
+        most = expert.size // top_k * min(top_k, count)
+        room = room_for(expert.size, config.expert_buffer, shards, most)
+        mine = expert[order]
+        sent, ids, return_rows, missed = to_owners(
+            rows, mine % count, mine // count, count, room=room, exchange=config.exchange
+        )
+        inner = jnp.argsort(ids, stable=True)
+        outer = jnp.argsort(inner)
+        y = _experts(_permute(sent, inner, outer), ids[inner], 1, *kernels)
+        y = share * return_rows(_permute(y, outer, inner))
+        missed = missed[back].reshape(chosen.shape)
+        lost = jnp.sum(missed, axis=-1, dtype=jnp.int32)
+    else:
+        y = _experts(rows, expert[order], share, *kernels)
+    y = _collect(top_k, y, order, back).reshape(x.shape)
+    if gate_proj.shape[-1] < config.expert_size:
+        y = sum_over("mlp", y)
+    if spread and not travels:
+        y = sum_over("expert", y)
+    return y.astype(x.dtype), lost
+
+
+def _experts(rows, expert, share, gate_proj, up_proj, down_proj):
+    """Rows [N, D], sorted by expert, through these, times `share` [N, 1]; 0 where `expert` is beyond the last."""
+    count = gate_proj.shape[0]
     sizes = jnp.sum(expert[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
-    inside = (expert[order] < count)[:, None]
-    rows = jnp.broadcast_to(x[..., None, :], (*chosen.shape, size)).reshape(-1, size)
-    rows = jnp.where(inside, _permute(rows, order), 0)
-    inner = jax.nn.silu(grouped_product(rows, gate_proj, sizes))
-    inner = inner * grouped_product(rows, up_proj, sizes)
-    rows = jnp.where(inside, grouped_product(inner, down_proj, sizes), 0)
-    y = _permute(rows, jnp.argsort(order)).reshape(*chosen.shape, size)
-    return jnp.sum(weight[..., None] * y, axis=-2).astype(x.dtype)
+    inside = (expert < count)[:, None]
+    rows = jnp.where(inside, rows, 0)
+    gate, up = (grouped_product(rows, kernel, sizes) for kernel in (gate_proj, up_proj))
+    # Weighted here, so that the gradient of the share is taken in the same pass as that of the gate.
+    inner = (jax.nn.silu(gate) * up * share).astype(rows.dtype)
+    return jnp.where(inside, grouped_product(inner, down_proj, sizes), 0)
 
 
-def _permute(rows, order):
-    """Rows [N, D] in another order; that it is a permutation spares the gradient's scatter its additions."""
+# Rows in another order, `back` its inverse: each gradient is a gather too, and no scatter.
+
+
+def _gather(rows, order):
     return rows.at[order].get(unique_indices=True, mode="promise_in_bounds")
+
+
+@jax.custom_vjp
+def _permute(rows, order, back):
+    """Rows [N, D] -> [N, D]."""
+    return _gather(rows, order)
+
+
+_permute.defvjp(
+    lambda rows, order, back: (_gather(rows, order), back),
+    lambda back, dy: (_gather(dy, back), None, None),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _sort(top_k, x, order, back):
+    """Tokens [N, D] -> one row a choice, [N · k, D], in `order`."""
+    return x.at[order // top_k].get(mode="promise_in_bounds")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _collect(top_k, rows, order, back):
+    """Rows [N · k, D] in `order` -> the sum over each token's, [N, D], in float32."""
+    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    return jnp.sum(_gather(rows, back).reshape(-1, top_k, rows.shape[-1]), axis=1, dtype=wide)
+
+
+# One is the other's transpose. What is saved of x and of the rows is their dtype.
+_sort.defvjp(
+    lambda top_k, x, order, back: (_sort(top_k, x, order, back), (x[:0], order, back)),
+    lambda top_k, saved, dy: (_collect(top_k, dy, *saved[1:]).astype(saved[0].dtype), None, None),
+)
+_collect.defvjp(
+    lambda top_k, rows, order, back: (_collect(top_k, rows, order, back), (rows[:0], order, back)),
+    lambda top_k, saved, dy: (_sort(top_k, dy.astype(saved[0].dtype), *saved[1:]), None, None),
+)
 
 
 def _dense(x, chosen, weight, gate_proj, up_proj, down_proj):
@@ -239,5 +341,5 @@ def _dense(x, chosen, weight, gate_proj, up_proj, down_proj):
         return total + jnp.where(mine.any(axis=-1, keepdims=True), share * y, 0), None
 
     start = jnp.zeros(x.shape, weight.dtype)
-    every = jnp.arange(gate_proj.shape[0]), gate_proj, up_proj, down_proj
+    every = 1 + jnp.arange(gate_proj.shape[0]), gate_proj, up_proj, down_proj
     return jax.lax.scan(one, start, every)[0].astype(x.dtype)

@@ -22,8 +22,12 @@ from lsm_jax.mixers.gla import GLA, GLAConfig
 from lsm_jax.mixers.gsa import GSA, GSAConfig
 from lsm_jax.mixers.hgrn2 import HGRN2, HGRN2Config
 from lsm_jax.mixers.kda import KDA, KDAConfig
+from lsm_jax.mixers.layers import RopeScaling
+from lsm_jax.mixers.liger import Liger, LigerConfig
 from lsm_jax.mixers.lightning import Lightning, LightningConfig
 from lsm_jax.mixers.linear_attention import LinearAttention, LinearAttentionConfig
+from lsm_jax.mixers.lolcats import Lolcats, LolcatsConfig
+from lsm_jax.mixers.lora import LoRA, LoRAConfig, add_adapters
 from lsm_jax.mixers.mamba import Mamba, MambaConfig
 from lsm_jax.mixers.mamba2 import Mamba2, Mamba2Config
 from lsm_jax.mixers.mlstm import MLSTM, MLSTMConfig
@@ -207,6 +211,19 @@ METHODS: dict[str, Method] = {m.name: m for m in (
         write="k, v, each mixed with the token before", read="softmax(q Kᵀ + sums of log gates) V",
         state="k, v and the gates' sum of every token, or of a window; a token of k, v",
         forms=(), config=FoXConfig, module=FoX, note="the memory grows with the sequence: no other forms"),
+    Method(
+        name="liger", paper="arXiv 2503.01496", op="linear_memory",
+        gate="sigmoid(Pool(x W_k))^(1/16), each key channel; or mamba2's, hgrn2's, rwkv6's, mlstm's, gsa's from the same keys",
+        write="softmax(k)ᵀ v, and k, v into a window", read="½ softmax(q) M + ½ softmax(q Kᵀ) V over the window",
+        state="K × V a key head; k and v of a window",
+        forms=_ALL_FORMS, config=LigerConfig, module=Liger,
+        note="of a pretrained softmax layer's parameters alone; gsa's memory is slot_memory's"),
+    Method(
+        name="lolcats", paper="arXiv 2410.10254", op="linear_memory",
+        gate="1", write="φ(k)ᵀ v, φ learned, and k, v into a window",
+        read="φ(q) M beyond the window and γ softmax(q Kᵀ) V in it, over one sum of weights",
+        state="2 F × (V + 1) a key head for F columns of φ; k and v of a window",
+        forms=_ALL_FORMS, config=LolcatsConfig, module=Lolcats),
 )}
 
 # Mixers around another's memory: no rows of the table, but mixers everywhere else.
@@ -295,10 +312,16 @@ __all__ = [
     "GatedRetention",
     "GatedRetentionConfig",
     "HGRN2Config",
+    "Liger",
+    "LigerConfig",
     "Lightning",
     "LightningConfig",
     "LinearAttention",
     "LinearAttentionConfig",
+    "LoRA",
+    "Lolcats",
+    "LolcatsConfig",
+    "LoRAConfig",
     "MLSTMConfig",
     "Mamba",
     "Mamba2",
@@ -317,6 +340,7 @@ __all__ = [
     "RetNetConfig",
     "S4DConfig",
     "Softmax",
+    "RopeScaling",
     "SoftmaxConfig",
     "TTTLinear",
     "TTTLinearConfig",
@@ -324,6 +348,7 @@ __all__ = [
     "TTTMLPConfig",
     "Titans",
     "TitansConfig",
+    "add_adapters",
     "advance",
     "build",
     "fresh_clock",

@@ -17,6 +17,9 @@ from flax import nnx
 from lsm_jax import ops
 from lsm_jax.mixers.layers import parameter
 from lsm_jax.ops import checks
+from lsm_jax.ops.segments import carry_ids_forward, read_tokens
+from lsm_jax.ops.sequence import Update, emptied_by, ends_of_documents, newer_id, resume
+from lsm_jax.parallel import over_mesh
 
 
 class Clock(NamedTuple):
@@ -72,15 +75,49 @@ def advance(
     live = jnp.ones(shape, jnp.int32)
     if update_mask is not None:
         live = live * (update_mask != 0)
+    batched = dict(live=live, segment_ids=segment_ids, positions=positions, state=clock)
+    by_token = ("batch", "sequence")
+    axes = dict.fromkeys(batched, by_token) | {"state": ("batch",)}
+    return over_mesh(
+        _advance, batched, {}, axes=axes, out_axes=(by_token, "state"), in_sequence=_in_sequence
+    )
+
+
+def _in_sequence(axis, function, **arguments):
+    """`_advance` where devices hold parts of a row: what a device adds to a clock is where its tokens take one at 0."""
+    segment_ids, live, given = (arguments[n] for n in ("segment_ids", "live", "positions"))
+    empty = jax.tree.map(jnp.zeros_like, arguments["state"])
+    _, written = function(**(arguments | {"state": empty}))
+    if given is not None:  # the last position given is what counts
+        update = Update(~jnp.any(live != 0, axis=1), written, None, None)
+    else:
+        run = (
+            None
+            if segment_ids is None
+            else read_tokens(segment_ids, None, empty.segment_id, None).run
+        )
+        restarts, first_id = ends_of_documents(segment_ids, run)
+        goes_on = jnp.ones_like(empty.position, bool) if restarts is None else ~restarts
+        update = Update(goes_on, written, None, first_id)
+    return resume(axis, function, (), arguments, update, _add_clocks)
+
+
+def _add_clocks(clock: Clock, update: Update) -> Clock:
+    """The clock after a device's tokens."""
+    clock = emptied_by(clock, update)
+    position = jnp.where(update.transition, clock.position, 0) + update.written.position
+    return Clock(position, newer_id(clock, update))
+
+
+def _advance(live, segment_ids, positions, state: Clock) -> tuple[jax.Array, Clock]:
+    """`advance` with the tokens that take a position as ones in `live` [B, T]."""
+    clock = state
     if segment_ids is None:
         base, last_id = -clock.position[:, None], clock.segment_id
     else:
         real = segment_ids != 0
         live = live * real
-        index = jnp.where(real, jnp.arange(shape[1]), -1)
-        latest = jax.lax.cummax(index, axis=1)
-        found = jnp.take_along_axis(segment_ids, jnp.maximum(latest, 0), axis=1)
-        filled = jnp.where(latest >= 0, found, clock.segment_id[:, None])
+        filled = carry_ids_forward(segment_ids, clock.segment_id)
         before = jnp.concatenate([clock.segment_id[:, None], filled[:, :-1]], axis=1)
         begins = real & (before != 0) & (segment_ids != before)
         earlier = jnp.cumsum(live, axis=1) - live
@@ -91,7 +128,7 @@ def advance(
         positions = count - live - base
         following = count[:, -1] - base[:, -1]
     else:
-        place = jnp.where(live != 0, jnp.arange(shape[1]), -1).max(axis=1)
+        place = jnp.where(live != 0, jnp.arange(live.shape[1]), -1).max(axis=1)
         given = jnp.take_along_axis(positions, jnp.maximum(place, 0)[:, None], axis=1)[:, 0] + 1
         following = jnp.where(place >= 0, given, clock.position)
     return positions, Clock(following.astype(jnp.int32), last_id.astype(jnp.int32))

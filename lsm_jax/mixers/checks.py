@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
 import types
 import typing
+from collections.abc import Callable
 from typing import Any
 
 FORMS = ("recurrent", "chunk", "associative")
@@ -22,13 +24,20 @@ _KINDS = {
 }
 
 
+def _is_a(kind: Any) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, kind)
+
+
 def fields(owner: Any) -> None:
     """Raise ValueError unless every field is of the kind its annotation says, numbers finite; the first check of `validate`."""
     for name, hint in typing.get_type_hints(type(owner)).items():
+        if typing.get_origin(hint) is tuple:  # its entries are the owner's to check
+            continue
         kinds, value = typing.get_args(hint) or (hint,), getattr(owner, name)
         if value is None and types.NoneType in kinds:
             continue
-        for kind, (fits, words) in _KINDS.items():
+        parts = {k: (_is_a(k), f"a {k.__name__}") for k in kinds if dataclasses.is_dataclass(k)}
+        for kind, (fits, words) in (_KINDS | parts).items():
             if kind in kinds and not fits(value):
                 none = " or None" if types.NoneType in kinds else ""
                 raise ValueError(

@@ -6,6 +6,10 @@ Every parameter carries two pieces of metadata: `logical_axes`, which `lsm_jax.p
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -76,7 +80,12 @@ class Dense(nnx.Module):
         axes: logical names of W's two axes.
         bias: whether to add a bias, initialised to zero and free of weight decay.
         init_std: W is drawn from a normal distribution of this standard deviation.
+
+    Attributes:
+        lora: an adapter that `lsm_jax.mixers.lora` set, or None.
     """
+
+    lora: Any = None
 
     def __init__(
         self,
@@ -96,7 +105,8 @@ class Dense(nnx.Module):
     def __call__(self, x: jax.Array, *, dtype: DTypeLike | None = None) -> jax.Array:
         """x [..., in_size] -> [..., out_size] in `dtype`, x's own by default."""
         bias = None if self.bias is None else self.bias[...]
-        return project(x, self.kernel[...], bias, dtype)
+        y = project(x, self.kernel[...], bias, dtype)
+        return y if self.lora is None else y + self.lora(x, dtype)
 
 
 class OrthogonalDense(Dense):
@@ -201,19 +211,53 @@ class HeadNorm(nnx.Module):
         return y.astype(x.dtype)
 
 
-def rotate(x: jax.Array, positions: jax.Array, *, base: float) -> jax.Array:
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class RopeScaling:
+    """How rotary frequencies are lowered for documents longer than a model was first trained on.
+
+    Attributes:
+        kind: "linear" divides all by `factor` (arXiv 2306.15595); "llama3" (Llama 3.1) divides those of wavelengths over
+            `original_length / low_freq_factor`, leaves those under `original_length / high_freq_factor`, and passes from the
+            one to the other linearly in `original_length / wavelength`.
+        factor: at least 1.
+        low_freq_factor: "llama3" only.
+        high_freq_factor: "llama3" only; greater than `low_freq_factor`.
+        original_length: "llama3" only: tokens of the documents first trained on.
+    """
+
+    kind: str = "llama3"
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 8192
+
+    def apply(self, frequency: jax.Array) -> jax.Array:
+        """Frequencies in radians a token, lowered; the same shape."""
+        if self.kind == "linear":
+            return frequency / self.factor
+        low, high = self.low_freq_factor, self.high_freq_factor
+        turns = self.original_length * frequency / (2 * math.pi)
+        kept = jnp.clip((turns - low) / (high - low), 0, 1)
+        return frequency * (kept + (1 - kept) / self.factor)
+
+
+def rotate(
+    x: jax.Array, positions: jax.Array, *, base: float, scaling: RopeScaling | None = None
+) -> jax.Array:
     """Rotary position embedding (arXiv 2104.09864), first half of the channels paired with the second.
 
     Args:
         x: [B, T, H, K], K even.
         positions: [B, T] integers, the token's place in its document.
         base: wavelengths run from 2π to 2π · base.
+        scaling: lowers the frequencies; None leaves them.
 
     Returns:
         [B, T, H, K] in x's dtype; angles and products in float32.
     """
     half = x.shape[-1] // 2
     frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    frequency = frequency if scaling is None else scaling.apply(frequency)
     angle = positions.astype(jnp.float32)[..., None, None] * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, jnp.float32)), 2, axis=-1)

@@ -25,9 +25,9 @@ from lsm_jax.mixers.base import Context, Mixer, MixerState, TokenShift, fresh_cl
 from lsm_jax.mixers.gated_deltanet import GatedDeltaNetConfig
 from lsm_jax.mixers.layers import Dense, project
 from lsm_jax.mixers.mom_layout import Packed, Rows, chunks_needed, pack
-from lsm_jax.ops import shift_state
+from lsm_jax.ops import DocumentCount, number_documents, shift_state
 from lsm_jax.ops.checks import DEFAULT_CHUNK_SIZE
-from lsm_jax.ops.segments import read_tokens
+from lsm_jax.parallel import over_tokens, sequence_shards
 
 EXECUTIONS = ("packed", "masked")
 _ROW = "row_"  # ahead of the names of tails that belong to the row, not to a memory
@@ -46,7 +46,7 @@ class MoMConfig:
         balance_scale: multiplies the balance loss, `M Σ f_m P_m` with f_m the part of the tokens routed to m and P_m its mean
             probability: k at perfect balance, averaged over the model's layers.
         execution: "packed" or "masked". Run masked in any case: calls with an `update_mask`, and packed documents that go on
-            from a state or run in the inner op's associative form.
+            from a state or run in the inner op's associative form, and rows whose time is spread over devices.
     """
 
     mixer: Any = dataclasses.field(default_factory=lambda: GatedDeltaNetConfig(num_heads=4, expand_v=1.0))  # fmt: skip
@@ -211,7 +211,7 @@ class MoM(Mixer):
         documents, last_id, document = _documents(x, context.segment_ids, memory)
         if x.shape[1] == 1 and memory is not None:
             part, after = self._decoded(x, context, route, documents, memory)
-        elif self.config.execution == "masked" or not self._packs(context, memory):
+        elif not self._packs(x, context, memory):
             part, after = self._masked(x, context, route, documents, memory)
         elif memory is None and self._rows_of_documents():
             part = self._packed_afresh(x, context, route, documents)
@@ -238,8 +238,10 @@ class MoM(Mixer):
                     f"[B, {groups}, ...], one for each memory"
                 )
 
-    def _packs(self, context: Context, memory: MoMState | None) -> bool:
+    def _packs(self, x: jax.Array, context: Context, memory: MoMState | None) -> bool:
         """Whether the packed form serves a call; see `MoMConfig.execution`."""
+        if self.config.execution == "masked" or sequence_shards(x.shape[1]) > 1:
+            return False
         alone = memory is None and self._rows_of_documents()
         return context.update_mask is None and (alone or context.segment_ids is None)
 
@@ -252,7 +254,7 @@ class MoM(Mixer):
         config, wide = self.config, jnp.promote_types(x.dtype, jnp.float32)
         logits = self.router(x, dtype=wide)
         probability = jax.nn.softmax(logits, axis=-1)
-        _, chosen = jax.lax.top_k(logits, config.top_k)
+        chosen = over_tokens(_likeliest, dict(logits=logits), {}, config.top_k)
         routed = (chosen[..., None] == jnp.arange(config.num_memories)).any(axis=-2)
         kept = jnp.where(routed, probability, 0)
         weight = kept / jnp.sum(kept, axis=-1, keepdims=True)
@@ -428,6 +430,11 @@ class MoM(Mixer):
         return {n: tail for n, tail in context.tails.items() if not n.startswith(_ROW)}
 
 
+def _likeliest(top_k: int, logits: jax.Array) -> jax.Array:
+    """The memories of each token; a sort, which the partitioner would do on all devices."""
+    return jax.lax.top_k(logits, top_k)[1]
+
+
 def _act(layer: Dense, own: bool, layout: Rows | Packed, x: jax.Array, rows: jax.Array) -> Any:
     """`layer` as a function of arranged tokens; with a kernel for each memory if `own`."""
     kernel = layer.kernel[...]
@@ -487,8 +494,6 @@ def _documents(
     if segment_ids is None:
         one = jnp.broadcast_to(document[:, None], (batch, length))
         return None if memory is None else one, last_id, document
-    tokens = read_tokens(segment_ids, None, last_id, None)
-    assert tokens.run is not None
-    document = document[:, None] + tokens.run
-    ids = jnp.where(segment_ids != 0, document, 0)
-    return ids, tokens.last_id.astype(jnp.int32), document[:, -1]
+    run, after = number_documents(segment_ids, DocumentCount(document, last_id))
+    ids = jnp.where(segment_ids != 0, run, 0)
+    return ids, after.segment_id.astype(jnp.int32), after.count

@@ -11,7 +11,14 @@ from flax import nnx
 from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
-from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, rotate, split_heads
+from lsm_jax.mixers.layers import (
+    Dense,
+    RMSNorm,
+    RopeScaling,
+    merge_heads,
+    rotate,
+    split_heads,
+)
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -24,7 +31,9 @@ class SoftmaxConfig:
         head_dim: channels of a head, even if rotated; None is hidden_size / num_heads.
         window: tokens a query sees, itself included; None sees all.
         qk_norm: RMS-normalise queries and keys with learned scales ahead of the rotation.
+        qkv_bias: whether the projections to queries, keys and values have biases.
         rope_base: of the rotary embedding; None rotates nothing.
+        rope_scaling: lowers the rotation's frequencies; None leaves them.
         norm_eps: of the norms of queries and keys.
         implementation: of the op; None picks.
     """
@@ -34,7 +43,9 @@ class SoftmaxConfig:
     head_dim: int | None = None
     window: int | None = None
     qk_norm: bool = False
+    qkv_bias: bool = False
     rope_base: float | None = 10000.0
+    rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-6
     implementation: str | None = None
 
@@ -65,10 +76,31 @@ class SoftmaxConfig:
             raise ValueError(
                 f"{type(self).__name__}: heads of {self.dim(hidden_size)} channels; rotation needs an even number (rope_base=None rotates nothing)"
             )
+        if self.rope_scaling is not None:
+            self._check_scaling(self.rope_scaling)
         checks.divides(self, "num_kv_heads", self.kv_heads(), "num_heads", self.num_heads)
         if self.window is not None:
             checks.positive(self, window=self.window)
         checks.positive(self, norm_eps=self.norm_eps)
+
+    def _check_scaling(self, scaling: RopeScaling) -> None:
+        if self.rope_base is None:
+            raise ValueError(
+                f"{type(self).__name__}.rope_scaling={scaling}: rope_base=None rotates nothing; accepted is None"
+            )
+        checks.fields(scaling)
+        checks.one_of(scaling, "kind", scaling.kind, ("linear", "llama3"))
+        checks.positive(
+            scaling,
+            low_freq_factor=scaling.low_freq_factor,
+            original_length=scaling.original_length,
+        )
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        if scaling.factor < 1 or high <= low:
+            raise ValueError(
+                f"{type(self).__name__}.rope_scaling: factor={scaling.factor}, low_freq_factor={low}, high_freq_factor={high}; "
+                "accepted are a factor from 1 on, and high over low"
+            )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Forward floating-point operations of a token: projections, and scores and sums over the keys it sees on average."""
@@ -92,9 +124,9 @@ class Softmax(Mixer):
         self.head_dim = config.dim(hidden_size)
         queries, keys = config.num_heads * self.head_dim, config.kv_heads() * self.head_dim
         into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
-        self.q_proj = Dense(hidden_size, queries, **into)
-        self.k_proj = Dense(hidden_size, keys, **into)
-        self.v_proj = Dense(hidden_size, keys, **into)
+        self.q_proj = Dense(hidden_size, queries, bias=config.qkv_bias, **into)
+        self.k_proj = Dense(hidden_size, keys, bias=config.qkv_bias, **into)
+        self.v_proj = Dense(hidden_size, keys, bias=config.qkv_bias, **into)
         self.q_norm = RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None
         self.o_proj = Dense(
@@ -103,8 +135,8 @@ class Softmax(Mixer):
 
     def _rotated(self, x: jax.Array, norm: RMSNorm | None, context: Context) -> jax.Array:
         x = x if norm is None else norm(x)
-        base = self.config.rope_base
-        return x if base is None else rotate(x, context.positions, base=base)
+        base, scaling = self.config.rope_base, self.config.rope_scaling
+        return x if base is None else rotate(x, context.positions, base=base, scaling=scaling)
 
     def read(self, x: jax.Array, context: Context) -> jax.Array:
         """Queries, rotated if asked."""

@@ -47,6 +47,7 @@ class ModelConfig:
         dtype: of activations, "float32" or "bfloat16"; parameters are float32.
         remat: what the backward pass recomputes in each layer: "none", "dots" (all but products with weights) or "full".
         loss_chunk_size: tokens whose logits exist at a time in the loss, on each device.
+        lora: low-rank adapters on projections of every layer, or None.
     """
 
     vocab_size: int
@@ -60,6 +61,7 @@ class ModelConfig:
     dtype: str = "bfloat16"
     remat: str = "full"
     loss_chunk_size: int = 2048
+    lora: mixers.LoRAConfig | None = None
 
     def period(self) -> str:
         """The shortest pattern that repeats to the same layers: what the model scans over."""
@@ -100,6 +102,8 @@ class ModelConfig:
                 f"model.num_layers={self.num_layers} is no multiple of the {len(self.pattern)} letters of "
                 f"model.pattern={self.pattern!r}"
             )
+        if self.lora is not None:
+            self.lora.validate()
         for letter in sorted(set(self.pattern)):
             try:
                 self.layers[letter].validate(self.hidden_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -13,9 +14,9 @@ from lsm_jax import feedforward, mixers
 from lsm_jax.mixers import Clock
 from lsm_jax.mixers.layers import Dense, RMSNorm, matmul_to_float32, parameter
 from lsm_jax.models.config import LayerConfig, ModelConfig
-from lsm_jax.parallel import constrain
+from lsm_jax.parallel import GATHERED, constrain, pipelined, shards_of
 
-_ACTIVATIONS = ("batch", None, None)
+_ACTIVATIONS = ("batch", "sequence", None)
 
 
 class DecoderState(NamedTuple):
@@ -45,6 +46,8 @@ class Block(nnx.Module):
         inner = config.feedforward
         self.feedforward_norm = None if inner is None else RMSNorm(size, eps=model.norm_eps)
         self.feedforward = None if inner is None else feedforward.build(inner, size, **options)
+        if model.lora is not None:
+            _adapt(self.mixer, self.feedforward, model.lora, rngs)
 
     def init_state(self, batch_size: int, max_length: int, dtype: Any) -> tuple[Any, Any]:
         """Fresh states of mixer and feedforward."""
@@ -69,6 +72,19 @@ class Block(nnx.Module):
             x = constrain(x + y, _ACTIVATIONS)
             aux = {**aux, **more}
         return x, shared, (mixer_state, inner_state), aux
+
+
+def _adapt(mixer: Any, inner: Any, lora: mixers.LoRAConfig, rngs: nnx.Rngs) -> None:
+    """Give a layer's projections their adapters."""
+    parts = [part for part in (mixer, inner) if part is not None]
+    found = [name for part in parts for name in mixers.add_adapters(part, lora, rngs=rngs)]
+    if missing := set(lora.targets) - set(found):
+        kinds = " and ".join(type(part).__name__ for part in parts)
+        has = sorted({n for part in parts for n, v in vars(part).items() if isinstance(v, Dense)})
+        raise ValueError(
+            f"model.lora.targets={lora.targets}: a layer of {kinds} has no projection {', '.join(sorted(missing))}; it has "
+            f"{', '.join(has)}"
+        )
 
 
 class Period(nnx.Module):
@@ -98,13 +114,15 @@ def _stack_periods(config: ModelConfig, keys: jax.Array) -> Period:
     return periods
 
 
-def _remat(function: Any, policy: str) -> Any:
+def rematerialized(function: Any, policy: str) -> Any:
     """Recompute a layer in the backward pass as the policy says. Inside a scan no common-subexpression barrier is needed."""
     if policy == "none":
         return function
     saveable = jax.checkpoint_policies.nothing_saveable
     if policy == "dots":
         saveable = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    policies = jax.checkpoint_policies
+    saveable = policies.save_from_both_policies(saveable, policies.save_only_these_names(GATHERED))
     return jax.checkpoint(function, policy=saveable, prevent_cse=False)
 
 
@@ -199,6 +217,7 @@ class Decoder(nnx.Module):
         positions: jax.Array | None = None,
         update_mask: jax.Array | None = None,
         state: DecoderState | None = None,
+        microbatches: int = 0,
     ) -> tuple[jax.Array, DecoderState | None, dict[str, jax.Array]]:
         """Hidden states after the final norm.
 
@@ -208,10 +227,13 @@ class Decoder(nnx.Module):
             positions: int [B, T] within the document; counted where not given.
             update_mask: [B, T], 0 where a token must leave every memory as it is.
             state: from `init_state` or an earlier call. None starts afresh and keeps nothing.
+            microbatches: pieces in which the rows pass through a mesh's pipeline stages, each with a balance loss of its own,
+                as in accumulation; 0 is one for each stage. With a state, or where there is one stage, they pass whole.
 
         Returns:
             [B, T, D] in the config's dtype; the state after, None if none was given; statistics by name. Those ending in
-            `_loss` are summed over the layers, the others stacked; those with `/tokens/` in their name are of each token.
+            `_loss` or `_count` are summed over the layers, the others stacked; those with `/tokens/` in their name are of
+            each token, and absent where rows passed in microbatches.
         """
         x = self.embedding[...].at[tokens].get(mode="fill", fill_value=jnp.nan)
         x = constrain(x.astype(self.dtype), _ACTIVATIONS)
@@ -231,33 +253,57 @@ class Decoder(nnx.Module):
                 update_mask=update_mask,
             )
 
-        layer = _remat(layer, self.remat)
+        layer = rematerialized(layer, self.remat)
 
-        def body(carry, inputs):
+        def body(rows, carry, inputs):
             x, shared = carry
             period, states, index = inputs
             after, statistics = [], []
             for place, block in enumerate(period.blocks):
                 own = None if states is None else states[place]
-                x, shared, own, aux = layer(
-                    x, shared, block, own, index * size + place, segment_ids, positions, update_mask
-                )
+                x, shared, own, aux = layer(x, shared, block, own, index * size + place, *rows)
                 after.append(own)
                 statistics.append(aux)
             return (x, shared), (None if states is None else tuple(after), statistics)
 
-        inputs = (
-            self.periods,
-            None if state is None else state.layers,
-            jnp.arange(self.num_periods),
-        )
-        (x, _), (states, statistics) = jax.lax.scan(body, (x, shared), inputs)
+        rows = (segment_ids, positions, update_mask)
+        index = jnp.arange(self.num_periods)
+        if state is None and (stages := shards_of("layers")) > 1:
+            by_rows = _by_rows(self.init_shared, x)
+
+            def stage(layers, carry, rows, whole):
+                periods, index = layers
+                x, shared = carry
+                scanned = functools.partial(body, rows)
+                (x, shared), (_, aux) = jax.lax.scan(
+                    scanned, (x, shared | whole), (periods, None, index)
+                )
+                kept = {name: shared[name] for name in by_rows}
+                aux = [{n: a[n] for n in a if "/tokens/" not in n} for a in aux]
+                return (x, kept), aux
+
+            whole = {name: value for name, value in shared.items() if name not in by_rows}
+            shared = {name: shared[name] for name in by_rows}
+            (x, _), aux = pipelined(
+                stage, (self.periods, index), (x, shared), rows, whole, microbatches=microbatches or stages
+            )  # fmt: skip
+            return self.norm(x), None, _gather(aux)
+        inputs = (self.periods, None if state is None else state.layers, index)
+        scanned = functools.partial(body, rows)
+        (x, _), (states, statistics) = jax.lax.scan(scanned, (x, shared), inputs)
         after = None if state is None else DecoderState(states, clock)
         return self.norm(x), after, _gather(statistics)
 
 
+def _by_rows(init_shared: Any, x: jax.Array) -> set[str]:
+    """The entries of `shared` that have x's rows."""
+    shapes = (jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for rows in (1, 2))
+    one, two = (jax.eval_shape(init_shared, shape) for shape in shapes)
+    return {name for name in one if one[name].shape != two[name].shape}
+
+
 def _gather(statistics: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
-    """Per-place statistics stacked over periods -> one entry a name, losses summed, others in the order of layers.
+    """Per-place statistics stacked over periods -> one entry a name, losses and counts summed, others in the order of layers.
 
     Where places differ in shape, as with other numbers of experts, each has an entry of its own, `name/place`.
     """
@@ -269,5 +315,6 @@ def _gather(statistics: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
             continue
         stacked = jnp.stack(list(found.values()), axis=1)
         flat = stacked.reshape(-1, *stacked.shape[2:])
-        gathered[name] = jnp.sum(flat, axis=0) if name.endswith("_loss") else flat
+        summed = name.endswith(("_loss", "_count"))
+        gathered[name] = jnp.sum(flat, axis=0) if summed else flat
     return gathered

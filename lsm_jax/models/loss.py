@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from lsm_jax.mixers.layers import matmul_to_float32
-from lsm_jax.parallel import over_batch
+from lsm_jax.parallel import over_mesh, over_tokens, shards_of
 
 
 def next_token_loss(
@@ -42,7 +42,13 @@ def next_token_loss(
     if loss_mask is not None and loss_mask.shape != labels.shape:
         raise ValueError(f"loss_mask has shape {loss_mask.shape}; labels have {labels.shape}")
     batched = dict(hidden=hidden, labels=labels, loss_mask=loss_mask)
-    return over_batch(_loss, batched, dict(head=head), chunk_size)
+    if (
+        shards_of("heads") > 1
+    ):  # else devices that share out heads would all compute the same logits
+        axes = ("batch", "tokens")
+        given = dict(axes=dict.fromkeys(batched, axes), out_axes=axes)
+        return over_mesh(_loss, batched, dict(head=head), chunk_size, **given)
+    return over_tokens(_loss, batched, dict(head=head), chunk_size)
 
 
 def _loss(chunk_size, hidden, labels, loss_mask, head):

@@ -11,6 +11,7 @@ earlier tokens too, since 0 times infinity is not 0. Scores of queries with late
 from lsm_jax.ops.attention import AttentionState, attention, attention_state
 from lsm_jax.ops.chosen import choices
 from lsm_jax.ops.delta_memory import delta_memory
+from lsm_jax.ops.documents import DocumentCount, number_documents
 from lsm_jax.ops.dplr_memory import dplr_memory
 from lsm_jax.ops.inner_models import Inner
 from lsm_jax.ops.linear_memory import linear_memory
@@ -25,6 +26,7 @@ from lsm_jax.ops.time_invariant import time_invariant_convolution, time_invarian
 __all__ = [
     "AttentionState",
     "DeltaState",
+    "DocumentCount",
     "Inner",
     "LinearState",
     "OnlineState",
@@ -40,6 +42,7 @@ __all__ = [
     "dplr_memory",
     "linear_memory",
     "linear_state",
+    "number_documents",
     "online_memory",
     "online_state",
     "selective_memory",

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lsm_jax.ops import attention_kernels, checks, chosen
+from lsm_jax.ops import attention_kernels, attention_sequence, checks, chosen
 from lsm_jax.ops.forgetting import GateSum, sum_gates
 from lsm_jax.ops.query_blocks import attend_causally, attend_in_blocks
 from lsm_jax.ops.segments import Tokens, finish_output, read_tokens, select
-from lsm_jax.parallel import over_batch
+from lsm_jax.parallel import TOKENS, over_mesh, sequence_shards
 
 _IMPLEMENTATIONS = (None, "xla", "cudnn", "mosaic_gpu")
 
@@ -157,7 +157,71 @@ def attention(
         segment_ids=segment_ids,
         update_mask=update_mask,
     )
-    return over_batch(_attention, batched, {}, options)
+    axes: dict[str, Any] = dict.fromkeys(batched, TOKENS)
+    rows = ("batch",) if state.count.ndim == 1 else ("batch", None)
+    axes["state"] = jax.tree.map(lambda _: (*rows, None, "heads"), state)._replace(
+        count=rows, segment_id=("batch",)
+    )
+    return over_mesh(
+        _attention, batched, {}, options,
+        axes=axes, out_axes=(TOKENS, "state"), in_sequence=_in_sequence,
+        multiple=attention_sequence.tokens_a_device(length, sequence_shards(length)),
+    )  # fmt: skip
+
+
+def _in_sequence(
+    axis, function, options, q, k, v, log_forget, state, segment_ids, update_mask
+) -> tuple[Array, AttentionState]:
+    """`_attention` where devices hold parts of a row; every device finds the final state for itself."""
+    del function
+    batch, own_length, heads, _ = v.shape
+    num_segments = state.keys.shape[1] if state.keys.ndim == 5 else None
+    k, v, log_forget, segment_ids, update_mask = attention_sequence.gather_tokens(
+        axis, (k, v, log_forget, segment_ids, update_mask)
+    )
+    length = v.shape[1]
+    tokens = read_tokens(segment_ids, update_mask, state.segment_id, num_segments)
+    places = _place(tokens, state, batch, length)
+    k, v = select(tokens.written, checks.spread_keys(k, heads)), select(tokens.written, v)
+    sums = None if log_forget is None else sum_gates(log_forget, tokens, _newest_sum(state))
+    final = _remember(state, k, v, sums, places, tokens)
+
+    block, held = attention_sequence.block_size(own_length), 0
+    there: Any = places
+    kept: Any = (k, v, sums)
+    if not options.fresh:
+        there, kept = _after_held(state, places, kept)
+        held = -(-(there.rank.shape[1] - length) // block)
+        ahead = (
+            held * block + length - there.rank.shape[1]
+        )  # places to fill, where nothing is written
+        there, kept = jax.tree.map(
+            lambda x: jnp.pad(x, [(0, 0), (ahead, 0)] + [(0, 0)] * (x.ndim - 2)), (there, kept)
+        )
+    plan = attention_sequence.Plan(
+        block=block,
+        held=held,
+        window=options.window,
+        whole=options.plain and segment_ids is None and update_mask is None,
+        scale=options.scale,
+        dtype=checks.compute_dtype(q, k, v),
+        precision=checks.matmul_precision(q, k, v),
+    )
+    chosen.note("attention", "xla, in parts of a row")
+    here = jax.lax.axis_index(axis)
+
+    def own(x):
+        return jax.lax.dynamic_slice_in_dim(x, here * own_length, own_length, axis=1)
+
+    no_id: Any = None
+    mine = jax.tree.map(own, tokens._replace(last_id=no_id))
+    keys = attention_sequence.Keys(*kept, *there)
+    where = (sums, places.document, places.rank)
+    output = attention_sequence.attend(axis, plan, select(mine.real, q), where, keys)
+    if options.window is None and not options.plain:
+        beyond = own(places.rank) >= state.keys.shape[-3]
+        output = jnp.where(beyond[:, :, None, None], jnp.nan, output)
+    return finish_output(mine, output).astype(v.dtype), final
 
 
 def _check_gates(op: str, log_forget, shape: tuple[int, int, int]) -> Array:

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lsm_jax.ops import checks, chosen, delta_kernels
+from lsm_jax.ops import checks, chosen, delta_kernels, matrix_sequence
 from lsm_jax.ops.decays import channel_scores, forget, halve, inverse_unit_lower, pairwise_decay
 from lsm_jax.ops.segments import Chunks, cut_into_chunks, finish_output, read_tokens, select
+from lsm_jax.ops.sequence import resume, state_axes
 from lsm_jax.ops.states import (
     DeltaState,
     associate_chunks,
@@ -25,7 +26,7 @@ from lsm_jax.ops.states import (
     scan_chunks,
     scan_tokens,
 )
-from lsm_jax.parallel import over_batch
+from lsm_jax.parallel import TOKENS, over_mesh
 
 
 def delta_memory(
@@ -58,7 +59,7 @@ def delta_memory(
         form: "recurrent" (token by token), "chunk" (one triangular solve a chunk, scan over chunks) or "associative"
             (associative scan over chunks).
         implementation: None (the fused kernel where it serves: NVIDIA Hopper, bfloat16, chunk form, no decay or a scalar one, K
-            and V of 64 or 128, one state a row; else XLA), "xla" or "mosaic_gpu".
+            of 64, 128 or 256, V also 512, one state a row; else XLA), "xla" or "mosaic_gpu".
         chunk_size: tokens in a chunk of the XLA form, a power of two; None is 64.
 
     Returns:
@@ -101,7 +102,19 @@ def delta_memory(
         dtype=dtype,
         precision=checks.matmul_precision(q, k, v),
     )
-    return over_batch(_delta_memory, batched, shared, options)
+    axes: dict[str, Any] = dict.fromkeys(batched, TOKENS) | dict.fromkeys(shared, ("heads",))
+    axes["state"] = state_axes(state, segments=state.memory.ndim == 5)
+    return over_mesh(
+        _delta_memory, batched, shared, options,
+        axes=axes, out_axes=(TOKENS, "state"), in_sequence=_in_sequence,
+    )  # fmt: skip
+
+
+def _in_sequence(axis, function, options, **arguments):
+    """The op on one of the devices that share a row."""
+    in_chunks = options._replace(form="chunk", fused="never")
+    update = matrix_sequence.update_of(in_chunks, _by_xla, arguments)
+    return resume(axis, function, (options,), arguments, update, matrix_sequence.advance)
 
 
 class _Options(NamedTuple):

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lsm_jax.ops import checks, chosen
+from lsm_jax.ops import checks, chosen, matrix_sequence
 from lsm_jax.ops.decays import Halving, channel_scores, forget, halve, inverse_unit_lower
 from lsm_jax.ops.segments import Chunks, cut_into_chunks, finish_output, read_tokens, select
+from lsm_jax.ops.sequence import resume, state_axes
 from lsm_jax.ops.states import (
     DeltaState,
     associate_chunks,
@@ -25,7 +26,7 @@ from lsm_jax.ops.states import (
     scan_chunks,
     scan_tokens,
 )
-from lsm_jax.parallel import over_batch
+from lsm_jax.parallel import TOKENS, over_mesh
 
 
 def dplr_memory(
@@ -110,7 +111,18 @@ def dplr_memory(
         dtype=dtype,
         precision=checks.matmul_precision(q, k, v),
     )
-    return over_batch(_dplr_memory, batched, shared, options)
+    axes: dict[str, Any] = dict.fromkeys(batched, TOKENS) | dict.fromkeys(shared, ("heads",))
+    axes["state"] = state_axes(state, segments=state.memory.ndim == 5)
+    return over_mesh(
+        _dplr_memory, batched, shared, options,
+        axes=axes, out_axes=(TOKENS, "state"), in_sequence=_in_sequence,
+    )  # fmt: skip
+
+
+def _in_sequence(axis, function, options, **arguments):
+    """The op on one of the devices that share a row."""
+    update = matrix_sequence.update_of(options._replace(form="chunk"), function, arguments)
+    return resume(axis, function, (options,), arguments, update, matrix_sequence.advance)
 
 
 class _Options(NamedTuple):

@@ -47,30 +47,30 @@ def why_not(
         log_decay: or None.
         bonus: or None.
         memory: the state's.
-        absent: arguments, by name, that no kernel knows.
+        absent: other arguments by name; no kernel knows any but `value_log_decay`.
     """
     why = why_no_kernel(implementation, form, q, k, v, memory)
     if why is not None:
         return why
+    absent = dict(absent)
+    value_log_decay = absent.pop("value_log_decay", None)
     for name, value in absent.items():
         if value is not None:
             return f"no {name}"
-    # There is a kernel for these two, whose gradient of q was wrong on a card (benchmarks/NOTES.md).
-    if bonus is not None:
-        return "no bonus"
-    if jnp.ndim(log_decay) == 4:
-        return "log_decay [G] or [B, T, G], not [B, T, G, K]"
     # Imported where it may serve: elsewhere the backends cost nothing.
     from pallas_kernels.linear_attention import reason
 
     if log_decay is not None:
         log_decay = jax.ShapeDtypeStruct(v.shape[:3] + log_decay.shape[3:], jnp.float32)
-    return reason(implementation, q, k, v, log_decay, None, memory, bonus)
+    if value_log_decay is not None:
+        value_log_decay = jax.ShapeDtypeStruct(v.shape, jnp.float32)
+    return reason(implementation, q, k, v, log_decay, None, memory, bonus, value_log_decay)
 
 
 def run_kernel(
-    implementation: str, scale: float, q, k, v, log_decay, bonus, state, segment_ids, update_mask
-) -> tuple[jax.Array, LinearState]:
+    implementation: str, scale: float, q, k, v, log_decay, bonus, state, segment_ids, update_mask,
+    value_log_decay=None,
+) -> tuple[jax.Array, LinearState]:  # fmt: skip
     """`linear_memory` as the kernel that `implementation` names; `log_decay` is None, [G], [B, T, G] or [B, T, G, K]."""
     from pallas_kernels.linear_attention import linear_attention
 
@@ -79,10 +79,13 @@ def run_kernel(
         shape = v.shape[:3] + log_decay.shape[3:]
         log_decay = jnp.broadcast_to(log_decay.astype(jnp.float32), shape)
         log_decay = select(tokens.written, log_decay)
+    if value_log_decay is not None:
+        value_log_decay = select(tokens.written, value_log_decay.astype(jnp.float32))
     if bonus is not None:
         bonus = bonus.astype(jnp.float32)
     output, memory = linear_attention(
         select(tokens.real, q), select(tokens.written, k), select(tokens.written, v), log_decay,
-        initial=state.memory, run=tokens.run, bonus=bonus, scale=scale, implementation=implementation,
+        initial=state.memory, run=tokens.run, bonus=bonus, value_log_decay=value_log_decay,
+        scale=scale, implementation=implementation,
     )  # fmt: skip
     return finish_output(tokens, output), LinearState(memory, None, None, tokens.last_id)

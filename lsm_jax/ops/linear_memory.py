@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lsm_jax.ops import checks, chosen, linear_kernels, stabilized
+from lsm_jax.ops import checks, chosen, linear_kernels, linear_sequence, stabilized
 from lsm_jax.ops.decays import (
     Halving,
     blocks_of,
@@ -30,6 +30,7 @@ from lsm_jax.ops.segments import (
     read_tokens,
     select,
 )
+from lsm_jax.ops.sequence import resume, state_axes
 from lsm_jax.ops.states import (
     LinearState,
     associate_chunks,
@@ -39,7 +40,7 @@ from lsm_jax.ops.states import (
     scan_chunks,
     scan_tokens,
 )
-from lsm_jax.parallel import over_batch
+from lsm_jax.parallel import TOKENS, over_mesh
 
 
 def linear_memory(
@@ -82,9 +83,9 @@ def linear_memory(
         update_mask: [B, T], 0 where a token must not change the memory (it still reads it).
         form: "recurrent" (token by token), "chunk" (matrix products in a chunk, scan over chunks) or "associative"
             (associative scan over chunks).
-        implementation: None (the fused kernel where it serves: NVIDIA Hopper, bfloat16, chunk form, K and V of 64 or 128, no
-            decay of channels, bonus, normaliser or input gate, one state a row; else XLA), "xla", "mosaic_gpu" or, by name
-            only, "mosaic_tpu" (no one has run it on a TPU yet).
+        implementation: None (the fused kernel where it serves: NVIDIA Hopper, bfloat16, chunk form, K and V of 64 or 128, or of
+            256 and 512 too where no channel has a decay of its own; not both decays, no normaliser or input gate, one state a
+            row; else XLA), "xla", "mosaic_gpu" or, by name only, "mosaic_tpu" (no one has run it on a TPU yet).
         chunk_size: tokens in a chunk of the XLA form, a power of two; None is 64.
 
     Returns:
@@ -142,7 +143,18 @@ def linear_memory(
         dtype=dtype,
         precision=checks.matmul_precision(q, k, v),
     )
-    return over_batch(_linear_memory, batched, shared, options)
+    axes: dict[str, Any] = dict.fromkeys(batched, TOKENS) | dict.fromkeys(shared, ("heads",))
+    axes["state"] = state_axes(state, segments=state.memory.ndim == 5)
+    return over_mesh(
+        _linear_memory, batched, shared, options,
+        axes=axes, out_axes=(TOKENS, "state"), in_sequence=_in_sequence,
+    )  # fmt: skip
+
+
+def _in_sequence(axis, function, options, **arguments):
+    """The op on one of the devices that share a row."""
+    update = linear_sequence.update_of(options, _by_xla, arguments)
+    return resume(axis, function, (options,), arguments, update, linear_sequence.advance)
 
 
 class _Options(NamedTuple):
@@ -174,8 +186,8 @@ def _linear_memory(options, **arrays):
         return _by_xla(options, **arrays)
 
     def kernel(arrays):
-        names = ("q", "k", "v", "log_decay", "bonus", "state", "segment_ids", "update_mask")
-        given = {name: arrays[name] for name in names}
+        none = ("constant_log_decay", "log_input_gate")
+        given = {name: x for name, x in arrays.items() if name not in none}
         if arrays["constant_log_decay"] is not None:
             given["log_decay"] = arrays["constant_log_decay"]
         return linear_kernels.run_kernel(options.kernel, options.scale, **given)

@@ -32,8 +32,10 @@ from lsm_jax.ops.inner_models import (
 )
 from lsm_jax.ops.online_windows import Part, Windows, cut_into_windows
 from lsm_jax.ops.segments import cut_into_chunks, finish_output, read_tokens, select
+from lsm_jax.ops.sequence import state_axes
 from lsm_jax.ops.states import per_chunk, scan_tokens
-from lsm_jax.parallel import over_batch
+from lsm_jax.parallel import TOKENS, over_mesh
+from lsm_jax.parallel.sequence import hand_on
 
 FORMS = ("recurrent", "chunk")
 
@@ -200,7 +202,26 @@ def online_memory(
         q=q, k=k, v=v, **gates, state=state, segment_ids=segment_ids, update_mask=update_mask
     )
     shared = dict(inner=inner, coefficients=coefficients)
-    return over_batch(_online_memory, batched, shared, options)
+    axes: dict[str, Any] = dict.fromkeys(batched, TOKENS) | dict(inner=("heads",))
+    axes["state"] = state_axes(state, segments=state.position.ndim == 2)
+    return over_mesh(
+        _online_memory, batched, shared, options,
+        axes=axes, out_axes=(TOKENS, "state"), in_sequence=_in_sequence,
+    )  # fmt: skip
+
+
+def _in_sequence(axis, function, options, **arguments):
+    """Devices take turns: a gradient step needs the weights before it, so that updates do not compose."""
+    kept = arguments.pop("state")
+    initial = jax.tree.map(
+        lambda x: x.astype(options.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x, kept
+    )
+
+    def run(arguments, state):
+        output, after = function(options._replace(fresh=False), **arguments, state=state)
+        return output, jax.tree.map(lambda x, y: x.astype(y.dtype), after, state)
+
+    return hand_on(axis, run, arguments, initial)
 
 
 class _Options(NamedTuple):

@@ -14,9 +14,19 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Int
 
 from lsm_jax.ops import checks, chosen
+from lsm_jax.ops.linear_sequence import total_of
 from lsm_jax.ops.segments import Tokens, cut_into_chunks, finish_output, read_tokens, select
+from lsm_jax.ops.sequence import (
+    Update,
+    emptied_by,
+    ends_of_documents,
+    newer_id,
+    resume,
+    state_axes,
+    unless_restarted,
+)
 from lsm_jax.ops.states import associate_chunks, associative_scan, per_chunk, scan_tokens
-from lsm_jax.parallel import over_batch
+from lsm_jax.parallel import TOKENS, over_mesh
 
 DISCRETIZATIONS = ("euler", "zoh", "none")
 
@@ -117,7 +127,49 @@ def selective_memory(
     batched |= {n: x for n, x in given.items() if n not in constant}
     options = _Options(discretization, form, size, dtype, is_complex)
     shared = dict(a=A, d=D, constant=constant)
-    return over_batch(_selective_memory, batched, shared, options)
+    # Channels take the place of heads.
+    axes: dict[str, Any] = dict.fromkeys(batched, TOKENS) | dict.fromkeys(shared, ("heads",))
+    axes |= {n: TOKENS[:2] for n, x in given.items() if n in ("b", "c") and jnp.ndim(x) == 3}
+    axes["state"] = state_axes(state, segments=state.memory.ndim == 4)
+    return over_mesh(
+        _selective_memory, batched, shared, options,
+        axes=axes, out_axes=(TOKENS, "state"), in_sequence=_in_sequence,
+    )  # fmt: skip
+
+
+def _in_sequence(axis, function, options, **arguments):
+    """The op on one of the devices that share a row."""
+    update = _update_of_all(options, arguments)
+    return resume(axis, function, (options,), arguments, update, _advance)
+
+
+def _update_of_all(options, arguments: dict[str, Any]) -> Update:
+    """This device's tokens as one update; its transition is a logarithm, [B, D, N] or [B, S, D, N]."""
+    u, state, segment_ids = (arguments[name] for name in ("u", "state", "segment_ids"))
+    batch, length, channels = u.shape
+    num_segments = state.memory.shape[1] if state.memory.ndim == 4 else None
+    empty = jax.tree.map(jnp.zeros_like, state)
+    tokens = read_tokens(segment_ids, arguments["update_mask"], empty.segment_id, num_segments)
+    restarts, first_id = ends_of_documents(segment_ids, tokens.run)
+    delta = arguments["constant"].get("delta")
+    if delta is None:
+        delta = arguments["delta"]
+    else:
+        rows = 1 if tokens.written is None else batch
+        delta = jnp.broadcast_to(delta, (rows, length, channels))
+    wide = jnp.result_type(delta, options.dtype)
+    total = total_of(select(tokens.written, delta.astype(wide)), tokens, num_segments, batch)
+    exponent = total[..., None] * arguments["a"]
+    in_chunks = options._replace(form="chunk")
+    _, written = _selective_memory(in_chunks, **(arguments | {"state": empty}))
+    return Update(exponent.astype(written.memory.dtype), written, restarts, first_id)
+
+
+def _advance(state: SelectiveState, update: Update) -> SelectiveState:
+    """The state after an update."""
+    state = emptied_by(state, update)
+    kept = unless_restarted(update, jnp.exp(update.transition) * state.memory)
+    return SelectiveState(kept + update.written.memory, newer_id(state, update))
 
 
 class _Options(NamedTuple):

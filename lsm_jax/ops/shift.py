@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,15 @@ from jaxtyping import Array, Float, Int
 
 from lsm_jax.ops import checks
 from lsm_jax.ops.segments import Tokens, finish_output, read_tokens, select
-from lsm_jax.parallel import over_batch
+from lsm_jax.ops.sequence import (
+    Update,
+    emptied_by,
+    ends_of_documents,
+    newer_id,
+    resume,
+    unless_restarted,
+)
+from lsm_jax.parallel import TOKENS, over_mesh
 
 
 class ShiftState(NamedTuple):
@@ -76,7 +84,9 @@ def short_convolution(
     if weight.shape[0] < 2:
         raise ValueError(f"{op}: weight has {weight.shape[0]} rows; accepted are 2 or more")
     batched = _arguments(op, x, weight.shape[0] - 1, initial_state, segment_ids, update_mask)
-    return over_batch(_convolve, batched, dict(weight=weight, bias=bias), contiguous)
+    shared = dict(weight=weight, bias=bias)
+    axes = dict(weight=(None, "heads"), bias=("heads",))
+    return _run(_convolve, batched, shared, contiguous, axes, "heads")
 
 
 def _convolve(contiguous, x, weight, bias, **rest) -> tuple[Array, ShiftState]:
@@ -106,7 +116,69 @@ def token_shift(
     op = "token_shift"
     checks.check_row_channels(op, "x", x)
     batched = _arguments(op, x, 1, initial_state, segment_ids, update_mask)
-    return over_batch(_shift, batched, {}, contiguous)
+    # Whole channels: these are a model's, which no axis shards.
+    return _run(_shift, batched, {}, contiguous, {}, None)
+
+
+def _run(function, batched, shared, contiguous: bool, axes: dict[str, Any], channels: str | None):
+    """`function` over the mesh; `channels` is the logical axis of x's last one."""
+    rows = ("batch",) if batched["state"].tail.ndim == 3 else ("batch", None)
+    axes |= dict.fromkeys(("segment_ids", "update_mask"), TOKENS[:2])
+    kept: Any = ((*rows, None, channels), ("batch",))
+    axes |= dict(x=(*TOKENS[:2], channels), state=ShiftState(*kept))
+    return over_mesh(
+        function, batched, shared, contiguous,
+        axes=axes, out_axes=(axes["x"], "state"), in_sequence=_in_sequence,
+    )  # fmt: skip
+
+
+def _in_sequence(axis, function, contiguous, **arguments):
+    """The op on one of the devices that share a row."""
+    x, state = arguments["x"], arguments["state"]
+    width = state.tail.shape[-2]
+    whole = arguments["segment_ids"] is None and arguments["update_mask"] is None
+    if not whole or state.tail.ndim == 4 or x.shape[1] < width:
+        update = _update(x, state, arguments["segment_ids"], arguments["update_mask"])
+        return resume(axis, function, (contiguous,), arguments, update, _advance)
+    # Nothing but the last tokens of the device before can be in reach.
+    devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    onwards = [(i, i + 1) for i in range(devices - 1)]
+    before = jax.lax.ppermute(x[:, -width:], axis, onwards)
+    tail = jnp.where(here == 0, state.tail.astype(x.dtype), before)
+    output, after = function(contiguous, **(arguments | {"state": state._replace(tail=tail)}))
+    final = jax.lax.psum(jnp.where(here == devices - 1, after.tail, 0), axis)
+    return output, after._replace(tail=final)
+
+
+def _update(x, state: ShiftState, segment_ids, update_mask) -> Update:
+    """This device's tokens as an update: what it would remember, and of how many tokens."""
+    width = state.tail.shape[-2]
+    num_segments = state.tail.shape[1] if state.tail.ndim == 4 else None
+    empty = jax.tree.map(jnp.zeros_like, state)
+    _, tokens, written = _previous_tokens(False, x, empty, segment_ids, update_mask, width)
+    counted = tokens.written
+    if counted is None:
+        counted = jnp.ones(x.shape[:2], bool)
+    if tokens.run is not None:
+        counted = counted & (tokens.run == tokens.run[:, -1:])
+    if tokens.slot is not None:
+        own = tokens.slot[..., None] == jnp.arange(num_segments)
+        counted = own & counted[..., None]
+    count = jnp.minimum(jnp.sum(counted, axis=1, dtype=jnp.int32), width)
+    return Update(count, written, *ends_of_documents(segment_ids, tokens.run))
+
+
+def _advance(state: ShiftState, update: Update) -> ShiftState:
+    """The last tokens of those held and those written."""
+    state = emptied_by(state, update)
+    width = state.tail.shape[-2]
+    held = unless_restarted(update, state.tail)
+    both = jnp.concatenate([held, update.written.tail], axis=-2)
+    count = update.transition[..., None]
+    place = count + jnp.arange(width)
+    place = jnp.where(place < width, place, place + width - count)
+    tail = jnp.take_along_axis(both, place[..., None], axis=-2)
+    return ShiftState(tail, newer_id(state, update))
 
 
 def _shift(contiguous, **batched) -> tuple[Array, ShiftState]:

@@ -6,17 +6,30 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from lsm_jax.ops import checks, chosen
+from lsm_jax.ops.decays import forget
 from lsm_jax.ops.linear_memory import _linear_memory as linear
 from lsm_jax.ops.linear_memory import _Options as LinearOptions
+from lsm_jax.ops.linear_sequence import total_of, weighed_writes
+from lsm_jax.ops.segments import read_tokens, select
+from lsm_jax.ops.sequence import (
+    Update,
+    emptied_by,
+    ends_of_documents,
+    newer_id,
+    resume,
+    state_axes,
+    staying,
+    unless_restarted,
+)
 from lsm_jax.ops.states import LinearState
-from lsm_jax.parallel import over_batch
+from lsm_jax.parallel import TOKENS, over_mesh
 
 
 class SlotState(NamedTuple):
@@ -125,7 +138,54 @@ def slot_memory(
         dtype=dtype,
         precision=checks.matmul_precision(q, k, v),
     )
-    return over_batch(_slot_memory, batched, {}, options)
+    axes: dict[str, Any] = dict.fromkeys(batched, TOKENS)
+    axes["state"] = state_axes(state, segments=state.keys.ndim == 5)
+    return over_mesh(
+        _slot_memory, batched, {}, options,
+        axes=axes, out_axes=(TOKENS, "state"), in_sequence=_in_sequence,
+    )  # fmt: skip
+
+
+def _in_sequence(axis, function, options, **arguments):
+    """The op on one of the devices that share a row."""
+    update = _update(options, **arguments)
+    return resume(axis, function, (options,), arguments, update, _advance)
+
+
+def _update(options, q, k, v, s, log_decay, state, segment_ids, update_mask) -> Update:
+    """This device's tokens as an update of both memories: neither depends on what is read from the other."""
+    batch, _, heads, _ = v.shape
+    num_segments = state.keys.shape[1] if state.keys.ndim == 5 else None
+    empty = jax.tree.map(jnp.zeros_like, state)
+    tokens = read_tokens(segment_ids, update_mask, empty.segment_id, num_segments)
+    restarts, first_id = ends_of_documents(segment_ids, tokens.run)
+    dtype = options.dtype
+    decay = None if log_decay is None else select(tokens.written, log_decay.astype(dtype))
+    total = total_of(decay, tokens, num_segments, batch)
+    if num_segments is not None:
+        _, written = _slot_memory(
+            options._replace(form="chunk"), q, k, v, s, log_decay, empty, segment_ids, update_mask
+        )
+        return Update(total, written, restarts, first_id)
+    stays = staying(tokens)
+    k = checks.spread_keys(k, heads).astype(dtype)
+    s, v = select(stays, s.astype(dtype)), select(stays, v.astype(dtype))
+    keys = weighed_writes(k, s, None, decay, stays, options.precision)
+    values = weighed_writes(s, v, decay, None, stays, options.precision)
+    return Update(total, SlotState(keys, values, tokens.last_id), restarts, first_id)
+
+
+def _advance(state: SlotState, update: Update) -> SlotState:
+    """The state after an update."""
+    state, decay = emptied_by(state, update), update.transition
+    keys, values = state.keys, state.values
+    if decay is not None:
+        keys, values = forget(keys, decay[..., None, :]), forget(values, decay[..., None])
+    return SlotState(
+        unless_restarted(update, keys) + update.written.keys,
+        unless_restarted(update, values) + update.written.values,
+        newer_id(state, update),
+    )
 
 
 # Compiled as a whole also when called outside `jax.jit`, as in a notebook.

@@ -11,8 +11,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
 from lsm_jax.ops import checks, chosen
-from lsm_jax.ops.selective_memory import SelectiveState, expm1_ratio, selective_state
-from lsm_jax.parallel import over_batch
+from lsm_jax.ops.selective_memory import (
+    SelectiveState,
+    expm1_ratio,
+    selective_memory,
+    selective_state,
+)
+from lsm_jax.parallel import over_batch, sequence_shards
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -78,7 +83,7 @@ def time_invariant_memory(
     """`selective_memory` with `discretization="zoh"`, constant arguments and an empty state, by convolution.
 
     Arguments, output and state are `selective_memory`'s. The state costs a second pass over u, left out by the compiler
-    where it is not used.
+    where it is not used. Where time is spread over devices it is `selective_memory`: a transform needs the whole row.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -92,6 +97,8 @@ def time_invariant_memory(
     for name, x in (("delta", delta), ("D", D)):
         if x is not None:
             checks.check_shape(op, name, x, (channels,), "D")
+    if sequence_shards(length) > 1:
+        return selective_memory(u, delta, A, B, C, D=D, discretization="zoh")
     chosen.note(
         "selective_memory", "xla, convolution by Fourier transforms (causal up to rounding)"
     )

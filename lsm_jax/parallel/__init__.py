@@ -1,26 +1,60 @@
 """The mesh, the rule table of logical axes, and what runs over it."""
 
-from lsm_jax.parallel.collectives import constrain, over_batch
+from lsm_jax.parallel.collectives import (
+    TOKENS,
+    alone,
+    constrain,
+    over_batch,
+    over_mesh,
+    over_tokens,
+    sequence_shards,
+)
+from lsm_jax.parallel.experts import EXCHANGES, place_on, room_for, shards_of, sum_over, to_owners
+from lsm_jax.parallel.hosts import Agreement, data_shard, join_hosts, launcher, place_batch
 from lsm_jax.parallel.mesh import (
     AXES,
     BATCH_AXES,
     RULES,
     MeshConfig,
     batch_sharding,
+    batch_shards,
     make_mesh,
     param_sharding,
     partition_spec,
+    token_sharding,
 )
+from lsm_jax.parallel.pipeline import pipelined
+from lsm_jax.parallel.sequence import GATHERED
 
 __all__ = [
     "AXES",
+    "Agreement",
     "BATCH_AXES",
+    "GATHERED",
+    "EXCHANGES",
     "RULES",
+    "TOKENS",
     "MeshConfig",
+    "alone",
     "batch_sharding",
+    "batch_shards",
     "constrain",
+    "data_shard",
+    "join_hosts",
+    "launcher",
     "make_mesh",
     "over_batch",
+    "over_mesh",
+    "over_tokens",
     "param_sharding",
     "partition_spec",
+    "pipelined",
+    "place_batch",
+    "place_on",
+    "room_for",
+    "sequence_shards",
+    "shards_of",
+    "sum_over",
+    "to_owners",
+    "token_sharding",
 ]

@@ -7,60 +7,95 @@ import math
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-AXES = ("data", "fsdp")
-BATCH_AXES = ("data", "fsdp")
+AXES = ("pipeline", "data", "fsdp", "expert", "sequence", "tensor")
+"""The mesh's axes, outermost first: devices that talk most often stand next to each other."""
+
+BATCH_AXES = ("pipeline", "data", "fsdp", "expert")
+"""Those that split the batch. Experts are spread over devices that have rows of their own, and so are pipeline stages: outside
+the stages, embedding and loss are shared out between them by rows."""
 
 # Logical axis -> the mesh axes it is spread over; none: replicated.
 RULES: dict[str, tuple[str, ...]] = {
     "batch": BATCH_AXES,
+    "sequence": ("sequence",),
+    "tokens": ("sequence", "tensor"),  # time, where no heads share out the work
     "embed": ("fsdp",),
     "vocab": (),
-    "mlp": (),
-    "expert": (),
-    "heads": (),
+    "mlp": ("tensor",),
+    "expert": ("expert",),
+    "heads": ("tensor",),
     "norm": (),
-    "layers": (),
+    "layers": ("pipeline",),
 }
 
 
 @dataclasses.dataclass(kw_only=True)
 class MeshConfig:
-    """How many devices stand along each mesh axis.
+    """How many devices stand along each mesh axis; they multiply to the number of devices.
 
     Attributes:
         data: batch shards with whole parameters; -1 takes the devices that are left.
         fsdp: batch shards that share the parameters between them.
+        sequence: parts that each row is cut into along time.
+        tensor: parts that heads and feedforward widths are cut into.
+        expert: batch shards that share the experts between them.
+        pipeline: stages that the layers are cut into, whole pattern periods each.
+        microbatches: pieces in which a batch passes through the stages, a multiple of `pipeline`; 0 takes `pipeline`. Of S stages
+            with M pieces each waits (S - 1) / (M + S - 1) of the time.
     """
 
     data: int = -1
     fsdp: int = 1
+    sequence: int = 1
+    tensor: int = 1
+    expert: int = 1
+    pipeline: int = 1
+    microbatches: int = 0
 
-    def shape(self, num_devices: int) -> tuple[int, int]:
-        """(data, fsdp) with -1 resolved.
+    def shape(self, num_devices: int) -> dict[str, int]:
+        """Devices along each of `AXES`, with data=-1 resolved.
 
         Raises:
-            ValueError: the axes do not multiply to `num_devices`.
+            ValueError: the axes do not multiply to `num_devices`, or microbatches do not fit the stages.
         """
-        if self.fsdp < 1 or (self.data < 1 and self.data != -1):
+        sizes = {axis: getattr(self, axis) for axis in AXES}
+        given = " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1)
+        given = given or "mesh.data=1"
+        if any(size < 1 and (axis, size) != ("data", -1) for axis, size in sizes.items()):
+            raise ValueError(f"{given}: accepted are integers from 1, and data=-1")
+        rest = math.prod(size for axis, size in sizes.items() if axis != "data")
+        if sizes["data"] == -1:
+            sizes["data"] = num_devices // rest
+        if sizes["data"] * rest != num_devices:
             raise ValueError(
-                f"mesh.data={self.data}, mesh.fsdp={self.fsdp}: accepted are integers from 1, and data=-1"
+                f"{given} does not fit {num_devices} devices; "
+                "the axes must multiply to their number (data=-1 takes what the others leave)"
             )
-        data = num_devices // self.fsdp if self.data == -1 else self.data
-        if data * self.fsdp != num_devices:
+        if self.microbatches < 0 or self.microbatches % self.pipeline:
             raise ValueError(
-                f"mesh.data={self.data} x mesh.fsdp={self.fsdp} does not fit {num_devices} devices; "
-                "the axes must multiply to their number (data=-1 takes what fsdp leaves)"
+                f"mesh.microbatches={self.microbatches}: accepted are multiples of mesh.pipeline={self.pipeline}, "
+                "and 0 for so many"
             )
-        return data, self.fsdp
+        return sizes
+
+    def pieces(self) -> int:
+        """Microbatches of a batch, with 0 resolved."""
+        return self.microbatches or self.pipeline
+
+
+def batch_shards(sizes: dict[str, int]) -> int:
+    """Parts that the batch is cut into on a mesh of these sizes."""
+    return math.prod(sizes[axis] for axis in BATCH_AXES)
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh of `config` over `devices` (all of them), its axes left to the partitioner."""
     devices = jax.devices() if devices is None else devices
-    shape = config.shape(len(devices))
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    sizes = config.shape(len(devices))
+    kinds = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=kinds, devices=devices)
 
 
 def mesh_axes(logical_axis: str | None) -> tuple[str, ...]:
@@ -78,7 +113,10 @@ def partition_spec(logical_axes: Sequence[str | None]) -> PartitionSpec:
 
 
 def param_sharding(
-    mesh: Mesh, logical_axes: Sequence[str | None], shape: Sequence[int], name: str = "parameter"
+    mesh: Mesh | AbstractMesh,
+    logical_axes: Sequence[str | None],
+    shape: Sequence[int],
+    name: str = "parameter",
 ) -> NamedSharding:
     """Where a parameter of `shape` lives.
 
@@ -99,5 +137,10 @@ def param_sharding(
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Arrays whose leading axis is the batch."""
+    """Arrays whose leading axis is the batch, their other axes whole."""
     return NamedSharding(mesh, partition_spec(("batch",)))
+
+
+def token_sharding(mesh: Mesh) -> NamedSharding:
+    """Arrays [B, T, ...]: rows and time."""
+    return NamedSharding(mesh, partition_spec(("batch", "sequence")))

@@ -14,7 +14,7 @@ from absl import logging
 
 from lsm_jax.data import DataConfig
 from lsm_jax.models import ModelConfig
-from lsm_jax.parallel import MeshConfig
+from lsm_jax.parallel import MeshConfig, batch_shards
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -82,7 +82,13 @@ class TrainConfig:
         checkpoint_every: steps between checkpoints; one is always written at the end.
         keep_last: newest checkpoints kept.
         keep_every: checkpoints at multiples of so many steps are kept too; 0 keeps none more.
-        init_from: another run's directory, whose last parameters this run starts from.
+        init_from: another run's directory, whose last parameters this run starts from; parameters that train here and that
+            it does not have start anew.
+        base: the pretrained model to start from where there is no `init_from`, an object with `validate(model)` and
+            `load(model, target)` such as `lsm_jax.linearize.Pretrained`, or None.
+        trainable: names of modules or parameters; those with one in their path train, and are saved. The others stand still
+            in bfloat16, and are read again from `init_from` or `base` whenever the run is opened. None at all: everything
+            trains.
         max_bad_steps: stop after so many steps in a row with a loss or gradient that is not finite. Such steps change nothing.
         profile_start: steps after which this process opens a profiler window, written to workdir/profile.
         profile_steps: its length; 0 profiles nothing.
@@ -104,6 +110,8 @@ class TrainConfig:
     keep_last: int = 2
     keep_every: int = 0
     init_from: str = ""
+    base: Any = None
+    trainable: tuple[str, ...] = ()
     max_bad_steps: int = 20
     profile_start: int = 10
     profile_steps: int = 0
@@ -146,17 +154,47 @@ class TrainConfig:
                 f"optimizer.warmup_tokens={self.optimizer.warmup_tokens}: it must be less than "
                 f"total_tokens={self.total_tokens}"
             )
+        if self.base is not None:
+            self.base.validate(self.model)
+        if self.trainable and not (self.init_from or self.base):
+            raise ValueError(
+                f"trainable={self.trainable}: the other parameters stand still; set init_from or base, whose they are"
+            )
         self._check_lengths()
         self._advise_on_alignment()
         shards = 1
         if num_devices is not None:
-            data, fsdp = self.mesh.shape(num_devices)
-            shards = data * fsdp
-        if self.batch_size % (shards * self.accumulation_steps):
+            sizes = self.mesh.shape(num_devices)
+            self._check_parts(sizes)
+            shards = batch_shards(sizes)
+        passes = self.mesh.pieces() // self.mesh.pipeline  # microbatches of one device's rows
+        if self.batch_size % (shards * passes * self.accumulation_steps):
+            pieces = f" x {passes} microbatches of each" if passes > 1 else ""
             raise ValueError(
-                f"batch_size={self.batch_size}: it must divide by {shards} devices x "
+                f"batch_size={self.batch_size}: it must divide by {shards} devices{pieces} x "
                 f"accumulation_steps={self.accumulation_steps}"
             )
+
+    def _check_parts(self, sizes: dict[str, int]) -> None:
+        """Raise ValueError where a mesh of these sizes cuts what does not divide; heads and widths are checked by name later."""
+        periods = self.model.num_layers // len(self.model.period())
+        if periods % sizes["pipeline"]:
+            raise ValueError(
+                f"mesh.pipeline={sizes['pipeline']}: the model's {periods} periods of {self.model.period()!r} do not divide "
+                "into so many stages"
+            )
+        length = self.data.sequence_length
+        if length % sizes["sequence"]:
+            raise ValueError(
+                f"data.sequence_length={length} does not divide over mesh.sequence={sizes['sequence']} devices"
+            )
+        for letter in sorted(set(self.model.pattern)):
+            count = getattr(self.model.layers[letter].feedforward, "num_experts", 0)
+            if count % sizes["expert"]:
+                raise ValueError(
+                    f"model.layers.{letter}.feedforward.num_experts={count} does not divide over "
+                    f"mesh.expert={sizes['expert']} devices"
+                )
 
     def _check_lengths(self) -> None:
         length = self.data.sequence_length
@@ -164,6 +202,8 @@ class TrainConfig:
             mixer = self.model.layers[letter].mixer
             for name in ("window", "chunk_size"):
                 value = getattr(mixer, name, None)
+                if name == "window" and self.base is not None:
+                    continue  # a pretrained layer's own, wide enough to see whole rows
                 if value is not None and value > length:
                     raise ValueError(
                         f"model.layers.{letter}.mixer.{name}={value} is longer than data.sequence_length={length}"
@@ -254,7 +294,10 @@ def differences(old: Any, new: Any) -> list[str]:
     """The fields in which two configs train differently, as lines "name: old -> new"."""
 
     def is_free(name: str) -> bool:
-        return any(name == free or name.startswith(free + ".") for free in _FREE)
+        last = name.rpartition(".")[2]
+        return last in ("expert_buffer", "exchange") or any(
+            name == free or name.startswith(free + ".") for free in _FREE
+        )
 
     # Through JSON, so that tuples and lists compare equal.
     a, b = (json.loads(json.dumps(flatten(c))) for c in (old, new))

@@ -18,24 +18,26 @@ from jax.sharding import Mesh
 
 from lsm_jax import interrupts
 from lsm_jax.data import fingerprint, make_eval_iterator, make_train_iterator
-from lsm_jax.models import count_parameters, flops_per_token
-from lsm_jax.parallel import batch_sharding, make_mesh
+from lsm_jax.models import abstract, count_parameters, flops_per_token
+from lsm_jax.parallel import Agreement, data_shard, make_mesh, place_batch, token_sharding
 from lsm_jax.training.checkpoints import Checkpoints, abstract_like
 from lsm_jax.training.config import TrainConfig
 from lsm_jax.training.metrics import Meter, MetricsWriter, TrainProgress, memory_gib
+from lsm_jax.training.partition import digests, join, like, split, targets
 from lsm_jax.training.runs import (
     check_data,
+    check_frozen,
     check_workdir,
     checkpoint_directory,
-    initial_params,
+    starting_params,
     write_choices,
     write_config,
 )
-from lsm_jax.training.step import Program, TrainState, make_program
+from lsm_jax.training.step import OVERFLOW, Program, TrainState, make_program, params_of
 
 
 class TrainingStopped(RuntimeError):
-    """Too many steps in a row had a loss or gradient that was not finite."""
+    """Too many steps in a row had a loss or gradient that was not finite, or tokens found no room on their way to experts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +68,7 @@ def train(config: TrainConfig, workdir: str | Path) -> TrainResult:
 
     Raises:
         ValueError: a config, data, mesh or directory that does not fit.
-        TrainingStopped: `config.max_bad_steps` bad steps in a row.
+        TrainingStopped: `config.max_bad_steps` bad steps in a row, or an `expert_buffer` that overflowed.
     """
     workdir = Path(workdir).expanduser().absolute()
     config.validate(len(jax.devices()))
@@ -76,7 +78,7 @@ def train(config: TrainConfig, workdir: str | Path) -> TrainResult:
         f"{config.name}: reading {config.data.path or 'the demo text'}", file=sys.stderr, flush=True
     )
     if config.eval_every:
-        with contextlib.closing(_eval_batches(config)) as held_out:
+        with contextlib.closing(_eval_batches(config, mesh)) as held_out:
             next(held_out)
     checkpoints = Checkpoints(
         checkpoint_directory(workdir),
@@ -86,7 +88,7 @@ def train(config: TrainConfig, workdir: str | Path) -> TrainResult:
     )
     with (
         jax.set_mesh(mesh),
-        contextlib.closing(_train_batches(config)) as batches,
+        contextlib.closing(_train_batches(config, mesh)) as batches,
         contextlib.closing(checkpoints),
     ):
         program = make_program(config, mesh)
@@ -96,33 +98,44 @@ def train(config: TrainConfig, workdir: str | Path) -> TrainResult:
             check_data(workdir, data)
         state = checkpoints.restore(target, batches)
         first = next(batches)  # bad data is told before anything is compiled or written
+        started, frozen = {}, {}
+        if config.trainable or (state is None and (config.init_from or config.base)):
+            every = targets(
+                params_of(abstract(config.model)), program.param_shardings, config.trainable
+            )
+            started = starting_params(config, every)
+            frozen = like(started, split(every, config.trainable)[1])
+        known = digests(frozen)
+        if state is not None:
+            check_frozen(workdir, known)
         if state is None:
-            loaded = initial_params(config.init_from, target.params) if config.init_from else None
             state = program.init()
-            if loaded is not None:
-                state = dataclasses.replace(state, params=loaded)
-        loop = _Loop(config, workdir, mesh, program, checkpoints, batches)
-        return loop.run(state, first, data)
+            trained = like(started, state.params)
+            state = dataclasses.replace(state, params=join(state.params, trained))
+        loop = _Loop(config, workdir, mesh, program, checkpoints, batches, frozen)
+        return loop.run(state, first, data, known)
 
 
-def _train_batches(config: TrainConfig) -> Any:
+def _train_batches(config: TrainConfig, mesh: Mesh) -> Any:
+    index, count = data_shard(mesh)
     return make_train_iterator(
         config.data,
         global_batch_size=config.batch_size,
         seed=config.seed,
-        shard_index=jax.process_index(),
-        shard_count=jax.process_count(),
+        shard_index=index,
+        shard_count=count,
         vocab_size=config.model.vocab_size,
     )
 
 
-def _eval_batches(config: TrainConfig) -> Any:
+def _eval_batches(config: TrainConfig, mesh: Mesh) -> Any:
+    index, count = data_shard(mesh)
     return iter(
         make_eval_iterator(
             config.data,
             global_batch_size=config.batch_size,
-            shard_index=jax.process_index(),
-            shard_count=jax.process_count(),
+            shard_index=index,
+            shard_count=count,
             vocab_size=config.model.vocab_size,
             remainder="pad",
         )
@@ -140,37 +153,47 @@ class _Loop:
         program: Program,
         checkpoints: Checkpoints,
         batches: Any,
+        frozen: dict[str, Any],
     ):
         self.config, self.workdir, self.program = config, workdir, program
-        self.checkpoints, self.batches = checkpoints, batches
-        self.rows = batch_sharding(mesh)
-        self.flops = 3 * flops_per_token(config.model, config.data.sequence_length)
+        self.checkpoints, self.batches, self.frozen = checkpoints, batches, frozen
+        self.mesh, self.rows = mesh, token_sharding(mesh)
+        passes = 2 if frozen else 3  # forward, gradients of activations, and of every parameter
+        self.flops = passes * flops_per_token(config.model, config.data.sequence_length)
         self.loss, self.speed = math.nan, 0.0
 
     def run(
-        self, state: TrainState, first: dict[str, np.ndarray], data: dict[str, Any]
+        self,
+        state: TrainState,
+        first: dict[str, np.ndarray],
+        data: dict[str, Any],
+        frozen: dict[str, int],
     ) -> TrainResult:
-        """Train from `state`, by `first` and the batches after it, to the end or to a signal; `data` is their fingerprint."""
+        """Train from `state`, by `first` and the batches after it, to the end or to a signal.
+
+        `data` is their fingerprint, `frozen` the digests of the parameters that stand still.
+        """
         config, start = self.config, int(state.step)
-        self._announce(start)
+        self._announce(start, sum(leaf.size for leaf in jax.tree.leaves(state.params)))
         pending = (
             None  # metrics are read one step late, so that the device never waits for the host
         )
-        step, stop = start, interrupts.Stop()
+        step, stop, agreed = start, interrupts.Stop(), Agreement(self.mesh)
+        ended: int | None = None  # the signal, as all hosts know of it
         with (
             TrainProgress(config.name, start, config.num_steps) as self.progress,
             _profiler(self.workdir, config, start) as profile,
             contextlib.ExitStack() as running,
         ):
-            while step < config.num_steps and stop.signal is None:
+            while step < config.num_steps and ended is None:
                 profile(step, state)
                 batch = self._to_devices(first if step == start else next(self.batches))
-                state, metrics = self.program.train_step(state, batch)
+                state, metrics = self.program.train_step(state, batch, self.frozen)
                 step += 1
                 if step == start + 1:
                     jax.block_until_ready(metrics)
                     stop = running.enter_context(interrupts.noted())
-                    write_config(self.workdir, config, data)
+                    write_config(self.workdir, config, data, frozen)
                     write_choices(self.workdir)
                     self.writer = MetricsWriter(self.workdir, start)
                     running.enter_context(contextlib.closing(self.writer))
@@ -192,25 +215,29 @@ class _Loop:
                     began = time.perf_counter()
                     self.checkpoints.save(step, state, self.batches)
                     self.meter.pause(time.perf_counter() - began)
+                ended = agreed(stop.signal)
             if pending is not None:
                 self._report(*pending)
             if step > start:
                 self.checkpoints.save(step, state, self.batches)
             self.checkpoints.wait()
-        if stop.signal is not None and step < config.num_steps:
-            name = signal.Signals(stop.signal).name
+        if ended is not None and step < config.num_steps:
+            name = signal.Signals(ended).name
             print(
                 f"{name}: saved step {step} in {self.workdir}; the same command goes on from there"
             )
-            return TrainResult(step, stop.signal, self.loss)
+            return TrainResult(step, ended, self.loss)
         return TrainResult(step, None, self.loss)
 
-    def _announce(self, start: int) -> None:
+    def _announce(self, start: int, training: int) -> None:
+        if jax.process_index() != 0:
+            return
         config, count = self.config, count_parameters(self.config.model)
         tokens = config.num_steps * config.tokens_per_step
         devices = f"{len(jax.devices())} x {jax.devices()[0].device_kind}"
+        part = f", {training:,} of them training" if self.frozen else ""
         print(
-            f"{config.name}: {count['total']:,} parameters ({count['non_embedding']:,} without embeddings), "
+            f"{config.name}: {count['total']:,} parameters ({count['non_embedding']:,} without embeddings{part}), "
             f"{config.num_steps:,} steps of {config.tokens_per_step:,} tokens = {tokens:,} tokens, "
             f"on {devices}, in {self.workdir}"
             + (f"; going on from step {start:,}" if start else ""),
@@ -223,17 +250,18 @@ class _Loop:
         return bool(every) and step % every == 0
 
     def _to_devices(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        if jax.process_count() == 1:
-            return jax.device_put(batch, self.rows)  # a third of the time of the general way
-        return {
-            name: jax.make_array_from_process_local_data(self.rows, array)
-            for name, array in batch.items()
-        }
+        return place_batch(batch, self.rows, self.config.batch_size)
 
     def _report(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Show a step, log it where it is due, and stop where too many were bad."""
         config = self.config
         values = {name: np.asarray(value).tolist() for name, value in metrics.items()}
+        if overflow := values.get(OVERFLOW):
+            raise TrainingStopped(
+                f"step {step}: {overflow} choices of experts found no room in the buffers of the exchange between devices; "
+                "the step changed nothing. Set expert_buffer higher (config.model.layers.L.feedforward.expert_buffer, of every "
+                f"layer with experts), and the same command goes on from the last checkpoint in {self.workdir}"
+            )
         bad = values.pop("skipped_in_a_row")
         self.loss = values["train/loss"]
         if bad:
@@ -266,11 +294,20 @@ class _Loop:
     def _evaluate(self, step: int, state: TrainState) -> None:
         """Held-out loss over the first `eval_batches` batches, the same ones every time."""
         began = time.perf_counter()
-        nll = tokens = 0.0
-        with contextlib.closing(_eval_batches(self.config)) as batches:
+        nll = tokens = lost = 0.0
+        params = join(self.frozen, state.params)
+        with contextlib.closing(_eval_batches(self.config, self.mesh)) as batches:
             for batch in itertools.islice(batches, self.config.eval_batches):
-                summed, count = self.program.eval_step(state.params, self._to_devices(batch))
-                nll, tokens = nll + float(summed), tokens + float(count)
+                found = self.program.eval_step(params, self._to_devices(batch))
+                nll, tokens, lost = (
+                    a + float(b) for a, b in zip((nll, tokens, lost), found, strict=True)
+                )
+        if lost:
+            raise TrainingStopped(
+                f"step {step}, held-out loss: {lost:,.0f} choices of experts found no room in the buffers of the exchange between "
+                "devices. Set expert_buffer higher (of every layer with experts), and the same command goes on from the last "
+                f"checkpoint in {self.workdir}"
+            )
         loss = nll / max(tokens, 1)
         self.writer.write(step, {"val/loss": loss})
         self.progress.say(f"step {step}: held-out loss {loss:.4f} over {tokens:,.0f} tokens")

@@ -122,11 +122,15 @@ class Meter:
 
 
 class TrainProgress:
-    """A bar with step, loss, tokens/s and time left; plain lines where there is no terminal. A context manager."""
+    """A bar with step, loss, tokens/s and time left; plain lines where there is no terminal. A context manager.
+
+    Of several hosts only the first shows it.
+    """
 
     def __init__(self, name: str, start: int, total: int):
         self.name, self.start, self.total = name, start, total
-        self._lines = not sys.stderr.isatty()
+        self._shown = jax.process_index() == 0
+        self._lines = self._shown and not sys.stderr.isatty()
         self._begin = self._last_line = time.perf_counter()
         self._bar = Progress(
             TextColumn("{task.description}"),
@@ -137,7 +141,7 @@ class TrainProgress:
             TextColumn("· left"),
             TimeRemainingColumn(),
             console=Console(stderr=True),
-            disable=self._lines,
+            disable=self._lines or not self._shown,
         )
         self._task = self._bar.add_task(name, total=total, completed=start, status="compiling")
 
@@ -160,7 +164,7 @@ class TrainProgress:
         """A line that stays."""
         if self._lines:
             print(text, file=sys.stderr, flush=True)
-        else:
+        elif self._shown:
             self._bar.console.print(text, highlight=False, markup=False)
 
     def advance(self, step: int, loss: float, tokens_per_second: float) -> None:

@@ -8,6 +8,7 @@ import optax
 
 from lsm_jax.models import decay_mask
 from lsm_jax.training.config import TrainConfig
+from lsm_jax.training.partition import split
 
 
 def learning_rate(config: TrainConfig, step: jax.Array | int) -> jax.Array:
@@ -29,8 +30,9 @@ def learning_rate(config: TrainConfig, step: jax.Array | int) -> jax.Array:
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
     """Gradients -> updates for a learning rate of 1; the step scales them, so that the schedule holds no state."""
     optimizer = config.optimizer
+    mask, _ = split(decay_mask(config.model), config.trainable)
     return optax.chain(
         optax.clip_by_global_norm(optimizer.clip_norm),
         optax.scale_by_adam(b1=optimizer.b1, b2=optimizer.b2, eps=optimizer.eps),
-        optax.add_decayed_weights(optimizer.weight_decay, mask=decay_mask(config.model)),
+        optax.add_decayed_weights(optimizer.weight_decay, mask=mask),
     )

@@ -19,8 +19,9 @@ from orbax import checkpoint as orbax
 from lsm_jax import ops
 from lsm_jax.data import fingerprint_changes
 from lsm_jax.models import Decoder, abstract
-from lsm_jax.training.checkpoints import Checkpoints, abstract_like
+from lsm_jax.training.checkpoints import Checkpoints
 from lsm_jax.training.config import TrainConfig, differences, from_dict, to_dict
+from lsm_jax.training.partition import digests, join, leaves_of, like, split, targets
 from lsm_jax.training.step import params_of
 
 
@@ -129,12 +130,38 @@ def check_data(workdir: Path, data: dict[str, Any]) -> None:
         )
 
 
-def write_config(workdir: Path, config: TrainConfig, data: dict[str, Any]) -> None:
-    """Write config.json, which makes the directory a run's, the training data's data.json, and environment.json."""
+def check_frozen(workdir: str | os.PathLike[str], frozen: dict[str, int]) -> None:
+    """Check that the parameters that stand still are those that a run began with, by their `digests`.
+
+    Raises:
+        ValueError: they differ; what changed is listed. A directory without frozen.json passes.
+    """
+    path = Path(workdir).expanduser() / "frozen.json"
+    if not path.is_file():
+        return
+    old = json.loads(path.read_text(encoding="utf-8"))
+    if changed := sorted(
+        name for name in old.keys() | frozen.keys() if old.get(name) != frozen.get(name)
+    ):
+        raise ValueError(
+            f"workdir={str(workdir)!r}: parameters that stand still are not those that the run began with; bring back what its "
+            f"base or init_from was then. {len(changed)} changed: {', '.join(changed[:5])}"
+        )
+
+
+def write_config(
+    workdir: Path, config: TrainConfig, data: dict[str, Any], frozen: dict[str, int] | None = None
+) -> None:
+    """Write config.json, which makes the directory a run's, the training data's data.json, and environment.json.
+
+    `frozen` holds the `digests` of parameters that stand still, for frozen.json; None or empty writes none.
+    """
     if jax.process_index() != 0:
         return
     workdir.mkdir(parents=True, exist_ok=True)
     _write_json(workdir / "data.json", data)
+    if frozen:
+        _write_json(workdir / "frozen.json", frozen)
     _write_json(workdir / "config.json", to_dict(config))
     _write_json(workdir / "environment.json", _environment())
 
@@ -153,37 +180,80 @@ def load_run(workdir: str | os.PathLike[str], step: int | None = None) -> Run:
     model = abstract(config.model)
     shapes = params_of(model)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    checkpoints = _open_checkpoints(workdir)
-    try:
-        target = abstract_like(shapes, jax.tree.map(lambda _: device, shapes))
-        params, step = checkpoints.load_params(target, step)
-    finally:
-        checkpoints.close()
+    target = targets(shapes, jax.tree.map(lambda _: device, shapes), config.trainable)
+    params, step = _load(workdir, config, target, step)
     return Run(config, nnx.merge(nnx.graphdef(model), params), params, step)
 
 
-def initial_params(source: str, target: dict[str, Any]) -> dict[str, Any]:
+def starting_params(config: TrainConfig, target: dict[str, Any]) -> dict[str, Any]:
+    """The parameters a run starts from, as far as `init_from` or `base` has them, into the shapes and shardings of `target`.
+
+    Raises:
+        ValueError: no such run, a model of other shapes, or one without parameters that stand still in this run.
+    """
+    if config.init_from:
+        return initial_params(config.init_from, target, config.trainable)
+    if config.base is None:
+        return {}
+    found = config.base.load(config.model, target)
+    still = split(target, config.trainable)[1]
+    _check_same(f"base={config.base!r}", leaves_of(found), leaves_of(target), leaves_of(still))
+    return found
+
+
+def initial_params(
+    source: str, target: dict[str, Any], trainable: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """Another run's newest parameters, into the shapes and shardings of `target`.
+
+    Args:
+        source: the run's directory.
+        target: of every parameter of this run's model.
+        trainable: this run's; parameters that train here may be absent there, and are then absent from the result.
 
     Raises:
         ValueError: no such run, or a model of other shapes.
     """
-    theirs = dict(_leaves(params_of(abstract(read_config(source, "init_from").model))))
-    ours = dict(_leaves(target))
+    config = read_config(source, "init_from")
+    shapes = params_of(abstract(config.model))
+    ours, theirs = leaves_of(target), leaves_of(shapes)
+    needed = leaves_of(split(target, trainable)[1]) if trainable else ours
+    _check_same(f"init_from={source!r}", theirs, ours, needed)
+    return _load(source, config, like(target, shapes), None, "init_from")[0]
+
+
+def _check_same(what: str, theirs: dict[str, Any], ours: dict[str, Any], needed: Any) -> None:
+    """Raise ValueError unless `theirs` has the leaves of `ours`, `needed` ones at least, in their shapes and no others."""
     wrong = [
         f"{name}: {theirs[name].shape if name in theirs else 'absent'} -> {ours[name].shape if name in ours else 'absent'}"
         for name in sorted(theirs.keys() | ours.keys())
-        if name not in theirs or name not in ours or theirs[name].shape != ours[name].shape
+        if (name not in theirs and name in needed)
+        or name not in ours
+        or (name in theirs and theirs[name].shape != ours[name].shape)
     ]
     if wrong:
-        raise ValueError(
-            f"init_from={source!r}: another model; parameters differ:\n  " + "\n  ".join(wrong[:20])
-        )
-    checkpoints = _open_checkpoints(source, "init_from")
+        raise ValueError(f"{what}: another model; parameters differ:\n  " + "\n  ".join(wrong[:20]))
+
+
+def _load(
+    workdir: str | os.PathLike[str],
+    config: TrainConfig,
+    target: dict[str, Any],
+    step: int | None,
+    argument: str = "workdir",
+) -> tuple[dict[str, Any], int]:
+    """Every parameter of a run, those that stand still from where they are kept, and the step of its checkpoint."""
+    trained, still = split(target, config.trainable)
+    checkpoints = _open_checkpoints(workdir, argument)
     try:
-        return checkpoints.load_params(target)[0]
+        params, step = checkpoints.load_params(trained, step)
     finally:
         checkpoints.close()
+    if not still:
+        return params, step
+    frozen = like(starting_params(config, target), still)
+    check_frozen(workdir, digests(frozen))
+    return join(frozen, params), step
 
 
 def _open_checkpoints(workdir: str | os.PathLike[str], argument: str = "workdir") -> Checkpoints:
@@ -199,11 +269,6 @@ def write_choices(workdir: Path) -> None:
     if jax.process_index() != 0:
         return
     _write_json(workdir / "implementations.json", ops.choices())
-
-
-def _leaves(tree: Any) -> list[tuple[str, Any]]:
-    flat = jax.tree_util.tree_leaves_with_path(tree)
-    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in flat]
 
 
 def _environment() -> dict[str, Any]:

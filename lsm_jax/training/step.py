@@ -10,15 +10,19 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from lsm_jax.models import Decoder, abstract, logical_axes, next_token_loss
 from lsm_jax.parallel import param_sharding
 from lsm_jax.training.config import TrainConfig
 from lsm_jax.training.optimizer import learning_rate, make_optimizer
+from lsm_jax.training.partition import join, split
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
+
+OVERFLOW = "moe/overflow_count"
+"""The metric of a step that is above 0 where tokens found no room on their way to their experts."""
 
 
 @jax.tree_util.register_dataclass
@@ -28,7 +32,7 @@ class TrainState:
 
     Attributes:
         step: steps taken, skipped ones included.
-        params: pure dict of float32 arrays.
+        params: pure dict of float32 arrays, those that train.
         opt_state: the optimizer's.
         skipped: steps whose loss or gradient was not finite.
         skipped_in_a_row: of those, the ones since the last good step.
@@ -48,15 +52,18 @@ class Program:
     Attributes:
         init: () -> the first `TrainState`, sharded over the mesh.
         shardings: a `TrainState` of shardings.
-        train_step: (state, batch) -> (state, metrics), among them the losses and statistics that layers report; donates the
-            state.
-        eval_step: (params, batch) -> (summed loss in nats, number of predicted tokens).
+        param_shardings: of every parameter, those that stand still included.
+        train_step: (state, batch, frozen) -> (state, metrics), among them the losses and statistics that layers report;
+            donates the state. `frozen` are the parameters that stand still, where there are any.
+        eval_step: (every parameter, batch) -> (summed loss in nats, number of predicted tokens, tokens' choices
+            of experts that found no room).
     """
 
     init: Callable[[], TrainState]
     shardings: TrainState
-    train_step: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
-    eval_step: Callable[[dict[str, Any], Batch], tuple[jax.Array, jax.Array]]
+    param_shardings: dict[str, Any]
+    train_step: Callable[..., tuple[TrainState, Metrics]]
+    eval_step: Callable[[dict[str, Any], Batch], tuple[jax.Array, jax.Array, jax.Array]]
 
 
 def params_of(model: Decoder) -> dict[str, Any]:
@@ -64,8 +71,19 @@ def params_of(model: Decoder) -> dict[str, Any]:
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
-def param_shardings(mesh: Mesh, model: Decoder) -> dict[str, Any]:
-    """Where each parameter of a (possibly abstract) model lives."""
+def param_shardings(mesh: Mesh | AbstractMesh, model: Decoder) -> dict[str, Any]:
+    """Where each parameter of a (possibly abstract) model lives.
+
+    Raises:
+        ValueError: a mixer's heads, or an axis of a parameter, that the mesh does not divide.
+    """
+    for place, block in enumerate(model.periods.blocks):
+        mixer = block.mixer.innermost()
+        for kind in ("num_heads", "num_value_heads", "num_kv_heads", "num_groups"):
+            for count in (getattr(mixer.config, kind, None), getattr(mixer, kind, None)):
+                if isinstance(count, int):  # a flat axis of heads may divide where they do not
+                    name = f"{type(mixer).__name__}.{kind} of layer {place}"
+                    param_sharding(mesh, ("heads",), (count,), name=name)
 
     def place(path, axes, leaf):
         return param_sharding(
@@ -84,12 +102,14 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
     optimizer = make_optimizer(config)
 
     def init() -> TrainState:
-        params = params_of(Decoder(config.model, rngs=nnx.Rngs(config.seed)))
+        whole = params_of(Decoder(config.model, rngs=nnx.Rngs(config.seed)))
+        params, _ = split(whole, config.trainable)
         # One buffer a counter: the step donates the state.
         step, skipped, row = (jnp.zeros((), jnp.int32) for _ in range(3))
         return TrainState(step, params, optimizer.init(params), skipped, row)
 
-    place = param_shardings(mesh, model)
+    every_place = param_shardings(mesh, model)
+    place, _ = split(every_place, config.trainable)
     whole = NamedSharding(mesh, PartitionSpec())
     state = jax.eval_shape(init)
     opt_shardings = optax.tree_utils.tree_map_params(
@@ -107,6 +127,7 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
             batch["tokens"],
             segment_ids=batch.get("segment_ids"),
             positions=batch.get("positions"),
+            microbatches=config.mesh.pieces(),
         )
         nll = next_token_loss(
             hidden,
@@ -119,11 +140,13 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
 
     pieces = config.accumulation_steps
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    def train_step(
+        state: TrainState, batch: Batch, frozen: dict[str, Any] | None = None
+    ) -> tuple[TrainState, Metrics]:
         total = jnp.maximum(jnp.sum(batch["loss_mask"]), 1)
 
         def objective(params, piece):
-            nll, aux = summed_loss(params, piece)
+            nll, aux = summed_loss(join(frozen or {}, params), piece)
             losses = sum((v for k, v in aux.items() if k.endswith("_loss")), jnp.zeros(()))
             reported = {name: value for name, value in aux.items() if "/tokens/" not in name}
             return nll / total + losses / pieces, (nll / total, reported)
@@ -139,13 +162,17 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
 
             zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
             (loss, grads), aux = jax.lax.scan(accumulate, zeros, _split(batch, pieces))
-            aux = jax.tree.map(lambda x: jnp.mean(x, axis=0), aux)
+            aux = {
+                n: (jnp.sum if n.endswith("_count") else jnp.mean)(x, axis=0)
+                for n, x in aux.items()
+            }
 
         norm = optax.global_norm(grads)
         rate = learning_rate(config, state.step)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
         good = jnp.isfinite(loss) & jnp.isfinite(norm) & jnp.isfinite(optax.global_norm(params))
+        good &= aux.get(OVERFLOW, 0) == 0
 
         def keep(new, old):
             return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
@@ -169,13 +196,16 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
         return after, metrics
 
     def eval_step(params, batch):
-        return summed_loss(params, batch)[0], jnp.sum(batch["loss_mask"])
+        nll, aux = summed_loss(params, batch)
+        return nll, jnp.sum(batch["loss_mask"]), aux.get(OVERFLOW, jnp.zeros(()))
 
     return Program(
         jax.jit(init, out_shardings=shardings),
         shardings,
-        jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None)),
-        jax.jit(eval_step),
+        every_place,
+        # Statistics of layers are cut over pipeline stages; every host reads them whole.
+        jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, whole)),
+        jax.jit(eval_step, out_shardings=whole),
     )
 
 

@@ -39,7 +39,7 @@ def delta_rule(
     """Move what decaying memories hold at `k` towards `v` and read them with `q`; differentiable once, in reverse.
 
     Args:
-        q: [B, T, H, K] bfloat16 queries; H is a multiple or a divisor of G. K and V are 64 or 128.
+        q: [B, T, H, K] bfloat16 queries; H is a multiple or a divisor of G. K is 64, 128 or 256, V also 512.
         k: [B, T, Hk, K] bfloat16 keys, of norm at most 1; Hk divides G.
         v: [B, T, G, V] bfloat16 values, one memory for each of the G heads.
         beta: [B, T, G] float32, from 0 to 2.

@@ -21,6 +21,7 @@ from pallas_kernels.linear_attention import hopper as linear
 
 __all__ = ["CHUNK", "Residuals", "backward", "forward", "reason"]
 
+_DEPTH = 256  # keys at most
 _F32 = jnp.float32
 
 
@@ -32,6 +33,8 @@ class Residuals(NamedTuple):
 
 def reason(q, k, v, log_decay, run, initial) -> str | None:
     """Why this backend does not serve these arguments (arrays or their shapes), or None."""
+    if q.shape[-1] > _DEPTH:
+        return f"K of 64, 128 or {_DEPTH}, not {q.shape[-1]}"
     return linear.reason(q, k, v, log_decay, run, initial)
 
 

@@ -14,6 +14,7 @@ from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.delta_rule.hopper_prepare import CHUNK, SQUARE, read_chunk
 
 _BLOCK = 64
+_WIDTH = 256  # columns of values that have room
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 
 
@@ -21,7 +22,7 @@ def finish(
     q, k, missing, d_out, dv, states, d_states, beta, log_decay, run, *, scale: float,
     decay_gradient: bool, interpret: Any = False,
 ):  # fmt: skip
-    """The kernel, over all chunks.
+    """The kernel, over all chunks. It takes columns of values by 256, and what each such slice gives is left to be added up.
 
     Args:
         q: [B, T, *, K].
@@ -39,35 +40,38 @@ def finish(
         interpret: parameters of the interpreter, or False.
 
     Returns:
-        dq and dk [B, T, heads, K] bfloat16, dbeta and (where wanted) that of the decay [B, T, heads] float32.
+        dq and dk [B, T, heads * slices, K] bfloat16, dbeta and (where wanted) that of the decay [B, T, heads * slices] float32.
     """
     batch, length, heads, width = dv.shape
+    width, slices = min(width, _WIDTH), max(1, width // _WIDTH)
     depth = k.shape[-1]
     tiles = dict(q=q, k=k, missing=missing, d_out=d_out, dv=dv)
     named = tiles | dict(states=states, d_states=d_states, beta=beta, log_decay=log_decay, run=run)
     named = {name: x for name, x in named.items() if x is not None}
     struct = jax.ShapeDtypeStruct
-    tokens = struct((batch, length, heads, depth), _BF16)
-    out_type = dict(dq=tokens, dk=tokens, d_beta=struct((batch, length, heads), _F32))
+    tokens = struct((batch, length, heads * slices, depth), _BF16)
+    out_type = dict(dq=tokens, dk=tokens, d_beta=struct(tokens.shape[:3], _F32))
     if decay_gradient:
         out_type["d_decay"] = out_type["d_beta"]
 
     def kernel(*refs):
         refs = dict(zip([*named, *out_type], refs, strict=True))
         b, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
-        n = lax.axis_index("chunk")
-        at = pl.ds(n * CHUNK, CHUNK)
+        n, piece = lax.axis_index("chunk"), lax.axis_index("slice")
+        at, to = pl.ds(n * CHUNK, CHUNK), h * slices + piece
 
         def scoped(loaded, pair, square, vector, barrier, pair_barrier, left):
             for name, x in tiles.items():
-                own = lax.div(h * x.shape[2], heads)
-                plgpu.copy_gmem_to_smem(refs[name].at[b, at, own], loaded[name], barrier)
+                source = refs[name].at[b, at, lax.div(h * x.shape[2], heads)]
+                if name not in ("q", "k"):
+                    source = source.at[:, pl.ds(piece * width, width)]
+                plgpu.copy_gmem_to_smem(source, loaded[name], barrier)
 
             def load_pair(step):
-                rows, columns = (
-                    pl.ds(x * _BLOCK, _BLOCK)
-                    for x in (step % (width // _BLOCK), step // (width // _BLOCK))
+                row, column = (
+                    x * _BLOCK for x in (step % (width // _BLOCK), step // (width // _BLOCK))
                 )
+                rows, columns = pl.ds(piece * width + row, _BLOCK), pl.ds(column, _BLOCK)
                 for index, name in enumerate(("states", "d_states")):
                     source = refs[name].at[b, h, n, rows, columns]
                     plgpu.copy_gmem_to_smem(source, pair.at[index], pair_barrier)
@@ -157,12 +161,12 @@ def finish(
                 for room, grad in zip((q, k), grads, strict=True):  # these columns are done with
                     room.at[:, columns][...] = grad.astype(_BF16)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q, refs["dq"].at[b, at, h])
-            plgpu.copy_smem_to_gmem(k, refs["dk"].at[b, at, h])
+            plgpu.copy_smem_to_gmem(q, refs["dq"].at[b, at, to])
+            plgpu.copy_smem_to_gmem(k, refs["dk"].at[b, at, to])
             # x · dv = beta dbeta is the more exact, since nothing cancels in it, but says nothing where beta is 0.
             some = chunk.beta > 1e-10
             d_beta = jnp.where(some, own / jnp.where(some, chunk.beta, 1.0), d_beta + written)
-            refs["d_beta"].at[b, at, h][...] = d_beta
+            refs["d_beta"].at[b, at, to][...] = d_beta
             if decay_gradient:
                 # Each token's sum over those after it in its document, and over the writes of those before it.
                 i = chunk.i
@@ -176,13 +180,13 @@ def finish(
                 vector[...] = chunk.enter
                 plgpu.commit_smem()
                 summed += total * vector[CHUNK - 1]
-                refs["d_decay"].at[b, at, h][...] = jnp.sum(summed, axis=1)
+                refs["d_decay"].at[b, at, to][...] = jnp.sum(summed, axis=1)
             plgpu.wait_smem_to_gmem(0)
 
         smem: Any = plgpu.SMEM
         room = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
         pl.run_scoped(
-            scoped, {name: room((CHUNK, x.shape[-1])) for name, x in tiles.items()}, room((2, *SQUARE)),
+            scoped, {n: room((CHUNK, depth if n in ("q", "k") else width)) for n in tiles}, room((2, *SQUARE)),
             room(SQUARE), smem((CHUNK,), _F32), plgpu.Barrier(num_arrivals=len(tiles)),
             plgpu.Barrier(num_arrivals=2), [room(SQUARE)] * 2 if interpret else [None] * 2,
         )  # fmt: skip
@@ -190,8 +194,8 @@ def finish(
     return plgpu.kernel(
         kernel,
         out_type=list(out_type.values()),
-        grid=(batch * heads, length // CHUNK),
-        grid_names=("row", "chunk"),
+        grid=(batch * heads, length // CHUNK, slices),
+        grid_names=("row", "chunk", "slice"),
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             # The layout inference of the other semantics finds no solution here (jax 0.11.2).

@@ -24,16 +24,12 @@ class Prepared(NamedTuple):
     Attributes:
         inverse: [B, heads, T, C] bfloat16, X a chunk.
         scores: [B, heads, T, C] bfloat16, P a chunk.
-        beta: [B, heads, T] float32.
-        enter: [B, heads, T] float32, e^b, or None where it is 1.
-        leave: [B, heads, T] float32, e^(b_C - b), or None where it is 1.
+        rows: [B, heads, T * (1 or 3)] float32, by chunk beta and, where they are not all 1, e^b and e^(b_C - b).
     """
 
     inverse: jax.Array
     scores: jax.Array
-    beta: jax.Array
-    enter: jax.Array | None
-    leave: jax.Array | None
+    rows: jax.Array
 
 
 class Chunk(NamedTuple):
@@ -129,11 +125,9 @@ def prepare(
     named = {name: x for name, x in given.items() if x is not None}
     decays = log_decay is not None or run is not None
     struct = jax.ShapeDtypeStruct
-    row_of = struct((batch, heads, length), _F32)
-    out_type = dict(inverse=struct((batch, heads, length, CHUNK), _BF16))
-    out_type |= dict(scores=out_type["inverse"], beta=row_of)
-    if decays:
-        out_type |= dict(enter=row_of, leave=row_of)
+    square = struct((batch, heads, length, CHUNK), _BF16)
+    rows = struct((batch, heads, length * (3 if decays else 1)), _F32)
+    out_type = dict(inverse=square, scores=square, rows=rows)
 
     def kernel(*refs):
         outs = dict(zip(out_type, refs[len(named) :], strict=True))
@@ -141,7 +135,7 @@ def prepare(
         b, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
         chunk = lax.axis_index("chunk")
         tokens = pl.ds(chunk * CHUNK, CHUNK)
-        to = {name: ref.at[b, h, tokens] for name, ref in outs.items()}
+        to = {name: outs[name].at[b, h, tokens] for name in ("inverse", "scores")}
         own = lambda n: lax.div(h * n, heads)  # noqa: E731 - which of n heads serves this one
 
         def scoped(q_smem, k_smem, right, out_smem, vector, barrier, *left):
@@ -167,10 +161,10 @@ def prepare(
             plgpu.copy_gmem_to_smem(refs["k"].at[b, tokens, own(k.shape[2])], k_smem, barrier)
             plgpu.copy_gmem_to_smem(refs["q"].at[b, tokens, own(q.shape[2])], q_smem, barrier)
             x = read_chunk(refs, b, h, heads, chunk, vector)
-            to["beta"][...] = x.beta
-            if decays:
-                to["enter"][...] = x.enter
-                to["leave"][...] = x.leave
+            rows = [x.beta, x.enter, x.leave] if decays else [x.beta]
+            for index, row in enumerate(rows):
+                at = pl.ds((chunk * len(rows) + index) * CHUNK, CHUNK)
+                outs["rows"].at[b, h, at][...] = row
             plgpu.barrier_wait(barrier)
 
             def products(alike, scores):
@@ -199,16 +193,17 @@ def prepare(
             *([room(SQUARE), room(SQUARE)] if interpret else []),
         )  # fmt: skip
 
-    found = plgpu.kernel(
-        kernel,
-        out_type=list(out_type.values()),
-        grid=(batch * heads, length // CHUNK),
-        grid_names=("row", "chunk"),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            # The layout inference of the other semantics finds no solution here (jax 0.11.2).
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
-        interpret=interpret,
-    )(*named.values())
-    return Prepared(*found, *([] if decays else [None, None]))
+    return Prepared(
+        *plgpu.kernel(
+            kernel,
+            out_type=list(out_type.values()),
+            grid=(batch * heads, length // CHUNK),
+            grid_names=("row", "chunk"),
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True,
+                # The layout inference of the other semantics finds no solution here (jax 0.11.2).
+                lowering_semantics=plgpu.LoweringSemantics.Lane,
+            ),
+            interpret=interpret,
+        )(*named.values())
+    )

@@ -1,8 +1,8 @@
 """The walk of the delta rule over its chunks on Mosaic GPU (Hopper).
 
-A warpgroup keeps 64 columns of a memory, turned, in registers, as an accumulator [64, K], and two of them share what a third
-loads. Every product of a chunk then has its left operand in the registers where the one before left it, and nothing of the
-chain goes through shared memory; `tiles` has the formulas.
+A warpgroup keeps 64 columns of a memory, turned, in registers, as an accumulator [64, K] (in pieces, where K is 256), and two of them
+share what a third loads. Every product of a chunk then has its left operand in the registers where the one before left it, and
+nothing of the chain goes through shared memory; `tiles` has the formulas.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.delta_rule.hopper_prepare import CHUNK, Prepared
 
 _BLOCK = 64  # columns of the memory that a warpgroup holds
+_DEEP = 128  # rows beyond which it is in pieces
 _STAGES = 3  # chunks on their way or in use, where there is room
-_ROOM = 224 * 1024  # bytes of shared memory
+_ROOM = 226 * 1024  # bytes of shared memory, of 227
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 _SQUARE = (CHUNK, CHUNK)
 
@@ -46,45 +47,47 @@ def sweep(
         The output [B, T, heads, V] if q is given, x [B, T, heads, V] and the turned memories [B, heads, N, V, K] bfloat16 if
         `save`, and the last memory.
     """
-    given = dict(q=q, k=k, v=v, inverse=prepared.inverse, beta=prepared.beta)
-    given |= dict(enter=prepared.enter, leave=prepared.leave)
+    given = dict(q=q, k=k, v=v, inverse=prepared.inverse, rows=prepared.rows)
     if q is not None:
         given |= dict(scores=prepared.scores)
     tokens = jax.ShapeDtypeStruct((*v.shape[:2], heads, v.shape[-1]), _BF16)
     outs = ["out"] * (q is not None) + ["missing"] * save
 
-    def step(chunk, S, left, put):
-        keep, enter, leave = _decays(chunk)
-        before = wg.as_left(S, left[0], interpret)
+    def step(chunk, S, left, hold, store, put):
+        found = [jnp.zeros(_SQUARE, _F32)] * (1 if q is None else 2)
+        for keys, before in hold(S):
 
-        def products(held, read=None):
-            plgpu.wgmma(held, before, chunk["k"].transpose((1, 0)))
-            if read is not None:
-                plgpu.wgmma(read, before, chunk["q"].transpose((1, 0)))
+            def products(held, read=None, before=before, keys=keys):
+                plgpu.wgmma(held, before, chunk["k"].at[:, keys].transpose((1, 0)))
+                if read is not None:
+                    plgpu.wgmma(read, before, chunk["q"].at[:, keys].transpose((1, 0)))
 
-        zeros = [jnp.zeros(_SQUARE, _F32)] * (1 if q is None else 2)
-        held, *read = wg.accumulate(products, *zeros, interpret=interpret)
+            found = wg.accumulate(products, *found, interpret=interpret)
+        held, *read = found
+        enter = _columns(chunk, "enter")
         read = [x * (enter * scale) for x in read]
         values = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT).astype(_F32)
-        missing = wg.as_left(values - held * enter, left[1], interpret)
+        missing = wg.as_left(values - held * enter, left[0], interpret)
         solve = lambda x: plgpu.wgmma(x, missing, chunk["inverse"].transpose((1, 0)))  # noqa: E731
         (missing,) = wg.accumulate(solve, jnp.zeros(_SQUARE, _F32), interpret=interpret)
-        exact = missing * _columns(chunk["beta"])
-        leaving = wg.as_left(exact * leave, left[2], interpret)
+        exact = missing * _columns(chunk, "beta")
+        leaving = wg.as_left(exact * _columns(chunk, "leave"), left[1], interpret)
         writes = exact.astype(_BF16)
         # What rounding takes from the writes is the largest part of the output's error.
-        rest = wg.as_left(exact - writes.astype(_F32), left[3], interpret)
-        writes = wg.as_left(writes, left[1], interpret)
+        rest = wg.as_left(exact - writes.astype(_F32), left[2], interpret)
+        writes = wg.as_left(writes, left[0], interpret)
 
-        def near(S, out=None):
-            if out is not None:
+        def near(*sums):
+            for out in sums[len(S) :]:
                 plgpu.wgmma(out, writes, chunk["scores"].transpose((1, 0)))
                 plgpu.wgmma(out, rest, chunk["scores"].transpose((1, 0)))
-            plgpu.wgmma(S, leaving, chunk["k"])
+            for keys, piece in _pieces(sums[: len(S)]):
+                plgpu.wgmma(piece, leaving, chunk["k"].at[:, keys])
 
-        S, *out = wg.accumulate(near, S * keep, *read, interpret=interpret)
-        put(before if save else None, *out, *([missing] if save else []))
-        return S
+        store(S)
+        found = wg.accumulate(near, *(x * _keep(chunk) for x in S), *read, interpret=interpret)
+        put(*found[len(S) :], *([missing] if save else []))
+        return tuple(found[: len(S)])
 
     return _walk(
         step, given, initial, tokens, outs, save=save, heads=heads, reverse=False, interpret=interpret
@@ -110,36 +113,38 @@ def reverse(
         dv [B, T, heads, V], the turned gradients of the memories after each chunk [B, heads, N, V, K] bfloat16, and that of
         the memory before the first.
     """
-    given = dict(q=q, k=k, v=d_out, inverse=prepared.inverse, scores=prepared.scores)
-    given |= dict(beta=prepared.beta, enter=prepared.enter, leave=prepared.leave)
+    given = dict(q=q, k=k, v=d_out, **prepared._asdict())
 
-    def step(chunk, S, left, put):
-        keep, enter, leave = _decays(chunk)
-        after = wg.as_left(S, left[0], interpret)
+    def step(chunk, S, left, hold, store, put):
         turned = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT)
-        given = wg.as_left(turned, left[1], interpret)
+        given = wg.as_left(turned, left[0], interpret)
+        found = [jnp.zeros(_SQUARE, _F32)] * 2
+        for keys, after in hold(S):
 
-        def products(later, near):
-            plgpu.wgmma(later, after, chunk["k"].transpose((1, 0)))
-            plgpu.wgmma(near, given, chunk["scores"])
+            def products(later, near, after=after, keys=keys):
+                plgpu.wgmma(later, after, chunk["k"].at[:, keys].transpose((1, 0)))
+                if keys.start == 0:
+                    plgpu.wgmma(near, given, chunk["scores"])
 
-        later, near = wg.accumulate(
-            products, jnp.zeros(_SQUARE, _F32), jnp.zeros(_SQUARE, _F32), interpret=interpret
-        )
-        writes = (later * leave + near) * _columns(chunk["beta"])
-        writes = wg.as_left(writes, left[2], interpret)
+            found = wg.accumulate(products, *found, interpret=interpret)
+        later, near = found
+        writes = (later * _columns(chunk, "leave") + near) * _columns(chunk, "beta")
+        writes = wg.as_left(writes, left[1], interpret)
         solve = lambda x: plgpu.wgmma(x, writes, chunk["inverse"])  # noqa: E731
         (dv,) = wg.accumulate(solve, jnp.zeros(_SQUARE, _F32), interpret=interpret)
-        erased = wg.as_left(dv * -enter, left[2], interpret)
-        read = wg.as_left(turned.astype(_F32) * (enter * scale), left[1], interpret)
+        enter = _columns(chunk, "enter")
+        erased = wg.as_left(dv * -enter, left[1], interpret)
+        read = wg.as_left(turned.astype(_F32) * (enter * scale), left[0], interpret)
 
-        def entering(S):
-            plgpu.wgmma(S, read, chunk["q"])
-            plgpu.wgmma(S, erased, chunk["k"])
+        def entering(*sums):
+            for keys, piece in _pieces(sums):
+                plgpu.wgmma(piece, read, chunk["q"].at[:, keys])
+                plgpu.wgmma(piece, erased, chunk["k"].at[:, keys])
 
-        (S,) = wg.accumulate(entering, S * keep, interpret=interpret)
-        put(after, dv)
-        return S
+        store(S)
+        S = wg.accumulate(entering, *(x * _keep(chunk) for x in S), interpret=interpret)
+        put(dv)
+        return tuple(S)
 
     tokens = jax.ShapeDtypeStruct(d_out.shape, _BF16)
     return _walk(
@@ -147,25 +152,31 @@ def reverse(
     )  # fmt: skip
 
 
-def _columns(ref):
-    """A vector in shared memory as what multiplies the columns of [64, C]."""
-    return wg.spread_columns(plgpu.load(ref, layout=wg.LAYOUT.reduce(0)), _SQUARE)
+def _pieces(S):
+    """With the keys that each holds."""
+    return [(pl.ds(n * x.shape[1], x.shape[1]), x) for n, x in enumerate(S)]
 
 
-def _decays(chunk):
-    """keep, enter, leave."""
-    if "enter" not in chunk:
-        return 1.0, 1.0, 1.0
-    return chunk["enter"][CHUNK - 1], _columns(chunk["enter"]), _columns(chunk["leave"])
+def _columns(chunk, name):
+    """One of `Prepared.rows` as what multiplies the columns of [64, C], loaded where it is used: it takes 16 registers."""
+    if name not in chunk:
+        return 1.0
+    vector = plgpu.load(chunk[name], layout=wg.LAYOUT.reduce(0))
+    return wg.spread_columns(vector, _SQUARE)
+
+
+def _keep(chunk):
+    return chunk["enter"][CHUNK - 1] if "enter" in chunk else 1.0
 
 
 def _walk(step, given, initial, tokens, outs, *, save, heads, reverse, interpret):
     """Carry a memory over all chunks.
 
     Args:
-        step: (chunk: references by name, S, rooms for left operands, put) -> S; it calls `put` with S as a left operand or
-            None, and with the outputs, turned.
-        given: [B, T, *, D] named q, k and v, [B, heads, T, C] named inverse and scores, vectors [B, heads, T], or None.
+        step: (chunk: references by name, pieces of S, rooms for left operands, hold, store, put) -> pieces of S. `hold` gives what it
+            was given as left operands, one after the other, with their keys; it calls `store` when it is done with them, and `put`
+            at the end with the outputs, turned.
+        given: [B, T, *, D] named q, k and v, or None, and fields of `Prepared`.
         initial: [B, heads, K, V] float32.
         tokens: the shape of an output by token.
         outs: the outputs' names.
@@ -180,18 +191,31 @@ def _walk(step, given, initial, tokens, outs, *, save, heads, reverse, interpret
     named = {name: x for name, x in given.items() if x is not None}
     batch, length, _, width = tokens.shape
     depth, count = initial.shape[2], length // CHUNK
+    row_count = given["rows"].shape[2] // length
     blocks = width // _BLOCK
-    groups = 1 if blocks % 2 else 2  # warpgroups that share what is loaded
     struct = jax.ShapeDtypeStruct
     out_type: dict[str, Any] = {name: tokens for name in outs}
     if save:
         out_type["states"] = struct((batch, heads, count, width, depth), _BF16)
     initial = jnp.swapaxes(initial, -1, -2)
     out_type["last"] = struct(initial.shape, _F32)
-    sizes = dict(q=depth, k=depth, v=groups * _BLOCK, inverse=CHUNK, scores=CHUNK)
-    chunk_bytes = sum(2 * CHUNK * sizes.get(name, 2) for name in named)
-    out_bytes = 2 * groups * _BLOCK * (CHUNK * len(outs) + depth * save)
-    stages = min(_STAGES, count, (_ROOM - out_bytes) // chunk_bytes)
+
+    # A deep memory leaves no room for a copy in registers: it is a left operand in shared memory.
+    through = bool(interpret) or depth > _DEEP
+    size = _BLOCK if through else depth
+    room_count = 2 if through else len(outs)
+
+    def count_stages(groups):
+        sizes = dict(q=depth, k=depth, v=groups * _BLOCK, inverse=CHUNK, scores=CHUNK, rows=8)
+        chunk_bytes = sum(
+            2 * CHUNK * sizes[name] for name in named
+        )  # vectors stand 1024 bytes apart
+        out_bytes = 2 * groups * _BLOCK * (CHUNK * room_count + depth * (save and not through))
+        return min(_STAGES, count, (_ROOM - out_bytes) // chunk_bytes)
+
+    # Warpgroups that share what is loaded, if there is room to load ahead.
+    groups = 2 if blocks % 2 == 0 and count_stages(2) >= min(2, count) else 1
+    stages = count_stages(groups)
     at = lambda n: count - 1 - n if reverse else n  # noqa: E731
 
     def kernel(*refs):
@@ -202,38 +226,66 @@ def _walk(step, given, initial, tokens, outs, *, save, heads, reverse, interpret
         shared = pl.ds(lax.axis_index("column") * groups * _BLOCK, groups * _BLOCK)
 
         def scoped(rooms, left):
-            out_smem, state_smem = rooms.get("outs"), rooms.get("states")
+            room_smem, *state_smem = rooms
 
             def body(indices, *arguments) -> Any:
                 *loaded, S = arguments
                 chunk: dict[str, Any] = dict(zip(named, loaded, strict=True))
                 if groups > 1:
                     chunk["v"] = chunk["v"].at[:, pl.ds(group * _BLOCK, _BLOCK)]
+                for index in range(row_count):
+                    part = chunk["rows"].at[pl.ds(index * CHUNK, CHUNK)]
+                    chunk[("beta", "enter", "leave")[index]] = part
                 n = at(indices[0])
+                rooms = [room_smem.at[group, index] for index in range(room_count)]
 
-                def put(before, *values):
+                def hold(S):
+                    for index, (keys, piece) in enumerate(_pieces(S)):
+                        piece = piece.astype(_BF16)
+                        if not through:
+                            yield keys, piece
+                            continue
+                        # All but the last copy, which is of the other room.
+                        last = int(save or index == 0)
+                        plgpu.wait_smem_to_gmem(last, wait_read_only=True)
+                        room = rooms[(index + 1) % 2]
+                        room[...] = piece
+                        plgpu.commit_smem()
+                        if save:
+                            to = refs["states"].at[b, h, n, columns, keys]
+                            plgpu.copy_smem_to_gmem(room, to)
+                        yield keys, room
+
+                def store(S):
+                    if through:
+                        return
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     if save:
-                        state_smem.at[group][...] = before[...] if interpret else before
-                    for index, value in enumerate(values):
-                        room = out_smem.at[group, index]
-                        room.transpose((1, 0))[...] = value.astype(_BF16)
-                    plgpu.commit_smem()
-                    if save:
-                        plgpu.copy_smem_to_gmem(
-                            state_smem.at[group], refs["states"].at[b, h, n, columns]
-                        )
-                    for index, name in enumerate(outs):
-                        plgpu.copy_smem_to_gmem(
-                            out_smem.at[group, index],
-                            refs[name].at[b, pl.ds(n * CHUNK, CHUNK), h, columns],
-                        )
+                        room = state_smem[0].at[group]
+                        for keys, piece in _pieces(S):
+                            room.at[:, keys][...] = piece.astype(_BF16)
+                        plgpu.commit_smem()
+                        plgpu.copy_smem_to_gmem(room, refs["states"].at[b, h, n, columns])
 
-                return step(chunk, S, [room.at[group] for room in left] or [None] * 4, put)
+                def put(*values):
+                    if through:
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    for index, value in enumerate(values):
+                        rooms[index].transpose((1, 0))[...] = value.astype(_BF16)
+                    plgpu.commit_smem()
+                    for index, name in enumerate(outs):
+                        tokens = refs[name].at[b, pl.ds(n * CHUNK, CHUNK), h, columns]
+                        plgpu.copy_smem_to_gmem(rooms[index], tokens)
+
+                left_of = [room.at[group] for room in left] or [None] * 3
+                return step(chunk, S, left_of, hold, store, put)
 
             def compute(pipeline):
-                S = pipeline(wg.load_global(refs["initial"].at[b, h, columns]))
-                refs["last"].at[b, h, columns][...] = S
+                initial, last = (refs[name].at[b, h, columns] for name in ("initial", "last"))
+                pieces = [pl.ds(n, size) for n in range(0, depth, size)]
+                S = pipeline(tuple(wg.load_global(initial.at[:, keys]) for keys in pieces))
+                for keys, piece in _pieces(S):
+                    last.at[:, keys][...] = piece
                 plgpu.wait_smem_to_gmem(0)
 
             sources, specs = [], []
@@ -246,7 +298,7 @@ def _walk(step, given, initial, tokens, outs, *, save, heads, reverse, interpret
                     block = (CHUNK, groups * _BLOCK if name == "v" else depth)
                 else:
                     sources.append(refs[name].at[b, h])
-                    block = (CHUNK,) if x.ndim == 3 else _SQUARE
+                    block = (row_count * CHUNK,) if name == "rows" else _SQUARE
                 rest = (0,) * (len(block) - 1)
                 specs.append(
                     plgpu.BlockSpec(
@@ -256,17 +308,15 @@ def _walk(step, given, initial, tokens, outs, *, save, heads, reverse, interpret
             pipeline: Any = plgpu.emit_pipeline_warp_specialized
             pipeline(
                 body, grid=(count,), in_specs=specs, max_concurrent_steps=stages,
-                num_compute_wgs=groups, memory_registers=40, wg_axis="group", compute_context=compute,
+                num_compute_wgs=groups, memory_registers=24 if through else 40, wg_axis="group", compute_context=compute,
             )(*sources)  # fmt: skip
 
         smem: Any = plgpu.SMEM
         room = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
-        rooms = {}
-        if outs:
-            rooms["outs"] = room((groups, len(outs), *_SQUARE))
-        if save:
-            rooms["states"] = room((groups, _BLOCK, depth))
-        left = [room((groups, _BLOCK, depth))] + [room((groups, *_SQUARE))] * 3
+        rooms = [room((groups, room_count, *_SQUARE))]
+        if save and not through:
+            rooms.append(room((groups, _BLOCK, depth)))
+        left = [room((groups, *_SQUARE))] * 3
         pl.run_scoped(scoped, rooms, left if interpret else [], collective_axes="group")
 
     *found, last = plgpu.kernel(

@@ -1,5 +1,5 @@
 """Linear attention, `S_t = e^{g_t} S_{t-1} + k_tᵀ v_t`, `o_t = scale q_t S_t`, with no decay, a scalar one or one of each key
-channel, as fused kernels.
+or value channel, as fused kernels.
 """
 
 from __future__ import annotations
@@ -16,22 +16,39 @@ from jaxtyping import Array, Float, Int
 _BACKENDS = {"mosaic_gpu": "hopper", "mosaic_tpu": "tpu"}
 
 
-def _backend(implementation: str, log_decay) -> Any:
-    # Imported where it is used: a backend that is never asked for costs nothing.
+def _choose(implementation: str, log_decay, value_log_decay) -> str:
     name = _BACKENDS[implementation]
+    if name == "hopper" and value_log_decay is not None:
+        return "hopper_values"
     if name == "hopper" and log_decay is not None and len(log_decay.shape) == 4:
-        name = "hopper_channels"
+        return "hopper_channels"
+    return name
+
+
+def _backend(name: str) -> Any:
+    # Imported where it is used: a backend that is never asked for costs nothing.
     return importlib.import_module(f"pallas_kernels.linear_attention.{name}")
 
 
-def reasons(q, k, v, log_decay, run, initial, bonus=None) -> dict[str, str | None]:
+def reasons(
+    q, k, v, log_decay, run, initial, bonus=None, value_log_decay=None
+) -> dict[str, str | None]:
     """By implementation, what it takes in place of these arguments (arrays or their shapes); None if it serves them."""
-    return {name: reason(name, q, k, v, log_decay, run, initial, bonus) for name in _BACKENDS}
+    inputs = q, k, v, log_decay, run, initial, bonus, value_log_decay
+    return {name: reason(name, *inputs) for name in _BACKENDS}
 
 
-def reason(implementation, q, k, v, log_decay, run, initial, bonus) -> str | None:
+def reason(
+    implementation, q, k, v, log_decay, run, initial, bonus, value_log_decay=None
+) -> str | None:
     """What one implementation takes in place of these arguments, or None; the others' backends are not imported."""
-    backend = _backend(implementation, log_decay)
+    backend = _backend(_choose(implementation, log_decay, value_log_decay))
+    if value_log_decay is not None:
+        if implementation == "mosaic_tpu":
+            return "no value_log_decay"
+        if log_decay is not None:
+            return "log_decay or value_log_decay, not both"
+        log_decay = value_log_decay
     if bonus is not None and not getattr(backend, "TAKES_BONUS", False):
         if implementation == "mosaic_tpu":
             return "no bonus"
@@ -56,13 +73,12 @@ def linear_attention(
     initial: Float[Array, "B G K V"],
     run: Int[Array, "B T"] | None = None,
     bonus: Float[Array, "G K"] | None = None,
+    value_log_decay: Float[Array, "B T G V"] | None = None,
     scale: float,
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T max(H,G) V"], Float[Array, "B G K V"]]:
     """Write `kᵀ v` into decaying memories and read them with `q`; differentiable once, in reverse.
-
-    With `log_decay` [B, T, G, K] the gradients are not to be used on a card yet: that of q came out wrong there (benchmarks/NOTES.md).
 
     Args:
         q: [B, T, H, K] queries; H is a multiple or a divisor of G.
@@ -73,9 +89,11 @@ def linear_attention(
         run: [B, T], growing along T: a token with a larger run than the one before it finds an empty memory, and run 0 goes on
             from `initial`. None is one run.
         bonus: [G, K] float32. If given, a read comes before decay and write and sees its own token through `q diag(bonus) kᵀ v`.
+        value_log_decay: [B, T, G, V] float32, a decay of the value channels, in place of `log_decay`.
         scale: multiplies q.
-        implementation: "mosaic_gpu" (Hopper; bfloat16, K and V of 64 or 128) or "mosaic_tpu" (bfloat16 or float32, K and V a
-            multiple of 8 up to 256, no decay or a scalar one); `reasons` says what each takes.
+        implementation: "mosaic_gpu" (Hopper; bfloat16, K and V of 64 or 128, and with no decay or a scalar one of 256 or 512) or
+            "mosaic_tpu" (bfloat16 or float32, K and V a multiple of 8 up to 256, no decay or a scalar one); `reasons` says what
+            each takes.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
@@ -89,13 +107,15 @@ def linear_attention(
         raise ValueError(
             f"linear_attention: implementation={implementation!r}; accepted are {tuple(_BACKENDS)}"
         )
-    why = reason(implementation, q, k, v, log_decay, run, initial, bonus)
+    why = reason(implementation, q, k, v, log_decay, run, initial, bonus, value_log_decay)
     if why is not None:
         raise NotImplementedError(
             f"linear_attention: implementation={implementation!r} takes {why}"
         )
+    name = _choose(implementation, log_decay, value_log_decay)
+    log_decay = log_decay if value_log_decay is None else value_log_decay
     length = q.shape[1]
-    padding = -length % _backend(implementation, log_decay).CHUNK
+    padding = -length % _backend(name).CHUNK
     if padding:  # tokens that write nothing, and whose output is cut off
 
         def pad(x: Any) -> Any:
@@ -104,14 +124,14 @@ def linear_attention(
         q, k, v = pad(q), pad(k), pad(v)
         log_decay = None if log_decay is None else pad(log_decay)
         run = None if run is None else jnp.pad(run, [(0, 0), (0, padding)], mode="edge")
-    output, final = _run(implementation, scale, interpret, q, k, v, log_decay, run, initial, bonus)
+    output, final = _run(name, scale, interpret, q, k, v, log_decay, run, initial, bonus)
     return output[:, :length], final
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _run(implementation, scale, interpret, q, k, v, log_decay, run, initial, bonus):
+def _run(name, scale, interpret, q, k, v, log_decay, run, initial, bonus):
     inputs = q, k, v, log_decay, run, initial
-    backend, extra = _backend(implementation, log_decay), _extra(bonus)
+    backend, extra = _backend(name), _extra(bonus)
     return backend.forward(*inputs, scale=scale, interpret=interpret, save=False, **extra)[:2]
 
 
@@ -119,11 +139,11 @@ def _extra(bonus) -> dict[str, Any]:  # only one backend knows it
     return {} if bonus is None else dict(bonus=bonus)
 
 
-def _forward(implementation, scale, interpret, *primals):
+def _forward(name, scale, interpret, *primals):
     wanted = primals[3] is not None and primals[3].perturbed
     inputs = tuple(None if p is None else p.value for p in primals)
     *arrays, bonus = inputs
-    output, final, residuals = _backend(implementation, inputs[3]).forward(
+    output, final, residuals = _backend(name).forward(
         *arrays, scale=scale, interpret=interpret, **_extra(bonus)
     )
     # A decay that is a constant of its head needs no gradient, and the backward is cheaper without. (An array: residuals
@@ -131,13 +151,13 @@ def _forward(implementation, scale, interpret, *primals):
     return (output, final), (inputs, residuals, jnp.zeros((int(wanted), 0)))
 
 
-def _backward(implementation, scale, interpret, saved, cotangents):
+def _backward(name, scale, interpret, saved, cotangents):
     (inputs, residuals, wanted) = saved
     zeros: Any = jnp.zeros
     cotangents = (zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents)
     *arrays, bonus = inputs
     log_decay = inputs[3]
-    dq, dk, dv, d_decay, d_initial, *d_bonus = _backend(implementation, log_decay).backward(
+    dq, dk, dv, d_decay, d_initial, *d_bonus = _backend(name).backward(
         *arrays, residuals, *cotangents, scale=scale, interpret=interpret,
         decay_gradient=wanted.shape[0] == 1, **_extra(bonus),
     )  # fmt: skip

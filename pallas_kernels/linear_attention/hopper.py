@@ -1,7 +1,8 @@
 """Linear attention with a scalar decay on Mosaic GPU (Hopper): one kernel, run once forward and three times backward.
 
-A warpgroup keeps a [D, 64] piece of a memory S in registers and walks over the chunks; two of them share what is loaded. Over
-one chunk the kernel computes
+A warpgroup keeps a [D, 64] piece of a memory S in registers and walks over the chunks; two of them share what is loaded. All
+products are sums over D, so that beyond 128 it is sliced: each slice walks by itself, and what they read is added up. Over one
+chunk the kernel computes
 
     out_i = enter_i x_i S + sum_j exp(cum_i - cum_j) (x_i . y_j) z_j,    S <- keep S + sum_j (leave_j y_j)ᵀ z_j
 
@@ -29,6 +30,8 @@ from pallas_kernels.compat import pl, plgpu
 
 CHUNK = 64
 _BLOCK = 64  # columns of the memory that a warpgroup holds
+_DEPTH = 128  # rows of it at most
+SIZES = (64, 128, 256, 512)  # K and V
 _STAGES = 3  # chunks on their way or in use
 _PROCESSORS = 132
 _SHORTEST_PART = 2048  # tokens; a shorter one is over before its beginning is known
@@ -61,15 +64,15 @@ class Residuals(NamedTuple):
     ends: jax.Array
 
 
-def reason(q, k, v, log_decay, run, initial) -> str | None:
-    """Why this backend does not serve these arguments (arrays or their shapes), or None."""
+def reason(q, k, v, log_decay, run, initial, sizes: tuple[int, ...] = SIZES) -> str | None:
+    """Why this backend does not serve these arguments (arrays or their shapes), or None; K and V are among `sizes`."""
     del log_decay, run, initial
     for name, x in dict(q=q, k=k, v=v).items():
         if x.dtype != jnp.bfloat16:
             return f"{name} in bfloat16, not {jnp.dtype(x.dtype).name}"
     for name, size in dict(K=q.shape[-1], V=v.shape[-1]).items():
-        if size not in (64, 128):
-            return f"{name} of 64 or 128, not {size}"
+        if size not in sizes:
+            return f"{name} of {', '.join(map(str, sizes[:-1]))} or {sizes[-1]}, not {size}"
     return None
 
 
@@ -260,7 +263,7 @@ def _sweep(
         read_scale: multiplies the output.
         write_scale: multiplies what is written, within the chunk too.
         reverse: walk against time.
-        partner: [B, T, *, V]; also return its inner products with out, unrounded, [B, heads, V / 64, T].
+        partner: [B, T, *, V]; also return its inner products with out, unrounded, [B, heads, D / 128 * V / 64, T].
         save_states: also return S before each stretch of `_stretch(N)` chunks, [B, heads, stretches, D, V].
         states: those; also return their inner products with S as it is there, [B, heads, V / 64, stretches, D].
         interpret: parameters of the interpreter, or False.
@@ -268,8 +271,10 @@ def _sweep(
     Returns:
         A list: out [B, T, heads, V] if x is given, the last S [B, heads, D, V] in float32, and what else was asked for.
     """
-    batch, length, _, depth = y.shape
+    batch, length, _, whole = y.shape
     width, count = z.shape[-1], length // CHUNK
+    depth = min(whole, _DEPTH)
+    slices = whole // depth
     blocks, stretch = width // _BLOCK, _stretch(count)
     stretches = count // stretch
     groups = 1 if blocks % 2 else 2  # warpgroups that share x and y
@@ -286,18 +291,19 @@ def _sweep(
     streamed = [n for n in named if n not in far]
     struct = jax.ShapeDtypeStruct
     out_type = {
-        "out": x is not None and struct((batch, length, heads, width), z.dtype),
-        "last": struct((batch, heads, depth, width), _F32),
-        "dots": partner is not None and struct((batch, heads, blocks, length), _F32),
-        "saved": save_states and struct((batch, heads, stretches, depth, width), z.dtype),
-        "products": states is not None and struct((batch, heads, blocks, stretches, depth), _F32),
+        "out": x is not None and struct((batch, length, heads * slices, width), z.dtype),
+        "last": struct((batch, heads, whole, width), _F32),
+        "dots": partner is not None and struct((batch, heads, slices * blocks, length), _F32),
+        "saved": save_states and struct((batch, heads, stretches, whole, width), z.dtype),
+        "products": states is not None and struct((batch, heads, blocks, stretches, whole), _F32),
     }
     out_type = {name: kind for name, kind in out_type.items() if kind}
 
     def kernel(*refs):
         refs = dict(zip([*named, *out_type], refs, strict=True))
         b, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
-        group = lax.axis_index("group")
+        group, piece = lax.axis_index("group"), lax.axis_index("slice")
+        rows = pl.ds(piece * depth, depth)
         column = lax.axis_index("column") * groups + group
         columns = pl.ds(column * _BLOCK, _BLOCK)
         shared = pl.ds(lax.axis_index("column") * groups * _BLOCK, groups * _BLOCK)
@@ -334,7 +340,7 @@ def _sweep(
 
                     @pl.when(begins)
                     def _():
-                        saved = refs["saved"].at[b, h, lax.div(n, stretch), :, columns]
+                        saved = refs["saved"].at[b, h, lax.div(n, stretch), rows, columns]
                         plgpu.copy_smem_to_gmem(memory, saved)
 
                 def products(scores, carried, S):
@@ -351,9 +357,9 @@ def _sweep(
                     @pl.when(begins)
                     def _():
                         at_stretch = lax.div(n, stretch)
-                        state = wg.load_global(refs["states"].at[b, h, at_stretch, :, columns])
+                        state = wg.load_global(refs["states"].at[b, h, at_stretch, rows, columns])
                         product = jnp.sum(S * state.astype(_F32), axis=1)
-                        refs["products"].at[b, h, column, at_stretch][...] = product
+                        refs["products"].at[b, h, column, at_stretch, rows][...] = product
 
                 i = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=wg.LAYOUT)
                 j = plgpu.broadcasted_iota(jnp.int32, square, 1, layout=wg.LAYOUT)
@@ -380,20 +386,22 @@ def _sweep(
                         refs["partner"].at[b, tokens, own(partner.shape[2]), columns]
                     )
                     dots = jnp.sum(out * other.astype(_F32), axis=1)
-                    refs["dots"].at[b, h, column, tokens][...] = dots
+                    refs["dots"].at[b, h, piece * blocks + column, tokens][...] = dots
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 out_room[...] = out.astype(out_room.dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(out_room, refs["out"].at[b, tokens, h, columns])
+                plgpu.copy_smem_to_gmem(
+                    out_room, refs["out"].at[b, tokens, h * slices + piece, columns]
+                )
                 return S, next_keep
 
             def compute(pipeline):
                 if initial is None:
                     S = plgpu.layout_cast(jnp.zeros((depth, _BLOCK), _F32), wg.LAYOUT)
                 else:
-                    S = wg.load_global(refs["initial"].at[b, h, :, columns])
+                    S = wg.load_global(refs["initial"].at[b, h, rows, columns])
                 S, _ = pipeline((S, keep_ref[at(0)]))
-                refs["last"].at[b, h, :, columns][...] = S
+                refs["last"].at[b, h, rows, columns][...] = S
                 plgpu.wait_smem_to_gmem(0)
 
             sources, specs = [], []
@@ -401,7 +409,7 @@ def _sweep(
                 if name in tiles:
                     size = groups * _BLOCK if name == "z" else depth
                     source = refs[name].at[b, :, own(tiles[name].shape[2])]
-                    sources.append(source.at[:, shared] if name == "z" else source)
+                    sources.append(source.at[:, shared if name == "z" else rows])
                     block = plgpu.BlockSpec(
                         (CHUNK, size), lambda n: (at(n), 0), transforms=wg.TILED
                     )
@@ -423,11 +431,11 @@ def _sweep(
             rooms.append(room((groups, *square)))
         pl.run_scoped(scoped, *rooms, collective_axes="group")
 
-    return plgpu.kernel(
+    found = plgpu.kernel(
         kernel,
         out_type=list(out_type.values()),
-        grid=(batch * heads, blocks // groups),
-        grid_names=("row", "column"),
+        grid=(batch * heads, slices, blocks // groups),
+        grid_names=("row", "slice", "column"),
         num_threads=groups + 1,
         thread_name="group",
         compiler_params=plgpu.CompilerParams(
@@ -437,3 +445,6 @@ def _sweep(
         ),
         interpret=interpret,
     )(*named.values())
+    if x is not None:
+        found[0] = _share(found[0], heads)
+    return found

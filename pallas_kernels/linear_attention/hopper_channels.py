@@ -54,8 +54,8 @@ class Prepared(NamedTuple):
         keep: [B, h, N * K] float32, e^(b_C).
     """
 
-    scores: jax.Array
-    read: jax.Array
+    scores: jax.Array | None
+    read: jax.Array | None
     written: jax.Array
     keep: jax.Array
 
@@ -74,7 +74,7 @@ def reason(q, k, v, log_decay, run, initial) -> str | None:
     """Why this backend does not serve these arguments (arrays or their shapes), or None."""
     if log_decay.dtype != _F32:
         return f"log_decay in float32, not {jnp.dtype(log_decay.dtype).name}"
-    return hopper.reason(q, k, v, log_decay, run, initial)
+    return hopper.reason(q, k, v, log_decay, run, initial, sizes=(64, 128))
 
 
 def forward(
@@ -106,6 +106,27 @@ def forward(
     )
     final = ends.reshape(batch, parts, heads, *ends.shape[2:])[:, -1, :: heads // memories]
     return output.reshape(batch, length, heads, -1), final, Residuals(chunks, starts)
+
+
+def walk(k, v, log_decay, run, initial, *, heads: int, interpret: Any = False):
+    """What `heads` heads hold of keys k and values v: chunks that are only written, the memories before and after, documents.
+
+    For P parts of the sequence: memories before each chunk [B * P, heads, N / P, K, V], and the last [B * P, heads, K, V].
+    """
+    parts = hopper._count_parts(v.shape[0] * heads, v.shape[1])
+    split = functools.partial(hopper._split, parts=parts)
+    values, documents = split(v), _documents(run, parts)
+    chunks = _prepare(
+        None, split(k), split(log_decay), documents, heads=heads, scale=1.0, interpret=interpret
+    )
+    write = functools.partial(
+        _sweep, None, chunks.written, values, None, chunks.keep, interpret=interpret
+    )
+    starts = jnp.repeat(initial, heads // initial.shape[1], axis=1)
+    if parts > 1:
+        starts = hopper._scan_parts(write()[0], _by_channel(chunks), starts)
+    ends, states = write(initial=starts, save=True)
+    return chunks, states, ends, documents
 
 
 def backward(
@@ -146,7 +167,7 @@ def backward(
 
 def _by_channel(chunks: Prepared):
     """`keep` with chunks last, [B, h, K, N]."""
-    batch, _, heads, depth = chunks.read.shape[0], *chunks.read.shape[1:]
+    batch, _, heads, depth = chunks.written.shape
     return jnp.swapaxes(chunks.keep.reshape(batch, heads, -1, depth), 2, 3)
 
 
@@ -164,26 +185,26 @@ def _prepare(
     q, k, log_decay, documents: Documents | None, *, heads: int, scale: float, bonus=None,
     interpret: Any = False,
 ) -> Prepared:  # fmt: skip
-    """Resolve all chunks for `heads` heads, a multiple of those of q, k and log_decay [B, T, *, K] and of bonus [*, K]."""
-    batch, length, _, depth = q.shape
+    """Resolve all chunks for `heads` heads, a multiple of those of q, k and log_decay [B, T, *, K] and of bonus [*, K].
+
+    Without q (None) they have no scores and are not read.
+    """
+    batch, length, _, depth = k.shape
     count, groups = length // CHUNK, depth // BLOCK
     total = batch * count * heads
     # As many warpgroups as leave each thread 128 registers.
     items = next(n for n in (4 // groups, 2 // groups, 1) if n and total % n == 0)
-    named = dict(q=q, k=k, g=log_decay)
+    named = dict(k=k, g=log_decay) | ({} if q is None else dict(q=q))
     named |= {} if documents is None else documents._asdict()
     named |= {} if bonus is None else dict(bonus=bonus)
     struct: Any = jax.ShapeDtypeStruct
-    wide = struct((batch, length, heads, depth), q.dtype)
-    out_type = Prepared(
-        struct((batch, heads, length, CHUNK), q.dtype),
-        wide,
-        wide,
-        struct((batch, heads, count * depth), _F32),
-    )
+    wide = struct((batch, length, heads, depth), k.dtype)
+    out_type = dict(written=wide, keep=struct((batch, heads, count * depth), _F32))
+    if q is not None:
+        out_type |= dict(scores=struct((batch, heads, length, CHUNK), k.dtype), read=wide)
 
     def kernel(*refs):
-        refs = dict(zip([*named, *Prepared._fields], refs, strict=True))
+        refs = dict(zip([*named, *out_type], refs, strict=True))
         warpgroup = lax.axis_index("warpgroup")
         item, group = lax.div(warpgroup, groups), lax.rem(warpgroup, groups)
         columns = pl.ds(group * BLOCK, BLOCK)
@@ -197,9 +218,10 @@ def _prepare(
             q_room, k_room, parts, room, loaded = (
                 x.at[warpgroup] for x in (q_room, k_room, parts, room, loaded)
             )
-            for name, x in dict(q=q_room, k=k_room).items():
-                source = refs[name].at[b, tokens, own(named[name].shape[2]), columns]
-                plgpu.copy_gmem_to_smem(source, x, loaded)
+            for name, x in (("k", k_room), ("q", q_room)):
+                if name in refs:
+                    source = refs[name].at[b, tokens, own(named[name].shape[2]), columns]
+                    plgpu.copy_gmem_to_smem(source, x, loaded)
             left = left_operand(left_room[0].at[warpgroup] if interpret else None, interpret)
             halving = Halving(parts, room, left, bonus is not None, index, interpret)
             g = wg.load_global(refs["g"].at[b, tokens, own(log_decay.shape[2]), columns])
@@ -210,31 +232,39 @@ def _prepare(
             refs["keep"].at[b, h, pl.ds(n * depth + group * BLOCK, BLOCK)][...] = keep
             plgpu.barrier_wait(loaded)
 
-            def level(at, scores):
-                x = halving.operand(at, load(q_room), load(k_room), halving.factor(at))
-                (near,) = halving.accumulate(lambda out: plgpu.wgmma(out, x, x.transpose((1, 0))))
-                return scores + halving.only_meeting(at, near)
+            def resolve():
+                def level(at, scores):
+                    x = halving.operand(at, load(q_room), load(k_room), halving.factor(at))
+                    (near,) = halving.accumulate(
+                        lambda out: plgpu.wgmma(out, x, x.transpose((1, 0)))
+                    )
+                    return scores + halving.only_meeting(at, near)
 
-            # A loop: the levels unrolled take more registers than there are.
-            scores = plgpu.layout_cast(jnp.zeros(SQUARE, _F32), wg.LAYOUT)
-            scores = lax.fori_loop(0, LEVELS, level, scores)
-            current = load(q_room).astype(_F32) * load(k_room).astype(_F32)
-            if bonus is not None:
-                current *= by_column(refs["bonus"].at[own(bonus.shape[0]), columns])
-            current = wg.spread_rows(jnp.sum(current, axis=1), SQUARE)
-            i, j = halving.i, halving.j
-            scores = jnp.where(i > j, scores, jnp.where(i == j, current, 0.0)) * scale
-            if documents is not None:
-                scores = jnp.where(same_document(refs["run"].at[b, tokens]), scores, 0.0)
+                # A loop: the levels unrolled take more registers than there are.
+                scores = plgpu.layout_cast(jnp.zeros(SQUARE, _F32), wg.LAYOUT)
+                scores = lax.fori_loop(0, LEVELS, level, scores)
+                current = load(q_room).astype(_F32) * load(k_room).astype(_F32)
+                if bonus is not None:
+                    current *= by_column(refs["bonus"].at[own(bonus.shape[0]), columns])
+                current = wg.spread_rows(jnp.sum(current, axis=1), SQUARE)
+                i, j = halving.i, halving.j
+                scores = jnp.where(i > j, scores, jnp.where(i == j, current, 0.0)) * scale
+                if documents is not None:
+                    scores = jnp.where(same_document(refs["run"].at[b, tokens]), scores, 0.0)
+                return scores
+
+            scores: Any = None if q is None else resolve()
 
             def hand_over():
                 other.at[item][...] = scores
                 plgpu.barrier_arrive(added.at[item])
 
-            if groups > 1:
+            if groups > 1 and q is not None:
                 pl.when(group == 1)(hand_over)
             # What is apart from the other warpgroup goes first, so that it need not wait long.
             for name, x, later in (("read", q_room, True), ("written", k_room, False)):
+                if name not in refs:
+                    continue
                 factor = halving.border(later)
                 if documents is not None:
                     flags = refs["enters" if later else "stays"].at[b, tokens]
@@ -254,11 +284,12 @@ def _prepare(
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(room, refs["scores"].at[b, h, tokens])
 
-            pl.when(group == 0)(save)
+            if q is not None:
+                pl.when(group == 0)(save)
             plgpu.wait_smem_to_gmem(0)
 
         smem: Any = plgpu.SMEM
-        room = functools.partial(smem, dtype=q.dtype, transforms=wg.TILED)
+        room = functools.partial(smem, dtype=k.dtype, transforms=wg.TILED)
         each = items * groups
         rooms = [
             room((each, *SQUARE)),
@@ -266,25 +297,25 @@ def _prepare(
             room((each, 2, *SQUARE), dtype=jnp.bfloat16),
             room((each, *SQUARE)),
             smem((items if groups > 1 else 1, *SQUARE), _F32, transforms=wg.TILED_WIDE),
-            plgpu.Barrier(num_arrivals=2, num_barriers=each),
+            plgpu.Barrier(num_arrivals=1 if q is None else 2, num_barriers=each),
             plgpu.Barrier(num_barriers=items),
         ]
         if interpret:
             rooms.append(room((each, *SQUARE), dtype=jnp.bfloat16))
         pl.run_scoped(scoped, *rooms, collective_axes="warpgroup")
 
-    return Prepared(
-        *plgpu.kernel(
-            kernel,
-            out_type=list(out_type),
-            grid=(total // items,),
-            grid_names=("block",),
-            num_threads=items * groups,
-            thread_name="warpgroup",
-            compiler_params=PARAMETERS,
-            interpret=interpret,
-        )(*named.values())
-    )
+    written, keep, *rest = plgpu.kernel(
+        kernel,
+        out_type=list(out_type.values()),
+        grid=(total // items,),
+        grid_names=("block",),
+        num_threads=items * groups,
+        thread_name="warpgroup",
+        compiler_params=PARAMETERS,
+        interpret=interpret,
+    )(*named.values())
+    scores, read = rest or (None, None)
+    return Prepared(scores, read, written, keep)
 
 
 def _sweep(

@@ -38,7 +38,7 @@ def finish(
     With a bonus also what each chunk gives it, [B, h, N, K].
 
     Args:
-        q: [B, T, *, K], as the other inputs of a number of heads that divides h.
+        q: [B, T, *, K], as the other inputs of a number of heads that divides h; None with `d_states` asks for its gradient alone.
         k: [B, T, *, K].
         v: [B, T, *, V].
         log_decay: [B, T, *, K].
@@ -52,15 +52,19 @@ def finish(
         interpret: parameters of the interpreter, or False.
     """
     batch, length, heads, width = d_output.shape
-    depth = q.shape[-1]
-    count, groups = length // CHUNK, depth // BLOCK
+    whole = d_states is not None
+    depth = k.shape[-1]
     named = dict(q=q, k=k, states=states, d_states=d_states, v=v, d_output=d_output)
     named |= dict(g=log_decay, keep=keep)
+    named = {name: x for name, x in named.items() if x is not None}
     named |= {} if documents is None else documents._asdict()
     named |= {} if bonus is None else dict(bonus=bonus)
+    count, groups = length // CHUNK, depth // BLOCK
     struct = jax.ShapeDtypeStruct
-    shape = (batch, length, heads, depth)
-    out_type = dict(dq=struct(shape, q.dtype), dk=struct(shape, k.dtype), dg=struct(shape, _F32))
+    wide = struct((batch, length, heads, depth), k.dtype)
+    out_type = dict(dq=wide)
+    if whole:
+        out_type |= dict(dk=wide, dg=struct(wide.shape, _F32))
     if bonus is not None:
         out_type["d_bonus"] = struct((batch, heads, count, depth), _F32)
 
@@ -78,10 +82,10 @@ def finish(
             q_room, k_room, states, d_states, parts, x_room, totals = (
                 x.at[group] for x in (q_room, k_room, states, d_states, parts, x_room, totals)
             )
-            for name, room in dict(q=q_room, k=k_room).items():
+            for name, room in (("q", q_room), ("k", k_room))[not whole :]:
                 source = refs[name].at[b, tokens, own(name), columns]
                 plgpu.copy_gmem_to_smem(source, room, loaded)
-            for name, room in dict(states=states, d_states=d_states).items():
+            for name, room in (("states", states), ("d_states", d_states))[: 1 + whole]:
                 plgpu.copy_gmem_to_smem(refs[name].at[b, h, n, columns], room, loaded)
 
             def copy(name, room):
@@ -90,7 +94,6 @@ def finish(
             pl.when(group == 0)(lambda: copy("v", v))
             pl.when(group == groups - 1)(lambda: copy("d_output", d_out))
             g = wg.load_global(refs["g"].at[b, tokens, own("g"), columns])
-            keep = by_row(refs["keep"].at[b, h, pl.ds(n * depth + group * BLOCK, BLOCK)])
             left = left_operand(left_room[0].at[group] if interpret else None, interpret)
             halving = Halving(parts, x_room, left, bonus is not None, index, interpret)
             halving.split_decay(g)
@@ -106,13 +109,19 @@ def finish(
                     return x
                 return x * wg.spread_rows(by_row(refs[name].at[b, tokens]), SQUARE)
 
+            def give(name, room, x):
+                room[...] = x.astype(room.dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(room, refs[name].at[b, tokens, h, columns])
+
             def crossed(later, earlier):
                 plgpu.wgmma(later, d_out, v.transpose((1, 0)))
                 plgpu.wgmma(earlier, v, d_out.transpose((1, 0)))
 
-            def outside(dq, dk):
+            def outside(dq, *dk):
                 plgpu.wgmma(dq, d_out, states.transpose((1, 0)))
-                plgpu.wgmma(dk, v, d_states.transpose((1, 0)))
+                for x in dk:
+                    plgpu.wgmma(x, v, d_states.transpose((1, 0)))
 
             plgpu.barrier_wait(loaded)
             later, earlier = halving.accumulate(crossed, 2)
@@ -121,33 +130,41 @@ def finish(
                 weights = jnp.where(same_document(refs["run"].at[b, tokens]), weights, 0.0)
             current = jnp.sum(jnp.where(i == j, weights, 0.0), axis=1)
             weights = weights.astype(jnp.bfloat16)
-            dq, dk = halving.accumulate(outside, 2)
-            at_end = jnp.zeros((CHUNK,), _F32)
-            for c in range(width // BLOCK):
-                part = pl.ds(c * BLOCK, BLOCK)
-                both = (load(x.at[:, part]).astype(_F32) for x in (states, d_states))
-                at_end += jnp.sum(functools.reduce(jnp.multiply, both), axis=1)
-
+            dq, *dk = halving.accumulate(outside, 1 + whole)
             dq *= border(halving.border(True), "enters") * scale
-            dk *= border(halving.border(False), "stays")
-            # The memory's tiles have been used: their room takes the next parts.
-            spare = [states, d_states]
-            if width > BLOCK:
-                spare = [states.at[:, pl.ds(n * BLOCK, BLOCK)] for n in range(2)]
-            halving.split(load(k_room).astype(_F32) * dk, spare)
-            totals[...] = at_end * keep + halving.column_sums(spare)
+            if whole:
+                at_end = jnp.zeros((CHUNK,), _F32)
+                for c in range(width // BLOCK):
+                    part = pl.ds(c * BLOCK, BLOCK)
+                    both = (load(x.at[:, part]).astype(_F32) for x in (states, d_states))
+                    at_end += jnp.sum(functools.reduce(jnp.multiply, both), axis=1)
+                dk = [dk[0] * border(halving.border(False), "stays")]
+                # The memory's tiles have been used: their room takes the next parts.
+                spare = [states, d_states]
+                if width > BLOCK:
+                    spare = [states.at[:, pl.ds(n * BLOCK, BLOCK)] for n in range(2)]
+                halving.split(load(k_room).astype(_F32) * dk[0], spare)
+                rows = pl.ds(n * depth + group * BLOCK, BLOCK)
+                keep = by_row(refs["keep"].at[b, h, rows])
+                totals[...] = at_end * keep + halving.column_sums(spare)
 
             def level(at, gradients):
-                dq, dk = gradients
+                dq, *dk = gradients
                 factor = halving.factor(at)
-                x = halving.operand(at, load(q_room), load(k_room), factor)
+                x = halving.operand(at, load(q_room if whole else k_room), load(k_room), factor)
                 near = left(halving.only_meeting(at, weights))
                 (dx,) = halving.accumulate(lambda out: plgpu.wgmma(out, near, x))
                 dx *= factor
                 later = halving.later(at)
-                return dq + later * dx, dk + (1 - later) * dx
+                return dq + later * dx, *(x + (1 - later) * dx for x in dk)
 
-            dq, dk = lax.fori_loop(0, LEVELS, level, (dq, dk))
+            dq, *dk = lax.fori_loop(0, LEVELS, level, (dq, *dk))
+            current = wg.spread_rows(current, SQUARE)
+            if not whole:
+                give("dq", k_room, dq + current * load(k_room).astype(_F32))
+                plgpu.wait_smem_to_gmem(0)
+                return
+            (dk,) = dk
             q, k = (load(x).astype(_F32) for x in (q_room, k_room))
             of_q, of_k = q * dq, k * dk
             if bonus is None:
@@ -162,23 +179,17 @@ def finish(
             dg += border(lax.broadcast_in_dim(at_end, SQUARE, [1]), "stays")
             refs["dg"].at[b, tokens, h, columns][...] = dg
 
-            current = wg.spread_rows(current, SQUARE)
             if bonus is not None:
                 halving.split(current * q * k)
                 refs["d_bonus"].at[b, h, n, columns][...] = halving.column_sums()
                 row = refs["bonus"].at[lax.div(h * bonus.shape[0], heads), columns]
                 current *= by_column(row)
-            for name, room, x in (
-                ("dq", q_room, dq + current * k),
-                ("dk", k_room, dk + current * q),
-            ):
-                room[...] = x.astype(room.dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(room, refs[name].at[b, tokens, h, columns])
+            give("dq", q_room, dq + current * k)
+            give("dk", k_room, dk + current * q)
             plgpu.wait_smem_to_gmem(0)
 
         smem: Any = plgpu.SMEM
-        room = functools.partial(smem, dtype=q.dtype, transforms=wg.TILED)
+        room = functools.partial(smem, dtype=k.dtype, transforms=wg.TILED)
         rooms = [
             room((groups, *SQUARE)),
             room((groups, *SQUARE)),
@@ -189,7 +200,7 @@ def finish(
             smem((groups, CHUNK), _F32),
             room((CHUNK, width)),
             room((CHUNK, width)),
-            plgpu.Barrier(num_arrivals=4 * groups + 2),
+            plgpu.Barrier(num_arrivals=(4 if whole else 2) * groups + 2),
         ]
         if interpret:
             rooms.append(room((groups, *SQUARE), dtype=jnp.bfloat16))

@@ -70,7 +70,6 @@ class Halving:
         """Keep x [64, 64] float32 in two bfloat16 parts, in other rooms if they are given."""
         high = x.astype(jnp.bfloat16)
         first, second = self._parts if parts is None else parts
-        plgpu.commit_smem()  # a warp may still be at the product that reads what stands there
         first[...] = high
         second[...] = (x - high.astype(_F32)).astype(jnp.bfloat16)
         plgpu.commit_smem()
@@ -79,9 +78,19 @@ class Halving:
         """`split` in units of log 2, as `factor` and `border` take it."""
         self.split(jnp.maximum(log_decay, tiles.FLOOR) * _LOG2E)
 
-    def sums(self, mask):
-        """`mask` [64, 64] times the tile last split."""
-        ones = self._left(jnp.where(mask, 1.0, 0.0).astype(jnp.bfloat16))
+    def sums(self, mask, fixed: bool = True):
+        """`mask` [64, 64] times the tile last split; `fixed` if the compiler knows entries of the mask.
+
+        What is known it would not write to the registers of a left operand before the product begins (ptxas 13.0), so that goes
+        through shared memory.
+        """
+        ones = jnp.where(mask, 1.0, 0.0).astype(jnp.bfloat16)
+        if fixed:
+            self._room[...] = ones
+            plgpu.commit_smem()
+            ones = self._room
+        else:
+            ones = self._left(ones)
 
         def add(out):
             for part in self._parts:
@@ -93,7 +102,6 @@ class Halving:
         """Of the tile last split (into `parts`), a vector by row."""
         parts = self._parts if parts is None else parts
         ones = plgpu.layout_cast(jnp.ones(SQUARE, self._room.dtype), wg.LAYOUT)
-        plgpu.commit_smem()  # as in `split`
         self._room[...] = ones
         plgpu.commit_smem()
 
@@ -107,7 +115,7 @@ class Halving:
         """`tiles_channels.factor`; `level` is the logarithm of its blocks' rows."""
         half = lax.shift_left(1, level)
         span = tiles.spans(self.i, self.j, half, (self.i & half) > 0, self._exclusive)
-        return jnp.exp2(self.sums(span))
+        return jnp.exp2(self.sums(span, fixed=False))
 
     def border(self, later: bool):
         """What is left of the memory at each row (`later`), or of each row at the chunk's end."""
@@ -127,7 +135,6 @@ class Halving:
         """The level's tile in shared memory: rows of the later blocks from one tile, of the others from the other, decayed."""
         later = self.later(level).astype(of_later.dtype)
         x = of_later * later + of_earlier * (1 - later)  # quicker than to select
-        plgpu.commit_smem()  # as in `split`
         self._room[...] = (x.astype(_F32) * factor).astype(self._room.dtype)
         plgpu.commit_smem()
         return self._room

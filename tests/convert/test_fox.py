@@ -210,7 +210,7 @@ def test_broken_files_are_named(tmp_path):
 
     folder, *_ = write(tmp_path / "x", change=whole_numbers)
     checkpoint = Checkpoint(folder)
-    with pytest.raises(ValueError, match="model.norm.weight has dtype int32; accepted are floats"):
+    with pytest.raises(ValueError, match="model.norm.weight has dtype I32; accepted are F64"):
         fox_params(checkpoint, fox_config(checkpoint))
     (folder / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(ValueError, match="model.safetensors cannot be read"):

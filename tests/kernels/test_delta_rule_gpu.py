@@ -66,6 +66,8 @@ CASES = {
     "queries-share": dict(dims=(65, 2, 1, 1, 64, 128), documents=True, decay=False),
     "memories-share-wide": dict(dims=(100, 1, 1, 2, 128, 128), documents=False, decay=True),
     "strong": dict(dims=(192, 1, 1, 1, 128, 64), documents=False, decay="strong"),
+    "deep": dict(dims=(128, 1, 1, 1, 256, 64), documents=True, decay=True),
+    "wide": dict(dims=(65, 1, 1, 1, 64, 512), documents=False, decay=True),
     "alike": dict(dims=(128, 1, 1, 1, 64, 64), documents=False, decay=False, alike=True),
 }
 FAST = ("decay",)
@@ -133,6 +135,8 @@ def test_says_why_it_does_not_serve():
     inputs = make(64, 1, 1, 1, 64, 64, documents=False, decay=True)
     shapes = {name: x for name, x in inputs.items() if name != "beta"}
     assert reasons(**shapes)["mosaic_gpu"] is None
+    wide = make(64, 1, 1, 1, 512, 64, documents=False, decay=False)
+    assert "K of 64, 128 or 256, not 512" in reasons(**{n: wide[n] for n in shapes})["mosaic_gpu"]
     inputs["q"] = inputs["q"].astype(jnp.float32)
     with pytest.raises(NotImplementedError, match="'mosaic_gpu' takes q in bfloat16, not float32"):
         delta_rule(**inputs, scale=SCALE)

@@ -31,7 +31,7 @@ def make(
     def normal(*shape, dtype=jnp.float32):
         return jnp.asarray(rng.normal(size=shape), dtype)
 
-    channels = (key_dim,) if decay == "channel" else ()
+    channels = {"channel": (key_dim,), "value channel": (value_dim,)}.get(decay, ())
     log_decay = jax.nn.log_sigmoid(normal(BATCH, length, memories, *channels) + 2)
     if strong:
         log_decay = jnp.asarray(rng.choice([0.0, -1e-3, -30.0], size=log_decay.shape), jnp.float32)
@@ -41,29 +41,27 @@ def make(
         q=normal(BATCH, length, heads, key_dim, dtype=jnp.bfloat16),
         k=normal(BATCH, length, key_heads, key_dim, dtype=jnp.bfloat16) * 0.3,
         v=normal(BATCH, length, memories, value_dim, dtype=jnp.bfloat16),
-        log_decay=log_decay if decay else None,
+        log_decay=log_decay if decay and decay != "value channel" else None,
+        value_log_decay=log_decay if decay == "value channel" else None,
         initial=normal(BATCH, memories, key_dim, value_dim) * 0.3,
         run=run if documents else None,
         bonus=normal(memories, key_dim) if bonus else None,
     )
 
 
-def by_token(q, k, v, log_decay, initial, run, bonus):
+def by_token(q, k, v, log_decay, initial, run, bonus, value_log_decay):
     state = ops.linear_state(*v.shape[:1], v.shape[2], k.shape[3], v.shape[3])
     state = state._replace(memory=initial, segment_id=jnp.ones(BATCH, jnp.int32))
     ids = None if run is None else run + 1
     output, state = ops.linear_memory(
-        q, k, v, log_decay, bonus=bonus, scale=SCALE, initial_state=state, segment_ids=ids,
-        form="recurrent",
+        q, k, v, log_decay, value_log_decay=value_log_decay, bonus=bonus, scale=SCALE,
+        initial_state=state, segment_ids=ids, form="recurrent",
     )  # fmt: skip
     return output, state.memory
 
 
-def fused(q, k, v, log_decay, initial, run, bonus):
-    return linear_attention(
-        q, k, v, log_decay, initial=initial, run=run, bonus=bonus, scale=SCALE,
-        interpret=gpu_interpreter(),
-    )  # fmt: skip
+def fused(q, k, v, log_decay, **rest):
+    return linear_attention(q, k, v, log_decay, scale=SCALE, interpret=gpu_interpreter(), **rest)
 
 
 def error(actual, expected):
@@ -79,6 +77,8 @@ CASES = {
     "memories-share-wide-keys": dict(dims=(65, 1, 1, 2, 128, 64), documents=False, decay=True),
     "strong": dict(dims=(128, 1, 1, 1, 64, 64), documents=True, decay=True, strong=True),
     "parts": dict(dims=(256, 1, 1, 1, 64, 64), documents=True, decay=True),
+    "deep": dict(dims=(65, 1, 1, 1, 256, 64), documents=True, decay=True),
+    "wide": dict(dims=(65, 1, 1, 2, 64, 256), documents=False, decay=True),
     "channels": dict(dims=(128, 1, 1, 1, 64, 64), documents=True, decay="channel"),
     "channels-queries-share-wide": dict(
         dims=(65, 2, 1, 1, 128, 128), documents=False, decay="channel"
@@ -89,6 +89,12 @@ CASES = {
     ),
     "bonus": dict(
         dims=(100, 1, 1, 2, 64, 64), documents=True, decay="channel", strong=True, bonus=True
+    ),
+    "value-channels": dict(
+        dims=(100, 2, 1, 1, 64, 64), documents=True, decay="value channel", strong=True
+    ),
+    "value-channels-memories-share": dict(
+        dims=(65, 1, 1, 2, 64, 128), documents=False, decay="value channel"
     ),
     "channels-parts": dict(dims=(256, 1, 1, 1, 64, 64), documents=True, decay="channel"),
 }
@@ -165,6 +171,13 @@ def test_says_why_it_does_not_serve():
     assert reasons(**channels)["mosaic_gpu"] is None
     assert reasons(**channels)["mosaic_tpu"] == "no bonus"
     assert "log_decay [B, T, G]" in reasons(**channels | dict(bonus=None))["mosaic_tpu"]
+    values = make(64, 1, 1, 1, 64, 64, documents=False, decay="value channel")
+    assert reasons(**values)["mosaic_gpu"] is None
+    assert reasons(**values)["mosaic_tpu"] == "no value_log_decay"
+    both = values | dict(log_decay=inputs["log_decay"])
+    assert reasons(**both)["mosaic_gpu"] == "log_decay or value_log_decay, not both"
+    deep = make(64, 1, 1, 1, 256, 64, documents=False, decay="channel")
+    assert reasons(**deep)["mosaic_gpu"] == "K of 64 or 128, not 256"
     inputs["q"] = inputs["q"].astype(jnp.float32)
     with pytest.raises(NotImplementedError, match="'mosaic_gpu' takes q in bfloat16, not float32"):
         linear_attention(**inputs, scale=SCALE)

@@ -17,8 +17,6 @@ pytestmark = [
 ]
 
 # heads of q, k and v; K, V; T; documents; decay
-# The gradient of q was wrong here, so that ops do not take this kernel until it is mended (benchmarks/NOTES.md).
-_REFUSED = pytest.mark.xfail(raises=NotImplementedError, strict=True)
 CONFIGURATIONS = [
     ((4, 4, 4), 128, 128, 512, False, "token"),
     ((4, 2, 2), 64, 128, 500, True, "token"),
@@ -26,13 +24,18 @@ CONFIGURATIONS = [
     ((2, 2, 4), 64, 64, 2048, True, "token"),
     ((2, 2, 2), 128, 128, 4096, False, "strong"),
     ((2, 2, 2), 128, 128, 1024, False, "constant"),
-    pytest.param(((4, 2, 2), 64, 128, 1100, True, "channel"), marks=_REFUSED),
-    pytest.param(((2, 2, 4), 128, 128, 512, False, "strong channel"), marks=_REFUSED),
-    pytest.param(((2, 2, 2), 128, 64, 600, True, "channel and bonus"), marks=_REFUSED),
+    ((2, 1, 2), 256, 256, 1100, True, "token"),
+    ((4, 2, 2), 64, 512, 600, False, "strong"),
+    ((4, 2, 2), 64, 128, 1100, True, "channel"),
+    ((2, 2, 4), 128, 128, 512, False, "strong channel"),
+    ((2, 2, 2), 128, 64, 600, True, "channel and bonus"),
+    ((4, 1, 2), 128, 64, 300, True, "strong value channel"),
     ((4, 4, 4), 128, 128, 512, False, "delta"),
     ((4, 2, 2), 64, 128, 1100, True, "delta, token"),
     ((2, 2, 4), 128, 64, 2048, True, "delta, strong"),
     ((2, 2, 2), 64, 64, 4096, False, "delta, constant"),
+    ((1, 1, 2), 256, 512, 300, True, "delta, token"),
+    ((2, 1, 1), 256, 256, 640, False, "delta"),
 ]
 
 
@@ -59,7 +62,7 @@ def test_equals_the_recurrence(configuration):
     if decay == "constant":
         inputs.append(jnp.log1p(-(2.0 ** (-5 - jnp.arange(memories)))))
     elif decay is not None:
-        channels = (key_dim,) if "channel" in decay else ()
+        channels = (value_dim if "value" in decay else key_dim,) if "channel" in decay else ()
         gate = jax.nn.log_sigmoid(normal(2, length, memories, *channels, dtype=jnp.float32) + 3)
         inputs.append(jnp.where(gate < -0.2, -30.0, gate) if "strong" in decay else gate)
     if "bonus" in str(decay):
@@ -76,8 +79,9 @@ def test_equals_the_recurrence(configuration):
         if delta:
             call = functools.partial(ops.delta_memory, q, k, v, *rest)
         else:
-            decay, bonus = (*rest, None, None)[:2]
-            call = functools.partial(ops.linear_memory, q, k, v, decay, bonus=bonus)
+            given, bonus = (*rest, None, None)[:2]
+            name = "value_log_decay" if "value" in str(decay) else "log_decay"
+            call = functools.partial(ops.linear_memory, q, k, v, bonus=bonus, **{name: given})
         output, state = call(
             initial_state=state, segment_ids=ids, update_mask=mask, form=form,
             implementation=implementation,

@@ -25,6 +25,7 @@ WRONG = {
     float: (float("nan"), float("inf"), "1", True),
     bool: (2, "yes", None),
     str: (3, True),
+    mixers.RopeScaling: (8.0, "llama3"),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pathlib
 import subprocess
@@ -11,7 +12,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lsm_jax.parallel import MeshConfig, constrain, make_mesh, param_sharding, partition_spec
+from lsm_jax.parallel import (
+    AXES,
+    MeshConfig,
+    batch_shards,
+    constrain,
+    make_mesh,
+    param_sharding,
+    partition_spec,
+)
 from tests.ops.cases import FAMILIES
 
 SCRIPT = """
@@ -87,11 +96,32 @@ def test_ops_under_any_mesh(op):
     [(MeshConfig(), (8, 1)), (MeshConfig(fsdp=4), (2, 4)), (MeshConfig(data=1, fsdp=8), (1, 8))],
 )
 def test_mesh_takes_what_is_left(config, shape):
-    assert config.shape(8) == shape
+    sizes = config.shape(8)
+    assert (sizes["data"], sizes["fsdp"]) == shape
+    assert tuple(sizes) == AXES and math.prod(sizes.values()) == 8
+
+
+def test_every_axis_is_named():
+    sizes = MeshConfig(tensor=2, expert=2, pipeline=2, microbatches=4).shape(16)
+    assert sizes == dict(pipeline=2, data=2, fsdp=1, expert=2, sequence=1, tensor=2)
+    assert batch_shards(sizes) == 8
+    with pytest.raises(
+        ValueError, match=r"mesh.microbatches=3: accepted are multiples of mesh.pipeline=2"
+    ):
+        MeshConfig(pipeline=2, microbatches=3).shape(2)
+    with pytest.raises(ValueError, match="mesh.data=-1 x mesh.tensor=3 does not fit 8 devices"):
+        MeshConfig(tensor=3).shape(8)
 
 
 @pytest.mark.parametrize(
-    "config", [MeshConfig(fsdp=3), MeshConfig(data=2), MeshConfig(data=0), MeshConfig(fsdp=0)]
+    "config",
+    [
+        MeshConfig(fsdp=3),
+        MeshConfig(data=2),
+        MeshConfig(data=0),
+        MeshConfig(fsdp=0),
+        MeshConfig(tensor=-1),
+    ],
 )
 def test_mesh_that_does_not_fit_is_refused(config):
     with pytest.raises(ValueError, match="mesh"):
@@ -99,7 +129,7 @@ def test_mesh_that_does_not_fit_is_refused(config):
 
 
 def test_rules():
-    assert partition_spec(("batch", None)) == jax.P(("data", "fsdp"), None)
+    assert partition_spec(("batch", None)) == jax.P(("pipeline", "data", "fsdp", "expert"), None)
     with pytest.raises(ValueError, match="'width' has no rule"):
         partition_spec(("width",))
     x = jnp.ones((2, 2))

@@ -1,0 +1,180 @@
+"""A GGUF file (github.com/ggml-org/ggml, docs/gguf.md) of a Llama, Qwen2 or Qwen3, under the names that transformers gives its tensors.
+
+Quantised tensors are read as float32, through the `gguf` package. llama.cpp stores the rows of a Llama's query and key projections
+with the two halves of a head interleaved; here they are put back.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lsm_jax.convert.checkpoint import Tensors
+from lsm_jax.convert.published import ARCHITECTURES
+
+_TOP = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_NEEDED = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_OPTIONAL = {
+    "context_length": "max_position_embeddings",
+    "attention.head_count_kv": "num_key_value_heads",
+    "rope.freq_base": "rope_theta",
+    "vocab_size": "vocab_size",
+    "attention.key_length": "head_dim",
+}
+_CHECKED = ("attention.value_length", "rope.dimension_count")  # both a head's channels
+_SCALING = ("rope.scaling.type", "rope.scaling.factor")
+# Llama 3.1's and 3.2's: the file has only what frequencies are divided by.
+_LLAMA3 = [
+    dict(rope_type="llama3", factor=f, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+    for f in (8.0, 32.0)
+]  # fmt: skip
+
+
+class GGUF(Tensors):
+    """A GGUF file; tensors are read when they are asked for.
+
+    Attributes:
+        fields: its metadata.
+
+    Raises:
+        ValueError: it cannot be read, or holds a model or a field that is not known here.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        from gguf import GGUFReader
+
+        self.folder = Path(path).expanduser()
+        try:
+            reader = GGUFReader(self.folder)
+        except (OSError, ValueError, KeyError, IndexError) as error:
+            raise ValueError(f"{self.folder} is no GGUF file that can be read: {error}") from error
+        self.fields: dict[str, Any] = {n: f.contents() for n, f in reader.fields.items()}
+        self._stored = {t.name: t for t in reader.tensors}
+        self.config = self._config()
+        self._names: dict[str, str] = {}
+        self.shapes, self.dtypes = {}, {}
+        kinds = {"F16": "F16", "BF16": "BF16"}
+        for stored, tensor in self._stored.items():
+            if stored == "rope_freqs.weight":
+                continue
+            name = _published(stored)
+            self._names[name] = stored
+            self.shapes[name] = tuple(int(n) for n in reversed(tensor.shape))
+            self.dtypes[name] = kinds.get(tensor.tensor_type.name, "F32")
+
+    def _config(self) -> dict[str, Any]:
+        """The metadata as transformers' config.json would have it."""
+        where, kind = self.folder, self.fields.get("general.architecture")
+        if kind not in ("llama", "qwen2", "qwen3"):
+            raise ValueError(
+                f"{where}: general.architecture={kind!r}; accepted are llama, qwen2, qwen3"
+            )
+        own = {
+            name.removeprefix(f"{kind}."): value
+            for name, value in self.fields.items()
+            if name.startswith(f"{kind}.")
+        }
+        if missing := [name for name in _NEEDED if name not in own]:
+            raise ValueError(f"{where}: {', '.join(missing)} missing")
+        known = {*_NEEDED, *_OPTIONAL, *_CHECKED, *_SCALING}
+        if unknown := [f"{kind}.{n}={v!r}" for n, v in own.items() if n not in known]:
+            raise ValueError(f"{where}: {', '.join(unknown)}: what it does is not known here")
+        names = _NEEDED | _OPTIONAL
+        config = {ours: own[theirs] for theirs, ours in names.items() if theirs in own}
+        for name in ("rms_norm_eps", "rope_theta"):  # stored in float32
+            if name in config:
+                config[name] = float(str(np.float32(config[name])))
+        config["vocab_size"] = int(self._stored["token_embd.weight"].shape[1])
+        heads = config["num_attention_heads"]
+        config.setdefault("num_key_value_heads", heads)
+        config.setdefault("head_dim", config["hidden_size"] // heads)
+        for name in _CHECKED:
+            if own.get(name, config["head_dim"]) != config["head_dim"]:
+                raise ValueError(
+                    f"{where}: {kind}.{name}={own[name]}; accepted is {config['head_dim']}, a head's channels"
+                )
+        rotation = own.get("rope.scaling.type", "none")
+        if rotation != "none":
+            config["rope_scaling"] = dict(
+                rope_type=rotation, factor=own.get("rope.scaling.factor", 1.0)
+            )
+        if "rope_freqs.weight" in self._stored:
+            config["rope_scaling"] = self._llama3(config)
+        return config | dict(
+            model_type=kind,
+            architectures=[ARCHITECTURES[kind]],
+            tie_word_embeddings="output.weight" not in self._stored,
+            hidden_act="silu",
+        )
+
+    def _llama3(self, config: dict[str, Any]) -> dict[str, Any]:
+        """The scaling whose divisors the file has."""
+        found = np.asarray(self._stored["rope_freqs.weight"].data, np.float32)
+        half = config["head_dim"] // 2
+        turns = 8192 * config.get("rope_theta", 10000.0) ** (-np.arange(half) / half) / (2 * np.pi)
+        for scaling in _LLAMA3:
+            kept = np.clip((turns - 1) / 3, 0, 1)
+            divisors = 1 / (kept + (1 - kept) / scaling["factor"])
+            if found.shape == (half,) and np.allclose(found, divisors, rtol=1e-4):
+                return scaling
+        raise ValueError(
+            f"{self.folder}: rope_freqs.weight is not that of Llama 3.1 or 3.2 (factors 8 and 32 over 8192 tokens)"
+        )
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows of a tensor; float16 and bfloat16 come as they are, all others as float32."""
+        from gguf.quants import dequantize
+
+        tensor = self._stored[self._names[name]]
+        index: Any = slice(start, stop)
+        heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
+        part = self._names[name].split(".")[-2]
+        if self.config["model_type"] == "llama" and part in heads:
+            size = self.shapes[name][0] // self.config[heads[part]]
+            head, place = np.divmod(np.arange(start, stop), size)
+            side, pair = np.divmod(place, size // 2)
+            index = head * size + 2 * pair + side
+        values = tensor.data[index]
+        if values.dtype.kind == "f":
+            return values
+        try:
+            return dequantize(np.ascontiguousarray(values), tensor.tensor_type)
+        except NotImplementedError as error:
+            raise ValueError(f"{self.folder}: {self._names[name]}: {error}") from error
+
+
+def _published(stored: str) -> str:
+    """transformers' name of a tensor; one that is not known keeps its own, which no model has."""
+    stem, _, kind = stored.rpartition(".")
+    if stem in _TOP:
+        return f"{_TOP[stem]}.{kind}"
+    parts = stem.split(".")
+    if len(parts) == 3 and parts[0] == "blk" and parts[2] in _LAYER:
+        return f"model.layers.{parts[1]}.{_LAYER[parts[2]]}.{kind}"
+    return stored

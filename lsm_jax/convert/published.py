@@ -1,0 +1,176 @@
+"""What a config.json of Hugging Face's transformers says, as a model of this library: Llama, Mistral, Qwen2, Qwen3.
+
+Every field is mapped, known to change nothing that is computed here, or refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lsm_jax.convert.checkpoint import Tensors
+from lsm_jax.feedforward import SwiGLUConfig
+from lsm_jax.mixers import RopeScaling, SoftmaxConfig
+from lsm_jax.models import LayerConfig, ModelConfig
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_NEEDED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+)  # fmt: skip
+# Fields a config.json may leave out where a model's own default is not "none" or "no".
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": dict(num_key_value_heads=8, sliding_window=4096),
+    "qwen2": dict(num_key_value_heads=32, sliding_window=4096, max_window_layers=28),
+    "qwen3": dict(num_key_value_heads=32, sliding_window=4096, max_window_layers=28, head_dim=128),
+}
+# Computed in one way only.
+_ONLY: dict[str, Any] = dict(
+    hidden_act="silu", attention_bias=False, mlp_bias=False, attention_dropout=0.0, rope_interleaved=False,
+    quantization_config=None, auto_map=None, partial_rotary_factor=1.0, is_encoder_decoder=False, add_cross_attention=False,
+)  # fmt: skip
+_MAPPED = {
+    *_NEEDED, *_ONLY, "model_type", "architectures", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings",
+    "rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types",
+    "initializer_range", "torch_dtype", "dtype", "max_position_embeddings",
+}  # fmt: skip
+# Of tokens, of caching, of output, of where the file came from; pretraining_tp sums in another order.
+_HARMLESS = {
+    "bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "transformers_version", "_name_or_path", "pretraining_tp",
+    "is_llama_config", "transformers.js_config", "_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled",
+    "return_dict", "output_attentions", "output_hidden_states", "chunk_size_feed_forward", "id2label", "label2id", "problem_type",
+    "name_or_path", "unsloth_version", "unsloth_fixed", "is_decoder", "tokenizer_class", "prefix",
+}  # fmt: skip
+
+
+def model_of(source: Tensors) -> ModelConfig:
+    """The model that a config.json describes; layer letter L is its full attention or its only kind, W its windowed one.
+
+    Activations are bfloat16, and float32 where the config's own dtype is.
+
+    Raises:
+        ValueError: another kind of model, a field that is missing, unknown, or of a value that is not computed here.
+    """
+    given, where = source.config, source.folder / "config.json"
+    kind = given.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise ValueError(f"{where}: model_type={kind!r}; accepted are {', '.join(ARCHITECTURES)}")
+    named = given.get("architectures") or [ARCHITECTURES[kind]]
+    if named != [ARCHITECTURES[kind]]:
+        raise ValueError(f"{where}: architectures={named}; accepted is [{ARCHITECTURES[kind]!r}]")
+    if missing := [name for name in _NEEDED if given.get(name) is None]:
+        raise ValueError(f"{where}: {', '.join(missing)} missing")
+    for name, value in _ONLY.items():
+        if given.get(name) not in (None, value):
+            raise ValueError(f"{where}: {name}={given[name]!r}; accepted is {value!r}")
+    if unknown := sorted(set(given) - _MAPPED - _HARMLESS):
+        listed = ", ".join(f"{name}={given[name]!r}" for name in unknown)
+        raise ValueError(f"{where}: {listed}: what it does to a {kind} model is not known here")
+    given = _DEFAULTS[kind] | given
+    theta, scaling = _rotation(given, where)
+    eps = float(given.get("rms_norm_eps", 1e-6))
+
+    def layer(window: int | None) -> LayerConfig:
+        mixer = SoftmaxConfig(
+            num_heads=given["num_attention_heads"],
+            num_kv_heads=given.get("num_key_value_heads"),
+            head_dim=given.get("head_dim"),
+            window=window,
+            qk_norm=kind == "qwen3",
+            qkv_bias=kind == "qwen2",
+            rope_base=theta,
+            rope_scaling=scaling,
+            norm_eps=eps,
+        )
+        return LayerConfig(
+            mixer=mixer, feedforward=SwiGLUConfig(intermediate_size=given["intermediate_size"])
+        )
+
+    windows = _windows(given, where)
+    letters = "".join("L" if w is None or len(set(windows)) == 1 else "W" for w in windows)
+    config = ModelConfig(
+        vocab_size=given["vocab_size"],
+        hidden_size=given["hidden_size"],
+        num_layers=given["num_hidden_layers"],
+        pattern=letters if "W" in letters else "L",
+        layers={letter: layer(w) for letter, w in zip(letters, windows, strict=True)},
+        tie_embeddings=bool(given.get("tie_word_embeddings", False)),
+        norm_eps=eps,
+        init_std=float(given.get("initializer_range", 0.02)),
+        dtype="float32" if dtype_of(given) == "float32" else "bfloat16",
+    )
+    try:
+        config.validate()
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{where}: {error}") from error
+    return config
+
+
+def dtype_of(given: dict[str, Any]) -> str | None:
+    """The dtype that a config.json says its tensors have."""
+    return given.get("dtype") or given.get("torch_dtype")
+
+
+def _rotation(given: dict[str, Any], where: Any) -> tuple[float, RopeScaling | None]:
+    """The base of the rotation, and how its frequencies are scaled; old and new versions of transformers name it differently."""
+    both = {**(given.get("rope_scaling") or {}), **(given.get("rope_parameters") or {})}
+    theta = float(both.pop("rope_theta", given.get("rope_theta") or 10000.0))
+    kind, older = both.pop("rope_type", None), both.pop("type", None)
+    kind = kind or older or "default"
+    if both.get("partial_rotary_factor") == 1:
+        both.pop("partial_rotary_factor")
+    accepted: dict[str, tuple[str, ...]] = dict(
+        default=(),
+        linear=("factor",),
+        llama3=(
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "original_max_position_embeddings",
+        ),
+    )
+    if kind not in accepted:
+        raise ValueError(
+            f"{where}: rope_scaling of type {kind!r}; accepted are {', '.join(accepted)}"
+        )
+    if set(both) != set(accepted[kind]):
+        raise ValueError(
+            f"{where}: rope_scaling of type {kind!r} has {', '.join(sorted(both)) or 'nothing else'}; it takes "
+            f"{', '.join(accepted[kind]) or 'nothing else'}"
+        )
+    if kind == "default":
+        return theta, None
+    if kind == "linear":
+        return theta, RopeScaling(kind=kind, factor=float(both["factor"]))
+    return theta, RopeScaling(
+        kind=kind,
+        factor=float(both["factor"]),
+        low_freq_factor=float(both["low_freq_factor"]),
+        high_freq_factor=float(both["high_freq_factor"]),
+        original_length=both["original_max_position_embeddings"],
+    )
+
+
+def _windows(given: dict[str, Any], where: Any) -> list[int | None]:
+    """The window of every layer, None for all tokens."""
+    number, window = given["num_hidden_layers"], given.get("sliding_window")
+    kind, types = given["model_type"], given.get("layer_types")
+    if kind == "llama" or (kind != "mistral" and not given.get("use_sliding_window")):
+        if kind == "llama" and window is not None:
+            raise ValueError(f"{where}: sliding_window={window}; a llama model has none")
+        window = None
+    if types is None:
+        first = 0 if kind == "mistral" else given.get("max_window_layers", 0)
+        return [window if i >= first else None for i in range(number)]
+    names = {"full_attention": None, "sliding_attention": window}
+    if len(types) != number or set(types) - set(names):
+        raise ValueError(
+            f"{where}: layer_types={types}; accepted are {number} of {', '.join(names)}"
+        )
+    if window is None and "sliding_attention" in types:
+        raise ValueError(f"{where}: layer_types names sliding_attention without a sliding_window")
+    return [names[t] for t in types]

@@ -1,0 +1,20 @@
+"""Pretrained transformers as gated recurrent models (Liger, arXiv 2503.01496): their config, their parameters, and back.
+
+    base = Pretrained(path="Llama-3.2-1B")
+    config = TrainConfig(name="liger", model=liger_model(base.config()), base=base, trainable=("lora",), ...)
+
+`configs/liger.py` has the published recipe, `python -m lsm_jax.linearize.export` writes the result as the base is written.
+"""
+
+from lsm_jax.linearize.merge import merge_adapters
+from lsm_jax.linearize.pretrained import Pretrained
+from lsm_jax.linearize.recipes import base_model, liger_model, lolcats_model, window_model
+
+__all__ = [
+    "Pretrained",
+    "base_model",
+    "liger_model",
+    "lolcats_model",
+    "merge_adapters",
+    "window_model",
+]

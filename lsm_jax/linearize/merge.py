@@ -1,0 +1,29 @@
+"""Adapters into the projections they stand beside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from lsm_jax.mixers import LoRAConfig
+
+
+def merge_adapters(params: dict[str, Any], lora: LoRAConfig | None) -> dict[str, Any]:
+    """The parameters without adapters: each adapted kernel is `W + (alpha / rank) A B`, float32.
+
+    Args:
+        params: of a model, layers stacked or not.
+        lora: the model's.
+    """
+    merged = {}
+    for key, value in params.items():
+        if isinstance(value, dict) and "lora" in value and lora is not None:
+            a, b = value["lora"]["a"], value["lora"]["b"]
+            product = jnp.matmul(a, b, precision="highest")
+            kernel = value["kernel"].astype(jnp.float32) + lora.alpha / lora.rank * product
+            value = {name: leaf for name, leaf in value.items() if name != "lora"} | dict(kernel=kernel)  # fmt: skip
+        elif isinstance(value, dict):
+            value = merge_adapters(value, lora)
+        merged[key] = value
+    return merged

@@ -1,0 +1,269 @@
+"""Liger (arXiv 2503.01496): a pretrained softmax layer as a gated memory beside a sliding window, with no new parameter.
+
+The gate is the layer's own key projection, pooled over channels: `M_t = G_t ⊙ M_{t-1} + k_tᵀ v_t`, `G_t = f(Pool(x_t W_k))`.
+Paper Table 1 has the gates; where it leaves a choice, that of the published code (github.com/OpenSparseLLMs/Linearization)
+is taken: softmax over channels as the feature map, queries not scaled, no normaliser, norm or output gate.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from lsm_jax import ops
+from lsm_jax.mixers import checks
+from lsm_jax.mixers.base import Context
+from lsm_jax.mixers.feature_maps import FeatureMap, num_features
+from lsm_jax.mixers.layers import Dense, split_heads
+from lsm_jax.mixers.softmax import Softmax, SoftmaxConfig
+
+GATES = ("gla", "mamba2", "mlstm", "gated_retention", "hgrn2", "rwkv6", "gsa")
+FEATURE_MAPS = ("softmax", "t2r", "hedgehog")
+_BY_HEAD = ("mamba2", "mlstm", "gated_retention")
+_TEMPERATURE = {"gla": 16.0, "gsa": 16.0}
+_LARGEST_EXPONENT = 4.0  # of RWKV6's exp(-exp(z)): exp(-55) forgets all
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class LigerConfig(SoftmaxConfig):
+    """Liger attention. The fields of `SoftmaxConfig` are those of the layer it is made of; `window` is its branch's.
+
+    With z the pooled key projection, the logarithm of the gate is log sigmoid(z) / gate_temperature of each key channel (gla),
+    head (mlstm and gated_retention, which are one function here) or slot (gsa); of each key channel with 1 - gate in the
+    key's place (hgrn2); -softplus(z) of each head (mamba2); -exp(min(z, 4)) of each key channel (rwkv6).
+
+    Attributes:
+        window: tokens a query of the window's branch sees, itself included; None sees all.
+        gate: the recurrence, in `GATES`.
+        gate_temperature: divides the gate's logarithm; None is 16 for gla and gsa, else 1.
+        num_slots: gsa's slots; None is a key's channels.
+        memory_weight: of the recurrence's output; 0 leaves the recurrence out.
+        window_weight: of the window's output; 0 leaves the window out (ablation).
+        gate_projection: the gate comes from a new random projection in place of the keys' (ablation).
+        feature_map: "softmax" over channels, or learned: "t2r" or "hedgehog" of `lsm_jax.mixers.feature_maps` (ablation).
+        form: "recurrent", "chunk" or "associative", of the recurrence.
+        implementation: of the recurrence's op; None picks.
+        chunk_size: of the recurrence's op; None picks.
+        window_implementation: of the window's op; None picks.
+    """
+
+    window: int | None = 64
+    gate: str = "gla"
+    gate_temperature: float | None = None
+    num_slots: int | None = None
+    memory_weight: float = 0.5
+    window_weight: float = 0.5
+    gate_projection: bool = False
+    feature_map: str = "softmax"
+    form: str = "chunk"
+    chunk_size: int | None = None
+    window_implementation: str | None = None
+
+    @classmethod
+    def for_width(cls, hidden_size: int) -> LigerConfig:
+        """Softmax attention's proportions, two query heads to a key head."""
+        heads = SoftmaxConfig.for_width(hidden_size).num_heads
+        return cls(num_heads=heads, num_kv_heads=max(1, heads // 2))
+
+    def gate_size(self, hidden_size: int) -> int:
+        """Gates of a key head."""
+        channels = self.dim(hidden_size)
+        if self.gate == "gsa":
+            return channels if self.num_slots is None else self.num_slots
+        return 1 if self.gate in _BY_HEAD else channels
+
+    def features(self, hidden_size: int) -> int:
+        """Key channels of the memory."""
+        learned = self.feature_map != "softmax"
+        return num_features(self.feature_map, self.dim(hidden_size)) if learned else self.dim(hidden_size)  # fmt: skip
+
+    def temperature(self) -> float:
+        """What divides the gate's logarithm."""
+        chosen = self.gate_temperature
+        return _TEMPERATURE.get(self.gate, 1.0) if chosen is None else chosen
+
+    def validate(self, hidden_size: int) -> None:
+        """Raise ValueError where a field does not fit."""
+        super().validate(hidden_size)
+        checks.op_fields(self)
+        checks.one_of(self, "gate", self.gate, GATES)
+        checks.one_of(self, "feature_map", self.feature_map, FEATURE_MAPS)
+        checks.positive(self, gate_temperature=self.temperature())
+        if self.num_slots is not None:
+            if self.gate != "gsa":
+                raise ValueError(f"LigerConfig.num_slots={self.num_slots}: only gate='gsa' has slots")  # fmt: skip
+            checks.positive(self, num_slots=self.num_slots)
+            if not self.gate_projection and self.num_slots > self.dim(hidden_size):
+                raise ValueError(
+                    f"LigerConfig.num_slots={self.num_slots}: a key of {self.dim(hidden_size)} channels pools to no more gates"
+                )
+        if self.feature_map != "softmax" and self.gate in ("gsa", "hgrn2"):
+            raise ValueError(
+                f"LigerConfig.feature_map={self.feature_map!r}: gate={self.gate!r} maps no keys; accepted is 'softmax'"
+            )
+        if not (self.memory_weight or self.window_weight):
+            raise ValueError(
+                "LigerConfig.memory_weight=0, window_weight=0: at least one must not be 0"
+            )
+
+    def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
+        """Attention's, and those of the memory: decay and write 3 K V a key head, read 2 K V a query head; gsa has two of them."""
+        dim, heads, kv_heads = self.dim(hidden_size), self.num_heads, self.kv_heads()
+        total = 4.0 * hidden_size * dim * (heads + kv_heads)
+        if self.window_weight:
+            total = super().flops_per_token(hidden_size, seq_len)
+        slots = self.gate_size(hidden_size)
+        keys = 2 * slots if self.gate == "gsa" else self.features(hidden_size)
+        if self.memory_weight:
+            total += (3.0 * kv_heads + 2.0 * heads) * keys * dim
+        return total + 2.0 * hidden_size * kv_heads * slots * self.gate_projection
+
+
+class LigerState(NamedTuple):
+    """What a Liger layer remembers of earlier tokens.
+
+    Attributes:
+        memory: `ops.LinearState`, gsa's `ops.SlotState`, or None without a memory; one for each key head.
+        window: `ops.AttentionState`, a ring of the window's rotated keys and values, or None without a window.
+    """
+
+    memory: Any
+    window: Any
+
+
+class Liger(Softmax):
+    """Liger attention; see `LigerConfig`. Its parameters are named as softmax attention's, and the same but for ablations'.
+
+    Keys and queries of the memory are those before the rotation, normalised where the layer does; the gate's are ahead of
+    the norm also.
+    """
+
+    op = ops.linear_memory
+    config: LigerConfig
+
+    def __init__(
+        self, config: LigerConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
+    ):
+        super().__init__(config, hidden_size, rngs=rngs, init_std=init_std)
+        gates = config.kv_heads() * config.gate_size(hidden_size)
+        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
+        self.memory_gate = Dense(hidden_size, gates, **into) if config.gate_projection else None
+
+        def learned(heads: int) -> FeatureMap | None:
+            if config.feature_map == "softmax":
+                return None
+            return FeatureMap(
+                config.feature_map, heads, self.head_dim, rngs=rngs, init_std=init_std
+            )
+
+        self.q_map, self.k_map = learned(config.num_heads), learned(config.kv_heads())
+
+    def read(self, x: jax.Array, context: Context) -> jax.Array:
+        """The memory's queries; the window's are kept."""
+        q = split_heads(self.q_proj(x), self.config.num_heads)
+        context.kept["q"] = self._rotated(q, self.q_norm, context)
+        q = q if self.q_norm is None else self.q_norm(q)
+        return q if self.config.gate == "gsa" else _mapped(q, self.q_map)
+
+    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+        """What the memory is given: keys, values, gates; the window's keys are kept."""
+        config, heads = self.config, self.config.kv_heads()
+        raw = split_heads(self.keys(x, context), heads)
+        v = split_heads(self.values(x, context), heads)
+        context.kept["k"] = self._rotated(raw, self.k_norm, context)
+        log_decay = self.log_decay(raw, x)
+        k = raw if self.k_norm is None else self.k_norm(raw)
+        if config.gate == "gsa":
+            return dict(k=k, v=v, s=-jnp.expm1(log_decay), log_decay=log_decay)
+        if config.gate == "hgrn2":
+            return dict(k=(-jnp.expm1(log_decay)).astype(x.dtype), v=v, log_decay=log_decay)
+        k = _mapped(k, self.k_map)
+        if config.gate in _BY_HEAD:
+            return dict(k=k, v=v, log_decay=log_decay[..., 0])
+        copies = k.shape[-1] // log_decay.shape[-1]  # a channel's features share its gate
+        return dict(k=k, v=v, log_decay=jnp.tile(log_decay, copies))
+
+    def log_decay(self, keys: jax.Array, x: jax.Array) -> jax.Array:
+        """The logarithm of the gates [B, T, G, gates of a head] in float32, from keys [B, T, G, K] before norm and rotation."""
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        if self.memory_gate is None:
+            z = pool(keys.astype(wide), self.config.gate_size(self.hidden_size))
+        else:
+            z = split_heads(self.memory_gate(x, dtype=wide), self.config.kv_heads())
+        if self.config.gate == "mamba2":
+            z = -jax.nn.softplus(z)
+        elif self.config.gate == "rwkv6":
+            z = -jnp.exp(jnp.minimum(z, _LARGEST_EXPONENT))
+        else:
+            z = jax.nn.log_sigmoid(z)
+        return z / self.config.temperature()
+
+    def through_memory(self, x: jax.Array, context: Context, memory: Any) -> tuple[jax.Array, Any]:
+        """The weighted sum of what memory and window give, [B, T, H, V], and their states after."""
+        config = self.config
+        earlier = LigerState(None, None) if memory is None else memory
+        call = dict(segment_ids=context.segment_ids, update_mask=context.update_mask)
+        query, written = self.read(x, context), self.write(x, context)
+        outputs, after = [], {}
+        if config.memory_weight:
+            op = ops.slot_memory if config.gate == "gsa" else ops.linear_memory
+            o, after["memory"] = op(
+                query, **written, **self.options(), initial_state=earlier.memory, **call
+            )
+            outputs.append((config.memory_weight, o))
+        if config.window_weight:
+            o, after["window"] = ops.attention(
+                context.kept["q"], context.kept["k"], written["v"],
+                window=config.window, implementation=config.window_implementation,
+                initial_state=earlier.window, **call,
+            )  # fmt: skip
+            outputs.append((config.window_weight, o))
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        mixed = jnp.asarray(sum(weight * o.astype(wide) for weight, o in outputs))
+        return mixed.astype(x.dtype), LigerState(after.get("memory"), after.get("window"))
+
+    def options(self) -> dict[str, Any]:
+        """The recurrence's constant arguments; queries are not scaled."""
+        config = self.config
+        return dict(
+            scale=1.0,
+            form=config.form,
+            implementation=config.implementation,
+            chunk_size=config.chunk_size,
+        )
+
+    def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> Any:
+        """An empty memory for each key head, and an empty window."""
+        config, heads, dim = self.config, self.config.kv_heads(), self.head_dim
+        memory = window = None
+        if config.memory_weight and config.gate == "gsa":
+            memory = ops.slot_state(batch_size, heads, config.gate_size(self.hidden_size), dim, dim)
+        elif config.memory_weight:
+            memory = ops.linear_state(batch_size, heads, config.features(self.hidden_size), dim)
+        if config.window_weight:
+            window = super().init_memory(batch_size, max_length, dtype)
+        return LigerState(memory, window)
+
+
+def pool(x: jax.Array, size: int) -> jax.Array:
+    """Means [..., size] over channels of x [..., K]: bin i is of those from floor(i K / size) to ceil((i + 1) K / size)."""
+    channels = x.shape[-1]
+    if size == channels:
+        return x
+    bins = np.arange(size)[None]
+    place = np.arange(channels)[:, None]
+    inside = (place >= bins * channels // size) & (place < -(-(bins + 1) * channels // size))
+    means = jnp.asarray(inside / inside.sum(0), x.dtype)
+    return jnp.matmul(x, means, precision="highest")
+
+
+def _mapped(x: jax.Array, learned: FeatureMap | None) -> jax.Array:
+    if learned is not None:
+        return learned(x)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return jax.nn.softmax(x.astype(wide), axis=-1).astype(x.dtype)

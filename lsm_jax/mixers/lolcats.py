@@ -1,0 +1,240 @@
+"""LoLCATs (arXiv 2410.10254): softmax attention in a window, linear attention beyond it, under one denominator.
+
+`o_t = (Σ_near γ exp(s_tj - m_t) v_j + Σ_far φ(q_t)·φ(k_j) v_j) / (the same without v)`, near the last `window` tokens of the
+document, m_t the largest near score, γ a learned factor of each head. Feature maps see queries and keys after the rotation, as
+in the authors' code; theirs maps keys once a query head, here once a key head, so that the memory is one of key heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax import ops
+from lsm_jax.mixers import checks
+from lsm_jax.mixers.base import Context
+from lsm_jax.mixers.feature_maps import HeadDense
+from lsm_jax.mixers.layers import parameter
+from lsm_jax.mixers.softmax import Softmax, SoftmaxConfig
+from lsm_jax.ops.segments import read_tokens, select
+
+_LEAST_FEATURE = 1e-12
+_FIRST_FACTOR = 0.1
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class LolcatsConfig(SoftmaxConfig):
+    """LoLCATs attention. The fields of `SoftmaxConfig` are those of the layer it is made of.
+
+    Attributes:
+        window: tokens under softmax attention, the query's own included.
+        feature_dim: columns of a feature map; it gives twice as many features.
+        transfer_weight: 0 is the model. Else its layers give softmax attention's output, and report as a loss so many times
+            the mean squared distance of their own: the first stage of training, which takes whole rows and keeps no state.
+        form: "recurrent", "chunk" or "associative", of the linear part.
+        chunk_size: of the linear part; None picks.
+    """
+
+    window: int | None = 64
+    feature_dim: int = 64
+    transfer_weight: float = 0.0
+    form: str = "chunk"
+    chunk_size: int | None = None
+
+    @classmethod
+    def for_width(cls, hidden_size: int) -> LolcatsConfig:
+        """Softmax attention's proportions, two query heads to a key head."""
+        heads = SoftmaxConfig.for_width(hidden_size).num_heads
+        size = min(64, hidden_size // heads)
+        return cls(num_heads=heads, num_kv_heads=max(1, heads // 2), feature_dim=size)
+
+    def validate(self, hidden_size: int) -> None:
+        """Raise ValueError where a field does not fit."""
+        super().validate(hidden_size)
+        checks.op_fields(self)
+        checks.positive(self, feature_dim=self.feature_dim)
+        if self.window is None:
+            raise ValueError("LolcatsConfig.window=None: accepted are integers from 1")
+        if self.transfer_weight < 0:
+            raise ValueError(
+                f"LolcatsConfig.transfer_weight={self.transfer_weight}: it must be at least 0"
+            )
+
+    def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
+        """Attention's over the window, the maps, the memory's write 2 F V a key head and read 2 F V a query head."""
+        dim, heads, kv_heads = self.dim(hidden_size), self.num_heads, self.kv_heads()
+        mapped = 2.0 * (heads + kv_heads) * dim * self.feature_dim
+        memory = 4.0 * (heads + kv_heads) * self.feature_dim * dim
+        return super().flops_per_token(hidden_size, seq_len) + mapped + memory
+
+
+class LolcatsState(NamedTuple):
+    """What a LoLCATs layer remembers of earlier tokens.
+
+    Attributes:
+        linear: of all of the document's tokens, with a last value channel of ones.
+        keys: [B, W, G, K], the last W rotated keys of the document, oldest first.
+        values: [B, W, G, V].
+        held: int32 [B], how many of them there are, at the end.
+    """
+
+    linear: ops.LinearState
+    keys: jax.Array
+    values: jax.Array
+    held: jax.Array
+
+
+class Lolcats(Softmax):
+    """LoLCATs attention; see `LolcatsConfig`. Beside softmax attention's parameters it has maps and factors, for the first stage.
+
+    Scores of the window are computed for all pairs of a call's tokens.
+    """
+
+    op = ops.linear_memory
+    config: LolcatsConfig
+
+    def __init__(
+        self, config: LolcatsConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
+    ):
+        super().__init__(config, hidden_size, rngs=rngs, init_std=init_std)
+        eye = jnp.eye(self.head_dim, config.feature_dim, dtype=jnp.float32)
+
+        def learned(heads: int) -> HeadDense:
+            return HeadDense(jnp.broadcast_to(eye, (heads, *eye.shape)), bias=False)
+
+        self.q_map, self.k_map = learned(config.num_heads), learned(config.kv_heads())
+        first = math.log(_FIRST_FACTOR / (1 - _FIRST_FACTOR))
+        factors = jnp.full(config.num_heads, first)
+        self.window_factor = parameter(factors, ("heads",), weight_decay=False)
+
+    def options(self) -> dict[str, Any]:
+        """The linear part's constant arguments; queries are not scaled."""
+        config = self.config
+        return dict(
+            scale=1.0,
+            form=config.form,
+            implementation=config.implementation,
+            chunk_size=config.chunk_size,
+        )
+
+    def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> Any:
+        """Nothing remembered."""
+        if self.config.transfer_weight:
+            raise ValueError(
+                f"LolcatsConfig.transfer_weight={self.config.transfer_weight}: such a layer keeps no state; 0 is the model that does"
+            )
+        return self._fresh(batch_size, dtype)
+
+    def _fresh(self, batch_size: int, dtype: Any) -> LolcatsState:
+        config, heads, dim = self.config, self.config.kv_heads(), self.head_dim
+        linear = ops.linear_state(batch_size, heads, 2 * config.feature_dim, dim + 1)
+        ring = jnp.zeros((batch_size, config.window, heads, dim), dtype)
+        return LolcatsState(linear, ring, ring, jnp.zeros(batch_size, jnp.int32))
+
+    def through_memory(self, x: jax.Array, context: Context, memory: Any) -> tuple[jax.Array, Any]:
+        """What window and memory give together, [B, T, H, V], and the state after; or softmax attention's, and their distance."""
+        config = self.config
+        memory = self._fresh(x.shape[0], x.dtype) if memory is None else memory
+        q, written = self.read(x, context), self.write(x, context)
+        k, v = written["k"], written["v"]
+        o, memory = self._own(q, k, v, context, memory)
+        if not config.transfer_weight:
+            return o.astype(x.dtype), memory
+        rows = dict(segment_ids=context.segment_ids, update_mask=context.update_mask)
+        teacher, _ = ops.attention(q, k, v, **rows)
+        missed = jnp.square(o - jax.lax.stop_gradient(teacher).astype(o.dtype)).mean((2, 3))
+        real = jnp.ones(x.shape[:2], bool) if context.segment_ids is None else context.segment_ids != 0  # fmt: skip
+        mean = jnp.sum(select(real, missed)) / jnp.maximum(jnp.sum(real), 1)
+        context.aux["attention_transfer_loss"] = config.transfer_weight * mean
+        return teacher, memory
+
+    def _own(self, q, k, v, context: Context, memory: LolcatsState):
+        wide = jnp.promote_types(q.dtype, jnp.float32)
+        q, wide_k = q.astype(wide), k.astype(wide)
+        features, own = _features(self.q_map, q), _features(self.k_map, wide_k)
+        rows = dict(segment_ids=context.segment_ids, update_mask=context.update_mask)
+        ones = jnp.ones((*v.shape[:3], 1), wide)
+        far, linear = ops.linear_memory(
+            features,
+            own,
+            jnp.concatenate([v.astype(wide), ones], axis=-1),
+            **self.options(),
+            initial_state=memory.linear,
+            **rows,
+        )
+        near = _Near(k, v, context, memory, self.config.window)
+        keys, values = near.keys.astype(wide), near.values.astype(wide)
+        heads = keys.shape[2]
+
+        def pairs(a, b):  # [B, T, H, C], [B, S, G, C] -> [B, T, H, S]
+            grouped = a.reshape(*a.shape[:2], heads, -1, a.shape[-1])
+            found = jnp.einsum("btgrc,bsgc->btgrs", grouped, b, precision="highest")
+            return found.reshape(*a.shape[:3], -1)
+
+        seen = near.seen[:, :, None]
+        scores = pairs(q, keys) * self.head_dim**-0.5
+        top = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1, keepdims=True)
+        top = jnp.where(
+            jnp.isfinite(top), top, 0
+        )  # the far part is not scaled by it: it has a gradient
+        factor = jax.nn.sigmoid(self.window_factor[...])[:, None]
+        # The memory holds the window's tokens too; they are taken out again.
+        weights = factor * jnp.exp(jnp.where(seen, scores - top, 0))
+        weights = weights - pairs(features, _features(self.k_map, keys))
+        weights = jnp.where(seen, weights, 0)
+        grouped = weights.reshape(*weights.shape[:2], heads, -1, weights.shape[-1])
+        sums = jnp.einsum("btgrs,bsgv->btgrv", grouped, values, precision="highest")
+        sums = sums.reshape(*far.shape[:3], -1) + far[..., :-1]
+        total = weights.sum(-1) + far[..., -1]
+        o = sums / jnp.where(total > 0, total, 1)[..., None]
+        real = None if context.segment_ids is None else context.segment_ids != 0
+        return select(real, o), near.state(linear)
+
+
+class _Near:
+    """The window of each token: what the state holds and the call's own tokens, and which of them it sees."""
+
+    def __init__(self, k, v, context: Context, memory: LolcatsState, window: int | None):
+        assert window is not None
+        self.window = window
+        batch, length = k.shape[:2]
+        tokens = read_tokens(context.segment_ids, context.update_mask, memory.linear.segment_id, None)  # fmt: skip
+        written = jnp.ones((batch, length), bool) if tokens.written is None else tokens.written
+        run = jnp.zeros((batch, length), jnp.int32) if tokens.run is None else tokens.run
+        held = jnp.arange(window) >= window - memory.held[:, None]
+        self.keys = jnp.concatenate([memory.keys.astype(k.dtype), k], axis=1)
+        self.values = jnp.concatenate([memory.values.astype(v.dtype), v], axis=1)
+        self.written = jnp.concatenate([held, written], axis=1)
+        self.run = jnp.concatenate([jnp.zeros((batch, window), run.dtype), run], axis=1)
+        rank = jnp.cumsum(self.written, axis=1)  # of a document's tokens, from any start
+        ours, theirs = rank[:, window:, None], rank[:, None]
+        place = jnp.arange(window + length)
+        seen = self.written[:, None] & (run[:, :, None] == self.run[:, None])
+        # A token that is not written sees as many written ones before it.
+        self.seen = seen & (place <= place[window:, None]) & (ours - theirs < window)
+        self.kept = memory
+
+    def state(self, linear: ops.LinearState) -> LolcatsState:
+        """The last window of the last document."""
+        place = jnp.arange(self.run.shape[1])
+        mine = self.written & (self.run == self.run[:, -1:])
+        last = jax.lax.top_k(jnp.where(mine, place, -1), self.window)[0][:, ::-1]
+        index = jnp.maximum(last, 0)[..., None, None]
+        keys, values = (
+            jnp.where(last[..., None, None] >= 0, jnp.take_along_axis(x, index, axis=1), 0).astype(kept.dtype)
+            for x, kept in ((self.keys, self.kept.keys), (self.values, self.kept.values))
+        )  # fmt: skip
+        held = jnp.sum(last >= 0, axis=1, dtype=jnp.int32)
+        return LolcatsState(linear, keys, values, held)
+
+
+def _features(learned: HeadDense, x: jax.Array) -> jax.Array:
+    """x [B, T, H, K] -> [B, T, H, 2 F], softmax of y = x W and of -y."""
+    y = learned(x)
+    both = [jax.nn.softmax(y, axis=-1), jax.nn.softmax(-y, axis=-1)]
+    return jnp.maximum(jnp.concatenate(both, axis=-1), _LEAST_FEATURE)

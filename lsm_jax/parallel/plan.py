@@ -1,0 +1,70 @@
+"""What a run takes on a mesh, on paper: `python -m lsm_jax.parallel.plan --config=FILE.py:VARIANT --devices=256 --hbm=80`.
+
+Prints GiB of memory and of communication on each device, and whether it fits; needs no device, and compiles nothing. Fields of the
+config are overridden as in train.py: `--config.mesh.fsdp=64 --config.batch_size=512`. `--search` tries every mesh of powers of
+two and prints those that fit, the least communication first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import itertools
+import math
+import os
+import sys
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+FLAGS = flags.FLAGS
+config_flags.DEFINE_config_file("config", None, "FILE.py:VARIANT, as train.py's.", lock_config=True)
+flags.DEFINE_integer("devices", 1, "How many there are.", lower_bound=1)
+flags.DEFINE_float("hbm", 80.0, "GiB of memory of each.", lower_bound=0.0)
+flags.DEFINE_boolean("search", False, "Try every mesh of powers of two.")
+flags.mark_flag_as_required("config")
+
+
+def meshes(config: Any, devices: int) -> list[Any]:
+    """Every mesh config that gives each axis a power of two of the devices, data what is left."""
+    axes = ("fsdp", "sequence", "tensor", "expert", "pipeline")
+    powers = [2**i for i in range(devices.bit_length()) if devices % 2**i == 0]
+    return [
+        dataclasses.replace(config.mesh, data=-1, microbatches=0, **dict(zip(axes, sizes, strict=True)))
+        for sizes in itertools.product(powers, repeat=len(axes))
+        if devices % math.prod(sizes) == 0
+    ]  # fmt: skip
+
+
+def main(argv: list[str]) -> None:
+    """Print the plan, or those of a search."""
+    logging.set_verbosity(logging.WARNING)
+    # By name: `parallel` stands below `training`, and only this entrance looks up.
+    planning = importlib.import_module("lsm_jax.training.plan")
+    config = FLAGS.config
+    if not FLAGS.search:
+        try:
+            print(planning.plan(config, FLAGS.devices).report(FLAGS.hbm))
+        except ValueError as error:
+            sys.exit(f"plan: {error}")
+        return
+    found, known = [], {}
+    for mesh in meshes(config, FLAGS.devices):
+        try:
+            other = dataclasses.replace(config, mesh=mesh)
+            found.append(planning.plan(other, FLAGS.devices, known))
+        except ValueError:
+            continue  # a mesh that cuts what does not divide
+    fitting = [p for p in found if p.total <= FLAGS.hbm * 2**30]
+    print(f"{len(found)} meshes, of which {len(fitting)} fit into {FLAGS.hbm:g} GiB")
+    for p in sorted(fitting, key=lambda p: sum(p.communication.values()))[:10]:
+        mesh = " ".join(f"{axis}={size}" for axis, size in p.sizes.items() if size > 1) or "one device"  # fmt: skip
+        sent = sum(p.communication.values()) / 2**30
+        print(f"{p.total / 2**30:8.2f} GiB, {sent:8.2f} GiB sent  {mesh}")
+
+
+if __name__ == "__main__":
+    app.run(main)

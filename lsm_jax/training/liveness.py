@@ -1,0 +1,120 @@
+"""How much memory a traced function needs at most, from its jaxpr alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax.extend import core
+
+# What a compiler computes inside the loop of whoever reads it: such arrays never exist, unless a product or a loop reads them.
+_FUSED = frozenset(
+    """
+    abs add and broadcast_in_dim clamp convert_element_type copy cos div eq erf exp exp2 expand_dims expm1 floor ge gt
+    integer_pow iota is_finite le log log1p logistic lt max min mul ne neg not or pad pow rem reshape rev round rsqrt select_n
+    sign sin slice split sqrt square squeeze stop_gradient sub tan tanh transpose xor name
+    """.split()
+)
+_REDUCED = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or argmax argmin".split())
+
+
+def peak_bytes(jaxpr: Any) -> int:
+    """The most bytes that exist at a time while the equations run in order, arguments apart, results included.
+
+    Elementwise results that only elementwise operations and reductions read are taken as fused into them, and what they are
+    computed from is kept until then. Loops hold their body's peak beside what they carry and stack.
+
+    Args:
+        jaxpr: of `jax.make_jaxpr(...)(...).jaxpr`, shapes those of one device.
+    """
+    equations, results = _flat(jaxpr)
+    arguments = set(map(id, jaxpr.invars)) | set(map(id, jaxpr.constvars))
+    consumers: dict[int, list[str]] = {}
+    for name, _, ins, _ in equations:
+        for var in ins:
+            consumers.setdefault(id(var), []).append(name)
+    final = {id(var) for var in results if not isinstance(var, core.Literal)}
+    roots: dict[int, set[int]] = {}
+    size: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for place, (name, _, ins, outs) in enumerate(equations):
+        read = {root for var in ins for root in roots.get(id(var), {id(var)})}
+        for root in read:
+            last[root] = place
+        for var in outs:
+            readers = consumers.get(id(var), [])
+            virtual = name in _FUSED and id(var) not in final and bool(readers) and all(r in _FUSED | _REDUCED for r in readers)  # fmt: skip
+            roots[id(var)] = read if virtual else {id(var)}
+            size[id(var)] = 0 if virtual else _bytes(var)
+    for var in final:
+        for root in roots.get(var, {var}):
+            last[root] = len(equations)
+    ending: dict[int, list[int]] = {}
+    for var, place in last.items():
+        if var not in arguments:
+            ending.setdefault(place, []).append(var)
+    live = peak = 0
+    for place, (_, inner, _, outs) in enumerate(equations):
+        live += sum(size[id(var)] for var in outs)
+        peak = max(peak, live + inner)
+        live -= sum(size.get(var, 0) for var in ending.get(place, []))
+        live -= sum(size[id(var)] for var in outs if id(var) not in last)
+    return peak
+
+
+def _bytes(var: Any) -> int:
+    aval = var.aval
+    if not hasattr(aval, "shape") or not hasattr(aval.dtype, "itemsize"):
+        return 0
+    return int(aval.size) * aval.dtype.itemsize
+
+
+def _inner(equation: Any) -> list[Any]:
+    """The jaxprs in an equation."""
+    found = []
+    for value in equation.params.values():
+        for part in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(part, core.ClosedJaxpr):
+                found.append(part.jaxpr)
+            elif isinstance(part, core.Jaxpr):
+                found.append(part)
+    return found
+
+
+class _Var:
+    """An array of the program written out; a body that is called twice has two of each of its own."""
+
+    def __init__(self, aval: Any):
+        self.aval = aval
+
+
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call", "custom_lin")  # fmt: skip
+
+
+def _flat(jaxpr: Any, names: dict[int, Any] | None = None) -> tuple[list[Any], list[Any]]:
+    """(equations as (primitive, bytes of its inside, inputs, outputs), results), calls written out."""
+    names = {} if names is None else names
+    equations = []
+
+    def known(var):
+        return names.get(id(var), var)
+
+    for equation in jaxpr.eqns:
+        ins = [known(v) for v in equation.invars if not isinstance(v, core.Literal)]
+        ins = [v for v in ins if not isinstance(v, core.Literal)]
+        inner = _inner(equation)
+        if equation.primitive.name in _CALLS and len(inner) == 1:
+            (body,) = inner
+            own = {
+                id(var): given if isinstance(given, core.Literal) else known(given)
+                for var, given in zip(body.invars, equation.invars, strict=True)
+            }
+            more, results = _flat(body, own)
+            equations += more
+            for var, result in zip(equation.outvars, results, strict=True):
+                names[id(var)] = result
+            continue
+        inside = max((peak_bytes(body) for body in inner), default=0)
+        outs = [_Var(var.aval) for var in equation.outvars]
+        names |= {id(var): out for var, out in zip(equation.outvars, outs, strict=True)}
+        equations.append((equation.primitive.name, inside, ins, outs))
+    return equations, [known(v) for v in jaxpr.outvars]

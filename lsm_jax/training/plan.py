@@ -1,0 +1,239 @@
+"""What a run takes on a mesh, on paper: bytes of memory and of communication on each device. Nothing is computed or compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import AbstractMesh
+
+from lsm_jax.models import Decoder, abstract
+from lsm_jax.parallel import AXES, BATCH_AXES
+from lsm_jax.training.config import TrainConfig
+from lsm_jax.training.liveness import peak_bytes
+from lsm_jax.training.partition import split
+from lsm_jax.training.step import param_shardings, params_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Bytes on each device.
+
+    Attributes:
+        sizes: devices along each axis.
+        parameters: float32, and bfloat16 those that stand still.
+        optimizer: two moments, float32.
+        gradients: float32, of its part of the parameters.
+        saved: activations kept for the backward pass, of all its layers and microbatches.
+        working: the most that exists at a time besides: a layer computed again and its gradients, or a chunk of the loss.
+        update: once the activations are gone, the optimizer's update and the parameters it would make, before it is known
+            whether they are finite.
+        communication: bytes that a device sends a step, by what for.
+    """
+
+    sizes: dict[str, int]
+    parameters: int
+    optimizer: int
+    gradients: int
+    saved: int
+    working: int
+    update: int
+    communication: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of memory: activations and update do not exist at the same time."""
+        state = self.parameters + self.optimizer + self.gradients
+        return state + max(self.saved + self.working, self.update)
+
+    def report(self, hbm: float) -> str:
+        """A table, and whether it fits into `hbm` GiB."""
+        mesh = " x ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1)
+        names = ("parameters", "optimizer", "gradients", "saved", "working", "update", "total")
+        lines = [f"mesh {mesh or 'of one device'}; GiB on each device:"]
+        lines += [f"  {name:<12}{getattr(self, name) / 2**30:10.2f}" for name in names]
+        fits = "fits" if self.total <= hbm * 2**30 else "does not fit"
+        lines += [f"  {fits} into {hbm:g} GiB", "GiB that each device sends a step:"]
+        sent = self.communication or {"nothing": 0}
+        lines += [f"  {name:<24}{value / 2**30:10.3f}" for name, value in sent.items()]
+        return "\n".join(lines)
+
+
+def plan(config: TrainConfig, num_devices: int, known: dict[Any, Any] | None = None) -> Plan:
+    """The plan of a run on so many devices.
+
+    Parameters, moments and gradients are counted by their shardings. Activations are those of the program's trace, of one
+    layer of each kind, with arrays that the compiler fuses away left out (`peak_bytes`); a device's part of them is taken as even.
+
+    Args:
+        config: the run.
+        num_devices: over which its mesh must go.
+        known: keeps what was traced, for the next plan of the same run on another mesh.
+
+    Raises:
+        ValueError: a config, or a mesh, that does not fit.
+    """
+    config.validate(num_devices)
+    sizes = config.mesh.shape(num_devices)
+    mesh = AbstractMesh(tuple(sizes.values()), AXES)
+    model = abstract(config.model)
+    params, shardings = params_of(model), param_shardings(mesh, model)
+    whole = {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    places = jax.tree.leaves(shardings)
+    parts = [math.prod(s.shard_shape(x.shape)) for x, s in zip(whole.values(), places, strict=True)]
+    held = dict(zip(whole, parts, strict=True))
+    learns = jax.tree_util.tree_leaves_with_path(split(params, config.trainable)[0])
+    trained = 4 * sum(held[_name(path)] for path, _ in learns)
+    saved, working = _activations(config, model, sizes, {} if known is None else known)
+    return Plan(
+        sizes=sizes,
+        parameters=trained + 2 * (sum(parts) - trained // 4),
+        optimizer=2 * trained,
+        gradients=trained,
+        saved=saved,
+        working=working + _gathered(config, whole, sizes),
+        update=2 * trained,
+        communication=_communication(config, model, whole, held, trained, sizes),
+    )
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _local_shape(config: TrainConfig, sizes: dict[str, int]) -> tuple[int, int]:
+    """Rows of a microbatch, and tokens of each, on one device."""
+    rows = config.batch_size // config.accumulation_steps // config.mesh.pieces()
+    shards = math.prod(sizes[axis] for axis in BATCH_AXES if axis != "pipeline")
+    return rows // shards, config.data.sequence_length // sizes["sequence"]
+
+
+def _activations(
+    config: TrainConfig, model: Decoder, sizes: dict[str, int], known: dict[Any, Any]
+) -> tuple[int, int]:
+    """(saved, working) bytes; `known` keeps what was traced."""
+    rows, length = _local_shape(config, sizes)
+    if (rows, length) not in known:
+        known[rows, length] = [_layer_bytes(config, model, b, rows, length) for b in model.periods.blocks]  # fmt: skip
+    layers = known[rows, length]
+    x = rows * length * config.model.hidden_size * jnp.dtype(config.model.dtype).itemsize
+    working = max(peak for peak, _ in layers) // sizes["tensor"] + 2 * x
+    saved = sum(x + kept // sizes["tensor"] for _, kept in layers)
+    pieces = config.mesh.pieces()
+    ticks = pieces + sizes["pipeline"] - 1 if sizes["pipeline"] > 1 else 1
+    saved *= model.num_periods // sizes["pipeline"] * ticks
+    if sizes["pipeline"] > 1:
+        saved += 3 * pieces * x  # what comes in, gathered, and what goes out
+    tokens = min(config.model.loss_chunk_size, rows * length)
+    logits = 3 * tokens * config.model.vocab_size * 4  # logits, probabilities, their errors
+    item = jnp.dtype(config.model.dtype).itemsize
+    head = config.model.vocab_size * config.model.hidden_size * (4 + item)  # gradient and copy
+    return saved, max(working, logits + head)
+
+
+def _layer_bytes(
+    config: TrainConfig, model: Decoder, stacked: Any, rows: int, length: int
+) -> tuple[int, int]:
+    """Of one layer on whole heads and widths: the most that its backward pass needs at a time, and what is kept for it beside its
+    input."""
+    x = jax.ShapeDtypeStruct((rows, length, config.model.hidden_size), jnp.dtype(config.model.dtype))  # fmt: skip
+    ids = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    shared = jax.eval_shape(model.init_shared, x)
+    graph, params = nnx.split(stacked, nnx.Param)
+    params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params)
+
+    def layer(params, x, shared, ids):
+        block = nnx.merge(graph, params)
+        x, _, _, aux = block(x, shared, None, layer=0, segment_ids=ids, positions=ids)
+        return x, sum((v for k, v in aux.items() if k.endswith("_loss")), jnp.zeros(()))
+
+    def backward(params, x, shared, ids, dx):
+        _, vjp = jax.vjp(lambda p, x: layer(p, x, shared, ids), params, x)
+        return vjp((dx, jnp.ones(())))
+
+    peak = peak_bytes(jax.make_jaxpr(backward)(params, x, shared, ids, x).jaxpr)
+    if config.model.remat == "full":
+        return peak, 0
+    return peak, _residuals(layer, config.model.remat, params, x, shared, ids)
+
+
+def _residuals(layer: Any, policy: str, params: Any, *args: Any) -> int:
+    """Bytes that the backward pass of a layer keeps, its arguments apart."""
+    from lsm_jax.models.decoder import rematerialized
+
+    run = rematerialized(layer, policy)
+
+    def kept(params, x, shared, ids):
+        _, vjp = jax.vjp(lambda p, x: run(p, x, shared, ids), params, x)
+        return vjp
+
+    shapes = jax.tree.leaves(jax.eval_shape(kept, params, *args))
+    given = jax.tree.leaves((params, *args))
+    known = {(x.shape, x.dtype) for x in given}
+    return sum(x.size * x.dtype.itemsize for x in shapes if (x.shape, x.dtype) not in known)
+
+
+def _gathered(config: TrainConfig, whole: dict[str, Any], sizes: dict[str, int]) -> int:
+    """Bytes of the parameters that fsdp gathers while one period is computed, and of their gradients before they are cut."""
+    if sizes["fsdp"] == 1:
+        return 0
+    periods = config.model.num_layers // len(config.model.period())
+    count = sum(x.size for name, x in whole.items() if name.startswith("periods/"))
+    parts = sizes["tensor"] * sizes["expert"]
+    item = jnp.dtype(config.model.dtype).itemsize
+    return count // periods // parts * (4 + item)
+
+
+def _communication(
+    config: TrainConfig, model: Decoder, whole: dict[str, Any], held: dict[str, int], trained: int, sizes: dict[str, int]
+) -> dict[str, int]:  # fmt: skip
+    """Bytes that a device sends a step, rings taken at (n - 1) / n of what they carry."""
+    rows, length = _local_shape(config, sizes)
+    width, item = config.model.hidden_size, jnp.dtype(config.model.dtype).itemsize
+    pieces = config.mesh.pieces() * config.accumulation_steps
+    x = rows * length * width * item  # one microbatch's activations
+    layers = config.model.num_layers // sizes["pipeline"]
+    passes = 3 if config.model.remat == "full" else 2  # forward, again, backward
+    sent: dict[str, float] = {}
+
+    def ring(size: int) -> float:
+        return (size - 1) / size
+
+    own = 4 * sum(held.values())
+    copies = sizes["data"] * sizes["sequence"]
+    experts = 4 * sum(held[n] for n in held if whole[n].ndim == 4 and n.rpartition("/")[2].endswith("_proj"))  # fmt: skip
+    if copies > 1:
+        sent["gradients summed"] = 2 * ring(copies) * trained
+    if sizes["expert"] > 1:
+        sent["gradients summed over expert"] = 2 * ring(sizes["expert"]) * max(trained - experts, 0)
+        buffers, moe = 0.0, 0
+        for letter in config.model.letters()[: len(config.model.period())]:
+            inner = config.model.layers[letter].feedforward
+            if hasattr(inner, "num_experts"):
+                buffers += min(inner.expert_buffer, sizes["expert"]) * inner.top_k * x
+                moe += 1
+        periods = layers // len(config.model.period())
+        sent["experts, there and back"] = 2 * passes * ring(sizes["expert"]) * buffers * periods * pieces  # fmt: skip
+    if sizes["fsdp"] > 1:
+        gathered = own * sizes["fsdp"] * ring(sizes["fsdp"])
+        sent["parameters gathered"] = passes * gathered * config.accumulation_steps
+        sent["gradients scattered"] = (
+            trained * sizes["fsdp"] * ring(sizes["fsdp"]) * config.accumulation_steps
+        )
+    if sizes["tensor"] > 1:  # mixer and feedforward, forward and backward
+        sent["tensor sums"] = 2 * 2 * 2 * ring(sizes["tensor"]) * x * layers * pieces
+    if sizes["pipeline"] > 1:
+        sent["stage to stage"] = 2 * x * pieces + 2 * ring(sizes["pipeline"]) * 2 * x * pieces
+    if sizes["sequence"] > 1:
+        states = 0
+        for block in model.periods.blocks:
+            memory = jax.eval_shape(lambda b=block: b.mixer.init_memory(rows, length, jnp.dtype(config.model.dtype)))  # fmt: skip
+            states += sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(memory))
+        periods = layers // len(config.model.period())
+        sent["states, or keys and values"] = passes * (sizes["sequence"] - 1) * states / sizes["tensor"] * periods * pieces  # fmt: skip
+    return {name: int(np.ceil(value)) for name, value in sent.items()}

@@ -1,0 +1,78 @@
+"""Linear attention whose decay has a value for every value channel (slot memories), on Mosaic GPU (Hopper).
+
+With f the attention of `hopper_channels`, whose decay is of the key channels, sum_i d_i · f_i(a, b, c) is linear in each of a, b, c and d.
+Its gradient in a reads, with queries d, what keys c and values b left in a memory whose value channels decay. So the forward here
+is that gradient, and the backward, which differentiates once more, is forward and backward of f with the gradient of the output for a.
+The memory is f's, turned.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.linear_attention import hopper
+from pallas_kernels.linear_attention import hopper_channels as channels
+from pallas_kernels.linear_attention.hopper_finish import finish
+
+CHUNK = channels.CHUNK
+
+
+class Residuals(NamedTuple):
+    """Nothing but the inputs is kept."""
+
+
+def reason(q, k, v, log_decay, run, initial) -> str | None:
+    """Why this backend does not serve these arguments (arrays or their shapes), or None."""
+    return channels.reason(q, k, v, log_decay, run, initial)
+
+
+def forward(
+    q, k, v, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
+) -> tuple[jax.Array, jax.Array, Residuals]:
+    """The output [B, T, max(H, G), V] and the final memory [B, G, K, V]; log_decay is [B, T, G, V]. T is a multiple of `CHUNK`."""
+    del save
+    batch, length, memories, _ = v.shape
+    q, k = _by_head(q, k, memories)
+    heads = q.shape[2]
+    chunks, states, ends, documents = channels.walk(
+        v, k, log_decay, run, _turned(initial), heads=heads, interpret=interpret
+    )
+    parts = ends.shape[0] // batch
+    split = lambda x: hopper._split(x, parts)  # noqa: E731
+    (output,) = finish(
+        None, split(v), split(k), split(log_decay), split(q), states, None, chunks.keep, documents,
+        scale=scale, interpret=interpret,
+    )  # fmt: skip
+    final = ends.reshape(batch, parts, heads, *ends.shape[2:])[:, -1, :: heads // memories]
+    return output.reshape(batch, length, heads, -1), _turned(final), Residuals()
+
+
+def backward(
+    q, k, v, log_decay, run, initial, residuals, d_output, d_final, *, scale: float,
+    decay_gradient: bool = True, interpret: Any = False,
+):  # fmt: skip
+    """Gradients of q, k, v, log_decay and initial."""
+    del residuals, decay_gradient
+    shares = q.shape[2], k.shape[2]
+    q, k = _by_head(q, k, v.shape[2])
+    options: dict[str, Any] = dict(scale=scale, interpret=interpret)
+    inputs = d_output, v, k, log_decay, run, _turned(initial)
+    dq, _, chunks = channels.forward(*inputs, **options)
+    _, dv, dk, d_decay, d_initial = channels.backward(
+        *inputs, chunks, q, _turned(d_final), **options
+    )
+    dq, dk = (hopper._share(x, n) for x, n in zip((dq, dk), shares, strict=True))
+    return dq, dk, dv, d_decay, _turned(d_initial)
+
+
+def _by_head(q, k, memories: int):
+    """q for every head, k for every memory."""
+    heads = max(q.shape[2], memories)
+    return jnp.repeat(q, heads // q.shape[2], 2), jnp.repeat(k, memories // k.shape[2], 2)
+
+
+def _turned(memory):
+    return jnp.swapaxes(memory, -1, -2)

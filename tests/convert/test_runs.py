@@ -1,0 +1,160 @@
+"""A pretrained transformer as a run: its command, its checkpoint, its tokenizer."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import tokenizers
+
+import lsm_jax
+from lsm_jax.convert import import_huggingface, load_params, tokenizer_of
+from lsm_jax.convert.huggingface import main
+from lsm_jax.data import load_tokenizer
+from lsm_jax.data.chat import chat_text
+from lsm_jax.evaluation import TASKS, Request
+from lsm_jax.training.runs import initial_params
+from tests.convert.test_huggingface import GOLDENS, changed
+
+
+def with_tokenizer(folder, bos: str | None = None, **config):
+    """Put a tokenizer of letters into a folder; `bos` is set in front of texts."""
+    vocabulary = {"<s>": 0, "</s>": 1, "<x>": 2, **{c: i + 3 for i, c in enumerate("abcdefgh ")}}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<x>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    made.add_special_tokens(["<s>", "</s>", "<x>"])
+    if bos:
+        made.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, vocabulary[bos])]
+        )
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_the_command_makes_a_run(tmp_path, capsys):
+    def narrow(tensors):
+        tensors |= {n: v.astype(ml_dtypes.bfloat16) for n, v in tensors.items()}
+
+    folder = changed(tmp_path, "mistral", narrow)
+    folder = with_tokenizer(folder.rename(tmp_path / "Small-1.5B"), "<s>", bos_token="<s>")
+    assert main([f"--source={folder}", f"--workdir={tmp_path / 'run'}"]) == 0
+    assert "Small-1.5B is in" in capsys.readouterr().out
+    run = lsm_jax.load_run(tmp_path / "run")
+    assert (run.step, run.config.name, run.config.model.layers["L"].mixer.window) == (0, "Small-1.5B", 7)  # fmt: skip
+    data = run.config.data
+    assert (data.add_bos, data.bos_id, data.sequence_length) == (True, None, 128)
+    tokenizer = load_tokenizer(data.tokenizer)
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.encode("ba")) == (0, 1, [4, 3])
+    expected = load_params(folder, run.config.model)
+    for found in (run.params, initial_params(str(tmp_path / "run"), expected)):
+        assert jax.tree.all(
+            jax.tree.map(lambda a, b: (a == b).all() and a.dtype == jnp.float32, found, expected)
+        )
+    # The checkpoint itself stays as narrow as what it was made of.
+    saved = [p for p in (tmp_path / "run" / "checkpoints").rglob("*") if p.is_file()]
+    kinds = {kind: any(kind in p.read_bytes() for p in saved) for kind in (b"bfloat16", b"float32")}
+    assert kinds == {b"bfloat16": True, b"float32": False}
+    assert main([f"--source={folder}", f"--workdir={tmp_path / 'run'}"]) == 1
+    assert "holds a run; accepted is a new directory" in capsys.readouterr().err
+    (folder / "tokenizer.json").unlink()
+    assert main([f"--source={folder}", f"--workdir={tmp_path / 'other'}"]) == 1
+    assert "has no tokenizer.json; transformers' save_pretrained" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_run_of_a_gguf_file(tmp_path):
+    config = import_huggingface(GOLDENS / "llama.gguf", tmp_path / "run")
+    assert config.name == "llama" and not config.data.add_bos
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (1, 2, 64)
+    assert tokenizer.chat_template == "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    # Merged to "the" and " the", digits one by one; special tokens are found in the text.
+    ids = tokenizer.encode("the the 12<|im_end|>")
+    assert ids == [31, 32, 29, 34, 35, 2]
+    assert tokenizer.decode(ids) == "the the 12<|im_end|>"
+
+
+@pytest.mark.slow
+def test_a_conversation_with_a_run(tmp_path):
+    config = import_huggingface(GOLDENS / "llama.gguf", tmp_path / "run")
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    run = lsm_jax.load_run(tmp_path / "run")
+    request = Request(prompt="the 1", chat=True, num_tokens=3, temperature=0.0)
+    made = TASKS["generate"](run, request, tmp_path / "eval")
+    assert made.prompt == "the 1" and made.tokens == expected_tokens(run, tokenizer, [31, 29, 34])
+    (tmp_path / "run" / "tokenizer" / "tokenizer_config.json").unlink()
+    with pytest.raises(ValueError, match="has no chat template; one is read from"):
+        TASKS["generate"](run, request, tmp_path / "eval")
+
+
+def expected_tokens(run, tokenizer, ids: list[int]) -> list[int]:
+    """Greedily, the whole text anew for each token, until EOS."""
+    logits = jax.jit(lambda model, tokens: model(tokens)[0][0])
+    drawn: list[int] = []
+    while len(drawn) < 3:
+        row = np.array([ids + drawn + [0] * (3 - len(drawn))])
+        drawn.append(int(jnp.argmax(logits(run.model, row)[len(ids) + len(drawn) - 1])))
+        if drawn[-1] == tokenizer.eos_id:
+            return drawn[:-1]
+    return drawn
+
+
+def test_tokens_and_templates_beside_a_tokenizer(tmp_path):
+    def read(**config):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        return folder, load_tokenizer(str(with_tokenizer(folder, **config)))
+
+    folder, plain = read()
+    assert (plain.bos_id, plain.eos_id, plain.adds_bos, plain.chat_template) == (0, 1, False, None)
+    with pytest.raises(ValueError, match="has no chat template; one is read from"):
+        plain.chat_text([])
+    folder, named = read(bos="<x>", bos_token={"content": "<x>"}, eos_token="a", chat_template="T")
+    assert (named.bos_id, named.eos_id, named.adds_bos, named.chat_template) == (2, 3, True, "T")
+    (folder / "chat_template.jinja").write_text("{{ bos_token + messages[0].content + eos_token }}")
+    copied = load_tokenizer(str(tokenizer_of(folder, tmp_path / "copied")))
+    assert copied.chat_text([dict(role="user", content="bc")]) == "<x>bca"
+    listed = [dict(name="default", template="D"), dict(name="tools", template="X")]
+    folder, several = read(chat_template=listed, bos_token=None)
+    assert (several.bos_id, several.chat_template) == (0, "D")
+    (folder / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ValueError, match="tokenizer_config.json is no tokenizer_config.json"):
+        load_tokenizer(str(folder))
+
+
+def test_conversations_are_those_of_transformers():
+    cases = json.loads((GOLDENS / "chat.json").read_text())
+    assert len({case["text"] for case in cases}) > 8
+    for case in cases:
+        arguments = dict(add_generation_prompt=case["answer"], bos_token="<B>", eos_token="<E>")
+        if case["text"] is not None:
+            assert chat_text(case["template"], case["messages"], **arguments) == case["text"]
+            continue
+        with pytest.raises(ValueError, match="chat template refuses this: no system"):
+            chat_text(case["template"], case["messages"], **arguments)
+    with pytest.raises(ValueError, match="chat template refuses this"):  # the sandbox
+        chat_text("{{ messages.__class__.__mro__ }}", [])
+    with pytest.raises(ValueError, match="chat template refuses this"):
+        chat_text("{% for %}", [])
+
+
+def test_other_gguf_files_are_refused(tmp_path):
+    (tmp_path / "x.gguf").write_bytes(b"nothing of that kind, but long enough to be read")
+    with pytest.raises(ValueError, match="x.gguf is no GGUF file that can be read"):
+        import_huggingface(tmp_path / "x.gguf", tmp_path / "run")
+    for name, old, new, words in (
+        ("qwen2", b"qwen2.rope.freq_base", b"qwen2.rope.freq_bass", "qwen2.rope.freq_bass=10000.0: what it does"),
+        ("qwen2", b"attn_q.bias", b"attn_x.bias", "unexpected: blk.0.attn_x.bias"),
+        ("llama", b"smollm", b"smollx", "tokenizer.ggml.pre='smollx'; accepted are 'gpt2' with"),
+    ):  # fmt: skip
+        whole = (GOLDENS / f"{name}.gguf").read_bytes()
+        assert old in whole
+        (tmp_path / "y.gguf").write_bytes(whole.replace(old, new, 1))
+        with pytest.raises(ValueError, match=words):
+            import_huggingface(tmp_path / "y.gguf", tmp_path / "run")
+    assert not (tmp_path / "run").exists()

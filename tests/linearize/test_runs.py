@@ -1,0 +1,280 @@
+"""Fine-tuning a converted model: what trains, what is saved, resuming, merging, writing back."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+from lsm_jax import models
+from lsm_jax.data import NeedleConfig
+from lsm_jax.evaluation import TASKS, Request
+from lsm_jax.linearize import (
+    Pretrained,
+    base_model,
+    liger_model,
+    lolcats_model,
+    merge_adapters,
+)
+from lsm_jax.linearize.export import export_run, main
+from lsm_jax.mixers import LoRAConfig
+from lsm_jax.parallel import MeshConfig, make_mesh
+from lsm_jax.training import from_dict, load_run, make_program, read_rows, to_dict, train
+from lsm_jax.training.partition import leaves_of, split, targets
+from lsm_jax.training.runs import checkpoint_directory
+from tests.linearize.conftest import config_of, same
+from tests.training.tiny import stop_at
+
+
+def losses(workdir):
+    return [
+        row["train/loss"] for row in read_rows(workdir / "metrics.jsonl") if "train/loss" in row
+    ]
+
+
+def loaded(llama, config):
+    """The source's parameters as the run begins with them, by name."""
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = models.abstract(config.model)
+    shapes = nnx.to_pure_dict(nnx.state(shapes, nnx.Param))
+    target = targets(shapes, jax.tree.map(lambda _: device, shapes), config.trainable)
+    return leaves_of(Pretrained(path=str(llama)).load(config.model, target))
+
+
+@pytest.fixture(scope="module")
+def trained(llama, tmp_path_factory):
+    """A finished run of six steps."""
+    folder = tmp_path_factory.mktemp("runs")
+    path = folder / "alpaca.jsonl"
+    rows = [dict(instruction=f"Say {i}", input="", output=f"It is {i}. " * 3) for i in range(16)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = config_of(llama, path)
+    train(config, folder / "whole")
+    return config, folder / "whole"
+
+
+def test_only_adapters_train_and_are_saved(llama, trained):
+    config, workdir = trained
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+    assert losses(workdir)[-1] < losses(workdir)[0]
+    original = loaded(llama, config)
+    for name, leaf in leaves_of(load_run(workdir).params).items():
+        if ".lora." in name:
+            assert leaf.dtype == jnp.float32
+            assert name.endswith(".a") or (leaf != 0).any(), name
+        else:
+            assert leaf.dtype == jnp.bfloat16
+            np.testing.assert_array_equal(leaf, original[name])
+    newest = checkpoint_directory(workdir) / "6"
+    assert "lora" in (newest / "params" / "_METADATA").read_text()
+    for part in ("params", "training"):
+        assert "embedding" not in (newest / part / "_METADATA").read_text()
+
+
+@pytest.mark.slow
+def test_a_run_cut_in_two_takes_the_same_steps(trained, tmp_path, monkeypatch):
+    from lsm_jax.training import loop
+
+    config, workdir = trained
+    monkeypatch.setattr(loop._Loop, "_report", loop._Loop._report)  # put back afterwards
+    stop_at(3)
+    train(config, tmp_path / "halves")
+    monkeypatch.undo()
+    train(config, tmp_path / "halves")
+    assert losses(tmp_path / "halves") == losses(workdir)
+    same(load_run(tmp_path / "halves").params, load_run(workdir).params)
+
+
+def test_merged_is_unmerged_and_survives_export(llama, trained, tmp_path):
+    config, workdir = trained
+    run = load_run(workdir)
+    tokens = jnp.arange(20)[None] * 7 % 257
+    params = jax.tree.map(lambda x: x.astype(jnp.float32), run.params)
+    merged = merge_adapters(params, config.model.lora)
+    plain = dataclasses.replace(config.model, lora=None)
+
+    def logits(model, params):
+        graph = nnx.graphdef(models.abstract(model))
+        return jax.jit(lambda p: nnx.merge(graph, p)(tokens)[0])(params)
+
+    expected = logits(config.model, params)
+    untuned = merge_adapters(jax.tree.map(jnp.zeros_like, params), config.model.lora)
+    assert jax.tree.structure(untuned) == jax.tree.structure(merged)
+    np.testing.assert_allclose(logits(plain, merged), expected, atol=2e-5)
+
+    folder = export_run(workdir, tmp_path / "out")
+    before, after = (load_file(f / "model.safetensors") for f in (llama, folder))
+    assert {k: (v.shape, v.dtype) for k, v in before.items()} == {
+        k: (v.shape, v.dtype) for k, v in after.items()
+    }
+    assert (folder / "config.json").read_bytes() == (llama / "config.json").read_bytes()
+    assert before["model.layers.0.self_attn.q_proj.weight"].shape == (16, 16)
+    again = loaded(folder, dataclasses.replace(config, model=plain, trainable=()))
+    np.testing.assert_allclose(
+        again["periods.blocks.0.mixer.q_proj.kernel"],
+        leaves_of(merged)["periods.blocks.0.mixer.q_proj.kernel"],
+        atol=1e-7,
+    )
+    assert main([f"--workdir={workdir}", f"--out={folder}"]) == 1  # it is there already
+
+
+def test_other_frozen_parameters_are_refused(llama, instructions, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(llama, base)
+    config = config_of(base, instructions, total_tokens=1024)
+    train(config, tmp_path / "run")
+    tensors = load_file(base / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name][::-1].copy()  # the same numbers, in another order
+    save_file(tensors, base / "model.safetensors")
+    for begin in (lambda: load_run(tmp_path / "run"), lambda: train(config, tmp_path / "run")):
+        with pytest.raises(
+            ValueError, match=r"not those that the run began with.*1 changed: .*up_proj"
+        ):
+            begin()
+
+
+def test_a_pretrained_window_may_be_wider_than_the_rows(llama, instructions):
+    config = config_of(llama, instructions)
+    config.model = dataclasses.replace(config.model, layers=copy.deepcopy(config.model.layers))
+    config.model.layers["L"].mixer.window = 4096
+    config.validate()
+    with pytest.raises(ValueError, match="window=4096 is longer than data.sequence_length=256"):
+        dataclasses.replace(config, base=None, trainable=()).validate()
+
+
+def test_layers_of_a_hybrid_stand_in_order(llama):
+    base = Pretrained(path=str(llama)).config()
+    base.num_layers = 6
+    model = liger_model(base, hybrid=3, window=8)
+    assert (model.pattern, model.letters()) == ("LLN", "LLNLLN")
+    assert liger_model(base, hybrid=4).letters() == "LLLNLL"
+    assert base_model(model).pattern == "LLN"
+    assert {type(x.mixer).__name__ for x in base_model(model).layers.values()} == {"SoftmaxConfig"}
+    with pytest.raises(ValueError, match="hybrid=7: accepted are 0 and 2 to the model's 6 layers"):
+        liger_model(base, hybrid=7)
+
+
+def test_llama_3_8b_trains_4718592_parameters():
+    from configs import liger
+
+    config = liger.get_config("llama3-8b")
+    config.batch_size = 8 * len(jax.devices())
+    mesh = make_mesh(MeshConfig())
+    with jax.set_mesh(mesh):
+        state = jax.eval_shape(make_program(config, mesh).init)
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.params)) == 4_718_592
+    moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+    assert sum(leaf.size for leaf in moments) == 2 * 4_718_592
+    whole = nnx.to_pure_dict(nnx.state(models.abstract(config.model), nnx.Param))
+    trained, still = split(whole, config.trainable)
+    assert sum(leaf.size for leaf in jax.tree.leaves(still)) == 8_030_261_248
+
+
+def test_what_does_not_fit_is_told(llama, instructions, tmp_path):
+    config = config_of(llama, instructions)
+    changes = {
+        "trainable=.*no parameter has 'lorra'.*did you mean 'lora'": dict(trainable=("lorra",)),
+        "set init_from or base, whose they are": dict(base=None),
+        "base.path is empty; it takes": dict(base=Pretrained()),
+        "source=.*nowhere' does not exist": dict(base=Pretrained(path=str(tmp_path / "nowhere"))),
+        "holds another model.*\n.*num_layers: 2 there, 4 here": dict(
+            model=dataclasses.replace(config.model, num_layers=4)
+        ),
+        "no projection p_proj; it has .*q_proj": dict(
+            model=dataclasses.replace(config.model, lora=LoRAConfig(targets=("p_proj",)))
+        ),
+        "LoRAConfig.rank=0: it must be greater than 0": dict(
+            model=dataclasses.replace(config.model, lora=LoRAConfig(rank=0))
+        ),
+    }
+    for message, change in changes.items():
+        with pytest.raises(ValueError, match=message):
+            train(dataclasses.replace(config, **change), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ablation", ["random_gate", "feature_map", "no_lora", "no_window"])
+def test_ablations_train_what_they_say(llama, instructions, tmp_path, ablation):
+    from configs import liger
+
+    fields, trainable = liger.ABLATIONS[ablation]
+    config = config_of(llama, instructions)
+    base = dataclasses.replace(config.base.config(), dtype="float32", remat="none")
+    lora = None if ablation == "no_lora" else LoRAConfig(rank=2)
+    config.model = liger_model(base, lora=lora, **dict(window=8, chunk_size=16) | fields)
+    config.trainable = trainable
+    train(config, tmp_path / "run")
+    run, original = load_run(tmp_path / "run"), loaded(llama, config)
+    moved = {
+        name
+        for name, leaf in leaves_of(run.params).items()
+        if name in original and (leaf != original[name]).any()
+    }
+    kernels = {f"periods.blocks.0.mixer.{n}_proj.kernel" for n in "qkv"}
+    assert moved == (kernels if ablation == "no_lora" else set())
+    if ablation in ("random_gate", "feature_map"):
+        with pytest.raises(ValueError, match="its base has no place for: periods.*; they cannot"):
+            export_run(tmp_path / "run", tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_lolcats_learns_its_maps_and_then_adapters(llama, instructions, tmp_path):
+    from configs import liger
+
+    config = config_of(llama, instructions)
+    base = dataclasses.replace(config.base.config(), dtype="float32", remat="none")
+    fields = dict(window=8, chunk_size=16, feature_dim=4)
+    config.model = lolcats_model(base, transfer=True, **fields)
+    config.trainable = liger.LOLCATS_MAPS
+    longer = dataclasses.replace(config, total_tokens=24 * 1024)
+    train(longer, tmp_path / "maps")
+    rows = read_rows(tmp_path / "maps" / "metrics.jsonl")
+    distance = [row["attention_transfer_loss"] for row in rows if "attention_transfer_loss" in row]
+    assert distance[-1] < 0.9 * distance[0]
+    config.model = lolcats_model(base, lora=LoRAConfig(rank=2), **fields)
+    config.trainable = ("lora",)
+    with pytest.raises(ValueError, match="(?s)base=.*q_map.kernel: absent ->"):
+        train(config, tmp_path / "tuned")
+    config.init_from = str(tmp_path / "maps")
+    train(config, tmp_path / "tuned")
+    first, second = (leaves_of(load_run(tmp_path / w).params) for w in ("maps", "tuned"))
+    for name in (n for n in first if "map" in n or "factor" in n):
+        np.testing.assert_array_equal(second[name], first[name].astype(jnp.bfloat16))
+    assert losses(tmp_path / "tuned")[-1] < losses(tmp_path / "tuned")[0]
+
+
+@pytest.mark.slow
+def test_a_run_is_evaluated_like_any_other(trained, tmp_path):
+    _, workdir = trained
+    run = load_run(workdir)
+    found = TASKS["perplexity"](run, Request(piece_length=64), tmp_path)
+    assert np.isfinite(found["val/loss"])
+    assert len(TASKS["generate"](run, Request(prompt="Say", num_tokens=4), tmp_path).tokens) <= 4
+    text = tmp_path / "essay.txt"
+    text.write_text("A line of an essay, which is no instruction.\n" * 60)
+    found = TASKS["perplexity"](run, Request(data=str(text)), tmp_path)
+    assert np.isfinite(found["val/loss"]) and found["val/tokens"] > 2000
+    given = Request(data=run.config.data.path, data_as_trained=True)
+    assert TASKS["perplexity"](run, given, tmp_path)["val/tokens"] < 1000  # answers alone
+    needle = NeedleConfig(lengths=(600,), depths=(50,), samples=1)
+    assert TASKS["needle"](run, Request(needle=needle, data=str(text)), tmp_path)
+
+
+@pytest.mark.slow
+def test_a_run_starts_from_another_ones_adapters(trained, tmp_path):
+    config, workdir = trained
+    train(dataclasses.replace(config, init_from=str(workdir), base=None), tmp_path / "second")
+    first, second = (load_run(w).params for w in (workdir, tmp_path / "second"))
+    for (name, a), b in zip(leaves_of(first).items(), leaves_of(second).values(), strict=True):
+        assert (".lora." in name) == bool((a != b).any()), name
+    assert losses(tmp_path / "second")[0] < losses(workdir)[0]

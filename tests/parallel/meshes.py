@@ -1,0 +1,135 @@
+"""Run by tests in a process of eight devices: `python -m tests.parallel.meshes MODEL:axis=size,... ...`.
+
+One training step on that mesh has the loss, the statistics and every gradient of one device's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import sys
+import time
+
+import jax
+import numpy as np
+
+from lsm_jax import mixers, models
+from lsm_jax.data import DataConfig
+from lsm_jax.feedforward import MoEConfig, SwiGLUConfig
+from lsm_jax.parallel import AXES, MeshConfig, make_mesh, token_sharding
+from lsm_jax.training import OptimizerConfig, TrainConfig
+from lsm_jax.training.step import make_program
+
+WIDTH, HEADS = 16, 4
+EXPERTS = MoEConfig(num_experts=4, top_k=2, expert_size=8, shared_size=4, z_scale=1e-3)  # fmt: skip
+
+
+def mixer(name: str, **fields):
+    """A method at width 16, in four heads where it has a count of them; TTT in two, whose norms over four channels would
+    blow rounding up a thousandfold."""
+    config = mixers.get_method(name).config.for_width(WIDTH)
+    known = {f.name for f in dataclasses.fields(config)}
+    heads = 2 if name.startswith("ttt") else HEADS
+    small = dict(num_heads=heads, head_dim=WIDTH // HEADS, num_groups=HEADS, chunk_size=8, mini_batch=8, state_size=4)  # fmt: skip
+    return dataclasses.replace(config, **{k: v for k, v in small.items() if k in known} | fields)
+
+
+def run_of(pattern: str, **changes) -> TrainConfig:
+    """Layers named `mixer` or `mixer+moe` or `mixer+none`, joined by `/`, repeated to four layers; rows of 16."""
+    names = pattern.split("/")
+    layers = {}
+    for letter, name in zip("ABCD", names, strict=False):
+        method, _, inner = name.partition("+")
+        feedforward = {"moe": EXPERTS, "none": None, "": SwiGLUConfig(intermediate_size=24)}[inner]
+        layers[letter] = models.LayerConfig(mixer=mixer(method), feedforward=feedforward)
+    model = models.ModelConfig(
+        vocab_size=32, hidden_size=WIDTH, num_layers=4, pattern="".join(layers), layers=layers,
+        dtype="float32", init_std=0.2, remat="none", loss_chunk_size=64,
+    )  # fmt: skip
+    fields = dict(
+        name="meshes", model=model, data=DataConfig(sequence_length=16), batch_size=8, total_tokens=10**5,
+        optimizer=OptimizerConfig(clip_norm=1e9, weight_decay=0.0),
+    )  # fmt: skip
+    return TrainConfig(**fields | changes)
+
+
+def batch(vocab: int = 32) -> dict[str, np.ndarray]:
+    """Eight rows of 16: packed documents, some padding."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, vocab, size=(8, 17)).astype(np.int32)
+    ids = np.ones((8, 16), np.int32)
+    for row, cut in enumerate(rng.integers(2, 15, size=8)):
+        ids[row, cut:] = 2
+    ids[-1, -3:] = 0
+    return dict(
+        tokens=tokens[:, :-1], labels=tokens[:, 1:], segment_ids=ids, loss_mask=(ids != 0).astype(np.float32)
+    )  # fmt: skip
+
+
+def regrouped(rows: dict[str, np.ndarray], stages: int, pieces: int) -> dict[str, np.ndarray]:
+    """The batch with rows in such an order that accumulation's pieces are the pipeline's microbatches."""
+    order = np.arange(8).reshape(
+        stages, -1, pieces // stages
+    )  # stage, row, microbatch of that stage
+    order = order.transpose(1, 0, 2).reshape(-1)
+    return {name: x[order] for name, x in rows.items()}
+
+
+def step(config: TrainConfig, mesh, rows, params=None):
+    """(parameters before, a tenth of the gradients, metrics) of one step: AdamW's first moment after it is that tenth."""
+    with jax.set_mesh(mesh):
+        program = make_program(config, mesh)
+        state = program.init()
+        if params is not None:
+            params = jax.device_put(params, program.shardings.params)
+            state = dataclasses.replace(state, params=params)
+        before = jax.tree.map(np.asarray, state.params)
+        state, metrics = program.train_step(state, jax.device_put(rows, token_sharding(mesh)))
+    mu = jax.tree.map(np.asarray, state.opt_state[1].mu)
+    return before, mu, jax.tree.map(np.asarray, metrics)
+
+
+def compare(name: str, got, expected, tolerance: float = 1e-4) -> None:
+    """Leaf by leaf, relative to the leaf's largest entry, or to a hundredth of the largest of all where that is more."""
+    leaves = jax.tree.leaves(expected)
+    floor = 1e-2 * max(np.max(np.abs(x)) for x in leaves)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), leaves, strict=True):
+        size = max(np.max(np.abs(b)), floor)
+        message = f"{name}: {jax.tree_util.keystr(path)}"
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * size, err_msg=message)
+
+
+@functools.cache
+def alone(pattern: str, stages: int, pieces: int):
+    """`step` on one device, in as many accumulation steps as there are microbatches, which hold the same rows."""
+    one = make_mesh(MeshConfig(), jax.devices()[:1])
+    return step(run_of(pattern, accumulation_steps=pieces), one, regrouped(batch(), stages, pieces))
+
+
+def check(pattern: str, mesh: MeshConfig) -> None:
+    """Raise where a step on the mesh differs from one device's."""
+    params, gradient, metrics = alone(pattern, mesh.pipeline, mesh.pieces())
+    devices = math.prod(getattr(mesh, axis) for axis in AXES)
+    many = make_mesh(mesh, jax.devices()[:devices])
+    _, other, more = step(run_of(pattern, mesh=mesh), many, batch(), params)
+    compare(f"{pattern} {mesh}", other, gradient)
+    assert more.pop("moe/overflow_count", 0) == 0
+    assert metrics.keys() == more.keys(), (metrics.keys(), more.keys())
+    for key in metrics:
+        np.testing.assert_allclose(more[key], metrics[key], rtol=2e-5, atol=1e-6, err_msg=key)
+
+
+def main(*cases: str) -> None:
+    """Each case is PATTERN:axis=size,..."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    for case in cases:
+        pattern, _, axes = case.partition(":")
+        sizes = {name: int(size) for name, size in (a.split("=") for a in axes.split(","))}
+        began = time.perf_counter()
+        check(pattern, MeshConfig(**dict(data=1) | sizes))
+        print(f"{case} ok, {time.perf_counter() - began:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,81 @@
+"""Run by `test_sequence`, in a process of eight devices: what stands in no case, with its rows cut over eight devices."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lsm_jax import ops
+from lsm_jax.mixers.base import Clock, advance
+from lsm_jax.parallel import MeshConfig, make_mesh
+
+BATCH, LENGTH = 2, 29
+
+
+def both(mesh, name: str, function, floats: dict, rest: dict) -> None:
+    """Raise unless outputs, and the gradients of a sum that weighs every entry, are one device's."""
+
+    def loss(floats, rest):
+        out = function(**floats, **rest)
+        total = jnp.zeros(())
+        for x in jax.tree.leaves(out):
+            if jnp.issubdtype(x.dtype, jnp.inexact):
+                total += jnp.sum(jnp.real(x) * np.cos(np.arange(x.size)).reshape(x.shape))
+        return total, out
+
+    def run(floats, rest):
+        return jax.value_and_grad(loss, has_aux=True)(floats, rest)
+
+    expected = jax.jit(run)(floats, rest)
+    with jax.set_mesh(mesh):
+        got = jax.jit(run)(floats, rest)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-9, err_msg=name)
+    print(name, "ok", flush=True)
+
+
+def main() -> None:
+    """Sums of angles, convolutions of whole rows, and positions."""
+    jax.config.update("jax_enable_x64", True)
+    jax.config.update("jax_disable_most_optimizations", True)
+    mesh = make_mesh(MeshConfig(sequence=8))
+    rng = np.random.default_rng(0)
+    ids = np.sort(rng.integers(1, 4, size=(BATCH, LENGTH)), axis=1)
+    ids[rng.random(ids.shape) < 0.1] = 0
+    mask = rng.random((BATCH, LENGTH)) < 0.7
+    angle = dict(angle=rng.uniform(-3, 3, size=(BATCH, LENGTH, 2)))
+
+    both(mesh, "phase", ops.cumulative_phase, angle, dict(segment_ids=ids, update_mask=mask))
+    both(mesh, "phase of a row", ops.cumulative_phase, angle, {})
+
+    def by_segment(angle, segment_ids):
+        return ops.cumulative_phase(angle, num_segments=3, segment_ids=segment_ids)
+
+    both(mesh, "phase by segment", by_segment, angle, dict(segment_ids=ids))
+
+    shapes = dict(u=(BATCH, LENGTH, 3), delta=(3,), A=(3, 2), B=(3, 2), C=(3, 2))
+    constants = {n: -np.abs(rng.normal(size=s)) for n, s in shapes.items()}
+    constants["delta"] *= -0.1
+    both(mesh, "time-invariant", ops.time_invariant_memory, constants, {})
+
+    seen = ops.DocumentCount(jnp.asarray([1, 4], jnp.int32), jnp.asarray([1, 3], jnp.int32))
+    both(mesh, "documents", ops.number_documents, {}, dict(segment_ids=ids, state=seen))
+
+    clock = Clock(jnp.asarray([3, 5], jnp.int32), jnp.asarray([1, 2], jnp.int32))
+
+    def positions(clock, **given):
+        given = dict(segment_ids=None, update_mask=None) | given
+        return advance(clock, (BATCH, LENGTH), **given)
+
+    given = np.cumsum(mask, axis=1)
+    for name, rest in (
+        ("positions", dict(segment_ids=ids, update_mask=mask)),
+        ("positions of a row", dict(update_mask=mask)),
+        ("given positions", dict(segment_ids=ids, update_mask=mask, positions=given)),
+    ):
+        both(mesh, name, positions, {}, dict(clock=clock) | rest)
+
+
+if __name__ == "__main__":
+    main()

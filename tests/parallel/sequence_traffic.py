@@ -1,0 +1,96 @@
+"""Run by `test_sequence`, in a process of eight devices: what compiled programs send, counted."""
+
+from __future__ import annotations
+
+import collections
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax import models, ops
+from lsm_jax.parallel import GATHERED, MeshConfig, make_mesh, token_sharding
+from tests.parallel.sequence_models import config_of, measure
+
+COLLECTIVE = re.compile(
+    r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+)
+KEEP = jax.checkpoint_policies.save_only_these_names(GATHERED)
+
+
+def sent(function, *arguments, mesh) -> collections.Counter:
+    """How often a collective and the type of its result stand in the compiled program."""
+    with jax.set_mesh(mesh):
+        text = jax.jit(function).lower(*arguments).compile().as_text()
+    return collections.Counter(
+        re.sub(r"\{.*?\}", "", f"{kind} {shape}") for shape, kind in COLLECTIVE.findall(text)
+    )
+
+
+def layer(name: str, *, packed: bool, remat: bool = False):
+    """A sum over the outputs of one layer's op, of its arrays."""
+
+    def run(x, gate):
+        ids = jnp.ones(x.shape[:2], jnp.int32) if packed else None
+        if name == "linear_memory":
+            return ops.linear_memory(x, x, x, gate, segment_ids=ids)[0]
+        if name == "delta_memory":
+            return ops.delta_memory(x, x, x, gate + 1, gate, segment_ids=ids)[0]
+        flat = x.reshape(*x.shape[:2], -1)
+        return ops.short_convolution(flat, jnp.ones((4, flat.shape[-1]), x.dtype))[0]
+
+    if remat:
+        run = jax.checkpoint(run, policy=KEEP)
+    return lambda x, gate: jnp.sum(jnp.sin(run(x, gate)))
+
+
+def check(mesh, name: str, length: int, forward: dict, backward: dict, **how) -> None:
+    """Raise unless a layer's gradient sends `forward`, `backward` and nothing else."""
+    x = jax.ShapeDtypeStruct((2, length, 2, 8), jnp.float32, sharding=token_sharding(mesh))
+    gate = jax.ShapeDtypeStruct((2, length, 2), jnp.float32, sharding=token_sharding(mesh))
+    run = layer(name, **how)
+    found = sent(jax.grad(run, (0, 1)), x, gate, mesh=mesh)
+    wanted = collections.Counter(forward) + collections.Counter(backward)
+    assert found == wanted, (name, length, how, found, wanted)
+
+
+def check_model(mesh, name: str) -> None:
+    """Raise unless a training step of the model sends as much on rows of 128 tokens as on rows of 256."""
+    config = config_of(name)
+    model = models.Decoder(config, rngs=nnx.Rngs(0))
+    graph, params = nnx.graphdef(model), nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+    def program(length):
+        of = {"mask": jnp.float32} | dict.fromkeys(("tokens", "labels", "segment_ids"), jnp.int32)
+        place = token_sharding(mesh)
+        rows = {n: jax.ShapeDtypeStruct((2, length), t, sharding=place) for n, t in of.items()}
+        return sent(lambda p, r: measure(config, graph, p, r), params, rows, mesh=mesh)
+
+    short, long = program(128), program(256)
+    assert short == long, (name, short, long)
+
+
+def main(*names: str) -> None:
+    """One all-gather forward and one backward a layer, of as many numbers whatever the length; `names` for models too."""
+    mesh = make_mesh(MeshConfig(sequence=8))
+    # Two rows of two heads: a memory [8, 8], a decay; of packed documents two ids and whether one began inside.
+    state, decay, ids = 2 * 2 * 64, 2 * 2, 2 * 3
+    gathered = {f"all-gather u32[8,{state + decay + ids}]": 1}
+    back = {f"all-gather u32[8,{state}]": 1}
+    for length in (64, 512):
+        check(mesh, "linear_memory", length, gathered, back, packed=True, remat=True)
+    tail = {"collective-permute f32[2,3,16]": 1}
+    check(mesh, "short_convolution", 64, tail, tail, packed=False)
+    if names:
+        gathered = {f"all-gather u32[8,{2 * state + 2}]": 1}  # an id that is always 0
+        check(mesh, "delta_memory", 64, gathered, back, packed=False)
+    for name in names:
+        check_model(mesh, name)
+        print(name, "ok", flush=True)
+    print("ok")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,76 @@
+"""Kinds of parallelism together, and checkpoints that move between meshes."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import grain
+import jax
+import numpy as np
+import pytest
+
+from lsm_jax.parallel import MeshConfig, make_mesh, token_sharding
+from lsm_jax.training.checkpoints import Checkpoints, abstract_like
+from lsm_jax.training.step import make_program
+from tests.parallel.meshes import batch, run_of
+from tests.parallel.test_parallel import run_with_devices
+from tests.parallel.test_tensor import meshes
+
+HYBRID = "linear_attention/softmax+moe"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        f"{HYBRID}:data=2,sequence=2,tensor=2",
+        f"{HYBRID}:data=2,expert=4",
+        f"{HYBRID}:fsdp=2,pipeline=2,microbatches=4",
+        f"{HYBRID}:expert=2,tensor=2,pipeline=2",
+        "gated_deltanet+moe:sequence=2,expert=2,pipeline=2",
+    ],
+)
+def test_axes_compose(case):
+    assert meshes(case) == 1
+
+
+@pytest.mark.slow
+def test_checkpoints_move_between_meshes(tmp_path):
+    out = run_with_devices(4, "-m", "tests.parallel.test_compose", str(tmp_path / "checkpoints"))
+    assert out.count("restored") == 3
+
+
+def main(folder: str) -> None:
+    """Save after a step on one mesh; each other one restores the same state, and takes the same second step."""
+    jax.config.update("jax_disable_most_optimizations", True)
+
+    def start(**axes):
+        config = run_of("linear_attention+moe", mesh=MeshConfig(**dict(data=1) | axes))
+        mesh = make_mesh(config.mesh, jax.devices()[: int(np.prod(list(axes.values())))])
+        jax.set_mesh(mesh)
+        return make_program(config, mesh), jax.device_put(batch(), token_sharding(mesh))
+
+    program, rows = start(fsdp=2, tensor=2)
+    state, _ = program.train_step(program.init(), rows)
+    checkpoints = Checkpoints(pathlib.Path(folder))
+    data = iter(grain.MapDataset.range(4).to_iter_dataset())
+    checkpoints.save(1, state, data)
+    checkpoints.wait()
+    saved = jax.tree.map(np.asarray, state)
+    _, metrics = program.train_step(state, rows)
+    expected = float(metrics["train/loss"])
+    for axes in (dict(data=4), dict(expert=2), dict(pipeline=2, fsdp=2)):
+        program, rows = start(**axes)
+        target = abstract_like(jax.eval_shape(program.init), program.shardings)
+        found = checkpoints.restore(target, data)
+        assert found is not None
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, found), saved)
+        _, metrics = program.train_step(found, rows)
+        np.testing.assert_allclose(float(metrics["train/loss"]), expected, rtol=1e-5)
+        print("restored", axes, flush=True)
+    checkpoints.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

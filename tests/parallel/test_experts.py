@@ -1,0 +1,133 @@
+"""Experts spread over devices: values and gradients of one device, however the router chooses; buffers that overflow say so."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from lsm_jax import feedforward
+from lsm_jax.feedforward import MoEConfig
+from lsm_jax.parallel import MeshConfig, make_mesh, token_sharding
+from lsm_jax.training import TrainingStopped, loop
+from lsm_jax.training.step import make_program
+from tests.parallel.meshes import EXPERTS as EXPERTS_CONFIG
+from tests.parallel.meshes import batch, run_of
+from tests.parallel.test_parallel import run_with_devices
+
+WIDTH, ROWS, LENGTH, EXPERTS = 8, 8, 6, 4
+ROUTES = ("random", "one expert", "one device", "few tokens", "few rows")
+
+
+def made(route: str, **fields):
+    """A module of large parameters, whose router takes every token to the same place if it is asked to."""
+    config = MoEConfig(num_experts=EXPERTS, top_k=2, expert_size=6, shared_size=4, **fields)
+    moe = feedforward.build(config, WIDTH, rngs=nnx.Rngs(0), init_std=0.5)
+    if route in ("one expert", "one device"):
+        favoured = [0] if route == "one expert" else [2, 3]
+        bias = jnp.zeros((WIDTH, EXPERTS)).at[:, jnp.array(favoured)].set(5.0)
+        moe.router.kernel[...] = moe.router.kernel[...] + bias
+    return moe
+
+
+def gradient(moe, x, ids):
+    """(sum of outputs, statistics) and gradients of the parameters and of x; x is positive, so that a bias is one."""
+    graph, params = nnx.split(moe, nnx.Param)
+
+    def loss(params, x):
+        y, _, aux = nnx.merge(graph, params)(x, segment_ids=ids)
+        weights = jnp.cos(jnp.arange(y.size)).reshape(y.shape)
+        return jnp.sum(y * weights) + aux["moe/balance_loss"], aux
+
+    return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, x)
+
+
+def compare(axes: dict[str, int], route: str, **fields) -> None:
+    x = np.abs(jax.random.normal(jax.random.key(1), (ROWS, LENGTH, WIDTH)))
+    ids = np.ones((ROWS, LENGTH), np.int32)
+    ids[:, -1] = 0
+    if route == "few tokens":
+        ids[1:] = 0  # most devices have none
+    if route == "few rows":
+        x, ids = (
+            x[:3],
+            ids[:3],
+        )  # they do not divide: every device has all, and computes its own experts' part
+    expected = gradient(made(route), x, ids)
+    config = MeshConfig(**axes)
+    mesh = make_mesh(config, jax.devices()[: np.prod(list(axes.values()))])
+    with jax.set_mesh(mesh):
+        rows = token_sharding(mesh) if len(x) == ROWS else NamedSharding(mesh, PartitionSpec())
+        placed = jax.device_put((x, ids), rows)
+        (value, aux), grads = gradient(made(route, **fields), *placed)
+    assert int(aux.pop("moe/overflow_count")) == 0
+    for a, b in zip(jax.tree.leaves(((value, aux), grads)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=f"{axes} {route}")
+    print(axes, route, "ok", flush=True)
+
+
+def overflows() -> None:
+    """Buffers of half the even share: the loss is not a number, and the choices without room are counted."""
+    x = jnp.ones((ROWS, LENGTH, WIDTH))
+    mesh = make_mesh(MeshConfig(data=1, expert=4), jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        (value, aux), _ = gradient(made("one device", expert_buffer=0.5), x, None)
+    # All tokens choose experts 2 and 3: each device sends its 12 rows to two others, and has room for 3 to each.
+    assert np.isnan(value) and int(aux["moe/overflow_count"]) == 2 * ROWS * LENGTH - 4 * 2 * 3
+    print("overflow ok", flush=True)
+
+
+def stops() -> None:
+    """A training step that overflows changes nothing and counts."""
+    config = run_of("linear_attention+moe", mesh=MeshConfig(data=1, expert=4))
+    config.model.layers["A"].feedforward = dataclasses.replace(EXPERTS_CONFIG, expert_buffer=0.1)
+    mesh = make_mesh(config.mesh, jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        program = make_program(config, mesh)
+        state = program.init()
+        before = jax.tree.map(np.asarray, state.params)
+        state, metrics = program.train_step(state, jax.device_put(batch(), token_sharding(mesh)))
+    assert int(metrics["moe/overflow_count"]) > 0 and int(metrics["train/skipped_steps"]) == 1
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state.params), before)
+    print("stops ok", flush=True)
+
+
+def main(which: str) -> None:
+    jax.config.update("jax_disable_most_optimizations", True)
+    if which == "fast":
+        compare(dict(data=1, expert=2, tensor=2), "random")
+        compare(dict(data=1, expert=4), "one expert", expert_buffer=4.0)
+        compare(dict(data=1, expert=2), "few rows")
+        overflows()
+        return
+    for route in ROUTES:
+        for axes in (dict(data=1, expert=4), dict(data=2, expert=2), dict(data=1, expert=2, sequence=2, tensor=2)):  # fmt: skip
+            compare(axes, route, expert_buffer=4.0)
+    compare(dict(data=1, fsdp=2, expert=4), "random", expert_buffer=4.0)
+    stops()
+
+
+def test_two_and_four_devices_equal_one():
+    assert "overflow ok" in run_with_devices(4, "-m", "tests.parallel.test_experts", "fast")
+
+
+def test_an_overflow_stops_the_run(tmp_path):
+    running = object.__new__(loop._Loop)
+    running.config, running.workdir = run_of("linear_attention+moe"), tmp_path
+    with pytest.raises(TrainingStopped, match=r"step 3: 5 choices .* Set expert_buffer higher"):
+        running._report(3, {"moe/overflow_count": np.int32(5), "train/loss": np.float32(np.nan)})
+
+
+@pytest.mark.slow
+def test_every_route_on_every_mesh():
+    assert run_with_devices(8, "-m", "tests.parallel.test_experts", "all").count("ok") == 17
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

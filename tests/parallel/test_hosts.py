@@ -1,0 +1,118 @@
+"""Several processes: who is asked to join, what each reads, and two of them training as one does."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+from lsm_jax.parallel import MeshConfig, join_hosts, launcher, make_mesh
+from lsm_jax.parallel.hosts import data_shard
+from tests.training import tiny
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        ({}, None),
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "1"}, "SLURM"),
+        ({"SLURM_NTASKS": "1"}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, "TPU pod"),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
+        ({"MEGASCALE_NUM_SLICES": "2"}, "TPU slices"),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}, "Kubernetes"),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),
+        ({"JAX_COORDINATOR_ADDRESS": "a:1", "SLURM_NTASKS": "4"}, "JAX_COORDINATOR_ADDRESS"),
+    ],
+)
+def test_launchers_are_known_by_their_variables(environment, name):
+    assert launcher(environment) == name
+
+
+def test_wrong_environments_are_told(monkeypatch):
+    with pytest.raises(ValueError, match="SLURM_NTASKS='x'"):
+        launcher({"SLURM_NTASKS": "x"})
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "two")
+    with pytest.raises(ValueError, match="'JAX_NUM_PROCESSES': 'two'.*whole numbers"):
+        join_hosts()
+
+
+def test_one_process_reads_everything():
+    assert data_shard(make_mesh(MeshConfig(), jax.devices()[:1])) == (0, 1)
+
+
+def run_processes(count, arguments, devices, wait=True, **environment):
+    """`count` processes of `devices` devices each, joined by hand; their exit codes and errors."""
+    root = pathlib.Path(__file__).parents[2]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    joined = {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": str(count)}
+    processes = []
+    for index in range(count):
+        own = joined | {"JAX_PROCESS_ID": str(index)} if count > 1 else {}
+        flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}  # fmt: skip
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.parallel.test_hosts", *arguments],
+                env=os.environ | flags | own | environment,
+                cwd=root,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        )
+    if not wait:
+        return processes
+    outputs = [process.communicate(timeout=1500)[0] for process in processes]
+    assert all(p.returncode == 0 for p in processes), "\n".join(outputs)
+    return outputs
+
+
+def rows(workdir):
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [(row["step"], row["train/loss"]) for row in map(json.loads, lines)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", ["fsdp=2", "data=1,sequence=4"])
+def test_two_processes_train_as_one(tmp_path, axes):
+    """Two hosts of two devices have the losses of one of four, stopped by a signal to one of them and resumed as well."""
+    text = tiny.write_text(tmp_path / "text")
+    one, two = tmp_path / "one", tmp_path / "two"
+    run_processes(1, [str(one), str(text), axes, "0"], 4)
+    run_processes(2, [str(two), str(text), axes, "5"], 2)
+    stopped = rows(two)
+    assert 5 <= stopped[-1][0] < 9
+    run_processes(2, [str(two), str(text), axes, "0"], 2)
+    assert [step for step, _ in rows(two)] == list(range(1, 13))
+    for (_, a), (_, b) in zip(rows(one), rows(two), strict=True):
+        assert a == pytest.approx(b, rel=1e-5)
+
+
+def main() -> None:
+    """Train the tiny model; the first process gets a signal after step `stop`."""
+    workdir, text, axes, stop = sys.argv[1:5]
+    join_hosts()
+    from lsm_jax.training import train
+
+    if int(stop) and jax.process_index() == 0:
+        tiny.stop_at(int(stop), signal.SIGTERM)
+    mesh = MeshConfig(**{n: int(v) for n, v in (a.split("=") for a in axes.split(","))})
+    began = time.perf_counter()
+    train(tiny.config(text, mesh=mesh), workdir)
+    print(f"{time.perf_counter() - began:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Plans on paper: what is counted exactly, and XLA's own memory analysis on small meshes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lsm_jax import mixers, models
+from lsm_jax.data import DataConfig
+from lsm_jax.feedforward import MoEConfig, SwiGLUConfig
+from lsm_jax.models import count_parameters
+from lsm_jax.parallel import AXES, MeshConfig, make_mesh, token_sharding
+from lsm_jax.training import TrainConfig
+from lsm_jax.training.liveness import peak_bytes
+from lsm_jax.training.plan import plan
+from lsm_jax.training.step import make_program
+from tests.parallel.test_parallel import run_with_devices
+
+MESHES = (dict(fsdp=4), dict(data=2, tensor=2), dict(expert=4))
+
+
+def run_of(
+    mesh: MeshConfig, *, experts: bool = False, pattern: str = "LN", **changes
+) -> TrainConfig:
+    """Eight layers of width 512, hybrid, 8 rows of 256."""
+    inner = SwiGLUConfig(intermediate_size=1536)
+    if experts:
+        inner = MoEConfig(num_experts=8, top_k=2, expert_size=448)
+    layers = {
+        "L": models.LayerConfig(mixer=mixers.GLAConfig(num_heads=4, expand_k=1.0), feedforward=inner),
+        "N": models.LayerConfig(mixer=mixers.SoftmaxConfig(num_heads=4), feedforward=inner),
+    }  # fmt: skip
+    model = models.ModelConfig(
+        vocab_size=4096, hidden_size=512, num_layers=8, pattern=pattern, layers=layers, dtype="float32", tie_embeddings=False
+    )  # fmt: skip
+    fields = dict(name="plan", model=model, data=DataConfig(sequence_length=256), mesh=mesh, batch_size=8, total_tokens=10**6)  # fmt: skip
+    return TrainConfig(**fields | changes)
+
+
+def peak(function, *shapes):
+    args = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    return peak_bytes(jax.make_jaxpr(function)(*args).jaxpr)
+
+
+def test_what_lives_at_a_time():
+    square, item = (64, 64), 64 * 64 * 4
+    assert peak(lambda x: (x @ x) @ x, square) == 2 * item
+    assert peak(lambda x: jnp.sum(jnp.exp(x) * x + 1), square) == 4
+    # Read by a product, an elementwise result exists; the one it is computed from does not.
+    assert peak(lambda x: jnp.exp(x + 1) @ x, square) == 2 * item
+    stacked = lambda x: jax.lax.scan(lambda c, _: (c @ c, c), x, length=5)  # noqa: E731
+    assert peak(stacked, square) == (1 + 5 + 1) * item
+    twice = jax.jit(lambda x: x @ x)
+    assert peak(lambda x: twice(x) + twice(x) @ x, square) == 3 * item
+
+
+def test_parameters_are_counted_by_their_shardings():
+    config = run_of(MeshConfig(data=1), experts=True, pattern="N")
+    whole = plan(config, 1)
+    assert whole.parameters == 4 * count_parameters(config.model)["total"]
+    assert (whole.optimizer, whole.gradients) == (2 * whole.parameters, whole.parameters)
+    assert not whole.communication
+    cut = plan(dataclasses.replace(config, mesh=MeshConfig(fsdp=2, tensor=2, expert=2)), 8)
+    experts = 4 * 8 * 3 * 8 * 512 * 448  # bytes: layers, matrices, experts
+    assert experts / 8 < cut.parameters < experts / 8 + (whole.parameters - experts) / 2
+    assert set(cut.communication) == {
+        "gradients summed over expert", "experts, there and back", "parameters gathered", "gradients scattered", "tensor sums",
+    }  # fmt: skip
+    stages = plan(dataclasses.replace(config, mesh=MeshConfig(pipeline=4)), 4)
+    embeddings = 4 * (2 * 4096 * 512 + 512)
+    assert stages.parameters == (whole.parameters - embeddings) / 4 + embeddings
+
+
+def test_what_does_not_fit_is_told():
+    config = run_of(MeshConfig(data=1, fsdp=2), pattern="N")
+    made = plan(config, 2)
+    assert "fits into 80 GiB" in made.report(80) and "mesh fsdp=2;" in made.report(80)
+    assert "does not fit into 0.1 GiB" in made.report(0.1)
+    with pytest.raises(ValueError, match="does not fit 3 devices"):
+        plan(config, 3)
+
+
+@pytest.mark.slow
+def test_the_command_line_needs_no_device():
+    command = ["-m", "lsm_jax.parallel.plan", "--config=configs/linear_moe.py:a1b-7b", "--devices=256", "--hbm=80"]  # fmt: skip
+    out = run_with_devices(1, *command, "--config.mesh.fsdp=8", "--config.batch_size=256")
+    assert "mesh data=32 x fsdp=8" in out and "fits into 80 GiB" in out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_within_fifteen_percent_of_the_compiler(axes):
+    found = json.loads(run_with_devices(4, "-m", "tests.parallel.test_plan", json.dumps(axes)))
+    assert abs(found["plan"] / found["xla"] - 1) < 0.15, found
+
+
+def main(axes: str) -> None:
+    """Bytes a device of a step: XLA's arguments, results that are not the donated ones, and temporaries; and the plan's."""
+    sizes = dict(data=1) | json.loads(axes)
+    config = run_of(MeshConfig(**sizes), experts="expert" in sizes)
+    count = math.prod(sizes.values())
+    mesh = make_mesh(config.mesh, jax.devices()[:count])
+    with jax.set_mesh(mesh):
+        program = make_program(config, mesh)
+        place = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
+        state = jax.tree.map(place, jax.eval_shape(program.init), program.shardings)
+        shape = (config.batch_size, config.data.sequence_length)
+        kinds = dict.fromkeys(("tokens", "labels", "segment_ids", "positions"), jnp.int32)
+        rows = {n: jax.ShapeDtypeStruct(shape, t, sharding=token_sharding(mesh)) for n, t in (kinds | {"loss_mask": jnp.float32}).items()}  # fmt: skip
+        memory = program.train_step.lower(state, rows).compile().memory_analysis()
+    xla = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    xla += memory.temp_size_in_bytes - memory.alias_size_in_bytes
+    made = plan(config, count)
+    assert tuple(made.sizes) == AXES
+    print(json.dumps(dict(xla=xla, plan=made.total, **dataclasses.asdict(made))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,87 @@
+"""Heads and feedforward widths cut over devices: one device's loss and gradients, and what does not divide."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import pytest
+
+from lsm_jax import mixers, models
+from lsm_jax.parallel import AXES, MeshConfig
+from lsm_jax.training.step import param_shardings
+from tests.parallel.meshes import mixer, run_of
+from tests.parallel.test_parallel import run_with_devices
+
+CLASSES = (  # one method of each class of memory
+    "linear_attention", "mamba2", "gla", "mamba", "gated_deltanet", "rwkv7", "gsa", "ttt_linear", "softmax", "fox",
+)  # fmt: skip
+
+
+def meshes(*cases: str) -> int:
+    """How many of the cases, run in one process of eight devices, equal one device."""
+    return run_with_devices(8, "-m", "tests.parallel.meshes", *cases).count(" ok, ")
+
+
+@pytest.mark.slow
+def test_a_head_each():
+    assert meshes("linear_attention:data=2,tensor=4") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", CLASSES)
+def test_heads_over_two_devices(method):
+    assert meshes(f"{method}:tensor=2,fsdp=2") == 1
+
+
+def abstract_mesh(**sizes: int) -> jax.sharding.AbstractMesh:
+    """A mesh with no devices."""
+    return jax.sharding.AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        (dict(num_heads=1), "num_heads of layer 0: axis 'heads' of size 1 does not divide over 2 devices"),
+        (dict(num_kv_heads=1), "num_kv_heads of layer 0: axis 'heads' of size 1"),
+    ],
+)  # fmt: skip
+def test_heads_that_do_not_divide_are_refused(fields, words):
+    config = run_of("softmax").model
+    layer = dataclasses.replace(config.layers["A"], mixer=mixer("softmax", **fields))
+    config = dataclasses.replace(config, layers={"A": layer})
+    with pytest.raises(ValueError, match=words):
+        param_shardings(abstract_mesh(tensor=2), models.abstract(config))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        m if m in ("mamba2", "gated_deltanet", "fox") else pytest.param(m, marks=pytest.mark.slow)
+        for m in mixers.METHODS
+        if m not in ("s4d", "liger")  # no heads; made of another
+    ],
+)
+def test_every_method_has_a_layout_on_every_axis(method):
+    """No parameter names an axis twice, and those of at least one axis are cut."""
+    config = dataclasses.replace(run_of("linear_attention+moe").model, num_layers=2)
+    layer = dataclasses.replace(config.layers["A"], mixer=mixer(method))
+    config = dataclasses.replace(config, layers={"A": layer})
+    mesh = abstract_mesh(tensor=2, expert=2, pipeline=2, fsdp=2)
+    found = jax.tree.leaves(param_shardings(mesh, models.abstract(config)))
+    parts = [part for s in found for part in s.spec if part]
+    used = {axis for part in parts for axis in ([part] if isinstance(part, str) else part)}
+    assert used == {"tensor", "expert", "pipeline", "fsdp"}
+
+
+def test_a_mesh_that_cuts_what_does_not_divide_is_refused():
+    for axes, words in (
+        (dict(pipeline=3), "mesh.pipeline=3: the model's 4 periods of 'A' do not divide"),
+        (dict(sequence=3), "data.sequence_length=16 does not divide over mesh.sequence=3"),
+        (dict(expert=8), "model.layers.A.feedforward.num_experts=4 does not divide over mesh.expert=8"),
+        (dict(pipeline=2, microbatches=16), "batch_size=8: it must divide by 2 devices x 8 microbatches"),
+    ):  # fmt: skip
+        mesh = MeshConfig(data=1, **axes)
+        devices = mesh.expert * mesh.pipeline * mesh.sequence
+        with pytest.raises(ValueError, match=words):
+            run_of("linear_attention+moe", mesh=mesh).validate(devices)
