@@ -3,10 +3,11 @@ SHELL := /bin/sh
 PIP := .venv/bin/python -m pip --disable-pip-version-check
 RUN := JAX_PLATFORMS=cpu .venv/bin/python
 
-.PHONY: help demo test test-all test-gpu lint clean
+.PHONY: help demo liger-demo test test-all test-gpu lint clean
 
 help:
 	@echo "make demo      train, evaluate and sample a small language model on this machine's CPU"
+	@echo "make liger-demo  make a pretrained transformer linear, tune and compare it, on this machine's CPU"
 	@echo "make test      the tests that fit in minutes: one method of each class of transition"
 	@echo "make test-all  every test that needs no GPU"
 	@echo "make test-gpu  the fused kernels on this machine's NVIDIA GPU (needs the extra [cuda13])"
@@ -25,6 +26,9 @@ help:
 
 demo: .venv/.base
 	$(RUN) demo.py
+
+liger-demo: .venv/.base
+	$(RUN) liger_demo.py
 
 test: .venv/.test
 	$(RUN) -m pytest -n 2

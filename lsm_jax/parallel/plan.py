@@ -3,6 +3,7 @@
 Prints GiB of memory and of communication on each device, and whether it fits; needs no device, and compiles nothing. Fields of the
 config are overridden as in train.py: `--config.mesh.fsdp=64 --config.batch_size=512`. `--search` tries every mesh of powers of
 two and prints those that fit, the least communication first.
+Where no mesh is given and there are more devices than rows, rows go over fsdp and their tokens over sequence.
 """
 
 from __future__ import annotations
@@ -39,6 +40,18 @@ def meshes(config: Any, devices: int) -> list[Any]:
     ]  # fmt: skip
 
 
+def chosen(config: Any, devices: int) -> Any:
+    """The config's mesh; or, where it gives none and rows do not divide over the devices, fsdp times sequence."""
+    rows = math.gcd(config.batch_size, devices)
+    if config.mesh != type(config.mesh)() or rows == devices:
+        return config.mesh
+    mesh = dataclasses.replace(config.mesh, data=1, fsdp=rows, sequence=devices // rows)
+    print(
+        f"plan: {config.batch_size} rows do not divide over {devices} devices; fsdp={rows}, sequence={devices // rows}"
+    )
+    return mesh
+
+
 def main(argv: list[str]) -> None:
     """Print the plan, or those of a search."""
     logging.set_verbosity(logging.WARNING)
@@ -47,6 +60,7 @@ def main(argv: list[str]) -> None:
     config = FLAGS.config
     if not FLAGS.search:
         try:
+            config.mesh = chosen(config, FLAGS.devices)
             print(planning.plan(config, FLAGS.devices).report(FLAGS.hbm))
         except ValueError as error:
             sys.exit(f"plan: {error}")

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh
 
+from lsm_jax import ops
 from lsm_jax.models import Decoder, abstract
 from lsm_jax.parallel import AXES, BATCH_AXES
 from lsm_jax.training.config import TrainConfig
@@ -94,9 +95,9 @@ def plan(config: TrainConfig, num_devices: int, known: dict[Any, Any] | None = N
         sizes=sizes,
         parameters=trained + 2 * (sum(parts) - trained // 4),
         optimizer=2 * trained,
-        gradients=trained,
+        gradients=trained * (2 if config.accumulation_steps > 1 else 1),  # their sum, and a piece's
         saved=saved,
-        working=working + _gathered(config, whole, sizes),
+        working=working + _gathered(config, whole, sizes) + _keys_and_values(config, model, sizes),
         update=2 * trained,
         communication=_communication(config, model, whole, held, trained, sizes),
     )
@@ -187,6 +188,23 @@ def _gathered(config: TrainConfig, whole: dict[str, Any], sizes: dict[str, int])
     parts = sizes["tensor"] * sizes["expert"]
     item = jnp.dtype(config.model.dtype).itemsize
     return count // periods // parts * (4 + item)
+
+
+def _keys_and_values(config: TrainConfig, model: Decoder, sizes: dict[str, int]) -> int:
+    """Bytes of the keys and values of whole rows that an attention layer gathers over the sequence, and of their gradients."""
+    if sizes["sequence"] == 1:
+        return 0
+    rows, _ = _local_shape(config, sizes)
+    dtype = jnp.dtype(config.model.dtype)
+    found = [0]
+    for block in model.periods.blocks:
+        mixer: Any = block.mixer
+        if type(mixer).op is not ops.attention:
+            continue
+        heads, dim = mixer.config.kv_heads(), mixer.head_dim
+        count = 2 * rows * config.data.sequence_length * heads * dim // sizes["tensor"]
+        found.append(count * (dtype.itemsize + 4))
+    return max(found)
 
 
 def _communication(

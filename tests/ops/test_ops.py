@@ -171,6 +171,7 @@ def test_gradients_agree_between_forms(case, form, kind):
         close(a, b, 1e-10)
 
 
+@pytest.mark.slow
 @parametrize_forms()
 def test_gradients_match_finite_differences(case, form):
     """Of output and final state, by every input and the state; the forms' gradients are not only each other's."""
@@ -189,7 +190,9 @@ def test_gradients_match_finite_differences(case, form):
     check_grads(jax.jit(function), (make_inputs(case, length=11), moving), order=1, modes=["rev"])
 
 
-@pytest.mark.parametrize("length", [1, 17, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "length", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (17, 300))]
+)
 @parametrize_forms(skip=("recurrent", None))
 def test_any_length_in_chunks_of_64(case, form, length):
     inputs = make_inputs(case, length=length)
@@ -207,7 +210,10 @@ def test_any_length_in_chunks_of_64(case, form, length):
         close(grads[name], expected_grads[name], 1e-10)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 5e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"),
+    [pytest.param(jnp.float32, 1e-5, marks=pytest.mark.slow), (jnp.bfloat16, 5e-3)],
+)
 @parametrize_forms()
 def test_narrow_dtypes(case, form, dtype, tolerance):
     """Against float64 on the same rounded inputs: the largest error in float32, the RMS error in bfloat16."""
@@ -325,6 +331,7 @@ def test_causal_to_the_bit(case, form, kind, optimized):
                 assert (moved[:, t:] != base[:, t:]).any()
 
 
+@pytest.mark.slow
 @parametrize()
 def test_unknown_segments_are_poisoned(case):
     """Their output is NaN, and they leave no trace in any state or later output."""

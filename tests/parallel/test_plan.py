@@ -18,7 +18,7 @@ from lsm_jax.models import count_parameters
 from lsm_jax.parallel import AXES, MeshConfig, make_mesh, token_sharding
 from lsm_jax.training import TrainConfig
 from lsm_jax.training.liveness import peak_bytes
-from lsm_jax.training.plan import plan
+from lsm_jax.training.plan import _keys_and_values, plan
 from lsm_jax.training.step import make_program
 from tests.parallel.test_parallel import run_with_devices
 
@@ -77,6 +77,24 @@ def test_parameters_are_counted_by_their_shardings():
     assert stages.parameters == (whole.parameters - embeddings) / 4 + embeddings
 
 
+def test_what_attention_gathers_and_accumulation_keeps_is_counted():
+    config = run_of(MeshConfig(data=1, sequence=4), pattern="N")
+    mixer, rows, length = (
+        config.model.layers["N"].mixer,
+        config.batch_size,
+        config.data.sequence_length,
+    )
+    per_token = 2 * mixer.kv_heads() * mixer.dim(config.model.hidden_size)
+    itemsize = jnp.dtype(config.model.dtype).itemsize
+    # Keys and values, and their gradients in float32.
+    wanted = rows * length * per_token * (itemsize + 4)
+    model, sizes = models.abstract(config.model), config.mesh.shape(4)
+    assert _keys_and_values(config, model, sizes) == wanted
+    assert _keys_and_values(config, model, dict(sizes, sequence=1)) == 0
+    pieces = dataclasses.replace(config, accumulation_steps=2)
+    assert plan(pieces, 4).gradients == 2 * plan(config, 4).gradients
+
+
 def test_what_does_not_fit_is_told():
     config = run_of(MeshConfig(data=1, fsdp=2), pattern="N")
     made = plan(config, 2)
@@ -89,6 +107,7 @@ def test_what_does_not_fit_is_told():
 @pytest.mark.slow
 def test_the_command_line_needs_no_device():
     command = ["-m", "lsm_jax.parallel.plan", "--config=configs/linear_moe.py:a1b-7b", "--devices=256", "--hbm=80"]  # fmt: skip
+    assert "fsdp=128 x sequence=2" in run_with_devices(1, *command)  # of 128 rows
     out = run_with_devices(1, *command, "--config.mesh.fsdp=8", "--config.batch_size=256")
     assert "mesh data=32 x fsdp=8" in out and "fits into 80 GiB" in out
 

@@ -113,6 +113,7 @@ def test_accumulation_equals_one_batch(tmp_path):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16_trains_on_a_cpu(tmp_path):
     """As compiled for users: XLA's CPU backend refuses some bfloat16 products with float32 results."""
     config = tiny.config(tmp_path)

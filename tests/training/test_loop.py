@@ -83,6 +83,7 @@ def test_kill_resumes_to_the_bit(text, whole, tmp_path):
     assert losses(tmp_path / "run") == losses(whole)
 
 
+@pytest.mark.slow
 def test_device_count_may_change(text, whole, tmp_path):
     """8 virtual devices give the losses of 1; a run started on 8 goes on on 1."""
     done = drive(tmp_path / "eight", text, devices=8, fsdp=4)
@@ -110,6 +111,7 @@ def test_broken_checkpoint_is_passed_over(text, whole, tmp_path, capfd):
     assert losses(tmp_path / "run") == losses(whole)
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_noticed(text, tmp_path, capfd):
     config = tiny.config(text, total_tokens=4 * 256)
     train(config, tmp_path / "run")

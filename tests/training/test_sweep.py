@@ -207,6 +207,7 @@ def test_variants_tell_what_exists(variant, message):
         mqar.get_config(variant)
 
 
+@pytest.mark.slow
 def test_the_command_overrides_and_trains(tmp_path):
     arguments = [
         "--config=configs/mqar.py:linear_attention,width=16,suite=tiny",
