@@ -13,7 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from absl import app, flags, logging
+from absl import flags
+
+from lsm_jax import commands
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("workdir", "runs/demo", "The run's directory.")
@@ -92,26 +94,5 @@ def main(argv: list[str]) -> None:
         )
 
 
-def guarded(argv: list[str]) -> None:
-    """`main`, with mistakes told in one line."""
-    try:
-        main(argv)
-    except (ValueError, OSError) as error:
-        if logging.level_debug():
-            raise
-        sys.exit(f"demo.py: {error}  (--verbosity=1 shows where)")
-
-
-def parse(argv: list[str]) -> list[str]:
-    """Parse flags; a wrong one is told in one line, and libraries log warnings only."""
-    try:
-        rest = FLAGS(argv)
-    except flags.Error as error:
-        sys.exit(f"demo.py: {error}")
-    if FLAGS["verbosity"].using_default_value:
-        FLAGS.verbosity = logging.WARNING
-    return rest
-
-
 if __name__ == "__main__":
-    app.run(guarded, flags_parser=parse)
+    commands.run("demo.py", main)

@@ -21,9 +21,10 @@ from lsm_jax import interrupts
 if __name__ == "__main__":
     interrupts.leave_on_signals("eval.py")  # before what takes long to import
 
-from absl import app, flags, logging
+from absl import flags
 from ml_collections import config_flags
 
+from lsm_jax import commands
 from lsm_jax.data import NeedleConfig
 from lsm_jax.evaluation import HarnessConfig, MapsConfig
 
@@ -99,26 +100,5 @@ def main(argv: list[str]) -> None:
     console.print(f"results in {folder}", soft_wrap=True)
 
 
-def guarded(argv: list[str]) -> None:
-    """`main`, with the user's mistakes told in one line."""
-    try:
-        main(argv)
-    except (ValueError, OSError) as error:
-        if logging.level_debug():
-            raise
-        sys.exit(f"eval.py: {error}  (--verbosity=1 shows where)")
-
-
-def parse(argv: list[str]) -> list[str]:
-    """Parse flags; a wrong one is told in one line, and libraries log warnings only."""
-    try:
-        rest = FLAGS(argv)
-    except (flags.Error, TypeError) as error:
-        sys.exit(f"eval.py: {error}")
-    if FLAGS["verbosity"].using_default_value:
-        FLAGS.verbosity = logging.WARNING
-    return rest
-
-
 if __name__ == "__main__":
-    app.run(guarded, flags_parser=parse)
+    commands.run("eval.py", main)

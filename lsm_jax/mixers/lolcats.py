@@ -179,9 +179,8 @@ class Lolcats(Softmax):
         seen = near.seen[:, :, None]
         scores = pairs(q, keys) * self.head_dim**-0.5
         top = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1, keepdims=True)
-        top = jnp.where(
-            jnp.isfinite(top), top, 0
-        )  # the far part is not scaled by it: it has a gradient
+        # The far part is not scaled by it, so that it has a gradient.
+        top = jnp.where(jnp.isfinite(top), top, 0)
         factor = jax.nn.sigmoid(self.window_factor[...])[:, None]
         # The memory holds the window's tokens too; they are taken out again.
         weights = factor * jnp.exp(jnp.where(seen, scores - top, 0))

@@ -216,9 +216,7 @@ def _by_xla(
         log_decay = jnp.broadcast_to(constant_log_decay.astype(dtype), (rows, length, heads))
     values = v.astype(dtype)
     memory = state.memory.astype(dtype)
-    if (
-        options.normalize is not None
-    ):  # the normaliser is one more value channel, of ones, that only keys decay
+    if options.normalize is not None:  # one more value channel, of ones, that only keys decay
         values = jnp.concatenate([values, jnp.ones_like(values[..., :1])], axis=-1)
         memory = jnp.concatenate([memory, state.normalizer.astype(dtype)[..., None]], axis=-1)
         if value_log_decay is not None:

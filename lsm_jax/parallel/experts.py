@@ -73,9 +73,8 @@ def to_owners(
     place = jnp.arange(count) - starts[mine]
     travels = owner < shards
 
-    def take(
-        x, index, keep, fill
-    ):  # entries not kept are `fill`; no index twice, so that the gradient's scatter adds nothing
+    # Entries not kept are `fill`; no index twice, so that the gradient's scatter adds nothing.
+    def take(x, index, keep, fill):
         index = jnp.where(keep, index, x.shape[0] + jnp.arange(keep.size).reshape(keep.shape))
         return x.at[index].get(mode="fill", fill_value=fill, unique_indices=True)
 

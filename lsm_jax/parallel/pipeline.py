@@ -67,9 +67,8 @@ def _ring(stage, axis, microbatches, layers, carry, rows, whole):
     stages, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     own = microbatches // stages
 
-    def cut(
-        x,
-    ):  # [B / S, ...] -> [M, B / M, ...]; a row in `own`, so that other axes of the batch keep theirs
+    # [B / S, ...] -> [M, B / M, ...]; a row in `own`, so that other axes of the batch keep theirs.
+    def cut(x):
         x = jnp.moveaxis(x.reshape(-1, own, *x.shape[1:]), 1, 0)
         return jax.lax.all_gather(x, axis, tiled=True)
 
@@ -85,9 +84,8 @@ def _ring(stage, axis, microbatches, layers, carry, rows, whole):
 
     def step(state, tick):
         received, totals = state
-        index = (
-            tick - me
-        )  # of the microbatch; a stage that has none works on one whose result nobody takes
+        # Of the microbatch; a stage that has none works on one whose result nobody takes.
+        index = tick - me
         first = at(firsts, jnp.clip(tick, 0, microbatches - 1))
         given = jax.tree.map(lambda a, b: jnp.where(me == 0, a, b), first, received)
         after, statistics = stage(

@@ -9,7 +9,6 @@ Where no mesh is given and there are more devices than rows, rows go over fsdp a
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import itertools
 import math
 import os
@@ -55,8 +54,9 @@ def chosen(config: Any, devices: int) -> Any:
 def main(argv: list[str]) -> None:
     """Print the plan, or those of a search."""
     logging.set_verbosity(logging.WARNING)
-    # By name: `parallel` stands below `training`, and only this entrance looks up.
-    planning = importlib.import_module("lsm_jax.training.plan")
+    # `parallel` stands below `training`; only this command looks up.
+    from lsm_jax.training import plan as planning
+
     config = FLAGS.config
     if not FLAGS.search:
         try:
