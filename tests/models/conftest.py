@@ -17,12 +17,16 @@ VOCAB, BATCH, LENGTH = 50, 2, 10
 
 
 def pytest_generate_tests(metafunc):
-    if "method" in metafunc.fixturenames:
-        rows = [
-            pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
-            for name in mixers.METHODS
-        ]
-        metafunc.parametrize("method", rows)
+    if "method" not in metafunc.fixturenames:
+        return
+    marks = {name: () if name in FAST else pytest.mark.slow for name in mixers.METHODS}
+    if "pattern" not in metafunc.fixturenames:
+        metafunc.parametrize("method", [pytest.param(n, marks=m) for n, m in marks.items()])
+        return
+    rows = [pytest.param(name, "LN", marks=mark) for name, mark in marks.items()]
+    # Several layers of a method in a period: where layers share something, and two more.
+    rows += [pytest.param(name, "LLLN", marks=pytest.mark.slow) for name in (*FAST, "rwkv7")]
+    metafunc.parametrize(("method", "pattern"), rows)
 
 
 def small_config(method: str, pattern: str = "LLLN", **fields) -> models.ModelConfig:
@@ -68,9 +72,9 @@ def _small(method: str, pattern: str) -> Small:
     return Small(small_config(method, pattern))
 
 
-@pytest.fixture(params=["LN", pytest.param("LLLN", marks=pytest.mark.slow)])
-def small(method, request):
-    return _small(method, request.param)
+@pytest.fixture
+def small(method, pattern):
+    return _small(method, pattern)
 
 
 @pytest.fixture
