@@ -33,6 +33,8 @@ OPS = (
     "value decay",
     "delta rule",
     "gated delta rule",
+    "kda",
+    "rwkv7",
 )
 SHAPES = (
     "8x4096x16x128", "2x16384x16x128", "4x2048x16x128", "4x4096x64x128", "8x2048x32x256", "8x1024x8x64",
@@ -50,23 +52,30 @@ from fla.ops.gla import chunk_gla
 from fla.ops.rwkv6 import chunk_rwkv6
 from fla.ops.delta_rule import chunk_delta_rule
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+from fla.ops.kda import chunk_kda
+from fla.ops.rwkv7 import chunk_rwkv7
 calls = {"no decay": lambda q, k, v, g: chunk_linear_attn(q, k, v, normalize=False),
          "constant decay": lambda q, k, v, g: chunk_retention(q, k, v),
          "scalar decay": lambda q, k, v, g: chunk_simple_gla(q, k, v, g),
          "key decay": lambda q, k, v, g: chunk_gla(q, k, v, g),
          "key decay and bonus": lambda q, k, v, g, u: chunk_rwkv6(q, k, v, g, u),
          "delta rule": lambda q, k, v, b: chunk_delta_rule(q, k, v, b),
-         "gated delta rule": lambda q, k, v, b, g: chunk_gated_delta_rule(q, k, v, g, b)}
+         "gated delta rule": lambda q, k, v, b, g: chunk_gated_delta_rule(q, k, v, g, b),
+         "kda": lambda q, k, v, b, g: chunk_kda(q, k, v, g, b),
+         "rwkv7": lambda q, k, v, a, b, w: chunk_rwkv7(q, w, k, v, a, b)}
 for op, shape in json.loads(sys.argv[1]):
     if op not in calls: continue
     B, T, H, D = map(int, shape.split("x"))
     x = [torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-    g = torch.nn.functional.logsigmoid(torch.randn(B, T, H, *[D] * ("key" in op), device="cuda") + 3)
+    g = torch.nn.functional.logsigmoid(torch.randn(B, T, H, *[D] * ("key" in op or op == "kda"), device="cuda") + 3)
     inputs = [*x[:3], g]
     if "bonus" in op: inputs[3:] = [g.bfloat16(), torch.randn(H, D, device="cuda", dtype=torch.bfloat16)]
-    if "delta" in op:
+    if op == "rwkv7":
+        a = -torch.nn.functional.normalize(x[1].float(), dim=-1).bfloat16()
+        inputs[3:] = [a, -a * torch.rand_like(a), -0.6 * torch.rand_like(a)]
+    if "delta" in op or op == "kda":
         inputs[1] = torch.nn.functional.normalize(x[1].float(), dim=-1).bfloat16()
-        inputs[3:] = [torch.rand(B, T, H, device="cuda", dtype=torch.bfloat16), *inputs[3:] * ("gated" in op)]
+        inputs[3:] = [torch.rand(B, T, H, device="cuda", dtype=torch.bfloat16), *inputs[3:] * (op != "delta rule")]
     for t in inputs: t.requires_grad_(True)
     def forward(): return calls[op](*inputs)[0]
     def both():
@@ -82,10 +91,16 @@ def make_inputs(op: str, shape: str) -> tuple[jax.Array, ...]:
     batch, length, heads, dim = map(int, shape.split("x"))
     keys = jax.random.split(jax.random.key(0), 6)
     q, k, v, do = (jax.random.normal(key, (batch, length, heads, dim), jnp.bfloat16) for key in keys[:4])  # fmt: skip
+    unit = (k / jnp.linalg.norm(k.astype(jnp.float32), axis=-1, keepdims=True)).astype(k.dtype)
+    if op == "kda":
+        beta = jax.nn.sigmoid(jax.random.normal(keys[4], q.shape[:3]))
+        return q, unit, v, do, beta, jax.nn.log_sigmoid(jax.random.normal(keys[5], q.shape) + 3)
+    if op == "rwkv7":
+        share, decay = jax.random.uniform(keys[4], (2, *q.shape))
+        return q, k, v, do, -unit, unit * share.astype(k.dtype), -0.6 * decay
     if "delta" in op:
-        k = (k / jnp.linalg.norm(k.astype(jnp.float32), axis=-1, keepdims=True)).astype(k.dtype)
         beta, decay = jax.nn.sigmoid(jax.random.normal(keys[4], (2, batch, length, heads)))
-        return q, k, v, do, beta, *[jnp.log(0.9 + 0.1 * decay)] * ("gated" in op)
+        return q, unit, v, do, beta, *[jnp.log(0.9 + 0.1 * decay)] * ("gated" in op)
     if any(kind in op for kind in ("scalar", "key", "value")):
         size = (batch, length, heads) if "scalar" in op else q.shape
         decay = jax.nn.log_sigmoid(jax.random.normal(keys[4], size) + 3)
@@ -95,7 +110,9 @@ def make_inputs(op: str, shape: str) -> tuple[jax.Array, ...]:
 
 
 def ours(op: str, implementation: str):
-    if "delta" in op:
+    if op == "rwkv7":
+        return lambda *inputs: ops.dplr_memory(*inputs, implementation=implementation)[0]
+    if "delta" in op or op == "kda":
         return lambda *inputs: ops.delta_memory(*inputs, implementation=implementation)[0]
 
     def call(q, k, v, *decay):
@@ -116,6 +133,7 @@ def jla(op: str):
         "key decay": ("gla", "g"),
         "delta rule": ("deltanet", "beta"),
         "gated delta rule": ("gated_deltanet", "beta", "g"),
+        "kda": ("kda", "beta", "g"),
     }.get(op, (None,))
     if kind is None:
         return None

@@ -1,4 +1,4 @@
-"""Where `delta_memory` runs as a fused kernel, and why it does not elsewhere."""
+"""Where `delta_memory` and `dplr_memory` run as fused kernels, and why they do not elsewhere."""
 
 from __future__ import annotations
 
@@ -9,35 +9,64 @@ from lsm_jax.ops import linear_kernels
 from lsm_jax.ops.segments import finish_output, read_tokens, select
 from lsm_jax.ops.states import DeltaState
 
-KERNEL = linear_kernels.AUTOMATIC
+KERNELS, AUTOMATIC = linear_kernels.KERNELS, linear_kernels.AUTOMATIC
 
 
-def why_not(form: str, q, k, v, log_decay, memory) -> str | None:
-    """What the kernel takes in place of this call, or None. The platform is not asked: lowering decides that."""
-    why = linear_kernels.why_no_kernel(KERNEL, form, q, k, v, memory)
+def why_not(implementation: str, form: str, q, k, v, log_decay, memory) -> str | None:
+    """What one of `KERNELS` takes in place of this call, or None. The platform is not asked: lowering decides that."""
+    why = linear_kernels.why_no_kernel(implementation, form, q, k, v, memory)
     if why is not None:
         return why
-    if jnp.ndim(log_decay) == 4:
-        return "log_decay [G] or [B, T, G], not [B, T, G, K]"
     # Imported where it may serve: elsewhere the backends cost nothing.
-    from pallas_kernels.delta_rule import reasons
+    from pallas_kernels.delta_rule import reason
 
-    return reasons(q, k, v, log_decay, None, memory)[KERNEL]
+    if log_decay is not None:
+        log_decay = jax.ShapeDtypeStruct(v.shape[:3] + log_decay.shape[3:], jnp.float32)
+    return reason(implementation, q, k, v, log_decay, None, memory)
 
 
 def run_kernel(
-    scale: float, q, k, v, beta, log_decay, state, segment_ids, update_mask
+    implementation: str, scale: float, q, k, v, beta, log_decay, state, segment_ids, update_mask
 ) -> tuple[jax.Array, DeltaState]:
-    """`delta_memory` as the kernel; `log_decay` is None, [G] or [B, T, G]."""
+    """`delta_memory` as the kernel that `implementation` names; `log_decay` is None, [G], [B, T, G] or [B, T, G, K]."""
     from pallas_kernels.delta_rule import delta_rule
 
     tokens = read_tokens(segment_ids, update_mask, state.segment_id, None)
     if log_decay is not None:
-        log_decay = jnp.broadcast_to(log_decay.astype(jnp.float32), v.shape[:3])
+        shape = v.shape[:3] + log_decay.shape[3:]
+        log_decay = jnp.broadcast_to(log_decay.astype(jnp.float32), shape)
         log_decay = select(tokens.written, log_decay)
     output, memory = delta_rule(
         select(tokens.real, q), select(tokens.written, k), select(tokens.written, v),
         select(tokens.written, beta.astype(jnp.float32)), log_decay,
-        initial=state.memory, run=tokens.run, scale=scale, implementation=KERNEL,
+        initial=state.memory, run=tokens.run, scale=scale, implementation=implementation,
+    )  # fmt: skip
+    return finish_output(tokens, output), DeltaState(memory, tokens.last_id)
+
+
+def why_not_dplr(form: str, q, k, v, a, b, memory) -> str | None:
+    """As `why_not`, for `dplr_memory`."""
+    why = linear_kernels.why_no_kernel(AUTOMATIC, form, q, k, v, memory)
+    if why is not None:
+        return why
+    from pallas_kernels.dplr import reasons
+
+    log_decay = jax.ShapeDtypeStruct((*v.shape[:3], k.shape[-1]), jnp.float32)
+    return reasons(q, k, v, a, b, log_decay, None, memory)[AUTOMATIC]
+
+
+def run_dplr(
+    scale: float, q, k, v, a, b, log_decay, state, segment_ids, update_mask
+) -> tuple[jax.Array, DeltaState]:
+    """`dplr_memory` as the kernel; `log_decay` is [G], [B, T, G] or [B, T, G, K]."""
+    from pallas_kernels.dplr import dplr
+
+    tokens = read_tokens(segment_ids, update_mask, state.segment_id, None)
+    log_decay = log_decay if log_decay.ndim == 4 else log_decay[..., None]
+    log_decay = jnp.broadcast_to(log_decay.astype(jnp.float32), (*v.shape[:3], k.shape[-1]))
+    k, v, a, b, log_decay = (select(tokens.written, x) for x in (k, v, a, b, log_decay))
+    output, memory = dplr(
+        select(tokens.real, q), k, v, a, b, log_decay,
+        initial=state.memory, run=tokens.run, scale=scale, implementation=AUTOMATIC,
     )  # fmt: skip
     return finish_output(tokens, output), DeltaState(memory, tokens.last_id)

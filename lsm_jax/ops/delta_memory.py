@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lsm_jax.ops import checks, chosen, delta_kernels, matrix_sequence
+from lsm_jax.ops import checks, chosen, delta_kernels, linear_kernels, matrix_sequence
 from lsm_jax.ops.decays import channel_scores, forget, halve, inverse_unit_lower, pairwise_decay
 from lsm_jax.ops.segments import Chunks, cut_into_chunks, finish_output, read_tokens, select
 from lsm_jax.ops.sequence import resume, state_axes
@@ -58,8 +58,9 @@ def delta_memory(
         update_mask: [B, T], 0 where a token must not change the memory (it still reads it).
         form: "recurrent" (token by token), "chunk" (one triangular solve a chunk, scan over chunks) or "associative"
             (associative scan over chunks).
-        implementation: None (the fused kernel where it serves: NVIDIA Hopper, bfloat16, chunk form, no decay or a scalar one, K
-            of 64, 128 or 256, V also 512, one state a row; else XLA), "xla" or "mosaic_gpu".
+        implementation: None (the fused kernel where it serves: NVIDIA Hopper, bfloat16, chunk form, K of 64, 128 or 256, V also
+            512, with a decay a key channel both 64 or 128, one state a row; else XLA), "xla", "mosaic_gpu" or, by name
+            only, "mosaic_tpu" (no one has run it on a TPU yet).
         chunk_size: tokens in a chunk of the XLA form, a power of two; None is 64.
 
     Returns:
@@ -70,7 +71,7 @@ def delta_memory(
         ValueError: shapes, heads, form, implementation or chunk size that are not accepted.
     """
     op = "delta_memory"
-    checks.check_form(op, form, implementation, (delta_kernels.KERNEL,))
+    checks.check_form(op, form, implementation, delta_kernels.KERNELS)
     batch, length, _, _, heads, key_dim, value_dim = checks.check_qkv(op, q, k, v)
     checks.check_rows(op, batch, length, segment_ids, update_mask)
     checks.check_shape(op, "beta", beta, (batch, length, heads), "B, T, G")
@@ -79,8 +80,9 @@ def delta_memory(
     dtype = checks.compute_dtype(q, k, v, beta, log_decay)
     empty = functools.partial(delta_state, batch, heads, key_dim, value_dim, dtype=dtype)
     state = checks.state_or_empty(op, initial_state, empty, segment_ids)
-    why = delta_kernels.why_not(form, q, k, v, log_decay, state.memory)
-    fused = chosen.choose(op, form, implementation, delta_kernels.KERNEL, why)
+    kernel = linear_kernels.AUTOMATIC if implementation in (None, "xla") else implementation
+    why = delta_kernels.why_not(kernel, form, q, k, v, log_decay, state.memory)
+    fused = chosen.choose(op, form, implementation, kernel, why)
 
     constant = log_decay is not None and jnp.ndim(log_decay) == 1
     batched = dict(
@@ -98,6 +100,7 @@ def delta_memory(
         scale=checks.scale_or_default(op, scale, key_dim),
         form=form,
         fused=fused,
+        kernel=kernel,
         size=size,
         dtype=dtype,
         precision=checks.matmul_precision(q, k, v),
@@ -124,6 +127,7 @@ class _Options(NamedTuple):
     dtype: Any
     precision: jax.lax.Precision
     fused: chosen.Fused = "never"
+    kernel: str = ""
 
 
 class _Inputs(NamedTuple):
@@ -148,7 +152,7 @@ def _delta_memory(options, **arrays):
         given = {name: x for name, x in arrays.items() if name != "constant_log_decay"}
         if constant is not None:
             given["log_decay"] = constant
-        return delta_kernels.run_kernel(options.scale, **given)
+        return delta_kernels.run_kernel(options.kernel, options.scale, **given)
 
     if options.fused == "always":
         return kernel(arrays)

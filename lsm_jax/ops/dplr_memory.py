@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lsm_jax.ops import checks, chosen, matrix_sequence
+from lsm_jax.ops import checks, chosen, delta_kernels, matrix_sequence
 from lsm_jax.ops.decays import Halving, channel_scores, forget, halve, inverse_unit_lower
 from lsm_jax.ops.segments import Chunks, cut_into_chunks, finish_output, read_tokens, select
 from lsm_jax.ops.sequence import resume, state_axes
@@ -63,17 +63,19 @@ def dplr_memory(
         update_mask: [B, T], 0 where a token must not change the memory (it still reads it).
         form: "recurrent" (token by token), "chunk" (one triangular solve a chunk, scan over chunks) or "associative"
             (associative scan over chunks).
-        implementation: None or "xla".
-        chunk_size: tokens in a chunk, a power of two; None is 64.
+        implementation: None (the fused kernel where it serves: NVIDIA Hopper, bfloat16, chunk form, K and V of 64 or 128, one
+            state a row; else XLA), "xla" or "mosaic_gpu".
+        chunk_size: tokens in a chunk of the XLA form, a power of two; None is 64.
 
     Returns:
         The output in v's dtype, and the final state in float32 (float64 if an input is).
 
     Raises:
+        NotImplementedError: the kernel asked for by name does not serve the call; the message says why.
         ValueError: shapes, heads, form, implementation or chunk size that are not accepted.
     """
     op = "dplr_memory"
-    checks.check_form(op, form, implementation)
+    checks.check_form(op, form, implementation, (delta_kernels.AUTOMATIC,))
     batch, length, _, _, heads, key_dim, value_dim = checks.check_qkv(op, q, k, v)
     checks.check_rows(op, batch, length, segment_ids, update_mask)
     for name, array in (("a", a), ("b", b)):
@@ -84,10 +86,11 @@ def dplr_memory(
             )
     checks.check_log_decay(op, log_decay, (batch, length, heads, key_dim))
     size = checks.check_chunk_size(op, chunk_size, length)
-    chosen.note(op, f"xla, {form} form (no fused kernel in this version)")
     dtype = checks.compute_dtype(q, k, v, a, b, log_decay)
     empty = functools.partial(delta_state, batch, heads, key_dim, value_dim, dtype=dtype)
     state = checks.state_or_empty(op, initial_state, empty, segment_ids)
+    why = delta_kernels.why_not_dplr(form, q, k, v, a, b, state.memory)
+    fused = chosen.choose(op, form, implementation, delta_kernels.AUTOMATIC, why)
 
     if log_decay is None:
         log_decay = jnp.zeros(heads, dtype)
@@ -107,6 +110,7 @@ def dplr_memory(
     options = _Options(
         scale=checks.scale_or_default(op, scale, key_dim),
         form=form,
+        fused=fused,
         size=size,
         dtype=dtype,
         precision=checks.matmul_precision(q, k, v),
@@ -121,7 +125,8 @@ def dplr_memory(
 
 def _in_sequence(axis, function, options, **arguments):
     """The op on one of the devices that share a row."""
-    update = matrix_sequence.update_of(options._replace(form="chunk"), function, arguments)
+    in_chunks = options._replace(form="chunk", fused="never")
+    update = matrix_sequence.update_of(in_chunks, _by_xla, arguments)
     return resume(axis, function, (options,), arguments, update, matrix_sequence.advance)
 
 
@@ -131,6 +136,7 @@ class _Options(NamedTuple):
     size: int
     dtype: Any
     precision: jax.lax.Precision
+    fused: chosen.Fused = "never"
 
 
 class _Inputs(NamedTuple):
@@ -146,9 +152,24 @@ class _Inputs(NamedTuple):
 
 # Compiled as a whole also when called outside `jax.jit`, as in a notebook.
 @functools.partial(jax.jit, static_argnums=0)
-def _dplr_memory(
-    options, q, k, v, a, b, log_decay, state, segment_ids, update_mask, constant_log_decay
-):
+def _dplr_memory(options, **arrays):
+    if options.fused == "never":
+        return _by_xla(options, **arrays)
+
+    def kernel(arrays):
+        constant = arrays["constant_log_decay"]
+        given = {name: x for name, x in arrays.items() if name != "constant_log_decay"}
+        if constant is not None:
+            given["log_decay"] = constant
+        return delta_kernels.run_dplr(options.scale, **given)
+
+    if options.fused == "always":
+        return kernel(arrays)
+    xla = lambda arrays: _by_xla(options, **arrays)  # noqa: E731
+    return jax.lax.platform_dependent(arrays, cuda=kernel, default=xla)
+
+
+def _by_xla(options, q, k, v, a, b, log_decay, state, segment_ids, update_mask, constant_log_decay):
     batch, length, heads, _ = v.shape
     dtype = options.dtype
     num_segments = state.memory.shape[1] if state.memory.ndim == 5 else None

@@ -22,13 +22,14 @@ _BLOCK = 64  # columns of the memory that a warpgroup holds
 _DEEP = 128  # rows beyond which it is in pieces
 _STAGES = 3  # chunks on their way or in use, where there is room
 _ROOM = 226 * 1024  # bytes of shared memory, of 227
+_DEPTHS = ("q", "k", "written", "reach")  # what of a token is as long as a key
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 _SQUARE = (CHUNK, CHUNK)
 
 
 def sweep(
     q, k, v, prepared: Prepared, initial, *, heads: int, scale: float, save: bool = False,
-    interpret: Any = False,
+    written=None, keep=None, interpret: Any = False,
 ):  # fmt: skip
     """With time, from S to S'.
 
@@ -41,6 +42,8 @@ def sweep(
         heads: of the output; a multiple of those of q, k and v.
         scale: of q.
         save: also return x and the memories before each chunk.
+        written: [B, T, *, K], what writes if it is not k; q and k then hold their decays, and `prepared` has none.
+        keep: [B, heads, N * K] float32, what the key channels keep of S over a chunk, with `written`.
         interpret: parameters of the interpreter, or False.
 
     Returns:
@@ -48,6 +51,7 @@ def sweep(
         `save`, and the last memory.
     """
     given = dict(q=q, k=k, v=v, inverse=prepared.inverse, rows=prepared.rows)
+    given |= dict(written=written, keep=keep)
     if q is not None:
         given |= dict(scores=prepared.scores)
     tokens = jax.ShapeDtypeStruct((*v.shape[:2], heads, v.shape[-1]), _BF16)
@@ -82,21 +86,22 @@ def sweep(
                 plgpu.wgmma(out, writes, chunk["scores"].transpose((1, 0)))
                 plgpu.wgmma(out, rest, chunk["scores"].transpose((1, 0)))
             for keys, piece in _pieces(sums[: len(S)]):
-                plgpu.wgmma(piece, leaving, chunk["k"].at[:, keys])
+                plgpu.wgmma(piece, leaving, _written(chunk).at[:, keys])
 
         store(S)
-        found = wg.accumulate(near, *(x * _keep(chunk) for x in S), *read, interpret=interpret)
+        found = wg.accumulate(near, *_kept(chunk, S), *read, interpret=interpret)
         put(*found[len(S) :], *([missing] if save else []))
         return tuple(found[: len(S)])
 
-    return _walk(
+    return walk(
         step, given, initial, tokens, outs, save=save, heads=heads, reverse=False, interpret=interpret
     )  # fmt: skip
 
 
 def reverse(
-    q, k, d_out, prepared: Prepared, d_final, *, heads: int, scale: float, interpret: Any = False
-):
+    q, k, d_out, prepared: Prepared, d_final, *, heads: int, scale: float, written=None, keep=None,
+    interpret: Any = False,
+):  # fmt: skip
     """Against time, from the gradient of the memory after the last chunk.
 
     Args:
@@ -107,13 +112,15 @@ def reverse(
         d_final: [B, heads, K, V] float32.
         heads: of d_out; a multiple of those of q and k.
         scale: of q.
+        written: as in `sweep`.
+        keep: as in `sweep`.
         interpret: parameters of the interpreter, or False.
 
     Returns:
         dv [B, T, heads, V], the turned gradients of the memories after each chunk [B, heads, N, V, K] bfloat16, and that of
         the memory before the first.
     """
-    given = dict(q=q, k=k, v=d_out, **prepared._asdict())
+    given = dict(q=q, k=k, v=d_out, **prepared._asdict(), written=written, keep=keep)
 
     def step(chunk, S, left, hold, store, put):
         turned = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT)
@@ -122,7 +129,7 @@ def reverse(
         for keys, after in hold(S):
 
             def products(later, near, after=after, keys=keys):
-                plgpu.wgmma(later, after, chunk["k"].at[:, keys].transpose((1, 0)))
+                plgpu.wgmma(later, after, _written(chunk).at[:, keys].transpose((1, 0)))
                 if keys.start == 0:
                     plgpu.wgmma(near, given, chunk["scores"])
 
@@ -142,12 +149,12 @@ def reverse(
                 plgpu.wgmma(piece, erased, chunk["k"].at[:, keys])
 
         store(S)
-        S = wg.accumulate(entering, *(x * _keep(chunk) for x in S), interpret=interpret)
+        S = wg.accumulate(entering, *_kept(chunk, S), interpret=interpret)
         put(dv)
         return tuple(S)
 
     tokens = jax.ShapeDtypeStruct(d_out.shape, _BF16)
-    return _walk(
+    return walk(
         step, given, d_final, tokens, ["dv"], save=True, heads=heads, reverse=True, interpret=interpret
     )  # fmt: skip
 
@@ -165,18 +172,28 @@ def _columns(chunk, name):
     return wg.spread_columns(vector, _SQUARE)
 
 
-def _keep(chunk):
-    return chunk["enter"][CHUNK - 1] if "enter" in chunk else 1.0
+def _written(chunk):
+    return chunk["written"] if "written" in chunk else chunk["k"]
 
 
-def _walk(step, given, initial, tokens, outs, *, save, heads, reverse, interpret):
+def _kept(chunk, S):
+    """What is left of the pieces of S after the chunk."""
+    if "keep" not in chunk:
+        keep = chunk["enter"][CHUNK - 1] if "enter" in chunk else 1.0
+        return [x * keep for x in S]
+    vectors = (plgpu.load(chunk["keep"].at[keys], layout=wg.LAYOUT.reduce(0)) for keys, _ in _pieces(S))  # fmt: skip
+    return [x * wg.spread_columns(keep, x.shape) for keep, x in zip(vectors, S, strict=True)]
+
+
+def walk(step, given, initial, tokens, outs, *, save, heads, reverse, interpret):
     """Carry a memory over all chunks.
 
     Args:
         step: (chunk: references by name, pieces of S, rooms for left operands, hold, store, put) -> pieces of S. `hold` gives what it
             was given as left operands, one after the other, with their keys; it calls `store` when it is done with them, and `put`
             at the end with the outputs, turned.
-        given: [B, T, *, D] named q, k and v, or None, and fields of `Prepared`.
+        given: by name, or None: [B, T, *, D] q, k, v, written and reach, [B, heads, N * K] keep, [B, heads, T * n] rows, and any
+            others [B, heads, T, C].
         initial: [B, heads, K, V] float32.
         tokens: the shape of an output by token.
         outs: the outputs' names.
@@ -191,7 +208,7 @@ def _walk(step, given, initial, tokens, outs, *, save, heads, reverse, interpret
     named = {name: x for name, x in given.items() if x is not None}
     batch, length, _, width = tokens.shape
     depth, count = initial.shape[2], length // CHUNK
-    row_count = given["rows"].shape[2] // length
+    row_count = named["rows"].shape[2] // length if "rows" in named else 0
     blocks = width // _BLOCK
     struct = jax.ShapeDtypeStruct
     out_type: dict[str, Any] = {name: tokens for name in outs}
@@ -206,7 +223,8 @@ def _walk(step, given, initial, tokens, outs, *, save, heads, reverse, interpret
     room_count = 2 if through else len(outs)
 
     def count_stages(groups):
-        sizes = dict(q=depth, k=depth, v=groups * _BLOCK, inverse=CHUNK, scores=CHUNK, rows=8)
+        sizes = dict.fromkeys(named, CHUNK) | dict.fromkeys(_DEPTHS, depth)
+        sizes |= dict(v=groups * _BLOCK, rows=8, keep=8)
         chunk_bytes = sum(
             2 * CHUNK * sizes[name] for name in named
         )  # vectors stand 1024 bytes apart
@@ -290,7 +308,7 @@ def _walk(step, given, initial, tokens, outs, *, save, heads, reverse, interpret
 
             sources, specs = [], []
             for name, x in named.items():
-                if name in ("q", "k", "v"):
+                if name in ("v", *_DEPTHS):
                     source = refs[name].at[b, :, lax.div(h * x.shape[2], heads)]
                     if name == "v":
                         source = source.at[:, shared]
@@ -298,7 +316,8 @@ def _walk(step, given, initial, tokens, outs, *, save, heads, reverse, interpret
                     block = (CHUNK, groups * _BLOCK if name == "v" else depth)
                 else:
                     sources.append(refs[name].at[b, h])
-                    block = (row_count * CHUNK,) if name == "rows" else _SQUARE
+                    vectors = dict(rows=row_count * CHUNK, keep=depth)
+                    block = (vectors[name],) if name in vectors else _SQUARE
                 rest = (0,) * (len(block) - 1)
                 specs.append(
                     plgpu.BlockSpec(

@@ -114,8 +114,19 @@ class Halving:
     def factor(self, level):
         """`tiles_channels.factor`; `level` is the logarithm of its blocks' rows."""
         half = lax.shift_left(1, level)
-        span = tiles.spans(self.i, self.j, half, (self.i & half) > 0, self._exclusive)
-        return jnp.exp2(self.sums(span, fixed=False))
+        # `tiles.spans` as an interval of columns, which takes half the instructions.
+        i, start = self.i, self.i & -half
+        later = (i & half) > 0
+        first = jnp.where(later, start, i + 1)
+        last = jnp.where(later, i - 1 if self._exclusive else i, start + (half - 1))
+        return jnp.exp2(self.sums((self.j >= first) & (self.j <= last), fixed=False))
+
+    def first_factor(self):
+        """`factor(0)`, of the tile last split: of later rows their own decay, if that."""
+        if self._exclusive:
+            return 1.0
+        own = load(self._parts[0]).astype(_F32) + load(self._parts[1]).astype(_F32)
+        return jnp.exp2(own * self.later(0))
 
     def border(self, later: bool):
         """What is left of the memory at each row (`later`), or of each row at the chunk's end."""
@@ -133,11 +144,15 @@ class Halving:
 
     def operand(self, level, of_later, of_earlier, factor):
         """The level's tile in shared memory: rows of the later blocks from one tile, of the others from the other, decayed."""
-        later = self.later(level).astype(of_later.dtype)
-        x = of_later * later + of_earlier * (1 - later)  # quicker than to select
+        x = self.blend(level, of_later, of_earlier)
         self._room[...] = (x.astype(_F32) * factor).astype(self._room.dtype)
         plgpu.commit_smem()
         return self._room
+
+    def blend(self, level, of_later, of_earlier):
+        """Rows of the later blocks from one tile, of the others from the other."""
+        later = self.later(level).astype(of_later.dtype)
+        return of_later * later + of_earlier * (1 - later)  # quicker than to select
 
 
 def load(ref):

@@ -290,11 +290,7 @@ class _Layout:
             rows = jnp.pad(rows, [(0, 0), (0, 0), (0, self.plan.rows - rows.shape[2]), (0, 0)])
             given["log_decay"] = (rows, self.decays())
         if run is not None:
-            last = run.reshape(self.batch, -1, CHUNK)[:, :, -1]
-            before = jnp.pad(last[:, :-1], [(0, 0), (1, 0)])
-            before, last = (jnp.repeat(x, CHUNK, axis=1) for x in (before, last))
-            rows = jnp.stack([run, run == before, run == last], axis=1).astype(jnp.float32)
-            rows = jnp.pad(rows, [(0, 0), (0, 5), (0, 0)])
+            rows = run_rows(run)
             spec = pl.BlockSpec((None, 8, CHUNK), lambda b, j, n: (b, 0, self._at(n)))
             given["runs"] = (rows, (jax.ShapeDtypeStruct(rows.shape, rows.dtype), spec))
         return given
@@ -419,6 +415,15 @@ def _plan(q, k, v) -> _Plan | None:
     if count * max(key_dim, value_dim) > _WIDEST:
         return None
     return planned(True, count, count, heads // count)
+
+
+def run_rows(run) -> jax.Array:
+    """[B, 8, T] float32 of runs [B, T], as `tiles.read_chunk` takes a chunk's part of it."""
+    last = run.reshape(len(run), -1, CHUNK)[:, :, -1]
+    before = jnp.pad(last[:, :-1], [(0, 0), (1, 0)])
+    before, last = (jnp.repeat(x, CHUNK, axis=1) for x in (before, last))
+    rows = jnp.stack([run, run == before, run == last], axis=1).astype(jnp.float32)
+    return jnp.pad(rows, [(0, 0), (0, 5), (0, 0)])
 
 
 def _repeat(x, heads: int, axis: int):

@@ -28,8 +28,9 @@ def make(
     if alike:  # as near to each other as keys of a trained model come
         k = k + 2 * normal(1, 1, key_heads, key_dim)
     k /= jnp.linalg.norm(k, axis=-1, keepdims=True)
-    log_decay = jax.nn.log_sigmoid(normal(BATCH, length, memories) + 2)
-    if decay == "strong":
+    channels = (key_dim,) if "channel" in str(decay) else ()
+    log_decay = jax.nn.log_sigmoid(normal(BATCH, length, memories, *channels) + 2)
+    if "strong" in str(decay):
         log_decay = jnp.asarray(rng.choice([0.0, -1e-3, -30.0], size=log_decay.shape), jnp.float32)
     starts = jnp.isin(jnp.arange(length), jnp.array([30, 31, 64, 150]))
     run = jnp.broadcast_to(jnp.cumsum(starts, dtype=jnp.int32), (BATCH, length))
@@ -69,6 +70,9 @@ CASES = {
     "deep": dict(dims=(128, 1, 1, 1, 256, 64), documents=True, decay=True),
     "wide": dict(dims=(65, 1, 1, 1, 64, 512), documents=False, decay=True),
     "alike": dict(dims=(128, 1, 1, 1, 64, 64), documents=False, decay=False, alike=True),
+    "channel": dict(dims=(128, 1, 1, 1, 64, 64), documents=True, decay="channel"),
+    "channel-queries-share": dict(dims=(100, 2, 1, 1, 128, 64), documents=True, decay="channel"),
+    "channel-strong": dict(dims=(128, 1, 1, 2, 64, 128), documents=False, decay="strong channel"),
 }
 FAST = ("decay",)
 
@@ -98,20 +102,29 @@ def test_equals_the_recurrence_in_value_and_every_gradient(name):
 
 
 @pytest.mark.slow
-def test_causal_to_the_bit():
-    inputs = make(128, 1, 1, 1, 64, 64, documents=False, decay=True)
+@pytest.mark.parametrize("decay", [True, "channel"])
+def test_causal_to_the_bit(decay):
+    inputs = make(128, 1, 1, 1, 64, 64, documents=False, decay=decay)
     changed = dict(inputs)
     for name in ("q", "k", "v", "beta", "log_decay"):
         changed[name] = inputs[name].at[:, 77:].multiply(0.5)
     np.testing.assert_array_equal(fused(**inputs)[0][:, :77], fused(**changed)[0][:, :77])
 
 
-@pytest.mark.parametrize("width", [pytest.param(64, marks=pytest.mark.slow), 128])
-def test_lowers_for_the_card(width):
+@pytest.mark.parametrize(
+    "width, channels",
+    [
+        *(pytest.param(64, x, marks=pytest.mark.slow) for x in (False, True)),
+        (128, False),
+        (128, True),
+    ],
+)
+def test_lowers_for_the_card(width, channels):
     struct = jax.ShapeDtypeStruct
     wide, narrow = struct((2, 4090, 4, width), jnp.bfloat16), struct((2, 4090, 4), jnp.float32)
+    decay = struct(wide.shape, jnp.float32) if channels else narrow
     shapes = (
-        wide, wide, wide, narrow, narrow, struct((2, 4, width, width), jnp.float32),
+        wide, wide, wide, narrow, decay, struct((2, 4, width, width), jnp.float32),
         struct((2, 4090), jnp.int32),
     )  # fmt: skip
 
@@ -127,8 +140,8 @@ def test_lowers_for_the_card(width):
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         text = jax.jit(step).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-    # Two forward; three backward: the memories again, against time, and the rest.
-    assert text.count("custom_call @mosaic_gpu") == 5
+    # Two or, with channels, three forward; three backward: the memories again, against time, and the rest.
+    assert text.count("custom_call @mosaic_gpu") == 5 + channels
 
 
 def test_says_why_it_does_not_serve():
@@ -137,6 +150,8 @@ def test_says_why_it_does_not_serve():
     assert reasons(**shapes)["mosaic_gpu"] is None
     wide = make(64, 1, 1, 1, 512, 64, documents=False, decay=False)
     assert "K of 64, 128 or 256, not 512" in reasons(**{n: wide[n] for n in shapes})["mosaic_gpu"]
+    deep = make(64, 1, 1, 1, 256, 64, documents=False, decay="channel")
+    assert "K of 64 or 128, not 256" in reasons(**{n: deep[n] for n in shapes})["mosaic_gpu"]
     inputs["q"] = inputs["q"].astype(jnp.float32)
     with pytest.raises(NotImplementedError, match="'mosaic_gpu' takes q in bfloat16, not float32"):
         delta_rule(**inputs, scale=SCALE)

@@ -36,6 +36,12 @@ CONFIGURATIONS = [
     ((2, 2, 2), 64, 64, 4096, False, "delta, constant"),
     ((1, 1, 2), 256, 512, 300, True, "delta, token"),
     ((2, 1, 1), 256, 256, 640, False, "delta"),
+    ((4, 2, 2), 64, 128, 1100, True, "delta, channel"),
+    ((2, 2, 4), 128, 64, 500, True, "delta, strong channel"),
+    ((2, 2, 2), 128, 128, 2048, False, "delta, channel"),
+    ((4, 2, 2), 64, 128, 1100, True, "dplr, channel"),
+    ((2, 2, 4), 128, 64, 500, True, "dplr, strong channel"),
+    ((2, 2, 2), 64, 64, 2048, False, "dplr, token"),
 ]
 
 
@@ -53,7 +59,13 @@ def test_equals_the_recurrence(configuration):
         normal(2, length, key_heads, key_dim),
         normal(2, length, memories, value_dim),
     ]
-    delta = "delta" in str(decay)
+    delta, dplr = "delta" in str(decay), "dplr" in str(decay)
+    if dplr:
+        k = inputs[1].astype(jnp.float32)
+        removed = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
+        share = jax.nn.sigmoid(normal(*k.shape, dtype=jnp.float32))
+        inputs += [-removed.astype(jnp.bfloat16), (removed * share).astype(jnp.bfloat16)]
+        decay = decay.removeprefix("dplr, ")
     if delta:
         k = inputs[1].astype(jnp.float32)
         inputs[1] = (k / jnp.linalg.norm(k, axis=-1, keepdims=True)).astype(jnp.bfloat16)
@@ -72,12 +84,13 @@ def test_equals_the_recurrence(configuration):
     mask = jnp.asarray(rng.random((2, length)) < 0.9) if documents else None
 
     def run(implementation, form, memory, q, k, v, *rest):
-        empty: Any = ops.delta_state if delta else ops.linear_state
+        empty: Any = ops.delta_state if delta or dplr else ops.linear_state
         state = empty(2, memories, key_dim, value_dim)
         state = state._replace(memory=memory, segment_id=jnp.ones(2, jnp.int32))
         call: Any
-        if delta:
-            call = functools.partial(ops.delta_memory, q, k, v, *rest)
+        if delta or dplr:
+            op = ops.delta_memory if delta else ops.dplr_memory
+            call = functools.partial(op, q, k, v, *rest)
         else:
             given, bonus = (*rest, None, None)[:2]
             name = "value_log_decay" if "value" in str(decay) else "log_decay"
@@ -108,11 +121,13 @@ def test_equals_the_recurrence(configuration):
         assert error(got, want) < 1e-2
 
 
-@pytest.mark.parametrize("op", [ops.linear_memory, ops.delta_memory])
+@pytest.mark.parametrize("op", [ops.linear_memory, ops.delta_memory, ops.dplr_memory])
 def test_none_picks_the_kernel_and_changes_nothing_else(op):
     inputs = [jnp.ones((1, 128, 2, 64), jnp.bfloat16)] * 3
     if op is ops.delta_memory:
         inputs.append(jnp.ones((1, 128, 2)))
+    if op is ops.dplr_memory:
+        inputs += inputs[:2]
     text = jax.jit(lambda *x: op(*x)[0]).lower(*inputs).as_text()
     assert "mosaic_gpu" in text
     text = jax.jit(lambda *x: op(*x, implementation="xla")[0]).lower(*inputs)

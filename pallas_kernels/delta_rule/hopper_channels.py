@@ -1,0 +1,90 @@
+"""The delta rule whose decay has a value for every key channel (KDA), on Mosaic GPU (Hopper), of chunks of 64 tokens.
+
+As in `hopper`, with what the decay does to queries and keys done before the walks (`hopper_resolve`), so that these need no decay
+but what each channel of the memory keeps over a chunk:
+
+    x = X (v - erase S)        O = read S + P (beta ⊙ x)        S' = keep S + writtenᵀ (beta ⊙ x)
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.delta_rule.hopper_channels_finish import finish
+from pallas_kernels.delta_rule.hopper_prepare import CHUNK, Prepared
+from pallas_kernels.delta_rule.hopper_resolve import Resolved, resolve, solve
+from pallas_kernels.delta_rule.hopper_sweeps import reverse, sweep
+from pallas_kernels.linear_attention import hopper as linear
+from pallas_kernels.linear_attention import hopper_channels as linear_channels
+
+__all__ = ["CHUNK", "Residuals", "backward", "forward", "reason"]
+
+# In place of a beta of 0 where gradients are made: that of beta is x · dv / beta. It is far below what any sum notices.
+_LEAST = 1e-20
+_F32 = jnp.float32
+
+reason = linear_channels.reason
+
+
+class Residuals(NamedTuple):
+    """What `forward` leaves for `backward`, some four arrays of the size of q; `resolved` without N."""
+
+    resolved: Resolved
+    prepared: Prepared
+
+
+def forward(
+    q, k, v, beta, log_decay, run, initial, *, scale: float, interpret: Any = False
+) -> tuple[jax.Array, jax.Array, Residuals]:
+    """The output [B, T, max(H, G), V], the final memory [B, G, K, V] and the residuals. T is a multiple of `CHUNK`."""
+    memories = v.shape[2]
+    heads = max(q.shape[2], memories)
+    documents = linear_channels._documents(run, 1)
+    resolved = resolve(q, k, log_decay, documents, heads=heads, scale=scale, interpret=interpret)
+    rows = jnp.repeat(jnp.swapaxes(beta, 1, 2), heads // memories, axis=1)
+    inverse = solve(resolved.upper, jnp.maximum(rows, _LEAST), interpret=interpret)
+    prepared = Prepared(inverse, resolved.scores, rows)
+    # Several heads that read one memory each carry it along.
+    initial = jnp.repeat(initial, heads // memories, axis=1)
+    output, final = sweep(
+        resolved.read, resolved.erase, v, prepared, initial, heads=heads, scale=1.0,
+        written=resolved.written, keep=resolved.keep, interpret=interpret,
+    )  # fmt: skip
+    residuals = Residuals(resolved._replace(upper=None), prepared)
+    return output, final[:, :: heads // memories], residuals
+
+
+def backward(
+    q, k, v, beta, log_decay, run, initial, residuals: Residuals, d_output, d_final, *,
+    scale: float, decay_gradient: bool = True, interpret: Any = False,
+):  # fmt: skip
+    """Gradients of q, k, v, beta, log_decay and initial."""
+    del beta, decay_gradient
+    memories, heads = v.shape[2], d_output.shape[2]
+    (resolved, prepared), share = residuals, linear._share
+    options: dict[str, Any] = dict(
+        heads=heads, written=resolved.written, keep=resolved.keep, interpret=interpret
+    )
+    initial = jnp.repeat(initial, heads // memories, axis=1)
+    missing, states, _ = sweep(
+        None, resolved.erase, v, prepared, initial, scale=1.0, save=True, **options
+    )
+    # Of several heads that carry one memory, the first hands on the gradient from outside.
+    first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
+    d_final = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
+    prepared = prepared._replace(rows=jnp.maximum(prepared.rows, _LEAST))
+    dv, d_states, d_initial = reverse(
+        resolved.read, resolved.erase, d_output, prepared, d_final, scale=1.0, **options
+    )
+    dq, dk, d_decay, d_beta = finish(
+        q, k, log_decay, prepared.rows, missing, d_output, dv, states, d_states, resolved.keep,
+        linear_channels._documents(run, 1), scale=scale, interpret=interpret,
+    )  # fmt: skip
+    return (
+        share(dq, q.shape[2]), share(dk, k.shape[2]), share(dv, memories),
+        share(jnp.swapaxes(d_beta, 1, 2), memories), share(d_decay, memories),
+        share(d_initial, memories, axis=1),
+    )  # fmt: skip

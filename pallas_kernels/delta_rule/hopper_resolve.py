@@ -1,0 +1,255 @@
+"""What a chunk of the delta rule whose decay has a value for every key channel does before any memory is known, on Mosaic GPU (Hopper).
+
+`resolve` makes the chunk's products of queries and of keys with keys, by halving (see `linear_attention.tiles_channels`), and its
+queries and keys with their decay to the chunk's borders. On a level the rows of later blocks times those of earlier ones are
+the scores of queries below the diagonal; the rows of earlier blocks times those of later ones, both of keys, are the transpose of
+the system above it: one tile and one product serve both. `solve` inverts the transposed systems.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import warpgroups as wg
+from pallas_kernels.compat import pl, plgpu
+from pallas_kernels.delta_rule import tiles
+from pallas_kernels.linear_attention.hopper_halving import (
+    BLOCK,
+    CHUNK,
+    LEVELS,
+    PARAMETERS,
+    SQUARE,
+    Documents,
+    Halving,
+    by_row,
+    left_operand,
+    load,
+    same_document,
+)
+
+_F32, _BF16 = jnp.float32, jnp.bfloat16
+
+
+class Resolved(NamedTuple):
+    """Every chunk, for h heads; `tiles` has the names.
+
+    Attributes:
+        upper: [B, h, T, C] float32, the transpose of N a chunk.
+        scores: [B, h, T, C], P a chunk.
+        read: [B, T, h, K], scale q e^b.
+        erase: [B, T, h, K], k e^b.
+        written: [B, T, h, K], k e^(b_C - b).
+        keep: [B, h, N * K] float32, e^(b_C).
+    """
+
+    upper: jax.Array | None
+    scores: jax.Array
+    read: jax.Array
+    erase: jax.Array
+    written: jax.Array
+    keep: jax.Array
+
+
+def resolve(
+    q,
+    k,
+    log_decay,
+    documents: Documents | None,
+    *,
+    heads: int,
+    scale: float,
+    interpret: Any = False,
+) -> Resolved:
+    """The kernel, over all chunks, for `heads` heads, a multiple of those of q, k and log_decay [B, T, *, K]."""
+    batch, length, _, depth = k.shape
+    count, groups = length // CHUNK, depth // BLOCK
+    total = batch * count * heads
+    # As many warpgroups as leave each thread 128 registers.
+    items = next(n for n in (4 // groups, 2 // groups, 1) if n and total % n == 0)
+    named = dict(q=q, k=k, g=log_decay) | ({} if documents is None else documents._asdict())
+    struct = jax.ShapeDtypeStruct
+    square = (batch, heads, length, CHUNK)
+    wide = struct((batch, length, heads, depth), _BF16)
+    keep = struct((batch, heads, count * depth), _F32)
+    out_type = [struct(square, _F32), struct(square, _BF16), wide, wide, wide, keep]
+
+    def kernel(*refs):
+        refs = dict(zip([*named, *Resolved._fields], refs, strict=True))
+        warpgroup = lax.axis_index("warpgroup")
+        item, group = lax.div(warpgroup, groups), lax.rem(warpgroup, groups)
+        columns = pl.ds(group * BLOCK, BLOCK)
+        index = lax.axis_index("block") * items + item
+        h, n = lax.rem(index, heads), lax.rem(lax.div(index, heads), count)
+        b, tokens = lax.div(index, heads * count), pl.ds(n * CHUNK, CHUNK)
+        own = lambda name: lax.div(h * named[name].shape[2], heads)  # noqa: E731 - which of its heads serves this one
+
+        def scoped(q_room, k_room, spare, parts, room, other, loaded, added, *left_room):
+            q_room, k_room, spare, parts, room, loaded = (
+                x.at[warpgroup] for x in (q_room, k_room, spare, parts, room, loaded)
+            )
+            for name, x in (("q", q_room), ("k", k_room)):
+                source = refs[name].at[b, tokens, own(name), columns]
+                plgpu.copy_gmem_to_smem(source, x, loaded)
+            left = left_operand(left_room[0].at[warpgroup] if interpret else None, interpret)
+            halving = Halving(parts, room, left, False, index, interpret)
+            i, j = halving.i, halving.j
+            halving.split_decay(wg.load_global(refs["g"].at[b, tokens, own("g"), columns]))
+            keep = jnp.exp2(halving.column_sums())
+            if documents is not None:
+                keep *= refs["enters"].at[b][n * CHUNK + CHUNK - 1]
+            refs["keep"].at[b, h, pl.ds(n * depth + group * BLOCK, BLOCK)][...] = keep
+            plgpu.barrier_wait(loaded)
+
+            def meet(at, factor):
+                room[...] = (load(k_room).astype(_F32) * factor).astype(_BF16)
+                rows = halving.blend(at, load(q_room), load(k_room)).astype(_F32)
+                rows = left((rows * factor).astype(_BF16))
+                plgpu.commit_smem()
+                (near,) = halving.accumulate(
+                    lambda out: plgpu.wgmma(out, rows, room.transpose((1, 0)))
+                )
+                return halving.only_meeting(at, near)
+
+            # A loop: the levels unrolled take more registers than there are.
+            scores = lax.fori_loop(
+                1, LEVELS, lambda at, scores: scores + meet(at, halving.factor(at)),
+                meet(0, halving.first_factor()),
+            )  # fmt: skip
+            current = jnp.sum(load(q_room).astype(_F32) * load(k_room).astype(_F32), axis=1)
+            scores = jnp.where(i == j, wg.spread_rows(current, SQUARE), scores)
+
+            def hand_over():
+                other.at[item][...] = scores
+                plgpu.barrier_arrive(added.at[item])
+
+            if groups > 1:
+                pl.when(group == 1)(hand_over)
+
+            def border(later, flags):
+                factor = halving.border(later)
+                if documents is None:
+                    return factor
+                return factor * wg.spread_rows(by_row(refs[flags].at[b, tokens]), SQUARE)
+
+            def give(name, to, x):
+                to[...] = x.astype(_BF16)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(to, refs[name].at[b, tokens, h, columns])
+
+            # What is apart from the other warpgroup goes first, so that it need not wait long.
+            factor = border(True, "enters")
+            give("read", q_room, load(q_room).astype(_F32) * factor * scale)
+            give("erase", spare, load(k_room).astype(_F32) * factor)
+            give("written", k_room, load(k_room).astype(_F32) * border(False, "stays"))
+
+            def save():
+                whole = scores
+                if groups > 1:
+                    plgpu.barrier_wait(added.at[item])
+                    whole += load(other.at[item])
+                if documents is not None:
+                    whole = jnp.where(same_document(refs["run"].at[b, tokens]), whole, 0.0)
+                refs["upper"].at[b, h, tokens][...] = jnp.where(i < j, whole, 0.0)
+                room[...] = (jnp.where(i < j, 0.0, whole) * scale).astype(_BF16)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(room, refs["scores"].at[b, h, tokens])
+
+            pl.when(group == 0)(save)
+            plgpu.wait_smem_to_gmem(0)
+
+        smem: Any = plgpu.SMEM
+        room = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
+        each = items * groups
+        rooms = [
+            *[room((each, *SQUARE))] * 3,
+            room((each, 2, *SQUARE)),
+            room((each, *SQUARE)),
+            smem((items if groups > 1 else 1, *SQUARE), _F32, transforms=wg.TILED_WIDE),
+            plgpu.Barrier(num_arrivals=2, num_barriers=each),
+            plgpu.Barrier(num_barriers=items),
+        ]
+        if interpret:
+            rooms.append(room((each, *SQUARE)))
+        pl.run_scoped(scoped, *rooms, collective_axes="warpgroup")
+
+    return Resolved(
+        *plgpu.kernel(
+            kernel,
+            out_type=out_type,
+            grid=(total // items,),
+            grid_names=("block",),
+            num_threads=items * groups,
+            thread_name="warpgroup",
+            compiler_params=PARAMETERS,
+            interpret=interpret,
+        )(*named.values())
+    )
+
+
+def tile_products(right, left, interpret: Any):
+    """What `tiles.unit_inverse` takes: products of [C, C] in registers, through room for a right operand and, to interpret, two left."""
+
+    def product(*pairs):
+        """The sum of a b over the pairs, which share the b of the first."""
+        right[...] = pairs[0][1].astype(_BF16)
+        lefts = [wg.as_left(a, left and left[n], interpret) for n, (a, _) in enumerate(pairs)]
+        plgpu.commit_smem()
+
+        def add(out):
+            for a in lefts:
+                plgpu.wgmma(out, a, right)
+
+        return wg.accumulate(add, jnp.zeros(SQUARE, _F32), interpret=interpret)[0]
+
+    def exact(a, b):
+        rest = a - a.astype(_BF16).astype(_F32)
+        return b.astype(_BF16).astype(_F32), product((a, b), (rest, b))
+
+    return product, exact
+
+
+def solve(upper, rows, *, interpret: Any = False):
+    """The transpose of `(I + diag(rows) upper)⁻¹` of every chunk, in bfloat16.
+
+    Args:
+        upper: [B, h, T, C] float32, 0 on and below the diagonal of a chunk.
+        rows: [B, h, T] float32.
+        interpret: parameters of the interpreter, or False.
+    """
+    batch, heads, length, _ = upper.shape
+
+    def kernel(upper, rows, out):
+        b, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
+        tokens = pl.ds(lax.axis_index("chunk") * CHUNK, CHUNK)
+
+        def scoped(right, room, *left):
+            product, exact = tile_products(right, left, interpret)
+            i = plgpu.broadcasted_iota(jnp.int32, SQUARE, 0, layout=wg.LAYOUT)
+            j = plgpu.broadcasted_iota(jnp.int32, SQUARE, 1, layout=wg.LAYOUT)
+            strict = wg.load_global(upper.at[b, h, tokens])
+            strict *= wg.spread_rows(by_row(rows.at[b, h, tokens]), SQUARE)
+            inverse = tiles.unit_inverse(strict, i ^ j, lambda a, b: product((a, b)), exact)
+            room.transpose((1, 0))[...] = inverse.astype(_BF16)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(room, out.at[b, h, tokens])
+            plgpu.wait_smem_to_gmem(0)
+
+        smem: Any = plgpu.SMEM
+        room = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
+        pl.run_scoped(scoped, *[room(SQUARE)] * (4 if interpret else 2))
+
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct(upper.shape, _BF16),
+        grid=(batch * heads, length // CHUNK),
+        grid_names=("row", "chunk"),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=interpret,
+    )(upper, rows)

@@ -1,0 +1,5 @@
+"""Fused kernels for memories under a diagonal-plus-low-rank transition (RWKV7)."""
+
+from pallas_kernels.dplr.api import dplr, reasons
+
+__all__ = ["dplr", "reasons"]

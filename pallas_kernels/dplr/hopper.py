@@ -1,0 +1,85 @@
+"""A diagonal-plus-low-rank memory (RWKV7) on Mosaic GPU (Hopper), of chunks of 64 tokens.
+
+Forward: `hopper_resolve` resolves and solves every chunk by itself, `sweep` walks over the chunks. Backward: `sweep` once more, for the
+memory before each chunk and what each token read of it; `reverse` against time, for the gradients of both; then, side by side,
+`values_backward` and `hopper_finish` for the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dplr.hopper_finish import finish
+from pallas_kernels.dplr.hopper_resolve import CHUNK, Resolved, Solved, resolve, solve
+from pallas_kernels.dplr.hopper_walks import reverse, sweep, values_backward
+from pallas_kernels.linear_attention import hopper as linear
+from pallas_kernels.linear_attention import hopper_channels as linear_channels
+
+__all__ = ["CHUNK", "Residuals", "backward", "forward", "reason"]
+
+_F32 = jnp.float32
+
+
+class Residuals(NamedTuple):
+    """What `forward` leaves for `backward`, some seven arrays of the size of q; `resolved` without what `solved` is made of."""
+
+    resolved: Resolved
+    solved: Solved
+
+
+def reason(q, k, v, a, b, log_decay, run, initial) -> str | None:
+    """Why this backend does not serve these arguments (arrays or their shapes), or None."""
+    for name, x in dict(a=a, b=b).items():
+        if x.dtype != jnp.bfloat16:
+            return f"{name} in bfloat16, not {jnp.dtype(x.dtype).name}"
+    return linear_channels.reason(q, k, v, log_decay, run, initial)
+
+
+def forward(
+    q, k, v, a, b, log_decay, run, initial, *, scale: float, interpret: Any = False
+) -> tuple[jax.Array, jax.Array, Residuals]:
+    """The output [B, T, max(H, G), V], the final memory [B, G, K, V] and the residuals. T is a multiple of `CHUNK`."""
+    memories = v.shape[2]
+    heads = max(q.shape[2], memories)
+    documents = linear_channels._documents(run, 1)
+    resolved = resolve(
+        q, k, a, b, log_decay, documents, heads=heads, scale=scale, interpret=interpret
+    )
+    solved = solve(resolved.upper, resolved.upper_values, resolved.reach, interpret=interpret)
+    resolved = resolved._replace(upper=None, upper_values=None, reach=None)
+    # Several heads that read one memory each carry it along.
+    initial = jnp.repeat(initial, heads // memories, axis=1)
+    output, final = sweep(resolved, solved, v, initial, interpret=interpret)
+    return output, final[:, :: heads // memories], Residuals(resolved, solved)
+
+
+def backward(
+    q, k, v, a, b, log_decay, run, initial, residuals: Residuals, d_output, d_final, *,
+    scale: float, interpret: Any = False,
+):  # fmt: skip
+    """Gradients of q, k, v, a, b, log_decay and initial."""
+    memories, heads = v.shape[2], d_output.shape[2]
+    resolved, solved = residuals
+    share = linear._share
+    initial = jnp.repeat(initial, heads // memories, axis=1)
+    back, states, _ = sweep(resolved, solved, v, initial, save=True, interpret=interpret)
+    # Of several heads that carry one memory, the first hands on the gradient from outside.
+    first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
+    d_final = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
+    d_back, d_states, d_initial = reverse(resolved, solved, d_output, d_final, interpret=interpret)
+    dv, d_reached = values_backward(
+        resolved, solved, d_output, d_back, d_states, interpret=interpret
+    )
+    kept = jnp.einsum("bhnvk,bhnvk->bhnk", states, d_states, preferred_element_type=_F32)
+    kept = kept.reshape(resolved.keep.shape) * resolved.keep
+    dq, dk, da, db, d_decay = finish(
+        q, k, a, b, log_decay, v, back, d_output, d_reached, states, d_states, kept,
+        linear_channels._documents(run, 1), scale=scale, interpret=interpret,
+    )  # fmt: skip
+    return (
+        share(dq, q.shape[2]), share(dk, k.shape[2]), share(dv, memories), share(da, a.shape[2]),
+        share(db, b.shape[2]), share(d_decay, memories), share(d_initial, memories, axis=1),
+    )  # fmt: skip

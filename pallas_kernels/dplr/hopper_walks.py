@@ -1,0 +1,201 @@
+"""The walks of a diagonal-plus-low-rank memory over its chunks on Mosaic GPU (Hopper), and the gradient of its values.
+
+    u = reach S + values v        O = read S + scores u + scores_values v        S' = keep S + writtenᵀ u + written_valuesᵀ v
+
+with `Solved`'s reach and values and `Resolved`'s others. Against time, from dS':
+
+    du = scoresᵀ dO + written dS'            dS = keep dS' + readᵀ dO + reachᵀ du
+    dv = scores_valuesᵀ dO + valuesᵀ du + written_values dS'
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import warpgroups as wg
+from pallas_kernels.compat import pl, plgpu
+from pallas_kernels.delta_rule.hopper_sweeps import _kept, _pieces, walk
+from pallas_kernels.dplr.hopper_resolve import CHUNK, SQUARE, Resolved, Solved
+
+_BLOCK = 64
+_F32, _BF16 = jnp.float32, jnp.bfloat16
+
+
+def sweep(
+    resolved: Resolved, solved: Solved, v, initial, *, save: bool = False, interpret: Any = False
+):
+    """With time, from S to S'.
+
+    Args:
+        resolved: of h heads.
+        solved: of h heads.
+        v: [B, T, *, V].
+        initial: [B, h, K, V] float32, the memory before the first chunk.
+        save: return what a read and the memories before each chunk in place of the output.
+        interpret: parameters of the interpreter, or False.
+
+    Returns:
+        The output [B, T, h, V], or u [B, T, h, V] and the turned memories [B, h, N, V, K] bfloat16; and the last memory.
+    """
+    heads = initial.shape[1]
+    given = dict(
+        reach=solved.reach, written=resolved.written, k=resolved.written_values, v=v,
+        values=solved.values, keep=resolved.keep,
+    )  # fmt: skip
+    if not save:
+        given |= dict(q=resolved.read, scores=resolved.scores, scores_values=resolved.scores_values)
+    tokens = jax.ShapeDtypeStruct((*v.shape[:2], heads, v.shape[-1]), _BF16)
+
+    def step(chunk, S, left, hold, store, put):
+        values = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT)
+        values = wg.as_left(values, left[0], interpret)
+        found = [jnp.zeros(SQUARE, _F32)] * (1 if save else 2)
+        for keys, before in hold(S):
+
+            def products(back, read=None, before=before, keys=keys):
+                plgpu.wgmma(back, before, chunk["reach"].at[:, keys].transpose((1, 0)))
+                if read is not None:
+                    plgpu.wgmma(read, before, chunk["q"].at[:, keys].transpose((1, 0)))
+                if keys.start == 0:
+                    plgpu.wgmma(back, values, chunk["values"].transpose((1, 0)))
+                    if read is not None:
+                        plgpu.wgmma(read, values, chunk["scores_values"].transpose((1, 0)))
+
+            found = wg.accumulate(products, *found, interpret=interpret)
+        exact, *read = found
+        back = exact.astype(_BF16)
+        rest = wg.as_left(exact - back.astype(_F32), left[2], interpret)
+        back = wg.as_left(back, left[1], interpret)
+
+        def near(*sums):
+            for out in sums[len(S) :]:
+                plgpu.wgmma(out, back, chunk["scores"].transpose((1, 0)))
+                plgpu.wgmma(out, rest, chunk["scores"].transpose((1, 0)))
+            for keys, piece in _pieces(sums[: len(S)]):
+                plgpu.wgmma(piece, back, chunk["written"].at[:, keys])
+                plgpu.wgmma(piece, values, chunk["k"].at[:, keys])
+
+        store(S)
+        found = wg.accumulate(near, *_kept(chunk, S), *read, interpret=interpret)
+        put(exact if save else found[len(S)])
+        return tuple(found[: len(S)])
+
+    return walk(
+        step, given, initial, tokens, ["back" if save else "out"], save=save, heads=heads,
+        reverse=False, interpret=interpret,
+    )  # fmt: skip
+
+
+def reverse(resolved: Resolved, solved: Solved, d_out, d_final, *, interpret: Any = False):
+    """Against time: du [B, T, h, V], the turned gradients of the memories after each chunk, and that of the first."""
+    given = dict(
+        reach=solved.reach, written=resolved.written, q=resolved.read, v=d_out,
+        scores=resolved.scores, keep=resolved.keep,
+    )  # fmt: skip
+
+    def step(chunk, S, left, hold, store, put):
+        given = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT)
+        given = wg.as_left(given, left[0], interpret)
+        back = jnp.zeros(SQUARE, _F32)
+        for keys, after in hold(S):
+
+            def products(back, after=after, keys=keys):
+                plgpu.wgmma(back, after, chunk["written"].at[:, keys].transpose((1, 0)))
+                if keys.start == 0:
+                    plgpu.wgmma(back, given, chunk["scores"])
+
+            (back,) = wg.accumulate(products, back, interpret=interpret)
+        reached = wg.as_left(back, left[1], interpret)
+
+        def entering(*sums):
+            for keys, piece in _pieces(sums):
+                plgpu.wgmma(piece, given, chunk["q"].at[:, keys])
+                plgpu.wgmma(piece, reached, chunk["reach"].at[:, keys])
+
+        store(S)
+        S = wg.accumulate(entering, *_kept(chunk, S), interpret=interpret)
+        put(back)
+        return tuple(S)
+
+    tokens = jax.ShapeDtypeStruct(d_out.shape, _BF16)
+    return walk(
+        step, given, d_final, tokens, ["d_back"], save=True, heads=d_out.shape[2], reverse=True,
+        interpret=interpret,
+    )  # fmt: skip
+
+
+def values_backward(
+    resolved: Resolved, solved: Solved, d_out, d_back, d_states, *, interpret: Any = False
+):
+    """dv and Xᵀ du, [B, T, h, V], chunk by chunk; `d_states` as `reverse` gives them."""
+    batch, length, heads, width = d_out.shape
+    depth = resolved.read.shape[-1]
+    named = dict(
+        d_out=d_out, d_back=d_back, written=resolved.written_values, scores=resolved.scores_values,
+        values=solved.values, inverse=solved.inverse, d_states=d_states,
+    )  # fmt: skip
+
+    def kernel(*refs):
+        refs = dict(zip([*named, "dv", "d_reached"], refs, strict=True))
+        b, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
+        n = lax.axis_index("chunk")
+        tokens = pl.ds(n * CHUNK, CHUNK)
+
+        def scoped(rooms, barrier):
+            for name, to in rooms.items():
+                source = refs[name]
+                if name == "d_states":
+                    source = source.at[b, h, n]
+                elif name in ("scores", "values", "inverse"):
+                    source = source.at[b, h, tokens]
+                else:
+                    source = source.at[b, tokens, h]
+                plgpu.copy_gmem_to_smem(source, to, barrier)
+            plgpu.barrier_wait(barrier)
+            for column in range(width // _BLOCK):
+                part = pl.ds(column * _BLOCK, _BLOCK)
+                d_out, d_back = (rooms[name].at[:, part] for name in ("d_out", "d_back"))
+
+                def products(dv, reached, d_out=d_out, d_back=d_back, part=part):
+                    plgpu.wgmma(dv, rooms["scores"].transpose((1, 0)), d_out)
+                    plgpu.wgmma(dv, rooms["values"].transpose((1, 0)), d_back)
+                    plgpu.wgmma(dv, rooms["written"], rooms["d_states"].at[part].transpose((1, 0)))
+                    plgpu.wgmma(reached, rooms["inverse"].transpose((1, 0)), d_back)
+
+                zeros = jnp.zeros(SQUARE, _F32)
+                found = wg.accumulate(products, zeros, zeros, interpret=interpret)
+                for to, x in zip(
+                    (d_out, d_back), found, strict=True
+                ):  # these columns are done with
+                    to[...] = x.astype(_BF16)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(rooms["d_out"], refs["dv"].at[b, tokens, h])
+            plgpu.copy_smem_to_gmem(rooms["d_back"], refs["d_reached"].at[b, tokens, h])
+            plgpu.wait_smem_to_gmem(0)
+
+        smem: Any = plgpu.SMEM
+        room = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
+        sizes = dict.fromkeys(named, SQUARE) | dict(
+            d_out=(CHUNK, width), d_back=(CHUNK, width), written=(CHUNK, depth), d_states=(width, depth)
+        )  # fmt: skip
+        pl.run_scoped(
+            scoped, {name: room(size) for name, size in sizes.items()},
+            plgpu.Barrier(num_arrivals=len(named)),
+        )  # fmt: skip
+
+    struct = jax.ShapeDtypeStruct(d_out.shape, _BF16)
+    return plgpu.kernel(
+        kernel,
+        out_type=[struct, struct],
+        grid=(batch * heads, length // CHUNK),
+        grid_names=("row", "chunk"),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=interpret,
+    )(*named.values())

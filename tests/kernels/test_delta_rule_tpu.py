@@ -1,0 +1,168 @@
+"""The TPU kernel of the delta rule, interpreted on the CPU against the recurrence, and lowered for a TPU."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from lsm_jax import ops
+from pallas_kernels.delta_rule import delta_rule, reasons, tpu
+from tests.kernels.test_delta_rule_gpu import SCALE, by_token, make
+
+FIELDS = ("q", "k", "v", "beta", "log_decay", "initial")
+
+
+def given(*dims, dtype=jnp.float32, documents=False, decay="mild", **options):
+    """Inputs that are differentiated, and the runs: a border between chunks, borders inside, a document of one token."""
+    inputs = make(*dims, documents=False, decay=decay, **options)
+    del inputs["run"]
+    starts = np.isin(np.arange(dims[0]), [30, 128, 129, 150])
+    run = jnp.asarray(np.cumsum(starts)[None], jnp.int32) if documents else None
+    return inputs | {n: inputs[n].astype(dtype) for n in "qkv"}, run
+
+
+def fused(x, run, interpret=True):
+    return delta_rule(**x, run=run, scale=SCALE, implementation="mosaic_tpu", interpret=interpret)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def both(function, x, run, cotangents):
+    values, pull = jax.vjp(lambda x: function(x, run), x)
+    return values, pull(jax.tree.map(lambda c, o: c.astype(o.dtype), cotangents, values))[0]
+
+
+def plain(x, run):
+    return by_token(**x, run=run)
+
+
+def compare(inputs, run, tolerance):
+    """Values and every gradient, relative to the largest."""
+    rng = np.random.default_rng(1)
+    (q, v, initial) = (inputs[n] for n in ("q", "v", "initial"))
+    shape = (*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3])
+    cotangents = tuple(jnp.asarray(rng.normal(size=s), jnp.float32) for s in (shape, initial.shape))
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
+    cotangents = (cotangents[0].astype(v.dtype), cotangents[1])
+    actual, wanted = both(fused, inputs, run, cotangents), both(plain, wide, run, cotangents)
+    assert actual[0][0].dtype == v.dtype and actual[0][1].dtype == jnp.float32
+    for (path, a), b in zip(
+        jax.tree.leaves_with_path(actual), jax.tree.leaves(wanted), strict=True
+    ):
+        a, b = np.float64(a), np.float64(b)
+        limit = tolerance * max(1, np.abs(b).max())
+        np.testing.assert_allclose(a, b, rtol=0, atol=limit, err_msg=str(path))
+
+
+CASES = {
+    "documents": dict(dims=(160, 1, 1, 1, 16, 8), documents=True),
+    "no decay": dict(dims=(256, 1, 1, 1, 8, 16), decay=None, documents=True),
+    "strong decays, more queries": dict(dims=(256, 4, 1, 2, 8, 8), decay="strong"),
+    "keys alike, fewer queries, wide": dict(dims=(256, 1, 2, 4, 128, 128), alike=True),
+    "two programs to a key": dict(dims=(130, 1, 1, 4, 8, 8)),
+}
+FAST = ("documents",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES]
+)
+def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
+    monkeypatch.setattr(tpu, "_HEADS", 2)  # several programs of few heads
+    options = dict(CASES[name])
+    compare(*given(*options.pop("dims"), **options), 2e-5 if "alike" in name else 5e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("alike", [False, True])
+def test_bfloat16_is_as_exact_as_its_operands(alike):
+    compare(*given(256, 1, 1, 1, 64, 64, dtype=jnp.bfloat16, alike=alike), 1.5e-2)
+
+
+@pytest.mark.slow
+def test_has_no_races():
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    inputs, run = given(130, 1, 1, 1, 8, 8, documents=True)
+    fused(inputs, run, pltpu.InterpretParams(detect_races=True))
+    assert not interpret_pallas_call.races.races_found
+
+
+@functools.cache
+def _forward():
+    return jax.jit(lambda x: fused(x, None)[0])
+
+
+@pytest.mark.parametrize("token", [1, 127, 128, 200])
+def test_causal_to_the_bit(token):
+    inputs, _ = given(256, 1, 1, 1, 8, 8, dtype=jnp.bfloat16)
+    changed = {n: inputs[n].at[:, token:].multiply(-3) for n in ("q", "v", "log_decay")}
+    changed |= {n: inputs[n].at[:, token:].multiply(0.5) for n in ("k", "beta")}
+    before, after = _forward()(inputs), _forward()(inputs | changed)
+    np.testing.assert_array_equal(before[:, :token], after[:, :token])
+    assert np.any(before[:, token:] != after[:, token:])
+
+
+@pytest.mark.parametrize("dims", [(128, 128), pytest.param((64, 64), marks=pytest.mark.slow)])
+def test_lowers_for_a_tpu(dims):
+    inputs, run = jax.eval_shape(
+        lambda: given(1000, 4, 4, 8, *dims, documents=True, dtype=jnp.bfloat16)
+    )
+
+    def step(x, run):
+        values, pull = jax.vjp(lambda x: fused(x, run, interpret=False), x)
+        return pull(values)
+
+    device = AbstractDevice("TPU v5 lite", 1, platform="tpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        text = jax.jit(step).trace(inputs, run).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("custom_call @tpu_custom_call") == 2
+    transposed = [x for x in text.splitlines() if "stablehlo.transpose" in x and "bf16" in x]
+    assert (not transposed) == (dims == (128, 128))  # wide heads stay as they lie
+
+
+def test_what_is_not_asked_for_is_not_computed():
+    inputs, run = jax.eval_shape(lambda: given(256, 1, 1, 1, 8, 8))
+    arrays = *(inputs[n] for n in FIELDS[:5]), run, inputs["initial"]
+    call = functools.partial(tpu.forward, scale=SCALE, interpret=True)
+    assert jax.eval_shape(functools.partial(call, save=False), *arrays)[2] is None
+    saved = jax.eval_shape(call, *arrays)[2]
+    assert saved.states.shape == (1, 1, 2, 8, 8) and saved.inverse.shape == (1, 1, 256, 128)
+    gradient = functools.partial(tpu.backward, scale=SCALE, decay_gradient=False, interpret=True)
+    of_values = inputs["v"], inputs["initial"]
+    assert jax.eval_shape(gradient, *arrays, saved, *of_values)[4] is None
+
+
+def test_says_why_it_does_not_serve():
+    def why(dims=(64, 64), **options):
+        x, run = jax.eval_shape(lambda: given(128, 2, 2, 2, *dims, **options))
+        return reasons(x["q"], x["k"], x["v"], x["log_decay"], run, x["initial"])["mosaic_tpu"]
+
+    assert why() is None
+    assert why(dtype=jnp.float16) == "q, k and v all in bfloat16 or all in float32, not float16"
+    assert why(dims=(12, 64)) == "K a multiple of 8 up to 256, not 12"
+    assert why(dims=(64, 512)) == "V a multiple of 8 up to 256, not 512"
+    x, run = given(8, 1, 1, 1, 8, 8)
+    x["log_decay"] = jnp.zeros((1, 8, 1, 8))
+    with pytest.raises(
+        NotImplementedError, match=r"takes log_decay \[B, T, G\], not \(1, 8, 1, 8\)"
+    ):
+        fused(x, run)
+
+
+def test_delta_memory_runs_it_by_name():
+    inputs, _ = jax.eval_shape(lambda: given(100, 1, 1, 2, 64, 64))
+    del inputs["initial"]
+
+    def lowered(implementation):
+        op = functools.partial(ops.delta_memory, implementation=implementation)
+        call = jax.jit(lambda x: op(**x)[0])
+        return call.trace(inputs).lower(lowering_platforms=("tpu",)).as_text()
+
+    assert "tpu_custom_call" in lowered("mosaic_tpu")
+    assert "tpu_custom_call" not in lowered(None)

@@ -1,0 +1,139 @@
+"""The Hopper kernels of RWKV7's memory, by Mosaic GPU's interpreter and by lowering for an H200."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from lsm_jax import ops
+from pallas_kernels.compat import gpu_interpreter, races_found
+from pallas_kernels.dplr import dplr, reasons
+from tests.kernels.test_linear_attention_gpu import error
+
+BATCH, SCALE = 1, 0.25
+
+
+def make(length, heads, key_heads, memories, key_dim, value_dim, *, documents, strong=False):
+    rng = np.random.default_rng(0)
+
+    def normal(*shape, dtype=jnp.bfloat16):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    removed = normal(BATCH, length, key_heads, key_dim, dtype=jnp.float32)
+    removed /= jnp.linalg.norm(removed, axis=-1, keepdims=True)
+    share = jax.nn.sigmoid(normal(*removed.shape, dtype=jnp.float32))
+    log_decay = -0.6 * jax.nn.sigmoid(normal(BATCH, length, memories, key_dim, dtype=jnp.float32))
+    if strong:
+        log_decay = jnp.where(log_decay < -0.35, -30.0, log_decay)
+    starts = jnp.isin(jnp.arange(length), jnp.array([30, 31, 64]))
+    run = jnp.broadcast_to(jnp.cumsum(starts, dtype=jnp.int32), (BATCH, length))
+    return dict(
+        q=normal(BATCH, length, heads, key_dim),
+        k=normal(BATCH, length, key_heads, key_dim),
+        v=normal(BATCH, length, memories, value_dim),
+        a=-removed.astype(jnp.bfloat16),
+        b=(removed * share).astype(jnp.bfloat16),
+        log_decay=log_decay,
+        initial=normal(BATCH, memories, key_dim, value_dim, dtype=jnp.float32) * 0.3,
+        run=run if documents else None,
+    )
+
+
+def by_token(q, k, v, a, b, log_decay, initial, run):
+    state = ops.delta_state(v.shape[0], v.shape[2], k.shape[3], v.shape[3])
+    state = state._replace(memory=initial, segment_id=jnp.ones(BATCH, jnp.int32))
+    ids = None if run is None else run + 1
+    output, state = ops.dplr_memory(
+        q, k, v, a, b, log_decay, scale=SCALE, initial_state=state, segment_ids=ids, form="recurrent"
+    )  # fmt: skip
+    return output, state.memory
+
+
+def fused(q, k, v, a, b, log_decay, initial, run):
+    return dplr(
+        q, k, v, a, b, log_decay, initial=initial, run=run, scale=SCALE, interpret=gpu_interpreter()
+    )
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "documents": dict(dims=(128, 1, 1, 1, 64, 64), documents=True),
+    "memories-share": dict(dims=(100, 1, 1, 2, 128, 128), documents=True, strong=True),
+    "queries-share": dict(dims=(65, 2, 1, 1, 64, 128), documents=False),
+    "deep": dict(dims=(65, 1, 1, 1, 128, 64), documents=False),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_recurrence_in_value_and_every_gradient(name):
+    inputs = make(*CASES[name]["dims"], **{k: v for k, v in CASES[name].items() if k != "dims"})
+    run = inputs.pop("run")
+    widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
+    expected, expected_pull = jax.vjp(lambda x: by_token(**x, run=run), widened)
+    actual, pull = jax.vjp(lambda x: fused(**x, run=run), inputs)
+    for got, wanted in zip(actual, expected, strict=True):
+        assert got.shape == wanted.shape
+        assert error(got, wanted) < 5e-3
+    rng = np.random.default_rng(1)
+    cotangents = [jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in actual]
+    (grads,) = pull(tuple(cotangents))
+    (wanted,) = expected_pull(tuple(x.astype(jnp.float32) for x in cotangents))
+    for field, gradient in grads.items():
+        assert gradient.shape == inputs[field].shape
+        assert error(gradient, wanted[field]) < 1e-2, field
+    assert not races_found()
+
+
+def test_forward_equals_the_recurrence():
+    inputs = make(64, 1, 1, 1, 64, 64, documents=True, strong=True)
+    run = inputs.pop("run")
+    widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
+    for got, wanted in zip(fused(**inputs, run=run), by_token(**widened, run=run), strict=True):
+        assert error(got, wanted) < 5e-3
+    assert not races_found()
+
+
+@pytest.mark.slow
+def test_causal_to_the_bit():
+    inputs = make(128, 1, 1, 1, 64, 64, documents=False)
+    changed = dict(inputs)
+    for name in ("q", "k", "v", "a", "b", "log_decay"):
+        changed[name] = inputs[name].at[:, 77:].multiply(0.5)
+    np.testing.assert_array_equal(fused(**inputs)[0][:, :77], fused(**changed)[0][:, :77])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [64, 128])
+def test_lowers_for_the_card(width):
+    struct = jax.ShapeDtypeStruct
+    wide = struct((2, 4090, 4, width), jnp.bfloat16)
+    decay, initial = (struct(s, jnp.float32) for s in (wide.shape, (2, 4, width, width)))
+
+    def step(*inputs):
+        def total(q, k, v, a, b, log_decay, initial, run):
+            output, final = dplr(q, k, v, a, b, log_decay, initial=initial, run=run, scale=SCALE)
+            return jnp.sum(output.astype(jnp.float32)) + jnp.sum(final)
+
+        return jax.value_and_grad(total, argnums=range(7))(*inputs)
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        traced = jax.jit(step).trace(*[wide] * 5, decay, initial, struct((2, 4090), jnp.int32))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    # Three forward; four backward: the memories again, against time, the values, and the rest.
+    assert text.count("custom_call @mosaic_gpu") == 7
+
+
+def test_says_why_it_does_not_serve():
+    inputs = make(64, 1, 1, 1, 64, 64, documents=False)
+    assert reasons(**inputs)["mosaic_gpu"] is None
+    wide = make(64, 1, 1, 1, 256, 64, documents=False)
+    assert "K of 64 or 128, not 256" in reasons(**wide)["mosaic_gpu"]
+    inputs["a"] = inputs["a"].astype(jnp.float32)
+    with pytest.raises(NotImplementedError, match="'mosaic_gpu' takes a in bfloat16, not float32"):
+        dplr(**inputs, scale=SCALE)
+    with pytest.raises(ValueError, match="implementation='triton'; accepted are"):
+        dplr(**inputs, scale=SCALE, implementation="triton")
