@@ -10,8 +10,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 __all__ = [
     "gpu_interpreter",
-    "grouped_product_kernel",
-    "grouped_sums_kernel",
     "on_hopper",
     "pl",
     "plgpu",
@@ -35,20 +33,6 @@ def on_hopper() -> bool:
     except RuntimeError:
         return True
     return all(getattr(device, "compute_capability", None) == "9.0" for device in devices)
-
-
-def grouped_product_kernel() -> Any:
-    """jax's own: rows in groups times a matrix a group. Imported on demand, since it brings jax's test utilities."""
-    from jax.experimental.pallas.ops.gpu import ragged_dot_mgpu
-
-    return ragged_dot_mgpu.ragged_dot
-
-
-def grouped_sums_kernel() -> Any:
-    """jax's own: for each group of rows, the product of two matrices over them."""
-    from jax.experimental.pallas.ops.gpu import transposed_ragged_dot_mgpu
-
-    return transposed_ragged_dot_mgpu.transposed_ragged_dot
 
 
 def gpu_interpreter() -> Any:

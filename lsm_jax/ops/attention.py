@@ -15,7 +15,8 @@ from lsm_jax.ops.query_blocks import attend_causally, attend_in_blocks
 from lsm_jax.ops.segments import Tokens, finish_output, read_tokens, select
 from lsm_jax.parallel import TOKENS, over_mesh, sequence_shards
 
-_IMPLEMENTATIONS = (None, "xla", "cudnn", "mosaic_gpu")
+_PLATFORMS = {"cudnn": "cuda", "mosaic_gpu": "cuda", "mosaic_tpu": "tpu"}
+_IMPLEMENTATIONS = (None, "xla", *_PLATFORMS)
 
 
 class AttentionState(NamedTuple):
@@ -97,9 +98,9 @@ def attention(
         segment_ids: [B, T] integers, 0 padding; see `lsm_jax.ops.segments`.
         update_mask: [B, T], 0 where a token's key is not kept: it sees the tokens before it, but not itself.
         implementation: None (cuDNN where it serves: NVIDIA, bfloat16 or float16, whole documents without state, mask or
-            gates; the fused kernel where that serves: Hopper, bfloat16, no state, no window along with ids or mask; else XLA),
-            "xla" (blocks of queries; no [T, T] array is kept), "cudnn" or "mosaic_gpu" (the fused kernel, which passes over keys
-            that gates have left less than e^-10 of a row, all together).
+            gates; the fused kernel where that serves: bfloat16 on Hopper, no state, no window along with ids
+            or mask; else XLA), "xla" (blocks of queries; no [T, T] array is kept), "cudnn", "mosaic_gpu" or "mosaic_tpu"
+            (the fused kernels, which pass over keys that gates have left less than e^-10 of a row, all together).
 
     Returns:
         The output in v's dtype, 0 where a token sees nothing, and the final state. Without a window, a token beyond the
@@ -107,7 +108,7 @@ def attention(
 
     Raises:
         ValueError: shapes, heads, window or implementation that are not accepted; a state smaller than the window.
-        NotImplementedError: "cudnn" or "mosaic_gpu" where it does not serve, with the reason.
+        NotImplementedError: "cudnn", "mosaic_gpu" or "mosaic_tpu" where it does not serve, with the reason.
     """
     op = "attention"
     if implementation not in _IMPLEMENTATIONS:
@@ -143,7 +144,7 @@ def attention(
     options = _Options(
         window=window,
         scale=checks.scale_or_default(op, scale, key_dim),
-        backend=_choose(op, implementation, q, k, v, fresh, whole, window, gates is not None),
+        backends=_choose(op, implementation, q, k, v, fresh, whole, window, gates is not None),
         sure=implementation is not None,
         plain=fresh and whole,
         fresh=fresh,
@@ -241,34 +242,45 @@ def _check_gates(op: str, log_forget, shape: tuple[int, int, int]) -> Array:
 class _Options(NamedTuple):
     window: int | None
     scale: float
-    backend: str
+    backends: tuple[str, ...]  # in XLA's place, one a platform
     sure: bool
     plain: bool
     fresh: bool
 
 
-def _choose(op: str, implementation, q, k, v, fresh, whole, window, gated) -> str:
-    """ "xla", or what runs on an NVIDIA device in its place."""
-    reasons = {
-        "cudnn": _why_not_cudnn(q, k, v, fresh and whole, gated),
-        "mosaic_gpu": attention_kernels.why_not(q, k, v, fresh=fresh, window=window, whole=whole),
-    }
+def _choose(op: str, implementation, q, k, v, fresh, whole, window, gated) -> tuple[str, ...]:
+    """What runs in XLA's place: the one asked for, or at most one a platform."""
     if implementation == "xla":
         chosen.note(op, "xla")
-        return "xla"
+        return ()
+    kernel = functools.partial(
+        attention_kernels.why_not, q=q, k=k, v=v, fresh=fresh, window=window, whole=whole,
+        sure=implementation is not None,
+    )  # fmt: skip
+    reasons = {
+        "cudnn": _why_not_cudnn(q, k, v, fresh and whole, gated),
+        "mosaic_gpu": kernel("mosaic_gpu"),
+        "mosaic_tpu": kernel("mosaic_tpu"),
+    }
     if implementation is not None:
         if reasons[implementation] is not None:
             raise NotImplementedError(
                 f"{op}: implementation={implementation!r} takes {reasons[implementation]}"
             )
         chosen.note(op, implementation)
-        return implementation
+        return (implementation,)
+    best: dict[str, str] = {}
     for name, reason in reasons.items():
         if reason is None:
-            chosen.note(op, f"{name} on NVIDIA, xla elsewhere")
-            return name
-    chosen.note(op, "xla (" + "; ".join(f"{n} takes {why}" for n, why in reasons.items()) + ")")
-    return "xla"
+            best.setdefault(_PLATFORMS[name], name)
+    if best:
+        where = dict(cuda="NVIDIA", tpu="TPU")
+        picked = ", ".join(f"{name} on {where[platform]}" for platform, name in best.items())
+        chosen.note(op, f"{picked}, xla elsewhere")
+    else:
+        whys = "; ".join(f"{n} takes {why}" for n, why in reasons.items())
+        chosen.note(op, f"xla ({whys})")
+    return tuple(best.values())
 
 
 class _Places(NamedTuple):
@@ -290,15 +302,19 @@ def _attention(options, q, k, v, log_forget, state, segment_ids, update_mask):
     k, v = select(tokens.written, k), select(tokens.written, v)
     sums = None if log_forget is None else sum_gates(log_forget, tokens, _newest_sum(state))
     final = _remember(state, k, v, sums, places, tokens)
-    fused = functools.partial(_fused, options, tokens)
-    if options.backend == "xla":
+    fused = {
+        _PLATFORMS[name]: functools.partial(_fused, name, options, tokens)
+        for name in options.backends
+    }
+    if not fused:
         output = _in_xla(options, q, k, v, sums, tokens, places, state)
     elif options.sure:
-        output = fused(q, k, v, log_forget)
+        (only,) = fused.values()
+        output = only(q, k, v, log_forget)
     else:
         output = jax.lax.platform_dependent(
             q, k, v, log_forget,
-            cuda=fused,
+            **fused,
             default=lambda q, k, v, _: _in_xla(
                 options, q, k, v, sums, tokens, places, state
             ).astype(v.dtype),
@@ -403,11 +419,13 @@ def _after_held(state: AttentionState, places: _Places, new: tuple) -> tuple[_Pl
     return jax.tree.map(join, held, places), jax.tree.map(join, rings, new)
 
 
-def _fused(options: _Options, tokens: Tokens, q, k, v, log_forget: Array | None) -> Array:
+def _fused(
+    name: str, options: _Options, tokens: Tokens, q, k, v, log_forget: Array | None
+) -> Array:
     q = select(tokens.real, q)
-    if options.backend == "mosaic_gpu":
+    if name != "cudnn":
         return attention_kernels.run_kernel(
-            q, k, v, log_forget, tokens, scale=options.scale, window=options.window
+            name, q, k, v, log_forget, tokens, scale=options.scale, window=options.window
         )
     local = None if options.window is None else (options.window - 1, 0)
     return jax.nn.dot_product_attention(

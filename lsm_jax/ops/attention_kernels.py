@@ -9,16 +9,21 @@ from lsm_jax.ops.forgetting import GateSum, sum_gates
 from lsm_jax.ops.segments import Tokens
 
 
-def why_not(q, k, v, *, fresh: bool, window: int | None, whole: bool) -> str | None:
-    """What the kernel takes in place of this call, or None. The platform is not asked: lowering decides that.
+def why_not(
+    implementation: str, q, k, v, *, fresh: bool, window: int | None, whole: bool, sure: bool = True
+) -> str | None:
+    """What a kernel takes in place of this call, or None. The platform is not asked: lowering decides that.
 
     Args:
+        implementation: "mosaic_gpu" or "mosaic_tpu".
         q: queries, [B, T, H, K].
         k: keys.
         v: values.
         fresh: there is no state to go on from.
         window: the call's.
         whole: there are no segment_ids and no update_mask.
+        sure: the kernel is asked for by name. If not, Hopper's is out where it has no gradient, and the TPU's altogether: nobody has
+            run it on one.
     """
     if not fresh:
         return "no initial_state"
@@ -26,17 +31,24 @@ def why_not(q, k, v, *, fresh: bool, window: int | None, whole: bool) -> str | N
         return "no window together with segment_ids or update_mask"
     if any(jax.typeof(x).manual_axis_type.varying for x in (q, k, v)):
         return "arrays outside jax.shard_map, or inside with check_vma=False"
-    if q.dtype != jnp.bfloat16:  # asked first: the backend need not be imported to say no
-        return f"q in bfloat16, not {q.dtype}"
+    if implementation == "mosaic_gpu" and q.dtype != jnp.bfloat16:
+        return f"q in bfloat16, not {q.dtype}"  # said before a backend need be imported
     from pallas_kernels import compat
-    from pallas_kernels.forgetting_attention import reasons
+    from pallas_kernels.forgetting_attention import reason
 
-    return reasons(q, k, v)["mosaic_gpu"] if compat.on_hopper() else "NVIDIA Hopper"
+    if implementation == "mosaic_gpu" and not compat.on_hopper():
+        return "NVIDIA Hopper"
+    if implementation == "mosaic_gpu" and not sure and q.shape[-1] > 128:
+        return "heads of 64 or 128, not 256, whose gradient it has not"
+    if implementation == "mosaic_tpu" and not sure:
+        return "being asked for by name"
+    return reason(implementation, q, k, v)
 
 
 def run_kernel(
-    q, k, v, log_forget: jax.Array | None, tokens: Tokens, *, scale: float, window: int | None
-) -> jax.Array:
+    implementation: str, q, k, v, log_forget: jax.Array | None, tokens: Tokens, *, scale: float,
+    window: int | None,
+) -> jax.Array:  # fmt: skip
     """Attention of whole documents, [B, T, H, V], 0 where a token sees nothing."""
     from pallas_kernels.forgetting_attention import forgetting_attention
 
@@ -46,5 +58,6 @@ def run_kernel(
         zero = jnp.zeros((log_forget.shape[0], log_forget.shape[2]), jnp.float32)
         sums = sum_gates(log_forget, tokens._replace(run=None), GateSum(zero, zero))
     return forgetting_attention(
-        q, k, v, sums, run=tokens.run, written=tokens.written, window=window, scale=scale
-    )
+        q, k, v, sums, run=tokens.run, written=tokens.written, window=window, scale=scale,
+        implementation=implementation,
+    )  # fmt: skip

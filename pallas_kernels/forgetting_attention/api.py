@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-_BACKENDS = {"mosaic_gpu": "hopper"}
+from pallas_kernels.forgetting_attention.bounds import Rows, find_bounds
+
+_BACKENDS = {"mosaic_gpu": "hopper", "mosaic_tpu": "tpu"}
 
 
 def _backend(implementation: str) -> Any:
@@ -22,13 +24,21 @@ def _backend(implementation: str) -> Any:
 
 def reasons(q, k, v) -> dict[str, str | None]:
     """By implementation, what it takes in place of these arguments (arrays or their shapes); None if it serves them."""
-    return {name: _backend(name).reason(q, k, v) for name in _BACKENDS}
+    return {name: reason(name, q, k, v) for name in _BACKENDS}
+
+
+def reason(implementation: str, q, k, v) -> str | None:
+    """What one implementation takes in place of these arguments, or None; the others' backends are not imported."""
+    if k.shape[2] != v.shape[2] or q.shape[2] % v.shape[2]:
+        heads = f"{q.shape[2]}, {k.shape[2]}, {v.shape[2]}"
+        return f"as many key as value heads, dividing those of q, not {heads}"
+    return _backend(implementation).reason(q, k, v)
 
 
 def forgetting_attention(
     q: Float[Array, "B T H D"],
     k: Float[Array, "B T G D"],
-    v: Float[Array, "B T G D"],
+    v: Float[Array, "B T G V"],
     sums: tuple[Float[Array, "B T H"], Float[Array, "B T H"]] | None = None,
     *,
     run: Int[Array, "B T"] | None = None,
@@ -38,13 +48,13 @@ def forgetting_attention(
     prune: bool = True,
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
-) -> Float[Array, "B T H D"]:
+) -> Float[Array, "B T H V"]:
     """Causal attention whose keys fade by their gates; differentiable once, in reverse.
 
     Args:
         q: [B, T, H, D] queries; H is a multiple of G.
         k: [B, T, G, D] keys.
-        v: [B, T, G, D] values.
+        v: [B, T, G, V] values.
         sums: [B, T, H] twice, float32, high and low part of the sum F of log forget gates up to and with each token, never growing
             along T, through runs too. The gradient is that of F_j in its column, all of it on the high part: a row's F_i has none. None is no gate.
         run: [B, T], growing along T: tokens see those of their own run. None is one run.
@@ -52,21 +62,22 @@ def forgetting_attention(
         window: tokens see the last `window` places, their own included; None is all.
         scale: multiplies the scores.
         prune: pass over tiles of keys that together weigh less than e^-10 of a row (arXiv 2504.06949).
-        implementation: "mosaic_gpu" (Hopper; bfloat16, D of 64 or 128); `reasons` says what it takes.
+        implementation: "mosaic_gpu" (Hopper; bfloat16, D = V of 64 or 128, or of 256 without a gradient) or "mosaic_tpu"
+            (bfloat16 or float32, D and V a multiple of 8 up to 256); `reasons` says what each takes.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
         The output in q's dtype, 0 where a token sees nothing.
 
     Raises:
-        NotImplementedError: the implementation does not serve these arguments; the message says why.
+        NotImplementedError: the implementation does not serve these arguments, or the gradient; the message says why.
         ValueError: an implementation that does not exist.
     """
     if implementation not in _BACKENDS:
         raise ValueError(
             f"forgetting_attention: implementation={implementation!r}; accepted are {tuple(_BACKENDS)}"
         )
-    why = reasons(q, k, v)[implementation]
+    why = reason(implementation, q, k, v)
     if why is not None:
         raise NotImplementedError(
             f"forgetting_attention: implementation={implementation!r} takes {why}"
@@ -76,7 +87,8 @@ def forgetting_attention(
     gates = None if sums is None else tuple(jnp.swapaxes(x, 1, 2) for x in sums)
     if written is not None and gates is None:
         gates = (jnp.zeros((q.shape[0], heads, length), jnp.float32),) * 2
-    padding = -length % backend.TILE
+    size = backend.tile(length)
+    padding = -length % size
     if padding:  # keys after all queries that are kept
 
         def pad(x: Any, axis: int = 1, mode: Any = "constant") -> Any:
@@ -87,7 +99,7 @@ def forgetting_attention(
         gates = None if gates is None else tuple(pad(x, 2, "edge") for x in gates)
         run = None if run is None else pad(run, mode="edge")
         written = None if written is None else pad(written)
-    static = backend, scale, window, prune, interpret
+    static = backend, size, scale, window, prune, interpret
     return _run(static, q, k, v, gates, run, written)[:, :length]
 
 
@@ -97,9 +109,9 @@ def _run(static, *inputs):
 
 
 def _forward(static, q, k, v, gates, run, written):
-    backend, scale, window, prune, interpret = static
-    rows = backend.Rows(gates, run, written)
-    bounds = backend.find_bounds(q, k, rows, scale=scale, window=window, prune=prune)
+    backend, size, scale, window, prune, interpret = static
+    rows = Rows(gates, run, written)
+    bounds = find_bounds(q, k, rows, scale=scale, window=window, prune=prune, tile_size=size)
     output, sums = backend.forward(
         q, k, v, rows, bounds, scale=scale, window=window, interpret=interpret
     )
@@ -107,9 +119,11 @@ def _forward(static, q, k, v, gates, run, written):
 
 
 def _backward(static, saved, d_output):
-    backend, scale, window, _, interpret = static
+    backend, _, scale, window, _, interpret = static
     q, k, v, rows, bounds, output, sums = saved
-    delta = jnp.einsum("bthd,bthd->bht", output, d_output, preferred_element_type=jnp.float32)
+    delta = jnp.einsum(
+        "bthd,bthd->bht", output, d_output, precision="highest", preferred_element_type=jnp.float32
+    )
     dq, dk, dv, d_high = backend.backward(
         q, k, v, rows, bounds, sums, d_output, delta, scale=scale, window=window, interpret=interpret
     )  # fmt: skip

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,40 +21,11 @@ from jax import lax
 
 from pallas_kernels import warpgroups as wg
 from pallas_kernels.compat import pl, plgpu
+from pallas_kernels.forgetting_attention.bounds import Bounds, Rows, of_keys
 from pallas_kernels.forgetting_attention.walk import ROWS, TILE, Place, launch
 
 _F32 = jnp.float32
 _LOG2E = math.log2(math.e)
-
-
-class Rows(NamedTuple):
-    """What the kernels read of each token beside q, k and v.
-
-    Attributes:
-        gates: sums of the log forget gates, [B, H, T] float32 twice: their high and low parts; None without gates.
-        run: [B, T] int32, the document of each token, growing along T, or None.
-        written: [B, T] bool, which tokens are keys; needs `gates`. None is all.
-    """
-
-    gates: tuple[jax.Array, jax.Array] | None
-    run: jax.Array | None
-    written: jax.Array | None = None
-
-
-class Bounds(NamedTuple):
-    """Which tiles of 128 see each other.
-
-    Attributes:
-        first: [B, H, N] int32, the first tile of keys that one of a tile's queries sees.
-        settled: [B, H, N] int32, the first that all of them see, as far as gates go.
-        last: [B, H, N] int32, the last tile of queries that sees a tile of keys.
-        of_row: [B, H, T] int32, the first tile that each query sees, as far as gates go; None without pruning.
-    """
-
-    first: jax.Array
-    settled: jax.Array
-    last: jax.Array
-    of_row: jax.Array | None
 
 
 def reason(q, k, v) -> str | None:
@@ -62,54 +33,15 @@ def reason(q, k, v) -> str | None:
     for name, x in dict(q=q, k=k, v=v).items():
         if x.dtype != jnp.bfloat16:
             return f"{name} in bfloat16, not {jnp.dtype(x.dtype).name}"
-    if q.shape[-1] not in (64, 128) or v.shape[-1] != q.shape[-1]:
-        return f"heads of 64 or 128, values too, not {q.shape[-1]} and {v.shape[-1]}"
-    if k.shape[2] != v.shape[2] or q.shape[2] % v.shape[2]:
-        return f"as many key as value heads, dividing those of q, not {q.shape[2]}, {k.shape[2]}, {v.shape[2]}"
+    if q.shape[-1] not in (64, 128, 256) or v.shape[-1] != q.shape[-1]:
+        return f"heads of 64, 128 or 256, values too, not {q.shape[-1]} and {v.shape[-1]}"
     return None
 
 
-def find_bounds(q, k, rows: Rows, *, scale: float, window: int | None, prune: bool) -> Bounds:
-    """Leave out tiles that a document, the window or the gate hides.
-
-    Adaptive computation pruning (arXiv 2504.06949), but row by row, so that no query depends on a later one: the score of a key in
-    tile n is at most |q_i| max|k| scale + F_i - F_n, F_n that of the tile's last and the maximum over it and those before, while
-    the row's own score is in its sum. Where the first is below the second by 10 + log T, all keys up to n weigh less than e^-10.
-    """
-    batch, length, heads, _ = q.shape
-    count = length // TILE
-    tile = jnp.arange(count)
-    seen = tile[:, None] >= tile  # [queries, keys]
-    if window is not None:
-        seen &= tile[:, None] * TILE - (tile * TILE + TILE - 1) < window
-    seen = jnp.broadcast_to(seen, (batch, 1, count, count))
-    if rows.run is not None:
-        by_tile = rows.run.reshape(batch, 1, count, TILE)
-        seen &= by_tile[..., :1] <= by_tile[..., None, :, -1]
-    first = jnp.broadcast_to(jnp.argmax(seen, axis=-1), (batch, heads, count))
-    of_row, settled = None, first
-    if prune and rows.gates is not None:
-        wide = lambda x: jnp.moveaxis(x.astype(_F32), 2, 1)  # noqa: E731
-        queries, keys = wide(q), jnp.repeat(wide(k), heads // k.shape[2], axis=1)
-        own = jnp.sum(queries * keys, axis=-1) * scale
-        norm = lambda x: jnp.sqrt(jnp.sum(x * x, axis=-1))  # noqa: E731
-        most = jnp.max(norm(keys).reshape(batch, heads, count, TILE), axis=-1)
-        most = lax.cummax(most, axis=2)[:, :, None] * scale
-        high, low = (x[..., None] - x[:, :, None, TILE - 1 :: TILE] for x in rows.gates)
-        beyond = norm(queries)[..., None] * most + (high + low) - own[..., None]
-        earlier = (
-            tile < (jnp.arange(length) // TILE)[:, None]
-        )  # only those end before the row's token
-        hidden = (beyond < -10 - math.log(length)) & earlier
-        if rows.written is not None:  # a token that is no key is not in its own sum
-            hidden &= rows.written[:, None, :, None]
-        of_row = jnp.sum(hidden, axis=-1, dtype=jnp.int32)
-        by_tile = of_row.reshape(batch, heads, count, TILE)
-        first = jnp.maximum(first, jnp.min(by_tile, axis=-1))
-        settled = jnp.maximum(first, jnp.max(by_tile, axis=-1))
-    last = jnp.max(jnp.where(first[..., None] <= tile, tile[:, None], 0), axis=-2)
-    first, settled, last = (x.astype(jnp.int32) for x in (first, settled, last))
-    return Bounds(first, settled, last, of_row)
+def tile(length: int) -> int:
+    """Tokens a tile of `Bounds`, whatever T is."""
+    del length
+    return TILE
 
 
 def forward(
@@ -119,22 +51,28 @@ def forward(
 
     T is a multiple of `TILE`. The sum's bias is that of the row's warpgroup.
     """
+    size = (
+        TILE if q.shape[-1] <= 128 else ROWS
+    )  # keys a step: an output 256 wide leaves registers for 64 scores a row
+    per_tile = TILE // size
 
     def compute(at: Place, own, rooms, walk, refs, outputs):
         begin = _begin(refs, at)
-        of_row = settled = None
+        of_row: Any = None
+        settled: Any = None
         if bounds.of_row is not None:
             of_row = _far_rows(refs["of row"].at[at.b, at.h, at.tokens])
-            settled = refs["settled"][at.b, at.h, at.tile]
+            settled = refs["settled"][at.b, at.h, at.tile] * per_tile
 
         def step(n, tiles, carry, *, masked=False, pruned=False):
             out, top, total = carry
             product = lambda x: plgpu.wgmma(x, own["q"], tiles["k"].transpose((1, 0)))  # noqa: E731
-            (scores,) = _fresh(product, (ROWS, TILE))
+            (scores,) = _fresh(product, (ROWS, size))
             scores = _biased(scores, scale, _column_bias(begin, tiles))
-            scores = _hide(scores, at.first, n * TILE, tiles, refs, at, masked, window)
+            scores = _hide(scores, at.first, n * size, tiles, refs, at, masked, window)
             if pruned:
-                scores = jnp.where(wg.spread_rows(of_row, scores.shape) <= n, scores, wg.NEVER)
+                seen = wg.spread_rows(of_row * per_tile, scores.shape) <= n
+                scores = jnp.where(seen, scores, wg.NEVER)
             new_top = jnp.maximum(top, jnp.max(scores, axis=1))
             fade = jnp.exp2(top - new_top)
             weights = jnp.exp2(scores - wg.spread_rows(new_top, scores.shape))
@@ -149,8 +87,9 @@ def forward(
         carry = _zeros((ROWS, depth)), _column(wg.NEVER), _column(0.0)
         if settled is not None:
             carry = walk(functools.partial(step, pruned=True), carry, None, settled)
-        carry = walk(step, carry, settled, at.tile)
-        out, top, total = walk(functools.partial(step, masked=True), carry, at.tile, None)
+        diagonal = at.tile * per_tile
+        carry = walk(step, carry, settled, diagonal)
+        out, top, total = walk(functools.partial(step, masked=True), carry, diagonal, None)
         blind = top < 0.5 * wg.NEVER
         share = jnp.where(blind, 0.0, 1 / total)
         own["q"][...] = (out * wg.spread_rows(share, out.shape)).astype(q.dtype)
@@ -169,8 +108,8 @@ def forward(
             jax.ShapeDtypeStruct((batch, heads, length), _F32),
         ],
         own=dict(q=q),
-        streamed=dict(k=k, v=v) | _of_keys(rows),
-        size=TILE,
+        streamed=dict(k=k, v=v) | of_keys(rows),
+        size=size,
         begin=bounds.first,
         end=None,
         far=_of_queries(rows) | pruning,
@@ -183,6 +122,8 @@ def backward(
     interpret: Any = False,
 ):  # fmt: skip
     """Gradients of q, of k and v ([B, T, H, D], one for each head of q) and of the sums of gates ([B, H, T]; None without).
+
+    Those of heads of 256 are not there: two gradients of 64 keys would take all registers.
 
     Args:
         q: queries, and k, v.
@@ -197,12 +138,16 @@ def backward(
         window: or None.
         interpret: parameters of the interpreter, or False.
     """
+    if q.shape[-1] > 128:
+        raise NotImplementedError(
+            f"forgetting_attention: the gradient with implementation='mosaic_gpu' takes heads of 64 or 128, not {q.shape[-1]}"
+        )
     shared = dict(scale=scale, window=window, interpret=interpret)
     dq, rest = _backward_of_queries(q, k, v, rows, bounds, sums, d_out, delta, **shared)
     # The output was rounded, so `delta` is a little off the mean it stands for. A gate's gradient sums that up over all later
     # tokens, where all else cancels.
     delta += rest
-    return dq, *_backward_of_keys(q, k, v, rows, bounds, sums, d_out, delta, **shared)
+    return dq, *_backwardof_keys(q, k, v, rows, bounds, sums, d_out, delta, **shared)
 
 
 def _backward_of_queries(
@@ -247,7 +192,7 @@ def _backward_of_queries(
         compute,
         [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(delta.shape, _F32)],
         own=dict(q=q, d_out=d_out),
-        streamed=dict(k=k, v=v) | _of_keys(rows),
+        streamed=dict(k=k, v=v) | of_keys(rows),
         size=ROWS,
         begin=bounds.first,
         end=None,
@@ -256,11 +201,11 @@ def _backward_of_queries(
     )
 
 
-def _backward_of_keys(
+def _backwardof_keys(
     q, k, v, rows, bounds, sums, d_out, delta, *, scale, window, interpret
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     batch, length, heads, depth = q.shape
-    far = _of_queries(rows) | _of_keys(rows)
+    far = _of_queries(rows) | of_keys(rows)
     gated = "high" in far
 
     def compute(at: Place, own, rooms, walk, refs, outputs):
@@ -330,18 +275,6 @@ def _backward_of_keys(
         interpret=interpret,
     )
     return dk, dv, d_sums[0] if gated else None
-
-
-def _of_keys(rows: Rows) -> dict[str, jax.Array]:
-    """What the scores' columns need; a key that nobody may see has a sum of gates beyond all others."""
-    given = {} if rows.run is None else {"run": rows.run}
-    if rows.gates is None:
-        return given
-    high, low = rows.gates
-    if rows.written is not None:
-        seen = rows.written[:, None]
-        high, low = jnp.where(seen, high, -wg.NEVER), jnp.where(seen, low, 0)
-    return given | {"high": high, "low": low}
 
 
 def _of_queries(rows: Rows) -> dict[str, jax.Array]:

@@ -10,7 +10,7 @@ from lsm_jax import ops
 from lsm_jax.ops.attention_kernels import run_kernel
 from lsm_jax.ops.segments import read_tokens
 from pallas_kernels.compat import gpu_interpreter, races_found
-from pallas_kernels.forgetting_attention import forgetting_attention, hopper, reasons
+from pallas_kernels.forgetting_attention import bounds, forgetting_attention, hopper, reasons
 from tests.kernels.test_linear_attention_gpu import error
 
 SCALE = 0.2
@@ -102,6 +102,16 @@ def test_equals_attention_in_value_and_every_gradient(name):
     assert not races_found()
 
 
+@pytest.mark.slow
+def test_heads_of_256_forward():
+    inputs = make(384, 2, 1, 256, gates="strong", documents=True)
+    places = {n: inputs.pop(n) for n in ("run", "written")}
+    call = lambda x: forgetting_attention(**x, **places, scale=SCALE, interpret=gpu_interpreter())  # noqa: E731
+    widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
+    assert error(call(inputs), plain(**widened, **places, window=None)) < 5e-3
+    assert not races_found()
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("documents", [False, True])
 def test_what_is_pruned_weighs_nothing(masked, documents):
@@ -112,8 +122,8 @@ def test_what_is_pruned_weighs_nothing(masked, documents):
     if documents:  # even sums that begin anew, which nobody should give
         sums = tuple(x.at[:, 512:].add(-x[:, 511:512]) for x in sums)
     gates = tuple(jnp.moveaxis(x, 2, 1) for x in sums)
-    rows = hopper.Rows(gates, None if run is None else jnp.asarray(run), written)
-    bounds = hopper.find_bounds(q, k, rows, scale=SCALE, window=None, prune=True)
+    rows = bounds.Rows(gates, None if run is None else jnp.asarray(run), written)
+    found = bounds.find_bounds(q, k, rows, scale=SCALE, window=None, prune=True)
     scores = SCALE * np.einsum("thd,sd->hts", np.float64(q[0]), np.float64(k[0, :, 0]))
     total = np.float64(gates[0][0]) + np.float64(gates[1][0])
     scores += total[:, :, None] - total[:, None]
@@ -122,19 +132,19 @@ def test_what_is_pruned_weighs_nothing(masked, documents):
         seen &= run[0, :, None] == run[0]
     scores = np.where(seen, scores, -np.inf)
     weights = np.exp(scores - np.maximum(scores.max(-1, keepdims=True), -1e30))
-    first = np.asarray(bounds.of_row[0])
+    first = np.asarray(found.of_row[0])
     hidden = np.arange(1024) // hopper.TILE < first[..., None]
     share = (weights * hidden).sum(-1) / np.maximum(weights.sum(-1), 1e-300)
     assert share.max() < np.exp(-10)
     assert first.max() >= 4 or documents and first.max() >= 2
     by_tile = first.reshape(2, -1, hopper.TILE)
     begins = np.arange(8) // 4 * 4 if documents else 0
-    np.testing.assert_array_equal(bounds.first[0], np.maximum(by_tile.min(-1), begins))
-    np.testing.assert_array_equal(bounds.settled[0], np.maximum(by_tile.max(-1), begins))
+    np.testing.assert_array_equal(found.first[0], np.maximum(by_tile.min(-1), begins))
+    np.testing.assert_array_equal(found.settled[0], np.maximum(by_tile.max(-1), begins))
     reach = [
-        [m for m in range(8) if bounds.first[0, h, m] <= n <= m] for h in range(2) for n in range(8)
+        [m for m in range(8) if found.first[0, h, m] <= n <= m] for h in range(2) for n in range(8)
     ]
-    np.testing.assert_array_equal(np.ravel(bounds.last[0]), [max(r) for r in reach])
+    np.testing.assert_array_equal(np.ravel(found.last[0]), [max(r) for r in reach])
 
 
 def test_bounds_do_not_look_ahead():
@@ -142,8 +152,8 @@ def test_bounds_do_not_look_ahead():
     gates = tuple(jnp.moveaxis(x, 2, 1) for x in inputs["sums"])
 
     def of_row(q, k):
-        rows = hopper.Rows(gates, None)
-        return hopper.find_bounds(q, k, rows, scale=SCALE, window=None, prune=True).of_row[
+        rows = bounds.Rows(gates, None)
+        return bounds.find_bounds(q, k, rows, scale=SCALE, window=None, prune=True).of_row[
             ..., :300
         ]
 
@@ -184,7 +194,12 @@ def test_what_is_not_served_is_told():
     with pytest.raises(ValueError, match="implementation='mine'; accepted are"):
         forgetting_attention(x, x, x, scale=1.0, implementation="mine")
     narrow = jax.ShapeDtypeStruct((1, 128, 2, 96), jnp.bfloat16)
-    assert "heads of 64 or 128" in reasons(narrow, narrow, narrow)["mosaic_gpu"]
+    assert "heads of 64, 128 or 256" in reasons(narrow, narrow, narrow)["mosaic_gpu"]
+    wide = jax.ShapeDtypeStruct((1, 128, 2, 256), jnp.bfloat16)
+    assert reasons(wide, wide, wide)["mosaic_gpu"] is None
+    with pytest.raises(NotImplementedError, match="the gradient with .* takes heads of 64 or 128"):
+        call = lambda x: jnp.sum(forgetting_attention(x, x, x, scale=1.0))  # noqa: E731
+        jax.eval_shape(jax.grad(call), wide)
     heads = [jax.ShapeDtypeStruct((1, 128, n, 64), jnp.bfloat16) for n in (2, 3)]
     assert "dividing" in reasons(heads[0], heads[1], heads[1])["mosaic_gpu"]
 
@@ -203,6 +218,9 @@ def test_attention_picks_it_where_cudnn_does_not_serve():
     assert "mosaic_gpu" in text(gated, q, gates)
     assert "mosaic_gpu" in text(lambda q, ids: ops.attention(q, q, q, segment_ids=ids)[0], q, ids)
     assert "mosaic_gpu" not in text(lambda q, g: gated(q, g, implementation="xla"), q, gates)
+    wide = struct((1, 256, 2, 256), jnp.bfloat16)
+    assert "mosaic_gpu" not in text(gated, wide, gates)  # without a gradient only by name
+    assert "mosaic_gpu" in text(lambda q, g: gated(q, g, implementation="mosaic_gpu"), wide, gates)
     with pytest.raises(NotImplementedError, match="takes q in bfloat16, not float32"):
         gated(jnp.ones(q.shape), jnp.zeros(gates.shape), implementation="mosaic_gpu")
     with pytest.raises(NotImplementedError, match="no window together with segment_ids"):
@@ -221,7 +239,8 @@ def test_attentions_sums_go_on_through_documents(monkeypatch):
     )
     q = jnp.ones((1, 6, 2, 64), jnp.bfloat16)
     tokens = read_tokens(jnp.array([[3, 3, 0, 5, 5, 5]]), None, jnp.zeros(1, jnp.int32), None)
-    run_kernel(q, q, q, jnp.full((1, 6, 2), -0.5), tokens, scale=1.0, window=None)
+    gates = jnp.full((1, 6, 2), -0.5)
+    run_kernel("mosaic_gpu", q, q, q, gates, tokens, scale=1.0, window=None)
     high, low = given["sums"]
     np.testing.assert_array_equal(high[0, :, 0], [-0.5, -1, -1, -1.5, -2, -2.5])
     np.testing.assert_array_equal(low, 0)

@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from lsm_jax import mixers, models
+from tests.mixers.conftest import FAST as CLASSES
 from tests.mixers.conftest import stir
 
 FAST = ("gla", "gated_deltanet")
@@ -19,7 +20,8 @@ VOCAB, BATCH, LENGTH = 50, 2, 10
 def pytest_generate_tests(metafunc):
     if "method" not in metafunc.fixturenames:
         return
-    marks = {name: () if name in FAST else pytest.mark.slow for name in mixers.METHODS}
+    names = CLASSES if metafunc.definition.get_closest_marker("classes") else mixers.METHODS
+    marks = {name: () if name in FAST else pytest.mark.slow for name in names}
     if "pattern" not in metafunc.fixturenames:
         metafunc.parametrize("method", [pytest.param(n, marks=m) for n, m in marks.items()])
         return

@@ -40,6 +40,7 @@ def looped(small: Small) -> jax.Array:
     return model.norm(x) @ model.embedding[...].T
 
 
+@pytest.mark.classes
 def test_scan_equals_loop(small):
     close(small()[0], jax.jit(lambda: looped(small))(), 3e-5)
 
@@ -57,6 +58,7 @@ def test_prefill_then_decoding_equals_one_call(small):
     close(jnp.concatenate(outputs, axis=1), whole, 2e-5)
 
 
+@pytest.mark.classes
 def test_packed_and_padded_documents_equal_documents_alone(small):
     """Rows [document of 5, document of 3, padding of 2]: packing, padding and causality in one row."""
     ids = jnp.tile(jnp.array([1] * 5 + [2] * 3 + [0] * 2, jnp.int32), (2, 1))
@@ -68,6 +70,7 @@ def test_packed_and_padded_documents_equal_documents_alone(small):
     assert (other[:, :8] == packed[:, :8]).all()
 
 
+@pytest.mark.classes
 def test_causal_to_the_bit(small):
     logits, _ = small()
     for t in (1, 5, 9):

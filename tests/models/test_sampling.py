@@ -17,6 +17,7 @@ def greedy(small, prompt, **call):
     return models.sample(small.model, prompt, num_tokens=5, key=KEY, temperature=0.0, **call)
 
 
+@pytest.mark.classes
 def test_greedy_is_the_argmax_of_the_full_forward(small):
     prompt = small.tokens[:, :5]
     tokens = greedy(small, prompt)

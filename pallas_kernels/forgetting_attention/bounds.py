@@ -1,0 +1,100 @@
+"""What hides keys from queries, and which tiles of them a fused kernel of forgetting attention therefore need not visit."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+NEVER = -1e30  # exp of it is 0
+_F32 = jnp.float32
+
+
+class Rows(NamedTuple):
+    """What the kernels read of each token beside q, k and v.
+
+    Attributes:
+        gates: sums of the log forget gates, [B, H, T] float32 twice: their high and low parts; None without gates.
+        run: [B, T] int32, the document of each token, growing along T, or None.
+        written: [B, T] bool, which tokens are keys; needs `gates`. None is all.
+    """
+
+    gates: tuple[jax.Array, jax.Array] | None
+    run: jax.Array | None
+    written: jax.Array | None = None
+
+
+class Bounds(NamedTuple):
+    """Which tiles of queries and of keys, of one size, see each other.
+
+    Attributes:
+        first: [B, H, N] int32, the first tile of keys that one of a tile's queries sees.
+        settled: [B, H, N] int32, the first that all of them see, as far as gates go.
+        last: [B, H, N] int32, the last tile of queries that sees a tile of keys.
+        of_row: [B, H, T] int32, the first tile that each query sees, as far as gates go; None without pruning.
+    """
+
+    first: jax.Array
+    settled: jax.Array
+    last: jax.Array
+    of_row: jax.Array | None
+
+
+def find_bounds(
+    q, k, rows: Rows, *, scale: float, window: int | None, prune: bool, tile_size: int = 128
+) -> Bounds:
+    """Leave out tiles that a document, the window or the gate hides.
+
+    Adaptive computation pruning (arXiv 2504.06949), but row by row, so that no query depends on a later one: the score of a key in
+    tile n is at most |q_i| max|k| scale + F_i - F_n, F_n that of the tile's last and the maximum over it and those before, while
+    the row's own score is in its sum. Where the first is below the second by 10 + log T, all keys up to n weigh less than e^-10.
+    """
+    batch, length, heads, _ = q.shape
+    count = length // tile_size
+    tile = jnp.arange(count)
+    seen = tile[:, None] >= tile  # [queries, keys]
+    if window is not None:
+        seen &= tile[:, None] * tile_size - (tile * tile_size + tile_size - 1) < window
+    seen = jnp.broadcast_to(seen, (batch, 1, count, count))
+    if rows.run is not None:
+        by_tile = rows.run.reshape(batch, 1, count, tile_size)
+        seen &= by_tile[..., :1] <= by_tile[..., None, :, -1]
+    first = jnp.broadcast_to(jnp.argmax(seen, axis=-1), (batch, heads, count))
+    of_row, settled = None, first
+    if prune and rows.gates is not None:
+        wide = lambda x: jnp.moveaxis(x.astype(_F32), 2, 1)  # noqa: E731
+        queries, keys = wide(q), jnp.repeat(wide(k), heads // k.shape[2], axis=1)
+        own = jnp.sum(queries * keys, axis=-1) * scale
+        norm = lambda x: jnp.sqrt(jnp.sum(x * x, axis=-1))  # noqa: E731
+        most = jnp.max(norm(keys).reshape(batch, heads, count, tile_size), axis=-1)
+        most = lax.cummax(most, axis=2)[:, :, None] * scale
+        high, low = (x[..., None] - x[:, :, None, tile_size - 1 :: tile_size] for x in rows.gates)
+        beyond = norm(queries)[..., None] * most + (high + low) - own[..., None]
+        earlier = (
+            tile < (jnp.arange(length) // tile_size)[:, None]
+        )  # only those end before the row's token
+        hidden = (beyond < -10 - math.log(length)) & earlier
+        if rows.written is not None:  # a token that is no key is not in its own sum
+            hidden &= rows.written[:, None, :, None]
+        of_row = jnp.sum(hidden, axis=-1, dtype=jnp.int32)
+        by_tile = of_row.reshape(batch, heads, count, tile_size)
+        first = jnp.maximum(first, jnp.min(by_tile, axis=-1))
+        settled = jnp.maximum(first, jnp.max(by_tile, axis=-1))
+    last = jnp.max(jnp.where(first[..., None] <= tile, tile[:, None], 0), axis=-2)
+    first, settled, last = (x.astype(jnp.int32) for x in (first, settled, last))
+    return Bounds(first, settled, last, of_row)
+
+
+def of_keys(rows: Rows) -> dict[str, jax.Array]:
+    """What the scores' columns need; a key that nobody may see has a sum of gates beyond all others."""
+    given = {} if rows.run is None else {"run": rows.run}
+    if rows.gates is None:
+        return given
+    high, low = rows.gates
+    if rows.written is not None:
+        seen = rows.written[:, None]
+        high, low = jnp.where(seen, high, -NEVER), jnp.where(seen, low, 0)
+    return given | {"high": high, "low": low}

@@ -1,0 +1,135 @@
+"""Kernels compiled to the machine code of chips that are not here, and the registers that spill: `make test-aot`."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
+
+from lsm_jax import ops
+
+pytestmark = pytest.mark.aot
+
+# What XLA must know of an H200 to compile for one: a `GpuTargetConfigProto`.
+H200 = """
+platform_name: "CUDA" device_description_str: "NVIDIA H200" dnn_version_info { major: 9 minor: 10 }
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 core_count: 132
+  fpus_per_core: 128 shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472 registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 151397597184 device_vendor: "NVIDIA Corporation" name: "NVIDIA H200"
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.10.0"
+}
+"""
+CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
+
+# The op; heads of q, k and v; K and V; what else it is given; bytes that its kernels store in place of registers today.
+ON_HOPPER = [
+    ("linear_memory", (4, 4, 4), 128, 128, "", 0),
+    ("linear_memory", (4, 2, 2), 64, 64, "log_decay", 0),
+    ("linear_memory", (4, 2, 2), 128, 128, "log_decay segment_ids", 0),
+    ("linear_memory", (2, 1, 2), 256, 512, "log_decay", 4),
+    ("linear_memory", (4, 4, 4), 64, 128, "channel log_decay segment_ids", 240),
+    ("linear_memory", (4, 4, 4), 128, 128, "channel log_decay", 124),
+    ("linear_memory", (4, 4, 4), 64, 64, "channel log_decay bonus", 200),
+    ("linear_memory", (4, 2, 4), 128, 64, "value_log_decay", 104),
+    ("delta_memory", (4, 4, 4), 128, 128, "", 20),
+    ("delta_memory", (4, 2, 4), 64, 64, "log_decay segment_ids", 116),
+    ("delta_memory", (2, 1, 2), 256, 512, "log_decay", 848),
+    ("delta_memory", (4, 4, 4), 128, 128, "channel log_decay segment_ids", 268),
+    ("delta_memory", (4, 4, 4), 64, 64, "channel log_decay", 188),
+    ("dplr_memory", (4, 4, 4), 128, 128, "channel log_decay segment_ids", 740),
+    ("dplr_memory", (4, 2, 4), 64, 64, "log_decay", 980),
+    ("attention", (4, 2, 2), 64, 64, "log_forget", 0),
+    ("attention", (4, 2, 2), 128, 128, "log_forget segment_ids update_mask", 208),
+    ("attention", (4, 4, 4), 128, 128, "log_forget window", 176),
+]
+ON_TPU = [
+    ("linear_memory", (4, 4, 4), 64, 64, "log_decay segment_ids"),
+    ("linear_memory", (4, 2, 4), 128, 128, "log_decay"),
+    ("delta_memory", (4, 2, 4), 128, 128, "log_decay segment_ids"),
+    ("delta_memory", (4, 4, 4), 64, 64, ""),
+    ("attention", (4, 2, 2), 64, 64, "log_forget segment_ids"),
+    ("attention", (4, 4, 4), 128, 128, "log_forget window"),
+]
+
+
+@pytest.fixture(autouse=True)
+def as_it_is_shipped():
+    """`conftest` has the compiler leave things out."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+def compile_for(device, abstract_device, case, implementation):
+    """Value and every gradient of one case, in bfloat16."""
+    op, (heads, key_heads, memories), key_dim, value_dim, given = case
+    given, length = given.split(), 1024
+    sharding = SingleDeviceSharding(device)
+
+    def array(*shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    shapes = (heads, key_dim), (key_heads, key_dim), (memories, value_dim)
+    inputs = {
+        n: array(2, length, *s, dtype=jnp.bfloat16) for n, s in zip("qkv", shapes, strict=True)
+    }
+    if op == "delta_memory":
+        inputs["beta"] = array(2, length, memories)
+    if op == "dplr_memory":
+        inputs |= dict(a=inputs["k"], b=inputs["k"])
+    if "log_decay" in given:
+        inputs["log_decay"] = array(2, length, memories, *([key_dim] * ("channel" in given)))
+    if "value_log_decay" in given:
+        inputs["value_log_decay"] = array(2, length, memories, value_dim)
+    if "bonus" in given:
+        inputs["bonus"] = array(memories, key_dim)
+    if "log_forget" in given:
+        inputs["log_forget"] = array(2, length, heads)
+    marks = {
+        n: array(2, length, dtype=jnp.int32) for n in ("segment_ids", "update_mask") if n in given
+    }
+    options = dict(window=200) if "window" in given else {}
+
+    def both(inputs, marks):
+        def call(x):
+            return getattr(ops, op)(**x, **marks, **options, implementation=implementation)[0]
+
+        output, pull = jax.vjp(call, inputs)
+        return output, pull(output)
+
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract_device)):
+        platform = "cuda" if abstract_device.platform == "gpu" else "tpu"
+        lowered = jax.jit(both).trace(inputs, marks).lower(lowering_platforms=(platform,))
+    lowered.compile()
+
+
+@pytest.mark.parametrize("case", ON_HOPPER, ids=str)
+def test_compiles_for_an_h200_and_spills_no_more_than_today(case, capfd, monkeypatch):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    device = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1").devices[
+        0
+    ]
+    abstract = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    *case, known = case
+    compile_for(device, abstract, case, "mosaic_gpu")
+    spilled = re.findall(r"frame, (\d+) bytes spill stores", "".join(capfd.readouterr()))
+    assert len(spilled) >= 3  # one forward and two backward, or more
+    assert sum(map(int, spilled)) <= known
+
+
+@pytest.mark.parametrize("case", ON_TPU, ids=str)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_compiles_for_a_tpu(chip, case):
+    device = topologies.get_topology_desc(CHIPS[chip], "tpu").devices[0]
+    compile_for(device, AbstractDevice(device.device_kind, 1, platform="tpu"), case, "mosaic_tpu")
