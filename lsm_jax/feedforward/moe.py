@@ -23,7 +23,7 @@ from flax import nnx
 from lsm_jax.feedforward.swiglu import SwiGLU, SwiGLUConfig
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.layers import Dense, parameter, project
-from lsm_jax.ops.grouped_product import grouped_product
+from lsm_jax.ops.grouped_product import grouped_product, row_multiple
 from lsm_jax.parallel import (
     EXCHANGES,
     alone,
@@ -56,7 +56,8 @@ class MoEConfig:
         balance_scale: multiplies the balance loss (Switch Transformer, arXiv 2101.03961), `E Σ f_e P_e` with f_e the part of all
             choices that fell on e and P_e its mean probability: 1 at perfect balance, averaged over the model's layers.
         z_scale: multiplies the z-loss (ST-MoE, arXiv 2202.08906), the mean of `logsumexp(logits)²`, averaged likewise.
-        execution: "grouped" or "dense"; on NVIDIA "grouped" goes dense outside Hopper and bfloat16, in more memory (docs/decisions.md).
+        execution: "grouped" or "dense"; on NVIDIA "grouped" goes dense, in more memory, outside Hopper, bfloat16 and a hidden size of
+            128s (docs/decisions.md).
         expert_buffer: where experts are spread over devices, rows that each keeps free for every other one, times the even
             share of a batch. More than the number of devices is never needed.
         exchange: how tokens travel there: "padded", buffers and all, anywhere; or "ragged", only what there is, on GPUs and TPUs.
@@ -248,28 +249,30 @@ def _grouped(rows_in_all, config, x, chosen, weight, gate_proj, up_proj, down_pr
     if spread and not travels:  # every device has all rows, and does its own experts' part
         expert = expert - count * place_on("expert")
         expert = jnp.where((expert < 0) | (expert >= count), count, expert)
-    order = jnp.argsort(expert, stable=True)
-    back = jnp.argsort(order)
-    rows = _sort(top_k, x.reshape(-1, size), order, back)
-    share = _permute(weight.reshape(-1, 1), order, back)
     kernels = gate_proj, up_proj, down_proj
+    block = row_multiple(x)
     if travels:
+        place, source, _ = _places(expert, config.num_experts, 1)
+        rows = _sort(top_k, x.reshape(-1, size), source, place)
         shards = config.num_experts // count
         most = expert.size // top_k * min(top_k, count)
         room = room_for(expert.size, config.expert_buffer, shards, most)
-        mine = expert[order]
+        mine = _gather(expert, source, config.num_experts)
         sent, ids, return_rows, missed = to_owners(
             rows, mine % count, mine // count, count, room=room, exchange=config.exchange
         )
-        inner = jnp.argsort(ids, stable=True)
-        outer = jnp.argsort(inner)
-        y = _experts(_permute(sent, inner, outer), ids[inner], 1, *kernels)
-        y = share * return_rows(_permute(y, outer, inner))
-        missed = missed[back].reshape(chosen.shape)
-        lost = jnp.sum(missed, axis=-1, dtype=jnp.int32)
+        inner, outer, sizes = _places(ids, count, block)
+        y = _experts(_permute(sent, outer, inner), sizes, block, None, *kernels)
+        y = _permute(weight.reshape(-1, 1), source, place) * return_rows(_permute(y, inner, outer))
+        lost = jnp.sum(
+            _gather(missed, place, False).reshape(chosen.shape), axis=-1, dtype=jnp.int32
+        )
     else:
-        y = _experts(rows, expert[order], share, *kernels)
-    y = _collect(top_k, y, order, back).reshape(x.shape)
+        place, source, sizes = _places(expert, count, block)
+        rows = _sort(top_k, x.reshape(-1, size), source, place)
+        share = _permute(weight.reshape(-1, 1), source, place)
+        y = _experts(rows, sizes, block, share, *kernels)
+    y = _collect(top_k, y, source, place).reshape(x.shape)
     if gate_proj.shape[-1] < config.expert_size:
         y = sum_over("mlp", y)
     if spread and not travels:
@@ -277,57 +280,112 @@ def _grouped(rows_in_all, config, x, chosen, weight, gate_proj, up_proj, down_pr
     return y.astype(x.dtype), lost
 
 
-def _experts(rows, expert, share, gate_proj, up_proj, down_proj):
-    """Rows [N, D], sorted by expert, through these, times `share` [N, 1]; 0 where `expert` is beyond the last."""
-    count = gate_proj.shape[0]
+def _places(expert, count, block):
+    """Rows in the order of their experts, those of each from a multiple of `block` on.
+
+    Args:
+        expert: int32 [N], each row's expert; `count` and beyond for none.
+        count: experts.
+        block: what the rows of each expert are filled up to a multiple of, by rows that are nobody's.
+
+    Returns:
+        int32 [N], the place of each row, M where it has none; int32 [M], the row at each place, N where there is none;
+        and int32 [count], places of each expert.
+    """
+    total = expert.shape[0]
+    most = (total + min(count, total) * (block - 1)) // block * block
     sizes = jnp.sum(expert[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
-    inside = (expert < count)[:, None]
-    rows = jnp.where(inside, rows, 0)
-    gate, up = (grouped_product(rows, kernel, sizes) for kernel in (gate_proj, up_proj))
-    # Weighted here, so that the gradient of the share is taken in the same pass as that of the gate.
-    inner = (jax.nn.silu(gate) * up * share).astype(rows.dtype)
-    return jnp.where(inside, grouped_product(inner, down_proj, sizes), 0)
+    room = (sizes + block - 1) // block * block
+    ahead = jnp.cumsum(room - sizes) - (room - sizes)  # nobody's, before each expert
+    order = jnp.argsort(expert, stable=True)
+    known = expert[order]
+    places = jnp.arange(total, dtype=jnp.int32) + ahead[jnp.minimum(known, count - 1)]
+    places = jnp.where(known < count, places, most)
+    place = jnp.zeros(total, jnp.int32).at[order].set(places, unique_indices=True)
+    source = jnp.full(most, total, jnp.int32).at[places].set(order, mode="drop")
+    return place, source, room
 
 
-# Rows in another order, `back` its inverse: each gradient is a gather too, and no scatter.
-
-
-def _gather(rows, order):
-    return rows.at[order].get(unique_indices=True, mode="promise_in_bounds")
+def _experts(rows, sizes, block, share, gate_proj, up_proj, down_proj):
+    """Rows [M, D] in the order of `_places` through their experts, times `share` [M, 1] where it is given; beyond the last
+    expert's rows stands anything. Widths too are filled up to multiples of `block`."""
+    more = -gate_proj.shape[-1] % block
+    if more:
+        gate_proj, up_proj = (jnp.pad(p, ((0, 0), (0, 0), (0, more))) for p in (gate_proj, up_proj))
+        down_proj = jnp.pad(down_proj, ((0, 0), (0, more), (0, 0)))
+    both = jnp.concatenate([gate_proj, up_proj], axis=-1)
+    inner = _gated(grouped_product(rows, both, sizes, multiple=block), share)
+    return grouped_product(inner, down_proj, sizes, multiple=block)
 
 
 @jax.custom_vjp
-def _permute(rows, order, back):
-    """Rows [N, D] -> [N, D]."""
-    return _gather(rows, order)
+def _gated(gate_up, share):
+    """`silu(gate) ⊙ up` of [M, 2 F], weighted here, so that the gradient of the share is taken beside that of the gate."""
+    gate, up = jnp.split(_wide(gate_up), 2, axis=-1)
+    y = jax.nn.silu(gate) * up
+    return (y if share is None else y * share).astype(gate_up.dtype)
+
+
+def _gated_backward(saved, dy):
+    gate_up, share = saved
+    gate, up = jnp.split(_wide(gate_up), 2, axis=-1)
+    part = jax.nn.sigmoid(gate)
+    silu, whole = gate * part, _wide(dy)
+    d_share = None if share is None else jnp.sum(whole * silu * up, axis=-1, keepdims=True)
+    whole = whole if share is None else whole * share
+    d_gate = whole * up * (part + silu * (1 - part))
+    return jnp.concatenate([d_gate, whole * silu], axis=-1).astype(gate_up.dtype), d_share
+
+
+_gated.defvjp(lambda gate_up, share: (_gated(gate_up, share), (gate_up, share)), _gated_backward)
+
+
+def _wide(x):
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+# Rows in another order, by `_places`: each gradient is a gather too, and no scatter.
+
+
+def _gather(rows, index, nothing=0):
+    return rows.at[index].get(mode="fill", fill_value=nothing)
+
+
+@jax.custom_vjp
+def _permute(rows, source, place):
+    """Rows [N, D] -> [M, D], row `source[i]` at i, 0 where it is N."""
+    return _gather(rows, source)
 
 
 _permute.defvjp(
-    lambda rows, order, back: (_gather(rows, order), back),
-    lambda back, dy: (_gather(dy, back), None, None),
+    lambda rows, source, place: (_gather(rows, source), place),
+    lambda place, dy: (_gather(dy, place), None, None),
 )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sort(top_k, x, order, back):
-    """Tokens [N, D] -> one row a choice, [N · k, D], in `order`."""
-    return x.at[order // top_k].get(mode="promise_in_bounds")
+def _sort(top_k, x, source, place):
+    """Tokens [N, D] -> one row a choice, [M, D], in the order of `_places`."""
+    return _gather(x, source // top_k)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _collect(top_k, rows, order, back):
-    """Rows [N · k, D] in `order` -> the sum over each token's, [N, D], in float32."""
+def _collect(top_k, rows, source, place):
+    """Rows [M, D] in the order of `_places` -> the sum over each token's, [N, D], in float32."""
     wide = jnp.promote_types(rows.dtype, jnp.float32)
-    return jnp.sum(_gather(rows, back).reshape(-1, top_k, rows.shape[-1]), axis=1, dtype=wide)
+    return jnp.sum(_gather(rows, place).reshape(-1, top_k, rows.shape[-1]), axis=1, dtype=wide)
 
 
 # One is the other's transpose. What is saved of x and of the rows is their dtype.
 _sort.defvjp(
-    lambda top_k, x, order, back: (_sort(top_k, x, order, back), (x[:0], order, back)),
+    lambda top_k, x, source, place: (_sort(top_k, x, source, place), (x[:0], source, place)),
     lambda top_k, saved, dy: (_collect(top_k, dy, *saved[1:]).astype(saved[0].dtype), None, None),
 )
 _collect.defvjp(
-    lambda top_k, rows, order, back: (_collect(top_k, rows, order, back), (rows[:0], order, back)),
+    lambda top_k, rows, source, place: (
+        _collect(top_k, rows, source, place),
+        (rows[:0], source, place),
+    ),
     lambda top_k, saved, dy: (_sort(top_k, dy.astype(saved[0].dtype), *saved[1:]), None, None),
 )
 

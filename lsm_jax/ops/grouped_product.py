@@ -1,4 +1,4 @@
-"""Products of groups of rows with one matrix each: jax's own on CPU and TPU, and the kernels that ship with it on Hopper."""
+"""Products of groups of rows with one matrix each: jax's own on CPU and TPU, and fused kernels on Hopper."""
 
 from __future__ import annotations
 
@@ -12,54 +12,62 @@ from lsm_jax.ops.checks import matmul_precision
 from lsm_jax.ops.chosen import choose
 
 KERNEL = "mosaic_gpu"
-_BLOCK = 64  # of the axes that are summed over
-_ROWS = 8  # rows come in multiples of so many
-# Five steps and tiles over the whole width took 0.49 ms where these take 0.67 (131,072 rows, 64 x 1024 x 896, H200); no whole
-# layer has been timed with them yet.
-_STEPS, _ACROSS = 4, 1
+_ROWS, _STEP = 128, 64
 
 
 def grouped_product(
-    x: jax.Array, kernels: jax.Array, sizes: jax.Array, *, implementation: str | None = None
+    x: jax.Array,
+    kernels: jax.Array,
+    sizes: jax.Array,
+    *,
+    multiple: int = 1,
+    implementation: str | None = None,
 ) -> jax.Array:
     """Each group of rows times its own matrix, accumulated in float32.
 
     Args:
-        x: [N, D], the rows of group 0 first, then those of group 1, and so on; those beyond the last are finite.
+        x: [N, D], the rows of group 0 first, then those of group 1, and so on.
         kernels: [E, D, F], in x's dtype.
         sizes: int32 [E], rows of each group; 0 is accepted.
+        multiple: what all `sizes`, and N, are multiples of; kernels serve multiples of 128 (`row_multiple`).
         implementation: None, "xla" (`jax.lax.ragged_dot`, which multiplies every row with every matrix on NVIDIA) or
             "mosaic_gpu" (on Hopper, in bfloat16).
 
     Returns:
-        [N, F] in x's dtype; rows beyond the last group are 0.
+        [N, F] in x's dtype; rows beyond the last group hold anything, and their gradient may be anything.
 
     Raises:
         NotImplementedError: a kernel asked for by name that does not serve these arrays.
     """
     if implementation not in (None, "xla", KERNEL):
         raise ValueError(f"implementation={implementation!r}; accepted are None, 'xla', {KERNEL!r}")
-    why = _why_not(x, kernels)
+    if len(x) % multiple:
+        raise ValueError(f"x has {len(x)} rows, which are no multiple of multiple={multiple}")
+    why = _why_not(kernels.dtype, kernels.shape[1:], x, kernels)
+    if why is None and (multiple % _ROWS or not len(x)):
+        why = f"rows, and groups of multiples of {_ROWS}, not {len(x)} and multiple={multiple}"
     fused = choose("grouped_product", "ragged_dot", implementation, KERNEL, why)
     if fused == "never":
         return _xla_product(x, kernels, sizes)
-    more = -len(x) % _ROWS
-    padded = jnp.pad(x, ((0, more), (0, 0))) if more else x
-    return _product(fused, padded, kernels, sizes)[: len(x)]
+    return _product(fused, x, kernels, sizes)
 
 
-def _why_not(x: jax.Array, kernels: jax.Array) -> str | None:
-    """What the kernel takes in place of this call, or None."""
-    if x.dtype != jnp.bfloat16 or kernels.dtype != x.dtype:
-        return f"bfloat16, not {x.dtype} and {kernels.dtype}"
-    if any(size % _BLOCK for size in kernels.shape[1:]) or not len(x):
-        return (
-            f"rows, and widths that are multiples of {_BLOCK}, not {x.shape} times {kernels.shape}"
-        )
-    if any(jax.typeof(a).manual_axis_type.varying for a in (x, kernels)):
+def row_multiple(x: jax.Array) -> int:
+    """What `multiple`, and all other widths, should be multiples of for products with x [..., D]: 128 where a kernel may serve
+    them, else 1."""
+    return 1 if _why_not(x.dtype, (x.shape[-1], _ROWS), x) else _ROWS
+
+
+def _why_not(dtype: Any, shape: tuple[int, ...], *arrays: jax.Array) -> str | None:
+    """What the kernel takes in place of these arrays times matrices of this dtype and shape, or None."""
+    if any(a.dtype != jnp.bfloat16 for a in arrays) or dtype != jnp.bfloat16:
+        return f"bfloat16, not {arrays[0].dtype} and {dtype}"
+    if shape[0] % _ROWS or shape[1] % _STEP:
+        return f"matrices of multiples of {_ROWS} x {_STEP}, not {shape}"
+    if any(jax.typeof(a).manual_axis_type.varying for a in arrays):
         return "arrays outside jax.shard_map, or inside with check_vma=False"
     try:
-        jax.local_devices(backend="cuda")  # the kernels ask the device how large it is
+        jax.local_devices(backend="cuda")
     except RuntimeError:
         return "NVIDIA Hopper"
     from pallas_kernels import compat
@@ -101,32 +109,23 @@ def _on_platform(fused, kernel, xla, *arrays) -> Any:
     return jax.lax.platform_dependent(*arrays, cuda=kernel, default=xla)
 
 
-def _inside(x, sizes):
-    """x [N, D] with zeros beyond the last group, where a kernel leaves what was there."""
-    return jnp.where((jnp.arange(len(x)) < jnp.sum(sizes))[:, None], x, 0)
+# Jitted, so that layers which are not scanned trace and lower a kernel once.
 
 
-def _widest(size: int) -> int:
-    return 128 if size % 128 == 0 else _BLOCK
-
-
+@functools.partial(jax.jit, static_argnames="transposed")
 def _kernel_product(x, kernels, sizes, transposed=False):
     """x [N, D] times kernels [E, D, F], or [E, F, D] where `transposed`."""
-    from pallas_kernels import compat
+    from pallas_kernels.grouped_product import hopper
 
-    width = kernels.shape[1 if transposed else 2]
-    y = compat.grouped_product_kernel()(
-        x, kernels, group_sizes=sizes, transpose_rhs=transposed,
-        block_m=128, block_n=_widest(width), block_k=_BLOCK, max_concurrent_steps=_STEPS, grid_block_n=_ACROSS,
-    )  # fmt: skip
-    return _inside(y, sizes)
+    ends = jnp.cumsum(sizes // _ROWS)
+    block = jnp.arange(len(x) // _ROWS)[:, None]
+    groups = jnp.minimum(jnp.sum(block >= ends, axis=1, dtype=jnp.int32), len(sizes) - 1)
+    return hopper.product(x, kernels, groups, ends[-1:], transposed=transposed)
 
 
+@jax.jit
 def _kernel_sums(x, dy, sizes):
     """The sum over each group's rows of x [N, D] times dy [N, F]: [E, D, F]."""
-    from pallas_kernels import compat
+    from pallas_kernels.grouped_product import hopper
 
-    return compat.grouped_sums_kernel()(  # what stands beyond the last group is read, and multiplied by 0
-        x, dy, group_sizes=sizes,
-        block_m=_widest(x.shape[1]), block_n=_widest(dy.shape[1]), block_k=_BLOCK, max_concurrent_steps=_STEPS, grid_block_n=_ACROSS,
-    )  # fmt: skip
+    return hopper.sums(x, dy, jnp.cumsum(sizes) - sizes, sizes // _STEP)

@@ -43,7 +43,12 @@ def test_with_one_state_a_segment(case, form):
             np.testing.assert_array_equal(run(jnp.asarray(moved))[:, :t], base[:, :t])
 
 
-WITH_KEYS = [c for c in CASES if c.op.endswith("memory") and c.op != "selective_memory"]
+# An MLP's own update is not finite at such a key: gelu's derivative is NaN there.
+WITH_KEYS = [
+    c
+    for c in CASES
+    if c.op.endswith("memory") and c.op != "selective_memory" and "mlp" not in c.arrays
+]
 
 
 @parametrize_forms(WITH_KEYS, skip=("recurrent", None))

@@ -38,8 +38,6 @@ def settings(kind: str, case):
     """Keywords of one setting: what stands in the state, the ids and the mask."""
     if kind == "plain":
         return {"state": None}
-    if kind == "state":
-        return {"state": make_state(case)}
     if kind == "documents":
         state = make_state(case)._replace(segment_id=jnp.array([3, 0], jnp.int32))
         return {
@@ -63,9 +61,6 @@ def optimized():
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
-
-
-SETTINGS = ("plain", "state", "documents", "segments")
 
 
 def as_real(x):
@@ -155,7 +150,7 @@ def gradients(case, form, inputs, state, **given):
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=pytest.mark.slow) if k == "plain" else k for k in SETTINGS]
+    "kind", [pytest.param("plain", marks=pytest.mark.slow), "documents", "segments"]
 )
 @parametrize_forms(core=True)
 def test_matches_the_definition(case, form, kind):
@@ -176,10 +171,19 @@ def test_matches_the_definition(case, form, kind):
         close(a, b, 1e-12)
 
 
-@pytest.mark.parametrize("kind", ["segments", pytest.param("documents", marks=pytest.mark.slow)])
 @parametrize_forms(skip=("recurrent", None))
-def test_gradients_agree_between_forms(case, form, kind):
-    """Both kinds begin from a state; without one, `test_any_length_in_chunks_of_64`."""
+def test_gradients_agree_between_forms(case, form):
+    """From a state a segment; from nothing, `test_any_length_in_chunks_of_64`; from one a row, the next test."""
+    agree(case, form, "segments")
+
+
+@pytest.mark.slow
+@parametrize_forms(skip=("recurrent", "associative", None))
+def test_gradients_of_one_state_a_row(case, form):
+    agree(case, form, "documents")
+
+
+def agree(case, form, kind):
     given = settings(kind, case)
     state = given.pop("state")
     value, _, grads = gradients(case, form, make_inputs(case), state, **given)
@@ -220,13 +224,26 @@ def test_any_length_in_chunks_of_64(case, form, length):
         close(a, b, 1e-10)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [pytest.param(jnp.float32, 1e-5, marks=pytest.mark.slow), (jnp.bfloat16, 5e-3)],
-)
+WITH_DECAY = [c for c in CASES if any("decay" in a or "forget" in a for a in c.arrays)]
+
+
 @parametrize_forms()
-def test_narrow_dtypes(case, form, dtype, tolerance):
-    """Against float64 on the same rounded inputs: the largest error in float32, the RMS error in bfloat16."""
+def test_bfloat16(case, form):
+    """Against float64 on the same rounded inputs, by the RMS error."""
+    for a, b in narrow_and_wide(case, form, jnp.bfloat16):
+        assert np.sqrt(np.mean((a - b) ** 2)) <= 5e-3 * np.sqrt(np.mean(b**2))
+
+
+@pytest.mark.slow
+@parametrize_forms([c for c in CASES if c not in WITH_DECAY])
+def test_float32(case, form):
+    """By the largest error; with decays, `test_strong_zero_and_mixed_decay`."""
+    for a, b in narrow_and_wide(case, form, jnp.float32):
+        close(a, b, 1e-5)
+
+
+def narrow_and_wide(case, form, dtype):
+    """Output and gradients in `dtype`, each with its float64 counterpart."""
     value, (output, final), grads = gradients(case, form, make_inputs(case, dtype=dtype), None)
     _, (expected, _), expected_grads = wide_gradients(case, "mild", dtype)
     assert output.dtype == dtype and np.isfinite(value)
@@ -234,15 +251,10 @@ def test_narrow_dtypes(case, form, dtype, tolerance):
         for leaf in jax.tree.leaves(final):
             assert leaf.dtype in (jnp.float32, jnp.complex64, jnp.int32)
     pairs = [(output, expected), *zip(grads, expected_grads, strict=True)]
-    for a, b in pairs:
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        if dtype == jnp.float32:
-            close(a, b, tolerance)
-        else:
-            assert np.sqrt(np.mean((a - b) ** 2)) <= tolerance * np.sqrt(np.mean(b**2))
+    return [(as_real(a), as_real(b)) for a, b in pairs]
 
 
-@parametrize_forms([c for c in CASES if any("decay" in a or "forget" in a for a in c.arrays)])
+@parametrize_forms(WITH_DECAY)
 def test_strong_zero_and_mixed_decay(case, form):
     """Float32, decays from 0 to -30 a step: finite, and as exact as with mild ones."""
     inputs = make_inputs(case, decay="mixed", dtype=jnp.float32)
