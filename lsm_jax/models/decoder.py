@@ -218,6 +218,7 @@ class Decoder(nnx.Module):
         update_mask: jax.Array | None = None,
         state: DecoderState | None = None,
         microbatches: int = 0,
+        rounds: int = 1,
     ) -> tuple[jax.Array, DecoderState | None, dict[str, jax.Array]]:
         """Hidden states after the final norm.
 
@@ -229,6 +230,7 @@ class Decoder(nnx.Module):
             state: from `init_state` or an earlier call. None starts afresh and keeps nothing.
             microbatches: pieces in which the rows pass through a mesh's pipeline stages, each with a balance loss of its own,
                 as in accumulation; 0 is one for each stage. With a state, or where there is one stage, they pass whole.
+            rounds: times that each piece goes round the stages.
 
         Returns:
             [B, T, D] in the config's dtype; the state after, None if none was given; statistics by name. Those ending in
@@ -285,7 +287,8 @@ class Decoder(nnx.Module):
             whole = {name: value for name, value in shared.items() if name not in by_rows}
             shared = {name: shared[name] for name in by_rows}
             (x, _), aux = pipelined(
-                stage, (self.periods, index), (x, shared), rows, whole, microbatches=microbatches or stages
+                stage, (self.periods, index), (x, shared), rows, whole, microbatches=microbatches or stages,
+                rounds=rounds,
             )  # fmt: skip
             return self.norm(x), None, _gather(aux)
         inputs = (self.periods, None if state is None else state.layers, index)

@@ -42,8 +42,9 @@ class MeshConfig:
         tensor: parts that heads and feedforward widths are cut into.
         expert: batch shards that share the experts between them.
         pipeline: stages that the layers are cut into, whole pattern periods each.
-        microbatches: pieces in which a batch passes through the stages, a multiple of `pipeline`; 0 takes `pipeline`. Of S stages
-            with M pieces each waits (S - 1) / (M + S - 1) of the time.
+        microbatches: pieces in which a batch passes through the stages, a multiple of `pipeline`; 0 takes `pipeline`.
+        rounds: times that a piece goes round the stages, each of which then has so many groups of layers: of S stages with M pieces
+            in R rounds each waits (S - 1) / (R M + S - 1) of the time.
     """
 
     data: int = -1
@@ -53,12 +54,13 @@ class MeshConfig:
     expert: int = 1
     pipeline: int = 1
     microbatches: int = 0
+    rounds: int = 1
 
     def shape(self, num_devices: int) -> dict[str, int]:
         """Devices along each of `AXES`, with data=-1 resolved.
 
         Raises:
-            ValueError: the axes do not multiply to `num_devices`, or microbatches do not fit the stages.
+            ValueError: the axes do not multiply to `num_devices`, or microbatches or rounds do not fit the stages.
         """
         sizes = {axis: getattr(self, axis) for axis in AXES}
         given = " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1)
@@ -77,6 +79,11 @@ class MeshConfig:
             raise ValueError(
                 f"mesh.microbatches={self.microbatches}: accepted are multiples of mesh.pipeline={self.pipeline}, "
                 "and 0 for so many"
+            )
+        if self.rounds < 1 or (self.rounds > 1 and self.pipeline == 1):
+            raise ValueError(
+                f"mesh.rounds={self.rounds} with mesh.pipeline={self.pipeline}: accepted are integers from 1, and only 1 where "
+                "there is one stage"
             )
         return sizes
 

@@ -33,7 +33,7 @@ def meshes(config: Any, devices: int) -> list[Any]:
     axes = ("fsdp", "sequence", "tensor", "expert", "pipeline")
     powers = [2**i for i in range(devices.bit_length()) if devices % 2**i == 0]
     return [
-        dataclasses.replace(config.mesh, data=-1, microbatches=0, **dict(zip(axes, sizes, strict=True)))
+        dataclasses.replace(config.mesh, data=-1, microbatches=0, rounds=1, **dict(zip(axes, sizes, strict=True)))
         for sizes in itertools.product(powers, repeat=len(axes))
         if devices % math.prod(sizes) == 0
     ]  # fmt: skip

@@ -178,10 +178,11 @@ class TrainConfig:
     def _check_parts(self, sizes: dict[str, int]) -> None:
         """Raise ValueError where a mesh of these sizes cuts what does not divide; heads and widths are checked by name later."""
         periods = self.model.num_layers // len(self.model.period())
-        if periods % sizes["pipeline"]:
+        if periods % (sizes["pipeline"] * self.mesh.rounds):
+            rounds = f" x mesh.rounds={self.mesh.rounds}" if self.mesh.rounds > 1 else ""
             raise ValueError(
-                f"mesh.pipeline={sizes['pipeline']}: the model's {periods} periods of {self.model.period()!r} do not divide "
-                "into so many stages"
+                f"mesh.pipeline={sizes['pipeline']}{rounds}: the model's {periods} periods of {self.model.period()!r} do not "
+                "divide into so many stages"
             )
         length = self.data.sequence_length
         if length % sizes["sequence"]:

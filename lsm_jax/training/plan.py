@@ -97,7 +97,12 @@ def plan(config: TrainConfig, num_devices: int, known: dict[Any, Any] | None = N
         optimizer=2 * trained,
         gradients=trained * (2 if config.accumulation_steps > 1 else 1),  # their sum, and a piece's
         saved=saved,
-        working=working + _gathered(config, whole, sizes) + _keys_and_values(config, model, sizes),
+        working=working
+        + _gathered(config, whole, sizes)
+        + _keys_and_values(config, model, sizes)
+        + (
+            2 * _of_periods(held) if config.mesh.rounds > 1 else 0
+        ),  # layers dealt out, and their gradients
         update=2 * trained,
         communication=_communication(config, model, whole, held, trained, sizes),
     )
@@ -105,6 +110,11 @@ def plan(config: TrainConfig, num_devices: int, known: dict[Any, Any] | None = N
 
 def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _of_periods(held: dict[str, int]) -> int:
+    """Bytes of the layers' parameters that a device holds, in float32."""
+    return 4 * sum(size for name, size in held.items() if name.startswith("periods/"))
 
 
 def _local_shape(config: TrainConfig, sizes: dict[str, int]) -> tuple[int, int]:
@@ -126,10 +136,17 @@ def _activations(
     working = max(peak for peak, _ in layers) // sizes["tensor"] + 2 * x
     saved = sum(x + kept // sizes["tensor"] for _, kept in layers)
     pieces = config.mesh.pieces()
-    ticks = pieces + sizes["pipeline"] - 1 if sizes["pipeline"] > 1 else 1
-    saved *= model.num_periods // sizes["pipeline"] * ticks
+    rounds = config.mesh.rounds
+    ticks = rounds * pieces + sizes["pipeline"] - 1 if sizes["pipeline"] > 1 else 1
+    saved *= model.num_periods // (sizes["pipeline"] * rounds) * ticks
     if sizes["pipeline"] > 1:
-        saved += 3 * pieces * x  # what comes in, gathered, and what goes out
+        # What comes in, gathered; what goes on after each turn, of which the last round's goes out.
+        saved += (2 * pieces + ticks) * x
+    if sizes["sequence"] > 1:
+        extra = [_as_one_update(config, b, rows, length) for b in model.periods.blocks]
+        working += max(wide for _, _, wide in extra) // sizes["tensor"]
+        kept = sum(update for update, _, _ in extra) * sizes["sequence"] // sizes["tensor"]
+        saved += kept * model.num_periods // sizes["pipeline"] * pieces
     tokens = min(config.model.loss_chunk_size, rows * length)
     logits = 3 * tokens * config.model.vocab_size * 4  # logits, probabilities, their errors
     item = jnp.dtype(config.model.dtype).itemsize
@@ -177,6 +194,46 @@ def _residuals(layer: Any, policy: str, params: Any, *args: Any) -> int:
     given = jax.tree.leaves((params, *args))
     known = {(x.shape, x.dtype) for x in given}
     return sum(x.size * x.dtype.itemsize for x in shapes if (x.shape, x.dtype) not in known)
+
+
+def _as_one_update(config: TrainConfig, block: Any, rows: int, length: int) -> tuple[int, int, int]:
+    """Bytes that one device's tokens make as one update of a layer's memory, on whole heads: the update, which is gathered and
+    kept; the state, whose gradient is gathered (both with the tails of convolutions and token shifts); and what exists besides while the update is made. None for attention.
+
+    A delta rule's transition is a matrix [K, K] a head, found by K more value channels.
+    """
+    mixer: Any = block.mixer
+    kind = type(mixer.innermost()).op
+    if kind is ops.attention:
+        return 0, 0, 0
+    dtype = jnp.dtype(config.model.dtype)
+    start = jax.eval_shape(lambda: mixer.init_state(rows, length, dtype))
+    memory = jax.tree.leaves(start.memory)
+    state = sum(x.size * x.dtype.itemsize for x in memory)
+    state += 4 * sum(
+        x.size for x in jax.tree.leaves(start.tails) if x.ndim > 1
+    )  # in words of 32 bits
+    if kind not in (ops.delta_memory, ops.dplr_memory):
+        return state, state, 0
+    largest = max(memory, key=lambda x: x.size)
+    heads, keys, values = largest.shape[-3:]
+    update = state + largest.size // values * keys * largest.dtype.itemsize
+
+    def peak(channels: int) -> int:
+        k = jax.ShapeDtypeStruct((rows, length, heads, keys), dtype)
+        v = jax.ShapeDtypeStruct((rows, length, heads, channels), dtype)
+        beta = jax.ShapeDtypeStruct(k.shape[:-1], jnp.float32)
+
+        def final(k, v, beta):
+            return ops.delta_memory(k, k, v, beta, beta, implementation="xla")[1].memory
+
+        def backward(k, v, beta):
+            memory, vjp = jax.vjp(final, k, v, beta)
+            return vjp(memory)
+
+        return peak_bytes(jax.make_jaxpr(backward)(k, v, beta).jaxpr)
+
+    return update, state, peak(values + keys) - peak(values)
 
 
 def _gathered(config: TrainConfig, whole: dict[str, Any], sizes: dict[str, int]) -> int:
@@ -246,12 +303,22 @@ def _communication(
     if sizes["tensor"] > 1:  # mixer and feedforward, forward and backward
         sent["tensor sums"] = 2 * 2 * 2 * ring(sizes["tensor"]) * x * layers * pieces
     if sizes["pipeline"] > 1:
-        sent["stage to stage"] = 2 * x * pieces + 2 * ring(sizes["pipeline"]) * 2 * x * pieces
+        turns = config.mesh.rounds * pieces
+        sent["stage to stage"] = 2 * x * turns + 2 * ring(sizes["pipeline"]) * 2 * x * pieces
+        if (
+            config.mesh.rounds > 1
+        ):  # there, and their gradients back; of groups that one device stores at most one is its own
+            moved = _of_periods(held) * ring(sizes["pipeline"])
+            sent["layers dealt out, and back"] = 2 * moved * config.accumulation_steps
     if sizes["sequence"] > 1:
-        states = 0
+        count, dtype = 0, jnp.dtype(config.model.dtype)
         for block in model.periods.blocks:
-            memory = jax.eval_shape(lambda b=block: b.mixer.init_memory(rows, length, jnp.dtype(config.model.dtype)))  # fmt: skip
-            states += sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(memory))
+            update, state, _ = _as_one_update(config, block, rows, length)
+            if not state:  # keys and values, gathered again where they are computed again
+                memory = jax.eval_shape(lambda b=block: b.mixer.init_memory(rows, length, dtype))
+                state = sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(memory))
+                update = state * (passes - 1)
+            count += update + state
         periods = layers // len(config.model.period())
-        sent["states, or keys and values"] = passes * (sizes["sequence"] - 1) * states / sizes["tensor"] * periods * pieces  # fmt: skip
+        sent["states, or keys and values"] = (sizes["sequence"] - 1) * count / sizes["tensor"] * periods * pieces  # fmt: skip
     return {name: int(np.ceil(value)) for name, value in sent.items()}

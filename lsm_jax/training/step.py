@@ -128,6 +128,7 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
             segment_ids=batch.get("segment_ids"),
             positions=batch.get("positions"),
             microbatches=config.mesh.pieces(),
+            rounds=config.mesh.rounds,
         )
         nll = next_token_loss(
             hidden,

@@ -1,4 +1,4 @@
-"""Run by `test_sequence`, in a process of eight devices: `python -m tests.parallel.sequence DEVICES CASE[:FORM[:KIND]] ...`.
+"""Run by `test_sequence`, in a process of eight devices: `python -m tests.parallel.sequence DEVICES:CASE:FORM:KIND ...`.
 
 Each op with its row cut over a sequence axis equals itself on one device: outputs, final state, and every gradient of both,
 for plain rows, documents that span devices, masked tokens, states to go on from, and one state a segment.
@@ -6,15 +6,14 @@ for plain rows, documents that span devices, masked tokens, states to go on from
 
 from __future__ import annotations
 
-import math
 import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lsm_jax.parallel import MeshConfig, make_mesh
 from tests.ops.cases import CASES, Case, call, make_inputs, make_state
+from tests.parallel.sequence_models import mesh_of
 
 BATCH, LENGTH = 2, 29  # no multiple of any number of devices
 KINDS = ("plain", "documents", "masked", "state", "segments")
@@ -78,21 +77,15 @@ def compare(case: Case, form: str | None, kind: str, mesh) -> None:
         )
 
 
-def main(devices: str, *which: str) -> None:
-    """`devices` is "N" for a sequence axis of N, or "NxM" for N parts of a row and M of the heads."""
+def main(*which: str) -> None:
+    """DEVICES is "N" for a sequence axis of N, or "NxM" for N parts of a row and M of the heads."""
     jax.config.update("jax_enable_x64", True)
     jax.config.update("jax_disable_most_optimizations", True)
-    parts, _, heads = devices.partition("x")
-    sizes = dict(sequence=int(parts), tensor=int(heads or 1))
-    mesh = make_mesh(MeshConfig(**sizes), jax.devices()[: math.prod(sizes.values())])
-    for name in which:
-        wanted, *only = name.split(":")
-        for case in (c for c in CASES if wanted in (c.op, c.name)):
-            for form in case.forms if not only else only[:1]:
-                for kind in KINDS if len(only) < 2 else only[1:]:
-                    form = None if form in ("None", None) else form
-                    compare(case, form, kind, mesh)
-                    print(case.name, form, kind, "ok", flush=True)
+    cases = {case.name: case for case in CASES}
+    for given in which:
+        devices, name, form, kind = given.split(":")
+        compare(cases[name], None if form == "None" else form, kind, mesh_of(devices))
+        print(given, "ok", flush=True)
 
 
 if __name__ == "__main__":

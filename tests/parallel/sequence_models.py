@@ -1,26 +1,31 @@
-"""Run by `test_sequence`, in a process of eight devices: `python -m tests.parallel.sequence_models DEVICES METHOD ...`.
+"""Run by `test_sequence`, in a process of eight devices: `python -m tests.parallel.sequence_models DEVICES:METHOD ...`.
 
-A model of two layers of a method, its rows cut over a sequence axis, has the loss and every gradient of one device.
+A layer of a method, or a model, its rows cut over a sequence axis (and its heads over a tensor axis), has the outputs and every
+gradient of one device.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from lsm_jax import mixers, models
 from lsm_jax.parallel import MeshConfig, make_mesh
-from tests.parallel.meshes import compare, mixer, run_of
+from tests.mixers.conftest import run, stir
+from tests.parallel.meshes import WIDTH, compare, mixer, run_of
 
 BATCH, LENGTH = 2, 27  # no multiple of any number of devices
 
 
 def config_of(name: str) -> models.ModelConfig:
-    """`METHOD`, `METHOD/METHOD` in turn, or `mom-METHOD` for a Mixture-of-Memories of it."""
+    """Two layers of a method, `METHOD/METHOD` in turn, or `mom-METHOD` for a Mixture-of-Memories of it."""
     config = run_of(name.removeprefix("mom-").replace("/", "+none/") + "+none").model
     config.num_layers, config.remat = 2, "full"
     if name.startswith("mom-"):
@@ -52,15 +57,55 @@ def rows_of(config: models.ModelConfig, packed: bool) -> dict:
     return rows | dict(segment_ids=ids, mask=(ids != 0).astype(np.float32)) if packed else rows
 
 
-def check(name: str, sizes: dict[str, int], *, packed: bool) -> None:
-    """Raise where the mesh gives something else than one device."""
+@functools.cache
+def layer_of(name: str, packed: bool):
+    """A layer of METHOD or mom-METHOD as a program (floats, segment ids) -> (outputs, gradients), what it takes, and one
+    device's result."""
+    # A window as long as the rows would leave LoLCATs' other part without effect.
+    short = dict(window=5) if name == "lolcats" else {}
+    config = mixer(name.removeprefix("mom-"), **short)
+    if getattr(config, "form", None) == "chunk":  # the smallest program
+        config = dataclasses.replace(config, form="recurrent")
+    if name.startswith("mom-"):
+        config = mixers.MoMConfig(mixer=config, balance_scale=0.1)
+    depth = dict(layer=1, num_layers=2)
+    module = mixers.build(config, WIDTH, rngs=nnx.Rngs(0), init_std=0.2, **depth)
+    stir(module)
+    graph, params = nnx.graphdef(module), nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    floats = params, jax.random.normal(jax.random.key(1), (BATCH, LENGTH, WIDTH))
+    ids = rows_of(config_of("gla"), packed).get("segment_ids")
+
+    def loss(floats, ids):
+        params, x = floats
+        y, _, aux = run(nnx.merge(graph, params), x, segment_ids=ids)
+        total = jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))
+        return total + sum(v for k, v in aux.items() if k.endswith("_loss")), y
+
+    def both(floats, ids):
+        (_, y), gradients = jax.value_and_grad(loss, has_aux=True)(floats, ids)
+        return y, gradients
+
+    expected = jax.tree.map(np.asarray, jax.jit(both)(floats, ids))
+    return both, floats, ids, expected
+
+
+def check_layer(name: str, mesh, *, packed: bool) -> None:
+    """Raise where a layer gives something else on the mesh than on one device."""
+    both, floats, ids, expected = layer_of(name, packed)
+    with jax.set_mesh(mesh):
+        got = jax.tree.map(np.asarray, jax.jit(lambda *given: both(*given))(floats, ids))
+    for a, b in zip(got, expected, strict=True):
+        compare(name, a, b)
+
+
+def check_model(name: str, mesh, *, packed: bool) -> None:
+    """Raise where a model gives another loss or gradient on the mesh than on one device."""
     config = config_of(name)
     model = models.Decoder(config, rngs=nnx.Rngs(0))
     graph, params = nnx.graphdef(model), nnx.to_pure_dict(nnx.state(model, nnx.Param))
     rows = rows_of(config, packed)
     run = jax.jit(lambda p, r: measure(config, graph, p, r))
     loss, grads = jax.tree.map(np.asarray, run(params, rows))
-    mesh = make_mesh(MeshConfig(**sizes), jax.devices()[: math.prod(sizes.values())])
     with jax.set_mesh(mesh):
         many = jax.jit(lambda p, r: measure(config, graph, p, r))
         other, more = jax.tree.map(np.asarray, many(params, rows))
@@ -68,14 +113,19 @@ def check(name: str, sizes: dict[str, int], *, packed: bool) -> None:
     compare(name, more, grads)
 
 
-def main(devices: str, *names: str) -> None:
-    """`devices` is "N" or "NxM", as for `tests.parallel.sequence`; a name may end in `:packed`."""
-    jax.config.update("jax_disable_most_optimizations", True)
+def mesh_of(devices: str):
+    """ "N" for a sequence axis of N, "NxM" for N parts of a row and M of the heads."""
     parts, _, heads = devices.partition("x")
-    for case in names:
-        name, _, packed = case.partition(":")
-        sizes = dict(data=1, sequence=int(parts), tensor=int(heads or 1))
-        check(name, sizes, packed=bool(packed))
+    sizes = dict(sequence=int(parts), tensor=int(heads or 1))
+    return make_mesh(MeshConfig(**sizes), jax.devices()[: math.prod(sizes.values())])
+
+
+def main(*cases: str) -> None:
+    """A case is DEVICES:METHOD, DEVICES:mom-METHOD, or DEVICES:METHOD/METHOD for a model; it may end in `:packed`."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    for case in cases:
+        devices, name, *packed = case.split(":")
+        (check_model if "/" in name else check_layer)(name, mesh_of(devices), packed=bool(packed))
         print(case, "ok", flush=True)
 
 

@@ -17,16 +17,47 @@ from tests.parallel.sequence_models import config_of, measure
 COLLECTIVE = re.compile(
     r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
 )
+COMPUTATION = re.compile(r"\n%(\S+) \([^\n]*\{\n(.*?)\n\}", re.DOTALL)
+INSTRUCTION = re.compile(r"\n  (?:ROOT )?%(\S+) = .*? ([a-z-]+)\(([^\n]*)")
 KEEP = jax.checkpoint_policies.save_only_these_names(GATHERED)
 
 
-def sent(function, *arguments, mesh) -> collections.Counter:
-    """How often a collective and the type of its result stand in the compiled program."""
+def compiled(function, *arguments, mesh) -> str:
+    """The program's text."""
     with jax.set_mesh(mesh):
-        text = jax.jit(function).lower(*arguments).compile().as_text()
+        return jax.jit(function).lower(*arguments).compile().as_text()
+
+
+def sent(text: str) -> collections.Counter:
+    """How often a collective and the type of its result stand in the compiled program."""
     return collections.Counter(
         re.sub(r"\{.*?\}", "", f"{kind} {shape}") for shape, kind in COLLECTIVE.findall(text)
     )
+
+
+def check_overlap(text: str) -> None:
+    """Raise unless, beside each all-gather, there are products that neither wait for it nor are waited for by it."""
+    products = {name for name, body in COMPUTATION.findall(text) if " dot(" in body}
+    reads, kinds, fed = {}, {}, collections.defaultdict(list)
+    for name, kind, rest in INSTRUCTION.findall(text[text.index("\nENTRY") :]):
+        reads[name] = re.findall(r"%([\w.-]+)", rest.split("metadata")[0])
+        kinds[name] = "dot" if products.intersection(reads[name]) else kind
+        for operand in reads[name]:
+            fed[operand].append(name)
+
+    def reached(name, edges):
+        seen, todo = set(), [name]
+        while todo:
+            if (found := todo.pop()) not in seen:
+                seen.add(found)
+                todo += edges.get(found, [])
+        return seen
+
+    gathers = [name for name, kind in kinds.items() if kind.startswith("all-gather")]
+    assert gathers
+    for name in gathers:
+        bound = reached(name, reads) | reached(name, fed)
+        assert any(kind == "dot" and other not in bound for other, kind in kinds.items()), name
 
 
 def layer(name: str, *, packed: bool, remat: bool = False):
@@ -51,9 +82,12 @@ def check(mesh, name: str, length: int, forward: dict, backward: dict, **how) ->
     x = jax.ShapeDtypeStruct((2, length, 2, 8), jnp.float32, sharding=token_sharding(mesh))
     gate = jax.ShapeDtypeStruct((2, length, 2), jnp.float32, sharding=token_sharding(mesh))
     run = layer(name, **how)
-    found = sent(jax.grad(run, (0, 1)), x, gate, mesh=mesh)
+    text = compiled(jax.grad(run, (0, 1)), x, gate, mesh=mesh)
+    found = sent(text)
     wanted = collections.Counter(forward) + collections.Counter(backward)
     assert found == wanted, (name, length, how, found, wanted)
+    if name == "linear_memory":  # a delta rule's update is nearly all that there is
+        check_overlap(text)
 
 
 def check_model(mesh, name: str) -> None:
@@ -66,7 +100,8 @@ def check_model(mesh, name: str) -> None:
         of = {"mask": jnp.float32} | dict.fromkeys(("tokens", "labels", "segment_ids"), jnp.int32)
         place = token_sharding(mesh)
         rows = {n: jax.ShapeDtypeStruct((2, length), t, sharding=place) for n, t in of.items()}
-        return sent(lambda p, r: measure(config, graph, p, r), params, rows, mesh=mesh)
+        run = lambda p, r: measure(config, graph, p, r)  # noqa: E731
+        return sent(compiled(run, params, rows, mesh=mesh))
 
     short, long = program(128), program(256)
     assert short == long, (name, short, long)

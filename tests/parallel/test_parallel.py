@@ -80,8 +80,11 @@ def test_ops_shard_themselves_over_eight_devices():
         "token_shift",
         "linear_memory:associative:documents",  # also: its gradient once crashed XLA's partitioner
         *(
-            pytest.param(op, marks=pytest.mark.slow)
-            for op in (*FAMILIES, "cumulative_phase", "time_invariant_memory")
+            pytest.param(op + ":chunk:segments" * ("chunk" in forms), marks=pytest.mark.slow)
+            for op, forms in (
+                {name: family.forms for name, family in FAMILIES.items()}
+                | {"cumulative_phase": (), "time_invariant_memory": ()}
+            ).items()
             if op != "token_shift"
         ),
     ],

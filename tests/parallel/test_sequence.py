@@ -1,4 +1,9 @@
-"""Rows cut over devices: every op and every method as on one device, and what is sent for it."""
+"""Rows cut over devices: every op and every method as on one device, and what is sent for it.
+
+A case is a pair of programs to compile, so that the table is dealt out. Every class of update meets every kind of call and every
+size of the axis, in one form: an op's forms differ in what a device does by itself, which other tests compare. Every method is a
+layer on one size, one kind of rows and, of every class, on heads cut in two; hybrid models stand for what a model adds.
+"""
 
 from __future__ import annotations
 
@@ -9,44 +14,71 @@ from tests.ops.cases import CASES
 from tests.parallel.test_parallel import run_with_devices
 
 # One of each class of update, with documents, masked tokens and a state to go on from.
-CLASSES = (
-    "linear_memory-key_decay-heads112:chunk:state",
-    "delta_memory-decay-heads112:chunk:state",
-    "selective_memory-decay-complex-D-zoh:chunk:state",
-    "short_convolution-bias:None:state",
+FAST = (
+    "4:linear_memory-key_decay-heads112:chunk:state",
+    "4:delta_memory-decay-heads112:chunk:state",
+    "4:selective_memory-decay-complex-D-zoh:chunk:state",
+    "4:short_convolution-bias:None:state",
 )
-MODELS = (*METHODS, "mom-gated_deltanet", "mom-rwkv6", "gla/gla/gla/softmax")
+CLASSES = (
+    "linear_memory",
+    "linear_memory-constant_decay",
+    "linear_memory-decay-input_gate-normalize",  # kept divided by a stabiliser
+    "linear_memory-key_decay-value_decay-bonus-normalize",
+    "delta_memory-decay-heads112",
+    "dplr_memory-key_decay-any_ab",
+    "selective_memory-decay-complex-D-zoh",
+    "slot_memory-slot_decay-heads112",
+    "online_memory-decay-norm-bias-mini_batch_4",  # handed on in turn
+    "attention",
+    "attention-forget-heads412-window",
+    "short_convolution-bias",
+    "token_shift",
+)
+CALLS = (("2", "plain"), ("4", "segments"), ("8", "state"))
+MODELS = (*METHODS, "mom-gated_deltanet", "mom-rwkv6")
+SIZES = ("2", "4", "8", "2x2")
+HEADS = ("gla", "mamba2", "gated_deltanet", "rwkv7", "ttt_linear", "softmax", "fox")
 
 
 def ran(module: str, *arguments: str) -> None:
-    """Raise unless the module says of each argument behind the first that it is as it should be."""
+    """Raise unless the module says of each argument that it is as it should be."""
     lines = run_with_devices(8, "-m", f"tests.parallel.{module}", *arguments).splitlines()
-    assert len(lines) >= len(arguments[1:]) and all(line.endswith("ok") for line in lines), lines
+    assert len(lines) >= len(arguments) and all(line.endswith("ok") for line in lines), lines
 
 
 def test_what_is_sent_for_a_layer():
-    """One all-gather forward, one backward, of as many bytes at any length; kept under remat; halos by one permutation."""
+    """One all-gather forward, one backward, of as many bytes at any length; kept under remat; products
+    that need not wait for either; halos by one permutation."""
     ran("sequence_traffic")
 
 
 @pytest.mark.slow
 def test_what_is_sent_for_a_model():
     """As much at any length: no array of tokens travels."""
-    ran("sequence_traffic", "gla", "gated_deltanet", "mom-gla")
+    ran("sequence_traffic", "gated_deltanet", "mom-gla")
 
 
-@pytest.mark.parametrize("cases", [CLASSES])
+@pytest.mark.parametrize("cases", [FAST])
 def test_rows_in_parts(cases):
-    ran("sequence", "4", *cases)
+    ran("sequence", *cases)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", ["2", "8", "2x2"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_op(case, devices):
-    """All forms on two devices, the first on others; every kind of call."""
-    forms = case.forms if devices == "2" else case.forms[-2:-1] or case.forms
-    ran("sequence", devices, *(f"{case.name}:{form}" for form in forms))
+@pytest.mark.parametrize("name", CLASSES)
+def test_every_class_of_update(name):
+    """Two, four and eight devices; a row of its own, one state a segment, and all there is in a call."""
+    (case,) = (case for case in CASES if case.name == name)
+    ran("sequence", *(f"{devices}:{name}:{case.forms[0]}:{kind}" for devices, kind in CALLS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["documents", "masked"])
+def test_other_calls(kind):
+    """What the other kinds hold, alone; here the heads are cut as well."""
+    names = ("linear_memory-decay-heads422-normalize", "delta_memory-key_decay-heads412", "attention-heads422")  # fmt: skip
+    forms = ("associative", "chunk", "None")
+    ran("sequence", *(f"2x2:{name}:{form}:{kind}" for name, form in zip(names, forms, strict=True)))
 
 
 @pytest.mark.slow
@@ -56,8 +88,19 @@ def test_phase_and_time_invariant_rows():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_every_method(name):
-    """A model of two layers, on rows of one document and of several."""
-    for devices in ("2", "4", "8", "2x2"):
-        ran("sequence_models", devices, name, f"{name}:packed")
+@pytest.mark.parametrize("first", range(0, len(MODELS), 4))
+def test_every_method(first):
+    """A layer of each, four to a process: axis sizes and kinds of rows are dealt out, so that the four differ in both."""
+    cases = []
+    for place, name in enumerate(MODELS[first : first + 4], first):
+        packed = ":packed" * ((place + place // 4) % 2)
+        cases.append(f"{SIZES[place % 4]}:{name}{packed}")
+        if name in HEADS and place % 4 != 3:
+            cases.append(f"2x2:{name}{packed}")
+    ran("sequence_models", *cases)
+
+
+@pytest.mark.slow
+def test_a_hybrid_model():
+    """Three linear layers and one of softmax attention, scanned and rematerialised, with packed documents."""
+    ran("sequence_models", "8:gla/gla/gla/softmax:packed")

@@ -13,10 +13,6 @@ from lsm_jax.training.step import param_shardings
 from tests.parallel.meshes import mixer, run_of
 from tests.parallel.test_parallel import run_with_devices
 
-CLASSES = (  # one method of each class of memory
-    "linear_attention", "mamba2", "gla", "mamba", "gated_deltanet", "rwkv7", "gsa", "ttt_linear", "softmax", "fox",
-)  # fmt: skip
-
 
 def meshes(*cases: str) -> int:
     """How many of the cases, run in one process of eight devices, equal one device."""
@@ -24,14 +20,17 @@ def meshes(*cases: str) -> int:
 
 
 @pytest.mark.slow
-def test_a_head_each():
-    assert meshes("linear_attention:data=2,tensor=4") == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", CLASSES)
-def test_heads_over_two_devices(method):
-    assert meshes(f"{method}:tensor=2,fsdp=2") == 1
+@pytest.mark.parametrize(
+    "case",
+    [
+        "linear_attention:data=2,tensor=4",  # a head each
+        # One method of each class of memory, a layer each; `test_sequence.test_every_method` has them one by one.
+        "mamba2/gla/gated_deltanet/rwkv7:tensor=2,fsdp=2",
+        "mamba/gsa/softmax/fox:tensor=2,fsdp=2",
+    ],
+)
+def test_heads_over_devices(case):
+    assert meshes(case) == 1
 
 
 def abstract_mesh(**sizes: int) -> jax.sharding.AbstractMesh:
