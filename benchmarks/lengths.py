@@ -2,7 +2,7 @@
 
 Trains models of one width and depth on the demo's text (the running interpreter's own library, as bytes; a fifth of its files held
 out) in rows of `--length` bytes, through the loop of `train.py` with one budget and one learning rate, and evaluates each on rows
-of 16 times that. Models: the blocks of FoX's paper (pro, llama, transformer-pro, transformer-llama) and any method by name. A row a
+of 16 times that (`--beyond`). Models: the blocks of FoX's paper (pro, llama, transformer-pro, transformer-llama) and any method by name. A row a
 model, with what a run alone would need; models that have a row are passed over; `--report` prints the rows as markdown and draws
 L(i) of all of them.
 """
@@ -10,7 +10,9 @@ L(i) of all of them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import itertools
 import json
 import statistics
 import tempfile
@@ -32,7 +34,7 @@ from lsm_jax.training import OptimizerConfig, TrainConfig, train
 from lsm_jax.training.metrics import read_rows
 
 MODELS = "pro,llama,transformer-pro,transformer-llama,gated_deltanet"
-VOCABULARY, BEYOND, POINTS = 257, 16, 512
+VOCABULARY, POINTS = 257, 512
 
 
 def model_config(name: str, hidden_size: int, num_layers: int) -> models.ModelConfig:
@@ -73,12 +75,13 @@ def measure(name: str, args: argparse.Namespace, data: Path, workdir: Path) -> d
     rows = read_rows(workdir / "metrics.jsonl")
     speeds = [r[SPEED] for r in rows if r.get(SPEED)]
     run = load_run(workdir)
-    long = dataclasses.replace(config.data, sequence_length=BEYOND * args.length)
+    long = dataclasses.replace(config.data, sequence_length=args.beyond * args.length)
     batches = make_eval_iterator(
         long, ByteTokenizer(), global_batch_size=args.batch_size, vocab_size=VOCABULARY, remainder="pad"
     )  # fmt: skip
-    found = evaluate(run.model, batches, piece_length=args.length)
-    lengths = [(args.length << i) // 4 for i in range(7)]
+    batches = itertools.islice(batches, args.batches)
+    found = evaluate(run.model, batches, piece_length=min(args.length, 4096))
+    lengths = [(args.length << i) // 4 for i in range(7) if 1 << i <= 4 * args.beyond]
     smooth = moving_average(found.curve.loss, 101)
     places = np.unique(np.geomspace(50, len(smooth) - 51, POINTS).astype(int))
     return dict(
@@ -135,15 +138,20 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--peak_lr", type=float, default=1e-3)
     parser.add_argument("--batch_size", type=int, default=4, help="long rows at a time")
+    parser.add_argument("--beyond", type=int, default=16, help="times the length, evaluated")
+    parser.add_argument("--batches", type=int, help="of held-out rows; all where not given")
+    parser.add_argument("--keep", type=Path, help="keep the text and the runs in this folder")
     parser.add_argument("--report", action="store_true")
     args = parser.parse_args()
     if args.report:
         print(report(args.output))
         return
     index, count = map(int, args.shard.split("/"))
-    with tempfile.TemporaryDirectory() as folder:
+    kept = contextlib.nullcontext(args.keep) if args.keep else tempfile.TemporaryDirectory()
+    with kept as folder:
         data = Path(folder) / "text"
-        write_demo_store(data, row_length=BEYOND * args.length, heldout_fraction=0.2)
+        if not data.exists():
+            write_demo_store(data, row_length=args.beyond * args.length, heldout_fraction=0.2)
         for name in args.models.split(",")[index::count]:
             model_config(name, args.width, args.layers)
             if args.output.exists() and name in [r["model"] for r in read_rows(args.output)]:

@@ -1,71 +1,172 @@
 """A Mixture-of-Memories layer beside its inner mixer at as many tokens: `python -m benchmarks.mom [--lengths 2048,16384]`.
 
 At the shapes of `configs/mom.py:340m` (width 1,024, four heads of 256, four memories, two a token and a shared one), bfloat16,
-prints milliseconds of a forward and of a forward with its backward: MoM in each form at T tokens a row, the inner mixer at
-(k + 1) T, and the one over the other.
+prints milliseconds of a forward and of a forward with its backward, medians of 7 batches of 10 calls: MoM in each form at T tokens
+a row, the inner mixer at (k + 1) T, and the one over the other. `--peers fla` times the layer of flash-linear-attention in the same
+run, where PyTorch and it are installed; everything is compiled before anything is timed.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch wants room
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from benchmarks.timing import milliseconds, provenance
+from benchmarks.peer import Peer
+from benchmarks.timing import provenance
 from lsm_jax import mixers, ops
 
+# Warms up (its search for block sizes takes minutes), waits for a line, then times.
+_FLA = """
+import json, sys, torch
+from triton.testing import do_bench
+import fla.ops.common.chunk_o as chunk_o
+chunk_o.TRITON_ABOVE_3_7_1 = True  # it refuses one backward under older Triton, which gets it wrong; for speed alone, run it
+from fla.layers.mom import MomAttention
+width, cases, layer = json.loads(sys.argv[1])
+torch.manual_seed(0)
+layer = MomAttention(hidden_size=width, **layer).cuda().bfloat16().train()
+calls = []
+for rows, length in cases:
+    x = torch.randn(rows, length, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    def forward(x=x): return layer(x)[0]
+    def both(x=x, forward=forward):
+        x.grad = None
+        layer.zero_grad(set_to_none=True)
+        forward().float().square().sum().backward()
+    both()
+    with torch.no_grad(): forward()
+    calls.append((length, forward, both))
+    print("warm", length, file=sys.stderr, flush=True)
+print("ready", flush=True)
+sys.stdin.readline()
+for length, forward, both in calls:
+    with torch.no_grad():
+        first = do_bench(forward, warmup=50, rep=200, return_mode="median")
+    print(json.dumps([length, first, do_bench(both, warmup=50, rep=300, return_mode="median")]), flush=True)
+"""
 
-def measure(config, x: jax.Array, calls: int) -> dict[str, float]:
-    """Milliseconds of one layer over x."""
-    mixer = jax.jit(lambda: mixers.build(config, x.shape[-1], rngs=nnx.Rngs(0)))()
 
-    def loss(mixer, x):
-        return jnp.sum(mixer(x)[0].astype(jnp.float32) ** 2)
+def parameters(config, width: int) -> tuple:
+    """The layer's graph and parameters."""
+    make = lambda: mixers.build(config, width, rngs=nnx.Rngs(0))  # noqa: E731
+    return nnx.graphdef(nnx.eval_shape(make)), jax.jit(lambda: nnx.state(make(), nnx.Param))()
 
-    forward = jax.jit(lambda mixer, x: mixer(x)[0])
+
+def programs(graph, params, tokens: jax.ShapeDtypeStruct) -> tuple:
+    """The layer's forward, and its forward with backward, lowered."""
+
+    def forward(params, x):
+        return nnx.merge(graph, params)(x)[0]
+
+    def loss(params, x):
+        return jnp.sum(forward(params, x).astype(jnp.float32) ** 2)
+
     both = jax.jit(jax.grad(loss, argnums=(0, 1)))
-    return dict(
-        forward_ms=milliseconds(forward, mixer, x, repeats=calls),
-        training_ms=milliseconds(both, mixer, x, repeats=calls),
-    )
+    return jax.jit(forward).lower(params, tokens), both.lower(params, tokens)
+
+
+def milliseconds(program, *args, calls: int) -> float:
+    """The median over 7 batches of the time of a call."""
+    for _ in range(2):
+        jax.block_until_ready(program(*args))
+    result, times = None, []
+    for _ in range(7):
+        began = time.perf_counter()
+        for _ in range(calls):
+            result = program(*args)
+        jax.block_until_ready(result)
+        times.append((time.perf_counter() - began) / calls)
+    return round(1e3 * float(np.median(times)), 4)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--lengths", default="2048,16384")
+    parser.add_argument("--lengths", default="2048,4096,8192,16384")
     parser.add_argument("--tokens", type=int, default=16384, help="of all rows together")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--inner", default="gated_deltanet")
     parser.add_argument("--forms", default="packed,masked")
     parser.add_argument("--calls", type=int, default=10)
+    parser.add_argument("--peers", default="", help="fla")
+    parser.add_argument("--patience", type=float, default=200, help="seconds the peer may warm up")
+    parser.add_argument("--output", type=Path, help="append the rows as JSON lines")
     args = parser.parse_args()
     config = mixers.MoMConfig.for_width(args.width)
     if args.inner != "gated_deltanet":
         inner = mixers.get_method(args.inner).config.for_width(args.width)
         config = dataclasses.replace(config, mixer=inner)
     more = config.top_k + config.shared_memory
-    print(json.dumps(provenance()), flush=True)
-    for length in map(int, args.lengths.split(",")):
-        rows = max(1, args.tokens // length)
+    lengths = [int(n) for n in args.lengths.split(",")]
+    rows = {length: max(1, args.tokens // length) for length in lengths}
+    began, peer = time.perf_counter(), None
+    if "fla" in args.peers:
+        layer = dict(
+            num_memories=config.num_memories, topk=config.top_k, shared_mem=config.shared_memory,
+            num_heads=config.mixer.num_heads, head_dim=config.mixer.head_dim, expand_v=config.mixer.expand_v,
+        )  # fmt: skip
+        given = args.width, [(rows[n], n) for n in lengths], layer
+        peer = Peer(_FLA, given)
 
-        def tokens(length, rows=rows):
-            draw = jax.random.normal(jax.random.key(0), (rows, length, args.width))
-            return draw.astype(jnp.bfloat16)
+    forms = args.forms.split(",")
+    kinds = {"inner_mixer": (config.mixer, more)} | {
+        form: (dataclasses.replace(config, execution=form), 1) for form in forms
+    }
+    layers = {kind: parameters(own, args.width) for kind, (own, _) in kinds.items()}
+    lowered = {}
+    for length in lengths:
+        for kind, (_, times) in kinds.items():
+            shape = (rows[length], times * length, args.width)
+            tokens = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+            graph, params = layers[kind]
+            lowered[length, kind] = programs(graph, params, tokens)
+    with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        built = {
+            case: [pool.submit(program.compile) for program in pair]
+            for case, pair in lowered.items()
+        }
+        built = {case: [future.result() for future in pair] for case, pair in built.items()}
+    print(f"compiled after {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
 
-        found = dict(inner=args.inner, rows=rows, length=length)
-        found["inner_mixer"] = measure(config.mixer, tokens(more * length), args.calls)
-        for form in args.forms.split(","):
-            own = dataclasses.replace(config, execution=form)
-            found[form] = measure(own, tokens(length), args.calls)
-            found[form] |= {
-                f"{name[:-3]}_over_inner": round(found[form][name] / value, 3)
-                for name, value in found["inner_mixer"].items()
-            }
+    theirs = {n: times for n, *times in peer.rows(args.patience)} if peer else {}
+    for length in lengths:
+        found: dict[str, Any] = dict(
+            inner=args.inner, width=args.width, rows=rows[length], length=length
+        )
+        for kind, (_, times) in kinds.items():
+            _, params = layers[kind]
+            forward, both = built[length, kind]
+            shape = (rows[length], times * length, args.width)
+            x = jax.random.normal(jax.random.key(0), shape).astype(jnp.bfloat16)
+            found[kind] = dict(
+                forward_ms=milliseconds(forward, params, x, calls=args.calls),
+                training_ms=milliseconds(both, params, x, calls=args.calls),
+            )
+            if kind != "inner_mixer":
+                found[kind] |= {
+                    f"{name[:-3]}_over_inner": round(found[kind][name] / value, 3)
+                    for name, value in found["inner_mixer"].items()
+                }
+        if length in theirs:
+            forward_ms, training_ms = theirs[length]
+            found["fla"] = dict(forward_ms=round(forward_ms, 4), training_ms=round(training_ms, 4))
         print(json.dumps(found), flush=True)
+        if args.output:
+            with args.output.open("a") as file:
+                file.write(json.dumps(found | provenance()) + "\n")
     print(json.dumps(ops.choices()), flush=True)
 
 

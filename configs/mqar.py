@@ -8,7 +8,8 @@ Hardware: one GPU for minutes; 64x4 less than one. `python -m benchmarks.recall_
 Expected: docs/results.md.
 
 `mom` is a Mixture-of-Memories of Gated DeltaNet as `gated_deltanet` has it; its ablations are overrides such as
-`--config.model.mixer.num_memories=8`, and `gated_deltanet --config.model.mixer.expand_v=10` the one memory of equal state.
+`--config.model.mixer.num_memories=8`, and `gated_deltanet --config.model.mixer.expand_v=10` the one memory of equal state;
+`python -m benchmarks.mom_recall` trains them all at a size where one small memory falls short.
 
 The published settings are kept: two layers, [a gated convolution of 3 tokens, the method], no feedforward and no positions,
 tied embeddings, 8,192 tokens, AdamW with decay 0.1, no warm-up or clipping, a cosine over 32 epochs, batches of 256, the best of

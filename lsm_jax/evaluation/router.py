@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +33,8 @@ NAMED = 12  # tokens named a memory
 
 def count_routes(
     model: Decoder, batches: Iterable[Mapping[str, np.ndarray]]
-) -> Int[np.ndarray, "L M V"]:
-    """How often each memory of each layer was chosen for each token of the vocabulary.
+) -> list[Int[np.ndarray, "M V"]]:
+    """How often each memory was chosen for each token of the vocabulary, one entry a layer that has memories.
 
     Args:
         model: the decoder.
@@ -48,23 +48,33 @@ def count_routes(
     @jax.jit
     def routed(params, batch):
         _, _, aux = nnx.merge(graph, params).hidden(batch["tokens"], **{n: batch[n] for n in ("segment_ids", "positions") if n in batch})  # fmt: skip
-        chosen = aux.get("mom/tokens/routed")
-        if chosen is None:
+        chosen = by_layer(aux, "mom/tokens/routed")
+        if not chosen:
             raise ValueError("no layer of the model is a Mixture-of-Memories")
-        return chosen  # [L, B, T, M], False on padding
+        return chosen  # each [B, T, M], False on padding
 
-    counts = None
+    counts: list[np.ndarray] = []
     for batch in batches:
-        chosen = np.asarray(routed(params, {n: jnp.asarray(x) for n, x in batch.items()}))
-        if counts is None:
-            counts = np.zeros((chosen.shape[0], chosen.shape[3], model.vocab_size), np.int64)
+        layers = routed(params, {n: jnp.asarray(x) for n, x in batch.items()})
         tokens = np.asarray(batch["tokens"])
-        for layer, memory in np.ndindex(counts.shape[:2]):
-            of = tokens[chosen[layer, ..., memory]]
-            counts[layer, memory] += np.bincount(of, minlength=model.vocab_size)
-    if counts is None:
+        counts = counts or [np.zeros((x.shape[2], model.vocab_size), np.int64) for x in layers]
+        for own, chosen in zip(counts, map(np.asarray, layers), strict=True):
+            for memory in range(len(own)):
+                of = tokens[chosen[..., memory]]
+                own[memory] += np.bincount(of, minlength=model.vocab_size)
+    if not counts:
         raise ValueError("there is no batch to count")
     return counts
+
+
+def by_layer(statistics: Mapping[str, Any], name: str) -> list[Any]:
+    """A statistic of each layer that has it, in order; layers of several shapes have entries `name/place`, one a place of the period."""
+    if isinstance(statistics.get(name), list | np.ndarray | jax.Array):
+        return list(statistics[name])
+    places = [key.removeprefix(f"{name}/") for key in statistics if key.startswith(f"{name}/")]
+    places = sorted((place for place in places if place.isdecimal()), key=int)
+    periods = zip(*(statistics[f"{name}/{place}"] for place in places), strict=True)
+    return [layer for period in periods for layer in period]
 
 
 def information(counts: Int[np.ndarray, "M V"]) -> float:
@@ -76,29 +86,31 @@ def information(counts: Int[np.ndarray, "M V"]) -> float:
 
 
 def specialisation(
-    counts: Int[np.ndarray, "L M V"], spell: Any, *, top_k: int = 1
+    counts: Sequence[Int[np.ndarray, "M V"]], spell: Any, *, top_k: int | Sequence[int] = 1
 ) -> list[dict[str, Any]]:
     """One entry a layer: load of each memory, `information`, and the tokens each memory gets most of.
 
     Args:
         counts: of `count_routes`.
         spell: (token id) -> its text.
-        top_k: memories each token was counted for; a token's share is of its occurrences.
+        top_k: memories each token was counted for, of all layers or of each; a token's share is of its occurrences.
     """
     layers = []
-    for index, own in enumerate(counts):
+    for index, (own, often_counted) in enumerate(
+        zip(counts, np.broadcast_to(top_k, len(counts)).tolist(), strict=True)
+    ):
         seen = own.sum(0)
         load = own.sum(1) / max(own.sum(), 1)
         share = own / np.maximum(seen, 1)
         memories = []
         for memory in range(len(own)):
-            often = np.flatnonzero((seen >= LEAST * top_k) & (share[memory] > load[memory]))
+            often = np.flatnonzero((seen >= LEAST * often_counted) & (share[memory] > load[memory]))
             best = often[np.lexsort((-own[memory, often], -share[memory, often]))][:NAMED]
             named = [
                 dict(
                     token=spell(int(i)),
                     id=int(i),
-                    share=round(top_k * float(share[memory, i]), 4),
+                    share=round(often_counted * float(share[memory, i]), 4),
                     count=int(own[memory, i]),
                 )
                 for i in best
@@ -123,8 +135,9 @@ def routing(run: Run, request: tasks.Request, folder: Path) -> dict[str, Any]:
         batches, math.ceil(most / (request.batch_size * data.sequence_length))
     )
     counts = count_routes(run.model, batches)
-    layers = run.config.model.layers.values()
-    top_k = next(k for k in (getattr(layer.mixer, "top_k", None) for layer in layers) if k)
+    model = run.config.model
+    every = (getattr(model.layers[letter].mixer, "top_k", None) for letter in model.letters())
+    top_k = [k for k in every if k is not None]
 
     def spell(token: int) -> str:
         if token == tokenizer.bos_id or token >= tokenizer.vocab_size:
@@ -157,15 +170,21 @@ def routing_table(results: Mapping[str, Any]) -> RenderableType:
 
 
 def read_router(path: str | os.PathLike[str], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """(steps [N], values [N, L, ...]) of a layers' statistic in a `metrics.jsonl`, such as "mom/load"; empty if it has none."""
+    """(steps [N], values [N, L, ...]) of a layers' statistic in a `metrics.jsonl`, such as "mom/load"; empty if it has none.
+
+    Layers with fewer memories than others have NaN in place of those they lack.
+    """
     rows: dict[int, Any] = {}
     for line in Path(path).read_text().splitlines():
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
-        if isinstance(row.get(name), list):
-            rows[int(row["step"])] = row[name]
+        if layers := by_layer(row, name):
+            if isinstance(layers[0], list):
+                most = max(map(len, layers))
+                layers = [own + [math.nan] * (most - len(own)) for own in layers]
+            rows[int(row["step"])] = layers
     steps = sorted(rows)
     return np.array(steps), np.array([rows[step] for step in steps], np.float64)
 
@@ -198,9 +217,11 @@ def plot_router(
     colours = _colours(load.shape[2])
     for index, colour in enumerate(colours):
         own = load[:, :, index]
-        left.plot(steps, own.mean(axis=1), color=colour, label=f"{index}")
-        left.fill_between(steps, own.min(axis=1), own.max(axis=1), color=colour, alpha=0.12, lw=0)
-    left.axhline(1 / load.shape[2], color="#777777", linestyle="--", linewidth=1, zorder=1)
+        left.plot(steps, np.nanmean(own, axis=1), color=colour, label=f"{index}")
+        ends = np.nanmin(own, axis=1), np.nanmax(own, axis=1)
+        left.fill_between(steps, *ends, color=colour, alpha=0.12, lw=0)
+    for number in set((~np.isnan(load[0])).sum(axis=1).tolist()):
+        left.axhline(1 / number, color="#777777", linestyle="--", linewidth=1, zorder=1)
     left.set_ylim(bottom=0)
     steps, entropy = read_router(metrics, f"{kind}/entropy")
     right.plot(steps, entropy.mean(axis=1), color=colours[0])

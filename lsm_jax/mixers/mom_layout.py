@@ -117,7 +117,8 @@ def pack(routed: Bool[Array, "B T G"], size: int, num_chunks: int) -> Packed:
     )(place.reshape(batch, -1))
     chunk = jnp.arange(num_chunks)
     group = jnp.sum(end[:, None] <= chunk[:, None], axis=-1, dtype=jnp.int32)
-    return Packed(place, source, jnp.minimum(group, groups - 1))
+    # Arrays of their own: a kernel that reads them would sum and divide again for every channel of every token.
+    return Packed(*jax.lax.optimization_barrier((place, source, jnp.minimum(group, groups - 1))))
 
 
 def chunks_needed(length: int, num_memories: int, top_k: int, always_on: bool, size: int) -> int:
@@ -146,7 +147,8 @@ def _rows(x: Array, index: Array) -> Array:
 # Each is the transpose of the next or of itself, by the map the other way: a gather where autodiff would scatter.
 @jax.custom_vjp
 def _take_tokens(x, place, source):
-    return _rows(x, source // place.shape[2])
+    # Arranged once, not again for every tap of a convolution behind; so below.
+    return jax.lax.optimization_barrier(_rows(x, source // place.shape[2]))
 
 
 @jax.custom_vjp
@@ -156,7 +158,7 @@ def _sum_tokens(x, place, source):
 
 @jax.custom_vjp
 def _take_own(x, place, source):
-    return _rows(x.reshape(x.shape[0], -1, *x.shape[3:]), source)
+    return jax.lax.optimization_barrier(_rows(x.reshape(x.shape[0], -1, *x.shape[3:]), source))
 
 
 def _keep_maps(function):

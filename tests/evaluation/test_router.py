@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 
 from lsm_jax.evaluation import TASKS, Request, count_routes, plot_router, specialisation
-from lsm_jax.evaluation.router import information, read_router
-from lsm_jax.models import Decoder
+from lsm_jax.evaluation.router import by_layer, information, read_router
+from lsm_jax.models import Decoder, LayerConfig
 from lsm_jax.training.runs import Run
-from tests.models.test_mom import batch, model_config, run_of
+from tests.models.test_mom import batch, model_config, run_of, small_mom
 from tests.training import tiny
 
 
@@ -21,7 +21,7 @@ def test_counts_are_the_routers_choices():
     model = Decoder(model_config("L"), rngs=nnx.Rngs(0))
     rows = batch(2) | dict(segment_ids=np.where(np.arange(32) < 30, 1, 0)[None].repeat(2, 0))
     counts = count_routes(model, [rows, rows])
-    assert counts.shape == (4, 4, 257)
+    assert [own.shape for own in counts] == [(4, 257)] * 4
     seen = np.bincount(rows["tokens"][:, :30].ravel(), minlength=257)
     np.testing.assert_array_equal(
         counts[0].sum(0), 2 * 2 * seen
@@ -32,7 +32,7 @@ def test_counts_are_the_routers_choices():
     logits = block.mixer.router(block.mixer_norm(model.embedding[...]))
     order = np.argsort(-np.asarray(logits), axis=-1)[:, :2]
     token = int(rows["tokens"][0, 0])
-    assert set(np.flatnonzero(counts[0, :, token])) == set(order[token])
+    assert set(np.flatnonzero(counts[0][:, token])) == set(order[token])
 
 
 def test_information_and_named_tokens():
@@ -40,11 +40,11 @@ def test_information_and_named_tokens():
     split[0, :2] = split[1, 2:] = 10
     assert information(split) == pytest.approx(1.0)
     assert information(np.full((2, 4), 5)) == pytest.approx(0.0)
-    (layer,) = specialisation(split[None], spell=lambda i: f"t{i}")
+    (layer,) = specialisation([split], spell=lambda i: f"t{i}")
     assert [t["token"] for t in layer["memories"][1]["tokens"]] == ["t2", "t3"]
     assert layer["memories"][0]["tokens"][0] == dict(token="t0", id=0, share=1.0, count=10)
     twice = np.stack([split[0] + split[1], split[0], split[1]])  # every token is counted for two
-    (layer,) = specialisation(twice[None], spell=str, top_k=2)
+    (layer,) = specialisation([twice], spell=str, top_k=2)
     assert layer["memories"][0]["tokens"] == []  # it gets all tokens alike
     assert [t["share"] for t in layer["memories"][1]["tokens"]] == [1.0, 1.0]
 
@@ -58,6 +58,33 @@ def test_plot_over_training(tmp_path):
     assert plot_router(metrics, tmp_path / "router.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="there is no moe/load"):
         plot_router(metrics, tmp_path / "none.png", kind="moe")
+
+
+def test_layers_of_different_numbers_of_memories(tmp_path):
+    """Two kinds of MoM in one model: an entry a place of the period, put back in the order of layers."""
+    few, many = np.arange(4.0).reshape(2, 2), 10 + np.arange(6.0).reshape(2, 3)
+    named = {"mom/load/0": few.tolist(), "mom/load/1": many.tolist(), "mom/entropy": [0.5] * 4}
+    found = by_layer(named, "mom/load")
+    assert found == [few[0].tolist(), many[0].tolist(), few[1].tolist(), many[1].tolist()]
+    assert by_layer(named, "mom/entropy") == [0.5] * 4 and by_layer(named, "moe/load") == []
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(dict(step=s, **named)) + "\n" for s in (1, 2)))
+    _, load = read_router(metrics, "mom/load")
+    assert load.shape == (2, 4, 3) and np.isnan(load[:, ::2, 2]).all()
+    np.testing.assert_array_equal(load[0, 1::2], many)
+    assert plot_router(metrics, tmp_path / "router.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_a_model_with_two_kinds_counts_both():
+    config = model_config("LM")
+    config.layers["M"] = LayerConfig(mixer=small_mom(num_memories=2, top_k=1), feedforward=None)
+    del config.layers["N"]
+    counts = count_routes(Decoder(config, rngs=nnx.Rngs(0)), [batch(2)])
+    assert [own.shape for own in counts] == [(4, 257), (2, 257)] * 2
+    assert [int(own.sum()) for own in counts] == [2 * 64, 64] * 2
+    found = specialisation(counts, spell=str, top_k=[2, 1, 2, 1])
+    assert [len(layer["memories"]) for layer in found] == [4, 2, 4, 2]
 
 
 @pytest.mark.slow
