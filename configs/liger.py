@@ -6,10 +6,13 @@ Command: python train.py --config=configs/liger.py:llama3-8b,source=Meta-Llama-3
 Hardware: 8 B parameters fit one card of 80 GB; smollm2-135m trains on a CPU.
 Expected: see docs/results.md for what was measured.
 
-`source` is a Hugging Face folder or a .gguf file, and `auto` in the model's place takes whatever it holds. Options: gate (gla,
+`source` is a Hugging Face folder or a .gguf file, and `auto` in the model's place takes whatever it holds; tokenizer=FILE is a
+tokenizer.json in place of the source's own. Options: gate (gla,
 mamba2, mlstm, gated_retention, hgrn2, rwkv6, gsa); hybrid=8 keeps the last layer of every eight; window (64); method=window
 (a window alone, the baseline), softmax (the model as it is), lolcats_transfer or lolcats (below); ablation=random_gate, feature_map, no_lora or no_window, the
-paper's; data=text learns from every token of plain text in place of an instruction file's answers.
+paper's; data=text learns from every token of plain text in place of an instruction file's answers. Where the recipe is to give
+way: lr, rank (alpha grows with it), and for method=liger memory_weight and window_weight (0.5 each) and temperature, which
+divides the gate's logarithm.
 
 AdamW (0.9, 0.999, weight decay 0.01) at a constant 1e-3, 8 rows of 1,024 tokens a step. The published rate falls to a tenth
 where 10 evaluations in a row, 200 steps apart, bring nothing: more than its runs have, so there is no such rule here.
@@ -24,10 +27,12 @@ norm of 1, as its config asks and its trainer forgets; the window is 64 tokens, 
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
 from lsm_jax.convert import tokenizer_of
+from lsm_jax.convert.tokenizer import tokenizer_files
 from lsm_jax.data import DataConfig, JSONTokenizer
 from lsm_jax.feedforward import SwiGLUConfig
 from lsm_jax.linearize import Pretrained, liger_model, lolcats_model, window_model
@@ -72,7 +77,12 @@ ABLATIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 METHODS = ("liger", "window", "softmax", "lolcats_transfer", "lolcats")
 LOLCATS_MAPS = ("q_map", "k_map", "window_factor")
 OPTIONS = dict(
-    source="", gate="gla", hybrid="0", window="64", method="liger", ablation="", data="alpaca"
+    source="", tokenizer="", gate="gla", hybrid="0", window="64", method="liger", ablation="", data="alpaca",
+    lr="", rank="", memory_weight="", window_weight="", temperature="",
+)  # fmt: skip
+# Options of a number, and the fields of LigerConfig they set.
+MIXER_NUMBERS = dict(
+    memory_weight="memory_weight", window_weight="window_weight", temperature="gate_temperature"
 )
 
 
@@ -96,18 +106,27 @@ def get_config(variant: str = "smollm2-135m") -> TrainConfig:
             raise ValueError(
                 f"variant {variant!r}: {key}={options[key]!r}; accepted are {', '.join(filter(None, accepted))}"
             )
-    for key in ("hybrid", "window"):
-        if not options[key].isdecimal():
+    for key in ("hybrid", "window", "rank"):
+        if not (options[key] or "0").isdecimal():
             raise ValueError(f"variant {variant!r}: {key}={options[key]!r}; accepted is a number")
+    for key in ("lr", *MIXER_NUMBERS):
+        if not re.fullmatch(r"(\d*\.?\d+(e-?\d+)?)?", options[key]):
+            raise ValueError(f"variant {variant!r}: {key}={options[key]!r}; accepted is a number")
+    mixer = {name: float(options[key]) for key, name in MIXER_NUMBERS.items() if options[key]}
+    if mixer and (options["method"] != "liger" or options["ablation"] == "no_window"):
+        raise ValueError(
+            f"variant {variant!r}: {', '.join(MIXER_NUMBERS)} are of method=liger, ablation=no_window has its own"
+        )
     source = options["source"] and str(Path(options["source"]).expanduser().absolute())
-    base, tokenizer, add_bos = _base(variant, name, source)
+    base, tokenizer, add_bos = _base(variant, name, source, options["tokenizer"])
     changes, trainable = ABLATIONS[options["ablation"]]
-    lora = None if options["ablation"] == "no_lora" else LoRAConfig()
+    rank = int(options["rank"] or LoRAConfig().rank)
+    lora = None if options["ablation"] == "no_lora" else LoRAConfig(rank=rank, alpha=float(rank))
     window = int(options["window"])
     optimizer = OptimizerConfig(peak_lr=1e-3, end_lr_ratio=1.0, b2=0.999, weight_decay=0.01)
     if options["method"] == "liger":
         model = liger_model(
-            base, hybrid=int(options["hybrid"]), lora=lora, gate=options["gate"], window=window, **changes
+            base, hybrid=int(options["hybrid"]), lora=lora, gate=options["gate"], window=window, **changes | mixer
         )  # fmt: skip
     elif options["method"] == "window":
         model = window_model(base, window=window, lora=lora)
@@ -115,11 +134,14 @@ def get_config(variant: str = "smollm2-135m") -> TrainConfig:
         model, trainable = lolcats_model(base, transfer=True, window=window), LOLCATS_MAPS
         optimizer.peak_lr, optimizer.weight_decay = 1e-2, 0.0
     elif options["method"] == "lolcats":
-        lora = LoRAConfig(targets=("q_proj", "k_proj", "v_proj", "o_proj"), alpha=16.0)
+        lora = LoRAConfig(
+            targets=("q_proj", "k_proj", "v_proj", "o_proj"), rank=rank, alpha=2.0 * rank
+        )
         model = lolcats_model(base, window=window, lora=lora)
         optimizer.peak_lr = 1e-4
     else:
         model = dataclasses.replace(base, lora=lora)
+    optimizer.peak_lr = float(options["lr"] or optimizer.peak_lr)
     answers = options["data"] == "alpaca"
     return TrainConfig(
         name=variant,
@@ -143,7 +165,7 @@ def get_config(variant: str = "smollm2-135m") -> TrainConfig:
     )
 
 
-def _base(variant: str, name: str, source: str) -> tuple[ModelConfig, str, bool]:
+def _base(variant: str, name: str, source: str, given: str) -> tuple[ModelConfig, str, bool]:
     """The softmax model, its tokenizer's path (a .gguf's is written beside it), and whether that sets BOS."""
     if name not in (*MODELS, "auto") or (name == "auto" and not source):
         raise ValueError(
@@ -162,7 +184,10 @@ def _base(variant: str, name: str, source: str) -> tuple[ModelConfig, str, bool]
             )
     model.dtype = "bfloat16"
     tokenizer = path / "tokenizer.json"
-    if not path.is_dir():
+    if given:
+        tokenizer = Path(given).expanduser().absolute()
+        tokenizer_files(path, tokenizer)
+    elif not path.is_dir():
         tokenizer = path.with_name(path.name + ".tokenizer") / "tokenizer.json"
         if not tokenizer.is_file():
             tokenizer_of(path, tokenizer.parent)

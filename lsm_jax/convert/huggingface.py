@@ -97,7 +97,7 @@ def load_params(
         source: the folder or file.
         config: the model: `model_config(source)`, or one with other mixers in its place that have the same parameters.
         shardings: of the parameters, as `training.step.param_shardings` gives; None is the default device.
-        dtype: of all parameters; None is float32.
+        dtype: of all parameters, or a tree of each one's; None is float32.
         progress: called with the numbers read so far and all there are.
 
     Returns:
@@ -178,6 +178,7 @@ def import_huggingface(
     source: Source,
     workdir: str | os.PathLike[str],
     *,
+    tokenizer: str | os.PathLike[str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> TrainConfig:
     """Make a run of a pretrained transformer; bfloat16 tensors stay bfloat16 in its checkpoint.
@@ -188,6 +189,7 @@ def import_huggingface(
     Args:
         source: the folder or file.
         workdir: the run's directory; there must be no run in it.
+        tokenizer: a tokenizer.json or its folder, in place of the source's own.
         progress: as in `load_params`.
 
     Returns:
@@ -197,7 +199,7 @@ def import_huggingface(
         ValueError: a source that is refused (see `model_config`, `load_params`, `convert.tokenizer_of`), or a run in `workdir`.
     """
     target, opened = new_workdir(workdir), open_source(source)
-    model, files = model_config(opened), tokenizer_files(opened)
+    model, files = model_config(opened), tokenizer_files(opened, tokenizer)
     narrow = set(opened.dtypes.values()) == {"BF16"}
     params = load_params(
         opened, model, dtype=jax.numpy.bfloat16 if narrow else None, progress=progress
@@ -215,12 +217,13 @@ def import_huggingface(
     return config
 
 
-def _with_progress(source: str, workdir: str) -> TrainConfig:
+def _with_progress(source: str, workdir: str, tokenizer: str | None) -> TrainConfig:
     with Progress(transient=True) as shown:
         task = shown.add_task(f"reading {source}")
         return import_huggingface(
             source,
             workdir,
+            tokenizer=tokenizer,
             progress=lambda done, all: shown.update(task, completed=done, total=all),
         )
 
@@ -228,7 +231,10 @@ def _with_progress(source: str, workdir: str) -> TrainConfig:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     source = "a Hugging Face folder or a .gguf file"
-    return command("lsm_jax.convert.huggingface", __doc__, source, _with_progress, arguments)
+    further = dict(tokenizer="a tokenizer.json, where the source's own is missing or not read here")
+    return command(
+        "lsm_jax.convert.huggingface", __doc__, source, _with_progress, arguments, further
+    )
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def load_tree(
 ) -> Any:
     """Fill a tree of parameters.
 
-    Beside the tree itself the host holds one tensor at a time, in the dtype of the result, and its copy on the way to the device.
+    Beside the tree itself the host holds one tensor at a time, in its dtype of the result, and its copy on the way to the device.
 
     Args:
         source: the stored tensors, already checked.
@@ -72,22 +72,23 @@ def load_tree(
         pieces: (keys, layer), as in `places`, -> where the values are.
         num_blocks: layers of a period.
         shardings: where each parameter lives, a tree like `target`; None is the default device.
-        dtype: of the result; None is float32.
+        dtype: of the result, one for all or a tree like `target`; None is float32.
         progress: called with the numbers read so far and all there are.
 
     Returns:
         The tree, of jax arrays.
     """
-    dtype = jnp.dtype(jnp.float32 if dtype is None else dtype)
     leaves, structure = jax.tree_util.tree_flatten_with_path(target)
+    one = jnp.float32 if dtype is None else dtype
+    kinds = jax.tree.leaves(dtype) if isinstance(dtype, dict) else [one] * len(leaves)
     homes = [None] * len(leaves) if shardings is None else jax.tree.leaves(shardings)
     total, done, loaded = sum(leaf.size for _, leaf in leaves), 0, []
-    for (path, leaf), home in zip(leaves, homes, strict=True):
+    for (path, leaf), home, kind in zip(leaves, homes, map(jnp.dtype, kinds), strict=True):
         stacked = keys_of(path)[0] == "periods"
-        whole = _zeros(leaf.shape, dtype, home) if stacked else None
+        whole = _zeros(leaf.shape, kind, home) if stacked else None
         for row, (keys, layer) in enumerate(places(path, leaf.shape, num_blocks)):
             shape = leaf.shape[1:] if stacked else leaf.shape
-            values = _read(source, pieces(keys, layer), shape, dtype)
+            values = _read(source, pieces(keys, layer), shape, kind)
             if whole is None:
                 whole = _put(values, home)
             else:

@@ -37,8 +37,9 @@ def command(
     program: str,
     about: str | None,
     source: str,
-    make: Callable[[str, str], TrainConfig],
+    make: Callable[..., TrainConfig],
     arguments: Sequence[str] | None,
+    further: dict[str, str] | None = None,
 ) -> int:
     """The command line of an import; its exit status.
 
@@ -48,6 +49,7 @@ def command(
         source: what --source is.
         make: (source, workdir) -> the run's config.
         arguments: of the command; None takes the process's.
+        further: what other options are, by name; `make` takes each as a keyword, None where it is not given.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m {program}",
@@ -56,9 +58,11 @@ def command(
     )
     parser.add_argument("--source", required=True, help=source)
     parser.add_argument("--workdir", required=True, help="the run to make")
+    for name, help_ in (further or {}).items():
+        parser.add_argument(f"--{name}", help=help_)
     options = parser.parse_args(arguments)
     try:
-        config = make(options.source, options.workdir)
+        config = make(**vars(options))
     except (ValueError, OSError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 1

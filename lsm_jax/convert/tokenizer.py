@@ -20,7 +20,8 @@ _PATTERNS: dict[str, str | None] = {
     "llama-bpe": _LETTERS + r"\p{N}{1,3}" + _REST,
     "qwen2": _LETTERS + r"\p{N}" + _REST,
 }
-_CONTROL, _USER = 3, 4  # token types; the latter are added tokens too, but not special
+# Token types; a user's are added tokens too, but not special.
+_CONTROL, _USER, _UNUSED = 3, 4, 5
 
 
 def tokenizer_of(source: Tensors | str | os.PathLike[str], out_dir: str | os.PathLike[str]) -> Path:
@@ -48,11 +49,26 @@ def write_files(files: dict[str, bytes], out_dir: str | os.PathLike[str]) -> Pat
     return out / _FILE
 
 
-def tokenizer_files(source: Tensors | str | os.PathLike[str]) -> dict[str, bytes]:
-    """What `tokenizer_of` writes, by file name; raises as it does."""
+def tokenizer_files(
+    source: Tensors | str | os.PathLike[str], tokenizer: str | os.PathLike[str] | None = None
+) -> dict[str, bytes]:
+    """What `tokenizer_of` writes, by file name; raises as it does.
+
+    Args:
+        source: as there.
+        tokenizer: a tokenizer.json or its folder in place of the source's own; it must have a GGUF file's tokens.
+    """
     if not isinstance(source, Tensors):
         path = Path(source).expanduser()
         source = GGUF(path) if path.is_file() else path
+    if tokenizer is not None:
+        path = Path(tokenizer).expanduser()
+        if path.is_file() and path.name != _FILE:
+            raise ValueError(f"tokenizer={str(path)!r}: accepted are a {_FILE} and its folder")
+        files = tokenizer_files(path.parent if path.is_file() else path)
+        if isinstance(source, GGUF):
+            _check_tokens(source, files[_FILE], path)
+        return files
     if isinstance(source, GGUF):
         return {
             name: (json.dumps(content, ensure_ascii=False) + "\n").encode()
@@ -67,6 +83,25 @@ def tokenizer_files(source: Tensors | str | os.PathLike[str]) -> dict[str, bytes
     return {path.name: path.read_bytes() for path in paths if path.is_file()}
 
 
+def _check_tokens(source: GGUF, content: bytes, path: Path) -> None:
+    """Raise ValueError unless a tokenizer.json has the tokens of a GGUF file; those that are padding may be missing."""
+    import tokenizers
+
+    tokens: list[str] = source.fields.get("tokenizer.ggml.tokens", [])
+    types = source.fields.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    made = tokenizers.Tokenizer.from_str(content.decode())
+    for i, (token, type_) in enumerate(zip(tokens, types, strict=True)):
+        found = made.id_to_token(i)
+        if found != token and (found is not None or type_ != _UNUSED):
+            raise ValueError(
+                f"tokenizer={str(path)!r} is not that of {source.folder}: id {i} is {found!r} there, {token!r} in the model"
+            )
+    if (size := made.get_vocab_size()) > len(tokens):
+        raise ValueError(
+            f"tokenizer={str(path)!r} is not that of {source.folder}: it has {size} tokens, the model {len(tokens)}"
+        )
+
+
 def _from_gguf(source: GGUF) -> dict[str, Any]:
     """The contents of both files."""
     import tokenizers
@@ -76,7 +111,8 @@ def _from_gguf(source: GGUF) -> dict[str, Any]:
     if kind != "gpt2" or cut not in _PATTERNS:
         raise ValueError(
             f"{where}: tokenizer.ggml.model={kind!r}, tokenizer.ggml.pre={cut!r}; accepted are 'gpt2' with "
-            f"{', '.join(_PATTERNS)}"
+            f"{', '.join(_PATTERNS)}, and for any other the tokenizer.json of the model it was made of: --tokenizer=FILE "
+            "(configs/liger.py: tokenizer=FILE)"
         )
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     types = fields.get("tokenizer.ggml.token_type", [1] * len(tokens))

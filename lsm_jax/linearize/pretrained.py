@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from lsm_jax.convert import load_params, model_config
 from lsm_jax.convert.checkpoint import Tensors
@@ -75,14 +74,12 @@ class Pretrained:
         """
         base = base_model(model)
         wanted = like(target, params_of(abstract(base)))
-        narrow = all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(wanted))
-        found = load_params(
+        return load_params(
             self._opened(),
             base,
             shardings=jax.tree.map(lambda leaf: leaf.sharding, wanted),
-            dtype=jnp.bfloat16 if narrow else jnp.float32,
+            dtype=jax.tree.map(lambda leaf: leaf.dtype, wanted),
         )
-        return jax.tree.map(lambda x, leaf: x.astype(leaf.dtype), found, wanted)
 
 
 @functools.lru_cache(maxsize=1)

@@ -92,7 +92,7 @@ class LolcatsState(NamedTuple):
 class Lolcats(Softmax):
     """LoLCATs attention; see `LolcatsConfig`. Beside softmax attention's parameters it has maps and factors, for the first stage.
 
-    Scores of the window are computed for all pairs of a call's tokens.
+    Scores of the window are computed in blocks of its size, so that memory and time grow with the tokens.
     """
 
     op = ops.linear_memory
@@ -168,55 +168,87 @@ class Lolcats(Softmax):
             **rows,
         )
         near = _Near(k, v, context, memory, self.config.window)
-        keys, values = near.keys.astype(wide), near.values.astype(wide)
-        heads = keys.shape[2]
+        keys, values = near.take(near.keys).astype(wide), near.take(near.values).astype(wide)
+        heads = keys.shape[3]
 
-        def pairs(a, b):  # [B, T, H, C], [B, S, G, C] -> [B, T, H, S]
-            grouped = a.reshape(*a.shape[:2], heads, -1, a.shape[-1])
-            found = jnp.einsum("btgrc,bsgc->btgrs", grouped, b, precision="highest")
-            return found.reshape(*a.shape[:3], -1)
+        def pairs(a, b):  # [B, T, H, X], [B, N, S, G, X] -> [B, N, C, G, R, S]
+            a = near.cut(a.reshape(*a.shape[:2], heads, -1, a.shape[-1]))
+            return jnp.einsum("bncgrx,bnsgx->bncgrs", a, b, precision="highest")
 
-        seen = near.seen[:, :, None]
+        seen = near.seen[:, :, :, None, None]
         scores = pairs(q, keys) * self.head_dim**-0.5
         top = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1, keepdims=True)
         # The far part is not scaled by it, so that it has a gradient.
         top = jnp.where(jnp.isfinite(top), top, 0)
-        factor = jax.nn.sigmoid(self.window_factor[...])[:, None]
+        factor = jax.nn.sigmoid(self.window_factor[...]).reshape(heads, -1, 1)
         # The memory holds the window's tokens too; they are taken out again.
         weights = factor * jnp.exp(jnp.where(seen, scores - top, 0))
-        weights = weights - pairs(features, _features(self.k_map, keys))
+        weights = weights - pairs(features, near.take(_features(self.k_map, near.keys.astype(wide))))  # fmt: skip
         weights = jnp.where(seen, weights, 0)
-        grouped = weights.reshape(*weights.shape[:2], heads, -1, weights.shape[-1])
-        sums = jnp.einsum("btgrs,bsgv->btgrv", grouped, values, precision="highest")
-        sums = sums.reshape(*far.shape[:3], -1) + far[..., :-1]
-        total = weights.sum(-1) + far[..., -1]
+        sums = jnp.einsum("bncgrs,bnsgv->bncgrv", weights, values, precision="highest")
+        sums = near.joined(sums).reshape(*far.shape[:3], -1) + far[..., :-1]
+        total = near.joined(weights.sum(-1)).reshape(far.shape[:3]) + far[..., -1]
         o = sums / jnp.where(total > 0, total, 1)[..., None]
         real = None if context.segment_ids is None else context.segment_ids != 0
         return select(real, o), near.state(linear)
 
 
 class _Near:
-    """The window of each token: what the state holds and the call's own tokens, and which of them it sees."""
+    """The window of each token: what the state holds and the call's own tokens, and which of them it sees.
+
+    Queries go in N blocks of C, C being the window; a block sees no other keys than W + C - 1 written ones in a row.
+
+    Attributes:
+        keys: [B, W + T, G, K], the state's and the call's; `values` likewise.
+        seen: [B, N, C, W + C - 1], whether a query of a block sees a key of those that `take` gives the block.
+    """
 
     def __init__(self, k, v, context: Context, memory: LolcatsState, window: int | None):
         assert window is not None
         self.window = window
-        batch, length = k.shape[:2]
+        batch, self.length = k.shape[:2]
         tokens = read_tokens(context.segment_ids, context.update_mask, memory.linear.segment_id, None)  # fmt: skip
-        written = jnp.ones((batch, length), bool) if tokens.written is None else tokens.written
-        run = jnp.zeros((batch, length), jnp.int32) if tokens.run is None else tokens.run
+        shape = (batch, self.length)
+        written = jnp.ones(shape, bool) if tokens.written is None else tokens.written
+        run = jnp.zeros(shape, jnp.int32) if tokens.run is None else tokens.run
         held = jnp.arange(window) >= window - memory.held[:, None]
         self.keys = jnp.concatenate([memory.keys.astype(k.dtype), k], axis=1)
         self.values = jnp.concatenate([memory.values.astype(v.dtype), v], axis=1)
         self.written = jnp.concatenate([held, written], axis=1)
         self.run = jnp.concatenate([jnp.zeros((batch, window), run.dtype), run], axis=1)
-        rank = jnp.cumsum(self.written, axis=1)  # of a document's tokens, from any start
-        ours, theirs = rank[:, window:, None], rank[:, None]
-        place = jnp.arange(window + length)
-        seen = self.written[:, None] & (run[:, :, None] == self.run[:, None])
-        # A token that is not written sees as many written ones before it.
-        self.seen = seen & (place <= place[window:, None]) & (ours - theirs < window)
         self.kept = memory
+        # A token that is not written sees as many written ones before it.
+        rank = jnp.cumsum(self.written, axis=1, dtype=jnp.int32)  # how many are written up to each
+        places = jax.lax.broadcasted_iota(jnp.int32, rank.shape, 1)
+        rows = jnp.arange(batch)[:, None]
+        ranked = jnp.zeros((batch, rank.shape[1] + 1), jnp.int32)
+        ranked = ranked.at[rows, jnp.where(self.written, rank, 0)].set(places)
+
+        self.size = min(window, self.length)
+        ours, mine = self.cut(rank[:, window:]), self.cut(self.run[:, window:])  # [B, N, C]
+        theirs = ours[..., :1] - window + 1 + jnp.arange(window + self.size - 1)
+        inside = (theirs >= 1) & (theirs <= rank[:, -1:, None])
+        index = jnp.where(inside, theirs, 0).reshape(batch, -1)
+        self.index = jnp.take_along_axis(ranked, index, axis=1)
+        run = jnp.take_along_axis(self.run, self.index, axis=1).reshape(theirs.shape)
+        theirs, inside, run = theirs[:, :, None], inside[:, :, None], run[:, :, None]
+        ours, mine = ours[..., None], mine[..., None]
+        self.seen = inside & (run == mine) & (theirs <= ours) & (ours - theirs < self.window)
+
+    def cut(self, x: jax.Array) -> jax.Array:
+        """x [B, T, ...] -> [B, N, C, ...], the last block filled with the last token."""
+        missing = -self.length % self.size
+        x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), mode="edge")
+        return x.reshape(len(x), -1, self.size, *x.shape[2:])
+
+    def joined(self, x: jax.Array) -> jax.Array:
+        """x [B, N, C, ...] -> [B, T, ...]."""
+        return x.reshape(len(x), -1, *x.shape[3:])[:, : self.length]
+
+    def take(self, x: jax.Array) -> jax.Array:
+        """x [B, W + T, ...] -> [B, N, W + C - 1, ...], what each block may see."""
+        found = jnp.take_along_axis(x, self.index.reshape(*self.index.shape, *[1] * (x.ndim - 2)), axis=1)  # fmt: skip
+        return found.reshape(len(x), -1, self.window + self.size - 1, *x.shape[2:])
 
     def state(self, linear: ops.LinearState) -> LolcatsState:
         """The last window of the last document."""

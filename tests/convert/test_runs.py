@@ -13,7 +13,9 @@ import tokenizers
 
 import lsm_jax
 from lsm_jax.convert import import_huggingface, load_params, tokenizer_of
+from lsm_jax.convert.gguf_file import GGUF
 from lsm_jax.convert.huggingface import main
+from lsm_jax.convert.tokenizer import tokenizer_files, write_files
 from lsm_jax.data import load_tokenizer
 from lsm_jax.data.chat import chat_text
 from lsm_jax.evaluation import TASKS, Request
@@ -102,6 +104,30 @@ def expected_tokens(run, tokenizer, ids: list[int]) -> list[int]:
         if drawn[-1] == tokenizer.eos_id:
             return drawn[:-1]
     return drawn
+
+
+def test_a_tokenizer_given_beside_a_gguf_file_has_its_tokens(tmp_path):
+    opened = GGUF(GOLDENS / "llama.gguf")
+    files = tokenizer_files(opened)
+    given = write_files(files, tmp_path / "given")
+    opened.fields["tokenizer.ggml.model"] = "llama"  # SentencePiece
+    with pytest.raises(ValueError, match="model='llama'.*accepted are 'gpt2' with.*--tokenizer=FILE"):  # fmt: skip
+        tokenizer_files(opened)
+    assert tokenizer_files(opened, given) == tokenizer_files(opened, given.parent) == files
+    last = len(opened.fields["tokenizer.ggml.tokens"]) - 1
+    opened.fields["tokenizer.ggml.tokens"][last] = "other"
+    with pytest.raises(
+        ValueError, match=f"is not that of .*llama.gguf: id {last} is .* 'other' in"
+    ):
+        tokenizer_files(opened, given)
+    opened.fields["tokenizer.ggml.tokens"].pop()
+    opened.fields["tokenizer.ggml.token_type"].pop()
+    with pytest.raises(ValueError, match=f"it has {last + 1} tokens, the model {last}"):
+        tokenizer_files(opened, given)
+    with pytest.raises(ValueError, match="accepted are a tokenizer.json and its folder"):
+        tokenizer_files(opened, GOLDENS / "llama.gguf")
+    run = [f"--source={GOLDENS / 'llama.gguf'}", f"--workdir={tmp_path / 'run'}"]
+    assert main([*run, f"--tokenizer={given}"]) == 0
 
 
 def test_tokens_and_templates_beside_a_tokenizer(tmp_path):

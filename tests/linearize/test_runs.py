@@ -15,6 +15,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from lsm_jax import models
+from lsm_jax.convert import load
 from lsm_jax.data import NeedleConfig
 from lsm_jax.evaluation import TASKS, Request
 from lsm_jax.linearize import (
@@ -77,6 +78,18 @@ def test_only_adapters_train_and_are_saved(llama, trained):
     assert "lora" in (newest / "params" / "_METADATA").read_text()
     for part in ("params", "training"):
         assert "embedding" not in (newest / part / "_METADATA").read_text()
+
+
+def test_what_stands_still_is_never_wider_than_bfloat16(llama, instructions, monkeypatch):
+    config = config_of(llama, instructions, trainable=("q_proj",))
+    config.model.lora, made, read = None, [], load._read
+    monkeypatch.setattr(load, "_read", lambda *a: made.append((a[1].name, a[3])) or read(*a))
+    params = loaded(llama, config)
+    assert {str(kind) for name, kind in made if "q_proj" in name} == {"float32"}
+    assert {str(kind) for name, kind in made if "q_proj" not in name} == {"bfloat16"}
+    assert {name for name, leaf in params.items() if leaf.dtype == jnp.float32} == {
+        "periods.blocks.0.mixer.q_proj.kernel"
+    }
 
 
 @pytest.mark.slow
@@ -177,6 +190,26 @@ def test_llama_3_8b_trains_4718592_parameters():
     whole = nnx.to_pure_dict(nnx.state(models.abstract(config.model), nnx.Param))
     trained, still = split(whole, config.trainable)
     assert sum(leaf.size for leaf in jax.tree.leaves(still)) == 8_030_261_248
+
+
+def test_options_of_the_recipe():
+    from configs import liger
+
+    variant = "llama3-8b,lr=2e-3,rank=16,memory_weight=.1,window_weight=1,temperature=64"
+    config = liger.get_config(variant)
+    mixer = config.model.layers["L"].mixer
+    assert (mixer.memory_weight, mixer.window_weight, mixer.temperature()) == (0.1, 1.0, 64.0)
+    assert config.model.lora == LoRAConfig(rank=16, alpha=16.0)
+    assert config.optimizer.peak_lr == 2e-3
+    for option, words in {
+        "lr=fast": "lr='fast'; accepted is a number",
+        "rank=-1": "rank='-1'; accepted is a number",
+        "method=window,temperature=2": "are of method=liger",
+        "temperature=0": "gate_temperature",
+        "memory=1": "option 'memory=1'; accepted are source, tokenizer, gate",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            liger.get_config(f"llama3-8b,{option}")
 
 
 def test_what_does_not_fit_is_told(llama, instructions, tmp_path):

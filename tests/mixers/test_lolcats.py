@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from lsm_jax.mixers import METHODS
+from lsm_jax.mixers import METHODS, build
 from tests.mixers.conftest import LENGTH, Small
 from tests.mixers.test_liger import rotated, softmax
 from tests.mixers.test_linear_memories import wide
@@ -66,6 +69,18 @@ def test_a_layer_and_its_first_stage_equal_numpy():
     close(y[0], dense(mixer.o_proj, teacher.reshape(LENGTH, -1)))
     wanted = 500 * np.square(own - teacher).mean()
     np.testing.assert_allclose(aux["attention_transfer_loss"], wanted, rtol=1e-4)
+
+
+def test_no_array_has_more_than_a_window_of_keys_a_token():
+    config = METHODS["lolcats"].config(num_heads=1, head_dim=4, window=8, feature_dim=4, chunk_size=8)  # fmt: skip
+    mixer, length = build(config, 4, rngs=nnx.Rngs(0)), 256
+
+    def loss(mixer, x):
+        return jnp.sum(mixer(x)[0])
+
+    lowered = jax.jit(jax.grad(loss)).lower(mixer, jax.ShapeDtypeStruct((1, length, 4), jnp.float32))  # fmt: skip
+    sizes = re.findall(r"tensor<([\dx]+)x[fi]\d+>", lowered.as_text())
+    assert max(math.prod(map(int, size.split("x"))) for size in sizes) <= length * 2 * 8 * 4
 
 
 def test_gradients_are_those_of_the_function():
