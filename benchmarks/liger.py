@@ -330,6 +330,8 @@ def main() -> None:
     parser.add_argument("--heldout_tokens", type=int, default=262_144)
     parser.add_argument("--workers", type=int, default=3, help="rows compiled at a time")
     args = parser.parse_args()
+    if args.report and not args.output:
+        parser.error("--report takes --output=FILE, whose rows it prints")
     if args.report:
         report(args.output)
         return

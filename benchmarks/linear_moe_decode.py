@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import fcntl
+import contextlib
+import functools
 import json
 import time
 from pathlib import Path
@@ -23,7 +24,7 @@ from flax import nnx
 from matplotlib.figure import Figure
 
 from benchmarks.liger_decode import in_liger, in_softmax, in_use, random_params
-from benchmarks.timing import provenance
+from benchmarks.timing import alone, provenance
 from configs import linear_moe
 from lsm_jax import ops
 from lsm_jax.models import ModelConfig, abstract
@@ -92,7 +93,7 @@ def states_of(config: ModelConfig, batch: int, length: int) -> list:
     return [of(i, letter) for i, letter in enumerate(letters_of(config))]
 
 
-def rows_of(config: ModelConfig, batch: int, tokens: int, lock: Any):
+def rows_of(config: ModelConfig, batch: int, tokens: int, take: Any):
     """Time steps at each power of two; a row each, with the sum of all steps up to there."""
     rest, layers = cut(config, random_params(config))
     lengths = [1024 << i for i in range(32) if 1024 << i <= tokens]
@@ -106,8 +107,7 @@ def rows_of(config: ModelConfig, batch: int, tokens: int, lock: Any):
 
     with concurrent.futures.ThreadPoolExecutor(8) as pool:  # all before any is timed
         built = list(pool.map(build, lengths if grows else lengths[:1]))
-    if lock:  # until this process ends
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    take()
     found: dict[int, dict[str, Any]] = {}
     # The longest first, whose caches the allocator would else find no whole room for.
     for i, length in reversed(list(enumerate(lengths))):
@@ -189,12 +189,13 @@ def main() -> None:
     if args.report:
         print(report(args.output))
         return
-    lock = args.lock and args.lock.open("w")
+    held = contextlib.ExitStack()  # until this process ends
+    take = functools.cache(lambda: held.enter_context(alone(args.lock)))
     for model in args.models.split(","):
         mixer, pattern = model.split(":")
         config = linear_moe.get_config(f"{args.size},mixer={mixer},pattern={pattern}").model
         about = dict(mixer=mixer, pattern=pattern, batch_size=args.batch_size, size=args.size)
-        for row in rows_of(config, args.batch_size, args.tokens, lock):
+        for row in rows_of(config, args.batch_size, args.tokens, take):
             row = about | row | dict(implementations=ops.choices()) | provenance()
             print(json.dumps(row), flush=True)
             with args.output.open("a") as file:

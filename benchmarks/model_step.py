@@ -2,15 +2,13 @@
 
 Tokens/s at equal tokens a step (`--tokens`), whatever the length of a row: first the gradient of the loss alone, the work that
 peers are timed at, then the training step with its optimizer, donated state and checks. bfloat16 activations over float32 parameters, no
-rematerialisation by default. A process a variant compiles beside the others; the card times one at a time (`--lock FILE`).
+rematerialisation by default. Processes of one variant each may compile side by side and use the card in turn (`--lock FILE`).
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import contextlib
-import fcntl
 import functools
 import json
 import time
@@ -21,23 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks.timing import provenance
+from benchmarks.timing import alone, provenance
 from configs import lm
 from lsm_jax import ops
 from lsm_jax.models import abstract, next_token_loss
 from lsm_jax.parallel import make_mesh, token_sharding
 from lsm_jax.training import make_program
-
-
-@contextlib.contextmanager
-def turn(path: str | None):
-    """Alone on the card among the processes that name the same file."""
-    if path is None:
-        yield
-        return
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def gradient_of(config):
@@ -87,7 +74,7 @@ def measure(variant: str, args: argparse.Namespace) -> None:
             lowered += [gradient.lower(state.params, batch), program.train_step.lower(state, batch)]
         with concurrent.futures.ThreadPoolExecutor() as pool:
             init, *compiled = pool.map(lambda stage: stage.compile(), lowered)
-        with turn(args.lock):
+        with alone(args.lock):
             state = init()
             for i, length in enumerate(args.lengths):
                 shape = (args.tokens // length, length)
@@ -141,7 +128,7 @@ def main() -> None:
     parser.add_argument("--vocab_size", type=int, default=32000)
     parser.add_argument("--remat", default="none")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--lock", help="a file whose holder alone uses the card")
+    parser.add_argument("--lock", type=Path, help="a file whose holder alone uses the card")
     parser.add_argument("--output", type=Path, help="append the rows as JSON lines")
     args = parser.parse_args()
     if wrong := [n for n in args.lengths if n < 1 or args.tokens % n]:

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import contextlib
 import dataclasses
-import fcntl
 import json
 import time
 from pathlib import Path
@@ -24,7 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from benchmarks.liger_decode import cut, decoder, in_liger, in_softmax, random_params
-from benchmarks.timing import provenance
+from benchmarks.timing import alone, provenance
 from configs import mom
 from lsm_jax import mixers
 from lsm_jax.models import ModelConfig, abstract
@@ -44,17 +42,6 @@ def model_configs(size: str, layers: int | None) -> dict[str, ModelConfig]:
         config, layers={"L": dataclasses.replace(layer, mixer=plain)}, pattern="L"
     )
     return {"MoM": dataclasses.replace(config, layers={"L": layer}), "softmax": softmax}
-
-
-@contextlib.contextmanager
-def alone(lock: Path | None):
-    """The device for oneself, where other processes that share it hold the same lock when they use it."""
-    if lock is None:
-        yield
-        return
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def program_bytes(compiled: Any) -> int:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import os
 import subprocess
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -21,6 +24,17 @@ def milliseconds(function, *args, repeats: int = 20) -> float:
         jax.block_until_ready(function(*args))
         times.append(time.perf_counter() - start)
     return 1e3 * float(np.median(times))
+
+
+@contextlib.contextmanager
+def alone(lock: Path | None):
+    """The device for oneself, where other processes that share it hold the same lock when they use it."""
+    if lock is None:
+        yield
+        return
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def provenance() -> dict:

@@ -27,7 +27,7 @@ norm of 1, as its config asks and its trainer forgets; the window is 64 tokens, 
 from __future__ import annotations
 
 import dataclasses
-import re
+import math
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +110,18 @@ def get_config(variant: str = "smollm2-135m") -> TrainConfig:
         if not (options[key] or "0").isdecimal():
             raise ValueError(f"variant {variant!r}: {key}={options[key]!r}; accepted is a number")
     for key in ("lr", *MIXER_NUMBERS):
-        if not re.fullmatch(r"(\d*\.?\d+(e-?\d+)?)?", options[key]):
+        if not _is_number(options[key] or "0"):
             raise ValueError(f"variant {variant!r}: {key}={options[key]!r}; accepted is a number")
+    chosen = {option.partition("=")[0] for option in given}
+    for key, fits, needs in (
+        ("gate", options["method"] == "liger", "method=liger"),
+        ("hybrid", options["method"] == "liger", "method=liger"),
+        ("ablation", options["method"] == "liger", "method=liger"),
+        ("rank", options["ablation"] != "no_lora" and options["method"] != "lolcats_transfer", "adapters"),
+        ("tokenizer", bool(options["source"]), "source=PATH"),
+    ):  # fmt: skip
+        if key in chosen and not fits:
+            raise ValueError(f"variant {variant!r}: {key} takes {needs}")
     mixer = {name: float(options[key]) for key, name in MIXER_NUMBERS.items() if options[key]}
     if mixer and (options["method"] != "liger" or options["ablation"] == "no_window"):
         raise ValueError(
@@ -163,6 +173,13 @@ def get_config(variant: str = "smollm2-135m") -> TrainConfig:
         eval_every=200,
         checkpoint_every=200,
     )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return 0 <= float(text) < math.inf
+    except ValueError:
+        return False
 
 
 def _base(variant: str, name: str, source: str, given: str) -> tuple[ModelConfig, str, bool]:

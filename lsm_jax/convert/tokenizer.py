@@ -89,7 +89,10 @@ def _check_tokens(source: GGUF, content: bytes, path: Path) -> None:
 
     tokens: list[str] = source.fields.get("tokenizer.ggml.tokens", [])
     types = source.fields.get("tokenizer.ggml.token_type", [1] * len(tokens))
-    made = tokenizers.Tokenizer.from_str(content.decode())
+    try:
+        made = tokenizers.Tokenizer.from_str(content.decode())
+    except Exception as error:  # the package raises no narrower one
+        raise ValueError(f"tokenizer={str(path)!r} is no tokenizer.json: {error}") from error
     for i, (token, type_) in enumerate(zip(tokens, types, strict=True)):
         found = made.id_to_token(i)
         if found != token and (found is not None or type_ != _UNUSED):

@@ -257,18 +257,17 @@ def _choose(op: str, implementation, q, k, v, fresh, whole, window, gated) -> tu
         attention_kernels.why_not, q=q, k=k, v=v, fresh=fresh, window=window, whole=whole,
         sure=implementation is not None,
     )  # fmt: skip
-    reasons = {
-        "cudnn": _why_not_cudnn(q, k, v, fresh and whole, gated),
-        "mosaic_gpu": kernel("mosaic_gpu"),
-        "mosaic_tpu": kernel("mosaic_tpu"),
+    why = {
+        "cudnn": lambda: _why_not_cudnn(q, k, v, fresh and whole, gated),
+        "mosaic_gpu": lambda: kernel("mosaic_gpu"),
+        "mosaic_tpu": lambda: kernel("mosaic_tpu"),
     }
     if implementation is not None:
-        if reasons[implementation] is not None:
-            raise NotImplementedError(
-                f"{op}: implementation={implementation!r} takes {reasons[implementation]}"
-            )
+        if (reason := why[implementation]()) is not None:
+            raise NotImplementedError(f"{op}: implementation={implementation!r} takes {reason}")
         chosen.note(op, implementation)
         return (implementation,)
+    reasons = {name: ask() for name, ask in why.items()}
     best: dict[str, str] = {}
     for name, reason in reasons.items():
         if reason is None:

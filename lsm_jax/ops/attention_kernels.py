@@ -31,8 +31,13 @@ def why_not(
         return "no window together with segment_ids or update_mask"
     if any(jax.typeof(x).manual_axis_type.varying for x in (q, k, v)):
         return "arrays outside jax.shard_map, or inside with check_vma=False"
+    # Said before a backend need be imported.
     if implementation == "mosaic_gpu" and q.dtype != jnp.bfloat16:
-        return f"q in bfloat16, not {q.dtype}"  # said before a backend need be imported
+        return f"q in bfloat16, not {q.dtype}"
+    if jax.config.jax_enable_x64:
+        return "32-bit indices (jax_enable_x64 off)"
+    if implementation == "mosaic_tpu" and not sure:
+        return "calls that name it"
     from pallas_kernels import compat
     from pallas_kernels.forgetting_attention import reason
 
@@ -40,8 +45,6 @@ def why_not(
         return "NVIDIA Hopper"
     if implementation == "mosaic_gpu" and not sure and q.shape[-1] > 128:
         return "heads of 64 or 128, not 256, whose gradient it has not"
-    if implementation == "mosaic_tpu" and not sure:
-        return "being asked for by name"
     return reason(implementation, q, k, v)
 
 

@@ -66,7 +66,9 @@ def _why_not(dtype: Any, shape: tuple[int, ...], *arrays: jax.Array) -> str | No
         return f"matrices of multiples of {_ROWS} x {_STEP}, not {shape}"
     if any(jax.typeof(a).manual_axis_type.varying for a in arrays):
         return "arrays outside jax.shard_map, or inside with check_vma=False"
-    try:
+    if jax.config.jax_enable_x64:
+        return "32-bit indices (jax_enable_x64 off)"
+    try:  # without a card rows would be filled up for nothing; so a program lowered here for another machine has none
         jax.local_devices(backend="cuda")
     except RuntimeError:
         return "NVIDIA Hopper"

@@ -22,9 +22,11 @@ def why_no_kernel(implementation: str, form: str, q, k, v, memory) -> str | None
         return "one state a row, not one a segment"
     if any(jax.typeof(x).manual_axis_type.varying for x in (q, k, v)):
         return "arrays outside jax.shard_map, or inside with check_vma=False"
+    if implementation == AUTOMATIC and q.dtype != jnp.bfloat16:
+        return f"q in bfloat16, not {q.dtype}"
+    if jax.config.jax_enable_x64:
+        return "32-bit indices (jax_enable_x64 off)"
     if implementation == AUTOMATIC:
-        if q.dtype != jnp.bfloat16:
-            return f"q in bfloat16, not {q.dtype}"
         # Imported where it may serve: elsewhere the backends cost nothing.
         from pallas_kernels import compat
 

@@ -116,6 +116,9 @@ def _ring(stage, axis, microbatches, rounds, layers, carry, rows, whole):
     def at(tree, index):
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
+    # Of one round the layers are the scan's constant; of several each turn's would be kept, so a turn is run again instead.
+    only = at(layers, 0)
+
     def step(state, tick):
         received, totals = state
         # Its turn, of R M; a stage that has none works on a microbatch whose result nobody takes.
@@ -126,16 +129,19 @@ def _ring(stage, axis, microbatches, rounds, layers, carry, rows, whole):
         index = turn // (stages * rounds) * stages + turn % stages
         enters = (me == 0) & (r == 0)
         given = jax.tree.map(lambda a, b: jnp.where(enters, a, b), at(firsts, index), received)
-        after, statistics = stage(at(layers, r), given, at(rows, index), whole)
+        after, statistics = stage(
+            only if rounds == 1 else at(layers, r), given, at(rows, index), whole
+        )
         totals = jax.tree.map(lambda a, b: a.at[r].add(jnp.where(live, b, 0)), totals, statistics)
         ring = [(place, (place + 1) % stages) for place in range(stages)]
         passed = jax.tree.map(lambda x: jax.lax.ppermute(x, axis, ring), after)
         return (passed, totals), after
 
-    shapes = jax.eval_shape(stage, at(layers, 0), at(firsts, 0), at(rows, 0), whole)[1]
+    shapes = jax.eval_shape(stage, only, at(firsts, 0), at(rows, 0), whole)[1]
     zeros = jax.tree.map(lambda x: jnp.zeros((rounds, *x.shape), x.dtype), shapes)
     ticks = jnp.arange(rounds * microbatches + stages - 1)
-    (_, totals), outputs = jax.lax.scan(step, (at(firsts, 0), zeros), ticks)
+    turn_of = step if rounds == 1 else jax.checkpoint(step, prevent_cse=False)
+    (_, totals), outputs = jax.lax.scan(turn_of, (at(firsts, 0), zeros), ticks)
 
     def leaves(
         x,

@@ -22,7 +22,6 @@ from pallas_kernels.linear_attention import hopper as linear
 __all__ = ["CHUNK", "Residuals", "backward", "forward", "reason"]
 
 _DEPTH = 256  # keys at most
-_F32 = jnp.float32
 
 
 class Residuals(NamedTuple):

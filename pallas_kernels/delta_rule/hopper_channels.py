@@ -24,7 +24,6 @@ __all__ = ["CHUNK", "Residuals", "backward", "forward", "reason"]
 
 # In place of a beta of 0 where gradients are made: that of beta is x · dv / beta. It is far below what any sum notices.
 _LEAST = 1e-20
-_F32 = jnp.float32
 
 reason = linear_channels.reason
 
@@ -36,6 +35,10 @@ class Residuals(NamedTuple):
     prepared: Prepared
 
 
+def _not_zero(rows):
+    return jnp.where(jnp.abs(rows) < _LEAST, _LEAST, rows)
+
+
 def forward(
     q, k, v, beta, log_decay, run, initial, *, scale: float, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals]:
@@ -45,7 +48,7 @@ def forward(
     documents = linear_channels._documents(run, 1)
     resolved = resolve(q, k, log_decay, documents, heads=heads, scale=scale, interpret=interpret)
     rows = jnp.repeat(jnp.swapaxes(beta, 1, 2), heads // memories, axis=1)
-    inverse = solve(resolved.upper, jnp.maximum(rows, _LEAST), interpret=interpret)
+    inverse = solve(resolved.upper, _not_zero(rows), interpret=interpret)
     prepared = Prepared(inverse, resolved.scores, rows)
     # Several heads that read one memory each carry it along.
     initial = jnp.repeat(initial, heads // memories, axis=1)
@@ -75,7 +78,7 @@ def backward(
     # Of several heads that carry one memory, the first hands on the gradient from outside.
     first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
     d_final = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
-    prepared = prepared._replace(rows=jnp.maximum(prepared.rows, _LEAST))
+    prepared = prepared._replace(rows=_not_zero(prepared.rows))
     dv, d_states, d_initial = reverse(
         resolved.read, resolved.erase, d_output, prepared, d_final, scale=1.0, **options
     )

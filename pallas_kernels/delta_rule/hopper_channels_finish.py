@@ -48,7 +48,7 @@ def finish(
         q: [B, T, *, K].
         k: [B, T, *, K].
         log_decay: [B, T, *, K].
-        beta: [B, h, T], above 0.
+        beta: [B, h, T], not 0.
         missing: [B, T, h, V], x.
         d_out: [B, T, h, V].
         dv: [B, T, h, V].

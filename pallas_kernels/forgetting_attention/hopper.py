@@ -147,7 +147,7 @@ def backward(
     # The output was rounded, so `delta` is a little off the mean it stands for. A gate's gradient sums that up over all later
     # tokens, where all else cancels.
     delta += rest
-    return dq, *_backwardof_keys(q, k, v, rows, bounds, sums, d_out, delta, **shared)
+    return dq, *_backward_of_keys(q, k, v, rows, bounds, sums, d_out, delta, **shared)
 
 
 def _backward_of_queries(
@@ -201,7 +201,7 @@ def _backward_of_queries(
     )
 
 
-def _backwardof_keys(
+def _backward_of_keys(
     q, k, v, rows, bounds, sums, d_out, delta, *, scale, window, interpret
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     batch, length, heads, depth = q.shape

@@ -204,6 +204,10 @@ def test_options_of_the_recipe():
     for option, words in {
         "lr=fast": "lr='fast'; accepted is a number",
         "rank=-1": "rank='-1'; accepted is a number",
+        "lr=nan": "lr='nan'; accepted is a number",
+        "method=window,gate=gla": "gate takes method=liger",
+        "ablation=no_lora,rank=4": "rank takes adapters",
+        "tokenizer=tokenizer.json": "tokenizer takes source=PATH",
         "method=window,temperature=2": "are of method=liger",
         "temperature=0": "gate_temperature",
         "memory=1": "option 'memory=1'; accepted are source, tokenizer, gate",

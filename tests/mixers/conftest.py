@@ -28,12 +28,10 @@ FEW = ("gla", "gated_deltanet", "softmax")
 
 def pytest_generate_tests(metafunc):
     if "method" in metafunc.fixturenames:
-        marked = metafunc.definition.get_closest_marker
-        fast = FEW if marked("few") else FAST
+        fast = FEW if metafunc.definition.get_closest_marker("few") else FAST
         rows = [
             pytest.param(m, marks=() if name in fast else pytest.mark.slow, id=name)
             for name, m in mixers.METHODS.items()
-            if name in FAST or not marked("classes")
         ]
         metafunc.parametrize("method", rows)
 

@@ -43,7 +43,6 @@ def test_forms_agree(method, make, small):
 
 
 @pytest.mark.slow
-@pytest.mark.classes
 def test_forms_agree_in_every_gradient(method, make, small):
     if not method.forms:
         pytest.skip("the op has no forms")

@@ -42,10 +42,6 @@ by_method = pytest.mark.parametrize(
 )
 # One of each class of memory update, and the published ones: for what follows from the definition's test.
 SOME = ("linear_attention", "gla", "hgrn2", "mamba2", "deltanet", "gated_deltanet", "gsa", "rwkv7")
-by_class = pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n == "gated_deltanet" else pytest.mark.slow) for n in SOME],
-)
 
 
 def kept(state):
@@ -78,7 +74,7 @@ def test_each_form_is_the_definition_in_value_and_every_gradient(name, form):
     close(gradients[1], expected[1], 3e-5)
 
 
-@by_class
+@by_method
 def test_decoding_and_resuming_equal_one_call(name):
     mixer = made(name)
     whole, final, _ = call(mixer, X)
@@ -107,7 +103,7 @@ def test_masked_states_equal_packed_ones(name):
     close(kept(call(masked, X[:, 6:], state=state)[1]), kept(final))
 
 
-@by_class
+@by_method
 @pytest.mark.parametrize("form", FORMS)
 def test_causal_to_the_bit(name, form):
     """Also where the changed token goes to another memory, which moves later memories' places."""

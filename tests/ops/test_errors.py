@@ -139,3 +139,19 @@ def test_numbers_of_one_op():
     ):
         with pytest.raises(ValueError, match=f"^online_memory: {message}"):
             ops.online_memory(**arguments | change)
+
+
+def test_no_kernel_serves_under_x64():
+    """Mosaic's indices have 32 bits: what a kernel serves otherwise goes through XLA, and says so by name."""
+    q = jnp.ones((1, 64, 2, 64), jnp.bfloat16)
+    gate, channels = q[..., 0], q
+    calls = {
+        "linear_memory": lambda **o: ops.linear_memory(q, q, q, gate, **o),
+        "delta_memory": lambda **o: ops.delta_memory(q, q, q, gate, channels, **o),
+        "dplr_memory": lambda **o: ops.dplr_memory(q, q, q, q, q, channels, **o),
+        "attention": lambda **o: ops.attention(q, q, q, log_forget=gate, **o),
+    }
+    for name, run in calls.items():
+        assert jax.eval_shape(run)[0].dtype == q.dtype, name
+        with pytest.raises(NotImplementedError, match="jax_enable_x64 off"):
+            run(implementation="mosaic_gpu")

@@ -258,9 +258,10 @@ def narrow_and_wide(case, form, dtype):
 def test_strong_zero_and_mixed_decay(case, form):
     """Float32, decays from 0 to -30 a step: finite, and as exact as with mild ones."""
     inputs = make_inputs(case, decay="mixed", dtype=jnp.float32)
-    value, _, grads = gradients(case, form, inputs, None)
-    expected, _, expected_grads = wide_gradients(case, "mixed", jnp.float32)
+    value, (output, _), grads = gradients(case, form, inputs, None)
+    expected, (wide, _), expected_grads = wide_gradients(case, "mixed", jnp.float32)
     close(value, expected, 1e-5)
+    close(output, wide, 1e-5)
     for a, b in zip(grads, expected_grads, strict=True):
         close(a, b, 1e-5)
 

@@ -6,7 +6,6 @@ gradient of one device.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import sys
@@ -64,8 +63,6 @@ def layer_of(name: str, packed: bool):
     # A window as long as the rows would leave LoLCATs' other part without effect.
     short = dict(window=5) if name == "lolcats" else {}
     config = mixer(name.removeprefix("mom-"), **short)
-    if getattr(config, "form", None) == "chunk":  # the smallest program
-        config = dataclasses.replace(config, form="recurrent")
     if name.startswith("mom-"):
         config = mixers.MoMConfig(mixer=config, balance_scale=0.1)
     depth = dict(layer=1, num_layers=2)
