@@ -5,7 +5,7 @@ The backward pass is the derivative: the same ring run backwards.
 In several rounds each device has as many groups of layers, that are not neighbours: of S devices the first has groups 0, S, 2S.
 S microbatches at a time go all rounds, so that what comes back to the first device is what it needs next, and none waits.
 Parameters are stored in the layers' order, so that checkpoints know no schedule; a step sends each group to the device that
-works on it, and its gradient back.
+works on it, and its gradient back. A turn is run again in the backward pass.
 """
 
 from __future__ import annotations
@@ -143,9 +143,8 @@ def _ring(stage, axis, microbatches, rounds, layers, carry, rows, whole):
     turn_of = step if rounds == 1 else jax.checkpoint(step, prevent_cse=False)
     (_, totals), outputs = jax.lax.scan(turn_of, (at(firsts, 0), zeros), ticks)
 
-    def leaves(
-        x,
-    ):  # of the last stage's turns those of the last round, in the order of microbatches
+    def leaves(x):
+        # Of the last stage's turns those of the last round, in the order of microbatches.
         x = x[stages - 1 :].reshape(-1, rounds, stages, *x.shape[1:])[:, -1]
         return join(x.reshape(-1, *x.shape[2:]))
 

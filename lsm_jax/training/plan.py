@@ -91,6 +91,8 @@ def plan(config: TrainConfig, num_devices: int, known: dict[Any, Any] | None = N
     learns = jax.tree_util.tree_leaves_with_path(split(params, config.trainable)[0])
     trained = 4 * sum(held[_name(path)] for path, _ in learns)
     saved, working = _activations(config, model, sizes, {} if known is None else known)
+    # Of several rounds: the layers as they are dealt out, and their gradients.
+    dealt = 2 * _of_periods(held) if config.mesh.rounds > 1 else 0
     return Plan(
         sizes=sizes,
         parameters=trained + 2 * (sum(parts) - trained // 4),
@@ -98,11 +100,9 @@ def plan(config: TrainConfig, num_devices: int, known: dict[Any, Any] | None = N
         gradients=trained * (2 if config.accumulation_steps > 1 else 1),  # their sum, and a piece's
         saved=saved,
         working=working
+        + dealt
         + _gathered(config, whole, sizes)
-        + _keys_and_values(config, model, sizes)
-        + (
-            2 * _of_periods(held) if config.mesh.rounds > 1 else 0
-        ),  # layers dealt out, and their gradients
+        + _keys_and_values(config, model, sizes),
         update=2 * trained,
         communication=_communication(config, model, whole, held, trained, sizes),
     )
@@ -138,7 +138,8 @@ def _activations(
     pieces = config.mesh.pieces()
     rounds = config.mesh.rounds
     ticks = rounds * pieces + sizes["pipeline"] - 1 if sizes["pipeline"] > 1 else 1
-    saved *= model.num_periods // (sizes["pipeline"] * rounds) * ticks
+    # Of one round every turn's are kept; of several a turn is run again, and one turn's are there at a time.
+    saved *= model.num_periods // (sizes["pipeline"] * rounds) * (ticks if rounds == 1 else 1)
     if sizes["pipeline"] > 1:
         # What comes in, gathered; what goes on after each turn, of which the last round's goes out.
         saved += (2 * pieces + ticks) * x
@@ -210,9 +211,8 @@ def _as_one_update(config: TrainConfig, block: Any, rows: int, length: int) -> t
     start = jax.eval_shape(lambda: mixer.init_state(rows, length, dtype))
     memory = jax.tree.leaves(start.memory)
     state = sum(x.size * x.dtype.itemsize for x in memory)
-    state += 4 * sum(
-        x.size for x in jax.tree.leaves(start.tails) if x.ndim > 1
-    )  # in words of 32 bits
+    tails = [x for x in jax.tree.leaves(start.tails) if x.ndim > 1]
+    state += 4 * sum(x.size for x in tails)  # in words of 32 bits
     if kind not in (ops.delta_memory, ops.dplr_memory):
         return state, state, 0
     largest = max(memory, key=lambda x: x.size)
