@@ -78,7 +78,8 @@ def test_ops_shard_themselves_over_eight_devices():
     "op",
     [
         "token_shift",
-        "linear_memory:associative:documents",  # also: its gradient once crashed XLA's partitioner
+        # Its gradient once crashed XLA's partitioner.
+        pytest.param("linear_memory:associative:documents", marks=pytest.mark.slow),
         *(
             pytest.param(op + ":chunk:segments" * ("chunk" in forms), marks=pytest.mark.slow)
             for op, forms in (

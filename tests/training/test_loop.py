@@ -232,6 +232,7 @@ def test_held_out_loss_is_logged(text, tmp_path):
     assert saved["type"].endswith(":TrainConfig")
 
 
+@pytest.mark.slow
 def test_a_row_stands_before_its_checkpoint_and_a_profile_is_written(text, tmp_path, monkeypatch):
     save, seen = Checkpoints.save, []
 
