@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.peer import Peer
-from benchmarks.timing import provenance
+from benchmarks.timing import append_row, batch_milliseconds, provenance
 from pallas_kernels.forgetting_attention import forgetting_attention
 from pallas_kernels.forgetting_attention.bounds import Rows, find_bounds
 
@@ -123,27 +123,19 @@ def compiled(cases: dict) -> dict:
         return {case: [future.result() for future in pair] for case, pair in futures.items()}
 
 
-def milliseconds(program, inputs) -> float:
-    """The median over 7 batches, of 20 calls or what takes 60 ms."""
-    for _ in range(2):
-        began = time.perf_counter()
-        jax.block_until_ready(program(*inputs))
-        once = 1e3 * (time.perf_counter() - began)
-    result, times = None, []
-    count = max(1, min(20, round(_BATCH_MS / once)))
-    for _ in range(7):
-        began = time.perf_counter()
-        for _ in range(count):
-            result = program(*inputs)
-        jax.block_until_ready(result)
-        times.append((time.perf_counter() - began) / count)
-    return round(1e3 * float(np.median(times)), 4)
+def calls_of(program, inputs) -> int:
+    """20, or as many as take 60 ms."""
+    jax.block_until_ready(program(*inputs))
+    began = time.perf_counter()
+    jax.block_until_ready(program(*inputs))
+    return max(1, min(20, round(_BATCH_MS / (1e3 * (time.perf_counter() - began)))))
 
 
 def measure(name: str, pair: list, inputs: tuple) -> list[float]:
     """Milliseconds of both programs of a call."""
     given = inputs[:4] if CALLS[name] is cudnn else inputs
-    return [milliseconds(program, given) for program in pair]
+    times = (batch_milliseconds(p, *given, calls=calls_of(p, given)) for p in pair)
+    return [round(ms, 4) for ms in times]
 
 
 def pruned_share(inputs: tuple) -> float:
@@ -219,8 +211,7 @@ def main() -> None:
     def write(row):
         print(json.dumps(row), flush=True)
         if args.output:
-            with args.output.open("a") as file:
-                file.write(json.dumps(row | provenance()) + "\n")
+            append_row(args.output, row | provenance())
 
     if args.run is not None:
         write(measure_run(args.run, args.heads, args.save_gates))

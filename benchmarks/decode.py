@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks.timing import provenance
+from benchmarks.timing import append_row, provenance
 from lsm_jax import mixers, models
 
 TOKENS, WINDOW = 4096, 512
@@ -64,8 +64,7 @@ def main() -> None:
         row = decode(method) | provenance()
         print(json.dumps(row), flush=True)
         if args.output:
-            with args.output.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            append_row(args.output, row)
 
 
 if __name__ == "__main__":

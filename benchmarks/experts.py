@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks.timing import milliseconds, provenance
+from benchmarks.timing import append_row, milliseconds, provenance
 from lsm_jax import feedforward, ops
 
 LAYERS = {
@@ -55,8 +55,7 @@ def main() -> None:
         row |= provenance()
         print(json.dumps(row), flush=True)
         if args.output:
-            with args.output.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            append_row(args.output, row)
 
 
 if __name__ == "__main__":

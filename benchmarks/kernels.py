@@ -12,16 +12,14 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch wants room
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from benchmarks.timing import provenance
+from benchmarks.timing import append_row, batch_milliseconds, provenance
 from lsm_jax import ops
 
 OPS = (
@@ -145,20 +143,6 @@ def jla(op: str):
     return call
 
 
-def milliseconds(function, *inputs) -> float:
-    function = jax.jit(function)
-    for _ in range(2):
-        jax.block_until_ready(function(*inputs))
-    times = []
-    for _ in range(7):
-        start = time.perf_counter()
-        for _ in range(20):
-            result = function(*inputs)
-        jax.block_until_ready(result)
-        times.append((time.perf_counter() - start) / 20)
-    return 1e3 * float(np.median(times))
-
-
 def measure(call, inputs) -> tuple[float, float]:
     q, k, v, do, *decay = inputs
 
@@ -166,7 +150,8 @@ def measure(call, inputs) -> tuple[float, float]:
         output, pull = jax.vjp(call, *inputs)
         return output, pull(do)
 
-    return milliseconds(call, q, k, v, *decay), milliseconds(both, do, q, k, v, *decay)
+    first = batch_milliseconds(jax.jit(call), q, k, v, *decay)
+    return first, batch_milliseconds(jax.jit(both), do, q, k, v, *decay)
 
 
 def measure_fla(cases: list[tuple[str, str]]) -> dict[tuple[str, str], tuple[float, float]]:
@@ -216,8 +201,7 @@ def main() -> None:
 
 def _write(path: Path | None, row: dict) -> None:
     if path is not None:
-        with path.open("a") as file:
-            file.write(json.dumps(row | provenance()) + "\n")
+        append_row(path, row | provenance())
 
 
 def _line(row) -> str:

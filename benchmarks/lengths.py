@@ -23,7 +23,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.methods import SPEED
-from benchmarks.timing import provenance
+from benchmarks.timing import append_row, provenance
 from lsm_jax import load_run, mixers, models
 from lsm_jax.data import DataConfig, make_eval_iterator
 from lsm_jax.data.demo import write_demo_store
@@ -157,8 +157,7 @@ def main() -> None:
             if args.output.exists() and name in [r["model"] for r in read_rows(args.output)]:
                 continue
             row = measure(name, args, data, Path(folder) / name)
-            with args.output.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            append_row(args.output, row)
             shown = {k: v for k, v in row.items() if k != "curve"}
             print(json.dumps(shown), flush=True)
             jax.clear_caches()

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks.timing import provenance
+from benchmarks.timing import append_row, provenance
 from configs import liger
 from lsm_jax.data import DataConfig, make_eval_iterator, make_train_iterator
 from lsm_jax.linearize import Pretrained, base_model
@@ -367,8 +367,7 @@ def main() -> None:
                     row |= provenance()
                     print(json.dumps(row), flush=True)
                     if args.output:
-                        with args.output.open("a") as file:
-                            file.write(json.dumps(row) + "\n")
+                        append_row(args.output, row)
             except Exception as error:  # one row's failure leaves the others
                 print(json.dumps(dict(name=name, options=options, error=repr(error)[:2000])), flush=True)  # fmt: skip
 

@@ -21,7 +21,7 @@ from flax import nnx
 
 from benchmarks.liger import EDGES, Base, config_of
 from benchmarks.liger_decode import cut
-from benchmarks.timing import provenance
+from benchmarks.timing import append_row, provenance
 from configs import liger
 from lsm_jax import ops
 from lsm_jax.data import make_eval_iterator
@@ -116,8 +116,7 @@ def main() -> None:
         line = measure(options, tokens, base, args) | provenance()
         print(json.dumps(line), flush=True)
         if args.output:
-            with args.output.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            append_row(args.output, line)
 
 
 if __name__ == "__main__":

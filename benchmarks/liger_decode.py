@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks.timing import provenance
+from benchmarks.timing import append_row, provenance
 from configs import liger
 from lsm_jax.mixers import Context
 from lsm_jax.models import ModelConfig, abstract
@@ -60,9 +60,12 @@ def peak() -> float:
 
 
 def cut(params: dict[str, Any]) -> tuple[dict[str, Any], list]:
-    """A model's parameters without its layers, and each layer's by itself, so that a step copies none."""
-    (block,) = params["periods"]["blocks"].values()
-    layers = [jax.tree.map(lambda p, i=i: p[i], block) for i in range(len(jax.tree.leaves(block)[0]))]  # fmt: skip
+    """A model's parameters without its layers, and each layer's by itself, in order, so that a step copies none."""
+    blocks = params["periods"]["blocks"]
+    periods = len(jax.tree.leaves(blocks)[0])
+    layers = [
+        jax.tree.map(lambda p, i=i: p[i], blocks[j]) for i in range(periods) for j in sorted(blocks)
+    ]
     return {k: v for k, v in params.items() if k != "periods"}, layers
 
 
@@ -212,8 +215,7 @@ def main() -> None:
         for row in rows:
             print(json.dumps(row | about), flush=True)
             if args.output:
-                with args.output.open("a") as file:
-                    file.write(json.dumps(row | about) + "\n")
+                append_row(args.output, row | about)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from benchmarks.methods import SPEED
-from benchmarks.timing import provenance
+from benchmarks.timing import append_row, provenance
 from configs import linear_moe
 from lsm_jax import models
 from lsm_jax.data import DataConfig
@@ -133,8 +133,7 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory() as folder:
             row = measure(name, args, Path(folder) / name)
-        with args.output.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        append_row(args.output, row)
         print(json.dumps(row), flush=True)
 
 

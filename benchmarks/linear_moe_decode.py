@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from flax import nnx
 from matplotlib.figure import Figure
 
-from benchmarks.liger_decode import in_liger, in_softmax, in_use, random_params
-from benchmarks.timing import alone, provenance
+from benchmarks.liger_decode import cut, in_liger, in_softmax, in_use, random_params
+from benchmarks.timing import alone, append_row, provenance
 from configs import linear_moe
 from lsm_jax import ops
 from lsm_jax.models import ModelConfig, abstract
@@ -38,16 +38,6 @@ _STEPS, _CALLS = 16, 4
 def letters_of(config: ModelConfig) -> list[str]:
     """The letter of each layer."""
     return list(config.letters())
-
-
-def cut(config: ModelConfig, params: dict[str, Any]) -> tuple[dict[str, Any], list]:
-    """A model's parameters without its layers, and each layer's by itself, in order, so that a step copies none."""
-    blocks = params["periods"]["blocks"]
-    periods = config.num_layers // len(blocks)
-    layers = [
-        jax.tree.map(lambda p, i=i: p[i], blocks[j]) for i in range(periods) for j in sorted(blocks)
-    ]
-    return {k: v for k, v in params.items() if k != "periods"}, layers
 
 
 def decoder(config: ModelConfig) -> Any:
@@ -95,7 +85,7 @@ def states_of(config: ModelConfig, batch: int, length: int) -> list:
 
 def rows_of(config: ModelConfig, batch: int, tokens: int, take: Any):
     """Time steps at each power of two; a row each, with the sum of all steps up to there."""
-    rest, layers = cut(config, random_params(config))
+    rest, layers = cut(random_params(config))
     lengths = [1024 << i for i in range(32) if 1024 << i <= tokens]
     grows = "N" in letters_of(config)
 
@@ -198,8 +188,7 @@ def main() -> None:
         for row in rows_of(config, args.batch_size, args.tokens, take):
             row = about | row | dict(implementations=ops.choices()) | provenance()
             print(json.dumps(row), flush=True)
-            with args.output.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            append_row(args.output, row)
 
 
 if __name__ == "__main__":

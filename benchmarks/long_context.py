@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from benchmarks.timing import provenance
+from benchmarks.timing import append_row, provenance
 from lsm_jax import models
 from lsm_jax.evaluation import Scorer
 
@@ -70,8 +70,7 @@ def main() -> None:
             row |= provenance()
             print(json.dumps(row), flush=True)
             if args.output:
-                with args.output.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+                append_row(args.output, row)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import jax
 
-from benchmarks.timing import provenance
+from benchmarks.timing import append_row, provenance
 from configs import lm
 from lsm_jax import mixers, models
 from lsm_jax.training import train
@@ -117,8 +117,7 @@ def main() -> None:
             except Exception as error:  # one method's failure must not cost the others their rows
                 print(f"{method}: FAILED: {type(error).__name__}: {str(error)[:2000]}", flush=True)
                 continue
-        with args.output.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        append_row(args.output, row)
         print(json.dumps(row), flush=True)
 
 

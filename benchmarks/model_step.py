@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks.timing import alone, provenance
+from benchmarks.timing import alone, append_row, program_bytes, provenance
 from configs import lm
 from lsm_jax import ops
 from lsm_jax.models import abstract, next_token_loss
@@ -98,18 +98,14 @@ def measure(variant: str, args: argparse.Namespace) -> None:
 
                     seconds = median_seconds(train, args.steps)
                     row["step_tokens_per_second"] = round(args.tokens / seconds)
-                    memory = step.memory_analysis()
-                    row["gib"] = round(
-                        (memory.argument_size_in_bytes + memory.temp_size_in_bytes) / 2**30, 1
-                    )
+                    row["gib"] = round(program_bytes(step) / 2**30, 1)
                 except jax.errors.JaxRuntimeError as error:  # the other lengths may fit
                     row["error"] = str(error)[:200]
                     state = init()
                 row |= dict(remat=args.remat, implementations=ops.choices(), **provenance())
                 print(json.dumps(row), flush=True)
                 if args.output:
-                    with args.output.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
+                    append_row(args.output, row)
 
 
 def main() -> None:

@@ -22,11 +22,10 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch wants
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from benchmarks.peer import Peer
-from benchmarks.timing import provenance
+from benchmarks.timing import append_row, batch_milliseconds, provenance
 from lsm_jax import mixers, ops
 
 # Warms up (its search for block sizes takes minutes), waits for a line, then times.
@@ -77,20 +76,6 @@ def programs(graph, params, tokens: jax.ShapeDtypeStruct) -> tuple:
 
     both = jax.jit(jax.grad(loss, argnums=(0, 1)))
     return jax.jit(forward).lower(params, tokens), both.lower(params, tokens)
-
-
-def milliseconds(program, *args, calls: int) -> float:
-    """The median over 7 batches of the time of a call."""
-    for _ in range(2):
-        jax.block_until_ready(program(*args))
-    result, times = None, []
-    for _ in range(7):
-        began = time.perf_counter()
-        for _ in range(calls):
-            result = program(*args)
-        jax.block_until_ready(result)
-        times.append((time.perf_counter() - began) / calls)
-    return round(1e3 * float(np.median(times)), 4)
 
 
 def main() -> None:
@@ -152,8 +137,8 @@ def main() -> None:
             shape = (rows[length], times * length, args.width)
             x = jax.random.normal(jax.random.key(0), shape).astype(jnp.bfloat16)
             found[kind] = dict(
-                forward_ms=milliseconds(forward, params, x, calls=args.calls),
-                training_ms=milliseconds(both, params, x, calls=args.calls),
+                forward_ms=round(batch_milliseconds(forward, params, x, calls=args.calls), 4),
+                training_ms=round(batch_milliseconds(both, params, x, calls=args.calls), 4),
             )
             if kind != "inner_mixer":
                 found[kind] |= {
@@ -165,8 +150,7 @@ def main() -> None:
             found["fla"] = dict(forward_ms=round(forward_ms, 4), training_ms=round(training_ms, 4))
         print(json.dumps(found), flush=True)
         if args.output:
-            with args.output.open("a") as file:
-                file.write(json.dumps(found | provenance()) + "\n")
+            append_row(args.output, found | provenance())
     print(json.dumps(ops.choices()), flush=True)
 
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from benchmarks.liger_decode import cut, decoder, in_liger, in_softmax, random_params
-from benchmarks.timing import alone, provenance
+from benchmarks.timing import alone, append_row, program_bytes, provenance
 from configs import mom
 from lsm_jax import mixers
 from lsm_jax.models import ModelConfig, abstract
@@ -42,13 +42,6 @@ def model_configs(size: str, layers: int | None) -> dict[str, ModelConfig]:
         config, layers={"L": dataclasses.replace(layer, mixer=plain)}, pattern="L"
     )
     return {"MoM": dataclasses.replace(config, layers={"L": layer}), "softmax": softmax}
-
-
-def program_bytes(compiled: Any) -> int:
-    """Arguments, what is computed beside them, and results that reuse neither."""
-    found = compiled.memory_analysis()
-    new = found.output_size_in_bytes - found.alias_size_in_bytes
-    return found.argument_size_in_bytes + found.temp_size_in_bytes + new
 
 
 def generate(compiled: Any, rest: Any, layers: list, states: list, begin: int, new: int) -> float:
@@ -230,8 +223,7 @@ def main() -> None:
             found = softmax_rows(config, args.batch_size, contexts, args.tokens, args.lock)
         for r in found:
             print(json.dumps(r | about), flush=True)
-            with args.output.open("a") as file:
-                file.write(json.dumps(r | about) + "\n")
+            append_row(args.output, r | about)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import jax
 
-from benchmarks.timing import provenance
+from benchmarks.timing import append_row, provenance
 from configs import mqar
 from lsm_jax import mixers
 from lsm_jax.data import RecallTask
@@ -156,8 +156,7 @@ def main() -> None:
         if args.output.exists() and name in [r["model"] for r in read_rows(args.output)]:
             continue
         row = measure(name, args)
-        with args.output.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        append_row(args.output, row)
         print(json.dumps(row), flush=True)
         jax.clear_caches()
 

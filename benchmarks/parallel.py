@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.timing import provenance
+from benchmarks.timing import program_bytes, provenance
 from configs import linear_moe
 from lsm_jax import ops
 from lsm_jax.parallel import AXES, MeshConfig, make_mesh, token_sharding
@@ -139,12 +139,9 @@ def train(step: Any, state: Any, devices: Any, rows: int, length: int, steps: in
         state, metrics = step(state, placed)
         loss = float(metrics["train/loss"])
         seconds.append(time.perf_counter() - began)
-    memory = step.memory_analysis()
-    total = memory.argument_size_in_bytes + memory.output_size_in_bytes
-    total += memory.temp_size_in_bytes - memory.alias_size_in_bytes
     median = float(np.median(seconds[2:]))
     return dict(
-        tokens_per_second=round(rows * length / median), step_ms=round(1e3 * median, 2), gib=round(total / 2**30, 2),
+        tokens_per_second=round(rows * length / median), step_ms=round(1e3 * median, 2), gib=round(program_bytes(step) / 2**30, 2),
         loss=loss, overflow=int(metrics.get("moe/overflow_count", 0)),
     ), state  # fmt: skip
 

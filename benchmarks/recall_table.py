@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.timing import provenance
+from benchmarks.timing import append_row, provenance
 from configs import mqar
 from lsm_jax import mixers
 from lsm_jax.training import read_rows, train_recall
@@ -182,8 +182,7 @@ def main() -> None:
         finally:
             jax.clear_caches()
             longest = max(longest, time.perf_counter() - start)
-        with args.output[0].open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        append_row(args.output[0], row)
         print(json.dumps(row), flush=True)
 
 

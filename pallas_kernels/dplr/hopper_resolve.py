@@ -24,13 +24,13 @@ from pallas_kernels.linear_attention.hopper_halving import (
     BLOCK,
     CHUNK,
     LEVELS,
-    PARAMETERS,
     SQUARE,
     Documents,
     Halving,
     by_row,
     left_operand,
     load,
+    run_by_chunk,
     same_document,
 )
 
@@ -182,16 +182,7 @@ def resolve(
         pl.run_scoped(scoped, *rooms, collective_axes="warpgroup")
 
     return Resolved(
-        *plgpu.kernel(
-            kernel,
-            out_type=out_type,
-            grid=(batch * count * heads,),
-            grid_names=("chunk",),
-            num_threads=groups,
-            thread_name="warpgroup",
-            compiler_params=PARAMETERS,
-            interpret=interpret,
-        )(*named.values())
+        *run_by_chunk(kernel, named, out_type, batch * count * heads, groups, interpret)
     )
 
 

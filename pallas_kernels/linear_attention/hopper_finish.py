@@ -15,7 +15,6 @@ from pallas_kernels.linear_attention.hopper_halving import (
     BLOCK,
     CHUNK,
     LEVELS,
-    PARAMETERS,
     SQUARE,
     Documents,
     Halving,
@@ -23,6 +22,7 @@ from pallas_kernels.linear_attention.hopper_halving import (
     by_row,
     left_operand,
     load,
+    run_by_chunk,
     same_document,
 )
 
@@ -206,13 +206,6 @@ def finish(
             rooms.append(room((groups, *SQUARE), dtype=jnp.bfloat16))
         pl.run_scoped(scoped, *rooms, collective_axes="warpgroup")
 
-    return plgpu.kernel(
-        kernel,
-        out_type=list(out_type.values()),
-        grid=(batch * count * heads,),
-        grid_names=("chunk",),
-        num_threads=groups,
-        thread_name="warpgroup",
-        compiler_params=PARAMETERS,
-        interpret=interpret,
-    )(*named.values())
+    return run_by_chunk(
+        kernel, named, list(out_type.values()), batch * count * heads, groups, interpret
+    )

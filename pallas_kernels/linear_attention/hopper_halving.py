@@ -165,6 +165,20 @@ def by_row(ref):
     return wg.load_global(ref, wg.LAYOUT.reduce(1))
 
 
+def run_by_chunk(kernel, named: dict[str, jax.Array], out_type, count: int, groups: int, interpret):
+    """`kernel` once for each of `count` chunks, a block of `groups` warpgroups each."""
+    return plgpu.kernel(
+        kernel,
+        out_type=out_type,
+        grid=(count,),
+        grid_names=("chunk",),
+        num_threads=groups,
+        thread_name="warpgroup",
+        compiler_params=PARAMETERS,
+        interpret=interpret,
+    )(*named.values())
+
+
 def by_column(ref):
     """One for each column, as a tile."""
     return lax.broadcast_in_dim(wg.load_global(ref, wg.LAYOUT.reduce(0)), SQUARE, [1])
