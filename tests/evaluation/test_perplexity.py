@@ -158,7 +158,10 @@ print(found.curve.num_tokens, repr(found.curve.mean))
 @pytest.mark.slow
 def test_four_devices_give_the_loss_of_one(model):
     found = evaluate(model, [rows(5, 40)], progress=False)
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
+    flags = {
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4",
+        "JAX_PLATFORMS": "cpu",
+    }
     done = subprocess.run(
         [sys.executable, "-c", CODE],
         cwd=ROOT,

@@ -14,6 +14,7 @@ from flax import nnx
 
 from benchmarks import decode
 from lsm_jax import mixers, models, ops
+from tests.conftest import AS_USERS
 from tests.mixers.test_mixers import close
 from tests.models.conftest import Small, small_config
 
@@ -213,17 +214,8 @@ def test_a_new_method_is_a_file_and_a_row(monkeypatch):
     close(jnp.concatenate(steps, axis=1), whole, 2e-5)
 
 
-@pytest.fixture
-def full_compiler():
-    """The compiler as users have it; the tests otherwise run without its optimisations."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 @pytest.mark.slow
-def test_compile_time_does_not_grow_with_depth(full_compiler):
+def test_compile_time_does_not_grow_with_depth():
     def seconds(depth):
         config = small_config("gla", "L", num_layers=depth, remat="full")
         build = lambda: models.Decoder(config, rngs=nnx.Rngs(0))  # noqa: E731
@@ -240,7 +232,7 @@ def test_compile_time_does_not_grow_with_depth(full_compiler):
         for _ in range(3):
             jax.clear_caches()
             start = time.perf_counter()
-            jax.jit(jax.grad(loss)).lower(params, tokens).compile()
+            jax.jit(jax.grad(loss), compiler_options=AS_USERS).lower(params, tokens).compile()
             times.append(time.perf_counter() - start)
         return min(times)
 

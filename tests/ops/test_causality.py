@@ -7,32 +7,30 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.conftest import AS_USERS
 from tests.ops.cases import CASES, call, make_inputs, make_state, parametrize_forms
 
 LENGTH = 37
 
 
 @pytest.fixture(autouse=True)
-def _optimized():
-    """Compile as users do: the bits of an output may depend on how the compiler fuses."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", False)
+def _x64():
     with jax.enable_x64(True):
         yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @parametrize_forms(skip=("recurrent", None))
 def test_with_one_state_a_segment(case, form):
     """Later ids move the chunks of all segments, and with them what stands beside an earlier token."""
-    if "complex" in case.arrays and form == "associative":  # XLA rounds complex products by lane
-        jax.config.update("jax_disable_most_optimizations", True)
+    # XLA rounds complex products by lane.
+    by_lane = "complex" in case.arrays and form == "associative"
     inputs = make_inputs(case, dtype=jnp.float32)
     narrow = {"float64": jnp.float32, "complex128": jnp.complex64}
     state = make_state(case, num_segments=4)
     state = jax.tree.map(lambda x: x.astype(narrow.get(x.dtype.name, x.dtype)), state)
     run = jax.jit(
-        lambda ids: call(case, inputs, form=form, initial_state=state, segment_ids=ids, chunk_size=2)[0]
+        lambda ids: call(case, inputs, form=form, initial_state=state, segment_ids=ids, chunk_size=2)[0],
+        compiler_options={} if by_lane else AS_USERS,
     )  # fmt: skip
     ids = np.random.default_rng(3).integers(1, 5, size=(2, LENGTH))
     base = np.asarray(run(jnp.asarray(ids)))
@@ -56,7 +54,7 @@ def test_scores_that_overflow(case, form):
     """A later key, finite, whose products with earlier queries are not."""
     inputs = make_inputs(case, length=8, dtype=jnp.float32)
     inputs["q"] = inputs["q"] * 1e10
-    run = jax.jit(lambda x: call(case, x, form=form)[0])
+    run = jax.jit(lambda x: call(case, x, form=form)[0], compiler_options=AS_USERS)
     base = np.asarray(run(inputs))
     moved = np.asarray(run(inputs | {"k": inputs["k"].at[:, 7].set(1e30)}))
     assert np.isfinite(base).all()

@@ -62,7 +62,8 @@ def run_processes(count, arguments, devices, wait=True, **environment):
     processes = []
     for index in range(count):
         own = joined | {"JAX_PROCESS_ID": str(index)} if count > 1 else {}
-        flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}  # fmt: skip
+        count_flag = f"--xla_force_host_platform_device_count={devices}"
+        flags = {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {count_flag}", "JAX_PLATFORMS": "cpu"}
         processes.append(
             subprocess.Popen(
                 [sys.executable, "-m", "tests.parallel.test_hosts", *arguments],

@@ -58,7 +58,7 @@ else:
 
 def run_with_devices(count, *arguments):
     flags = {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={count}",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={count}",
         "JAX_PLATFORMS": "cpu",
     }
     command = [sys.executable, *arguments]

@@ -25,7 +25,7 @@ def start(folder, *arguments, **environment):
         f"from tests.training import tiny\ndef get_config():\n    return tiny.config({str(text)!r})\n"
     )
     command = [sys.executable, "train.py", f"--config={config}", *arguments]
-    settings = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", **environment}
+    settings = {"JAX_PLATFORMS": "cpu", **environment}
     return subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
