@@ -18,11 +18,9 @@ _BACKENDS = {"mosaic_gpu": "hopper", "mosaic_tpu": "tpu"}
 
 def _choose(implementation: str, log_decay, value_log_decay) -> str:
     name = _BACKENDS[implementation]
-    if name == "hopper" and value_log_decay is not None:
-        return "hopper_values"
-    if name == "hopper" and log_decay is not None and len(log_decay.shape) == 4:
-        return "hopper_channels"
-    return name
+    if value_log_decay is not None:
+        return f"{name}_values"
+    return f"{name}_channels" if log_decay is not None and len(log_decay.shape) == 4 else name
 
 
 def _backend(name: str) -> Any:
@@ -44,14 +42,10 @@ def reason(
     """What one implementation takes in place of these arguments, or None; the others' backends are not imported."""
     backend = _backend(_choose(implementation, log_decay, value_log_decay))
     if value_log_decay is not None:
-        if implementation == "mosaic_tpu":
-            return "no value_log_decay"
         if log_decay is not None:
             return "log_decay or value_log_decay, not both"
         log_decay = value_log_decay
     if bonus is not None and not getattr(backend, "TAKES_BONUS", False):
-        if implementation == "mosaic_tpu":
-            return "no bonus"
         return "a bonus with log_decay [B, T, G, K] alone"
 
     def padded(x):
@@ -92,8 +86,7 @@ def linear_attention(
         value_log_decay: [B, T, G, V] float32, a decay of the value channels, in place of `log_decay`.
         scale: multiplies q.
         implementation: "mosaic_gpu" (Hopper; bfloat16, K and V of 64 or 128, and with no decay or a scalar one of 256 or 512) or
-            "mosaic_tpu" (bfloat16 or float32, K and V a multiple of 8 up to 256, no decay or a scalar one); `reasons` says what
-            each takes.
+            "mosaic_tpu" (bfloat16 or float32, K and V a multiple of 8 up to 256); `reasons` says what each takes.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:

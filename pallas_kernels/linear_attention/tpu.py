@@ -417,11 +417,11 @@ def _plan(q, k, v) -> _Plan | None:
     return planned(True, count, count, heads // count)
 
 
-def run_rows(run) -> jax.Array:
+def run_rows(run, chunk: int = CHUNK) -> jax.Array:
     """[B, 8, T] float32 of runs [B, T], as `tiles.read_chunk` takes a chunk's part of it."""
-    last = run.reshape(len(run), -1, CHUNK)[:, :, -1]
+    last = run.reshape(len(run), -1, chunk)[:, :, -1]
     before = jnp.pad(last[:, :-1], [(0, 0), (1, 0)])
-    before, last = (jnp.repeat(x, CHUNK, axis=1) for x in (before, last))
+    before, last = (jnp.repeat(x, chunk, axis=1) for x in (before, last))
     rows = jnp.stack([run, run == before, run == last], axis=1).astype(jnp.float32)
     return jnp.pad(rows, [(0, 0), (0, 5), (0, 0)])
 

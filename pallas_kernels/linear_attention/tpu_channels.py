@@ -1,0 +1,185 @@
+"""Linear attention whose decay has a value for every key channel (GLA, HGRN2, RWKV6) on Mosaic TPU: one kernel forward, one backward,
+each a single pass over the tokens.
+
+The mathematics is that of `tiles_channels`, a chunk's pairs of tokens that of `tpu_halving`, the arrays those of `tpu_layout`. The
+memory is kept as [V, K], whose columns decay. The forward pass keeps the memory each chunk starts from, in v's dtype; the backward
+pass walks back over the chunks, makes their scores again and carries the gradient of the memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.compat import pl
+from pallas_kernels.linear_attention import tpu as linear
+from pallas_kernels.linear_attention import tpu_halving as halving
+from pallas_kernels.linear_attention import tpu_layout
+from pallas_kernels.linear_attention.tiles import _iota, dot
+
+TAKES_BONUS = True
+CHUNK = 128
+_F32 = jnp.float32
+
+
+def reason(q, k, v, log_decay, run, initial) -> str | None:
+    """Why this backend does not serve these arguments (arrays or their shapes), or None."""
+    del run, initial
+    if log_decay.dtype != _F32:
+        return f"log_decay in float32, not {jnp.dtype(log_decay.dtype).name}"
+    return tpu_layout.reason(q, k, v)
+
+
+def forward(
+    q, k, v, log_decay, run, initial, *, scale: float, bonus=None, save: bool = True,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:  # fmt: skip
+    """The output [B, T, max(H, G), V], the final memory [B, G, K, V] and, to `save`, the memories that the chunks start from.
+
+    T is a multiple of `CHUNK`. With a bonus [G, K] reads come before writes.
+    """
+    layout, given = _given(q, k, v, log_decay, run, bonus)
+    given["initial"] = layout.as_memories(initial), layout.memories()
+    outs = dict(out=layout.tokens(layout.heads, v.shape[3], v.dtype), final=layout.memories())
+    if save:
+        outs["states"] = layout.states()
+    result = layout.call(_forward_kernel, given, outs, scale, interpret)
+    final = layout.from_memories(result["final"])[:, :: layout.heads // v.shape[2]]
+    return layout.from_tokens(result["out"], v.shape[3]), final, result.get("states")
+
+
+def backward(
+    q, k, v, log_decay, run, initial, residuals, d_output, d_final, *, scale: float, bonus=None,
+    decay_gradient: bool = True, interpret: Any = False,
+):  # fmt: skip
+    """Gradients of q, k, v, log_decay (None where it is not wanted) and initial, and of a bonus if there is one."""
+    del initial
+    layout, given = _given(q, k, v, log_decay, run, bonus, reverse=True)
+    of_output = layout.tokens(layout.heads, v.shape[3], v.dtype)
+    given["d_out"] = layout.as_tokens(d_output.astype(v.dtype)), of_output
+    given["states"] = residuals, layout.states()
+    given["d_final"] = layout.as_memories(d_final, first=True), layout.memories()
+    outs = {"d" + n: layout.gradient_tokens(x) for n, x in dict(q=q, k=k, v=v).items()}
+    outs["d_initial"] = layout.memories()
+    if decay_gradient:
+        outs["d_decay"] = layout.gradient_tokens(log_decay)
+    if bonus is not None:
+        outs["d_bonus"] = layout.channels(q.shape[3])
+    result = layout.call(_backward_kernel, given, outs, scale, interpret)
+    grads = [layout.gradient(result["d" + n], x) for n, x in dict(q=q, k=k, v=v).items()]
+    grads.append(layout.gradient(result["d_decay"], log_decay) if decay_gradient else None)
+    d_initial = layout.from_memories(result["d_initial"])
+    grads.append(linear._sum_heads(d_initial, v.shape[2], axis=1))
+    if bonus is not None:
+        rows = result["d_bonus"][:, :, : layout.block].reshape(len(q), layout.heads, -1)
+        grads.append(linear._sum_heads(jnp.sum(rows, 0), v.shape[2], axis=0))
+    return tuple(grads)
+
+
+def _given(q, k, v, log_decay, run, bonus, *, reverse: bool = False):
+    """The layout and what both kernels read."""
+    layout = tpu_layout.Layout(q, k, v, CHUNK, turned=True, reverse=reverse)
+    given = layout.inputs(run, q=q, k=k, v=v, log_decay=log_decay)
+    if bonus is not None:
+        rows = layout.padded(linear._repeat(bonus.astype(_F32), layout.heads, axis=0))
+        rows = jnp.broadcast_to(rows, (layout.batch, *rows.shape))
+        given["bonus"] = rows, layout.channels(q.shape[3])
+    return layout, given
+
+
+class _Head:
+    """One head's part of a chunk: what `_forward_kernel` and `_backward_kernel` both make of it.
+
+    Attributes:
+        q: [C, K] float32.
+        k: [C, K] float32.
+        v: [C, V].
+        bonus: [1, K], or 1.
+        exclusive: whether there is a bonus.
+        decays: of `tpu_halving`.
+        tiles: of `tpu_halving.operands`.
+        scores: P [C, C].
+        read: [C, K], scale q e^b.
+        written: [C, K], k e^(b_C - b).
+    """
+
+    def __init__(self, layout, scale: float, refs: dict, masks: halving.Masks, h: int):
+        sizes = dict(q=layout.key_dim, k=layout.key_dim, v=layout.value_dim, log_decay=layout.key_dim)  # fmt: skip
+        q, k, v, g = (refs[n][layout.place(refs[n], h, size)] for n, size in sizes.items())
+        self.q, self.k, self.v = q.astype(_F32), k.astype(_F32), v
+        self.exclusive = "bonus" in refs
+        self.bonus = refs["bonus"][h : h + 1] if self.exclusive else 1.0
+        self.decays = halving.resolve(g, masks, exclusive=self.exclusive)
+        self.tiles = halving.operands(self.q, self.k, self.decays, v.dtype)
+        current = jnp.sum(self.q * self.k * self.bonus, axis=1, keepdims=True)
+        scores = jnp.where(masks.level < 0, current, halving.scores(self.tiles, masks))
+        self.scores = jnp.where(masks.seen, scale * scores, 0).astype(v.dtype)
+        self.read = (scale * self.q * self.decays.enter).astype(v.dtype)
+        self.written = (self.k * self.decays.leave).astype(v.dtype)
+
+
+def _forward_kernel(layout, scale: float, refs: dict, memory):
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        memory[...] = refs["initial"][...]
+
+    masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
+    for h in range(layout.block):
+        x = _Head(layout, scale, refs, masks, h)
+        before = memory[h]
+        narrow = before.astype(x.v.dtype)
+        if "states" in refs:
+            refs["states"][h] = narrow
+        layout.store(refs["out"], h, dot(x.scores, x.v) + dot(x.read, narrow, "nt"))
+        memory[h] = x.decays.keep * before + dot(x.v, x.written, "tn")
+
+    @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
+    def _():
+        refs["final"][...] = memory[...]
+
+
+def _backward_kernel(layout, scale: float, refs: dict, d_memory):
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        d_memory[...] = refs["d_final"][...]
+        if "d_bonus" in refs:
+            refs["d_bonus"][...] = jnp.zeros_like(refs["d_bonus"])
+
+    masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
+    later = _iota(CHUNK, CHUNK, 0) > _iota(CHUNK, CHUNK, 1)
+    for h in range(layout.block):
+        x = _Head(layout, scale, refs, masks, h)
+        d_out = refs["d_out"][layout.place(refs["d_out"], h, layout.value_dim)]
+        before, after = refs["states"][h], d_memory[h]
+        narrow = after.astype(x.v.dtype)
+        layout.store(refs["dv"], h, dot(x.scores, d_out, "tn") + dot(x.written, narrow, "nt"))
+        d_memory[h] = x.decays.keep * after + dot(d_out, x.read, "tn")
+
+        weights = jnp.where(later, dot(d_out, x.v, "nt"), dot(x.v, d_out, "nt"))
+        if masks.same is not None:
+            weights = jnp.where(masks.same, weights, 0)
+        products = halving.spread(scale * weights, x.tiles, masks)
+        current = d_out.astype(_F32) * x.v.astype(_F32)
+        current = scale * jnp.sum(current, axis=1, keepdims=True)
+        of_read = scale * x.decays.enter * dot(d_out, before)
+        of_write = x.decays.leave * dot(x.v, narrow)
+        own = x.bonus * current
+        dq = halving.gather(products, x.decays, later=True) + of_read + own * x.k
+        dk = halving.gather(products, x.decays, later=False) + of_write + own * x.q
+        layout.store(refs["dq"], h, dq)
+        layout.store(refs["dk"], h, dk)
+        if "d_bonus" in refs:
+            refs["d_bonus"][h : h + 1] += jnp.sum(x.q * x.k * current, axis=0, keepdims=True)
+        if "d_decay" in refs:
+            kept = jnp.sum(before.astype(_F32) * after, axis=0, keepdims=True) * x.decays.keep
+            terms = halving.terms(x.tiles, products)
+            d_decay = halving.decay_gradient(
+                terms, x.q * of_read, x.k * of_write, kept, exclusive=x.exclusive
+            )
+            layout.store(refs["d_decay"], h, d_decay)
+
+    @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
+    def _():
+        refs["d_initial"][...] = d_memory[...]

@@ -1,0 +1,139 @@
+"""Linear attention whose decay has a value for every value channel (slot memories) on Mosaic TPU: one kernel forward, one backward.
+
+With A = scale q kᵀ, token i reads Σ_j A_ij e^(b_i - b_j) ⊙ v_j: on each level of the halving (`tpu_halving`) a product of A's part
+with the decayed values. Its gradient exchanges the parts of `tpu_channels`: what A is given are the levels' inner products of dO
+with v. The rest is as there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.compat import pl
+from pallas_kernels.linear_attention import tpu as linear
+from pallas_kernels.linear_attention import tpu_channels, tpu_layout
+from pallas_kernels.linear_attention import tpu_halving as halving
+from pallas_kernels.linear_attention.tiles import _iota, dot
+
+CHUNK = tpu_channels.CHUNK
+_F32 = jnp.float32
+reason = tpu_channels.reason
+
+
+def forward(
+    q, k, v, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """The output [B, T, max(H, G), V], the final memory [B, G, K, V] and, to `save`, the memories that the chunks start from.
+
+    log_decay is [B, T, G, V], T a multiple of `CHUNK`.
+    """
+    layout = tpu_layout.Layout(q, k, v, CHUNK)
+    given = layout.inputs(run, q=q, k=k, v=v, log_decay=log_decay)
+    given["initial"] = layout.as_memories(initial), layout.memories()
+    outs = dict(out=layout.tokens(layout.heads, v.shape[3], v.dtype), final=layout.memories())
+    if save:
+        outs["states"] = layout.states()
+    result = layout.call(_forward_kernel, given, outs, scale, interpret)
+    final = result["final"][:, :: layout.heads // v.shape[2]]
+    return layout.from_tokens(result["out"], v.shape[3]), final, result.get("states")
+
+
+def backward(
+    q, k, v, log_decay, run, initial, residuals, d_output, d_final, *, scale: float,
+    decay_gradient: bool = True, interpret: Any = False,
+):  # fmt: skip
+    """Gradients of q, k, v, log_decay and initial."""
+    del initial, decay_gradient
+    layout = tpu_layout.Layout(q, k, v, CHUNK, reverse=True)
+    given = layout.inputs(run, q=q, k=k, v=v, log_decay=log_decay)
+    of_output = layout.tokens(layout.heads, v.shape[3], v.dtype)
+    given["d_out"] = layout.as_tokens(d_output.astype(v.dtype)), of_output
+    given["states"] = residuals, layout.states()
+    given["d_final"] = layout.as_memories(d_final, first=True), layout.memories()
+    likes = dict(dq=q, dk=k, dv=v, d_decay=log_decay)
+    outs = {name: layout.gradient_tokens(like) for name, like in likes.items()}
+    outs["d_initial"] = layout.memories()
+    result = layout.call(_backward_kernel, given, outs, scale, interpret)
+    d_initial = linear._sum_heads(result["d_initial"], v.shape[2], axis=1)
+    return *(layout.gradient(result[n], like) for n, like in likes.items()), d_initial
+
+
+def _read(layout, refs: dict, h: int):
+    """q, k [C, K], v and the decays [C, V] of one head."""
+    sizes = dict(q=layout.key_dim, k=layout.key_dim, v=layout.value_dim, log_decay=layout.value_dim)
+    return (refs[n][layout.place(refs[n], h, size)] for n, size in sizes.items())
+
+
+def _forward_kernel(layout, scale: float, refs: dict, memory):
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        memory[...] = refs["initial"][...]
+
+    masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
+    for h in range(layout.block):
+        q, k, v, g = _read(layout, refs, h)
+        decays, values = halving.resolve(g, masks), v.astype(_F32)
+        scores = jnp.where(masks.seen, scale * dot(q, k, "nt"), 0)
+        tiles = halving.operands(values, values, decays, v.dtype)
+        products = halving.spread(scores, tiles, masks)
+        before = memory[h]
+        narrow = before.astype(v.dtype)
+        if "states" in refs:
+            refs["states"][h] = narrow
+        current = jnp.sum(jnp.where(masks.level < 0, scores, 0), axis=1, keepdims=True)
+        out = current * values + scale * decays.enter * dot(q, narrow)
+        for product, factor in zip(products, decays.factors, strict=True):
+            out += product * factor  # of earlier rows 0
+        layout.store(refs["out"], h, out)
+        memory[h] = decays.keep * before + dot(k, (values * decays.leave).astype(v.dtype), "tn")
+
+    @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
+    def _():
+        refs["final"][...] = memory[...]
+
+
+def _backward_kernel(layout, scale: float, refs: dict, d_memory):
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        d_memory[...] = refs["d_final"][...]
+
+    masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
+    later = _iota(CHUNK, CHUNK, 0) > _iota(CHUNK, CHUNK, 1)
+    for h in range(layout.block):
+        q, k, v, g = _read(layout, refs, h)
+        dtype = v.dtype
+        d_out = refs["d_out"][layout.place(refs["d_out"], h, layout.value_dim)].astype(_F32)
+        before, after = refs["states"][h], d_memory[h]
+        narrow = after.astype(dtype)
+        decays, values = halving.resolve(g, masks), v.astype(_F32)
+        tiles = halving.operands(d_out, values, decays, dtype)
+
+        current = jnp.sum(d_out * values, axis=1, keepdims=True)
+        d_scores = jnp.where(masks.level < 0, current, halving.scores(tiles, masks))
+        d_scores = jnp.where(masks.seen, scale * d_scores, 0).astype(dtype)
+        entering = (scale * d_out * decays.enter).astype(dtype)
+        leaving = (values * decays.leave).astype(dtype)
+        layout.store(refs["dq"], h, dot(d_scores, k) + dot(entering, before, "nt"))
+        layout.store(refs["dk"], h, dot(d_scores, q, "tn") + dot(leaving, narrow, "nt"))
+        d_memory[h] = decays.keep * after + dot(q, entering, "tn")
+
+        scores = scale * jnp.where(later, dot(q, k, "nt"), dot(k, q, "nt"))
+        if masks.same is not None:
+            scores = jnp.where(masks.same, scores, 0)
+        products = halving.spread(scores, tiles, masks)
+        own = jnp.sum(jnp.where(masks.level < 0, scores, 0), axis=1, keepdims=True)
+        of_write = decays.leave * dot(k, narrow)
+        dv = halving.gather(products, decays, later=False) + own * d_out + of_write
+        layout.store(refs["dv"], h, dv)
+        of_enter = scale * d_out * decays.enter * dot(q, before)
+        kept = jnp.sum(before.astype(_F32) * after, axis=0, keepdims=True) * decays.keep
+        terms = halving.terms(tiles, products)
+        d_decay = halving.decay_gradient(terms, of_enter, values * of_write, kept)
+        layout.store(refs["d_decay"], h, d_decay)
+
+    @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
+    def _():
+        refs["d_initial"][...] = d_memory[...]
