@@ -9,7 +9,7 @@ from lsm_jax.ops import linear_kernels
 from lsm_jax.ops.segments import finish_output, read_tokens, select
 from lsm_jax.ops.states import DeltaState
 
-KERNELS, AUTOMATIC = linear_kernels.KERNELS, linear_kernels.AUTOMATIC
+KERNELS = linear_kernels.KERNELS
 
 
 def why_not(implementation: str, form: str, q, k, v, log_decay, memory) -> str | None:
@@ -44,21 +44,21 @@ def run_kernel(
     return finish_output(tokens, output), DeltaState(memory, tokens.last_id)
 
 
-def why_not_dplr(form: str, q, k, v, a, b, memory) -> str | None:
+def why_not_dplr(implementation: str, form: str, q, k, v, a, b, memory) -> str | None:
     """As `why_not`, for `dplr_memory`."""
-    why = linear_kernels.why_no_kernel(AUTOMATIC, form, q, k, v, memory)
+    why = linear_kernels.why_no_kernel(implementation, form, q, k, v, memory)
     if why is not None:
         return why
-    from pallas_kernels.dplr import reasons
+    from pallas_kernels.dplr import reason
 
     log_decay = jax.ShapeDtypeStruct((*v.shape[:3], k.shape[-1]), jnp.float32)
-    return reasons(q, k, v, a, b, log_decay, None, memory)[AUTOMATIC]
+    return reason(implementation, q, k, v, a, b, log_decay, None, memory)
 
 
 def run_dplr(
-    scale: float, q, k, v, a, b, log_decay, state, segment_ids, update_mask
+    implementation: str, scale: float, q, k, v, a, b, log_decay, state, segment_ids, update_mask
 ) -> tuple[jax.Array, DeltaState]:
-    """`dplr_memory` as the kernel; `log_decay` is [G], [B, T, G] or [B, T, G, K]."""
+    """`dplr_memory` as the kernel that `implementation` names; `log_decay` is [G], [B, T, G] or [B, T, G, K]."""
     from pallas_kernels.dplr import dplr
 
     tokens = read_tokens(segment_ids, update_mask, state.segment_id, None)
@@ -67,6 +67,6 @@ def run_dplr(
     k, v, a, b, log_decay = (select(tokens.written, x) for x in (k, v, a, b, log_decay))
     output, memory = dplr(
         select(tokens.real, q), k, v, a, b, log_decay,
-        initial=state.memory, run=tokens.run, scale=scale, implementation=AUTOMATIC,
+        initial=state.memory, run=tokens.run, scale=scale, implementation=implementation,
     )  # fmt: skip
     return finish_output(tokens, output), DeltaState(memory, tokens.last_id)

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from lsm_jax.ops import checks, chosen, delta_kernels, linear_kernels, matrix_sequence
 from lsm_jax.ops.decays import channel_scores, forget, halve, inverse_unit_lower, pairwise_decay
 from lsm_jax.ops.segments import Chunks, cut_into_chunks, finish_output, read_tokens, select
-from lsm_jax.ops.sequence import resume, state_axes
+from lsm_jax.ops.sequence import state_axes
 from lsm_jax.ops.states import (
     DeltaState,
     associate_chunks,
@@ -59,8 +59,8 @@ def delta_memory(
         form: "recurrent" (token by token), "chunk" (one triangular solve a chunk, scan over chunks) or "associative"
             (associative scan over chunks).
         implementation: None (the fused kernel where it serves: NVIDIA Hopper, bfloat16, chunk form, K of 64, 128 or 256, V also
-            512, with a decay a key channel both 64 or 128, one state a row; else XLA), "xla", "mosaic_gpu" or, by name
-            only, "mosaic_tpu" (no one has run it on a TPU yet).
+            512, with a decay a key channel both 64 or 128, one state a row; else XLA, one token alone in the recurrent form),
+            "xla", "mosaic_gpu" or, by name only, "mosaic_tpu" (no one has run it on a TPU yet).
         chunk_size: tokens in a chunk of the XLA form, a power of two; None is 64.
 
     Returns:
@@ -74,6 +74,7 @@ def delta_memory(
     checks.check_form(op, form, implementation, delta_kernels.KERNELS)
     batch, length, _, _, heads, key_dim, value_dim = checks.check_qkv(op, q, k, v)
     checks.check_rows(op, batch, length, segment_ids, update_mask)
+    form = linear_kernels.form_of(form, implementation, length)
     checks.check_shape(op, "beta", beta, (batch, length, heads), "B, T, G")
     checks.check_log_decay(op, log_decay, (batch, length, heads, key_dim))
     size = checks.check_chunk_size(op, chunk_size, length)
@@ -115,9 +116,13 @@ def delta_memory(
 
 def _in_sequence(axis, function, options, **arguments):
     """The op on one of the devices that share a row."""
-    in_chunks = options._replace(form="chunk", fused="never")
-    update = matrix_sequence.update_of(in_chunks, _by_xla, arguments)
-    return resume(axis, function, (options,), arguments, update, matrix_sequence.advance)
+
+    def takes(v):
+        q, k, decay = (arguments[name] for name in ("q", "k", "log_decay"))
+        memory = arguments["state"].memory
+        return delta_kernels.why_not(options.kernel, options.form, q, k, v, decay, memory) is None
+
+    return matrix_sequence.in_sequence(axis, function, options, _by_xla, takes, arguments)
 
 
 class _Options(NamedTuple):

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lsm_jax.ops import checks, chosen, delta_kernels, matrix_sequence
+from lsm_jax.ops import checks, chosen, delta_kernels, linear_kernels, matrix_sequence
 from lsm_jax.ops.decays import Halving, channel_scores, forget, halve, inverse_unit_lower
 from lsm_jax.ops.segments import Chunks, cut_into_chunks, finish_output, read_tokens, select
-from lsm_jax.ops.sequence import resume, state_axes
+from lsm_jax.ops.sequence import state_axes
 from lsm_jax.ops.states import (
     DeltaState,
     associate_chunks,
@@ -64,7 +64,8 @@ def dplr_memory(
         form: "recurrent" (token by token), "chunk" (one triangular solve a chunk, scan over chunks) or "associative"
             (associative scan over chunks).
         implementation: None (the fused kernel where it serves: NVIDIA Hopper, bfloat16, chunk form, K and V of 64 or 128, one
-            state a row; else XLA), "xla" or "mosaic_gpu".
+            state a row; else XLA, one token alone in the recurrent form), "xla", "mosaic_gpu" or, by name only, "mosaic_tpu"
+            (no one has run it on a TPU yet).
         chunk_size: tokens in a chunk of the XLA form, a power of two; None is 64.
 
     Returns:
@@ -75,9 +76,10 @@ def dplr_memory(
         ValueError: shapes, heads, form, implementation or chunk size that are not accepted.
     """
     op = "dplr_memory"
-    checks.check_form(op, form, implementation, (delta_kernels.AUTOMATIC,))
+    checks.check_form(op, form, implementation, delta_kernels.KERNELS)
     batch, length, _, _, heads, key_dim, value_dim = checks.check_qkv(op, q, k, v)
     checks.check_rows(op, batch, length, segment_ids, update_mask)
+    form = linear_kernels.form_of(form, implementation, length)
     for name, array in (("a", a), ("b", b)):
         checks.check_shape(op, name, array, (batch, length, None, key_dim), "B, T, H, K")
         if heads % array.shape[2]:
@@ -89,8 +91,9 @@ def dplr_memory(
     dtype = checks.compute_dtype(q, k, v, a, b, log_decay)
     empty = functools.partial(delta_state, batch, heads, key_dim, value_dim, dtype=dtype)
     state = checks.state_or_empty(op, initial_state, empty, segment_ids)
-    why = delta_kernels.why_not_dplr(form, q, k, v, a, b, state.memory)
-    fused = chosen.choose(op, form, implementation, delta_kernels.AUTOMATIC, why)
+    kernel = linear_kernels.AUTOMATIC if implementation in (None, "xla") else implementation
+    why = delta_kernels.why_not_dplr(kernel, form, q, k, v, a, b, state.memory)
+    fused = chosen.choose(op, form, implementation, kernel, why)
 
     if log_decay is None:
         log_decay = jnp.zeros(heads, dtype)
@@ -111,6 +114,7 @@ def dplr_memory(
         scale=checks.scale_or_default(op, scale, key_dim),
         form=form,
         fused=fused,
+        kernel=kernel,
         size=size,
         dtype=dtype,
         precision=checks.matmul_precision(q, k, v),
@@ -125,9 +129,15 @@ def dplr_memory(
 
 def _in_sequence(axis, function, options, **arguments):
     """The op on one of the devices that share a row."""
-    in_chunks = options._replace(form="chunk", fused="never")
-    update = matrix_sequence.update_of(in_chunks, _by_xla, arguments)
-    return resume(axis, function, (options,), arguments, update, matrix_sequence.advance)
+
+    def takes(v):
+        q, k, a, b = (arguments[name] for name in "qkab")
+        why = delta_kernels.why_not_dplr(
+            options.kernel, options.form, q, k, v, a, b, arguments["state"].memory
+        )
+        return why is None
+
+    return matrix_sequence.in_sequence(axis, function, options, _by_xla, takes, arguments)
 
 
 class _Options(NamedTuple):
@@ -137,6 +147,7 @@ class _Options(NamedTuple):
     dtype: Any
     precision: jax.lax.Precision
     fused: chosen.Fused = "never"
+    kernel: str = ""
 
 
 class _Inputs(NamedTuple):
@@ -161,7 +172,7 @@ def _dplr_memory(options, **arrays):
         given = {name: x for name, x in arrays.items() if name != "constant_log_decay"}
         if constant is not None:
             given["log_decay"] = constant
-        return delta_kernels.run_dplr(options.scale, **given)
+        return delta_kernels.run_dplr(options.kernel, options.scale, **given)
 
     if options.fused == "always":
         return kernel(arrays)

@@ -14,6 +14,14 @@ KERNELS = ("mosaic_gpu", "mosaic_tpu")
 AUTOMATIC = "mosaic_gpu"  # what None may pick
 
 
+def form_of(form: str, implementation: str | None, length: int) -> str:
+    """The form that serves `length` tokens: one alone, as in decoding, is a step of the recurrence.
+
+    XLA reads and writes the memory in place then, where a kernel for chunks would be given 63 tokens more.
+    """
+    return "recurrent" if length == 1 and implementation is None and form == "chunk" else form
+
+
 def why_no_kernel(implementation: str, form: str, q, k, v, memory) -> str | None:
     """What the kernels of any memory take in place of this call, or None."""
     if form != "chunk":

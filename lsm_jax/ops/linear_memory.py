@@ -85,7 +85,8 @@ def linear_memory(
             (associative scan over chunks).
         implementation: None (the fused kernel where it serves: NVIDIA Hopper, bfloat16, chunk form, K and V of 64 or 128, or of
             256 and 512 too where no channel has a decay of its own; not both decays, no normaliser or input gate, one state a
-            row; else XLA), "xla", "mosaic_gpu" or, by name only, "mosaic_tpu" (no one has run it on a TPU yet).
+            row; else XLA, one token alone in the recurrent form), "xla", "mosaic_gpu" or, by name only, "mosaic_tpu" (no one
+            has run it on a TPU yet).
         chunk_size: tokens in a chunk of the XLA form, a power of two; None is 64.
 
     Returns:
@@ -99,6 +100,7 @@ def linear_memory(
     checks.check_form(op, form, implementation, linear_kernels.KERNELS)
     batch, length, _, _, heads, key_dim, value_dim = checks.check_qkv(op, q, k, v)
     checks.check_rows(op, batch, length, segment_ids, update_mask)
+    form = linear_kernels.form_of(form, implementation, length)
     size = checks.check_chunk_size(op, chunk_size, length)
     _check(op, (batch, length, heads, key_dim, value_dim), log_decay, value_log_decay, bonus)
     gated = log_input_gate is not None

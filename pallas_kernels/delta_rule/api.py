@@ -26,9 +26,9 @@ def reason(implementation, q, k, v, log_decay, run, initial) -> str | None:
 def _backend(implementation: str, log_decay) -> Any:
     # Imported where it is used: a backend that is never asked for costs nothing.
     if implementation == "mosaic_tpu":
-        from pallas_kernels.delta_rule import tpu
+        from pallas_kernels.delta_rule import tpu, tpu_channels
 
-        return tpu
+        return tpu_channels if jnp.ndim(log_decay) == 4 else tpu
     from pallas_kernels.delta_rule import hopper, hopper_channels
 
     return hopper_channels if jnp.ndim(log_decay) == 4 else hopper
@@ -60,8 +60,8 @@ def delta_rule(
             from `initial`. None is one run.
         scale: multiplies q.
         implementation: "mosaic_gpu" (Hopper; bfloat16, K of 64, 128 or 256, V also 512, and with a decay a key channel K and V of 64
-            or 128) or "mosaic_tpu" (bfloat16 or float32, K and V a multiple of 8 up to 256, no decay or a scalar one); `reasons`
-            says what each takes.
+            or 128) or "mosaic_tpu" (bfloat16 or float32, K and V a multiple of 8 up to 256); `reasons` says what each
+            takes.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
@@ -78,7 +78,7 @@ def delta_rule(
     if (why := reason(implementation, q, k, v, log_decay, run, initial)) is not None:
         raise NotImplementedError(f"delta_rule: implementation={implementation!r} takes {why}")
     length = q.shape[1]
-    padding = -length % _backend(implementation, log_decay).CHUNK
+    padding = -length % _backend(implementation, log_decay).multiple(q, k, v)
     if padding:  # tokens that write nothing, and whose output is cut off
 
         def pad(x: Any) -> Any:

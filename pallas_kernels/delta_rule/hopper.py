@@ -4,30 +4,38 @@ Forward: `prepare` solves every chunk's triangular system side by side, `sweep` 
 for the memory before each chunk and what each token found missing; `reverse` against time, for the gradients of the
 memories and of v; `finish`, side by side, for the rest. `tiles` has the mathematics.
 
-A sequence is not split into parts here, as `linear_attention` does it: a chunk maps memories by a full matrix.
+Few rows of a long sequence are walked in parts, side by side (`hopper_parts`).
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.delta_rule import hopper_parts
 from pallas_kernels.delta_rule.hopper_finish import finish
 from pallas_kernels.delta_rule.hopper_prepare import CHUNK, Prepared, prepare
 from pallas_kernels.delta_rule.hopper_sweeps import reverse, sweep
 from pallas_kernels.linear_attention import hopper as linear
 
-__all__ = ["CHUNK", "Residuals", "backward", "forward", "reason"]
+__all__ = ["CHUNK", "Residuals", "backward", "forward", "multiple", "reason"]
 
 _DEPTH = 256  # keys at most
 
 
 class Residuals(NamedTuple):
-    """What `forward` leaves for `backward`: the solved chunks. The memories, twice as large at K = V = 128, are made again."""
+    """What `forward` leaves for `backward`. The memories, twice as large at K = V = 128, are made again.
+
+    Attributes:
+        prepared: the solved chunks.
+        parts: of a sequence in parts.
+    """
 
     prepared: Prepared
+    parts: hopper_parts.Parts | None
 
 
 def reason(q, k, v, log_decay, run, initial) -> str | None:
@@ -37,17 +45,28 @@ def reason(q, k, v, log_decay, run, initial) -> str | None:
     return linear.reason(q, k, v, log_decay, run, initial)
 
 
+def multiple(q, k, v) -> int:
+    """What T is to be a multiple of."""
+    return CHUNK * hopper_parts.count_parts(q, k, v)
+
+
 def forward(
     q, k, v, beta, log_decay, run, initial, *, scale: float, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals]:
-    """The output [B, T, max(H, G), V], the final memory [B, G, K, V] and the residuals. T is a multiple of `CHUNK`."""
+    """The output [B, T, max(H, G), V], the final memory [B, G, K, V] and the residuals. T is a multiple of `multiple`."""
     memories = v.shape[2]
     heads = max(q.shape[2], memories)
     prepared = prepare(q, k, beta, log_decay, run, heads=heads, scale=scale, interpret=interpret)
     # Several heads that read one memory each carry it along.
     initial = jnp.repeat(initial, heads // memories, axis=1)
-    output, final = sweep(q, k, v, prepared, initial, heads=heads, scale=scale, interpret=interpret)
-    return output, final[:, :: heads // memories], Residuals(prepared)
+    options: dict[str, Any] = dict(heads=heads, scale=scale, interpret=interpret)
+    parts = hopper_parts.cut(
+        functools.partial(sweep, None, k, prepared=prepared, initial=None, **options), q, k, v, initial,
+        interpret,
+    )  # fmt: skip
+    starts, count = hopper_parts.starts_of(parts, initial)
+    output, ends = sweep(q, k, v, prepared, starts, parts=count, **options)
+    return output, ends[:, count - 1 :: count * heads // memories], Residuals(prepared, parts)
 
 
 def backward(
@@ -56,14 +75,18 @@ def backward(
 ):  # fmt: skip
     """Gradients of q, k, v, beta, log_decay (None without one, or where it is not wanted) and initial."""
     memories, heads = v.shape[2], d_output.shape[2]
-    prepared = residuals.prepared
+    prepared, parts = residuals
     options: dict[str, Any] = dict(scale=scale, interpret=interpret)
     initial = jnp.repeat(initial, heads // memories, axis=1)
-    missing, states, _ = sweep(None, k, v, prepared, initial, heads=heads, save=True, **options)
+    starts, count = hopper_parts.starts_of(parts, initial)
+    missing, states, _ = sweep(
+        None, k, v, prepared, starts, heads=heads, save=True, parts=count, **options
+    )
     # Of several heads that carry one memory, the first hands on the gradient from outside.
     first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
     d_final = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
-    dv, d_states, d_initial = reverse(q, k, d_output, prepared, d_final, heads=heads, **options)
+    walk = functools.partial(reverse, q, k, d_output, prepared, heads=heads, parts=count, **options)
+    dv, d_states, d_starts = walk(hopper_parts.ends_of(parts, walk, d_final, interpret))
     decay_gradient = decay_gradient and log_decay is not None
     dq, dk, d_beta, *d_decay = finish(
         q, k, missing, d_output, dv, states, d_states, beta, log_decay, run,
@@ -72,5 +95,5 @@ def backward(
     share = linear._share
     return (
         share(dq, q.shape[2]), share(dk, k.shape[2]), share(dv, memories), share(d_beta, memories),
-        share(d_decay[0], memories) if decay_gradient else None, share(d_initial, memories, axis=1),
+        share(d_decay[0], memories) if decay_gradient else None, share(d_starts[:, ::count], memories, axis=1),
     )  # fmt: skip

@@ -8,11 +8,14 @@ but what each channel of the memory keeps over a chunk:
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.delta_rule import hopper_parts
+from pallas_kernels.delta_rule.hopper import multiple
 from pallas_kernels.delta_rule.hopper_channels_finish import finish
 from pallas_kernels.delta_rule.hopper_prepare import CHUNK, Prepared
 from pallas_kernels.delta_rule.hopper_resolve import Resolved, resolve, solve
@@ -20,7 +23,7 @@ from pallas_kernels.delta_rule.hopper_sweeps import reverse, sweep
 from pallas_kernels.linear_attention import hopper as linear
 from pallas_kernels.linear_attention import hopper_channels as linear_channels
 
-__all__ = ["CHUNK", "Residuals", "backward", "forward", "reason"]
+__all__ = ["CHUNK", "Residuals", "backward", "forward", "multiple", "reason"]
 
 # In place of a beta of 0 where gradients are made: that of beta is x · dv / beta. It is far below what any sum notices.
 _LEAST = 1e-20
@@ -33,6 +36,7 @@ class Residuals(NamedTuple):
 
     resolved: Resolved
     prepared: Prepared
+    parts: hopper_parts.Parts | None
 
 
 def _not_zero(rows):
@@ -42,7 +46,7 @@ def _not_zero(rows):
 def forward(
     q, k, v, beta, log_decay, run, initial, *, scale: float, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals]:
-    """The output [B, T, max(H, G), V], the final memory [B, G, K, V] and the residuals. T is a multiple of `CHUNK`."""
+    """The output [B, T, max(H, G), V], the final memory [B, G, K, V] and the residuals. T is a multiple of `multiple`."""
     memories = v.shape[2]
     heads = max(q.shape[2], memories)
     documents = linear_channels._documents(run, 1)
@@ -52,12 +56,17 @@ def forward(
     prepared = Prepared(inverse, resolved.scores, rows)
     # Several heads that read one memory each carry it along.
     initial = jnp.repeat(initial, heads // memories, axis=1)
-    output, final = sweep(
-        resolved.read, resolved.erase, v, prepared, initial, heads=heads, scale=1.0,
-        written=resolved.written, keep=resolved.keep, interpret=interpret,
+    options: dict[str, Any] = dict(
+        heads=heads, scale=1.0, written=resolved.written, keep=resolved.keep, interpret=interpret
+    )
+    parts = hopper_parts.cut(
+        functools.partial(sweep, None, resolved.erase, prepared=prepared, initial=None, **options),
+        q, k, v, initial, interpret,
     )  # fmt: skip
-    residuals = Residuals(resolved._replace(upper=None), prepared)
-    return output, final[:, :: heads // memories], residuals
+    starts, count = hopper_parts.starts_of(parts, initial)
+    output, ends = sweep(resolved.read, resolved.erase, v, prepared, starts, parts=count, **options)
+    residuals = Residuals(resolved._replace(upper=None), prepared, parts)
+    return output, ends[:, count - 1 :: count * heads // memories], residuals
 
 
 def backward(
@@ -67,21 +76,20 @@ def backward(
     """Gradients of q, k, v, beta, log_decay and initial."""
     del beta, decay_gradient
     memories, heads = v.shape[2], d_output.shape[2]
-    (resolved, prepared), share = residuals, linear._share
-    options: dict[str, Any] = dict(
-        heads=heads, written=resolved.written, keep=resolved.keep, interpret=interpret
-    )
+    (resolved, prepared, parts), share = residuals, linear._share
     initial = jnp.repeat(initial, heads // memories, axis=1)
-    missing, states, _ = sweep(
-        None, resolved.erase, v, prepared, initial, scale=1.0, save=True, **options
-    )
+    starts, count = hopper_parts.starts_of(parts, initial)
+    options: dict[str, Any] = dict(
+        heads=heads, scale=1.0, written=resolved.written, keep=resolved.keep, parts=count,
+        interpret=interpret,
+    )  # fmt: skip
+    missing, states, _ = sweep(None, resolved.erase, v, prepared, starts, save=True, **options)
     # Of several heads that carry one memory, the first hands on the gradient from outside.
     first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
     d_final = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
     prepared = prepared._replace(rows=_not_zero(prepared.rows))
-    dv, d_states, d_initial = reverse(
-        resolved.read, resolved.erase, d_output, prepared, d_final, scale=1.0, **options
-    )
+    walk = functools.partial(reverse, resolved.read, resolved.erase, d_output, prepared, **options)
+    dv, d_states, d_starts = walk(hopper_parts.ends_of(parts, walk, d_final, interpret))
     dq, dk, d_decay, d_beta = finish(
         q, k, log_decay, prepared.rows, missing, d_output, dv, states, d_states, resolved.keep,
         linear_channels._documents(run, 1), scale=scale, interpret=interpret,
@@ -89,5 +97,5 @@ def backward(
     return (
         share(dq, q.shape[2]), share(dk, k.shape[2]), share(dv, memories),
         share(jnp.swapaxes(d_beta, 1, 2), memories), share(d_decay, memories),
-        share(d_initial, memories, axis=1),
+        share(d_starts[:, ::count], memories, axis=1),
     )  # fmt: skip

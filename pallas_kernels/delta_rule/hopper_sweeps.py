@@ -29,32 +29,33 @@ _SQUARE = (CHUNK, CHUNK)
 
 def sweep(
     q, k, v, prepared: Prepared, initial, *, heads: int, scale: float, save: bool = False,
-    written=None, keep=None, interpret: Any = False,
+    written=None, keep=None, parts: int = 1, interpret: Any = False,
 ):  # fmt: skip
     """With time, from S to S'.
 
     Args:
         q: [B, T, *, K]; None leaves out the output.
         k: [B, T, *, K].
-        v: [B, T, *, V].
+        v: [B, T, *, V]; None is 0, and V then K.
         prepared: of `heads` heads.
-        initial: [B, heads, K, V] float32, the memory before the first chunk.
+        initial: [B, heads * parts, K, V] float32, the memory before the first chunk; None is 0, and the identity without v.
         heads: of the output; a multiple of those of q, k and v.
         scale: of q.
         save: also return x and the memories before each chunk.
         written: [B, T, *, K], what writes if it is not k; q and k then hold their decays, and `prepared` has none.
         keep: [B, heads, N * K] float32, what the key channels keep of S over a chunk, with `written`.
+        parts: into which the sequence is cut, each walked by itself.
         interpret: parameters of the interpreter, or False.
 
     Returns:
         The output [B, T, heads, V] if q is given, x [B, T, heads, V] and the turned memories [B, heads, N, V, K] bfloat16 if
-        `save`, and the last memory.
+        `save`, and the last memory of each part.
     """
     given = dict(q=q, k=k, v=v, inverse=prepared.inverse, rows=prepared.rows)
     given |= dict(written=written, keep=keep)
     if q is not None:
         given |= dict(scores=prepared.scores)
-    tokens = jax.ShapeDtypeStruct((*v.shape[:2], heads, v.shape[-1]), _BF16)
+    tokens = jax.ShapeDtypeStruct((*k.shape[:2], heads, (k if v is None else v).shape[-1]), _BF16)
     outs = ["out"] * (q is not None) + ["missing"] * save
 
     def step(chunk, S, left, hold, store, put):
@@ -70,8 +71,11 @@ def sweep(
         held, *read = found
         enter = _columns(chunk, "enter")
         read = [x * (enter * scale) for x in read]
-        values = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT).astype(_F32)
-        missing = wg.as_left(values - held * enter, left[0], interpret)
+        missing = -held * enter
+        if v is not None:
+            values = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT).astype(_F32)
+            missing = values - held * enter
+        missing = wg.as_left(missing, left[0], interpret)
         solve = lambda x: plgpu.wgmma(x, missing, chunk["inverse"].transpose((1, 0)))  # noqa: E731
         (missing,) = wg.accumulate(solve, jnp.zeros(_SQUARE, _F32), interpret=interpret)
         exact = missing * _columns(chunk, "beta")
@@ -94,13 +98,14 @@ def sweep(
         return tuple(found[: len(S)])
 
     return walk(
-        step, given, initial, tokens, outs, save=save, heads=heads, reverse=False, interpret=interpret
+        step, given, initial, k.shape[-1], tokens, outs, save=save, heads=heads, parts=parts, reverse=False,
+        interpret=interpret,
     )  # fmt: skip
 
 
 def reverse(
     q, k, d_out, prepared: Prepared, d_final, *, heads: int, scale: float, written=None, keep=None,
-    interpret: Any = False,
+    save: bool = True, parts: int = 1, interpret: Any = False,
 ):  # fmt: skip
     """Against time, from the gradient of the memory after the last chunk.
 
@@ -109,16 +114,18 @@ def reverse(
         k: [B, T, *, K].
         d_out: [B, T, heads, V].
         prepared: of `heads` heads.
-        d_final: [B, heads, K, V] float32.
+        d_final: [B, heads * parts, K, V] float32; None is 0.
         heads: of d_out; a multiple of those of q and k.
         scale: of q.
         written: as in `sweep`.
         keep: as in `sweep`.
+        save: False returns the last alone.
+        parts: as in `sweep`.
         interpret: parameters of the interpreter, or False.
 
     Returns:
         dv [B, T, heads, V], the turned gradients of the memories after each chunk [B, heads, N, V, K] bfloat16, and that of
-        the memory before the first.
+        the memory before each part.
     """
     given = dict(q=q, k=k, v=d_out, **prepared._asdict(), written=written, keep=keep)
 
@@ -150,12 +157,13 @@ def reverse(
 
         store(S)
         S = wg.accumulate(entering, *_kept(chunk, S), interpret=interpret)
-        put(dv)
+        put(*[dv] * save)
         return tuple(S)
 
     tokens = jax.ShapeDtypeStruct(d_out.shape, _BF16)
     return walk(
-        step, given, d_final, tokens, ["dv"], save=True, heads=heads, reverse=True, interpret=interpret
+        step, given, d_final, k.shape[-1], tokens, ["dv"] * save, save=save, heads=heads, parts=parts, reverse=True,
+        interpret=interpret,
     )  # fmt: skip
 
 
@@ -185,7 +193,9 @@ def _kept(chunk, S):
     return [x * wg.spread_columns(keep, x.shape) for keep, x in zip(vectors, S, strict=True)]
 
 
-def walk(step, given, initial, tokens, outs, *, save, heads, reverse, interpret):
+def walk(
+    step, given, initial, depth, tokens, outs, *, save, heads, reverse, interpret, parts: int = 1
+):
     """Carry a memory over all chunks.
 
     Args:
@@ -194,33 +204,35 @@ def walk(step, given, initial, tokens, outs, *, save, heads, reverse, interpret)
             at the end with the outputs, turned.
         given: by name, or None: [B, T, *, D] q, k, v, written and reach, [B, heads, N * K] keep, [B, heads, T * n] rows, and any
             others [B, heads, T, C].
-        initial: [B, heads, K, V] float32.
+        initial: [B, heads * parts, K, V] float32; None is 0, or without v the identity.
+        depth: K.
         tokens: the shape of an output by token.
         outs: the outputs' names.
         save: also save S before each step.
         heads: of the outputs.
         reverse: walk against time.
         interpret: parameters of the interpreter, or False.
+        parts: a divisor of N; each part of the sequence is walked by itself, side by side with the others.
 
     Returns:
-        The outputs, the saved memories [B, heads, N, V, K] if wanted, and the last memory [B, heads, K, V].
+        The outputs, the saved memories [B, heads, N, V, K] if wanted, and the last memories [B, heads * parts, K, V].
     """
     named = {name: x for name, x in given.items() if x is not None}
     batch, length, _, width = tokens.shape
-    depth, count = initial.shape[2], length // CHUNK
+    count = length // CHUNK // parts
     row_count = named["rows"].shape[2] // length if "rows" in named else 0
     blocks = width // _BLOCK
     struct = jax.ShapeDtypeStruct
     out_type: dict[str, Any] = {name: tokens for name in outs}
     if save:
-        out_type["states"] = struct((batch, heads, count, width, depth), _BF16)
-    initial = jnp.swapaxes(initial, -1, -2)
-    out_type["last"] = struct(initial.shape, _F32)
+        out_type["states"] = struct((batch, heads, count * parts, width, depth), _BF16)
+    out_type["last"] = struct((batch, heads * parts, width, depth), _F32)
+    starts = {} if initial is None else dict(initial=jnp.swapaxes(initial, -1, -2))
 
     # A deep memory leaves no room for a copy in registers: it is a left operand in shared memory.
     through = bool(interpret) or depth > _DEEP
     size = _BLOCK if through else depth
-    room_count = 2 if through else len(outs)
+    room_count = 2 if through else max(1, len(outs))
 
     def count_stages(groups):
         sizes = dict.fromkeys(named, CHUNK) | dict.fromkeys(_DEPTHS, depth)
@@ -234,11 +246,16 @@ def walk(step, given, initial, tokens, outs, *, save, heads, reverse, interpret)
     # Warpgroups that share what is loaded, if there is room to load ahead.
     groups = 2 if blocks % 2 == 0 and count_stages(2) >= min(2, count) else 1
     stages = count_stages(groups)
-    at = lambda n: count - 1 - n if reverse else n  # noqa: E731
 
     def kernel(*refs):
-        refs = dict(zip([*named, "initial", *out_type], refs, strict=True))
+        refs = dict(zip([*named, *starts, *out_type], refs, strict=True))
         b, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
+        own, at_part = (b, h), lambda n: n
+        if parts > 1:
+            head, part = (f(lax.axis_index("row"), parts) for f in (lax.div, lax.rem))
+            b, h = lax.div(head, heads), lax.rem(head, heads)
+            own, at_part = (b, h * parts + part), lambda n: part * count + n
+        at = lambda n: at_part(count - 1 - n if reverse else n)  # noqa: E731
         group = lax.axis_index("group")
         columns = pl.ds((lax.axis_index("column") * groups + group) * _BLOCK, _BLOCK)
         shared = pl.ds(lax.axis_index("column") * groups * _BLOCK, groups * _BLOCK)
@@ -249,7 +266,7 @@ def walk(step, given, initial, tokens, outs, *, save, heads, reverse, interpret)
             def body(indices, *arguments) -> Any:
                 *loaded, S = arguments
                 chunk: dict[str, Any] = dict(zip(named, loaded, strict=True))
-                if groups > 1:
+                if groups > 1 and "v" in chunk:
                     chunk["v"] = chunk["v"].at[:, pl.ds(group * _BLOCK, _BLOCK)]
                 for index in range(row_count):
                     part = chunk["rows"].at[pl.ds(index * CHUNK, CHUNK)]
@@ -286,6 +303,8 @@ def walk(step, given, initial, tokens, outs, *, save, heads, reverse, interpret)
                         plgpu.copy_smem_to_gmem(room, refs["states"].at[b, h, n, columns])
 
                 def put(*values):
+                    if not values:
+                        return
                     if through:
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     for index, value in enumerate(values):
@@ -299,11 +318,21 @@ def walk(step, given, initial, tokens, outs, *, save, heads, reverse, interpret)
                 return step(chunk, S, left_of, hold, store, put)
 
             def compute(pipeline):
-                initial, last = (refs[name].at[b, h, columns] for name in ("initial", "last"))
-                pieces = [pl.ds(n, size) for n in range(0, depth, size)]
-                S = pipeline(tuple(wg.load_global(initial.at[:, keys]) for keys in pieces))
+                def begin(n):
+                    if starts:
+                        return wg.load_global(refs["initial"].at[*own, columns, pl.ds(n, size)])
+                    piece = (_BLOCK, size)
+                    if "v" in named:
+                        return plgpu.layout_cast(jnp.zeros(piece, _F32), wg.LAYOUT)
+                    i, j = (
+                        plgpu.broadcasted_iota(jnp.int32, piece, axis, layout=wg.LAYOUT)
+                        for axis in (0, 1)
+                    )
+                    return jnp.where(i + columns.start == j + n, 1.0, 0.0).astype(_F32)
+
+                S = pipeline(tuple(begin(n) for n in range(0, depth, size)))
                 for keys, piece in _pieces(S):
-                    last.at[:, keys][...] = piece
+                    refs["last"].at[*own, columns, keys][...] = piece
                 plgpu.wait_smem_to_gmem(0)
 
             sources, specs = [], []
@@ -341,7 +370,7 @@ def walk(step, given, initial, tokens, outs, *, save, heads, reverse, interpret)
     *found, last = plgpu.kernel(
         kernel,
         out_type=list(out_type.values()),
-        grid=(batch * heads, blocks // groups),
+        grid=(batch * heads * parts, blocks // groups),
         grid_names=("row", "column"),
         num_threads=groups + 1,
         thread_name="group",
@@ -351,5 +380,5 @@ def walk(step, given, initial, tokens, outs, *, save, heads, reverse, interpret)
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         interpret=interpret,
-    )(*named.values(), initial)
+    )(*named.values(), *starts.values())
     return *found, jnp.swapaxes(last, -1, -2)

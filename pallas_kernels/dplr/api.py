@@ -9,14 +9,25 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+_IMPLEMENTATIONS = ("mosaic_gpu", "mosaic_tpu")
+
 
 def reasons(q, k, v, a, b, log_decay, run, initial) -> dict[str, str | None]:
     """By implementation, what it takes in place of these arguments (arrays or their shapes); None if it serves them."""
-    return {"mosaic_gpu": _backend().reason(q, k, v, a, b, log_decay, run, initial)}
+    return {n: reason(n, q, k, v, a, b, log_decay, run, initial) for n in _IMPLEMENTATIONS}
 
 
-def _backend() -> Any:
+def reason(implementation, q, k, v, a, b, log_decay, run, initial) -> str | None:
+    """What one implementation takes in place of these arguments, or None; the others' backends are not imported."""
+    return _backend(implementation).reason(q, k, v, a, b, log_decay, run, initial)
+
+
+def _backend(implementation: str) -> Any:
     # Imported where it is used: a backend that is never asked for costs nothing.
+    if implementation == "mosaic_tpu":
+        from pallas_kernels.dplr import tpu
+
+        return tpu
     from pallas_kernels.dplr import hopper
 
     return hopper
@@ -41,17 +52,18 @@ def dplr(
     RWKV7, arXiv 2503.14456.
 
     Args:
-        q: [B, T, H, K] bfloat16 queries; H is a multiple or a divisor of G. K and V are 64 or 128.
-        k: [B, T, Hk, K] bfloat16 keys; Hk divides G.
-        v: [B, T, G, V] bfloat16 values, one memory for each of the G heads.
-        a: [B, T, Ha, K] bfloat16; Ha divides G.
-        b: [B, T, Hb, K] bfloat16; Hb divides G.
+        q: [B, T, H, K] queries; H is a multiple or a divisor of G.
+        k: [B, T, Hk, K] keys; Hk divides G.
+        v: [B, T, G, V] values, one memory for each of the G heads.
+        a: [B, T, Ha, K]; Ha divides G.
+        b: [B, T, Hb, K]; Hb divides G.
         log_decay: [B, T, G, K] float32, natural logarithm, at most 0.
         initial: [B, G, K, V] float32, the memory before the first token.
         run: [B, T], growing along T: a token with a larger run than the one before it finds an empty memory, and run 0 goes on
             from `initial`. None is one run.
         scale: multiplies q.
-        implementation: "mosaic_gpu" (Hopper); `reasons` says what it takes.
+        implementation: "mosaic_gpu" (Hopper; bfloat16, K and V of 64 or 128) or "mosaic_tpu" (bfloat16 or float32, K and V a
+            multiple of 8 up to 256); `reasons` says what each takes.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
@@ -61,13 +73,15 @@ def dplr(
         NotImplementedError: the implementation does not serve these arguments; the message says why.
         ValueError: an implementation that does not exist.
     """
-    whys = reasons(q, k, v, a, b, log_decay, run, initial)
-    if implementation not in whys:
-        raise ValueError(f"dplr: implementation={implementation!r}; accepted are {tuple(whys)}")
-    if (why := whys[implementation]) is not None:
+    if implementation not in _IMPLEMENTATIONS:
+        raise ValueError(
+            f"dplr: implementation={implementation!r}; accepted are {_IMPLEMENTATIONS}"
+        )
+    why = reason(implementation, q, k, v, a, b, log_decay, run, initial)
+    if why is not None:
         raise NotImplementedError(f"dplr: implementation={implementation!r} takes {why}")
     length = q.shape[1]
-    padding = -length % _backend().CHUNK
+    padding = -length % _backend(implementation).multiple(q, k, v)
     if padding:  # tokens that write nothing, and whose output is cut off
 
         def pad(x: Any) -> Any:
@@ -75,23 +89,24 @@ def dplr(
 
         q, k, v, a, b, log_decay = (pad(x) for x in (q, k, v, a, b, log_decay))
         run = None if run is None else jnp.pad(run, [(0, 0), (0, padding)], mode="edge")
-    output, final = _run(scale, interpret, q, k, v, a, b, log_decay, run, initial)
+    output, final = _run(implementation, scale, interpret, q, k, v, a, b, log_decay, run, initial)
     return output[:, :length], final
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _run(scale, interpret, *inputs):
-    return _backend().forward(*inputs, scale=scale, interpret=interpret)[:2]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _run(name, scale, interpret, *inputs):
+    unsaved = {"save": False} if name == "mosaic_tpu" else {}  # what it saves costs it writes
+    return _backend(name).forward(*inputs, scale=scale, interpret=interpret, **unsaved)[:2]
 
 
-def _forward(scale, interpret, *inputs):
-    output, final, residuals = _backend().forward(*inputs, scale=scale, interpret=interpret)
+def _forward(name, scale, interpret, *inputs):
+    output, final, residuals = _backend(name).forward(*inputs, scale=scale, interpret=interpret)
     return (output, final), (inputs, residuals)
 
 
-def _backward(scale, interpret, saved, cotangents):
+def _backward(name, scale, interpret, saved, cotangents):
     inputs, residuals = saved
-    *grads, d_initial = _backend().backward(
+    *grads, d_initial = _backend(name).backward(
         *inputs, residuals, *cotangents, scale=scale, interpret=interpret
     )
     return *grads, None, d_initial

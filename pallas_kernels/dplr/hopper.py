@@ -2,23 +2,26 @@
 
 Forward: `hopper_resolve` resolves and solves every chunk by itself, `sweep` walks over the chunks. Backward: `sweep` once more, for the
 memory before each chunk and what each token read of it; `reverse` against time, for the gradients of both; then, side by side,
-`values_backward` and `hopper_finish` for the rest.
+`values_backward` and `hopper_finish` for the rest. Few rows of a long sequence are walked in parts, as the delta rule's.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.delta_rule import hopper_parts
+from pallas_kernels.delta_rule.hopper import multiple
 from pallas_kernels.dplr.hopper_finish import finish
 from pallas_kernels.dplr.hopper_resolve import CHUNK, Resolved, Solved, resolve, solve
 from pallas_kernels.dplr.hopper_walks import reverse, sweep, values_backward
 from pallas_kernels.linear_attention import hopper as linear
 from pallas_kernels.linear_attention import hopper_channels as linear_channels
 
-__all__ = ["CHUNK", "Residuals", "backward", "forward", "reason"]
+__all__ = ["CHUNK", "Residuals", "backward", "forward", "multiple", "reason"]
 
 _F32 = jnp.float32
 
@@ -28,6 +31,7 @@ class Residuals(NamedTuple):
 
     resolved: Resolved
     solved: Solved
+    parts: hopper_parts.Parts | None
 
 
 def reason(q, k, v, a, b, log_decay, run, initial) -> str | None:
@@ -41,7 +45,7 @@ def reason(q, k, v, a, b, log_decay, run, initial) -> str | None:
 def forward(
     q, k, v, a, b, log_decay, run, initial, *, scale: float, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals]:
-    """The output [B, T, max(H, G), V], the final memory [B, G, K, V] and the residuals. T is a multiple of `CHUNK`."""
+    """The output [B, T, max(H, G), V], the final memory [B, G, K, V] and the residuals. T is a multiple of `multiple`."""
     memories = v.shape[2]
     heads = max(q.shape[2], memories)
     documents = linear_channels._documents(run, 1)
@@ -52,8 +56,12 @@ def forward(
     resolved = resolved._replace(upper=None, upper_values=None, reach=None)
     # Several heads that read one memory each carry it along.
     initial = jnp.repeat(initial, heads // memories, axis=1)
-    output, final = sweep(resolved, solved, v, initial, interpret=interpret)
-    return output, final[:, :: heads // memories], Residuals(resolved, solved)
+    walk = functools.partial(sweep, resolved, solved, initial=None, read=False, interpret=interpret)
+    parts = hopper_parts.cut(walk, q, k, v, initial, interpret)
+    starts, count = hopper_parts.starts_of(parts, initial)
+    output, ends = sweep(resolved, solved, v, starts, parts=count, interpret=interpret)
+    final = ends[:, count - 1 :: count * heads // memories]
+    return output, final, Residuals(resolved, solved, parts)
 
 
 def backward(
@@ -62,14 +70,17 @@ def backward(
 ):  # fmt: skip
     """Gradients of q, k, v, a, b, log_decay and initial."""
     memories, heads = v.shape[2], d_output.shape[2]
-    resolved, solved = residuals
+    resolved, solved, parts = residuals
     share = linear._share
     initial = jnp.repeat(initial, heads // memories, axis=1)
-    back, states, _ = sweep(resolved, solved, v, initial, save=True, interpret=interpret)
+    starts, count = hopper_parts.starts_of(parts, initial)
+    options: dict[str, Any] = dict(parts=count, interpret=interpret)
+    back, states, _ = sweep(resolved, solved, v, starts, save=True, **options)
     # Of several heads that carry one memory, the first hands on the gradient from outside.
     first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
     d_final = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
-    d_back, d_states, d_initial = reverse(resolved, solved, d_output, d_final, interpret=interpret)
+    walk = functools.partial(reverse, resolved, solved, d_output, **options)
+    d_back, d_states, d_starts = walk(hopper_parts.ends_of(parts, walk, d_final, interpret))
     dv, d_reached = values_backward(
         resolved, solved, d_output, d_back, d_states, interpret=interpret
     )
@@ -81,5 +92,5 @@ def backward(
     )  # fmt: skip
     return (
         share(dq, q.shape[2]), share(dk, k.shape[2]), share(dv, memories), share(da, a.shape[2]),
-        share(db, b.shape[2]), share(d_decay, memories), share(d_initial, memories, axis=1),
+        share(db, b.shape[2]), share(d_decay, memories), share(d_starts[:, ::count], memories, axis=1),
     )  # fmt: skip

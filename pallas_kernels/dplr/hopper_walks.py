@@ -27,47 +27,52 @@ _F32, _BF16 = jnp.float32, jnp.bfloat16
 
 
 def sweep(
-    resolved: Resolved, solved: Solved, v, initial, *, save: bool = False, interpret: Any = False
-):
+    resolved: Resolved, solved: Solved, v, initial, *, save: bool = False, read: bool = True,
+    parts: int = 1, interpret: Any = False,
+):  # fmt: skip
     """With time, from S to S'.
 
     Args:
         resolved: of h heads.
         solved: of h heads.
-        v: [B, T, *, V].
-        initial: [B, h, K, V] float32, the memory before the first chunk.
+        v: [B, T, *, V]; None is 0, and V then K.
+        initial: [B, h * parts, K, V] float32, the memory before the first chunk; None is 0, and the identity without v.
         save: return what a read and the memories before each chunk in place of the output.
+        read: False returns the last memory alone.
+        parts: into which the sequence is cut, each walked by itself.
         interpret: parameters of the interpreter, or False.
 
     Returns:
-        The output [B, T, h, V], or u [B, T, h, V] and the turned memories [B, h, N, V, K] bfloat16; and the last memory.
+        The output [B, T, h, V], or u [B, T, h, V] and the turned memories [B, h, N, V, K] bfloat16; and the last memory of each part.
     """
-    heads = initial.shape[1]
-    given = dict(
-        reach=solved.reach, written=resolved.written, k=resolved.written_values, v=v,
-        values=solved.values, keep=resolved.keep,
-    )  # fmt: skip
-    if not save:
+    (batch, length, heads, depth), width = resolved.written.shape, resolved.written.shape[-1]
+    given = dict(reach=solved.reach, written=resolved.written, keep=resolved.keep)
+    if v is not None:
+        given |= dict(k=resolved.written_values, v=v, values=solved.values)
+        width = v.shape[-1]
+    read = read and not save
+    if read:
         given |= dict(q=resolved.read, scores=resolved.scores, scores_values=resolved.scores_values)
-    tokens = jax.ShapeDtypeStruct((*v.shape[:2], heads, v.shape[-1]), _BF16)
+    tokens = jax.ShapeDtypeStruct((batch, length, heads, width), _BF16)
 
     def step(chunk, S, left, hold, store, put):
-        values = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT)
-        values = wg.as_left(values, left[0], interpret)
-        found = [jnp.zeros(SQUARE, _F32)] * (1 if save else 2)
+        if v is not None:
+            values = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT)
+            values = wg.as_left(values, left[0], interpret)
+        found = [jnp.zeros(SQUARE, _F32)] * (2 if read else 1)
         for keys, before in hold(S):
 
             def products(back, read=None, before=before, keys=keys):
                 plgpu.wgmma(back, before, chunk["reach"].at[:, keys].transpose((1, 0)))
                 if read is not None:
                     plgpu.wgmma(read, before, chunk["q"].at[:, keys].transpose((1, 0)))
-                if keys.start == 0:
+                if keys.start == 0 and v is not None:
                     plgpu.wgmma(back, values, chunk["values"].transpose((1, 0)))
                     if read is not None:
                         plgpu.wgmma(read, values, chunk["scores_values"].transpose((1, 0)))
 
             found = wg.accumulate(products, *found, interpret=interpret)
-        exact, *read = found
+        exact, *outputs = found
         back = exact.astype(_BF16)
         rest = wg.as_left(exact - back.astype(_F32), left[2], interpret)
         back = wg.as_left(back, left[1], interpret)
@@ -78,21 +83,29 @@ def sweep(
                 plgpu.wgmma(out, rest, chunk["scores"].transpose((1, 0)))
             for keys, piece in _pieces(sums[: len(S)]):
                 plgpu.wgmma(piece, back, chunk["written"].at[:, keys])
-                plgpu.wgmma(piece, values, chunk["k"].at[:, keys])
+                if v is not None:
+                    plgpu.wgmma(piece, values, chunk["k"].at[:, keys])
 
         store(S)
-        found = wg.accumulate(near, *_kept(chunk, S), *read, interpret=interpret)
-        put(exact if save else found[len(S)])
+        found = wg.accumulate(near, *_kept(chunk, S), *outputs, interpret=interpret)
+        put(*([exact] if save else found[len(S) :]))
         return tuple(found[: len(S)])
 
+    outs = ["back"] * save + ["out"] * read
     return walk(
-        step, given, initial, tokens, ["back" if save else "out"], save=save, heads=heads,
-        reverse=False, interpret=interpret,
+        step, given, initial, depth, tokens, outs, save=save, heads=heads, parts=parts, reverse=False,
+        interpret=interpret,
     )  # fmt: skip
 
 
-def reverse(resolved: Resolved, solved: Solved, d_out, d_final, *, interpret: Any = False):
-    """Against time: du [B, T, h, V], the turned gradients of the memories after each chunk, and that of the first."""
+def reverse(
+    resolved: Resolved, solved: Solved, d_out, d_final, *, save: bool = True, parts: int = 1,
+    interpret: Any = False,
+):  # fmt: skip
+    """Against time: du [B, T, h, V] and the turned gradients of the memories after each chunk (if `save`), and that of the first.
+
+    d_final is [B, h * parts, K, V], or None, which is 0; `parts` as in `sweep`.
+    """
     given = dict(
         reach=solved.reach, written=resolved.written, q=resolved.read, v=d_out,
         scores=resolved.scores, keep=resolved.keep,
@@ -119,13 +132,13 @@ def reverse(resolved: Resolved, solved: Solved, d_out, d_final, *, interpret: An
 
         store(S)
         S = wg.accumulate(entering, *_kept(chunk, S), interpret=interpret)
-        put(back)
+        put(*[back] * save)
         return tuple(S)
 
     tokens = jax.ShapeDtypeStruct(d_out.shape, _BF16)
     return walk(
-        step, given, d_final, tokens, ["d_back"], save=True, heads=d_out.shape[2], reverse=True,
-        interpret=interpret,
+        step, given, d_final, resolved.read.shape[-1], tokens, ["d_back"] * save, save=save,
+        heads=d_out.shape[2], parts=parts, reverse=True, interpret=interpret,
     )  # fmt: skip
 
 

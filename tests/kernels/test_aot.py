@@ -56,8 +56,15 @@ ON_HOPPER = [
 ON_TPU = [
     ("linear_memory", (4, 4, 4), 64, 64, "log_decay segment_ids"),
     ("linear_memory", (4, 2, 4), 128, 128, "log_decay"),
+    ("linear_memory", (4, 2, 4), 128, 128, "channel log_decay segment_ids"),
+    ("linear_memory", (4, 4, 4), 64, 64, "channel log_decay bonus"),
+    ("linear_memory", (2, 2, 2), 256, 256, "channel log_decay"),
+    ("linear_memory", (4, 2, 4), 128, 64, "value_log_decay"),
     ("delta_memory", (4, 2, 4), 128, 128, "log_decay segment_ids"),
     ("delta_memory", (4, 4, 4), 64, 64, ""),
+    ("delta_memory", (4, 2, 4), 128, 128, "channel log_decay segment_ids"),
+    ("dplr_memory", (4, 2, 4), 64, 64, "channel log_decay segment_ids"),
+    ("dplr_memory", (4, 4, 4), 128, 128, "channel log_decay"),
     ("attention", (4, 2, 2), 64, 64, "log_forget segment_ids"),
     ("attention", (4, 4, 4), 128, 128, "log_forget window"),
 ]

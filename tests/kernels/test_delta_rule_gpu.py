@@ -10,7 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from lsm_jax import ops
 from pallas_kernels.compat import gpu_interpreter, races_found
-from pallas_kernels.delta_rule import delta_rule, reasons
+from pallas_kernels.delta_rule import delta_rule, hopper_parts, reasons
 from tests.kernels.test_linear_attention_gpu import error
 
 BATCH, SCALE = 1, 0.25
@@ -73,6 +73,9 @@ CASES = {
     "alike": dict(dims=(128, 1, 1, 1, 64, 64), documents=False, decay=False, alike=True),
     "channel": dict(dims=(128, 1, 1, 1, 64, 64), documents=True, decay="channel"),
     "channel-queries-share": dict(dims=(100, 2, 1, 1, 128, 64), documents=True, decay="channel"),
+    "parts": dict(dims=(256, 1, 1, 1, 64, 64), documents=False, decay=True, parts=2),
+    "parts-documents": dict(dims=(200, 2, 1, 1, 64, 64), documents=True, decay=False, parts=4),
+    "parts-channel": dict(dims=(128, 1, 1, 2, 64, 64), documents=False, decay="channel", parts=2),
     "channel-strong": dict(dims=(128, 1, 1, 2, 64, 128), documents=False, decay="strong channel"),
 }
 FAST = ("decay",)
@@ -81,8 +84,11 @@ FAST = ("decay",)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES]
 )
-def test_equals_the_recurrence_in_value_and_every_gradient(name):
-    inputs = make(*CASES[name]["dims"], **{k: v for k, v in CASES[name].items() if k != "dims"})
+def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
+    case = dict(CASES[name])
+    if parts := case.pop("parts", None):
+        monkeypatch.setattr(hopper_parts, "count_parts", lambda q, k, v: parts)
+    inputs = make(*case.pop("dims"), **case)
     widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs | dict(run=None))
     run = inputs.pop("run")
     del widened["run"]
@@ -112,21 +118,57 @@ def test_causal_to_the_bit(decay):
     np.testing.assert_array_equal(fused(**inputs)[0][:, :77], fused(**changed)[0][:, :77])
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_parts_are_linked_in_float32(reverse):
+    rng = np.random.default_rng(0)
+    transitions, written, memory = (
+        rng.normal(size=shape).astype(np.float32)
+        for shape in ((1, 6, 64, 64), (1, 6, 64, 128), (1, 2, 64, 128))
+    )
+    transitions /= 8
+    found = hopper_parts.link(
+        *map(jnp.asarray, (transitions, written, memory)), reverse=reverse,
+        interpret=gpu_interpreter(),
+    )  # fmt: skip
+    for head in range(2):
+        state = np.float64(memory[0, head])
+        for part in range(3 * head, 3 * head + 3)[:: -1 if reverse else 1]:
+            np.testing.assert_allclose(found[0, part], state, atol=3e-4)
+            transition = transitions[0, part]
+            state = (transition.T if reverse else transition) @ state + written[0, part]
+    assert not races_found()
+
+
+def test_few_rows_of_a_long_sequence_are_cut_into_parts():
+    def parts(batch, length, heads, dim=128, memories=None):
+        q = jax.ShapeDtypeStruct((batch, length, heads, dim), jnp.bfloat16)
+        v = jax.ShapeDtypeStruct((batch, length, memories or heads, dim), jnp.bfloat16)
+        return hopper_parts.count_parts(q, q, v)
+
+    assert [parts(1, 16384, 8), parts(1, 16380, 16), parts(2, 8192, 8)] == [16, 8, 8]
+    assert [parts(1, 16384, 4, memories=16), parts(2, 16384, 16)] == [8, 4]
+    # No room for four, too short for four, and 256 keys.
+    assert [parts(1, 16384, 64), parts(1, 4095, 4), parts(1, 16384, 4, 256)] == [1, 1, 1]
+
+
 @pytest.mark.parametrize(
-    "width, channels",
+    "width, channels, heads",
     [
-        *(pytest.param(64, x, marks=pytest.mark.slow) for x in (False, True)),
-        (128, False),
-        (128, True),
+        *(pytest.param(64, x, 40, marks=pytest.mark.slow) for x in (False, True)),
+        pytest.param(128, False, 40, marks=pytest.mark.slow),
+        (128, True, 40),
+        (128, False, 4),
+        pytest.param(64, True, 4, marks=pytest.mark.slow),
     ],
 )
-def test_lowers_for_the_card(width, channels):
+def test_lowers_for_the_card(width, channels, heads):
     struct = jax.ShapeDtypeStruct
-    wide, narrow = struct((2, 4090, 4, width), jnp.bfloat16), struct((2, 4090, 4), jnp.float32)
+    wide = struct((2, 8190, heads, width), jnp.bfloat16)
+    narrow = struct(wide.shape[:3], jnp.float32)
     decay = struct(wide.shape, jnp.float32) if channels else narrow
     shapes = (
-        wide, wide, wide, narrow, decay, struct((2, 4, width, width), jnp.float32),
-        struct((2, 4090), jnp.int32),
+        wide, wide, wide, narrow, decay, struct((2, heads, width, width), jnp.float32),
+        struct((2, 8190), jnp.int32),
     )  # fmt: skip
 
     def step(*inputs):
@@ -141,8 +183,9 @@ def test_lowers_for_the_card(width, channels):
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         text = jax.jit(step).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-    # Two or, with channels, three forward; three backward: the memories again, against time, and the rest.
-    assert text.count("custom_call @mosaic_gpu") == 5 + channels
+    # Two or, with channels, three forward; three backward: the memories again, against time, and the rest. Of parts, what each
+    # writes and its transition, and what it reads; the two links.
+    assert text.count("custom_call @mosaic_gpu") == 5 + channels + 5 * (heads == 4)
 
 
 def test_says_why_it_does_not_serve():

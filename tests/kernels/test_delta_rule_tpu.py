@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from lsm_jax import ops
-from pallas_kernels.delta_rule import delta_rule, reasons, tpu
+from pallas_kernels.delta_rule import delta_rule, reasons, tpu, tpu_channels
 from tests.kernels.test_delta_rule_gpu import SCALE, by_token, make
 
 FIELDS = ("q", "k", "v", "beta", "log_decay", "initial")
@@ -22,7 +22,8 @@ def given(*dims, dtype=jnp.float32, documents=False, decay="mild", **options):
     """Inputs that are differentiated, and the runs: a border between chunks, borders inside, a document of one token."""
     inputs = make(*dims, documents=False, decay=decay, **options)
     del inputs["run"]
-    starts = np.isin(np.arange(dims[0]), [30, 128, 129, 150])
+    borders = [5, 16, 17, 20] if dims[0] < 128 else [30, 128, 129, 150]
+    starts = np.isin(np.arange(dims[0]), borders)
     run = jnp.asarray(np.cumsum(starts)[None], jnp.int32) if documents else None
     return inputs | {n: inputs[n].astype(dtype) for n in "qkv"}, run
 
@@ -41,7 +42,7 @@ def plain(x, run):
     return by_token(**x, run=run)
 
 
-def compare(inputs, run, tolerance):
+def compare(inputs, run, tolerance, fused=fused, plain=plain):
     """Values and every gradient, relative to the largest."""
     rng = np.random.default_rng(1)
     (q, v, initial) = (inputs[n] for n in ("q", "v", "initial"))
@@ -65,8 +66,14 @@ CASES = {
     "strong decays, more queries": dict(dims=(256, 4, 1, 2, 8, 8), decay="strong"),
     "keys alike, fewer queries, wide": dict(dims=(256, 1, 2, 4, 128, 128), alike=True),
     "two programs to a key": dict(dims=(130, 1, 1, 4, 8, 8)),
+    "channels, short": dict(dims=(40, 1, 1, 2, 16, 8), decay="strong channel", documents=True),
+    "channels, documents": dict(dims=(160, 1, 1, 1, 16, 8), decay="channel", documents=True),
+    "strong channels, more queries": dict(dims=(130, 2, 1, 1, 8, 8), decay="strong channel"),
+    "channels, keys alike, fewer queries, wide": dict(
+        dims=(130, 1, 1, 2, 128, 128), decay="channel", documents=True, alike=True
+    ),
 }
-FAST = ("documents",)
+FAST = ("documents", "channels, short")
 
 
 @pytest.mark.parametrize(
@@ -74,21 +81,27 @@ FAST = ("documents",)
 )
 def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
     monkeypatch.setattr(tpu, "_HEADS", 2)  # several programs of few heads
+    if "short" in name:
+        for backend in (tpu, tpu_channels):
+            monkeypatch.setattr(backend, "CHUNK", 16)
     options = dict(CASES[name])
     compare(*given(*options.pop("dims"), **options), 2e-5 if "alike" in name else 5e-6)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("decay", ["mild", "strong channel"])
 @pytest.mark.parametrize("alike", [False, True])
-def test_bfloat16_is_as_exact_as_its_operands(alike):
-    compare(*given(256, 1, 1, 1, 64, 64, dtype=jnp.bfloat16, alike=alike), 1.5e-2)
+def test_bfloat16_is_as_exact_as_its_operands(alike, decay):
+    options = dict(dtype=jnp.bfloat16, alike=alike, decay=decay)
+    compare(*given(256, 1, 1, 1, 64, 64, **options), 1.5e-2)
 
 
 @pytest.mark.slow
-def test_has_no_races():
+@pytest.mark.parametrize("decay", ["mild", "channel"])
+def test_has_no_races(decay):
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
-    inputs, run = given(130, 1, 1, 1, 8, 8, documents=True)
+    inputs, run = given(130, 1, 1, 1, 8, 8, documents=True, decay=decay)
     fused(inputs, run, pltpu.InterpretParams(detect_races=True))
     assert not interpret_pallas_call.races.races_found
 
@@ -98,20 +111,24 @@ def _forward():
     return jax.jit(lambda x: fused(x, None)[0])
 
 
-@pytest.mark.parametrize("token", [1, 127, 128, 200])
-def test_causal_to_the_bit(token):
-    inputs, _ = given(256, 1, 1, 1, 8, 8, dtype=jnp.bfloat16)
-    changed = {n: inputs[n].at[:, token:].multiply(-3) for n in ("q", "v", "log_decay")}
-    changed |= {n: inputs[n].at[:, token:].multiply(0.5) for n in ("k", "beta")}
-    before, after = _forward()(inputs), _forward()(inputs | changed)
-    np.testing.assert_array_equal(before[:, :token], after[:, :token])
-    assert np.any(before[:, token:] != after[:, token:])
+@pytest.mark.parametrize("decay", ["mild", pytest.param("channel", marks=pytest.mark.slow)])
+def test_causal_to_the_bit(decay):
+    inputs, _ = given(256, 1, 1, 1, 8, 8, dtype=jnp.bfloat16, decay=decay)
+    before = _forward()(inputs)
+    for token in (1, 127, 128, 200):
+        changed = {n: inputs[n].at[:, token:].multiply(-3) for n in ("q", "v")}
+        changed |= {n: inputs[n].at[:, token:].multiply(0.5) for n in ("k", "beta")}
+        changed["log_decay"] = inputs["log_decay"].at[:, token:].multiply(3)
+        after = _forward()(inputs | changed)
+        np.testing.assert_array_equal(before[:, :token], after[:, :token])
+        assert np.any(before[:, token:] != after[:, token:])
 
 
+@pytest.mark.parametrize("decay", ["mild", "channel"])
 @pytest.mark.parametrize("dims", [(128, 128), pytest.param((64, 64), marks=pytest.mark.slow)])
-def test_lowers_for_a_tpu(dims):
+def test_lowers_for_a_tpu(dims, decay):
     inputs, run = jax.eval_shape(
-        lambda: given(1000, 4, 4, 8, *dims, documents=True, dtype=jnp.bfloat16)
+        lambda: given(1000, 4, 4, 8, *dims, documents=True, dtype=jnp.bfloat16, decay=decay)
     )
 
     def step(x, run):
@@ -147,11 +164,11 @@ def test_says_why_it_does_not_serve():
     assert why(dtype=jnp.float16) == "q, k and v all in bfloat16 or all in float32, not float16"
     assert why(dims=(12, 64)) == "K a multiple of 8 up to 256, not 12"
     assert why(dims=(64, 512)) == "V a multiple of 8 up to 256, not 512"
-    x, run = given(8, 1, 1, 1, 8, 8)
-    x["log_decay"] = jnp.zeros((1, 8, 1, 8))
-    with pytest.raises(
-        NotImplementedError, match=r"takes log_decay \[B, T, G\], not \(1, 8, 1, 8\)"
-    ):
+    assert why(decay="channel") is None
+    assert why(dims=(12, 64), decay="channel") == "K a multiple of 8 up to 256, not 12"
+    x, run = given(8, 1, 1, 1, 8, 8, decay="channel")
+    x["log_decay"] = x["log_decay"].astype(jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="takes log_decay in float32, not bfloat16"):
         fused(x, run)
 
 

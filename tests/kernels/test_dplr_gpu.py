@@ -10,6 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from lsm_jax import ops
 from pallas_kernels.compat import gpu_interpreter, races_found
+from pallas_kernels.delta_rule import hopper_parts
 from pallas_kernels.dplr import dplr, reasons
 from tests.kernels.test_linear_attention_gpu import error
 
@@ -62,14 +63,18 @@ CASES: dict[str, dict[str, Any]] = {
     "documents": dict(dims=(128, 1, 1, 1, 64, 64), documents=True),
     "memories-share": dict(dims=(100, 1, 1, 2, 128, 128), documents=True, strong=True),
     "queries-share": dict(dims=(65, 2, 1, 1, 64, 128), documents=False),
+    "parts": dict(dims=(128, 1, 1, 2, 64, 64), documents=False, parts=2),
     "deep": dict(dims=(65, 1, 1, 1, 128, 64), documents=False),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_equals_the_recurrence_in_value_and_every_gradient(name):
-    inputs = make(*CASES[name]["dims"], **{k: v for k, v in CASES[name].items() if k != "dims"})
+def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
+    case = dict(CASES[name])
+    if parts := case.pop("parts", None):
+        monkeypatch.setattr(hopper_parts, "count_parts", lambda q, k, v: parts)
+    inputs = make(*case.pop("dims"), **case)
     run = inputs.pop("run")
     widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
     expected, expected_pull = jax.vjp(lambda x: by_token(**x, run=run), widened)
@@ -106,11 +111,11 @@ def test_causal_to_the_bit():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [64, 128])
-def test_lowers_for_the_card(width):
+@pytest.mark.parametrize("width, heads", [(64, 40), (128, 40), (128, 4)])
+def test_lowers_for_the_card(width, heads):
     struct = jax.ShapeDtypeStruct
-    wide = struct((2, 4090, 4, width), jnp.bfloat16)
-    decay, initial = (struct(s, jnp.float32) for s in (wide.shape, (2, 4, width, width)))
+    wide = struct((2, 8190, heads, width), jnp.bfloat16)
+    decay, initial = (struct(s, jnp.float32) for s in (wide.shape, (2, heads, width, width)))
 
     def step(*inputs):
         def total(q, k, v, a, b, log_decay, initial, run):
@@ -121,10 +126,11 @@ def test_lowers_for_the_card(width):
 
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        traced = jax.jit(step).trace(*[wide] * 5, decay, initial, struct((2, 4090), jnp.int32))
+        traced = jax.jit(step).trace(*[wide] * 5, decay, initial, struct((2, 8190), jnp.int32))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    # Three forward; four backward: the memories again, against time, the values, and the rest.
-    assert text.count("custom_call @mosaic_gpu") == 7
+    # Three forward; four backward: the memories again, against time, the values, and the rest. Of parts, what each writes and its
+    # transition, and what it reads; the two links.
+    assert text.count("custom_call @mosaic_gpu") == 7 + 5 * (heads == 4)
 
 
 def test_says_why_it_does_not_serve():

@@ -42,6 +42,10 @@ CONFIGURATIONS = [
     ((4, 2, 2), 64, 128, 1100, True, "dplr, channel"),
     ((2, 2, 4), 128, 64, 500, True, "dplr, strong channel"),
     ((2, 2, 2), 64, 64, 2048, False, "dplr, token"),
+    # Few rows, walked in eight parts.
+    ((1, 1, 2), 128, 128, 8300, True, "delta, token"),
+    ((2, 1, 1), 128, 64, 8192, False, "delta, strong channel"),
+    ((1, 1, 2), 64, 128, 8200, True, "dplr, channel"),
 ]
 
 

@@ -1,0 +1,222 @@
+"""A diagonal-plus-low-rank memory (RWKV7) on Mosaic TPU: one kernel forward, one backward, each a single pass over the tokens.
+
+With b_i the sums of a chunk's log decays before token i, and q standing for scale q e^g, its own decay taken, all pairs of tokens are as
+far apart: A_xy = Σ_c x_ic y_jc e^(b_i - b_(j+1))_c for x of q, a and y of b, k, by the halving of `linear_attention.tpu_halving`. Then
+
+    U = (I - A_ab)⁻¹ (reach S + A_ak V)    O = read S + A_qb U + A_qk V    S' = keep S + (b leave)ᵀ U + (k leave)ᵀ V
+
+(the diagonals of A_qb and A_qk without a decay). Two tiles a level hold all operands: later rows of q over earlier ones of b, and a
+over k. The memory is kept as [V, K], whose columns decay. Four systems are solved side by side.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.compat import pl
+from pallas_kernels.delta_rule.tpu import Residuals, invert, multiple
+from pallas_kernels.linear_attention import tpu as linear
+from pallas_kernels.linear_attention import tpu_channels as linear_channels
+from pallas_kernels.linear_attention import tpu_halving as halving
+from pallas_kernels.linear_attention import tpu_layout
+from pallas_kernels.linear_attention.tiles import _iota, dot
+
+CHUNK = 128
+__all__ = ["CHUNK", "backward", "forward", "multiple", "reason"]
+_F32 = jnp.float32
+
+
+def reason(q, k, v, a, b, log_decay, run, initial) -> str | None:
+    """Why this backend does not serve these arguments (arrays or their shapes), or None."""
+    for name, x in dict(a=a, b=b).items():
+        if x.dtype != v.dtype:
+            return f"{name} in v's dtype, {jnp.dtype(v.dtype).name}, not {jnp.dtype(x.dtype).name}"
+    return linear_channels.reason(q, k, v, log_decay, run, initial)
+
+
+def forward(
+    q, k, v, a, b, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
+) -> tuple[jax.Array, jax.Array, Residuals | None]:  # fmt: skip
+    """The output [B, T, max(H, G), V], the final memory [B, G, K, V] and, to `save`, the residuals. T is a multiple of `CHUNK`.
+
+    The residuals' memories are [V, K].
+    """
+    layout = tpu_layout.Layout(q, k, v, CHUNK, others=(a, b), turned=True)
+    given = layout.inputs(run, q=q, k=k, v=v, a=a, b=b, log_decay=log_decay)
+    given["initial"] = layout.as_memories(initial), layout.memories()
+    outs = dict(out=layout.tokens(layout.heads, v.shape[3], v.dtype), final=layout.memories())
+    if save:
+        outs |= dict(states=layout.states(), inverse=layout.squares())
+    result = layout.call(_forward_kernel, given, outs, scale, interpret)
+    final = layout.from_memories(result["final"])[:, :: layout.heads // v.shape[2]]
+    residuals = Residuals(result["states"], result["inverse"]) if save else None
+    return layout.from_tokens(result["out"], v.shape[3]), final, residuals
+
+
+def backward(
+    q, k, v, a, b, log_decay, run, initial, residuals: Residuals, d_output, d_final, *,
+    scale: float, interpret: Any = False,
+):  # fmt: skip
+    """Gradients of q, k, v, a, b, log_decay and initial."""
+    del initial
+    layout = tpu_layout.Layout(q, k, v, CHUNK, others=(a, b), turned=True, reverse=True)
+    given = layout.inputs(run, q=q, k=k, v=v, a=a, b=b, log_decay=log_decay)
+    of_output = layout.tokens(layout.heads, v.shape[3], v.dtype)
+    given["d_out"] = layout.as_tokens(d_output.astype(v.dtype)), of_output
+    given["states"] = residuals.states, layout.states()
+    given["inverse"] = residuals.inverse, layout.squares()
+    given["d_final"] = layout.as_memories(d_final, first=True), layout.memories()
+    likes = dict(dq=q, dk=k, dv=v, da=a, db=b, d_decay=log_decay)
+    outs = {name: layout.gradient_tokens(like) for name, like in likes.items()}
+    outs["d_initial"] = layout.memories()
+    result = layout.call(_backward_kernel, given, outs, scale, interpret)
+    d_initial = linear._sum_heads(layout.from_memories(result["d_initial"]), v.shape[2], axis=1)
+    return *(layout.gradient(result[n], like) for n, like in likes.items()), d_initial
+
+
+class _Head:
+    """One head's part of a chunk, what both kernels make of it.
+
+    Attributes:
+        q: [C, K] float32, times the scale.
+        k: [C, K] float32.
+        v: [C, V].
+        a: [C, K] float32.
+        b: [C, K] float32.
+        own: [C, K], e^g.
+        decays: of `tpu_halving`.
+        tiles: the levels' tiles of q over b.
+        others: those of a over k.
+        through_b: A_qb [C, C].
+        through_k: A_qk [C, C].
+        system: -A_ab [C, C] float32.
+        values: A_ak [C, C].
+        read: [C, K], q e^b.
+        reach: [C, K], a e^b.
+        written_b: [C, K], b e^(b_C - b).
+        written_k: [C, K], k e^(b_C - b).
+    """
+
+    def __init__(self, layout, scale: float, refs: dict, masks: halving.Masks, h: int):
+        sizes = dict.fromkeys(("q", "k", "a", "b", "log_decay"), layout.key_dim)
+        q, k, a, b, g = (refs[n][layout.place(refs[n], h, size)] for n, size in sizes.items())
+        self.v = refs["v"][layout.place(refs["v"], h, layout.value_dim)]
+        dtype = self.v.dtype
+        self.q, self.k, self.a, self.b = (x.astype(_F32) for x in (q, k, a, b))
+        self.q *= scale
+        self.own, self.decays = jnp.exp(g), halving.resolve(g, masks, exclusive=True)
+        decayed = self.q * self.own
+        self.tiles = halving.operands(decayed, self.b, self.decays, dtype)
+        self.others = halving.operands(self.a, self.k, self.decays, dtype)
+
+        def scores(written, pairs):
+            current = jnp.sum(self.q * written, axis=1, keepdims=True)
+            pairs = jnp.where(masks.level < 0, current, pairs)
+            return jnp.where(masks.seen, pairs, 0).astype(dtype)
+
+        below = masks.seen & (masks.level >= 0)
+        both = halving.scores(self.tiles, masks, self.others)  # A_qk, and A_ab above the diagonal
+        self.through_b = scores(self.b, halving.scores(self.tiles, masks))
+        self.through_k = scores(self.k, both)
+        self.system = jnp.where(below, -both.T, 0)
+        self.values = jnp.where(below, halving.scores(self.others, masks), 0).astype(dtype)
+        self.read = (decayed * self.decays.enter).astype(dtype)
+        self.reach = (self.a * self.decays.enter).astype(dtype)
+        self.written_b = (self.b * self.decays.leave).astype(dtype)
+        self.written_k = (self.k * self.decays.leave).astype(dtype)
+
+    def back(self, memory, inverse):
+        """U [C, V], what is written back."""
+        found = dot(self.reach, memory, "nt") + dot(self.values, self.v)
+        return dot(inverse, found.astype(self.v.dtype)).astype(self.v.dtype)
+
+
+def _forward_kernel(layout, scale: float, refs: dict, memory):
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        memory[...] = refs["initial"][...]
+
+    masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
+    heads = [_Head(layout, scale, refs, masks, h) for h in range(layout.block)]
+    inverses = invert([x.system for x in heads], heads[0].v.dtype)
+    for h, (x, inverse) in enumerate(zip(heads, inverses, strict=True)):
+        before = memory[h]
+        narrow = before.astype(x.v.dtype)
+        if "states" in refs:
+            refs["states"][h] = narrow
+            refs["inverse"][h] = inverse
+        back = x.back(narrow, inverse)
+        out = dot(x.read, narrow, "nt") + dot(x.through_b, back) + dot(x.through_k, x.v)
+        layout.store(refs["out"], h, out)
+        update = dot(back, x.written_b, "tn") + dot(x.v, x.written_k, "tn")
+        memory[h] = x.decays.keep * before + update
+
+    @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
+    def _():
+        refs["final"][...] = memory[...]
+
+
+def _backward_kernel(layout, scale: float, refs: dict, d_memory):
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        d_memory[...] = refs["d_final"][...]
+
+    masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
+    later = _iota(CHUNK, CHUNK, 0) > _iota(CHUNK, CHUNK, 1)
+
+    def outer(lower, upper):
+        """a bᵀ of one pair below the diagonal, of another above it, in one document."""
+        both = jnp.where(later, dot(lower[0], lower[1], "nt"), dot(upper[0], upper[1], "nt"))
+        return both if masks.same is None else jnp.where(masks.same, both, 0)
+
+    for h in range(layout.block):
+        x = _Head(layout, scale, refs, masks, h)
+        v, dtype, decays = x.v, x.v.dtype, x.decays
+        d_out = refs["d_out"][layout.place(refs["d_out"], h, layout.value_dim)]
+        before, inverse, after = refs["states"][h], refs["inverse"][h], d_memory[h]
+        narrow, back = after.astype(dtype), x.back(before, inverse)
+
+        d_back = dot(x.through_b, d_out, "tn") + dot(x.written_b, narrow, "nt")
+        found = dot(inverse, d_back.astype(dtype), "tn").astype(dtype)  # its gradient
+        dv = dot(x.through_k, d_out, "tn") + dot(x.written_k, narrow, "nt")
+        layout.store(refs["dv"], h, dv + dot(x.values, found, "tn"))
+        d_memory[h] = decays.keep * after + dot(d_out, x.read, "tn") + dot(found, x.reach, "tn")
+
+        pairs = ((d_out, back), (found, v), (d_out, v), (found, back))  # qb, ak, qk, ab
+        of_qb, of_ak, of_qk, of_ab = (((x, y), (y, x)) for x, y in pairs)
+
+        def spread(lower, upper, tiles):
+            return halving.spread(outer(lower[0], upper[1]), tiles, masks)
+
+        def added(x, y):
+            return [a + b for a, b in zip(x, y, strict=True)]
+
+        of_tiles = added(spread(of_qb, of_qb, x.tiles), spread(of_qk, of_ab, x.others))
+        of_others = added(spread(of_ak, of_ak, x.others), spread(of_ab, of_qk, x.tiles))
+        of_read = decays.enter * dot(d_out, before)
+        of_reach = decays.enter * dot(found, before)
+        of_write_b = decays.leave * dot(back, narrow)
+        of_write_k = decays.leave * dot(v, narrow)
+        current_b, current_k = (
+            jnp.sum(d_out.astype(_F32) * y.astype(_F32), axis=1, keepdims=True) for y in (back, v)
+        )
+        decayed = (halving.gather(of_tiles, decays, later=True) + of_read) * x.own
+        layout.store(refs["dq"], h, scale * (decayed + current_b * x.b + current_k * x.k))
+        db = halving.gather(of_tiles, decays, later=False) + of_write_b
+        layout.store(refs["db"], h, db + current_b * x.q)
+        layout.store(refs["da"], h, halving.gather(of_others, decays, later=True) + of_reach)
+        dk = halving.gather(of_others, decays, later=False) + of_write_k
+        layout.store(refs["dk"], h, dk + current_k * x.q)
+        kept = jnp.sum(before.astype(_F32) * after, axis=0, keepdims=True) * decays.keep
+        terms = added(halving.terms(x.tiles, of_tiles), halving.terms(x.others, of_others))
+        of_enter = x.q * x.own * of_read + x.a * of_reach
+        of_leave = x.b * of_write_b + x.k * of_write_k
+        d_decay = halving.decay_gradient(terms, of_enter, of_leave, kept, exclusive=True)
+        layout.store(refs["d_decay"], h, d_decay + x.q * decayed)
+
+    @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
+    def _():
+        refs["d_initial"][...] = d_memory[...]

@@ -1,0 +1,129 @@
+"""The TPU kernel of RWKV7's memory, interpreted on the CPU against the recurrence, and lowered for a TPU."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from lsm_jax import ops
+from pallas_kernels.dplr import dplr, reasons, tpu
+from tests.kernels import test_delta_rule_tpu as delta
+from tests.kernels.test_dplr_gpu import SCALE, by_token, make
+
+
+def given(*dims, dtype=jnp.float32, documents=False, strong=False):
+    """Inputs that are differentiated, and the runs: a border between chunks, borders inside, a document of one token."""
+    x = make(*dims, documents=False, strong=strong)
+    del x["run"]
+    borders = [5, 16, 17, 20] if dims[0] < 128 else [30, 128, 129, 150]
+    starts = np.isin(np.arange(dims[0]), borders)
+    run = jnp.asarray(np.cumsum(starts)[None], jnp.int32) if documents else None
+    return x | {n: x[n].astype(dtype) for n in ("q", "k", "v", "a", "b")}, run
+
+
+def fused(x, run, interpret=True):
+    return dplr(**x, run=run, scale=SCALE, implementation="mosaic_tpu", interpret=interpret)
+
+
+def compare(x, run, tolerance):
+    delta.compare(x, run, tolerance, fused, lambda x, run: by_token(**x, run=run))
+
+
+CASES = {
+    "short": dict(dims=(40, 1, 1, 1, 16, 8), documents=True, strong=True),
+    "documents": dict(dims=(160, 1, 1, 1, 16, 8), documents=True, strong=True),
+    "more queries": dict(dims=(130, 2, 1, 1, 8, 16)),
+    "fewer queries, wide": dict(dims=(130, 1, 1, 2, 128, 128), documents=True),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "short" else pytest.mark.slow) for n in CASES]
+)
+def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
+    if name == "short":
+        for backend in (delta.tpu, tpu):
+            monkeypatch.setattr(backend, "CHUNK", 16)
+    options = dict(CASES[name])
+    compare(*given(*options.pop("dims"), **options), 5e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strong", [False, True])
+def test_bfloat16_is_as_exact_as_its_operands(strong):
+    compare(*given(256, 1, 1, 1, 64, 64, dtype=jnp.bfloat16, strong=strong), 1.5e-2)
+
+
+@pytest.mark.slow
+def test_has_no_races():
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    x, run = given(130, 1, 1, 1, 8, 8, documents=True)
+    fused(x, run, pltpu.InterpretParams(detect_races=True))
+    assert not interpret_pallas_call.races.races_found
+
+
+@pytest.mark.slow
+def test_causal_to_the_bit():
+    x, _ = given(256, 1, 1, 1, 8, 8, dtype=jnp.bfloat16)
+    forward = jax.jit(lambda x: fused(x, None)[0])
+    before = forward(x)
+    for token in (1, 127, 128, 200):
+        changed = {n: x[n].at[:, token:].multiply(-3) for n in ("q", "k", "v")}
+        changed |= {n: x[n].at[:, token:].multiply(0.5) for n in ("a", "b", "log_decay")}
+        after = forward(x | changed)
+        np.testing.assert_array_equal(before[:, :token], after[:, :token])
+        assert np.any(before[:, token:] != after[:, token:])
+
+
+@pytest.mark.parametrize("dims", [(128, 128), pytest.param((64, 64), marks=pytest.mark.slow)])
+def test_lowers_for_a_tpu(dims):
+    x, run = jax.eval_shape(lambda: given(1000, 4, 4, 8, *dims, documents=True, dtype=jnp.bfloat16))
+
+    def step(x, run):
+        values, pull = jax.vjp(lambda x: fused(x, run, interpret=False), x)
+        return pull(values)
+
+    device = AbstractDevice("TPU v5 lite", 1, platform="tpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        text = jax.jit(step).trace(x, run).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("custom_call @tpu_custom_call") == 2
+    transposed = [x for x in text.splitlines() if "stablehlo.transpose" in x and "bf16" in x]
+    assert (not transposed) == (dims == (128, 128))  # wide heads stay as they lie
+
+
+def test_says_why_it_does_not_serve_and_saves_nothing_unasked():
+    def why(dims=(64, 64), change=lambda x: x, **options):
+        x, run = jax.eval_shape(lambda: given(128, 2, 2, 2, *dims, **options))
+        return reasons(**change(x), run=run)["mosaic_tpu"]
+
+    assert why() is None
+    assert why(dims=(12, 64)) == "K a multiple of 8 up to 256, not 12"
+    half = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+    assert why(change=lambda x: x | dict(a=half)) == "a in v's dtype, float32, not bfloat16"
+    assert why(change=lambda x: x | dict(log_decay=half)) == "log_decay in float32, not bfloat16"
+    x, run = jax.eval_shape(lambda: given(256, 1, 1, 1, 8, 16))
+    arrays = *(x[n] for n in ("q", "k", "v", "a", "b", "log_decay")), run, x["initial"]
+    call = functools.partial(tpu.forward, scale=SCALE, interpret=True)
+    assert jax.eval_shape(functools.partial(call, save=False), *arrays)[2] is None
+    saved = jax.eval_shape(call, *arrays)[2]
+    assert saved.states.shape == (1, 1, 2, 16, 8) and saved.inverse.shape == (1, 1, 256, 128)
+
+
+def test_dplr_memory_runs_it_by_name():
+    x, _ = jax.eval_shape(lambda: given(100, 1, 1, 2, 64, 64))
+    del x["initial"]
+
+    def lowered(implementation):
+        op = functools.partial(ops.dplr_memory, implementation=implementation)
+        call = jax.jit(lambda x: op(**x)[0])
+        return call.trace(x).lower(lowering_platforms=("tpu",)).as_text()
+
+    assert "tpu_custom_call" in lowered("mosaic_tpu")
+    assert "tpu_custom_call" not in lowered(None)
