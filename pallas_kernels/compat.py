@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 __all__ = [
+    "channel_rows",
     "gpu_interpreter",
     "on_hopper",
     "pl",
@@ -33,6 +34,19 @@ def on_hopper() -> bool:
     except RuntimeError:
         return True
     return all(getattr(device, "compute_capability", None) == "9.0" for device in devices)
+
+
+def channel_rows(heads: int, head_dim: int, warps: int) -> Any:
+    """The layout of [heads, head_dim] in a warpgroup's registers with whole heads in a warp, and each thread's channels side by
+    side; a head has a power of two of threads."""
+    from jax.experimental.mosaic.gpu import fragmented_array as mgpu
+
+    vector = heads * head_dim // (32 * warps)
+    tiles = mgpu.Tiling(((heads, head_dim), (heads // warps, head_dim), (vector,)))
+    layout = mgpu.TiledLayout(
+        tiles, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1, _check_canonical=False
+    ).canonicalize()
+    return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
 
 
 def gpu_interpreter() -> Any:

@@ -193,18 +193,20 @@ class ShortConvolution(nnx.Module):
         self.weight = parameter(draw(width, channels), (None, axis), weight_decay=False)
         self.bias = parameter(draw(channels), (axis,), weight_decay=False) if bias else None
 
-    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        """x [B, T, channels] -> the same shape and dtype."""
+    def __call__(self, x: jax.Array, context: Context, head_dim: int | None = None) -> jax.Array:
+        """x [B, T, channels] -> the same shape and dtype, each `head_dim` channels of unit length where it is given."""
         y, context.tails[self.name] = ops.short_convolution(
             x,
             self.weight[...].astype(x.dtype),
             None if self.bias is None else self.bias[...].astype(x.dtype),
+            silu=self.silu,
+            head_dim=head_dim,
             initial_state=context.tails.get(self.name),
             segment_ids=context.segment_ids,
             update_mask=context.update_mask,
             contiguous=context.contiguous,
         )
-        return jax.nn.silu(y) if self.silu else y
+        return y
 
 
 class TokenShift(nnx.Module):

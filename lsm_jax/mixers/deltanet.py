@@ -12,7 +12,7 @@ from flax import nnx
 from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
-from lsm_jax.mixers.layers import Dense, RMSNorm, l2_normalize, merge_heads, split_heads
+from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, split_heads
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -108,15 +108,15 @@ class DeltaNet(Mixer):
 
     def read(self, x: jax.Array, context: Context) -> jax.Array:
         """Convolved queries of unit length."""
-        q = self.q_conv(self.q_proj(x), context)
-        return l2_normalize(split_heads(q, self.config.num_heads))
+        q = self.q_conv(self.q_proj(x), context, self.key_dim)
+        return split_heads(q, self.config.num_heads)
 
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
         """Convolved keys of unit length, convolved values, and β."""
         config = self.config
         beta = jax.nn.sigmoid(self.beta_proj(x, dtype=jnp.float32))
         return dict(
-            k=l2_normalize(split_heads(self.k_conv(self.k_proj(x), context), config.num_heads)),
+            k=split_heads(self.k_conv(self.k_proj(x), context, self.key_dim), config.num_heads),
             v=split_heads(self.v_conv(self.v_proj(x), context), config.value_heads()),
             beta=2 * beta if config.allow_negative_eigenvalues else beta,
         )

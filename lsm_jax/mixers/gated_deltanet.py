@@ -15,7 +15,6 @@ from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
 from lsm_jax.mixers.layers import (
     Dense,
     RMSNorm,
-    l2_normalize,
     log_uniform_rate,
     log_uniform_step_bias,
     merge_heads,
@@ -120,8 +119,8 @@ class GatedDeltaNet(Mixer):
 
     def read(self, x: jax.Array, context: Context) -> jax.Array:
         """Convolved queries of unit length."""
-        q = self.q_conv(self.q_proj(x), context)
-        return l2_normalize(split_heads(q, self.config.num_heads))
+        q = self.q_conv(self.q_proj(x), context, self.config.head_dim)
+        return split_heads(q, self.config.num_heads)
 
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
         """Convolved keys of unit length, convolved values, β and the decay of each value head."""
@@ -129,7 +128,7 @@ class GatedDeltaNet(Mixer):
         beta = jax.nn.sigmoid(self.beta_proj(x, dtype=jnp.float32))
         step = jax.nn.softplus(self.decay_proj(x, dtype=jnp.float32) + self.dt_bias[...])
         return dict(
-            k=l2_normalize(split_heads(self.k_conv(self.k_proj(x), context), config.num_heads)),
+            k=split_heads(self.k_conv(self.k_proj(x), context, config.head_dim), config.num_heads),
             v=split_heads(self.v_conv(self.v_proj(x), context), config.value_heads()),
             beta=2 * beta if config.allow_negative_eigenvalues else beta,
             log_decay=-jnp.exp(self.a_log[...]) * step,

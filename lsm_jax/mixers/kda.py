@@ -18,7 +18,6 @@ from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
 from lsm_jax.mixers.layers import (
     Dense,
     RMSNorm,
-    l2_normalize,
     log_uniform_rate,
     log_uniform_step_bias,
     merge_heads,
@@ -124,8 +123,8 @@ class KDA(Mixer):
 
     def read(self, x: jax.Array, context: Context) -> jax.Array:
         """Convolved queries of unit length."""
-        q = self.q_conv(self.q_proj(x), context)
-        return l2_normalize(split_heads(q, self.config.num_heads))
+        q = self.q_conv(self.q_proj(x), context, self.config.head_dim)
+        return split_heads(q, self.config.num_heads)
 
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
         """Convolved keys of unit length, convolved values, β of each value head and the decay of each of its key channels."""
@@ -134,7 +133,7 @@ class KDA(Mixer):
         gate = self.decay_up(self.decay_down(x, dtype=jnp.float32)) + self.dt_bias[...]
         step = split_heads(jax.nn.softplus(gate), heads)
         return dict(
-            k=l2_normalize(split_heads(self.k_conv(self.k_proj(x), context), config.num_heads)),
+            k=split_heads(self.k_conv(self.k_proj(x), context, config.head_dim), config.num_heads),
             v=split_heads(self.v_conv(self.v_proj(x), context), heads),
             beta=2 * beta if config.allow_negative_eigenvalues else beta,
             log_decay=-jnp.exp(self.a_log[...])[:, None] * step,

@@ -141,14 +141,6 @@ def rms_normalize(x: jax.Array, eps: float) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
 
-def l2_normalize(x: jax.Array, eps: float = 1e-6) -> jax.Array:
-    """`x / sqrt(sum(x²) + eps)` over the last axis, in float32, returned in x's dtype."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return (wide * jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + eps)).astype(
-        x.dtype
-    )
-
-
 class RMSNorm(nnx.Module):
     """Root-mean-square norm of the last axis with a learned scale, float32 inside, in x's dtype outside.
 

@@ -20,11 +20,11 @@ from lsm_jax.mixers.base import Context, Mixer, TokenShift
 from lsm_jax.mixers.layers import (
     HeadNorm,
     OrthogonalDense,
-    l2_normalize,
     merge_heads,
     parameter,
     split_heads,
 )
+from lsm_jax.ops.shift import l2_normalize
 
 _MIXED = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
 """What the token shift is mixed into, and the power its initial share falls with along the channels."""

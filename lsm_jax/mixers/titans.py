@@ -21,7 +21,6 @@ from lsm_jax.mixers.layers import (
     Dense,
     HeadNorm,
     RMSNorm,
-    l2_normalize,
     merge_heads,
     parameter,
     split_heads,
@@ -141,8 +140,9 @@ class Titans(Mixer):
 
     def read(self, x: jax.Array, context: Context) -> jax.Array:
         """Convolved queries of unit length."""
-        q = self.q_conv(self.q_proj(x), context)
-        return l2_normalize(split_heads(q, self.config.num_heads))
+        heads = self.config.num_heads
+        q = self.q_conv(self.q_proj(x), context, self.hidden_size // heads)
+        return split_heads(q, heads)
 
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
         """Convolved keys of unit length, convolved values, the memory's initial weights, and its three gates."""
@@ -151,7 +151,7 @@ class Titans(Mixer):
         momentum = self.momentum_proj(x, dtype=jnp.float32)
         forget = self.decay_proj(x, dtype=jnp.float32) + self.decay_bias[...]
         return dict(
-            k=l2_normalize(split_heads(self.k_conv(self.k_proj(x), context), heads)),
+            k=split_heads(self.k_conv(self.k_proj(x), context, self.hidden_size // heads), heads),
             v=split_heads(self.v_conv(self.v_proj(x), context), heads),
             inner=self._inner(),
             # The op's loss is half the sum of squares.

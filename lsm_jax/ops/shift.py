@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lsm_jax.ops import checks
+from lsm_jax.ops import checks, chosen
 from lsm_jax.ops.segments import Tokens, finish_output, read_tokens, select
 from lsm_jax.ops.sequence import (
     Update,
@@ -20,6 +20,8 @@ from lsm_jax.ops.sequence import (
     unless_restarted,
 )
 from lsm_jax.parallel import TOKENS, over_mesh
+
+_KERNEL, _FEWEST = "mosaic_gpu", 64
 
 
 class ShiftState(NamedTuple):
@@ -52,53 +54,150 @@ def short_convolution(
     weight: Float[Array, "W D"],
     bias: Float[Array, " D"] | None = None,
     *,
+    silu: bool = False,
+    head_dim: int | None = None,
     initial_state: ShiftState | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     update_mask: Array | None = None,
     contiguous: bool = False,
+    implementation: str | None = None,
 ) -> tuple[Float[Array, "B T D"], ShiftState]:
     """Causal depthwise convolution, `y_t = Σ_d weight[W - 1 - d] x_{t-d} + bias`, over a document's written tokens.
+
+    What surrounds it in the layers of delta rules follows where it is asked for: SiLU, then the unit length of each head.
 
     Args:
         x: [B, T, D].
         weight: [W, D]; the last row multiplies the current token.
         bias: [D].
+        silu: whether `z * sigmoid(z)` follows.
+        head_dim: channels of a head, whose L2 norm is made 1 at the end (`l2_normalize`); None leaves it.
         initial_state: W - 1 remembered tokens; with tail [B, S, ...], segment id s has state s - 1. None is empty.
         segment_ids: [B, T] integers, 0 padding; see `lsm_jax.ops.segments`.
         update_mask: [B, T], 0 where a token is not remembered: later tokens look past it, and it sees itself and the
             written tokens before it.
         contiguous: whether every token between two of one document is written, as the caller knows; with one state a row the
             convolution then is plain shifts, several times as fast on accelerators. Where it is not so, the output is wrong.
+        implementation: None (the fused kernel where it serves: NVIDIA Hopper, bfloat16, 64 tokens or more, D a multiple of 256,
+            W of 2 to 4, no `update_mask`, one state a row; else XLA), "xla" or "mosaic_gpu".
 
     Returns:
-        [B, T, D] in x's dtype (no activation), and the state, its tail in x's dtype.
+        [B, T, D] in x's dtype, and the state, its tail in x's dtype.
 
     Raises:
+        NotImplementedError: the kernel asked for by name does not serve the call; the message says why.
         ValueError: shapes that do not fit.
     """
     op = "short_convolution"
+    if implementation not in (None, "xla", _KERNEL):
+        raise ValueError(
+            f"{op}: implementation={implementation!r}; accepted are None, 'xla' and {_KERNEL!r}"
+        )
     checks.check_row_channels(op, "x", x)
     checks.check_shape(op, "weight", weight, (None, x.shape[2]), "W, D")
     if bias is not None:
         checks.check_shape(op, "bias", bias, (x.shape[2],), "D")
     if weight.shape[0] < 2:
         raise ValueError(f"{op}: weight has {weight.shape[0]} rows; accepted are 2 or more")
+    if head_dim is not None and (head_dim < 1 or x.shape[2] % head_dim):
+        raise ValueError(f"{op}: head_dim={head_dim!r}; accepted are divisors of x's {x.shape[2]}")
     batched = _arguments(op, x, weight.shape[0] - 1, initial_state, segment_ids, update_mask)
     shared = dict(weight=weight, bias=bias)
     axes = dict(weight=(None, "heads"), bias=("heads",))
-    return _run(_convolve, batched, shared, contiguous, axes, "heads")
+    # Where devices may get parts of heads, these are normalised when they are together again.
+    meshes = jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh
+    whole = head_dim and all(m.empty or not x.shape[2] // head_dim % m.size for m in meshes)
+    why = _why_not(x, weight, head_dim if whole else None, batched["state"].tail, update_mask)
+    fused = chosen.choose(op, "shifts", implementation, _KERNEL, why)
+    options = _Options(contiguous, silu, head_dim if whole else None, fused)
+    y, state = _run(_convolve, batched, shared, options, axes, "heads")
+    return (y if whole or head_dim is None else l2_normalize(y, head_dim)), state
 
 
-def _convolve(contiguous, x, weight, bias, **rest) -> tuple[Array, ShiftState]:
+def l2_normalize(x: Array, head_dim: int | None = None, eps: float = 1e-6) -> Array:
+    """`x / sqrt(sum(x²) + eps)` over the last axis, or over each `head_dim` of it, in float32, returned in x's dtype."""
+    heads = x if head_dim is None else x.reshape(*x.shape[:-1], -1, head_dim)
+    wide = heads.astype(jnp.promote_types(x.dtype, jnp.float32))
+    scale = jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale).astype(x.dtype).reshape(x.shape)
+
+
+class _Options(NamedTuple):
+    contiguous: bool = False
+    silu: bool = False
+    head_dim: int | None = None
+    fused: chosen.Fused = "never"
+
+
+def _why_not(x, weight, head_dim, tail, update_mask) -> str | None:
+    """What the kernel takes in place of this call, or None. The platform is not asked: lowering decides that."""
+    if update_mask is not None:
+        return "no update_mask"
+    if tail.ndim == 4:
+        return "one state a row, not one a segment"
+    if x.shape[1] < _FEWEST:
+        return f"{_FEWEST} tokens or more, not {x.shape[1]}"
+    if any(jax.typeof(a).manual_axis_type.varying for a in (x, weight)):
+        return "arrays outside jax.shard_map, or inside with check_vma=False"
+    if x.dtype != jnp.bfloat16:
+        return f"x in bfloat16, not {x.dtype}"
+    if jax.config.jax_enable_x64:
+        return "32-bit indices (jax_enable_x64 off)"
+    # Imported where it may serve: elsewhere the backends cost nothing.
+    from pallas_kernels import compat
+    from pallas_kernels.short_convolution import reason
+
+    return reason(x, weight, head_dim) if compat.on_hopper() else "NVIDIA Hopper"
+
+
+def _convolve(options: _Options, x, weight, bias, **rest) -> tuple[Array, ShiftState]:
+    def xla(x, weight, bias, rest):
+        return _by_xla(options, x, weight, bias, **rest)
+
+    def kernel(x, weight, bias, rest):
+        return _by_kernel(options, x, weight, bias, **rest)
+
+    if options.fused == "never":
+        return xla(x, weight, bias, rest)
+    # A device's own part may be one that the kernel does not serve.
+    why = _why_not(x, weight, options.head_dim, rest["state"].tail, None)
+    if why is not None and options.fused == "always":
+        raise NotImplementedError(f"short_convolution: on a device {_KERNEL!r} takes {why}")
+    if why is not None:
+        return xla(x, weight, bias, rest)
+    if options.fused == "always":
+        return kernel(x, weight, bias, rest)
+    return jax.lax.platform_dependent(x, weight, bias, rest, cuda=kernel, default=xla)
+
+
+def _by_kernel(options, x, weight, bias, state, segment_ids, update_mask):
+    from pallas_kernels.short_convolution import short_convolution as fused
+
+    width = weight.shape[0] - 1
+    # Of these only what is remembered is used, and computed.
+    _, tokens, after = _previous_tokens(
+        options.contiguous, x, state, segment_ids, update_mask, width
+    )
+    y = fused(
+        x, weight, bias, initial=state.tail, run=tokens.run, real=tokens.real,
+        silu=options.silu, head_dim=options.head_dim,
+    )  # fmt: skip
+    return y, after
+
+
+def _by_xla(options, x, weight, bias, **rest) -> tuple[Array, ShiftState]:
     dtype = checks.compute_dtype(x)
-    taps, tokens, state = _previous_tokens(contiguous, x, width=weight.shape[0] - 1, **rest)
+    width = weight.shape[0] - 1
+    taps, tokens, state = _previous_tokens(options.contiguous, x, width=width, **rest)
     kernel = weight.astype(dtype)
     y = select(tokens.real, x).astype(dtype) * kernel[-1]
     for distance, tap in enumerate(taps, start=1):
         y = y + tap.astype(dtype) * kernel[-1 - distance]
     if bias is not None:
         y = y + bias.astype(dtype)
-    return finish_output(tokens, y).astype(x.dtype), state
+    y = finish_output(tokens, y).astype(x.dtype)
+    y = jax.nn.silu(y) if options.silu else y
+    return (y if options.head_dim is None else l2_normalize(y, options.head_dim)), state
 
 
 def token_shift(
@@ -117,35 +216,35 @@ def token_shift(
     checks.check_row_channels(op, "x", x)
     batched = _arguments(op, x, 1, initial_state, segment_ids, update_mask)
     # Whole channels: these are a model's, which no axis shards.
-    return _run(_shift, batched, {}, contiguous, {}, None)
+    return _run(_shift, batched, {}, _Options(contiguous), {}, None)
 
 
-def _run(function, batched, shared, contiguous: bool, axes: dict[str, Any], channels: str | None):
+def _run(function, batched, shared, options: _Options, axes: dict[str, Any], channels: str | None):
     """`function` over the mesh; `channels` is the logical axis of x's last one."""
     rows = ("batch",) if batched["state"].tail.ndim == 3 else ("batch", None)
     axes |= dict.fromkeys(("segment_ids", "update_mask"), TOKENS[:2])
     kept: Any = ((*rows, None, channels), ("batch",))
     axes |= dict(x=(*TOKENS[:2], channels), state=ShiftState(*kept))
     return over_mesh(
-        function, batched, shared, contiguous,
+        function, batched, shared, options,
         axes=axes, out_axes=(axes["x"], "state"), in_sequence=_in_sequence,
     )  # fmt: skip
 
 
-def _in_sequence(axis, function, contiguous, **arguments):
+def _in_sequence(axis, function, options, **arguments):
     """The op on one of the devices that share a row."""
     x, state = arguments["x"], arguments["state"]
     width = state.tail.shape[-2]
     whole = arguments["segment_ids"] is None and arguments["update_mask"] is None
     if not whole or state.tail.ndim == 4 or x.shape[1] < width:
         update = _update(x, state, arguments["segment_ids"], arguments["update_mask"])
-        return resume(axis, function, (contiguous,), arguments, update, _advance)
+        return resume(axis, function, (options,), arguments, update, _advance)
     # Nothing but the last tokens of the device before can be in reach.
     devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     onwards = [(i, i + 1) for i in range(devices - 1)]
     before = jax.lax.ppermute(x[:, -width:], axis, onwards)
     tail = jnp.where(here == 0, state.tail.astype(x.dtype), before)
-    output, after = function(contiguous, **(arguments | {"state": state._replace(tail=tail)}))
+    output, after = function(options, **(arguments | {"state": state._replace(tail=tail)}))
     final = jax.lax.psum(jnp.where(here == devices - 1, after.tail, 0), axis)
     return output, after._replace(tail=final)
 
@@ -181,8 +280,8 @@ def _advance(state: ShiftState, update: Update) -> ShiftState:
     return ShiftState(tail, newer_id(state, update))
 
 
-def _shift(contiguous, **batched) -> tuple[Array, ShiftState]:
-    (tap,), tokens, state = _previous_tokens(contiguous, width=1, **batched)
+def _shift(options: _Options, **batched) -> tuple[Array, ShiftState]:
+    (tap,), tokens, state = _previous_tokens(options.contiguous, width=1, **batched)
     return finish_output(tokens, tap), state
 
 

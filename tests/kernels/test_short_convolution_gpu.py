@@ -1,0 +1,169 @@
+"""The Hopper kernel of short convolutions, by Mosaic GPU's interpreter and by lowering for an H200."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from lsm_jax import ops
+from lsm_jax.ops.segments import read_tokens
+from pallas_kernels.compat import gpu_interpreter, races_found
+from pallas_kernels.short_convolution import reason, short_convolution
+from tests.kernels.test_linear_attention_gpu import error
+
+
+def make(length, channels, width, *, documents, bias, batch=1) -> tuple[dict[str, Any], Any]:
+    """Arrays, and ids with padding inside documents and at the end, the first token going on from what came before."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+
+    ids = np.cumsum(rng.random((batch, length)) < 0.15, axis=1) + 1
+    ids[rng.random(ids.shape) < 0.15] = 0
+    ids[:, 0], ids[:, -3:] = 1, 0
+    x = normal(batch, length, channels)
+    if documents:  # what padding holds is never looked at
+        x = jnp.where(jnp.asarray(ids == 0)[..., None], jnp.nan, x)
+    arrays = dict(x=x, weight=normal(width, channels), initial=normal(batch, width - 1, channels))
+    if bias:
+        arrays["bias"] = normal(channels)
+    return arrays, jnp.asarray(ids, jnp.int32) if documents else None
+
+
+def plain(arrays, ids, silu, head_dim):
+    """The XLA form."""
+    arrays = dict(arrays)
+    initial = arrays.pop("initial")
+    state = ops.ShiftState(initial, jnp.ones(initial.shape[0], jnp.int32))
+    return ops.short_convolution(
+        **arrays, silu=silu, head_dim=head_dim, initial_state=state, segment_ids=ids,
+        implementation="xla",
+    )[0]  # fmt: skip
+
+
+def fused(arrays, ids, silu, head_dim):
+    tokens = read_tokens(ids, None, jnp.ones(arrays["x"].shape[0], jnp.int32), None)
+    return short_convolution(
+        **arrays, run=tokens.run, real=tokens.real, silu=silu, head_dim=head_dim,
+        interpret=gpu_interpreter(),
+    )  # fmt: skip
+
+
+# T (of blocks of 16), D, W; documents, bias, SiLU, channels of a head
+CASES = [
+    (20, 256, 4, True, True, True, 64),
+    (48, 512, 3, False, False, True, 128),
+    (32, 256, 2, True, False, False, None),
+    (40, 1024, 4, True, False, True, 256),
+    (36, 768, 4, False, True, False, 64),
+]
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.slow] * bool(i)) for i, c in enumerate(CASES)]
+)
+def test_equals_the_plain_form(case):
+    """Value and every gradient against float32, and no races."""
+    length, channels, width, documents, bias, silu, head_dim = case
+    arrays, ids = make(length, channels, width, documents=documents, bias=bias)
+    dy = jnp.asarray(np.random.default_rng(1).normal(size=arrays["x"].shape), jnp.bfloat16)
+    if ids is not None:
+        dy = jnp.where((ids == 0)[..., None], jnp.nan, dy)
+    y, pull = jax.vjp(lambda a: fused(a, ids, silu, head_dim), arrays)
+    (gradients,) = pull(dy)
+    assert not races_found()
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), arrays)
+    expected, pull = jax.vjp(lambda a: plain(a, ids, silu, head_dim), wide)
+    (wanted,) = pull(jnp.nan_to_num(dy).astype(jnp.float32))
+    assert error(y, expected) < 3e-3
+    for name, got in gradients.items():
+        assert got.dtype == jnp.bfloat16
+        assert error(got, wanted[name]) < 3e-3, name
+
+
+def test_no_later_token_changes_a_bit():
+    arrays, ids = make(36, 256, 4, documents=True, bias=False)
+    assert ids is not None
+    later = jnp.arange(36) >= 21
+    changed = arrays | dict(x=jnp.where(later[:, None], -arrays["x"], arrays["x"]))
+    other = jnp.where(later, jnp.where(ids == 0, 9, 0), ids)
+    y, z = (fused(a, i, True, 64) for a, i in ((arrays, ids), (changed, other)))
+    np.testing.assert_array_equal(y[:, :21], z[:, :21])
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_the_op_lowers_to_it_on_the_card(documents):
+    """One kernel forward, one backward, also where the op is left to choose; with a mask it chooses XLA."""
+    struct = jax.ShapeDtypeStruct
+    x, weight = struct((2, 4090, 1024), jnp.bfloat16), struct((4, 1024), jnp.bfloat16)
+    ids = struct((2, 4090), jnp.int32)
+
+    def lowered(mask):
+        def step(x, weight, ids):
+            def total(x, weight):
+                y, state = ops.short_convolution(
+                    x, weight, silu=True, head_dim=128, segment_ids=ids if documents else None,
+                    update_mask=jnp.ones(ids.shape) if mask else None,
+                )  # fmt: skip
+                return jnp.sum(y.astype(jnp.float32)) + jnp.sum(state.tail.astype(jnp.float32))
+
+            return jax.value_and_grad(total, argnums=(0, 1))(x, weight)
+
+        device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+        with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+            return jax.jit(step).trace(x, weight, ids).lower(lowering_platforms=("cuda",)).as_text()
+
+    assert lowered(mask=False).count("custom_call @mosaic_gpu") == 2
+    assert "mosaic_gpu" not in lowered(mask=True)
+
+
+def test_says_why_it_does_not_serve():
+    arrays, _ = make(64, 256, 4, documents=False, bias=False)
+    x, weight = arrays["x"], arrays["weight"]
+    assert reason(x, weight, 64) is None
+    assert "not 256 in heads of 128" in str(reason(x, weight, 128))
+    assert "2 to 4 rows, not 5" in str(reason(x, jnp.ones((5, 256)), None))
+    call: Any = dict(weight=weight, implementation="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match="takes x in bfloat16, not float32"):
+        ops.short_convolution(x.astype(jnp.float32), **call)
+    with pytest.raises(NotImplementedError, match="takes 64 tokens or more, not 63"):
+        ops.short_convolution(x[:, :63], **call)
+    with pytest.raises(NotImplementedError, match="takes no update_mask"):
+        ops.short_convolution(x, **call, update_mask=jnp.ones(x.shape[:2]))
+    with pytest.raises(ValueError, match="implementation='triton'; accepted are"):
+        short_convolution(x, weight, initial=arrays["initial"], silu=True, implementation="triton")
+    with pytest.raises(ValueError, match="head_dim=100; accepted are divisors"):
+        ops.short_convolution(x, weight, head_dim=100)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA Hopper GPU")
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("case", [(1024, 4, 128), (1536, 3, 64), (2048, 4, 256), (768, 4, None)])
+def test_equals_the_plain_form_on_the_card(case, documents):
+    """Value and every gradient against float32; and twice the same bits."""
+    channels, width, head_dim = case
+    arrays, ids = make(1000, channels, width, documents=documents, bias=True, batch=2)
+    dy = jnp.asarray(np.random.default_rng(1).normal(size=arrays["x"].shape), jnp.bfloat16)
+
+    def both(function, arrays, dy):
+        y, pull = jax.vjp(lambda a: function(a), arrays)
+        return y, *jax.tree.leaves(pull(dy))
+
+    def kernel(arrays):
+        tokens = read_tokens(ids, None, jnp.ones(2, jnp.int32), None)
+        run, real = tokens.run, tokens.real
+        return short_convolution(**arrays, run=run, real=real, silu=True, head_dim=head_dim)
+
+    run = jax.jit(lambda *a: both(kernel, *a))
+    got = run(arrays, dy)
+    for a, b in zip(got, run(arrays, dy), strict=True):
+        np.testing.assert_array_equal(a, b)
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), (arrays, dy))
+    wanted = jax.jit(lambda *a: both(lambda a: plain(a, ids, True, head_dim), *a))(*wide)
+    for a, b in zip(got, wanted, strict=True):
+        assert error(a, b) < 5e-3
