@@ -291,6 +291,21 @@ class Decoder(nnx.Module):
                 rounds=rounds,
             )  # fmt: skip
             return self.norm(x), None, _gather(aux)
+        unsharded = jax.sharding.get_abstract_mesh().empty and jax.typeof(x).sharding.mesh.empty
+        if state is not None and tokens.shape[1] == 1 and unsharded:
+            # Each layer's memories are written where they were read; what a scan stacks would be new arrays, copied back.
+            # (A mesh's types may change from layer to layer, which a carry's may not.)
+            def decode(carry, inputs):
+                x, shared, states = carry
+                period, at = inputs
+                own = jax.tree.map(lambda s: s[at], states)
+                (x, shared), (own, statistics) = body(rows, (x, shared), (period, own, at))
+                states = jax.tree.map(lambda s, new: s.at[at].set(new.astype(s.dtype)), states, own)
+                return (x, shared, states), statistics
+
+            carry = x, shared, state.layers
+            (x, _, states), statistics = jax.lax.scan(decode, carry, (self.periods, index))
+            return self.norm(x), DecoderState(states, clock), _gather(statistics)
         inputs = (self.periods, None if state is None else state.layers, index)
         scanned = functools.partial(body, rows)
         (x, _), (states, statistics) = jax.lax.scan(scanned, (x, shared), inputs)
