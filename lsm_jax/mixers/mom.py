@@ -27,7 +27,7 @@ from lsm_jax.mixers.layers import Dense, project
 from lsm_jax.mixers.mom_layout import Packed, Rows, chunks_needed, pack
 from lsm_jax.ops import DocumentCount, number_documents, shift_state
 from lsm_jax.ops.checks import DEFAULT_CHUNK_SIZE
-from lsm_jax.parallel import over_tokens, sequence_shards
+from lsm_jax.parallel import sequence_shards
 
 EXECUTIONS = ("packed", "masked")
 _ROW = "row_"  # ahead of the names of tails that belong to the row, not to a memory
@@ -254,8 +254,9 @@ class MoM(Mixer):
         config, wide = self.config, jnp.promote_types(x.dtype, jnp.float32)
         logits = self.router(x, dtype=wide)
         probability = jax.nn.softmax(logits, axis=-1)
-        chosen = over_tokens(_likeliest, dict(logits=logits), {}, config.top_k)
-        routed = (chosen[..., None] == jnp.arange(config.num_memories)).any(axis=-2)
+        rank = _ranks(logits)
+        routed = rank < config.top_k
+        chosen = jnp.argmax(rank[..., None, :] == jnp.arange(config.top_k)[:, None], axis=-1)
         kept = jnp.where(routed, probability, 0)
         weight = kept / jnp.sum(kept, axis=-1, keepdims=True)
 
@@ -382,15 +383,8 @@ class MoM(Mixer):
         by_token = self.inner.shared_by_token
         shared = {n: layout.tokens(s) if n in by_token else s for n, s in context.shared.items()}
         positions = None if context.positions is None else layout.tokens(context.positions)
-        own = Context(
-            context.layer,
-            shared,
-            segment_ids,
-            positions,
-            update_mask,
-            dict(tails),
-            contiguous=contiguous,
-        )
+        place = context.layer, shared, segment_ids, positions, update_mask, dict(tails)
+        own = Context(*place, contiguous=contiguous)
         o, memory = self._arranged(layout, x, rows).through_memory(rows, own, memory)
         routed, share = layout.own(route.routed), layout.own(route.weight)
         even = layout.own(
@@ -402,7 +396,7 @@ class MoM(Mixer):
             wide = y.astype(jnp.promote_types(y.dtype, weight.dtype))
             y_weighted = jnp.where(routed.reshape(*routed.shape, *extra), wide, 0)
             y_weighted = y_weighted * weight.reshape(*weight.shape, *extra)
-            return layout.total(y_weighted).astype(y.dtype)
+            return layout.total(y_weighted, y.dtype)
 
         return _Part(
             mix(o, share),
@@ -430,9 +424,12 @@ class MoM(Mixer):
         return {n: tail for n, tail in context.tails.items() if not n.startswith(_ROW)}
 
 
-def _likeliest(top_k: int, logits: jax.Array) -> jax.Array:
-    """The memories of each token; a sort, which the partitioner would do on all devices."""
-    return jax.lax.top_k(logits, top_k)[1]
+def _ranks(logits: jax.Array) -> jax.Array:
+    """[..., M] -> each memory's place, 0 the likeliest; of equal ones the first. The partitioner would sort on all devices."""
+    index = jnp.arange(logits.shape[-1])
+    own, other = logits[..., :, None], logits[..., None, :]
+    ahead = (other > own) | ((other == own) & (index < index[:, None]))
+    return jnp.sum(ahead, axis=-1, dtype=jnp.int32)
 
 
 def _act(layer: Dense, own: bool, layout: Rows | Packed, x: jax.Array, rows: jax.Array) -> Any:
@@ -446,6 +443,10 @@ def _act(layer: Dense, own: bool, layout: Rows | Packed, x: jax.Array, rows: jax
             return whole(y, kernel, bias, dtype)
         if not own:
             return layout.tokens(project(x, kernel, bias, dtype))
+        if isinstance(layout, Packed) and bias is None and dtype in (None, y.dtype):
+            found = layout.project_tokens(y, kernel)
+            if found is not None:
+                return found
         groups, size, width = kernel.shape
         flat = jnp.moveaxis(kernel, 0, 1).reshape(size, groups * width)
         flat_bias = None if bias is None else bias.reshape(-1)

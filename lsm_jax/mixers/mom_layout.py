@@ -6,6 +6,7 @@ sees, and sums what each token read from its memories ([B, T, ...]).
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -13,6 +14,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from lsm_jax.mixers.layers import project
+from lsm_jax.ops.grouped_product import segment_product, serves_segments
+from lsm_jax.parallel import over_batch
 
 
 class Rows(NamedTuple):
@@ -41,9 +44,9 @@ class Rows(NamedTuple):
         x = self.pick(jnp.moveaxis(x, 2, 1))
         return x.reshape(-1, *x.shape[2:])
 
-    def total(self, x: Array) -> Array:
+    def total(self, x: Array, dtype) -> Array:
         """Arranged -> [B, T, ...], the sum over a token's memories."""
-        return jnp.sum(x.reshape(-1, self.rows, *x.shape[1:]), axis=1)
+        return jnp.sum(x.reshape(-1, self.rows, *x.shape[1:]), axis=1).astype(dtype)
 
     def pick(self, x: Array) -> Array:
         """[B, G, ...] -> [B, J, ...], those with a row."""
@@ -91,15 +94,26 @@ class Packed(NamedTuple):
         """[B, T, G, ...], to each memory its own -> arranged, 0 in empty places."""
         return _take_own(x, self.place, self.source)
 
-    def total(self, x: Array) -> Array:
+    def total(self, x: Array, dtype) -> Array:
         """Arranged -> [B, T, ...], the sum over a token's memories."""
-        return _sum_tokens(x, self.place, self.source)
+        return _total(dtype, x, self.place, self.source)
 
     def project(self, x: Array, kernel: Array, bias: Array | None, dtype) -> Array:
         """Arranged x [B, L, D] by each memory's own kernel [G, D, F] and bias [G, F]."""
-        size = self.source.shape[1] // self.chunk_group.shape[1]
-        group = jnp.repeat(self.chunk_group, size, axis=1)[..., None]
+        group = jnp.repeat(self.chunk_group, self._chunk_size(), axis=1)[..., None]
         return _select_project(x, kernel, bias, dtype, group)
+
+    def project_tokens(self, rows: Array, kernel: Array) -> Array | None:
+        """What `project` computes without a bias, of arranged tokens; None without a kernel that takes only their memories'."""
+        if self._chunk_size() % 64 or not serves_segments(_flat(rows), kernel.astype(rows.dtype)):
+            return None
+        ends = jnp.sum(self.chunk_group[..., None] <= jnp.arange(len(kernel)), axis=1)
+        blocks = ends.astype(jnp.int32) * (self._chunk_size() // 64)
+        kernel = kernel.astype(rows.dtype)
+        return over_batch(_project_rows, dict(rows=rows, ends=blocks), dict(kernel=kernel))
+
+    def _chunk_size(self) -> int:
+        return self.source.shape[1] // self.chunk_group.shape[1]
 
 
 def pack(routed: Bool[Array, "B T G"], size: int, num_chunks: int) -> Packed:
@@ -139,6 +153,17 @@ def _select_project(x, kernel, bias, dtype, group):
     return y
 
 
+def _flat(x: Array) -> Array:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _project_rows(rows: Array, ends: Array, kernel: Array) -> Array:
+    """Rows [B, L, D] whose memories end before the blocks [B, G]."""
+    first = jnp.arange(len(rows), dtype=jnp.int32)[:, None] * (rows.shape[1] // 64)
+    y = segment_product(_flat(rows), kernel, (first + ends).reshape(-1))
+    return y.reshape(*rows.shape[:2], -1)
+
+
 def _rows(x: Array, index: Array) -> Array:
     """x [B, P, ...] at index [B, ...], 0 where the index is P."""
     return jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=0))(x, index)
@@ -168,3 +193,24 @@ def _keep_maps(function):
 _take_tokens.defvjp(_keep_maps(_take_tokens), lambda maps, g: (_sum_tokens(g, *maps), None, None))
 _sum_tokens.defvjp(_keep_maps(_sum_tokens), lambda maps, g: (_take_tokens(g, *maps), None, None))
 _take_own.defvjp(_keep_maps(_take_own), lambda maps, g: (_rows(g, maps[0]), None, None))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _total(dtype, x, place, source):
+    return _sum_tokens(x, place, source).astype(dtype)
+
+
+def _total_backward(dtype, saved, g):
+    # What comes back is of the sum's dtype: gathered in it, and as an array of its own, not made again for every memory.
+    like, place, source = saved
+    g = _take_tokens(jax.lax.optimization_barrier(g), place, source)
+    return g.astype(like.dtype), None, None
+
+
+_total.defvjp(
+    lambda dtype, x, place, source: (
+        _total(dtype, x, place, source),
+        (jnp.zeros(0, x.dtype), place, source),
+    ),
+    _total_backward,
+)

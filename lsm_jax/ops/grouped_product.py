@@ -13,6 +13,7 @@ from lsm_jax.ops.chosen import choose
 
 KERNEL = "mosaic_gpu"
 _ROWS, _STEP = 128, 64
+_PIECES = 32  # parts that segments are cut to for their sums, where there are fewer segments
 
 
 def grouped_product(
@@ -50,6 +51,28 @@ def grouped_product(
     if fused == "never":
         return _xla_product(x, kernels, sizes)
     return _product(fused, x, kernels, sizes)
+
+
+def serves_segments(x: jax.Array, kernels: jax.Array) -> bool:
+    """Whether a kernel may compute `segment_product`; without one, products of all rows with every matrix are faster."""
+    why = _why_not(x.dtype, kernels.shape[1:], x, kernels)
+    if why is None and (len(x) % _STEP or len(x) < _ROWS):
+        why = f"rows of multiples of {_STEP}, from {_ROWS} on, not {len(x)}"
+    return choose("segment_product", "one product a group", None, KERNEL, why) == "maybe"
+
+
+def segment_product(x: jax.Array, kernels: jax.Array, ends: jax.Array) -> jax.Array:
+    """Segments of rows times a matrix each, in turn; for arrays that `serves_segments`.
+
+    Args:
+        x: [N, D], segments of whole blocks of 64 rows one after another.
+        kernels: [E, D, F], in x's dtype; segment s takes number s modulo E.
+        ends: int32 [S], the block before which each segment ends, up to N / 64; S is a multiple of E.
+
+    Returns:
+        [N, F] in x's dtype.
+    """
+    return _segments(x, kernels, ends)
 
 
 def row_multiple(x: jax.Array) -> int:
@@ -131,3 +154,65 @@ def _kernel_sums(x, dy, sizes):
     from pallas_kernels.grouped_product import hopper
 
     return hopper.sums(x, dy, jnp.cumsum(sizes) - sizes, sizes // _STEP)
+
+
+@jax.custom_vjp
+def _segments(x, kernels, ends):
+    return _on_platform("maybe", _kernel_segments, _xla_segments, x, kernels, ends)
+
+
+def _segments_backward(saved, dy):
+    x, kernels, ends = saved
+
+    def by_kernel(x, kernels, ends, dy):
+        return _kernel_segments(dy, kernels, ends, transposed=True), _kernel_segment_sums(
+            x, kernels, ends, dy
+        )
+
+    def by_xla(x, kernels, ends, dy):
+        return jax.vjp(lambda x, w: _xla_segments(x, w, ends), x, kernels)[1](dy)
+
+    return *_on_platform("maybe", by_kernel, by_xla, x, kernels, ends, dy), None
+
+
+_segments.defvjp(lambda *arrays: (_segments(*arrays), arrays), _segments_backward)
+
+
+def _xla_segments(x, kernels, ends):
+    blocks = x.reshape(-1, _STEP, x.shape[1])
+    segment = jnp.sum(ends <= jnp.arange(len(blocks))[:, None], axis=1)
+    own = kernels[segment % len(kernels)]
+    return jnp.matmul(blocks, own, precision=matmul_precision(x, kernels)).reshape(len(x), -1)
+
+
+@functools.partial(jax.jit, static_argnames="transposed")
+def _kernel_segments(x, kernels, ends, transposed=False):
+    """Two blocks of 64 rows at a time; a segment of an odd number ends with one."""
+    from pallas_kernels.grouped_product import hopper
+
+    begins = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+    visits = -(-(ends - begins) // 2)
+    after = jnp.cumsum(visits)
+    visit = jnp.arange((len(x) // _STEP + len(ends)) // 2)
+    segment = jnp.sum(after <= visit[:, None], axis=1, dtype=jnp.int32)
+    segment = jnp.minimum(segment, len(ends) - 1)
+    first = begins[segment] + 2 * (visit - (after - visits)[segment])
+    last = jnp.minimum(first + 2, ends[segment])
+    parts = (part.astype(jnp.int32) for part in (first, last))
+    groups = segment % len(kernels)
+    return hopper.product(x, kernels, groups, after[-1:], *parts, transposed=transposed)
+
+
+@jax.jit
+def _kernel_segment_sums(x, kernels, ends, dy):
+    """Few segments in pieces, since some may be much longer than others."""
+    from pallas_kernels.grouped_product import hopper
+
+    begins = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
+    pieces = max(1, _PIECES // len(ends))
+    size = -(-(ends - begins) // pieces)[:, None]
+    first = jnp.minimum(begins[:, None] + size * jnp.arange(pieces, dtype=jnp.int32), ends[:, None])
+    blocks = jnp.minimum(size, ends[:, None] - first)
+    found = hopper.sums(x, dy, (first * _STEP).reshape(-1), blocks.reshape(-1))
+    found = found.reshape(-1, len(kernels), pieces, *kernels.shape[1:]).astype(jnp.float32)
+    return jnp.sum(found, axis=(0, 2)).astype(kernels.dtype)

@@ -31,17 +31,18 @@ def product(
     kernels: jax.Array,
     groups: jax.Array,
     count: jax.Array,
-    *,
+    *parts: jax.Array,
     transposed: bool = False,
     interpret: Any = None,
 ) -> jax.Array:
     """Rows times their group's matrix.
 
     Args:
-        x: bfloat16 [N, D]; N is a multiple of `ROWS`, D of 64.
+        x: bfloat16 [N, D]; N is a multiple of `ROWS`, or with `parts` of 64, and at least `ROWS`; D is a multiple of 64.
         kernels: bfloat16 [E, D, F], or [E, F, D] where `transposed`; F is a multiple of 64.
-        groups: int32 [N / ROWS], the matrix of each block of rows.
-        count: int32 [1], blocks from the first on that are computed.
+        groups: int32 [N / ROWS], the matrix of each block of rows; with `parts` [V], of each part.
+        count: int32 [1], blocks (parts) from the first on that are computed.
+        parts: two int32 [V], where a part begins and ends, in 64 rows; it has one or two times as many.
         interpret: see `compat.gpu_interpreter`.
 
     Returns:
@@ -52,15 +53,25 @@ def product(
     across = width(size)
     tiles = size // across
 
-    def kernel(groups_ref, count_ref, x_ref, kernels_ref, out_ref):
+    def kernel(groups_ref, count_ref, *refs):
+        *parts_ref, x_ref, kernels_ref, out_ref = refs
+
         def tile(index):
             block, column = lax.div(index, tiles), lax.rem(index, tiles)
             own = pl.ds(column * across, across)
             matrix = kernels_ref.at[groups_ref[block]]
-            of_rows = x_ref.at[pl.ds(block * ROWS, ROWS)]
             source = matrix.at[own] if transposed else matrix.at[:, own]
-            out = out_ref.at[pl.ds(block * ROWS, ROWS), own]
-            return (of_rows, source), depth // _DEPTH, out
+            begin, kept = block * ROWS, None
+            if parts_ref:
+                first, last = (ref[block] for ref in parts_ref)
+                low = jnp.minimum(first, rows // _HALF - 2)  # within the array
+
+                def kept(half):
+                    return (low + half >= first) & (low + half < last)
+
+                begin = low * _HALF
+            of_rows, out = x_ref.at[pl.ds(begin, ROWS)], out_ref.at[pl.ds(begin, ROWS), own]
+            return (of_rows, source), depth // _DEPTH, out, kept
 
         if transposed:
             right = plgpu.BlockSpec((across, _DEPTH), lambda k: (0, k), transforms=wg.TILED)
@@ -76,7 +87,7 @@ def product(
             (x_ref.at[pl.ds(0, ROWS)], kernels_ref.at[0]), out_ref.dtype,
         )  # fmt: skip
 
-    return _kernel(kernel, (rows, size), x.dtype, interpret)(groups, count, x, kernels)
+    return _kernel(kernel, (rows, size), x.dtype, interpret)(groups, count, *parts, x, kernels)
 
 
 def sums(
@@ -85,9 +96,9 @@ def sums(
     """Each group's sum over its rows of the outer products of x and dy.
 
     Args:
-        x: bfloat16 [N, D]; N is a multiple of `ROWS`, D of 128.
-        dy: bfloat16 [N, F]; F is a multiple of 64. Rows between a group's last and the next `ROWS` are 0 in one of the two.
-        starts: int32 [E], each group's first row, a multiple of `ROWS`.
+        x: bfloat16 [N, D]; N is a multiple of 64, D of 128.
+        dy: bfloat16 [N, F]; F is a multiple of 64. Rows between a group's last and the next 64 are 0 in one of the two.
+        starts: int32 [E], each group's first row, a multiple of 64.
         blocks: int32 [E], blocks of 64 rows that each group takes.
         interpret: see `compat.gpu_interpreter`.
 
@@ -103,10 +114,10 @@ def sums(
             group, place = lax.div(index, tiles * down), lax.rem(index, tiles * down)
             row, column = lax.div(place, tiles), lax.rem(place, tiles)
             own, cut = pl.ds(row * ROWS, ROWS), pl.ds(column * across, across)
-            start = pl.multiple_of(starts_ref[group], ROWS)
+            start = pl.multiple_of(starts_ref[group], _DEPTH)
             rows = pl.ds(start, x.shape[0])  # what lies beyond the array is not asked for
             sources = x_ref.at[rows, own], dy_ref.at[rows, cut]
-            return sources, blocks_ref[group], out_ref.at[group, own, cut]
+            return sources, blocks_ref[group], out_ref.at[group, own, cut], None
 
         left = plgpu.BlockSpec((_DEPTH, ROWS), lambda k: (k, 0), transforms=wg.TILED)
         right = plgpu.BlockSpec((_DEPTH, across), lambda k: (k, 0), transforms=wg.TILED)
@@ -138,8 +149,8 @@ def _kernel(body: Any, shape: tuple[int, ...], dtype: Any, interpret: Any) -> An
 def _walk(tile, multiply, specs, across, count, most, examples, dtype) -> None:
     """Compute output tiles [ROWS, across] number `processor`, `processor + processors`, ... below `count`.
 
-    `tile(index)` gives the arrays that a tile is summed over, in how many steps, and where it goes; `multiply(total, half, a, b)`
-    adds a step's product for the rows `half` of the tile. `most` are the most steps of any; `examples` are arrays of the two shapes.
+    `tile(index)` gives the arrays that a tile is summed over, in how many steps, where it goes, and which halves do (None for both);
+    `multiply(total, half, a, b)` adds a step's product for the rows `half` of the tile. `most` are the most steps of any; `examples` are arrays of the two shapes.
     """
     stages = min(_STAGES, most)
 
@@ -158,7 +169,7 @@ def _walk(tile, multiply, specs, across, count, most, examples, dtype) -> None:
 
         @plgpu.nd_loop((count,), collective_axes="processor")
         def _(info):
-            sources, steps, out = tile(info.index[0])
+            sources, steps, out, kept = tile(info.index[0])
             totals = []
 
             def body(indices, a, b, carry):
@@ -174,12 +185,19 @@ def _walk(tile, multiply, specs, across, count, most, examples, dtype) -> None:
 
                 y = pl.run_scoped(sum_up, plgpu.ACC((_HALF, across), jnp.float32)).astype(dtype)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                for i in range(across // _HALF):
-                    place, columns = room.at[group, i % _SLOTS], pl.ds(i * _HALF, _HALF)
-                    plgpu.wait_smem_to_gmem(_SLOTS - 1, wait_read_only=True)
-                    place[...] = y[:, i * _HALF : (i + 1) * _HALF]
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(place, out.at[half, columns])
+
+                def store():
+                    for i in range(across // _HALF):
+                        place, columns = room.at[group, i % _SLOTS], pl.ds(i * _HALF, _HALF)
+                        plgpu.wait_smem_to_gmem(_SLOTS - 1, wait_read_only=True)
+                        place[...] = y[:, i * _HALF : (i + 1) * _HALF]
+                        plgpu.commit_smem()
+                        plgpu.copy_smem_to_gmem(place, out.at[half, columns])
+
+                if kept is None:
+                    store()
+                else:
+                    pl.when(kept(group))(store)
 
             pipeline(steps, body, compute)(*sources, allocations=allocations)
 

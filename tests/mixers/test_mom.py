@@ -12,6 +12,8 @@ import pytest
 from flax import nnx
 
 from lsm_jax import mixers
+from lsm_jax.mixers import mom_layout
+from lsm_jax.ops import grouped_product
 from tests.mixers.mom_cases import (
     BATCH,
     INNER,
@@ -68,6 +70,19 @@ def expected_of(name):
 def test_each_form_is_the_definition_in_value_and_every_gradient(name, form):
     expected, y = expected_of(name)
     gradients, got = gradient(made(name, execution=form), X)
+    close(got, y)
+    of_mixer, of_expected = (nnx.to_pure_dict(nnx.state(g[0])) for g in (gradients, expected))
+    close(of_mixer, of_expected, 3e-5)
+    close(gradients[1], expected[1], 3e-5)
+
+
+def test_products_with_a_memorys_own_tokens_change_nothing(monkeypatch):
+    expected, y = expected_of("gated_deltanet")
+    calls = []
+    monkeypatch.setattr(mom_layout, "serves_segments", lambda *a: calls.append(a) or True)
+    monkeypatch.setattr(grouped_product, "_on_platform", lambda _, kernel, xla, *a: xla(*a))
+    gradients, got = gradient(build(config_of(inner=dict(chunk_size=64))), X)
+    assert calls
     close(got, y)
     of_mixer, of_expected = (nnx.to_pure_dict(nnx.state(g[0])) for g in (gradients, expected))
     close(of_mixer, of_expected, 3e-5)

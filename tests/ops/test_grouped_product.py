@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lsm_jax.ops.grouped_product import grouped_product
+from lsm_jax.ops.grouped_product import grouped_product, segment_product, serves_segments
 from pallas_kernels import compat
 from pallas_kernels.grouped_product import hopper
 
@@ -82,6 +82,46 @@ def test_the_kernels_equal_a_loop_in_the_interpreter(monkeypatch, product):
         found, wanted = hopper.sums(x, dy, starts, sizes // 64, interpret=watched), dw
     assert relative(found, wanted) < 3e-3
     assert not compat.races_found()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transposed", [False, True])
+def test_parts_of_64_rows_in_the_interpreter(monkeypatch, transposed):
+    """Segments of an odd number of blocks end with half a tile, the array's last too."""
+    monkeypatch.setattr(hopper, "_PROCESSORS", 2)
+    x, kernels, dy, sizes = arrays([64, 192, 64], 320, width=128, out=192)
+    y, (dx, _) = by_loop(x, kernels, dy, sizes)
+    parts = (jnp.array(p, jnp.int32) for p in ([0, 1, 3, 4, 0], [1, 3, 4, 5, 1]))
+    groups, count = jnp.array([0, 1, 1, 2, 0], jnp.int32), jnp.array([4], jnp.int32)
+    found = hopper.product(
+        dy if transposed else x, kernels, groups, count, *parts,
+        transposed=transposed, interpret=compat.gpu_interpreter(),
+    )  # fmt: skip
+    assert relative(found, dx if transposed else y) < 3e-3
+    assert not compat.races_found()
+
+
+def _segments(run):
+    """Values and gradients of segments, two matrices in turn, against a loop."""
+    sizes = [64, 192, 0, 128]
+    x, kernels, dy, ends = arrays(sizes, 384, width=128, out=192)
+    twice = jnp.concatenate([kernels[:2], kernels[:2]])
+    y, (dx, dw) = by_loop(x, twice, dy, ends)
+    ends = jnp.cumsum(ends) // 64
+    found, vjp = jax.vjp(lambda x, w: run(x, w, ends), x, kernels[:2])
+    wanted = y, dx, dw[:2] + dw[2:]
+    assert all(relative(*p) < 5e-3 for p in zip((found, *vjp(dy)), wanted, strict=True))
+
+
+def test_segments_equal_a_loop_without_a_kernel():
+    assert not serves_segments(jnp.zeros((128, 128)), jnp.zeros((2, 128, 128)))
+    _segments(segment_product)
+
+
+@pytest.mark.gpu
+def test_segments_equal_a_loop():
+    assert serves_segments(*(jnp.zeros(s, jnp.bfloat16) for s in ((128, 128), (2, 128, 128))))
+    _segments(jax.jit(segment_product))
 
 
 @pytest.mark.gpu
