@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.timing import program_bytes, provenance
+from benchmarks.timing import alone, program_bytes, provenance
 from configs import linear_moe
 from lsm_jax import ops
 from lsm_jax.parallel import AXES, MeshConfig, make_mesh, token_sharding
@@ -107,10 +107,21 @@ def measure(table: str, rows: list[Row], args: Any, wait: Any) -> None:
     except Exception as error:
         found = [(error, 0.0)] * len(rows)
     wait()
+    with alone(args.lock):
+        print_rows(table, rows, devices, start, found, args)
+
+
+def print_rows(
+    table: str, rows: list[Row], devices: Any, start: Any, found: Any, args: Any
+) -> None:
+    """Train each row, compiled or an error in `found`, and print its line."""
     state = None
     for row, (step, compile_seconds) in zip(rows, found, strict=True):
         variant, mesh, count, length = row
         axes = {axis: getattr(mesh, axis) for axis in AXES if getattr(mesh, axis) > 1}
+        cards = math.prod(axes.values())
+        if mesh.rounds > 1:
+            axes["rounds"] = mesh.rounds
         line = dict(table=table, variant=variant, mesh=axes, rows=count, length=length)
         try:
             if isinstance(step, Exception):
@@ -118,7 +129,6 @@ def measure(table: str, rows: list[Row], args: Any, wait: Any) -> None:
             with jax.set_mesh(devices):
                 state = start() if state is None else state
                 more, state = train(step, state, devices, count, length, args.steps)
-            cards = math.prod(axes.values())
             more["tokens_per_second_a_card"] = round(more["tokens_per_second"] / cards)
             line |= more | dict(compile_s=round(compile_seconds, 1))
         except Exception as error:  # the rows after it may fit
@@ -156,6 +166,9 @@ def groups_of(table: str, args: Any, count: int) -> list[list[Row]]:
         return [[(v, mesh, rows * count, length) for length, rows in shapes] for v in variants]
     if table == "axes":
         meshes = [MeshConfig(data=1, **{axis: count}) for axis in args.axes.split(",")]
+        if "pipeline" in args.axes and count > 1:
+            more = [int(n) for n in args.rounds.split(",") if n]
+            meshes += [MeshConfig(data=1, pipeline=count, rounds=n) for n in more]
         if count == 8:
             meshes.append(MeshConfig(data=1, expert=2, tensor=2, pipeline=2))
         return [[(v, mesh, max(4, count), args.length)] for v in variants for mesh in meshes]
@@ -269,6 +282,7 @@ def main() -> None:
     parser.add_argument("--pattern", default="", help="LLLN for the hybrid")
     parser.add_argument("--layouts", default="2048x8,16384x1", help="tokens x rows a card")
     parser.add_argument("--axes", default="fsdp,expert,tensor,pipeline", help="of the table axes")
+    parser.add_argument("--rounds", default="", help="of more pipelines, each once, for axes")
     parser.add_argument("--length", type=int, default=2048, help="of a row, for axes")
     parser.add_argument("--tokens", type=int, default=131072, help="a card, for lengths")
     parser.add_argument("--longest", default="", help="tokens a card to try too, on all cards")
@@ -281,6 +295,9 @@ def main() -> None:
     parser.add_argument("--exchange", default="padded")
     parser.add_argument("--execution", default="grouped")
     parser.add_argument("--output", type=Path, help="a file that gets the lines too")
+    parser.add_argument(
+        "--lock", type=Path, help="a file, held while training, for other programs that time"
+    )
     parser.add_argument("--patience", type=float, default=600, help="seconds all may compile")
     parser.add_argument("--group", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--report", action="store_true")

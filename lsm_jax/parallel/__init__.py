@@ -9,7 +9,15 @@ from lsm_jax.parallel.collectives import (
     over_tokens,
     sequence_shards,
 )
-from lsm_jax.parallel.experts import EXCHANGES, place_on, room_for, shards_of, sum_over, to_owners
+from lsm_jax.parallel.experts import (
+    EXCHANGES,
+    exchange_options,
+    place_on,
+    room_for,
+    shards_of,
+    sum_over,
+    to_owners,
+)
 from lsm_jax.parallel.hosts import Agreement, data_shard, join_hosts, launcher, place_batch
 from lsm_jax.parallel.mesh import (
     AXES,
@@ -40,6 +48,7 @@ __all__ = [
     "batch_shards",
     "constrain",
     "data_shard",
+    "exchange_options",
     "join_hosts",
     "launcher",
     "make_mesh",

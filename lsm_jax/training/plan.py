@@ -199,9 +199,10 @@ def _residuals(layer: Any, policy: str, params: Any, *args: Any) -> int:
 
 def _as_one_update(config: TrainConfig, block: Any, rows: int, length: int) -> tuple[int, int, int]:
     """Bytes that one device's tokens make as one update of a layer's memory, on whole heads: the update, which is gathered and
-    kept; the state, whose gradient is gathered (both with the tails of convolutions and token shifts); and what exists besides while the update is made. None for attention.
+    kept; the state, whose gradient is gathered (both with the tails of convolutions and token shifts); and what exists besides
+    while the op runs. None for attention.
 
-    A delta rule's transition is a matrix [K, K] a head, found by K more value channels.
+    A delta rule's transition is a matrix [K, K] a head, found by K more value channels that the whole op carries.
     """
     mixer: Any = block.mixer
     kind = type(mixer.innermost()).op
@@ -224,12 +225,13 @@ def _as_one_update(config: TrainConfig, block: Any, rows: int, length: int) -> t
         v = jax.ShapeDtypeStruct((rows, length, heads, channels), dtype)
         beta = jax.ShapeDtypeStruct(k.shape[:-1], jnp.float32)
 
-        def final(k, v, beta):
-            return ops.delta_memory(k, k, v, beta, beta, implementation="xla")[1].memory
+        def run(k, v, beta):
+            output, state = ops.delta_memory(k, k, v, beta, beta, implementation="xla")
+            return output, state.memory
 
         def backward(k, v, beta):
-            memory, vjp = jax.vjp(final, k, v, beta)
-            return vjp(memory)
+            found, vjp = jax.vjp(run, k, v, beta)
+            return vjp(found)
 
         return peak_bytes(jax.make_jaxpr(backward)(k, v, beta).jaxpr)
 

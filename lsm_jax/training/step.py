@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from lsm_jax.models import Decoder, abstract, logical_axes, next_token_loss
-from lsm_jax.parallel import param_sharding
+from lsm_jax.parallel import exchange_options, param_sharding
 from lsm_jax.training.config import TrainConfig
 from lsm_jax.training.optimizer import learning_rate, make_optimizer
 from lsm_jax.training.partition import join, split
@@ -200,13 +201,15 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
         nll, aux = summed_loss(params, batch)
         return nll, jnp.sum(batch["loss_mask"]), aux.get(OVERFLOW, jnp.zeros(()))
 
+    exchanges = {getattr(x.feedforward, "exchange", "") for x in config.model.layers.values()}
+    compiled: Any = functools.partial(jax.jit, compiler_options=exchange_options(mesh, exchanges))
     return Program(
         jax.jit(init, out_shardings=shardings),
         shardings,
         every_place,
         # Statistics of layers are cut over pipeline stages; every host reads them whole.
-        jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, whole)),
-        jax.jit(eval_step, out_shardings=whole),
+        compiled(train_step, donate_argnums=0, out_shardings=(shardings, whole)),
+        compiled(eval_step, out_shardings=whole),
     )
 
 

@@ -24,9 +24,9 @@ BATCH, LENGTH = 2, 27  # no multiple of any number of devices
 
 
 def config_of(name: str) -> models.ModelConfig:
-    """Two layers of a method, `METHOD/METHOD` in turn, or `mom-METHOD` for a Mixture-of-Memories of it."""
+    """Two layers of a method, one each of `METHOD/METHOD...`, or `mom-METHOD` for a Mixture-of-Memories of it."""
     config = run_of(name.removeprefix("mom-").replace("/", "+none/") + "+none").model
-    config.num_layers, config.remat = 2, "full"
+    config.num_layers, config.remat = max(2, len(config.pattern)), "full"
     if name.startswith("mom-"):
         inner = mixer(name.removeprefix("mom-"))
         config.layers["A"].mixer = mixers.MoMConfig(mixer=inner, balance_scale=0.1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lsm_jax import feedforward
 from lsm_jax.feedforward import MoEConfig
-from lsm_jax.parallel import MeshConfig, make_mesh, token_sharding
+from lsm_jax.parallel import MeshConfig, exchange_options, make_mesh, token_sharding
 from lsm_jax.training import TrainingStopped, loop
 from lsm_jax.training.step import make_program
 from tests.parallel.meshes import EXPERTS as EXPERTS_CONFIG
@@ -118,6 +119,15 @@ def main(which: str) -> None:
             compare(axes, route, expert_buffer=4.0)
     compare(dict(data=1, fsdp=2, expert=4), "random", expert_buffer=4.0)
     stops()
+
+
+def test_a_ragged_exchange_on_gpus_is_compiled_for_nccl():
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    assert not exchange_options(mesh, {"padded", "ragged"})
+    gpus: object = types.SimpleNamespace(devices=np.array([types.SimpleNamespace(platform="gpu")]))
+    options = exchange_options(gpus, {"padded", "ragged"})
+    assert options["xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel"] is False
+    assert not exchange_options(gpus, {"padded"})
 
 
 def test_two_and_four_devices_equal_one():

@@ -23,7 +23,9 @@ from lsm_jax.training.plan import _keys_and_values, plan
 from lsm_jax.training.step import make_program
 from tests.parallel.test_parallel import run_with_devices
 
-MESHES = (dict(fsdp=4), dict(data=2, tensor=2), dict(expert=4), dict(sequence=4))
+MESHES = (
+    dict(fsdp=4), dict(data=2, tensor=2), dict(expert=4), dict(sequence=4), dict(data=2, pipeline=2)
+)  # fmt: skip
 GATHERED = re.compile(r"= u32\[4,(\d+)\]\S* all-gather(?:-start)?\(")  # by `sequence.gather`
 
 
@@ -130,7 +132,7 @@ def main(axes: str) -> None:
     sizes = dict(data=1) | json.loads(axes)
     pattern = "D" if "sequence" in sizes else "LN"
     config = run_of(MeshConfig(**sizes), experts="expert" in sizes, pattern=pattern)
-    count = math.prod(sizes.values())
+    count = math.prod(n for axis, n in sizes.items() if axis in AXES)
     mesh = make_mesh(config.mesh, jax.devices()[:count])
     with jax.set_mesh(mesh):
         program = make_program(config, mesh)

@@ -9,7 +9,7 @@ from benchmarks import parallel
 
 ARGS = dict(
     size="tiny", mixers="gla,softmax", pattern="", layouts="2048x8,16384x1", axes="fsdp,expert", length=2048,
-    tokens=64, longest="96", counts="",
+    tokens=64, longest="96", counts="", rounds="",
 )  # fmt: skip
 
 
@@ -18,6 +18,9 @@ def test_each_table_has_the_rows_it_promises():
     layouts = parallel.groups_of("layouts", args, 4)
     assert [[row[2:] for row in group] for group in layouts] == [[(32, 2048), (4, 16384)]] * 2
     assert [group[0][1].expert for group in parallel.groups_of("axes", args, 4)] == [1, 4] * 2
+    stages = argparse.Namespace(**ARGS | dict(mixers="gla", axes="pipeline", rounds="2,3"))
+    assert [group[0][1].rounds for group in parallel.groups_of("axes", stages, 2)] == [1, 2, 3]
+    assert [group[0][1].rounds for group in parallel.groups_of("axes", stages, 1)] == [1]
     lengths = parallel.groups_of("lengths", args, 4)
     assert [group[0][1].sequence for group in lengths] == [1, 2, 4, 4] * 2
     assert [group[0][3] for group in lengths] == [64, 128, 256, 384] * 2
