@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 __all__ = [
+    "PROCESSORS",
     "channel_rows",
     "gpu_interpreter",
     "on_hopper",
@@ -16,6 +17,8 @@ __all__ = [
     "plgpu",
     "races_found",
 ]
+
+PROCESSORS = 132  # of an H100 and an H200
 
 
 def __getattr__(name: str) -> Any:

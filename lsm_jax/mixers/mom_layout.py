@@ -15,7 +15,9 @@ from jaxtyping import Array, Bool, Int
 
 from lsm_jax.mixers.layers import project
 from lsm_jax.ops.grouped_product import segment_product, serves_segments
-from lsm_jax.parallel import over_batch
+from lsm_jax.parallel import over_batch, shards_of
+
+_MOST = 2**29  # numbers of all segments' matrices on a device, 1 GiB in bfloat16
 
 
 class Rows(NamedTuple):
@@ -105,7 +107,12 @@ class Packed(NamedTuple):
 
     def project_tokens(self, rows: Array, kernel: Array) -> Array | None:
         """What `project` computes without a bias, of arranged tokens; None without a kernel that takes only their memories'."""
-        if self._chunk_size() % 64 or not serves_segments(_flat(rows), kernel.astype(rows.dtype)):
+        segments = -(-len(rows) // shards_of("batch")) * len(kernel)
+        # A gradient of the kernel is made for each segment first; the partitioner cuts the dense form over heads, not a kernel.
+        small = segments * kernel[0].size <= _MOST and rows.shape[1] >= 128
+        if self._chunk_size() % 64 or not small or shards_of("heads") > 1:
+            return None
+        if not serves_segments(_flat(rows), kernel.astype(rows.dtype)):
             return None
         ends = jnp.sum(self.chunk_group[..., None] <= jnp.arange(len(kernel)), axis=1)
         blocks = ends.astype(jnp.int32) * (self._chunk_size() // 64)

@@ -11,6 +11,14 @@ Fused = Literal["always", "maybe", "never"]
 _CHOICES: dict[str, str] = {}
 
 
+def form_of(form: str, implementation: str | None, length: int) -> str:
+    """The form that serves `length` tokens: one alone, as in decoding, is a step of the recurrence.
+
+    XLA reads and writes the memory in place then, where a kernel for chunks would be given 63 tokens more.
+    """
+    return "recurrent" if length == 1 and implementation is None and form == "chunk" else form
+
+
 def note(op: str, choice: str) -> None:
     """Record a choice at trace time; a new one is logged."""
     known = _CHOICES.get(op, "")

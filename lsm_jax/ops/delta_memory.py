@@ -74,7 +74,7 @@ def delta_memory(
     checks.check_form(op, form, implementation, delta_kernels.KERNELS)
     batch, length, _, _, heads, key_dim, value_dim = checks.check_qkv(op, q, k, v)
     checks.check_rows(op, batch, length, segment_ids, update_mask)
-    form = linear_kernels.form_of(form, implementation, length)
+    form = chosen.form_of(form, implementation, length)
     checks.check_shape(op, "beta", beta, (batch, length, heads), "B, T, G")
     checks.check_log_decay(op, log_decay, (batch, length, heads, key_dim))
     size = checks.check_chunk_size(op, chunk_size, length)

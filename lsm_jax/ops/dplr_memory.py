@@ -48,7 +48,8 @@ def dplr_memory(
     """Decay the memory, write back at `b` what `a` read from it, write `kᵀ v`, and read the result with `q`.
 
     With decays of at most 1, `a = -κ` of unit length and `b = κ ⊙ gate`, gates from 0 to 1, the memory stays bounded;
-    the op itself holds for any a and b.
+    the op itself holds for any a and b, as long as what the transitions of some thousand tokens make of the identity stays
+    finite: a long row's parts, inside a card and over a sequence axis, are joined by it.
 
     Args:
         q: [B, T, H, K] queries; H is a multiple or a divisor of G.
@@ -79,7 +80,7 @@ def dplr_memory(
     checks.check_form(op, form, implementation, delta_kernels.KERNELS)
     batch, length, _, _, heads, key_dim, value_dim = checks.check_qkv(op, q, k, v)
     checks.check_rows(op, batch, length, segment_ids, update_mask)
-    form = linear_kernels.form_of(form, implementation, length)
+    form = chosen.form_of(form, implementation, length)
     for name, array in (("a", a), ("b", b)):
         checks.check_shape(op, name, array, (batch, length, None, key_dim), "B, T, H, K")
         if heads % array.shape[2]:

@@ -14,18 +14,10 @@ KERNELS = ("mosaic_gpu", "mosaic_tpu")
 AUTOMATIC = "mosaic_gpu"  # what None may pick
 
 
-def form_of(form: str, implementation: str | None, length: int) -> str:
-    """The form that serves `length` tokens: one alone, as in decoding, is a step of the recurrence.
-
-    XLA reads and writes the memory in place then, where a kernel for chunks would be given 63 tokens more.
-    """
-    return "recurrent" if length == 1 and implementation is None and form == "chunk" else form
-
-
 def why_no_kernel(implementation: str, form: str, q, k, v, memory) -> str | None:
     """What the kernels of any memory take in place of this call, or None."""
     if form != "chunk":
-        return f"form='chunk', not {form!r}"
+        return f"form='chunk' of more than one token, not {form!r}"
     if memory.ndim == 5:
         return "one state a row, not one a segment"
     if any(jax.typeof(x).manual_axis_type.varying for x in (q, k, v)):

@@ -100,7 +100,7 @@ def linear_memory(
     checks.check_form(op, form, implementation, linear_kernels.KERNELS)
     batch, length, _, _, heads, key_dim, value_dim = checks.check_qkv(op, q, k, v)
     checks.check_rows(op, batch, length, segment_ids, update_mask)
-    form = linear_kernels.form_of(form, implementation, length)
+    form = chosen.form_of(form, implementation, length)
     size = checks.check_chunk_size(op, chunk_size, length)
     _check(op, (batch, length, heads, key_dim, value_dim), log_decay, value_log_decay, bonus)
     gated = log_input_gate is not None

@@ -43,6 +43,8 @@ def in_sequence(
         update = update_of(in_chunks, by_xla, arguments)
         return resume(axis, function, (options,), arguments, update, advance)
     wide, start, no_id, first_id = _with_identity(options.dtype, arguments)
+    if options.fused == "never":  # the sum below is rounded once
+        wide = wide.astype(options.dtype)
     value_dim = v.shape[-1]
 
     def run(part):

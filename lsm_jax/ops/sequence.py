@@ -5,7 +5,8 @@ one update of a state, and how a state takes it (`lsm_jax.parallel.exchange` doe
 every form and on every kernel. The update is a product or two over the device's tokens where the decays allow it; everything
 inside a shard but the reading of the state it starts from is independent of the gathered updates, so that the compiler may
 overlap it with their travel. The other order, to run from an empty state and add `q · decay · state` later, would spare that
-product, but would write the outputs twice, and no fused kernel gives out its decays.
+product, but would write the outputs twice, and no fused kernel gives out its decays. The delta rules alone take it
+(`matrix_sequence`): their update is a full matrix, which costs a second run of the op, and a kernel gives it out as values.
 """
 
 from __future__ import annotations

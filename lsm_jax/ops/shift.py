@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from lsm_jax.ops.sequence import (
     resume,
     unless_restarted,
 )
-from lsm_jax.parallel import TOKENS, over_mesh
+from lsm_jax.parallel import TOKENS, mesh_axes, over_mesh
 
 _KERNEL, _FEWEST = "mosaic_gpu", 64
 
@@ -106,7 +107,8 @@ def short_convolution(
     axes = dict(weight=(None, "heads"), bias=("heads",))
     # Where devices may get parts of heads, these are normalised when they are together again.
     meshes = jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh
-    whole = head_dim and all(m.empty or not x.shape[2] // head_dim % m.size for m in meshes)
+    parts = [math.prod(dict(m.shape).get(n, 1) for n in mesh_axes("heads")) for m in meshes]
+    whole = head_dim and not any(x.shape[2] // head_dim % n for n in parts)
     why = _why_not(x, weight, head_dim if whole else None, batched["state"].tail, update_mask)
     fused = chosen.choose(op, "shifts", implementation, _KERNEL, why)
     options = _Options(contiguous, silu, head_dim if whole else None, fused)
@@ -159,7 +161,7 @@ def _convolve(options: _Options, x, weight, bias, **rest) -> tuple[Array, ShiftS
 
     if options.fused == "never":
         return xla(x, weight, bias, rest)
-    # A device's own part may be one that the kernel does not serve.
+    # A device's own part may be one that the kernel does not serve. (A mask made here hides the padding at the end alone.)
     why = _why_not(x, weight, options.head_dim, rest["state"].tail, None)
     if why is not None and options.fused == "always":
         raise NotImplementedError(f"short_convolution: on a device {_KERNEL!r} takes {why}")

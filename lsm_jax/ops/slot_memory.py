@@ -114,6 +114,7 @@ def slot_memory(
     slots = s.shape[3]
     if log_decay is not None:
         checks.check_shape(op, "log_decay", log_decay, (batch, length, heads, slots), "B, T, G, M")
+    form = chosen.form_of(form, None, length)
     size = checks.check_chunk_size(op, chunk_size, length)
     chosen.note(op, f"xla, {form} form (no fused kernel in this version)")
     dtype = checks.compute_dtype(q, k, v, s, log_decay)

@@ -15,10 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import warpgroups as wg
-from pallas_kernels.compat import pl, plgpu
+from pallas_kernels.compat import PROCESSORS, pl, plgpu
 
 _BLOCK = 64  # columns of the memory that a warpgroup holds
-_PROCESSORS = 132
 _SHORTEST = 1024  # tokens of a part
 _FEWEST = 4  # parts; fewer cost the forward more than they save it
 _DEPTH = 128  # keys at most
@@ -46,7 +45,7 @@ def count_parts(q, k, v) -> int:
     batch, length, memories, width = v.shape
     programs = batch * max(q.shape[2], memories) * max(1, width // (2 * _BLOCK))
     parts = 1
-    while 2 * parts * programs <= _PROCESSORS and length >= 2 * parts * _SHORTEST:
+    while 2 * parts * programs <= PROCESSORS and length >= 2 * parts * _SHORTEST:
         parts *= 2
     return parts if parts >= _FEWEST and k.shape[-1] <= _DEPTH else 1
 

@@ -13,12 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import warpgroups as wg
-from pallas_kernels.compat import pl, plgpu
+from pallas_kernels.compat import PROCESSORS, pl, plgpu
 
 ROWS = 128
 """What a group's first row is a multiple of."""
 _DEPTH, _HALF, _STAGES, _SLOTS = 64, 64, 4, 2
-_PROCESSORS = 132  # of an H100 and an H200
 
 
 def width(size: int) -> int:
@@ -137,7 +136,7 @@ def _kernel(body: Any, shape: tuple[int, ...], dtype: Any, interpret: Any) -> An
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(shape, dtype),
-        grid=(_PROCESSORS,),
+        grid=(PROCESSORS,),
         grid_names=("processor",),
         num_threads=3,
         thread_name="group",

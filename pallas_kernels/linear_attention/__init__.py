@@ -1,4 +1,4 @@
-"""Fused kernels for memories without decay, with a scalar one, or with one of each key channel."""
+"""Fused kernels for memories without decay, with a scalar one, or with one of each key or value channel."""
 
 from pallas_kernels.linear_attention.api import linear_attention, reason, reasons
 

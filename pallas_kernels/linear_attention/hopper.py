@@ -26,14 +26,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import warpgroups as wg
-from pallas_kernels.compat import pl, plgpu
+from pallas_kernels.compat import PROCESSORS, pl, plgpu
 
 CHUNK = 64
 _BLOCK = 64  # columns of the memory that a warpgroup holds
 _DEPTH = 128  # rows of it at most
 SIZES = (64, 128, 256, 512)  # K and V
 _STAGES = 3  # chunks on their way or in use
-_PROCESSORS = 132
 _SHORTEST_PART = 2048  # tokens; a shorter one is over before its beginning is known
 _F32 = jnp.float32
 
@@ -148,7 +147,7 @@ def _count_parts(rows: int, length: int) -> int:
     """How many parts of a sequence run side by side: as many as keep the card busy, none of them short."""
     parts = 1
     while (
-        2 * parts * rows <= _PROCESSORS
+        2 * parts * rows <= PROCESSORS
         and length % (2 * parts * CHUNK) == 0
         and length // (2 * parts) >= _SHORTEST_PART
     ):

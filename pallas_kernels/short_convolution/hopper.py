@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.compat import channel_rows, pl, plgpu
+from pallas_kernels.compat import PROCESSORS, channel_rows, pl, plgpu
 
 _F32 = jnp.float32
 _LANES, _WARPS = 32, 4
@@ -38,7 +38,7 @@ def vector(channels: int, head_dim: int | None) -> int | None:
 def stretch(batch: int, length: int, columns: int) -> int | None:
     """Tokens of a warpgroup: as many as leave the card four blocks a processor, since a stretch's borders are read twice."""
     sizes = [s for s in (128, 64, 32, 16) if length % s == 0]
-    enough = [s for s in sizes if batch * (length // s) * columns >= 4 * 132]
+    enough = [s for s in sizes if batch * (length // s) * columns >= 4 * PROCESSORS]
     return (enough or sizes[-1:] or [None])[0]
 
 

@@ -34,12 +34,16 @@ def make(
         log_decay = jnp.asarray(rng.choice([0.0, -1e-3, -30.0], size=log_decay.shape), jnp.float32)
     starts = jnp.isin(jnp.arange(length), jnp.array([30, 31, 64, 150]))
     run = jnp.broadcast_to(jnp.cumsum(starts, dtype=jnp.int32), (BATCH, length))
-    beta = 2 * jax.nn.sigmoid(normal(BATCH, length, memories))
+    q = normal(BATCH, length, heads, key_dim, dtype=jnp.bfloat16)
+    v = normal(BATCH, length, memories, value_dim, dtype=jnp.bfloat16)
+    beta = 2 * jax.nn.sigmoid(normal(BATCH, length, memories)).at[:, ::9].set(0)
+    if not alike:  # which would let the memory grow without end
+        beta = beta.at[:, 4::9].multiply(-0.5)
     return dict(
-        q=normal(BATCH, length, heads, key_dim, dtype=jnp.bfloat16),
+        q=q,
         k=k.astype(jnp.bfloat16),
-        v=normal(BATCH, length, memories, value_dim, dtype=jnp.bfloat16),
-        beta=beta.at[:, ::9].set(0).at[:, 4::9].multiply(-0.5),
+        v=v,
+        beta=beta,
         log_decay=log_decay if decay else None,
         initial=normal(BATCH, memories, key_dim, value_dim) * 0.3,
         run=run if documents else None,

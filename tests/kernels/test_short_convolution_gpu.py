@@ -93,6 +93,7 @@ def test_no_later_token_changes_a_bit():
     other = jnp.where(later, jnp.where(ids == 0, 9, 0), ids)
     y, z = (fused(a, i, True, 64) for a, i in ((arrays, ids), (changed, other)))
     np.testing.assert_array_equal(y[:, :21], z[:, :21])
+    assert jnp.isfinite(y).all() and (y[:, 21:] != z[:, 21:]).any()
 
 
 @pytest.mark.parametrize("documents", [False, True])

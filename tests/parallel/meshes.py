@@ -124,7 +124,6 @@ def check(pattern: str, mesh: MeshConfig) -> None:
 
 def main(*cases: str) -> None:
     """Each case is PATTERN:axis=size,..."""
-    jax.config.update("jax_disable_most_optimizations", True)
     for case in cases:
         pattern, _, axes = case.partition(":")
         sizes = {name: int(size) for name, size in (a.split("=") for a in axes.split(","))}

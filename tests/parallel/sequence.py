@@ -80,7 +80,6 @@ def compare(case: Case, form: str | None, kind: str, mesh) -> None:
 def main(*which: str) -> None:
     """DEVICES is "N" for a sequence axis of N, or "NxM" for N parts of a row and M of the heads."""
     jax.config.update("jax_enable_x64", True)
-    jax.config.update("jax_disable_most_optimizations", True)
     cases = {case.name: case for case in CASES}
     for given in which:
         devices, name, form, kind = given.split(":")

@@ -38,7 +38,6 @@ def both(mesh, name: str, function, floats: dict, rest: dict) -> None:
 def main() -> None:
     """Sums of angles, convolutions of whole rows, and positions."""
     jax.config.update("jax_enable_x64", True)
-    jax.config.update("jax_disable_most_optimizations", True)
     mesh = make_mesh(MeshConfig(sequence=8))
     rng = np.random.default_rng(0)
     ids = np.sort(rng.integers(1, 4, size=(BATCH, LENGTH)), axis=1)

@@ -119,7 +119,6 @@ def mesh_of(devices: str):
 
 def main(*cases: str) -> None:
     """A case is DEVICES:METHOD, DEVICES:mom-METHOD, or DEVICES:METHOD/METHOD for a model; it may end in `:packed`."""
-    jax.config.update("jax_disable_most_optimizations", True)
     for case in cases:
         devices, name, *packed = case.split(":")
         (check_model if "/" in name else check_layer)(name, mesh_of(devices), packed=bool(packed))

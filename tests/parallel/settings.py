@@ -128,7 +128,6 @@ def inputs_of(op: str, case: Case | None) -> dict:
 def main(*which: str) -> None:
     """`which` holds `OP` for all its settings, or `OP:FORM:KIND` for one."""
     jax.config.update("jax_enable_x64", True)
-    jax.config.update("jax_disable_most_optimizations", True)
     assert jax.device_count() == 4
     for name in which:
         op, *only = name.split(":")

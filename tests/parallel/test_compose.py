@@ -46,7 +46,6 @@ def test_checkpoints_move_between_meshes(tmp_path):
 
 def main(folder: str) -> None:
     """Save after a step on one mesh; each other one restores the same state, and takes the same second step."""
-    jax.config.update("jax_disable_most_optimizations", True)
 
     def start(**axes):
         config = run_of("linear_attention+moe", mesh=MeshConfig(**dict(data=1) | axes))

@@ -110,7 +110,6 @@ def main() -> None:
     """Train a model of one layer; the first process gets a signal after step `stop`."""
     workdir, text, axes, stop = sys.argv[1:5]
     join_hosts()
-    jax.config.update("jax_disable_most_optimizations", True)
     from lsm_jax.mixers import LinearAttentionConfig
     from lsm_jax.models import LayerConfig
     from lsm_jax.training import train

@@ -56,11 +56,15 @@ else:
 """
 
 
-def run_with_devices(count, *arguments):
+def run_with_devices(count, *arguments, as_users=False):
+    """`as_users`: compiled as users do, where memory or what is sent is read off the program."""
     flags = {
         "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={count}",
         "JAX_PLATFORMS": "cpu",
     }
+    if as_users:
+        flags["XLA_FLAGS"] = flags["XLA_FLAGS"].split()[-1]
+        flags["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0"
     command = [sys.executable, *arguments]
     root = pathlib.Path(__file__).parents[2]
     run = subprocess.run(

@@ -99,5 +99,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_disable_most_optimizations", True)
     main()
