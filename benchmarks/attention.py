@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.peer import Peer
-from benchmarks.timing import append_row, batch_milliseconds, provenance
+from benchmarks.fla import Fla
+from benchmarks.timing import alone, append_row, batch_milliseconds, provenance
 from pallas_kernels.forgetting_attention import forgetting_attention
 from pallas_kernels.forgetting_attention.bounds import Rows, find_bounds
 
@@ -35,36 +35,6 @@ SHAPES = ",".join(
     for batch, length in ((8, 2048), (4, 4096), (2, 8192), (1, 16384), (1, 32768), (1, 65536))
 )
 _TILE, _BATCH_MS = 128, 60
-_FLA = """
-import json, sys, torch
-from triton.testing import do_bench
-from fla.ops.forgetting_attn import parallel_forgetting_attn
-shapes, bias = json.loads(sys.argv[1])
-def calls(shape):
-    B, T, H, D = map(int, shape.split("x"))
-    inputs = [torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-    do = inputs.pop()
-    inputs.append(torch.nn.functional.logsigmoid(torch.randn(B, T, H, device="cuda") + bias))
-    for t in inputs: t.requires_grad_(True)
-    def forward():
-        o = parallel_forgetting_attn(*inputs)
-        return o[0] if isinstance(o, tuple) else o
-    def both():
-        for t in inputs: t.grad = None
-        forward().backward(do)
-    return forward, both
-for shape in shapes:
-    forward, both = calls(shape)
-    both()
-    with torch.no_grad(): forward()
-print("ready", flush=True)
-sys.stdin.readline()
-for shape in shapes:
-    forward, both = calls(shape)
-    with torch.no_grad():
-        first = do_bench(forward, warmup=50, rep=150, return_mode="median")
-    print(json.dumps([shape, first, do_bench(both, warmup=50, rep=250, return_mode="median")]), flush=True)
-"""
 
 
 def split_sums(gates: np.ndarray) -> tuple[jax.Array, jax.Array]:
@@ -199,10 +169,11 @@ def main() -> None:
     parser.add_argument("--shapes", default=SHAPES)
     parser.add_argument("--bias", type=float, default=2.0)
     parser.add_argument("--peers", default="", help="fla")
-    parser.add_argument("--patience", type=float, default=200, help="seconds the peer may warm up")
+    parser.add_argument("--patience", type=float, default=200, help="seconds the peer may compile")
     parser.add_argument("--run", type=Path, help="a trained FoX, in place of shapes")
     parser.add_argument("--heads", type=int, default=24, help="with --run")
     parser.add_argument("--save_gates", type=Path, help="with --run: log gates [L, T, H], npz")
+    parser.add_argument("--lock", type=Path, help="a file whose holder alone uses the card")
     parser.add_argument("--output", type=Path, help="append the rows as JSON lines")
     args = parser.parse_args()
     if jax.default_backend() != "gpu":
@@ -217,17 +188,22 @@ def main() -> None:
         write(measure_run(args.run, args.heads, args.save_gates))
         return
     shapes = args.shapes.split(",")
-    peer = Peer(_FLA, (shapes, args.bias)) if "fla" in args.peers else None
+    cases = [("forgetting attention", shape) for shape in shapes]
+    peer = Fla(cases, 2, args.bias) if "fla" in args.peers else None
     programs = compiled({(s, n): lower(call, s) for s in shapes for n, call in CALLS.items()})
-    theirs = {s: times for s, *times in peer.rows(args.patience)} if peer else {}
-    for shape in shapes:
-        inputs = make_inputs(shape, args.bias)
-        row = {"op": "forgetting attention", "shape": shape, "bias": args.bias}
-        row |= {name: measure(name, programs[shape, name], inputs) for name in CALLS}
-        row["pruned_share"] = round(pruned_share(inputs), 4)
-        if shape in theirs:
-            row["fla"] = [round(ms, 4) for ms in theirs[shape]]
-        write(row)
+    if peer is not None:
+        peer.wait(args.patience)
+    with alone(args.lock):
+        for op, shape in cases:
+            inputs = make_inputs(shape, args.bias)
+            row = {"op": op, "shape": shape, "bias": args.bias}
+            row |= {name: measure(name, programs[shape, name], inputs) for name in CALLS}
+            row["pruned_share"] = round(pruned_share(inputs), 4)
+            if peer is not None:
+                row |= peer.times(op, shape)
+            write(row)
+    if peer is not None:
+        peer.close()
 
 
 if __name__ == "__main__":

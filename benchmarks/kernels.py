@@ -1,16 +1,17 @@
 """Speed of the fused kernels: `python -m benchmarks.kernels [--peers jla,fla] [--shapes 8x4096x16x128] [--output FILE.jsonl]`.
 
 A row an op and shape (B x T x H x D, bfloat16): milliseconds forward / forward and backward of the kernel, of the XLA form with
-`--xla`, and of the peers that are installed (jax-linear-attention; flash-linear-attention under PyTorch), in one run on one card.
-Medians of 7 batches of 20 calls; the peers' decay is a projection's too, so its gradient counts.
+`--xla`, and of the peers that are installed (jax-linear-attention; flash-linear-attention under PyTorch, see `benchmarks.fla`), in
+one run on one card, one after the other. Medians of 7 batches of 20 calls; the peers' decay is a projection's too, so its gradient
+counts. All programs are compiled before any is timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import concurrent.futures
+import functools
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,9 +20,12 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch wants
 import jax
 import jax.numpy as jnp
 
-from benchmarks.timing import append_row, batch_milliseconds, provenance
+from benchmarks.fla import Fla
+from benchmarks.timing import alone, append_row, batch_milliseconds, provenance
 from lsm_jax import ops
+from pallas_kernels.delta_rule import hopper_parts
 
+KINDS = {"kernel": "mosaic_gpu", "xla": "xla"}
 OPS = (
     "no decay",
     "constant decay",
@@ -38,51 +42,6 @@ SHAPES = (
     "8x4096x16x128", "2x16384x16x128", "4x2048x16x128", "4x4096x64x128", "8x2048x32x256", "8x1024x8x64",
     "1x8192x96x128",
 )  # fmt: skip
-_FLA = """
-import json, sys, torch
-from triton.testing import do_bench
-import fla.ops.common.chunk_o as chunk_o
-chunk_o.TRITON_ABOVE_3_7_1 = True  # it refuses one backward under older Triton, which gets it wrong; for speed alone, run it
-from fla.ops.linear_attn import chunk_linear_attn
-from fla.ops.retention import chunk_retention
-from fla.ops.simple_gla import chunk_simple_gla
-from fla.ops.gla import chunk_gla
-from fla.ops.rwkv6 import chunk_rwkv6
-from fla.ops.delta_rule import chunk_delta_rule
-from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-from fla.ops.kda import chunk_kda
-from fla.ops.rwkv7 import chunk_rwkv7
-calls = {"no decay": lambda q, k, v, g: chunk_linear_attn(q, k, v, normalize=False),
-         "constant decay": lambda q, k, v, g: chunk_retention(q, k, v),
-         "scalar decay": lambda q, k, v, g: chunk_simple_gla(q, k, v, g),
-         "key decay": lambda q, k, v, g: chunk_gla(q, k, v, g),
-         "key decay and bonus": lambda q, k, v, g, u: chunk_rwkv6(q, k, v, g, u),
-         "delta rule": lambda q, k, v, b: chunk_delta_rule(q, k, v, b),
-         "gated delta rule": lambda q, k, v, b, g: chunk_gated_delta_rule(q, k, v, g, b),
-         "kda": lambda q, k, v, b, g: chunk_kda(q, k, v, g, b),
-         "rwkv7": lambda q, k, v, a, b, w: chunk_rwkv7(q, w, k, v, a, b)}
-for op, shape in json.loads(sys.argv[1]):
-    if op not in calls: continue
-    B, T, H, D = map(int, shape.split("x"))
-    x = [torch.randn(B, T, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-    g = torch.nn.functional.logsigmoid(torch.randn(B, T, H, *[D] * ("key" in op or op == "kda"), device="cuda") + 3)
-    inputs = [*x[:3], g]
-    if "bonus" in op: inputs[3:] = [g.bfloat16(), torch.randn(H, D, device="cuda", dtype=torch.bfloat16)]
-    if op == "rwkv7":
-        a = -torch.nn.functional.normalize(x[1].float(), dim=-1).bfloat16()
-        inputs[3:] = [a, -a * torch.rand_like(a), -0.6 * torch.rand_like(a)]
-    if "delta" in op or op == "kda":
-        inputs[1] = torch.nn.functional.normalize(x[1].float(), dim=-1).bfloat16()
-        inputs[3:] = [torch.rand(B, T, H, device="cuda", dtype=torch.bfloat16), *inputs[3:] * (op != "delta rule")]
-    for t in inputs: t.requires_grad_(True)
-    def forward(): return calls[op](*inputs)[0]
-    def both():
-        for t in inputs: t.grad = None
-        forward().backward(x[3])
-    with torch.no_grad():
-        first = do_bench(forward, warmup=50, rep=150, return_mode="median")
-    print(json.dumps([op, shape, first, do_bench(both, warmup=50, rep=200, return_mode="median")]), flush=True)
-"""
 
 
 def make_inputs(op: str, shape: str) -> tuple[jax.Array, ...]:
@@ -143,23 +102,47 @@ def jla(op: str):
     return call
 
 
-def measure(call, inputs) -> tuple[float, float]:
-    q, k, v, do, *decay = inputs
+def programs_of(call, inputs: tuple[jax.ShapeDtypeStruct, ...]) -> list:
+    """Forward, and forward and backward with gradients of every input, of (the output's gradient, inputs); lowered."""
+
+    def forward(do, *inputs):
+        return call(*inputs)
 
     def both(do, *inputs):
         output, pull = jax.vjp(call, *inputs)
         return output, pull(do)
 
-    first = batch_milliseconds(jax.jit(call), q, k, v, *decay)
-    return first, batch_milliseconds(jax.jit(both), do, q, k, v, *decay)
+    q, k, v, do, *gates = inputs
+    return [jax.jit(f).lower(do, q, k, v, *gates) for f in (forward, both)]
 
 
-def measure_fla(cases: list[tuple[str, str]]) -> dict[tuple[str, str], tuple[float, float]]:
-    """The peer in PyTorch, in a process of its own."""
-    command = [sys.executable, "-c", _FLA, json.dumps(cases)]
-    lines = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout.splitlines()
-    rows = [json.loads(line) for line in lines if line.startswith("[")]
-    return {(op, shape): (first, both) for op, shape, first, both in rows}
+def compiled(cases: list[tuple[str, str]], kinds: list[str]) -> dict:
+    """(op, shape, kind) to both programs or what kept them from being built; all are compiled side by side."""
+    found: dict = {}
+    with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        for op, shape in cases:
+            inputs = jax.eval_shape(functools.partial(make_inputs, op, shape))
+            for kind in kinds:
+                try:
+                    call = jla(op) if kind == "jla" else ours(op, KINDS[kind])
+                    if call is None:
+                        continue
+                    lowered = programs_of(call, inputs)
+                    found[op, shape, kind] = [pool.submit(p.compile) for p in lowered]
+                except Exception as error:  # a peer's reason, or the kernel's
+                    found[op, shape, kind] = error
+        for case, pair in found.items():
+            try:
+                found[case] = pair if isinstance(pair, Exception) else [p.result() for p in pair]
+            except Exception as error:
+                found[case] = error
+    return found
+
+
+def measure(pair, inputs) -> list[float]:
+    """Milliseconds of both programs."""
+    q, k, v, do, *gates = inputs
+    return [round(batch_milliseconds(p, do, q, k, v, *gates), 4) for p in pair]
 
 
 def main() -> None:
@@ -168,46 +151,56 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--peers", default="", help="jla, fla")
     parser.add_argument("--xla", action="store_true", help="time the XLA form too")
+    parser.add_argument(
+        "--workers", type=int, default=12, help="processes that compile FLA's kernels"
+    )
+    parser.add_argument("--patience", type=float, default=300, help="seconds that they may take")
+    parser.add_argument(
+        "--parts",
+        type=int,
+        help="parts of a long row in the delta rules' kernels, in place of their rule's",
+    )
+    parser.add_argument("--lock", type=Path, help="a file whose holder alone uses the card")
     parser.add_argument("--output", type=Path, help="append the rows as JSON lines")
     args = parser.parse_args()
     if jax.default_backend() != "gpu":
         sys.exit("benchmarks.kernels: the kernels run on an NVIDIA Hopper GPU; none is here")
+    if args.parts is not None:
+        hopper_parts.count_parts = lambda q, k, v: args.parts
     cases = [(op, shape) for shape in args.shapes.split(",") for op in args.ops.split(",")]
-    rows = []
-    for op, shape in cases:
-        inputs = make_inputs(op, shape)
-        row: dict = {"op": op, "shape": shape}
-        try:
-            row["kernel"] = measure(ours(op, "mosaic_gpu"), inputs)
-        except NotImplementedError as error:
-            print(error)
-        if args.xla:
-            row["xla"] = measure(ours(op, "xla"), inputs)
-        if "jla" in args.peers and (peer := jla(op)):
-            row["jla"] = measure(peer, inputs)
-        rows.append(row)
-        print(_line(row), flush=True)
-        if "fla" not in args.peers:
-            _write(args.output, row)
-    if "fla" in args.peers:
-        del inputs
-        found = measure_fla(cases)
-        for row in rows:
-            if (row["op"], row["shape"]) in found:
-                row["fla"] = found[row["op"], row["shape"]]
-                print(_line(row), flush=True)
-            _write(args.output, row)
-
-
-def _write(path: Path | None, row: dict) -> None:
-    if path is not None:
-        append_row(path, row | provenance())
+    kinds = ["kernel", *["xla"] * args.xla, *["jla"] * ("jla" in args.peers)]
+    peer = Fla(cases, args.workers) if "fla" in args.peers else None
+    programs = compiled(cases, kinds)
+    if peer is not None:
+        peer.wait(args.patience)
+    with alone(args.lock):
+        for op, shape in cases:
+            row: dict = {"op": op, "shape": shape}
+            inputs = make_inputs(op, shape)
+            for kind in kinds:
+                pair = programs.pop((op, shape, kind), None)
+                try:
+                    if isinstance(pair, Exception):
+                        raise pair
+                    if pair is not None:
+                        row[kind] = measure(pair, inputs)
+                except Exception as error:  # one kind's; the others stand
+                    row[f"{kind}_error"] = f"{type(error).__name__}: {error}"[:300]
+            del inputs, pair
+            if peer is not None:
+                row |= peer.times(op, shape)
+            print(_line(row), flush=True)
+            if args.output is not None:
+                append_row(args.output, row | provenance())
+    if peer is not None:
+        peer.close()
 
 
 def _line(row) -> str:
     names = [n for n in ("kernel", "jla", "fla", "xla") if n in row]
     times = "   ".join(f"{n} {row[n][0]:.3f} / {row[n][1]:.3f}" for n in names)
-    return f"{row['op']:16s} {row['shape']:16s} {times} ms"
+    errors = "".join(f"   {k}: {v[:100]}" for k, v in row.items() if k.endswith("_error"))
+    return f"{row['op']:16s} {row['shape']:16s} {times} ms{errors}"
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ ROWS: tuple[tuple[str, str, float, int], ...] = (
     ("Liger-HGRN2", "gate=hgrn2", 5, 0),
     ("Liger-GSA", "gate=gsa", 5, 0),
     ("Liger-Mamba2", "gate=mamba2", 5, 0),
-    ("Liger-mLSTM", "gate=mlstm", 5, 0),  # gated retention's too
+    ("Liger-mLSTM", "gate=mlstm", 5, 0),  # and gated retention, the same function
     ("Liger-RWKV6", "gate=rwkv6", 5, 0),
     ("Liger-GLA, one softmax layer in ten", "gate=gla,hybrid=10", 5, 0),
     ("Liger-GLA, random gate", "ablation=random_gate", 5, 0),
@@ -62,7 +62,11 @@ ROWS: tuple[tuple[str, str, float, int], ...] = (
     ("window", f"method=window{RATE}", 20, 1),
     (TUNED, f"gate=gla{RATE}{WEIGHTS}", 20, 0),
     (TUNED, f"gate=gla{RATE}{WEIGHTS}", 20, 1),
-    (f"{TUNED}, one softmax layer in ten", f"gate=gla,hybrid=10{RATE}{WEIGHTS}", 20, 0),
+    (f"{TUNED}, one softmax layer in ten", f"gate=gla,hybrid=10{RATE}{WEIGHTS}", 20, 1),
+    ("window", "method=window,lr=1e-2", 5, 0),
+    (TUNED, f"gate=gla,lr=1e-2{WEIGHTS}", 5, 0),
+    ("window", "method=window,lr=1e-2", 5, 1),
+    (TUNED, f"gate=gla,lr=1e-2{WEIGHTS}", 5, 1),
 )
 TRANSFER = "method=lolcats_transfer"
 EDGES = (0, 64, 128, 256, 512, 1024)
@@ -99,6 +103,7 @@ def config_of(options: str, args: argparse.Namespace) -> TrainConfig:
         shuffle_blocks=2,
     )
     config.batch_size, config.seed = args.batch_size, 0
+    config.model.remat = "none"  # a small model: what the backward pass needs fits
     return config
 
 

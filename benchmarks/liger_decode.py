@@ -3,7 +3,8 @@
 Liger-GLA decodes `--tokens` tokens of 16 rows one by one in one run, stamped at each power of two: seconds since the start, and the
 memory in use. Softmax attention's step is timed at each power of two with a cache that holds so many tokens and is read no
 further, updated in place; what it would need in all is the sum over its steps, which grow linearly between those lengths. Both
-run the same projections and feedforwards in bfloat16.
+run the same projections and feedforwards in bfloat16, by the same loop on the device, all compiled before any is timed. In use is
+what the device holds between calls; temporary, what the compiled step needs beside.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import dataclasses
 import functools
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,12 +55,6 @@ def in_use() -> float:
     return round(stats.get("bytes_in_use", 0) / 2**30, 3)
 
 
-def peak() -> float:
-    """The most GiB that were ever on the device."""
-    stats = jax.local_devices()[0].memory_stats() or {}
-    return round(stats.get("peak_bytes_in_use", 0) / 2**30, 3)
-
-
 def cut(params: dict[str, Any]) -> tuple[dict[str, Any], list]:
     """A model's parameters without its layers, and each layer's by itself, in order, so that a step copies none."""
     blocks = params["periods"]["blocks"]
@@ -75,15 +71,19 @@ def decoder(config: ModelConfig, count: int, mix: Any):
     whole, block_graph = nnx.graphdef(model), nnx.graphdef(model.periods.blocks[0])
     stacked = params_of(model)["periods"]
 
+    @jax.jit  # traced and lowered once for all layers
+    def layer(params, x, state, position):
+        block = nnx.merge(block_graph, params)
+        y, state = mix(block.mixer, block.mixer_norm(x), state, position)
+        x = x + y
+        return x + block.feedforward(block.feedforward_norm(x))[0], state
+
     def step(rest, layers, carry):
         token, states, position = carry
         model = nnx.merge(whole, {**rest, "periods": stacked})
         x, after = model.embedding[...][token].astype(model.dtype), []
         for params, state in zip(layers, states, strict=True):
-            block = nnx.merge(block_graph, params)
-            y, state = mix(block.mixer, block.mixer_norm(x), state, position)
-            x = x + y
-            x = x + block.feedforward(block.feedforward_norm(x))[0]
+            x, state = layer(params, x, state, position)
             after.append(state)
         logits = model.logits(model.norm(x))
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), after, position + 1
@@ -120,64 +120,84 @@ def in_softmax(mixer: Any, x: jax.Array, cache: tuple, position: jax.Array):
     return mixer.finish(o.reshape(q.shape), x, context), cache
 
 
-def liger_rows(config: ModelConfig, batch: int, tokens: int, seconds: float):
-    """Decode; a row at each power of two."""
-    rest, layers = cut(random_params(config))
-    mixer, count = abstract(config).periods.blocks[0].mixer, min(256, tokens)
-    decode = decoder(config, count, in_liger)
+class Built(NamedTuple):
+    """`count` steps, compiled, and an empty state for each layer."""
+
+    decode: Any
+    count: int
+    states: Callable[[], list]
+    position: int
+    seconds: float
+    temporary_gib: float
+
+
+def built(config: ModelConfig, batch: int, length: int, count: int, softmax: bool) -> Built:
+    """Decoding with states for `length` tokens; takes no device memory."""
+    began, mixer = time.perf_counter(), abstract(config).periods.blocks[0].mixer
+    shape = (batch, mixer.config.kv_heads(), length, mixer.head_dim)
+    dtype = jnp.dtype(config.dtype)
+
+    def state():
+        if softmax:
+            return tuple(jnp.zeros(shape, dtype) for _ in "kv")
+        return mixer.init_state(batch, length, dtype)
+
+    rest, layers = jax.eval_shape(lambda: cut(random_params(config)))
+    token, position = jax.ShapeDtypeStruct((batch, 1), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)  # fmt: skip
+    states = [jax.eval_shape(state)] * len(layers)
+    decode = decoder(config, count, in_softmax if softmax else in_liger)
+    decode = decode.lower(rest, layers, token, states, position).compile()
+    memory = decode.memory_analysis()
+    temporary = 0 if memory is None else round(memory.temp_size_in_bytes / 2**30, 3)
+    make, at = jax.jit(state), length - 3 * count if softmax else 0
+    return Built(
+        decode, count, lambda: [make() for _ in layers], at, time.perf_counter() - began, temporary
+    )
+
+
+def about(name: str, model: Built, tokens: int, seconds: float, step: float, size: int) -> dict:
+    """A row."""
+    return dict(
+        model=name, tokens=tokens, seconds=round(seconds, 3), ms_a_token=round(1e3 * step, 3),
+        state_gib=round(size / 2**30, 3), in_use_gib=in_use(), temporary_gib=model.temporary_gib,
+        compile_seconds=round(model.seconds, 1),
+    )  # fmt: skip
+
+
+def liger_rows(model: Built, params: tuple, batch: int, tokens: int, most: float):
+    """Decode; a row at each power of two, with the seconds of a token since the row before."""
 
     def fresh():
-        make = jax.jit(lambda: mixer.init_state(batch, tokens, jnp.dtype(config.dtype)))
-        return jnp.zeros((batch, 1), jnp.int32), [make() for _ in layers], jnp.int32(0)
+        return jnp.zeros((batch, 1), jnp.int32), model.states(), jnp.int32(0)
 
-    began = time.perf_counter()
-    jax.block_until_ready(decode(rest, layers, *fresh()))
-    compiled, carry = time.perf_counter() - began, fresh()
+    jax.block_until_ready(model.decode(*params, *fresh()))
+    carry = jax.block_until_ready(fresh())
     size = sum(x.nbytes for x in jax.tree.leaves(carry[1]))
-    done, stamp, began = 0, max(count, 1024), time.perf_counter()
+    done, stamp, last, began = 0, max(model.count, 1024), (0, 0.0), time.perf_counter()
     while done < tokens:
-        carry = jax.block_until_ready(decode(rest, layers, *carry))
-        done, spent = done + count, time.perf_counter() - began
-        if done == stamp or done >= tokens or spent > seconds:
+        carry = jax.block_until_ready(model.decode(*params, *carry))
+        done, spent = done + model.count, time.perf_counter() - began
+        if done == stamp or done >= tokens or spent > most:
             stamp *= 2
-            yield dict(
-                model="Liger-GLA", tokens=done, seconds=round(spent, 3), ms_a_token=round(1e3 * spent / done, 3),
-                state_gib=round(size / 2**30, 3), in_use_gib=in_use(), peak_gib=peak(), first_call_seconds=round(compiled, 1),
-            )  # fmt: skip
-            if spent > seconds:
+            yield about("Liger-GLA", model, done, spent, (spent - last[1]) / (done - last[0]), size)
+            last = (done, spent)
+            if spent > most:
                 return
 
 
-def softmax_rows(config: ModelConfig, batch: int, tokens: int):
+def softmax_rows(models: dict[int, Built], params: tuple, batch: int):
     """Time steps at each power of two; a row each, with the sum of all steps up to there."""
-    rest, layers = cut(random_params(config))
-    mixer = config.layers["L"].mixer
-    lengths = [1024 << i for i in range(32) if 1024 << i <= tokens]
-
-    def shape(length):
-        return (batch, mixer.kv_heads(), length, mixer.dim(config.hidden_size))
-
-    def build(length):
-        cache = jax.ShapeDtypeStruct(shape(length), jnp.dtype(config.dtype))
-        carry = jax.ShapeDtypeStruct((batch, 1), jnp.int32), [(cache, cache)] * len(layers)
-        position = jax.ShapeDtypeStruct((), jnp.int32)
-        decode = decoder(config, _STEPS, in_softmax)
-        return decode.lower(rest, layers, *carry, position).compile()
-
     last, total = None, 0.0
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        built = list(pool.map(build, lengths))  # all before any is timed
-    for length, decode in zip(lengths, built, strict=True):
+    for length, model in models.items():
         carry = None
         try:
-            zeros = [tuple(jnp.zeros(shape(length), config.dtype) for _ in "kv") for _ in layers]  # fmt: skip
-            carry = jnp.zeros((batch, 1), jnp.int32), zeros, jnp.int32(length - 3 * _STEPS)
-            del zeros
+            carry = jnp.zeros((batch, 1), jnp.int32), model.states(), jnp.int32(model.position)
             spent = 0.0
             for _ in range(3):  # the first warms up
+                jax.block_until_ready(carry)
                 began = time.perf_counter()
-                carry = jax.block_until_ready(decode(rest, layers, *carry))
-                spent = (time.perf_counter() - began) / _STEPS
+                carry = jax.block_until_ready(model.decode(*params, *carry))
+                spent = (time.perf_counter() - began) / model.count
         except Exception as error:  # out of memory is a result
             yield dict(model="softmax", tokens=length, error=str(error).splitlines()[0][:200])
             return
@@ -185,10 +205,7 @@ def softmax_rows(config: ModelConfig, batch: int, tokens: int):
         total += (length - before) * (spent + step_before) / 2
         last = (length, spent)
         size = sum(x.nbytes for x in jax.tree.leaves(carry[1]))
-        yield dict(
-            model="softmax", tokens=length, seconds=round(total, 3), ms_a_token=round(1e3 * spent, 3),
-            state_gib=round(size / 2**30, 3), in_use_gib=in_use(), peak_gib=peak(),
-        )  # fmt: skip
+        yield about("softmax", model, length, total, spent, size)
 
 
 def main() -> None:
@@ -202,20 +219,42 @@ def main() -> None:
     parser.add_argument("--models", default="softmax,liger")
     parser.add_argument("--output", type=Path, help="append the rows as JSON lines")
     args = parser.parse_args()
-    for name in args.models.split(","):
-        method = "method=softmax" if name == "softmax" else "gate=gla"
-        config = dataclasses.replace(liger.get_config(f"{args.model},{method}").model, lora=None)
-        if args.layers:
-            config.num_layers = args.layers
-        about = dict(batch_size=args.batch_size, layers=config.num_layers) | provenance()
+    configs, jobs, done = {}, {}, {}
+    lengths = [1024 << i for i in range(32) if 1024 << i <= args.tokens]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:  # all compiled before any is timed
+        for name in args.models.split(","):
+            method = "method=softmax" if name == "softmax" else "gate=gla"
+            config = liger.get_config(f"{args.model},{method}").model
+            config = dataclasses.replace(config, lora=None)
+            config.num_layers = args.layers or config.num_layers
+            if name != "softmax":  # one token at a time: a chunk of 64 would be padding but for one
+                config.layers["L"].mixer.form = "recurrent"
+            sizes = [(n, _STEPS) for n in lengths]
+            if name != "softmax":
+                sizes = [(args.tokens, min(256, args.tokens))]
+            configs[name] = config
+            jobs[name] = {
+                length: pool.submit(
+                    built, config, args.batch_size, length, count, name == "softmax"
+                )
+                for length, count in sizes
+            }
+        for name, of in jobs.items():
+            done[name] = {length: job.result() for length, job in of.items()}
+    for name, models in done.items():
+        config, params = configs[name], None
+        params = cut(random_params(config))
         if name == "softmax":
-            rows = softmax_rows(config, args.batch_size, args.tokens)
+            rows = softmax_rows(models, params, args.batch_size)
         else:
-            rows = liger_rows(config, args.batch_size, args.tokens, args.seconds)
+            (model,) = models.values()
+            rows = liger_rows(model, params, args.batch_size, args.tokens, args.seconds)
         for row in rows:
-            print(json.dumps(row | about), flush=True)
+            row |= dict(batch_size=args.batch_size, layers=config.num_layers) | provenance()
+            print(json.dumps(row), flush=True)
             if args.output:
-                append_row(args.output, row | about)
+                append_row(args.output, row)
+        rows = None  # and with it what it holds on the device
 
 
 if __name__ == "__main__":

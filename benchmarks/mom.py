@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from benchmarks.peer import Peer
-from benchmarks.timing import append_row, batch_milliseconds, provenance
+from benchmarks.timing import alone, append_row, batch_milliseconds, provenance
 from lsm_jax import mixers, ops
 
 # Warms up (its search for block sizes takes minutes), waits for a line, then times.
@@ -78,6 +78,29 @@ def programs(graph, params, tokens: jax.ShapeDtypeStruct) -> tuple:
     return jax.jit(forward).lower(params, tokens), both.lower(params, tokens)
 
 
+def measure(args, length: int, rows: int, kinds: dict, layers: dict, built: dict, theirs) -> dict:
+    """The row of a length: each kind's milliseconds, and over the inner mixer's; `theirs` are the peer's, or None."""
+    found: dict[str, Any] = dict(inner=args.inner, width=args.width, rows=rows, length=length)
+    for kind, (_, times) in kinds.items():
+        _, params = layers[kind]
+        forward, both = built[length, kind]
+        x = jax.random.normal(jax.random.key(0), (rows, times * length, args.width))
+        x = x.astype(jnp.bfloat16)
+        found[kind] = dict(
+            forward_ms=round(batch_milliseconds(forward, params, x, calls=args.calls), 4),
+            training_ms=round(batch_milliseconds(both, params, x, calls=args.calls), 4),
+        )
+        if kind != "inner_mixer":
+            found[kind] |= {
+                f"{name[:-3]}_over_inner": round(found[kind][name] / value, 3)
+                for name, value in found["inner_mixer"].items()
+            }
+    if theirs:
+        forward_ms, training_ms = theirs
+        found["fla"] = dict(forward_ms=round(forward_ms, 4), training_ms=round(training_ms, 4))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--lengths", default="2048,4096,8192,16384")
@@ -88,6 +111,11 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=10)
     parser.add_argument("--peers", default="", help="fla")
     parser.add_argument("--patience", type=float, default=200, help="seconds the peer may warm up")
+    parser.add_argument(
+        "--lock",
+        type=Path,
+        help="a file, for processes on one device: all compile before one times",
+    )
     parser.add_argument("--output", type=Path, help="append the rows as JSON lines")
     args = parser.parse_args()
     config = mixers.MoMConfig.for_width(args.width)
@@ -110,47 +138,29 @@ def main() -> None:
     kinds = {"inner_mixer": (config.mixer, more)} | {
         form: (dataclasses.replace(config, execution=form), 1) for form in forms
     }
-    layers = {kind: parameters(own, args.width) for kind, (own, _) in kinds.items()}
-    lowered = {}
-    for length in lengths:
-        for kind, (_, times) in kinds.items():
-            shape = (rows[length], times * length, args.width)
-            tokens = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-            graph, params = layers[kind]
-            lowered[length, kind] = programs(graph, params, tokens)
-    with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        built = {
-            case: [pool.submit(program.compile) for program in pair]
-            for case, pair in lowered.items()
-        }
-        built = {case: [future.result() for future in pair] for case, pair in built.items()}
-    print(f"compiled after {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-
-    theirs = {n: times for n, *times in peer.rows(args.patience)} if peer else {}
-    for length in lengths:
-        found: dict[str, Any] = dict(
-            inner=args.inner, width=args.width, rows=rows[length], length=length
-        )
-        for kind, (_, times) in kinds.items():
-            _, params = layers[kind]
-            forward, both = built[length, kind]
-            shape = (rows[length], times * length, args.width)
-            x = jax.random.normal(jax.random.key(0), shape).astype(jnp.bfloat16)
-            found[kind] = dict(
-                forward_ms=round(batch_milliseconds(forward, params, x, calls=args.calls), 4),
-                training_ms=round(batch_milliseconds(both, params, x, calls=args.calls), 4),
-            )
-            if kind != "inner_mixer":
-                found[kind] |= {
-                    f"{name[:-3]}_over_inner": round(found[kind][name] / value, 3)
-                    for name, value in found["inner_mixer"].items()
-                }
-        if length in theirs:
-            forward_ms, training_ms = theirs[length]
-            found["fla"] = dict(forward_ms=round(forward_ms, 4), training_ms=round(training_ms, 4))
-        print(json.dumps(found), flush=True)
-        if args.output:
-            append_row(args.output, found | provenance())
+    with alone(args.lock, shared=True):
+        layers = {kind: parameters(own, args.width) for kind, (own, _) in kinds.items()}
+        lowered = {}
+        for length in lengths:
+            for kind, (_, times) in kinds.items():
+                shape = (rows[length], times * length, args.width)
+                tokens = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+                graph, params = layers[kind]
+                lowered[length, kind] = programs(graph, params, tokens)
+        with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+            built = {
+                case: [pool.submit(program.compile) for program in pair]
+                for case, pair in lowered.items()
+            }
+            built = {case: [future.result() for future in pair] for case, pair in built.items()}
+        print(f"compiled after {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+    with alone(args.lock):
+        theirs = {n: times for n, *times in peer.rows(args.patience)} if peer else {}
+        for length in lengths:
+            found = measure(args, length, rows[length], kinds, layers, built, theirs.get(length))
+            print(json.dumps(found), flush=True)
+            if args.output:
+                append_row(args.output, found | provenance())
     print(json.dumps(ops.choices()), flush=True)
 
 

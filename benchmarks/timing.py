@@ -56,13 +56,14 @@ def append_row(path: Path, row: dict) -> None:
 
 
 @contextlib.contextmanager
-def alone(lock: Path | None):
-    """The device for oneself, where other processes that share it hold the same lock when they use it."""
+def alone(lock: Path | None, shared: bool = False):
+    """The device for oneself, where other processes that share it hold the same lock when they use it; `shared` with those
+    that share it too, as programs being compiled may."""
     if lock is None:
         yield
         return
     with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         yield
 
 

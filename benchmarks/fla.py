@@ -1,0 +1,338 @@
+"""flash-linear-attention's operations under PyTorch, in processes of their own, for the benchmarks that time it beside ours.
+
+Triton's search for an operation's best blocks compiles every form of every kernel that its authors list, minutes an operation.
+Here niced processes (`python -m benchmarks.fla warm`) compile the forms into Triton's cache, each by one of them, on rows of 1,024
+tokens; another (`python -m benchmarks.fla time`) then makes the search itself at the true size: the whole list, anew for each case,
+each form timed for 20 ms in place of 100. Its times are the lower of two medians, Triton's `do_bench` and 7 batches of 20 calls.
+
+Whole models pass the same way: an operation "model gla" at the shape "16x2048" is a forward and backward of the peer's language
+model in our 340M proportions, bfloat16, and gives tokens/s.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+_TOKENS = 1024
+_VOCABULARY = 32000
+_MODELS: dict[str, dict[str, Any]] = {
+    "gla": dict(num_hidden_layers=24, num_heads=4),
+    "gated_deltanet": dict(num_hidden_layers=24, num_heads=3, head_dim=256, expand_v=2.0),
+    "mamba2": dict(num_hidden_layers=48),
+}
+_UNKNOWN = "it has no such operation"
+
+
+class Fla:
+    """The peer's times of cases (operation, shape "BxTxHxD"), asked for one by one once its kernels are compiled.
+
+    Args:
+        cases: what will be asked for; compiled in this order. A model's shape is "BxT".
+        workers: processes that compile.
+        bias: of the gates of forgetting attention, whose kernels need none of this but are timed here too.
+    """
+
+    def __init__(self, cases: Sequence[tuple[str, str]], workers: int, bias: float = 2.0):
+        self._began = time.perf_counter()
+        self._claims = tempfile.TemporaryDirectory()
+        given = [json.dumps([list(case) for case in cases]), str(bias), self._claims.name]
+        command = ["nice", "-n", "15", sys.executable, "-m", "benchmarks.fla", "warm", *given]
+        self._workers = [
+            subprocess.Popen([*command, str(i)], stdout=subprocess.DEVNULL) for i in range(workers)
+        ]
+        self._bias = bias
+        self._start()
+
+    def _start(self) -> None:
+        command = [sys.executable, "-m", "benchmarks.fla", "time", str(self._bias)]
+        pipe = subprocess.PIPE
+        self._process: Any = subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe)
+        self._lines: queue.Queue[str] = queue.Queue()
+        reader = threading.Thread(target=_read, args=(self._process, self._lines), daemon=True)
+        reader.start()
+
+    def wait(self, patience: float) -> bool:
+        """Until all is compiled, or for `patience` seconds since the start; the rest is compiled in the time that `times` allows."""
+        for worker in self._workers:
+            left = patience - (time.perf_counter() - self._began)
+            try:
+                worker.wait(max(0.0, left))
+            except subprocess.TimeoutExpired:
+                worker.kill()
+        seconds = time.perf_counter() - self._began
+        done = all(worker.wait() == 0 for worker in self._workers)
+        print(f"the peer's kernels: {seconds:.0f} s, all compiled: {done}", file=sys.stderr)
+        return done
+
+    def times(self, op: str, shape: str, patience: float = 100) -> dict[str, Any]:
+        """{"fla": [forward, forward and backward] ms}, of a model its tokens/s, or {"fla_error": why}."""
+        try:
+            self._process.stdin.write(json.dumps([op, shape]) + "\n")
+            self._process.stdin.flush()
+            found = json.loads(self._lines.get(timeout=patience) or '{"fla_error": "it ended"}')
+        except (queue.Empty, BrokenPipeError) as error:
+            found = {"fla_error": f"{type(error).__name__} within {patience:.0f} s"}
+        if "fla_error" in found and found["fla_error"] != _UNKNOWN:  # the card may have failed it
+            self.close()
+            self._start()
+        return found
+
+    def close(self) -> None:
+        """End the process that times."""
+        self._process.kill()
+
+
+def _read(process: Any, lines: queue.Queue[str]) -> None:
+    for line in process.stdout:
+        if line.startswith("{"):
+            lines.put(line)
+    lines.put("")
+
+
+def _operations() -> dict[str, Callable]:
+    """Our names of operations, and the peer's functions of the inputs that `_calls` makes."""
+    spec: Any = importlib.util.find_spec("fla")
+    package: Any = types.ModuleType("fla")  # its own imports every layer and model it has
+    package.__path__ = list(spec.submodule_search_locations)
+    package.__version__ = importlib.metadata.version("flash-linear-attention")
+    sys.modules["fla"] = package
+    import fla.ops.common.chunk_o as chunk_o  # pyrefly: ignore[missing-import]
+
+    chunk_o.TRITON_ABOVE_3_7_1 = (
+        True  # older Triton gets one backward wrong: it is run for its speed
+    )
+    from fla import ops  # pyrefly: ignore[missing-module-attribute]
+
+    return {
+        "no decay": lambda q, k, v: ops.chunk_linear_attn(q, k, v, normalize=False),
+        "constant decay": lambda q, k, v: ops.chunk_retention(q, k, v),
+        "scalar decay": lambda q, k, v, g: ops.chunk_simple_gla(q, k, v, g),
+        "key decay": lambda q, k, v, g: ops.chunk_gla(q, k, v, g),
+        "key decay and bonus": lambda q, k, v, g, u: ops.chunk_rwkv6(q, k, v, g, u),
+        "delta rule": lambda q, k, v, b: ops.chunk_delta_rule(q, k, v, b),
+        "gated delta rule": lambda q, k, v, b, g: ops.chunk_gated_delta_rule(q, k, v, g, b),
+        "kda": lambda q, k, v, b, g: ops.chunk_kda(q, k, v, g, b),
+        "rwkv7": lambda q, k, v, a, b, w: ops.chunk_rwkv7(q, w, k, v, a, b),
+        "forgetting attention": lambda q, k, v, g: (ops.parallel_forgetting_attn(q, k, v, g),),
+    } | dict.fromkeys(_MODELS, _model)
+
+
+def _calls(call: Callable, op: str, shape: Sequence[int], bias: float) -> tuple[Callable, Callable]:
+    """Forward without, and forward and backward with gradients of every input, as `benchmarks.kernels` has them."""
+    import torch  # pyrefly: ignore[missing-import]
+    from torch.nn.functional import logsigmoid, normalize  # pyrefly: ignore[missing-import]
+
+    batch, length, heads, dim = shape
+    bf16 = dict(device="cuda", dtype=torch.bfloat16)
+    q, k, v, do = (torch.randn(batch, length, heads, dim, **bf16) for _ in range(4))
+    unit = normalize(k.float(), dim=-1).bfloat16()
+    scalar, channel = (batch, length, heads), (batch, length, heads, dim)
+
+    def gate(size, bias=3.0):
+        return logsigmoid(torch.randn(*size, device="cuda") + bias)
+
+    beta = torch.rand(*scalar, **bf16)
+    inputs = {
+        "scalar decay": lambda: (q, k, v, gate(scalar)),
+        "key decay": lambda: (q, k, v, gate(channel)),
+        "key decay and bonus": lambda: (
+            (q, k, v, gate(channel).bfloat16(), torch.randn(heads, dim, **bf16))
+        ),
+        "delta rule": lambda: (q, unit, v, beta),
+        "gated delta rule": lambda: (q, unit, v, beta, gate(scalar)),
+        "kda": lambda: (q, unit, v, beta, gate(channel)),
+        "rwkv7": lambda: (
+            (q, k, v, -unit, unit * torch.rand_like(unit), -0.6 * torch.rand_like(unit))
+        ),
+        "forgetting attention": lambda: (q, k, v, gate(scalar, bias)),
+    }.get(op, lambda: (q, k, v))()
+    for tensor in inputs:
+        tensor.requires_grad_(True)
+
+    def forward():
+        return call(*inputs)[0]
+
+    def both():
+        for tensor in inputs:
+            tensor.grad = None
+        forward().backward(do)
+
+    return forward, both
+
+
+def _model(name: str, rows: int, length: int) -> Callable:
+    """A forward and backward of the peer's model, its parameters and activations in bfloat16."""
+    import torch  # pyrefly: ignore[missing-import]
+
+    if name == "mamba2" and importlib.util.find_spec("mamba_ssm") is None:
+        raise ModuleNotFoundError("its kernels are those of mamba_ssm, which is not installed")
+    module = importlib.import_module(f"fla.models.{name}")
+    classes = [getattr(module, n) for n in module.__all__ if n.endswith(("Config", "ForCausalLM"))]
+    config = classes[0](
+        hidden_size=1024,
+        vocab_size=_VOCABULARY,
+        use_cache=False,
+        tie_word_embeddings=True,
+        **_MODELS[name],
+    )
+    torch.manual_seed(0)
+    model = classes[1](config).to("cuda", torch.bfloat16).train()
+    tokens = torch.randint(0, _VOCABULARY, (rows, length), device="cuda")
+
+    def both():
+        model.zero_grad(set_to_none=True)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+
+    both.parameters = sum(p.numel() for p in model.parameters())  # pyrefly: ignore
+    return both
+
+
+def _warm(cases: list, bias: float, claims: Path, index: int) -> None:
+    """Compile the forms of the cases' kernels that no other process has claimed."""
+    import torch  # pyrefly: ignore[missing-import]
+    from triton.runtime.autotuner import Autotuner  # pyrefly: ignore[missing-import]
+
+    def word(value):
+        if isinstance(value, torch.Tensor):
+            return str(value.dtype)
+        return "" if callable(value) else str(value)
+
+    def run(tuner, *args, **kwargs):
+        tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
+        forms = tuner.prune_configs(kwargs) if len(tuner.configs) > 1 else tuner.configs
+        case = [tuner.base_fn.__module__, tuner.base_fn.__name__, *map(word, args)]
+        case += [f"{name}={word(value)}" for name, value in sorted(kwargs.items())]
+        for form in forms[index % len(forms) :] + forms[: index % len(forms)]:
+            name = hashlib.sha1("|".join([*case, str(form)]).encode()).hexdigest()
+            try:
+                os.close(os.open(claims / name, os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                continue
+            try:
+                tuner.fn.run(*args, **{**kwargs, **form.all_kwargs(), "warmup": True})
+            except Exception:  # the search passes over it too
+                pass
+        for form in forms:
+            try:
+                return tuner.fn.run(*args, **{**kwargs, **form.all_kwargs()})
+            except Exception:  # too large for the card
+                continue
+        raise RuntimeError(f"no form of {tuner.base_fn.__name__} runs")
+
+    operations = _operations()
+    Autotuner.run = run
+    shapes = list(dict.fromkeys(shape for _, shape in cases))
+    for shape in shapes:  # in their order; its operations each process in another
+        ops = [op for op, at in cases if at == shape and op.removeprefix("model ") in operations]
+        for op in ops[index % len(ops) :] + ops[: index % len(ops)]:
+            batch, length, *rest = map(int, shape.split("x"))
+            try:
+                if op.startswith("model "):
+                    if shape == shapes[0]:  # one size compiles for all
+                        _model(op[6:], 2, _TOKENS)()
+                else:
+                    size = (batch, min(length, _TOKENS), *rest)
+                    forward, both = _calls(operations[op], op, size, bias)
+                    both()
+                    with torch.no_grad():
+                        forward()
+                torch.cuda.synchronize()
+            except Exception as error:
+                print(f"{op} {shape}: {type(error).__name__} {error}"[:300], file=sys.stderr)
+
+
+def _batches(call: Callable, batches: int = 7, calls: int = 20) -> float:
+    """As `benchmarks.timing.batch_milliseconds`."""
+    import torch  # pyrefly: ignore[missing-import]
+
+    times = []
+    for _ in range(batches):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - began) / calls)
+    return 1e3 * sorted(times)[batches // 2]
+
+
+def _time(bias: float) -> None:
+    """A case a line in, a row a line out."""
+    import torch  # pyrefly: ignore[missing-import]
+    from triton import testing  # pyrefly: ignore[missing-import]
+    from triton.runtime.autotuner import Autotuner  # pyrefly: ignore[missing-import]
+
+    operations, searched = _operations(), set()
+    bench, search = testing.do_bench, Autotuner.run
+    Autotuner.do_bench = property(lambda _: functools.partial(bench, warmup=5, rep=20))
+
+    def run(tuner, *args, **kwargs):
+        searched.add(tuner)
+        return search(tuner, *args, **kwargs)
+
+    Autotuner.run = run
+
+    def median(call):
+        found = bench(call, warmup=50, rep=200, return_mode="median")
+        return round(min(found, _batches(call)), 4)
+
+    for line in sys.stdin:
+        op, shape = json.loads(line)
+        row: dict[str, Any] = {}
+        if op.removeprefix("model ") not in (_MODELS if op.startswith("model ") else operations):
+            print(json.dumps(dict(fla_error=_UNKNOWN)), flush=True)
+            continue
+        try:
+            if not op.startswith("model "):  # which a run trains with what it found first
+                for tuner in searched:
+                    tuner.cache.clear()
+            began = time.perf_counter()
+            size = [int(n) for n in shape.split("x")]
+            if op.startswith("model "):
+                both = _model(op[6:], *size)
+                both()
+                torch.cuda.synchronize()
+                row["fla_search_seconds"] = round(time.perf_counter() - began, 1)
+                torch.cuda.reset_peak_memory_stats()
+                seconds = 1e-3 * _batches(both, batches=7, calls=2)
+                row["fla_gradient_tokens_per_second"] = round(size[0] * size[1] / seconds)
+                row["fla_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
+                row["fla_parameters"] = both.parameters
+            else:
+                forward, both = _calls(operations[op], op, size, bias)
+                both()
+                with torch.no_grad():
+                    forward()
+                    torch.cuda.synchronize()
+                    row["fla_search_seconds"] = round(time.perf_counter() - began, 1)
+                    first = median(forward)
+                row["fla"] = [first, median(both)]
+                del forward
+            del both
+        except Exception as error:
+            row["fla_error"] = f"{type(error).__name__}: {error}"[:300]
+        torch.cuda.empty_cache()
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    os.environ["FLA_CACHE_RESULTS"] = "0"  # a choice made beside others' work is not kept
+    if sys.argv[1] == "warm":
+        _warm(json.loads(sys.argv[2]), float(sys.argv[3]), Path(sys.argv[4]), int(sys.argv[5]))
+    else:
+        _time(float(sys.argv[2]))
