@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.compat import pl
 from pallas_kernels.delta_rule.tiles import unit_inverse
 from pallas_kernels.linear_attention import tiles as decays
 from pallas_kernels.linear_attention import tpu as linear
@@ -127,10 +126,6 @@ def backward(
 
 
 def _forward_kernel(layout: tpu_layout.Layout, scale: float, refs: dict, memory):
-    @pl.when(pl.program_id(2) == 0)
-    def _():
-        memory[...] = refs["initial"][...]
-
     chunk = _chunk(refs)
     heads = [_read(layout, refs, chunk, h) for h in range(layout.block)]
     for h, (x, inverse) in enumerate(zip(heads, _inverses(heads), strict=True)):
@@ -146,16 +141,8 @@ def _forward_kernel(layout: tpu_layout.Layout, scale: float, refs: dict, memory)
         update = dot(x.k, (x.leave * writes).astype(x.v.dtype), "tn")
         memory[h] = x.keep * before + update
 
-    @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
-    def _():
-        refs["final"][...] = memory[...]
-
 
 def _backward_kernel(layout: tpu_layout.Layout, scale: float, refs: dict, d_memory):
-    @pl.when(pl.program_id(2) == 0)
-    def _():
-        d_memory[...] = refs["d_final"][...]
-
     chunk = _chunk(refs)
     reads, read_rows, writes, totals = [], [], [], []
     i, j = _indices()
@@ -203,10 +190,6 @@ def _backward_kernel(layout: tpu_layout.Layout, scale: float, refs: dict, d_memo
             totals.append(jnp.sum(total, axis=1, keepdims=True))
     if "d_decay" in refs:
         refs["d_decay"][...] = decays.decay_gradient(reads, read_rows, writes, totals, chunk)
-
-    @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
-    def _():
-        refs["d_initial"][...] = d_memory[...]
 
 
 def _chunk(refs) -> decays.Chunk:

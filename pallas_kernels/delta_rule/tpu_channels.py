@@ -16,14 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.compat import pl
 from pallas_kernels.delta_rule import tpu
 from pallas_kernels.delta_rule.tpu import Residuals
 from pallas_kernels.linear_attention import tpu as linear
 from pallas_kernels.linear_attention import tpu_channels as linear_channels
 from pallas_kernels.linear_attention import tpu_halving as halving
 from pallas_kernels.linear_attention import tpu_layout
-from pallas_kernels.linear_attention.tiles import _iota, dot
+from pallas_kernels.linear_attention.tiles import dot
 
 CHUNK = tpu.CHUNK
 _F32 = jnp.float32
@@ -117,10 +116,6 @@ class _Head:
 
 
 def _forward_kernel(layout, scale: float, refs: dict, memory):
-    @pl.when(pl.program_id(2) == 0)
-    def _():
-        memory[...] = refs["initial"][...]
-
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
     heads = [_Head(layout, scale, refs, masks, h) for h in range(layout.block)]
     inverses = tpu.invert([x.system * x.row for x in heads], heads[0].v.dtype)
@@ -134,24 +129,13 @@ def _forward_kernel(layout, scale: float, refs: dict, memory):
         layout.store(refs["out"], h, dot(x.read, narrow, "nt") + dot(x.scores, writes))
         memory[h] = x.decays.keep * before + dot(writes, x.written, "tn")
 
-    @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
-    def _():
-        refs["final"][...] = memory[...]
-
 
 def _backward_kernel(layout, scale: float, refs: dict, d_memory):
-    @pl.when(pl.program_id(2) == 0)
-    def _():
-        d_memory[...] = refs["d_final"][...]
-
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
-    later = _iota(CHUNK, CHUNK, 0) > _iota(CHUNK, CHUNK, 1)
     refs["d_beta"][...] = jnp.zeros_like(refs["d_beta"])
 
     def outer(a, b):
-        """a bᵀ below the diagonal and mirrored above it, in one document."""
-        both = jnp.where(later, dot(a, b, "nt"), dot(b, a, "nt"))
-        return both if masks.same is None else jnp.where(masks.same, both, 0)
+        return halving.mirrored(dot(a, b, "nt"), dot(b, a, "nt"), masks)
 
     for h in range(layout.block):
         x = _Head(layout, scale, refs, masks, h)
@@ -192,7 +176,3 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
                 [a + b for a, b in terms], of_enter, x.k * of_write, kept
             )
             layout.store(refs["d_decay"], h, d_decay)
-
-    @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
-    def _():
-        refs["d_initial"][...] = d_memory[...]

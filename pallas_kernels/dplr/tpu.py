@@ -16,13 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.compat import pl
 from pallas_kernels.delta_rule.tpu import Residuals, invert, multiple
 from pallas_kernels.linear_attention import tpu as linear
 from pallas_kernels.linear_attention import tpu_channels as linear_channels
 from pallas_kernels.linear_attention import tpu_halving as halving
 from pallas_kernels.linear_attention import tpu_layout
-from pallas_kernels.linear_attention.tiles import _iota, dot
+from pallas_kernels.linear_attention.tiles import dot
 
 CHUNK = 128
 __all__ = ["CHUNK", "backward", "forward", "multiple", "reason"]
@@ -135,10 +134,6 @@ class _Head:
 
 
 def _forward_kernel(layout, scale: float, refs: dict, memory):
-    @pl.when(pl.program_id(2) == 0)
-    def _():
-        memory[...] = refs["initial"][...]
-
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
     heads = [_Head(layout, scale, refs, masks, h) for h in range(layout.block)]
     inverses = invert([x.system for x in heads], heads[0].v.dtype)
@@ -154,23 +149,12 @@ def _forward_kernel(layout, scale: float, refs: dict, memory):
         update = dot(back, x.written_b, "tn") + dot(x.v, x.written_k, "tn")
         memory[h] = x.decays.keep * before + update
 
-    @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
-    def _():
-        refs["final"][...] = memory[...]
-
 
 def _backward_kernel(layout, scale: float, refs: dict, d_memory):
-    @pl.when(pl.program_id(2) == 0)
-    def _():
-        d_memory[...] = refs["d_final"][...]
-
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
-    later = _iota(CHUNK, CHUNK, 0) > _iota(CHUNK, CHUNK, 1)
 
     def outer(lower, upper):
-        """a bᵀ of one pair below the diagonal, of another above it, in one document."""
-        both = jnp.where(later, dot(lower[0], lower[1], "nt"), dot(upper[0], upper[1], "nt"))
-        return both if masks.same is None else jnp.where(masks.same, both, 0)
+        return halving.mirrored(dot(lower[0], lower[1], "nt"), dot(upper[0], upper[1], "nt"), masks)
 
     for h in range(layout.block):
         x = _Head(layout, scale, refs, masks, h)
@@ -216,7 +200,3 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
         of_leave = x.b * of_write_b + x.k * of_write_k
         d_decay = halving.decay_gradient(terms, of_enter, of_leave, kept, exclusive=True)
         layout.store(refs["d_decay"], h, d_decay + x.q * decayed)
-
-    @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
-    def _():
-        refs["d_initial"][...] = d_memory[...]

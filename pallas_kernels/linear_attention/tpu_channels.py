@@ -17,7 +17,7 @@ from pallas_kernels.compat import pl
 from pallas_kernels.linear_attention import tpu as linear
 from pallas_kernels.linear_attention import tpu_halving as halving
 from pallas_kernels.linear_attention import tpu_layout
-from pallas_kernels.linear_attention.tiles import _iota, dot
+from pallas_kernels.linear_attention.tiles import dot
 
 TAKES_BONUS = True
 CHUNK = 128
@@ -121,10 +121,6 @@ class _Head:
 
 
 def _forward_kernel(layout, scale: float, refs: dict, memory):
-    @pl.when(pl.program_id(2) == 0)
-    def _():
-        memory[...] = refs["initial"][...]
-
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
     for h in range(layout.block):
         x = _Head(layout, scale, refs, masks, h)
@@ -135,20 +131,14 @@ def _forward_kernel(layout, scale: float, refs: dict, memory):
         layout.store(refs["out"], h, dot(x.scores, x.v) + dot(x.read, narrow, "nt"))
         memory[h] = x.decays.keep * before + dot(x.v, x.written, "tn")
 
-    @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
-    def _():
-        refs["final"][...] = memory[...]
-
 
 def _backward_kernel(layout, scale: float, refs: dict, d_memory):
     @pl.when(pl.program_id(2) == 0)
     def _():
-        d_memory[...] = refs["d_final"][...]
         if "d_bonus" in refs:
             refs["d_bonus"][...] = jnp.zeros_like(refs["d_bonus"])
 
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
-    later = _iota(CHUNK, CHUNK, 0) > _iota(CHUNK, CHUNK, 1)
     for h in range(layout.block):
         x = _Head(layout, scale, refs, masks, h)
         d_out = refs["d_out"][layout.place(refs["d_out"], h, layout.value_dim)]
@@ -157,9 +147,7 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
         layout.store(refs["dv"], h, dot(x.scores, d_out, "tn") + dot(x.written, narrow, "nt"))
         d_memory[h] = x.decays.keep * after + dot(d_out, x.read, "tn")
 
-        weights = jnp.where(later, dot(d_out, x.v, "nt"), dot(x.v, d_out, "nt"))
-        if masks.same is not None:
-            weights = jnp.where(masks.same, weights, 0)
+        weights = halving.mirrored(dot(d_out, x.v, "nt"), dot(x.v, d_out, "nt"), masks)
         products = halving.spread(scale * weights, x.tiles, masks)
         current = d_out.astype(_F32) * x.v.astype(_F32)
         current = scale * jnp.sum(current, axis=1, keepdims=True)
@@ -179,7 +167,3 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
                 terms, x.q * of_read, x.k * of_write, kept, exclusive=x.exclusive
             )
             layout.store(refs["d_decay"], h, d_decay)
-
-    @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
-    def _():
-        refs["d_initial"][...] = d_memory[...]

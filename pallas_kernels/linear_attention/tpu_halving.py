@@ -73,6 +73,13 @@ def read_masks(runs, size: int) -> Masks:
     return Masks(level, same, same & (i >= j), turned[:, 1:2], turned[:, 2:3])
 
 
+def mirrored(lower: jax.Array, upper: jax.Array, masks: Masks) -> jax.Array:
+    """`lower` [C, C] below its diagonal, `upper` on it and above; 0 for pairs of two documents."""
+    later = _iota(len(lower), len(lower), 0) > _iota(len(lower), len(lower), 1)
+    both = jnp.where(later, lower, upper)
+    return both if masks.same is None else jnp.where(masks.same, both, 0)
+
+
 def resolve(log_decay, masks: Masks, *, exclusive: bool = False) -> Decays:
     """Of decays [C, D]; `exclusive` leaves a token's own out of what it reads."""
     total = jnp.maximum(log_decay.astype(_F32), FLOOR)

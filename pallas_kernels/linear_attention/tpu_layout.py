@@ -90,10 +90,25 @@ class Layout:
         return given
 
     def call(self, kernel, given: dict, outs: dict, scale: float, interpret) -> dict:
-        """Run `kernel` over batch, programs and chunks."""
+        """Run `kernel` over batch, programs and chunks; the memory, against time its gradient, is carried from chunk to chunk."""
         names = (*given, *outs)
+        first, last = ("d_final", "d_initial") if self.reverse else ("initial", "final")
+
+        def carried(*refs):
+            named, memory = dict(zip(names, refs, strict=False)), refs[-1]
+
+            @pl.when(pl.program_id(2) == 0)
+            def _():
+                memory[...] = named[first][...]
+
+            kernel(self, scale, named, memory)
+
+            @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
+            def _():
+                named[last][...] = memory[...]
+
         result = pl.pallas_call(
-            lambda *refs: kernel(self, scale, dict(zip(names, refs, strict=False)), refs[-1]),
+            carried,
             grid=(self.batch, self.heads // self.block, self.length // self.chunk),
             in_specs=[spec for _, (_, spec) in given.values()],
             out_specs=[spec for _, spec in outs.values()],

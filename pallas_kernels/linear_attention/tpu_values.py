@@ -12,11 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.compat import pl
 from pallas_kernels.linear_attention import tpu as linear
 from pallas_kernels.linear_attention import tpu_channels, tpu_layout
 from pallas_kernels.linear_attention import tpu_halving as halving
-from pallas_kernels.linear_attention.tiles import _iota, dot
+from pallas_kernels.linear_attention.tiles import dot
 
 CHUNK = tpu_channels.CHUNK
 _F32 = jnp.float32
@@ -68,10 +67,6 @@ def _read(layout, refs: dict, h: int):
 
 
 def _forward_kernel(layout, scale: float, refs: dict, memory):
-    @pl.when(pl.program_id(2) == 0)
-    def _():
-        memory[...] = refs["initial"][...]
-
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
     for h in range(layout.block):
         q, k, v, g = _read(layout, refs, h)
@@ -90,18 +85,9 @@ def _forward_kernel(layout, scale: float, refs: dict, memory):
         layout.store(refs["out"], h, out)
         memory[h] = decays.keep * before + dot(k, (values * decays.leave).astype(v.dtype), "tn")
 
-    @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
-    def _():
-        refs["final"][...] = memory[...]
-
 
 def _backward_kernel(layout, scale: float, refs: dict, d_memory):
-    @pl.when(pl.program_id(2) == 0)
-    def _():
-        d_memory[...] = refs["d_final"][...]
-
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
-    later = _iota(CHUNK, CHUNK, 0) > _iota(CHUNK, CHUNK, 1)
     for h in range(layout.block):
         q, k, v, g = _read(layout, refs, h)
         dtype = v.dtype
@@ -120,9 +106,7 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
         layout.store(refs["dk"], h, dot(d_scores, q, "tn") + dot(leaving, narrow, "nt"))
         d_memory[h] = decays.keep * after + dot(q, entering, "tn")
 
-        scores = scale * jnp.where(later, dot(q, k, "nt"), dot(k, q, "nt"))
-        if masks.same is not None:
-            scores = jnp.where(masks.same, scores, 0)
+        scores = scale * halving.mirrored(dot(q, k, "nt"), dot(k, q, "nt"), masks)
         products = halving.spread(scores, tiles, masks)
         own = jnp.sum(jnp.where(masks.level < 0, scores, 0), axis=1, keepdims=True)
         of_write = decays.leave * dot(k, narrow)
@@ -133,7 +117,3 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
         terms = halving.terms(tiles, products)
         d_decay = halving.decay_gradient(terms, of_enter, values * of_write, kept)
         layout.store(refs["d_decay"], h, d_decay)
-
-    @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
-    def _():
-        refs["d_initial"][...] = d_memory[...]

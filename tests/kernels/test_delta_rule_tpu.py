@@ -9,22 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from lsm_jax import ops
 from pallas_kernels.delta_rule import delta_rule, reasons, tpu, tpu_channels
+from tests.kernels import on_tpu
 from tests.kernels.test_delta_rule_gpu import SCALE, by_token, make
 
 FIELDS = ("q", "k", "v", "beta", "log_decay", "initial")
 
 
 def given(*dims, dtype=jnp.float32, documents=False, decay="mild", **options):
-    """Inputs that are differentiated, and the runs: a border between chunks, borders inside, a document of one token."""
+    """Inputs that are differentiated, and the runs."""
     inputs = make(*dims, documents=False, decay=decay, **options)
     del inputs["run"]
-    borders = [5, 16, 17, 20] if dims[0] < 128 else [30, 128, 129, 150]
-    starts = np.isin(np.arange(dims[0]), borders)
-    run = jnp.asarray(np.cumsum(starts)[None], jnp.int32) if documents else None
+    run = on_tpu.runs(dims[0]) if documents else None
     return inputs | {n: inputs[n].astype(dtype) for n in "qkv"}, run
 
 
@@ -32,32 +30,8 @@ def fused(x, run, interpret=True):
     return delta_rule(**x, run=run, scale=SCALE, implementation="mosaic_tpu", interpret=interpret)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def both(function, x, run, cotangents):
-    values, pull = jax.vjp(lambda x: function(x, run), x)
-    return values, pull(jax.tree.map(lambda c, o: c.astype(o.dtype), cotangents, values))[0]
-
-
-def plain(x, run):
-    return by_token(**x, run=run)
-
-
-def compare(inputs, run, tolerance, fused=fused, plain=plain):
-    """Values and every gradient, relative to the largest."""
-    rng = np.random.default_rng(1)
-    (q, v, initial) = (inputs[n] for n in ("q", "v", "initial"))
-    shape = (*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3])
-    cotangents = tuple(jnp.asarray(rng.normal(size=s), jnp.float32) for s in (shape, initial.shape))
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
-    cotangents = (cotangents[0].astype(v.dtype), cotangents[1])
-    actual, wanted = both(fused, inputs, run, cotangents), both(plain, wide, run, cotangents)
-    assert actual[0][0].dtype == v.dtype and actual[0][1].dtype == jnp.float32
-    for (path, a), b in zip(
-        jax.tree.leaves_with_path(actual), jax.tree.leaves(wanted), strict=True
-    ):
-        a, b = np.float64(a), np.float64(b)
-        limit = tolerance * max(1, np.abs(b).max())
-        np.testing.assert_allclose(a, b, rtol=0, atol=limit, err_msg=str(path))
+def compare(x, run, tolerance):
+    on_tpu.compare(fused, by_token, x, run, tolerance)
 
 
 CASES = {
@@ -130,17 +104,7 @@ def test_lowers_for_a_tpu(dims, decay):
     inputs, run = jax.eval_shape(
         lambda: given(1000, 4, 4, 8, *dims, documents=True, dtype=jnp.bfloat16, decay=decay)
     )
-
-    def step(x, run):
-        values, pull = jax.vjp(lambda x: fused(x, run, interpret=False), x)
-        return pull(values)
-
-    device = AbstractDevice("TPU v5 lite", 1, platform="tpu")
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        text = jax.jit(step).trace(inputs, run).lower(lowering_platforms=("tpu",)).as_text()
-    assert text.count("custom_call @tpu_custom_call") == 2
-    transposed = [x for x in text.splitlines() if "stablehlo.transpose" in x and "bf16" in x]
-    assert (not transposed) == (dims == (128, 128))  # wide heads stay as they lie
+    on_tpu.check_lowering(fused, inputs, run, dims == (128, 128))
 
 
 def test_what_is_not_asked_for_is_not_computed():

@@ -9,21 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from lsm_jax import ops
+from pallas_kernels import delta_rule
 from pallas_kernels.dplr import dplr, reasons, tpu
-from tests.kernels import test_delta_rule_tpu as delta
+from tests.kernels import on_tpu
 from tests.kernels.test_dplr_gpu import SCALE, by_token, make
 
 
 def given(*dims, dtype=jnp.float32, documents=False, strong=False):
-    """Inputs that are differentiated, and the runs: a border between chunks, borders inside, a document of one token."""
+    """Inputs that are differentiated, and the runs."""
     x = make(*dims, documents=False, strong=strong)
     del x["run"]
-    borders = [5, 16, 17, 20] if dims[0] < 128 else [30, 128, 129, 150]
-    starts = np.isin(np.arange(dims[0]), borders)
-    run = jnp.asarray(np.cumsum(starts)[None], jnp.int32) if documents else None
+    run = on_tpu.runs(dims[0]) if documents else None
     return x | {n: x[n].astype(dtype) for n in ("q", "k", "v", "a", "b")}, run
 
 
@@ -32,7 +30,7 @@ def fused(x, run, interpret=True):
 
 
 def compare(x, run, tolerance):
-    delta.compare(x, run, tolerance, fused, lambda x, run: by_token(**x, run=run))
+    on_tpu.compare(fused, by_token, x, run, tolerance)
 
 
 CASES = {
@@ -48,7 +46,7 @@ CASES = {
 )
 def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
     if name == "short":
-        for backend in (delta.tpu, tpu):
+        for backend in (delta_rule.tpu, tpu):
             monkeypatch.setattr(backend, "CHUNK", 16)
     options = dict(CASES[name])
     compare(*given(*options.pop("dims"), **options), 5e-6)
@@ -85,17 +83,7 @@ def test_causal_to_the_bit():
 @pytest.mark.parametrize("dims", [(128, 128), pytest.param((64, 64), marks=pytest.mark.slow)])
 def test_lowers_for_a_tpu(dims):
     x, run = jax.eval_shape(lambda: given(1000, 4, 4, 8, *dims, documents=True, dtype=jnp.bfloat16))
-
-    def step(x, run):
-        values, pull = jax.vjp(lambda x: fused(x, run, interpret=False), x)
-        return pull(values)
-
-    device = AbstractDevice("TPU v5 lite", 1, platform="tpu")
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        text = jax.jit(step).trace(x, run).lower(lowering_platforms=("tpu",)).as_text()
-    assert text.count("custom_call @tpu_custom_call") == 2
-    transposed = [x for x in text.splitlines() if "stablehlo.transpose" in x and "bf16" in x]
-    assert (not transposed) == (dims == (128, 128))  # wide heads stay as they lie
+    on_tpu.check_lowering(fused, x, run, dims == (128, 128))
 
 
 def test_says_why_it_does_not_serve_and_saves_nothing_unasked():

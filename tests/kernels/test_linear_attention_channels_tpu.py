@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from lsm_jax import ops
 from pallas_kernels.linear_attention import (
@@ -19,6 +18,7 @@ from pallas_kernels.linear_attention import (
     tpu_halving,
     tpu_values,
 )
+from tests.kernels import on_tpu
 from tests.kernels import test_linear_attention_gpu as on_gpu
 
 SCALE = on_gpu.SCALE
@@ -26,15 +26,13 @@ STRONG = [0.0, -1e-3, -0.1, -1.0, -30.0]
 
 
 def make(dims, kind="channel", *, dtype=jnp.float32, documents=False, decays=STRONG, bonus=False):
-    """Inputs that are differentiated, and the runs: a border between chunks, borders inside, a document of one token."""
+    """Inputs that are differentiated, and the runs."""
     x = on_gpu.make(*dims, documents=False, decay=kind, bonus=bonus)
     del x["run"]
     rng = np.random.default_rng(3)
     name = "value_log_decay" if kind == "value channel" else "log_decay"
     x[name] = jnp.asarray(rng.choice(decays, size=x[name].shape), jnp.float32)
-    borders = [5, 16, 17, 20] if dims[0] < 128 else [30, 128, 129, 150]
-    starts = np.isin(np.arange(dims[0]), borders)
-    run = jnp.asarray(np.cumsum(starts)[None], jnp.int32) if documents else None
+    run = on_tpu.runs(dims[0]) if documents else None
     return x | {n: x[n].astype(dtype) for n in "qkv"}, run
 
 
@@ -44,32 +42,8 @@ def fused(x, run, interpret=True):
     )
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def both(function, x, run, cotangents):
-    values, pull = jax.vjp(lambda x: function(x, run), x)
-    return values, pull(jax.tree.map(lambda c, o: c.astype(o.dtype), cotangents, values))[0]
-
-
-def plain(x, run):
-    return on_gpu.by_token(**x, run=run)
-
-
 def compare(x, run, tolerance):
-    """Values and every gradient, relative to the largest."""
-    rng = np.random.default_rng(1)
-    q, v, initial = (x[n] for n in ("q", "v", "initial"))
-    shape = (*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3])
-    cotangents = tuple(jnp.asarray(rng.normal(size=s), jnp.float32) for s in (shape, initial.shape))
-    cotangents = cotangents[0].astype(v.dtype), cotangents[1]
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), x)
-    actual, wanted = both(fused, x, run, cotangents), both(plain, wide, run, cotangents)
-    assert actual[0][0].dtype == v.dtype and actual[0][1].dtype == jnp.float32
-    for (path, a), b in zip(
-        jax.tree.leaves_with_path(actual), jax.tree.leaves(wanted), strict=True
-    ):
-        a, b = np.float64(a), np.float64(b)
-        limit = tolerance * max(1, np.abs(b).max())
-        np.testing.assert_allclose(a, b, rtol=0, atol=limit, err_msg=str(path))
+    on_tpu.compare(fused, on_gpu.by_token, x, run, tolerance)
 
 
 # Length; heads of q, k and v; K and V.
@@ -117,7 +91,7 @@ def test_has_no_races_and_extreme_decays_leave_no_nan(kind):
     watched = pltpu.InterpretParams(detect_races=True)
     output, final = fused(x, run, watched)
     assert not interpret_pallas_call.races.races_found
-    for a, b in zip((output, final), jax.jit(plain)(x, run), strict=True):
+    for a, b in zip((output, final), jax.jit(on_gpu.by_token)(**x, run=run), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
 
 
@@ -168,17 +142,7 @@ def test_lowers_for_a_tpu(dims, kind):
     x, run = jax.eval_shape(
         lambda: make((1000, 4, 4, 8, *dims), kind, documents=True, dtype=jnp.bfloat16)
     )
-
-    def step(x, run):
-        values, pull = jax.vjp(lambda x: fused(x, run, interpret=False), x)
-        return pull(values)
-
-    device = AbstractDevice("TPU v5 lite", 1, platform="tpu")
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        text = jax.jit(step).trace(x, run).lower(lowering_platforms=("tpu",)).as_text()
-    assert text.count("custom_call @tpu_custom_call") == 2
-    transposed = [x for x in text.splitlines() if "stablehlo.transpose" in x and "bf16" in x]
-    assert (not transposed) == (dims == (128, 128))  # wide heads stay as they lie
+    on_tpu.check_lowering(fused, x, run, dims == (128, 128))
 
 
 def test_what_is_not_asked_for_is_not_computed():

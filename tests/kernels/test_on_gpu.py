@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 
 from lsm_jax import ops
+from lsm_jax.ops.segments import read_tokens
+from pallas_kernels.short_convolution import short_convolution
+from tests.kernels import test_short_convolution_gpu as convolution
 from tests.kernels.test_linear_attention_gpu import error
 
 pytestmark = [
@@ -182,3 +185,32 @@ def test_attention_equals_xla(configuration):
         expected = both("xla", *widened)
     for index, (got, want) in enumerate(zip(fused, expected, strict=True)):
         assert error(got, want) < (1e-2 if index else 5e-3)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("case", [(1024, 4, 128), (1536, 3, 64), (2048, 4, 256), (768, 4, None)])
+def test_convolution_equals_the_plain_form(case, documents):
+    """Value and every gradient against float32; and twice the same bits."""
+    channels, width, head_dim = case
+    arrays, ids = convolution.make(1000, channels, width, documents=documents, bias=True, batch=2)
+    dy = jnp.asarray(np.random.default_rng(1).normal(size=arrays["x"].shape), jnp.bfloat16)
+
+    def both(function, arrays, dy):
+        y, pull = jax.vjp(lambda a: function(a), arrays)
+        return y, *jax.tree.leaves(pull(dy))
+
+    def kernel(arrays):
+        tokens = read_tokens(ids, None, jnp.ones(2, jnp.int32), None)
+        run, real = tokens.run, tokens.real
+        return short_convolution(**arrays, run=run, real=real, silu=True, head_dim=head_dim)
+
+    run = jax.jit(lambda *a: both(kernel, *a))
+    got = run(arrays, dy)
+    for a, b in zip(got, run(arrays, dy), strict=True):
+        np.testing.assert_array_equal(a, b)
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), (arrays, dy))
+    wanted = jax.jit(lambda *a: both(lambda a: convolution.plain(a, ids, True, head_dim), *a))(
+        *wide
+    )
+    for a, b in zip(got, wanted, strict=True):
+        assert error(a, b) < 5e-3

@@ -139,32 +139,3 @@ def test_says_why_it_does_not_serve():
         short_convolution(x, weight, initial=arrays["initial"], silu=True, implementation="triton")
     with pytest.raises(ValueError, match="head_dim=100; accepted are divisors"):
         ops.short_convolution(x, weight, head_dim=100)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA Hopper GPU")
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("case", [(1024, 4, 128), (1536, 3, 64), (2048, 4, 256), (768, 4, None)])
-def test_equals_the_plain_form_on_the_card(case, documents):
-    """Value and every gradient against float32; and twice the same bits."""
-    channels, width, head_dim = case
-    arrays, ids = make(1000, channels, width, documents=documents, bias=True, batch=2)
-    dy = jnp.asarray(np.random.default_rng(1).normal(size=arrays["x"].shape), jnp.bfloat16)
-
-    def both(function, arrays, dy):
-        y, pull = jax.vjp(lambda a: function(a), arrays)
-        return y, *jax.tree.leaves(pull(dy))
-
-    def kernel(arrays):
-        tokens = read_tokens(ids, None, jnp.ones(2, jnp.int32), None)
-        run, real = tokens.run, tokens.real
-        return short_convolution(**arrays, run=run, real=real, silu=True, head_dim=head_dim)
-
-    run = jax.jit(lambda *a: both(kernel, *a))
-    got = run(arrays, dy)
-    for a, b in zip(got, run(arrays, dy), strict=True):
-        np.testing.assert_array_equal(a, b)
-    wide = jax.tree.map(lambda a: a.astype(jnp.float32), (arrays, dy))
-    wanted = jax.jit(lambda *a: both(lambda a: plain(a, ids, True, head_dim), *a))(*wide)
-    for a, b in zip(got, wanted, strict=True):
-        assert error(a, b) < 5e-3
