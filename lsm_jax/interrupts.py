@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import types
 from collections.abc import Iterator
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -43,10 +44,12 @@ def leave_on_signals(program: str) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         told = True
 
-    def leave(number: int, _frame: object) -> None:
+    def leave(number: int, frame: types.FrameType | None) -> None:
         if told:
             os._exit(128 + number)
         tell(number)
+        if _importing(frame):  # an exception out of an extension's start would abort the process
+            os._exit(128 + number)
         raise SystemExit(128 + number)
 
     def watch() -> None:
@@ -67,6 +70,12 @@ def leave_on_signals(program: str) -> None:
         signal.signal(number, leave)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     threading.Thread(target=watch, name="signals", daemon=True).start()
+
+
+def _importing(frame: types.FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    return frame is not None
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -35,12 +36,23 @@ def start(folder, *arguments, **environment):
     )
 
 
+def wait_until_caught(process, number):
+    """Until the process has a handler of its own for the signal."""
+    status, deadline = Path(f"/proc/{process.pid}/status"), time.monotonic() + 60
+    while time.monotonic() < deadline:
+        caught = next(x for x in status.read_text().splitlines() if x.startswith("SigCgt:"))
+        if int(caught.split()[1], 16) >> (number - 1) & 1:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"no handler of signal {number} after 60 s")
+
+
 @pytest.mark.parametrize("when", ["importing", ": reading ", "compiling the step"])
 def test_a_signal_before_the_first_step_is_one_line(tmp_path, when):
     process = start(tmp_path, f"--workdir={tmp_path / 'run'}", JAX_ENABLE_COMPILATION_CACHE="0")
     said = []
     if when == "importing":
-        time.sleep(0.5)
+        wait_until_caught(process, signal.SIGTERM)
     else:
         for line in process.stderr:
             said.append(line)
@@ -84,6 +96,25 @@ def test_a_signal_is_noted_once_and_ends_even_what_is_not_python(case):
         process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 143
     assert process.stderr.read() == "here: SIGTERM: stopped; nothing further was saved\n"
+
+
+def test_a_signal_ends_an_import_that_would_abort_the_process(tmp_path):
+    (tmp_path / "extension.py").write_text(
+        "import os, time\ntry:\n    print('importing', flush=True)\n    time.sleep(60)\n"
+        "except BaseException:\n    os.abort()\n"
+    )
+    code = 'from lsm_jax import interrupts; interrupts.leave_on_signals("here"); import extension'
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()])},
+    )
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=20) == 130
+    assert process.stderr.read() == "here: SIGINT: stopped; nothing further was saved\n"
 
 
 def test_bad_data_is_told_before_anything_is_compiled_or_written(tmp_path, monkeypatch):
