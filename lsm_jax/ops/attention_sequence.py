@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 from lsm_jax.ops import checks
 from lsm_jax.ops.forgetting import GateSum, gate_bias
+from lsm_jax.parallel import gather_along
 
 _LARGEST_BLOCK = 512
 
@@ -77,7 +78,7 @@ def block_size(length: int) -> int:
 
 def gather_tokens(axis: str, tree: Any) -> Any:
     """Arrays [B, T, ...] of all devices one after another; their gradients are summed and scattered."""
-    return jax.tree.map(lambda x: jax.lax.all_gather(x, axis, axis=1, tiled=True), tree)
+    return jax.tree.map(lambda x: gather_along(axis, 1, x), tree)
 
 
 def attend(axis: str, plan: Plan, q: Array, where: tuple, keys: Keys) -> Array:

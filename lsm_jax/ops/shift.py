@@ -20,7 +20,7 @@ from lsm_jax.ops.sequence import (
     resume,
     unless_restarted,
 )
-from lsm_jax.parallel import TOKENS, mesh_axes, over_mesh
+from lsm_jax.parallel import TOKENS, mesh_axes, over_mesh, sum_along
 
 _KERNEL, _FEWEST = "mosaic_gpu", 64
 
@@ -109,7 +109,10 @@ def short_convolution(
     meshes = jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh
     parts = [math.prod(dict(m.shape).get(n, 1) for n in mesh_axes("heads")) for m in meshes]
     whole = head_dim and not any(x.shape[2] // head_dim % n for n in parts)
-    why = _why_not(x, weight, head_dim if whole else None, batched["state"].tail, update_mask)
+    serves = functools.partial(_why_not, x, weight, tail=batched["state"].tail, mask=update_mask)
+    why = serves(head_dim if whole else None)
+    if whole and why is not None and implementation is None and serves(None) is None:
+        whole, why = False, None  # the kernel convolves, and XLA normalises
     fused = chosen.choose(op, "shifts", implementation, _KERNEL, why)
     options = _Options(contiguous, silu, head_dim if whole else None, fused)
     y, state = _run(_convolve, batched, shared, options, axes, "heads")
@@ -131,9 +134,9 @@ class _Options(NamedTuple):
     fused: chosen.Fused = "never"
 
 
-def _why_not(x, weight, head_dim, tail, update_mask) -> str | None:
+def _why_not(x, weight, head_dim, tail, mask) -> str | None:
     """What the kernel takes in place of this call, or None. The platform is not asked: lowering decides that."""
-    if update_mask is not None:
+    if mask is not None:
         return "no update_mask"
     if tail.ndim == 4:
         return "one state a row, not one a segment"
@@ -247,7 +250,7 @@ def _in_sequence(axis, function, options, **arguments):
     before = jax.lax.ppermute(x[:, -width:], axis, onwards)
     tail = jnp.where(here == 0, state.tail.astype(x.dtype), before)
     output, after = function(options, **(arguments | {"state": state._replace(tail=tail)}))
-    final = jax.lax.psum(jnp.where(here == devices - 1, after.tail, 0), axis)
+    final = sum_along(axis, jnp.where(here == devices - 1, after.tail, 0))
     return output, after._replace(tail=final)
 
 

@@ -34,6 +34,7 @@ from lsm_jax.parallel.mesh import (
 )
 from lsm_jax.parallel.pipeline import pipelined
 from lsm_jax.parallel.sequence import GATHERED
+from lsm_jax.parallel.sums import gather_along, sum_along
 
 __all__ = [
     "AXES",
@@ -50,6 +51,7 @@ __all__ = [
     "constrain",
     "data_shard",
     "exchange_options",
+    "gather_along",
     "join_hosts",
     "launcher",
     "make_mesh",
@@ -65,6 +67,7 @@ __all__ = [
     "room_for",
     "sequence_shards",
     "shards_of",
+    "sum_along",
     "sum_over",
     "to_owners",
     "token_sharding",

@@ -13,6 +13,7 @@ from absl import logging
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from lsm_jax.parallel.mesh import mesh_axes
+from lsm_jax.parallel.sums import map_over
 
 TOKENS = ("batch", "sequence", "heads")
 """Logical axes of an op's arrays [B, T, H, ...]."""
@@ -265,13 +266,13 @@ def _padded(axes: dict, arguments: dict, length: int, short: int) -> dict:
 def _mapped(function, static, names, in_specs, out_specs, arguments):
     """`function` inside a `jax.shard_map` over the axes `names`."""
     leaves, tree = in_specs
-    return jax.shard_map(
+    run = map_over(
+        names,
         lambda arguments: function(*static, **arguments),
-        in_specs=(tree.unflatten(leaves),),
-        out_specs=out_specs,
-        axis_names=set(names),
-        check_vma=False,
-    )(arguments)
+        (tree.unflatten(leaves),),
+        out_specs,
+    )
+    return run(arguments)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

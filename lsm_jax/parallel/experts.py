@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
 
 from lsm_jax.parallel.mesh import mesh_axes
+from lsm_jax.parallel.sums import sum_along
 
 EXCHANGES = ("padded", "ragged")
 _SENT_BY_NCCL = dict(
@@ -22,9 +23,15 @@ _SENT_BY_NCCL = dict(
 
 
 def exchange_options(mesh: Mesh, exchanges: Collection[str]) -> dict[str, Any]:
-    """What a program with these exchanges is to be compiled with on the mesh's devices."""
-    ragged = "ragged" in exchanges and mesh.devices.flat[0].platform == "gpu"
-    return dict(_SENT_BY_NCCL) if ragged else {}
+    """What a program with these exchanges is to be compiled with on the mesh's devices.
+
+    Raises:
+        ValueError: a ragged exchange between CPUs.
+    """
+    platform = mesh.devices.flat[0].platform
+    if "ragged" in exchanges and platform == "cpu" and mesh.shape["expert"] > 1:
+        raise ValueError("exchange='ragged': XLA has none between CPUs; accepted there is 'padded'")
+    return dict(_SENT_BY_NCCL) if "ragged" in exchanges and platform == "gpu" else {}
 
 
 def shards_of(logical_axis: str) -> int:
@@ -42,7 +49,7 @@ def place_on(logical_axis: str) -> jax.Array:
 
 def sum_over(logical_axis: str, x: jax.Array) -> jax.Array:
     """The sum of x over the devices of a logical axis, on all of them."""
-    return jax.lax.psum(x, mesh_axes(logical_axis))
+    return sum_along(mesh_axes(logical_axis), x)
 
 
 def room_for(count: int, buffer: float, shards: int, most: int) -> int:

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 
 from lsm_jax.parallel.experts import shards_of
 from lsm_jax.parallel.mesh import mesh_axes
+from lsm_jax.parallel.sums import gather_along, map_over, sum_and_scatter
 
 
 def pipelined(
@@ -65,12 +66,11 @@ def pipelined(
             f"mesh.rounds={rounds}: {length} layers do not divide over {stages} pipeline stages x {rounds} rounds"
         )
     over, every = PartitionSpec(axis), PartitionSpec()
-    run = jax.shard_map(
+    run = map_over(
+        {axis},
         functools.partial(_ring, stage, axis, microbatches, rounds),
-        in_specs=(over, over, over, every),
-        out_specs=(over, PartitionSpec(None, axis)),
-        axis_names={axis},
-        check_vma=False,
+        (over, over, over, every),
+        (over, PartitionSpec(None, axis)),
     )
     carry, statistics = run(layers, carry, rows, whole)
     return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), statistics)
@@ -103,11 +103,11 @@ def _ring(stage, axis, microbatches, rounds, layers, carry, rows, whole):
     # [B / S, ...] -> [M, B / M, ...]; a row in `own`, so that other axes of the batch keep theirs.
     def cut(x):
         x = jnp.moveaxis(x.reshape(-1, own, *x.shape[1:]), 1, 0)
-        return jax.lax.all_gather(x, axis, tiled=True)
+        return gather_along(axis, 0, x)
 
     def join(x):  # the last stage's [M, B / M, ...] -> [B / S, ...]
         x = jnp.where(me == stages - 1, x, 0)
-        x = jax.lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
+        x = sum_and_scatter(axis, x)
         return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])
 
     layers = jax.tree.map(functools.partial(_dealt, axis, rounds), layers)

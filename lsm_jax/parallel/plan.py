@@ -51,6 +51,21 @@ def chosen(config: Any, devices: int) -> Any:
     return mesh
 
 
+def parse(argv: list[str]) -> list[str]:
+    """Parse flags; tell what is wrong with them in one line."""
+    try:
+        rest = FLAGS(argv)
+    except (flags.Error, KeyError, AttributeError, ValueError, TypeError, OSError) as error:
+        sys.exit(f"plan: {' '.join(str(error).split())}")
+    if len(rest) > 1:
+        sys.exit(f"plan: unknown arguments: {' '.join(rest[1:])}")
+    if not hasattr(FLAGS.config, "mesh"):
+        sys.exit(
+            "plan: --config makes no run on a mesh; accepted is one of train.py's of a language model"
+        )
+    return rest
+
+
 def main(argv: list[str]) -> None:
     """Print the plan, or those of a search."""
     logging.set_verbosity(logging.WARNING)
@@ -72,6 +87,8 @@ def main(argv: list[str]) -> None:
             found.append(planning.plan(other, FLAGS.devices, known))
         except ValueError:
             continue  # a mesh that cuts what does not divide
+    if not found:
+        sys.exit("plan: no mesh of powers of two fits the config")
     fitting = [p for p in found if p.total <= FLAGS.hbm * 2**30]
     print(f"{len(found)} meshes, of which {len(fitting)} fit into {FLAGS.hbm:g} GiB")
     for p in sorted(fitting, key=lambda p: sum(p.communication.values()))[:10]:
@@ -81,4 +98,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    app.run(main, flags_parser=parse)

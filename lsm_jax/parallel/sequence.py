@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from lsm_jax.parallel.sums import sum_along
+
 GATHERED = "sequence_updates"
 """The name of gathered updates in a checkpoint policy: kept, the backward pass need not gather them again."""
 
@@ -166,7 +168,7 @@ def hand_on(
 def _broadcast(axis: str, device: int, tree: Any) -> Any:
     """One device's `tree`, on all."""
     own = jax.lax.axis_index(axis) == device
-    return jax.tree.map(lambda x: jax.lax.psum(jnp.where(own, x, 0), axis), tree)
+    return jax.tree.map(lambda x: sum_along(axis, jnp.where(own, x, 0)), tree)
 
 
 def _hand_on_forward(axis, run, arguments, initial):

@@ -252,6 +252,12 @@ class _Loop:
     def _to_devices(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         return place_batch(batch, self.rows, self.config.batch_size)
 
+    def _resumes(self) -> str:
+        """What the same command would do after a stop."""
+        self.checkpoints.wait()
+        saved = self.checkpoints.steps
+        return f"goes on from checkpoint {saved[-1]} in {self.workdir}" if saved else "begins anew"
+
     def _report(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Show a step, log it where it is due, and stop where too many were bad."""
         config = self.config
@@ -260,7 +266,7 @@ class _Loop:
             raise TrainingStopped(
                 f"step {step}: {overflow} choices of experts found no room in the buffers of the exchange between devices; "
                 "the step changed nothing. Set expert_buffer higher (config.model.layers.L.feedforward.expert_buffer, of every "
-                f"layer with experts), and the same command goes on from the last checkpoint in {self.workdir}"
+                f"layer with experts), and the same command {self._resumes()}"
             )
         bad = values.pop("skipped_in_a_row")
         self.loss = values["train/loss"]
@@ -305,8 +311,7 @@ class _Loop:
         if lost:
             raise TrainingStopped(
                 f"step {step}, held-out loss: {lost:,.0f} choices of experts found no room in the buffers of the exchange between "
-                "devices. Set expert_buffer higher (of every layer with experts), and the same command goes on from the last "
-                f"checkpoint in {self.workdir}"
+                f"devices. Set expert_buffer higher (of every layer with experts), and the same command {self._resumes()}"
             )
         loss = nll / max(tokens, 1)
         self.writer.write(step, {"val/loss": loss})

@@ -66,7 +66,7 @@ def test_wrong_requests_are_refused():
 @pytest.mark.parametrize("product", ["forward", "transposed", "sums"])
 def test_the_kernels_equal_a_loop_in_the_interpreter(monkeypatch, product):
     """Also with a group that has no rows, rows that no group has, and without a race."""
-    monkeypatch.setattr(hopper, "_PROCESSORS", 2)
+    monkeypatch.setattr(hopper, "PROCESSORS", 2)
     watched = compat.gpu_interpreter()
     x, kernels, dy, sizes = arrays([128, 0, 256], 512, width=128, out=192)
     y, (dx, dw) = by_loop(x, kernels, dy, sizes)
@@ -88,7 +88,7 @@ def test_the_kernels_equal_a_loop_in_the_interpreter(monkeypatch, product):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_parts_of_64_rows_in_the_interpreter(monkeypatch, transposed):
     """Segments of an odd number of blocks end with half a tile, the array's last too."""
-    monkeypatch.setattr(hopper, "_PROCESSORS", 2)
+    monkeypatch.setattr(hopper, "PROCESSORS", 2)
     x, kernels, dy, sizes = arrays([64, 192, 64], 320, width=128, out=192)
     y, (dx, _) = by_loop(x, kernels, dy, sizes)
     parts = (jnp.array(p, jnp.int32) for p in ([0, 1, 3, 4, 0], [1, 3, 4, 5, 1]))

@@ -33,6 +33,19 @@ def test_axes_compose(cases):
     assert meshes(*(f"{HYBRID}:{case}" for case in cases)) == len(cases)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        "linear_attention+moe:data=2,expert=4",
+        pytest.param(f"{HYBRID}:sequence=2,expert=2,pipeline=2", marks=pytest.mark.slow),
+        pytest.param("mamba2+none:data=2,sequence=2,tensor=2", marks=pytest.mark.slow),
+    ],
+)
+def test_bfloat16(case):
+    """XLA's CPU compiler aborts at a sum of bfloat16 over some of the axes."""
+    assert meshes(f"bfloat16:{case}") == 1
+
+
 @pytest.mark.slow
 def test_rows_experts_and_stages_in_parts():
     assert meshes("gated_deltanet+moe:sequence=2,expert=2,pipeline=2") == 1
