@@ -12,6 +12,7 @@ __all__ = [
     "PROCESSORS",
     "channel_rows",
     "gpu_interpreter",
+    "key_columns",
     "on_hopper",
     "pl",
     "plgpu",
@@ -48,6 +49,19 @@ def channel_rows(heads: int, head_dim: int, warps: int) -> Any:
     tiles = mgpu.Tiling(((heads, head_dim), (heads // warps, head_dim), (vector,)))
     layout = mgpu.TiledLayout(
         tiles, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1, _check_canonical=False
+    ).canonicalize()
+    return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
+
+
+def key_columns(channels: int) -> Any:
+    """The layout of [keys, 4 * channels] in a warpgroup's registers with `channels` columns a warp, 4 side by side a thread, and a
+    warp's other threads over the keys."""
+    from jax.experimental.mosaic.gpu import fragmented_array as mgpu
+
+    across = channels // 4
+    tiles = mgpu.Tiling(((32 // across, 4 * channels), (32 // across, channels), (1, 4)))
+    layout = mgpu.TiledLayout(
+        tiles, warp_dims=(-5,), lane_dims=(-4, -3), vector_dim=-1, _check_canonical=False
     ).canonicalize()
     return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
 

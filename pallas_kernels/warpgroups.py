@@ -44,6 +44,20 @@ def load_global(ref, layout: Any = LAYOUT):
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
+def walked(borders, row, count: int, reverse: bool):
+    """The row of tokens that a row of memories belongs to, how many chunks are walked over for it, and which is the n-th.
+
+    `borders` in global memory, [B, S + 1], are where the chunks of a row's S memories begin and end; None gives it all `count`.
+    """
+    b, first, steps = row, 0, count
+    if borders is not None:
+        runs = borders.shape[1] - 1
+        b, run = lax.div(row, runs), lax.rem(row, runs)
+        first = borders.at[b][run]
+        steps = borders.at[b][run + 1] - first
+    return b, steps, lambda n: first + (steps - 1 - n if reverse else n)
+
+
 def as_left(x, room, interpret: Any):
     """x as the left operand of a product, in bfloat16: in registers, or in `room` for the interpreter, which knows no other."""
     x = x.astype(jnp.bfloat16)
@@ -66,3 +80,36 @@ def accumulate(products, *starts: Any, interpret: Any) -> Any:
 
     added = pl.run_scoped(from_zero, *(plgpu.ACC(x.shape, jnp.float32) for x in starts))
     return [x + y for x, y in zip(starts, added, strict=True)]
+
+
+def fresh(products, *shapes):
+    """Matrix products that `products` adds to references to zeros."""
+
+    def run(*refs):
+        products(*refs)
+        return [ref[...] for ref in refs]
+
+    return pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+
+
+def overlap(products, shapes, more, starts, use, *, interpret: Any) -> Any:
+    """`starts` plus the products that `more` adds to references to them, one each, and `use` of those that `products` adds to
+    references to zeros of `shapes`, which runs while the others are on their way. It may not make operands of products."""
+
+    def run(*refs):
+        zeros, sums = refs[: len(shapes)], refs[len(shapes) :]
+        if not interpret:  # the interpreter cannot begin with anything else
+            for ref, x in zip(sums, starts, strict=True):
+                ref[...] = x
+        products(*zeros)
+        more(*sums)
+        values = [plgpu.wgmma_accumulator_load(zeros[0], wait_n=len(starts))]
+        values += [plgpu.wgmma_accumulator_load(ref, wait_n=None) for ref in zeros[1:]]
+        found = use(*values)
+        return [ref[...] for ref in sums], found
+
+    rooms = (*shapes, *(x.shape for x in starts))
+    sums, found = pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for shape in rooms))
+    if interpret:
+        sums = [x + y for x, y in zip(starts, sums, strict=True)]
+    return sums, found

@@ -19,6 +19,7 @@ from lsm_jax.mixers.layers import parameter
 from lsm_jax.ops import checks
 from lsm_jax.ops.segments import carry_ids_forward, read_tokens
 from lsm_jax.ops.sequence import Update, emptied_by, ends_of_documents, newer_id, resume
+from lsm_jax.ops.states import Layer
 from lsm_jax.parallel import over_mesh
 
 
@@ -241,6 +242,8 @@ class Mixer(nnx.Module):
         memory_parts: its submodules, of `Dense` layers, that each memory of a Mixture-of-Memories has of its own (keys,
             values, gates); the others are shared. Empty where it cannot be one of several memories.
         shared_by_token: the entries of `shared` that are [B, T, ...].
+        memories_in_place: whether its ops are given and give memories as its state holds them; the decoder then lets them be
+            written where they stand (`lsm_jax.ops.states.Layer`).
     """
 
     op: ClassVar[Callable]
@@ -248,6 +251,7 @@ class Mixer(nnx.Module):
     uses_depth: ClassVar[bool] = False
     memory_parts: ClassVar[tuple[str, ...]] = ()
     shared_by_token: ClassVar[tuple[str, ...]] = ()
+    memories_in_place: ClassVar[bool] = True
 
     def __init__(self, config: Any, hidden_size: int):
         config.validate(hidden_size)
@@ -408,7 +412,8 @@ class Mixer(nnx.Module):
                 f"{name}: state holds tails {sorted(state.tails)} and {'no' if state.clock is None else 'a'} clock; "
                 f"accepted are tails {wanted} and {clock}, as init_state gives"
             )
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        whole = lambda x: isinstance(x, Layer)  # noqa: E731
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=whole):
             if jnp.shape(leaf)[:1] != (batch,):
                 raise ValueError(
                     f"{name}: state{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; accepted are {batch} rows, x's"

@@ -86,6 +86,7 @@ class GateLoop(Mixer):
 
     op = ops.selective_memory
     memory_parts = ("k_proj", "v_proj", "a_proj")
+    memories_in_place = False
 
     def __init__(
         self, config: GateLoopConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02

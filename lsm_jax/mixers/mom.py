@@ -1,9 +1,8 @@
 """Mixture-of-Memories (MoM, arXiv 2502.13685): a router sends each token to k of M memories of any inner mixer.
 
-A memory is updated by the tokens routed to it alone, in time order, with keys, values and gates of its own; for other tokens
-it stands still, decay included. The query is shared, short convolutions run along each memory's own tokens, one more memory
-may see every token, and outputs are summed by router weight ahead of the one norm and output gate (Section 3.2; the authors'
-code mixes outputs, not memories, which differs since each memory convolves its own tokens).
+A memory is updated by the tokens routed to it alone, in time order, with keys, values and gates of its own; for others it stands
+still, decay included. The query is shared, short convolutions run along each memory's own tokens, one more memory may see all, and
+outputs, not memories, are summed by router weight ahead of the one norm and output gate (Section 3.2 and the authors' code).
 
 Two forms of one definition. *masked*: a row for each memory, whose other tokens are masked. *packed*: tokens sorted by memory
 (`lsm_jax.mixers.mom_layout.Packed`), so that the work is that of the tokens routed.
@@ -138,6 +137,7 @@ class MoM(Mixer):
     """Mixture-of-Memories; see `MoMConfig`."""
 
     uses_depth = True
+    memories_in_place = False
 
     def __init__(
         self,

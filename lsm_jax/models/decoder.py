@@ -14,6 +14,7 @@ from lsm_jax import feedforward, mixers
 from lsm_jax.mixers import Clock
 from lsm_jax.mixers.layers import Dense, RMSNorm, matmul_to_float32, parameter
 from lsm_jax.models.config import LayerConfig, ModelConfig
+from lsm_jax.ops.states import layer_of, put_layer
 from lsm_jax.parallel import GATHERED, constrain, pipelined, shards_of
 
 _ACTIVATIONS = ("batch", "sequence", None)
@@ -298,10 +299,12 @@ class Decoder(nnx.Module):
             def decode(carry, inputs):
                 x, shared, states = carry
                 period, at = inputs
-                own = jax.tree.map(lambda s: s[at], states)
+                own = tuple(
+                    layer_of(s, at, in_place=block.mixer.memories_in_place)
+                    for s, block in zip(states, period.blocks, strict=True)
+                )
                 (x, shared), (own, statistics) = body(rows, (x, shared), (period, own, at))
-                states = jax.tree.map(lambda s, new: s.at[at].set(new.astype(s.dtype)), states, own)
-                return (x, shared, states), statistics
+                return (x, shared, put_layer(states, own, at)), statistics
 
             carry = x, shared, state.layers
             (x, _, states), statistics = jax.lax.scan(decode, carry, (self.periods, index))

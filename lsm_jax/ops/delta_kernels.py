@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from lsm_jax.ops import linear_kernels
-from lsm_jax.ops.segments import finish_output, read_tokens, select
+from lsm_jax.ops.segments import finish_output, select
 from lsm_jax.ops.states import DeltaState
 
 KERNELS = linear_kernels.KERNELS
@@ -31,16 +31,15 @@ def run_kernel(
     """`delta_memory` as the kernel that `implementation` names; `log_decay` is None, [G], [B, T, G] or [B, T, G, K]."""
     from pallas_kernels.delta_rule import delta_rule
 
-    tokens = read_tokens(segment_ids, update_mask, state.segment_id, None)
+    tokens = linear_kernels.read(segment_ids, update_mask, state)
     if log_decay is not None:
         shape = v.shape[:3] + log_decay.shape[3:]
         log_decay = jnp.broadcast_to(log_decay.astype(jnp.float32), shape)
         log_decay = select(tokens.written, log_decay)
-    output, memory = delta_rule(
-        select(tokens.real, q), select(tokens.written, k), select(tokens.written, v),
-        select(tokens.written, beta.astype(jnp.float32)), log_decay,
-        initial=state.memory, run=tokens.run, scale=scale, implementation=implementation,
-    )  # fmt: skip
+    k, v, beta = (select(tokens.written, x) for x in (k, v, beta.astype(jnp.float32)))
+    arrays = dict(q=select(tokens.real, q), k=k, v=v, beta=beta, log_decay=log_decay)
+    given, restore = linear_kernels.laid_out(implementation, tokens, state.memory, arrays)
+    output, memory = restore(*delta_rule(**given, scale=scale, implementation=implementation))
     return finish_output(tokens, output), DeltaState(memory, tokens.last_id)
 
 
@@ -61,12 +60,11 @@ def run_dplr(
     """`dplr_memory` as the kernel that `implementation` names; `log_decay` is [G], [B, T, G] or [B, T, G, K]."""
     from pallas_kernels.dplr import dplr
 
-    tokens = read_tokens(segment_ids, update_mask, state.segment_id, None)
+    tokens = linear_kernels.read(segment_ids, update_mask, state)
     log_decay = log_decay if log_decay.ndim == 4 else log_decay[..., None]
     log_decay = jnp.broadcast_to(log_decay.astype(jnp.float32), (*v.shape[:3], k.shape[-1]))
     k, v, a, b, log_decay = (select(tokens.written, x) for x in (k, v, a, b, log_decay))
-    output, memory = dplr(
-        select(tokens.real, q), k, v, a, b, log_decay,
-        initial=state.memory, run=tokens.run, scale=scale, implementation=implementation,
-    )  # fmt: skip
+    arrays = dict(q=select(tokens.real, q), k=k, v=v, a=a, b=b, log_decay=log_decay)
+    given, restore = linear_kernels.laid_out(implementation, tokens, state.memory, arrays)
+    output, memory = restore(*dplr(**given, scale=scale, implementation=implementation))
     return finish_output(tokens, output), DeltaState(memory, tokens.last_id)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lsm_jax.ops import checks, chosen, delta_kernels, linear_kernels, matrix_sequence
+from lsm_jax.ops import checks, chosen, delta_kernels, linear_kernels, matrix_sequence, one_token
 from lsm_jax.ops.decays import channel_scores, forget, halve, inverse_unit_lower, pairwise_decay
 from lsm_jax.ops.segments import Chunks, cut_into_chunks, finish_output, read_tokens, select
 from lsm_jax.ops.sequence import state_axes
@@ -59,8 +59,9 @@ def delta_memory(
         form: "recurrent" (token by token), "chunk" (one triangular solve a chunk, scan over chunks) or "associative"
             (associative scan over chunks).
         implementation: None (the fused kernel where it serves: NVIDIA Hopper, bfloat16, chunk form, K of 64, 128 or 256, V also
-            512, with a decay a key channel both 64 or 128, one state a row; else XLA, one token alone in the recurrent form),
-            "xla", "mosaic_gpu" or, by name only, "mosaic_tpu" (no one has run it on a TPU yet).
+            512, with a decay a key channel K of 64 or 128 and V of 64 or a multiple of 128; one token alone, also in float32,
+            with K a multiple of 16 up to 256 and V of 32; else XLA, one token alone in the recurrent form), "xla", "mosaic_gpu"
+            or, by name only, "mosaic_tpu" (no one has run it on a TPU yet).
         chunk_size: tokens in a chunk of the XLA form, a power of two; None is 64.
 
     Returns:
@@ -74,7 +75,8 @@ def delta_memory(
     checks.check_form(op, form, implementation, delta_kernels.KERNELS)
     batch, length, _, _, heads, key_dim, value_dim = checks.check_qkv(op, q, k, v)
     checks.check_rows(op, batch, length, segment_ids, update_mask)
-    form = chosen.form_of(form, implementation, length)
+    asked, form = form, chosen.form_of(form, implementation, length)
+    initial_state, layer = one_token.take(initial_state)
     checks.check_shape(op, "beta", beta, (batch, length, heads), "B, T, G")
     checks.check_log_decay(op, log_decay, (batch, length, heads, key_dim))
     size = checks.check_chunk_size(op, chunk_size, length)
@@ -83,6 +85,9 @@ def delta_memory(
     state = checks.state_or_empty(op, initial_state, empty, segment_ids)
     kernel = linear_kernels.AUTOMATIC if implementation in (None, "xla") else implementation
     why = delta_kernels.why_not(kernel, form, q, k, v, log_decay, state.memory)
+    kernel, why = one_token.choose(
+        kernel, why, asked, implementation, q, k, v, state.memory, layer=layer
+    )
     fused = chosen.choose(op, form, implementation, kernel, why)
 
     constant = log_decay is not None and jnp.ndim(log_decay) == 1
@@ -96,7 +101,9 @@ def delta_memory(
         segment_ids=segment_ids,
         update_mask=update_mask,
     )
-    shared = dict(constant_log_decay=log_decay if constant else None)
+    shared: dict[str, Any] = dict(constant_log_decay=log_decay if constant else None)
+    if (inner := one_token.within(kernel, layer, q)) is not None:
+        shared["layer"] = inner
     options = _Options(
         scale=checks.scale_or_default(op, scale, key_dim),
         form=form,
@@ -108,10 +115,11 @@ def delta_memory(
     )
     axes: dict[str, Any] = dict.fromkeys(batched, TOKENS) | dict.fromkeys(shared, ("heads",))
     axes["state"] = state_axes(state, segments=state.memory.ndim == 5)
-    return over_mesh(
+    result = over_mesh(
         _delta_memory, batched, shared, options,
         axes=axes, out_axes=(TOKENS, "state"), in_sequence=_in_sequence,
     )  # fmt: skip
+    return result if inner is not None else one_token.put(layer, result)
 
 
 def _in_sequence(axis, function, options, **arguments):
@@ -148,7 +156,9 @@ class _Inputs(NamedTuple):
 
 # Compiled as a whole also when called outside `jax.jit`, as in a notebook.
 @functools.partial(jax.jit, static_argnums=0)
-def _delta_memory(options, **arrays):
+def _delta_memory(options, layer=None, **arrays):
+    if options.kernel == one_token.KERNEL:
+        return one_token.run(options, _by_xla, layer, arrays)
     if options.fused == "never":
         return _by_xla(options, **arrays)
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lsm_jax.ops import checks, chosen, delta_kernels, linear_kernels, matrix_sequence
+from lsm_jax.ops import checks, chosen, delta_kernels, linear_kernels, matrix_sequence, one_token
 from lsm_jax.ops.decays import Halving, channel_scores, forget, halve, inverse_unit_lower
 from lsm_jax.ops.segments import Chunks, cut_into_chunks, finish_output, read_tokens, select
 from lsm_jax.ops.sequence import state_axes
@@ -64,9 +64,9 @@ def dplr_memory(
         update_mask: [B, T], 0 where a token must not change the memory (it still reads it).
         form: "recurrent" (token by token), "chunk" (one triangular solve a chunk, scan over chunks) or "associative"
             (associative scan over chunks).
-        implementation: None (the fused kernel where it serves: NVIDIA Hopper, bfloat16, chunk form, K and V of 64 or 128, one
-            state a row; else XLA, one token alone in the recurrent form), "xla", "mosaic_gpu" or, by name only, "mosaic_tpu"
-            (no one has run it on a TPU yet).
+        implementation: None (the fused kernel where it serves: NVIDIA Hopper, bfloat16, chunk form, K of 64 or 128, V of 64 or a
+            multiple of 128; one token alone, also in float32, with K a multiple of 16 up to 256 and V of 32; else XLA, one token
+            alone in the recurrent form), "xla", "mosaic_gpu" or, by name only, "mosaic_tpu" (no one has run it on a TPU yet).
         chunk_size: tokens in a chunk of the XLA form, a power of two; None is 64.
 
     Returns:
@@ -80,7 +80,8 @@ def dplr_memory(
     checks.check_form(op, form, implementation, delta_kernels.KERNELS)
     batch, length, _, _, heads, key_dim, value_dim = checks.check_qkv(op, q, k, v)
     checks.check_rows(op, batch, length, segment_ids, update_mask)
-    form = chosen.form_of(form, implementation, length)
+    asked, form = form, chosen.form_of(form, implementation, length)
+    initial_state, layer = one_token.take(initial_state)
     for name, array in (("a", a), ("b", b)):
         checks.check_shape(op, name, array, (batch, length, None, key_dim), "B, T, H, K")
         if heads % array.shape[2]:
@@ -94,6 +95,9 @@ def dplr_memory(
     state = checks.state_or_empty(op, initial_state, empty, segment_ids)
     kernel = linear_kernels.AUTOMATIC if implementation in (None, "xla") else implementation
     why = delta_kernels.why_not_dplr(kernel, form, q, k, v, a, b, state.memory)
+    kernel, why = one_token.choose(
+        kernel, why, asked, implementation, q, k, v, state.memory, layer=layer
+    )
     fused = chosen.choose(op, form, implementation, kernel, why)
 
     if log_decay is None:
@@ -110,7 +114,9 @@ def dplr_memory(
         segment_ids=segment_ids,
         update_mask=update_mask,
     )
-    shared = dict(constant_log_decay=log_decay if constant else None)
+    shared: dict[str, Any] = dict(constant_log_decay=log_decay if constant else None)
+    if (inner := one_token.within(kernel, layer, q)) is not None:
+        shared["layer"] = inner
     options = _Options(
         scale=checks.scale_or_default(op, scale, key_dim),
         form=form,
@@ -122,10 +128,11 @@ def dplr_memory(
     )
     axes: dict[str, Any] = dict.fromkeys(batched, TOKENS) | dict.fromkeys(shared, ("heads",))
     axes["state"] = state_axes(state, segments=state.memory.ndim == 5)
-    return over_mesh(
+    result = over_mesh(
         _dplr_memory, batched, shared, options,
         axes=axes, out_axes=(TOKENS, "state"), in_sequence=_in_sequence,
     )  # fmt: skip
+    return result if inner is not None else one_token.put(layer, result)
 
 
 def _in_sequence(axis, function, options, **arguments):
@@ -164,7 +171,9 @@ class _Inputs(NamedTuple):
 
 # Compiled as a whole also when called outside `jax.jit`, as in a notebook.
 @functools.partial(jax.jit, static_argnums=0)
-def _dplr_memory(options, **arrays):
+def _dplr_memory(options, layer=None, **arrays):
+    if options.kernel == one_token.KERNEL:
+        return one_token.run(options, _by_xla, layer, arrays)
     if options.fused == "never":
         return _by_xla(options, **arrays)
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lsm_jax.ops import checks, chosen, linear_kernels, linear_sequence, stabilized
+from lsm_jax.ops import checks, chosen, linear_kernels, linear_sequence, one_token, stabilized
 from lsm_jax.ops.decays import (
     Halving,
     blocks_of,
@@ -84,9 +84,10 @@ def linear_memory(
         form: "recurrent" (token by token), "chunk" (matrix products in a chunk, scan over chunks) or "associative"
             (associative scan over chunks).
         implementation: None (the fused kernel where it serves: NVIDIA Hopper, bfloat16, chunk form, K and V of 64 or 128, or of
-            256 and 512 too where no channel has a decay of its own; not both decays, no normaliser or input gate, one state a
-            row; else XLA, one token alone in the recurrent form), "xla", "mosaic_gpu" or, by name only, "mosaic_tpu" (no one
-            has run it on a TPU yet).
+            256 and 512 too where no channel has a decay of its own, and V where key channels have one and H divides G; not both
+            decays, no normaliser or input gate; one token alone, also in float32, with K a multiple of 16 up to 256 and V of 32,
+            where its memory is a `Layer`; else XLA, one token alone in the recurrent form), "xla", "mosaic_gpu" or, by name
+            only, "mosaic_tpu" (no one has run it on a TPU yet).
         chunk_size: tokens in a chunk of the XLA form, a power of two; None is 64.
 
     Returns:
@@ -100,7 +101,8 @@ def linear_memory(
     checks.check_form(op, form, implementation, linear_kernels.KERNELS)
     batch, length, _, _, heads, key_dim, value_dim = checks.check_qkv(op, q, k, v)
     checks.check_rows(op, batch, length, segment_ids, update_mask)
-    form = chosen.form_of(form, implementation, length)
+    asked, form = form, chosen.form_of(form, implementation, length)
+    initial_state, layer = one_token.take(initial_state)
     size = checks.check_chunk_size(op, chunk_size, length)
     _check(op, (batch, length, heads, key_dim, value_dim), log_decay, value_log_decay, bonus)
     gated = log_input_gate is not None
@@ -121,6 +123,10 @@ def linear_memory(
     )
     kernel = linear_kernels.AUTOMATIC if implementation in (None, "xla") else implementation
     why = linear_kernels.why_not(kernel, form, q, k, v, log_decay, bonus, state.memory, plain)
+    kernel, why = one_token.choose(
+        kernel, why, asked, implementation, q, k, v, state.memory, layer=layer, passes=2,
+        absent=dict(log_input_gate=log_input_gate, normalize=normalize),
+    )  # fmt: skip
     fused = chosen.choose(op, form, implementation, kernel, why)
     constant = log_decay is not None and jnp.ndim(log_decay) == 1
     batched = dict(
@@ -134,7 +140,9 @@ def linear_memory(
         segment_ids=segment_ids,
         update_mask=update_mask,
     )
-    shared = dict(constant_log_decay=log_decay if constant else None, bonus=bonus)
+    shared: dict[str, Any] = dict(constant_log_decay=log_decay if constant else None, bonus=bonus)
+    if (inner := one_token.within(kernel, layer, q)) is not None:
+        shared["layer"] = inner
     options = _Options(
         scale=checks.scale_or_default(op, scale, key_dim),
         normalize=normalize,
@@ -147,10 +155,11 @@ def linear_memory(
     )
     axes: dict[str, Any] = dict.fromkeys(batched, TOKENS) | dict.fromkeys(shared, ("heads",))
     axes["state"] = state_axes(state, segments=state.memory.ndim == 5)
-    return over_mesh(
+    result = over_mesh(
         _linear_memory, batched, shared, options,
         axes=axes, out_axes=(TOKENS, "state"), in_sequence=_in_sequence,
     )  # fmt: skip
+    return result if inner is not None else one_token.put(layer, result)
 
 
 def _in_sequence(axis, function, options, **arguments):
@@ -183,7 +192,9 @@ class _Inputs(NamedTuple):
 
 # Compiled as a whole also when called outside `jax.jit`, as in a notebook.
 @functools.partial(jax.jit, static_argnums=0)
-def _linear_memory(options, **arrays):
+def _linear_memory(options, layer=None, **arrays):
+    if options.kernel == one_token.KERNEL:
+        return one_token.run(options, _by_xla, layer, arrays)
     if options.fused == "never":
         return _by_xla(options, **arrays)
 

@@ -97,8 +97,8 @@ class Chunks(NamedTuple):
     Attributes:
         size: C.
         count: N.
-        source: [B, N * C], the token each place holds (T: none), or None for the order of the call.
-        place: [B, T], the place of each token, or None.
+        source: [B, N * C], the token each place holds (T or more: none), or None for the order of the call.
+        place: [B, T], the place of each token (N * C or more: none), or None.
         run: [B, N, C], as in `Tokens`, or None.
         slot: [B, N], the state each chunk belongs to, or None.
         first: [B, N], True where a chunk is its segment's first, or None.
@@ -121,8 +121,7 @@ class Chunks(NamedTuple):
         if self.source is None:
             x = jnp.pad(x, [(0, 0), (0, total - length)] + [(0, 0)] * (x.ndim - 2))
         else:
-            x = jnp.pad(x, [(0, 0), (0, 1)] + [(0, 0)] * (x.ndim - 2))
-            x = jax.vmap(lambda row, index: row[index])(x, self.source)
+            x = _take(x, self.source)
         return x.reshape(batch, self.count, self.size, *x.shape[2:])
 
     def join(self, x: Array, length: int) -> Array:
@@ -130,7 +129,16 @@ class Chunks(NamedTuple):
         x = x.reshape(x.shape[0], self.count * self.size, *x.shape[3:])
         if self.place is None:
             return x[:, :length]
-        return jax.vmap(lambda row, index: row[index])(x, self.place)
+        return _take(x, self.place)
+
+
+def _take(x: Array, index: Array) -> Array:
+    """x [B, P, ...] at index [B, *], 0 beyond P. No number comes twice, so that nothing is to be added up in the gradient."""
+
+    def of_row(row, at):
+        return row.at[at].get(mode="fill", fill_value=0, unique_indices=True)
+
+    return jax.vmap(of_row)(x, index)
 
 
 def cut_into_chunks(tokens: Tokens, length: int, size: int, num_segments: int | None) -> Chunks:
@@ -144,27 +152,25 @@ def cut_into_chunks(tokens: Tokens, length: int, size: int, num_segments: int | 
         return Chunks(size, count, None, None, run, None, None, None)
 
     assert num_segments is not None and tokens.real is not None
-    # A segment of n tokens takes ceil(n / C) chunks; over all segments at most T // C + S of them.
+    # A segment of n tokens takes ceil(n / C) chunks, an empty one a chunk; over all segments at most T // C + S of them.
     count = length // size + num_segments
     member = tokens.slot[:, :, None] == jnp.arange(num_segments)  # [B, T, S]
     member = member & tokens.real[:, :, None]
     rank = jnp.take_along_axis(
         jnp.cumsum(member, axis=1, dtype=jnp.int32), tokens.slot[:, :, None], axis=2
     )[..., 0]
-    taken = -(-jnp.sum(member, axis=1, dtype=jnp.int32) // size)  # [B, S] chunks a segment takes
+    tokens_of = jnp.sum(member, axis=1, dtype=jnp.int32)
+    taken = jnp.maximum(-(-tokens_of // size), 1)  # [B, S] chunks a segment takes
     end = jnp.cumsum(taken, axis=1)
     start = end - taken
     place = jnp.take_along_axis(start, tokens.slot, axis=1) * size + rank - 1
-    place = jnp.where(tokens.real, place, count * size)
-    source = jnp.full((place.shape[0], count * size), length, jnp.int32)
-    source = jax.vmap(lambda row, index, value: row.at[index].set(value, mode="drop"))(
-        source, place, jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), place.shape)
-    )
+    token = jnp.arange(length, dtype=jnp.int32)
+    place = jnp.where(tokens.real, place, count * size + token)
+    none = length + jnp.arange(count * size, dtype=jnp.int32)
+    source = jax.vmap(lambda index: none.at[index].set(token, mode="drop"))(place)
     chunk = jnp.arange(count)
     slot = jnp.sum(end[:, None] <= chunk[:, None], axis=-1, dtype=jnp.int32)
     slot = jnp.minimum(slot, num_segments - 1)
     first = jnp.take_along_axis(start, slot, axis=1) == chunk
-    last = jnp.where(taken > 0, end - 1, -1)
-    return Chunks(
-        size, count, source, jnp.minimum(place, count * size - 1), None, slot, first, last
-    )
+    last = jnp.where(tokens_of > 0, end - 1, -1)
+    return Chunks(size, count, source, place, None, slot, first, last)

@@ -12,11 +12,36 @@ from jaxtyping import Array, Float, Int
 from lsm_jax.ops.segments import Chunks
 
 
+class Layer(NamedTuple):
+    """One layer's memory where it stands in a stack of all layers': given in a state, an op writes it there.
+
+    Attributes:
+        stack: [L, B, G, K, V].
+        index: int32 scalar, which of the L.
+    """
+
+    stack: Float[Array, "L B G K V"]
+    index: Int[Array, ""]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The memory's."""
+        return self.stack.shape[1:]
+
+    def read(self) -> Array:
+        """The memory, [B, G, K, V]."""
+        return self.stack[self.index]
+
+    def write(self, memory: Array) -> Layer:
+        """The layer with another memory."""
+        return Layer(self.stack.at[self.index].set(memory.astype(self.stack.dtype)), self.index)
+
+
 class LinearState(NamedTuple):
     """State of `linear_memory`.
 
     Attributes:
-        memory: [B, G, K, V], or [B, S, G, K, V] with one state a segment; float32.
+        memory: [B, G, K, V], or [B, S, G, K, V] with one state a segment, or a `Layer`; float32.
         normalizer: [B, G, K] or [B, S, G, K], the decayed sum of keys; None unless the op normalises.
         stabilizer: [B, G] or [B, S, G]: memory and normaliser are kept divided by its exponential; None unless writes are
             gated by `log_input_gate`.
@@ -33,7 +58,7 @@ class DeltaState(NamedTuple):
     """State of `delta_memory`.
 
     Attributes:
-        memory: [B, G, K, V], or [B, S, G, K, V] with one state a segment; float32.
+        memory: [B, G, K, V], or [B, S, G, K, V] with one state a segment, or a `Layer`; float32.
         segment_id: [B], the last nonzero segment id seen, 0 before any.
     """
 
@@ -242,3 +267,32 @@ def scan_tokens(
     inputs = (jax.tree.map(time_first, arrays), time_first(begins), time_first(slot))
     final, outputs = jax.lax.scan(body, initial, inputs, length=length)
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), outputs), final
+
+
+def layer_of(states: Any, at: Array, *, in_place: bool) -> Any:
+    """Layer `at` of states stacked along the first axis; with `in_place`, plain memories of ops as a `Layer`."""
+
+    def own(x):
+        if not isinstance(x, _OF_OPS):
+            return x[at]
+        state: Any = x
+        rest = jax.tree.map(lambda s: s[at], state._replace(memory=None))
+        return rest._replace(memory=Layer(state.memory, at))
+
+    def whole(x):
+        plain = isinstance(x, _OF_OPS) and getattr(x, "normalizer", None) is None
+        return in_place and plain and x.memory.ndim == 5
+
+    return jax.tree.map(own, states, is_leaf=whole)
+
+
+def put_layer(states: Any, own: Any, at: Array) -> Any:
+    """The stacked states with layer `at` as `own` has it."""
+
+    def put(new, x):
+        return new.stack if isinstance(new, Layer) else x.at[at].set(new.astype(x.dtype))
+
+    return jax.tree.map(put, own, states, is_leaf=lambda x: isinstance(x, Layer))
+
+
+_OF_OPS = (LinearState, DeltaState)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels.linear_attention.api import side_by_side
 
 _IMPLEMENTATIONS = ("mosaic_gpu", "mosaic_tpu")
 
@@ -41,12 +44,12 @@ def delta_rule(
     beta: Float[Array, "B T G"],
     log_decay: Float[Array, "B T G"] | Float[Array, "B T G K"] | None = None,
     *,
-    initial: Float[Array, "B G K V"],
+    initial: Float[Array, "R G K V"],
     run: Int[Array, "B T"] | None = None,
     scale: float,
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
-) -> tuple[Float[Array, "B T max(H,G) V"], Float[Array, "B G K V"]]:
+) -> tuple[Float[Array, "B T max(H,G) V"], Float[Array, "R G K V"]]:
     """Move what decaying memories hold at `k` towards `v` and read them with `q`; differentiable once, in reverse.
 
     Args:
@@ -55,17 +58,18 @@ def delta_rule(
         v: [B, T, G, V] values, one memory for each of the G heads.
         beta: [B, T, G] float32, from 0 to 2.
         log_decay: [B, T, G] float32, or one a key channel, [B, T, G, K]; natural logarithm, at most 0; None is no decay.
-        initial: [B, G, K, V] float32, the memory before the first token.
+        initial: [B, G, K, V] float32, the memory before the first token; or [B * S, G, K, V], S of them a row.
         run: [B, T], growing along T: a token with a larger run than the one before it finds an empty memory, and run 0 goes on
-            from `initial`. None is one run.
+            from `initial`. None is one run. With S memories a row: every number from 0 to S - 1, each run beginning at a multiple
+            of 64 ("mosaic_gpu") or 128 ("mosaic_tpu") tokens, going on from the memory of its number and leaving a final one.
         scale: multiplies q.
-        implementation: "mosaic_gpu" (Hopper; bfloat16, K of 64, 128 or 256, V also 512, and with a decay a key channel K and V of 64
-            or 128) or "mosaic_tpu" (bfloat16 or float32, K and V a multiple of 8 up to 256); `reasons` says what each
+        implementation: "mosaic_gpu" (Hopper; bfloat16, K of 64, 128 or 256, V also 512; with a decay a key channel K of 64 or 128, V
+            of 64 or a multiple of 128) or "mosaic_tpu" (bfloat16 or float32, K and V a multiple of 8 up to 256); `reasons` says what each
             takes.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
-        The output in v's dtype, and the final memory in float32.
+        The output in v's dtype, and the final memories in float32, as `initial`.
 
     Raises:
         NotImplementedError: the implementation does not serve these arguments; the message says why.
@@ -77,6 +81,13 @@ def delta_rule(
         )
     if (why := reason(implementation, q, k, v, log_decay, run, initial)) is not None:
         raise NotImplementedError(f"delta_rule: implementation={implementation!r} takes {why}")
+    if v.shape[-1] > getattr(_backend(implementation, log_decay), "WIDEST", math.inf):
+        options = dict(run=run, scale=scale, implementation=implementation, interpret=interpret)
+
+        def piece(v, initial):
+            return delta_rule(q, k, v, beta, log_decay, initial=initial, **options)
+
+        return side_by_side(piece, v, initial)
     length = q.shape[1]
     padding = -length % _backend(implementation, log_decay).multiple(q, k, v)
     if padding:  # tokens that write nothing, and whose output is cut off

@@ -53,16 +53,17 @@ def multiple(q, k, v) -> int:
 def forward(
     q, k, v, beta, log_decay, run, initial, *, scale: float, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals]:
-    """The output [B, T, max(H, G), V], the final memory [B, G, K, V] and the residuals. T is a multiple of `multiple`."""
+    """The output [B, T, max(H, G), V], the final memories as `initial` and the residuals. T is a multiple of `multiple`."""
     memories = v.shape[2]
     heads = max(q.shape[2], memories)
+    run, borders = linear.split_runs(run, initial, len(v))
     prepared = prepare(q, k, beta, log_decay, run, heads=heads, scale=scale, interpret=interpret)
     # Several heads that read one memory each carry it along.
     initial = jnp.repeat(initial, heads // memories, axis=1)
-    options: dict[str, Any] = dict(heads=heads, scale=scale, interpret=interpret)
+    options: dict[str, Any] = dict(heads=heads, scale=scale, borders=borders, interpret=interpret)
     parts = hopper_parts.cut(
         functools.partial(sweep, None, k, prepared=prepared, initial=None, **options), q, k, v, initial,
-        interpret,
+        borders, interpret,
     )  # fmt: skip
     starts, count = hopper_parts.starts_of(parts, initial)
     output, ends = sweep(q, k, v, prepared, starts, parts=count, **options)
@@ -76,16 +77,16 @@ def backward(
     """Gradients of q, k, v, beta, log_decay (None without one, or where it is not wanted) and initial."""
     memories, heads = v.shape[2], d_output.shape[2]
     prepared, parts = residuals
+    run, borders = linear.split_runs(run, initial, len(v))
     options: dict[str, Any] = dict(scale=scale, interpret=interpret)
     initial = jnp.repeat(initial, heads // memories, axis=1)
     starts, count = hopper_parts.starts_of(parts, initial)
-    missing, states, _ = sweep(
-        None, k, v, prepared, starts, heads=heads, save=True, parts=count, **options
-    )
+    walks: dict[str, Any] = options | dict(heads=heads, parts=count, borders=borders)
+    missing, states, _ = sweep(None, k, v, prepared, starts, save=True, **walks)
     # Of several heads that carry one memory, the first hands on the gradient from outside.
     first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
     d_final = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
-    walk = functools.partial(reverse, q, k, d_output, prepared, heads=heads, parts=count, **options)
+    walk = functools.partial(reverse, q, k, d_output, prepared, **walks)
     dv, d_states, d_starts = walk(hopper_parts.ends_of(parts, walk, d_final, interpret))
     decay_gradient = decay_gradient and log_decay is not None
     dq, dk, d_beta, *d_decay = finish(

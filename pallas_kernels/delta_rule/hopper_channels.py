@@ -28,7 +28,18 @@ __all__ = ["CHUNK", "Residuals", "backward", "forward", "multiple", "reason"]
 # In place of a beta of 0 where gradients are made: that of beta is x · dv / beta. It is far below what any sum notices.
 _LEAST = 1e-20
 
-reason = linear_channels.reason
+WIDEST = 128  # columns of values; `api` has wider ones in pieces
+
+
+def reason(q, k, v, log_decay, run, initial) -> str | None:
+    """Why this backend does not serve these arguments (arrays or their shapes), or None."""
+    return linear_channels.reason(q, k, a_piece(v), log_decay, run, initial)
+
+
+def a_piece(v) -> jax.ShapeDtypeStruct:
+    """The shape of what a call sees of v."""
+    width = v.shape[3] if v.shape[3] % WIDEST else WIDEST
+    return jax.ShapeDtypeStruct((*v.shape[:3], width), v.dtype)
 
 
 class Residuals(NamedTuple):
@@ -46,9 +57,10 @@ def _not_zero(rows):
 def forward(
     q, k, v, beta, log_decay, run, initial, *, scale: float, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals]:
-    """The output [B, T, max(H, G), V], the final memory [B, G, K, V] and the residuals. T is a multiple of `multiple`."""
+    """The output [B, T, max(H, G), V], the final memories as `initial` and the residuals. T is a multiple of `multiple`."""
     memories = v.shape[2]
     heads = max(q.shape[2], memories)
+    run, borders = linear.split_runs(run, initial, len(v))
     documents = linear_channels._documents(run, 1)
     resolved = resolve(q, k, log_decay, documents, heads=heads, scale=scale, interpret=interpret)
     rows = jnp.repeat(jnp.swapaxes(beta, 1, 2), heads // memories, axis=1)
@@ -57,11 +69,12 @@ def forward(
     # Several heads that read one memory each carry it along.
     initial = jnp.repeat(initial, heads // memories, axis=1)
     options: dict[str, Any] = dict(
-        heads=heads, scale=1.0, written=resolved.written, keep=resolved.keep, interpret=interpret
-    )
+        heads=heads, scale=1.0, written=resolved.written, keep=resolved.keep, borders=borders,
+        interpret=interpret,
+    )  # fmt: skip
     parts = hopper_parts.cut(
         functools.partial(sweep, None, resolved.erase, prepared=prepared, initial=None, **options),
-        q, k, v, initial, interpret,
+        q, k, v, initial, borders, interpret,
     )  # fmt: skip
     starts, count = hopper_parts.starts_of(parts, initial)
     output, ends = sweep(resolved.read, resolved.erase, v, prepared, starts, parts=count, **options)
@@ -77,11 +90,12 @@ def backward(
     del beta, decay_gradient
     memories, heads = v.shape[2], d_output.shape[2]
     (resolved, prepared, parts), share = residuals, linear._share
+    run, borders = linear.split_runs(run, initial, len(v))
     initial = jnp.repeat(initial, heads // memories, axis=1)
     starts, count = hopper_parts.starts_of(parts, initial)
     options: dict[str, Any] = dict(
         heads=heads, scale=1.0, written=resolved.written, keep=resolved.keep, parts=count,
-        interpret=interpret,
+        borders=borders, interpret=interpret,
     )  # fmt: skip
     missing, states, _ = sweep(None, resolved.erase, v, prepared, starts, save=True, **options)
     # Of several heads that carry one memory, the first hands on the gradient from outside.

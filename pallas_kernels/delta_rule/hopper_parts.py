@@ -50,8 +50,8 @@ def count_parts(q, k, v) -> int:
     return parts if parts >= _FEWEST and k.shape[-1] <= _DEPTH else 1
 
 
-def cut(walk, q, k, v, initial, interpret: Any) -> Parts | None:
-    """The parts, or None where there is one alone.
+def cut(walk, q, k, v, initial, borders, interpret: Any) -> Parts | None:
+    """The parts, or None where there is one alone, or rows have several memories (`borders`), which are as many walks.
 
     Args:
         walk: (v or None, parts=P) -> a list, the last of it what each part makes of an empty memory, or Θ without v.
@@ -62,7 +62,7 @@ def cut(walk, q, k, v, initial, interpret: Any) -> Parts | None:
         interpret: parameters of the interpreter, or False.
     """
     count = count_parts(q, k, v)
-    if count == 1:
+    if count == 1 or borders is not None:
         return None
     written, transitions = (walk(values, parts=count)[-1] for values in (v, None))
     return Parts(transitions, link(transitions, written, initial, interpret=interpret))

@@ -29,7 +29,7 @@ _SQUARE = (CHUNK, CHUNK)
 
 def sweep(
     q, k, v, prepared: Prepared, initial, *, heads: int, scale: float, save: bool = False,
-    written=None, keep=None, parts: int = 1, interpret: Any = False,
+    written=None, keep=None, parts: int = 1, borders=None, interpret: Any = False,
 ):  # fmt: skip
     """With time, from S to S'.
 
@@ -38,13 +38,14 @@ def sweep(
         k: [B, T, *, K].
         v: [B, T, *, V]; None is 0, and V then K.
         prepared: of `heads` heads.
-        initial: [B, heads * parts, K, V] float32, the memory before the first chunk; None is 0, and the identity without v.
+        initial: [B * S, heads * parts, K, V] float32, the memory before the first chunk; None is 0, and the identity without v.
         heads: of the output; a multiple of those of q, k and v.
         scale: of q.
         save: also return x and the memories before each chunk.
         written: [B, T, *, K], what writes if it is not k; q and k then hold their decays, and `prepared` has none.
         keep: [B, heads, N * K] float32, what the key channels keep of S over a chunk, with `written`.
         parts: into which the sequence is cut, each walked by itself.
+        borders: the chunks [B, S + 1] at which those of a row's S memories begin and end, or None.
         interpret: parameters of the interpreter, or False.
 
     Returns:
@@ -99,13 +100,13 @@ def sweep(
 
     return walk(
         step, given, initial, k.shape[-1], tokens, outs, save=save, heads=heads, parts=parts, reverse=False,
-        interpret=interpret,
+        borders=borders, interpret=interpret,
     )  # fmt: skip
 
 
 def reverse(
     q, k, d_out, prepared: Prepared, d_final, *, heads: int, scale: float, written=None, keep=None,
-    save: bool = True, parts: int = 1, interpret: Any = False,
+    save: bool = True, parts: int = 1, borders=None, interpret: Any = False,
 ):  # fmt: skip
     """Against time, from the gradient of the memory after the last chunk.
 
@@ -114,13 +115,14 @@ def reverse(
         k: [B, T, *, K].
         d_out: [B, T, heads, V].
         prepared: of `heads` heads.
-        d_final: [B, heads * parts, K, V] float32; None is 0.
+        d_final: [B * S, heads * parts, K, V] float32; None is 0.
         heads: of d_out; a multiple of those of q and k.
         scale: of q.
         written: as in `sweep`.
         keep: as in `sweep`.
         save: False returns the last alone.
         parts: as in `sweep`.
+        borders: as in `sweep`.
         interpret: parameters of the interpreter, or False.
 
     Returns:
@@ -163,7 +165,7 @@ def reverse(
     tokens = jax.ShapeDtypeStruct(d_out.shape, _BF16)
     return walk(
         step, given, d_final, k.shape[-1], tokens, ["dv"] * save, save=save, heads=heads, parts=parts, reverse=True,
-        interpret=interpret,
+        borders=borders, interpret=interpret,
     )  # fmt: skip
 
 
@@ -194,8 +196,9 @@ def _kept(chunk, S):
 
 
 def walk(
-    step, given, initial, depth, tokens, outs, *, save, heads, reverse, interpret, parts: int = 1
-):
+    step, given, initial, depth, tokens, outs, *, save, heads, reverse, interpret, parts: int = 1,
+    borders=None,
+):  # fmt: skip
     """Carry a memory over all chunks.
 
     Args:
@@ -204,7 +207,7 @@ def walk(
             at the end with the outputs, turned.
         given: by name, or None: [B, T, *, D] q, k, v, written and reach, [B, heads, N * K] keep, [B, heads, T * n] rows, and any
             others [B, heads, T, C].
-        initial: [B, heads * parts, K, V] float32; None is 0, or without v the identity.
+        initial: [B * S, heads * parts, K, V] float32; None is 0, or without v the identity.
         depth: K.
         tokens: the shape of an output by token.
         outs: the outputs' names.
@@ -213,9 +216,10 @@ def walk(
         reverse: walk against time.
         interpret: parameters of the interpreter, or False.
         parts: a divisor of N; each part of the sequence is walked by itself, side by side with the others.
+        borders: the chunks [B, S + 1] at which those of a row's S memories begin and end, or None; not in parts then.
 
     Returns:
-        The outputs, the saved memories [B, heads, N, V, K] if wanted, and the last memories [B, heads * parts, K, V].
+        The outputs, the saved memories [B, heads, N, V, K] if wanted, and the last memories [B * S, heads * parts, K, V].
     """
     named = {name: x for name, x in given.items() if x is not None}
     batch, length, _, width = tokens.shape
@@ -226,8 +230,10 @@ def walk(
     out_type: dict[str, Any] = {name: tokens for name in outs}
     if save:
         out_type["states"] = struct((batch, heads, count * parts, width, depth), _BF16)
-    out_type["last"] = struct((batch, heads * parts, width, depth), _F32)
+    runs = 1 if borders is None else borders.shape[1] - 1
+    out_type["last"] = struct((batch * runs, heads * parts, width, depth), _F32)
     starts = {} if initial is None else dict(initial=jnp.swapaxes(initial, -1, -2))
+    starts |= {} if borders is None else dict(borders=borders)
 
     # A deep memory leaves no room for a copy in registers: it is a left operand in shared memory.
     through = bool(interpret) or depth > _DEEP
@@ -249,13 +255,14 @@ def walk(
 
     def kernel(*refs):
         refs = dict(zip([*named, *starts, *out_type], refs, strict=True))
-        b, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
-        own, at_part = (b, h), lambda n: n
+        row, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
+        own = row, h
+        b, steps, at = wg.walked(refs.get("borders"), row, count, reverse)
         if parts > 1:
             head, part = (f(lax.axis_index("row"), parts) for f in (lax.div, lax.rem))
             b, h = lax.div(head, heads), lax.rem(head, heads)
-            own, at_part = (b, h * parts + part), lambda n: part * count + n
-        at = lambda n: at_part(count - 1 - n if reverse else n)  # noqa: E731
+            own = b, h * parts + part
+            at = lambda n: part * count + (count - 1 - n if reverse else n)  # noqa: E731
         group = lax.axis_index("group")
         columns = pl.ds((lax.axis_index("column") * groups + group) * _BLOCK, _BLOCK)
         shared = pl.ds(lax.axis_index("column") * groups * _BLOCK, groups * _BLOCK)
@@ -319,7 +326,7 @@ def walk(
 
             def compute(pipeline):
                 def begin(n):
-                    if starts:
+                    if initial is not None:
                         return wg.load_global(refs["initial"].at[*own, columns, pl.ds(n, size)])
                     piece = (_BLOCK, size)
                     if "v" in named:
@@ -355,7 +362,7 @@ def walk(
                 )  # fmt: skip
             pipeline: Any = plgpu.emit_pipeline_warp_specialized
             pipeline(
-                body, grid=(count,), in_specs=specs, max_concurrent_steps=stages,
+                body, grid=(steps,), in_specs=specs, max_concurrent_steps=stages,
                 num_compute_wgs=groups, memory_registers=24 if through else 40, wg_axis="group", compute_context=compute,
             )(*sources)  # fmt: skip
 
@@ -370,7 +377,7 @@ def walk(
     *found, last = plgpu.kernel(
         kernel,
         out_type=list(out_type.values()),
-        grid=(batch * heads * parts, blocks // groups),
+        grid=(batch * runs * heads * parts, blocks // groups),
         grid_names=("row", "column"),
         num_threads=groups + 1,
         thread_name="group",

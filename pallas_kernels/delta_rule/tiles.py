@@ -83,7 +83,6 @@ def unit_inverse(
     apart: Any,
     product: Callable[[Any, Any], Any],
     exact: Callable[[Any, Any], Any],
-    step: Callable[[Any, Any, int], Any] | None = None,
 ) -> Any:
     """`(I + strict)⁻¹` of a strictly lower triangular [C, C], C a power of two.
 
@@ -92,17 +91,16 @@ def unit_inverse(
     alike the keys. A Newton step at the end squares the error that a `product` in 16 bits leaves.
 
     Args:
-        strict: [..., C, C], 0 on and above the diagonal.
+        strict: [C, C], 0 on and above the diagonal.
         apart: [C, C] integers, `i ^ j`.
         product: the matrix product of two [C, C].
         exact: a product exact in its left operand; the right one is a result of `product` rounded as `product` does.
-        step: `X S X` of X, S and the rows of a half, which are 0 in the first half of every block; None is two products.
     """
     x = jnp.where(apart == 0, 1.0, 0.0) - jnp.where(apart == 1, strict, 0.0)
     size = 2
     while size < strict.shape[-1]:
         between = jnp.where((apart >= size) & (apart < 2 * size), strict, 0.0)
-        x = x - (step(x, between, size) if step else product(product(x, between), x))
+        x = x - product(product(x, between), x)
         size *= 2
     rounded, left = exact(strict, x)
     return rounded + product(rounded, jnp.where(apart == 0, 1.0, 0.0) - rounded - left)

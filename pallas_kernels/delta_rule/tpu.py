@@ -1,6 +1,6 @@
 """The delta rule with no decay or a scalar one on Mosaic TPU: one kernel forward, one backward, each a single pass over the tokens.
 
-A program has the memories of up to four heads in VMEM, in float32, and walks over the chunks; the systems of its heads are solved
+A program has the memories of up to eight heads in VMEM, in float32, and walks over the chunks; the systems of its heads are solved
 side by side, which hides how long one product waits for the one before. The mathematics is in `tiles`, the arrays those of
 `linear_attention.tpu_layout`.
 
@@ -16,15 +16,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.delta_rule.tiles import unit_inverse
 from pallas_kernels.linear_attention import tiles as decays
 from pallas_kernels.linear_attention import tpu as linear
 from pallas_kernels.linear_attention import tpu_layout
 from pallas_kernels.linear_attention.tiles import dot
 
 CHUNK = 128
-_HEADS = tpu_layout.HEADS
+_HEADS = 8  # of one program
 _TILE = 16  # rows of 16 bits that lie together
+_SUBLANES = 8
 _F32 = jnp.float32
 
 
@@ -87,8 +87,9 @@ def multiple(q, k, v) -> int:
 def forward(
     q, k, v, beta, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals | None]:  # fmt: skip
-    """The output [B, T, max(H, G), V], the final memory [B, G, K, V] and, to `save`, the residuals. T is a multiple of `CHUNK`."""
-    layout = tpu_layout.Layout(q, k, v, CHUNK, heads=_HEADS)
+    """The output [B, T, max(H, G), V], the final memories as `initial` and, to `save`, the residuals. T is a multiple of `CHUNK`."""
+    runs = len(initial) // len(q)
+    layout = tpu_layout.Layout(q, k, v, CHUNK, heads=_HEADS, runs=runs)
     given = layout.inputs(run, dict(beta=beta, log_decay=log_decay), q=q, k=k, v=v)
     given["initial"] = layout.as_memories(initial), layout.memories()
     outs = dict(out=layout.tokens(layout.heads, v.shape[3], v.dtype), final=layout.memories())
@@ -105,8 +106,8 @@ def backward(
     scale: float, decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
     """Gradients of q, k, v, beta, log_decay (None without one, or where it is not wanted) and initial."""
-    del initial
-    layout = tpu_layout.Layout(q, k, v, CHUNK, heads=_HEADS, reverse=True)
+    runs = len(initial) // len(q)
+    layout = tpu_layout.Layout(q, k, v, CHUNK, heads=_HEADS, runs=runs, reverse=True)
     given = layout.inputs(run, dict(beta=beta, log_decay=log_decay), q=q, k=k, v=v)
     of_output = layout.tokens(layout.heads, v.shape[3], v.dtype)
     given["d_out"] = layout.as_tokens(d_output.astype(v.dtype)), of_output
@@ -126,37 +127,43 @@ def backward(
 
 
 def _forward_kernel(layout: tpu_layout.Layout, scale: float, refs: dict, memory):
-    chunk = _chunk(refs)
-    heads = [_read(layout, refs, chunk, h) for h in range(layout.block)]
-    for h, (x, inverse) in enumerate(zip(heads, _inverses(heads), strict=True)):
-        before = memory[h]
-        narrow = before.astype(x.v.dtype)
-        if "states" in refs:
-            refs["states"][h] = narrow
-            refs["inverse"][h] = inverse
-        _, writes = _written(x, narrow, inverse)
-        out = scale * x.enter * dot(x.q, narrow)
-        out += dot((scale * x.scores * x.weights).astype(x.v.dtype), writes.astype(x.v.dtype))
-        layout.store(refs["out"], h, out)
-        update = dot(x.k, (x.leave * writes).astype(x.v.dtype), "tn")
-        memory[h] = x.keep * before + update
+    chunk, columns = _chunk(refs), refs["beta"][...].T
+    heads = [_read(layout, refs, chunk, columns, h) for h in range(layout.block)]
+    dtype = heads[0].v.dtype
+    before = [memory[h].astype(dtype) for h in range(layout.block)]
+    # Step by step for all, as in `invert`, and first what needs no inverse.
+    held = [dot(jnp.concatenate([x.q, x.k]), m) for x, m in zip(heads, before, strict=True)]
+    inverses = _inverses(heads)
+    if "states" in refs:
+        for h, (narrow, inverse) in enumerate(zip(before, inverses, strict=True)):
+            refs["states"][h], refs["inverse"][h] = narrow, inverse
+    missing = [
+        _missing(x, own[CHUNK:], inverse)
+        for x, own, inverse in zip(heads, held, inverses, strict=True)
+    ]
+    for h, (x, own, m) in enumerate(zip(heads, held, missing, strict=True)):
+        out = dot((scale * x.scores * (x.weights * x.beta)).astype(dtype), m.astype(dtype))
+        layout.store(refs["out"], h, scale * x.enter * own[:CHUNK] + out)
+    for h, (x, m) in enumerate(zip(heads, missing, strict=True)):
+        writes = (x.leave * x.beta_column * m).astype(dtype)
+        memory[h] = x.keep * memory[h] + dot(x.k, writes, "tn")
 
 
 def _backward_kernel(layout: tpu_layout.Layout, scale: float, refs: dict, d_memory):
     chunk = _chunk(refs)
     reads, read_rows, writes, totals = [], [], [], []
-    i, j = _indices()
+    i, j = _indices(CHUNK)
+    columns = refs["beta"][...].T
     refs["d_beta"][...] = jnp.zeros_like(refs["d_beta"])
     for h in range(layout.block):
-        x = _read(layout, refs, chunk, h)
+        x = _read(layout, refs, chunk, columns, h)
         dtype = x.v.dtype
         cast = lambda x: x.astype(dtype)  # noqa: B023, E731
         d_out = refs["d_out"][layout.place(refs["d_out"], h, layout.value_dim)]
         memory, inverse = refs["states"][h], refs["inverse"][h]
         later = d_memory[h]
         narrow = cast(later)
-        missing, _ = _written(x, memory, inverse)
-        missing = cast(missing)
+        missing = cast(_missing(x, dot(x.k, memory), inverse))
 
         d_writes = dot(cast(scale * x.scores * x.weights), d_out, "tn")
         d_writes += x.leave * dot(x.k, narrow)
@@ -197,7 +204,7 @@ def _chunk(refs) -> decays.Chunk:
     return decays.read_chunk(log_decay, runs, CHUNK, 1.0)
 
 
-def _read(layout: tpu_layout.Layout, refs, chunk: decays.Chunk, h: int) -> _Head:
+def _read(layout: tpu_layout.Layout, refs, chunk: decays.Chunk, columns, h: int) -> _Head:
     sizes = dict(q=layout.key_dim, k=layout.key_dim, v=layout.value_dim)
     q, k, v = (refs[n][layout.place(refs[n], h, size)] for n, size in sizes.items())
     beta = refs["beta"][h : h + 1]
@@ -210,57 +217,79 @@ def _read(layout: tpu_layout.Layout, refs, chunk: decays.Chunk, h: int) -> _Head
     weights = jnp.where(chunk.seen, decays.weights(chunk, h), 0.0)
     enter, leave, keep = (own(x) for x in (chunk.enter, chunk.leave, chunk.keep))
     scores, alike = dot(q, k, "nt"), dot(k, k, "nt")
-    return _Head(q, k, v, beta, beta.T, weights, enter, leave, keep, scores, alike)
+    return _Head(q, k, v, beta, columns[:, h : h + 1], weights, enter, leave, keep, scores, alike)
 
 
 def _inverses(heads: list[_Head]) -> list[jax.Array]:
     """Of each head's system, in v's dtype."""
-    i, j = _indices()
-    systems = [jnp.where(i > j, x.alike * x.weights, 0.0) * x.beta for x in heads]
+    i, j = _indices(CHUNK)
+    systems = [jnp.where(i > j, x.alike * (x.weights * x.beta), 0.0) for x in heads]
     return invert(systems, heads[0].v.dtype)
 
 
 def invert(systems: list[jax.Array], dtype) -> list[jax.Array]:
-    """`unit_inverse` of each [C, C] in float32, by products in `dtype`, which is the results'.
+    """(I + N)⁻¹ of each strictly lower triangular N [C, C] in float32, by products in `dtype`, which is the results'.
 
-    Step by step for all, so that none waits for its own last product.
+    As `tiles.unit_inverse`, from blocks of 16 rows on, which are inverted in float32. The blocks of a level lie side by side: what
+    multiplies from the left has a block's rows alone. Step by step for all, so that none waits for its own last product.
     """
-    i, j = _indices()
-
-    def dots(a, b):
-        return jnp.stack([dot(x, y) for x, y in zip(a, b, strict=True)])
+    size = len(systems[0])
+    i, j = _indices(size)
+    unit = jnp.where(i == j, 1.0, 0.0)
 
     def product(a, b):
-        return dots(a.astype(dtype), b.astype(dtype))
+        return dot(a.astype(dtype), b.astype(dtype))
 
-    def exact(a, b):
-        b = b.astype(dtype)
-        if dtype == _F32:
-            return b, dots(a, b)
-        high = a.astype(dtype)
-        rest = (a - high.astype(_F32)).astype(dtype)
-        return b.astype(_F32), dots(high, b) + dots(rest, b)
+    inverses, half = _invert_blocks(systems), _TILE
+    while half < size:
+        first = lax.broadcasted_iota(jnp.int32, (1, size), 1) & half == 0
+        between = [jnp.where(lax.div(i ^ j, half) == 1, n, 0.0) for n in systems]
+        blocks = [jnp.concatenate([x] * (size // half)) for x in inverses]
+        blocks = [jnp.where(i ^ j < half, x, 0.0) for x in blocks]
+        later = [product(x, n) for x, n in zip(inverses, between, strict=True)]
+        later = [product(x, n) for x, n in zip(later, blocks, strict=True)]
+        inverses = [
+            jnp.concatenate([jnp.where(first, x, 0.0), jnp.where(first, -y, x)])
+            for x, y in zip(inverses, later, strict=True)
+        ]
+        half *= 2
 
-    def step(x, between, size):
-        if size < _TILE:
-            return product(product(x, between), x)
-        blocks = range(0, CHUNK, 2 * size)
-        second = [x[:, n + size : n + 2 * size] for n in blocks]
-        second = product(product(jnp.concatenate(second, axis=1), between), x)
-        zero = jnp.zeros((len(x), size, CHUNK), _F32)
-        parts = [y for n in blocks for y in (zero, second[:, n // 2 : n // 2 + size])]
-        return jnp.concatenate(parts, axis=1)
-
-    inverses = unit_inverse(jnp.stack(systems), i ^ j, product, exact, step).astype(dtype)
-    return [inverses[h] for h in range(len(systems))]
-
-
-def _written(x: _Head, memory, inverse):
-    """What each token finds missing, and what it writes, [C, V] float32."""
-    missing = x.v.astype(_F32) - x.enter * dot(x.k, memory)
-    missing = dot(inverse, missing.astype(x.v.dtype))
-    return missing, x.beta_column * missing
+    wholes = [unit + n for n in systems]
+    parts = [[x] for x in wholes]
+    if dtype != _F32:
+        parts = [[x, x - x.astype(dtype).astype(_F32)] for x in wholes]
+    left = [product(jnp.concatenate(part), x) for part, x in zip(parts, inverses, strict=True)]
+    left = [2 * unit - sum(x[n : n + size] for n in range(0, len(x), size)) for x in left]
+    return [product(x, y).astype(dtype) for x, y in zip(inverses, left, strict=True)]
 
 
-def _indices():
-    return (lax.broadcasted_iota(jnp.int32, (CHUNK, CHUNK), axis) for axis in (0, 1))
+def _invert_blocks(systems: list[jax.Array]) -> list[jax.Array]:
+    """The inverses of each system's blocks of 16 rows on the diagonal, side by side, [16, C]: row by row, in float32."""
+    size = len(systems[0])
+    lane = lax.broadcasted_iota(jnp.int32, (_SUBLANES, size), 1)
+    row = lax.broadcasted_iota(jnp.int32, (_SUBLANES, size), 0)
+    tiles = range(0, _TILE, _SUBLANES)
+    own, inverses = [], []
+    for x in systems:
+        blocks = [x[n : n + _TILE] for n in range(0, size, _TILE)]
+        blocks = decays.side_by_side(blocks, size)
+        own.append([blocks[n : n + _SUBLANES] for n in tiles])
+        inverses.append([jnp.where(lane % _TILE == row + n, 1.0, 0.0) for n in tiles])
+    for k in range(_TILE - 1):
+        column = lane - lane % _TILE + k
+        at, k = divmod(k, _SUBLANES)
+        for x, inverse in zip(own, inverses, strict=True):
+            solved = inverse[at][k : k + 1]
+            for n in range(at, len(tiles)):
+                inverse[n] -= jnp.take_along_axis(x[n], column, axis=1) * solved
+    return [jnp.concatenate(x) for x in inverses]
+
+
+def _missing(x: _Head, held, inverse):
+    """What each token finds missing, [C, V] float32; `held` is what the memory holds at its key."""
+    missing = x.v.astype(_F32) - x.enter * held
+    return dot(inverse, missing.astype(x.v.dtype))
+
+
+def _indices(size: int):
+    return (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))

@@ -33,11 +33,11 @@ multiple = tpu.multiple
 def forward(
     q, k, v, beta, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals | None]:  # fmt: skip
-    """The output [B, T, max(H, G), V], the final memory [B, G, K, V] and, to `save`, the residuals. T is a multiple of `CHUNK`.
+    """The output [B, T, max(H, G), V], the final memories as `initial` and, to `save`, the residuals. T is a multiple of `CHUNK`.
 
     The residuals' memories are [V, K].
     """
-    layout = tpu_layout.Layout(q, k, v, CHUNK, heads=tpu._HEADS, turned=True)
+    layout = _layout(q, k, v, initial)
     given = layout.inputs(run, dict(beta=beta), q=q, k=k, v=v, log_decay=log_decay)
     given["initial"] = layout.as_memories(initial), layout.memories()
     outs = dict(out=layout.tokens(layout.heads, v.shape[3], v.dtype), final=layout.memories())
@@ -54,8 +54,7 @@ def backward(
     scale: float, decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
     """Gradients of q, k, v, beta, log_decay (None where it is not wanted) and initial."""
-    del initial
-    layout = tpu_layout.Layout(q, k, v, CHUNK, heads=tpu._HEADS, turned=True, reverse=True)
+    layout = _layout(q, k, v, initial, reverse=True)
     given = layout.inputs(run, dict(beta=beta), q=q, k=k, v=v, log_decay=log_decay)
     of_output = layout.tokens(layout.heads, v.shape[3], v.dtype)
     given["d_out"] = layout.as_tokens(d_output.astype(v.dtype)), of_output
@@ -70,6 +69,12 @@ def backward(
     d_beta = layout.rows_gradient(result["d_beta"], v.shape[2])
     d_initial = linear._sum_heads(layout.from_memories(result["d_initial"]), v.shape[2], axis=1)
     return grads["dq"], grads["dk"], grads["dv"], d_beta, grads.get("d_decay"), d_initial
+
+
+def _layout(q, k, v, initial, reverse: bool = False) -> tpu_layout.Layout:
+    heads = min(tpu._HEADS, tpu_layout.HEADS) if reverse else tpu._HEADS
+    options = dict(heads=heads, turned=True, runs=len(initial) // len(q), reverse=reverse)
+    return tpu_layout.Layout(q, k, v, CHUNK, **options)
 
 
 class _Head:
@@ -90,60 +95,72 @@ class _Head:
         written: [C, K], k e^(b_C - b).
     """
 
-    def __init__(self, layout, scale: float, refs: dict, masks: halving.Masks, h: int):
+    def __init__(self, layout, scale: float, refs: dict, masks: halving.Masks, columns, h: int):
         sizes = dict(q=layout.key_dim, k=layout.key_dim, v=layout.value_dim, log_decay=layout.key_dim)  # fmt: skip
         q, k, v, g = (refs[n][layout.place(refs[n], h, size)] for n, size in sizes.items())
         dtype = v.dtype
         self.q, self.k, self.v = q.astype(_F32), k.astype(_F32), v
         self.row = refs["beta"][h : h + 1]
-        self.beta = self.row.T
+        self.beta = columns[:, h : h + 1]
         self.decays = halving.resolve(g, masks)
         self.tiles = halving.operands(self.q, self.k, self.decays, dtype)
         self.alike = halving.operands(self.k, self.k, self.decays, dtype)
         current = jnp.sum(self.q * self.k, axis=1, keepdims=True)
-        scores = jnp.where(masks.level < 0, current, halving.scores(self.tiles, masks))
+        (scores,), (alike,) = halving.cross_scores((self.q, self.k), (self.k,), self.decays, dtype)
+        scores = jnp.where(masks.level < 0, current, scores)
         self.scores = jnp.where(masks.seen, scale * scores, 0).astype(dtype)
-        below = masks.seen & (masks.level >= 0)
-        self.system = jnp.where(below, halving.scores(self.alike, masks), 0)
-        self.read = (scale * self.q * self.decays.enter).astype(dtype)
-        self.erase = (self.k * self.decays.enter).astype(dtype)
+        self.system = jnp.where(masks.seen & (masks.level >= 0), alike, 0)
+        self.read = scale * self.q * self.decays.enter
+        self.erase = self.k * self.decays.enter
         self.written = (self.k * self.decays.leave).astype(dtype)
 
-    def missing(self, memory, inverse):
-        """x [C, V] float32."""
-        found = self.v.astype(_F32) - dot(self.erase, memory, "nt")
+    def missing(self, held, inverse):
+        """x [C, V] float32; `held` is what the memory holds at the keys."""
+        found = self.v.astype(_F32) - held
         return dot(inverse, found.astype(self.v.dtype))
 
 
 def _forward_kernel(layout, scale: float, refs: dict, memory):
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
-    heads = [_Head(layout, scale, refs, masks, h) for h in range(layout.block)]
-    inverses = tpu.invert([x.system * x.row for x in heads], heads[0].v.dtype)
-    for h, (x, inverse) in enumerate(zip(heads, inverses, strict=True)):
-        before = memory[h]
-        narrow = before.astype(x.v.dtype)
-        if "states" in refs:
-            refs["states"][h] = narrow
-            refs["inverse"][h] = inverse
-        writes = (x.beta * x.missing(narrow, inverse)).astype(x.v.dtype)
-        layout.store(refs["out"], h, dot(x.read, narrow, "nt") + dot(x.scores, writes))
-        memory[h] = x.decays.keep * before + dot(writes, x.written, "tn")
+    columns = refs["beta"][...].T
+    heads = [_Head(layout, scale, refs, masks, columns, h) for h in range(layout.block)]
+    dtype = heads[0].v.dtype
+    before = [memory[h].astype(dtype) for h in range(layout.block)]
+    # Step by step for all, as in `tpu.invert`, and first what needs no inverse.
+    held = [
+        dot(jnp.concatenate([x.read, x.erase]).astype(dtype), m, "nt")
+        for x, m in zip(heads, before, strict=True)
+    ]
+    inverses = tpu.invert([x.system * x.row for x in heads], dtype)
+    if "states" in refs:
+        for h, (narrow, inverse) in enumerate(zip(before, inverses, strict=True)):
+            refs["states"][h], refs["inverse"][h] = narrow, inverse
+    writes = [
+        (x.beta * x.missing(own[CHUNK:], inverse)).astype(dtype)
+        for x, own, inverse in zip(heads, held, inverses, strict=True)
+    ]
+    for h, (x, own, w) in enumerate(zip(heads, held, writes, strict=True)):
+        layout.store(refs["out"], h, own[:CHUNK] + dot(x.scores, w))
+    for h, (x, w) in enumerate(zip(heads, writes, strict=True)):
+        memory[h] = x.decays.keep * memory[h] + dot(w, x.written, "tn")
 
 
 def _backward_kernel(layout, scale: float, refs: dict, d_memory):
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
+    columns = refs["beta"][...].T
     refs["d_beta"][...] = jnp.zeros_like(refs["d_beta"])
 
     def outer(a, b):
         return halving.mirrored(dot(a, b, "nt"), dot(b, a, "nt"), masks)
 
     for h in range(layout.block):
-        x = _Head(layout, scale, refs, masks, h)
+        x = _Head(layout, scale, refs, masks, columns, h)
         dtype, decays = x.v.dtype, x.decays
+        read, erase = x.read.astype(dtype), x.erase.astype(dtype)
         d_out = refs["d_out"][layout.place(refs["d_out"], h, layout.value_dim)]
         before, inverse, after = refs["states"][h], refs["inverse"][h], d_memory[h]
         narrow = after.astype(dtype)
-        missing = x.missing(before, inverse)
+        missing = x.missing(dot(erase, before, "nt"), inverse)
         writes = (x.beta * missing).astype(dtype)
 
         d_writes = dot(x.scores, d_out, "tn") + dot(x.written, narrow, "nt")
@@ -153,7 +170,7 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
         d_writes -= dot(x.system.astype(dtype), dv, "tn")
         d_beta = jnp.sum(missing * d_writes, axis=1, keepdims=True)
         refs["d_beta"][h : h + 1] = d_beta.T
-        d_memory[h] = decays.keep * after + dot(d_out, x.read, "tn") - dot(dv, x.erase, "tn")
+        d_memory[h] = decays.keep * after + dot(d_out, read, "tn") - dot(dv, erase, "tn")
 
         read = halving.spread(scale * outer(d_out, writes), x.tiles, masks)
         erased = halving.spread(-outer(dv, writes), x.alike, masks)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels.linear_attention.api import side_by_side
 
 _IMPLEMENTATIONS = ("mosaic_gpu", "mosaic_tpu")
 
@@ -41,12 +44,12 @@ def dplr(
     b: Float[Array, "B T Hb K"],
     log_decay: Float[Array, "B T G K"],
     *,
-    initial: Float[Array, "B G K V"],
+    initial: Float[Array, "R G K V"],
     run: Int[Array, "B T"] | None = None,
     scale: float,
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
-) -> tuple[Float[Array, "B T max(H,G) V"], Float[Array, "B G K V"]]:
+) -> tuple[Float[Array, "B T max(H,G) V"], Float[Array, "R G K V"]]:
     """Decay memories, write back at `b` what `a` read of them before, write `kᵀ v`, read with `q`; differentiable once, in reverse.
 
     RWKV7, arXiv 2503.14456.
@@ -58,16 +61,17 @@ def dplr(
         a: [B, T, Ha, K]; Ha divides G.
         b: [B, T, Hb, K]; Hb divides G.
         log_decay: [B, T, G, K] float32, natural logarithm, at most 0.
-        initial: [B, G, K, V] float32, the memory before the first token.
+        initial: [B, G, K, V] float32, the memory before the first token; or [B * S, G, K, V], S of them a row.
         run: [B, T], growing along T: a token with a larger run than the one before it finds an empty memory, and run 0 goes on
-            from `initial`. None is one run.
+            from `initial`. None is one run. With S memories a row: every number from 0 to S - 1, each run beginning at a multiple
+            of 64 ("mosaic_gpu") or 128 ("mosaic_tpu") tokens, going on from the memory of its number and leaving a final one.
         scale: multiplies q.
-        implementation: "mosaic_gpu" (Hopper; bfloat16, K and V of 64 or 128) or "mosaic_tpu" (bfloat16 or float32, K and V a
-            multiple of 8 up to 256); `reasons` says what each takes.
+        implementation: "mosaic_gpu" (Hopper; bfloat16, K of 64 or 128, V of 64 or a multiple of 128) or "mosaic_tpu" (bfloat16 or
+            float32, K and V a multiple of 8 up to 256); `reasons` says what each takes.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
-        The output in v's dtype, and the final memory in float32.
+        The output in v's dtype, and the final memories in float32, as `initial`.
 
     Raises:
         NotImplementedError: the implementation does not serve these arguments; the message says why.
@@ -80,6 +84,13 @@ def dplr(
     why = reason(implementation, q, k, v, a, b, log_decay, run, initial)
     if why is not None:
         raise NotImplementedError(f"dplr: implementation={implementation!r} takes {why}")
+    if v.shape[-1] > getattr(_backend(implementation), "WIDEST", math.inf):
+        options = dict(run=run, scale=scale, implementation=implementation, interpret=interpret)
+
+        def piece(v, initial):
+            return dplr(q, k, v, a, b, log_decay, initial=initial, **options)
+
+        return side_by_side(piece, v, initial)
     length = q.shape[1]
     padding = -length % _backend(implementation).multiple(q, k, v)
     if padding:  # tokens that write nothing, and whose output is cut off

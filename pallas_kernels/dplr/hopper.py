@@ -15,13 +15,14 @@ import jax.numpy as jnp
 
 from pallas_kernels.delta_rule import hopper_parts
 from pallas_kernels.delta_rule.hopper import multiple
+from pallas_kernels.delta_rule.hopper_channels import WIDEST, a_piece
 from pallas_kernels.dplr.hopper_finish import finish
 from pallas_kernels.dplr.hopper_resolve import CHUNK, Resolved, Solved, resolve, solve
 from pallas_kernels.dplr.hopper_walks import reverse, sweep, values_backward
 from pallas_kernels.linear_attention import hopper as linear
 from pallas_kernels.linear_attention import hopper_channels as linear_channels
 
-__all__ = ["CHUNK", "Residuals", "backward", "forward", "multiple", "reason"]
+__all__ = ["CHUNK", "WIDEST", "Residuals", "backward", "forward", "multiple", "reason"]
 
 _F32 = jnp.float32
 
@@ -39,15 +40,16 @@ def reason(q, k, v, a, b, log_decay, run, initial) -> str | None:
     for name, x in dict(a=a, b=b).items():
         if x.dtype != jnp.bfloat16:
             return f"{name} in bfloat16, not {jnp.dtype(x.dtype).name}"
-    return linear_channels.reason(q, k, v, log_decay, run, initial)
+    return linear_channels.reason(q, k, a_piece(v), log_decay, run, initial)
 
 
 def forward(
     q, k, v, a, b, log_decay, run, initial, *, scale: float, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals]:
-    """The output [B, T, max(H, G), V], the final memory [B, G, K, V] and the residuals. T is a multiple of `multiple`."""
+    """The output [B, T, max(H, G), V], the final memories as `initial` and the residuals. T is a multiple of `multiple`."""
     memories = v.shape[2]
     heads = max(q.shape[2], memories)
+    run, borders = linear.split_runs(run, initial, len(v))
     documents = linear_channels._documents(run, 1)
     resolved = resolve(
         q, k, a, b, log_decay, documents, heads=heads, scale=scale, interpret=interpret
@@ -57,9 +59,11 @@ def forward(
     # Several heads that read one memory each carry it along.
     initial = jnp.repeat(initial, heads // memories, axis=1)
     walk = functools.partial(sweep, resolved, solved, initial=None, read=False, interpret=interpret)
-    parts = hopper_parts.cut(walk, q, k, v, initial, interpret)
+    parts = hopper_parts.cut(walk, q, k, v, initial, borders, interpret)
     starts, count = hopper_parts.starts_of(parts, initial)
-    output, ends = sweep(resolved, solved, v, starts, parts=count, interpret=interpret)
+    output, ends = sweep(
+        resolved, solved, v, starts, parts=count, borders=borders, interpret=interpret
+    )
     final = ends[:, count - 1 :: count * heads // memories]
     return output, final, Residuals(resolved, solved, parts)
 
@@ -72,9 +76,10 @@ def backward(
     memories, heads = v.shape[2], d_output.shape[2]
     resolved, solved, parts = residuals
     share = linear._share
+    run, borders = linear.split_runs(run, initial, len(v))
     initial = jnp.repeat(initial, heads // memories, axis=1)
     starts, count = hopper_parts.starts_of(parts, initial)
-    options: dict[str, Any] = dict(parts=count, interpret=interpret)
+    options: dict[str, Any] = dict(parts=count, borders=borders, interpret=interpret)
     back, states, _ = sweep(resolved, solved, v, starts, save=True, **options)
     # Of several heads that carry one memory, the first hands on the gradient from outside.
     first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]

@@ -28,7 +28,7 @@ _F32, _BF16 = jnp.float32, jnp.bfloat16
 
 def sweep(
     resolved: Resolved, solved: Solved, v, initial, *, save: bool = False, read: bool = True,
-    parts: int = 1, interpret: Any = False,
+    parts: int = 1, borders=None, interpret: Any = False,
 ):  # fmt: skip
     """With time, from S to S'.
 
@@ -36,10 +36,11 @@ def sweep(
         resolved: of h heads.
         solved: of h heads.
         v: [B, T, *, V]; None is 0, and V then K.
-        initial: [B, h * parts, K, V] float32, the memory before the first chunk; None is 0, and the identity without v.
+        initial: [B * S, h * parts, K, V] float32, the memory before the first chunk; None is 0, and the identity without v.
         save: return what a read and the memories before each chunk in place of the output.
         read: False returns the last memory alone.
         parts: into which the sequence is cut, each walked by itself.
+        borders: the chunks [B, S + 1] at which those of a row's S memories begin and end, or None.
         interpret: parameters of the interpreter, or False.
 
     Returns:
@@ -94,17 +95,17 @@ def sweep(
     outs = ["back"] * save + ["out"] * read
     return walk(
         step, given, initial, depth, tokens, outs, save=save, heads=heads, parts=parts, reverse=False,
-        interpret=interpret,
+        borders=borders, interpret=interpret,
     )  # fmt: skip
 
 
 def reverse(
     resolved: Resolved, solved: Solved, d_out, d_final, *, save: bool = True, parts: int = 1,
-    interpret: Any = False,
+    borders=None, interpret: Any = False,
 ):  # fmt: skip
     """Against time: du [B, T, h, V] and the turned gradients of the memories after each chunk (if `save`), and that of the first.
 
-    d_final is [B, h * parts, K, V], or None, which is 0; `parts` as in `sweep`.
+    d_final is [B * S, h * parts, K, V], or None, which is 0; `parts` and `borders` as in `sweep`.
     """
     given = dict(
         reach=solved.reach, written=resolved.written, q=resolved.read, v=d_out,
@@ -138,7 +139,7 @@ def reverse(
     tokens = jax.ShapeDtypeStruct(d_out.shape, _BF16)
     return walk(
         step, given, d_final, resolved.read.shape[-1], tokens, ["d_back"] * save, save=save,
-        heads=d_out.shape[2], parts=parts, reverse=True, interpret=interpret,
+        heads=d_out.shape[2], parts=parts, reverse=True, borders=borders, interpret=interpret,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ far apart: A_xy = Σ_c x_ic y_jc e^(b_i - b_(j+1))_c for x of q, a and y of b, k
     U = (I - A_ab)⁻¹ (reach S + A_ak V)    O = read S + A_qb U + A_qk V    S' = keep S + (b leave)ᵀ U + (k leave)ᵀ V
 
 (the diagonals of A_qb and A_qk without a decay). Two tiles a level hold all operands: later rows of q over earlier ones of b, and a
-over k. The memory is kept as [V, K], whose columns decay. Four systems are solved side by side.
+over k. The memory is kept as [V, K], whose columns decay. The systems of a program are solved side by side.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pallas_kernels.linear_attention import tpu_layout
 from pallas_kernels.linear_attention.tiles import dot
 
 CHUNK = 128
+_HEADS = 8  # of one program
 __all__ = ["CHUNK", "backward", "forward", "multiple", "reason"]
 _F32 = jnp.float32
 
@@ -39,11 +40,11 @@ def reason(q, k, v, a, b, log_decay, run, initial) -> str | None:
 def forward(
     q, k, v, a, b, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals | None]:  # fmt: skip
-    """The output [B, T, max(H, G), V], the final memory [B, G, K, V] and, to `save`, the residuals. T is a multiple of `CHUNK`.
+    """The output [B, T, max(H, G), V], the final memories as `initial` and, to `save`, the residuals. T is a multiple of `CHUNK`.
 
     The residuals' memories are [V, K].
     """
-    layout = tpu_layout.Layout(q, k, v, CHUNK, others=(a, b), turned=True)
+    layout = _layout(q, k, v, a, b, initial)
     given = layout.inputs(run, q=q, k=k, v=v, a=a, b=b, log_decay=log_decay)
     given["initial"] = layout.as_memories(initial), layout.memories()
     outs = dict(out=layout.tokens(layout.heads, v.shape[3], v.dtype), final=layout.memories())
@@ -60,8 +61,7 @@ def backward(
     scale: float, interpret: Any = False,
 ):  # fmt: skip
     """Gradients of q, k, v, a, b, log_decay and initial."""
-    del initial
-    layout = tpu_layout.Layout(q, k, v, CHUNK, others=(a, b), turned=True, reverse=True)
+    layout = _layout(q, k, v, a, b, initial, reverse=True)
     given = layout.inputs(run, q=q, k=k, v=v, a=a, b=b, log_decay=log_decay)
     of_output = layout.tokens(layout.heads, v.shape[3], v.dtype)
     given["d_out"] = layout.as_tokens(d_output.astype(v.dtype)), of_output
@@ -74,6 +74,12 @@ def backward(
     result = layout.call(_backward_kernel, given, outs, scale, interpret)
     d_initial = linear._sum_heads(layout.from_memories(result["d_initial"]), v.shape[2], axis=1)
     return *(layout.gradient(result[n], like) for n, like in likes.items()), d_initial
+
+
+def _layout(q, k, v, a, b, initial, reverse: bool = False) -> tpu_layout.Layout:
+    heads = tpu_layout.HEADS if reverse else _HEADS
+    options = dict(heads=heads, turned=True, runs=len(initial) // len(q), reverse=reverse)
+    return tpu_layout.Layout(q, k, v, CHUNK, others=(a, b), **options)
 
 
 class _Head:
@@ -117,37 +123,46 @@ class _Head:
             return jnp.where(masks.seen, pairs, 0).astype(dtype)
 
         below = masks.seen & (masks.level >= 0)
-        both = halving.scores(self.tiles, masks, self.others)  # A_qk, and A_ab above the diagonal
-        self.through_b = scores(self.b, halving.scores(self.tiles, masks))
-        self.through_k = scores(self.k, both)
-        self.system = jnp.where(below, -both.T, 0)
-        self.values = jnp.where(below, halving.scores(self.others, masks), 0).astype(dtype)
-        self.read = (decayed * self.decays.enter).astype(dtype)
-        self.reach = (self.a * self.decays.enter).astype(dtype)
+        pairs = halving.cross_scores((decayed, self.a), (self.b, self.k), self.decays, dtype)
+        self.through_b, self.through_k = (
+            scores(x, y) for x, y in zip((self.b, self.k), pairs[0], strict=True)
+        )
+        self.system = jnp.where(below, -pairs[1][0], 0)
+        self.values = jnp.where(below, pairs[1][1], 0).astype(dtype)
+        self.read = decayed * self.decays.enter
+        self.reach = self.a * self.decays.enter
         self.written_b = (self.b * self.decays.leave).astype(dtype)
         self.written_k = (self.k * self.decays.leave).astype(dtype)
 
-    def back(self, memory, inverse):
-        """U [C, V], what is written back."""
-        found = dot(self.reach, memory, "nt") + dot(self.values, self.v)
+    def back(self, held, inverse):
+        """U [C, V], what is written back; `held` is what the memory holds at the `a`."""
+        found = held + dot(self.values, self.v)
         return dot(inverse, found.astype(self.v.dtype)).astype(self.v.dtype)
 
 
 def _forward_kernel(layout, scale: float, refs: dict, memory):
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
     heads = [_Head(layout, scale, refs, masks, h) for h in range(layout.block)]
-    inverses = invert([x.system for x in heads], heads[0].v.dtype)
-    for h, (x, inverse) in enumerate(zip(heads, inverses, strict=True)):
-        before = memory[h]
-        narrow = before.astype(x.v.dtype)
-        if "states" in refs:
-            refs["states"][h] = narrow
-            refs["inverse"][h] = inverse
-        back = x.back(narrow, inverse)
-        out = dot(x.read, narrow, "nt") + dot(x.through_b, back) + dot(x.through_k, x.v)
+    dtype = heads[0].v.dtype
+    before = [memory[h].astype(dtype) for h in range(layout.block)]
+    # Step by step for all, as in `invert`, and first what needs no inverse.
+    held = [
+        dot(jnp.concatenate([x.read, x.reach]).astype(dtype), m, "nt")
+        for x, m in zip(heads, before, strict=True)
+    ]
+    inverses = invert([x.system for x in heads], dtype)
+    if "states" in refs:
+        for h, (narrow, inverse) in enumerate(zip(before, inverses, strict=True)):
+            refs["states"][h], refs["inverse"][h] = narrow, inverse
+    backs = [
+        x.back(own[CHUNK:], inverse) for x, own, inverse in zip(heads, held, inverses, strict=True)
+    ]
+    for h, (x, own, back) in enumerate(zip(heads, held, backs, strict=True)):
+        out = own[:CHUNK] + dot(x.through_b, back) + dot(x.through_k, x.v)
         layout.store(refs["out"], h, out)
+    for h, (x, back) in enumerate(zip(heads, backs, strict=True)):
         update = dot(back, x.written_b, "tn") + dot(x.v, x.written_k, "tn")
-        memory[h] = x.decays.keep * before + update
+        memory[h] = x.decays.keep * memory[h] + update
 
 
 def _backward_kernel(layout, scale: float, refs: dict, d_memory):
@@ -161,13 +176,14 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
         v, dtype, decays = x.v, x.v.dtype, x.decays
         d_out = refs["d_out"][layout.place(refs["d_out"], h, layout.value_dim)]
         before, inverse, after = refs["states"][h], refs["inverse"][h], d_memory[h]
-        narrow, back = after.astype(dtype), x.back(before, inverse)
+        read, reach = x.read.astype(dtype), x.reach.astype(dtype)
+        narrow, back = after.astype(dtype), x.back(dot(reach, before, "nt"), inverse)
 
         d_back = dot(x.through_b, d_out, "tn") + dot(x.written_b, narrow, "nt")
         found = dot(inverse, d_back.astype(dtype), "tn").astype(dtype)  # its gradient
         dv = dot(x.through_k, d_out, "tn") + dot(x.written_k, narrow, "nt")
         layout.store(refs["dv"], h, dv + dot(x.values, found, "tn"))
-        d_memory[h] = decays.keep * after + dot(d_out, x.read, "tn") + dot(found, x.reach, "tn")
+        d_memory[h] = decays.keep * after + dot(d_out, read, "tn") + dot(found, reach, "tn")
 
         pairs = ((d_out, back), (found, v), (d_out, v), (found, back))  # qb, ak, qk, ab
         of_qb, of_ak, of_qk, of_ab = (((x, y), (y, x)) for x, y in pairs)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 NEVER = -1e30  # exp of it is 0
+LEAST = -10.0  # keys that together weigh less than exp of it are passed over
 _F32 = jnp.float32
 
 
@@ -50,7 +51,8 @@ def find_bounds(
 
     Adaptive computation pruning (arXiv 2504.06949), but row by row, so that no query depends on a later one: the score of a key in
     tile n is at most |q_i| max|k| scale + F_i - F_n, F_n that of the tile's last and the maximum over it and those before, while
-    the row's own score is in its sum. Where the first is below the second by 10 + log T, all keys up to n weigh less than e^-10.
+    the row's own score is in its sum. Where the first is below the second by 10 + log T, all keys up to n weigh less than e^-10
+    (`LEAST`).
     """
     batch, length, heads, _ = q.shape
     count = length // tile_size
@@ -76,7 +78,7 @@ def find_bounds(
         earlier = (
             tile < (jnp.arange(length) // tile_size)[:, None]
         )  # only those end before the row's token
-        hidden = (beyond < -10 - math.log(length)) & earlier
+        hidden = (beyond < LEAST - math.log(length)) & earlier
         if rows.written is not None:  # a token that is no key is not in its own sum
             hidden &= rows.written[:, None, :, None]
         of_row = jnp.sum(hidden, axis=-1, dtype=jnp.int32)

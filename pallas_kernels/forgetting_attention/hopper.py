@@ -2,16 +2,18 @@
 
 With F the sum of log forget gates, query i gives key j <= i the score `scale q_i . k_j + F_i - F_j` (FoX, arXiv 2503.02130,
 Eq. 3). F_i is the same for a whole row and drops out of its softmax, so within a block of queries whose first is i0 a bias of the
-column alone is added, `F_i0 - F_j`: it is small where it matters, and exact because F is kept as a pair of numbers.
+column alone is added, `F_i0 - F_j`: it is small where it matters, and exact because F is kept as a pair of numbers. Over the keys
+of an earlier tile, whose last is n, it is `(F_i0 - F_n) + (F_n - F_j)`, neither positive: one number a tile and one a key.
 
 Forward and the gradient of q: two warpgroups have 64 queries each and walk over the keys, which a third loads. Gradients of k, v
 and F_j: two have 64 keys each and walk over the queries. The gradient of F_i through its own row is zero. Blocks that nobody
-sees (a later document, a window's or a gate's past) are not visited: `Bounds`.
+sees (a later document, a window's or a gate's past) are not visited: `Bounds`. The forward's warpgroups take
+turns between tensor cores and exponentials (`Plan.turns`); in the gradients what a step adds to the sums of the walk runs on the
+tensor cores during the next step's exponentials (`Plan.late`), where registers and shared memory allow.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -22,10 +24,16 @@ from jax import lax
 from pallas_kernels import warpgroups as wg
 from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.forgetting_attention.bounds import Bounds, Rows, of_keys
-from pallas_kernels.forgetting_attention.walk import ROWS, TILE, Place, launch
+from pallas_kernels.forgetting_attention.walk import ROWS, TILE, Place, Plan, launch
 
 _F32 = jnp.float32
 _LOG2E = math.log2(math.e)
+# By the width of heads. An output 256 wide leaves registers for 64 scores a row.
+_TURNS = Plan(128, late=False, stages=2, turns=True)
+_FORWARD = {64: _TURNS, 128: _TURNS, 256: Plan(64, late=False, stages=2, turns=False)}
+_LATE = Plan(64, late=True, stages=4, turns=False)
+_OF_QUERIES = {64: _LATE, 128: _LATE}
+_OF_KEYS = {64: _LATE, 128: Plan(64, late=False, stages=2, turns=False)}
 
 
 def reason(q, k, v) -> str | None:
@@ -51,45 +59,48 @@ def forward(
 
     T is a multiple of `TILE`. The sum's bias is that of the row's warpgroup.
     """
-    size = (
-        TILE if q.shape[-1] <= 128 else ROWS
-    )  # keys a step: an output 256 wide leaves registers for 64 scores a row
-    per_tile = TILE // size
+    batch, length, heads, depth = q.shape
+    plan = _FORWARD[depth]
+    size, per_tile = plan.size, TILE // plan.size
+    shape = (ROWS, size)
 
     def compute(at: Place, own, rooms, walk, refs, outputs):
-        begin = _begin(refs, at)
+        biases = _Biases(refs, at, size, walk.start)
         of_row: Any = None
         settled: Any = None
         if bounds.of_row is not None:
             of_row = _far_rows(refs["of row"].at[at.b, at.h, at.tokens])
             settled = refs["settled"][at.b, at.h, at.tile] * per_tile
 
-        def step(n, tiles, carry, *, masked=False, pruned=False):
-            out, top, total = carry
-            product = lambda x: plgpu.wgmma(x, own["q"], tiles["k"].transpose((1, 0)))  # noqa: E731
-            (scores,) = _fresh(product, (ROWS, size))
-            scores = _biased(scores, scale, _column_bias(begin, tiles))
+        def products(tiles, scores):
+            plgpu.wgmma(scores, own["q"], tiles["k"].transpose((1, 0)))
+
+        def use(n, tiles, values, carry, masked=False, pruned=False):
+            top, total, ends = carry
+            bias, shift, ends = biases.at(n, tiles, ends, masked)
+            scores = _biased(values[0], scale, bias)
             scores = _hide(scores, at.first, n * size, tiles, refs, at, masked, window)
             if pruned:
-                seen = wg.spread_rows(of_row * per_tile, scores.shape) <= n
+                seen = wg.spread_rows(of_row * per_tile, shape) <= n
                 scores = jnp.where(seen, scores, wg.NEVER)
-            new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+            new_top = jnp.maximum(top, jnp.max(scores, axis=1) + shift)
             fade = jnp.exp2(top - new_top)
-            weights = jnp.exp2(scores - wg.spread_rows(new_top, scores.shape))
-            out *= wg.spread_rows(fade, out.shape)
-            total = total * fade + jnp.sum(weights, axis=1)
-            left = wg.as_left(weights, rooms, interpret)
-            add = lambda out: plgpu.wgmma(out, left, tiles["v"])  # noqa: E731
-            (out,) = wg.accumulate(add, out, interpret=interpret)
-            return out, new_top, total
+            weights = jnp.exp2(scores - wg.spread_rows(new_top - shift, shape))
+            total = _add_columns(total * wg.spread_rows(fade, total.shape), weights)
+            return [weights], fade, (new_top, total, ends)
 
-        depth = q.shape[-1]
-        carry = _zeros((ROWS, depth)), _column(wg.NEVER), _column(0.0)
-        if settled is not None:
-            carry = walk(functools.partial(step, pruned=True), carry, None, settled)
+        def more(tiles, lefts, out):
+            plgpu.wgmma(out, wg.as_left(lefts[0], rooms, interpret), tiles["v"])
+
         diagonal = at.tile * per_tile
-        carry = walk(step, carry, settled, diagonal)
-        out, top, total = walk(functools.partial(step, masked=True), carry, diagonal, None)
+        parts = [(settled, diagonal, {}), (diagonal, None, dict(masked=True))]
+        if settled is not None:
+            parts.insert(0, (None, settled, dict(pruned=True)))
+        carry = _column(wg.NEVER), _narrow(), biases.begin
+        (out,), carry = walk.gather(
+            products, [shape], use, more, [_zeros((ROWS, depth))], carry, parts
+        )
+        top, total = carry[0], jnp.sum(carry[1], axis=1)
         blind = top < 0.5 * wg.NEVER
         share = jnp.where(blind, 0.0, 1 / total)
         own["q"][...] = (out * wg.spread_rows(share, out.shape)).astype(q.dtype)
@@ -99,8 +110,8 @@ def forward(
         outputs[1].at[at.b, at.h, at.tokens][...] = sums
         plgpu.wait_smem_to_gmem(0)
 
-    batch, length, heads, _ = q.shape
     pruning = {} if bounds.of_row is None else {"of row": bounds.of_row, "settled": bounds.settled}
+    near, far = _falls(rows)
     return launch(
         compute,
         [
@@ -108,11 +119,11 @@ def forward(
             jax.ShapeDtypeStruct((batch, heads, length), _F32),
         ],
         own=dict(q=q),
-        streamed=dict(k=k, v=v) | of_keys(rows),
-        size=size,
+        streamed=dict(k=k, v=v) | near,
+        plan=plan,
         begin=bounds.first,
         end=None,
-        far=_of_queries(rows) | pruning,
+        far=_of_queries(rows) | far | pruning,
         interpret=interpret,
     )
 
@@ -155,48 +166,51 @@ def _backward_of_queries(
 ) -> tuple[jax.Array, jax.Array]:
     """The gradient of q, and the sums of its scores' gradients, 0 but for rounding."""
 
+    plan, shape = _OF_QUERIES[q.shape[-1]], (ROWS, ROWS)
+
     def compute(at: Place, own, rooms, walk, refs, outputs):
-        begin = _begin(refs, at)
-        square = (ROWS, ROWS)
+        biases = _Biases(refs, at, ROWS, walk.start)
         mine = lambda name: _far_rows(refs[name].at[at.b, at.h, at.tokens])  # noqa: E731
         row_sums, row_delta = mine("sums"), mine("delta")
 
-        def step(n, tiles, carry, masked):
-            dq, rest = carry
+        def products(tiles, scores, d_weights):
+            plgpu.wgmma(scores, own["q"], tiles["k"].transpose((1, 0)))
+            plgpu.wgmma(d_weights, own["d_out"], tiles["v"].transpose((1, 0)))
 
-            def products(scores, d_weights):
-                plgpu.wgmma(scores, own["q"], tiles["k"].transpose((1, 0)))
-                plgpu.wgmma(d_weights, own["d_out"], tiles["v"].transpose((1, 0)))
-
-            scores, d_weights = _fresh(products, square, square)
-            scores = _biased(scores, scale, _column_bias(begin, tiles))
+        def use(n, tiles, values, carry, masked=False):
+            rest, ends = carry
+            scores, d_weights = values
+            bias, shift, ends = biases.at(n, tiles, ends, masked)
+            scores = _biased(scores, scale, bias)
             scores = _hide(scores, at.first, n * ROWS, tiles, refs, at, masked, window)
-            weights = jnp.exp2(scores - wg.spread_rows(row_sums, square))
-            d_scores = weights * (d_weights - wg.spread_rows(row_delta, square))
-            left = wg.as_left(d_scores, rooms, interpret)
-            add = lambda dq: plgpu.wgmma(dq, left, tiles["k"])  # noqa: E731
-            rest += jnp.sum(d_scores, axis=1)
-            return *wg.accumulate(add, dq, interpret=interpret), rest
+            weights = jnp.exp2(scores - wg.spread_rows(row_sums - shift, shape))
+            d_scores = weights * (d_weights - wg.spread_rows(row_delta, shape))
+            return [d_scores], None, (_add_columns(rest, d_scores), ends)
+
+        def more(tiles, lefts, dq):
+            plgpu.wgmma(dq, wg.as_left(lefts[0], rooms, interpret), tiles["k"])
 
         diagonal = at.tile * (TILE // ROWS)
-        carry = _zeros((ROWS, q.shape[-1])), _column(0.0)
-        carry = walk(functools.partial(step, masked=False), carry, None, diagonal)
-        dq, rest = walk(functools.partial(step, masked=True), carry, diagonal, None)
-        outputs[1].at[at.b, at.h, at.tokens][...] = rest
+        parts = [(None, diagonal, {}), (diagonal, None, dict(masked=True))]
+        start = [_zeros((ROWS, q.shape[-1]))]
+        carry = _narrow(), biases.begin
+        (dq,), (rest, _) = walk.gather(products, [shape] * 2, use, more, start, carry, parts)
+        outputs[1].at[at.b, at.h, at.tokens][...] = jnp.sum(rest, axis=1)
         own["q"][...] = (dq * scale).astype(q.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(own["q"], outputs[0].at[at.b, at.tokens, at.h])
         plgpu.wait_smem_to_gmem(0)
 
+    near, far = _falls(rows)
     return launch(
         compute,
         [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(delta.shape, _F32)],
         own=dict(q=q, d_out=d_out),
-        streamed=dict(k=k, v=v) | of_keys(rows),
-        size=ROWS,
+        streamed=dict(k=k, v=v) | near,
+        plan=plan,
         begin=bounds.first,
         end=None,
-        far=_of_queries(rows) | dict(sums=sums, delta=delta),
+        far=_of_queries(rows) | far | dict(sums=sums, delta=delta),
         interpret=interpret,
     )
 
@@ -207,9 +221,9 @@ def _backward_of_keys(
     batch, length, heads, depth = q.shape
     far = _of_queries(rows) | of_keys(rows)
     gated = "high" in far
+    plan, shape = _OF_KEYS[depth], (ROWS, ROWS)
 
     def compute(at: Place, own, rooms, walk, refs, outputs):
-        square = (ROWS, ROWS)
         if gated:
             high, low = (_far_rows(refs[n].at[at.b, at.h, at.tokens]) for n in ("high", "low"))
 
@@ -217,46 +231,42 @@ def _backward_of_keys(
             n = jnp.minimum(n, length // ROWS - 1)
             return refs["first high"][at.b, at.h, n], refs["first low"][at.b, at.h, n]
 
-        def step(n, tiles, carry, masked):
-            dk, dv, d_sums, begin = carry
-            product = lambda x: plgpu.wgmma(x, own["k"], tiles["q"].transpose((1, 0)))  # noqa: E731
-            (scores,) = _fresh(product, square)
+        def products(tiles, scores, d_weights):
+            plgpu.wgmma(scores, own["k"], tiles["q"].transpose((1, 0)))
+            plgpu.wgmma(d_weights, own["v"], tiles["d_out"].transpose((1, 0)))
+
+        def use(n, tiles, values, carry, masked=False):
+            d_sums, begin = carry
+            scores, d_weights = values
             bias = None
             if gated:
                 bias = ((begin[0] - high) + (begin[1] - low)) * _LOG2E
-                bias = wg.spread_rows(bias, square)
+                bias = wg.spread_rows(bias, shape)
                 begin = first_of(n + 1)
             scores = _biased(scores, scale, bias)
-            scores -= wg.spread_columns(_columns(tiles["sums"]), square)
+            scores -= wg.spread_columns(_columns(tiles["sums"]), shape)
             scores = _hide(scores, n * ROWS, at.first, tiles, refs, at, masked, window, turned=True)
             weights = jnp.exp2(scores)
-            left = wg.as_left(weights, rooms, interpret)
+            d_scores = weights * (d_weights - wg.spread_columns(_columns(tiles["delta"]), shape))
+            return [d_scores, weights], None, (_add_columns(d_sums, d_scores), begin)
 
-            def products(dv, d_weights):
-                plgpu.wgmma(dv, left, tiles["d_out"])
-                plgpu.wgmma(d_weights, own["v"], tiles["d_out"].transpose((1, 0)))
-
-            dv, d_weights = wg.accumulate(products, dv, _zeros(square), interpret=interpret)
-            d_scores = weights * (d_weights - wg.spread_columns(_columns(tiles["delta"]), square))
-            d_sums -= jnp.sum(d_scores, axis=1)
-            left = wg.as_left(d_scores, rooms, interpret)
-            add = lambda dk: plgpu.wgmma(dk, left, tiles["q"])  # noqa: E731
-            (dk,) = wg.accumulate(add, dk, interpret=interpret)
-            return dk, dv, d_sums, begin
+        def more(tiles, lefts, dk, dv):
+            plgpu.wgmma(dk, wg.as_left(lefts[0], rooms, interpret), tiles["q"])
+            plgpu.wgmma(dv, wg.as_left(lefts[1], rooms, interpret), tiles["d_out"])
 
         diagonal = at.tile * (TILE // ROWS)
-        carry = _zeros((ROWS, depth)), _zeros((ROWS, depth)), _column(0.0)
-        carry = *carry, first_of(diagonal) if gated else ()
         below = diagonal + TILE // ROWS
-        carry = walk(functools.partial(step, masked=True), carry, None, below)
-        dk, dv, d_sums, _ = walk(functools.partial(step, masked=False), carry, below, None)
+        parts = [(None, below, dict(masked=True)), (below, None, {})]
+        start = [_zeros((ROWS, depth))] * 2
+        carry = _narrow(), first_of(diagonal) if gated else ()
+        (dk, dv), carry = walk.gather(products, [shape] * 2, use, more, start, carry, parts)
         own["k"][...] = (dk * scale).astype(k.dtype)
         own["v"][...] = dv.astype(v.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(own["k"], outputs[0].at[at.b, at.tokens, at.h])
         plgpu.copy_smem_to_gmem(own["v"], outputs[1].at[at.b, at.tokens, at.h])
         if gated:
-            outputs[2].at[at.b, at.h, at.tokens][...] = d_sums
+            outputs[2].at[at.b, at.h, at.tokens][...] = -jnp.sum(carry[0], axis=1)
         plgpu.wait_smem_to_gmem(0)
 
     outputs = [jax.ShapeDtypeStruct(q.shape, k.dtype), jax.ShapeDtypeStruct(q.shape, v.dtype)]
@@ -268,7 +278,7 @@ def _backward_of_keys(
         outputs,
         own=dict(k=k, v=v),
         streamed=dict(q=q, d_out=d_out, sums=sums, delta=delta) | run,
-        size=ROWS,
+        plan=plan,
         begin=None,
         end=bounds.last,
         far=far,
@@ -302,28 +312,67 @@ def _far_rows(ref):
     return plgpu.load(ref, layout=wg.LAYOUT.reduce(1), optimized=False)
 
 
-def _fresh(products, *shapes):
-    """Matrix products that `products` adds to references to zeros."""
-
-    def run(*refs):
-        products(*refs)
-        return [ref[...] for ref in refs]
-
-    return pl.run_scoped(run, *(plgpu.ACC(shape, _F32) for shape in shapes))
+def _narrow():
+    return _zeros((ROWS, 8))
 
 
-def _begin(refs, at: Place):
-    """The sum of gates at a warpgroup's first query, or None."""
-    if "first high" not in refs:
-        return None
-    return tuple(refs[f"first {x}"][at.b, at.h, lax.div(at.first, ROWS)] for x in ("high", "low"))
+def _add_columns(sums, x):
+    """`sums` [ROWS, 8] plus the columns of x by eight, each thread its own; their own sum is taken at the end."""
+    for i in range(0, x.shape[1], 8):
+        sums += x[:, i : i + 8]
+    return sums
 
 
-def _column_bias(begin, tiles):
-    if begin is None:
-        return None
-    bias = (begin[0] - _columns(tiles["high"])) + (begin[1] - _columns(tiles["low"]))
-    return wg.spread_columns(bias * _LOG2E, (ROWS, tiles["k"].shape[0]))
+def _falls(rows: Rows) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """What the scores' columns need, near and far: documents, and in binary logarithms F at the tile's last key less that of a key,
+    and, of the keys in the tile of a warpgroup's queries, F at its first query less that of a key; and F at each tile's last."""
+    near = {} if rows.run is None else {"run": rows.run}
+    if rows.gates is None:
+        return near, {}
+    batch, heads, length = rows.gates[0].shape
+    by_tile = [x.reshape(batch, heads, -1, TILE) for x in rows.gates]
+    last = [x[..., -1] for x in by_tile]
+    fall: Any = sum(x[..., -1:] - x for x in by_tile)
+    diagonal: Any = sum(x[..., ::ROWS, None] - x[..., None, :] for x in by_tile)
+    if rows.written is not None:
+        seen = rows.written.reshape(batch, 1, -1, TILE)
+        fall = jnp.where(seen, fall, wg.NEVER)
+        diagonal = jnp.where(seen[..., None, :], diagonal, wg.NEVER)
+    near["fall"] = (fall * _LOG2E).reshape(batch, heads, length)
+    diagonal = (diagonal * _LOG2E).reshape(batch, heads, length // ROWS, TILE)
+    return near, {"diagonal": diagonal, "last high": last[0], "last low": last[1]}
+
+
+class _Biases:
+    """Of scores whose rows are a warpgroup's queries: of a column, and of all of a tile's."""
+
+    def __init__(self, refs, at: Place, size: int, start):
+        self.refs, self.place, self.size = refs, at, size
+        self.first: Any = None
+        self.begin: Any = ()
+        if "first high" in refs:
+            block = lax.div(at.first, ROWS)
+            self.first = tuple(refs[f"first {x}"][at.b, at.h, block] for x in ("high", "low"))
+            self.begin = self.last_of(start)
+
+    def last_of(self, n):
+        """F at the end of the tile of step n: a scalar from far, to be asked for a step ahead."""
+        at, ref = self.place, self.refs["last high"]
+        n = jnp.minimum(lax.div(n, TILE // self.size), ref.shape[2] - 1)
+        return tuple(self.refs[f"last {x}"][at.b, at.h, n] for x in ("high", "low"))
+
+    def at(self, n, tiles, last, masked):
+        """The bias of each column, [ROWS, size] or None, what all have beside, and F at the end of the next step's tile."""
+        if self.first is None:
+            return None, 0.0, ()
+        at, size, following = self.place, self.size, self.last_of(n + 1)
+        if masked:
+            place = pl.ds(lax.rem(n, TILE // size) * size, size)
+            ref = self.refs["diagonal"].at[at.b, at.h, lax.div(at.first, ROWS), place]
+            bias = plgpu.load(ref, layout=wg.LAYOUT.reduce(0), optimized=False)
+            return wg.spread_columns(bias, (ROWS, size)), 0.0, following
+        shift = ((self.first[0] - last[0]) + (self.first[1] - last[1])) * _LOG2E
+        return wg.spread_columns(_columns(tiles["fall"]), (ROWS, size)), shift, following
 
 
 def _biased(scores, scale, bias):
@@ -336,13 +385,17 @@ def _hide(scores, first_query, first_key, tiles, refs, at, masked, window, turne
     shape = scores.shape
     if not (masked or window is not None or "run" in tiles):
         return scores
-    of_rows = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=wg.LAYOUT)
-    of_columns = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=wg.LAYOUT)
-    query, key = (of_columns, of_rows) if turned else (of_rows, of_columns)
-    distance = (query - key) + (first_query - first_key)
-    seen = distance >= 0
-    if window is not None:
-        seen &= distance < window
+
+    def places(axis, first):
+        layout = wg.LAYOUT.reduce(1 - axis)
+        return first + plgpu.broadcasted_iota(jnp.int32, (shape[axis],), 0, layout=layout)
+
+    row, column = (first_key, first_query) if turned else (first_query, first_key)
+    row, column = places(0, row), wg.spread_columns(places(1, column), shape)
+    wide = lambda x: wg.spread_rows(x, shape)  # noqa: E731
+    seen = wide(row) <= column if turned else wide(row) >= column
+    if window is not None:  # added to rows, of which a thread has two
+        seen &= wide(row + window) > column if turned else wide(row - window) < column
     if "run" in tiles:
         of_row = _far_rows(refs["run"].at[at.b, at.tokens])
         seen &= wg.spread_rows(of_row, shape) == wg.spread_columns(_columns(tiles["run"]), shape)

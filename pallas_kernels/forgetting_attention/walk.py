@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -24,22 +26,137 @@ class Place(NamedTuple):
     tokens: Any
 
 
-def launch(compute, outputs, *, own, streamed, size, begin, end, far, interpret, stages=2) -> Any:
+class Plan(NamedTuple):
+    """How a kernel walks.
+
+    Attributes:
+        size: tokens a step.
+        late: what a step's operands add to sums is on its way during the next step, while that makes its own; the tile stays.
+        stages: steps on their way or in use.
+        turns: the two warpgroups take turns: one has the tensor cores while the other makes exponentials.
+    """
+
+    size: int
+    late: bool
+    stages: int
+    turns: bool
+
+
+class Walk(NamedTuple):
+    """A warpgroup's walk from step `start` to before `stop`.
+
+    Attributes:
+        group: 0 or 1.
+        start: first step.
+        stop: the step after the last.
+        plan: how it goes.
+        tiles: by step, references to what has been loaded for it.
+        arrived: waits for a step's tiles.
+        free: gives them back.
+        meet: waits for the other warpgroup, where they take turns.
+        interpret: parameters of the interpreter, or False.
+    """
+
+    group: Any
+    start: Any
+    stop: Any
+    plan: Plan
+    tiles: Callable
+    arrived: Callable
+    free: Callable
+    meet: Callable
+    interpret: Any
+
+    def gather(self, products, shapes, use, more, sums, carry, parts) -> Any:
+        """The sums of products over the walk, and what it carries.
+
+        Args:
+            products: `products(tiles, *refs)` adds products to zeros of `shapes`.
+            shapes: of those.
+            use: `use(n, tiles, values, carry, **options)` makes of them operands [ROWS, size], a factor for the rows of `sums` (or
+                None) and what is carried on.
+            more: `more(tiles, operands, *refs)` adds one product to each of `sums`.
+            sums: at the start, one for each operand.
+            carry: at the start.
+            parts: of the walk, (from, to, options); None is where it starts and stops.
+        """
+        late, size = self.plan.late, self.plan.size
+
+        def added(n, operands, sums):
+            run = functools.partial(more, self.tiles(n), operands)
+            return wg.accumulate(run, *sums, interpret=self.interpret)
+
+        def step(n, state, options):
+            sums, carry, operands = state
+            tiles = self.tiles(n)
+            run = functools.partial(products, tiles)
+
+            def finish(*values):
+                found = use(n, tiles, values, carry, **options)
+                if late:
+                    # Waited for here: exponentials are not moved past a branch, but they are past the end of products.
+                    pl.when(n + 1 < self.stop)(lambda: self.arrived(n + 1))
+                return found
+
+            if late:
+                # The first step's are zero times its own tile.
+                rest = functools.partial(more, self.tiles(jnp.maximum(n - 1, self.start)), operands)
+                sums, found = wg.overlap(run, shapes, rest, sums, finish, interpret=self.interpret)
+            else:
+                self.arrived(n)
+
+                def begun(*refs):
+                    run(*refs)
+                    self.meet()
+
+                found = finish(*wg.fresh(begun, *shapes))
+            operands, factor, carry = found
+            if factor is not None:
+                sums = [x * wg.spread_rows(factor, x.shape) for x in sums]
+            operands = [x.astype(jnp.bfloat16) for x in operands]
+            if late:
+                pl.when(n > self.start)(lambda: self.free(n - 1))
+                return sums, carry, operands
+            self.meet()
+            sums = added(n, operands, sums)
+            self.free(n)
+            return sums, carry, []
+
+        none = plgpu.layout_cast(jnp.zeros((ROWS, size), jnp.bfloat16), wg.LAYOUT)
+        state = sums, carry, [none] * len(sums) if late else []
+        pl.when(self.group == 1)(self.meet)  # half a step behind
+        if late:
+            self.arrived(self.start)
+        for since, until, options in parts:
+            since, until = (
+                self.start if since is None else since,
+                self.stop if until is None else until,
+            )
+            state = lax.fori_loop(since, until, functools.partial(step, options=options), state)
+        sums, carry, operands = state
+        if late:
+            sums = added(self.stop - 1, operands, sums)
+            self.free(self.stop - 1)
+        pl.when(self.group == 0)(self.meet)
+        return sums, carry
+
+
+def launch(compute, outputs, *, own, streamed, plan: Plan, begin, end, far, interpret) -> Any:
     """A kernel in which two warpgroups with `ROWS` tokens each walk over the sequence, which a third loads.
 
     Args:
-        compute: what one does, given its place, own tiles, room for a left operand (interpreter only), `walk(step, carry, start,
-            stop)`, and references to `far` and to the outputs.
+        compute: what one does, given its place, own tiles, room for a left operand (interpreter only), a `Walk`, and
+            references to `far` and to the outputs.
         outputs: shapes.
         own: by name, arrays [B, T, *, D], of which each warpgroup has its tokens in shared memory.
-        streamed: by name, arrays [B, T, *, D], [B, H, T] or [B, T] that the walk brings, `size` tokens a step.
-        size: tokens a step.
+        streamed: by name, arrays [B, T, *, D], [B, H, T] or [B, T] that the walk brings.
+        plan: how it goes.
         begin: [B, H, T / 128], the first tile of the walk; None is the warpgroups' own.
         end: [B, H, T / 128], the last tile; None is their own.
         far: by name, arrays left in global memory.
         interpret: parameters of the interpreter, or False.
-        stages: steps on their way or in use.
     """
+    size, stages = plan.size, plan.stages
     some = next(iter(own.values()))
     batch, length = some.shape[:2]
     heads = max(x.shape[2] for x in (*own.values(), *streamed.values()) if x.ndim == 4)
@@ -63,9 +180,9 @@ def launch(compute, outputs, *, own, streamed, size, begin, end, far, interpret,
         tile = lax.axis_index("tile")
         tile = tile if begin is None else count - 1 - tile
         first = tile * TILE + group * ROWS
-        at = Place(b, h, tile, first, pl.ds(first, ROWS))
         start = (refs["begin"][b, h, tile] if begin is not None else tile) * per_tile
         stop = (refs["end"][b, h, tile] if end is not None else tile) * per_tile + per_tile
+        at = Place(b, h, tile, first, pl.ds(first, ROWS))
 
         def source(kind, name, tokens):
             ref = refs[f"{kind} {name}"]
@@ -73,7 +190,7 @@ def launch(compute, outputs, *, own, streamed, size, begin, end, far, interpret,
                 return ref.at[b, tokens, lax.div(h * ref.shape[2], heads)]
             return ref.at[b, h, tokens] if len(ref.shape) == 3 else ref.at[b, tokens]
 
-        def scoped(own_rooms, walk_rooms, left_room, loaded, full, empty):
+        def scoped(own_rooms, walk_rooms, left_room, loaded, full, empty, turn):
             @pl.when(group < 2)
             def _():
                 plgpu.set_max_registers(232, action="increase")
@@ -82,17 +199,19 @@ def launch(compute, outputs, *, own, streamed, size, begin, end, far, interpret,
                     plgpu.copy_gmem_to_smem(source("own", name, at.tokens), ref, loaded.at[group])
                 plgpu.barrier_wait(loaded.at[group])
 
-                def walk(step, carry, since, until):
-                    def one(n, carry):
-                        slot = lax.rem(n - start, stages)
-                        plgpu.barrier_wait(full.at[slot])
-                        carry = step(n, {m: room.at[slot] for m, room in walk_rooms.items()}, carry)
-                        plgpu.barrier_arrive(empty.at[slot])
-                        return carry
+                def tiles(n):
+                    slot = lax.rem(n - start, stages)
+                    return {m: room.at[slot] for m, room in walk_rooms.items()}
 
-                    since = start if since is None else since
-                    return lax.fori_loop(since, stop if until is None else until, one, carry)
+                arrived = lambda n: plgpu.barrier_wait(full.at[lax.rem(n - start, stages)])  # noqa: E731
+                free = lambda n: plgpu.barrier_arrive(empty.at[lax.rem(n - start, stages)])  # noqa: E731
 
+                def meet():
+                    for barrier in turn:
+                        plgpu.barrier_arrive(barrier)
+                        plgpu.barrier_wait(barrier)
+
+                walk = Walk(group, start, stop, plan, tiles, arrived, free, meet, interpret)
                 own_left = left_room and left_room[0].at[group]
                 named: Any = {n: refs[f"far {n}"] for n in far}
                 compute(at, mine, own_left, walk, named, [refs[i] for i in range(len(outputs))])
@@ -127,6 +246,7 @@ def launch(compute, outputs, *, own, streamed, size, begin, end, far, interpret,
             plgpu.Barrier(num_arrivals=len(own), num_barriers=2),
             plgpu.Barrier(num_arrivals=len(streamed), num_barriers=stages),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            [plgpu.Barrier(num_arrivals=2)] if plan.turns else [],
             collective_axes="group",
         )
 

@@ -54,6 +54,8 @@ def reason(
         length = x.shape[1] + -x.shape[1] % backend.CHUNK
         return jax.ShapeDtypeStruct((x.shape[0], length, *x.shape[2:]), x.dtype)
 
+    if hasattr(backend, "served_width"):
+        v = jax.ShapeDtypeStruct((*v.shape[:3], backend.served_width(q, v)), v.dtype)
     inputs = (padded(x) for x in (q, k, v, log_decay, run))
     return backend.reason(*inputs, jax.ShapeDtypeStruct(initial.shape, initial.dtype))
 
@@ -64,14 +66,14 @@ def linear_attention(
     v: Float[Array, "B T G V"],
     log_decay: Float[Array, "B T G"] | Float[Array, "B T G K"] | None = None,
     *,
-    initial: Float[Array, "B G K V"],
+    initial: Float[Array, "R G K V"],
     run: Int[Array, "B T"] | None = None,
     bonus: Float[Array, "G K"] | None = None,
     value_log_decay: Float[Array, "B T G V"] | None = None,
     scale: float,
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
-) -> tuple[Float[Array, "B T max(H,G) V"], Float[Array, "B G K V"]]:
+) -> tuple[Float[Array, "B T max(H,G) V"], Float[Array, "R G K V"]]:
     """Write `kᵀ v` into decaying memories and read them with `q`; differentiable once, in reverse.
 
     Args:
@@ -79,18 +81,20 @@ def linear_attention(
         k: [B, T, Hk, K] keys; Hk divides G.
         v: [B, T, G, V] values, one memory for each of the G heads.
         log_decay: [B, T, G] or [B, T, G, K] float32, natural logarithm, at most 0; None is no decay.
-        initial: [B, G, K, V] float32, the memory before the first token.
+        initial: [B, G, K, V] float32, the memory before the first token; or [B * S, G, K, V], S of them a row.
         run: [B, T], growing along T: a token with a larger run than the one before it finds an empty memory, and run 0 goes on
-            from `initial`. None is one run.
+            from `initial`. None is one run. With S memories a row: every number from 0 to S - 1, each run beginning at a multiple
+            of 64 ("mosaic_gpu") or 128 ("mosaic_tpu") tokens, going on from the memory of its number and leaving a final one.
         bonus: [G, K] float32. If given, a read comes before decay and write and sees its own token through `q diag(bonus) kᵀ v`.
         value_log_decay: [B, T, G, V] float32, a decay of the value channels, in place of `log_decay`.
         scale: multiplies q.
-        implementation: "mosaic_gpu" (Hopper; bfloat16, K and V of 64 or 128, and with no decay or a scalar one of 256 or 512) or
-            "mosaic_tpu" (bfloat16 or float32, K and V a multiple of 8 up to 256); `reasons` says what each takes.
+        implementation: "mosaic_gpu" (Hopper; bfloat16, K and V of 64 or 128, and with no decay or a scalar one of 256 or 512; with
+            a decay a key channel V also of any multiple of 128 where H divides G) or "mosaic_tpu" (bfloat16 or float32, K and V a
+            multiple of 8 up to 256); `reasons` says what each takes.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
-        The output in v's dtype, and the final memory in float32.
+        The output in v's dtype, and the final memories in float32, as `initial`.
 
     Raises:
         NotImplementedError: the implementation does not serve these arguments; the message says why.
@@ -119,6 +123,13 @@ def linear_attention(
         run = None if run is None else jnp.pad(run, [(0, 0), (0, padding)], mode="edge")
     output, final = _run(name, scale, interpret, q, k, v, log_decay, run, initial, bonus)
     return output[:, :length], final
+
+
+def side_by_side(call, v, initial, width: int = 128) -> tuple[jax.Array, jax.Array]:
+    """`call` of pieces of the value channels, which do not see each other: the output and the final memories."""
+    pieces = (slice(n, n + width) for n in range(0, v.shape[-1], width))
+    outputs, memories = zip(*(call(v[..., p], initial[..., p]) for p in pieces), strict=True)
+    return jnp.concatenate(outputs, axis=-1), jnp.concatenate(memories, axis=-1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

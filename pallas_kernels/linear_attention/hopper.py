@@ -78,21 +78,24 @@ def reason(q, k, v, log_decay, run, initial, sizes: tuple[int, ...] = SIZES) -> 
 def forward(
     q, k, v, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals]:
-    """The output [B, T, max(H, G), V], the final memory [B, G, K, V] and the residuals. T is a multiple of `CHUNK`."""
+    """The output [B, T, max(H, G), V], the final memories as `initial` and the residuals. T is a multiple of `CHUNK`."""
     del save  # the residuals are there in any case
     batch, length, memories, _ = v.shape
     heads = max(q.shape[2], memories)
-    parts = _count_parts(batch * heads, length)
+    run, borders = split_runs(run, initial, batch)
+    parts = 1 if borders is not None else _count_parts(batch * heads, length)
     decay = _resolve(log_decay, run, v.shape, parts)
     q, k, v = (_split(x, parts) for x in (q, k, v))
-    sweep = functools.partial(_sweep, decay=decay, heads=heads, interpret=interpret)
+    sweep = functools.partial(
+        _sweep, decay=decay, heads=heads, borders=borders, interpret=interpret
+    )
     # Several heads that read one memory each carry it along.
     starts = initial = jnp.repeat(initial, heads // memories, axis=1)
     if parts > 1:
         (written,) = sweep(None, k, v)
         starts = _scan_parts(written, decay.keep, initial)
     output, ends = sweep(q, k, v, initial=starts, read_scale=scale)
-    final = ends.reshape(batch, parts, heads, *ends.shape[2:])[:, -1, :: heads // memories]
+    final = ends.reshape(-1, parts, heads, *ends.shape[2:])[:, -1, :: heads // memories]
     return output.reshape(batch, length, heads, -1), final, Residuals(decay, starts, ends)
 
 
@@ -101,15 +104,17 @@ def backward(
     decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
     """Gradients of q, k, v, log_decay (None without one, or where it is not wanted) and initial."""
-    del run, initial
     batch, length, memories, _ = v.shape
     heads = d_output.shape[2]
     decay, starts, ends = residuals
-    parts = starts.shape[0] // batch
+    _, borders = split_runs(run, initial, batch)
+    parts = starts.shape[0] // initial.shape[0]
     whole = lambda x, n: _share(x.reshape(batch, length, *x.shape[2:]), n)  # noqa: E731
     shapes = q.shape[2], k.shape[2]
     q, k, v, d_output = (_split(x, parts) for x in (q, k, v, d_output))
-    sweep = functools.partial(_sweep, decay=decay, heads=heads, interpret=interpret)
+    sweep = functools.partial(
+        _sweep, decay=decay, heads=heads, borders=borders, interpret=interpret
+    )
     # Of several heads that carry one memory, the first hands on the gradient from outside.
     first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
     d_ends = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
@@ -131,16 +136,32 @@ def backward(
         )
         # Stretch by stretch: over all of T, the rounding of products would add up.
         at_end = jnp.sum(ends * d_ends, (-1, -2))[:, :, None]
-        at_end = jnp.concatenate([jnp.sum(products, (2, -1))[..., 1:], at_end], axis=-1)
+        products = jnp.sum(products, (2, -1))
+        if borders is None:
+            at_end = jnp.concatenate([products[..., 1:], at_end], axis=-1)
+        else:  # every chunk is a stretch, and the last of a run its memory's end
+            last = jnp.arange(products.shape[2]) == borders[:, 1:, None] - 1
+            at_end = jnp.where(last[:, :, None], at_end.reshape(*last.shape[:2], heads, 1), 0)
+            later = jnp.pad(products[..., 1:], [(0, 0), (0, 0), (0, 1)])
+            at_end = jnp.where(jnp.any(last, 1)[:, None], jnp.sum(at_end, 1), later)
         rows = jnp.sum(reads - writes, axis=2)
         rows, at_end = (_share(x, memories, axis=1) for x in (rows, at_end))
         d_decay = _decay_gradient(rows, at_end, decay.run).reshape(batch, length, memories)
     dv, d_starts = sweep(k, q, d_output, initial=d_ends, **back)
-    d_initial = d_starts.reshape(batch, parts, *d_starts.shape[1:])[:, 0]
+    d_initial = d_starts.reshape(-1, parts, *d_starts.shape[1:])[:, 0]
     return (
         whole(dq, shapes[0]), whole(dk, shapes[1]), whole(dv, memories), d_decay,
         _share(d_initial, memories, axis=1),
     )  # fmt: skip
+
+
+def split_runs(run, initial, batch: int):
+    """`run` [B, T] and None; with S memories a row in `initial` None, and the chunks [B, S + 1] at which theirs begin and end."""
+    count = initial.shape[0] // batch
+    if count == 1:
+        return run, None
+    begins = run[:, None, ::CHUNK] < jnp.arange(count + 1)[:, None]
+    return None, jnp.sum(begins, axis=-1, dtype=jnp.int32)
 
 
 def _count_parts(rows: int, length: int) -> int:
@@ -248,7 +269,7 @@ def _decay_gradient(rows, at_end, run):
 def _sweep(
     x, y, z, decay: _Decay, *, heads: int, initial=None, read_scale: float = 1.0,
     write_scale: float = 1.0, reverse: bool = False, partner=None, save_states: bool = False,
-    states=None, interpret: Any = False,
+    states=None, borders=None, interpret: Any = False,
 ):  # fmt: skip
     """The kernel, over all chunks.
 
@@ -258,23 +279,25 @@ def _sweep(
         z: [B, T, *, V].
         decay: of G heads.
         heads: of the output; a multiple of those of x, y, z and of G.
-        initial: [B, heads, D, V] float32, S before the first chunk (in reverse, after the last); None is 0.
+        initial: [B * S, heads, D, V] float32, S before the first chunk (in reverse, after the last); None is 0.
         read_scale: multiplies the output.
         write_scale: multiplies what is written, within the chunk too.
         reverse: walk against time.
         partner: [B, T, *, V]; also return its inner products with out, unrounded, [B, heads, D / 128 * V / 64, T].
         save_states: also return S before each stretch of `_stretch(N)` chunks, [B, heads, stretches, D, V].
         states: those; also return their inner products with S as it is there, [B, heads, V / 64, stretches, D].
+        borders: of `split_runs`, or None; with them every chunk is a stretch.
         interpret: parameters of the interpreter, or False.
 
     Returns:
-        A list: out [B, T, heads, V] if x is given, the last S [B, heads, D, V] in float32, and what else was asked for.
+        A list: out [B, T, heads, V] if x is given, the last S [B * S, heads, D, V] in float32, and what else was asked for.
     """
     batch, length, _, whole = y.shape
     width, count = z.shape[-1], length // CHUNK
     depth = min(whole, _DEPTH)
     slices = whole // depth
-    blocks, stretch = width // _BLOCK, _stretch(count)
+    blocks, stretch = width // _BLOCK, 1 if borders is not None else _stretch(count)
+    runs = 1 if borders is None else borders.shape[1] - 1
     stretches = count // stretch
     groups = 1 if blocks % 2 else 2  # warpgroups that share x and y
     square, wide = (CHUNK, CHUNK), (CHUNK, _BLOCK)
@@ -285,13 +308,13 @@ def _sweep(
     )
     if x is None:
         vectors = dict(leave=vectors["leave"])
-    far = dict(keep=decay.keep, initial=initial, partner=partner, states=states)
+    far = dict(keep=decay.keep, initial=initial, partner=partner, states=states, borders=borders)
     named = {n: a for n, a in (tiles | vectors | far).items() if a is not None}
     streamed = [n for n in named if n not in far]
     struct = jax.ShapeDtypeStruct
     out_type = {
         "out": x is not None and struct((batch, length, heads * slices, width), z.dtype),
-        "last": struct((batch, heads, whole, width), _F32),
+        "last": struct((batch * runs, heads, whole, width), _F32),
         "dots": partner is not None and struct((batch, heads, slices * blocks, length), _F32),
         "saved": save_states and struct((batch, heads, stretches, whole, width), z.dtype),
         "products": states is not None and struct((batch, heads, blocks, stretches, whole), _F32),
@@ -300,7 +323,8 @@ def _sweep(
 
     def kernel(*refs):
         refs = dict(zip([*named, *out_type], refs, strict=True))
-        b, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
+        row, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
+        b, steps, at = wg.walked(refs.get("borders"), row, count, reverse)
         group, piece = lax.axis_index("group"), lax.axis_index("slice")
         rows = pl.ds(piece * depth, depth)
         column = lax.axis_index("column") * groups + group
@@ -308,7 +332,6 @@ def _sweep(
         shared = pl.ds(lax.axis_index("column") * groups * _BLOCK, groups * _BLOCK)
         own = lambda n: lax.div(h * n, heads)  # noqa: E731 - which of n heads serves this one
         keep_ref = refs["keep"].at[b, own(decay.keep.shape[1])]
-        at = lambda n: count - 1 - n if reverse else n  # noqa: E731
 
         def scoped(memory_smem, written_smem, out_smem, *weights_smem):
             def body(indices, *arguments) -> Any:
@@ -323,7 +346,7 @@ def _sweep(
                     ref.at[group] for ref in (memory_smem, written_smem, out_smem)
                 )
                 # A scalar comes from far: it is asked for a chunk ahead.
-                next_keep = keep_ref[at(jnp.minimum(indices[0] + 1, count - 1))]
+                next_keep = keep_ref[at(jnp.minimum(indices[0] + 1, steps - 1))]
                 leaves = plgpu.load(z, layout=wg.LAYOUT).astype(_F32)
                 leaves *= wg.spread_rows(wg.load_rows(chunk["leave"]), wide)
                 written[...] = leaves.astype(written.dtype)
@@ -334,7 +357,8 @@ def _sweep(
                     return S, next_keep
                 memory[...] = S.astype(memory.dtype)
                 plgpu.commit_smem()
-                begins = lax.rem(n, stretch) == 0
+                # Always, where each chunk is a stretch; but said so, what is loaded below would come before the products.
+                begins = lax.rem(n, stretch) == 0 if stretch > 1 else keep >= 0.0
                 if save_states:
 
                     @pl.when(begins)
@@ -398,9 +422,9 @@ def _sweep(
                 if initial is None:
                     S = plgpu.layout_cast(jnp.zeros((depth, _BLOCK), _F32), wg.LAYOUT)
                 else:
-                    S = wg.load_global(refs["initial"].at[b, h, rows, columns])
+                    S = wg.load_global(refs["initial"].at[row, h, rows, columns])
                 S, _ = pipeline((S, keep_ref[at(0)]))
-                refs["last"].at[b, h, rows, columns][...] = S
+                refs["last"].at[row, h, rows, columns][...] = S
                 plgpu.wait_smem_to_gmem(0)
 
             sources, specs = [], []
@@ -413,13 +437,13 @@ def _sweep(
                         (CHUNK, size), lambda n: (at(n), 0), transforms=wg.TILED
                     )
                 else:
-                    row = (b,) if name == "run" else (b, own(vectors[name].shape[1]))
-                    sources.append(refs[name].at[row])
+                    place = (b,) if name == "run" else (b, own(vectors[name].shape[1]))
+                    sources.append(refs[name].at[place])
                     block = plgpu.BlockSpec((CHUNK,), lambda n: (at(n),))
                 specs.append(block)
             pipeline: Any = plgpu.emit_pipeline_warp_specialized
             pipeline(
-                body, grid=(count,), in_specs=specs, max_concurrent_steps=min(_STAGES, count),
+                body, grid=(steps,), in_specs=specs, max_concurrent_steps=min(_STAGES, count),
                 num_compute_wgs=groups, memory_registers=40, wg_axis="group", compute_context=compute,
             )(*sources)  # fmt: skip
 
@@ -433,7 +457,7 @@ def _sweep(
     found = plgpu.kernel(
         kernel,
         out_type=list(out_type.values()),
-        grid=(batch * heads, slices, blocks // groups),
+        grid=(batch * runs * heads, slices, blocks // groups),
         grid_names=("row", "slice", "column"),
         num_threads=groups + 1,
         thread_name="group",

@@ -41,6 +41,7 @@ from pallas_kernels.linear_attention.hopper_halving import (
 
 TAKES_BONUS = True
 _STAGES = 3  # chunks on their way or in use
+_SIZES = (64, 128)
 _F32 = jnp.float32
 
 
@@ -74,28 +75,60 @@ def reason(q, k, v, log_decay, run, initial) -> str | None:
     """Why this backend does not serve these arguments (arrays or their shapes), or None."""
     if log_decay.dtype != _F32:
         return f"log_decay in float32, not {jnp.dtype(log_decay.dtype).name}"
-    return hopper.reason(q, k, v, log_decay, run, initial, sizes=(64, 128))
+    return hopper.reason(q, k, v, log_decay, run, initial, sizes=_SIZES)
+
+
+def served_width(q, v) -> int:
+    """The V at which `reason` is to be asked: a memory is cut into pieces along V, which no product crosses. Queries must not
+    share one."""
+    return v.shape[3] // _pieces(q, v)
+
+
+def _pieces(q, v) -> int:
+    return max(1, v.shape[3] // _SIZES[-1]) if q.shape[2] <= v.shape[2] else 1
+
+
+def _cut(x, pieces: int):
+    """[B, T, G, V] -> [B, T, G * pieces, V / pieces]."""
+    return x.reshape(*x.shape[:2], x.shape[2] * pieces, -1)
+
+
+def _cut_memory(memory, pieces: int):
+    """[B, G, K, V] -> [B, G * pieces, K, V / pieces]."""
+    batch, memories, depth, width = memory.shape
+    by_piece = jnp.swapaxes(memory.reshape(batch, memories, depth, pieces, -1), 2, 3)
+    return by_piece.reshape(batch, memories * pieces, depth, width // pieces)
+
+
+def _join_memory(memory, pieces: int):
+    """Back from `_cut_memory`."""
+    batch, count, depth, width = memory.shape
+    by_piece = jnp.swapaxes(memory.reshape(batch, count // pieces, pieces, depth, width), 2, 3)
+    return by_piece.reshape(batch, count // pieces, depth, pieces * width)
 
 
 def forward(
     q, k, v, log_decay, run, initial, *, scale: float, bonus=None, save: bool = True,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, Residuals]:  # fmt: skip
-    """The output [B, T, max(H, G), V], the final memory [B, G, K, V] and the residuals. T is a multiple of `CHUNK`.
+    """The output [B, T, max(H, G), V], the final memories as `initial` and the residuals. T is a multiple of `CHUNK`.
 
     With a bonus [G, K] reads come before writes.
     """
     del save  # the residuals are there in any case
+    pieces = _pieces(q, v)
+    v, initial = _cut(v, pieces), _cut_memory(initial, pieces)
     batch, length, memories, _ = v.shape
     heads = max(q.shape[2], memories)
-    parts = hopper._count_parts(batch * heads, length)
+    run, borders = hopper.split_runs(run, initial, batch)
+    parts = 1 if borders is not None else hopper._count_parts(batch * heads, length)
     split = functools.partial(hopper._split, parts=parts)
     chunks = _prepare(
         split(q), split(k), split(log_decay), _documents(run, parts), heads=heads, scale=scale, bonus=bonus,
         interpret=interpret,
     )  # fmt: skip
     values = split(v)
-    sweep = functools.partial(_sweep, interpret=interpret)
+    sweep = functools.partial(_sweep, borders=borders, interpret=interpret)
     # Several heads that read one memory each carry it along.
     starts = initial = jnp.repeat(initial, heads // memories, axis=1)
     if parts > 1:
@@ -104,8 +137,9 @@ def forward(
     output, ends = sweep(
         chunks.read, chunks.written, values, chunks.scores, chunks.keep, initial=starts
     )
-    final = ends.reshape(batch, parts, heads, *ends.shape[2:])[:, -1, :: heads // memories]
-    return output.reshape(batch, length, heads, -1), final, Residuals(chunks, starts)
+    final = ends.reshape(-1, parts, heads, *ends.shape[2:])[:, -1, :: heads // memories]
+    output = output.reshape(batch, length, heads // pieces, -1)
+    return output, _join_memory(final, pieces), Residuals(chunks, starts)
 
 
 def walk(k, v, log_decay, run, initial, *, heads: int, interpret: Any = False):
@@ -113,15 +147,17 @@ def walk(k, v, log_decay, run, initial, *, heads: int, interpret: Any = False):
 
     For P parts of the sequence: memories before each chunk [B * P, heads, N / P, K, V], and the last [B * P, heads, K, V].
     """
-    parts = hopper._count_parts(v.shape[0] * heads, v.shape[1])
+    run, borders = hopper.split_runs(run, initial, len(v))
+    parts = 1 if borders is not None else hopper._count_parts(len(v) * heads, v.shape[1])
     split = functools.partial(hopper._split, parts=parts)
     values, documents = split(v), _documents(run, parts)
     chunks = _prepare(
         None, split(k), split(log_decay), documents, heads=heads, scale=1.0, interpret=interpret
     )
     write = functools.partial(
-        _sweep, None, chunks.written, values, None, chunks.keep, interpret=interpret
-    )
+        _sweep, None, chunks.written, values, None, chunks.keep, borders=borders,
+        interpret=interpret,
+    )  # fmt: skip
     starts = jnp.repeat(initial, heads // initial.shape[1], axis=1)
     if parts > 1:
         starts = hopper._scan_parts(write()[0], _by_channel(chunks), starts)
@@ -134,13 +170,16 @@ def backward(
     bonus=None, decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
     """Gradients of q, k, v, log_decay and initial, and of a bonus if there is one."""
-    del initial, decay_gradient
+    del decay_gradient
+    pieces = _pieces(q, v)
+    v, d_output, d_final = _cut(v, pieces), _cut(d_output, pieces), _cut_memory(d_final, pieces)
     batch, length, memories, _ = v.shape
     heads, (chunks, starts) = d_output.shape[2], residuals
-    parts = starts.shape[0] // batch
+    run, borders = hopper.split_runs(run, initial, batch)
+    parts = starts.shape[0] // initial.shape[0]
     split = functools.partial(hopper._split, parts=parts)
     values, d_out = split(v), split(d_output)
-    sweep = functools.partial(_sweep, interpret=interpret)
+    sweep = functools.partial(_sweep, borders=borders, interpret=interpret)
     # Of several heads that carry one memory, the first hands on the gradient from outside.
     first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
     d_ends = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
@@ -156,13 +195,20 @@ def backward(
         split(q), split(k), values, split(log_decay), d_out, states, d_states, chunks.keep,
         _documents(run, parts), scale=scale, bonus=bonus, interpret=interpret,
     )  # fmt: skip
-    d_bonus = [jnp.sum(x.reshape(x.shape[0], memories, -1, x.shape[-1]), (0, 2)) for x in d_bonus]
-    d_initial = d_starts.reshape(batch, parts, *d_starts.shape[1:])[:, 0]
+    given = memories // pieces
+    d_bonus = [jnp.sum(x.reshape(x.shape[0], given, -1, x.shape[-1]), (0, 2)) for x in d_bonus]
+    d_initial = d_starts.reshape(-1, parts, *d_starts.shape[1:])[:, 0]
     whole = lambda x, n: hopper._share(x.reshape(batch, length, *x.shape[2:]), n)  # noqa: E731
+    dv = whole(dv, memories).reshape(batch, length, given, -1)
+    d_initial = _join_memory(hopper._share(d_initial, memories, axis=1), pieces)
     return (
-        whole(dq, q.shape[2]), whole(dk, k.shape[2]), whole(dv, memories), whole(d_decay, memories),
-        hopper._share(d_initial, memories, axis=1), *d_bonus,
-    )  # fmt: skip
+        whole(dq, q.shape[2]),
+        whole(dk, k.shape[2]),
+        dv,
+        whole(d_decay, given),
+        d_initial,
+        *d_bonus,
+    )
 
 
 def _by_channel(chunks: Prepared):
@@ -320,7 +366,7 @@ def _prepare(
 
 def _sweep(
     read, written, values, scores, keep, *, initial=None, reverse: bool = False, save: bool = False,
-    interpret: Any = False,
+    borders=None, interpret: Any = False,
 ):  # fmt: skip
     """Walk over all chunks, with a memory for each of h heads.
 
@@ -330,13 +376,14 @@ def _sweep(
         values: [B, T, *, V], of a number of heads that divides h.
         scores: [B, h, T, 64], transposed in use if `reverse`.
         keep: [B, h, N * K].
-        initial: [B, h, K, V] float32, S before the first chunk (in reverse, after the last); None is 0.
+        initial: [B * S, h, K, V] float32, S before the first chunk (in reverse, after the last); None is 0.
         reverse: walk against time.
         save: also return S before each chunk (in reverse, after it).
+        borders: of `hopper.split_runs`, or None.
         interpret: parameters of the interpreter, or False.
 
     Returns:
-        A list: out [B, T, h, V] if `read` is given, the last S [B, h, K, V] in float32, and the saved ones [B, h, N, K, V].
+        A list: out [B, T, h, V] if `read` is given, the last S [B * S, h, K, V] in float32, and the saved ones [B, h, N, K, V].
     """
     batch, length, heads, depth = written.shape
     width, count = values.shape[-1], length // CHUNK
@@ -346,21 +393,23 @@ def _sweep(
     streams = dict(read=read, written=written, values=values, scores=scores, keep=keep)
     streams = {name: x for name, x in streams.items() if x is not None}
     named = streams | ({} if initial is None else dict(initial=initial))
+    named |= {} if borders is None else dict(borders=borders)
+    runs = 1 if borders is None else borders.shape[1] - 1
     struct = jax.ShapeDtypeStruct
     out_type = {
         "out": read is not None and struct((batch, length, heads, width), values.dtype),
-        "last": struct((batch, heads, depth, width), _F32),
+        "last": struct((batch * runs, heads, depth, width), _F32),
         "saved": save and struct((batch, heads, count, depth, width), values.dtype),
     }
     out_type = {name: kind for name, kind in out_type.items() if kind}
 
     def kernel(*refs):
         refs = dict(zip([*named, *out_type], refs, strict=True))
-        b, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
+        row, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
+        b, steps, at = wg.walked(refs.get("borders"), row, count, reverse)
         group = lax.axis_index("group")
         columns = pl.ds((lax.axis_index("column") * groups + group) * BLOCK, BLOCK)
         shared = pl.ds(lax.axis_index("column") * groups * BLOCK, groups * BLOCK)
-        at = lambda n: count - 1 - n if reverse else n  # noqa: E731
 
         def scoped(memory_smem, out_smem):
             def body(indices, *arguments) -> Any:
@@ -401,8 +450,8 @@ def _sweep(
                 if initial is None:
                     S = plgpu.layout_cast(jnp.zeros((depth, BLOCK), _F32), wg.LAYOUT)
                 else:
-                    S = wg.load_global(refs["initial"].at[b, h, :, columns])
-                refs["last"].at[b, h, :, columns][...] = pipeline(S)
+                    S = wg.load_global(refs["initial"].at[row, h, :, columns])
+                refs["last"].at[row, h, :, columns][...] = pipeline(S)
                 plgpu.wait_smem_to_gmem(0)
 
             sources, specs = [], []
@@ -423,7 +472,7 @@ def _sweep(
                 sources.append(source)
             pipeline: Any = plgpu.emit_pipeline_warp_specialized
             pipeline(
-                body, grid=(count,), in_specs=specs, max_concurrent_steps=min(_STAGES, count),
+                body, grid=(steps,), in_specs=specs, max_concurrent_steps=min(_STAGES, count),
                 num_compute_wgs=groups, memory_registers=40, wg_axis="group", compute_context=compute,
             )(*sources)  # fmt: skip
 
@@ -435,7 +484,7 @@ def _sweep(
     return plgpu.kernel(
         kernel,
         out_type=list(out_type.values()),
-        grid=(batch * heads, blocks // groups),
+        grid=(batch * runs * heads, blocks // groups),
         grid_names=("row", "column"),
         num_threads=groups + 1,
         thread_name="group",

@@ -32,7 +32,7 @@ def reason(q, k, v, log_decay, run, initial) -> str | None:
 def forward(
     q, k, v, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals]:
-    """The output [B, T, max(H, G), V] and the final memory [B, G, K, V]; log_decay is [B, T, G, V]. T is a multiple of `CHUNK`."""
+    """The output [B, T, max(H, G), V] and the final memories as `initial`; log_decay is [B, T, G, V]. T is a multiple of `CHUNK`."""
     del save
     batch, length, memories, _ = v.shape
     q, k = _by_head(q, k, memories)
@@ -40,13 +40,13 @@ def forward(
     chunks, states, ends, documents = channels.walk(
         v, k, log_decay, run, _turned(initial), heads=heads, interpret=interpret
     )
-    parts = ends.shape[0] // batch
+    parts = ends.shape[0] // initial.shape[0]
     split = lambda x: hopper._split(x, parts)  # noqa: E731
     (output,) = finish(
         None, split(v), split(k), split(log_decay), split(q), states, None, chunks.keep, documents,
         scale=scale, interpret=interpret,
     )  # fmt: skip
-    final = ends.reshape(batch, parts, heads, *ends.shape[2:])[:, -1, :: heads // memories]
+    final = ends.reshape(-1, parts, heads, *ends.shape[2:])[:, -1, :: heads // memories]
     return output.reshape(batch, length, heads, -1), _turned(final), Residuals()
 
 

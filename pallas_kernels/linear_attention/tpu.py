@@ -100,16 +100,16 @@ def forward(
         v: [B, T, G, V].
         log_decay: [B, T, G] float32, at most 0, or None.
         run: [B, T] int32, nondecreasing: how many documents have begun up to each token; 0 goes on from `initial`. Or None.
-        initial: [B, G, K, V] float32.
+        initial: [B * S, G, K, V] float32. With S memories a row, run s goes on from memory s and begins on a chunk's border.
         scale: multiplies q.
         save: whether `backward` will follow; without it the residuals are None.
         interpret: False, True or `pltpu.InterpretParams`.
 
     Returns:
-        The output [B, T, max(H, G), V] in v's dtype, the final memory [B, G, K, V] in float32, and the memories that the chunks
+        The output [B, T, max(H, G), V] in v's dtype, the final memories in float32 as `initial`, and the memories that the chunks
         start from, as `backward` takes them.
     """
-    layout = _Layout(q, k, v)
+    layout = _Layout(q, k, v, runs=len(initial) // len(q))
     given = layout.inputs(q, k, v, log_decay, run)
     given["initial"] = (layout.from_heads(initial), layout.memories())
     outs = dict(out=layout.tokens("out"), final=layout.memories())
@@ -135,13 +135,13 @@ def backward(
         _, _, residuals = forward(
             q, k, v, log_decay, run, initial, scale=scale, interpret=interpret
         )
-    layout = _Layout(q, k, v, reverse=True)
+    layout = _Layout(q, k, v, runs=len(initial) // len(q), reverse=True)
     given = layout.inputs(q, k, v, log_decay, run)
     given["states"] = (residuals, layout.states())
     given["d_out"] = (d_output.astype(v.dtype).reshape(*q.shape[:2], -1), layout.tokens("out"))
     every = layout.memory_heads // v.shape[2]  # only the first output head hands on a final memory
     d_final = jnp.pad(d_final[:, :, None], [(0, 0)] * 2 + [(0, every - 1)] + [(0, 0)] * 2)
-    d_final = d_final.reshape(v.shape[0], -1, *d_final.shape[3:])
+    d_final = d_final.reshape(len(d_final), -1, *d_final.shape[3:])
     given["d_final"] = (layout.from_heads(d_final), layout.memories())
     outs = dict(dq=layout.gradient("q"), dk=layout.gradient("k"), dv=layout.gradient("v"))
     outs["d_initial"] = layout.memories()
@@ -162,10 +162,8 @@ def backward(
     return gradient("dq", q), gradient("dk", k), gradient("dv", v), d_decay, d_initial
 
 
-def _forward_kernel(plan: _Plan, scale: float, refs: dict, memory):
-    step, last = pl.program_id(2), pl.num_programs(2) - 1
-
-    @pl.when(step == 0)
+def _forward_kernel(plan: _Plan, scale: float, refs: dict, memory, first, last):
+    @pl.when(first)
     def _():
         for t in range(plan.tile_count):
             memory[t] = tiles.unfold(refs["initial"][t], plan.heads(t))
@@ -184,16 +182,14 @@ def _forward_kernel(plan: _Plan, scale: float, refs: dict, memory):
             _store(refs["out"], t * plan.queries + r, out)
         memory[t] = tiles.write(k, v, before, chunk, heads)
 
-    @pl.when(step == last)
+    @pl.when(last)
     def _():
         for t in range(plan.tile_count):
             refs["final"][t] = tiles.fold(memory[t], plan.heads(t))
 
 
-def _backward_kernel(plan: _Plan, scale: float, refs: dict, d_memory):
-    step, last = pl.program_id(2), pl.num_programs(2) - 1
-
-    @pl.when(step == 0)
+def _backward_kernel(plan: _Plan, scale: float, refs: dict, d_memory, first, last):
+    @pl.when(first)
     def _():
         for t in range(plan.tile_count):
             d_memory[t] = tiles.unfold(refs["d_final"][t], plan.heads(t))
@@ -232,7 +228,7 @@ def _backward_kernel(plan: _Plan, scale: float, refs: dict, d_memory):
     if decays:
         refs["d_decay"][...] = tiles.decay_gradient(reads, read_rows, writes, totals, chunk)
 
-    @pl.when(step == last)
+    @pl.when(last)
     def _():
         for t in range(plan.tile_count):
             refs["d_initial"][t] = tiles.fold(d_memory[t], plan.heads(t))
@@ -264,13 +260,14 @@ def _added(sums: list, more: list) -> list:
 class _Layout:
     """The arrays of one call as the kernels take them, and what of each a program sees: (shape, block)."""
 
-    def __init__(self, q, k, v, *, reverse: bool = False):
+    def __init__(self, q, k, v, *, runs: int = 1, reverse: bool = False):
         plan = _plan(q, k, v)
         if plan is None:
             raise ValueError(
                 f"linear_attention on TPU: accepted are {reason(q, k, v, None, None, None)}"
             )
         self.plan, self.reverse, self.dtype = plan, reverse, v.dtype
+        self.runs, self.slots = runs, []  # memories a row, and whose each chunk is
         self.batch, self.length = q.shape[:2]
         self.key_dim, self.value_dim = q.shape[3], v.shape[3]
         self.memory_heads = plan.count * plan.tile_count * plan.programs
@@ -289,9 +286,11 @@ class _Layout:
             rows = rows.reshape(self.batch, self.plan.programs, -1, self.length)
             rows = jnp.pad(rows, [(0, 0), (0, 0), (0, self.plan.rows - rows.shape[2]), (0, 0)])
             given["log_decay"] = (rows, self.decays())
-        if run is not None:
+        if self.runs > 1:
+            self.slots = [run[:, ::CHUNK].reshape(-1)]
+        elif run is not None:
             rows = run_rows(run)
-            spec = pl.BlockSpec((None, 8, CHUNK), lambda b, j, n: (b, 0, self._at(n)))
+            spec = pl.BlockSpec((None, 8, CHUNK), lambda b, j, n, *_: (b, 0, self._at(n)))
             given["runs"] = (rows, (jax.ShapeDtypeStruct(rows.shape, rows.dtype), spec))
         return given
 
@@ -299,18 +298,27 @@ class _Layout:
         """Run `kernel` over batch, programs and chunks."""
         plan, names = self.plan, (*given, *outs)
         memory = (plan.tile_count, plan.keys * self.key_dim, plan.count * self.value_dim)
+
+        def walk(*refs):
+            slots, refs = refs[: len(self.slots)], refs[len(self.slots) :]
+            named = dict(zip(names, refs, strict=False))
+            kernel(plan, scale, named, refs[-1], *turns(slots, self._at))
+
         result = pl.pallas_call(
-            lambda *refs: kernel(plan, scale, dict(zip(names, refs, strict=False)), refs[-1]),
-            grid=(self.batch, plan.programs, self.length // CHUNK),
-            in_specs=[spec for _, (_, spec) in given.values()],
-            out_specs=[spec for _, spec in outs.values()],
+            walk,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=len(self.slots),
+                grid=(self.batch, plan.programs, self.length // CHUNK),
+                in_specs=[spec for _, (_, spec) in given.values()],
+                out_specs=[spec for _, spec in outs.values()],
+                scratch_shapes=[pltpu.VMEM(memory, jnp.float32)],
+            ),
             out_shape=[shape for shape, _ in outs.values()],
-            scratch_shapes=[pltpu.VMEM(memory, jnp.float32)],
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "parallel", "arbitrary")
             ),
             interpret=interpret,
-        )(*(array for array, _ in given.values()))
+        )(*self.slots, *(array for array, _ in given.values()))
         return dict(zip(outs, result, strict=True))
 
     def _at(self, n):
@@ -328,7 +336,7 @@ class _Layout:
         every = max(shared // plan.tile_count, 1)
         spec = pl.BlockSpec(
             (None, CHUNK, plan.block(name) * width),
-            lambda b, j, n: (b, self._at(n), lax.div(j, every)),
+            lambda b, j, n, *_: (b, self._at(n), lax.div(j, every)),
         )
         return jax.ShapeDtypeStruct((self.batch, self.length, total * width), self.dtype), spec
 
@@ -337,46 +345,49 @@ class _Layout:
         plan, width = self.plan, self._width(name)
         if plan.sharing(name)[1] <= plan.tile_count:
             return self.tokens(name)
-        spec = pl.BlockSpec((None, CHUNK, width), lambda b, j, n: (b, self._at(n), j))
+        spec = pl.BlockSpec((None, CHUNK, width), lambda b, j, n, *_: (b, self._at(n), j))
         shape = (self.batch, self.length, plan.programs * width)
         return jax.ShapeDtypeStruct(shape, jnp.float32), spec
 
     def memories(self):
-        """Of memories, [B, heads / n, K, n * V]."""
+        """Of memories, [B * S, heads / n, K, n * V]."""
         plan = self.plan
         matrix = (self.key_dim, plan.count * self.value_dim)
-        spec = pl.BlockSpec((None, plan.tile_count, *matrix), lambda b, j, n: (b, j, 0, 0))
-        shape = (self.batch, plan.programs * plan.tile_count, *matrix)
+        own = lambda b, n, slots: row_of(b, self._at(n), slots, self.runs, self.length // CHUNK)  # noqa: E731
+        spec = pl.BlockSpec(
+            (None, plan.tile_count, *matrix), lambda b, j, n, *slots: (own(b, n, slots), j, 0, 0)
+        )
+        shape = (self.batch * self.runs, plan.programs * plan.tile_count, *matrix)
         return jax.ShapeDtypeStruct(shape, jnp.float32), spec
 
     def states(self):
         """Of the memories that the chunks start from, [B, heads / n, N, K, n * V]."""
-        (batch, count, *matrix) = self.memories()[0].shape
+        (_, count, *matrix) = self.memories()[0].shape
         block = (None, self.plan.tile_count, None, *matrix)
-        spec = pl.BlockSpec(block, lambda b, j, n: (b, j, self._at(n), 0, 0))
-        shape = (batch, count, self.length // CHUNK, *matrix)
+        spec = pl.BlockSpec(block, lambda b, j, n, *_: (b, j, self._at(n), 0, 0))
+        shape = (self.batch, count, self.length // CHUNK, *matrix)
         return jax.ShapeDtypeStruct(shape, self.dtype), spec
 
     def decays(self):
         """Of the decays, [B, programs, rows, T]."""
         plan = self.plan
         block = (None, None, plan.rows, CHUNK)
-        spec = pl.BlockSpec(block, lambda b, j, n: (b, j, 0, self._at(n)))
+        spec = pl.BlockSpec(block, lambda b, j, n, *_: (b, j, 0, self._at(n)))
         shape = (self.batch, plan.programs, plan.rows, self.length)
         return jax.ShapeDtypeStruct(shape, jnp.float32), spec
 
     def from_heads(self, memory):
-        """[B, heads, K, V] -> [B, heads / n, K, n * V]."""
+        """[*, heads, K, V] -> [*, heads / n, K, n * V]."""
         memory = _repeat(memory.astype(jnp.float32), self.memory_heads, axis=1)
-        batch, count = self.batch, self.plan.count
+        batch, count = len(memory), self.plan.count
         memory = memory.reshape(batch, -1, count, self.key_dim, self.value_dim)
         return jnp.moveaxis(memory, 2, 3).reshape(batch, -1, self.key_dim, count * self.value_dim)
 
     def to_heads(self, memory):
         """The reverse, but for repeated heads."""
-        memory = memory.reshape(self.batch, -1, self.key_dim, self.plan.count, self.value_dim)
+        memory = memory.reshape(len(memory), -1, self.key_dim, self.plan.count, self.value_dim)
         memory = jnp.moveaxis(memory, 3, 2)
-        return memory.reshape(self.batch, -1, self.key_dim, self.value_dim)
+        return memory.reshape(len(memory), -1, self.key_dim, self.value_dim)
 
 
 def _plan(q, k, v) -> _Plan | None:
@@ -415,6 +426,22 @@ def _plan(q, k, v) -> _Plan | None:
     if count * max(key_dim, value_dim) > _WIDEST:
         return None
     return planned(True, count, count, heads // count)
+
+
+def turns(slots, at):
+    """Whether a program begins with this chunk to walk for a memory, and whether it ends; `slots` as `row_of`'s."""
+    n, count = pl.program_id(2), pl.num_programs(2)
+    first, last = n == 0, n == count - 1
+    if slots:
+        own = lambda n: slots[0][pl.program_id(0) * count + at(n)]  # noqa: E731
+        first |= own(n) != own(jnp.maximum(n - 1, 0))
+        last |= own(n) != own(jnp.minimum(n + 1, count - 1))
+    return first, last
+
+
+def row_of(b, n, slots, runs: int, count: int):
+    """Which memory chunk n of row b goes on from, where `slots` has, of `count` chunks a row, which of `runs` memories it is."""
+    return b * runs + slots[0][b * count + n] if slots else b
 
 
 def run_rows(run, chunk: int = CHUNK) -> jax.Array:

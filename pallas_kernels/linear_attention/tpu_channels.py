@@ -36,11 +36,11 @@ def forward(
     q, k, v, log_decay, run, initial, *, scale: float, bonus=None, save: bool = True,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:  # fmt: skip
-    """The output [B, T, max(H, G), V], the final memory [B, G, K, V] and, to `save`, the memories that the chunks start from.
+    """The output [B, T, max(H, G), V], the final memories as `initial` and, to `save`, the memories that the chunks start from.
 
     T is a multiple of `CHUNK`. With a bonus [G, K] reads come before writes.
     """
-    layout, given = _given(q, k, v, log_decay, run, bonus)
+    layout, given = _given(q, k, v, log_decay, run, initial, bonus)
     given["initial"] = layout.as_memories(initial), layout.memories()
     outs = dict(out=layout.tokens(layout.heads, v.shape[3], v.dtype), final=layout.memories())
     if save:
@@ -55,8 +55,7 @@ def backward(
     decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
     """Gradients of q, k, v, log_decay (None where it is not wanted) and initial, and of a bonus if there is one."""
-    del initial
-    layout, given = _given(q, k, v, log_decay, run, bonus, reverse=True)
+    layout, given = _given(q, k, v, log_decay, run, initial, bonus, reverse=True)
     of_output = layout.tokens(layout.heads, v.shape[3], v.dtype)
     given["d_out"] = layout.as_tokens(d_output.astype(v.dtype)), of_output
     given["states"] = residuals, layout.states()
@@ -78,9 +77,10 @@ def backward(
     return tuple(grads)
 
 
-def _given(q, k, v, log_decay, run, bonus, *, reverse: bool = False):
+def _given(q, k, v, log_decay, run, initial, bonus, *, reverse: bool = False):
     """The layout and what both kernels read."""
-    layout = tpu_layout.Layout(q, k, v, CHUNK, turned=True, reverse=reverse)
+    runs = len(initial) // len(q)
+    layout = tpu_layout.Layout(q, k, v, CHUNK, turned=True, runs=runs, reverse=reverse)
     given = layout.inputs(run, q=q, k=k, v=v, log_decay=log_decay)
     if bonus is not None:
         rows = layout.padded(linear._repeat(bonus.astype(_F32), layout.heads, axis=0))

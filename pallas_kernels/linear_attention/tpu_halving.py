@@ -12,7 +12,7 @@ neither there nor here.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from pallas_kernels.linear_attention.tiles_channels import FLOOR, levels
 
 _F32 = jnp.float32
 _SUBLANES = 8
+_LOG2_E = 1.4426950408889634
 
 
 class Masks(NamedTuple):
@@ -82,16 +83,16 @@ def mirrored(lower: jax.Array, upper: jax.Array, masks: Masks) -> jax.Array:
 
 def resolve(log_decay, masks: Masks, *, exclusive: bool = False) -> Decays:
     """Of decays [C, D]; `exclusive` leaves a token's own out of what it reads."""
-    total = jnp.maximum(log_decay.astype(_F32), FLOOR)
+    total = jnp.maximum(log_decay.astype(_F32), FLOOR) * _LOG2_E
     upto, after = jnp.zeros_like(total) if exclusive else total, jnp.zeros_like(total)
     factors = []
     for half in levels(len(total)):
-        factors.append(jnp.exp(_where_later(half, upto, after)))
+        factors.append(jnp.exp2(_where_later(half, upto, after)))
         other = _exchanged(total, half)
         upto = upto + _where_later(half, other, 0.0)
         after = after + _where_later(half, 0.0, other)
         total = total + other
-    enter, leave, keep = jnp.exp(upto), jnp.exp(after), jnp.exp(total[:1])
+    enter, leave, keep = jnp.exp2(upto), jnp.exp2(after), jnp.exp2(total[:1])
     if masks.enters is not None and masks.stays is not None:
         enter, leave = enter * masks.enters, leave * masks.stays
         keep = keep * masks.enters[-1:]
@@ -106,13 +107,40 @@ def operands(of_later, of_earlier, decays: Decays, dtype) -> list[jax.Array]:
     ]
 
 
-def scores(tiles: list[jax.Array], masks: Masks, others: list[jax.Array] | None = None):
-    """[C, C], where i and j meet the inner product of row i with row j, of the `others` if they are given; 0 where i = j."""
-    size = len(tiles[0])
-    result = jnp.zeros((size, size), _F32)
-    for n, (x, y) in enumerate(zip(tiles, others or tiles, strict=True)):
-        result = jnp.where(masks.level >= n, dot(x, y, "nt"), result)
+def scores(tiles: list[jax.Array], masks: Masks) -> jax.Array:
+    """[C, C], where i and j meet the inner product of row i with row j; 0 where i = j."""
+    result = jnp.zeros((len(tiles[0]),) * 2, _F32)
+    for n, x in enumerate(tiles):
+        result = jnp.where(masks.level >= n, dot(x, x, "nt"), result)
     return result
+
+
+def cross_scores(of_later, of_earlier, decays: Decays, dtype) -> list[list[jax.Array]]:
+    """`scores` of each of two tiles of later rows with each of one or two of earlier, [C, C] below the diagonal, anything above.
+
+    A level is one product: of few rows with both tiles of later rows below each other, of more with the second in place of the
+    first's earlier rows; and with the second tile of earlier rows in place of the first's later ones.
+    """
+    size = len(of_later[0])
+    results: list[list[Any]] = [[None] * len(of_earlier) for _ in of_later]
+    for n, factor in enumerate(decays.factors):
+        half = 2**n
+        later, earlier = ([x * factor for x in tiles] for tiles in (of_later, of_earlier))
+        right = earlier[0]
+        if len(earlier) > 1:
+            right = _where_later(half, _exchanged(earlier[1], half), right)
+        if half < _SUBLANES:
+            left = jnp.concatenate(later)
+        else:
+            left = _where_later(half, later[0], _exchanged(later[1], half))
+        pairs = dot(left.astype(dtype), right.astype(dtype), "nt")
+        for e in range(len(earlier)):
+            if e:
+                pairs = pltpu.roll(pairs, size - half, 1)
+            own = pairs[:size], pairs[size:] if half < _SUBLANES else _exchanged(pairs, half)
+            for result, x in zip(results, own, strict=True):
+                result[e] = _met(half, x, result[e]) if n else x
+    return results
 
 
 def spread(weights, tiles: list[jax.Array], masks: Masks) -> list[jax.Array]:
@@ -153,6 +181,12 @@ def decay_gradient(terms, of_enter, of_leave, of_keep, *, exclusive: bool = Fals
         upto = upto + _where_later(2**n, own, 0.0)
         after = after + _where_later(2**n, 0.0, own)
     return total if exclusive else total + upto
+
+
+def _met(half: int, own, finer):
+    """`own` [C, C] in later rows where blocks of `half` rows meet, and `finer` where smaller ones do."""
+    met = jnp.where(_iota(1, len(own), 1) & half == 0, own, finer)
+    return _where_later(half, met, finer)
 
 
 def _exchanged(x, half: int):

@@ -6,6 +6,8 @@ blocks of [B, T, heads * D], so that nothing is transposed; others lie as [B, he
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -45,7 +47,7 @@ class Layout:
 
     def __init__(
         self, q, k, v, chunk: int, *, others=(), heads: int = HEADS, turned: bool = False,
-        reverse: bool = False,
+        runs: int = 1, reverse: bool = False,
     ):  # fmt: skip
         """Lay out a call.
 
@@ -57,12 +59,14 @@ class Layout:
             others: arrays [B, T, *, K] of other numbers of heads.
             heads: of a program at most.
             turned: whether a memory is [V, K].
+            runs: S, memories a row, each of which a run of chunks goes on from.
             reverse: walk against time.
         """
         self.batch, self.length = q.shape[:2]
         self.chunk, self.dtype, self.reverse = chunk, v.dtype, reverse
         self.key_dim, self.value_dim = q.shape[3], v.shape[3]
         self.turned = turned
+        self.runs, self.slots = runs, []  # and whose each chunk is
         self.matrix = (self.key_dim, self.value_dim)[:: -1 if turned else 1]
         self.heads = max(q.shape[2], v.shape[2])
         width = max(self.matrix) * jnp.dtype(v.dtype).itemsize
@@ -73,7 +77,7 @@ class Layout:
             if self.heads % n == 0 and all(n % s == 0 or s % n == 0 for s in shared)
         )
 
-    def inputs(self, run=None, rows=None, **tokens) -> dict:
+    def inputs(self, run: Any = None, rows=None, **tokens) -> dict:
         """What a kernel reads, name -> (array, (shape, block)): tokens [B, T, heads, D], rows [B, T, heads]; None is left out."""
         given = {}
         for name, x in tokens.items():
@@ -83,9 +87,11 @@ class Layout:
             if x is not None:
                 x = linear._repeat(jnp.moveaxis(x.astype(_F32), 1, 2), self.heads, axis=1)
                 given[name] = self.padded(x), self.rows()
-        if run is not None:
+        if self.runs > 1:
+            self.slots = [run[:, :: self.chunk].reshape(-1)]
+        elif run is not None:
             rows = linear.run_rows(run, self.chunk)
-            spec = pl.BlockSpec((None, 8, self.chunk), lambda b, h, n: (b, 0, self._at(n)))
+            spec = pl.BlockSpec((None, 8, self.chunk), lambda b, h, n, *_: (b, 0, self._at(n)))
             given["runs"] = rows, (jax.ShapeDtypeStruct(rows.shape, rows.dtype), spec)
         return given
 
@@ -95,30 +101,35 @@ class Layout:
         first, last = ("d_final", "d_initial") if self.reverse else ("initial", "final")
 
         def carried(*refs):
+            slots, refs = refs[: len(self.slots)], refs[len(self.slots) :]
             named, memory = dict(zip(names, refs, strict=False)), refs[-1]
+            begins, ends = linear.turns(slots, self._at)
 
-            @pl.when(pl.program_id(2) == 0)
+            @pl.when(begins)
             def _():
                 memory[...] = named[first][...]
 
             kernel(self, scale, named, memory)
 
-            @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
+            @pl.when(ends)
             def _():
                 named[last][...] = memory[...]
 
         result = pl.pallas_call(
             carried,
-            grid=(self.batch, self.heads // self.block, self.length // self.chunk),
-            in_specs=[spec for _, (_, spec) in given.values()],
-            out_specs=[spec for _, spec in outs.values()],
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=len(self.slots),
+                grid=(self.batch, self.heads // self.block, self.length // self.chunk),
+                in_specs=[spec for _, (_, spec) in given.values()],
+                out_specs=[spec for _, spec in outs.values()],
+                scratch_shapes=[pltpu.VMEM((self.block, *self.matrix), _F32)],
+            ),
             out_shape=[shape for shape, _ in outs.values()],
-            scratch_shapes=[pltpu.VMEM((self.block, *self.matrix), _F32)],
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "parallel", "arbitrary")
             ),
             interpret=interpret,
-        )(*(array for array, _ in given.values()))
+        )(*self.slots, *(array for array, _ in given.values()))
         return dict(zip(outs, result, strict=True))
 
     def place(self, ref, h: int, size: int):
@@ -163,12 +174,12 @@ class Layout:
         if size % LANES == 0:
             shape = (self.batch, self.length, heads * size)
             spec = pl.BlockSpec(
-                (None, self.chunk, block * size), lambda b, h, n: (b, self._at(n), at(h))
+                (None, self.chunk, block * size), lambda b, h, n, *_: (b, self._at(n), at(h))
             )
         else:
             shape = (self.batch, heads, self.length, size)
             spec = pl.BlockSpec(
-                (None, block, self.chunk, size), lambda b, h, n: (b, at(h), self._at(n), 0)
+                (None, block, self.chunk, size), lambda b, h, n, *_: (b, at(h), self._at(n), 0)
             )
         return jax.ShapeDtypeStruct(shape, dtype), spec
 
@@ -179,23 +190,28 @@ class Layout:
 
     def rows(self):
         """Of one number a token and head, [B, programs, 8, T]."""
-        spec = pl.BlockSpec((None, None, 8, self.chunk), lambda b, h, n: (b, h, 0, self._at(n)))
+        spec = pl.BlockSpec((None, None, 8, self.chunk), lambda b, h, n, *_: (b, h, 0, self._at(n)))
         shape = (self.batch, self.heads // self.block, 8, self.length)
         return jax.ShapeDtypeStruct(shape, _F32), spec
 
     def channels(self, size: int):
         """Of one number a channel and head, [B, programs, 8, D]."""
-        spec = pl.BlockSpec((None, None, 8, size), lambda b, h, n: (b, h, 0, 0))
+        spec = pl.BlockSpec((None, None, 8, size), lambda b, h, n, *_: (b, h, 0, 0))
         shape = (self.batch, self.heads // self.block, 8, size)
         return jax.ShapeDtypeStruct(shape, _F32), spec
 
     def memories(self):
-        """Of the memories, [B, heads, *matrix]."""
-        spec = pl.BlockSpec((None, self.block, *self.matrix), lambda b, h, n: (b, h, 0, 0))
-        return jax.ShapeDtypeStruct((self.batch, self.heads, *self.matrix), _F32), spec
+        """Of the memories, [B * S, heads, *matrix]."""
+        count = self.length // self.chunk
+        own = lambda b, n, slots: linear.row_of(b, self._at(n), slots, self.runs, count)  # noqa: E731
+        spec = pl.BlockSpec(
+            (None, self.block, *self.matrix), lambda b, h, n, *slots: (own(b, n, slots), h, 0, 0)
+        )
+        shape = (self.batch * self.runs, self.heads, *self.matrix)
+        return jax.ShapeDtypeStruct(shape, _F32), spec
 
     def as_memories(self, memory, *, first: bool = False):
-        """[B, G, K, V] for all heads; of several that carry one memory the `first` alone, where each would hand on a gradient."""
+        """[B * S, G, K, V] for all heads; of several that carry one memory the `first` alone, where each would hand on a gradient."""
         every = self.heads // memory.shape[1]
         memory = linear._repeat(memory.astype(_F32), self.heads, axis=1)
         if first and every > 1:
@@ -209,7 +225,7 @@ class Layout:
     def states(self):
         """Of the memories that chunks start from."""
         spec = pl.BlockSpec(
-            (None, self.block, None, *self.matrix), lambda b, h, n: (b, h, self._at(n), 0, 0)
+            (None, self.block, None, *self.matrix), lambda b, h, n, *_: (b, h, self._at(n), 0, 0)
         )
         shape = (self.batch, self.heads, self.length // self.chunk, *self.matrix)
         return jax.ShapeDtypeStruct(shape, self.dtype), spec
@@ -217,7 +233,7 @@ class Layout:
     def squares(self):
         """Of one [C, C] a chunk, [B, heads, T, C]."""
         spec = pl.BlockSpec(
-            (None, self.block, self.chunk, self.chunk), lambda b, h, n: (b, h, self._at(n), 0)
+            (None, self.block, self.chunk, self.chunk), lambda b, h, n, *_: (b, h, self._at(n), 0)
         )
         shape = (self.batch, self.heads, self.length, self.chunk)
         return jax.ShapeDtypeStruct(shape, self.dtype), spec

@@ -25,11 +25,11 @@ reason = tpu_channels.reason
 def forward(
     q, k, v, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """The output [B, T, max(H, G), V], the final memory [B, G, K, V] and, to `save`, the memories that the chunks start from.
+    """The output [B, T, max(H, G), V], the final memories as `initial` and, to `save`, the memories that the chunks start from.
 
     log_decay is [B, T, G, V], T a multiple of `CHUNK`.
     """
-    layout = tpu_layout.Layout(q, k, v, CHUNK)
+    layout = tpu_layout.Layout(q, k, v, CHUNK, runs=len(initial) // len(q))
     given = layout.inputs(run, q=q, k=k, v=v, log_decay=log_decay)
     given["initial"] = layout.as_memories(initial), layout.memories()
     outs = dict(out=layout.tokens(layout.heads, v.shape[3], v.dtype), final=layout.memories())
@@ -45,8 +45,8 @@ def backward(
     decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
     """Gradients of q, k, v, log_decay and initial."""
-    del initial, decay_gradient
-    layout = tpu_layout.Layout(q, k, v, CHUNK, reverse=True)
+    del decay_gradient
+    layout = tpu_layout.Layout(q, k, v, CHUNK, runs=len(initial) // len(q), reverse=True)
     given = layout.inputs(run, q=q, k=k, v=v, log_decay=log_decay)
     of_output = layout.tokens(layout.heads, v.shape[3], v.dtype)
     given["d_out"] = layout.as_tokens(d_output.astype(v.dtype)), of_output

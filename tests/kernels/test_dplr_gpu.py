@@ -64,6 +64,7 @@ CASES: dict[str, dict[str, Any]] = {
     "memories-share": dict(dims=(100, 1, 1, 2, 128, 128), documents=True, strong=True),
     "queries-share": dict(dims=(65, 2, 1, 1, 64, 128), documents=False),
     "parts": dict(dims=(128, 1, 1, 2, 64, 64), documents=False, parts=2),
+    "wide": dict(dims=(65, 1, 1, 1, 64, 256), documents=True),
     "deep": dict(dims=(65, 1, 1, 1, 128, 64), documents=False),
 }
 

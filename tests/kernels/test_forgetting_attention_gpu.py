@@ -1,5 +1,7 @@
 """The Hopper kernel of forgetting attention, by Mosaic GPU's interpreter and by lowering for an H200."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -145,6 +147,35 @@ def test_what_is_pruned_weighs_nothing(masked, documents):
         [m for m in range(8) if found.first[0, h, m] <= n <= m] for h in range(2) for n in range(8)
     ]
     np.testing.assert_array_equal(np.ravel(found.last[0]), [max(r) for r in reach])
+
+
+def test_pruning_changes_nothing_that_matters(monkeypatch):
+    """Output and every gradient, where tiles are passed over; and not one bit where no weight is too small."""
+    inputs = make(384, 1, 1, 64, gates="strong")
+    inputs = {n: inputs[n] for n in ("q", "k", "v", "sums")}
+    rows = bounds.Rows(tuple(jnp.moveaxis(x, 2, 1) for x in inputs["sums"]), None)
+    q, k = inputs["q"], inputs["k"]
+
+    def find(prune):
+        return bounds.find_bounds(q, k, rows, scale=SCALE, window=None, prune=prune)
+
+    def run(prune):
+        call = functools.partial(forgetting_attention, scale=SCALE, interpret=gpu_interpreter())
+        return lambda x: call(**x, prune=prune)
+
+    def both(prune):
+        output, pull = jax.vjp(run(prune), inputs)
+        return jax.tree.leaves((output, pull(output)))
+
+    assert find(True).first.max() > 0
+    whole = both(False)
+    for a, b in zip(both(True), whole, strict=True):
+        np.testing.assert_allclose(np.float64(a), np.float64(b), rtol=0, atol=1e-4)
+    monkeypatch.setattr(bounds, "LEAST", -np.inf)
+    assert find(True).of_row.max() == 0
+    for a, b in zip(find(True)[:3], find(False)[:3], strict=True):  # all that gradients know of it
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(run(True)(inputs), whole[0])
 
 
 def test_bounds_do_not_look_ahead():

@@ -84,6 +84,7 @@ CASES = {
         dims=(65, 2, 1, 1, 128, 128), documents=False, decay="channel"
     ),
     "channels-memories-share": dict(dims=(100, 1, 1, 2, 64, 128), documents=True, decay="channel"),
+    "channels-wide": dict(dims=(65, 1, 1, 2, 64, 256), documents=True, decay="channel", bonus=True),
     "channels-strong": dict(
         dims=(128, 1, 1, 1, 128, 64), documents=True, decay="channel", strong=True
     ),

@@ -11,6 +11,8 @@ import pytest
 from lsm_jax import ops
 from lsm_jax.ops.segments import read_tokens
 from pallas_kernels.short_convolution import short_convolution
+from tests.kernels import test_decode_step_gpu as decode_step
+from tests.kernels import test_segments as segments
 from tests.kernels import test_short_convolution_gpu as convolution
 from tests.kernels.test_linear_attention_gpu import error
 
@@ -31,8 +33,11 @@ CONFIGURATIONS = [
     ((4, 2, 2), 64, 512, 600, False, "strong"),
     ((4, 2, 2), 64, 128, 1100, True, "channel"),
     ((2, 2, 4), 128, 128, 512, False, "strong channel"),
+    ((2, 2, 2), 128, 256, 700, True, "channel"),
     ((2, 2, 2), 128, 64, 600, True, "channel and bonus"),
     ((4, 1, 2), 128, 64, 300, True, "strong value channel"),
+    ((1, 1, 2), 128, 256, 600, True, "delta, channel"),
+    ((1, 1, 2), 128, 256, 600, True, "dplr, channel"),
     ((4, 4, 4), 128, 128, 512, False, "delta"),
     ((4, 2, 2), 64, 128, 1100, True, "delta, token"),
     ((2, 2, 4), 128, 64, 2048, True, "delta, strong"),
@@ -128,6 +133,14 @@ def test_equals_the_recurrence(configuration):
         assert error(got, want) < 1e-2
 
 
+@pytest.mark.parametrize("case", segments.CASES)
+def test_one_state_a_segment(case):
+    """Value, final states and every gradient against the recurrence, and twice the same bits."""
+    ids = np.repeat([1, 2, 1, 0, 4], [700, 5, 300, 30, 1001])
+    for a, b in zip(*(jax.tree.leaves(segments.check(case, "mosaic_gpu", ids)) for _ in "ab"), strict=True):  # fmt: skip
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("op", [ops.linear_memory, ops.delta_memory, ops.dplr_memory])
 def test_none_picks_the_kernel_and_changes_nothing_else(op):
     inputs = [jnp.ones((1, 128, 2, 64), jnp.bfloat16)] * 3
@@ -139,6 +152,41 @@ def test_none_picks_the_kernel_and_changes_nothing_else(op):
     assert "mosaic_gpu" in text
     text = jax.jit(lambda *x: op(*x, implementation="xla")[0]).lower(*inputs)
     assert "mosaic_gpu" not in text.as_text()
+
+
+# As in `test_decode_step_gpu`; and rows.
+ONE_TOKEN = [
+    ("linear", (4, 2, 2), 128, 128, "key bonus", True, True, jnp.bfloat16, 256),
+    ("linear", (4, 4, 4), 128, 256, "key", False, True, jnp.bfloat16, 16),
+    ("linear", (2, 1, 4), 64, 64, "constant value", True, False, jnp.float32, 64),
+    ("delta", (3, 3, 3), 256, 512, "token", True, True, jnp.bfloat16, 64),
+    ("delta", (16, 16, 16), 128, 128, "strong key", False, False, jnp.bfloat16, 1),
+    ("delta", (4, 2, 4), 96, 32, "", True, False, jnp.float32, 4),
+    ("dplr", (16, 16, 16), 64, 64, "key", True, True, jnp.bfloat16, 16),
+    ("dplr", (8, 4, 4), 128, 128, "strong token", True, False, jnp.float32, 256),
+]
+
+
+@pytest.mark.parametrize("configuration", ONE_TOKEN, ids=str)
+def test_one_token_equals_the_recurrence(configuration):
+    """Output and memory in float32, and what must not be touched; and twice the same bits."""
+    op, heads, key_dim, value_dim, decays, documents, stacked, dtype, batch = configuration
+    arrays = decode_step.make(op, heads, key_dim, value_dim, decays, documents, dtype, batch)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(options, arrays):
+        return decode_step.run(op, arrays, stacked=stacked, **dict(options))
+
+    fused = both((("implementation", "mosaic_gpu"),), arrays)
+    for a, b in zip(fused, both((("implementation", "mosaic_gpu"),), arrays), strict=True):
+        np.testing.assert_array_equal(a, b)
+    wide = {n: x.astype(jnp.float32) if x.dtype == dtype else x for n, x in arrays.items()}
+    wanted = both((("implementation", "xla"), ("form", "recurrent")), wide)
+    assert error(fused[0], wanted[0]) < 5e-3
+    assert error(fused[1], wanted[1]) < 1e-5
+    if "segment_ids" in arrays:
+        kept = fused[1][1] if stacked else fused[1]
+        np.testing.assert_array_equal(kept[:2], arrays["memory"][:2])
 
 
 # heads of q and of k and v; D; T; documents; gates; window

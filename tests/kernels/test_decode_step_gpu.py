@@ -1,0 +1,202 @@
+"""The Hopper kernel of one token, by Mosaic GPU's interpreter and by lowering for an H200."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+import pallas_kernels.decode_step
+from lsm_jax import mixers, ops
+from lsm_jax.models import Decoder, lm
+from lsm_jax.ops.states import Layer
+from pallas_kernels.compat import gpu_interpreter, races_found
+from pallas_kernels.decode_step import api, decode_step, reason
+
+OPS = dict(linear=ops.linear_memory, delta=ops.delta_memory, dplr=ops.dplr_memory)
+
+# op; heads of q, k and v; K, V; decays; the rest: a bonus, ids and a mask, one layer of a stack, dtype
+CASES = [
+    ("linear", (2, 2, 2), 32, 64, "key bonus", False, True, jnp.bfloat16),
+    ("delta", (1, 1, 2), 64, 32, "token", True, True, jnp.float32),
+    ("dplr", (4, 2, 2), 32, 64, "strong key", True, True, jnp.bfloat16),
+    ("linear", (4, 1, 2), 16, 32, "value", True, False, jnp.float32),
+    ("linear", (2, 2, 2), 64, 64, "constant", True, True, jnp.float32),
+    ("linear", (2, 1, 2), 256, 32, "", False, False, jnp.bfloat16),
+    ("linear", (2, 1, 2), 64, 128, "strong value token", True, True, jnp.float32),
+    ("delta", (2, 2, 4), 128, 64, "strong key", True, False, jnp.bfloat16),
+    ("delta", (2, 2, 2), 64, 64, "", False, True, jnp.float32),
+    ("dplr", (2, 1, 2), 64, 64, "token", False, False, jnp.float32),
+    ("dplr", (2, 2, 2), 64, 64, "constant", True, False, jnp.float32),
+]
+
+
+def make(op, heads, key_dim, value_dim, decays, documents, dtype, batch=4) -> dict[str, Any]:
+    """Rows in turn of padding, that does not write, that begins a document, that goes on."""
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    of_queries, of_keys, memories = heads
+    unit = lambda x: (x / jnp.linalg.norm(x, axis=-1, keepdims=True)).astype(dtype)  # noqa: E731
+    arrays: dict[str, Any] = dict(
+        q=normal(batch, 1, of_queries, key_dim).astype(dtype),
+        k=unit(normal(batch, 1, of_keys, key_dim)),
+        v=normal(batch, 1, memories, value_dim).astype(dtype),
+    )
+    if op == "delta":
+        arrays["beta"] = 2 * jax.nn.sigmoid(normal(batch, 1, memories))
+    if op == "dplr":
+        arrays["a"] = -unit(normal(batch, 1, of_keys, key_dim))
+        arrays["b"] = unit(normal(batch, 1, of_keys, key_dim))
+    shapes = dict(
+        token=(batch, 1, memories), key=(batch, 1, memories, key_dim), constant=(memories,)
+    )
+    for name, shape in (shapes | dict(value=(batch, 1, memories, value_dim))).items():
+        if name in decays:
+            gate = jax.nn.log_sigmoid(normal(*shape) + 3)
+            gate = jnp.where(gate < -0.1, -120.0, gate) if "strong" in decays else gate
+            arrays["value_log_decay" if name == "value" else "log_decay"] = gate
+    if "bonus" in decays:
+        arrays["bonus"] = normal(memories, key_dim)
+    if documents:
+        arrays["segment_ids"] = jnp.resize(jnp.asarray([0, 1, 2, 1]), (batch, 1))
+        arrays["update_mask"] = jnp.resize(jnp.asarray([1, 0, 1, 1]), (batch, 1))
+        # What does not write may hold anything.
+        arrays["v"] = arrays["v"].at[0].set(jnp.nan)
+    arrays["memory"] = normal(batch, memories, key_dim, value_dim)
+    return arrays
+
+
+def run(op, arrays, *, stacked=False, **options):
+    """The output, and the memory or its stack."""
+    arrays = dict(arrays)
+    memory = arrays.pop("memory")
+    if stacked:
+        memory = Layer(jnp.stack([-memory, memory, 2 * memory]), jnp.int32(1))
+    rows = jnp.ones(arrays["q"].shape[0], jnp.int32)
+    state: Any = ops.LinearState(memory, None, None, rows)
+    if op != "linear":
+        state = ops.DeltaState(memory, rows)
+    output, after = OPS[op](**arrays, initial_state=state, **options)
+    memory: Any = after.memory
+    return output, memory.stack if stacked else memory
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The kernel by the interpreter wherever it is asked for by name."""
+    fused = functools.partial(decode_step, interpret=gpu_interpreter())
+    monkeypatch.setattr(pallas_kernels.decode_step, "decode_step", fused)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.slow] * (i > 2)) for i, c in enumerate(CASES)], ids=str
+)  # fmt: skip
+def test_equals_the_recurrent_form(case, interpreted):
+    """Output and memory, of every row and of the layers that are not stepped; twice the same bits, and no races."""
+    op, heads, key_dim, value_dim, decays, documents, stacked, dtype = case
+    arrays = make(op, heads, key_dim, value_dim, decays, documents, dtype)
+    fused = functools.partial(run, op, arrays, stacked=stacked, implementation="mosaic_gpu")
+    got = fused()
+    assert not races_found()
+    wanted = run(op, arrays, stacked=stacked, implementation="xla", form="recurrent")
+    assert got[0].dtype == dtype and got[1].dtype == jnp.float32
+    for x, y, again in zip(got, wanted, fused(), strict=True):
+        np.testing.assert_array_equal(x, again)
+        tolerance = 1e-2 if x.dtype == jnp.bfloat16 else 1e-5
+        np.testing.assert_allclose(
+            np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=tolerance, atol=tolerance
+        )
+    if documents:
+        kept = got[1][1] if stacked else got[1]
+        np.testing.assert_array_equal(kept[:2], arrays["memory"][:2])
+
+
+def test_derivatives_and_vmap_are_the_xla_forms(interpreted):
+    arrays = make("delta", (2, 2, 2), 16, 32, "token", False, jnp.float32)
+
+    def total(implementation, k):
+        output, memory = run("delta", arrays | dict(k=k), implementation=implementation)
+        return jnp.sum(output**2) + jnp.sum(memory**2)
+
+    for of in (jax.value_and_grad, jax.vmap):
+        k = jnp.stack([arrays["k"]] * 2) if of is jax.vmap else arrays["k"]
+        got, wanted = (
+            of(functools.partial(total, implementation))(k)
+            for implementation in ("mosaic_gpu", "xla")
+        )
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-5)
+
+
+def lowered(function, *arguments) -> str:
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        traced = jax.jit(function).trace(*arguments)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def kernels_of(text: str) -> int:
+    return text.count("custom_call @mosaic_gpu")
+
+
+@pytest.mark.parametrize("method", ["gla", pytest.param("gated_deltanet", marks=pytest.mark.slow)])
+def test_the_decoder_lowers_to_it_on_the_card(method):
+    """One kernel in the loop over layers, which takes the memories of all; none for two tokens, or where XLA is asked for."""
+    config = lm(method, "tiny", vocab_size=64)
+    config.num_layers, config.hidden_size = 3, 128
+    mixer = config.layers["L"].mixer = mixers.METHODS[method].config.for_width(128)
+    for implementation, length, count in ((None, 1, 1), (None, 2, 0), ("xla", 1, 0)):
+        mixer.implementation = implementation
+        graphdef, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+
+        def step(params, tokens, graphdef=graphdef):
+            model = nnx.merge(graphdef, params)
+            return model(tokens, state=model.init_state(*tokens.shape))[1]
+
+        text = lowered(step, params, jax.ShapeDtypeStruct((2, length), jnp.int32))
+        assert kernels_of(text) == count
+        memory = jax.eval_shape(step, params, jax.ShapeDtypeStruct((2, 1), jnp.int32)).layers[0][0]
+        stack = "x".join(map(str, memory.memory.memory.shape))
+        line = [x for x in text.splitlines() if "custom_call @mosaic_gpu" in x]
+        assert all(f"tensor<{stack}xf32>" in x and "output_operand_alias" in x for x in line)
+
+
+def test_none_picks_it_where_xla_makes_more_passes():
+    """A delta rule's memory of its own, not a decaying one; and neither if the form is asked for."""
+    for op, form, count in (
+        ("delta", "chunk", 1),
+        ("delta", "recurrent", 0),
+        ("linear", "chunk", 0),
+    ):
+        arrays = make(op, (2, 2, 2), 64, 64, "token", False, jnp.bfloat16)
+        assert kernels_of(lowered(functools.partial(run, op, form=form), arrays)) == count
+
+
+def test_a_decay_that_rounding_put_above_zero_keeps_the_memory():
+    taken = api._factor(
+        jnp.array([6e-8, 0.0, -1e-7], jnp.float32)
+    )  # below 0, or 0: what is taken away
+    np.testing.assert_allclose(taken, [0, 0, -1e-7], rtol=1e-6)
+
+
+def test_says_why_it_does_not_serve():
+    arrays = make("linear", (2, 2, 2), 64, 64, "", False, jnp.bfloat16)
+    q, v, memory = arrays["q"][:, 0], arrays["v"][:, 0], arrays["memory"]
+    assert reason(q, v, memory) is None
+    assert "not K 24 and V 64" in str(reason(q, v, memory[:, :, :24]))
+    assert "not K 64 and V 48" in str(reason(q, v, memory[..., :48]))
+    assert "at most 16 queries a memory, not 40 for 2" in str(
+        reason(jnp.zeros((4, 40, 64)), v, memory)
+    )
+    assert "bfloat16 or float32, not float16" in str(reason(q.astype(jnp.float16), v, memory))
+    with pytest.raises(NotImplementedError, match="takes a float32 memory"):
+        decode_step(memory.astype(jnp.bfloat16), q, q, v, scale=1.0)
+    with pytest.raises(ValueError, match="implementation='triton'; accepted are"):
+        decode_step(memory, q, q, v, scale=1.0, implementation="triton")
+    with pytest.raises(NotImplementedError, match="takes no normalize"):
+        call = dict(implementation="mosaic_gpu", normalize=1.0)
+        ops.linear_memory(arrays["q"], arrays["k"], arrays["v"], **call)

@@ -1,0 +1,190 @@
+"""One state a segment, in and out, by the kernels under their interpreters: against the recurrence, and against segments alone."""
+
+import functools
+import importlib
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels.delta_rule
+import pallas_kernels.dplr
+import pallas_kernels.linear_attention
+from lsm_jax import ops
+from pallas_kernels.compat import gpu_interpreter, races_found
+from tests.kernels.test_linear_attention_gpu import error
+
+# Four states: one in the middle has no token; the first segment goes on behind the second, and takes two chunks; padding.
+IDS = {
+    chunk: np.repeat([1, 2, 1, 0, 4], np.array([40, 5, 30, 3, 37]) * chunk // 64)
+    for chunk in (64, 128)
+}
+CHUNK = dict(mosaic_gpu=64, mosaic_tpu=128)
+# op; heads of q, k and v; K; V; decay
+CASES = {
+    "scalar": ("linear", (1, 1, 1), 64, 64, "token"),
+    "plain-shared": ("linear", (2, 1, 1), 64, 128, None),
+    "channels": ("linear", (1, 1, 2), 64, 64, "channel"),
+    "bonus": ("linear", (2, 1, 1), 128, 64, "bonus"),
+    "values": ("linear", (1, 1, 1), 64, 64, "value"),
+    "delta": ("delta", (1, 1, 2), 64, 64, "token"),
+    "delta-plain-deep": ("delta", (2, 1, 1), 256, 64, None),
+    "delta-channels": ("delta", (1, 1, 1), 64, 128, "channel"),
+    "dplr": ("dplr", (1, 1, 2), 64, 64, "channel"),
+}
+
+
+@jax.custom_vjp
+def wait(x):
+    return jax.block_until_ready(x)
+
+
+wait.defvjp(lambda x: (wait(x), None), lambda _, g: (jax.block_until_ready(g),))
+
+
+def apart(kernel, *, run, **x):
+    """A call with nothing else on its way, ahead or behind: the interpreter's threads wait for ever for one that XLA has not."""
+    x = {name: wait(a) if isinstance(a, jax.Array) else a for name, a in x.items()}
+    return wait(kernel(run=run, **x))
+
+
+@pytest.fixture(params=list(CHUNK))
+def implementation(request, monkeypatch):
+    interpret = gpu_interpreter() if request.param == "mosaic_gpu" else True
+    for module, name in (
+        (pallas_kernels.linear_attention, "linear_attention"),
+        (pallas_kernels.delta_rule, "delta_rule"),
+        (pallas_kernels.dplr, "dplr"),
+    ):
+        run = functools.partial(getattr(module, name), interpret=interpret)
+        monkeypatch.setattr(module, name, functools.partial(apart, run))
+    for op in ("linear_memory", "delta_memory", "dplr_memory"):
+        module = importlib.import_module(f"lsm_jax.ops.{op}")
+        # Not one program: waiting for its kernels it would take a thread, and on few cores the last that they need.
+        monkeypatch.setattr(module, f"_{op}", getattr(module, f"_{op}").__wrapped__)
+    return request.param
+
+
+def check_threads(case, implementation):
+    """Warpgroups wait for each other: the interpreter needs a thread of XLA's for each of three and more, or hangs."""
+    threads = int(os.environ.get("NPROC", os.cpu_count() or 1))
+    if implementation == "mosaic_gpu" and 128 in CASES[case][2:4] and threads < 4:
+        pytest.skip(f"XLA has {threads} threads here; NPROC=8 gives it more")
+
+
+def make(case, length: int) -> dict[str, Any]:
+    op, (heads, key_heads, memories), key_dim, value_dim, decay = CASES[case]
+    rng = np.random.default_rng(0)
+
+    def normal(*shape, dtype=jnp.bfloat16):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    rows = 2, length
+    k = normal(*rows, key_heads, key_dim, dtype=jnp.float32)
+    k /= jnp.linalg.norm(k, axis=-1, keepdims=True)
+    x = dict(q=normal(*rows, heads, key_dim), k=k.astype(jnp.bfloat16))
+    x |= dict(v=normal(*rows, memories, value_dim))
+    if op == "dplr":
+        share = jax.nn.sigmoid(normal(*k.shape, dtype=jnp.float32))
+        x |= dict(a=-x["k"], b=(k * share).astype(jnp.bfloat16))
+    if op == "delta":
+        x |= dict(beta=2 * jax.nn.sigmoid(normal(*rows, memories, dtype=jnp.float32)))
+    if decay:
+        channels = () if decay == "token" else (value_dim if decay == "value" else key_dim,)
+        gate = jax.nn.log_sigmoid(normal(*rows, memories, *channels, dtype=jnp.float32) + 2)
+        x |= {"value_log_decay" if decay == "value" else "log_decay": gate}
+    if decay == "bonus":
+        x |= dict(bonus=normal(memories, key_dim, dtype=jnp.float32))
+    return x | dict(memory=0.3 * normal(2, 4, memories, key_dim, value_dim, dtype=jnp.float32))
+
+
+def call(op, ids, memory, *, mask=None, **x):
+    state: Any = (ops.linear_state if op == "linear" else ops.delta_state)(len(memory), *memory.shape[-3:])  # fmt: skip
+    state = state._replace(memory=memory)
+    run = dict(linear=ops.linear_memory, delta=ops.delta_memory, dplr=ops.dplr_memory)[op]
+    output, state = run(initial_state=state, segment_ids=ids, update_mask=mask, **x)
+    return output, state.memory
+
+
+def two_rows(ids):
+    """`ids` and, in the second row, those of a few tokens exchanged."""
+    other = ids.copy()
+    other[[3, 50, 80]] = 4, 3, 1
+    return jnp.asarray(np.stack([ids, other]), jnp.int32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_recurrence_in_value_and_every_gradient(case, implementation):
+    check_threads(case, implementation)
+    check(case, implementation, IDS[CHUNK[implementation]])
+    assert implementation == "mosaic_tpu" or not races_found()
+
+
+def test_equals_the_recurrence_in_value(implementation):
+    check("scalar", implementation, IDS[CHUNK[implementation]], gradients=False)
+    assert implementation == "mosaic_tpu" or not races_found()
+
+
+def check(case, implementation, ids, gradients=True):
+    """What the kernel gives, after a look at it."""
+    op, x, length = CASES[case][0], make(case, len(ids)), len(ids)
+    rng = np.random.default_rng(1)
+    ids, mask = two_rows(ids), jnp.asarray(rng.random((2, length)) < 0.9)
+
+    def run(x, **options):
+        return call(op, ids, mask=mask, **options, **x)
+
+    fused = functools.partial(run, implementation=implementation)
+    recurrent = functools.partial(run, form="recurrent", implementation="xla")
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), x)
+    if not gradients:
+        for got, want in zip(fused(x), recurrent(wide), strict=True):
+            assert error(got, want) < 5e-3
+        return None
+    actual, pull = jax.vjp(fused, x)
+    wanted, wanted_pull = jax.vjp(recurrent, wide)
+    cotangents = [jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in actual]
+    (found,) = pull(tuple(cotangents))
+    (expected,) = wanted_pull(tuple(x.astype(jnp.float32) for x in cotangents))
+    for got, want in zip(actual, wanted, strict=True):
+        assert error(got, want) < 5e-3
+    np.testing.assert_array_equal(actual[1][0, 2], x["memory"][0, 2])  # which no token saw
+    for name, gradient in found.items():
+        assert gradient.dtype == x[name].dtype
+        assert error(gradient, expected[name]) < 1e-2, name
+    np.testing.assert_array_equal(found["memory"][0, 2], cotangents[1][0, 2])
+    return actual, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_segments_do_not_see_each_other(case, implementation):
+    """Nor does a token see a later one: to the bit. Alone each is the same, as near as programs of other shapes are."""
+    check_threads(case, implementation)
+    op, ids = CASES[case][0], IDS[CHUNK[implementation]]
+    x = make(case, len(ids))
+    memory, bonus = x.pop("memory"), x.pop("bonus", None)
+    run = functools.partial(call, op, implementation=implementation)
+    run = run if bonus is None else functools.partial(run, bonus=bonus)
+    output, final = run(two_rows(ids), memory, **x)
+
+    later = np.flatnonzero(ids == 1)[50:]
+    changed = {name: a.at[0, later].multiply(0.5) for name, a in x.items()}
+    changed = {name: a.at[0, ids == 2].multiply(0.5) for name, a in changed.items()}
+    other, ends = run(two_rows(ids), memory.at[0, 1].multiply(2), **changed)
+    same = (ids == 4) | (ids == 1)
+    same[later] = False
+    np.testing.assert_array_equal(output[0, same], other[0, same])
+    np.testing.assert_array_equal(final[0, 3], ends[0, 3])
+    assert not np.array_equal(output[0, later], other[0, later])
+
+    for segment in (1, 4):
+        at = np.flatnonzero(ids == segment)
+        alone = {name: a[:1, at] for name, a in x.items()}
+        of_one, state = run(None, memory[:1, segment - 1], **alone)
+        assert error(output[:1, at], of_one) < 1e-4
+        assert error(final[:1, segment - 1], state) < 1e-4
