@@ -93,14 +93,17 @@ def get_config(variant: str = "smollm2-135m") -> TrainConfig:
         ValueError: a model, option or value that does not exist, or a source that is refused.
     """
     name, *given = variant.split(",")
-    options = dict(OPTIONS)
+    options, chosen = dict(OPTIONS), set()
     for option in given:
         key, equals, value = option.partition("=")
         if key not in options or not equals:
             raise ValueError(
                 f"variant {variant!r}: option {option!r}; accepted are {', '.join(OPTIONS)}, each with =value"
             )
+        if key in chosen:
+            raise ValueError(f"variant {variant!r}: {key} is given twice")
         options[key] = value
+        chosen.add(key)
     for key, accepted in (("method", METHODS), ("ablation", ABLATIONS), ("data", ("alpaca", "text"))):  # fmt: skip
         if options[key] not in accepted:
             raise ValueError(
@@ -112,11 +115,13 @@ def get_config(variant: str = "smollm2-135m") -> TrainConfig:
     for key in ("lr", *MIXER_NUMBERS):
         if not _is_number(options[key] or "0"):
             raise ValueError(f"variant {variant!r}: {key}={options[key]!r}; accepted is a number")
-    chosen = {option.partition("=")[0] for option in given}
+    if options["lr"] and not float(options["lr"]):
+        raise ValueError(f"variant {variant!r}: lr={options['lr']!r}; accepted is a number above 0")
     for key, fits, needs in (
         ("gate", options["method"] == "liger", "method=liger"),
         ("hybrid", options["method"] == "liger", "method=liger"),
         ("ablation", options["method"] == "liger", "method=liger"),
+        ("window", options["method"] != "softmax" and options["ablation"] != "no_window", "a method with a window"),
         ("rank", options["ablation"] != "no_lora" and options["method"] != "lolcats_transfer", "adapters"),
         ("tokenizer", bool(options["source"]), "source=PATH"),
     ):  # fmt: skip

@@ -57,18 +57,22 @@ class Tensors:
         Raises:
             ValueError: some are missing, unexpected or of another shape; the message names them.
         """
-        problems = [f"missing: {n} {s}" for n, s in wanted.items() if n not in self.shapes]
-        for name, shape in self.shapes.items():
-            if name not in wanted and not name.endswith(ignored):
-                problems.append(f"unexpected: {name} {shape}")
-            elif name in wanted and shape != wanted[name]:
-                problems.append(f"{name} has shape {shape}, the config's model {wanted[name]}")
-        if problems:
-            more = f"\n  and {len(problems) - 20} more" if len(problems) > 20 else ""
+        surplus = [n for n in self.shapes if n not in wanted and not n.endswith(ignored)]
+        both = [n for n in self.shapes if n in wanted and self.shapes[n] != wanted[n]]
+        kinds = {
+            "missing": [f"missing: {n} {s}" for n, s in wanted.items() if n not in self.shapes],
+            "unexpected": [f"unexpected: {n} {self.shapes[n]}" for n in surplus],
+            "of another shape": [
+                f"{n} has shape {self.shapes[n]}, the config's model {wanted[n]}" for n in both
+            ],
+        }
+        lines = []
+        for kind, of in kinds.items():
+            lines += of[:10] + [f"and {len(of) - 10} more {kind}"] * (len(of) > 10)
+        if lines:
             raise ValueError(
                 f"{self.folder}: its tensors are not those of its config.json:\n  "
-                + "\n  ".join(problems[:20])
-                + more
+                + "\n  ".join(lines)
             )
 
 
@@ -92,7 +96,10 @@ class Checkpoint(Tensors):
         self.config = self._json("config.json")
         names = [WHOLE]
         if not (self.folder / WHOLE).is_file() and (self.folder / INDEX).is_file():
-            names = sorted(set(self._json(INDEX).get("weight_map", {}).values()))
+            files = self._json(INDEX).get("weight_map")
+            if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
+                raise ValueError(f"{self.folder / INDEX}: weight_map is no table of files' names")
+            names = sorted(set(files.values()))
         self.shapes, self.dtypes, self.files = {}, {}, {}
         self.metadata: dict[str, dict[str, str] | None] = {}
         self._open: dict[str, Any] = {}

@@ -110,6 +110,8 @@ class GGUF(Tensors):
         for name in ("rms_norm_eps", "rope_theta"):  # stored in float32
             if name in config:
                 config[name] = float(str(np.float32(config[name])))
+        if "token_embd.weight" not in self._stored:
+            raise ValueError(f"{where}: the tensor token_embd.weight is missing")
         config["vocab_size"] = int(self._stored["token_embd.weight"].shape[1])
         heads = config["num_attention_heads"]
         config.setdefault("num_key_value_heads", heads)

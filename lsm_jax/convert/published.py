@@ -21,6 +21,19 @@ ARCHITECTURES = {
 _NEEDED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
 )  # fmt: skip
+_WHOLE = (
+    *_NEEDED, "num_key_value_heads", "head_dim", "sliding_window", "max_window_layers", "max_position_embeddings",
+)  # fmt: skip
+_REAL = ("rms_norm_eps", "rope_theta", "initializer_range")
+_NULL_IS_ABSENT = (*_REAL, "max_window_layers")  # elsewhere null is a value: no window, no scaling
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(_WHOLE, (int,)),
+    **dict.fromkeys(_REAL, (int, float)),
+    **dict.fromkeys(("tie_word_embeddings", "use_sliding_window"), (bool,)),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), (dict,)),
+    **dict.fromkeys(("architectures", "layer_types"), (list,)),
+    **dict.fromkeys(("model_type", "dtype", "torch_dtype"), (str,)),
+}
 # Fields a config.json may leave out where a model's own default is not "none" or "no".
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -56,6 +69,12 @@ def model_of(source: Tensors) -> ModelConfig:
         ValueError: another kind of model, a field that is missing, unknown, or of a value that is not computed here.
     """
     given, where = source.config, source.folder / "config.json"
+    for name, types in _TYPES.items():
+        value = given.get(name)
+        fits = isinstance(value, types) and (bool in types or not isinstance(value, bool))
+        if value is not None and not fits:
+            named = " or ".join(t.__name__ for t in types)
+            raise ValueError(f"{where}: {name}={value!r}; accepted is {named}")
     kind = given.get("model_type")
     if kind not in ARCHITECTURES:
         raise ValueError(f"{where}: model_type={kind!r}; accepted are {', '.join(ARCHITECTURES)}")
@@ -70,7 +89,8 @@ def model_of(source: Tensors) -> ModelConfig:
     if unknown := sorted(set(given) - _MAPPED - _HARMLESS):
         listed = ", ".join(f"{name}={given[name]!r}" for name in unknown)
         raise ValueError(f"{where}: {listed}: what it does to a {kind} model is not known here")
-    given = _DEFAULTS[kind] | given
+    stated = {n: v for n, v in given.items() if v is not None or n not in _NULL_IS_ABSENT}
+    given = _DEFAULTS[kind] | stated
     theta, scaling = _rotation(given, where)
     eps = float(given.get("rms_norm_eps", 1e-6))
 

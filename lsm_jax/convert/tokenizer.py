@@ -117,6 +117,9 @@ def _from_gguf(source: GGUF) -> dict[str, Any]:
             f"{', '.join(_PATTERNS)}, and for any other the tokenizer.json of the model it was made of: --tokenizer=FILE "
             "(configs/liger.py: tokenizer=FILE)"
         )
+    needed = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges")
+    if missing := [name for name in needed if name not in fields]:
+        raise ValueError(f"{where}: {', '.join(missing)} missing")
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     types = fields.get("tokenizer.ggml.token_type", [1] * len(tokens))
     merges = [tuple(line.split(" ", 1)) for line in fields["tokenizer.ggml.merges"]]

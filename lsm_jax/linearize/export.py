@@ -1,7 +1,9 @@
 """A tuned run as its base model is written: `python -m lsm_jax.linearize.export --workdir=runs/liger --out=liger-8b`.
 
-Adapters are merged; tensors have the base's names, shapes and dtypes. `configs/liger.py:<model>,source=liger-8b` reads the
-result as a Liger model again; other programs read it as the softmax model that its config.json says.
+Adapters are merged; tensors have the base's names, shapes and dtypes. What was frozen went through bfloat16, as it was trained
+with: of a float32 base its values are rounded. The format says nothing of gates, windows and weights: `configs/liger.py:<model>,
+source=liger-8b` with the run's own options reads the result as that Liger model; other programs read it as the softmax model that
+its config.json says.
 """
 
 from __future__ import annotations

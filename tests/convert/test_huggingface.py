@@ -127,6 +127,9 @@ def test_older_configs_say_the_same(tmp_path):
         ("llama3", dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)), "type 'dynamic'; accepted are"),
         ("llama3", dict(rope_parameters=dict(rope_type="linear")), "type 'linear' has nothing else; it takes factor"),
         ("llama3", dict(rope_parameters=dict(rope_type="linear", factor=0.5)), "factor=0.5, .*accepted are a factor from 1"),
+        ("llama3", dict(tie_word_embeddings="false"), "tie_word_embeddings='false'; accepted is bool"),
+        ("llama3", dict(hidden_size=24.0), "hidden_size=24.0; accepted is int"),
+        ("llama3", dict(rope_theta="x"), "rope_theta='x'; accepted is int or float"),
         ("llama3", dict(num_key_value_heads=2), "num_kv_heads=2 does not divide num_heads=3"),
         ("qwen2-windows", dict(layer_types=["full_attention", "other"]), "accepted are 2 of full_attention, sliding_attention"),
     ],
@@ -196,6 +199,17 @@ def test_an_unchanged_model_goes_back_byte_for_byte(tmp_path, kind, change):
         assert (folder / name).read_bytes() == (out / name).read_bytes(), name
     with pytest.raises(ValueError, match="out' is not empty; accepted is a new folder"):
         export({}, config, folder, out)
+
+
+@pytest.mark.parametrize("name", ["token_embd.weight", "tokenizer.ggml.merges"])
+def test_what_a_gguf_file_lacks_is_named(tmp_path, name):
+    whole = (GOLDENS / "llama.gguf").read_bytes()
+    (tmp_path / "x.gguf").write_bytes(whole.replace(name.encode(), name[:-1].encode() + b"_"))
+    with pytest.raises(ValueError, match=f"{name}.* missing"):
+        config = model_config(tmp_path / "x.gguf")
+        export(
+            load_params(tmp_path / "x.gguf", config), config, tmp_path / "x.gguf", tmp_path / "out"
+        )
 
 
 def test_a_gguf_file_becomes_a_folder(tmp_path):

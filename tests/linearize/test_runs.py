@@ -32,6 +32,8 @@ from lsm_jax.training import from_dict, load_run, make_program, read_rows, to_di
 from lsm_jax.training.partition import leaves_of, split, targets
 from lsm_jax.training.runs import checkpoint_directory
 from tests.linearize.conftest import config_of, same
+from tests.linearize.on_mesh import MESHES
+from tests.parallel.test_parallel import run_with_devices
 from tests.training.tiny import stop_at
 
 
@@ -192,6 +194,18 @@ def test_llama_3_8b_trains_4718592_parameters():
     assert sum(leaf.size for leaf in jax.tree.leaves(still)) == 8_030_261_248
 
 
+@pytest.mark.slow
+def test_adapters_train_alike_on_a_mesh(llama, trained, tmp_path):
+    config, workdir = trained
+    run_with_devices(
+        4, "-m", "tests.linearize.on_mesh", str(llama), config.data.path, str(tmp_path)
+    )
+    for name in MESHES:
+        np.testing.assert_allclose(
+            losses(tmp_path / name), losses(workdir), rtol=1e-4, err_msg=name
+        )
+
+
 def test_options_of_the_recipe():
     from configs import liger
 
@@ -205,6 +219,9 @@ def test_options_of_the_recipe():
         "lr=fast": "lr='fast'; accepted is a number",
         "rank=-1": "rank='-1'; accepted is a number",
         "lr=nan": "lr='nan'; accepted is a number",
+        "lr=0": "lr='0'; accepted is a number above 0",
+        "lr=1e-3,lr=1e-2": "lr is given twice",
+        "method=softmax,window=8": "window takes a method with a window",
         "method=window,gate=gla": "gate takes method=liger",
         "ablation=no_lora,rank=4": "rank takes adapters",
         "tokenizer=tokenizer.json": "tokenizer takes source=PATH",

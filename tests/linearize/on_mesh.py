@@ -1,0 +1,25 @@
+"""Run by `test_runs`, in a process of four devices: `python -m tests.linearize.on_mesh LLAMA ALPACA.jsonl FOLDER`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from lsm_jax.parallel import MeshConfig
+from lsm_jax.training import train
+from tests.linearize.conftest import config_of
+
+MESHES = {
+    "rows": MeshConfig(data=2, fsdp=2),
+    "heads": MeshConfig(data=1, fsdp=2, tensor=2),
+}
+
+
+def main(llama: str, data: str, folder: str) -> None:
+    """Stream the pretrained model into each mesh and tune its adapters there."""
+    for name, mesh in MESHES.items():
+        train(config_of(Path(llama), Path(data), mesh=mesh), Path(folder) / name)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
