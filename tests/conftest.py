@@ -6,9 +6,13 @@ The processes that tests start inherit both.
 
 import itertools
 import os
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+os.environ.setdefault(
+    "NPROC", "8"
+)  # XLA's threads: an interpreted kernel's warpgroups wait for each other
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
     " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
     " --xla_cpu_parallel_codegen_split_count=1"
@@ -28,11 +32,14 @@ AS_USERS = {
 }
 
 _tests = itertools.count(1)
+_MAPS = Path("/proc/self/maps")  # Linux grants a process 65,530
 
 
 @pytest.fixture(autouse=True)
 def forget_programs():
-    """Give memory maps back: Linux grants a process 65,530, every compiled program takes some, and XLA aborts at the last."""
+    """Give memory and its maps back: every compiled program takes some, and XLA aborts at the last."""
     yield
-    if next(_tests) % 50 == 0:
+    number = next(_tests)
+    maps = _MAPS.read_bytes().count(b"\n") if number % 10 == 0 and _MAPS.exists() else 0
+    if number % 500 == 0 or maps > 25_000:
         jax.clear_caches()
