@@ -1,4 +1,4 @@
-"""Speed of the fused kernels: `python -m benchmarks.kernels [--peers jla,fla] [--shapes 8x4096x16x128] [--output FILE.jsonl]`.
+"""Speed of the fused kernels: `python -m benchmarks.kernels [--peers jla,fla] [--shapes 8x4096x16x128] [--segments 8] [--output FILE.jsonl]`.
 
 A row an op and shape (B x T x H x D, bfloat16): milliseconds forward / forward and backward of the kernel, of the XLA form with
 `--xla`, and of the peers that are installed (jax-linear-attention; flash-linear-attention under PyTorch, see `benchmarks.fla`), in
@@ -14,6 +14,7 @@ import functools
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch wants room
 
@@ -66,18 +67,29 @@ def make_inputs(op: str, shape: str) -> tuple[jax.Array, ...]:
     return q, k, v, do
 
 
-def ours(op: str, implementation: str):
+def ours(op: str, implementation: str, segments: int = 0):
+    """The op; with `segments`, of as many documents a row, each with a state of its own in and out."""
+
+    def rest(empty, q) -> dict[str, Any]:
+        if not segments:
+            return dict(implementation=implementation)
+        batch, length, heads, dim = q.shape
+        ids = jnp.broadcast_to(1 + jnp.arange(length) * segments // length, (batch, length))
+        state = empty(batch, heads, dim, dim, num_segments=segments)
+        return dict(implementation=implementation, segment_ids=ids, initial_state=state)
+
     if op == "rwkv7":
-        return lambda *inputs: ops.dplr_memory(*inputs, implementation=implementation)[0]
+        return lambda q, *x: ops.dplr_memory(q, *x, **rest(ops.delta_state, q))[0]
     if "delta" in op or op == "kda":
-        return lambda *inputs: ops.delta_memory(*inputs, implementation=implementation)[0]
+        return lambda q, *x: ops.delta_memory(q, *x, **rest(ops.delta_state, q))[0]
 
     def call(q, k, v, *decay):
         if op == "constant decay":
             decay = (jnp.log1p(-(2.0 ** (-5 - jnp.arange(q.shape[2])))),)
         decay, bonus = (*decay, None, None)[:2]
-        given = {"value_log_decay" if op == "value decay" else "log_decay": decay}
-        return ops.linear_memory(q, k, v, bonus=bonus, implementation=implementation, **given)[0]
+        given: dict[str, Any] = {"value_log_decay" if op == "value decay" else "log_decay": decay}
+        given |= rest(ops.linear_state, q)
+        return ops.linear_memory(q, k, v, bonus=bonus, **given)[0]
 
     return call
 
@@ -116,7 +128,7 @@ def programs_of(call, inputs: tuple[jax.ShapeDtypeStruct, ...]) -> list:
     return [jax.jit(f).lower(do, q, k, v, *gates) for f in (forward, both)]
 
 
-def compiled(cases: list[tuple[str, str]], kinds: list[str]) -> dict:
+def compiled(cases: list[tuple[str, str]], kinds: list[str], segments: int = 0) -> dict:
     """(op, shape, kind) to both programs or what kept them from being built; all are compiled side by side."""
     found: dict = {}
     with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
@@ -124,7 +136,7 @@ def compiled(cases: list[tuple[str, str]], kinds: list[str]) -> dict:
             inputs = jax.eval_shape(functools.partial(make_inputs, op, shape))
             for kind in kinds:
                 try:
-                    call = jla(op) if kind == "jla" else ours(op, KINDS[kind])
+                    call = jla(op) if kind == "jla" else ours(op, KINDS[kind], segments)
                     if call is None:
                         continue
                     lowered = programs_of(call, inputs)
@@ -160,7 +172,12 @@ def main() -> None:
         type=int,
         help="parts of a long row in the delta rules' kernels, in place of their rule's",
     )
-    parser.add_argument("--lock", type=Path, help="a file whose holder alone uses the card")
+    parser.add_argument(
+        "--segments", type=int, default=0, help="documents a row, each with a state in and out"
+    )
+    parser.add_argument(
+        "--lock", type=Path, help="a file, for processes on one card: all compile before one times"
+    )
     parser.add_argument("--output", type=Path, help="append the rows as JSON lines")
     args = parser.parse_args()
     if jax.default_backend() != "gpu":
@@ -170,12 +187,17 @@ def main() -> None:
     cases = [(op, shape) for shape in args.shapes.split(",") for op in args.ops.split(",")]
     kinds = ["kernel", *["xla"] * args.xla, *["jla"] * ("jla" in args.peers)]
     peer = Fla(cases, args.workers) if "fla" in args.peers else None
-    programs = compiled(cases, kinds)
-    if peer is not None:
-        peer.wait(args.patience)
+    with alone(args.lock, shared=True):
+        programs = compiled(cases, kinds, args.segments)
+        if peer is not None:
+            peer.wait(args.patience)
     with alone(args.lock):
         for op, shape in cases:
             row: dict = {"op": op, "shape": shape}
+            if args.parts is not None:
+                row["parts"] = args.parts
+            if args.segments:
+                row["segments"] = args.segments
             inputs = make_inputs(op, shape)
             for kind in kinds:
                 pair = programs.pop((op, shape, kind), None)

@@ -3,7 +3,7 @@
 At the shapes of `configs/mom.py:340m` (width 1,024, four heads of 256, four memories, two a token and a shared one), bfloat16,
 prints milliseconds of a forward and of a forward with its backward, medians of 7 batches of 10 calls: MoM in each form at T tokens
 a row, the inner mixer at (k + 1) T, and the one over the other. `--peers fla` times the layer of flash-linear-attention in the same
-run, where PyTorch and it are installed; everything is compiled before anything is timed.
+run ("fla": forward, training), where PyTorch and it are installed; everything is compiled before anything is timed.
 """
 
 from __future__ import annotations
@@ -24,39 +24,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks.peer import Peer
+from benchmarks.fla import Fla
 from benchmarks.timing import alone, append_row, batch_milliseconds, provenance
 from lsm_jax import mixers, ops
-
-# Warms up (its search for block sizes takes minutes), waits for a line, then times.
-_FLA = """
-import json, sys, torch
-from triton.testing import do_bench
-import fla.ops.common.chunk_o as chunk_o
-chunk_o.TRITON_ABOVE_3_7_1 = True  # it refuses one backward under older Triton, which gets it wrong; for speed alone, run it
-from fla.layers.mom import MomAttention
-width, cases, layer = json.loads(sys.argv[1])
-torch.manual_seed(0)
-layer = MomAttention(hidden_size=width, **layer).cuda().bfloat16().train()
-calls = []
-for rows, length in cases:
-    x = torch.randn(rows, length, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    def forward(x=x): return layer(x)[0]
-    def both(x=x, forward=forward):
-        x.grad = None
-        layer.zero_grad(set_to_none=True)
-        forward().float().square().sum().backward()
-    both()
-    with torch.no_grad(): forward()
-    calls.append((length, forward, both))
-    print("warm", length, file=sys.stderr, flush=True)
-print("ready", flush=True)
-sys.stdin.readline()
-for length, forward, both in calls:
-    with torch.no_grad():
-        first = do_bench(forward, warmup=50, rep=200, return_mode="median")
-    print(json.dumps([length, first, do_bench(both, warmup=50, rep=300, return_mode="median")]), flush=True)
-"""
 
 
 def parameters(config, width: int) -> tuple:
@@ -78,8 +48,8 @@ def programs(graph, params, tokens: jax.ShapeDtypeStruct) -> tuple:
     return jax.jit(forward).lower(params, tokens), both.lower(params, tokens)
 
 
-def measure(args, length: int, rows: int, kinds: dict, layers: dict, built: dict, theirs) -> dict:
-    """The row of a length: each kind's milliseconds, and over the inner mixer's; `theirs` are the peer's, or None."""
+def measure(args, length: int, rows: int, kinds: dict, layers: dict, built: dict) -> dict:
+    """The row of a length: each kind's milliseconds, and over the inner mixer's."""
     found: dict[str, Any] = dict(inner=args.inner, width=args.width, rows=rows, length=length)
     for kind, (_, times) in kinds.items():
         _, params = layers[kind]
@@ -95,9 +65,6 @@ def measure(args, length: int, rows: int, kinds: dict, layers: dict, built: dict
                 f"{name[:-3]}_over_inner": round(found[kind][name] / value, 3)
                 for name, value in found["inner_mixer"].items()
             }
-    if theirs:
-        forward_ms, training_ms = theirs
-        found["fla"] = dict(forward_ms=round(forward_ms, 4), training_ms=round(training_ms, 4))
     return found
 
 
@@ -110,7 +77,10 @@ def main() -> None:
     parser.add_argument("--forms", default="packed,masked")
     parser.add_argument("--calls", type=int, default=10)
     parser.add_argument("--peers", default="", help="fla")
-    parser.add_argument("--patience", type=float, default=200, help="seconds the peer may warm up")
+    parser.add_argument(
+        "--workers", type=int, default=12, help="processes that compile for the peer"
+    )
+    parser.add_argument("--patience", type=float, default=300, help="seconds that they may take")
     parser.add_argument(
         "--lock",
         type=Path,
@@ -118,6 +88,8 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, help="append the rows as JSON lines")
     args = parser.parse_args()
+    if args.peers and (args.width, args.inner) != (1024, "gated_deltanet"):
+        parser.error("--peers has a layer of width 1024 around gated_deltanet alone")
     config = mixers.MoMConfig.for_width(args.width)
     if args.inner != "gated_deltanet":
         inner = mixers.get_method(args.inner).config.for_width(args.width)
@@ -125,42 +97,37 @@ def main() -> None:
     more = config.top_k + config.shared_memory
     lengths = [int(n) for n in args.lengths.split(",")]
     rows = {length: max(1, args.tokens // length) for length in lengths}
-    began, peer = time.perf_counter(), None
-    if "fla" in args.peers:
-        layer = dict(
-            num_memories=config.num_memories, topk=config.top_k, shared_mem=config.shared_memory,
-            num_heads=config.mixer.num_heads, head_dim=config.mixer.head_dim, expand_v=config.mixer.expand_v,
-        )  # fmt: skip
-        given = args.width, [(rows[n], n) for n in lengths], layer
-        peer = Peer(_FLA, given)
-
+    began = time.perf_counter()
+    cases = [("mom", f"{rows[n]}x{n}") for n in lengths]
+    peer = Fla(cases, args.workers) if "fla" in args.peers else None
     forms = args.forms.split(",")
     kinds = {"inner_mixer": (config.mixer, more)} | {
         form: (dataclasses.replace(config, execution=form), 1) for form in forms
     }
     with alone(args.lock, shared=True):
         layers = {kind: parameters(own, args.width) for kind, (own, _) in kinds.items()}
-        lowered = {}
-        for length in lengths:
-            for kind, (_, times) in kinds.items():
-                shape = (rows[length], times * length, args.width)
-                tokens = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-                graph, params = layers[kind]
-                lowered[length, kind] = programs(graph, params, tokens)
+        built: dict[tuple, list] = {}
         with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-            built = {
-                case: [pool.submit(program.compile) for program in pair]
-                for case, pair in lowered.items()
-            }
-            built = {case: [future.result() for future in pair] for case, pair in built.items()}
+            for length in lengths:
+                for kind, (_, times) in kinds.items():
+                    shape = (rows[length], times * length, args.width)
+                    graph, params = layers[kind]
+                    pair = programs(graph, params, jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+                    built[length, kind] = [pool.submit(program.compile) for program in pair]
+        built = {case: [future.result() for future in pair] for case, pair in built.items()}
         print(f"compiled after {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+    if peer is not None:
+        peer.wait(args.patience)
     with alone(args.lock):
-        theirs = {n: times for n, *times in peer.rows(args.patience)} if peer else {}
-        for length in lengths:
-            found = measure(args, length, rows[length], kinds, layers, built, theirs.get(length))
+        for length, case in zip(lengths, cases, strict=True):
+            found = measure(args, length, rows[length], kinds, layers, built)
+            if peer is not None:
+                found |= peer.times(*case)
             print(json.dumps(found), flush=True)
             if args.output:
                 append_row(args.output, found | provenance())
+    if peer is not None:
+        peer.close()
     print(json.dumps(ops.choices()), flush=True)
 
 

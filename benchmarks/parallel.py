@@ -122,6 +122,8 @@ def print_rows(
         cards = math.prod(axes.values())
         if mesh.rounds > 1:
             axes["rounds"] = mesh.rounds
+        if mesh.expert > 1 and args.exchange != "padded":
+            axes["exchange"] = args.exchange
         line = dict(table=table, variant=variant, mesh=axes, rows=count, length=length)
         try:
             if isinstance(step, Exception):
