@@ -225,8 +225,17 @@ def _selective_memory(
 
     if options.form == "associative":
         chunks = cut_into_chunks(tokens, length, 1, num_segments)
-        x = jax.tree.map(lambda x: chunks.split(x)[:, :, 0], inputs)
-        transition, write = update(x)
+
+        def split(x):
+            return chunks.split(jnp.broadcast_to(x, (batch, *x.shape[1:])))[:, :, 0]
+
+        x = jax.tree.map(split, inputs)
+        if options.is_complex:  # XLA rounds products by lane then
+            transition, write = update(x)
+        else:  # made where the tokens stand: in another lane XLA may round `exp` another way
+            transition, write = map(split, update(inputs))
+            taken = split(jnp.ones((batch, length), bool))
+            transition = jnp.where(taken[:, :, None, None], transition, 1)
         entering, memory = associate_chunks(
             jnp.multiply, jnp.multiply, transition, write, memory, chunks
         )

@@ -120,7 +120,8 @@ def inputs_of(op: str, case: Case | None) -> dict:
         return {"angle": rng.uniform(-3, 3, size=(BATCH, LENGTH, 2)), "ids": IDS}
     if op == "time_invariant_memory":
         shapes = {"u": (BATCH, LENGTH, 3), "delta": (3,), "A": (3, 2), "B": (3, 2), "C": (3, 2)}
-        return {n: -np.abs(rng.normal(size=s)) for n, s in shapes.items()} | {"ids": IDS}
+        given = {n: -np.abs(rng.normal(size=s)) for n, s in shapes.items()}
+        return given | {"delta": -given["delta"], "ids": IDS}  # so that it decays
     assert case is not None
     return make_inputs(case, BATCH, LENGTH) | {"ids": IDS}
 
