@@ -89,8 +89,9 @@ def attention(
         q: [B, T, H, K] queries; H is a multiple (grouped-query attention) or a divisor of G.
         k: [B, T, Hk, K] keys; Hk divides G.
         v: [B, T, G, V] values.
-        log_forget: [N] or [B, T, N], finite and at most 0: the logarithm of each forget gate, N = max(H, G) heads. Constant gates -m_h are
-            ALiBi's slopes m_h (arXiv 2108.12409). The gate of a token that is not written is not applied.
+        log_forget: [N] or [B, T, N], at most 0: the logarithm of each forget gate, N = max(H, G) heads. Constant gates -m_h are
+            ALiBi's slopes m_h (arXiv 2108.12409). A gate under -4096 (-inf, too) leaves nothing and has no gradient. The gate of a
+            token that is not written is not applied.
         window: see only the last `window` written tokens, the current one included; None is all of them.
         scale: multiplies the scores; None is `K ** -0.5`.
         initial_state: the keys and values to go on from; with keys [B, S, ...], segment id s has state s - 1. None is
@@ -225,6 +226,9 @@ def _in_sequence(
     return finish_output(mine, output).astype(v.dtype), final
 
 
+_CLOSED = -4096.0  # e to it is 0, in float64 too
+
+
 def _check_gates(op: str, log_forget, shape: tuple[int, int, int]) -> Array:
     """Log gates of every token, [B, T, N], in float32 or wider ahead of the sum that a constant gate's gradient is."""
     if jnp.shape(log_forget) not in (shape, shape[2:]):
@@ -236,7 +240,8 @@ def _check_gates(op: str, log_forget, shape: tuple[int, int, int]) -> Array:
             f"{op}: log_forget has dtype {jnp.result_type(log_forget)}; accepted are floating ones"
         )
     wide = jnp.promote_types(jnp.result_type(log_forget), jnp.float32)
-    return jnp.broadcast_to(jnp.asarray(log_forget, wide), shape)
+    # Sums of larger ones would cost the other gates their digits, and in a tile of a kernel the scores.
+    return jnp.broadcast_to(jnp.maximum(jnp.asarray(log_forget, wide), _CLOSED), shape)
 
 
 class _Options(NamedTuple):

@@ -56,7 +56,7 @@ def forgetting_attention(
         k: [B, T, G, D] keys.
         v: [B, T, G, V] values.
         sums: [B, T, H] twice, float32, high and low part of the sum F of log forget gates up to and with each token, never growing
-            along T, through runs too. The gradient is that of F_j in its column, all of it on the high part: a row's F_i has none. None is no gate.
+            along T, through runs too, by at most some thousands a token (past a larger step a float32 bias swallows scores). The gradient is that of F_j in its column, all of it on the high part: a row's F_i has none. None is no gate.
         run: [B, T], growing along T: tokens see those of their own run. None is one run.
         written: [B, T], False where a token is no key. None is all.
         window: tokens see the last `window` places, their own included; None is all.

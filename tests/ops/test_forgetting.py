@@ -91,6 +91,28 @@ def test_constant_gates_are_alibi():
     np.testing.assert_allclose(output[0], expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("closed", [-1e5, -1e9, -1e30, -np.inf])
+def test_a_closed_gate_begins_a_document(closed):
+    length, every = 1024, 8
+    q, k, v = (jnp.asarray(RNG.normal(size=(1, length, 2, 4)), jnp.float32) for _ in range(3))
+    gates = jnp.full((1, length, 2), -0.01).at[:, ::every].set(closed)
+    ids = jnp.arange(length)[None] // every + 1
+
+    def loss(q, k, v, gates, ids):
+        output, _ = ops.attention(q, k, v, log_forget=gates, segment_ids=ids)
+        return jnp.sum(jnp.sin(output)), output
+
+    grads = jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)
+    (*got, of_gates), output = grads(q, k, v, gates, None)
+    (*wanted, wanted_of_gates), alone = grads(q, k, v, gates.at[:, ::every].set(-1.0), ids)
+    np.testing.assert_allclose(output, alone, rtol=0, atol=1e-5)
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+    inside = np.arange(length) % every != 0
+    np.testing.assert_allclose(of_gates[:, inside], wanted_of_gates[:, inside], rtol=0, atol=1e-5)
+    assert not of_gates[:, ~inside].any()
+
+
 def test_sums_keep_their_digits():
     """Differences nearby after 65,536 gates near 0.5, among which slow ones: where a float32 sum is wrong by 0.002."""
     length, near = 65_536, 64
