@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lsm_jax.ops import checks, chosen, delta_kernels, linear_kernels, matrix_sequence, one_token
+from lsm_jax.ops import checks, chosen, delta_kernels, dispatch, matrix_sequence, one_token
 from lsm_jax.ops.decays import channel_scores, forget, halve, inverse_unit_lower, pairwise_decay
 from lsm_jax.ops.segments import Chunks, cut_into_chunks, finish_output, read_tokens, select
-from lsm_jax.ops.sequence import state_axes
 from lsm_jax.ops.states import (
     DeltaState,
     associate_chunks,
@@ -26,7 +25,6 @@ from lsm_jax.ops.states import (
     scan_chunks,
     scan_tokens,
 )
-from lsm_jax.parallel import TOKENS, over_mesh
 
 
 def delta_memory(
@@ -83,43 +81,37 @@ def delta_memory(
     dtype = checks.compute_dtype(q, k, v, beta, log_decay)
     empty = functools.partial(delta_state, batch, heads, key_dim, value_dim, dtype=dtype)
     state = checks.state_or_empty(op, initial_state, empty, segment_ids)
-    kernel = linear_kernels.AUTOMATIC if implementation in (None, "xla") else implementation
-    why = delta_kernels.why_not(kernel, form, q, k, v, log_decay, state.memory)
-    kernel, why = one_token.choose(
-        kernel, why, asked, implementation, q, k, v, state.memory, layer=layer
-    )
-    fused = chosen.choose(op, form, implementation, kernel, why)
 
-    constant = log_decay is not None and jnp.ndim(log_decay) == 1
+    def why_not(kernel):
+        return delta_kernels.why_not(kernel, form, q, k, v, log_decay, state.memory)
+
+    picked = dispatch.pick(
+        op, form, asked, implementation, why_not, q, k, v, state.memory, layer=layer
+    )
+
+    by_token, constant = dispatch.split_decay(log_decay)
     batched = dict(
         q=q,
         k=k,
         v=v,
         beta=beta,
-        log_decay=None if constant else log_decay,
+        log_decay=by_token,
         state=state,
         segment_ids=segment_ids,
         update_mask=update_mask,
     )
-    shared: dict[str, Any] = dict(constant_log_decay=log_decay if constant else None)
-    if (inner := one_token.within(kernel, layer, q)) is not None:
-        shared["layer"] = inner
+    shared = dict(constant_log_decay=constant)
     options = _Options(
         scale=checks.scale_or_default(op, scale, key_dim),
         form=form,
-        fused=fused,
-        kernel=kernel,
+        **picked._asdict(),
         size=size,
         dtype=dtype,
         precision=checks.matmul_precision(q, k, v),
     )
-    axes: dict[str, Any] = dict.fromkeys(batched, TOKENS) | dict.fromkeys(shared, ("heads",))
-    axes["state"] = state_axes(state, segments=state.memory.ndim == 5)
-    result = over_mesh(
-        _delta_memory, batched, shared, options,
-        axes=axes, out_axes=(TOKENS, "state"), in_sequence=_in_sequence,
-    )  # fmt: skip
-    return result if inner is not None else one_token.put(layer, result)
+    return dispatch.run_over_mesh(
+        _delta_memory, batched, shared, options, layer=layer, in_sequence=_in_sequence
+    )
 
 
 def _in_sequence(axis, function, options, **arguments):
@@ -157,22 +149,7 @@ class _Inputs(NamedTuple):
 # Compiled as a whole also when called outside `jax.jit`, as in a notebook.
 @functools.partial(jax.jit, static_argnums=0)
 def _delta_memory(options, layer=None, **arrays):
-    if options.kernel == one_token.KERNEL:
-        return one_token.run(options, _by_xla, layer, arrays)
-    if options.fused == "never":
-        return _by_xla(options, **arrays)
-
-    def kernel(arrays):
-        constant = arrays["constant_log_decay"]
-        given = {name: x for name, x in arrays.items() if name != "constant_log_decay"}
-        if constant is not None:
-            given["log_decay"] = constant
-        return delta_kernels.run_kernel(options.kernel, options.scale, **given)
-
-    if options.fused == "always":
-        return kernel(arrays)
-    xla = lambda arrays: _by_xla(options, **arrays)  # noqa: E731
-    return jax.lax.platform_dependent(arrays, cuda=kernel, default=xla)
+    return dispatch.run(options, _by_xla, delta_kernels.run_kernel, layer, arrays)
 
 
 def _by_xla(options, q, k, v, beta, log_decay, state, segment_ids, update_mask, constant_log_decay):
@@ -180,10 +157,7 @@ def _by_xla(options, q, k, v, beta, log_decay, state, segment_ids, update_mask, 
     dtype = options.dtype
     num_segments = state.memory.shape[1] if state.memory.ndim == 5 else None
     tokens = read_tokens(segment_ids, update_mask, state.segment_id, num_segments)
-    if constant_log_decay is not None:
-        # One row is enough, unless some rows write where others do not.
-        rows = 1 if tokens.written is None and tokens.slot is None else batch
-        log_decay = jnp.broadcast_to(constant_log_decay.astype(dtype), (rows, length, heads))
+    log_decay = dispatch.spread_decay(log_decay, constant_log_decay, tokens, v, dtype)
 
     def prepare(x) -> Any:
         return None if x is None else select(tokens.written, jnp.asarray(x).astype(dtype))

@@ -12,7 +12,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lsm_jax.ops import checks, chosen, linear_kernels, linear_sequence, one_token, stabilized
+from lsm_jax.ops import (
+    checks,
+    chosen,
+    dispatch,
+    linear_kernels,
+    linear_sequence,
+    one_token,
+    stabilized,
+)
 from lsm_jax.ops.decays import (
     Halving,
     blocks_of,
@@ -30,7 +38,7 @@ from lsm_jax.ops.segments import (
     read_tokens,
     select,
 )
-from lsm_jax.ops.sequence import resume, state_axes
+from lsm_jax.ops.sequence import resume
 from lsm_jax.ops.states import (
     LinearState,
     associate_chunks,
@@ -40,7 +48,6 @@ from lsm_jax.ops.states import (
     scan_chunks,
     scan_tokens,
 )
-from lsm_jax.parallel import TOKENS, over_mesh
 
 
 def linear_memory(
@@ -121,45 +128,39 @@ def linear_memory(
     plain = dict(
         value_log_decay=value_log_decay, log_input_gate=log_input_gate, normalize=normalize
     )
-    kernel = linear_kernels.AUTOMATIC if implementation in (None, "xla") else implementation
-    why = linear_kernels.why_not(kernel, form, q, k, v, log_decay, bonus, state.memory, plain)
-    kernel, why = one_token.choose(
-        kernel, why, asked, implementation, q, k, v, state.memory, layer=layer, passes=2,
+
+    def why_not(kernel):
+        return linear_kernels.why_not(kernel, form, q, k, v, log_decay, bonus, state.memory, plain)
+
+    picked = dispatch.pick(
+        op, form, asked, implementation, why_not, q, k, v, state.memory, layer=layer, passes=2,
         absent=dict(log_input_gate=log_input_gate, normalize=normalize),
     )  # fmt: skip
-    fused = chosen.choose(op, form, implementation, kernel, why)
-    constant = log_decay is not None and jnp.ndim(log_decay) == 1
+    by_token, constant = dispatch.split_decay(log_decay)
     batched = dict(
         q=q,
         k=k,
         v=v,
-        log_decay=None if constant else log_decay,
+        log_decay=by_token,
         value_log_decay=value_log_decay,
         log_input_gate=log_input_gate,
         state=state,
         segment_ids=segment_ids,
         update_mask=update_mask,
     )
-    shared: dict[str, Any] = dict(constant_log_decay=log_decay if constant else None, bonus=bonus)
-    if (inner := one_token.within(kernel, layer, q)) is not None:
-        shared["layer"] = inner
+    shared = dict(constant_log_decay=constant, bonus=bonus)
     options = _Options(
         scale=checks.scale_or_default(op, scale, key_dim),
         normalize=normalize,
         form=form,
-        fused=fused,
-        kernel=kernel,
+        **picked._asdict(),
         size=size,
         dtype=dtype,
         precision=checks.matmul_precision(q, k, v),
     )
-    axes: dict[str, Any] = dict.fromkeys(batched, TOKENS) | dict.fromkeys(shared, ("heads",))
-    axes["state"] = state_axes(state, segments=state.memory.ndim == 5)
-    result = over_mesh(
-        _linear_memory, batched, shared, options,
-        axes=axes, out_axes=(TOKENS, "state"), in_sequence=_in_sequence,
-    )  # fmt: skip
-    return result if inner is not None else one_token.put(layer, result)
+    return dispatch.run_over_mesh(
+        _linear_memory, batched, shared, options, layer=layer, in_sequence=_in_sequence
+    )
 
 
 def _in_sequence(axis, function, options, **arguments):
@@ -193,22 +194,12 @@ class _Inputs(NamedTuple):
 # Compiled as a whole also when called outside `jax.jit`, as in a notebook.
 @functools.partial(jax.jit, static_argnums=0)
 def _linear_memory(options, layer=None, **arrays):
-    if options.kernel == one_token.KERNEL:
-        return one_token.run(options, _by_xla, layer, arrays)
-    if options.fused == "never":
-        return _by_xla(options, **arrays)
 
-    def kernel(arrays):
-        none = ("constant_log_decay", "log_input_gate")
-        given = {name: x for name, x in arrays.items() if name not in none}
-        if arrays["constant_log_decay"] is not None:
-            given["log_decay"] = arrays["constant_log_decay"]
-        return linear_kernels.run_kernel(options.kernel, options.scale, **given)
+    def kernel(name, scale, *, log_input_gate, **given):
+        del log_input_gate  # None: it knows none
+        return linear_kernels.run_kernel(name, scale, **given)
 
-    if options.fused == "always":
-        return kernel(arrays)
-    xla = lambda arrays: _by_xla(options, **arrays)  # noqa: E731
-    return jax.lax.platform_dependent(arrays, cuda=kernel, default=xla)
+    return dispatch.run(options, _by_xla, kernel, layer, arrays)
 
 
 def _by_xla(
@@ -223,10 +214,7 @@ def _by_xla(
     def prepare(x) -> Any:
         return None if x is None else select(tokens.written, jnp.asarray(x).astype(dtype))
 
-    if constant_log_decay is not None:
-        # One row is enough, unless some rows write where others do not.
-        rows = 1 if tokens.written is None and tokens.slot is None else batch
-        log_decay = jnp.broadcast_to(constant_log_decay.astype(dtype), (rows, length, heads))
+    log_decay = dispatch.spread_decay(log_decay, constant_log_decay, tokens, v, dtype)
     values = v.astype(dtype)
     memory = state.memory.astype(dtype)
     if options.normalize is not None:  # one more value channel, of ones, that only keys decay
