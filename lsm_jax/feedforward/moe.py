@@ -22,7 +22,7 @@ from flax import nnx
 
 from lsm_jax.feedforward.swiglu import SwiGLU, SwiGLUConfig
 from lsm_jax.mixers import checks
-from lsm_jax.mixers.layers import Dense, parameter, project
+from lsm_jax.mixers.layers import Dense, parameter, project, recomputed
 from lsm_jax.ops.grouped_product import grouped_product, row_multiple
 from lsm_jax.parallel import (
     EXCHANGES,
@@ -193,7 +193,7 @@ class MoE(nnx.Module):
             live: bool [B, T], the tokens that count.
         """
         config, wide = self.config, jnp.promote_types(x.dtype, jnp.float32)
-        logits = self.router(x.astype(wide))
+        logits = recomputed(lambda x: self.router(x.astype(wide)))(x)
         log_probability = jax.nn.log_softmax(logits, axis=-1)
         probability = jnp.exp(log_probability)
         best, chosen = jax.lax.top_k(logits, config.top_k)

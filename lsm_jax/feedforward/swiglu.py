@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 
 from lsm_jax.mixers import checks
-from lsm_jax.mixers.layers import Dense
+from lsm_jax.mixers.layers import Dense, recomputed
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -86,5 +86,9 @@ class SwiGLU(nnx.Module):
         state: None = None,
     ) -> tuple[jax.Array, None, dict[str, jax.Array]]:
         """x [B, T, D] -> [B, T, D], None, no statistics."""
-        y = self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
-        return y, None, {}
+
+        @recomputed  # the width between, too
+        def down(gate, up):
+            return self.down_proj(jax.nn.silu(gate) * up)
+
+        return down(self.gate_proj(x), self.up_proj(x)), None, {}

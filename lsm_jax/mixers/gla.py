@@ -12,7 +12,7 @@ from flax import nnx
 from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
-from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, split_heads
+from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, recomputed, split_heads
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -103,11 +103,13 @@ class GLA(Mixer):
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
         """Keys, values, and a decay for each key channel."""
         heads = self.config.num_heads
-        gate = self.decay_up(self.decay_down(x, dtype=jnp.float32))
+        gate = self.decay_up(self.decay_down(x), dtype=jnp.float32)
+        temperature = self.config.gate_temperature
+        log_decay = recomputed(lambda gate: jax.nn.log_sigmoid(gate) / temperature)(gate)
         return dict(
             k=split_heads(self.k_proj(x), heads),
             v=split_heads(self.v_proj(x), heads),
-            log_decay=split_heads(jax.nn.log_sigmoid(gate) / self.config.gate_temperature, heads),
+            log_decay=split_heads(log_decay, heads),
         )
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:

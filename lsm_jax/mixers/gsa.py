@@ -16,7 +16,7 @@ from flax import nnx
 from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
-from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, split_heads
+from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, recomputed, split_heads
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -107,11 +107,18 @@ class GSA(Mixer):
         """silu of keys and values; each slot's decay α, and 1 - α as the strength it is written with."""
         heads = self.config.num_heads
         gate = split_heads(self.decay_proj(x, dtype=jnp.float32), heads)
-        log_decay = jax.nn.log_sigmoid(gate) / self.config.gate_temperature
+        temperature = self.config.gate_temperature
+
+        @recomputed
+        def decay(gate):
+            log_decay = jax.nn.log_sigmoid(gate) / temperature
+            return log_decay, -jnp.expm1(log_decay)
+
+        log_decay, strength = decay(gate)
         return dict(
             k=split_heads(jax.nn.silu(self.k_proj(x)), heads),
             v=split_heads(jax.nn.silu(self.v_proj(x)), heads),
-            s=-jnp.expm1(log_decay),
+            s=strength,
             log_decay=log_decay,
         )
 

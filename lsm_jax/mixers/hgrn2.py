@@ -16,7 +16,7 @@ from flax import nnx
 from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
-from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, parameter, split_heads
+from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, parameter, recomputed, split_heads
 
 _BOUNDS = "hgrn2_log_bounds"
 
@@ -123,10 +123,15 @@ class HGRN2(Mixer):
         else:
             bound, rest = context.shared[_BOUNDS][context.layer]
         gate = self.f_proj(x, dtype=jnp.float32)
-        log_f = jnp.logaddexp(bound, rest + jax.nn.log_sigmoid(gate))
-        key = jnp.exp(rest + jax.nn.log_sigmoid(-gate))
+
+        @recomputed
+        def bounded(gate, bound, rest):
+            log_f = jnp.logaddexp(bound, rest + jax.nn.log_sigmoid(gate))
+            return log_f, jnp.exp(rest + jax.nn.log_sigmoid(-gate)).astype(x.dtype)
+
+        log_f, key = bounded(gate, bound, rest)
         return dict(
-            k=split_heads(key.astype(x.dtype), self.num_heads),
+            k=split_heads(key, self.num_heads),
             v=split_heads(self.i_proj(x), self.num_heads),
             log_decay=split_heads(log_f, self.num_heads),
         )

@@ -22,6 +22,7 @@ from lsm_jax.mixers.layers import (
     log_uniform_step_bias,
     merge_heads,
     parameter,
+    recomputed,
     split_heads,
 )
 
@@ -130,19 +131,29 @@ class KDA(Mixer):
         """Convolved keys of unit length, convolved values, β of each value head and the decay of each of its key channels."""
         config, heads = self.config, self.config.value_heads()
         beta = jax.nn.sigmoid(self.beta_proj(x, dtype=jnp.float32))
-        gate = self.decay_up(self.decay_down(x, dtype=jnp.float32)) + self.dt_bias[...]
-        step = split_heads(jax.nn.softplus(gate), heads)
+        gate = split_heads(self.decay_up(self.decay_down(x), dtype=jnp.float32), heads)
+        bias = split_heads(self.dt_bias[...], heads)
+
+        @recomputed
+        def decay(gate, bias, a_log):
+            return -jnp.exp(a_log)[:, None] * jax.nn.softplus(gate + bias)
+
         return dict(
             k=split_heads(self.k_conv(self.k_proj(x), context, config.head_dim), config.num_heads),
             v=split_heads(self.v_conv(self.v_proj(x), context), heads),
             beta=2 * beta if config.allow_negative_eigenvalues else beta,
-            log_decay=-jnp.exp(self.a_log[...])[:, None] * step,
+            log_decay=decay(gate, bias, self.a_log[...]),
         )
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
         """Norm of each head, times sigmoid(x W₁ W₂ + b), projection."""
-        gate = jax.nn.sigmoid(self.gate_up(self.gate_down(x, dtype=jnp.float32)))
-        return self.o_proj(merge_heads(self.norm(o)) * gate.astype(o.dtype))
+
+        @recomputed
+        def gated(y, gate):
+            return y * jax.nn.sigmoid(gate).astype(y.dtype)
+
+        gate = self.gate_up(self.gate_down(x), dtype=jnp.float32)
+        return self.o_proj(gated(merge_heads(self.norm(o)), gate))
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.DeltaState:
         """An empty memory."""

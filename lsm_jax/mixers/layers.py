@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -38,22 +39,38 @@ def matmul_precision(dtype: DTypeLike) -> jax.lax.Precision:
 
 
 def matmul_to_float32(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [..., M, K] times w [K, N], accumulated and returned in float32 (float64 for float64).
+    """x [..., M, K] times w [K, N], of one dtype, accumulated and returned in float32 (float64 for float64).
 
-    A CPU gets widened operands: XLA's CPU backend has no bfloat16 product with a float32 result in some layouts.
+    Gradients are those of a product in x's dtype: a float32 one of a widened x would cost a GPU many times as much.
     """
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    precision = matmul_precision(x.dtype)
-    if x.dtype == wide:
-        return jnp.matmul(x, w, precision=precision)
+    if x.dtype.itemsize >= 4:
+        return _product(x, w)
+    return _widening_product(x, w)
+
+
+def _product(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.matmul(x, w, precision=matmul_precision(x.dtype))
+
+
+@jax.custom_vjp
+def _widening_product(x: jax.Array, w: jax.Array) -> jax.Array:
+    """A CPU gets widened operands: XLA's CPU backend has no bfloat16 product with a float32 result in some layouts."""
 
     def widened(x: jax.Array, w: jax.Array) -> jax.Array:
-        return jnp.matmul(x.astype(wide), w.astype(wide), precision=precision)
+        return _product(x.astype(jnp.float32), w.astype(jnp.float32))
 
     def mixed(x: jax.Array, w: jax.Array) -> jax.Array:
-        return jnp.matmul(x, w, precision=precision, preferred_element_type=wide)
+        return jnp.matmul(x, w, preferred_element_type=jnp.float32)
 
     return jax.lax.platform_dependent(x, w, cpu=widened, default=mixed)
+
+
+def _widening_backward(operands, grad):
+    _, pull = jax.vjp(_product, *operands)
+    return pull(grad.astype(operands[0].dtype))
+
+
+_widening_product.defvjp(lambda x, w: (_widening_product(x, w), (x, w)), _widening_backward)
 
 
 def project(
@@ -65,7 +82,7 @@ def project(
     """x [..., D] times kernel [D, F] (cast to x's dtype, accumulated in float32), plus bias [F], in `dtype`, x's own by default."""
     kernel = kernel.astype(x.dtype)
     if dtype is None or jnp.dtype(dtype) == x.dtype:
-        y = jnp.matmul(x, kernel, precision=matmul_precision(x.dtype))
+        y = _product(x, kernel)
     else:
         y = matmul_to_float32(x, kernel).astype(dtype)
     return y if bias is None else y + bias.astype(y.dtype)
@@ -135,6 +152,14 @@ class OrthogonalDense(Dense):
         self.bias = None if bias is None else parameter(bias, axes[1:], weight_decay=False)
 
 
+def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function, elementwise in the main, whose arguments alone are kept: the backward pass computes again what it needs.
+
+    Without it a scan over layers keeps every float32 array between bfloat16 arguments and results.
+    """
+    return jax.checkpoint(function, prevent_cse=False)
+
+
 def rms_normalize(x: jax.Array, eps: float) -> jax.Array:
     """`x / sqrt(mean(x²) + eps)` over the last axis, computed and returned in float32 (or float64)."""
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -160,10 +185,14 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: jax.Array, gate: jax.Array | None = None) -> jax.Array:
         """x [..., size] -> the norm of x, times `silu(gate)` where a gate [..., size] is given."""
-        y = rms_normalize(x, self.eps) * self.scale[...]
-        if gate is not None:
-            y = y * jax.nn.silu(gate.astype(y.dtype))
-        return y.astype(x.dtype)
+
+        def norm(x, gate, scale):
+            y = rms_normalize(x, self.eps) * scale
+            if gate is not None:
+                y = y * jax.nn.silu(gate.astype(y.dtype))
+            return y.astype(x.dtype)
+
+        return recomputed(norm)(x, gate, self.scale[...])
 
 
 class HeadNorm(nnx.Module):
@@ -195,12 +224,14 @@ class HeadNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., H, V] -> the norm of each head, the same shape and dtype."""
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        y = rms_normalize(wide, self.eps) * self.scale[...]
-        if self.bias is not None:
-            y = y + self.bias[...]
-        return y.astype(x.dtype)
+
+        def norm(x, scale, bias):
+            wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+            wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+            y = rms_normalize(wide, self.eps) * scale
+            return (y if bias is None else y + bias).astype(x.dtype)
+
+        return recomputed(norm)(x, self.scale[...], None if self.bias is None else self.bias[...])
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)

@@ -22,6 +22,7 @@ from lsm_jax.mixers.layers import (
     log_uniform_step_bias,
     merge_heads,
     parameter,
+    recomputed,
     rms_normalize,
     split_heads,
 )
@@ -134,11 +135,17 @@ class Mamba2(Mixer):
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
         """Skip D x, times silu(z), then the norm over each group of heads, and the projection."""
-        wide = jnp.promote_types(o.dtype, jnp.float32)
-        y = o.astype(wide) + self.skip[...][:, None] * context.beside["inner"].astype(wide)
-        y = merge_heads(y) * jax.nn.silu(self.z_proj(x).astype(wide))
-        grouped = rms_normalize(split_heads(y, self.config.num_groups), self.config.norm_eps)
-        return self.o_proj((merge_heads(grouped) * self.norm_scale[...]).astype(x.dtype))
+        groups, eps = self.config.num_groups, self.config.norm_eps
+
+        @recomputed
+        def normed(o, inner, z, skip, scale):
+            wide = jnp.promote_types(o.dtype, jnp.float32)
+            y = o.astype(wide) + skip[:, None] * inner.astype(wide)
+            y = merge_heads(y) * jax.nn.silu(z.astype(wide))
+            return (merge_heads(rms_normalize(split_heads(y, groups), eps)) * scale).astype(x.dtype)
+
+        z, inner = self.z_proj(x), context.beside["inner"]
+        return self.o_proj(normed(o, inner, z, self.skip[...], self.norm_scale[...]))
 
     def options(self) -> dict[str, Any]:
         """The op's constant arguments; queries are not scaled."""

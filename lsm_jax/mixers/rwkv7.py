@@ -22,6 +22,7 @@ from lsm_jax.mixers.layers import (
     OrthogonalDense,
     merge_heads,
     parameter,
+    recomputed,
     split_heads,
 )
 from lsm_jax.ops.shift import l2_normalize
@@ -109,8 +110,8 @@ class LowRank(nnx.Module):
 
     def __call__(self, x: jax.Array, dtype: Any = None) -> jax.Array:
         """x [B, T, D] -> [B, T, D] in `dtype`, x's own by default."""
-        inner = self.down(x, dtype=dtype)
-        return self.up(inner if self.activation is None else self.activation(inner))
+        inner = self.down(x)
+        return self.up(inner if self.activation is None else self.activation(inner), dtype=dtype)
 
 
 class RWKV7(Mixer):
@@ -189,23 +190,33 @@ class RWKV7(Mixer):
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
         """Added keys, values, removal and its share, and the decay of each key channel."""
         heads, wide = self.num_heads, jnp.promote_types(x.dtype, jnp.float32)
-        decay = jax.nn.sigmoid(self.decay(self._mixed("w", x, context), wide))
-        rate = jax.nn.sigmoid(self.rate(self._mixed("a", x, context), wide))
-        k = self.k_proj(self._mixed("k", x, context)).astype(wide)
-        removal = l2_normalize(split_heads(k * self.removal[...], heads))
-        added = k * (1 + (rate - 1) * self.rate_of_key[...])
-        k = split_heads(added.astype(x.dtype), heads)
+
+        @recomputed
+        def parts(k, v, r, decay, rate, removal, rate_of_key, bonus):
+            rate, k = jax.nn.sigmoid(rate), k.astype(wide)
+            removed = l2_normalize(split_heads(k * removal, heads))
+            k = split_heads((k * (1 + (rate - 1) * rate_of_key)).astype(v.dtype), heads)
+            r, k_wide, v_wide = (part.astype(wide) for part in (r, k, v))
+            own = jnp.sum(r * k_wide * bonus, axis=-1, keepdims=True) * v_wide
+            return own.astype(v.dtype), dict(
+                k=k,
+                a=-removed,
+                b=removed * split_heads(rate, heads),
+                log_decay=split_heads(-math.exp(-0.5) * jax.nn.sigmoid(decay), heads),
+            )
+
         v = split_heads(self._values(x, context), heads)
-        r, k_wide, v_wide = (part.astype(wide) for part in (context.kept["r"], k, v))
-        own = jnp.sum(r * k_wide * self.bonus[...], axis=-1, keepdims=True) * v_wide
-        context.beside["own"] = own.astype(v.dtype)
-        return dict(
-            k=k,
-            v=v,
-            a=-removal,
-            b=removal * split_heads(rate, heads),
-            log_decay=split_heads(-math.exp(-0.5) * decay, heads),
+        context.beside["own"], given = parts(
+            self.k_proj(self._mixed("k", x, context)),
+            v,
+            context.kept["r"],
+            self.decay(self._mixed("w", x, context), wide),
+            self.rate(self._mixed("a", x, context), wide),
+            self.removal[...],
+            self.rate_of_key[...],
+            self.bonus[...],
         )
+        return dict(given, v=v)
 
     def _values(self, x: jax.Array, context: Context) -> jax.Array:
         """Values, moved towards the first layer's; in that layer, and outside a model, these are its own."""
