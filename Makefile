@@ -32,10 +32,10 @@ liger-demo: .venv/.base
 	$(RUN) liger_demo.py
 
 test: .venv/.test
-	$(RUN) -m pytest -n 2
+	$(RUN) -m pytest -n 2 --dist worksteal
 
 test-all: .venv/.test
-	$(RUN) -m pytest -n 2 -m "not gpu and not aot"
+	$(RUN) -m pytest -n 2 --dist worksteal -m "not gpu and not aot"
 
 test-gpu: .venv/.test
 	JAX_PLATFORMS= .venv/bin/python -m pytest -m gpu tests/kernels tests/ops/test_grouped_product.py
