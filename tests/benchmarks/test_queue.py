@@ -1,0 +1,74 @@
+"""Measurements in a queue: what a list may hold, who shares a GPU, and what is told of each job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.queue import Job, free_gpus, read_jobs, run
+
+
+def test_a_list_is_read():
+    jobs = read_jobs(
+        "# none\n\n a  gpus=2 seconds=30 alone: echo 1 : 2\nb-2 seconds=5 share: echo {out}\n"
+    )
+    assert jobs == [
+        Job("a", "echo 1 : 2", 30, gpus=2, alone=True),
+        Job("b-2", "echo {out}", 5, gpus=1, alone=False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a alone: x", "line 1: ''; accepted is NAME"),
+        ("\na seconds=1 apart: x", "line 2: 'a seconds=1 apart: x'; accepted is NAME"),
+        ("a seconds=1 alone:", "line 1: .*; accepted is NAME"),
+        ("a seconds=0 alone: x", "line 1: 'seconds=0'; accepted is NAME"),
+        ("a seconds=1 cards=1 alone: x", "line 1: 'seconds=1 cards=1'; accepted is NAME"),
+        ("a seconds=1 alone: x\na seconds=1 share: x", "line 2: there is a job 'a' already"),
+    ],
+)
+def test_a_line_that_is_no_job_is_named(text, message):
+    with pytest.raises(ValueError, match=message):
+        read_jobs(text)
+
+
+def test_a_timed_job_has_its_gpus_alone():
+    alone, share = Job("a", "", 1), Job("b", "", 1, alone=False)
+    assert free_gpus(alone, [[share], []], slots=2) == [1]
+    assert free_gpus(share, [[alone], [share]], slots=2) == [1]
+    assert free_gpus(share, [[alone], [share, share]], slots=2) is None
+    assert free_gpus(Job("c", "", 1, gpus=2), [[], [share]], slots=2) is None
+
+
+def test_jobs_run_and_each_one_s_end_is_told(tmp_path):
+    rows = run(
+        read_jobs(
+            "good seconds=5 share: echo $CUDA_VISIBLE_DEVICES > {out}/seen; echo said\n"
+            "bad  seconds=5 share: exit 3\n"
+            "pair gpus=2 seconds=5 alone: echo $CUDA_VISIBLE_DEVICES > {out}/seen\n"
+            "slow seconds=1 alone: sleep 60\n"
+            "late seconds=500 alone: echo\n"
+        ),
+        tmp_path, gpus=2, slots=2, seconds=60,
+    )  # fmt: skip
+    ends = {row["name"]: row["exit"] for row in rows}
+    assert ends == {"good": 0, "bad": 3, "pair": 0, "slow": -9, "late": None}
+    assert (tmp_path / "good" / "seen").read_text() == "0\n"
+    assert (tmp_path / "good" / "log").read_text() == "said\n"
+    assert (tmp_path / "pair" / "seen").read_text() == "0,1\n"
+    told = (tmp_path / "summary.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in told] == rows
+
+
+def test_more_gpus_than_there_are_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="a: gpus=2; this machine has 1"):
+        run([Job("a", "", 1, gpus=2)], tmp_path, gpus=1, slots=1, seconds=1)
+
+
+def test_the_list_of_what_is_pending_can_be_read():
+    text = (Path(__file__).parents[2] / "benchmarks" / "pending.jobs").read_text()
+    assert all("python -m " in job.command for job in read_jobs(text))
