@@ -45,15 +45,16 @@ class Scorer(Reader):
 
     The compiled program holds the activations of one piece, so memory is flat in T (softmax layers without a window keep
     their T keys and values). Rows no longer than a piece take the model's stateless path. All devices of this host share
-    the rows of a batch.
+    the rows of a batch, and where these are fewer, the tokens of each.
 
     Args:
         model: the decoder.
         piece_length: tokens of each row that are read at a time.
+        rows: of a batch; None is at least one a device.
     """
 
-    def __init__(self, model: Decoder, *, piece_length: int = 4096):
-        super().__init__(model, piece_length=piece_length)
+    def __init__(self, model: Decoder, *, piece_length: int = 4096, rows: int | None = None):
+        super().__init__(model, piece_length=piece_length, rows=rows)
 
         def score(params, state, piece):
             model = self._model(params)
@@ -105,7 +106,7 @@ class Scorer(Reader):
         """The program of one whole piece of `rows` rows of `length` tokens, as jax compiled it: its memory, its operations.
 
         Args:
-            rows: a multiple of the devices.
+            rows: a multiple of the devices that share them.
             length: more than a piece.
         """
         with jax.set_mesh(self._mesh):
@@ -151,13 +152,14 @@ def evaluate(
     Raises:
         ValueError: no batch, rows of different lengths, ids outside the vocabulary, or a loss that is not finite.
     """
-    scorer = Scorer(model, piece_length=piece_length)
+    scorer: Any = None
     curve, sequences, byte_labels, size = None, 0, 0, 0
     with EvaluationProgress("evaluating", None, unit="pieces", show=progress) as bar:
         for batch in batches:
             rows, length = batch["tokens"].shape
             if curve is None:
                 curve, size = LossCurve(length), rows
+                scorer = Scorer(model, piece_length=piece_length, rows=rows)
                 pieces = -(-length // piece_length)
                 bar.expect(None if num_batches is None else num_batches * pieces)
             if length != curve.length:

@@ -1,4 +1,4 @@
-"""A model that reads rows piece by piece, its state carried on, on all devices of this host."""
+"""A model that reads rows piece by piece, its state carried on, on all devices of this host: rows each, or parts of a row."""
 
 from __future__ import annotations
 
@@ -14,21 +14,34 @@ from lsm_jax.models import Decoder, DecoderState, next_token_loss
 from lsm_jax.parallel import MeshConfig, batch_sharding, make_mesh, partition_spec
 
 
+def row_shards(rows: int, devices: int) -> int:
+    """Parts that a batch of rows is cut into: as many as devices, or the most that divide them and leave none without a row."""
+    return (
+        max(n for n in range(1, min(rows, devices) + 1) if devices % n == 0)
+        if rows < devices
+        else devices
+    )
+
+
 class Reader:
     """The parameters on every device, and rows spread over them.
 
     Args:
         model: the decoder.
         piece_length: tokens of each row that are read at a time.
+        rows: of a batch. Where they are fewer than the devices, those left over cut each row along time; None is enough of them.
     """
 
-    def __init__(self, model: Decoder, *, piece_length: int = 4096):
+    def __init__(self, model: Decoder, *, piece_length: int = 4096, rows: int | None = None):
         if piece_length < 1:
             raise ValueError(f"piece_length={piece_length}: it must be at least 1")
         self.piece_length = piece_length
+        devices = jax.local_devices()
+        self._shards = len(devices) if rows is None else row_shards(rows, len(devices))
         self.vocab_size = model.vocab_size
         self._graphdef, params = nnx.split(model)
-        self._mesh = make_mesh(MeshConfig(), jax.local_devices())
+        mesh = MeshConfig(data=self._shards, sequence=len(devices) // self._shards)
+        self._mesh = make_mesh(mesh, devices)
         self._rows = batch_sharding(self._mesh)
         self._params = jax.device_put(params, NamedSharding(self._mesh, PartitionSpec()))
         # Layers' states lead with the layers' axis. Set for every call, so that all pieces run one program.
@@ -45,7 +58,7 @@ class Reader:
 
     def _filled(self, rows: np.ndarray) -> np.ndarray:
         """[B, ...] with rows of zeros more, so that the devices share them evenly."""
-        return np.pad(rows, ((0, -len(rows) % self._mesh.size), (0, 0)))
+        return np.pad(rows, ((0, -len(rows) % self._shards), (0, 0)))
 
 
 class Answerer(Reader):

@@ -31,6 +31,7 @@ from lsm_jax.evaluation.maps import MapsConfig, layer_maps, plot_maps
 from lsm_jax.evaluation.needle import find_needles, limits
 from lsm_jax.evaluation.perplexity import evaluate
 from lsm_jax.evaluation.plots import plot_loss_by_position, plot_needle, plot_training
+from lsm_jax.evaluation.reader import row_shards
 from lsm_jax.evaluation.tables import needle_table, perplexity_table
 
 if TYPE_CHECKING:
@@ -154,10 +155,11 @@ def perplexity(run: Run, request: Request, folder: Path) -> dict[str, Any]:
         remainder="pad",
     )
     number = _count_batches(data, request.batch_size)
-    idle = -request.batch_size % jax.local_device_count()
-    if idle:
+    devices = jax.local_device_count()
+    shards = row_shards(request.batch_size, devices)
+    if idle := -request.batch_size % shards:
         print(
-            f"perplexity: batch_size={request.batch_size} leaves {idle} of {jax.local_device_count()} devices idle",
+            f"perplexity: batch_size={request.batch_size} leaves {idle * devices // shards} of {devices} devices idle",
             file=sys.stderr,
             flush=True,
         )

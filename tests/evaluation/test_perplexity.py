@@ -15,6 +15,7 @@ from flax import nnx
 
 from lsm_jax import models
 from lsm_jax.evaluation import Scorer, evaluate
+from lsm_jax.evaluation.reader import row_shards
 
 VOCAB = 257
 ROOT = Path(__file__).resolve().parents[2]
@@ -145,19 +146,30 @@ def test_ids_outside_the_vocabulary(model):
         Scorer(model, piece_length=0)
 
 
-CODE = """
-import jax, numpy as np
+@pytest.mark.parametrize(
+    ("rows", "devices", "shards"), [(5, 4, 4), (3, 4, 2), (1, 4, 1), (4, 6, 3), (8, 1, 1)]
+)
+def test_devices_without_a_row_cut_rows_along_time(rows, devices, shards):
+    assert row_shards(rows, devices) == shards
+
+
+# Rows, tokens, tokens of a piece: rows for all devices; one row over all four, whole and in pieces that divide by nothing.
+SHARED = [(5, 40, 20), (3, 40, 40), (1, 40, 40), (1, 43, 9)]
+METHODS = ("retnet", "fox", "gated_deltanet")
+CODE = f"""
+import jax
 from lsm_jax.evaluation import evaluate
 from tests.evaluation.test_perplexity import rows, tiny_model
 assert jax.device_count() == 4
-found = evaluate(tiny_model(), [rows(5, 40)], piece_length=20, progress=False)
-print(found.curve.num_tokens, repr(found.curve.mean))
+for number, length, piece in {SHARED}:
+    for method in {METHODS}:
+        found = evaluate(tiny_model(method), [rows(number, length)], piece_length=piece, progress=False)
+        print(found.curve.num_tokens, repr(found.curve.mean))
 """
 
 
 @pytest.mark.slow
-def test_four_devices_give_the_loss_of_one(model):
-    found = evaluate(model, [rows(5, 40)], progress=False)
+def test_four_devices_give_the_loss_of_one():
     flags = {
         "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=4",
         "JAX_PLATFORMS": "cpu",
@@ -170,6 +182,10 @@ def test_four_devices_give_the_loss_of_one(model):
         text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    tokens, mean = done.stdout.split()
-    assert int(tokens) == 200
-    assert float(mean) == pytest.approx(found.curve.mean, rel=1e-6)
+    lines = iter(done.stdout.splitlines())
+    for number, length, _ in SHARED:
+        for method in METHODS:
+            found = evaluate(tiny_model(method), [rows(number, length)], progress=False)
+            tokens, mean = next(lines).split()
+            assert int(tokens) == number * length
+            assert float(mean) == pytest.approx(found.curve.mean, rel=1e-6)
