@@ -12,7 +12,7 @@ from flax import nnx
 
 from lsm_jax import ops
 from lsm_jax.mixers import checks
-from lsm_jax.mixers.layers import OrthogonalDense, parameter
+from lsm_jax.mixers.layers import OrthogonalDense, parameter, recomputed
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -96,4 +96,9 @@ class RWKV7ChannelMix(nnx.Module):
             x, initial_state=state, segment_ids=segment_ids, update_mask=update_mask
         )
         mixed = x + (before - x) * self.mix[...].astype(x.dtype)
-        return self.down_proj(jnp.square(jax.nn.relu(self.up_proj(mixed)))), state, {}
+
+        @recomputed
+        def down(inner):
+            return self.down_proj(jnp.square(jax.nn.relu(inner)))
+
+        return down(self.up_proj(mixed)), state, {}

@@ -15,7 +15,7 @@ from flax import nnx
 
 from lsm_jax import ops
 from lsm_jax.mixers import checks
-from lsm_jax.mixers.layers import OrthogonalDense, parameter
+from lsm_jax.mixers.layers import OrthogonalDense, parameter, recomputed
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -105,4 +105,9 @@ class RWKV6ChannelMix(nnx.Module):
         )
         keys = self.k_proj(x + (before - x) * self.mix_k[...].astype(x.dtype))
         gate = jax.nn.sigmoid(self.r_proj(x + (before - x) * self.mix_r[...].astype(x.dtype)))
-        return gate * self.v_proj(jnp.square(jax.nn.relu(keys))), state, {}
+
+        @recomputed
+        def read(keys):
+            return self.v_proj(jnp.square(jax.nn.relu(keys)))
+
+        return gate * read(keys), state, {}

@@ -127,9 +127,14 @@ class Mamba2(Mixer):
         step = jax.nn.softplus(self.dt_proj(x, dtype=jnp.float32) + self.dt_bias[...])
         inner = split_heads(self.x_conv(self.x_proj(x), context), self.num_heads)
         context.beside["inner"] = inner
+
+        @recomputed
+        def scaled(inner, step):
+            return (inner * step[..., None]).astype(x.dtype)
+
         return dict(
             k=split_heads(self.b_conv(self.b_proj(x), context), self.config.num_groups),
-            v=(inner * step[..., None]).astype(x.dtype),
+            v=scaled(inner, step),
             log_decay=-jnp.exp(self.a_log[...]) * step,
         )
 

@@ -200,8 +200,8 @@ class RWKV7(Mixer):
             own = jnp.sum(r * k_wide * bonus, axis=-1, keepdims=True) * v_wide
             return own.astype(v.dtype), dict(
                 k=k,
-                a=-removed,
-                b=removed * split_heads(rate, heads),
+                a=-removed.astype(v.dtype),
+                b=(removed * split_heads(rate, heads)).astype(v.dtype),
                 log_decay=split_heads(-math.exp(-0.5) * jax.nn.sigmoid(decay), heads),
             )
 

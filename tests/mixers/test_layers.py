@@ -1,0 +1,97 @@
+"""What layers keep for the backward pass, the gradients of products returned in float32, and which methods kernels serve."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lsm_jax import feedforward, mixers, ops
+from lsm_jax.mixers.layers import HeadNorm, RMSNorm, matmul_to_float32
+from lsm_jax.ops import chosen
+
+BATCH, LENGTH, HEADS, WIDTH = 2, 32, 2, 16
+X = jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS, WIDTH), jnp.bfloat16)
+
+
+def kept(function, *arrays):
+    """What `jax.vjp` keeps of [B, T, ...]."""
+    leaves = jax.tree.leaves(jax.eval_shape(lambda *x: jax.vjp(function, *x)[1], *arrays))
+    return [x for x in leaves if x.shape[:2] == (BATCH, LENGTH)]
+
+
+@pytest.mark.parametrize(
+    ("layer", "arrays"),
+    [
+        (RMSNorm(WIDTH, eps=1e-5), [X]),
+        (RMSNorm(WIDTH, eps=1e-5), [X, X]),
+        (HeadNorm(HEADS, WIDTH, eps=1e-5), [X]),
+    ],
+    ids=["norm", "gated norm", "norm of heads"],
+)
+def test_norms_keep_their_arguments_alone(layer, arrays):
+    found = kept(lambda *x: layer(*x), *arrays)
+    assert 0 < len(found) <= len(arrays)
+    assert all((x.shape, x.dtype) == (X.shape, X.dtype) for x in found)
+
+
+def test_swiglu_keeps_two_arrays_of_its_width():
+    config = feedforward.SwiGLUConfig(intermediate_size=48)
+    layer = feedforward.build(config, WIDTH, rngs=nnx.Rngs(0))
+    x = jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), jnp.bfloat16)
+    found = kept(lambda x: layer(x)[0], x)
+    assert all(x.dtype == jnp.bfloat16 for x in found)
+    assert sorted(x.shape[-1] for x in found)[-3:] in ([WIDTH, 48, 48], [48, 48])
+
+
+def test_a_widened_product_has_a_narrow_one_s_gradients():
+    rng = np.random.default_rng(0)
+    x, w = (rng.normal(size=s).astype(np.float32) for s in ((BATCH, LENGTH, 24), (24, 8)))
+    d = rng.normal(size=(BATCH, LENGTH, 8)).astype(np.float32)
+    narrow = [jnp.asarray(a, jnp.bfloat16) for a in (x, w)]
+    y, pull = jax.vjp(matmul_to_float32, *narrow)
+    assert y.dtype == jnp.float32
+    wide = [np.float64(a) for a in narrow]
+    np.testing.assert_allclose(y, wide[0] @ wide[1], rtol=0, atol=1e-5)
+    expected = d @ wide[1].T, np.einsum("btk,btn->kn", wide[0], d)
+    for got, wanted in zip(pull(jnp.asarray(d)), expected, strict=True):
+        assert got.dtype == jnp.bfloat16
+        error = np.sqrt(np.mean((np.float64(got) - wanted) ** 2) / np.mean(wanted**2))
+        assert error < 5e-3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_widened_product_under_vmap(dtype):
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=s), dtype) for s in ((3, 4, 8), (3, 8, 5)))
+
+    def loss(x, w):
+        return jnp.sum(jnp.sin(matmul_to_float32(x, w)))
+
+    apart = [jax.grad(loss, argnums=(0, 1))(a, b) for a, b in zip(x, w, strict=True)]
+    together = jax.vmap(jax.grad(loss, argnums=(0, 1)))(x, w)
+    for own, all_of_them in zip(zip(*apart, strict=True), together, strict=True):
+        got, wanted = (np.asarray(a, np.float32) for a in (all_of_them, jnp.stack(own)))
+        np.testing.assert_allclose(
+            got, wanted, rtol=1e-2, atol=1e-2 if dtype == "bfloat16" else 1e-5
+        )
+
+
+SERVED = (
+    "linear_attention", "retnet", "lightning", "gated_retention", "gla", "hgrn2", "rwkv6", "mamba2", "deltanet",
+    "gated_deltanet", "kda", "rwkv7", "fox",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_layer_in_bfloat16_is_served_by_its_op_s_kernel(name, monkeypatch):
+    """A layer may give its op an array of another type or shape than the kernel takes, and run without it in silence."""
+    monkeypatch.setattr(chosen, "_CHOICES", {})
+    method = mixers.METHODS[name]
+    build = lambda: mixers.build(method.config.for_width(1024), 1024, rngs=nnx.Rngs(0))  # noqa: E731
+    graph, params = nnx.split(nnx.eval_shape(build))
+    x = jax.ShapeDtypeStruct((1, 256, 1024), jnp.bfloat16)
+    jax.eval_shape(lambda params, x: nnx.merge(graph, params)(x)[0], params, x)
+    assert ops.choices()[method.op].startswith("mosaic_gpu on ")
