@@ -17,7 +17,14 @@ from flax import nnx
 
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, TokenShift
-from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, parameter, split_heads
+from lsm_jax.mixers.layers import (
+    Dense,
+    RMSNorm,
+    merge_heads,
+    parameter,
+    recomputed,
+    split_heads,
+)
 from lsm_jax.mixers.lightning import alibi_slopes
 from lsm_jax.mixers.softmax import Softmax, SoftmaxConfig
 
@@ -39,6 +46,7 @@ class FoXConfig(SoftmaxConfig):
         output_norm: RMS-normalise each head's output, with scales of its own.
         output_norm_eps: of that norm.
         output_gate: multiply the output by sigmoid(x W), each channel.
+        prune: where a fused kernel runs, it passes over keys that gates have left next to nothing of.
     """
 
     rope_base: float | None = None
@@ -53,6 +61,7 @@ class FoXConfig(SoftmaxConfig):
     output_norm: bool = True
     output_norm_eps: float = 1e-6
     output_gate: bool = True
+    prune: bool = True
 
     @classmethod
     def for_width(cls, hidden_size: int) -> FoXConfig:
@@ -169,11 +178,20 @@ class FoX(Softmax):
             return y
         wide = jnp.promote_types(x.dtype, jnp.float32)
         heads = self.config.kv_heads()
-        own, earlier = (split_heads(z.astype(wide), heads) for z in (y, before(y, context)))
-        a = jax.nn.sigmoid(share(x, dtype=wide))[..., None]
-        return merge_heads(a * earlier + (1 - a) * own).astype(y.dtype)
+
+        @recomputed
+        def mixed(own, earlier, a):
+            own, earlier = (split_heads(z.astype(wide), heads) for z in (own, earlier))
+            a = jax.nn.sigmoid(a)[..., None]
+            return merge_heads(a * earlier + (1 - a) * own).astype(y.dtype)
+
+        return mixed(y, before(y, context), share(x, dtype=wide))
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
         """Norm of each head and gate where there are any, projection."""
         y = merge_heads(o if self.norm is None else self.norm(o))
         return self.o_proj(y if self.g_proj is None else y * jax.nn.sigmoid(self.g_proj(x)))
+
+    def options(self) -> dict[str, Any]:
+        """The op's constant arguments."""
+        return dict(super().options(), prune=self.config.prune)

@@ -79,6 +79,7 @@ def attention(
     segment_ids: Int[Array, "B T"] | None = None,
     update_mask: Array | None = None,
     implementation: str | None = None,
+    prune: bool = True,
 ) -> tuple[Float[Array, "B T max(H,G) V"], AttentionState]:
     """`o_t = Σ_j softmax_j(scale q_t · k_j + F_t - F_j) v_j` over the written tokens j <= t of t's document.
 
@@ -101,7 +102,8 @@ def attention(
         implementation: None (cuDNN where it serves: NVIDIA, bfloat16 or float16, whole documents without state, mask or
             gates; the fused kernel where that serves: bfloat16 on Hopper, no state, no window along with ids
             or mask; else XLA), "xla" (blocks of queries; no [T, T] array is kept), "cudnn", "mosaic_gpu" or "mosaic_tpu"
-            (the fused kernels, which pass over keys that gates have left less than e^-10 of a row, all together).
+            (the fused kernels).
+        prune: a fused kernel passes over keys that gates have left less than e^-10 of a row, all together (arXiv 2504.06949).
 
     Returns:
         The output in v's dtype, 0 where a token sees nothing, and the final state. Without a window, a token beyond the
@@ -149,6 +151,7 @@ def attention(
         sure=implementation is not None,
         plain=fresh and whole,
         fresh=fresh,
+        prune=prune,
     )
     batched = dict(
         q=q,
@@ -251,6 +254,7 @@ class _Options(NamedTuple):
     sure: bool
     plain: bool
     fresh: bool
+    prune: bool
 
 
 def _choose(op: str, implementation, q, k, v, fresh, whole, window, gated) -> tuple[str, ...]:
@@ -429,8 +433,9 @@ def _fused(
     q = select(tokens.real, q)
     if name != "cudnn":
         return attention_kernels.run_kernel(
-            name, q, k, v, log_forget, tokens, scale=options.scale, window=options.window
-        )
+            name, q, k, v, log_forget, tokens,
+            scale=options.scale, window=options.window, prune=options.prune,
+        )  # fmt: skip
     local = None if options.window is None else (options.window - 1, 0)
     return jax.nn.dot_product_attention(
         q, k, v, scale=options.scale, is_causal=True, local_window_size=local, implementation="cudnn"

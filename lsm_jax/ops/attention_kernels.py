@@ -50,7 +50,7 @@ def why_not(
 
 def run_kernel(
     implementation: str, q, k, v, log_forget: jax.Array | None, tokens: Tokens, *, scale: float,
-    window: int | None,
+    window: int | None, prune: bool,
 ) -> jax.Array:  # fmt: skip
     """Attention of whole documents, [B, T, H, V], 0 where a token sees nothing."""
     from pallas_kernels.forgetting_attention import forgetting_attention
@@ -62,5 +62,5 @@ def run_kernel(
         sums = sum_gates(log_forget, tokens._replace(run=None), GateSum(zero, zero))
     return forgetting_attention(
         q, k, v, sums, run=tokens.run, written=tokens.written, window=window, scale=scale,
-        implementation=implementation,
+        prune=prune, implementation=implementation,
     )  # fmt: skip

@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from lsm_jax import ops
+import pallas_kernels.forgetting_attention
+from lsm_jax import mixers, ops
 from lsm_jax.mixers.lightning import alibi_slopes
 from lsm_jax.ops import query_blocks
 from lsm_jax.ops.forgetting import GateSum, gate_bias, sum_gates
@@ -89,6 +91,21 @@ def test_constant_gates_are_alibi():
     weights = np.exp(np.where(distance >= 0, scores, -np.inf))
     expected = np.einsum("hts,shv->thv", weights / weights.sum(-1, keepdims=True), v[0])
     np.testing.assert_allclose(output[0], expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("prune", [True, False])
+def test_a_config_says_whether_a_kernel_prunes(prune, monkeypatch):
+    asked = []
+
+    def kernel(q, *_, prune, **__):
+        asked.append(prune)
+        return q
+
+    monkeypatch.setattr(pallas_kernels.forgetting_attention, "forgetting_attention", kernel)
+    config = mixers.FoXConfig(num_heads=1, implementation="mosaic_tpu", prune=prune)
+    x = jax.ShapeDtypeStruct((1, 32, 64), jnp.bfloat16)
+    jax.eval_shape(mixers.build(config, 64, rngs=nnx.Rngs(0)), x)
+    assert asked == [prune]
 
 
 @pytest.mark.parametrize("closed", [-1e5, -1e9, -1e30, -np.inf])
