@@ -11,7 +11,11 @@ import dataclasses
 import importlib.util
 import math
 import os
+import re
 import sys
+import types
+import typing
+from typing import Any
 
 from lsm_jax import interrupts
 
@@ -74,14 +78,32 @@ def _recall(train_recall) -> None:
 
 def parse(argv: list[str]) -> list[str]:
     """Parse flags; tell a wrong field, variant or value in one line, with what exists."""
+    unset = [a for a in argv[1:] if re.fullmatch(r"--?config\.[^=]+=None", a)]
     try:
-        rest = FLAGS(argv)
+        rest = FLAGS([a for a in argv if a not in unset])
+        for (
+            argument
+        ) in unset:  # ml-collections would read None as a value of the type that stands there
+            _unset(FLAGS.config, argument.partition("=")[0].partition("config.")[2])
     except (flags.Error, KeyError, AttributeError, ValueError, TypeError, OSError) as error:
         text = str(error).replace("Error: ", "")
         sys.exit(f"train.py: {_problem(argv) or text}")
     if not FLAGS.workdir or not dataclasses.is_dataclass(FLAGS.config):
         sys.exit(f"train.py: {_problem(argv)}")
     return rest
+
+
+def _unset(config: Any, name: str) -> None:
+    """Set a field to None. One that does not accept it raises ValueError, one that does not exist KeyError or AttributeError."""
+    *holders, last = name.split(".")
+    for part in holders:
+        config = config[part] if isinstance(config, dict) else getattr(config, part)
+    kind = typing.get_type_hints(type(config))[last]
+    if kind is not Any and types.NoneType not in typing.get_args(kind):
+        raise ValueError(
+            f"--config.{name}=None: accepted is {getattr(kind, '__name__', kind)}, as the field's {getattr(config, last)!r}"
+        )
+    setattr(config, last, None)
 
 
 def _problem(argv: list[str]) -> str | None:

@@ -148,6 +148,28 @@ def test_a_missing_argument_is_named(arguments, message):
     assert done.stderr.startswith(f"train.py: {message}") and len(done.stderr.splitlines()) == 1
 
 
+SETS = """
+import sys, train
+train.parse(["train.py", "--config=configs/fox.py:transformer-llama-360m", "--workdir=x", *sys.argv[1:]])
+print(train.FLAGS.config.model.layers["L"].mixer.rope_base, train.FLAGS.config.seed)
+"""
+
+
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [
+        ("model.layers.L.mixer.rope_base", "None 3"),
+        ("model.layers.L.mixer.num_heads", "train.py: --config.model.layers.L.mixer.num_heads=None: accepted is int, as the field's 16"),
+        ("model.layers.L.mixer.rope", "train.py: --config.model.layers.L.mixer.rope: FoXConfig has no field 'rope'"),
+    ],
+)  # fmt: skip
+def test_none_is_set_where_a_field_accepts_it(field, told):
+    command = [sys.executable, "-c", SETS, f"--config.{field}=None", "--config.seed=3"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.stdout + done.stderr).startswith(told)
+    assert done.returncode == (told != "None 3")
+
+
 def test_directories_that_cannot_be_a_runs(tmp_path):
     config = tiny.config(tiny.write_text(tmp_path / "text"))
     file = tmp_path / "file"
