@@ -82,6 +82,9 @@ def fox_config(checkpoint: Checkpoint) -> ModelConfig:
     if gate not in _GATES:
         raise ValueError(f"{where}: fgate_type={gate!r}; accepted are {', '.join(_GATES)}")
     rotated = given.get("use_rope", kind == _TRANSFORMER)
+    for name in (*needed, "norm_eps", *(["rope_base"] if rotated else [])):
+        if not isinstance(value := given.get(name, 1), int | float) or isinstance(value, bool):
+            raise ValueError(f"{where}: {name}={value!r}; accepted is a number")
     hidden_size, num_heads, eps = (
         given["hidden_size"], given["num_heads"], given.get("norm_eps", 1e-6),
     )  # fmt: skip

@@ -174,6 +174,9 @@ def test_heads_share_their_norm_by_the_weights_length_where_nothing_says(tmp_pat
         (dict(ogate_act="silu"), "ogate_act='silu'; accepted is 'sigmoid'"),
         (dict(num_kv_heads=1), "num_kv_heads=1; accepted is None"),
         (dict(fgate_type="half"), "fgate_type='half'; accepted are full, bias_only, fixed, none"),
+        (dict(norm_eps=None), "norm_eps=None; accepted is a number"),
+        (dict(vocab_size="50257"), "vocab_size='50257'; accepted is a number"),
+        (dict(use_rope=True, rope_base=None), "rope_base=None; accepted is a number"),
         (dict(num_heads=5), "config.json: .*num_heads=5 does not divide hidden_size=32"),
     ],
 )
