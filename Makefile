@@ -46,7 +46,7 @@ test-gpu: .venv/.test
 	@touch $@
 
 test-aot: .venv/.test .venv/.aot
-	PYTHONPATH=.venv/aot TPU_SKIP_MDS_QUERY=1 $(RUN) -m pytest -m aot tests/kernels/test_aot.py tests/linearize/test_memory.py tests/models/test_memory.py
+	PYTHONPATH=.venv/aot TPU_SKIP_MDS_QUERY=1 $(RUN) -m pytest -s -m aot tests/kernels/test_aot.py tests/linearize/test_memory.py tests/models/test_memory.py
 
 lint: .venv/.test
 	.venv/bin/ruff check .

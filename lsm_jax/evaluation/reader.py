@@ -11,16 +11,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from lsm_jax.models import Decoder, DecoderState, next_token_loss
-from lsm_jax.parallel import MeshConfig, batch_sharding, make_mesh, partition_spec
-
-
-def row_shards(rows: int, devices: int) -> int:
-    """Parts that a batch of rows is cut into: as many as devices, or the most that divide them and leave none without a row."""
-    return (
-        max(n for n in range(1, min(rows, devices) + 1) if devices % n == 0)
-        if rows < devices
-        else devices
-    )
+from lsm_jax.parallel import MeshConfig, batch_sharding, largest_divisor, make_mesh, partition_spec
 
 
 class Reader:
@@ -37,7 +28,7 @@ class Reader:
             raise ValueError(f"piece_length={piece_length}: it must be at least 1")
         self.piece_length = piece_length
         devices = jax.local_devices()
-        self._shards = len(devices) if rows is None else row_shards(rows, len(devices))
+        self._shards = len(devices) if rows is None else largest_divisor(len(devices), rows)
         self.vocab_size = model.vocab_size
         self._graphdef, params = nnx.split(model)
         mesh = MeshConfig(data=self._shards, sequence=len(devices) // self._shards)

@@ -31,8 +31,8 @@ from lsm_jax.evaluation.maps import MapsConfig, layer_maps, plot_maps
 from lsm_jax.evaluation.needle import find_needles, limits
 from lsm_jax.evaluation.perplexity import evaluate
 from lsm_jax.evaluation.plots import plot_loss_by_position, plot_needle, plot_training
-from lsm_jax.evaluation.reader import row_shards
 from lsm_jax.evaluation.tables import needle_table, perplexity_table
+from lsm_jax.parallel import largest_divisor
 
 if TYPE_CHECKING:
     from lsm_jax.training.runs import Run
@@ -156,7 +156,7 @@ def perplexity(run: Run, request: Request, folder: Path) -> dict[str, Any]:
     )
     number = _count_batches(data, request.batch_size)
     devices = jax.local_device_count()
-    shards = row_shards(request.batch_size, devices)
+    shards = largest_divisor(devices, request.batch_size)
     if idle := -request.batch_size % shards:
         print(
             f"perplexity: batch_size={request.batch_size} leaves {idle * devices // shards} of {devices} devices idle",

@@ -153,10 +153,9 @@ class RWKV6(Mixer):
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
         """Keys, values, log w = -exp(d) of each key channel, and the bonus u."""
         moved = self._mixed("w", x, context)
-        low = jnp.tanh(matmul_to_float32(moved, self.decay_down[...].astype(x.dtype))).astype(
-            x.dtype
-        )
-        rate = self.decay_bias[...] + matmul_to_float32(low, self.decay_up[...].astype(x.dtype))
+        down, up = (w[...].astype(x.dtype) for w in (self.decay_down, self.decay_up))
+        low = jnp.tanh(matmul_to_float32(moved, down)).astype(x.dtype)
+        rate = self.decay_bias[...] + matmul_to_float32(low, up)
         return dict(
             k=split_heads(self.k_proj(self._mixed("k", x, context)), self.num_heads),
             v=split_heads(self.v_proj(self._mixed("v", x, context)), self.num_heads),

@@ -92,6 +92,11 @@ class MeshConfig:
         return self.microbatches or self.pipeline
 
 
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` that is at most `most`."""
+    return max(n for n in range(1, min(number, max(1, most)) + 1) if number % n == 0)
+
+
 def batch_shards(sizes: dict[str, int]) -> int:
     """Parts that the batch is cut into on a mesh of these sizes."""
     return math.prod(sizes[axis] for axis in BATCH_AXES)

@@ -23,11 +23,12 @@ from flax import nnx
 from lsm_jax import mixers, ops
 from lsm_jax.data import RecallTask, recall_examples
 from lsm_jax.models import RecallModel, recall_state_size
+from lsm_jax.parallel import largest_divisor
 from lsm_jax.training.config import to_dict
 from lsm_jax.training.metrics import MetricsWriter, TrainProgress
 from lsm_jax.training.recall_config import RecallConfig
 from lsm_jax.training.runs import check_workdir
-from lsm_jax.training.sweep import Data, Sweep, SweepState, epoch_blocks, largest_divisor
+from lsm_jax.training.sweep import Data, Sweep, SweepState, epoch_blocks
 
 _QUERIES_AT_A_TIME, _TOKENS_AT_A_TIME = 16384, 65536  # of an evaluation's batch, a member
 

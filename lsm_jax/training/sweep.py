@@ -137,8 +137,3 @@ def epoch_blocks(
         rows = rng.permutation(size)[: count * batch_size].astype(np.int32)
         blocks += [(index, block) for block in rows.reshape(-1, length, batch_size)]
     return [blocks[i] for i in rng.permutation(len(blocks))]
-
-
-def largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of `number` that is at most `most`."""
-    return max(n for n in range(1, min(number, max(1, most)) + 1) if number % n == 0)

@@ -15,7 +15,7 @@ from flax import nnx
 
 from lsm_jax import models
 from lsm_jax.evaluation import Scorer, evaluate
-from lsm_jax.evaluation.reader import row_shards
+from lsm_jax.parallel import largest_divisor
 
 VOCAB = 257
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,7 +150,7 @@ def test_ids_outside_the_vocabulary(model):
     ("rows", "devices", "shards"), [(5, 4, 4), (3, 4, 2), (1, 4, 1), (4, 6, 3), (8, 1, 1)]
 )
 def test_devices_without_a_row_cut_rows_along_time(rows, devices, shards):
-    assert row_shards(rows, devices) == shards
+    assert largest_divisor(devices, rows) == shards
 
 
 # Rows, tokens, tokens of a piece: rows for all devices; one row over all four, whole and in pieces that divide by nothing.

@@ -271,7 +271,7 @@ def test_attentions_sums_go_on_through_documents(monkeypatch):
     q = jnp.ones((1, 6, 2, 64), jnp.bfloat16)
     tokens = read_tokens(jnp.array([[3, 3, 0, 5, 5, 5]]), None, jnp.zeros(1, jnp.int32), None)
     gates = jnp.full((1, 6, 2), -0.5)
-    run_kernel("mosaic_gpu", q, q, q, gates, tokens, scale=1.0, window=None)
+    run_kernel("mosaic_gpu", q, q, q, gates, tokens, scale=1.0, window=None, prune=True)
     high, low = given["sums"]
     np.testing.assert_array_equal(high[0, :, 0], [-0.5, -1, -1, -1.5, -2, -2.5])
     np.testing.assert_array_equal(low, 0)

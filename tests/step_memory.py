@@ -1,0 +1,43 @@
+"""What XLA says a training step takes of a card that is not here; the compiler alone is needed (`make test-aot`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+from lsm_jax.models import abstract
+from lsm_jax.parallel import MeshConfig, batch_sharding, make_mesh
+from lsm_jax.training import TrainConfig, make_program
+from lsm_jax.training.partition import split, targets
+from lsm_jax.training.step import params_of
+from tests.kernels.test_aot import H200
+
+
+def of_a_step(config: TrainConfig, rows: int, length: int, *, packed: bool) -> Any:
+    """The memory analysis of a step on one H200, rows of documents where `packed`."""
+    device = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1").devices[0]  # fmt: skip
+    mesh = make_mesh(MeshConfig(), [device])
+    program = make_program(config, mesh)
+    kinds = dict(tokens=jnp.int32, labels=jnp.int32, loss_mask=jnp.float32)
+    if packed:
+        kinds |= dict(segment_ids=jnp.int32, positions=jnp.int32)
+    batch = {
+        name: jax.ShapeDtypeStruct((rows, length), kind, sharding=batch_sharding(mesh))
+        for name, kind in kinds.items()
+    }
+    with jax.set_mesh(mesh):
+        state = jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+            jax.eval_shape(program.init),
+            program.shardings,
+        )
+        frozen = None
+        if config.trainable:
+            every = params_of(abstract(config.model))
+            placed = targets(every, program.param_shardings, config.trainable)
+            frozen = split(placed, config.trainable)[1]
+        lowered = program.train_step.trace(state, batch, frozen).lower(lowering_platforms=("cuda",))
+        return lowered.compile({"xla_gpu_autotune_level": 0}).memory_analysis()
