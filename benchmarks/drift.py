@@ -8,6 +8,7 @@ output's RMS so far, in the first tenth and in the last tenth of the sequence.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 
 import jax
@@ -58,16 +59,17 @@ def make_cases(length: int) -> dict:
     return cases
 
 
-def drift(op: str, inputs: dict) -> tuple[float, float]:
-    """The error in the first and in the last tenth."""
+def drift(op: str, inputs: dict, compiler_options: dict | None = None) -> tuple[float, float]:
+    """The error in the first and in the last tenth; `compiler_options` as `jax.jit` takes them."""
+    jit = functools.partial(jax.jit, compiler_options=compiler_options)
     function = getattr(ops, op)
     inputs = dict(inputs)
     form = inputs.pop("form", "chunk")
     narrow = {n: jnp.asarray(x, jnp.float32) for n, x in inputs.items()}
-    output = np.asarray(jax.jit(lambda x: function(**x, form=form)[0])(narrow), np.float64)
+    output = np.asarray(jit(lambda x: function(**x, form=form)[0])(narrow), np.float64)
     with jax.enable_x64(True):
         wide = {n: jnp.asarray(np.asarray(x), jnp.float64) for n, x in narrow.items()}
-        exact = jax.jit(lambda x: function(**x, form="recurrent")[0])(wide)
+        exact = jit(lambda x: function(**x, form="recurrent")[0])(wide)
         exact = np.asarray(exact)
     scale = np.sqrt(np.cumsum(np.mean(exact**2, axis=(0, 2, 3))) / np.arange(1, exact.shape[1] + 1))
     error = np.max(np.abs(output - exact), axis=(0, 2, 3)) / scale

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.drift import drift, make_cases
+from tests.conftest import AS_USERS
 
 
 def _bound(name: str) -> float:
@@ -17,5 +18,5 @@ def _bound(name: str) -> float:
 @pytest.mark.slow
 def test_drift_stays_bounded():
     for name, (op, inputs) in make_cases(100_000).items():
-        first, last = drift(op, inputs)
+        first, last = drift(op, inputs, AS_USERS)
         assert first < _bound(name) and last < _bound(name), name
