@@ -39,6 +39,7 @@ def test_axes_compose(cases):
         "linear_attention+moe:data=2,expert=4",
         pytest.param(f"{HYBRID}:sequence=2,expert=2,pipeline=2", marks=pytest.mark.slow),
         pytest.param("mamba2+none:data=2,sequence=2,tensor=2", marks=pytest.mark.slow),
+        pytest.param("gated_deltanet/gla:data=2,sequence=4", marks=pytest.mark.slow),
     ],
 )
 def test_bfloat16(case):
