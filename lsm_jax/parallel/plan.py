@@ -3,6 +3,7 @@
 Prints GiB of memory and of communication on each device, and whether it fits; needs no device, and compiles nothing. Fields of the
 config are overridden as in train.py: `--config.mesh.fsdp=64 --config.batch_size=512`. `--search` tries every mesh of powers of
 two and prints those that fit, the least communication first.
+It counts what NVIDIA Hopper's fused kernels keep; `--nokernels` what XLA keeps elsewhere, which is much more.
 Where no mesh is given and there are more devices than rows, rows go over fsdp and their tokens over sequence.
 """
 
@@ -24,6 +25,7 @@ FLAGS = flags.FLAGS
 config_flags.DEFINE_config_file("config", None, "FILE.py:VARIANT, as train.py's.", lock_config=True)
 flags.DEFINE_integer("devices", 1, "How many there are.", lower_bound=1)
 flags.DEFINE_float("hbm", 80.0, "GiB of memory of each.", lower_bound=0.0)
+flags.DEFINE_boolean("kernels", True, "For NVIDIA Hopper; else for TPUs, CPUs and other GPUs.")
 flags.DEFINE_boolean("search", False, "Try every mesh of powers of two.")
 flags.mark_flag_as_required("config")
 
@@ -76,7 +78,8 @@ def main(argv: list[str]) -> None:
     if not FLAGS.search:
         try:
             config.mesh = chosen(config, FLAGS.devices)
-            print(planning.plan(config, FLAGS.devices).report(FLAGS.hbm))
+            made = planning.plan(config, FLAGS.devices, kernels=FLAGS.kernels)
+            print(made.report(FLAGS.hbm))
         except ValueError as error:
             sys.exit(f"plan: {error}")
         return
@@ -84,7 +87,7 @@ def main(argv: list[str]) -> None:
     for mesh in meshes(config, FLAGS.devices):
         try:
             other = dataclasses.replace(config, mesh=mesh)
-            found.append(planning.plan(other, FLAGS.devices, known))
+            found.append(planning.plan(other, FLAGS.devices, known, kernels=FLAGS.kernels))
         except ValueError:
             continue  # a mesh that cuts what does not divide
     if not found:

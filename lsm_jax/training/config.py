@@ -129,11 +129,12 @@ class TrainConfig:
         """Steps of the whole run."""
         return self.total_tokens // self.tokens_per_step
 
-    def validate(self, num_devices: int | None = None) -> None:
+    def validate(self, num_devices: int | None = None, *, on_paper: bool = False) -> None:
         """Raise ValueError where a field is out of range or fields do not fit each other; nothing is compiled.
 
         Args:
             num_devices: check the mesh against so many devices; None leaves it unchecked.
+            on_paper: leave the files of a pretrained model, `base`, unopened.
         """
         self.model.validate()
         self.data.validate()
@@ -154,7 +155,7 @@ class TrainConfig:
                 f"optimizer.warmup_tokens={self.optimizer.warmup_tokens}: it must be less than "
                 f"total_tokens={self.total_tokens}"
             )
-        if self.base is not None:
+        if self.base is not None and not on_paper:
             self.base.validate(self.model)
         if self.trainable and not (self.init_from or self.base):
             raise ValueError(

@@ -14,10 +14,12 @@ _FUSED = frozenset(
     sign sin slice split sqrt square squeeze stop_gradient sub tan tanh transpose xor name
     """.split()
 )
+_REPEATED = frozenset("broadcast_in_dim expand_dims reshape squeeze".split())
+_NOTHING = frozenset("empty empty2 platform_index".split())
 _REDUCED = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or argmax argmin".split())
 
 
-def peak_bytes(jaxpr: Any) -> int:
+def peak_bytes(jaxpr: Any, platform: str) -> int:
     """The most bytes that exist at a time while the equations run in order, arguments apart, results included.
 
     Elementwise results that only elementwise operations and reductions read are taken as fused into them, and what they are
@@ -25,8 +27,9 @@ def peak_bytes(jaxpr: Any) -> int:
 
     Args:
         jaxpr: of `jax.make_jaxpr(...)(...).jaxpr`, shapes those of one device.
+        platform: "cpu", "cuda" or "tpu", for what `jax.lax.platform_dependent` leaves to lowering.
     """
-    equations, results = _flat(jaxpr)
+    equations, results = _flat(jaxpr, platform)
     arguments = set(map(id, jaxpr.invars)) | set(map(id, jaxpr.constvars))
     consumers: dict[int, list[str]] = {}
     for name, _, ins, _ in equations:
@@ -41,6 +44,9 @@ def peak_bytes(jaxpr: Any) -> int:
         for root in read:
             last[root] = place
         for var in outs:
+            if _is_empty(var):
+                roots[id(var)], size[id(var)] = set(), 0
+                continue
             readers = consumers.get(id(var), [])
             virtual = name in _FUSED and id(var) not in final and bool(readers) and all(r in _FUSED | _REDUCED for r in readers)  # fmt: skip
             roots[id(var)] = read if virtual else {id(var)}
@@ -59,6 +65,28 @@ def peak_bytes(jaxpr: Any) -> int:
         live -= sum(size.get(var, 0) for var in ending.get(place, []))
         live -= sum(size[id(var)] for var in outs if id(var) not in last)
     return peak
+
+
+def result_bytes(jaxpr: Any, platform: str) -> int:
+    """Bytes of the results that are no arguments, as of `peak_bytes`.
+
+    Each is counted once, and what only repeats or reshapes another array as that array.
+    """
+    equations, results = _flat(jaxpr, platform)
+    source: dict[int, list[Any]] = {
+        id(out): ins for name, _, ins, outs in equations if name in _REPEATED for out in outs
+    }
+    kept, seen, left = {}, set(map(id, (*jaxpr.invars, *jaxpr.constvars))), list(results)
+    while left:
+        var = left.pop()
+        if isinstance(var, core.Literal) or id(var) in seen:
+            continue
+        seen.add(id(var))
+        if id(var) in source:
+            left += source[id(var)]
+        elif not _is_empty(var):
+            kept[id(var)] = _bytes(var)
+    return sum(kept.values())
 
 
 def _bytes(var: Any) -> int:
@@ -81,17 +109,38 @@ def _inner(equation: Any) -> list[Any]:
 
 
 class _Var:
-    """An array of the program written out; a body that is called twice has two of each of its own."""
+    """An array of the program written out; a body that is called twice has two of each of its own.
 
-    def __init__(self, aval: Any):
-        self.aval = aval
+    `empty` where it holds nothing: what another platform's branch would leave for the backward pass.
+    """
+
+    def __init__(self, aval: Any, empty: bool):
+        self.aval, self.empty = aval, empty
+
+
+def _is_empty(var: Any) -> bool:
+    return isinstance(var, _Var) and var.empty
 
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call", "custom_lin")  # fmt: skip
 
 
-def _flat(jaxpr: Any, names: dict[int, Any] | None = None) -> tuple[list[Any], list[Any]]:
-    """(equations as (primitive, bytes of its inside, inputs, outputs), results), calls written out."""
+def _called(equation: Any, platform: str) -> tuple[Any, list[Any]] | None:
+    """The jaxpr that a call, or a choice by platform, runs, and what it is given; None for other equations."""
+    inner, given = _inner(equation), list(equation.invars)
+    if choices := equation.params.get("branches_platforms"):
+        index = next(
+            (i for i, names in enumerate(choices) if names and platform in names),
+            choices.index(None),
+        )
+        return inner[index], given[1:]
+    return (inner[0], given) if equation.primitive.name in _CALLS and len(inner) == 1 else None
+
+
+def _flat(
+    jaxpr: Any, platform: str, names: dict[int, Any] | None = None
+) -> tuple[list[Any], list[Any]]:
+    """(equations as (primitive, bytes of its inside, inputs, outputs), results), calls and the platform's choices written out."""
     names = {} if names is None else names
     equations = []
 
@@ -101,20 +150,25 @@ def _flat(jaxpr: Any, names: dict[int, Any] | None = None) -> tuple[list[Any], l
     for equation in jaxpr.eqns:
         ins = [known(v) for v in equation.invars if not isinstance(v, core.Literal)]
         ins = [v for v in ins if not isinstance(v, core.Literal)]
-        inner = _inner(equation)
-        if equation.primitive.name in _CALLS and len(inner) == 1:
-            (body,) = inner
+        if (call := _called(equation, platform)) is not None:
+            body, operands = call
             own = {
                 id(var): given if isinstance(given, core.Literal) else known(given)
-                for var, given in zip(body.invars, equation.invars, strict=True)
+                for var, given in zip(body.invars, operands, strict=True)
             }
-            more, results = _flat(body, own)
+            more, results = _flat(body, platform, own)
             equations += more
             for var, result in zip(equation.outvars, results, strict=True):
                 names[id(var)] = result
             continue
-        inside = max((peak_bytes(body) for body in inner), default=0)
-        outs = [_Var(var.aval) for var in equation.outvars]
+        name = equation.primitive.name
+        # What a kernel holds while it runs is not device memory.
+        inner = [] if name == "pallas_call" else _inner(equation)
+        inside = max((peak_bytes(body, platform) for body in inner), default=0)
+        nothing = name in _NOTHING or (
+            name in _REPEATED and bool(ins) and all(_is_empty(var) for var in ins)
+        )
+        outs = [_Var(var.aval, nothing) for var in equation.outvars]
         names |= {id(var): out for var, out in zip(equation.outvars, outs, strict=True)}
-        equations.append((equation.primitive.name, inside, ins, outs))
+        equations.append((name, inside, ins, outs))
     return equations, [known(v) for v in jaxpr.outvars]

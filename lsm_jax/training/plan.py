@@ -14,11 +14,14 @@ from jax.sharding import AbstractMesh
 
 from lsm_jax import ops
 from lsm_jax.models import Decoder, abstract
+from lsm_jax.models.decoder import rematerialized
 from lsm_jax.parallel import AXES, BATCH_AXES
 from lsm_jax.training.config import TrainConfig
-from lsm_jax.training.liveness import peak_bytes
+from lsm_jax.training.liveness import peak_bytes, result_bytes
 from lsm_jax.training.partition import split
 from lsm_jax.training.step import param_shardings, params_of
+
+_WITH_TRANSITIONS = (ops.delta_memory, ops.dplr_memory)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +35,8 @@ class Plan:
         gradients: float32, of its part of the parameters.
         saved: activations kept for the backward pass, of all its layers and microbatches.
         working: the most that exists at a time besides: a layer computed again and its gradients, or a chunk of the loss.
-        update: once the activations are gone, the optimizer's update and the parameters it would make, before it is known
-            whether they are finite.
+        update: once the activations are gone, the parameters that the optimizer would make, before it is known whether they are
+            finite, and on some platforms its update beside them.
         communication: bytes that a device sends a step, by what for.
     """
 
@@ -65,7 +68,13 @@ class Plan:
         return "\n".join(lines)
 
 
-def plan(config: TrainConfig, num_devices: int, known: dict[Any, Any] | None = None) -> Plan:
+def plan(
+    config: TrainConfig,
+    num_devices: int,
+    known: dict[Any, Any] | None = None,
+    *,
+    kernels: bool = True,
+) -> Plan:
     """The plan of a run on so many devices.
 
     Parameters, moments and gradients are counted by their shardings. Activations are those of the program's trace, of one
@@ -75,11 +84,13 @@ def plan(config: TrainConfig, num_devices: int, known: dict[Any, Any] | None = N
         config: the run.
         num_devices: over which its mesh must go.
         known: keeps what was traced, for the next plan of the same run on another mesh.
+        kernels: for NVIDIA Hopper, whose fused kernels serve what they can; else for TPUs, CPUs and other GPUs, by XLA alone.
 
     Raises:
         ValueError: a config, or a mesh, that does not fit.
     """
-    config.validate(num_devices)
+    config.validate(num_devices, on_paper=True)
+    platform = "cuda" if kernels else "cpu"
     sizes = config.mesh.shape(num_devices)
     mesh = AbstractMesh(tuple(sizes.values()), AXES)
     model = abstract(config.model)
@@ -90,7 +101,7 @@ def plan(config: TrainConfig, num_devices: int, known: dict[Any, Any] | None = N
     held = dict(zip(whole, parts, strict=True))
     learns = jax.tree_util.tree_leaves_with_path(split(params, config.trainable)[0])
     trained = 4 * sum(held[_name(path)] for path, _ in learns)
-    saved, working = _activations(config, model, sizes, {} if known is None else known)
+    saved, working = _activations(config, model, sizes, {} if known is None else known, platform)
     # Of several rounds: the layers as they are dealt out, and their gradients.
     dealt = 2 * _of_periods(held) if config.mesh.rounds > 1 else 0
     return Plan(
@@ -103,7 +114,8 @@ def plan(config: TrainConfig, num_devices: int, known: dict[Any, Any] | None = N
         + dealt
         + _gathered(config, whole, sizes)
         + _keys_and_values(config, model, sizes),
-        update=2 * trained,
+        # XLA makes parameters in the optimizer's fusion on NVIDIA, on CPUs behind it.
+        update=trained * (1 if kernels else 2),
         communication=_communication(config, model, whole, held, trained, sizes),
     )
 
@@ -125,13 +137,14 @@ def _local_shape(config: TrainConfig, sizes: dict[str, int]) -> tuple[int, int]:
 
 
 def _activations(
-    config: TrainConfig, model: Decoder, sizes: dict[str, int], known: dict[Any, Any]
+    config: TrainConfig, model: Decoder, sizes: dict[str, int], known: dict[Any, Any], platform: str
 ) -> tuple[int, int]:
     """(saved, working) bytes; `known` keeps what was traced."""
     rows, length = _local_shape(config, sizes)
-    if (rows, length) not in known:
-        known[rows, length] = [_layer_bytes(config, model, b, rows, length) for b in model.periods.blocks]  # fmt: skip
-    layers = known[rows, length]
+    shape = rows, length, platform
+    if shape not in known:
+        known[shape] = [_layer_bytes(config, model, b, *shape) for b in model.periods.blocks]
+    layers = known[shape]
     x = rows * length * config.model.hidden_size * jnp.dtype(config.model.dtype).itemsize
     working = max(peak for peak, _ in layers) // sizes["tensor"] + 2 * x
     saved = sum(x + kept // sizes["tensor"] for _, kept in layers)
@@ -144,9 +157,11 @@ def _activations(
         # What comes in, gathered; what goes on after each turn, of which the last round's goes out.
         saved += (2 * pieces + ticks) * x
     if sizes["sequence"] > 1:
-        extra = [_as_one_update(config, b, rows, length) for b in model.periods.blocks]
-        working += max(wide for _, _, wide in extra) // sizes["tensor"]
-        kept = sum(update for update, _, _ in extra) * sizes["sequence"] // sizes["tensor"]
+        blocks = model.periods.blocks
+        beside = max(_beside_update(config, b, rows, length, platform) for b in blocks)
+        working += beside // sizes["tensor"]
+        updates = sum(_as_one_update(config, b, rows, length)[0] for b in blocks)
+        kept = updates * sizes["sequence"] // sizes["tensor"]
         saved += kept * model.num_periods // sizes["pipeline"] * pieces
     tokens = min(config.model.loss_chunk_size, rows * length)
     logits = 3 * tokens * config.model.vocab_size * 4  # logits, probabilities, their errors
@@ -156,13 +171,14 @@ def _activations(
 
 
 def _layer_bytes(
-    config: TrainConfig, model: Decoder, stacked: Any, rows: int, length: int
+    config: TrainConfig, model: Decoder, stacked: Any, rows: int, length: int, platform: str
 ) -> tuple[int, int]:
     """Of one layer on whole heads and widths: the most that its backward pass needs at a time, and what is kept for it beside its
     input."""
     x = jax.ShapeDtypeStruct((rows, length, config.model.hidden_size), jnp.dtype(config.model.dtype))  # fmt: skip
     ids = jax.ShapeDtypeStruct((rows, length), jnp.int32)
-    shared = jax.eval_shape(model.init_shared, x)
+    whole, weights = nnx.split(model)
+    shared = jax.eval_shape(lambda w, x: nnx.merge(whole, w).init_shared(x), weights, x)
     graph, params = nnx.split(stacked, nnx.Param)
     params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params)
 
@@ -175,50 +191,47 @@ def _layer_bytes(
         _, vjp = jax.vjp(lambda p, x: layer(p, x, shared, ids), params, x)
         return vjp((dx, jnp.ones(())))
 
-    peak = peak_bytes(jax.make_jaxpr(backward)(params, x, shared, ids, x).jaxpr)
+    peak = peak_bytes(jax.make_jaxpr(backward)(params, x, shared, ids, x).jaxpr, platform)
     if config.model.remat == "full":
         return peak, 0
-    return peak, _residuals(layer, config.model.remat, params, x, shared, ids)
-
-
-def _residuals(layer: Any, policy: str, params: Any, *args: Any) -> int:
-    """Bytes that the backward pass of a layer keeps, its arguments apart."""
-    from lsm_jax.models.decoder import rematerialized
-
-    run = rematerialized(layer, policy)
+    run = rematerialized(layer, config.model.remat)
 
     def kept(params, x, shared, ids):
         _, vjp = jax.vjp(lambda p, x: run(p, x, shared, ids), params, x)
         return vjp
 
-    shapes = jax.tree.leaves(jax.eval_shape(kept, params, *args))
-    given = jax.tree.leaves((params, *args))
-    known = {(x.shape, x.dtype) for x in given}
-    return sum(x.size * x.dtype.itemsize for x in shapes if (x.shape, x.dtype) not in known)
+    return peak, result_bytes(jax.make_jaxpr(kept)(params, x, shared, ids).jaxpr, platform)
 
 
-def _as_one_update(config: TrainConfig, block: Any, rows: int, length: int) -> tuple[int, int, int]:
+def _as_one_update(config: TrainConfig, block: Any, rows: int, length: int) -> tuple[int, int]:
     """Bytes that one device's tokens make as one update of a layer's memory, on whole heads: the update, which is gathered and
-    kept; the state, whose gradient is gathered (both with the tails of convolutions and token shifts); and what exists besides
-    while the op runs. None for attention.
+    kept, and the state, whose gradient is gathered, both with the tails of convolutions and token shifts. None for attention.
 
-    A delta rule's transition is a matrix [K, K] a head, found by K more value channels that the whole op carries.
+    A delta rule's transition is a matrix [K, K] a head.
     """
     mixer: Any = block.mixer
     kind = type(mixer.innermost()).op
     if kind is ops.attention:
-        return 0, 0, 0
-    dtype = jnp.dtype(config.model.dtype)
-    start = jax.eval_shape(lambda: mixer.init_state(rows, length, dtype))
+        return 0, 0
+    start = _fresh_state(config, mixer, rows, length)
     memory = jax.tree.leaves(start.memory)
     state = sum(x.size * x.dtype.itemsize for x in memory)
     tails = [x for x in jax.tree.leaves(start.tails) if x.ndim > 1]
     state += 4 * sum(x.size for x in tails)  # in words of 32 bits
-    if kind not in (ops.delta_memory, ops.dplr_memory):
-        return state, state, 0
+    if kind not in _WITH_TRANSITIONS:
+        return state, state
     largest = max(memory, key=lambda x: x.size)
-    heads, keys, values = largest.shape[-3:]
-    update = state + largest.size // values * keys * largest.dtype.itemsize
+    keys, values = largest.shape[-2:]
+    return state + largest.size // values * keys * largest.dtype.itemsize, state
+
+
+def _beside_update(config: TrainConfig, block: Any, rows: int, length: int, platform: str) -> int:
+    """Bytes that exist besides while a delta rule finds its transition: by K more value channels, which the whole op carries."""
+    if type(block.mixer.innermost()).op not in _WITH_TRANSITIONS:
+        return 0
+    memory = jax.tree.leaves(_fresh_state(config, block.mixer, rows, length).memory)
+    heads, keys, values = max(memory, key=lambda x: x.size).shape[-3:]
+    dtype = jnp.dtype(config.model.dtype)
 
     def peak(channels: int) -> int:
         k = jax.ShapeDtypeStruct((rows, length, heads, keys), dtype)
@@ -226,16 +239,21 @@ def _as_one_update(config: TrainConfig, block: Any, rows: int, length: int) -> t
         beta = jax.ShapeDtypeStruct(k.shape[:-1], jnp.float32)
 
         def run(k, v, beta):
-            output, state = ops.delta_memory(k, k, v, beta, beta, implementation="xla")
+            output, state = ops.delta_memory(k, k, v, beta, beta)
             return output, state.memory
 
         def backward(k, v, beta):
             found, vjp = jax.vjp(run, k, v, beta)
             return vjp(found)
 
-        return peak_bytes(jax.make_jaxpr(backward)(k, v, beta).jaxpr)
+        return peak_bytes(jax.make_jaxpr(backward)(k, v, beta).jaxpr, platform)
 
-    return update, state, peak(values + keys) - peak(values)
+    return peak(values + keys) - peak(values)
+
+
+def _fresh_state(config: TrainConfig, mixer: Any, rows: int, length: int) -> Any:
+    dtype = jnp.dtype(config.model.dtype)
+    return jax.eval_shape(lambda: mixer.init_state(rows, length, dtype))
 
 
 def _gathered(config: TrainConfig, whole: dict[str, Any], sizes: dict[str, int]) -> int:
@@ -315,7 +333,7 @@ def _communication(
     if sizes["sequence"] > 1:
         count, dtype = 0, jnp.dtype(config.model.dtype)
         for block in model.periods.blocks:
-            update, state, _ = _as_one_update(config, block, rows, length)
+            update, state = _as_one_update(config, block, rows, length)
             if not state:  # keys and values, gathered again where they are computed again
                 memory = jax.eval_shape(lambda b=block: b.mixer.init_memory(rows, length, dtype))
                 state = sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(memory))
