@@ -246,15 +246,18 @@ def report(path: Path) -> str:
     def of(table):
         return [r for r in rows if r["table"] == table]
 
-    lines, shapes = [], sorted({(r["length"], r["rows"]) for r in of("layouts")})
-    if shapes:
+    lines: list[str] = []
+    for cards in sorted({r["mesh"].get("fsdp", 1) for r in of("layouts")}):
+        table = [r for r in of("layouts") if r["mesh"].get("fsdp", 1) == cards]
+        shapes = sorted({(r["length"], r["rows"] // cards) for r in table})
         heads = " | ".join(f"{n // 1024}K x {b}: 10³ tokens/s | GiB" for n, b in shapes)
-        lines += [f"| mixer | {heads} | longest / shortest |", "|---" * (2 * len(shapes) + 2) + "|"]
-    for name in dict.fromkeys(named(r) for r in of("layouts")):
-        own = {(r["length"], r["rows"]): r for r in of("layouts") if named(r) == name}
-        ends = [own.get(shape, {}).get("tokens_per_second") for shape in (shapes[0], shapes[-1])]
-        cells = " | ".join(cell(own.get(s)) for s in shapes)
-        lines.append(f"| {name} | {cells} | {_ratio(ends[1], ends[0])} |")
+        first = "mixer" if cards == 1 else f"mixer, {cards} cards (fsdp), rows a card"
+        lines += ["", f"| {first} | {heads} | longest / shortest |", "|---" * (2 * len(shapes) + 2) + "|"]  # fmt: skip
+        for name in dict.fromkeys(map(named, table)):
+            own = {(r["length"], r["rows"] // cards): r for r in table if named(r) == name}
+            ends = [own.get(shape, {}).get("tokens_per_second") for shape in (shapes[0], shapes[-1])]  # fmt: skip
+            cells = " | ".join(cell(own.get(s)) for s in shapes)
+            lines.append(f"| {name} | {cells} | {_ratio(ends[1], ends[0])} |")
     if of("axes"):
         lines += ["", "| mixer | mesh | rows x tokens | 10³ tokens/s | GiB a card |", "|---" * 5 + "|"]  # fmt: skip
     for r in of("axes"):
@@ -273,7 +276,7 @@ def report(path: Path) -> str:
         one = alone[-1].get("tokens_per_second_a_card") if alone else None
         part = _ratio(r.get("tokens_per_second_a_card"), one)
         lines.append(f"| {named(r)} | {cards} | {r['length']:,} | {cell(r)} | {part} |")
-    return "\n".join(lines)
+    return "\n".join(lines).lstrip()
 
 
 def main() -> None:
