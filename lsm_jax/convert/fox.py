@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from absl import logging
 
 from lsm_jax.convert.checkpoint import Checkpoint
 from lsm_jax.convert.load import Piece, load_tree, places
@@ -34,6 +35,21 @@ _ONLY: dict[str, dict[str, Any]] = {
     _TRANSFORMER: dict(hidden_act="swish", attention_bias=False, qk_norm=False, use_rope=True),
 }  # fmt: skip
 _GATES = {"full": "data_dependent", "bias_only": "data_independent", "fixed": "fixed", "none": "none"}  # fmt: skip
+
+_READ = frozenset(
+    """
+    model_type vocab_size hidden_size num_hidden_layers num_heads num_kv_heads window_size use_rope rope_base qk_norm
+    qk_norm_share_param_across_head fgate_type decay_time_min decay_time_max use_k_shift use_v_shift use_output_norm use_output_gate
+    ogate_act hidden_act attention_bias norm_eps hidden_ratio intermediate_size tie_word_embeddings
+    """.split()
+)
+# Of how a model was made, is loaded or decodes, not of what it computes.
+_HOUSEKEEPING = frozenset(
+    """
+    architectures auto_map bos_token_id eos_token_id pad_token_id dtype torch_dtype transformers_version _name_or_path use_cache
+    initializer_range fgate_bias_init max_position_embeddings fuse_norm fuse_cross_entropy return_dict output_attentions output_hidden_states
+    """.split()
+)
 
 _TOP = {
     "embedding": "model.embeddings.weight",
@@ -199,6 +215,8 @@ def import_fox(
     target = new_workdir(workdir)
     checkpoint = Checkpoint(source)
     model = fox_config(checkpoint)
+    if unread := sorted(set(checkpoint.config) - _READ - _HOUSEKEEPING):
+        logging.warning("config.json has fields that are not read: %s", ", ".join(unread))
     params = fox_params(checkpoint, model)
     data = data or DataConfig(
         path="longcrawl64", tokenizer="gpt2", json_escape=True, sequence_length=2**14, shuffle=False

@@ -147,10 +147,15 @@ def test_an_imported_run_is_evaluated_and_started_from(tmp_path):
         import_fox(folder, tmp_path / "run")
 
 
-def test_the_command(tmp_path, capsys):
+def test_the_command(tmp_path, capsys, monkeypatch):
     folder, *_ = write(tmp_path / "x")
+    told = []
+    monkeypatch.setattr("lsm_jax.convert.fox.logging.warning", lambda *words: told.append(words))
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(use_cache=True, logit_scale=2)))
     assert main([f"--source={folder}", f"--workdir={tmp_path / 'run'}"]) == 0
     assert "eval.py --workdir=" in capsys.readouterr().out
+    assert [names for _, names in told] == ["logit_scale"]
     data = lsm_jax.load_run(tmp_path / "run").config.data
     assert (data.tokenizer, data.json_escape, data.sequence_length) == ("gpt2", True, 16_384)
     assert main([f"--source={tmp_path}", f"--workdir={tmp_path / 'other'}"]) == 1
