@@ -148,13 +148,15 @@ class Documents:
         where = f"{path}, the line at byte {start}"
         try:
             fields = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}, is not JSON: {error}") from error
         if self.format == "alpaca":
             return alpaca(fields, where)
         text = fields.get(self.text_key) if isinstance(fields, dict) else None
         if not isinstance(text, str):
             has = sorted(fields) if isinstance(fields, dict) else type(fields).__name__
+            if isinstance(fields, dict) and self.text_key in fields:
+                raise ValueError(f"{where}, has {text!r} under {self.text_key!r}; accepted is text")
             raise ValueError(f"{where}, has no text under {self.text_key!r}; it has {has}")
         return text, ""
 

@@ -22,6 +22,8 @@ def alpaca(fields: Any, where: str) -> tuple[str, str]:
     given = {"input": "", **given}
     for name in ("instruction", "input", "output"):
         if not isinstance(given.get(name), str):
+            if name in given:
+                raise ValueError(f"{where}, has {given[name]!r} under {name!r}; accepted is text")
             has = sorted(fields) if isinstance(fields, dict) else type(fields).__name__
             raise ValueError(f"{where}, has no text under {name!r}; it has {has}")
     context = ", paired with an input that provides further context" if given["input"] else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import math
 import sys
 import weakref
 from collections.abc import Callable
@@ -71,8 +72,9 @@ def make_train_iterator(
         )
         return _step_iterator(config, batches, _ENDLESS // global_batch_size)
     documents = open_documents(config, heldout=False)
-    _check_some_text(documents, config, tokenizer)
     count = len(documents)
+    lanes = 1 if config.shuffle else math.gcd(count, global_batch_size)
+    _check_some_text(documents, config, tokenizer, where=f"data.path={config.path!r}", lanes=lanes)
     # Short text gives lanes of several epochs at once.
     order = functools.lru_cache(global_batch_size // count + 3)(
         functools.partial(permutation, count, seed)
@@ -143,7 +145,10 @@ def make_eval_iterator(
         )
         return _step_iterator(config, batches, -(-total // global_batch_size))
     documents = open_documents(config, heldout=True)
-    _check_some_text(documents, config, tokenizer)
+    where = f"data.heldout_path={config.heldout_path!r}"
+    if not config.heldout_path:
+        where = f"the held-out part of data.path={config.path!r}"
+    _check_some_text(documents, config, tokenizer, where=where)
     pieces = grain.MapDataset.range(len(documents)).map(
         functools.partial(_piece, documents, tokenizer, config)
     )
@@ -177,10 +182,15 @@ def _piece(documents: Documents, tokenizer: Tokenizer, config: DataConfig, index
     )
 
 
-def _check_some_text(documents: Documents, config: DataConfig, tokenizer: Tokenizer) -> None:
-    # A stream of nothing but empty documents would never give a first row.
-    if all(_piece(documents, tokenizer, config, i) is None for i in range(len(documents))):
-        raise ValueError(f"no text in data.path={config.path!r}: every document is empty")
+def _check_some_text(
+    documents: Documents, config: DataConfig, tokenizer: Tokenizer, *, where: str, lanes: int = 1
+) -> None:
+    """Raise ValueError where one of `lanes`, which take documents in turn, has no text: it would never give a first row."""
+    for lane in range(lanes):
+        own = range(lane, len(documents), lanes)
+        if all(_piece(documents, tokenizer, config, i) is None for i in own):
+            which = "every document" if lanes == 1 else f"every document of number {lane} modulo {lanes}, which data.shuffle=False gives to one row of a batch,"  # fmt: skip
+            raise ValueError(f"no text in {where}: {which} is empty")
 
 
 def _serial(pieces: grain.MapDataset) -> grain.IterDataset:

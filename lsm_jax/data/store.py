@@ -203,7 +203,10 @@ def _read_metadata(path: Path) -> dict[str, Any]:
             f"{path} is not a token store: it has zarr_format={metadata.get('zarr_format')}, "
             f"shape={shape}; a token store is a zarr v2 array [documents, length]"
         )
-    if not isinstance(chunks, list) or len(chunks) != 2 or min(chunks) < 1:
+    if not all(type(n) is int for n in shape):
+        raise ValueError(f"{path}/.zarray has shape={shape}; two integers are needed")
+    whole = isinstance(chunks, list) and len(chunks) == 2 and all(type(n) is int for n in chunks)
+    if not whole or min(chunks) < 1:
         raise ValueError(f"{path}/.zarray has chunks={chunks}; two positive sizes are needed")
     if min(shape) < 1:
         raise ValueError(f"{path} is empty: its shape is {shape}")

@@ -15,6 +15,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -71,8 +72,14 @@ def write_store(
         raise ValueError(f"sequence_length={sequence_length}; it must be at least 1")
     if heldout and not 0.0 < heldout_fraction < 1.0:
         raise ValueError(f"heldout_fraction={heldout_fraction}; it must be in (0, 1)")
-    if heldout and os.path.abspath(heldout) == os.path.abspath(output):
-        raise ValueError(f"output and heldout are the same store, {output!r}")
+    if heldout:
+        one, other = (Path(p).expanduser().absolute() for p in (output, heldout))
+        if one == other:
+            raise ValueError(f"output and heldout are the same store, {output!r}")
+        if one.is_relative_to(other) or other.is_relative_to(one):
+            raise ValueError(
+                f"of output={output!r} and heldout={heldout!r} one is inside the other"
+            )
     if num_workers is not None and num_workers < 1:
         raise ValueError(f"num_workers={num_workers}; it must be at least 1")
     if pack and loaded.bos_id is None:

@@ -273,11 +273,11 @@ def _beside(path: Path) -> dict[str, Any]:
 
 
 def _valid(text: str) -> str:
-    """The text with U+FFFD where "surrogateescape" stands for a wrong byte."""
+    """The text with U+FFFD where "surrogateescape" stands for a wrong byte, or JSON held half of a surrogate pair."""
     try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    except UnicodeEncodeError:  # half a pair, as JSON can hold
-        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _check_ids(ids: np.ndarray, tokenizer: Tokenizer) -> None:

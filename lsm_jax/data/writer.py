@@ -34,16 +34,20 @@ class StoreWriter:
             length: tokens in a row.
             vocab_size: picks `<u2` or `<u4`.
             attributes: for `.zattrs`.
-            overwrite: replace what stands at `path` when the new store is complete.
+            overwrite: replace the store at `path` when the new one is complete.
             row_multiple: a power of two. Rows over a multiple of it (or of the largest power of
                 two there are rows for) are left out.
 
         Raises:
-            ValueError: `path` exists already.
+            ValueError: `path` is empty, exists already, or holds anything but a store.
         """
+        if not os.fspath(path):
+            raise ValueError("the path of the store is empty")
         self.path = Path(path).expanduser().absolute()
         if self.path.exists() and not overwrite:
             raise ValueError(f"{self.path} exists already; pass overwrite to replace it")
+        if self.path.exists() and not (self.path / ".zarray").is_file():
+            raise ValueError(f"{self.path} is no token store; overwrite replaces nothing else")
         self._part = self.path.with_name(f".{self.path.name}.partial-{os.getpid()}")
         self._length, self._attributes = length, attributes
         self._dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")

@@ -84,6 +84,8 @@ class Request:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: it must be at least 1")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed}: accepted are 0 to 2^63 - 1")
         self.needle.validate()
         self.maps.validate()
         self.lm_eval.validate()
@@ -129,6 +131,9 @@ def heldout_config(run: Run, request: Request) -> DataConfig:
             changes |= {"format": "text", "packing": "concat"}
     if request.sequence_length is not None:
         changes["sequence_length"] = request.sequence_length
+        # Of text; what a row's length does not allow is left.
+        align = math.gcd(run.config.data.align_documents, request.sequence_length)
+        changes["align_documents"] = align
     return dataclasses.replace(run.config.data, **changes)
 
 

@@ -113,11 +113,14 @@ def _sample(
     state = model.init_state(batch, length + num_tokens)
     hidden, state = _prefill(model, prompt, segment_ids, state, prefill_chunk)
 
+    heat = jnp.maximum(temperature, jnp.finfo(jnp.float32).tiny)
+
     def draw(hidden, step):
         logits = model.logits(hidden)
         if greedy:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        logits = restrict(logits / temperature, top_k=top_k, top_p=top_p)
+        logits -= jnp.max(logits, axis=-1, keepdims=True)  # so that none overflows
+        logits = restrict(logits / heat, top_k=top_k, top_p=top_p)
         return jax.random.categorical(jax.random.fold_in(key, step), logits).astype(jnp.int32)
 
     fill = 0 if stop_token is None else stop_token
@@ -173,7 +176,7 @@ def restrict(
         ordered = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
         probability = jax.nn.softmax(ordered, axis=-1)
         before = jnp.cumsum(probability, axis=-1) - probability
-        kept = before < top_p
+        kept = (before < top_p).at[..., 0].set(True)  # a tiny top_p rounds to 0
         least = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
         logits = jnp.where(logits < least, -jnp.inf, logits)
     return logits

@@ -3,7 +3,8 @@
 Prints GiB of memory and of communication on each device, and whether it fits; needs no device, and compiles nothing. Fields of the
 config are overridden as in train.py: `--config.mesh.fsdp=64 --config.batch_size=512`. `--search` tries every mesh of powers of
 two and prints those that fit, the least communication first.
-It counts what NVIDIA Hopper's fused kernels keep; `--nokernels` what XLA keeps elsewhere, which is much more.
+It counts what NVIDIA Hopper's fused kernels keep; `--nokernels` what XLA keeps on CPUs and other GPUs, which is much more (a TPU is
+between the two: its memory updates are XLA's, its experts' products are not those of a CPU).
 Where no mesh is given and there are more devices than rows, rows go over fsdp and their tokens over sequence.
 """
 
@@ -25,7 +26,7 @@ FLAGS = flags.FLAGS
 config_flags.DEFINE_config_file("config", None, "FILE.py:VARIANT, as train.py's.", lock_config=True)
 flags.DEFINE_integer("devices", 1, "How many there are.", lower_bound=1)
 flags.DEFINE_float("hbm", 80.0, "GiB of memory of each.", lower_bound=0.0)
-flags.DEFINE_boolean("kernels", True, "For NVIDIA Hopper; else for TPUs, CPUs and other GPUs.")
+flags.DEFINE_boolean("kernels", True, "For NVIDIA Hopper; else as XLA alone has it.")
 flags.DEFINE_boolean("search", False, "Try every mesh of powers of two.")
 flags.mark_flag_as_required("config")
 
@@ -43,7 +44,7 @@ def meshes(config: Any, devices: int) -> list[Any]:
 
 def chosen(config: Any, devices: int) -> Any:
     """The config's mesh; or, where it gives none and rows do not divide over the devices, fsdp times sequence."""
-    rows = math.gcd(config.batch_size, devices)
+    rows = math.gcd(config.batch_size // config.accumulation_steps, devices)
     if config.mesh != type(config.mesh)() or rows == devices:
         return config.mesh
     mesh = dataclasses.replace(config.mesh, data=1, fsdp=rows, sequence=devices // rows)
@@ -55,10 +56,9 @@ def chosen(config: Any, devices: int) -> Any:
 
 def parse(argv: list[str]) -> list[str]:
     """Parse flags; tell what is wrong with them in one line."""
-    try:
-        rest = FLAGS(argv)
-    except (flags.Error, KeyError, AttributeError, ValueError, TypeError, OSError) as error:
-        sys.exit(f"plan: {' '.join(str(error).split())}")
+    from lsm_jax.training.command import parse_config
+
+    rest = parse_config(FLAGS, argv, "plan", workdir=False)
     if len(rest) > 1:
         sys.exit(f"plan: unknown arguments: {' '.join(rest[1:])}")
     if not hasattr(FLAGS.config, "mesh"):
@@ -75,6 +75,10 @@ def main(argv: list[str]) -> None:
     from lsm_jax.training import plan as planning
 
     config = FLAGS.config
+    try:
+        dataclasses.replace(config, mesh=type(config.mesh)()).validate(on_paper=True)
+    except ValueError as error:
+        sys.exit(f"plan: {error}")
     if not FLAGS.search:
         try:
             config.mesh = chosen(config, FLAGS.devices)
@@ -94,7 +98,11 @@ def main(argv: list[str]) -> None:
         sys.exit("plan: no mesh of powers of two fits the config")
     fitting = [p for p in found if p.total <= FLAGS.hbm * 2**30]
     print(f"{len(found)} meshes, of which {len(fitting)} fit into {FLAGS.hbm:g} GiB")
-    for p in sorted(fitting, key=lambda p: sum(p.communication.values()))[:10]:
+    shown = sorted(fitting, key=lambda p: sum(p.communication.values()))[:10]
+    if not fitting:
+        shown = [min(found, key=lambda p: p.total)]
+        print("the smallest:")
+    for p in shown:
         mesh = " ".join(f"{axis}={size}" for axis, size in p.sizes.items() if size > 1) or "one device"  # fmt: skip
         sent = sum(p.communication.values()) / 2**30
         print(f"{p.total / 2**30:8.2f} GiB, {sent:8.2f} GiB sent  {mesh}")

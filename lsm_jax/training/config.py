@@ -145,6 +145,8 @@ class TrainConfig:
         for name in ("eval_every", "keep_every", "profile_start", "profile_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}: it must be at least 0")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed}: accepted are 0 to 2^63 - 1")
         if self.num_steps < 1:
             raise ValueError(
                 f"total_tokens={self.total_tokens}: one step takes batch_size={self.batch_size} x "
@@ -319,6 +321,9 @@ def suggest(config: Any, name: str) -> str:
     for part in path:
         inner = holder.get(part) if isinstance(holder, dict) else getattr(holder, part, None)
         if inner is None:
+            known = holder if isinstance(holder, dict) else vars(holder)
+            if part in known:
+                return f"{part} is None here, which has no fields"
             last = part
             break
         holder = inner

@@ -37,7 +37,8 @@ from lsm_jax.training.step import OVERFLOW, Program, TrainState, make_program, p
 
 
 class TrainingStopped(RuntimeError):
-    """Too many steps in a row had a loss or gradient that was not finite, or tokens found no room on their way to experts."""
+    """Too many steps in a row had a loss or gradient that was not finite, tokens found no room on their way to experts, or a batch
+    could not be read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +188,13 @@ class _Loop:
         ):
             while step < config.num_steps and ended is None:
                 profile(step, state)
-                batch = self._to_devices(first if step == start else next(self.batches))
+                try:
+                    rows = first if step == start else next(self.batches)
+                except (ValueError, OSError) as error:
+                    if pending is not None:
+                        self._report(*pending)
+                    raise self._bad_data(step, state, error) from error
+                batch = self._to_devices(rows)
                 state, metrics = self.program.train_step(state, batch, self.frozen)
                 step += 1
                 if step == start + 1:
@@ -228,6 +235,14 @@ class _Loop:
             )
             return TrainResult(step, ended, self.loss)
         return TrainResult(step, None, self.loss)
+
+    def _bad_data(self, step: int, state: TrainState, error: Exception) -> TrainingStopped:
+        """What to raise where the batch after `step` cannot be read; the steps before it are saved."""
+        if jax.process_count() == 1:  # other hosts, whose data is good, would not join a save
+            self.checkpoints.save(step, state, self.batches)
+        return TrainingStopped(
+            f"step {step + 1}: {error}. Mended, the same command {self._resumes()}"
+        )
 
     def _announce(self, start: int, training: int) -> None:
         if jax.process_index() != 0:
@@ -272,7 +287,7 @@ class _Loop:
         self.loss = values["train/loss"]
         if bad:
             self.progress.say(
-                f"step {step}: loss or gradient is not finite; skipped ({bad} in a row)"
+                f"step {step}: loss, gradient or new parameters are not finite; skipped ({bad} in a row)"
             )
         if bad >= config.max_bad_steps:
             self.checkpoints.wait()
@@ -283,7 +298,7 @@ class _Loop:
                 else "there is no checkpoint"
             )
             raise TrainingStopped(
-                f"step {step}: {bad} steps in a row had a loss or gradient that is not finite; {last} in {self.workdir}"
+                f"step {step}: {bad} steps in a row had a loss, gradient or new parameters that are not finite; {last} in {self.workdir}"
             )
         if self._due(config.log_every, step) or step == config.num_steps:
             self.speed = self.meter.read(config.tokens_per_step) or self.speed
@@ -309,6 +324,7 @@ class _Loop:
                     a + float(b) for a, b in zip((nll, tokens, lost), found, strict=True)
                 )
         if lost:
+            self.checkpoints.save(step, state, self.batches)
             raise TrainingStopped(
                 f"step {step}, held-out loss: {lost:,.0f} choices of experts found no room in the buffers of the exchange between "
                 f"devices. Set expert_buffer higher (of every layer with experts), and the same command {self._resumes()}"

@@ -40,7 +40,7 @@ class MetricsWriter:
         if jax.process_index() != 0:  # one host writes for all
             return
         path = workdir / "metrics.jsonl"
-        kept = [row for row in read_rows(path) if row["step"] <= step]
+        kept = [row for row in read_rows(path) if row.get("step", 0) <= step]
         draft = path.with_suffix(".draft")
         draft.write_text("".join(json.dumps(row) + "\n" for row in kept))
         os.replace(draft, path)

@@ -13,7 +13,9 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from lsm_jax import ops
-from lsm_jax.models import Decoder, abstract
+from lsm_jax.mixers import MoMConfig
+from lsm_jax.mixers.softmax import Softmax
+from lsm_jax.models import Decoder, ModelConfig, abstract
 from lsm_jax.models.decoder import rematerialized
 from lsm_jax.parallel import AXES, BATCH_AXES
 from lsm_jax.training.config import TrainConfig
@@ -84,7 +86,7 @@ def plan(
         config: the run.
         num_devices: over which its mesh must go.
         known: keeps what was traced, for the next plan of the same run on another mesh.
-        kernels: for NVIDIA Hopper, whose fused kernels serve what they can; else for TPUs, CPUs and other GPUs, by XLA alone.
+        kernels: for NVIDIA Hopper, whose fused kernels serve what they can; else as XLA alone has it on CPUs and other GPUs.
 
     Raises:
         ValueError: a config, or a mesh, that does not fit.
@@ -93,7 +95,7 @@ def plan(
     platform = "cuda" if kernels else "cpu"
     sizes = config.mesh.shape(num_devices)
     mesh = AbstractMesh(tuple(sizes.values()), AXES)
-    model = abstract(config.model)
+    model = abstract(_as_run(config.model, sizes))
     params, shardings = params_of(model), param_shardings(mesh, model)
     whole = {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
     places = jax.tree.leaves(shardings)
@@ -120,6 +122,21 @@ def plan(
     )
 
 
+def _as_run(model: ModelConfig, sizes: dict[str, int]) -> ModelConfig:
+    """The model in the form that this mesh runs: of parts of a row, memories are masked, not packed."""
+    if sizes["sequence"] == 1:
+        return model
+    layers = {
+        letter: dataclasses.replace(
+            layer, mixer=dataclasses.replace(layer.mixer, execution="masked")
+        )
+        if isinstance(layer.mixer, MoMConfig)
+        else layer
+        for letter, layer in model.layers.items()
+    }
+    return dataclasses.replace(model, layers=layers)
+
+
 def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
@@ -141,9 +158,9 @@ def _activations(
 ) -> tuple[int, int]:
     """(saved, working) bytes; `known` keeps what was traced."""
     rows, length = _local_shape(config, sizes)
-    shape = rows, length, platform
+    shape = rows, length, platform, sizes["sequence"] > 1
     if shape not in known:
-        known[shape] = [_layer_bytes(config, model, b, *shape) for b in model.periods.blocks]
+        known[shape] = [_layer_bytes(config, model, b, *shape[:3]) for b in model.periods.blocks]
     layers = known[shape]
     x = rows * length * config.model.hidden_size * jnp.dtype(config.model.dtype).itemsize
     working = max(peak for peak, _ in layers) // sizes["tensor"] + 2 * x
@@ -230,7 +247,8 @@ def _beside_update(config: TrainConfig, block: Any, rows: int, length: int, plat
     if type(block.mixer.innermost()).op not in _WITH_TRANSITIONS:
         return 0
     memory = jax.tree.leaves(_fresh_state(config, block.mixer, rows, length).memory)
-    heads, keys, values = max(memory, key=lambda x: x.size).shape[-3:]
+    *batch, heads, keys, values = max(memory, key=lambda x: x.size).shape
+    rows = math.prod(batch)  # of each memory, where there are several
     dtype = jnp.dtype(config.model.dtype)
 
     def peak(channels: int) -> int:
@@ -267,6 +285,13 @@ def _gathered(config: TrainConfig, whole: dict[str, Any], sizes: dict[str, int])
     return count // periods // parts * (4 + item)
 
 
+def _attends(mixer: Any) -> bool:
+    """Whether a layer gathers keys and values: attention, and linearized layers with a window."""
+    if type(mixer.innermost()).op is ops.attention:
+        return True
+    return isinstance(mixer, Softmax) and bool(getattr(mixer.config, "window_weight", True))
+
+
 def _keys_and_values(config: TrainConfig, model: Decoder, sizes: dict[str, int]) -> int:
     """Bytes of the keys and values of whole rows that an attention layer gathers over the sequence, and of their gradients."""
     if sizes["sequence"] == 1:
@@ -276,7 +301,7 @@ def _keys_and_values(config: TrainConfig, model: Decoder, sizes: dict[str, int])
     found = [0]
     for block in model.periods.blocks:
         mixer: Any = block.mixer
-        if type(mixer).op is not ops.attention:
+        if not _attends(mixer):
             continue
         heads, dim = mixer.config.kv_heads(), mixer.head_dim
         count = 2 * rows * config.data.sequence_length * heads * dim // sizes["tensor"]
@@ -299,7 +324,7 @@ def _communication(
     def ring(size: int) -> float:
         return (size - 1) / size
 
-    own = 4 * sum(held.values())
+    own = trained + 2 * (sum(held.values()) - trained // 4)
     copies = sizes["data"] * sizes["sequence"]
     experts = 4 * sum(held[n] for n in held if whole[n].ndim == 4 and n.rpartition("/")[2].endswith("_proj"))  # fmt: skip
     if copies > 1:
@@ -331,14 +356,13 @@ def _communication(
             moved = _of_periods(held) * ring(sizes["pipeline"])
             sent["layers dealt out, and back"] = 2 * moved * config.accumulation_steps
     if sizes["sequence"] > 1:
-        count, dtype = 0, jnp.dtype(config.model.dtype)
+        count = 0
         for block in model.periods.blocks:
-            update, state = _as_one_update(config, block, rows, length)
-            if not state:  # keys and values, gathered again where they are computed again
-                memory = jax.eval_shape(lambda b=block: b.mixer.init_memory(rows, length, dtype))
-                state = sum(s.size * s.dtype.itemsize for s in jax.tree.leaves(memory))
-                update = state * (passes - 1)
-            count += update + state
+            mixer: Any = block.mixer
+            count += sum(_as_one_update(config, block, rows, length))
+            if _attends(mixer):  # keys and values, gathered again where they are computed again
+                heads, dim = mixer.config.kv_heads(), mixer.head_dim
+                count += 2 * rows * length * heads * dim * item * passes
         periods = layers // len(config.model.period())
         sent["states, or keys and values"] = (sizes["sequence"] - 1) * count / sizes["tensor"] * periods * pieces  # fmt: skip
     return {name: int(np.ceil(value)) for name, value in sent.items()}

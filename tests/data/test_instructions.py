@@ -64,7 +64,7 @@ def test_an_answer_cut_from_its_prompt_is_still_the_only_thing_predicted(path):
 def test_what_is_no_instruction_file_is_told(path, tmp_path):
     other = tmp_path / "other.jsonl"
     for rows, message in {
-        '{"instruction": "a", "output": 3}': r"the line at byte 0, has no text under 'output'",
+        '{"instruction": "a", "output": 3}': r"the line at byte 0, has 3 under 'output'; accepted is text",
         '{"text": "a"}': r"has no text under 'instruction'; it has \['text'\]",
         "[1]": "has no text under 'instruction'; it has list",
     }.items():

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from configs import linear_moe
+from configs import liger, linear_moe
 from lsm_jax import mixers, models
 from lsm_jax.data import DataConfig
 from lsm_jax.feedforward import MoEConfig, SwiGLUConfig
@@ -135,12 +135,28 @@ def test_a_kernel_keeps_what_it_keeps():
     assert kept("cpu") == kept("tpu") == 3 * item
 
 
-@pytest.mark.parametrize("method", sorted(mixers.METHODS))
+@pytest.mark.parametrize("method", [*sorted(mixers.METHODS), "mom"])
 def test_every_method_has_a_plan(method):
+    """Whole rows, and rows cut in two, for which more is gathered than for attention's every other layer."""
+    kind = mixers.MoMConfig if method == "mom" else mixers.METHODS[method].config
     config = run_of(MeshConfig(data=1))
-    config.model.layers["L"].mixer = mixers.METHODS[method].config.for_width(512)
-    made = plan(config, 1)
-    assert made.saved > 0 and made.working > 0
+    config.model.layers["L"].mixer = kind.for_width(512)
+    assert plan(config, 1).working > 0
+    cut = plan(dataclasses.replace(config, mesh=MeshConfig(data=1, sequence=2)), 2)
+    attention = plan(run_of(MeshConfig(data=1, sequence=2), pattern="N"), 2)
+    gathered = "states, or keys and values"
+    assert cut.communication[gathered] > attention.communication[gathered] / 2
+
+
+def test_products_of_groups_beside_kernels():
+    """XLA has the rows once for every group; a kernel does not."""
+    config = run_of(MeshConfig(data=1), experts=True, pattern="N", batch_size=64)
+    config.model.dtype = "bfloat16"
+    assert plan(config, 1, kernels=False).working > 4 * plan(config, 1).working
+
+
+def test_a_pretrained_model_need_not_be_here():
+    assert 22 < plan(liger.get_config("llama3-8b"), 1).total / 2**30 < 24
 
 
 def rows_of_cards() -> dict[str, dict]:
