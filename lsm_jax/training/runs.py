@@ -66,6 +66,12 @@ def read_config(workdir: str | os.PathLike[str], argument: str = "workdir") -> T
         raise ValueError(
             f"{argument}={str(workdir)!r}: a run of {type(config).__name__} saves no model; result.json has its result"
         )
+    try:
+        config.model.validate()
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{argument}={str(workdir)!r}: its config.json describes no model ({error}); set the file right"
+        ) from error
     return config
 
 
@@ -94,6 +100,11 @@ def check_workdir(workdir: Path, config: Any) -> None:
         why = "may not be written to" if nearest.is_dir() else "is a file"
         raise ValueError(
             f"workdir={str(workdir)!r}: {nearest} {why}; accepted is a directory, made if it is not there"
+        )
+    checkpoints = checkpoint_directory(workdir)
+    if checkpoints.exists() and not checkpoints.is_dir():
+        raise ValueError(
+            f"workdir={str(workdir)!r}: {checkpoints} is a file; accepted is a directory"
         )
     if (workdir / "config.json").is_file():
         old = _parse_config(workdir, "workdir")

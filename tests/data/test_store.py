@@ -180,6 +180,12 @@ def test_a_store_stands_whole_or_not_at_all(tmp_path):
         writer.add(numbered(5, 8))
     assert TokenStore(path).num_documents == 5
     assert [p.name for p in tmp_path.iterdir()] == ["x.zarr"]
+    # What holds stores, or anything else, is no store to replace.
+    for other in (tmp_path, path / ".zattrs"):
+        with pytest.raises(ValueError, match="is no token store; overwrite replaces nothing else"):
+            _writer(other, overwrite=True)
+    with pytest.raises(ValueError, match="path of the store is empty"):
+        _writer("", overwrite=True)
 
 
 def _writer(path, **options):

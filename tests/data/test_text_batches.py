@@ -260,6 +260,17 @@ def test_bad_text_is_refused(tmp_path, lines):
     (folder / "c.jsonl").write_text('{"text": ""}\n{"text": ""}\n')
     with pytest.raises(ValueError, match="every document is empty"):
         first(folder)
+    # A row of a batch takes every second document, unshuffled: one would wait for text for ever.
+    (folder / "c.jsonl").write_text('{"text": ""}\n{"text": "x"}\n')
+    with pytest.raises(ValueError, match="every document of number 0 modulo 2"):
+        unshuffled = config(folder, shuffle=False)
+        next(make_train_iterator(unshuffled, global_batch_size=2, seed=0))
+    (folder / "c.jsonl").write_text('{"text": null}\n')
+    with pytest.raises(ValueError, match="has None under 'text'; accepted is text"):
+        first(folder)
+    (folder / "c.jsonl").write_text("[" * 100_000 + "\n")
+    with pytest.raises(ValueError, match=r"c\.jsonl, the line at byte 0, is not JSON"):
+        first(folder)
     (folder / "c.jsonl").write_text('{"body": "x"}\n')
     with pytest.raises(ValueError, match=r"c\.jsonl, the line at byte 0.*'text'.*\['body'\]"):
         first(folder)

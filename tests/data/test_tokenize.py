@@ -101,6 +101,8 @@ def test_an_error_leaves_nothing(lines, tmp_path, capsys):
     assert code == 1 and "no rows of 130 tokens" in said  # the one long document is not there
     code, said = run("--tokenizer", "bytes", "--heldout", str(out))
     assert code == 1 and "output and heldout are the same store" in said
+    code, said = run("--tokenizer", "bytes", "--heldout", str(out / "held.zarr"))
+    assert code == 1 and "one is inside the other" in said
     code, said = run("--tokenizer", "nothing")
     assert code == 1 and "unknown tokenizer 'nothing'" in said
     assert not list((tmp_path / "out").glob("*")) and not list((tmp_path / "out").glob(".*"))

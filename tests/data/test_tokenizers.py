@@ -111,3 +111,4 @@ def test_wrong_bytes_are_replaced_where_ids_are_no_bytes(trained):
     tokenizer = load_tokenizer(str(trained))
     text = b"the \xff hat".decode("utf-8", "surrogateescape")
     assert tokenizer.encode(text) == tokenizer.encode("the \ufffd hat")
+    assert tokenizer.encode("the \ud83d hat") == tokenizer.encode("the \ufffd hat")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 
 import lsm_jax
 from lsm_jax.evaluation import TASKS, LossCurve, Request, check_tasks, perplexity_table
+from lsm_jax.evaluation.tasks import heldout_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -93,6 +95,12 @@ def test_other_data_and_longer_rows(run, workdir, tmp_path):
     assert text["val/tokens"] > 500
 
 
+def test_rows_that_do_not_divide_by_what_documents_were_aligned_to(run):
+    aligned = dataclasses.replace(run.config.data, align_documents=16, sequence_length=64)
+    other = dataclasses.replace(run, config=dataclasses.replace(run.config, data=aligned))
+    assert heldout_config(other, Request(sequence_length=72)).align_documents == 8
+
+
 def test_a_store_of_another_tokenizer(run, workdir, tmp_path):
     store = workdir.parent / "text" / "heldout.zarr"
     other = tmp_path / "other.zarr"
@@ -112,6 +120,7 @@ def test_a_store_of_another_tokenizer(run, workdir, tmp_path):
         ("temperature", -1.0, "0 \\(greedy\\)"),
         ("top_k", 0, "at least 1"),
         ("top_p", 1.5, "\\(0, 1\\]"),
+        ("seed", 2**64, "2\\^63"),
     ],
 )
 def test_numbers_out_of_range(field, value, message):

@@ -54,7 +54,8 @@ def test_a_key_gives_the_same_draw_and_restrictions_hold(plain):
     assert (draw(KEY) == draw(KEY)).all()
     assert (draw(KEY) != draw(jax.random.key(7))).any()
     expected = greedy(plain, prompt)
-    assert (draw(KEY, top_p=1e-6) == expected).all()
+    for edge in (dict(top_p=1e-6), dict(top_p=1e-46), dict(temperature=1e-39)):
+        assert (draw(KEY, **edge) == expected).all()
 
 
 def test_restrict():

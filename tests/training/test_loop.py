@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -229,6 +231,37 @@ def test_held_out_loss_is_logged(text, tmp_path):
     assert steps == [2, 4]
     saved = json.loads((tmp_path / "run" / "config.json").read_text())
     assert saved["type"].endswith(":TrainConfig")
+
+
+def test_bad_data_late_in_a_run_loses_no_step(tmp_path):
+    """The steps before it are saved, and the run goes on once the data is mended."""
+    folder = tiny.write_text(tmp_path / "text")
+    lines = [json.dumps({"text": p.read_text()}) for p in sorted(folder.iterdir())] * 5
+    data = tmp_path / "lines.jsonl"
+    data.write_text("\n".join([*lines, *['{"text": "cut off'] * 8]) + "\n")  # some for training
+    changes = dict(checkpoint_every=1000, total_tokens=60 * 256)
+    config = tiny.config(data, **changes)
+    config.data.shuffle = False
+    said = r"step (\d+): .* is not JSON.* goes on from checkpoint (\d+) in"
+    with pytest.raises(TrainingStopped, match=said) as stopped:
+        train(config, tmp_path / "run")
+    bad, saved = map(int, re.search(said, str(stopped.value)).groups())
+    assert 1 < bad == saved + 1 and len(losses(tmp_path / "run")) == saved
+    data.write_text("\n".join(lines) + "\n")
+    (tmp_path / "run" / "data.json").unlink()  # its fingerprint was of the other text
+    assert train(config, tmp_path / "run").step == 60
+
+
+def test_an_overflow_in_the_held_out_loss_loses_no_step(text, tmp_path, monkeypatch):
+    made = loop.make_program
+
+    def overflowing(*args):
+        program = made(*args)
+        return dataclasses.replace(program, eval_step=lambda *_: (1.0, 1.0, 7.0))
+
+    monkeypatch.setattr(loop, "make_program", overflowing)
+    with pytest.raises(TrainingStopped, match="choices .* goes on from checkpoint 4 in"):
+        train(tiny.config(text, eval_every=4, checkpoint_every=1000), tmp_path / "run")
 
 
 @pytest.mark.slow
