@@ -12,7 +12,7 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from absl import logging
 
-from lsm_jax.data.instructions import alpaca
+from lsm_jax.data.instructions import alpaca, text_under
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
@@ -152,13 +152,7 @@ class Documents:
             raise ValueError(f"{where}, is not JSON: {error}") from error
         if self.format == "alpaca":
             return alpaca(fields, where)
-        text = fields.get(self.text_key) if isinstance(fields, dict) else None
-        if not isinstance(text, str):
-            has = sorted(fields) if isinstance(fields, dict) else type(fields).__name__
-            if isinstance(fields, dict) and self.text_key in fields:
-                raise ValueError(f"{where}, has {text!r} under {self.text_key!r}; accepted is text")
-            raise ValueError(f"{where}, has no text under {self.text_key!r}; it has {has}")
-        return text, ""
+        return text_under(fields, self.text_key, where), ""
 
 
 def list_files(paths: Sequence[str | Path]) -> list[Path]:

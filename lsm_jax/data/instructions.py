@@ -8,6 +8,16 @@ _FIRST = "Below is an instruction that describes a task"
 _LAST = "Write a response that appropriately completes the request.\n\n### Instruction:\n"
 
 
+def text_under(fields: Any, name: str, where: str) -> str:
+    """The text that a line of JSON has under a name; ValueError, which names the line, if it has none there."""
+    if not isinstance(fields, dict) or name not in fields:
+        has = sorted(fields) if isinstance(fields, dict) else type(fields).__name__
+        raise ValueError(f"{where}, has no text under {name!r}; it has {has}")
+    if not isinstance(fields[name], str):
+        raise ValueError(f"{where}, has {fields[name]!r} under {name!r}; accepted is text")
+    return fields[name]
+
+
 def alpaca(fields: Any, where: str) -> tuple[str, str]:
     """(answer, prompt) in Stanford Alpaca's two templates, with and without an input.
 
@@ -18,17 +28,12 @@ def alpaca(fields: Any, where: str) -> tuple[str, str]:
     Raises:
         ValueError: a field that is missing or no string.
     """
-    given = fields if isinstance(fields, dict) else {}
-    given = {"input": "", **given}
-    for name in ("instruction", "input", "output"):
-        if not isinstance(given.get(name), str):
-            if name in given:
-                raise ValueError(f"{where}, has {given[name]!r} under {name!r}; accepted is text")
-            has = sorted(fields) if isinstance(fields, dict) else type(fields).__name__
-            raise ValueError(f"{where}, has no text under {name!r}; it has {has}")
-    context = ", paired with an input that provides further context" if given["input"] else ""
-    about = f"\n\n### Input:\n{given['input']}" if given["input"] else ""
+    instruction = text_under(fields, "instruction", where)
+    given = text_under(fields, "input", where) if "input" in fields else ""
+    answer = text_under(fields, "output", where)
+    context = ", paired with an input that provides further context" if given else ""
+    about = f"\n\n### Input:\n{given}" if given else ""
     return (
-        given["output"],
-        f"{_FIRST}{context}. {_LAST}{given['instruction']}{about}\n\n### Response:\n",
+        answer,
+        f"{_FIRST}{context}. {_LAST}{instruction}{about}\n\n### Response:\n",
     )

@@ -189,8 +189,10 @@ def _check_some_text(
     for lane in range(lanes):
         own = range(lane, len(documents), lanes)
         if all(_piece(documents, tokenizer, config, i) is None for i in own):
-            which = "every document" if lanes == 1 else f"every document of number {lane} modulo {lanes}, which data.shuffle=False gives to one row of a batch,"  # fmt: skip
-            raise ValueError(f"no text in {where}: {which} is empty")
+            which = ""
+            if lanes > 1:
+                which = f" of number {lane} modulo {lanes}, which data.shuffle=False gives to one row of a batch,"
+            raise ValueError(f"no text in {where}: every document{which} is empty")
 
 
 def _serial(pieces: grain.MapDataset) -> grain.IterDataset:

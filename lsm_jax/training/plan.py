@@ -158,10 +158,11 @@ def _activations(
 ) -> tuple[int, int]:
     """(saved, working) bytes; `known` keeps what was traced."""
     rows, length = _local_shape(config, sizes)
-    shape = rows, length, platform, sizes["sequence"] > 1
-    if shape not in known:
-        known[shape] = [_layer_bytes(config, model, b, *shape[:3]) for b in model.periods.blocks]
-    layers = known[shape]
+    shape = rows, length, platform
+    key = *shape, sizes["sequence"] > 1  # on which the form of several memories depends
+    if key not in known:
+        known[key] = [_layer_bytes(config, model, b, *shape) for b in model.periods.blocks]
+    layers = known[key]
     x = rows * length * config.model.hidden_size * jnp.dtype(config.model.dtype).itemsize
     working = max(peak for peak, _ in layers) // sizes["tensor"] + 2 * x
     saved = sum(x + kept // sizes["tensor"] for _, kept in layers)

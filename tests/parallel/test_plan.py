@@ -137,7 +137,7 @@ def test_a_kernel_keeps_what_it_keeps():
 
 @pytest.mark.parametrize("method", [*sorted(mixers.METHODS), "mom"])
 def test_every_method_has_a_plan(method):
-    """Whole rows, and rows cut in two, for which more is gathered than for attention's every other layer."""
+    """Of whole rows, and of rows cut in two, where it has something to send beside the attention of every second layer."""
     kind = mixers.MoMConfig if method == "mom" else mixers.METHODS[method].config
     config = run_of(MeshConfig(data=1))
     config.model.layers["L"].mixer = kind.for_width(512)
