@@ -3,7 +3,8 @@
 Tokens/s at equal tokens a step (`--tokens`), whatever the length of a row: forward, backward, optimizer and checks, bfloat16
 activations over float32 parameters. Every program is traced and compiled in a process of its own, side by side (`--workers`); then
 each in its turn is timed, with nothing compiling, and its row printed and appended at once: the median over 5 batches of 2 steps,
-the seconds that tracing and compiling took beside the others', and their CPU seconds. `--peers fla` then times the forward and
+the seconds that tracing and compiling took beside the others', and their CPU seconds. `--profile DIR` writes what each of a step's
+instructions takes, a file a row. `--peers fla` then times the forward and
 backward, without an optimizer, of flash-linear-attention's models of the same proportions (see `benchmarks.fla`), at the size they
 are written for: 340m, a vocabulary of 32,000.
 """
@@ -27,6 +28,7 @@ import jax
 import numpy as np
 
 from benchmarks.fla import Fla
+from benchmarks.profile import by_kernel
 from benchmarks.timing import append_row, program_bytes, provenance
 from configs import lm
 from lsm_jax import ops
@@ -105,7 +107,7 @@ def serve(case: dict[str, Any]) -> None:
         lowered = program.train_step.lower(jax.eval_shape(program.init), batch)
         traced = time.perf_counter()
         step = lowered.compile()
-        row = case | dict(
+        row = {k: v for k, v in case.items() if k != "profile"} | dict(
             trace_seconds=round(traced - start, 1),
             compile_seconds=round(time.perf_counter() - traced, 1),
             all_seconds=round(time.perf_counter() - began, 1),
@@ -130,6 +132,16 @@ def serve(case: dict[str, Any]) -> None:
             row["loss"] = round(float(metrics["train/loss"]), 4)
             row["milliseconds"] = round(1e3 * seconds, 2)
             row["tokens_per_second"] = round(shape[0] * shape[1] / seconds)
+            if case["profile"]:
+
+                def once():
+                    nonlocal state
+                    state, metrics = step(state, batch)
+                    return state, metrics
+
+                name = f"{case['variant']}-{shape[1]}-{case['remat']}.jsonl"
+                for found in by_kernel(once, step.as_text()):
+                    append_row(Path(case["profile"]) / name, found)
         except jax.errors.JaxRuntimeError as error:
             row["error"] = str(error)[:200]
         row |= dict(implementations=ops.choices(), xla_flags=os.environ.get("XLA_FLAGS", ""))
@@ -148,6 +160,7 @@ def measure(args: argparse.Namespace) -> None:
                 length=n,
                 remat=r,
                 vocab_size=args.vocab_size,
+                profile=args.profile,
             )
         )
         for r, n in policies
@@ -221,6 +234,7 @@ def main() -> None:
         help="processes that compile, and as many of the peer's",
     )
     parser.add_argument("--patience", type=float, default=600, help="seconds that they may take")
+    parser.add_argument("--profile", default="", help="a folder for rows of a step's instructions")
     parser.add_argument("--output", type=Path, help="append the rows as JSON lines")
     parser.add_argument("--serve", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -234,6 +248,8 @@ def main() -> None:
         )
     if args.peers not in ("", "fla"):
         parser.error(f"--peers={args.peers}: accepted is fla")
+    if args.profile:
+        Path(args.profile).mkdir(parents=True, exist_ok=True)
     if wrong := [r for r in args.remat if r not in REMAT]:
         parser.error(f"--remat={wrong}: accepted are {', '.join(REMAT)}")
     if wrong := [n for n in args.lengths if n < 1 or args.tokens % n]:
