@@ -1,4 +1,4 @@
-"""Where a program's device time goes, by kernel: its profile read back, with the model's own names beside XLA's."""
+"""Where a program's device time goes: its profile read back, with the model's own names beside XLA's."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ def by_kernel(call: Callable[[], Any], text: str, calls: int = 2) -> list[dict[s
         calls: how often to run it.
 
     Returns:
-        A row an instruction, the longest first: `milliseconds` and `launches` a call, the `instruction`, the `result`'s first
-        array, where in the model it stands (`source`) and the `kernels` launched.
+        A row a kernel of an instruction, the longest first: `milliseconds` and `launches` a call, the `instruction`, the `kernel`,
+        the first array of its `result` and where in the model it stands (`source`). Under a command buffer the instruction is the
+        buffer's; XLA_FLAGS=--xla_gpu_enable_command_buffer= keeps each its own.
     """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -46,22 +47,27 @@ def by_kernel(call: Callable[[], Any], text: str, calls: int = 2) -> list[dict[s
         if match := _INSTRUCTION.match(line):
             source = _SOURCE.search(line)
             known[match[1]] = match[2].lstrip("("), source[1] if source else ""
-    time: dict[str, float] = defaultdict(float)
-    launches: dict[str, int] = defaultdict(int)
-    kernels: dict[str, set[str]] = defaultdict(set)
+            known.setdefault(
+                re.sub(r"\W", "_", match[1]), known[match[1]]
+            )  # as its kernel is named
+    time: dict[tuple[str, str], float] = defaultdict(float)
+    launches: dict[tuple[str, str], int] = defaultdict(int)
     for event in events:
-        name = event["args"]["hlo_op"]
-        time[name] += event["dur"] / 1e3 / calls
-        launches[name] += 1
-        kernels[name].add(event["name"])
-    return [
-        dict(
-            milliseconds=round(spent, 4),
-            launches=launches[name] / calls,
-            instruction=name,
-            result=known.get(name, ("", ""))[0],
-            source=known.get(name, ("", ""))[1],
-            kernels=sorted(kernels[name])[:4],
+        key = event["args"]["hlo_op"], event["name"]
+        time[key] += event["dur"] / 1e3 / calls
+        launches[key] += 1
+    rows = []
+    for (instruction, kernel), spent in sorted(time.items(), key=lambda item: -item[1]):
+        result, source = known.get(instruction) or known.get(kernel) or ("", "")
+        count = launches[instruction, kernel] / calls
+        rows.append(
+            dict(
+                milliseconds=round(spent, 4),
+                launches=count,
+                instruction=instruction,
+                kernel=kernel,
+                result=result,
+                source=source,
+            )
         )
-        for name, spent in sorted(time.items(), key=lambda item: -item[1])
-    ]
+    return rows

@@ -16,6 +16,7 @@ from lsm_jax.mixers.layers import Dense, RMSNorm, matmul_to_float32, parameter
 from lsm_jax.models.config import LayerConfig, ModelConfig
 from lsm_jax.ops.states import layer_of, put_layer
 from lsm_jax.parallel import GATHERED, constrain, pipelined, shards_of
+from pallas_kernels.residuals import KEPT
 
 _ACTIVATIONS = ("batch", "sequence", None)
 
@@ -119,11 +120,12 @@ def rematerialized(function: Any, policy: str) -> Any:
     """Recompute a layer in the backward pass as the policy says. Inside a scan no common-subexpression barrier is needed."""
     if policy == "none":
         return function
-    saveable = jax.checkpoint_policies.nothing_saveable
-    if policy == "dots":
-        saveable = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     policies = jax.checkpoint_policies
-    saveable = policies.save_from_both_policies(saveable, policies.save_only_these_names(GATHERED))
+    saveable = policies.save_only_these_names(GATHERED)
+    if policy == "dots":
+        kernels = policies.save_only_these_names(KEPT)
+        dots = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, kernels)
+        saveable = policies.save_from_both_policies(saveable, dots)
     return jax.checkpoint(function, policy=saveable, prevent_cse=False)
 
 

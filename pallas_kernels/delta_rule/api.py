@@ -12,6 +12,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.linear_attention.api import side_by_side
+from pallas_kernels.residuals import keep
 
 _IMPLEMENTATIONS = ("mosaic_gpu", "mosaic_tpu")
 
@@ -113,9 +114,8 @@ def _run(name, scale, interpret, *inputs):
 def _forward(name, scale, interpret, *primals):
     wanted = primals[4] is not None and primals[4].perturbed
     inputs = tuple(None if p is None else p.value for p in primals)
-    output, final, residuals = _backend(name, inputs[4]).forward(
-        *inputs, scale=scale, interpret=interpret
-    )
+    found = _backend(name, inputs[4]).forward(*inputs, scale=scale, interpret=interpret)
+    output, final, residuals = keep(found)
     # A decay that is a constant of its head needs no gradient, and the backward is cheaper without. (An array: residuals
     # carry no flags.)
     return (output, final), (inputs, residuals, jnp.zeros((int(wanted), 0)))

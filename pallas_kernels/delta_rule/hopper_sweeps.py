@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import warpgroups as wg
-from pallas_kernels.compat import pl, plgpu
+from pallas_kernels.compat import PROCESSORS, pl, plgpu
 from pallas_kernels.delta_rule.hopper_prepare import CHUNK, Prepared
 
 _BLOCK = 64  # columns of the memory that a warpgroup holds
@@ -249,8 +249,9 @@ def walk(
         out_bytes = 2 * groups * _BLOCK * (CHUNK * room_count + depth * (save and not through))
         return min(_STAGES, count, (_ROOM - out_bytes) // chunk_bytes)
 
-    # Warpgroups that share what is loaded, if there is room to load ahead.
-    groups = 2 if blocks % 2 == 0 and count_stages(2) >= min(2, count) else 1
+    # Warpgroups that share what is loaded, if there is room to load ahead; where there are few, each has a processor of its own.
+    few = batch * runs * heads * parts * blocks <= PROCESSORS
+    groups = 2 if blocks % 2 == 0 and count_stages(2) >= min(2, count) and not few else 1
     stages = count_stages(groups)
 
     def kernel(*refs):

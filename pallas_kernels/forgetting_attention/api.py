@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.forgetting_attention.bounds import Rows, find_bounds
+from pallas_kernels.residuals import keep
 
 _BACKENDS = {"mosaic_gpu": "hopper", "mosaic_tpu": "tpu"}
 
@@ -115,6 +116,7 @@ def _forward(static, q, k, v, gates, run, written):
     output, sums = backend.forward(
         q, k, v, rows, bounds, scale=scale, window=window, interpret=interpret
     )
+    bounds, output, sums = keep((bounds, output, sums))
     return output, (q, k, v, rows, bounds, output, sums)
 
 

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.residuals import keep
+
 _BACKENDS = {"mosaic_gpu": "hopper", "mosaic_tpu": "tpu"}
 
 
@@ -147,9 +149,8 @@ def _forward(name, scale, interpret, *primals):
     wanted = primals[3] is not None and primals[3].perturbed
     inputs = tuple(None if p is None else p.value for p in primals)
     *arrays, bonus = inputs
-    output, final, residuals = _backend(name).forward(
-        *arrays, scale=scale, interpret=interpret, **_extra(bonus)
-    )
+    found = _backend(name).forward(*arrays, scale=scale, interpret=interpret, **_extra(bonus))
+    output, final, residuals = keep(found)
     # A decay that is a constant of its head needs no gradient, and the backward is cheaper without. (An array: residuals
     # carry no flags.)
     return (output, final), (inputs, residuals, jnp.zeros((int(wanted), 0)))

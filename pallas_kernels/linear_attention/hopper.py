@@ -34,6 +34,7 @@ _DEPTH = 128  # rows of it at most
 SIZES = (64, 128, 256, 512)  # K and V
 _STAGES = 3  # chunks on their way or in use
 _SHORTEST_PART = 2048  # tokens; a shorter one is over before its beginning is known
+_FUSED = 16  # parts along which XLA hands a memory on in one kernel
 _F32 = jnp.float32
 
 
@@ -240,7 +241,8 @@ def _scan_parts(written, keep, initial, reverse: bool = False):
         kept, written = part
         return memory * kept + written, memory
 
-    _, starts = lax.scan(step, initial, (by_part(kept), by_part(written)), reverse=reverse)
+    given = by_part(kept), by_part(written)
+    _, starts = lax.scan(step, initial, given, reverse=reverse, unroll=min(len(given[0]), _FUSED))
     return jnp.moveaxis(starts, 0, 1).reshape(written.shape)
 
 

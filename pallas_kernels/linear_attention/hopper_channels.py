@@ -124,7 +124,7 @@ def forward(
     parts = 1 if borders is not None else hopper._count_parts(batch * heads, length)
     split = functools.partial(hopper._split, parts=parts)
     chunks = _prepare(
-        split(q), split(k), split(log_decay), _documents(run, parts), heads=heads, scale=scale, bonus=bonus,
+        split(q), split(k), split(log_decay), _documents(run, parts), heads=heads // pieces, scale=scale, bonus=bonus,
         interpret=interpret,
     )  # fmt: skip
     values = split(v)
@@ -193,7 +193,7 @@ def backward(
     )  # fmt: skip
     dq, dk, d_decay, *d_bonus = finish(
         split(q), split(k), values, split(log_decay), d_out, states, d_states, chunks.keep,
-        _documents(run, parts), scale=scale, bonus=bonus, interpret=interpret,
+        _documents(run, parts), scale=scale, bonus=bonus, pieces=1 if pieces % 2 else 2, interpret=interpret,
     )  # fmt: skip
     given = memories // pieces
     d_bonus = [jnp.sum(x.reshape(x.shape[0], given, -1, x.shape[-1]), (0, 2)) for x in d_bonus]
@@ -368,14 +368,14 @@ def _sweep(
     read, written, values, scores, keep, *, initial=None, reverse: bool = False, save: bool = False,
     borders=None, interpret: Any = False,
 ):  # fmt: skip
-    """Walk over all chunks, with a memory for each of h heads.
+    """Walk over all chunks, with a memory for each of h heads, the most that an argument has; the others' numbers divide h.
 
     Args:
-        read: [B, T, h, K]; None with `scores` only writes.
-        written: [B, T, h, K].
-        values: [B, T, *, V], of a number of heads that divides h.
-        scores: [B, h, T, 64], transposed in use if `reverse`.
-        keep: [B, h, N * K].
+        read: [B, T, *, K]; None with `scores` only writes.
+        written: [B, T, *, K].
+        values: [B, T, *, V].
+        scores: [B, *, T, 64], transposed in use if `reverse`.
+        keep: [B, *, N * K].
         initial: [B * S, h, K, V] float32, S before the first chunk (in reverse, after the last); None is 0.
         reverse: walk against time.
         save: also return S before each chunk (in reverse, after it).
@@ -385,8 +385,8 @@ def _sweep(
     Returns:
         A list: out [B, T, h, V] if `read` is given, the last S [B * S, h, K, V] in float32, and the saved ones [B, h, N, K, V].
     """
-    batch, length, heads, depth = written.shape
-    width, count = values.shape[-1], length // CHUNK
+    batch, length, own, depth = written.shape
+    heads, width, count = max(own, values.shape[2]), values.shape[-1], length // CHUNK
     blocks = width // BLOCK
     groups = 1 if blocks % 2 else 2  # warpgroups that share what is loaded
     wide = (CHUNK, BLOCK)
@@ -458,7 +458,7 @@ def _sweep(
             for name in streams:
                 source = refs[name]
                 if name in ("scores", "keep"):
-                    source = source.at[b, h]
+                    source = source.at[b, lax.div(h * own, heads)]
                 else:
                     source = source.at[b, :, lax.div(h * streams[name].shape[2], heads)]
                 if name == "keep":

@@ -31,27 +31,29 @@ _F32 = jnp.float32
 
 def finish(
     q, k, v, log_decay, d_output, states, d_states, keep, documents: Documents | None, *,
-    scale: float, bonus=None, interpret: Any = False,
+    scale: float, bonus=None, pieces: int = 1, interpret: Any = False,
 ):  # fmt: skip
-    """Gradients of q, k [B, T, h, K] and log_decay (float32), chunk by chunk, for the h heads of `d_output`.
+    """Gradients of q, k [B, T, h, K] and log_decay (float32), chunk by chunk, for h heads.
 
     With a bonus also what each chunk gives it, [B, h, N, K].
 
     Args:
         q: [B, T, *, K], as the other inputs of a number of heads that divides h; None with `d_states` asks for its gradient alone.
         k: [B, T, *, K].
-        v: [B, T, *, V].
+        v: [B, T, *, V], with pieces of one head's values side by side as heads.
         log_decay: [B, T, *, K].
-        d_output: [B, T, h, V].
-        states: [B, h, N, K, V], S before each chunk.
-        d_states: [B, h, N, K, V], the gradient of S after it.
-        keep: [B, h, N * K].
+        d_output: [B, T, h * pieces, V].
+        states: [B, h * pieces, N, K, V], S before each chunk.
+        d_states: [B, h * pieces, N, K, V], the gradient of S after it.
+        keep: [B, *, N * K].
         documents: or None.
         scale: of q.
         bonus: [*, K], or None.
+        pieces: 1 or 2, into which each head's values are cut; more find no room.
         interpret: parameters of the interpreter, or False.
     """
     batch, length, heads, width = d_output.shape
+    heads //= pieces
     whole = d_states is not None
     depth = k.shape[-1]
     named = dict(q=q, k=k, states=states, d_states=d_states, v=v, d_output=d_output)
@@ -59,7 +61,7 @@ def finish(
     named = {name: x for name, x in named.items() if x is not None}
     named |= {} if documents is None else documents._asdict()
     named |= {} if bonus is None else dict(bonus=bonus)
-    count, groups = length // CHUNK, depth // BLOCK
+    count, groups, keep_heads = length // CHUNK, depth // BLOCK, keep.shape[1]
     struct = jax.ShapeDtypeStruct
     wide = struct((batch, length, heads, depth), k.dtype)
     out_type = dict(dq=wide)
@@ -77,19 +79,26 @@ def finish(
         tokens, columns = pl.ds(n * CHUNK, CHUNK), pl.ds(group * BLOCK, BLOCK)
 
         def scoped(
-            q_room, k_room, states, d_states, parts, x_room, totals, v, d_out, loaded, *left_room
-        ):
-            q_room, k_room, states, d_states, parts, x_room, totals = (
-                x.at[group] for x in (q_room, k_room, states, d_states, parts, x_room, totals)
-            )
+            q_room, k_room, states, d_states, parts, x_room, totals, v, d_out, loaded, again, *left_room
+        ):  # fmt: skip
+            q_room, k_room, states, d_states, parts, x_room, totals, again = (
+                x.at[group] for x in (q_room, k_room, states, d_states, parts, x_room, totals, again)
+            )  # fmt: skip
             for name, room in (("q", q_room), ("k", k_room))[not whole :]:
                 source = refs[name].at[b, tokens, own(name), columns]
                 plgpu.copy_gmem_to_smem(source, room, loaded)
-            for name, room in (("states", states), ("d_states", d_states))[: 1 + whole]:
-                plgpu.copy_gmem_to_smem(refs[name].at[b, h, n, columns], room, loaded)
+
+            def copy_memories(piece, barrier):
+                for name, room in (("states", states), ("d_states", d_states))[: 1 + whole]:
+                    source = refs[name].at[b, h * pieces + piece, n, columns]
+                    plgpu.copy_gmem_to_smem(source, room, barrier)
 
             def copy(name, room):
-                plgpu.copy_gmem_to_smem(refs[name].at[b, tokens, own(name)], room, loaded)
+                for piece in range(pieces):
+                    source = refs[name].at[b, tokens, own(name) + piece]
+                    plgpu.copy_gmem_to_smem(source, room.at[piece], loaded)
+
+            copy_memories(0, loaded)
 
             pl.when(group == 0)(lambda: copy("v", v))
             pl.when(group == groups - 1)(lambda: copy("d_output", d_out))
@@ -115,29 +124,41 @@ def finish(
                 plgpu.copy_smem_to_gmem(room, refs[name].at[b, tokens, h, columns])
 
             def crossed(later, earlier):
-                plgpu.wgmma(later, d_out, v.transpose((1, 0)))
-                plgpu.wgmma(earlier, v, d_out.transpose((1, 0)))
+                for piece in range(pieces):
+                    plgpu.wgmma(later, d_out.at[piece], v.at[piece].transpose((1, 0)))
+                    plgpu.wgmma(earlier, v.at[piece], d_out.at[piece].transpose((1, 0)))
 
-            def outside(dq, *dk):
-                plgpu.wgmma(dq, d_out, states.transpose((1, 0)))
-                for x in dk:
-                    plgpu.wgmma(x, v, d_states.transpose((1, 0)))
+            def outside(piece, *sums):
+                def add(dq, *dk):
+                    plgpu.wgmma(dq, d_out.at[piece], states.transpose((1, 0)))
+                    for x in dk:
+                        plgpu.wgmma(x, v.at[piece], d_states.transpose((1, 0)))
+
+                sums = wg.accumulate(add, *sums, interpret=interpret)
+                at_end: Any = 0.0
+                for c in range(width // BLOCK if whole else 0):
+                    part = pl.ds(c * BLOCK, BLOCK)
+                    both = (load(x.at[:, part]).astype(_F32) for x in (states, d_states))
+                    at_end += jnp.sum(functools.reduce(jnp.multiply, both), axis=1)
+                return sums, at_end
 
             plgpu.barrier_wait(loaded)
+            (dq, *dk), at_end = outside(0, *[jnp.zeros(SQUARE, _F32)] * (1 + whole))
+            if pieces > 1:
+                plgpu.commit_smem()  # all have read the memories whose room the next ones take
+                copy_memories(1, again)
             later, earlier = halving.accumulate(crossed, 2)
             weights = scale * jnp.where(i >= j, later, earlier)
             if documents is not None:
                 weights = jnp.where(same_document(refs["run"].at[b, tokens]), weights, 0.0)
             current = jnp.sum(jnp.where(i == j, weights, 0.0), axis=1)
             weights = weights.astype(jnp.bfloat16)
-            dq, *dk = halving.accumulate(outside, 1 + whole)
+            if pieces > 1:
+                plgpu.barrier_wait(again)
+                (dq, *dk), more = outside(1, dq, *dk)
+                at_end += more
             dq *= border(halving.border(True), "enters") * scale
             if whole:
-                at_end = jnp.zeros((CHUNK,), _F32)
-                for c in range(width // BLOCK):
-                    part = pl.ds(c * BLOCK, BLOCK)
-                    both = (load(x.at[:, part]).astype(_F32) for x in (states, d_states))
-                    at_end += jnp.sum(functools.reduce(jnp.multiply, both), axis=1)
                 dk = [dk[0] * border(halving.border(False), "stays")]
                 # The memory's tiles have been used: their room takes the next parts.
                 spare = [states, d_states]
@@ -145,7 +166,7 @@ def finish(
                     spare = [states.at[:, pl.ds(n * BLOCK, BLOCK)] for n in range(2)]
                 halving.split(load(k_room).astype(_F32) * dk[0], spare)
                 rows = pl.ds(n * depth + group * BLOCK, BLOCK)
-                keep = by_row(refs["keep"].at[b, h, rows])
+                keep = by_row(refs["keep"].at[b, lax.div(h * keep_heads, heads), rows])
                 totals[...] = at_end * keep + halving.column_sums(spare)
 
             def level(at, gradients):
@@ -198,9 +219,10 @@ def finish(
             room((groups, 2, *SQUARE), dtype=jnp.bfloat16),
             room((groups, *SQUARE)),
             smem((groups, CHUNK), _F32),
-            room((CHUNK, width)),
-            room((CHUNK, width)),
-            plgpu.Barrier(num_arrivals=(4 if whole else 2) * groups + 2),
+            room((pieces, CHUNK, width)),
+            room((pieces, CHUNK, width)),
+            plgpu.Barrier(num_arrivals=(4 if whole else 2) * groups + 2 * pieces),
+            plgpu.Barrier(num_arrivals=1 + whole, num_barriers=groups),
         ]
         if interpret:
             rooms.append(room((groups, *SQUARE), dtype=jnp.bfloat16))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.residuals import apart
 from pallas_kernels.short_convolution import hopper
 
 _IMPLEMENTATIONS = ("mosaic_gpu",)
@@ -88,7 +89,7 @@ def _run(silu, head_dim, interpret, *inputs):
 
 
 def _forward(silu, head_dim, interpret, *inputs):
-    return _run(silu, head_dim, interpret, *inputs), inputs
+    return apart(_run(silu, head_dim, interpret, *inputs)), inputs
 
 
 def _backward(silu, head_dim, interpret, inputs, dy):

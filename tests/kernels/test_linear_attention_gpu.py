@@ -85,6 +85,8 @@ CASES = {
     ),
     "channels-memories-share": dict(dims=(100, 1, 1, 2, 64, 128), documents=True, decay="channel"),
     "channels-wide": dict(dims=(65, 1, 1, 2, 64, 256), documents=True, decay="channel", bonus=True),
+    "channels-deep-wide": dict(dims=(65, 1, 1, 1, 128, 256), documents=True, decay="channel"),
+    "channels-wide-parts": dict(dims=(256, 1, 1, 1, 64, 256), documents=True, decay="channel"),
     "channels-strong": dict(
         dims=(128, 1, 1, 1, 128, 64), documents=True, decay="channel", strong=True
     ),

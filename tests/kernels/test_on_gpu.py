@@ -34,6 +34,7 @@ CONFIGURATIONS = [
     ((4, 2, 2), 64, 128, 1100, True, "channel"),
     ((2, 2, 4), 128, 128, 512, False, "strong channel"),
     ((2, 2, 2), 128, 256, 700, True, "channel"),
+    ((1, 1, 1), 128, 512, 4100, True, "channel"),
     ((2, 2, 2), 128, 64, 600, True, "channel and bonus"),
     ((4, 1, 2), 128, 64, 300, True, "strong value channel"),
     ((1, 1, 2), 128, 256, 600, True, "delta, channel"),
