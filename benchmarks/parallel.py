@@ -16,6 +16,7 @@ import concurrent.futures
 import dataclasses
 import json
 import math
+import os
 import queue
 import subprocess
 import sys
@@ -23,6 +24,9 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes share the cards
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 
 import jax
 import numpy as np

@@ -61,12 +61,13 @@ def sweep(
 
     def step(chunk, S, left, hold, store, put):
         found = [jnp.zeros(_SQUARE, _F32)] * (1 if q is None else 2)
-        for keys, before in hold(S):
+        for memory in hold(S):
 
-            def products(held, read=None, before=before, keys=keys):
-                plgpu.wgmma(held, before, chunk["k"].at[:, keys].transpose((1, 0)))
-                if read is not None:
-                    plgpu.wgmma(read, before, chunk["q"].at[:, keys].transpose((1, 0)))
+            def products(held, read=None, memory=memory):
+                for keys, before in memory:
+                    plgpu.wgmma(held, before, chunk["k"].at[:, keys].transpose((1, 0)))
+                    if read is not None:
+                        plgpu.wgmma(read, before, chunk["q"].at[:, keys].transpose((1, 0)))
 
             found = wg.accumulate(products, *found, interpret=interpret)
         held, *read = found
@@ -135,12 +136,13 @@ def reverse(
         turned = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT)
         given = wg.as_left(turned, left[0], interpret)
         found = [jnp.zeros(_SQUARE, _F32)] * 2
-        for keys, after in hold(S):
+        for memory in hold(S):
 
-            def products(later, near, after=after, keys=keys):
-                plgpu.wgmma(later, after, _written(chunk).at[:, keys].transpose((1, 0)))
-                if keys.start == 0:
-                    plgpu.wgmma(near, given, chunk["scores"])
+            def products(later, near, memory=memory):
+                for keys, after in memory:
+                    plgpu.wgmma(later, after, _written(chunk).at[:, keys].transpose((1, 0)))
+                    if keys.start == 0:
+                        plgpu.wgmma(near, given, chunk["scores"])
 
             found = wg.accumulate(products, *found, interpret=interpret)
         later, near = found
@@ -203,8 +205,8 @@ def walk(
 
     Args:
         step: (chunk: references by name, pieces of S, rooms for left operands, hold, store, put) -> pieces of S. `hold` gives what it
-            was given as left operands, one after the other, with their keys; it calls `store` when it is done with them, and `put`
-            at the end with the outputs, turned.
+            was given as left operands with their keys, as many at a time as there is room for; it calls `store` when it is done with
+            them, and `put` at the end with the outputs, turned.
         given: by name, or None: [B, T, *, D] q, k, v, written and reach, [B, heads, N * K] keep, [B, heads, T * n] rows, and any
             others [B, heads, T, C].
         initial: [B * S, heads * parts, K, V] float32; None is 0, or without v the identity.
@@ -238,9 +240,8 @@ def walk(
     # A deep memory leaves no room for a copy in registers: it is a left operand in shared memory.
     through = bool(interpret) or depth > _DEEP
     size = _BLOCK if through else depth
-    room_count = 2 if through else max(1, len(outs))
 
-    def count_stages(groups):
+    def count_stages(groups, room_count):
         sizes = dict.fromkeys(named, CHUNK) | dict.fromkeys(_DEPTHS, depth)
         sizes |= dict(v=groups * _BLOCK, rows=8, keep=8)
         chunk_bytes = sum(
@@ -251,8 +252,12 @@ def walk(
 
     # Warpgroups that share what is loaded, if there is room to load ahead; where there are few, each has a processor of its own.
     few = batch * runs * heads * parts * blocks <= PROCESSORS
-    groups = 2 if blocks % 2 == 0 and count_stages(2) >= min(2, count) and not few else 1
-    stages = count_stages(groups)
+    rooms = 2 if through else max(1, len(outs))
+    groups = 2 if blocks % 2 == 0 and count_stages(2, rooms) >= min(2, count) and not few else 1
+    # Alone, it may have room for all pieces of its memory at once.
+    whole = through and groups == 1 and count_stages(1, depth // size) >= min(2, count)
+    room_count = max(rooms, depth // size) if whole else rooms
+    stages = count_stages(groups, room_count)
 
     def kernel(*refs):
         refs = dict(zip([*named, *starts, *out_type], refs, strict=True))
@@ -283,21 +288,27 @@ def walk(
                 rooms = [room_smem.at[group, index] for index in range(room_count)]
 
                 def hold(S):
+                    if not through:
+                        yield [(keys, piece.astype(_BF16)) for keys, piece in _pieces(S)]
+                        return
+                    held = []
                     for index, (keys, piece) in enumerate(_pieces(S)):
-                        piece = piece.astype(_BF16)
-                        if not through:
-                            yield keys, piece
+                        if not whole:
+                            # All but the last copy, which is of the other room.
+                            plgpu.wait_smem_to_gmem(int(save or index == 0), wait_read_only=True)
+                        elif index == 0:
+                            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        room = rooms[index if whole else (index + 1) % 2]
+                        room[...] = piece.astype(_BF16)
+                        held.append((keys, room))
+                        if whole and index < len(S) - 1:
                             continue
-                        # All but the last copy, which is of the other room.
-                        last = int(save or index == 0)
-                        plgpu.wait_smem_to_gmem(last, wait_read_only=True)
-                        room = rooms[(index + 1) % 2]
-                        room[...] = piece
                         plgpu.commit_smem()
-                        if save:
+                        for keys, room in held if save else ():
                             to = refs["states"].at[b, h, n, columns, keys]
                             plgpu.copy_smem_to_gmem(room, to)
-                        yield keys, room
+                        yield held
+                        held = []
 
                 def store(S):
                     if through:

@@ -61,16 +61,17 @@ def sweep(
             values = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT)
             values = wg.as_left(values, left[0], interpret)
         found = [jnp.zeros(SQUARE, _F32)] * (2 if read else 1)
-        for keys, before in hold(S):
+        for memory in hold(S):
 
-            def products(back, read=None, before=before, keys=keys):
-                plgpu.wgmma(back, before, chunk["reach"].at[:, keys].transpose((1, 0)))
-                if read is not None:
-                    plgpu.wgmma(read, before, chunk["q"].at[:, keys].transpose((1, 0)))
-                if keys.start == 0 and v is not None:
-                    plgpu.wgmma(back, values, chunk["values"].transpose((1, 0)))
+            def products(back, read=None, memory=memory):
+                for keys, before in memory:
+                    plgpu.wgmma(back, before, chunk["reach"].at[:, keys].transpose((1, 0)))
                     if read is not None:
-                        plgpu.wgmma(read, values, chunk["scores_values"].transpose((1, 0)))
+                        plgpu.wgmma(read, before, chunk["q"].at[:, keys].transpose((1, 0)))
+                    if keys.start == 0 and v is not None:
+                        plgpu.wgmma(back, values, chunk["values"].transpose((1, 0)))
+                        if read is not None:
+                            plgpu.wgmma(read, values, chunk["scores_values"].transpose((1, 0)))
 
             found = wg.accumulate(products, *found, interpret=interpret)
         exact, *outputs = found
@@ -116,12 +117,13 @@ def reverse(
         given = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT)
         given = wg.as_left(given, left[0], interpret)
         back = jnp.zeros(SQUARE, _F32)
-        for keys, after in hold(S):
+        for memory in hold(S):
 
-            def products(back, after=after, keys=keys):
-                plgpu.wgmma(back, after, chunk["written"].at[:, keys].transpose((1, 0)))
-                if keys.start == 0:
-                    plgpu.wgmma(back, given, chunk["scores"])
+            def products(back, memory=memory):
+                for keys, after in memory:
+                    plgpu.wgmma(back, after, chunk["written"].at[:, keys].transpose((1, 0)))
+                    if keys.start == 0:
+                        plgpu.wgmma(back, given, chunk["scores"])
 
             (back,) = wg.accumulate(products, back, interpret=interpret)
         reached = wg.as_left(back, left[1], interpret)
