@@ -134,31 +134,40 @@ def finish(
                     for x in dk:
                         plgpu.wgmma(x, v.at[piece], d_states.transpose((1, 0)))
 
-                sums = wg.accumulate(add, *sums, interpret=interpret)
-                at_end: Any = 0.0
-                for c in range(width // BLOCK if whole else 0):
+                return wg.accumulate(add, *sums, interpret=interpret)
+
+            def ends():
+                found: Any = 0.0
+                for c in range(width // BLOCK):
                     part = pl.ds(c * BLOCK, BLOCK)
                     both = (load(x.at[:, part]).astype(_F32) for x in (states, d_states))
-                    at_end += jnp.sum(functools.reduce(jnp.multiply, both), axis=1)
-                return sums, at_end
+                    found += jnp.sum(functools.reduce(jnp.multiply, both), axis=1)
+                return found
 
+            def resolve():
+                later, earlier = halving.accumulate(crossed, 2)
+                weights = scale * jnp.where(i >= j, later, earlier)
+                if documents is not None:
+                    weights = jnp.where(same_document(refs["run"].at[b, tokens]), weights, 0.0)
+                current = jnp.sum(jnp.where(i == j, weights, 0.0), axis=1)
+                return weights.astype(jnp.bfloat16), current
+
+            at_end: Any = 0.0
+            zeros = [jnp.zeros(SQUARE, _F32)] * (1 + whole)
             plgpu.barrier_wait(loaded)
-            (dq, *dk), at_end = outside(0, *[jnp.zeros(SQUARE, _F32)] * (1 + whole))
-            if pieces > 1:
-                plgpu.commit_smem()  # all have read the memories whose room the next ones take
+            if pieces == 1:
+                weights, current = resolve()
+                dq, *dk = outside(0, *zeros)
+            else:  # while the second piece's memories are on their way, into the room of the first one's
+                sums, at_end = outside(0, *zeros), ends()
+                plgpu.commit_smem()
                 copy_memories(1, again)
-            later, earlier = halving.accumulate(crossed, 2)
-            weights = scale * jnp.where(i >= j, later, earlier)
-            if documents is not None:
-                weights = jnp.where(same_document(refs["run"].at[b, tokens]), weights, 0.0)
-            current = jnp.sum(jnp.where(i == j, weights, 0.0), axis=1)
-            weights = weights.astype(jnp.bfloat16)
-            if pieces > 1:
+                weights, current = resolve()
                 plgpu.barrier_wait(again)
-                (dq, *dk), more = outside(1, dq, *dk)
-                at_end += more
+                dq, *dk = outside(1, *sums)
             dq *= border(halving.border(True), "enters") * scale
             if whole:
+                at_end += ends()
                 dk = [dk[0] * border(halving.border(False), "stays")]
                 # The memory's tiles have been used: their room takes the next parts.
                 spare = [states, d_states]
