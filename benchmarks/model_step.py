@@ -4,9 +4,9 @@ Tokens/s at equal tokens a step (`--tokens`), whatever the length of a row: forw
 activations over float32 parameters. Every program is traced and compiled in a process of its own, side by side (`--workers`); then
 each in its turn is timed, with nothing compiling, and its row printed and appended at once: the median over 5 batches of 2 steps,
 the seconds that tracing and compiling took beside the others', and their CPU seconds. `--profile DIR` writes what each of a step's
-instructions takes, a file a row. `--peers fla` then times the forward and
-backward, without an optimizer, of flash-linear-attention's models of the same proportions (see `benchmarks.fla`), at the size they
-are written for: 340m, a vocabulary of 32,000.
+instructions takes, a file a row. `--peers fla` then times the forward and backward, without an optimizer, of
+flash-linear-attention's models of the same proportions (see `benchmarks.fla`), at the size they are written for: 340m, a vocabulary
+of 32,000.
 """
 
 from __future__ import annotations

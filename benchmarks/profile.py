@@ -45,11 +45,9 @@ def by_kernel(call: Callable[[], Any], text: str, calls: int = 2) -> list[dict[s
     known = {}
     for line in text.splitlines():
         if match := _INSTRUCTION.match(line):
-            source = _SOURCE.search(line)
+            source, kernel = _SOURCE.search(line), re.sub(r"\W", "_", match[1])
             known[match[1]] = match[2].lstrip("("), source[1] if source else ""
-            known.setdefault(
-                re.sub(r"\W", "_", match[1]), known[match[1]]
-            )  # as its kernel is named
+            known.setdefault(kernel, known[match[1]])
     time: dict[tuple[str, str], float] = defaultdict(float)
     launches: dict[tuple[str, str], int] = defaultdict(int)
     for event in events:

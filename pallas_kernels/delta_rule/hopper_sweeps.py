@@ -252,11 +252,12 @@ def walk(
 
     # Warpgroups that share what is loaded, if there is room to load ahead; where there are few, each has a processor of its own.
     few = batch * runs * heads * parts * blocks <= PROCESSORS
-    rooms = 2 if through else max(1, len(outs))
-    groups = 2 if blocks % 2 == 0 and count_stages(2, rooms) >= min(2, count) and not few else 1
+    room_count = 2 if through else max(1, len(outs))
+    share = blocks % 2 == 0 and not few and count_stages(2, room_count) >= min(2, count)
+    groups = 2 if share else 1
     # Alone, it may have room for all pieces of its memory at once.
     whole = through and groups == 1 and count_stages(1, depth // size) >= min(2, count)
-    room_count = max(rooms, depth // size) if whole else rooms
+    room_count = max(room_count, depth // size) if whole else room_count
     stages = count_stages(groups, room_count)
 
     def kernel(*refs):
