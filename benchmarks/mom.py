@@ -125,7 +125,7 @@ def main() -> None:
                 found |= peer.times(*case)
             print(json.dumps(found), flush=True)
             if args.output:
-                append_row(args.output, found | provenance())
+                append_row(args.output, found | dict(implementations=ops.choices()) | provenance())
     if peer is not None:
         peer.close()
     print(json.dumps(ops.choices()), flush=True)

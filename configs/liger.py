@@ -211,6 +211,8 @@ def _base(variant: str, name: str, source: str, given: str) -> tuple[ModelConfig
         tokenizer_files(path, tokenizer)
     elif not path.is_dir():
         tokenizer = path.with_name(path.name + ".tokenizer") / "tokenizer.json"
-        if not tokenizer.is_file():
+        if tokenizer.is_file():
+            tokenizer_files(path, tokenizer)  # the file may have been replaced since
+        else:
             tokenizer_of(path, tokenizer.parent)
     return model, str(tokenizer), JSONTokenizer(tokenizer).adds_bos

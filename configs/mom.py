@@ -1,7 +1,8 @@
 """Mixture-of-Memories language models: `--config=configs/mom.py:<size>[,option=value ...]`, e.g. `340m` or `340m,hybrid=1`.
 
 Reproduces: MoM (arXiv 2502.13685) at its two sizes: Gated DeltaNet with four heads of 256, four memories, two a token and a
-shared one; SlimPajama, 15 B tokens at 0.5 M a step and 100 B at 2 M. `hybrid=1` has softmax attention in one layer of eight.
+shared one; SlimPajama, 15 B tokens at 0.5 M a step and 100 B at 2 M. `hybrid=1` has softmax attention in one layer of eight,
+its depth the next multiple of eight.
 Ablations: `memories`, `top_k`, `shared=0`, `inner=gla` (any inner mixer in its published proportions), and `expanded=3`, one
 inner mixer with three times the value channels in place of memories (3 is what a token of MoM activates; 5 keeps as much state).
 Command: python train.py --config=configs/mom.py:340m --workdir=runs/mom --config.data.path=STORE
@@ -27,6 +28,13 @@ from lsm_jax.training import OptimizerConfig, TrainConfig
 
 HYBRID = "LLLLLLLN"
 HIDDEN_RATIO = {"340m": 3.0}  # of the feedforward; other sizes have the customary 4
+MEMORIES = {
+    "memories",
+    "top_k",
+    "shared",
+    "single",
+    "execution",
+}  # options that a single memory has not
 OPTIONS = ("inner", "memories", "top_k", "shared", "single", "execution", "hybrid", "expanded", "vocab_size")  # fmt: skip
 
 
@@ -56,7 +64,7 @@ def get_config(variant: str = "340m") -> TrainConfig:
     """The run `<size>[,option=value ...]`; sizes are those of `lsm_jax.models.SIZES`, options `OPTIONS`.
 
     Raises:
-        ValueError: a size or option that does not exist; the message lists what does.
+        ValueError: a size, option or value that does not exist (the message lists what does), and options that exclude each other.
     """
     size, *options = variant.split(",")
     if size not in SIZES:
@@ -68,13 +76,24 @@ def get_config(variant: str = "340m") -> TrainConfig:
             raise ValueError(
                 f"variant {variant!r}: option {name!r}; accepted are {', '.join(OPTIONS)}"
             )
+        if name in given:
+            raise ValueError(f"variant {variant!r}: option {name} is given twice")
         given[name] = value
+    if "expanded" in given and (other := sorted(MEMORIES & given.keys())):
+        raise ValueError(
+            f"variant {variant!r}: {', '.join(other)}: expanded={given['expanded']} has one memory"
+        )
+    for name in ("shared", "single", "hybrid"):
+        if given.get(name, "0") not in ("0", "1"):
+            raise ValueError(
+                f"variant {variant!r}: option {name}={given[name]!r}: accepted are 0 and 1"
+            )
     found, recipe = SIZES[size], RECIPES[size]
     inner = SwiGLUConfig.for_width(found.hidden_size, found.multiple_of)
     inner = dataclasses.replace(inner, hidden_ratio=HIDDEN_RATIO.get(size, 4.0))
     softmax = mixers.SoftmaxConfig.for_width(found.hidden_size)
     small = size in ("tiny", "10m")
-    hybrid = _whole("hybrid", given.get("hybrid", "0"))
+    hybrid = given.get("hybrid") == "1"
     depth = found.num_layers
     model = ModelConfig(
         vocab_size=_whole("vocab_size", given.get("vocab_size", "257" if small else "32000")),

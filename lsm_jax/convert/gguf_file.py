@@ -107,6 +107,9 @@ class GGUF(Tensors):
             raise ValueError(f"{where}: {', '.join(unknown)}: what it does is not known here")
         names = _NEEDED | _OPTIONAL
         config = {ours: own[theirs] for theirs, ours in names.items() if theirs in own}
+        for name in ("bos_token_id", "eos_token_id"):  # by which transformers' generate() stops
+            if (token := self.fields.get(f"tokenizer.ggml.{name}")) is not None:
+                config[name] = int(token)
         for name in ("rms_norm_eps", "rope_theta"):  # stored in float32
             if name in config:
                 config[name] = float(str(np.float32(config[name])))

@@ -45,6 +45,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 _ONLY: dict[str, Any] = dict(
     hidden_act="silu", attention_bias=False, mlp_bias=False, attention_dropout=0.0, rope_interleaved=False,
     quantization_config=None, auto_map=None, partial_rotary_factor=1.0, is_encoder_decoder=False, add_cross_attention=False,
+    use_mrope=False,
 )  # fmt: skip
 _MAPPED = {
     *_NEEDED, *_ONLY, "model_type", "architectures", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings",

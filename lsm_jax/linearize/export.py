@@ -50,7 +50,9 @@ def export_run(
     while source.init_from:
         source = read_config(source.init_from, "init_from")
     if not isinstance(source.base, Pretrained):
-        raise ValueError(f"workdir={str(workdir)!r}: the run did not begin with a pretrained model")
+        raise ValueError(
+            f"workdir={str(workdir)!r}: the run did not begin with config.base, as those of configs/liger.py do"
+        )
     base = base_model(config.model)
     _check_room(config.model, base)
     run = load_run(workdir, step=step)

@@ -44,6 +44,11 @@ class Pretrained:
 
     def _opened(self) -> Tensors:
         path = Path(self.path).expanduser()
+        if not path.exists():
+            raise ValueError(
+                f"base.path={self.path!r} does not exist; a pretrained model's Hugging Face folder or .gguf file is "
+                "accepted. Of a run whose base has moved, change base.path and data.tokenizer in its config.json"
+            )
         return _open(str(path), path.stat().st_mtime_ns if path.exists() else 0)
 
     def validate(self, model: ModelConfig) -> None:

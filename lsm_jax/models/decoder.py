@@ -85,7 +85,7 @@ def _adapt(mixer: Any, inner: Any, lora: mixers.LoRAConfig, rngs: nnx.Rngs) -> N
         has = sorted({n for part in parts for n, v in vars(part).items() if isinstance(v, Dense)})
         raise ValueError(
             f"model.lora.targets={lora.targets}: a layer of {kinds} has no projection {', '.join(sorted(missing))}; it has "
-            f"{', '.join(has)}"
+            f"{', '.join(has)}; several are written \"('q_proj', 'k_proj')\""
         )
 
 

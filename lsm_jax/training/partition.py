@@ -38,7 +38,7 @@ def split(params: dict[str, Any], trainable: tuple[str, ...]) -> tuple[dict, dic
             close = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ValueError(
-                f"trainable={trainable}: no parameter has {name!r} in its path{hint} Names there: "
+                f"trainable={trainable}: no parameter has {name!r} in its path{hint or '.'} Names there: "
                 + ", ".join(sorted(part for part in known if not part.isdecimal()))
             )
     return _only(params, set(trainable), True), _only(params, set(trainable), False)

@@ -105,7 +105,7 @@ def test_older_configs_say_the_same(tmp_path):
         "llama3": dict(rope_theta=500000.0, rope_scaling=None, is_llama_config=True),
         "llama3.1": dict(rope_theta=10000.0, rope_scaling=scaling),
         "llama-linear": dict(rope_scaling=dict(type="linear", factor=4.0)),
-        "qwen2-windows": dict(rope_theta=10000.0),
+        "qwen2-windows": dict(rope_theta=10000.0, use_mrope=False),
         "mistral": {},
     }
     for kind, fields in cases.items():
@@ -221,6 +221,8 @@ def test_a_gguf_file_becomes_a_folder(tmp_path):
     assert again == dataclasses.replace(config, init_std=again.init_std)
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), params, load_params(out, again)))
     assert (out / "tokenizer.json").is_file()
+    written = json.loads((out / "config.json").read_text())
+    assert (written["bos_token_id"], written["eos_token_id"]) == (1, 2)
     trained = jax.tree.map(lambda x: x * 1.5, params)
     export(trained, config, out, tmp_path / "trained")
     name = "model.layers.1.mlp.up_proj.weight"

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -233,13 +234,30 @@ def test_options_of_the_recipe():
             liger.get_config(f"llama3-8b,{option}")
 
 
+def test_the_tokenizer_kept_beside_a_gguf_file_must_be_its_own(tmp_path):
+    from configs import liger
+
+    file, variant = tmp_path / "m.gguf", f"auto,source={tmp_path / 'm.gguf'}"
+    shutil.copy(Path(__file__).parents[1] / "convert" / "goldens" / "llama.gguf", file)
+    kept = Path(liger.get_config(variant).data.tokenizer)
+    assert liger.get_config(variant).data.tokenizer == str(kept)
+    content = json.loads(kept.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["other"] = vocabulary.pop(next(t for t, i in vocabulary.items() if i == 5))
+    kept.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="m.gguf.tokenizer.*is not that of.*id 5 is 'other'"):
+        liger.get_config(variant)
+
+
 def test_what_does_not_fit_is_told(llama, instructions, tmp_path):
     config = config_of(llama, instructions)
     changes = {
         "trainable=.*no parameter has 'lorra'.*did you mean 'lora'": dict(trainable=("lorra",)),
         "set init_from or base, whose they are": dict(base=None),
         "base.path is empty; it takes": dict(base=Pretrained()),
-        "source=.*nowhere' does not exist": dict(base=Pretrained(path=str(tmp_path / "nowhere"))),
+        "base.path=.*nowhere' does not exist.*has moved, change base.path": dict(
+            base=Pretrained(path=str(tmp_path / "nowhere"))
+        ),
         "holds another model.*\n.*num_layers: 2 there, 4 here": dict(
             model=dataclasses.replace(config.model, num_layers=4)
         ),

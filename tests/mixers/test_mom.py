@@ -109,6 +109,23 @@ def test_decoding_and_resuming_equal_one_call(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
+def test_gradients_through_decoding_equal_those_of_one_call(name):
+    def decoded(mixer, x):
+        state, outputs = mixer.init_state(BATCH, LENGTH, jnp.float32), []
+        for t in range(LENGTH):
+            y, state, _ = call(mixer, x[:, t : t + 1], state=state)
+            outputs.append(y)
+        return number(jnp.concatenate(outputs, axis=1))
+
+    expected, _ = gradient(made(name), X)
+    got = jax.jit(jax.grad(decoded, argnums=(0, 1)))(made(name), X)
+    of_mixer, of_expected = (nnx.to_pure_dict(nnx.state(g[0])) for g in (got, expected))
+    close(of_mixer, of_expected, 3e-5)
+    close(got[1], expected[1], 3e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SOME)
 def test_masked_states_equal_packed_ones(name):
     """Whole, and where a masked call goes on from a packed one."""
     _, final, _ = call(made(name), X)
