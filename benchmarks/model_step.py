@@ -139,10 +139,12 @@ def serve(case: dict[str, Any]) -> None:
                     state, metrics = step(state, batch)
                     return state, metrics
 
-                name = f"{case['variant']}-{shape[1]}-{case['remat']}.jsonl"
+                path = Path(case["profile"])
+                path /= f"{case['variant']}-{shape[1]}-{case['remat']}.jsonl"
+                path.unlink(missing_ok=True)
                 for found in by_kernel(once, step.as_text()):
-                    append_row(Path(case["profile"]) / name, found)
-        except jax.errors.JaxRuntimeError as error:
+                    append_row(path, found)
+        except RuntimeError as error:
             row["error"] = str(error)[:200]
         row |= dict(implementations=ops.choices(), xla_flags=os.environ.get("XLA_FLAGS", ""))
         print(json.dumps(row | provenance()), flush=True)

@@ -29,6 +29,9 @@ def by_kernel(call: Callable[[], Any], text: str, calls: int = 2) -> list[dict[s
         A row a kernel of an instruction, the longest first: `milliseconds` and `launches` a call, the `instruction`, the `kernel`,
         the first array of its `result` and where in the model it stands (`source`). Under a command buffer the instruction is the
         buffer's; XLA_FLAGS=--xla_gpu_enable_command_buffer= keeps each its own.
+
+    Raises:
+        RuntimeError: the profiler saw nothing of the program.
     """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -42,6 +45,8 @@ def by_kernel(call: Callable[[], Any], text: str, calls: int = 2) -> list[dict[s
             for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
             if "hlo_op" in event.get("args", {}) and event.get("ph") == "X"
         ]
+    if not events:
+        raise RuntimeError("the profiler saw none of the program's instructions")
     known = {}
     for line in text.splitlines():
         if match := _INSTRUCTION.match(line):

@@ -13,7 +13,7 @@ KEPT = "kernel_residuals"
 
 
 def keep(tree: Any) -> Any:
-    """Name all arrays of a tree."""
+    """Name all arrays of a tree, `apart`."""
     return jax.tree.map(lambda x: checkpoint_name(x, KEPT), apart(tree))
 
 

@@ -45,8 +45,8 @@ class ModelConfig:
         norm_eps: of the norms ahead of mixers, feedforwards and head.
         init_std: of embedding, head and projections, except where a method has its own.
         dtype: of activations, "float32" or "bfloat16"; parameters are float32.
-        remat: what the backward pass recomputes in each layer: "none", "dots" (all but products with weights
-            and fused kernels of memories and of attention) or "full".
+        remat: what the backward pass recomputes in each layer: "none", "dots" (all but products with weights and this
+            package's kernels of memories and attention) or "full".
         loss_chunk_size: tokens whose logits exist at a time in the loss, on each device.
         lora: low-rank adapters on projections of every layer, or None.
     """

@@ -1,8 +1,8 @@
 """The walk of the delta rule over its chunks on Mosaic GPU (Hopper).
 
 A warpgroup keeps 64 columns of a memory, turned, in registers, as an accumulator [64, K] (in pieces, where K is 256), and two of them
-share what a third loads. Every product of a chunk then has its left operand in the registers where the one before left it, and
-nothing of the chain goes through shared memory; `tiles` has the formulas.
+share what a third loads, unless there are few. Up to a K of 128 every product of a chunk then has its left operand in the registers
+where the one before left it, and nothing of the chain goes through shared memory; `tiles` has the formulas.
 """
 
 from __future__ import annotations

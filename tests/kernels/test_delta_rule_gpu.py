@@ -10,7 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from lsm_jax import ops
 from pallas_kernels.compat import gpu_interpreter, races_found
-from pallas_kernels.delta_rule import delta_rule, hopper_parts, reasons
+from pallas_kernels.delta_rule import delta_rule, hopper_parts, hopper_sweeps, reasons
 from tests.kernels.test_linear_attention_gpu import error
 
 BATCH, SCALE = 1, 0.25
@@ -74,6 +74,10 @@ CASES = {
     "strong": dict(dims=(192, 1, 1, 1, 128, 64), documents=False, decay="strong"),
     "deep": dict(dims=(128, 1, 1, 1, 256, 64), documents=True, decay=True),
     "wide": dict(dims=(65, 1, 1, 1, 64, 512), documents=False, decay=True),
+    # As where there are more walks than processors: two warpgroups share what is loaded, a deep memory has two rooms.
+    "many": dict(dims=(65, 2, 1, 1, 64, 128), documents=True, decay=True, many=True),
+    "many-deep": dict(dims=(65, 1, 1, 1, 256, 128), documents=True, decay=True, many=True),
+    "many-channel": dict(dims=(65, 1, 1, 1, 64, 128), documents=True, decay="channel", many=True),
     "alike": dict(dims=(128, 1, 1, 1, 64, 64), documents=False, decay=False, alike=True),
     "channel": dict(dims=(128, 1, 1, 1, 64, 64), documents=True, decay="channel"),
     "channel-queries-share": dict(dims=(100, 2, 1, 1, 128, 64), documents=True, decay="channel"),
@@ -93,6 +97,8 @@ def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
     case = dict(CASES[name])
     if parts := case.pop("parts", None):
         monkeypatch.setattr(hopper_parts, "count_parts", lambda q, k, v: parts)
+    if case.pop("many", False):
+        monkeypatch.setattr(hopper_sweeps, "PROCESSORS", 0)
     inputs = make(*case.pop("dims"), **case)
     widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs | dict(run=None))
     run = inputs.pop("run")
