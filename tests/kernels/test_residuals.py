@@ -11,7 +11,6 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from lsm_jax import ops
 from lsm_jax.models.decoder import rematerialized
-from pallas_kernels.residuals import KEPT
 from pallas_kernels.short_convolution import short_convolution
 
 KERNEL = "mpmd_map"  # what a Mosaic GPU kernel is traced to
@@ -88,7 +87,7 @@ def test_what_a_scan_may_stack_of_a_kernel_is_behind_a_barrier(case):
     named = [
         sources
         for equation, sources in equations(traced(*step(case, "none")).jaxpr.jaxpr)
-        if equation.primitive.name == "name" and equation.params["name"] == KEPT
+        if equation.primitive.name == "name" and equation.params["name"] == ops.KEPT
     ]
     assert len(named) >= 2  # the output, and something that the backward takes
     for (source,) in named:

@@ -40,13 +40,13 @@ def every_gate(*fast):
     return pytest.mark.parametrize("gate", rows)
 
 
-def recurrence(gate, q, k, z, v):
+def recurrence(gate, q, k, z, v, num_slots=SLOTS):
     """One head: q, k [T, K] normed and not rotated, z the keys ahead of the norm, v [T, V], in the formulas of the paper's table."""
-    memory, slots = np.zeros((q.shape[1], v.shape[1])), np.zeros((q.shape[1], SLOTS))
-    values, o = np.zeros((SLOTS, v.shape[1])), []
+    memory, slots = np.zeros((q.shape[1], v.shape[1])), np.zeros((q.shape[1], num_slots))
+    values, o = np.zeros((num_slots, v.shape[1])), []
     for t in range(len(q)):
         if gate == "gsa":
-            a = sigmoid(z[t].reshape(SLOTS, -1).mean(-1)) ** (1 / 16)
+            a = sigmoid(z[t].reshape(num_slots, -1).mean(-1)) ** (1 / 16)
             slots = slots * a + np.outer(k[t], 1 - a)
             values = a[:, None] * values + np.outer(1 - a, v[t])
             o.append(softmax(q[t] @ slots) @ values)
@@ -66,17 +66,17 @@ def recurrence(gate, q, k, z, v):
     return np.array(o)
 
 
-def rotated(y):
+def rotated(y, base=10000.0):
     half = y.shape[-1] // 2
-    turn = np.arange(len(y))[:, None] * 10000.0 ** (-np.arange(half) / half)
+    turn = np.arange(len(y))[:, None] * base ** (-np.arange(half) / half)
     z = (y[..., :half] + 1j * y[..., half:]) * np.exp(1j * turn)
     return np.concatenate([z.real, z.imag], axis=-1)
 
 
-def windowed(q, k, v):
+def windowed(q, k, v, window=WINDOW):
     o = []
     for t in range(len(q)):
-        first = max(0, t + 1 - WINDOW)
+        first = max(0, t + 1 - window)
         weights = softmax(k[first : t + 1] @ q[t] / np.sqrt(q.shape[1]))
         o.append(weights @ v[first : t + 1])
     return np.array(o)
