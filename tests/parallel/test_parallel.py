@@ -70,7 +70,7 @@ def run_with_devices(count, *arguments, as_users=False):
     run = subprocess.run(
         command, env=os.environ | flags, cwd=root, capture_output=True, text=True, check=False
     )
-    assert run.returncode == 0, run.stderr
+    assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout
 
 
