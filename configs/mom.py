@@ -28,14 +28,8 @@ from lsm_jax.training import OptimizerConfig, TrainConfig
 
 HYBRID = "LLLLLLLN"
 HIDDEN_RATIO = {"340m": 3.0}  # of the feedforward; other sizes have the customary 4
-MEMORIES = {
-    "memories",
-    "top_k",
-    "shared",
-    "single",
-    "execution",
-}  # options that a single memory has not
-OPTIONS = ("inner", "memories", "top_k", "shared", "single", "execution", "hybrid", "expanded", "vocab_size")  # fmt: skip
+MEMORIES = ("memories", "top_k", "shared", "single", "execution")  # which `expanded` has not
+OPTIONS = ("inner", *MEMORIES, "hybrid", "expanded", "vocab_size")
 
 
 def mixer_config(hidden_size: int, given: dict[str, str]) -> Any:
@@ -79,7 +73,7 @@ def get_config(variant: str = "340m") -> TrainConfig:
         if name in given:
             raise ValueError(f"variant {variant!r}: option {name} is given twice")
         given[name] = value
-    if "expanded" in given and (other := sorted(MEMORIES & given.keys())):
+    if "expanded" in given and (other := [name for name in MEMORIES if name in given]):
         raise ValueError(
             f"variant {variant!r}: {', '.join(other)}: expanded={given['expanded']} has one memory"
         )

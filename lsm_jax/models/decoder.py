@@ -123,9 +123,8 @@ def rematerialized(function: Any, policy: str) -> Any:
     policies = jax.checkpoint_policies
     saveable = policies.save_only_these_names(GATHERED)
     if policy == "dots":
-        kernels = policies.save_only_these_names(KEPT)
-        dots = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, kernels)
-        saveable = policies.save_from_both_policies(saveable, dots)
+        names = policies.save_only_these_names(GATHERED, KEPT)
+        saveable = policies.save_from_both_policies(names, policies.dots_with_no_batch_dims_saveable)  # fmt: skip
     return jax.checkpoint(function, policy=saveable, prevent_cse=False)
 
 
