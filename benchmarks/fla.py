@@ -7,7 +7,8 @@ each form timed for 20 ms in place of 100. Its times are the lower of two median
 
 Whole models pass the same way: an operation "model gla" at the shape "16x2048" is a forward and backward of the peer's language
 model in our 340M proportions, bfloat16, and gives tokens/s. One layer of it, on all tokens, compiles what all layers run. "mom" at
-"8x2048" is a layer of its Mixture-of-Memories in the proportions of `configs/mom.py:340m`.
+"8x2048" is a layer of its Mixture-of-Memories in the proportions of `configs/mom.py:340m`. Its Mamba2 needs the Triton kernels of
+mamba_ssm, whose CUDA extensions it does not: `MAMBA_SKIP_CUDA_BUILD=TRUE pip install --no-deps --no-build-isolation mamba_ssm`.
 """
 
 from __future__ import annotations
@@ -107,13 +108,23 @@ def _read(process: Any, lines: queue.Queue[str]) -> None:
     lines.put("")
 
 
+def _bare_package(name: str) -> Any:
+    """The package without what its `__init__` imports, or None if it is not installed."""
+    spec: Any = importlib.util.find_spec(name)
+    if spec is None:
+        return None
+    sys.modules[name] = package = types.ModuleType(name)
+    package.__path__ = list(spec.submodule_search_locations)
+    return package
+
+
 def _operations() -> dict[str, Callable]:
     """Our names of operations, and the peer's functions of the inputs that `_calls` makes."""
-    spec: Any = importlib.util.find_spec("fla")
-    package: Any = types.ModuleType("fla")  # its own imports every layer and model it has
-    package.__path__ = list(spec.submodule_search_locations)
+    _bare_package(
+        "mamba_ssm"
+    )  # its own imports CUDA extensions; the peer's imports every layer and model it has
+    package = _bare_package("fla")
     package.__version__ = importlib.metadata.version("flash-linear-attention")
-    sys.modules["fla"] = package
     import fla.ops.common.chunk_o as chunk_o  # pyrefly: ignore[missing-import]
 
     chunk_o.TRITON_ABOVE_3_7_1 = (
@@ -185,7 +196,7 @@ def _model(name: str, rows: int, length: int, **fields: Any) -> Callable:
     """A forward and backward of the peer's model, its parameters and activations in bfloat16; `fields` change its config."""
     import torch  # pyrefly: ignore[missing-import]
 
-    if name == "mamba2" and importlib.util.find_spec("mamba_ssm") is None:
+    if name == "mamba2" and "mamba_ssm" not in sys.modules:
         raise ModuleNotFoundError("its kernels are those of mamba_ssm, which is not installed")
     module = importlib.import_module(f"fla.models.{name}")
     classes = [getattr(module, n) for n in module.__all__ if n.endswith(("Config", "ForCausalLM"))]
@@ -198,6 +209,12 @@ def _model(name: str, rows: int, length: int, **fields: Any) -> Callable:
     )
     torch.manual_seed(0)
     model = classes[1](config).to("cuda", torch.bfloat16).train()
+    if (
+        name == "mamba2"
+    ):  # else its mixers call causal_conv1d's extension; so they take their own convolution
+        for layer in model.modules():
+            if type(layer).__name__ == "Mamba2":
+                layer.training = False
     tokens = torch.randint(0, _VOCABULARY, (rows, length), device="cuda")
 
     def both():

@@ -82,6 +82,42 @@ def accumulate(products, *starts: Any, interpret: Any) -> Any:
     return [x + y for x, y in zip(starts, added, strict=True)]
 
 
+class Accumulator:
+    """What products are added to, in registers.
+
+    Attributes:
+        ref: for `plgpu.wgmma`.
+    """
+
+    def __init__(self, ref, added=None):
+        self.ref, self._added = ref, added
+
+    def read(self, pending: int | None = 0):
+        """Its value, once at most `pending` of all products begun are on their way; None where it was waited for already."""
+        value = plgpu.wgmma_accumulator_load(self.ref, wait_n=pending)
+        return value if self._added is None else value + self._added
+
+
+def accumulators(use, *starts: Any, interpret: Any) -> Any:
+    """What `use` makes of an `Accumulator` for each of `starts`, a value or a shape (of zeros).
+
+    What it does between the beginning of a product and its reading passes while the product is on its way. It cannot return
+    what `as_left` makes.
+    """
+    given = [None if isinstance(x, tuple) else x for x in starts]
+
+    def run(*refs):
+        if interpret:  # the interpreter cannot begin with anything but zeros
+            return use(*(Accumulator(ref, x) for ref, x in zip(refs, given, strict=True)))
+        for ref, x in zip(refs, given, strict=True):
+            if x is not None:
+                ref[...] = plgpu.layout_cast(x, LAYOUT)
+        return use(*map(Accumulator, refs))
+
+    shapes = (x if isinstance(x, tuple) else x.shape for x in starts)
+    return pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+
+
 def fresh(products, *shapes):
     """Matrix products that `products` adds to references to zeros."""
 

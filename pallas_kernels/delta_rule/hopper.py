@@ -31,7 +31,7 @@ class Residuals(NamedTuple):
 
     Attributes:
         prepared: the solved chunks.
-        parts: of a sequence in parts.
+        parts: of a sequence in parts, or of one whose memories are made again in parts.
     """
 
     prepared: Prepared
@@ -66,7 +66,9 @@ def forward(
         borders, interpret,
     )  # fmt: skip
     starts, count = hopper_parts.starts_of(parts, initial)
-    output, ends = sweep(q, k, v, prepared, starts, parts=count, **options)
+    marks = hopper_parts.count_marks(q, k, v, borders)
+    output, *marked, ends = sweep(q, k, v, prepared, starts, parts=count, marks=marks, **options)
+    parts = hopper_parts.Parts(None, *marked) if marked else parts
     return output, ends[:, count - 1 :: count * heads // memories], Residuals(prepared, parts)
 
 
@@ -81,13 +83,14 @@ def backward(
     options: dict[str, Any] = dict(scale=scale, interpret=interpret)
     initial = jnp.repeat(initial, heads // memories, axis=1)
     starts, count = hopper_parts.starts_of(parts, initial)
-    walks: dict[str, Any] = options | dict(heads=heads, parts=count, borders=borders)
-    missing, states, _ = sweep(None, k, v, prepared, starts, save=True, **walks)
+    walks: dict[str, Any] = options | dict(heads=heads, borders=borders)
+    missing, states, _ = sweep(None, k, v, prepared, starts, save=True, parts=count, **walks)
     # Of several heads that carry one memory, the first hands on the gradient from outside.
     first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
     d_final = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
     walk = functools.partial(reverse, q, k, d_output, prepared, **walks)
-    dv, d_states, d_starts = walk(hopper_parts.ends_of(parts, walk, d_final, interpret))
+    d_ends, count = hopper_parts.ends_of(parts, walk, d_final, interpret)
+    dv, d_states, d_starts = walk(d_ends, parts=count)
     decay_gradient = decay_gradient and log_decay is not None
     dq, dk, d_beta, *d_decay = finish(
         q, k, missing, d_output, dv, states, d_states, beta, log_decay, run,

@@ -77,7 +77,11 @@ def forward(
         q, k, v, initial, borders, interpret,
     )  # fmt: skip
     starts, count = hopper_parts.starts_of(parts, initial)
-    output, ends = sweep(resolved.read, resolved.erase, v, prepared, starts, parts=count, **options)
+    output, *marked, ends = sweep(
+        resolved.read, resolved.erase, v, prepared, starts, parts=count,
+        marks=hopper_parts.count_marks(q, k, v, borders), **options,
+    )  # fmt: skip
+    parts = hopper_parts.Parts(None, *marked) if marked else parts
     residuals = Residuals(resolved._replace(upper=None), prepared, parts)
     return output, ends[:, count - 1 :: count * heads // memories], residuals
 
@@ -94,16 +98,19 @@ def backward(
     initial = jnp.repeat(initial, heads // memories, axis=1)
     starts, count = hopper_parts.starts_of(parts, initial)
     options: dict[str, Any] = dict(
-        heads=heads, scale=1.0, written=resolved.written, keep=resolved.keep, parts=count,
-        borders=borders, interpret=interpret,
+        heads=heads, scale=1.0, written=resolved.written, keep=resolved.keep, borders=borders,
+        interpret=interpret,
     )  # fmt: skip
-    missing, states, _ = sweep(None, resolved.erase, v, prepared, starts, save=True, **options)
+    missing, states, _ = sweep(
+        None, resolved.erase, v, prepared, starts, save=True, parts=count, **options
+    )
     # Of several heads that carry one memory, the first hands on the gradient from outside.
     first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
     d_final = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
     prepared = prepared._replace(rows=_not_zero(prepared.rows))
     walk = functools.partial(reverse, resolved.read, resolved.erase, d_output, prepared, **options)
-    dv, d_states, d_starts = walk(hopper_parts.ends_of(parts, walk, d_final, interpret))
+    d_ends, count = hopper_parts.ends_of(parts, walk, d_final, interpret)
+    dv, d_states, d_starts = walk(d_ends, parts=count)
     dq, dk, d_decay, d_beta = finish(
         q, k, log_decay, prepared.rows, missing, d_output, dv, states, d_states, resolved.keep,
         linear_channels._documents(run, 1), scale=scale, interpret=interpret,

@@ -15,6 +15,8 @@ from pallas_kernels.delta_rule.hopper_prepare import CHUNK, SQUARE, read_chunk
 
 _BLOCK = 64
 _WIDTH = 256  # columns of values that have room
+_STAGES = 3  # pairs of memories on their way or in use, where they take no other chunk's room
+_ROOM = 226 * 1024  # bytes of shared memory, of 227
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 
 
@@ -54,13 +56,19 @@ def finish(
     if decay_gradient:
         out_type["d_decay"] = out_type["d_beta"]
 
+    steps = width // _BLOCK
+    pairs_count = steps * (depth // _BLOCK)
+    pair_bytes, other_bytes = 4 * _BLOCK * _BLOCK, 2 * CHUNK * (2 * depth + 3 * width + CHUNK + 8)
+    beside = _ROOM // (other_bytes + pair_bytes)  # chunks that a processor works on
+    stages = min(_STAGES, pairs_count, (_ROOM // beside - other_bytes) // pair_bytes)
+
     def kernel(*refs):
         refs = dict(zip([*named, *out_type], refs, strict=True))
         b, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
         n, piece = lax.axis_index("chunk"), lax.axis_index("slice")
         at, to = pl.ds(n * CHUNK, CHUNK), h * slices + piece
 
-        def scoped(loaded, pair, square, vector, barrier, pair_barrier, left):
+        def scoped(loaded, pairs, square, vector, barrier, pair_barriers, left):
             for name, x in tiles.items():
                 source = refs[name].at[b, at, lax.div(h * x.shape[2], heads)]
                 if name not in ("q", "k"):
@@ -68,15 +76,14 @@ def finish(
                 plgpu.copy_gmem_to_smem(source, loaded[name], barrier)
 
             def load_pair(step):
-                row, column = (
-                    x * _BLOCK for x in (step % (width // _BLOCK), step // (width // _BLOCK))
-                )
+                row, column = (x * _BLOCK for x in (step % steps, step // steps))
                 rows, columns = pl.ds(piece * width + row, _BLOCK), pl.ds(column, _BLOCK)
                 for index, name in enumerate(("states", "d_states")):
-                    source = refs[name].at[b, h, n, rows, columns]
-                    plgpu.copy_gmem_to_smem(source, pair.at[index], pair_barrier)
+                    source, stage = refs[name].at[b, h, n, rows, columns], step % stages
+                    plgpu.copy_gmem_to_smem(source, pairs.at[stage, index], pair_barriers.at[stage])
 
-            load_pair(0)
+            for step in range(stages):
+                load_pair(step)
             chunk = read_chunk(refs, b, h, heads, n, vector)
             rows_of = lambda x: 1.0 if x is None else wg.spread_rows(x, SQUARE)  # noqa: E731
             enter, leave = rows_of(chunk.enter), rows_of(chunk.leave)
@@ -104,13 +111,13 @@ def finish(
             plgpu.commit_smem()
             turned = plgpu.load(square.transpose((1, 0)), layout=wg.LAYOUT)
             erased = wg.as_left(erased.astype(_F32) + turned.astype(_F32), left[0], interpret)
-            scores, pairs = products(q, k, d_out, x)
-            pairs = pairs * (chunk.weights * scale)
-            products_of += scores * pairs
-            pairs = (pairs * betas).astype(_BF16)
-            square[...] = pairs
+            scores, seen = products(q, k, d_out, x)
+            seen = seen * (chunk.weights * scale)
+            products_of += scores * seen
+            seen = (seen * betas).astype(_BF16)
+            square[...] = seen
             plgpu.commit_smem()
-            pairs = wg.as_left(pairs, left[1], interpret)
+            seen = wg.as_left(seen, left[1], interpret)
             diagonal = jnp.sum(jnp.where(earlier, 0.0, products_of), axis=1)
             products_of = jnp.where(earlier, products_of, 0.0)
             vector[...] = jnp.sum(products_of, axis=0)
@@ -123,15 +130,15 @@ def finish(
             written = jnp.zeros_like(later)
             # <S, dS'> is the trace of a product: the tensor cores have time, the registers no room.
             totals = [jnp.zeros(SQUARE, _F32)] * decay_gradient
-            steps = width // _BLOCK
             for column in range(depth // _BLOCK):
                 columns = pl.ds(column * _BLOCK, _BLOCK)
                 sums = [jnp.zeros(SQUARE, _F32)] * 3
                 for row in range(steps):
-                    plgpu.barrier_wait(pair_barrier)
-                    values = pl.ds(row * _BLOCK, _BLOCK)
+                    step = column * steps + row
+                    plgpu.barrier_wait(pair_barriers.at[step % stages])
+                    values, pair = pl.ds(row * _BLOCK, _BLOCK), pairs.at[step % stages]
 
-                    def add(read, erase, write, *totals, values=values):
+                    def add(read, erase, write, *totals, values=values, pair=pair):
                         plgpu.wgmma(read, d_out.at[:, values], pair.at[0])
                         plgpu.wgmma(erase, dv.at[:, values], pair.at[0])
                         plgpu.wgmma(write, x.at[:, values], pair.at[1])
@@ -140,9 +147,8 @@ def finish(
 
                     found = wg.accumulate(add, *sums, *totals, interpret=interpret)
                     sums, totals = found[:3], found[3:]
-                    step = column * steps + row + 1
-                    if step < steps * (depth // _BLOCK):
-                        load_pair(step)
+                    if step + stages < pairs_count:
+                        load_pair(step + stages)
                 read, erase, write = sums
                 tile = lambda x, at=columns: plgpu.load(x.at[:, at], layout=wg.LAYOUT).astype(_F32)  # noqa: E731
                 read, erase, write = read * (enter * scale), erase * enter, write * leave
@@ -153,7 +159,7 @@ def finish(
                 write = write * wg.spread_rows(chunk.beta, SQUARE) - erase
 
                 def near(dq, dk, columns=columns):
-                    plgpu.wgmma(dq, pairs, k.at[:, columns])
+                    plgpu.wgmma(dq, seen, k.at[:, columns])
                     plgpu.wgmma(dk, square.transpose((1, 0)), q.at[:, columns])
                     plgpu.wgmma(dk, erased, k.at[:, columns])
 
@@ -186,9 +192,9 @@ def finish(
         smem: Any = plgpu.SMEM
         room = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
         pl.run_scoped(
-            scoped, {n: room((CHUNK, depth if n in ("q", "k") else width)) for n in tiles}, room((2, *SQUARE)),
+            scoped, {n: room((CHUNK, depth if n in ("q", "k") else width)) for n in tiles}, room((stages, 2, *SQUARE)),
             room(SQUARE), smem((CHUNK,), _F32), plgpu.Barrier(num_arrivals=len(tiles)),
-            plgpu.Barrier(num_arrivals=2), [room(SQUARE)] * 2 if interpret else [None] * 2,
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages), [room(SQUARE)] * 2 if interpret else [None] * 2,
         )  # fmt: skip
 
     return plgpu.kernel(

@@ -4,6 +4,9 @@ A part takes a memory S [K, V] to `Θ S + W`: W is where it takes an empty one, 
 of K values to which nothing is written. `link` then hands the memory on from part to part, `S_p+1 = Θ_p S_p + W_p`, and against
 time its gradient, `dS_p = Θ_pᵀ dS_p+1 + R_p` with R where the walk against time takes 0. With the memory at which each begins
 (or its gradient, where it ends) all parts are walked side by side.
+
+Where parts do not pay, the one walk of the forward leaves the memories at which they would begin, so that the backward makes the
+memories again in parts.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from jax import lax
 
 from pallas_kernels import warpgroups as wg
 from pallas_kernels.compat import PROCESSORS, pl, plgpu
+from pallas_kernels.delta_rule.hopper_prepare import CHUNK
 
 _BLOCK = 64  # columns of the memory that a warpgroup holds
 _SHORTEST = 1024  # tokens of a part
@@ -28,11 +32,11 @@ class Parts(NamedTuple):
     """P parts of a sequence.
 
     Attributes:
-        transitions: [B, h * P, K, K] float32, Θ.
+        transitions: [B, h * P, K, K] float32, Θ; None if the sequence was walked in one, so that the gradient has to be.
         starts: [B, h * P, K, V] float32, the memories at which they begin.
     """
 
-    transitions: jax.Array
+    transitions: jax.Array | None
     starts: jax.Array
 
 
@@ -48,6 +52,22 @@ def count_parts(q, k, v) -> int:
     while 2 * parts * programs <= PROCESSORS and length >= 2 * parts * _SHORTEST:
         parts *= 2
     return parts if parts >= _FEWEST and k.shape[-1] <= _DEPTH else 1
+
+
+def count_marks(q, k, v, borders) -> int:
+    """At how many places of [B, T, *, D] the one walk of a forward leaves its memory: as many parts as keep the card busy."""
+    batch, length, memories, width = v.shape
+    programs = batch * max(q.shape[2], memories) * max(1, width // _BLOCK)
+    marks, chunks = 1, length // CHUNK
+    if borders is not None or count_parts(q, k, v) > 1:
+        return marks
+    while (
+        2 * marks * programs <= PROCESSORS
+        and chunks % (2 * marks) == 0
+        and length >= 2 * marks * _SHORTEST
+    ):
+        marks *= 2
+    return marks
 
 
 def cut(walk, q, k, v, initial, borders, interpret: Any) -> Parts | None:
@@ -75,12 +95,13 @@ def starts_of(parts: Parts | None, initial) -> tuple[jax.Array, int]:
     return parts.starts, parts.starts.shape[1] // initial.shape[1]
 
 
-def ends_of(parts: Parts | None, walk, d_final, interpret: Any) -> jax.Array:
-    """The gradients of the memories at which parts end; `walk`: (None, save=False) -> a list, the last of it R."""
-    if parts is None:
-        return d_final
-    read = walk(None, save=False)[-1]
-    return link(parts.transitions, read, d_final, reverse=True, interpret=interpret)
+def ends_of(parts: Parts | None, walk, d_final, interpret: Any) -> tuple[jax.Array, int]:
+    """The gradients of the memories at which parts end, and P; `walk`: (None, parts=P, save=False) -> a list, the last of it R."""
+    if parts is None or parts.transitions is None:
+        return d_final, 1
+    count = parts.starts.shape[1] // d_final.shape[1]
+    read = walk(None, parts=count, save=False)[-1]
+    return link(parts.transitions, read, d_final, reverse=True, interpret=interpret), count
 
 
 def link(transitions, written, initial, *, reverse: bool = False, interpret: Any = False):

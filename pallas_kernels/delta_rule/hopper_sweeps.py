@@ -1,7 +1,7 @@
 """The walk of the delta rule over its chunks on Mosaic GPU (Hopper).
 
 A warpgroup keeps 64 columns of a memory, turned, in registers, as an accumulator [64, K] (in pieces, where K is 256), and two of them
-share what a third loads, unless there are few. Up to a K of 128 every product of a chunk then has its left operand in the registers
+share what a third loads, where that fills the processors better. Up to a K of 128 every product of a chunk then has its left operand in the registers
 where the one before left it, and nothing of the chain goes through shared memory; `tiles` has the formulas.
 """
 
@@ -29,7 +29,7 @@ _SQUARE = (CHUNK, CHUNK)
 
 def sweep(
     q, k, v, prepared: Prepared, initial, *, heads: int, scale: float, save: bool = False,
-    written=None, keep=None, parts: int = 1, borders=None, interpret: Any = False,
+    written=None, keep=None, parts: int = 1, marks: int = 1, borders=None, interpret: Any = False,
 ):  # fmt: skip
     """With time, from S to S'.
 
@@ -45,12 +45,13 @@ def sweep(
         written: [B, T, *, K], what writes if it is not k; q and k then hold their decays, and `prepared` has none.
         keep: [B, heads, N * K] float32, what the key channels keep of S over a chunk, with `written`.
         parts: into which the sequence is cut, each walked by itself.
+        marks: also return the memories at which as many parts of the sequence begin, if more than one; with one part alone.
         borders: the chunks [B, S + 1] at which those of a row's S memories begin and end, or None.
         interpret: parameters of the interpreter, or False.
 
     Returns:
         The output [B, T, heads, V] if q is given, x [B, T, heads, V] and the turned memories [B, heads, N, V, K] bfloat16 if
-        `save`, and the last memory of each part.
+        `save`, those of the marks [B, heads * marks, K, V] float32, and the last memory of each part.
     """
     given = dict(q=q, k=k, v=v, inverse=prepared.inverse, rows=prepared.rows)
     given |= dict(written=written, keep=keep)
@@ -60,26 +61,30 @@ def sweep(
     outs = ["out"] * (q is not None) + ["missing"] * save
 
     def step(chunk, S, left, hold, store, put):
-        found = [jnp.zeros(_SQUARE, _F32)] * (1 if q is None else 2)
-        for memory in hold(S):
+        found = [_SQUARE] * (1 if q is None else 2)
+        for memory, last in hold(S):
 
-            def products(held, read=None, memory=memory):
-                for keys, before in memory:
-                    plgpu.wgmma(held, before, chunk["k"].at[:, keys].transpose((1, 0)))
-                    if read is not None:
-                        plgpu.wgmma(read, before, chunk["q"].at[:, keys].transpose((1, 0)))
+            def enter(held, *read, memory=memory, last=last):
+                for sum, name in zip((held, *read), "kq", strict=False):
+                    for keys, before in memory:
+                        plgpu.wgmma(sum.ref, before, chunk[name].at[:, keys].transpose((1, 0)))
+                if not last:
+                    return [x.read() for x in (held, *read)]
+                store(S)
+                kept = _kept(chunk, S)
+                columns = _columns(chunk, "enter")
+                values = 0.0
+                if v is not None:
+                    values = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT).astype(_F32)
+                missing = values - held.read(len(memory) * len(read)) * columns
+                return kept, missing.astype(_BF16), [x.read() * (columns * scale) for x in read]
 
-            found = wg.accumulate(products, *found, interpret=interpret)
-        held, *read = found
-        enter = _columns(chunk, "enter")
-        read = [x * (enter * scale) for x in read]
-        missing = -held * enter
-        if v is not None:
-            values = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT).astype(_F32)
-            missing = values - held * enter
+            found = wg.accumulators(enter, *found, interpret=interpret)
+        kept, missing, read = found
         missing = wg.as_left(missing, left[0], interpret)
         solve = lambda x: plgpu.wgmma(x, missing, chunk["inverse"].transpose((1, 0)))  # noqa: E731
         (missing,) = wg.accumulate(solve, jnp.zeros(_SQUARE, _F32), interpret=interpret)
+        saved = [missing.astype(_BF16)] * save
         exact = missing * _columns(chunk, "beta")
         leaving = wg.as_left(exact * _columns(chunk, "leave"), left[1], interpret)
         writes = exact.astype(_BF16)
@@ -87,21 +92,20 @@ def sweep(
         rest = wg.as_left(exact - writes.astype(_F32), left[2], interpret)
         writes = wg.as_left(writes, left[0], interpret)
 
-        def near(*sums):
+        def leave(*sums):
             for out in sums[len(S) :]:
-                plgpu.wgmma(out, writes, chunk["scores"].transpose((1, 0)))
-                plgpu.wgmma(out, rest, chunk["scores"].transpose((1, 0)))
-            for keys, piece in _pieces(sums[: len(S)]):
-                plgpu.wgmma(piece, leaving, _written(chunk).at[:, keys])
+                plgpu.wgmma(out.ref, writes, chunk["scores"].transpose((1, 0)))
+                plgpu.wgmma(out.ref, rest, chunk["scores"].transpose((1, 0)))
+            for keys, piece in _pieces(S, sums):
+                plgpu.wgmma(piece.ref, leaving, _written(chunk).at[:, keys])
+            put(*(out.read(len(S)) for out in sums[len(S) :]), *saved)
+            return tuple(piece.read() for piece in sums[: len(S)])
 
-        store(S)
-        found = wg.accumulate(near, *_kept(chunk, S), *read, interpret=interpret)
-        put(*found[len(S) :], *([missing] if save else []))
-        return tuple(found[: len(S)])
+        return wg.accumulators(leave, *kept, *read, interpret=interpret)
 
     return walk(
         step, given, initial, k.shape[-1], tokens, outs, save=save, heads=heads, parts=parts, reverse=False,
-        borders=borders, interpret=interpret,
+        marks=marks, borders=borders, interpret=interpret,
     )  # fmt: skip
 
 
@@ -133,36 +137,39 @@ def reverse(
     given = dict(q=q, k=k, v=d_out, **prepared._asdict(), written=written, keep=keep)
 
     def step(chunk, S, left, hold, store, put):
-        turned = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT)
-        given = wg.as_left(turned, left[0], interpret)
-        found = [jnp.zeros(_SQUARE, _F32)] * 2
-        for memory in hold(S):
+        found = [_SQUARE]
+        for memory, last in hold(S):
 
-            def products(later, near, memory=memory):
+            def leave(later, *near, memory=memory, last=last):
                 for keys, after in memory:
-                    plgpu.wgmma(later, after, _written(chunk).at[:, keys].transpose((1, 0)))
-                    if keys.start == 0:
-                        plgpu.wgmma(near, given, chunk["scores"])
+                    plgpu.wgmma(later.ref, after, _written(chunk).at[:, keys].transpose((1, 0)))
+                if not last:
+                    return [later.read()]
+                turned = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT)
+                plgpu.wgmma(near[0].ref, wg.as_left(turned, left[0], interpret), chunk["scores"])
+                store(S)
+                kept = _kept(chunk, S)
+                writes = later.read() * _columns(chunk, "leave") + near[0].read(None)
+                writes *= _columns(chunk, "beta")
+                read = turned.astype(_F32) * (_columns(chunk, "enter") * scale)
+                return kept, read.astype(_BF16), writes.astype(_BF16)
 
-            found = wg.accumulate(products, *found, interpret=interpret)
-        later, near = found
-        writes = (later * _columns(chunk, "leave") + near) * _columns(chunk, "beta")
-        writes = wg.as_left(writes, left[1], interpret)
+            found = wg.accumulators(leave, *found, *[_SQUARE] * last, interpret=interpret)
+        kept, read, writes = found
+        read, writes = wg.as_left(read, left[0], interpret), wg.as_left(writes, left[1], interpret)
         solve = lambda x: plgpu.wgmma(x, writes, chunk["inverse"])  # noqa: E731
         (dv,) = wg.accumulate(solve, jnp.zeros(_SQUARE, _F32), interpret=interpret)
-        enter = _columns(chunk, "enter")
-        erased = wg.as_left(dv * -enter, left[1], interpret)
-        read = wg.as_left(turned.astype(_F32) * (enter * scale), left[0], interpret)
+        saved = [dv.astype(_BF16)] * save
+        erased = wg.as_left(dv * -_columns(chunk, "enter"), left[1], interpret)
 
-        def entering(*sums):
-            for keys, piece in _pieces(sums):
-                plgpu.wgmma(piece, read, chunk["q"].at[:, keys])
-                plgpu.wgmma(piece, erased, chunk["k"].at[:, keys])
+        def enter(*sums):
+            for keys, piece in _pieces(S, sums):
+                plgpu.wgmma(piece.ref, read, chunk["q"].at[:, keys])
+                plgpu.wgmma(piece.ref, erased, chunk["k"].at[:, keys])
+            put(*saved)
+            return tuple(piece.read() for piece in sums)
 
-        store(S)
-        S = wg.accumulate(entering, *_kept(chunk, S), interpret=interpret)
-        put(*[dv] * save)
-        return tuple(S)
+        return wg.accumulators(enter, *kept, interpret=interpret)
 
     tokens = jax.ShapeDtypeStruct(d_out.shape, _BF16)
     return walk(
@@ -171,9 +178,10 @@ def reverse(
     )  # fmt: skip
 
 
-def _pieces(S):
-    """With the keys that each holds."""
-    return [(pl.ds(n * x.shape[1], x.shape[1]), x) for n, x in enumerate(S)]
+def _pieces(S, others=None):
+    """With the keys that each holds; or `others`, of the same keys."""
+    keys = (pl.ds(n * x.shape[1], x.shape[1]) for n, x in enumerate(S))
+    return list(zip(keys, S if others is None else others, strict=False))
 
 
 def _columns(chunk, name):
@@ -199,14 +207,14 @@ def _kept(chunk, S):
 
 def walk(
     step, given, initial, depth, tokens, outs, *, save, heads, reverse, interpret, parts: int = 1,
-    borders=None,
+    marks: int = 1, borders=None,
 ):  # fmt: skip
     """Carry a memory over all chunks.
 
     Args:
         step: (chunk: references by name, pieces of S, rooms for left operands, hold, store, put) -> pieces of S. `hold` gives what it
-            was given as left operands with their keys, as many at a time as there is room for; it calls `store` when it is done with
-            them, and `put` at the end with the outputs, turned.
+            was given as left operands with their keys, as many at a time as there is room for, and whether they are the last; it
+            calls `store` when their products have begun, and `put` with the outputs, turned.
         given: by name, or None: [B, T, *, D] q, k, v, written and reach, [B, heads, N * K] keep, [B, heads, T * n] rows, and any
             others [B, heads, T, C].
         initial: [B * S, heads * parts, K, V] float32; None is 0, or without v the identity.
@@ -218,10 +226,12 @@ def walk(
         reverse: walk against time.
         interpret: parameters of the interpreter, or False.
         parts: a divisor of N; each part of the sequence is walked by itself, side by side with the others.
+        marks: a divisor of N; more than one also gives S before as many parts of the sequence, which has one part then.
         borders: the chunks [B, S + 1] at which those of a row's S memories begin and end, or None; not in parts then.
 
     Returns:
-        The outputs, the saved memories [B, heads, N, V, K] if wanted, and the last memories [B * S, heads * parts, K, V].
+        The outputs, the saved memories [B, heads, N, V, K] if wanted, those of the marks [B, heads * marks, K, V], and the last
+        ones [B * S, heads * parts, K, V].
     """
     named = {name: x for name, x in given.items() if x is not None}
     batch, length, _, width = tokens.shape
@@ -232,6 +242,8 @@ def walk(
     out_type: dict[str, Any] = {name: tokens for name in outs}
     if save:
         out_type["states"] = struct((batch, heads, count * parts, width, depth), _BF16)
+    if marks > 1:
+        out_type["marks"] = struct((batch, heads * marks, width, depth), _F32)
     runs = 1 if borders is None else borders.shape[1] - 1
     out_type["last"] = struct((batch * runs, heads * parts, width, depth), _F32)
     starts = {} if initial is None else dict(initial=jnp.swapaxes(initial, -1, -2))
@@ -250,14 +262,17 @@ def walk(
         out_bytes = 2 * groups * _BLOCK * (CHUNK * room_count + depth * (save and not through))
         return min(_STAGES, count, (_ROOM - out_bytes) // chunk_bytes)
 
-    # Warpgroups that share what is loaded, if there is room to load ahead; where there are few, each has a processor of its own.
-    few = batch * runs * heads * parts * blocks <= PROCESSORS
+    # Warpgroups that share what is loaded, if there is room to load ahead. Two take 1.7 times as long as one that has a processor
+    # of its own, so that it depends on how often all processors are filled.
+    walks = batch * runs * heads * parts * blocks
+    alone = 10 * pl.cdiv(walks, PROCESSORS) < 17 * pl.cdiv(walks, 2 * PROCESSORS)
     room_count = 2 if through else max(1, len(outs))
-    share = blocks % 2 == 0 and not few and count_stages(2, room_count) >= min(2, count)
+    share = blocks % 2 == 0 and not alone and count_stages(2, room_count) >= min(2, count)
     groups = 2 if share else 1
-    # Alone, it may have room for all pieces of its memory at once.
-    whole = through and groups == 1 and count_stages(1, depth // size) >= min(2, count)
-    room_count = max(room_count, depth // size) if whole else room_count
+    # Alone, it may have room for all pieces of its memory at once, and for outputs that it need not wait for.
+    pieces = depth // size
+    whole = through and groups == 1 and count_stages(1, pieces + len(outs)) >= min(2, count)
+    room_count = pieces + len(outs) if whole else room_count
     stages = count_stages(groups, room_count)
 
     def kernel(*refs):
@@ -286,11 +301,20 @@ def walk(
                     part = chunk["rows"].at[pl.ds(index * CHUNK, CHUNK)]
                     chunk[("beta", "enter", "leave")[index]] = part
                 n = at(indices[0])
+                if marks > 1:
+                    stride = count // marks
+
+                    @pl.when(lax.rem(n, stride) == 0)
+                    def _():
+                        mark = b, h * marks + lax.div(n, stride), columns
+                        for keys, piece in _pieces(S):
+                            refs["marks"].at[*mark, keys][...] = piece
+
                 rooms = [room_smem.at[group, index] for index in range(room_count)]
 
                 def hold(S):
                     if not through:
-                        yield [(keys, piece.astype(_BF16)) for keys, piece in _pieces(S)]
+                        yield [(keys, piece.astype(_BF16)) for keys, piece in _pieces(S)], True
                         return
                     held = []
                     for index, (keys, piece) in enumerate(_pieces(S)):
@@ -298,7 +322,7 @@ def walk(
                             # All but the last copy, which is of the other room.
                             plgpu.wait_smem_to_gmem(int(save or index == 0), wait_read_only=True)
                         elif index == 0:
-                            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                            plgpu.wait_smem_to_gmem(len(outs), wait_read_only=True)
                         room = rooms[index if whole else (index + 1) % 2]
                         room[...] = piece.astype(_BF16)
                         held.append((keys, room))
@@ -308,7 +332,7 @@ def walk(
                         for keys, room in held if save else ():
                             to = refs["states"].at[b, h, n, columns, keys]
                             plgpu.copy_smem_to_gmem(room, to)
-                        yield held
+                        yield held, index == len(S) - 1
                         held = []
 
                 def store(S):
@@ -326,13 +350,16 @@ def walk(
                     if not values:
                         return
                     if through:
-                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    for index, value in enumerate(values):
-                        rooms[index].transpose((1, 0))[...] = value.astype(_BF16)
+                        # All but this step's copies of pieces, which have rooms of their own.
+                        later = pieces if whole and save else 0
+                        plgpu.wait_smem_to_gmem(later, wait_read_only=True)
+                    free = rooms[pieces:] if whole else rooms
+                    for room, value in zip(free, values, strict=False):
+                        room.transpose((1, 0))[...] = value.astype(_BF16)
                     plgpu.commit_smem()
-                    for index, name in enumerate(outs):
+                    for room, name in zip(free, outs, strict=False):
                         tokens = refs[name].at[b, pl.ds(n * CHUNK, CHUNK), h, columns]
-                        plgpu.copy_smem_to_gmem(rooms[index], tokens)
+                        plgpu.copy_smem_to_gmem(room, tokens)
 
                 left_of = [room.at[group] for room in left] or [None] * 3
                 return step(chunk, S, left_of, hold, store, put)
@@ -401,4 +428,6 @@ def walk(
         ),
         interpret=interpret,
     )(*named.values(), *starts.values())
+    if marks > 1:
+        found[-1] = jnp.swapaxes(found[-1], -1, -2)
     return *found, jnp.swapaxes(last, -1, -2)

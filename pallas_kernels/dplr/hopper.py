@@ -79,13 +79,14 @@ def backward(
     run, borders = linear.split_runs(run, initial, len(v))
     initial = jnp.repeat(initial, heads // memories, axis=1)
     starts, count = hopper_parts.starts_of(parts, initial)
-    options: dict[str, Any] = dict(parts=count, borders=borders, interpret=interpret)
-    back, states, _ = sweep(resolved, solved, v, starts, save=True, **options)
+    options: dict[str, Any] = dict(borders=borders, interpret=interpret)
+    back, states, _ = sweep(resolved, solved, v, starts, save=True, parts=count, **options)
     # Of several heads that carry one memory, the first hands on the gradient from outside.
     first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
     d_final = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
     walk = functools.partial(reverse, resolved, solved, d_output, **options)
-    d_back, d_states, d_starts = walk(hopper_parts.ends_of(parts, walk, d_final, interpret))
+    d_ends, count = hopper_parts.ends_of(parts, walk, d_final, interpret)
+    d_back, d_states, d_starts = walk(d_ends, parts=count)
     dv, d_reached = values_backward(
         resolved, solved, d_output, d_back, d_states, interpret=interpret
     )

@@ -60,38 +60,42 @@ def sweep(
         if v is not None:
             values = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT)
             values = wg.as_left(values, left[0], interpret)
-        found = [jnp.zeros(SQUARE, _F32)] * (2 if read else 1)
-        for memory in hold(S):
+        found = [SQUARE] * (2 if read else 1)
+        for memory, last in hold(S):
 
-            def products(back, read=None, memory=memory):
-                for keys, before in memory:
-                    plgpu.wgmma(back, before, chunk["reach"].at[:, keys].transpose((1, 0)))
-                    if read is not None:
-                        plgpu.wgmma(read, before, chunk["q"].at[:, keys].transpose((1, 0)))
-                    if keys.start == 0 and v is not None:
-                        plgpu.wgmma(back, values, chunk["values"].transpose((1, 0)))
-                        if read is not None:
-                            plgpu.wgmma(read, values, chunk["scores_values"].transpose((1, 0)))
+            def reach(*sums, memory=memory, last=last):
+                names = [("reach", "values"), ("q", "scores_values")][: len(sums)]
+                for sum, (of_keys, of_values) in zip(sums, names, strict=True):
+                    for keys, before in memory:
+                        plgpu.wgmma(sum.ref, before, chunk[of_keys].at[:, keys].transpose((1, 0)))
+                    if last and v is not None:
+                        plgpu.wgmma(sum.ref, values, chunk[of_values].transpose((1, 0)))
+                if not last:
+                    return [x.read() for x in sums]
+                store(S)
+                kept = _kept(chunk, S)
+                exact = sums[0].read((len(memory) + (v is not None)) * (len(sums) - 1))
+                back = exact.astype(_BF16)
+                rest = (exact - back.astype(_F32)).astype(_BF16)
+                return kept, back, rest, [x.read() for x in sums[1:]]
 
-            found = wg.accumulate(products, *found, interpret=interpret)
-        exact, *outputs = found
-        back = exact.astype(_BF16)
-        rest = wg.as_left(exact - back.astype(_F32), left[2], interpret)
-        back = wg.as_left(back, left[1], interpret)
+            found = wg.accumulators(reach, *found, interpret=interpret)
+        kept, saved, rest, outputs = found
+        rest, back = wg.as_left(rest, left[2], interpret), wg.as_left(saved, left[1], interpret)
 
-        def near(*sums):
+        def leave(*sums):
             for out in sums[len(S) :]:
-                plgpu.wgmma(out, back, chunk["scores"].transpose((1, 0)))
-                plgpu.wgmma(out, rest, chunk["scores"].transpose((1, 0)))
-            for keys, piece in _pieces(sums[: len(S)]):
-                plgpu.wgmma(piece, back, chunk["written"].at[:, keys])
+                plgpu.wgmma(out.ref, back, chunk["scores"].transpose((1, 0)))
+                plgpu.wgmma(out.ref, rest, chunk["scores"].transpose((1, 0)))
+            for keys, piece in _pieces(S, sums):
+                plgpu.wgmma(piece.ref, back, chunk["written"].at[:, keys])
                 if v is not None:
-                    plgpu.wgmma(piece, values, chunk["k"].at[:, keys])
+                    plgpu.wgmma(piece.ref, values, chunk["k"].at[:, keys])
+            later = len(S) * (1 if v is None else 2)
+            put(*[saved] * save, *(out.read(later) for out in sums[len(S) :]))
+            return tuple(piece.read() for piece in sums[: len(S)])
 
-        store(S)
-        found = wg.accumulate(near, *_kept(chunk, S), *outputs, interpret=interpret)
-        put(*([exact] if save else found[len(S) :]))
-        return tuple(found[: len(S)])
+        return wg.accumulators(leave, *kept, *outputs, interpret=interpret)
 
     outs = ["back"] * save + ["out"] * read
     return walk(
@@ -116,27 +120,31 @@ def reverse(
     def step(chunk, S, left, hold, store, put):
         given = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT)
         given = wg.as_left(given, left[0], interpret)
-        back = jnp.zeros(SQUARE, _F32)
-        for memory in hold(S):
+        found: Any = SQUARE
+        for memory, last in hold(S):
 
-            def products(back, memory=memory):
+            def leave(back, memory=memory, last=last):
                 for keys, after in memory:
-                    plgpu.wgmma(back, after, chunk["written"].at[:, keys].transpose((1, 0)))
-                    if keys.start == 0:
-                        plgpu.wgmma(back, given, chunk["scores"])
+                    plgpu.wgmma(back.ref, after, chunk["written"].at[:, keys].transpose((1, 0)))
+                if not last:
+                    return back.read()
+                plgpu.wgmma(back.ref, given, chunk["scores"])
+                store(S)
+                kept = _kept(chunk, S)
+                return kept, back.read().astype(_BF16)
 
-            (back,) = wg.accumulate(products, back, interpret=interpret)
+            found = wg.accumulators(leave, found, interpret=interpret)
+        kept, back = found
         reached = wg.as_left(back, left[1], interpret)
 
-        def entering(*sums):
-            for keys, piece in _pieces(sums):
-                plgpu.wgmma(piece, given, chunk["q"].at[:, keys])
-                plgpu.wgmma(piece, reached, chunk["reach"].at[:, keys])
+        def enter(*sums):
+            for keys, piece in _pieces(S, sums):
+                plgpu.wgmma(piece.ref, given, chunk["q"].at[:, keys])
+                plgpu.wgmma(piece.ref, reached, chunk["reach"].at[:, keys])
+            put(*[back] * save)
+            return tuple(piece.read() for piece in sums)
 
-        store(S)
-        S = wg.accumulate(entering, *_kept(chunk, S), interpret=interpret)
-        put(*[back] * save)
-        return tuple(S)
+        return wg.accumulators(enter, *kept, interpret=interpret)
 
     tokens = jax.ShapeDtypeStruct(d_out.shape, _BF16)
     return walk(

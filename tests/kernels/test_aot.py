@@ -48,7 +48,7 @@ ON_HOPPER = [
     ("delta_memory", (2, 1, 2), 256, 512, "log_decay", 888),
     # More walks than processors, of which two share what is loaded.
     ("delta_memory", (80, 80, 80), 128, 128, "log_decay", 172),
-    ("delta_memory", (40, 20, 40), 256, 512, "log_decay", 852),
+    ("delta_memory", (32, 16, 32), 256, 512, "log_decay", 852),
     ("delta_memory", (80, 80, 80), 128, 128, "channel log_decay segment_ids", 292),
     ("dplr_memory", (80, 80, 80), 128, 128, "channel log_decay segment_ids", 740),
     ("delta_memory", (4, 4, 4), 128, 128, "channel log_decay segment_ids", 268),

@@ -53,13 +53,15 @@ CONFIGURATIONS = [
     ((2, 2, 2), 64, 64, 2048, False, "dplr, token"),
     # More walks than processors, of which two share what is loaded.
     ((40, 20, 40), 128, 128, 300, True, "delta, token"),
-    ((20, 20, 20), 256, 512, 300, True, "delta, token"),
+    ((16, 16, 16), 256, 512, 300, True, "delta, token"),
     ((40, 40, 40), 64, 128, 300, True, "delta, channel"),
     ((40, 40, 40), 128, 128, 300, True, "dplr, channel"),
     # Few rows, walked in eight parts.
     ((1, 1, 2), 128, 128, 8300, True, "delta, token"),
     ((2, 1, 1), 128, 64, 8192, False, "delta, strong channel"),
     ((1, 1, 2), 64, 128, 8200, True, "dplr, channel"),
+    # Memories made again in four parts.
+    ((1, 1, 2), 256, 512, 4096, True, "delta, token"),
 ]
 
 
