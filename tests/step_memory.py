@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from lsm_jax.models import abstract
-from lsm_jax.parallel import MeshConfig, batch_sharding, make_mesh
+from lsm_jax.parallel import AXES, batch_sharding, make_mesh
 from lsm_jax.training import TrainConfig, make_program
 from lsm_jax.training.partition import split, targets
 from lsm_jax.training.step import params_of
@@ -17,9 +18,10 @@ from tests.kernels.test_aot import H200
 
 
 def of_a_step(config: TrainConfig, rows: int, length: int, *, packed: bool) -> Any:
-    """The memory analysis of a step on one H200, rows of documents where `packed`."""
-    device = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1").devices[0]  # fmt: skip
-    mesh = make_mesh(MeshConfig(), [device])
+    """The memory analysis of a step on the H200s of the config's mesh, rows of documents where `packed`."""
+    cards = math.prod(max(1, getattr(config.mesh, axis)) for axis in AXES)
+    topology = topologies.get_topology_desc("", "cuda", target_config=H200, topology=f"1x1x{cards}")
+    mesh = make_mesh(config.mesh, list(topology.devices))
     program = make_program(config, mesh)
     kinds = dict(tokens=jnp.int32, labels=jnp.int32, loss_mask=jnp.float32)
     if packed:

@@ -310,9 +310,14 @@ def _attention(options, q, k, v, log_forget, state, segment_ids, update_mask):
     k, v = select(tokens.written, k), select(tokens.written, v)
     sums = None if log_forget is None else sum_gates(log_forget, tokens, _newest_sum(state))
     final = _remember(state, k, v, sums, places, tokens)
+    backends = options.backends
+    if "cudnn" in backends and _half_mapped():
+        if options.sure:
+            raise NotImplementedError(f"attention: implementation='cudnn' takes {_MAPPED}")
+        backends = tuple(name for name in backends if name != "cudnn")
+        chosen.note("attention", f"xla (cudnn takes {_MAPPED})")
     fused = {
-        _PLATFORMS[name]: functools.partial(_fused, name, options, tokens)
-        for name in options.backends
+        _PLATFORMS[name]: functools.partial(_fused, name, options, tokens) for name in backends
     }
     if not fused:
         output = _in_xla(options, q, k, v, sums, tokens, places, state)
@@ -320,7 +325,7 @@ def _attention(options, q, k, v, log_forget, state, segment_ids, update_mask):
         (only,) = fused.values()
         output = only(q, k, v, log_forget)
     else:
-        output = jax.lax.platform_dependent(
+        output = chosen.by_platform(
             q, k, v, log_forget,
             **fused,
             default=lambda q, k, v, _: _in_xla(
@@ -437,9 +442,16 @@ def _fused(
             scale=options.scale, window=options.window, prune=options.prune,
         )  # fmt: skip
     local = None if options.window is None else (options.window - 1, 0)
-    return jax.nn.dot_product_attention(
-        q, k, v, scale=options.scale, is_causal=True, local_window_size=local, implementation="cudnn"
+    cudnn = functools.partial(
+        jax.nn.dot_product_attention, scale=options.scale, is_causal=True, local_window_size=local, implementation="cudnn"
     )  # fmt: skip
+    return jax.checkpoint(cudnn, prevent_cse=False, policy=_no_constants)(q, k, v)
+
+
+def _no_constants(primitive, *_, **__) -> bool:
+    """Keep all but what is made of nothing: cuDNN's absent arguments are empty arrays, over which XLA's compiler crashes where they
+    leave a `jax.shard_map` (jax 0.11.2)."""
+    return primitive.name not in ("broadcast_in_dim", "empty")
 
 
 def _in_xla(
@@ -469,6 +481,17 @@ def _why_not_cudnn(q, k, v, plain: bool, gated: bool) -> str | None:
     if q.shape[1] < 2:
         return "T of at least 2"
     return _cudnn_missing()
+
+
+_MAPPED = "rows and heads that divide over the devices"
+
+
+def _half_mapped() -> bool:
+    """Whether some axes of the mesh are mapped and others left to the partitioner: XLA's compiler crashes over the partitioning that
+    cuDNN's attention brings then (jax 0.11.2)."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return len({kind for name, kind in kinds if mesh.shape[name] > 1}) > 1
 
 
 @functools.cache

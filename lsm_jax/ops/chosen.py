@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
+import jax
 from absl import logging
 
 Fused = Literal["always", "maybe", "never"]
@@ -56,6 +58,29 @@ def choose(op: str, form: str, implementation: str | None, kernel: str, why: str
         raise NotImplementedError(f"{op}: implementation={implementation!r} takes {why}")
     note(op, kernel)
     return "always"
+
+
+def by_platform(
+    *arguments: Any, default: Callable[..., Any], **branches: Callable[..., Any]
+) -> Any:
+    """`jax.lax.platform_dependent`, decided while tracing where the mesh knows its devices.
+
+    Left to lowering, which branch runs is a number that the forward pass hands to the backward, with what every branch leaves for
+    it; across the border of a `jax.shard_map` XLA's compiler crashes over that (jax 0.11.2).
+    """
+    platform = mesh_platform()
+    if platform is None:
+        return jax.lax.platform_dependent(*arguments, default=default, **branches)
+    return branches.get(platform, default)(*arguments)
+
+
+def mesh_platform() -> str | None:
+    """ "cpu", "cuda", "rocm" or "tpu", where the mesh knows its devices."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None or device.platform not in ("cpu", "gpu", "tpu"):
+        return None
+    gpu = "cuda" if device.device_kind.startswith("NVIDIA") else "rocm"
+    return gpu if device.platform == "gpu" else device.platform
 
 
 def choices() -> dict[str, str]:

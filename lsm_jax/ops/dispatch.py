@@ -123,5 +123,5 @@ def run(
         return run_kernel(options.kernel, options.scale, **given)
 
     if options.fused == "maybe":
-        return jax.lax.platform_dependent(arrays, cuda=kernel, default=xla)
+        return chosen.by_platform(arrays, cuda=kernel, default=xla)
     return kernel(arrays) if options.fused == "always" else xla(arrays)

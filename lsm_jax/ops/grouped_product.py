@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from lsm_jax.ops.checks import matmul_precision
-from lsm_jax.ops.chosen import choose
+from lsm_jax.ops.chosen import by_platform, choose, mesh_platform
 
 KERNEL = "mosaic_gpu"
 _ROWS, _STEP = 128, 64
@@ -91,9 +91,12 @@ def _why_not(dtype: Any, shape: tuple[int, ...], *arrays: jax.Array) -> str | No
         return "arrays outside jax.shard_map, or inside with check_vma=False"
     if jax.config.jax_enable_x64:
         return "32-bit indices (jax_enable_x64 off)"
-    try:  # without a card rows would be filled up for nothing; so a program lowered here for another machine has none
-        jax.local_devices(backend="cuda")
+    # Without a card rows would be filled up for nothing; so a program lowered here without a mesh for another machine has none.
+    try:
+        platform = mesh_platform() or jax.local_devices(backend="cuda") and "cuda"
     except RuntimeError:
+        platform = None
+    if platform != "cuda":
         return "NVIDIA Hopper"
     from pallas_kernels import compat
 
@@ -131,7 +134,7 @@ _product.defvjp(_forward, _backward)
 def _on_platform(fused, kernel, xla, *arrays) -> Any:
     if fused == "always":
         return kernel(*arrays)
-    return jax.lax.platform_dependent(*arrays, cuda=kernel, default=xla)
+    return by_platform(*arrays, cuda=kernel, default=xla)
 
 
 # Jitted, so that layers which are not scanned trace and lower a kernel once.

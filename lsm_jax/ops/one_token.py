@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lsm_jax.ops import linear_kernels
+from lsm_jax.ops import chosen, linear_kernels
 from lsm_jax.ops.segments import finish_output, read_tokens, select
 from lsm_jax.ops.states import Layer
 
@@ -110,7 +110,7 @@ def run(
     step.defjvp(lambda primals, tangents: jax.jvp(xla, primals, tangents))
     if options.fused == "always":
         return step(arrays, layer)
-    return jax.lax.platform_dependent(arrays, layer, cuda=step, default=xla)
+    return chosen.by_platform(arrays, layer, cuda=step, default=xla)
 
 
 def _step(scale: float, arrays: dict[str, Any], layer: Layer | None) -> tuple[jax.Array, Any]:

@@ -172,7 +172,7 @@ def _convolve(options: _Options, x, weight, bias, **rest) -> tuple[Array, ShiftS
         return xla(x, weight, bias, rest)
     if options.fused == "always":
         return kernel(x, weight, bias, rest)
-    return jax.lax.platform_dependent(x, weight, bias, rest, cuda=kernel, default=xla)
+    return chosen.by_platform(x, weight, bias, rest, cuda=kernel, default=xla)
 
 
 def _by_kernel(options, x, weight, bias, state, segment_ids, update_mask):

@@ -1,0 +1,88 @@
+"""What runs on which platform, decided while tracing under a mesh that knows its devices."""
+
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
+
+from lsm_jax import ops
+from lsm_jax.ops.chosen import by_platform
+from lsm_jax.parallel import AXES
+
+KINDS = {"gpu": "NVIDIA H200", "tpu": "TPU v5e", "cpu": "cpu"}
+
+
+def mesh_of(platform: str, *axes: str, kind: str = "") -> AbstractMesh:
+    """A mesh of devices that are not here, two along each of `axes`."""
+    device = AbstractDevice(device_kind=kind or KINDS[platform], num_cores=None, platform=platform)
+    sizes = tuple(2 if name in axes else 1 for name in AXES)
+    kinds = (AxisType.Auto,) * len(AXES)
+    return AbstractMesh(sizes, AXES, axis_types=kinds, abstract_device=device)
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "expected"),
+    [("gpu", "", "cuda"), ("gpu", "AMD Instinct MI300X", "else"), ("tpu", "", "else"), ("cpu", "", "cpu")],
+)  # fmt: skip
+def test_the_mesh_decides(platform, kind, expected):
+    ran = []
+
+    def branch(name):
+        return lambda x: ran.append(name) or x
+
+    with use_abstract_mesh(mesh_of(platform, kind=kind)):
+        branches = {name: branch(name) for name in ("cuda", "cpu")}
+        jax.jit(lambda x: by_platform(x, default=branch("else"), **branches)).trace(jnp.ones(1))
+    assert ran == [expected]
+
+
+def test_without_a_mesh_lowering_decides():
+    found = jax.jit(lambda x: by_platform(x, default=lambda x: x, cpu=lambda x: 2 * x))(1.0)
+    assert found == (2 if jax.default_backend() == "cpu" else 1)
+
+
+@pytest.fixture
+def with_cudnn(monkeypatch):
+    """As on a machine that has an NVIDIA card."""
+    module = sys.modules[ops.attention.__module__]
+    monkeypatch.setattr(module, "_cudnn_missing", lambda: None)
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda *_, **__: True)
+
+
+@pytest.mark.parametrize("axes", [("fsdp",), ("tensor",), ("fsdp", "tensor"), ("data", "expert")])
+def test_attention_by_cudnn_is_lowered_for_several_cards(axes, with_cudnn):
+    """Mapped over all axes, for jax's own partitioning of it, and empty arrays that cross the border, crash XLA's compiler."""
+    q = jax.ShapeDtypeStruct((8, 512, 4, 64), jnp.bfloat16)
+
+    @jax.checkpoint
+    def attend(q, k, v):
+        return ops.attention(q, k, v)[0]
+
+    def step(q, k, v):
+        return jax.grad(lambda *x: attend(*x).astype(jnp.float32).sum(), (0, 1, 2))(q, k, v)
+
+    with use_abstract_mesh(mesh_of("gpu", *axes)):
+        text = jax.jit(step).trace(q, q, q).lower(lowering_platforms=("cuda",)).as_text()
+    assert "__cudnn$fmha" in text
+    assert "CustomSPMDPartitioning" not in text
+    borders = re.findall(r"^( *)%\S+ = sdy\.manual_computation\(.*?^\1(} : .*?)$", text, re.DOTALL | re.MULTILINE)  # fmt: skip
+    assert len(borders) == text.count("sdy.manual_computation") > 1
+    assert not any("tensor<0x" in types for _, types in borders)
+
+
+def test_attention_left_half_to_the_partitioner_is_not_by_cudnn(with_cudnn):
+    """Three heads do not divide over two cards, rows do."""
+    q = jax.ShapeDtypeStruct((8, 512, 3, 64), jnp.bfloat16)
+    with use_abstract_mesh(mesh_of("gpu", "fsdp", "tensor")):
+        step = jax.jit(lambda q: ops.attention(q, q, q)[0])
+        text = step.trace(q).lower(lowering_platforms=("cuda",)).as_text()
+    assert "__cudnn$fmha" not in text
+    with use_abstract_mesh(mesh_of("gpu", "fsdp", "tensor")):
+        step = jax.jit(lambda q: ops.attention(q, q, q, implementation="cudnn")[0])
+        with pytest.raises(NotImplementedError, match="heads that divide over the devices"):
+            step.trace(q)
