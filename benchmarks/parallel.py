@@ -115,20 +115,26 @@ def measure(table: str, rows: list[Row], args: Any, wait: Any) -> None:
         print_rows(table, rows, devices, start, found, args)
 
 
+def named(table: str, row: Row, args: Any) -> dict[str, Any]:
+    """What a row's line begins with."""
+    variant, mesh, count, length = row
+    axes: dict[str, Any] = {axis: n for axis in AXES if (n := getattr(mesh, axis)) > 1}
+    if mesh.rounds > 1:
+        axes["rounds"] = mesh.rounds
+    if mesh.expert > 1 and args.exchange != "padded":
+        axes["exchange"] = args.exchange
+    return dict(table=table, variant=variant, mesh=axes, rows=count, length=length)
+
+
 def print_rows(
     table: str, rows: list[Row], devices: Any, start: Any, found: Any, args: Any
 ) -> None:
     """Train each row, compiled or an error in `found`, and print its line."""
     state = None
     for row, (step, compile_seconds) in zip(rows, found, strict=True):
-        variant, mesh, count, length = row
-        axes = {axis: getattr(mesh, axis) for axis in AXES if getattr(mesh, axis) > 1}
-        cards = math.prod(axes.values())
-        if mesh.rounds > 1:
-            axes["rounds"] = mesh.rounds
-        if mesh.expert > 1 and args.exchange != "padded":
-            axes["exchange"] = args.exchange
-        line = dict(table=table, variant=variant, mesh=axes, rows=count, length=length)
+        _, mesh, count, length = row
+        cards = math.prod(getattr(mesh, axis) for axis in AXES)
+        line = named(table, row, args)
         try:
             if isinstance(step, Exception):
                 raise step
@@ -189,8 +195,9 @@ def groups_of(table: str, args: Any, count: int) -> list[list[Row]]:
     ]
 
 
-def side_by_side(total: int, keep: Any, patience: float) -> None:
-    """A process a group: told to train, one after another, when all have compiled or `patience` seconds are over."""
+def side_by_side(groups: list[list[dict]], keep: Any, patience: float) -> None:
+    """A process a group, of so many lines: told to train, one after another, when all have compiled or `patience` seconds are over."""
+    total, missing = len(groups), [list(group) for group in groups]
     heard: queue.Queue = queue.Queue()
 
     def listen(index, process):
@@ -221,10 +228,13 @@ def side_by_side(total: int, keep: Any, patience: float) -> None:
             waiting.append(index)
         elif line is None:  # it has ended, and holds no memory
             compiling.discard(index)
-            processes[index].wait()
+            code = processes[index].wait()
+            for row in missing[index]:  # XLA may crash
+                keep(json.dumps(row | dict(error=f"its process ended with {code}") | provenance()))
             training = None if training == index else training
         else:
             keep(line)
+            del missing[index][: line.startswith("{")]
 
 
 def _ratio(a: float | None, b: float | None) -> str:
@@ -244,7 +254,7 @@ def report(path: Path) -> str:
             return f"{row['error'].split(':')[0]} | "
         return f"{row['tokens_per_second'] / 1e3:.1f} | {row['gib']:.1f}"
 
-    def named(row):
+    def name_of(row):
         return "`" + row["variant"].split("mixer=")[1] + "`"
 
     def of(table):
@@ -257,8 +267,8 @@ def report(path: Path) -> str:
         heads = " | ".join(f"{n // 1024}K x {b}: 10³ tokens/s | GiB" for n, b in shapes)
         first = "mixer" if cards == 1 else f"mixer, {cards} cards (fsdp), rows a card"
         lines += ["", f"| {first} | {heads} | longest / shortest |", "|---" * (2 * len(shapes) + 2) + "|"]  # fmt: skip
-        for name in dict.fromkeys(map(named, table)):
-            own = {(r["length"], r["rows"] // cards): r for r in table if named(r) == name}
+        for name in dict.fromkeys(map(name_of, table)):
+            own = {(r["length"], r["rows"] // cards): r for r in table if name_of(r) == name}
             ends = [own.get(shape, {}).get("tokens_per_second") for shape in (shapes[0], shapes[-1])]  # fmt: skip
             cells = " | ".join(cell(own.get(s)) for s in shapes)
             lines.append(f"| {name} | {cells} | {_ratio(ends[1], ends[0])} |")
@@ -266,7 +276,7 @@ def report(path: Path) -> str:
         lines += ["", "| mixer | mesh | rows x tokens | 10³ tokens/s | GiB a card |", "|---" * 5 + "|"]  # fmt: skip
     for r in of("axes"):
         mesh = " x ".join(f"{axis} {n}" for axis, n in r["mesh"].items()) or "one card"
-        lines.append(f"| {named(r)} | {mesh} | {r['rows']} x {r['length']:,} | {cell(r)} |")
+        lines.append(f"| {name_of(r)} | {mesh} | {r['rows']} x {r['length']:,} | {cell(r)} |")
     made = sorted(of("lengths"), key=lambda r: (r["variant"], r["length"]))
     if made:
         lines += ["", "| mixer | cards | tokens in the row | 10³ tokens/s | GiB a card | a card's speed / one card's |"]  # fmt: skip
@@ -279,7 +289,7 @@ def report(path: Path) -> str:
         ]  # fmt: skip
         one = alone[-1].get("tokens_per_second_a_card") if alone else None
         part = _ratio(r.get("tokens_per_second_a_card"), one)
-        lines.append(f"| {named(r)} | {cards} | {r['length']:,} | {cell(r)} | {part} |")
+        lines.append(f"| {name_of(r)} | {cards} | {r['length']:,} | {cell(r)} | {part} |")
     return "\n".join(lines).lstrip()
 
 
@@ -331,7 +341,8 @@ def main() -> None:
                 file.write(line + "\n")
 
     if args.group is None:
-        side_by_side(len(groups), keep, args.patience)
+        lines = [[named(table, row, args) for row in rows] for table, rows in groups]
+        side_by_side(lines, keep, args.patience)
     else:
         table, rows = groups[args.group]
         measure(table, rows, args, wait)
