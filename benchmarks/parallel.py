@@ -228,6 +228,7 @@ def side_by_side(groups: list[list[dict]], keep: Any, patience: float) -> None:
             waiting.append(index)
         elif line is None:  # it has ended, and holds no memory
             compiling.discard(index)
+            waiting = [other for other in waiting if other != index]
             code = processes[index].wait()
             for row in missing[index]:  # XLA may crash
                 keep(json.dumps(row | dict(error=f"its process ended with {code}") | provenance()))

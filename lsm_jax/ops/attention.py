@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from lsm_jax.ops import attention_kernels, attention_sequence, checks, chosen
@@ -314,8 +315,15 @@ def _attention(options, q, k, v, log_forget, state, segment_ids, update_mask):
     if "cudnn" in backends and _half_mapped():
         if options.sure:
             raise NotImplementedError(f"attention: implementation='cudnn' takes {_MAPPED}")
-        backends = tuple(name for name in backends if name != "cudnn")
-        chosen.note("attention", f"xla (cudnn takes {_MAPPED})")
+        why = attention_kernels.why_not(
+            "mosaic_gpu", q=q, k=k, v=v, fresh=options.fresh, window=options.window,
+            whole=segment_ids is None and update_mask is None, sure=False,
+        )  # fmt: skip
+        other = "mosaic_gpu" if why is None else "xla"
+        chosen.note("attention", f"{other} on NVIDIA (cudnn takes {_MAPPED})")
+        backends = tuple(
+            other if x == "cudnn" else x for x in backends if x != "cudnn" or why is None
+        )
     fused = {
         _PLATFORMS[name]: functools.partial(_fused, name, options, tokens) for name in backends
     }
@@ -442,10 +450,18 @@ def _fused(
             scale=options.scale, window=options.window, prune=options.prune,
         )  # fmt: skip
     local = None if options.window is None else (options.window - 1, 0)
-    cudnn = functools.partial(
+    cudnn: Any = functools.partial(
         jax.nn.dot_product_attention, scale=options.scale, is_causal=True, local_window_size=local, implementation="cudnn"
     )  # fmt: skip
-    return jax.checkpoint(cudnn, prevent_cse=False, policy=_no_constants)(q, k, v)
+    cudnn = jax.checkpoint(cudnn, prevent_cse=False, policy=_no_constants)
+    mesh = jax.sharding.get_abstract_mesh()
+    rest = tuple(n for n, kind in _kinds(mesh) if kind != AxisType.Manual)
+    if rest and len(rest) < len(mesh.axis_names):  # the axes of one device too: see `_half_mapped`
+        rows = PartitionSpec(rest)
+        cudnn = jax.shard_map(
+            cudnn, in_specs=rows, out_specs=rows, axis_names=set(rest), check_vma=False
+        )
+    return cudnn(q, k, v)
 
 
 def _no_constants(primitive, *_, **__) -> bool:
@@ -486,12 +502,16 @@ def _why_not_cudnn(q, k, v, plain: bool, gated: bool) -> str | None:
 _MAPPED = "rows and heads that divide over the devices"
 
 
+def _kinds(mesh) -> list[tuple[str, AxisType]]:
+    return list(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+
 def _half_mapped() -> bool:
     """Whether some axes of the mesh are mapped and others left to the partitioner: XLA's compiler crashes over the partitioning that
     cuDNN's attention brings then (jax 0.11.2)."""
     mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return len({kind for name, kind in kinds if mesh.shape[name] > 1}) > 1
+    left = [n for n, kind in _kinds(mesh) if kind != AxisType.Manual and mesh.shape[n] > 1]
+    return AxisType.Manual in mesh.axis_types and bool(left)
 
 
 @functools.cache

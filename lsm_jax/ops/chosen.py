@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax
 from absl import logging
+from jax.sharding import AxisType
 
 Fused = Literal["always", "maybe", "never"]
 
@@ -63,13 +64,13 @@ def choose(op: str, form: str, implementation: str | None, kernel: str, why: str
 def by_platform(
     *arguments: Any, default: Callable[..., Any], **branches: Callable[..., Any]
 ) -> Any:
-    """`jax.lax.platform_dependent`, decided while tracing where the mesh knows its devices.
+    """`jax.lax.platform_dependent`, decided while tracing inside a `jax.shard_map` whose mesh knows its devices: it is for them.
 
     Left to lowering, which branch runs is a number that the forward pass hands to the backward, with what every branch leaves for
-    it; across the border of a `jax.shard_map` XLA's compiler crashes over that (jax 0.11.2).
+    it, and from one `jax.shard_map` to the next XLA no longer sees that it is constant.
     """
     platform = mesh_platform()
-    if platform is None:
+    if platform is None or AxisType.Manual not in jax.sharding.get_abstract_mesh().axis_types:
         return jax.lax.platform_dependent(*arguments, default=default, **branches)
     return branches.get(platform, default)(*arguments)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 
 def _wide(x: Any) -> jax.Array:
@@ -53,7 +53,7 @@ _gather.defvjp(lambda axis, dimension, x: (_gather(axis, dimension, x), None), _
 def map_over(
     names: Collection[str], function: Callable[..., Any], in_specs: tuple, out_specs: Any
 ) -> Callable[..., Any]:
-    """`jax.shard_map` over the mesh axes `names`, the others of more than one device left to the partitioner.
+    """`jax.shard_map` over the mesh axes `names`, the others left to the partitioner.
 
     The gradient of an argument that is whole along one of them is summed over it.
     """
@@ -68,12 +68,8 @@ def map_over(
             own = [x.astype(dtype) for x, dtype in zip(leaves, dtypes, strict=True)]
             return function(*tree.unflatten(own))
 
-        mesh = jax.sharding.get_abstract_mesh()
-        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-        # With every axis mapped, operations that bring a partitioning of their own, as cuDNN's attention, need none.
-        single = {n for n, kind in kinds if kind == AxisType.Auto and mesh.shape[n] == 1}
         mapped = jax.shard_map(
-            narrowed, in_specs=tuple(specs), out_specs=out_specs, axis_names=set(names) | single, check_vma=False
+            narrowed, in_specs=tuple(specs), out_specs=out_specs, axis_names=set(names), check_vma=False
         )  # fmt: skip
         return mapped(*(_wide(x) if s else x for x, s in zip(leaves, summed, strict=True)))
 

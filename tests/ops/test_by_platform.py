@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec, use_abstract_mesh
 
 from lsm_jax import ops
 from lsm_jax.ops.chosen import by_platform
@@ -28,16 +28,30 @@ def mesh_of(platform: str, *axes: str, kind: str = "") -> AbstractMesh:
     ("platform", "kind", "expected"),
     [("gpu", "", "cuda"), ("gpu", "AMD Instinct MI300X", "else"), ("tpu", "", "else"), ("cpu", "", "cpu")],
 )  # fmt: skip
-def test_the_mesh_decides(platform, kind, expected):
+def test_a_mapped_mesh_decides(platform, kind, expected):
     ran = []
 
     def branch(name):
         return lambda x: ran.append(name) or x
 
-    with use_abstract_mesh(mesh_of(platform, kind=kind)):
+    def choose(x):
         branches = {name: branch(name) for name in ("cuda", "cpu")}
-        jax.jit(lambda x: by_platform(x, default=branch("else"), **branches)).trace(jnp.ones(1))
+        return by_platform(x, default=branch("else"), **branches)
+
+    with use_abstract_mesh(mesh_of(platform, "fsdp", kind=kind)):
+        rows = PartitionSpec("fsdp")
+        jax.jit(jax.shard_map(choose, in_specs=rows, out_specs=rows)).trace(jnp.ones(2))
     assert ran == [expected]
+
+
+def test_a_mesh_that_is_not_mapped_leaves_it_to_lowering():
+    q = jax.ShapeDtypeStruct((4, 256, 4, 64), jnp.bfloat16)
+    with use_abstract_mesh(mesh_of("gpu")):
+        traced = jax.jit(lambda q: ops.linear_memory(q, q, q)[0]).trace(q)
+        texts = {
+            name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda")
+        }
+    assert "mosaic_gpu" in texts["cuda"] and "mosaic_gpu" not in texts["cpu"]
 
 
 def test_without_a_mesh_lowering_decides():
