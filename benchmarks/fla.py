@@ -120,9 +120,8 @@ def _bare_package(name: str) -> Any:
 
 def _operations() -> dict[str, Callable]:
     """Our names of operations, and the peer's functions of the inputs that `_calls` makes."""
-    _bare_package(
-        "mamba_ssm"
-    )  # its own imports CUDA extensions; the peer's imports every layer and model it has
+    # Their own `__init__` import CUDA extensions, and every layer and model there is.
+    _bare_package("mamba_ssm")
     package = _bare_package("fla")
     package.__version__ = importlib.metadata.version("flash-linear-attention")
     import fla.ops.common.chunk_o as chunk_o  # pyrefly: ignore[missing-import]
@@ -209,9 +208,8 @@ def _model(name: str, rows: int, length: int, **fields: Any) -> Callable:
     )
     torch.manual_seed(0)
     model = classes[1](config).to("cuda", torch.bfloat16).train()
-    if (
-        name == "mamba2"
-    ):  # else its mixers call causal_conv1d's extension; so they take their own convolution
+    if name == "mamba2":
+        # Else its mixers call causal_conv1d's extension; so they take their own convolution.
         for layer in model.modules():
             if type(layer).__name__ == "Mamba2":
                 layer.training = False

@@ -196,7 +196,7 @@ def groups_of(table: str, args: Any, count: int) -> list[list[Row]]:
 
 
 def side_by_side(groups: list[list[dict]], keep: Any, patience: float) -> None:
-    """A process a group, of so many lines: told to train, one after another, when all have compiled or `patience` seconds are over."""
+    """A process a group of lines: told to train, one after another, when all have compiled or `patience` seconds are over."""
     total, missing = len(groups), [list(group) for group in groups]
     heard: queue.Queue = queue.Queue()
 
@@ -230,7 +230,7 @@ def side_by_side(groups: list[list[dict]], keep: Any, patience: float) -> None:
             compiling.discard(index)
             waiting = [other for other in waiting if other != index]
             code = processes[index].wait()
-            for row in missing[index]:  # XLA may crash
+            for row in missing[index]:  # as where XLA's compiler crashed
                 keep(json.dumps(row | dict(error=f"its process ended with {code}") | provenance()))
             training = None if training == index else training
         else:

@@ -76,7 +76,7 @@ def by_platform(
 
 
 def mesh_platform() -> str | None:
-    """ "cpu", "cuda", "rocm" or "tpu", where the mesh knows its devices."""
+    """Of the mesh's devices: "cpu", "cuda", "rocm" or "tpu"; None where it does not know them."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None or device.platform not in ("cpu", "gpu", "tpu"):
         return None
