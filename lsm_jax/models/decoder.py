@@ -116,6 +116,18 @@ def _stack_periods(config: ModelConfig, keys: jax.Array) -> Period:
     return periods
 
 
+@jax.custom_vjp
+def _together(tree: Any) -> Any:
+    """The tree; its gradients are handed on when all of them are there.
+
+    Of several layers in a scan's body XLA would else make the gradients of the parameters last, and hold what all of them are made of.
+    """
+    return tree
+
+
+_together.defvjp(lambda tree: (tree, None), lambda _, grads: (jax.lax.optimization_barrier(grads),))
+
+
 def rematerialized(function: Any, policy: str) -> Any:
     """Recompute a layer in the backward pass as the policy says. Inside a scan no common-subexpression barrier is needed."""
     if policy == "none":
@@ -247,6 +259,8 @@ class Decoder(nnx.Module):
         shared = self.init_shared(x)
 
         def layer(x, shared, block, state, index, segment_ids, positions, update_mask):
+            if size > 1 and self.remat != "none":
+                x, block = _together((x, block))
             return block(
                 x,
                 shared,

@@ -116,6 +116,24 @@ def test_remat_changes_no_gradient_and_an_untied_head_learns(remat):
     close(gradients(remat=remat, tie_embeddings=False), expected)
 
 
+def test_a_layer_of_several_in_a_period_hands_on_its_gradients_together():
+    """Else XLA makes those of the parameters last, and holds what all of them are made of."""
+
+    def barriers(pattern):
+        config = small_config("gla", pattern, num_layers=2 * len(pattern), remat="full")
+        model = nnx.eval_shape(lambda: models.Decoder(config, rngs=nnx.Rngs(0)))
+        graphdef, params = nnx.split(model)
+        tokens = jax.ShapeDtypeStruct((2, 16), jnp.int32)
+
+        def total(params, tokens):
+            return jnp.sum(nnx.merge(graphdef, params)(tokens)[0])
+
+        text = jax.jit(jax.grad(total)).trace(params, tokens).lower().as_text()
+        return text.count("optimization_barrier")
+
+    assert barriers("LLN") - barriers("L") == 3
+
+
 def test_params_are_one_pure_dict(gla):
     """The training loop's pattern: split once, jit over the pure dict; metadata in the same structure."""
     config = gla.config
