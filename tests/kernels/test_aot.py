@@ -45,10 +45,10 @@ ON_HOPPER = [
     ("linear_memory", (4, 2, 4), 128, 64, "value_log_decay", 104),
     ("delta_memory", (4, 4, 4), 128, 128, "", 20),
     ("delta_memory", (4, 2, 4), 64, 64, "log_decay segment_ids", 116),
-    ("delta_memory", (2, 1, 2), 256, 512, "log_decay", 888),
+    ("delta_memory", (2, 1, 2), 256, 512, "log_decay", 792),
     # More walks than processors, of which two share what is loaded.
     ("delta_memory", (80, 80, 80), 128, 128, "log_decay", 172),
-    ("delta_memory", (32, 16, 32), 256, 512, "log_decay", 852),
+    ("delta_memory", (32, 16, 32), 256, 512, "log_decay", 704),
     ("delta_memory", (80, 80, 80), 128, 128, "channel log_decay segment_ids", 292),
     ("dplr_memory", (80, 80, 80), 128, 128, "channel log_decay segment_ids", 740),
     ("delta_memory", (4, 4, 4), 128, 128, "channel log_decay segment_ids", 268),
