@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from lsm_jax.ops import attention_kernels, attention_sequence, checks, chosen
+from lsm_jax.ops import attention_cudnn, attention_kernels, attention_sequence, checks, chosen
 from lsm_jax.ops.forgetting import GateSum, sum_gates
 from lsm_jax.ops.query_blocks import attend_causally, attend_in_blocks
 from lsm_jax.ops.segments import Tokens, finish_output, read_tokens, select
@@ -268,7 +267,7 @@ def _choose(op: str, implementation, q, k, v, fresh, whole, window, gated) -> tu
         sure=implementation is not None,
     )  # fmt: skip
     why = {
-        "cudnn": lambda: _why_not_cudnn(q, k, v, fresh and whole, gated),
+        "cudnn": lambda: attention_cudnn.why_not(q, k, v, fresh and whole, gated),
         "mosaic_gpu": lambda: kernel("mosaic_gpu"),
         "mosaic_tpu": lambda: kernel("mosaic_tpu"),
     }
@@ -312,15 +311,17 @@ def _attention(options, q, k, v, log_forget, state, segment_ids, update_mask):
     sums = None if log_forget is None else sum_gates(log_forget, tokens, _newest_sum(state))
     final = _remember(state, k, v, sums, places, tokens)
     backends = options.backends
-    if "cudnn" in backends and _half_mapped():
+    if "cudnn" in backends and attention_cudnn.half_mapped():
         if options.sure:
-            raise NotImplementedError(f"attention: implementation='cudnn' takes {_MAPPED}")
+            raise NotImplementedError(
+                f"attention: implementation='cudnn' takes {attention_cudnn.MAPPED}"
+            )
         why = attention_kernels.why_not(
             "mosaic_gpu", q=q, k=k, v=v, fresh=options.fresh, window=options.window,
             whole=segment_ids is None and update_mask is None, sure=False,
         )  # fmt: skip
         other = "mosaic_gpu" if why is None else "xla"
-        chosen.note("attention", f"{other} on NVIDIA (cudnn takes {_MAPPED})")
+        chosen.note("attention", f"{other} on NVIDIA (cudnn takes {attention_cudnn.MAPPED})")
         backends = tuple(
             other if x == "cudnn" else x for x in backends if x != "cudnn" or why is None
         )
@@ -444,30 +445,12 @@ def _fused(
     name: str, options: _Options, tokens: Tokens, q, k, v, log_forget: Array | None
 ) -> Array:
     q = select(tokens.real, q)
-    if name != "cudnn":
-        return attention_kernels.run_kernel(
-            name, q, k, v, log_forget, tokens,
-            scale=options.scale, window=options.window, prune=options.prune,
-        )  # fmt: skip
-    local = None if options.window is None else (options.window - 1, 0)
-    cudnn: Any = functools.partial(
-        jax.nn.dot_product_attention, scale=options.scale, is_causal=True, local_window_size=local, implementation="cudnn"
+    if name == "cudnn":
+        return attention_cudnn.run(q, k, v, scale=options.scale, window=options.window)
+    return attention_kernels.run_kernel(
+        name, q, k, v, log_forget, tokens,
+        scale=options.scale, window=options.window, prune=options.prune,
     )  # fmt: skip
-    cudnn = jax.checkpoint(cudnn, prevent_cse=False, policy=_no_constants)
-    mesh = jax.sharding.get_abstract_mesh()
-    rest = tuple(n for n, kind in _kinds(mesh) if kind != AxisType.Manual)
-    if rest and len(rest) < len(mesh.axis_names):  # the axes of one device too: see `_half_mapped`
-        rows = PartitionSpec(rest)
-        cudnn = jax.shard_map(
-            cudnn, in_specs=rows, out_specs=rows, axis_names=set(rest), check_vma=False
-        )
-    return cudnn(q, k, v)
-
-
-def _no_constants(primitive, *_, **__) -> bool:
-    """Keep all but what is made of nothing: cuDNN's absent arguments are empty arrays, over which XLA's compiler crashes where they
-    leave a `jax.shard_map` (jax 0.11.2)."""
-    return primitive.name not in ("broadcast_in_dim", "empty")
 
 
 def _in_xla(
@@ -480,44 +463,3 @@ def _in_xla(
         beyond = places.rank >= state.keys.shape[-3]
         output = jnp.where(beyond[:, :, None, None], jnp.nan, output)
     return output
-
-
-def _why_not_cudnn(q, k, v, plain: bool, gated: bool) -> str | None:
-    """Why cuDNN does not serve these inputs, or None. The platform is not asked: lowering decides that."""
-    if not plain:
-        return "only whole documents: no initial_state, segment_ids or update_mask"
-    if gated:
-        return "no log_forget"
-    if {q.dtype, k.dtype, v.dtype} not in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)}):
-        return f"bfloat16 or float16 inputs, not {q.dtype}"
-    if k.shape[2] != v.shape[2] or q.shape[2] % v.shape[2]:
-        return "as many key as value heads, dividing the query heads"
-    if q.shape[3] != v.shape[3] or q.shape[3] % 8 or q.shape[3] > 128:
-        return "key_dim = value_dim, a multiple of 8 up to 128"
-    if q.shape[1] < 2:
-        return "T of at least 2"
-    return _cudnn_missing()
-
-
-_MAPPED = "rows and heads that divide over the devices"
-
-
-def _kinds(mesh) -> list[tuple[str, AxisType]]:
-    return list(zip(mesh.axis_names, mesh.axis_types, strict=True))
-
-
-def _half_mapped() -> bool:
-    """Whether some axes of the mesh are mapped and others left to the partitioner: XLA's compiler crashes over the partitioning that
-    cuDNN's attention brings then (jax 0.11.2)."""
-    mesh = jax.sharding.get_abstract_mesh()
-    left = [n for n, kind in _kinds(mesh) if kind != AxisType.Manual and mesh.shape[n] > 1]
-    return AxisType.Manual in mesh.axis_types and bool(left)
-
-
-@functools.cache
-def _cudnn_missing() -> str | None:
-    try:
-        version = jax.local_devices(backend="cuda")[0].client.platform_version
-    except RuntimeError:
-        return "an NVIDIA device, and this host has none"
-    return None if version else "no cuDNN"

@@ -1,7 +1,6 @@
 """What runs on which platform, decided while tracing under a mesh that knows its devices."""
 
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +9,7 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec, use_abstract_mesh
 
 from lsm_jax import ops
+from lsm_jax.ops import attention_cudnn
 from lsm_jax.ops.chosen import by_platform
 from lsm_jax.parallel import AXES
 
@@ -62,8 +62,7 @@ def test_without_a_mesh_lowering_decides():
 @pytest.fixture
 def with_cudnn(monkeypatch):
     """As on a machine that has an NVIDIA card."""
-    module = sys.modules[ops.attention.__module__]
-    monkeypatch.setattr(module, "_cudnn_missing", lambda: None)
+    monkeypatch.setattr(attention_cudnn, "_cudnn_missing", lambda: None)
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda *_, **__: True)
 

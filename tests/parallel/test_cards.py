@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 from configs import lm
-from lsm_jax import ops
+from lsm_jax.ops import attention_cudnn
 from lsm_jax.parallel import MeshConfig
 from tests.step_memory import of_a_step
 
@@ -27,8 +26,7 @@ CASES = [
 
 @pytest.mark.parametrize(("variant", "axes"), CASES, ids=str)
 def test_compiles_for_several_cards(variant, axes, monkeypatch):
-    module = sys.modules[ops.attention.__module__]
-    monkeypatch.setattr(module, "_cudnn_missing", lambda: None)
+    monkeypatch.setattr(attention_cudnn, "_cudnn_missing", lambda: None)
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda *_, **__: True)
     config = lm.get_config(variant)
