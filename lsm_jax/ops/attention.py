@@ -191,9 +191,44 @@ def _in_sequence(
     sums = None if log_forget is None else sum_gates(log_forget, tokens, _newest_sum(state))
     final = _remember(state, k, v, sums, places, tokens)
 
-    block, held = attention_sequence.block_size(own_length), 0
+    def own(x):
+        here = jax.lax.axis_index(axis)
+        return jax.lax.dynamic_slice_in_dim(x, here * own_length, own_length, axis=1)
+
+    no_id: Any = None
+    mine = jax.tree.map(own, tokens._replace(last_id=no_id))
+    whole = segment_ids is None and update_mask is None
+    backends = _instead_of_cudnn(options, q, k, v, whole, "rows that are not cut")
+
+    def fused(name, q, k, v, log_forget):
+        def run(q, where):
+            return attention_kernels.run_kernel(
+                name, q, k, v, log_forget, tokens, places=where,
+                scale=options.scale, window=options.window, prune=options.prune,
+            )  # fmt: skip
+
+        return attention_sequence.attend_fused(axis, run, q)
+
+    output = _on_platform(
+        options,
+        {name: functools.partial(fused, name) for name in backends},
+        lambda q, k, v, _: _in_blocks(axis, options, q, (k, v, sums), places, state, whole),
+        select(mine.real, q), k, v, log_forget,
+    )  # fmt: skip
+    if options.window is None and not options.plain:
+        beyond = own(places.rank) >= state.keys.shape[-3]
+        output = jnp.where(beyond[:, :, None, None], jnp.nan, output)
+    return finish_output(mine, output).astype(v.dtype), final
+
+
+def _in_blocks(
+    axis: str, options: _Options, q, kept: tuple, places: _Places, state: AttentionState, whole
+) -> Array:
+    """`_in_sequence` in XLA: this device's outputs, `kept` and `places` those of the whole row."""
+    sums, length = kept[2], places.rank.shape[1]
+    block, held = attention_sequence.block_size(q.shape[1]), 0
     there: Any = places
-    kept: Any = (k, v, sums)
+    dtype, precision = checks.compute_dtype(q, *kept[:2]), checks.matmul_precision(q, *kept[:2])
     if not options.fresh:
         there, kept = _after_held(state, places, kept)
         held = -(-(there.rank.shape[1] - length) // block)
@@ -207,26 +242,14 @@ def _in_sequence(
         block=block,
         held=held,
         window=options.window,
-        whole=options.plain and segment_ids is None and update_mask is None,
+        whole=options.plain and whole,
         scale=options.scale,
-        dtype=checks.compute_dtype(q, k, v),
-        precision=checks.matmul_precision(q, k, v),
+        dtype=dtype,
+        precision=precision,
     )
-    chosen.note("attention", "xla, in parts of a row")
-    here = jax.lax.axis_index(axis)
-
-    def own(x):
-        return jax.lax.dynamic_slice_in_dim(x, here * own_length, own_length, axis=1)
-
-    no_id: Any = None
-    mine = jax.tree.map(own, tokens._replace(last_id=no_id))
     keys = attention_sequence.Keys(*kept, *there)
     where = (sums, places.document, places.rank)
-    output = attention_sequence.attend(axis, plan, select(mine.real, q), where, keys)
-    if options.window is None and not options.plain:
-        beyond = own(places.rank) >= state.keys.shape[-3]
-        output = jnp.where(beyond[:, :, None, None], jnp.nan, output)
-    return finish_output(mine, output).astype(v.dtype), final
+    return attention_sequence.attend(axis, plan, q, where, keys)
 
 
 _CLOSED = -4096.0  # e to it is 0, in float64 too
@@ -291,6 +314,39 @@ def _choose(op: str, implementation, q, k, v, fresh, whole, window, gated) -> tu
     return tuple(best.values())
 
 
+def _instead_of_cudnn(options: _Options, q, k, v, whole: bool, takes: str) -> tuple[str, ...]:
+    """`options.backends` where cuDNN does not serve, which takes `takes`."""
+    if not options.backends:
+        return ()
+    name = options.backends[0] if options.sure else "mosaic_gpu"
+    why = takes
+    if name != "cudnn":
+        why = attention_kernels.why_not(
+            name, q=q, k=k, v=v, fresh=options.fresh, window=options.window, whole=whole,
+            sure=options.sure,
+        )  # fmt: skip
+    if why is not None and options.sure:
+        raise NotImplementedError(f"attention: implementation={name!r} takes {why}")
+    where = "" if options.sure else f" on NVIDIA (cudnn takes {takes})"
+    chosen.note("attention", f"{name if why is None else 'xla'}{where}")
+    return () if why is not None else (name,)
+
+
+def _on_platform(options: _Options, fused: dict, default, q, k, v, log_forget) -> Array:
+    """The output by the fused kernel that was named or is the platform's, else by `default`, in v's dtype."""
+    if options.sure and fused:
+        (only,) = fused.values()
+        return only(q, k, v, log_forget)
+
+    def otherwise(*inputs):
+        return default(*inputs).astype(v.dtype)
+
+    if not fused:
+        return otherwise(q, k, v, log_forget)
+    by_platform = {_PLATFORMS[name]: run for name, run in fused.items()}
+    return chosen.by_platform(q, k, v, log_forget, **by_platform, default=otherwise)
+
+
 class _Places(NamedTuple):
     """Where tokens stand: a document each, and a rank among its written tokens; [B, T]."""
 
@@ -312,35 +368,14 @@ def _attention(options, q, k, v, log_forget, state, segment_ids, update_mask):
     final = _remember(state, k, v, sums, places, tokens)
     backends = options.backends
     if "cudnn" in backends and attention_cudnn.half_mapped():
-        if options.sure:
-            raise NotImplementedError(
-                f"attention: implementation='cudnn' takes {attention_cudnn.MAPPED}"
-            )
-        why = attention_kernels.why_not(
-            "mosaic_gpu", q=q, k=k, v=v, fresh=options.fresh, window=options.window,
-            whole=segment_ids is None and update_mask is None, sure=False,
-        )  # fmt: skip
-        other = "mosaic_gpu" if why is None else "xla"
-        chosen.note("attention", f"{other} on NVIDIA (cudnn takes {attention_cudnn.MAPPED})")
-        backends = tuple(
-            other if x == "cudnn" else x for x in backends if x != "cudnn" or why is None
-        )
-    fused = {
-        _PLATFORMS[name]: functools.partial(_fused, name, options, tokens) for name in backends
-    }
-    if not fused:
-        output = _in_xla(options, q, k, v, sums, tokens, places, state)
-    elif options.sure:
-        (only,) = fused.values()
-        output = only(q, k, v, log_forget)
-    else:
-        output = chosen.by_platform(
-            q, k, v, log_forget,
-            **fused,
-            default=lambda q, k, v, _: _in_xla(
-                options, q, k, v, sums, tokens, places, state
-            ).astype(v.dtype),
-        )  # fmt: skip
+        whole = segment_ids is None and update_mask is None
+        backends = _instead_of_cudnn(options, q, k, v, whole, attention_cudnn.MAPPED)
+    output = _on_platform(
+        options,
+        {name: functools.partial(_fused, name, options, tokens) for name in backends},
+        lambda q, k, v, _: _in_xla(options, q, k, v, sums, tokens, places, state),
+        select(tokens.real, q), k, v, log_forget,
+    )  # fmt: skip
     return finish_output(tokens, output).astype(v.dtype), final
 
 
@@ -353,7 +388,10 @@ def _place(tokens: Tokens, state: AttentionState, batch: int, length: int) -> _P
         seen = state.count[:, None] + jnp.cumsum(own & written[:, :, None], axis=1)
         rank = jnp.take_along_axis(seen, tokens.slot[:, :, None], axis=2)[..., 0] - 1
         return _Places(tokens.slot, rank.astype(jnp.int32), written)
-    seen = jnp.cumsum(written, axis=1, dtype=jnp.int32)
+    if tokens.written is None:  # a sum of constants, which XLA's compiler adds up for seconds
+        seen = jnp.broadcast_to(jnp.arange(1, length + 1, dtype=jnp.int32), (batch, length))
+    else:
+        seen = jnp.cumsum(written, axis=1, dtype=jnp.int32)
     if tokens.run is None:
         return _Places(jnp.zeros_like(seen), seen - 1 + state.count[:, None], written)
     begins = jnp.diff(tokens.run, axis=1, prepend=jnp.zeros_like(tokens.run[:, :1])) > 0
@@ -444,7 +482,6 @@ def _after_held(state: AttentionState, places: _Places, new: tuple) -> tuple[_Pl
 def _fused(
     name: str, options: _Options, tokens: Tokens, q, k, v, log_forget: Array | None
 ) -> Array:
-    q = select(tokens.real, q)
     if name == "cudnn":
         return attention_cudnn.run(q, k, v, scale=options.scale, window=options.window)
     return attention_kernels.run_kernel(
@@ -458,7 +495,7 @@ def _in_xla(
 ) -> Array:
     if options.plain:
         return attend_causally(q, k, v, sums, window=options.window, scale=options.scale)
-    output = _with_state(options, select(tokens.real, q), k, v, sums, places, state)
+    output = _with_state(options, q, k, v, sums, places, state)
     if options.window is None:
         beyond = places.rank >= state.keys.shape[-3]
         output = jnp.where(beyond[:, :, None, None], jnp.nan, output)

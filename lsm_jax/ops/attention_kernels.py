@@ -50,9 +50,9 @@ def why_not(
 
 def run_kernel(
     implementation: str, q, k, v, log_forget: jax.Array | None, tokens: Tokens, *, scale: float,
-    window: int | None, prune: bool,
+    window: int | None, prune: bool, places: jax.Array | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Attention of whole documents, [B, T, H, V], 0 where a token sees nothing."""
+    """Attention of whole documents, [B, T, H, V], 0 where a token sees nothing; q may be two parts of the row, beginning at `places`."""
     from pallas_kernels.forgetting_attention import forgetting_attention
 
     sums = None
@@ -61,6 +61,6 @@ def run_kernel(
         zero = jnp.zeros((log_forget.shape[0], log_forget.shape[2]), jnp.float32)
         sums = sum_gates(log_forget, tokens._replace(run=None), GateSum(zero, zero))
     return forgetting_attention(
-        q, k, v, sums, run=tokens.run, written=tokens.written, window=window, scale=scale,
-        prune=prune, implementation=implementation,
+        q, k, v, sums, run=tokens.run, written=tokens.written, places=places, window=window,
+        scale=scale, prune=prune, implementation=implementation,
     )  # fmt: skip

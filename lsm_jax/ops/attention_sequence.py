@@ -9,6 +9,7 @@ the other's: all such pairs see equally many blocks of keys, on every device, an
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -114,6 +115,15 @@ def attend(axis: str, plan: Plan, q: Array, where: tuple, keys: Keys) -> Array:
     return output.reshape(*output.shape[:2], -1, output.shape[-1])
 
 
+def attend_fused(axis: str, run: Callable[[Array, Array], Array], q: Array) -> Array:
+    """This device's outputs, [B, T, N, V], by a kernel: `run(q, places)` attends for two parts of the row, one after the other in q,
+    that begin at tokens `places` [2]."""
+    devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    places = jnp.stack([here, 2 * devices - 1 - here]) * (q.shape[1] // 2)
+    output = run(jnp.concatenate(list(_to_pairs(axis, devices, q)), axis=1), places)
+    return _from_pairs(axis, devices, jnp.stack(jnp.split(output, 2, axis=1)))
+
+
 def _routes(devices: int) -> tuple[list, list]:
     """(from, to) of the first and of the second half of each device's tokens: of parts p and 2n - 1 - p, to device p."""
     both = [
@@ -190,6 +200,8 @@ def _attend(plan: Plan, devices: int, queries: Queries, keys: Keys, here: Array)
 
 def _forward(plan, devices, queries, keys, here):
     """`_attend` with a running maximum, and what its backward pass needs."""
+    # As one: masks need no queries, and jax would make those of all steps ahead and keep them for rematerialisation.
+    queries, keys, here = jax.lax.optimization_barrier((queries, keys, here))
     pairs, _, batch, size, heads, group, _ = queries.q.shape
     rows = (2, batch, heads, group, size)
 

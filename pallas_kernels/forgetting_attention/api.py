@@ -33,33 +33,43 @@ def reason(implementation: str, q, k, v) -> str | None:
     if k.shape[2] != v.shape[2] or q.shape[2] % v.shape[2]:
         heads = f"{q.shape[2]}, {k.shape[2]}, {v.shape[2]}"
         return f"as many key as value heads, dividing those of q, not {heads}"
+    if q.shape[1] != k.shape[1]:
+        if implementation != "mosaic_gpu":
+            return "queries of the whole row"
+        size = _backend(implementation).tile(k.shape[1])
+        if q.shape[1] % (2 * size) or k.shape[1] % size:
+            lengths = f"{q.shape[1] / 2:g} and {k.shape[1]}"
+            return f"halves of the queries, and keys, a multiple of {size}, not {lengths}"
     return _backend(implementation).reason(q, k, v)
 
 
 def forgetting_attention(
-    q: Float[Array, "B T H D"],
+    q: Float[Array, "B Q H D"],
     k: Float[Array, "B T G D"],
     v: Float[Array, "B T G V"],
     sums: tuple[Float[Array, "B T H"], Float[Array, "B T H"]] | None = None,
     *,
     run: Int[Array, "B T"] | None = None,
     written: Bool[Array, "B T"] | None = None,
+    places: Int[Array, " 2"] | None = None,
     window: int | None = None,
     scale: float,
     prune: bool = True,
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
-) -> Float[Array, "B T H V"]:
+) -> Float[Array, "B Q H V"]:
     """Causal attention whose keys fade by their gates; differentiable once, in reverse.
 
     Args:
-        q: [B, T, H, D] queries; H is a multiple of G.
+        q: [B, Q, H, D] queries; H is a multiple of G, Q is T, or less with `places`.
         k: [B, T, G, D] keys.
         v: [B, T, G, V] values.
         sums: [B, T, H] twice, float32, high and low part of the sum F of log forget gates up to and with each token, never growing
             along T, through runs too, by at most some thousands a token (past a larger step a float32 bias swallows scores). The gradient is that of F_j in its column, all of it on the high part: a row's F_i has none. None is no gate.
         run: [B, T], growing along T: tokens see those of their own run. None is one run.
         written: [B, T], False where a token is no key. None is all.
+        places: [2], the tokens of the row at which the first and the second half of the queries begin, multiples of the backend's tile,
+            where a device has only those two parts of the row. Needed where Q < T.
         window: tokens see the last `window` places, their own included; None is all.
         scale: multiplies the scores.
         prune: pass over tiles of keys that together weigh less than e^-10 of a row (arXiv 2504.06949).
@@ -72,11 +82,15 @@ def forgetting_attention(
 
     Raises:
         NotImplementedError: the implementation does not serve these arguments, or the gradient; the message says why.
-        ValueError: an implementation that does not exist.
+        ValueError: an implementation that does not exist; queries fewer than keys without places, or as many with.
     """
     if implementation not in _BACKENDS:
         raise ValueError(
             f"forgetting_attention: implementation={implementation!r}; accepted are {tuple(_BACKENDS)}"
+        )
+    if (places is None) != (q.shape[1] == k.shape[1]):
+        raise ValueError(
+            f"forgetting_attention: places is {'not ' if places is None else ''}given with {q.shape[1]} queries and {k.shape[1]} keys; accepted are places where queries are fewer"
         )
     why = reason(implementation, q, k, v)
     if why is not None:
@@ -84,8 +98,8 @@ def forgetting_attention(
             f"forgetting_attention: implementation={implementation!r} takes {why}"
         )
     backend = _backend(implementation)
-    length, heads = q.shape[1:3]
-    gates = None if sums is None else tuple(jnp.swapaxes(x, 1, 2) for x in sums)
+    (queries, heads), length = q.shape[1:3], k.shape[1]
+    gates: Any = None if sums is None else tuple(jnp.swapaxes(x, 1, 2) for x in sums)
     if written is not None and gates is None:
         gates = (jnp.zeros((q.shape[0], heads, length), jnp.float32),) * 2
     size = backend.tile(length)
@@ -101,7 +115,8 @@ def forgetting_attention(
         run = None if run is None else pad(run, mode="edge")
         written = None if written is None else pad(written)
     static = backend, size, scale, window, prune, interpret
-    return _run(static, q, k, v, gates, run, written)[:, :length]
+    rows = Rows(gates, run, written, places)
+    return _run(static, q, k, v, rows)[:, :queries]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -109,9 +124,8 @@ def _run(static, *inputs):
     return _forward(static, *inputs)[0]
 
 
-def _forward(static, q, k, v, gates, run, written):
+def _forward(static, q, k, v, rows: Rows):
     backend, size, scale, window, prune, interpret = static
-    rows = Rows(gates, run, written)
     bounds = find_bounds(q, k, rows, scale=scale, window=window, prune=prune, tile_size=size)
     output, sums = backend.forward(
         q, k, v, rows, bounds, scale=scale, window=window, interpret=interpret
@@ -136,7 +150,7 @@ def _backward(static, saved, d_output):
 
     d_gates = None if rows.gates is None else (d_high, jnp.zeros_like(d_high))
     dk, dv = shared(dk, k), shared(dv, v)
-    return dq, dk, dv, d_gates, None, None
+    return dq, dk, dv, Rows(d_gates, None, None, None)
 
 
 _run.defvjp(_forward, _backward)

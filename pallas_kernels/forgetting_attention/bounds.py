@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -21,11 +22,23 @@ class Rows(NamedTuple):
         gates: sums of the log forget gates, [B, H, T] float32 twice: their high and low parts; None without gates.
         run: [B, T] int32, the document of each token, growing along T, or None.
         written: [B, T] bool, which tokens are keys; needs `gates`. None is all.
+        places: [2] int32, the tokens at which the first and the second half of the queries begin, multiples of a tile, the second
+            after the first half's end; None where the queries are the whole row's.
     """
 
     gates: tuple[jax.Array, jax.Array] | None
     run: jax.Array | None
     written: jax.Array | None = None
+    places: jax.Array | None = None
+
+    def at_queries(self, x: jax.Array, length: int, axis: int = -1) -> jax.Array:
+        """Of an array along the row, what stands where the `length` queries do."""
+        if self.places is None:
+            return x
+        halves = [
+            lax.dynamic_slice_in_dim(x, self.places[i], length // 2, axis=axis) for i in range(2)
+        ]
+        return jnp.concatenate(halves, axis=axis)
 
 
 class Bounds(NamedTuple):
@@ -36,12 +49,17 @@ class Bounds(NamedTuple):
         settled: [B, H, N] int32, the first that all of them see, as far as gates go.
         last: [B, H, N] int32, the last tile of queries that sees a tile of keys.
         of_row: [B, H, T] int32, the first tile that each query sees, as far as gates go; None without pruning.
+        own: [B, H, N] int32, the tile of keys that is a tile of queries; None where that is the one of its number.
+        begin: [B, H, N] int32, the first tile of queries at or after a tile of keys, or the last there is; None where that is the
+            one of its number. `last` is not before it.
     """
 
     first: jax.Array
     settled: jax.Array
     last: jax.Array
     of_row: jax.Array | None
+    own: jax.Array | None = None
+    begin: jax.Array | None = None
 
 
 def find_bounds(
@@ -55,39 +73,50 @@ def find_bounds(
     (`LEAST`).
     """
     batch, length, heads, _ = q.shape
-    count = length // tile_size
-    tile = jnp.arange(count)
-    seen = tile[:, None] >= tile  # [queries, keys]
+    at_queries = functools.partial(rows.at_queries, length=length)
+    count, tile = length // tile_size, jnp.arange(k.shape[1] // tile_size)
+    place = at_queries(jnp.arange(k.shape[1]))[::tile_size] // tile_size
+    seen = place[:, None] >= tile  # [queries, keys]
     if window is not None:
-        seen &= tile[:, None] * tile_size - (tile * tile_size + tile_size - 1) < window
-    seen = jnp.broadcast_to(seen, (batch, 1, count, count))
+        seen &= place[:, None] * tile_size - (tile * tile_size + tile_size - 1) < window
+    seen = jnp.broadcast_to(seen, (batch, 1, count, len(tile)))
     if rows.run is not None:
-        by_tile = rows.run.reshape(batch, 1, count, tile_size)
-        seen &= by_tile[..., :1] <= by_tile[..., None, :, -1]
+        of_query = at_queries(rows.run)[:, ::tile_size]
+        seen &= of_query[:, None, :, None] <= rows.run[:, None, None, tile_size - 1 :: tile_size]
     first = jnp.broadcast_to(jnp.argmax(seen, axis=-1), (batch, heads, count))
     of_row, settled = None, first
     if prune and rows.gates is not None:
         wide = lambda x: jnp.moveaxis(x.astype(_F32), 2, 1)  # noqa: E731
-        queries, keys = wide(q), jnp.repeat(wide(k), heads // k.shape[2], axis=1)
-        own = jnp.sum(queries * keys, axis=-1) * scale
+        spread = lambda x: jnp.repeat(wide(x), heads // k.shape[2], axis=1)  # noqa: E731
+        queries, keys = wide(q), spread(k)
+        own = jnp.sum(queries * spread(at_queries(k, axis=1)), axis=-1) * scale
         norm = lambda x: jnp.sqrt(jnp.sum(x * x, axis=-1))  # noqa: E731
-        most = jnp.max(norm(keys).reshape(batch, heads, count, tile_size), axis=-1)
+        most = jnp.max(norm(keys).reshape(batch, heads, len(tile), tile_size), axis=-1)
         most = lax.cummax(most, axis=2)[:, :, None] * scale
-        high, low = (x[..., None] - x[:, :, None, tile_size - 1 :: tile_size] for x in rows.gates)
+        high, low = (
+            at_queries(x)[..., None] - x[:, :, None, tile_size - 1 :: tile_size] for x in rows.gates
+        )
         beyond = norm(queries)[..., None] * most + (high + low) - own[..., None]
-        earlier = (
-            tile < (jnp.arange(length) // tile_size)[:, None]
-        )  # only those end before the row's token
-        hidden = (beyond < LEAST - math.log(length)) & earlier
+        # Only those end before the row's token.
+        earlier = tile < jnp.repeat(place, tile_size)[:, None]
+        hidden = (beyond < LEAST - math.log(k.shape[1])) & earlier
         if rows.written is not None:  # a token that is no key is not in its own sum
-            hidden &= rows.written[:, None, :, None]
+            hidden &= at_queries(rows.written)[:, None, :, None]
         of_row = jnp.sum(hidden, axis=-1, dtype=jnp.int32)
         by_tile = of_row.reshape(batch, heads, count, tile_size)
         first = jnp.maximum(first, jnp.min(by_tile, axis=-1))
         settled = jnp.maximum(first, jnp.max(by_tile, axis=-1))
-    last = jnp.max(jnp.where(first[..., None] <= tile, tile[:, None], 0), axis=-2)
+    meets = (first[..., None] <= tile) & (tile <= place[:, None])
+    last = jnp.max(jnp.where(meets, jnp.arange(count)[:, None], 0), axis=-2)
     first, settled, last = (x.astype(jnp.int32) for x in (first, settled, last))
-    return Bounds(first, settled, last, of_row)
+    bounds = Bounds(first, settled, last, of_row)
+    if rows.places is None:
+        return bounds
+    begin = jnp.minimum(jnp.searchsorted(place, tile), count - 1)
+    own, begin = (
+        jnp.broadcast_to(x.astype(jnp.int32), (batch, heads, len(x))) for x in (place, begin)
+    )
+    return bounds._replace(last=jnp.maximum(bounds.last, begin), own=own, begin=begin)
 
 
 def of_keys(rows: Rows) -> dict[str, jax.Array]:

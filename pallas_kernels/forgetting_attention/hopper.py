@@ -79,7 +79,7 @@ def forward(
             top, total, ends = carry
             bias, shift, ends = biases.at(n, tiles, ends, masked)
             scores = _biased(values[0], scale, bias)
-            scores = _hide(scores, at.first, n * size, tiles, refs, at, masked, window)
+            scores = _hide(scores, at.row, n * size, tiles, refs, at, masked, window)
             if pruned:
                 seen = wg.spread_rows(of_row * per_tile, shape) <= n
                 scores = jnp.where(seen, scores, wg.NEVER)
@@ -92,7 +92,7 @@ def forward(
         def more(tiles, lefts, out):
             plgpu.wgmma(out, wg.as_left(lefts[0], rooms, interpret), tiles["v"])
 
-        diagonal = at.tile * per_tile
+        diagonal = walk.stop - per_tile
         parts = [(settled, diagonal, {}), (diagonal, None, dict(masked=True))]
         if settled is not None:
             parts.insert(0, (None, settled, dict(pruned=True)))
@@ -111,7 +111,7 @@ def forward(
         plgpu.wait_smem_to_gmem(0)
 
     pruning = {} if bounds.of_row is None else {"of row": bounds.of_row, "settled": bounds.settled}
-    near, far = _falls(rows)
+    near, far = _falls(rows, length)
     return launch(
         compute,
         [
@@ -122,8 +122,8 @@ def forward(
         streamed=dict(k=k, v=v) | near,
         plan=plan,
         begin=bounds.first,
-        end=None,
-        far=_of_queries(rows) | far | pruning,
+        end=bounds.own,
+        far=_of_queries(rows, length) | far | pruning,
         interpret=interpret,
     )
 
@@ -182,7 +182,7 @@ def _backward_of_queries(
             scores, d_weights = values
             bias, shift, ends = biases.at(n, tiles, ends, masked)
             scores = _biased(scores, scale, bias)
-            scores = _hide(scores, at.first, n * ROWS, tiles, refs, at, masked, window)
+            scores = _hide(scores, at.row, n * ROWS, tiles, refs, at, masked, window)
             weights = jnp.exp2(scores - wg.spread_rows(row_sums - shift, shape))
             d_scores = weights * (d_weights - wg.spread_rows(row_delta, shape))
             return [d_scores], None, (_add_columns(rest, d_scores), ends)
@@ -190,7 +190,7 @@ def _backward_of_queries(
         def more(tiles, lefts, dq):
             plgpu.wgmma(dq, wg.as_left(lefts[0], rooms, interpret), tiles["k"])
 
-        diagonal = at.tile * (TILE // ROWS)
+        diagonal = walk.stop - TILE // ROWS
         parts = [(None, diagonal, {}), (diagonal, None, dict(masked=True))]
         start = [_zeros((ROWS, q.shape[-1]))]
         carry = _narrow(), biases.begin
@@ -201,7 +201,7 @@ def _backward_of_queries(
         plgpu.copy_smem_to_gmem(own["q"], outputs[0].at[at.b, at.tokens, at.h])
         plgpu.wait_smem_to_gmem(0)
 
-    near, far = _falls(rows)
+    near, far = _falls(rows, q.shape[1])
     return launch(
         compute,
         [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(delta.shape, _F32)],
@@ -209,8 +209,8 @@ def _backward_of_queries(
         streamed=dict(k=k, v=v) | near,
         plan=plan,
         begin=bounds.first,
-        end=None,
-        far=_of_queries(rows) | far | dict(sums=sums, delta=delta),
+        end=bounds.own,
+        far=_of_queries(rows, q.shape[1]) | far | dict(sums=sums, delta=delta),
         interpret=interpret,
     )
 
@@ -219,7 +219,9 @@ def _backward_of_keys(
     q, k, v, rows, bounds, sums, d_out, delta, *, scale, window, interpret
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     batch, length, heads, depth = q.shape
-    far = _of_queries(rows) | of_keys(rows)
+    far = _of_queries(rows, length) | of_keys(rows)
+    if rows.places is not None:
+        far["places"] = rows.places
     gated = "high" in far
     plan, shape = _OF_KEYS[depth], (ROWS, ROWS)
 
@@ -230,6 +232,14 @@ def _backward_of_keys(
         def first_of(n):  # a scalar from far is asked for a step ahead
             n = jnp.minimum(n, length // ROWS - 1)
             return refs["first high"][at.b, at.h, n], refs["first low"][at.b, at.h, n]
+
+        places = [refs["places"][i] for i in range(2)] if "places" in refs else []
+
+        def in_row(n):  # the first query of a step
+            if not places:
+                return n * ROWS
+            half = length // 2
+            return n * ROWS + jnp.where(n * ROWS < half, places[0], places[1] - half)
 
         def products(tiles, scores, d_weights):
             plgpu.wgmma(scores, own["k"], tiles["q"].transpose((1, 0)))
@@ -245,7 +255,7 @@ def _backward_of_keys(
                 begin = first_of(n + 1)
             scores = _biased(scores, scale, bias)
             scores -= wg.spread_columns(_columns(tiles["sums"]), shape)
-            scores = _hide(scores, n * ROWS, at.first, tiles, refs, at, masked, window, turned=True)
+            scores = _hide(scores, in_row(n), at.row, tiles, refs, at, masked, window, turned=True)
             weights = jnp.exp2(scores)
             d_scores = weights * (d_weights - wg.spread_columns(_columns(tiles["delta"]), shape))
             return [d_scores, weights], None, (_add_columns(d_sums, d_scores), begin)
@@ -254,11 +264,10 @@ def _backward_of_keys(
             plgpu.wgmma(dk, wg.as_left(lefts[0], rooms, interpret), tiles["q"])
             plgpu.wgmma(dv, wg.as_left(lefts[1], rooms, interpret), tiles["d_out"])
 
-        diagonal = at.tile * (TILE // ROWS)
-        below = diagonal + TILE // ROWS
+        below = walk.start + TILE // ROWS
         parts = [(None, below, dict(masked=True)), (below, None, {})]
         start = [_zeros((ROWS, depth))] * 2
-        carry = _narrow(), first_of(diagonal) if gated else ()
+        carry = _narrow(), first_of(walk.start) if gated else ()
         (dk, dv), carry = walk.gather(products, [shape] * 2, use, more, start, carry, parts)
         own["k"][...] = (dk * scale).astype(k.dtype)
         own["v"][...] = dv.astype(v.dtype)
@@ -269,30 +278,32 @@ def _backward_of_keys(
             outputs[2].at[at.b, at.h, at.tokens][...] = -jnp.sum(carry[0], axis=1)
         plgpu.wait_smem_to_gmem(0)
 
-    outputs = [jax.ShapeDtypeStruct(q.shape, k.dtype), jax.ShapeDtypeStruct(q.shape, v.dtype)]
+    by_head = (batch, k.shape[1], heads, depth)
+    outputs = [jax.ShapeDtypeStruct(by_head, k.dtype), jax.ShapeDtypeStruct(by_head, v.dtype)]
     if gated:
-        outputs.append(jax.ShapeDtypeStruct((batch, heads, length), _F32))
-    run = {} if rows.run is None else dict(run=rows.run)
+        outputs.append(jax.ShapeDtypeStruct((batch, heads, k.shape[1]), _F32))
+    run = {} if rows.run is None else dict(run=rows.at_queries(rows.run, length))
     dk, dv, *d_sums = launch(
         compute,
         outputs,
         own=dict(k=k, v=v),
         streamed=dict(q=q, d_out=d_out, sums=sums, delta=delta) | run,
         plan=plan,
-        begin=None,
+        begin=bounds.begin,
         end=bounds.last,
         far=far,
         interpret=interpret,
+        of_keys=True,
     )
     return dk, dv, d_sums[0] if gated else None
 
 
-def _of_queries(rows: Rows) -> dict[str, jax.Array]:
+def _of_queries(rows: Rows, length: int) -> dict[str, jax.Array]:
     """What the scores' rows need: documents, and the sum of gates at the first of each warpgroup's."""
-    given = {} if rows.run is None else {"run": rows.run}
+    given = {} if rows.run is None else {"run": rows.at_queries(rows.run, length)}
     if rows.gates is None:
         return given
-    high, low = rows.gates
+    high, low = (rows.at_queries(x, length) for x in rows.gates)
     return given | {"first high": high[..., ::ROWS], "first low": low[..., ::ROWS]}
 
 
@@ -323,23 +334,23 @@ def _add_columns(sums, x):
     return sums
 
 
-def _falls(rows: Rows) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+def _falls(rows: Rows, queries: int) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
     """What the scores' columns need, near and far: documents, and in binary logarithms F at the tile's last key less that of a key,
     and, of the keys in the tile of a warpgroup's queries, F at its first query less that of a key; and F at each tile's last."""
     near = {} if rows.run is None else {"run": rows.run}
     if rows.gates is None:
         return near, {}
     batch, heads, length = rows.gates[0].shape
-    by_tile = [x.reshape(batch, heads, -1, TILE) for x in rows.gates]
-    last = [x[..., -1] for x in by_tile]
-    fall: Any = sum(x[..., -1:] - x for x in by_tile)
-    diagonal: Any = sum(x[..., ::ROWS, None] - x[..., None, :] for x in by_tile)
+    tiles = lambda x: x.reshape(batch, -1, x.shape[-1] // TILE, TILE)  # noqa: E731
+    own = lambda x: tiles(rows.at_queries(x, queries))  # noqa: E731
+    last = [tiles(x)[..., -1] for x in rows.gates]
+    fall: Any = sum(tiles(x)[..., -1:] - tiles(x) for x in rows.gates)
+    diagonal: Any = sum(own(x)[..., ::ROWS, None] - own(x)[..., None, :] for x in rows.gates)
     if rows.written is not None:
-        seen = rows.written.reshape(batch, 1, -1, TILE)
-        fall = jnp.where(seen, fall, wg.NEVER)
-        diagonal = jnp.where(seen[..., None, :], diagonal, wg.NEVER)
+        fall = jnp.where(tiles(rows.written), fall, wg.NEVER)
+        diagonal = jnp.where(own(rows.written)[..., None, :], diagonal, wg.NEVER)
     near["fall"] = (fall * _LOG2E).reshape(batch, heads, length)
-    diagonal = (diagonal * _LOG2E).reshape(batch, heads, length // ROWS, TILE)
+    diagonal = (diagonal * _LOG2E).reshape(batch, heads, queries // ROWS, TILE)
     return near, {"diagonal": diagonal, "last high": last[0], "last low": last[1]}
 
 

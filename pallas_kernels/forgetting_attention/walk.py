@@ -17,13 +17,14 @@ ROWS = 64  # of one warpgroup
 
 
 class Place(NamedTuple):
-    """Where a warpgroup works: row of the batch, head, tile, its first token and its tokens."""
+    """Where a warpgroup works: row of the batch, head, tile, its first token and its tokens among those given; `row`: in the row."""
 
     b: Any
     h: Any
     tile: Any
     first: Any
     tokens: Any
+    row: Any
 
 
 class Plan(NamedTuple):
@@ -141,7 +142,19 @@ class Walk(NamedTuple):
         return sums, carry
 
 
-def launch(compute, outputs, *, own, streamed, plan: Plan, begin, end, far, interpret) -> Any:
+def launch(
+    compute,
+    outputs,
+    *,
+    own,
+    streamed,
+    plan: Plan,
+    begin,
+    end,
+    far,
+    interpret,
+    of_keys: bool = False,
+) -> Any:
     """A kernel in which two warpgroups with `ROWS` tokens each walk over the sequence, which a third loads.
 
     Args:
@@ -151,10 +164,11 @@ def launch(compute, outputs, *, own, streamed, plan: Plan, begin, end, far, inte
         own: by name, arrays [B, T, *, D], of which each warpgroup has its tokens in shared memory.
         streamed: by name, arrays [B, T, *, D], [B, H, T] or [B, T] that the walk brings.
         plan: how it goes.
-        begin: [B, H, T / 128], the first tile of the walk; None is the warpgroups' own.
-        end: [B, H, T / 128], the last tile; None is their own.
+        begin: [B, H, T / 128], the first tile of the walk; None is the one of the warpgroups' number.
+        end: [B, H, T / 128], the last tile; None is the one of their number.
         far: by name, arrays left in global memory.
         interpret: parameters of the interpreter, or False.
+        of_keys: `own` are keys, and the walk is over queries from theirs on; else over keys up to theirs, which `end` is.
     """
     size, stages = plan.size, plan.stages
     some = next(iter(own.values()))
@@ -178,11 +192,12 @@ def launch(compute, outputs, *, own, streamed, plan: Plan, begin, end, far, inte
         b, h = lax.div(row, heads), lax.rem(row, heads)
         # The longest walks first.
         tile = lax.axis_index("tile")
-        tile = tile if begin is None else count - 1 - tile
+        tile = tile if of_keys else count - 1 - tile
         first = tile * TILE + group * ROWS
         start = (refs["begin"][b, h, tile] if begin is not None else tile) * per_tile
         stop = (refs["end"][b, h, tile] if end is not None else tile) * per_tile + per_tile
-        at = Place(b, h, tile, first, pl.ds(first, ROWS))
+        row = first if of_keys or end is None else refs["end"][b, h, tile] * TILE + group * ROWS
+        at = Place(b, h, tile, first, pl.ds(first, ROWS), row)
 
         def source(kind, name, tokens):
             ref = refs[f"{kind} {name}"]

@@ -30,6 +30,14 @@ def _backend(name: str) -> Any:
     return importlib.import_module(f"pallas_kernels.linear_attention.{name}")
 
 
+def _widths(name: str, q, v) -> tuple[int, int]:
+    """Of the pieces of keys and of values that a backend is given: Hopper's take 128 channels of those that decay one by one."""
+    key_dim, value_dim = q.shape[3], v.shape[3]
+    keys = 128 if name in ("hopper_channels", "hopper_values") and key_dim % 128 == 0 else key_dim
+    values = 128 if name == "hopper_values" and value_dim % 128 == 0 else value_dim
+    return keys, values
+
+
 def reasons(
     q, k, v, log_decay, run, initial, bonus=None, value_log_decay=None
 ) -> dict[str, str | None]:
@@ -42,7 +50,8 @@ def reason(
     implementation, q, k, v, log_decay, run, initial, bonus, value_log_decay=None
 ) -> str | None:
     """What one implementation takes in place of these arguments, or None; the others' backends are not imported."""
-    backend = _backend(_choose(implementation, log_decay, value_log_decay))
+    name = _choose(implementation, log_decay, value_log_decay)
+    backend = _backend(name)
     if value_log_decay is not None:
         if log_decay is not None:
             return "log_decay or value_log_decay, not both"
@@ -56,6 +65,9 @@ def reason(
         length = x.shape[1] + -x.shape[1] % backend.CHUNK
         return jax.ShapeDtypeStruct((x.shape[0], length, *x.shape[2:]), x.dtype)
 
+    keys, values = _widths(name, q, v)
+    q, k = (jax.ShapeDtypeStruct((*x.shape[:3], keys), x.dtype) for x in (q, k))
+    v = jax.ShapeDtypeStruct((*v.shape[:3], values), v.dtype)
     if hasattr(backend, "served_width"):
         v = jax.ShapeDtypeStruct((*v.shape[:3], backend.served_width(q, v)), v.dtype)
     inputs = (padded(x) for x in (q, k, v, log_decay, run))
@@ -91,8 +103,8 @@ def linear_attention(
         value_log_decay: [B, T, G, V] float32, a decay of the value channels, in place of `log_decay`.
         scale: multiplies q.
         implementation: "mosaic_gpu" (Hopper; bfloat16, K and V of 64 or 128, and with no decay or a scalar one of 256 or 512; with
-            a decay a key channel V also of any multiple of 128 where H divides G) or "mosaic_tpu" (bfloat16 or float32, K and V a
-            multiple of 8 up to 256); `reasons` says what each takes.
+            a decay a channel K also of any multiple of 128, and V too where it is a value channel's or H divides G) or
+            "mosaic_tpu" (bfloat16 or float32, K and V a multiple of 8 up to 256); `reasons` says what each takes.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
@@ -123,8 +135,34 @@ def linear_attention(
         q, k, v = pad(q), pad(k), pad(v)
         log_decay = None if log_decay is None else pad(log_decay)
         run = None if run is None else jnp.pad(run, [(0, 0), (0, padding)], mode="edge")
-    output, final = _run(name, scale, interpret, q, k, v, log_decay, run, initial, bonus)
+    output, final = _in_pieces(name, scale, interpret, q, k, v, log_decay, run, initial, bonus)
     return output[:, :length], final
+
+
+def _in_pieces(name, scale, interpret, q, k, v, log_decay, run, initial, bonus):
+    """`_run` of pieces of key channels, whose outputs are added, and of value channels, which do not see each other."""
+    widths = _widths(name, q, v)
+    if widths == (q.shape[3], v.shape[3]):
+        return _run(name, scale, interpret, q, k, v, log_decay, run, initial, bonus)
+    by_value = name == "hopper_values"
+
+    def call(keys, values):
+        own = [x[..., keys] for x in (q, k)] + [v[..., values]]
+        decay = log_decay[..., values if by_value else keys]
+        more = None if bonus is None else bonus[:, keys]
+        return _run(name, scale, interpret, *own, decay, run, initial[..., keys, values], more)
+
+    keys, values = (
+        [slice(n, n + width) for n in range(0, size, width)]
+        for size, width in zip((q.shape[3], v.shape[3]), widths, strict=True)
+    )
+    found = [[call(a, b) for b in values] for a in keys]
+    outputs, memories = zip(
+        *([jnp.concatenate(x, axis=-1) for x in zip(*row, strict=True)] for row in found),
+        strict=True,
+    )
+    output = functools.reduce(jnp.add, (x.astype(jnp.float32) for x in outputs))
+    return output.astype(v.dtype), jnp.concatenate(memories, axis=-2)
 
 
 def side_by_side(call, v, initial, width: int = 128) -> tuple[jax.Array, jax.Array]:

@@ -42,6 +42,7 @@ ON_HOPPER = [
     ("linear_memory", (4, 4, 4), 128, 128, "channel log_decay", 124),
     ("linear_memory", (4, 4, 4), 128, 256, "channel log_decay", 88),
     ("linear_memory", (4, 4, 4), 64, 64, "channel log_decay bonus", 200),
+    ("linear_memory", (4, 4, 4), 256, 512, "channel log_decay", 160),
     ("linear_memory", (4, 2, 4), 128, 64, "value_log_decay", 104),
     ("delta_memory", (4, 4, 4), 128, 128, "", 20),
     ("delta_memory", (4, 2, 4), 64, 64, "log_decay segment_ids", 116),

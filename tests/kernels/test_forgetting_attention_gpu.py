@@ -69,23 +69,37 @@ CASES = {
     "masked": dict(dims=(256, 1, 1, 64), documents=True, masked=True),
     "no-gates-masked": dict(dims=(130, 2, 2, 64), gates=None, masked=True),
     "no-gates-window": dict(dims=(256, 1, 1, 64), gates=None, window=70, documents=True),
+    # Queries of two parts of the row alone: (first, last) tokens. Some keys nobody sees.
+    "parts": dict(dims=(768, 2, 1, 64), parts=((128, 256), (512, 640)), masked=True),
+    "parts-strong": dict(dims=(896, 1, 1, 128), gates="strong", parts=((0, 256), (640, 896))),
+    "parts-documents": dict(dims=(768, 1, 1, 64), documents=True, parts=((128, 256), (512, 640))),
+    "parts-window": dict(dims=(768, 1, 1, 64), window=200, parts=((0, 128), (640, 768))),
+    "parts-no-gates": dict(dims=(512, 2, 1, 128), gates=None, parts=((128, 256), (256, 384))),
 }
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "masked" else pytest.mark.slow) for n in CASES]
+    "name",
+    [pytest.param(n, marks=() if n in ("masked", "parts") else pytest.mark.slow) for n in CASES],
 )
 def test_equals_attention_in_value_and_every_gradient(name):
     options = dict(CASES[name])
-    window = options.pop("window", None)
+    window, parts = options.pop("window", None), options.pop("parts", None)
     inputs = make(*options.pop("dims"), **options)
     places = {n: inputs.pop(n) for n in ("run", "written")} | dict(window=window)
 
+    def cut(x):
+        return x if parts is None else jnp.concatenate([x[:, a:b] for a, b in parts], axis=1)
+
     def fused(x):
-        return forgetting_attention(**x, **places, scale=SCALE, interpret=gpu_interpreter())
+        where = None if parts is None else jnp.asarray([a for a, _ in parts], jnp.int32)
+        x = x | dict(q=cut(x["q"]))
+        return forgetting_attention(
+            **x, **places, places=where, scale=SCALE, interpret=gpu_interpreter()
+        )
 
     widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
-    expected, expected_pull = jax.vjp(lambda x: plain(**x, **places), widened)
+    expected, expected_pull = jax.vjp(lambda x: cut(plain(**x, **places)), widened)
     actual, pull = jax.vjp(fused, inputs)
     assert error(actual, expected) < 5e-3
     blind = np.all(np.asarray(expected) == 0, axis=(2, 3))

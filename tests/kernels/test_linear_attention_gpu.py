@@ -87,6 +87,9 @@ CASES = {
     "channels-wide": dict(dims=(65, 1, 1, 2, 64, 256), documents=True, decay="channel", bonus=True),
     "channels-deep-wide": dict(dims=(65, 1, 1, 1, 128, 256), documents=True, decay="channel"),
     "channels-wide-parts": dict(dims=(256, 1, 1, 1, 64, 256), documents=True, decay="channel"),
+    "channels-deeper": dict(
+        dims=(65, 1, 1, 2, 256, 64), documents=True, decay="channel", bonus=True
+    ),
     "channels-strong": dict(
         dims=(128, 1, 1, 1, 128, 64), documents=True, decay="channel", strong=True
     ),
@@ -98,6 +101,9 @@ CASES = {
     ),
     "value-channels-memories-share": dict(
         dims=(65, 1, 1, 2, 64, 128), documents=False, decay="value channel"
+    ),
+    "value-channels-deep-wide": dict(
+        dims=(65, 1, 1, 1, 256, 256), documents=True, decay="value channel"
     ),
     "channels-parts": dict(dims=(256, 1, 1, 1, 64, 64), documents=True, decay="channel"),
 }
@@ -176,8 +182,8 @@ def test_says_why_it_does_not_serve():
     assert reasons(**values)["mosaic_gpu"] is None
     both = values | dict(log_decay=inputs["log_decay"])
     assert reasons(**both)["mosaic_gpu"] == "log_decay or value_log_decay, not both"
-    deep = make(64, 1, 1, 1, 256, 64, documents=False, decay="channel")
-    assert reasons(**deep)["mosaic_gpu"] == "K of 64 or 128, not 256"
+    odd = make(64, 1, 1, 1, 192, 64, documents=False, decay="channel")
+    assert reasons(**odd)["mosaic_gpu"] == "K of 64 or 128, not 192"
     inputs["q"] = inputs["q"].astype(jnp.float32)
     with pytest.raises(NotImplementedError, match="'mosaic_gpu' takes q in bfloat16, not float32"):
         linear_attention(**inputs, scale=SCALE)

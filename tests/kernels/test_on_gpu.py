@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from lsm_jax import ops
+from lsm_jax.ops.attention_kernels import run_kernel
 from lsm_jax.ops.segments import read_tokens
 from pallas_kernels.short_convolution import short_convolution
 from tests.kernels import test_decode_step_gpu as decode_step
@@ -36,6 +37,9 @@ CONFIGURATIONS = [
     ((2, 2, 2), 128, 256, 700, True, "channel"),
     ((1, 1, 1), 128, 512, 4100, True, "channel"),
     ((2, 2, 2), 128, 64, 600, True, "channel and bonus"),
+    ((2, 2, 2), 256, 512, 1100, True, "channel"),
+    ((2, 2, 2), 256, 64, 600, True, "channel and bonus"),
+    ((2, 1, 2), 256, 256, 600, True, "strong value channel"),
     ((4, 1, 2), 128, 64, 300, True, "strong value channel"),
     ((1, 1, 2), 128, 256, 600, True, "delta, channel"),
     ((1, 1, 2), 128, 256, 600, True, "dplr, channel"),
@@ -241,6 +245,62 @@ def test_attention_equals_xla(configuration):
         expected = both("xla", *widened)
     for index, (got, want) in enumerate(zip(fused, expected, strict=True)):
         assert error(got, want) < (1e-2 if index else 5e-3)
+
+
+# heads of q and of k and v; D; T; documents; gates; window
+PARTS = [
+    ((4, 2), 128, 4096, False, False, None),
+    ((4, 2), 128, 4096, True, True, None),
+    ((2, 2), 64, 4096, False, True, None),
+    ((2, 2), 128, 2048, False, True, 700),
+]
+
+
+@pytest.mark.parametrize("where", [0, 1, 3])
+@pytest.mark.parametrize("configuration", PARTS, ids=str)
+def test_attention_of_two_parts_equals_xla(configuration, where):
+    """As on one of four devices that share a row: parts `where` and 7 - `where` of eight, value and every gradient; twice the same bits."""
+    (heads, key_heads), dim, length, documents, gated, window = configuration
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)  # noqa: E731
+    inputs = [normal(2, length, n, dim) for n in (heads, key_heads, key_heads)]
+    if gated:
+        gate = rng.normal(size=(2, length, heads)) + 3
+        inputs.append(jax.nn.log_sigmoid(jnp.asarray(gate, jnp.float32)))
+    ids = jnp.asarray(np.cumsum(rng.random((2, length)) < 0.002, axis=1) + 1) if documents else None
+    mask = jnp.asarray(rng.random((2, length)) < 0.9) if documents else None
+    part = length // 8
+    places = jnp.asarray([where, 7 - where], jnp.int32) * part
+
+    def cut(x):
+        return jnp.concatenate([x[:, p * part : (p + 1) * part] for p in (where, 7 - where)], 1)
+
+    def fused(q, k, v, log_forget=None):
+        tokens = read_tokens(ids, mask, jnp.zeros(2, jnp.int32), None)
+        return run_kernel(
+            "mosaic_gpu", cut(q), k, v, log_forget, tokens,
+            scale=dim**-0.5, window=window, prune=True, places=places,
+        )  # fmt: skip
+
+    def plain(q, k, v, log_forget=None):
+        return cut(ops.attention(
+            q, k, v, log_forget=log_forget, window=window, segment_ids=ids, update_mask=mask,
+            implementation="xla",
+        )[0])  # fmt: skip
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(run, d_output, *inputs):
+        output, pull = jax.vjp(run, *inputs)
+        return output, *pull(d_output)
+
+    d_output = normal(2, 2 * part, heads, dim)
+    got = both(fused, d_output, *inputs)
+    for a, b in zip(got, both(fused, d_output, *inputs), strict=True):
+        np.testing.assert_array_equal(a, b)
+    with jax.default_matmul_precision("highest"):
+        expected = both(plain, *(x.astype(jnp.float32) for x in (d_output, *inputs)))
+    for index, (a, b) in enumerate(zip(got, expected, strict=True)):
+        assert error(a, b) < (1e-2 if index else 5e-3)
 
 
 @pytest.mark.parametrize("documents", [False, True])

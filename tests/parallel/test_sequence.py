@@ -87,6 +87,11 @@ def test_phase_and_time_invariant_rows():
     ran("sequence_extras")
 
 
+def test_attention_by_a_kernel():
+    """Two parts of a row a device, with gates, documents and windows; what no kernel does is refused by name."""
+    ran("sequence_kernel")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_every_method(name):

@@ -1,0 +1,77 @@
+"""Run by `test_sequence`, in a process of eight devices: attention over rows in parts, where a kernel is given two of a device's."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lsm_jax import ops
+from lsm_jax.parallel import MeshConfig, make_mesh
+from pallas_kernels import compat, forgetting_attention
+from tests.kernels.test_forgetting_attention_gpu import SCALE, plain
+from tests.kernels.test_linear_attention_gpu import error
+
+LENGTH = 1024  # parts of a tile each, on four devices
+
+
+def kernel(q, k, v, sums, *, run, written, places, window, **rest):
+    """What the kernel computes; the interpreter needs a mesh that is mapped whole."""
+    assert rest == dict(scale=SCALE, prune=True, implementation="mosaic_gpu")
+    whole, half = jnp.zeros((*k.shape[:2], *q.shape[2:]), q.dtype), q.shape[1] // 2
+    for i, part in enumerate((q[:, :half], q[:, half:])):
+        whole = jax.lax.dynamic_update_slice_in_dim(whole, part, places[i], axis=1)
+    wide = (x.astype(jnp.float32) for x in (whole, k, v))
+    out = plain(*wide, sums, run=run, written=written, window=window).astype(v.dtype)
+    parts = [jax.lax.dynamic_slice_in_dim(out, places[i], half, axis=1) for i in range(2)]
+    return jnp.concatenate(parts, axis=1)
+
+
+def main() -> None:
+    """Outputs, final state and gradients: by the kernel over four devices, and in XLA on one."""
+    compat.on_hopper = lambda: True
+    forgetting_attention.forgetting_attention = kernel
+    rng = np.random.default_rng(0)
+    shapes = dict(q=(1, LENGTH, 2, 64), k=(1, LENGTH, 1, 64), v=(1, LENGTH, 1, 64))
+    inputs = {n: jnp.asarray(rng.normal(size=s), jnp.bfloat16) for n, s in shapes.items()}
+    gates = dict(log_forget=jax.nn.log_sigmoid(jnp.asarray(rng.normal(size=(1, LENGTH, 2)) + 3)))
+    documents = dict(
+        segment_ids=np.sort(rng.integers(0, 4, size=(1, LENGTH)), axis=1),
+        update_mask=rng.random((1, LENGTH)) < 0.8,
+    )
+    weights = jnp.asarray(rng.normal(size=(1, LENGTH, 2, 64)), jnp.float32)
+    mesh = make_mesh(MeshConfig(sequence=4), jax.devices()[:4])
+
+    def run(inputs, rest, implementation):
+        def loss(inputs):
+            output, state = ops.attention(
+                **inputs, **rest, scale=SCALE, implementation=implementation
+            )
+            return jnp.sum(weights * output), (output, state)
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(inputs)
+
+    for given, rest in (
+        (inputs | gates, documents), (inputs | gates, {}), (inputs, dict(window=200)), (inputs, {}),
+    ):  # fmt: skip
+        expected = run(given, rest, "xla")
+        with jax.set_mesh(mesh):
+            got = run(given, rest, "mosaic_gpu")
+        pairs = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
+        errors = [float(error(a, b)) for a, b in pairs if jnp.issubdtype(a.dtype, jnp.inexact)]
+        print(errors, flush=True)
+        assert max(errors) < 1e-2
+
+    for name in ("cudnn", "mosaic_tpu"):
+        with jax.set_mesh(mesh):
+            try:
+                run(inputs, {}, name)
+            except NotImplementedError as why:
+                print(why, flush=True)
+            else:
+                raise AssertionError(f"{name} serves rows in parts")
+    print("ok")
+
+
+if __name__ == "__main__":
+    main()
