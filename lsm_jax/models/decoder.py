@@ -120,7 +120,8 @@ def _stack_periods(config: ModelConfig, keys: jax.Array) -> Period:
 def _together(tree: Any) -> Any:
     """The tree; its gradients are handed on when all of them are there.
 
-    Of several layers in a scan's body XLA would else make the gradients of the parameters last, and hold what all of them are made of.
+    Of several layers in a scan's body XLA would else make the gradients of the parameters last, and hold what all of them are made of:
+    less time, more memory.
     """
     return tree
 
@@ -259,7 +260,7 @@ class Decoder(nnx.Module):
         shared = self.init_shared(x)
 
         def layer(x, shared, block, state, index, segment_ids, positions, update_mask):
-            if size > 1 and self.remat != "none":
+            if size > 1 and self.remat == "full":
                 x, block = _together((x, block))
             return block(
                 x,

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lsm_jax.ops import checks, chosen
+from lsm_jax.ops import checks, chosen, linear_kernels
 from lsm_jax.ops.decays import forget
 from lsm_jax.ops.linear_memory import _linear_memory as linear
 from lsm_jax.ops.linear_memory import _Options as LinearOptions
@@ -96,17 +96,21 @@ def slot_memory(
         update_mask: [B, T], 0 where a token must not change the memory (it still reads it).
         form: "recurrent" (token by token), "chunk" (matrix products in a chunk, scan over chunks) or "associative"
             (associative scan over chunks), of both linear memories.
-        implementation: None or "xla".
+        implementation: None (the fused kernels of `linear_memory`, one for each memory, where they serve: NVIDIA Hopper,
+            bfloat16, chunk form, K of 64 or a multiple of 128, M of 64 or 128, V too, or of any multiple of 128 where H divides
+            G; strengths, scores and weights are rounded to bfloat16 on their way; else XLA), "xla", "mosaic_gpu" or, by name
+            only, "mosaic_tpu".
         chunk_size: tokens in a chunk, a power of two; None is 64.
 
     Returns:
         The output in v's dtype, and the final state in float32 (float64 if an input is).
 
     Raises:
+        NotImplementedError: a kernel asked for by name does not serve the call; the message says why.
         ValueError: shapes, heads, form, implementation or chunk size that are not accepted.
     """
     op = "slot_memory"
-    checks.check_form(op, form, implementation)
+    checks.check_form(op, form, implementation, linear_kernels.KERNELS)
     batch, length, _, _, heads, key_dim, value_dim = checks.check_qkv(op, q, k, v)
     checks.check_rows(op, batch, length, segment_ids, update_mask)
     checks.check_shape(op, "s", s, (batch, length, heads, None), "B, T, G, M")
@@ -114,9 +118,8 @@ def slot_memory(
     slots = s.shape[3]
     if log_decay is not None:
         checks.check_shape(op, "log_decay", log_decay, (batch, length, heads, slots), "B, T, G, M")
-    form = chosen.form_of(form, None, length)
+    form = chosen.form_of(form, implementation, length)
     size = checks.check_chunk_size(op, chunk_size, length)
-    chosen.note(op, f"xla, {form} form (no fused kernel in this version)")
     dtype = checks.compute_dtype(q, k, v, s, log_decay)
     empty = functools.partial(slot_state, batch, heads, slots, key_dim, value_dim, dtype=dtype)
     state = checks.state_or_empty(op, initial_state, empty, segment_ids)
@@ -131,7 +134,11 @@ def slot_memory(
         segment_ids=segment_ids,
         update_mask=update_mask,
     )
+    kernel = linear_kernels.AUTOMATIC if implementation in (None, "xla") else implementation
+    why = _why_no_kernel(kernel, form, q, k, v, s, log_decay, state)
     options = LinearOptions(
+        fused=chosen.choose(op, form, implementation, kernel, why),
+        kernel=kernel,
         scale=checks.scale_or_default(op, scale, key_dim),
         normalize=None,
         form=form,
@@ -145,6 +152,18 @@ def slot_memory(
         _slot_memory, batched, {}, options,
         axes=axes, out_axes=(TOKENS, "state"), in_sequence=_in_sequence,
     )  # fmt: skip
+
+
+def _why_no_kernel(kernel: str, form: str, q, k, v, s, log_decay, state: SlotState) -> str | None:
+    """What the kernels of both memories take in place of this call, or None."""
+    none = dict(log_input_gate=None, normalize=None)
+    shape = (*q.shape[:2], max(q.shape[2], v.shape[2]), s.shape[3])
+    weights, s = (jax.ShapeDtypeStruct(x, q.dtype) for x in (shape, s.shape))
+    of_keys = (q, k, s, None, None, state.keys, none | dict(value_log_decay=log_decay))
+    of_values = (weights, s, v, log_decay, None, state.values, none)
+    whys = (linear_kernels.why_not(kernel, form, *x) for x in (of_keys, of_values))
+    names = ("keys (K x M)", "values (M x V)")
+    return next((f"{w} in the memory of {n}" for n, w in zip(names, whys, strict=True) if w), None)
 
 
 def _in_sequence(axis, function, options, **arguments):
@@ -164,8 +183,16 @@ def _update(options, q, k, v, s, log_decay, state, segment_ids, update_mask) -> 
     decay = None if log_decay is None else select(tokens.written, log_decay.astype(dtype))
     total = total_of(decay, tokens, num_segments, batch)
     if num_segments is not None:
+        given = dict(segment_ids=segment_ids, update_mask=update_mask)
         _, written = _slot_memory(
-            options._replace(form="chunk"), q, k, v, s, log_decay, empty, segment_ids, update_mask
+            options._replace(form="chunk"),
+            q=q,
+            k=k,
+            v=v,
+            s=s,
+            log_decay=log_decay,
+            state=empty,
+            **given,
         )
         return Update(total, written, restarts, first_id)
     stays = staying(tokens)
@@ -191,7 +218,21 @@ def _advance(state: SlotState, update: Update) -> SlotState:
 
 # Compiled as a whole also when called outside `jax.jit`, as in a notebook.
 @functools.partial(jax.jit, static_argnums=0)
-def _slot_memory(options, q, k, v, s, log_decay, state, segment_ids, update_mask):
+def _slot_memory(options, **arrays):
+    def xla(arrays):
+        # A wide s makes wide scores.
+        return _two_memories(options._replace(fused="never"), options.dtype, **arrays)
+
+    def kernel(arrays):
+        return _two_memories(options._replace(fused="always"), arrays["q"].dtype, **arrays)
+
+    if options.fused == "maybe":
+        return chosen.by_platform(arrays, cuda=kernel, default=xla)
+    return kernel(arrays) if options.fused == "always" else xla(arrays)
+
+
+def _two_memories(options, dtype, q, k, v, s, log_decay, state, segment_ids, update_mask):
+    """`slot_memory` with strengths, scores and weights in `dtype`."""
     rest = dict(
         segment_ids=segment_ids,
         update_mask=update_mask,
@@ -203,12 +244,13 @@ def _slot_memory(options, q, k, v, s, log_decay, state, segment_ids, update_mask
     def part(memory: Array) -> LinearState:
         return LinearState(memory, normalizer=None, stabilizer=None, segment_id=state.segment_id)
 
-    # The slots are the first memory's value channels and the second one's key channels. A wide s makes wide scores.
+    # The slots are the first memory's value channels and the second one's key channels.
+    s = s.astype(dtype)
     scores, of_keys = linear(
         options,
         q=q,
         k=k,
-        v=s.astype(options.dtype),
+        v=s,
         log_decay=None,
         value_log_decay=log_decay,
         state=part(state.keys),
@@ -216,7 +258,7 @@ def _slot_memory(options, q, k, v, s, log_decay, state, segment_ids, update_mask
     )
     output, of_values = linear(
         options._replace(scale=1.0),
-        q=jax.nn.softmax(scores, axis=-1),
+        q=jax.nn.softmax(scores.astype(options.dtype), axis=-1).astype(dtype),
         k=s,
         v=v,
         log_decay=log_decay,

@@ -56,6 +56,7 @@ ON_HOPPER = [
     ("delta_memory", (4, 4, 4), 64, 64, "channel log_decay", 188),
     ("dplr_memory", (4, 4, 4), 128, 128, "channel log_decay segment_ids", 740),
     ("dplr_memory", (4, 2, 4), 64, 64, "log_decay", 980),
+    ("slot_memory", (4, 4, 4), 256, 256, "slots", 332),
     ("attention", (4, 2, 2), 64, 64, "log_forget", 0),
     ("attention", (4, 2, 2), 128, 128, "log_forget segment_ids update_mask", 208),
     ("attention", (4, 4, 4), 128, 128, "log_forget window", 176),
@@ -108,6 +109,8 @@ def compile_for(device, abstract_device, case, implementation):
         inputs["value_log_decay"] = array(2, length, memories, value_dim)
     if "bonus" in given:
         inputs["bonus"] = array(memories, key_dim)
+    if "slots" in given:
+        inputs |= dict(s=array(2, length, memories, 64), log_decay=array(2, length, memories, 64))
     if "log_forget" in given:
         inputs["log_forget"] = array(2, length, heads)
     marks = {

@@ -201,6 +201,49 @@ def test_one_token_equals_the_recurrence(configuration):
         np.testing.assert_array_equal(kept[:2], arrays["memory"][:2])
 
 
+# heads of q and of k, memories; K, M and V; T; documents
+SLOTS = [
+    ((2, 2, 2), (256, 64, 256), 2048, False),
+    ((2, 1, 2), (64, 64, 128), 1100, True),
+    ((4, 2, 2), (128, 128, 128), 700, True),
+]
+
+
+@pytest.mark.parametrize("configuration", SLOTS, ids=str)
+def test_slot_memory_equals_the_recurrence(configuration):
+    """Value, final memories and every gradient, in float32 at full precision; and twice the same bits."""
+    (heads, key_heads, memories), (key_dim, slots, value_dim), length, documents = configuration
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=(2, length, *shape)), jnp.bfloat16)  # noqa: E731
+    gate = jax.nn.log_sigmoid(normal(memories, slots).astype(jnp.float32)) / 8
+    inputs = [normal(heads, key_dim), normal(key_heads, key_dim), normal(memories, value_dim)]
+    inputs += [-jnp.expm1(gate), gate]
+    ids = jnp.asarray(np.cumsum(rng.random((2, length)) < 0.01, axis=1) + 1) if documents else None
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def both(implementation, form, cotangents, *inputs):
+        def run(*x):
+            output, state = ops.slot_memory(
+                *x, scale=key_dim**-1.0, segment_ids=ids, form=form, implementation=implementation
+            )
+            return output, state.keys, state.values
+
+        outputs, pull = jax.vjp(run, *inputs)
+        return *outputs, *pull(cotangents)
+
+    shapes = [(memories, key_dim, slots), (memories, slots, value_dim)]
+    cotangents = [jnp.asarray(rng.normal(size=(2, *s)), jnp.float32) for s in shapes]
+    cotangents = (normal(max(heads, memories), value_dim), *cotangents)
+    fused = both("mosaic_gpu", "chunk", cotangents, *inputs)
+    for a, b in zip(fused, both("mosaic_gpu", "chunk", cotangents, *inputs), strict=True):
+        np.testing.assert_array_equal(a, b)
+    with jax.default_matmul_precision("highest"):
+        wide = jax.tree.map(lambda x: x.astype(jnp.float32), (cotangents, *inputs))
+        expected = both("xla", "recurrent", *wide)
+    for index, (got, want) in enumerate(zip(fused, expected, strict=True)):
+        assert error(got, want) < (5e-3 if index < 3 else 1e-2), index
+
+
 # heads of q and of k and v; D; T; documents; gates; window
 ATTENTION = [
     ((4, 2), 128, 1000, True, "mild", None),
