@@ -141,6 +141,7 @@ def _operations() -> dict[str, Callable]:
         "gated delta rule": lambda q, k, v, b, g: ops.chunk_gated_delta_rule(q, k, v, g, b),
         "kda": lambda q, k, v, b, g: ops.chunk_kda(q, k, v, g, b),
         "rwkv7": lambda q, k, v, a, b, w: ops.chunk_rwkv7(q, w, k, v, a, b),
+        "slot memory": lambda q, k, v, s, g: ops.chunk_gsa(q, k, v, s, g),
         "forgetting attention": lambda q, k, v, g: (ops.parallel_forgetting_attn(q, k, v, g),),
         "mom": _mom,
     } | dict.fromkeys(_MODELS, _model)
@@ -175,6 +176,7 @@ def _calls(call: Callable, op: str, shape: Sequence[int], bias: float) -> tuple[
         "rwkv7": lambda: (
             (q, k, v, -unit, unit * torch.rand_like(unit), -0.6 * torch.rand_like(unit))
         ),
+        "slot memory": lambda: (q, k, v, *_slots(gate((*scalar, 64), 0.0) / 8)),
         "forgetting attention": lambda: (q, k, v, gate(scalar, bias)),
     }.get(op, lambda: (q, k, v))()
     for tensor in inputs:
@@ -189,6 +191,11 @@ def _calls(call: Callable, op: str, shape: Sequence[int], bias: float) -> tuple[
         forward().backward(do)
 
     return forward, both
+
+
+def _slots(decay: Any) -> tuple[Any, Any]:
+    """How strongly slots are written, and their decay."""
+    return (1 - decay.exp()).bfloat16().detach(), decay.detach()
 
 
 def _model(name: str, rows: int, length: int, **fields: Any) -> Callable:

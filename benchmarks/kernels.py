@@ -38,6 +38,7 @@ OPS = (
     "gated delta rule",
     "kda",
     "rwkv7",
+    "slot memory",
 )
 SHAPES = (
     "8x4096x16x128", "2x16384x16x128", "4x2048x16x128", "4x4096x64x128", "8x2048x32x256", "8x1024x8x64",
@@ -56,6 +57,9 @@ def make_inputs(op: str, shape: str) -> tuple[jax.Array, ...]:
     if op == "rwkv7":
         share, decay = jax.random.uniform(keys[4], (2, *q.shape))
         return q, k, v, do, -unit, unit * share.astype(k.dtype), -0.6 * decay
+    if op == "slot memory":  # of 64 slots
+        decay = jax.nn.log_sigmoid(jax.random.normal(keys[4], (*q.shape[:3], 64))) / 8
+        return q, k, v, do, -jnp.expm1(decay).astype(k.dtype), decay
     if "delta" in op:
         beta, decay = jax.nn.sigmoid(jax.random.normal(keys[4], (2, batch, length, heads)))
         return q, unit, v, do, beta, *[jnp.log(0.9 + 0.1 * decay)] * ("gated" in op)
@@ -78,6 +82,9 @@ def ours(op: str, implementation: str, segments: int = 0):
         state = empty(batch, heads, dim, dim, num_segments=segments)
         return dict(implementation=implementation, segment_ids=ids, initial_state=state)
 
+    if op == "slot memory":
+        slots: Any = lambda *sizes, **more: ops.slot_state(*sizes[:2], 64, *sizes[2:], **more)  # noqa: E731
+        return lambda q, *x: ops.slot_memory(q, *x, **rest(slots, q))[0]
     if op == "rwkv7":
         return lambda q, *x: ops.dplr_memory(q, *x, **rest(ops.delta_state, q))[0]
     if "delta" in op or op == "kda":
