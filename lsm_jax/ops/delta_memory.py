@@ -57,7 +57,7 @@ def delta_memory(
         form: "recurrent" (token by token), "chunk" (one triangular solve a chunk, scan over chunks) or "associative"
             (associative scan over chunks).
         implementation: None (the fused kernel where it serves: NVIDIA Hopper, bfloat16, chunk form, K of 64, 128 or 256, V also
-            512, with a decay a key channel K of 64 or 128 and V of 64 or a multiple of 128; one token alone, also in float32,
+            512, with a decay a key channel V of 64 or a multiple of 128; one token alone, also in float32,
             with K a multiple of 16 up to 256 and V of 32; else XLA, one token alone in the recurrent form), "xla", "mosaic_gpu"
             or, by name only, "mosaic_tpu" (no one has run it on a TPU yet).
         chunk_size: tokens in a chunk of the XLA form, a power of two; None is 64.

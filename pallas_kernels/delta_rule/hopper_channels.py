@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.delta_rule import hopper_parts
+from pallas_kernels.delta_rule import hopper_parts, hopper_pieces
 from pallas_kernels.delta_rule.hopper import multiple
 from pallas_kernels.delta_rule.hopper_channels_finish import finish
 from pallas_kernels.delta_rule.hopper_prepare import CHUNK, Prepared
@@ -33,6 +33,9 @@ WIDEST = 128  # columns of values; `api` has wider ones in pieces
 
 def reason(q, k, v, log_decay, run, initial) -> str | None:
     """Why this backend does not serve these arguments (arrays or their shapes), or None."""
+    if q.shape[3] not in hopper_pieces.DEPTHS:
+        return f"K of 64, 128 or 256, not {q.shape[3]}"
+    q, k = hopper_pieces.a_piece(q), hopper_pieces.a_piece(k)
     return linear_channels.reason(q, k, a_piece(v), log_decay, run, initial)
 
 
@@ -62,16 +65,15 @@ def forward(
     heads = max(q.shape[2], memories)
     run, borders = linear.split_runs(run, initial, len(v))
     documents = linear_channels._documents(run, 1)
-    resolved = resolve(q, k, log_decay, documents, heads=heads, scale=scale, interpret=interpret)
+    options: dict[str, Any] = dict(heads=heads, scale=scale, interpret=interpret)
+    chunks = functools.partial(resolve, documents=documents, **options)
+    resolved = hopper_pieces.in_pieces(chunks, (q, k, log_decay), ("upper", "scores"))
     rows = jnp.repeat(jnp.swapaxes(beta, 1, 2), heads // memories, axis=1)
     inverse = solve(resolved.upper, _not_zero(rows), interpret=interpret)
     prepared = Prepared(inverse, resolved.scores, rows)
     # Several heads that read one memory each carry it along.
     initial = jnp.repeat(initial, heads // memories, axis=1)
-    options: dict[str, Any] = dict(
-        heads=heads, scale=1.0, written=resolved.written, keep=resolved.keep, borders=borders,
-        interpret=interpret,
-    )  # fmt: skip
+    options |= dict(scale=1.0, written=resolved.written, keep=resolved.keep, borders=borders)
     parts = hopper_parts.cut(
         functools.partial(sweep, None, resolved.erase, prepared=prepared, initial=None, **options),
         q, k, v, initial, borders, interpret,
@@ -111,10 +113,18 @@ def backward(
     walk = functools.partial(reverse, resolved.read, resolved.erase, d_output, prepared, **options)
     d_ends, count = hopper_parts.ends_of(parts, walk, d_final, interpret)
     dv, d_states, d_starts = walk(d_ends, parts=count)
-    dq, dk, d_decay, d_beta = finish(
-        q, k, log_decay, prepared.rows, missing, d_output, dv, states, d_states, resolved.keep,
-        linear_channels._documents(run, 1), scale=scale, interpret=interpret,
-    )  # fmt: skip
+    documents, depth = linear_channels._documents(run, 1), q.shape[-1]
+
+    def of_chunks(at):
+        return finish(
+            q[..., at], k[..., at], log_decay[..., at], prepared.rows, missing, d_output, dv,
+            states[..., at], d_states[..., at], hopper_pieces.of_piece(resolved.keep, depth, at),
+            documents, scale=scale, interpret=interpret,
+        )  # fmt: skip
+
+    # That of beta needs no keys, so that every piece has all of it.
+    *by_key, (d_beta, *_) = zip(*map(of_chunks, hopper_pieces.pieces_of(depth)), strict=True)
+    dq, dk, d_decay = (jnp.concatenate(x, axis=-1) for x in by_key)
     return (
         share(dq, q.shape[2]), share(dk, k.shape[2]), share(dv, memories),
         share(jnp.swapaxes(d_beta, 1, 2), memories), share(d_decay, memories),

@@ -67,7 +67,7 @@ def dplr(
             from `initial`. None is one run. With S memories a row: every number from 0 to S - 1, each run beginning at a multiple
             of 64 ("mosaic_gpu") or 128 ("mosaic_tpu") tokens, going on from the memory of its number and leaving a final one.
         scale: multiplies q.
-        implementation: "mosaic_gpu" (Hopper; bfloat16, K of 64 or 128, V of 64 or a multiple of 128) or "mosaic_tpu" (bfloat16 or
+        implementation: "mosaic_gpu" (Hopper; bfloat16, K of 64, 128 or 256, V of 64 or a multiple of 128) or "mosaic_tpu" (bfloat16 or
             float32, K and V a multiple of 8 up to 256); `reasons` says what each takes.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.delta_rule import hopper_parts
+from pallas_kernels.delta_rule import hopper_parts, hopper_pieces
 from pallas_kernels.delta_rule.hopper import multiple
 from pallas_kernels.delta_rule.hopper_channels import WIDEST, a_piece
 from pallas_kernels.dplr.hopper_finish import finish
@@ -40,6 +40,9 @@ def reason(q, k, v, a, b, log_decay, run, initial) -> str | None:
     for name, x in dict(a=a, b=b).items():
         if x.dtype != jnp.bfloat16:
             return f"{name} in bfloat16, not {jnp.dtype(x.dtype).name}"
+    if q.shape[3] not in hopper_pieces.DEPTHS:
+        return f"K of 64, 128 or 256, not {q.shape[3]}"
+    q, k = hopper_pieces.a_piece(q), hopper_pieces.a_piece(k)
     return linear_channels.reason(q, k, a_piece(v), log_decay, run, initial)
 
 
@@ -51,9 +54,11 @@ def forward(
     heads = max(q.shape[2], memories)
     run, borders = linear.split_runs(run, initial, len(v))
     documents = linear_channels._documents(run, 1)
-    resolved = resolve(
-        q, k, a, b, log_decay, documents, heads=heads, scale=scale, interpret=interpret
+    chunks = functools.partial(
+        resolve, documents=documents, heads=heads, scale=scale, interpret=interpret
     )
+    products = "upper", "upper_values", "scores", "scores_values"
+    resolved = hopper_pieces.in_pieces(chunks, (q, k, a, b, log_decay), products)
     solved = solve(resolved.upper, resolved.upper_values, resolved.reach, interpret=interpret)
     resolved = resolved._replace(upper=None, upper_values=None, reach=None)
     # Several heads that read one memory each carry it along.
@@ -92,10 +97,17 @@ def backward(
     )
     kept = jnp.einsum("bhnvk,bhnvk->bhnk", states, d_states, preferred_element_type=_F32)
     kept = kept.reshape(resolved.keep.shape) * resolved.keep
-    dq, dk, da, db, d_decay = finish(
-        q, k, a, b, log_decay, v, back, d_output, d_reached, states, d_states, kept,
-        linear_channels._documents(run, 1), scale=scale, interpret=interpret,
-    )  # fmt: skip
+    documents, depth = linear_channels._documents(run, 1), q.shape[-1]
+
+    def of_chunks(at):
+        return finish(
+            q[..., at], k[..., at], a[..., at], b[..., at], log_decay[..., at], v, back, d_output, d_reached,
+            states[..., at], d_states[..., at], hopper_pieces.of_piece(kept, depth, at),
+            documents, scale=scale, interpret=interpret,
+        )  # fmt: skip
+
+    found = zip(*map(of_chunks, hopper_pieces.pieces_of(depth)), strict=True)
+    dq, dk, da, db, d_decay = (jnp.concatenate(x, axis=-1) for x in found)
     return (
         share(dq, q.shape[2]), share(dk, k.shape[2]), share(dv, memories), share(da, a.shape[2]),
         share(db, b.shape[2]), share(d_decay, memories), share(d_starts[:, ::count], memories, axis=1),

@@ -56,6 +56,8 @@ ON_HOPPER = [
     ("delta_memory", (4, 4, 4), 64, 64, "channel log_decay", 188),
     ("dplr_memory", (4, 4, 4), 128, 128, "channel log_decay segment_ids", 740),
     ("dplr_memory", (4, 2, 4), 64, 64, "log_decay", 980),
+    ("delta_memory", (4, 4, 4), 256, 128, "channel log_decay segment_ids", 1408),
+    ("dplr_memory", (4, 4, 4), 256, 128, "channel log_decay segment_ids", 2628),
     ("slot_memory", (4, 4, 4), 256, 256, "slots", 332),
     ("attention", (4, 2, 2), 64, 64, "log_forget", 0),
     ("attention", (4, 2, 2), 128, 128, "log_forget segment_ids update_mask", 208),

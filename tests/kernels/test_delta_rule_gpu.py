@@ -81,6 +81,7 @@ CASES = {
     "alike": dict(dims=(128, 1, 1, 1, 64, 64), documents=False, decay=False, alike=True),
     "channel": dict(dims=(128, 1, 1, 1, 64, 64), documents=True, decay="channel"),
     "channel-queries-share": dict(dims=(100, 2, 1, 1, 128, 64), documents=True, decay="channel"),
+    "channel-deep": dict(dims=(130, 1, 1, 1, 256, 64), documents=True, decay="channel"),
     "channel-wide": dict(dims=(65, 1, 1, 1, 64, 256), documents=True, decay="channel"),
     "parts": dict(dims=(256, 1, 1, 1, 64, 64), documents=False, decay=True, parts=2),
     "parts-documents": dict(dims=(200, 2, 1, 1, 64, 64), documents=True, decay=False, parts=4),
@@ -224,8 +225,8 @@ def test_says_why_it_does_not_serve():
     assert reasons(**shapes)["mosaic_gpu"] is None
     wide = make(64, 1, 1, 1, 512, 64, documents=False, decay=False)
     assert "K of 64, 128 or 256, not 512" in reasons(**{n: wide[n] for n in shapes})["mosaic_gpu"]
-    deep = make(64, 1, 1, 1, 256, 64, documents=False, decay="channel")
-    assert "K of 64 or 128, not 256" in reasons(**{n: deep[n] for n in shapes})["mosaic_gpu"]
+    deep = make(64, 1, 1, 1, 512, 64, documents=False, decay="channel")
+    assert "K of 64, 128 or 256, not 512" in reasons(**{n: deep[n] for n in shapes})["mosaic_gpu"]
     inputs["q"] = inputs["q"].astype(jnp.float32)
     with pytest.raises(NotImplementedError, match="'mosaic_gpu' takes q in bfloat16, not float32"):
         delta_rule(**inputs, scale=SCALE)

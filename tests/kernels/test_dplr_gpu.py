@@ -66,6 +66,7 @@ CASES: dict[str, dict[str, Any]] = {
     "parts": dict(dims=(128, 1, 1, 2, 64, 64), documents=False, parts=2),
     "wide": dict(dims=(65, 1, 1, 1, 64, 256), documents=True),
     "deep": dict(dims=(65, 1, 1, 1, 128, 64), documents=False),
+    "deeper": dict(dims=(130, 1, 1, 1, 256, 64), documents=True),
 }
 
 
@@ -137,8 +138,8 @@ def test_lowers_for_the_card(width, heads):
 def test_says_why_it_does_not_serve():
     inputs = make(64, 1, 1, 1, 64, 64, documents=False)
     assert reasons(**inputs)["mosaic_gpu"] is None
-    wide = make(64, 1, 1, 1, 256, 64, documents=False)
-    assert "K of 64 or 128, not 256" in reasons(**wide)["mosaic_gpu"]
+    wide = make(64, 1, 1, 1, 512, 64, documents=False)
+    assert "K of 64, 128 or 256, not 512" in reasons(**wide)["mosaic_gpu"]
     inputs["a"] = inputs["a"].astype(jnp.float32)
     with pytest.raises(NotImplementedError, match="'mosaic_gpu' takes a in bfloat16, not float32"):
         dplr(**inputs, scale=SCALE)

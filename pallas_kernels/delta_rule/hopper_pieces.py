@@ -1,0 +1,61 @@
+"""Keys of 256 channels that decay one by one: what a chunk makes by itself is made of 128 at a time, on Mosaic GPU (Hopper).
+
+Products over keys are added, what each channel has is put side by side; the walks see whole keys.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+DEPTHS = (64, 128, 256)
+_WIDTH = 128
+
+
+def pieces_of(depth: int) -> list[slice]:
+    """The channels of each piece."""
+    width = min(depth, _WIDTH)
+    return [slice(n, n + width) for n in range(0, depth, width)]
+
+
+def a_piece(x) -> jax.ShapeDtypeStruct:
+    """The shape of what a chunk's kernels see of keys or queries [B, T, *, K] (or their shape)."""
+    return jax.ShapeDtypeStruct((*x.shape[:3], min(x.shape[3], _WIDTH)), x.dtype)
+
+
+def in_pieces(
+    make: Callable[..., Any], arrays: Collection[jax.Array], products: Collection[str]
+) -> Any:
+    """The `Resolved` of whole keys.
+
+    Args:
+        make: that of pieces of the arrays.
+        arrays: [B, T, *, K].
+        products: the fields that are sums over keys. `keep` is [B, h, N * K], the others have K as their last axis.
+    """
+    depth = next(iter(arrays)).shape[-1]
+    found = [make(*(x[..., piece] for x in arrays)) for piece in pieces_of(depth)]
+    if len(found) == 1:
+        return found[0]
+
+    def join(name: str, *parts):
+        if name in products:
+            wide = (x.astype(jnp.float32) for x in parts)
+            return functools.reduce(jnp.add, wide).astype(parts[0].dtype)
+        if name == "keep":
+            parts = [x.reshape(*x.shape[:2], -1, _WIDTH) for x in parts]
+            return jnp.concatenate(parts, axis=-1).reshape(*parts[0].shape[:2], -1)
+        return jnp.concatenate(parts, axis=-1)
+
+    kind = type(found[0])
+    return kind(*map(join, kind._fields, *found))
+
+
+def of_piece(x: jax.Array, depth: int, piece: slice) -> jax.Array:
+    """A piece of [B, h, N * K]."""
+    by_chunk = x.reshape(*x.shape[:2], -1, depth)[..., piece]
+    return by_chunk.reshape(*x.shape[:2], -1)
