@@ -124,9 +124,12 @@ def laid_out(
 
 def run_kernel(
     implementation: str, scale: float, q, k, v, log_decay, bonus, state, segment_ids, update_mask,
-    value_log_decay=None,
+    value_log_decay=None, exact: bool = False,
 ) -> tuple[jax.Array, LinearState]:  # fmt: skip
-    """`linear_memory` as the kernel that `implementation` names; `log_decay` is None, [G], [B, T, G] or [B, T, G, K]."""
+    """`linear_memory` as the kernel that `implementation` names; `log_decay` is None, [G], [B, T, G] or [B, T, G, K].
+
+    `exact`: the output in float32.
+    """
     from pallas_kernels.linear_attention import linear_attention
 
     tokens = read(segment_ids, update_mask, state)
@@ -142,6 +145,8 @@ def run_kernel(
     arrays = dict(q=select(tokens.real, q), k=k, v=v, log_decay=log_decay)
     arrays |= dict(value_log_decay=value_log_decay)
     given, restore = laid_out(implementation, tokens, state.memory, arrays)
-    found = linear_attention(**given, bonus=bonus, scale=scale, implementation=implementation)
+    found = linear_attention(
+        **given, bonus=bonus, scale=scale, exact=exact, implementation=implementation
+    )
     output, memory = restore(*found)
     return finish_output(tokens, output), LinearState(memory, None, None, tokens.last_id)

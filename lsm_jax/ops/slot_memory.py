@@ -98,7 +98,7 @@ def slot_memory(
             (associative scan over chunks), of both linear memories.
         implementation: None (the fused kernels of `linear_memory`, one for each memory, where they serve: NVIDIA Hopper,
             bfloat16, chunk form, K and M of 64 or a multiple of 128, V of 64 or 128, or of any multiple of 128 where H divides
-            G; strengths, scores and weights are rounded to bfloat16 on their way; else XLA), "xla", "mosaic_gpu" or, by name
+            G; strengths and weights are rounded to bfloat16 on their way; else XLA), "xla", "mosaic_gpu" or, by name
             only, "mosaic_tpu".
         chunk_size: tokens in a chunk, a power of two; None is 64.
 
@@ -232,7 +232,7 @@ def _slot_memory(options, **arrays):
 
 
 def _two_memories(options, dtype, q, k, v, s, log_decay, state, segment_ids, update_mask):
-    """`slot_memory` with strengths, scores and weights in `dtype`."""
+    """`slot_memory` with strengths and weights in `dtype`."""
     rest = dict(
         segment_ids=segment_ids,
         update_mask=update_mask,
@@ -247,7 +247,7 @@ def _two_memories(options, dtype, q, k, v, s, log_decay, state, segment_ids, upd
     # The slots are the first memory's value channels and the second one's key channels.
     s = s.astype(dtype)
     scores, of_keys = linear(
-        options,
+        options._replace(exact=True),
         q=q,
         k=k,
         v=s,
@@ -258,7 +258,7 @@ def _two_memories(options, dtype, q, k, v, s, log_decay, state, segment_ids, upd
     )
     output, of_values = linear(
         options._replace(scale=1.0),
-        q=jax.nn.softmax(scores.astype(options.dtype), axis=-1).astype(dtype),
+        q=jax.nn.softmax(scores, axis=-1).astype(dtype),
         k=s,
         v=v,
         log_decay=log_decay,

@@ -85,6 +85,7 @@ def linear_attention(
     bonus: Float[Array, "G K"] | None = None,
     value_log_decay: Float[Array, "B T G V"] | None = None,
     scale: float,
+    exact: bool = False,
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T max(H,G) V"], Float[Array, "R G K V"]]:
@@ -102,13 +103,14 @@ def linear_attention(
         bonus: [G, K] float32. If given, a read comes before decay and write and sees its own token through `q diag(bonus) kᵀ v`.
         value_log_decay: [B, T, G, V] float32, a decay of the value channels, in place of `log_decay`.
         scale: multiplies q.
+        exact: the output in float32, not rounded to v's dtype where "mosaic_gpu" has `value_log_decay`.
         implementation: "mosaic_gpu" (Hopper; bfloat16, K and V of 64 or 128, and with no decay or a scalar one of 256 or 512; with
             a decay a channel K also of any multiple of 128, and V too where it is a value channel's or H divides G) or
             "mosaic_tpu" (bfloat16 or float32, K and V a multiple of 8 up to 256); `reasons` says what each takes.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
-        The output in v's dtype, and the final memories in float32, as `initial`.
+        The output in v's dtype (float32 if `exact`), and the final memories in float32, as `initial`.
 
     Raises:
         NotImplementedError: the implementation does not serve these arguments; the message says why.
@@ -135,22 +137,24 @@ def linear_attention(
         q, k, v = pad(q), pad(k), pad(v)
         log_decay = None if log_decay is None else pad(log_decay)
         run = None if run is None else jnp.pad(run, [(0, 0), (0, padding)], mode="edge")
-    output, final = _in_pieces(name, scale, interpret, q, k, v, log_decay, run, initial, bonus)
+    static = name, scale, exact, interpret
+    output, final = _in_pieces(static, q, k, v, log_decay, run, initial, bonus)
     return output[:, :length], final
 
 
-def _in_pieces(name, scale, interpret, q, k, v, log_decay, run, initial, bonus):
+def _in_pieces(static, q, k, v, log_decay, run, initial, bonus):
     """`_run` of pieces of key channels, whose outputs are added, and of value channels, which do not see each other."""
+    name, _, exact, _ = static
     widths = _widths(name, q, v)
     if widths == (q.shape[3], v.shape[3]):
-        return _run(name, scale, interpret, q, k, v, log_decay, run, initial, bonus)
+        return _run(static, q, k, v, log_decay, run, initial, bonus)
     by_value = name == "hopper_values"
 
     def call(keys, values):
         own = [x[..., keys] for x in (q, k)] + [v[..., values]]
         decay = log_decay[..., values if by_value else keys]
         more = None if bonus is None else bonus[:, keys]
-        return _run(name, scale, interpret, *own, decay, run, initial[..., keys, values], more)
+        return _run(static, *own, decay, run, initial[..., keys, values], more)
 
     keys, values = (
         [slice(n, n + width) for n in range(0, size, width)]
@@ -162,7 +166,7 @@ def _in_pieces(name, scale, interpret, q, k, v, log_decay, run, initial, bonus):
         strict=True,
     )
     output = functools.reduce(jnp.add, (x.astype(jnp.float32) for x in outputs))
-    return output.astype(v.dtype), jnp.concatenate(memories, axis=-2)
+    return output if exact else output.astype(v.dtype), jnp.concatenate(memories, axis=-2)
 
 
 def side_by_side(call, v, initial, width: int = 128) -> tuple[jax.Array, jax.Array]:
@@ -172,36 +176,48 @@ def side_by_side(call, v, initial, width: int = 128) -> tuple[jax.Array, jax.Arr
     return jnp.concatenate(outputs, axis=-1), jnp.concatenate(memories, axis=-1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _run(name, scale, interpret, q, k, v, log_decay, run, initial, bonus):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(static, q, k, v, log_decay, run, initial, bonus):
     inputs = q, k, v, log_decay, run, initial
-    backend, extra = _backend(name), _extra(bonus)
-    return backend.forward(*inputs, scale=scale, interpret=interpret, save=False, **extra)[:2]
+    return _call(static, *inputs, bonus, save=False)[:2]
+
+
+def _call(static, *inputs, **options):
+    """A backend's forward."""
+    name, scale, exact, interpret = static
+    *arrays, bonus = inputs
+    if exact and name == "hopper_values":
+        options["exact"] = True
+    found = _backend(name).forward(
+        *arrays, scale=scale, interpret=interpret, **_extra(bonus), **options
+    )
+    output, *rest = found
+    return output.astype(jnp.float32) if exact else output, *rest
 
 
 def _extra(bonus) -> dict[str, Any]:  # only one backend knows it
     return {} if bonus is None else dict(bonus=bonus)
 
 
-def _forward(name, scale, interpret, *primals):
+def _forward(static, *primals):
     wanted = primals[3] is not None and primals[3].perturbed
     inputs = tuple(None if p is None else p.value for p in primals)
-    *arrays, bonus = inputs
-    found = _backend(name).forward(*arrays, scale=scale, interpret=interpret, **_extra(bonus))
-    output, final, residuals = keep(found)
+    output, final, residuals = keep(_call(static, *inputs))
     # A decay that is a constant of its head needs no gradient, and the backward is cheaper without. (An array: residuals
     # carry no flags.)
     return (output, final), (inputs, residuals, jnp.zeros((int(wanted), 0)))
 
 
-def _backward(name, scale, interpret, saved, cotangents):
+def _backward(static, saved, cotangents):
+    name, scale, _, interpret = static
     (inputs, residuals, wanted) = saved
     zeros: Any = jnp.zeros
     cotangents = (zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents)
     *arrays, bonus = inputs
+    d_output, d_final = cotangents
     log_decay = inputs[3]
     dq, dk, dv, d_decay, d_initial, *d_bonus = _backend(name).backward(
-        *arrays, residuals, *cotangents, scale=scale, interpret=interpret,
+        *arrays, residuals, d_output.astype(inputs[2].dtype), d_final, scale=scale, interpret=interpret,
         decay_gradient=wanted.shape[0] == 1, **_extra(bonus),
     )  # fmt: skip
     if log_decay is not None and d_decay is None:

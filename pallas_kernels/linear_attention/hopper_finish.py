@@ -31,7 +31,7 @@ _F32 = jnp.float32
 
 def finish(
     q, k, v, log_decay, d_output, states, d_states, keep, documents: Documents | None, *,
-    scale: float, bonus=None, pieces: int = 1, interpret: Any = False,
+    scale: float, bonus=None, pieces: int = 1, exact: bool = False, interpret: Any = False,
 ):  # fmt: skip
     """Gradients of q, k [B, T, h, K] and log_decay (float32), chunk by chunk, for h heads.
 
@@ -50,6 +50,7 @@ def finish(
         scale: of q.
         bonus: [*, K], or None.
         pieces: 1 or 2, into which each head's values are cut; more find no room.
+        exact: the gradient of q, asked for alone, is float32.
         interpret: parameters of the interpreter, or False.
     """
     batch, length, heads, width = d_output.shape
@@ -64,7 +65,7 @@ def finish(
     count, groups, keep_heads = length // CHUNK, depth // BLOCK, keep.shape[1]
     struct = jax.ShapeDtypeStruct
     wide = struct((batch, length, heads, depth), k.dtype)
-    out_type = dict(dq=wide)
+    out_type = dict(dq=struct(wide.shape, _F32) if exact else wide)
     if whole:
         out_type |= dict(dk=wide, dg=struct(wide.shape, _F32))
     if bonus is not None:
@@ -191,7 +192,11 @@ def finish(
             dq, *dk = lax.fori_loop(0, LEVELS, level, (dq, *dk))
             current = wg.spread_rows(current, SQUARE)
             if not whole:
-                give("dq", k_room, dq + current * load(k_room).astype(_F32))
+                dq += current * load(k_room).astype(_F32)
+                if exact:
+                    refs["dq"].at[b, tokens, h, columns][...] = dq
+                    return
+                give("dq", k_room, dq)
                 plgpu.wait_smem_to_gmem(0)
                 return
             (dk,) = dk

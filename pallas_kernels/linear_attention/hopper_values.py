@@ -30,9 +30,22 @@ def reason(q, k, v, log_decay, run, initial) -> str | None:
 
 
 def forward(
-    q, k, v, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
+    q,
+    k,
+    v,
+    log_decay,
+    run,
+    initial,
+    *,
+    scale: float,
+    save: bool = True,
+    exact: bool = False,
+    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, Residuals]:
-    """The output [B, T, max(H, G), V] and the final memories as `initial`; log_decay is [B, T, G, V]. T is a multiple of `CHUNK`."""
+    """The output [B, T, max(H, G), V] and the final memories as `initial`; log_decay is [B, T, G, V]. T is a multiple of `CHUNK`.
+
+    `exact`: the output in float32.
+    """
     del save
     batch, length, memories, _ = v.shape
     q, k = _by_head(q, k, memories)
@@ -44,7 +57,7 @@ def forward(
     split = lambda x: hopper._split(x, parts)  # noqa: E731
     (output,) = finish(
         None, split(v), split(k), split(log_decay), split(q), states, None, chunks.keep, documents,
-        scale=scale, interpret=interpret,
+        scale=scale, exact=exact, interpret=interpret,
     )  # fmt: skip
     final = ends.reshape(-1, parts, heads, *ends.shape[2:])[:, -1, :: heads // memories]
     return output.reshape(batch, length, heads, -1), _turned(final), Residuals()

@@ -226,7 +226,7 @@ def test_slot_memory_equals_the_recurrence(configuration):
     def both(implementation, form, cotangents, *inputs):
         def run(*x):
             output, state = ops.slot_memory(
-                *x, scale=key_dim**-1.0, segment_ids=ids, form=form, implementation=implementation
+                *x, scale=1.0, segment_ids=ids, form=form, implementation=implementation
             )
             return output, state.keys, state.values
 

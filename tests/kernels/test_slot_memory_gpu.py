@@ -41,7 +41,7 @@ def test_equals_the_recurrence_in_value_and_every_gradient(interpreted, segments
 
     def run(implementation, form, *x):
         output, final = ops.slot_memory(
-            *x, scale=1 / 64, initial_state=state, segment_ids=ids, form=form,
+            *x, scale=2.0, initial_state=state, segment_ids=ids, form=form,
             implementation=implementation,
         )  # fmt: skip
         return output, final.keys, final.values
