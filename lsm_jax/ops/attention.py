@@ -102,7 +102,8 @@ def attention(
         implementation: None (cuDNN where it serves: NVIDIA, bfloat16 or float16, whole documents without state, mask or
             gates; the fused kernel where that serves: bfloat16 on Hopper, no state, no window along with ids
             or mask; else XLA), "xla" (blocks of queries; no [T, T] array is kept), "cudnn", "mosaic_gpu" or "mosaic_tpu"
-            (the fused kernels).
+            (the fused kernels). Where devices share a row, "mosaic_gpu" alone of the three serves, if a device has an even
+            number of times 128 tokens.
         prune: a fused kernel passes over keys that gates have left less than e^-10 of a row, all together (arXiv 2504.06949).
 
     Returns:
@@ -197,13 +198,15 @@ def _in_sequence(
 
     no_id: Any = None
     mine = jax.tree.map(own, tokens._replace(last_id=no_id))
-    whole = segment_ids is None and update_mask is None
+    # Tokens that fill a row up come after all others: where nothing else is masked, nobody sees them.
+    whole = options.plain or (segment_ids is None and update_mask is None)
+    seen = tokens._replace(written=None) if options.plain else tokens
     backends = _instead_of_cudnn(options, q, k, v, whole, "rows that are not cut")
 
     def fused(name, q, k, v, log_forget):
         def run(q, where):
             return attention_kernels.run_kernel(
-                name, q, k, v, log_forget, tokens, places=where,
+                name, q, k, v, log_forget, seen, places=where,
                 scale=options.scale, window=options.window, prune=options.prune,
             )  # fmt: skip
 
@@ -327,7 +330,8 @@ def _instead_of_cudnn(options: _Options, q, k, v, whole: bool, takes: str) -> tu
         )  # fmt: skip
     if why is not None and options.sure:
         raise NotImplementedError(f"attention: implementation={name!r} takes {why}")
-    where = "" if options.sure else f" on NVIDIA (cudnn takes {takes})"
+    also = "" if why in (None, takes) else f"; {name} takes {why}"
+    where = "" if options.sure else f" on NVIDIA (cudnn takes {takes}{also})"
     chosen.note("attention", f"{name if why is None else 'xla'}{where}")
     return () if why is not None else (name,)
 

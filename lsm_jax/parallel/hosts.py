@@ -69,7 +69,7 @@ def join_hosts() -> None:
         jax.distributed.initialize(**given)
     except (ValueError, RuntimeError) as error:
         raise ValueError(
-            f"{found} says that this process is one of several, but they could not be joined: {error}. Set "
+            f"{found} says that this process is one of several, but they could not be joined: {str(error).rstrip('.')}. Set "
             f"{', '.join(_BY_HAND)} by hand, or run a single process"
         ) from error
 

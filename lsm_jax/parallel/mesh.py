@@ -142,8 +142,8 @@ def param_sharding(
         parts = math.prod(mesh.shape[axis] for axis in axes)
         if size % parts:
             raise ValueError(
-                f"{name}: axis {logical!r} of size {size} does not divide over {parts} devices "
-                f"of mesh axes {', '.join(axes)}"
+                f"{name}: axis {logical!r} of size {size} does not divide over {parts} devices of "
+                f"{', '.join(f'mesh.{axis}={mesh.shape[axis]}' for axis in axes)}"
             )
     return NamedSharding(mesh, partition_spec(logical_axes))
 

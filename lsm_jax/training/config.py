@@ -173,6 +173,8 @@ class TrainConfig:
         passes = self.mesh.pieces() // self.mesh.pipeline  # microbatches of one device's rows
         if self.batch_size % (shards * passes * self.accumulation_steps):
             pieces = f" x {passes} microbatches of each" if passes > 1 else ""
+            if passes > 1 and self.mesh.microbatches:
+                pieces += f" (mesh.microbatches={self.mesh.microbatches})"
             raise ValueError(
                 f"batch_size={self.batch_size}: it must divide by {shards} devices{pieces} x "
                 f"accumulation_steps={self.accumulation_steps}"

@@ -31,10 +31,12 @@ def _backend(name: str) -> Any:
 
 
 def _widths(name: str, q, v) -> tuple[int, int]:
-    """Of the pieces of keys and of values that a backend is given: Hopper's take 128 channels of those that decay one by one."""
+    """Of the pieces of keys and of values that a backend is given: Hopper's take 128 channels of those that decay one by one, and
+    of values that go with them, unless it cuts these itself."""
     key_dim, value_dim = q.shape[3], v.shape[3]
     keys = 128 if name in ("hopper_channels", "hopper_values") and key_dim % 128 == 0 else key_dim
-    values = 128 if name == "hopper_values" and value_dim % 128 == 0 else value_dim
+    cut = name == "hopper_values" or name == "hopper_channels" and q.shape[2] > v.shape[2]
+    values = 128 if cut and value_dim % 128 == 0 else value_dim
     return keys, values
 
 
@@ -105,8 +107,7 @@ def linear_attention(
         scale: multiplies q.
         exact: the output in float32, not rounded to v's dtype where "mosaic_gpu" has `value_log_decay`.
         implementation: "mosaic_gpu" (Hopper; bfloat16, K and V of 64 or 128, and with no decay or a scalar one of 256 or 512; with
-            a decay a channel K also of any multiple of 128, and V too where it is a value channel's or H divides G) or
-            "mosaic_tpu" (bfloat16 or float32, K and V a multiple of 8 up to 256); `reasons` says what each takes.
+            a decay a channel both of 64 or any multiple of 128) or "mosaic_tpu" (bfloat16 or float32, K and V a multiple of 8 up to 256); `reasons` says what each takes.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:

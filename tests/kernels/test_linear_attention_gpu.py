@@ -90,6 +90,7 @@ CASES = {
     "channels-deeper": dict(
         dims=(65, 1, 1, 2, 256, 64), documents=True, decay="channel", bonus=True
     ),
+    "channels-wide-shared": dict(dims=(65, 2, 1, 1, 64, 256), documents=True, decay="channel"),
     "channels-strong": dict(
         dims=(128, 1, 1, 1, 128, 64), documents=True, decay="channel", strong=True
     ),
@@ -189,3 +190,17 @@ def test_says_why_it_does_not_serve():
         linear_attention(**inputs, scale=SCALE)
     with pytest.raises(ValueError, match="implementation='triton'; accepted are"):
         linear_attention(**inputs, scale=SCALE, implementation="triton")
+
+
+def test_maps_over_one_more_axis():
+    """`jax.vmap`: to the bit what calls one after the other give."""
+    case = make(64, 1, 1, 1, 64, 64, documents=False, decay=True)
+    arrays = {n: jnp.stack([x, x[:, ::-1]]) for n, x in case.items() if n in "qkv"}
+    rest = {n: x for n, x in case.items() if n not in arrays}
+
+    def run(x):
+        return linear_attention(**x, **rest, scale=SCALE, interpret=gpu_interpreter())
+
+    one_by_one = [run({n: x[i] for n, x in arrays.items()}) for i in range(2)]
+    for got, *expected in zip(jax.vmap(run)(arrays), *one_by_one, strict=True):
+        np.testing.assert_array_equal(got, jnp.stack(expected))

@@ -99,3 +99,14 @@ def test_attention_left_half_to_the_partitioner_is_not_by_cudnn(with_cudnn):
         step = jax.jit(lambda q: ops.attention(q, q, q, implementation="cudnn")[0])
         with pytest.raises(NotImplementedError, match="heads that divide over the devices"):
             step.trace(q)
+
+
+def test_rows_in_parts_run_by_the_kernel(monkeypatch):
+    """On Hopper alone, filled up or not, with a window or without; where it does not serve, it is said."""
+    for length, window, expected in ((1024, None, True), (1000, 300, True), (320, None, False)):
+        q = jax.ShapeDtypeStruct((1, length, 4, 64), jnp.bfloat16)
+        with use_abstract_mesh(mesh_of("gpu", "sequence")):
+            traced = jax.jit(lambda q, w=window: ops.attention(q, q, q, window=w)[0]).trace(q)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert ("mosaic_gpu" in text) == expected, (length, window)
+    assert "mosaic_gpu takes halves of the queries" in ops.choices()["attention"]
