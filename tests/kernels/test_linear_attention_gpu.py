@@ -88,7 +88,7 @@ CASES = {
     "channels-deep-wide": dict(dims=(65, 1, 1, 1, 128, 256), documents=True, decay="channel"),
     "channels-wide-parts": dict(dims=(256, 1, 1, 1, 64, 256), documents=True, decay="channel"),
     "channels-deeper": dict(
-        dims=(65, 1, 1, 2, 256, 64), documents=True, decay="channel", bonus=True
+        dims=(130, 1, 1, 1, 256, 64), documents=True, decay="channel", bonus=True
     ),
     "channels-wide-shared": dict(dims=(65, 2, 1, 1, 64, 256), documents=True, decay="channel"),
     "channels-strong": dict(
@@ -104,7 +104,7 @@ CASES = {
         dims=(65, 1, 1, 2, 64, 128), documents=False, decay="value channel"
     ),
     "value-channels-deep-wide": dict(
-        dims=(65, 1, 1, 1, 256, 256), documents=True, decay="value channel"
+        dims=(130, 1, 1, 1, 256, 256), documents=True, decay="value channel"
     ),
     "channels-parts": dict(dims=(256, 1, 1, 1, 64, 64), documents=True, decay="channel"),
 }

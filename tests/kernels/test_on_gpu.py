@@ -203,30 +203,31 @@ def test_one_token_equals_the_recurrence(configuration):
         np.testing.assert_array_equal(kept[:2], arrays["memory"][:2])
 
 
-# heads of q and of k, memories; K, M and V; T; documents
+# heads of q and of k, memories; K, M and V; T; documents; scale of q
 SLOTS = [
-    ((2, 2, 2), (256, 64, 256), 2048, False),
-    ((2, 1, 2), (64, 64, 128), 1100, True),
-    ((4, 2, 2), (128, 128, 128), 700, True),
+    ((2, 2, 2), (256, 64, 256), 2048, False, 1 / 256),
+    ((2, 1, 2), (64, 64, 128), 1100, True, 1.0),
+    ((4, 2, 2), (128, 128, 128), 700, True, 1 / 128),
 ]
 
 
 @pytest.mark.parametrize("configuration", SLOTS, ids=str)
 def test_slot_memory_equals_the_recurrence(configuration):
     """Value, final memories and every gradient, in float32 at full precision; and twice the same bits."""
-    (heads, key_heads, memories), (key_dim, slots, value_dim), length, documents = configuration
+    (heads, key_heads, memories), sizes, length, documents, scale = configuration
+    key_dim, slots, value_dim = sizes
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=(2, length, *shape)), jnp.bfloat16)  # noqa: E731
     gate = jax.nn.log_sigmoid(normal(memories, slots).astype(jnp.float32)) / 8
     inputs = [normal(heads, key_dim), normal(key_heads, key_dim), normal(memories, value_dim)]
-    inputs += [-jnp.expm1(gate), gate]
+    inputs = [*map(jax.nn.silu, inputs), -jnp.expm1(gate), gate]  # as gated slot attention has them
     ids = jnp.asarray(np.cumsum(rng.random((2, length)) < 0.01, axis=1) + 1) if documents else None
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def both(implementation, form, cotangents, *inputs):
         def run(*x):
             output, state = ops.slot_memory(
-                *x, scale=1.0, segment_ids=ids, form=form, implementation=implementation
+                *x, scale=scale, segment_ids=ids, form=form, implementation=implementation
             )
             return output, state.keys, state.values
 
