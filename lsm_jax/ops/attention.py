@@ -102,8 +102,8 @@ def attention(
         implementation: None (cuDNN where it serves: NVIDIA, bfloat16 or float16, whole documents without state, mask or
             gates; the fused kernel where that serves: bfloat16 on Hopper, no state, no window along with ids
             or mask; else XLA), "xla" (blocks of queries; no [T, T] array is kept), "cudnn", "mosaic_gpu" or "mosaic_tpu"
-            (the fused kernels). Where devices share a row, "mosaic_gpu" alone of the three serves, if a device has an even
-            number of times 128 tokens.
+            (the fused kernels). Where devices share a row, "mosaic_gpu" alone of the three serves, where a device has a
+            multiple of 256 tokens.
         prune: a fused kernel passes over keys that gates have left less than e^-10 of a row, all together (arXiv 2504.06949).
 
     Returns:

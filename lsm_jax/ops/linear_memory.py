@@ -91,9 +91,10 @@ def linear_memory(
         form: "recurrent" (token by token), "chunk" (matrix products in a chunk, scan over chunks) or "associative"
             (associative scan over chunks).
         implementation: None (the fused kernel where it serves: NVIDIA Hopper, bfloat16, chunk form, K and V of 64 or 128, of 256
-            and 512 too where no channel has a decay of its own; where channels have one, of any multiple of 128; not both decays, no normaliser or input gate; one token alone, also in float32, with K a
-            multiple of 16 up to 256 and V of 32, where its memory is a `Layer`; else XLA, one token alone in the recurrent form), "xla", "mosaic_gpu" or, by name
-            only, "mosaic_tpu" (no one has run it on a TPU yet).
+            and 512 too where no channel has a decay of its own, of any multiple of 128 where channels have one; not both decays,
+            no normaliser or input gate; one token alone, also in float32, with K a multiple of 16 up to 256 and V of 32, where
+            its memory is a `Layer`; else XLA, one token alone in the recurrent form), "xla", "mosaic_gpu" or, by name only,
+            "mosaic_tpu" (no one has run it on a TPU yet).
         chunk_size: tokens in a chunk of the XLA form, a power of two; None is 64.
 
     Returns:

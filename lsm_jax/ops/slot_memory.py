@@ -97,8 +97,8 @@ def slot_memory(
         form: "recurrent" (token by token), "chunk" (matrix products in a chunk, scan over chunks) or "associative"
             (associative scan over chunks), of both linear memories.
         implementation: None (the fused kernels of `linear_memory`, one for each memory, where they serve: NVIDIA Hopper,
-            bfloat16, chunk form, K, M and V of 64 or a multiple of 128; strengths and weights are rounded to bfloat16 on their way; else XLA), "xla", "mosaic_gpu" or, by name
-            only, "mosaic_tpu".
+            bfloat16, chunk form, K, M and V of 64 or a multiple of 128; strengths and weights are rounded to bfloat16 on their way;
+            else XLA), "xla", "mosaic_gpu" or, by name only, "mosaic_tpu" (no one has run it on a TPU yet).
         chunk_size: tokens in a chunk, a power of two; None is 64.
 
     Returns:

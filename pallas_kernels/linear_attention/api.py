@@ -107,7 +107,8 @@ def linear_attention(
         scale: multiplies q.
         exact: the output in float32, not rounded to v's dtype where "mosaic_gpu" has `value_log_decay`.
         implementation: "mosaic_gpu" (Hopper; bfloat16, K and V of 64 or 128, and with no decay or a scalar one of 256 or 512; with
-            a decay a channel both of 64 or any multiple of 128) or "mosaic_tpu" (bfloat16 or float32, K and V a multiple of 8 up to 256); `reasons` says what each takes.
+            a decay a channel both of 64 or any multiple of 128) or "mosaic_tpu" (bfloat16 or float32, K and V a multiple of 8 up to
+            256); `reasons` says what each takes.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
