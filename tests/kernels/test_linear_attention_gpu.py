@@ -103,8 +103,8 @@ CASES = {
     "value-channels-memories-share": dict(
         dims=(65, 1, 1, 2, 64, 128), documents=False, decay="value channel"
     ),
-    "value-channels-deep-wide": dict(
-        dims=(130, 1, 1, 1, 256, 256), documents=True, decay="value channel"
+    "value-channels-deep": dict(
+        dims=(130, 1, 1, 1, 256, 64), documents=True, decay="value channel"
     ),
     "channels-parts": dict(dims=(256, 1, 1, 1, 64, 64), documents=True, decay="channel"),
 }
