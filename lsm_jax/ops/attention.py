@@ -15,8 +15,7 @@ from lsm_jax.ops.query_blocks import attend_causally, attend_in_blocks
 from lsm_jax.ops.segments import Tokens, finish_output, read_tokens, select
 from lsm_jax.parallel import TOKENS, over_mesh, sequence_shards
 
-_PLATFORMS = {"cudnn": "cuda", "mosaic_gpu": "cuda", "mosaic_tpu": "tpu"}
-_IMPLEMENTATIONS = (None, "xla", *_PLATFORMS)
+_IMPLEMENTATIONS = (None, "xla", *attention_kernels.PLATFORMS)
 
 
 class AttentionState(NamedTuple):
@@ -212,8 +211,8 @@ def _in_sequence(
 
         return attention_sequence.attend_fused(axis, run, q)
 
-    output = _on_platform(
-        options,
+    output = attention_kernels.on_platform(
+        options.sure,
         {name: functools.partial(fused, name) for name in backends},
         lambda q, k, v, _: _in_blocks(axis, options, q, (k, v, sums), places, state, whole),
         select(mine.real, q), k, v, log_forget,
@@ -306,7 +305,7 @@ def _choose(op: str, implementation, q, k, v, fresh, whole, window, gated) -> tu
     best: dict[str, str] = {}
     for name, reason in reasons.items():
         if reason is None:
-            best.setdefault(_PLATFORMS[name], name)
+            best.setdefault(attention_kernels.PLATFORMS[name], name)
     if best:
         where = dict(cuda="NVIDIA", tpu="TPU")
         picked = ", ".join(f"{name} on {where[platform]}" for platform, name in best.items())
@@ -336,21 +335,6 @@ def _instead_of_cudnn(options: _Options, q, k, v, whole: bool, takes: str) -> tu
     return () if why is not None else (name,)
 
 
-def _on_platform(options: _Options, fused: dict, default, q, k, v, log_forget) -> Array:
-    """The output by the fused kernel that was named or is the platform's, else by `default`, in v's dtype."""
-    if options.sure and fused:
-        (only,) = fused.values()
-        return only(q, k, v, log_forget)
-
-    def otherwise(*inputs):
-        return default(*inputs).astype(v.dtype)
-
-    if not fused:
-        return otherwise(q, k, v, log_forget)
-    by_platform = {_PLATFORMS[name]: run for name, run in fused.items()}
-    return chosen.by_platform(q, k, v, log_forget, **by_platform, default=otherwise)
-
-
 class _Places(NamedTuple):
     """Where tokens stand: a document each, and a rank among its written tokens; [B, T]."""
 
@@ -374,8 +358,8 @@ def _attention(options, q, k, v, log_forget, state, segment_ids, update_mask):
     if "cudnn" in backends and attention_cudnn.half_mapped():
         whole = segment_ids is None and update_mask is None
         backends = _instead_of_cudnn(options, q, k, v, whole, attention_cudnn.MAPPED)
-    output = _on_platform(
-        options,
+    output = attention_kernels.on_platform(
+        options.sure,
         {name: functools.partial(_fused, name, options, tokens) for name in backends},
         lambda q, k, v, _: _in_xla(options, q, k, v, sums, tokens, places, state),
         select(tokens.real, q), k, v, log_forget,

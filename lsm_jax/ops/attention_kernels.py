@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
+from lsm_jax.ops import chosen
 from lsm_jax.ops.forgetting import GateSum, sum_gates
 from lsm_jax.ops.segments import Tokens
+
+PLATFORMS = {"cudnn": "cuda", "mosaic_gpu": "cuda", "mosaic_tpu": "tpu"}
+"""Of what may run in XLA's place."""
+
+
+def on_platform(
+    sure: bool, fused: dict[str, Callable], default: Callable, q, k, v, log_forget
+) -> jax.Array:
+    """The output in v's dtype: by the only one of `fused` if that is `sure`, else by the platform's, or by `default`."""
+    if sure and fused:
+        (only,) = fused.values()
+        return only(q, k, v, log_forget)
+
+    def otherwise(*inputs):
+        return default(*inputs).astype(v.dtype)
+
+    if not fused:
+        return otherwise(q, k, v, log_forget)
+    by_platform = {PLATFORMS[name]: run for name, run in fused.items()}
+    return chosen.by_platform(q, k, v, log_forget, **by_platform, default=otherwise)
 
 
 def why_not(
