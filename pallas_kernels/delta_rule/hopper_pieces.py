@@ -22,7 +22,7 @@ def pieces_of(depth: int) -> list[slice]:
     return [slice(n, n + width) for n in range(0, depth, width)]
 
 
-def a_piece(x) -> jax.ShapeDtypeStruct:
+def a_piece_of_keys(x) -> jax.ShapeDtypeStruct:
     """The shape of what a chunk's kernels see of keys or queries [B, T, *, K] (or their shape)."""
     return jax.ShapeDtypeStruct((*x.shape[:3], min(x.shape[3], _WIDTH)), x.dtype)
 

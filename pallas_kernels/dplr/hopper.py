@@ -42,7 +42,7 @@ def reason(q, k, v, a, b, log_decay, run, initial) -> str | None:
             return f"{name} in bfloat16, not {jnp.dtype(x.dtype).name}"
     if q.shape[3] not in hopper_pieces.DEPTHS:
         return f"K of 64, 128 or 256, not {q.shape[3]}"
-    q, k = hopper_pieces.a_piece(q), hopper_pieces.a_piece(k)
+    q, k = hopper_pieces.a_piece_of_keys(q), hopper_pieces.a_piece_of_keys(k)
     return linear_channels.reason(q, k, a_piece(v), log_decay, run, initial)
 
 

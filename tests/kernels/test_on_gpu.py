@@ -208,6 +208,8 @@ SLOTS = [
     ((2, 2, 2), (256, 64, 256), 2048, False, 1 / 256),
     ((2, 1, 2), (64, 64, 128), 1100, True, 1.0),
     ((4, 2, 2), (128, 128, 128), 700, True, 1 / 128),
+    # Not met yet: the gradient of the decays is 1.1e-2 off by the interpreter.
+    pytest.param(((2, 2, 2), (256, 64, 256), 2048, False, 1.0), marks=pytest.mark.xfail),
 ]
 
 
@@ -220,7 +222,7 @@ def test_slot_memory_equals_the_recurrence(configuration):
     normal = lambda *shape: jnp.asarray(rng.normal(size=(2, length, *shape)), jnp.bfloat16)  # noqa: E731
     gate = jax.nn.log_sigmoid(normal(memories, slots).astype(jnp.float32)) / 8
     inputs = [normal(heads, key_dim), normal(key_heads, key_dim), normal(memories, value_dim)]
-    inputs = [*map(jax.nn.silu, inputs), -jnp.expm1(gate), gate]  # as gated slot attention has them
+    inputs += [-jnp.expm1(gate), gate]
     ids = jnp.asarray(np.cumsum(rng.random((2, length)) < 0.01, axis=1) + 1) if documents else None
 
     @functools.partial(jax.jit, static_argnums=(0, 1))
