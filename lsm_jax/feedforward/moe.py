@@ -152,6 +152,7 @@ class MoE(nnx.Module):
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
         update_mask: jax.Array | None = None,
+        contiguous: bool = False,
         state: None = None,
     ) -> tuple[jax.Array, None, dict[str, jax.Array]]:
         """x [B, T, D] -> [B, T, D], None, the router's losses and statistics.

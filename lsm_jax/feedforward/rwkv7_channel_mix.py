@@ -89,11 +89,16 @@ class RWKV7ChannelMix(nnx.Module):
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
         update_mask: jax.Array | None = None,
+        contiguous: bool = False,
         state: ops.ShiftState | None = None,
     ) -> tuple[jax.Array, ops.ShiftState, dict[str, jax.Array]]:
         """x [B, T, D] -> [B, T, D], the last token, no statistics."""
         before, state = ops.token_shift(
-            x, initial_state=state, segment_ids=segment_ids, update_mask=update_mask
+            x,
+            initial_state=state,
+            segment_ids=segment_ids,
+            update_mask=update_mask,
+            contiguous=contiguous,
         )
         mixed = x + (before - x) * self.mix[...].astype(x.dtype)
 

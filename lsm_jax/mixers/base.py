@@ -353,6 +353,7 @@ class Mixer(nnx.Module):
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
         update_mask: jax.Array | None = None,
+        contiguous: bool = False,
         state: MixerState | None = None,
     ) -> tuple[jax.Array, MixerState, dict[str, jax.Array]]:
         """Mix the tokens of x.
@@ -364,6 +365,7 @@ class Mixer(nnx.Module):
             segment_ids: int [B, T], 0 for padding; None for one document that goes on.
             positions: int [B, T] within the document; counted from the state where not given.
             update_mask: [B, T], 0 where a token must leave the memory as it is.
+            contiguous: whether every token between two of one document is written, as the caller knows (`ops.short_convolution`).
             state: what earlier calls left; None is fresh.
 
         Returns:
@@ -379,7 +381,9 @@ class Mixer(nnx.Module):
             positions, clock = advance(clock, x.shape[:2], segment_ids, update_mask, positions)
         tails = {} if state is None else dict(state.tails)
         shared = {} if shared is None else shared
-        context = Context(layer, shared, segment_ids, positions, update_mask, tails)
+        context = Context(
+            layer, shared, segment_ids, positions, update_mask, tails, contiguous=contiguous
+        )
         o, memory = self.through_memory(x, context, None if state is None else state.memory)
         y = self.finish(o, x, context)
         return y, MixerState(memory, context.tails, clock), context.aux

@@ -196,6 +196,7 @@ class Decoder(nnx.Module):
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
         update_mask: jax.Array | None = None,
+        contiguous: bool = False,
         state: DecoderState | None = None,
     ) -> tuple[jax.Array, DecoderState | None, dict[str, jax.Array]]:
         """Logits [B, T, vocab] in float32, the state after, and statistics; arguments as in `hidden`."""
@@ -204,6 +205,7 @@ class Decoder(nnx.Module):
             segment_ids=segment_ids,
             positions=positions,
             update_mask=update_mask,
+            contiguous=contiguous,
             state=state,
         )
         return self.logits(x), state, aux
@@ -231,6 +233,7 @@ class Decoder(nnx.Module):
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
         update_mask: jax.Array | None = None,
+        contiguous: bool = False,
         state: DecoderState | None = None,
         microbatches: int = 0,
         rounds: int = 1,
@@ -242,6 +245,9 @@ class Decoder(nnx.Module):
             segment_ids: int [B, T], 0 for padding; None for one document that goes on.
             positions: int [B, T] within the document; counted where not given.
             update_mask: [B, T], 0 where a token must leave every memory as it is.
+            contiguous: whether every token between two of one document is written, as the caller knows and `lsm_jax.data` packs:
+                what looks back a few tokens then looks at its neighbours alone, on a sequence axis at one device's. Where it
+                is not so, outputs are wrong.
             state: from `init_state` or an earlier call. None starts afresh and keeps nothing.
             microbatches: pieces in which the rows pass through a mesh's pipeline stages, each with a balance loss of its own,
                 as in accumulation; 0 is one for each stage. With a state, or where there is one stage, they pass whole.
@@ -270,6 +276,7 @@ class Decoder(nnx.Module):
                 segment_ids=segment_ids,
                 positions=positions,
                 update_mask=update_mask,
+                contiguous=contiguous,
             )
 
         layer = rematerialized(layer, self.remat)

@@ -20,6 +20,7 @@ from lsm_jax.ops.sequence import (
     resume,
     unless_restarted,
 )
+from lsm_jax.ops.states import per_chunk
 from lsm_jax.parallel import TOKENS, mesh_axes, over_mesh, sum_along
 
 _KERNEL, _FEWEST = "mosaic_gpu", 64
@@ -239,19 +240,45 @@ def _run(function, batched, shared, options: _Options, axes: dict[str, Any], cha
 def _in_sequence(axis, function, options, **arguments):
     """The op on one of the devices that share a row."""
     x, state = arguments["x"], arguments["state"]
+    ids, mask = arguments["segment_ids"], arguments["update_mask"]
     width = state.tail.shape[-2]
-    whole = arguments["segment_ids"] is None and arguments["update_mask"] is None
-    if not whole or state.tail.ndim == 4 or x.shape[1] < width:
-        update = _update(x, state, arguments["segment_ids"], arguments["update_mask"])
+    whole = ids is None and mask is None
+    if not (whole or options.contiguous) or state.tail.ndim == 4 or x.shape[1] < width:
+        update = _update(x, state, ids, mask)
         return resume(axis, function, (options,), arguments, update, _advance)
     # Nothing but the last tokens of the device before can be in reach.
     devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
-    onwards = [(i, i + 1) for i in range(devices - 1)]
-    before = jax.lax.ppermute(x[:, -width:], axis, onwards)
-    tail = jnp.where(here == 0, state.tail.astype(x.dtype), before)
-    output, after = function(options, **(arguments | {"state": state._replace(tail=tail)}))
-    final = sum_along(axis, jnp.where(here == devices - 1, after.tail, 0))
-    return output, after._replace(tail=final)
+    onwards = functools.partial(
+        jax.lax.ppermute, axis_name=axis, perm=[(i, i + 1) for i in range(devices - 1)]
+    )
+    written = None
+    if not whole:
+        written = read_tokens(ids, mask, jnp.zeros_like(state.segment_id), None).written
+    tail, newest = _newest(x, width, ids, written)
+    before = ShiftState(onwards(tail), state.segment_id if newest is None else onwards(newest))
+    entering = jax.tree.map(lambda a, b: jnp.where(here == 0, a.astype(b.dtype), b), state, before)
+    output, after = function(options, **(arguments | {"state": entering}))
+    last = jnp.full(x.shape[:1], devices - 1)
+    if (
+        written is not None
+    ):  # the last device that wrote; the first, where none did, still has the state
+        last = jax.lax.pmax(jnp.where(jnp.any(written, axis=1), here, 0), axis)
+    final = jax.tree.map(
+        lambda a: sum_along(axis, jnp.where(per_chunk(here == last, a), a, 0)), after
+    )
+    return output, final
+
+
+def _newest(x, width: int, ids, written) -> tuple[Array, Array | None]:
+    """The last tokens of a row without gaps, 0 where they are not of its last one's document, and that one's id."""
+    tail = x[:, -width:]
+    if written is None:
+        return tail, None
+    live = written[:, -width:]
+    if ids is None:
+        return select(live, tail), None
+    newest = jnp.where(live[:, -1], ids[:, -1], 0)
+    return select(live & (ids[:, -width:] == newest[:, None]), tail), newest
 
 
 def _update(x, state: ShiftState, segment_ids, update_mask) -> Update:

@@ -202,7 +202,9 @@ def _layer_bytes(
 
     def layer(params, x, shared, ids):
         block = nnx.merge(graph, params)
-        x, _, _, aux = block(x, shared, None, layer=0, segment_ids=ids, positions=ids)
+        x, _, _, aux = block(
+            x, shared, None, layer=0, segment_ids=ids, positions=ids, contiguous=True
+        )
         return x, sum((v for k, v in aux.items() if k.endswith("_loss")), jnp.zeros(()))
 
     def backward(params, x, shared, ids, dx):

@@ -128,6 +128,7 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
             batch["tokens"],
             segment_ids=batch.get("segment_ids"),
             positions=batch.get("positions"),
+            contiguous=True,
             microbatches=config.mesh.pieces(),
             rounds=config.mesh.rounds,
         )

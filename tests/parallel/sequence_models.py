@@ -38,7 +38,9 @@ def measure(config: models.ModelConfig, graph, params, rows):
 
     def loss(params):
         decoder = nnx.merge(graph, params)
-        hidden, _, aux = decoder.hidden(rows["tokens"], segment_ids=rows.get("segment_ids"))
+        hidden, _, aux = decoder.hidden(
+            rows["tokens"], segment_ids=rows.get("segment_ids"), contiguous=True
+        )
         nll = models.next_token_loss(hidden, decoder.head(), rows["labels"], rows["mask"])
         losses = sum((v for k, v in aux.items() if k.endswith("_loss")), 0.0)
         return nll.sum() / rows["mask"].sum() + losses

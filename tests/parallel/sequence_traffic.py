@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lsm_jax import models, ops
+from lsm_jax import mixers, models, ops
 from lsm_jax.parallel import GATHERED, MeshConfig, make_mesh, token_sharding
+from tests.mixers.conftest import run
+from tests.parallel.meshes import WIDTH, mixer
 from tests.parallel.sequence_models import config_of, measure
 
 COLLECTIVE = re.compile(
@@ -90,6 +92,23 @@ def check(mesh, name: str, length: int, forward: dict, backward: dict, **how) ->
         check_overlap(text)
 
 
+def check_layer(mesh, name: str, wanted: dict) -> None:
+    """Raise unless the gradient of a method's layer, on packed rows as a model trains on them, sends `wanted` and sums alone."""
+    module = mixers.build(mixer(name), WIDTH, rngs=nnx.Rngs(0), init_std=0.2, layer=1, num_layers=2)
+    graph, params = nnx.graphdef(module), nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    place = token_sharding(mesh)
+    x = jax.ShapeDtypeStruct((2, 128, WIDTH), jnp.float32, sharding=place)
+    rows = jax.ShapeDtypeStruct((2, 128), jnp.int32, sharding=place)
+
+    def total(params, x, segment_ids, positions):
+        given = dict(segment_ids=segment_ids, positions=positions, contiguous=True)
+        return jnp.sum(jnp.sin(run(nnx.merge(graph, params), x, **given)[0]))
+
+    text = compiled(jax.grad(total, (0, 1)), params, x, rows, rows, mesh=mesh)
+    found = {what: n for what, n in sent(text).items() if not what.startswith("all-reduce")}
+    assert found == wanted, (name, found, wanted)
+
+
 def check_model(mesh, name: str) -> None:
     """Raise unless a training step of the model sends as much on rows of 128 tokens as on rows of 256."""
     config = config_of(name)
@@ -121,6 +140,18 @@ def main(*names: str) -> None:
     if names:
         gathered = {f"all-gather u32[8,{2 * state + 2}]": 1}  # an id that is always 0
         check(mesh, "delta_memory", 64, gathered, back, packed=False)
+    # A memory [K, V] a head and what becomes of the one before it, with ids; back, the memory's gradient. Convolutions and
+    # shifts pass their last tokens on each way, and the id of the last one's document, which is the same for all.
+    id_of_last = {"collective-permute s32[2]": 1}
+    sent_by = dict(
+        retnet={"all-gather u32[8,270]": 1, "all-gather u32[8,256]": 1},
+        mamba2=id_of_last | {"collective-permute f32[2,3,16]": 4, "collective-permute f32[2,3,32]": 2}
+        | {"all-gather u32[8,278]": 1, "all-gather u32[8,256]": 1},
+        rwkv7=id_of_last | {"collective-permute f32[2,1,16]": 2}
+        | {"all-gather u32[8,260]": 1, "all-gather u32[8,128]": 1},
+    )  # fmt: skip
+    for name, wanted in sent_by.items():
+        check_layer(mesh, name, wanted)
     for name in names:
         check_model(mesh, name)
         print(name, "ok", flush=True)

@@ -49,8 +49,12 @@ def ran(module: str, *arguments: str) -> None:
 
 def test_what_is_sent_for_a_layer():
     """One all-gather forward, one backward, of as many bytes at any length; kept under remat; products
-    that need not wait for either; halos by one permutation."""
+    that need not wait for either; the last tokens by one permutation each way, of packed rows too."""
     ran("sequence_traffic")
+
+
+def test_short_memories_of_documents_without_gaps():
+    ran("sequence_shift")
 
 
 @pytest.mark.slow
