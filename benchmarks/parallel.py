@@ -3,7 +3,8 @@
 layouts: tokens/s and memory at 2K x 8 to 16K x 1 rows a card, each mixer pure, over fsdp (Linear-MoE, arXiv 2503.05447, Table 3).
 axes: the same step with every card on one axis: fsdp, expert, tensor, pipeline, and 2 x 2 x 2 of the latter where there are eight
 (Table 4: 2K x 4 rows in all).
-lengths: one document cut along time over all cards, `--tokens` a card; tokens/s a card on 1, 2, 4, ... of them.
+lengths: one row cut along time over all cards, `--tokens` a card, one document or packed of many (`--document`); tokens/s a card on
+1, 2, 4, ... of them.
 One process a mixer, or a mesh: they compile side by side, and once all have, train one after another, so that none is timed beside
 another. One line a row, as JSON; a row that does not fit or compile says why and the next one runs. Times are medians of `--steps`
 steps after two; memory is a card's, by XLA's analysis of the step. `--report` prints the rows of `--output` as markdown.
@@ -62,6 +63,12 @@ def config_of(row: Row, args: Any) -> Any:
     return config
 
 
+def batch_of(args: Any) -> dict[str, Any]:
+    """The arrays of a batch, and their dtypes."""
+    names = ("tokens", "labels", *(("segment_ids", "positions") if args.document else ()))
+    return dict.fromkeys(names, np.int32) | dict(loss_mask=np.float32)
+
+
 def build(rows: list[Row], args: Any) -> tuple[Any, Any, list[Any]]:
     """Rows of one variant and mesh: the mesh, the compiled start, and of each row its step, or the error; no array is made."""
     mesh = rows[0][1]
@@ -76,12 +83,12 @@ def build(rows: list[Row], args: Any) -> tuple[Any, Any, list[Any]]:
         start = program.init.lower()
         place = token_sharding(devices)
         for row in rows:
-            tokens, mask = (
-                jax.ShapeDtypeStruct(row[2:], kind, sharding=place) for kind in (np.int32, np.float32)
-            )  # fmt: skip
+            batch = {
+                name: jax.ShapeDtypeStruct(row[2:], kind, sharding=place)
+                for name, kind in batch_of(args).items()
+            }
             try:
                 step: Any = make_program(config_of(row, args), devices).train_step
-                batch = dict(tokens=tokens, labels=tokens, loss_mask=mask)
                 lowered.append(step.lower(state, batch))
             except Exception as error:
                 lowered.append(error)
@@ -123,7 +130,8 @@ def named(table: str, row: Row, args: Any) -> dict[str, Any]:
         axes["rounds"] = mesh.rounds
     if mesh.expert > 1 and args.exchange != "padded":
         axes["exchange"] = args.exchange
-    return dict(table=table, variant=variant, mesh=axes, rows=count, length=length)
+    packed = dict(document=args.document) if args.document else {}
+    return dict(table=table, variant=variant, mesh=axes, rows=count, length=length, **packed)
 
 
 def print_rows(
@@ -140,7 +148,7 @@ def print_rows(
                 raise step
             with jax.set_mesh(devices):
                 state = start() if state is None else state
-                more, state = train(step, state, devices, count, length, args.steps)
+                more, state = train(step, state, devices, count, length, args)
             more["tokens_per_second_a_card"] = round(more["tokens_per_second"] / cards)
             line |= more | dict(compile_s=round(compile_seconds, 1))
         except Exception as error:  # the rows after it may fit
@@ -150,13 +158,17 @@ def print_rows(
         print(json.dumps(line), flush=True)
 
 
-def train(step: Any, state: Any, devices: Any, rows: int, length: int, steps: int) -> Any:
+def train(step: Any, state: Any, devices: Any, rows: int, length: int, args: Any) -> Any:
     """What steps of one batch take, and the state after them."""
     vocabulary = next(p for p in jax.tree.leaves(state.params) if p.ndim == 2).shape
     tokens = np.random.default_rng(0).integers(0, max(vocabulary), (rows, length), dtype=np.int32)
-    batch = dict(tokens=tokens, labels=tokens, loss_mask=np.ones((rows, length), np.float32))
+    place = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
+    values = dict(tokens=tokens, labels=tokens, loss_mask=np.ones((rows, length), np.float32))
+    if args.document:
+        values |= dict(segment_ids=place // args.document + 1, positions=place % args.document)
+    batch = {name: values[name] for name in batch_of(args)}
     placed, seconds = jax.device_put(batch, token_sharding(devices)), []
-    for _ in range(2 + steps):
+    for _ in range(2 + args.steps):
         began = time.perf_counter()
         state, metrics = step(state, placed)
         loss = float(metrics["train/loss"])
@@ -245,7 +257,7 @@ def _ratio(a: float | None, b: float | None) -> str:
 def report(path: Path) -> str:
     """The rows as markdown, a table each; of two rows of one thing the later counts."""
     rows = {
-        (r["table"], r["variant"], json.dumps(r["mesh"]), r["rows"], r["length"]): r for r in read_rows(path)
+        (r["table"], r["variant"], json.dumps(r["mesh"]), r["rows"], r["length"], r.get("document")): r for r in read_rows(path)
     }.values()  # fmt: skip
 
     def cell(row):
@@ -256,7 +268,8 @@ def report(path: Path) -> str:
         return f"{row['tokens_per_second'] / 1e3:.1f} | {row['gib']:.1f}"
 
     def name_of(row):
-        return "`" + row["variant"].split("mixer=")[1] + "`"
+        packed = f", documents of {row['document']:,}" if "document" in row else ""
+        return "`" + row["variant"].split("mixer=")[1] + "`" + packed
 
     def of(table):
         return [r for r in rows if r["table"] == table]
@@ -286,7 +299,7 @@ def report(path: Path) -> str:
         cards = r["mesh"].get("sequence", 1)
         alone = [
             a for a in made
-            if a["variant"] == r["variant"] and not a["mesh"] and a["length"] * cards == r["length"]
+            if name_of(a) == name_of(r) and not a["mesh"] and a["length"] * cards == r["length"]
         ]  # fmt: skip
         one = alone[-1].get("tokens_per_second_a_card") if alone else None
         part = _ratio(r.get("tokens_per_second_a_card"), one)
@@ -306,6 +319,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048, help="of a row, for axes")
     parser.add_argument("--tokens", type=int, default=131072, help="a card, for lengths")
     parser.add_argument("--longest", default="", help="tokens a card to try too, on all cards")
+    parser.add_argument("--document", type=int, default=0, help="tokens of each that a row is packed of; 0: rows are whole")  # fmt: skip
     parser.add_argument("--counts", default="", help="of cards, for lengths; else 1, 2, 4, ...")
     parser.add_argument("--cards", type=int, help="of those there are; else all")
     parser.add_argument("--steps", type=int, default=5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -11,7 +10,6 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.linear_attention.api import side_by_side
 from pallas_kernels.residuals import keep
 
 _IMPLEMENTATIONS = ("mosaic_gpu", "mosaic_tpu")
@@ -82,13 +80,6 @@ def delta_rule(
         )
     if (why := reason(implementation, q, k, v, log_decay, run, initial)) is not None:
         raise NotImplementedError(f"delta_rule: implementation={implementation!r} takes {why}")
-    if v.shape[-1] > getattr(_backend(implementation, log_decay), "WIDEST", math.inf):
-        options = dict(run=run, scale=scale, implementation=implementation, interpret=interpret)
-
-        def piece(v, initial):
-            return delta_rule(q, k, v, beta, log_decay, initial=initial, **options)
-
-        return side_by_side(piece, v, initial)
     length = q.shape[1]
     padding = -length % _backend(implementation, log_decay).multiple(q, k, v)
     if padding:  # tokens that write nothing, and whose output is cut off

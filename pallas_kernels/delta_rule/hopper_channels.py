@@ -28,21 +28,13 @@ __all__ = ["CHUNK", "Residuals", "backward", "forward", "multiple", "reason"]
 # In place of a beta of 0 where gradients are made: that of beta is x · dv / beta. It is far below what any sum notices.
 _LEAST = 1e-20
 
-WIDEST = 128  # columns of values; `api` has wider ones in pieces
-
 
 def reason(q, k, v, log_decay, run, initial) -> str | None:
     """Why this backend does not serve these arguments (arrays or their shapes), or None."""
     if q.shape[3] not in hopper_pieces.DEPTHS:
         return f"K of 64, 128 or 256, not {q.shape[3]}"
-    q, k = hopper_pieces.a_piece_of_keys(q), hopper_pieces.a_piece_of_keys(k)
-    return linear_channels.reason(q, k, a_piece(v), log_decay, run, initial)
-
-
-def a_piece(v) -> jax.ShapeDtypeStruct:
-    """The shape of what a call sees of v."""
-    width = v.shape[3] if v.shape[3] % WIDEST else WIDEST
-    return jax.ShapeDtypeStruct((*v.shape[:3], width), v.dtype)
+    q, k, v = map(hopper_pieces.a_piece, (q, k, v))
+    return linear_channels.reason(q, k, v, log_decay, run, initial)
 
 
 class Residuals(NamedTuple):
@@ -66,8 +58,7 @@ def forward(
     run, borders = linear.split_runs(run, initial, len(v))
     documents = linear_channels._documents(run, 1)
     options: dict[str, Any] = dict(heads=heads, scale=scale, interpret=interpret)
-    chunks = functools.partial(resolve, documents=documents, **options)
-    resolved = hopper_pieces.in_pieces(chunks, (q, k, log_decay), ("upper", "scores"))
+    resolved = resolve(q, k, log_decay, documents, **options)
     rows = jnp.repeat(jnp.swapaxes(beta, 1, 2), heads // memories, axis=1)
     inverse = solve(resolved.upper, _not_zero(rows), interpret=interpret)
     prepared = Prepared(inverse, resolved.scores, rows)
@@ -115,15 +106,19 @@ def backward(
     dv, d_states, d_starts = walk(d_ends, parts=count)
     documents, depth = linear_channels._documents(run, 1), q.shape[-1]
 
-    def of_chunks(at):
+    def of_chunks(keys, values):
         return finish(
-            q[..., at], k[..., at], log_decay[..., at], prepared.rows, missing, d_output, dv,
-            states[..., at], d_states[..., at], hopper_pieces.of_piece(resolved.keep, depth, at),
-            documents, scale=scale, interpret=interpret,
+            q[..., keys], k[..., keys], log_decay[..., keys], prepared.rows, missing[..., values], d_output[..., values],
+            dv[..., values], states[..., values, keys], d_states[..., values, keys],
+            hopper_pieces.of_piece(resolved.keep, depth, keys), documents, scale=scale, interpret=interpret,
         )  # fmt: skip
 
-    # That of beta needs no keys, so that every piece has all of it.
-    *by_key, (d_beta, *_) = zip(*map(of_chunks, hopper_pieces.pieces_of(depth)), strict=True)
+    found = [
+        hopper_pieces.added(*(of_chunks(keys, at) for at in hopper_pieces.pieces_of(v.shape[-1])))
+        for keys in hopper_pieces.pieces_of(depth)
+    ]
+    # That of beta needs no keys, so that every piece of them has all of it.
+    *by_key, (d_beta, *_) = zip(*found, strict=True)
     dq, dk, d_decay = (jnp.concatenate(x, axis=-1) for x in by_key)
     return (
         share(dq, q.shape[2]), share(dk, k.shape[2]), share(dv, memories),

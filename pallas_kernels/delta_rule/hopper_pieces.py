@@ -1,6 +1,7 @@
-"""Keys of 256 channels that decay one by one: what a chunk makes by itself is made of 128 at a time, on Mosaic GPU (Hopper).
+"""Keys of 256 channels that decay one by one, and values of more than 128: what a chunk makes by itself is made of 128 channels at a
+time, on Mosaic GPU (Hopper).
 
-Products over keys are added, what each channel has is put side by side; the walks see whole keys.
+Products over channels are added, what each channel has is put side by side; the walks see whole keys and values.
 """
 
 from __future__ import annotations
@@ -13,18 +14,32 @@ import jax
 import jax.numpy as jnp
 
 DEPTHS = (64, 128, 256)
-_WIDTH = 128
+WIDTH = 128
 
 
-def pieces_of(depth: int) -> list[slice]:
+def pieces_of(channels: int) -> list[slice]:
     """The channels of each piece."""
-    width = min(depth, _WIDTH)
-    return [slice(n, n + width) for n in range(0, depth, width)]
+    width = min(channels, WIDTH)
+    return [slice(n, n + width) for n in range(0, channels, width)]
 
 
-def a_piece_of_keys(x) -> jax.ShapeDtypeStruct:
-    """The shape of what a chunk's kernels see of keys or queries [B, T, *, K] (or their shape)."""
-    return jax.ShapeDtypeStruct((*x.shape[:3], min(x.shape[3], _WIDTH)), x.dtype)
+def a_piece(x) -> jax.ShapeDtypeStruct:
+    """The shape of what a chunk's kernels see of [B, T, *, K or V] (or its shape)."""
+    width = x.shape[3] if x.shape[3] % WIDTH else WIDTH
+    return jax.ShapeDtypeStruct((*x.shape[:3], width), x.dtype)
+
+
+def added(*parts: Any) -> Any:
+    """The sum of equal pytrees, made in float32, in their dtypes."""
+    if len(parts) == 1:
+        return parts[0]
+
+    def add(*leaves):
+        return functools.reduce(jnp.add, (x.astype(jnp.float32) for x in leaves)).astype(
+            leaves[0].dtype
+        )
+
+    return jax.tree.map(add, *parts)
 
 
 def in_pieces(
@@ -44,10 +59,9 @@ def in_pieces(
 
     def join(name: str, *parts):
         if name in products:
-            wide = (x.astype(jnp.float32) for x in parts)
-            return functools.reduce(jnp.add, wide).astype(parts[0].dtype)
+            return added(*parts)
         if name == "keep":
-            parts = [x.reshape(*x.shape[:2], -1, _WIDTH) for x in parts]
+            parts = [x.reshape(*x.shape[:2], -1, WIDTH) for x in parts]
             return jnp.concatenate(parts, axis=-1).reshape(*parts[0].shape[:2], -1)
         return jnp.concatenate(parts, axis=-1)
 

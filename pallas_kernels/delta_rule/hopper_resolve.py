@@ -18,6 +18,7 @@ from jax import lax
 from pallas_kernels import warpgroups as wg
 from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.delta_rule import tiles
+from pallas_kernels.delta_rule.hopper_pieces import pieces_of
 from pallas_kernels.linear_attention.hopper_halving import (
     BLOCK,
     CHUNK,
@@ -67,7 +68,9 @@ def resolve(
 ) -> Resolved:
     """The kernel, over all chunks, for `heads` heads, a multiple of those of q, k and log_decay [B, T, *, K]."""
     batch, length, _, depth = k.shape
-    count, groups = length // CHUNK, depth // BLOCK
+    pieces = pieces_of(depth)  # one after another: their scores are summed in registers
+    count, width = length // CHUNK, depth // len(pieces)
+    groups = width // BLOCK
     total = batch * count * heads
     # As many warpgroups as leave each thread 128 registers.
     items = next(n for n in (4 // groups, 2 // groups, 1) if n and total % n == 0)
@@ -82,7 +85,6 @@ def resolve(
         refs = dict(zip([*named, *Resolved._fields], refs, strict=True))
         warpgroup = lax.axis_index("warpgroup")
         item, group = lax.div(warpgroup, groups), lax.rem(warpgroup, groups)
-        columns = pl.ds(group * BLOCK, BLOCK)
         index = lax.axis_index("block") * items + item
         h, n = lax.rem(index, heads), lax.rem(lax.div(index, heads), count)
         b, tokens = lax.div(index, heads * count), pl.ds(n * CHUNK, CHUNK)
@@ -92,70 +94,93 @@ def resolve(
             q_room, k_room, spare, parts, room, loaded = (
                 x.at[warpgroup] for x in (q_room, k_room, spare, parts, room, loaded)
             )
-            for name, x in (("q", q_room), ("k", k_room)):
-                source = refs[name].at[b, tokens, own(name), columns]
-                plgpu.copy_gmem_to_smem(source, x, loaded)
             left = left_operand(left_room[0].at[warpgroup] if interpret else None, interpret)
-            halving = Halving(parts, room, left, False, index, interpret)
-            i, j = halving.i, halving.j
-            halving.split_decay(wg.load_global(refs["g"].at[b, tokens, own("g"), columns]))
-            keep = jnp.exp2(halving.column_sums())
-            if documents is not None:
-                keep *= refs["enters"].at[b][n * CHUNK + CHUNK - 1]
-            refs["keep"].at[b, h, pl.ds(n * depth + group * BLOCK, BLOCK)][...] = keep
-            plgpu.barrier_wait(loaded)
 
-            def meet(at, factor):
-                room[...] = (load(k_room).astype(_F32) * factor).astype(_BF16)
-                rows = halving.blend(at, load(q_room), load(k_room)).astype(_F32)
-                rows = left((rows * factor).astype(_BF16))
-                plgpu.commit_smem()
-                (near,) = halving.accumulate(
-                    lambda out: plgpu.wgmma(out, rows, room.transpose((1, 0)))
-                )
-                return halving.only_meeting(at, near)
+            def halving_of(number):
+                # Of the piece: as in `Halving`, lest masks be made ahead.
+                return Halving(parts, room, left, False, index + number, interpret)
 
-            # A loop: the levels unrolled take more registers than there are.
-            scores = lax.fori_loop(
-                1, LEVELS, lambda at, scores: scores + meet(at, halving.factor(at)),
-                meet(0, halving.first_factor()),
-            )  # fmt: skip
-            current = jnp.sum(load(q_room).astype(_F32) * load(k_room).astype(_F32), axis=1)
-            scores = jnp.where(i == j, wg.spread_rows(current, SQUARE), scores)
-
-            def hand_over():
+            def hand_over(scores):
                 other.at[item][...] = scores
                 plgpu.barrier_arrive(added.at[item])
 
-            if groups > 1:
-                pl.when(group == 1)(hand_over)
+            def of_piece(number, before):
+                """The scores of a piece of the keys, which are added to those before; the rest is handed out."""
+                at = number * width + group * BLOCK
+                columns = pl.ds(at, BLOCK)
+                halving = halving_of(number)
+                if len(pieces) > 1:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the rooms are free
+                for name, x in (("q", q_room), ("k", k_room)):
+                    source = refs[name].at[b, tokens, own(name), columns]
+                    plgpu.copy_gmem_to_smem(source, x, loaded)
+                i, j = halving.i, halving.j
+                halving.split_decay(wg.load_global(refs["g"].at[b, tokens, own("g"), columns]))
+                keep = jnp.exp2(halving.column_sums())
+                if documents is not None:
+                    keep *= refs["enters"].at[b][n * CHUNK + CHUNK - 1]
+                refs["keep"].at[b, h, pl.ds(n * depth + at, BLOCK)][...] = keep
+                plgpu.barrier_wait(loaded)
 
-            def border(later, flags):
-                factor = halving.border(later)
-                if documents is None:
-                    return factor
-                return factor * wg.spread_rows(by_row(refs[flags].at[b, tokens]), SQUARE)
+                def meet(at, factor):
+                    room[...] = (load(k_room).astype(_F32) * factor).astype(_BF16)
+                    rows = halving.blend(at, load(q_room), load(k_room)).astype(_F32)
+                    rows = left((rows * factor).astype(_BF16))
+                    plgpu.commit_smem()
+                    (near,) = halving.accumulate(
+                        lambda out: plgpu.wgmma(out, rows, room.transpose((1, 0)))
+                    )
+                    return halving.only_meeting(at, near)
 
-            def give(name, to, x):
-                to[...] = x.astype(_BF16)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(to, refs[name].at[b, tokens, h, columns])
+                # A loop: the levels unrolled take more registers than there are.
+                scores = lax.fori_loop(
+                    1, LEVELS, lambda at, scores: scores + meet(at, halving.factor(at)),
+                    meet(0, halving.first_factor()),
+                )  # fmt: skip
+                current = jnp.sum(load(q_room).astype(_F32) * load(k_room).astype(_F32), axis=1)
+                scores = jnp.where(i == j, wg.spread_rows(current, SQUARE), scores)
+                if before is not None:
+                    scores += before
+                if groups > 1:
+                    # What is apart from the other warpgroup comes later, so that this need not wait long.
+                    pl.when((group == 1) & (number == len(pieces) - 1))(
+                        functools.partial(hand_over, scores)
+                    )
 
-            # What is apart from the other warpgroup goes first, so that it need not wait long.
-            factor = border(True, "enters")
-            give("read", q_room, load(q_room).astype(_F32) * factor * scale)
-            give("erase", spare, load(k_room).astype(_F32) * factor)
-            give("written", k_room, load(k_room).astype(_F32) * border(False, "stays"))
+                def border(later, flags):
+                    factor = halving.border(later)
+                    if documents is None:
+                        return factor
+                    return factor * wg.spread_rows(by_row(refs[flags].at[b, tokens]), SQUARE)
+
+                def give(name, to, x):
+                    to[...] = x.astype(_BF16)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(to, refs[name].at[b, tokens, h, columns])
+
+                factor = border(True, "enters")
+                give("read", q_room, load(q_room).astype(_F32) * factor * scale)
+                give("erase", spare, load(k_room).astype(_F32) * factor)
+                give("written", k_room, load(k_room).astype(_F32) * border(False, "stays"))
+                return scores
+
+            if len(pieces) == 1:
+                scores = of_piece(0, None)
+            else:
+                zeros = plgpu.layout_cast(jnp.zeros(SQUARE, _F32), wg.LAYOUT)
+                scores = lax.fori_loop(0, len(pieces), of_piece, zeros)
 
             def save():
-                whole = scores
+                last = halving_of(len(pieces) - 1)
+                i, j = last.i, last.j
+                total = scores
                 if groups > 1:
                     plgpu.barrier_wait(added.at[item])
-                    whole += load(other.at[item])
+                    total += load(other.at[item])
                 if documents is not None:
-                    whole = jnp.where(same_document(refs["run"].at[b, tokens]), whole, 0.0)
-                refs["upper"].at[b, h, tokens][...] = jnp.where(i < j, whole, 0.0)
-                room[...] = (jnp.where(i < j, 0.0, whole) * scale).astype(_BF16)
+                    total = jnp.where(same_document(refs["run"].at[b, tokens]), total, 0.0)
+                refs["upper"].at[b, h, tokens][...] = jnp.where(i < j, total, 0.0)
+                room[...] = (jnp.where(i < j, 0.0, total) * scale).astype(_BF16)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(room, refs["scores"].at[b, h, tokens])
 

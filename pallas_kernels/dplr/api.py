@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.linear_attention.api import side_by_side
 from pallas_kernels.residuals import keep
 
 _IMPLEMENTATIONS = ("mosaic_gpu", "mosaic_tpu")
@@ -85,13 +83,6 @@ def dplr(
     why = reason(implementation, q, k, v, a, b, log_decay, run, initial)
     if why is not None:
         raise NotImplementedError(f"dplr: implementation={implementation!r} takes {why}")
-    if v.shape[-1] > getattr(_backend(implementation), "WIDEST", math.inf):
-        options = dict(run=run, scale=scale, implementation=implementation, interpret=interpret)
-
-        def piece(v, initial):
-            return dplr(q, k, v, a, b, log_decay, initial=initial, **options)
-
-        return side_by_side(piece, v, initial)
     length = q.shape[1]
     padding = -length % _backend(implementation).multiple(q, k, v)
     if padding:  # tokens that write nothing, and whose output is cut off

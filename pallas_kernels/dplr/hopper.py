@@ -15,14 +15,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.delta_rule import hopper_parts, hopper_pieces
 from pallas_kernels.delta_rule.hopper import multiple
-from pallas_kernels.delta_rule.hopper_channels import WIDEST, a_piece
 from pallas_kernels.dplr.hopper_finish import finish
 from pallas_kernels.dplr.hopper_resolve import CHUNK, Resolved, Solved, resolve, solve
 from pallas_kernels.dplr.hopper_walks import reverse, sweep, values_backward
 from pallas_kernels.linear_attention import hopper as linear
 from pallas_kernels.linear_attention import hopper_channels as linear_channels
 
-__all__ = ["CHUNK", "WIDEST", "Residuals", "backward", "forward", "multiple", "reason"]
+__all__ = ["CHUNK", "Residuals", "backward", "forward", "multiple", "reason"]
 
 _F32 = jnp.float32
 
@@ -42,8 +41,8 @@ def reason(q, k, v, a, b, log_decay, run, initial) -> str | None:
             return f"{name} in bfloat16, not {jnp.dtype(x.dtype).name}"
     if q.shape[3] not in hopper_pieces.DEPTHS:
         return f"K of 64, 128 or 256, not {q.shape[3]}"
-    q, k = hopper_pieces.a_piece_of_keys(q), hopper_pieces.a_piece_of_keys(k)
-    return linear_channels.reason(q, k, a_piece(v), log_decay, run, initial)
+    q, k, v = map(hopper_pieces.a_piece, (q, k, v))
+    return linear_channels.reason(q, k, v, log_decay, run, initial)
 
 
 def forward(
@@ -92,22 +91,28 @@ def backward(
     walk = functools.partial(reverse, resolved, solved, d_output, **options)
     d_ends, count = hopper_parts.ends_of(parts, walk, d_final, interpret)
     d_back, d_states, d_starts = walk(d_ends, parts=count)
-    dv, d_reached = values_backward(
-        resolved, solved, d_output, d_back, d_states, interpret=interpret
-    )
-    kept = jnp.einsum("bhnvk,bhnvk->bhnk", states, d_states, preferred_element_type=_F32)
-    kept = kept.reshape(resolved.keep.shape) * resolved.keep
     documents, depth = linear_channels._documents(run, 1), q.shape[-1]
 
-    def of_chunks(at):
-        return finish(
-            q[..., at], k[..., at], a[..., at], b[..., at], log_decay[..., at], v, back, d_output, d_reached,
-            states[..., at], d_states[..., at], hopper_pieces.of_piece(kept, depth, at),
-            documents, scale=scale, interpret=interpret,
-        )  # fmt: skip
+    def of_values(at):
+        """Gradients of these values, and theirs of what has keys."""
+        own, d_own, back_own = states[..., at, :], d_states[..., at, :], back[..., at]
+        dv, d_reached = values_backward(
+            resolved, solved, d_output[..., at], d_back[..., at], d_own, interpret=interpret
+        )
+        kept = jnp.einsum("bhnvk,bhnvk->bhnk", own, d_own, preferred_element_type=_F32)
+        kept = kept.reshape(resolved.keep.shape) * resolved.keep
+        found = [
+            finish(
+                q[..., keys], k[..., keys], a[..., keys], b[..., keys], log_decay[..., keys], v[..., at], back_own,
+                d_output[..., at], d_reached, own[..., keys], d_own[..., keys],
+                hopper_pieces.of_piece(kept, depth, keys), documents, scale=scale, interpret=interpret,
+            ) for keys in hopper_pieces.pieces_of(depth)
+        ]  # fmt: skip
+        return dv, found
 
-    found = zip(*map(of_chunks, hopper_pieces.pieces_of(depth)), strict=True)
-    dq, dk, da, db, d_decay = (jnp.concatenate(x, axis=-1) for x in found)
+    dvs, found = zip(*map(of_values, hopper_pieces.pieces_of(v.shape[-1])), strict=True)
+    dv, by_key = jnp.concatenate(dvs, axis=-1), zip(*hopper_pieces.added(*found), strict=True)
+    dq, dk, da, db, d_decay = (jnp.concatenate(x, axis=-1) for x in by_key)
     return (
         share(dq, q.shape[2]), share(dk, k.shape[2]), share(dv, memories), share(da, a.shape[2]),
         share(db, b.shape[2]), share(d_decay, memories), share(d_starts[:, ::count], memories, axis=1),

@@ -83,6 +83,7 @@ CASES = {
     "channel-queries-share": dict(dims=(100, 2, 1, 1, 128, 64), documents=True, decay="channel"),
     "channel-deep": dict(dims=(130, 1, 1, 1, 256, 64), documents=True, decay="channel"),
     "channel-wide": dict(dims=(65, 1, 1, 1, 64, 256), documents=True, decay="channel"),
+    "channel-deep-wide": dict(dims=(65, 1, 1, 1, 256, 256), documents=True, decay="channel"),
     "parts": dict(dims=(256, 1, 1, 1, 64, 64), documents=False, decay=True, parts=2),
     "parts-documents": dict(dims=(200, 2, 1, 1, 64, 64), documents=True, decay=False, parts=4),
     "parts-channel": dict(dims=(128, 1, 1, 2, 64, 64), documents=False, decay="channel", parts=2),

@@ -67,6 +67,7 @@ CASES: dict[str, dict[str, Any]] = {
     "wide": dict(dims=(65, 1, 1, 1, 64, 256), documents=True),
     "deep": dict(dims=(65, 1, 1, 1, 128, 64), documents=False),
     "deeper": dict(dims=(130, 1, 1, 1, 256, 64), documents=True),
+    "deeper-wide": dict(dims=(65, 1, 1, 1, 256, 256), documents=False),
 }
 
 
