@@ -42,10 +42,10 @@ from lsm_jax.ops.sequence import resume
 from lsm_jax.ops.states import (
     LinearState,
     associate_chunks,
+    fold_chunks,
     linear_state,
     per_chunk,
     run_masks,
-    scan_chunks,
     scan_tokens,
 )
 
@@ -359,9 +359,8 @@ def _chunked(inputs: _Inputs, bonus, memory, chunks: Chunks, options: _Options):
     log_transition = jnp.broadcast_to(log_transition, (*write.shape[:2], *log_transition.shape[2:]))
 
     if options.form == "chunk":
-        entering, memory = scan_chunks(
-            lambda m, update: forget(m, update[0]) + update[1],
-            (log_transition, write), memory, chunks,
+        entering, memory = fold_chunks(
+            lambda log_decay, m: forget(m, log_decay), jnp.add, log_transition, write, memory, chunks
         )  # fmt: skip
     else:
         entering, memory = associate_chunks(

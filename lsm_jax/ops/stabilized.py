@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from lsm_jax.ops.decays import halve, pairwise_log_decay
 from lsm_jax.ops.segments import Chunks, Tokens
-from lsm_jax.ops.states import associate_chunks, run_masks, scan_chunks, scan_tokens
+from lsm_jax.ops.states import associate_chunks, fold_chunks, run_masks, scan_tokens
 
 NEVER = -1e30
 """Logarithm of a gate that is shut; finite, so that differences are."""
@@ -86,11 +86,8 @@ def by_chunk(
     # The stabiliser: the one each chunk starts from, then each row's own.
     highest = _largest(suffix + top)
     if form == "chunk":
-        entering_m, stabilizer = scan_chunks(
-            lambda m, update: jnp.maximum(update[0] + m, update[1]),
-            (total, highest),
-            stabilizer,
-            chunks,
+        entering_m, stabilizer = fold_chunks(
+            jnp.add, jnp.add, total, highest, stabilizer, chunks, add=jnp.maximum
         )
     else:
         entering_m, stabilizer = associate_chunks(
@@ -117,9 +114,8 @@ def by_chunk(
 
 
 def _apply(form: str, kept: Array, write: Array, memory: Array, chunks: Chunks) -> Any:
-    if form == "chunk":
-        return scan_chunks(lambda m, u: u[0] * m + u[1], (kept, write), memory, chunks)
-    return associate_chunks(jnp.multiply, jnp.multiply, kept, write, memory, chunks)
+    walk = fold_chunks if form == "chunk" else associate_chunks
+    return walk(jnp.multiply, jnp.multiply, kept, write, memory, chunks)
 
 
 def _largest(x: Array) -> Array:

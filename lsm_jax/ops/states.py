@@ -11,6 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from lsm_jax.ops.segments import Chunks
 
+_STEP = 2**21  # numbers of memories that a step may change in about a launch's time
+_FEWEST = 16  # steps of a part
+
 
 class Layer(NamedTuple):
     """One layer's memory where it stands in a stack of all layers': given in a state, an op writes it there.
@@ -166,6 +169,61 @@ def scan_chunks(
     _, (entering, after) = jax.lax.scan(step, jnp.zeros_like(initial[:, 0]), (arrays, *layout))
     after = jnp.moveaxis(after, 0, 1)
     return jnp.moveaxis(entering, 0, 1), _last_of_each_segment(after, initial, chunks)
+
+
+def fold_chunks(
+    apply: Callable[[Array, Array], Array],
+    compose: Callable[[Array, Array], Array],
+    transition: Array,
+    write: Array,
+    initial: Array,
+    chunks: Chunks,
+    *,
+    add: Callable[[Array, Array], Array] = jnp.add,
+) -> tuple[Array, Array]:
+    """`scan_chunks` of the updates `M -> add(apply(transition, M), write)`, both [B, N, ...].
+
+    Where few memories meet many chunks, a step takes a GPU no longer than its launch: parts of the sequence are then walked side by
+    side, each as one growing update, which are applied to what the parts before leave. `compose(later, earlier)` is the product
+    of two transitions.
+    """
+
+    def step(memory, update):
+        return add(apply(update[0], memory), update[1])
+
+    parts = 1 if chunks.slot is not None else _parts(chunks.count, write.size // chunks.count)
+    if parts == 1:
+        return scan_chunks(step, (transition, write), initial, chunks)
+    steps = -(-chunks.count // parts)
+    short = parts * steps - chunks.count
+
+    def in_parts(x):  # -> [steps, B, parts, ...]
+        # What fills the last part up comes after all that is read.
+        x = jnp.pad(x, [(0, 0), (0, short)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(x.shape[0], parts, steps, *x.shape[2:]), 2, 0)
+
+    def grow(before, own):
+        update = compose(own[0], before[0]), step(before[1], own)
+        return update, update
+
+    updates = jax.tree.map(in_parts, (transition, write))
+    first, later = jax.tree.map(lambda x: x[0], updates), jax.tree.map(lambda x: x[1:], updates)
+    whole, grown = jax.lax.scan(grow, first, later)
+    grown = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, grown)
+    by_part = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), whole)
+    _, starts = jax.lax.scan(lambda m, update: (step(m, update), m), initial, by_part)
+    after = step(jnp.moveaxis(starts, 0, 1), grown)
+    after = jnp.moveaxis(after, 0, 2).reshape(initial.shape[0], parts * steps, *initial.shape[1:])
+    entering = jnp.concatenate([initial[:, None], after[:, : chunks.count - 1]], axis=1)
+    return entering, after[:, chunks.count - 1]
+
+
+def _parts(count: int, numbers: int) -> int:
+    """Of `count` chunks, each of which changes `numbers` of the memories'."""
+    parts = 1
+    while 2 * parts * numbers <= _STEP and 2 * parts * _FEWEST <= count:
+        parts *= 2
+    return parts
 
 
 def associate_chunks(

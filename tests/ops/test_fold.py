@@ -1,0 +1,58 @@
+"""Many chunks of few memories are walked in parts, side by side: the memories are those of the recurrence."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lsm_jax import ops
+from lsm_jax.ops import states
+
+LENGTH, SIZE = 556, 8  # 70 chunks, the last one not full: parts of 18, 18, 18 and 16
+GIVEN = {
+    "no decay": (),
+    "scalar": ("log_decay",),
+    "key": ("key_log_decay",),
+    "both": ("key_log_decay", "value_log_decay"),
+    "gate": ("log_decay", "log_input_gate"),
+}
+
+
+def test_how_many_parts():
+    count = states._parts
+    assert [count(70, 100), count(31, 100), count(256, 2**19), count(256, 2**21)] == [4, 1, 4, 1]
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("name", GIVEN)
+def test_equals_the_recurrence(name, documents):
+    rng = np.random.default_rng(0)
+    shapes = dict(log_decay=(2,), key_log_decay=(2, 4), value_log_decay=(2, 3), log_input_gate=(2,))
+    with jax.enable_x64(True):
+        floats = dict(q=rng.normal(size=(2, LENGTH, 2, 4)), k=rng.normal(size=(2, LENGTH, 2, 4)))
+        floats |= dict(v=rng.normal(size=(2, LENGTH, 2, 3)))
+        for given in GIVEN[name]:
+            x = rng.normal(size=(2, LENGTH, *shapes[given]))
+            floats[given.removeprefix("key_")] = x if given == "log_input_gate" else -0.03 * x**2
+        gated = "log_input_gate" in floats
+        state = ops.linear_state(2, 2, 4, 3, normalize=gated, stabilize=gated, dtype=jnp.float64)
+        state = jax.tree.map(lambda x: x + rng.normal(size=x.shape), state._replace(segment_id=None))  # fmt: skip
+        ids = np.cumsum(rng.random((2, LENGTH)) < 0.005, axis=1) + 1 if documents else None
+        options = dict(segment_ids=ids, chunk_size=SIZE, normalize=1e-6 if gated else None)
+
+        def run(form, floats, state):
+            kept = state._replace(segment_id=jnp.ones(2, jnp.int32))
+            output, final = ops.linear_memory(**floats, initial_state=kept, form=form, **options)
+            return output, final._replace(segment_id=None)
+
+        def both(form, cotangents):
+            outputs, pull = jax.vjp(lambda *x: run(form, *x), floats, state)
+            return outputs, pull(cotangents or jax.tree.map(lambda x: jnp.cos(x), outputs))
+
+        outputs, grads = both("recurrent", None)
+        cotangents = jax.tree.map(jnp.cos, outputs)
+        got = both("chunk", cotangents)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves((outputs, grads)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-9)
