@@ -7,9 +7,13 @@ layer on every size and, of every class, on heads cut in two; hybrid models stan
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from lsm_jax.mixers import METHODS
+from lsm_jax.ops import attention_sequence
 from tests.ops.cases import CASES
 from tests.parallel.test_parallel import run_with_devices
 
@@ -45,6 +49,12 @@ def ran(module: str, *arguments: str) -> None:
     command = "-m", f"tests.parallel.{module}", *arguments
     lines = run_with_devices(8, *command, as_users="traffic" in module).splitlines()
     assert len(lines) >= len(arguments) and all(line.endswith("ok") for line in lines), lines
+
+
+def plan_of(block: int, held: int = 0) -> attention_sequence.Plan:
+    """Attention without a window, of documents or with `held` blocks of keys ahead."""
+    exact = dict(scale=1.0, dtype=jnp.float32, precision=jax.lax.Precision.HIGHEST)
+    return attention_sequence.Plan(block, held, window=None, whole=False, **exact)
 
 
 def test_what_is_sent_for_a_layer():
@@ -94,6 +104,57 @@ def test_phase_and_time_invariant_rows():
 def test_attention_by_a_kernel():
     """Two parts of a row a device, with gates, documents and windows; what no kernel does is refused by name."""
     ran("sequence_kernel")
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("form", ["kernel", "blocks"])
+def test_attention_shares_causal_work_out_evenly(form, devices, monkeypatch):
+    """A query is its place in the row, and its output how many keys are seen by all queries of the device that attends for it:
+    counted by the queries themselves, and by the places that their device is told."""
+    own = 8  # tokens of a device
+    row = jnp.arange(own * devices, dtype=jnp.int32)
+    places, one = row[None], jnp.ones((1, row.size), jnp.int32)
+    keys = attention_sequence.Keys(
+        k=one[..., None, None], v=one[..., None, None], sums=None,
+        document=one, rank=places, written=one > 0,
+    )  # fmt: skip
+
+    def count(q, told):
+        seen = jnp.stack([jnp.sum(q + 1), jnp.sum(told + 1)])
+        return jnp.broadcast_to(seen, (*q.shape[:-1], 2))
+
+    def kernel(q, starts):
+        return count(q, starts[:, None] + jnp.arange(q.shape[1] // 2))
+
+    def blocks(plan, devices, queries, keys, here):
+        return count(queries.q, queries.rank)
+
+    def of_device(q):
+        if form == "kernel":
+            return attention_sequence.attend_fused("sequence", kernel, q)
+        where = (None, one, places)
+        return attention_sequence.attend("sequence", plan_of(block=2), q, where, keys)
+
+    monkeypatch.setattr(attention_sequence, "_attend", blocks)
+    got = jax.vmap(of_device, axis_name="sequence")(row.reshape(devices, 1, own, 1, 1))
+    even = row.size * (row.size + 1) // 2 // devices
+    np.testing.assert_array_equal(got, np.full((devices, 1, own, 1, 2), even))
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+@pytest.mark.parametrize("held", [0, 3])
+def test_attention_computes_no_block_that_is_masked(devices, held):
+    """A step is a block of queries with one of keys. Each device takes its part of those that a causal row needs, and no other."""
+    pairs = 2
+    blocks = 2 * devices * pairs  # of the row
+    needed = blocks * (blocks + 1) // 2 + blocks * held
+    plan, numbers = plan_of(block=2, held=held), jnp.arange(max(devices, pairs))
+    for here in numbers[:devices]:
+        steps = [
+            attention_sequence._steps(plan, devices, pairs, here, pair) for pair in numbers[:pairs]
+        ]
+        assert all(there.all() for *_, there in steps)
+        assert sum(there.size for *_, there in steps) == needed // devices
 
 
 @pytest.mark.slow
