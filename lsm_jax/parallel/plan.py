@@ -25,7 +25,10 @@ from ml_collections import config_flags
 FLAGS = flags.FLAGS
 config_flags.DEFINE_config_file("config", None, "FILE.py:VARIANT, as train.py's.", lock_config=True)
 flags.DEFINE_integer("devices", 1, "How many there are.", lower_bound=1)
-flags.DEFINE_float("hbm", 80.0, "GiB of memory of each.", lower_bound=0.0)
+flags.DEFINE_float("hbm", 80.0, "GiB of memory of each.")
+flags.register_validator(
+    "hbm", lambda gib: 0 < gib < math.inf, "accepted are finite numbers of GiB above 0"
+)
 flags.DEFINE_boolean("kernels", True, "For NVIDIA Hopper; else as XLA alone has it.")
 flags.DEFINE_boolean("search", False, "Try every mesh of powers of two.")
 flags.mark_flag_as_required("config")

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -111,6 +112,22 @@ def test_what_does_not_fit_is_told():
     assert "does not fit into 0.1 GiB" in made.report(0.1)
     with pytest.raises(ValueError, match="does not fit 3 devices"):
         plan(config, 3)
+
+
+def told(config: str, *arguments: str) -> str:
+    """The line that the command ends with where it makes no plan."""
+    command = [sys.executable, "-m", "lsm_jax.parallel.plan", f"--config={config}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and not done.stdout, done
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+@pytest.mark.parametrize("hbm", ["nan", "inf", "0", "-1"])
+def test_memory_that_no_device_has_is_refused(hbm):
+    line = told("configs/linear_moe.py:tiny", f"--hbm={hbm}")
+    assert line.startswith(f"plan: flag --hbm={hbm}")
+    assert line.endswith("accepted are finite numbers of GiB above 0")
 
 
 @pytest.mark.slow
