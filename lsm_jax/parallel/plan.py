@@ -5,7 +5,8 @@ config are overridden as in train.py: `--config.mesh.fsdp=64 --config.batch_size
 two and prints those that fit, the least communication first.
 It counts what NVIDIA Hopper's fused kernels keep; `--nokernels` what XLA keeps on CPUs and other GPUs, which is much more (a TPU is
 between the two: its memory updates are XLA's, its experts' products are not those of a CPU).
-Where no mesh is given and there are more devices than rows, rows go over fsdp and their tokens over sequence.
+Where no mesh is given and rows do not divide over the devices, rows go over fsdp and their tokens over sequence; what divides
+neither goes over data and tensor.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from absl import app, flags, logging
 from ml_collections import config_flags
+
+from lsm_jax.parallel.mesh import largest_divisor
 
 FLAGS = flags.FLAGS
 config_flags.DEFINE_config_file("config", None, "FILE.py:VARIANT, as train.py's.", lock_config=True)
@@ -45,16 +48,51 @@ def meshes(config: Any, devices: int) -> list[Any]:
     ]  # fmt: skip
 
 
-def chosen(config: Any, devices: int) -> Any:
-    """The config's mesh; or, where it gives none and rows do not divide over the devices, fsdp times sequence."""
+def chosen(config: Any, devices: int) -> list[Any]:
+    """The config's mesh; or, where it gives none and rows do not divide over the devices, meshes to try, the best first: rows over
+    fsdp, and over data where widths do not divide; their tokens over sequence, and heads over tensor where tokens do not divide.
+    """
     rows = math.gcd(config.batch_size // config.accumulation_steps, devices)
     if config.mesh != type(config.mesh)() or rows == devices:
-        return config.mesh
-    mesh = dataclasses.replace(config.mesh, data=1, fsdp=rows, sequence=devices // rows)
-    print(
-        f"plan: {config.batch_size} rows do not divide over {devices} devices; fsdp={rows}, sequence={devices // rows}"
+        return [config.mesh]
+    # As many rows as can be, then tokens: heads are cut into the fewest parts. Where that does not divide, nothing does.
+    sequence = math.gcd(config.data.sequence_length, devices // rows)
+    tensor = devices // rows // sequence
+    return [
+        dataclasses.replace(
+            config.mesh, data=rows // fsdp, fsdp=fsdp, sequence=sequence, tensor=tensor
+        )
+        for fsdp in range(rows, 0, -1)
+        if rows % fsdp == 0
+    ]
+
+
+def plan_of_chosen(config: Any, devices: int, **how: Any) -> Any:
+    """The plan on the first mesh of `chosen` that the config divides over.
+
+    Raises:
+        ValueError: the config's own mesh does not fit, or none was found.
+    """
+    from lsm_jax.training import plan as planning
+
+    tried = chosen(config, devices)
+    if tried == [config.mesh]:
+        return planning.plan(config, devices, **how)
+    rows, length = config.batch_size // config.accumulation_steps, config.data.sequence_length
+    why = None
+    for mesh in tried:
+        try:
+            made = planning.plan(dataclasses.replace(config, mesh=mesh), devices, **how)
+        except ValueError as error:
+            why = error
+            continue
+        sizes = ", ".join(f"{axis}={size}" for axis, size in made.sizes.items() if size > 1)
+        print(f"plan: {rows} rows do not divide over {devices} devices; {sizes}")
+        return made
+    raise ValueError(
+        f"no mesh of --devices={devices} was found for this config, of {rows} rows of {length} tokens ({why}); take another "
+        f"number, as --devices={largest_divisor(rows * length, devices)}, or other --config.batch_size and --config.mesh.*"
     )
-    return mesh
 
 
 def parse(argv: list[str]) -> list[str]:
@@ -84,8 +122,7 @@ def main(argv: list[str]) -> None:
         sys.exit(f"plan: {error}")
     if not FLAGS.search:
         try:
-            config.mesh = chosen(config, FLAGS.devices)
-            made = planning.plan(config, FLAGS.devices, kernels=FLAGS.kernels)
+            made = plan_of_chosen(config, FLAGS.devices, kernels=FLAGS.kernels)
             print(made.report(FLAGS.hbm))
         except ValueError as error:
             sys.exit(f"plan: {error}")

@@ -130,6 +130,30 @@ def test_memory_that_no_device_has_is_refused(hbm):
     assert line.endswith("accepted are finite numbers of GiB above 0")
 
 
+@pytest.mark.parametrize(
+    ("devices", "changes", "mesh"),
+    [
+        (32, [], "fsdp=16 x sequence=2"),
+        (12, ["batch_size=6"], "data=3 x fsdp=2 x sequence=2"),  # of width 64
+        (128, ["batch_size=1", "data.sequence_length=64"], "sequence=64 x tensor=2"),
+    ],
+)
+def test_a_mesh_is_chosen_that_divides(devices, changes, mesh):
+    arguments = [f"--devices={devices}", *(f"--config.{change}" for change in changes)]
+    command = ["-m", "lsm_jax.parallel.plan", "--config=configs/linear_moe.py:tiny", *arguments]
+    notice, table, *_ = run_with_devices(1, *command).splitlines()
+    assert notice.endswith(f"over {devices} devices; {mesh.replace(' x', ',')}")
+    assert table.startswith(f"mesh {mesh};")
+
+
+def test_what_to_do_is_told_where_no_mesh_divides():
+    line = told("configs/linear_moe.py:tiny", "--devices=6")
+    assert line.startswith("plan: no mesh of --devices=6 was found for this config, of 16 rows of")
+    assert "of mesh.tensor=3); take another number, as --devices=4, or other --config." in line
+    own = told("configs/linear_moe.py:tiny", "--devices=6", "--config.mesh.sequence=3")
+    assert own == "plan: data.sequence_length=256 does not divide over mesh.sequence=3 devices"
+
+
 @pytest.mark.slow
 def test_the_command_line_needs_no_device():
     command = ["-m", "lsm_jax.parallel.plan", "--config=configs/linear_moe.py:a1b-7b", "--devices=256", "--hbm=80"]  # fmt: skip
