@@ -2,8 +2,8 @@
 
 A memory's update is a monoid, so that each device composes its own tokens' into one, gathers those of all, and folds the
 earlier ones into the state it starts from: LASP-2 (arXiv 2502.07563, Algorithm 2), for any update. What travels does not grow
-with the number of tokens: one all-gather of updates forward, one of states' gradients backward, for each memory, and for each
-convolution or shift of packed rows (whole ones pass their last tokens on: `ops.shift`).
+with the number of tokens: one all-gather of updates forward, one of states' gradients backward, for each memory. Convolutions and
+shifts of rows without gaps pass their last tokens on instead (`ops.shift`).
 
 Everything here is called inside a `jax.shard_map` with unchecked replication over the axis, where the gradient of a value that
 all devices hold is shared out evenly between them, and what they give back is summed.
