@@ -259,9 +259,8 @@ def _in_sequence(axis, function, options, **arguments):
     entering = jax.tree.map(lambda a, b: jnp.where(here == 0, a.astype(b.dtype), b), state, before)
     output, after = function(options, **(arguments | {"state": entering}))
     last = jnp.full(x.shape[:1], devices - 1)
-    if (
-        written is not None
-    ):  # the last device that wrote; the first, where none did, still has the state
+    if written is not None:
+        # The last device that wrote; the first, where none did, still has the state.
         last = jax.lax.pmax(jnp.where(jnp.any(written, axis=1), here, 0), axis)
     final = jax.tree.map(
         lambda a: sum_along(axis, jnp.where(per_chunk(here == last, a), a, 0)), after

@@ -14,18 +14,18 @@ import jax
 import jax.numpy as jnp
 
 DEPTHS = (64, 128, 256)
-WIDTH = 128
+_WIDTH = 128
 
 
 def pieces_of(channels: int) -> list[slice]:
     """The channels of each piece."""
-    width = min(channels, WIDTH)
+    width = min(channels, _WIDTH)
     return [slice(n, n + width) for n in range(0, channels, width)]
 
 
 def a_piece(x) -> jax.ShapeDtypeStruct:
     """The shape of what a chunk's kernels see of [B, T, *, K or V] (or its shape)."""
-    width = x.shape[3] if x.shape[3] % WIDTH else WIDTH
+    width = x.shape[3] if x.shape[3] % _WIDTH else _WIDTH
     return jax.ShapeDtypeStruct((*x.shape[:3], width), x.dtype)
 
 
@@ -61,7 +61,7 @@ def in_pieces(
         if name in products:
             return added(*parts)
         if name == "keep":
-            parts = [x.reshape(*x.shape[:2], -1, WIDTH) for x in parts]
+            parts = [x.reshape(*x.shape[:2], -1, _WIDTH) for x in parts]
             return jnp.concatenate(parts, axis=-1).reshape(*parts[0].shape[:2], -1)
         return jnp.concatenate(parts, axis=-1)
 

@@ -171,13 +171,6 @@ def _in_pieces(static, q, k, v, log_decay, run, initial, bonus):
     return output if exact else output.astype(v.dtype), jnp.concatenate(memories, axis=-2)
 
 
-def side_by_side(call, v, initial, width: int = 128) -> tuple[jax.Array, jax.Array]:
-    """`call` of pieces of the value channels, which do not see each other: the output and the final memories."""
-    pieces = (slice(n, n + width) for n in range(0, v.shape[-1], width))
-    outputs, memories = zip(*(call(v[..., p], initial[..., p]) for p in pieces), strict=True)
-    return jnp.concatenate(outputs, axis=-1), jnp.concatenate(memories, axis=-1)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _run(static, q, k, v, log_decay, run, initial, bonus):
     inputs = q, k, v, log_decay, run, initial
