@@ -339,6 +339,8 @@ def main() -> None:
     if args.report:
         print(report(args.output or Path("docs/linear_moe.jsonl")))
         return
+    if args.document < 0:
+        parser.error(f"--document={args.document}: accepted are 0 and more")
     tables, cards = args.table.split(","), args.cards or len(jax.devices())
     if set(tables) - {"layouts", "axes", "lengths"}:
         parser.error(f"--table={args.table}: accepted are layouts, axes, lengths")

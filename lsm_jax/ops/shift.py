@@ -251,33 +251,31 @@ def _in_sequence(axis, function, options, **arguments):
     onwards = functools.partial(
         jax.lax.ppermute, axis_name=axis, perm=[(i, i + 1) for i in range(devices - 1)]
     )
-    written = None
-    if not whole:
-        written = read_tokens(ids, mask, jnp.zeros_like(state.segment_id), None).written
-    tail, newest = _newest(x, width, ids, written)
+    tokens = read_tokens(ids, mask, jnp.zeros_like(state.segment_id), None)
+    tail, newest = _newest(x, width, ids, tokens)
     before = ShiftState(onwards(tail), state.segment_id if newest is None else onwards(newest))
     entering = jax.tree.map(lambda a, b: jnp.where(here == 0, a.astype(b.dtype), b), state, before)
     output, after = function(options, **(arguments | {"state": entering}))
     last = jnp.full(x.shape[:1], devices - 1)
-    if written is not None:
+    if tokens.written is not None:
         # The last device that wrote; the first, where none did, still has the state.
-        last = jax.lax.pmax(jnp.where(jnp.any(written, axis=1), here, 0), axis)
+        last = jax.lax.pmax(jnp.where(jnp.any(tokens.written, axis=1), here, 0), axis)
     final = jax.tree.map(
         lambda a: sum_along(axis, jnp.where(per_chunk(here == last, a), a, 0)), after
     )
     return output, final
 
 
-def _newest(x, width: int, ids, written) -> tuple[Array, Array | None]:
+def _newest(x, width: int, ids, tokens: Tokens) -> tuple[Array, Array | None]:
     """The last tokens of a row without gaps, 0 where they are not of its last one's document, and that one's id."""
     tail = x[:, -width:]
-    if written is None:
+    if tokens.written is None:
         return tail, None
-    live = written[:, -width:]
-    if ids is None:
+    live = tokens.written[:, -width:]
+    if tokens.run is None:
         return select(live, tail), None
-    newest = jnp.where(live[:, -1], ids[:, -1], 0)
-    return select(live & (ids[:, -width:] == newest[:, None]), tail), newest
+    own = live & live[:, -1:] & (tokens.run[:, -width:] == tokens.run[:, -1:])
+    return select(own, tail), jnp.where(live[:, -1], ids[:, -1], 0)
 
 
 def _update(x, state: ShiftState, segment_ids, update_mask) -> Update:

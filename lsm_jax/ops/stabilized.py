@@ -94,6 +94,8 @@ def by_chunk(
             jnp.add, jnp.add, total, highest, stabilizer, chunks, add=jnp.maximum, zero=NEVER
         )
     leaving_m = jnp.maximum(total + entering_m, highest)
+    if chunks.slot is None:  # to the bit what the next chunk starts from, however that was summed
+        leaving_m = jnp.concatenate([entering_m[:, 1:], stabilizer[:, None]], axis=1)
     m = _largest(between + top[..., None, :])
     m = jnp.maximum(prefix + entering_m[..., None], m)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from lsm_jax.ops.chosen import by_platform
 from lsm_jax.ops.segments import Chunks
 
 _STEP = 2**21  # numbers of memories that a step may change in about a launch's time
@@ -183,19 +185,30 @@ def fold_chunks(
 ) -> tuple[Array, Array]:
     """`scan_chunks` of the updates `M -> add(apply(transition, M), write)`, both [B, N, ...].
 
-    Where few memories meet many chunks, a step takes a GPU no longer than its launch: parts of the sequence are then walked side by
-    side, each as one growing update, which are applied to what the parts before leave. `compose(later, earlier)` is the product
-    of two transitions.
+    Where few memories meet many chunks, a step takes an NVIDIA GPU no longer than its launch: parts of the sequence are then walked
+    side by side there, each as one growing update, which are applied to what the parts before leave. Rows of documents are not, for
+    which number a chunk has may depend on later tokens (Mixture-of-Memories), and rounding would on the number.
+    `compose(later, earlier)` is the product of two transitions.
     """
 
     def step(memory, update):
         return add(apply(update[0], memory), update[1])
 
-    parts = 1 if chunks.slot is not None else _parts(chunks.count, write.size // chunks.count)
-    if parts == 1:
+    def scanned(transition, write, initial):
         return scan_chunks(step, (transition, write), initial, chunks)
-    steps = -(-chunks.count // parts)
-    short = parts * steps - chunks.count
+
+    parts = _parts(chunks.count, write.size // chunks.count)
+    if parts == 1 or chunks.slot is not None or chunks.run is not None:
+        return scanned(transition, write, initial)
+    cut = functools.partial(_fold_parts, step, compose, parts)
+    return by_platform(transition, write, initial, cuda=cut, default=scanned)
+
+
+def _fold_parts(step, compose, parts: int, transition, write, initial) -> tuple[Array, Array]:
+    """`fold_chunks` in parts."""
+    count = write.shape[1]
+    steps = -(-count // parts)
+    short = parts * steps - count
 
     def in_parts(x):  # -> [steps, B, parts, ...]
         # What fills the last part up comes after all that is read.
@@ -214,8 +227,8 @@ def fold_chunks(
     _, starts = jax.lax.scan(lambda m, update: (step(m, update), m), initial, by_part)
     after = step(jnp.moveaxis(starts, 0, 1), grown)
     after = jnp.moveaxis(after, 0, 2).reshape(initial.shape[0], parts * steps, *initial.shape[1:])
-    entering = jnp.concatenate([initial[:, None], after[:, : chunks.count - 1]], axis=1)
-    return entering, after[:, chunks.count - 1]
+    entering = jnp.concatenate([initial[:, None], after[:, : count - 1]], axis=1)
+    return entering, after[:, count - 1]
 
 
 def _parts(count: int, numbers: int) -> int:

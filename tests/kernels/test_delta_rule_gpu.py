@@ -228,6 +228,9 @@ def test_says_why_it_does_not_serve():
     assert "K of 64, 128 or 256, not 512" in reasons(**{n: wide[n] for n in shapes})["mosaic_gpu"]
     deep = make(64, 1, 1, 1, 512, 64, documents=False, decay="channel")
     assert "K of 64, 128 or 256, not 512" in reasons(**{n: deep[n] for n in shapes})["mosaic_gpu"]
+    odd = make(64, 1, 1, 1, 64, 192, documents=False, decay="channel")
+    odd = reasons(**{n: odd[n] for n in shapes})["mosaic_gpu"]
+    assert odd == "V of 64 or a multiple of 128, not 192"
     inputs["q"] = inputs["q"].astype(jnp.float32)
     with pytest.raises(NotImplementedError, match="'mosaic_gpu' takes q in bfloat16, not float32"):
         delta_rule(**inputs, scale=SCALE)

@@ -141,6 +141,8 @@ def test_says_why_it_does_not_serve():
     assert reasons(**inputs)["mosaic_gpu"] is None
     wide = make(64, 1, 1, 1, 512, 64, documents=False)
     assert "K of 64, 128 or 256, not 512" in reasons(**wide)["mosaic_gpu"]
+    odd = reasons(**make(64, 1, 1, 1, 64, 192, documents=False))["mosaic_gpu"]
+    assert odd == "V of 64 or a multiple of 128, not 192"
     inputs["a"] = inputs["a"].astype(jnp.float32)
     with pytest.raises(NotImplementedError, match="'mosaic_gpu' takes a in bfloat16, not float32"):
         dplr(**inputs, scale=SCALE)

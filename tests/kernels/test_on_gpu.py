@@ -61,6 +61,7 @@ CONFIGURATIONS = [
     ((40, 40, 40), 64, 128, 300, True, "delta, channel"),
     ((40, 40, 40), 128, 128, 300, True, "dplr, channel"),
     ((2, 2, 2), 256, 128, 1100, True, "delta, channel"),
+    ((2, 1, 2), 256, 256, 600, True, "delta, channel"),
     ((2, 1, 2), 256, 256, 600, True, "dplr, channel"),
     # Few rows, walked in eight parts.
     ((1, 1, 2), 128, 128, 8300, True, "delta, token"),

@@ -13,7 +13,7 @@ from flax import nnx
 
 from lsm_jax import mixers
 from lsm_jax.mixers import mom_layout
-from lsm_jax.ops import grouped_product
+from lsm_jax.ops import grouped_product, states
 from tests.mixers.mom_cases import (
     BATCH,
     INNER,
@@ -147,6 +147,17 @@ def test_causal_to_the_bit(name, form):
         again = call(mixer, changed)[0]
         assert (again[:, :t] == y[:, :t]).all()
         assert (again[:, t] != y[:, t]).any()
+
+
+@pytest.mark.parametrize("name", ["retnet", pytest.param("mlstm", marks=pytest.mark.slow)])
+def test_causal_to_the_bit_over_many_chunks(name, monkeypatch):
+    """As an NVIDIA GPU runs XLA's form: which chunks stand ahead of a memory's depends on later tokens."""
+    monkeypatch.setattr(states, "by_platform", lambda *x, cuda, default: cuda(*x))
+    mixer, x = made(name), jax.random.normal(jax.random.key(1), (1, 160, WIDTH))
+    y = call(mixer, x)[0]
+    for t in (81, 121):
+        again = call(mixer, x.at[:, t].multiply(-20.0))[0]
+        assert (again[:, :t] == y[:, :t]).all()
 
 
 @pytest.mark.slow

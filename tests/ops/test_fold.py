@@ -25,9 +25,19 @@ def test_how_many_parts():
     assert [count(70, 100), count(31, 100), count(256, 2**19), count(256, 2**21)] == [4, 1, 4, 1]
 
 
-@pytest.mark.parametrize("documents", [False, True])
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """What is compiled for NVIDIA GPUs, here."""
+
+    def on_cuda(*arguments, cuda, default):
+        del default
+        return cuda(*arguments)
+
+    monkeypatch.setattr(states, "by_platform", on_cuda)
+
+
 @pytest.mark.parametrize("name", GIVEN)
-def test_equals_the_recurrence(name, documents):
+def test_equals_the_recurrence(as_on_a_gpu, name):
     rng = np.random.default_rng(0)
     shapes = dict(log_decay=(2,), key_log_decay=(2, 4), value_log_decay=(2, 3), log_input_gate=(2,))
     with jax.enable_x64(True):
@@ -39,8 +49,7 @@ def test_equals_the_recurrence(name, documents):
         gated = "log_input_gate" in floats
         state = ops.linear_state(2, 2, 4, 3, normalize=gated, stabilize=gated, dtype=jnp.float64)
         state = jax.tree.map(lambda x: x + rng.normal(size=x.shape), state._replace(segment_id=None))  # fmt: skip
-        ids = np.cumsum(rng.random((2, LENGTH)) < 0.005, axis=1) + 1 if documents else None
-        options = dict(segment_ids=ids, chunk_size=SIZE, normalize=1e-6 if gated else None)
+        options = dict(chunk_size=SIZE, normalize=1e-6 if gated else None)
 
         def run(form, floats, state):
             kept = state._replace(segment_id=jnp.ones(2, jnp.int32))
@@ -49,10 +58,28 @@ def test_equals_the_recurrence(name, documents):
 
         def both(form, cotangents):
             outputs, pull = jax.vjp(lambda *x: run(form, *x), floats, state)
-            return outputs, pull(cotangents or jax.tree.map(lambda x: jnp.cos(x), outputs))
+            return outputs, pull(cotangents or jax.tree.map(jnp.cos, outputs))
 
         outputs, grads = both("recurrent", None)
         cotangents = jax.tree.map(jnp.cos, outputs)
         got = both("chunk", cotangents)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves((outputs, grads)), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-9)
+
+
+def test_large_gates_keep_their_digits(as_on_a_gpu):
+    """Each chunk starts from the stabiliser that the one before it was divided by, to the bit."""
+    rng = np.random.default_rng(0)
+    q, k, v = (np.abs(rng.normal(size=(1, LENGTH, 1, 4))).astype(np.float32) for _ in "qkv")
+    decay = -np.float32(1e-3) * rng.random((1, LENGTH, 1)).astype(np.float32)
+    gate = (1e4 + rng.normal(size=(1, LENGTH, 1))).astype(np.float32)
+
+    def run(form):
+        options = dict(normalize=1e-6, chunk_size=SIZE, form=form)
+        return ops.linear_memory(q, k, v, decay, log_input_gate=gate, **options)[0]
+
+    got = np.asarray(run("chunk"))
+    with jax.enable_x64(True):
+        q, k, v, decay, gate = (x.astype(np.float64) for x in (q, k, v, decay, gate))
+        expected = np.asarray(run("recurrent"))
+    np.testing.assert_allclose(got, expected, rtol=2e-6)

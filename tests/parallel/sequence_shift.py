@@ -19,11 +19,11 @@ LENGTH, CHANNELS = 61, 3  # the last device's part is filled up
 
 def documents() -> np.ndarray:
     """Segment ids: of several documents with padding behind them; of one over several devices, ahead of padding over several
-    more; of padding alone; and of one that ends with a device's part."""
+    more; of padding alone; and of an id that comes back just ahead of the end of a device's part, ahead of one that ends with one."""
     ids = np.zeros((4, LENGTH), np.int32)
     ids[0] = np.repeat([1, 0, 2, 3, 4, 0, 5], [3, 2, 20, 1, 2, 3, 30])
     ids[1, :37] = 6
-    ids[3] = np.repeat([1, 7], [24, 37])
+    ids[3] = np.repeat([1, 7, 1, 7], [6, 1, 17, 37])
     return ids
 
 
