@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -106,13 +107,29 @@ def _copies(mesh: Mesh) -> int:
 def place_batch(
     batch: dict[str, np.ndarray], sharding: NamedSharding, num_rows: int
 ) -> dict[str, jax.Array]:
-    """This process's rows [n, T] of a batch of `num_rows`, as its part of arrays over all devices."""
+    """This process's rows [n, T] of a batch of `num_rows`, as its part of arrays over all devices.
+
+    Rows that the devices along time cannot cut evenly are filled up with padding first: id 0, in no loss.
+    """
+    batch = _filled_up(batch, sharding)
     if jax.process_count() == 1:
         return jax.device_put(batch, sharding)  # a third of the time of the general way
     return {
         name: jax.make_array_from_process_local_data(sharding, array, (num_rows, *array.shape[1:]))
         for name, array in batch.items()
     }
+
+
+def _filled_up(batch: dict[str, np.ndarray], sharding: NamedSharding) -> dict[str, np.ndarray]:
+    """The batch with rows of a multiple of the devices along time."""
+    axes = sharding.spec[1] if len(sharding.spec) > 1 else None
+    parts = math.prod(sharding.mesh.shape[axis] for axis in ([axes] if isinstance(axes, str) else axes or ()))  # fmt: skip
+    rows, length = batch["tokens"].shape
+    short = -length % parts
+    if not short:
+        return batch
+    batch = {"segment_ids": np.ones((rows, length), np.int32)} | batch
+    return {name: np.pad(x, [(0, 0), (0, short)]) for name, x in batch.items()}
 
 
 class Agreement:

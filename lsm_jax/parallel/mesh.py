@@ -38,7 +38,7 @@ class MeshConfig:
     Attributes:
         data: batch shards with whole parameters; -1 takes the devices that are left.
         fsdp: batch shards that share the parameters between them.
-        sequence: parts that each row is cut into along time.
+        sequence: parts that each row is cut into along time; training fills rows up that do not divide.
         tensor: parts that heads and feedforward widths are cut into.
         expert: batch shards that share the experts between them.
         pipeline: stages that the layers are cut into, whole pattern periods each.

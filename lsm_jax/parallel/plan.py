@@ -6,7 +6,7 @@ two and prints those that fit, the least communication first.
 It counts what NVIDIA Hopper's fused kernels keep; `--nokernels` what XLA keeps on CPUs and other GPUs, which is much more (a TPU is
 between the two: its memory updates are XLA's, its experts' products are not those of a CPU).
 Where no mesh is given and rows do not divide over the devices, rows go over fsdp and their tokens over sequence; what divides
-neither goes over data and tensor.
+neither goes over data and tensor, or rows are filled up.
 """
 
 from __future__ import annotations
@@ -50,21 +50,23 @@ def meshes(config: Any, devices: int) -> list[Any]:
 
 def chosen(config: Any, devices: int) -> list[Any]:
     """The config's mesh; or, where it gives none and rows do not divide over the devices, meshes to try, the best first: rows over
-    fsdp, and over data where widths do not divide; their tokens over sequence, and heads over tensor where tokens do not divide.
+    fsdp, and over data where widths do not divide; their tokens over sequence, and heads over tensor where tokens do not divide,
+    or filled-up rows over sequence.
     """
     rows = math.gcd(config.batch_size // config.accumulation_steps, devices)
     if config.mesh != type(config.mesh)() or rows == devices:
         return [config.mesh]
-    # As many rows as can be, then tokens: heads are cut into the fewest parts. Where that does not divide, nothing does.
-    sequence = math.gcd(config.data.sequence_length, devices // rows)
-    tensor = devices // rows // sequence
+    # As many rows as can be, then tokens: heads are cut into the fewest parts.
+    even = math.gcd(config.data.sequence_length, devices // rows)
     return [
         dataclasses.replace(
-            config.mesh, data=rows // fsdp, fsdp=fsdp, sequence=sequence, tensor=tensor
+            config.mesh, data=rows // fsdp, fsdp=fsdp, sequence=sequence,
+            tensor=devices // rows // sequence,
         )
+        for sequence in dict.fromkeys((even, devices // rows))
         for fsdp in range(rows, 0, -1)
         if rows % fsdp == 0
-    ]
+    ]  # fmt: skip
 
 
 def plan_of_chosen(config: Any, devices: int, **how: Any) -> Any:

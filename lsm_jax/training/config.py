@@ -190,9 +190,9 @@ class TrainConfig:
                 "divide into so many stages"
             )
         length = self.data.sequence_length
-        if length % sizes["sequence"]:
+        if length < sizes["sequence"]:
             raise ValueError(
-                f"data.sequence_length={length} does not divide over mesh.sequence={sizes['sequence']} devices"
+                f"data.sequence_length={length} is less than one token for each of mesh.sequence={sizes['sequence']} devices"
             )
         for letter in sorted(set(self.model.pattern)):
             count = getattr(self.model.layers[letter].feedforward, "num_experts", 0)

@@ -150,7 +150,7 @@ def _local_shape(config: TrainConfig, sizes: dict[str, int]) -> tuple[int, int]:
     """Rows of a microbatch, and tokens of each, on one device."""
     rows = config.batch_size // config.accumulation_steps // config.mesh.pieces()
     shards = math.prod(sizes[axis] for axis in BATCH_AXES if axis != "pipeline")
-    return rows // shards, config.data.sequence_length // sizes["sequence"]
+    return rows // shards, -(-config.data.sequence_length // sizes["sequence"])
 
 
 def _activations(

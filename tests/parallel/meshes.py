@@ -18,7 +18,7 @@ import numpy as np
 from lsm_jax import mixers, models
 from lsm_jax.data import DataConfig
 from lsm_jax.feedforward import MoEConfig, SwiGLUConfig
-from lsm_jax.parallel import AXES, MeshConfig, make_mesh, token_sharding
+from lsm_jax.parallel import AXES, MeshConfig, make_mesh, place_batch, token_sharding
 from lsm_jax.training import OptimizerConfig, TrainConfig
 from lsm_jax.training.step import make_program
 
@@ -88,7 +88,7 @@ def step(config: TrainConfig, mesh, rows, params=None):
             zeros = dataclasses.replace(zeros, params=params)
             state = jax.device_put(zeros, program.shardings)
         before = jax.tree.map(np.asarray, state.params)
-        state, metrics = program.train_step(state, jax.device_put(rows, token_sharding(mesh)))
+        state, metrics = program.train_step(state, place_batch(rows, token_sharding(mesh), 8))
     mu = jax.tree.map(np.asarray, state.opt_state[1].mu)
     return before, mu, jax.tree.map(np.asarray, metrics)
 

@@ -10,12 +10,12 @@ import jax
 import numpy as np
 import pytest
 
-from lsm_jax.parallel import MeshConfig, make_mesh, token_sharding
+from lsm_jax.parallel import MeshConfig, hosts, make_mesh, token_sharding
 from lsm_jax.training.checkpoints import Checkpoints, abstract_like
 from lsm_jax.training.step import make_program
 from tests.parallel.meshes import batch, run_of
 from tests.parallel.test_parallel import run_with_devices
-from tests.parallel.test_tensor import meshes
+from tests.parallel.test_tensor import abstract_mesh, meshes
 
 HYBRID = "linear_attention/softmax+moe"
 
@@ -45,6 +45,24 @@ def test_axes_compose(cases):
 def test_bfloat16(case):
     """XLA's CPU compiler aborts at a sum of bfloat16 over some of the axes."""
     assert meshes(f"bfloat16:{case}") == 1
+
+
+@pytest.mark.parametrize(
+    "case", ["gla+none", pytest.param("mamba2+moe/softmax", marks=pytest.mark.slow)]
+)
+def test_rows_that_do_not_divide(case):
+    """Sixteen tokens on three devices."""
+    assert meshes(f"{case}:sequence=3") == 1
+
+
+def test_rows_are_filled_up_with_padding():
+    rows = dict(tokens=np.ones((2, 16), np.int32), loss_mask=np.ones((2, 16), np.float32))
+    cut = token_sharding(abstract_mesh(data=2, sequence=3))
+    filled = hosts._filled_up(rows, cut)
+    assert {x.shape for x in filled.values()} == {(2, 18)}
+    for name in ("segment_ids", "loss_mask"):
+        np.testing.assert_array_equal(filled[name][0], [1] * 16 + [0] * 2)
+    assert hosts._filled_up(rows, token_sharding(abstract_mesh(sequence=4))) is rows
 
 
 @pytest.mark.slow

@@ -147,11 +147,14 @@ def test_a_mesh_is_chosen_that_divides(devices, changes, mesh):
 
 
 def test_what_to_do_is_told_where_no_mesh_divides():
-    line = told("configs/linear_moe.py:tiny", "--devices=6")
-    assert line.startswith("plan: no mesh of --devices=6 was found for this config, of 16 rows of")
-    assert "of mesh.tensor=3); take another number, as --devices=4, or other --config." in line
-    own = told("configs/linear_moe.py:tiny", "--devices=6", "--config.mesh.sequence=3")
-    assert own == "plan: data.sequence_length=256 does not divide over mesh.sequence=3 devices"
+    short = "--config.batch_size=1", "--config.data.sequence_length=64"
+    line = told("configs/linear_moe.py:tiny", "--devices=192", *short)
+    assert line.startswith("plan: no mesh of --devices=192 was found for this config, of 1 rows of")
+    assert "of mesh.sequence=192 devices); take another number, as --devices=64, or other" in line
+    own = told("configs/linear_moe.py:tiny", "--devices=65", "--config.mesh.sequence=65", *short)
+    assert own.startswith(
+        "plan: data.sequence_length=64 is less than one token for each of mesh.seq"
+    )
 
 
 @pytest.mark.slow
