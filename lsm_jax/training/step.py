@@ -55,7 +55,8 @@ class Program:
         shardings: a `TrainState` of shardings.
         param_shardings: of every parameter, those that stand still included.
         train_step: (state, batch, frozen) -> (state, metrics), among them the losses and statistics that layers report;
-            donates the state. `frozen` are the parameters that stand still, where there are any.
+            donates the state. `frozen` are the parameters that stand still, where there are any. A batch's documents have no
+            gaps, as `lsm_jax.data` packs them: no padding between two tokens of one.
         eval_step: (every parameter, batch) -> (summed loss in nats, number of predicted tokens, tokens' choices
             of experts that found no room).
     """
