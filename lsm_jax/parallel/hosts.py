@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from lsm_jax.parallel.mesh import batch_sharding
+from lsm_jax.parallel.mesh import batch_sharding, mesh_axes
 
 # Launcher -> the variable in which it tells each process how many there are.
 _COUNTS = {
@@ -122,8 +122,7 @@ def place_batch(
 
 def _filled_up(batch: dict[str, np.ndarray], sharding: NamedSharding) -> dict[str, np.ndarray]:
     """The batch with rows of a multiple of the devices along time."""
-    axes = sharding.spec[1] if len(sharding.spec) > 1 else None
-    parts = math.prod(sharding.mesh.shape[axis] for axis in ([axes] if isinstance(axes, str) else axes or ()))  # fmt: skip
+    parts = math.prod(sharding.mesh.shape[axis] for axis in mesh_axes("sequence"))
     rows, length = batch["tokens"].shape
     short = -length % parts
     if not short:

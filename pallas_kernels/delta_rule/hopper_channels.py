@@ -31,10 +31,8 @@ _LEAST = 1e-20
 
 def reason(q, k, v, log_decay, run, initial) -> str | None:
     """Why this backend does not serve these arguments (arrays or their shapes), or None."""
-    if q.shape[3] not in hopper_pieces.DEPTHS:
-        return f"K of 64, 128 or 256, not {q.shape[3]}"
-    if v.shape[3] % 128 and v.shape[3] != 64 or not v.shape[3]:
-        return f"V of 64 or a multiple of 128, not {v.shape[3]}"
+    if (why := hopper_pieces.why_not(q.shape[3], v.shape[3])) is not None:
+        return why
     q, k, v = map(hopper_pieces.a_piece, (q, k, v))
     return linear_channels.reason(q, k, v, log_decay, run, initial)
 

@@ -13,8 +13,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-DEPTHS = (64, 128, 256)
+_DEPTHS = (64, 128, 256)
 _WIDTH = 128
+
+
+def why_not(key_dim: int, value_dim: int) -> str | None:
+    """What is taken in place of these sizes, or None."""
+    if key_dim not in _DEPTHS:
+        return f"K of 64, 128 or 256, not {key_dim}"
+    if value_dim != 64 and (value_dim % _WIDTH or not value_dim):
+        return f"V of 64 or a multiple of {_WIDTH}, not {value_dim}"
+    return None
 
 
 def pieces_of(channels: int) -> list[slice]:

@@ -39,10 +39,8 @@ def reason(q, k, v, a, b, log_decay, run, initial) -> str | None:
     for name, x in dict(a=a, b=b).items():
         if x.dtype != jnp.bfloat16:
             return f"{name} in bfloat16, not {jnp.dtype(x.dtype).name}"
-    if q.shape[3] not in hopper_pieces.DEPTHS:
-        return f"K of 64, 128 or 256, not {q.shape[3]}"
-    if v.shape[3] % 128 and v.shape[3] != 64 or not v.shape[3]:
-        return f"V of 64 or a multiple of 128, not {v.shape[3]}"
+    if (why := hopper_pieces.why_not(q.shape[3], v.shape[3])) is not None:
+        return why
     q, k, v = map(hopper_pieces.a_piece, (q, k, v))
     return linear_channels.reason(q, k, v, log_decay, run, initial)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,10 +15,10 @@ from lsm_jax.parallel import MeshConfig, make_mesh
 BATCH, LENGTH = 2, 29
 
 
-def both(mesh, name: str, function, floats: dict, rest: dict) -> None:
-    """Raise unless outputs, and the gradients of a sum that weighs every entry, are one device's."""
+def both(mesh, name: str, function, floats: dict, rest: dict, *, alone=None, rtol=1e-8, atol=1e-9) -> None:  # fmt: skip
+    """Raise unless outputs, and the gradients of a sum that weighs every entry, are one device's, which runs `alone` if it is given."""
 
-    def loss(floats, rest):
+    def loss(function, floats, rest):
         out = function(**floats, **rest)
         total = jnp.zeros(())
         for x in jax.tree.leaves(out):
@@ -24,14 +26,15 @@ def both(mesh, name: str, function, floats: dict, rest: dict) -> None:
                 total += jnp.sum(jnp.real(x) * np.cos(np.arange(x.size)).reshape(x.shape))
         return total, out
 
-    def run(floats, rest):
-        return jax.value_and_grad(loss, has_aux=True)(floats, rest)
+    def run(function):
+        run = functools.partial(loss, function)
+        return jax.jit(jax.value_and_grad(run, has_aux=True))(floats, rest)
 
-    expected = jax.jit(run)(floats, rest)
+    expected = run(alone or function)
     with jax.set_mesh(mesh):
-        got = jax.jit(run)(floats, rest)
+        got = run(function)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-9, err_msg=name)
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol, err_msg=name)
     print(name, "ok", flush=True)
 
 
