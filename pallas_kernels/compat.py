@@ -17,6 +17,7 @@ __all__ = [
     "pl",
     "plgpu",
     "races_found",
+    "state_rows",
 ]
 
 PROCESSORS = 132  # of an H100 and an H200
@@ -62,6 +63,19 @@ def key_columns(channels: int) -> Any:
     tiles = mgpu.Tiling(((32 // across, 4 * channels), (32 // across, channels), (1, 4)))
     layout = mgpu.TiledLayout(
         tiles, warp_dims=(-5,), lane_dims=(-4, -3), vector_dim=-1, _check_canonical=False
+    ).canonicalize()
+    return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
+
+
+def state_rows(rows: int, states: int) -> Any:
+    """The layout of [4, rows, states] in a warpgroup's registers with a warp for each of the first, 4 states side by side a thread,
+    and a warp's other threads over a row's states, then over rows."""
+    from jax.experimental.mosaic.gpu import fragmented_array as mgpu
+
+    side = 32 // (states // 4)
+    tiles = mgpu.Tiling(((4, side, states), (1, side, states), (1, 1, 4)))
+    layout = mgpu.TiledLayout(
+        tiles, warp_dims=(-9,), lane_dims=(-5, -4), vector_dim=-1, _check_canonical=False
     ).canonicalize()
     return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
 

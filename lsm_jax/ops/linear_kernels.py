@@ -30,8 +30,6 @@ def why_no_kernel(
         return f"form='chunk' of more than one token, not {form!r}"
     if memory.ndim == 5 and not narrow:
         return "one state a row, not one a segment"
-    if any(jax.typeof(x).manual_axis_type.varying for x in (q, k, v)):
-        return "arrays outside jax.shard_map, or inside with check_vma=False"
     if implementation == AUTOMATIC and narrow and q.dtype != jnp.bfloat16:
         return f"q in bfloat16, not {q.dtype}"
     if implementation == AUTOMATIC and narrow and memory.ndim == 5:
@@ -41,6 +39,13 @@ def why_no_kernel(
             return f"at most {_WALKS:,} memories of segments and heads, not {walks:,}"
         if q.shape[1] < _CHUNK[AUTOMATIC]:
             return f"one state a segment in rows of {_CHUNK[AUTOMATIC]} tokens or more"
+    return why_not_here(implementation, q, k, v)
+
+
+def why_not_here(implementation: str, *arrays: Any) -> str | None:
+    """What a backend takes in place of where and how arrays are given to any of its kernels, or None."""
+    if any(jax.typeof(x).manual_axis_type.varying for x in arrays):
+        return "arrays outside jax.shard_map, or inside with check_vma=False"
     if jax.config.jax_enable_x64:
         return "32-bit indices (jax_enable_x64 off)"
     if implementation == AUTOMATIC:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Int
 
-from lsm_jax.ops import checks, chosen
+from lsm_jax.ops import checks, chosen, selective_kernels
 from lsm_jax.ops.linear_sequence import total_of
 from lsm_jax.ops.segments import Tokens, cut_into_chunks, finish_output, read_tokens, select
 from lsm_jax.ops.sequence import (
@@ -95,17 +95,19 @@ def selective_memory(
             each chunk again, so that only the memories chunks start from are kept) or "associative" (associative scan over
             tokens, holding [B, T, D, N]; with one state a segment, a complex memory's is causal up to the rounding of complex
             products alone, which XLA does by their place).
-        implementation: None or "xla".
-        chunk_size: tokens in a chunk, a power of two; None is 64.
+        implementation: None picks, "xla", or "mosaic_gpu", a fused kernel for NVIDIA Hopper (u of bfloat16; Mamba's arguments, or
+            those of one complex number a channel, GateLoop's).
+        chunk_size: tokens in a chunk of the XLA form, a power of two; None is 64.
 
     Returns:
         The output in u's dtype, and the final state in float32 or complex64 (float64 or complex128 if an input is).
 
     Raises:
+        NotImplementedError: a kernel is named that does not serve these arguments; the message says why.
         ValueError: shapes, dtypes, discretization, form, implementation or chunk size that are not accepted.
     """
     op = "selective_memory"
-    checks.check_form(op, form, implementation)
+    checks.check_form(op, form, implementation, selective_kernels.KERNELS)
     if discretization not in DISCRETIZATIONS:
         listed = ", ".join(map(repr, DISCRETIZATIONS))
         raise ValueError(f"{op}: discretization={discretization!r}; accepted are {listed}")
@@ -113,7 +115,7 @@ def selective_memory(
     batch, length, _ = u.shape
     checks.check_rows(op, batch, length, segment_ids, update_mask)
     size = checks.check_chunk_size(op, chunk_size, length)
-    chosen.note(op, f"xla, {form} form (no fused kernel in this version)")
+    form = chosen.form_of(form, implementation, length)
     dtype = checks.compute_dtype(u, delta, A, B, C, D)
     is_complex = any(jnp.iscomplexobj(x) for x in (delta, A, B))
     empty = functools.partial(
@@ -126,6 +128,9 @@ def selective_memory(
     batched = dict(u=u, state=state, segment_ids=segment_ids, update_mask=update_mask)
     batched |= {n: x for n, x in given.items() if n not in constant}
     options = _Options(discretization, form, size, dtype, is_complex)
+    why = _why_not(options, state, u, delta, A, B, C, D)
+    fused = chosen.choose(op, form, implementation, "mosaic_gpu", why)
+    options = options._replace(fused=fused)
     shared = dict(a=A, d=D, constant=constant)
     # Channels take the place of heads.
     axes: dict[str, Any] = dict.fromkeys(batched, TOKENS) | dict.fromkeys(shared, ("heads",))
@@ -178,6 +183,7 @@ class _Options(NamedTuple):
     size: int
     dtype: Any
     is_complex: bool
+    fused: chosen.Fused = "never"
 
 
 class _Inputs(NamedTuple):
@@ -192,7 +198,42 @@ class _Inputs(NamedTuple):
 
 # Compiled as a whole also when called outside `jax.jit`, as in a notebook.
 @functools.partial(jax.jit, static_argnums=0)
-def _selective_memory(
+def _selective_memory(options, **arrays):
+    def xla(arrays):
+        return _by_xla(options, **arrays)
+
+    if options.fused == "never":
+        return xla(arrays)
+    given = arrays["constant"] | arrays
+    names = ("state", "u", "delta", "a", "b", "c", "d")
+    why = _why_not(options, *(given[name] for name in names))  # a mesh may share channels out
+    if options.fused == "always":
+        if why is not None:
+            raise NotImplementedError(f"selective_memory: on a device 'mosaic_gpu' takes {why}")
+        return _by_kernel(arrays)
+    return xla(arrays) if why else chosen.by_platform(arrays, cuda=_by_kernel, default=xla)
+
+
+def _why_not(options, state, u, delta, a, b, c, d) -> str | None:
+    """What the kernel takes in place of these arrays, a device's or all, or None."""
+    return selective_kernels.why_not(
+        options.form, options.discretization, u, delta, a, b, c, d, state.memory,
+        is_complex=options.is_complex,
+    )  # fmt: skip
+
+
+def _by_kernel(arrays: dict[str, Any]) -> tuple[Array, SelectiveState]:
+    state, given = arrays["state"], dict(arrays)
+    del given["state"]
+    tokens = read_tokens(given.pop("segment_ids"), given.pop("update_mask"), state.segment_id, None)
+    given = dict(b=None) | given
+    output, memory = selective_kernels.run_kernel(
+        "mosaic_gpu", tokens, _beginnings(tokens), memory=state.memory, **given
+    )
+    return output, SelectiveState(memory, tokens.last_id)
+
+
+def _by_xla(
     options, u, state, segment_ids, update_mask, a, d, constant, delta=None, b=None, c=None
 ):
     batch, length, channels = u.shape

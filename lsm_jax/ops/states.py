@@ -15,6 +15,7 @@ from lsm_jax.ops.segments import Chunks
 
 _STEP = 2**21  # numbers of memories that a step may change in about a launch's time
 _FEWEST = 16  # steps of a part
+_UNROLL = 8  # what a loop itself launches takes a GPU as long as a step
 
 
 class Layer(NamedTuple):
@@ -221,10 +222,11 @@ def _fold_parts(step, compose, parts: int, transition, write, initial) -> tuple[
 
     updates = jax.tree.map(in_parts, (transition, write))
     first, later = jax.tree.map(lambda x: x[0], updates), jax.tree.map(lambda x: x[1:], updates)
-    whole, grown = jax.lax.scan(grow, first, later)
+    whole, grown = jax.lax.scan(grow, first, later, unroll=_UNROLL)
     grown = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, grown)
     by_part = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), whole)
-    _, starts = jax.lax.scan(lambda m, update: (step(m, update), m), initial, by_part)
+    walk = lambda m, update: (step(m, update), m)  # noqa: E731
+    _, starts = jax.lax.scan(walk, initial, by_part, unroll=_UNROLL)
     after = step(jnp.moveaxis(starts, 0, 1), grown)
     after = jnp.moveaxis(after, 0, 2).reshape(initial.shape[0], parts * steps, *initial.shape[1:])
     entering = jnp.concatenate([initial[:, None], after[:, : count - 1]], axis=1)

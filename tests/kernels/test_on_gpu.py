@@ -14,6 +14,7 @@ from lsm_jax.ops.segments import read_tokens
 from pallas_kernels.short_convolution import short_convolution
 from tests.kernels import test_decode_step_gpu as decode_step
 from tests.kernels import test_segments as segments
+from tests.kernels import test_selective_scan_gpu as scans
 from tests.kernels import test_short_convolution_gpu as convolution
 from tests.kernels.test_linear_attention_gpu import error
 
@@ -389,3 +390,30 @@ def test_convolution_equals_the_plain_form(case, documents):
     )
     for a, b in zip(got, wanted, strict=True):
         assert error(a, b) < 5e-3
+
+
+SCANS = [
+    scans.Case(1000, 256, 16, True),
+    scans.Case(4096, 512, 16, False),
+    scans.Case(700, 128, 16, True, strong=True),
+    scans.Case(500, 64, 8, True),
+    scans.Case(500, 64, 32, True),
+    scans.Case(1000, 256, 0, True),
+    scans.Case(4096, 512, 0, False),
+    scans.Case(700, 128, 0, True, strong=True),
+]
+
+
+@pytest.mark.parametrize("case", SCANS, ids=str)
+def test_selective_memory_equals_the_recurrence(case):
+    """Value, final memory and every gradient; and twice the same bits."""
+
+    def run(arrays, marks, cotangents):
+        fused = jax.jit(lambda a, c: scans.both(a, marks, "mosaic_gpu", c))
+        found = fused(arrays, cotangents)
+        again = fused(arrays, cotangents)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(again), strict=True):
+            np.testing.assert_array_equal(a, b)
+        return found
+
+    scans.compare(case, run)

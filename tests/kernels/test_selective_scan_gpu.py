@@ -1,0 +1,229 @@
+"""The Hopper kernels of selective memories, by Mosaic GPU's interpreter and by lowering for an H200."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from lsm_jax import ops
+from pallas_kernels.compat import gpu_interpreter, races_found
+from pallas_kernels.selective_scan import complex_scan, selective_scan
+from tests.kernels.test_linear_attention_gpu import error
+
+
+class Case(NamedTuple):
+    """Sizes and kind of a call. Attributes: states: of a channel, 0 for one complex number; strong: whether some decays are e^-30."""
+
+    length: int
+    channels: int
+    states: int
+    documents: bool
+    strong: bool = False
+    batch: int = 2
+
+
+CASES = [
+    Case(100, 64, 16, True),
+    Case(40, 128, 0, True),
+    Case(128, 64, 16, False, strong=True),
+    Case(70, 128, 8, False, batch=1),
+    Case(64, 64, 32, True, batch=1),
+    Case(64, 256, 0, False, strong=True),
+]
+
+
+def make(case: Case, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arrays to differentiate by, and the rest; padding holds what must not be looked at."""
+    batch, length, channels, states = case.batch, case.length, case.channels, case.states
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape, dtype=jnp.float32):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    def tokens(*shape, dtype=jnp.float32):
+        return normal(batch, length, *shape, dtype=dtype)
+
+    arrays: dict[str, Any] = dict(u=tokens(channels, dtype=jnp.bfloat16))
+    if states:
+        arrays |= dict(
+            delta=jax.nn.softplus(tokens(channels) - 2),
+            A=-jnp.exp(0.5 * normal(channels, states)),
+            B=tokens(states),
+            C=tokens(states),
+            D=normal(channels),
+        )
+        if case.strong:
+            arrays["delta"] = jnp.where(tokens(1) > 1, 30.0, arrays["delta"])
+    else:
+        arrays["log_decay"] = jax.nn.log_sigmoid(tokens(channels) + 2)
+        arrays |= dict(angle=tokens(channels), C=tokens(channels, dtype=jnp.bfloat16))
+        if case.strong:
+            arrays["log_decay"] = jnp.where(tokens(1) > 1, -30.0, arrays["log_decay"])
+    arrays["memory"] = normal(batch, channels, max(states, 1))
+    marks: dict[str, Any] = {}
+    if case.documents:
+        ids = np.cumsum(rng.random((batch, length)) < 0.05, axis=1) + 1
+        ids[rng.random(ids.shape) < 0.1] = 0
+        ids[:, 0] = 1
+        marks = dict(segment_ids=jnp.asarray(ids, jnp.int32))
+        marks["update_mask"] = jnp.asarray(rng.random(ids.shape) < 0.9)
+        arrays["u"] = jnp.where((ids == 0)[..., None], jnp.nan, arrays["u"])
+    return arrays, marks
+
+
+def call(arrays: dict[str, Any], marks: dict[str, Any], implementation: str | None):
+    """Output and final memory of the op; a complex memory starts with two equal parts."""
+    given = dict(arrays)
+    memory = given.pop("memory")
+    if "angle" in given:
+        ones = jnp.ones((memory.shape[1], 1))
+        given |= dict(A=ones, B=ones, C=given["C"][..., None], discretization="none")
+        given["delta"] = jax.lax.complex(given.pop("log_decay"), given.pop("angle"))
+        memory = jax.lax.complex(memory, memory)
+    state = ops.SelectiveState(memory, jnp.ones(len(memory), jnp.int32))
+    y, state = ops.selective_memory(
+        **given, **marks, initial_state=state, implementation=implementation
+    )
+    return y, jnp.stack([state.memory.real, state.memory.imag])
+
+
+def both(arrays, marks, implementation, cotangents):
+    """Values and every gradient."""
+    values, pull = jax.vjp(lambda a: call(a, marks, implementation), arrays)
+    return values, pull(cotangents)[0]
+
+
+def compare(case: Case, run) -> tuple[Any, Any]:
+    """`both` as `run` makes it of the kernel, against the recurrence in float32."""
+    arrays, marks = make(case)
+    rng = np.random.default_rng(1)
+    dy = jnp.asarray(rng.normal(size=arrays["u"].shape), jnp.bfloat16)
+    d_memory = jnp.asarray(rng.normal(size=(2, *arrays["memory"].shape)), jnp.float32)
+    found = run(arrays, marks, (dy, d_memory))
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), (arrays, (dy, d_memory)))
+    expected = both(wide[0], marks, "xla", wide[1])
+    for got, want in zip(found[0], expected[0], strict=True):
+        assert error(got, want) < 5e-3
+    for name, got in found[1].items():
+        want = expected[1][name]
+        assert jnp.isfinite(got).all(), name
+        assert error(got, want) < (3e-3 if got.dtype == jnp.bfloat16 else 1e-5), name
+    return found
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The op's kernels run by the interpreter."""
+
+    def scan(function):
+        return lambda *a, **k: function(*a, **k, interpret=gpu_interpreter())
+
+    monkeypatch.setattr("pallas_kernels.selective_scan.selective_scan", scan(selective_scan))
+    monkeypatch.setattr("pallas_kernels.selective_scan.complex_scan", scan(complex_scan))
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=[pytest.mark.slow] * (i > 1), id=str(c)) for i, c in enumerate(CASES)],
+)
+@pytest.mark.usefixtures("interpreted")
+def test_equals_the_recurrence(case):
+    """Value, final memory and every gradient, and no races."""
+    compare(case, lambda a, m, c: both(a, m, "mosaic_gpu", c))
+    assert not races_found()
+
+
+@pytest.mark.parametrize("states", [16, 0])
+@pytest.mark.usefixtures("interpreted")
+def test_no_later_token_changes_a_bit(states):
+    case = Case(96, 128, states, True, batch=1)
+    arrays, marks = make(case)
+    later = jnp.arange(96) >= 70
+    ids = marks["segment_ids"]
+    changed = arrays | dict(u=jnp.where(later[:, None], -arrays["u"], arrays["u"]))
+    other = marks | dict(segment_ids=jnp.where(later, jnp.where(ids == 0, 9, 0), ids))
+    y, z = (call(a, m, "mosaic_gpu")[0] for a, m in ((arrays, marks), (changed, other)))
+    np.testing.assert_array_equal(y[:, :70], z[:, :70])
+    assert jnp.isfinite(y).all() and (y[:, 70:] != z[:, 70:]).any()
+
+
+@pytest.mark.parametrize("states", [16, 0])
+@pytest.mark.usefixtures("interpreted")
+def test_maps_over_an_axis(states):
+    """`jax.vmap` of the op, gradients too."""
+    case = Case(64, 128, states, False, batch=1)
+    arrays = [make(case, seed)[0] for seed in range(2)]
+
+    def total(arrays):
+        y, memory = call(arrays, {}, "mosaic_gpu")
+        return jnp.sum(y.astype(jnp.float32) ** 2) + jnp.sum(memory**2)
+
+    mapped = jax.vmap(jax.grad(total))(jax.tree.map(lambda *x: jnp.stack(x), *arrays))
+    for index, one in enumerate(arrays):
+        for name, gradient in jax.grad(total)(one).items():
+            np.testing.assert_allclose(mapped[name][index], gradient, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("states", [16, 0])
+def test_the_op_lowers_to_them_on_the_card(states):
+    """Three kernels forward and three backward, also where the op is left to choose."""
+    arrays, marks = make(Case(4090, 256, states, True))
+
+    def lowered(marks):
+        def step(arrays):
+            y, pull = jax.vjp(lambda a: call(a, marks, None), arrays)
+            return pull(y)
+
+        device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+        with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+            return jax.jit(step).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+    assert lowered(marks).count("custom_call @mosaic_gpu") == 6
+    assert lowered({}).count("custom_call @mosaic_gpu") == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(u=jnp.ones((2, 64, 64))), "takes u in bfloat16, not float32"),
+        (dict(B=jnp.ones((64, 16))), "takes of real memories those with discretization='euler'"),
+        (dict(discretization="zoh"), "takes of real memories those with discretization='euler'"),
+        (dict(delta=jnp.ones(64)), r"takes delta \[B, T, D\]"),
+        (dict(form="associative"), "takes form='chunk' of more than one token, not 'associative'"),
+        (
+            dict(A=-jnp.ones((64, 4)), B=jnp.ones((2, 64, 4)), C=jnp.ones((2, 64, 4))),
+            "takes 8, 16, 32 numbers",
+        ),
+        (dict(A=-jnp.ones((64, 16)) + 1j), "takes of complex memories those of one number"),
+        (
+            dict(initial_state=ops.selective_state(2, 64, 16, num_segments=3)),
+            "takes one state a row, not one a segment",
+        ),
+    ],
+)
+def test_says_why_it_does_not_serve(changes, message):
+    arrays: dict[str, Any] = dict(make(Case(64, 64, 16, False))[0])
+    del arrays["memory"]
+    arrays |= changes
+    if "initial_state" in changes:
+        arrays["segment_ids"] = jnp.ones((2, 64), jnp.int32)
+    with pytest.raises(NotImplementedError, match=f"implementation='mosaic_gpu' {message}"):
+        ops.selective_memory(**arrays, implementation="mosaic_gpu")
+    y, _ = ops.selective_memory(**arrays)  # left to choose, it does without
+    assert y.shape == arrays["u"].shape
+
+
+def test_names_what_exists():
+    x, memory = jnp.ones((1, 64, 64), jnp.bfloat16), jnp.zeros((1, 64, 16))
+    with pytest.raises(ValueError, match="implementation='triton'; accepted are"):
+        selective_scan(
+            x, x, memory[0], x[..., :16], x[..., :16], initial=memory, implementation="triton"
+        )
+    with pytest.raises(NotImplementedError, match="takes multiples of 128 channels"):
+        complex_scan(x, x, x, x, initial=jnp.zeros((1, 2, 64)))
