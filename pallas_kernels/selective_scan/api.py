@@ -44,7 +44,7 @@ def selective_scan(
     Args:
         u: [B, T, D] bfloat16, D a multiple of 64.
         delta: [B, T, D]; `delta a` is the natural logarithm of the decay, at most 0.
-        a: [D, N], N of 8, 16 or 32.
+        a: [D, N], N of 8 or 16.
         b: [B, T, N].
         c: [B, T, N].
         d: [D]; None is 0.

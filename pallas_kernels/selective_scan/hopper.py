@@ -23,8 +23,9 @@ CHANNELS = _WARPS * ROWS
 """What the number of channels is a multiple of."""
 CHUNK = 64
 """What the number of tokens is a multiple of."""
-STATES = (8, 16, 32)
+STATES = (8, 16)
 _UNROLL, _AHEAD = 4, 6
+_HELD = 64  # numbers of a channel that are held at a time
 _LOG2E = math.log2(math.e)
 
 
@@ -35,7 +36,7 @@ def reason(u, state_size: int) -> str | None:
     if u.shape[2] % CHANNELS:
         return f"multiples of {CHANNELS} channels, not {u.shape[2]}"
     if state_size not in STATES:
-        return f"{', '.join(map(str, STATES))} numbers a channel, not {state_size}"
+        return f"{' or '.join(map(str, STATES))} numbers a channel, not {state_size}"
     return None
 
 
@@ -142,6 +143,7 @@ def _launch(kernel, named, out, names, grid, rooms, interpret):
         rest = refs[len(given) :]
         kernel(given, dict(zip(asked, rest, strict=False)), *rest[len(asked) :])
 
+    body.__name__ = f"selective_scan_{kernel.__name__.removesuffix('_kernel')}"
     scratch = list(rooms.values())
     scratch.append(plgpu.Barrier(num_arrivals=max(1, sum(n in _FETCHED for n in asked))))
     return plgpu.kernel(
@@ -193,7 +195,7 @@ def added(x: Inputs, dy=None, *, interpret: Any = False) -> tuple[Any, Any]:
     fetched = ("delta", "u", "b") if dy is None else ("delta", "dy", "c")
     named = {n: a for n, a in named.items() if n in (*fetched, "a", "keep")}
 
-    def kernel(refs, rooms, barrier):
+    def added_kernel(refs, rooms, barrier):
         block = _Block(refs, states)
         chunk = lax.axis_index("chunk")
         start = chunk * CHUNK
@@ -222,7 +224,7 @@ def added(x: Inputs, dy=None, *, interpret: Any = False) -> tuple[Any, Any]:
         jax.ShapeDtypeStruct((batch, chunks, groups, ROWS), _F32),
     )
     rooms = {n: _smem(n, states) for n in fetched}
-    return _launch(kernel, named, out, ("added", "total"), _grid(x), rooms, interpret)
+    return _launch(added_kernel, named, out, ("added", "total"), _grid(x), rooms, interpret)
 
 
 def entering(
@@ -240,7 +242,7 @@ def entering(
     if crossed is not None:
         named["crossed"] = crossed
 
-    def kernel(refs, rooms, barrier):
+    def entering_kernel(refs, rooms, barrier):
         del rooms, barrier
         block = _Block(refs, states)
         rates = block.rates()
@@ -282,7 +284,7 @@ def entering(
 
     out = _memory(states, batch, chunks, groups), _memory(states, batch, groups)
     grid = (groups // _WARPS, 1, batch)
-    return _launch(kernel, named, out, ("entering", "last"), grid, {}, interpret)
+    return _launch(entering_kernel, named, out, ("entering", "last"), grid, {}, interpret)
 
 
 def outputs(x: Inputs, before, *, interpret: Any = False) -> Any:
@@ -290,7 +292,7 @@ def outputs(x: Inputs, before, *, interpret: Any = False) -> Any:
     batch, chunks, groups, states = _sizes(x)
     named = _named(x, before=before)
 
-    def kernel(refs, rooms, barrier):
+    def outputs_kernel(refs, rooms, barrier):
         block = _Block(refs, states)
         chunk = lax.axis_index("chunk")
         start = chunk * CHUNK
@@ -311,7 +313,7 @@ def outputs(x: Inputs, before, *, interpret: Any = False) -> Any:
 
     out = jax.ShapeDtypeStruct((batch, chunks * CHUNK, groups, ROWS), jnp.bfloat16)
     rooms = {n: _smem(n, states) for n in ("delta", "u", "b", "c")}
-    y = _launch(kernel, named, out, ("y",), _grid(x), rooms, interpret)
+    y = _launch(outputs_kernel, named, out, ("y",), _grid(x), rooms, interpret)
     return y.reshape(x.u.shape)
 
 
@@ -320,10 +322,10 @@ def gradients(x: Inputs, dy, before, after, *, interpret: Any = False) -> tuple[
     batch, chunks, groups, states = _sizes(x)
     columns = groups // _WARPS
     named = _named(x, dy=dy, before=before, after=after)
-    piece = 128 // states  # tokens whose memories are kept at a time
-    pieces = CHUNK // piece
+    piece = _HELD // states  # tokens whose memories are held at a time
+    group = 2 * piece  # and whose gradients of b and c are put together
 
-    def kernel(refs, rooms, barrier):
+    def gradients_kernel(refs, rooms, barrier):
         block = _Block(refs, states)
         chunk = lax.axis_index("chunk")
         start = chunk * CHUNK
@@ -334,57 +336,66 @@ def gradients(x: Inputs, dy, before, after, *, interpret: Any = False) -> tuple[
         fetched = {n: room for n, room in rooms.items() if n in _FETCHED}
         _fetch(block, fetched, start, barrier)
         rates = block.rates()
-        starts, held, sums = rooms["starts"], rooms["held"], rooms["sums"]
+        starts, sums = rooms["starts"], rooms["sums"]
 
-        def forward(t, memory):
+        def read(t):
             delta, u = (block.by_channel(rooms[n].at[t]) for n in ("delta", "u"))
-            write = block.spread(delta * u) * block.by_state(rooms["b"].at[t])
-            return block.decay(delta, rates, start + t) * memory + write
+            b = block.by_state(rooms["b"].at[t])
+            return delta, u, b, block.decay(delta, rates, start + t)
+
+        def forward(delta, u, b, decay, memory):
+            return decay * memory + block.spread(delta * u) * b
 
         def remember(p, memory):
             starts.at[p][...] = memory
-            return loop(piece, lambda i, m: forward(p * piece + i, m), memory)
+            for i in range(piece):
+                memory = forward(*read(p * piece + i), memory)
+            return memory
 
-        lax.fori_loop(0, pieces, remember, memory)
+        last = CHUNK // piece - 1
+        starts.at[last][...] = lax.fori_loop(0, last, remember, memory)
 
         def back(index, carry):
-            p = pieces - 1 - index
+            first = CHUNK - (index + 1) * group
+            for half in (1, 0):
+                carry = through(first, half * piece, carry)
+            plgpu.commit_smem()
+            tokens = pl.ds(start + first, group)
+            for which, name in enumerate(("dc", "db")):
+                parts = [plgpu.load(sums.at[which, :, w]) for w in range(_WARPS)]
+                refs[name].at[block.b, block.column, tokens][...] = sum(parts[1:], parts[0])
+            plgpu.commit_smem()
+            return carry
 
-            def again(i, memory):
-                held.at[i][...] = memory
-                return forward(p * piece + i, memory)
-
-            after = loop(piece, again, block.load(starts.at[p]))
-
-            def step(i, carry):
-                later, after, d_rates = carry
-                t = p * piece + i
-                delta, u, dy = (block.by_channel(rooms[n].at[t]) for n in ("delta", "u", "dy"))
-                b, c = (block.by_state(rooms[n].at[t]) for n in ("b", "c"))
+        def through(first, offset, carry):
+            """A piece's tokens, with time and back."""
+            later, d_rates = carry
+            memory = block.load(starts.at[lax.div(first + offset, piece)])
+            held = []
+            for i in range(piece):
+                given = read(first + offset + i)
+                held.append((*given, memory))
+                memory = forward(*given, memory)
+            for i in reversed(range(piece)):
+                t = first + offset + i
+                delta, u, b, decay, before = held[i]
+                dy = block.by_channel(rooms["dy"].at[t])
                 given = block.spread(dy)
-                before = block.load(held.at[i])
-                sums.at[0, i][...] = jnp.sum(given * after, axis=1)
-                g = later + given * c
-                sums.at[1, i][...] = jnp.sum(block.spread(delta * u) * g, axis=1)
+                sums.at[0, offset + i][...] = jnp.sum(given * memory, axis=1)
+                g = later + given * block.by_state(rooms["c"].at[t])
+                sums.at[1, offset + i][...] = jnp.sum(block.spread(delta * u) * g, axis=1)
                 of_write = block.over_states(g * b)
-                later = block.decay(delta, rates, start + t) * g
+                later = decay * g
                 of_decay = later * before
                 d_delta = u * of_write + block.over_states(of_decay * rates) * (1 / _LOG2E)
                 to = block.b, start + t, block.channels
                 refs["du"].at[*to][...] = (delta * of_write + skip * dy).astype(jnp.bfloat16)
                 refs["d_delta"].at[*to][...] = d_delta
-                return later, before, d_rates + block.spread(delta) * of_decay
-
-            later, _, d_rates = loop(piece, step, (carry[0], after, carry[1]), reverse=True)
-            plgpu.commit_smem()
-            tokens = pl.ds(start + p * piece, piece)
-            for which, name in enumerate(("dc", "db")):
-                parts = [plgpu.load(sums.at[which, :, w]) for w in range(_WARPS)]
-                refs[name].at[block.b, block.column, tokens][...] = sum(parts[1:], parts[0])
-            plgpu.commit_smem()
+                d_rates = d_rates + block.spread(delta) * of_decay
+                memory = before
             return later, d_rates
 
-        _, d_rates = lax.fori_loop(0, pieces, back, (later, block.zero()))
+        _, d_rates = lax.fori_loop(0, CHUNK // group, back, (later, block.zero()))
         refs["da"].at[*place][...] = d_rates
 
     struct = jax.ShapeDtypeStruct
@@ -398,11 +409,12 @@ def gradients(x: Inputs, dy, before, after, *, interpret: Any = False) -> tuple[
         by_token,
     )
     rooms = {n: _smem(n, states) for n in _FETCHED}
-    rooms["starts"] = plgpu.SMEM((pieces, _WARPS, ROWS, states), _F32)
-    rooms["held"] = plgpu.SMEM((piece, _WARPS, ROWS, states), _F32)
-    rooms["sums"] = plgpu.SMEM((2, piece, _WARPS, states), _F32)
+    rooms["starts"] = plgpu.SMEM((CHUNK // piece, _WARPS, ROWS, states), _F32)
+    rooms["sums"] = plgpu.SMEM((2, group, _WARPS, states), _F32)
     names = ("du", "d_delta", "da", "db", "dc")
-    du, d_delta, da, db, dc = _launch(kernel, named, out, names, _grid(x), rooms, interpret)
+    du, d_delta, da, db, dc = _launch(
+        gradients_kernel, named, out, names, _grid(x), rooms, interpret
+    )
     shape = x.u.shape
     da = jnp.sum(da, axis=(0, 1)).reshape(x.a.shape)
     db, dc = (jnp.sum(part, axis=1) for part in (db, dc))

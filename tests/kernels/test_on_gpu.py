@@ -397,7 +397,6 @@ SCANS = [
     scans.Case(4096, 512, 16, False),
     scans.Case(700, 128, 16, True, strong=True),
     scans.Case(500, 64, 8, True),
-    scans.Case(500, 64, 32, True),
     scans.Case(1000, 256, 0, True),
     scans.Case(4096, 512, 0, False),
     scans.Case(700, 128, 0, True, strong=True),
