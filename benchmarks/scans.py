@@ -1,8 +1,8 @@
 """Selective memories: `python -m benchmarks.scans [--shapes 16x2048,2x16384] [--kinds kernel,xla] [--output FILE.jsonl]`.
 
 Mamba's of 2,048 channels of 16 numbers and GateLoop's of 1,024 complex ones, as models of 340M have them, u in bfloat16, one document
-a row: milliseconds forward, and forward and backward, and of the forward the time that reading its inputs and writing its output
-once takes at 4.8 TB/s (an H200's). An NVIDIA Hopper GPU runs the kernels; elsewhere `--kinds xla` times XLA.
+a row or packed ones of some 500 tokens: milliseconds forward, and forward and backward, and what reading the forward's inputs and
+writing its output once takes at 4.8 TB/s (an H200's). An NVIDIA Hopper GPU runs the kernels; elsewhere `--kinds xla` times XLA.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks.timing import append_row, batch_milliseconds, provenance
 from lsm_jax import ops
@@ -40,25 +41,29 @@ def make_inputs(op: str, batch: int, length: int) -> tuple[dict[str, Any], jax.A
     return dict(u=u, delta=jax.nn.softplus(wide - 4), A=rates, B=b, C=c), dy
 
 
-def call(op: str, kind: str, arrays: dict[str, Any]) -> jax.Array:
+def call(op: str, kind: str, ids: jax.Array | None, arrays: dict[str, Any]) -> jax.Array:
     arrays = dict(arrays)
     if op == "gateloop":
         ones = jnp.ones((OPS[op][0], 1))
         delta = jax.lax.complex(arrays.pop("log_decay"), arrays.pop("angle"))
         arrays |= dict(delta=delta, A=ones, B=ones, C=arrays["C"][..., None], discretization="none")
-    return ops.selective_memory(**arrays, implementation=KINDS[kind])[0]
+    return ops.selective_memory(**arrays, segment_ids=ids, implementation=KINDS[kind])[0]
 
 
-def programs(op: str, kind: str, batch: int, length: int) -> list:
+def programs(op: str, kind: str, packed: bool, batch: int, length: int) -> list:
     """Forward, and forward and backward; lowered."""
     arrays, dy = jax.eval_shape(lambda: make_inputs(op, batch, length))
+    ids = None
+    if packed:
+        begins = np.random.default_rng(0).random((batch, length)) < 0.002
+        ids = jnp.asarray(np.cumsum(begins, axis=1) + 1, jnp.int32)
 
     def forward(arrays, dy):
         del dy
-        return call(op, kind, arrays)
+        return call(op, kind, ids, arrays)
 
     def both(arrays, dy):
-        output, pull = jax.vjp(lambda a: call(op, kind, a), arrays)
+        output, pull = jax.vjp(lambda a: call(op, kind, ids, a), arrays)
         return output, pull(dy)
 
     return [jax.jit(f).lower(arrays, dy) for f in (forward, both)]
@@ -75,20 +80,20 @@ def main() -> None:
         if wrong := [x for x in given.split(",") if x not in accepted]:
             parser.error(f"--{name} {wrong[0]}; accepted are {', '.join(accepted)}")
     kinds = args.kinds.split(",")
-    cases = list(itertools.product(args.ops.split(","), args.shapes.split(",")))
+    cases = list(itertools.product(args.ops.split(","), args.shapes.split(","), (False, True)))
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         compiled = {}
-        for (op, shape), kind in itertools.product(cases, kinds):
-            lowered = programs(op, kind, *map(int, shape.split("x")))
-            compiled[op, shape, kind] = [pool.submit(p.compile) for p in lowered]
+        for (op, shape, packed), kind in itertools.product(cases, kinds):
+            lowered = programs(op, kind, packed, *map(int, shape.split("x")))
+            compiled[op, shape, packed, kind] = [pool.submit(p.compile) for p in lowered]
         concurrent.futures.wait([p for pair in compiled.values() for p in pair])
-    for op, shape in cases:
-        row: dict[str, Any] = dict(op=op, shape=shape)
+    for op, shape, packed in cases:
+        row: dict[str, Any] = dict(op=op, shape=shape, packed=packed)
         arrays, dy = make_inputs(op, *map(int, shape.split("x")))
         moved = dy.nbytes + sum(x.nbytes for x in arrays.values())
         row["floor"] = round(moved / BYTES_PER_MILLISECOND, 4)
         for kind in kinds:
-            pair = compiled[op, shape, kind]
+            pair = compiled[op, shape, packed, kind]
             calls = 20 if kind == "kernel" else 3
             row[kind] = [
                 round(batch_milliseconds(p.result(), arrays, dy, calls=calls), 4) for p in pair

@@ -89,15 +89,10 @@ class _Block:
     def rates(self) -> Any:
         return self.load(self.refs["a"].at[self.channels])
 
-    def keep(self, token) -> Any:
-        """A number; None where a row is one document."""
-        return self.refs["keep"][self.b, token] if "keep" in self.refs else None
-
-    def decay(self, delta, rates, token) -> Any:
-        """`rates` in powers of two."""
+    def decay(self, delta, rates, rooms, t) -> Any:
+        """Of the block's t-th token; `rates` in powers of two."""
         factor = jnp.exp2(self.spread(delta) * rates)
-        keep = self.keep(token)
-        return factor if keep is None else factor * keep
+        return factor * rooms["keep"][t] if "keep" in rooms else factor
 
 
 def loop(count: int, step, carry, reverse: bool = False):
@@ -117,17 +112,21 @@ def _fetch(block: _Block, rooms: dict[str, Any], start, barrier) -> None:
     tokens = pl.ds(start, CHUNK)
     for name, room in rooms.items():
         ref = block.refs[name].at[block.b, tokens]
-        source = ref if name in ("b", "c") else ref.at[:, block.channels]
+        source = ref if name in ("b", "c", "keep") else ref.at[:, block.channels]
         plgpu.copy_gmem_to_smem(source, room, barrier)
     plgpu.barrier_wait(barrier)
 
 
-def _smem(name: str, states: int, dtype: Any = None) -> Any:
-    """Room for a block's tokens."""
-    if name in ("b", "c"):
-        return plgpu.SMEM((CHUNK, states), _F32)
-    dtype = dtype or (_F32 if name == "delta" else jnp.bfloat16)
-    return plgpu.SMEM((CHUNK, _WARPS, ROWS), dtype)
+def _rooms(x: Inputs, *names: str) -> dict[str, Any]:
+    """Room for a block's tokens of each, and of `keep` where there is one."""
+    shapes = {"b": (CHUNK, x.a.shape[1]), "c": (CHUNK, x.a.shape[1]), "keep": (CHUNK,)}
+    names = names if x.keep is None else (*names, "keep")
+    return {
+        name: plgpu.SMEM(
+            shapes.get(name, (CHUNK, _WARPS, ROWS)), jnp.bfloat16 if name in ("u", "dy") else _F32
+        )
+        for name in names
+    }
 
 
 def _memory(states: int, *first: int) -> Any:
@@ -159,7 +158,7 @@ def _launch(kernel, named, out, names, grid, rooms, interpret):
     )(*named.values())
 
 
-_FETCHED = ("u", "delta", "b", "c", "dy")
+_FETCHED = ("u", "delta", "b", "c", "dy", "keep")
 
 
 def _named(x: Inputs, **more: Any) -> dict[str, Any]:
@@ -205,7 +204,7 @@ def added(x: Inputs, dy=None, *, interpret: Any = False) -> tuple[Any, Any]:
         def step(t, carry):
             memory, total = carry
             delta = block.by_channel(rooms["delta"].at[t])
-            decay = block.decay(delta, rates, start + t)
+            decay = block.decay(delta, rates, rooms, t)
             if dy is None:
                 write = delta * block.by_channel(rooms["u"].at[t])
                 memory = decay * memory + block.spread(write) * block.by_state(rooms["b"].at[t])
@@ -223,7 +222,7 @@ def added(x: Inputs, dy=None, *, interpret: Any = False) -> tuple[Any, Any]:
         _memory(states, batch, chunks, groups),
         jax.ShapeDtypeStruct((batch, chunks, groups, ROWS), _F32),
     )
-    rooms = {n: _smem(n, states) for n in fetched}
+    rooms = _rooms(x, *fetched)
     return _launch(added_kernel, named, out, ("added", "total"), _grid(x), rooms, interpret)
 
 
@@ -304,7 +303,7 @@ def outputs(x: Inputs, before, *, interpret: Any = False) -> Any:
         def step(t, memory):
             delta, u = (block.by_channel(rooms[n].at[t]) for n in ("delta", "u"))
             write = block.spread(delta * u) * block.by_state(rooms["b"].at[t])
-            memory = block.decay(delta, rates, start + t) * memory + write
+            memory = block.decay(delta, rates, rooms, t) * memory + write
             y = block.over_states(memory * block.by_state(rooms["c"].at[t])) + skip * u
             refs["y"].at[block.b, start + t, block.channels][...] = y.astype(jnp.bfloat16)
             return memory
@@ -312,7 +311,7 @@ def outputs(x: Inputs, before, *, interpret: Any = False) -> Any:
         loop(CHUNK, step, memory)
 
     out = jax.ShapeDtypeStruct((batch, chunks * CHUNK, groups, ROWS), jnp.bfloat16)
-    rooms = {n: _smem(n, states) for n in ("delta", "u", "b", "c")}
+    rooms = _rooms(x, "delta", "u", "b", "c")
     y = _launch(outputs_kernel, named, out, ("y",), _grid(x), rooms, interpret)
     return y.reshape(x.u.shape)
 
@@ -341,7 +340,7 @@ def gradients(x: Inputs, dy, before, after, *, interpret: Any = False) -> tuple[
         def read(t):
             delta, u = (block.by_channel(rooms[n].at[t]) for n in ("delta", "u"))
             b = block.by_state(rooms["b"].at[t])
-            return delta, u, b, block.decay(delta, rates, start + t)
+            return delta, u, b, block.decay(delta, rates, rooms, t)
 
         def forward(delta, u, b, decay, memory):
             return decay * memory + block.spread(delta * u) * b
@@ -408,7 +407,7 @@ def gradients(x: Inputs, dy, before, after, *, interpret: Any = False) -> tuple[
         by_token,
         by_token,
     )
-    rooms = {n: _smem(n, states) for n in _FETCHED}
+    rooms = _rooms(x, "delta", "u", "b", "c", "dy")
     rooms["starts"] = plgpu.SMEM((CHUNK // piece, _WARPS, ROWS, states), _F32)
     rooms["sums"] = plgpu.SMEM((2, group, _WARPS, states), _F32)
     names = ("du", "d_delta", "da", "db", "dc")
