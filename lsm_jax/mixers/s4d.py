@@ -27,8 +27,9 @@ class S4DConfig:
         state_size: N, of which a channel keeps one of each conjugate pair: N / 2 complex numbers.
         min_step: smallest initial Δ.
         max_step: largest initial Δ.
-        convolution: "fft" computes one document from an empty state by Fourier transforms, whose outputs depend on later tokens
-            by rounding, and all else as "scan" does, by `form`, causal to the bit.
+        convolution: "fft" computes one document from an empty state as a convolution: by Fourier transforms up to 2,048 tokens,
+            where outputs depend on later tokens by rounding, by blocks beyond; and all else as "scan" does, by `form`. Blocks and
+            scan are causal to the bit.
         form: "recurrent", "chunk" or "associative".
         implementation: of the op; None picks.
         chunk_size: of the op; None picks.
@@ -117,7 +118,7 @@ class S4D(Mixer):
         )
 
     def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
-        """By Fourier transforms where nothing but one document from an empty state is asked, else by the op."""
+        """As a convolution where nothing but one document from an empty state is asked, else by the op."""
         plain = all(call[n] is None for n in ("initial_state", "segment_ids", "update_mask"))
         if self.config.convolution == "fft" and plain:
             return ops.time_invariant_memory(C=query, **written)

@@ -1,7 +1,9 @@
-"""Memories whose updates are the same at every token, as one long convolution computed by Fourier transforms.
+"""Memories whose updates are the same at every token, as a convolution.
 
-They equal `selective_memory` with constant delta, B and C on one document from an empty state, but a transform mixes all
-tokens: an output depends on later tokens by rounding, below 1e-6 of the largest output in float32.
+They equal `selective_memory` with constant delta, B and C on one document from an empty state. Up to 2,048 tokens are convolved
+by Fourier transforms, which mix all tokens: an output depends on later tokens by rounding, below 1e-6 of the largest output in
+float32. Longer rows are cut into blocks of 128, causal to the bit and linear in T: a block's own tokens by the matrix of its
+convolution, those before it through the memory at its border.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from lsm_jax.ops.selective_memory import (
 from lsm_jax.parallel import over_batch, sequence_shards
 
 _HIGHEST = jax.lax.Precision.HIGHEST
+_WHOLE = 2048  # tokens of a row that one transform convolves
+_BLOCK = 128  # of a longer one
+_GROUP = 8  # borders that the memory is carried over one by one
 
 
 def time_invariant_convolution(
@@ -82,8 +87,8 @@ def time_invariant_memory(
 ) -> tuple[Float[Array, "B T D"], SelectiveState]:
     """`selective_memory` with `discretization="zoh"`, constant arguments and an empty state, by convolution.
 
-    Arguments, output and state are `selective_memory`'s. The state costs a second pass over u, left out by the compiler
-    where it is not used. Where time is spread over devices it is `selective_memory`: a transform needs the whole row.
+    Arguments, output and state are `selective_memory`'s. Up to 2,048 tokens the state costs a second pass over u, left out by
+    the compiler where it is not used. Where time is spread over devices it is `selective_memory`, which hands the state on.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -99,45 +104,114 @@ def time_invariant_memory(
             checks.check_shape(op, name, x, (channels,), "D")
     if sequence_shards(length) > 1:
         return selective_memory(u, delta, A, B, C, D=D, discretization="zoh")
-    chosen.note(
-        "selective_memory", "xla, convolution by Fourier transforms (causal up to rounding)"
-    )
+    how = "by blocks" if length > _WHOLE else "by Fourier transforms (causal up to rounding)"
+    chosen.note("selective_memory", f"xla, convolution {how}")
     dtype = checks.compute_dtype(u, delta, A, B, C, D)
     is_complex = any(jnp.iscomplexobj(x) for x in (A, B))
 
     exponent = _widen(delta, dtype)[:, None] * _widen(A, dtype)
     gain = _widen(delta, dtype)[:, None] * expm1_ratio(exponent) * _widen(B, dtype)
-    kernel = diagonal_kernel(exponent, _widen(C, dtype) * gain, length)
-    wide = u.astype(dtype)
-    output = time_invariant_convolution(wide, kernel)
+    wide, weight = u.astype(dtype), _widen(C, dtype)
+    shared = dict(exponent=exponent, gain=gain)
+    if length > _WHOLE:
+        output, memory = over_batch(_by_block, dict(u=wide), shared | dict(weight=weight))
+    else:
+        kernel = diagonal_kernel(exponent, weight * gain, length)
+        output = time_invariant_convolution(wide, kernel)
+        memory = over_batch(_final_memory, dict(u=wide), shared)
     if D is not None:
         output = output + D.astype(dtype) * wide
-    shared = dict(exponent=exponent, gain=gain)
-    memory = over_batch(_final_memory, dict(u=wide), shared)
     fresh = selective_state(batch, channels, A.shape[1], is_complex=is_complex, dtype=dtype)
     return output.astype(u.dtype), fresh._replace(memory=memory.astype(fresh.memory.dtype))
 
 
-def _final_memory(u: Array, exponent: Array, gain: Array) -> Array:
-    """`Σ_t exp(exponent (T - 1 - t)) gain u_t`, [B, D, N], block by block."""
+def _by_block(u: Array, exponent: Array, gain: Array, weight: Array) -> tuple[Array, Array]:
+    """The convolution of u [B, T, D] and the final memory [B, D, N], block by block."""
     batch, length, channels = u.shape
-    size = _block_size(length)
-    u = jnp.pad(u, [(0, 0), (-length % size, 0), (0, 0)])
-    u = jnp.moveaxis(u.reshape(batch, -1, size, channels), 1, 0)
-    powers = gain[..., None] * jnp.exp(exponent[..., None] * jnp.arange(size - 1, -1, -1))
-    over_block = jnp.exp(exponent * size)
+    x = _cut(u)
+    states = _borders(x, exponent, gain)
+    own = _toeplitz(diagonal_kernel(exponent, weight * gain, _BLOCK))
+    y = jnp.einsum("dbni,dij->dbnj", x, own, precision=_HIGHEST)
+    read = weight[..., None] * jnp.exp(exponent[..., None] * jnp.arange(1, _BLOCK + 1))
+    # Re(R h), and where h is real Re(R) h.
+    read = jnp.conj(read).astype(states.dtype) if jnp.iscomplexobj(states) else jnp.real(read)
+    entering, read = _pairs(_later(states), axis=-1), _pairs(read, axis=1)
+    y = y + jnp.einsum("dbnk,dkj->dbnj", entering, read, precision=_HIGHEST)
+    y = jnp.moveaxis(y.reshape(channels, batch, -1), 0, 2)
+    return y[:, -length:], jnp.moveaxis(states[:, :, -1], 0, 1)
 
-    def step(memory, block):
-        parts = [
-            jnp.einsum("btd,dnt->bdn", block, part(powers), precision=_HIGHEST)
-            for part in ((jnp.real, jnp.imag) if jnp.iscomplexobj(powers) else (jnp.real,))
-        ]
-        return over_block * memory + (
-            jax.lax.complex(*parts) if len(parts) == 2 else parts[0]
-        ), None
 
-    start = jnp.zeros_like(over_block * u[0, :, 0, :, None])
-    return jax.lax.scan(step, start, u)[0]
+def _final_memory(u: Array, exponent: Array, gain: Array) -> Array:
+    """`Σ_t exp(exponent (T - 1 - t)) gain u_t`, [B, D, N]."""
+    return jnp.moveaxis(_borders(_cut(u), exponent, gain)[:, :, -1], 0, 1)
+
+
+def _cut(u: Array) -> Array:
+    """u [B, T, D] in blocks [D, B, T / C, C], what is missing filled with 0 ahead: it leaves the memory empty."""
+    u = jnp.pad(u, [(0, 0), (-u.shape[1] % _BLOCK, 0), (0, 0)])
+    return jnp.moveaxis(u, 2, 0).reshape(u.shape[2], len(u), -1, _BLOCK)
+
+
+def _borders(u: Array, exponent: Array, gain: Array) -> Array:
+    """The memory after each block of u [D, B, n, C], [D, B, n, N]."""
+    powers = gain[..., None] * jnp.exp(exponent[..., None] * jnp.arange(_BLOCK - 1, -1, -1))
+    written = jnp.einsum("dbnj,dkj->dbnk", u, _pairs(powers, axis=1), precision=_HIGHEST)
+    if jnp.iscomplexobj(powers):
+        written = jax.lax.complex(*jnp.split(written, 2, axis=-1))
+    return _carry((exponent * _BLOCK).astype(written.dtype), written)
+
+
+@jax.custom_vjp
+def _carry(log_decay: Array, written: Array) -> Array:
+    """`h_i = exp(log_decay) h_{i-1} + written_i` of blocks [D, B, n, N], from 0; its gradient is the same against time."""
+    return _sums(log_decay, written)
+
+
+def _carry_forward(log_decay: Array, written: Array) -> tuple[Array, tuple[Array, Array]]:
+    states = _carry(log_decay, written)
+    return states, (log_decay, states)
+
+
+def _carry_backward(saved: tuple[Array, Array], d_states: Array) -> tuple[Array, Array]:
+    log_decay, states = saved
+    d_written = jnp.flip(_sums(log_decay, jnp.flip(d_states, 2)), 2)
+    d_decay = jnp.sum(d_written * _later(states), axis=(1, 2))
+    return d_decay * jnp.exp(log_decay), d_written
+
+
+_carry.defvjp(_carry_forward, _carry_backward)
+
+
+def _sums(log_decay: Array, x: Array) -> Array:
+    """The states of `_carry`: within groups of blocks, then from group to group likewise."""
+    channels, batch, count, size = x.shape
+    group = min(_GROUP, count)
+    grouped = jnp.pad(x, [(0, 0), (0, 0), (0, -count % group), (0, 0)])
+    grouped = grouped.reshape(channels, batch, -1, group, size)
+    over = [jnp.exp(log_decay * (i + 1))[:, None, None] for i in range(group)]
+    sums = [grouped[:, :, :, 0]]
+    for i in range(1, group):
+        sums.append(over[0] * sums[-1] + grouped[:, :, :, i])
+    if count > group:
+        before = _later(_sums(log_decay * group, sums[-1]))
+        sums = [own + decay * before for own, decay in zip(sums, over, strict=True)]
+    return jnp.stack(sums, axis=3).reshape(channels, batch, -1, size)[:, :, :count]
+
+
+def _later(x: Array) -> Array:
+    """Blocks [D, B, n, N] moved on by one, the first from 0."""
+    return jnp.pad(x[:, :, :-1], [(0, 0), (0, 0), (1, 0), (0, 0)])
+
+
+def _toeplitz(kernel: Array) -> Array:
+    """kernel [D, C] -> [D, C, C], `kernel[j - i]` at (i, j), 0 where j < i; by shapes alone, for its gradient's sake."""
+    channels, size = kernel.shape
+    turns = jnp.broadcast_to(
+        jnp.pad(kernel, [(0, 0), (0, size)])[:, None], (channels, size, 2 * size)
+    )
+    # A row shorter by one than what it holds: each begins one later.
+    rows = turns.reshape(channels, -1)[:, : size * (2 * size - 1)].reshape(channels, size, -1)
+    return rows[..., :size]
 
 
 def _block_size(length: int) -> int:
@@ -148,6 +222,11 @@ def _block_size(length: int) -> int:
 def _parts(x: Array, axis: int) -> Array:
     """Real and imaginary parts one after the other along `axis`."""
     return jnp.concatenate([jnp.real(x), jnp.imag(x)], axis=axis)
+
+
+def _pairs(x: Array, axis: int) -> Array:
+    """`_parts` of what has two."""
+    return _parts(x, axis) if jnp.iscomplexobj(x) else x
 
 
 def _widen(x: Array, dtype) -> Array:

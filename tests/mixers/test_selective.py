@@ -14,6 +14,7 @@ from flax import nnx
 from lsm_jax import mixers, ops
 from lsm_jax.mixers import METHODS
 from lsm_jax.mixers.gateloop import polar
+from lsm_jax.ops import time_invariant
 from tests.mixers import test_mixers
 from tests.mixers.conftest import Small
 from tests.mixers.test_mixers import close
@@ -115,7 +116,7 @@ def test_s4d_decodes_what_it_convolved_and_packs():
     close(small(segment_ids=ids)[0], alone)
 
 
-@pytest.mark.parametrize("length", [1, 5, 100, 3001])
+@pytest.mark.parametrize("length", [1, 5, 100, 2048, 3001])
 def test_long_convolution_is_the_long_recurrence(length):
     """Float32 with S4D's initial parameters, against the recurrence in float64; and how far later tokens leak."""
     rng = np.random.default_rng(0)
@@ -137,6 +138,52 @@ def test_long_convolution_is_the_long_recurrence(length):
         moved, _ = run(jnp.asarray(u, jnp.float32).at[:, t].multiply(-20.0))
         leak = np.abs(moved[:, :t] - output[:, :t]).max(initial=0)
         assert leak < 1e-5 * np.abs(moved).max()
+        assert length <= 2048 or leak == 0  # by blocks it is causal to the bit
+
+
+@pytest.mark.parametrize(
+    ("length", "which"), [(77, "ABC"), (1500, "ABC"), (1500, ""), (300, "B"), (300, "C")]
+)
+def test_convolution_by_blocks_is_the_recurrence_in_value_and_every_gradient(
+    length, which, monkeypatch
+):
+    """In float64: one block, and twelve of two levels of groups, the first not full; `which` are complex."""
+    monkeypatch.setattr(time_invariant, "_WHOLE", 0)
+    rng = np.random.default_rng(0)
+    turned = {n: 1j * rng.uniform(0, 9, size=(3, 4)) for n in "ABC"}
+    arrays = dict(A=-rng.uniform(0.2, 2, size=(3, 4)), B=rng.normal(size=(3, 4)))
+    arrays |= dict(C=rng.normal(size=(3, 4)))
+    arrays = {n: x + turned[n] if n in which else x for n, x in arrays.items()}
+    arrays |= dict(u=rng.normal(size=(2, length, 3)), D=rng.normal(size=3))
+    arrays |= dict(delta=np.exp(rng.uniform(-7, -2, size=3)))
+    weights = [rng.normal(size=s) for s in ((2, length, 3), (2, 3, 4), (2, 3, 4))]
+
+    def total(op, arrays):
+        output, state = op(**arrays)
+        parts = output, jnp.real(state.memory), jnp.imag(state.memory)
+        return sum(jnp.sum(x * w) for x, w in zip(parts, weights, strict=True)), (output, state)
+
+    with jax.enable_x64(True):
+        arrays = jax.tree.map(jnp.asarray, arrays)
+        scanned = functools.partial(ops.selective_memory, discretization="zoh", form="recurrent")
+        found, expected = (
+            jax.jit(jax.value_and_grad(functools.partial(total, op), has_aux=True))(arrays)
+            for op in (ops.time_invariant_memory, scanned)
+        )
+        for got, wanted in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+            assert got.dtype == wanted.dtype
+            np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-11 * np.abs(wanted).max())
+
+
+def test_convolution_by_blocks_needs_no_more_memory_than_transforms(monkeypatch):
+    def needed(whole):
+        monkeypatch.setattr(time_invariant, "_WHOLE", whole)
+        c = jnp.ones((128, 32), jnp.complex64)
+        run = lambda u: jnp.sum(ops.time_invariant_memory(u, u[0, 0], c, c, c)[0] ** 2)  # noqa: E731
+        compiled = jax.jit(jax.grad(run)).lower(jnp.ones((1, 16384, 128))).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert needed(2048) < needed(16384)
 
 
 def complex_gate(mixer, x):
