@@ -145,7 +145,7 @@ METHODS: dict[str, Method] = {m.name: m for m in (
         gate="exp(Δ A), A complex, constant for each channel and state", write="(exp(Δ A) - 1) / A x", read="2 Re(C h) + D x",
         state="N / 2 complex a channel",
         forms=_ALL_FORMS, config=S4DConfig, module=S4D, causal_fields={"convolution": "scan"},
-        note="its default computes one document from an empty state as a convolution, of up to 2,048 tokens by Fourier transforms"),
+        note="its default computes one document from an empty state as a convolution, by blocks"),
     Method(
         name="gateloop", paper="arXiv 2311.01927", op="selective_memory",
         gate="a complex, |a| = sigmoid(|z|) and arg a = arg z with z = x W + b, each head", write="kᵀ v", read="Re(q M)",

@@ -27,9 +27,8 @@ class S4DConfig:
         state_size: N, of which a channel keeps one of each conjugate pair: N / 2 complex numbers.
         min_step: smallest initial Δ.
         max_step: largest initial Δ.
-        convolution: "fft" computes one document from an empty state as a convolution: by Fourier transforms up to 2,048 tokens,
-            where outputs depend on later tokens by rounding, by blocks beyond; and all else as "scan" does, by `form`. Blocks and
-            scan are causal to the bit.
+        convolution: "blocks" computes one document from an empty state as a convolution, by matrix products, and all else as
+            "scan" does, by `form`.
         form: "recurrent", "chunk" or "associative".
         implementation: of the op; None picks.
         chunk_size: of the op; None picks.
@@ -38,7 +37,7 @@ class S4DConfig:
     state_size: int = 64
     min_step: float = 1e-3
     max_step: float = 1e-1
-    convolution: str = "fft"
+    convolution: str = "blocks"
     form: str = "chunk"
     implementation: str | None = None
     chunk_size: int | None = None
@@ -60,7 +59,7 @@ class S4DConfig:
             )
         # The default never asks the op, which accepts these two.
         checks.one_of(self, "implementation", self.implementation, (None, "xla"))
-        checks.one_of(self, "convolution", self.convolution, ("fft", "scan"))
+        checks.one_of(self, "convolution", self.convolution, ("blocks", "scan"))
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Forward floating-point operations of a token: projection; decay 6, write 4, read 4 for each complex number kept."""
@@ -120,7 +119,7 @@ class S4D(Mixer):
     def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
         """As a convolution where nothing but one document from an empty state is asked, else by the op."""
         plain = all(call[n] is None for n in ("initial_state", "segment_ids", "update_mask"))
-        if self.config.convolution == "fft" and plain:
+        if self.config.convolution == "blocks" and plain:
             return ops.time_invariant_memory(C=query, **written)
         return type(self).op(C=query, **written, discretization="zoh", **call)
 

@@ -21,7 +21,7 @@ from lsm_jax.ops.selective_memory import SelectiveState, selective_memory, selec
 from lsm_jax.ops.shift import ShiftState, shift_state, short_convolution, token_shift
 from lsm_jax.ops.slot_memory import SlotState, slot_memory, slot_state
 from lsm_jax.ops.states import DeltaState, LinearState, delta_state, linear_state
-from lsm_jax.ops.time_invariant import time_invariant_convolution, time_invariant_memory
+from lsm_jax.ops.time_invariant import time_invariant_memory
 from pallas_kernels.residuals import KEPT
 
 __all__ = [
@@ -53,7 +53,6 @@ __all__ = [
     "short_convolution",
     "slot_memory",
     "slot_state",
-    "time_invariant_convolution",
     "time_invariant_memory",
     "token_shift",
 ]

@@ -1,9 +1,7 @@
-"""Memories whose updates are the same at every token, as a convolution.
+"""Memories whose updates are the same at every token, as a convolution by blocks.
 
-They equal `selective_memory` with constant delta, B and C on one document from an empty state. Up to 2,048 tokens are convolved
-by Fourier transforms, which mix all tokens: an output depends on later tokens by rounding, below 1e-6 of the largest output in
-float32. Longer rows are cut into blocks of 128, causal to the bit and linear in T: a block's own tokens by the matrix of its
-convolution, those before it through the memory at its border.
+They equal `selective_memory` with constant delta, B and C on one document from an empty state, causal to the bit: a block's own
+tokens are convolved by a matrix, those before it come in through the memory at its border.
 """
 
 from __future__ import annotations
@@ -22,40 +20,8 @@ from lsm_jax.ops.selective_memory import (
 from lsm_jax.parallel import over_batch, sequence_shards
 
 _HIGHEST = jax.lax.Precision.HIGHEST
-_WHOLE = 2048  # tokens of a row that one transform convolves
-_BLOCK = 128  # of a longer one
+_BLOCK = 64
 _GROUP = 8  # borders that the memory is carried over one by one
-
-
-def time_invariant_convolution(
-    u: Float[Array, "B T D"], kernel: Float[Array, "D T"]
-) -> Float[Array, "B T D"]:
-    """Causal convolution of each channel, `y_t = Σ_s kernel[s] u_{t-s}`, by transforms of 2T points.
-
-    Args:
-        u: [B, T, D].
-        kernel: [D, T], the response after 0, 1, 2, ... tokens.
-
-    Returns:
-        [B, T, D] in u's dtype; computed in float32 (float64 if an input is).
-
-    Raises:
-        ValueError: shapes that do not fit.
-    """
-    op = "time_invariant_convolution"
-    _, length, channels = checks.check_row_channels(op, "u", u)
-    checks.check_shape(op, "kernel", kernel, (channels, length), "D, T")
-    dtype = checks.compute_dtype(u, kernel)
-    return over_batch(_convolve, dict(u=u), dict(kernel=kernel), dtype)
-
-
-def _convolve(dtype, u: Array, kernel: Array) -> Array:
-    length = u.shape[1]
-    points = 2 * length  # so that nothing wraps around
-    x = jnp.moveaxis(u.astype(dtype), 1, 2)
-    product = jnp.fft.rfft(x, points) * jnp.fft.rfft(kernel.astype(dtype), points)
-    y = jnp.fft.irfft(product, points)[..., :length]
-    return jnp.moveaxis(y, 2, 1).astype(u.dtype)
 
 
 def diagonal_kernel(
@@ -87,8 +53,8 @@ def time_invariant_memory(
 ) -> tuple[Float[Array, "B T D"], SelectiveState]:
     """`selective_memory` with `discretization="zoh"`, constant arguments and an empty state, by convolution.
 
-    Arguments, output and state are `selective_memory`'s. Up to 2,048 tokens the state costs a second pass over u, left out by
-    the compiler where it is not used. Where time is spread over devices it is `selective_memory`, which hands the state on.
+    Arguments, output and state are `selective_memory`'s. Where time is spread over devices it is `selective_memory`, which hands
+    the state on.
 
     Raises:
         ValueError: shapes that do not fit.
@@ -104,29 +70,23 @@ def time_invariant_memory(
             checks.check_shape(op, name, x, (channels,), "D")
     if sequence_shards(length) > 1:
         return selective_memory(u, delta, A, B, C, D=D, discretization="zoh")
-    how = "by blocks" if length > _WHOLE else "by Fourier transforms (causal up to rounding)"
-    chosen.note("selective_memory", f"xla, convolution {how}")
+    chosen.note("selective_memory", "xla, convolution by blocks")
     dtype = checks.compute_dtype(u, delta, A, B, C, D)
     is_complex = any(jnp.iscomplexobj(x) for x in (A, B))
 
     exponent = _widen(delta, dtype)[:, None] * _widen(A, dtype)
     gain = _widen(delta, dtype)[:, None] * expm1_ratio(exponent) * _widen(B, dtype)
     wide, weight = u.astype(dtype), _widen(C, dtype)
-    shared = dict(exponent=exponent, gain=gain)
-    if length > _WHOLE:
-        output, memory = over_batch(_by_block, dict(u=wide), shared | dict(weight=weight))
-    else:
-        kernel = diagonal_kernel(exponent, weight * gain, length)
-        output = time_invariant_convolution(wide, kernel)
-        memory = over_batch(_final_memory, dict(u=wide), shared)
+    shared = dict(exponent=exponent, gain=gain, weight=weight)
+    output, memory = over_batch(_convolve, dict(u=wide), shared)
     if D is not None:
         output = output + D.astype(dtype) * wide
     fresh = selective_state(batch, channels, A.shape[1], is_complex=is_complex, dtype=dtype)
     return output.astype(u.dtype), fresh._replace(memory=memory.astype(fresh.memory.dtype))
 
 
-def _by_block(u: Array, exponent: Array, gain: Array, weight: Array) -> tuple[Array, Array]:
-    """The convolution of u [B, T, D] and the final memory [B, D, N], block by block."""
+def _convolve(u: Array, exponent: Array, gain: Array, weight: Array) -> tuple[Array, Array]:
+    """The convolution of u [B, T, D] and the final memory [B, D, N]."""
     batch, length, channels = u.shape
     x = _cut(u)
     states = _borders(x, exponent, gain)
@@ -139,11 +99,6 @@ def _by_block(u: Array, exponent: Array, gain: Array, weight: Array) -> tuple[Ar
     y = y + jnp.einsum("dbnk,dkj->dbnj", entering, read, precision=_HIGHEST)
     y = jnp.moveaxis(y.reshape(channels, batch, -1), 0, 2)
     return y[:, -length:], jnp.moveaxis(states[:, :, -1], 0, 1)
-
-
-def _final_memory(u: Array, exponent: Array, gain: Array) -> Array:
-    """`Σ_t exp(exponent (T - 1 - t)) gain u_t`, [B, D, N]."""
-    return jnp.moveaxis(_borders(_cut(u), exponent, gain)[:, :, -1], 0, 1)
 
 
 def _cut(u: Array) -> Array:
