@@ -11,6 +11,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
 from lsm_jax import ops
+from tests.kernels import test_selective_scan_gpu as scans
 
 pytestmark = pytest.mark.aot
 
@@ -145,6 +146,32 @@ def test_compiles_for_an_h200_and_spills_no_more_than_today(case, capfd, monkeyp
     spilled = re.findall(r"frame, (\d+) bytes spill stores", "".join(capfd.readouterr()))
     assert len(spilled) >= 3  # one forward and two backward, or more
     assert sum(map(int, spilled)) <= known
+
+
+@pytest.mark.parametrize("states", [8, 16, 0])
+@pytest.mark.parametrize("documents", [False, True])
+def test_selective_scans_compile_for_an_h200_and_spill_nothing(
+    states, documents, capfd, monkeypatch
+):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    device = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1").devices[
+        0
+    ]
+    sharding = SingleDeviceSharding(device)
+
+    def given(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    arrays, marks = scans.make(scans.Case(1024, 256, states, documents))
+    cotangents = jax.eval_shape(lambda a: scans.call(a, marks, "xla"), arrays)
+    inputs = jax.tree.map(given, (arrays, marks, cotangents))
+    abstract = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract)):
+        run = jax.jit(lambda a, m, c: scans.both(a, m, "mosaic_gpu", c))
+        run.trace(*inputs).lower(lowering_platforms=("cuda",)).compile()
+    spilled = re.findall(r"frame, (\d+) bytes spill stores", "".join(capfd.readouterr()))
+    assert len(spilled) >= 6
+    assert not any(map(int, spilled))
 
 
 @pytest.mark.parametrize("case", ON_TPU, ids=str)
