@@ -126,6 +126,26 @@ def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
     assert not races_found()
 
 
+def test_maps_over_one_more_axis():
+    """`jax.vmap`, gradients too: to the bit what calls one after the other give."""
+    case = make(64, 1, 1, 1, 64, 64, documents=False, decay=True)
+    arrays = {n: jnp.stack([case[n], case[n][:, ::-1]]) for n in ("q", "k", "v", "beta")}
+    check_map(fused, arrays, {n: x for n, x in case.items() if n not in arrays})
+
+
+def check_map(fused, arrays, rest):
+    """A mapped kernel's values and gradients of `arrays`, whose first axis is mapped over."""
+
+    def both(x):
+        values, pull = jax.vjp(lambda x: fused(**x, **rest), x)
+        return values, pull(values)
+
+    one_by_one = (both({name: x[i] for name, x in arrays.items()}) for i in range(2))
+    expected = jax.tree.map(lambda *x: jnp.stack(x), *one_by_one)
+    got = jax.vmap(both)(arrays)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("decay", [True, "channel"])
 def test_causal_to_the_bit(decay):

@@ -12,6 +12,7 @@ from lsm_jax import ops
 from pallas_kernels.compat import gpu_interpreter, races_found
 from pallas_kernels.delta_rule import hopper_parts
 from pallas_kernels.dplr import dplr, reasons
+from tests.kernels.test_delta_rule_gpu import check_map
 from tests.kernels.test_linear_attention_gpu import error
 
 BATCH, SCALE = 1, 0.25
@@ -102,6 +103,13 @@ def test_forward_equals_the_recurrence():
     for got, wanted in zip(fused(**inputs, run=run), by_token(**widened, run=run), strict=True):
         assert error(got, wanted) < 5e-3
     assert not races_found()
+
+
+def test_maps_over_one_more_axis():
+    """`jax.vmap`, gradients too: to the bit what calls one after the other give."""
+    case = make(64, 1, 1, 1, 64, 64, documents=False)
+    arrays = {n: jnp.stack([case[n], case[n][:, ::-1]]) for n in "qkvab"}
+    check_map(fused, arrays, {n: x for n, x in case.items() if n not in arrays})
 
 
 @pytest.mark.slow
