@@ -18,6 +18,11 @@ TILED_WIDE = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))  # of
 NEVER = -1e30  # exp of it is 0
 
 
+def tiled(dtype):
+    """How a tile of `dtype` lies in shared memory."""
+    return TILED_WIDE if jnp.dtype(dtype).itemsize == 4 else TILED
+
+
 def load_rows(ref):
     """A vector in shared memory, one value for each row of a tile."""
     return plgpu.load(ref, layout=LAYOUT.reduce(1))

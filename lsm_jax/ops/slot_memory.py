@@ -97,8 +97,8 @@ def slot_memory(
         form: "recurrent" (token by token), "chunk" (matrix products in a chunk, scan over chunks) or "associative"
             (associative scan over chunks), of both linear memories.
         implementation: None (the fused kernels of `linear_memory`, one for each memory, where they serve: NVIDIA Hopper,
-            bfloat16, chunk form, K, M and V of 64 or a multiple of 128; strengths and weights are rounded to bfloat16 on their way;
-            else XLA), "xla", "mosaic_gpu" or, by name only, "mosaic_tpu" (no one has run it on a TPU yet).
+            bfloat16, chunk form, K, M and V of 64 or a multiple of 128; weights are rounded to bfloat16 on their way, strengths
+            in what outlives a chunk; else XLA), "xla", "mosaic_gpu" or, by name only, "mosaic_tpu" (no one has run it on a TPU yet).
         chunk_size: tokens in a chunk, a power of two; None is 64.
 
     Returns:
@@ -231,7 +231,7 @@ def _slot_memory(options, **arrays):
 
 
 def _two_memories(options, dtype, q, k, v, s, log_decay, state, segment_ids, update_mask):
-    """`slot_memory` with strengths and weights in `dtype`."""
+    """`slot_memory` with weights in `dtype`, and strengths where no kernel takes them in float32."""
     rest = dict(
         segment_ids=segment_ids,
         update_mask=update_mask,
@@ -244,12 +244,14 @@ def _two_memories(options, dtype, q, k, v, s, log_decay, state, segment_ids, upd
         return LinearState(memory, normalizer=None, stabilizer=None, segment_id=state.segment_id)
 
     # The slots are the first memory's value channels and the second one's key channels.
-    s = s.astype(dtype)
+    # What rounding does to scores of spread 16 the softmax makes 16 times as large: Hopper's kernel takes s as it is.
+    fused = options.fused == "always" and options.kernel == linear_kernels.AUTOMATIC
+    wide, s = s.astype(jnp.float32 if fused else dtype), s.astype(dtype)
     scores, of_keys = linear(
         options._replace(exact=True),
         q=q,
         k=k,
-        v=s,
+        v=wide,
         log_decay=None,
         value_log_decay=log_decay,
         state=part(state.keys),

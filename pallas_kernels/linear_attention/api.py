@@ -105,7 +105,8 @@ def linear_attention(
         bonus: [G, K] float32. If given, a read comes before decay and write and sees its own token through `q diag(bonus) kᵀ v`.
         value_log_decay: [B, T, G, V] float32, a decay of the value channels, in place of `log_decay`.
         scale: multiplies q.
-        exact: the output in float32, not rounded to v's dtype where "mosaic_gpu" has `value_log_decay`.
+        exact: the output in float32. Where "mosaic_gpu" has `value_log_decay` it was never rounded, and v may be float32: only a
+            memory rounds it then.
         implementation: "mosaic_gpu" (Hopper; bfloat16, K and V of 64 or 128, and with no decay or a scalar one of 256 or 512; with
             a decay a channel both of 64 or any multiple of 128) or "mosaic_tpu" (bfloat16 or float32, K and V a multiple of 8 up to
             256); `reasons` says what each takes.
@@ -122,7 +123,10 @@ def linear_attention(
         raise ValueError(
             f"linear_attention: implementation={implementation!r}; accepted are {tuple(_BACKENDS)}"
         )
-    why = reason(implementation, q, k, v, log_decay, run, initial, bonus, value_log_decay)
+    asked = v
+    if exact and value_log_decay is not None and implementation == "mosaic_gpu":
+        asked = jax.ShapeDtypeStruct(v.shape, q.dtype)
+    why = reason(implementation, q, k, asked, log_decay, run, initial, bonus, value_log_decay)
     if why is not None:
         raise NotImplementedError(
             f"linear_attention: implementation={implementation!r} takes {why}"
@@ -212,7 +216,7 @@ def _backward(static, saved, cotangents):
     d_output, d_final = cotangents
     log_decay = inputs[3]
     dq, dk, dv, d_decay, d_initial, *d_bonus = _backend(name).backward(
-        *arrays, residuals, d_output.astype(inputs[2].dtype), d_final, scale=scale, interpret=interpret,
+        *arrays, residuals, d_output.astype(inputs[0].dtype), d_final, scale=scale, interpret=interpret,
         decay_gradient=wanted.shape[0] == 1, **_extra(bonus),
     )  # fmt: skip
     if log_decay is not None and d_decay is None:

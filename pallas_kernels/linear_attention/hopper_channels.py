@@ -233,7 +233,7 @@ def _prepare(
 ) -> Prepared:  # fmt: skip
     """Resolve all chunks for `heads` heads, a multiple of those of q, k and log_decay [B, T, *, K] and of bonus [*, K].
 
-    Without q (None) they have no scores and are not read.
+    Without q (None) they have no scores and are not read, and k may be float32.
     """
     batch, length, _, depth = k.shape
     count, groups = length // CHUNK, depth // BLOCK
@@ -244,10 +244,10 @@ def _prepare(
     named |= {} if documents is None else documents._asdict()
     named |= {} if bonus is None else dict(bonus=bonus)
     struct: Any = jax.ShapeDtypeStruct
-    wide = struct((batch, length, heads, depth), k.dtype)
+    wide = struct((batch, length, heads, depth), jnp.bfloat16)
     out_type = dict(written=wide, keep=struct((batch, heads, count * depth), _F32))
     if q is not None:
-        out_type |= dict(scores=struct((batch, heads, length, CHUNK), k.dtype), read=wide)
+        out_type |= dict(scores=struct((batch, heads, length, CHUNK), jnp.bfloat16), read=wide)
 
     def kernel(*refs):
         refs = dict(zip([*named, *out_type], refs, strict=True))
@@ -317,9 +317,10 @@ def _prepare(
                     factor *= wg.spread_rows(by_row(flags), SQUARE)
                 if later:
                     factor *= scale
-                x[...] = (load(x).astype(_F32) * factor).astype(x.dtype)
+                into = q_room if q is None else x
+                into[...] = (load(x).astype(_F32) * factor).astype(into.dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(x, refs[name].at[b, tokens, h, columns])
+                plgpu.copy_smem_to_gmem(into, refs[name].at[b, tokens, h, columns])
 
             def save():
                 whole = scores
@@ -335,19 +336,19 @@ def _prepare(
             plgpu.wait_smem_to_gmem(0)
 
         smem: Any = plgpu.SMEM
-        room = functools.partial(smem, dtype=k.dtype, transforms=wg.TILED)
+        room = functools.partial(smem, dtype=jnp.bfloat16, transforms=wg.TILED)
         each = items * groups
         rooms = [
             room((each, *SQUARE)),
-            room((each, *SQUARE)),
-            room((each, 2, *SQUARE), dtype=jnp.bfloat16),
+            room((each, *SQUARE), dtype=k.dtype, transforms=wg.tiled(k.dtype)),
+            room((each, 2, *SQUARE)),
             room((each, *SQUARE)),
             smem((items if groups > 1 else 1, *SQUARE), _F32, transforms=wg.TILED_WIDE),
             plgpu.Barrier(num_arrivals=1 if q is None else 2, num_barriers=each),
             plgpu.Barrier(num_barriers=items),
         ]
         if interpret:
-            rooms.append(room((each, *SQUARE), dtype=jnp.bfloat16))
+            rooms.append(room((each, *SQUARE)))
         pl.run_scoped(scoped, *rooms, collective_axes="warpgroup")
 
     written, keep, *rest = plgpu.kernel(

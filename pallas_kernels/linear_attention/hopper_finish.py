@@ -39,7 +39,7 @@ def finish(
 
     Args:
         q: [B, T, *, K], as the other inputs of a number of heads that divides h; None with `d_states` asks for its gradient alone.
-        k: [B, T, *, K].
+        k: [B, T, *, K]; may be float32 where the gradient of q is asked for alone, and is then not rounded within a chunk.
         v: [B, T, *, V], with pieces of one head's values side by side as heads.
         log_decay: [B, T, *, K].
         d_output: [B, T, h * pieces, V].
@@ -64,7 +64,7 @@ def finish(
     named |= {} if bonus is None else dict(bonus=bonus)
     count, groups, keep_heads = length // CHUNK, depth // BLOCK, keep.shape[1]
     struct = jax.ShapeDtypeStruct
-    wide = struct((batch, length, heads, depth), k.dtype)
+    wide = struct((batch, length, heads, depth), d_output.dtype)
     out_type = dict(dq=struct(wide.shape, _F32) if exact else wide)
     if whole:
         out_type |= dict(dk=wide, dg=struct(wide.shape, _F32))
@@ -124,10 +124,11 @@ def finish(
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(room, refs[name].at[b, tokens, h, columns])
 
-            def crossed(later, earlier):
+            def crossed(later, *earlier):
                 for piece in range(pieces):
                     plgpu.wgmma(later, d_out.at[piece], v.at[piece].transpose((1, 0)))
-                    plgpu.wgmma(earlier, v.at[piece], d_out.at[piece].transpose((1, 0)))
+                    for x in earlier:
+                        plgpu.wgmma(x, v.at[piece], d_out.at[piece].transpose((1, 0)))
 
             def outside(piece, *sums):
                 def add(dq, *dk):
@@ -146,8 +147,10 @@ def finish(
                 return found
 
             def resolve():
-                later, earlier = halving.accumulate(crossed, 2)
-                weights = scale * jnp.where(i >= j, later, earlier)
+                weights, *earlier = halving.accumulate(crossed, 1 + whole)
+                if whole:
+                    weights = jnp.where(i >= j, weights, earlier[0])
+                weights *= scale
                 if documents is not None:
                     weights = jnp.where(same_document(refs["run"].at[b, tokens]), weights, 0.0)
                 current = jnp.sum(jnp.where(i == j, weights, 0.0), axis=1)
@@ -182,21 +185,32 @@ def finish(
             def level(at, gradients):
                 dq, *dk = gradients
                 factor = halving.factor(at)
-                x = halving.operand(at, load(q_room if whole else k_room), load(k_room), factor)
-                near = left(halving.only_meeting(at, weights))
-                (dx,) = halving.accumulate(lambda out: plgpu.wgmma(out, near, x))
-                dx *= factor
-                later = halving.later(at)
-                return dq + later * dx, *(x + (1 - later) * dx for x in dk)
+                if whole:
+                    x = [halving.operand(at, load(q_room), load(k_room), factor)]
+                else:  # in two parts: a softmax over what is read multiplies its rounding
+                    x = [x_room, q_room]
+                    halving.split(load(k_room).astype(_F32) * factor, x)
+                near = left(halving.only_meeting(at, weights, both=whole))
 
-            dq, *dk = lax.fori_loop(0, LEVELS, level, (dq, *dk))
+                def add(out):
+                    for part in x:
+                        plgpu.wgmma(out, near, part)
+
+                (dx,) = halving.accumulate(add)
+                dx *= factor
+                if not whole:
+                    return [dq + dx]
+                later = halving.later(at)
+                return [dq + later * dx, *(x + (1 - later) * dx for x in dk)]
+
+            dq, *dk = lax.fori_loop(0, LEVELS, level, [dq, *dk])
             current = wg.spread_rows(current, SQUARE)
             if not whole:
                 dq += current * load(k_room).astype(_F32)
                 if exact:
                     refs["dq"].at[b, tokens, h, columns][...] = dq
                     return
-                give("dq", k_room, dq)
+                give("dq", x_room, dq)
                 plgpu.wait_smem_to_gmem(0)
                 return
             (dk,) = dk
@@ -224,10 +238,10 @@ def finish(
             plgpu.wait_smem_to_gmem(0)
 
         smem: Any = plgpu.SMEM
-        room = functools.partial(smem, dtype=k.dtype, transforms=wg.TILED)
+        room = functools.partial(smem, dtype=d_output.dtype, transforms=wg.TILED)
         rooms = [
             room((groups, *SQUARE)),
-            room((groups, *SQUARE)),
+            room((groups, *SQUARE), dtype=k.dtype, transforms=wg.tiled(k.dtype)),
             room((groups, BLOCK, width)),
             room((groups, BLOCK, width)),
             room((groups, 2, *SQUARE), dtype=jnp.bfloat16),

@@ -133,10 +133,13 @@ class Halving:
         upto = self.j < self.i if self._exclusive else self.j <= self.i
         return jnp.exp2(self.sums(upto if later else self.j > self.i))
 
-    def only_meeting(self, level, x):
-        """x where rows and columns stand in blocks that meet, else 0."""
+    def only_meeting(self, level, x, both: bool = True):
+        """x where rows and columns stand in blocks that meet, the rows in the later one if not in `both`, else 0."""
         half = lax.shift_left(1, level)
-        return jnp.where(((self.i ^ half) & -half) == (self.j & -half), x, 0.0).astype(x.dtype)
+        met = (self.i ^ half) & -half
+        if not both:
+            met = jnp.where((self.i & half) > 0, met, -1)
+        return jnp.where(met == (self.j & -half), x, 0.0).astype(x.dtype)
 
     def later(self, level):
         """1 in rows of later blocks, 0 in the others."""

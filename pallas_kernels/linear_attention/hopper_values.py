@@ -44,7 +44,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array, Residuals]:
     """The output [B, T, max(H, G), V] and the final memories as `initial`; log_decay is [B, T, G, V]. T is a multiple of `CHUNK`.
 
-    `exact`: the output in float32.
+    `exact`: the output in float32. A v in float32 is rounded in the memory alone.
     """
     del save
     batch, length, memories, _ = v.shape
@@ -69,6 +69,7 @@ def backward(
 ):  # fmt: skip
     """Gradients of q, k, v, log_decay and initial."""
     del residuals, decay_gradient
+    given, v = v.dtype, v.astype(q.dtype)
     shares = q.shape[2], k.shape[2]
     q, k = _by_head(q, k, v.shape[2])
     options: dict[str, Any] = dict(scale=scale, interpret=interpret)
@@ -78,7 +79,7 @@ def backward(
         *inputs, chunks, q, _turned(d_final), **options
     )
     dq, dk = (hopper._share(x, n) for x, n in zip((dq, dk), shares, strict=True))
-    return dq, dk, dv, d_decay, _turned(d_initial)
+    return dq, dk, dv.astype(given), d_decay, _turned(d_initial)
 
 
 def _by_head(q, k, memories: int):
