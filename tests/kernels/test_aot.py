@@ -179,3 +179,13 @@ def test_selective_scans_compile_for_an_h200_and_spill_nothing(
 def test_compiles_for_a_tpu(chip, case):
     device = topologies.get_topology_desc(CHIPS[chip], "tpu").devices[0]
     compile_for(device, AbstractDevice(device.device_kind, 1, platform="tpu"), case, "mosaic_tpu")
+
+
+# Half of what a first sketch took, one head a program, for a head and 64 tokens of a gated delta rule's forward.
+@pytest.mark.parametrize("chip, most", [("v5e", 878 // 2), ("v6e", 868 // 2)])
+def test_a_tpu_takes_half_the_bundles_of_the_sketch(chip, most):
+    from benchmarks.bundles import count  # which sets what the client of a GPU reads
+
+    found = count("gated delta rule", chip)
+    assert found["heads"] >= 4
+    assert found["forward"] <= most
