@@ -70,6 +70,21 @@ CONFIGURATIONS = [
     ((1, 1, 2), 64, 128, 8200, True, "dplr, channel"),
     # Memories made again in four parts.
     ((1, 1, 2), 256, 512, 4096, True, "delta, token"),
+    # Wide values: an odd number of pieces, parts, memories made again.
+    ((2, 1, 2), 128, 384, 600, True, "channel"),
+    ((2, 1, 2), 64, 384, 600, True, "strong value channel"),
+    ((2, 1, 1), 64, 384, 600, True, "channel and bonus"),
+    ((1, 1, 1), 64, 512, 8150, True, "token"),
+    ((1, 1, 1), 256, 256, 8150, True, "strong"),
+    ((1, 1, 1), 128, 512, 8150, True, "channel"),
+    ((1, 1, 1), 128, 256, 8150, True, "value channel"),
+    ((1, 1, 1), 128, 512, 8150, True, "delta, strong"),
+    ((1, 1, 1), 128, 256, 4096, False, "delta, token"),
+    ((2, 1, 2), 64, 384, 600, True, "delta, channel"),
+    ((1, 1, 1), 128, 512, 8150, True, "delta, channel"),
+    ((1, 1, 1), 256, 384, 4096, True, "delta, channel"),
+    ((2, 1, 2), 64, 384, 600, True, "dplr, channel"),
+    ((1, 1, 1), 128, 512, 8150, True, "dplr, channel"),
 ]
 
 
@@ -149,7 +164,7 @@ def test_equals_the_recurrence(configuration):
         assert error(got, want) < 1e-2
 
 
-@pytest.mark.parametrize("case", segments.CASES)
+@pytest.mark.parametrize("case", [*segments.CASES, *segments.WIDE])
 def test_one_state_a_segment(case):
     """Value, final states and every gradient against the recurrence, and twice the same bits."""
     ids = np.repeat([1, 2, 1, 0, 4], [700, 5, 300, 30, 1001])

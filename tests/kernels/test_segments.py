@@ -35,6 +35,15 @@ CASES = {
     "delta-channels": ("delta", (1, 1, 1), 64, 128, "channel"),
     "dplr": ("dplr", (1, 1, 2), 64, 64, "channel"),
 }
+# For the card alone.
+WIDE = {
+    "scalar-wide": ("linear", (2, 1, 1), 64, 512, "token"),
+    "channels-wide": ("linear", (1, 1, 2), 64, 384, "channel"),
+    "values-wide": ("linear", (1, 1, 1), 64, 256, "value"),
+    "delta-wide": ("delta", (1, 1, 1), 128, 512, "token"),
+    "delta-channels-wide": ("delta", (1, 1, 1), 64, 384, "channel"),
+    "dplr-wide": ("dplr", (1, 1, 1), 64, 512, "channel"),
+}
 
 
 @jax.custom_vjp
@@ -76,7 +85,7 @@ def check_threads(case, implementation):
 
 
 def make(case, length: int) -> dict[str, Any]:
-    op, (heads, key_heads, memories), key_dim, value_dim, decay = CASES[case]
+    op, (heads, key_heads, memories), key_dim, value_dim, decay = (CASES | WIDE)[case]
     rng = np.random.default_rng(0)
 
     def normal(*shape, dtype=jnp.bfloat16):
@@ -131,7 +140,7 @@ def test_equals_the_recurrence_in_value(implementation):
 
 def check(case, implementation, ids, gradients=True):
     """What the kernel gives, after a look at it."""
-    op, x, length = CASES[case][0], make(case, len(ids)), len(ids)
+    op, x, length = (CASES | WIDE)[case][0], make(case, len(ids)), len(ids)
     rng = np.random.default_rng(1)
     ids, mask = two_rows(ids), jnp.asarray(rng.random((2, length)) < 0.9)
 
