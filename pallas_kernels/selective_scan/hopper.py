@@ -1,7 +1,7 @@
 """A selective scan, `h_t = keep_t e^{δ_t A} h_{t-1} + δ_t u_t B_t`, `y_t = Σ_n C_t h_t + D u_t`, on Mosaic GPU (Hopper).
 
-A warpgroup has some channels of a block of tokens, whose memories are in its registers: a warp has a quarter of the channels, a
-thread four numbers of each of some. A row's blocks are walked side by side, twice: from nothing, which leaves what each block adds to the
+A warpgroup has some channels of a chunk of tokens, whose memories are in its registers: a warp has a quarter of the channels, a
+thread four numbers of each of two. A row's chunks are walked side by side, twice: from nothing, which leaves what each adds to the
 memory; and, once these are put together, from the memory that enters it. The backward pass goes the same way against time and keeps
 nothing by token: it makes a few memories again at a time, from those that entered.
 """
@@ -54,7 +54,7 @@ class Inputs(NamedTuple):
 
 
 class _Block:
-    """A block's place, and arrays of its channels in registers: [warps, rows], spread to [warps, rows, states]."""
+    """A warpgroup's place, and arrays of its channels in registers: [warps, rows], spread to [warps, rows, states]."""
 
     def __init__(self, refs: dict[str, Any], states: int):
         self.refs = refs
@@ -67,7 +67,7 @@ class _Block:
         return plgpu.layout_cast(jnp.zeros(self.shape, _F32), self.layout)
 
     def load(self, ref) -> Any:
-        """The memories of a reference, or of its first."""
+        """The memories of a reference."""
         return plgpu.load(ref, layout=self.layout, optimized=False)
 
     def by_channel(self, ref) -> Any:
@@ -90,7 +90,7 @@ class _Block:
         return self.load(self.refs["a"].at[self.channels])
 
     def decay(self, delta, rates, rooms, t) -> Any:
-        """Of the block's t-th token; `rates` in powers of two."""
+        """Of the chunk's t-th token; `rates` in powers of two."""
         factor = jnp.exp2(self.spread(delta) * rates)
         return factor * rooms["keep"][t] if "keep" in rooms else factor
 
@@ -108,7 +108,7 @@ def loop(count: int, step, carry, reverse: bool = False):
 
 
 def _fetch(block: _Block, rooms: dict[str, Any], start, barrier) -> None:
-    """Bring a block's tokens of each of `rooms` to shared memory."""
+    """Bring a chunk's tokens of each of `rooms` to shared memory."""
     tokens = pl.ds(start, CHUNK)
     for name, room in rooms.items():
         ref = block.refs[name].at[block.b, tokens]
@@ -118,7 +118,7 @@ def _fetch(block: _Block, rooms: dict[str, Any], start, barrier) -> None:
 
 
 def _rooms(x: Inputs, *names: str) -> dict[str, Any]:
-    """Room for a block's tokens of each, and of `keep` where there is one."""
+    """Room for a chunk's tokens of each, and of `keep` where there is one."""
     shapes = {"b": (CHUNK, x.a.shape[1]), "c": (CHUNK, x.a.shape[1]), "keep": (CHUNK,)}
     names = names if x.keep is None else (*names, "keep")
     return {
@@ -231,15 +231,9 @@ def entering(
 ) -> tuple[Any, Any]:
     """The memories that enter each chunk, and the one after the last, from the first; `reverse` against time, of gradients."""
     batch, chunks, groups, states = _sizes(x)
-    total = found[1]
-    if x.keep is not None:  # nothing passes a chunk in which a document begins
-        crossed = jnp.all(x.keep.reshape(batch, chunks, CHUNK) > 0, axis=2)
-        crossed = crossed.astype(_F32)
-    else:
-        crossed = None
-    named = dict(added=found[0], total=total, first=first, a=_named(x)["a"])
-    if crossed is not None:
-        named["crossed"] = crossed
+    named = dict(added=found[0], total=found[1], first=first, a=_named(x)["a"])
+    if x.keep is not None:  # nothing crosses a chunk in which a document begins
+        named["crossed"] = jnp.min(x.keep.reshape(batch, chunks, CHUNK), axis=2)
 
     def entering_kernel(refs, rooms, barrier):
         del rooms, barrier

@@ -1,6 +1,6 @@
 """A scan of complex numbers, `h_t = a_t h_{t-1} + u_t`, `y_t = c_t Re h_t`, one a channel, on Mosaic GPU (Hopper).
 
-A thread has a channel of a block of tokens; blocks are walked as in `hopper`.
+A thread has a channel of a chunk of tokens; chunks are walked as in `hopper`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Pair(NamedTuple):
 
 
 class _Block:
-    """A block's place, and how its channels' numbers are read and written."""
+    """A warpgroup's place, and how its channels' numbers are read and written."""
 
     def __init__(self, refs: dict[str, Any], chunk):
         self.refs, self.chunk = refs, chunk
@@ -64,7 +64,7 @@ class _Block:
         self.channels = pl.ds(lax.axis_index("column") * CHANNELS, CHANNELS)
 
     def fetch(self, rooms: dict[str, Any], barrier) -> None:
-        """Bring the block's tokens of each of `rooms` to shared memory."""
+        """Bring the chunk's tokens of each of `rooms` to shared memory."""
         tokens = pl.ds(self.chunk * CHUNK, CHUNK)
         for name, room in rooms.items():
             source = self.refs[name].at[self.b, tokens, self.channels]
