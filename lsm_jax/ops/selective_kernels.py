@@ -10,15 +10,18 @@ import jax.numpy as jnp
 from lsm_jax.ops import linear_kernels
 from lsm_jax.ops.segments import Tokens, finish_output, select
 
-KERNELS = ("mosaic_gpu",)
+KERNELS = ("mosaic_gpu", "mosaic_tpu")
+AUTOMATIC = "mosaic_gpu"  # what None may pick
 
 
 def why_not(
-    form: str, discretization: str, u, delta, A, B, C, D, memory, *, is_complex: bool
-) -> str | None:
-    """What the kernel takes in place of this call, or None. The platform is not asked: lowering decides that.
+    implementation: str, form: str, discretization: str, u, delta, A, B, C, D, memory, *,
+    is_complex: bool,
+) -> str | None:  # fmt: skip
+    """What a kernel takes in place of this call, or None. The platform is not asked: lowering decides that.
 
     Args:
+        implementation: one of `KERNELS`.
         form: as `selective_memory`'s, and the arrays.
         discretization: as `selective_memory`'s.
         u: or its shape.
@@ -52,13 +55,13 @@ def why_not(
                 "of complex memories those of one number a channel with discretization='none', real B [D, N] and C "
                 "[B, T, D, N], no D"
             )
-        why = complex_reason(u)
+        why = complex_reason(implementation, u)
     else:
         fits = discretization == "euler" and jnp.ndim(B) == jnp.ndim(C) == 3
         if not fits or any(jnp.iscomplexobj(x) for x in (B, C)):
             return "of real memories those with discretization='euler', B and C [B, T, N]"
-        why = reason(u, A.shape[1])
-    return why or linear_kernels.why_not_here("mosaic_gpu", u, delta, B, C)
+        why = reason(implementation, u, A.shape[1])
+    return why or linear_kernels.why_not_here(implementation, u, delta, B, C)
 
 
 def run_kernel(

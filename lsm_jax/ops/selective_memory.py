@@ -95,8 +95,9 @@ def selective_memory(
             each chunk again, so that only the memories chunks start from are kept) or "associative" (associative scan over
             tokens, holding [B, T, D, N]; with one state a segment, a complex memory's is causal up to the rounding of complex
             products alone, which XLA does by their place).
-        implementation: None picks, "xla", or "mosaic_gpu", a fused kernel for NVIDIA Hopper (u of bfloat16; Mamba's arguments, or
-            those of one complex number a channel, GateLoop's).
+        implementation: None picks, "xla", or a fused kernel for Mamba's arguments or those of one complex number a channel,
+            GateLoop's: "mosaic_gpu" (NVIDIA Hopper; u of bfloat16) or "mosaic_tpu" (u of bfloat16 or float32, D a multiple of
+            128; no TPU has run it, so None doesn't pick it).
         chunk_size: tokens in a chunk of the XLA form, a power of two; None is 64.
 
     Returns:
@@ -127,9 +128,10 @@ def selective_memory(
     constant = {n: x for n, x in given.items() if jnp.ndim(x) == (1 if n == "delta" else 2)}
     batched = dict(u=u, state=state, segment_ids=segment_ids, update_mask=update_mask)
     batched |= {n: x for n, x in given.items() if n not in constant}
-    options = _Options(discretization, form, size, dtype, is_complex)
+    kernel = selective_kernels.AUTOMATIC if implementation in (None, "xla") else implementation
+    options = _Options(discretization, form, size, dtype, is_complex, kernel)
     why = _why_not(options, state, u, delta, A, B, C, D)
-    fused = chosen.choose(op, form, implementation, "mosaic_gpu", why)
+    fused = chosen.choose(op, form, implementation, kernel, why)
     options = options._replace(fused=fused)
     shared = dict(a=A, d=D, constant=constant)
     # Channels take the place of heads.
@@ -183,6 +185,7 @@ class _Options(NamedTuple):
     size: int
     dtype: Any
     is_complex: bool
+    kernel: str
     fused: chosen.Fused = "never"
 
 
@@ -202,6 +205,9 @@ def _selective_memory(options, **arrays):
     def xla(arrays):
         return _by_xla(options, **arrays)
 
+    def kernel(arrays):
+        return _by_kernel(options.kernel, arrays)
+
     if options.fused == "never":
         return xla(arrays)
     given = arrays["constant"] | arrays
@@ -209,26 +215,28 @@ def _selective_memory(options, **arrays):
     why = _why_not(options, *(given[name] for name in names))  # a mesh may share channels out
     if options.fused == "always":
         if why is not None:
-            raise NotImplementedError(f"selective_memory: on a device 'mosaic_gpu' takes {why}")
-        return _by_kernel(arrays)
-    return xla(arrays) if why else chosen.by_platform(arrays, cuda=_by_kernel, default=xla)
+            raise NotImplementedError(
+                f"selective_memory: on a device {options.kernel!r} takes {why}"
+            )
+        return kernel(arrays)
+    return xla(arrays) if why else chosen.by_platform(arrays, cuda=kernel, default=xla)
 
 
 def _why_not(options, state, u, delta, a, b, c, d) -> str | None:
     """What the kernel takes in place of these arrays, a device's or all, or None."""
     return selective_kernels.why_not(
-        options.form, options.discretization, u, delta, a, b, c, d, state.memory,
+        options.kernel, options.form, options.discretization, u, delta, a, b, c, d, state.memory,
         is_complex=options.is_complex,
     )  # fmt: skip
 
 
-def _by_kernel(arrays: dict[str, Any]) -> tuple[Array, SelectiveState]:
+def _by_kernel(kernel: str, arrays: dict[str, Any]) -> tuple[Array, SelectiveState]:
     state, given = arrays["state"], dict(arrays)
     del given["state"]
     tokens = read_tokens(given.pop("segment_ids"), given.pop("update_mask"), state.segment_id, None)
     given = dict(b=None) | given
     output, memory = selective_kernels.run_kernel(
-        "mosaic_gpu", tokens, _beginnings(tokens), memory=state.memory, **given
+        kernel, tokens, _beginnings(tokens), memory=state.memory, **given
     )
     return output, SelectiveState(memory, tokens.last_id)
 

@@ -1,0 +1,159 @@
+"""The TPU kernels of selective memories, by the TPU's interpreter and by lowering for one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from lsm_jax import ops
+from pallas_kernels.selective_scan import complex_scan, selective_scan, tpu, tpu_complex
+from tests.kernels.test_selective_scan_gpu import Case, both, call, compare, make
+
+CASES = [
+    Case(140, 128, 16, True),
+    Case(150, 128, 0, True),
+    Case(128, 128, 16, False, strong=True),
+    Case(300, 256, 8, False, batch=1),
+    Case(40, 128, 32, True, batch=1),
+    Case(128, 256, 24, False, strong=True, batch=1),
+    Case(257, 256, 0, False, strong=True),
+]
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The op's kernels run by the interpreter, a row's channels by several programs."""
+
+    def scan(function):
+        params = pltpu.InterpretParams(detect_races=True)
+        return lambda *a, **k: function(*a, **k, interpret=params)
+
+    monkeypatch.setattr("pallas_kernels.selective_scan.selective_scan", scan(selective_scan))
+    monkeypatch.setattr("pallas_kernels.selective_scan.complex_scan", scan(complex_scan))
+    for backend in (tpu, tpu_complex):
+        monkeypatch.setattr(backend, "_WIDEST", 128)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def no_races() -> bool:
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    return not interpret_pallas_call.races.races_found
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=[pytest.mark.slow] * (i > 1), id=str(c)) for i, c in enumerate(CASES)],
+)
+@pytest.mark.usefixtures("interpreted")
+def test_equals_the_recurrence(case):
+    """Value, final memory and every gradient, and no races."""
+    compare(case, lambda a, m, c: both(a, m, "mosaic_tpu", c))
+    assert no_races()
+
+
+@pytest.mark.parametrize("states", [pytest.param(16, marks=pytest.mark.slow), 0])
+@pytest.mark.usefixtures("interpreted")
+def test_takes_float32(states):
+    """As exactly as it is given."""
+
+    def run(arrays, marks, cotangents):
+        wide = jax.tree.map(lambda x: x.astype(jnp.float32), (arrays, cotangents))
+        found = both(wide[0], marks, "mosaic_tpu", wide[1])
+        assert found[0][0].dtype == found[1]["u"].dtype == jnp.float32
+        return found
+
+    compare(Case(130, 128, states, True, batch=1), run)
+
+
+@pytest.mark.parametrize("states", [16, 0])
+@pytest.mark.usefixtures("interpreted")
+def test_no_later_token_changes_a_bit(states):
+    case = Case(200, 128, states, True, batch=1)
+    (arrays, marks), (changed, other) = make(case), make(case, seed=1)
+    changed["memory"] = arrays["memory"]
+    for name in ("A", "D"):
+        if name in arrays:
+            changed[name] = arrays[name]
+    changed, other = (
+        {
+            n: x if n in ("A", "D", "memory") else jnp.concatenate([old[n][:, :70], x[:, 70:]], 1)
+            for n, x in new.items()
+        }
+        for old, new in ((arrays, changed), (marks, other))
+    )
+    y, z = (call(a, m, "mosaic_tpu")[0] for a, m in ((arrays, marks), (changed, other)))
+    np.testing.assert_array_equal(y[:, :70], z[:, :70])
+    assert jnp.isfinite(y).all() and (y[:, 70:] != z[:, 70:]).any()
+
+
+@pytest.mark.parametrize("states", [pytest.param(16, marks=pytest.mark.slow), 0])
+@pytest.mark.usefixtures("interpreted")
+def test_maps_over_an_axis(states):
+    """`jax.vmap` of the op, gradients too."""
+    case = Case(64, 128, states, True, batch=1)
+    given = [make(case, seed) for seed in range(2)]
+
+    def total(arrays, marks):
+        y, memory = call(arrays, marks, "mosaic_tpu")
+        return jnp.sum(y.astype(jnp.float32) ** 2) + jnp.sum(memory**2)
+
+    mapped = jax.vmap(jax.grad(total))(*jax.tree.map(lambda *x: jnp.stack(x), *given))
+    for index, one in enumerate(given):
+        for name, gradient in jax.grad(total)(*one).items():
+            np.testing.assert_allclose(mapped[name][index], gradient, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("states", [16, 0])
+def test_lowers_to_a_kernel_each_way(states, dtype):
+    """Where it is asked for by name alone."""
+    arrays, marks = make(Case(500, 256, states, True))
+    arrays["u"] = arrays["u"].astype(dtype)
+
+    def lowered(marks, implementation):
+        def step(arrays):
+            y, pull = jax.vjp(lambda a: call(a, marks, implementation), arrays)
+            return pull(y)
+
+        device = AbstractDevice("TPU v5 lite", 1, platform="tpu")
+        with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+            return jax.jit(step).trace(arrays).lower(lowering_platforms=("tpu",)).as_text()
+
+    kernel = "custom_call @tpu_custom_call"
+    assert lowered(marks, "mosaic_tpu").count(kernel) == 2
+    assert lowered({}, "mosaic_tpu").count(kernel) == 2
+    assert lowered(marks, None).count(kernel) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(u=jnp.ones((2, 64, 128), jnp.float16)), "u in bfloat16 or float32, not float16"),
+        (
+            dict(
+                u=jnp.ones((2, 64, 64)), delta=jnp.ones((2, 64, 64)),
+                A=-jnp.ones((64, 16)), D=jnp.ones(64),
+            ),
+            "multiples of 128 channels, not 64",
+        ),
+        (
+            dict(A=-jnp.ones((128, 4)), B=jnp.ones((2, 64, 4)), C=jnp.ones((2, 64, 4))),
+            "8, 16, 24 or 32 numbers a channel, not 4",
+        ),
+        (dict(A=-jnp.ones((128, 16)) + 1j), "of complex memories those of one number"),
+    ],
+)  # fmt: skip
+def test_says_why_it_does_not_serve(changes, message):
+    arrays: dict[str, Any] = dict(make(Case(64, 128, 16, False))[0])
+    del arrays["memory"]
+    with pytest.raises(NotImplementedError, match=f"implementation='mosaic_tpu' takes {message}"):
+        ops.selective_memory(**(arrays | changes), implementation="mosaic_tpu")
