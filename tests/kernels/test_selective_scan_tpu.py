@@ -27,11 +27,11 @@ CASES = [
 
 
 @pytest.fixture
-def interpreted(monkeypatch):
+def interpreted(monkeypatch, request):
     """The op's kernels run by the interpreter, a row's channels by several programs."""
+    params = getattr(request, "param", pltpu.InterpretParams(detect_races=True))
 
     def scan(function):
-        params = pltpu.InterpretParams(detect_races=True)
         return lambda *a, **k: function(*a, **k, interpret=params)
 
     monkeypatch.setattr("pallas_kernels.selective_scan.selective_scan", scan(selective_scan))
@@ -78,24 +78,21 @@ def test_takes_float32(states):
 @pytest.mark.usefixtures("interpreted")
 def test_no_later_token_changes_a_bit(states):
     case = Case(200, 128, states, True, batch=1)
-    (arrays, marks), (changed, other) = make(case), make(case, seed=1)
-    changed["memory"] = arrays["memory"]
-    for name in ("A", "D"):
-        if name in arrays:
-            changed[name] = arrays[name]
+    (arrays, marks), *others = make(case), *make(case, seed=1)
+    constant = "A", "D", "memory"
     changed, other = (
-        {
-            n: x if n in ("A", "D", "memory") else jnp.concatenate([old[n][:, :70], x[:, 70:]], 1)
-            for n, x in new.items()
-        }
-        for old, new in ((arrays, changed), (marks, other))
-    )
+        {n: x if n in constant else jnp.concatenate([x[:, :70], new[n][:, 70:]], axis=1)
+         for n, x in old.items()}
+        for old, new in zip((arrays, marks), others, strict=True)
+    )  # fmt: skip
     y, z = (call(a, m, "mosaic_tpu")[0] for a, m in ((arrays, marks), (changed, other)))
     np.testing.assert_array_equal(y[:, :70], z[:, :70])
     assert jnp.isfinite(y).all() and (y[:, 70:] != z[:, 70:]).any()
 
 
-@pytest.mark.parametrize("states", [pytest.param(16, marks=pytest.mark.slow), 0])
+# The TPU's own interpreter knows no axis that `jax.vmap` adds.
+@pytest.mark.parametrize("interpreted", [True], indirect=True)
+@pytest.mark.parametrize("states", [16, 0])
 @pytest.mark.usefixtures("interpreted")
 def test_maps_over_an_axis(states):
     """`jax.vmap` of the op, gradients too."""
