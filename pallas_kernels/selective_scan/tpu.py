@@ -6,7 +6,8 @@ the gradient.
 
 B and C come as [N, T], which wastes nothing ([T, N] has 128 lanes for N numbers, in HBM too). A group's tokens are rolled to the
 first lanes, where each token's column has a static place and is broadcast to all lanes: one broadcast serves all of a program's
-channels. Gradients of B and C are sums over lanes; each block of channels leaves its part, and XLA adds the parts.
+channels. Gradients of B and C are sums over lanes; each block of channels leaves its part, and XLA adds the parts: they are small, and
+blocks stay independent.
 """
 
 from __future__ import annotations
@@ -157,30 +158,28 @@ def _backward_kernel(refs: dict, rooms: dict, first, last):
     refs["dd"][...] += jnp.sum(dy * u, axis=0, keepdims=True)
     rates = refs["a"][...]
 
-    def remember(t, columns, memory):
+    def remember(t, columns, carry):
+        memory, dc = carry
         held[t] = memory
-        return _advance(refs, rooms, rates, t, columns["b"], memory)
+        memory = _advance(refs, rooms, rates, t, columns["b"], memory)
+        return memory, _put_column(dc, t, read_row(rooms["dy"], t) * memory)
 
     def back(t, columns, carry):
-        memory, later, d_rates, db, dc = carry
-        here = lax.broadcasted_iota(jnp.int32, db.shape, 1) == t
-        dy, delta = read_row(rooms["dy"], t), read_row(refs["delta"], t)
-        dc = jnp.where(here, jnp.sum(dy * memory, axis=1, keepdims=True), dc)
-        g = later + dy * columns["c"]
-        of_b = jnp.sum(read_row(rooms["write"], t) * g, axis=1, keepdims=True)
-        db = jnp.where(here, of_b, db)
+        later, d_rates, db = carry
+        g = later + read_row(rooms["dy"], t) * columns["c"]
+        db = _put_column(db, t, read_row(rooms["write"], t) * g)
         write_row(rooms["of_write"], t, jnp.sum(columns["b"] * g, axis=0, keepdims=True))
-        before = held[t]
         later = _decay(refs, rates, t) * g
-        of_decay = later * before
+        of_decay = later * held[t]
         write_row(rooms["of_decay"], t, jnp.sum(of_decay * rates, axis=0, keepdims=True))
-        return before, later, d_rates + delta * of_decay, db, dc
+        return later, d_rates + read_row(refs["delta"], t) * of_decay, db
 
-    memory = _walk(refs, "b", remember, refs["before"][...])
     none = jnp.zeros(refs["db"].shape, _F32)
-    carry = memory, later[...], d_rates[...], none, none
-    carry = _walk(refs, "bc", back, carry, reverse=True)
-    _, later[...], d_rates[...], refs["db"][...], refs["dc"][...] = carry
+    _, refs["dc"][...] = _walk(refs, "b", remember, (refs["before"][...], none))
+    carry = _walk(refs, "bc", back, (later[...], d_rates[...], none), reverse=True)
+    later[...], d_rates[...], refs["db"][...] = carry
+
+    # Loaded again: nothing as large stays in registers meanwhile.
     u, delta, dy = (refs[name][...].astype(_F32) for name in ("u", "delta", "dy"))
     of_write = rooms["of_write"][...]
     refs["du"][...] = (delta * of_write + refs["d"][...] * dy).astype(refs["du"].dtype)
@@ -204,6 +203,12 @@ def _walk(refs: dict, names: str, step, carry, *, reverse: bool = False):
         return carry
 
     return tpu_layout.walk(_GROUP, some, carry, reverse=reverse)
+
+
+def _put_column(columns, t, x) -> Any:
+    """`columns` [N, C] with the sums of x [N, channels] at token t."""
+    here = lax.broadcasted_iota(jnp.int32, columns.shape, 1) == t
+    return jnp.where(here, jnp.sum(x, axis=1, keepdims=True), columns)
 
 
 def _advance(refs, rooms, rates, t, b, memory) -> Any:

@@ -16,7 +16,7 @@ from pallas_kernels.selective_scan.tpu_layout import CHUNK, Layout, read_row, wr
 __all__ = ["CHUNK", "Inputs", "backward", "forward", "reason"]
 
 _F32 = jnp.float32
-_WIDEST = 512  # channels of a program
+_WIDEST = 1024  # channels of a program: a row of them fills a register
 _UNROLL = 16
 
 

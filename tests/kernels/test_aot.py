@@ -156,7 +156,7 @@ def test_compiles_for_an_h200_and_spills_no_more_than_today(case, capfd, monkeyp
     assert sum(map(int, spilled)) <= known
 
 
-def compile_scans_for(device, abstract_device, case, implementation):
+def compile_scans_for(device, abstract_device, case, implementation, dtype=jnp.bfloat16):
     """Value and every gradient of a `scans.Case`."""
     sharding = SingleDeviceSharding(device)
 
@@ -164,6 +164,7 @@ def compile_scans_for(device, abstract_device, case, implementation):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     arrays, marks = scans.make(case)
+    arrays["u"] = arrays["u"].astype(dtype)
     cotangents = jax.eval_shape(lambda a: scans.call(a, marks, "xla"), arrays)
     inputs = jax.tree.map(given, (arrays, marks, cotangents))
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract_device)):
@@ -197,8 +198,9 @@ def test_compiles_for_a_tpu(chip, case):
 
 
 @pytest.mark.parametrize("case", SCANS_ON_TPU, ids=str)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("chip", CHIPS)
-def test_selective_scans_compile_for_a_tpu(chip, case):
+def test_selective_scans_compile_for_a_tpu(chip, dtype, case):
     device = topologies.get_topology_desc(CHIPS[chip], "tpu").devices[0]
     abstract = AbstractDevice(device.device_kind, 1, platform="tpu")
-    compile_scans_for(device, abstract, case, "mosaic_tpu")
+    compile_scans_for(device, abstract, case, "mosaic_tpu", dtype)

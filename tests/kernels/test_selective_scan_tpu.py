@@ -12,23 +12,25 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from lsm_jax import ops
-from pallas_kernels.selective_scan import complex_scan, selective_scan, tpu, tpu_complex
+from pallas_kernels.selective_scan import complex_scan, selective_scan
 from tests.kernels.test_selective_scan_gpu import Case, both, call, compare, make
 
+# Channels of one program of 128 or 256, or of three.
 CASES = [
     Case(140, 128, 16, True),
     Case(150, 128, 0, True),
     Case(128, 128, 16, False, strong=True),
     Case(300, 256, 8, False, batch=1),
     Case(40, 128, 32, True, batch=1),
-    Case(128, 256, 24, False, strong=True, batch=1),
-    Case(257, 256, 0, False, strong=True),
+    Case(128, 384, 24, False, strong=True, batch=1),
+    Case(130, 384, 0, False, strong=True, batch=1),
+    Case(60, 1024, 0, True, batch=1),
 ]
 
 
 @pytest.fixture
 def interpreted(monkeypatch, request):
-    """The op's kernels run by the interpreter, a row's channels by several programs."""
+    """The op's kernels run by the interpreter."""
     params = getattr(request, "param", pltpu.InterpretParams(detect_races=True))
 
     def scan(function):
@@ -36,8 +38,6 @@ def interpreted(monkeypatch, request):
 
     monkeypatch.setattr("pallas_kernels.selective_scan.selective_scan", scan(selective_scan))
     monkeypatch.setattr("pallas_kernels.selective_scan.complex_scan", scan(complex_scan))
-    for backend in (tpu, tpu_complex):
-        monkeypatch.setattr(backend, "_WIDEST", 128)
     jax.clear_caches()
     yield
     jax.clear_caches()
