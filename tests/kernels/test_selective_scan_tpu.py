@@ -92,7 +92,7 @@ def test_no_later_token_changes_a_bit(states):
 
 # The TPU's own interpreter knows no axis that `jax.vmap` adds.
 @pytest.mark.parametrize("interpreted", [True], indirect=True)
-@pytest.mark.parametrize("states", [16, 0])
+@pytest.mark.parametrize("states", [pytest.param(16, marks=pytest.mark.slow), 0])
 @pytest.mark.usefixtures("interpreted")
 def test_maps_over_an_axis(states):
     """`jax.vmap` of the op, gradients too."""
