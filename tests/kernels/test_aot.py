@@ -204,3 +204,13 @@ def test_selective_scans_compile_for_a_tpu(chip, dtype, case):
     device = topologies.get_topology_desc(CHIPS[chip], "tpu").devices[0]
     abstract = AbstractDevice(device.device_kind, 1, platform="tpu")
     compile_scans_for(device, abstract, case, "mosaic_tpu", dtype)
+
+
+# Half of what a first sketch took, one head a program, for a head and 64 tokens of a gated delta rule's forward.
+@pytest.mark.parametrize("chip, most", [("v5e", 878 // 2), ("v6e", 868 // 2)])
+def test_a_tpu_takes_half_the_bundles_of_the_sketch(chip, most):
+    from benchmarks.bundles import count  # which sets what the client of a GPU reads
+
+    found = count("gated delta rule", chip)
+    assert found["heads"] >= 4
+    assert found["forward"] <= most

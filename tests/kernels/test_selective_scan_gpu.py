@@ -26,7 +26,9 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case(100, 64, 16, True),
+    Case(450, 64, 16, True, batch=1),  # more chunks than are asked for ahead
+    Case(550, 128, 0, True, batch=1),
+    Case(100, 128, 16, True),
     Case(40, 128, 0, True),
     Case(128, 64, 16, False, strong=True),
     Case(70, 128, 8, False, batch=1),
