@@ -26,9 +26,10 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case(450, 64, 16, True, batch=1),  # more chunks than are asked for ahead
+    Case(400, 64, 16, True, batch=1),  # more chunks than are asked for ahead
     Case(550, 128, 0, True, batch=1),
-    Case(100, 128, 16, True),
+    Case(100, 128, 16, True, batch=1),
+    Case(200, 64, 16, True),
     Case(40, 128, 0, True),
     Case(128, 64, 16, False, strong=True),
     Case(70, 128, 8, False, batch=1),
@@ -66,7 +67,8 @@ def make(case: Case, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
     arrays["memory"] = normal(batch, channels, max(states, 1))
     marks: dict[str, Any] = {}
     if case.documents:
-        ids = np.cumsum(rng.random((batch, length)) < 0.05, axis=1) + 1
+        # Few enough to leave chunks in which none begins.
+        ids = np.cumsum(rng.random((batch, length)) < 4 / length, axis=1) + 1
         ids[rng.random(ids.shape) < 0.1] = 0
         ids[:, 0] = 1
         marks = dict(segment_ids=jnp.asarray(ids, jnp.int32))
@@ -131,7 +133,7 @@ def interpreted(monkeypatch):
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=[pytest.mark.slow] * (i > 1), id=str(c)) for i, c in enumerate(CASES)],
+    [pytest.param(c, marks=[pytest.mark.slow] * (i > 2), id=str(c)) for i, c in enumerate(CASES)],
 )
 @pytest.mark.usefixtures("interpreted")
 def test_equals_the_recurrence(case):
