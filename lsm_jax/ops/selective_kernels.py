@@ -86,17 +86,21 @@ def run_kernel(
 
     options: Any = dict(begin=begin, implementation=implementation)
     if not jnp.iscomplexobj(memory):
-        # A δ of 0 writes nothing; u is still passed on by D.
+        # What writes nothing is still passed on by D, apart: times a δ of 0 it may be NaN.
+        masked = tokens.written is not tokens.real
         y, final = selective_scan(
-            select(tokens.real, u),
+            select(tokens.written, u),
             select(tokens.written, delta),
             a,
             select(tokens.written, b),
             select(tokens.real, c),
-            d,
+            None if masked else d,
             initial=memory,
             **options,
         )
+        if masked and d is not None:
+            through = d.astype(jnp.float32) * select(tokens.real, u).astype(jnp.float32)
+            y = (y.astype(jnp.float32) + through).astype(y.dtype)
         return finish_output(tokens, y), final
     exponent = select(tokens.written, delta.astype(jnp.complex64)) * a[:, 0]
     decay = jnp.exp(exponent)

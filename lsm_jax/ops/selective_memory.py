@@ -374,6 +374,13 @@ def expm1_ratio(z: Array) -> Array:
     return jnp.where(near, series, jnp.expm1(safe) / safe)
 
 
+def check_real(op: str, **arrays: Array | None) -> None:
+    """ValueError for complex ones."""
+    for name, array in arrays.items():
+        if array is not None and jnp.iscomplexobj(array):
+            raise ValueError(f"{op}: {name} has dtype {array.dtype}; accepted are real ones")
+
+
 def _check(op, u, delta, A, B, C, D) -> tuple[int, int]:
     batch, length, channels = checks.check_row_channels(op, "u", u)
     checks.check_shape(op, "A", A, (channels, None), "D, N")
@@ -394,7 +401,5 @@ def _check(op, u, delta, A, B, C, D) -> tuple[int, int]:
             )
     if D is not None:
         checks.check_shape(op, "D", D, (channels,), "D")
-    for name, array in (("u", u), ("D", D)):
-        if array is not None and jnp.iscomplexobj(array):
-            raise ValueError(f"{op}: {name} has dtype {array.dtype}; accepted are real ones")
+    check_real(op, u=u, D=D)
     return channels, state_size

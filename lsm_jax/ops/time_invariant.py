@@ -1,7 +1,8 @@
 """Memories whose updates are the same at every token, as a convolution by blocks.
 
-They equal `selective_memory` with constant delta, B and C on one document from an empty state, causal to the bit: a block's own
-tokens are convolved by a matrix, those before it come in through the memory at its border.
+They equal `selective_memory` with constant delta, B and C on one document from an empty state, causal to the bit for finite u: a
+block's own tokens are convolved by a matrix (where a NaN reaches the tokens before it), those before it come in through the memory
+at its border.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from jaxtyping import Array, Float, Inexact
 from lsm_jax.ops import checks, chosen
 from lsm_jax.ops.selective_memory import (
     SelectiveState,
+    check_real,
     expm1_ratio,
     selective_memory,
     selective_state,
@@ -57,7 +59,7 @@ def time_invariant_memory(
     the state on.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes that do not fit; complex u, delta or D.
     """
     op = "time_invariant_memory"
     batch, length, channels = checks.check_row_channels(op, "u", u)
@@ -68,6 +70,7 @@ def time_invariant_memory(
     for name, x in (("delta", delta), ("D", D)):
         if x is not None:
             checks.check_shape(op, name, x, (channels,), "D")
+    check_real(op, u=u, delta=delta, D=D)
     if sequence_shards(length) > 1:
         return selective_memory(u, delta, A, B, C, D=D, discretization="zoh")
     chosen.note("selective_memory", "xla, convolution by blocks")

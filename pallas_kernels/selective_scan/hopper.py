@@ -24,6 +24,7 @@ CHANNELS = _WARPS * ROWS
 CHUNK = 64
 """What the number of tokens is a multiple of."""
 STATES = (8, 16)
+_SIDE_BY_SIDE = 65535  # by CUDA
 _UNROLL, _AHEAD = 4, 6
 _HELD = 64  # numbers of a channel that are held at a time
 _LOG2E = math.log2(math.e)
@@ -37,6 +38,17 @@ def reason(u, state_size: int) -> str | None:
         return f"multiples of {CHANNELS} channels, not {u.shape[2]}"
     if state_size not in STATES:
         return f"{' or '.join(map(str, STATES))} numbers a channel, not {state_size}"
+    return too_many(u, CHUNK)
+
+
+def too_many(u, chunk: int) -> str | None:
+    """What CUDA's grids take in place of u's rows and chunks, or None."""
+    for name, count in (
+        ("rows", u.shape[0]),
+        (f"chunks of {chunk} tokens", -(-u.shape[1] // chunk)),
+    ):
+        if count > _SIDE_BY_SIDE:
+            return f"at most {_SIDE_BY_SIDE:,} {name}, not {count:,}"
     return None
 
 

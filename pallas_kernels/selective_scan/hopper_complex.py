@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
-from pallas_kernels.selective_scan.hopper import loop
+from pallas_kernels.selective_scan.hopper import loop, too_many
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 CHANNELS, CHUNK = 128, 32
@@ -25,7 +25,7 @@ def reason(u) -> str | None:
         return f"u in bfloat16, not {u.dtype}"
     if u.shape[2] % CHANNELS:
         return f"multiples of {CHANNELS} channels of one complex number, not {u.shape[2]}"
-    return None
+    return too_many(u, CHUNK)
 
 
 class Inputs(NamedTuple):

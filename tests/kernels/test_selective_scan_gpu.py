@@ -10,7 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from lsm_jax import ops
 from pallas_kernels.compat import gpu_interpreter, races_found
-from pallas_kernels.selective_scan import complex_scan, selective_scan
+from pallas_kernels.selective_scan import complex_reason, complex_scan, reason, selective_scan
 from tests.kernels.test_linear_attention_gpu import error
 
 
@@ -230,3 +230,21 @@ def test_names_what_exists():
         )
     with pytest.raises(NotImplementedError, match="takes multiples of 128 channels"):
         complex_scan(x, x, x, x, initial=jnp.zeros((1, 2, 64)))
+    for why, tokens in ((reason, 2**22 - 63), (lambda *x: complex_reason(*x[:2]), 2**21 - 31)):
+        rows = [jax.ShapeDtypeStruct((1, t, 128), jnp.bfloat16) for t in (tokens - 1, tokens)]
+        assert why("mosaic_gpu", rows[0], 16) is None
+        assert "at most 65,535 chunks" in why("mosaic_gpu", rows[1], 16)
+
+
+def test_what_writes_nothing_may_be_anything(interpreted):
+    """The update of a masked token is the identity, whatever its arrays say; D passes its u on to itself alone."""
+    arrays, _ = make(Case(100, 64, 16, False, batch=1))
+    at = 10
+    arrays["u"] = arrays["u"].at[:, at].set(jnp.inf)
+    marks = dict(update_mask=jnp.arange(100)[None] != at)
+    for given in (arrays, arrays | dict(D=None)):
+        (y, memory), (expected, kept) = (call(given, marks, x) for x in ("mosaic_gpu", "xla"))
+        assert jnp.isfinite(y[:, at]).all() == (given["D"] is None)
+        y, expected = (jnp.delete(x, at, axis=1) for x in (y, expected))
+        assert error(y, expected) < 5e-3
+        assert error(memory[0], kept[0]) < 1e-5

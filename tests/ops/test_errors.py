@@ -155,3 +155,12 @@ def test_no_kernel_serves_under_x64():
         assert jax.eval_shape(run)[0].dtype == q.dtype, name
         with pytest.raises(NotImplementedError, match="jax_enable_x64 off"):
             run(implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize("name", ["u", "delta", "D"])
+def test_complex_arrays_that_must_be_real(name):
+    given = dict(u=jnp.ones((1, 4, 2)), delta=jnp.ones(2), D=jnp.ones(2))
+    given[name] = given[name] + 1j
+    full = jnp.ones((2, 3))
+    with pytest.raises(ValueError, match=rf"{name} has dtype complex\d+; accepted are real ones"):
+        ops.time_invariant_memory(A=-full, B=full, C=full, **given)
