@@ -42,11 +42,11 @@ test-gpu: .venv/.test
 
 # Compilers alone, in a folder of their own: jax would look for their devices in every other run.
 .venv/.aot: .venv/.base
-	$(PIP) install --quiet --no-deps --target .venv/aot "jax-cuda13-plugin==0.11.2" "jax-cuda13-pjrt==0.11.2" "libtpu==0.0.48.*"
+	$(PIP) install --quiet --no-deps --target .venv/aot "jax-cuda13-plugin==0.11.2" "jax-cuda13-pjrt==0.11.2" "libtpu==0.0.48.*" "nvidia-cuda-nvdisasm==13.*"
 	@touch $@
 
 test-aot: .venv/.test .venv/.aot
-	PYTHONPATH=.venv/aot TPU_SKIP_MDS_QUERY=1 $(RUN) -m pytest -s -m aot tests/kernels/test_aot.py tests/linearize/test_memory.py tests/models/test_memory.py tests/parallel/test_cards.py
+	CUDA_ROOT=$(CURDIR)/.venv/aot/nvidia/cu13 PYTHONPATH=.venv/aot TPU_SKIP_MDS_QUERY=1 $(RUN) -m pytest -s -m aot tests/kernels/test_aot.py tests/linearize/test_memory.py tests/models/test_memory.py tests/parallel/test_cards.py
 
 lint: .venv/.test
 	.venv/bin/ruff check .

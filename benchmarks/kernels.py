@@ -46,28 +46,30 @@ SHAPES = (
 )  # fmt: skip
 
 
-def make_inputs(op: str, shape: str) -> tuple[jax.Array, ...]:
+def make_inputs(op: str, shape: str, stronger: float = 1.0) -> tuple[jax.Array, ...]:
+    """q, k, v, the output's gradient and the op's gates, with log decays `stronger` times as large."""
     batch, length, heads, dim = map(int, shape.split("x"))
     keys = jax.random.split(jax.random.key(0), 6)
     q, k, v, do = (jax.random.normal(key, (batch, length, heads, dim), jnp.bfloat16) for key in keys[:4])  # fmt: skip
     unit = (k / jnp.linalg.norm(k.astype(jnp.float32), axis=-1, keepdims=True)).astype(k.dtype)
     if op == "kda":
         beta = jax.nn.sigmoid(jax.random.normal(keys[4], q.shape[:3]))
-        return q, unit, v, do, beta, jax.nn.log_sigmoid(jax.random.normal(keys[5], q.shape) + 3)
+        decay = jax.nn.log_sigmoid(jax.random.normal(keys[5], q.shape) + 3)
+        return q, unit, v, do, beta, decay * stronger
     if op == "rwkv7":
         share, decay = jax.random.uniform(keys[4], (2, *q.shape))
-        return q, k, v, do, -unit, unit * share.astype(k.dtype), -0.6 * decay
+        return q, k, v, do, -unit, unit * share.astype(k.dtype), -0.6 * decay * stronger
     if op == "slot memory":  # of 64 slots
         decay = jax.nn.log_sigmoid(jax.random.normal(keys[4], (*q.shape[:3], 64))) / 8
-        return q, k, v, do, -jnp.expm1(decay).astype(k.dtype), decay
+        return q, k, v, do, -jnp.expm1(decay).astype(k.dtype), decay * stronger
     if "delta" in op:
         beta, decay = jax.nn.sigmoid(jax.random.normal(keys[4], (2, batch, length, heads)))
-        return q, unit, v, do, beta, *[jnp.log(0.9 + 0.1 * decay)] * ("gated" in op)
+        return q, unit, v, do, beta, *[jnp.log(0.9 + 0.1 * decay) * stronger] * ("gated" in op)
     if any(kind in op for kind in ("scalar", "key", "value")):
         size = (batch, length, heads) if "scalar" in op else q.shape
         decay = jax.nn.log_sigmoid(jax.random.normal(keys[4], size) + 3)
         bonus = [jax.random.normal(keys[5], (heads, dim))] if "bonus" in op else []
-        return q, k, v, do, decay, *bonus
+        return q, k, v, do, decay * stronger, *bonus
     return q, k, v, do
 
 
@@ -183,6 +185,9 @@ def main() -> None:
         "--segments", type=int, default=0, help="documents a row, each with a state in and out"
     )
     parser.add_argument(
+        "--stronger", type=float, default=1.0, help="multiply the log decays, for all but FLA"
+    )
+    parser.add_argument(
         "--lock", type=Path, help="a file, for processes on one card: all compile before one times"
     )
     parser.add_argument("--output", type=Path, help="append the rows as JSON lines")
@@ -205,7 +210,9 @@ def main() -> None:
                 row["parts"] = args.parts
             if args.segments:
                 row["segments"] = args.segments
-            inputs = make_inputs(op, shape)
+            if args.stronger != 1:
+                row["stronger"] = args.stronger
+            inputs = make_inputs(op, shape, args.stronger)
             for kind in kinds:
                 pair = programs.pop((op, shape, kind), None)
                 try:

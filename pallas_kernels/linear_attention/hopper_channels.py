@@ -1,8 +1,9 @@
 """Linear attention whose decay has a value for every key channel (GLA, HGRN2, RWKV6), on Mosaic GPU (Hopper).
 
-What is parallel is apart from what is sequential. `_prepare` resolves every chunk by itself: its scores, by halving (see
-`tiles_channels`), and its queries and keys with their decay to the chunk's borders. `_sweep` then walks over the chunks with a
-[K, 64] piece of the memory S in the registers of a warpgroup:
+What is parallel is apart from what is sequential. `_prepare` resolves every chunk by itself: its scores, for rows that the decay
+since the chunk's beginning leaves within reach all at once, for others by halving (see `tiles_channels`); and its queries and keys
+with their decay to the chunk's borders. `_sweep` then walks over the chunks with a [K, 64] piece of the memory S in the registers of
+a warpgroup:
 
     out = read S + scores values,    S <- keep S + writtenᵀ values
 
@@ -30,8 +31,10 @@ from pallas_kernels.linear_attention.hopper_halving import (
     LEVELS,
     PARAMETERS,
     SQUARE,
+    AllPairs,
     Documents,
     Halving,
+    Level,
     by_column,
     by_row,
     left_operand,
@@ -260,16 +263,16 @@ def _prepare(
         b, tokens = lax.div(index, heads * count), pl.ds(n * CHUNK, CHUNK)
         own = lambda heads_of: lax.div(h * heads_of, heads)  # noqa: E731 - which of these serves this one
 
-        def scoped(q_room, k_room, parts, room, other, loaded, added, *left_room):
-            q_room, k_room, parts, room, loaded = (
-                x.at[warpgroup] for x in (q_room, k_room, parts, room, loaded)
+        def scoped(q_room, k_room, parts, room, lowest, other, loaded, added, *left_room):
+            q_room, k_room, parts, room, lowest, loaded = (
+                x.at[warpgroup] for x in (q_room, k_room, parts, room, lowest, loaded)
             )
             for name, x in (("k", k_room), ("q", q_room)):
                 if name in refs:
                     source = refs[name].at[b, tokens, own(named[name].shape[2]), columns]
                     plgpu.copy_gmem_to_smem(source, x, loaded)
             left = left_operand(left_room[0].at[warpgroup] if interpret else None, interpret)
-            halving = Halving(parts, room, left, bonus is not None, index, interpret)
+            halving = Halving(parts, room, left, bonus is not None, index, interpret, lowest)
             g = wg.load_global(refs["g"].at[b, tokens, own(log_decay.shape[2]), columns])
             halving.split_decay(g)
             keep = jnp.exp2(halving.column_sums())
@@ -279,16 +282,25 @@ def _prepare(
             plgpu.barrier_wait(loaded)
 
             def resolve():
-                def level(at, scores):
-                    x = halving.operand(at, load(q_room), load(k_room), halving.factor(at))
+                since = halving.since_start()
+                reached = halving.reach(since)
+
+                def add(step, scores, serves):
+                    rows = left(step.rows(load(q_room), load(k_room)).astype(room.dtype))
+                    room[...] = step.columns(load(q_room), load(k_room)).astype(room.dtype)
+                    plgpu.commit_smem()
                     (near,) = halving.accumulate(
-                        lambda out: plgpu.wgmma(out, x, x.transpose((1, 0)))
+                        lambda out: plgpu.wgmma(out, rows, room.transpose((1, 0)))
                     )
-                    return scores + halving.only_meeting(at, near)
+                    return scores + jnp.where(serves(), step.only(near), 0.0)
+
+                def level(at, scores):
+                    return add(Level(halving, at), scores, lambda: ~halving.within_reach())
 
                 # A loop: the levels unrolled take more registers than there are.
                 scores = plgpu.layout_cast(jnp.zeros(SQUARE, _F32), wg.LAYOUT)
-                scores = lax.fori_loop(0, LEVELS, level, scores)
+                scores = add(AllPairs(halving, jnp.int32(0), since), scores, halving.within_reach)
+                scores = lax.fori_loop(reached * LEVELS, LEVELS, level, scores)
                 current = load(q_room).astype(_F32) * load(k_room).astype(_F32)
                 if bonus is not None:
                     current *= by_column(refs["bonus"].at[own(bonus.shape[0]), columns])
@@ -343,6 +355,7 @@ def _prepare(
             room((each, *SQUARE), dtype=k.dtype, transforms=wg.tiled(k.dtype)),
             room((each, 2, *SQUARE)),
             room((each, *SQUARE)),
+            smem((each, CHUNK), _F32),
             smem((items if groups > 1 else 1, *SQUARE), _F32, transforms=wg.TILED_WIDE),
             plgpu.Barrier(num_arrivals=1 if q is None else 2, num_barriers=each),
             plgpu.Barrier(num_barriers=items),

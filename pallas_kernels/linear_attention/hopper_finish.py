@@ -16,8 +16,10 @@ from pallas_kernels.linear_attention.hopper_halving import (
     CHUNK,
     LEVELS,
     SQUARE,
+    AllPairs,
     Documents,
     Halving,
+    Level,
     by_column,
     by_row,
     left_operand,
@@ -63,6 +65,9 @@ def finish(
     named |= {} if documents is None else documents._asdict()
     named |= {} if bonus is None else dict(bonus=bonus)
     count, groups, keep_heads = length // CHUNK, depth // BLOCK, keep.shape[1]
+    # Two blocks of one warpgroup find room on a processor, but not with values of two pieces: one loads while the other computes.
+    together = groups if pieces > 1 else 1
+    apart = groups // together
     struct = jax.ShapeDtypeStruct
     wide = struct((batch, length, heads, depth), d_output.dtype)
     out_type = dict(dq=struct(wide.shape, _F32) if exact else wide)
@@ -73,17 +78,18 @@ def finish(
 
     def kernel(*refs):
         refs = dict(zip([*named, *out_type], refs, strict=True))
-        index, group = lax.axis_index("chunk"), lax.axis_index("warpgroup")
+        index, local = lax.div(lax.axis_index("chunk"), apart), lax.axis_index("warpgroup")
+        group = lax.rem(lax.axis_index("chunk"), apart) * together + local
         h, n = lax.rem(index, heads), lax.rem(lax.div(index, heads), count)
         b = lax.div(index, heads * count)
         own = lambda name: lax.div(h * named[name].shape[2], heads)  # noqa: E731
         tokens, columns = pl.ds(n * CHUNK, CHUNK), pl.ds(group * BLOCK, BLOCK)
 
         def scoped(
-            q_room, k_room, states, d_states, parts, x_room, totals, v, d_out, loaded, again, *left_room
+            q_room, k_room, states, d_states, parts, x_room, totals, lowest, v, d_out, loaded, again, *left_room
         ):  # fmt: skip
-            q_room, k_room, states, d_states, parts, x_room, totals, again = (
-                x.at[group] for x in (q_room, k_room, states, d_states, parts, x_room, totals, again)
+            q_room, k_room, states, d_states, parts, x_room, totals, lowest, again = (
+                x.at[local] for x in (q_room, k_room, states, d_states, parts, x_room, totals, lowest, again)
             )  # fmt: skip
             for name, room in (("q", q_room), ("k", k_room))[not whole :]:
                 source = refs[name].at[b, tokens, own(name), columns]
@@ -101,13 +107,14 @@ def finish(
 
             copy_memories(0, loaded)
 
-            pl.when(group == 0)(lambda: copy("v", v))
-            pl.when(group == groups - 1)(lambda: copy("d_output", d_out))
+            pl.when(local == 0)(lambda: copy("v", v))
+            pl.when(local == together - 1)(lambda: copy("d_output", d_out))
             g = wg.load_global(refs["g"].at[b, tokens, own("g"), columns])
-            left = left_operand(left_room[0].at[group] if interpret else None, interpret)
-            halving = Halving(parts, x_room, left, bonus is not None, index, interpret)
+            left = left_operand(left_room[0].at[local] if interpret else None, interpret)
+            halving = Halving(parts, x_room, left, bonus is not None, index, interpret, lowest)
             halving.split_decay(g)
             i, j = halving.i, halving.j
+            reached = halving.reach(halving.since_start())
 
             def within(mask):
                 if documents is None:
@@ -182,28 +189,38 @@ def finish(
                 keep = by_row(refs["keep"].at[b, lax.div(h * keep_heads, heads), rows])
                 totals[...] = at_end * keep + halving.column_sums(spare)
 
-            def level(at, gradients):
+            def add(step, gradients):
                 dq, *dk = gradients
-                factor = halving.factor(at)
+                x = step.columns(load(q_room) if whole else load(k_room), load(k_room))
                 if whole:
-                    x = [halving.operand(at, load(q_room), load(k_room), factor)]
+                    tiles = [x_room]
+                    x_room[...] = x.astype(x_room.dtype)
+                    plgpu.commit_smem()
                 else:  # in two parts: a softmax over what is read multiplies its rounding
-                    x = [x_room, q_room]
-                    halving.split(load(k_room).astype(_F32) * factor, x)
-                near = left(halving.only_meeting(at, weights, both=whole))
+                    tiles = [x_room, q_room]
+                    halving.split(x, tiles)
+                near = left(step.only(weights, both=whole))
 
-                def add(out):
-                    for part in x:
-                        plgpu.wgmma(out, near, part)
+                def product(out):
+                    for tile in tiles:
+                        plgpu.wgmma(out, near, tile)
 
-                (dx,) = halving.accumulate(add)
-                dx *= factor
+                (dx,) = halving.accumulate(product)
+                dx *= step.factor
                 if not whole:
                     return [dq + dx]
-                later = halving.later(at)
+                later = step.later
                 return [dq + later * dx, *(x + (1 - later) * dx for x in dk)]
 
-            dq, *dk = lax.fori_loop(0, LEVELS, level, [dq, *dk])
+            gradients = lax.fori_loop(
+                0,
+                reached * (1 + whole),
+                lambda turned, x: add(AllPairs(halving, turned), x),
+                [dq, *dk],
+            )
+            dq, *dk = lax.fori_loop(
+                reached * LEVELS, LEVELS, lambda at, x: add(Level(halving, at), x), gradients
+            )
             current = wg.spread_rows(current, SQUARE)
             if not whole:
                 dq += current * load(k_room).astype(_F32)
@@ -240,22 +257,22 @@ def finish(
         smem: Any = plgpu.SMEM
         room = functools.partial(smem, dtype=d_output.dtype, transforms=wg.TILED)
         rooms = [
-            room((groups, *SQUARE)),
-            room((groups, *SQUARE), dtype=k.dtype, transforms=wg.tiled(k.dtype)),
-            room((groups, BLOCK, width)),
-            room((groups, BLOCK, width)),
-            room((groups, 2, *SQUARE), dtype=jnp.bfloat16),
-            room((groups, *SQUARE)),
-            smem((groups, CHUNK), _F32),
+            room((together, *SQUARE)),
+            room((together, *SQUARE), dtype=k.dtype, transforms=wg.tiled(k.dtype)),
+            room((together, BLOCK, width)),
+            room((together, BLOCK, width)),
+            room((together, 2, *SQUARE), dtype=jnp.bfloat16),
+            room((together, *SQUARE)),
+            *[smem((together, CHUNK), _F32)] * 2,
             room((pieces, CHUNK, width)),
             room((pieces, CHUNK, width)),
-            plgpu.Barrier(num_arrivals=(4 if whole else 2) * groups + 2 * pieces),
-            plgpu.Barrier(num_arrivals=1 + whole, num_barriers=groups),
+            plgpu.Barrier(num_arrivals=(4 if whole else 2) * together + 2 * pieces),
+            plgpu.Barrier(num_arrivals=1 + whole, num_barriers=together),
         ]
         if interpret:
-            rooms.append(room((groups, *SQUARE), dtype=jnp.bfloat16))
+            rooms.append(room((together, *SQUARE), dtype=jnp.bfloat16))
         pl.run_scoped(scoped, *rooms, collective_axes="warpgroup")
 
     return run_by_chunk(
-        kernel, named, list(out_type.values()), batch * count * heads, groups, interpret
+        kernel, named, list(out_type.values()), batch * count * heads * apart, together, interpret
     )

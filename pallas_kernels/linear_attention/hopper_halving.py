@@ -18,6 +18,9 @@ CHUNK = 64
 BLOCK = 64  # columns that a warpgroup holds
 SQUARE = (CHUNK, CHUNK)
 LEVELS = len(tiles.levels(CHUNK))
+REACH = (
+    100.0  # bits that a decay may take from one end of a chunk to the other; an exponent holds 250
+)
 _F32 = jnp.float32
 _LOG2E = math.log2(math.e)
 
@@ -43,7 +46,7 @@ class Halving:
     A sum over rows in registers would go through a room in shared memory that all warpgroups use at once.
     """
 
-    def __init__(self, parts, room, left, exclusive: bool, index, interpret):
+    def __init__(self, parts, room, left, exclusive: bool, index, interpret, lowest: Any = None):
         """Take rooms in shared memory.
 
         Args:
@@ -53,8 +56,9 @@ class Halving:
             exclusive: as in `tiles_channels`.
             index: of the chunk.
             interpret: parameters of the interpreter, or False.
+            lowest: [64] float32, for `reach`.
         """
-        self._parts, self._room = [parts.at[n] for n in range(2)], room
+        self._parts, self._room, self._lowest = [parts.at[n] for n in range(2)], room, lowest
         self._left, self._exclusive, self._interpret = left, exclusive, interpret
         iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, SQUARE, layout=wg.LAYOUT)
         # Said to depend on the chunk, lest all masks be made ahead, and fill the registers.
@@ -123,15 +127,38 @@ class Halving:
 
     def first_factor(self):
         """`factor(0)`, of the tile last split: of later rows their own decay, if that."""
-        if self._exclusive:
-            return 1.0
-        own = load(self._parts[0]).astype(_F32) + load(self._parts[1]).astype(_F32)
-        return jnp.exp2(own * self.later(0))
+        return 1.0 if self._exclusive else jnp.exp2(self._own() * self.later(0))
+
+    def _own(self):
+        """The tile last split."""
+        return load(self._parts[0]).astype(_F32) + load(self._parts[1]).astype(_F32)
+
+    def since_start(self):
+        """Sums of the tile last split from the chunk's beginning to what each row reads, in bits."""
+        return self.sums(self._upto())
+
+    def to_write(self, sums, share):
+        """`since_start` a `share` of the way to what each row writes: only where it reads before is that further."""
+        return sums + share * self._own() if self._exclusive else sums
+
+    def reach(self, since):
+        """Keep by `since_start` how far each row is from the chunk's beginning; 1 if all are within `REACH`, else 0."""
+        self._lowest[...] = jnp.min(since, axis=1)
+        plgpu.commit_smem()
+        return (self._lowest[CHUNK - 1] >= -REACH).astype(jnp.int32)
+
+    def within_reach(self):
+        """Whether the later row of each pair is; it looks at no row after."""
+        of_row = wg.spread_rows(wg.load_rows(self._lowest), SQUARE)
+        of_column = plgpu.load(self._lowest, layout=wg.LAYOUT.reduce(0))
+        return jnp.minimum(of_row, wg.spread_columns(of_column, SQUARE)) >= -REACH
 
     def border(self, later: bool):
         """What is left of the memory at each row (`later`), or of each row at the chunk's end."""
-        upto = self.j < self.i if self._exclusive else self.j <= self.i
-        return jnp.exp2(self.sums(upto if later else self.j > self.i))
+        return jnp.exp2(self.sums(self._upto() if later else self.j > self.i))
+
+    def _upto(self):
+        return self.j < self.i if self._exclusive else self.j <= self.i
 
     def only_meeting(self, level, x, both: bool = True):
         """x where rows and columns stand in blocks that meet, the rows in the later one if not in `both`, else 0."""
@@ -156,6 +183,83 @@ class Halving:
         """Rows of the later blocks from one tile, of the others from the other."""
         later = self.later(level).astype(of_later.dtype)
         return of_later * later + of_earlier * (1 - later)  # quicker than to select
+
+
+class Level:
+    """The pairs of rows of two blocks that meet on a level: the later one's row and the earlier one's, in either order.
+
+    One of two kinds of steps, of which `AllPairs` is the other. Scores are the sum of `step.only(rows columnsᵀ)`; of
+    `factor * (step.only(weights) columns)` the share `later` is gradient of what later rows hold, the rest of what earlier ones do.
+    """
+
+    def __init__(self, halving: Halving, at):
+        self._halving, self._at = halving, at
+        self.factor = halving.factor(at)
+
+    @property
+    def later(self):
+        """1 in rows of later blocks, 0 in the others."""
+        return self._halving.later(self._at)
+
+    def only(self, x, both: bool = True):
+        """x where a row and a column meet, the row in the later block if not in `both`, else 0."""
+        return self._halving.only_meeting(self._at, x, both)
+
+    def rows(self, of_later, of_earlier):
+        """What later and earlier rows hold, decayed as rows of the product, in float32."""
+        return self._halving.blend(self._at, of_later, of_earlier).astype(_F32) * self.factor
+
+    columns = rows
+
+
+class AllPairs:
+    """All pairs of a chunk at once, as `Level`; rows are the later ones of a pair (`turned` 0) or the earlier ones (1).
+
+    A pair's decay is that since the chunk's beginning, of the later row, times its inverse, of the earlier row: for rows within
+    `REACH`, and each half of it off, so that both factors stay far from the ends of an exponent.
+    """
+
+    def __init__(self, halving: Halving, turned, since=None):
+        """`since` is `halving.since_start()`; without it that is made where it is used, lest it take registers in between."""
+        self._halving, self._turned, self._since = halving, turned, since
+        self._sign = (1 - 2 * turned).astype(_F32)
+
+    @property
+    def later(self):
+        """Whether a row is the later one of its pairs."""
+        return 1.0 - self._turned.astype(_F32)
+
+    @property
+    def factor(self):
+        """By row."""
+        return self._decay(self._sign, 1.0 - self.later)
+
+    def only(self, x, both: bool = True):
+        """x below the diagonal, `turned` above it."""
+        del both
+        behind = (self._halving.i - self._halving.j) * (1 - 2 * self._turned)
+        return jnp.where(behind > 0, x, 0.0).astype(x.dtype)
+
+    def rows(self, of_later, of_earlier):
+        """As of `Level`."""
+        return _either(of_later, of_earlier, self.later) * self.factor
+
+    def columns(self, of_later, of_earlier):
+        """The same, decayed as columns."""
+        factor = self._decay(-self._sign, self.later)
+        return _either(of_later, of_earlier, 1.0 - self.later) * factor
+
+    def _decay(self, sign, share):
+        """Since the chunk's beginning, or its inverse by sign, `share` of the way to what is written; finite beyond reach."""
+        since = self._halving.since_start() if self._since is None else self._since
+        sums = self._halving.to_write(since, share) + REACH / 2
+        return jnp.exp2(jnp.minimum(sign * sums, REACH / 2))
+
+
+def _either(x, y, first):
+    """x if `first` is 1, y if it is 0, in float32."""
+    first = first.astype(x.dtype)
+    return (x * first + y * (1 - first)).astype(_F32)
 
 
 def load(ref):

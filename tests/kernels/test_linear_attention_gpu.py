@@ -33,7 +33,9 @@ def make(
 
     channels = {"channel": (key_dim,), "value channel": (value_dim,)}.get(decay, ())
     log_decay = jax.nn.log_sigmoid(normal(BATCH, length, memories, *channels) + 2)
-    if strong:
+    if strong > 1:
+        log_decay *= strong
+    elif strong:
         log_decay = jnp.asarray(rng.choice([0.0, -1e-3, -30.0], size=log_decay.shape), jnp.float32)
     starts = jnp.isin(jnp.arange(length), jnp.array([30, 31, 64, 150]))
     run = jnp.broadcast_to(jnp.cumsum(starts, dtype=jnp.int32), (BATCH, length))
@@ -94,6 +96,12 @@ CASES = {
     "channels-strong": dict(
         dims=(128, 1, 1, 1, 128, 64), documents=True, decay="channel", strong=True
     ),
+    "channels-some-rows-within-reach": dict(
+        dims=(128, 1, 1, 1, 64, 64), documents=True, decay="channel", strong=8
+    ),
+    "bonus-some-rows-within-reach": dict(
+        dims=(65, 1, 1, 1, 128, 64), documents=False, decay="channel", strong=8, bonus=True
+    ),
     "bonus": dict(
         dims=(100, 1, 1, 2, 64, 64), documents=True, decay="channel", strong=True, bonus=True
     ),
@@ -108,7 +116,7 @@ CASES = {
     ),
     "channels-parts": dict(dims=(256, 1, 1, 1, 64, 64), documents=True, decay="channel"),
 }
-FAST = ("decay", "documents", "channels")
+FAST = ("decay", "documents", "channels", "channels-some-rows-within-reach")
 
 
 @pytest.mark.parametrize(
@@ -140,8 +148,10 @@ def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
 def test_causal_to_the_bit(decay):
     inputs = make(128, 1, 1, 1, 64, 64, documents=False, decay=decay)
     changed = dict(inputs)
-    for name in ("q", "k", "v", "log_decay"):
+    for name in ("q", "k", "v"):
         changed[name] = inputs[name].at[:, 77:].multiply(2)
+    # Out of reach of the chunk's beginning, where pairs of rows are made another way.
+    changed["log_decay"] = inputs["log_decay"].at[:, 77:].multiply(100)
     np.testing.assert_array_equal(fused(**inputs)[0][:, :77], fused(**changed)[0][:, :77])
 
 

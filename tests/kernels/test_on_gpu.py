@@ -35,6 +35,9 @@ CONFIGURATIONS = [
     ((4, 2, 2), 64, 512, 600, False, "strong"),
     ((4, 2, 2), 64, 128, 1100, True, "channel"),
     ((2, 2, 4), 128, 128, 512, False, "strong channel"),
+    # Of which only a chunk's first rows are within reach of its beginning.
+    ((2, 2, 4), 128, 128, 512, True, "steep channel"),
+    ((2, 2, 2), 64, 256, 512, False, "steep channel and bonus"),
     ((2, 2, 2), 128, 256, 700, True, "channel"),
     ((1, 1, 1), 128, 512, 4100, True, "channel"),
     ((2, 2, 2), 128, 64, 600, True, "channel and bonus"),
@@ -119,6 +122,7 @@ def test_equals_the_recurrence(configuration):
     elif decay is not None:
         channels = (value_dim if "value" in decay else key_dim,) if "channel" in decay else ()
         gate = jax.nn.log_sigmoid(normal(2, length, memories, *channels, dtype=jnp.float32) + 3)
+        gate *= 20 if "steep" in decay else 1
         inputs.append(jnp.where(gate < -0.2, -30.0, gate) if "strong" in decay else gate)
     if "bonus" in str(decay):
         inputs.append(normal(memories, key_dim, dtype=jnp.float32))
