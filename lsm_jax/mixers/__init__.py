@@ -61,7 +61,6 @@ class Method:
         module: its class, a `Mixer`.
         feedforward: name of its published block's feedforward in `lsm_jax.feedforward.FEEDFORWARDS`; None where it has none.
         note: why it lacks a form, or anything else a reader of the table must know.
-        causal_fields: fields of the config under which it is causal to the bit, where its default is only up to rounding.
     """
 
     name: str
@@ -76,7 +75,6 @@ class Method:
     module: Any
     feedforward: str | None = "swiglu"
     note: str = ""
-    causal_fields: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
 
 _ALL_FORMS = ("recurrent", "chunk", "associative")
@@ -144,7 +142,7 @@ METHODS: dict[str, Method] = {m.name: m for m in (
         name="s4d", paper="arXiv 2206.11893", op="selective_memory",
         gate="exp(Δ A), A complex, constant for each channel and state", write="(exp(Δ A) - 1) / A x", read="2 Re(C h) + D x",
         state="N / 2 complex a channel",
-        forms=_ALL_FORMS, config=S4DConfig, module=S4D, causal_fields={"convolution": "scan"},
+        forms=_ALL_FORMS, config=S4DConfig, module=S4D,
         note="its default computes one document from an empty state as a convolution, by blocks"),
     Method(
         name="gateloop", paper="arXiv 2311.01927", op="selective_memory",

@@ -96,8 +96,9 @@ def selective_memory(
             tokens, holding [B, T, D, N]; with one state a segment, a complex memory's is causal up to the rounding of complex
             products alone, which XLA does by their place).
         implementation: None picks, "xla", or a fused kernel for Mamba's arguments or those of one complex number a channel,
-            GateLoop's: "mosaic_gpu" (NVIDIA Hopper; u of bfloat16) or "mosaic_tpu" (u of bfloat16 or float32, D a multiple of
-            128; no TPU has run it, so None doesn't pick it).
+            GateLoop's, which takes C in u's dtype: "mosaic_gpu" (NVIDIA Hopper; u of bfloat16) or "mosaic_tpu" (u of bfloat16
+            or float32, D a multiple of 128; no TPU has run it, so None doesn't pick it). Kernels are differentiable once, in
+            reverse.
         chunk_size: tokens in a chunk of the XLA form, a power of two; None is 64.
 
     Returns:

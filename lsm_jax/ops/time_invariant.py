@@ -56,7 +56,7 @@ def time_invariant_memory(
     """`selective_memory` with `discretization="zoh"`, constant arguments and an empty state, by convolution.
 
     Arguments, output and state are `selective_memory`'s. Where time is spread over devices it is `selective_memory`, which hands
-    the state on.
+    the state on. Differentiable in reverse.
 
     Raises:
         ValueError: shapes that do not fit; complex u, delta or D.

@@ -73,7 +73,7 @@ class Small:
     def __init__(self, method: mixers.Method, *, stirred: bool = False, **fields):
         config = method.config.for_width(WIDTH)
         if method.forms:
-            fields = dict(chunk_size=4) | method.causal_fields | fields
+            fields = dict(chunk_size=4) | fields
         if hasattr(config, "mini_batch"):  # several in a row
             fields = dict(mini_batch=3) | fields
         self.config = dataclasses.replace(config, **fields)

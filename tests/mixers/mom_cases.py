@@ -24,7 +24,7 @@ def config_of(name="gated_deltanet", *, inner=None, **fields) -> mixers.MoMConfi
     """A small config of this inner mixer, in chunks of four."""
     method = mixers.METHODS[name]
     own = method.config.for_width(WIDTH)
-    given = dict(chunk_size=4) | method.causal_fields | (inner or {})
+    given = dict(chunk_size=4) | (inner or {})
     if name == "gated_deltanet":
         given = dict(num_heads=2, head_dim=4, expand_v=1.0) | given
     return mixers.MoMConfig(mixer=dataclasses.replace(own, **given), **fields)

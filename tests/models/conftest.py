@@ -39,8 +39,6 @@ def small_config(method: str, pattern: str = "LLLN", **fields) -> models.ModelCo
         config.layers[letter].mixer = mixers.METHODS[name].config.for_width(32)
         if mixers.METHODS[name].forms:
             config.layers[letter].mixer.chunk_size = 4
-        for field, value in mixers.METHODS[name].causal_fields.items():
-            setattr(config.layers[letter].mixer, field, value)
         if hasattr(config.layers[letter].mixer, "mini_batch"):  # several in a row
             config.layers[letter].mixer.mini_batch = 3
         # A normaliser amplifies any rounding where a query meets no key, a norm where a head's output nearly cancels, an
