@@ -22,7 +22,7 @@ from lsm_jax.ops.selective_memory import (
 from lsm_jax.parallel import over_batch, sequence_shards
 
 _HIGHEST = jax.lax.Precision.HIGHEST
-_BLOCK = 64
+_BLOCK = 64  # at most
 _GROUP = 8  # borders that the memory is carried over one by one
 
 
@@ -91,11 +91,12 @@ def time_invariant_memory(
 def _convolve(u: Array, exponent: Array, gain: Array, weight: Array) -> tuple[Array, Array]:
     """The convolution of u [B, T, D] and the final memory [B, D, N]."""
     batch, length, channels = u.shape
-    x = _cut(u)
+    size = min(_BLOCK, 1 << (length - 1).bit_length())
+    x = _cut(u, size)
     states = _borders(x, exponent, gain)
-    own = _toeplitz(diagonal_kernel(exponent, weight * gain, _BLOCK))
+    own = _toeplitz(diagonal_kernel(exponent, weight * gain, size))
     y = jnp.einsum("dbni,dij->dbnj", x, own, precision=_HIGHEST)
-    read = weight[..., None] * jnp.exp(exponent[..., None] * jnp.arange(1, _BLOCK + 1))
+    read = weight[..., None] * jnp.exp(exponent[..., None] * jnp.arange(1, size + 1))
     # Re(R h), and where h is real Re(R) h.
     read = jnp.conj(read).astype(states.dtype) if jnp.iscomplexobj(states) else jnp.real(read)
     entering, read = _pairs(_later(states), axis=-1), _pairs(read, axis=1)
@@ -104,19 +105,20 @@ def _convolve(u: Array, exponent: Array, gain: Array, weight: Array) -> tuple[Ar
     return y[:, -length:], jnp.moveaxis(states[:, :, -1], 0, 1)
 
 
-def _cut(u: Array) -> Array:
+def _cut(u: Array, size: int) -> Array:
     """u [B, T, D] in blocks [D, B, T / C, C], what is missing filled with 0 ahead: it leaves the memory empty."""
-    u = jnp.pad(u, [(0, 0), (-u.shape[1] % _BLOCK, 0), (0, 0)])
-    return jnp.moveaxis(u, 2, 0).reshape(u.shape[2], len(u), -1, _BLOCK)
+    u = jnp.pad(u, [(0, 0), (-u.shape[1] % size, 0), (0, 0)])
+    return jnp.moveaxis(u, 2, 0).reshape(u.shape[2], len(u), -1, size)
 
 
 def _borders(u: Array, exponent: Array, gain: Array) -> Array:
     """The memory after each block of u [D, B, n, C], [D, B, n, N]."""
-    powers = gain[..., None] * jnp.exp(exponent[..., None] * jnp.arange(_BLOCK - 1, -1, -1))
+    size = u.shape[-1]
+    powers = gain[..., None] * jnp.exp(exponent[..., None] * jnp.arange(size - 1, -1, -1))
     written = jnp.einsum("dbnj,dkj->dbnk", u, _pairs(powers, axis=1), precision=_HIGHEST)
     if jnp.iscomplexobj(powers):
         written = jax.lax.complex(*jnp.split(written, 2, axis=-1))
-    return _carry((exponent * _BLOCK).astype(written.dtype), written)
+    return _carry((exponent * size).astype(written.dtype), written)
 
 
 @jax.custom_vjp
