@@ -103,7 +103,7 @@ def finish(
 
             pl.when(group == 0)(copy_shared)
             left = left_operand(left_room[0].at[group] if interpret else None, interpret)
-            halving = Halving(parts, room, left, False, index, interpret)
+            halving = Halving(parts, room, left, False, interpret)
             halving.split_decay(wg.load_global(refs["g"].at[b, tokens, own("g"), columns]))
             i, j = halving.i, halving.j
             beta = refs["beta"].at[b, h, tokens]

@@ -96,10 +96,6 @@ def resolve(
             )
             left = left_operand(left_room[0].at[warpgroup] if interpret else None, interpret)
 
-            def halving_of(number):
-                # Of the piece: as in `Halving`, lest masks be made ahead.
-                return Halving(parts, room, left, False, index + number, interpret)
-
             def hand_over(scores):
                 other.at[item][...] = scores
                 plgpu.barrier_arrive(added.at[item])
@@ -108,7 +104,7 @@ def resolve(
                 """The scores of a piece of the keys, which are added to those before; the rest is handed out."""
                 at = number * width + group * BLOCK
                 columns = pl.ds(at, BLOCK)
-                halving = halving_of(number)
+                halving = Halving(parts, room, left, False, interpret)
                 if len(pieces) > 1:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the rooms are free
                 for name, x in (("q", q_room), ("k", k_room)):
@@ -171,7 +167,7 @@ def resolve(
                 scores = lax.fori_loop(0, len(pieces), of_piece, zeros)
 
             def save():
-                last = halving_of(len(pieces) - 1)
+                last = Halving(parts, room, left, False, interpret)
                 i, j = last.i, last.j
                 total = scores
                 if groups > 1:

@@ -102,7 +102,7 @@ def finish(
 
             pl.when(group == 0)(copy_shared)
             left = left_operand(left_room[0].at[group] if interpret else None, interpret)
-            halving = Halving(parts, room, left, True, index, interpret)
+            halving = Halving(parts, room, left, True, interpret)
             i, j = halving.i, halving.j
             tile = lambda x: load(x).astype(_F32)  # noqa: E731
             decay = lambda: wg.load_global(refs["g"].at[row, tokens, own("g"), columns])  # noqa: E731 - twice

@@ -91,7 +91,7 @@ def resolve(
             for name, to in zip(tokens_of, (q_room, k_room, a_room, b_room), strict=True):
                 plgpu.copy_gmem_to_smem(refs[name].at[row, tokens, own(name), columns], to, loaded)
             left = left_operand(left_room[0].at[group] if interpret else None, interpret)
-            halving = Halving(parts, room, left, True, index, interpret)
+            halving = Halving(parts, room, left, True, interpret)
             i, j = halving.i, halving.j
             tile = lambda x: load(x).astype(_F32)  # noqa: E731
             decay = wg.load_global(refs["g"].at[row, tokens, own("g"), columns])

@@ -272,7 +272,7 @@ def _prepare(
                     source = refs[name].at[b, tokens, own(named[name].shape[2]), columns]
                     plgpu.copy_gmem_to_smem(source, x, loaded)
             left = left_operand(left_room[0].at[warpgroup] if interpret else None, interpret)
-            halving = Halving(parts, room, left, bonus is not None, index, interpret, lowest)
+            halving = Halving(parts, room, left, bonus is not None, interpret, lowest)
             g = wg.load_global(refs["g"].at[b, tokens, own(log_decay.shape[2]), columns])
             halving.split_decay(g)
             keep = jnp.exp2(halving.column_sums())
@@ -282,8 +282,7 @@ def _prepare(
             plgpu.barrier_wait(loaded)
 
             def resolve():
-                since = halving.since_start()
-                reached = halving.reach(since)
+                since, reached = halving.reach(q_room, k_room)
 
                 def add(step, scores, serves):
                     rows = left(step.rows(load(q_room), load(k_room)).astype(room.dtype))
@@ -355,7 +354,7 @@ def _prepare(
             room((each, *SQUARE), dtype=k.dtype, transforms=wg.tiled(k.dtype)),
             room((each, 2, *SQUARE)),
             room((each, *SQUARE)),
-            smem((each, CHUNK), _F32),
+            smem((each, 2, CHUNK), _F32),
             smem((items if groups > 1 else 1, *SQUARE), _F32, transforms=wg.TILED_WIDE),
             plgpu.Barrier(num_arrivals=1 if q is None else 2, num_barriers=each),
             plgpu.Barrier(num_barriers=items),

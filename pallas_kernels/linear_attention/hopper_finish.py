@@ -24,6 +24,7 @@ from pallas_kernels.linear_attention.hopper_halving import (
     by_row,
     left_operand,
     load,
+    power_of_two,
     run_by_chunk,
     same_document,
 )
@@ -111,10 +112,9 @@ def finish(
             pl.when(local == together - 1)(lambda: copy("d_output", d_out))
             g = wg.load_global(refs["g"].at[b, tokens, own("g"), columns])
             left = left_operand(left_room[0].at[local] if interpret else None, interpret)
-            halving = Halving(parts, x_room, left, bonus is not None, index, interpret, lowest)
+            halving = Halving(parts, x_room, left, bonus is not None, interpret, lowest)
             halving.split_decay(g)
             i, j = halving.i, halving.j
-            reached = halving.reach(halving.since_start())
 
             def within(mask):
                 if documents is None:
@@ -161,19 +161,22 @@ def finish(
                 if documents is not None:
                     weights = jnp.where(same_document(refs["run"].at[b, tokens]), weights, 0.0)
                 current = jnp.sum(jnp.where(i == j, weights, 0.0), axis=1)
-                return weights.astype(jnp.bfloat16), current
+                size, inverse = power_of_two(jnp.max(jnp.abs(weights), axis=1))
+                weights *= wg.spread_rows(inverse, SQUARE)
+                return weights.astype(jnp.bfloat16), size, current
 
             at_end: Any = 0.0
             zeros = [jnp.zeros(SQUARE, _F32)] * (1 + whole)
             plgpu.barrier_wait(loaded)
+            _, reached = halving.reach(*(q_room, k_room)[not whole :])
             if pieces == 1:
-                weights, current = resolve()
+                weights, size, current = resolve()
                 dq, *dk = outside(0, *zeros)
             else:  # while the second piece's memories are on their way, into the room of the first one's
                 sums, at_end = outside(0, *zeros), ends()
                 plgpu.commit_smem()
                 copy_memories(1, again)
-                weights, current = resolve()
+                weights, size, current = resolve()
                 plgpu.barrier_wait(again)
                 dq, *dk = outside(1, *sums)
             dq *= border(halving.border(True), "enters") * scale
@@ -189,8 +192,7 @@ def finish(
                 keep = by_row(refs["keep"].at[b, lax.div(h * keep_heads, heads), rows])
                 totals[...] = at_end * keep + halving.column_sums(spare)
 
-            def add(step, gradients):
-                dq, *dk = gradients
+            def products(step):
                 x = step.columns(load(q_room) if whole else load(k_room), load(k_room))
                 if whole:
                     tiles = [x_room]
@@ -206,21 +208,21 @@ def finish(
                         plgpu.wgmma(out, near, tile)
 
                 (dx,) = halving.accumulate(product)
-                dx *= step.factor
-                if not whole:
-                    return [dq + dx]
-                later = step.later
-                return [dq + later * dx, *(x + (1 - later) * dx for x in dk)]
+                return dx * step.factor * wg.spread_rows(size, SQUARE)
 
-            gradients = lax.fori_loop(
-                0,
-                reached * (1 + whole),
-                lambda turned, x: add(AllPairs(halving, turned), x),
-                [dq, *dk],
-            )
-            dq, *dk = lax.fori_loop(
-                reached * LEVELS, LEVELS, lambda at, x: add(Level(halving, at), x), gradients
-            )
+            def all_pairs(turned, gradients):
+                """Of the first, which is then the last: the second turn makes the other's."""
+                first, *second = gradients
+                return [*second, first + products(AllPairs(halving, turned))]
+
+            def level(at, gradients):
+                step = Level(halving, at)
+                dx = products(step)
+                shares = (step.later, 1 - step.later) if whole else (1,)
+                return [x + share * dx for x, share in zip(gradients, shares, strict=True)]
+
+            gradients = lax.fori_loop(0, reached * (1 + whole), all_pairs, [dq, *dk])
+            dq, *dk = lax.fori_loop(reached * LEVELS, LEVELS, level, gradients)
             current = wg.spread_rows(current, SQUARE)
             if not whole:
                 dq += current * load(k_room).astype(_F32)
@@ -263,7 +265,8 @@ def finish(
             room((together, BLOCK, width)),
             room((together, 2, *SQUARE), dtype=jnp.bfloat16),
             room((together, *SQUARE)),
-            *[smem((together, CHUNK), _F32)] * 2,
+            smem((together, CHUNK), _F32),
+            smem((together, 2, CHUNK), _F32),
             room((pieces, CHUNK, width)),
             room((pieces, CHUNK, width)),
             plgpu.Barrier(num_arrivals=(4 if whole else 2) * together + 2 * pieces),

@@ -18,9 +18,9 @@ CHUNK = 64
 BLOCK = 64  # columns that a warpgroup holds
 SQUARE = (CHUNK, CHUNK)
 LEVELS = len(tiles.levels(CHUNK))
-REACH = (
-    100.0  # bits that a decay may take from one end of a chunk to the other; an exponent holds 250
-)
+# Of `AllPairs`: how many bits a decay may take from one end of a chunk to the other, and within 2^-SIZE and 2^SIZE what it
+# multiplies. Decays and their inverses, both less half the reach, are within 2^-50 and 2^50: sums of products keep to 2^126.
+REACH, SIZE = 100.0, 60
 _F32 = jnp.float32
 _LOG2E = math.log2(math.e)
 
@@ -46,7 +46,7 @@ class Halving:
     A sum over rows in registers would go through a room in shared memory that all warpgroups use at once.
     """
 
-    def __init__(self, parts, room, left, exclusive: bool, index, interpret, lowest: Any = None):
+    def __init__(self, parts, room, left, exclusive: bool, interpret, lowest: Any = None):
         """Take rooms in shared memory.
 
         Args:
@@ -54,16 +54,13 @@ class Halving:
             room: [64, 64] bfloat16.
             left: `left_operand`.
             exclusive: as in `tiles_channels`.
-            index: of the chunk.
             interpret: parameters of the interpreter, or False.
-            lowest: [64] float32, for `reach`.
+            lowest: [2, 64] float32, for `reach`.
         """
         self._parts, self._room, self._lowest = [parts.at[n] for n in range(2)], room, lowest
         self._left, self._exclusive, self._interpret = left, exclusive, interpret
         iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, SQUARE, layout=wg.LAYOUT)
-        # Said to depend on the chunk, lest all masks be made ahead, and fill the registers.
-        zero = lax.shift_right_logical(index, 30)
-        self.i, self.j = iota(0) + zero, iota(1) + zero
+        self.i, self.j = iota(0), iota(1)
 
     def accumulate(self, add, count: int = 1):
         """[64, 64] tiles, what `add` adds to references to zeros."""
@@ -141,16 +138,31 @@ class Halving:
         """`since_start` a `share` of the way to what each row writes: only where it reads before is that further."""
         return sums + share * self._own() if self._exclusive else sums
 
-    def reach(self, since):
-        """Keep by `since_start` how far each row is from the chunk's beginning; 1 if all are within `REACH`, else 0."""
-        self._lowest[...] = jnp.min(since, axis=1)
+    def reach(self, *tiles):
+        """`since_start`, and 1 if all rows can go to `AllPairs`, else 0; which can is kept for `within_reach`.
+
+        They can within `REACH` of the chunk's beginning, and where their largest entries in `tiles` are within `SIZE`, or 0.
+        """
+        apart: Any = 0.0
+        for tile in tiles:
+            size = jnp.max(jnp.abs(load(tile)), axis=1).astype(_F32)
+            fits = ((size >= 2.0**-SIZE) & (size <= 2.0**SIZE)) | (size == 0)
+            apart += jnp.where(fits, 0.0, wg.NEVER)
+        since = self.since_start()
+        of_row, of_all = (self._lowest.at[n] for n in range(2))
+        of_row[...] = jnp.min(since, axis=1) + apart
         plgpu.commit_smem()
-        return (self._lowest[CHUNK - 1] >= -REACH).astype(jnp.int32)
+        lowest = wg.spread_columns(plgpu.load(of_row, layout=wg.LAYOUT.reduce(0)), SQUARE)
+        of_all[...] = jnp.min(
+            lowest, axis=1
+        )  # to be read as a scalar: made of registers it makes others spill
+        plgpu.commit_smem()
+        return since, (of_all[0] >= -REACH).astype(jnp.int32)
 
     def within_reach(self):
         """Whether the later row of each pair is; it looks at no row after."""
-        of_row = wg.spread_rows(wg.load_rows(self._lowest), SQUARE)
-        of_column = plgpu.load(self._lowest, layout=wg.LAYOUT.reduce(0))
+        of_row = wg.spread_rows(wg.load_rows(self._lowest.at[0]), SQUARE)
+        of_column = plgpu.load(self._lowest.at[0], layout=wg.LAYOUT.reduce(0))
         return jnp.minimum(of_row, wg.spread_columns(of_column, SQUARE)) >= -REACH
 
     def border(self, later: bool):
@@ -260,6 +272,13 @@ def _either(x, y, first):
     """x if `first` is 1, y if it is 0, in float32."""
     first = first.astype(x.dtype)
     return (x * first + y * (1 - first)).astype(_F32)
+
+
+def power_of_two(x):
+    """The greatest that is not above x >= 0 in float32, and its inverse; of the least and the largest x one nearer to 1."""
+    bits = lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000
+    bits = jnp.minimum(jnp.maximum(bits, 1 << 23), 253 << 23)
+    return tuple(lax.bitcast_convert_type(n, _F32) for n in (bits, (254 << 23) - bits))
 
 
 def load(ref):

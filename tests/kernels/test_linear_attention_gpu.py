@@ -144,14 +144,64 @@ def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
     assert not races_found()
 
 
-@pytest.mark.parametrize("decay", [True, "channel"])
-def test_causal_to_the_bit(decay):
-    inputs = make(128, 1, 1, 1, 64, 64, documents=False, decay=decay)
+# By how much what comes in is scaled, so far that pairs of rows are made another way, or would leave the range of an exponent.
+SIZES = {
+    "large-gradients-of-large-queries": dict(q=1e18, d_output=1e5),
+    "small-gradients": dict(d_output=1e-30),
+    "small-keys-of-large-queries": dict(q=1e25, k=1e-25),
+    "large-keys-of-small-queries": dict(q=1e-25, k=1e25),
+    "small-keys": dict(k=1e-30),
+    "large-values": dict(v=1e25),
+    "no-keys": dict(k=0.0),
+}
+
+
+@pytest.mark.parametrize("bonus", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (i > 2)) for i, n in enumerate(SIZES)],
+)
+def test_channels_of_any_size_are_finite_and_right(name, bonus):
+    sizes = dict(dict(q=1.0, k=1.0, v=1.0, d_output=1.0), **SIZES[name])
+    inputs = make(64, 1, 1, 1, 64, 64, documents=bonus, decay="channel", bonus=bonus)
+    for n in "qkv":
+        inputs[n] = (inputs[n].astype(jnp.float32) * sizes[n]).astype(jnp.bfloat16)
+    inputs["initial"] *= sizes["k"] * sizes["v"]
+    run = inputs.pop("run")
+    widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
+    actual, pull = jax.vjp(lambda x: fused(**x, run=run), inputs)
+    expected, expected_pull = jax.vjp(lambda x: by_token(**x, run=run), widened)
+    rng = np.random.default_rng(1)
+    size = sizes["d_output"] * np.array([1, sizes["q"]])
+    given = [
+        jnp.asarray(rng.normal(size=x.shape) * n, x.dtype)
+        for x, n in zip(actual, size, strict=True)
+    ]
+    (grads,) = pull(tuple(given))
+    (wanted,) = expected_pull(tuple(x.astype(jnp.float32) for x in given))
+    pairs = [("output", actual[0], expected[0]), ("final", actual[1], expected[1])]
+    pairs += [(n, grads[n], wanted[n]) for n, x in inputs.items() if x is not None]
+    for n, got, want in pairs:
+        got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+        assert np.isfinite(got).all(), n
+        if not want.any():
+            assert not got.any(), n
+        else:
+            assert error(got, want) < (5e-3 if n in ("output", "final") else 1e-2), n
+
+
+@pytest.mark.parametrize(
+    "decay, bonus",
+    [(True, False), ("channel", False), pytest.param("channel", True, marks=pytest.mark.slow)],
+)
+def test_causal_to_the_bit(decay, bonus):
+    inputs = make(128, 1, 1, 1, 64, 64, documents=bonus, decay=decay, bonus=bonus)
     changed = dict(inputs)
     for name in ("q", "k", "v"):
         changed[name] = inputs[name].at[:, 77:].multiply(2)
-    # Out of reach of the chunk's beginning, where pairs of rows are made another way.
+    # Out of reach of the chunk's beginning, and too large, where pairs of rows are made another way.
     changed["log_decay"] = inputs["log_decay"].at[:, 77:].multiply(100)
+    changed["k"] = changed["k"].at[:, 100:].multiply(1e30)
     np.testing.assert_array_equal(fused(**inputs)[0][:, :77], fused(**changed)[0][:, :77])
 
 

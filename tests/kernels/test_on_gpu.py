@@ -38,6 +38,9 @@ CONFIGURATIONS = [
     # Of which only a chunk's first rows are within reach of its beginning.
     ((2, 2, 4), 128, 128, 512, True, "steep channel"),
     ((2, 2, 2), 64, 256, 512, False, "steep channel and bonus"),
+    # Of sizes that an exponent does not hold as far as decays reach.
+    ((2, 2, 2), 128, 128, 600, True, "channel, large queries of small keys"),
+    ((2, 2, 2), 64, 64, 600, False, "channel and bonus, small gradients"),
     ((2, 2, 2), 128, 256, 700, True, "channel"),
     ((1, 1, 1), 128, 512, 4100, True, "channel"),
     ((2, 2, 2), 128, 64, 600, True, "channel and bonus"),
@@ -127,6 +130,8 @@ def test_equals_the_recurrence(configuration):
     if "bonus" in str(decay):
         inputs.append(normal(memories, key_dim, dtype=jnp.float32))
     memory = normal(2, memories, key_dim, value_dim, dtype=jnp.float32)
+    large = 1e25 if "large" in str(decay) else 1
+    inputs[:2], memory = [inputs[0] * large, inputs[1] / large], memory / large
     ids = jnp.asarray(np.cumsum(rng.random((2, length)) < 0.01, axis=1) + 1) if documents else None
     mask = jnp.asarray(rng.random((2, length)) < 0.9) if documents else None
 
@@ -152,7 +157,9 @@ def test_equals_the_recurrence(configuration):
         outputs, pull = jax.vjp(lambda *x: run(implementation, form, *x), *inputs)
         return outputs, pull(cotangents)
 
-    cotangents = normal(2, length, max(heads, memories), value_dim), normal(*memory.shape, dtype=jnp.float32)  # fmt: skip
+    cotangents = normal(2, length, max(heads, memories), value_dim), normal(*memory.shape, dtype=jnp.float32) * large  # fmt: skip
+    small = 1e-25 if "small gradients" in str(decay) else 1
+    cotangents = jax.tree.map(lambda x: x * small, cotangents)
     fused = jax.jit(lambda *x: both("mosaic_gpu", "chunk", *x))
     values, gradients = fused(cotangents, memory, *inputs)
     for a, b in zip(
