@@ -25,8 +25,10 @@ from pallas_kernels.linear_attention.hopper_halving import (
     LEVELS,
     PARAMETERS,
     SQUARE,
+    AllPairs,
     Documents,
     Halving,
+    Level,
     by_row,
     left_operand,
     load,
@@ -90,9 +92,9 @@ def resolve(
         b, tokens = lax.div(index, heads * count), pl.ds(n * CHUNK, CHUNK)
         own = lambda name: lax.div(h * named[name].shape[2], heads)  # noqa: E731 - which of its heads serves this one
 
-        def scoped(q_room, k_room, spare, parts, room, other, loaded, added, *left_room):
-            q_room, k_room, spare, parts, room, loaded = (
-                x.at[warpgroup] for x in (q_room, k_room, spare, parts, room, loaded)
+        def scoped(q_room, k_room, spare, parts, room, lowest, other, loaded, added, *left_room):
+            q_room, k_room, spare, parts, room, lowest, loaded = (
+                x.at[warpgroup] for x in (q_room, k_room, spare, parts, room, lowest, loaded)
             )
             left = left_operand(left_room[0].at[warpgroup] if interpret else None, interpret)
 
@@ -104,7 +106,7 @@ def resolve(
                 """The scores of a piece of the keys, which are added to those before; the rest is handed out."""
                 at = number * width + group * BLOCK
                 columns = pl.ds(at, BLOCK)
-                halving = Halving(parts, room, left, False, interpret)
+                halving = Halving(parts, room, left, False, interpret, lowest)
                 if len(pieces) > 1:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the rooms are free
                 for name, x in (("q", q_room), ("k", k_room)):
@@ -118,21 +120,34 @@ def resolve(
                 refs["keep"].at[b, h, pl.ds(n * depth + at, BLOCK)][...] = keep
                 plgpu.barrier_wait(loaded)
 
-                def meet(at, factor):
-                    room[...] = (load(k_room).astype(_F32) * factor).astype(_BF16)
-                    rows = halving.blend(at, load(q_room), load(k_room)).astype(_F32)
-                    rows = left((rows * factor).astype(_BF16))
+                since, reached = halving.reach(q_room, k_room)
+                pairs = AllPairs(halving, 0, since)
+                rows = pairs.rows(load(q_room), None).astype(_BF16)
+                spare[...] = pairs.rows(load(k_room), None).astype(_BF16)
+                room[...] = pairs.columns(None, load(k_room)).astype(_BF16)
+                rows = left(rows)
+                plgpu.commit_smem()
+
+                def both(lower, upper):
+                    plgpu.wgmma(lower, rows, room.transpose((1, 0)))
+                    plgpu.wgmma(upper, room, spare.transpose((1, 0)))
+
+                lower, upper = halving.accumulate(both, 2)
+                near = jnp.where(i > j, lower, jnp.where(i < j, upper, 0.0))
+                near = jnp.where(halving.within_reach(), near, 0.0)
+
+                def meet(at, scores):
+                    step = Level(halving, at)
+                    rows = left(step.rows(load(q_room), load(k_room)).astype(_BF16))
+                    room[...] = step.columns(load(k_room), load(k_room)).astype(_BF16)
                     plgpu.commit_smem()
                     (near,) = halving.accumulate(
                         lambda out: plgpu.wgmma(out, rows, room.transpose((1, 0)))
                     )
-                    return halving.only_meeting(at, near)
+                    return scores + jnp.where(halving.within_reach(), 0.0, step.only(near))
 
                 # A loop: the levels unrolled take more registers than there are.
-                scores = lax.fori_loop(
-                    1, LEVELS, lambda at, scores: scores + meet(at, halving.factor(at)),
-                    meet(0, halving.first_factor()),
-                )  # fmt: skip
+                scores = lax.fori_loop(reached * LEVELS, LEVELS, meet, near)
                 current = jnp.sum(load(q_room).astype(_F32) * load(k_room).astype(_F32), axis=1)
                 scores = jnp.where(i == j, wg.spread_rows(current, SQUARE), scores)
                 if before is not None:
@@ -190,6 +205,7 @@ def resolve(
             *[room((each, *SQUARE))] * 3,
             room((each, 2, *SQUARE)),
             room((each, *SQUARE)),
+            smem((each, 2, CHUNK), _F32),
             smem((items if groups > 1 else 1, *SQUARE), _F32, transforms=wg.TILED_WIDE),
             plgpu.Barrier(num_arrivals=2, num_barriers=each),
             plgpu.Barrier(num_barriers=items),

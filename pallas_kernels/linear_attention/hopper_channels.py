@@ -298,7 +298,7 @@ def _prepare(
 
                 # A loop: the levels unrolled take more registers than there are.
                 scores = plgpu.layout_cast(jnp.zeros(SQUARE, _F32), wg.LAYOUT)
-                scores = add(AllPairs(halving, jnp.int32(0), since), scores, halving.within_reach)
+                scores = add(AllPairs(halving, 0, since), scores, halving.within_reach)
                 scores = lax.fori_loop(reached * LEVELS, LEVELS, level, scores)
                 current = load(q_room).astype(_F32) * load(k_room).astype(_F32)
                 if bonus is not None:

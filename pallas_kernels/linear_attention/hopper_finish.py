@@ -213,7 +213,7 @@ def finish(
             def all_pairs(turned, gradients):
                 """Of the first, which is then the last: the second turn makes the other's."""
                 first, *second = gradients
-                return [*second, first + products(AllPairs(halving, turned))]
+                return [*second, first + products(AllPairs(halving, turned.astype(_F32)))]
 
             def level(at, gradients):
                 step = Level(halving, at)

@@ -234,12 +234,12 @@ class AllPairs:
     def __init__(self, halving: Halving, turned, since=None):
         """`since` is `halving.since_start()`; without it that is made where it is used, lest it take registers in between."""
         self._halving, self._turned, self._since = halving, turned, since
-        self._sign = (1 - 2 * turned).astype(_F32)
+        self._sign = 1.0 - 2.0 * turned
 
     @property
     def later(self):
         """Whether a row is the later one of its pairs."""
-        return 1.0 - self._turned.astype(_F32)
+        return 1.0 - self._turned
 
     @property
     def factor(self):
@@ -270,6 +270,8 @@ class AllPairs:
 
 def _either(x, y, first):
     """x if `first` is 1, y if it is 0, in float32."""
+    if isinstance(first, float):
+        return (x if first else y).astype(_F32)
     first = first.astype(x.dtype)
     return (x * first + y * (1 - first)).astype(_F32)
 
