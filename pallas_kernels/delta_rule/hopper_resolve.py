@@ -1,9 +1,10 @@
 """What a chunk of the delta rule whose decay has a value for every key channel does before any memory is known, on Mosaic GPU (Hopper).
 
-`resolve` makes the chunk's products of queries and of keys with keys, by halving (see `linear_attention.tiles_channels`), and its
-queries and keys with their decay to the chunk's borders. On a level the rows of later blocks times those of earlier ones are
-the scores of queries below the diagonal; the rows of earlier blocks times those of later ones, both of keys, are the transpose of
-the system above it: one tile and one product serve both. `solve` inverts the transposed systems.
+`resolve` makes the chunk's products of queries and of keys with keys, all at once for rows that the decay since the chunk's beginning
+leaves within reach, for others by halving (see `linear_attention.tiles_channels`), and its queries and keys with their decay to the
+chunk's borders. On a level the rows of later blocks times those of earlier ones are the scores of queries below the diagonal; the
+rows of earlier blocks times those of later ones, both of keys, are the transpose of the system above it: one tile and one product
+serve both. `solve` inverts the transposed systems.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """What a chunk of a diagonal-plus-low-rank memory does before any memory is known, on Mosaic GPU (Hopper).
 
-`resolve` makes the products of q and a with k and b under their decays by halving (see `linear_attention.tiles_channels`). With
-q' = q e^g every one of them stands under the decay between the two tokens, without either's own, so that on a level one tile
-holds q' or k, the other a or b, and two products give the four: what q sees below the diagonal, what a sees, transposed, above it.
-`solve` inverts what a sees of b, and solves for what a reads of the memory before the chunk and of its values.
+`resolve` makes the products of q and a with k and b under their decays, all at once for rows that the decay since the chunk's
+beginning leaves within reach, for others by halving (see `linear_attention.tiles_channels`). With q' = q e^g every one of them
+stands under the decay between the two tokens, without either's own, so that on a level one tile holds q' or k, the other a or b, and
+two products give the four: what q sees below the diagonal, what a sees, transposed, above it. `solve` inverts what a sees of b, and
+solves for what a reads of the memory before the chunk and of its values.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from pallas_kernels.linear_attention.hopper_halving import (
     CHUNK,
     LEVELS,
     SQUARE,
+    AllPairs,
     Documents,
     Halving,
+    Level,
     by_row,
     left_operand,
     load,
@@ -85,13 +88,15 @@ def resolve(
         row, tokens = lax.div(index, heads * count), pl.ds(n * CHUNK, CHUNK)
         own = lambda name: lax.div(h * named[name].shape[2], heads)  # noqa: E731 - which of its heads serves this one
 
-        def scoped(loaded_rooms, parts, room, other, loaded, added, *left_room):
-            loaded_rooms, parts, room = (x.at[group] for x in (loaded_rooms, parts, room))
+        def scoped(loaded_rooms, parts, room, decayed, lowest, other, loaded, added, *left_room):
+            loaded_rooms, parts, room, decayed, lowest = (
+                x.at[group] for x in (loaded_rooms, parts, room, decayed, lowest)
+            )
             q_room, k_room, a_room, b_room = (loaded_rooms.at[n] for n in range(4))
             for name, to in zip(tokens_of, (q_room, k_room, a_room, b_room), strict=True):
                 plgpu.copy_gmem_to_smem(refs[name].at[row, tokens, own(name), columns], to, loaded)
             left = left_operand(left_room[0].at[group] if interpret else None, interpret)
-            halving = Halving(parts, room, left, True, interpret)
+            halving = Halving(parts, room, left, True, interpret, lowest)
             i, j = halving.i, halving.j
             tile = lambda x: load(x).astype(_F32)  # noqa: E731
             decay = wg.load_global(refs["g"].at[row, tokens, own("g"), columns])
@@ -105,25 +110,36 @@ def resolve(
             q_room[...] = (tile(q_room) * own_decay(decay)).astype(_BF16)
             plgpu.commit_smem()
 
-            def level(at, scores, factor=None):
-                factor = halving.factor(at) if factor is None else factor
+            def product(rows, columns):
+                return halving.accumulate(lambda out: plgpu.wgmma(out, rows, columns))[0]
 
-                def blend(of_later, of_earlier):
-                    x = halving.blend(at, load(of_later), load(of_earlier))
-                    return (x.astype(_F32) * factor).astype(_BF16)
+            since, reached = halving.reach(q_room, k_room, a_room, b_room)
+            pairs = AllPairs(halving, 0, since)
+            of_later, of_earlier = pairs.factor, pairs.columns_factor
+            of_q = left((tile(q_room) * of_later).astype(_BF16))
+            of_a, of_b = decayed.at[0], decayed.at[1]
+            of_a[...] = (tile(a_room) * of_later).astype(_BF16)
+            of_b[...] = (tile(b_room) * of_earlier).astype(_BF16)
+            room[...] = (tile(k_room) * of_earlier).astype(_BF16)
+            plgpu.commit_smem()
+            turned = lambda x: x.transpose((1, 0))  # noqa: E731
+            scores = []
+            for below, above in ((room, of_b), (of_b, room)):
+                below, above = product(of_q, turned(below)), product(above, turned(of_a))
+                near = jnp.where(i > j, below, jnp.where(i < j, above, 0.0))
+                scores.append(jnp.where(halving.within_reach(), near, 0.0))
 
-                found = []
-                for rows, columns in (((q_room, b_room), (a_room, k_room)), ((q_room, k_room), (a_room, b_room))):  # fmt: skip
-                    room[...] = blend(*columns)
-                    x = left(blend(*rows))
+            def level(at, scores):
+                step, found = Level(halving, at), []
+                for rows, turn in (((q_room, b_room), (a_room, k_room)), ((q_room, k_room), (a_room, b_room))):  # fmt: skip
+                    room[...] = step.columns(*map(load, turn)).astype(_BF16)
+                    x = left(step.rows(*map(load, rows)).astype(_BF16))
                     plgpu.commit_smem()
-                    add = lambda out, x=x: plgpu.wgmma(out, x, room.transpose((1, 0)))  # noqa: E731
-                    found.append(halving.only_meeting(at, halving.accumulate(add)[0]))
-                return tuple(x + y for x, y in zip(scores, found, strict=True))
+                    near = step.only(product(x, turned(room)))
+                    found.append(jnp.where(halving.within_reach(), 0.0, near))
+                return [x + y for x, y in zip(scores, found, strict=True)]
 
-            zeros = plgpu.layout_cast(jnp.zeros(SQUARE, _F32), wg.LAYOUT)
-            scores = level(0, (zeros, zeros), halving.first_factor())
-            scores = lax.fori_loop(1, LEVELS, level, scores)
+            scores = lax.fori_loop(reached * LEVELS, LEVELS, level, scores)
             scores = [
                 jnp.where(i == j, wg.spread_rows(x, SQUARE), y)
                 for x, y in zip(current, scores, strict=True)
@@ -173,6 +189,8 @@ def resolve(
             room((groups, 4, *SQUARE)),
             room((groups, 2, *SQUARE)),
             room((groups, *SQUARE)),
+            room((groups, 2, *SQUARE)),
+            smem((groups, 2, CHUNK), _F32),
             smem((2 if groups > 1 else 1, *SQUARE), _F32, transforms=wg.TILED_WIDE),
             plgpu.Barrier(num_arrivals=4 * groups),
             plgpu.Barrier(),

@@ -122,10 +122,6 @@ class Halving:
         last = jnp.where(later, i - 1 if self._exclusive else i, start + (half - 1))
         return jnp.exp2(self.sums((self.j >= first) & (self.j <= last), fixed=False))
 
-    def first_factor(self):
-        """`factor(0)`, of the tile last split: of later rows their own decay, if that."""
-        return 1.0 if self._exclusive else jnp.exp2(self._own() * self.later(0))
-
     def _own(self):
         """The tile last split."""
         return load(self._parts[0]).astype(_F32) + load(self._parts[1]).astype(_F32)
@@ -153,9 +149,8 @@ class Halving:
         of_row[...] = jnp.min(since, axis=1) + apart
         plgpu.commit_smem()
         lowest = wg.spread_columns(plgpu.load(of_row, layout=wg.LAYOUT.reduce(0)), SQUARE)
-        of_all[...] = jnp.min(
-            lowest, axis=1
-        )  # to be read as a scalar: made of registers it makes others spill
+        # A scalar is read from there: one made of registers has others spill.
+        of_all[...] = jnp.min(lowest, axis=1)
         plgpu.commit_smem()
         return since, (of_all[0] >= -REACH).astype(jnp.int32)
 
@@ -243,8 +238,13 @@ class AllPairs:
 
     @property
     def factor(self):
-        """By row."""
+        """Of what is a row of the product."""
         return self._decay(self._sign, 1.0 - self.later)
+
+    @property
+    def columns_factor(self):
+        """Of what is a column."""
+        return self._decay(-self._sign, self.later)
 
     def only(self, x, both: bool = True):
         """x below the diagonal, `turned` above it."""
@@ -258,8 +258,7 @@ class AllPairs:
 
     def columns(self, of_later, of_earlier):
         """The same, decayed as columns."""
-        factor = self._decay(-self._sign, self.later)
-        return _either(of_later, of_earlier, 1.0 - self.later) * factor
+        return _either(of_later, of_earlier, 1.0 - self.later) * self.columns_factor
 
     def _decay(self, sign, share):
         """Since the chunk's beginning, or its inverse by sign, `share` of the way to what is written; finite beyond reach."""

@@ -18,7 +18,18 @@ from tests.kernels.test_linear_attention_gpu import error
 BATCH, SCALE = 1, 0.25
 
 
-def make(length, heads, key_heads, memories, key_dim, value_dim, *, documents, strong=False):
+def make(
+    length,
+    heads,
+    key_heads,
+    memories,
+    key_dim,
+    value_dim,
+    *,
+    documents,
+    strong: float = False,
+    size=1.0,
+):
     rng = np.random.default_rng(0)
 
     def normal(*shape, dtype=jnp.bfloat16):
@@ -28,12 +39,14 @@ def make(length, heads, key_heads, memories, key_dim, value_dim, *, documents, s
     removed /= jnp.linalg.norm(removed, axis=-1, keepdims=True)
     share = jax.nn.sigmoid(normal(*removed.shape, dtype=jnp.float32))
     log_decay = -0.6 * jax.nn.sigmoid(normal(BATCH, length, memories, key_dim, dtype=jnp.float32))
-    if strong:
+    if strong > 1:
+        log_decay *= strong
+    elif strong:
         log_decay = jnp.where(log_decay < -0.35, -30.0, log_decay)
     starts = jnp.isin(jnp.arange(length), jnp.array([30, 31, 64]))
     run = jnp.broadcast_to(jnp.cumsum(starts, dtype=jnp.int32), (BATCH, length))
     return dict(
-        q=normal(BATCH, length, heads, key_dim),
+        q=normal(BATCH, length, heads, key_dim) * size,
         k=normal(BATCH, length, key_heads, key_dim),
         v=normal(BATCH, length, memories, value_dim),
         a=-removed.astype(jnp.bfloat16),
@@ -69,6 +82,8 @@ CASES: dict[str, dict[str, Any]] = {
     "deep": dict(dims=(65, 1, 1, 1, 128, 64), documents=False),
     "deeper": dict(dims=(130, 1, 1, 1, 256, 64), documents=True),
     "deeper-wide": dict(dims=(65, 1, 1, 1, 256, 256), documents=False),
+    "some-rows-within-reach": dict(dims=(65, 1, 1, 1, 64, 64), documents=True, strong=8),
+    "large-queries": dict(dims=(64, 1, 1, 1, 64, 64), documents=False, size=1e25),
 }
 
 
@@ -96,8 +111,9 @@ def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
     assert not races_found()
 
 
-def test_forward_equals_the_recurrence():
-    inputs = make(64, 1, 1, 1, 64, 64, documents=True, strong=True)
+@pytest.mark.parametrize("strong", [1, 8])
+def test_forward_equals_the_recurrence(strong):
+    inputs = make(64, 1, 1, 1, 64, 64, documents=True, strong=strong)
     run = inputs.pop("run")
     widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
     for got, wanted in zip(fused(**inputs, run=run), by_token(**widened, run=run), strict=True):
@@ -118,6 +134,8 @@ def test_causal_to_the_bit():
     changed = dict(inputs)
     for name in ("q", "k", "v", "a", "b", "log_decay"):
         changed[name] = inputs[name].at[:, 77:].multiply(0.5)
+    # Out of reach of the chunk's beginning, where pairs of rows are made another way.
+    changed["log_decay"] = inputs["log_decay"].at[:, 77:].multiply(100)
     np.testing.assert_array_equal(fused(**inputs)[0][:, :77], fused(**changed)[0][:, :77])
 
 

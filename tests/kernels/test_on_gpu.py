@@ -58,9 +58,11 @@ CONFIGURATIONS = [
     ((2, 1, 1), 256, 256, 640, False, "delta"),
     ((4, 2, 2), 64, 128, 1100, True, "delta, channel"),
     ((2, 2, 4), 128, 64, 500, True, "delta, strong channel"),
+    ((2, 2, 4), 128, 64, 500, True, "delta, steep channel"),
     ((2, 2, 2), 128, 128, 2048, False, "delta, channel"),
     ((4, 2, 2), 64, 128, 1100, True, "dplr, channel"),
     ((2, 2, 4), 128, 64, 500, True, "dplr, strong channel"),
+    ((2, 2, 4), 128, 64, 500, True, "dplr, steep channel"),
     ((2, 2, 2), 64, 64, 2048, False, "dplr, token"),
     # More walks than processors, of which two share what is loaded.
     ((40, 20, 40), 128, 128, 300, True, "delta, token"),
