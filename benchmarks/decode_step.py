@@ -24,7 +24,7 @@ from flax import nnx
 from benchmarks.timing import alone, append_row, milliseconds, provenance
 from lsm_jax import models, ops
 from lsm_jax.models import sampling
-from lsm_jax.ops.states import Layer
+from lsm_jax.ops.core.states import Layer
 
 KINDS: dict[str, dict[str, str]] = {
     "kernel": dict(implementation="mosaic_gpu"),

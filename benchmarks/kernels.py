@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from benchmarks.fla import Fla
 from benchmarks.timing import alone, append_row, batch_milliseconds, provenance
 from lsm_jax import ops
-from pallas_kernels.delta_rule import hopper_parts
+from pallas_kernels.hopper import parts as hopper_parts
 
 KINDS = {"kernel": "mosaic_gpu", "xla": "xla"}
 OPS = (

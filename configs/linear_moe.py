@@ -5,7 +5,7 @@ layer; heads of 128; SlimPajama in Qwen2's tokens, 15 B and 100 B of them in row
 linear attention, with an output gate, by default), `pattern=LLLN` the published hybrid, `pattern=N` its softmax baseline.
 Command: python train.py --config=configs/linear_moe.py:a0.3b-2b --workdir=runs/moe --config.data.path=STORE --config.mesh.fsdp=8
 Hardware: the paper's is eight A100; `tiny` is a laptop's. Any mesh serves: --config.mesh.expert=8 spreads the experts, tensor heads and
-widths, sequence each row, pipeline the layers; `python -m lsm_jax.parallel.plan --config=... --devices=8 --hbm=80 --search` says which fit.
+widths, sequence each row, pipeline the layers; `python -m lsm_jax.plan --config=... --devices=8 --hbm=80 --search` says which fit.
 Expected: 2.18 B parameters, 0.328 B active, and 6.78 B, 1.14 B, embeddings apart (2 x 151,936 rows); Table 5, at a0.3b-2b, average
 accuracy over PIQA, HellaSwag, Winogrande, ARC and MMLU: attention 35.53, GLA 41.20, GLA hybrid 42.94, Mamba2 42.45.
 

@@ -103,14 +103,22 @@ def collect_mixers() -> Iterator[tuple[str, str]]:
         mixer = mom_cases.made(name)
         yield f"mom of {name}", digest(mom_cases.gradient(mixer, mom_cases.X))
         ids = jnp.asarray([[1] * 5 + [2] * 6, [1] * 3 + [0] * 2 + [2] * 6])
-        yield f"mom of {name} documents", digest(mom_cases.call(mixer, mom_cases.X, segment_ids=ids))
+        yield (
+            f"mom of {name} documents",
+            digest(mom_cases.call(mixer, mom_cases.X, segment_ids=ids)),
+        )
         jax.clear_caches()
 
 
 # What a kernel's jaxpr prints of Python: names of functions and files, which moving code changes.
 _NAMES = (
     (re.compile(r"0x[0-9a-f]+"), "0x"),
-    (re.compile(r"\b(name|fun_jaxpr|call_jaxpr|debug_info|jaxpr|fun|name_and_src_info|tag)=[^\s\]]+"), ""),
+    (
+        re.compile(
+            r"\b(name|fun_jaxpr|call_jaxpr|debug_info|jaxpr|fun|name_and_src_info|tag)=[^\s\]]+"
+        ),
+        "",
+    ),
     (re.compile(r"<function [^>]*>"), "<function>"),
     (re.compile(r"(let |in )?\b_?[A-Za-z_][\w.<>]*( = \{ lambda)"), r"\2"),
     (re.compile(r"\S+\.py:\d+(:\d+)?"), ""),
@@ -169,9 +177,7 @@ def _kernel_calls() -> Iterator[tuple[str, Callable, tuple]]:
         given = given.split()
         tokens = functools.partial(array, 2, length)
         shapes = (heads, key_dim), (key_heads, key_dim), (memories, value_dim)
-        inputs = {
-            n: tokens(*s, dtype=jnp.bfloat16) for n, s in zip("qkv", shapes, strict=True)
-        }
+        inputs = {n: tokens(*s, dtype=jnp.bfloat16) for n, s in zip("qkv", shapes, strict=True)}
         if op == "delta_memory":
             inputs["beta"] = tokens(memories)
         if op == "dplr_memory":
@@ -195,9 +201,9 @@ def _kernel_calls() -> Iterator[tuple[str, Callable, tuple]]:
         for length in (1024, 8192) if case[1][2] <= 4 else (1024,):
             inputs, marks, options = inputs_of(case, length)
 
-            def both(inputs, marks, op=getattr(ops, case[0]), options=options, name=implementation):
+            def both(inputs, marks, op=case[0], options=options, name=implementation):
                 def call(x):
-                    return op(**x, **marks, **options, implementation=name)[0]
+                    return getattr(ops, op)(**x, **marks, **options, implementation=name)[0]
 
                 output, pull = jax.vjp(call, inputs)
                 return output, pull(output)
@@ -208,7 +214,9 @@ def _kernel_calls() -> Iterator[tuple[str, Callable, tuple]]:
     for implementation in ("mosaic_gpu", "mosaic_tpu"):
         for states in (16, 8, 0):
             arrays, marks = scans.make(scans.Case(300, 256, states, True))
-            like = jax.eval_shape(functools.partial(scans.call, implementation="xla"), arrays, marks)
+            like = jax.eval_shape(
+                functools.partial(scans.call, implementation="xla"), arrays, marks
+            )
 
             def scan(arrays, marks, like, name=implementation):
                 return scans.both(arrays, marks, name, like)
@@ -237,8 +245,8 @@ def _kernel_calls() -> Iterator[tuple[str, Callable, tuple]]:
     ):
         given = dict(q=one(4, 64), k=one(4, 64), v=one(4, 64)) | more
 
-        def step(given, op=getattr(ops, name)):
-            return op(**given, implementation="mosaic_gpu")
+        def step(given, op=name):
+            return getattr(ops, op)(**given, implementation="mosaic_gpu")
 
         yield f"mosaic_gpu one token of {name}", step, (given,)
 
@@ -301,8 +309,8 @@ def _losses(workdir: Path) -> str:
     """All losses of a run as text, or a recall sweep's result."""
     result = workdir / "result.json"
     if result.is_file():
-        found = json.loads(result.read_text())
-        return json.dumps({k: v for k, v in found.items() if k not in ("seconds", "devices")})
+        members = json.loads(result.read_text())["members"]
+        return json.dumps([[m["learning_rate"], m["accuracy"]] for m in members])
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     losses = {r["step"]: [r["train/loss"], r["train/grad_norm"]] for r in rows if "train/loss" in r}
     if not losses:
@@ -337,9 +345,8 @@ def _llama(folder: Path) -> Path:
     return folder
 
 
-def collect_runs(tree: Path, folder: Path) -> Iterator[tuple[str, str]]:
+def collect_runs(tree: Path, folder: Path, text: Path) -> Iterator[tuple[str, str]]:
     """Tiny runs by `train.py`; they stay in `folder`."""
-    text = _text(folder.parent / "text")
     for name in RUNS:
         workdir = folder / name
         shutil.rmtree(workdir, ignore_errors=True)
@@ -347,9 +354,10 @@ def collect_runs(tree: Path, folder: Path) -> Iterator[tuple[str, str]]:
         yield name, _losses(workdir)
 
 
-def collect_resume(tree: Path, reference: Path, folder: Path) -> Iterator[tuple[str, str]]:
+def collect_resume(
+    tree: Path, reference: Path, folder: Path, text: Path
+) -> Iterator[tuple[str, str]]:
     """The reference's runs without the second half's checkpoint, continued by `tree`."""
-    text = _text(folder.parent / "text")
     for name in RUNS:
         if not (reference / name / "checkpoints").is_dir():
             continue
@@ -369,19 +377,27 @@ def _collect_in(tree: Path, section: str, folder: Path) -> dict[str, str]:
     """A section of a tree, in a process of its own."""
     output = folder / f"{section}.json"
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(tree)}
-    command = [sys.executable, str(Path(__file__).resolve()), f"--collect={section}", f"--output={output}"]
+    command = [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        f"--collect={section}",
+        f"--output={output}",
+    ]
     command += [f"--tree={tree}", f"--folder={folder.parent}"]
     subprocess.run(command, cwd=tree, env=environment, check=True)
     return json.loads(output.read_text())
 
 
 def _collect(section: str, tree: Path, folder: Path, output: Path) -> None:
+    text = _text(folder / "text")
     collectors: dict[str, Callable[[], Iterator[tuple[str, str]]]] = {
         "ops": collect_ops,
         "mixers": collect_mixers,
         "kernels": collect_kernels,
-        "runs": lambda: collect_runs(tree, output.parent / "runs"),
-        "resume": lambda: collect_resume(tree, folder / "reference/runs", output.parent / "resumed"),
+        "runs": lambda: collect_runs(tree, output.parent / "runs", text),
+        "resume": lambda: collect_resume(
+            tree, folder / "reference/runs", output.parent / "resumed", text
+        ),
     }
     rows: dict[str, str] = {}
     for name, value in collectors[section]():
@@ -402,7 +418,9 @@ def compare(section: str, expected: dict[str, str], found: dict[str, str]) -> li
 
 def main() -> None:
     """Read the command line, collect both trees, print the differences."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sections", default=",".join(SECTIONS), help="which, with commas")
     parser.add_argument("--reference", default=REFERENCE, help="a commit")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs/compare_release")
@@ -416,21 +434,31 @@ def main() -> None:
         return
     sections = args.sections.split(",")
     if unknown := set(sections) - set(SECTIONS):
-        sys.exit(f"--sections={args.sections}: unknown: {', '.join(unknown)}; accepted are {', '.join(SECTIONS)}")
+        sys.exit(
+            f"--sections={args.sections}: unknown: {', '.join(unknown)}; accepted are {', '.join(SECTIONS)}"
+        )
     folder = args.folder.absolute()
     tree, stored, new = folder / "tree", folder / "reference", folder / "checkout"
     for path in (stored, new):
         path.mkdir(parents=True, exist_ok=True)
     if not tree.is_dir():
-        subprocess.run(["git", "worktree", "add", "--detach", str(tree), args.reference], cwd=ROOT, check=True)
+        subprocess.run(
+            ["git", "worktree", "add", "--detach", str(tree), args.reference], cwd=ROOT, check=True
+        )
     lines: list[str] = []
     for section in sections:
         if section != "resume":
             path = stored / f"{section}.json"
-            expected = json.loads(path.read_text()) if path.is_file() else _collect_in(tree, section, stored)
+            expected = (
+                json.loads(path.read_text())
+                if path.is_file()
+                else _collect_in(tree, section, stored)
+            )
         else:
             runs = json.loads((stored / "runs.json").read_text())
-            expected = {k: v for k, v in runs.items() if (stored / "runs" / k / "checkpoints").is_dir()}
+            expected = {
+                k: v for k, v in runs.items() if (stored / "runs" / k / "checkpoints").is_dir()
+            }
         if args.only_reference:
             continue
         differences = compare(section, expected, _collect_in(ROOT, section, new))

@@ -12,7 +12,7 @@ from lsm_jax.data.demo import write_demo_store
 from lsm_jax.data.fingerprints import fingerprint, fingerprint_changes
 from lsm_jax.data.iterators import make_eval_iterator, make_train_iterator
 from lsm_jax.data.needle import NeedleConfig, NeedleTask, haystack_tokens
-from lsm_jax.data.recall import RecallExamples, RecallTask, recall_examples
+from lsm_jax.data.recall_task import RecallExamples, RecallTask, recall_examples
 from lsm_jax.data.store import TokenStore
 from lsm_jax.data.tokenizers import (
     ByteTokenizer,

@@ -23,7 +23,7 @@ from flax import nnx
 from lsm_jax.feedforward.swiglu import SwiGLU, SwiGLUConfig
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.layers import Dense, parameter, project, recomputed
-from lsm_jax.ops.grouped_product import grouped_product, row_multiple
+from lsm_jax.ops.experts.grouped_product import grouped_product, row_multiple
 from lsm_jax.parallel import (
     EXCHANGES,
     alone,

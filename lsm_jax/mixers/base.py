@@ -16,10 +16,10 @@ from flax import nnx
 
 from lsm_jax import ops
 from lsm_jax.mixers.layers import parameter
-from lsm_jax.ops import checks
-from lsm_jax.ops.segments import carry_ids_forward, read_tokens
-from lsm_jax.ops.sequence import Update, emptied_by, ends_of_documents, newer_id, resume
-from lsm_jax.ops.states import Layer
+from lsm_jax.ops.core import checks
+from lsm_jax.ops.core.segments import carry_ids_forward, read_tokens
+from lsm_jax.ops.core.shared_rows import Update, emptied_by, ends_of_documents, newer_id, resume
+from lsm_jax.ops.core.states import Layer
 from lsm_jax.parallel import over_mesh
 
 
@@ -243,7 +243,7 @@ class Mixer(nnx.Module):
             values, gates); the others are shared. Empty where it cannot be one of several memories.
         shared_by_token: the entries of `shared` that are [B, T, ...].
         memories_in_place: whether its ops are given and give memories as its state holds them; the decoder then lets them be
-            written where they stand (`lsm_jax.ops.states.Layer`).
+            written where they stand (`lsm_jax.ops.core.states.Layer`).
     """
 
     op: ClassVar[Callable]

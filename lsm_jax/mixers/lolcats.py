@@ -21,7 +21,7 @@ from lsm_jax.mixers.base import Context
 from lsm_jax.mixers.feature_maps import HeadDense
 from lsm_jax.mixers.layers import parameter
 from lsm_jax.mixers.softmax import Softmax, SoftmaxConfig
-from lsm_jax.ops.segments import read_tokens, select
+from lsm_jax.ops.core.segments import read_tokens, select
 
 _LEAST_FEATURE = 1e-12
 _FIRST_FACTOR = 0.1

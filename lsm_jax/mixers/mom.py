@@ -25,7 +25,7 @@ from lsm_jax.mixers.gated_deltanet import GatedDeltaNetConfig
 from lsm_jax.mixers.layers import Dense, project
 from lsm_jax.mixers.mom_layout import Packed, Rows, chunks_needed, pack
 from lsm_jax.ops import DocumentCount, number_documents, shift_state
-from lsm_jax.ops.checks import DEFAULT_CHUNK_SIZE
+from lsm_jax.ops.core.checks import DEFAULT_CHUNK_SIZE
 from lsm_jax.parallel import sequence_shards
 
 EXECUTIONS = ("packed", "masked")

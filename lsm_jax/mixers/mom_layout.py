@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from lsm_jax.mixers.layers import project
-from lsm_jax.ops.grouped_product import segment_product, serves_segments
+from lsm_jax.ops.experts.grouped_product import segment_product, serves_segments
 from lsm_jax.parallel import over_batch, shards_of
 
 _MOST = 2**29  # numbers of all segments' matrices on a device, 1 GiB in bfloat16

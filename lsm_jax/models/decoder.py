@@ -15,7 +15,7 @@ from lsm_jax.mixers import Clock
 from lsm_jax.mixers.layers import Dense, RMSNorm, matmul_to_float32, parameter
 from lsm_jax.models.config import LayerConfig, ModelConfig
 from lsm_jax.ops import KEPT
-from lsm_jax.ops.states import layer_of, put_layer
+from lsm_jax.ops.core.states import layer_of, put_layer
 from lsm_jax.parallel import GATHERED, constrain, pipelined, shards_of
 
 _ACTIVATIONS = ("batch", "sequence", None)

@@ -1,6 +1,6 @@
 """Memory updates as pure functions: arrays in, arrays out, no parameters and no configuration.
 
-Every op takes sequence-first arrays and returns `(output, final_state)`; `lsm_jax.ops.segments` states what segment ids,
+Every op takes sequence-first arrays and returns `(output, final_state)`; `lsm_jax.ops.core.segments` states what segment ids,
 masks and states mean for all of them.
 
 Inputs are finite, except at tokens that do not write: a value there is never looked at. Elsewhere a value that is not finite
@@ -8,20 +8,25 @@ Inputs are finite, except at tokens that do not write: a value there is never lo
 earlier tokens too, since 0 times infinity is not 0. Scores of queries with later keys are masked before they meet anything.
 """
 
-from lsm_jax.ops.attention import AttentionState, attention, attention_state
-from lsm_jax.ops.chosen import choices
-from lsm_jax.ops.delta_memory import delta_memory
-from lsm_jax.ops.documents import DocumentCount, number_documents
-from lsm_jax.ops.dplr_memory import dplr_memory
-from lsm_jax.ops.inner_models import Inner
-from lsm_jax.ops.linear_memory import linear_memory
-from lsm_jax.ops.online_memory import OnlineState, online_memory, online_state
-from lsm_jax.ops.phase import cumulative_phase
-from lsm_jax.ops.selective_memory import SelectiveState, selective_memory, selective_state
-from lsm_jax.ops.shift import ShiftState, shift_state, short_convolution, token_shift
-from lsm_jax.ops.slot_memory import SlotState, slot_memory, slot_state
-from lsm_jax.ops.states import DeltaState, LinearState, delta_state, linear_state
-from lsm_jax.ops.time_invariant import time_invariant_memory
+from lsm_jax.ops.attention.attention import AttentionState, attention, attention_state
+from lsm_jax.ops.backends.chosen import choices
+from lsm_jax.ops.convolution.short_convolution import (
+    ShiftState,
+    shift_state,
+    short_convolution,
+    token_shift,
+)
+from lsm_jax.ops.core.document_count import DocumentCount, number_documents
+from lsm_jax.ops.core.states import DeltaState, LinearState, delta_state, linear_state
+from lsm_jax.ops.delta.delta_memory import delta_memory
+from lsm_jax.ops.delta.dplr_memory import dplr_memory
+from lsm_jax.ops.linear.linear_memory import linear_memory
+from lsm_jax.ops.linear.phase import cumulative_phase
+from lsm_jax.ops.online.inner_models import Inner
+from lsm_jax.ops.online.online_memory import OnlineState, online_memory, online_state
+from lsm_jax.ops.selective.selective_memory import SelectiveState, selective_memory, selective_state
+from lsm_jax.ops.selective.time_invariant import time_invariant_memory
+from lsm_jax.ops.slots.slot_memory import SlotState, slot_memory, slot_state
 from pallas_kernels.residuals import KEPT
 
 __all__ = [

@@ -5,8 +5,8 @@ from lsm_jax.training.config import OptimizerConfig, TrainConfig, differences, f
 from lsm_jax.training.loop import TrainingStopped, TrainResult, train
 from lsm_jax.training.metrics import read_rows
 from lsm_jax.training.optimizer import learning_rate, make_optimizer
-from lsm_jax.training.recall import train_recall
 from lsm_jax.training.recall_config import RecallConfig
+from lsm_jax.training.recall_sweep import train_recall
 from lsm_jax.training.runs import Run, load_run, read_config
 from lsm_jax.training.step import Program, TrainState, make_program
 from lsm_jax.training.sweep import Sweep, SweepState

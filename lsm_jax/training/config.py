@@ -259,6 +259,13 @@ def to_dict(value: Any) -> Any:
     return value
 
 
+# Modules of config classes that releases before 0.2 knew by another name.
+_MOVED_MODULES = {
+    "lsm_jax.data.recall": "lsm_jax.data.recall_task",
+    "lsm_jax.models.recall": "lsm_jax.models.recall_model",
+}
+
+
 def from_dict(value: Any) -> Any:
     """The config `to_dict` was given.
 
@@ -269,7 +276,7 @@ def from_dict(value: Any) -> Any:
         module, _, name = value["type"].partition(":")
         if module.partition(".")[0] != "lsm_jax":
             raise ValueError(f"config: type {value['type']!r} is not one of lsm_jax")
-        kind = getattr(importlib.import_module(module), name)
+        kind = getattr(importlib.import_module(_MOVED_MODULES.get(module, module)), name)
         fields = {key: from_dict(item) for key, item in value.items() if key != "type"}
         unknown = sorted(set(fields) - {f.name for f in dataclasses.fields(kind)})
         if unknown:

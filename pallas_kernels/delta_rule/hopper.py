@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.delta_rule import hopper_parts
 from pallas_kernels.delta_rule.hopper_finish import finish
 from pallas_kernels.delta_rule.hopper_prepare import CHUNK, Prepared, prepare
 from pallas_kernels.delta_rule.hopper_sweeps import reverse, sweep
+from pallas_kernels.hopper import parts as hopper_parts
 from pallas_kernels.linear_attention import hopper as linear
 
 __all__ = ["CHUNK", "Residuals", "backward", "forward", "multiple", "reason"]

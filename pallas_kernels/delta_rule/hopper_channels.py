@@ -14,12 +14,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.delta_rule import hopper_parts, hopper_pieces
 from pallas_kernels.delta_rule.hopper import multiple
 from pallas_kernels.delta_rule.hopper_channels_finish import finish
 from pallas_kernels.delta_rule.hopper_prepare import CHUNK, Prepared
 from pallas_kernels.delta_rule.hopper_resolve import Resolved, resolve, solve
 from pallas_kernels.delta_rule.hopper_sweeps import reverse, sweep
+from pallas_kernels.hopper import parts as hopper_parts
+from pallas_kernels.hopper import pieces as hopper_pieces
 from pallas_kernels.linear_attention import hopper as linear
 from pallas_kernels.linear_attention import hopper_channels as linear_channels
 

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import warpgroups as wg
 from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.delta_rule.hopper_prepare import CHUNK, SQUARE, read_chunk
+from pallas_kernels.hopper import warpgroups as wg
 
 _BLOCK = 64
 _WIDTH = 256  # columns of values that have room

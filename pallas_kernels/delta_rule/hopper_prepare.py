@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import warpgroups as wg
 from pallas_kernels.compat import pl, plgpu
-from pallas_kernels.delta_rule import tiles
+from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.tiles import delta as tiles
 
 CHUNK = 64
 SQUARE = (CHUNK, CHUNK)

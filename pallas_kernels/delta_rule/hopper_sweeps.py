@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import warpgroups as wg
 from pallas_kernels.compat import PROCESSORS, pl, plgpu
 from pallas_kernels.delta_rule.hopper_prepare import CHUNK, Prepared
+from pallas_kernels.hopper import warpgroups as wg
 
 _BLOCK = 64  # columns of the memory that a warpgroup holds
 _DEEP = 128  # rows beyond which it is in pieces

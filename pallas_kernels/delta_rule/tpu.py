@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.linear_attention import tiles as decays
 from pallas_kernels.linear_attention import tpu as linear
-from pallas_kernels.linear_attention import tpu_layout
-from pallas_kernels.linear_attention.tiles import dot
+from pallas_kernels.tiles import scalar_decay as decays
+from pallas_kernels.tiles.scalar_decay import dot
+from pallas_kernels.tpu import layout as tpu_layout
 
 CHUNK = 128
 _HEADS = 8  # of one program

@@ -16,12 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import warpgroups as wg
 from pallas_kernels.compat import pl, plgpu
-from pallas_kernels.delta_rule import tiles
 from pallas_kernels.delta_rule.hopper_resolve import tile_products
-from pallas_kernels.linear_attention import tiles_channels
-from pallas_kernels.linear_attention.hopper_halving import (
+from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.halving import (
     BLOCK,
     CHUNK,
     LEVELS,
@@ -36,6 +34,8 @@ from pallas_kernels.linear_attention.hopper_halving import (
     run_by_chunk,
     same_document,
 )
+from pallas_kernels.tiles import channel_decay as tiles_channels
+from pallas_kernels.tiles import delta as tiles
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 

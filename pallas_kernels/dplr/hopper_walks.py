@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import warpgroups as wg
 from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.delta_rule.hopper_sweeps import _kept, _pieces, walk
 from pallas_kernels.dplr.hopper_resolve import CHUNK, SQUARE, Resolved, Solved
+from pallas_kernels.hopper import warpgroups as wg
 
 _BLOCK = 64
 _F32, _BF16 = jnp.float32, jnp.bfloat16

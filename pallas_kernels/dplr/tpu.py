@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from pallas_kernels.delta_rule.tpu import Residuals, invert, multiple
 from pallas_kernels.linear_attention import tpu as linear
 from pallas_kernels.linear_attention import tpu_channels as linear_channels
-from pallas_kernels.linear_attention import tpu_halving as halving
-from pallas_kernels.linear_attention import tpu_layout
-from pallas_kernels.linear_attention.tiles import dot
+from pallas_kernels.tiles.scalar_decay import dot
+from pallas_kernels.tpu import halving
+from pallas_kernels.tpu import layout as tpu_layout
 
 CHUNK = 128
 _HEADS = 8  # of one program

@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import warpgroups as wg
 from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.forgetting_attention.bounds import Bounds, Rows, of_keys
 from pallas_kernels.forgetting_attention.walk import ROWS, TILE, Place, Plan, launch
+from pallas_kernels.hopper import warpgroups as wg
 
 _F32 = jnp.float32
 _LOG2E = math.log2(math.e)

@@ -21,7 +21,7 @@ from jax import lax
 
 from pallas_kernels.compat import pl, pltpu
 from pallas_kernels.forgetting_attention.bounds import NEVER, Bounds, Rows, of_keys
-from pallas_kernels.linear_attention.tiles import LANES, dot
+from pallas_kernels.tiles.scalar_decay import LANES, dot
 
 _TILES = (128, 256, 512)
 _F32 = jnp.float32

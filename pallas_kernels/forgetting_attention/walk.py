@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import warpgroups as wg
 from pallas_kernels.compat import pl, plgpu
+from pallas_kernels.hopper import warpgroups as wg
 
 TILE = 128  # queries or keys of a thread block
 ROWS = 64  # of one warpgroup

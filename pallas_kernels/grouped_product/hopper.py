@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import warpgroups as wg
 from pallas_kernels.compat import PROCESSORS, pl, plgpu
+from pallas_kernels.hopper import warpgroups as wg
 
 ROWS = 128
 """What a group's first row is a multiple of."""

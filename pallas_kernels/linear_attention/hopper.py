@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import warpgroups as wg
 from pallas_kernels.compat import PROCESSORS, pl, plgpu
+from pallas_kernels.hopper import warpgroups as wg
 
 CHUNK = 64
 _BLOCK = 64  # columns of the memory that a warpgroup holds

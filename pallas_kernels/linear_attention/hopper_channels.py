@@ -21,11 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import warpgroups as wg
 from pallas_kernels.compat import pl, plgpu
-from pallas_kernels.linear_attention import hopper
-from pallas_kernels.linear_attention.hopper_finish import finish
-from pallas_kernels.linear_attention.hopper_halving import (
+from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.halving import (
     BLOCK,
     CHUNK,
     LEVELS,
@@ -41,6 +39,8 @@ from pallas_kernels.linear_attention.hopper_halving import (
     load,
     same_document,
 )
+from pallas_kernels.linear_attention import hopper
+from pallas_kernels.linear_attention.hopper_finish import finish
 
 TAKES_BONUS = True
 _STAGES = 3  # chunks on their way or in use

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import warpgroups as wg
 from pallas_kernels.compat import pl, plgpu
-from pallas_kernels.linear_attention.hopper_halving import (
+from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.halving import (
     BLOCK,
     CHUNK,
     LEVELS,

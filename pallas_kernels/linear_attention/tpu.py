@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, pltpu
-from pallas_kernels.linear_attention import tiles
+from pallas_kernels.tiles import scalar_decay as tiles
 
 CHUNK = 128
 _HEADS = 8  # of one program

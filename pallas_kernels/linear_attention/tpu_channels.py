@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.compat import pl
 from pallas_kernels.linear_attention import tpu as linear
-from pallas_kernels.linear_attention import tpu_halving as halving
-from pallas_kernels.linear_attention import tpu_layout
-from pallas_kernels.linear_attention.tiles import dot
+from pallas_kernels.tiles.scalar_decay import dot
+from pallas_kernels.tpu import halving
+from pallas_kernels.tpu import layout as tpu_layout
 
 TAKES_BONUS = True
 CHUNK = 128

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.linear_attention import tpu as linear
-from pallas_kernels.linear_attention import tpu_channels, tpu_layout
-from pallas_kernels.linear_attention import tpu_halving as halving
-from pallas_kernels.linear_attention.tiles import dot
+from pallas_kernels.linear_attention import tpu_channels
+from pallas_kernels.tiles.scalar_decay import dot
+from pallas_kernels.tpu import halving
+from pallas_kernels.tpu import layout as tpu_layout
 
 CHUNK = tpu_channels.CHUNK
 _F32 = jnp.float32

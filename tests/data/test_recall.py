@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lsm_jax.data import RecallTask, recall_examples
-from lsm_jax.data.recall import NOT_ASKED, _distinct
+from lsm_jax.data.recall_task import NOT_ASKED, _distinct
 
 
 def task(length=64, num_pairs=4, num_examples=200):

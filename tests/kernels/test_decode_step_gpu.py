@@ -13,7 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 import pallas_kernels.decode_step
 from lsm_jax import mixers, ops
 from lsm_jax.models import Decoder, lm
-from lsm_jax.ops.states import Layer
+from lsm_jax.ops.core.states import Layer
 from pallas_kernels.compat import gpu_interpreter, races_found
 from pallas_kernels.decode_step import api, decode_step, reason
 

@@ -10,7 +10,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from lsm_jax import ops
 from pallas_kernels.compat import gpu_interpreter, races_found
-from pallas_kernels.delta_rule import delta_rule, hopper_parts, hopper_sweeps, reasons
+from pallas_kernels.delta_rule import delta_rule, hopper_sweeps, reasons
+from pallas_kernels.hopper import parts as hopper_parts
 from tests.kernels.test_linear_attention_gpu import error
 
 BATCH, SCALE = 1, 0.25

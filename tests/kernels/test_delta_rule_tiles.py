@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.delta_rule import tiles
+from pallas_kernels.tiles import delta as tiles
 from tests.kernels.test_tiles import DECAYS
 
 SCALE = 0.4

@@ -10,8 +10,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from lsm_jax import ops
 from pallas_kernels.compat import gpu_interpreter, races_found
-from pallas_kernels.delta_rule import hopper_parts
 from pallas_kernels.dplr import dplr, reasons
+from pallas_kernels.hopper import parts as hopper_parts
 from tests.kernels.test_delta_rule_gpu import check_map
 from tests.kernels.test_linear_attention_gpu import error
 

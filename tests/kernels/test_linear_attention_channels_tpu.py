@@ -11,13 +11,8 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from lsm_jax import ops
-from pallas_kernels.linear_attention import (
-    linear_attention,
-    reasons,
-    tpu_channels,
-    tpu_halving,
-    tpu_values,
-)
+from pallas_kernels.linear_attention import linear_attention, reasons, tpu_channels, tpu_values
+from pallas_kernels.tpu import halving as tpu_halving
 from tests.kernels import on_tpu
 from tests.kernels import test_linear_attention_gpu as on_gpu
 

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from lsm_jax import ops
-from lsm_jax.ops.segments import read_tokens
+from lsm_jax.ops.core.segments import read_tokens
 from pallas_kernels.compat import gpu_interpreter, races_found
 from pallas_kernels.short_convolution import reason, short_convolution
 from tests.kernels.test_linear_attention_gpu import error

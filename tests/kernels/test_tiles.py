@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.linear_attention import tiles
+from pallas_kernels.tiles import scalar_decay as tiles
 
 SCALE = 0.4
 DECAYS = {

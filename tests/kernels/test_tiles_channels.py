@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.linear_attention import tiles_channels as tiles
+from pallas_kernels.tiles import channel_decay as tiles
 
 SCALE = 0.4
 DECAYS = {"mild": [-1e-3, -0.1, -0.5], "strong": [-30.0, -8.0], "mixed": [0.0, -1e-4, -0.7, -30.0]}

@@ -10,7 +10,7 @@ from flax import nnx
 
 from lsm_jax import feedforward, mixers, ops
 from lsm_jax.mixers.layers import HeadNorm, RMSNorm, matmul_to_float32
-from lsm_jax.ops import chosen
+from lsm_jax.ops.backends import chosen
 
 BATCH, LENGTH, HEADS, WIDTH = 2, 32, 2, 16
 X = jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS, WIDTH), jnp.bfloat16)

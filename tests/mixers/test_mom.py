@@ -13,7 +13,8 @@ from flax import nnx
 
 from lsm_jax import mixers
 from lsm_jax.mixers import mom_layout
-from lsm_jax.ops import grouped_product, states
+from lsm_jax.ops.core import states
+from lsm_jax.ops.experts import grouped_product
 from tests.mixers.mom_cases import (
     BATCH,
     INNER,

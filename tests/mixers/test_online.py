@@ -11,7 +11,7 @@ import pytest
 
 from lsm_jax import ops
 from lsm_jax.mixers import METHODS
-from lsm_jax.ops.inner_models import Layer, apply_layer, finish_inner, gradients
+from lsm_jax.ops.online.inner_models import Layer, apply_layer, finish_inner, gradients
 from tests.mixers.conftest import Small
 from tests.mixers.test_mixers import close
 from tests.mixers.test_variants import dense, rms, silu

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from configs import lm
-from lsm_jax.training.plan import plan
+from lsm_jax.training.memory_plan import plan
 from tests.step_memory import of_a_step
 
 pytestmark = pytest.mark.aot

@@ -17,7 +17,7 @@ from lsm_jax.models import Decoder, LayerConfig, ModelConfig, RecallModel, Recal
 from lsm_jax.parallel import MeshConfig, make_mesh
 from lsm_jax.training import RecallConfig, from_dict, to_dict
 from lsm_jax.training.metrics import MetricsWriter, read_rows
-from lsm_jax.training.recall import make_sweep
+from lsm_jax.training.recall_sweep import make_sweep
 from lsm_jax.training.step import make_program
 from tests.parallel.test_parallel import run_with_devices
 from tests.training import tiny

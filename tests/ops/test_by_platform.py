@@ -9,8 +9,8 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec, use_abstract_mesh
 
 from lsm_jax import ops
-from lsm_jax.ops import attention_cudnn
-from lsm_jax.ops.chosen import by_platform
+from lsm_jax.ops.attention import cudnn as attention_cudnn
+from lsm_jax.ops.backends.chosen import by_platform
 from lsm_jax.parallel import AXES
 
 KINDS = {"gpu": "NVIDIA H200", "tpu": "TPU v5e", "cpu": "cpu"}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lsm_jax import ops
-from lsm_jax.ops import states
+from lsm_jax.ops.core import states
 
 LENGTH, SIZE = 556, 8  # 70 chunks, the last one not full: parts of 18, 18, 18 and 16
 GIVEN = {

@@ -16,9 +16,9 @@ from flax import nnx
 import pallas_kernels.forgetting_attention
 from lsm_jax import mixers, ops
 from lsm_jax.mixers.lightning import alibi_slopes
-from lsm_jax.ops import query_blocks
-from lsm_jax.ops.forgetting import GateSum, gate_bias, sum_gates
-from lsm_jax.ops.segments import read_tokens
+from lsm_jax.ops.attention import query_blocks
+from lsm_jax.ops.attention.forget_gates import GateSum, gate_bias, sum_gates
+from lsm_jax.ops.core.segments import read_tokens
 from tests.ops.test_golden import LENGTH, K, Q, V, rows
 
 RNG = np.random.default_rng(0)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lsm_jax.ops.grouped_product import grouped_product, segment_product, serves_segments
+from lsm_jax.ops.experts.grouped_product import grouped_product, segment_product, serves_segments
 from pallas_kernels import compat
 from pallas_kernels.grouped_product import hopper
 

@@ -8,7 +8,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 from configs import lm
-from lsm_jax.ops import attention_cudnn
+from lsm_jax.ops.attention import cudnn as attention_cudnn
 from lsm_jax.parallel import MeshConfig
 from tests.step_memory import of_a_step
 

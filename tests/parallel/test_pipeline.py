@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lsm_jax.parallel import MeshConfig, make_mesh, pipelined
-from lsm_jax.training.plan import plan
+from lsm_jax.training.memory_plan import plan
 from tests.parallel.meshes import run_of
 from tests.parallel.test_parallel import run_with_devices
 from tests.parallel.test_tensor import meshes

@@ -22,8 +22,8 @@ from lsm_jax.models import count_parameters
 from lsm_jax.parallel import AXES, MeshConfig, make_mesh, token_sharding
 from lsm_jax.training import TrainConfig
 from lsm_jax.training.liveness import peak_bytes, result_bytes
+from lsm_jax.training.memory_plan import _keys_and_values, plan
 from lsm_jax.training.metrics import read_rows
-from lsm_jax.training.plan import _keys_and_values, plan
 from lsm_jax.training.step import make_program
 from tests.parallel.test_parallel import run_with_devices
 
@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_told():
 
 def told(config: str, *arguments: str) -> str:
     """The line that the command ends with where it makes no plan."""
-    command = [sys.executable, "-m", "lsm_jax.parallel.plan", f"--config={config}", *arguments]
+    command = [sys.executable, "-m", "lsm_jax.plan", f"--config={config}", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and not done.stdout, done
     (line,) = done.stderr.splitlines()
@@ -140,7 +140,7 @@ def test_memory_that_no_device_has_is_refused(hbm):
 )
 def test_a_mesh_is_chosen_that_divides(devices, changes, mesh):
     arguments = [f"--devices={devices}", *(f"--config.{change}" for change in changes)]
-    command = ["-m", "lsm_jax.parallel.plan", "--config=configs/linear_moe.py:tiny", *arguments]
+    command = ["-m", "lsm_jax.plan", "--config=configs/linear_moe.py:tiny", *arguments]
     notice, table, *_ = run_with_devices(1, *command).splitlines()
     assert notice.endswith(f"over {devices} devices; {mesh.replace(' x', ',')}")
     assert table.startswith(f"mesh {mesh};")
@@ -159,7 +159,7 @@ def test_what_to_do_is_told_where_no_mesh_divides():
 
 @pytest.mark.slow
 def test_the_command_line_needs_no_device():
-    command = ["-m", "lsm_jax.parallel.plan", "--config=configs/linear_moe.py:a1b-7b", "--devices=256", "--hbm=80"]  # fmt: skip
+    command = ["-m", "lsm_jax.plan", "--config=configs/linear_moe.py:a1b-7b", "--devices=256", "--hbm=80"]  # fmt: skip
     assert "fsdp=128 x sequence=2" in run_with_devices(1, *command)  # of 128 rows
     out = run_with_devices(1, *command, "--config.mesh.fsdp=8", "--config.batch_size=256")
     assert "mesh data=32 x fsdp=8" in out and "fits into 80 GiB" in out

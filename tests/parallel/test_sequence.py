@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from lsm_jax.mixers import METHODS
-from lsm_jax.ops import attention_sequence
+from lsm_jax.ops.attention import shared_rows as attention_sequence
 from tests.ops.cases import CASES
 from tests.parallel.test_parallel import run_with_devices
 

@@ -19,7 +19,7 @@ from lsm_jax.data import RecallTask
 from lsm_jax.models import recall_state_size
 from lsm_jax.parallel import largest_divisor
 from lsm_jax.training import from_dict, read_config, read_rows, to_dict, train_recall
-from lsm_jax.training.recall import load_task, make_accuracy, make_sweep
+from lsm_jax.training.recall_sweep import load_task, make_accuracy, make_sweep
 from lsm_jax.training.sweep import epoch_blocks
 
 

@@ -1,0 +1,1 @@
+"""`attention`: softmax attention, with or without forget gates."""

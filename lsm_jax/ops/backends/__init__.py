@@ -1,0 +1,1 @@
+"""How an op finds what runs it."""

@@ -1,0 +1,1 @@
+"""`short_convolution` and `token_shift`."""

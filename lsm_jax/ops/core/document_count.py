@@ -1,0 +1,71 @@
+"""The number of each token's document in its row."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from lsm_jax.ops.core import checks
+from lsm_jax.ops.core.segments import read_tokens
+from lsm_jax.ops.core.shared_rows import Update, begins, ends_of_documents, newer_id, resume
+from lsm_jax.parallel import TOKENS, over_mesh
+
+
+class DocumentCount(NamedTuple):
+    """What a row has seen of documents.
+
+    Attributes:
+        count: [B], how many have begun behind the first.
+        segment_id: [B], the last nonzero segment id seen, 0 before any.
+    """
+
+    count: Int[Array, " B"]
+    segment_id: Int[Array, " B"]
+
+
+def number_documents(
+    segment_ids: Int[Array, "B T"], state: DocumentCount
+) -> tuple[Int[Array, "B T"], DocumentCount]:
+    """How many documents have begun up to each token since the state's first, and the state after.
+
+    A document begins where the id differs from the last nonzero one, as for every op.
+
+    Args:
+        segment_ids: [B, T] integers, 0 padding.
+        state: to go on from.
+
+    Raises:
+        ValueError: segment ids of another shape or kind.
+    """
+    op = "number_documents"
+    checks.check_rows(op, len(state.count), jnp.shape(segment_ids)[-1], segment_ids, None)
+    axes = dict(segment_ids=TOKENS[:2], state=("batch",))
+    return over_mesh(
+        _number, dict(segment_ids=segment_ids, state=state), {},
+        axes=axes, out_axes=(TOKENS[:2], "state"), in_sequence=_in_sequence,
+    )  # fmt: skip
+
+
+def _number(segment_ids, state: DocumentCount) -> tuple[Array, DocumentCount]:
+    """The op on a device of its own."""
+    tokens = read_tokens(segment_ids, None, state.segment_id, None)
+    assert tokens.run is not None
+    run = tokens.run + state.count[:, None]
+    return run, DocumentCount(run[:, -1], tokens.last_id)
+
+
+def _in_sequence(axis, function, segment_ids, state):
+    """The op on one of the devices that share a row."""
+    empty = DocumentCount(jnp.zeros_like(state.count), jnp.zeros_like(state.segment_id))
+    run, written = function(segment_ids, empty)
+    _, first_id = ends_of_documents(segment_ids, run)
+    update = Update((), written, None, first_id)
+    return resume(axis, function, (), dict(segment_ids=segment_ids, state=state), update, _advance)
+
+
+def _advance(state: DocumentCount, update: Update) -> DocumentCount:
+    """The count after a device's tokens, the first of which may begin a document."""
+    count = state.count + begins(state, update) + update.written.count
+    return DocumentCount(count, newer_id(state, update))

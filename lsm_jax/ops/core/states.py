@@ -1,0 +1,371 @@
+"""Memories as values: the states ops take and give, and how chunk updates are applied to them one after another."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from lsm_jax.ops.backends.chosen import by_platform
+from lsm_jax.ops.core.segments import Chunks
+
+_STEP = 2**21  # numbers of memories that a step may change in about a launch's time
+_FEWEST = 16  # steps of a part
+_UNROLL = 8  # what a loop itself launches takes a GPU as long as a step
+
+
+class Layer(NamedTuple):
+    """One layer's memory where it stands in a stack of all layers': given in a state, an op writes it there.
+
+    Attributes:
+        stack: [L, B, G, K, V].
+        index: int32 scalar, which of the L.
+    """
+
+    stack: Float[Array, "L B G K V"]
+    index: Int[Array, ""]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The memory's."""
+        return self.stack.shape[1:]
+
+    def read(self) -> Array:
+        """The memory, [B, G, K, V]."""
+        return self.stack[self.index]
+
+    def write(self, memory: Array) -> Layer:
+        """The layer with another memory."""
+        return Layer(self.stack.at[self.index].set(memory.astype(self.stack.dtype)), self.index)
+
+
+class LinearState(NamedTuple):
+    """State of `linear_memory`.
+
+    Attributes:
+        memory: [B, G, K, V], or [B, S, G, K, V] with one state a segment, or a `Layer`; float32.
+        normalizer: [B, G, K] or [B, S, G, K], the decayed sum of keys; None unless the op normalises.
+        stabilizer: [B, G] or [B, S, G]: memory and normaliser are kept divided by its exponential; None unless writes are
+            gated by `log_input_gate`.
+        segment_id: [B], the last nonzero segment id seen, 0 before any.
+    """
+
+    memory: Float[Array, ...]
+    normalizer: Float[Array, ...] | None
+    stabilizer: Float[Array, ...] | None
+    segment_id: Int[Array, " B"]
+
+
+class DeltaState(NamedTuple):
+    """State of `delta_memory`.
+
+    Attributes:
+        memory: [B, G, K, V], or [B, S, G, K, V] with one state a segment, or a `Layer`; float32.
+        segment_id: [B], the last nonzero segment id seen, 0 before any.
+    """
+
+    memory: Float[Array, ...]
+    segment_id: Int[Array, " B"]
+
+
+def _zeros(batch, num_segments, shape, dtype):
+    rows = (batch,) if num_segments is None else (batch, num_segments)
+    return jnp.zeros(rows + shape, dtype)
+
+
+def linear_state(
+    batch_size: int,
+    num_heads: int,
+    key_dim: int,
+    value_dim: int,
+    *,
+    normalize: bool = False,
+    stabilize: bool = False,
+    num_segments: int | None = None,
+    dtype=jnp.float32,
+) -> LinearState:
+    """An empty `LinearState` of `num_heads` memories; `num_segments` gives each row that many states."""
+    memory = _zeros(batch_size, num_segments, (num_heads, key_dim, value_dim), dtype)
+    normalizer = (
+        _zeros(batch_size, num_segments, (num_heads, key_dim), dtype) if normalize else None
+    )
+    stabilizer = _zeros(batch_size, num_segments, (num_heads,), dtype) if stabilize else None
+    return LinearState(memory, normalizer, stabilizer, jnp.zeros(batch_size, jnp.int32))
+
+
+def delta_state(
+    batch_size: int,
+    num_heads: int,
+    key_dim: int,
+    value_dim: int,
+    *,
+    num_segments: int | None = None,
+    dtype=jnp.float32,
+) -> DeltaState:
+    """An empty `DeltaState` of `num_heads` memories; `num_segments` gives each row that many states."""
+    memory = _zeros(batch_size, num_segments, (num_heads, key_dim, value_dim), dtype)
+    return DeltaState(memory, jnp.zeros(batch_size, jnp.int32))
+
+
+def run_masks(chunks: Chunks) -> tuple[Any, Any, Any]:
+    """Masks for documents that begin inside a chunk, or Nones.
+
+    Returns:
+        Pairs of one document, [B, N, C, C]; tokens of the document the chunk starts in, [B, N, C]; tokens of the document
+        it ends in, [B, N, C].
+    """
+    if chunks.run is None:
+        return None, None, None
+    run = chunks.run
+    before = jnp.concatenate([jnp.zeros_like(run[:, :1, -1]), run[:, :-1, -1]], axis=1)
+    same = run[..., :, None] == run[..., None, :]
+    return same, run == before[..., None], run == run[..., -1:]
+
+
+def per_chunk(condition: Array, x: Array) -> Array:
+    """Give `condition` trailing axes until it broadcasts against `x`."""
+    return condition.reshape(condition.shape + (1,) * (x.ndim - condition.ndim))
+
+
+def _own(initial: Array, slot: Array) -> Array:
+    """initial [B, S, ...], slot [B, ...] -> the slot's state."""
+    return jax.vmap(lambda states, index: states[index])(initial, slot)
+
+
+def _last_of_each_segment(after: Array, initial: Array, chunks: Chunks) -> Array:
+    assert chunks.last is not None
+    found = _own(after, jnp.maximum(chunks.last, 0))
+    return jnp.where(per_chunk(chunks.last >= 0, found), found, initial)
+
+
+def scan_chunks(
+    update: Callable[[Array, Any], Array], arrays: Any, initial: Array, chunks: Chunks
+) -> tuple[Array, Array]:
+    """Apply the chunks' updates in order.
+
+    Args:
+        update: (memory [B, ...], one chunk of `arrays`) -> memory.
+        arrays: pytree of [B, N, ...].
+        initial: [B, ...], or [B, S, ...] with one state a segment.
+        chunks: the layout.
+
+    Returns:
+        The memory each chunk starts from, [B, N, ...], and the final state, shaped as `initial`.
+    """
+    arrays = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), arrays)
+    if chunks.slot is None:
+        final, entering = jax.lax.scan(lambda m, x: (update(m, x), m), initial, arrays)
+        return jnp.moveaxis(entering, 0, 1), final
+
+    def step(memory, inputs):
+        x, slot, first = inputs
+        memory = jnp.where(per_chunk(first, memory), _own(initial, slot), memory)
+        after = update(memory, x)
+        return after, (memory, after)
+
+    assert chunks.first is not None
+    layout = (chunks.slot.T, chunks.first.T)
+    _, (entering, after) = jax.lax.scan(step, jnp.zeros_like(initial[:, 0]), (arrays, *layout))
+    after = jnp.moveaxis(after, 0, 1)
+    return jnp.moveaxis(entering, 0, 1), _last_of_each_segment(after, initial, chunks)
+
+
+def fold_chunks(
+    apply: Callable[[Array, Array], Array],
+    compose: Callable[[Array, Array], Array],
+    transition: Array,
+    write: Array,
+    initial: Array,
+    chunks: Chunks,
+    *,
+    add: Callable[[Array, Array], Array] = jnp.add,
+) -> tuple[Array, Array]:
+    """`scan_chunks` of the updates `M -> add(apply(transition, M), write)`, both [B, N, ...].
+
+    Where few memories meet many chunks, a step takes an NVIDIA GPU no longer than its launch: parts of the sequence are then walked
+    side by side there, each as one growing update, which are applied to what the parts before leave. Rows of documents are not, for
+    which number a chunk has may depend on later tokens (Mixture-of-Memories), and rounding would on the number.
+    `compose(later, earlier)` is the product of two transitions.
+    """
+
+    def step(memory, update):
+        return add(apply(update[0], memory), update[1])
+
+    def scanned(transition, write, initial):
+        return scan_chunks(step, (transition, write), initial, chunks)
+
+    parts = _parts(chunks.count, write.size // chunks.count)
+    if parts == 1 or chunks.slot is not None or chunks.run is not None:
+        return scanned(transition, write, initial)
+    cut = functools.partial(_fold_parts, step, compose, parts)
+    return by_platform(transition, write, initial, cuda=cut, default=scanned)
+
+
+def _fold_parts(step, compose, parts: int, transition, write, initial) -> tuple[Array, Array]:
+    """`fold_chunks` in parts."""
+    count = write.shape[1]
+    steps = -(-count // parts)
+    short = parts * steps - count
+
+    def in_parts(x):  # -> [steps, B, parts, ...]
+        # What fills the last part up comes after all that is read.
+        x = jnp.pad(x, [(0, 0), (0, short)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(x.shape[0], parts, steps, *x.shape[2:]), 2, 0)
+
+    def grow(before, own):
+        update = compose(own[0], before[0]), step(before[1], own)
+        return update, update
+
+    updates = jax.tree.map(in_parts, (transition, write))
+    first, later = jax.tree.map(lambda x: x[0], updates), jax.tree.map(lambda x: x[1:], updates)
+    whole, grown = jax.lax.scan(grow, first, later, unroll=_UNROLL)
+    grown = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, grown)
+    by_part = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), whole)
+    walk = lambda m, update: (step(m, update), m)  # noqa: E731
+    _, starts = jax.lax.scan(walk, initial, by_part, unroll=_UNROLL)
+    after = step(jnp.moveaxis(starts, 0, 1), grown)
+    after = jnp.moveaxis(after, 0, 2).reshape(initial.shape[0], parts * steps, *initial.shape[1:])
+    entering = jnp.concatenate([initial[:, None], after[:, : count - 1]], axis=1)
+    return entering, after[:, count - 1]
+
+
+def _parts(count: int, numbers: int) -> int:
+    """Of `count` chunks, each of which changes `numbers` of the memories'."""
+    parts = 1
+    while 2 * parts * numbers <= _STEP and 2 * parts * _FEWEST <= count:
+        parts *= 2
+    return parts
+
+
+def associate_chunks(
+    apply: Callable[[Array, Array], Array],
+    compose: Callable[[Array, Array], Array],
+    transition: Array,
+    write: Array,
+    initial: Array,
+    chunks: Chunks,
+    *,
+    add: Callable[[Array, Array], Array] = jnp.add,
+    zero: float = 0.0,
+) -> tuple[Array, Array]:
+    """`scan_chunks` by an associative scan over the updates `M -> add(apply(transition, M), write)`, both [B, N, ...].
+
+    `compose(later, earlier)` is the product of two transitions; a transition of `zero` leaves nothing of M. With one state a
+    segment, which number a chunk has depends on later tokens: the scan then is one whose rounding does not depend on it, of
+    log2(N) passes.
+    """
+    if chunks.slot is None:
+        first = jnp.broadcast_to(jnp.arange(chunks.count) == 0, write.shape[:2])
+        own = jnp.broadcast_to(initial[:, None], write.shape)
+    else:
+        assert chunks.first is not None
+        first, own = chunks.first, _own(initial, chunks.slot)
+    write = jnp.where(per_chunk(first, write), add(apply(transition, own), write), write)
+    transition = jnp.where(per_chunk(first, transition), zero, transition)
+
+    def combine(earlier, later):
+        return (
+            compose(later[0], earlier[0]),
+            add(apply(later[0], earlier[1]), later[1]),
+        )
+
+    scan = associative_scan if chunks.slot is None else doubling_scan
+    _, after = scan(combine, (transition, write))
+    before = jnp.concatenate([after[:, :1], after[:, :-1]], axis=1)
+    entering = jnp.where(per_chunk(first, own), own, before)
+    if chunks.slot is None:
+        return entering, after[:, -1]
+    return entering, _last_of_each_segment(after, initial, chunks)
+
+
+def associative_scan(combine: Callable[[Any, Any], Any], x: Any) -> Any:
+    """`jax.lax.associative_scan` over axis 1 that combines nothing where there is nothing.
+
+    What a product of empty arrays keeps for the backward pass crashes XLA's partitioner where it leaves a `jax.shard_map`.
+    """
+
+    def combine_some(earlier, later):
+        return combine(earlier, later) if jax.tree.leaves(later)[0].size else later
+
+    return jax.lax.associative_scan(combine_some, x, axis=1)
+
+
+def doubling_scan(combine: Callable[[Any, Any], Any], x: Any) -> Any:
+    """`associative_scan` by sums of 1, 2, 4, ... entries: how one is made depends on what stands before it, not on where."""
+    reach, count = 1, jax.tree.leaves(x)[0].shape[1]
+    while reach < count:
+        earlier, later = (
+            jax.tree.map(lambda a, s=s: a[:, s], x) for s in (slice(-reach), slice(reach, None))
+        )
+        combined = combine(earlier, later)
+        first = jax.tree.map(lambda a, s=reach: a[:, :s], x)
+        x = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), first, combined)
+        reach *= 2
+    return x
+
+
+def scan_tokens(
+    step: Callable[[Any, Any], tuple[Any, Any]],
+    arrays: Any,
+    initial: Any,
+    run: Array | None,
+    slot: Array | None,
+) -> tuple[Any, Any]:
+    """The recurrent form: apply `step(memory, token) -> (memory, output)` token by token, every array [B, T, ...].
+
+    A memory may be a pytree of arrays, and an output too.
+    """
+    length = jax.tree.leaves(arrays)[0].shape[1]
+    begins = None
+    if run is not None:
+        begins = jnp.diff(run, axis=1, prepend=jnp.zeros_like(run[:, :1])) > 0
+
+    def body(memory, inputs):
+        x, begin, index = inputs
+        if index is not None:
+            own, output = step(jax.tree.map(lambda m: _own(m, index), memory), x)
+            put = jax.vmap(lambda states, i, new: states.at[i].set(new))
+            return jax.tree.map(lambda m, new: put(m, index, new), memory, own), output
+        if begin is not None:
+            memory = jax.tree.map(lambda m: jnp.where(per_chunk(begin, m), 0, m), memory)
+        return step(memory, x)
+
+    def time_first(x):
+        return None if x is None else jnp.moveaxis(x, 1, 0)
+
+    inputs = (jax.tree.map(time_first, arrays), time_first(begins), time_first(slot))
+    final, outputs = jax.lax.scan(body, initial, inputs, length=length)
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), outputs), final
+
+
+def layer_of(states: Any, at: Array, *, in_place: bool) -> Any:
+    """Layer `at` of states stacked along the first axis; with `in_place`, plain memories of ops as a `Layer`."""
+
+    def own(x):
+        if not isinstance(x, _OF_OPS):
+            return x[at]
+        state: Any = x
+        rest = jax.tree.map(lambda s: s[at], state._replace(memory=None))
+        return rest._replace(memory=Layer(state.memory, at))
+
+    def whole(x):
+        plain = isinstance(x, _OF_OPS) and getattr(x, "normalizer", None) is None
+        return in_place and plain and x.memory.ndim == 5
+
+    return jax.tree.map(own, states, is_leaf=whole)
+
+
+def put_layer(states: Any, own: Any, at: Array) -> Any:
+    """The stacked states with layer `at` as `own` has it."""
+
+    def put(new, x):
+        return new.stack if isinstance(new, Layer) else x.at[at].set(new.astype(x.dtype))
+
+    return jax.tree.map(put, own, states, is_leaf=lambda x: isinstance(x, Layer))
+
+
+_OF_OPS = (LinearState, DeltaState)

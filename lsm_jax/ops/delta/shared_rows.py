@@ -1,0 +1,109 @@
+"""`delta_memory` and `dplr_memory` on one of the devices that share a row: their tokens are an update `M -> Θ M + W`, Θ [K, K] a head.
+
+Θ acts on each value channel alike, so it is what the identity matrix becomes as K more value channels, to which nothing is
+written. These channels' outputs are `q_t Θ_t`: what the memory a device starts from adds to its outputs is a product with them, so
+that the op runs once, from an empty memory, and does not wait for the other devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lsm_jax.ops.core.segments import read_tokens
+from lsm_jax.ops.core.shared_rows import Update, emptied_by, ends_of_documents, newer_id, resume
+from lsm_jax.ops.core.states import DeltaState
+from lsm_jax.parallel.sequence import exchange
+
+
+def in_sequence(
+    axis: str,
+    function: Callable[..., Any],
+    options: Any,
+    by_xla: Callable[..., Any],
+    takes: Callable[[Any], bool],
+    arguments: dict[str, Any],
+) -> tuple[jax.Array, DeltaState]:
+    """The op on this device's tokens, from the state that the earlier devices leave; and the last one's final state.
+
+    Args:
+        axis: mesh axis the devices stand along.
+        function: the op on a device of its own, of `options` and `arguments`.
+        options: its static options.
+        by_xla: its XLA form, for one state a segment.
+        takes: whether its kernel takes such values.
+        arguments: the op's arrays on this device; `state` is ahead of the first device's tokens.
+    """
+    v, state = arguments["v"], arguments["state"]
+    if state.memory.ndim == 5:
+        in_chunks = options._replace(form="chunk", fused="never")
+        update = update_of(in_chunks, by_xla, arguments)
+        return resume(axis, function, (options,), arguments, update, advance)
+    wide, start, no_id, first_id = _with_identity(options.dtype, arguments)
+    if options.fused == "never":  # the sum below is rounded once
+        wide = wide.astype(options.dtype)
+    value_dim = v.shape[-1]
+
+    def run(part):
+        begin = DeltaState(start[..., part], no_id)
+        return function(options, **(arguments | {"v": wide[..., part], "state": begin}))
+
+    whole = options.fused == "never" or takes(wide)
+    split = [slice(None)] if whole else [slice(value_dim), slice(value_dim, None)]
+    outputs, after = zip(*map(run, split), strict=True)
+    output = jnp.concatenate(outputs, axis=-1)
+    memory = jnp.concatenate([x.memory for x in after], axis=-1)
+    written = DeltaState(memory[..., :value_dim], after[0].segment_id)
+    update = Update(memory[..., value_dim:], written, None, first_id)
+    initial = jax.tree.map(lambda x, y: x.astype(y.dtype), state, written)
+    entering, final = exchange(axis, advance, update, initial)
+    batch, length, heads, _ = v.shape
+    through = output[..., value_dim:].reshape(batch, length, heads, -1, memory.shape[-2])
+    added = jnp.einsum(
+        "btgrk,bgkv->btgrv", through.astype(options.dtype), emptied_by(entering, update).memory,
+        precision=options.precision,
+    )  # fmt: skip
+    output = output[..., :value_dim]
+    return (output + added.reshape(output.shape)).astype(v.dtype), final
+
+
+def _with_identity(dtype: Any, arguments: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+    """Values and a state to start from with K more value channels; that no id was seen, and the first that is."""
+    v, state, segment_ids = (arguments[name] for name in ("v", "state", "segment_ids"))
+    key_dim = state.memory.shape[-2]
+    num_segments = state.memory.shape[1] if state.memory.ndim == 5 else None
+    no_id = jnp.zeros_like(state.segment_id)
+    tokens = read_tokens(segment_ids, None, no_id, num_segments)
+    _, first_id = ends_of_documents(segment_ids, tokens.run)
+    identity = jnp.broadcast_to(jnp.eye(key_dim, dtype=dtype), (*state.memory.shape[:-1], key_dim))
+    start = jnp.concatenate([jnp.zeros_like(state.memory, dtype), identity], axis=-1)
+    wide = jnp.concatenate([v, jnp.zeros((*v.shape[:-1], key_dim), v.dtype)], axis=-1)
+    return wide, start, no_id, first_id
+
+
+def update_of(options, by_xla: Callable[..., Any], arguments: dict[str, Any]) -> Update:
+    """This device's tokens as an update.
+
+    A document that begins among the tokens leaves nothing of the identity.
+
+    Args:
+        options: of the op's XLA form in chunks.
+        by_xla: that form.
+        arguments: the op's arrays on this device.
+    """
+    value_dim = arguments["v"].shape[-1]
+    wide, start, no_id, first_id = _with_identity(options.dtype, arguments)
+    given = arguments | {"v": wide, "state": DeltaState(start, no_id)}
+    _, after = by_xla(options, **given)
+    memory, transition = after.memory[..., :value_dim], after.memory[..., value_dim:]
+    return Update(transition, DeltaState(memory, after.segment_id), None, first_id)
+
+
+def advance(state: DeltaState, update: Update) -> DeltaState:
+    """The state after an update."""
+    state = emptied_by(state, update)
+    kept = jnp.matmul(update.transition, state.memory, precision=jax.lax.Precision.HIGHEST)
+    return DeltaState(kept + update.written.memory, newer_id(state, update))

@@ -1,0 +1,1 @@
+"""Products of groups of rows with one matrix each."""

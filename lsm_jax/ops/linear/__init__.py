@@ -1,0 +1,1 @@
+"""`linear_memory`: memories under a decay that factorises."""

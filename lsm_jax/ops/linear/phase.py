@@ -1,0 +1,157 @@
+"""Sums of angles along a document, for decays that turn: as exact after many tokens as after one."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from lsm_jax.ops.core import checks
+from lsm_jax.ops.core.segments import Chunks, cut_into_chunks, finish_output, read_tokens, select
+from lsm_jax.ops.core.shared_rows import (
+    Update,
+    emptied_by,
+    ends_of_documents,
+    newer_id,
+    resume,
+    unless_restarted,
+)
+from lsm_jax.ops.core.states import associate_chunks, per_chunk, run_masks
+from lsm_jax.parallel import TOKENS, over_mesh
+
+# By dtype: integers to count angles in, the power of two that makes a radian one of them, and a whole turn.
+_COUNTS = {"float32": ("int32", 28, 1686629713), "float64": ("int64", 60, 7244019458077122842)}
+
+
+def cumulative_phase(
+    angle: Float[Array, "B T H"],
+    *,
+    num_segments: int | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    update_mask: Array | None = None,
+) -> tuple[Float[Array, "B T H"], Float[Array, ...]]:
+    """The sum of the angles of a document's written tokens in this call, up to each token, less whole turns.
+
+    It is a sum of integers, which does not round: in float32 an angle enters to 2e-9, and a whole turn leaves to 3e-10. A
+    memory that is turned back by the final sum when a call ends needs no phase of its own to go on from.
+
+    Args:
+        angle: [B, T, H], radians, from -π to π.
+        num_segments: sums to keep apart in a row, where one state a segment is kept; None is one a row.
+        segment_ids: [B, T] integers, 0 padding; see `lsm_jax.ops.core.segments`.
+        update_mask: [B, T], 0 where a token's angle must not count.
+
+    Returns:
+        [B, T, H], and the sum at the end, [B, H] or [B, S, H]; from -π to π, in float32 (float64 for float64).
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    op = "cumulative_phase"
+    batch, length, _ = checks.check_row_channels(op, "angle", angle)
+    checks.check_rows(op, batch, length, segment_ids, update_mask)
+    if num_segments is not None and (segment_ids is None or not checks.is_count(num_segments)):
+        given = "None" if segment_ids is None else "given"
+        raise ValueError(
+            f"{op}: num_segments={num_segments!r} with segment_ids {given}; accepted are None, and integers from 1 with "
+            "segment_ids"
+        )
+    batched = dict(angle=angle, segment_ids=segment_ids, update_mask=update_mask)
+    rows = ("batch",) if num_segments is None else ("batch", None)
+    return over_mesh(
+        _cumulative_phase, batched, {}, num_segments,
+        axes=dict.fromkeys(batched, TOKENS), out_axes=(TOKENS, (*rows, "heads")),
+        in_sequence=_in_sequence,
+    )  # fmt: skip
+
+
+class _Sums(NamedTuple):
+    """The sums so far, [B, H] or [B, S, H]: counted, and as a zero that carries the gradient; [B], the last nonzero id."""
+
+    count: Array
+    zero: Array
+    segment_id: Array
+
+    def angle(self) -> Array:
+        """In radians."""
+        _, bits, _ = _COUNTS[self.zero.dtype.name]
+        return self.count.astype(self.zero.dtype) * 2.0**-bits + self.zero
+
+
+def _no_sums(num_segments, angle) -> _Sums:
+    """The sums ahead of any token."""
+    dtype = checks.compute_dtype(angle)
+    batch, _, heads = angle.shape
+    rows = (batch,) if num_segments is None else (batch, num_segments)
+    count = jnp.zeros((*rows, heads), _COUNTS[jnp.dtype(dtype).name][0])
+    return _Sums(count, jnp.zeros((*rows, heads), dtype), jnp.zeros(batch, jnp.int32))
+
+
+def _cumulative_phase(num_segments, **arguments):
+    """The op on a device of its own."""
+    output, final = _sum_up(
+        num_segments, **arguments, state=_no_sums(num_segments, arguments["angle"])
+    )
+    return output, final.angle()
+
+
+def _in_sequence(axis, _, num_segments, **arguments):
+    """The op on one of the devices that share a row."""
+    empty = _no_sums(num_segments, arguments["angle"])
+    ids = arguments["segment_ids"]
+    _, written = _sum_up(num_segments, **arguments, state=empty)
+    run = read_tokens(ids, None, empty.segment_id, num_segments).run
+    update = Update((), written, *ends_of_documents(ids, run))
+    arguments = arguments | {"state": empty}
+    output, final = resume(axis, _sum_up, (num_segments,), arguments, update, _advance)
+    return output, final.angle()
+
+
+def _advance(state: _Sums, update: Update) -> _Sums:
+    """The sums after more tokens."""
+    state, written = emptied_by(state, update), update.written
+    count, zero = (unless_restarted(update, x) for x in (state.count, state.zero))
+    return _Sums(_add(count, written.count), zero + written.zero, newer_id(state, update))
+
+
+def _add(a: Array, b: Array) -> Array:
+    """The sum of two counted angles, less whole turns."""
+    turn = next(turn for kind, _, turn in _COUNTS.values() if kind == a.dtype.name)
+    total = a + b
+    return total - turn * jnp.sign(total) * (jnp.abs(total) > turn // 2)
+
+
+# Compiled as a whole also when called outside `jax.jit`, as in a notebook.
+@functools.partial(jax.jit, static_argnums=0)
+def _sum_up(num_segments, angle, segment_ids, update_mask, state):
+    """Sums in radians, [B, T, H], and the state after."""
+    batch, length, _ = angle.shape
+    tokens = read_tokens(segment_ids, update_mask, state.segment_id, num_segments)
+    chunks = cut_into_chunks(tokens, length, 1, num_segments)
+    angle = select(tokens.written, angle).astype(checks.compute_dtype(angle))
+    angle = chunks.split(angle)[:, :, 0]
+    counts, bits, _ = _COUNTS[angle.dtype.name]
+    count = jnp.round(jax.lax.stop_gradient(angle) * 2.0**bits).astype(counts)
+    phase, last = _running_sum(count, state.count, chunks, _add)
+    # Zero: it carries the gradient, which integers have not.
+    zero, last_zero = _running_sum(
+        angle - jax.lax.stop_gradient(angle), state.zero, chunks, jnp.add
+    )
+    phase = phase.astype(angle.dtype) * 2.0**-bits
+    output = chunks.join((phase + zero)[:, :, None], length)
+    return finish_output(tokens, output), _Sums(last, last_zero, tokens.last_id)
+
+
+def _running_sum(x: Array, initial: Array, chunks: Chunks, add) -> tuple[Array, Array]:
+    """x [B, N, H] -> the sum up to each, begun again with every document, [B, N, H], and the last of each state."""
+    keep = jnp.ones_like(x)
+    _, enters, _ = run_masks(chunks)
+    if enters is not None:
+        keep = jnp.where(per_chunk(enters[:, :, 0], keep), keep, 0)
+    entering, final = associate_chunks(
+        jnp.multiply, jnp.multiply, keep, x, initial, chunks, add=add, zero=0
+    )
+    return add(keep * entering, x), final

@@ -1,0 +1,137 @@
+"""Memories under exponential input gates: `C_t = f_t C_{t-1} + i_t k_tᵀ v_t` with i of any size, kept scaled (mLSTM).
+
+What is kept is `M = e^-m C` for the stabiliser `m_t = max(log f_t + m_{t-1}, log i_t)` (xLSTM, arXiv 2405.04517 Eqs. 15 and
+19-21), m = 0 ahead of the first token as in its code. m needs no memory, so the chunkwise forms find it first, as a scan over
+(max, +); then each factor that meets a memory, a key or a score is the exponential of a number that is at most 0, in which
+decays are summed and not subtracted, and row t's has seen nothing after t.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from lsm_jax.ops.core.decays import halve, pairwise_log_decay
+from lsm_jax.ops.core.segments import Chunks, Tokens
+from lsm_jax.ops.core.states import associate_chunks, fold_chunks, run_masks, scan_tokens
+
+NEVER = -1e30
+"""Logarithm of a gate that is shut; finite, so that differences are."""
+
+
+class Gated(NamedTuple):
+    """Arrays by head: q [B, T, G, R, K], k [B, T, G, K], v [B, T, G, V]; logarithms `decay` and `gate` [B, T, G]."""
+
+    q: Array
+    k: Array
+    v: Array
+    decay: Array
+    gate: Array
+
+
+def normalized(
+    output: Float[Array, "... V"], product: Float[Array, "... 1"], m: Float[Array, "... 1"], eps
+) -> Array:
+    """`q M / (max(|q n|, e^-m) + ε)`, multiplied through by e^m where m < 0, so that nothing overflows."""
+    scale = jnp.exp(jnp.minimum(m, 0))
+    floor = jnp.exp(-jnp.maximum(m, 0))
+    return scale * output / (jnp.maximum(scale * jnp.abs(product), floor) + eps * scale)
+
+
+def by_token(x: Gated, memory: Array, stabilizer: Array, tokens: Tokens):
+    """The recurrent form: output [B, T, G, R, V], m [B, T, G], and the final memory and stabiliser."""
+
+    def step(state, x: Gated):
+        memory, before = state
+        m = jnp.maximum(x.decay + before, x.gate)
+        kept, gained = jnp.exp(x.decay + (before - m)), jnp.exp(x.gate - m)
+        write = x.k[..., :, None] * (gained[..., None] * x.v)[..., None, :]
+        memory = kept[..., None, None] * memory + write
+        return (memory, m), (jnp.sum(x.q[..., None] * memory[:, :, None], axis=-2), m)
+
+    (output, m), (memory, stabilizer) = scan_tokens(
+        step, x, (memory, stabilizer), tokens.run, tokens.slot
+    )
+    return output, m, memory, stabilizer
+
+
+def by_chunk(
+    x: Gated, written: Array, memory: Array, stabilizer: Array, chunks: Chunks, form: str, precision
+):
+    """The chunkwise forms; `written` [B, T] is False where the update is the identity. Outputs are `by_token`'s, in chunks."""
+
+    def by_head(x):  # [B, N, C, G, ..., *] -> [B, N, G, ..., C, *]
+        x = jnp.moveaxis(chunks.split(x), 2, 3)
+        return x if x.ndim < 6 else jnp.moveaxis(x, 3, -2)
+
+    live = chunks.split(written)[:, :, None]  # empty places do not write either
+    x = jax.tree.map(by_head, x)
+    gate = jnp.where(live, x.gate, NEVER)
+    same, enters, stays = run_masks(chunks)
+    allowed = jnp.tri(chunks.size, dtype=bool)
+    halving = halve(x.decay[..., None])
+    prefix, suffix, total = halving.prefix[..., 0], halving.suffix[..., 0], halving.total[..., 0]
+    top = gate  # what can set the stabiliser
+    if chunks.run is not None:
+        allowed = allowed & same[:, :, None]
+        prefix = jnp.where(enters[:, :, None], prefix, NEVER)
+        suffix = jnp.where(stays[:, :, None], suffix, NEVER)
+        total = jnp.where(enters[:, :, None, -1], total, NEVER)
+        top = jnp.where(_begins(chunks.run)[:, :, None], jnp.maximum(gate, x.decay), gate)
+    between = jnp.where(allowed, pairwise_log_decay(halving), NEVER)
+
+    # The stabiliser: the one each chunk starts from, then each row's own.
+    highest = _largest(suffix + top)
+    if form == "chunk":
+        entering_m, stabilizer = fold_chunks(
+            jnp.add, jnp.add, total, highest, stabilizer, chunks, add=jnp.maximum
+        )
+    else:
+        entering_m, stabilizer = associate_chunks(
+            jnp.add, jnp.add, total, highest, stabilizer, chunks, add=jnp.maximum, zero=NEVER
+        )
+    leaving_m = jnp.maximum(total + entering_m, highest)
+    if chunks.slot is None:  # to the bit what the next chunk starts from, however that was summed
+        leaving_m = jnp.concatenate([entering_m[:, 1:], stabilizer[:, None]], axis=1)
+    m = _largest(between + top[..., None, :])
+    m = jnp.maximum(prefix + entering_m[..., None], m)
+
+    scores = jnp.einsum("bngrik,bngjk->bngrij", x.q, x.k, precision=precision)
+    scores = jnp.where(allowed[..., None, :, :], scores, 0)
+    weights = jnp.exp(between + (gate[..., None, :] - m[..., None]))
+    output = jnp.einsum(
+        "bngrij,bngjv->bngriv", scores * weights[:, :, :, None], x.v, precision=precision
+    )
+
+    read = x.q * jnp.exp(prefix + (entering_m[..., None] - m))[:, :, :, None, :, None]
+    keys = x.k * jnp.exp(suffix + (gate - leaving_m[..., None]))[..., None]
+    write = jnp.einsum("bngck,bngcv->bngkv", keys, x.v, precision=precision)
+    kept = jnp.exp(total + (entering_m - leaving_m))[..., None, None]
+    entering, memory = _apply(form, kept, write, memory, chunks)
+    output = output + jnp.einsum("bngrck,bngkv->bngrcv", read, entering, precision=precision)
+    return jnp.moveaxis(output, -2, 2), jnp.moveaxis(m, -1, 2), memory, stabilizer
+
+
+def _apply(form: str, kept: Array, write: Array, memory: Array, chunks: Chunks) -> Any:
+    walk = fold_chunks if form == "chunk" else associate_chunks
+    return walk(jnp.multiply, jnp.multiply, kept, write, memory, chunks)
+
+
+def _largest(x: Array) -> Array:
+    """`max(x, axis=-1)` whose gradient goes to one entry, by index.
+
+    The derivative of `jnp.max` compares x with its maximum; where the compiler computes x twice, rounded differently, no entry
+    is equal and it divides by zero.
+    """
+    place = jnp.argmax(jax.lax.stop_gradient(x), axis=-1, keepdims=True)
+    return jnp.take_along_axis(x, place, axis=-1)[..., 0]
+
+
+def _begins(run: Array) -> Array:
+    """[B, N, C], True at the first token of each document that begins in this call: its stabiliser starts from 0."""
+    flat = run.reshape(run.shape[0], -1)
+    begins = jnp.diff(flat, axis=1, prepend=jnp.zeros_like(flat[:, :1])) > 0
+    return begins.reshape(run.shape)

@@ -1,0 +1,1 @@
+"""`online_memory`: memories that learn by gradients of an inner loss."""

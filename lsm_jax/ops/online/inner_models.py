@@ -1,0 +1,130 @@
+"""The small models that `online_memory` trains while it reads: a matrix or an MLP for each head, and their loss's gradient.
+
+`f(x) = norm(gelu(x W₁ + b₁) W₂ + b₂)`, or `norm(x W₁ + b₁)` with one layer; biases and norm may be absent. The loss of a
+token is `½ ‖f(k) - target‖²`. Its gradient by a weight has rank one, `xᵀ g` with x the layer's input and g the loss's
+gradient by the layer's output, so it is kept as the pair (x, g).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from lsm_jax.ops.core import checks
+
+
+class Inner(NamedTuple):
+    """The inner models before any token, one a memory; learned by the outer model.
+
+    Attributes:
+        weights: (W,) of [G, K, V], or (W₁, W₂) of [G, K, M] and [G, M, V].
+        biases: the layers' biases, [G, V], or [G, M] and [G, V]; None for none.
+        norm_scale: [G, V], of a layer norm after the last layer; None for no norm. It is not trained online.
+        norm_bias: [G, V], likewise.
+    """
+
+    weights: tuple[Float[Array, "G I O"], ...]
+    biases: tuple[Float[Array, "G O"], ...] | None = None
+    norm_scale: Float[Array, "G V"] | None = None
+    norm_bias: Float[Array, "G V"] | None = None
+
+
+class Layer(NamedTuple):
+    """A layer's weight [..., I, O] and bias [..., O] (or None), or anything of the same shapes."""
+
+    weight: Array
+    bias: Array | None
+
+
+Layers = tuple[Layer, ...]
+
+
+def layers_of(inner: Inner) -> Layers:
+    """The layers that are trained online, with an axis for rows: [1, G, ...]."""
+    biases = inner.biases or (None,) * len(inner.weights)
+    layers = tuple(Layer(w, b) for w, b in zip(inner.weights, biases, strict=True))
+    return jax.tree.map(lambda x: x[None], layers)
+
+
+def check_inner(op: str, inner: Inner, heads: int, key_dim: int, value_dim: int) -> None:
+    """Raise ValueError unless the inner models fit G, K and V."""
+    count = len(inner.weights)
+    if count not in (1, 2):
+        raise ValueError(f"{op}: inner.weights has {count} matrices; accepted are 1 and 2")
+    middle = () if count == 1 else (jnp.shape(inner.weights[0])[-1],)
+    sizes = (key_dim, *middle, value_dim)
+    for i, weight in enumerate(inner.weights):
+        shape = (heads, sizes[i], sizes[i + 1])
+        checks.check_shape(op, f"inner.weights[{i}]", weight, shape, "G, I, O")
+    if inner.biases is not None:
+        if len(inner.biases) != count:
+            raise ValueError(f"{op}: inner has {count} weights and {len(inner.biases)} biases")
+        for i, bias in enumerate(inner.biases):
+            checks.check_shape(op, f"inner.biases[{i}]", bias, (heads, sizes[i + 1]), "G, O")
+    if (inner.norm_scale is None) != (inner.norm_bias is None):
+        raise ValueError(f"{op}: inner has one of norm_scale and norm_bias; give both or neither")
+    for name in ("norm_scale", "norm_bias"):
+        value = getattr(inner, name)
+        if value is not None:
+            checks.check_shape(op, f"inner.{name}", value, (heads, value_dim), "G, V")
+
+
+def apply_layer(layer: Layer, x: Array, precision) -> Array:
+    """x [..., C, I] -> [..., C, O]."""
+    y = jnp.matmul(x, layer.weight, precision=precision)
+    return y if layer.bias is None else y + layer.bias[..., None, :]
+
+
+def standardize(z: Array, eps: float) -> tuple[Array, Array]:
+    """`(z - mean) / sqrt(variance + eps)` over the last axis, and the factor `1 / sqrt(variance + eps)`."""
+    centred = z - jnp.mean(z, axis=-1, keepdims=True)
+    factor = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    return centred * factor, factor
+
+
+def finish_inner(inner: Inner, z: Array, eps: float) -> Array:
+    """The last layer's output z [B, G, ..., C, V], normalised where there is a norm."""
+    if inner.norm_scale is None or inner.norm_bias is None:
+        return z
+    return standardize(z, eps)[0] * _by_head(inner.norm_scale, z) + _by_head(inner.norm_bias, z)
+
+
+def _by_head(x: Array, like: Array) -> Array:
+    """[G, V] -> broadcastable to `like` [B, G, ..., V]."""
+    return x.reshape(x.shape[0], *(1,) * (like.ndim - 3), x.shape[1])
+
+
+def gradients(
+    inner: Inner, layers: Layers, k: Array, target: Array, eps: float, precision
+) -> tuple[list[Array], list[Array]]:
+    """Each layer's inputs [B, G, C, I] and the losses' gradients by its outputs [B, G, C, O], all tokens at the same weights.
+
+    Args:
+        inner: for the norm.
+        layers: the weights to take the gradient at, [B, G, ...].
+        k: [B, G, C, K], what the model is shown.
+        target: [B, G, C, V], what it shall answer.
+        eps: of the norm.
+        precision: of products.
+    """
+    inputs, outputs, x = [], [], k
+    for i, layer in enumerate(layers):
+        inputs.append(x if i == 0 else jax.nn.gelu(x))
+        x = apply_layer(layer, inputs[-1], precision)
+        outputs.append(x)
+    if inner.norm_scale is None or inner.norm_bias is None:
+        slope = x - target
+    else:
+        unit, factor = standardize(x, eps)
+        scale = _by_head(inner.norm_scale, x)
+        slope = (unit * scale + _by_head(inner.norm_bias, x) - target) * scale
+        along = jnp.mean(slope * unit, axis=-1, keepdims=True)
+        slope = (slope - jnp.mean(slope, axis=-1, keepdims=True) - unit * along) * factor
+    slopes = [slope]
+    for layer, output in zip(layers[:0:-1], outputs[-2::-1], strict=True):
+        back = jnp.matmul(slopes[0], jnp.swapaxes(layer.weight, -1, -2), precision=precision)
+        slopes.insert(0, jax.vjp(jax.nn.gelu, output)[1](back)[0])
+    return inputs, slopes

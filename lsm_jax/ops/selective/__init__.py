@@ -1,0 +1,1 @@
+"""`selective_memory`: memories whose entries stand alone."""

@@ -1,0 +1,1 @@
+"""`slot_memory`: a softmax over slots between two linear memories."""

@@ -1,0 +1,1 @@
+"""What kernels for NVIDIA Hopper share."""

@@ -1,0 +1,67 @@
+"""Launch a Mosaic GPU kernel whose arguments, results and shared memory come by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from pallas_kernels.compat import pl, plgpu
+
+
+def launch(
+    kernel: Callable[[dict[str, Any]], None],
+    *,
+    inputs: dict[str, jax.Array | None],
+    outputs: dict[str, jax.ShapeDtypeStruct | None],
+    grid: dict[str, int],
+    num_threads: int,
+    interpret: Any,
+) -> dict[str, jax.Array]:
+    """Run `kernel` and return its outputs by name.
+
+    Args:
+        kernel: called with references to global memory, by the names of inputs and outputs.
+        inputs: arrays; those that are None are left out.
+        outputs: shapes and dtypes of the results; those that are None are left out.
+        grid: sizes of the grid's axes, by the names that `jax.lax.axis_index` knows.
+        num_threads: warpgroups of a block, along the axis "group".
+        interpret: parameters of the interpreter, or False.
+    """
+    given = {name: x for name, x in inputs.items() if x is not None}
+    made = {name: x for name, x in outputs.items() if x is not None}
+
+    def by_name(*refs):
+        kernel(dict(zip([*given, *made], refs, strict=True)))
+
+    found = plgpu.kernel(
+        by_name,
+        out_type=list(made.values()),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
+        num_threads=num_threads,
+        thread_name="group",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            # The layout inference of the other semantics finds no solution here (jax 0.11.2).
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+        interpret=interpret,
+    )(*given.values())
+    return dict(zip(made, found, strict=True))
+
+
+def with_smem(body: Callable[[dict[str, Any]], Any], buffers: dict[str, Any]) -> Any:
+    """Run `body` with buffers in shared memory, barriers and accumulators by name; all warpgroups of a block share them.
+
+    Args:
+        body: called with references by the names of `buffers`.
+        buffers: their types, such as `plgpu.SMEM((64, 64), jnp.bfloat16)`; those that are None are left out.
+    """
+    given = {name: x for name, x in buffers.items() if x is not None}
+
+    def by_name(*refs):
+        return body(dict(zip(given, refs, strict=True)))
+
+    return pl.run_scoped(by_name, *given.values(), collective_axes="group")

@@ -1,0 +1,1 @@
+"""The mathematics of a chunk on two-dimensional tiles, for any backend."""

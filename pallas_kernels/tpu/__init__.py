@@ -1,0 +1,1 @@
+"""What kernels for TPU share."""

@@ -1,0 +1,242 @@
+"""How the TPU kernels that give each head a tile of its own have their arrays: what a program sees of each, (shape, block).
+
+A program has the memories of up to four heads in VMEM and walks over the chunks. Keys or values of 128 or 256 channels are column
+blocks of [B, T, heads * D], so that nothing is transposed; others lie as [B, heads, T, D].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.compat import pl, pltpu
+from pallas_kernels.linear_attention import tpu as linear
+from pallas_kernels.tiles.scalar_decay import LANES
+
+HEADS = 4  # of one program
+_BYTES = 2048  # of one token of a program's keys or values
+_F32 = jnp.float32
+
+
+def reason(q, k, v) -> str | None:
+    """Why these kernels do not serve q, k and v (arrays or their shapes), or None."""
+    dtypes = {jnp.dtype(x.dtype).name for x in (q, k, v)}
+    if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float32"}:
+        return f"q, k and v all in bfloat16 or all in float32, not {', '.join(sorted(dtypes))}"
+    for name, size in dict(K=q.shape[-1], V=v.shape[-1]).items():
+        if size % 8 or not 0 < size <= 256:
+            return f"{name} a multiple of 8 up to 256, not {size}"
+    return None
+
+
+class Layout:
+    """The arrays of one call.
+
+    Attributes:
+        batch: B.
+        length: T.
+        chunk: C.
+        heads: the output's, each of which carries a memory.
+        block: heads of a program.
+        matrix: rows and columns of a memory.
+        dtype: of q, k, v and the output.
+    """
+
+    def __init__(
+        self, q, k, v, chunk: int, *, others=(), heads: int = HEADS, turned: bool = False,
+        runs: int = 1, reverse: bool = False,
+    ):  # fmt: skip
+        """Lay out a call.
+
+        Args:
+            q: [B, T, H, K].
+            k: [B, T, Hk, K].
+            v: [B, T, G, V].
+            chunk: C.
+            others: arrays [B, T, *, K] of other numbers of heads.
+            heads: of a program at most.
+            turned: whether a memory is [V, K].
+            runs: S, memories a row, each of which a run of chunks goes on from.
+            reverse: walk against time.
+        """
+        self.batch, self.length = q.shape[:2]
+        self.chunk, self.dtype, self.reverse = chunk, v.dtype, reverse
+        self.key_dim, self.value_dim = q.shape[3], v.shape[3]
+        self.turned = turned
+        self.runs, self.slots = runs, []  # and whose each chunk is
+        self.matrix = (self.key_dim, self.value_dim)[:: -1 if turned else 1]
+        self.heads = max(q.shape[2], v.shape[2])
+        width = max(self.matrix) * jnp.dtype(v.dtype).itemsize
+        shared = [self.heads // x.shape[2] for x in (q, k, v, *others)]
+        self.block = next(
+            n
+            for n in range(min(heads, max(_BYTES // width, 1)), 0, -1)
+            if self.heads % n == 0 and all(n % s == 0 or s % n == 0 for s in shared)
+        )
+
+    def inputs(self, run: Any = None, rows=None, **tokens) -> dict:
+        """What a kernel reads, name -> (array, (shape, block)): tokens [B, T, heads, D], rows [B, T, heads]; None is left out."""
+        given = {}
+        for name, x in tokens.items():
+            if x is not None:
+                given[name] = self.as_tokens(x), self.tokens(x.shape[2], x.shape[3], x.dtype)
+        for name, x in (rows or {}).items():
+            if x is not None:
+                x = linear._repeat(jnp.moveaxis(x.astype(_F32), 1, 2), self.heads, axis=1)
+                given[name] = self.padded(x), self.rows()
+        if self.runs > 1:
+            self.slots = [run[:, :: self.chunk].reshape(-1)]
+        elif run is not None:
+            rows = linear.run_rows(run, self.chunk)
+            spec = pl.BlockSpec((None, 8, self.chunk), lambda b, h, n, *_: (b, 0, self._at(n)))
+            given["runs"] = rows, (jax.ShapeDtypeStruct(rows.shape, rows.dtype), spec)
+        return given
+
+    def call(self, kernel, given: dict, outs: dict, scale: float, interpret) -> dict:
+        """Run `kernel` over batch, programs and chunks; the memory, against time its gradient, is carried from chunk to chunk."""
+        names = (*given, *outs)
+        first, last = ("d_final", "d_initial") if self.reverse else ("initial", "final")
+
+        def carried(*refs):
+            slots, refs = refs[: len(self.slots)], refs[len(self.slots) :]
+            named, memory = dict(zip(names, refs, strict=False)), refs[-1]
+            begins, ends = linear.turns(slots, self._at)
+
+            @pl.when(begins)
+            def _():
+                memory[...] = named[first][...]
+
+            kernel(self, scale, named, memory)
+
+            @pl.when(ends)
+            def _():
+                named[last][...] = memory[...]
+
+        result = pl.pallas_call(
+            carried,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=len(self.slots),
+                grid=(self.batch, self.heads // self.block, self.length // self.chunk),
+                in_specs=[spec for _, (_, spec) in given.values()],
+                out_specs=[spec for _, spec in outs.values()],
+                scratch_shapes=[pltpu.VMEM((self.block, *self.matrix), _F32)],
+            ),
+            out_shape=[shape for shape, _ in outs.values()],
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "parallel", "arbitrary")
+            ),
+            interpret=interpret,
+        )(*self.slots, *(array for array, _ in given.values()))
+        return dict(zip(outs, result, strict=True))
+
+    def place(self, ref, h: int, size: int):
+        """Where the program's h-th head is in tiles of heads of `size`, which several may share."""
+        if len(ref.shape) == 3:
+            return h * ref.shape[0] // self.block
+        index = h * (ref.shape[1] // size) // self.block
+        return slice(None), slice(index * size, (index + 1) * size)
+
+    def store(self, ref, h: int, x):
+        """Of all heads."""
+        ref[self.place(ref, h, x.shape[1])] = x.astype(ref.dtype)
+
+    def as_tokens(self, x):
+        """[B, T, heads, D] as the kernels take it."""
+        whole = x.shape[3] % LANES == 0
+        return x.reshape(*x.shape[:2], -1) if whole else jnp.moveaxis(x, 2, 1)
+
+    def from_tokens(self, x, size: int):
+        """The reverse."""
+        return x.reshape(*x.shape[:2], -1, size) if x.ndim == 3 else jnp.moveaxis(x, 1, 2)
+
+    def gradient(self, x, like):
+        """A gradient of all heads, as the kernels give it, for the heads of `like` [B, T, heads, D]."""
+        parts = self.from_tokens(x, like.shape[3])
+        return linear._sum_heads(parts, like.shape[2], axis=2).astype(like.dtype)
+
+    def rows_gradient(self, x, heads: int):
+        """A gradient of `rows` for so many heads, [B, T, heads]."""
+        x = x[:, :, : self.block].reshape(self.batch, self.heads, -1)
+        return jnp.moveaxis(linear._sum_heads(x, heads, axis=1), 1, 2)
+
+    def gradient_tokens(self, like):
+        """Of what `gradient` takes: a part a head, in float32 where several are summed."""
+        dtype = like.dtype if like.shape[2] == self.heads else _F32
+        return self.tokens(self.heads, like.shape[3], dtype)
+
+    def tokens(self, heads: int, size: int, dtype):
+        """Of [B, T, heads, D], in which a head may serve several."""
+        block = max(self.block * heads // self.heads, 1)
+        at = lambda h: lax.div(h * self.block * heads, self.heads * block)  # noqa: E731
+        if size % LANES == 0:
+            shape = (self.batch, self.length, heads * size)
+            spec = pl.BlockSpec(
+                (None, self.chunk, block * size), lambda b, h, n, *_: (b, self._at(n), at(h))
+            )
+        else:
+            shape = (self.batch, heads, self.length, size)
+            spec = pl.BlockSpec(
+                (None, block, self.chunk, size), lambda b, h, n, *_: (b, at(h), self._at(n), 0)
+            )
+        return jax.ShapeDtypeStruct(shape, dtype), spec
+
+    def padded(self, x):
+        """[*, heads, D] -> [*, programs, 8, D]."""
+        x = x.reshape(*x.shape[:-2], -1, self.block, x.shape[-1])
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, 8 - self.block), (0, 0)])
+
+    def rows(self):
+        """Of one number a token and head, [B, programs, 8, T]."""
+        spec = pl.BlockSpec((None, None, 8, self.chunk), lambda b, h, n, *_: (b, h, 0, self._at(n)))
+        shape = (self.batch, self.heads // self.block, 8, self.length)
+        return jax.ShapeDtypeStruct(shape, _F32), spec
+
+    def channels(self, size: int):
+        """Of one number a channel and head, [B, programs, 8, D]."""
+        spec = pl.BlockSpec((None, None, 8, size), lambda b, h, n, *_: (b, h, 0, 0))
+        shape = (self.batch, self.heads // self.block, 8, size)
+        return jax.ShapeDtypeStruct(shape, _F32), spec
+
+    def memories(self):
+        """Of the memories, [B * S, heads, *matrix]."""
+        count = self.length // self.chunk
+        own = lambda b, n, slots: linear.row_of(b, self._at(n), slots, self.runs, count)  # noqa: E731
+        spec = pl.BlockSpec(
+            (None, self.block, *self.matrix), lambda b, h, n, *slots: (own(b, n, slots), h, 0, 0)
+        )
+        shape = (self.batch * self.runs, self.heads, *self.matrix)
+        return jax.ShapeDtypeStruct(shape, _F32), spec
+
+    def as_memories(self, memory, *, first: bool = False):
+        """[B * S, G, K, V] for all heads; of several that carry one memory the `first` alone, where each would hand on a gradient."""
+        every = self.heads // memory.shape[1]
+        memory = linear._repeat(memory.astype(_F32), self.heads, axis=1)
+        if first and every > 1:
+            memory = jnp.where((jnp.arange(self.heads) % every == 0)[:, None, None], memory, 0)
+        return jnp.swapaxes(memory, 2, 3) if self.turned else memory
+
+    def from_memories(self, memory):
+        """The reverse, of all heads."""
+        return jnp.swapaxes(memory, 2, 3) if self.turned else memory
+
+    def states(self):
+        """Of the memories that chunks start from."""
+        spec = pl.BlockSpec(
+            (None, self.block, None, *self.matrix), lambda b, h, n, *_: (b, h, self._at(n), 0, 0)
+        )
+        shape = (self.batch, self.heads, self.length // self.chunk, *self.matrix)
+        return jax.ShapeDtypeStruct(shape, self.dtype), spec
+
+    def squares(self):
+        """Of one [C, C] a chunk, [B, heads, T, C]."""
+        spec = pl.BlockSpec(
+            (None, self.block, self.chunk, self.chunk), lambda b, h, n, *_: (b, h, self._at(n), 0)
+        )
+        shape = (self.batch, self.heads, self.length, self.chunk)
+        return jax.ShapeDtypeStruct(shape, self.dtype), spec
+
+    def _at(self, n):
+        return self.length // self.chunk - 1 - n if self.reverse else n
