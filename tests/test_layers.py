@@ -30,6 +30,7 @@ ALLOWED = {
     "pallas_kernels": set(),
 }
 
+
 def _files() -> list[Path]:
     return sorted([*ROOT.glob("lsm_jax/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")])
 

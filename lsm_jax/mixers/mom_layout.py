@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from lsm_jax.mixers.layers import project
-from lsm_jax.ops.experts.grouped_product import segment_product, serves_segments
+from lsm_jax.ops.experts.grouped_product import segment_product, supports_segments
 from lsm_jax.parallel import over_batch, shards_of
 
 _MOST = 2**29  # numbers of all segments' matrices on a device, 1 GiB in bfloat16
@@ -112,7 +112,7 @@ class Packed(NamedTuple):
         small = segments * kernel[0].size <= _MOST and rows.shape[1] >= 128
         if self._chunk_size() % 64 or not small or shards_of("heads") > 1:
             return None
-        if not serves_segments(_flat(rows), kernel.astype(rows.dtype)):
+        if not supports_segments(_flat(rows), kernel.astype(rows.dtype)):
             return None
         ends = jnp.sum(self.chunk_group[..., None] <= jnp.arange(len(kernel)), axis=1)
         blocks = ends.astype(jnp.int32) * (self._chunk_size() // 64)

@@ -25,7 +25,7 @@ from lsm_jax.mixers.layers import (
     recomputed,
     split_heads,
 )
-from lsm_jax.ops.convolution.short_convolution import l2_normalize
+from lsm_jax.ops.convolution.backends import l2_normalize
 
 _MIXED = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
 """What the token shift is mixed into, and the power its initial share falls with along the channels."""

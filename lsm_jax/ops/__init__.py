@@ -8,8 +8,9 @@ Inputs are finite, except at tokens that do not write: a value there is never lo
 earlier tokens too, since 0 times infinity is not 0. Scores of queries with later keys are masked before they meet anything.
 """
 
-from lsm_jax.ops.attention.attention import AttentionState, attention, attention_state
-from lsm_jax.ops.backends.chosen import choices
+from lsm_jax.ops.attention.attention import attention
+from lsm_jax.ops.attention.state import AttentionState, attention_state
+from lsm_jax.ops.backends.select import choices
 from lsm_jax.ops.convolution.short_convolution import (
     ShiftState,
     shift_state,
@@ -24,9 +25,11 @@ from lsm_jax.ops.linear.linear_memory import linear_memory
 from lsm_jax.ops.linear.phase import cumulative_phase
 from lsm_jax.ops.online.inner_models import Inner
 from lsm_jax.ops.online.online_memory import OnlineState, online_memory, online_state
-from lsm_jax.ops.selective.selective_memory import SelectiveState, selective_memory, selective_state
+from lsm_jax.ops.selective.selective_memory import selective_memory
+from lsm_jax.ops.selective.state import SelectiveState, selective_state
 from lsm_jax.ops.selective.time_invariant import time_invariant_memory
-from lsm_jax.ops.slots.slot_memory import SlotState, slot_memory, slot_state
+from lsm_jax.ops.slots.slot_memory import slot_memory
+from lsm_jax.ops.slots.state import SlotState, slot_state
 from pallas_kernels.residuals import KEPT
 
 __all__ = [

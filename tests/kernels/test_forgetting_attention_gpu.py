@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from lsm_jax import ops
-from lsm_jax.ops.attention.kernels import run_kernel
+from lsm_jax.ops.attention.backends import run_kernel
 from lsm_jax.ops.core.segments import read_tokens
 from pallas_kernels.compat import gpu_interpreter, races_found
 from pallas_kernels.forgetting_attention import bounds, forgetting_attention, hopper, reasons

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lsm_jax import ops
-from lsm_jax.ops.attention.kernels import run_kernel
+from lsm_jax.ops.attention.backends import run_kernel
 from lsm_jax.ops.core.segments import read_tokens
 from pallas_kernels.short_convolution import short_convolution
 from tests.kernels import test_decode_step_gpu as decode_step

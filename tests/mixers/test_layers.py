@@ -10,7 +10,7 @@ from flax import nnx
 
 from lsm_jax import feedforward, mixers, ops
 from lsm_jax.mixers.layers import HeadNorm, RMSNorm, matmul_to_float32
-from lsm_jax.ops.backends import chosen
+from lsm_jax.ops.backends import select
 
 BATCH, LENGTH, HEADS, WIDTH = 2, 32, 2, 16
 X = jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS, WIDTH), jnp.bfloat16)
@@ -86,9 +86,10 @@ SERVED = (
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_a_layer_in_bfloat16_is_served_by_its_op_s_kernel(name, monkeypatch):
+def test_a_layer_in_bfloat16_is_served_by_its_op_s_kernel(name):
     """A layer may give its op an array of another type or shape than the kernel takes, and run without it in silence."""
-    monkeypatch.setattr(chosen, "_CHOICES", {})
+    select.clear_choices()
+    jax.clear_caches()
     method = mixers.METHODS[name]
     build = lambda: mixers.build(method.config.for_width(1024), 1024, rngs=nnx.Rngs(0))  # noqa: E731
     graph, params = nnx.split(nnx.eval_shape(build))

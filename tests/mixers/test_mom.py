@@ -80,7 +80,7 @@ def test_each_form_is_the_definition_in_value_and_every_gradient(name, form):
 def test_products_with_a_memorys_own_tokens_change_nothing(monkeypatch):
     expected, y = expected_of("gated_deltanet")
     calls = []
-    monkeypatch.setattr(mom_layout, "serves_segments", lambda *a: calls.append(a) or True)
+    monkeypatch.setattr(mom_layout, "supports_segments", lambda *a: calls.append(a) or True)
     monkeypatch.setattr(grouped_product, "_on_platform", lambda _, kernel, xla, *a: xla(*a))
     gradients, got = gradient(build(config_of(inner=dict(chunk_size=64))), X)
     assert calls

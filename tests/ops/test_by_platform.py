@@ -10,7 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec, 
 
 from lsm_jax import ops
 from lsm_jax.ops.attention import cudnn as attention_cudnn
-from lsm_jax.ops.backends.chosen import by_platform
+from lsm_jax.ops.core.platforms import by_platform
 from lsm_jax.parallel import AXES
 
 KINDS = {"gpu": "NVIDIA H200", "tpu": "TPU v5e", "cpu": "cpu"}
@@ -62,7 +62,8 @@ def test_without_a_mesh_lowering_decides():
 @pytest.fixture
 def with_cudnn(monkeypatch):
     """As on a machine that has an NVIDIA card."""
-    monkeypatch.setattr(attention_cudnn, "_cudnn_missing", lambda: None)
+    jax.clear_caches()  # programs that were selected without cuDNN
+    monkeypatch.setattr(attention_cudnn, "has_cudnn", lambda: True)
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda *_, **__: True)
 
@@ -109,4 +110,4 @@ def test_rows_in_parts_run_by_the_kernel(monkeypatch):
             traced = jax.jit(lambda q, w=window: ops.attention(q, q, q, window=w)[0]).trace(q)
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert ("mosaic_gpu" in text) == expected, (length, window)
-    assert "mosaic_gpu takes halves of the queries" in ops.choices()["attention"]
+    assert "mosaic_gpu requires halves of the queries" in ops.choices()["attention"]

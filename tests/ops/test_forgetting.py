@@ -224,7 +224,7 @@ def test_what_it_refuses():
     ):
         with pytest.raises(ValueError, match=re.escape(f"attention: {words}")):
             ops.attention(q, k, v, log_forget=gates)
-    with pytest.raises(NotImplementedError, match="implementation='cudnn' takes no log_forget"):
+    with pytest.raises(NotImplementedError, match="implementation='cudnn' requires no log_forget"):
         ops.attention(q, k, v, log_forget=jnp.zeros(4), implementation="cudnn")
     plain = ops.attention_state(2, 5, 2, 8, 4)
     words = "accepted with these arguments is a AttentionState of .*initial_state.log_forget.high"

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lsm_jax.ops.experts.grouped_product import grouped_product, segment_product, serves_segments
+from lsm_jax.ops.experts.grouped_product import grouped_product, segment_product, supports_segments
 from pallas_kernels import compat
 from pallas_kernels.grouped_product import hopper
 
@@ -54,11 +54,13 @@ def test_wrong_requests_are_refused():
     x, kernels, _, sizes = arrays([3, 4], 8)
     with pytest.raises(ValueError, match="implementation='triton'; accepted are None, 'xla'"):
         grouped_product(x, kernels, sizes, implementation="triton")
-    with pytest.raises(NotImplementedError, match="takes bfloat16, not float32"):
+    with pytest.raises(
+        NotImplementedError, match="requires x and kernels in bfloat16, not float32"
+    ):
         grouped_product(x.astype(jnp.float32), kernels, sizes, implementation="mosaic_gpu")
     with pytest.raises(NotImplementedError, match="matrices of multiples of 128 x 64"):
         grouped_product(x[:, :8], kernels[:, :8], sizes, implementation="mosaic_gpu")
-    with pytest.raises(ValueError, match="x has 8 rows, which are no multiple of multiple=3"):
+    with pytest.raises(ValueError, match="x has 8 rows; accepted are multiples of multiple=3"):
         grouped_product(x, kernels, sizes, multiple=3)
 
 
@@ -114,13 +116,13 @@ def _segments(run):
 
 
 def test_segments_equal_a_loop_without_a_kernel():
-    assert not serves_segments(jnp.zeros((128, 128)), jnp.zeros((2, 128, 128)))
+    assert not supports_segments(jnp.zeros((128, 128)), jnp.zeros((2, 128, 128)))
     _segments(segment_product)
 
 
 @pytest.mark.gpu
 def test_segments_equal_a_loop():
-    assert serves_segments(*(jnp.zeros(s, jnp.bfloat16) for s in ((128, 128), (2, 128, 128))))
+    assert supports_segments(*(jnp.zeros(s, jnp.bfloat16) for s in ((128, 128), (2, 128, 128))))
     _segments(jax.jit(segment_product))
 
 

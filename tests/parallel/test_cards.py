@@ -28,7 +28,7 @@ CASES = [
 
 @pytest.mark.parametrize(("variant", "axes"), CASES, ids=str)
 def test_compiles_for_several_cards(variant, axes, monkeypatch):
-    monkeypatch.setattr(attention_cudnn, "_cudnn_missing", lambda: None)
+    monkeypatch.setattr(attention_cudnn, "has_cudnn", lambda: True)
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda *_, **__: True)
     config = lm.get_config(variant)

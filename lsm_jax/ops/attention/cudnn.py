@@ -1,4 +1,4 @@
-"""Where `attention` runs as cuDNN's, on NVIDIA, and why it does not elsewhere."""
+"""Attention by cuDNN, on NVIDIA."""
 
 from __future__ import annotations
 
@@ -9,29 +9,48 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-MAPPED = "rows and heads that divide over the devices"
-"""What it takes where `half_mapped`."""
+from lsm_jax.ops.backends.registry import Call
+from pallas_kernels.requirements import Requirement
 
 
-def why_not(q, k, v, plain: bool, gated: bool) -> str | None:
-    """Why cuDNN does not serve these inputs, or None. The platform is not asked: lowering decides that."""
-    if not plain:
-        return "only whole documents: no initial_state, segment_ids or update_mask"
-    if gated:
-        return "no log_forget"
-    if {q.dtype, k.dtype, v.dtype} not in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)}):
-        return f"bfloat16 or float16 inputs, not {q.dtype}"
-    if k.shape[2] != v.shape[2] or q.shape[2] % v.shape[2]:
-        return "as many key as value heads, dividing the query heads"
-    if q.shape[3] != v.shape[3] or q.shape[3] % 8 or q.shape[3] > 128:
-        return "key_dim = value_dim, a multiple of 8 up to 128"
-    if q.shape[1] < 2:
-        return "T of at least 2"
-    return _cudnn_missing()
+def _dtypes(call: Call) -> set[Any]:
+    return {call.arguments[n].dtype for n in "qkv"}
 
 
-def run(q, k, v, *, scale: float, window: int | None) -> jax.Array:
-    """Attention of whole documents, [B, T, H, V]."""
+def _heads_fit(call: Call) -> bool:
+    q, k, v = (call.arguments[n].shape[2] for n in "qkv")
+    return k == v and q % v == 0
+
+
+def _channels_fit(call: Call) -> bool:
+    key_dim, value_dim = (call.arguments[n].shape[3] for n in "qv")
+    return key_dim == value_dim and key_dim % 8 == 0 and key_dim <= 128
+
+
+REQUIREMENTS = (
+    Requirement(
+        "whole documents without initial_state, segment_ids or update_mask",
+        lambda call: call.options.plain,
+    ),
+    Requirement("rows that are not split over devices", lambda call: call.options.axis is None),
+    Requirement("no log_forget", lambda call: call.arguments["log_forget"] is None),
+    Requirement(
+        "bfloat16 or float16 inputs",
+        lambda call: _dtypes(call) in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)}),
+        lambda call: str(call.arguments["q"].dtype),
+    ),
+    Requirement("as many key heads as value heads, dividing the query heads", _heads_fit),
+    Requirement("as many key channels as value channels, a multiple of 8 up to 128", _channels_fit),
+    Requirement("T of at least 2", lambda call: call.arguments["q"].shape[1] >= 2),
+    Requirement("an NVIDIA device in this process, and cuDNN", lambda call: has_cudnn()),
+    Requirement("rows and heads that divide over the devices", lambda call: not half_mapped()),
+)
+
+
+def run(call: Call) -> jax.Array:
+    """The output for whole documents, [B, T, H, V]."""
+    q, k, v = (call.arguments[n] for n in "qkv")
+    window, scale = call.options.window, call.options.scale
     local = None if window is None else (window - 1, 0)
     cudnn: Any = functools.partial(
         jax.nn.dot_product_attention, scale=scale, is_causal=True, local_window_size=local, implementation="cudnn"
@@ -67,9 +86,9 @@ def _left() -> tuple[str, ...]:
 
 
 @functools.cache
-def _cudnn_missing() -> str | None:
+def has_cudnn() -> bool:
+    """Whether this process has an NVIDIA device with cuDNN."""
     try:
-        version = jax.local_devices(backend="cuda")[0].client.platform_version
+        return bool(jax.local_devices(backend="cuda")[0].client.platform_version)
     except RuntimeError:
-        return "an NVIDIA device, and this host has none"
-    return None if version else "no cuDNN"
+        return False

@@ -1,1 +1,1 @@
-"""How an op finds what runs it."""
+"""Backends of the ops: how one is described and registered (`registry`), selected (`select`) and run (`run`)."""

@@ -15,25 +15,10 @@ FORMS = ("recurrent", "chunk", "associative")
 DEFAULT_CHUNK_SIZE = 64
 
 
-def check_form(
-    op: str, form: str, implementation: str | None, kernels: tuple[str, ...] = ()
-) -> None:
-    """Raise unless `form` and `implementation` name something that exists; `kernels` are the op's fused ones."""
+def check_form(op: str, form: str) -> None:
+    """Raise unless `form` is one of `FORMS`."""
     if form not in FORMS:
         raise ValueError(f"{op}: form={form!r}; accepted are {', '.join(map(repr, FORMS))}")
-    check_implementation(op, implementation, kernels)
-
-
-def check_implementation(
-    op: str, implementation: str | None, kernels: tuple[str, ...] = ()
-) -> None:
-    """Raise unless `implementation` names something that exists; `kernels` are the op's fused ones."""
-    if implementation not in (None, "xla", *kernels):
-        names = ", ".join(map(repr, ("xla", *kernels)))
-        none = "" if kernels else f" (no fused kernel for {op} exists in this version)"
-        raise ValueError(
-            f"{op}: implementation={implementation!r}; accepted are None, {names}{none}"
-        )
 
 
 def check_shape(op: str, name: str, array, expected: tuple[int | None, ...], letters: str) -> None:

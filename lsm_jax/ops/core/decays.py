@@ -7,11 +7,13 @@ overflows; both are sums of non-positive terms, so nothing cancels; and neither 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from lsm_jax.ops.core.segments import Tokens
 
 
 def forget(memory: Array, log_decay: Array) -> Array:
@@ -162,3 +164,20 @@ def _inverse_backward(inverse, grad):
 
 
 inverse_unit_lower.defvjp(_inverse_forward, _inverse_backward)
+
+
+def split_constant(log_decay: Array | None) -> tuple[Array | None, Array | None]:
+    """A decay with a value for every token, and a constant one, [G]; at most one is not None."""
+    constant = log_decay is not None and jnp.ndim(log_decay) == 1
+    return (None, log_decay) if constant else (log_decay, None)
+
+
+def spread_constant(
+    log_decay: Array | None, constant: Array | None, tokens: Tokens, v: Array, dtype: Any
+) -> Any:
+    """The two results of `split_constant` as one decay, [B or 1, T, G, ...]; None if both are None."""
+    if constant is None:
+        return log_decay
+    # One row is enough, unless some rows write where others do not.
+    rows = 1 if tokens.written is None and tokens.slot is None else v.shape[0]
+    return jnp.broadcast_to(constant.astype(dtype), (rows, *v.shape[1:3]))

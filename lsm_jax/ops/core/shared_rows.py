@@ -20,6 +20,7 @@ from jaxtyping import Array
 
 from lsm_jax.ops.core.segments import Tokens
 from lsm_jax.ops.core.states import per_chunk
+from lsm_jax.parallel import TOKENS
 from lsm_jax.parallel.sequence import exchange
 
 _WITHOUT_HEADS = ("segment_id", "position", "count")
@@ -53,6 +54,18 @@ def state_axes(state: Any, *, segments: bool) -> Any:
     return jax.tree_util.tree_map_with_path(axes, state)
 
 
+def memory_axes(batched: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
+    """The logical axes of the arguments of an op whose state has a `memory`.
+
+    Args:
+        batched: arrays [B, T, ...] by name, and the state.
+        shared: arrays [G, ...] by name.
+    """
+    axes: dict[str, Any] = dict.fromkeys(batched, TOKENS) | dict.fromkeys(shared, ("heads",))
+    state = batched["state"]
+    return axes | {"state": state_axes(state, segments=state.memory.ndim == 5)}
+
+
 def ends_of_documents(
     segment_ids: Array | None, run: Array | None
 ) -> tuple[Array | None, Array | None]:
@@ -68,6 +81,18 @@ def staying(tokens: Tokens) -> Any:
     if tokens.run is None or tokens.written is None:
         return tokens.written
     return tokens.written & (tokens.run == tokens.run[:, -1:])
+
+
+def total_of(x: Array | None, tokens: Tokens, num_segments: int | None, batch: int) -> Any:
+    """The sum of x [B or 1, T, ...] over time, of each state: [B, ...] or [B, S, ...]."""
+    if x is None:
+        return None
+    if num_segments is None:
+        return jnp.broadcast_to(jnp.sum(x, axis=1), (batch, *x.shape[2:]))
+    assert tokens.slot is not None
+    own = (tokens.slot[..., None] == jnp.arange(num_segments)).astype(x.dtype)
+    highest = jax.lax.Precision.HIGHEST
+    return jnp.einsum("bts,bt...->bs...", own, x, precision=highest)
 
 
 def begins(state: Any, update: Update) -> Array:

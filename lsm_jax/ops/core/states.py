@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lsm_jax.ops.backends.chosen import by_platform
+from lsm_jax.ops.core.platforms import by_platform
 from lsm_jax.ops.core.segments import Chunks
 
 _STEP = 2**21  # numbers of memories that a step may change in about a launch's time
@@ -70,6 +70,20 @@ class DeltaState(NamedTuple):
 
     memory: Float[Array, ...]
     segment_id: Int[Array, " B"]
+
+
+def unwrap_layer(state: Any) -> tuple[Any, Layer | None]:
+    """A state whose memory may be a `Layer`, as a state whose memory is an array; and that layer or None."""
+    layer = getattr(state, "memory", None)
+    if not isinstance(layer, Layer):
+        return state, None
+    return state._replace(memory=layer.read()), layer
+
+
+def store_layer(layer: Layer | None, result: tuple[Array, Any]) -> tuple[Array, Any]:
+    """An op's output and final state, with the state's memory stored in the stack that `layer` is one of."""
+    output, state = result
+    return result if layer is None else (output, state._replace(memory=layer.write(state.memory)))
 
 
 def _zeros(batch, num_segments, shape, dtype):

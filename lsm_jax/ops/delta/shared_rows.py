@@ -13,6 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lsm_jax.ops.backends.registry import Call
+from lsm_jax.ops.backends.run import Static
+from lsm_jax.ops.backends.select import select
 from lsm_jax.ops.core.segments import read_tokens
 from lsm_jax.ops.core.shared_rows import Update, emptied_by, ends_of_documents, newer_id, resume
 from lsm_jax.ops.core.states import DeltaState
@@ -22,38 +25,40 @@ from lsm_jax.parallel.sequence import exchange
 def in_sequence(
     axis: str,
     function: Callable[..., Any],
-    options: Any,
+    static: Static,
     by_xla: Callable[..., Any],
-    takes: Callable[[Any], bool],
     arguments: dict[str, Any],
 ) -> tuple[jax.Array, DeltaState]:
-    """The op on this device's tokens, from the state that the earlier devices leave; and the last one's final state.
+    """The output for this device's tokens, from the state that the earlier devices leave, and the last device's final state.
 
     Args:
-        axis: mesh axis the devices stand along.
-        function: the op on a device of its own, of `options` and `arguments`.
-        options: its static options.
-        by_xla: its XLA form, for one state a segment.
-        takes: whether its kernel takes such values.
-        arguments: the op's arrays on this device; `state` is ahead of the first device's tokens.
+        axis: mesh axis along which the devices stand.
+        function: the op on one device, a function of `static` and `arguments`.
+        static: the call without its arrays.
+        by_xla: the op's XLA form, for one state per segment.
+        arguments: the op's arrays on this device; `state` is the state before the first device's tokens.
     """
-    v, state = arguments["v"], arguments["state"]
+    v, state, options = arguments["v"], arguments["state"], static.options
     if state.memory.ndim == 5:
-        in_chunks = options._replace(form="chunk", fused="never")
-        update = update_of(in_chunks, by_xla, arguments)
-        return resume(axis, function, (options,), arguments, update, advance)
+        update = update_of(options._replace(form="chunk"), by_xla, arguments)
+        return resume(axis, function, (static,), arguments, update, advance)
     wide, start, no_id, first_id = _with_identity(options.dtype, arguments)
-    if options.fused == "never":  # the sum below is rounded once
+    call = Call(static.op, options, arguments, static.implementation)
+    kernels = [b for b in select(call).backends if b.name != "xla"]
+    if not kernels:  # the sum below is rounded once
         wide = wide.astype(options.dtype)
     value_dim = v.shape[-1]
 
-    def run(part):
-        begin = DeltaState(start[..., part], no_id)
-        return function(options, **(arguments | {"v": wide[..., part], "state": begin}))
+    def run(channels):
+        begin = DeltaState(start[..., channels], no_id)
+        return function(static, **(arguments | {"v": wide[..., channels], "state": begin}))
 
-    whole = options.fused == "never" or takes(wide)
-    split = [slice(None)] if whole else [slice(value_dim), slice(value_dim, None)]
-    outputs, after = zip(*map(run, split), strict=True)
+    widened = call._replace(arguments=arguments | {"v": wide, "state": DeltaState(start, no_id)})
+    if all(backend.unsupported(widened) is None for backend in kernels):
+        parts = [slice(None)]
+    else:
+        parts = [slice(value_dim), slice(value_dim, None)]
+    outputs, after = zip(*map(run, parts), strict=True)
     output = jnp.concatenate(outputs, axis=-1)
     memory = jnp.concatenate([x.memory for x in after], axis=-1)
     written = DeltaState(memory[..., :value_dim], after[0].segment_id)
@@ -63,9 +68,11 @@ def in_sequence(
     batch, length, heads, _ = v.shape
     through = output[..., value_dim:].reshape(batch, length, heads, -1, memory.shape[-2])
     added = jnp.einsum(
-        "btgrk,bgkv->btgrv", through.astype(options.dtype), emptied_by(entering, update).memory,
+        "btgrk,bgkv->btgrv",
+        through.astype(options.dtype),
+        emptied_by(entering, update).memory,
         precision=options.precision,
-    )  # fmt: skip
+    )
     output = output[..., :value_dim]
     return (output + added.reshape(output.shape)).astype(v.dtype), final
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from lsm_jax.ops.backends.chosen import by_platform, choose, mesh_platform
+from lsm_jax.ops.backends.registry import PALLAS, Backend, Call, check_implementation, register
+from lsm_jax.ops.backends.select import select
 from lsm_jax.ops.core.checks import matmul_precision
+from lsm_jax.ops.core.platforms import compute_capabilities, mesh_platform
+from pallas_kernels.requirements import Requirement, first_unmet
 
-KERNEL = "mosaic_gpu"
 _ROWS, _STEP = 128, 64
 _PIECES = 32  # parts that segments are cut to for their sums, where there are fewer segments
 
@@ -40,29 +44,27 @@ def grouped_product(
     Raises:
         NotImplementedError: a kernel asked for by name that does not serve these arrays.
     """
-    if implementation not in (None, "xla", KERNEL):
-        raise ValueError(f"implementation={implementation!r}; accepted are None, 'xla', {KERNEL!r}")
+    op = "grouped_product"
+    check_implementation(op, implementation)
     if len(x) % multiple:
-        raise ValueError(f"x has {len(x)} rows, which are no multiple of multiple={multiple}")
-    why = _why_not(kernels.dtype, kernels.shape[1:], x, kernels)
-    if why is None and (multiple % _ROWS or not len(x)):
-        why = f"rows, and groups of multiples of {_ROWS}, not {len(x)} and multiple={multiple}"
-    fused = choose("grouped_product", "ragged_dot", implementation, KERNEL, why)
-    if fused == "never":
+        raise ValueError(
+            f"{op}: x has {len(x)} rows; accepted are multiples of multiple={multiple}"
+        )
+    arguments = dict(x=x, kernels=kernels, sizes=sizes)
+    selection = select(Call(op, _Options(multiple), arguments, implementation))
+    if selection.only("xla"):  # which differentiates it
         return _xla_product(x, kernels, sizes)
-    return _product(fused, x, kernels, sizes)
+    return _product(selection, x, kernels, sizes)
 
 
-def serves_segments(x: jax.Array, kernels: jax.Array) -> bool:
+def supports_segments(x: jax.Array, kernels: jax.Array) -> bool:
     """Whether a kernel may compute `segment_product`; without one, products of all rows with every matrix are faster."""
-    why = _why_not(x.dtype, kernels.shape[1:], x, kernels)
-    if why is None and (len(x) % _STEP or len(x) < _ROWS):
-        why = f"rows of multiples of {_STEP}, from {_ROWS} on, not {len(x)}"
-    return choose("segment_product", "one product a group", None, KERNEL, why) == "maybe"
+    call = Call("segment_product", _Options(), dict(x=x, kernels=kernels))
+    return not select(call).only("xla")
 
 
 def segment_product(x: jax.Array, kernels: jax.Array, ends: jax.Array) -> jax.Array:
-    """Segments of rows times a matrix each, in turn; for arrays that `serves_segments`.
+    """Segments of rows times a matrix each, in turn; for arrays that `supports_segments` accepts.
 
     Args:
         x: [N, D], segments of whole blocks of 64 rows one after another.
@@ -72,35 +74,78 @@ def segment_product(x: jax.Array, kernels: jax.Array, ends: jax.Array) -> jax.Ar
     Returns:
         [N, F] in x's dtype.
     """
-    return _segments(x, kernels, ends)
+    arguments = dict(x=x, kernels=kernels)
+    return _product(select(Call("segment_product", _Options(), arguments)), x, kernels, ends)
 
 
 def row_multiple(x: jax.Array) -> int:
-    """What `multiple`, and all other widths, should be multiples of for products with x [..., D]: 128 where a kernel may serve
-    them, else 1."""
-    return 1 if _why_not(x.dtype, (x.shape[-1], _ROWS), x) else _ROWS
+    """The number that `multiple`, and all other widths, should be multiples of in products with x [..., D].
+
+    128 if a kernel may compute them, else 1.
+    """
+    matrix = jax.ShapeDtypeStruct((1, x.shape[-1], _ROWS), x.dtype)
+    call = Call("segment_product", _Options(), dict(x=x, kernels=matrix))
+    return 1 if first_unmet(_REQUIREMENTS, call) else _ROWS
 
 
-def _why_not(dtype: Any, shape: tuple[int, ...], *arrays: jax.Array) -> str | None:
-    """What the kernel takes in place of these arrays times matrices of this dtype and shape, or None."""
-    if any(a.dtype != jnp.bfloat16 for a in arrays) or dtype != jnp.bfloat16:
-        return f"bfloat16, not {arrays[0].dtype} and {dtype}"
-    if shape[0] % _ROWS or shape[1] % _STEP:
-        return f"matrices of multiples of {_ROWS} x {_STEP}, not {shape}"
-    if any(jax.typeof(a).manual_axis_type.varying for a in arrays):
-        return "arrays outside jax.shard_map, or inside with check_vma=False"
-    if jax.config.jax_enable_x64:
-        return "32-bit indices (jax_enable_x64 off)"
-    # Without a card rows would be filled up for nothing; so a program lowered here without a mesh for another machine has none.
+class _Options(NamedTuple):
+    """Static options of both products. Attributes: multiple: as `grouped_product`'s argument."""
+
+    multiple: int = _ROWS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProductBackend(Backend):
+    """A backend of a product.
+
+    Attributes:
+        product: (x, kernels, sizes or ends) -> the output.
+        gradients: (x, kernels, sizes or ends, the output's gradient) -> gradients of x and kernels.
+    """
+
+    product: Callable[..., jax.Array]
+    gradients: Callable[..., tuple[jax.Array, jax.Array]]
+    run: Callable[[Call], jax.Array] = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "run", lambda call: self.product(**call.arguments))
+
+
+def _bfloat16(call: Call) -> bool:
+    return {call.arguments[n].dtype for n in ("x", "kernels")} == {jnp.dtype(jnp.bfloat16)}
+
+
+def _matrix(call: Call) -> tuple[int, int]:
+    return call.arguments["kernels"].shape[1:]
+
+
+def _for_hopper(call: Call) -> bool:
+    """Whether the program is for a card of NVIDIA Hopper.
+
+    Without a card rows would be padded for nothing: a program that is lowered without a mesh for another machine uses no kernel.
+    """
+    del call
     try:
         platform = mesh_platform() or jax.local_devices(backend="cuda") and "cuda"
     except RuntimeError:
         platform = None
-    if platform != "cuda":
-        return "NVIDIA Hopper"
-    from pallas_kernels import compat
+    return platform == "cuda" and compute_capabilities() <= {"9.0"}
 
-    return None if compat.on_hopper() else "NVIDIA Hopper"
+
+_REQUIREMENTS = (
+    Requirement(
+        "x and kernels in bfloat16",
+        _bfloat16,
+        lambda call: " and ".join(str(call.arguments[n].dtype) for n in ("x", "kernels")),
+    ),
+    Requirement(
+        f"matrices of multiples of {_ROWS} x {_STEP}",
+        lambda call: _matrix(call)[0] % _ROWS == _matrix(call)[1] % _STEP == 0,
+        lambda call: str(_matrix(call)),
+    ),
+    *PALLAS,
+    Requirement("NVIDIA Hopper", _for_hopper),
+)
 
 
 def _xla_product(x, kernels, sizes):
@@ -108,33 +153,27 @@ def _xla_product(x, kernels, sizes):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(fused, x, kernels, sizes):
-    return _on_platform(fused, _kernel_product, _xla_product, x, kernels, sizes)
+def _product(selection, x, kernels, sizes):
+    return selection.function(lambda backend: backend.product)(x, kernels, sizes)
 
 
-def _forward(fused, x, kernels, sizes):
-    return _product(fused, x, kernels, sizes), (x, kernels, sizes)
+def _forward(selection, x, kernels, sizes):
+    return _product(selection, x, kernels, sizes), (x, kernels, sizes)
 
 
-def _backward(fused, saved, dy):
-    x, kernels, sizes = saved
-
-    def by_kernel(x, kernels, sizes, dy):
-        return _kernel_product(dy, kernels, sizes, transposed=True), _kernel_sums(x, dy, sizes)
-
-    def by_xla(x, kernels, sizes, dy):
-        return jax.vjp(lambda x, w: _xla_product(x, w, sizes), x, kernels)[1](dy)
-
-    return *_on_platform(fused, by_kernel, by_xla, x, kernels, sizes, dy), None
+def _backward(selection, saved, dy):
+    return *selection.function(lambda backend: backend.gradients)(*saved, dy), None
 
 
 _product.defvjp(_forward, _backward)
 
 
-def _on_platform(fused, kernel, xla, *arrays) -> Any:
-    if fused == "always":
-        return kernel(*arrays)
-    return by_platform(*arrays, cuda=kernel, default=xla)
+def _xla_gradients(x, kernels, sizes, dy):
+    return jax.vjp(lambda x, w: _xla_product(x, w, sizes), x, kernels)[1](dy)
+
+
+def _kernel_gradients(x, kernels, sizes, dy):
+    return _kernel_product(dy, kernels, sizes, transposed=True), _kernel_sums(x, dy, sizes)
 
 
 # Jitted, so that layers which are not scanned trace and lower a kernel once.
@@ -159,26 +198,13 @@ def _kernel_sums(x, dy, sizes):
     return hopper.sums(x, dy, jnp.cumsum(sizes) - sizes, sizes // _STEP)
 
 
-@jax.custom_vjp
-def _segments(x, kernels, ends):
-    return _on_platform("maybe", _kernel_segments, _xla_segments, x, kernels, ends)
+def _xla_segment_gradients(x, kernels, ends, dy):
+    return jax.vjp(lambda x, w: _xla_segments(x, w, ends), x, kernels)[1](dy)
 
 
-def _segments_backward(saved, dy):
-    x, kernels, ends = saved
-
-    def by_kernel(x, kernels, ends, dy):
-        return _kernel_segments(dy, kernels, ends, transposed=True), _kernel_segment_sums(
-            x, kernels, ends, dy
-        )
-
-    def by_xla(x, kernels, ends, dy):
-        return jax.vjp(lambda x, w: _xla_segments(x, w, ends), x, kernels)[1](dy)
-
-    return *_on_platform("maybe", by_kernel, by_xla, x, kernels, ends, dy), None
-
-
-_segments.defvjp(lambda *arrays: (_segments(*arrays), arrays), _segments_backward)
+def _kernel_segment_gradients(x, kernels, ends, dy):
+    of_x = _kernel_segments(dy, kernels, ends, transposed=True)
+    return of_x, _kernel_segment_sums(x, kernels, ends, dy)
 
 
 def _xla_segments(x, kernels, ends):
@@ -219,3 +245,43 @@ def _kernel_segment_sums(x, kernels, ends, dy):
     found = hopper.sums(x, dy, (first * _STEP).reshape(-1), blocks.reshape(-1))
     found = found.reshape(-1, len(kernels), pieces, *kernels.shape[1:]).astype(jnp.float32)
     return jnp.sum(found, axis=(0, 2)).astype(kernels.dtype)
+
+
+register(
+    "grouped_product",
+    ProductBackend(
+        name="mosaic_gpu",
+        product=_kernel_product,
+        gradients=_kernel_gradients,
+        requirements=(
+            *_REQUIREMENTS,
+            Requirement(
+                f"rows, and groups of multiples of {_ROWS}",
+                lambda call: call.options.multiple % _ROWS == 0 and len(call.arguments["x"]) > 0,
+                lambda call: f"{len(call.arguments['x'])} and multiple={call.options.multiple}",
+            ),
+        ),
+        platforms=("cuda",),
+    ),
+    ProductBackend(name="xla", product=_xla_product, gradients=_xla_gradients),
+)
+register(
+    "segment_product",
+    ProductBackend(
+        name="mosaic_gpu",
+        product=_kernel_segments,
+        gradients=_kernel_segment_gradients,
+        requirements=(
+            *_REQUIREMENTS,
+            Requirement(
+                f"rows of multiples of {_STEP}, from {_ROWS} on",
+                lambda call: (
+                    len(call.arguments["x"]) % _STEP == 0 and len(call.arguments["x"]) >= _ROWS
+                ),
+                lambda call: str(len(call.arguments["x"])),
+            ),
+        ),
+        platforms=("cuda",),
+    ),
+    ProductBackend(name="xla", product=_xla_segments, gradients=_xla_segment_gradients),
+)

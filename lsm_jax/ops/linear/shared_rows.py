@@ -6,7 +6,6 @@ which every exponential is at most 1. It keeps no memory a chunk, whichever form
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,17 +14,19 @@ from jaxtyping import Array, Float
 
 from lsm_jax.ops.core import checks
 from lsm_jax.ops.core.decays import forget
-from lsm_jax.ops.core.segments import Tokens, read_tokens, select
+from lsm_jax.ops.core.segments import read_tokens, select
 from lsm_jax.ops.core.shared_rows import (
     Update,
     emptied_by,
     ends_of_documents,
     newer_id,
     staying,
+    total_of,
     unless_restarted,
 )
 from lsm_jax.ops.core.states import LinearState
 from lsm_jax.ops.linear import stabilized
+from lsm_jax.ops.linear.xla import LinearOptions, by_xla
 
 
 class Decays(NamedTuple):
@@ -46,18 +47,6 @@ def sum_after(x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
     return jax.lax.cumsum(later, axis=1, reverse=True)
 
 
-def total_of(x: Array | None, tokens: Tokens, num_segments: int | None, batch: int) -> Any:
-    """The sum of x [B or 1, T, ...] over time, of each state: [B, ...] or [B, S, ...]."""
-    if x is None:
-        return None
-    if num_segments is None:
-        return jnp.broadcast_to(jnp.sum(x, axis=1), (batch, *x.shape[2:]))
-    assert tokens.slot is not None
-    own = (tokens.slot[..., None] == jnp.arange(num_segments)).astype(x.dtype)
-    highest = jax.lax.Precision.HIGHEST
-    return jnp.einsum("bts,bt...->bs...", own, x, precision=highest)
-
-
 def weighed_writes(k, v, key_decay, value_decay, stays, precision) -> Array:
     """What is left of writes `kᵀ v` at the end, [B, G, K, V]; log decays [B or 1, T, G, *], `stays` [B, T] where they count."""
     keys, values = select(stays, k), v
@@ -68,12 +57,13 @@ def weighed_writes(k, v, key_decay, value_decay, stays, precision) -> Array:
     return jnp.einsum("btgk,btgv->bgkv", keys, values, precision=precision)
 
 
-def update_of(options, by_xla: Callable[..., Any], arguments: dict[str, Any]) -> Update:
-    """This device's tokens as an update.
+def update_of(options: LinearOptions, arguments: dict[str, Any]) -> Update:
+    """The tokens of this device as one update.
+
+    The XLA form computes states that one product does not give: one state per segment, or gated writes.
 
     Args:
         options: of the op.
-        by_xla: the op's XLA form, for states that one product does not give: one state a segment, or gated writes.
         arguments: the op's arrays on this device.
     """
     k, v, state = (arguments[name] for name in ("k", "v", "state"))
@@ -102,7 +92,7 @@ def update_of(options, by_xla: Callable[..., Any], arguments: dict[str, Any]) ->
         empty = jax.tree.map(jnp.zeros_like, state)
         if gated:
             empty = empty._replace(stabilizer=jnp.full_like(state.stabilizer, stabilized.NEVER))
-        in_chunks = options._replace(form="chunk", fused="never")
+        in_chunks = options._replace(form="chunk")
         _, written = by_xla(in_chunks, **(arguments | {"state": empty}))
         return Update(totals, written, restarts, first_id)
 

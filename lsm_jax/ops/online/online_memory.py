@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lsm_jax.ops.backends import chosen
+from lsm_jax.ops.backends.registry import Backend, check_implementation, register
+from lsm_jax.ops.backends.run import run, static_of
 from lsm_jax.ops.core import checks
 from lsm_jax.ops.core.segments import cut_into_chunks, finish_output, read_tokens, select
 from lsm_jax.ops.core.shared_rows import state_axes
@@ -166,7 +167,7 @@ def online_memory(
         raise ValueError(
             f"{op}: form={form!r}; accepted are 'recurrent', 'chunk' (its updates do not compose)"
         )
-    checks.check_implementation(op, implementation)
+    check_implementation(op, implementation)
     batch, length, _, _, heads, key_dim, value_dim = checks.check_qkv(op, q, k, v)
     checks.check_rows(op, batch, length, segment_ids, update_mask)
     check_inner(op, inner, heads, key_dim, value_dim)
@@ -181,7 +182,6 @@ def online_memory(
             "accepted are as many"
         )
     size = checks.check_chunk_size(op, chunk_size, length)
-    chosen.note(op, f"xla, {form} form (no fused kernel in this version)")
     dtype = checks.compute_dtype(q, k, v, *inner.weights, *gates.values(), coefficients)
     sizes = (key_dim, *(w.shape[-1] for w in inner.weights))
     momentum = log_momentum is not None
@@ -193,7 +193,7 @@ def online_memory(
         mini_batch=mini_batch,
         residual=residual,
         norm_eps=checks.check_number(op, "norm_eps", norm_eps, at_least=0),
-        form=form,
+        by_token=form == "recurrent",
         size=min(size, 1 << (mini_batch.bit_length() - 1)),
         fresh=initial_state is None,
         dtype=dtype,
@@ -206,30 +206,37 @@ def online_memory(
     axes: dict[str, Any] = dict.fromkeys(batched, TOKENS) | dict(inner=("heads",))
     axes["state"] = state_axes(state, segments=state.position.ndim == 2)
     return over_mesh(
-        _online_memory, batched, shared, options,
-        axes=axes, out_axes=(TOKENS, "state"), in_sequence=_in_sequence,
-    )  # fmt: skip
-
-
-def _in_sequence(axis, function, options, **arguments):
-    """Devices take turns: a gradient step needs the weights before it, so that updates do not compose."""
-    kept = arguments.pop("state")
-    initial = jax.tree.map(
-        lambda x: x.astype(options.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x, kept
+        run,
+        batched,
+        shared,
+        static_of(op, options, implementation),
+        axes=axes,
+        out_axes=(TOKENS, "state"),
+        in_sequence=_in_sequence,
     )
 
-    def run(arguments, state):
-        output, after = function(options._replace(fresh=False), **arguments, state=state)
+
+def _in_sequence(axis, function, static, **arguments):
+    """The op on one device after the other: a gradient step needs the weights before it, so that updates do not compose."""
+    options, state = static.options, arguments.pop("state")
+    initial = jax.tree.map(
+        lambda x: x.astype(options.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x, state
+    )
+
+    resumed = static._replace(options=options._replace(fresh=False))
+
+    def run_from(arguments, state):
+        output, after = function(resumed, **arguments, state=state)
         return output, jax.tree.map(lambda x, y: x.astype(y.dtype), after, state)
 
-    return hand_on(axis, run, arguments, initial)
+    return hand_on(axis, run_from, arguments, initial)
 
 
 class _Options(NamedTuple):
     mini_batch: int
     residual: bool
     norm_eps: float
-    form: str
+    by_token: bool
     size: int
     fresh: bool
     dtype: Any
@@ -257,9 +264,7 @@ class _Memory(NamedTuple):
     log_kept: Array | None
 
 
-# Compiled as a whole also when called outside `jax.jit`, as in a notebook.
-@functools.partial(jax.jit, static_argnums=0)
-def _online_memory(
+def _by_xla(
     options, q, k, v, eta, log_momentum, log_decay, state, segment_ids, update_mask,
     inner, coefficients,
 ):  # fmt: skip
@@ -287,7 +292,7 @@ def _online_memory(
     )
     cast = functools.partial(jax.tree.map, lambda x: x.astype(dtype))
     memory = _Memory(*cast(tuple(state[: len(_Memory._fields)])))
-    if options.form == "recurrent":
+    if options.by_token:
         output, memory, position = _recurrent(
             options, inner, coefficients, inputs, memory, state.position, tokens
         )
@@ -488,3 +493,9 @@ def _check_rule(op, mini_batch, coefficients, log_momentum, log_decay):
                 "coefficients (TTT) or the two gates (Titans)"
             )
         checks.check_shape(op, "coefficients", coefficients, (mini_batch,), "mini_batch")
+
+
+register(
+    "online_memory",
+    Backend(name="xla", run=lambda call: _by_xla(call.options, **call.arguments)),
+)

@@ -7,15 +7,16 @@ one head a channel.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact, Int
 
-from lsm_jax.ops.backends import chosen
+from lsm_jax.ops.backends.registry import check_implementation
+from lsm_jax.ops.backends.run import run, static_of
 from lsm_jax.ops.core import checks
-from lsm_jax.ops.core.segments import Tokens, cut_into_chunks, finish_output, read_tokens, select
+from lsm_jax.ops.core.segments import read_tokens, select
 from lsm_jax.ops.core.shared_rows import (
     Update,
     emptied_by,
@@ -23,42 +24,15 @@ from lsm_jax.ops.core.shared_rows import (
     newer_id,
     resume,
     state_axes,
+    total_of,
     unless_restarted,
 )
-from lsm_jax.ops.core.states import associate_chunks, associative_scan, per_chunk, scan_tokens
-from lsm_jax.ops.linear.shared_rows import total_of
-from lsm_jax.ops.selective import kernels as selective_kernels
+from lsm_jax.ops.selective import backends  # noqa: F401  (registers them)
+from lsm_jax.ops.selective.state import SelectiveState, selective_state
+from lsm_jax.ops.selective.xla import SelectiveOptions
 from lsm_jax.parallel import TOKENS, over_mesh
 
 DISCRETIZATIONS = ("euler", "zoh", "none")
-
-
-class SelectiveState(NamedTuple):
-    """State of `selective_memory`.
-
-    Attributes:
-        memory: [B, D, N], or [B, S, D, N] with one state a segment; float32, or complex64 where the memory is complex.
-        segment_id: [B], the last nonzero segment id seen, 0 before any.
-    """
-
-    memory: Inexact[Array, ...]
-    segment_id: Int[Array, " B"]
-
-
-def selective_state(
-    batch_size: int,
-    channels: int,
-    state_size: int,
-    *,
-    is_complex: bool = False,
-    num_segments: int | None = None,
-    dtype=jnp.float32,
-) -> SelectiveState:
-    """An empty `SelectiveState`, complex with parts of `dtype` if asked; `num_segments` gives each row that many states."""
-    rows = (batch_size,) if num_segments is None else (batch_size, num_segments)
-    dtype = jnp.result_type(dtype, jnp.complex64) if is_complex else dtype
-    memory = jnp.zeros((*rows, channels, state_size), dtype)
-    return SelectiveState(memory, jnp.zeros(batch_size, jnp.int32))
 
 
 def selective_memory(
@@ -111,7 +85,8 @@ def selective_memory(
         ValueError: shapes, dtypes, discretization, form, implementation or chunk size that are not accepted.
     """
     op = "selective_memory"
-    checks.check_form(op, form, implementation, selective_kernels.KERNELS)
+    checks.check_form(op, form)
+    check_implementation(op, implementation)
     if discretization not in DISCRETIZATIONS:
         listed = ", ".join(map(repr, DISCRETIZATIONS))
         raise ValueError(f"{op}: discretization={discretization!r}; accepted are {listed}")
@@ -119,7 +94,6 @@ def selective_memory(
     batch, length, _ = u.shape
     checks.check_rows(op, batch, length, segment_ids, update_mask)
     size = checks.check_chunk_size(op, chunk_size, length)
-    form = chosen.form_of(form, implementation, length)
     dtype = checks.compute_dtype(u, delta, A, B, C, D)
     is_complex = any(jnp.iscomplexobj(x) for x in (delta, A, B))
     empty = functools.partial(
@@ -131,30 +105,32 @@ def selective_memory(
     constant = {n: x for n, x in given.items() if jnp.ndim(x) == (1 if n == "delta" else 2)}
     batched = dict(u=u, state=state, segment_ids=segment_ids, update_mask=update_mask)
     batched |= {n: x for n, x in given.items() if n not in constant}
-    kernel = selective_kernels.AUTOMATIC if implementation in (None, "xla") else implementation
-    options = _Options(discretization, form, size, dtype, is_complex, kernel)
-    why = _why_not(options, state, u, delta, A, B, C, D)
-    fused = chosen.choose(op, form, implementation, kernel, why)
-    options = options._replace(fused=fused)
+    options = SelectiveOptions(discretization, form, size, dtype, is_complex)
     shared = dict(a=A, d=D, constant=constant)
     # Channels take the place of heads.
     axes: dict[str, Any] = dict.fromkeys(batched, TOKENS) | dict.fromkeys(shared, ("heads",))
     axes |= {n: TOKENS[:2] for n, x in given.items() if n in ("b", "c") and jnp.ndim(x) == 3}
     axes["state"] = state_axes(state, segments=state.memory.ndim == 4)
     return over_mesh(
-        _selective_memory, batched, shared, options,
-        axes=axes, out_axes=(TOKENS, "state"), in_sequence=_in_sequence,
-    )  # fmt: skip
+        run,
+        batched,
+        shared,
+        static_of(op, options, implementation),
+        axes=axes,
+        out_axes=(TOKENS, "state"),
+        in_sequence=_in_sequence,
+    )
 
 
-def _in_sequence(axis, function, options, **arguments):
+def _in_sequence(axis, function, static, **arguments):
     """The op on one of the devices that share a row."""
-    update = _update_of_all(options, arguments)
-    return resume(axis, function, (options,), arguments, update, _advance)
+    update = _update_of_all(function, static, arguments)
+    return resume(axis, function, (static,), arguments, update, _advance)
 
 
-def _update_of_all(options, arguments: dict[str, Any]) -> Update:
-    """This device's tokens as one update; its transition is a logarithm, [B, D, N] or [B, S, D, N]."""
+def _update_of_all(function, static, arguments: dict[str, Any]) -> Update:
+    """The tokens of this device as one update; its transition is a logarithm, [B, D, N] or [B, S, D, N]."""
+    options = static.options
     u, state, segment_ids = (arguments[name] for name in ("u", "state", "segment_ids"))
     batch, length, channels = u.shape
     num_segments = state.memory.shape[1] if state.memory.ndim == 4 else None
@@ -170,8 +146,8 @@ def _update_of_all(options, arguments: dict[str, Any]) -> Update:
     wide = jnp.result_type(delta, options.dtype)
     total = total_of(select(tokens.written, delta.astype(wide)), tokens, num_segments, batch)
     exponent = total[..., None] * arguments["a"]
-    in_chunks = options._replace(form="chunk")
-    _, written = _selective_memory(in_chunks, **(arguments | {"state": empty}))
+    in_chunks = static._replace(options=options._replace(form="chunk"))
+    _, written = function(in_chunks, **(arguments | {"state": empty}))
     return Update(exponent.astype(written.memory.dtype), written, restarts, first_id)
 
 
@@ -180,201 +156,6 @@ def _advance(state: SelectiveState, update: Update) -> SelectiveState:
     state = emptied_by(state, update)
     kept = unless_restarted(update, jnp.exp(update.transition) * state.memory)
     return SelectiveState(kept + update.written.memory, newer_id(state, update))
-
-
-class _Options(NamedTuple):
-    discretization: str
-    form: str
-    size: int
-    dtype: Any
-    is_complex: bool
-    kernel: str
-    fused: chosen.Fused = "never"
-
-
-class _Inputs(NamedTuple):
-    """Arrays by token: u, delta [B, T, D]; b, c [B, T, N] or [B, T, D, N], None where constant; begin [B, T] or None."""
-
-    u: Array
-    delta: Array
-    b: Array | None
-    c: Array | None
-    begin: Array | None
-
-
-# Compiled as a whole also when called outside `jax.jit`, as in a notebook.
-@functools.partial(jax.jit, static_argnums=0)
-def _selective_memory(options, **arrays):
-    def xla(arrays):
-        return _by_xla(options, **arrays)
-
-    def kernel(arrays):
-        return _by_kernel(options.kernel, arrays)
-
-    if options.fused == "never":
-        return xla(arrays)
-    given = arrays["constant"] | arrays
-    names = ("state", "u", "delta", "a", "b", "c", "d")
-    why = _why_not(options, *(given[name] for name in names))  # a mesh may share channels out
-    if options.fused == "always":
-        if why is not None:
-            raise NotImplementedError(
-                f"selective_memory: on a device {options.kernel!r} takes {why}"
-            )
-        return kernel(arrays)
-    return xla(arrays) if why else chosen.by_platform(arrays, cuda=kernel, default=xla)
-
-
-def _why_not(options, state, u, delta, a, b, c, d) -> str | None:
-    """What the kernel takes in place of these arrays, a device's or all, or None."""
-    return selective_kernels.why_not(
-        options.kernel, options.form, options.discretization, u, delta, a, b, c, d, state.memory,
-        is_complex=options.is_complex,
-    )  # fmt: skip
-
-
-def _by_kernel(kernel: str, arrays: dict[str, Any]) -> tuple[Array, SelectiveState]:
-    state, given = arrays["state"], dict(arrays)
-    del given["state"]
-    tokens = read_tokens(given.pop("segment_ids"), given.pop("update_mask"), state.segment_id, None)
-    given = dict(b=None) | given
-    output, memory = selective_kernels.run_kernel(
-        kernel, tokens, _beginnings(tokens), memory=state.memory, **given
-    )
-    return output, SelectiveState(memory, tokens.last_id)
-
-
-def _by_xla(
-    options, u, state, segment_ids, update_mask, a, d, constant, delta=None, b=None, c=None
-):
-    batch, length, channels = u.shape
-    dtype = options.dtype
-    num_segments = state.memory.shape[1] if state.memory.ndim == 4 else None
-    tokens = read_tokens(segment_ids, update_mask, state.segment_id, num_segments)
-
-    def widen(x) -> Any:
-        if x is None:
-            return None
-        return x.astype(jnp.result_type(dtype, jnp.complex64) if jnp.iscomplexobj(x) else dtype)
-
-    if "delta" in constant:
-        # One row is enough, unless some rows write where others do not.
-        rows = 1 if tokens.written is None and tokens.slot is None else batch
-        delta = jnp.broadcast_to(constant["delta"], (rows, length, channels))
-    inputs = _Inputs(
-        u=select(tokens.written, widen(u)),
-        delta=select(tokens.written, widen(delta)),
-        b=None if b is None else select(tokens.written, widen(b)),
-        c=None if c is None else select(tokens.real, widen(c)),
-        begin=_beginnings(tokens),
-    )
-    constant_b, constant_c = (widen(constant.get(name)) for name in ("b", "c"))
-    update = functools.partial(
-        _update, a=widen(a), constant_b=constant_b, discretization=options.discretization
-    )
-    read = functools.partial(_read, constant_c=constant_c)
-    memory = widen(state.memory)
-
-    if options.form == "associative":
-        chunks = cut_into_chunks(tokens, length, 1, num_segments)
-
-        def split(x):
-            return chunks.split(jnp.broadcast_to(x, (batch, *x.shape[1:])))[:, :, 0]
-
-        x = jax.tree.map(split, inputs)
-        if options.is_complex:  # XLA rounds products by lane then
-            transition, write = update(x)
-        else:  # made where the tokens stand: in another lane XLA may round `exp` another way
-            transition, write = map(split, update(inputs))
-            taken = split(jnp.ones((batch, length), bool))
-            transition = jnp.where(taken[:, :, None, None], transition, 1)
-        entering, memory = associate_chunks(
-            jnp.multiply, jnp.multiply, transition, write, memory, chunks
-        )
-        output = chunks.join(read(x, transition * entering + write)[:, :, None], length)
-    elif options.form == "recurrent":
-
-        def step(memory, x):
-            transition, write = update(x)
-            memory = transition * memory + write
-            return memory, read(x, memory)
-
-        output, memory = scan_tokens(step, inputs, memory, None, tokens.slot)
-    else:
-        chunks = cut_into_chunks(tokens, length, options.size, num_segments)
-
-        def step(memory, x):
-            held, after = associative_scan(_compose, update(x))
-            held = held * memory[:, None] + after
-            return held[:, -1], read(x, held)
-
-        output, memory = scan_tokens(
-            jax.checkpoint(step, prevent_cse=False),
-            jax.tree.map(chunks.split, inputs),
-            memory,
-            None,
-            chunks.slot,
-        )
-        output = chunks.join(output, length)
-
-    if d is not None:
-        output = output + widen(d) * select(tokens.real, widen(u))
-    output = finish_output(tokens, output).astype(u.dtype)
-    return output, SelectiveState(memory, tokens.last_id)
-
-
-def _beginnings(tokens: Tokens) -> Array | None:
-    """[B, T], True where a document begins, or None."""
-    if tokens.run is None:
-        return None
-    return jnp.diff(tokens.run, axis=1, prepend=jnp.zeros_like(tokens.run[:, :1])) > 0
-
-
-def _compose(earlier, later):
-    return later[0] * earlier[0], later[0] * earlier[1] + later[1]
-
-
-def _update(x: _Inputs, *, a, constant_b, discretization) -> tuple[Array, Array]:
-    """Each token's update as what multiplies the memory and what is added, [..., D, N]."""
-    exponent = x.delta[..., None] * a
-    transition = jnp.exp(exponent)
-    if x.begin is not None:
-        transition = jnp.where(per_chunk(x.begin, transition), 0, transition)
-    if discretization == "none":
-        write = x.u[..., None]
-    else:
-        write = (x.delta * x.u)[..., None]
-    if discretization == "zoh":
-        write = write * expm1_ratio(exponent)
-    write = write * _by_channel(x, x.b, constant_b)
-    return transition, write.astype(jnp.result_type(write, transition))
-
-
-def _read(x: _Inputs, memory: Array, *, constant_c) -> Array:
-    """Re(sum of c h): memory [..., D, N] -> [..., D]."""
-    c = _by_channel(x, x.c, constant_c)
-    products = jnp.real(c) * jnp.real(memory)
-    if jnp.iscomplexobj(c) and jnp.iscomplexobj(memory):
-        products = products - jnp.imag(c) * jnp.imag(memory)
-    return jnp.sum(products, axis=-1)
-
-
-def _by_channel(x: _Inputs, given, constant) -> Array:
-    """B or C with an axis of channels."""
-    if given is None:
-        return constant
-    return given if given.ndim == x.u.ndim + 1 else given[..., None, :]
-
-
-def expm1_ratio(z: Array) -> Array:
-    """`(exp(z) - 1) / z`, 1 at 0; by its series near 0, where the quotient's derivative would cancel."""
-    near = jnp.abs(jnp.real(z)) + jnp.abs(jnp.imag(z)) < 0.5
-    safe = jnp.where(near, 1, z)
-    small = jnp.where(near, z, 0)
-    series = jnp.ones_like(z)
-    for n in range(14, 1, -1):  # 0.5^14 / 15! is below float64's rounding
-        series = 1 + series * small / n
-    return jnp.where(near, series, jnp.expm1(safe) / safe)
 
 
 def check_real(op: str, **arrays: Array | None) -> None:

@@ -11,15 +11,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Inexact
 
-from lsm_jax.ops.backends import chosen
+from lsm_jax.ops.backends.select import note
 from lsm_jax.ops.core import checks
-from lsm_jax.ops.selective.selective_memory import (
-    SelectiveState,
-    check_real,
-    expm1_ratio,
-    selective_memory,
-    selective_state,
-)
+from lsm_jax.ops.selective.selective_memory import check_real, selective_memory
+from lsm_jax.ops.selective.state import SelectiveState, selective_state
+from lsm_jax.ops.selective.xla import expm1_ratio
 from lsm_jax.parallel import over_batch, sequence_shards
 
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -74,7 +70,7 @@ def time_invariant_memory(
     check_real(op, u=u, delta=delta, D=D)
     if sequence_shards(length) > 1:
         return selective_memory(u, delta, A, B, C, D=D, discretization="zoh")
-    chosen.note("selective_memory", "xla, convolution by blocks")
+    note("selective_memory", "xla, convolution by blocks")
     dtype = checks.compute_dtype(u, delta, A, B, C, D)
     is_complex = any(jnp.iscomplexobj(x) for x in (A, B))
 

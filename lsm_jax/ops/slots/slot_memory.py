@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from lsm_jax.ops.backends import chosen
+from lsm_jax.ops.backends.registry import check_implementation
+from lsm_jax.ops.backends.run import run, static_of
 from lsm_jax.ops.core import checks
 from lsm_jax.ops.core.decays import forget
 from lsm_jax.ops.core.segments import read_tokens, select
@@ -24,47 +25,14 @@ from lsm_jax.ops.core.shared_rows import (
     resume,
     state_axes,
     staying,
+    total_of,
     unless_restarted,
 )
-from lsm_jax.ops.core.states import LinearState
-from lsm_jax.ops.linear import kernels as linear_kernels
-from lsm_jax.ops.linear.linear_memory import _linear_memory as linear
-from lsm_jax.ops.linear.linear_memory import _Options as LinearOptions
-from lsm_jax.ops.linear.shared_rows import total_of, weighed_writes
+from lsm_jax.ops.linear.shared_rows import weighed_writes
+from lsm_jax.ops.linear.xla import LinearOptions
+from lsm_jax.ops.slots import backends  # noqa: F401  (registers them)
+from lsm_jax.ops.slots.state import SlotState, slot_state
 from lsm_jax.parallel import TOKENS, over_mesh
-
-
-class SlotState(NamedTuple):
-    """State of `slot_memory`.
-
-    Attributes:
-        keys: [B, G, K, M], or [B, S, G, K, M] with one state a segment; float32.
-        values: [B, G, M, V] or [B, S, G, M, V]; float32.
-        segment_id: [B], the last nonzero segment id seen, 0 before any.
-    """
-
-    keys: Float[Array, ...]
-    values: Float[Array, ...]
-    segment_id: Int[Array, " B"]
-
-
-def slot_state(
-    batch_size: int,
-    num_heads: int,
-    num_slots: int,
-    key_dim: int,
-    value_dim: int,
-    *,
-    num_segments: int | None = None,
-    dtype=jnp.float32,
-) -> SlotState:
-    """An empty `SlotState` of `num_heads` memories; `num_segments` gives each row that many states."""
-    rows = (batch_size,) if num_segments is None else (batch_size, num_segments)
-    return SlotState(
-        jnp.zeros((*rows, num_heads, key_dim, num_slots), dtype),
-        jnp.zeros((*rows, num_heads, num_slots, value_dim), dtype),
-        jnp.zeros(batch_size, jnp.int32),
-    )
 
 
 def slot_memory(
@@ -111,7 +79,8 @@ def slot_memory(
         ValueError: shapes, heads, form, implementation or chunk size that are not accepted.
     """
     op = "slot_memory"
-    checks.check_form(op, form, implementation, linear_kernels.KERNELS)
+    checks.check_form(op, form)
+    check_implementation(op, implementation)
     batch, length, _, _, heads, key_dim, value_dim = checks.check_qkv(op, q, k, v)
     checks.check_rows(op, batch, length, segment_ids, update_mask)
     checks.check_shape(op, "s", s, (batch, length, heads, None), "B, T, G, M")
@@ -119,12 +88,10 @@ def slot_memory(
     slots = s.shape[3]
     if log_decay is not None:
         checks.check_shape(op, "log_decay", log_decay, (batch, length, heads, slots), "B, T, G, M")
-    form = chosen.form_of(form, implementation, length)
     size = checks.check_chunk_size(op, chunk_size, length)
     dtype = checks.compute_dtype(q, k, v, s, log_decay)
     empty = functools.partial(slot_state, batch, heads, slots, key_dim, value_dim, dtype=dtype)
     state = checks.state_or_empty(op, initial_state, empty, segment_ids)
-
     batched = dict(
         q=q,
         k=k,
@@ -135,11 +102,7 @@ def slot_memory(
         segment_ids=segment_ids,
         update_mask=update_mask,
     )
-    kernel = linear_kernels.AUTOMATIC if implementation in (None, "xla") else implementation
-    why = _why_no_kernel(kernel, form, q, k, v, s, log_decay, state)
     options = LinearOptions(
-        fused=chosen.choose(op, form, implementation, kernel, why),
-        kernel=kernel,
         scale=checks.scale_or_default(op, scale, key_dim),
         normalize=None,
         form=form,
@@ -150,31 +113,25 @@ def slot_memory(
     axes: dict[str, Any] = dict.fromkeys(batched, TOKENS)
     axes["state"] = state_axes(state, segments=state.keys.ndim == 5)
     return over_mesh(
-        _slot_memory, batched, {}, options,
-        axes=axes, out_axes=(TOKENS, "state"), in_sequence=_in_sequence,
-    )  # fmt: skip
+        run,
+        batched,
+        {},
+        static_of(op, options, implementation),
+        axes=axes,
+        out_axes=(TOKENS, "state"),
+        in_sequence=_in_sequence,
+    )
 
 
-def _why_no_kernel(kernel: str, form: str, q, k, v, s, log_decay, state: SlotState) -> str | None:
-    """What the kernels of both memories take in place of this call, or None."""
-    none = dict(log_input_gate=None, normalize=None)
-    shape = (*q.shape[:2], max(q.shape[2], v.shape[2]), s.shape[3])
-    weights, s = (jax.ShapeDtypeStruct(x, q.dtype) for x in (shape, s.shape))
-    of_keys = (q, k, s, None, None, state.keys, none | dict(value_log_decay=log_decay))
-    of_values = (weights, s, v, log_decay, None, state.values, none)
-    whys = (linear_kernels.why_not(kernel, form, *x) for x in (of_keys, of_values))
-    names = ("keys (K x M)", "values (M x V)")
-    return next((f"{w} in the memory of {n}" for n, w in zip(names, whys, strict=True) if w), None)
-
-
-def _in_sequence(axis, function, options, **arguments):
+def _in_sequence(axis, function, static, **arguments):
     """The op on one of the devices that share a row."""
-    update = _update(options, **arguments)
-    return resume(axis, function, (options,), arguments, update, _advance)
+    update = _update(function, static, **arguments)
+    return resume(axis, function, (static,), arguments, update, _advance)
 
 
-def _update(options, q, k, v, s, log_decay, state, segment_ids, update_mask) -> Update:
-    """This device's tokens as an update of both memories: neither depends on what is read from the other."""
+def _update(function, static, q, k, v, s, log_decay, state, segment_ids, update_mask) -> Update:
+    """The tokens of this device as one update of both memories: neither depends on what is read from the other."""
+    options = static.options
     batch, _, heads, _ = v.shape
     num_segments = state.keys.shape[1] if state.keys.ndim == 5 else None
     empty = jax.tree.map(jnp.zeros_like, state)
@@ -185,8 +142,8 @@ def _update(options, q, k, v, s, log_decay, state, segment_ids, update_mask) -> 
     total = total_of(decay, tokens, num_segments, batch)
     if num_segments is not None:
         given = dict(segment_ids=segment_ids, update_mask=update_mask)
-        _, written = _slot_memory(
-            options._replace(form="chunk"),
+        _, written = function(
+            static._replace(options=options._replace(form="chunk")),
             q=q,
             k=k,
             v=v,
@@ -215,58 +172,3 @@ def _advance(state: SlotState, update: Update) -> SlotState:
         unless_restarted(update, values) + update.written.values,
         newer_id(state, update),
     )
-
-
-# Compiled as a whole also when called outside `jax.jit`, as in a notebook.
-@functools.partial(jax.jit, static_argnums=0)
-def _slot_memory(options, **arrays):
-    def xla(arrays):
-        # A wide s makes wide scores.
-        return _two_memories(options._replace(fused="never"), options.dtype, **arrays)
-
-    def kernel(arrays):
-        return _two_memories(options._replace(fused="always"), arrays["q"].dtype, **arrays)
-
-    if options.fused == "maybe":
-        return chosen.by_platform(arrays, cuda=kernel, default=xla)
-    return kernel(arrays) if options.fused == "always" else xla(arrays)
-
-
-def _two_memories(options, dtype, q, k, v, s, log_decay, state, segment_ids, update_mask):
-    """`slot_memory` with weights in `dtype`, and strengths where no kernel takes them in float32."""
-    rest = dict(
-        segment_ids=segment_ids,
-        update_mask=update_mask,
-        constant_log_decay=None,
-        bonus=None,
-        log_input_gate=None,
-    )
-
-    def part(memory: Array) -> LinearState:
-        return LinearState(memory, normalizer=None, stabilizer=None, segment_id=state.segment_id)
-
-    # The slots are the first memory's value channels and the second one's key channels.
-    # What rounding does to scores of spread 16 the softmax makes 16 times as large: Hopper's kernel takes s as it is.
-    fused = options.fused == "always" and options.kernel == linear_kernels.AUTOMATIC
-    wide, s = s.astype(jnp.float32 if fused else dtype), s.astype(dtype)
-    scores, of_keys = linear(
-        options._replace(exact=True),
-        q=q,
-        k=k,
-        v=wide,
-        log_decay=None,
-        value_log_decay=log_decay,
-        state=part(state.keys),
-        **rest,
-    )
-    output, of_values = linear(
-        options._replace(scale=1.0),
-        q=jax.nn.softmax(scores, axis=-1).astype(dtype),
-        k=s,
-        v=v,
-        log_decay=log_decay,
-        value_log_decay=None,
-        state=part(state.values),
-        **rest,
-    )
-    return output, SlotState(of_keys.memory, of_values.memory, of_values.segment_id)

@@ -1,0 +1,145 @@
+"""A backend of an op as one object, and the ordered backends of each op."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+
+from lsm_jax.ops.core.states import Layer
+from pallas_kernels.requirements import Requirement, first_unmet
+
+
+class Call(NamedTuple):
+    """One call of an op on one device, as its backends see it.
+
+    Attributes:
+        op: the op's name.
+        options: the op's static options, a hashable NamedTuple.
+        arguments: the op's arrays by name, None where absent.
+        implementation: as the op's argument: None, a name, or names in order of preference.
+        layer: where the state's memory is one layer of a stack to be updated in place, that layer; else None.
+    """
+
+    op: str
+    options: Any
+    arguments: dict[str, Any]
+    implementation: str | tuple[str, ...] | None = None
+    layer: Layer | None = None
+
+    @property
+    def length(self) -> int:
+        """T, the number of tokens."""
+        return next(self.arguments[name].shape[1] for name in "qux" if name in self.arguments)
+
+    @property
+    def form(self) -> str:
+        """The form in which XLA runs the call.
+
+        One token alone, as in decoding, is one step of the recurrence: XLA then reads and writes the memory in place, where a
+        chunk would be padded with 63 tokens. A backend that is asked for by name runs the form that was asked for.
+        """
+        form = self.options.form
+        one = self.length == 1 and form == "chunk" and not isinstance(self.implementation, str)
+        return "recurrent" if one else form
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backend:
+    """One implementation of an op.
+
+    Attributes:
+        name: the name by which `implementation=` asks for it. Several backends of an op may have one name: the first of them that
+            supports the call runs.
+        run: computes the call's result; it must give what the op's definition gives, final state and every gradient included.
+        requirements: what a call must meet, in the order in which they are checked; `given` and `met` are called with a `Call`.
+        more: further requirements whose text depends on the call: returns None, or the first that it does not meet.
+        platforms: the platforms of JAX that it runs on ("cpu", "cuda", "rocm", "tpu"); empty means all.
+        compute_capabilities: of the NVIDIA cards that it runs on, such as ("9.0",); empty means all.
+        automatic: whether `implementation=None` may select it. A backend that nobody has run on its platform is not automatic.
+        declined: why `implementation=None` passes over a call that the backend supports, or None; for calls that another backend
+            computes faster.
+        label: the name that `ops.choices()` and logs show; `name` if empty.
+        concerns: whether the backend is made for calls of this kind at all; if not, it is passed over without a reason.
+    """
+
+    name: str
+    run: Callable[[Call], Any]
+    requirements: tuple[Requirement, ...] = ()
+    more: Callable[[Call], str | None] = lambda call: None
+    platforms: tuple[str, ...] = ()
+    compute_capabilities: tuple[str, ...] = ()
+    automatic: bool = True
+    declined: Callable[[Call], str | None] = lambda call: None
+    label: str = ""
+    concerns: Callable[[Call], bool] = lambda call: True
+
+    def unsupported(self, call: Call) -> str | None:
+        """The first requirement that the call does not meet, in words; None if the backend supports the call."""
+        return first_unmet(self.requirements, call) or self.more(call)
+
+
+_BACKENDS: dict[str, tuple[Backend, ...]] = {}
+
+
+def register(op: str, *backends: Backend, first: bool = True) -> None:
+    """Add backends to an op, in their order of preference.
+
+    Args:
+        op: the op's name, such as "linear_memory".
+        backends: they are tried in this order.
+        first: ahead of the op's present backends, or behind them.
+    """
+    present = _BACKENDS.get(op, ())
+    _BACKENDS[op] = (*backends, *present) if first else (*present, *backends)
+
+
+def unregister(op: str, *backends: Backend) -> None:
+    """Remove backends from an op."""
+    _BACKENDS[op] = tuple(b for b in _BACKENDS[op] if b not in backends)
+
+
+def backends_of(op: str) -> tuple[Backend, ...]:
+    """The op's backends in order of preference."""
+    return _BACKENDS.get(op, ())
+
+
+def names_of(backends: Iterable[Backend]) -> tuple[str, ...]:
+    """The names of backends, each once: "xla" first, then in order of preference."""
+    names = dict.fromkeys(backend.name for backend in backends)
+    return tuple(sorted(names, key=lambda name: name != "xla"))
+
+
+def check_implementation(op: str, implementation: Any) -> None:
+    """Check that `implementation` is None, a name of the op's backends, or a tuple of such names.
+
+    Raises:
+        ValueError: it is something else; the message lists the names.
+    """
+    accepted = names_of(backends_of(op))
+    if implementation is None:
+        return
+    names = implementation if isinstance(implementation, tuple) else (implementation,)
+    if not names or any(name not in accepted for name in names):
+        listed = ", ".join(map(repr, accepted))
+        alone = f" ({op} has no fused kernel)" if accepted == ("xla",) else ""
+        raise ValueError(
+            f"{op}: implementation={implementation!r}; accepted are None, {listed}, and a tuple of names in order of "
+            f"preference{alone}"
+        )
+
+
+def _arrays(call: Call) -> list[Any]:
+    return [x for x in call.arguments.values() if x is not None and hasattr(x, "dtype")]
+
+
+PALLAS = (
+    Requirement(
+        "arrays outside jax.shard_map, or inside with check_vma=False",
+        lambda call: not any(jax.typeof(x).manual_axis_type.varying for x in _arrays(call)),
+    ),
+    Requirement("32-bit indices (jax_enable_x64 off)", lambda call: not jax.config.jax_enable_x64),
+)
+"""What every Pallas kernel requires of where and how it is called."""

@@ -1,0 +1,48 @@
+"""Run an op: over the mesh, then by the backend that is selected on each device."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+
+from lsm_jax.ops.backends.registry import Backend, Call, backends_of
+from lsm_jax.ops.backends.select import select
+from lsm_jax.ops.core.states import Layer
+
+
+class Static(NamedTuple):
+    """All that is known of a call ahead of its arrays; hashable.
+
+    Attributes:
+        op: the op's name.
+        options: the op's own, a NamedTuple.
+        implementation: as the op's argument.
+        backends: the op's at the time of the call, so that a backend registered later is not missed by a cached program.
+    """
+
+    op: str
+    options: Any
+    implementation: str | tuple[str, ...] | None
+    backends: tuple[Backend, ...]
+
+
+def static_of(op: str, options: Any, implementation: str | tuple[str, ...] | None) -> Static:
+    """The `Static` of a call."""
+    return Static(op, options, implementation, backends_of(op))
+
+
+# Compiled as one program also when called outside `jax.jit`, as in a notebook.
+@functools.partial(jax.jit, static_argnums=0)
+def run(static: Static, layer: Layer | None = None, **arguments: Any) -> Any:
+    """The op on one device, by the backends that support it there.
+
+    Args:
+        static: the call without its arrays.
+        layer: the layer of a stack in which the memory is updated in place, or None.
+        arguments: the op's arrays by name.
+    """
+    call = Call(static.op, static.options, arguments, static.implementation, layer)
+    # The arrays are closed over: a frame between here and the backend would say nothing.
+    return select(call).function(lambda backend: functools.partial(backend.run, call))()

@@ -1,0 +1,142 @@
+"""Select the backends of a call: once a call, on the shapes of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from absl import logging
+
+from lsm_jax.ops.backends.registry import Backend, Call, backends_of
+from lsm_jax.ops.core.platforms import compute_capabilities, for_platform
+
+_CHOICES: dict[str, str] = {}
+_PLATFORMS = {"cuda": "NVIDIA", "tpu": "TPU", "rocm": "AMD", "cpu": "CPU"}
+
+
+class Selection(NamedTuple):
+    """The backends that may run a call.
+
+    Attributes:
+        backends: in order of preference, at most one for each platform. The platform is decided when the program is lowered;
+            a single backend runs on whatever the program is lowered for.
+    """
+
+    backends: tuple[Backend, ...]
+
+    def function(self, of: Callable[[Backend], Callable[..., Any]]) -> Callable[..., Any]:
+        """The function to call: that of the only backend, or that of the platform's when the program is lowered.
+
+        Args:
+            of: gives a backend's function; all functions have the same arguments and results.
+        """
+        if len(self.backends) == 1:
+            return of(self.backends[0])
+        branches: dict[str, Callable[..., Any]] = {}
+        default = None
+        for backend in self.backends:
+            function = of(backend)
+            for platform in backend.platforms:
+                branches.setdefault(platform, function)
+            if not backend.platforms:
+                default = function
+        return for_platform(default, **branches)
+
+    def only(self, name: str) -> bool:
+        """Whether all backends have this name."""
+        return all(backend.name == name for backend in self.backends)
+
+
+def select(call: Call) -> Selection:
+    """The backends that run a call; what was selected, and why nothing better, is logged and noted for `choices`.
+
+    With `implementation=None` these are the first automatic backend for each platform that supports the call. With a name,
+    the first backend of that name that supports it. With several names, the first of them for each platform that supports it.
+
+    Raises:
+        NotImplementedError: no backend of the given names supports the call; the message gives their requirements.
+    """
+    implementation = call.implementation
+    backends = backends_of(call.op)
+    if implementation is None:
+        considered = [backend for backend in backends if backend.automatic]
+    else:
+        names = implementation if isinstance(implementation, tuple) else (implementation,)
+        considered = [b for name in names for b in backends if b.name == name]
+    named = isinstance(implementation, str)
+    selected: list[Backend] = []
+    reasons: dict[str, str] = {}
+    for backend in considered:
+        if not backend.concerns(call) or (selected and (named or _covered(backend, selected))):
+            continue
+        reason = _other_card(backend) or backend.unsupported(call)
+        if reason is not None:
+            reasons[backend.label or backend.name] = f"requires {reason}"
+        elif implementation is None and (reason := backend.declined(call)) is not None:
+            reasons[backend.label or backend.name] = f"not used: {reason}"
+        else:
+            selected.append(backend)
+    if not selected:
+        told = [f"{name} {reason}" for name, reason in reasons.items()]
+        why = list(reasons.values())[-1] if named else "; ".join(told)
+        raise NotImplementedError(f"{call.op}: implementation={implementation!r} {why}")
+    note(call.op, _describe(selected, reasons, call))
+    return Selection(tuple(selected))
+
+
+def _covered(backend: Backend, selected: list[Backend]) -> bool:
+    """Whether every platform of `backend` has a backend already."""
+    if any(not b.platforms for b in selected):
+        return True
+    taken = {platform for b in selected for platform in b.platforms}
+    return bool(backend.platforms) and taken.issuperset(backend.platforms)
+
+
+def _other_card(backend: Backend) -> str | None:
+    """The cards that the backend requires where this program is for others, or None."""
+    if not backend.compute_capabilities:
+        return None
+    cards = compute_capabilities()
+    if cards.issubset(backend.compute_capabilities):
+        return None
+    listed = " or ".join(backend.compute_capabilities)
+    return f"an NVIDIA card of compute capability {listed}, not {', '.join(sorted(cards))}"
+
+
+def _describe(selected: list[Backend], reasons: dict[str, str], call: Call) -> str:
+    """What runs where, and why nothing better: "mosaic_gpu on NVIDIA, xla elsewhere (...)"."""
+
+    def name(backend: Backend) -> str:
+        if backend.name == "xla" and hasattr(call.options, "form"):
+            return f"xla, {call.form} form"
+        return backend.label or backend.name
+
+    def where(backend: Backend) -> str:
+        if not backend.platforms:
+            return f"{name(backend)}{' elsewhere' if len(selected) > 1 else ''}"
+        cards = " ".join(backend.compute_capabilities)
+        places = ", ".join(_PLATFORMS[p] for p in backend.platforms)
+        return f"{name(backend)} on {places}{f' {cards}' if cards else ''}"
+
+    if isinstance(call.implementation, str):
+        return name(selected[0])
+    told = "; ".join(f"{other} {reason}" for other, reason in reasons.items())
+    return ", ".join(map(where, selected)) + (f" ({told})" if told else "")
+
+
+def note(op: str, choice: str) -> None:
+    """Record what an op runs as; a choice that is new for the op is logged."""
+    known = _CHOICES.get(op, "")
+    if choice not in known.split("; "):
+        _CHOICES[op] = f"{known}; {choice}" if known else choice
+        logging.info("%s runs as %s", op, choice)
+
+
+def choices() -> dict[str, str]:
+    """What each op traced so far in this process runs as, and the requirement that kept anything better from running."""
+    return dict(_CHOICES)
+
+
+def clear_choices() -> None:
+    """Forget what has been noted."""
+    _CHOICES.clear()

@@ -1,0 +1,138 @@
+"""The backends of `short_convolution` and `token_shift`: a fused kernel for Hopper, and XLA."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from lsm_jax.ops.backends.registry import PALLAS, Backend, Call, register
+from lsm_jax.ops.convolution.state import ShiftState
+from lsm_jax.ops.convolution.taps import previous_tokens
+from lsm_jax.ops.core import checks
+from lsm_jax.ops.core.segments import finish_output, select
+from pallas_kernels.requirements import Requirement
+
+_LEAST_TOKENS = 64
+
+
+class ConvolutionOptions(NamedTuple):
+    """Static options of `short_convolution` and `token_shift`.
+
+    Attributes:
+        contiguous: as the ops' argument.
+        silu: as `short_convolution`'s argument.
+        head_dim: channels of a head that is normalised on the device; None if none is.
+        masked: whether the caller gave an `update_mask`. (A mask that only hides the padding at a row's end does not count.)
+    """
+
+    contiguous: bool = False
+    silu: bool = False
+    head_dim: int | None = None
+    masked: bool = False
+
+
+def l2_normalize(x: Array, head_dim: int | None = None, eps: float = 1e-6) -> Array:
+    """`x / sqrt(sum(x²) + eps)` over the last axis, or over each `head_dim` of it, in float32, returned in x's dtype."""
+    heads = x if head_dim is None else x.reshape(*x.shape[:-1], -1, head_dim)
+    wide = heads.astype(jnp.promote_types(x.dtype, jnp.float32))
+    scale = jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale).astype(x.dtype).reshape(x.shape)
+
+
+REQUIREMENTS = (
+    Requirement("no update_mask", lambda call: not call.options.masked),
+    Requirement(
+        "one state per row, not one per segment",
+        lambda call: call.arguments["state"].tail.ndim == 3,
+    ),
+    Requirement(
+        f"{_LEAST_TOKENS} tokens or more",
+        lambda call: call.length >= _LEAST_TOKENS,
+        lambda call: str(call.length),
+    ),
+    Requirement(
+        "x in bfloat16",
+        lambda call: call.arguments["x"].dtype == jnp.bfloat16,
+        lambda call: str(call.arguments["x"].dtype),
+    ),
+    *PALLAS,
+)
+
+
+def _unsupported_by_kernel(call: Call, head_dim: int | None) -> str | None:
+    # Imported here: a backend that is not used costs nothing at import.
+    from pallas_kernels.short_convolution import reason
+
+    return reason(call.arguments["x"], call.arguments["weight"], head_dim)
+
+
+def _more(call: Call) -> str | None:
+    # The kernel that no one names may leave the normalisation of heads to XLA.
+    named = isinstance(call.implementation, str)
+    return _unsupported_by_kernel(call, call.options.head_dim if named else None)
+
+
+def run_kernel(call: Call) -> tuple[Array, ShiftState]:
+    """`short_convolution` as the fused kernel runs it."""
+    from pallas_kernels.short_convolution import short_convolution
+
+    given, options = call.arguments, call.options
+    x, weight, state = (given[n] for n in ("x", "weight", "state"))
+    rows = state, given["segment_ids"], given["update_mask"]
+    # Only the state after the tokens is used of these results, so that only that is computed.
+    _, tokens, after = previous_tokens(options.contiguous, x, *rows, weight.shape[0] - 1)
+    fits = _unsupported_by_kernel(call, options.head_dim) is None
+    y = short_convolution(
+        x,
+        weight,
+        given["bias"],
+        initial=state.tail,
+        run=tokens.run,
+        real=tokens.real,
+        silu=options.silu,
+        head_dim=options.head_dim if fits else None,
+    )
+    return (y if fits else l2_normalize(y, options.head_dim)), after
+
+
+def run_xla(call: Call) -> tuple[Array, ShiftState]:
+    """`short_convolution` as XLA runs it."""
+    given, options = call.arguments, call.options
+    x, weight, bias = (given[n] for n in ("x", "weight", "bias"))
+    dtype = checks.compute_dtype(x)
+    rows = given["state"], given["segment_ids"], given["update_mask"]
+    taps, tokens, state = previous_tokens(options.contiguous, x, *rows, weight.shape[0] - 1)
+    kernel = weight.astype(dtype)
+    y = select(tokens.real, x).astype(dtype) * kernel[-1]
+    for distance, tap in enumerate(taps, start=1):
+        y = y + tap.astype(dtype) * kernel[-1 - distance]
+    if bias is not None:
+        y = y + bias.astype(dtype)
+    y = finish_output(tokens, y).astype(x.dtype)
+    y = jax.nn.silu(y) if options.silu else y
+    return (y if options.head_dim is None else l2_normalize(y, options.head_dim)), state
+
+
+def run_shift(call: Call) -> tuple[Array, ShiftState]:
+    """`token_shift` as XLA runs it."""
+    given: Any = call.arguments
+    (tap,), tokens, state = previous_tokens(call.options.contiguous, width=1, **given)
+    return finish_output(tokens, tap), state
+
+
+register(
+    "short_convolution",
+    Backend(
+        name="mosaic_gpu",
+        run=run_kernel,
+        requirements=REQUIREMENTS,
+        more=_more,
+        platforms=("cuda",),
+        compute_capabilities=("9.0",),
+    ),
+    Backend(name="xla", run=run_xla),
+)
+register("token_shift", Backend(name="xla", run=run_shift))

@@ -1,0 +1,83 @@
+"""The platform and the generation of the card that a program is for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+
+# Compute capabilities by the beginning of a device's kind, for meshes of devices that are not here.
+_CAPABILITIES = {
+    "NVIDIA A100": "8.0",
+    "NVIDIA A10": "8.6",
+    "NVIDIA GeForce RTX 30": "8.6",
+    "NVIDIA GeForce RTX 40": "8.9",
+    "NVIDIA L4": "8.9",
+    "NVIDIA H100": "9.0",
+    "NVIDIA H200": "9.0",
+    "NVIDIA GH200": "9.0",
+    "NVIDIA B200": "10.0",
+    "NVIDIA GeForce RTX 50": "12.0",
+}
+
+
+def mesh_platform() -> str | None:
+    """The platform of the current mesh's devices: "cpu", "cuda", "rocm" or "tpu"; None where the mesh does not know them."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None or device.platform not in ("cpu", "gpu", "tpu"):
+        return None
+    gpu = "cuda" if device.device_kind.startswith("NVIDIA") else "rocm"
+    return gpu if device.platform == "gpu" else device.platform
+
+
+def compute_capabilities() -> frozenset[str]:
+    """The compute capabilities of the NVIDIA cards that a traced program is for; empty where they are not known.
+
+    Those of the current mesh's devices if the mesh knows them, else those of this process's cards. A process without cards may
+    compile for any.
+    """
+    if mesh_platform() == "cuda":
+        device = jax.sharding.get_abstract_mesh().abstract_device
+        kinds = sorted(_CAPABILITIES, key=len, reverse=True)
+        for kind in kinds:
+            if device is not None and device.device_kind.startswith(kind):
+                return frozenset([_CAPABILITIES[kind]])
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError:
+        return frozenset()
+    return frozenset(str(getattr(device, "compute_capability", "unknown")) for device in devices)
+
+
+def for_platform(
+    default: Callable[..., Any] | None, **branches: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A function that calls the branch of the platform that the program is lowered for, or `default`.
+
+    Inside a `jax.shard_map` whose mesh knows its devices this is the branch itself. If the branch were left to lowering, it would
+    be a number that the forward pass hands to the backward pass, with the residuals of all branches, and from one
+    `jax.shard_map` to the next XLA no longer sees that the number is constant.
+
+    Args:
+        default: for platforms without a branch; None if there is none.
+        branches: by platform; all have the same arguments and results.
+    """
+    platform = mesh_platform()
+    if platform is None or AxisType.Manual not in jax.sharding.get_abstract_mesh().axis_types:
+        return functools.partial(jax.lax.platform_dependent, default=default, **branches)
+    branch = branches.get(platform, default)
+    if branch is None:
+        raise NotImplementedError(
+            f"a mesh of {platform} devices; accepted here are {', '.join(branches)}"
+        )
+    return branch
+
+
+def by_platform(
+    *arguments: Any, default: Callable[..., Any], **branches: Callable[..., Any]
+) -> Any:
+    """The result of `for_platform` on `arguments`."""
+    return for_platform(default, **branches)(*arguments)

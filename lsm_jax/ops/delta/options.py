@@ -1,0 +1,25 @@
+"""Static options of `delta_memory` and `dplr_memory`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+
+
+class MatrixOptions(NamedTuple):
+    """Static options of an op whose transition is a matrix.
+
+    Attributes:
+        scale: multiplies the queries.
+        form: as the op's argument.
+        size: tokens in a chunk.
+        dtype: of the state and of all sums.
+        precision: of matrix products.
+    """
+
+    scale: float
+    form: str
+    size: int
+    dtype: Any
+    precision: jax.lax.Precision

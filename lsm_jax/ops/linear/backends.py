@@ -1,0 +1,102 @@
+"""The backends of `linear_memory`: fused kernels for Hopper and TPU, and XLA."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lsm_jax.ops.backends import memory_kernels, one_token
+from lsm_jax.ops.backends.registry import Backend, Call, register
+from lsm_jax.ops.core.segments import finish_output, select
+from lsm_jax.ops.core.states import LinearState
+from lsm_jax.ops.linear.xla import by_xla
+from pallas_kernels.requirements import Requirement
+
+
+def run_xla(call: Call) -> tuple[jax.Array, LinearState]:
+    """`linear_memory` as XLA runs it, in the call's form."""
+    return by_xla(call.options._replace(form=call.form), **call.arguments)
+
+
+def _absent(name: str) -> Requirement:
+    def met(call: Call) -> bool:
+        return call.arguments.get(name, getattr(call.options, name, None)) is None
+
+    return Requirement(f"no {name}", met)
+
+
+def _unsupported_by_kernel(name: str, call: Call) -> str | None:
+    # Imported here: a backend that is not used costs nothing at import.
+    from pallas_kernels.linear_attention import reason
+
+    given = call.arguments
+    q, k, v = (given[n] for n in "qkv")
+    log_decay, value_log_decay = given["log_decay"], given["value_log_decay"]
+    if given["constant_log_decay"] is not None:
+        log_decay = jax.ShapeDtypeStruct(v.shape[:3], jnp.float32)
+    elif log_decay is not None:
+        log_decay = jax.ShapeDtypeStruct(v.shape[:3] + log_decay.shape[3:], jnp.float32)
+    if value_log_decay is not None:
+        value_log_decay = jax.ShapeDtypeStruct(v.shape, jnp.float32)
+    memory = given["state"].memory
+    return reason(name, q, k, v, log_decay, None, memory, given["bonus"], value_log_decay)
+
+
+def run_kernel(name: str, call: Call) -> tuple[jax.Array, LinearState]:
+    """`linear_memory` as the fused kernel of the backend `name` runs it."""
+    from pallas_kernels.linear_attention import linear_attention
+
+    given, options = call.arguments, call.options
+    q, k, v, bonus, state = (given[n] for n in ("q", "k", "v", "bonus", "state"))
+    log_decay, value_log_decay = given["log_decay"], given["value_log_decay"]
+    if given["constant_log_decay"] is not None:
+        log_decay = given["constant_log_decay"]
+    tokens = memory_kernels.tokens_of(given)
+    if log_decay is not None:
+        shape = v.shape[:3] + log_decay.shape[3:]
+        log_decay = jnp.broadcast_to(log_decay.astype(jnp.float32), shape)
+        log_decay = select(tokens.written, log_decay)
+    if value_log_decay is not None:
+        value_log_decay = select(tokens.written, value_log_decay.astype(jnp.float32))
+    if bonus is not None:
+        bonus = bonus.astype(jnp.float32)
+    k, v = select(tokens.written, k), select(tokens.written, v)
+    arrays: dict[str, Any] = dict(q=select(tokens.real, q), k=k, v=v, log_decay=log_decay)
+    arrays |= dict(value_log_decay=value_log_decay)
+    laid_out, restore = memory_kernels.lay_out(name, tokens, state.memory, arrays)
+    output, memory = restore(
+        *linear_attention(
+            **laid_out, bonus=bonus, scale=options.scale, exact=options.exact, implementation=name
+        )
+    )
+    return finish_output(tokens, output), LinearState(memory, None, None, tokens.last_id)
+
+
+HOPPER = Backend(
+    name="mosaic_gpu",
+    run=functools.partial(run_kernel, "mosaic_gpu"),
+    requirements=(*memory_kernels.HOPPER, _absent("log_input_gate"), _absent("normalize")),
+    more=functools.partial(_unsupported_by_kernel, "mosaic_gpu"),
+    platforms=("cuda",),
+    compute_capabilities=("9.0",),
+)
+TPU = Backend(
+    name="mosaic_tpu",
+    run=functools.partial(run_kernel, "mosaic_tpu"),
+    requirements=(*memory_kernels.TPU, _absent("log_input_gate"), _absent("normalize")),
+    more=functools.partial(_unsupported_by_kernel, "mosaic_tpu"),
+    platforms=("tpu",),
+    automatic=False,
+)
+XLA = Backend(name="xla", run=run_xla)
+
+register(
+    "linear_memory",
+    one_token.decode_backend(run_xla, without=("log_input_gate", "normalize"), stacked_only=True),
+    HOPPER,
+    TPU,
+    XLA,
+)

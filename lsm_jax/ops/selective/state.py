@@ -1,0 +1,36 @@
+"""The state of `selective_memory`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Inexact, Int
+
+
+class SelectiveState(NamedTuple):
+    """State of `selective_memory`.
+
+    Attributes:
+        memory: [B, D, N], or [B, S, D, N] with one state a segment; float32, or complex64 where the memory is complex.
+        segment_id: [B], the last nonzero segment id seen, 0 before any.
+    """
+
+    memory: Inexact[Array, ...]
+    segment_id: Int[Array, " B"]
+
+
+def selective_state(
+    batch_size: int,
+    channels: int,
+    state_size: int,
+    *,
+    is_complex: bool = False,
+    num_segments: int | None = None,
+    dtype=jnp.float32,
+) -> SelectiveState:
+    """An empty `SelectiveState`, complex with parts of `dtype` if asked; `num_segments` gives each row that many states."""
+    rows = (batch_size,) if num_segments is None else (batch_size, num_segments)
+    dtype = jnp.result_type(dtype, jnp.complex64) if is_complex else dtype
+    memory = jnp.zeros((*rows, channels, state_size), dtype)
+    return SelectiveState(memory, jnp.zeros(batch_size, jnp.int32))

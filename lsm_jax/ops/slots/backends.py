@@ -1,0 +1,100 @@
+"""The backends of `slot_memory`: two linear memories, each by the backend of `linear_memory` of the same name."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lsm_jax.ops.backends.registry import Backend, Call, register
+from lsm_jax.ops.core.states import LinearState
+from lsm_jax.ops.linear import backends as linear
+from lsm_jax.ops.slots.state import SlotState
+
+
+def _linear_call(call: Call, memory: Any, options: Any, **arrays: Any) -> Call:
+    """A call of `linear_memory` on one of the two memories."""
+    given = call.arguments
+    state = LinearState(memory, None, None, given["state"].segment_id)
+    absent = dict.fromkeys(
+        ("log_decay", "value_log_decay", "log_input_gate", "constant_log_decay", "bonus")
+    )
+    rows = dict(segment_ids=given["segment_ids"], update_mask=given["update_mask"])
+    arguments = absent | rows | dict(state=state) | arrays
+    return Call("linear_memory", options, arguments, call.implementation)
+
+
+def _unsupported(backend: Backend, call: Call) -> str | None:
+    """The first requirement that one of the two memories does not meet."""
+    q, k, v, s, log_decay, state = (
+        call.arguments[n] for n in ("q", "k", "v", "s", "log_decay", "state")
+    )
+    shape = (*q.shape[:2], max(q.shape[2], v.shape[2]), s.shape[3])
+    weights, strengths = (jax.ShapeDtypeStruct(x, q.dtype) for x in (shape, s.shape))
+    of_keys = _linear_call(
+        call, state.keys, call.options, q=q, k=k, v=strengths, value_log_decay=log_decay
+    )
+    of_values = _linear_call(
+        call, state.values, call.options, q=weights, k=strengths, v=v, log_decay=log_decay
+    )
+    for name, part in (("keys (K x M)", of_keys), ("values (M x V)", of_values)):
+        if (reason := backend.unsupported(part)) is not None:
+            return f"{reason} in the memory of {name}"
+    return None
+
+
+def _run(backend: Backend, call: Call) -> tuple[jax.Array, SlotState]:
+    """Read the keys' memory, take the softmax over slots, read the values' memory.
+
+    The slots are value channels of the first memory and key channels of the second. Rounding errors of scores of spread 16 grow
+    16 times in the softmax: Hopper's kernel reads the strengths in float32, and all scores are float32.
+    """
+    q, k, v, s, log_decay, state = (
+        call.arguments[n] for n in ("q", "k", "v", "s", "log_decay", "state")
+    )
+    options = call.options._replace(form=call.form)
+    dtype = options.dtype if backend.name == "xla" else q.dtype
+    strengths = s.astype(jnp.float32 if backend.name == "mosaic_gpu" else dtype)
+    s = s.astype(dtype)
+    scores, keys = backend.run(
+        _linear_call(
+            call,
+            state.keys,
+            options._replace(exact=True),
+            q=q,
+            k=k,
+            v=strengths,
+            value_log_decay=log_decay,
+        )
+    )
+    weights = jax.nn.softmax(scores, axis=-1).astype(dtype)
+    output, values = backend.run(
+        _linear_call(
+            call,
+            state.values,
+            options._replace(scale=1.0),
+            q=weights,
+            k=s,
+            v=v,
+            log_decay=log_decay,
+        )
+    )
+    return output, SlotState(keys.memory, values.memory, values.segment_id)
+
+
+def _of_linear(backend: Backend) -> Backend:
+    """The backend of `slot_memory` that runs both memories by a backend of `linear_memory`."""
+    xla = backend.name == "xla"
+    return Backend(
+        name=backend.name,
+        run=functools.partial(_run, backend),
+        more=lambda call: None if xla else _unsupported(backend, call),
+        platforms=backend.platforms,
+        compute_capabilities=backend.compute_capabilities,
+        automatic=backend.automatic,
+    )
+
+
+register("slot_memory", *map(_of_linear, (linear.HOPPER, linear.TPU, linear.XLA)))

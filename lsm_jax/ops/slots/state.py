@@ -1,0 +1,41 @@
+"""The state of `slot_memory`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+class SlotState(NamedTuple):
+    """State of `slot_memory`.
+
+    Attributes:
+        keys: [B, G, K, M], or [B, S, G, K, M] with one state a segment; float32.
+        values: [B, G, M, V] or [B, S, G, M, V]; float32.
+        segment_id: [B], the last nonzero segment id seen, 0 before any.
+    """
+
+    keys: Float[Array, ...]
+    values: Float[Array, ...]
+    segment_id: Int[Array, " B"]
+
+
+def slot_state(
+    batch_size: int,
+    num_heads: int,
+    num_slots: int,
+    key_dim: int,
+    value_dim: int,
+    *,
+    num_segments: int | None = None,
+    dtype=jnp.float32,
+) -> SlotState:
+    """An empty `SlotState` of `num_heads` memories; `num_segments` gives each row that many states."""
+    rows = (batch_size,) if num_segments is None else (batch_size, num_segments)
+    return SlotState(
+        jnp.zeros((*rows, num_heads, key_dim, num_slots), dtype),
+        jnp.zeros((*rows, num_heads, num_slots, value_dim), dtype),
+        jnp.zeros(batch_size, jnp.int32),
+    )
