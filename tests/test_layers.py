@@ -31,6 +31,37 @@ ALLOWED = {
 }
 
 
+# The same inside ops and pallas_kernels: what each folder may import of its neighbours. Their own modules outside a folder
+# (`lsm_jax.ops` itself, `pallas_kernels.compat`) are open to all of their folders.
+ROOMS_INSIDE = {
+    "lsm_jax.ops": {
+        "core": set(),
+        "backends": {"core"},
+        "linear": {"core", "backends"},
+        "delta": {"core", "backends"},
+        "selective": {"core", "backends"},
+        "slots": {"core", "backends", "linear"},
+        "attention": {"core", "backends"},
+        "online": {"core", "backends"},
+        "convolution": {"core", "backends"},
+        "experts": {"core", "backends"},
+    },
+    "pallas_kernels": {
+        "tiles": set(),
+        "hopper": {"tiles"},
+        "tpu": {"tiles"},
+        "linear_attention": {"hopper", "tpu", "tiles"},
+        "delta_rule": {"hopper", "tpu", "tiles"},
+        "dplr": {"hopper", "tpu", "tiles"},
+        "forgetting_attention": {"hopper", "tpu", "tiles"},
+        "selective_scan": {"hopper", "tpu", "tiles"},
+        "short_convolution": {"hopper", "tpu", "tiles"},
+        "decode_step": {"hopper", "tpu", "tiles"},
+        "grouped_product": {"hopper", "tpu", "tiles"},
+    },
+}
+
+
 def _files() -> list[Path]:
     return sorted([*ROOT.glob("lsm_jax/**/*.py"), *ROOT.glob("pallas_kernels/**/*.py")])
 
@@ -93,6 +124,64 @@ def test_imports_run_downwards(path):
         if not _allowed(room, m)
     ]
     assert not wrong, f"{room} may import {sorted(ALLOWED[room])}: {wrong}"
+
+
+def _room_inside(house: str, module: str) -> str | None:
+    """The folder of `house` that a module stands in; None for other modules and for those in no folder."""
+    if not module.startswith(house + "."):
+        return None
+    folder, _, _ = module.removeprefix(house + ".").partition(".")
+    return folder if (ROOT.joinpath(*house.split(".")) / folder).is_dir() else None
+
+
+@pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_run_downwards_inside_ops_and_kernels(path):
+    for house, rooms in ROOMS_INSIDE.items():
+        room = _room_inside(house, _module(path) + ".")
+        if room is None:
+            continue
+        assert room in rooms, (
+            f"{path}: {room} is a new room; say in ROOMS_INSIDE what it may import"
+        )
+        targets = {(line, m, _room_inside(house, m + ".")) for line, m in imported(path)}
+        wrong = [
+            f"{path.relative_to(ROOT)}:{line} imports {m}"
+            for line, m, target in targets
+            if target not in (None, room, *rooms[room])
+        ]
+        assert not wrong, f"{room} may import {sorted(rooms[room])}: {wrong}"
+
+
+def private_names(path: Path) -> list[str]:
+    """Uses of another module's private names: `from a import _b`, and `a._b` of an imported module a."""
+    tree = ast.parse(path.read_text())
+    modules = {"jax"}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if _is_private(alias.name):
+                    found.append(f"{path}:{node.lineno}: {alias.name} of {node.module}")
+                if _is_module(f"{node.module}.{alias.name}"):
+                    modules.add(alias.asname or alias.name)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id in modules and _is_private(node.attr):
+                found.append(f"{path}:{node.lineno}: {node.value.id}.{node.attr}")
+    return found
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+@pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_private_name_of_another_module(path):
+    if path == ROOT / "pallas_kernels" / "compat.py":
+        return  # which reaches into jax for all others
+    assert not private_names(path)
 
 
 @pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(ROOT)))

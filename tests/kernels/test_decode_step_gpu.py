@@ -197,6 +197,6 @@ def test_says_why_it_does_not_serve():
         decode_step(memory.astype(jnp.bfloat16), q, q, v, scale=1.0)
     with pytest.raises(ValueError, match="implementation='triton'; accepted are"):
         decode_step(memory, q, q, v, scale=1.0, implementation="triton")
-    with pytest.raises(NotImplementedError, match="takes no normalize"):
+    with pytest.raises(NotImplementedError, match="requires no normalize"):
         call = dict(implementation="mosaic_gpu", normalize=1.0)
         ops.linear_memory(arrays["q"], arrays["k"], arrays["v"], **call)

@@ -10,6 +10,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from lsm_jax import ops
 from lsm_jax.ops.attention.backends import run_kernel
+from lsm_jax.ops.attention.xla import AttentionOptions
+from lsm_jax.ops.backends.registry import Call
 from lsm_jax.ops.core.segments import read_tokens
 from pallas_kernels.compat import gpu_interpreter, races_found
 from pallas_kernels.forgetting_attention import bounds, forgetting_attention, hopper, reasons
@@ -285,7 +287,9 @@ def test_attentions_sums_go_on_through_documents(monkeypatch):
     q = jnp.ones((1, 6, 2, 64), jnp.bfloat16)
     tokens = read_tokens(jnp.array([[3, 3, 0, 5, 5, 5]]), None, jnp.zeros(1, jnp.int32), None)
     gates = jnp.full((1, 6, 2), -0.5)
-    run_kernel("mosaic_gpu", q, q, q, gates, tokens, scale=1.0, window=None, prune=True)
+    options = AttentionOptions(window=None, scale=1.0, prune=True, fresh=True, plain=False)
+    arguments = dict(q=q, k=q, v=q, log_forget=gates, tokens=tokens)
+    run_kernel("mosaic_gpu", Call("attention", options, arguments))
     high, low = given["sums"]
     np.testing.assert_array_equal(high[0, :, 0], [-0.5, -1, -1, -1.5, -2, -2.5])
     np.testing.assert_array_equal(low, 0)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from lsm_jax import ops
-from lsm_jax.ops.attention.backends import run_kernel
+from lsm_jax.ops.attention.forget_gates import GateSum, sum_gates
 from lsm_jax.ops.core.segments import read_tokens
+from pallas_kernels.forgetting_attention import forgetting_attention
 from pallas_kernels.short_convolution import short_convolution
 from tests.kernels import test_decode_step_gpu as decode_step
 from tests.kernels import test_segments as segments
@@ -359,9 +360,13 @@ def test_attention_of_two_parts_equals_xla(configuration, where):
 
     def fused(q, k, v, log_forget=None):
         tokens = read_tokens(ids, mask, jnp.zeros(2, jnp.int32), None)
-        return run_kernel(
-            "mosaic_gpu", cut(q), k, v, log_forget, tokens,
-            scale=dim**-0.5, window=window, prune=True, places=places,
+        sums = None
+        if log_forget is not None:
+            zero = jnp.zeros((2, log_forget.shape[2]), jnp.float32)
+            sums = sum_gates(log_forget, tokens._replace(run=None), GateSum(zero, zero))
+        return forgetting_attention(
+            cut(q), k, v, sums, run=tokens.run, written=tokens.written, places=places,
+            scale=dim**-0.5, window=window,
         )  # fmt: skip
 
     def plain(q, k, v, log_forget=None):

@@ -67,4 +67,4 @@ def test_what_no_kernel_takes_is_said(interpreted):
     with pytest.raises(NotImplementedError, match="V of 64 or 128, not 96 in the memory of values"):
         ops.slot_memory(*wide, implementation="mosaic_gpu")
     ops.slot_memory(*odd)
-    assert "xla, chunk form (mosaic_gpu takes V of 64 or 128, not 24 in" in ops.choices()["slot_memory"]  # fmt: skip
+    assert "xla, chunk form (mosaic_gpu requires V of 64 or 128, not 24 in" in ops.choices()["slot_memory"]  # fmt: skip

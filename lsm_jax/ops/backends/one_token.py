@@ -54,6 +54,7 @@ def decode_backend(
         platforms=("cuda",),
         compute_capabilities=("9.0",),
         declined=declined,
+        in_place=True,
         concerns=lambda call: call.length == 1 and call.options.form == "chunk",
     )
 

@@ -61,6 +61,7 @@ class Backend:
         automatic: whether `implementation=None` may select it. A backend that nobody has run on its platform is not automatic.
         declined: why `implementation=None` passes over a call that the backend supports, or None; for calls that another backend
             computes faster.
+        in_place: whether `run` stores the final memory in the call's `layer`; if not, `run` is called without a layer.
         label: the name that `ops.choices()` and logs show; `name` if empty.
         concerns: whether the backend is made for calls of this kind at all; if not, it is passed over without a reason.
     """
@@ -73,6 +74,7 @@ class Backend:
     compute_capabilities: tuple[str, ...] = ()
     automatic: bool = True
     declined: Callable[[Call], str | None] = lambda call: None
+    in_place: bool = False
     label: str = ""
     concerns: Callable[[Call], bool] = lambda call: True
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 
 from lsm_jax.ops.backends.registry import Backend, Call, backends_of
 from lsm_jax.ops.backends.select import select
-from lsm_jax.ops.core.states import Layer
+from lsm_jax.ops.core.states import Layer, store_layer
 
 
 class Static(NamedTuple):
@@ -44,5 +45,11 @@ def run(static: Static, layer: Layer | None = None, **arguments: Any) -> Any:
         arguments: the op's arrays by name.
     """
     call = Call(static.op, static.options, arguments, static.implementation, layer)
+
     # The arrays are closed over: a frame between here and the backend would say nothing.
-    return select(call).function(lambda backend: functools.partial(backend.run, call))()
+    def function(backend: Backend) -> Callable[[], Any]:
+        if layer is None or backend.in_place:
+            return functools.partial(backend.run, call)
+        return lambda: store_layer(layer, backend.run(call._replace(layer=None)))
+
+    return select(call).function(function)()
