@@ -131,7 +131,7 @@ def _room_inside(house: str, module: str) -> str | None:
     if not module.startswith(house + "."):
         return None
     folder, _, _ = module.removeprefix(house + ".").partition(".")
-    return folder if (ROOT.joinpath(*house.split(".")) / folder).is_dir() else None
+    return folder if folder and (ROOT.joinpath(*house.split("."), folder)).is_dir() else None
 
 
 @pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(ROOT)))
@@ -158,9 +158,7 @@ def private_names(path: Path) -> list[str]:
     modules = {"jax"}
     found = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            modules |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if _is_private(alias.name):
                     found.append(f"{path}:{node.lineno}: {alias.name} of {node.module}")
