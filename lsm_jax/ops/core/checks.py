@@ -41,7 +41,7 @@ def check_filled(op: str, name: str, array) -> None:
 
 
 def check_row_channels(op: str, name: str, array) -> tuple[int, int, int]:
-    """Check an array of [B, T, D], and give these."""
+    """Check an array of [B, T, D]; returns (B, T, D)."""
     if jnp.ndim(array) != 3:
         raise ValueError(f"{op}: {name} has shape {jnp.shape(array)}; accepted is [B, T, D]")
     check_filled(op, name, array)
@@ -49,7 +49,7 @@ def check_row_channels(op: str, name: str, array) -> tuple[int, int, int]:
 
 
 def check_qkv(op: str, q, k, v) -> tuple[int, int, int, int, int, int, int]:
-    """Check queries, keys and values against each other and the head rule: (B, T, H, key heads, G, K, V)."""
+    """Check queries, keys and values against each other and the rule of heads; returns (B, T, H, key heads, G, K, V)."""
     for name, array, letters in (
         ("q", q, "B, T, H, K"),
         ("k", k, "B, T, H, K"),
@@ -86,7 +86,7 @@ def check_rows(op: str, batch: int, length: int, segment_ids, update_mask) -> No
 
 
 def check_chunk_size(op: str, chunk_size: int | None, length: int) -> int:
-    """The chunk size to use: the one given or the default, and no longer than T needs."""
+    """The chunk size: the given one or the default, and no larger than T requires."""
     if chunk_size is None:
         chunk_size = DEFAULT_CHUNK_SIZE
     if not is_count(chunk_size) or chunk_size & (chunk_size - 1):
@@ -95,12 +95,12 @@ def check_chunk_size(op: str, chunk_size: int | None, length: int) -> int:
 
 
 def is_count(value: Any) -> bool:
-    """Whether `value` is an integer from 1; True and 16.0 are none."""
+    """Whether `value` is an integer of 1 or more; True and 16.0 are not."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 1
 
 
 def check_number(op: str, name: str, value: Any, *, at_least: float = -math.inf) -> float:
-    """`value` as a float: it is compiled in, so it has to be known, which a traced array is not."""
+    """`value` as a float. It becomes a constant of the program, so that a traced array is refused."""
     numbers = (int, float, np.integer, np.floating)
     known = isinstance(value, numbers) and not isinstance(value, bool)
     if not (known and math.isfinite(value) and value >= at_least):
@@ -110,16 +110,22 @@ def check_number(op: str, name: str, value: Any, *, at_least: float = -math.inf)
 
 
 def scale_or_default(op: str, scale: float | None, key_dim: int) -> float:
-    """What multiplies the queries."""
+    """The factor of the queries: `scale`, or `key_dim ** -0.5` if that is None."""
     return key_dim**-0.5 if scale is None else check_number(op, "scale", scale)
 
 
 def state_or_empty(op: str, state: Any, empty: Callable[..., Any], segment_ids: Any) -> Any:
-    """`state` if it is as `empty(num_segments=...)` gives it, or an empty one for None.
+    """The given state after checks, or an empty one for None.
+
+    Args:
+        op: for messages.
+        state: the op's `initial_state`.
+        empty: makes an empty state; called with `num_segments`.
+        segment_ids: the op's.
 
     Raises:
-        ValueError: another type, arrays that are missing, too many or of another shape or kind, or states of segments without
-            `segment_ids`.
+        ValueError: the state has another type, arrays that are missing, too many or of another shape or kind, or one state per
+            segment without `segment_ids`.
     """
     if state is None:
         return empty(num_segments=None)
@@ -143,8 +149,8 @@ def state_or_empty(op: str, state: Any, empty: Callable[..., Any], segment_ids: 
         segments = jnp.shape(given[0][1])[1:2]
         if segment_ids is None:
             raise ValueError(
-                f"{op}: {names[0]} has shape {jnp.shape(given[0][1])}, one state a segment, and segment_ids=None; accepted "
-                f"are segment_ids [B, T], or a state of one memory a row"
+                f"{op}: {names[0]} has shape {jnp.shape(given[0][1])}, one state per segment, and segment_ids=None; "
+                f"accepted are segment_ids [B, T], or a state of one memory per row"
             )
         wanted = jax.eval_shape(lambda: empty(num_segments=segments[0]))
     for name, (_, array), like in zip(names, given, jax.tree.leaves(wanted), strict=True):
@@ -162,7 +168,7 @@ _KINDS = ((jnp.integer, "integer"), (jnp.floating, "real"), (jnp.complexfloating
 
 
 def compute_dtype(*arrays: Array | None):
-    """float64 if any input is (or complex128), else float32: what states and accumulators are kept in."""
+    """The dtype of states and sums: float64 if any input is float64 or complex128, else float32."""
     wide = any(
         a is not None and jnp.asarray(a).dtype in (jnp.float64, jnp.complex128) for a in arrays
     )
@@ -170,13 +176,13 @@ def compute_dtype(*arrays: Array | None):
 
 
 def matmul_precision(*arrays: Array) -> jax.lax.Precision:
-    """Full precision for float32 and float64 inputs; for bfloat16 the backend's fast float32 mode is exact enough."""
+    """The precision of matrix products: full for float32 and float64 inputs; bfloat16 inputs are exact in the default mode."""
     narrow = all(a.dtype in (jnp.bfloat16, jnp.float16) for a in arrays)
     return jax.lax.Precision.DEFAULT if narrow else jax.lax.Precision.HIGHEST
 
 
 def group_queries(q: Array, value_heads: int) -> Array:
-    """[B, T, H, K] -> [B, T, G, R, K]: the R query heads that read each memory (R = 1 where queries are shared)."""
+    """Group query heads [B, T, H, K] by the memory that they read: [B, T, G, R, K]; R is 1 if memories share queries."""
     batch, length, heads, key_dim = q.shape
     if heads < value_heads:
         q = jnp.repeat(q, value_heads // heads, axis=2)
@@ -184,12 +190,12 @@ def group_queries(q: Array, value_heads: int) -> Array:
 
 
 def spread_keys(k: Array, value_heads: int) -> Array:
-    """Give each of the G memories its key head."""
+    """Repeat key heads so that each of the G memories has one."""
     return k if k.shape[2] == value_heads else jnp.repeat(k, value_heads // k.shape[2], axis=2)
 
 
 def check_log_decay(op: str, log_decay, dims: tuple[int, int, int, int]) -> None:
-    """Check `log_decay` against (B, T, G, K): constant, a token or a key channel."""
+    """Check that `log_decay` is [G], [B, T, G] or [B, T, G, K], for dims (B, T, G, K)."""
     batch, length, heads, key_dim = dims
     accepted = ((heads,), (batch, length, heads), (batch, length, heads, key_dim))
     if log_decay is not None and jnp.shape(log_decay) not in accepted:

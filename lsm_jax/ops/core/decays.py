@@ -1,8 +1,8 @@
-"""Products under decay inside a chunk, exact at any strength and causal to the bit.
+"""Decayed products inside a chunk, exact for decays of any strength and causal to the bit.
 
-A chunk is halved down to single rows. Where a pair of blocks (A, B) meets, a row i of B sees a column j of A through
-`exp(decay from j to the end of A) * exp(decay from the start of B to i)`: both factors are at most 1, so nothing
-overflows; both are sums of non-positive terms, so nothing cancels; and neither looks past i.
+A chunk is halved repeatedly down to single rows. For two neighbouring blocks A and B, the score of row i of B and column j of A
+is decayed by `exp(decay from j to the end of A) * exp(decay from the start of B to i)`. Both factors are at most 1, so that
+nothing overflows; both are sums of non-positive numbers, so that nothing cancels; and neither depends on a token after i.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from lsm_jax.ops.core.segments import Tokens
 
 
 def forget(memory: Array, log_decay: Array) -> Array:
-    """`exp(log_decay) * memory`, as a difference where the decay is slow.
+    """`exp(log_decay) * memory`, computed as a difference if the decay is slow.
 
-    `exp` of a number near 0 keeps few of its digits: a constant decay would be another one, the same way at every step.
+    `exp` of a number near 0 keeps few of its digits: a constant decay would be rounded to another decay, the same at every step.
     """
     slow = memory + jnp.expm1(log_decay) * memory
     return jnp.where(log_decay > -0.5, slow, jnp.exp(log_decay) * memory)
 
 
 class Halving(NamedTuple):
-    """Partial sums of the log decay of a chunk, [..., C, K].
+    """Partial sums of the log decay [..., C, K] of a chunk.
 
     Attributes:
         levels: for blocks of 1, 2, 4, ... rows: (sums from the start of each right block to its rows, sums after the rows
@@ -43,7 +43,7 @@ class Halving(NamedTuple):
 
 
 def pair_blocks(x: Array) -> tuple[Array, Array]:
-    """[..., M, n, *] blocks -> the left and the right one of each pair, [..., M / 2, n, *]."""
+    """The left and the right block of each pair, [..., M / 2, n, *], of blocks [..., M, n, *]."""
     x = x.reshape(*x.shape[:-3], x.shape[-3] // 2, 2, *x.shape[-2:])
     return x[..., 0, :, :], x[..., 1, :, :]
 
@@ -90,8 +90,8 @@ def pairwise_decay(halving: Halving, *, exclusive: bool = False) -> Array:
     """`exp(log decay from j to i)` for j < i, 0 above the diagonal, 1 on it (0 if `exclusive`): [..., C, C].
 
     Args:
-        halving: of one channel, K = 1.
-        exclusive: as it was halved.
+        halving: the sums of one channel, K = 1.
+        exclusive: as in the call of `halve`.
     """
     diagonal = jnp.full(halving.prefix.shape[:-1], 0.0 if exclusive else 1.0, halving.prefix.dtype)
 
@@ -111,7 +111,7 @@ def pairwise_log_decay(halving: Halving) -> Array:
 
 
 def _assemble(halving: Halving, diagonal: Array, meet) -> Array:
-    """A lower triangle from its diagonal and, level by level, the blocks where right rows meet left columns."""
+    """Assemble a lower triangle from its diagonal and the blocks that `meet` gives for each level."""
     lower = diagonal[..., None, None]
     for level, (prefix, suffix) in enumerate(halving.levels):
         off = meet(level, prefix, suffix)
@@ -124,10 +124,10 @@ def _assemble(halving: Halving, diagonal: Array, meet) -> Array:
 
 @jax.custom_vjp
 def inverse_unit_lower(lower: Float[Array, "... C C"]) -> Float[Array, "... C C"]:
-    """(I + L)^-1 of a strictly lower triangular L, by doubling blocks; C is a power of two.
+    """The inverse of I + L for a strictly lower triangular L, by blocks of doubling size; C is a power of two.
 
-    Blocks meet as `[[A, 0], [X, B]]^-1 = [[A^-1, 0], [-B^-1 X A^-1, B^-1]]`. Powers of L, which a Neumann series sums,
-    grow beyond all bounds for correlated keys and are never formed.
+    Two blocks are joined by `[[A, 0], [X, B]]^-1 = [[A^-1, 0], [-B^-1 X A^-1, B^-1]]`. A Neumann series would sum powers of L,
+    which grow without bound for correlated keys.
     """
     size = lower.shape[-1]
     inverse = jnp.ones((*lower.shape[:-1], 1, 1), lower.dtype)

@@ -14,10 +14,10 @@ from lsm_jax.parallel import TOKENS, over_mesh
 
 
 class DocumentCount(NamedTuple):
-    """What a row has seen of documents.
+    """The number of documents in a row so far.
 
     Attributes:
-        count: [B], how many have begun behind the first.
+        count: [B], the number of documents that have begun after the first.
         segment_id: [B], the last nonzero segment id seen, 0 before any.
     """
 
@@ -28,13 +28,13 @@ class DocumentCount(NamedTuple):
 def number_documents(
     segment_ids: Int[Array, "B T"], state: DocumentCount
 ) -> tuple[Int[Array, "B T"], DocumentCount]:
-    """How many documents have begun up to each token since the state's first, and the state after.
+    """Number the documents of each row: the number of documents that have begun up to each token, and the state after.
 
     A document begins where the id differs from the last nonzero one, as for every op.
 
     Args:
-        segment_ids: [B, T] integers, 0 padding.
-        state: to go on from.
+        segment_ids: [B, T] integers, 0 for padding.
+        state: the state to continue from.
 
     Raises:
         ValueError: segment ids of another shape or kind.
@@ -49,7 +49,7 @@ def number_documents(
 
 
 def _number(segment_ids, state: DocumentCount) -> tuple[Array, DocumentCount]:
-    """The op on a device of its own."""
+    """The op on one device."""
     tokens = read_tokens(segment_ids, None, state.segment_id, None)
     assert tokens.run is not None
     run = tokens.run + state.count[:, None]

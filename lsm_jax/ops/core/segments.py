@@ -1,13 +1,13 @@
-"""Which tokens write, where a document begins, and the layout of tokens in chunks.
+"""Segment ids, masks and chunks: which tokens write, where a document begins, and how tokens are laid out in chunks.
 
-The conventions of every op live here, once:
+All ops share these conventions:
 
-* id 0 is padding: an identity update, whose output is 0;
-* a token whose `update_mask` is 0 is an identity update too, but it still reads;
-* with one state a row, a token whose id differs from the last nonzero id before it (the state's own included) begins a
-  document: the memory is reset ahead of its read;
-* with one state a segment, id `s` owns `state[:, s - 1]`: its tokens form one sequence, wherever they stand in the row. An id
-  without a state writes nothing, and its output is NaN.
+* Id 0 is padding: its update is the identity, and its output is 0.
+* A token whose `update_mask` is 0 is an identity update too, but it still reads.
+* With one state per row, a token begins a document if its id differs from the last nonzero id before it (the id that the state
+  remembers included). The memory is reset before that token reads.
+* With one state per segment, the tokens of id `s` use `state[:, s - 1]`: they form one sequence, wherever they are in the row. A
+  token whose id has no state writes nothing, and its output is NaN.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from jaxtyping import Array, Bool, Int
 
 
 class Tokens(NamedTuple):
-    """What each token does to the memory. A field is None where it is trivial, so that the plain case costs nothing.
+    """The effect of each token on the memory. A field is None if it would say the same of every token.
 
     Attributes:
-        written: [B, T], False where the update is the identity (padding, or masked).
+        written: [B, T], False if the token's update is the identity (padding, or masked).
         real: [B, T], False on padding.
-        run: [B, T], how many documents have begun in this call up to this token; 0 continues the initial state.
-            None where one state a segment is kept.
-        slot: [B, T], the state's index of each token's segment (0 on padding); None where one state a row is kept.
-        known: [B, T], False where the id exceeds the number of states.
-        last_id: [B], the last nonzero id, for the state to remember.
+        run: [B, T], the number of documents that have begun in this call up to and with the token; 0 continues the initial
+            state. None with one state per segment.
+        slot: [B, T], the index of the state of each token's segment (0 on padding). None with one state per row.
+        known: [B, T], False if the id exceeds the number of states.
+        last_id: [B], the last nonzero id, which the state remembers.
     """
 
     written: Bool[Array, "B T"] | None
@@ -46,7 +46,14 @@ def read_tokens(
     state_id: Int[Array, " B"],
     num_segments: int | None,
 ) -> Tokens:
-    """Resolve ids and mask against what the state remembers."""
+    """The `Tokens` of a call.
+
+    Args:
+        segment_ids: [B, T], or None for one document that continues.
+        update_mask: [B, T] or None.
+        state_id: [B], the last nonzero id that the state remembers.
+        num_segments: S with one state per segment; None with one state per row.
+    """
     mask = None if update_mask is None else update_mask != 0
     if segment_ids is None:
         return Tokens(mask, None, None, None, None, state_id)
@@ -66,22 +73,22 @@ def read_tokens(
 def carry_ids_forward(
     segment_ids: Int[Array, "B T"], state_id: Int[Array, " B"]
 ) -> Int[Array, "B T"]:
-    """The last nonzero id at or before each token; before the first one, the state's."""
-    where = jnp.where(segment_ids != 0, jnp.arange(segment_ids.shape[1], dtype=jnp.int32), -1)
-    latest = jax.lax.cummax(where, axis=1)
-    found = jnp.take_along_axis(segment_ids, jnp.maximum(latest, 0), axis=1)
-    return jnp.where(latest >= 0, found, state_id[:, None])
+    """The last nonzero id at or before each token; the state's id before the first one."""
+    index = jnp.where(segment_ids != 0, jnp.arange(segment_ids.shape[1], dtype=jnp.int32), -1)
+    latest = jax.lax.cummax(index, axis=1)
+    ids = jnp.take_along_axis(segment_ids, jnp.maximum(latest, 0), axis=1)
+    return jnp.where(latest >= 0, ids, state_id[:, None])
 
 
 def select(keep: Bool[Array, "B T"] | None, x: Array) -> Array:
-    """`x` where `keep`, 0 elsewhere, even where `x` is not finite."""
+    """`x` [B, T, ...] where `keep` is True, and 0 elsewhere even if `x` is not finite there. None keeps all."""
     if keep is None:
         return x
     return jnp.where(keep.reshape(keep.shape + (1,) * (x.ndim - 2)), x, 0)
 
 
 def finish_output(tokens: Tokens, output: Array) -> Array:
-    """Zero the padding; poison tokens whose segment has no state, since an array cannot raise."""
+    """Set the output to 0 on padding, and to NaN for tokens whose segment has no state: an array cannot raise."""
     output = select(tokens.real, output)
     if tokens.known is None:
         return output
@@ -90,18 +97,18 @@ def finish_output(tokens: Tokens, output: Array) -> Array:
 
 
 class Chunks(NamedTuple):
-    """Where a call's tokens stand when cut into N chunks of C.
+    """The layout of a call's tokens in N chunks of C.
 
-    With one state a segment every segment starts on a chunk border, so that a chunk belongs to one state.
+    With one state per segment every segment starts at a chunk's boundary, so that a chunk belongs to one state.
 
     Attributes:
         size: C.
         count: N.
-        source: [B, N * C], the token each place holds (T or more: none), or None for the order of the call.
-        place: [B, T], the place of each token (N * C or more: none), or None.
+        source: [B, N * C], the token at each place (T or more means none), or None for the order of the call.
+        place: [B, T], the place of each token (N * C or more means none), or None.
         run: [B, N, C], as in `Tokens`, or None.
-        slot: [B, N], the state each chunk belongs to, or None.
-        first: [B, N], True where a chunk is its segment's first, or None.
+        slot: [B, N], the index of the state that each chunk belongs to, or None.
+        first: [B, N], True if the chunk is its segment's first, or None.
         last: [B, S], the last chunk of each segment, -1 for a segment without tokens, or None.
     """
 
@@ -115,7 +122,7 @@ class Chunks(NamedTuple):
     last: Array | None
 
     def split(self, x: Array) -> Array:
-        """[B, T, ...] -> [B, N, C, ...], empty places 0 (an identity update)."""
+        """[B, T, ...] -> [B, N, C, ...]; empty places are 0 (an identity update)."""
         batch, length = x.shape[:2]
         total = self.count * self.size
         if self.source is None:
@@ -133,7 +140,7 @@ class Chunks(NamedTuple):
 
 
 def _take(x: Array, index: Array) -> Array:
-    """x [B, P, ...] at index [B, *], 0 beyond P. No number comes twice, so that nothing is to be added up in the gradient."""
+    """x [B, P, ...] at index [B, *], 0 beyond P. No index occurs twice, so that the gradient needs no sums."""
 
     def of_row(row, at):
         return row.at[at].get(mode="fill", fill_value=0, unique_indices=True)
@@ -152,7 +159,7 @@ def cut_into_chunks(tokens: Tokens, length: int, size: int, num_segments: int | 
         return Chunks(size, count, None, None, run, None, None, None)
 
     assert num_segments is not None and tokens.real is not None
-    # A segment of n tokens takes ceil(n / C) chunks, an empty one a chunk; over all segments at most T // C + S of them.
+    # A segment of n tokens has ceil(n / C) chunks, an empty segment one chunk: at most T // C + S chunks in all.
     count = length // size + num_segments
     member = tokens.slot[:, :, None] == jnp.arange(num_segments)  # [B, T, S]
     member = member & tokens.real[:, :, None]
@@ -160,9 +167,9 @@ def cut_into_chunks(tokens: Tokens, length: int, size: int, num_segments: int | 
         jnp.cumsum(member, axis=1, dtype=jnp.int32), tokens.slot[:, :, None], axis=2
     )[..., 0]
     tokens_of = jnp.sum(member, axis=1, dtype=jnp.int32)
-    taken = jnp.maximum(-(-tokens_of // size), 1)  # [B, S] chunks a segment takes
-    end = jnp.cumsum(taken, axis=1)
-    start = end - taken
+    chunks_of = jnp.maximum(-(-tokens_of // size), 1)  # [B, S]
+    end = jnp.cumsum(chunks_of, axis=1)
+    start = end - chunks_of
     place = jnp.take_along_axis(start, tokens.slot, axis=1) * size + rank - 1
     token = jnp.arange(length, dtype=jnp.int32)
     place = jnp.where(tokens.real, place, count * size + token)

@@ -1,12 +1,15 @@
-"""How an op runs where devices hold consecutive parts of a row: a device resumes from the state that the earlier ones leave.
+"""Run an op where devices hold consecutive parts of a row: each device resumes from the state that the earlier devices leave.
 
-A state is a value, so all that a device needs of the others is the state its tokens start from. An op says how its tokens make
-one update of a state, and how a state takes it (`lsm_jax.parallel.exchange` does the rest), and then runs as it always does, in
-every form and on every kernel. The update is a product or two over the device's tokens where the decays allow it; everything
-inside a shard but the reading of the state it starts from is independent of the gathered updates, so that the compiler may
-overlap it with their travel. The other order, to run from an empty state and add `q · decay · state` later, would spare that
-product, but would write the outputs twice, and no fused kernel gives out its decays. The delta rules alone take it
-(`matrix_sequence`): their update is a full matrix, which costs a second run of the op, and a kernel gives it out as values.
+A state is a value, so that a device needs only one thing from the others: the state that its tokens start from. An op describes
+its device's tokens as one update of the state, and how a state advances by an update; `lsm_jax.parallel.exchange` gathers the
+updates and gives each device its state. The op then runs as on one device, in every form and by every backend.
+
+The update is one or two products over the device's tokens if the decays allow it. All work of a device except reading the state
+that it starts from is independent of the gathered updates, so that the compiler may overlap it with their communication.
+
+The other order would be to run from an empty state and to add `q · decay · state` afterwards. It would save the products of the
+update, but write the outputs twice, and no fused kernel returns its decays. Only the delta rules use it
+(`lsm_jax.ops.delta.shared_rows`): their update is a full matrix, which a kernel computes as additional value channels.
 """
 
 from __future__ import annotations
@@ -30,11 +33,11 @@ class Update(NamedTuple):
     """A device's tokens as one update of a state.
 
     Attributes:
-        transition: what becomes of the state before, in the op's own terms.
-        written: the state after the tokens if it was empty before; its segment id is 0 where no token has one.
-        restarts: [B], True where a document begins behind the first token, so that nothing of the state before is left.
-            None where none can.
-        first_id: [B], the first nonzero segment id, 0 where there is none; None with one state a segment, or without ids.
+        transition: what the tokens do to the state before them, in the op's representation.
+        written: the state after the tokens if the state before them is empty; its segment id is 0 if no token has one.
+        restarts: [B], True if a document begins after the first token, so that nothing of the state before is left. None if no
+            document can begin.
+        first_id: [B], the first nonzero segment id, 0 if there is none. None with one state per segment, or without ids.
     """
 
     transition: Any
@@ -44,7 +47,7 @@ class Update(NamedTuple):
 
 
 def state_axes(state: Any, *, segments: bool) -> Any:
-    """The logical axes of an op's state: rows (and segments), then heads where there are any."""
+    """The logical axes of an op's state: rows, segments if there is one state per segment, and heads."""
     rows = ("batch", None) if segments else ("batch",)
 
     def axes(path, _):
@@ -69,7 +72,7 @@ def memory_axes(batched: dict[str, Any], shared: dict[str, Any]) -> dict[str, An
 def ends_of_documents(
     segment_ids: Array | None, run: Array | None
 ) -> tuple[Array | None, Array | None]:
-    """`restarts` and `first_id` of an `Update`; `run` is of `read_tokens` with a state that remembers no id."""
+    """The fields `restarts` and `first_id` of an `Update`; `run` is from `read_tokens` with a state that remembers no id."""
     if segment_ids is None or run is None:
         return None, None
     first = jnp.argmax(segment_ids != 0, axis=1)
@@ -77,26 +80,26 @@ def ends_of_documents(
 
 
 def staying(tokens: Tokens) -> Any:
-    """[B, T], where tokens write and no document begins behind them; None where that is everywhere. One state a row."""
+    """[B, T], True for tokens that write and after which no document begins; None if all do. For one state per row."""
     if tokens.run is None or tokens.written is None:
         return tokens.written
     return tokens.written & (tokens.run == tokens.run[:, -1:])
 
 
 def total_of(x: Array | None, tokens: Tokens, num_segments: int | None, batch: int) -> Any:
-    """The sum of x [B or 1, T, ...] over time, of each state: [B, ...] or [B, S, ...]."""
+    """The sum of x [B or 1, T, ...] over the tokens of each state: [B, ...], or [B, S, ...] with one state per segment."""
     if x is None:
         return None
     if num_segments is None:
         return jnp.broadcast_to(jnp.sum(x, axis=1), (batch, *x.shape[2:]))
     assert tokens.slot is not None
-    own = (tokens.slot[..., None] == jnp.arange(num_segments)).astype(x.dtype)
+    member = (tokens.slot[..., None] == jnp.arange(num_segments)).astype(x.dtype)
     highest = jax.lax.Precision.HIGHEST
-    return jnp.einsum("bts,bt...->bs...", own, x, precision=highest)
+    return jnp.einsum("bts,bt...->bs...", member, x, precision=highest)
 
 
 def begins(state: Any, update: Update) -> Array:
-    """[B], whether the update's first token begins a document."""
+    """[B], True if the update's first token begins a document."""
     before, first = state.segment_id, update.first_id
     if first is None:
         return jnp.zeros_like(before, bool)
@@ -104,7 +107,7 @@ def begins(state: Any, update: Update) -> Array:
 
 
 def emptied_by(state: Any, update: Update) -> Any:
-    """`state` as the update's first token finds it: empty in the rows where that begins a document."""
+    """The state that the update's first token reads: empty in the rows where that token begins a document."""
     if update.first_id is None:
         return state
     new = begins(state, update)
@@ -113,7 +116,7 @@ def emptied_by(state: Any, update: Update) -> Any:
 
 
 def unless_restarted(update: Update, x: Any, otherwise: Any = 0) -> Array:
-    """`x` [B, ...], but `otherwise` in the rows where nothing of the state before is left."""
+    """`x` [B, ...], with `otherwise` in the rows where nothing of the state before the update is left."""
     if update.restarts is None:
         return x
     return jnp.where(per_chunk(update.restarts, x), otherwise, x)
@@ -133,15 +136,15 @@ def resume(
     update: Update,
     advance: Callable[[Any, Update], Any],
 ) -> tuple[Any, Any]:
-    """The op on this device's tokens, from the state that the earlier devices leave; and the last one's final state.
+    """The op's output for this device's tokens, from the state that the earlier devices leave, and the last device's final state.
 
     Args:
-        axis: mesh axis the devices stand along.
-        function: the op on a device of its own, of `static`, and `arguments`, among them `state`.
-        static: its static arguments.
-        arguments: this device's part of its arrays; `state` is ahead of the first device's tokens.
-        update: of this device's tokens.
-        advance: (state, update) -> the state after; a function defined once.
+        axis: the mesh axis that rows are split over.
+        function: the op on one device: `function(*static, **arguments)`; `state` is one of the arguments.
+        static: the function's static arguments.
+        arguments: this device's part of the arrays; `state` is the state before the first device's tokens.
+        update: this device's tokens as one update.
+        advance: (state, update) -> the state after it; a module-level function, since it is a key of the compiler's cache.
     """
     like = update.written
     initial = jax.tree.map(lambda x, y: x.astype(y.dtype), arguments["state"], like)

@@ -1,4 +1,4 @@
-"""Memories as values: the states ops take and give, and how chunk updates are applied to them one after another."""
+"""States of the ops, and how the updates of chunks are applied to a memory one after another."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from jaxtyping import Array, Float, Int
 from lsm_jax.ops.core.platforms import by_platform
 from lsm_jax.ops.core.segments import Chunks
 
-_STEP = 2**21  # numbers of memories that a step may change in about a launch's time
-_FEWEST = 16  # steps of a part
-_UNROLL = 8  # what a loop itself launches takes a GPU as long as a step
+_STEP = 2**21  # numbers of memories that a GPU updates in about the time of one kernel launch
+_LEAST_STEPS = 16  # of a part
+_UNROLL = 8  # a loop's own kernels take a GPU as long as a step
 
 
 class Layer(NamedTuple):
-    """One layer's memory where it stands in a stack of all layers': given in a state, an op writes it there.
+    """The memory of one layer in a stack of all layers' memories. An op that is given one updates the stack in place.
 
     Attributes:
         stack: [L, B, G, K, V].
-        index: int32 scalar, which of the L.
+        index: int32 scalar, the layer's index.
     """
 
     stack: Float[Array, "L B G K V"]
@@ -31,7 +31,7 @@ class Layer(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The memory's."""
+        """The shape of the layer's memory."""
         return self.stack.shape[1:]
 
     def read(self) -> Array:
@@ -39,7 +39,7 @@ class Layer(NamedTuple):
         return self.stack[self.index]
 
     def write(self, memory: Array) -> Layer:
-        """The layer with another memory."""
+        """The layer with `memory` in the place of its own."""
         return Layer(self.stack.at[self.index].set(memory.astype(self.stack.dtype)), self.index)
 
 
@@ -47,10 +47,10 @@ class LinearState(NamedTuple):
     """State of `linear_memory`.
 
     Attributes:
-        memory: [B, G, K, V], or [B, S, G, K, V] with one state a segment, or a `Layer`; float32.
+        memory: [B, G, K, V], or [B, S, G, K, V] with one state per segment, or a `Layer`; float32.
         normalizer: [B, G, K] or [B, S, G, K], the decayed sum of keys; None unless the op normalises.
-        stabilizer: [B, G] or [B, S, G]: memory and normaliser are kept divided by its exponential; None unless writes are
-            gated by `log_input_gate`.
+        stabilizer: [B, G] or [B, S, G]: memory and normaliser are stored divided by its exponential. None without
+            `log_input_gate`.
         segment_id: [B], the last nonzero segment id seen, 0 before any.
     """
 
@@ -64,7 +64,7 @@ class DeltaState(NamedTuple):
     """State of `delta_memory`.
 
     Attributes:
-        memory: [B, G, K, V], or [B, S, G, K, V] with one state a segment, or a `Layer`; float32.
+        memory: [B, G, K, V], or [B, S, G, K, V] with one state per segment, or a `Layer`; float32.
         segment_id: [B], the last nonzero segment id seen, 0 before any.
     """
 
@@ -102,7 +102,7 @@ def linear_state(
     num_segments: int | None = None,
     dtype=jnp.float32,
 ) -> LinearState:
-    """An empty `LinearState` of `num_heads` memories; `num_segments` gives each row that many states."""
+    """An empty `LinearState` of `num_heads` memories; each row has `num_segments` states, or one if that is None."""
     memory = _zeros(batch_size, num_segments, (num_heads, key_dim, value_dim), dtype)
     normalizer = (
         _zeros(batch_size, num_segments, (num_heads, key_dim), dtype) if normalize else None
@@ -120,17 +120,17 @@ def delta_state(
     num_segments: int | None = None,
     dtype=jnp.float32,
 ) -> DeltaState:
-    """An empty `DeltaState` of `num_heads` memories; `num_segments` gives each row that many states."""
+    """An empty `DeltaState` of `num_heads` memories; each row has `num_segments` states, or one if that is None."""
     memory = _zeros(batch_size, num_segments, (num_heads, key_dim, value_dim), dtype)
     return DeltaState(memory, jnp.zeros(batch_size, jnp.int32))
 
 
 def run_masks(chunks: Chunks) -> tuple[Any, Any, Any]:
-    """Masks for documents that begin inside a chunk, or Nones.
+    """Masks for documents that begin inside a chunk; three Nones if none can.
 
     Returns:
-        Pairs of one document, [B, N, C, C]; tokens of the document the chunk starts in, [B, N, C]; tokens of the document
-        it ends in, [B, N, C].
+        Pairs of tokens of one document, [B, N, C, C]; tokens of the document that the chunk starts in, [B, N, C]; tokens of the
+        document that it ends in, [B, N, C].
     """
     if chunks.run is None:
         return None, None, None
@@ -141,18 +141,18 @@ def run_masks(chunks: Chunks) -> tuple[Any, Any, Any]:
 
 
 def per_chunk(condition: Array, x: Array) -> Array:
-    """Give `condition` trailing axes until it broadcasts against `x`."""
+    """`condition` with trailing axes of size 1, so that it broadcasts against `x`."""
     return condition.reshape(condition.shape + (1,) * (x.ndim - condition.ndim))
 
 
-def _own(initial: Array, slot: Array) -> Array:
-    """initial [B, S, ...], slot [B, ...] -> the slot's state."""
+def _state_of(initial: Array, slot: Array) -> Array:
+    """The states of the indices `slot` [B, ...] among `initial` [B, S, ...]."""
     return jax.vmap(lambda states, index: states[index])(initial, slot)
 
 
 def _last_of_each_segment(after: Array, initial: Array, chunks: Chunks) -> Array:
     assert chunks.last is not None
-    found = _own(after, jnp.maximum(chunks.last, 0))
+    found = _state_of(after, jnp.maximum(chunks.last, 0))
     return jnp.where(per_chunk(chunks.last >= 0, found), found, initial)
 
 
@@ -163,12 +163,12 @@ def scan_chunks(
 
     Args:
         update: (memory [B, ...], one chunk of `arrays`) -> memory.
-        arrays: pytree of [B, N, ...].
-        initial: [B, ...], or [B, S, ...] with one state a segment.
+        arrays: a pytree of [B, N, ...].
+        initial: [B, ...], or [B, S, ...] with one state per segment.
         chunks: the layout.
 
     Returns:
-        The memory each chunk starts from, [B, N, ...], and the final state, shaped as `initial`.
+        The memory that each chunk starts from, [B, N, ...], and the final state, in the shape of `initial`.
     """
     arrays = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), arrays)
     if chunks.slot is None:
@@ -177,7 +177,7 @@ def scan_chunks(
 
     def step(memory, inputs):
         x, slot, first = inputs
-        memory = jnp.where(per_chunk(first, memory), _own(initial, slot), memory)
+        memory = jnp.where(per_chunk(first, memory), _state_of(initial, slot), memory)
         after = update(memory, x)
         return after, (memory, after)
 
@@ -198,12 +198,12 @@ def fold_chunks(
     *,
     add: Callable[[Array, Array], Array] = jnp.add,
 ) -> tuple[Array, Array]:
-    """`scan_chunks` of the updates `M -> add(apply(transition, M), write)`, both [B, N, ...].
+    """`scan_chunks` of the updates `M -> add(apply(transition, M), write)`; transition and write are [B, N, ...].
 
-    Where few memories meet many chunks, a step takes an NVIDIA GPU no longer than its launch: parts of the sequence are then walked
-    side by side there, each as one growing update, which are applied to what the parts before leave. Rows of documents are not, for
-    which number a chunk has may depend on later tokens (Mixture-of-Memories), and rounding would on the number.
-    `compose(later, earlier)` is the product of two transitions.
+    With few memories and many chunks, a step takes an NVIDIA GPU no longer than the launch of its kernels. There the sequence is
+    scanned in parts in parallel: each part is composed into a growing update, which is then applied to the memory that the parts
+    before it leave. Packed rows are not scanned in parts: the number of a chunk may depend on later tokens (Mixture-of-Memories),
+    and the rounding would depend on that number. `compose(later, earlier)` is the product of two transitions.
     """
 
     def step(memory, update):
@@ -220,27 +220,27 @@ def fold_chunks(
 
 
 def _fold_parts(step, compose, parts: int, transition, write, initial) -> tuple[Array, Array]:
-    """`fold_chunks` in parts."""
+    """`fold_chunks` in `parts` parts."""
     count = write.shape[1]
     steps = -(-count // parts)
     short = parts * steps - count
 
     def in_parts(x):  # -> [steps, B, parts, ...]
-        # What fills the last part up comes after all that is read.
+        # The padding of the last part comes after all chunks that are read.
         x = jnp.pad(x, [(0, 0), (0, short)] + [(0, 0)] * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(x.shape[0], parts, steps, *x.shape[2:]), 2, 0)
 
-    def grow(before, own):
-        update = compose(own[0], before[0]), step(before[1], own)
+    def grow(before, update):
+        update = compose(update[0], before[0]), step(before[1], update)
         return update, update
 
     updates = jax.tree.map(in_parts, (transition, write))
     first, later = jax.tree.map(lambda x: x[0], updates), jax.tree.map(lambda x: x[1:], updates)
-    whole, grown = jax.lax.scan(grow, first, later, unroll=_UNROLL)
+    total, grown = jax.lax.scan(grow, first, later, unroll=_UNROLL)
     grown = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, grown)
-    by_part = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), whole)
-    walk = lambda m, update: (step(m, update), m)  # noqa: E731
-    _, starts = jax.lax.scan(walk, initial, by_part, unroll=_UNROLL)
+    by_part = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), total)
+    over_parts = lambda m, update: (step(m, update), m)  # noqa: E731
+    _, starts = jax.lax.scan(over_parts, initial, by_part, unroll=_UNROLL)
     after = step(jnp.moveaxis(starts, 0, 1), grown)
     after = jnp.moveaxis(after, 0, 2).reshape(initial.shape[0], parts * steps, *initial.shape[1:])
     entering = jnp.concatenate([initial[:, None], after[:, : count - 1]], axis=1)
@@ -248,9 +248,14 @@ def _fold_parts(step, compose, parts: int, transition, write, initial) -> tuple[
 
 
 def _parts(count: int, numbers: int) -> int:
-    """Of `count` chunks, each of which changes `numbers` of the memories'."""
+    """The number of parts to split `count` chunks into, so that one step updates at most `_STEP` numbers.
+
+    Args:
+        count: chunks.
+        numbers: numbers of the memories that one chunk updates.
+    """
     parts = 1
-    while 2 * parts * numbers <= _STEP and 2 * parts * _FEWEST <= count:
+    while 2 * parts * numbers <= _STEP and 2 * parts * _LEAST_STEPS <= count:
         parts *= 2
     return parts
 
@@ -268,16 +273,16 @@ def associate_chunks(
 ) -> tuple[Array, Array]:
     """`scan_chunks` by an associative scan over the updates `M -> add(apply(transition, M), write)`, both [B, N, ...].
 
-    `compose(later, earlier)` is the product of two transitions; a transition of `zero` leaves nothing of M. With one state a
-    segment, which number a chunk has depends on later tokens: the scan then is one whose rounding does not depend on it, of
-    log2(N) passes.
+    `compose(later, earlier)` is the product of two transitions; a transition of `zero` leaves nothing of M. With one state per
+    segment the number of a chunk depends on later tokens: a scan of log2(N) passes is used then, whose rounding does not depend
+    on that number.
     """
     if chunks.slot is None:
         first = jnp.broadcast_to(jnp.arange(chunks.count) == 0, write.shape[:2])
         own = jnp.broadcast_to(initial[:, None], write.shape)
     else:
         assert chunks.first is not None
-        first, own = chunks.first, _own(initial, chunks.slot)
+        first, own = chunks.first, _state_of(initial, chunks.slot)
     write = jnp.where(per_chunk(first, write), add(apply(transition, own), write), write)
     transition = jnp.where(per_chunk(first, transition), zero, transition)
 
@@ -297,9 +302,9 @@ def associate_chunks(
 
 
 def associative_scan(combine: Callable[[Any, Any], Any], x: Any) -> Any:
-    """`jax.lax.associative_scan` over axis 1 that combines nothing where there is nothing.
+    """`jax.lax.associative_scan` over axis 1 that does not combine empty arrays.
 
-    What a product of empty arrays keeps for the backward pass crashes XLA's partitioner where it leaves a `jax.shard_map`.
+    The residuals of a product of empty arrays crash XLA's partitioner if they leave a `jax.shard_map` (jaxlib 0.11.2).
     """
 
     def combine_some(earlier, later):
@@ -309,16 +314,16 @@ def associative_scan(combine: Callable[[Any, Any], Any], x: Any) -> Any:
 
 
 def doubling_scan(combine: Callable[[Any, Any], Any], x: Any) -> Any:
-    """`associative_scan` by sums of 1, 2, 4, ... entries: how one is made depends on what stands before it, not on where."""
-    reach, count = 1, jax.tree.leaves(x)[0].shape[1]
-    while reach < count:
+    """`associative_scan` by sums of 1, 2, 4, ... entries. The rounding of an entry depends on the entries before it, not on its index."""
+    span, count = 1, jax.tree.leaves(x)[0].shape[1]
+    while span < count:
         earlier, later = (
-            jax.tree.map(lambda a, s=s: a[:, s], x) for s in (slice(-reach), slice(reach, None))
+            jax.tree.map(lambda a, s=s: a[:, s], x) for s in (slice(-span), slice(span, None))
         )
         combined = combine(earlier, later)
-        first = jax.tree.map(lambda a, s=reach: a[:, :s], x)
+        first = jax.tree.map(lambda a, s=span: a[:, :s], x)
         x = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), first, combined)
-        reach *= 2
+        span *= 2
     return x
 
 
@@ -329,9 +334,17 @@ def scan_tokens(
     run: Array | None,
     slot: Array | None,
 ) -> tuple[Any, Any]:
-    """The recurrent form: apply `step(memory, token) -> (memory, output)` token by token, every array [B, T, ...].
+    """Apply `step(memory, token) -> (memory, output)` token by token: the recurrent form.
 
-    A memory may be a pytree of arrays, and an output too.
+    Args:
+        step: the update and read of one token; memory and output may be pytrees.
+        arrays: a pytree of [B, T, ...].
+        initial: the memory before the first token.
+        run: [B, T], as in `Tokens`: a token that begins a document reads an empty memory.
+        slot: [B, T], as in `Tokens`: the index of the state that the token updates.
+
+    Returns:
+        The outputs [B, T, ...], and the final memory.
     """
     length = jax.tree.leaves(arrays)[0].shape[1]
     begins = None
@@ -341,7 +354,7 @@ def scan_tokens(
     def body(memory, inputs):
         x, begin, index = inputs
         if index is not None:
-            own, output = step(jax.tree.map(lambda m: _own(m, index), memory), x)
+            own, output = step(jax.tree.map(lambda m: _state_of(m, index), memory), x)
             put = jax.vmap(lambda states, i, new: states.at[i].set(new))
             return jax.tree.map(lambda m, new: put(m, index, new), memory, own), output
         if begin is not None:
@@ -357,7 +370,13 @@ def scan_tokens(
 
 
 def layer_of(states: Any, at: Array, *, in_place: bool) -> Any:
-    """Layer `at` of states stacked along the first axis; with `in_place`, plain memories of ops as a `Layer`."""
+    """Layer `at` of states that are stacked along the first axis.
+
+    Args:
+        states: a pytree of stacked states.
+        at: int32 scalar, the layer's index.
+        in_place: give the memories of `LinearState` and `DeltaState` as a `Layer`, which ops update in place.
+    """
 
     def own(x):
         if not isinstance(x, _OF_OPS):
@@ -374,7 +393,7 @@ def layer_of(states: Any, at: Array, *, in_place: bool) -> Any:
 
 
 def put_layer(states: Any, own: Any, at: Array) -> Any:
-    """The stacked states with layer `at` as `own` has it."""
+    """The stacked states with `own` as layer `at`."""
 
     def put(new, x):
         return new.stack if isinstance(new, Layer) else x.at[at].set(new.astype(x.dtype))

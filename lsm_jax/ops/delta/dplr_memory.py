@@ -1,7 +1,7 @@
 """Memories under a diagonal-plus-low-rank transition: RWKV7's generalised delta rule.
 
 `M_t = diag(e^w_t) M_{t-1} + b_tᵀ (a_t M_{t-1}) + k_tᵀ v_t`, `o_t = q_t M_t` (RWKV7, arXiv 2503.14456): `a` reads the
-memory as the token before left it, ahead of this token's decay, and what it reads is written back at `b`.
+memory before this token's decay, and the value it reads is written at `b`.
 """
 
 from __future__ import annotations
@@ -40,38 +40,39 @@ def dplr_memory(
     segment_ids: Int[Array, "B T"] | None = None,
     update_mask: Array | None = None,
     form: str = "chunk",
-    implementation: str | None = None,
+    implementation: str | tuple[str, ...] | None = None,
     chunk_size: int | None = None,
 ) -> tuple[Float[Array, "B T max(H,G) V"], DeltaState]:
-    """Decay the memory, write back at `b` what `a` read from it, write `kᵀ v`, and read the result with `q`.
+    """Decay the memory, write at `b` the values that `a` read from it, write `kᵀ v`, and read the result with `q`.
 
-    With decays of at most 1, `a = -κ` of unit length and `b = κ ⊙ gate`, gates from 0 to 1, the memory stays bounded;
-    the op itself holds for any a and b, as long as what the transitions of some thousand tokens make of the identity stays
-    finite: a long row's parts, inside a card and over a sequence axis, are joined by it.
+    With decays of at most 1, `a = -κ` of unit length and `b = κ ⊙ gate` with gates from 0 to 1, the memory stays bounded. The op
+    accepts any a and b for which the product of the transitions of some thousand tokens stays finite: parts of a long row, inside
+    a card and along a sequence axis, are joined by that product.
 
     Args:
         q: [B, T, H, K] queries; H is a multiple or a divisor of G.
         k: [B, T, Hk, K] keys; Hk divides G.
         v: [B, T, G, V] values; one memory for each of the G heads.
-        a: [B, T, Ha, K], what reads the old memory; Ha divides G.
-        b: [B, T, Hb, K], where that is written; Hb divides G.
-        log_decay: natural logarithm, at most 0: [G] constant, [B, T, G] a token, or [B, T, G, K] a key channel.
+        a: [B, T, Ha, K], reads the memory before the token's decay; Ha divides G.
+        b: [B, T, Hb, K], the key at which that value is written; Hb divides G.
+        log_decay: natural logarithm, at most 0: [G] for a constant, [B, T, G] for one value per token, or
+            [B, T, G, K] for one per token and key channel.
         scale: multiplies q; None is `K ** -0.5`.
-        initial_state: the state to go on from; with memory [B, S, ...], segment id s has state s - 1. None is empty.
-        segment_ids: [B, T] integers, 0 padding; see `lsm_jax.ops.core.segments`.
-        update_mask: [B, T], 0 where a token must not change the memory (it still reads it).
+        initial_state: the state to continue from; None is an empty one. With memory [B, S, ...] there is one state per
+            segment: the tokens of id s use state s - 1.
+        segment_ids: [B, T] integers, 0 for padding; see `lsm_jax.ops.core.segments`.
+        update_mask: [B, T], 0 for tokens that do not change the memory (they still read it).
         form: "recurrent" (token by token), "chunk" (one triangular solve a chunk, scan over chunks) or "associative"
             (associative scan over chunks).
-        implementation: None (the fused kernel where it serves: NVIDIA Hopper, bfloat16, chunk form, K of 64, 128 or 256, V of 64 or a
-            multiple of 128; one token alone, also in float32, with K a multiple of 16 up to 256 and V of 32; else XLA, one token
-            alone in the recurrent form), "xla", "mosaic_gpu" or, by name only, "mosaic_tpu" (no one has run it on a TPU yet).
+        implementation: None (the first automatic backend that supports the call; docs/kernels.md lists what each requires), a
+            backend's name ("xla", "mosaic_gpu" on Hopper or "mosaic_tpu"), or a tuple of names in order of preference.
         chunk_size: tokens in a chunk of the XLA form, a power of two; None is 64.
 
     Returns:
         The output in v's dtype, and the final state in float32 (float64 if an input is).
 
     Raises:
-        NotImplementedError: the kernel asked for by name does not serve the call; the message says why.
+        NotImplementedError: the backend that is asked for by name does not support the call; the message gives the requirement.
         ValueError: shapes, heads, form, implementation or chunk size that are not accepted.
     """
     op = "dplr_memory"

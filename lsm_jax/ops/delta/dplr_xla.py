@@ -30,7 +30,7 @@ from lsm_jax.ops.delta.options import MatrixOptions
 
 
 class _Inputs(NamedTuple):
-    """Arrays by head: q [..., G, R, K]; k, a, b [..., G, K]; v [..., G, V]; log_decay [..., G, K] or, of all channels, 1."""
+    """Arrays by head: q [..., G, R, K]; k, a, b [..., G, K]; v [..., G, V]; log_decay [..., G, K], or [..., G, 1] for all channels."""
 
     q: Array
     k: Array
@@ -90,10 +90,10 @@ def _step(memory: Array, x: _Inputs) -> tuple[Array, Array]:
 
 
 def _chunked(inputs: _Inputs, memory, chunks: Chunks, options: MatrixOptions):
-    """Inputs [B, T, ...] -> output [B, N, C, G, R, V] and the final memory.
+    """The output [B, N, C, G, R, V] and the final memory, from inputs [B, T, ...].
 
-    Inside a chunk what `a` reads, U, solves `(I - A) U = Ã M + B V`: A are the decayed products of a with the b before it,
-    B those with the k before it, and M is the memory the chunk starts from.
+    Inside a chunk U, the values that `a` reads, solves `(I - A) U = Ã M + B V`. A holds the decayed products of a with earlier b, B
+    those with earlier k, and M is the memory that the chunk starts from.
     """
     precision = options.precision
 
@@ -104,7 +104,7 @@ def _chunked(inputs: _Inputs, memory, chunks: Chunks, options: MatrixOptions):
     x = jax.tree.map(by_head, inputs)
     same, enters, stays = run_masks(chunks)
 
-    # q sees this token's write after its decay; a sees the memory before either. Scores: [B, N, G, (k, b), R, C, C].
+    # q reads after this token's decay and write, a before both. Scores: [B, N, G, (k, b), R, C, C].
     after, before = halve(x.log_decay), halve(x.log_decay, exclusive=True)
     columns = jnp.stack([x.k, x.b], axis=3)[:, :, :, :, None]
     own = jnp.sum(x.q[:, :, :, None] * columns, axis=-1)
@@ -166,6 +166,6 @@ def _chunked(inputs: _Inputs, memory, chunks: Chunks, options: MatrixOptions):
 
 
 def _spread(halving: Halving) -> Halving:
-    """For rows and columns with two more axes ahead of the tokens'."""
+    """The sums for rows and columns that have two more axes before the tokens' axis."""
     levels = tuple((p[:, :, :, None, None], s[:, :, :, None, None]) for p, s in halving.levels)
     return halving._replace(levels=levels)

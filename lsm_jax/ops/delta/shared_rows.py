@@ -1,8 +1,8 @@
-"""`delta_memory` and `dplr_memory` on one of the devices that share a row: their tokens are an update `M -> Θ M + W`, Θ [K, K] a head.
+"""`delta_memory` and `dplr_memory` on one of the devices that share a row: the tokens are one update `M -> Θ M + W`, Θ [K, K] per head.
 
-Θ acts on each value channel alike, so it is what the identity matrix becomes as K more value channels, to which nothing is
-written. These channels' outputs are `q_t Θ_t`: what the memory a device starts from adds to its outputs is a product with them, so
-that the op runs once, from an empty memory, and does not wait for the other devices.
+Θ acts on all value channels in the same way. It is therefore computed by the op itself, as K more value channels that start from
+the identity matrix and to which nothing is written. Their outputs are `q_t Θ_t`, and the memory M that a device starts from adds
+`q_t Θ_t M` to the device's outputs: the op runs once, from an empty memory, and does not wait for the other devices.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def in_sequence(
     """The output for this device's tokens, from the state that the earlier devices leave, and the last device's final state.
 
     Args:
-        axis: mesh axis along which the devices stand.
+        axis: the mesh axis that rows are split over.
         function: the op on one device, a function of `static` and `arguments`.
         static: the call without its arrays.
         by_xla: the op's XLA form, for one state per segment.
@@ -78,7 +78,7 @@ def in_sequence(
 
 
 def _with_identity(dtype: Any, arguments: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
-    """Values and a state to start from with K more value channels; that no id was seen, and the first that is."""
+    """The values and the initial memory with K more value channels, a state's id of 0, and the first id of each row."""
     v, state, segment_ids = (arguments[name] for name in ("v", "state", "segment_ids"))
     key_dim = state.memory.shape[-2]
     num_segments = state.memory.shape[1] if state.memory.ndim == 5 else None
@@ -92,13 +92,13 @@ def _with_identity(dtype: Any, arguments: dict[str, Any]) -> tuple[Any, Any, Any
 
 
 def update_of(options, by_xla: Callable[..., Any], arguments: dict[str, Any]) -> Update:
-    """This device's tokens as an update.
+    """The tokens of this device as one update.
 
-    A document that begins among the tokens leaves nothing of the identity.
+    A document that begins among the tokens leaves nothing of the identity matrix.
 
     Args:
-        options: of the op's XLA form in chunks.
-        by_xla: that form.
+        options: the op's, in chunk form.
+        by_xla: the op's XLA form.
         arguments: the op's arrays on this device.
     """
     value_dim = arguments["v"].shape[-1]

@@ -40,7 +40,7 @@ def linear_memory(
     segment_ids: Int[Array, "B T"] | None = None,
     update_mask: Array | None = None,
     form: str = "chunk",
-    implementation: str | None = None,
+    implementation: str | tuple[str, ...] | None = None,
     chunk_size: int | None = None,
 ) -> tuple[Float[Array, "B T max(H,G) V"], LinearState]:
     """Write `kᵀ v` into a decaying memory and read it with `q`.
@@ -49,34 +49,33 @@ def linear_memory(
         q: [B, T, H, K] queries; H is a multiple or a divisor of G.
         k: [B, T, Hk, K] keys; Hk divides G.
         v: [B, T, G, V] values; one memory for each of the G heads.
-        log_decay: natural logarithm, at most 0: [G] constant, [B, T, G] a token, or [B, T, G, K] a key channel.
-        value_log_decay: [B, T, G, V], a decay of the value channels; multiplies `log_decay`'s.
-        log_input_gate: [B, T, G], natural logarithm, of any size: `e^log_input_gate` multiplies what is written to memory and
-            normaliser, which are kept stabilised (mLSTM; `lsm_jax.ops.linear.stabilized`). Needs `normalize`, and goes with
-            `log_decay` [G], [B, T, G] or None only.
-        bonus: [G, K]. If given, the read comes before decay and write and sees the current token through
+        log_decay: natural logarithm, at most 0: [G] for a constant, [B, T, G] for one value per token, or
+            [B, T, G, K] for one per token and key channel.
+        value_log_decay: [B, T, G, V], the log decay of value channels; the two decays are multiplied.
+        log_input_gate: [B, T, G], natural logarithm, of any size: `e^log_input_gate` multiplies the write to memory and
+            normaliser, which are stored stabilised (mLSTM; `lsm_jax.ops.linear.stabilized`). Requires `normalize`, and
+            `log_decay` [G], [B, T, G] or None.
+        bonus: [G, K]. If given, a token reads before its decay and its write, and its own write enters the read as
             `q diag(bonus) kᵀ v` (RWKV6, arXiv 2404.05892 Eq. 18).
         normalize: None, or the ε of `o = q M / (q z + ε)` with z the decayed sum of keys. With `log_input_gate` it is the ε of
-            `o = q M / (max(|q z|, e^-m) + ε)`, M and z as kept and m their stabiliser: with ε left out, `q C / max(|q n|, 1)`
-            of the true ones (xLSTM, arXiv 2405.04517 Eq. 21).
+            `o = q M / (max(|q z|, e^-m) + ε)`, M and z as stored and m their stabiliser; for ε = 0 this is
+            `q C / max(|q n|, 1)` of the unscaled C and n (xLSTM, arXiv 2405.04517 Eq. 21).
         scale: multiplies q; None is `K ** -0.5`.
-        initial_state: the state to go on from; with memory [B, S, ...], segment id s has state s - 1. None is empty.
-        segment_ids: [B, T] integers, 0 padding; see `lsm_jax.ops.core.segments`.
-        update_mask: [B, T], 0 where a token must not change the memory (it still reads it).
+        initial_state: the state to continue from; None is an empty one. With memory [B, S, ...] there is one state per
+            segment: the tokens of id s use state s - 1.
+        segment_ids: [B, T] integers, 0 for padding; see `lsm_jax.ops.core.segments`.
+        update_mask: [B, T], 0 for tokens that do not change the memory (they still read it).
         form: "recurrent" (token by token), "chunk" (matrix products in a chunk, scan over chunks) or "associative"
             (associative scan over chunks).
-        implementation: None (the fused kernel where it serves: NVIDIA Hopper, bfloat16, chunk form, K and V of 64 or 128, of 256
-            and 512 too where no channel has a decay of its own, of any multiple of 128 where channels have one; not both decays,
-            no normaliser or input gate; one token alone, also in float32, with K a multiple of 16 up to 256 and V of 32, where
-            its memory is a `Layer`; else XLA, one token alone in the recurrent form), "xla", "mosaic_gpu" or, by name only,
-            "mosaic_tpu" (no one has run it on a TPU yet).
+        implementation: None (the first automatic backend that supports the call; docs/kernels.md lists what each requires), a
+            backend's name ("xla", "mosaic_gpu" on Hopper or "mosaic_tpu"), or a tuple of names in order of preference.
         chunk_size: tokens in a chunk of the XLA form, a power of two; None is 64.
 
     Returns:
         The output in v's dtype, and the final state in float32 (float64 if an input is).
 
     Raises:
-        NotImplementedError: a kernel asked for by name does not serve the call; the message says why.
+        NotImplementedError: a backend that is asked for by name does not support the call; the message gives the requirement.
         ValueError: shapes, heads, form, implementation or chunk size that are not accepted.
     """
     op = "linear_memory"
@@ -167,11 +166,11 @@ def _check_gated(op, dims, log_decay, value_log_decay, log_input_gate, bonus, no
     checks.check_shape(op, "log_input_gate", log_input_gate, dims, "B, T, G")
     if normalize is None:
         raise ValueError(
-            f"{op}: log_input_gate needs normalize: without it the output is as large as e^gate; normalize=None"
+            f"{op}: normalize=None; log_input_gate requires normalize, or the output would grow with e^gate"
         )
     if value_log_decay is not None or bonus is not None or jnp.ndim(log_decay) == 4:
         raise ValueError(
-            f"{op}: log_input_gate goes with log_decay [G], [B, T, G] or None and neither value_log_decay nor bonus; given "
+            f"{op}: log_input_gate requires log_decay [G], [B, T, G] or None, and neither value_log_decay nor bonus; given "
             f"are log_decay {None if log_decay is None else jnp.shape(log_decay)}, value_log_decay "
             f"{'no' if value_log_decay is None else 'yes'}, bonus {'no' if bonus is None else 'yes'}"
         )

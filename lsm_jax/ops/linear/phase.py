@@ -1,4 +1,4 @@
-"""Sums of angles along a document, for decays that turn: as exact after many tokens as after one."""
+"""Sums of angles along a document, for complex decays; the sums do not lose precision with length."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lsm_jax.ops.core.shared_rows import (
 from lsm_jax.ops.core.states import associate_chunks, per_chunk, run_masks
 from lsm_jax.parallel import TOKENS, over_mesh
 
-# By dtype: integers to count angles in, the power of two that makes a radian one of them, and a whole turn.
+# By dtype: the integers that angles are counted in, the power of two by which a radian is multiplied, and a full turn.
 _COUNTS = {"float32": ("int32", 28, 1686629713), "float64": ("int64", 60, 7244019458077122842)}
 
 
@@ -33,19 +33,19 @@ def cumulative_phase(
     segment_ids: Int[Array, "B T"] | None = None,
     update_mask: Array | None = None,
 ) -> tuple[Float[Array, "B T H"], Float[Array, ...]]:
-    """The sum of the angles of a document's written tokens in this call, up to each token, less whole turns.
+    """The sum of the angles of a document's written tokens in this call, up to each token, without full turns.
 
-    It is a sum of integers, which does not round: in float32 an angle enters to 2e-9, and a whole turn leaves to 3e-10. A
-    memory that is turned back by the final sum when a call ends needs no phase of its own to go on from.
+    The sum is one of integers, which does not round: in float32 an angle is exact to 2e-9 and a full turn to 3e-10. A memory that
+    is rotated back by the final sum at the end of a call does not need to store a phase.
 
     Args:
         angle: [B, T, H], radians, from -π to π.
-        num_segments: sums to keep apart in a row, where one state a segment is kept; None is one a row.
+        num_segments: the number of separate sums in a row with one state per segment; None is one per row.
         segment_ids: [B, T] integers, 0 padding; see `lsm_jax.ops.core.segments`.
-        update_mask: [B, T], 0 where a token's angle must not count.
+        update_mask: [B, T], 0 for tokens whose angle is not added.
 
     Returns:
-        [B, T, H], and the sum at the end, [B, H] or [B, S, H]; from -π to π, in float32 (float64 for float64).
+        The sums [B, T, H], and the final sum [B, H] or [B, S, H]; from -π to π, in float32 (float64 for float64 inputs).
 
     Raises:
         ValueError: shapes that do not fit.
@@ -69,20 +69,26 @@ def cumulative_phase(
 
 
 class _Sums(NamedTuple):
-    """The sums so far, [B, H] or [B, S, H]: counted, and as a zero that carries the gradient; [B], the last nonzero id."""
+    """The sums so far.
+
+    Attributes:
+        count: [B, H] or [B, S, H] integers.
+        zero: [B, H] or [B, S, H] zeros that carry the gradient.
+        segment_id: [B], the last nonzero segment id.
+    """
 
     count: Array
     zero: Array
     segment_id: Array
 
     def angle(self) -> Array:
-        """In radians."""
+        """The sums in radians."""
         _, bits, _ = _COUNTS[self.zero.dtype.name]
         return self.count.astype(self.zero.dtype) * 2.0**-bits + self.zero
 
 
 def _no_sums(num_segments, angle) -> _Sums:
-    """The sums ahead of any token."""
+    """The sums before any token."""
     dtype = checks.compute_dtype(angle)
     batch, _, heads = angle.shape
     rows = (batch,) if num_segments is None else (batch, num_segments)
@@ -91,7 +97,7 @@ def _no_sums(num_segments, angle) -> _Sums:
 
 
 def _cumulative_phase(num_segments, **arguments):
-    """The op on a device of its own."""
+    """The op on one device."""
     output, final = _sum_up(
         num_segments, **arguments, state=_no_sums(num_segments, arguments["angle"])
     )
@@ -118,13 +124,13 @@ def _advance(state: _Sums, update: Update) -> _Sums:
 
 
 def _add(a: Array, b: Array) -> Array:
-    """The sum of two counted angles, less whole turns."""
+    """The sum of two angles as integers, without full turns."""
     turn = next(turn for kind, _, turn in _COUNTS.values() if kind == a.dtype.name)
     total = a + b
     return total - turn * jnp.sign(total) * (jnp.abs(total) > turn // 2)
 
 
-# Compiled as a whole also when called outside `jax.jit`, as in a notebook.
+# Compiled as one program also when called outside `jax.jit`, as in a notebook.
 @functools.partial(jax.jit, static_argnums=0)
 def _sum_up(num_segments, angle, segment_ids, update_mask, state):
     """Sums in radians, [B, T, H], and the state after."""
@@ -136,7 +142,7 @@ def _sum_up(num_segments, angle, segment_ids, update_mask, state):
     counts, bits, _ = _COUNTS[angle.dtype.name]
     count = jnp.round(jax.lax.stop_gradient(angle) * 2.0**bits).astype(counts)
     phase, last = _running_sum(count, state.count, chunks, _add)
-    # Zero: it carries the gradient, which integers have not.
+    # Zeros that carry the gradient, which integers do not have.
     zero, last_zero = _running_sum(
         angle - jax.lax.stop_gradient(angle), state.zero, chunks, jnp.add
     )
@@ -146,7 +152,7 @@ def _sum_up(num_segments, angle, segment_ids, update_mask, state):
 
 
 def _running_sum(x: Array, initial: Array, chunks: Chunks, add) -> tuple[Array, Array]:
-    """x [B, N, H] -> the sum up to each, begun again with every document, [B, N, H], and the last of each state."""
+    """The sum of x [B, N, H] up to each entry, restarted with every document, and the last sum of each state."""
     keep = jnp.ones_like(x)
     _, enters, _ = run_masks(chunks)
     if enters is not None:

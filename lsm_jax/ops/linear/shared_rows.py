@@ -1,7 +1,7 @@
-"""`linear_memory`'s tokens on one device as one update of its state: a total decay and what is left of their writes.
+"""The tokens of `linear_memory` on one device as one update of its state: a total decay and the sum of the decayed writes.
 
-With a_t the sum of a token's later log decays, the writes leave `Σ_t (k_t e^{a_t})ᵀ (v_t e^{b_t})`: one product over time, in
-which every exponential is at most 1. It keeps no memory a chunk, whichever form or kernel then reads.
+With a_t and b_t the sums of the log decays after token t, the writes sum to `Σ_t (k_t e^{a_t})ᵀ (v_t e^{b_t})`: one product over
+time, in which every exponential is at most 1. It stores no memory per chunk, whichever backend then computes the outputs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lsm_jax.ops.linear.xla import LinearOptions, by_xla
 
 
 class Decays(NamedTuple):
-    """Total log decays, None where there is none.
+    """Total log decays; None if there is none.
 
     Attributes:
         keys: [B, G, 1 or K] or [B, S, G, 1 or K].
@@ -42,13 +42,22 @@ class Decays(NamedTuple):
 
 
 def sum_after(x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
-    """The sum over the tokens after each."""
+    """The sum of x over the tokens after each token."""
     later = jnp.concatenate([x[:, 1:], jnp.zeros_like(x[:, :1])], axis=1)
     return jax.lax.cumsum(later, axis=1, reverse=True)
 
 
 def weighed_writes(k, v, key_decay, value_decay, stays, precision) -> Array:
-    """What is left of writes `kᵀ v` at the end, [B, G, K, V]; log decays [B or 1, T, G, *], `stays` [B, T] where they count."""
+    """The sum of the decayed writes `kᵀ v` at the end, [B, G, K, V].
+
+    Args:
+        k: [B, T, G, K].
+        v: [B, T, G, V].
+        key_decay: [B or 1, T, G, K or 1] or None, a log decay.
+        value_decay: [B or 1, T, G, V] or None, a log decay.
+        stays: [B, T], False for tokens that do not count; None if all count.
+        precision: of the product.
+    """
     keys, values = select(stays, k), v
     if key_decay is not None:
         keys = keys * jnp.exp(sum_after(key_decay))
@@ -99,7 +108,7 @@ def update_of(options: LinearOptions, arguments: dict[str, Any]) -> Update:
     stays = staying(tokens)
     values = v.astype(options.dtype)
     normalizer = None
-    if options.normalize is not None:  # a value channel of ones, that only keys decay
+    if options.normalize is not None:  # a value channel of ones, which only the keys' decay affects
         values = jnp.concatenate([values, jnp.ones_like(values[..., :1])], axis=-1)
         if value_decay is not None:
             value_decay = jnp.pad(value_decay, [(0, 0)] * 3 + [(0, 1)])
@@ -130,7 +139,7 @@ def advance(state: LinearState, update: Update) -> LinearState:
 
 
 def _advance_stabilized(state: LinearState, update: Update) -> LinearState:
-    """Both states are kept divided by their stabilisers' exponentials; so is their sum, by the greater one's."""
+    """The sum of two stabilised states, stabilised by the greater of their stabilisers."""
     written, decays = update.written, update.transition
     assert state.normalizer is not None
     total = state.stabilizer if decays.keys is None else decays.keys[..., 0] + state.stabilizer

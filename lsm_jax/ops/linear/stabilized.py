@@ -1,9 +1,9 @@
-"""Memories under exponential input gates: `C_t = f_t C_{t-1} + i_t k_tᵀ v_t` with i of any size, kept scaled (mLSTM).
+"""Memories with exponential input gates, `C_t = f_t C_{t-1} + i_t k_tᵀ v_t` with i of any size, stored scaled (mLSTM).
 
-What is kept is `M = e^-m C` for the stabiliser `m_t = max(log f_t + m_{t-1}, log i_t)` (xLSTM, arXiv 2405.04517 Eqs. 15 and
-19-21), m = 0 ahead of the first token as in its code. m needs no memory, so the chunkwise forms find it first, as a scan over
-(max, +); then each factor that meets a memory, a key or a score is the exponential of a number that is at most 0, in which
-decays are summed and not subtracted, and row t's has seen nothing after t.
+The stored memory is `M = e^-m C` with the stabiliser `m_t = max(log f_t + m_{t-1}, log i_t)` (xLSTM, arXiv 2405.04517 Eqs. 15 and
+19-21), and m = 0 before the first token as in the authors' code. m does not depend on the memory, so that the chunkwise forms
+compute it first, by a scan over (max, +). Every factor of a memory, a key or a score is then the exponential of a number of at
+most 0, in which decays are added and never subtracted; the factors of row t do not depend on later tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lsm_jax.ops.core.segments import Chunks, Tokens
 from lsm_jax.ops.core.states import associate_chunks, fold_chunks, run_masks, scan_tokens
 
 NEVER = -1e30
-"""Logarithm of a gate that is shut; finite, so that differences are."""
+"""The logarithm of a closed gate: finite, so that differences are finite."""
 
 
 class Gated(NamedTuple):
@@ -35,14 +35,14 @@ class Gated(NamedTuple):
 def normalized(
     output: Float[Array, "... V"], product: Float[Array, "... 1"], m: Float[Array, "... 1"], eps
 ) -> Array:
-    """`q M / (max(|q n|, e^-m) + ε)`, multiplied through by e^m where m < 0, so that nothing overflows."""
+    """`q M / (max(|q n|, e^-m) + ε)`, with both parts multiplied by e^m if m < 0, so that nothing overflows."""
     scale = jnp.exp(jnp.minimum(m, 0))
     floor = jnp.exp(-jnp.maximum(m, 0))
     return scale * output / (jnp.maximum(scale * jnp.abs(product), floor) + eps * scale)
 
 
 def by_token(x: Gated, memory: Array, stabilizer: Array, tokens: Tokens):
-    """The recurrent form: output [B, T, G, R, V], m [B, T, G], and the final memory and stabiliser."""
+    """The recurrent form. Returns the output [B, T, G, R, V], m [B, T, G], the final memory and the final stabiliser."""
 
     def step(state, x: Gated):
         memory, before = state
@@ -61,7 +61,17 @@ def by_token(x: Gated, memory: Array, stabilizer: Array, tokens: Tokens):
 def by_chunk(
     x: Gated, written: Array, memory: Array, stabilizer: Array, chunks: Chunks, form: str, precision
 ):
-    """The chunkwise forms; `written` [B, T] is False where the update is the identity. Outputs are `by_token`'s, in chunks."""
+    """The chunkwise forms. Returns the results of `by_token`, the first two in chunks.
+
+    Args:
+        x: the inputs.
+        written: [B, T], False if the token's update is the identity.
+        memory: the initial memory.
+        stabilizer: the initial stabiliser.
+        chunks: the layout.
+        form: "chunk" or "associative".
+        precision: of matrix products.
+    """
 
     def by_head(x):  # [B, N, C, G, ..., *] -> [B, N, G, ..., C, *]
         x = jnp.moveaxis(chunks.split(x), 2, 3)
@@ -74,7 +84,7 @@ def by_chunk(
     allowed = jnp.tri(chunks.size, dtype=bool)
     halving = halve(x.decay[..., None])
     prefix, suffix, total = halving.prefix[..., 0], halving.suffix[..., 0], halving.total[..., 0]
-    top = gate  # what can set the stabiliser
+    top = gate  # the candidates for the stabiliser
     if chunks.run is not None:
         allowed = allowed & same[:, :, None]
         prefix = jnp.where(enters[:, :, None], prefix, NEVER)
@@ -83,7 +93,7 @@ def by_chunk(
         top = jnp.where(_begins(chunks.run)[:, :, None], jnp.maximum(gate, x.decay), gate)
     between = jnp.where(allowed, pairwise_log_decay(halving), NEVER)
 
-    # The stabiliser: the one each chunk starts from, then each row's own.
+    # The stabiliser that each chunk starts from, then that of each row.
     highest = _largest(suffix + top)
     if form == "chunk":
         entering_m, stabilizer = fold_chunks(
@@ -94,7 +104,7 @@ def by_chunk(
             jnp.add, jnp.add, total, highest, stabilizer, chunks, add=jnp.maximum, zero=NEVER
         )
     leaving_m = jnp.maximum(total + entering_m, highest)
-    if chunks.slot is None:  # to the bit what the next chunk starts from, however that was summed
+    if chunks.slot is None:  # equal to the bit to what the next chunk starts from
         leaving_m = jnp.concatenate([entering_m[:, 1:], stabilizer[:, None]], axis=1)
     m = _largest(between + top[..., None, :])
     m = jnp.maximum(prefix + entering_m[..., None], m)
@@ -116,15 +126,15 @@ def by_chunk(
 
 
 def _apply(form: str, kept: Array, write: Array, memory: Array, chunks: Chunks) -> Any:
-    walk = fold_chunks if form == "chunk" else associate_chunks
-    return walk(jnp.multiply, jnp.multiply, kept, write, memory, chunks)
+    scan = fold_chunks if form == "chunk" else associate_chunks
+    return scan(jnp.multiply, jnp.multiply, kept, write, memory, chunks)
 
 
 def _largest(x: Array) -> Array:
     """`max(x, axis=-1)` whose gradient goes to one entry, by index.
 
-    The derivative of `jnp.max` compares x with its maximum; where the compiler computes x twice, rounded differently, no entry
-    is equal and it divides by zero.
+    The derivative of `jnp.max` compares x with its maximum. If the compiler computes x twice with different rounding, no entry
+    equals the maximum, and the derivative divides by zero.
     """
     place = jnp.argmax(jax.lax.stop_gradient(x), axis=-1, keepdims=True)
     return jnp.take_along_axis(x, place, axis=-1)[..., 0]

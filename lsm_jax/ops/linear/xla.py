@@ -87,7 +87,9 @@ def by_xla(
     log_decay = spread_constant(log_decay, constant_log_decay, tokens, v, dtype)
     values = v.astype(dtype)
     memory = state.memory.astype(dtype)
-    if options.normalize is not None:  # one more value channel, of ones, that only keys decay
+    if (
+        options.normalize is not None
+    ):  # one more value channel, of ones, which only the keys' decay affects
         values = jnp.concatenate([values, jnp.ones_like(values[..., :1])], axis=-1)
         memory = jnp.concatenate([memory, state.normalizer.astype(dtype)[..., None]], axis=-1)
         if value_log_decay is not None:
@@ -174,7 +176,7 @@ def _recurrent(inputs: _Inputs, bonus, memory, tokens):
 
 
 def _chunked(inputs: _Inputs, bonus, memory, chunks: Chunks, options: LinearOptions):
-    """Inputs [B, T, ...] -> output [B, N, C, G, R, V] and the final memory."""
+    """The output [B, N, C, G, R, V] and the final memory, from inputs [B, T, ...]."""
     exclusive, precision = bonus is not None, options.precision
 
     def by_head(x):  # [B, N, C, G, ..., *] -> [B, N, G, ..., C, *]
@@ -196,7 +198,7 @@ def _chunked(inputs: _Inputs, bonus, memory, chunks: Chunks, options: LinearOpti
             scores = _with_queries(x, key_halving, current, precision)
         else:
             scores = jnp.einsum("bngrik,bngjk->bngrij", x.q, x.k, precision=precision)
-            # Masked first: a later score that overflowed is not 0 times 0.
+            # Masked before the decay: an overflowed score of a later token times 0 is NaN.
             scores = jnp.tril(scores, -1 if exclusive else 0)
             if scalar_halving is not None:
                 scores = scores * pairwise_decay(scalar_halving, exclusive=exclusive)[:, :, :, None]
@@ -241,7 +243,7 @@ def _chunked(inputs: _Inputs, bonus, memory, chunks: Chunks, options: LinearOpti
 
 
 def _with_queries(x: _Inputs, halving: Halving, diagonal, precision):
-    """`channel_scores` for R queries on one key."""
+    """`channel_scores` for R queries per key."""
     spread = Halving(
         tuple((p[:, :, :, None], s[:, :, :, None]) for p, s in halving.levels), *halving[1:]
     )
@@ -249,7 +251,7 @@ def _with_queries(x: _Inputs, halving: Halving, diagonal, precision):
 
 
 def _by_halving(x: _Inputs, current, keys: Halving | None, values: Halving, same, precision):
-    """The chunk's own outputs when values decay too: block by block, [B, N, G, R, C, V]."""
+    """The outputs [B, N, G, R, C, V] of the chunk's own tokens if values decay too, block by block."""
     output = current[..., None] * x.v[:, :, :, None]
     for level, (value_prefix, value_suffix) in enumerate(values.levels):
         size = 2**level
