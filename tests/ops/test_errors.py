@@ -37,7 +37,7 @@ def test_states_of_segments_need_their_ids(op):
     shape = jax.tree.leaves(state)[0].shape
     refuse(
         op,
-        f"initial_state{first} has shape {shape}, one state a segment, and segment_ids=None; acc",
+        f"initial_state{first} has shape {shape}, one state per segment, and segment_ids=None; acc",
         initial_state=state,
     )
     ids = jnp.ones((2, LENGTH), jnp.int32)
