@@ -1,5 +1,5 @@
-"""Fused kernels for the delta rule: without decay, with a scalar one or with one a key channel (KDA)."""
+"""Fused kernels for the delta rule: without decay, with a scalar decay, or with a decay per key channel (KDA)."""
 
-from pallas_kernels.delta_rule.api import delta_rule, reason, reasons
+from pallas_kernels.delta_rule.api import delta_rule, unsupported
 
-__all__ = ["delta_rule", "reason", "reasons"]
+__all__ = ["delta_rule", "unsupported"]

@@ -1,4 +1,4 @@
-"""The delta rule `S_t = (I - β_t k_tᵀ k_t) e^{g_t} S_{t-1} + β_t k_tᵀ v_t`, `o_t = scale q_t S_t`; g a scalar, or diagonal (KDA)."""
+"""The delta rule `S_t = (I - β_t k_tᵀ k_t) e^{g_t} S_{t-1} + β_t k_tᵀ v_t`, `o_t = scale q_t S_t`; g is a scalar, or diagonal (KDA)."""
 
 from __future__ import annotations
 
@@ -7,33 +7,30 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.memory_calls import (
+    MemoryCall,
+    backend_module,
+    materialize,
+    pad_documents,
+    pad_tokens,
+)
+from pallas_kernels.requirements import first_unmet
 from pallas_kernels.residuals import keep
 
-_IMPLEMENTATIONS = ("mosaic_gpu", "mosaic_tpu")
+_OP = "delta_rule"
 
 
-def reasons(q, k, v, log_decay, run, initial) -> dict[str, str | None]:
-    """By implementation, what it takes in place of these arguments (arrays or their shapes); None if it serves them."""
-    return {name: reason(name, q, k, v, log_decay, run, initial) for name in _IMPLEMENTATIONS}
+def variant_of(log_decay: Any) -> str:
+    """The name of the backend's module for this decay."""
+    return "channel_decay" if jnp.ndim(log_decay) == 4 else "scalar_decay"
 
 
-def reason(implementation, q, k, v, log_decay, run, initial) -> str | None:
-    """What one implementation takes in place of these arguments, or None; the others' backends are not imported."""
-    return _backend(implementation, log_decay).reason(q, k, v, log_decay, run, initial)
-
-
-def _backend(implementation: str, log_decay) -> Any:
-    # Imported where it is used: a backend that is never asked for costs nothing.
-    if implementation == "mosaic_tpu":
-        from pallas_kernels.delta_rule import tpu, tpu_channels
-
-        return tpu_channels if jnp.ndim(log_decay) == 4 else tpu
-    from pallas_kernels.delta_rule import hopper, hopper_channels
-
-    return hopper_channels if jnp.ndim(log_decay) == 4 else hopper
+def unsupported(implementation: str, q, k, v, log_decay=None) -> str | None:
+    """The first requirement that these arguments (arrays or their shapes) do not meet; None if the implementation supports them."""
+    backend = backend_module(_OP, implementation, variant_of(log_decay))
+    return first_unmet(backend.REQUIREMENTS, MemoryCall(q, k, v, log_decay))
 
 
 def delta_rule(
@@ -49,7 +46,7 @@ def delta_rule(
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T max(H,G) V"], Float[Array, "R G K V"]]:
-    """Move what decaying memories hold at `k` towards `v` and read them with `q`; differentiable once, in reverse.
+    """Move the values that decaying memories hold at `k` towards `v`, and read the memories with `q`; differentiable once, in reverse.
 
     Args:
         q: [B, T, H, K] queries; H is a multiple or a divisor of G.
@@ -57,69 +54,65 @@ def delta_rule(
         v: [B, T, G, V] values, one memory for each of the G heads.
         beta: [B, T, G] float32, from 0 to 2.
         log_decay: [B, T, G] float32, or one a key channel, [B, T, G, K]; natural logarithm, at most 0; None is no decay.
-        initial: [B, G, K, V] float32, the memory before the first token; or [B * S, G, K, V], S of them a row.
-        run: [B, T], growing along T: a token with a larger run than the one before it finds an empty memory, and run 0 goes on
-            from `initial`. None is one run. With S memories a row: every number from 0 to S - 1, each run beginning at a multiple
-            of 64 ("mosaic_gpu") or 128 ("mosaic_tpu") tokens, going on from the memory of its number and leaving a final one.
+        initial: [B, G, K, V] float32, the memory before the first token; or [B * S, G, K, V] with S memories per row.
+        run: [B, T], the number of documents that have begun up to and with each token, never decreasing. A token with a larger
+            number than the token before it reads an empty memory; number 0 continues `initial`. None is one document. With S
+            memories per row: every number from 0 to S - 1, each starting at a multiple of 64 ("mosaic_gpu") or 128
+            ("mosaic_tpu") tokens, continuing the memory of its number and leaving a final one.
         scale: multiplies q.
-        implementation: "mosaic_gpu" (Hopper; bfloat16, K of 64, 128 or 256, V also 512; with a decay a key channel V of
-            64 or a multiple of 128) or "mosaic_tpu" (bfloat16 or float32, K and V a multiple of 8 up to 256); `reasons` says what each
-            takes.
+        implementation: "mosaic_gpu" (Hopper) or "mosaic_tpu"; `unsupported` says what each requires.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
         The output in v's dtype, and the final memories in float32, as `initial`.
 
     Raises:
-        NotImplementedError: the implementation does not serve these arguments; the message says why.
+        NotImplementedError: the implementation does not support these arguments; the message gives the requirement.
         ValueError: an implementation that does not exist.
     """
-    if implementation not in _IMPLEMENTATIONS:
-        raise ValueError(
-            f"delta_rule: implementation={implementation!r}; accepted are {_IMPLEMENTATIONS}"
-        )
-    if (why := reason(implementation, q, k, v, log_decay, run, initial)) is not None:
-        raise NotImplementedError(f"delta_rule: implementation={implementation!r} takes {why}")
+    backend = backend_module(_OP, implementation, variant_of(log_decay))
+    reason = first_unmet(backend.REQUIREMENTS, MemoryCall(q, k, v, log_decay))
+    if reason is not None:
+        raise NotImplementedError(f"{_OP}: implementation={implementation!r} requires {reason}")
     length = q.shape[1]
-    padding = -length % _backend(implementation, log_decay).multiple(q, k, v)
-    if padding:  # tokens that write nothing, and whose output is cut off
-
-        def pad(x: Any) -> Any:
-            return jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
-
-        q, k, v, beta = pad(q), pad(k), pad(v), pad(beta)
-        log_decay = None if log_decay is None else pad(log_decay)
-        run = None if run is None else jnp.pad(run, [(0, 0), (0, padding)], mode="edge")
-    static = implementation, scale, interpret
-    output, final = _run(*static, q, k, v, beta, log_decay, run, initial)
+    padding = -length % backend.multiple(q, k, v)
+    if padding:
+        q, k, v, beta, log_decay = (pad_tokens(x, padding) for x in (q, k, v, beta, log_decay))
+        run = pad_documents(run, padding)
+    static = backend, implementation, scale, interpret
+    output, final = _run(static, q, k, v, beta, log_decay, run, initial)
     return output[:, :length], final
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _run(name, scale, interpret, *inputs):
-    unsaved = {"save": False} if name == "mosaic_tpu" else {}  # what it saves costs it writes
-    backend = _backend(name, inputs[4])
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(static, *inputs):
+    backend, name, scale, interpret = static
+    unsaved = {"save": False} if name == "mosaic_tpu" else {}  # there residuals cost their writes
     return backend.forward(*inputs, scale=scale, interpret=interpret, **unsaved)[:2]
 
 
-def _forward(name, scale, interpret, *primals):
-    wanted = primals[4] is not None and primals[4].perturbed
+def _forward(static, *primals):
+    backend, _, scale, interpret = static
     inputs = tuple(None if p is None else p.value for p in primals)
-    found = _backend(name, inputs[4]).forward(*inputs, scale=scale, interpret=interpret)
-    output, final, residuals = keep(found)
-    # A decay that is a constant of its head needs no gradient, and the backward is cheaper without. (An array: residuals
-    # carry no flags.)
+    results = backend.forward(*inputs, scale=scale, interpret=interpret)
+    output, final, residuals = keep(results)
+    # The decay of a head that is a constant needs no gradient, and the backward pass is cheaper without it. (Residuals hold
+    # arrays, not flags: the flag is an array's size.)
+    wanted = primals[4] is not None and primals[4].perturbed
     return (output, final), (inputs, residuals, jnp.zeros((int(wanted), 0)))
 
 
-def _backward(name, scale, interpret, saved, cotangents):
+def _backward(static, saved, cotangents):
+    backend, _, scale, interpret = static
     inputs, residuals, wanted = saved
-    zeros: Any = jnp.zeros
-    cotangents = (zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents)
-    dq, dk, dv, d_beta, d_decay, d_initial = _backend(name, inputs[4]).backward(
-        *inputs, residuals, *cotangents, scale=scale, interpret=interpret,
+    dq, dk, dv, d_beta, d_decay, d_initial = backend.backward(
+        *inputs,
+        residuals,
+        *materialize(cotangents),
+        scale=scale,
+        interpret=interpret,
         decay_gradient=wanted.shape[0] == 1,
-    )  # fmt: skip
+    )
     log_decay = inputs[4]
     if log_decay is not None and d_decay is None:
         d_decay = jnp.zeros_like(log_decay)

@@ -1,5 +1,5 @@
 """Fused kernels for memories under a diagonal-plus-low-rank transition (RWKV7)."""
 
-from pallas_kernels.dplr.api import dplr, reason, reasons
+from pallas_kernels.dplr.api import dplr, unsupported
 
-__all__ = ["dplr", "reason", "reasons"]
+__all__ = ["dplr", "unsupported"]

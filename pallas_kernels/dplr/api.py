@@ -6,33 +6,19 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.memory_calls import MemoryCall, backend_module, pad_documents, pad_tokens
+from pallas_kernels.requirements import first_unmet
 from pallas_kernels.residuals import keep
 
-_IMPLEMENTATIONS = ("mosaic_gpu", "mosaic_tpu")
+_OP = "dplr"
 
 
-def reasons(q, k, v, a, b, log_decay, run, initial) -> dict[str, str | None]:
-    """By implementation, what it takes in place of these arguments (arrays or their shapes); None if it serves them."""
-    return {n: reason(n, q, k, v, a, b, log_decay, run, initial) for n in _IMPLEMENTATIONS}
-
-
-def reason(implementation, q, k, v, a, b, log_decay, run, initial) -> str | None:
-    """What one implementation takes in place of these arguments, or None; the others' backends are not imported."""
-    return _backend(implementation).reason(q, k, v, a, b, log_decay, run, initial)
-
-
-def _backend(implementation: str) -> Any:
-    # Imported where it is used: a backend that is never asked for costs nothing.
-    if implementation == "mosaic_tpu":
-        from pallas_kernels.dplr import tpu
-
-        return tpu
-    from pallas_kernels.dplr import hopper
-
-    return hopper
+def unsupported(implementation: str, q, k, v, a, b, log_decay) -> str | None:
+    """The first requirement that these arguments (arrays or their shapes) do not meet; None if the implementation supports them."""
+    backend = backend_module(_OP, implementation, "channel_decay")
+    return first_unmet(backend.REQUIREMENTS, MemoryCall(q, k, v, log_decay, a=a, b=b))
 
 
 def dplr(
@@ -49,7 +35,7 @@ def dplr(
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T max(H,G) V"], Float[Array, "R G K V"]]:
-    """Decay memories, write back at `b` what `a` read of them before, write `kᵀ v`, read with `q`; differentiable once, in reverse.
+    """Decay memories, write at `b` the values that `a` read before, write `kᵀ v`, read with `q`; differentiable once, in reverse.
 
     RWKV7, arXiv 2503.14456.
 
@@ -60,57 +46,53 @@ def dplr(
         a: [B, T, Ha, K]; Ha divides G.
         b: [B, T, Hb, K]; Hb divides G.
         log_decay: [B, T, G, K] float32, natural logarithm, at most 0.
-        initial: [B, G, K, V] float32, the memory before the first token; or [B * S, G, K, V], S of them a row.
-        run: [B, T], growing along T: a token with a larger run than the one before it finds an empty memory, and run 0 goes on
-            from `initial`. None is one run. With S memories a row: every number from 0 to S - 1, each run beginning at a multiple
-            of 64 ("mosaic_gpu") or 128 ("mosaic_tpu") tokens, going on from the memory of its number and leaving a final one.
+        initial: [B, G, K, V] float32, the memory before the first token; or [B * S, G, K, V] with S memories per row.
+        run: [B, T], the number of documents that have begun up to and with each token, never decreasing. A token with a larger
+            number than the token before it reads an empty memory; number 0 continues `initial`. None is one document. With S
+            memories per row: every number from 0 to S - 1, each starting at a multiple of 64 ("mosaic_gpu") or 128
+            ("mosaic_tpu") tokens, continuing the memory of its number and leaving a final one.
         scale: multiplies q.
-        implementation: "mosaic_gpu" (Hopper; bfloat16, K of 64, 128 or 256, V of 64 or a multiple of 128) or "mosaic_tpu" (bfloat16 or
-            float32, K and V a multiple of 8 up to 256); `reasons` says what each takes.
+        implementation: "mosaic_gpu" (Hopper) or "mosaic_tpu"; `unsupported` says what each requires.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
         The output in v's dtype, and the final memories in float32, as `initial`.
 
     Raises:
-        NotImplementedError: the implementation does not serve these arguments; the message says why.
+        NotImplementedError: the implementation does not support these arguments; the message gives the requirement.
         ValueError: an implementation that does not exist.
     """
-    if implementation not in _IMPLEMENTATIONS:
-        raise ValueError(
-            f"dplr: implementation={implementation!r}; accepted are {_IMPLEMENTATIONS}"
-        )
-    why = reason(implementation, q, k, v, a, b, log_decay, run, initial)
-    if why is not None:
-        raise NotImplementedError(f"dplr: implementation={implementation!r} takes {why}")
+    backend = backend_module(_OP, implementation, "channel_decay")
+    reason = first_unmet(backend.REQUIREMENTS, MemoryCall(q, k, v, log_decay, a=a, b=b))
+    if reason is not None:
+        raise NotImplementedError(f"{_OP}: implementation={implementation!r} requires {reason}")
     length = q.shape[1]
-    padding = -length % _backend(implementation).multiple(q, k, v)
-    if padding:  # tokens that write nothing, and whose output is cut off
-
-        def pad(x: Any) -> Any:
-            return jnp.pad(x, [(0, 0), (0, padding), (0, 0), (0, 0)])
-
-        q, k, v, a, b, log_decay = (pad(x) for x in (q, k, v, a, b, log_decay))
-        run = None if run is None else jnp.pad(run, [(0, 0), (0, padding)], mode="edge")
-    output, final = _run(implementation, scale, interpret, q, k, v, a, b, log_decay, run, initial)
+    padding = -length % backend.multiple(q, k, v)
+    if padding:
+        q, k, v, a, b, log_decay = (pad_tokens(x, padding) for x in (q, k, v, a, b, log_decay))
+        run = pad_documents(run, padding)
+    static = backend, implementation, scale, interpret
+    output, final = _run(static, q, k, v, a, b, log_decay, run, initial)
     return output[:, :length], final
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _run(name, scale, interpret, *inputs):
-    unsaved = {"save": False} if name == "mosaic_tpu" else {}  # what it saves costs it writes
-    return _backend(name).forward(*inputs, scale=scale, interpret=interpret, **unsaved)[:2]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(static, *inputs):
+    backend, name, scale, interpret = static
+    unsaved = {"save": False} if name == "mosaic_tpu" else {}  # there residuals cost their writes
+    return backend.forward(*inputs, scale=scale, interpret=interpret, **unsaved)[:2]
 
 
-def _forward(name, scale, interpret, *inputs):
-    found = _backend(name).forward(*inputs, scale=scale, interpret=interpret)
-    output, final, residuals = keep(found)
+def _forward(static, *inputs):
+    backend, _, scale, interpret = static
+    output, final, residuals = keep(backend.forward(*inputs, scale=scale, interpret=interpret))
     return (output, final), (inputs, residuals)
 
 
-def _backward(name, scale, interpret, saved, cotangents):
+def _backward(static, saved, cotangents):
+    backend, _, scale, interpret = static
     inputs, residuals = saved
-    *grads, d_initial = _backend(name).backward(
+    *grads, d_initial = backend.backward(
         *inputs, residuals, *cotangents, scale=scale, interpret=interpret
     )
     return *grads, None, d_initial

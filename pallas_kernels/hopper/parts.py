@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import PROCESSORS, pl, plgpu
-from pallas_kernels.delta_rule.hopper_prepare import CHUNK
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.row_layout import CHUNK
 
 _BLOCK = 64  # columns of the memory that a warpgroup holds
 _SHORTEST = 1024  # tokens of a part
@@ -182,3 +182,8 @@ def link(transitions, written, initial, *, reverse: bool = False, interpret: Any
         interpret=interpret,
     )(*named.values())
     return jnp.swapaxes(starts, -1, -2)
+
+
+def multiple(q, k, v) -> int:
+    """The number that T must be a multiple of."""
+    return CHUNK * count_parts(q, k, v)

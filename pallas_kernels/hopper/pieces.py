@@ -13,29 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_DEPTHS = (64, 128, 256)
 _WIDTH = 128
-
-
-def why_not(key_dim: int, value_dim: int) -> str | None:
-    """What is taken in place of these sizes, or None."""
-    if key_dim not in _DEPTHS:
-        return f"K of 64, 128 or 256, not {key_dim}"
-    if value_dim != 64 and (value_dim % _WIDTH or not value_dim):
-        return f"V of 64 or a multiple of {_WIDTH}, not {value_dim}"
-    return None
 
 
 def pieces_of(channels: int) -> list[slice]:
     """The channels of each piece."""
     width = min(channels, _WIDTH)
     return [slice(n, n + width) for n in range(0, channels, width)]
-
-
-def a_piece(x) -> jax.ShapeDtypeStruct:
-    """The shape of what a chunk's kernels see of [B, T, *, K or V] (or its shape)."""
-    width = x.shape[3] if x.shape[3] % _WIDTH else _WIDTH
-    return jax.ShapeDtypeStruct((*x.shape[:3], width), x.dtype)
 
 
 def added(*parts: Any) -> Any:

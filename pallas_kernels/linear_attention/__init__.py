@@ -1,5 +1,5 @@
-"""Fused kernels for memories without decay, with a scalar one, or with one of each key or value channel."""
+"""Fused kernels for memories without decay, with a scalar decay, or with a decay per key channel or per value channel."""
 
-from pallas_kernels.linear_attention.api import linear_attention, reason, reasons
+from pallas_kernels.linear_attention.api import linear_attention, unsupported
 
-__all__ = ["linear_attention", "reason", "reasons"]
+__all__ = ["linear_attention", "unsupported"]

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.tiles.scalar_decay import _iota, dot
+from pallas_kernels.tiles.scalar_decay import dot, iota
 
 FLOOR = -128.0  # e^-128 is 0 in float32
 
@@ -103,7 +103,7 @@ def prepare(q, k, g, *, scale: float, documents: Documents | None = None, bonus=
         bonus: [K]; reads come before writes.
     """
     size, exclusive = len(g), bonus is not None
-    i, j = _iota(size, size, 0), _iota(size, size, 1)
+    i, j = iota(size, size, 0), iota(size, size, 1)
     current = jnp.sum(q * k * (1 if bonus is None else bonus), axis=1, keepdims=True)
     scores = jnp.where(i == j, current, 0)
     for half in levels(size):
@@ -120,13 +120,13 @@ def prepare(q, k, g, *, scale: float, documents: Documents | None = None, bonus=
 
 def where_later(half: int, of_later, of_earlier):
     """Rows of the later blocks from one tile, of the earlier ones from the other."""
-    return jnp.where(_iota(len(of_later), 1, 0) & half > 0, of_later, of_earlier)
+    return jnp.where(iota(len(of_later), 1, 0) & half > 0, of_later, of_earlier)
 
 
 def factor(g, half: int, later=None, exclusive: bool = False):
     """[C, K], what the decays leave of each row where blocks of `half` rows meet; `later` as a constant for the whole chunk."""
     size = len(g)
-    i, j = _iota(size, size, 0), _iota(size, size, 1)
+    i, j = iota(size, size, 0), iota(size, size, 1)
     later = (i & half) > 0 if later is None else jnp.full((1, 1), later)
     span = spans(i, j, half, later, exclusive)
     return jnp.exp(dot(span.astype(jnp.float32), jnp.maximum(g, FLOOR)))
@@ -148,7 +148,7 @@ def backward(
 ) -> Gradient:  # fmt: skip
     """Of all inputs, from dO [C, V] and dS' [K, V]; the rest as for `prepare`."""
     size, exclusive = len(g), bonus is not None
-    i, j = _iota(size, size, 0), _iota(size, size, 1)
+    i, j = iota(size, size, 0), iota(size, size, 1)
     chunk = prepare(q, k, g, scale=scale, documents=documents, bonus=bonus)
     dv = dot(chunk.scores, d_out, "tn") + dot(chunk.written, d_memory)
     d_start = chunk.keep[:, None] * d_memory + dot(chunk.read, d_out, "tn")
@@ -177,7 +177,7 @@ def backward(
 def scores_backward(weights, q, k, g, exclusive: bool = False):
     """What dP [C, C], mirrored below its diagonal, gives q and k [C, K] through other tokens, and its diagonal [C, 1]."""
     size = len(g)
-    i, j = _iota(size, size, 0), _iota(size, size, 1)
+    i, j = iota(size, size, 0), iota(size, size, 1)
     dq, dk = jnp.zeros_like(q), jnp.zeros_like(k)
     for half in levels(size):
         factors = factor(g, half, exclusive=exclusive)

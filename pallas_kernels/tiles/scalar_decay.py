@@ -131,7 +131,7 @@ def read_chunk(
         size: C.
         scale: of the queries.
     """
-    i, j = _iota(size, size, 0), _iota(size, size, 1)
+    i, j = iota(size, size, 0), iota(size, size, 1)
     seen = i >= j
     turned = None
     if runs is not None:
@@ -197,7 +197,7 @@ def read_backward(
         dv.append(dot(_weigh(scores, scale, chunk).astype(q.dtype), d_out, "tn"))
         if decays:
             size = len(q)
-            later = _iota(size, size, 0) > _iota(size, size, 1)
+            later = iota(size, size, 0) > iota(size, size, 1)
             products = jnp.where(later, scores * d_scores, 0)
             pairs.append(products)
             rows.append(jnp.sum(products, axis=0, keepdims=True))
@@ -253,18 +253,18 @@ def decay_gradient(reads, read_rows, writes, totals, chunk: Chunk) -> jax.Array:
     size, count = len(reads[0]), -(-len(reads) // 8) * 8
     turned = _as_rows(dict(enumerate(reads)) | dict(enumerate(writes, count)), size)
     later, before = turned[:count], turned[count : 2 * count]
-    row, column = _iota(count, size, 0), _iota(count, size, 1)
+    row, column = iota(count, size, 0), iota(count, size, 1)
     for head, (of_rows, total) in enumerate(zip(read_rows, totals, strict=True)):
         more = jnp.where(column == size - 1, total, 0) - of_rows
         later += jnp.where(row == head, more, 0)
-    earlier = _iota(size, size, 0) < _iota(size, size, 1)
+    earlier = iota(size, size, 0) < iota(size, size, 1)
     return exact_sums(later, chunk.seen) + exact_sums(before, earlier)
 
 
 def _as_rows(columns: dict[int, jax.Array], size: int) -> jax.Array:
     """Columns [C, 1] as rows of [128, C], zeros where there is none."""
     wide = jnp.zeros((size, LANES), jnp.float32)
-    lane = _iota(size, LANES, 1)
+    lane = iota(size, LANES, 1)
     for index, column in columns.items():
         wide = jnp.where(lane == index, column, wide)
     return wide.T
@@ -274,7 +274,7 @@ def side_by_side(parts: list[jax.Array], width: int) -> jax.Array:
     """Take the h-th of `len(parts)` column blocks from the h-th part; each is [*, width], or [*, 1] for a constant."""
     whole = parts[0]
     for index, part in enumerate(parts[1:], 1):
-        column = _iota(1, width, 1)
+        column = iota(1, width, 1)
         whole = jnp.where(column >= index * (width // len(parts)), part, whole)
     return whole
 
@@ -290,7 +290,8 @@ def unfold(memory: jax.Array, heads: Heads) -> jax.Array:
     return _diagonal(jnp.concatenate([memory] * heads.keys), heads)
 
 
-def _iota(rows: int, columns: int, axis: int) -> jax.Array:
+def iota(rows: int, columns: int, axis: int) -> jax.Array:
+    """Indices along `axis` of a tile of rows x columns."""
     return lax.broadcasted_iota(jnp.int32, (rows, columns), axis)
 
 
@@ -298,7 +299,7 @@ def _only(x, index: int, count: int):
     """x with all but the `index`-th of its `count` column blocks 0."""
     if count == 1:
         return x
-    block = lax.div(_iota(1, x.shape[1], 1), x.shape[1] // count)
+    block = lax.div(iota(1, x.shape[1], 1), x.shape[1] // count)
     return jnp.where(block == index, x.astype(jnp.float32), 0).astype(x.dtype)
 
 
@@ -318,8 +319,8 @@ def _diagonal(memory, heads: Heads):
     if heads.keys == 1:
         return memory
     rows, columns = memory.shape
-    row = lax.div(_iota(rows, columns, 0), rows // heads.keys)
-    column = lax.div(_iota(rows, columns, 1), columns // heads.count)
+    row = lax.div(iota(rows, columns, 0), rows // heads.keys)
+    column = lax.div(iota(rows, columns, 1), columns // heads.count)
     return jnp.where(row == column, memory, 0)
 
 

@@ -20,7 +20,7 @@ from jax import lax
 
 from pallas_kernels.compat import pltpu
 from pallas_kernels.tiles.channel_decay import FLOOR, levels
-from pallas_kernels.tiles.scalar_decay import _iota, dot
+from pallas_kernels.tiles.scalar_decay import dot, iota
 
 _F32 = jnp.float32
 _SUBLANES = 8
@@ -62,8 +62,8 @@ class Decays(NamedTuple):
 
 
 def read_masks(runs, size: int) -> Masks:
-    """From the [8, C] rows of `tpu.run_rows`, or None."""
-    i, j = _iota(size, size, 0), _iota(size, size, 1)
+    """From the [8, C] rows of `row_layout.document_rows`, or None."""
+    i, j = iota(size, size, 0), iota(size, size, 1)
     level = jnp.full((size, size), -1, jnp.int32)
     for n, half in enumerate(levels(size)):
         level = jnp.where((i ^ j) >= half, n, level)
@@ -76,7 +76,7 @@ def read_masks(runs, size: int) -> Masks:
 
 def mirrored(lower: jax.Array, upper: jax.Array, masks: Masks) -> jax.Array:
     """`lower` [C, C] below its diagonal, `upper` on it and above; 0 for pairs of two documents."""
-    later = _iota(len(lower), len(lower), 0) > _iota(len(lower), len(lower), 1)
+    later = iota(len(lower), len(lower), 0) > iota(len(lower), len(lower), 1)
     both = jnp.where(later, lower, upper)
     return both if masks.same is None else jnp.where(masks.same, both, 0)
 
@@ -175,7 +175,7 @@ def decay_gradient(terms, of_enter, of_leave, of_keep, *, exclusive: bool = Fals
         exclusive: as for `resolve`.
     """
     upto, after = of_enter, of_leave
-    total = jnp.where(_iota(len(upto), 1, 0) == 0, of_keep, 0.0)
+    total = jnp.where(iota(len(upto), 1, 0) == 0, of_keep, 0.0)
     for n, own in reversed(list(enumerate(terms))):
         total += _exchanged(total + _where_later(2**n, upto, after), 2**n)
         upto = upto + _where_later(2**n, own, 0.0)
@@ -185,7 +185,7 @@ def decay_gradient(terms, of_enter, of_leave, of_keep, *, exclusive: bool = Fals
 
 def _met(half: int, own, finer):
     """`own` [C, C] in later rows where blocks of `half` rows meet, and `finer` where smaller ones do."""
-    met = jnp.where(_iota(1, len(own), 1) & half == 0, own, finer)
+    met = jnp.where(iota(1, len(own), 1) & half == 0, own, finer)
     return _where_later(half, met, finer)
 
 
@@ -207,4 +207,4 @@ def _exchanged(x, half: int):
 def _where_later(half: int, of_later, of_earlier):
     """Rows of the later blocks from one tile, of the earlier ones from the other; either may be a number."""
     size = max(jnp.shape(of_later), jnp.shape(of_earlier))[0]
-    return jnp.where(_iota(size, 1, 0) & half > 0, of_later, of_earlier)
+    return jnp.where(iota(size, 1, 0) & half > 0, of_later, of_earlier)

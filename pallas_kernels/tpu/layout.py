@@ -13,23 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, pltpu
-from pallas_kernels.linear_attention import tpu as linear
 from pallas_kernels.tiles.scalar_decay import LANES
+from pallas_kernels.tpu import row_layout
 
 HEADS = 4  # of one program
 _BYTES = 2048  # of one token of a program's keys or values
 _F32 = jnp.float32
-
-
-def reason(q, k, v) -> str | None:
-    """Why these kernels do not serve q, k and v (arrays or their shapes), or None."""
-    dtypes = {jnp.dtype(x.dtype).name for x in (q, k, v)}
-    if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float32"}:
-        return f"q, k and v all in bfloat16 or all in float32, not {', '.join(sorted(dtypes))}"
-    for name, size in dict(K=q.shape[-1], V=v.shape[-1]).items():
-        if size % 8 or not 0 < size <= 256:
-            return f"{name} a multiple of 8 up to 256, not {size}"
-    return None
 
 
 class Layout:
@@ -85,12 +74,12 @@ class Layout:
                 given[name] = self.as_tokens(x), self.tokens(x.shape[2], x.shape[3], x.dtype)
         for name, x in (rows or {}).items():
             if x is not None:
-                x = linear._repeat(jnp.moveaxis(x.astype(_F32), 1, 2), self.heads, axis=1)
+                x = row_layout.repeat_heads(jnp.moveaxis(x.astype(_F32), 1, 2), self.heads, axis=1)
                 given[name] = self.padded(x), self.rows()
         if self.runs > 1:
             self.slots = [run[:, :: self.chunk].reshape(-1)]
         elif run is not None:
-            rows = linear.run_rows(run, self.chunk)
+            rows = row_layout.document_rows(run, self.chunk)
             spec = pl.BlockSpec((None, 8, self.chunk), lambda b, h, n, *_: (b, 0, self._at(n)))
             given["runs"] = rows, (jax.ShapeDtypeStruct(rows.shape, rows.dtype), spec)
         return given
@@ -103,7 +92,7 @@ class Layout:
         def carried(*refs):
             slots, refs = refs[: len(self.slots)], refs[len(self.slots) :]
             named, memory = dict(zip(names, refs, strict=False)), refs[-1]
-            begins, ends = linear.turns(slots, self._at)
+            begins, ends = row_layout.first_and_last(slots, self._at)
 
             @pl.when(begins)
             def _():
@@ -155,12 +144,12 @@ class Layout:
     def gradient(self, x, like):
         """A gradient of all heads, as the kernels give it, for the heads of `like` [B, T, heads, D]."""
         parts = self.from_tokens(x, like.shape[3])
-        return linear._sum_heads(parts, like.shape[2], axis=2).astype(like.dtype)
+        return row_layout.sum_heads(parts, like.shape[2], axis=2).astype(like.dtype)
 
     def rows_gradient(self, x, heads: int):
         """A gradient of `rows` for so many heads, [B, T, heads]."""
         x = x[:, :, : self.block].reshape(self.batch, self.heads, -1)
-        return jnp.moveaxis(linear._sum_heads(x, heads, axis=1), 1, 2)
+        return jnp.moveaxis(row_layout.sum_heads(x, heads, axis=1), 1, 2)
 
     def gradient_tokens(self, like):
         """Of what `gradient` takes: a part a head, in float32 where several are summed."""
@@ -203,7 +192,7 @@ class Layout:
     def memories(self):
         """Of the memories, [B * S, heads, *matrix]."""
         count = self.length // self.chunk
-        own = lambda b, n, slots: linear.row_of(b, self._at(n), slots, self.runs, count)  # noqa: E731
+        own = lambda b, n, slots: row_layout.memory_of(b, self._at(n), slots, self.runs, count)  # noqa: E731
         spec = pl.BlockSpec(
             (None, self.block, *self.matrix), lambda b, h, n, *slots: (own(b, n, slots), h, 0, 0)
         )
@@ -213,7 +202,7 @@ class Layout:
     def as_memories(self, memory, *, first: bool = False):
         """[B * S, G, K, V] for all heads; of several that carry one memory the `first` alone, where each would hand on a gradient."""
         every = self.heads // memory.shape[1]
-        memory = linear._repeat(memory.astype(_F32), self.heads, axis=1)
+        memory = row_layout.repeat_heads(memory.astype(_F32), self.heads, axis=1)
         if first and every > 1:
             memory = jnp.where((jnp.arange(self.heads) % every == 0)[:, None, None], memory, 0)
         return jnp.swapaxes(memory, 2, 3) if self.turned else memory

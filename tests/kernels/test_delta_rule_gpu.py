@@ -10,8 +10,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from lsm_jax import ops
 from pallas_kernels.compat import gpu_interpreter, races_found
-from pallas_kernels.delta_rule import delta_rule, hopper_sweeps, reasons
+from pallas_kernels.delta_rule import delta_rule, unsupported
 from pallas_kernels.hopper import parts as hopper_parts
+from pallas_kernels.hopper import scan as hopper_scan
 from tests.kernels.test_linear_attention_gpu import error
 
 BATCH, SCALE = 1, 0.25
@@ -124,7 +125,7 @@ def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
     if marks := case.pop("marks", None):
         monkeypatch.setattr(hopper_parts, "count_marks", lambda q, k, v, borders: marks)
     if case.pop("many", False):
-        monkeypatch.setattr(hopper_sweeps, "PROCESSORS", 1)
+        monkeypatch.setattr(hopper_scan, "PROCESSORS", 1)
     inputs = make(*case.pop("dims"), **case)
     widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs | dict(run=None))
     run = inputs.pop("run")
@@ -263,17 +264,22 @@ def test_lowers_for_the_card(width, channels, heads):
 
 def test_says_why_it_does_not_serve():
     inputs = make(64, 1, 1, 1, 64, 64, documents=False, decay=True)
-    shapes = {name: x for name, x in inputs.items() if name != "beta"}
-    assert reasons(**shapes)["mosaic_gpu"] is None
+    shapes = ("q", "k", "v", "log_decay")
+
+    def why(inputs):
+        return unsupported("mosaic_gpu", **{n: inputs[n] for n in shapes})
+
+    assert why(inputs) is None
     wide = make(64, 1, 1, 1, 512, 64, documents=False, decay=False)
-    assert "K of 64, 128 or 256, not 512" in reasons(**{n: wide[n] for n in shapes})["mosaic_gpu"]
+    assert "K of 64, 128 or 256, not 512" in why(wide)
     deep = make(64, 1, 1, 1, 512, 64, documents=False, decay="channel")
-    assert "K of 64, 128 or 256, not 512" in reasons(**{n: deep[n] for n in shapes})["mosaic_gpu"]
+    assert "K of 64, 128 or 256, not 512" in why(deep)
     odd = make(64, 1, 1, 1, 64, 192, documents=False, decay="channel")
-    odd = reasons(**{n: odd[n] for n in shapes})["mosaic_gpu"]
-    assert odd == "V of 64 or a multiple of 128, not 192"
+    assert why(odd) == "V of 64 or a multiple of 128, not 192"
     inputs["q"] = inputs["q"].astype(jnp.float32)
-    with pytest.raises(NotImplementedError, match="'mosaic_gpu' takes q in bfloat16, not float32"):
+    with pytest.raises(
+        NotImplementedError, match="requires q, k and v in bfloat16, not q in float32"
+    ):
         delta_rule(**inputs, scale=SCALE)
     with pytest.raises(ValueError, match="implementation='triton'; accepted are"):
         delta_rule(**inputs, scale=SCALE, implementation="triton")

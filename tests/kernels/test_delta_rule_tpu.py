@@ -11,7 +11,10 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from lsm_jax import ops
-from pallas_kernels.delta_rule import delta_rule, reasons, tpu, tpu_channels
+from pallas_kernels.delta_rule import delta_rule, unsupported
+from pallas_kernels.delta_rule.tpu import channel_decay as tpu_channels
+from pallas_kernels.delta_rule.tpu import scalar_decay as tpu
+from pallas_kernels.tpu import solve
 from tests.kernels import on_tpu
 from tests.kernels.test_delta_rule_gpu import SCALE, by_token, make
 
@@ -54,9 +57,10 @@ FAST = ("documents", "channels, short")
     "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES]
 )
 def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
-    monkeypatch.setattr(tpu, "_HEADS", 2)  # several programs of few heads
+    for backend in (tpu, solve):  # several programs of few heads
+        monkeypatch.setattr(backend, "HEADS", 2)
     if "short" in name:
-        for backend in (tpu, tpu_channels):
+        for backend in (tpu, tpu_channels, solve):
             monkeypatch.setattr(backend, "CHUNK", 16)
     options = dict(CASES[name])
     compare(*given(*options.pop("dims"), **options), 2e-5 if "alike" in name else 5e-6)
@@ -121,8 +125,8 @@ def test_what_is_not_asked_for_is_not_computed():
 
 def test_says_why_it_does_not_serve():
     def why(dims=(64, 64), **options):
-        x, run = jax.eval_shape(lambda: given(128, 2, 2, 2, *dims, **options))
-        return reasons(x["q"], x["k"], x["v"], x["log_decay"], run, x["initial"])["mosaic_tpu"]
+        x, _ = jax.eval_shape(lambda: given(128, 2, 2, 2, *dims, **options))
+        return unsupported("mosaic_tpu", x["q"], x["k"], x["v"], x["log_decay"])
 
     assert why() is None
     assert why(dtype=jnp.float16) == "q, k and v all in bfloat16 or all in float32, not float16"
@@ -132,7 +136,7 @@ def test_says_why_it_does_not_serve():
     assert why(dims=(12, 64), decay="channel") == "K a multiple of 8 up to 256, not 12"
     x, run = given(8, 1, 1, 1, 8, 8, decay="channel")
     x["log_decay"] = x["log_decay"].astype(jnp.bfloat16)
-    with pytest.raises(NotImplementedError, match="takes log_decay in float32, not bfloat16"):
+    with pytest.raises(NotImplementedError, match="requires log_decay in float32, not bfloat16"):
         fused(x, run)
 
 

@@ -11,8 +11,9 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from lsm_jax import ops
-from pallas_kernels import delta_rule
-from pallas_kernels.dplr import dplr, reasons, tpu
+from pallas_kernels.dplr import dplr, unsupported
+from pallas_kernels.dplr.tpu import channel_decay as tpu
+from pallas_kernels.tpu import solve
 from tests.kernels import on_tpu
 from tests.kernels.test_dplr_gpu import SCALE, by_token, make
 
@@ -46,7 +47,7 @@ CASES = {
 )
 def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
     if name == "short":
-        for backend in (delta_rule.tpu, tpu):
+        for backend in (solve, tpu):
             monkeypatch.setattr(backend, "CHUNK", 16)
     options = dict(CASES[name])
     compare(*given(*options.pop("dims"), **options), 5e-6)
@@ -88,13 +89,16 @@ def test_lowers_for_a_tpu(dims):
 
 def test_says_why_it_does_not_serve_and_saves_nothing_unasked():
     def why(dims=(64, 64), change=lambda x: x, **options):
-        x, run = jax.eval_shape(lambda: given(128, 2, 2, 2, *dims, **options))
-        return reasons(**change(x), run=run)["mosaic_tpu"]
+        x, _ = jax.eval_shape(lambda: given(128, 2, 2, 2, *dims, **options))
+        arrays = {n: change(x)[n] for n in ("q", "k", "v", "a", "b", "log_decay")}
+        return unsupported("mosaic_tpu", **arrays)
 
     assert why() is None
     assert why(dims=(12, 64)) == "K a multiple of 8 up to 256, not 12"
     half = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
-    assert why(change=lambda x: x | dict(a=half)) == "a in v's dtype, float32, not bfloat16"
+    assert (
+        why(change=lambda x: x | dict(a=half)) == "a and b in v's dtype, not bfloat16 and float32"
+    )
     assert why(change=lambda x: x | dict(log_decay=half)) == "log_decay in float32, not bfloat16"
     x, run = jax.eval_shape(lambda: given(256, 1, 1, 1, 8, 16))
     arrays = *(x[n] for n in ("q", "k", "v", "a", "b", "log_decay")), run, x["initial"]

@@ -11,7 +11,9 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from lsm_jax import ops
-from pallas_kernels.linear_attention import linear_attention, reasons, tpu_channels, tpu_values
+from pallas_kernels.linear_attention import linear_attention, unsupported
+from pallas_kernels.linear_attention.tpu import channel_decay as tpu_channels
+from pallas_kernels.linear_attention.tpu import value_decay as tpu_values
 from pallas_kernels.tpu import halving as tpu_halving
 from tests.kernels import on_tpu
 from tests.kernels import test_linear_attention_gpu as on_gpu
@@ -155,10 +157,10 @@ def test_what_is_not_asked_for_is_not_computed():
 
 def test_says_why_it_does_not_serve():
     def why(dims=(64, 64), kind="channel", change=lambda x: x, **options):
-        x, run = jax.eval_shape(lambda: make((100, 2, 2, 2, *dims), kind, **options))
+        x, _ = jax.eval_shape(lambda: make((100, 2, 2, 2, *dims), kind, **options))
         x = change(x)
-        given = x["q"], x["k"], x["v"], x["log_decay"], run, x["initial"], x["bonus"]
-        return reasons(*given, x["value_log_decay"])["mosaic_tpu"]
+        names = ("q", "k", "v", "log_decay", "bonus", "value_log_decay")
+        return unsupported("mosaic_tpu", **{n: x[n] for n in names})
 
     assert why() is why(kind="value channel") is why(bonus=True) is None
     assert why(dtype=jnp.float16) == "q, k and v all in bfloat16 or all in float32, not float16"
@@ -169,7 +171,7 @@ def test_says_why_it_does_not_serve():
     both = "log_decay or value_log_decay, not both"
     assert why(kind="value channel", change=lambda x: x | dict(log_decay=half)) == both
     scalar = jax.ShapeDtypeStruct((1, 100, 2), jnp.float32)
-    wanted = "a bonus with log_decay [B, T, G, K] alone"
+    wanted = "no bonus unless the decay is log_decay [B, T, G, K] alone"
     assert why(bonus=True, change=lambda x: x | dict(log_decay=scalar)) == wanted
 
 

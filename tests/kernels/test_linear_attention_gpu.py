@@ -8,7 +8,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from lsm_jax import ops
 from pallas_kernels.compat import gpu_interpreter, races_found
-from pallas_kernels.linear_attention import hopper, linear_attention, reasons
+from pallas_kernels.hopper import row_layout
+from pallas_kernels.linear_attention import linear_attention, unsupported
 
 BATCH, SCALE = 1, 0.25
 
@@ -124,7 +125,7 @@ FAST = ("decay", "documents", "channels", "channels-some-rows-within-reach")
 )
 def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
     if name.endswith("parts"):
-        monkeypatch.setattr(hopper, "_SHORTEST_PART", 128)
+        monkeypatch.setattr(row_layout, "_SHORTEST_PART", 128)
     inputs = make(*CASES[name]["dims"], **{k: v for k, v in CASES[name].items() if k != "dims"})
     widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs | dict(run=None))
     run = inputs.pop("run"), widened.pop("run")
@@ -234,19 +235,26 @@ def test_lowers_for_the_card(width, channels):
 
 def test_says_why_it_does_not_serve():
     inputs = make(64, 1, 1, 1, 64, 64, documents=False, decay=True)
-    assert reasons(**inputs)["mosaic_gpu"] is None
+
+    def why(inputs):
+        names = ("q", "k", "v", "log_decay", "bonus", "value_log_decay")
+        return unsupported("mosaic_gpu", **{n: inputs[n] for n in names if n in inputs})
+
+    assert why(inputs) is None
     bonus = jnp.ones((1, 64))
-    assert "log_decay [B, T, G, K] alone" in reasons(**inputs | dict(bonus=bonus))["mosaic_gpu"]
+    assert "log_decay [B, T, G, K] alone" in why(inputs | dict(bonus=bonus))
     channels = make(64, 1, 1, 1, 64, 64, documents=False, decay="channel", bonus=True)
-    assert reasons(**channels)["mosaic_gpu"] is None
+    assert why(channels) is None
     values = make(64, 1, 1, 1, 64, 64, documents=False, decay="value channel")
-    assert reasons(**values)["mosaic_gpu"] is None
+    assert why(values) is None
     both = values | dict(log_decay=inputs["log_decay"])
-    assert reasons(**both)["mosaic_gpu"] == "log_decay or value_log_decay, not both"
+    assert why(both) == "log_decay or value_log_decay, not both"
     odd = make(64, 1, 1, 1, 192, 64, documents=False, decay="channel")
-    assert reasons(**odd)["mosaic_gpu"] == "K of 64 or 128, not 192"
+    assert why(odd) == "K of 64 or a multiple of 128, not 192"
     inputs["q"] = inputs["q"].astype(jnp.float32)
-    with pytest.raises(NotImplementedError, match="'mosaic_gpu' takes q in bfloat16, not float32"):
+    with pytest.raises(
+        NotImplementedError, match="requires q, k and v in bfloat16, not q in float32"
+    ):
         linear_attention(**inputs, scale=SCALE)
     with pytest.raises(ValueError, match="implementation='triton'; accepted are"):
         linear_attention(**inputs, scale=SCALE, implementation="triton")

@@ -12,7 +12,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from lsm_jax import ops
-from pallas_kernels.linear_attention import tpu
+from pallas_kernels.linear_attention import unsupported
+from pallas_kernels.linear_attention.tpu import scalar_decay as tpu
 
 SCALE = 0.3
 NAMES = ("output", "final", "dq", "dk", "dv", "dlog_decay", "dinitial")
@@ -82,7 +83,7 @@ def expected(arrays, cotangents):
 
 
 def compare(arrays, interpret=True, tolerance=2e-6):
-    assert tpu.reason(*arrays) is None
+    assert unsupported("mosaic_tpu", *arrays[:4]) is None
     given = cotangents(arrays)
     actual, wanted = fused(arrays, given, interpret), expected(arrays, given)
     likes = (arrays[2], arrays[5], *arrays[:4], arrays[5])
@@ -201,17 +202,13 @@ def test_lowers_for_a_tpu(dims):
 def test_says_why_it_does_not_serve():
     def why(heads=(2, 2, 2), dims=(64, 64), **options):
         q, k, v, *rest = jax.eval_shape(lambda: make(heads, dims, **options))
-        return tpu.reason(q, k, v, *rest)
+        return unsupported("mosaic_tpu", q, k, v, rest[0])
 
     assert why() is None
     assert why(dtype=jnp.float16) == "q, k and v all in bfloat16 or all in float32, not float16"
     assert why(dims=(12, 64)) == "K a multiple of 8 up to 256, not 12"
     assert why(dims=(64, 512)) == "V a multiple of 8 up to 256, not 512"
-    assert why(length=192) == "T a multiple of 128, not 192"
-    q, k, v, log_decay, *rest = make((2, 2, 2), (8, 8))
-    by_channel = jnp.zeros((*log_decay.shape, 8))
-    assert tpu.reason(q, k, v, by_channel, *rest) == "log_decay [B, T, G], not (1, 256, 2, 8)"
     wanted = "heads that fill 128 columns, not 7 query, 7 key and 7 value heads of K = 80, V = 80"
     assert why((7, 7, 7), (80, 80)) == wanted
-    with pytest.raises(ValueError, match="heads that fill 128 columns"):
+    with pytest.raises(ValueError, match="no layout for heads 7 query, 7 key and 7 value heads"):
         tpu.forward(*make((7, 7, 7), (80, 80)), scale=SCALE)

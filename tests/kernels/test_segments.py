@@ -70,10 +70,10 @@ def implementation(request, monkeypatch):
     ):
         run = functools.partial(getattr(module, name), interpret=interpret)
         monkeypatch.setattr(module, name, functools.partial(apart, run))
-    for op in ("linear_memory", "delta_memory", "dplr_memory"):
+    for op in ("linear.linear_memory", "delta.delta_memory", "delta.dplr_memory"):
         module = importlib.import_module(f"lsm_jax.ops.{op}")
-        # Not one program: waiting for its kernels it would take a thread, and on few cores the last that they need.
-        monkeypatch.setattr(module, f"_{op}", getattr(module, f"_{op}").__wrapped__)
+        # Not one program: while it waits for its kernels it would hold a thread, and on few cores the last that they need.
+        monkeypatch.setattr(module, "run", module.run.__wrapped__)
     return request.param
 
 

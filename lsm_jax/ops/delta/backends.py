@@ -18,14 +18,14 @@ from lsm_jax.ops.delta import delta_xla, dplr_xla
 
 def _delta_unsupported(name: str, call: Call) -> str | None:
     # Imported here: a backend that is not used costs nothing at import.
-    from pallas_kernels.delta_rule import reason
+    from pallas_kernels.delta_rule import unsupported
 
     given = call.arguments
     q, k, v = (given[n] for n in "qkv")
     log_decay = _decay_of(given)
     if log_decay is not None:
         log_decay = jax.ShapeDtypeStruct(v.shape[:3] + log_decay.shape[3:], jnp.float32)
-    return reason(name, q, k, v, log_decay, None, given["state"].memory)
+    return unsupported(name, q, k, v, log_decay)
 
 
 def _decay_of(given: dict[str, Any]) -> Any:
@@ -53,12 +53,12 @@ def run_delta_kernel(name: str, call: Call) -> tuple[jax.Array, DeltaState]:
 
 
 def _dplr_unsupported(name: str, call: Call) -> str | None:
-    from pallas_kernels.dplr import reason
+    from pallas_kernels.dplr import unsupported
 
     given = call.arguments
     q, k, v, a, b = (given[n] for n in "qkvab")
     log_decay = jax.ShapeDtypeStruct((*v.shape[:3], k.shape[-1]), jnp.float32)
-    return reason(name, q, k, v, a, b, log_decay, None, given["state"].memory)
+    return unsupported(name, q, k, v, a, b, log_decay)
 
 
 def run_dplr_kernel(name: str, call: Call) -> tuple[jax.Array, DeltaState]:

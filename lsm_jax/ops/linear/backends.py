@@ -30,7 +30,7 @@ def _absent(name: str) -> Requirement:
 
 def _unsupported_by_kernel(name: str, call: Call) -> str | None:
     # Imported here: a backend that is not used costs nothing at import.
-    from pallas_kernels.linear_attention import reason
+    from pallas_kernels.linear_attention import unsupported
 
     given = call.arguments
     q, k, v = (given[n] for n in "qkv")
@@ -41,8 +41,9 @@ def _unsupported_by_kernel(name: str, call: Call) -> str | None:
         log_decay = jax.ShapeDtypeStruct(v.shape[:3] + log_decay.shape[3:], jnp.float32)
     if value_log_decay is not None:
         value_log_decay = jax.ShapeDtypeStruct(v.shape, jnp.float32)
-    memory = given["state"].memory
-    return reason(name, q, k, v, log_decay, None, memory, given["bonus"], value_log_decay)
+    return unsupported(
+        name, q, k, v, log_decay, bonus=given["bonus"], value_log_decay=value_log_decay
+    )
 
 
 def run_kernel(name: str, call: Call) -> tuple[jax.Array, LinearState]:

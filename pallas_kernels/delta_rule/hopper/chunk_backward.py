@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
-from pallas_kernels.delta_rule.hopper_prepare import CHUNK, SQUARE, read_chunk
+from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, SQUARE, read_chunk
 from pallas_kernels.hopper import warpgroups as wg
 
 _BLOCK = 64

@@ -13,18 +13,25 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.delta_rule.hopper import multiple
-from pallas_kernels.dplr.hopper_finish import finish
-from pallas_kernels.dplr.hopper_resolve import CHUNK, Resolved, Solved, resolve, solve
-from pallas_kernels.dplr.hopper_walks import reverse, sweep, values_backward
+from pallas_kernels.dplr.hopper.chunk_backward import finish
+from pallas_kernels.dplr.hopper.chunk_forward import CHUNK, Resolved, Solved, resolve, solve
+from pallas_kernels.dplr.hopper.scan import reverse, sweep, values_backward
 from pallas_kernels.hopper import parts as hopper_parts
 from pallas_kernels.hopper import pieces as hopper_pieces
-from pallas_kernels.linear_attention import hopper as linear
-from pallas_kernels.linear_attention import hopper_channels as linear_channels
+from pallas_kernels.hopper import row_layout
+from pallas_kernels.hopper.parts import multiple
+from pallas_kernels.memory_calls import FLOAT32_DECAY, VALUES_IN_SLICES, in_bfloat16, key_dims
 
-__all__ = ["CHUNK", "Residuals", "backward", "forward", "multiple", "reason"]
+__all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward", "multiple"]
 
 _F32 = jnp.float32
+REQUIREMENTS = (
+    in_bfloat16("a", "b"),
+    key_dims(64, 128, 256),
+    VALUES_IN_SLICES,
+    FLOAT32_DECAY,
+    in_bfloat16("q", "k", "v"),
+)
 
 
 class Residuals(NamedTuple):
@@ -35,25 +42,14 @@ class Residuals(NamedTuple):
     parts: hopper_parts.Parts | None
 
 
-def reason(q, k, v, a, b, log_decay, run, initial) -> str | None:
-    """Why this backend does not serve these arguments (arrays or their shapes), or None."""
-    for name, x in dict(a=a, b=b).items():
-        if x.dtype != jnp.bfloat16:
-            return f"{name} in bfloat16, not {jnp.dtype(x.dtype).name}"
-    if (why := hopper_pieces.why_not(q.shape[3], v.shape[3])) is not None:
-        return why
-    q, k, v = map(hopper_pieces.a_piece, (q, k, v))
-    return linear_channels.reason(q, k, v, log_decay, run, initial)
-
-
 def forward(
     q, k, v, a, b, log_decay, run, initial, *, scale: float, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals]:
     """The output [B, T, max(H, G), V], the final memories as `initial` and the residuals. T is a multiple of `multiple`."""
     memories = v.shape[2]
     heads = max(q.shape[2], memories)
-    run, borders = linear.split_runs(run, initial, len(v))
-    documents = linear_channels._documents(run, 1)
+    run, borders = row_layout.split_runs(run, initial, len(v))
+    documents = row_layout.documents_of(run, 1)
     chunks = functools.partial(
         resolve, documents=documents, heads=heads, scale=scale, interpret=interpret
     )
@@ -80,8 +76,8 @@ def backward(
     """Gradients of q, k, v, a, b, log_decay and initial."""
     memories, heads = v.shape[2], d_output.shape[2]
     resolved, solved, parts = residuals
-    share = linear._share
-    run, borders = linear.split_runs(run, initial, len(v))
+    share = row_layout.sum_heads
+    run, borders = row_layout.split_runs(run, initial, len(v))
     initial = jnp.repeat(initial, heads // memories, axis=1)
     starts, count = hopper_parts.starts_of(parts, initial)
     options: dict[str, Any] = dict(borders=borders, interpret=interpret)
@@ -92,7 +88,7 @@ def backward(
     walk = functools.partial(reverse, resolved, solved, d_output, **options)
     d_ends, count = hopper_parts.ends_of(parts, walk, d_final, interpret)
     d_back, d_states, d_starts = walk(d_ends, parts=count)
-    documents, depth = linear_channels._documents(run, 1), q.shape[-1]
+    documents, depth = row_layout.documents_of(run, 1), q.shape[-1]
 
     def of_values(at):
         """Gradients of these values, and theirs of what has keys."""

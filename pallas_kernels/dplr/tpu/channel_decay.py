@@ -16,25 +16,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.delta_rule.tpu import Residuals, invert, multiple
-from pallas_kernels.linear_attention import tpu as linear
-from pallas_kernels.linear_attention import tpu_channels as linear_channels
+from pallas_kernels.memory_calls import FLOAT32_DECAY, TPU
+from pallas_kernels.requirements import Requirement
 from pallas_kernels.tiles.scalar_decay import dot
-from pallas_kernels.tpu import halving
+from pallas_kernels.tpu import halving, row_layout
 from pallas_kernels.tpu import layout as tpu_layout
+from pallas_kernels.tpu.solve import Residuals, invert, multiple
 
 CHUNK = 128
 _HEADS = 8  # of one program
-__all__ = ["CHUNK", "backward", "forward", "multiple", "reason"]
+__all__ = ["CHUNK", "REQUIREMENTS", "backward", "forward", "multiple"]
 _F32 = jnp.float32
-
-
-def reason(q, k, v, a, b, log_decay, run, initial) -> str | None:
-    """Why this backend does not serve these arguments (arrays or their shapes), or None."""
-    for name, x in dict(a=a, b=b).items():
-        if x.dtype != v.dtype:
-            return f"{name} in v's dtype, {jnp.dtype(v.dtype).name}, not {jnp.dtype(x.dtype).name}"
-    return linear_channels.reason(q, k, v, log_decay, run, initial)
+REQUIREMENTS = (
+    Requirement(
+        "a and b in v's dtype",
+        lambda call: call.a.dtype == call.b.dtype == call.v.dtype,
+        lambda call: f"{jnp.dtype(call.a.dtype).name} and {jnp.dtype(call.b.dtype).name}",
+    ),
+    FLOAT32_DECAY,
+    *TPU,
+)
 
 
 def forward(
@@ -72,7 +73,7 @@ def backward(
     outs = {name: layout.gradient_tokens(like) for name, like in likes.items()}
     outs["d_initial"] = layout.memories()
     result = layout.call(_backward_kernel, given, outs, scale, interpret)
-    d_initial = linear._sum_heads(layout.from_memories(result["d_initial"]), v.shape[2], axis=1)
+    d_initial = row_layout.sum_heads(layout.from_memories(result["d_initial"]), v.shape[2], axis=1)
     return *(layout.gradient(result[n], like) for n, like in likes.items()), d_initial
 
 

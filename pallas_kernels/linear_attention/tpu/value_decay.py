@@ -12,15 +12,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.linear_attention import tpu as linear
-from pallas_kernels.linear_attention import tpu_channels
+from pallas_kernels.linear_attention.tpu import channel_decay
+from pallas_kernels.memory_calls import FLOAT32_DECAY, NO_BONUS, ONE_DECAY, TPU
 from pallas_kernels.tiles.scalar_decay import dot
-from pallas_kernels.tpu import halving
+from pallas_kernels.tpu import halving, row_layout
 from pallas_kernels.tpu import layout as tpu_layout
 
-CHUNK = tpu_channels.CHUNK
+CHUNK = channel_decay.CHUNK
 _F32 = jnp.float32
-reason = tpu_channels.reason
+REQUIREMENTS = (
+    ONE_DECAY,
+    NO_BONUS,
+    FLOAT32_DECAY,
+    *TPU,
+)
 
 
 def forward(
@@ -57,7 +62,7 @@ def backward(
     outs = {name: layout.gradient_tokens(like) for name, like in likes.items()}
     outs["d_initial"] = layout.memories()
     result = layout.call(_backward_kernel, given, outs, scale, interpret)
-    d_initial = linear._sum_heads(result["d_initial"], v.shape[2], axis=1)
+    d_initial = row_layout.sum_heads(result["d_initial"], v.shape[2], axis=1)
     return *(layout.gradient(result[n], like) for n, like in likes.items()), d_initial
 
 

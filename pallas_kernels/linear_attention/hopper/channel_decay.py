@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
+from pallas_kernels.hopper import row_layout
 from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.halving import (
     BLOCK,
@@ -39,13 +40,18 @@ from pallas_kernels.hopper.halving import (
     load,
     same_document,
 )
-from pallas_kernels.linear_attention import hopper
-from pallas_kernels.linear_attention.hopper_finish import finish
+from pallas_kernels.linear_attention.hopper.chunk_backward import finish
+from pallas_kernels.memory_calls import FLOAT32_DECAY, KEYS_IN_SLICES, VALUES_IN_SLICES, in_bfloat16
 
-TAKES_BONUS = True
 _STAGES = 3  # chunks on their way or in use
 _SIZES = (64, 128)
 _F32 = jnp.float32
+REQUIREMENTS = (
+    FLOAT32_DECAY,
+    in_bfloat16("q", "k", "v"),
+    KEYS_IN_SLICES,
+    VALUES_IN_SLICES,
+)
 
 
 class Prepared(NamedTuple):
@@ -72,19 +78,6 @@ class Residuals(NamedTuple):
 
     chunks: Prepared
     starts: jax.Array
-
-
-def reason(q, k, v, log_decay, run, initial) -> str | None:
-    """Why this backend does not serve these arguments (arrays or their shapes), or None."""
-    if log_decay.dtype != _F32:
-        return f"log_decay in float32, not {jnp.dtype(log_decay.dtype).name}"
-    return hopper.reason(q, k, v, log_decay, run, initial, sizes=_SIZES)
-
-
-def served_width(q, v) -> int:
-    """The V at which `reason` is to be asked: a memory is cut into pieces along V, which no product crosses. Queries must not
-    share one."""
-    return v.shape[3] // _pieces(q, v)
 
 
 def _pieces(q, v) -> int:
@@ -123,11 +116,11 @@ def forward(
     v, initial = _cut(v, pieces), _cut_memory(initial, pieces)
     batch, length, memories, _ = v.shape
     heads = max(q.shape[2], memories)
-    run, borders = hopper.split_runs(run, initial, batch)
-    parts = 1 if borders is not None else hopper._count_parts(batch * heads, length)
-    split = functools.partial(hopper._split, parts=parts)
+    run, borders = row_layout.split_runs(run, initial, batch)
+    parts = 1 if borders is not None else row_layout.count_parts(batch * heads, length)
+    split = functools.partial(row_layout.split_parts, parts=parts)
     chunks = _prepare(
-        split(q), split(k), split(log_decay), _documents(run, parts), heads=heads // pieces, scale=scale, bonus=bonus,
+        split(q), split(k), split(log_decay), row_layout.documents_of(run, parts), heads=heads // pieces, scale=scale, bonus=bonus,
         interpret=interpret,
     )  # fmt: skip
     values = split(v)
@@ -136,7 +129,7 @@ def forward(
     starts = initial = jnp.repeat(initial, heads // memories, axis=1)
     if parts > 1:
         (written,) = sweep(None, chunks.written, values, None, chunks.keep)
-        starts = hopper._scan_parts(written, _by_channel(chunks), initial)
+        starts = row_layout.memories_before_parts(written, _by_channel(chunks), initial)
     output, ends = sweep(
         chunks.read, chunks.written, values, chunks.scores, chunks.keep, initial=starts
     )
@@ -150,10 +143,10 @@ def walk(k, v, log_decay, run, initial, *, heads: int, interpret: Any = False):
 
     For P parts of the sequence: memories before each chunk [B * P, heads, N / P, K, V], and the last [B * P, heads, K, V].
     """
-    run, borders = hopper.split_runs(run, initial, len(v))
-    parts = 1 if borders is not None else hopper._count_parts(len(v) * heads, v.shape[1])
-    split = functools.partial(hopper._split, parts=parts)
-    values, documents = split(v), _documents(run, parts)
+    run, borders = row_layout.split_runs(run, initial, len(v))
+    parts = 1 if borders is not None else row_layout.count_parts(len(v) * heads, v.shape[1])
+    split = functools.partial(row_layout.split_parts, parts=parts)
+    values, documents = split(v), row_layout.documents_of(run, parts)
     chunks = _prepare(
         None, split(k), split(log_decay), documents, heads=heads, scale=1.0, interpret=interpret
     )
@@ -163,7 +156,7 @@ def walk(k, v, log_decay, run, initial, *, heads: int, interpret: Any = False):
     )  # fmt: skip
     starts = jnp.repeat(initial, heads // initial.shape[1], axis=1)
     if parts > 1:
-        starts = hopper._scan_parts(write()[0], _by_channel(chunks), starts)
+        starts = row_layout.memories_before_parts(write()[0], _by_channel(chunks), starts)
     ends, states = write(initial=starts, save=True)
     return chunks, states, ends, documents
 
@@ -178,9 +171,9 @@ def backward(
     v, d_output, d_final = _cut(v, pieces), _cut(d_output, pieces), _cut_memory(d_final, pieces)
     batch, length, memories, _ = v.shape
     heads, (chunks, starts) = d_output.shape[2], residuals
-    run, borders = hopper.split_runs(run, initial, batch)
+    run, borders = row_layout.split_runs(run, initial, batch)
     parts = starts.shape[0] // initial.shape[0]
-    split = functools.partial(hopper._split, parts=parts)
+    split = functools.partial(row_layout.split_parts, parts=parts)
     values, d_out = split(v), split(d_output)
     sweep = functools.partial(_sweep, borders=borders, interpret=interpret)
     # Of several heads that carry one memory, the first hands on the gradient from outside.
@@ -188,7 +181,7 @@ def backward(
     d_ends = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
     if parts > 1:
         (read,) = sweep(None, chunks.read, d_out, None, chunks.keep, reverse=True)
-        d_ends = hopper._scan_parts(read, _by_channel(chunks), d_ends, reverse=True)
+        d_ends = row_layout.memories_before_parts(read, _by_channel(chunks), d_ends, reverse=True)
     _, states = sweep(None, chunks.written, values, None, chunks.keep, initial=starts, save=True)
     dv, d_starts, d_states = sweep(
         chunks.written, chunks.read, d_out, chunks.scores, chunks.keep,
@@ -196,14 +189,14 @@ def backward(
     )  # fmt: skip
     dq, dk, d_decay, *d_bonus = finish(
         split(q), split(k), values, split(log_decay), d_out, states, d_states, chunks.keep,
-        _documents(run, parts), scale=scale, bonus=bonus, pieces=1 if pieces % 2 else 2, interpret=interpret,
+        row_layout.documents_of(run, parts), scale=scale, bonus=bonus, pieces=1 if pieces % 2 else 2, interpret=interpret,
     )  # fmt: skip
     given = memories // pieces
     d_bonus = [jnp.sum(x.reshape(x.shape[0], given, -1, x.shape[-1]), (0, 2)) for x in d_bonus]
     d_initial = d_starts.reshape(-1, parts, *d_starts.shape[1:])[:, 0]
-    whole = lambda x, n: hopper._share(x.reshape(batch, length, *x.shape[2:]), n)  # noqa: E731
+    whole = lambda x, n: row_layout.sum_heads(x.reshape(batch, length, *x.shape[2:]), n)  # noqa: E731
     dv = whole(dv, memories).reshape(batch, length, given, -1)
-    d_initial = _join_memory(hopper._share(d_initial, memories, axis=1), pieces)
+    d_initial = _join_memory(row_layout.sum_heads(d_initial, memories, axis=1), pieces)
     return (
         whole(dq, q.shape[2]),
         whole(dk, k.shape[2]),
@@ -218,16 +211,6 @@ def _by_channel(chunks: Prepared):
     """`keep` with chunks last, [B, h, K, N]."""
     batch, _, heads, depth = chunks.written.shape
     return jnp.swapaxes(chunks.keep.reshape(batch, heads, -1, depth), 2, 3)
-
-
-def _documents(run, parts: int) -> Documents | None:
-    if run is None:
-        return None
-    by_chunk = run.reshape(run.shape[0], -1, CHUNK)
-    last = by_chunk[..., -1:]
-    before = jnp.pad(last[:, :-1], [(0, 0), (1, 0), (0, 0)])
-    flags = [(by_chunk == x).astype(_F32).reshape(run.shape) for x in (before, last)]
-    return Documents(*(hopper._split(x, parts) for x in (run, *flags)))
 
 
 def _prepare(
@@ -392,7 +375,7 @@ def _sweep(
         initial: [B * S, h, K, V] float32, S before the first chunk (in reverse, after the last); None is 0.
         reverse: walk against time.
         save: also return S before each chunk (in reverse, after it).
-        borders: of `hopper.split_runs`, or None.
+        borders: of `row_layout.split_runs`, or None.
         interpret: parameters of the interpreter, or False.
 
     Returns:

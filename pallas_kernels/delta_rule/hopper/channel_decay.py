@@ -14,28 +14,27 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.delta_rule.hopper import multiple
-from pallas_kernels.delta_rule.hopper_channels_finish import finish
-from pallas_kernels.delta_rule.hopper_prepare import CHUNK, Prepared
-from pallas_kernels.delta_rule.hopper_resolve import Resolved, resolve, solve
-from pallas_kernels.delta_rule.hopper_sweeps import reverse, sweep
+from pallas_kernels.delta_rule.hopper.channel_chunk_backward import finish
+from pallas_kernels.delta_rule.hopper.channel_chunk_forward import Resolved, resolve, solve
+from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, Prepared
+from pallas_kernels.delta_rule.hopper.scan import reverse, sweep
 from pallas_kernels.hopper import parts as hopper_parts
 from pallas_kernels.hopper import pieces as hopper_pieces
-from pallas_kernels.linear_attention import hopper as linear
-from pallas_kernels.linear_attention import hopper_channels as linear_channels
+from pallas_kernels.hopper import row_layout
+from pallas_kernels.hopper.parts import multiple
+from pallas_kernels.memory_calls import FLOAT32_DECAY, VALUES_IN_SLICES, in_bfloat16, key_dims
 
-__all__ = ["CHUNK", "Residuals", "backward", "forward", "multiple", "reason"]
+__all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward", "multiple"]
 
 # In place of a beta of 0 where gradients are made: that of beta is x · dv / beta. It is far below what any sum notices.
 _LEAST = 1e-20
 
-
-def reason(q, k, v, log_decay, run, initial) -> str | None:
-    """Why this backend does not serve these arguments (arrays or their shapes), or None."""
-    if (why := hopper_pieces.why_not(q.shape[3], v.shape[3])) is not None:
-        return why
-    q, k, v = map(hopper_pieces.a_piece, (q, k, v))
-    return linear_channels.reason(q, k, v, log_decay, run, initial)
+REQUIREMENTS = (
+    key_dims(64, 128, 256),
+    VALUES_IN_SLICES,
+    FLOAT32_DECAY,
+    in_bfloat16("q", "k", "v"),
+)
 
 
 class Residuals(NamedTuple):
@@ -56,8 +55,8 @@ def forward(
     """The output [B, T, max(H, G), V], the final memories as `initial` and the residuals. T is a multiple of `multiple`."""
     memories = v.shape[2]
     heads = max(q.shape[2], memories)
-    run, borders = linear.split_runs(run, initial, len(v))
-    documents = linear_channels._documents(run, 1)
+    run, borders = row_layout.split_runs(run, initial, len(v))
+    documents = row_layout.documents_of(run, 1)
     options: dict[str, Any] = dict(heads=heads, scale=scale, interpret=interpret)
     resolved = resolve(q, k, log_decay, documents, **options)
     rows = jnp.repeat(jnp.swapaxes(beta, 1, 2), heads // memories, axis=1)
@@ -87,8 +86,8 @@ def backward(
     """Gradients of q, k, v, beta, log_decay and initial."""
     del beta, decay_gradient
     memories, heads = v.shape[2], d_output.shape[2]
-    (resolved, prepared, parts), share = residuals, linear._share
-    run, borders = linear.split_runs(run, initial, len(v))
+    (resolved, prepared, parts), share = residuals, row_layout.sum_heads
+    run, borders = row_layout.split_runs(run, initial, len(v))
     initial = jnp.repeat(initial, heads // memories, axis=1)
     starts, count = hopper_parts.starts_of(parts, initial)
     options: dict[str, Any] = dict(
@@ -105,7 +104,7 @@ def backward(
     walk = functools.partial(reverse, resolved.read, resolved.erase, d_output, prepared, **options)
     d_ends, count = hopper_parts.ends_of(parts, walk, d_final, interpret)
     dv, d_states, d_starts = walk(d_ends, parts=count)
-    documents, depth = linear_channels._documents(run, 1), q.shape[-1]
+    documents, depth = row_layout.documents_of(run, 1), q.shape[-1]
 
     def of_chunks(keys, values):
         return finish(

@@ -14,22 +14,18 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.compat import pl
-from pallas_kernels.linear_attention import tpu as linear
+from pallas_kernels.memory_calls import FLOAT32_DECAY, TPU
 from pallas_kernels.tiles.scalar_decay import dot
-from pallas_kernels.tpu import halving
+from pallas_kernels.tpu import halving, row_layout
 from pallas_kernels.tpu import layout as tpu_layout
 
-TAKES_BONUS = True
 CHUNK = 128
 _F32 = jnp.float32
 
-
-def reason(q, k, v, log_decay, run, initial) -> str | None:
-    """Why this backend does not serve these arguments (arrays or their shapes), or None."""
-    del run, initial
-    if log_decay.dtype != _F32:
-        return f"log_decay in float32, not {jnp.dtype(log_decay.dtype).name}"
-    return tpu_layout.reason(q, k, v)
+REQUIREMENTS = (
+    FLOAT32_DECAY,
+    *TPU,
+)
 
 
 def forward(
@@ -70,10 +66,10 @@ def backward(
     grads = [layout.gradient(result["d" + n], x) for n, x in dict(q=q, k=k, v=v).items()]
     grads.append(layout.gradient(result["d_decay"], log_decay) if decay_gradient else None)
     d_initial = layout.from_memories(result["d_initial"])
-    grads.append(linear._sum_heads(d_initial, v.shape[2], axis=1))
+    grads.append(row_layout.sum_heads(d_initial, v.shape[2], axis=1))
     if bonus is not None:
         rows = result["d_bonus"][:, :, : layout.block].reshape(len(q), layout.heads, -1)
-        grads.append(linear._sum_heads(jnp.sum(rows, 0), v.shape[2], axis=0))
+        grads.append(row_layout.sum_heads(jnp.sum(rows, 0), v.shape[2], axis=0))
     return tuple(grads)
 
 
@@ -83,7 +79,7 @@ def _given(q, k, v, log_decay, run, initial, bonus, *, reverse: bool = False):
     layout = tpu_layout.Layout(q, k, v, CHUNK, turned=True, runs=runs, reverse=reverse)
     given = layout.inputs(run, q=q, k=k, v=v, log_decay=log_decay)
     if bonus is not None:
-        rows = layout.padded(linear._repeat(bonus.astype(_F32), layout.heads, axis=0))
+        rows = layout.padded(row_layout.repeat_heads(bonus.astype(_F32), layout.heads, axis=0))
         rows = jnp.broadcast_to(rows, (layout.batch, *rows.shape))
         given["bonus"] = rows, layout.channels(q.shape[3])
     return layout, given

@@ -13,20 +13,32 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.linear_attention import hopper
-from pallas_kernels.linear_attention import hopper_channels as channels
-from pallas_kernels.linear_attention.hopper_finish import finish
+from pallas_kernels.hopper import row_layout
+from pallas_kernels.linear_attention.hopper import channel_decay as channels
+from pallas_kernels.linear_attention.hopper.chunk_backward import finish
+from pallas_kernels.memory_calls import (
+    FLOAT32_DECAY,
+    KEYS_IN_SLICES,
+    NO_BONUS,
+    ONE_DECAY,
+    VALUES_IN_SLICES,
+    in_bfloat16,
+)
 
 CHUNK = channels.CHUNK
+HAS_EXACT = True
+REQUIREMENTS = (
+    ONE_DECAY,
+    NO_BONUS,
+    FLOAT32_DECAY,
+    in_bfloat16("q", "k", "v"),
+    KEYS_IN_SLICES,
+    VALUES_IN_SLICES,
+)
 
 
 class Residuals(NamedTuple):
     """Nothing but the inputs is kept."""
-
-
-def reason(q, k, v, log_decay, run, initial) -> str | None:
-    """Why this backend does not serve these arguments (arrays or their shapes), or None."""
-    return channels.reason(q, k, v, log_decay, run, initial)
 
 
 def forward(
@@ -54,7 +66,7 @@ def forward(
         v, k, log_decay, run, _turned(initial), heads=heads, interpret=interpret
     )
     parts = ends.shape[0] // initial.shape[0]
-    split = lambda x: hopper._split(x, parts)  # noqa: E731
+    split = lambda x: row_layout.split_parts(x, parts)  # noqa: E731
     (output,) = finish(
         None, split(v), split(k), split(log_decay), split(q), states, None, chunks.keep, documents,
         scale=scale, exact=exact, interpret=interpret,
@@ -78,7 +90,7 @@ def backward(
     _, dv, dk, d_decay, d_initial = channels.backward(
         *inputs, chunks, q, _turned(d_final), **options
     )
-    dq, dk = (hopper._share(x, n) for x, n in zip((dq, dk), shares, strict=True))
+    dq, dk = (row_layout.sum_heads(x, n) for x, n in zip((dq, dk), shares, strict=True))
     return dq, dk, dv.astype(given), d_decay, _turned(d_initial)
 
 

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
-from pallas_kernels.delta_rule.hopper_sweeps import _kept, _pieces, walk
-from pallas_kernels.dplr.hopper_resolve import CHUNK, SQUARE, Resolved, Solved
+from pallas_kernels.dplr.hopper.chunk_forward import CHUNK, SQUARE, Resolved, Solved
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.scan import decayed, scan, slices_of
 
 _BLOCK = 64
 _F32, _BF16 = jnp.float32, jnp.bfloat16
@@ -73,7 +73,7 @@ def sweep(
                 if not last:
                     return [x.read() for x in sums]
                 store(S)
-                kept = _kept(chunk, S)
+                kept = decayed(chunk, S)
                 exact = sums[0].read((len(memory) + (v is not None)) * (len(sums) - 1))
                 back = exact.astype(_BF16)
                 rest = (exact - back.astype(_F32)).astype(_BF16)
@@ -87,7 +87,7 @@ def sweep(
             for out in sums[len(S) :]:
                 plgpu.wgmma(out.ref, back, chunk["scores"].transpose((1, 0)))
                 plgpu.wgmma(out.ref, rest, chunk["scores"].transpose((1, 0)))
-            for keys, piece in _pieces(S, sums):
+            for keys, piece in slices_of(S, sums):
                 plgpu.wgmma(piece.ref, back, chunk["written"].at[:, keys])
                 if v is not None:
                     plgpu.wgmma(piece.ref, values, chunk["k"].at[:, keys])
@@ -98,7 +98,7 @@ def sweep(
         return wg.accumulators(leave, *kept, *outputs, interpret=interpret)
 
     outs = ["back"] * save + ["out"] * read
-    return walk(
+    return scan(
         step, given, initial, depth, tokens, outs, save=save, heads=heads, parts=parts, reverse=False,
         borders=borders, interpret=interpret,
     )  # fmt: skip
@@ -130,7 +130,7 @@ def reverse(
                     return back.read()
                 plgpu.wgmma(back.ref, given, chunk["scores"])
                 store(S)
-                kept = _kept(chunk, S)
+                kept = decayed(chunk, S)
                 return kept, back.read().astype(_BF16)
 
             found = wg.accumulators(leave, found, interpret=interpret)
@@ -138,7 +138,7 @@ def reverse(
         reached = wg.as_left(back, left[1], interpret)
 
         def enter(*sums):
-            for keys, piece in _pieces(S, sums):
+            for keys, piece in slices_of(S, sums):
                 plgpu.wgmma(piece.ref, given, chunk["q"].at[:, keys])
                 plgpu.wgmma(piece.ref, reached, chunk["reach"].at[:, keys])
             put(*[back] * save)
@@ -147,7 +147,7 @@ def reverse(
         return wg.accumulators(enter, *kept, interpret=interpret)
 
     tokens = jax.ShapeDtypeStruct(d_out.shape, _BF16)
-    return walk(
+    return scan(
         step, given, d_final, resolved.read.shape[-1], tokens, ["d_back"] * save, save=save,
         heads=d_out.shape[2], parts=parts, reverse=True, borders=borders, interpret=interpret,
     )  # fmt: skip

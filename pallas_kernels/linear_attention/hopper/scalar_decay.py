@@ -25,17 +25,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.compat import PROCESSORS, pl, plgpu
+from pallas_kernels.compat import pl, plgpu
+from pallas_kernels.hopper import row_layout
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.memory_calls import NO_BONUS, in_bfloat16, key_dims, value_dims
 
 CHUNK = 64
 _BLOCK = 64  # columns of the memory that a warpgroup holds
 _DEPTH = 128  # rows of it at most
 SIZES = (64, 128, 256, 512)  # K and V
 _STAGES = 3  # chunks on their way or in use
-_SHORTEST_PART = 2048  # tokens; a shorter one is over before its beginning is known
-_FUSED = 16  # parts along which XLA hands a memory on in one kernel
 _F32 = jnp.float32
+REQUIREMENTS = (
+    NO_BONUS,
+    in_bfloat16("q", "k", "v"),
+    key_dims(*SIZES),
+    value_dims(*SIZES),
+)
 
 
 class _Decay(NamedTuple):
@@ -64,18 +70,6 @@ class Residuals(NamedTuple):
     ends: jax.Array
 
 
-def reason(q, k, v, log_decay, run, initial, sizes: tuple[int, ...] = SIZES) -> str | None:
-    """Why this backend does not serve these arguments (arrays or their shapes), or None; K and V are among `sizes`."""
-    del log_decay, run, initial
-    for name, x in dict(q=q, k=k, v=v).items():
-        if x.dtype != jnp.bfloat16:
-            return f"{name} in bfloat16, not {jnp.dtype(x.dtype).name}"
-    for name, size in dict(K=q.shape[-1], V=v.shape[-1]).items():
-        if size not in sizes:
-            return f"{name} of {', '.join(map(str, sizes[:-1]))} or {sizes[-1]}, not {size}"
-    return None
-
-
 def forward(
     q, k, v, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals]:
@@ -83,10 +77,10 @@ def forward(
     del save  # the residuals are there in any case
     batch, length, memories, _ = v.shape
     heads = max(q.shape[2], memories)
-    run, borders = split_runs(run, initial, batch)
-    parts = 1 if borders is not None else _count_parts(batch * heads, length)
+    run, borders = row_layout.split_runs(run, initial, batch)
+    parts = 1 if borders is not None else row_layout.count_parts(batch * heads, length)
     decay = _resolve(log_decay, run, v.shape, parts)
-    q, k, v = (_split(x, parts) for x in (q, k, v))
+    q, k, v = (row_layout.split_parts(x, parts) for x in (q, k, v))
     sweep = functools.partial(
         _sweep, decay=decay, heads=heads, borders=borders, interpret=interpret
     )
@@ -94,7 +88,7 @@ def forward(
     starts = initial = jnp.repeat(initial, heads // memories, axis=1)
     if parts > 1:
         (written,) = sweep(None, k, v)
-        starts = _scan_parts(written, decay.keep, initial)
+        starts = row_layout.memories_before_parts(written, decay.keep, initial)
     output, ends = sweep(q, k, v, initial=starts, read_scale=scale)
     final = ends.reshape(-1, parts, heads, *ends.shape[2:])[:, -1, :: heads // memories]
     return output.reshape(batch, length, heads, -1), final, Residuals(decay, starts, ends)
@@ -108,11 +102,11 @@ def backward(
     batch, length, memories, _ = v.shape
     heads = d_output.shape[2]
     decay, starts, ends = residuals
-    _, borders = split_runs(run, initial, batch)
+    _, borders = row_layout.split_runs(run, initial, batch)
     parts = starts.shape[0] // initial.shape[0]
-    whole = lambda x, n: _share(x.reshape(batch, length, *x.shape[2:]), n)  # noqa: E731
+    whole = lambda x, n: row_layout.sum_heads(x.reshape(batch, length, *x.shape[2:]), n)  # noqa: E731
     shapes = q.shape[2], k.shape[2]
-    q, k, v, d_output = (_split(x, parts) for x in (q, k, v, d_output))
+    q, k, v, d_output = (row_layout.split_parts(x, parts) for x in (q, k, v, d_output))
     sweep = functools.partial(
         _sweep, decay=decay, heads=heads, borders=borders, interpret=interpret
     )
@@ -121,7 +115,7 @@ def backward(
     d_ends = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
     if parts > 1:
         (read,) = sweep(None, q, d_output, write_scale=scale, reverse=True)
-        d_ends = _scan_parts(read, decay.keep, d_ends, reverse=True)
+        d_ends = row_layout.memories_before_parts(read, decay.keep, d_ends, reverse=True)
 
     forth = dict(initial=jnp.swapaxes(starts, -1, -2), read_scale=scale)
     back = dict(write_scale=scale, reverse=True)
@@ -146,53 +140,19 @@ def backward(
             later = jnp.pad(products[..., 1:], [(0, 0), (0, 0), (0, 1)])
             at_end = jnp.where(jnp.any(last, 1)[:, None], jnp.sum(at_end, 1), later)
         rows = jnp.sum(reads - writes, axis=2)
-        rows, at_end = (_share(x, memories, axis=1) for x in (rows, at_end))
+        rows, at_end = (row_layout.sum_heads(x, memories, axis=1) for x in (rows, at_end))
         d_decay = _decay_gradient(rows, at_end, decay.run).reshape(batch, length, memories)
     dv, d_starts = sweep(k, q, d_output, initial=d_ends, **back)
     d_initial = d_starts.reshape(-1, parts, *d_starts.shape[1:])[:, 0]
     return (
         whole(dq, shapes[0]), whole(dk, shapes[1]), whole(dv, memories), d_decay,
-        _share(d_initial, memories, axis=1),
+        row_layout.sum_heads(d_initial, memories, axis=1),
     )  # fmt: skip
-
-
-def split_runs(run, initial, batch: int):
-    """`run` [B, T] and None; with S memories a row in `initial` None, and the chunks [B, S + 1] at which theirs begin and end."""
-    count = initial.shape[0] // batch
-    if count == 1:
-        return run, None
-    begins = run[:, None, ::CHUNK] < jnp.arange(count + 1)[:, None]
-    return None, jnp.sum(begins, axis=-1, dtype=jnp.int32)
-
-
-def _count_parts(rows: int, length: int) -> int:
-    """How many parts of a sequence run side by side: as many as keep the card busy, none of them short."""
-    parts = 1
-    while (
-        2 * parts * rows <= PROCESSORS
-        and length % (2 * parts * CHUNK) == 0
-        and length // (2 * parts) >= _SHORTEST_PART
-    ):
-        parts *= 2
-    return parts
 
 
 def _stretch(count: int) -> int:
     """In how many chunks the decay's gradient is summed up without a look at the memory."""
     return max(n for n in (1, 2, 4) if count % n == 0)
-
-
-def _split(x, parts: int):
-    """[B, T, ...] -> [B * P, T / P, ...]."""
-    return x.reshape(x.shape[0] * parts, x.shape[1] // parts, *x.shape[2:])
-
-
-def _share(x, heads: int, axis: int = 2):
-    """Sum what several heads give one of `heads`, in float32."""
-    if x.shape[axis] == heads:
-        return x
-    shape = (*x.shape[:axis], heads, -1, *x.shape[axis + 1 :])
-    return jnp.sum(x.reshape(shape), axis + 1, dtype=_F32).astype(x.dtype)
 
 
 def _resolve(log_decay, run, shape, parts: int) -> _Decay:
@@ -225,25 +185,8 @@ def _resolve(log_decay, run, shape, parts: int) -> _Decay:
 
     return _Decay(
         None if log_decay is None else by_part(cum), by_part(enter), by_part(leave), by_part(keep),
-        None if run is None else _split(run, parts),
+        None if run is None else row_layout.split_parts(run, parts),
     )  # fmt: skip
-
-
-def _scan_parts(written, keep, initial, reverse: bool = False):
-    """The memory (or its gradient) at which each part begins, from what the parts write: [B * P, heads, D, V]."""
-    batch, heads = initial.shape[:2]
-    kept = jnp.prod(keep, axis=-1)
-    kept = jnp.repeat(kept, heads // kept.shape[1], axis=1)
-    kept = kept.reshape(*kept.shape, *[1] * (written.ndim - kept.ndim))
-    by_part = lambda x: jnp.moveaxis(x.reshape(batch, -1, *x.shape[1:]), 1, 0)  # noqa: E731
-
-    def step(memory, part):
-        kept, written = part
-        return memory * kept + written, memory
-
-    given = by_part(kept), by_part(written)
-    _, starts = lax.scan(step, initial, given, reverse=reverse, unroll=min(len(given[0]), _FUSED))
-    return jnp.moveaxis(starts, 0, 1).reshape(written.shape)
 
 
 def _decay_gradient(rows, at_end, run):
@@ -471,5 +414,5 @@ def _sweep(
         interpret=interpret,
     )(*named.values())
     if x is not None:
-        found[0] = _share(found[0], heads)
+        found[0] = row_layout.sum_heads(found[0], heads)
     return found

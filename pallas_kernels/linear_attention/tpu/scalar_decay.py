@@ -19,9 +19,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, pltpu
+from pallas_kernels.memory_calls import NO_BONUS, TPU, MemoryCall
+from pallas_kernels.requirements import Requirement
 from pallas_kernels.tiles import scalar_decay as tiles
+from pallas_kernels.tpu import row_layout
+from pallas_kernels.tpu.row_layout import CHUNK
 
-CHUNK = 128
 _HEADS = 8  # of one program
 _BYTES = 2048  # of one token in one of a program's tiles
 _WIDEST = 512  # columns of a tile whose heads are narrower than 128
@@ -68,25 +71,6 @@ class _Plan(NamedTuple):
         """Tiles of q, k, v or out that a program sees."""
         many, shared = self.sharing(name)
         return max(self.tile_count * many // shared, 1)
-
-
-def reason(q, k, v, log_decay, run, initial) -> str | None:
-    """Why this backend does not serve these arguments (arrays or `jax.ShapeDtypeStruct`s), or None."""
-    del run, initial
-    dtypes = {jnp.dtype(x.dtype).name for x in (q, k, v)}
-    if len(dtypes) > 1 or not dtypes <= {"bfloat16", "float32"}:
-        return f"q, k and v all in bfloat16 or all in float32, not {', '.join(sorted(dtypes))}"
-    for name, size in dict(K=q.shape[-1], V=v.shape[-1]).items():
-        if size % 8 or not 0 < size <= 256:
-            return f"{name} a multiple of 8 up to 256, not {size}"
-    if log_decay is not None and len(log_decay.shape) != 3:
-        return f"log_decay [B, T, G], not {log_decay.shape}"
-    if q.shape[1] % CHUNK or not q.shape[1]:
-        return f"T a multiple of {CHUNK}, not {q.shape[1]}"
-    if _plan(q, k, v) is None:
-        heads = f"{q.shape[2]} query, {k.shape[2]} key and {v.shape[2]} value heads"
-        return f"heads that fill 128 columns, not {heads} of K = {q.shape[3]}, V = {v.shape[3]}"
-    return None
 
 
 def forward(
@@ -151,14 +135,14 @@ def backward(
 
     def gradient(name, x):
         parts = result[name].reshape(*x.shape[:2], -1, x.shape[3])
-        return _sum_heads(parts, x.shape[2], axis=2).astype(x.dtype)
+        return row_layout.sum_heads(parts, x.shape[2], axis=2).astype(x.dtype)
 
     d_decay = None
     if decay_gradient:
         rows = result["d_decay"][:, :, : layout.memory_heads // layout.plan.programs]
         rows = rows.reshape(v.shape[0], layout.memory_heads, v.shape[1])
-        d_decay = jnp.moveaxis(_sum_heads(rows, v.shape[2], axis=1), 1, 2)
-    d_initial = _sum_heads(layout.to_heads(result["d_initial"]), v.shape[2], axis=1)
+        d_decay = jnp.moveaxis(row_layout.sum_heads(rows, v.shape[2], axis=1), 1, 2)
+    d_initial = row_layout.sum_heads(layout.to_heads(result["d_initial"]), v.shape[2], axis=1)
     return gradient("dq", q), gradient("dk", k), gradient("dv", v), d_decay, d_initial
 
 
@@ -263,9 +247,7 @@ class _Layout:
     def __init__(self, q, k, v, *, runs: int = 1, reverse: bool = False):
         plan = _plan(q, k, v)
         if plan is None:
-            raise ValueError(
-                f"linear_attention on TPU: accepted are {reason(q, k, v, None, None, None)}"
-            )
+            raise ValueError(f"linear_attention on TPU: no layout for heads {_heads(q, k, v)}")
         self.plan, self.reverse, self.dtype = plan, reverse, v.dtype
         self.runs, self.slots = runs, []  # memories a row, and whose each chunk is
         self.batch, self.length = q.shape[:2]
@@ -275,21 +257,21 @@ class _Layout:
     def inputs(self, q, k, v, log_decay, run) -> dict:
         """What both kernels read: name -> (array, (shape, block))."""
         if self.plan.spread:
-            q, k, v = (_repeat(x, self.memory_heads, axis=2) for x in (q, k, v))
+            q, k, v = (row_layout.repeat_heads(x, self.memory_heads, axis=2) for x in (q, k, v))
         given = {
             name: (x.reshape(self.batch, self.length, -1), self.tokens(name))
             for name, x in dict(q=q, k=k, v=v).items()
         }
         if log_decay is not None:
             rows = jnp.moveaxis(log_decay.astype(jnp.float32), 1, 2)
-            rows = _repeat(rows, self.memory_heads, axis=1)
+            rows = row_layout.repeat_heads(rows, self.memory_heads, axis=1)
             rows = rows.reshape(self.batch, self.plan.programs, -1, self.length)
             rows = jnp.pad(rows, [(0, 0), (0, 0), (0, self.plan.rows - rows.shape[2]), (0, 0)])
             given["log_decay"] = (rows, self.decays())
         if self.runs > 1:
             self.slots = [run[:, ::CHUNK].reshape(-1)]
         elif run is not None:
-            rows = run_rows(run)
+            rows = row_layout.document_rows(run)
             spec = pl.BlockSpec((None, 8, CHUNK), lambda b, j, n, *_: (b, 0, self._at(n)))
             given["runs"] = (rows, (jax.ShapeDtypeStruct(rows.shape, rows.dtype), spec))
         return given
@@ -302,7 +284,7 @@ class _Layout:
         def walk(*refs):
             slots, refs = refs[: len(self.slots)], refs[len(self.slots) :]
             named = dict(zip(names, refs, strict=False))
-            kernel(plan, scale, named, refs[-1], *turns(slots, self._at))
+            kernel(plan, scale, named, refs[-1], *row_layout.first_and_last(slots, self._at))
 
         result = pl.pallas_call(
             walk,
@@ -353,10 +335,12 @@ class _Layout:
         """Of memories, [B * S, heads / n, K, n * V]."""
         plan = self.plan
         matrix = (self.key_dim, plan.count * self.value_dim)
-        own = lambda b, n, slots: row_of(b, self._at(n), slots, self.runs, self.length // CHUNK)  # noqa: E731
-        spec = pl.BlockSpec(
-            (None, plan.tile_count, *matrix), lambda b, j, n, *slots: (own(b, n, slots), j, 0, 0)
-        )
+        count = self.length // CHUNK
+
+        def index(b, j, n, *slots):
+            return row_layout.memory_of(b, self._at(n), slots, self.runs, count), j, 0, 0
+
+        spec = pl.BlockSpec((None, plan.tile_count, *matrix), index)
         shape = (self.batch * self.runs, plan.programs * plan.tile_count, *matrix)
         return jax.ShapeDtypeStruct(shape, jnp.float32), spec
 
@@ -378,7 +362,7 @@ class _Layout:
 
     def from_heads(self, memory):
         """[*, heads, K, V] -> [*, heads / n, K, n * V]."""
-        memory = _repeat(memory.astype(jnp.float32), self.memory_heads, axis=1)
+        memory = row_layout.repeat_heads(memory.astype(jnp.float32), self.memory_heads, axis=1)
         batch, count = len(memory), self.plan.count
         memory = memory.reshape(batch, -1, count, self.key_dim, self.value_dim)
         return jnp.moveaxis(memory, 2, 3).reshape(batch, -1, self.key_dim, count * self.value_dim)
@@ -428,38 +412,19 @@ def _plan(q, k, v) -> _Plan | None:
     return planned(True, count, count, heads // count)
 
 
-def turns(slots, at):
-    """Whether a program begins with this chunk to walk for a memory, and whether it ends; `slots` as `row_of`'s."""
-    n, count = pl.program_id(2), pl.num_programs(2)
-    first, last = n == 0, n == count - 1
-    if slots:
-        own = lambda n: slots[0][pl.program_id(0) * count + at(n)]  # noqa: E731
-        first |= own(n) != own(jnp.maximum(n - 1, 0))
-        last |= own(n) != own(jnp.minimum(n + 1, count - 1))
-    return first, last
+def _heads(q, k, v) -> str:
+    heads = f"{q.shape[2]} query, {k.shape[2]} key and {v.shape[2]} value heads"
+    return f"{heads} of K = {q.shape[3]}, V = {v.shape[3]}"
 
 
-def row_of(b, n, slots, runs: int, count: int):
-    """Which memory chunk n of row b goes on from, where `slots` has, of `count` chunks a row, which of `runs` memories it is."""
-    return b * runs + slots[0][b * count + n] if slots else b
+def _fills_tiles(call: MemoryCall) -> bool:
+    return _plan(call.q, call.k, call.v) is not None
 
 
-def run_rows(run, chunk: int = CHUNK) -> jax.Array:
-    """[B, 8, T] float32 of runs [B, T], as `tiles.read_chunk` takes a chunk's part of it."""
-    last = run.reshape(len(run), -1, chunk)[:, :, -1]
-    before = jnp.pad(last[:, :-1], [(0, 0), (1, 0)])
-    before, last = (jnp.repeat(x, chunk, axis=1) for x in (before, last))
-    rows = jnp.stack([run, run == before, run == last], axis=1).astype(jnp.float32)
-    return jnp.pad(rows, [(0, 0), (0, 5), (0, 0)])
-
-
-def _repeat(x, heads: int, axis: int):
-    return x if x.shape[axis] == heads else jnp.repeat(x, heads // x.shape[axis], axis=axis)
-
-
-def _sum_heads(x, heads: int, axis: int):
-    """Sum what several heads give one of `heads`, in float32."""
-    if x.shape[axis] == heads:
-        return x
-    shape = (*x.shape[:axis], heads, -1, *x.shape[axis + 1 :])
-    return jnp.sum(x.reshape(shape), axis + 1, dtype=jnp.float32)
+REQUIREMENTS = (
+    NO_BONUS,
+    *TPU,
+    Requirement(
+        "heads that fill 128 columns", _fills_tiles, lambda call: _heads(call.q, call.k, call.v)
+    ),
+)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
-from pallas_kernels.dplr.hopper_resolve import own_decay
+from pallas_kernels.dplr.hopper.chunk_forward import own_decay
 from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.halving import (
     BLOCK,

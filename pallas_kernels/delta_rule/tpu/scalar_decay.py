@@ -14,30 +14,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from pallas_kernels.linear_attention import tpu as linear
+from pallas_kernels.memory_calls import TPU
 from pallas_kernels.tiles import scalar_decay as decays
 from pallas_kernels.tiles.scalar_decay import dot
 from pallas_kernels.tpu import layout as tpu_layout
+from pallas_kernels.tpu import row_layout
+from pallas_kernels.tpu.row_layout import CHUNK
+from pallas_kernels.tpu.solve import HEADS, Residuals, indices, invert, multiple
 
-CHUNK = 128
-_HEADS = 8  # of one program
-_TILE = 16  # rows of 16 bits that lie together
-_SUBLANES = 8
+__all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward", "multiple"]
 _F32 = jnp.float32
 
 
-class Residuals(NamedTuple):
-    """What `forward` leaves for `backward`.
-
-    Attributes:
-        states: [B, N, T / C, K, V], the memories that chunks start from.
-        inverse: [B, N, T, C], of each chunk's system.
-    """
-
-    states: jax.Array
-    inverse: jax.Array
+REQUIREMENTS = (*TPU,)
 
 
 class _Head(NamedTuple):
@@ -70,26 +60,12 @@ class _Head(NamedTuple):
     alike: Any
 
 
-def reason(q, k, v, log_decay, run, initial) -> str | None:
-    """Why this backend does not serve these arguments (arrays or their shapes), or None."""
-    del run, initial
-    if log_decay is not None and len(log_decay.shape) != 3:
-        return f"log_decay [B, T, G], not {log_decay.shape}"
-    return tpu_layout.reason(q, k, v)
-
-
-def multiple(q, k, v) -> int:
-    """What T is to be a multiple of."""
-    del q, k, v
-    return CHUNK
-
-
 def forward(
     q, k, v, beta, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals | None]:  # fmt: skip
     """The output [B, T, max(H, G), V], the final memories as `initial` and, to `save`, the residuals. T is a multiple of `CHUNK`."""
     runs = len(initial) // len(q)
-    layout = tpu_layout.Layout(q, k, v, CHUNK, heads=_HEADS, runs=runs)
+    layout = tpu_layout.Layout(q, k, v, CHUNK, heads=HEADS, runs=runs)
     given = layout.inputs(run, dict(beta=beta, log_decay=log_decay), q=q, k=k, v=v)
     given["initial"] = layout.as_memories(initial), layout.memories()
     outs = dict(out=layout.tokens(layout.heads, v.shape[3], v.dtype), final=layout.memories())
@@ -107,7 +83,7 @@ def backward(
 ):  # fmt: skip
     """Gradients of q, k, v, beta, log_decay (None without one, or where it is not wanted) and initial."""
     runs = len(initial) // len(q)
-    layout = tpu_layout.Layout(q, k, v, CHUNK, heads=_HEADS, runs=runs, reverse=True)
+    layout = tpu_layout.Layout(q, k, v, CHUNK, heads=HEADS, runs=runs, reverse=True)
     given = layout.inputs(run, dict(beta=beta, log_decay=log_decay), q=q, k=k, v=v)
     of_output = layout.tokens(layout.heads, v.shape[3], v.dtype)
     given["d_out"] = layout.as_tokens(d_output.astype(v.dtype)), of_output
@@ -122,7 +98,7 @@ def backward(
     dq, dk, dv = (layout.gradient(result["d" + n], x) for n, x in dict(q=q, k=k, v=v).items())
     d_beta = layout.rows_gradient(result["d_beta"], v.shape[2])
     d_decay = layout.rows_gradient(result["d_decay"], v.shape[2]) if "d_decay" in outs else None
-    d_initial = linear._sum_heads(result["d_initial"], v.shape[2], axis=1)
+    d_initial = row_layout.sum_heads(result["d_initial"], v.shape[2], axis=1)
     return dq, dk, dv, d_beta, d_decay, d_initial
 
 
@@ -152,7 +128,7 @@ def _forward_kernel(layout: tpu_layout.Layout, scale: float, refs: dict, memory)
 def _backward_kernel(layout: tpu_layout.Layout, scale: float, refs: dict, d_memory):
     chunk = _chunk(refs)
     reads, read_rows, writes, totals = [], [], [], []
-    i, j = _indices(CHUNK)
+    i, j = indices(CHUNK)
     columns = refs["beta"][...].T
     refs["d_beta"][...] = jnp.zeros_like(refs["d_beta"])
     for h in range(layout.block):
@@ -222,74 +198,12 @@ def _read(layout: tpu_layout.Layout, refs, chunk: decays.Chunk, columns, h: int)
 
 def _inverses(heads: list[_Head]) -> list[jax.Array]:
     """Of each head's system, in v's dtype."""
-    i, j = _indices(CHUNK)
+    i, j = indices(CHUNK)
     systems = [jnp.where(i > j, x.alike * (x.weights * x.beta), 0.0) for x in heads]
     return invert(systems, heads[0].v.dtype)
-
-
-def invert(systems: list[jax.Array], dtype) -> list[jax.Array]:
-    """(I + N)⁻¹ of each strictly lower triangular N [C, C] in float32, by products in `dtype`, which is the results'.
-
-    As `tiles.unit_inverse`, from blocks of 16 rows on, which are inverted in float32. The blocks of a level lie side by side: what
-    multiplies from the left has a block's rows alone. Step by step for all, so that none waits for its own last product.
-    """
-    size = len(systems[0])
-    i, j = _indices(size)
-    unit = jnp.where(i == j, 1.0, 0.0)
-
-    def product(a, b):
-        return dot(a.astype(dtype), b.astype(dtype))
-
-    inverses, half = _invert_blocks(systems), _TILE
-    while half < size:
-        first = lax.broadcasted_iota(jnp.int32, (1, size), 1) & half == 0
-        between = [jnp.where(lax.div(i ^ j, half) == 1, n, 0.0) for n in systems]
-        blocks = [jnp.concatenate([x] * (size // half)) for x in inverses]
-        blocks = [jnp.where(i ^ j < half, x, 0.0) for x in blocks]
-        later = [product(x, n) for x, n in zip(inverses, between, strict=True)]
-        later = [product(x, n) for x, n in zip(later, blocks, strict=True)]
-        inverses = [
-            jnp.concatenate([jnp.where(first, x, 0.0), jnp.where(first, -y, x)])
-            for x, y in zip(inverses, later, strict=True)
-        ]
-        half *= 2
-
-    wholes = [unit + n for n in systems]
-    parts = [[x] for x in wholes]
-    if dtype != _F32:
-        parts = [[x, x - x.astype(dtype).astype(_F32)] for x in wholes]
-    left = [product(jnp.concatenate(part), x) for part, x in zip(parts, inverses, strict=True)]
-    left = [2 * unit - sum(x[n : n + size] for n in range(0, len(x), size)) for x in left]
-    return [product(x, y).astype(dtype) for x, y in zip(inverses, left, strict=True)]
-
-
-def _invert_blocks(systems: list[jax.Array]) -> list[jax.Array]:
-    """The inverses of each system's blocks of 16 rows on the diagonal, side by side, [16, C]: row by row, in float32."""
-    size = len(systems[0])
-    lane = lax.broadcasted_iota(jnp.int32, (_SUBLANES, size), 1)
-    row = lax.broadcasted_iota(jnp.int32, (_SUBLANES, size), 0)
-    tiles = range(0, _TILE, _SUBLANES)
-    own, inverses = [], []
-    for x in systems:
-        blocks = [x[n : n + _TILE] for n in range(0, size, _TILE)]
-        blocks = decays.side_by_side(blocks, size)
-        own.append([blocks[n : n + _SUBLANES] for n in tiles])
-        inverses.append([jnp.where(lane % _TILE == row + n, 1.0, 0.0) for n in tiles])
-    for k in range(_TILE - 1):
-        column = lane - lane % _TILE + k
-        at, k = divmod(k, _SUBLANES)
-        for x, inverse in zip(own, inverses, strict=True):
-            solved = inverse[at][k : k + 1]
-            for n in range(at, len(tiles)):
-                inverse[n] -= jnp.take_along_axis(x[n], column, axis=1) * solved
-    return [jnp.concatenate(x) for x in inverses]
 
 
 def _missing(x: _Head, held, inverse):
     """What each token finds missing, [C, V] float32; `held` is what the memory holds at its key."""
     missing = x.v.astype(_F32) - x.enter * held
     return dot(inverse, missing.astype(x.v.dtype))
-
-
-def _indices(size: int):
-    return (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))

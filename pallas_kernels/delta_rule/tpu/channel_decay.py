@@ -16,18 +16,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.delta_rule import tpu
-from pallas_kernels.delta_rule.tpu import Residuals
-from pallas_kernels.linear_attention import tpu as linear
-from pallas_kernels.linear_attention import tpu_channels as linear_channels
+from pallas_kernels.memory_calls import FLOAT32_DECAY, TPU
 from pallas_kernels.tiles.scalar_decay import dot
-from pallas_kernels.tpu import halving
+from pallas_kernels.tpu import halving, row_layout, solve
 from pallas_kernels.tpu import layout as tpu_layout
+from pallas_kernels.tpu.row_layout import CHUNK
+from pallas_kernels.tpu.solve import Residuals
 
-CHUNK = tpu.CHUNK
 _F32 = jnp.float32
-reason = linear_channels.reason
-multiple = tpu.multiple
+multiple = solve.multiple
+REQUIREMENTS = (
+    FLOAT32_DECAY,
+    *TPU,
+)
 
 
 def forward(
@@ -67,12 +68,12 @@ def backward(
     result = layout.call(_backward_kernel, given, outs, scale, interpret)
     grads = {name: layout.gradient(result[name], like) for name, like in likes.items()}
     d_beta = layout.rows_gradient(result["d_beta"], v.shape[2])
-    d_initial = linear._sum_heads(layout.from_memories(result["d_initial"]), v.shape[2], axis=1)
+    d_initial = row_layout.sum_heads(layout.from_memories(result["d_initial"]), v.shape[2], axis=1)
     return grads["dq"], grads["dk"], grads["dv"], d_beta, grads.get("d_decay"), d_initial
 
 
 def _layout(q, k, v, initial, reverse: bool = False) -> tpu_layout.Layout:
-    heads = min(tpu._HEADS, tpu_layout.HEADS) if reverse else tpu._HEADS
+    heads = min(solve.HEADS, tpu_layout.HEADS) if reverse else solve.HEADS
     options = dict(heads=heads, turned=True, runs=len(initial) // len(q), reverse=reverse)
     return tpu_layout.Layout(q, k, v, CHUNK, **options)
 
@@ -126,12 +127,12 @@ def _forward_kernel(layout, scale: float, refs: dict, memory):
     heads = [_Head(layout, scale, refs, masks, columns, h) for h in range(layout.block)]
     dtype = heads[0].v.dtype
     before = [memory[h].astype(dtype) for h in range(layout.block)]
-    # Step by step for all, as in `tpu.invert`, and first what needs no inverse.
+    # Step by step for all, as in `solve.invert`, and first what needs no inverse.
     held = [
         dot(jnp.concatenate([x.read, x.erase]).astype(dtype), m, "nt")
         for x, m in zip(heads, before, strict=True)
     ]
-    inverses = tpu.invert([x.system * x.row for x in heads], dtype)
+    inverses = solve.invert([x.system * x.row for x in heads], dtype)
     if "states" in refs:
         for h, (narrow, inverse) in enumerate(zip(before, inverses, strict=True)):
             refs["states"][h], refs["inverse"][h] = narrow, inverse

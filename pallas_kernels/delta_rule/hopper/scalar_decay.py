@@ -15,15 +15,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.delta_rule.hopper_finish import finish
-from pallas_kernels.delta_rule.hopper_prepare import CHUNK, Prepared, prepare
-from pallas_kernels.delta_rule.hopper_sweeps import reverse, sweep
+from pallas_kernels.delta_rule.hopper.chunk_backward import finish
+from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, Prepared, prepare
+from pallas_kernels.delta_rule.hopper.scan import reverse, sweep
 from pallas_kernels.hopper import parts as hopper_parts
-from pallas_kernels.linear_attention import hopper as linear
+from pallas_kernels.hopper import row_layout
+from pallas_kernels.hopper.parts import multiple
+from pallas_kernels.memory_calls import in_bfloat16, key_dims, value_dims
 
-__all__ = ["CHUNK", "Residuals", "backward", "forward", "multiple", "reason"]
+__all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward", "multiple"]
 
 _DEPTH = 256  # keys at most
+REQUIREMENTS = (
+    key_dims(64, 128, 256),
+    in_bfloat16("q", "k", "v"),
+    value_dims(64, 128, 256, 512),
+)
 
 
 class Residuals(NamedTuple):
@@ -38,25 +45,13 @@ class Residuals(NamedTuple):
     parts: hopper_parts.Parts | None
 
 
-def reason(q, k, v, log_decay, run, initial) -> str | None:
-    """Why this backend does not serve these arguments (arrays or their shapes), or None."""
-    if q.shape[-1] > _DEPTH:
-        return f"K of 64, 128 or {_DEPTH}, not {q.shape[-1]}"
-    return linear.reason(q, k, v, log_decay, run, initial)
-
-
-def multiple(q, k, v) -> int:
-    """What T is to be a multiple of."""
-    return CHUNK * hopper_parts.count_parts(q, k, v)
-
-
 def forward(
     q, k, v, beta, log_decay, run, initial, *, scale: float, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals]:
     """The output [B, T, max(H, G), V], the final memories as `initial` and the residuals. T is a multiple of `multiple`."""
     memories = v.shape[2]
     heads = max(q.shape[2], memories)
-    run, borders = linear.split_runs(run, initial, len(v))
+    run, borders = row_layout.split_runs(run, initial, len(v))
     prepared = prepare(q, k, beta, log_decay, run, heads=heads, scale=scale, interpret=interpret)
     # Several heads that read one memory each carry it along.
     initial = jnp.repeat(initial, heads // memories, axis=1)
@@ -79,7 +74,7 @@ def backward(
     """Gradients of q, k, v, beta, log_decay (None without one, or where it is not wanted) and initial."""
     memories, heads = v.shape[2], d_output.shape[2]
     prepared, parts = residuals
-    run, borders = linear.split_runs(run, initial, len(v))
+    run, borders = row_layout.split_runs(run, initial, len(v))
     options: dict[str, Any] = dict(scale=scale, interpret=interpret)
     initial = jnp.repeat(initial, heads // memories, axis=1)
     starts, count = hopper_parts.starts_of(parts, initial)
@@ -96,7 +91,7 @@ def backward(
         q, k, missing, d_output, dv, states, d_states, beta, log_decay, run,
         decay_gradient=decay_gradient, **options,
     )  # fmt: skip
-    share = linear._share
+    share = row_layout.sum_heads
     return (
         share(dq, q.shape[2]), share(dk, k.shape[2]), share(dv, memories), share(d_beta, memories),
         share(d_decay[0], memories) if decay_gradient else None, share(d_starts[:, ::count], memories, axis=1),

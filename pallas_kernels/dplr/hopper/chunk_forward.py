@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
-from pallas_kernels.delta_rule.hopper_resolve import tile_products
 from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.halving import (
     BLOCK,
@@ -34,6 +33,7 @@ from pallas_kernels.hopper.halving import (
     run_by_chunk,
     same_document,
 )
+from pallas_kernels.hopper.products import tile_products
 from pallas_kernels.tiles import channel_decay as tiles_channels
 from pallas_kernels.tiles import delta as tiles
 

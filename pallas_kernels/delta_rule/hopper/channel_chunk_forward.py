@@ -34,6 +34,7 @@ from pallas_kernels.hopper.halving import (
     same_document,
 )
 from pallas_kernels.hopper.pieces import pieces_of
+from pallas_kernels.hopper.products import tile_products
 from pallas_kernels.tiles import delta as tiles
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
@@ -227,28 +228,6 @@ def resolve(
             interpret=interpret,
         )(*named.values())
     )
-
-
-def tile_products(right, left, interpret: Any):
-    """What `tiles.unit_inverse` takes: products of [C, C] in registers, through room for a right operand and, to interpret, two left."""
-
-    def product(*pairs):
-        """The sum of a b over the pairs, which share the b of the first."""
-        right[...] = pairs[0][1].astype(_BF16)
-        lefts = [wg.as_left(a, left and left[n], interpret) for n, (a, _) in enumerate(pairs)]
-        plgpu.commit_smem()
-
-        def add(out):
-            for a in lefts:
-                plgpu.wgmma(out, a, right)
-
-        return wg.accumulate(add, jnp.zeros(SQUARE, _F32), interpret=interpret)[0]
-
-    def exact(a, b):
-        rest = a - a.astype(_BF16).astype(_F32)
-        return b.astype(_BF16).astype(_F32), product((a, b), (rest, b))
-
-    return product, exact
 
 
 def solve(upper, rows, *, interpret: Any = False):

@@ -1,0 +1,1 @@
+"""Kernels of diagonal-plus-low-rank memories for TPU."""

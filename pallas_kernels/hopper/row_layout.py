@@ -1,0 +1,80 @@
+"""Rows of tokens as Hopper's kernels see them: documents, several memories per row, parts of long rows, heads that share a memory."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.compat import PROCESSORS
+from pallas_kernels.hopper.halving import Documents
+
+CHUNK = 64
+_F32 = jnp.float32
+
+
+_SHORTEST_PART = 2048  # tokens; a shorter one is over before its beginning is known
+
+
+_FUSED = 16  # parts along which XLA hands a memory on in one kernel
+
+
+def split_runs(run, initial, batch: int):
+    """`run` [B, T] and None; with S memories a row in `initial` None, and the chunks [B, S + 1] at which theirs begin and end."""
+    count = initial.shape[0] // batch
+    if count == 1:
+        return run, None
+    begins = run[:, None, ::CHUNK] < jnp.arange(count + 1)[:, None]
+    return None, jnp.sum(begins, axis=-1, dtype=jnp.int32)
+
+
+def count_parts(rows: int, length: int) -> int:
+    """How many parts of a sequence run side by side: as many as keep the card busy, none of them short."""
+    parts = 1
+    while (
+        2 * parts * rows <= PROCESSORS
+        and length % (2 * parts * CHUNK) == 0
+        and length // (2 * parts) >= _SHORTEST_PART
+    ):
+        parts *= 2
+    return parts
+
+
+def split_parts(x, parts: int):
+    """[B, T, ...] -> [B * P, T / P, ...]."""
+    return x.reshape(x.shape[0] * parts, x.shape[1] // parts, *x.shape[2:])
+
+
+def sum_heads(x, heads: int, axis: int = 2):
+    """Sum what several heads give one of `heads`, in float32."""
+    if x.shape[axis] == heads:
+        return x
+    shape = (*x.shape[:axis], heads, -1, *x.shape[axis + 1 :])
+    return jnp.sum(x.reshape(shape), axis + 1, dtype=_F32).astype(x.dtype)
+
+
+def memories_before_parts(written, keep, initial, reverse: bool = False):
+    """The memory (or its gradient) at which each part begins, from what the parts write: [B * P, heads, D, V]."""
+    batch, heads = initial.shape[:2]
+    kept = jnp.prod(keep, axis=-1)
+    kept = jnp.repeat(kept, heads // kept.shape[1], axis=1)
+    kept = kept.reshape(*kept.shape, *[1] * (written.ndim - kept.ndim))
+    by_part = lambda x: jnp.moveaxis(x.reshape(batch, -1, *x.shape[1:]), 1, 0)  # noqa: E731
+
+    def step(memory, part):
+        kept, written = part
+        return memory * kept + written, memory
+
+    given = by_part(kept), by_part(written)
+    _, starts = lax.scan(step, initial, given, reverse=reverse, unroll=min(len(given[0]), _FUSED))
+    return jnp.moveaxis(starts, 0, 1).reshape(written.shape)
+
+
+def documents_of(run, parts: int) -> Documents | None:
+    """The `Documents` of `run` [B, T] in `parts` parts of a row; None for None."""
+    if run is None:
+        return None
+    by_chunk = run.reshape(run.shape[0], -1, CHUNK)
+    last = by_chunk[..., -1:]
+    before = jnp.pad(last[:, :-1], [(0, 0), (1, 0), (0, 0)])
+    flags = [(by_chunk == x).astype(_F32).reshape(run.shape) for x in (before, last)]
+    return Documents(*(split_parts(x, parts) for x in (run, *flags)))

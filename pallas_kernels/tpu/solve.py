@@ -1,0 +1,103 @@
+"""Systems of chunks on TPU: their inverses, and the residuals of kernels that solve one system per chunk."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.tiles import scalar_decay as decays
+from pallas_kernels.tiles.scalar_decay import dot
+from pallas_kernels.tpu.row_layout import CHUNK
+
+_F32 = jnp.float32
+HEADS = 8  # of one program
+
+
+_TILE = 16  # rows of 16 bits that lie together
+
+
+_SUBLANES = 8
+
+
+class Residuals(NamedTuple):
+    """The residuals of `forward` for `backward`.
+
+    Attributes:
+        states: [B, N, T / C, K, V], the memories that chunks start from.
+        inverse: [B, N, T, C], the inverses of the chunks' systems.
+    """
+
+    states: jax.Array
+    inverse: jax.Array
+
+
+def multiple(q, k, v) -> int:
+    """The number that T must be a multiple of."""
+    del q, k, v
+    return CHUNK
+
+
+def invert(systems: list[jax.Array], dtype) -> list[jax.Array]:
+    """(I + N)⁻¹ of each strictly lower triangular N [C, C] in float32, by products in `dtype`, which is the results'.
+
+    As `tiles.unit_inverse`, from blocks of 16 rows on, which are inverted in float32. The blocks of a level lie side by side: what
+    multiplies from the left has a block's rows alone. Step by step for all, so that none waits for its own last product.
+    """
+    size = len(systems[0])
+    i, j = indices(size)
+    unit = jnp.where(i == j, 1.0, 0.0)
+
+    def product(a, b):
+        return dot(a.astype(dtype), b.astype(dtype))
+
+    inverses, half = _invert_blocks(systems), _TILE
+    while half < size:
+        first = lax.broadcasted_iota(jnp.int32, (1, size), 1) & half == 0
+        between = [jnp.where(lax.div(i ^ j, half) == 1, n, 0.0) for n in systems]
+        blocks = [jnp.concatenate([x] * (size // half)) for x in inverses]
+        blocks = [jnp.where(i ^ j < half, x, 0.0) for x in blocks]
+        later = [product(x, n) for x, n in zip(inverses, between, strict=True)]
+        later = [product(x, n) for x, n in zip(later, blocks, strict=True)]
+        inverses = [
+            jnp.concatenate([jnp.where(first, x, 0.0), jnp.where(first, -y, x)])
+            for x, y in zip(inverses, later, strict=True)
+        ]
+        half *= 2
+
+    wholes = [unit + n for n in systems]
+    parts = [[x] for x in wholes]
+    if dtype != _F32:
+        parts = [[x, x - x.astype(dtype).astype(_F32)] for x in wholes]
+    left = [product(jnp.concatenate(part), x) for part, x in zip(parts, inverses, strict=True)]
+    left = [2 * unit - sum(x[n : n + size] for n in range(0, len(x), size)) for x in left]
+    return [product(x, y).astype(dtype) for x, y in zip(inverses, left, strict=True)]
+
+
+def _invert_blocks(systems: list[jax.Array]) -> list[jax.Array]:
+    """The inverses of each system's blocks of 16 rows on the diagonal, side by side, [16, C]: row by row, in float32."""
+    size = len(systems[0])
+    lane = lax.broadcasted_iota(jnp.int32, (_SUBLANES, size), 1)
+    row = lax.broadcasted_iota(jnp.int32, (_SUBLANES, size), 0)
+    tiles = range(0, _TILE, _SUBLANES)
+    own, inverses = [], []
+    for x in systems:
+        blocks = [x[n : n + _TILE] for n in range(0, size, _TILE)]
+        blocks = decays.side_by_side(blocks, size)
+        own.append([blocks[n : n + _SUBLANES] for n in tiles])
+        inverses.append([jnp.where(lane % _TILE == row + n, 1.0, 0.0) for n in tiles])
+    for k in range(_TILE - 1):
+        column = lane - lane % _TILE + k
+        at, k = divmod(k, _SUBLANES)
+        for x, inverse in zip(own, inverses, strict=True):
+            solved = inverse[at][k : k + 1]
+            for n in range(at, len(tiles)):
+                inverse[n] -= jnp.take_along_axis(x[n], column, axis=1) * solved
+    return [jnp.concatenate(x) for x in inverses]
+
+
+def indices(size: int):
+    """Row and column indices of a [size, size] tile."""
+    return (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
