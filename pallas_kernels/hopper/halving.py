@@ -43,21 +43,21 @@ class Documents(NamedTuple):
 class Halving:
     """For the 64 columns of a warpgroup: sums of rows by products with masks, and what the levels make of them.
 
-    A sum over rows in registers would go through a room in shared memory that all warpgroups use at once.
+    A sum over rows in registers would go through a buffer in shared memory that all warpgroups use at once.
     """
 
-    def __init__(self, parts, room, left, exclusive: bool, interpret, lowest: Any = None):
-        """Take rooms in shared memory.
+    def __init__(self, parts, buffer, left, exclusive: bool, interpret, lowest: Any = None):
+        """Take buffers in shared memory.
 
         Args:
             parts: [2, 64, 64] bfloat16.
-            room: [64, 64] bfloat16.
+            buffer: [64, 64] bfloat16.
             left: `left_operand`.
             exclusive: as in `tiles_channels`.
             interpret: parameters of the interpreter, or False.
             lowest: [2, 64] float32, for `reach`.
         """
-        self._parts, self._room, self._lowest = [parts.at[n] for n in range(2)], room, lowest
+        self._parts, self._room, self._lowest = [parts.at[n] for n in range(2)], buffer, lowest
         self._left, self._exclusive, self._interpret = left, exclusive, interpret
         iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, SQUARE, layout=wg.LAYOUT)
         self.i, self.j = iota(0), iota(1)
@@ -68,7 +68,7 @@ class Halving:
         return wg.accumulate(add, *zeros, interpret=self._interpret)
 
     def split(self, x, parts=None):
-        """Keep x [64, 64] float32 in two bfloat16 parts, in other rooms if they are given."""
+        """Keep x [64, 64] float32 in two bfloat16 parts, in other buffers if they are given."""
         high = x.astype(jnp.bfloat16)
         first, second = self._parts if parts is None else parts
         first[...] = high
@@ -316,14 +316,14 @@ def same_document(run):
     return wg.spread_rows(by_row(run), SQUARE) == by_column(run)
 
 
-def left_operand(room, interpret: Any):
+def left_operand(buffer, interpret: Any):
     """What makes a [64, 64] bfloat16 tile the left operand of a product: nothing, but in the interpreter, which has no such."""
 
     def left(x):
         if not interpret:
             return x
-        room[...] = x
+        buffer[...] = x
         plgpu.commit_smem()
-        return room
+        return buffer
 
     return left

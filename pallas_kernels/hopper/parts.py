@@ -54,24 +54,24 @@ def count_parts(q, k, v) -> int:
     return parts if parts >= _FEWEST and k.shape[-1] <= _DEPTH else 1
 
 
-def count_marks(q, k, v, borders) -> int:
+def count_checkpoints(q, k, v, chunk_bounds) -> int:
     """At how many places of [B, T, *, D] the one walk of a forward leaves its memory: as many parts as keep the card busy."""
     batch, length, memories, width = v.shape
     programs = batch * max(q.shape[2], memories) * max(1, width // _BLOCK)
-    marks, chunks = 1, length // CHUNK
-    if borders is not None or count_parts(q, k, v) > 1:
-        return marks
+    checkpoints, chunks = 1, length // CHUNK
+    if chunk_bounds is not None or count_parts(q, k, v) > 1:
+        return checkpoints
     while (
-        2 * marks * programs <= PROCESSORS
-        and chunks % (2 * marks) == 0
-        and length >= 2 * marks * _SHORTEST
+        2 * checkpoints * programs <= PROCESSORS
+        and chunks % (2 * checkpoints) == 0
+        and length >= 2 * checkpoints * _SHORTEST
     ):
-        marks *= 2
-    return marks
+        checkpoints *= 2
+    return checkpoints
 
 
-def cut(walk, q, k, v, initial, borders, interpret: Any) -> Parts | None:
-    """The parts, or None where there is one alone, or rows have several memories (`borders`), which are as many walks.
+def cut(walk, q, k, v, initial, chunk_bounds, interpret: Any) -> Parts | None:
+    """The parts, or None where there is one alone, or rows have several memories (`chunk_bounds`), which are as many walks.
 
     Args:
         walk: (v or None, parts=P) -> a list, the last of it what each part makes of an empty memory, or Θ without v.
@@ -82,7 +82,7 @@ def cut(walk, q, k, v, initial, borders, interpret: Any) -> Parts | None:
         interpret: parameters of the interpreter, or False.
     """
     count = count_parts(q, k, v)
-    if count == 1 or borders is not None:
+    if count == 1 or chunk_bounds is not None:
         return None
     written, transitions = (walk(values, parts=count)[-1] for values in (v, None))
     return Parts(transitions, link(transitions, written, initial, interpret=interpret))
@@ -164,8 +164,8 @@ def link(transitions, written, initial, *, reverse: bool = False, interpret: Any
             )(*(refs[name].at[b, h] for name in ("high", "low")))  # fmt: skip
 
         smem: Any = plgpu.SMEM
-        room = smem(shape, dtype=_BF16, transforms=wg.TILED)
-        pl.run_scoped(scoped, *[room] * (2 if interpret else 0), collective_axes="group")
+        buffer = smem(shape, dtype=_BF16, transforms=wg.TILED)
+        pl.run_scoped(scoped, *[buffer] * (2 if interpret else 0), collective_axes="group")
 
     (starts,) = plgpu.kernel(
         kernel,

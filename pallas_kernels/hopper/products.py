@@ -14,7 +14,7 @@ _F32, _BF16 = jnp.float32, jnp.bfloat16
 
 
 def tile_products(right, left, interpret: Any):
-    """What `tiles.unit_inverse` takes: products of [C, C] in registers, through room for a right operand and, to interpret, two left."""
+    """What `tiles.unit_inverse` takes: products of [C, C] in registers, through buffer for a right operand and, to interpret, two left."""
 
     def product(*pairs):
         """The sum of a b over the pairs, which share the b of the first."""

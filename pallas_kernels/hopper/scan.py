@@ -21,7 +21,7 @@ _BLOCK = 64  # columns of the memory that a warpgroup holds
 _DEEPEST_IN_REGISTERS = 128  # rows beyond which it is in pieces
 
 
-_STAGES = 3  # chunks on their way or in use, where there is room
+_STAGES = 3  # chunks on their way or in use, where there is buffer
 
 
 _SMEM = 226 * 1024  # bytes of shared memory, of 227
@@ -47,13 +47,13 @@ def decayed(chunk, S):
 
 def scan(
     step, given, initial, depth, tokens, outs, *, save, heads, reverse, interpret, parts: int = 1,
-    marks: int = 1, borders=None,
+    checkpoints: int = 1, chunk_bounds=None,
 ):  # fmt: skip
     """Carry a memory over all chunks.
 
     Args:
-        step: (chunk: references by name, pieces of S, rooms for left operands, hold, store, put) -> pieces of S. `hold` gives what it
-            was given as left operands with their keys, as many at a time as there is room for, and whether they are the last; it
+        step: (chunk: references by name, pieces of S, buffers for left operands, hold, store, put) -> pieces of S. `hold` gives what it
+            was given as left operands with their keys, as many at a time as there is buffer for, and whether they are the last; it
             calls `store` when their products have begun, and `put` with the outputs, turned.
         given: by name, or None: [B, T, *, D] q, k, v, written and reach, [B, heads, N * K] keep, [B, heads, T * n] rows, and any
             others [B, heads, T, C].
@@ -66,11 +66,11 @@ def scan(
         reverse: walk against time.
         interpret: parameters of the interpreter, or False.
         parts: a divisor of N; each part of the sequence is walked by itself, side by side with the others.
-        marks: a divisor of N; more than one also gives S before as many parts of the sequence, which has one part then.
-        borders: the chunks [B, S + 1] at which those of a row's S memories begin and end, or None; not in parts then.
+        checkpoints: a divisor of N; more than one also gives S before as many parts of the sequence, which has one part then.
+        chunk_bounds: the chunks [B, S + 1] at which those of a row's S memories begin and end, or None; not in parts then.
 
     Returns:
-        The outputs, the saved memories [B, heads, N, V, K] if wanted, those of the marks [B, heads * marks, K, V], and the last
+        The outputs, the saved memories [B, heads, N, V, K] if wanted, those of the checkpoints [B, heads * checkpoints, K, V], and the last
         ones [B * S, heads * parts, K, V].
     """
     named = {name: x for name, x in given.items() if x is not None}
@@ -82,44 +82,44 @@ def scan(
     out_type: dict[str, Any] = {name: tokens for name in outs}
     if save:
         out_type["states"] = struct((batch, heads, count * parts, width, depth), _BF16)
-    if marks > 1:
-        out_type["marks"] = struct((batch, heads * marks, width, depth), _F32)
-    runs = 1 if borders is None else borders.shape[1] - 1
+    if checkpoints > 1:
+        out_type["checkpoints"] = struct((batch, heads * checkpoints, width, depth), _F32)
+    runs = 1 if chunk_bounds is None else chunk_bounds.shape[1] - 1
     out_type["last"] = struct((batch * runs, heads * parts, width, depth), _F32)
     starts = {} if initial is None else dict(initial=jnp.swapaxes(initial, -1, -2))
-    starts |= {} if borders is None else dict(borders=borders)
+    starts |= {} if chunk_bounds is None else dict(chunk_bounds=chunk_bounds)
 
-    # A deep memory leaves no room for a copy in registers: it is a left operand in shared memory.
+    # A deep memory leaves no buffer for a copy in registers: it is a left operand in shared memory.
     through = bool(interpret) or depth > _DEEPEST_IN_REGISTERS
     size = _BLOCK if through else depth
 
-    def count_stages(groups, room_count):
+    def count_stages(groups, buffer_count):
         sizes = dict.fromkeys(named, CHUNK) | dict.fromkeys(_KEY_WIDE, depth)
         sizes |= dict(v=groups * _BLOCK, rows=8, keep=8)
         chunk_bytes = sum(
             2 * CHUNK * sizes[name] for name in named
         )  # vectors stand 1024 bytes apart
-        out_bytes = 2 * groups * _BLOCK * (CHUNK * room_count + depth * (save and not through))
+        out_bytes = 2 * groups * _BLOCK * (CHUNK * buffer_count + depth * (save and not through))
         return min(_STAGES, count, (_SMEM - out_bytes) // chunk_bytes)
 
-    # Warpgroups that share what is loaded, if there is room to load ahead. Two take 1.7 times as long as one that has a processor
+    # Warpgroups that share what is loaded, if there is buffer to load ahead. Two take 1.7 times as long as one that has a processor
     # of its own, so that it depends on how often all processors are filled.
     walks = batch * runs * heads * parts * blocks
     alone = 10 * pl.cdiv(walks, PROCESSORS) < 17 * pl.cdiv(walks, 2 * PROCESSORS)
-    room_count = 2 if through else max(1, len(outs))
-    share = blocks % 2 == 0 and not alone and count_stages(2, room_count) >= min(2, count)
+    buffer_count = 2 if through else max(1, len(outs))
+    share = blocks % 2 == 0 and not alone and count_stages(2, buffer_count) >= min(2, count)
     groups = 2 if share else 1
-    # Alone, it may have room for all pieces of its memory at once, and for outputs that it need not wait for.
+    # Alone, it may have buffer for all pieces of its memory at once, and for outputs that it need not wait for.
     pieces = depth // size
     whole = through and groups == 1 and count_stages(1, pieces + len(outs)) >= min(2, count)
-    room_count = pieces + len(outs) if whole else room_count
-    stages = count_stages(groups, room_count)
+    buffer_count = pieces + len(outs) if whole else buffer_count
+    stages = count_stages(groups, buffer_count)
 
     def kernel(*refs):
         refs = dict(zip([*named, *starts, *out_type], refs, strict=True))
         row, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
         own = row, h
-        b, steps, at = wg.walked(refs.get("borders"), row, count, reverse)
+        b, steps, at = wg.walked(refs.get("chunk_bounds"), row, count, reverse)
         if parts > 1:
             head, part = (f(lax.axis_index("row"), parts) for f in (lax.div, lax.rem))
             b, h = lax.div(head, heads), lax.rem(head, heads)
@@ -129,8 +129,8 @@ def scan(
         columns = pl.ds((lax.axis_index("column") * groups + group) * _BLOCK, _BLOCK)
         shared = pl.ds(lax.axis_index("column") * groups * _BLOCK, groups * _BLOCK)
 
-        def scoped(rooms, left):
-            room_smem, *state_smem = rooms
+        def scoped(buffers, left):
+            buffer_smem, *state_smem = buffers
 
             def body(indices, *arguments) -> Any:
                 *loaded, S = arguments
@@ -141,16 +141,16 @@ def scan(
                     part = chunk["rows"].at[pl.ds(index * CHUNK, CHUNK)]
                     chunk[("beta", "enter", "leave")[index]] = part
                 n = at(indices[0])
-                if marks > 1:
-                    stride = count // marks
+                if checkpoints > 1:
+                    stride = count // checkpoints
 
                     @pl.when(lax.rem(n, stride) == 0)
                     def _():
-                        mark = b, h * marks + lax.div(n, stride), columns
+                        mark = b, h * checkpoints + lax.div(n, stride), columns
                         for keys, piece in slices_of(S):
-                            refs["marks"].at[*mark, keys][...] = piece
+                            refs["checkpoints"].at[*mark, keys][...] = piece
 
-                rooms = [room_smem.at[group, index] for index in range(room_count)]
+                buffers = [buffer_smem.at[group, index] for index in range(buffer_count)]
 
                 def hold(S):
                     if not through:
@@ -159,19 +159,19 @@ def scan(
                     held = []
                     for index, (keys, piece) in enumerate(slices_of(S)):
                         if not whole:
-                            # All but the last copy, which is of the other room.
+                            # All but the last copy, which is of the other buffer.
                             plgpu.wait_smem_to_gmem(int(save or index == 0), wait_read_only=True)
                         elif index == 0:
                             plgpu.wait_smem_to_gmem(len(outs), wait_read_only=True)
-                        room = rooms[index if whole else (index + 1) % 2]
-                        room[...] = piece.astype(_BF16)
-                        held.append((keys, room))
+                        buffer = buffers[index if whole else (index + 1) % 2]
+                        buffer[...] = piece.astype(_BF16)
+                        held.append((keys, buffer))
                         if whole and index < len(S) - 1:
                             continue
                         plgpu.commit_smem()
-                        for keys, room in held if save else ():
+                        for keys, buffer in held if save else ():
                             to = refs["states"].at[b, h, n, columns, keys]
-                            plgpu.copy_smem_to_gmem(room, to)
+                            plgpu.copy_smem_to_gmem(buffer, to)
                         yield held, index == len(S) - 1
                         held = []
 
@@ -180,28 +180,28 @@ def scan(
                         return
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     if save:
-                        room = state_smem[0].at[group]
+                        buffer = state_smem[0].at[group]
                         for keys, piece in slices_of(S):
-                            room.at[:, keys][...] = piece.astype(_BF16)
+                            buffer.at[:, keys][...] = piece.astype(_BF16)
                         plgpu.commit_smem()
-                        plgpu.copy_smem_to_gmem(room, refs["states"].at[b, h, n, columns])
+                        plgpu.copy_smem_to_gmem(buffer, refs["states"].at[b, h, n, columns])
 
                 def put(*values):
                     if not values:
                         return
                     if through:
-                        # All but this step's copies of pieces, which have rooms of their own.
+                        # All but this step's copies of pieces, which have buffers of their own.
                         later = pieces if whole and save else 0
                         plgpu.wait_smem_to_gmem(later, wait_read_only=True)
-                    free = rooms[pieces:] if whole else rooms
-                    for room, value in zip(free, values, strict=False):
-                        room.transpose((1, 0))[...] = value.astype(_BF16)
+                    free = buffers[pieces:] if whole else buffers
+                    for buffer, value in zip(free, values, strict=False):
+                        buffer.transpose((1, 0))[...] = value.astype(_BF16)
                     plgpu.commit_smem()
-                    for room, name in zip(free, outs, strict=False):
+                    for buffer, name in zip(free, outs, strict=False):
                         tokens = refs[name].at[b, pl.ds(n * CHUNK, CHUNK), h, columns]
-                        plgpu.copy_smem_to_gmem(room, tokens)
+                        plgpu.copy_smem_to_gmem(buffer, tokens)
 
-                left_of = [room.at[group] for room in left] or [None] * 3
+                left_of = [buffer.at[group] for buffer in left] or [None] * 3
                 return step(chunk, S, left_of, hold, store, put)
 
             def compute(pipeline):
@@ -247,12 +247,12 @@ def scan(
             )(*sources)  # fmt: skip
 
         smem: Any = plgpu.SMEM
-        room = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
-        rooms = [room((groups, room_count, *_SQUARE))]
+        buffer = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
+        buffers = [buffer((groups, buffer_count, *_SQUARE))]
         if save and not through:
-            rooms.append(room((groups, _BLOCK, depth)))
-        left = [room((groups, *_SQUARE))] * 3
-        pl.run_scoped(scoped, rooms, left if interpret else [], collective_axes="group")
+            buffers.append(buffer((groups, _BLOCK, depth)))
+        left = [buffer((groups, *_SQUARE))] * 3
+        pl.run_scoped(scoped, buffers, left if interpret else [], collective_axes="group")
 
     *found, last = plgpu.kernel(
         kernel,
@@ -268,6 +268,6 @@ def scan(
         ),
         interpret=interpret,
     )(*named.values(), *starts.values())
-    if marks > 1:
+    if checkpoints > 1:
         found[-1] = jnp.swapaxes(found[-1], -1, -2)
     return *found, jnp.swapaxes(last, -1, -2)

@@ -49,28 +49,28 @@ def load_global(ref, layout: Any = LAYOUT):
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def walked(borders, row, count: int, reverse: bool):
+def walked(chunk_bounds, row, count: int, reverse: bool):
     """The row of tokens that a row of memories belongs to, how many chunks are walked over for it, and which is the n-th.
 
-    `borders` in global memory, [B, S + 1], are where the chunks of a row's S memories begin and end; None gives it all `count`.
+    `chunk_bounds` in global memory, [B, S + 1], are where the chunks of a row's S memories begin and end; None gives it all `count`.
     """
     b, first, steps = row, 0, count
-    if borders is not None:
-        runs = borders.shape[1] - 1
+    if chunk_bounds is not None:
+        runs = chunk_bounds.shape[1] - 1
         b, run = lax.div(row, runs), lax.rem(row, runs)
-        first = borders.at[b][run]
-        steps = borders.at[b][run + 1] - first
+        first = chunk_bounds.at[b][run]
+        steps = chunk_bounds.at[b][run + 1] - first
     return b, steps, lambda n: first + (steps - 1 - n if reverse else n)
 
 
-def as_left(x, room, interpret: Any):
-    """x as the left operand of a product, in bfloat16: in registers, or in `room` for the interpreter, which knows no other."""
+def as_left(x, buffer, interpret: Any):
+    """x as the left operand of a product, in bfloat16: in registers, or in `buffer` for the interpreter, which knows no other."""
     x = x.astype(jnp.bfloat16)
     if not interpret:
         return x
-    room[...] = x
+    buffer[...] = x
     plgpu.commit_smem()
-    return room
+    return buffer
 
 
 def accumulate(products, *starts: Any, interpret: Any) -> Any:
@@ -149,8 +149,8 @@ def overlap(products, shapes, more, starts, use, *, interpret: Any) -> Any:
         found = use(*values)
         return [ref[...] for ref in sums], found
 
-    rooms = (*shapes, *(x.shape for x in starts))
-    sums, found = pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for shape in rooms))
+    buffers = (*shapes, *(x.shape for x in starts))
+    sums, found = pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for shape in buffers))
     if interpret:
         sums = [x + y for x, y in zip(starts, sums, strict=True)]
     return sums, found

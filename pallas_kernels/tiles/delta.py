@@ -10,12 +10,12 @@ holds at its key), all x solve one triangular system:
     S' = e^b_C S + kᵀ (e^(b_C - b) ⊙ beta ⊙ x)
 
 (beta stands on N's columns, so that nothing is divided by it.) X and P need no memory: all chunks' are made side by side
-(`prepare`); `sweep` then walks over the chunks. Against time `reverse` carries dS, the gradient of the memory:
+(`chunk_forward`); `scan_forward` then walks over the chunks. Against time `scan_backward` carries dS, the gradient of the memory:
 
     du = Pᵀ dO + e^(b_C - b) ⊙ (k dS')       dv = Xᵀ (beta ⊙ du)
     dS = e^b_C dS' + (scale e^b ⊙ q)ᵀ dO - (e^b ⊙ k)ᵀ dv
 
-and `finish` makes the other gradients, again side by side, from A = scale G ⊙ (dO uᵀ), E = -(G ⊙ dv uᵀ) below its diagonal and
+and `chunk_backward` makes the other gradients, again side by side, from A = scale G ⊙ (dO uᵀ), E = -(G ⊙ dv uᵀ) below its diagonal and
 u = beta ⊙ x:
 
     dq = A k + scale e^b ⊙ (dO Sᵀ)           dk = Aᵀ q + (E + Eᵀ) k - e^b ⊙ (dv Sᵀ) + e^(b_C - b) ⊙ (u dS'ᵀ)
@@ -106,7 +106,7 @@ def unit_inverse(
     return rounded + product(rounded, jnp.where(apart == 0, 1.0, 0.0) - rounded - left)
 
 
-def prepare(q, k, beta, chunk: Chunk, scale: float) -> tuple[jax.Array, jax.Array]:
+def chunk_forward(q, k, beta, chunk: Chunk, scale: float) -> tuple[jax.Array, jax.Array]:
     """X and P, [C, C]."""
     i, j = _indices(len(k))
     strict = jnp.where(i > j, k @ k.T * chunk.weights, 0)
@@ -114,7 +114,7 @@ def prepare(q, k, beta, chunk: Chunk, scale: float) -> tuple[jax.Array, jax.Arra
     return inverse, q @ k.T * chunk.weights * scale
 
 
-def sweep(q, k, v, beta, memory, inverse, scores, chunk: Chunk, scale: float):
+def scan_forward(q, k, v, beta, memory, inverse, scores, chunk: Chunk, scale: float):
     """O [C, V], x [C, V] and S' from S."""
     missing = inverse @ (v - chunk.enter * (k @ memory))
     writes = beta[:, None] * missing
@@ -122,7 +122,7 @@ def sweep(q, k, v, beta, memory, inverse, scores, chunk: Chunk, scale: float):
     return out, missing, chunk.keep * memory + k.T @ (chunk.leave * writes)
 
 
-def reverse(q, k, beta, d_out, d_memory, inverse, scores, chunk: Chunk, scale: float):
+def scan_backward(q, k, beta, d_out, d_memory, inverse, scores, chunk: Chunk, scale: float):
     """dv [C, V] and dS from dS' (`d_memory`)."""
     d_writes = scores.T @ d_out + chunk.leave * (k @ d_memory)
     dv = inverse.T @ (beta[:, None] * d_writes)
@@ -130,7 +130,7 @@ def reverse(q, k, beta, d_out, d_memory, inverse, scores, chunk: Chunk, scale: f
     return dv, chunk.keep * d_memory + entering
 
 
-def finish(q, k, beta, missing, d_out, dv, memory, d_memory, chunk: Chunk, scale: float):
+def chunk_backward(q, k, beta, missing, d_out, dv, memory, d_memory, chunk: Chunk, scale: float):
     """The other gradients, from S, dS' and what the two sweeps left."""
     i, j = _indices(len(k))
     scores, alike = q @ k.T, k @ k.T

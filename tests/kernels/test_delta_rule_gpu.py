@@ -101,9 +101,13 @@ CASES = {
     "parts": dict(dims=(256, 1, 1, 1, 64, 64), documents=False, decay=True, parts=2),
     "parts-documents": dict(dims=(200, 2, 1, 1, 64, 64), documents=True, decay=False, parts=4),
     "parts-channel": dict(dims=(128, 1, 1, 2, 64, 64), documents=False, decay="channel", parts=2),
-    "marks": dict(dims=(256, 1, 1, 1, 64, 64), documents=True, decay=True, marks=2),
-    "marks-deep": dict(dims=(256, 1, 1, 1, 256, 64), documents=False, decay=True, marks=4),
-    "marks-channel": dict(dims=(128, 1, 1, 2, 64, 64), documents=False, decay="channel", marks=2),
+    "checkpoints": dict(dims=(256, 1, 1, 1, 64, 64), documents=True, decay=True, checkpoints=2),
+    "checkpoints-deep": dict(
+        dims=(256, 1, 1, 1, 256, 64), documents=False, decay=True, checkpoints=4
+    ),
+    "checkpoints-channel": dict(
+        dims=(128, 1, 1, 2, 64, 64), documents=False, decay="channel", checkpoints=2
+    ),
     "channel-strong": dict(dims=(128, 1, 1, 2, 64, 128), documents=False, decay="strong channel"),
     "channel-some-rows-within-reach": dict(
         dims=(65, 1, 1, 1, 64, 64), documents=True, decay="steep channel"
@@ -122,8 +126,10 @@ def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
     case = dict(CASES[name])
     if parts := case.pop("parts", None):
         monkeypatch.setattr(hopper_parts, "count_parts", lambda q, k, v: parts)
-    if marks := case.pop("marks", None):
-        monkeypatch.setattr(hopper_parts, "count_marks", lambda q, k, v, borders: marks)
+    if checkpoints := case.pop("checkpoints", None):
+        monkeypatch.setattr(
+            hopper_parts, "count_checkpoints", lambda q, k, v, chunk_bounds: checkpoints
+        )
     if case.pop("many", False):
         monkeypatch.setattr(hopper_scan, "PROCESSORS", 1)
     inputs = make(*case.pop("dims"), **case)
@@ -212,14 +218,25 @@ def test_few_rows_of_a_long_sequence_are_cut_into_parts():
 
 
 def test_a_walk_leaves_memories_where_others_can_begin():
-    def marks(batch, length, heads, dim, borders=None):
+    def checkpoints(batch, length, heads, dim, chunk_bounds=None):
         x = jax.ShapeDtypeStruct((batch, length, heads, dim), jnp.bfloat16)
-        return hopper_parts.count_marks(x, x, x, borders)
+        return hopper_parts.count_checkpoints(x, x, x, chunk_bounds)
 
-    assert [marks(1, 16384, 4, 256), marks(2, 4096, 4, 256), marks(1, 2112, 4, 128)] == [8, 4, 1]
+    assert [
+        checkpoints(1, 16384, 4, 256),
+        checkpoints(2, 4096, 4, 256),
+        checkpoints(1, 2112, 4, 128),
+    ] == [8, 4, 1]
     # In parts already, too many walks, too short, an odd number of chunks, and rows of several memories.
-    assert [marks(1, 16384, 8, 128), marks(8, 4096, 16, 128), marks(1, 2047, 4, 256)] == [1, 1, 1]
-    assert [marks(1, 64 * 65, 4, 256), marks(1, 16384, 4, 256, jnp.zeros((1, 3), jnp.int32))] == [
+    assert [
+        checkpoints(1, 16384, 8, 128),
+        checkpoints(8, 4096, 16, 128),
+        checkpoints(1, 2047, 4, 256),
+    ] == [1, 1, 1]
+    assert [
+        checkpoints(1, 64 * 65, 4, 256),
+        checkpoints(1, 16384, 4, 256, jnp.zeros((1, 3), jnp.int32)),
+    ] == [
         1,
         1,
     ]

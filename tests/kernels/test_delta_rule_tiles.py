@@ -58,10 +58,10 @@ def by_tiles(arrays, runs, cotangents):
     q, k, v, beta, log_decay, memory = arrays
     d_out, d_memory = cotangents
     chunk = tiles.read_chunk(log_decay, *runs)
-    prepared = tiles.prepare(q, k, beta, chunk, SCALE)
-    out, missing, final = tiles.sweep(q, k, v, beta, memory, *prepared, chunk, SCALE)
-    dv, d_initial = tiles.reverse(q, k, beta, d_out, d_memory, *prepared, chunk, SCALE)
-    rest = tiles.finish(q, k, beta, missing, d_out, dv, memory, d_memory, chunk, SCALE)
+    prepared = tiles.chunk_forward(q, k, beta, chunk, SCALE)
+    out, missing, final = tiles.scan_forward(q, k, v, beta, memory, *prepared, chunk, SCALE)
+    dv, d_initial = tiles.scan_backward(q, k, beta, d_out, d_memory, *prepared, chunk, SCALE)
+    rest = tiles.chunk_backward(q, k, beta, missing, d_out, dv, memory, d_memory, chunk, SCALE)
     return out, final, rest.q, rest.k, dv, rest.beta, rest.log_decay, d_initial
 
 

@@ -193,7 +193,11 @@ def test_channels_of_any_size_are_finite_and_right(name, bonus):
 
 @pytest.mark.parametrize(
     "decay, bonus",
-    [(True, False), ("channel", False), pytest.param("channel", True, marks=pytest.mark.slow)],
+    [
+        (True, False),
+        ("channel", False),
+        pytest.param("channel", True, marks=pytest.mark.slow),
+    ],
 )
 def test_causal_to_the_bit(decay, bonus):
     inputs = make(128, 1, 1, 1, 64, 64, documents=bonus, decay=decay, bonus=bonus)

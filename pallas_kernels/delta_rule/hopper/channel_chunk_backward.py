@@ -38,7 +38,7 @@ from pallas_kernels.hopper.halving import (
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 
 
-def finish(
+def chunk_backward(
     q, k, log_decay, beta, missing, d_out, dv, states, d_states, keep, documents: Documents | None, *,
     scale: float, interpret: Any = False,
 ):  # fmt: skip
@@ -85,13 +85,13 @@ def finish(
         tokens, columns = pl.ds(n * CHUNK, CHUNK), pl.ds(group * BLOCK, BLOCK)
 
         def scoped(
-            q_room, k_room, states, d_states, parts, room, totals, x, d_out, dv, read_pairs, erase_pairs,
-            loaded, crossed, *left_room,
+            q_buffer, k_buffer, states, d_states, parts, buffer, totals, x, d_out, dv, read_pairs, erase_pairs,
+            loaded, crossed, *left_buffer,
         ):  # fmt: skip
-            q_room, k_room, states, d_states, parts, room, totals = (
-                x.at[group] for x in (q_room, k_room, states, d_states, parts, room, totals)
+            q_buffer, k_buffer, states, d_states, parts, buffer, totals = (
+                x.at[group] for x in (q_buffer, k_buffer, states, d_states, parts, buffer, totals)
             )
-            for name, to in (("q", q_room), ("k", k_room)):
+            for name, to in (("q", q_buffer), ("k", k_buffer)):
                 source = refs[name].at[b, tokens, own(name), columns]
                 plgpu.copy_gmem_to_smem(source, to, loaded)
             for name, to in (("states", states), ("d_states", d_states)):
@@ -102,8 +102,8 @@ def finish(
                     plgpu.copy_gmem_to_smem(refs[name].at[b, tokens, h], to, loaded)
 
             pl.when(group == 0)(copy_shared)
-            left = left_operand(left_room[0].at[group] if interpret else None, interpret)
-            halving = Halving(parts, room, left, False, interpret)
+            left = left_operand(left_buffer[0].at[group] if interpret else None, interpret)
+            halving = Halving(parts, buffer, left, False, interpret)
             halving.split_decay(wg.load_global(refs["g"].at[b, tokens, own("g"), columns]))
             i, j = halving.i, halving.j
             beta = refs["beta"].at[b, h, tokens]
@@ -165,8 +165,8 @@ def finish(
                 part = pl.ds(row * BLOCK, BLOCK)
                 given += load(states.at[part]).astype(_F32) * load(d_states.at[part]).astype(_F32)
             given *= by_column(refs["keep"].at[b, h, pl.ds(n * depth + group * BLOCK, BLOCK)])
-            given += load(k_room).astype(_F32) * write
-            # The memory's tiles have been used: their room takes the next parts.
+            given += load(k_buffer).astype(_F32) * write
+            # The memory's tiles have been used: their buffer takes the next parts.
             spare = [states, d_states]
             if width > BLOCK:
                 spare = [states.at[pl.ds(part * BLOCK, BLOCK)] for part in range(2)]
@@ -178,20 +178,20 @@ def finish(
             def level(at, gradients):
                 dq, erase, write = gradients
                 factor, later = halving.factor(at), halving.later(at)
-                q_or_k = halving.operand(at, load(q_room), load(k_room), factor)
+                q_or_k = halving.operand(at, load(q_buffer), load(k_buffer), factor)
                 near = left(halving.only_meeting(at, load(read_pairs)))
                 (dx,) = halving.accumulate(lambda out: plgpu.wgmma(out, near, q_or_k))
                 dx *= factor
                 dq, write = dq + later * dx, write + (1 - later) * dx
-                room[...] = (load(k_room).astype(_F32) * factor).astype(_BF16)
+                buffer[...] = (load(k_buffer).astype(_F32) * factor).astype(_BF16)
                 plgpu.commit_smem()
                 near = left(halving.only_meeting(at, load(erase_pairs)))
-                (dx,) = halving.accumulate(lambda out: plgpu.wgmma(out, near, room))
+                (dx,) = halving.accumulate(lambda out: plgpu.wgmma(out, near, buffer))
                 dx *= factor
                 return dq, erase + later * dx, write + (1 - later) * dx
 
             dq, erase, write = lax.fori_loop(0, LEVELS, level, (dq, erase, write))
-            q, k = (load(x).astype(_F32) for x in (q_room, k_room))
+            q, k = (load(x).astype(_F32) for x in (q_buffer, k_buffer))
             halving.split(q * dq + k * (erase - write))
             dg = halving.sums(within(j >= i))
             at_end = plgpu.load(totals, layout=wg.LAYOUT.reduce(0))
@@ -199,28 +199,28 @@ def finish(
             refs["dg"].at[b, tokens, h, columns][...] = dg
             current = jnp.where(i == j, load(read_pairs).astype(_F32), 0.0)
             current = wg.spread_rows(jnp.sum(current, axis=1), SQUARE)
-            give("dq", q_room, dq + current * k)
-            give("dk", k_room, erase + write + current * q)
+            give("dq", q_buffer, dq + current * k)
+            give("dk", k_buffer, erase + write + current * q)
             plgpu.wait_smem_to_gmem(0)
 
         smem: Any = plgpu.SMEM
-        room = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
-        rooms = [
-            room((groups, *SQUARE)),
-            room((groups, *SQUARE)),
-            room((groups, width, BLOCK)),
-            room((groups, width, BLOCK)),
-            room((groups, 2, *SQUARE)),
-            room((groups, *SQUARE)),
+        buffer = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
+        buffers = [
+            buffer((groups, *SQUARE)),
+            buffer((groups, *SQUARE)),
+            buffer((groups, width, BLOCK)),
+            buffer((groups, width, BLOCK)),
+            buffer((groups, 2, *SQUARE)),
+            buffer((groups, *SQUARE)),
             smem((groups, CHUNK), _F32),
-            *[room((CHUNK, width))] * 3,
-            *[room(SQUARE)] * 2,
+            *[buffer((CHUNK, width))] * 3,
+            *[buffer(SQUARE)] * 2,
             plgpu.Barrier(num_arrivals=4 * groups + 3),
             plgpu.Barrier(num_arrivals=groups),
         ]
         if interpret:
-            rooms.append(room((groups, *SQUARE)))
-        pl.run_scoped(scoped, *rooms, collective_axes="warpgroup")
+            buffers.append(buffer((groups, *SQUARE)))
+        pl.run_scoped(scoped, *buffers, collective_axes="warpgroup")
 
     return run_by_chunk(
         kernel, named, list(out_type.values()), batch * count * heads, groups, interpret

@@ -1,8 +1,8 @@
 """What a chunk of the delta rule whose decay has a value for every key channel does before any memory is known, on Mosaic GPU (Hopper).
 
-`resolve` makes the chunk's products of queries and of keys with keys, all at once for rows that the decay since the chunk's beginning
+`chunk_forward` makes the chunk's products of queries and of keys with keys, all at once for rows that the decay since the chunk's beginning
 leaves within reach, for others by halving (see `linear_attention.tiles_channels`), and its queries and keys with their decay to the
-chunk's borders. On a level the rows of later blocks times those of earlier ones are the scores of queries below the diagonal; the
+chunk's chunk_bounds. On a level the rows of later blocks times those of earlier ones are the scores of queries below the diagonal; the
 rows of earlier blocks times those of later ones, both of keys, are the transpose of the system above it: one tile and one product
 serve both. `solve` inverts the transposed systems.
 """
@@ -18,6 +18,7 @@ from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.channel_slices import slices_of
 from pallas_kernels.hopper.halving import (
     BLOCK,
     CHUNK,
@@ -33,7 +34,6 @@ from pallas_kernels.hopper.halving import (
     load,
     same_document,
 )
-from pallas_kernels.hopper.pieces import pieces_of
 from pallas_kernels.hopper.products import tile_products
 from pallas_kernels.tiles import delta as tiles
 
@@ -60,7 +60,7 @@ class Resolved(NamedTuple):
     keep: jax.Array
 
 
-def resolve(
+def chunk_forward(
     q,
     k,
     log_decay,
@@ -72,7 +72,7 @@ def resolve(
 ) -> Resolved:
     """The kernel, over all chunks, for `heads` heads, a multiple of those of q, k and log_decay [B, T, *, K]."""
     batch, length, _, depth = k.shape
-    pieces = pieces_of(depth)  # one after another: their scores are summed in registers
+    pieces = slices_of(depth)  # one after another: their scores are summed in registers
     count, width = length // CHUNK, depth // len(pieces)
     groups = width // BLOCK
     total = batch * count * heads
@@ -94,11 +94,13 @@ def resolve(
         b, tokens = lax.div(index, heads * count), pl.ds(n * CHUNK, CHUNK)
         own = lambda name: lax.div(h * named[name].shape[2], heads)  # noqa: E731 - which of its heads serves this one
 
-        def scoped(q_room, k_room, spare, parts, room, lowest, other, loaded, added, *left_room):
-            q_room, k_room, spare, parts, room, lowest, loaded = (
-                x.at[warpgroup] for x in (q_room, k_room, spare, parts, room, lowest, loaded)
+        def scoped(
+            q_buffer, k_buffer, spare, parts, buffer, lowest, other, loaded, added, *left_buffer
+        ):
+            q_buffer, k_buffer, spare, parts, buffer, lowest, loaded = (
+                x.at[warpgroup] for x in (q_buffer, k_buffer, spare, parts, buffer, lowest, loaded)
             )
-            left = left_operand(left_room[0].at[warpgroup] if interpret else None, interpret)
+            left = left_operand(left_buffer[0].at[warpgroup] if interpret else None, interpret)
 
             def hand_over(scores):
                 other.at[item][...] = scores
@@ -108,10 +110,10 @@ def resolve(
                 """The scores of a piece of the keys, which are added to those before; the rest is handed out."""
                 at = number * width + group * BLOCK
                 columns = pl.ds(at, BLOCK)
-                halving = Halving(parts, room, left, False, interpret, lowest)
+                halving = Halving(parts, buffer, left, False, interpret, lowest)
                 if len(pieces) > 1:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the rooms are free
-                for name, x in (("q", q_room), ("k", k_room)):
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the buffers are free
+                for name, x in (("q", q_buffer), ("k", k_buffer)):
                     source = refs[name].at[b, tokens, own(name), columns]
                     plgpu.copy_gmem_to_smem(source, x, loaded)
                 i, j = halving.i, halving.j
@@ -122,17 +124,17 @@ def resolve(
                 refs["keep"].at[b, h, pl.ds(n * depth + at, BLOCK)][...] = keep
                 plgpu.barrier_wait(loaded)
 
-                since, reached = halving.reach(q_room, k_room)
+                since, reached = halving.reach(q_buffer, k_buffer)
                 pairs = AllPairs(halving, 0, since)
-                rows = pairs.rows(load(q_room), None).astype(_BF16)
-                spare[...] = pairs.rows(load(k_room), None).astype(_BF16)
-                room[...] = pairs.columns(None, load(k_room)).astype(_BF16)
+                rows = pairs.rows(load(q_buffer), None).astype(_BF16)
+                spare[...] = pairs.rows(load(k_buffer), None).astype(_BF16)
+                buffer[...] = pairs.columns(None, load(k_buffer)).astype(_BF16)
                 rows = left(rows)
                 plgpu.commit_smem()
 
                 def both(lower, upper):
-                    plgpu.wgmma(lower, rows, room.transpose((1, 0)))
-                    plgpu.wgmma(upper, room, spare.transpose((1, 0)))
+                    plgpu.wgmma(lower, rows, buffer.transpose((1, 0)))
+                    plgpu.wgmma(upper, buffer, spare.transpose((1, 0)))
 
                 lower, upper = halving.accumulate(both, 2)
                 near = jnp.where(i > j, lower, jnp.where(i < j, upper, 0.0))
@@ -140,17 +142,17 @@ def resolve(
 
                 def meet(at, scores):
                     step = Level(halving, at)
-                    rows = left(step.rows(load(q_room), load(k_room)).astype(_BF16))
-                    room[...] = step.columns(load(k_room), load(k_room)).astype(_BF16)
+                    rows = left(step.rows(load(q_buffer), load(k_buffer)).astype(_BF16))
+                    buffer[...] = step.columns(load(k_buffer), load(k_buffer)).astype(_BF16)
                     plgpu.commit_smem()
                     (near,) = halving.accumulate(
-                        lambda out: plgpu.wgmma(out, rows, room.transpose((1, 0)))
+                        lambda out: plgpu.wgmma(out, rows, buffer.transpose((1, 0)))
                     )
                     return scores + jnp.where(halving.within_reach(), 0.0, step.only(near))
 
                 # A loop: the levels unrolled take more registers than there are.
                 scores = lax.fori_loop(reached * LEVELS, LEVELS, meet, near)
-                current = jnp.sum(load(q_room).astype(_F32) * load(k_room).astype(_F32), axis=1)
+                current = jnp.sum(load(q_buffer).astype(_F32) * load(k_buffer).astype(_F32), axis=1)
                 scores = jnp.where(i == j, wg.spread_rows(current, SQUARE), scores)
                 if before is not None:
                     scores += before
@@ -172,9 +174,9 @@ def resolve(
                     plgpu.copy_smem_to_gmem(to, refs[name].at[b, tokens, h, columns])
 
                 factor = border(True, "enters")
-                give("read", q_room, load(q_room).astype(_F32) * factor * scale)
-                give("erase", spare, load(k_room).astype(_F32) * factor)
-                give("written", k_room, load(k_room).astype(_F32) * border(False, "stays"))
+                give("read", q_buffer, load(q_buffer).astype(_F32) * factor * scale)
+                give("erase", spare, load(k_buffer).astype(_F32) * factor)
+                give("written", k_buffer, load(k_buffer).astype(_F32) * border(False, "stays"))
                 return scores
 
             if len(pieces) == 1:
@@ -184,7 +186,7 @@ def resolve(
                 scores = lax.fori_loop(0, len(pieces), of_piece, zeros)
 
             def save():
-                last = Halving(parts, room, left, False, interpret)
+                last = Halving(parts, buffer, left, False, interpret)
                 i, j = last.i, last.j
                 total = scores
                 if groups > 1:
@@ -193,28 +195,28 @@ def resolve(
                 if documents is not None:
                     total = jnp.where(same_document(refs["run"].at[b, tokens]), total, 0.0)
                 refs["upper"].at[b, h, tokens][...] = jnp.where(i < j, total, 0.0)
-                room[...] = (jnp.where(i < j, 0.0, total) * scale).astype(_BF16)
+                buffer[...] = (jnp.where(i < j, 0.0, total) * scale).astype(_BF16)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(room, refs["scores"].at[b, h, tokens])
+                plgpu.copy_smem_to_gmem(buffer, refs["scores"].at[b, h, tokens])
 
             pl.when(group == 0)(save)
             plgpu.wait_smem_to_gmem(0)
 
         smem: Any = plgpu.SMEM
-        room = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
+        buffer = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
         each = items * groups
-        rooms = [
-            *[room((each, *SQUARE))] * 3,
-            room((each, 2, *SQUARE)),
-            room((each, *SQUARE)),
+        buffers = [
+            *[buffer((each, *SQUARE))] * 3,
+            buffer((each, 2, *SQUARE)),
+            buffer((each, *SQUARE)),
             smem((each, 2, CHUNK), _F32),
             smem((items if groups > 1 else 1, *SQUARE), _F32, transforms=wg.TILED_WIDE),
             plgpu.Barrier(num_arrivals=2, num_barriers=each),
             plgpu.Barrier(num_barriers=items),
         ]
         if interpret:
-            rooms.append(room((each, *SQUARE)))
-        pl.run_scoped(scoped, *rooms, collective_axes="warpgroup")
+            buffers.append(buffer((each, *SQUARE)))
+        pl.run_scoped(scoped, *buffers, collective_axes="warpgroup")
 
     return Resolved(
         *plgpu.kernel(
@@ -230,7 +232,7 @@ def resolve(
     )
 
 
-def solve(upper, rows, *, interpret: Any = False):
+def solve_chunks(upper, rows, *, interpret: Any = False):
     """The transpose of `(I + diag(rows) upper)⁻¹` of every chunk, in bfloat16.
 
     Args:
@@ -244,21 +246,21 @@ def solve(upper, rows, *, interpret: Any = False):
         b, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
         tokens = pl.ds(lax.axis_index("chunk") * CHUNK, CHUNK)
 
-        def scoped(right, room, *left):
+        def scoped(right, buffer, *left):
             product, exact = tile_products(right, left, interpret)
             i = plgpu.broadcasted_iota(jnp.int32, SQUARE, 0, layout=wg.LAYOUT)
             j = plgpu.broadcasted_iota(jnp.int32, SQUARE, 1, layout=wg.LAYOUT)
             strict = wg.load_global(upper.at[b, h, tokens])
             strict *= wg.spread_rows(by_row(rows.at[b, h, tokens]), SQUARE)
             inverse = tiles.unit_inverse(strict, i ^ j, lambda a, b: product((a, b)), exact)
-            room.transpose((1, 0))[...] = inverse.astype(_BF16)
+            buffer.transpose((1, 0))[...] = inverse.astype(_BF16)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(room, out.at[b, h, tokens])
+            plgpu.copy_smem_to_gmem(buffer, out.at[b, h, tokens])
             plgpu.wait_smem_to_gmem(0)
 
         smem: Any = plgpu.SMEM
-        room = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
-        pl.run_scoped(scoped, *[room(SQUARE)] * (4 if interpret else 2))
+        buffer = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
+        pl.run_scoped(scoped, *[buffer(SQUARE)] * (4 if interpret else 2))
 
     return plgpu.kernel(
         kernel,

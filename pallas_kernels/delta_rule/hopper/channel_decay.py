@@ -14,13 +14,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.delta_rule.hopper.channel_chunk_backward import finish
-from pallas_kernels.delta_rule.hopper.channel_chunk_forward import Resolved, resolve, solve
+from pallas_kernels.delta_rule.hopper.channel_chunk_backward import chunk_backward
+from pallas_kernels.delta_rule.hopper.channel_chunk_forward import (
+    Resolved,
+    chunk_forward,
+    solve_chunks,
+)
 from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, Prepared
-from pallas_kernels.delta_rule.hopper.scan import reverse, sweep
+from pallas_kernels.delta_rule.hopper.scan import scan_backward, scan_forward
+from pallas_kernels.hopper import channel_slices, row_layout
 from pallas_kernels.hopper import parts as hopper_parts
-from pallas_kernels.hopper import pieces as hopper_pieces
-from pallas_kernels.hopper import row_layout
 from pallas_kernels.hopper.parts import multiple
 from pallas_kernels.memory_calls import FLOAT32_DECAY, VALUES_IN_SLICES, in_bfloat16, key_dims
 
@@ -55,24 +58,26 @@ def forward(
     """The output [B, T, max(H, G), V], the final memories as `initial` and the residuals. T is a multiple of `multiple`."""
     memories = v.shape[2]
     heads = max(q.shape[2], memories)
-    run, borders = row_layout.split_runs(run, initial, len(v))
+    run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
     documents = row_layout.documents_of(run, 1)
     options: dict[str, Any] = dict(heads=heads, scale=scale, interpret=interpret)
-    resolved = resolve(q, k, log_decay, documents, **options)
+    resolved = chunk_forward(q, k, log_decay, documents, **options)
     rows = jnp.repeat(jnp.swapaxes(beta, 1, 2), heads // memories, axis=1)
-    inverse = solve(resolved.upper, _not_zero(rows), interpret=interpret)
+    inverse = solve_chunks(resolved.upper, _not_zero(rows), interpret=interpret)
     prepared = Prepared(inverse, resolved.scores, rows)
     # Several heads that read one memory each carry it along.
     initial = jnp.repeat(initial, heads // memories, axis=1)
-    options |= dict(scale=1.0, written=resolved.written, keep=resolved.keep, borders=borders)
+    options |= dict(
+        scale=1.0, written=resolved.written, keep=resolved.keep, chunk_bounds=chunk_bounds
+    )
     parts = hopper_parts.cut(
-        functools.partial(sweep, None, resolved.erase, prepared=prepared, initial=None, **options),
-        q, k, v, initial, borders, interpret,
+        functools.partial(scan_forward, None, resolved.erase, prepared=prepared, initial=None, **options),
+        q, k, v, initial, chunk_bounds, interpret,
     )  # fmt: skip
     starts, count = hopper_parts.starts_of(parts, initial)
-    output, *marked, ends = sweep(
+    output, *marked, ends = scan_forward(
         resolved.read, resolved.erase, v, prepared, starts, parts=count,
-        marks=hopper_parts.count_marks(q, k, v, borders), **options,
+        checkpoints=hopper_parts.count_checkpoints(q, k, v, chunk_bounds), **options,
     )  # fmt: skip
     parts = hopper_parts.Parts(None, *marked) if marked else parts
     residuals = Residuals(resolved._replace(upper=None), prepared, parts)
@@ -87,35 +92,39 @@ def backward(
     del beta, decay_gradient
     memories, heads = v.shape[2], d_output.shape[2]
     (resolved, prepared, parts), share = residuals, row_layout.sum_heads
-    run, borders = row_layout.split_runs(run, initial, len(v))
+    run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
     initial = jnp.repeat(initial, heads // memories, axis=1)
     starts, count = hopper_parts.starts_of(parts, initial)
     options: dict[str, Any] = dict(
-        heads=heads, scale=1.0, written=resolved.written, keep=resolved.keep, borders=borders,
+        heads=heads, scale=1.0, written=resolved.written, keep=resolved.keep, chunk_bounds=chunk_bounds,
         interpret=interpret,
     )  # fmt: skip
-    missing, states, _ = sweep(
+    missing, states, _ = scan_forward(
         None, resolved.erase, v, prepared, starts, save=True, parts=count, **options
     )
     # Of several heads that carry one memory, the first hands on the gradient from outside.
     first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
     d_final = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
     prepared = prepared._replace(rows=_not_zero(prepared.rows))
-    walk = functools.partial(reverse, resolved.read, resolved.erase, d_output, prepared, **options)
+    walk = functools.partial(
+        scan_backward, resolved.read, resolved.erase, d_output, prepared, **options
+    )
     d_ends, count = hopper_parts.ends_of(parts, walk, d_final, interpret)
     dv, d_states, d_starts = walk(d_ends, parts=count)
     documents, depth = row_layout.documents_of(run, 1), q.shape[-1]
 
     def of_chunks(keys, values):
-        return finish(
+        return chunk_backward(
             q[..., keys], k[..., keys], log_decay[..., keys], prepared.rows, missing[..., values], d_output[..., values],
             dv[..., values], states[..., values, keys], d_states[..., values, keys],
-            hopper_pieces.of_piece(resolved.keep, depth, keys), documents, scale=scale, interpret=interpret,
+            channel_slices.slice_of(resolved.keep, depth, keys), documents, scale=scale, interpret=interpret,
         )  # fmt: skip
 
     found = [
-        hopper_pieces.added(*(of_chunks(keys, at) for at in hopper_pieces.pieces_of(v.shape[-1])))
-        for keys in hopper_pieces.pieces_of(depth)
+        channel_slices.sum_of(
+            *(of_chunks(keys, at) for at in channel_slices.slices_of(v.shape[-1]))
+        )
+        for keys in channel_slices.slices_of(depth)
     ]
     # That of beta needs no keys, so that every piece of them has all of it.
     *by_key, (d_beta, *_) = zip(*found, strict=True)

@@ -14,13 +14,13 @@ from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, SQUARE, read_c
 from pallas_kernels.hopper import warpgroups as wg
 
 _BLOCK = 64
-_WIDTH = 256  # columns of values that have room
-_STAGES = 3  # pairs of memories on their way or in use, where they take no other chunk's room
+_WIDTH = 256  # columns of values that have buffer
+_STAGES = 3  # pairs of memories on their way or in use, where they take no other chunk's buffer
 _ROOM = 226 * 1024  # bytes of shared memory, of 227
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 
 
-def finish(
+def chunk_backward(
     q, k, missing, d_out, dv, states, d_states, beta, log_decay, run, *, scale: float,
     decay_gradient: bool, interpret: Any = False,
 ):  # fmt: skip
@@ -128,7 +128,7 @@ def finish(
 
             # What the memory gives them.
             written = jnp.zeros_like(later)
-            # <S, dS'> is the trace of a product: the tensor cores have time, the registers no room.
+            # <S, dS'> is the trace of a product: the tensor cores have time, the registers no buffer.
             totals = [jnp.zeros(SQUARE, _F32)] * decay_gradient
             for column in range(depth // _BLOCK):
                 columns = pl.ds(column * _BLOCK, _BLOCK)
@@ -164,8 +164,8 @@ def finish(
                     plgpu.wgmma(dk, erased, k.at[:, columns])
 
                 grads = wg.accumulate(near, read, write, interpret=interpret)
-                for room, grad in zip((q, k), grads, strict=True):  # these columns are done with
-                    room.at[:, columns][...] = grad.astype(_BF16)
+                for buffer, grad in zip((q, k), grads, strict=True):  # these columns are done with
+                    buffer.at[:, columns][...] = grad.astype(_BF16)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(q, refs["dq"].at[b, at, to])
             plgpu.copy_smem_to_gmem(k, refs["dk"].at[b, at, to])
@@ -190,11 +190,11 @@ def finish(
             plgpu.wait_smem_to_gmem(0)
 
         smem: Any = plgpu.SMEM
-        room = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
+        buffer = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
         pl.run_scoped(
-            scoped, {n: room((CHUNK, depth if n in ("q", "k") else width)) for n in tiles}, room((stages, 2, *SQUARE)),
-            room(SQUARE), smem((CHUNK,), _F32), plgpu.Barrier(num_arrivals=len(tiles)),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages), [room(SQUARE)] * 2 if interpret else [None] * 2,
+            scoped, {n: buffer((CHUNK, depth if n in ("q", "k") else width)) for n in tiles}, buffer((stages, 2, *SQUARE)),
+            buffer(SQUARE), smem((CHUNK,), _F32), plgpu.Barrier(num_arrivals=len(tiles)),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages), [buffer(SQUARE)] * 2 if interpret else [None] * 2,
         )  # fmt: skip
 
     return plgpu.kernel(

@@ -65,7 +65,7 @@ def read_chunk(refs: dict[str, Any], b, h, heads: int, chunk, vector) -> Chunk:
         h: index of the head.
         heads: of how many; a multiple of G.
         chunk: index of the chunk.
-        vector: room for [C] float32 in shared memory.
+        vector: buffer for [C] float32 in shared memory.
     """
     tokens = pl.ds(chunk * CHUNK, CHUNK)
     own = lax.div(h * refs["beta"].shape[2], heads)
@@ -105,7 +105,7 @@ def read_chunk(refs: dict[str, Any], b, h, heads: int, chunk, vector) -> Chunk:
     return Chunk(i, j, turn, beta, weights, same, enter, leave)
 
 
-def prepare(
+def chunk_forward(
     q, k, beta, log_decay, run, *, heads: int, scale: float, interpret: Any = False
 ) -> Prepared:
     """The kernel, over all chunks.
@@ -186,11 +186,11 @@ def prepare(
             plgpu.wait_smem_to_gmem(0)
 
         smem: Any = plgpu.SMEM
-        room = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
+        buffer = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
         pl.run_scoped(
-            scoped, room((CHUNK, depth)), room((CHUNK, depth)), room(SQUARE), room(SQUARE),
+            scoped, buffer((CHUNK, depth)), buffer((CHUNK, depth)), buffer(SQUARE), buffer(SQUARE),
             smem((CHUNK,), _F32), plgpu.Barrier(num_arrivals=2),
-            *([room(SQUARE), room(SQUARE)] if interpret else []),
+            *([buffer(SQUARE), buffer(SQUARE)] if interpret else []),
         )  # fmt: skip
 
     return Prepared(

@@ -21,9 +21,9 @@ _F32, _BF16 = jnp.float32, jnp.bfloat16
 _SQUARE = (CHUNK, CHUNK)
 
 
-def sweep(
+def scan_forward(
     q, k, v, prepared: Prepared, initial, *, heads: int, scale: float, save: bool = False,
-    written=None, keep=None, parts: int = 1, marks: int = 1, borders=None, interpret: Any = False,
+    written=None, keep=None, parts: int = 1, checkpoints: int = 1, chunk_bounds=None, interpret: Any = False,
 ):  # fmt: skip
     """With time, from S to S'.
 
@@ -39,13 +39,13 @@ def sweep(
         written: [B, T, *, K], what writes if it is not k; q and k then hold their decays, and `prepared` has none.
         keep: [B, heads, N * K] float32, what the key channels keep of S over a chunk, with `written`.
         parts: into which the sequence is cut, each walked by itself.
-        marks: also return the memories at which as many parts of the sequence begin, if more than one; with one part alone.
-        borders: the chunks [B, S + 1] at which those of a row's S memories begin and end, or None.
+        checkpoints: also return the memories at which as many parts of the sequence begin, if more than one; with one part alone.
+        chunk_bounds: the chunks [B, S + 1] at which those of a row's S memories begin and end, or None.
         interpret: parameters of the interpreter, or False.
 
     Returns:
         The output [B, T, heads, V] if q is given, x [B, T, heads, V] and the turned memories [B, heads, N, V, K] bfloat16 if
-        `save`, those of the marks [B, heads * marks, K, V] float32, and the last memory of each part.
+        `save`, those of the checkpoints [B, heads * checkpoints, K, V] float32, and the last memory of each part.
     """
     given = dict(q=q, k=k, v=v, inverse=prepared.inverse, rows=prepared.rows)
     given |= dict(written=written, keep=keep)
@@ -99,13 +99,13 @@ def sweep(
 
     return scan(
         step, given, initial, k.shape[-1], tokens, outs, save=save, heads=heads, parts=parts, reverse=False,
-        marks=marks, borders=borders, interpret=interpret,
+        checkpoints=checkpoints, chunk_bounds=chunk_bounds, interpret=interpret,
     )  # fmt: skip
 
 
-def reverse(
+def scan_backward(
     q, k, d_out, prepared: Prepared, d_final, *, heads: int, scale: float, written=None, keep=None,
-    save: bool = True, parts: int = 1, borders=None, interpret: Any = False,
+    save: bool = True, parts: int = 1, chunk_bounds=None, interpret: Any = False,
 ):  # fmt: skip
     """Against time, from the gradient of the memory after the last chunk.
 
@@ -117,11 +117,11 @@ def reverse(
         d_final: [B * S, heads * parts, K, V] float32; None is 0.
         heads: of d_out; a multiple of those of q and k.
         scale: of q.
-        written: as in `sweep`.
-        keep: as in `sweep`.
+        written: as in `scan_forward`.
+        keep: as in `scan_forward`.
         save: False returns the last alone.
-        parts: as in `sweep`.
-        borders: as in `sweep`.
+        parts: as in `scan_forward`.
+        chunk_bounds: as in `scan_forward`.
         interpret: parameters of the interpreter, or False.
 
     Returns:
@@ -168,7 +168,7 @@ def reverse(
     tokens = jax.ShapeDtypeStruct(d_out.shape, _BF16)
     return scan(
         step, given, d_final, k.shape[-1], tokens, ["dv"] * save, save=save, heads=heads, parts=parts, reverse=True,
-        borders=borders, interpret=interpret,
+        chunk_bounds=chunk_bounds, interpret=interpret,
     )  # fmt: skip
 
 

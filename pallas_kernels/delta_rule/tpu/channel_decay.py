@@ -2,7 +2,7 @@
 pass over the tokens.
 
 As in `tpu`, with N_ij = Σ_c k_ic k_jc e^(b_i - b_j)_c for its system and P_ij = scale Σ_c q_ic k_jc e^(b_i - b_j)_c for what is read,
-both by the halving of `linear_attention.tpu_halving`, and with queries and keys decayed to the chunk's borders:
+both by the halving of `linear_attention.tpu_halving`, and with queries and keys decayed to the chunk's chunk_bounds:
 
     x = (I + N diag(beta))⁻¹ (v - erase S)    O = read S + P (beta ⊙ x)    S' = keep S + writtenᵀ (beta ⊙ x)
 

@@ -37,7 +37,7 @@ from pallas_kernels.hopper.halving import (
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 
 
-def finish(
+def chunk_backward(
     q, k, a, b, log_decay, v, back, d_out, d_reached, states, d_states, kept, documents: Documents | None, *,
     scale: float, interpret: Any = False,
 ):  # fmt: skip
@@ -83,16 +83,16 @@ def finish(
         tokens, columns = pl.ds(n * CHUNK, CHUNK), pl.ds(group * BLOCK, BLOCK)
 
         def scoped(
-            rooms, state, parts, room, totals, d_outs, values, loaded, state_loaded, used, crossed, *left_room
+            buffers, state, parts, buffer, totals, d_outs, values, loaded, state_loaded, used, crossed, *left_buffer
         ):  # fmt: skip
-            rooms, state, parts, room, totals = (
-                x.at[group] for x in (rooms, state, parts, room, totals)
+            buffers, state, parts, buffer, totals = (
+                x.at[group] for x in (buffers, state, parts, buffer, totals)
             )
-            q_room, k_room, a_room, b_room = (rooms.at[at] for at in range(4))
+            q_buffer, k_buffer, a_buffer, b_buffer = (buffers.at[at] for at in range(4))
             memory = state.at[pl.ds(0, width)]
             for at, name in enumerate(inputs):
                 source = refs[name].at[row, tokens, own(name), columns]
-                plgpu.copy_gmem_to_smem(source, rooms.at[at], loaded)
+                plgpu.copy_gmem_to_smem(source, buffers.at[at], loaded)
             plgpu.copy_gmem_to_smem(refs["states"].at[row, h, n, :, columns], memory, loaded)
 
             def copy_shared():
@@ -101,8 +101,8 @@ def finish(
                     plgpu.copy_gmem_to_smem(refs[name].at[row, tokens, own(name)], to, loaded)
 
             pl.when(group == 0)(copy_shared)
-            left = left_operand(left_room[0].at[group] if interpret else None, interpret)
-            halving = Halving(parts, room, left, True, interpret)
+            left = left_operand(left_buffer[0].at[group] if interpret else None, interpret)
+            halving = Halving(parts, buffer, left, True, interpret)
             i, j = halving.i, halving.j
             tile = lambda x: load(x).astype(_F32)  # noqa: E731
             decay = lambda: wg.load_global(refs["g"].at[row, tokens, own("g"), columns])  # noqa: E731 - twice
@@ -152,7 +152,7 @@ def finish(
 
             plgpu.barrier_wait(state_loaded.at[group])
             dk, db = halving.accumulate(write, 2)
-            # Both warpgroups are done with the tiles: the matrices take their room, by line.
+            # Both warpgroups are done with the tiles: the matrices take their buffer, by line.
             plgpu.barrier_arrive(used)
             plgpu.barrier_wait(used)
             matrices = [[x.at[at, :, pl.ds(0, CHUNK)] for at in range(2)] for x in (d_outs, values)]
@@ -175,20 +175,20 @@ def finish(
             leave = border(halving.border(False), "stays")
             dk *= leave
             db *= leave
-            # The memory's tiles have been used: their room takes the next parts, and then what stands on a level.
+            # The memory's tiles have been used: their buffer takes the next parts, and then what stands on a level.
             spare = [state.at[pl.ds(at * BLOCK, BLOCK)] for at in range(2)]
-            halving.split(tile(k_room) * dk + tile(b_room) * db, spare)
+            halving.split(tile(k_buffer) * dk + tile(b_buffer) * db, spare)
             written = halving.column_sums(spare)
             totals[...] = written + by_row(refs["kept"].at[row, h, pl.ds(n * depth + group * BLOCK, BLOCK)])  # fmt: skip
 
             plgpu.barrier_wait(crossed)
-            q_room[...] = (tile(q_room) * own_decay(decay())).astype(_BF16)  # q'
+            q_buffer[...] = (tile(q_buffer) * own_decay(decay())).astype(_BF16)  # q'
             plgpu.commit_smem()
 
             def level(at, gradients):
                 dq, dk, da, db = gradients
                 factor, later = halving.factor(at), halving.later(at)
-                for of_later, of_earlier, to in ((q_room, k_room, spare[0]), (a_room, b_room, spare[1])):  # fmt: skip
+                for of_later, of_earlier, to in ((q_buffer, k_buffer, spare[0]), (a_buffer, b_buffer, spare[1])):  # fmt: skip
                     x = halving.blend(at, load(of_later), load(of_earlier))
                     to[...] = (x.astype(_F32) * factor).astype(_BF16)
                 plgpu.commit_smem()
@@ -205,9 +205,9 @@ def finish(
                 return dq, dk, da, db
 
             dq, dk, da, db = lax.fori_loop(0, LEVELS, level, (dq, dk, da, db))
-            halving.split(tile(q_room) * dq - tile(k_room) * dk - tile(b_room) * db)
+            halving.split(tile(q_buffer) * dq - tile(k_buffer) * dk - tile(b_buffer) * db)
             dg = halving.sums(within(j >= i))
-            halving.split(tile(a_room) * da)
+            halving.split(tile(a_buffer) * da)
             dg += halving.sums(within(j > i))
             at_end = plgpu.load(totals, layout=wg.LAYOUT.reduce(0))
             dg += border(lax.broadcast_in_dim(at_end, SQUARE, [1]), "stays")
@@ -217,9 +217,9 @@ def finish(
             of_k, of_b = (wg.spread_rows(x, SQUARE) for x in current)
             shift = own_decay(decay())
             q = wg.load_global(refs["q"].at[row, tokens, own("q"), columns]).astype(_F32)
-            dq = dq * shift + of_k * tile(k_room) + of_b * tile(b_room)
+            dq = dq * shift + of_k * tile(k_buffer) + of_b * tile(b_buffer)
             for name, to, x in (
-                ("dq", q_room, dq), ("dk", k_room, dk + of_k * q), ("da", a_room, da), ("db", b_room, db + of_b * q)
+                ("dq", q_buffer, dq), ("dk", k_buffer, dk + of_k * q), ("da", a_buffer, da), ("db", b_buffer, db + of_b * q)
             ):  # fmt: skip
                 to[...] = x.astype(_BF16)
                 plgpu.commit_smem()
@@ -227,23 +227,23 @@ def finish(
             plgpu.wait_smem_to_gmem(0)
 
         smem: Any = plgpu.SMEM
-        room = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
-        rooms = [
-            room((groups, 4, *SQUARE)),
-            room((groups, max(width, 2 * BLOCK), BLOCK)),
-            room((groups, 2, *SQUARE)),
-            room((groups, *SQUARE)),
+        buffer = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
+        buffers = [
+            buffer((groups, 4, *SQUARE)),
+            buffer((groups, max(width, 2 * BLOCK), BLOCK)),
+            buffer((groups, 2, *SQUARE)),
+            buffer((groups, *SQUARE)),
             smem((groups, CHUNK), _F32),
-            room((2, CHUNK, width)),
-            room((2, CHUNK, width)),
+            buffer((2, CHUNK, width)),
+            buffer((2, CHUNK, width)),
             plgpu.Barrier(num_arrivals=5 * groups + 4),
             plgpu.Barrier(num_barriers=groups),
             plgpu.Barrier(num_arrivals=groups),
             plgpu.Barrier(num_arrivals=groups),
         ]
         if interpret:
-            rooms.append(room((groups, *SQUARE)))
-        pl.run_scoped(scoped, *rooms, collective_axes="warpgroup")
+            buffers.append(buffer((groups, *SQUARE)))
+        pl.run_scoped(scoped, *buffers, collective_axes="warpgroup")
 
     return run_by_chunk(
         kernel, named, list(out_type.values()), batch * count * heads, groups, interpret

@@ -1,6 +1,6 @@
 """What a chunk of a diagonal-plus-low-rank memory does before any memory is known, on Mosaic GPU (Hopper).
 
-`resolve` makes the products of q and a with k and b under their decays, all at once for rows that the decay since the chunk's
+`chunk_forward` makes the products of q and a with k and b under their decays, all at once for rows that the decay since the chunk's
 beginning leaves within reach, for others by halving (see `linear_attention.tiles_channels`). With q' = q e^g every one of them
 stands under the decay between the two tokens, without either's own, so that on a level one tile holds q' or k, the other a or b, and
 two products give the four: what q sees below the diagonal, what a sees, transposed, above it. `solve` inverts what a sees of b, and
@@ -66,7 +66,7 @@ class Resolved(NamedTuple):
     keep: jax.Array
 
 
-def resolve(
+def chunk_forward(
     q, k, a, b, log_decay, documents: Documents | None, *, heads: int, scale: float, interpret: Any = False
 ) -> Resolved:  # fmt: skip
     """The kernel, over all chunks, for `heads` heads, a multiple of those of the inputs [B, T, *, K]."""
@@ -88,15 +88,17 @@ def resolve(
         row, tokens = lax.div(index, heads * count), pl.ds(n * CHUNK, CHUNK)
         own = lambda name: lax.div(h * named[name].shape[2], heads)  # noqa: E731 - which of its heads serves this one
 
-        def scoped(loaded_rooms, parts, room, decayed, lowest, other, loaded, added, *left_room):
-            loaded_rooms, parts, room, decayed, lowest = (
-                x.at[group] for x in (loaded_rooms, parts, room, decayed, lowest)
+        def scoped(
+            loaded_rooms, parts, buffer, decayed, lowest, other, loaded, added, *left_buffer
+        ):
+            loaded_rooms, parts, buffer, decayed, lowest = (
+                x.at[group] for x in (loaded_rooms, parts, buffer, decayed, lowest)
             )
-            q_room, k_room, a_room, b_room = (loaded_rooms.at[n] for n in range(4))
-            for name, to in zip(tokens_of, (q_room, k_room, a_room, b_room), strict=True):
+            q_buffer, k_buffer, a_buffer, b_buffer = (loaded_rooms.at[n] for n in range(4))
+            for name, to in zip(tokens_of, (q_buffer, k_buffer, a_buffer, b_buffer), strict=True):
                 plgpu.copy_gmem_to_smem(refs[name].at[row, tokens, own(name), columns], to, loaded)
-            left = left_operand(left_room[0].at[group] if interpret else None, interpret)
-            halving = Halving(parts, room, left, True, interpret, lowest)
+            left = left_operand(left_buffer[0].at[group] if interpret else None, interpret)
+            halving = Halving(parts, buffer, left, True, interpret, lowest)
             i, j = halving.i, halving.j
             tile = lambda x: load(x).astype(_F32)  # noqa: E731
             decay = wg.load_global(refs["g"].at[row, tokens, own("g"), columns])
@@ -106,36 +108,36 @@ def resolve(
                 keep *= refs["enters"].at[row][n * CHUNK + CHUNK - 1]
             refs["keep"].at[row, h, pl.ds(n * depth + group * BLOCK, BLOCK)][...] = keep
             plgpu.barrier_wait(loaded)
-            current = [jnp.sum(tile(q_room) * tile(x), axis=1) for x in (k_room, b_room)]
-            q_room[...] = (tile(q_room) * own_decay(decay)).astype(_BF16)
+            current = [jnp.sum(tile(q_buffer) * tile(x), axis=1) for x in (k_buffer, b_buffer)]
+            q_buffer[...] = (tile(q_buffer) * own_decay(decay)).astype(_BF16)
             plgpu.commit_smem()
 
             def product(rows, columns):
                 return halving.accumulate(lambda out: plgpu.wgmma(out, rows, columns))[0]
 
-            since, reached = halving.reach(q_room, k_room, a_room, b_room)
+            since, reached = halving.reach(q_buffer, k_buffer, a_buffer, b_buffer)
             pairs = AllPairs(halving, 0, since)
             of_later, of_earlier = pairs.factor, pairs.columns_factor
-            of_q = left((tile(q_room) * of_later).astype(_BF16))
+            of_q = left((tile(q_buffer) * of_later).astype(_BF16))
             of_a, of_b = decayed.at[0], decayed.at[1]
-            of_a[...] = (tile(a_room) * of_later).astype(_BF16)
-            of_b[...] = (tile(b_room) * of_earlier).astype(_BF16)
-            room[...] = (tile(k_room) * of_earlier).astype(_BF16)
+            of_a[...] = (tile(a_buffer) * of_later).astype(_BF16)
+            of_b[...] = (tile(b_buffer) * of_earlier).astype(_BF16)
+            buffer[...] = (tile(k_buffer) * of_earlier).astype(_BF16)
             plgpu.commit_smem()
             turned = lambda x: x.transpose((1, 0))  # noqa: E731
             scores = []
-            for below, above in ((room, of_b), (of_b, room)):
+            for below, above in ((buffer, of_b), (of_b, buffer)):
                 below, above = product(of_q, turned(below)), product(above, turned(of_a))
                 near = jnp.where(i > j, below, jnp.where(i < j, above, 0.0))
                 scores.append(jnp.where(halving.within_reach(), near, 0.0))
 
             def level(at, scores):
                 step, found = Level(halving, at), []
-                for rows, turn in (((q_room, b_room), (a_room, k_room)), ((q_room, k_room), (a_room, b_room))):  # fmt: skip
-                    room[...] = step.columns(*map(load, turn)).astype(_BF16)
+                for rows, turn in (((q_buffer, b_buffer), (a_buffer, k_buffer)), ((q_buffer, k_buffer), (a_buffer, b_buffer))):  # fmt: skip
+                    buffer[...] = step.columns(*map(load, turn)).astype(_BF16)
                     x = left(step.rows(*map(load, rows)).astype(_BF16))
                     plgpu.commit_smem()
-                    near = step.only(product(x, turned(room)))
+                    near = step.only(product(x, turned(buffer)))
                     found.append(jnp.where(halving.within_reach(), 0.0, near))
                 return [x + y for x, y in zip(scores, found, strict=True)]
 
@@ -154,14 +156,14 @@ def resolve(
                 pl.when(group == 1)(hand_over)
 
             # What is apart from the other warpgroup goes first, so that it need not wait long.
-            for later, flags, times, rooms in (
-                (True, "enters", scale, dict(read=q_room, reach=a_room)),
-                (False, "stays", 1.0, dict(written=b_room, written_values=k_room)),
+            for later, flags, times, buffers in (
+                (True, "enters", scale, dict(read=q_buffer, reach=a_buffer)),
+                (False, "stays", 1.0, dict(written=b_buffer, written_values=k_buffer)),
             ):
                 factor = halving.border(later)
                 if documents is not None:
                     factor *= wg.spread_rows(by_row(refs[flags].at[row, tokens]), SQUARE)
-                for name, to in rooms.items():
+                for name, to in buffers.items():
                     to[...] = (tile(to) * factor * (times if name == "read" else 1.0)).astype(_BF16)
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(to, refs[name].at[row, tokens, h, columns])
@@ -184,20 +186,20 @@ def resolve(
             plgpu.wait_smem_to_gmem(0)
 
         smem: Any = plgpu.SMEM
-        room = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
-        rooms = [
-            room((groups, 4, *SQUARE)),
-            room((groups, 2, *SQUARE)),
-            room((groups, *SQUARE)),
-            room((groups, 2, *SQUARE)),
+        buffer = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
+        buffers = [
+            buffer((groups, 4, *SQUARE)),
+            buffer((groups, 2, *SQUARE)),
+            buffer((groups, *SQUARE)),
+            buffer((groups, 2, *SQUARE)),
             smem((groups, 2, CHUNK), _F32),
             smem((2 if groups > 1 else 1, *SQUARE), _F32, transforms=wg.TILED_WIDE),
             plgpu.Barrier(num_arrivals=4 * groups),
             plgpu.Barrier(),
         ]
         if interpret:
-            rooms.append(room((groups, *SQUARE)))
-        pl.run_scoped(scoped, *rooms, collective_axes="warpgroup")
+            buffers.append(buffer((groups, *SQUARE)))
+        pl.run_scoped(scoped, *buffers, collective_axes="warpgroup")
 
     return Resolved(
         *run_by_chunk(kernel, named, out_type, batch * count * heads, groups, interpret)
@@ -223,7 +225,7 @@ class Solved(NamedTuple):
     values: jax.Array
 
 
-def solve(upper, upper_values, reach, *, interpret: Any = False) -> Solved:
+def solve_chunks(upper, upper_values, reach, *, interpret: Any = False) -> Solved:
     """The kernel, over all chunks; the arguments are `Resolved`'s."""
     batch, heads, length, _ = upper.shape
     depth = reach.shape[-1]
@@ -234,38 +236,38 @@ def solve(upper, upper_values, reach, *, interpret: Any = False) -> Solved:
         b, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
         tokens = pl.ds(lax.axis_index("chunk") * CHUNK, CHUNK)
 
-        def scoped(right, room, values_room, reach_room, barrier, *left):
-            plgpu.copy_gmem_to_smem(upper_values.at[b, h, tokens], values_room, barrier)
-            plgpu.copy_gmem_to_smem(reach.at[b, tokens, h], reach_room, barrier)
+        def scoped(right, buffer, values_buffer, reach_buffer, barrier, *left):
+            plgpu.copy_gmem_to_smem(upper_values.at[b, h, tokens], values_buffer, barrier)
+            plgpu.copy_gmem_to_smem(reach.at[b, tokens, h], reach_buffer, barrier)
             product, exact = tile_products(right, left, interpret)
             i = plgpu.broadcasted_iota(jnp.int32, SQUARE, 0, layout=wg.LAYOUT)
             j = plgpu.broadcasted_iota(jnp.int32, SQUARE, 1, layout=wg.LAYOUT)
             strict = -wg.load_global(upper.at[b, h, tokens])
             inverse = tiles.unit_inverse(strict, i ^ j, lambda a, b: product((a, b)), exact)
-            room.transpose((1, 0))[...] = inverse.astype(_BF16)
+            buffer.transpose((1, 0))[...] = inverse.astype(_BF16)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(room, inverse_out.at[b, h, tokens])
+            plgpu.copy_smem_to_gmem(buffer, inverse_out.at[b, h, tokens])
             plgpu.barrier_wait(barrier)
-            multiply = lambda out, x: plgpu.wgmma(out, room, x)  # noqa: E731
+            multiply = lambda out, x: plgpu.wgmma(out, buffer, x)  # noqa: E731
             zeros = jnp.zeros(SQUARE, _F32)
             for n in range(depth // BLOCK):
-                part = reach_room.at[:, pl.ds(n * BLOCK, BLOCK)]
+                part = reach_buffer.at[:, pl.ds(n * BLOCK, BLOCK)]
                 add = functools.partial(multiply, x=part)
                 (found,) = wg.accumulate(add, zeros, interpret=interpret)
                 part[...] = found.astype(_BF16)
-            add = functools.partial(multiply, x=values_room.transpose((1, 0)))
+            add = functools.partial(multiply, x=values_buffer.transpose((1, 0)))
             (found,) = wg.accumulate(add, zeros, interpret=interpret)
-            values_room[...] = found.astype(_BF16)
+            values_buffer[...] = found.astype(_BF16)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(reach_room, reach_out.at[b, tokens, h])
-            plgpu.copy_smem_to_gmem(values_room, values_out.at[b, h, tokens])
+            plgpu.copy_smem_to_gmem(reach_buffer, reach_out.at[b, tokens, h])
+            plgpu.copy_smem_to_gmem(values_buffer, values_out.at[b, h, tokens])
             plgpu.wait_smem_to_gmem(0)
 
         smem: Any = plgpu.SMEM
-        room = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
+        buffer = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
         pl.run_scoped(
-            scoped, *[room(SQUARE)] * 3, room((CHUNK, depth)), plgpu.Barrier(num_arrivals=2),
-            *[room(SQUARE)] * (2 if interpret else 0),
+            scoped, *[buffer(SQUARE)] * 3, buffer((CHUNK, depth)), plgpu.Barrier(num_arrivals=2),
+            *[buffer(SQUARE)] * (2 if interpret else 0),
         )  # fmt: skip
 
     return Solved(

@@ -26,9 +26,9 @@ _BLOCK = 64
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 
 
-def sweep(
+def scan_forward(
     resolved: Resolved, solved: Solved, v, initial, *, save: bool = False, read: bool = True,
-    parts: int = 1, borders=None, interpret: Any = False,
+    parts: int = 1, chunk_bounds=None, interpret: Any = False,
 ):  # fmt: skip
     """With time, from S to S'.
 
@@ -40,7 +40,7 @@ def sweep(
         save: return what a read and the memories before each chunk in place of the output.
         read: False returns the last memory alone.
         parts: into which the sequence is cut, each walked by itself.
-        borders: the chunks [B, S + 1] at which those of a row's S memories begin and end, or None.
+        chunk_bounds: the chunks [B, S + 1] at which those of a row's S memories begin and end, or None.
         interpret: parameters of the interpreter, or False.
 
     Returns:
@@ -100,17 +100,17 @@ def sweep(
     outs = ["back"] * save + ["out"] * read
     return scan(
         step, given, initial, depth, tokens, outs, save=save, heads=heads, parts=parts, reverse=False,
-        borders=borders, interpret=interpret,
+        chunk_bounds=chunk_bounds, interpret=interpret,
     )  # fmt: skip
 
 
-def reverse(
+def scan_backward(
     resolved: Resolved, solved: Solved, d_out, d_final, *, save: bool = True, parts: int = 1,
-    borders=None, interpret: Any = False,
+    chunk_bounds=None, interpret: Any = False,
 ):  # fmt: skip
     """Against time: du [B, T, h, V] and the turned gradients of the memories after each chunk (if `save`), and that of the first.
 
-    d_final is [B * S, h * parts, K, V], or None, which is 0; `parts` and `borders` as in `sweep`.
+    d_final is [B * S, h * parts, K, V], or None, which is 0; `parts` and `chunk_bounds` as in `scan_forward`.
     """
     given = dict(
         reach=solved.reach, written=resolved.written, q=resolved.read, v=d_out,
@@ -149,14 +149,14 @@ def reverse(
     tokens = jax.ShapeDtypeStruct(d_out.shape, _BF16)
     return scan(
         step, given, d_final, resolved.read.shape[-1], tokens, ["d_back"] * save, save=save,
-        heads=d_out.shape[2], parts=parts, reverse=True, borders=borders, interpret=interpret,
+        heads=d_out.shape[2], parts=parts, reverse=True, chunk_bounds=chunk_bounds, interpret=interpret,
     )  # fmt: skip
 
 
 def values_backward(
     resolved: Resolved, solved: Solved, d_out, d_back, d_states, *, interpret: Any = False
 ):
-    """dv and Xᵀ du, [B, T, h, V], chunk by chunk; `d_states` as `reverse` gives them."""
+    """dv and Xᵀ du, [B, T, h, V], chunk by chunk; `d_states` as `scan_backward` gives them."""
     batch, length, heads, width = d_out.shape
     depth = resolved.read.shape[-1]
     named = dict(
@@ -170,8 +170,8 @@ def values_backward(
         n = lax.axis_index("chunk")
         tokens = pl.ds(n * CHUNK, CHUNK)
 
-        def scoped(rooms, barrier):
-            for name, to in rooms.items():
+        def scoped(buffers, barrier):
+            for name, to in buffers.items():
                 source = refs[name]
                 if name == "d_states":
                     source = source.at[b, h, n]
@@ -183,13 +183,15 @@ def values_backward(
             plgpu.barrier_wait(barrier)
             for column in range(width // _BLOCK):
                 part = pl.ds(column * _BLOCK, _BLOCK)
-                d_out, d_back = (rooms[name].at[:, part] for name in ("d_out", "d_back"))
+                d_out, d_back = (buffers[name].at[:, part] for name in ("d_out", "d_back"))
 
                 def products(dv, reached, d_out=d_out, d_back=d_back, part=part):
-                    plgpu.wgmma(dv, rooms["scores"].transpose((1, 0)), d_out)
-                    plgpu.wgmma(dv, rooms["values"].transpose((1, 0)), d_back)
-                    plgpu.wgmma(dv, rooms["written"], rooms["d_states"].at[part].transpose((1, 0)))
-                    plgpu.wgmma(reached, rooms["inverse"].transpose((1, 0)), d_back)
+                    plgpu.wgmma(dv, buffers["scores"].transpose((1, 0)), d_out)
+                    plgpu.wgmma(dv, buffers["values"].transpose((1, 0)), d_back)
+                    plgpu.wgmma(
+                        dv, buffers["written"], buffers["d_states"].at[part].transpose((1, 0))
+                    )
+                    plgpu.wgmma(reached, buffers["inverse"].transpose((1, 0)), d_back)
 
                 zeros = jnp.zeros(SQUARE, _F32)
                 found = wg.accumulate(products, zeros, zeros, interpret=interpret)
@@ -198,17 +200,17 @@ def values_backward(
                 ):  # these columns are done with
                     to[...] = x.astype(_BF16)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(rooms["d_out"], refs["dv"].at[b, tokens, h])
-            plgpu.copy_smem_to_gmem(rooms["d_back"], refs["d_reached"].at[b, tokens, h])
+            plgpu.copy_smem_to_gmem(buffers["d_out"], refs["dv"].at[b, tokens, h])
+            plgpu.copy_smem_to_gmem(buffers["d_back"], refs["d_reached"].at[b, tokens, h])
             plgpu.wait_smem_to_gmem(0)
 
         smem: Any = plgpu.SMEM
-        room = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
+        buffer = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
         sizes = dict.fromkeys(named, SQUARE) | dict(
             d_out=(CHUNK, width), d_back=(CHUNK, width), written=(CHUNK, depth), d_states=(width, depth)
         )  # fmt: skip
         pl.run_scoped(
-            scoped, {name: room(size) for name, size in sizes.items()},
+            scoped, {name: buffer(size) for name, size in sizes.items()},
             plgpu.Barrier(num_arrivals=len(named)),
         )  # fmt: skip
 

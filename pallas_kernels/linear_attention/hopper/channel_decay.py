@@ -1,15 +1,15 @@
 """Linear attention whose decay has a value for every key channel (GLA, HGRN2, RWKV6), on Mosaic GPU (Hopper).
 
-What is parallel is apart from what is sequential. `_prepare` resolves every chunk by itself: its scores, for rows that the decay
+What is parallel is apart from what is sequential. `_chunk_forward` resolves every chunk by itself: its scores, for rows that the decay
 since the chunk's beginning leaves within reach all at once, for others by halving (see `tiles_channels`); and its queries and keys
-with their decay to the chunk's borders. `_sweep` then walks over the chunks with a [K, 64] piece of the memory S in the registers of
+with their decay to the chunk's chunk_bounds. `_scan` then walks over the chunks with a [K, 64] piece of the memory S in the registers of
 a warpgroup:
 
     out = read S + scores values,    S <- keep S + writtenᵀ values
 
 all three products at once, so that a chunk's chain is one store and one round of products. Run against time with the transposed
 scores, read and written exchanged and dO for values it gives dv and the memory's gradient. Both sweeps of the backward save what
-they hold at each chunk's border, and `_finish` gives dq, dk and the decay's gradient, again chunk by chunk.
+they hold at each chunk's border, and `chunk_backward` gives dq, dk and the decay's gradient, again chunk by chunk.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pallas_kernels.hopper.halving import (
     load,
     same_document,
 )
-from pallas_kernels.linear_attention.hopper.chunk_backward import finish
+from pallas_kernels.linear_attention.hopper.chunk_backward import chunk_backward
 from pallas_kernels.memory_calls import FLOAT32_DECAY, KEYS_IN_SLICES, VALUES_IN_SLICES, in_bfloat16
 
 _STAGES = 3  # chunks on their way or in use
@@ -54,7 +54,7 @@ REQUIREMENTS = (
 )
 
 
-class Prepared(NamedTuple):
+class Chunks(NamedTuple):
     """Every chunk of T tokens, for h heads.
 
     Attributes:
@@ -76,7 +76,7 @@ class Residuals(NamedTuple):
     To resolve the chunks again would take a quarter of the time of both.
     """
 
-    chunks: Prepared
+    chunks: Chunks
     starts: jax.Array
 
 
@@ -116,21 +116,21 @@ def forward(
     v, initial = _cut(v, pieces), _cut_memory(initial, pieces)
     batch, length, memories, _ = v.shape
     heads = max(q.shape[2], memories)
-    run, borders = row_layout.split_runs(run, initial, batch)
-    parts = 1 if borders is not None else row_layout.count_parts(batch * heads, length)
+    run, chunk_bounds = row_layout.split_runs(run, initial, batch)
+    parts = 1 if chunk_bounds is not None else row_layout.count_parts(batch * heads, length)
     split = functools.partial(row_layout.split_parts, parts=parts)
-    chunks = _prepare(
+    chunks = _chunk_forward(
         split(q), split(k), split(log_decay), row_layout.documents_of(run, parts), heads=heads // pieces, scale=scale, bonus=bonus,
         interpret=interpret,
     )  # fmt: skip
     values = split(v)
-    sweep = functools.partial(_sweep, borders=borders, interpret=interpret)
+    scan = functools.partial(_scan, chunk_bounds=chunk_bounds, interpret=interpret)
     # Several heads that read one memory each carry it along.
     starts = initial = jnp.repeat(initial, heads // memories, axis=1)
     if parts > 1:
-        (written,) = sweep(None, chunks.written, values, None, chunks.keep)
+        (written,) = scan(None, chunks.written, values, None, chunks.keep)
         starts = row_layout.memories_before_parts(written, _by_channel(chunks), initial)
-    output, ends = sweep(
+    output, ends = scan(
         chunks.read, chunks.written, values, chunks.scores, chunks.keep, initial=starts
     )
     final = ends.reshape(-1, parts, heads, *ends.shape[2:])[:, -1, :: heads // memories]
@@ -138,20 +138,20 @@ def forward(
     return output, _join_memory(final, pieces), Residuals(chunks, starts)
 
 
-def walk(k, v, log_decay, run, initial, *, heads: int, interpret: Any = False):
+def scan_writes(k, v, log_decay, run, initial, *, heads: int, interpret: Any = False):
     """What `heads` heads hold of keys k and values v: chunks that are only written, the memories before and after, documents.
 
     For P parts of the sequence: memories before each chunk [B * P, heads, N / P, K, V], and the last [B * P, heads, K, V].
     """
-    run, borders = row_layout.split_runs(run, initial, len(v))
-    parts = 1 if borders is not None else row_layout.count_parts(len(v) * heads, v.shape[1])
+    run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
+    parts = 1 if chunk_bounds is not None else row_layout.count_parts(len(v) * heads, v.shape[1])
     split = functools.partial(row_layout.split_parts, parts=parts)
     values, documents = split(v), row_layout.documents_of(run, parts)
-    chunks = _prepare(
+    chunks = _chunk_forward(
         None, split(k), split(log_decay), documents, heads=heads, scale=1.0, interpret=interpret
     )
     write = functools.partial(
-        _sweep, None, chunks.written, values, None, chunks.keep, borders=borders,
+        _scan, None, chunks.written, values, None, chunks.keep, chunk_bounds=chunk_bounds,
         interpret=interpret,
     )  # fmt: skip
     starts = jnp.repeat(initial, heads // initial.shape[1], axis=1)
@@ -171,23 +171,23 @@ def backward(
     v, d_output, d_final = _cut(v, pieces), _cut(d_output, pieces), _cut_memory(d_final, pieces)
     batch, length, memories, _ = v.shape
     heads, (chunks, starts) = d_output.shape[2], residuals
-    run, borders = row_layout.split_runs(run, initial, batch)
+    run, chunk_bounds = row_layout.split_runs(run, initial, batch)
     parts = starts.shape[0] // initial.shape[0]
     split = functools.partial(row_layout.split_parts, parts=parts)
     values, d_out = split(v), split(d_output)
-    sweep = functools.partial(_sweep, borders=borders, interpret=interpret)
+    scan = functools.partial(_scan, chunk_bounds=chunk_bounds, interpret=interpret)
     # Of several heads that carry one memory, the first hands on the gradient from outside.
     first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
     d_ends = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
     if parts > 1:
-        (read,) = sweep(None, chunks.read, d_out, None, chunks.keep, reverse=True)
+        (read,) = scan(None, chunks.read, d_out, None, chunks.keep, reverse=True)
         d_ends = row_layout.memories_before_parts(read, _by_channel(chunks), d_ends, reverse=True)
-    _, states = sweep(None, chunks.written, values, None, chunks.keep, initial=starts, save=True)
-    dv, d_starts, d_states = sweep(
+    _, states = scan(None, chunks.written, values, None, chunks.keep, initial=starts, save=True)
+    dv, d_starts, d_states = scan(
         chunks.written, chunks.read, d_out, chunks.scores, chunks.keep,
         initial=d_ends, save=True, reverse=True,
     )  # fmt: skip
-    dq, dk, d_decay, *d_bonus = finish(
+    dq, dk, d_decay, *d_bonus = chunk_backward(
         split(q), split(k), values, split(log_decay), d_out, states, d_states, chunks.keep,
         row_layout.documents_of(run, parts), scale=scale, bonus=bonus, pieces=1 if pieces % 2 else 2, interpret=interpret,
     )  # fmt: skip
@@ -207,16 +207,16 @@ def backward(
     )
 
 
-def _by_channel(chunks: Prepared):
+def _by_channel(chunks: Chunks):
     """`keep` with chunks last, [B, h, K, N]."""
     batch, _, heads, depth = chunks.written.shape
     return jnp.swapaxes(chunks.keep.reshape(batch, heads, -1, depth), 2, 3)
 
 
-def _prepare(
+def _chunk_forward(
     q, k, log_decay, documents: Documents | None, *, heads: int, scale: float, bonus=None,
     interpret: Any = False,
-) -> Prepared:  # fmt: skip
+) -> Chunks:  # fmt: skip
     """Resolve all chunks for `heads` heads, a multiple of those of q, k and log_decay [B, T, *, K] and of bonus [*, K].
 
     Without q (None) they have no scores and are not read, and k may be float32.
@@ -246,16 +246,16 @@ def _prepare(
         b, tokens = lax.div(index, heads * count), pl.ds(n * CHUNK, CHUNK)
         own = lambda heads_of: lax.div(h * heads_of, heads)  # noqa: E731 - which of these serves this one
 
-        def scoped(q_room, k_room, parts, room, lowest, other, loaded, added, *left_room):
-            q_room, k_room, parts, room, lowest, loaded = (
-                x.at[warpgroup] for x in (q_room, k_room, parts, room, lowest, loaded)
+        def scoped(q_buffer, k_buffer, parts, buffer, lowest, other, loaded, added, *left_buffer):
+            q_buffer, k_buffer, parts, buffer, lowest, loaded = (
+                x.at[warpgroup] for x in (q_buffer, k_buffer, parts, buffer, lowest, loaded)
             )
-            for name, x in (("k", k_room), ("q", q_room)):
+            for name, x in (("k", k_buffer), ("q", q_buffer)):
                 if name in refs:
                     source = refs[name].at[b, tokens, own(named[name].shape[2]), columns]
                     plgpu.copy_gmem_to_smem(source, x, loaded)
-            left = left_operand(left_room[0].at[warpgroup] if interpret else None, interpret)
-            halving = Halving(parts, room, left, bonus is not None, interpret, lowest)
+            left = left_operand(left_buffer[0].at[warpgroup] if interpret else None, interpret)
+            halving = Halving(parts, buffer, left, bonus is not None, interpret, lowest)
             g = wg.load_global(refs["g"].at[b, tokens, own(log_decay.shape[2]), columns])
             halving.split_decay(g)
             keep = jnp.exp2(halving.column_sums())
@@ -265,14 +265,14 @@ def _prepare(
             plgpu.barrier_wait(loaded)
 
             def resolve():
-                since, reached = halving.reach(q_room, k_room)
+                since, reached = halving.reach(q_buffer, k_buffer)
 
                 def add(step, scores, serves):
-                    rows = left(step.rows(load(q_room), load(k_room)).astype(room.dtype))
-                    room[...] = step.columns(load(q_room), load(k_room)).astype(room.dtype)
+                    rows = left(step.rows(load(q_buffer), load(k_buffer)).astype(buffer.dtype))
+                    buffer[...] = step.columns(load(q_buffer), load(k_buffer)).astype(buffer.dtype)
                     plgpu.commit_smem()
                     (near,) = halving.accumulate(
-                        lambda out: plgpu.wgmma(out, rows, room.transpose((1, 0)))
+                        lambda out: plgpu.wgmma(out, rows, buffer.transpose((1, 0)))
                     )
                     return scores + jnp.where(serves(), step.only(near), 0.0)
 
@@ -283,7 +283,7 @@ def _prepare(
                 scores = plgpu.layout_cast(jnp.zeros(SQUARE, _F32), wg.LAYOUT)
                 scores = add(AllPairs(halving, 0, since), scores, halving.within_reach)
                 scores = lax.fori_loop(reached * LEVELS, LEVELS, level, scores)
-                current = load(q_room).astype(_F32) * load(k_room).astype(_F32)
+                current = load(q_buffer).astype(_F32) * load(k_buffer).astype(_F32)
                 if bonus is not None:
                     current *= by_column(refs["bonus"].at[own(bonus.shape[0]), columns])
                 current = wg.spread_rows(jnp.sum(current, axis=1), SQUARE)
@@ -302,7 +302,7 @@ def _prepare(
             if groups > 1 and q is not None:
                 pl.when(group == 1)(hand_over)
             # What is apart from the other warpgroup goes first, so that it need not wait long.
-            for name, x, later in (("read", q_room, True), ("written", k_room, False)):
+            for name, x, later in (("read", q_buffer, True), ("written", k_buffer, False)):
                 if name not in refs:
                     continue
                 factor = halving.border(later)
@@ -311,7 +311,7 @@ def _prepare(
                     factor *= wg.spread_rows(by_row(flags), SQUARE)
                 if later:
                     factor *= scale
-                into = q_room if q is None else x
+                into = q_buffer if q is None else x
                 into[...] = (load(x).astype(_F32) * factor).astype(into.dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(into, refs[name].at[b, tokens, h, columns])
@@ -321,30 +321,30 @@ def _prepare(
                 if groups > 1:
                     plgpu.barrier_wait(added.at[item])
                     whole += load(other.at[item])
-                room[...] = whole.astype(room.dtype)
+                buffer[...] = whole.astype(buffer.dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(room, refs["scores"].at[b, h, tokens])
+                plgpu.copy_smem_to_gmem(buffer, refs["scores"].at[b, h, tokens])
 
             if q is not None:
                 pl.when(group == 0)(save)
             plgpu.wait_smem_to_gmem(0)
 
         smem: Any = plgpu.SMEM
-        room = functools.partial(smem, dtype=jnp.bfloat16, transforms=wg.TILED)
+        buffer = functools.partial(smem, dtype=jnp.bfloat16, transforms=wg.TILED)
         each = items * groups
-        rooms = [
-            room((each, *SQUARE)),
-            room((each, *SQUARE), dtype=k.dtype, transforms=wg.tiled(k.dtype)),
-            room((each, 2, *SQUARE)),
-            room((each, *SQUARE)),
+        buffers = [
+            buffer((each, *SQUARE)),
+            buffer((each, *SQUARE), dtype=k.dtype, transforms=wg.tiled(k.dtype)),
+            buffer((each, 2, *SQUARE)),
+            buffer((each, *SQUARE)),
             smem((each, 2, CHUNK), _F32),
             smem((items if groups > 1 else 1, *SQUARE), _F32, transforms=wg.TILED_WIDE),
             plgpu.Barrier(num_arrivals=1 if q is None else 2, num_barriers=each),
             plgpu.Barrier(num_barriers=items),
         ]
         if interpret:
-            rooms.append(room((each, *SQUARE)))
-        pl.run_scoped(scoped, *rooms, collective_axes="warpgroup")
+            buffers.append(buffer((each, *SQUARE)))
+        pl.run_scoped(scoped, *buffers, collective_axes="warpgroup")
 
     written, keep, *rest = plgpu.kernel(
         kernel,
@@ -357,12 +357,12 @@ def _prepare(
         interpret=interpret,
     )(*named.values())
     scores, read = rest or (None, None)
-    return Prepared(scores, read, written, keep)
+    return Chunks(scores, read, written, keep)
 
 
-def _sweep(
+def _scan(
     read, written, values, scores, keep, *, initial=None, reverse: bool = False, save: bool = False,
-    borders=None, interpret: Any = False,
+    chunk_bounds=None, interpret: Any = False,
 ):  # fmt: skip
     """Walk over all chunks, with a memory for each of h heads, the most that an argument has; the others' numbers divide h.
 
@@ -375,7 +375,7 @@ def _sweep(
         initial: [B * S, h, K, V] float32, S before the first chunk (in reverse, after the last); None is 0.
         reverse: walk against time.
         save: also return S before each chunk (in reverse, after it).
-        borders: of `row_layout.split_runs`, or None.
+        chunk_bounds: of `row_layout.split_runs`, or None.
         interpret: parameters of the interpreter, or False.
 
     Returns:
@@ -389,8 +389,8 @@ def _sweep(
     streams = dict(read=read, written=written, values=values, scores=scores, keep=keep)
     streams = {name: x for name, x in streams.items() if x is not None}
     named = streams | ({} if initial is None else dict(initial=initial))
-    named |= {} if borders is None else dict(borders=borders)
-    runs = 1 if borders is None else borders.shape[1] - 1
+    named |= {} if chunk_bounds is None else dict(chunk_bounds=chunk_bounds)
+    runs = 1 if chunk_bounds is None else chunk_bounds.shape[1] - 1
     struct = jax.ShapeDtypeStruct
     out_type = {
         "out": read is not None and struct((batch, length, heads, width), values.dtype),
@@ -402,7 +402,7 @@ def _sweep(
     def kernel(*refs):
         refs = dict(zip([*named, *out_type], refs, strict=True))
         row, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
-        b, steps, at = wg.walked(refs.get("borders"), row, count, reverse)
+        b, steps, at = wg.walked(refs.get("chunk_bounds"), row, count, reverse)
         group = lax.axis_index("group")
         columns = pl.ds((lax.axis_index("column") * groups + group) * BLOCK, BLOCK)
         shared = pl.ds(lax.axis_index("column") * groups * BLOCK, groups * BLOCK)
@@ -415,7 +415,7 @@ def _sweep(
                 written, z = chunk["written"], chunk["values"]
                 if groups > 1:
                     z = z.at[:, pl.ds(group * BLOCK, BLOCK)]
-                memory, out_room = memory_smem.at[group], out_smem.at[group]
+                memory, out_buffer = memory_smem.at[group], out_smem.at[group]
                 if save:
                     # All but the output's copy, which came after the memory's.
                     plgpu.wait_smem_to_gmem(0 if read is None else 1, wait_read_only=True)
@@ -437,9 +437,9 @@ def _sweep(
 
                 out, S = wg.accumulate(products, jnp.zeros(wide, _F32), S, interpret=interpret)
                 plgpu.wait_smem_to_gmem(1 if save else 0, wait_read_only=True)
-                out_room[...] = out.astype(out_room.dtype)
+                out_buffer[...] = out.astype(out_buffer.dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(out_room, refs["out"].at[b, pl.ds(n * CHUNK, CHUNK), h, columns])  # fmt: skip
+                plgpu.copy_smem_to_gmem(out_buffer, refs["out"].at[b, pl.ds(n * CHUNK, CHUNK), h, columns])  # fmt: skip
                 return S
 
             def compute(pipeline):
@@ -473,9 +473,9 @@ def _sweep(
             )(*sources)  # fmt: skip
 
         smem: Any = plgpu.SMEM
-        room = functools.partial(smem, dtype=values.dtype, transforms=wg.TILED)
-        rooms = room((groups, depth, BLOCK)), room((groups, *wide))
-        pl.run_scoped(scoped, *rooms, collective_axes="group")
+        buffer = functools.partial(smem, dtype=values.dtype, transforms=wg.TILED)
+        buffers = buffer((groups, depth, BLOCK)), buffer((groups, *wide))
+        pl.run_scoped(scoped, *buffers, collective_axes="group")
 
     return plgpu.kernel(
         kernel,

@@ -32,7 +32,7 @@ from pallas_kernels.hopper.halving import (
 _F32 = jnp.float32
 
 
-def finish(
+def chunk_backward(
     q, k, v, log_decay, d_output, states, d_states, keep, documents: Documents | None, *,
     scale: float, bonus=None, pieces: int = 1, exact: bool = False, interpret: Any = False,
 ):  # fmt: skip
@@ -52,7 +52,7 @@ def finish(
         documents: or None.
         scale: of q.
         bonus: [*, K], or None.
-        pieces: 1 or 2, into which each head's values are cut; more find no room.
+        pieces: 1 or 2, into which each head's values are cut; more find no buffer.
         exact: the gradient of q, asked for alone, is float32.
         interpret: parameters of the interpreter, or False.
     """
@@ -66,7 +66,7 @@ def finish(
     named |= {} if documents is None else documents._asdict()
     named |= {} if bonus is None else dict(bonus=bonus)
     count, groups, keep_heads = length // CHUNK, depth // BLOCK, keep.shape[1]
-    # Two blocks of one warpgroup find room on a processor, but not with values of two pieces: one loads while the other computes.
+    # Two blocks of one warpgroup find buffer on a processor, but not with values of two pieces: one loads while the other computes.
     together = groups if pieces > 1 else 1
     apart = groups // together
     struct = jax.ShapeDtypeStruct
@@ -87,32 +87,32 @@ def finish(
         tokens, columns = pl.ds(n * CHUNK, CHUNK), pl.ds(group * BLOCK, BLOCK)
 
         def scoped(
-            q_room, k_room, states, d_states, parts, x_room, totals, lowest, v, d_out, loaded, again, *left_room
+            q_buffer, k_buffer, states, d_states, parts, x_buffer, totals, lowest, v, d_out, loaded, again, *left_buffer
         ):  # fmt: skip
-            q_room, k_room, states, d_states, parts, x_room, totals, lowest, again = (
-                x.at[local] for x in (q_room, k_room, states, d_states, parts, x_room, totals, lowest, again)
+            q_buffer, k_buffer, states, d_states, parts, x_buffer, totals, lowest, again = (
+                x.at[local] for x in (q_buffer, k_buffer, states, d_states, parts, x_buffer, totals, lowest, again)
             )  # fmt: skip
-            for name, room in (("q", q_room), ("k", k_room))[not whole :]:
+            for name, buffer in (("q", q_buffer), ("k", k_buffer))[not whole :]:
                 source = refs[name].at[b, tokens, own(name), columns]
-                plgpu.copy_gmem_to_smem(source, room, loaded)
+                plgpu.copy_gmem_to_smem(source, buffer, loaded)
 
             def copy_memories(piece, barrier):
-                for name, room in (("states", states), ("d_states", d_states))[: 1 + whole]:
+                for name, buffer in (("states", states), ("d_states", d_states))[: 1 + whole]:
                     source = refs[name].at[b, h * pieces + piece, n, columns]
-                    plgpu.copy_gmem_to_smem(source, room, barrier)
+                    plgpu.copy_gmem_to_smem(source, buffer, barrier)
 
-            def copy(name, room):
+            def copy(name, buffer):
                 for piece in range(pieces):
                     source = refs[name].at[b, tokens, own(name) + piece]
-                    plgpu.copy_gmem_to_smem(source, room.at[piece], loaded)
+                    plgpu.copy_gmem_to_smem(source, buffer.at[piece], loaded)
 
             copy_memories(0, loaded)
 
             pl.when(local == 0)(lambda: copy("v", v))
             pl.when(local == together - 1)(lambda: copy("d_output", d_out))
             g = wg.load_global(refs["g"].at[b, tokens, own("g"), columns])
-            left = left_operand(left_room[0].at[local] if interpret else None, interpret)
-            halving = Halving(parts, x_room, left, bonus is not None, interpret, lowest)
+            left = left_operand(left_buffer[0].at[local] if interpret else None, interpret)
+            halving = Halving(parts, x_buffer, left, bonus is not None, interpret, lowest)
             halving.split_decay(g)
             i, j = halving.i, halving.j
 
@@ -126,10 +126,10 @@ def finish(
                     return x
                 return x * wg.spread_rows(by_row(refs[name].at[b, tokens]), SQUARE)
 
-            def give(name, room, x):
-                room[...] = x.astype(room.dtype)
+            def give(name, buffer, x):
+                buffer[...] = x.astype(buffer.dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(room, refs[name].at[b, tokens, h, columns])
+                plgpu.copy_smem_to_gmem(buffer, refs[name].at[b, tokens, h, columns])
 
             def crossed(later, *earlier):
                 for piece in range(pieces):
@@ -168,11 +168,11 @@ def finish(
             at_end: Any = 0.0
             zeros = [jnp.zeros(SQUARE, _F32)] * (1 + whole)
             plgpu.barrier_wait(loaded)
-            _, reached = halving.reach(*(q_room, k_room)[not whole :])
+            _, reached = halving.reach(*(q_buffer, k_buffer)[not whole :])
             if pieces == 1:
                 weights, size, current = resolve()
                 dq, *dk = outside(0, *zeros)
-            else:  # while the second piece's memories are on their way, into the room of the first one's
+            else:  # while the second piece's memories are on their way, into the buffer of the first one's
                 sums, at_end = outside(0, *zeros), ends()
                 plgpu.commit_smem()
                 copy_memories(1, again)
@@ -183,23 +183,23 @@ def finish(
             if whole:
                 at_end += ends()
                 dk = [dk[0] * border(halving.border(False), "stays")]
-                # The memory's tiles have been used: their room takes the next parts.
+                # The memory's tiles have been used: their buffer takes the next parts.
                 spare = [states, d_states]
                 if width > BLOCK:
                     spare = [states.at[:, pl.ds(n * BLOCK, BLOCK)] for n in range(2)]
-                halving.split(load(k_room).astype(_F32) * dk[0], spare)
+                halving.split(load(k_buffer).astype(_F32) * dk[0], spare)
                 rows = pl.ds(n * depth + group * BLOCK, BLOCK)
                 keep = by_row(refs["keep"].at[b, lax.div(h * keep_heads, heads), rows])
                 totals[...] = at_end * keep + halving.column_sums(spare)
 
             def products(step):
-                x = step.columns(load(q_room) if whole else load(k_room), load(k_room))
+                x = step.columns(load(q_buffer) if whole else load(k_buffer), load(k_buffer))
                 if whole:
-                    tiles = [x_room]
-                    x_room[...] = x.astype(x_room.dtype)
+                    tiles = [x_buffer]
+                    x_buffer[...] = x.astype(x_buffer.dtype)
                     plgpu.commit_smem()
                 else:  # in two parts: a softmax over what is read multiplies its rounding
-                    tiles = [x_room, q_room]
+                    tiles = [x_buffer, q_buffer]
                     halving.split(x, tiles)
                 near = left(step.only(weights, both=whole))
 
@@ -225,15 +225,15 @@ def finish(
             dq, *dk = lax.fori_loop(reached * LEVELS, LEVELS, level, gradients)
             current = wg.spread_rows(current, SQUARE)
             if not whole:
-                dq += current * load(k_room).astype(_F32)
+                dq += current * load(k_buffer).astype(_F32)
                 if exact:
                     refs["dq"].at[b, tokens, h, columns][...] = dq
                     return
-                give("dq", x_room, dq)
+                give("dq", x_buffer, dq)
                 plgpu.wait_smem_to_gmem(0)
                 return
             (dk,) = dk
-            q, k = (load(x).astype(_F32) for x in (q_room, k_room))
+            q, k = (load(x).astype(_F32) for x in (q_buffer, k_buffer))
             of_q, of_k = q * dq, k * dk
             if bonus is None:
                 halving.split(of_q - of_k)
@@ -252,29 +252,29 @@ def finish(
                 refs["d_bonus"].at[b, h, n, columns][...] = halving.column_sums()
                 row = refs["bonus"].at[lax.div(h * bonus.shape[0], heads), columns]
                 current *= by_column(row)
-            give("dq", q_room, dq + current * k)
-            give("dk", k_room, dk + current * q)
+            give("dq", q_buffer, dq + current * k)
+            give("dk", k_buffer, dk + current * q)
             plgpu.wait_smem_to_gmem(0)
 
         smem: Any = plgpu.SMEM
-        room = functools.partial(smem, dtype=d_output.dtype, transforms=wg.TILED)
-        rooms = [
-            room((together, *SQUARE)),
-            room((together, *SQUARE), dtype=k.dtype, transforms=wg.tiled(k.dtype)),
-            room((together, BLOCK, width)),
-            room((together, BLOCK, width)),
-            room((together, 2, *SQUARE), dtype=jnp.bfloat16),
-            room((together, *SQUARE)),
+        buffer = functools.partial(smem, dtype=d_output.dtype, transforms=wg.TILED)
+        buffers = [
+            buffer((together, *SQUARE)),
+            buffer((together, *SQUARE), dtype=k.dtype, transforms=wg.tiled(k.dtype)),
+            buffer((together, BLOCK, width)),
+            buffer((together, BLOCK, width)),
+            buffer((together, 2, *SQUARE), dtype=jnp.bfloat16),
+            buffer((together, *SQUARE)),
             smem((together, CHUNK), _F32),
             smem((together, 2, CHUNK), _F32),
-            room((pieces, CHUNK, width)),
-            room((pieces, CHUNK, width)),
+            buffer((pieces, CHUNK, width)),
+            buffer((pieces, CHUNK, width)),
             plgpu.Barrier(num_arrivals=(4 if whole else 2) * together + 2 * pieces),
             plgpu.Barrier(num_arrivals=1 + whole, num_barriers=together),
         ]
         if interpret:
-            rooms.append(room((together, *SQUARE), dtype=jnp.bfloat16))
-        pl.run_scoped(scoped, *rooms, collective_axes="warpgroup")
+            buffers.append(buffer((together, *SQUARE), dtype=jnp.bfloat16))
+        pl.run_scoped(scoped, *buffers, collective_axes="warpgroup")
 
     return run_by_chunk(
         kernel, named, list(out_type.values()), batch * count * heads * apart, together, interpret

@@ -77,19 +77,19 @@ def forward(
     del save  # the residuals are there in any case
     batch, length, memories, _ = v.shape
     heads = max(q.shape[2], memories)
-    run, borders = row_layout.split_runs(run, initial, batch)
-    parts = 1 if borders is not None else row_layout.count_parts(batch * heads, length)
-    decay = _resolve(log_decay, run, v.shape, parts)
+    run, chunk_bounds = row_layout.split_runs(run, initial, batch)
+    parts = 1 if chunk_bounds is not None else row_layout.count_parts(batch * heads, length)
+    decay = _chunk_decays(log_decay, run, v.shape, parts)
     q, k, v = (row_layout.split_parts(x, parts) for x in (q, k, v))
-    sweep = functools.partial(
-        _sweep, decay=decay, heads=heads, borders=borders, interpret=interpret
+    scan = functools.partial(
+        _scan, decay=decay, heads=heads, chunk_bounds=chunk_bounds, interpret=interpret
     )
     # Several heads that read one memory each carry it along.
     starts = initial = jnp.repeat(initial, heads // memories, axis=1)
     if parts > 1:
-        (written,) = sweep(None, k, v)
+        (written,) = scan(None, k, v)
         starts = row_layout.memories_before_parts(written, decay.keep, initial)
-    output, ends = sweep(q, k, v, initial=starts, read_scale=scale)
+    output, ends = scan(q, k, v, initial=starts, read_scale=scale)
     final = ends.reshape(-1, parts, heads, *ends.shape[2:])[:, -1, :: heads // memories]
     return output.reshape(batch, length, heads, -1), final, Residuals(decay, starts, ends)
 
@@ -102,19 +102,19 @@ def backward(
     batch, length, memories, _ = v.shape
     heads = d_output.shape[2]
     decay, starts, ends = residuals
-    _, borders = row_layout.split_runs(run, initial, batch)
+    _, chunk_bounds = row_layout.split_runs(run, initial, batch)
     parts = starts.shape[0] // initial.shape[0]
     whole = lambda x, n: row_layout.sum_heads(x.reshape(batch, length, *x.shape[2:]), n)  # noqa: E731
     shapes = q.shape[2], k.shape[2]
     q, k, v, d_output = (row_layout.split_parts(x, parts) for x in (q, k, v, d_output))
-    sweep = functools.partial(
-        _sweep, decay=decay, heads=heads, borders=borders, interpret=interpret
+    scan = functools.partial(
+        _scan, decay=decay, heads=heads, chunk_bounds=chunk_bounds, interpret=interpret
     )
     # Of several heads that carry one memory, the first hands on the gradient from outside.
     first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
     d_ends = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
     if parts > 1:
-        (read,) = sweep(None, q, d_output, write_scale=scale, reverse=True)
+        (read,) = scan(None, q, d_output, write_scale=scale, reverse=True)
         d_ends = row_layout.memories_before_parts(read, decay.keep, d_ends, reverse=True)
 
     forth = dict(initial=jnp.swapaxes(starts, -1, -2), read_scale=scale)
@@ -122,27 +122,27 @@ def backward(
     turned = jnp.swapaxes(d_ends, -1, -2)
     if log_decay is None or not decay_gradient:
         d_decay = None
-        dq, _ = sweep(d_output, v, k, **forth)
-        dk, _ = sweep(v, d_output, q, initial=turned, **back)
+        dq, _ = scan(d_output, v, k, **forth)
+        dk, _ = scan(v, d_output, q, initial=turned, **back)
     else:
-        dq, _, reads, states = sweep(d_output, v, k, partner=q, save_states=True, **forth)
-        dk, _, writes, products = sweep(
+        dq, _, reads, states = scan(d_output, v, k, partner=q, save_states=True, **forth)
+        dk, _, writes, products = scan(
             v, d_output, q, initial=turned, partner=k, states=states, **back
         )
         # Stretch by stretch: over all of T, the rounding of products would add up.
         at_end = jnp.sum(ends * d_ends, (-1, -2))[:, :, None]
         products = jnp.sum(products, (2, -1))
-        if borders is None:
+        if chunk_bounds is None:
             at_end = jnp.concatenate([products[..., 1:], at_end], axis=-1)
         else:  # every chunk is a stretch, and the last of a run its memory's end
-            last = jnp.arange(products.shape[2]) == borders[:, 1:, None] - 1
+            last = jnp.arange(products.shape[2]) == chunk_bounds[:, 1:, None] - 1
             at_end = jnp.where(last[:, :, None], at_end.reshape(*last.shape[:2], heads, 1), 0)
             later = jnp.pad(products[..., 1:], [(0, 0), (0, 0), (0, 1)])
             at_end = jnp.where(jnp.any(last, 1)[:, None], jnp.sum(at_end, 1), later)
         rows = jnp.sum(reads - writes, axis=2)
         rows, at_end = (row_layout.sum_heads(x, memories, axis=1) for x in (rows, at_end))
         d_decay = _decay_gradient(rows, at_end, decay.run).reshape(batch, length, memories)
-    dv, d_starts = sweep(k, q, d_output, initial=d_ends, **back)
+    dv, d_starts = scan(k, q, d_output, initial=d_ends, **back)
     d_initial = d_starts.reshape(-1, parts, *d_starts.shape[1:])[:, 0]
     return (
         whole(dq, shapes[0]), whole(dk, shapes[1]), whole(dv, memories), d_decay,
@@ -155,7 +155,7 @@ def _stretch(count: int) -> int:
     return max(n for n in (1, 2, 4) if count % n == 0)
 
 
-def _resolve(log_decay, run, shape, parts: int) -> _Decay:
+def _chunk_decays(log_decay, run, shape, parts: int) -> _Decay:
     """Sums of the decay within chunks, and what documents cut off."""
     batch, length, heads, _ = shape
     count = length // CHUNK
@@ -211,10 +211,10 @@ def _decay_gradient(rows, at_end, run):
     return jnp.moveaxis(summed.reshape(batch, heads, length), 1, 2)
 
 
-def _sweep(
+def _scan(
     x, y, z, decay: _Decay, *, heads: int, initial=None, read_scale: float = 1.0,
     write_scale: float = 1.0, reverse: bool = False, partner=None, save_states: bool = False,
-    states=None, borders=None, interpret: Any = False,
+    states=None, chunk_bounds=None, interpret: Any = False,
 ):  # fmt: skip
     """The kernel, over all chunks.
 
@@ -231,7 +231,7 @@ def _sweep(
         partner: [B, T, *, V]; also return its inner products with out, unrounded, [B, heads, D / 128 * V / 64, T].
         save_states: also return S before each stretch of `_stretch(N)` chunks, [B, heads, stretches, D, V].
         states: those; also return their inner products with S as it is there, [B, heads, V / 64, stretches, D].
-        borders: of `split_runs`, or None; with them every chunk is a stretch.
+        chunk_bounds: of `split_runs`, or None; with them every chunk is a stretch.
         interpret: parameters of the interpreter, or False.
 
     Returns:
@@ -241,8 +241,8 @@ def _sweep(
     width, count = z.shape[-1], length // CHUNK
     depth = min(whole, _DEPTH)
     slices = whole // depth
-    blocks, stretch = width // _BLOCK, 1 if borders is not None else _stretch(count)
-    runs = 1 if borders is None else borders.shape[1] - 1
+    blocks, stretch = width // _BLOCK, 1 if chunk_bounds is not None else _stretch(count)
+    runs = 1 if chunk_bounds is None else chunk_bounds.shape[1] - 1
     stretches = count // stretch
     groups = 1 if blocks % 2 else 2  # warpgroups that share x and y
     square, wide = (CHUNK, CHUNK), (CHUNK, _BLOCK)
@@ -253,7 +253,9 @@ def _sweep(
     )
     if x is None:
         vectors = dict(leave=vectors["leave"])
-    far = dict(keep=decay.keep, initial=initial, partner=partner, states=states, borders=borders)
+    far = dict(
+        keep=decay.keep, initial=initial, partner=partner, states=states, chunk_bounds=chunk_bounds
+    )
     named = {n: a for n, a in (tiles | vectors | far).items() if a is not None}
     streamed = [n for n in named if n not in far]
     struct = jax.ShapeDtypeStruct
@@ -269,7 +271,7 @@ def _sweep(
     def kernel(*refs):
         refs = dict(zip([*named, *out_type], refs, strict=True))
         row, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
-        b, steps, at = wg.walked(refs.get("borders"), row, count, reverse)
+        b, steps, at = wg.walked(refs.get("chunk_bounds"), row, count, reverse)
         group, piece = lax.axis_index("group"), lax.axis_index("slice")
         rows = pl.ds(piece * depth, depth)
         column = lax.axis_index("column") * groups + group
@@ -287,7 +289,7 @@ def _sweep(
                 y, z = chunk["y"], chunk["z"]
                 if groups > 1:
                     z = z.at[:, pl.ds(group * _BLOCK, _BLOCK)]
-                memory, written, out_room = (
+                memory, written, out_buffer = (
                     ref.at[group] for ref in (memory_smem, written_smem, out_smem)
                 )
                 # A scalar comes from far: it is asked for a chunk ahead.
@@ -356,10 +358,10 @@ def _sweep(
                     dots = jnp.sum(out * other.astype(_F32), axis=1)
                     refs["dots"].at[b, h, piece * blocks + column, tokens][...] = dots
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                out_room[...] = out.astype(out_room.dtype)
+                out_buffer[...] = out.astype(out_buffer.dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(
-                    out_room, refs["out"].at[b, tokens, h * slices + piece, columns]
+                    out_buffer, refs["out"].at[b, tokens, h * slices + piece, columns]
                 )
                 return S, next_keep
 
@@ -393,11 +395,15 @@ def _sweep(
             )(*sources)  # fmt: skip
 
         smem: Any = plgpu.SMEM
-        room = functools.partial(smem, dtype=z.dtype, transforms=wg.TILED)
-        rooms = [room((groups, depth, _BLOCK)), room((groups, *wide)), room((groups, *wide))]
+        buffer = functools.partial(smem, dtype=z.dtype, transforms=wg.TILED)
+        buffers = [
+            buffer((groups, depth, _BLOCK)),
+            buffer((groups, *wide)),
+            buffer((groups, *wide)),
+        ]
         if interpret:
-            rooms.append(room((groups, *square)))
-        pl.run_scoped(scoped, *rooms, collective_axes="group")
+            buffers.append(buffer((groups, *square)))
+        pl.run_scoped(scoped, *buffers, collective_axes="group")
 
     found = plgpu.kernel(
         kernel,

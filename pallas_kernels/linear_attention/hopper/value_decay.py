@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.hopper import row_layout
 from pallas_kernels.linear_attention.hopper import channel_decay as channels
-from pallas_kernels.linear_attention.hopper.chunk_backward import finish
+from pallas_kernels.linear_attention.hopper.chunk_backward import chunk_backward
 from pallas_kernels.memory_calls import (
     FLOAT32_DECAY,
     KEYS_IN_SLICES,
@@ -62,12 +62,12 @@ def forward(
     batch, length, memories, _ = v.shape
     q, k = _by_head(q, k, memories)
     heads = q.shape[2]
-    chunks, states, ends, documents = channels.walk(
+    chunks, states, ends, documents = channels.scan_writes(
         v, k, log_decay, run, _turned(initial), heads=heads, interpret=interpret
     )
     parts = ends.shape[0] // initial.shape[0]
     split = lambda x: row_layout.split_parts(x, parts)  # noqa: E731
-    (output,) = finish(
+    (output,) = chunk_backward(
         None, split(v), split(k), split(log_decay), split(q), states, None, chunks.keep, documents,
         scale=scale, exact=exact, interpret=interpret,
     )  # fmt: skip
