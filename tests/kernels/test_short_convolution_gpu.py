@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from lsm_jax import ops
 from lsm_jax.ops.core.segments import read_tokens
 from pallas_kernels.compat import gpu_interpreter, races_found
-from pallas_kernels.short_convolution import reason, short_convolution
+from pallas_kernels.short_convolution import short_convolution, unsupported
 from tests.kernels.test_linear_attention_gpu import error
 
 
@@ -126,12 +126,12 @@ def test_the_op_lowers_to_it_on_the_card(documents, channels, head_dim):
     assert "mosaic_gpu" not in lowered(mask=True)
 
 
-def test_says_why_it_does_not_serve():
+def test_names_the_requirement_that_is_not_met():
     arrays, _ = make(64, 256, 4, documents=False, bias=False)
     x, weight = arrays["x"], arrays["weight"]
-    assert reason(x, weight, 64) is None
-    assert "not 256 in heads of 128" in str(reason(x, weight, 128))
-    assert "2 to 4 rows, not 5" in str(reason(x, jnp.ones((5, 256)), None))
+    assert unsupported(x, weight, 64) is None
+    assert "not 256 in heads of 128" in str(unsupported(x, weight, 128))
+    assert "2 to 4 rows, not 5" in str(unsupported(x, jnp.ones((5, 256)), None))
     call: Any = dict(weight=weight, implementation="mosaic_gpu")
     with pytest.raises(NotImplementedError, match="takes x in bfloat16, not float32"):
         ops.short_convolution(x.astype(jnp.float32), **call)

@@ -70,10 +70,10 @@ def _why_not(q, k, v, memory, absent: dict[str, Any]) -> str | None:
         if value is not None:
             return f"no {name}"
     # Imported where it may serve: elsewhere the backends cost nothing.
-    from pallas_kernels.decode_step import reason
+    from pallas_kernels.decode_step import unsupported
 
     queries, values = (jax.ShapeDtypeStruct((*x.shape[:1], *x.shape[2:]), x.dtype) for x in (q, v))
-    return reason(queries, values, memory)
+    return unsupported(queries, values, memory)
 
 
 def within(kernel: str, layer: Layer | None, q) -> Layer | None:

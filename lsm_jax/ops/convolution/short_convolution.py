@@ -152,9 +152,9 @@ def _why_not(x, weight, head_dim, tail, mask) -> str | None:
         return "32-bit indices (jax_enable_x64 off)"
     # Imported where it may serve: elsewhere the backends cost nothing.
     from pallas_kernels import compat
-    from pallas_kernels.short_convolution import reason
+    from pallas_kernels.short_convolution import unsupported
 
-    return reason(x, weight, head_dim) if compat.on_hopper() else "NVIDIA Hopper"
+    return unsupported(x, weight, head_dim) if compat.on_hopper() else "NVIDIA Hopper"
 
 
 def _convolve(options: _Options, x, weight, bias, **rest) -> tuple[Array, ShiftState]:

@@ -1,0 +1,29 @@
+"""What a kernel requires of a call, as data: one text for errors, `ops.choices()` and the documentation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+
+class Requirement(NamedTuple):
+    """One requirement.
+
+    Attributes:
+        text: the requirement, as the object of "requires": "q, k and v in bfloat16".
+        met: whether a call meets it.
+        given: what the call has in its place: "float32". None where the text says it.
+    """
+
+    text: str
+    met: Callable[[Any], bool]
+    given: Callable[[Any], str] | None = None
+
+
+def first_unmet(requirements: Iterable[Requirement], call: Any) -> str | None:
+    """The first requirement that the call does not meet, with what the call has; None if it meets all."""
+    for requirement in requirements:
+        if not requirement.met(call):
+            given = "" if requirement.given is None else f", not {requirement.given(call)}"
+            return f"{requirement.text}{given}"
+    return None
