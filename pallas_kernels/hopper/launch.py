@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,8 +13,8 @@ from pallas_kernels.compat import pl, plgpu
 def launch(
     kernel: Callable[..., None],
     *,
-    inputs: dict[str, jax.Array | None],
-    outputs: dict[str, jax.ShapeDtypeStruct | None],
+    inputs: Mapping[str, jax.Array | None],
+    outputs: Mapping[str, jax.ShapeDtypeStruct | None],
     grid: dict[str, int],
     num_threads: int | None = None,
     scratch: dict[str, Any] | None = None,

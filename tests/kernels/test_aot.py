@@ -13,6 +13,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
 from lsm_jax import ops
+from pallas_kernels.selective_scan.cases import TPU_COMPILED
 from tests.kernels import test_selective_scan_gpu as scans
 
 pytestmark = pytest.mark.aot
@@ -82,14 +83,6 @@ ON_TPU = [
     ("dplr_memory", (8, 8, 8), 128, 128, "channel log_decay"),
     ("attention", (4, 2, 2), 64, 64, "log_forget segment_ids"),
     ("attention", (4, 4, 4), 128, 128, "log_forget window"),
-]
-SCANS_ON_TPU = [
-    scans.Case(1000, 2048, 16, True),
-    scans.Case(1000, 1024, 8, False),
-    scans.Case(1000, 384, 24, True),
-    scans.Case(1000, 512, 32, False),
-    scans.Case(1000, 1024, 0, True),
-    scans.Case(1000, 384, 0, False),
 ]
 
 
@@ -239,7 +232,7 @@ def test_compiles_for_a_tpu(chip, case):
     compile_for(device, AbstractDevice(device.device_kind, 1, platform="tpu"), case, "mosaic_tpu")
 
 
-@pytest.mark.parametrize("case", SCANS_ON_TPU, ids=str)
+@pytest.mark.parametrize("case", TPU_COMPILED, ids=lambda case: case.id)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("chip", CHIPS)
 def test_selective_scans_compile_for_a_tpu(chip, dtype, case):

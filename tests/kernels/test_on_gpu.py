@@ -11,6 +11,7 @@ import pytest
 from lsm_jax import ops
 from lsm_jax.ops.attention.kernels import run_kernel
 from lsm_jax.ops.core.segments import read_tokens
+from pallas_kernels.selective_scan import cases as selective_scan_cases
 from pallas_kernels.short_convolution import short_convolution
 from tests.kernels import test_decode_step_gpu as decode_step
 from tests.kernels import test_segments as segments
@@ -414,18 +415,7 @@ def test_convolution_equals_the_plain_form(case, documents):
         assert error(a, b) < 5e-3
 
 
-SCANS = [
-    scans.Case(1000, 256, 16, True),
-    scans.Case(4096, 512, 16, False),
-    scans.Case(700, 128, 16, True, strong=True),
-    scans.Case(500, 64, 8, True),
-    scans.Case(1000, 256, 0, True),
-    scans.Case(4096, 512, 0, False),
-    scans.Case(700, 128, 0, True, strong=True),
-]
-
-
-@pytest.mark.parametrize("case", SCANS, ids=str)
+@pytest.mark.parametrize("case", selective_scan_cases.HOPPER, ids=lambda case: case.id)
 def test_selective_memory_equals_the_recurrence(case):
     """Value, final memory and every gradient; and twice the same bits."""
 

@@ -38,7 +38,7 @@ def why_not(
     if memory.ndim == 4:
         return "one state a row, not one a segment"
     # Imported where it may serve: elsewhere the backends cost nothing.
-    from pallas_kernels.selective_scan import complex_reason, reason
+    from pallas_kernels.selective_scan import complex_unsupported, unsupported
 
     if jnp.ndim(delta) != 3:
         return "delta [B, T, D]"
@@ -55,12 +55,12 @@ def why_not(
                 "of complex memories those of one number a channel with discretization='none', real B [D, N] and C "
                 "[B, T, D, N], no D"
             )
-        why = complex_reason(implementation, u)
+        why = complex_unsupported(implementation, u)
     else:
         fits = discretization == "euler" and jnp.ndim(B) == jnp.ndim(C) == 3
         if not fits or any(jnp.iscomplexobj(x) for x in (B, C)):
             return "of real memories those with discretization='euler', B and C [B, T, N]"
-        why = reason(implementation, u, A.shape[1])
+        why = unsupported(implementation, u, A.shape[1])
     return why or linear_kernels.why_not_here(implementation, u, delta, B, C)
 
 
