@@ -62,13 +62,13 @@ def why_not(
     if implementation == "mosaic_tpu" and not sure:
         return "calls that name it"
     from pallas_kernels import compat
-    from pallas_kernels.forgetting_attention import reason
+    from pallas_kernels.forgetting_attention import unsupported
 
     if implementation == "mosaic_gpu" and not compat.on_hopper():
         return "NVIDIA Hopper"
     if implementation == "mosaic_gpu" and not sure and q.shape[-1] > 128:
         return "heads of 64 or 128, not 256, whose gradient it has not"
-    return reason(implementation, q, k, v)
+    return unsupported(implementation, q, k, v)
 
 
 def run_kernel(
