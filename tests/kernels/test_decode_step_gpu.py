@@ -16,23 +16,9 @@ from lsm_jax.models import Decoder, lm
 from lsm_jax.ops.core.states import Layer
 from pallas_kernels.compat import gpu_interpreter, races_found
 from pallas_kernels.decode_step import api, decode_step, unsupported
+from pallas_kernels.decode_step.cases import INTERPRETED
 
 OPS = dict(linear=ops.linear_memory, delta=ops.delta_memory, dplr=ops.dplr_memory)
-
-# op; heads of q, k and v; K, V; decays; the rest: a bonus, ids and a mask, one layer of a stack, dtype
-CASES = [
-    ("linear", (2, 2, 2), 32, 64, "key bonus", False, True, jnp.bfloat16),
-    ("delta", (1, 1, 2), 64, 32, "token", True, True, jnp.float32),
-    ("dplr", (4, 2, 2), 32, 64, "strong key", True, True, jnp.bfloat16),
-    ("linear", (4, 1, 2), 16, 32, "value", True, False, jnp.float32),
-    ("linear", (2, 2, 2), 64, 64, "constant", True, True, jnp.float32),
-    ("linear", (2, 1, 2), 256, 32, "", False, False, jnp.bfloat16),
-    ("linear", (2, 1, 2), 64, 128, "strong value token", True, True, jnp.float32),
-    ("delta", (2, 2, 4), 128, 64, "strong key", True, False, jnp.bfloat16),
-    ("delta", (2, 2, 2), 64, 64, "", False, True, jnp.float32),
-    ("dplr", (2, 1, 2), 64, 64, "token", False, False, jnp.float32),
-    ("dplr", (2, 2, 2), 64, 64, "constant", True, False, jnp.float32),
-]
 
 
 def make(op, heads, key_dim, value_dim, decays, documents, dtype, batch=4) -> dict[str, Any]:
@@ -93,12 +79,16 @@ def interpreted(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[pytest.mark.slow] * (i > 2)) for i, c in enumerate(CASES)], ids=str
-)  # fmt: skip
+    "case",
+    [
+        pytest.param(c, marks=[pytest.mark.slow] * (i > 2), id=c.id)
+        for i, c in enumerate(INTERPRETED)
+    ],
+)
 def test_equals_the_recurrent_form(case, interpreted):
     """Output and memory, of every row and of the layers that are not stepped; twice the same bits, and no races."""
-    op, heads, key_dim, value_dim, decays, documents, stacked, dtype = case
-    arrays = make(op, heads, key_dim, value_dim, decays, documents, dtype)
+    op, heads, key_dim, value_dim, decays, documents, stacked, dtype, batch = case
+    arrays = make(op, heads, key_dim, value_dim, decays, documents, dtype, batch)
     fused = functools.partial(run, op, arrays, stacked=stacked, implementation="mosaic_gpu")
     got = fused()
     assert not races_found()
