@@ -12,6 +12,7 @@ from lsm_jax import ops
 from lsm_jax.ops.attention.kernels import run_kernel
 from lsm_jax.ops.core.segments import read_tokens
 from pallas_kernels.decode_step import cases as decode_step_cases
+from pallas_kernels.forgetting_attention import cases as attention_cases
 from pallas_kernels.selective_scan import cases as selective_scan_cases
 from pallas_kernels.short_convolution import cases as short_convolution_cases
 from pallas_kernels.short_convolution import short_convolution
@@ -280,28 +281,19 @@ def test_slot_memory_equals_the_recurrence(configuration):
         assert error(got, want) < (5e-3 if index < 3 else 1e-2), index
 
 
-# heads of q and of k and v; D; T; documents; gates; window
-ATTENTION = [
-    ((4, 2), 128, 1000, True, "mild", None),
-    ((2, 2), 64, 4096, False, "strong", None),
-    ((2, 1), 64, 1024, False, "mild", 300),
-    ((2, 2), 128, 512, True, None, None),
-    ((2, 2), 64, 2048, "long", "mild", None),
-]
-
-
-@pytest.mark.parametrize("configuration", ATTENTION, ids=case_id)
-def test_attention_equals_xla(configuration):
+@pytest.mark.parametrize("case", attention_cases.HOPPER, ids=lambda case: case.id)
+def test_attention_equals_xla(case):
     """Value and every gradient, in float32 at full precision; and the same bits in a second run."""
-    (heads, key_heads), dim, length, documents, gates, window = configuration
+    (heads, key_heads), dim, length, documents, gates, window = case
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)  # noqa: E731
     inputs = [normal(2, length, n, dim) for n in (heads, key_heads, key_heads)]
     if gates is not None:
         gate = jax.nn.log_sigmoid(jnp.asarray(rng.normal(size=(2, length, heads)), jnp.float32) + 3)
         inputs.append(jnp.where(gate < -0.2, -30.0, gate) if gates == "strong" else gate)
-    often = 0.002 if documents == "long" else 0.01
-    ids = jnp.asarray(np.cumsum(rng.random((2, length)) < often, axis=1) + 1) if documents else None
+    ids = None
+    if documents is not None:
+        ids = jnp.asarray(np.cumsum(rng.random((2, length)) < documents, axis=1) + 1)
     mask = jnp.asarray(rng.random((2, length)) < 0.9) if documents else None
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -322,31 +314,25 @@ def test_attention_equals_xla(configuration):
     with jax.default_matmul_precision("highest"):
         widened = [x.astype(jnp.float32) for x in (d_output, *inputs)]
         expected = both("xla", *widened)
+    output, gradient = attention_cases.OUTPUT_TOLERANCE, attention_cases.GRADIENT_TOLERANCE
     for index, (got, want) in enumerate(zip(fused, expected, strict=True)):
-        assert error(got, want) < (1e-2 if index else 5e-3)
-
-
-# heads of q and of k and v; D; T; documents; gates; window
-PARTS = [
-    ((4, 2), 128, 4096, False, False, None),
-    ((4, 2), 128, 4096, True, True, None),
-    ((2, 2), 64, 4096, False, True, None),
-    ((2, 2), 128, 2048, False, True, 700),
-]
+        assert error(got, want) < (gradient if index else output)
 
 
 @pytest.mark.parametrize("where", [0, 1, 3])
-@pytest.mark.parametrize("configuration", PARTS, ids=case_id)
-def test_attention_of_two_parts_equals_xla(configuration, where):
+@pytest.mark.parametrize("case", attention_cases.HOPPER_PARTS, ids=lambda case: case.id)
+def test_attention_of_two_parts_equals_xla(case, where):
     """As on one of four devices that share a row: parts `where` and 7 - `where` of eight, value and every gradient; the same bits in a second run."""
-    (heads, key_heads), dim, length, documents, gated, window = configuration
+    (heads, key_heads), dim, length, documents, gates, window = case
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)  # noqa: E731
     inputs = [normal(2, length, n, dim) for n in (heads, key_heads, key_heads)]
-    if gated:
+    if gates is not None:
         gate = rng.normal(size=(2, length, heads)) + 3
         inputs.append(jax.nn.log_sigmoid(jnp.asarray(gate, jnp.float32)))
-    ids = jnp.asarray(np.cumsum(rng.random((2, length)) < 0.002, axis=1) + 1) if documents else None
+    ids = None
+    if documents is not None:
+        ids = jnp.asarray(np.cumsum(rng.random((2, length)) < documents, axis=1) + 1)
     mask = jnp.asarray(rng.random((2, length)) < 0.9) if documents else None
     part = length // 8
     places = jnp.asarray([where, 7 - where], jnp.int32) * part
@@ -378,8 +364,9 @@ def test_attention_of_two_parts_equals_xla(configuration, where):
         np.testing.assert_array_equal(a, b)
     with jax.default_matmul_precision("highest"):
         expected = both(plain, *(x.astype(jnp.float32) for x in (d_output, *inputs)))
+    output, gradient = attention_cases.OUTPUT_TOLERANCE, attention_cases.GRADIENT_TOLERANCE
     for index, (a, b) in enumerate(zip(got, expected, strict=True)):
-        assert error(a, b) < (1e-2 if index else 5e-3)
+        assert error(a, b) < (gradient if index else output)
 
 
 @pytest.mark.parametrize("case", short_convolution_cases.HOPPER, ids=lambda case: case.id)
