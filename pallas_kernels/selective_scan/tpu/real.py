@@ -5,7 +5,7 @@ kernel forward and one backward; the backward kernel scans the chunks in reverse
 entered it, and carries the gradient of the memory.
 
 B and C come as [N, T], which wastes nothing ([T, N] has 128 lanes for N numbers, in HBM too). The tokens of a group are rolled to the
-first lanes, where each token's column has a static index and is broadcast to all lanes: one broadcast serves all channels of a
+first lanes, where each token's column has a static index and is broadcast to all lanes: one broadcast is enough for all channels of a
 program. The gradients of B and C are sums over lanes; each block of channels writes its part, and XLA adds the parts: they are small,
 and blocks stay independent.
 """
