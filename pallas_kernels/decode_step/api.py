@@ -1,20 +1,28 @@
-"""One token of any memory here: `M ← decay ⊙ M + kᵀ v` with the delta rule's or RWKV7's correction, `o = scale q M`."""
+"""One token through any matrix memory: `M ← decay ⊙ M + kᵀ v` with the delta rule's or RWKV7's correction, `o = scale q M`."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.decode_step import hopper
 
-_IMPLEMENTATIONS = ("mosaic_gpu",)
+_BACKENDS = {"mosaic_gpu": hopper}
 
 
-def reason(q, v, memory) -> str | None:
-    """What the kernel takes in place of these arguments (arrays or their shapes), or None if it serves them."""
-    return hopper.reason(q, v, memory)
+class Call(NamedTuple):
+    """The arrays of a call, or their shapes, on which the requirements depend; as in `decode_step`."""
+
+    q: Any
+    v: Any
+    memory: Any
+
+
+def unsupported(q, v, memory) -> str | None:
+    """Return the first requirement that a call with these arrays (or their shapes) does not meet, or None."""
+    return hopper.unsupported(Call(q, v, memory))
 
 
 def decode_step(
@@ -35,54 +43,61 @@ def decode_step(
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
 ) -> tuple[Float[Array, "B max(H,G) V"], Float[Array, "... B G K V"]]:
-    """Decay, write and read each memory. Not differentiable, and not for `jax.vmap`.
+    """Decay, write and read each memory. Supports neither differentiation nor `jax.vmap`.
 
     Args:
-        memory: [B, G, K, V] float32, or [L, B, G, K, V] with `layer`. Where its buffer may be reused, it is.
+        memory: [B, G, K, V] float32, or [L, B, G, K, V] with `layer`. Updated in place where its buffer may be reused.
         q: [B, H, K] queries, bfloat16 or float32; H is a multiple or a divisor of G.
         k: [B, Hk, K] keys; Hk divides G.
         v: [B, G, V] values.
         beta: [B, G]; if given, the write is `beta (v - k M)` with M decayed (the delta rule).
         log_decay: [B, G] or [B, G, K], natural logarithm, at most 0; None is no decay.
         value_log_decay: [B, G, V], a decay of the value channels; multiplies `log_decay`'s.
-        a: [B, Ha, K]; if given, `bᵀ (a M)` is written too, of the memory before its decay (RWKV7). Ha divides G.
+        a: [B, Ha, K]; if given, `bᵀ (a M)` is written too, with M before its decay (RWKV7). Ha divides G.
         b: [B, Hb, K], given with `a`; Hb divides G.
-        bonus: [G, K]. If given, the read comes first and sees its own token through `q diag(bonus) kᵀ v` (RWKV6).
+        bonus: [G, K]. if given, the read comes before the write and reads the current token through `q diag(bonus) kᵀ v` (RWKV6).
         emptied: [B], True where the memory is 0 before the token.
-        layer: int32 scalar, which of L memories is stepped; the others stay as they are.
+        layer: int32 scalar, index of the memory to update; the other L - 1 do not change.
         scale: multiplies q.
-        implementation: "mosaic_gpu" (Hopper; K a multiple of 16 up to 256, V one of 32).
+        implementation: "mosaic_gpu" (Hopper); `hopper.REQUIREMENTS` lists what it requires.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
         The output in v's dtype, and `memory` after the token.
 
     Raises:
-        NotImplementedError: the kernel does not serve these arguments; the message says why.
-        ValueError: an implementation that does not exist.
+        NotImplementedError: the call does not meet a requirement of the kernel; the message says which.
+        ValueError: `implementation` is not known.
     """
-    if implementation not in _IMPLEMENTATIONS:
-        raise ValueError(
-            f"decode_step: implementation={implementation!r}; accepted are {_IMPLEMENTATIONS}"
+    if implementation not in _BACKENDS:
+        accepted = tuple(_BACKENDS)
+        raise ValueError(f"decode_step: implementation={implementation!r}; accepted are {accepted}")
+    if (requirement := unsupported(q, v, memory)) is not None:
+        raise NotImplementedError(
+            f"decode_step: implementation={implementation!r} requires {requirement}"
         )
-    if (why := reason(q, v, memory)) is not None:
-        raise NotImplementedError(f"decode_step: implementation='mosaic_gpu' takes {why}")
+    optional = dict(
+        beta=_float32(beta),
+        decay=decay_factor(log_decay),
+        value_decay=decay_factor(value_log_decay),
+        a=a,
+        b=b,
+        bonus=_float32(bonus),
+        emptied=None if emptied is None else emptied.astype(jnp.int32),
+        layer=None if layer is None else jnp.reshape(layer, 1).astype(jnp.int32),
+    )
+    return hopper.step(memory, q, k, v, optional, scale=scale, interpret=interpret)
 
-    def wide(x) -> Any:
-        return None if x is None else x.astype(jnp.float32)
 
-    return hopper.step(
-        memory, q, k, v, wide(beta), _factor(log_decay), _factor(value_log_decay), a, b, wide(bonus),
-        None if emptied is None else emptied.astype(jnp.int32),
-        None if layer is None else jnp.reshape(layer, 1).astype(jnp.int32),
-        scale=scale, interpret=interpret,
-    )  # fmt: skip
+def _float32(x) -> Any:
+    return None if x is None else x.astype(jnp.float32)
 
 
-def _factor(log_decay) -> Any:
-    """What a slow decay takes away, at most 0, whose digits `exp` would lose; what another leaves, above 0."""
+def decay_factor(log_decay) -> Any:
+    """Encode a decay in one float32: `exp(log_decay) - 1`, at most 0, where the decay is slow and `exp` alone would lose its digits;
+    else `exp(log_decay)`, above 0. None for None."""
     if log_decay is None:
         return None
-    log_decay = jnp.minimum(log_decay.astype(jnp.float32), 0)  # a mixer's rounding may pass 0
-    left = jnp.maximum(jnp.exp(log_decay), jnp.finfo(jnp.float32).tiny)
-    return jnp.where(log_decay > -0.5, jnp.expm1(log_decay), left)
+    log_decay = jnp.minimum(log_decay.astype(jnp.float32), 0)  # rounding in a mixer may exceed 0
+    remaining = jnp.maximum(jnp.exp(log_decay), jnp.finfo(jnp.float32).tiny)
+    return jnp.where(log_decay > -0.5, jnp.expm1(log_decay), remaining)

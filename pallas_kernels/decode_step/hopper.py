@@ -1,8 +1,8 @@
-"""One token through a memory on Mosaic GPU (Hopper): the state is read once and written once, where it stands.
+"""One token through a memory on Mosaic GPU (Hopper): the state is read once and written once, in place.
 
-A warpgroup has all keys of some value channels in its registers: a thread holds 4 neighbouring channels of every 8th (or
-16th) key, so that what is summed over keys is summed in a thread and then across a few lanes. Shared memory has no part in
-it; as many warpgroups as the registers hold keep enough loads on their way.
+A warpgroup holds all keys of some value channels in its registers: a thread holds 4 neighbouring channels of every 8th (or
+16th) key, so that a sum over keys is a sum inside a thread and then across a few lanes. Shared memory is not used; there are
+as many warpgroups as the registers allow, so that enough loads are in flight.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import PROCESSORS, key_columns, pl, plgpu
+from pallas_kernels.hopper.launch import launch
+from pallas_kernels.requirements import Requirement, first_unmet
 
 _F32 = jnp.float32
 _WARPS = 4
-_REGISTERS = 64  # of a thread, for the state
-_QUERIES = 16  # heads that read one memory, at most
-_ROWS = 65535  # of the slowest axis of a grid
+_STATE_REGISTERS = 64  # registers of a thread that hold the state
+_MAX_QUERIES = 16  # query heads that read one memory, at most
+_MAX_GRID = 65535  # size of a grid's slowest axes, at most
 _DTYPES = (jnp.bfloat16, jnp.float32)
 
 
@@ -30,117 +32,141 @@ def columns(programs: int, key_dim: int, value_dim: int) -> int | None:
         for size in (16, 8)
         if value_dim % (_WARPS * size) == 0
         and key_dim % 16 == 0
-        and key_dim * size <= 32 * _REGISTERS
+        and key_dim * size <= 32 * _STATE_REGISTERS
     ]
     enough = [s for s in sizes if programs * (value_dim // (_WARPS * s)) >= PROCESSORS]
     return (enough or sizes[-1:] or [None])[0]
 
 
-def reason(q, v, memory) -> str | None:
-    """What this backend takes in place of these arguments (arrays or their shapes), or None."""
-    key_dim, value_dim = memory.shape[-2:]
-    for name, x in (("q", q), ("v", v)):
-        if x.dtype not in _DTYPES:
-            return f"{name} in bfloat16 or float32, not {x.dtype}"
-    if memory.dtype != _F32:
-        return f"a float32 memory, not {memory.dtype}"
-    if columns(1, key_dim, value_dim) is None:
-        return f"K a multiple of 16 up to 256 and V of 32, not K {key_dim} and V {value_dim}"
-    if q.shape[1] > _QUERIES * v.shape[1]:
-        return f"at most {_QUERIES} queries a memory, not {q.shape[1]} for {v.shape[1]}"
-    if max(q.shape[0], v.shape[1]) > _ROWS:
-        return f"at most {_ROWS} rows and heads, not {q.shape[0]} and {v.shape[1]}"
-    return None
+REQUIREMENTS = (
+    Requirement(
+        "q and v in bfloat16 or float32",
+        lambda c: c.q.dtype in _DTYPES and c.v.dtype in _DTYPES,
+        lambda c: f"{jnp.dtype(c.q.dtype if c.q.dtype not in _DTYPES else c.v.dtype).name}",
+    ),
+    Requirement(
+        "memory in float32",
+        lambda c: c.memory.dtype == _F32,
+        lambda c: jnp.dtype(c.memory.dtype).name,
+    ),
+    Requirement(
+        "K a multiple of 16 up to 256 and V a multiple of 32",
+        lambda c: columns(1, *c.memory.shape[-2:]) is not None,
+        lambda c: f"K {c.memory.shape[-2]} and V {c.memory.shape[-1]}",
+    ),
+    Requirement(
+        f"at most {_MAX_QUERIES} query heads for each memory",
+        lambda c: c.q.shape[1] <= _MAX_QUERIES * c.v.shape[1],
+        lambda c: f"{c.q.shape[1]} query heads for {c.v.shape[1]} memories",
+    ),
+    Requirement(
+        f"at most {_MAX_GRID:,} rows and memories of a row",
+        lambda c: max(c.q.shape[0], c.v.shape[1]) <= _MAX_GRID,
+        lambda c: f"{c.q.shape[0]:,} and {c.v.shape[1]:,}",
+    ),
+)
+
+
+def unsupported(call) -> str | None:
+    """Return the first of `REQUIREMENTS` that an `api.Call` does not meet, or None."""
+    return first_unmet(REQUIREMENTS, call)
 
 
 def step(
-    memory, q, k, v, beta, decay, value_decay, a, b, bonus, emptied, layer, *, scale: float,
-    interpret: Any = False,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """The output [B, max(H, G), V], and `memory` after the token; the arguments are `api`'s."""
+    memory, q, k, v, optional: dict[str, Any], *, scale: float, interpret: Any = False
+) -> tuple[jax.Array, jax.Array]:
+    """Return the output [B, max(H, G), V], and `memory` after the token.
+
+    Args:
+        memory: as in `api.decode_step`, also q, k and v.
+        q: queries.
+        k: keys.
+        v: values.
+        optional: beta, decay and value_decay (as `api.decay_factor` encodes them), a, b, bonus, emptied [B] int32 and layer
+            [1] int32, each an array or None.
+        scale: multiplies q.
+        interpret: parameters of the interpreter, or False.
+    """
     batch, memories, value_dim = v.shape
     key_dim, heads = q.shape[2], q.shape[1]
     width = columns(batch * memories, key_dim, value_dim)
     assert width is not None
     block, layout = _WARPS * width, key_columns(width)
-    of_keys, of_values = layout.reduce(1), layout.reduce(0)
     queries = max(heads // memories, 1)
-    optional = dict(
-        beta=beta, decay=decay, value_decay=value_decay, a=a, b=b, bonus=bonus, emptied=emptied,
-        layer=layer,
-    )  # fmt: skip
-    named = dict(q=q, k=k, v=v) | {n: x for n, x in optional.items() if x is not None}
 
-    def kernel(*refs):
-        own = dict(zip([*named, "memory", "output"], refs, strict=True))
+    def kernel(refs):
         row, head = lax.axis_index("row"), lax.axis_index("head")
-        part = pl.ds(lax.axis_index("column") * block, block)
-        place = (own["layer"][0],) if "layer" in own else ()
-        state = own["memory"].at[(*place, row, head, slice(None), part)]
+        channels = pl.ds(lax.axis_index("column") * block, block)
+        layer = (refs["layer"][0],) if "layer" in refs else ()
+        state = refs["memory"].at[(*layer, row, head, slice(None), channels)]
         m = plgpu.load(state, layout=layout, optimized=False)
 
         def spread(x, axis):
             x = lax.broadcast_in_dim(x.astype(_F32), (key_dim, block), [axis])
             return plgpu.layout_cast(x, layout)
 
-        def keys(name, at=None):
-            """A row of K for every value channel; of the head that this memory's has."""
-            ref = own[name]
-            if at is None:
-                at = lax.div(head, memories // ref.shape[-2])
-            ref = ref.at[at] if name == "bonus" else ref.at[row, at]
-            return spread(plgpu.load(ref, layout=of_keys, optimized=False), 0)
+        def load_keys(name, key_head=None):
+            """A vector of K, spread over the value channels; by default of the key head that belongs to this memory."""
+            ref = refs[name]
+            if key_head is None:
+                key_head = lax.div(head, memories // ref.shape[-2])
+            ref = ref.at[key_head] if name == "bonus" else ref.at[row, key_head]
+            return spread(plgpu.load(ref, layout=layout.reduce(1), optimized=False), 0)
 
-        def values(name):
-            ref = own[name].at[row, head, part]
-            return plgpu.load(ref, layout=of_values, optimized=False).astype(_F32)
+        def load_values(name):
+            ref = refs[name].at[row, head, channels]
+            return plgpu.load(ref, layout=layout.reduce(0), optimized=False).astype(_F32)
 
-        def forget(m, factor):
-            # A factor of at most 0 is what the decay takes away; another is what it leaves.
+        def apply_decay(m, factor):
+            # A factor of at most 0 is the decay minus 1; one above 0 is the decay.
             return jnp.where(factor > 0, 0.0, m) + factor * m
 
-        def read(x, m):
+        def read_memory(x, m):
             return jnp.sum(x * m, axis=0)
 
-        def answer(m):
+        def write_outputs(m):
             for i in range(queries):
-                at = head * queries + i if heads >= memories else lax.div(head, memories // heads)
-                output = scale * read(keys("q", at), m)
-                to = own["output"].at[row, head * queries + i, part]
-                to[...] = plgpu.layout_cast(output.astype(v.dtype), of_values)
+                query = (
+                    head * queries + i if heads >= memories else lax.div(head, memories // heads)
+                )
+                output = scale * read_memory(load_keys("q", query), m)
+                to = refs["output"].at[row, head * queries + i, channels]
+                to[...] = plgpu.layout_cast(output.astype(v.dtype), layout.reduce(0))
 
-        if emptied is not None:
-            m = jnp.where(own["emptied"][row] > 0, 0.0, m)
-        key, value = keys("k"), values("v")
-        held = read(keys("a"), m) if a is not None else None
-        if bonus is not None:
-            answer(m + keys("bonus") * (key * spread(value, 1)))
-        if decay is not None:
-            m = forget(m, keys("decay") if decay.ndim == 3 else own["decay"][row, head])
-        if value_decay is not None:
-            m = forget(m, spread(values("value_decay"), 1))
-        if beta is not None:
-            value = own["beta"][row, head] * (value - read(key, m))
+        if "emptied" in refs:
+            m = jnp.where(refs["emptied"][row] > 0, 0.0, m)
+        key, value = load_keys("k"), load_values("v")
+        read_before = read_memory(load_keys("a"), m) if "a" in refs else None
+        if "bonus" in refs:
+            write_outputs(m + load_keys("bonus") * (key * spread(value, 1)))
+        if "decay" in refs:
+            by_key = optional["decay"].ndim == 3
+            m = apply_decay(m, load_keys("decay") if by_key else refs["decay"][row, head])
+        if "value_decay" in refs:
+            m = apply_decay(m, spread(load_values("value_decay"), 1))
+        if "beta" in refs:
+            value = refs["beta"][row, head] * (value - read_memory(key, m))
         m = m + key * spread(value, 1)
-        if held is not None:
-            m = m + keys("b") * spread(held, 1)
+        if read_before is not None:
+            m = m + load_keys("b") * spread(read_before, 1)
         state[...] = m
-        if bonus is None:
-            answer(m)
+        if "bonus" not in refs:
+            write_outputs(m)
 
-    out = jax.ShapeDtypeStruct((batch, max(heads, memories), value_dim), v.dtype)
-    launch = plgpu.kernel(
-        kernel,
-        out_type=out,
-        # Neighbours in memory run side by side: the last axis is the fastest.
-        grid=(batch, memories, value_dim // block),
-        grid_names=("row", "head", "column"),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-        interpret=interpret,
-    )
+    output = jax.ShapeDtypeStruct((batch, max(heads, memories), value_dim), v.dtype)
 
     def in_place(refs):
-        refs[1][...] = launch(*named.values(), refs[0])
+        memory_ref, output_ref = refs
+        output_ref[...] = launch(
+            kernel,
+            inputs=dict(q=q, k=k, v=v, **optional, memory=memory_ref),
+            outputs=dict(output=output),
+            # Neighbours in memory run side by side: the last axis is the fastest.
+            grid=dict(row=batch, head=memories, column=value_dim // block),
+            approx_math=False,
+            name="decode_step",
+            interpret=interpret,
+        )["output"]
 
-    memory, output = pl.run_state(in_place)((memory, jnp.zeros(out.shape, out.dtype)))
-    return output, memory
+    memory, result = pl.run_state(in_place)((memory, jnp.zeros(output.shape, output.dtype)))
+    return result, memory

@@ -4,43 +4,51 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.forgetting_attention.bounds import Rows, find_bounds
+from pallas_kernels.forgetting_attention.bounds import Bounds, Rows, find_bounds
+from pallas_kernels.requirements import Requirement, first_unmet
 from pallas_kernels.residuals import keep
 
 _BACKENDS = {"mosaic_gpu": "hopper", "mosaic_tpu": "tpu"}
 
 
+class Call(NamedTuple):
+    """The arrays of a call, or their shapes, on which the requirements depend; as in `forgetting_attention`."""
+
+    q: Any
+    k: Any
+    v: Any
+
+
+REQUIREMENTS = (
+    Requirement(
+        "as many key heads as value heads, a divisor of the query heads",
+        lambda c: c.k.shape[2] == c.v.shape[2] and c.q.shape[2] % c.v.shape[2] == 0,
+        lambda c: f"{c.k.shape[2]} and {c.v.shape[2]} for {c.q.shape[2]} query heads",
+    ),
+)
+"""What every backend requires; each backend's `REQUIREMENTS` are asked after these."""
+
+
 def _backend(implementation: str) -> Any:
-    # Imported where it is used: a backend that is never asked for costs nothing.
+    # Imported on first use: a backend that is never used costs nothing.
     return importlib.import_module(
         f"pallas_kernels.forgetting_attention.{_BACKENDS[implementation]}"
     )
 
 
-def reasons(q, k, v) -> dict[str, str | None]:
-    """By implementation, what it takes in place of these arguments (arrays or their shapes); None if it serves them."""
-    return {name: reason(name, q, k, v) for name in _BACKENDS}
+def unsupported(implementation: str, q, k, v) -> str | None:
+    """Return the first requirement that a call with these arrays (or their shapes) does not meet, or None.
 
-
-def reason(implementation: str, q, k, v) -> str | None:
-    """What one implementation takes in place of these arguments, or None; the others' backends are not imported."""
-    if k.shape[2] != v.shape[2] or q.shape[2] % v.shape[2]:
-        heads = f"{q.shape[2]}, {k.shape[2]}, {v.shape[2]}"
-        return f"as many key as value heads, dividing those of q, not {heads}"
-    if q.shape[1] != k.shape[1]:
-        if implementation != "mosaic_gpu":
-            return "queries of the whole row"
-        size = _backend(implementation).tile(k.shape[1])
-        if q.shape[1] % (2 * size) or k.shape[1] % size:
-            lengths = f"{q.shape[1] / 2:g} and {k.shape[1]}"
-            return f"halves of the queries, and keys, a multiple of {size}, not {lengths}"
-    return _backend(implementation).reason(q, k, v)
+    Only the backend of `implementation` is imported.
+    """
+    call = Call(q, k, v)
+    return first_unmet(REQUIREMENTS, call) or _backend(implementation).unsupported(call)
 
 
 def forgetting_attention(
@@ -58,53 +66,58 @@ def forgetting_attention(
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
 ) -> Float[Array, "B Q H V"]:
-    """Causal attention whose keys fade by their gates; differentiable once, in reverse.
+    """Compute causal attention whose keys are forgotten by gates. Differentiable once, in reverse mode.
 
     Args:
         q: [B, Q, H, D] queries; H is a multiple of G, Q is T, or less with `places`.
         k: [B, T, G, D] keys.
         v: [B, T, G, V] values.
-        sums: [B, T, H] twice, float32, high and low part of the sum F of log forget gates up to and with each token, never growing
-            along T, through runs too, by at most some thousands a token (past a larger step a float32 bias swallows scores). The gradient is that of F_j in its column, all of it on the high part: a row's F_i has none. None is no gate.
-        run: [B, T], growing along T: tokens see those of their own run. None is one run.
-        written: [B, T], False where a token is no key. None is all.
+        sums: [B, T, H] twice, float32: high and low part of F, the sum of the log forget gates up to and including each token. F never
+            increases along T, not even between documents, and decreases by some thousands for each token at most (a float32 bias of a
+            larger step would absorb scores). The gradient is that of F_j in its column, all of it on the high part: that of F_i in its
+            row is zero. None is no gate.
+        run: [B, T], the index of each token's document in its row, not decreasing along T: a token sees the tokens of its document.
+            None is one document.
+        written: [B, T], False where a token is not a key. None is all.
         places: [2], the tokens of the row at which the first and the second half of the queries begin, multiples of the backend's tile,
-            where a device has only those two parts of the row. Needed where Q < T.
-        window: tokens see the last `window` places, their own included; None is all.
+            where a device has the queries of only those two parts of the row. Required where Q < T.
+        window: each token sees the last `window` tokens, including itself; None is all.
         scale: multiplies the scores.
-        prune: pass over tiles of keys that together weigh less than e^-10 of a row (arXiv 2504.06949).
-        implementation: "mosaic_gpu" (Hopper; bfloat16, D = V of 64 or 128, or of 256 without a gradient) or "mosaic_tpu"
-            (bfloat16 or float32, D and V a multiple of 8 up to 256); `reasons` says what each takes.
+        prune: skip tiles of keys that together weigh less than e^-10 of a query's sum (arXiv 2504.06949).
+        implementation: "mosaic_gpu" (Hopper; heads of 256 without a gradient) or "mosaic_tpu"; `REQUIREMENTS` here and of the backend list
+            what each requires.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
-        The output in q's dtype, 0 where a token sees nothing.
+        The output in q's dtype, 0 where a token sees no key.
 
     Raises:
-        NotImplementedError: the implementation does not serve these arguments, or the gradient; the message says why.
-        ValueError: an implementation that does not exist; queries fewer than keys without places, or as many with.
+        NotImplementedError: the call, or its gradient, does not meet a requirement of the kernel; the message says which.
+        ValueError: `implementation` is not known; fewer queries than keys without `places`, or as many with `places`.
     """
     if implementation not in _BACKENDS:
+        accepted = tuple(_BACKENDS)
         raise ValueError(
-            f"forgetting_attention: implementation={implementation!r}; accepted are {tuple(_BACKENDS)}"
+            f"forgetting_attention: implementation={implementation!r}; accepted are {accepted}"
         )
-    if (places is None) != (q.shape[1] == k.shape[1]):
+    (queries, heads), length = q.shape[1:3], k.shape[1]
+    if (places is None) != (queries == length):
+        given = "not given" if places is None else "given"
         raise ValueError(
-            f"forgetting_attention: places is {'not ' if places is None else ''}given with {q.shape[1]} queries and {k.shape[1]} keys; accepted are places where queries are fewer"
+            f"forgetting_attention: places is {given} with {queries} queries and {length} keys; "
+            "it is required where there are fewer queries than keys, and accepted nowhere else"
         )
-    why = reason(implementation, q, k, v)
-    if why is not None:
+    if (requirement := unsupported(implementation, q, k, v)) is not None:
         raise NotImplementedError(
-            f"forgetting_attention: implementation={implementation!r} takes {why}"
+            f"forgetting_attention: implementation={implementation!r} requires {requirement}"
         )
     backend = _backend(implementation)
-    (queries, heads), length = q.shape[1:3], k.shape[1]
     gates: Any = None if sums is None else tuple(jnp.swapaxes(x, 1, 2) for x in sums)
     if written is not None and gates is None:
         gates = (jnp.zeros((q.shape[0], heads, length), jnp.float32),) * 2
-    size = backend.tile(length)
-    padding = -length % size
-    if padding:  # keys after all queries that are kept
+    tile_size = backend.tile(length)
+    padding = -length % tile_size
+    if padding:  # keys after all queries whose output is returned
 
         def pad(x: Any, axis: int = 1, mode: Any = "constant") -> Any:
             widths = [(0, padding if i == axis else 0) for i in range(x.ndim)]
@@ -114,43 +127,57 @@ def forgetting_attention(
         gates = None if gates is None else tuple(pad(x, 2, "edge") for x in gates)
         run = None if run is None else pad(run, mode="edge")
         written = None if written is None else pad(written)
-    static = backend, size, scale, window, prune, interpret
-    rows = Rows(gates, run, written, places)
-    return _run(static, q, k, v, rows)[:, :queries]
+    options = _Options(backend, tile_size, scale, window, prune, interpret)
+    return _attend(options, q, k, v, Rows(gates, run, written, places))[:, :queries]
+
+
+class _Options(NamedTuple):
+    """The arguments of a call that are not arrays, as in `forgetting_attention`, with the backend's module and its tile size."""
+
+    backend: Any
+    tile_size: int
+    scale: float
+    window: int | None
+    prune: bool
+    interpret: Any
+
+    def bounds(self, q, k, rows: Rows) -> Bounds:
+        """The tiles that see each other."""
+        options: Any = dict(scale=self.scale, window=self.window, prune=self.prune)
+        return find_bounds(q, k, rows, **options, tile_size=self.tile_size)
+
+    def of_kernel(self) -> dict[str, Any]:
+        """The options of the backend's functions."""
+        return dict(scale=self.scale, window=self.window, interpret=self.interpret)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(static, *inputs):
-    return _forward(static, *inputs)[0]
+def _attend(options: _Options, q, k, v, rows: Rows):
+    bounds = options.bounds(q, k, rows)
+    return options.backend.forward(q, k, v, rows, bounds, **options.of_kernel())[0]
 
 
-def _forward(static, q, k, v, rows: Rows):
-    backend, size, scale, window, prune, interpret = static
-    bounds = find_bounds(q, k, rows, scale=scale, window=window, prune=prune, tile_size=size)
-    output, sums = backend.forward(
-        q, k, v, rows, bounds, scale=scale, window=window, interpret=interpret
-    )
+def _attend_forward(options, q, k, v, rows: Rows):
+    bounds = options.bounds(q, k, rows)
+    output, sums = options.backend.forward(q, k, v, rows, bounds, **options.of_kernel())
     bounds, output, sums = keep((bounds, output, sums))
     return output, (q, k, v, rows, bounds, output, sums)
 
 
-def _backward(static, saved, d_output):
-    backend, _, scale, window, _, interpret = static
+def _attend_backward(options, saved, d_output):
     q, k, v, rows, bounds, output, sums = saved
     delta = jnp.einsum(
         "bthd,bthd->bht", output, d_output, precision="highest", preferred_element_type=jnp.float32
     )
-    dq, dk, dv, d_high = backend.backward(
-        q, k, v, rows, bounds, sums, d_output, delta, scale=scale, window=window, interpret=interpret
-    )  # fmt: skip
+    inputs = (q, k, v, rows, bounds, sums, d_output, delta)
+    dq, dk, dv, d_high = options.backend.backward(*inputs, **options.of_kernel())
 
-    def shared(x, like):  # by the queries of one key head, summed in float32
+    def sum_queries(x, like):  # over the query heads of each key head, in float32
         by_head = x.reshape(*like.shape[:3], -1, like.shape[3])
         return jnp.sum(by_head, axis=3, dtype=jnp.float32).astype(like.dtype)
 
     d_gates = None if rows.gates is None else (d_high, jnp.zeros_like(d_high))
-    dk, dv = shared(dk, k), shared(dv, v)
-    return dq, dk, dv, Rows(d_gates, None, None, None)
+    return dq, sum_queries(dk, k), sum_queries(dv, v), Rows(d_gates, None, None, None)
 
 
-_run.defvjp(_forward, _backward)
+_attend.defvjp(_attend_forward, _attend_backward)

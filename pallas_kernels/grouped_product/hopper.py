@@ -1,12 +1,15 @@
-"""Products of groups of rows with one matrix each, on Hopper by Mosaic GPU. Groups begin at multiples of `ROWS`.
+"""Products of groups of rows with one matrix each, on Mosaic GPU (Hopper). Groups begin at multiples of `ROWS`.
 
-Both kernels keep one thread block a processor, which walks over output tiles: two warpgroups with half of a tile's rows each, and
-one that loads. A block of rows then has one matrix, so neither masks, and rows that no group has are not visited.
+Both kernels run one thread block on each processor, which computes output tiles one after the other: two warpgroups have half of a
+tile's rows each, and a third one loads. All rows of a block belong to one matrix, so that no masks are needed; rows of no group
+are skipped.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +17,52 @@ from jax import lax
 
 from pallas_kernels.compat import PROCESSORS, pl, plgpu
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.launch import launch
+from pallas_kernels.requirements import Requirement, first_unmet
 
 ROWS = 128
-"""What a group's first row is a multiple of."""
-_DEPTH, _HALF, _STAGES, _SLOTS = 64, 64, 4, 2
+"""A group's first row must be a multiple of this."""
+_DEPTH, _HALF = 64, 64  # columns of a step; rows of a warpgroup
+_STAGES, _SLOTS = 4, 2  # steps in flight; buffers of an output's columns
+
+REQUIREMENTS = (
+    Requirement(
+        "x and kernels in bfloat16",
+        lambda c: c.x.dtype == c.kernels.dtype == jnp.bfloat16,
+        lambda c: f"{jnp.dtype(c.x.dtype).name} and {jnp.dtype(c.kernels.dtype).name}",
+    ),
+    Requirement(
+        f"kernels of a multiple of {ROWS} rows and a multiple of {_DEPTH} columns",
+        lambda c: c.kernels.shape[-2] % ROWS == 0 and c.kernels.shape[-1] % _DEPTH == 0,
+        lambda c: f"{c.kernels.shape[-2]} and {c.kernels.shape[-1]}",
+    ),
+)
+
+
+def unsupported(call) -> str | None:
+    """Return the first of `REQUIREMENTS` that an `api.Call` does not meet, or None."""
+    return first_unmet(REQUIREMENTS, call)
 
 
 def width(size: int) -> int:
-    """Columns of a tile over `size` of them, a multiple of 64."""
+    """Columns of a tile, for `size` columns in all, a multiple of 64."""
     return next(n for n in (256, 192, 128, 64) if size % n == 0)
+
+
+class _Tile(NamedTuple):
+    """One output tile.
+
+    Attributes:
+        sources: references to the two arrays whose products are summed.
+        steps: of the sum.
+        out: a reference to the tile in the output.
+        computes: `computes(half)` says whether a half of the rows is written; None is both.
+    """
+
+    sources: tuple[Any, Any]
+    steps: Any
+    out: Any
+    computes: Callable | None = None
 
 
 def product(
@@ -34,43 +74,32 @@ def product(
     transposed: bool = False,
     interpret: Any = None,
 ) -> jax.Array:
-    """Rows times their group's matrix.
-
-    Args:
-        x: bfloat16 [N, D]; N is a multiple of `ROWS`, or with `parts` of 64, and at least `ROWS`; D is a multiple of 64.
-        kernels: bfloat16 [E, D, F], or [E, F, D] where `transposed`; F is a multiple of 64.
-        groups: int32 [N / ROWS], the matrix of each block of rows; with `parts` [V], of each part.
-        count: int32 [1], blocks (parts) from the first on that are computed.
-        parts: two int32 [V], where a part begins and ends, in 64 rows; it has one or two times as many.
-        interpret: see `compat.gpu_interpreter`.
-
-    Returns:
-        bfloat16 [N, F]; the rows of the blocks beyond `count` hold anything.
-    """
+    """Return the rows times their group's matrix; the arguments are those of `api.grouped_product`."""
     rows, depth = x.shape
     size = kernels.shape[1 if transposed else 2]
     across = width(size)
     tiles = size // across
 
-    def kernel(groups_ref, count_ref, *refs):
-        *parts_ref, x_ref, kernels_ref, out_ref = refs
-
-        def tile(index):
+    def kernel(refs):
+        def tile(index) -> _Tile:
             block, column = lax.div(index, tiles), lax.rem(index, tiles)
-            own = pl.ds(column * across, across)
-            matrix = kernels_ref.at[groups_ref[block]]
-            source = matrix.at[own] if transposed else matrix.at[:, own]
-            begin, kept = block * ROWS, None
-            if parts_ref:
-                first, last = (ref[block] for ref in parts_ref)
-                low = jnp.minimum(first, rows // _HALF - 2)  # within the array
+            columns = pl.ds(column * across, across)
+            matrix = refs["kernels"].at[refs["groups"][block]]
+            source = matrix.at[columns] if transposed else matrix.at[:, columns]
+            begin, computes = block * ROWS, None
+            if parts:
+                first, last = refs["first"][block], refs["last"][block]
+                low = jnp.minimum(
+                    first, rows // _HALF - 2
+                )  # so that both halves are inside the array
 
-                def kept(half):
+                def computes(half):
                     return (low + half >= first) & (low + half < last)
 
                 begin = low * _HALF
-            of_rows, out = x_ref.at[pl.ds(begin, ROWS)], out_ref.at[pl.ds(begin, ROWS), own]
-            return (of_rows, source), depth // _DEPTH, out, kept
+            tokens = pl.ds(begin, ROWS)
+            out = refs["out"].at[tokens, columns]
+            return _Tile((refs["x"].at[tokens], source), depth // _DEPTH, out, computes)
 
         if transposed:
             right = plgpu.BlockSpec((across, _DEPTH), lambda k: (0, k), transforms=wg.TILED)
@@ -81,42 +110,32 @@ def product(
         def multiply(total, half, a, b):
             plgpu.wgmma(total, a.at[half], b.transpose((1, 0)) if transposed else b)
 
-        _walk(
-            tile, multiply, (left, right), across, count_ref[0] * tiles, depth // _DEPTH,
-            (x_ref.at[pl.ds(0, ROWS)], kernels_ref.at[0]), out_ref.dtype,
-        )  # fmt: skip
+        examples = (refs["x"].at[pl.ds(0, ROWS)], refs["kernels"].at[0])
+        tiled = _Tiled(tile, multiply, (left, right), across, depth // _DEPTH, x.dtype)
+        tiled.compute(refs["count"][0] * tiles, examples)
 
-    return _kernel(kernel, (rows, size), x.dtype, interpret)(groups, count, *parts, x, kernels)
+    first, last = parts or (None, None)
+    inputs = dict(groups=groups, count=count, first=first, last=last, x=x, kernels=kernels)
+    return _launch(kernel, inputs, (rows, size), x.dtype, interpret)
 
 
 def sums(
     x: jax.Array, dy: jax.Array, starts: jax.Array, blocks: jax.Array, *, interpret: Any = None
 ) -> jax.Array:
-    """Each group's sum over its rows of the outer products of x and dy.
-
-    Args:
-        x: bfloat16 [N, D]; N is a multiple of 64, D of 128.
-        dy: bfloat16 [N, F]; F is a multiple of 64. Rows between a group's last and the next 64 are 0 in one of the two.
-        starts: int32 [E], each group's first row, a multiple of 64.
-        blocks: int32 [E], blocks of 64 rows that each group takes.
-        interpret: see `compat.gpu_interpreter`.
-
-    Returns:
-        bfloat16 [E, D, F].
-    """
+    """Return each group's sum of outer products of x and dy; the arguments are those of `api.grouped_sums`."""
     depth, size, total = x.shape[1], dy.shape[1], starts.shape[0]
     across = width(size)
     tiles, down = size // across, depth // ROWS
 
-    def kernel(starts_ref, blocks_ref, x_ref, dy_ref, out_ref):
-        def tile(index):
+    def kernel(refs):
+        def tile(index) -> _Tile:
             group, place = lax.div(index, tiles * down), lax.rem(index, tiles * down)
             row, column = lax.div(place, tiles), lax.rem(place, tiles)
-            own, cut = pl.ds(row * ROWS, ROWS), pl.ds(column * across, across)
-            start = pl.multiple_of(starts_ref[group], _DEPTH)
-            rows = pl.ds(start, x.shape[0])  # what lies beyond the array is not asked for
-            sources = x_ref.at[rows, own], dy_ref.at[rows, cut]
-            return sources, blocks_ref[group], out_ref.at[group, own, cut], None
+            channels, columns = pl.ds(row * ROWS, ROWS), pl.ds(column * across, across)
+            start = pl.multiple_of(refs["starts"][group], _DEPTH)
+            rows = pl.ds(start, x.shape[0])  # those beyond the array are not loaded
+            sources = refs["x"].at[rows, channels], refs["dy"].at[rows, columns]
+            return _Tile(sources, refs["blocks"][group], refs["out"].at[group, channels, columns])
 
         left = plgpu.BlockSpec((_DEPTH, ROWS), lambda k: (k, 0), transforms=wg.TILED)
         right = plgpu.BlockSpec((_DEPTH, across), lambda k: (k, 0), transforms=wg.TILED)
@@ -124,87 +143,110 @@ def sums(
         def multiply(total, half, a, b):
             plgpu.wgmma(total, a.at[:, half].transpose((1, 0)), b)
 
-        _walk(
-            tile, multiply, (left, right), across, total * tiles * down, x.shape[0] // _DEPTH,
-            (x_ref.at[:, pl.ds(0, ROWS)], dy_ref.at[:, pl.ds(0, across)]), out_ref.dtype,
-        )  # fmt: skip
+        examples = (refs["x"].at[:, pl.ds(0, ROWS)], refs["dy"].at[:, pl.ds(0, across)])
+        tiled = _Tiled(tile, multiply, (left, right), across, x.shape[0] // _DEPTH, x.dtype)
+        tiled.compute(total * tiles * down, examples)
 
-    return _kernel(kernel, (total, depth, size), x.dtype, interpret)(starts, blocks, x, dy)
+    inputs = dict(starts=starts, blocks=blocks, x=x, dy=dy)
+    return _launch(kernel, inputs, (total, depth, size), x.dtype, interpret)
 
 
-def _kernel(body: Any, shape: tuple[int, ...], dtype: Any, interpret: Any) -> Any:
-    return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct(shape, dtype),
-        grid=(PROCESSORS,),
-        grid_names=("processor",),
+def _launch(kernel, inputs, shape: tuple[int, ...], dtype: Any, interpret: Any) -> jax.Array:
+    return launch(
+        kernel,
+        inputs=inputs,
+        outputs=dict(out=jax.ShapeDtypeStruct(shape, dtype)),
+        grid=dict(processor=PROCESSORS),
         num_threads=3,
-        thread_name="group",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        approx_math=False,
+        name="grouped_product" if len(shape) == 2 else "grouped_sums",
         interpret=interpret,
-    )
+    )["out"]
 
 
-def _walk(tile, multiply, specs, across, count, most, examples, dtype) -> None:
-    """Compute output tiles [ROWS, across] number `processor`, `processor + processors`, ... below `count`.
+class _Tiled(NamedTuple):
+    """A kernel that computes output tiles [ROWS, across], each a sum of matrix products over steps.
 
-    `tile(index)` gives the arrays that a tile is summed over, in how many steps, where it goes, and which halves do (None for both);
-    `multiply(total, half, a, b)` adds a step's product for the rows `half` of the tile. `most` are the most steps of any; `examples` are arrays of the two shapes.
+    Attributes:
+        tile: `tile(index)` returns the `_Tile` of that number.
+        multiply: `multiply(total, half, a, b)` adds a step's product for the rows `half` of the tile.
+        specs: the blocks of the two sources that a step reads.
+        across: columns of a tile.
+        most: steps of a tile, at most.
+        dtype: of the output.
     """
-    stages = min(_STAGES, most)
 
-    def pipeline(steps, body, context):
+    tile: Callable[[Any], _Tile]
+    multiply: Callable
+    specs: tuple[Any, Any]
+    across: int
+    most: int
+    dtype: Any
+
+    def compute(self, count, examples) -> None:
+        """Compute the tiles number `processor`, `processor + processors`, ... below `count`; `examples` are arrays of the shapes of
+        the two sources."""
+        smem: Any = plgpu.SMEM
+        pl.run_scoped(
+            lambda allocations, buffers: self._compute_tiles(count, allocations, buffers),
+            self._pipeline(self.most, _nothing, _nothing).get_allocations(*examples),
+            smem((2, _SLOTS, _HALF, _HALF), dtype=self.dtype, transforms=wg.TILED),
+            collective_axes="group",
+        )
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _pipeline(self, steps, body, context):
         return plgpu.emit_pipeline_warp_specialized(
-            body, grid=(steps,), in_specs=list(specs), max_concurrent_steps=stages,
-            num_compute_wgs=2, memory_registers=40, wg_axis="group", compute_context=context,
-        )  # fmt: skip
+            body,
+            grid=(steps,),
+            in_specs=list(self.specs),
+            max_concurrent_steps=min(_STAGES, self.most),
+            num_compute_wgs=2,
+            memory_registers=40,
+            wg_axis="group",
+            compute_context=context,
+        )
 
-    def nothing(*_):
-        return None
-
-    def scoped(allocations, room):
+    def _compute_tiles(self, count, allocations, buffers) -> None:
         group = lax.axis_index("group")
         half = pl.ds(group * _HALF, _HALF)
 
         @plgpu.nd_loop((count,), collective_axes="processor")
         def _(info):
-            sources, steps, out, kept = tile(info.index[0])
+            tile = self.tile(info.index[0])
             totals = []
 
             def body(indices, a, b, carry):
-                multiply(totals[-1], half, a, b)
+                self.multiply(totals[-1], half, a, b)
                 plgpu.wgmma_wait(0)
                 return carry
 
             def compute(run):
-                def sum_up(total):
+                def sum_steps(total):
                     totals.append(total)
                     run(None)
                     return total[...]
 
-                y = pl.run_scoped(sum_up, plgpu.ACC((_HALF, across), jnp.float32)).astype(dtype)
+                total = plgpu.ACC((_HALF, self.across), jnp.float32)
+                y = pl.run_scoped(sum_steps, total).astype(self.dtype)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-                def store():
-                    for i in range(across // _HALF):
-                        place, columns = room.at[group, i % _SLOTS], pl.ds(i * _HALF, _HALF)
-                        plgpu.wait_smem_to_gmem(_SLOTS - 1, wait_read_only=True)
-                        place[...] = y[:, i * _HALF : (i + 1) * _HALF]
-                        plgpu.commit_smem()
-                        plgpu.copy_smem_to_gmem(place, out.at[half, columns])
-
-                if kept is None:
+                store = functools.partial(self._store, y, tile.out, half, buffers, group)
+                if tile.computes is None:
                     store()
                 else:
-                    pl.when(kept(group))(store)
+                    pl.when(tile.computes(group))(store)
 
-            pipeline(steps, body, compute)(*sources, allocations=allocations)
+            self._pipeline(tile.steps, body, compute)(*tile.sources, allocations=allocations)
 
-    smem: Any = plgpu.SMEM
-    pl.run_scoped(
-        scoped,
-        pipeline(most, nothing, nothing).get_allocations(*examples),
-        smem((2, _SLOTS, _HALF, _HALF), dtype=dtype, transforms=wg.TILED),
-        collective_axes="group",
-    )
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    def _store(self, y, out, half, buffers, group) -> None:
+        """Copy a warpgroup's rows of a tile to the output."""
+        for i in range(self.across // _HALF):
+            buffer, columns = buffers.at[group, i % _SLOTS], pl.ds(i * _HALF, _HALF)
+            plgpu.wait_smem_to_gmem(_SLOTS - 1, wait_read_only=True)
+            buffer[...] = y[:, i * _HALF : (i + 1) * _HALF]
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(buffer, out.at[half, columns])
+
+
+def _nothing(*_):
+    return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,45 +11,61 @@ from pallas_kernels.compat import pl, plgpu
 
 
 def launch(
-    kernel: Callable[[dict[str, Any]], None],
+    kernel: Callable[..., None],
     *,
-    inputs: dict[str, jax.Array | None],
-    outputs: dict[str, jax.ShapeDtypeStruct | None],
+    inputs: Mapping[str, jax.Array | None],
+    outputs: Mapping[str, jax.ShapeDtypeStruct | None],
     grid: dict[str, int],
-    num_threads: int,
+    num_threads: int | None = None,
+    scratch: dict[str, Any] | None = None,
+    approx_math: bool = True,
+    name: str | None = None,
     interpret: Any,
 ) -> dict[str, jax.Array]:
     """Run `kernel` and return its outputs by name.
 
     Args:
-        kernel: called with references to global memory, by the names of inputs and outputs.
-        inputs: arrays; those that are None are left out.
+        kernel: called with references to global memory, by the names of inputs and outputs; with `scratch`, also with references
+            to that, by name.
+        inputs: arrays (or references to arrays that the kernel updates in place); those that are None are left out.
         outputs: shapes and dtypes of the results; those that are None are left out.
         grid: sizes of the grid's axes, by the names that `jax.lax.axis_index` knows.
-        num_threads: warpgroups of a block, along the axis "group".
+        num_threads: warpgroups of a block, along the axis "group"; None is one warpgroup and no axis.
+        scratch: types of the block's buffers in shared memory and barriers, in the order in which they are allocated.
+        approx_math: whether the compiler may use approximations of `exp` and the like.
+        name: the kernel's name in profiles.
         interpret: parameters of the interpreter, or False.
     """
     given = {name: x for name, x in inputs.items() if x is not None}
     made = {name: x for name, x in outputs.items() if x is not None}
 
     def by_name(*refs):
-        kernel(dict(zip([*given, *made], refs, strict=True)))
+        count = len(given) + len(made)
+        named = dict(zip([*given, *made], refs[:count], strict=True))
+        if scratch is None:
+            kernel(named)
+        else:
+            kernel(named, dict(zip(scratch, refs[count:], strict=True)))
 
-    found = plgpu.kernel(
+    if name is not None:
+        by_name.__name__ = name
+    types = list(made.values())
+    results = plgpu.kernel(
         by_name,
-        out_type=list(made.values()),
+        out_type=types if len(types) > 1 else types[0],
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
         num_threads=num_threads,
-        thread_name="group",
+        thread_name=None if num_threads is None else "group",
+        scratch_types=() if scratch is None else list(scratch.values()),
         compiler_params=plgpu.CompilerParams(
-            approx_math=True,
+            approx_math=approx_math,
             # The layout inference of the other semantics finds no solution here (jax 0.11.2).
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
         interpret=interpret,
     )(*given.values())
-    return dict(zip(made, found, strict=True))
+    return dict(zip(made, results if len(types) > 1 else [results], strict=True))
 
 
 def with_smem(body: Callable[[dict[str, Any]], Any], buffers: dict[str, Any]) -> Any:

@@ -1,10 +1,10 @@
-"""Fused kernels for memories whose entries stand alone: Mamba's, and complex ones of one number a channel."""
+"""Fused kernels for memories whose entries are independent: Mamba's, and memories of one complex number for each channel."""
 
 from pallas_kernels.selective_scan.api import (
-    complex_reason,
     complex_scan,
-    reason,
+    complex_unsupported,
     selective_scan,
+    unsupported,
 )
 
-__all__ = ["complex_reason", "complex_scan", "reason", "selective_scan"]
+__all__ = ["complex_scan", "complex_unsupported", "selective_scan", "unsupported"]

@@ -1,10 +1,10 @@
-"""Scans of memories whose entries stand alone, by chunks: Mamba's, and complex ones of one number a channel."""
+"""Scans of memories whose entries are independent, by chunks: Mamba's, and memories of one complex number for each channel."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,21 +15,27 @@ from pallas_kernels.residuals import apart, keep
 _BACKENDS = {"mosaic_gpu": "hopper", "mosaic_tpu": "tpu"}
 
 
-def _backend(implementation: str, kind: str = "") -> Any:
-    # Imported where it is used: a backend that is never asked for costs nothing.
-    return importlib.import_module(
-        f"pallas_kernels.selective_scan.{_BACKENDS[implementation]}{kind}"
-    )
+class Call(NamedTuple):
+    """What of a call the requirements depend on: u or its shape, and the numbers of each channel's memory."""
+
+    u: Any
+    state_size: int
 
 
-def reason(implementation: str, u, state_size: int) -> str | None:
-    """What `selective_scan` takes in place of these arguments (arrays or their shapes), or None if it serves them."""
-    return _backend(implementation).reason(u, state_size)
+def _backend(implementation: str, kind: str) -> Any:
+    # Imported on first use: a backend that is never used costs nothing.
+    module = f"pallas_kernels.selective_scan.{_BACKENDS[implementation]}.{kind}"
+    return importlib.import_module(module)
 
 
-def complex_reason(implementation: str, u) -> str | None:
-    """What `complex_scan` takes in place of this argument (an array or its shape), or None if it serves it."""
-    return _backend(implementation, "_complex").reason(u)
+def unsupported(implementation: str, u, state_size: int) -> str | None:
+    """Return the first requirement that `selective_scan` of u (an array or its shape) does not meet, or None."""
+    return _backend(implementation, "real").unsupported(Call(u, state_size))
+
+
+def complex_unsupported(implementation: str, u) -> str | None:
+    """Return the first requirement that `complex_scan` of u (an array or its shape) does not meet, or None."""
+    return _backend(implementation, "complex").unsupported(Call(u, 1))
 
 
 def selective_scan(
@@ -45,18 +51,18 @@ def selective_scan(
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B D N"]]:
-    """`h_t = exp(delta_t a) h_{t-1} + delta_t u_t b_t`, `y_t = Σ_n c_t h_t + d u_t` (Mamba, arXiv 2312.00752, algorithm 2); differentiable
-    once, in reverse.
+    """`h_t = exp(delta_t a) h_{t-1} + delta_t u_t b_t`, `y_t = Σ_n c_t h_t + d u_t` (Mamba, arXiv 2312.00752, algorithm 2).
+    Differentiable once, in reverse mode.
 
     Args:
-        u: [B, T, D] bfloat16, D a multiple of 64; for "mosaic_tpu" bfloat16 or float32, D a multiple of 128.
+        u: [B, T, D]; the `REQUIREMENTS` of `hopper.real` and `tpu.real` list the dtypes and sizes that they require.
         delta: [B, T, D]; `delta a` is the natural logarithm of the decay, at most 0.
-        a: [D, N], N of 8 or 16; for "mosaic_tpu" of 8, 16, 24 or 32.
+        a: [D, N].
         b: [B, T, N].
         c: [B, T, N].
         d: [D]; None is 0.
         initial: [B, D, N], the memory before the first token.
-        begin: [B, T], True where nothing is left of the memory before the token; None is nowhere.
+        begin: [B, T], True at the first token of each document, where the memory before the token is replaced by 0; None is nowhere.
         implementation: "mosaic_gpu" (Hopper) or "mosaic_tpu".
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
@@ -64,25 +70,20 @@ def selective_scan(
         y [B, T, D] in u's dtype, and the memory after the last token in float32.
 
     Raises:
-        NotImplementedError: the kernel does not serve these arguments; the message says why.
-        ValueError: an implementation that does not exist.
+        NotImplementedError: the call does not meet a requirement of the kernel; the message says which.
+        ValueError: `implementation` is not known.
     """
-    _check("selective_scan", implementation, reason, u, a.shape[1])
-    backend = _backend(implementation)
+    _check("selective_scan", implementation, unsupported, u, a.shape[1])
+    backend = _backend(implementation, "real")
     length = u.shape[1]
     delta, a, b, c, initial = (x.astype(jnp.float32) for x in (delta, a, b, c, initial))
     d = jnp.zeros(u.shape[2], jnp.float32) if d is None else d.astype(jnp.float32)
-    kept = None if begin is None else 1 - begin.astype(jnp.float32)
+    continues = None if begin is None else 1 - begin.astype(jnp.float32)
     u, delta, b, c = (_pad(x, backend.CHUNK) for x in (u, delta, b, c))
-    kept = None if kept is None else _pad(kept, backend.CHUNK, 1)
-    inputs = backend.Inputs(u, delta, a, b, c, d, kept)
-    if implementation == "mosaic_tpu":
-        y, final = _scan(backend, interpret, inputs, jnp.swapaxes(initial, 1, 2))
-        return y[:, :length], jnp.swapaxes(final, 1, 2)
-    batch, channels, states = initial.shape
-    rows = initial.reshape(batch, channels // backend.ROWS, backend.ROWS, states)
-    y, final = _scan(backend, interpret, inputs, rows)
-    return y[:, :length], final.reshape(initial.shape)
+    continues = None if continues is None else _pad(continues, backend.CHUNK, 1)
+    inputs = backend.Inputs(u, delta, a, b, c, d, continues)
+    y, final = _scan(backend, interpret, inputs, initial)
+    return y[:, :length], final
 
 
 def complex_scan(
@@ -95,14 +96,14 @@ def complex_scan(
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B 2 D"]]:
-    """`h_t = a_t h_{t-1} + u_t`, `y_t = c_t Re h_t` with complex a and h (GateLoop, arXiv 2311.01927, of one channel a head); differentiable
-    once, in reverse.
+    """`h_t = a_t h_{t-1} + u_t`, `y_t = c_t Re h_t` with complex a and h (GateLoop, arXiv 2311.01927, with heads of one channel).
+    Differentiable once, in reverse mode.
 
     Args:
-        u: [B, T, D] bfloat16, or for "mosaic_tpu" also float32; D a multiple of 128.
-        c: [B, T, D], taken in u's dtype.
-        real: [B, T, D], of a; 0 in both where nothing is left of the memory before the token.
-        imag: [B, T, D], of a.
+        u: [B, T, D]; the `REQUIREMENTS` of `hopper.complex` and `tpu.complex` list the dtypes and sizes that they require.
+        c: [B, T, D], converted to u's dtype.
+        real: [B, T, D], the real part of a; a is 0 at the first token of a document.
+        imag: [B, T, D], the imaginary part of a.
         initial: [B, 2, D], real and imaginary part of the memory before the first token.
         implementation: "mosaic_gpu" (Hopper) or "mosaic_tpu".
         interpret: parameters of the backend's interpreter, to run on a CPU.
@@ -111,11 +112,11 @@ def complex_scan(
         y [B, T, D] in u's dtype, and the memory after the last token, [B, 2, D] float32.
 
     Raises:
-        NotImplementedError: the kernel does not serve these arguments; the message says why.
-        ValueError: an implementation that does not exist.
+        NotImplementedError: the call does not meet a requirement of the kernel; the message says which.
+        ValueError: `implementation` is not known.
     """
-    _check("complex_scan", implementation, complex_reason, u)
-    backend = _backend(implementation, "_complex")
+    _check("complex_scan", implementation, complex_unsupported, u)
+    backend = _backend(implementation, "complex")
     length = u.shape[1]
     real, imag, initial = (x.astype(jnp.float32) for x in (real, imag, initial))
     u, c, imag = (_pad(x, backend.CHUNK) for x in (u, c.astype(u.dtype), imag))
@@ -124,58 +125,37 @@ def complex_scan(
     return y[:, :length], final
 
 
-def _check(op: str, implementation: str, reason, *arguments: Any) -> None:
+def _check(op: str, implementation: str, unsupported, *arguments: Any) -> None:
     if implementation not in _BACKENDS:
         raise ValueError(
             f"{op}: implementation={implementation!r}; accepted are {tuple(_BACKENDS)}"
         )
-    if (why := reason(implementation, *arguments)) is not None:
-        raise NotImplementedError(f"{op}: implementation={implementation!r} takes {why}")
+    if (requirement := unsupported(implementation, *arguments)) is not None:
+        raise NotImplementedError(f"{op}: implementation={implementation!r} requires {requirement}")
 
 
 def _pad(x: Any, multiple: int, value: float = 0) -> Any:
-    """With tokens at the end that leave the memory as it is."""
+    """Append tokens that do not change the memory, up to a multiple of tokens."""
     pads = [(0, 0), (0, -x.shape[1] % multiple)] + [(0, 0)] * (x.ndim - 2)
     return jnp.pad(x, pads, constant_values=value)
 
 
-def _forward(backend, interpret, x, initial, *, save: bool) -> tuple[Any, Any, Any]:
-    """Output, final memory, and the memories that enter each chunk."""
-    if hasattr(backend, "forward"):
-        return backend.forward(x, initial, save=save, interpret=interpret)
-    # Chunks side by side: what each adds, put together, read.
-    found = backend.added(x, interpret=interpret)
-    before, final = backend.entering(x, found, initial, interpret=interpret)
-    return backend.outputs(x, before, interpret=interpret), final, before
-
-
-def _backward(backend, interpret, x, before, dy, d_final) -> tuple[Any, Any]:
-    """Gradients of the inputs and of the first memory."""
-    if hasattr(backend, "backward"):
-        return backend.backward(x, before, dy, d_final, interpret=interpret)
-    found = backend.added(x, dy, interpret=interpret)
-    after, d_initial = backend.entering(x, found, d_final, reverse=True, interpret=interpret)
-    gradients = backend.gradients(x, dy, before, after, interpret=interpret)
-    if not isinstance(gradients, type(x)):  # those of what the kernel knows
-        dd = jnp.sum(dy.astype(jnp.float32) * x.u.astype(jnp.float32), axis=(0, 1))
-        kept = None if x.keep is None else jnp.zeros_like(x.keep)
-        gradients = type(x)(*gradients, dd, kept)
-    return gradients, d_initial
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _scan(backend, interpret, x, initial):
-    """Output and final memory, by a backend's module and its `Inputs`."""
-    return _forward(backend, interpret, x, initial, save=False)[:2]
+    """Return the output and the final memory, computed by a backend's module from its `Inputs`."""
+    y, final, _ = backend.forward(x, initial, save=False, interpret=interpret)
+    return y, final
 
 
 def _scan_forward(backend, interpret, x, initial):
-    y, final, before = _forward(backend, interpret, x, initial, save=True)
+    y, final, before = backend.forward(x, initial, save=True, interpret=interpret)
     return apart((y, final)), (x, keep(before))
 
 
 def _scan_backward(backend, interpret, saved, cotangents):
-    return _backward(backend, interpret, *saved, *cotangents)
+    x, before = saved
+    dy, d_final = cotangents
+    return backend.backward(x, before, dy, d_final, interpret=interpret)
 
 
 _scan.defvjp(_scan_forward, _scan_backward)

@@ -1,5 +1,5 @@
-"""A fused kernel for short causal convolutions with the SiLU and the unit length of heads that follow them."""
+"""A fused kernel for short causal convolutions, with the SiLU and the normalisation of heads that follow them."""
 
-from pallas_kernels.short_convolution.api import reason, short_convolution
+from pallas_kernels.short_convolution.api import short_convolution, unsupported
 
-__all__ = ["reason", "short_convolution"]
+__all__ = ["short_convolution", "unsupported"]

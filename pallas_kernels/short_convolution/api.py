@@ -1,9 +1,9 @@
-"""`y_t = unit(silu(Σ_d weight[W - 1 - d] x_{t-d} + bias))` over the tokens of a document, float32 inside."""
+"""`y_t = normalize(silu(Σ_d weight[W - 1 - d] x_{t-d} + bias))` over the tokens of a document, computed in float32."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +12,20 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.residuals import apart
 from pallas_kernels.short_convolution import hopper
 
-_IMPLEMENTATIONS = ("mosaic_gpu",)
+_BACKENDS = {"mosaic_gpu": hopper}
 
 
-def reason(x, weight, head_dim: int | None) -> str | None:
-    """What the kernel takes in place of these arguments (arrays or their shapes), or None if it serves them."""
-    return hopper.reason(x, weight, head_dim)
+class Call(NamedTuple):
+    """What of a call the requirements depend on: arrays or their shapes, and the channels of a head."""
+
+    x: Any
+    weight: Any
+    head_dim: int | None
+
+
+def unsupported(x, weight, head_dim: int | None) -> str | None:
+    """Return the first requirement that a call with these arguments (arrays or their shapes) does not meet, or None."""
+    return hopper.unsupported(Call(x, weight, head_dim))
 
 
 def short_convolution(
@@ -33,17 +41,18 @@ def short_convolution(
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
 ) -> Float[Array, "B T D"]:
-    """Convolve the tokens of each document; differentiable once, in reverse.
+    """Convolve the tokens of each document. Differentiable once, in reverse mode.
 
     Args:
-        x: [B, T, D] bfloat16, D a multiple of 256.
-        weight: [W, D], W of 2 to 4; the last row multiplies the current token.
+        x: [B, T, D] bfloat16; `hopper.REQUIREMENTS` lists what the kernel requires.
+        weight: [W, D]; the last row multiplies the current token.
         bias: [D].
-        initial: [B, W - 1, D] in x's dtype, the tokens before the first, oldest first.
-        run: [B, T], growing along T: a token sees those of its own run; run 0 goes on from `initial`. None is one run.
-        real: [B, T], False on padding, which the others look past and whose output is 0; given with `run`.
-        silu: whether `z * sigmoid(z)` follows.
-        head_dim: channels of a head, whose norm is made 1 at the end (`z / sqrt(sum(z²) + 1e-6)`); None leaves it.
+        initial: [B, W - 1, D] in x's dtype, the W - 1 tokens before the first, oldest first.
+        run: [B, T], the index of each token's document in its row, not decreasing along T: a token sees the tokens of its document;
+            document 0 continues `initial`. None is one document.
+        real: [B, T], False on padding, which no token sees and whose output is 0; requires `run`.
+        silu: whether `z * sigmoid(z)` is applied after the convolution.
+        head_dim: channels of a head; each head is divided by `sqrt(sum(z²) + 1e-6)` at the end. None does not normalise.
         implementation: "mosaic_gpu" (Hopper).
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
@@ -51,50 +60,66 @@ def short_convolution(
         [B, T, D] in x's dtype.
 
     Raises:
-        NotImplementedError: the kernel does not serve these arguments; the message says why.
-        ValueError: an implementation that does not exist.
+        NotImplementedError: the call does not meet a requirement of the kernel; the message says which.
+        ValueError: `implementation` is not known.
     """
-    if implementation not in _IMPLEMENTATIONS:
+    if implementation not in _BACKENDS:
+        accepted = tuple(_BACKENDS)
         raise ValueError(
-            f"short_convolution: implementation={implementation!r}; accepted are {_IMPLEMENTATIONS}"
+            f"short_convolution: implementation={implementation!r}; accepted are {accepted}"
         )
-    if (why := reason(x, weight, head_dim)) is not None:
-        raise NotImplementedError(f"short_convolution: implementation='mosaic_gpu' takes {why}")
+    if (requirement := unsupported(x, weight, head_dim)) is not None:
+        raise NotImplementedError(
+            f"short_convolution: implementation={implementation!r} requires {requirement}"
+        )
     length = x.shape[1]
     padding = -length % hopper.MULTIPLE
     order: Any = None
     if run is not None:
         real = jnp.ones(run.shape, bool) if real is None else real
         run = jnp.where(real, run, -1)
-        # Padding last, so that a token's neighbours are those it sees.
-        place = jnp.where(real, 0, jnp.sum(real, axis=1, keepdims=True))
-        place += jnp.where(real, jnp.cumsum(real, axis=1), jnp.cumsum(~real, axis=1)) - 1
-        order = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), run.shape)
-        order = jax.vmap(lambda to, at: to.at[at].set(to, unique_indices=True))(order, place)
+        order = _padding_last(real)
         run = jnp.take_along_axis(run, order, axis=1)
     if padding:
         x = jnp.pad(x, [(0, 0), (0, padding), (0, 0)])
         if run is not None:
             run = jnp.pad(run, [(0, 0), (0, padding)], constant_values=-1)
-            more = jnp.arange(length, length + padding, dtype=jnp.int32)
-            more = jnp.broadcast_to(more, (x.shape[0], padding))
-            order = jnp.concatenate([order, more], axis=1)
-    y = _run(silu, head_dim, interpret, x, weight, bias, initial.astype(x.dtype), order, run)
+            added = jnp.arange(length, length + padding, dtype=jnp.int32)
+            added = jnp.broadcast_to(added, (x.shape[0], padding))
+            order = jnp.concatenate([order, added], axis=1)
+    options = _Options(silu, head_dim, interpret)
+    y = _convolve(options, x, weight, bias, initial.astype(x.dtype), order, run)
     return y[:, :length]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _run(silu, head_dim, interpret, *inputs):
-    return hopper.forward(*inputs, silu=silu, head_dim=head_dim, interpret=interpret)
+def _padding_last(real: Bool[Array, "B T"]) -> Int[Array, "B T"]:
+    """Return the order of each row's tokens with padding last, so that a token's neighbours in it are the tokens that it sees."""
+    length = real.shape[1]
+    rank = jnp.where(real, 0, jnp.sum(real, axis=1, keepdims=True))
+    rank += jnp.where(real, jnp.cumsum(real, axis=1), jnp.cumsum(~real, axis=1)) - 1
+    order = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), real.shape)
+    return jax.vmap(lambda to, at: to.at[at].set(to, unique_indices=True))(order, rank)
 
 
-def _forward(silu, head_dim, interpret, *inputs):
-    return apart(_run(silu, head_dim, interpret, *inputs)), inputs
+class _Options(NamedTuple):
+    """The arguments of a call that are not arrays, as in `short_convolution`."""
+
+    silu: bool
+    head_dim: int | None
+    interpret: Any
 
 
-def _backward(silu, head_dim, interpret, inputs, dy):
-    options: Any = dict(silu=silu, head_dim=head_dim, interpret=interpret)
-    return *hopper.backward(*inputs, dy=dy, **options), None, None
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _convolve(options: _Options, *inputs):
+    return hopper.forward(*inputs, **options._asdict())
 
 
-_run.defvjp(_forward, _backward)
+def _convolve_forward(options, *inputs):
+    return apart(_convolve(options, *inputs)), inputs
+
+
+def _convolve_backward(options, inputs, dy):
+    return *hopper.backward(*inputs, dy=dy, **options._asdict()), None, None
+
+
+_convolve.defvjp(_convolve_forward, _convolve_backward)

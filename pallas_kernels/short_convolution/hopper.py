@@ -1,33 +1,37 @@
-"""A short causal convolution with what follows it, forward and backward, on Mosaic GPU (Hopper).
+"""A short causal convolution with the SiLU and the normalisation that follow it, forward and backward, on Mosaic GPU (Hopper).
 
-A warpgroup walks over a stretch of tokens with some channels of each in its registers: a token's row is read once, the rows before it
-and what they still wait for of their gradients are carried along. Shared memory has no part in it. The rows of the next few tokens
-are asked for before those of the present ones are used.
+A warpgroup processes a block of consecutive tokens, with some channels of each in its registers: the row of channels of each token
+is read once, and the rows of the W - 1 tokens before it, and the partial sums of their gradients, stay in registers. Shared memory
+is not used. The rows of the next few tokens are loaded before those of the current ones are used.
 
-With documents the tokens are walked over in `order`, in which a row's padding comes last; so what is before a token is what it sees.
+With documents the tokens are processed in `order`, in which a row's padding comes last, so that the tokens before a token are the
+ones that it sees.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import PROCESSORS, channel_rows, pl, plgpu
+from pallas_kernels.hopper.launch import launch
+from pallas_kernels.requirements import Requirement, first_unmet
 
 _F32 = jnp.float32
 _LANES, _WARPS = 32, 4
-VECTORS, GROUP = (8, 4, 2), 4
-EPSILON = 1e-6
+_VECTORS = (8, 4, 2)  # channels that a thread may hold
+_AHEAD = 4  # tokens whose rows are loaded ahead, and of an unrolled step
+_EPSILON = 1e-6
 MULTIPLE = 16
-"""What the number of tokens is a multiple of."""
+"""The number of tokens must be a multiple of this."""
 
 
-def vector(channels: int, head_dim: int | None) -> int | None:
-    """Channels of a thread, with whole heads in a warp; None where no number is possible."""
-    for size in VECTORS:
+def thread_channels(channels: int, head_dim: int | None) -> int | None:
+    """Channels of a thread, such that a warp has whole heads; None where no number is possible."""
+    for size in _VECTORS:
         if channels % (_LANES * _WARPS * size):
             continue
         if head_dim is None or (head_dim % size == 0 and _LANES * size % head_dim == 0):
@@ -35,86 +39,161 @@ def vector(channels: int, head_dim: int | None) -> int | None:
     return None
 
 
-def stretch(batch: int, length: int, columns: int) -> int | None:
-    """Tokens of a warpgroup: as many as leave the card four blocks a processor, since a stretch's borders are read twice."""
+def block_tokens(batch: int, length: int, columns: int) -> int:
+    """Tokens of a warpgroup: as many as possible with four blocks for each processor, since tokens at a block's boundary are read
+    twice."""
     sizes = [s for s in (128, 64, 32, 16) if length % s == 0]
     enough = [s for s in sizes if batch * (length // s) * columns >= 4 * PROCESSORS]
-    return (enough or sizes[-1:] or [None])[0]
+    return (enough or sizes[-1:])[0]
 
 
-def reason(x, weight, head_dim: int | None) -> str | None:
-    """What this backend takes in place of these arguments (arrays or their shapes), or None."""
-    if x.dtype != jnp.bfloat16:
-        return f"x in bfloat16, not {x.dtype}"
-    if not 2 <= weight.shape[0] <= 4:
-        return f"weight of 2 to 4 rows, not {weight.shape[0]}"
-    if vector(x.shape[2], head_dim) is None:
-        of = "" if head_dim is None else f" in heads of {head_dim}"
-        return f"multiples of 256 channels, with whole heads in a warp, not {x.shape[2]}{of}"
-    return None
+REQUIREMENTS = (
+    Requirement(
+        "x in bfloat16",
+        lambda c: c.x.dtype == jnp.bfloat16,
+        lambda c: jnp.dtype(c.x.dtype).name,
+    ),
+    Requirement(
+        "a weight of 2 to 4 rows",
+        lambda c: 2 <= c.weight.shape[0] <= 4,
+        lambda c: str(c.weight.shape[0]),
+    ),
+    Requirement(
+        "a multiple of 256 channels, in heads that fit into the channels of a warp",
+        lambda c: thread_channels(c.x.shape[2], c.head_dim) is not None,
+        lambda c: f"{c.x.shape[2]}" + ("" if c.head_dim is None else f" in heads of {c.head_dim}"),
+    ),
+)
 
 
-class _Walk:
-    """What both kernels share: the block's place, and how a token's row is read."""
+def unsupported(call) -> str | None:
+    """Return the first of `REQUIREMENTS` that an `api.Call` does not meet, or None."""
+    return first_unmet(REQUIREMENTS, call)
 
-    def __init__(self, refs, shape, channels, size, head_dim, width):
-        self.refs, self.length, self.width, self.size = refs, shape[1], width, size
+
+class _Layout(NamedTuple):
+    """How the work of a call is divided among blocks.
+
+    Attributes:
+        batch: B.
+        length: T.
+        total: D.
+        width: W, rows of the weight.
+        channels: channels of a block.
+        tokens: tokens of a block.
+        dim: channels of a head, or of a warp where heads are not normalised.
+    """
+
+    batch: int
+    length: int
+    total: int
+    width: int
+    channels: int
+    tokens: int
+    dim: int
+
+    @classmethod
+    def of(cls, x, weight, head_dim: int | None) -> _Layout:
+        batch, length, total = x.shape
+        size = thread_channels(total, head_dim)
+        assert size is not None
+        channels = _LANES * _WARPS * size
+        dim = channels // _WARPS if head_dim is None else head_dim
+        tokens = block_tokens(batch, length, total // channels)
+        return cls(batch, length, total, weight.shape[0], channels, tokens, dim)
+
+    @property
+    def heads(self) -> int:
+        """Heads of all channels."""
+        return self.total // self.dim
+
+    @property
+    def grid(self) -> dict[str, int]:
+        return dict(
+            column=self.total // self.channels, block=self.length // self.tokens, row=self.batch
+        )
+
+    def by_head(self, x) -> jax.Array | None:
+        """[..., D] -> [..., heads, dim]; None for None."""
+        return None if x is None else x.reshape(*x.shape[:-1], self.heads, self.dim)
+
+    def inputs(self, x, weight, bias, tail, order, run, dy=None) -> dict[str, jax.Array | None]:
+        """The kernels' inputs by name; absent ones are None."""
+        bias = None if bias is None else bias[None]
+        named = dict(x=x, weight=weight, tail=tail, bias=bias, dy=dy)
+        return {name: self.by_head(a) for name, a in named.items()} | dict(order=order, run=run)
+
+
+class _Block:
+    """The tokens and channels of a warpgroup, and how they are loaded."""
+
+    def __init__(self, refs: dict[str, Any], layout: _Layout):
+        self.refs, self.length, self.width = refs, layout.length, layout.width
         self.b, self.block = lax.axis_index("row"), lax.axis_index("block")
-        heads = channels // head_dim
+        heads = layout.channels // layout.dim
         self.columns = pl.ds(lax.axis_index("column") * heads, heads)
-        self.layout = channel_rows(heads, head_dim, _WARPS)
-        self.shape = (heads, head_dim)
-        self.start = self.block * size
+        self.layout = channel_rows(heads, layout.dim, _WARPS)
+        self.shape = (heads, layout.dim)
+        self.start = self.block * layout.tokens
 
-    def read(self, ref) -> Any:
-        """The block's channels of a row, [heads, head_dim]."""
+    def load(self, ref) -> Any:
+        """The block's channels of a row, [heads, dim]."""
         return plgpu.load(ref.at[self.columns], layout=self.layout, optimized=False)
 
-    def place(self, token):
-        """Where the token is."""
+    def store(self, x, name: str, *index: Any) -> None:
+        """Write the block's channels of a row of an output."""
+        ref = self.refs[name].at[*index, self.columns]
+        ref[...] = plgpu.layout_cast(x.astype(ref.dtype), self.layout)
+
+    def position(self, token):
+        """The position in memory of a token that is counted in `order`."""
         return self.refs["order"][self.b, token] if "order" in self.refs else token
 
-    def run(self, token) -> Any:
-        """The document of the token, -1 for padding; None where there is one alone."""
+    def document(self, token) -> Any:
+        """The document of the token, -1 for padding; None where a row has only one."""
         return self.refs["run"][self.b, token] if "run" in self.refs else None
 
-    def row(self, name, token) -> Any:
-        return self.read(self.refs[name].at[self.b, self.place(token)])
+    def row(self, name: str, token) -> Any:
+        return self.load(self.refs[name].at[self.b, self.position(token)])
 
     def weights(self) -> list[Any]:
-        """By distance."""
+        """The rows of the weight by distance: the first multiplies the current token."""
         return [
-            self.read(self.refs["weight"].at[self.width - 1 - d]).astype(_F32)
+            self.load(self.refs["weight"].at[self.width - 1 - d]).astype(_F32)
             for d in range(self.width)
         ]
 
     def bias(self) -> Any:
-        return self.read(self.refs["bias"].at[0]).astype(_F32) if "bias" in self.refs else None
+        return self.load(self.refs["bias"].at[0]).astype(_F32) if "bias" in self.refs else None
 
     def before(self) -> tuple[list[Any], list[Any]]:
         """The rows before the block by distance from 1, and their documents."""
-        rows, runs = [], []
+        rows, documents = [], []
         first = self.block == 0
         for d in range(1, self.width):
             token = jnp.maximum(self.start - d, 0)
-            tail = self.read(self.refs["tail"].at[self.b, self.width - 1 - d]).astype(_F32)
+            tail = self.load(self.refs["tail"].at[self.b, self.width - 1 - d]).astype(_F32)
             row = jnp.where(first, tail, self.row("x", token).astype(_F32))
             if "run" in self.refs:
-                runs.append(jnp.where(first, 0, self.run(token)))
-                row = jnp.where(runs[-1] >= 0, row, 0.0)
+                documents.append(jnp.where(first, 0, self.document(token)))
+                row = jnp.where(documents[-1] >= 0, row, 0.0)
             rows.append(row)
-        return rows, runs
+        return rows, documents
 
-    def own(self, row, before, run, runs) -> tuple[Any, list[Any], list[Any]]:
-        """The row, 0 on padding, and those before it, 0 where they are another document's; and which are its own."""
-        if run is None:
+    def mask(self, row, before, document, documents) -> tuple[Any, list[Any], list[Any]]:
+        """Set a row to 0 on padding, and the rows before it where they are of another document.
+
+        Returns:
+            The row, the rows before it, and for each of these whether it is of the same document (None without documents).
+        """
+        if document is None:
             return row, before, [None] * len(before)
-        same: list[Any] = [r == run for r in runs]
-        kept = [jnp.where(s, x, 0.0) for s, x in zip(same, before, strict=True)]
-        return jnp.where(run >= 0, row, 0.0), kept, same
+        same: list[Any] = [d == document for d in documents]
+        visible = [jnp.where(s, x, 0.0) for s, x in zip(same, before, strict=True)]
+        return jnp.where(document >= 0, row, 0.0), visible, same
 
     def sum_heads(self, x):
-        """Over each head, in every channel of it."""
+        """The sum over each head, in every channel of it."""
         total = lax.broadcast_in_dim(jnp.sum(x, axis=1), self.shape, [0])
         return plgpu.layout_cast(total, self.layout)
 
@@ -127,174 +206,221 @@ def _convolve(weights, bias, taps):
 
 
 def _sigmoid(x):
-    # Of the approximations at hand the only quotient that is no division.
+    # A square of `rsqrt`: the only quotient among the approximations that needs no division.
     root = lax.rsqrt(1.0 + jnp.exp(-x))
     return root * root
 
 
 def forward(
     x, weight, bias, tail, order, run, *, head_dim: int | None, silu: bool, interpret: Any = False
-):  # fmt: skip
-    """The output, [B, T, D]; the arguments are `api`'s."""
-    named, call, out = _call("forward", x, weight, bias, tail, order, run, head_dim, None)
-    channels, size, dim, group = call
+) -> jax.Array:
+    """Return the output, [B, T, D].
 
-    def kernel(*refs):
-        refs = dict(zip([*named, "y"], refs, strict=True))
-        walk = _Walk(refs, x.shape, channels, size, dim, weight.shape[0])
-        weights, bias = walk.weights(), walk.bias()
+    Args:
+        x: [B, T, D] bfloat16, T a multiple of `MULTIPLE`.
+        weight: [W, D].
+        bias: [D] or None.
+        tail: [B, W - 1, D], the tokens before the first.
+        order: [B, T] int32, the positions of tokens in the order in which they are processed, padding last; None is their own order.
+        run: [B, T] int32, the documents in that order, -1 for padding; None is one document.
+        head_dim: as in `api.short_convolution`, also the rest.
+        silu: whether SiLU is applied.
+        interpret: parameters of the interpreter, or False.
+    """
+    layout = _Layout.of(x, weight, head_dim)
 
-        def ask(first):
-            tokens = [jnp.minimum(first + i, walk.length - 1) for i in range(group)]
-            return [walk.row("x", t) for t in tokens], [walk.run(t) for t in tokens]
+    def kernel(refs):
+        block = _Block(refs, layout)
+        weights, bias = block.weights(), block.bias()
+
+        def load_rows(first):
+            tokens = [jnp.minimum(first + i, block.length - 1) for i in range(_AHEAD)]
+            return [block.row("x", t) for t in tokens], [block.document(t) for t in tokens]
 
         def step(index, carry):
-            rows, runs, before, before_runs = carry
-            first = walk.start + index * group
-            following = ask(first + group)
-            for i in range(group):
+            rows, documents, before, documents_before = carry
+            first = block.start + index * _AHEAD
+            following = load_rows(first + _AHEAD)
+            for i in range(_AHEAD):
                 raw = rows[i].astype(_F32)
-                row, taps, _ = walk.own(raw, before, runs[i], before_runs)
+                row, taps, _ = block.mask(raw, before, documents[i], documents_before)
                 y = _convolve(weights, bias, [row, *taps])
                 if silu:
                     y = y * _sigmoid(y)
                 if head_dim is not None:
-                    y = y * lax.rsqrt(walk.sum_heads(y * y) + EPSILON)
-                if runs[i] is not None:
-                    y = jnp.where(runs[i] >= 0, y, 0.0)
-                to = refs["y"].at[walk.b, walk.place(first + i), walk.columns]
-                _write(to, y, walk.layout)
+                    y = y * lax.rsqrt(block.sum_heads(y * y) + _EPSILON)
+                if documents[i] is not None:
+                    y = jnp.where(documents[i] >= 0, y, 0.0)
+                block.store(y, "y", block.b, block.position(first + i))
                 before = [row, *before[:-1]]
-                before_runs = [runs[i], *before_runs[:-1]]
-            return *following, before, before_runs if "run" in refs else []
+                documents_before = [documents[i], *documents_before[:-1]]
+            return *following, before, documents_before if "run" in refs else []
 
-        lax.fori_loop(0, size // group, step, (*ask(walk.start), *walk.before()))
+        carry = (*load_rows(block.start), *block.before())
+        lax.fori_loop(0, layout.tokens // _AHEAD, step, carry)
 
-    return _launch(kernel, named, out, x.shape, channels, size, interpret).reshape(x.shape)
+    inputs = layout.inputs(x, weight, bias, tail, order, run)
+    outputs = dict(y=_struct_like(inputs["x"]))
+    name = "short_convolution_forward"
+    results = launch(
+        kernel, inputs=inputs, outputs=outputs, grid=layout.grid, name=name, interpret=interpret
+    )
+    return results["y"].reshape(x.shape)
+
+
+class _Pending(NamedTuple):
+    """What the backward kernel carries from token to token.
+
+    Attributes:
+        before: the rows before the next token by distance from 1, 0 on padding.
+        gradients: the partial sums of their gradients.
+        documents: their documents, empty without.
+        sums: partial sums of the gradients of the weight's rows by distance, then of the bias where there is one.
+    """
+
+    before: list[Any]
+    gradients: list[Any]
+    documents: list[Any]
+    sums: list[Any]
+
+
+class _Gradient(NamedTuple):
+    """Gradients of one block of tokens, token by token.
+
+    Attributes:
+        block: the tokens and channels.
+        weights: as in `_Block.weights`.
+        bias: as in `_Block.bias`.
+        zero: a row of zeros.
+        silu: as in `backward`.
+        normalized: whether heads are normalised.
+    """
+
+    block: _Block
+    weights: list[Any]
+    bias: Any
+    zero: Any
+    silu: bool
+    normalized: bool
+
+    def load_rows(self, first, count: int = _AHEAD) -> tuple[list[Any], list[Any]]:
+        """The rows of x and dy of `count` tokens, and the tokens' documents."""
+        block = self.block
+        tokens = [jnp.minimum(first + i, block.length - 1) for i in range(count)]
+        rows = [(block.row("x", t), block.row("dy", t)) for t in tokens]
+        return rows, [block.document(t) for t in tokens]
+
+    def token(self, rows, document, inside, counted, pending: _Pending) -> tuple[Any, _Pending]:
+        """Add one token's contributions to the gradients of its row and of the rows before it.
+
+        Args:
+            rows: its x and dy.
+            document: its document, or None.
+            inside: whether the token exists; None is yes.
+            counted: whether its contributions to weight and bias count in this block; None is yes.
+            pending: before the token.
+
+        Returns:
+            The gradient of the oldest row, which is complete, and `pending` after the token.
+        """
+        block = self.block
+        raw, dy = (r.astype(_F32) for r in rows)
+        row, taps, same = block.mask(raw, pending.before, document, pending.documents)
+        taps = [row, *taps]
+        y = _convolve(self.weights, self.bias, taps)
+        if inside is not None:
+            dy = jnp.where(inside, dy, 0.0)
+        if document is not None:
+            dy = jnp.where(document >= 0, dy, 0.0)
+        sigmoid: Any = _sigmoid(y) if self.silu else None
+        if self.normalized:
+            value = y * sigmoid if self.silu else y
+            norm = lax.rsqrt(block.sum_heads(value * value) + _EPSILON)
+            dy = norm * (dy - value * (norm * norm * block.sum_heads(dy * value)))
+        if self.silu:
+            dy = dy * (sigmoid * (1.0 + y * (1.0 - sigmoid)))
+        d_counted = dy if counted is None else jnp.where(counted, dy, 0.0)
+        factors = [*taps, 1.0][: len(pending.sums)]
+        sums = [s + d_counted * x for s, x in zip(pending.sums, factors, strict=True)]
+        gradients = [self.zero, *pending.gradients]
+        for d in range(block.width):
+            part = dy if not d or same[d - 1] is None else jnp.where(same[d - 1], dy, 0.0)
+            gradients[d] = gradients[d] + self.weights[d] * part
+        documents = [] if document is None else [document, *pending.documents[:-1]]
+        before = [row, *pending.before[:-1]]
+        return gradients[-1], _Pending(before, gradients[:-1], documents, sums)
 
 
 def backward(
-    x, weight, bias, tail, order, run, dy, *, head_dim: int | None, silu: bool,
+    x,
+    weight,
+    bias,
+    tail,
+    order,
+    run,
+    dy,
+    *,
+    head_dim: int | None,
+    silu: bool,
     interpret: Any = False,
-):  # fmt: skip
-    """Gradients of x, weight, bias (None without one) and tail."""
-    named, call, out = _call("backward", x, weight, bias, tail, order, run, head_dim, dy)
-    channels, size, dim, group = call
-    width = weight.shape[0]
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array]:
+    """Return the gradients of x, weight, bias (None without one) and tail; the arguments are those of `forward`, and `dy` [B, T, D]."""
+    layout = _Layout.of(x, weight, head_dim)
+    width = layout.width
 
-    def kernel(*refs):
-        refs = dict(zip([*named, "dx", "d_weight", "d_tail"], refs, strict=True))
-        walk = _Walk(refs, x.shape, channels, size, dim, width)
-        weights, bias = walk.weights(), walk.bias()
-        zero = weights[0] * 0.0
-
-        def ask(first, count=group):
-            tokens = [jnp.minimum(first + i, walk.length - 1) for i in range(count)]
-            rows = [(walk.row("x", t), walk.row("dy", t)) for t in tokens]
-            return rows, [walk.run(t) for t in tokens]
-
-        def token(rows, run, inside, counted, before, waiting, before_runs, sums):
-            """One token: what it gives its row and those before it; returns the oldest, which waits for no more."""
-            raw, dy = (r.astype(_F32) for r in rows)
-            row, taps, same = walk.own(raw, before, run, before_runs)
-            taps = [row, *taps]
-            y = _convolve(weights, bias, taps)
-            if inside is not None:
-                dy = jnp.where(inside, dy, 0.0)
-            if run is not None:
-                dy = jnp.where(run >= 0, dy, 0.0)
-            share: Any = _sigmoid(y) if silu else None
-            if head_dim is not None:
-                value = y * share if silu else y
-                norm = lax.rsqrt(walk.sum_heads(value * value) + EPSILON)
-                dy = norm * (dy - value * (norm * norm * walk.sum_heads(dy * value)))
-            if silu:
-                dy = dy * (share * (1.0 + y * (1.0 - share)))
-            given = dy if counted is None else jnp.where(counted, dy, 0.0)
-            sums = [s + given * tap for s, tap in zip(sums, [*taps, 1.0][: len(sums)], strict=True)]
-            waiting = [zero, *waiting]
-            for d in range(width):
-                part = dy if not d or same[d - 1] is None else jnp.where(same[d - 1], dy, 0.0)
-                waiting[d] = waiting[d] + weights[d] * part
-            before_runs = [] if run is None else [run, *before_runs[:-1]]
-            return waiting[-1], [row, *before[:-1]], waiting[:-1], before_runs, sums
-
-        before, before_runs = walk.before()
-        state = before, [zero] * (width - 1), before_runs, [zero] * (width + (bias is not None))
-        first = walk.block == 0
-        rows, runs = ask(walk.start, width - 1)
-        for i in range(
-            width - 1
-        ):  # what becomes of the rows before the block is theirs to say, but of the tail's
-            done, *state = token(rows[i], runs[i], None, first, *state)
+    def kernel(refs):
+        block = _Block(refs, layout)
+        weights, bias = block.weights(), block.bias()
+        gradient = _Gradient(block, weights, bias, weights[0] * 0.0, silu, head_dim is not None)
+        before, documents_before = block.before()
+        sums = [gradient.zero] * (width + (bias is not None))
+        pending = _Pending(before, [gradient.zero] * (width - 1), documents_before, sums)
+        first = block.block == 0
+        rows, documents = gradient.load_rows(block.start, width - 1)
+        # The first W - 1 gradients that are complete are of rows before this block. The block before writes them; those of
+        # the tail are written here.
+        for i in range(width - 1):
+            oldest, pending = gradient.token(rows[i], documents[i], None, first, pending)
 
             @pl.when(first)
-            def _(done=done, i=i):
-                _write(refs["d_tail"].at[walk.b, i, walk.columns], done, walk.layout)
+            def _(oldest=oldest, i=i):
+                block.store(oldest, "d_tail", block.b, i)
 
-        begin = walk.start + width - 1
+        second = block.start + width - 1
 
         def step(index, carry):
-            rows, runs, *state = carry
-            start = begin + index * group
-            following = ask(start + group)
-            for i in range(group):
-                at = start + i
-                done, *state = token(rows[i], runs[i], at < walk.length, None, *state)
-                to = walk.place(at - (width - 1))
-                _write(refs["dx"].at[walk.b, to, walk.columns], done, walk.layout)
-            return *following, *state
+            rows, documents, pending = carry
+            start = second + index * _AHEAD
+            following = gradient.load_rows(start + _AHEAD)
+            for i in range(_AHEAD):
+                token = start + i
+                inside = token < block.length
+                oldest, pending = gradient.token(rows[i], documents[i], inside, None, pending)
+                block.store(oldest, "dx", block.b, block.position(token - (width - 1)))
+            return *following, pending
 
-        *_, sums = lax.fori_loop(0, size // group, step, (*ask(begin), *state))
-        for index, total in enumerate(sums):
+        carry = (*gradient.load_rows(second), pending)
+        *_, pending = lax.fori_loop(0, layout.tokens // _AHEAD, step, carry)
+        for index, total in enumerate(pending.sums):
             at = index if index == width else width - 1 - index
-            _write(refs["d_weight"].at[walk.b, walk.block, at, walk.columns], total, walk.layout)
+            block.store(total, "d_weight", block.b, block.block, at)
 
-    dx, parts, d_tail = _launch(kernel, named, out, x.shape, channels, size, interpret)
-    sums = jnp.sum(parts, axis=(0, 1)).reshape(parts.shape[2], -1)
-    d_weight = sums[:width].astype(weight.dtype)
-    d_bias = None if bias is None else sums[width].astype(bias.dtype)
-    return dx.reshape(x.shape), d_weight, d_bias, d_tail.reshape(tail.shape)
-
-
-def _write(ref, x, layout) -> None:
-    ref[...] = plgpu.layout_cast(x.astype(ref.dtype), layout)
-
-
-def _call(kind, x, weight, bias, tail, order, run, head_dim, dy):
-    """The inputs by name, cut into heads; how the work is cut; the outputs' shapes."""
-    batch, length, total = x.shape
-    size = vector(total, head_dim)
-    assert size is not None
-    channels = _LANES * _WARPS * size
-    dim = channels // _WARPS if head_dim is None else head_dim
-    tokens = stretch(batch, length, total // channels)
-    assert tokens is not None
-    heads = lambda a: a.reshape(*a.shape[:-1], total // dim, dim)  # noqa: E731
-    named = dict(x=heads(x), weight=heads(weight), tail=heads(tail))
-    if bias is not None:
-        named["bias"] = heads(bias[None])
-    if dy is not None:
-        named["dy"] = heads(dy)
-    if run is not None:
-        named |= dict(order=order, run=run)
-    struct = jax.ShapeDtypeStruct
-    out: Any = struct(named["x"].shape, x.dtype)
-    if kind == "backward":
-        rows = weight.shape[0] + (bias is not None)
-        sums = struct((batch, length // tokens, rows, total // dim, dim), _F32)
-        out = [out, sums, struct(named["tail"].shape, tail.dtype)]
-    return named, (channels, tokens, dim, GROUP), out
+    inputs = layout.inputs(x, weight, bias, tail, order, run, dy)
+    sums = (layout.batch, layout.grid["block"], width + (bias is not None))
+    outputs = dict(
+        dx=_struct_like(inputs["x"]),
+        d_weight=jax.ShapeDtypeStruct((*sums, layout.heads, layout.dim), _F32),
+        d_tail=_struct_like(inputs["tail"]),
+    )
+    name = "short_convolution_backward"
+    results = launch(
+        kernel, inputs=inputs, outputs=outputs, grid=layout.grid, name=name, interpret=interpret
+    )
+    rows = jnp.sum(results["d_weight"], axis=(0, 1)).reshape(sums[2], -1)
+    d_weight = rows[:width].astype(weight.dtype)
+    d_bias = None if bias is None else rows[width].astype(bias.dtype)
+    return results["dx"].reshape(x.shape), d_weight, d_bias, results["d_tail"].reshape(tail.shape)
 
 
-def _launch(kernel, named, out, shape, channels, size, interpret):
-    return plgpu.kernel(
-        kernel,
-        out_type=out,
-        grid=(shape[2] // channels, shape[1] // size, shape[0]),
-        grid_names=("column", "block", "row"),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-        interpret=interpret,
-    )(*named.values())
+def _struct_like(x) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -1,4 +1,4 @@
-"""What the tests of TPU kernels share: runs of documents, values and gradients beside a recurrence, and a lowering."""
+"""Helpers of the tests of TPU kernels: documents, comparison of values and gradients with a recurrence, and lowering."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 
 def runs(length: int):
-    """[1, T]: a border between chunks, borders inside, a document of one token."""
-    borders = [5, 16, 17, 20] if length < 128 else [30, 128, 129, 150]
-    return jnp.asarray(np.cumsum(np.isin(np.arange(length), borders))[None], jnp.int32)
+    """Document indices [1, T]: documents that begin at a chunk's start and inside chunks, and one of a single token."""
+    starts = [5, 16, 17, 20] if length < 128 else [30, 128, 129, 150]
+    return jnp.asarray(np.cumsum(np.isin(np.arange(length), starts))[None], jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def both(function, x, run, cotangents):
+    """Values and the gradients of x."""
     values, pull = jax.vjp(lambda x: function(x, run), x)
     return values, pull(jax.tree.map(lambda c, o: c.astype(o.dtype), cotangents, values))[0]
 
 
 def compare(fused, by_token, x, run, tolerance):
-    """Values and every gradient, relative to the largest."""
+    """Compare values and all gradients, relative to the largest entry."""
     rng = np.random.default_rng(1)
     q, v, initial = (x[n] for n in ("q", "v", "initial"))
     shape = (*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3])
     cotangents = tuple(jnp.asarray(rng.normal(size=s), jnp.float32) for s in (shape, initial.shape))
     cotangents = cotangents[0].astype(v.dtype), cotangents[1]
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), x)
-    plain = lambda x, run: by_token(**x, run=run)  # noqa: E731
-    actual, wanted = both(fused, x, run, cotangents), both(plain, wide, run, cotangents)
+    recurrence = lambda x, run: by_token(**x, run=run)  # noqa: E731
+    actual, wanted = both(fused, x, run, cotangents), both(recurrence, wide, run, cotangents)
     assert actual[0][0].dtype == v.dtype and actual[0][1].dtype == jnp.float32
     for (path, a), b in zip(
         jax.tree.leaves_with_path(actual), jax.tree.leaves(wanted), strict=True
@@ -42,7 +43,7 @@ def compare(fused, by_token, x, run, tolerance):
 
 
 def check_lowering(fused, x, run, whole: bool):
-    """Forward and backward are a kernel each for a TPU; `whole`: arrays of wide heads stay as they lie."""
+    """Check that forward and backward are one kernel each on a TPU, and that no array is transposed exactly if `whole`."""
 
     def step(x, run):
         values, pull = jax.vjp(lambda x: fused(x, run, interpret=False), x)

@@ -1,4 +1,4 @@
-"""Kernels compiled to the machine code of chips that are not here, and the registers that spill: `make test-aot`."""
+"""Kernels compiled to machine code for chips that this machine need not have, and the registers that spill: `make test-aot`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
 from lsm_jax import ops
+from pallas_kernels.selective_scan.cases import TPU_COMPILED
 from tests.kernels import test_selective_scan_gpu as scans
 
 pytestmark = pytest.mark.aot
 
-# What XLA must know of an H200 to compile for one: a `GpuTargetConfigProto`.
+# The `GpuTargetConfigProto` from which XLA compiles for an H200.
 H200 = """
 platform_name: "CUDA" device_description_str: "NVIDIA H200" dnn_version_info { major: 9 minor: 10 }
 gpu_device_info {
@@ -33,11 +34,11 @@ gpu_device_info {
   dnn_version: "9.10.0"
 }
 """
-# Of `nvidia-cuda-nvdisasm`, beside the compilers.
+# The folder of `nvidia-cuda-nvdisasm`, next to the compilers.
 CUDA = next((x for p in sys.path if (x := Path(p, "nvidia", "cu13")).is_dir()), Path("nowhere"))
 CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 
-# The op; heads of q, k and v; K and V; what else it is given; bytes that its kernels store in place of registers today.
+# The op; heads of q, k and v; K and V; its other arguments; bytes of registers that its kernels spill today, at most.
 ON_HOPPER = [
     ("linear_memory", (4, 4, 4), 128, 128, "", 0),
     ("linear_memory", (4, 2, 2), 64, 64, "log_decay", 0),
@@ -52,7 +53,7 @@ ON_HOPPER = [
     ("delta_memory", (4, 4, 4), 128, 128, "", 20),
     ("delta_memory", (4, 2, 4), 64, 64, "log_decay segment_ids", 116),
     ("delta_memory", (2, 1, 2), 256, 512, "log_decay", 792),
-    # More walks than processors, of which two share what is loaded.
+    # More memories than processors: two share the tiles that are loaded.
     ("delta_memory", (80, 80, 80), 128, 128, "log_decay", 172),
     ("delta_memory", (32, 16, 32), 256, 512, "log_decay", 704),
     ("delta_memory", (80, 80, 80), 128, 128, "channel log_decay segment_ids", 552),
@@ -83,19 +84,18 @@ ON_TPU = [
     ("attention", (4, 2, 2), 64, 64, "log_forget segment_ids"),
     ("attention", (4, 4, 4), 128, 128, "log_forget window"),
 ]
-SCANS_ON_TPU = [
-    scans.Case(1000, 2048, 16, True),
-    scans.Case(1000, 1024, 8, False),
-    scans.Case(1000, 384, 24, True),
-    scans.Case(1000, 512, 32, False),
-    scans.Case(1000, 1024, 0, True),
-    scans.Case(1000, 384, 0, False),
-]
+
+
+def case_id(case) -> str:
+    """A case's name in the tests' output, without the bytes that it spills."""
+    op, heads, key_dim, value_dim, given = case[:5]
+    sizes = [f"heads={','.join(map(str, heads))}", f"K={key_dim}", f"V={value_dim}"]
+    return "-".join([op, *sizes, *given.split()])
 
 
 @pytest.fixture(autouse=True)
-def as_it_is_shipped():
-    """`conftest` has the compiler leave things out."""
+def all_optimizations():
+    """Compile with all optimizations, which `conftest` switches off."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
@@ -146,7 +146,7 @@ def compile_for(device, abstract_device, case, implementation):
     lowered.compile()
 
 
-@pytest.mark.parametrize("case", ON_HOPPER, ids=str)
+@pytest.mark.parametrize("case", ON_HOPPER, ids=case_id)
 def test_compiles_for_an_h200_and_spills_no_more_than_today(case, capfd, monkeypatch):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_SASS", "1")
@@ -157,18 +157,18 @@ def test_compiles_for_an_h200_and_spills_no_more_than_today(case, capfd, monkeyp
     abstract = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     *case, known = case
     compile_for(device, abstract, case, "mosaic_gpu")
-    told = "".join(capfd.readouterr())
-    spilled = re.findall(r"frame, (\d+) bytes spill stores", told)
-    assert len(spilled) >= 3  # one forward and two backward, or more
+    output = "".join(capfd.readouterr())
+    spilled = re.findall(r"frame, (\d+) bytes spill stores", output)
+    assert len(spilled) >= 3  # one forward and two backward kernels, or more
     assert sum(map(int, spilled)) <= known
-    assert told.count("HGMMA") > 0
-    assert not late_writes(told)
+    assert output.count("HGMMA") > 0
+    assert not late_writes(output)
 
 
 def late_writes(sass: str) -> list[tuple[str, str]]:
-    """Products and the instructions that write a register of their left operand before they have been waited for.
+    """Return the products with the instructions that write a register of their left operand before the products have finished.
 
-    ptxas 13.0 makes such where it knows an entry when it compiles; on the card they read what was there before.
+    ptxas 13.0 emits such instructions where it knows an entry at compile time; on the card the products then read the old value.
     """
     line = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
     reading: dict[int, str] = {}
@@ -188,7 +188,7 @@ def late_writes(sass: str) -> list[tuple[str, str]]:
 
 
 def test_finds_late_writes():
-    """What ptxas once made of a kernel here, and the same in order."""
+    """Code that ptxas once emitted for a kernel, and the same code in the right order."""
     made = "/*0010*/ HGMMA.64x64x16.F32.BF16 R48, R24, gdesc[UR8], R48 ;\n"
     late, waited = (
         "/*0020*/ @P0 MOV R25, 0x3f803f80 ;\n",
@@ -232,14 +232,14 @@ def test_selective_scans_compile_for_an_h200_and_spill_nothing(
     assert not any(map(int, spilled))
 
 
-@pytest.mark.parametrize("case", ON_TPU, ids=str)
+@pytest.mark.parametrize("case", ON_TPU, ids=case_id)
 @pytest.mark.parametrize("chip", CHIPS)
 def test_compiles_for_a_tpu(chip, case):
     device = topologies.get_topology_desc(CHIPS[chip], "tpu").devices[0]
     compile_for(device, AbstractDevice(device.device_kind, 1, platform="tpu"), case, "mosaic_tpu")
 
 
-@pytest.mark.parametrize("case", SCANS_ON_TPU, ids=str)
+@pytest.mark.parametrize("case", TPU_COMPILED, ids=lambda case: case.id)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("chip", CHIPS)
 def test_selective_scans_compile_for_a_tpu(chip, dtype, case):
@@ -248,10 +248,10 @@ def test_selective_scans_compile_for_a_tpu(chip, dtype, case):
     compile_scans_for(device, abstract, case, "mosaic_tpu", dtype)
 
 
-# Half of what a first sketch took, one head a program, for a head and 64 tokens of a gated delta rule's forward.
+# Half the bundles of a first version with one head for each program, for a head and 64 tokens of a gated delta rule's forward.
 @pytest.mark.parametrize("chip, most", [("v5e", 878 // 2), ("v6e", 868 // 2)])
 def test_a_tpu_takes_half_the_bundles_of_the_sketch(chip, most):
-    from benchmarks.bundles import count  # which sets what the client of a GPU reads
+    from benchmarks.bundles import count  # its import sets variables that the GPU client reads
 
     found = count("gated delta rule", chip)
     assert found["heads"] >= 4

@@ -15,24 +15,10 @@ from lsm_jax import mixers, ops
 from lsm_jax.models import Decoder, lm
 from lsm_jax.ops.core.states import Layer
 from pallas_kernels.compat import gpu_interpreter, races_found
-from pallas_kernels.decode_step import api, decode_step, reason
+from pallas_kernels.decode_step import api, decode_step, unsupported
+from pallas_kernels.decode_step.cases import INTERPRETED
 
 OPS = dict(linear=ops.linear_memory, delta=ops.delta_memory, dplr=ops.dplr_memory)
-
-# op; heads of q, k and v; K, V; decays; the rest: a bonus, ids and a mask, one layer of a stack, dtype
-CASES = [
-    ("linear", (2, 2, 2), 32, 64, "key bonus", False, True, jnp.bfloat16),
-    ("delta", (1, 1, 2), 64, 32, "token", True, True, jnp.float32),
-    ("dplr", (4, 2, 2), 32, 64, "strong key", True, True, jnp.bfloat16),
-    ("linear", (4, 1, 2), 16, 32, "value", True, False, jnp.float32),
-    ("linear", (2, 2, 2), 64, 64, "constant", True, True, jnp.float32),
-    ("linear", (2, 1, 2), 256, 32, "", False, False, jnp.bfloat16),
-    ("linear", (2, 1, 2), 64, 128, "strong value token", True, True, jnp.float32),
-    ("delta", (2, 2, 4), 128, 64, "strong key", True, False, jnp.bfloat16),
-    ("delta", (2, 2, 2), 64, 64, "", False, True, jnp.float32),
-    ("dplr", (2, 1, 2), 64, 64, "token", False, False, jnp.float32),
-    ("dplr", (2, 2, 2), 64, 64, "constant", True, False, jnp.float32),
-]
 
 
 def make(op, heads, key_dim, value_dim, decays, documents, dtype, batch=4) -> dict[str, Any]:
@@ -93,12 +79,16 @@ def interpreted(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[pytest.mark.slow] * (i > 2)) for i, c in enumerate(CASES)], ids=str
-)  # fmt: skip
+    "case",
+    [
+        pytest.param(c, marks=[pytest.mark.slow] * (i > 2), id=c.id)
+        for i, c in enumerate(INTERPRETED)
+    ],
+)
 def test_equals_the_recurrent_form(case, interpreted):
     """Output and memory, of every row and of the layers that are not stepped; twice the same bits, and no races."""
-    op, heads, key_dim, value_dim, decays, documents, stacked, dtype = case
-    arrays = make(op, heads, key_dim, value_dim, decays, documents, dtype)
+    op, heads, key_dim, value_dim, decays, documents, stacked, dtype, batch = case
+    arrays = make(op, heads, key_dim, value_dim, decays, documents, dtype, batch)
     fused = functools.partial(run, op, arrays, stacked=stacked, implementation="mosaic_gpu")
     got = fused()
     assert not races_found()
@@ -177,23 +167,22 @@ def test_none_picks_it_where_xla_makes_more_passes():
 
 
 def test_a_decay_that_rounding_put_above_zero_keeps_the_memory():
-    taken = api._factor(
+    taken = api.decay_factor(
         jnp.array([6e-8, 0.0, -1e-7], jnp.float32)
     )  # below 0, or 0: what is taken away
     np.testing.assert_allclose(taken, [0, 0, -1e-7], rtol=1e-6)
 
 
-def test_says_why_it_does_not_serve():
+def test_names_the_requirement_that_is_not_met():
     arrays = make("linear", (2, 2, 2), 64, 64, "", False, jnp.bfloat16)
     q, v, memory = arrays["q"][:, 0], arrays["v"][:, 0], arrays["memory"]
-    assert reason(q, v, memory) is None
-    assert "not K 24 and V 64" in str(reason(q, v, memory[:, :, :24]))
-    assert "not K 64 and V 48" in str(reason(q, v, memory[..., :48]))
-    assert "at most 16 queries a memory, not 40 for 2" in str(
-        reason(jnp.zeros((4, 40, 64)), v, memory)
-    )
-    assert "bfloat16 or float32, not float16" in str(reason(q.astype(jnp.float16), v, memory))
-    with pytest.raises(NotImplementedError, match="takes a float32 memory"):
+    assert unsupported(q, v, memory) is None
+    assert "not K 24 and V 64" in str(unsupported(q, v, memory[:, :, :24]))
+    assert "not K 64 and V 48" in str(unsupported(q, v, memory[..., :48]))
+    many = unsupported(jnp.zeros((4, 40, 64)), v, memory)
+    assert many == "at most 16 query heads for each memory, not 40 query heads for 2 memories"
+    assert "bfloat16 or float32, not float16" in str(unsupported(q.astype(jnp.float16), v, memory))
+    with pytest.raises(NotImplementedError, match="requires memory in float32, not bfloat16"):
         decode_step(memory.astype(jnp.bfloat16), q, q, v, scale=1.0)
     with pytest.raises(ValueError, match="implementation='triton'; accepted are"):
         decode_step(memory, q, q, v, scale=1.0, implementation="triton")

@@ -14,7 +14,7 @@ from lsm_jax.ops.attention.xla import AttentionOptions
 from lsm_jax.ops.backends.registry import Call
 from lsm_jax.ops.core.segments import read_tokens
 from pallas_kernels.compat import gpu_interpreter, races_found
-from pallas_kernels.forgetting_attention import bounds, forgetting_attention, hopper, reasons
+from pallas_kernels.forgetting_attention import bounds, forgetting_attention, hopper, unsupported
 from tests.kernels.test_linear_attention_gpu import error
 
 SCALE = 0.2
@@ -234,21 +234,23 @@ def test_lowers_for_the_card(dim):
         assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu") >= 3
 
 
-def test_what_is_not_served_is_told():
+def test_names_the_requirement_that_is_not_met():
     x = jnp.ones((1, 128, 2, 64))
-    with pytest.raises(NotImplementedError, match="q in bfloat16, not float32"):
+    with pytest.raises(NotImplementedError, match="requires q, k and v in bfloat16, not float32"):
         forgetting_attention(x, x, x, scale=1.0)
     with pytest.raises(ValueError, match="implementation='mine'; accepted are"):
         forgetting_attention(x, x, x, scale=1.0, implementation="mine")
     narrow = jax.ShapeDtypeStruct((1, 128, 2, 96), jnp.bfloat16)
-    assert "heads of 64, 128 or 256" in reasons(narrow, narrow, narrow)["mosaic_gpu"]
+    assert "heads of 64, 128 or 256" in str(unsupported("mosaic_gpu", narrow, narrow, narrow))
     wide = jax.ShapeDtypeStruct((1, 128, 2, 256), jnp.bfloat16)
-    assert reasons(wide, wide, wide)["mosaic_gpu"] is None
-    with pytest.raises(NotImplementedError, match="the gradient with .* takes heads of 64 or 128"):
+    assert unsupported("mosaic_gpu", wide, wide, wide) is None
+    with pytest.raises(
+        NotImplementedError, match="the gradient with .* requires heads of 64 or 128"
+    ):
         call = lambda x: jnp.sum(forgetting_attention(x, x, x, scale=1.0))  # noqa: E731
         jax.eval_shape(jax.grad(call), wide)
     heads = [jax.ShapeDtypeStruct((1, 128, n, 64), jnp.bfloat16) for n in (2, 3)]
-    assert "dividing" in reasons(heads[0], heads[1], heads[1])["mosaic_gpu"]
+    assert "a divisor" in str(unsupported("mosaic_gpu", heads[0], heads[1], heads[1]))
 
 
 def test_attention_picks_it_where_cudnn_does_not_serve():

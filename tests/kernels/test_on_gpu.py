@@ -1,4 +1,4 @@
-"""The kernels on the card itself: `make test-gpu`."""
+"""The kernels on an NVIDIA Hopper GPU: `make test-gpu`."""
 
 import functools
 from typing import Any
@@ -11,7 +11,11 @@ import pytest
 from lsm_jax import ops
 from lsm_jax.ops.attention.forget_gates import GateSum, sum_gates
 from lsm_jax.ops.core.segments import read_tokens
+from pallas_kernels.decode_step import cases as decode_step_cases
+from pallas_kernels.forgetting_attention import cases as attention_cases
 from pallas_kernels.forgetting_attention import forgetting_attention
+from pallas_kernels.selective_scan import cases as selective_scan_cases
+from pallas_kernels.short_convolution import cases as short_convolution_cases
 from pallas_kernels.short_convolution import short_convolution
 from tests.kernels import test_decode_step_gpu as decode_step
 from tests.kernels import test_segments as segments
@@ -23,6 +27,13 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA Hopper GPU"),
 ]
+
+
+def case_id(case) -> str:
+    """A case's name in the tests' output: its fields with hyphens, tuples with commas."""
+    fields = (",".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in case)
+    return "-".join(x.replace(", ", ",").replace(" ", "_") for x in fields if x)
+
 
 # heads of q, k and v; K, V; T; documents; decay
 CONFIGURATIONS = [
@@ -36,10 +47,10 @@ CONFIGURATIONS = [
     ((4, 2, 2), 64, 512, 600, False, "strong"),
     ((4, 2, 2), 64, 128, 1100, True, "channel"),
     ((2, 2, 4), 128, 128, 512, False, "strong channel"),
-    # Of which only a chunk's first rows are within reach of its beginning.
+    # Only the first rows of a chunk meet the limit of `AllPairs` on decays.
     ((2, 2, 4), 128, 128, 512, True, "steep channel"),
     ((2, 2, 2), 64, 256, 512, False, "steep channel and bonus"),
-    # Of sizes that an exponent does not hold as far as decays reach.
+    # Sizes whose products with the largest decays exceed float32's exponents.
     ((2, 2, 2), 128, 128, 600, True, "channel, large queries of small keys"),
     ((2, 2, 2), 64, 64, 600, False, "channel and bonus, small gradients"),
     ((2, 2, 2), 128, 256, 700, True, "channel"),
@@ -65,7 +76,7 @@ CONFIGURATIONS = [
     ((2, 2, 4), 128, 64, 500, True, "dplr, strong channel"),
     ((2, 2, 4), 128, 64, 500, True, "dplr, steep channel"),
     ((2, 2, 2), 64, 64, 2048, False, "dplr, token"),
-    # More walks than processors, of which two share what is loaded.
+    # More memories than processors: two share the tiles that are loaded.
     ((40, 20, 40), 128, 128, 300, True, "delta, token"),
     ((16, 16, 16), 256, 512, 300, True, "delta, token"),
     ((40, 40, 40), 64, 128, 300, True, "delta, channel"),
@@ -73,13 +84,13 @@ CONFIGURATIONS = [
     ((2, 2, 2), 256, 128, 1100, True, "delta, channel"),
     ((2, 1, 2), 256, 256, 600, True, "delta, channel"),
     ((2, 1, 2), 256, 256, 600, True, "dplr, channel"),
-    # Few rows, walked in eight parts.
+    # Few rows, computed in eight parts.
     ((1, 1, 2), 128, 128, 8300, True, "delta, token"),
     ((2, 1, 1), 128, 64, 8192, False, "delta, strong channel"),
     ((1, 1, 2), 64, 128, 8200, True, "dplr, channel"),
-    # Memories made again in four parts.
+    # Memories recomputed in four parts.
     ((1, 1, 2), 256, 512, 4096, True, "delta, token"),
-    # Wide values: an odd number of pieces, parts, memories made again.
+    # Wide values: an odd number of slices, parts, recomputed memories.
     ((2, 1, 2), 128, 384, 600, True, "channel"),
     ((2, 1, 2), 64, 384, 600, True, "strong value channel"),
     ((2, 1, 1), 64, 384, 600, True, "channel and bonus"),
@@ -97,9 +108,9 @@ CONFIGURATIONS = [
 ]
 
 
-@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
+@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=case_id)
 def test_equals_the_recurrence(configuration):
-    """Value, final state and every gradient, in float32 at full precision; and twice the same bits."""
+    """Value, final state and every gradient, in float32 at full precision; and the same bits in a second run."""
     (heads, key_heads, memories), key_dim, value_dim, length, documents, decay = configuration
     rng = np.random.default_rng(0)
 
@@ -180,7 +191,7 @@ def test_equals_the_recurrence(configuration):
 
 @pytest.mark.parametrize("case", [*segments.CASES, *segments.WIDE])
 def test_one_state_a_segment(case):
-    """Value, final states and every gradient against the recurrence, and twice the same bits."""
+    """Value, final states and every gradient against the recurrence, and the same bits in a second run."""
     ids = np.repeat([1, 2, 1, 0, 4], [700, 5, 300, 30, 1001])
     for a, b in zip(*(jax.tree.leaves(segments.check(case, "mosaic_gpu", ids)) for _ in "ab"), strict=True):  # fmt: skip
         np.testing.assert_array_equal(a, b)
@@ -199,23 +210,10 @@ def test_none_picks_the_kernel_and_changes_nothing_else(op):
     assert "mosaic_gpu" not in text.as_text()
 
 
-# As in `test_decode_step_gpu`; and rows.
-ONE_TOKEN = [
-    ("linear", (4, 2, 2), 128, 128, "key bonus", True, True, jnp.bfloat16, 256),
-    ("linear", (4, 4, 4), 128, 256, "key", False, True, jnp.bfloat16, 16),
-    ("linear", (2, 1, 4), 64, 64, "constant value", True, False, jnp.float32, 64),
-    ("delta", (3, 3, 3), 256, 512, "token", True, True, jnp.bfloat16, 64),
-    ("delta", (16, 16, 16), 128, 128, "strong key", False, False, jnp.bfloat16, 1),
-    ("delta", (4, 2, 4), 96, 32, "", True, False, jnp.float32, 4),
-    ("dplr", (16, 16, 16), 64, 64, "key", True, True, jnp.bfloat16, 16),
-    ("dplr", (8, 4, 4), 128, 128, "strong token", True, False, jnp.float32, 256),
-]
-
-
-@pytest.mark.parametrize("configuration", ONE_TOKEN, ids=str)
-def test_one_token_equals_the_recurrence(configuration):
-    """Output and memory in float32, and what must not be touched; and twice the same bits."""
-    op, heads, key_dim, value_dim, decays, documents, stacked, dtype, batch = configuration
+@pytest.mark.parametrize("case", decode_step_cases.HOPPER, ids=lambda case: case.id)
+def test_one_token_equals_the_recurrence(case):
+    """Output and memory in float32, and what must not be touched; and the same bits in a second run."""
+    op, heads, key_dim, value_dim, decays, documents, stacked, dtype, batch = case
     arrays = decode_step.make(op, heads, key_dim, value_dim, decays, documents, dtype, batch)
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -246,9 +244,9 @@ SLOTS = [
 ]
 
 
-@pytest.mark.parametrize("configuration", SLOTS, ids=str)
+@pytest.mark.parametrize("configuration", SLOTS, ids=case_id)
 def test_slot_memory_equals_the_recurrence(configuration):
-    """Value, final memories and every gradient, in float32 at full precision; and twice the same bits."""
+    """Value, final memories and every gradient, in float32 at full precision; and the same bits in a second run."""
     (heads, key_heads, memories), sizes, length, documents, scale, spread = configuration
     key_dim, slots, value_dim = sizes
     rng = np.random.default_rng(0)
@@ -284,28 +282,19 @@ def test_slot_memory_equals_the_recurrence(configuration):
         assert error(got, want) < (5e-3 if index < 3 else 1e-2), index
 
 
-# heads of q and of k and v; D; T; documents; gates; window
-ATTENTION = [
-    ((4, 2), 128, 1000, True, "mild", None),
-    ((2, 2), 64, 4096, False, "strong", None),
-    ((2, 1), 64, 1024, False, "mild", 300),
-    ((2, 2), 128, 512, True, None, None),
-    ((2, 2), 64, 2048, "long", "mild", None),
-]
-
-
-@pytest.mark.parametrize("configuration", ATTENTION, ids=str)
-def test_attention_equals_xla(configuration):
-    """Value and every gradient, in float32 at full precision; and twice the same bits."""
-    (heads, key_heads), dim, length, documents, gates, window = configuration
+@pytest.mark.parametrize("case", attention_cases.HOPPER, ids=lambda case: case.id)
+def test_attention_equals_xla(case):
+    """Value and every gradient, in float32 at full precision; and the same bits in a second run."""
+    (heads, key_heads), dim, length, documents, gates, window = case
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)  # noqa: E731
     inputs = [normal(2, length, n, dim) for n in (heads, key_heads, key_heads)]
     if gates is not None:
         gate = jax.nn.log_sigmoid(jnp.asarray(rng.normal(size=(2, length, heads)), jnp.float32) + 3)
         inputs.append(jnp.where(gate < -0.2, -30.0, gate) if gates == "strong" else gate)
-    often = 0.002 if documents == "long" else 0.01
-    ids = jnp.asarray(np.cumsum(rng.random((2, length)) < often, axis=1) + 1) if documents else None
+    ids = None
+    if documents is not None:
+        ids = jnp.asarray(np.cumsum(rng.random((2, length)) < documents, axis=1) + 1)
     mask = jnp.asarray(rng.random((2, length)) < 0.9) if documents else None
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -326,31 +315,25 @@ def test_attention_equals_xla(configuration):
     with jax.default_matmul_precision("highest"):
         widened = [x.astype(jnp.float32) for x in (d_output, *inputs)]
         expected = both("xla", *widened)
+    output, gradient = attention_cases.OUTPUT_TOLERANCE, attention_cases.GRADIENT_TOLERANCE
     for index, (got, want) in enumerate(zip(fused, expected, strict=True)):
-        assert error(got, want) < (1e-2 if index else 5e-3)
-
-
-# heads of q and of k and v; D; T; documents; gates; window
-PARTS = [
-    ((4, 2), 128, 4096, False, False, None),
-    ((4, 2), 128, 4096, True, True, None),
-    ((2, 2), 64, 4096, False, True, None),
-    ((2, 2), 128, 2048, False, True, 700),
-]
+        assert error(got, want) < (gradient if index else output)
 
 
 @pytest.mark.parametrize("where", [0, 1, 3])
-@pytest.mark.parametrize("configuration", PARTS, ids=str)
-def test_attention_of_two_parts_equals_xla(configuration, where):
-    """As on one of four devices that share a row: parts `where` and 7 - `where` of eight, value and every gradient; twice the same bits."""
-    (heads, key_heads), dim, length, documents, gated, window = configuration
+@pytest.mark.parametrize("case", attention_cases.HOPPER_PARTS, ids=lambda case: case.id)
+def test_attention_of_two_parts_equals_xla(case, where):
+    """As on one of four devices that share a row: parts `where` and 7 - `where` of eight, value and every gradient; the same bits in a second run."""
+    (heads, key_heads), dim, length, documents, gates, window = case
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)  # noqa: E731
     inputs = [normal(2, length, n, dim) for n in (heads, key_heads, key_heads)]
-    if gated:
+    if gates is not None:
         gate = rng.normal(size=(2, length, heads)) + 3
         inputs.append(jax.nn.log_sigmoid(jnp.asarray(gate, jnp.float32)))
-    ids = jnp.asarray(np.cumsum(rng.random((2, length)) < 0.002, axis=1) + 1) if documents else None
+    ids = None
+    if documents is not None:
+        ids = jnp.asarray(np.cumsum(rng.random((2, length)) < documents, axis=1) + 1)
     mask = jnp.asarray(rng.random((2, length)) < 0.9) if documents else None
     part = length // 8
     places = jnp.asarray([where, 7 - where], jnp.int32) * part
@@ -386,16 +369,16 @@ def test_attention_of_two_parts_equals_xla(configuration, where):
         np.testing.assert_array_equal(a, b)
     with jax.default_matmul_precision("highest"):
         expected = both(plain, *(x.astype(jnp.float32) for x in (d_output, *inputs)))
+    output, gradient = attention_cases.OUTPUT_TOLERANCE, attention_cases.GRADIENT_TOLERANCE
     for index, (a, b) in enumerate(zip(got, expected, strict=True)):
-        assert error(a, b) < (1e-2 if index else 5e-3)
+        assert error(a, b) < (gradient if index else output)
 
 
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("case", [(1024, 4, 128), (1536, 3, 64), (2048, 4, 256), (768, 4, None)])
-def test_convolution_equals_the_plain_form(case, documents):
-    """Value and every gradient against float32; and twice the same bits."""
-    channels, width, head_dim = case
-    arrays, ids = convolution.make(1000, channels, width, documents=documents, bias=True, batch=2)
+@pytest.mark.parametrize("case", short_convolution_cases.HOPPER, ids=lambda case: case.id)
+def test_convolution_equals_xla(case):
+    """Value and every gradient against float32; and the same bits in a second run."""
+    length, channels, width, documents, bias, silu, head_dim = case
+    arrays, ids = convolution.make(length, channels, width, documents=documents, bias=bias, batch=2)
     dy = jnp.asarray(np.random.default_rng(1).normal(size=arrays["x"].shape), jnp.bfloat16)
 
     def both(function, arrays, dy):
@@ -405,34 +388,23 @@ def test_convolution_equals_the_plain_form(case, documents):
     def kernel(arrays):
         tokens = read_tokens(ids, None, jnp.ones(2, jnp.int32), None)
         run, real = tokens.run, tokens.real
-        return short_convolution(**arrays, run=run, real=real, silu=True, head_dim=head_dim)
+        return short_convolution(**arrays, run=run, real=real, silu=silu, head_dim=head_dim)
 
     run = jax.jit(lambda *a: both(kernel, *a))
     got = run(arrays, dy)
     for a, b in zip(got, run(arrays, dy), strict=True):
         np.testing.assert_array_equal(a, b)
     wide = jax.tree.map(lambda a: a.astype(jnp.float32), (arrays, dy))
-    wanted = jax.jit(lambda *a: both(lambda a: convolution.plain(a, ids, True, head_dim), *a))(
+    wanted = jax.jit(lambda *a: both(lambda a: convolution.plain(a, ids, silu, head_dim), *a))(
         *wide
     )
     for a, b in zip(got, wanted, strict=True):
-        assert error(a, b) < 5e-3
+        assert error(a, b) < short_convolution_cases.TOLERANCES["card"]
 
 
-SCANS = [
-    scans.Case(1000, 256, 16, True),
-    scans.Case(4096, 512, 16, False),
-    scans.Case(700, 128, 16, True, strong=True),
-    scans.Case(500, 64, 8, True),
-    scans.Case(1000, 256, 0, True),
-    scans.Case(4096, 512, 0, False),
-    scans.Case(700, 128, 0, True, strong=True),
-]
-
-
-@pytest.mark.parametrize("case", SCANS, ids=str)
+@pytest.mark.parametrize("case", selective_scan_cases.HOPPER, ids=lambda case: case.id)
 def test_selective_memory_equals_the_recurrence(case):
-    """Value, final memory and every gradient; and twice the same bits."""
+    """Value, final memory and every gradient; and the same bits in a second run."""
 
     def run(arrays, marks, cotangents):
         fused = jax.jit(lambda a, c: scans.both(a, marks, "mosaic_gpu", c))

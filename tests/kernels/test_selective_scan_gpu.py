@@ -1,6 +1,6 @@
 """The Hopper kernels of selective memories, by Mosaic GPU's interpreter and by lowering for an H200."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,35 +10,23 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from lsm_jax import ops
 from pallas_kernels.compat import gpu_interpreter, races_found
-from pallas_kernels.selective_scan import complex_reason, complex_scan, reason, selective_scan
+from pallas_kernels.selective_scan import (
+    complex_scan,
+    complex_unsupported,
+    selective_scan,
+    unsupported,
+)
+from pallas_kernels.selective_scan.cases import (
+    GRADIENT_TOLERANCES,
+    HOPPER_INTERPRETED,
+    OUTPUT_TOLERANCE,
+    Case,
+)
 from tests.kernels.test_linear_attention_gpu import error
 
 
-class Case(NamedTuple):
-    """Sizes and kind of a call. Attributes: states: of a channel, 0 for one complex number; strong: whether some decays are e^-30."""
-
-    length: int
-    channels: int
-    states: int
-    documents: bool
-    strong: bool = False
-    batch: int = 2
-
-
-CASES = [
-    Case(400, 64, 16, True, batch=1),  # more chunks than are asked for ahead
-    Case(550, 128, 0, True, batch=1),
-    Case(100, 128, 16, True, batch=1),
-    Case(200, 64, 16, True),
-    Case(40, 128, 0, True),
-    Case(128, 64, 16, False, strong=True),
-    Case(70, 128, 8, False, batch=1),
-    Case(64, 256, 0, False, strong=True),
-]
-
-
 def make(case: Case, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arrays to differentiate by, and the rest; padding holds what must not be looked at."""
+    """Return the arrays that are differentiated, and ids and masks; padding holds NaN, which no output may contain."""
     batch, length, channels, states = case.batch, case.length, case.channels, case.states
     rng = np.random.default_rng(seed)
 
@@ -100,7 +88,7 @@ def both(arrays, marks, implementation, cotangents):
 
 
 def compare(case: Case, run) -> tuple[Any, Any]:
-    """`both` as `run` makes it of the kernel, against the recurrence in float32."""
+    """Compare values and gradients that `run(arrays, marks, cotangents)` returns with those of the recurrence in float32."""
     arrays, marks = make(case)
     rng = np.random.default_rng(1)
     dy = jnp.asarray(rng.normal(size=arrays["u"].shape), jnp.bfloat16)
@@ -109,17 +97,17 @@ def compare(case: Case, run) -> tuple[Any, Any]:
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), (arrays, (dy, d_memory)))
     expected = both(wide[0], marks, "xla", wide[1])
     for got, want in zip(found[0], expected[0], strict=True):
-        assert error(got, want) < 5e-3
+        assert error(got, want) < OUTPUT_TOLERANCE
     for name, got in found[1].items():
         want = expected[1][name]
         assert jnp.isfinite(got).all(), name
-        assert error(got, want) < (3e-3 if got.dtype == jnp.bfloat16 else 1e-5), name
+        assert error(got, want) < GRADIENT_TOLERANCES[got.dtype.name], name
     return found
 
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """The op's kernels run by the interpreter."""
+    """Run the op's kernels in the interpreter."""
 
     def scan(function):
         return lambda *a, **k: function(*a, **k, interpret=gpu_interpreter())
@@ -133,7 +121,10 @@ def interpreted(monkeypatch):
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=[pytest.mark.slow] * (i > 2), id=str(c)) for i, c in enumerate(CASES)],
+    [
+        pytest.param(c, marks=[pytest.mark.slow] * (i > 2), id=c.id)
+        for i, c in enumerate(HOPPER_INTERPRETED)
+    ],
 )
 @pytest.mark.usefixtures("interpreted")
 def test_equals_the_recurrence(case):
@@ -175,7 +166,7 @@ def test_maps_over_an_axis(states):
 
 @pytest.mark.parametrize("states", [16, 0])
 def test_the_op_lowers_to_them_on_the_card(states):
-    """Three kernels forward and three backward, also where the op is left to choose."""
+    """Three kernels forward and three backward, also without a named implementation."""
     arrays, marks = make(Case(4090, 256, states, True))
 
     def lowered(marks):
@@ -194,31 +185,31 @@ def test_the_op_lowers_to_them_on_the_card(states):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(u=jnp.ones((2, 64, 64))), "takes u in bfloat16, not float32"),
-        (dict(B=jnp.ones((64, 16))), "takes of real memories those with discretization='euler'"),
-        (dict(discretization="zoh"), "takes of real memories those with discretization='euler'"),
-        (dict(delta=jnp.ones(64)), r"takes delta \[B, T, D\]"),
-        (dict(form="associative"), "takes form='chunk' of more than one token, not 'associative'"),
+        (dict(u=jnp.ones((2, 64, 64))), "u in bfloat16, not float32"),
+        (dict(B=jnp.ones((64, 16))), "of real memories those with discretization='euler'"),
+        (dict(discretization="zoh"), "of real memories those with discretization='euler'"),
+        (dict(delta=jnp.ones(64)), r"delta \[B, T, D\]"),
+        (dict(form="associative"), "form='chunk' of more than one token, not 'associative'"),
         (
             dict(A=-jnp.ones((64, 4)), B=jnp.ones((2, 64, 4)), C=jnp.ones((2, 64, 4))),
-            "takes 8 or 16 numbers",
+            "memories of 8 or 16 numbers for each channel, not 4",
         ),
-        (dict(A=-jnp.ones((64, 16)) + 1j), "takes of complex memories those of one number"),
+        (dict(A=-jnp.ones((64, 16)) + 1j), "of complex memories those of one number"),
         (
             dict(initial_state=ops.selective_state(2, 64, 16, num_segments=3)),
-            "takes one state a row, not one a segment",
+            "one state a row, not one a segment",
         ),
     ],
 )
-def test_says_why_it_does_not_serve(changes, message):
+def test_names_the_requirement_that_is_not_met(changes, message):
     arrays: dict[str, Any] = dict(make(Case(64, 64, 16, False))[0])
     del arrays["memory"]
     arrays |= changes
     if "initial_state" in changes:
         arrays["segment_ids"] = jnp.ones((2, 64), jnp.int32)
-    with pytest.raises(NotImplementedError, match=f"implementation='mosaic_gpu' {message}"):
+    with pytest.raises(NotImplementedError, match=f"implementation='mosaic_gpu' .*{message}"):
         ops.selective_memory(**arrays, implementation="mosaic_gpu")
-    y, _ = ops.selective_memory(**arrays)  # left to choose, it does without
+    y, _ = ops.selective_memory(**arrays)  # without a named implementation, XLA computes it
     assert y.shape == arrays["u"].shape
 
 
@@ -228,12 +219,17 @@ def test_names_what_exists():
         selective_scan(
             x, x, memory[0], x[..., :16], x[..., :16], initial=memory, implementation="triton"
         )
-    with pytest.raises(NotImplementedError, match="takes multiples of 128 channels"):
+    with pytest.raises(
+        NotImplementedError, match="requires a multiple of 128 channels of one complex"
+    ):
         complex_scan(x, x, x, x, initial=jnp.zeros((1, 2, 64)))
-    for why, tokens in ((reason, 2**22 - 63), (lambda *x: complex_reason(*x[:2]), 2**21 - 31)):
+    for asked, tokens in (
+        (unsupported, 2**22 - 63),
+        (lambda *x: complex_unsupported(*x[:2]), 2**21 - 31),
+    ):
         rows = [jax.ShapeDtypeStruct((1, t, 128), jnp.bfloat16) for t in (tokens - 1, tokens)]
-        assert why("mosaic_gpu", rows[0], 16) is None
-        assert "at most 65,535 chunks" in why("mosaic_gpu", rows[1], 16)
+        assert asked("mosaic_gpu", rows[0], 16) is None
+        assert "at most 65,535 chunks" in asked("mosaic_gpu", rows[1], 16)
 
 
 def test_what_writes_nothing_may_be_anything(interpreted):

@@ -31,9 +31,9 @@ BFLOAT16 = Requirement(
 
 def _unsupported_by_kernel(name: str, call: Call) -> str | None:
     # Imported here: a backend that is not used costs nothing at import.
-    from pallas_kernels.forgetting_attention import reason
+    from pallas_kernels.forgetting_attention import unsupported
 
-    return reason(name, *(call.arguments[n] for n in "qkv"))
+    return unsupported(name, *(call.arguments[n] for n in "qkv"))
 
 
 def _without_gradient(call: Call) -> str | None:

@@ -61,11 +61,11 @@ def decode_backend(
 
 def _unsupported_by_kernel(call: Call) -> str | None:
     # Imported here: a backend that is not used costs nothing at import.
-    from pallas_kernels.decode_step import reason
+    from pallas_kernels.decode_step import unsupported
 
     q, v = (call.arguments[name] for name in "qv")
     q, v = (jax.ShapeDtypeStruct((*x.shape[:1], *x.shape[2:]), x.dtype) for x in (q, v))
-    return reason(q, v, call.arguments["state"].memory)
+    return unsupported(q, v, call.arguments["state"].memory)
 
 
 def in_place(layer: Layer | None, q: jax.Array) -> Layer | None:

@@ -64,9 +64,9 @@ REQUIREMENTS = (
 
 def _unsupported_by_kernel(call: Call, head_dim: int | None) -> str | None:
     # Imported here: a backend that is not used costs nothing at import.
-    from pallas_kernels.short_convolution import reason
+    from pallas_kernels.short_convolution import unsupported
 
-    return reason(call.arguments["x"], call.arguments["weight"], head_dim)
+    return unsupported(call.arguments["x"], call.arguments["weight"], head_dim)
 
 
 def _more(call: Call) -> str | None:

@@ -64,12 +64,12 @@ REQUIREMENTS = (
 
 def _unsupported_by_kernel(name: str, call: Call) -> str | None:
     # Imported here: a backend that is not used costs nothing at import.
-    from pallas_kernels.selective_scan import complex_reason, reason
+    from pallas_kernels.selective_scan import complex_unsupported, unsupported
 
     u = call.arguments["u"]
     if call.options.is_complex:
-        return complex_reason(name, u)
-    return reason(name, u, call.arguments["a"].shape[1])
+        return complex_unsupported(name, u)
+    return unsupported(name, u, call.arguments["a"].shape[1])
 
 
 def run_kernel(name: str, call: Call) -> tuple[jax.Array, SelectiveState]:

@@ -1,0 +1,80 @@
+"""Sizes and tolerances of selective scans that the tests of all backends share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+OUTPUT_TOLERANCE = 5e-3
+"""Largest difference of the output and the final memory from the recurrence in float32, relative to the largest entry."""
+GRADIENT_TOLERANCES = {"bfloat16": 3e-3, "float32": 1e-5}
+"""Largest difference of a gradient, by its dtype."""
+
+
+class Case(NamedTuple):
+    """Sizes and kind of a call.
+
+    Attributes:
+        length: T.
+        channels: D.
+        states: numbers of a channel's memory, N; 0 is one complex number.
+        documents: whether rows hold several documents, padding and masked tokens.
+        strong: whether some decays are e^-30.
+        batch: B.
+    """
+
+    length: int
+    channels: int
+    states: int
+    documents: bool
+    strong: bool = False
+    batch: int = 2
+
+    @property
+    def id(self) -> str:
+        """The case's name in the tests' output."""
+        states = f"N={self.states}" if self.states else "complex"
+        options = [name for name in ("documents", "strong") if getattr(self, name)]
+        return "-".join([f"{self.batch}x{self.length}x{self.channels}", states, *options])
+
+
+HOPPER_INTERPRETED = (
+    Case(400, 64, 16, True, batch=1),  # more chunks than `scan` loads ahead
+    Case(550, 128, 0, True, batch=1),
+    Case(100, 128, 16, True, batch=1),
+    Case(200, 64, 16, True),
+    Case(40, 128, 0, True),
+    Case(128, 64, 16, False, strong=True),
+    Case(70, 128, 8, False, batch=1),
+    Case(64, 256, 0, False, strong=True),
+)
+"""Cases for the Hopper interpreter, the ones of the fast tests first."""
+HOPPER = (
+    Case(1000, 256, 16, True),
+    Case(4096, 512, 16, False),
+    Case(700, 128, 16, True, strong=True),
+    Case(500, 64, 8, True),
+    Case(1000, 256, 0, True),
+    Case(4096, 512, 0, False),
+    Case(700, 128, 0, True, strong=True),
+)
+"""Cases that run on the card."""
+TPU_INTERPRETED = (  # programs of 128 or 256 channels, or three programs
+    Case(140, 128, 16, True),
+    Case(150, 128, 0, True),
+    Case(128, 128, 16, False, strong=True),
+    Case(300, 256, 8, False, batch=1),
+    Case(40, 128, 32, True, batch=1),
+    Case(128, 384, 24, False, strong=True, batch=1),
+    Case(130, 384, 0, False, strong=True, batch=1),
+    Case(60, 1024, 0, True, batch=1),
+)
+"""Cases for the TPU interpreter, the ones of the fast tests first."""
+TPU_COMPILED = (
+    Case(1000, 2048, 16, True),
+    Case(1000, 1024, 8, False),
+    Case(1000, 384, 24, True),
+    Case(1000, 512, 32, False),
+    Case(1000, 1024, 0, True),
+    Case(1000, 384, 0, False),
+)
+"""Cases that are compiled for TPUs."""

@@ -1,0 +1,1 @@
+"""Selective scans on Mosaic GPU (Hopper)."""

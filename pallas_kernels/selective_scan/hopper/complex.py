@@ -1,0 +1,331 @@
+"""A scan of complex numbers on Mosaic GPU (Hopper): `h_t = a_t h_{t-1} + u_t`, `y_t = c_t Re h_t`, one number for each channel.
+
+A thread computes one channel of a chunk of tokens; the phases are those of `hopper.real`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.compat import pl, plgpu
+from pallas_kernels.hopper.launch import launch
+from pallas_kernels.requirements import Requirement, first_unmet
+from pallas_kernels.selective_scan.hopper.real import for_tokens, grid_requirements
+
+_F32, _BF16 = jnp.float32, jnp.bfloat16
+CHANNELS, CHUNK = 128, 32
+_AHEAD = 16  # chunks that `scan` loads ahead
+
+REQUIREMENTS = (
+    Requirement("u in bfloat16", lambda c: c.u.dtype == _BF16, lambda c: jnp.dtype(c.u.dtype).name),
+    Requirement(
+        f"a multiple of {CHANNELS} channels of one complex number",
+        lambda c: c.u.shape[2] % CHANNELS == 0,
+        lambda c: str(c.u.shape[2]),
+    ),
+    *grid_requirements(CHUNK),
+)
+
+
+def unsupported(call) -> str | None:
+    """Return the first of `REQUIREMENTS` that an `api.Call` does not meet, or None."""
+    return first_unmet(REQUIREMENTS, call)
+
+
+class Inputs(NamedTuple):
+    """The inputs of all kernels, [B, T, D]. Attributes: u, c: bfloat16; real, imag: the parts of a, float32."""
+
+    u: Any
+    c: Any
+    real: Any
+    imag: Any
+
+
+def forward(x: Inputs, initial, *, save: bool, interpret: Any = False) -> tuple[Any, Any, Any]:
+    """Return the output [B, T, D] bfloat16, the final memory [B, 2, D], and the memories that enter each chunk, [B, chunks, 2, D]."""
+    del save  # they are computed in any case
+    writes = chunk_writes(x, interpret=interpret)
+    before, final = scan(writes, initial, interpret=interpret)
+    return chunk_forward(x, before, interpret=interpret), final, before
+
+
+def backward(x: Inputs, before, dy, d_final, *, interpret: Any = False) -> tuple[Inputs, Any]:
+    """Return the gradients of the inputs and of the initial memory."""
+    writes = chunk_writes(x, dy, interpret=interpret)
+    after, d_initial = scan(writes, d_final, reverse=True, interpret=interpret)
+    return chunk_backward(x, dy, before, after, interpret=interpret), d_initial
+
+
+class _Complex(NamedTuple):
+    """A complex number for each thread."""
+
+    real: Any
+    imag: Any
+
+    def times(self, other: _Complex) -> _Complex:
+        real = self.real * other.real - self.imag * other.imag
+        return _Complex(real, self.real * other.imag + self.imag * other.real)
+
+    def plus(self, other: _Complex) -> _Complex:
+        return _Complex(self.real + other.real, self.imag + other.imag)
+
+    def conjugate(self) -> _Complex:
+        return _Complex(self.real, -self.imag)
+
+
+class _Block:
+    """The chunk, the row and the channels of a warpgroup, and how their numbers are loaded and stored.
+
+    Attributes:
+        refs: references to global memory by name.
+        smem: references to buffers in shared memory by name.
+        chunk: the chunk's number.
+    """
+
+    def __init__(self, refs: dict[str, Any], smem: dict[str, Any], chunk):
+        self.refs, self.smem, self.chunk = refs, smem, chunk
+        self.b = lax.axis_index("row")
+        self.channels = pl.ds(lax.axis_index("column") * CHANNELS, CHANNELS)
+
+    def copy_tokens(self) -> None:
+        """Copy the chunk's tokens of all inputs that have a buffer to shared memory, and wait."""
+        tokens = pl.ds(self.chunk * CHUNK, CHUNK)
+        for name, buffer in self.smem.items():
+            if name in _BY_TOKEN:
+                source = self.refs[name].at[self.b, tokens, self.channels]
+                plgpu.copy_gmem_to_smem(source, buffer, self.smem["barrier"])
+        plgpu.barrier_wait(self.smem["barrier"])
+
+    def row(self, name: str, t) -> Any:
+        """An input at the chunk's token t in float32, from shared memory."""
+        return plgpu.load(self.smem[name].at[t]).astype(_F32)
+
+    def decay(self, t) -> _Complex:
+        """a at the chunk's token t."""
+        return _Complex(self.row("real", t), self.row("imag", t))
+
+    def load_memory(self, name: str, *index: Any) -> _Complex:
+        """A memory of `refs[name]`, [B, ..., 2, D]."""
+        ref = self.refs[name].at[self.b, *index]
+        return _Complex(*(plgpu.load(ref.at[part, self.channels]) for part in range(2)))
+
+    def store_memory(self, x: _Complex, name: str, *index: Any) -> None:
+        for part in range(2):
+            self.refs[name].at[self.b, *index, part, self.channels][...] = x[part]
+
+    def store_token(self, name: str, t, x) -> None:
+        to = self.refs[name].at[self.b, self.chunk * CHUNK + t, self.channels]
+        to[...] = x.astype(to.dtype)
+
+
+_BY_TOKEN = ("u", "c", "real", "imag", "dy")
+
+
+def _constant(value: float) -> Any:
+    return plgpu.layout_cast(
+        jnp.full(CHANNELS, value, _F32), plgpu.Layout.WG_STRIDED((CHANNELS,), vec_size=1)
+    )
+
+
+def _launch(kernel, inputs, outputs, *, chunks: int, tokens=(), held=(), name: str, interpret):
+    """Run `kernel(block)` for each column of channels, chunk and row.
+
+    Args:
+        kernel: called with a `_Block`.
+        inputs: arrays by name.
+        outputs: shapes and dtypes by name.
+        chunks: blocks of a row.
+        tokens: inputs whose tokens of a chunk have a buffer in shared memory.
+        held: names of other buffers in shared memory, one float32 number for each token and channel.
+        name: the kernel's name in profiles.
+        interpret: parameters of the interpreter, or False.
+    """
+    first = next(iter(inputs.values()))
+    scratch = {n: plgpu.SMEM((CHUNK, CHANNELS), inputs[n].dtype) for n in tokens}
+    scratch |= {n: plgpu.SMEM((CHUNK, CHANNELS), _F32) for n in held}
+    return launch(
+        lambda refs, smem: kernel(_Block(refs, smem, lax.axis_index("chunk"))),
+        inputs=inputs,
+        outputs=outputs,
+        grid=dict(column=first.shape[-1] // CHANNELS, chunk=chunks, row=first.shape[0]),
+        scratch=scratch | dict(barrier=plgpu.Barrier(num_arrivals=max(1, len(tokens)))),
+        name=f"complex_scan_{name}",
+        interpret=interpret,
+    )
+
+
+def _memories(like, *axes: int) -> Any:
+    """Complex memories [B, *axes, 2, D] for an array [B, ..., D]."""
+    return jax.ShapeDtypeStruct((like.shape[0], *axes, 2, like.shape[-1]), _F32)
+
+
+def chunk_writes(x: Inputs, dy=None, *, interpret: Any = False) -> tuple[Any, Any]:
+    """Return what each chunk writes to the memory, and the product of its a, each [B, chunks, 2, D].
+
+    With `dy`, return what each chunk adds to the gradient of the memory that enters it.
+    """
+    chunks = x.u.shape[1] // CHUNK
+    names = ("real", "imag", "u") if dy is None else ("real", "imag", "c", "dy")
+    arrays = x._asdict() | dict(dy=dy)
+
+    def kernel(block):
+        block.copy_tokens()
+        zero = _constant(0.0)
+
+        def step(t, carry):
+            memory, factor = carry
+            decay = block.decay(t)
+            if dy is None:
+                memory = decay.times(memory).plus(_Complex(block.row("u", t), 0.0))
+            else:
+                d_real = block.row("c", t) * block.row("dy", t)
+                memory = decay.conjugate().times(memory.plus(_Complex(d_real, 0.0)))
+            return memory, decay.times(factor)
+
+        start = _Complex(zero, zero), _Complex(_constant(1.0), zero)
+        memory, factor = for_tokens(CHUNK, step, start, reverse=dy is not None)
+        block.store_memory(memory, "writes", block.chunk)
+        block.store_memory(factor, "factor", block.chunk)
+
+    results = _launch(
+        kernel,
+        {name: arrays[name] for name in names},
+        dict(writes=_memories(x.u, chunks), factor=_memories(x.u, chunks)),
+        chunks=chunks,
+        tokens=names,
+        name="chunk_writes",
+        interpret=interpret,
+    )
+    return results["writes"], results["factor"]
+
+
+def scan(
+    writes: tuple[Any, Any], initial, *, reverse: bool = False, interpret: Any = False
+) -> tuple[Any, Any]:
+    """Return the memories that enter each chunk, and the memory after the last chunk.
+
+    With `reverse`, scan from the last chunk to the first, over gradients.
+
+    Args:
+        writes: the results of `chunk_writes`.
+        initial: [B, 2, D], the memory before the first chunk of the scan.
+        reverse: whether the scan starts at the last chunk.
+        interpret: parameters of the interpreter, or False.
+    """
+    chunks = writes[0].shape[1]
+
+    def kernel(block):
+        def chunk_at(index):
+            index = jnp.minimum(index, chunks - 1)
+            return chunks - 1 - index if reverse else index
+
+        def load_chunks(index):
+            names = ("writes", "factor")
+            return [
+                tuple(block.load_memory(name, chunk_at(index + i)) for name in names)
+                for i in range(_AHEAD)
+            ]
+
+        def step(index, carry):
+            memory, loaded = carry
+            following = load_chunks((index + 1) * _AHEAD)
+            for i, (write, factor) in enumerate(loaded):
+                at = index * _AHEAD + i
+
+                @pl.when(at < chunks)
+                def _(memory=memory, at=at):
+                    block.store_memory(memory, "entering", chunk_at(at))
+
+                factor = factor.conjugate() if reverse else factor
+                after = factor.times(memory).plus(write)
+                memory = _Complex(
+                    *(jnp.where(at < chunks, a, m) for a, m in zip(after, memory, strict=True))
+                )
+            return memory, following
+
+        carry = (block.load_memory("initial"), load_chunks(0))
+        memory, _ = lax.fori_loop(0, -(-chunks // _AHEAD), step, carry)
+        block.store_memory(memory, "final")
+
+    results = _launch(
+        kernel,
+        dict(writes=writes[0], factor=writes[1], initial=initial),
+        dict(entering=_memories(initial, chunks), final=_memories(initial)),
+        chunks=1,
+        name="scan",
+        interpret=interpret,
+    )
+    return results["entering"], results["final"]
+
+
+def chunk_forward(x: Inputs, before, *, interpret: Any = False) -> Any:
+    """Return y [B, T, D] bfloat16, from the memories that enter each chunk."""
+
+    def kernel(block):
+        memory = block.load_memory("before", block.chunk)
+        block.copy_tokens()
+
+        def step(t, memory):
+            memory = block.decay(t).times(memory).plus(_Complex(block.row("u", t), 0.0))
+            block.store_token("y", t, block.row("c", t) * memory.real)
+            return memory
+
+        for_tokens(CHUNK, step, memory)
+
+    return _launch(
+        kernel,
+        x._asdict() | dict(before=before),
+        dict(y=jax.ShapeDtypeStruct(x.u.shape, _BF16)),
+        chunks=x.u.shape[1] // CHUNK,
+        tokens=x._fields,
+        name="chunk_forward",
+        interpret=interpret,
+    )["y"]
+
+
+def chunk_backward(x: Inputs, dy, before, after, *, interpret: Any = False) -> Inputs:
+    """Return the gradients of the inputs, from the memories that enter each chunk and the gradients of those that leave it."""
+    held = ("held_real", "held_imag")  # the memory before each token
+
+    def kernel(block):
+        memory = block.load_memory("before", block.chunk)
+        later = block.load_memory("after", block.chunk)
+        block.copy_tokens()
+        buffers = [block.smem[name] for name in held]
+
+        def recompute(t, memory):
+            for part, buffer in zip(memory, buffers, strict=True):
+                buffer.at[t][...] = part
+            return block.decay(t).times(memory).plus(_Complex(block.row("u", t), 0.0))
+
+        def gradient(t, carry):
+            later, after = carry
+            dy = block.row("dy", t)
+            block.store_token("dc", t, dy * after.real)
+            g = later.plus(_Complex(block.row("c", t) * dy, 0.0))
+            block.store_token("du", t, g.real)
+            before = _Complex(*(plgpu.load(buffer.at[t]) for buffer in buffers))
+            d_decay = before.conjugate().times(g)
+            block.store_token("d_real", t, d_decay.real)
+            block.store_token("d_imag", t, d_decay.imag)
+            return block.decay(t).conjugate().times(g), before
+
+        memory = for_tokens(CHUNK, recompute, memory)
+        for_tokens(CHUNK, gradient, (later, memory), reverse=True)
+
+    names = ("du", "dc", "d_real", "d_imag")
+    results = _launch(
+        kernel,
+        x._asdict() | dict(dy=dy, before=before, after=after),
+        {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in zip(names, x, strict=True)},
+        chunks=x.u.shape[1] // CHUNK,
+        tokens=(*x._fields, "dy"),
+        held=held,
+        name="chunk_backward",
+        interpret=interpret,
+    )
+    return Inputs(*(results[name] for name in names))

@@ -1,0 +1,176 @@
+"""A scan of complex numbers on Mosaic TPU: `h_t = a_t h_{t-1} + u_t`, `y_t = c_t Re h_t`, one number for each channel.
+
+Programs scan chunks as in `tpu.real`; a token is a row, with its channels in lanes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from pallas_kernels.compat import pl
+from pallas_kernels.requirements import first_unmet
+from pallas_kernels.selective_scan.tpu import layout as tpu_layout
+from pallas_kernels.selective_scan.tpu.layout import (
+    CHUNK,
+    REQUIREMENTS,
+    Layout,
+    read_row,
+    write_row,
+)
+
+__all__ = ["CHUNK", "REQUIREMENTS", "Inputs", "backward", "forward", "unsupported"]
+
+_F32 = jnp.float32
+_MAX_CHANNELS = 1024  # of a program: a row of them fills a register
+_UNROLL = 16  # tokens of an unrolled step
+
+
+def unsupported(call) -> str | None:
+    """Return the first of `REQUIREMENTS` that an `api.Call` does not meet, or None."""
+    return first_unmet(REQUIREMENTS, call)
+
+
+class Inputs(NamedTuple):
+    """The inputs of both kernels, [B, T, D]. Attributes: u, c: bfloat16 or float32; real, imag: the parts of a, float32."""
+
+    u: Any
+    c: Any
+    real: Any
+    imag: Any
+
+
+def forward(x: Inputs, initial, *, save: bool, interpret: Any = False) -> tuple[Any, Any, Any]:
+    """Return the output [B, T, D] in u's dtype, the final memory [B, 2, D], and the memories that enter each chunk,
+    [B, T/128, 2, D] (None unless `save`), for `backward`."""
+    layout = Layout(x.u, 2, _MAX_CHANNELS)
+    inputs = _inputs(layout, x) | dict(initial=(initial, layout.memory()))
+    outputs = dict(y=layout.tokens(x.u.dtype), final=layout.memory())
+    if save:
+        outputs["before"] = layout.memories()
+    scratch = dict(
+        memory=layout.memory_scratch(), u=layout.token_scratch(), read=layout.token_scratch()
+    )
+    results = layout.call(_forward_kernel, inputs, outputs, scratch, interpret)
+    return results["y"], results["final"], results.get("before")
+
+
+def backward(x: Inputs, before, dy, d_final, *, interpret: Any = False) -> tuple[Inputs, Any]:
+    """Return the gradients of the inputs and of the initial memory; `dy` is in u's dtype."""
+    layout = Layout(x.u, 2, _MAX_CHANNELS, reverse=True)
+    inputs = _inputs(layout, x) | dict(
+        dy=(dy, layout.tokens(dy.dtype)),
+        before=(before, layout.memories()),
+        d_final=(d_final, layout.memory()),
+    )
+    outputs: dict[str, Any] = {f"d_{n}": layout.tokens(a.dtype) for n, a in x._asdict().items()}
+    outputs["d_initial"] = layout.memory()
+    scratch = dict(later=layout.memory_scratch())
+    names = "u", "d_read", "before_real", "before_imag", "g_real", "g_imag"
+    scratch |= {name: layout.token_scratch() for name in names}
+    results = layout.call(_backward_kernel, inputs, outputs, scratch, interpret)
+    return Inputs(*(results[f"d_{name}"] for name in x._fields)), results["d_initial"]
+
+
+def _inputs(layout: Layout, x: Inputs) -> dict:
+    return {name: (a, layout.tokens(a.dtype)) for name, a in x._asdict().items()}
+
+
+def _forward_kernel(refs: dict, scratch: dict, is_first, is_last):
+    memory = scratch["memory"]
+
+    @pl.when(is_first)
+    def _():
+        memory[...] = refs["initial"][...]
+
+    if "before" in refs:
+        refs["before"][...] = memory[...]
+    scratch["u"][...] = refs["u"][...].astype(_F32)
+
+    def step(t, memory):
+        memory = _advance(refs, scratch, t, memory)
+        write_row(scratch["read"], t, memory[0])
+        return memory
+
+    _write_memory(memory, _for_tokens(step, _read_memory(memory)))
+    y = refs["c"][...].astype(_F32) * scratch["read"][...]
+    refs["y"][...] = y.astype(refs["y"].dtype)
+
+    @pl.when(is_last)
+    def _():
+        refs["final"][...] = memory[...]
+
+
+def _backward_kernel(refs: dict, scratch: dict, is_first, is_last):
+    later = scratch["later"]
+
+    @pl.when(is_first)
+    def _():
+        later[...] = refs["d_final"][...]
+
+    scratch["u"][...] = refs["u"][...].astype(_F32)
+    scratch["d_read"][...] = refs["c"][...].astype(_F32) * refs["dy"][...].astype(_F32)
+
+    def recompute(t, memory):
+        _write_token(scratch, "before", t, memory)
+        return _advance(refs, scratch, t, memory)
+
+    def gradient(t, later):
+        g = later[0] + read_row(scratch["d_read"], t), later[1]
+        _write_token(scratch, "g", t, g)
+        real, imag = (read_row(refs[name], t) for name in ("real", "imag"))
+        return real * g[0] + imag * g[1], real * g[1] - imag * g[0]
+
+    _for_tokens(recompute, _read_memory(refs["before"]))
+    _write_memory(later, _for_tokens(gradient, _read_memory(later), reverse=True))
+
+    before, g = ([scratch[f"{name}_{part}"][...] for part in _PARTS] for name in ("before", "g"))
+    memory = refs["real"][...] * before[0] - refs["imag"][...] * before[1] + scratch["u"][...]
+    gradients = dict(
+        u=g[0],
+        c=refs["dy"][...].astype(_F32) * memory,
+        real=before[0] * g[0] + before[1] * g[1],
+        imag=before[0] * g[1] - before[1] * g[0],
+    )
+    for name, value in gradients.items():
+        refs[f"d_{name}"][...] = value.astype(refs[f"d_{name}"].dtype)
+
+    @pl.when(is_last)
+    def _():
+        refs["d_initial"][...] = later[...]
+
+
+_PARTS = ("real", "imag")
+
+
+def _advance(refs, scratch, t, memory):
+    """The memory, real and imaginary part, after one more token."""
+    a = [read_row(refs[name], t) for name in ("real", "imag")]
+    real = a[0] * memory[0] - a[1] * memory[1] + read_row(scratch["u"], t)
+    return real, a[0] * memory[1] + a[1] * memory[0]
+
+
+def _for_tokens(step, carry, *, reverse: bool = False):
+    """Return the carry after `step(token, carry)` for a chunk's tokens, or in reverse order."""
+
+    def group(start, carry):
+        for i in reversed(range(_UNROLL)) if reverse else range(_UNROLL):
+            carry = step(start + i, carry)
+        return carry
+
+    return tpu_layout.for_groups(_UNROLL, group, carry, reverse=reverse)
+
+
+def _read_memory(ref) -> tuple[Any, Any]:
+    return ref[0:1, :], ref[1:2, :]
+
+
+def _write_memory(ref, memory) -> None:
+    ref[0:1, :], ref[1:2, :] = memory
+
+
+def _write_token(scratch, name: str, t, parts) -> None:
+    """Write the real and the imaginary part of one token's number to the buffers of `name`."""
+    for part, value in zip(_PARTS, parts, strict=True):
+        write_row(scratch[f"{name}_{part}"], t, value)

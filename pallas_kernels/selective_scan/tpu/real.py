@@ -1,0 +1,237 @@
+"""A selective scan on Mosaic TPU: `h_t = continues_t e^{δ_t A} h_{t-1} + δ_t u_t B_t`, `y_t = Σ_n C_t h_t + D u_t`.
+
+A program scans the chunks of a row for some channels, whose memories are in VMEM, [N, channels] with channels in lanes. There is one
+kernel forward and one backward; the backward kernel scans the chunks in reverse, recomputes a chunk's memories from the one that
+entered it, and carries the gradient of the memory.
+
+B and C come as [N, T], which wastes nothing ([T, N] has 128 lanes for N numbers, in HBM too). The tokens of a group are rolled to the
+first lanes, where each token's column has a static index and is broadcast to all lanes: one broadcast is enough for all channels of a
+program. The gradients of B and C are sums over lanes; each block of channels writes its part, and XLA adds the parts: they are small,
+and blocks stay independent.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.compat import pl, pltpu
+from pallas_kernels.requirements import Requirement, first_unmet
+from pallas_kernels.selective_scan.tpu import layout as tpu_layout
+from pallas_kernels.selective_scan.tpu.layout import CHUNK, Layout, read_row, write_row
+
+_F32 = jnp.float32
+STATES = (8, 16, 24, 32)
+_MAX_CHANNELS, _MAX_NUMBERS = (
+    1024,
+    8192,
+)  # channels, and numbers of the memories, of a program at most
+_GROUP = 16  # tokens of an unrolled step
+_LOG2E = math.log2(math.e)
+
+
+REQUIREMENTS = (
+    *tpu_layout.REQUIREMENTS,
+    Requirement(
+        f"memories of {', '.join(map(str, STATES[:-1]))} or {STATES[-1]} numbers for each channel",
+        lambda c: c.state_size in STATES,
+        lambda c: str(c.state_size),
+    ),
+)
+
+
+def unsupported(call) -> str | None:
+    """Return the first of `REQUIREMENTS` that an `api.Call` does not meet, or None."""
+    return first_unmet(REQUIREMENTS, call)
+
+
+class Inputs(NamedTuple):
+    """The inputs of both kernels. Attributes: u: [B, T, D] bfloat16 or float32; delta: [B, T, D]; a: [D, N]; b, c: [B, T, N]; d: [D];
+    continues: [B, T], 0 at the first token of a document and 1 elsewhere, or None. All but u are float32."""
+
+    u: Any
+    delta: Any
+    a: Any
+    b: Any
+    c: Any
+    d: Any
+    continues: Any
+
+
+def forward(x: Inputs, initial, *, save: bool, interpret: Any = False) -> tuple[Any, Any, Any]:
+    """Return the output [B, T, D] in u's dtype, the final memory [B, D, N], and the memories that enter each chunk,
+    [B, T/128, N, D] (None unless `save`), for `backward`."""
+    layout, inputs = _inputs(x)
+    inputs |= dict(initial=(jnp.swapaxes(initial, 1, 2), layout.memory()))
+    outputs = dict(y=layout.tokens(x.u.dtype), final=layout.memory())
+    if save:
+        outputs["before"] = layout.memories()
+    scratch = dict(
+        memory=layout.memory_scratch(), write=layout.token_scratch(), read=layout.token_scratch()
+    )
+    results = layout.call(_forward_kernel, inputs, outputs, scratch, interpret)
+    return results["y"], jnp.swapaxes(results["final"], 1, 2), results.get("before")
+
+
+def backward(x: Inputs, before, dy, d_final, *, interpret: Any = False) -> tuple[Inputs, Any]:
+    """Return the gradients of the inputs and of the initial memory; `dy` is in u's dtype."""
+    layout, inputs = _inputs(x, reverse=True)
+    inputs |= dict(
+        dy=(dy, layout.tokens(dy.dtype)),
+        before=(before, layout.memories()),
+        d_final=(jnp.swapaxes(d_final, 1, 2), layout.memory()),
+    )
+    outputs = dict(
+        du=layout.tokens(x.u.dtype),
+        d_delta=layout.tokens(),
+        da=layout.memory(),
+        db=layout.token_parts(),
+        dc=layout.token_parts(),
+        dd=layout.sums(),
+        d_initial=layout.memory(),
+    )
+    scratch = dict(
+        later=layout.memory_scratch(),
+        d_rates=layout.memory_scratch(),
+        held=layout.memory_scratch(CHUNK),
+        write=layout.token_scratch(),
+        dy=layout.token_scratch(),
+        d_write=layout.token_scratch(),
+        d_exponent=layout.token_scratch(),
+    )
+    results = layout.call(_backward_kernel, inputs, outputs, scratch, interpret)
+    da = jnp.sum(results["da"], axis=0).T
+    db, dc = (jnp.swapaxes(jnp.sum(results[n], axis=1), 1, 2) for n in ("db", "dc"))
+    dd = jnp.sum(results["dd"], axis=(0, 1))
+    d_continues = None if x.continues is None else jnp.zeros_like(x.continues)
+    gradients = Inputs(results["du"], results["d_delta"], da, db, dc, dd, d_continues)
+    return gradients, jnp.swapaxes(results["d_initial"], 1, 2)
+
+
+def _inputs(x: Inputs, *, reverse: bool = False) -> tuple[Layout, dict]:
+    """The layout, and the inputs of both kernels: name -> (array, (shape, block)), with `a` for powers of two."""
+    states = x.a.shape[1]
+    layout = Layout(x.u, states, min(_MAX_CHANNELS, _MAX_NUMBERS // states), reverse=reverse)
+    inputs = dict(
+        u=(x.u, layout.tokens(x.u.dtype)),
+        delta=(x.delta, layout.tokens()),
+        a=((x.a * _LOG2E).T, layout.by_channel(states)),
+        b=(jnp.swapaxes(x.b, 1, 2), layout.by_token()),
+        c=(jnp.swapaxes(x.c, 1, 2), layout.by_token()),
+        d=(x.d[None], layout.by_channel(1)),
+    )
+    if x.continues is not None:
+        inputs["continues"] = x.continues[:, None], layout.scalars()
+    return layout, inputs
+
+
+def _forward_kernel(refs: dict, scratch: dict, is_first, is_last):
+    memory = scratch["memory"]
+
+    @pl.when(is_first)
+    def _():
+        memory[...] = refs["initial"][...]
+
+    if "before" in refs:
+        refs["before"][...] = memory[...]
+    u = refs["u"][...].astype(_F32)
+    scratch["write"][...] = refs["delta"][...] * u
+    rates = refs["a"][...]
+
+    def step(t, columns, memory):
+        memory = _advance(refs, scratch, rates, t, columns["b"], memory)
+        write_row(scratch["read"], t, jnp.sum(columns["c"] * memory, axis=0, keepdims=True))
+        return memory
+
+    memory[...] = _for_tokens(refs, "bc", step, memory[...])
+    refs["y"][...] = (scratch["read"][...] + refs["d"][...] * u).astype(refs["y"].dtype)
+
+    @pl.when(is_last)
+    def _():
+        refs["final"][...] = memory[...]
+
+
+def _backward_kernel(refs: dict, scratch: dict, is_first, is_last):
+    later, d_rates, held = scratch["later"], scratch["d_rates"], scratch["held"]
+
+    @pl.when(is_first)
+    def _():
+        later[...] = refs["d_final"][...]
+        d_rates[...] = jnp.zeros_like(d_rates)
+        refs["dd"][...] = jnp.zeros_like(refs["dd"])
+
+    u, delta, dy = (refs[name][...].astype(_F32) for name in ("u", "delta", "dy"))
+    scratch["write"][...] = delta * u
+    scratch["dy"][...] = dy
+    refs["dd"][...] += jnp.sum(dy * u, axis=0, keepdims=True)
+    rates = refs["a"][...]
+
+    def recompute(t, columns, carry):
+        memory, dc = carry
+        held[t] = memory
+        memory = _advance(refs, scratch, rates, t, columns["b"], memory)
+        return memory, _put_column(dc, t, read_row(scratch["dy"], t) * memory)
+
+    def gradient(t, columns, carry):
+        later, d_rates, db = carry
+        g = later + read_row(scratch["dy"], t) * columns["c"]
+        db = _put_column(db, t, read_row(scratch["write"], t) * g)
+        write_row(scratch["d_write"], t, jnp.sum(columns["b"] * g, axis=0, keepdims=True))
+        later = _decay(refs, rates, t) * g
+        d_exponent = later * held[t]
+        write_row(scratch["d_exponent"], t, jnp.sum(d_exponent * rates, axis=0, keepdims=True))
+        return later, d_rates + read_row(refs["delta"], t) * d_exponent, db
+
+    zeros = jnp.zeros(refs["db"].shape, _F32)
+    _, refs["dc"][...] = _for_tokens(refs, "b", recompute, (refs["before"][...], zeros))
+    carry = (later[...], d_rates[...], zeros)
+    carry = _for_tokens(refs, "bc", gradient, carry, reverse=True)
+    later[...], d_rates[...], refs["db"][...] = carry
+
+    # Loaded again, so that arrays of this size do not stay in registers during the scans.
+    u, delta, dy = (refs[name][...].astype(_F32) for name in ("u", "delta", "dy"))
+    d_write = scratch["d_write"][...]
+    refs["du"][...] = (delta * d_write + refs["d"][...] * dy).astype(refs["du"].dtype)
+    refs["d_delta"][...] = u * d_write + scratch["d_exponent"][...] * (1 / _LOG2E)
+
+    @pl.when(is_last)
+    def _():
+        refs["d_initial"][...] = later[...]
+        refs["da"][...] = d_rates[...]
+
+
+def _for_tokens(refs: dict, names: str, step, carry, *, reverse: bool = False):
+    """Return the carry after `step(token, columns, carry)` for a chunk's tokens, or in reverse order.
+
+    `columns` are the columns [N, 1] of the inputs `names` at the token, by name.
+    """
+
+    def group(start, carry):
+        shift = lax.rem(CHUNK - start, CHUNK)
+        rolled = {n: pltpu.roll(refs[n][...], shift, 1) for n in names}
+        for i in reversed(range(_GROUP)) if reverse else range(_GROUP):
+            columns = {n: x[:, i : i + 1] for n, x in rolled.items()}
+            carry = step(start + i, columns, carry)
+        return carry
+
+    return tpu_layout.for_groups(_GROUP, group, carry, reverse=reverse)
+
+
+def _put_column(columns, t, x) -> Any:
+    """Return `columns` [N, C] with the sums of x [N, channels] over its channels at token t."""
+    here = lax.broadcasted_iota(jnp.int32, columns.shape, 1) == t
+    return jnp.where(here, jnp.sum(x, axis=1, keepdims=True), columns)
+
+
+def _advance(refs, scratch, rates, t, b, memory) -> Any:
+    """The memory after one more token."""
+    return _decay(refs, rates, t) * memory + read_row(scratch["write"], t) * b
+
+
+def _decay(refs, rates, t) -> Any:
+    """The decay of token t, [N, channels]; `rates` are `a` for powers of two."""
+    factor = jnp.exp2(read_row(refs["delta"], t) * rates)
+    return factor * refs["continues"][0, t] if "continues" in refs else factor

@@ -1,0 +1,55 @@
+"""Sizes of short convolutions that the tests share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+TOLERANCES = {"interpreted": 3e-3, "card": 5e-3}
+"""Largest difference of the output and of each gradient from float32, relative to the largest entry."""
+
+
+class Case(NamedTuple):
+    """Sizes and kind of a call.
+
+    Attributes:
+        length: T.
+        channels: D.
+        width: W, rows of the weight.
+        documents: whether rows hold several documents, with padding inside and between them.
+        bias: whether there is one.
+        silu: whether SiLU is applied.
+        head_dim: channels of a head that is normalised, or None.
+    """
+
+    length: int
+    channels: int
+    width: int
+    documents: bool
+    bias: bool
+    silu: bool
+    head_dim: int | None
+
+    @property
+    def id(self) -> str:
+        """The case's name in the tests' output."""
+        options = [name for name in ("documents", "bias", "silu") if getattr(self, name)]
+        heads = [] if self.head_dim is None else [f"heads of {self.head_dim}"]
+        return "-".join(
+            [f"T={self.length}", f"D={self.channels}", f"W={self.width}", *options, *heads]
+        )
+
+
+INTERPRETED = (
+    Case(20, 256, 4, True, True, True, 64),
+    Case(48, 512, 3, False, False, True, 128),
+    Case(32, 256, 2, True, False, False, None),
+    Case(40, 1024, 4, True, False, True, 256),
+    Case(36, 768, 4, False, True, False, 64),
+)
+"""Cases for the interpreter, in blocks of 16 tokens, the one of the fast tests first."""
+HOPPER = tuple(
+    Case(1000, channels, width, documents, True, True, head_dim)
+    for documents in (False, True)
+    for channels, width, head_dim in ((1024, 4, 128), (1536, 3, 64), (2048, 4, 256), (768, 4, None))
+)
+"""Cases that run on the card."""
