@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -15,7 +16,6 @@ import pytest
 
 import lsm_jax
 from lsm_jax.training import Checkpoints, TrainingStopped, loop, read_rows, train
-from lsm_jax.training.loop import _Loop
 from tests.training import tiny
 
 
@@ -65,11 +65,8 @@ def test_loss_falls_and_the_run_loads(whole):
     assert row["perf/tokens_per_second"] > 0 and row["perf/model_flops_per_second"] > 0
 
 
-def test_sigterm_saves_and_resumes_to_the_bit(text, whole, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(loop._Loop, "_report", loop._Loop._report)
-        tiny.stop_at(5)
-        result = train(tiny.config(text), tmp_path / "run")
+def test_sigterm_saves_and_resumes_to_the_bit(text, whole, tmp_path):
+    result = train(tiny.config(text), tmp_path / "run", on_report=tiny.stop_at(5))
     assert result.interrupted is not None and 5 <= result.step < 12
     assert train(tiny.config(text), tmp_path / "run").step == 12
     assert losses(tmp_path / "run") == losses(whole)
@@ -97,10 +94,7 @@ def test_device_count_may_change(text, whole, tmp_path):
 
 
 def test_broken_checkpoint_is_passed_over(text, whole, tmp_path, capfd):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop._Loop, "_report", loop._Loop._report)
-        tiny.stop_at(7)
-        stopped = train(tiny.config(text), tmp_path / "run").step
+    stopped = train(tiny.config(text), tmp_path / "run", on_report=tiny.stop_at(7)).step
     newest = tmp_path / "run" / "checkpoints" / str(stopped)
     for path in newest.rglob("*"):
         if path.is_file() and path.stat().st_size > 200:
@@ -171,16 +165,15 @@ def test_another_config_is_refused_with_its_differences(text, whole):
 
 
 def test_bad_steps_are_skipped_and_then_stop_the_run(text, tmp_path, monkeypatch):
-    send = _Loop._to_devices
-    sent = []
+    place_batch, num_batches = loop.place_batch, itertools.count(1)
 
-    def poison(self, batch):
-        sent.append(1)
-        if len(sent) == 4 or len(sent) > 7:
+    def place_poisoned(batch, *args):
+        number = next(num_batches)
+        if number == 4 or number > 7:
             batch = batch | {"tokens": np.full_like(batch["tokens"], 999)}
-        return send(self, batch)
+        return place_batch(batch, *args)
 
-    monkeypatch.setattr(_Loop, "_to_devices", poison)
+    monkeypatch.setattr(loop, "place_batch", place_poisoned)
     with pytest.raises(
         TrainingStopped,
         match="step 10: 3 steps in a row .* checkpoint 9 is the last good one, its parameters those of step 7",

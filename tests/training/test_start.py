@@ -127,7 +127,7 @@ def test_bad_data_is_told_before_anything_is_compiled_or_written(tmp_path, monke
     def compiled(*_):
         raise AssertionError("reached the model")
 
-    monkeypatch.setattr(loop._Loop, "run", compiled)
+    monkeypatch.setattr(loop.TrainLoop, "run", compiled)
     with pytest.raises(ValueError, match="line at byte .* has no text under 'text'"):
         config = tiny.config(bad)
         config.data.heldout_fraction = 0.0
