@@ -15,7 +15,7 @@ import pytest
 
 import lsm_jax
 from lsm_jax.evaluation import TASKS, LossCurve, Request, check_tasks, perplexity_table
-from lsm_jax.evaluation.tasks import heldout_config
+from lsm_jax.evaluation.request import heldout_config
 
 ROOT = Path(__file__).resolve().parents[2]
 

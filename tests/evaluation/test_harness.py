@@ -16,7 +16,7 @@ from lm_eval.api.instance import Instance
 
 from lsm_jax.evaluation import HarnessConfig, Request, run_harness
 from lsm_jax.evaluation.harness_model import HarnessModel
-from lsm_jax.evaluation.tasks import run_bos_id, run_tokenizer
+from lsm_jax.evaluation.request import run_bos_id, run_tokenizer
 from lsm_jax.models import sample
 
 ROOT = Path(__file__).resolve().parents[2]
