@@ -98,9 +98,8 @@ def run_harness(
     task_manager = folder and TaskManager(
         include_path=str(Path(folder).expanduser()), include_defaults=False
     )
-    if not task_manager or not set(names) <= set(
-        task_manager.all_tasks
-    ):  # loading all of the harness's tasks takes seconds
+    # Loading all of the harness's tasks needs seconds, so they are loaded only if they are used.
+    if not task_manager or not set(names) <= set(task_manager.all_tasks):
         task_manager = TaskManager(include_path=folder and str(Path(folder).expanduser()))
     for name in names:
         if name not in task_manager.all_tasks:

@@ -27,7 +27,7 @@ from lsm_jax.mixers import Context
 from lsm_jax.models import Decoder
 
 GATES = ("log_forget", "log_decay", "value_log_decay", "log_momentum")
-_PIXELS = 512  # side of a picture; longer texts are pooled to it
+PIXELS = 512  # side of a picture; longer texts are pooled to it
 _LEAST = 1e-6  # the smallest decay and weight that differ in colour
 
 
@@ -106,7 +106,7 @@ def layer_maps(
     selected = config.layers or range(depth)
     length, all_maps = len(tokens), []
     with EvaluationProgress("maps", max(selected) + 1, unit="layers", show=progress) as bar:
-        for layer, inputs, _ in walk(model, tokens, selected):
+        for layer, inputs, _ in run_layers(model, tokens, selected):
             mixer = blocks[layer % len(blocks)].mixer
             maps = _maps(mixer, layer, inputs, length, config) if layer in selected else None
             if maps is not None:
@@ -122,7 +122,7 @@ def layer_maps(
     return all_maps
 
 
-def walk(
+def run_layers(
     model: Decoder, tokens: Int[np.ndarray, " T"], selected: Collection[int]
 ) -> Iterator[tuple[int, dict[str, Any], jax.Array]]:
     """Run the layers up to the last selected one; yields (number, inputs of its op if it is selected, x [1, T, D] after it)."""
@@ -178,7 +178,7 @@ def _maps(mixer: Any, layer: int, inputs: dict[str, Any], length: int, config: M
         raise ValueError(
             f"maps.heads={heads}; the heads of layer {layer} are 0 to {min(head_counts) - 1}"
         )
-    pool = -(-length // _PIXELS)
+    pool = -(-length // PIXELS)
     attention = forgetting = None
     if is_attention:
         options = mixer.options()

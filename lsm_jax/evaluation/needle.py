@@ -164,7 +164,7 @@ def _gather(prompts, lengths, config, found, nll, texts, seconds) -> NeedleScore
     )
 
 
-def limits(config: Any, lengths: Sequence[int], train_length: int) -> list[str]:
+def length_notes(config: Any, lengths: Sequence[int], train_length: int) -> list[str]:
     """Notes on lengths above the training length, or above the number of tokens that the layers' windows can pass a fact on.
 
     Args:

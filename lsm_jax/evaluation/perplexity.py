@@ -69,7 +69,9 @@ class Scorer(Reader):
             )
             return nll, state
 
-        self._score = jax.jit(score, donate_argnums=1, out_shardings=(self._rows, self._state_rows))
+        self.score_piece = jax.jit(
+            score, donate_argnums=1, out_shardings=(self._rows, self._state_rows)
+        )
         self._score_whole = jax.jit(lambda params, piece: score(params, None, piece)[0])
 
     def __call__(self, batch: Mapping[str, np.ndarray]) -> Iterator[tuple[int, np.ndarray]]:
@@ -90,7 +92,7 @@ class Scorer(Reader):
         state = None
         if length > self.piece_length:
             with jax.set_mesh(self._mesh):
-                state = self._init_state(self._params, len(fields["tokens"]), length)
+                state = self.init_state(len(fields["tokens"]), length)
         for start in range(0, length, self.piece_length):
             piece = {k: v[:, start : start + self.piece_length] for k, v in fields.items()}
             piece = jax.device_put(piece, self._rows)
@@ -99,7 +101,7 @@ class Scorer(Reader):
                 if state is None:
                     nll = self._score_whole(self._params, piece)
                 else:
-                    nll, state = self._score(self._params, state, piece)
+                    nll, state = self.score_piece(self._params, state, piece)
             yield start, np.asarray(nll)[:rows]
 
     def compiled(self, *, rows: int, length: int) -> Any:
@@ -110,13 +112,13 @@ class Scorer(Reader):
             length: tokens of a row, more than a piece.
         """
         with jax.set_mesh(self._mesh):
-            state = jax.eval_shape(lambda: self._init_state(self._params, rows, length))
+            state = jax.eval_shape(lambda: self.init_state(rows, length))
             kinds = dict(tokens=jnp.int32, labels=jnp.int32, loss_mask=jnp.float32)
             piece = {
                 name: jax.ShapeDtypeStruct((rows, self.piece_length), kind, sharding=self._rows)
                 for name, kind in kinds.items()
             }
-            return self._score.lower(self._params, state, piece).compile()
+            return self.score_piece.lower(self._params, state, piece).compile()
 
     def _check(self, fields: Mapping[str, np.ndarray]) -> None:
         scored = fields["loss_mask"] != 0

@@ -45,6 +45,10 @@ class Reader:
             out_shardings=self._state_rows,
         )
 
+    def init_state(self, rows: int, length: int) -> DecoderState:
+        """The state of `rows` rows of up to `length` tokens before the first piece, on the devices."""
+        return self._init_state(self._params, rows, length)
+
     def _model(self, params: Any) -> Decoder:
         return nnx.merge(self._graphdef, params)
 
@@ -103,7 +107,7 @@ class Answerer(Reader):
         self._read = jax.jit(
             read_piece, donate_argnums=1, out_shardings=(self._rows, self._state_rows)
         )
-        self._answer = jax.jit(answer)
+        self.answer = jax.jit(answer)
 
     def __call__(self, prompts: np.ndarray, answers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Read a batch of prompts.
@@ -138,11 +142,11 @@ class Answerer(Reader):
         not_padding = np.broadcast_to(np.arange(tokens.shape[1]) >= padding, tokens.shape)
         capacity = self.max_length + max(answers.shape[1], self.num_tokens)
         with jax.set_mesh(self._mesh):
-            state, hidden = self._init_state(self._params, len(tokens), capacity), None
+            state, hidden = self.init_state(len(tokens), capacity), None
             for first in range(0, tokens.shape[1], size):
                 piece = (x[:, first : first + size] for x in (tokens, not_padding.astype(np.int32)))
                 piece = jax.device_put(tuple(piece), self._rows)
                 hidden, state = self._read(self._params, state, *piece)
             placed_answers = jax.device_put(self._filled(answers), self._rows)
-            nll, continuations = self._answer(self._params, state, hidden, placed_answers)
+            nll, continuations = self.answer(self._params, state, hidden, placed_answers)
         return np.asarray(nll)[:rows], np.asarray(continuations)[:rows]

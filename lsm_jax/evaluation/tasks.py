@@ -21,7 +21,7 @@ from lsm_jax.evaluation.files import write_arrays, write_json, write_text
 from lsm_jax.evaluation.generate import Generation, decode, generate
 from lsm_jax.evaluation.harness import harness_table, run_harness
 from lsm_jax.evaluation.maps import layer_maps, plot_maps
-from lsm_jax.evaluation.needle import find_needles, limits
+from lsm_jax.evaluation.needle import find_needles, length_notes
 from lsm_jax.evaluation.perplexity import evaluate
 from lsm_jax.evaluation.plots import plot_loss_by_position, plot_needle, plot_training
 from lsm_jax.evaluation.request import (
@@ -136,7 +136,7 @@ def needle(run: Run, request: Request, folder: Path) -> dict[str, Any]:
     size = task.text_length(lengths[-1])
     num_tokens = size * config.samples
     haystack = haystack_tokens(data, tokenizer, num_tokens, vocab_size=run.config.model.vocab_size)
-    notes = limits(run.config.model, lengths, train_length)
+    notes = length_notes(run.config.model, lengths, train_length)
     if haystack.size < num_tokens:
         notes.append(f"the text has {haystack.size} tokens of {num_tokens} and is repeated")
     for note in notes:

@@ -273,9 +273,8 @@ class TrainLoop:
 
     def _bad_data(self, step: int, state: TrainState, error: Exception) -> TrainingStopped:
         """Save the steps so far, and return the error to raise because the batch after `step` cannot be read."""
-        if (
-            jax.process_count() == 1
-        ):  # other hosts can read their data, so would not take part in the save
+        # Other hosts can read their data, so they would not take part in the save.
+        if jax.process_count() == 1:
             self.checkpoints.save(step, state, self.batches)
         return TrainingStopped(
             f"step {step + 1}: {error}. Once the data is corrected, the same command {self._next_start()}"

@@ -374,7 +374,7 @@ def _communication(
         turns = config.mesh.rounds * pieces
         sent["stage to stage"] = 2 * x * turns + 2 * ring(sizes["pipeline"]) * 2 * x * pieces
         if config.mesh.rounds > 1:
-            # Forward, and the gradients back; at most one of the groups that a device stores is its own.
+            # Forward, and the gradients back; at most one of the groups that a device stores is used by its own stage.
             moved = _period_bytes(local_params) * ring(sizes["pipeline"])
             sent["layers dealt out, and back"] = 2 * moved * config.accumulation_steps
     if sizes["sequence"] > 1:

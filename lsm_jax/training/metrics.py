@@ -24,7 +24,7 @@ from rich.progress import (
 )
 from tensorboardX import SummaryWriter
 
-_SECONDS_BETWEEN_LINES = 10.0
+SECONDS_BETWEEN_LINES = 10.0
 
 
 class MetricsWriter:
@@ -181,7 +181,7 @@ class TrainProgress:
             status += f" · {tokens_per_second:,.0f} tokens/s"
         self._bar.update(self._task, completed=step, status=status)
         now = time.perf_counter()
-        if self._lines and (now - self._last_line > _SECONDS_BETWEEN_LINES or step == self.total):
+        if self._lines and (now - self._last_line > SECONDS_BETWEEN_LINES or step == self.total):
             self._last_line = now
             timed_steps, left = step - self.start - 1, ""
             if timed_steps > 0:
