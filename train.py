@@ -2,7 +2,8 @@
 
     python train.py --config=configs/lm.py:gla-340m --workdir=runs/x --config.optimizer.peak_lr=1e-3
 
-Any field of the config is overridden by name, checked against its type. The same command resumes an interrupted run.
+Any field of the config is overridden by name, checked against its type. The same command resumes an
+interrupted run.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def _recall(train_recall) -> None:
 
 
 def parse(argv: list[str]) -> list[str]:
-    """Parse flags; a wrong field, variant or value exits with a message of one line that says what is accepted."""
+    """Parse flags; a wrong field, variant or value exits with a message of one line that says what is
+    accepted."""
     from lsm_jax.training.command import parse_config
 
     return parse_config(FLAGS, argv, "train.py", workdir=True)

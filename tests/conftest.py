@@ -1,7 +1,7 @@
 """Settings of JAX for tests, which run on the CPU and spend most of their time in the compiler.
 
-They turn off most optimisations, which small arrays do not need, and the newer of XLA's two code generators for fusions, which
-needs 2 to 5 times longer. Processes that tests start inherit both.
+They turn off most optimisations, which small arrays do not need, and the newer of XLA's two code generators
+for fusions, which needs 2 to 5 times longer. Processes that tests start inherit both.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """Compressors without a network, as baselines for a language model on the same held-out bytes.
 
-`ContextModel` is the classical byte model of a fixed order, `xz_bits` is the strongest setting of a general-purpose
-compressor. Both results are in bits per byte, as a language model's loss can be stated.
+`ContextModel` is the classical byte model of a fixed order, `xz_bits` is the strongest setting of a
+general-purpose compressor. Both results are in bits per byte, as a language model's loss can be stated.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ MAX_ORDER = 2  # the table of counts holds 256 ** (order + 1) numbers
 class ContextModel:
     """A byte model given the previous `order` bytes, from counts on `train`.
 
-    Each order is interpolated with the next lower one, down to the uniform distribution, by Witten and Bell's rule
-    ("The zero-frequency problem", 1991, method C, as in PPMC): `p(c | s) = (n(s, c) + u(s) p(c | s')) / (n(s) + u(s))`,
-    where s' is s without its oldest byte and u(s) counts the distinct bytes seen after s. A document's first bytes use
-    the lower orders; no context includes bytes of another document.
+    Each order is interpolated with the next lower one, down to the uniform distribution, by Witten and
+    Bell's rule ("The zero-frequency problem", 1991, method C, as in PPMC):
+    `p(c | s) = (n(s, c) + u(s) p(c | s')) / (n(s) + u(s))`, where s' is s without its oldest byte and u(s) counts the distinct bytes seen
+    after s. A document's first bytes use the lower orders; no context includes bytes of another document.
 
     Args:
         train: documents, each uint8 [n].
@@ -82,7 +82,8 @@ def byte_baselines(train: Iterable[np.ndarray], heldout: Sequence[np.ndarray]) -
 
 
 def _contexts(document: np.ndarray, order: int) -> np.ndarray:
-    """[n - order]: each byte and the `order` bytes before it as one number in base 256; the byte itself is the lowest digit."""
+    """[n - order]: each byte and the `order` bytes before it as one number in base 256; the byte itself is
+    the lowest digit."""
     document = np.asarray(document)
     if document.dtype != np.uint8:
         raise ValueError(f"documents have dtype {document.dtype}, accepted: uint8")
@@ -108,7 +109,8 @@ def _count(documents: Iterable[np.ndarray], order: int) -> list[np.ndarray]:
 
     for document in documents:
         pending.append(document)
-        # A pass over the largest table costs as much as counting as many bytes, so several documents are counted in one pass.
+        # A pass over the largest table costs as much as counting as many bytes, so several documents are
+        # counted in one pass.
         if sum(d.size for d in pending) >= tables[-1].size:
             flush()
     flush()
@@ -126,7 +128,8 @@ class _Order:
         self.mass = counts.reshape(-1, 256).sum(-1) + self.distinct
 
     def interpolate(self, code: np.ndarray, lower: np.ndarray) -> np.ndarray:
-        """p(c | s) of every context [n], given the lower order's probabilities [n], which unseen contexts keep."""
+        """p(c | s) of every context [n], given the lower order's probabilities [n], which unseen contexts
+        keep."""
         mass = self.mass[code >> 8]
         mixed = (self.counts[code] + self.distinct[code >> 8] * lower) / np.maximum(mass, 1)
         return np.where(mass > 0, mixed, lower)
@@ -135,7 +138,8 @@ class _Order:
 def store_documents(store: TokenStore, num_rows: int | None = None) -> list[np.ndarray]:
     """The documents of a byte store, each uint8 [n], without separators.
 
-    If the store names its separator, its rows are joined and split at separators; otherwise each row is a document.
+    If the store names its separator, its rows are joined and split at separators; otherwise each row is a
+    document.
 
     Args:
         store: a store of bytes.

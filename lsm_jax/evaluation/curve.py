@@ -13,7 +13,8 @@ SHORTEST = 512  # the shortest length reported for a long document
 
 
 def report_lengths(length: int) -> list[int]:
-    """The lengths to report: `length`, its half, its quarter and so on, down to 512 or, if that is less, to an eighth of `length`.
+    """The lengths to report: `length`, its half, its quarter and so on, down to 512 or, if that is less, to
+    an eighth of `length`.
 
     65536 gives 65536, 32768, ..., 512; 1024 gives 1024, 512, 256, 128.
     """
@@ -30,8 +31,9 @@ def report_lengths(length: int) -> list[int]:
 class LossCurve:
     """L(i), the mean loss at each position in nats per token, accumulated in float64 on the host.
 
-    The protocol is that of the Forgetting Transformer (Lin et al. 2025): every document is read with all of its context,
-    L(i) is the mean over documents of the loss at token i, and P(l) = exp(mean over i < l of L(i)).
+    The protocol is that of the Forgetting Transformer (Lin et al. 2025): every document is read with all of
+    its context, L(i) is the mean over documents of the loss at token i, and P(l) = exp(mean over i < l of
+    L(i)).
 
     Attributes:
         total: float64 [T], sum of the losses at each position.
@@ -124,7 +126,8 @@ class LossCurve:
         return float(self.total.sum() / self.num_tokens)
 
     def average(self, length: int | None = None) -> float:
-        """The mean of L(i) over the positions i < length at which a token was scored; NaN if there is none."""
+        """The mean of L(i) over the positions i < length at which a token was scored; NaN if there is
+        none."""
         counted = self.count[:length] > 0
         if not counted.any():
             return math.nan
@@ -143,7 +146,8 @@ class LossCurve:
             return np.exp(np.cumsum(loss) / np.where(number == 0, np.nan, number))
 
     def summary(self) -> dict[str, Any]:
-        """The values `val/loss_avg_len_{l}` and `val/perplexity_len_{l}` of every reported length, `val/loss` and `val/tokens`."""
+        """The values `val/loss_avg_len_{l}` and `val/perplexity_len_{l}` of every reported length,
+        `val/loss` and `val/tokens`."""
         result: dict[str, Any] = {"val/loss": self.mean, "val/tokens": self.num_tokens}
         for length in report_lengths(self.length):
             if self.count[:length].any():

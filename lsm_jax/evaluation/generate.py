@@ -25,7 +25,8 @@ class Generation:
         tokens: the ids of the continuation, up to the end of the document if the model ended it.
         ended: whether the model ended the document.
         seconds: wall time of the first call, including compilation.
-        tokens_per_second: generated tokens per second, including prefill; without compilation if `timed_compiled`.
+        tokens_per_second: generated tokens per second, including prefill; without compilation if
+            `timed_compiled`.
         timed_compiled: whether a second call, which compiled nothing, was timed.
         state_bytes: size of the decode state of one row.
         state_grows: bytes that each further token adds to the state; 0 for a state of constant size.
@@ -82,7 +83,8 @@ def generate(
         prefill_chunk: tokens of the prompt read at a time.
 
     Raises:
-        ValueError: the prompt has no token, or ids above the model's vocabulary, or an argument of sampling is not valid.
+        ValueError: the prompt has no token, or ids above the model's vocabulary, or an argument of sampling
+            is not valid.
     """
     ids = [] if bos_id is None else [bos_id]
     ids += tokenizer.encode(prompt)

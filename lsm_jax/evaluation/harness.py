@@ -1,6 +1,7 @@
 """The task `lm_eval`: EleutherAI's lm-evaluation-harness on a run; requires the optional extra [lm-eval].
 
-The harness's tasks download their data. Other tasks can be added as files in `include_path`, and need no network.
+The harness's tasks download their data. Other tasks can be added as files in `include_path`, and need no
+network.
 """
 
 # No `from __future__ import annotations`: config flags read the fields' types as objects.
@@ -79,7 +80,8 @@ def run_harness(
         run: the model.
         tokenizer: the one it was trained with.
         config: which tasks, and how.
-        bos_id: the token that the run put in front of documents, and is put in front of every window; None for no token.
+        bos_id: the token that the run put in front of documents, and is put in front of every window; None
+            for no token.
         batch_size: windows computed at a time.
 
     Returns:

@@ -1,4 +1,5 @@
-"""A decoder with the interface of lm-evaluation-harness. Imports the harness, so import this module only where it is used."""
+"""A decoder with the interface of lm-evaluation-harness. Imports the harness, so import this module only
+where it is used."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _SMALLEST = 32  # tokens; shorter windows are filled up to it, so that few progr
 
 
 class WindowScorer(Reader):
-    """Computes the probability of the last tokens of windows, and whether each of them is the most likely token."""
+    """Computes the probability of the last tokens of windows, and whether each of them is the most likely
+    token."""
 
     def __init__(self, model: Decoder):
         super().__init__(model)
@@ -91,8 +93,9 @@ class _Settings(NamedTuple):
 class HarnessModel(TemplateLM):
     """The model of `lsm_jax.evaluation.harness.run_harness`.
 
-    A text longer than `max_length` is cut on its left, as the harness's models do, and `notes` counts it. The token that the run
-    put in front of documents is put in front of every window, including the windows of a long document's perplexity.
+    A text longer than `max_length` is cut on its left, as the harness's models do, and `notes` counts it.
+    The token that the run put in front of documents is put in front of every window, including the windows
+    of a long document's perplexity.
     """
 
     def __init__(
@@ -186,7 +189,8 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """The log-probability in nats of each text, computed in windows that predict disjoint sets of tokens."""
+        """The log-probability in nats of each text, computed in windows that predict disjoint sets of
+        tokens."""
         windows, texts = [], []
         # BOS in front of each later window uses one of its tokens.
         size = self.max_length - (self._bos_id is not None)

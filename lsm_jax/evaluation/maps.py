@@ -1,7 +1,8 @@
 """Maps of selected layers on one text: attention weights, forget gates and decays, as arrays and pictures.
 
-The maps show the inputs of a layer's op, which a mixer's `read` and `write` return; nothing else of a mixer is used. Attention
-weights exist if the op is `ops.attention`; a gate is any entry of `write` that `GATES` names.
+The maps show the inputs of a layer's op, which a mixer's `read` and `write` return; nothing else of a mixer
+is used. Attention weights exist if the op is `ops.attention`; a gate is any entry of `write` that `GATES`
+names.
 """
 
 # No `from __future__ import annotations`: config flags read the fields' types as objects.
@@ -67,9 +68,10 @@ class LayerMaps:
         heads: the heads shown.
         pool: positions per row or column of the pictures, which show the largest value of these positions.
         attention: softmax weights [heads, P, P], query by key; None unless the op is attention.
-        forgetting: the product of the forget gates between key and query, [heads, P, P]; None without forget gates.
-        gates: log gates of all heads by name, nats, float32 [T, H], or [T, H, K] with one gate per channel; gates that do not
-            depend on the token are repeated.
+        forgetting: the product of the forget gates between key and query, [heads, P, P]; None without forget
+            gates.
+        gates: log gates of all heads by name, nats, float32 [T, H], or [T, H, K] with one gate per channel;
+            gates that do not depend on the token are repeated.
     """
 
     layer: int
@@ -125,7 +127,8 @@ def layer_maps(
 def run_layers(
     model: Decoder, tokens: Int[np.ndarray, " T"], selected: Collection[int]
 ) -> Iterator[tuple[int, dict[str, Any], jax.Array]]:
-    """Run the layers up to the last selected one; yields (number, inputs of its op if it is selected, x [1, T, D] after it)."""
+    """Run the layers up to the last selected one; yields (number, inputs of its op if it is selected, x [1,
+    T, D] after it)."""
     ids = jnp.asarray(tokens, jnp.int32)[None]
     positions = jnp.arange(ids.shape[1])[None]
     x = model.embedding[...][ids].astype(model.dtype)
@@ -210,7 +213,8 @@ def _by_token(gate: jax.Array, length: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _weights(heads, pool, window, scale, q, k, sums):
-    """Softmax weights and products of forget gates, [heads, P, P] each, from q, k [1, T, H, K] and sums [2, heads, T]."""
+    """Softmax weights and products of forget gates, [heads, P, P] each, from q, k [1, T, H, K] and sums [2,
+    heads, T]."""
     length, num_heads = q.shape[1], max(q.shape[2], k.shape[2])
     index = jnp.array(heads)
     # In float32; several query heads have one head of keys.
@@ -240,9 +244,11 @@ def _weights(heads, pool, window, scale, q, k, sums):
 
 
 def plot_maps(maps: LayerMaps, path: str | os.PathLike[str], *, title: str = "") -> Path:
-    """Plot the maps of one layer: a row of panels for the attention weights, one for the products of forget gates, one per gate.
+    """Plot the maps of one layer: a row of panels for the attention weights, one for the products of forget
+    gates, one per gate.
 
-    Colours are logarithmic. A gate is shown as its decay, -log f, in nats per token: heads, or a head's channels, by position.
+    Colours are logarithmic. A gate is shown as its decay, -log f, in nats per token: heads, or a head's
+    channels, by position.
     """
     panels: list[tuple[str, np.ndarray, str, tuple[float, float]]] = []
     squares = (

@@ -1,4 +1,5 @@
-"""Needle in a haystack: whether a model finds one fact in a long text, and how much the fact lowers the answer's loss."""
+"""Needle in a haystack: whether a model finds one fact in a long text, and how much the fact lowers the
+answer's loss."""
 
 from __future__ import annotations
 
@@ -112,7 +113,8 @@ def find_needles(
     )
     rows = len(prompts) // len(lengths)
     found, nll, continuations = np.zeros(len(prompts)), np.zeros(len(prompts)), []
-    # Every length has the same number of prompts. A batch has prompts of one length; the last one is filled up.
+    # Every length has the same number of prompts. A batch has prompts of one length; the last one is filled
+    # up.
     batches = [
         range(first, min(first + batch_size, (i + 1) * rows))
         for i in range(len(lengths))
@@ -165,7 +167,8 @@ def _gather(prompts, lengths, config, found, nll, texts, seconds) -> NeedleScore
 
 
 def length_notes(config: Any, lengths: Sequence[int], train_length: int) -> list[str]:
-    """Notes on lengths above the training length, or above the number of tokens that the layers' windows can pass a fact on.
+    """Notes on lengths above the training length, or above the number of tokens that the layers' windows can
+    pass a fact on.
 
     Args:
         config: a `ModelConfig`.

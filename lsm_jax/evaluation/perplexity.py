@@ -1,4 +1,5 @@
-"""The loss of a model at every position of held-out documents, in memory that does not grow with their length."""
+"""The loss of a model at every position of held-out documents, in memory that does not grow with their
+length."""
 
 from __future__ import annotations
 
@@ -36,16 +37,19 @@ class Evaluation:
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits per byte, for a byte tokenizer; the loss of separators is counted as part of the bytes' loss."""
+        """Bits per byte, for a byte tokenizer; the loss of separators is counted as part of the bytes'
+        loss."""
         return float(self.curve.total.sum() / np.log(2) / self.num_byte_labels)
 
 
 class Scorer(Reader):
-    """Computes the per-token losses of batches piece by piece; the model's state is carried from piece to piece of a row.
+    """Computes the per-token losses of batches piece by piece; the model's state is carried from piece to
+    piece of a row.
 
-    The compiled program has the activations of one piece, so memory does not grow with T (except that softmax layers without a
-    window have T keys and values). Rows no longer than a piece are computed without a state. The rows of a batch are
-    distributed over all devices of this host, and if there are fewer rows than devices, the tokens of each row are, too.
+    The compiled program has the activations of one piece, so memory does not grow with T (except that
+    softmax layers without a window have T keys and values). Rows no longer than a piece are computed without
+    a state. The rows of a batch are distributed over all devices of this host, and if there are fewer rows
+    than devices, the tokens of each row are, too.
 
     Args:
         model: the decoder.
@@ -142,9 +146,11 @@ def evaluate(
 
     Args:
         model: the decoder.
-        batches: batches of `lsm_jax.data`, all of rows of one length T; the last batch may have fewer rows. With
-            `positions` a token counts at its position in its document, otherwise at its position in the row.
-        num_batches: number of batches for the progress bar; None if not known. It does not limit what is read.
+        batches: batches of `lsm_jax.data`, all of rows of one length T; the last batch may have fewer rows.
+            With `positions` a token counts at its position in its document, otherwise at its position in the
+            row.
+        num_batches: number of batches for the progress bar; None if not known. It does not limit what is
+            read.
         piece_length: tokens of each row read at a time.
         progress: show a bar.
 
@@ -152,7 +158,8 @@ def evaluate(
         The curve, and counts of what was read.
 
     Raises:
-        ValueError: there is no batch, rows differ in length, ids are outside the vocabulary, or a loss is not finite.
+        ValueError: there is no batch, rows differ in length, ids are outside the vocabulary, or a loss is
+            not finite.
     """
     scorer: Any = None
     curve, sequences, byte_labels, size = None, 0, 0, 0

@@ -1,4 +1,5 @@
-"""Plots of a run as PNG files, without a display: loss by position, perplexity by length, training curves, needle scores."""
+"""Plots of a run as PNG files, without a display: loss by position, perplexity by length, training curves,
+needle scores."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ WINDOW = 101  # positions, as in the published plots of long documents
 def moving_average(
     values: Float[np.ndarray, " T"], window: int | None = None
 ) -> Float[np.ndarray, " T"]:
-    """Centred moving average over `window` positions; positions beyond the ends and NaN are left out of each average.
+    """Centred moving average over `window` positions; positions beyond the ends and NaN are left out of each
+    average.
 
     Args:
         values: [T].
@@ -103,7 +105,8 @@ def plot_loss_by_position(
 
 
 def read_metrics(path: str | os.PathLike[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Every numeric series of a `metrics.jsonl` by name, as (steps, values); a line cut short at the end is left out.
+    """Every numeric series of a `metrics.jsonl` by name, as (steps, values); a line cut short at the end is
+    left out.
 
     If several lines have the same step, as after a resumed run, the last one counts.
     """
@@ -135,8 +138,8 @@ def plot_training(
     Args:
         runs: run directories, or their `metrics.jsonl`, by the name to show.
         path: the PNG file.
-        names: series to show; the first is drawn solid, the others dashed with points. Series that a run does not have
-            are left out.
+        names: series to show; the first is drawn solid, the others dashed with points. Series that a run
+            does not have are left out.
         title: above the plot.
 
     Returns:
@@ -173,7 +176,8 @@ def plot_needle(
     train_length: int | None = None,
     title: str = "Needle in a haystack",
 ) -> Path:
-    """Plot heat maps of a needle search: the share of needles found and the answer's loss, with one row of panels per mode.
+    """Plot heat maps of a needle search: the share of needles found and the answer's loss, with one row of
+    panels per mode.
 
     The lowest row of each panel is the same text without the needle.
 
@@ -242,7 +246,8 @@ def new_figure(
 ) -> tuple[Figure, list[Axes]]:
     """A figure and its axes, row by row; `size` is that of one panel, in inches.
 
-    The figure does not belong to pyplot, so it has no global state and needs no display, whichever backend a notebook uses.
+    The figure does not belong to pyplot, so it has no global state and needs no display, whichever backend a
+    notebook uses.
     """
     figure = Figure(figsize=(size[0] * columns, size[1] * rows), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
@@ -252,7 +257,8 @@ def new_figure(
 
 
 def label_axes(axes: Axes, x: str, y: str) -> None:
-    """Set the labels of both axes and the common style: a grid behind the curves, no frame above and on the right."""
+    """Set the labels of both axes and the common style: a grid behind the curves, no frame above and on the
+    right."""
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(True, color="#dddddd", linewidth=0.6)

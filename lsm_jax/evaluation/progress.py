@@ -68,7 +68,8 @@ class EvaluationProgress:
         self._bar.update(self._task, total=total)
 
     def advance(self, tokens: int, loss: float | None = None) -> None:
-        """Count a finished step of so many tokens; `loss` is the mean loss so far in nats per token, if there is one."""
+        """Count a finished step of so many tokens; `loss` is the mean loss so far in nats per token, if
+        there is one."""
         self.tokens += tokens
         self.steps += 1
         status = f"{self.tokens / self.seconds:,.0f} tokens/s"

@@ -1,4 +1,5 @@
-"""A model that reads rows piece by piece with its state carried on; rows, or parts of a row, are distributed over devices."""
+"""A model that reads rows piece by piece with its state carried on; rows, or parts of a row, are distributed
+over devices."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ class Reader:
     Args:
         model: the decoder.
         piece_length: tokens of each row read at a time.
-        rows: rows of a batch. If there are fewer rows than devices, the other devices divide each row along time; None means at
-            least one row per device.
+        rows: rows of a batch. If there are fewer rows than devices, the other devices divide each row along
+            time; None means at least one row per device.
     """
 
     def __init__(self, model: Decoder, *, piece_length: int = 4096, rows: int | None = None):
@@ -36,7 +37,8 @@ class Reader:
         self._mesh = make_mesh(mesh, devices)
         self._rows = batch_sharding(self._mesh)
         self._params = jax.device_put(params, NamedSharding(self._mesh, PartitionSpec()))
-        # States of layers have the layers as first axis. The sharding is the same for every call, so all pieces run one program.
+        # States of layers have the layers as first axis. The sharding is the same for every call, so all
+        # pieces run one program.
         layers = NamedSharding(self._mesh, partition_spec((None, "batch")))
         self._state_rows = DecoderState(layers, cast(Any, self._rows))
         self._init_state = jax.jit(
@@ -60,8 +62,9 @@ class Reader:
 class Answerer(Reader):
     """The answers of a model to a prompt: the loss of one given answer, and the greedy continuation.
 
-    A prompt is read once, in pieces of one length (the first one padded on its left), so that prompts of all lengths run one
-    program. Memory does not grow with the prompt, except for the keys and values of softmax layers without a window.
+    A prompt is read once, in pieces of one length (the first one padded on its left), so that prompts of all
+    lengths run one program. Memory does not grow with the prompt, except for the keys and values of softmax
+    layers without a window.
 
     Args:
         model: the decoder.
@@ -117,7 +120,8 @@ class Answerer(Reader):
             answers: int [B, A], one per prompt.
 
         Returns:
-            The losses of the answers' tokens in nats, float32 [B, A]; the greedy continuations, int32 [B, num_tokens].
+            The losses of the answers' tokens in nats, float32 [B, A]; the greedy continuations, int32 [B,
+            num_tokens].
 
         Raises:
             ValueError: shapes do not match, or ids are outside the model's vocabulary.

@@ -23,13 +23,15 @@ class Request:
 
     Attributes:
         data: a store, or a text or JSONL file or folder; None is the run's held-out data.
-        data_as_trained: whether `data` has the format of the run's data, such as instructions; otherwise it is text or a store.
+        data_as_trained: whether `data` has the format of the run's data, such as instructions; otherwise it
+            is text or a store.
         sequence_length: tokens of a row; None is the run's length.
         batch_size: rows read at a time.
         piece_length: tokens of each row computed at a time; the state is carried from piece to piece.
         max_tokens: stop after the batch with which so many tokens are read; None reads all.
         prompt: text to continue, or to map.
-        chat: whether the prompt is a user's message, to be put into the tokenizer's chat template; EOS ends the answer.
+        chat: whether the prompt is a user's message, to be put into the tokenizer's chat template; EOS ends
+            the answer.
         num_tokens: number of tokens to generate at most.
         temperature: divides the logits; 0 is greedy.
         top_k: sample from the k most likely tokens only.
@@ -58,7 +60,8 @@ class Request:
     lm_eval: HarnessConfig = dataclasses.field(default_factory=HarnessConfig)
 
     def validate(self) -> None:
-        """Raise ValueError if a number is out of range, the data does not exist or the prompt is not UTF-8."""
+        """Raise ValueError if a number is out of range, the data does not exist or the prompt is not
+        UTF-8."""
         for name in ("sequence_length", "batch_size", "piece_length", "max_tokens", "num_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:

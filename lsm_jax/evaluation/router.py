@@ -1,4 +1,5 @@
-"""Reports on routers: load and entropy over training, and which tokens go to which memory of a Mixture-of-Memories."""
+"""Reports on routers: load and entropy over training, and which tokens go to which memory of a
+Mixture-of-Memories."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ NAMED = 12  # tokens listed per memory
 def count_routes(
     model: Decoder, batches: Iterable[Mapping[str, np.ndarray]]
 ) -> list[Int[np.ndarray, "M V"]]:
-    """How often each memory was selected for each token of the vocabulary: one entry per layer that has memories.
+    """How often each memory was selected for each token of the vocabulary: one entry per layer that has
+    memories.
 
     Args:
         model: the decoder.
@@ -73,7 +75,8 @@ def count_routes(
 def by_layer(statistics: Mapping[str, Any], name: str) -> list[Any]:
     """The values of a statistic, one per layer that has it, in the order of layers.
 
-    If its shape differs between layers, `statistics` has an entry `name/place` for each place in the period instead of `name`.
+    If its shape differs between layers, `statistics` has an entry `name/place` for each place in the period
+    instead of `name`.
     """
     if isinstance(statistics.get(name), list | np.ndarray | jax.Array):
         return list(statistics[name])
@@ -84,7 +87,8 @@ def by_layer(statistics: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def information(counts: Int[np.ndarray, "M V"]) -> float:
-    """Mutual information in bits of a token's id and its memory: 0 if routing ignores the id, log2 M at most."""
+    """Mutual information in bits of a token's id and its memory: 0 if routing ignores the id, log2 M at
+    most."""
     joint = counts / max(counts.sum(), 1)
     independent = joint.sum(0) * joint.sum(1, keepdims=True)
     nonzero = joint > 0
@@ -94,12 +98,14 @@ def information(counts: Int[np.ndarray, "M V"]) -> float:
 def specialisation(
     counts: Sequence[Int[np.ndarray, "M V"]], spell: Any, *, top_k: int | Sequence[int] = 1
 ) -> list[dict[str, Any]]:
-    """One entry per layer: the load of each memory, `information`, and the tokens that each memory gets the largest share of.
+    """One entry per layer: the load of each memory, `information`, and the tokens that each memory gets the
+    largest share of.
 
     Args:
         counts: the result of `count_routes`.
         spell: token id -> its text.
-        top_k: number of memories that each token is routed to, for all layers or per layer; shares are of a token's occurrences.
+        top_k: number of memories that each token is routed to, for all layers or per layer; shares are of a
+            token's occurrences.
     """
     layers = []
     for index, (layer_counts, layer_top_k) in enumerate(
@@ -135,7 +141,8 @@ def specialisation(
 
 
 def routing(run: Run, request: Request, folder: Path) -> dict[str, Any]:
-    """Count which tokens of the held-out data go to which memory. Writes routing.json, and the router over training as routing.png."""
+    """Count which tokens of the held-out data go to which memory. Writes routing.json, and the router over
+    training as routing.png."""
     tokenizer, data = run_tokenizer(run), heldout_config(run, request)
     batches = make_eval_iterator(
         data,
@@ -195,7 +202,8 @@ def routing_table(results: Mapping[str, Any]) -> RenderableType:
 
 
 def read_router(path: str | os.PathLike[str], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """(steps [N], values [N, L, ...]) of a per-layer statistic in a `metrics.jsonl`, such as "mom/load"; empty if it is absent.
+    """(steps [N], values [N, L, ...]) of a per-layer statistic in a `metrics.jsonl`, such as "mom/load";
+    empty if it is absent.
 
     Layers with fewer memories than others are filled up with NaN.
     """
@@ -221,7 +229,8 @@ def plot_router(
     kind: str = "mom",
     title: str = "Router",
 ) -> Path:
-    """Plot the load of each memory (or expert) and the entropy by step: means over layers, with the range over layers shaded.
+    """Plot the load of each memory (or expert) and the entropy by step: means over layers, with the range
+    over layers shaded.
 
     Args:
         metrics: a run's `metrics.jsonl`.

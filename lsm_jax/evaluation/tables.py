@@ -32,7 +32,8 @@ def perplexity_table(results: Mapping[str, Any]) -> RenderableType:
 
 
 def needle_table(results: Mapping[str, Any]) -> RenderableType:
-    """A table of the share of needles found and the answer's loss by length, means over depths; from the content of needle.json."""
+    """A table of the share of needles found and the answer's loss by length, means over depths; from the
+    content of needle.json."""
     modes = [mode for mode in MODES if mode in results]
     heads = [f"{mode}: {what}" for mode in modes for what in ("found", "loss")]
     table = Table("length", *heads, "no needle: found", "loss", title="Needle in a haystack")

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 
 def perplexity(run: Run, request: Request, folder: Path) -> dict[str, Any]:
-    """Measure the loss by position. Writes results.json, results.npz and loss_by_position.png; returns the content of results.json."""
+    """Measure the loss by position. Writes results.json, results.npz and loss_by_position.png; returns the
+    content of results.json."""
     tokenizer, data = run_tokenizer(run), heldout_config(run, request)
     batches: Iterator[dict[str, np.ndarray]] = make_eval_iterator(
         data,
@@ -128,7 +129,8 @@ def sample_text(run: Run, request: Request, folder: Path) -> Generation:
 
 
 def needle(run: Run, request: Request, folder: Path) -> dict[str, Any]:
-    """Search for needles in a haystack. Writes needle.json and needle.png; returns the content of needle.json."""
+    """Search for needles in a haystack. Writes needle.json and needle.png; returns the content of
+    needle.json."""
     tokenizer, data = run_tokenizer(run), heldout_config(run, request)
     train_length, config = run.config.data.sequence_length, request.needle
     task = NeedleTask(config, tokenizer, bos_id=run_bos_id(run, tokenizer))
@@ -173,7 +175,8 @@ def needle(run: Run, request: Request, folder: Path) -> dict[str, Any]:
 
 
 def maps(run: Run, request: Request, folder: Path) -> dict[str, Any]:
-    """Show attention and gates on the prompt, or on the first held-out row. Writes maps.json, and a picture and arrays per layer.
+    """Show attention and gates on the prompt, or on the first held-out row. Writes maps.json, and a picture
+    and arrays per layer.
 
     Returns the content of maps.json: the tokens, and for each layer its method, heads and files.
     """

@@ -25,9 +25,10 @@ from lsm_jax.training.step import TrainState
 class Checkpoints:
     """The checkpoints of one run.
 
-    A save writes a temporary folder and renames it when it is complete. Then checksums of its files are written to another
-    folder, and compared when the checkpoint is read. A checkpoint without checksums, as a kill between the two leaves it, is
-    read unchecked. Parameters are stored separately from the optimizer's state, so that evaluation reads only parameters.
+    A save writes a temporary folder and renames it when it is complete. Then checksums of its files are
+    written to another folder, and compared when the checkpoint is read. A checkpoint without checksums, as a
+    kill between the two leaves it, is read unchecked. Parameters are stored separately from the optimizer's
+    state, so that evaluation reads only parameters.
 
     Args:
         directory: the folder of the checkpoints; created at the first save.
@@ -71,7 +72,8 @@ class Checkpoints:
         self._save(step, dict(params=state.params, training=rest, data=data))
 
     def save_params(self, step: int, params: dict[str, Any]) -> None:
-        """Save parameters only: the run can be evaluated and another run can start from it, but it cannot be resumed."""
+        """Save parameters only: the run can be evaluated and another run can start from it, but it cannot be
+        resumed."""
         self._save(step, dict(params=params))
 
     def _save(self, step: int, parts: dict[str, Any]) -> None:
@@ -94,7 +96,8 @@ class Checkpoints:
         return self.directory.with_name("checksums") / f"{step}.json"
 
     def _seal(self, step: int, response: Any) -> None:
-        """Wait for a save, write its checksums, and remove the checksums of checkpoints that no longer exist."""
+        """Wait for a save, write its checksums, and remove the checksums of checkpoints that no longer
+        exist."""
         try:
             response.result()
         except Exception:  # `wait` raises the error of a failed save
@@ -112,7 +115,8 @@ class Checkpoints:
         check_files(self._checksums(step), self.directory / str(step), wanted)
 
     def restore(self, target: TrainState, data: Any) -> TrainState | None:
-        """Restore the newest state that can be read, to the shapes and shardings of `target`; `data` is set to its saved position.
+        """Restore the newest state that can be read, to the shapes and shardings of `target`; `data` is set
+        to its saved position.
 
         Returns:
             The state, or None if there is no checkpoint.
@@ -147,7 +151,8 @@ class Checkpoints:
     def load_params(
         self, target: dict[str, Any], step: int | None = None
     ) -> tuple[dict[str, Any], int]:
-        """(parameters, step) of the checkpoint of `step` (None: the newest that can be read), in the shapes and shardings of `target`.
+        """(parameters, step) of the checkpoint of `step` (None: the newest that can be read), in the shapes
+        and shardings of `target`.
 
         Raises:
             ValueError: the checkpoint does not exist or cannot be read.
@@ -204,7 +209,8 @@ def _say(text: str) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress the long messages that orbax's threads print about an unreadable file; the error is still raised."""
+    """Suppress the long messages that orbax's threads print about an unreadable file; the error is still
+    raised."""
     asyncio, root, null_handler = (
         logging.getLogger("asyncio"),
         logging.getLogger(),

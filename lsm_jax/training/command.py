@@ -28,8 +28,8 @@ def parse_config(
 
     Args:
         known: the flags.
-        argv: the process's arguments. Overrides of fields with None are removed from `sys.argv`, which ml-collections reads:
-            it would parse None as a value of the field's current type.
+        argv: the process's arguments. Overrides of fields with None are removed from `sys.argv`, which
+            ml-collections reads: it would parse None as a value of the field's current type.
         program: the program's name, for messages.
         workdir: whether `--workdir` is required.
 

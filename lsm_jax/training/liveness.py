@@ -7,7 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-# Operations that a compiler fuses into the operations that read them: their results exist only if a product or loop reads them.
+# Operations that a compiler fuses into the operations that read them: their results exist only if a product
+# or loop reads them.
 _FUSED = frozenset(
     """
     abs add and broadcast_in_dim clamp convert_element_type copy cos div eq erf exp exp2 expand_dims expm1 floor ge gt
@@ -21,10 +22,12 @@ _REDUCED = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or argm
 
 
 def peak_bytes(jaxpr: Any, platform: str) -> int:
-    """The most bytes that exist at a time while the equations are executed in order, including results but not arguments.
+    """The most bytes that exist at a time while the equations are executed in order, including results but
+    not arguments.
 
-    Elementwise results that only elementwise operations and reductions read count as fused into them, and their operands exist
-    until then. A loop needs the peak of its body in addition to what it carries and stacks.
+    Elementwise results that only elementwise operations and reductions read count as fused into them, and
+    their operands exist until then. A loop needs the peak of its body in addition to what it carries and
+    stacks.
 
     Args:
         jaxpr: `jax.make_jaxpr(...)(...).jaxpr`, with the shapes of one device.
@@ -76,7 +79,8 @@ def peak_bytes(jaxpr: Any, platform: str) -> int:
 def result_bytes(jaxpr: Any, platform: str) -> int:
     """Bytes of the results that are not arguments; the arguments are those of `peak_bytes`.
 
-    Each result is counted once; a result that only repeats or reshapes another array is counted as that array.
+    Each result is counted once; a result that only repeats or reshapes another array is counted as that
+    array.
     """
     equations, results = _flat(jaxpr, platform)
     source: dict[int, list[Any]] = {
@@ -125,7 +129,8 @@ class _Var:
 
 
 def _grouped_product_bytes(equation: Any) -> int:
-    """Bytes that a grouped product needs without Hopper's kernel: all input and output rows for every group, twice."""
+    """Bytes that a grouped product needs without Hopper's kernel: all input and output rows for every group,
+    twice."""
     groups = equation.invars[2].aval.size
     rows = [v for v in (*equation.invars[:2], *equation.outvars) if v.aval.shape[0] != groups]
     return 2 * groups * sum(map(_bytes, rows))

@@ -1,4 +1,5 @@
-"""The training loop: read a batch, take a step, report, evaluate and save; a later call continues from the last checkpoint."""
+"""The training loop: read a batch, take a step, report, evaluate and save; a later call continues from the
+last checkpoint."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ from lsm_jax.training.step import OVERFLOW, Program, TrainState, make_program, p
 
 
 class TrainingStopped(RuntimeError):
-    """Too many consecutive steps had a loss or gradient that was not finite, the buffers of the exchange of tokens between experts
-    overflowed, or a batch could not be read."""
+    """Too many consecutive steps had a loss or gradient that was not finite, the buffers of the exchange of
+    tokens between experts overflowed, or a batch could not be read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,14 +63,16 @@ def train(
 ) -> TrainResult:
     """Train to the end of the run, from its last checkpoint if it has one.
 
-    On Ctrl-C and SIGTERM, `train` finishes the step, saves a checkpoint and returns; until the first step has ended, both signals
-    act as they would without this function. Nothing is written before the first step has ended. A resumed run takes the same steps
-    as a run that was never stopped; on a CPU the results are equal to the bit.
+    On Ctrl-C and SIGTERM, `train` finishes the step, saves a checkpoint and returns; until the first step
+    has ended, both signals act as they would without this function. Nothing is written before the first step
+    has ended. A resumed run takes the same steps as a run that was never stopped; on a CPU the results are
+    equal to the bit.
 
     Args:
         config: the config of the run; all of it is validated before anything is compiled.
         workdir: the run's directory, created if it does not exist.
-        on_report: called with the number of each step after its metrics are reported, which is after the next step was started.
+        on_report: called with the number of each step after its metrics are reported, which is after the
+            next step was started.
 
     Raises:
         ValueError: the config, data, mesh or directory is not valid.
@@ -244,7 +247,8 @@ class TrainLoop:
         data: dict[str, Any],
         frozen: dict[str, int],
     ) -> None:
-        """Write the files that describe the run, and open the metrics; called once the first step has ended."""
+        """Write the files that describe the run, and open the metrics; called once the first step has
+        ended."""
         write_config(self.workdir, self.config, data, frozen)
         write_choices(self.workdir)
         self.writer = MetricsWriter(self.workdir, start)
@@ -254,7 +258,8 @@ class TrainLoop:
     def _after_step(
         self, step: int, state: TrainState, metrics: dict[str, jax.Array]
     ) -> tuple[int, dict[str, jax.Array]] | None:
-        """Evaluate and save where either is due; returns the step and its metrics unless they were reported here."""
+        """Evaluate and save where either is due; returns the step and its metrics unless they were reported
+        here."""
         config = self.config
         last = step == config.num_steps
         evaluate = self._due(config.eval_every, step) or (bool(config.eval_every) and last)
@@ -272,7 +277,8 @@ class TrainLoop:
         return pending
 
     def _bad_data(self, step: int, state: TrainState, error: Exception) -> TrainingStopped:
-        """Save the steps so far, and return the error to raise because the batch after `step` cannot be read."""
+        """Save the steps so far, and return the error to raise because the batch after `step` cannot be
+        read."""
         # Other hosts can read their data, so they would not take part in the save.
         if jax.process_count() == 1:
             self.checkpoints.save(step, state, self.batches)

@@ -1,4 +1,5 @@
-"""Estimates of a run on a mesh: bytes of memory and of communication per device. Nothing is computed or compiled."""
+"""Estimates of a run on a mesh: bytes of memory and of communication per device. Nothing is computed or
+compiled."""
 
 from __future__ import annotations
 
@@ -36,9 +37,10 @@ class Plan:
         optimizer: two moments of the trained parameters, float32.
         gradients: the gradients of the device's shard of the parameters, float32.
         saved: activations saved for the backward pass, of all layers and microbatches of the device.
-        working: the largest other arrays that exist at a time: a recomputed layer and its gradients, or a chunk of the loss.
-        update: arrays of the update, which exist after the activations are freed: the new parameters before it is known whether
-            they are finite, and on some platforms the optimizer's update, too.
+        working: the largest other arrays that exist at a time: a recomputed layer and its gradients, or a
+            chunk of the loss.
+        update: arrays of the update, which exist after the activations are freed: the new parameters before
+            it is known whether they are finite, and on some platforms the optimizer's update, too.
         communication: bytes that a device sends per step, by purpose.
     """
 
@@ -79,14 +81,16 @@ def plan(
 ) -> Plan:
     """Estimate the memory and communication of a run.
 
-    Parameters, moments and gradients are counted by their shardings. Activations are counted in the trace of one layer of each
-    kind, without arrays that the compiler fuses away (`peak_bytes`); they are assumed to be divided evenly over devices.
+    Parameters, moments and gradients are counted by their shardings. Activations are counted in the trace of
+    one layer of each kind, without arrays that the compiler fuses away (`peak_bytes`); they are assumed to
+    be divided evenly over devices.
 
     Args:
         config: the config of the run.
         num_devices: number of devices of its mesh.
         known: a cache of traces, for plans of the same run on other meshes.
-        kernels: whether to plan for NVIDIA Hopper with its fused kernels; otherwise for XLA alone, on CPUs and other GPUs.
+        kernels: whether to plan for NVIDIA Hopper with its fused kernels; otherwise for XLA alone, on CPUs
+            and other GPUs.
 
     Raises:
         ValueError: the config or the mesh is not valid.
@@ -127,7 +131,8 @@ def plan(
 
 
 def _executed_model(model: ModelConfig, sizes: dict[str, int]) -> ModelConfig:
-    """The model as it is executed on this mesh: if rows are divided over devices, memories are masked instead of packed."""
+    """The model as it is executed on this mesh: if rows are divided over devices, memories are masked
+    instead of packed."""
     if sizes["sequence"] == 1:
         return model
     layers = {
@@ -173,7 +178,8 @@ def _activations(
     pieces = config.mesh.pieces()
     rounds = config.mesh.rounds
     ticks = rounds * pieces + sizes["pipeline"] - 1 if sizes["pipeline"] > 1 else 1
-    # With one round the activations of every turn are saved; with several, each turn is recomputed, so those of one turn exist.
+    # With one round the activations of every turn are saved; with several, each turn is recomputed, so those
+    # of one turn exist.
     saved *= model.num_periods // (sizes["pipeline"] * rounds) * (ticks if rounds == 1 else 1)
     if sizes["pipeline"] > 1:
         # The gathered inputs; the outputs of each turn, of which those of the last round are the results.
@@ -195,7 +201,8 @@ def _activations(
 def _layer_bytes(
     config: TrainConfig, model: Decoder, stacked: Any, rows: int, length: int, platform: str
 ) -> tuple[int, int]:
-    """(peak bytes of the backward pass, bytes saved for it in addition to the input) of one layer with all heads and channels."""
+    """(peak bytes of the backward pass, bytes saved for it in addition to the input) of one layer with all
+    heads and channels."""
     x = jax.ShapeDtypeStruct(
         (rows, length, config.model.hidden_size), jnp.dtype(config.model.dtype)
     )
@@ -229,10 +236,12 @@ def _layer_bytes(
 
 
 def _update_bytes(config: TrainConfig, block: Any, rows: int, length: int) -> tuple[int, int]:
-    """Bytes of (update, state) of a layer's memory for the tokens of one device, with all heads; (0, 0) for attention.
+    """Bytes of (update, state) of a layer's memory for the tokens of one device, with all heads; (0, 0) for
+    attention.
 
-    The update of all of the device's tokens is gathered over devices and saved; of the state the gradient is gathered. Both
-    include the tails of convolutions and token shifts. A delta rule's transition is a matrix [K, K] per head.
+    The update of all of the device's tokens is gathered over devices and saved; of the state the gradient is
+    gathered. Both include the tails of convolutions and token shifts. A delta rule's transition is a matrix
+    [K, K] per head.
     """
     mixer: Any = block.mixer
     kind = type(mixer.innermost()).op
@@ -285,7 +294,8 @@ def _abstract_state(config: TrainConfig, mixer: Any, rows: int, length: int) -> 
 
 
 def _gathered(config: TrainConfig, all_params: dict[str, Any], sizes: dict[str, int]) -> int:
-    """Bytes of the parameters that fsdp gathers for one period, and of their gradients before they are scattered."""
+    """Bytes of the parameters that fsdp gathers for one period, and of their gradients before they are
+    scattered."""
     if sizes["fsdp"] == 1:
         return 0
     periods = config.model.num_layers // len(config.model.period())
@@ -305,7 +315,8 @@ def _gathers_keys_and_values(mixer: Any) -> bool:
 def gathered_keys_and_values_bytes(
     config: TrainConfig, model: Decoder, sizes: dict[str, int]
 ) -> int:
-    """Bytes of the keys and values of all tokens that an attention layer gathers over the sequence axis, and of their gradients."""
+    """Bytes of the keys and values of all tokens that an attention layer gathers over the sequence axis, and
+    of their gradients."""
     if sizes["sequence"] == 1:
         return 0
     rows, _ = _local_shape(config, sizes)
@@ -374,7 +385,8 @@ def _communication(
         turns = config.mesh.rounds * pieces
         sent["stage to stage"] = 2 * x * turns + 2 * ring(sizes["pipeline"]) * 2 * x * pieces
         if config.mesh.rounds > 1:
-            # Forward, and the gradients back; at most one of the groups that a device stores is used by its own stage.
+            # Forward, and the gradients back; at most one of the groups that a device stores is used by its
+            # own stage.
             moved = _period_bytes(local_params) * ring(sizes["pipeline"])
             sent["layers dealt out, and back"] = 2 * moved * config.accumulation_steps
     if sizes["sequence"] > 1:

@@ -32,8 +32,8 @@ class MetricsWriter:
 
     Args:
         workdir: the run's directory.
-        step: the step the run starts from; rows of later steps and a row cut short by a kill are removed, since the run writes
-            them again.
+        step: the step the run starts from; rows of later steps and a row cut short by a kill are removed,
+            since the run writes them again.
     """
 
     def __init__(self, workdir: Path, step: int):
@@ -49,7 +49,8 @@ class MetricsWriter:
         self._events: Any = SummaryWriter(str(workdir / "tensorboard"), purge_step=step + 1)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """Write one row of numbers and (nested) lists of numbers; TensorBoard gets a list's minimum and maximum."""
+        """Write one row of numbers and (nested) lists of numbers; TensorBoard gets a list's minimum and
+        maximum."""
         if self._file is None:
             return
         finite = {name: _finite(value) for name, value in values.items()}
@@ -102,7 +103,8 @@ def memory_gib() -> tuple[str, float]:
 
 
 class Meter:
-    """Measures the tokens per second of training steps since the last reading; time spent on anything else is not counted."""
+    """Measures the tokens per second of training steps since the last reading; time spent on anything else
+    is not counted."""
 
     def __init__(self) -> None:
         self._start, self._steps, self._paused = time.perf_counter(), 0, 0.0
@@ -116,7 +118,8 @@ class Meter:
         self._paused += seconds
 
     def tokens_per_second(self, tokens_per_step: int) -> float:
-        """Return the tokens per second since the last call and restart the measurement; 0 if no step was timed."""
+        """Return the tokens per second since the last call and restart the measurement; 0 if no step was
+        timed."""
         now = time.perf_counter()
         seconds = now - self._start - self._paused
         rate = self._steps * tokens_per_step / seconds if self._steps and seconds > 0 else 0.0
@@ -125,7 +128,8 @@ class Meter:
 
 
 class TrainProgress:
-    """A context manager that shows a bar with step, loss, tokens/s and time left, or prints lines where there is no terminal.
+    """A context manager that shows a bar with step, loss, tokens/s and time left, or prints lines where
+    there is no terminal.
 
     If there are several hosts, only the first one shows it.
     """

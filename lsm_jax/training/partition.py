@@ -1,7 +1,7 @@
 """Trained and frozen parameters of one model, as two trees.
 
-Trained parameters are float32, have optimizer state and are saved. Frozen parameters are bfloat16 and are read again from their
-source.
+Trained parameters are float32, have optimizer state and are saved. Frozen parameters are bfloat16 and are
+read again from their source.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def split(params: dict[str, Any], trainable: tuple[str, ...]) -> tuple[dict, dic
 
     Args:
         params: the parameters of a model, or a tree of the same structure with any leaves.
-        trainable: names of modules or parameters; a parameter is trained if its path has one of them. If empty, all are trained.
+        trainable: names of modules or parameters; a parameter is trained if its path has one of them. If
+            empty, all are trained.
 
     Raises:
         ValueError: no parameter's path has one of the names.
@@ -99,7 +100,8 @@ def digests(params: dict[str, Any]) -> dict[str, int]:
 
 
 def targets(shapes: Any, shardings: Any, trainable: tuple[str, ...]) -> dict[str, Any]:
-    """The shapes, dtypes (by whether a parameter is trained or frozen) and shardings to load a run's parameters to."""
+    """The shapes, dtypes (by whether a parameter is trained or frozen) and shardings to load a run's
+    parameters to."""
     all_params = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
     )

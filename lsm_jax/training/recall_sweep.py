@@ -1,4 +1,5 @@
-"""Multi-query associative recall: a sweep of learning rates of one small model, and the accuracy at each length."""
+"""Multi-query associative recall: a sweep of learning rates of one small model, and the accuracy at each
+length."""
 
 from __future__ import annotations
 
@@ -120,16 +121,18 @@ def load_task(config: RecallConfig, task: RecallTask, *seed: int) -> Data:
 def train_recall(config: RecallConfig, workdir: str | Path | None = None) -> dict[str, Any]:
     """Train all members, and select the one with the best mean accuracy after the last epoch.
 
-    Training uses one device and always starts at step 0: a run lasts seconds to minutes and saves no checkpoint.
+    Training uses one device and always starts at step 0: a run lasts seconds to minutes and saves no
+    checkpoint.
 
     Args:
         config: the config of the run; all of it is validated before anything is compiled.
         workdir: the folder for config.json, metrics.jsonl and result.json; None writes nothing.
 
     Returns:
-        The content of result.json: `accuracy` by test task and their `mean`, `learning_rate` and `seed` of the best member;
-        `members`, the same values of all members; `state_size`, numbers in each layer's state while decoding
-        (`recall_state_size`); `parameters`, in total and without embeddings; steps, epochs, seconds, date, commit and device.
+        The content of result.json: `accuracy` by test task and their `mean`, `learning_rate` and `seed` of
+        the best member; `members`, the same values of all members; `state_size`, numbers in each layer's
+        state while decoding (`recall_state_size`); `parameters`, in total and without embeddings; steps,
+        epochs, seconds, date, commit and device.
 
     Raises:
         ValueError: the config is not valid, or the directory was made with another config.
@@ -195,7 +198,8 @@ def _train_epochs(
     num_steps: int,
     writer: MetricsWriter | None,
 ) -> tuple[np.ndarray, int, int]:
-    """Train until the last epoch or `stop_above`; returns accuracies [test tasks, members], steps and epochs."""
+    """Train until the last epoch or `stop_above`; returns accuracies [test tasks, members], steps and
+    epochs."""
     sizes = [task.num_examples for task in config.train]
     length = np.average([t.length for t in config.train], weights=sizes)
     tokens = config.batch_size * len(config.members()) * length  # per step, of all members

@@ -55,7 +55,8 @@ def read_config(workdir: str | os.PathLike[str], argument: str = "workdir") -> T
         argument: the caller's name of this argument, for messages.
 
     Raises:
-        ValueError: `workdir` is not the directory of a run that saves a model, or its config.json cannot be read.
+        ValueError: `workdir` is not the directory of a run that saves a model, or its config.json cannot be
+            read.
     """
     if not (Path(workdir).expanduser() / "config.json").is_file():
         raise ValueError(
@@ -93,7 +94,8 @@ def check_workdir(workdir: Path, config: Any) -> None:
     """Check that a directory can be created, or belongs to a run of this config.
 
     Raises:
-        ValueError: it is a file, is not writable, or was created with another config; the message lists the fields that differ.
+        ValueError: it is a file, is not writable, or was created with another config; the message lists the
+            fields that differ.
     """
     nearest = next(p for p in (workdir, *workdir.parents) if p.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
@@ -167,9 +169,11 @@ def check_frozen(workdir: str | os.PathLike[str], frozen: dict[str, int]) -> Non
 def write_config(
     workdir: Path, config: TrainConfig, data: dict[str, Any], frozen: dict[str, int] | None = None
 ) -> None:
-    """Write config.json, which makes the directory that of a run, data.json (the training data) and environment.json.
+    """Write config.json, which makes the directory that of a run, data.json (the training data) and
+    environment.json.
 
-    `frozen` has the `digests` of frozen parameters, for frozen.json; if None or empty, frozen.json is not written.
+    `frozen` has the `digests` of frozen parameters, for frozen.json; if None or empty, frozen.json is not
+    written.
     """
     if jax.process_index() != 0:
         return
@@ -201,10 +205,12 @@ def load_run(workdir: str | os.PathLike[str], step: int | None = None) -> Run:
 
 
 def starting_params(config: TrainConfig, target: dict[str, Any]) -> dict[str, Any]:
-    """The parameters that `init_from` or `base` has for the start of a run, in the shapes and shardings of `target`.
+    """The parameters that `init_from` or `base` has for the start of a run, in the shapes and shardings of
+    `target`.
 
     Raises:
-        ValueError: the source is no run, has a model of other shapes, or lacks parameters that are frozen in this run.
+        ValueError: the source is no run, has a model of other shapes, or lacks parameters that are frozen in
+            this run.
     """
     if config.init_from:
         return initial_params(config.init_from, target, config.trainable)
@@ -224,8 +230,8 @@ def initial_params(
     Args:
         source: the directory of the other run.
         target: shapes and shardings of all parameters of this run's model.
-        trainable: the `trainable` of this run; parameters that are trained here may be absent from the other run, and are
-            then absent from the result.
+        trainable: the `trainable` of this run; parameters that are trained here may be absent from the other
+            run, and are then absent from the result.
 
     Raises:
         ValueError: `source` is no run, or has a model of other shapes.
@@ -239,7 +245,8 @@ def initial_params(
 
 
 def _check_same(source: str, theirs: dict[str, Any], ours: dict[str, Any], needed: Any) -> None:
-    """Raise ValueError unless `theirs` has all `needed` leaves, and has only leaves of `ours`, in the same shapes."""
+    """Raise ValueError unless `theirs` has all `needed` leaves, and has only leaves of `ours`, in the same
+    shapes."""
     problems = [
         f"{name}: {theirs[name].shape if name in theirs else 'absent'} -> {ours[name].shape if name in ours else 'absent'}"
         for name in sorted(theirs.keys() | ours.keys())
@@ -260,7 +267,8 @@ def _load(
     step: int | None,
     argument: str = "workdir",
 ) -> tuple[dict[str, Any], int]:
-    """Load (all parameters of a run, the step of its checkpoint); frozen parameters come from `init_from` or `base`."""
+    """Load (all parameters of a run, the step of its checkpoint); frozen parameters come from `init_from` or
+    `base`."""
     trained, frozen_target = split(target, config.trainable)
     checkpoints = _open_checkpoints(workdir, argument)
     try:

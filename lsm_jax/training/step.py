@@ -54,11 +54,12 @@ class Program:
         init: () -> the first `TrainState`, sharded over the mesh.
         shardings: a `TrainState` of shardings.
         param_shardings: the shardings of all parameters, including frozen ones.
-        train_step: (state, batch, frozen) -> (state, metrics); the metrics include the losses and statistics that layers
-            report; donates the state. `frozen` is the tree of frozen parameters, if there are any. A document of a batch must
-            have no padding between its tokens; `lsm_jax.data` packs rows in this way.
-        eval_step: (all parameters, batch) -> (summed loss in nats, number of predicted tokens, number of choices of experts
-            that did not fit into the buffers of the exchange).
+        train_step: (state, batch, frozen) -> (state, metrics); the metrics include the losses and statistics
+            that layers report; donates the state. `frozen` is the tree of frozen parameters, if there are
+            any. A document of a batch must have no padding between its tokens; `lsm_jax.data` packs rows in
+            this way.
+        eval_step: (all parameters, batch) -> (summed loss in nats, number of predicted tokens, number of
+            choices of experts that did not fit into the buffers of the exchange).
     """
 
     init: Callable[[], TrainState]

@@ -1,4 +1,5 @@
-"""Training of many small models at once: members differ by seed and learning rate only, and are stacked and mapped by `jax.vmap`."""
+"""Training of many small models at once: members differ by seed and learning rate only, and are stacked and
+mapped by `jax.vmap`."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ class SweepState:
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """M members that train on the same batches in the same order. The methods are pure functions, to be compiled by the caller.
+    """M members that train on the same batches in the same order. The methods are pure functions, to be
+    compiled by the caller.
 
     Attributes:
         init: a key -> the parameters of one member.
@@ -110,7 +112,8 @@ class Sweep:
 def epoch_blocks(
     rng: np.random.Generator, sizes: list[int], batch_size: int, most: int
 ) -> list[tuple[int, Int[np.ndarray, "N B"]]]:
-    """One epoch over several sets of examples, as blocks of batches in shuffled order; each block has examples of one set.
+    """One epoch over several sets of examples, as blocks of batches in shuffled order; each block has
+    examples of one set.
 
     All blocks have the same number of batches, so that the training on each set compiles once.
 
@@ -118,8 +121,8 @@ def epoch_blocks(
         rng: shuffles the examples of each set and the order of blocks.
         sizes: number of examples in each set; examples that do not fill a last batch are left out.
         batch_size: number of examples in a batch.
-        most: number of batches in a block at most; a block has the largest number up to this that divides each set's number
-            of batches.
+        most: number of batches in a block at most; a block has the largest number up to this that divides
+            each set's number of batches.
 
     Returns:
         (index of the set, indices of its examples [N, batch_size]) of each block.

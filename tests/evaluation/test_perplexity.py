@@ -1,4 +1,5 @@
-"""Scoring: pieces give the losses of one forward pass, masks and short batches change nothing, wrong ids are errors."""
+"""Scoring: pieces give the losses of one forward pass, masks and short batches change nothing, wrong ids are
+errors."""
 
 from __future__ import annotations
 
@@ -123,7 +124,8 @@ def test_a_long_document_needs_the_memory_of_a_piece(method):
     if method != "softmax":
         assert bytes_needed[0] == bytes_needed[1] and state_bytes[0] == state_bytes[1]
         return
-    # Keys and values of every token, once in the state and a few times in temporary arrays; no scores of T by T.
+    # Keys and values of every token, once in the state and a few times in temporary arrays; no scores of T
+    # by T.
     assert state_bytes[1] == pytest.approx(16 * state_bytes[0], rel=0.01)
     assert bytes_needed[1] - bytes_needed[0] < 20 * (state_bytes[1] - state_bytes[0])
 
@@ -153,7 +155,8 @@ def test_devices_without_a_row_cut_rows_along_time(rows, devices, shards):
     assert largest_divisor(devices, rows) == shards
 
 
-# (rows, tokens, tokens of a piece): a row for every device; one row on all four devices, in one piece and in unequal pieces.
+# (rows, tokens, tokens of a piece): a row for every device; one row on all four devices, in one piece and in
+# unequal pieces.
 SHARED = [(5, 40, 20), (3, 40, 40), (1, 40, 40), (1, 43, 9)]
 METHODS = ("retnet", "fox", "gated_deltanet")
 CODE = f"""

@@ -1,4 +1,5 @@
-"""Reports on routers: counts by token, mutual information, the plot over training, and the task of eval.py."""
+"""Reports on routers: counts by token, mutual information, the plot over training, and the task of
+eval.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Cache compiled programs between runs of this process and of those it starts, since all compile the same few programs."""
+"""Cache compiled programs between runs of this process and of those it starts, since all compile the same
+few programs."""
 
 from __future__ import annotations
 

@@ -44,7 +44,8 @@ def test_numbers_of_the_runs(variant, tokens, steps, rate):
     assert (opt.peak_lr, opt.b1, opt.b2, opt.eps) == (rate, 0.9, 0.95, 1e-8)
     assert (opt.weight_decay, opt.clip_norm, opt.end_lr_ratio) == (0.1, 1.0, 0.0)
     assert not config.data.shuffle and config.data.add_bos and config.data.json_escape
-    # The rate depends on the tokens before the step: it rises for 512 steps, then falls by a cosine until the last token.
+    # The rate depends on the tokens before the step: it rises for 512 steps, then falls by a cosine until
+    # the last token.
     for step in (0, 1, 256, 511, 512, steps // 2, steps - 1):
         seen = step * 2**19
         left = (seen - 2**28) / (tokens - 2**28)
@@ -69,7 +70,8 @@ def test_every_model_has_a_run():
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["train", pytest.param("train.py", marks=pytest.mark.slow)])
 def test_a_small_store_trains(tmp_path, how):
-    """A model of a size for a laptop, with the published order of documents and the published learning rates."""
+    """A model of a size for a laptop, with the published order of documents and the published learning
+    rates."""
     rng = np.random.default_rng(0)
     rows = rng.integers(0, BOS, (9, 48))
     write_array(tmp_path / "store" / "train.zarr", rows)

@@ -1,4 +1,5 @@
-"""The start of a run: signals before the first step, wrong data and arguments, and the files after a failed start."""
+"""The start of a run: signals before the first step, wrong data and arguments, and the files after a failed
+start."""
 
 from __future__ import annotations
 

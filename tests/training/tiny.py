@@ -1,4 +1,6 @@
-"""A run small enough to train in seconds, and a driver: `python -m tests.training.tiny WORKDIR TEXT STOP_AT FSDP`."""
+"""A run small enough to train in seconds, and a command that trains it:
+`python -m tests.training.tiny WORKDIR TEXT STOP_AT FSDP`.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,8 @@ def stop_at(step: int, number: int = signal.SIGTERM) -> Callable[[int], None]:
 
 
 def main() -> None:
-    """Train on the command line's arguments; a STOP_AT below 0 stops at its absolute value by SIGKILL, 0 does not stop."""
+    """Train on the command line's arguments; a STOP_AT below 0 stops at its absolute value by SIGKILL, 0
+    does not stop."""
     workdir, text, stop, fsdp = sys.argv[1:5]
     on_report = stop_at(abs(int(stop)), signal.SIGTERM if int(stop) > 0 else signal.SIGKILL)
     train(config(text, mesh=MeshConfig(fsdp=int(fsdp))), workdir, on_report=on_report)
