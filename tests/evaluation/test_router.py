@@ -52,7 +52,10 @@ def test_information_and_named_tokens():
 
 def test_plot_over_training(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
-    rows = [dict(step=s, **{"mom/load": [[0.5, 0.5], [1 - s / 9, s / 9]], "mom/entropy": [0.6, 0.5]}) for s in (1, 2)]  # fmt: skip
+    rows = [
+        dict(step=s, **{"mom/load": [[0.5, 0.5], [1 - s / 9, s / 9]], "mom/entropy": [0.6, 0.5]})
+        for s in (1, 2)
+    ]
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 3, "mom')
     steps, load = read_router(metrics, "mom/load")
     assert steps.tolist() == [1, 2] and load.shape == (2, 2, 2)

@@ -50,7 +50,9 @@ def test_numbers_of_the_runs(variant, tokens, steps, rate):
         seen = step * 2**19
         left = (seen - 2**28) / (tokens - 2**28)
         expected = seen / 2**28 if step < 512 else 0.5 * (1 + np.cos(np.pi * left))
-        np.testing.assert_allclose(learning_rate(config, step), rate * expected, rtol=1e-5, atol=1e-6 * rate)  # fmt: skip
+        np.testing.assert_allclose(
+            learning_rate(config, step), rate * expected, rtol=1e-5, atol=1e-6 * rate
+        )
 
 
 def test_every_model_has_a_run():
@@ -77,10 +79,17 @@ def test_a_small_store_trains(tmp_path, how):
     write_array(tmp_path / "store" / "train.zarr", rows)
     write_array(tmp_path / "store" / "heldout.zarr", rows[:4])
     changes = {
-        "data.path": str(tmp_path / "store"), "data.sequence_length": 16, "batch_size": 4, "model.hidden_size": 32,
-        "model.num_layers": 1, "model.layers.L.mixer.num_heads": 2, "model.layers.L.feedforward.multiple_of": 16,
-        "total_tokens": 512, "optimizer.warmup_tokens": 128, "log_every": 1,
-    }  # fmt: skip
+        "data.path": str(tmp_path / "store"),
+        "data.sequence_length": 16,
+        "batch_size": 4,
+        "model.hidden_size": 32,
+        "model.num_layers": 1,
+        "model.layers.L.mixer.num_heads": 2,
+        "model.layers.L.feedforward.multiple_of": 16,
+        "total_tokens": 512,
+        "optimizer.warmup_tokens": 128,
+        "log_every": 1,
+    }
     if how == "train.py":
         arguments = [f"--config.{name}={value}" for name, value in changes.items()]
         named = ["--config=configs/fox.py:pro-125m", f"--workdir={tmp_path / 'run'}"]

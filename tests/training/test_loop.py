@@ -188,7 +188,15 @@ def test_bad_steps_are_skipped_and_then_stop_the_run(text, tmp_path, monkeypatch
 
 @pytest.mark.slow
 def test_init_from_starts_with_its_parameters(text, whole, tmp_path):
-    train(tiny.config(text, init_from=str(whole), total_tokens=256, optimizer=tiny.OptimizerConfig(peak_lr=1e-9)), tmp_path / "run")  # fmt: skip
+    train(
+        tiny.config(
+            text,
+            init_from=str(whole),
+            total_tokens=256,
+            optimizer=tiny.OptimizerConfig(peak_lr=1e-9),
+        ),
+        tmp_path / "run",
+    )
     ours, theirs = lsm_jax.load_run(tmp_path / "run"), lsm_jax.load_run(whole)
     for a, b in zip(jax.tree.leaves(ours.params), jax.tree.leaves(theirs.params), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-7)

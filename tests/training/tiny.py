@@ -35,14 +35,16 @@ def config(text: str | Path, **changes) -> TrainConfig:
             },
             dtype="float32",
         ),
-        data=DataConfig(path=str(text), heldout_fraction=0.2, sequence_length=32, num_threads=0, prefetch=0),
+        data=DataConfig(
+            path=str(text), heldout_fraction=0.2, sequence_length=32, num_threads=0, prefetch=0
+        ),
         optimizer=OptimizerConfig(peak_lr=1e-2, warmup_tokens=512),
         batch_size=8,
         total_tokens=12 * 256,
         log_every=1,
         eval_every=0,
         checkpoint_every=3,
-    )  # fmt: skip
+    )
     return TrainConfig(**fields | changes)
 
 
