@@ -2,8 +2,9 @@
 
     python demo.py
 
-Trains configs/demo.py on the running interpreter's own library, and sets the model's held-out bits per byte beside three
-compressors of the same bytes. Interrupted, the same command goes on; finished, it prints the results again.
+Trains configs/demo.py on the standard library of the running interpreter, and compares the model's held-out
+bits per byte with three compressors of the same bytes. After an interruption, the same command continues the
+run; after the end, it prints the results again.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from lsm_jax import commands
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("workdir", "runs/demo", "The run's directory.")
-flags.DEFINE_integer("total_tokens", None, "Train on so many tokens; else as configs/demo.py says.")
+flags.DEFINE_integer(
+    "total_tokens", None, "Number of tokens to train on; by default that of configs/demo.py."
+)
 
-HELDOUT_TOKENS = 1 << 18  # scored in a quarter of a minute on two cores
+HELDOUT_TOKENS = 1 << 18  # takes a quarter of a minute on two cores
 PROMPT = 'def read_lines(path):\n    """'
 
 
 def measure(workdir: Path) -> dict[str, Any]:
-    """Evaluate the finished run, and the baselines on the same bytes."""
+    """Evaluate the finished run and the baselines on the same bytes."""
     import lsm_jax
     from lsm_jax.data.sources import open_store
     from lsm_jax.evaluation import TASKS, Request, byte_baselines, plot_run, store_documents
@@ -56,7 +59,7 @@ def measure(workdir: Path) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> None:
-    """Train, measure, print."""
+    """Train, evaluate, and print the results."""
     if len(argv) > 1:
         raise ValueError(f"unknown arguments: {' '.join(argv[1:])}")
     from rich.console import Console
@@ -74,20 +77,20 @@ def main(argv: list[str]) -> None:
         sys.exit(128 + trained.interrupted)
     results = workdir / "eval" / f"demo-{trained.step}.json"
     if not results.exists():
-        found = measure(workdir)
+        report = measure(workdir)
         draft = results.with_suffix(".partial")
-        draft.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        draft.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         draft.replace(results)
-    found = json.loads(results.read_text(encoding="utf-8"))
+    report = json.loads(results.read_text(encoding="utf-8"))
 
     console = Console(highlight=False, markup=False)
-    console.print(f"\n{found['sample']}\n\n{found['sampling']}\n", soft_wrap=True)
-    title = f"{found['heldout_bytes']:,} held-out bytes"
-    console.print(bits_table(found["bits_per_byte"], model="model", title=title))
+    console.print(f"\n{report['sample']}\n\n{report['sampling']}\n", soft_wrap=True)
+    title = f"{report['heldout_bytes']:,} held-out bytes"
+    console.print(bits_table(report["bits_per_byte"], model="model", title=title))
     for name in ("loss_by_position", "training_curve"):
-        console.print(f"{name.replace('_', ' ')}: {found[name]}", soft_wrap=True)
+        console.print(f"{name.replace('_', ' ')}: {report[name]}", soft_wrap=True)
     console.print(f"run: {workdir}", soft_wrap=True)
-    bits = found["bits_per_byte"]
+    bits = report["bits_per_byte"]
     if bits["model"] >= bits["order-2"]:
         sys.exit(
             f"the model's {bits['model']:.4f} bits per byte do not beat order-2's {bits['order-2']:.4f}"

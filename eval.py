@@ -1,10 +1,10 @@
-"""Evaluate a run: loss by position and perplexity on held-out text, a needle in a haystack, maps, sampling, lm-evaluation-harness.
+"""Evaluate a run: loss by position, perplexity, a needle in a haystack, maps, sampling, lm-evaluation-harness.
 
     python eval.py --workdir=runs/x
     python eval.py --workdir=runs/x --data=longcrawl64/heldout.zarr --sequence_length=65536 --batch_size=1
     python eval.py --workdir=runs/x --tasks=needle --data=essays --needle.lengths=1000,4000,16000 --needle.depths=0,50,100
     python eval.py --workdir=runs/x --tasks=maps --maps.layers=0,3 --maps.heads=0,1
-    python eval.py --workdir=runs/x --tasks=lm_eval --lm_eval.tasks=piqa,wikitext    # needs the extra [lm-eval]
+    python eval.py --workdir=runs/x --tasks=lm_eval --lm_eval.tasks=piqa,wikitext    # requires the extra [lm-eval]
     python eval.py --workdir=runs/x --tasks=generate --prompt="def main(" --temperature=0
 
 Results go to workdir/eval/<step>/; running it again replaces them.
@@ -19,7 +19,7 @@ from pathlib import Path
 from lsm_jax import interrupts
 
 if __name__ == "__main__":
-    interrupts.leave_on_signals("eval.py")  # before what takes long to import
+    interrupts.leave_on_signals("eval.py")  # before the imports that take long
 
 from absl import flags
 from ml_collections import config_flags
@@ -33,36 +33,42 @@ GROUPS = {
     "needle": NeedleConfig(),
     "maps": MapsConfig(),
     "lm_eval": HarnessConfig(),
-}  # flags by field, such as --needle.lengths=1000,2000
+}  # each field is a flag, such as --needle.lengths=1000,2000
 flags.DEFINE_string("workdir", None, "The run's directory.", required=True)
 flags.DEFINE_list(
     "tasks",
     ["perplexity", "generate"],
-    "What to do: perplexity, needle, maps, routing, generate, lm_eval.",
+    "Tasks to run: perplexity, needle, maps, routing, generate, lm_eval.",
 )
-flags.DEFINE_integer("step", None, "The checkpoint; the last one where not given.")
+flags.DEFINE_integer("step", None, "The step of the checkpoint; the newest one by default.")
 flags.DEFINE_string(
-    "output", None, "Name of the folder in workdir/eval; else made of the step and the data."
+    "output", None, "Name of the folder in workdir/eval; by default made of the step and the data."
 )
 flags.DEFINE_string(
-    "data", None, "A token store, or a text or JSONL file or folder; else the run's held-out data."
+    "data",
+    None,
+    "A token store, or a text or JSONL file or folder; by default the run's held-out data.",
 )
 flags.DEFINE_bool(
-    "data_as_trained", False, "--data is of the run's own format, such as instructions; else text."
+    "data_as_trained",
+    False,
+    "--data has the format of the run's data, such as instructions; otherwise it is text.",
 )
-flags.DEFINE_integer("sequence_length", None, "Tokens of context a row has; else the run's.")
+flags.DEFINE_integer("sequence_length", None, "Tokens of a row; by default the run's length.")
 flags.DEFINE_integer("batch_size", 8, "Rows read at a time.")
-flags.DEFINE_integer(
-    "piece_length", 4096, "Tokens of a row computed at a time, which bounds memory."
-)
-flags.DEFINE_integer("max_tokens", None, "Stop after so many tokens; else all are read.")
+flags.DEFINE_integer("piece_length", 4096, "Tokens of a row computed at a time; bounds the memory.")
+flags.DEFINE_integer("max_tokens", None, "Stop after so many tokens; by default all are read.")
 flags.DEFINE_string("prompt", "", "Text to continue, or to map.")
-flags.DEFINE_bool("chat", False, "The prompt is a user's, in the tokenizer's chat template.")
-flags.DEFINE_integer("num_tokens", 256, "The most tokens to generate.")
+flags.DEFINE_bool(
+    "chat", False, "Put the prompt into the tokenizer's chat template, as a user's message."
+)
+flags.DEFINE_integer("num_tokens", 256, "Number of tokens to generate at most.")
 flags.DEFINE_float("temperature", 0.8, "0 is greedy.")
-flags.DEFINE_integer("top_k", None, "Draw from the k likeliest tokens only.")
-flags.DEFINE_float("top_p", None, "Draw from the likeliest tokens of this probability only.")
-flags.DEFINE_integer("seed", 0, "Of sampling.")
+flags.DEFINE_integer("top_k", None, "Sample from the k most likely tokens only.")
+flags.DEFINE_float(
+    "top_p", None, "Sample from the smallest set of tokens that has this probability."
+)
+flags.DEFINE_integer("seed", 0, "The seed of sampling.")
 for group, fields in GROUPS.items():
     names = [f.name for f in dataclasses.fields(fields)]
     for field in (a.lstrip("-").partition("=")[0] for a in sys.argv[1:]):
@@ -70,11 +76,11 @@ for group, fields in GROUPS.items():
             sys.exit(
                 f"eval.py: unknown flag --{field}; accepted after {group}. are {', '.join(names)}"
             )
-    config_flags.DEFINE_config_dataclass(group, fields, f"Of the task {group}, by field.")
+    config_flags.DEFINE_config_dataclass(group, fields, f"Options of the task {group}, by field.")
 
 
 def main(argv: list[str]) -> None:
-    """Do the tasks and print what they found."""
+    """Run the tasks and print their results."""
     if len(argv) > 1:
         raise ValueError(f"unknown arguments: {' '.join(argv[1:])}")
     from rich.console import Console
@@ -87,15 +93,17 @@ def main(argv: list[str]) -> None:
     request.validate()
     if "lm_eval" in names:
         check_harness(request.lm_eval)
-    lsm_jax.training.read_config(FLAGS.workdir)  # a wrong one is told before anything else
+    lsm_jax.training.read_config(
+        FLAGS.workdir
+    )  # raises before anything is compiled if it is no run
     print(f"eval.py: loading the run in {FLAGS.workdir}", file=sys.stderr, flush=True)
     run = lsm_jax.load_run(FLAGS.workdir, step=FLAGS.step)
     folder = Path(FLAGS.workdir) / "eval" / (FLAGS.output or request.folder(run.step))
     console = Console(highlight=False, markup=False)
     for name in names:
         print(f"eval.py: {name}: reading, compiling", file=sys.stderr, flush=True)
-        found = TASKS[name](run, request, folder)
-        for part in REPORTS[name](found):
+        results = TASKS[name](run, request, folder)
+        for part in REPORTS[name](results):
             console.print(part, soft_wrap=isinstance(part, str))
     console.print(f"results in {folder}", soft_wrap=True)
 

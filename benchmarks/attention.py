@@ -124,14 +124,14 @@ def recorded(run_folder: Path, heads: int):
     from lsm_jax import load_run
     from lsm_jax.data import make_eval_iterator
     from lsm_jax.data.tokenizers import ByteTokenizer
-    from lsm_jax.evaluation.maps import walk
+    from lsm_jax.evaluation.maps import run_layers
 
     run = load_run(run_folder)
     batches = make_eval_iterator(
         run.config.data, ByteTokenizer(), global_batch_size=1, vocab_size=run.config.model.vocab_size, remainder="pad"
     )  # fmt: skip
     tokens = np.asarray(next(iter(batches))["tokens"])[0]
-    for layer, inputs, _ in walk(run.model, tokens, range(run.config.model.num_layers)):
+    for layer, inputs, _ in run_layers(run.model, tokens, range(run.config.model.num_layers)):
         gates = np.asarray(inputs["log_forget"], np.float32)
         more = -(-heads // gates.shape[2])
         q, k = (jnp.tile(inputs[n].astype(jnp.bfloat16), (1, 1, more, 1))[:, :, :heads] for n in "qk")  # fmt: skip

@@ -1,7 +1,7 @@
-"""Tests run on the CPU and spend their time in the compiler: leave out what small arrays don't need.
+"""Settings of JAX for tests, which run on the CPU and spend most of their time in the compiler.
 
-That is most optimisations, and of XLA's two generators of code for fusions the newer, which takes 2 to 5 times longer.
-The processes that tests start inherit both.
+They turn off most optimisations, which small arrays do not need, and the newer of XLA's two code generators
+for fusions, which needs 2 to 5 times longer. Processes that tests start inherit both.
 """
 
 import itertools
@@ -21,9 +21,9 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
 import jax
 import pytest
 
-jax.config.update("jax_disable_most_optimizations", True)  # where a plugin imported jax before
+jax.config.update("jax_disable_most_optimizations", True)  # in case a plugin imported jax before
 
-# Options of `jax.jit` that undo this, for tests of what may depend on how the compiler fuses.
+# Options of `jax.jit` that undo these settings, for tests whose result may depend on how the compiler fuses.
 AS_USERS = {
     "xla_backend_optimization_level": 3,
     "xla_llvm_disable_expensive_passes": False,
@@ -32,12 +32,12 @@ AS_USERS = {
 }
 
 _tests = itertools.count(1)
-_MAPS = Path("/proc/self/maps")  # Linux grants a process 65,530
+_MAPS = Path("/proc/self/maps")  # Linux allows a process 65,530 of them
 
 
 @pytest.fixture(autouse=True)
 def forget_programs():
-    """Give memory and its maps back: every compiled program takes some, and XLA aborts at the last."""
+    """Clear the caches of compiled programs before their memory maps reach the limit, at which XLA aborts."""
     yield
     number = next(_tests)
     maps = _MAPS.read_bytes().count(b"\n") if number % 10 == 0 and _MAPS.exists() else 0

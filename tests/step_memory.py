@@ -1,4 +1,5 @@
-"""What XLA says a training step takes of a card that is not here; the compiler alone is needed (`make test-aot`)."""
+"""The memory that XLA reports for a training step on GPUs that this machine does not have; requires only the
+compiler (`make test-aot`)."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ from lsm_jax.training.step import params_of
 from tests.kernels.test_aot import H200
 
 
-def of_a_step(config: TrainConfig, rows: int, length: int, *, packed: bool) -> Any:
-    """The memory analysis of a step on the H200s of the config's mesh, rows of documents where `packed`."""
+def compiled_memory(config: TrainConfig, rows: int, length: int, *, packed: bool) -> Any:
+    """The memory analysis of a step on the H200s of the config's mesh; rows have several documents if
+    `packed`."""
     cards = math.prod(max(1, getattr(config.mesh, axis)) for axis in AXES)
     topology = topologies.get_topology_desc("", "cuda", target_config=H200, topology=f"1x1x{cards}")
     mesh = make_mesh(config.mesh, list(topology.devices))
@@ -38,8 +40,8 @@ def of_a_step(config: TrainConfig, rows: int, length: int, *, packed: bool) -> A
         )
         frozen = None
         if config.trainable:
-            every = params_of(abstract(config.model))
-            placed = targets(every, program.param_shardings, config.trainable)
+            all_params = params_of(abstract(config.model))
+            placed = targets(all_params, program.param_shardings, config.trainable)
             frozen = split(placed, config.trainable)[1]
         lowered = program.train_step.trace(state, batch, frozen).lower(lowering_platforms=("cuda",))
         return lowered.compile({"xla_gpu_autotune_level": 0}).memory_analysis()

@@ -1,4 +1,4 @@
-"""The notebook runs from its first cell to its last."""
+"""All cells of the notebook run without an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_the_ablation_notebook(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    for name in ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS"):  # it runs as users run it
+    for name in (
+        "XLA_FLAGS",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS",
+    ):  # the settings of tests; users do not have them
         monkeypatch.delenv(name)
     notebook = nbformat.read(ROOT / "notebooks" / "ablation.ipynb", as_version=4)
     nbformat.validate(notebook)

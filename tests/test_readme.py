@@ -1,4 +1,4 @@
-"""The README's table of methods is the registry's."""
+"""The README's table of methods agrees with the registry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wheel holds both packages and imports from another folder."""
+"""The wheel contains both packages, and they can be imported from another folder."""
 
 from __future__ import annotations
 

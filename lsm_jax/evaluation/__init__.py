@@ -1,8 +1,8 @@
 """Evaluation: loss by position and perplexity, sampling, baselines without a network, plots.
 
-found = evaluate(run.model, make_eval_iterator(run.config.data, global_batch_size=8))
-found.curve.perplexity(16384)
-plot_loss_by_position(found.curve, "loss.png", train_length=4096)
+evaluation = evaluate(run.model, make_eval_iterator(run.config.data, global_batch_size=8))
+evaluation.curve.perplexity(16384)
+plot_loss_by_position(evaluation.curve, "loss.png", train_length=4096)
 """
 
 from lsm_jax.evaluation.baselines import (
@@ -25,9 +25,10 @@ from lsm_jax.evaluation.plots import (
     read_metrics,
 )
 from lsm_jax.evaluation.reader import Answerer
+from lsm_jax.evaluation.request import Request
 from lsm_jax.evaluation.router import count_routes, plot_router, specialisation
 from lsm_jax.evaluation.tables import bits_table, needle_table, perplexity_table
-from lsm_jax.evaluation.tasks import REPORTS, TASKS, Request, check_tasks, plot_run
+from lsm_jax.evaluation.tasks import REPORTS, TASKS, check_tasks, plot_run
 
 __all__ = [
     "REPORTS",

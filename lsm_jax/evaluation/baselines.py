@@ -1,7 +1,7 @@
-"""Compressors without a network, for the same held-out bytes: what a language model has to beat.
+"""Compressors without a network, as baselines for a language model on the same held-out bytes.
 
-`ContextModel` is the classical byte model of a fixed order, `xz_bits` the strongest setting of a general-purpose
-compressor. Both are stated as a language model's loss is, in bits per byte.
+`ContextModel` is the classical byte model of a fixed order, `xz_bits` is the strongest setting of a
+general-purpose compressor. Both results are in bits per byte, as a language model's loss can be stated.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ MAX_ORDER = 2  # the table of counts holds 256 ** (order + 1) numbers
 
 
 class ContextModel:
-    """A byte model of the `order` bytes before, counted on `train`.
+    """A byte model given the previous `order` bytes, from counts on `train`.
 
-    Each order is interpolated with the next lower one, down to the uniform distribution, by Witten and Bell's rule
-    ("The zero-frequency problem", 1991, method C, as in PPMC): `p(c | s) = (n(s, c) + u(s) p(c | s')) / (n(s) + u(s))`,
-    where s' is s without its oldest byte and u(s) counts the distinct bytes seen after s. A document's first bytes take
-    the lower orders; no context crosses from one document into another.
+    Each order is interpolated with the next lower one, down to the uniform distribution, by Witten and
+    Bell's rule ("The zero-frequency problem", 1991, method C, as in PPMC):
+    `p(c | s) = (n(s, c) + u(s) p(c | s')) / (n(s) + u(s))`, where s' is s without its oldest byte and u(s) counts the distinct bytes seen
+    after s. A document's first bytes use the lower orders; no context includes bytes of another document.
 
     Args:
         train: documents, each uint8 [n].
         order: 0, 1 or 2 bytes of context.
 
     Raises:
-        ValueError: for another order, or if `train` holds no byte.
+        ValueError: `order` is another number, or `train` has no bytes.
     """
 
     def __init__(self, train: Iterable[np.ndarray], order: int):
@@ -38,7 +38,7 @@ class ContextModel:
         self._orders = [_Order(table) for table in _count(train, order)]
 
     def probabilities(self, document: np.ndarray) -> np.ndarray:
-        """Of every byte of a document given those before it: uint8 [n] -> float64 [n]."""
+        """The probability of every byte of a document given the bytes before it: uint8 [n] -> float64 [n]."""
         probability = np.full(document.size, 1 / 256)
         for k, model in enumerate(self._orders):
             probability[k:] = model.interpolate(_contexts(document, k), probability[k:])
@@ -48,7 +48,7 @@ class ContextModel:
         """Bits per byte of the documents.
 
         Raises:
-            ValueError: if they hold no byte.
+            ValueError: the documents have no bytes.
         """
         total, scored = 0.0, 0
         for document in heldout:
@@ -60,10 +60,10 @@ class ContextModel:
 
 
 def xz_bits(heldout: Iterable[np.ndarray]) -> float:
-    """Bits per byte of the documents, one after another, under `xz -9`; it sees no other data.
+    """Bits per byte of the concatenated documents under `xz -9`, which sees no other data.
 
     Raises:
-        ValueError: if `heldout` holds no byte.
+        ValueError: `heldout` has no bytes.
     """
     raw = b"".join(np.asarray(document, np.uint8).tobytes() for document in heldout)
     if not raw:
@@ -82,7 +82,8 @@ def byte_baselines(train: Iterable[np.ndarray], heldout: Sequence[np.ndarray]) -
 
 
 def _contexts(document: np.ndarray, order: int) -> np.ndarray:
-    """[n - order]: every byte with the `order` before it, as one number, the byte itself its lowest digit."""
+    """[n - order]: each byte and the `order` bytes before it as one number in base 256; the byte itself is
+    the lowest digit."""
     document = np.asarray(document)
     if document.dtype != np.uint8:
         raise ValueError(f"documents have dtype {document.dtype}, accepted: uint8")
@@ -95,7 +96,7 @@ def _contexts(document: np.ndarray, order: int) -> np.ndarray:
 
 
 def _count(documents: Iterable[np.ndarray], order: int) -> list[np.ndarray]:
-    """For each order up to `order`, how often every context and byte stand together: int64 [256 ** (k + 1)]."""
+    """For each order k up to `order`, how often each byte follows each context: int64 [256 ** (k + 1)]."""
     tables = [np.zeros(256 ** (k + 1), np.int64) for k in range(order + 1)]
     pending: list[np.ndarray] = []
 
@@ -108,7 +109,8 @@ def _count(documents: Iterable[np.ndarray], order: int) -> list[np.ndarray]:
 
     for document in documents:
         pending.append(document)
-        # One pass over the largest table costs as much as counting that many bytes, so documents are gathered first.
+        # A pass over the largest table costs as much as counting as many bytes, so several documents are
+        # counted in one pass.
         if sum(d.size for d in pending) >= tables[-1].size:
             flush()
     flush()
@@ -118,7 +120,7 @@ def _count(documents: Iterable[np.ndarray], order: int) -> list[np.ndarray]:
 
 
 class _Order:
-    """The counts of one order, ready to be interpolated with the order below."""
+    """The counts of one order, prepared for the interpolation with the next lower order."""
 
     def __init__(self, counts: np.ndarray):
         self.counts = counts
@@ -126,23 +128,25 @@ class _Order:
         self.mass = counts.reshape(-1, 256).sum(-1) + self.distinct
 
     def interpolate(self, code: np.ndarray, lower: np.ndarray) -> np.ndarray:
-        """p(c | s) of every context [n], given the lower order's probabilities [n]; unseen contexts take those."""
+        """p(c | s) of every context [n], given the lower order's probabilities [n], which unseen contexts
+        keep."""
         mass = self.mass[code >> 8]
         mixed = (self.counts[code] + self.distinct[code >> 8] * lower) / np.maximum(mass, 1)
         return np.where(mass > 0, mixed, lower)
 
 
 def store_documents(store: TokenStore, num_rows: int | None = None) -> list[np.ndarray]:
-    """The documents of a byte store, each uint8 [n], separators left out.
+    """The documents of a byte store, each uint8 [n], without separators.
 
-    Rows of a store that names its separator stand end to end and are joined; else each row is a document.
+    If the store names its separator, its rows are joined and split at separators; otherwise each row is a
+    document.
 
     Args:
-        store: of bytes.
-        num_rows: read only so many of its first rows.
+        store: a store of bytes.
+        num_rows: read only so many rows, from the first; None reads all.
 
     Raises:
-        ValueError: a store of another encoder.
+        ValueError: the store has another encoder.
     """
     encoder = store.attributes.get("encoder")
     if encoder != "bytes":

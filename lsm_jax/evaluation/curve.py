@@ -1,4 +1,4 @@
-"""Loss by position: sums and counts a position, and the averages and perplexities that follow from them."""
+"""Loss by position: sums and counts per position, and the averages and perplexities computed from them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-SHORTEST = 512  # the shortest length reported of a long document
+SHORTEST = 512  # the shortest length reported for a long document
 
 
 def report_lengths(length: int) -> list[int]:
-    """Lengths to report: `length`, its half, quarter, ... down to 512, or to an eighth of a shorter `length`.
+    """The lengths to report: `length`, its half, its quarter and so on, down to 512 or, if that is less, to
+    an eighth of `length`.
 
     65536 gives 65536, 32768, ..., 512; 1024 gives 1024, 512, 256, 128.
     """
@@ -28,10 +29,11 @@ def report_lengths(length: int) -> list[int]:
 
 
 class LossCurve:
-    """L(i), the mean loss at each position, in nats a token; accumulated in float64 on the host.
+    """L(i), the mean loss at each position in nats per token, accumulated in float64 on the host.
 
-    The protocol is that of the Forgetting Transformer (Lin et al. 2025): every document is read with its whole context,
-    L(i) is the mean over documents of the loss at token i, and P(l) = exp(mean over i < l of L(i)).
+    The protocol is that of the Forgetting Transformer (Lin et al. 2025): every document is read with all of
+    its context, L(i) is the mean over documents of the loss at token i, and P(l) = exp(mean over i < l of
+    L(i)).
 
     Attributes:
         total: float64 [T], sum of the losses at each position.
@@ -46,10 +48,10 @@ class LossCurve:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> LossCurve:
-        """The curve of a results.npz.
+        """Load the curve of a results.npz.
 
         Raises:
-            ValueError: a file without `val/loss_per_token` and `val/tokens_per_position`.
+            ValueError: the file has no `val/loss_per_token` or no `val/tokens_per_position`.
         """
         with np.load(path) as arrays:
             missing = {"val/loss_per_token", "val/tokens_per_position"} - set(arrays.files)
@@ -63,7 +65,7 @@ class LossCurve:
 
     @property
     def length(self) -> int:
-        """Positions, T."""
+        """The number of positions, T."""
         return self.total.size
 
     def add(
@@ -74,16 +76,16 @@ class LossCurve:
         *,
         start: int = 0,
     ) -> None:
-        """Count the losses of a piece of a batch.
+        """Add the losses of a piece of a batch.
 
         Args:
-            nll: nats, [B, T]; what stands where the mask is 0 is not read.
-            loss_mask: 0 where a token is not scored; None scores all.
-            positions: of each token in its document; None counts them along the row.
-            start: position in the row of the piece's first token; only used without `positions`.
+            nll: losses in nats, [B, T]; values at which the mask is 0 are ignored.
+            loss_mask: 0 for tokens that are not scored; None scores all tokens.
+            positions: position of each token in its document; None counts positions along the row.
+            start: position in the row of the piece's first token; used only without `positions`.
 
         Raises:
-            ValueError: a scored loss that is not finite, or a position beyond the curve.
+            ValueError: a scored loss is not finite, or a position is outside the curve.
         """
         if positions is None:
             positions = np.broadcast_to(start + np.arange(nll.shape[1]), nll.shape)
@@ -105,18 +107,18 @@ class LossCurve:
 
     @property
     def loss(self) -> Float[np.ndarray, " T"]:
-        """L(i) [T]; NaN where no token was scored."""
+        """L(i) [T]; NaN at positions at which no token was scored."""
         with np.errstate(invalid="ignore"):
             return self.total / np.where(self.count == 0, np.nan, self.count)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens scored."""
+        """The number of tokens scored."""
         return int(self.count.sum())
 
     @property
     def mean(self) -> float:
-        """Mean loss of all tokens scored; with documents of unequal lengths this is not the mean of L(i)."""
+        """The mean loss of all tokens scored; if documents differ in length, this is not the mean of L(i)."""
         if not self.num_tokens:
             raise ValueError(
                 "no token was scored: the data is empty or its loss_mask is 0 everywhere"
@@ -124,7 +126,8 @@ class LossCurve:
         return float(self.total.sum() / self.num_tokens)
 
     def average(self, length: int | None = None) -> float:
-        """Mean of L(i) over i < length, over the positions at which a token was scored; NaN if there is none."""
+        """The mean of L(i) over the positions i < length at which a token was scored; NaN if there is
+        none."""
         counted = self.count[:length] > 0
         if not counted.any():
             return math.nan
@@ -135,7 +138,7 @@ class LossCurve:
         return float(np.exp(self.average(length)))
 
     def running_perplexity(self) -> Float[np.ndarray, " T"]:
-        """P(l) for l = 1 ... T; NaN before the first position scored."""
+        """P(l) for l = 1 ... T; NaN before the first scored position."""
         counted = self.count > 0
         loss = np.where(counted, self.total / np.maximum(self.count, 1), 0.0)
         number = np.cumsum(counted)
@@ -143,7 +146,8 @@ class LossCurve:
             return np.exp(np.cumsum(loss) / np.where(number == 0, np.nan, number))
 
     def summary(self) -> dict[str, Any]:
-        """`val/loss_avg_len_{l}` and `val/perplexity_len_{l}` of every reported length, `val/loss` and `val/tokens`."""
+        """The values `val/loss_avg_len_{l}` and `val/perplexity_len_{l}` of every reported length,
+        `val/loss` and `val/tokens`."""
         result: dict[str, Any] = {"val/loss": self.mean, "val/tokens": self.num_tokens}
         for length in report_lengths(self.length):
             if self.count[:length].any():

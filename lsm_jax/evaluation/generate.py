@@ -1,4 +1,4 @@
-"""Text from a model: tokenise a prompt, sample, decode; with the speed and the size of the state."""
+"""Text generation: tokenize a prompt, sample, decode; with the speed and the size of the state."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ import numpy as np
 from lsm_jax.data import Tokenizer
 from lsm_jax.models import Decoder, sample
 
-_REPEAT_WITHIN = 20.0  # seconds: a first call this short is repeated to time it without compilation
+_REPEAT_WITHIN = 20.0  # seconds; a shorter first call is repeated to time it without compilation
 
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """A continued prompt.
+    """A prompt and its continuation.
 
     Attributes:
-        prompt: as given.
+        prompt: the prompt.
         text: the continuation.
-        tokens: its ids, up to the end of the document where the model ended it.
+        tokens: the ids of the continuation, up to the end of the document if the model ended it.
         ended: whether the model ended the document.
-        seconds: wall time of the first call, compilation included.
-        tokens_per_second: generated, prefill included; without compilation where `timed_compiled`.
-        timed_compiled: whether a second call, with nothing to compile, was timed.
-        state_bytes: of the decode state, for one row.
-        state_grows: bytes it would take more for each further token; 0 for a state of constant size.
+        seconds: wall time of the first call, including compilation.
+        tokens_per_second: generated tokens per second, including prefill; without compilation if
+            `timed_compiled`.
+        timed_compiled: whether a second call, which compiled nothing, was timed.
+        state_bytes: size of the decode state of one row.
+        state_grows: bytes that each further token adds to the state; 0 for a state of constant size.
     """
 
     prompt: str
@@ -42,13 +43,13 @@ class Generation:
     state_grows: float
 
     def describe(self) -> str:
-        """One line: tokens, speed, state."""
+        """The number of tokens, the speed and the size of the state, as one line."""
         speed = f"{len(self.tokens)} tokens, {self.tokens_per_second:,.0f} tokens/s"
         if not self.timed_compiled:
             speed += " with compilation"
         growth = "of constant size"
         if self.state_grows:
-            growth = f"for this length, {self.state_grows:,.0f} more a token"
+            growth = f"for this length, {self.state_grows:,.0f} more per token"
         return f"{speed}; state {self.state_bytes:,} bytes, {growth}"
 
 
@@ -71,18 +72,19 @@ def generate(
     Args:
         model: the decoder.
         tokenizer: the one it was trained with.
-        prompt: text; may be empty where there is a `bos_id`.
-        num_tokens: the most tokens to generate.
+        prompt: text; may be empty if there is a `bos_id`.
+        num_tokens: number of tokens to generate at most.
         temperature: divides the logits; 0 is greedy.
-        top_k: draw from the k likeliest tokens only.
-        top_p: draw from the smallest set of this probability, in (0, 1].
-        seed: same seed, same text.
-        bos_id: set before the prompt, and taken for the end where the model draws it; None for neither.
-        stop_id: taken for the end in its stead; None leaves it to `bos_id`.
+        top_k: sample from the k most likely tokens only.
+        top_p: sample from the smallest set of tokens that has this probability, in (0, 1].
+        seed: the seed of sampling; the same seed gives the same text.
+        bos_id: put before the prompt, and ends the text when the model samples it; None does neither.
+        stop_id: ends the text instead of `bos_id`; None leaves that to `bos_id`.
         prefill_chunk: tokens of the prompt read at a time.
 
     Raises:
-        ValueError: a prompt without a token or with ids over the model's vocabulary, or a bad sampling argument.
+        ValueError: the prompt has no token, or ids above the model's vocabulary, or an argument of sampling
+            is not valid.
     """
     ids = [] if bos_id is None else [bos_id]
     ids += tokenizer.encode(prompt)
@@ -97,7 +99,7 @@ def generate(
 
     def call() -> tuple[np.ndarray, float]:
         start = time.perf_counter()
-        drawn = sample(
+        sampled = sample(
             model,
             rows,
             num_tokens=num_tokens,
@@ -108,12 +110,12 @@ def generate(
             stop_token=stop_id,
             prefill_chunk=prefill_chunk,
         )
-        return np.asarray(drawn)[0], time.perf_counter() - start
+        return np.asarray(sampled)[0], time.perf_counter() - start
 
-    drawn, first = call()
-    again = call()[1] if first < _REPEAT_WITHIN else None
-    ended = stop_id is not None and stop_id in drawn
-    tokens = drawn[: list(drawn).index(stop_id)] if ended else drawn
+    sampled, first = call()
+    second = call()[1] if first < _REPEAT_WITHIN else None
+    ended = stop_id is not None and stop_id in sampled
+    tokens = sampled[: list(sampled).index(stop_id)] if ended else sampled
     length = len(ids) + num_tokens
     size = state_bytes(model, length)
     return Generation(
@@ -122,8 +124,8 @@ def generate(
         tokens=tokens.tolist(),
         ended=ended,
         seconds=first,
-        tokens_per_second=(len(tokens) + ended) / (again or first),
-        timed_compiled=again is not None,
+        tokens_per_second=(len(tokens) + ended) / (second or first),
+        timed_compiled=second is not None,
         state_bytes=size,
         state_grows=(state_bytes(model, 2 * length) - size) / length,
     )
@@ -136,7 +138,7 @@ def state_bytes(model: Decoder, max_length: int) -> int:
 
 
 def decode(tokenizer: Tokenizer, ids: np.ndarray) -> str:
-    """Text of the ids; those a padded vocabulary has beyond the tokenizer's become U+FFFD."""
+    """The text of the ids; ids of a padded vocabulary that the tokenizer does not have become U+FFFD."""
     outside = np.flatnonzero(np.asarray(ids) >= tokenizer.vocab_size)
     parts = [part[part < tokenizer.vocab_size] for part in np.split(np.asarray(ids), outside)]
     return "\ufffd".join(tokenizer.decode(part) for part in parts)

@@ -1,9 +1,10 @@
-"""A decoder as lm-evaluation-harness asks for it; imports the harness, so imported only where it is used."""
+"""A decoder with the interface of lm-evaluation-harness. Imports the harness, so import this module only
+where it is used."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +19,12 @@ from lsm_jax.evaluation.progress import EvaluationProgress
 from lsm_jax.evaluation.reader import Reader
 from lsm_jax.models import Decoder, sample
 
-_SMALLEST = (
-    32  # tokens that the shortest windows are filled up to, so that few programs are compiled
-)
+_SMALLEST = 32  # tokens; shorter windows are filled up to it, so that few programs are compiled
 
 
 class WindowScorer(Reader):
-    """How likely the ends of token windows are, and whether each of their tokens is the likeliest."""
+    """Computes the probability of the last tokens of windows, and whether each of them is the most likely
+    token."""
 
     def __init__(self, model: Decoder):
         super().__init__(model)
@@ -43,8 +43,8 @@ class WindowScorer(Reader):
             def step(sums, chunk):
                 x, wanted, counts = chunk
                 logits = model.logits(x)
-                own = jnp.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0]
-                logprob = jnp.where(counts, own - jax.nn.logsumexp(logits, axis=-1), 0)
+                wanted_logits = jnp.take_along_axis(logits, wanted[..., None], axis=-1)[..., 0]
+                logprob = jnp.where(counts, wanted_logits - jax.nn.logsumexp(logits, axis=-1), 0)
                 greedy = ~counts | (jnp.argmax(logits, axis=-1) == wanted)
                 return (sums[0] + logprob.sum(axis=1), sums[1] & greedy.all(axis=1)), None
 
@@ -56,12 +56,12 @@ class WindowScorer(Reader):
     def __call__(
         self, windows: Sequence[tuple[list[int], list[int]]], rows: int, length: int
     ) -> list[tuple[float, bool]]:
-        """Log-probability of each end in nats, and whether greedy decoding gives it.
+        """The log-probability of each end in nats, and whether greedy decoding gives that end.
 
         Args:
-            windows: up to `rows` pairs of tokens: what goes before, at least one, and the end.
-            rows: that the batch is filled up to.
-            length: tokens that a window and its end are filled up to, less one.
+            windows: up to `rows` pairs of lists of tokens: at least one token of context, and the end.
+            rows: number of rows that the batch is filled up to.
+            length: number of tokens that a context and its end, without the last token, are filled up to.
         """
         tokens, labels, segment_ids = (np.zeros((rows, length), np.int32) for _ in range(3))
         scored = np.zeros((rows, length), bool)
@@ -76,16 +76,26 @@ class WindowScorer(Reader):
             segment_ids[row, :place], scored[row, len(before) - 1 : place] = 1, True
         arrays = (self._filled(x) for x in (tokens, labels, scored, segment_ids))
         with jax.set_mesh(self._mesh):
-            found = self._score(self._params, *jax.device_put(tuple(arrays), self._rows))
-        logprob, greedy = (np.asarray(x)[: len(windows)] for x in found)
+            scores = self._score(self._params, *jax.device_put(tuple(arrays), self._rows))
+        logprob, greedy = (np.asarray(x)[: len(windows)] for x in scores)
         return [(float(p), bool(g)) for p, g in zip(logprob, greedy, strict=True)]
 
 
-class HarnessModel(TemplateLM):
-    """See `lsm_jax.evaluation.harness.run_harness`.
+class _Settings(NamedTuple):
+    """Settings of sampling; requests that have the same ones are batched together."""
 
-    A text over `max_length` is cut on its left, as the harness's own models do, and `notes` counts it. What the run set in
-    front of documents stands in front of every window, those of a long document's perplexity too.
+    num_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+
+
+class HarnessModel(TemplateLM):
+    """The model of `lsm_jax.evaluation.harness.run_harness`.
+
+    A text longer than `max_length` is cut on its left, as the harness's models do, and `notes` counts it.
+    The token that the run put in front of documents is put in front of every window, including the windows
+    of a long document's perplexity.
     """
 
     def __init__(
@@ -106,50 +116,50 @@ class HarnessModel(TemplateLM):
         self._end = next((token for token in ends if token is not None), None)
         if self._end is None:
             raise ValueError(
-                f"tokenizer {tokenizer.name!r} has no token that begins or ends a document; lm_eval needs one"
+                f"tokenizer {tokenizer.name!r} has no token that begins or ends a document; lm_eval requires one"
             )
 
     def notes(self) -> list[str]:
-        """What a reader of the results must know."""
+        """Notes for readers of the results."""
         if not self._cut:
             return []
         return [f"{self._cut} texts were cut on their left to {self.max_length} tokens"]
 
     @property
     def eot_token_id(self) -> int:
-        """What ends a document, or separates them."""
+        """The token that ends a document or separates documents."""
         assert self._end is not None
         return self._end
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without anything before it goes on from."""
+        """The context of a text that has no context."""
         return self.eot_token_id if self._bos_id is None else self._bos_id
 
     @property
     def tokenizer_name(self) -> str:
-        """For the harness's cache of requests."""
+        """The tokenizer's name, for the harness's cache of requests."""
         return self._tokenizer.name
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Tokens of the text alone."""
+        """The tokens of the text, without BOS."""
         return list(self._tokenizer.encode(string))
 
-    def _window(self, before: list[int], room: int) -> list[int]:
-        """The last `room` tokens, BOS in front where the run had one."""
+    def _window(self, before: list[int], size: int) -> list[int]:
+        """The last `size` tokens, with BOS as the first of them if the run had one."""
         bos = [] if self._bos_id is None else [self._bos_id]
         before = before[len(bos) :] if before[: len(bos)] == bos else before
-        kept = before[max(0, len(before) - max(0, room - len(bos))) :]
-        self._cut += len(kept) < len(before)
-        return bos + kept
+        last = before[max(0, len(before) - max(0, size - len(bos))) :]
+        self._cut += len(last) < len(before)
+        return bos + last
 
     def _scores(self, windows: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """Of windows in any order; like lengths are computed together."""
+        """The scores of windows in any order; windows of similar lengths are computed together."""
         sizes = [len(before) + len(end) - 1 for before, end in windows]
         order = sorted(range(len(windows)), key=lambda i: -sizes[i])
-        found: list[Any] = [None] * len(windows)
+        all_scores: list[Any] = [None] * len(windows)
         total = -(-len(windows) // self.batch_size)
         with EvaluationProgress("lm_eval: scoring", total) as bar:
             for first in range(0, len(order), self.batch_size):
@@ -157,9 +167,9 @@ class HarnessModel(TemplateLM):
                 length = _filled_length(sizes[batch[0]])
                 scores = self._scorer([windows[i] for i in batch], self.batch_size, length)
                 for i, score in zip(batch, scores, strict=True):
-                    found[i] = score
+                    all_scores[i] = score
                 bar.advance(sum(sizes[i] for i in batch))
-        return found
+        return all_scores
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
@@ -168,20 +178,21 @@ class HarnessModel(TemplateLM):
         for (_, text), before, end in requests:
             if not end:
                 raise ValueError(f"lm_eval: the continuation {text!r} has no token")
-            room = self.max_length + 1 - len(end)
-            if room < 1:
+            size = self.max_length + 1 - len(end)
+            if size < 1:
                 raise ValueError(
                     f"lm_eval.max_length={self.max_length}: a continuation has {len(end)} tokens"
                 )
-            windows.append((self._window(before, room), end))
+            windows.append((self._window(before, size), end))
         return self._scores(windows)
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-probability in nats of each whole text, in windows that each predict tokens of their own."""
+        """The log-probability in nats of each text, computed in windows that predict disjoint sets of
+        tokens."""
         windows, texts = [], []
-        # BOS in front of later windows takes a place.
+        # BOS in front of each later window uses one of its tokens.
         size = self.max_length - (self._bos_id is not None)
         for index, request in enumerate(requests):
             tokens = self.tok_encode(request.args[0])
@@ -195,53 +206,62 @@ class HarnessModel(TemplateLM):
         return sums
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Continuations, greedy unless a task samples, cut at the first of its `until` strings."""
-        found = [""] * len(requests)
-        groups: dict[tuple[Any, ...], list[tuple[int, list[int], list[str]]]] = {}
+        """The continuations, greedy unless a task samples, cut at the first of the task's `until` strings."""
+        texts = [""] * len(requests)
+        groups: dict[_Settings, list[tuple[int, list[int], list[str]]]] = {}
         for index, request in enumerate(requests):
-            text, options = request.args
-            until = options.get("until") or []
-            until = [until] if isinstance(until, str) else list(until)
-            number = int(options.get("max_gen_toks", self.max_gen_toks))
-            if not 1 <= number < self.max_length:
-                raise ValueError(
-                    f"max_gen_toks={number}: accepted are 1 to {self.max_length - 1}, below lm_eval.max_length"
-                )
-            drawn = bool(options.get("do_sample", False))
-            settings = (
-                float(options.get("temperature", 1.0)) if drawn else 0.0,
-                options.get("top_k") if drawn else None,
-                options.get("top_p") if drawn else None,
-            )
-            prompt = self._window(self.tok_encode(text), self.max_length - number)
-            prompt = prompt or [self.prefix_token_id]
-            groups.setdefault((number, *settings), []).append((index, prompt, until))
+            settings, prompt, until = self._parse_request(*request.args)
+            groups.setdefault(settings, []).append((index, prompt, until))
         total = sum(-(-len(group) // self.batch_size) for group in groups.values())
         with EvaluationProgress("lm_eval: generating", total) as bar:
-            for (number, temperature, top_k, top_p), group in groups.items():
+            for settings, group in groups.items():
                 group.sort(key=lambda item: -len(item[1]))
                 for first in range(0, len(group), self.batch_size):
                     batch = group[first : first + self.batch_size]
-                    length = _filled_length(len(batch[0][1]))
-                    prompts, real = np.zeros((2, self.batch_size, length), np.int32)
-                    real[len(batch) :, -1] = 1
-                    for row, (_, prompt, _) in enumerate(batch):
-                        prompts[row, -len(prompt) :], real[row, -len(prompt) :] = prompt, 1
-                    drawn = sample(
-                        self._model,
-                        jnp.asarray(prompts),
-                        num_tokens=number,
-                        key=jax.random.key(first),
-                        temperature=temperature,
-                        top_k=top_k,
-                        top_p=top_p,
-                        stop_token=self._end,
-                        segment_ids=jnp.asarray(real),
-                    )
-                    for (index, _, until), ids in zip(batch, np.asarray(drawn), strict=False):
-                        found[index] = self._text(ids, until)
-                    bar.advance(number * len(batch))
-        return found
+                    sampled = self._continue([prompt for _, prompt, _ in batch], settings, first)
+                    for (index, _, until), ids in zip(batch, sampled, strict=False):
+                        texts[index] = self._text(ids, until)
+                    bar.advance(settings.num_tokens * len(batch))
+        return texts
+
+    def _parse_request(
+        self, text: str, options: dict[str, Any]
+    ) -> tuple[_Settings, list[int], list[str]]:
+        """(settings of sampling, tokens of the prompt, strings that end the continuation) of a request."""
+        until = options.get("until") or []
+        until = [until] if isinstance(until, str) else list(until)
+        number = int(options.get("max_gen_toks", self.max_gen_toks))
+        if not 1 <= number < self.max_length:
+            raise ValueError(
+                f"max_gen_toks={number}: accepted are 1 to {self.max_length - 1}, below lm_eval.max_length"
+            )
+        settings = _Settings(number, 0.0, None, None)
+        if options.get("do_sample", False):
+            temperature = float(options.get("temperature", 1.0))
+            settings = _Settings(number, temperature, options.get("top_k"), options.get("top_p"))
+        prompt = self._window(self.tok_encode(text), self.max_length - number)
+        return settings, prompt or [self.prefix_token_id], until
+
+    def _continue(self, prompts: list[list[int]], settings: _Settings, seed: int) -> np.ndarray:
+        """Sample the continuations [batch_size, num_tokens] of prompts, the longest of which is the first."""
+        length = _filled_length(len(prompts[0]))
+        tokens, not_padding = np.zeros((2, self.batch_size, length), np.int32)
+        not_padding[len(prompts) :, -1] = 1
+        for row, prompt in enumerate(prompts):
+            tokens[row, -len(prompt) :], not_padding[row, -len(prompt) :] = prompt, 1
+        return np.asarray(
+            sample(
+                self._model,
+                jnp.asarray(tokens),
+                num_tokens=settings.num_tokens,
+                key=jax.random.key(seed),
+                temperature=settings.temperature,
+                top_k=settings.top_k,
+                top_p=settings.top_p,
+                stop_token=self._end,
+                segment_ids=jnp.asarray(not_padding),
+            )
+        )
 
     def _text(self, ids: np.ndarray, until: list[str]) -> str:
         ended = np.flatnonzero(ids == self._end)
@@ -251,7 +271,7 @@ class HarnessModel(TemplateLM):
 
 
 def _filled_length(size: int) -> int:
-    """`size` filled up to a power of two, or to half as much again as one."""
+    """The smallest length of at least `size` among 2^n and 3/2 * 2^n, from `_SMALLEST`."""
     length = _SMALLEST
     while length < size:
         length = length * 3 // 2 if length & (length - 1) == 0 else length // 3 * 4

@@ -1,7 +1,8 @@
-"""What chosen layers do with one text: attention weights, forget gates and decays, as arrays and pictures.
+"""Maps of selected layers on one text: attention weights, forget gates and decays, as arrays and pictures.
 
-Nothing is asked of a mixer but its contract: what `read` and `write` give its op is all there is to show. Attention is any op
-that has queries and keys and no memory (`ops.attention`); a gate is any entry of `write` that `GATES` names.
+The maps show the inputs of a layer's op, which a mixer's `read` and `write` return; nothing else of a mixer
+is used. Attention weights exist if the op is `ops.attention`; a gate is any entry of `write` that `GATES`
+names.
 """
 
 # No `from __future__ import annotations`: config flags read the fields' types as objects.
@@ -21,14 +22,14 @@ from matplotlib.colors import LogNorm
 from matplotlib.ticker import MaxNLocator
 
 from lsm_jax import ops
-from lsm_jax.evaluation.plots import _figure, _save
+from lsm_jax.evaluation.plots import new_figure, save_figure
 from lsm_jax.evaluation.progress import EvaluationProgress
 from lsm_jax.mixers import Context
 from lsm_jax.models import Decoder
 
 GATES = ("log_forget", "log_decay", "value_log_decay", "log_momentum")
-_PIXELS = 512  # of a picture's side; longer texts are pooled to it
-_LEAST = 1e-6  # the smallest decay and weight that colours tell apart
+PIXELS = 512  # side of a picture; longer texts are pooled to it
+_LEAST = 1e-6  # the smallest decay and weight that differ in colour
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -36,9 +37,9 @@ class MapsConfig:
     """Which layers and heads to show.
 
     Attributes:
-        layers: their numbers from 0; empty: all.
-        heads: their numbers from 0; empty: the first four, or all of fewer.
-        length: tokens shown, from the start; None is a row's, 1,024 at most.
+        layers: numbers of the layers, from 0; empty selects all.
+        heads: numbers of the heads, from 0; empty selects the first four, or all if there are fewer.
+        length: number of tokens shown, from the start; None is the length of a row, at most 1,024.
     """
 
     layers: tuple[int, ...] = ()
@@ -46,7 +47,7 @@ class MapsConfig:
     length: int | None = None
 
     def validate(self) -> None:
-        """Raise ValueError where a number is out of range."""
+        """Raise ValueError if a number is out of range."""
         for name in ("layers", "heads"):
             values = getattr(self, name)
             if any(not isinstance(n, int) or n < 0 for n in values) or len(set(values)) < len(
@@ -62,14 +63,15 @@ class LayerMaps:
     """One layer's maps; P = ceil(T / pool) rows and columns.
 
     Attributes:
-        layer: its number.
-        method: the name of its mixer's class.
-        heads: those shown.
-        pool: positions that share a row or column of the pictures; the largest of them is shown.
+        layer: number of the layer.
+        method: the name of the mixer's class.
+        heads: the heads shown.
+        pool: positions per row or column of the pictures, which show the largest value of these positions.
         attention: softmax weights [heads, P, P], query by key; None unless the op is attention.
-        forgetting: the product of the forget gates between key and query, [heads, P, P]; None without them.
-        gates: log gates of all heads by name, nats, float32 [T, H], or [T, H, K] with a gate for each channel; constant ones
-            are repeated.
+        forgetting: the product of the forget gates between key and query, [heads, P, P]; None without forget
+            gates.
+        gates: log gates of all heads by name, nats, float32 [T, H], or [T, H, K] with one gate per channel;
+            gates that do not depend on the token are repeated.
     """
 
     layer: int
@@ -84,66 +86,67 @@ class LayerMaps:
 def layer_maps(
     model: Decoder, tokens: Int[np.ndarray, " T"], config: MapsConfig, *, progress: bool = True
 ) -> list[LayerMaps]:
-    """The maps of a text's layers.
+    """The maps of the selected layers on a text.
 
     Args:
         model: the decoder.
-        tokens: int [T], one document from its start.
+        tokens: int [T], one document from its first token.
         config: which layers and heads.
         progress: show a bar.
 
     Returns:
-        One entry for each layer that has any; memory is that of one layer and T x 512 weights a head.
+        One entry per layer that has maps; needs the memory of one layer and of T x 512 weights per head.
 
     Raises:
-        ValueError: a layer or head that there is not, a chosen layer that has nothing to show, or none that has.
+        ValueError: a layer or head does not exist, or a layer of `config.layers` or every layer has no maps.
     """
     config.validate()
     blocks = model.periods.blocks
     depth = model.num_periods * len(blocks)
     if config.layers and max(config.layers) >= depth:
         raise ValueError(f"maps.layers={config.layers}; the model's layers are 0 to {depth - 1}")
-    chosen = config.layers or range(depth)
-    length, found = len(tokens), []
-    with EvaluationProgress("maps", max(chosen) + 1, unit="layers", show=progress) as bar:
-        for layer, inputs, _ in walk(model, tokens, chosen):
+    selected = config.layers or range(depth)
+    length, all_maps = len(tokens), []
+    with EvaluationProgress("maps", max(selected) + 1, unit="layers", show=progress) as bar:
+        for layer, inputs, _ in run_layers(model, tokens, selected):
             mixer = blocks[layer % len(blocks)].mixer
-            maps = _maps(mixer, layer, inputs, length, config) if layer in chosen else None
+            maps = _maps(mixer, layer, inputs, length, config) if layer in selected else None
             if maps is not None:
-                found.append(maps)
+                all_maps.append(maps)
             elif layer in config.layers:
                 raise ValueError(
                     f"maps.layers={config.layers}: layer {layer} is a {type(mixer).__name__}, which has "
-                    "neither attention weights nor gates of its own"
+                    "neither attention weights nor gates"
                 )
             bar.advance(length)
-    if not found:
+    if not all_maps:
         raise ValueError("maps: no layer of the model has attention weights or gates")
-    return found
+    return all_maps
 
 
-def walk(
-    model: Decoder, tokens: Int[np.ndarray, " T"], chosen: Collection[int]
+def run_layers(
+    model: Decoder, tokens: Int[np.ndarray, " T"], selected: Collection[int]
 ) -> Iterator[tuple[int, dict[str, Any], jax.Array]]:
-    """Each layer up to the last chosen one: its number, what its op was given (if chosen), and x [1, T, D] after it."""
+    """Run the layers up to the last selected one; yields (number, inputs of its op if it is selected, x [1,
+    T, D] after it)."""
     ids = jnp.asarray(tokens, jnp.int32)[None]
     positions = jnp.arange(ids.shape[1])[None]
     x = model.embedding[...][ids].astype(model.dtype)
     shared = model.init_shared(x)
     splits = [nnx.split(block) for block in model.periods.blocks]
-    for layer in range(max(chosen) + 1):
+    for layer in range(max(selected) + 1):
         period, place = divmod(layer, len(splits))
         graphdef, params = splits[place]
         params = jax.tree.map(lambda leaf, i=period: leaf[i], params)
         x, shared, inputs = _run_layer(
-            graphdef, layer in chosen, params, x, shared, jnp.int32(layer), positions
+            graphdef, layer in selected, params, x, shared, jnp.int32(layer), positions
         )
         yield layer, inputs, x
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _run_layer(graphdef, record, params, x, shared, layer, positions):
-    """One layer: x and `shared` after it, and what its op was given."""
+    """Run one layer; returns x, `shared`, and the inputs of its op (empty unless `record`)."""
     block = nnx.merge(graphdef, params)
     inputs = {}
     if record and block.mixer.innermost() is block.mixer:
@@ -167,33 +170,39 @@ def _maps(mixer: Any, layer: int, inputs: dict[str, Any], length: int, config: M
         for name in GATES
         if inputs.get(name) is not None
     }
-    attends = inputs.get("q") is not None
-    if not gates and not attends:
+    is_attention = inputs.get("q") is not None
+    if not gates and not is_attention:
         return None
-    number = [gate.shape[1] for gate in gates.values()]
-    if attends:
-        number = [max(inputs["q"].shape[2], inputs["k"].shape[2])]
-    heads = config.heads or tuple(range(min(4, *number)))
-    if max(heads) >= min(number):
+    head_counts = [gate.shape[1] for gate in gates.values()]
+    if is_attention:
+        head_counts = [max(inputs["q"].shape[2], inputs["k"].shape[2])]
+    heads = config.heads or tuple(range(min(4, *head_counts)))
+    if max(heads) >= min(head_counts):
         raise ValueError(
-            f"maps.heads={heads}; the heads of layer {layer} are 0 to {min(number) - 1}"
+            f"maps.heads={heads}; the heads of layer {layer} are 0 to {min(head_counts) - 1}"
         )
-    pool = -(-length // _PIXELS)
+    pool = -(-length // PIXELS)
     attention = forgetting = None
-    if attends:
+    if is_attention:
         options = mixer.options()
-        total = number[0]
-        # A sum over many tokens as a pair of float32 numbers, so that differences of sums keep their digits.
+        num_heads = head_counts[0]
+        # Each sum over many tokens is a pair of float32 numbers, so that differences of sums stay exact.
         gate = gates.get("log_forget", np.zeros((length, 1), np.float32))
-        picked = gate[:, np.array(heads) * gate.shape[1] // total]
-        sums = np.cumsum(picked, axis=0, dtype=np.float64).T
+        head_gates = gate[:, np.array(heads) * gate.shape[1] // num_heads]
+        sums = np.cumsum(head_gates, axis=0, dtype=np.float64).T
         high = sums.astype(np.float32)
-        pair = np.stack([high, (sums - high).astype(np.float32)])
-        weights, kept = _weights(
-            heads, pool, options.get("window"), options.get("scale"), inputs["q"], inputs["k"], pair
+        sum_pair = np.stack([high, (sums - high).astype(np.float32)])
+        weights, remaining = _weights(
+            heads,
+            pool,
+            options.get("window"),
+            options.get("scale"),
+            inputs["q"],
+            inputs["k"],
+            sum_pair,
         )
         attention = np.asarray(weights)
-        forgetting = np.asarray(kept) if "log_forget" in gates else None
+        forgetting = np.asarray(remaining) if "log_forget" in gates else None
     return LayerMaps(layer, type(mixer).__name__, heads, pool, attention, forgetting, gates)
 
 
@@ -204,37 +213,42 @@ def _by_token(gate: jax.Array, length: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _weights(heads, pool, window, scale, q, k, sums):
-    """Softmax weights and products of forget gates, [heads, P, P] each, from q, k [1, T, H, K] and sums [2, heads, T]."""
-    length, total = q.shape[1], max(q.shape[2], k.shape[2])
+    """Softmax weights and products of forget gates, [heads, P, P] each, from q, k [1, T, H, K] and sums [2,
+    heads, T]."""
+    length, num_heads = q.shape[1], max(q.shape[2], k.shape[2])
     index = jnp.array(heads)
-    # Float32, and one head of keys for a group of queries.
-    q, k = (x[0, :, index * x.shape[2] // total].astype(jnp.float32) for x in (q, k))
+    # In float32; several query heads have one head of keys.
+    q, k = (x[0, :, index * x.shape[2] // num_heads].astype(jnp.float32) for x in (q, k))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     count = -(-length // pool)
     padding = (0, count * pool - length)
-    place = jnp.arange(count * pool)
+    positions = jnp.arange(count * pool)
     k = jnp.pad(k, [(0, 0), padding, (0, 0)])
-    keys = jnp.pad(sums, [(0, 0), (0, 0), padding])
+    key_sums = jnp.pad(sums, [(0, 0), (0, 0), padding])
 
     def rows(first):
-        at = jnp.minimum(first + jnp.arange(pool), length - 1)
-        distance = at[:, None] - place
-        seen = (distance >= 0) & (place < length)
+        queries = jnp.minimum(first + jnp.arange(pool), length - 1)
+        distance = queries[:, None] - positions
+        visible = (distance >= 0) & (positions < length)
         if window is not None:
-            seen &= distance < window
-        forget = jnp.where(seen, jnp.sum(sums[:, :, at, None] - keys[:, :, None], axis=0), 0)
-        scores = scale * jnp.einsum("hqk,hsk->hqs", q[:, at], k, precision="highest") + forget
-        weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
-        both = weights, jnp.where(seen, jnp.exp(forget), 0)
-        return [x.reshape(len(heads), pool, count, pool).max((1, 3)) for x in both]
+            visible &= distance < window
+        forget = jnp.where(
+            visible, jnp.sum(sums[:, :, queries, None] - key_sums[:, :, None], axis=0), 0
+        )
+        scores = scale * jnp.einsum("hqk,hsk->hqs", q[:, queries], k, precision="highest") + forget
+        weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+        maps = weights, jnp.where(visible, jnp.exp(forget), 0)
+        return [x.reshape(len(heads), pool, count, pool).max((1, 3)) for x in maps]
 
     return [jnp.moveaxis(x, 0, 1) for x in jax.lax.map(rows, pool * jnp.arange(count))]
 
 
 def plot_maps(maps: LayerMaps, path: str | os.PathLike[str], *, title: str = "") -> Path:
-    """One layer's maps as a PNG: a row of panels for the attention weights, one for the products of forget gates, one a gate.
+    """Plot the maps of one layer: a row of panels for the attention weights, one for the products of forget
+    gates, one per gate.
 
-    Colours are logarithmic. A gate is shown as its decay, -log f, in nats a token: heads, or a head's channels, by position.
+    Colours are logarithmic. A gate is shown as its decay, -log f, in nats per token: heads, or a head's
+    channels, by position.
     """
     panels: list[tuple[str, np.ndarray, str, tuple[float, float]]] = []
     squares = (
@@ -260,19 +274,23 @@ def plot_maps(maps: LayerMaps, path: str | os.PathLike[str], *, title: str = "")
             ]
     columns = min(4, len(maps.heads), len(panels))
     rows = -(-len(panels) // columns)
-    figure, axes = _figure(title or f"layer {maps.layer}", columns=columns, rows=rows)
+    figure, axes = new_figure(title or f"layer {maps.layer}", columns=columns, rows=rows)
     for (name, value, kind, limits), ax in zip(panels, axes, strict=False):
         square = kind == "key"
-        high, wide = value.shape
+        height, width = value.shape
         extent = (
-            (0, wide * maps.pool, high * maps.pool, 0)
+            (0, width * maps.pool, height * maps.pool, 0)
             if square
-            else (0, wide * maps.pool, high - 0.5, -0.5)
+            else (0, width * maps.pool, height - 0.5, -0.5)
         )
         image = ax.imshow(
-            np.maximum(value, limits[0]), aspect="auto", interpolation="nearest", cmap="magma",
-            norm=LogNorm(*limits), extent=extent,
-        )  # fmt: skip
+            np.maximum(value, limits[0]),
+            aspect="auto",
+            interpolation="nearest",
+            cmap="magma",
+            norm=LogNorm(*limits),
+            extent=extent,
+        )
         ax.set_title(name, fontsize=9)
         ax.set(
             xlabel="key position" if square else "position",
@@ -282,4 +300,4 @@ def plot_maps(maps: LayerMaps, path: str | os.PathLike[str], *, title: str = "")
         figure.colorbar(image, ax=ax)
     for ax in axes[len(panels) :]:
         ax.set_visible(False)
-    return _save(figure, path)
+    return save_figure(figure, path)

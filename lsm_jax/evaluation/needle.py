@@ -1,4 +1,5 @@
-"""Needle in a haystack: does a model find one fact in long text, and how much likelier does the fact make the answer?"""
+"""Needle in a haystack: whether a model finds one fact in a long text, and how much the fact lowers the
+answer's loss."""
 
 from __future__ import annotations
 
@@ -23,16 +24,16 @@ class NeedleScores:
     """Scores by length and depth, means over the samples.
 
     Attributes:
-        lengths: tokens of prompt and answer together, L of them.
-        depths: percent, D of them.
+        lengths: the L lengths, tokens of prompt and answer together.
+        depths: the D depths, in percent.
         found: share of greedy continuations that contain the answer, by mode, [L, D].
-        nll: nats a token of the answer, by mode, [L, D].
-        place: tokens of text in front of the needle, by mode, [L, D]; of the first sample.
-        found_without: as `found`, without the needle in the text, [L].
-        nll_without: as `nll`, without the needle, [L].
-        continuations: what the model said to the first sample, by mode, a list [L][D].
-        seconds: wall time, compilation included.
-        num_tokens: tokens of prompts read.
+        nll: loss of the answer in nats per token, by mode, [L, D].
+        place: tokens of text in front of the needle in the first sample, by mode, [L, D].
+        found_without: the same as `found` for the text without the needle, [L].
+        nll_without: the same as `nll` for the text without the needle, [L].
+        continuations: the model's continuation of the first sample, by mode, a list [L][D].
+        seconds: wall time, including compilation.
+        num_tokens: number of prompt tokens read.
     """
 
     lengths: tuple[int, ...]
@@ -47,7 +48,7 @@ class NeedleScores:
     num_tokens: int
 
     def summary(self) -> dict[str, Any]:
-        """What needle.json holds of it."""
+        """The scores as stored in needle.json."""
         result: dict[str, Any] = {
             "lengths": list(self.lengths),
             "depths": list(self.depths),
@@ -69,7 +70,7 @@ class NeedleScores:
 
 
 def contains(text: str, answer: str) -> bool:
-    """Whether the answer stands in the text, whatever the case and the white space."""
+    """Whether the text contains the answer; case and white space are ignored."""
     return " ".join(answer.split()).casefold() in " ".join(text.split()).casefold()
 
 
@@ -83,19 +84,19 @@ def find_needles(
     piece_length: int = 4096,
     progress: bool = True,
 ) -> NeedleScores:
-    """Hide the needle at every length and depth and ask for it.
+    """Hide the needle at every length and depth, and ask the model for it.
 
     Args:
         model: the decoder.
         task: the prompts.
-        text: int32, a stretch of text for each of the config's samples, `task.text_length` of the longest length or more.
-        lengths: of `task.lengths`.
+        text: int32 [samples, N], one text per sample; N is at least `task.text_length` of the longest length.
+        lengths: the result of `task.lengths`.
         batch_size: prompts read at a time.
-        piece_length: tokens of each prompt that are read at a time, the state carried on.
+        piece_length: tokens of each prompt read at a time; the state is carried from piece to piece.
         progress: show a bar.
 
     Raises:
-        ValueError: a text too short, or ids outside the model's vocabulary.
+        ValueError: the text is too short, or has ids outside the model's vocabulary.
     """
     config = task.config
     size = task.text_length(max(lengths))
@@ -111,8 +112,9 @@ def find_needles(
         piece_length=piece_length,
     )
     rows = len(prompts) // len(lengths)
-    found, nll, said = np.zeros(len(prompts)), np.zeros(len(prompts)), []
-    # Every length has as many prompts; batches do not cross lengths, and a last one is filled up.
+    found, nll, continuations = np.zeros(len(prompts)), np.zeros(len(prompts)), []
+    # Every length has the same number of prompts. A batch has prompts of one length; the last one is filled
+    # up.
     batches = [
         range(first, min(first + batch_size, (i + 1) * rows))
         for i in range(len(lengths))
@@ -120,26 +122,26 @@ def find_needles(
     ]
     with EvaluationProgress("needle", len(batches), show=progress) as bar:
         for batch in batches:
-            picked = [batch[min(i, len(batch) - 1)] for i in range(min(batch_size, rows))]
-            tokens = np.stack([prompts[i].tokens for i in picked])
-            costs, drawn = answerer(tokens, np.tile(task.answer, (len(picked), 1)))
+            filled_batch = [batch[min(i, len(batch) - 1)] for i in range(min(batch_size, rows))]
+            tokens = np.stack([prompts[i].tokens for i in filled_batch])
+            costs, drawn = answerer(tokens, np.tile(task.answer, (len(filled_batch), 1)))
             for i, cost, ids in zip(batch, costs, drawn, strict=False):
-                said.append(decode(task.tokenizer, ids))
+                continuations.append(decode(task.tokenizer, ids))
                 nll[i] = np.mean(cost, dtype=np.float64)
-                found[i] = contains(said[i], config.answer)
-            done = nll[: len(said)]
-            bar.advance(len(batch) * tokens.shape[1], float(done.mean()))
+                found[i] = contains(continuations[i], config.answer)
+            nll_so_far = nll[: len(continuations)]
+            bar.advance(len(batch) * tokens.shape[1], float(nll_so_far.mean()))
         seconds = bar.seconds
-    bad = np.flatnonzero(~np.isfinite(nll))
-    if bad.size:
+    not_finite = np.flatnonzero(~np.isfinite(nll))
+    if not_finite.size:
         raise ValueError(
-            f"the answer's loss is not finite after {prompts[bad[0]].tokens.size} tokens"
+            f"the answer's loss is not finite after {prompts[not_finite[0]].tokens.size} tokens"
         )
-    return _gather(prompts, lengths, config, found, nll, said, seconds)
+    return _gather(prompts, lengths, config, found, nll, continuations, seconds)
 
 
-def _gather(prompts, lengths, config, found, nll, said, seconds) -> NeedleScores:
-    """The scores of prompts in the order of `NeedleTask.prompts`, length by length."""
+def _gather(prompts, lengths, config, found, nll, texts, seconds) -> NeedleScores:
+    """Collect the scores of prompts that are in the order of `NeedleTask.prompts`, length by length."""
     shape = (len(lengths), -1, config.samples)
     found, nll = found.reshape(shape), nll.reshape(shape)
     first = np.arange(len(prompts)).reshape(shape)[:, :, 0]
@@ -156,7 +158,7 @@ def _gather(prompts, lengths, config, found, nll, said, seconds) -> NeedleScores
         found_without=found[:, 0].mean(-1),
         nll_without=nll[:, 0].mean(-1),
         continuations={
-            mode: [[said[i] for i in row] for row in first[:, cells].tolist()]
+            mode: [[texts[i] for i in row] for row in first[:, cells].tolist()]
             for mode, cells in modes.items()
         },
         seconds=seconds,
@@ -164,12 +166,13 @@ def _gather(prompts, lengths, config, found, nll, said, seconds) -> NeedleScores
     )
 
 
-def limits(config: Any, lengths: Sequence[int], train_length: int) -> list[str]:
-    """What a reader of the scores must know of lengths that go beyond the model's training or its layers' reach.
+def length_notes(config: Any, lengths: Sequence[int], train_length: int) -> list[str]:
+    """Notes on lengths above the training length, or above the number of tokens that the layers' windows can
+    pass a fact on.
 
     Args:
         config: a `ModelConfig`.
-        lengths: tokens.
+        lengths: lengths in tokens.
         train_length: tokens of a row in training.
     """
     notes = []
@@ -177,9 +180,9 @@ def limits(config: Any, lengths: Sequence[int], train_length: int) -> list[str]:
     if beyond:
         notes.append(
             f"lengths {', '.join(map(str, beyond))} are over the training length {train_length}: "
-            "read whole, at positions the model was not trained on"
+            "they include positions that the model was not trained on"
         )
-    # A layer that sees the last w tokens and no more passes a fact on by w - 1.
+    # A layer that sees only the last w tokens passes a fact on by w - 1 tokens.
     layers = [config.layers[letter].mixer for letter in config.letters()]
     windows = [m.window if mixers.method_of(m).op == "attention" else None for m in layers]
     reach = 1 + sum(math.inf if window is None else window - 1 for window in windows)
@@ -187,6 +190,6 @@ def limits(config: Any, lengths: Sequence[int], train_length: int) -> list[str]:
     if beyond:
         notes.append(
             f"lengths {', '.join(map(str, beyond))} are over what the layers' windows reach, {reach:.0f} tokens back: a needle "
-            "in front of that cannot be found"
+            "further back cannot be found"
         )
     return notes

@@ -1,4 +1,5 @@
-"""The loss of a model at every position of held-out documents, in memory that does not grow with their length."""
+"""The loss of a model at every position of held-out documents, in memory that does not grow with their
+length."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ _ROW_FIELDS = ("tokens", "labels", "loss_mask", "segment_ids", "positions")
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What one pass over held-out data gives.
+    """The result of one pass over held-out data.
 
     Attributes:
         curve: loss by position.
-        num_sequences: rows in which a token was scored.
-        num_byte_labels: scored labels that are bytes (below 256), the denominator of bits per byte.
-        seconds: wall time, compilation included.
+        num_sequences: number of rows in which a token was scored.
+        num_byte_labels: number of scored labels that are bytes (below 256), the denominator of bits per byte.
+        seconds: wall time, including compilation.
     """
 
     curve: LossCurve
@@ -36,21 +37,24 @@ class Evaluation:
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits a byte, for a byte tokenizer: what separators cost is charged to the bytes."""
+        """Bits per byte, for a byte tokenizer; the loss of separators is counted as part of the bytes'
+        loss."""
         return float(self.curve.total.sum() / np.log(2) / self.num_byte_labels)
 
 
 class Scorer(Reader):
-    """Per-token losses of batches, in pieces of the row with the model's state carried from piece to piece.
+    """Computes the per-token losses of batches piece by piece; the model's state is carried from piece to
+    piece of a row.
 
-    The compiled program holds the activations of one piece, so memory is flat in T (softmax layers without a window keep
-    their T keys and values). Rows no longer than a piece take the model's stateless path. All devices of this host share
-    the rows of a batch, and where these are fewer, the tokens of each.
+    The compiled program has the activations of one piece, so memory does not grow with T (except that
+    softmax layers without a window have T keys and values). Rows no longer than a piece are computed without
+    a state. The rows of a batch are distributed over all devices of this host, and if there are fewer rows
+    than devices, the tokens of each row are, too.
 
     Args:
         model: the decoder.
-        piece_length: tokens of each row that are read at a time.
-        rows: of a batch; None is at least one a device.
+        piece_length: tokens of each row read at a time.
+        rows: rows of a batch; None means at least one row per device.
     """
 
     def __init__(self, model: Decoder, *, piece_length: int = 4096, rows: int | None = None):
@@ -69,54 +73,56 @@ class Scorer(Reader):
             )
             return nll, state
 
-        self._score = jax.jit(score, donate_argnums=1, out_shardings=(self._rows, self._state_rows))
+        self.score_piece = jax.jit(
+            score, donate_argnums=1, out_shardings=(self._rows, self._state_rows)
+        )
         self._score_whole = jax.jit(lambda params, piece: score(params, None, piece)[0])
 
     def __call__(self, batch: Mapping[str, np.ndarray]) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (first position, losses in nats float32 [B, piece]) for each piece of the batch, in order.
 
         Args:
-            batch: tokens, labels [B, T], and loss_mask, segment_ids, positions where the data has them.
+            batch: tokens, labels [B, T], and loss_mask, segment_ids, positions if the data has them.
 
         Raises:
-            ValueError: a token or label outside the model's vocabulary.
+            ValueError: a token or label is outside the model's vocabulary.
         """
         rows, length = batch["tokens"].shape
         fields = {name: np.asarray(batch[name]) for name in _ROW_FIELDS if name in batch}
         fields.setdefault("loss_mask", np.ones((rows, length), np.float32))
         self._check(fields)
-        # Rows that only fill the devices are scored nowhere: their mask is 0.
+        # Rows that are added to fill the devices are not scored: their mask is 0.
         fields = {k: self._filled(v) for k, v in fields.items()}
         state = None
         if length > self.piece_length:
             with jax.set_mesh(self._mesh):
-                state = self._init_state(self._params, len(fields["tokens"]), length)
+                state = self.init_state(len(fields["tokens"]), length)
         for start in range(0, length, self.piece_length):
             piece = {k: v[:, start : start + self.piece_length] for k, v in fields.items()}
             piece = jax.device_put(piece, self._rows)
-            # Not across the yield: what the caller does between is no business of this mesh.
+            # The mesh is not set across the yield, so that it does not affect the caller.
             with jax.set_mesh(self._mesh):
                 if state is None:
                     nll = self._score_whole(self._params, piece)
                 else:
-                    nll, state = self._score(self._params, state, piece)
+                    nll, state = self.score_piece(self._params, state, piece)
             yield start, np.asarray(nll)[:rows]
 
     def compiled(self, *, rows: int, length: int) -> Any:
-        """The program of one whole piece of `rows` rows of `length` tokens, as jax compiled it: its memory, its operations.
+        """The compiled program of one piece of rows, to inspect its memory and its operations.
 
         Args:
-            rows: a multiple of the devices that share them.
-            length: more than a piece.
+            rows: number of rows, a multiple of the devices they are distributed over.
+            length: tokens of a row, more than a piece.
         """
         with jax.set_mesh(self._mesh):
-            state = jax.eval_shape(lambda: self._init_state(self._params, rows, length))
+            state = jax.eval_shape(lambda: self.init_state(rows, length))
             kinds = dict(tokens=jnp.int32, labels=jnp.int32, loss_mask=jnp.float32)
             piece = {
                 name: jax.ShapeDtypeStruct((rows, self.piece_length), kind, sharding=self._rows)
                 for name, kind in kinds.items()
             }
-            return self._score.lower(self._params, state, piece).compile()
+            return self.score_piece.lower(self._params, state, piece).compile()
 
     def _check(self, fields: Mapping[str, np.ndarray]) -> None:
         scored = fields["loss_mask"] != 0
@@ -136,21 +142,24 @@ def evaluate(
     piece_length: int = 4096,
     progress: bool = True,
 ) -> Evaluation:
-    """Loss by position over all the batches.
+    """Compute the loss by position over all batches.
 
     Args:
         model: the decoder.
-        batches: as `lsm_jax.data` makes them; all rows of one length T, the last batch may have fewer. With
-            `positions` a token counts at its position in its document, else at its place in the row.
-        num_batches: for the progress bar; None where it is not known. It does not limit what is read.
-        piece_length: tokens of each row that are read at a time.
+        batches: batches of `lsm_jax.data`, all of rows of one length T; the last batch may have fewer rows.
+            With `positions` a token counts at its position in its document, otherwise at its position in the
+            row.
+        num_batches: number of batches for the progress bar; None if not known. It does not limit what is
+            read.
+        piece_length: tokens of each row read at a time.
         progress: show a bar.
 
     Returns:
-        The curve, and what was read.
+        The curve, and counts of what was read.
 
     Raises:
-        ValueError: no batch, rows of different lengths, ids outside the vocabulary, or a loss that is not finite.
+        ValueError: there is no batch, rows differ in length, ids are outside the vocabulary, or a loss is
+            not finite.
     """
     scorer: Any = None
     curve, sequences, byte_labels, size = None, 0, 0, 0
@@ -187,7 +196,7 @@ def evaluate(
 
 
 def _fill(batch: Mapping[str, np.ndarray], rows: int) -> dict[str, Any]:
-    """The batch with so many rows more, of mask 0, so that a last small batch needs no second compilation."""
+    """Add `rows` rows of mask 0 to the batch, so that a smaller last batch is not compiled again."""
     if not rows:
         return dict(batch)
     filled = {k: np.pad(np.asarray(v), ((0, rows), (0, 0))) for k, v in batch.items()}

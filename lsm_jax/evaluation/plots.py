@@ -1,4 +1,5 @@
-"""Plots of a run: loss by position, perplexity by length, training curves, needles found. Written as PNG, without a display."""
+"""Plots of a run as PNG files, without a display: loss by position, perplexity by length, training curves,
+needle scores."""
 
 from __future__ import annotations
 
@@ -19,20 +20,21 @@ from lsm_jax.evaluation.curve import LossCurve
 from lsm_jax.evaluation.needle import NeedleScores
 
 COLOURS = ("#1f5a96", "#c8553d", "#3a7d44", "#8a5a9e", "#b8860b", "#4a4a4a")
-WINDOW = 101  # of the published plots of long documents
+WINDOW = 101  # positions, as in the published plots of long documents
 
 
 def moving_average(
     values: Float[np.ndarray, " T"], window: int | None = None
 ) -> Float[np.ndarray, " T"]:
-    """Centred moving average over `window` positions, those beyond the ends and NaN left out of it.
+    """Centred moving average over `window` positions; positions beyond the ends and NaN are left out of each
+    average.
 
     Args:
         values: [T].
-        window: odd; None is 101, or the largest odd number within T / 20 where that is smaller.
+        window: an odd number; None is the smaller of 101 and the largest odd number up to T / 20.
 
     Raises:
-        ValueError: an even window, or one below 1.
+        ValueError: the window is even or below 1.
     """
     if window is None:
         window = min(WINDOW, max(1, (values.size // 20 - 1) | 1))
@@ -57,14 +59,14 @@ def plot_loss_by_position(
     first: int | None = None,
     title: str = "Held-out loss by position",
 ) -> Path:
-    """L(i), smoothed, and P(l), as it is, side by side.
+    """Plot the smoothed L(i) and the P(l) side by side.
 
     Args:
         curves: one curve, or several by name.
-        path: the PNG.
-        train_length: marked by a dashed line where given.
-        first: the first position shown; None is 128, or a 64th of the longest curve where that is less.
-        title: above both.
+        path: the PNG file.
+        train_length: length drawn as a dashed line; None draws none.
+        first: the first position shown; None is the smaller of 128 and a 64th of the longest curve.
+        title: above both plots.
 
     Returns:
         The path.
@@ -72,14 +74,14 @@ def plot_loss_by_position(
     curves = {"": curves} if isinstance(curves, LossCurve) else dict(curves)
     longest = max(curve.length for curve in curves.values())
     first = min(128, longest // 64) if first is None else first
-    figure, (left, right) = _figure(title, columns=2)
-    for colour, (name, curve) in zip(_colours(len(curves)), curves.items(), strict=True):
+    figure, (left, right) = new_figure(title, columns=2)
+    for colour, (name, curve) in zip(colours(len(curves)), curves.items(), strict=True):
         position = np.arange(curve.length) + 1
         shown = slice(min(first, curve.length - 1), None)
         left.plot(position[shown], moving_average(curve.loss)[shown], color=colour, label=name)
         right.plot(position[shown], curve.running_perplexity()[shown], color=colour, label=name)
-    _label(left, "position i (tokens)", "loss L(i) (nats per token)")
-    _label(right, "length l (tokens)", "perplexity P(l)")
+    label_axes(left, "position i (tokens)", "loss L(i) (nats per token)")
+    label_axes(right, "length l (tokens)", "perplexity P(l)")
     for axes in (left, right):
         if longest >= 64:
             axes.set_xscale("log", base=2)
@@ -88,17 +90,25 @@ def plot_loss_by_position(
         if train_length is not None and train_length <= longest:
             axes.axvline(train_length, color="#777777", linestyle="--", linewidth=1, zorder=1)
             axes.annotate(
-                "training length", (train_length, 0.98), xycoords=("data", "axes fraction"),
-                xytext=(-4, 0), textcoords="offset points",
-                rotation=90, ha="right", va="top", fontsize=8, color="#777777",
-            )  # fmt: skip
-    return _save(figure, path, legend=left if any(curves) else None)
+                "training length",
+                (train_length, 0.98),
+                xycoords=("data", "axes fraction"),
+                xytext=(-4, 0),
+                textcoords="offset points",
+                rotation=90,
+                ha="right",
+                va="top",
+                fontsize=8,
+                color="#777777",
+            )
+    return save_figure(figure, path, legend=left if any(curves) else None)
 
 
 def read_metrics(path: str | os.PathLike[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Every numeric series of a `metrics.jsonl` by name, as (steps, values); a line cut short at the end is left out.
+    """Every numeric series of a `metrics.jsonl` by name, as (steps, values); a line cut short at the end is
+    left out.
 
-    Of several lines of one step, which a resumed run may leave, the last one counts.
+    If several lines have the same step, as after a resumed run, the last one counts.
     """
     series: dict[str, dict[int, float]] = {}
     for line in Path(path).read_text().splitlines():
@@ -123,40 +133,40 @@ def plot_training(
     names: Sequence[str] = ("train/loss", "val/loss"),
     title: str = "Training",
 ) -> Path:
-    """The loss of each run by step.
+    """Plot the loss of each run by step.
 
     Args:
         runs: run directories, or their `metrics.jsonl`, by the name to show.
-        path: the PNG.
-        names: series to show; the first is drawn solid, the others dashed with points. Those a run does not have are
-            left out.
-        title: above.
+        path: the PNG file.
+        names: series to show; the first is drawn solid, the others dashed with points. Series that a run
+            does not have are left out.
+        title: above the plot.
 
     Returns:
         The path.
 
     Raises:
-        ValueError: if no run has any of the series.
+        ValueError: no run has any of the series.
     """
-    figure, (axes,) = _figure(title, columns=1)
-    found: set[str] = set()
-    for colour, (run, where) in zip(_colours(len(runs)), runs.items(), strict=True):
-        where = Path(where)
-        metrics = read_metrics(where / "metrics.jsonl" if where.is_dir() else where)
-        found |= set(metrics)
-        for place, name in enumerate(names):
+    figure, (axes,) = new_figure(title, columns=1)
+    available: set[str] = set()
+    for colour, (run, source) in zip(colours(len(runs)), runs.items(), strict=True):
+        source = Path(source)
+        metrics = read_metrics(source / "metrics.jsonl" if source.is_dir() else source)
+        available |= set(metrics)
+        for index, name in enumerate(names):
             if name not in metrics:
                 continue
-            style: dict[str, Any] = {} if place == 0 else dict(linestyle="--", marker="o", ms=3)
+            style: dict[str, Any] = {} if index == 0 else dict(linestyle="--", marker="o", ms=3)
             label = " · ".join(part for part in (run, name) if part)
             axes.plot(*metrics[name], color=colour, label=label, **style)
     if not axes.lines:
         raise ValueError(
-            f"names={tuple(names)}, the runs have: {', '.join(sorted(found)) or 'none'}"
+            f"names={tuple(names)}, the runs have: {', '.join(sorted(available)) or 'none'}"
         )
-    _label(axes, "step", "loss (nats per token)")
+    label_axes(axes, "step", "loss (nats per token)")
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    return _save(figure, path, legend=axes)
+    return save_figure(figure, path, legend=axes)
 
 
 def plot_needle(
@@ -166,40 +176,52 @@ def plot_needle(
     train_length: int | None = None,
     title: str = "Needle in a haystack",
 ) -> Path:
-    """Heat maps of a needle search: the share of needles found, and the answer's loss; a row of panels a mode.
+    """Plot heat maps of a needle search: the share of needles found and the answer's loss, with one row of
+    panels per mode.
 
     The lowest row of each panel is the same text without the needle.
 
     Args:
-        scores: of `find_needles`.
-        path: the PNG.
-        train_length: a dashed line parts the lengths beyond it from the others.
-        title: above.
+        scores: the result of `find_needles`.
+        path: the PNG file.
+        train_length: lengths above it are separated from the others by a dashed line; None draws none.
+        title: above the panels.
 
     Returns:
         The path.
     """
     lengths, depths = scores.lengths, scores.depths
     size = (1.8 + 0.62 * max(len(lengths), 5), 1.4 + 0.26 * (len(depths) + 1))
-    figure, panels = _figure(title, columns=2, rows=len(scores.found), size=size)
+    figure, panels = new_figure(title, columns=2, rows=len(scores.found), size=size)
     most = max(scores.nll_without.max(), *(nll.max() for nll in scores.nll.values()))
     for i, mode in enumerate(scores.found):
         shown = (
             (scores.found[mode], scores.found_without, f"{mode}: found", "RdYlGn", 1.0, "{:.2g}"),
-            (scores.nll[mode], scores.nll_without, f"{mode}: loss of the answer (nats a token)",
-             "viridis_r", most, "{:.2f}"),
-        )  # fmt: skip
-        for axes, (values, without, name, colours, top, text) in zip(
+            (
+                scores.nll[mode],
+                scores.nll_without,
+                f"{mode}: loss of the answer (nats a token)",
+                "viridis_r",
+                most,
+                "{:.2f}",
+            ),
+        )
+        for axes, (values, without, name, colour_map, top, text) in zip(
             panels[2 * i : 2 * i + 2], shown, strict=True
         ):
             cells = np.concatenate([values.T, without[None]])
-            image = axes.imshow(cells, aspect="auto", cmap=colours, vmin=0, vmax=top or 1)
+            image = axes.imshow(cells, aspect="auto", cmap=colour_map, vmin=0, vmax=top or 1)
             for (row, column), value in np.ndenumerate(cells):
                 light = np.dot(image.to_rgba(value)[:3], (0.3, 0.6, 0.1)) > 0.5
                 axes.text(
-                    column, row, text.format(value), ha="center", va="center", fontsize=7,
+                    column,
+                    row,
+                    text.format(value),
+                    ha="center",
+                    va="center",
+                    fontsize=7,
                     color="black" if light else "white",
-                )  # fmt: skip
+                )
             axes.axhline(len(depths) - 0.5, color="white", linewidth=2)
             axes.set_xticks(range(len(lengths)), [f"{n:,}" for n in lengths], rotation=45)
             axes.set_yticks(range(len(depths) + 1), [*(f"{d:g} %" for d in depths), "no needle"])
@@ -211,19 +233,21 @@ def plot_needle(
                 axes.set_xlabel(
                     f"length (tokens); dashed: beyond the training length {train_length:,}"
                 )
-    return _save(figure, path)
+    return save_figure(figure, path)
 
 
-def _colours(number: int) -> list[str]:
+def colours(number: int) -> list[str]:
+    """`number` colours; they repeat after the last one of `COLOURS`."""
     return [COLOURS[i % len(COLOURS)] for i in range(number)]
 
 
-def _figure(
+def new_figure(
     title: str, *, columns: int, rows: int = 1, size: tuple[float, float] = (5.2, 3.6)
 ) -> tuple[Figure, list[Axes]]:
-    """A figure and its axes, row by row; `size` is one panel's, in inches.
+    """A figure and its axes, row by row; `size` is that of one panel, in inches.
 
-    It is its own, not pyplot's: no global state, no display, whatever backend a notebook has chosen.
+    The figure does not belong to pyplot, so it has no global state and needs no display, whichever backend a
+    notebook uses.
     """
     figure = Figure(figsize=(size[0] * columns, size[1] * rows), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
@@ -232,7 +256,9 @@ def _figure(
     return figure, list(axes.flat)
 
 
-def _label(axes: Axes, x: str, y: str) -> None:
+def label_axes(axes: Axes, x: str, y: str) -> None:
+    """Set the labels of both axes and the common style: a grid behind the curves, no frame above and on the
+    right."""
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(True, color="#dddddd", linewidth=0.6)
@@ -241,8 +267,10 @@ def _label(axes: Axes, x: str, y: str) -> None:
     axes.margins(x=0.01)
 
 
-def _save(figure: Figure, path: str | os.PathLike[str], *, legend: Axes | None = None) -> Path:
-    """Write a PNG, whole or not there."""
+def save_figure(
+    figure: Figure, path: str | os.PathLike[str], *, legend: Axes | None = None
+) -> Path:
+    """Write a figure as a PNG under a temporary name, then rename it; returns the path."""
     if legend is not None:
         legend.legend(frameon=False, fontsize=9)
     path = Path(path)

@@ -1,4 +1,4 @@
-"""A progress bar with speed and time left; plain lines where there is no terminal."""
+"""A progress bar with speed and time left, or printed lines where there is no terminal."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _SECONDS_BETWEEN_LINES = 15.0
 
 
 class EvaluationProgress:
-    """Counts steps and tokens; a context manager.
+    """A context manager that counts steps and tokens and shows them.
 
     Args:
         description: what is being done.
-        total: steps, or None where that is not known.
-        unit: what a step is, in the plural.
+        total: number of steps; None if not known.
+        unit: what a step processes, in the plural.
         show: False prints nothing.
     """
 
@@ -59,16 +59,17 @@ class EvaluationProgress:
 
     @property
     def seconds(self) -> float:
-        """Since the bar was made, compilation included."""
+        """Seconds since the bar was created, including compilation."""
         return time.perf_counter() - self._start
 
     def expect(self, total: int | None) -> None:
-        """How many steps there will be in all, known only now."""
+        """Set the total number of steps."""
         self.total = total
         self._bar.update(self._task, total=total)
 
     def advance(self, tokens: int, loss: float | None = None) -> None:
-        """One step is done: so many tokens, and the mean loss so far in nats a token where there is one."""
+        """Count a finished step of so many tokens; `loss` is the mean loss so far in nats per token, if
+        there is one."""
         self.tokens += tokens
         self.steps += 1
         status = f"{self.tokens / self.seconds:,.0f} tokens/s"
@@ -80,6 +81,6 @@ class EvaluationProgress:
             done, left = str(self.steps), ""
             if self.total:
                 done = f"{self.steps}/{self.total}"
-                rest = self.seconds / self.steps * (self.total - self.steps)
-                left = f" · {rest:.0f} s left"
+                seconds_left = self.seconds / self.steps * (self.total - self.steps)
+                left = f" · {seconds_left:.0f} s left"
             print(f"{self.description} {done} · {status}{left}", file=sys.stderr, flush=True)

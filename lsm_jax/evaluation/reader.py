@@ -1,4 +1,5 @@
-"""A model that reads rows piece by piece, its state carried on, on all devices of this host: rows each, or parts of a row."""
+"""A model that reads rows piece by piece with its state carried on; rows, or parts of a row, are distributed
+over devices."""
 
 from __future__ import annotations
 
@@ -15,12 +16,13 @@ from lsm_jax.parallel import MeshConfig, batch_sharding, largest_divisor, make_m
 
 
 class Reader:
-    """The parameters on every device, and rows spread over them.
+    """The parameters on every device of this host, and rows distributed over these devices.
 
     Args:
         model: the decoder.
-        piece_length: tokens of each row that are read at a time.
-        rows: of a batch. Where they are fewer than the devices, those left over cut each row along time; None is enough of them.
+        piece_length: tokens of each row read at a time.
+        rows: rows of a batch. If there are fewer rows than devices, the other devices divide each row along
+            time; None means at least one row per device.
     """
 
     def __init__(self, model: Decoder, *, piece_length: int = 4096, rows: int | None = None):
@@ -35,7 +37,8 @@ class Reader:
         self._mesh = make_mesh(mesh, devices)
         self._rows = batch_sharding(self._mesh)
         self._params = jax.device_put(params, NamedSharding(self._mesh, PartitionSpec()))
-        # Layers' states lead with the layers' axis. Set for every call, so that all pieces run one program.
+        # States of layers have the layers as first axis. The sharding is the same for every call, so all
+        # pieces run one program.
         layers = NamedSharding(self._mesh, partition_spec((None, "batch")))
         self._state_rows = DecoderState(layers, cast(Any, self._rows))
         self._init_state = jax.jit(
@@ -44,25 +47,30 @@ class Reader:
             out_shardings=self._state_rows,
         )
 
+    def init_state(self, rows: int, length: int) -> DecoderState:
+        """The state of `rows` rows of up to `length` tokens before the first piece, on the devices."""
+        return self._init_state(self._params, rows, length)
+
     def _model(self, params: Any) -> Decoder:
         return nnx.merge(self._graphdef, params)
 
     def _filled(self, rows: np.ndarray) -> np.ndarray:
-        """[B, ...] with rows of zeros more, so that the devices share them evenly."""
+        """Add rows of zeros to [B, ...], so that the devices get equal numbers of rows."""
         return np.pad(rows, ((0, -len(rows) % self._shards), (0, 0)))
 
 
 class Answerer(Reader):
-    """What a model says after a prompt: how likely one given answer is to it, and how it goes on by itself.
+    """The answers of a model to a prompt: the loss of one given answer, and the greedy continuation.
 
-    A prompt is read once, in pieces of one length (the first one padded on its left), so that prompts of all lengths run one
-    program. Memory does not grow with the prompt, but for the keys and values of softmax layers without a window.
+    A prompt is read once, in pieces of one length (the first one padded on its left), so that prompts of all
+    lengths run one program. Memory does not grow with the prompt, except for the keys and values of softmax
+    layers without a window.
 
     Args:
         model: the decoder.
-        max_length: tokens of the longest prompt; softmax layers keep room for them all.
-        num_tokens: how many to generate.
-        piece_length: tokens of each prompt that are read at a time.
+        max_length: tokens of the longest prompt; softmax layers allocate keys and values for so many.
+        num_tokens: number of tokens to generate.
+        piece_length: tokens of each prompt read at a time.
     """
 
     def __init__(
@@ -74,7 +82,7 @@ class Answerer(Reader):
         super().__init__(model, piece_length=min(piece_length, max_length))
         self.max_length, self.num_tokens = max_length, num_tokens
 
-        def read(params, state, tokens, segment_ids):
+        def read_piece(params, state, tokens, segment_ids):
             hidden, state, _ = self._model(params).hidden(
                 tokens, state=state, segment_ids=segment_ids
             )
@@ -82,11 +90,13 @@ class Answerer(Reader):
 
         def answer(params, state, hidden, answer):
             model = self._model(params)
-            known = hidden
+            hidden_states = hidden
             if answer.shape[1] > 1:
                 after, _, _ = model.hidden(answer[:, :-1], state=state)
-                known = jnp.concatenate([hidden, after], axis=1)
-            nll = next_token_loss(known, model.head(), answer, chunk_size=model.loss_chunk_size)
+                hidden_states = jnp.concatenate([hidden, after], axis=1)
+            nll = next_token_loss(
+                hidden_states, model.head(), answer, chunk_size=model.loss_chunk_size
+            )
 
             def step(carry, _):
                 hidden, state = carry
@@ -94,29 +104,32 @@ class Answerer(Reader):
                 hidden, state, _ = model.hidden(token, state=state)
                 return (hidden, state), token[:, 0]
 
-            _, drawn = jax.lax.scan(step, (hidden, state), length=num_tokens)
-            return nll, drawn.T
+            _, continuation = jax.lax.scan(step, (hidden, state), length=num_tokens)
+            return nll, continuation.T
 
-        self._read = jax.jit(read, donate_argnums=1, out_shardings=(self._rows, self._state_rows))
-        self._answer = jax.jit(answer)
+        self._read = jax.jit(
+            read_piece, donate_argnums=1, out_shardings=(self._rows, self._state_rows)
+        )
+        self.answer = jax.jit(answer)
 
     def __call__(self, prompts: np.ndarray, answers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Read a batch of prompts.
 
         Args:
             prompts: int [B, P], P up to `max_length`.
-            answers: int [B, A], one a prompt.
+            answers: int [B, A], one per prompt.
 
         Returns:
-            Nats of each token of the answers, float32 [B, A]; the greedy continuations, int32 [B, num_tokens].
+            The losses of the answers' tokens in nats, float32 [B, A]; the greedy continuations, int32 [B,
+            num_tokens].
 
         Raises:
-            ValueError: shapes that do not fit, or ids outside the model's vocabulary.
+            ValueError: shapes do not match, or ids are outside the model's vocabulary.
         """
         for name, ids in (("prompts", prompts), ("answers", answers)):
             if ids.ndim != 2 or 0 in ids.shape or len(ids) != len(prompts):
                 raise ValueError(
-                    f"{name} has shape {ids.shape}; accepted are [B, T], one of both a row"
+                    f"{name} has shape {ids.shape}; accepted is [B, T], with a row of both for each prompt"
                 )
             if name == "prompts" and ids.shape[1] > self.max_length:
                 raise ValueError(
@@ -130,14 +143,14 @@ class Answerer(Reader):
         rows, size = len(prompts), self.piece_length
         padding = -prompts.shape[1] % size
         tokens = np.pad(self._filled(prompts), ((0, 0), (padding, 0)))
-        real = np.broadcast_to(np.arange(tokens.shape[1]) >= padding, tokens.shape)
-        room = self.max_length + max(answers.shape[1], self.num_tokens)
+        not_padding = np.broadcast_to(np.arange(tokens.shape[1]) >= padding, tokens.shape)
+        capacity = self.max_length + max(answers.shape[1], self.num_tokens)
         with jax.set_mesh(self._mesh):
-            state, hidden = self._init_state(self._params, len(tokens), room), None
+            state, hidden = self.init_state(len(tokens), capacity), None
             for first in range(0, tokens.shape[1], size):
-                piece = (x[:, first : first + size] for x in (tokens, real.astype(np.int32)))
+                piece = (x[:, first : first + size] for x in (tokens, not_padding.astype(np.int32)))
                 piece = jax.device_put(tuple(piece), self._rows)
                 hidden, state = self._read(self._params, state, *piece)
-            wanted = jax.device_put(self._filled(answers), self._rows)
-            nll, drawn = self._answer(self._params, state, hidden, wanted)
-        return np.asarray(nll)[:rows], np.asarray(drawn)[:rows]
+            placed_answers = jax.device_put(self._filled(answers), self._rows)
+            nll, continuations = self.answer(self._params, state, hidden, placed_answers)
+        return np.asarray(nll)[:rows], np.asarray(continuations)[:rows]

@@ -15,7 +15,7 @@ _PREFIX = "val/perplexity_len_"
 
 
 def perplexity_table(results: Mapping[str, Any]) -> RenderableType:
-    """P(l) by length, from what results.json holds, and the mean over all tokens below."""
+    """A table of P(l) by length, and below it the mean over all tokens; from the content of results.json."""
     table = Table("length l", "mean loss L(i < l), nats", "perplexity P(l)", title="Held-out text")
     for column in table.columns:
         column.justify = "right"
@@ -25,14 +25,15 @@ def perplexity_table(results: Mapping[str, Any]) -> RenderableType:
     for length in lengths:
         average = results[f"val/loss_avg_len_{length}"]
         table.add_row(f"{length:,}", f"{average:.4f}", f"{results[f'{_PREFIX}{length}']:.3f}")
-    mean = f"{results['val/tokens']:,} tokens: loss {results['val/loss']:.4f} nats a token"
+    mean = f"{results['val/tokens']:,} tokens: loss {results['val/loss']:.4f} nats per token"
     if "val/bits_per_byte" in results:
         mean += f", {results['val/bits_per_byte']:.4f} bits per byte"
     return Group(table, mean + f"; {results['tokens_per_second']:,.0f} tokens/s")
 
 
 def needle_table(results: Mapping[str, Any]) -> RenderableType:
-    """Share of needles found and the answer's loss by length, means over the depths, from what needle.json holds."""
+    """A table of the share of needles found and the answer's loss by length, means over depths; from the
+    content of needle.json."""
     modes = [mode for mode in MODES if mode in results]
     heads = [f"{mode}: {what}" for mode in modes for what in ("found", "loss")]
     table = Table("length", *heads, "no needle: found", "loss", title="Needle in a haystack")
@@ -45,11 +46,11 @@ def needle_table(results: Mapping[str, Any]) -> RenderableType:
             row += [f"{np.mean(cells['found'][i]):.0%}", f"{np.mean(cells['nll'][i]):.3f}"]
         table.add_row(f"{length:,}", *row)
     notes = "".join(f"\nNote: {note}." for note in results["notes"])
-    return Group(table, f"loss in nats a token of the answer {results['answer']!r}{notes}")
+    return Group(table, f"loss in nats per token of the answer {results['answer']!r}{notes}")
 
 
 def bits_table(bits: Mapping[str, float], *, model: str, title: str) -> RenderableType:
-    """Bits per byte by name, best first; the row of `model` stands out."""
+    """A table of bits per byte by name, best first; the row of `model` is bold."""
     table = Table("coded by", "bits per byte", title=title)
     table.columns[1].justify = "right"
     for name, value in sorted(bits.items(), key=lambda item: item[1]):

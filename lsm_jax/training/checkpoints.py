@@ -1,4 +1,4 @@
-"""Checkpoints of parameters, optimizer and data iterator, of which a kill at any moment leaves a usable one."""
+"""Checkpoints of parameters, optimizer and data iterator; a kill at any moment leaves a usable one."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ from lsm_jax.training.step import TrainState
 class Checkpoints:
     """The checkpoints of one run.
 
-    A save writes a temporary folder and renames it when it is whole; then checksums of its files are written beside it, and
-    compared when it is read. A checkpoint without them, as a kill in between leaves it, is read unchecked. Parameters stand apart from the optimizer's state, so
-    that evaluation reads no more than it needs.
+    A save writes a temporary folder and renames it when it is complete. Then checksums of its files are
+    written to another folder, and compared when the checkpoint is read. A checkpoint without checksums, as a
+    kill between the two leaves it, is read unchecked. Parameters are stored separately from the optimizer's
+    state, so that evaluation reads only parameters.
 
     Args:
-        directory: where they are, or will be.
-        keep_last: newest ones kept.
-        keep_every: those at multiples of so many steps are kept too; 0 keeps none more.
-        clean: remove what a killed save left; only the run itself may.
+        directory: the folder of the checkpoints; created at the first save.
+        keep_last: number of the newest checkpoints that are kept.
+        keep_every: also keep the checkpoints at multiples of so many steps; 0 keeps no others.
+        clean: remove the files of a killed save; set it only in the process that trains the run.
     """
 
     def __init__(
@@ -46,32 +47,33 @@ class Checkpoints:
 
     @property
     def _checkpointer(self) -> ocp.training.Checkpointer:
-        """Orbax's, opened at its first use, since that makes the directory."""
+        """Orbax's checkpointer, opened at its first use, since opening it creates the directory."""
         if self._opened is None:
             policies = ocp.training.preservation_policies
-            kept: list[Any] = [policies.LatestN(n=self._keep_last)]
+            alternatives: list[Any] = [policies.LatestN(n=self._keep_last)]
             if self._keep_every:
-                kept.append(policies.EveryNSteps(interval_steps=self._keep_every))
-            either: Any = policies.AnyPreservationPolicy(kept)
+                alternatives.append(policies.EveryNSteps(interval_steps=self._keep_every))
+            policy: Any = policies.AnyPreservationPolicy(alternatives)
             self._opened = ocp.training.Checkpointer(
-                str(self.directory), preservation_policy=either, cleanup_tmp_directories=self._clean
+                str(self.directory), preservation_policy=policy, cleanup_tmp_directories=self._clean
             )
         return self._opened
 
     @property
     def steps(self) -> list[int]:
-        """Steps there are checkpoints of, oldest first."""
+        """The steps of the checkpoints, oldest first."""
         if self._opened is None and not self.directory.is_dir():
             return []
         return sorted(c.step for c in self._checkpointer.checkpoints)
 
     def save(self, step: int, state: TrainState, data: Any) -> None:
-        """Save in the background; what is saved is the state at the moment of the call."""
+        """Save the state at the moment of the call; writing continues in the background."""
         rest = dataclasses.replace(state, params={})
         self._save(step, dict(params=state.params, training=rest, data=data))
 
     def save_params(self, step: int, params: dict[str, Any]) -> None:
-        """Save parameters alone: a run of them can be evaluated and started from, not resumed."""
+        """Save parameters only: the run can be evaluated and another run can start from it, but it cannot be
+        resumed."""
         self._save(step, dict(params=params))
 
     def _save(self, step: int, parts: dict[str, Any]) -> None:
@@ -79,8 +81,10 @@ class Checkpoints:
             return
         first = jax.process_index() == 0  # one host writes for all
         if first:
-            self._checksums(step).unlink(missing_ok=True)  # of a broken one that this replaces
-        # Unforced, orbax leaves a save out while the one before is under way.
+            self._checksums(step).unlink(
+                missing_ok=True
+            )  # those of a broken checkpoint that this one replaces
+        # Without `force`, orbax skips a save while the previous one is still running.
         response = self._checkpointer.save_checkpointables_async(step, parts, force=True)
         if first and response is not None:
             self._sealing = [thread for thread in self._sealing if thread.is_alive()]
@@ -88,14 +92,15 @@ class Checkpoints:
             self._sealing[-1].start()
 
     def _checksums(self, step: int) -> Path:
-        # Not among a checkpoint's own files, which orbax may be removing meanwhile.
+        # Not in the checkpoint's folder, which orbax may be removing at the same time.
         return self.directory.with_name("checksums") / f"{step}.json"
 
     def _seal(self, step: int, response: Any) -> None:
-        """Once a save is whole, write its checksums; remove those of checkpoints that are gone."""
+        """Wait for a save, write its checksums, and remove the checksums of checkpoints that no longer
+        exist."""
         try:
             response.result()
-        except Exception:  # `wait` tells of a save that failed
+        except Exception:  # `wait` raises the error of a failed save
             return
         try:
             write_checksums(self._checksums(step), self.directory / str(step))
@@ -110,13 +115,14 @@ class Checkpoints:
         check_files(self._checksums(step), self.directory / str(step), wanted)
 
     def restore(self, target: TrainState, data: Any) -> TrainState | None:
-        """The newest state that can be read, into the shapes and shardings of `target`; `data` goes to its place.
+        """Restore the newest state that can be read, to the shapes and shardings of `target`; `data` is set
+        to its saved position.
 
         Returns:
-            None if there is no checkpoint.
+            The state, or None if there is no checkpoint.
 
         Raises:
-            ValueError: there are checkpoints, and none can be read.
+            ValueError: there are checkpoints, but none can be read.
         """
         parts = dict(params=target.params, training=dataclasses.replace(target, params={}))
         broken: list[tuple[int, Exception]] = []
@@ -125,17 +131,17 @@ class Checkpoints:
             try:
                 self._check(step)
                 with _quiet():
-                    found = self._checkpointer.load_checkpointables(step, {**parts, "data": data})
+                    loaded = self._checkpointer.load_checkpointables(step, {**parts, "data": data})
             except Exception as error:  # whatever the storage raises for a file cut short
                 _say(f"checkpoint {step} in {self.directory} cannot be read: {_reason(error)}")
                 broken.append((step, error))
                 continue
-            for bad, _ in broken:
-                self._set_aside(bad)
+            for broken_step, _ in broken:
+                self._set_aside(broken_step)
             if broken:
                 _say(f"going on from checkpoint {step}, the one before")
                 self._checkpointer.reload()
-            return dataclasses.replace(found["training"], params=found["params"])
+            return dataclasses.replace(loaded["training"], params=loaded["params"])
         if broken:
             raise ValueError(
                 f"none of the checkpoints {', '.join(map(str, steps))} in {self.directory} can be read"
@@ -145,10 +151,11 @@ class Checkpoints:
     def load_params(
         self, target: dict[str, Any], step: int | None = None
     ) -> tuple[dict[str, Any], int]:
-        """Parameters of one step (None: the newest that can be read), into the shapes and shardings of `target`.
+        """(parameters, step) of the checkpoint of `step` (None: the newest that can be read), in the shapes
+        and shardings of `target`.
 
         Raises:
-            ValueError: there is no such checkpoint, or it cannot be read.
+            ValueError: the checkpoint does not exist or cannot be read.
         """
         steps = self.steps
         if not steps:
@@ -162,28 +169,28 @@ class Checkpoints:
             try:
                 self._check(candidate, lambda name: "/" not in name or name.startswith("params/"))
                 with _quiet():
-                    found = self._checkpointer.load_checkpointables(candidate, dict(params=target))
-                return found["params"], candidate
+                    loaded = self._checkpointer.load_checkpointables(candidate, dict(params=target))
+                return loaded["params"], candidate
             except Exception as error:  # whatever the storage raises for a file cut short
                 _say(f"checkpoint {candidate} in {self.directory} cannot be read: {_reason(error)}")
                 failure = error
         raise ValueError(f"no checkpoint in {self.directory} can be read: {failure}") from failure
 
     def wait(self) -> None:
-        """Until the save under way is whole and its checksums are written."""
+        """Wait until the running save is complete and its checksums are written."""
         if self._opened is not None:
             self._opened.wait()
         for thread in self._sealing:
             thread.join()
 
     def close(self) -> None:
-        """Wait, then let go."""
+        """Wait, then release orbax's resources."""
         self.wait()
         if self._opened is not None:
             self._opened.close()
 
     def _set_aside(self, step: int) -> None:
-        """Move a broken checkpoint out of the way of the save that will replace it."""
+        """Move a broken checkpoint away, so that a later save of the same step can replace it."""
         aside = self.directory.parent / "broken_checkpoints" / str(step)
         shutil.rmtree(aside, ignore_errors=True)
         aside.parent.mkdir(exist_ok=True)
@@ -202,23 +209,30 @@ def _say(text: str) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Leave out the pages that orbax's threads print about a file they cannot read; the error itself is raised."""
-    asyncio, root, guard = logging.getLogger("asyncio"), logging.getLogger(), logging.NullHandler()
-    before, asyncio.disabled = asyncio.disabled, True
-    root.addHandler(guard)  # with none, a first message would set one up, on this moment's stderr
+    """Suppress the long messages that orbax's threads print about an unreadable file; the error is still
+    raised."""
+    asyncio, root, null_handler = (
+        logging.getLogger("asyncio"),
+        logging.getLogger(),
+        logging.NullHandler(),
+    )
+    was_disabled, asyncio.disabled = asyncio.disabled, True
+    root.addHandler(
+        null_handler
+    )  # without a handler, the first message would install one on the redirected stderr
     with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
         try:
             yield
         except Exception:
-            gc.collect()  # tasks that failed complain when they are collected
+            gc.collect()  # failed tasks print when they are garbage-collected, so collect them now
             raise
         finally:
-            asyncio.disabled = before
-            root.removeHandler(guard)
+            asyncio.disabled = was_disabled
+            root.removeHandler(null_handler)
 
 
 def abstract_like(shapes: Any, shardings: Any) -> Any:
-    """What to restore into: shapes and dtypes of one tree, shardings of another."""
+    """A tree to restore to: the shapes and dtypes of `shapes`, the shardings of `shardings`."""
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
     )

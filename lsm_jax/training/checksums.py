@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint's files, kept beside the checkpoints: storage that flips a bit says nothing of it."""
+"""Checksums of a checkpoint's files, which detect bits that the storage changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _READ_BYTES = 1 << 20
 
 
 def crc32(path: Path) -> int:
-    """CRC-32 of a file."""
+    """The CRC-32 of a file."""
     value = 0
     with path.open("rb") as file:
         while block := file.read(_READ_BYTES):
@@ -22,7 +22,7 @@ def crc32(path: Path) -> int:
 
 
 def write_checksums(path: Path, folder: Path) -> None:
-    """Write the checksums of all files in `folder`, as JSON by their names in it, to `path`."""
+    """Write the checksums of all files in `folder` to `path`, as JSON by path relative to `folder`."""
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     values = {p.relative_to(folder).as_posix(): crc32(p) for p in files}
     path.parent.mkdir(exist_ok=True)
@@ -32,12 +32,12 @@ def write_checksums(path: Path, folder: Path) -> None:
 
 
 def check_files(path: Path, folder: Path, wanted: Callable[[str], bool]) -> None:
-    """Compare those files in `folder` whose name is `wanted` with their checksums.
+    """Compare the files in `folder` for whose names `wanted` is true with their checksums.
 
-    Where `path` is not there or not whole (a kill came before it was written), nothing is compared.
+    If `path` does not exist or is incomplete, because a kill came before it was written, nothing is compared.
 
     Raises:
-        ValueError: a file differs or is gone; it is named.
+        ValueError: a file differs or is missing; the message names it.
     """
     try:
         values = json.loads(path.read_text())
@@ -45,13 +45,13 @@ def check_files(path: Path, folder: Path, wanted: Callable[[str], bool]) -> None
         return
     names = [name for name in values if wanted(name)]
 
-    def wrong(name: str) -> str | None:
+    def problem(name: str) -> str | None:
         file = folder / name
         if not file.is_file():
             return f"its file {name} is gone"
         return None if crc32(file) == values[name] else f"its file {name} is not what was saved"
 
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        found = [error for error in pool.map(wrong, names) if error]
-    if found:
-        raise ValueError("; ".join(found[:3]))
+        problems = [error for error in pool.map(problem, names) if error]
+    if problems:
+        raise ValueError("; ".join(problems[:3]))

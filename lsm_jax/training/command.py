@@ -1,4 +1,4 @@
-"""What commands that take `--config=FILE.py:VARIANT` share: parsing it, and saying in one line what is wrong with it."""
+"""The flag `--config=FILE.py:VARIANT` of commands: parse it, and report what is wrong with it in one line."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ _ACCEPTED = "accepted is FILE.py:VARIANT, e.g. configs/lm.py:gla-340m"
 def parse_config(
     known: flags.FlagValues, argv: list[str], program: str, *, workdir: bool
 ) -> list[str]:
-    """Parse flags, of which `config` is one; a wrong field, variant or value ends the process in one line, with what exists.
+    """Parse flags, one of which is `config`.
+
+    A wrong field, variant or value ends the process with a message of one line that says what is accepted.
 
     Args:
         known: the flags.
-        argv: as of the process. Overrides of fields with None are left out of `sys.argv`, which ml-collections reads: it would
-            take them for values of the type that stands there.
-        program: its name, ahead of what is wrong.
-        workdir: whether `--workdir` is needed too.
+        argv: the process's arguments. Overrides of fields with None are removed from `sys.argv`, which
+            ml-collections reads: it would parse None as a value of the field's current type.
+        program: the program's name, for messages.
+        workdir: whether `--workdir` is required.
 
     Returns:
-        What is left of `argv`, the program's name first.
+        The arguments that are no flags, with the program's name first.
     """
     unset = [a for a in argv[1:] if re.fullmatch(r"--?config\.[^=]+=None", a)]
     sys.argv = [a for a in sys.argv if a not in unset]
@@ -41,17 +43,30 @@ def parse_config(
         for argument in unset:
             _unset(known["config"].value, argument.partition("=")[0].partition("config.")[2])
     except (
-        flags.Error, KeyError, AttributeError, ValueError, TypeError, OSError, SyntaxError,
-    ) as error:  # fmt: skip
+        flags.Error,
+        KeyError,
+        AttributeError,
+        ValueError,
+        TypeError,
+        OSError,
+        SyntaxError,
+    ) as error:
         text = " ".join(str(error).replace("Error: ", "").split())
         sys.exit(f"{program}: {_problem(argv, workdir) or text}")
-    if (workdir and not known["workdir"].value) or not dataclasses.is_dataclass(known["config"].value):  # fmt: skip
+    if (workdir and not known["workdir"].value) or not dataclasses.is_dataclass(
+        known["config"].value
+    ):
         sys.exit(f"{program}: {_problem(argv, workdir)}")
     return rest
 
 
 def _unset(config: Any, name: str) -> None:
-    """Set a field to None. One that does not accept it raises ValueError, one that does not exist KeyError or AttributeError."""
+    """Set a field to None.
+
+    Raises:
+        ValueError: the field does not accept None.
+        KeyError, AttributeError: the field does not exist.
+    """
     *holders, last = name.split(".")
     for part in holders:
         config = config[part] if isinstance(config, dict) else getattr(config, part)
@@ -64,7 +79,7 @@ def _unset(config: Any, name: str) -> None:
 
 
 def _problem(argv: list[str], workdir: bool) -> str | None:
-    """What is wrong with --config, --workdir or the first override that names no field, if anything is."""
+    """What is wrong with --config, with --workdir or with the first wrong override; None if nothing is."""
     values = {
         name.lstrip("-"): value if equals else following
         for (name, equals, value), following in zip(
@@ -89,21 +104,29 @@ def _problem(argv: list[str], workdir: bool) -> str | None:
     except Exception as error:
         return str(error)
     for name, value in values.items():
-        if name.startswith("config.") and (wrong := _override(config, name[len("config.") :], value)):  # fmt: skip
-            return wrong
+        if name.startswith("config.") and (
+            problem := _override(config, name[len("config.") :], value)
+        ):
+            return problem
     return None
 
 
 def _override(config: Any, name: str, value: str) -> str | None:
-    """What is wrong with an override, as far as its field's name and kind tell."""
+    """What is wrong with an override, judged by the field's name and type; None if nothing is."""
     holder, parent = config, None
     for part in name.split("."):
-        inner = holder.get(part, _MISSING) if isinstance(holder, dict) else getattr(holder, part, _MISSING)  # fmt: skip
+        inner = (
+            holder.get(part, _MISSING)
+            if isinstance(holder, dict)
+            else getattr(holder, part, _MISSING)
+        )
         if inner is _MISSING:
             return f"--config.{name}: {suggest(config, name)}"
         holder, parent = inner, holder
     last = name.rpartition(".")[2]
-    kind = typing.get_type_hints(type(parent)).get(last) if dataclasses.is_dataclass(parent) else None  # fmt: skip
+    kind = (
+        typing.get_type_hints(type(parent)).get(last) if dataclasses.is_dataclass(parent) else None
+    )
     if kind is Any and value != "None":
         return (
             f"--config.{name}={value}: accepted are None, and values for its fields one by one; --config's variant says what "

@@ -1,4 +1,4 @@
-"""How much memory a traced function needs at most, from its jaxpr alone."""
+"""The peak memory of a traced function, estimated from its jaxpr."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-# What a compiler computes inside the loop of whoever reads it: such arrays never exist, unless a product or a loop reads them.
+# Operations that a compiler fuses into the operations that read them: their results exist only if a product
+# or loop reads them.
 _FUSED = frozenset(
     """
     abs add and broadcast_in_dim clamp convert_element_type copy cos div eq erf exp exp2 expand_dims expm1 floor ge gt
@@ -21,14 +22,16 @@ _REDUCED = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or argm
 
 
 def peak_bytes(jaxpr: Any, platform: str) -> int:
-    """The most bytes that exist at a time while the equations run in order, arguments apart, results included.
+    """The most bytes that exist at a time while the equations are executed in order, including results but
+    not arguments.
 
-    Elementwise results that only elementwise operations and reductions read are taken as fused into them, and what they are
-    computed from is kept until then. Loops hold their body's peak beside what they carry and stack.
+    Elementwise results that only elementwise operations and reductions read count as fused into them, and
+    their operands exist until then. A loop needs the peak of its body in addition to what it carries and
+    stacks.
 
     Args:
-        jaxpr: of `jax.make_jaxpr(...)(...).jaxpr`, shapes those of one device.
-        platform: "cpu", "cuda" or "tpu", for what `jax.lax.platform_dependent` leaves to lowering.
+        jaxpr: `jax.make_jaxpr(...)(...).jaxpr`, with the shapes of one device.
+        platform: "cpu", "cuda" or "tpu", to select the branches of `jax.lax.platform_dependent`.
     """
     equations, results = _flat(jaxpr, platform)
     arguments = set(map(id, jaxpr.invars)) | set(map(id, jaxpr.constvars))
@@ -39,55 +42,61 @@ def peak_bytes(jaxpr: Any, platform: str) -> int:
     final = {id(var) for var in results if not isinstance(var, core.Literal)}
     roots: dict[int, set[int]] = {}
     size: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for place, (name, _, ins, outs) in enumerate(equations):
-        read = {root for var in ins for root in roots.get(id(var), {id(var)})}
-        for root in read:
-            last[root] = place
+    last_use: dict[int, int] = {}
+    for index, (name, _, ins, outs) in enumerate(equations):
+        operands = {root for var in ins for root in roots.get(id(var), {id(var)})}
+        for root in operands:
+            last_use[root] = index
         for var in outs:
             if _is_empty(var):
                 roots[id(var)], size[id(var)] = set(), 0
                 continue
             readers = consumers.get(id(var), [])
-            virtual = name in _FUSED and id(var) not in final and bool(readers) and all(r in _FUSED | _REDUCED for r in readers)  # fmt: skip
-            roots[id(var)] = read if virtual else {id(var)}
+            virtual = (
+                name in _FUSED
+                and id(var) not in final
+                and bool(readers)
+                and all(r in _FUSED | _REDUCED for r in readers)
+            )
+            roots[id(var)] = operands if virtual else {id(var)}
             size[id(var)] = 0 if virtual else _bytes(var)
     for var in final:
         for root in roots.get(var, {var}):
-            last[root] = len(equations)
+            last_use[root] = len(equations)
     ending: dict[int, list[int]] = {}
-    for var, place in last.items():
+    for var, index in last_use.items():
         if var not in arguments:
-            ending.setdefault(place, []).append(var)
+            ending.setdefault(index, []).append(var)
     live = peak = 0
-    for place, (_, inner, _, outs) in enumerate(equations):
+    for index, (_, inner, _, outs) in enumerate(equations):
         live += sum(size[id(var)] for var in outs)
         peak = max(peak, live + inner)
-        live -= sum(size.get(var, 0) for var in ending.get(place, []))
-        live -= sum(size[id(var)] for var in outs if id(var) not in last)
+        live -= sum(size.get(var, 0) for var in ending.get(index, []))
+        live -= sum(size[id(var)] for var in outs if id(var) not in last_use)
     return peak
 
 
 def result_bytes(jaxpr: Any, platform: str) -> int:
-    """Bytes of the results that are no arguments, as of `peak_bytes`.
+    """Bytes of the results that are not arguments; the arguments are those of `peak_bytes`.
 
-    Each is counted once, and what only repeats or reshapes another array as that array.
+    Each result is counted once; a result that only repeats or reshapes another array is counted as that
+    array.
     """
     equations, results = _flat(jaxpr, platform)
     source: dict[int, list[Any]] = {
         id(out): ins for name, _, ins, outs in equations if name in _REPEATED for out in outs
     }
-    kept, seen, left = {}, set(map(id, (*jaxpr.invars, *jaxpr.constvars))), list(results)
-    while left:
-        var = left.pop()
+    sizes, seen, remaining = {}, set(map(id, (*jaxpr.invars, *jaxpr.constvars))), list(results)
+    while remaining:
+        var = remaining.pop()
         if isinstance(var, core.Literal) or id(var) in seen:
             continue
         seen.add(id(var))
         if id(var) in source:
-            left += source[id(var)]
+            remaining += source[id(var)]
         elif not _is_empty(var):
-            kept[id(var)] = _bytes(var)
-    return sum(kept.values())
+            sizes[id(var)] = _bytes(var)
+    return sum(sizes.values())
 
 
 def _bytes(var: Any) -> int:
@@ -98,29 +107,30 @@ def _bytes(var: Any) -> int:
 
 
 def _inner(equation: Any) -> list[Any]:
-    """The jaxprs in an equation."""
-    found = []
+    """The jaxprs in the parameters of an equation."""
+    jaxprs = []
     for value in equation.params.values():
         for part in value if isinstance(value, tuple | list) else (value,):
             if isinstance(part, core.ClosedJaxpr):
-                found.append(part.jaxpr)
+                jaxprs.append(part.jaxpr)
             elif isinstance(part, core.Jaxpr):
-                found.append(part)
-    return found
+                jaxprs.append(part)
+    return jaxprs
 
 
 class _Var:
-    """An array of the program written out; a body that is called twice has two of each of its own.
+    """An array of the program after inlining; an array of a body that is called twice becomes two.
 
-    `empty` where it holds nothing: what another platform's branch would leave for the backward pass.
+    `empty` is true if the array has no content, as residuals of another platform's branch.
     """
 
     def __init__(self, aval: Any, empty: bool):
         self.aval, self.empty = aval, empty
 
 
-def _of_every_group(equation: Any) -> int:
-    """Bytes of what a product of groups makes outside Hopper: the rows, in and out, once for every group, and some again."""
+def _grouped_product_bytes(equation: Any) -> int:
+    """Bytes that a grouped product needs without Hopper's kernel: all input and output rows for every group,
+    twice."""
     groups = equation.invars[2].aval.size
     rows = [v for v in (*equation.invars[:2], *equation.outvars) if v.aval.shape[0] != groups]
     return 2 * groups * sum(map(_bytes, rows))
@@ -130,11 +140,22 @@ def _is_empty(var: Any) -> bool:
     return isinstance(var, _Var) and var.empty
 
 
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call", "custom_lin")  # fmt: skip
+_CALLS = (
+    "jit",
+    "pjit",
+    "closed_call",
+    "core_call",
+    "remat",
+    "checkpoint",
+    "remat2",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_lin",
+)
 
 
 def _called(equation: Any, platform: str) -> tuple[Any, list[Any]] | None:
-    """The jaxpr that a call, or a choice by platform, runs, and what it is given; None for other equations."""
+    """(jaxpr, operands) of a call or of a platform's branch; None for other equations."""
     inner, given = _inner(equation), list(equation.invars)
     if choices := equation.params.get("branches_platforms"):
         index = next(
@@ -148,38 +169,43 @@ def _called(equation: Any, platform: str) -> tuple[Any, list[Any]] | None:
 def _flat(
     jaxpr: Any, platform: str, names: dict[int, Any] | None = None
 ) -> tuple[list[Any], list[Any]]:
-    """(equations as (primitive, bytes of its inside, inputs, outputs), results), calls and the platform's choices written out."""
+    """Inline calls and the platform's branches; returns (equations, results).
+
+    An equation is (primitive, peak bytes of its inner jaxprs, inputs, outputs).
+    """
     names = {} if names is None else names
     equations = []
 
-    def known(var):
+    def resolve(var):
         return names.get(id(var), var)
 
     for equation in jaxpr.eqns:
-        ins = [known(v) for v in equation.invars if not isinstance(v, core.Literal)]
+        ins = [resolve(v) for v in equation.invars if not isinstance(v, core.Literal)]
         ins = [v for v in ins if not isinstance(v, core.Literal)]
         if (call := _called(equation, platform)) is not None:
             body, operands = call
-            own = {
-                id(var): given if isinstance(given, core.Literal) else known(given)
+            inner_names = {
+                id(var): given if isinstance(given, core.Literal) else resolve(given)
                 for var, given in zip(body.invars, operands, strict=True)
             }
-            more, results = _flat(body, platform, own)
-            equations += more
+            inner_equations, results = _flat(body, platform, inner_names)
+            equations += inner_equations
             for var, result in zip(equation.outvars, results, strict=True):
                 names[id(var)] = result
             continue
         name = equation.primitive.name
-        # What a kernel holds while it runs is not device memory.
+        # The buffers of a kernel are not in device memory.
         inner = [] if name == "pallas_call" else _inner(equation)
         inside = max((peak_bytes(body, platform) for body in inner), default=0)
-        # Without a card, Hopper's kernel for bfloat16 is not in the trace.
-        if name.startswith("ragged_dot") and (platform != "cuda" or ins[0].aval.dtype != jnp.bfloat16):  # fmt: skip
-            inside = _of_every_group(equation)
-        nothing = name in _NOTHING or (
+        # A trace without a GPU does not have Hopper's kernel for bfloat16.
+        if name.startswith("ragged_dot") and (
+            platform != "cuda" or ins[0].aval.dtype != jnp.bfloat16
+        ):
+            inside = _grouped_product_bytes(equation)
+        empty = name in _NOTHING or (
             name in _REPEATED and bool(ins) and all(_is_empty(var) for var in ins)
         )
-        outs = [_Var(var.aval, nothing) for var in equation.outvars]
+        outs = [_Var(var.aval, empty) for var in equation.outvars]
         names |= {id(var): out for var, out in zip(equation.outvars, outs, strict=True)}
         equations.append((name, inside, ins, outs))
-    return equations, [known(v) for v in jaxpr.outvars]
+    return equations, [resolve(v) for v in jaxpr.outvars]

@@ -1,4 +1,5 @@
-"""The training loop: read a batch, take a step, report, evaluate, save; and go on where the last one ended."""
+"""The training loop: read a batch, take a step, report, evaluate and save; a later call continues from the
+last checkpoint."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import math
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +39,8 @@ from lsm_jax.training.step import OVERFLOW, Program, TrainState, make_program, p
 
 
 class TrainingStopped(RuntimeError):
-    """Too many steps in a row had a loss or gradient that was not finite, tokens found no room on their way to experts, or a batch
-    could not be read."""
+    """Too many consecutive steps had a loss or gradient that was not finite, the buffers of the exchange of
+    tokens between experts overflowed, or a batch could not be read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +48,9 @@ class TrainResult:
     """How a call of `train` ended.
 
     Attributes:
-        step: steps taken, those of earlier calls included.
-        interrupted: the signal that ended it early, or None.
-        loss: of the last step.
+        step: number of steps taken, including those of earlier calls.
+        interrupted: the signal that ended the call early, or None.
+        loss: the loss of the last step.
     """
 
     step: int
@@ -56,20 +58,25 @@ class TrainResult:
     loss: float
 
 
-def train(config: TrainConfig, workdir: str | Path) -> TrainResult:
+def train(
+    config: TrainConfig, workdir: str | Path, *, on_report: Callable[[int], None] | None = None
+) -> TrainResult:
     """Train to the end of the run, from its last checkpoint if it has one.
 
-    Ctrl-C and SIGTERM finish the step, save a checkpoint and return; before the end of the first step they act as they
-    would without this function. Nothing is written before that. Resumed, a run takes the same steps, on a CPU to the bit,
-    as one that never stopped.
+    On Ctrl-C and SIGTERM, `train` finishes the step, saves a checkpoint and returns; until the first step
+    has ended, both signals act as they would without this function. Nothing is written before the first step
+    has ended. A resumed run takes the same steps as a run that was never stopped; on a CPU the results are
+    equal to the bit.
 
     Args:
-        config: the run; checked as a whole before anything is compiled.
-        workdir: its directory, made if it is not there.
+        config: the config of the run; all of it is validated before anything is compiled.
+        workdir: the run's directory, created if it does not exist.
+        on_report: called with the number of each step after its metrics are reported, which is after the
+            next step was started.
 
     Raises:
-        ValueError: a config, data, mesh or directory that does not fit.
-        TrainingStopped: `config.max_bad_steps` bad steps in a row, or an `expert_buffer` that overflowed.
+        ValueError: the config, data, mesh or directory is not valid.
+        TrainingStopped: `config.max_bad_steps` consecutive steps were bad, or an `expert_buffer` overflowed.
     """
     workdir = Path(workdir).expanduser().absolute()
     config.validate(len(jax.devices()))
@@ -98,23 +105,23 @@ def train(config: TrainConfig, workdir: str | Path) -> TrainResult:
         if checkpoints.steps:
             check_data(workdir, data)
         state = checkpoints.restore(target, batches)
-        first = next(batches)  # bad data is told before anything is compiled or written
-        started, frozen = {}, {}
+        first = next(batches)  # bad data raises before anything is compiled or written
+        initial, frozen = {}, {}
         if config.trainable or (state is None and (config.init_from or config.base)):
-            every = targets(
+            all_params = targets(
                 params_of(abstract(config.model)), program.param_shardings, config.trainable
             )
-            started = starting_params(config, every)
-            frozen = like(started, split(every, config.trainable)[1])
-        known = digests(frozen)
+            initial = starting_params(config, all_params)
+            frozen = like(initial, split(all_params, config.trainable)[1])
+        frozen_digests = digests(frozen)
         if state is not None:
-            check_frozen(workdir, known)
-        if state is None:
+            check_frozen(workdir, frozen_digests)
+        else:
             state = program.init()
-            trained = like(started, state.params)
-            state = dataclasses.replace(state, params=join(state.params, trained))
-        loop = _Loop(config, workdir, mesh, program, checkpoints, batches, frozen)
-        return loop.run(state, first, data, known)
+            loaded = like(initial, state.params)
+            state = dataclasses.replace(state, params=join(state.params, loaded))
+        loop = TrainLoop(config, workdir, mesh, program, checkpoints, batches, frozen, on_report)
+        return loop.run(state, first, data, frozen_digests)
 
 
 def _train_batches(config: TrainConfig, mesh: Mesh) -> Any:
@@ -143,8 +150,19 @@ def _eval_batches(config: TrainConfig, mesh: Mesh) -> Any:
     )
 
 
-class _Loop:
-    """The state of one call of `train` that is not the model's."""
+class TrainLoop:
+    """One call of `train`: the program, the data, the checkpoints and what the loop measures.
+
+    Args:
+        config: the config of the run.
+        workdir: the run's directory.
+        mesh: the devices.
+        program: the compiled functions.
+        checkpoints: where states are saved.
+        batches: the iterator of training batches.
+        frozen: the frozen parameters; empty if all are trained.
+        on_report: see `train`.
+    """
 
     def __init__(
         self,
@@ -155,11 +173,13 @@ class _Loop:
         checkpoints: Checkpoints,
         batches: Any,
         frozen: dict[str, Any],
+        on_report: Callable[[int], None] | None = None,
     ):
         self.config, self.workdir, self.program = config, workdir, program
         self.checkpoints, self.batches, self.frozen = checkpoints, batches, frozen
+        self.on_report = on_report
         self.mesh, self.rows = mesh, token_sharding(mesh)
-        passes = 2 if frozen else 3  # forward, gradients of activations, and of every parameter
+        passes = 2 if frozen else 3  # forward, gradients of activations, gradients of parameters
         self.flops = passes * flops_per_token(config.model, config.data.sequence_length)
         self.loss, self.speed = math.nan, 0.0
 
@@ -170,87 +190,109 @@ class _Loop:
         data: dict[str, Any],
         frozen: dict[str, int],
     ) -> TrainResult:
-        """Train from `state`, by `first` and the batches after it, to the end or to a signal.
+        """Train from `state` to the end of the run or to a signal.
 
-        `data` is their fingerprint, `frozen` the digests of the parameters that stand still.
+        Args:
+            state: the state before the first step.
+            first: the first batch; the following ones come from the iterator.
+            data: the fingerprint of the training data.
+            frozen: the digests of the frozen parameters.
         """
         config, start = self.config, int(state.step)
         self._announce(start, sum(leaf.size for leaf in jax.tree.leaves(state.params)))
-        pending = (
-            None  # metrics are read one step late, so that the device never waits for the host
-        )
+        # Metrics are read one step late, so that the device never waits for the host.
+        pending = None
         step, stop, agreed = start, interrupts.Stop(), Agreement(self.mesh)
-        ended: int | None = None  # the signal, as all hosts know of it
+        stop_signal: int | None = None  # the one that all hosts agreed on
         with (
             TrainProgress(config.name, start, config.num_steps) as self.progress,
             _profiler(self.workdir, config, start) as profile,
-            contextlib.ExitStack() as running,
+            contextlib.ExitStack() as resources,
         ):
-            while step < config.num_steps and ended is None:
+            while step < config.num_steps and stop_signal is None:
                 profile(step, state)
                 try:
                     rows = first if step == start else next(self.batches)
                 except (ValueError, OSError) as error:
                     if pending is not None:
-                        self._report(*pending)
+                        self.report(*pending)
                     raise self._bad_data(step, state, error) from error
-                batch = self._to_devices(rows)
-                state, metrics = self.program.train_step(state, batch, self.frozen)
+                state, metrics = self.program.train_step(state, self._to_devices(rows), self.frozen)
                 step += 1
                 if step == start + 1:
                     jax.block_until_ready(metrics)
-                    stop = running.enter_context(interrupts.noted())
-                    write_config(self.workdir, config, data, frozen)
-                    write_choices(self.workdir)
-                    self.writer = MetricsWriter(self.workdir, start)
-                    running.enter_context(contextlib.closing(self.writer))
-                    self.meter = Meter()  # from here on, what came before was compiling
+                    stop = resources.enter_context(interrupts.noted())
+                    self._start_writing(resources, start, data, frozen)
                 else:
                     self.meter.step()
                 if pending is not None:
-                    self._report(*pending)
-                pending = (step, metrics)
-                evaluate = self._due(config.eval_every, step)
-                evaluate |= bool(config.eval_every) and step == config.num_steps
-                save = self._due(config.checkpoint_every, step)
-                if evaluate or save or step == config.num_steps:
-                    self._report(*pending)  # a checkpoint's rows stand before it does
-                    pending = None
-                if evaluate:
-                    self._evaluate(step, state)
-                if save:
-                    began = time.perf_counter()
-                    self.checkpoints.save(step, state, self.batches)
-                    self.meter.pause(time.perf_counter() - began)
-                ended = agreed(stop.signal)
+                    self.report(*pending)
+                pending = self._after_step(step, state, metrics)
+                stop_signal = agreed(stop.signal)
             if pending is not None:
-                self._report(*pending)
+                self.report(*pending)
             if step > start:
                 self.checkpoints.save(step, state, self.batches)
             self.checkpoints.wait()
-        if ended is not None and step < config.num_steps:
-            name = signal.Signals(ended).name
-            print(
-                f"{name}: saved step {step} in {self.workdir}; the same command goes on from there"
-            )
-            return TrainResult(step, ended, self.loss)
-        return TrainResult(step, None, self.loss)
+        if stop_signal is None or step == config.num_steps:
+            return TrainResult(step, None, self.loss)
+        name = signal.Signals(stop_signal).name
+        print(f"{name}: saved step {step} in {self.workdir}; the same command goes on from there")
+        return TrainResult(step, stop_signal, self.loss)
+
+    def _start_writing(
+        self,
+        resources: contextlib.ExitStack,
+        start: int,
+        data: dict[str, Any],
+        frozen: dict[str, int],
+    ) -> None:
+        """Write the files that describe the run, and open the metrics; called once the first step has
+        ended."""
+        write_config(self.workdir, self.config, data, frozen)
+        write_choices(self.workdir)
+        self.writer = MetricsWriter(self.workdir, start)
+        resources.enter_context(contextlib.closing(self.writer))
+        self.meter = Meter()  # the time before this includes compilation
+
+    def _after_step(
+        self, step: int, state: TrainState, metrics: dict[str, jax.Array]
+    ) -> tuple[int, dict[str, jax.Array]] | None:
+        """Evaluate and save where either is due; returns the step and its metrics unless they were reported
+        here."""
+        config = self.config
+        last = step == config.num_steps
+        evaluate = self._due(config.eval_every, step) or (bool(config.eval_every) and last)
+        save = self._due(config.checkpoint_every, step)
+        pending = (step, metrics)
+        if evaluate or save or last:
+            self.report(*pending)  # a checkpoint's metrics are written before the checkpoint
+            pending = None
+        if evaluate:
+            self._evaluate(step, state)
+        if save:
+            began = time.perf_counter()
+            self.checkpoints.save(step, state, self.batches)
+            self.meter.pause(time.perf_counter() - began)
+        return pending
 
     def _bad_data(self, step: int, state: TrainState, error: Exception) -> TrainingStopped:
-        """What to raise where the batch after `step` cannot be read; the steps before it are saved."""
-        if jax.process_count() == 1:  # other hosts, whose data is good, would not join a save
+        """Save the steps so far, and return the error to raise because the batch after `step` cannot be
+        read."""
+        # Other hosts can read their data, so they would not take part in the save.
+        if jax.process_count() == 1:
             self.checkpoints.save(step, state, self.batches)
         return TrainingStopped(
-            f"step {step + 1}: {error}. Mended, the same command {self._resumes()}"
+            f"step {step + 1}: {error}. Once the data is corrected, the same command {self._next_start()}"
         )
 
-    def _announce(self, start: int, training: int) -> None:
+    def _announce(self, start: int, num_trained: int) -> None:
         if jax.process_index() != 0:
             return
         config, count = self.config, count_parameters(self.config.model)
         tokens = config.num_steps * config.tokens_per_step
         devices = f"{len(jax.devices())} x {jax.devices()[0].device_kind}"
-        part = f", {training:,} of them training" if self.frozen else ""
+        part = f", {num_trained:,} of them trained" if self.frozen else ""
         print(
             f"{config.name}: {count['total']:,} parameters ({count['non_embedding']:,} without embeddings{part}), "
             f"{config.num_steps:,} steps of {config.tokens_per_step:,} tokens = {tokens:,} tokens, "
@@ -267,21 +309,29 @@ class _Loop:
     def _to_devices(self, batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         return place_batch(batch, self.rows, self.config.batch_size)
 
-    def _resumes(self) -> str:
-        """What the same command would do after a stop."""
+    def _next_start(self) -> str:
+        """Where the same command would start after this stop, for messages."""
         self.checkpoints.wait()
         saved = self.checkpoints.steps
-        return f"goes on from checkpoint {saved[-1]} in {self.workdir}" if saved else "begins anew"
+        return (
+            f"goes on from checkpoint {saved[-1]} in {self.workdir}"
+            if saved
+            else "starts at step 0"
+        )
 
-    def _report(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """Show a step, log it where it is due, and stop where too many were bad."""
+    def report(self, step: int, metrics: dict[str, jax.Array]) -> None:
+        """Show a step's metrics, and log them where that is due.
+
+        Raises:
+            TrainingStopped: a buffer of the exchange overflowed, or too many consecutive steps were bad.
+        """
         config = self.config
         values = {name: np.asarray(value).tolist() for name, value in metrics.items()}
         if overflow := values.get(OVERFLOW):
             raise TrainingStopped(
-                f"step {step}: {overflow} choices of experts found no room in the buffers of the exchange between devices; "
+                f"step {step}: {overflow} choices of experts did not fit into the buffers of the exchange between devices; "
                 "the step changed nothing. Set expert_buffer higher (config.model.layers.L.feedforward.expert_buffer, of every "
-                f"layer with experts), and the same command {self._resumes()}"
+                f"layer with experts), and the same command {self._next_start()}"
             )
         bad = values.pop("skipped_in_a_row")
         self.loss = values["train/loss"]
@@ -291,7 +341,7 @@ class _Loop:
             )
         if bad >= config.max_bad_steps:
             self.checkpoints.wait()
-            saved = self.checkpoints.steps  # bad steps change nothing: the newest is good
+            saved = self.checkpoints.steps  # a bad step changes nothing, so the newest is good
             last = (
                 f"checkpoint {saved[-1]} is the last good one, its parameters those of step {min(saved[-1], step - bad)},"
                 if saved
@@ -301,7 +351,7 @@ class _Loop:
                 f"step {step}: {bad} steps in a row had a loss, gradient or new parameters that are not finite; {last} in {self.workdir}"
             )
         if self._due(config.log_every, step) or step == config.num_steps:
-            self.speed = self.meter.read(config.tokens_per_step) or self.speed
+            self.speed = self.meter.tokens_per_second(config.tokens_per_step) or self.speed
             kind, memory = memory_gib()
             values |= {
                 "train/tokens": step * config.tokens_per_step,
@@ -311,23 +361,25 @@ class _Loop:
             }
             self.writer.write(step, values)
         self.progress.advance(step, self.loss, self.speed)
+        if self.on_report is not None:
+            self.on_report(step)
 
     def _evaluate(self, step: int, state: TrainState) -> None:
-        """Held-out loss over the first `eval_batches` batches, the same ones every time."""
+        """Log the held-out loss over the first `eval_batches` batches, which are the same every time."""
         began = time.perf_counter()
-        nll = tokens = lost = 0.0
+        nll = tokens = overflow = 0.0
         params = join(self.frozen, state.params)
         with contextlib.closing(_eval_batches(self.config, self.mesh)) as batches:
             for batch in itertools.islice(batches, self.config.eval_batches):
-                found = self.program.eval_step(params, self._to_devices(batch))
-                nll, tokens, lost = (
-                    a + float(b) for a, b in zip((nll, tokens, lost), found, strict=True)
+                sums = self.program.eval_step(params, self._to_devices(batch))
+                nll, tokens, overflow = (
+                    a + float(b) for a, b in zip((nll, tokens, overflow), sums, strict=True)
                 )
-        if lost:
+        if overflow:
             self.checkpoints.save(step, state, self.batches)
             raise TrainingStopped(
-                f"step {step}, held-out loss: {lost:,.0f} choices of experts found no room in the buffers of the exchange between "
-                f"devices. Set expert_buffer higher (of every layer with experts), and the same command {self._resumes()}"
+                f"step {step}, held-out loss: {overflow:,.0f} choices of experts did not fit into the buffers of the exchange between "
+                f"devices. Set expert_buffer higher (of every layer with experts), and the same command {self._next_start()}"
             )
         loss = nll / max(tokens, 1)
         self.writer.write(step, {"val/loss": loss})
@@ -337,11 +389,11 @@ class _Loop:
 
 @contextlib.contextmanager
 def _profiler(workdir: Path, config: TrainConfig, start: int):
-    """A function to call before each step, which opens and closes the profiler's window."""
+    """A function to call before each step, which starts and stops the profiler at the configured steps."""
     first = start + config.profile_start
     running = False
 
-    def at(step: int, state: TrainState) -> None:
+    def before_step(step: int, state: TrainState) -> None:
         nonlocal running
         if config.profile_steps and step in (first, first + config.profile_steps):
             jax.block_until_ready(state)
@@ -353,7 +405,7 @@ def _profiler(workdir: Path, config: TrainConfig, start: int):
             running = False
 
     try:
-        yield at
+        yield before_step
     finally:
         if running:
             jax.profiler.stop_trace()

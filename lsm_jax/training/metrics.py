@@ -1,4 +1,4 @@
-"""What a run reports: rows of metrics.jsonl, TensorBoard events, and a line of progress."""
+"""The reports of a run: rows of metrics.jsonl, TensorBoard events, and a line of progress."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rich.progress import (
 )
 from tensorboardX import SummaryWriter
 
-_SECONDS_BETWEEN_LINES = 10.0
+SECONDS_BETWEEN_LINES = 10.0
 
 
 class MetricsWriter:
@@ -32,7 +32,8 @@ class MetricsWriter:
 
     Args:
         workdir: the run's directory.
-        step: where the run starts; rows beyond it, and a row a kill cut short, are removed, since they will come again.
+        step: the step the run starts from; rows of later steps and a row cut short by a kill are removed,
+            since the run writes them again.
     """
 
     def __init__(self, workdir: Path, step: int):
@@ -40,26 +41,29 @@ class MetricsWriter:
         if jax.process_index() != 0:  # one host writes for all
             return
         path = workdir / "metrics.jsonl"
-        kept = [row for row in read_rows(path) if row.get("step", 0) <= step]
+        rows = [row for row in read_rows(path) if row.get("step", 0) <= step]
         draft = path.with_suffix(".draft")
-        draft.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        draft.write_text("".join(json.dumps(row) + "\n" for row in rows))
         os.replace(draft, path)
         self._file = path.open("a", buffering=1)
         self._events: Any = SummaryWriter(str(workdir / "tensorboard"), purge_step=step + 1)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """One row, of numbers and (nested) lists of them; TensorBoard gets the ends of a list."""
+        """Write one row of numbers and (nested) lists of numbers; TensorBoard gets a list's minimum and
+        maximum."""
         if self._file is None:
             return
         finite = {name: _finite(value) for name, value in values.items()}
         self._file.write(json.dumps({"step": step, **finite}) + "\n")
         for name, value in finite.items():
             if isinstance(value, list):
-                ends = {f"{name}/min": np.min(values[name]), f"{name}/max": np.max(values[name])}
+                scalars = {f"{name}/min": np.min(values[name]), f"{name}/max": np.max(values[name])}
             else:
-                ends = {name: value}
-            for tag, number in ends.items():
-                if number is not None and np.isfinite(number):  # tensorboardX warns of each NaN
+                scalars = {name: value}
+            for tag, number in scalars.items():
+                if number is not None and np.isfinite(
+                    number
+                ):  # tensorboardX logs a warning for each NaN
                     self._events.add_scalar(tag, number, step)
 
     def close(self) -> None:
@@ -71,14 +75,14 @@ class MetricsWriter:
 
 
 def _finite(value: Any) -> Any:
-    """`value` with None for what JSON has no word for."""
+    """`value` with None in place of NaN and infinities, which JSON cannot represent."""
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return value if math.isfinite(value) else None
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The whole rows of a metrics.jsonl; a last one that a kill cut short is left out."""
+    """The rows of a metrics.jsonl; a last row cut short by a kill is left out."""
     rows = []
     if path.exists():
         for line in path.read_text().splitlines():
@@ -90,7 +94,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def memory_gib() -> tuple[str, float]:
-    """The most memory used so far, in GiB, and of what: "device" (the first) or "host"."""
+    """("device" or "host", its peak memory use so far in GiB); "device" is the first local device."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return "device", stats["peak_bytes_in_use"] / 2**30
@@ -99,21 +103,23 @@ def memory_gib() -> tuple[str, float]:
 
 
 class Meter:
-    """Tokens per second of training steps since the last reading; what else the loop does is not counted."""
+    """Measures the tokens per second of training steps since the last reading; time spent on anything else
+    is not counted."""
 
     def __init__(self) -> None:
         self._start, self._steps, self._paused = time.perf_counter(), 0, 0.0
 
     def step(self) -> None:
-        """A step is done."""
+        """Count a finished step."""
         self._steps += 1
 
     def pause(self, seconds: float) -> None:
-        """So long, the loop did something else (compiling, evaluating)."""
+        """Leave out so many seconds, in which the loop did something other than a step (evaluated, saved)."""
         self._paused += seconds
 
-    def read(self, tokens_per_step: int) -> float:
-        """Tokens per second, and start anew; 0 before any step was timed."""
+    def tokens_per_second(self, tokens_per_step: int) -> float:
+        """Return the tokens per second since the last call and restart the measurement; 0 if no step was
+        timed."""
         now = time.perf_counter()
         seconds = now - self._start - self._paused
         rate = self._steps * tokens_per_step / seconds if self._steps and seconds > 0 else 0.0
@@ -122,9 +128,10 @@ class Meter:
 
 
 class TrainProgress:
-    """A bar with step, loss, tokens/s and time left; plain lines where there is no terminal. A context manager.
+    """A context manager that shows a bar with step, loss, tokens/s and time left, or prints lines where
+    there is no terminal.
 
-    Of several hosts only the first shows it.
+    If there are several hosts, only the first one shows it.
     """
 
     def __init__(self, name: str, start: int, total: int):
@@ -161,25 +168,27 @@ class TrainProgress:
         self._bar.stop()
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays above the bar."""
         if self._lines:
             print(text, file=sys.stderr, flush=True)
         elif self._shown:
             self._bar.console.print(text, highlight=False, markup=False)
 
     def advance(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """A step is done."""
+        """Show a finished step."""
         if step == self.start + 1:
-            self._begin = time.perf_counter()  # compiling tells nothing of the time left
+            self._begin = (
+                time.perf_counter()
+            )  # time spent compiling says nothing about the time left
         status = f"loss {loss:.4f}"
         if tokens_per_second:
             status += f" · {tokens_per_second:,.0f} tokens/s"
         self._bar.update(self._task, completed=step, status=status)
         now = time.perf_counter()
-        if self._lines and (now - self._last_line > _SECONDS_BETWEEN_LINES or step == self.total):
+        if self._lines and (now - self._last_line > SECONDS_BETWEEN_LINES or step == self.total):
             self._last_line = now
-            timed, left = step - self.start - 1, ""
-            if timed > 0:
-                seconds = (now - self._begin) / timed * (self.total - step)
+            timed_steps, left = step - self.start - 1, ""
+            if timed_steps > 0:
+                seconds = (now - self._begin) / timed_steps * (self.total - step)
                 left = f" · {seconds:.0f} s left"
             print(f"step {step}/{self.total} · {status}{left}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""AdamW and its schedule in tokens."""
+"""AdamW, and its learning-rate schedule by tokens."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from lsm_jax.training.partition import split
 
 
 def learning_rate(config: TrainConfig, step: jax.Array | int) -> jax.Array:
-    """The learning rate of a step, counted from 0: linear in the tokens seen through warm-up, then a cosine to the end."""
+    """The learning rate of a step (from 0): linear in the tokens seen during warm-up, then a cosine to the
+    end of the run."""
     optimizer, tokens = config.optimizer, float(config.tokens_per_step)
     step = jnp.asarray(step, jnp.float32)
     steps = step if optimizer.warmup_from_zero else step + 1
     warmup = jnp.minimum(1.0, steps * (tokens / max(optimizer.warmup_tokens, tokens)))
-    left = float(config.total_tokens - optimizer.warmup_tokens)
-    progress = jnp.clip((step * tokens - float(optimizer.warmup_tokens)) / left, 0, 1)
+    decay_tokens = float(config.total_tokens - optimizer.warmup_tokens)
+    progress = jnp.clip((step * tokens - float(optimizer.warmup_tokens)) / decay_tokens, 0, 1)
     cosine = 0.5 * (1 + jnp.cos(jnp.pi * progress))
     return (
         optimizer.peak_lr
@@ -28,7 +29,8 @@ def learning_rate(config: TrainConfig, step: jax.Array | int) -> jax.Array:
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Gradients -> updates for a learning rate of 1; the step scales them, so that the schedule holds no state."""
+    """The transformation of gradients to updates for a learning rate of 1; the training step scales them by
+    `learning_rate`."""
     optimizer = config.optimizer
     mask, _ = split(decay_mask(config.model), config.trainable)
     return optax.chain(

@@ -1,6 +1,7 @@
-"""Parameters that train and parameters that stand still, as two trees of one model.
+"""Trained and frozen parameters of one model, as two trees.
 
-What trains is float32, has optimizer state and is saved. What stands still is bfloat16 and is read again from where it came.
+Trained parameters are float32, have optimizer state and are saved. Frozen parameters are bfloat16 and are
+read again from their source.
 """
 
 from __future__ import annotations
@@ -15,24 +16,27 @@ FROZEN_DTYPE = jnp.bfloat16
 
 
 def leaves_of(tree: Any) -> dict[str, Any]:
-    """A tree's leaves by dotted path."""
+    """The leaves of a tree by dotted path."""
     flat = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
 
 
 def split(params: dict[str, Any], trainable: tuple[str, ...]) -> tuple[dict, dict]:
-    """(what trains, what stands still) of nested dicts, each without the other's branches.
+    """Split nested dicts into (trained, frozen), each without the branches of the other.
 
     Args:
-        params: of a model; its leaves may be anything.
-        trainable: names of modules or parameters: what has one of them in its path trains. None at all: everything trains.
+        params: the parameters of a model, or a tree of the same structure with any leaves.
+        trainable: names of modules or parameters; a parameter is trained if its path has one of them. If
+            empty, all are trained.
 
     Raises:
-        ValueError: a name that no parameter's path has.
+        ValueError: no parameter's path has one of the names.
     """
     if not trainable:
         return params, {}
-    known = {part for path in leaves_of(jax.tree.map(lambda _: 0, params)) for part in path.split(".")}  # fmt: skip
+    known = {
+        part for path in leaves_of(jax.tree.map(lambda _: 0, params)) for part in path.split(".")
+    }
     for name in trainable:
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
@@ -44,32 +48,34 @@ def split(params: dict[str, Any], trainable: tuple[str, ...]) -> tuple[dict, dic
     return _only(params, set(trainable), True), _only(params, set(trainable), False)
 
 
-def _only(tree: Any, names: set[str], kept: bool) -> Any:
-    """The branches under one of `names` (kept), or the others."""
-    found = {}
+def _only(tree: Any, names: set[str], included: bool) -> Any:
+    """The branches under one of `names` if `included`, otherwise all other branches."""
+    selected = {}
     for key, value in tree.items():
         if str(key) in names:
-            if kept:
-                found[key] = value
+            if included:
+                selected[key] = value
         elif isinstance(value, dict):
-            if inner := _only(value, names, kept):
-                found[key] = inner
-        elif not kept:
-            found[key] = value
-    return found
+            if inner := _only(value, names, included):
+                selected[key] = inner
+        elif not included:
+            selected[key] = value
+    return selected
 
 
 def join(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """One tree of the leaves of both; a leaf of `second` stands where both have one."""
-    both = dict(first)
+    """Merge two trees; where both have a leaf, the result has that of `second`."""
+    merged = dict(first)
     for key, value in second.items():
-        mine = both.get(key)
-        both[key] = join(mine, value) if isinstance(mine, dict) and isinstance(value, dict) else value  # fmt: skip
-    return both
+        old = merged.get(key)
+        merged[key] = (
+            join(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        )
+    return merged
 
 
 def like(params: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
-    """The branches of `params` that `shape` has too."""
+    """The branches of `params` that `shape` also has."""
     return {
         key: like(params[key], value) if isinstance(value, dict) else params[key]
         for key, value in shape.items()
@@ -82,21 +88,22 @@ def _digest(x: jax.Array) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(
         jnp.uint32
     )
-    for axis in range(x.ndim):  # odd weights by place, so that swapped rows show
-        place = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-        bits = bits * (2 * place * jnp.uint32(0x9E3779B1) + 1)
+    for axis in range(x.ndim):  # odd weights by position, so that exchanged rows change the sum
+        position = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+        bits = bits * (2 * position * jnp.uint32(0x9E3779B1) + 1)
     return jnp.sum(bits, dtype=jnp.uint32)
 
 
 def digests(params: dict[str, Any]) -> dict[str, int]:
-    """A number for each leaf by path that tells other content, wherever it is read from and however it is sharded."""
+    """A digest of the content of each leaf, by path; it does not depend on the leaf's source or sharding."""
     return {name: int(_digest(leaf)) for name, leaf in leaves_of(params).items()}
 
 
 def targets(shapes: Any, shardings: Any, trainable: tuple[str, ...]) -> dict[str, Any]:
-    """What to load a run's parameters into: the dtype of each by whether it trains, and where it lives."""
-    whole = jax.tree.map(
+    """The shapes, dtypes (by whether a parameter is trained or frozen) and shardings to load a run's
+    parameters to."""
+    all_params = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
     )
-    trained, still = split(whole, trainable)
-    return join(trained, jax.tree.map(lambda x: x.update(dtype=FROZEN_DTYPE), still))
+    trained, frozen = split(all_params, trainable)
+    return join(trained, jax.tree.map(lambda x: x.update(dtype=FROZEN_DTYPE), frozen))

@@ -1,4 +1,4 @@
-"""A run of multi-query associative recall as data."""
+"""The config of a run of multi-query associative recall."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ class RecallConfig:
     """Everything a run of multi-query associative recall depends on.
 
     Attributes:
-        name: shown in logs.
+        name: the name shown in logs.
         model: the model.
-        train: what is trained on; batches are of one task each and alternate.
-        test: what accuracy is measured on.
-        power: of the law of gaps between a pair and its query.
-        random_fill: tokens between queries are random; else 0.
-        learning_rates: one member each, at its highest.
-        seeds: of the parameters; every learning rate is taken with every seed.
-        data_seed: of the examples and their order.
-        batch_size: examples a step.
+        train: the tasks to train on; each batch is of one task, and tasks alternate.
+        test: the tasks to measure accuracy on.
+        power: the exponent of the power law of gaps between a pair and its query.
+        random_fill: whether tokens between queries are random; otherwise they are 0.
+        learning_rates: peak learning rates; each combination of a learning rate and a seed is a member.
+        seeds: seeds of the parameters.
+        data_seed: the seed of the examples and their order.
+        batch_size: examples per step.
         epochs: passes over the training examples; the learning rate falls to 0 over them by a cosine.
-        stop_above: end after an epoch whose best member has a mean accuracy above it; 1 never does.
-        weight_decay: decoupled, of embedding and projections.
-        clip_norm: each member's gradients are scaled down to this global norm; 0 leaves them.
-        steps_per_call: at most so many steps, all of one task, are taken between two that may be of different ones.
+        stop_above: end after an epoch whose best member has a mean accuracy above this; 1 never ends early.
+        weight_decay: decoupled weight decay of embedding and projections.
+        clip_norm: each member's gradients are scaled down to this global norm; 0 does not scale.
+        steps_per_call: number of consecutive steps of one task at most.
     """
 
     name: str
@@ -51,11 +51,11 @@ class RecallConfig:
         resolve_annotations(self)
 
     def members(self) -> list[tuple[float, int]]:
-        """(learning rate, seed) of each."""
+        """(learning rate, seed) of each member."""
         return [(rate, seed) for rate in self.learning_rates for seed in self.seeds]
 
     def validate(self) -> None:
-        """Raise ValueError where a field is out of range; nothing is compiled."""
+        """Raise ValueError if a field is out of range; nothing is compiled."""
         self.model.validate()
         for name in ("train", "test", "learning_rates", "seeds"):
             if not getattr(self, name):

@@ -1,15 +1,18 @@
-"""Multi-query associative recall: a sweep of learning rates over one small model, and the accuracy at each length."""
+"""Multi-query associative recall: a sweep of learning rates of one small model, and the accuracy at each
+length."""
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
 import functools
+import itertools
 import json
 import math
 import os
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,11 +33,16 @@ from lsm_jax.training.recall_config import RecallConfig
 from lsm_jax.training.runs import check_workdir
 from lsm_jax.training.sweep import Data, Sweep, SweepState, epoch_blocks
 
-_QUERIES_AT_A_TIME, _TOKENS_AT_A_TIME = 16384, 65536  # of an evaluation's batch, a member
+Blocks = list[tuple[int, np.ndarray]]
+
+_QUERIES_AT_A_TIME, _TOKENS_AT_A_TIME = (
+    16384,
+    65536,
+)  # per batch of an evaluation and member, at most
 
 
 def make_sweep(config: RecallConfig, num_steps: int) -> Sweep:
-    """The sweep of a config: one member a learning rate and seed, losses at the queries alone."""
+    """The sweep of a config: one member per learning rate and seed, with losses at the queries only."""
     model = nnx.eval_shape(lambda: RecallModel(config.model, rngs=nnx.Rngs(0)))
     graph = nnx.graphdef(model)
     decayed = jax.tree.map(
@@ -46,10 +54,10 @@ def make_sweep(config: RecallConfig, num_steps: int) -> Sweep:
 
     def loss(params: Any, batch: Data) -> jax.Array:
         logits, losses = _query_logits(nnx.merge(graph, params), batch)
-        # A masked sum, not a gather: its gradient is no scatter into all logits.
-        right = batch["answers"][..., None] == jnp.arange(logits.shape[-1])
-        own = jnp.sum(jnp.where(right, logits, 0), axis=-1)
-        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - own) + losses
+        # A masked sum instead of a gather, whose gradient would be a scatter into all logits.
+        is_answer = batch["answers"][..., None] == jnp.arange(logits.shape[-1])
+        right_logits = jnp.sum(jnp.where(is_answer, logits, 0), axis=-1)
+        return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - right_logits) + losses
 
     rates, seeds = zip(*config.members(), strict=True)
     return Sweep(
@@ -69,14 +77,14 @@ def make_sweep(config: RecallConfig, num_steps: int) -> Sweep:
 
 
 def _query_logits(model: RecallModel, batch: Data) -> tuple[jax.Array, jax.Array]:
-    """[B, P, vocab] at the queries, and the losses that layers report."""
+    """(logits [B, P, vocab] at the queries, the losses that layers report)."""
     hidden, losses = model.hidden(batch["tokens"])
     hidden = jnp.take_along_axis(hidden, batch["positions"][..., None], axis=1)
     return model.logits(hidden), losses
 
 
 def make_accuracy(config: RecallConfig):
-    """(parameters of one member, batch) -> the part of the queries answered right."""
+    """The function (parameters of one member, batch) -> share of the queries that are answered correctly."""
     graph = nnx.graphdef(nnx.eval_shape(lambda: RecallModel(config.model, rngs=nnx.Rngs(0))))
 
     def accuracy(params: Any, batch: Data) -> jax.Array:
@@ -87,7 +95,7 @@ def make_accuracy(config: RecallConfig):
     return accuracy
 
 
-@functools.lru_cache(maxsize=32)  # the runs of a table share their examples
+@functools.lru_cache(maxsize=32)  # the runs of a table have the same examples
 def _examples(
     length: int, num_pairs: int, num_examples: int, vocab_size: int, seed: tuple[int, ...], **law
 ) -> Data:
@@ -98,7 +106,7 @@ def _examples(
 
 
 def load_task(config: RecallConfig, task: RecallTask, *seed: int) -> Data:
-    """A task's examples, on the device."""
+    """The examples of a task, on the device."""
     return _examples(
         task.length,
         task.num_pairs,
@@ -111,21 +119,23 @@ def load_task(config: RecallConfig, task: RecallTask, *seed: int) -> Data:
 
 
 def train_recall(config: RecallConfig, workdir: str | Path | None = None) -> dict[str, Any]:
-    """Train all members, and take the one of the best mean accuracy, as after the last epoch.
+    """Train all members, and select the one with the best mean accuracy after the last epoch.
 
-    It runs on one device, and from the start: a run takes seconds to minutes and saves no checkpoint.
+    Training uses one device and always starts at step 0: a run lasts seconds to minutes and saves no
+    checkpoint.
 
     Args:
-        config: the run; checked as a whole before anything is compiled.
-        workdir: where config.json, metrics.jsonl and result.json go; None writes nothing.
+        config: the config of the run; all of it is validated before anything is compiled.
+        workdir: the folder for config.json, metrics.jsonl and result.json; None writes nothing.
 
     Returns:
-        What result.json holds: `accuracy` by test task and their `mean`, of the best member; its `learning_rate` and `seed`;
-        `members`, the same of all; `state_size`, numbers each layer keeps while decoding (`recall_state_size`), and `parameters`, of which
-        `non_embedding`; steps, epochs, seconds, date, commit and device.
+        The content of result.json: `accuracy` by test task and their `mean`, `learning_rate` and `seed` of
+        the best member; `members`, the same values of all members; `state_size`, numbers in each layer's
+        state while decoding (`recall_state_size`); `parameters`, in total and without embeddings; steps,
+        epochs, seconds, date, commit and device.
 
     Raises:
-        ValueError: a config that does not fit, or a directory made with another.
+        ValueError: the config is not valid, or the directory was made with another config.
     """
     config.validate()
     if workdir is not None:
@@ -137,16 +147,17 @@ def train_recall(config: RecallConfig, workdir: str | Path | None = None) -> dic
     rng = np.random.default_rng((config.data_seed, 2))
     sizes = [task.num_examples for task in config.train]
 
-    def blocks():
+    def blocks() -> Blocks:
         return epoch_blocks(rng, sizes, config.batch_size, config.steps_per_call)
 
-    plan = blocks()
-    per_call = len(plan[0][1])
-    num_steps = config.epochs * len(plan) * per_call
+    first_epoch = blocks()
+    steps_per_call = len(first_epoch[0][1])
+    num_steps = config.epochs * len(first_epoch) * steps_per_call
     sweep = make_sweep(config, num_steps)
     state = jax.jit(sweep.first)()
+    num_parameters = _count(state)
     print(f"{config.name}: compiling", file=sys.stderr, flush=True)
-    program = _compile(config, sweep, state, train_data, test_data, per_call)
+    program = _compile(config, sweep, state, train_data, test_data, steps_per_call)
     compiled = time.perf_counter() - began
     writer = None
     if workdir is not None:
@@ -154,34 +165,15 @@ def train_recall(config: RecallConfig, workdir: str | Path | None = None) -> dic
         _write_json(workdir / "config.json", to_dict(config))
         writer = MetricsWriter(workdir, -1)
     _announce(config, num_steps, compiled)
-
-    length = np.average([t.length for t in config.train], weights=sizes)
-    tokens = config.batch_size * len(config.members()) * length  # of a step, all members together
-    pending, losses, scores, epoch, step = None, np.zeros((0, 0)), np.zeros((0, 0)), 0, 0
-    started = time.perf_counter()
-    with TrainProgress(config.name, 0, num_steps) as progress:
-        for epoch in range(1, config.epochs + 1):
-            for which, rows in plan:
-                state, losses = program.train[which](state, train_data[which], rows)
-                step += per_call
-                if pending is not None:  # read a call late: the device never waits for the host
-                    loss = float(np.nanmin(np.asarray(pending[1])[-1]))
-                    speed = pending[0] * tokens / (time.perf_counter() - started)
-                    progress.advance(pending[0], loss, speed)
-                pending = (step, losses)
-            scores = np.stack([np.asarray(f(state.params)) for f in program.test])
-            best = scores.mean(axis=0).max()
-            progress.say(f"epoch {epoch}: accuracy {best:.4f} ({_by_member(config, scores)})")
-            if writer is not None:
-                writer.write(step, _metrics(config, scores, losses))
-            if best > config.stop_above:
-                break
-            plan = blocks()
+    epochs = itertools.chain([first_epoch], iter(blocks, None))
+    scores, step, epoch = _train_epochs(
+        config, program, state, train_data, epochs, num_steps, writer
+    )
     if writer is not None:
         writer.close()
     result = {
         **_result(config, scores),
-        "parameters": _count(state),
+        "parameters": num_parameters,
         "steps": step,
         "epochs": epoch,
         "seconds": round(time.perf_counter() - began, 1),
@@ -197,9 +189,51 @@ def train_recall(config: RecallConfig, workdir: str | Path | None = None) -> dic
     return result
 
 
+def _train_epochs(
+    config: RecallConfig,
+    program: _Program,
+    state: SweepState,
+    train_data: list[Data],
+    epochs: Iterator[Blocks],
+    num_steps: int,
+    writer: MetricsWriter | None,
+) -> tuple[np.ndarray, int, int]:
+    """Train until the last epoch or `stop_above`; returns accuracies [test tasks, members], steps and
+    epochs."""
+    sizes = [task.num_examples for task in config.train]
+    length = np.average([t.length for t in config.train], weights=sizes)
+    tokens = config.batch_size * len(config.members()) * length  # per step, of all members
+    pending, losses, scores, epoch, step = None, np.zeros((0, 0)), np.zeros((0, 0)), 0, 0
+    started = time.perf_counter()
+    with TrainProgress(config.name, 0, num_steps) as progress:
+        for epoch, blocks in zip(range(1, config.epochs + 1), epochs, strict=False):
+            for task_index, rows in blocks:
+                state, losses = program.train[task_index](state, train_data[task_index], rows)
+                step += len(rows)
+                # Losses are read one call late, so that the device never waits for the host.
+                if pending is not None:
+                    loss = float(np.nanmin(np.asarray(pending[1])[-1]))
+                    speed = pending[0] * tokens / (time.perf_counter() - started)
+                    progress.advance(pending[0], loss, speed)
+                pending = (step, losses)
+            scores = np.stack([np.asarray(accuracy(state.params)) for accuracy in program.test])
+            best = scores.mean(axis=0).max()
+            progress.say(f"epoch {epoch}: accuracy {best:.4f} ({_by_member(config, scores)})")
+            if writer is not None:
+                writer.write(step, _metrics(config, scores, losses))
+            if best > config.stop_above:
+                break
+    return scores, step, epoch
+
+
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """Compiled: (state, data, rows) -> (state, losses) of each training task, and parameters -> accuracies of each test task."""
+    """The compiled functions.
+
+    Attributes:
+        train: (state, data, rows) -> (state, losses), one per training task.
+        test: parameters -> accuracies of all members, one per test task.
+    """
 
     train: list[Any]
     test: list[Any]
@@ -213,7 +247,7 @@ def _compile(
     test_data: list[Data],
     per_call: int,
 ) -> _Program:
-    """Compile every program at once, in threads; tasks whose arrays have the same shapes share one."""
+    """Compile all programs at once, in threads; tasks whose arrays have the same shapes have one program."""
     accuracy = make_accuracy(config)
 
     def evaluate(params: Any, data: Data) -> jax.Array:
@@ -230,17 +264,17 @@ def _compile(
     for task, data in zip(config.test, test_data, strict=True):
         lowered[False, task.name, task.num_examples] = test.lower(state.params, data)
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        found = dict(zip(lowered, pool.map(lambda x: x.compile(), lowered.values()), strict=True))
+        compiled = dict(
+            zip(lowered, pool.map(lambda x: x.compile(), lowered.values()), strict=True)
+        )
 
-    def of(test: bool, task: RecallTask) -> Any:
-        return found[not test, task.name, task.num_examples]
-
-    def bound(function: Any, data: Data) -> Any:
+    def bind(task: RecallTask, data: Data) -> Any:
+        function = compiled[False, task.name, task.num_examples]
         return lambda params: function(params, data)
 
     return _Program(
-        [of(False, task) for task in config.train],
-        [bound(of(True, t), d) for t, d in zip(config.test, test_data, strict=True)],
+        [compiled[True, task.name, task.num_examples] for task in config.train],
+        [bind(task, data) for task, data in zip(config.test, test_data, strict=True)],
     )
 
 
@@ -264,16 +298,16 @@ def _metrics(config: RecallConfig, scores: np.ndarray, losses: Any) -> dict[str,
 
 
 def _result(config: RecallConfig, scores: np.ndarray) -> dict[str, Any]:
-    """What the accuracies [test tasks, members] come to."""
+    """The entries of result.json that follow from the config and the accuracies [test tasks, members]."""
     names = [task.name for task in config.test]
     members = [
         dict(
             learning_rate=rate,
             seed=seed,
-            mean=round(float(own.mean()), 5),
-            accuracy={n: round(float(a), 5) for n, a in zip(names, own, strict=True)},
+            mean=round(float(member_scores.mean()), 5),
+            accuracy={n: round(float(a), 5) for n, a in zip(names, member_scores, strict=True)},
         )
-        for (rate, seed), own in zip(config.members(), scores.T, strict=True)
+        for (rate, seed), member_scores in zip(config.members(), scores.T, strict=True)
     ]
     best = max(members, key=lambda m: m["mean"])
     longest = max(task.length for task in (*config.train, *config.test))
@@ -292,7 +326,7 @@ def _result(config: RecallConfig, scores: np.ndarray) -> dict[str, Any]:
 
 
 def _count(state: SweepState) -> dict[str, int]:
-    """Parameters of a member."""
+    """The number of parameters of a member, in total and without embeddings."""
     total = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(state.params))
     embedding = math.prod(state.params["embedding"].shape[1:])
     return dict(total=total, non_embedding=total - embedding)

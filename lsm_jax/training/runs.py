@@ -1,4 +1,4 @@
-"""A run is a directory: its config, metrics, checkpoints, plots and evaluations."""
+"""The directory of a run: config, metrics, checkpoints, plots and evaluations."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Run:
     """A trained model.
 
     Attributes:
-        config: the run's.
-        model: the decoder with the checkpoint's parameters.
+        config: the config of the run.
+        model: the decoder with the parameters of the checkpoint.
         params: the same parameters as a pure dict.
-        step: the checkpoint's.
+        step: the step of the checkpoint.
     """
 
     config: TrainConfig
@@ -43,19 +43,20 @@ class Run:
 
 
 def checkpoint_directory(workdir: str | os.PathLike[str]) -> Path:
-    """Where a run's checkpoints are."""
+    """The folder of a run's checkpoints."""
     return Path(workdir).expanduser().absolute() / "checkpoints"
 
 
 def read_config(workdir: str | os.PathLike[str], argument: str = "workdir") -> TrainConfig:
-    """The config of a run.
+    """Read the config of a run.
 
     Args:
         workdir: the run's directory.
-        argument: what the caller calls it, for messages.
+        argument: the caller's name of this argument, for messages.
 
     Raises:
-        ValueError: `workdir` is not a directory of a run that saves a model, or its config.json cannot be read.
+        ValueError: `workdir` is not the directory of a run that saves a model, or its config.json cannot be
+            read.
     """
     if not (Path(workdir).expanduser() / "config.json").is_file():
         raise ValueError(
@@ -70,7 +71,7 @@ def read_config(workdir: str | os.PathLike[str], argument: str = "workdir") -> T
         config.model.validate()
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{argument}={str(workdir)!r}: its config.json describes no model ({error}); set the file right"
+            f"{argument}={str(workdir)!r}: its config.json describes no model ({error}); correct the file"
         ) from error
     return config
 
@@ -84,22 +85,23 @@ def _parse_config(workdir: str | os.PathLike[str], argument: str) -> Any:
     except (ValueError, TypeError, AttributeError, ImportError) as error:
         raise ValueError(
             f"{argument}={str(workdir)!r}: its config.json is not a config that this version wrote ({error}); "
-            "set the file right, or use another directory"
+            "correct the file, or use another directory"
         ) from error
     return config
 
 
 def check_workdir(workdir: Path, config: Any) -> None:
-    """Check that a directory can be made, or is this config's.
+    """Check that a directory can be created, or belongs to a run of this config.
 
     Raises:
-        ValueError: it is a file, cannot be written to, or was made with another config; the differing fields are listed.
+        ValueError: it is a file, is not writable, or was created with another config; the message lists the
+            fields that differ.
     """
     nearest = next(p for p in (workdir, *workdir.parents) if p.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        why = "may not be written to" if nearest.is_dir() else "is a file"
+        problem = "is not writable" if nearest.is_dir() else "is a file"
         raise ValueError(
-            f"workdir={str(workdir)!r}: {nearest} {why}; accepted is a directory, made if it is not there"
+            f"workdir={str(workdir)!r}: {nearest} {problem}; accepted is a directory, which is created if it does not exist"
         )
     checkpoints = checkpoint_directory(workdir)
     if checkpoints.exists() and not checkpoints.is_dir():
@@ -114,16 +116,18 @@ def check_workdir(workdir: Path, config: Any) -> None:
             different = [f"type: {kinds[0]} -> {kinds[1]}"]
         if different:
             raise ValueError(
-                f"workdir={str(workdir)!r} was made with another config; use another workdir, or set back:\n  "
+                f"workdir={str(workdir)!r} was made with another config; use another workdir, or undo these changes:\n  "
                 + "\n  ".join(different)
             )
 
 
 def check_data(workdir: Path, data: dict[str, Any]) -> None:
-    """Check that the training data are those that a run to be resumed began with, by their `fingerprint`.
+    """Check by their `fingerprint` that the training data are those with which the run to be resumed began.
+
+    A directory without data.json, as earlier versions wrote it, is accepted.
 
     Raises:
-        ValueError: they differ; what changed is listed. A directory without data.json, as earlier versions left it, passes.
+        ValueError: the data differ; the message lists the changes.
     """
     path = workdir / "data.json"
     try:
@@ -135,17 +139,19 @@ def check_data(workdir: Path, data: dict[str, Any]) -> None:
         different = [f"{path} cannot be read: {error}"]
     if different:
         raise ValueError(
-            f"workdir={str(workdir)!r}: the training data changed since the run began; bring them back, or start anew in "
-            f"another workdir (--init_from takes this one's parameters), or remove {path} to go on with them as they are:\n  "
+            f"workdir={str(workdir)!r}: the training data changed since the run began; restore them, or start a run in "
+            f"another workdir (--init_from can load this run's parameters), or remove {path} to continue with the changed data:\n  "
             + "\n  ".join(different)
         )
 
 
 def check_frozen(workdir: str | os.PathLike[str], frozen: dict[str, int]) -> None:
-    """Check that the parameters that stand still are those that a run began with, by their `digests`.
+    """Check by their `digests` that the frozen parameters are those with which the run began.
+
+    A directory without frozen.json is accepted.
 
     Raises:
-        ValueError: they differ; what changed is listed. A directory without frozen.json passes.
+        ValueError: parameters differ; the message lists them.
     """
     path = Path(workdir).expanduser() / "frozen.json"
     if not path.is_file():
@@ -155,17 +161,19 @@ def check_frozen(workdir: str | os.PathLike[str], frozen: dict[str, int]) -> Non
         name for name in old.keys() | frozen.keys() if old.get(name) != frozen.get(name)
     ):
         raise ValueError(
-            f"workdir={str(workdir)!r}: parameters that stand still are not those that the run began with; bring back what its "
-            f"base or init_from was then. {len(changed)} changed: {', '.join(changed[:5])}"
+            f"workdir={str(workdir)!r}: frozen parameters are not those that the run began with; restore the content that its "
+            f"base or init_from had then. {len(changed)} changed: {', '.join(changed[:5])}"
         )
 
 
 def write_config(
     workdir: Path, config: TrainConfig, data: dict[str, Any], frozen: dict[str, int] | None = None
 ) -> None:
-    """Write config.json, which makes the directory a run's, the training data's data.json, and environment.json.
+    """Write config.json, which makes the directory that of a run, data.json (the training data) and
+    environment.json.
 
-    `frozen` holds the `digests` of parameters that stand still, for frozen.json; None or empty writes none.
+    `frozen` has the `digests` of frozen parameters, for frozen.json; if None or empty, frozen.json is not
+    written.
     """
     if jax.process_index() != 0:
         return
@@ -178,14 +186,14 @@ def write_config(
 
 
 def load_run(workdir: str | os.PathLike[str], step: int | None = None) -> Run:
-    """Load a run from its directory, onto the default device.
+    """Load a run from its directory to the default device.
 
     Args:
         workdir: the run's directory.
-        step: of the checkpoint; None is the newest that can be read.
+        step: the step of the checkpoint; None selects the newest that can be read.
 
     Raises:
-        ValueError: no run, no such checkpoint, or none that can be read.
+        ValueError: the directory has no run, or no such checkpoint, or none that can be read.
     """
     config = read_config(workdir)
     model = abstract(config.model)
@@ -197,33 +205,36 @@ def load_run(workdir: str | os.PathLike[str], step: int | None = None) -> Run:
 
 
 def starting_params(config: TrainConfig, target: dict[str, Any]) -> dict[str, Any]:
-    """The parameters a run starts from, as far as `init_from` or `base` has them, into the shapes and shardings of `target`.
+    """The parameters that `init_from` or `base` has for the start of a run, in the shapes and shardings of
+    `target`.
 
     Raises:
-        ValueError: no such run, a model of other shapes, or one without parameters that stand still in this run.
+        ValueError: the source is no run, has a model of other shapes, or lacks parameters that are frozen in
+            this run.
     """
     if config.init_from:
         return initial_params(config.init_from, target, config.trainable)
     if config.base is None:
         return {}
-    found = config.base.load(config.model, target)
-    still = split(target, config.trainable)[1]
-    _check_same(f"base={config.base!r}", leaves_of(found), leaves_of(target), leaves_of(still))
-    return found
+    params = config.base.load(config.model, target)
+    frozen = split(target, config.trainable)[1]
+    _check_same(f"base={config.base!r}", leaves_of(params), leaves_of(target), leaves_of(frozen))
+    return params
 
 
 def initial_params(
     source: str, target: dict[str, Any], trainable: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """Another run's newest parameters, into the shapes and shardings of `target`.
+    """The newest parameters of another run, in the shapes and shardings of `target`.
 
     Args:
-        source: the run's directory.
-        target: of every parameter of this run's model.
-        trainable: this run's; parameters that train here may be absent there, and are then absent from the result.
+        source: the directory of the other run.
+        target: shapes and shardings of all parameters of this run's model.
+        trainable: the `trainable` of this run; parameters that are trained here may be absent from the other
+            run, and are then absent from the result.
 
     Raises:
-        ValueError: no such run, or a model of other shapes.
+        ValueError: `source` is no run, or has a model of other shapes.
     """
     config = read_config(source, "init_from")
     shapes = params_of(abstract(config.model))
@@ -233,17 +244,20 @@ def initial_params(
     return _load(source, config, like(target, shapes), None, "init_from")[0]
 
 
-def _check_same(what: str, theirs: dict[str, Any], ours: dict[str, Any], needed: Any) -> None:
-    """Raise ValueError unless `theirs` has the leaves of `ours`, `needed` ones at least, in their shapes and no others."""
-    wrong = [
+def _check_same(source: str, theirs: dict[str, Any], ours: dict[str, Any], needed: Any) -> None:
+    """Raise ValueError unless `theirs` has all `needed` leaves, and has only leaves of `ours`, in the same
+    shapes."""
+    problems = [
         f"{name}: {theirs[name].shape if name in theirs else 'absent'} -> {ours[name].shape if name in ours else 'absent'}"
         for name in sorted(theirs.keys() | ours.keys())
         if (name not in theirs and name in needed)
         or name not in ours
         or (name in theirs and theirs[name].shape != ours[name].shape)
     ]
-    if wrong:
-        raise ValueError(f"{what}: another model; parameters differ:\n  " + "\n  ".join(wrong[:20]))
+    if problems:
+        raise ValueError(
+            f"{source}: another model; parameters differ:\n  " + "\n  ".join(problems[:20])
+        )
 
 
 def _load(
@@ -253,22 +267,23 @@ def _load(
     step: int | None,
     argument: str = "workdir",
 ) -> tuple[dict[str, Any], int]:
-    """Every parameter of a run, those that stand still from where they are kept, and the step of its checkpoint."""
-    trained, still = split(target, config.trainable)
+    """Load (all parameters of a run, the step of its checkpoint); frozen parameters come from `init_from` or
+    `base`."""
+    trained, frozen_target = split(target, config.trainable)
     checkpoints = _open_checkpoints(workdir, argument)
     try:
         params, step = checkpoints.load_params(trained, step)
     finally:
         checkpoints.close()
-    if not still:
+    if not frozen_target:
         return params, step
-    frozen = like(starting_params(config, target), still)
+    frozen = like(starting_params(config, target), frozen_target)
     check_frozen(workdir, digests(frozen))
     return join(frozen, params), step
 
 
 def _open_checkpoints(workdir: str | os.PathLike[str], argument: str = "workdir") -> Checkpoints:
-    """For reading only: nothing is made or removed."""
+    """Open a run's checkpoints for reading only: nothing is created or removed."""
     directory = checkpoint_directory(workdir)
     if not directory.is_dir():
         raise ValueError(f"{argument}={str(workdir)!r}: the run has no checkpoint yet")
@@ -276,7 +291,7 @@ def _open_checkpoints(workdir: str | os.PathLike[str], argument: str = "workdir"
 
 
 def write_choices(workdir: Path) -> None:
-    """Write implementations.json: what each op traced so far runs as."""
+    """Write implementations.json: the implementation of each op that was traced so far."""
     if jax.process_index() != 0:
         return
     _write_json(workdir / "implementations.json", ops.choices())

@@ -23,20 +23,20 @@ Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
 OVERFLOW = "moe/overflow_count"
-"""The metric of a step that is above 0 where tokens found no room on their way to their experts."""
+"""The metric that counts the choices of experts that did not fit into the buffers of the exchange between devices."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class TrainState:
-    """Everything a step changes; a tree of arrays, or of their shapes or shardings.
+    """Everything that a step changes; a tree of arrays, or of their shapes or shardings.
 
     Attributes:
-        step: steps taken, skipped ones included.
-        params: pure dict of float32 arrays, those that train.
-        opt_state: the optimizer's.
-        skipped: steps whose loss or gradient was not finite.
-        skipped_in_a_row: of those, the ones since the last good step.
+        step: number of steps taken, including skipped ones.
+        params: the trained parameters, a pure dict of float32 arrays.
+        opt_state: the state of the optimizer.
+        skipped: number of steps whose loss or gradient was not finite.
+        skipped_in_a_row: number of consecutive steps skipped since the last good step.
     """
 
     step: Any
@@ -53,12 +53,13 @@ class Program:
     Attributes:
         init: () -> the first `TrainState`, sharded over the mesh.
         shardings: a `TrainState` of shardings.
-        param_shardings: of every parameter, those that stand still included.
-        train_step: (state, batch, frozen) -> (state, metrics), among them the losses and statistics that layers report;
-            donates the state. `frozen` are the parameters that stand still, where there are any. A batch's documents have no
-            gaps, as `lsm_jax.data` packs them: no padding between two tokens of one.
-        eval_step: (every parameter, batch) -> (summed loss in nats, number of predicted tokens, tokens' choices
-            of experts that found no room).
+        param_shardings: the shardings of all parameters, including frozen ones.
+        train_step: (state, batch, frozen) -> (state, metrics); the metrics include the losses and statistics
+            that layers report; donates the state. `frozen` is the tree of frozen parameters, if there are
+            any. A document of a batch must have no padding between its tokens; `lsm_jax.data` packs rows in
+            this way.
+        eval_step: (all parameters, batch) -> (summed loss in nats, number of predicted tokens, number of
+            choices of experts that did not fit into the buffers of the exchange).
     """
 
     init: Callable[[], TrainState]
@@ -69,21 +70,23 @@ class Program:
 
 
 def params_of(model: Decoder) -> dict[str, Any]:
-    """A model's parameters as a pure dict."""
+    """The parameters of a model as a pure dict."""
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
 def param_shardings(mesh: Mesh | AbstractMesh, model: Decoder) -> dict[str, Any]:
-    """Where each parameter of a (possibly abstract) model lives.
+    """The sharding of each parameter of a (possibly abstract) model.
 
     Raises:
-        ValueError: a mixer's heads, or an axis of a parameter, that the mesh does not divide.
+        ValueError: the mesh does not divide a mixer's heads or an axis of a parameter.
     """
     for place, block in enumerate(model.periods.blocks):
         mixer = block.mixer.innermost()
         for kind in ("num_heads", "num_value_heads", "num_kv_heads", "num_groups"):
             for count in (getattr(mixer.config, kind, None), getattr(mixer, kind, None)):
-                if isinstance(count, int):  # a flat axis of heads may divide where they do not
+                if isinstance(
+                    count, int
+                ):  # a flat axis of heads and channels may be divisible where the heads are not
                     name = f"{type(mixer).__name__}.{kind} of layer {place}"
                     param_sharding(mesh, ("heads",), (count,), name=name)
 
@@ -98,30 +101,50 @@ def param_shardings(mesh: Mesh | AbstractMesh, model: Decoder) -> dict[str, Any]
 
 
 def make_program(config: TrainConfig, mesh: Mesh) -> Program:
-    """The run's functions; call them inside `jax.set_mesh(mesh)`."""
+    """Make the functions of a run; call them inside `jax.set_mesh(mesh)`."""
     model = abstract(config.model)
     graph = nnx.graphdef(model)
     optimizer = make_optimizer(config)
 
     def init() -> TrainState:
-        whole = params_of(Decoder(config.model, rngs=nnx.Rngs(config.seed)))
-        params, _ = split(whole, config.trainable)
-        # One buffer a counter: the step donates the state.
-        step, skipped, row = (jnp.zeros((), jnp.int32) for _ in range(3))
-        return TrainState(step, params, optimizer.init(params), skipped, row)
+        all_params = params_of(Decoder(config.model, rngs=nnx.Rngs(config.seed)))
+        params, _ = split(all_params, config.trainable)
+        # Each counter has a buffer of its own, since the step donates the state.
+        step, skipped, in_a_row = (jnp.zeros((), jnp.int32) for _ in range(3))
+        return TrainState(step, params, optimizer.init(params), skipped, in_a_row)
 
-    every_place = param_shardings(mesh, model)
-    place, _ = split(every_place, config.trainable)
-    whole = NamedSharding(mesh, PartitionSpec())
-    state = jax.eval_shape(init)
+    all_shardings = param_shardings(mesh, model)
+    trained_shardings, _ = split(all_shardings, config.trainable)
+    replicated = NamedSharding(mesh, PartitionSpec())
     opt_shardings = optax.tree_utils.tree_map_params(
         optimizer.init,
         lambda _, sharding: sharding,
-        state.opt_state,
-        place,
-        transform_non_params=lambda _: whole,
+        jax.eval_shape(init).opt_state,
+        trained_shardings,
+        transform_non_params=lambda _: replicated,
     )
-    shardings = TrainState(whole, place, opt_shardings, whole, whole)
+    shardings = TrainState(replicated, trained_shardings, opt_shardings, replicated, replicated)
+    summed_loss = _make_loss(config, graph)
+    train_step = _make_train_step(config, optimizer, summed_loss)
+
+    def eval_step(params, batch):
+        nll, aux = summed_loss(params, batch)
+        return nll, jnp.sum(batch["loss_mask"]), aux.get(OVERFLOW, jnp.zeros(()))
+
+    exchanges = {getattr(x.feedforward, "exchange", "") for x in config.model.layers.values()}
+    compiled: Any = functools.partial(jax.jit, compiler_options=exchange_options(mesh, exchanges))
+    return Program(
+        jax.jit(init, out_shardings=shardings),
+        shardings,
+        all_shardings,
+        # Statistics of layers are sharded over pipeline stages; every host reads all of them.
+        compiled(train_step, donate_argnums=0, out_shardings=(shardings, replicated)),
+        compiled(eval_step, out_shardings=replicated),
+    )
+
+
+def _make_loss(config: TrainConfig, graph: Any) -> Callable[..., tuple[jax.Array, Metrics]]:
+    """(all parameters, batch) -> (summed loss in nats, losses and statistics that layers report)."""
 
     def summed_loss(params, batch):
         decoder = nnx.merge(graph, params)
@@ -142,6 +165,15 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
         )
         return jnp.sum(nll), aux
 
+    return summed_loss
+
+
+def _make_train_step(
+    config: TrainConfig,
+    optimizer: optax.GradientTransformation,
+    summed_loss: Callable[..., tuple[jax.Array, Metrics]],
+) -> Callable[..., tuple[TrainState, Metrics]]:
+    """The `train_step` of `Program`, not yet compiled."""
     pieces = config.accumulation_steps
 
     def train_step(
@@ -199,22 +231,9 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
         }
         return after, metrics
 
-    def eval_step(params, batch):
-        nll, aux = summed_loss(params, batch)
-        return nll, jnp.sum(batch["loss_mask"]), aux.get(OVERFLOW, jnp.zeros(()))
-
-    exchanges = {getattr(x.feedforward, "exchange", "") for x in config.model.layers.values()}
-    compiled: Any = functools.partial(jax.jit, compiler_options=exchange_options(mesh, exchanges))
-    return Program(
-        jax.jit(init, out_shardings=shardings),
-        shardings,
-        every_place,
-        # Statistics of layers are cut over pipeline stages; every host reads them whole.
-        compiled(train_step, donate_argnums=0, out_shardings=(shardings, whole)),
-        compiled(eval_step, out_shardings=whole),
-    )
+    return train_step
 
 
 def _split(batch: Batch, pieces: int) -> Batch:
-    """[B, ...] -> [pieces, B / pieces, ...], each device keeping its rows."""
+    """Reshape [B, ...] to [pieces, B / pieces, ...], such that each row stays on its device."""
     return jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, pieces, *x.shape[1:]), 0, 1), batch)

@@ -1,4 +1,5 @@
-"""Training many small models at once: members that differ by seed and learning rate only, stacked and mapped by `jax.vmap`."""
+"""Training of many small models at once: members differ by seed and learning rate only, and are stacked and
+mapped by `jax.vmap`."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ Data = dict[str, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class SweepState:
-    """Everything a step changes.
+    """Everything that a step changes.
 
     Attributes:
-        step: steps taken.
-        params: every member's parameters, [M, ...].
-        opt_state: every member's, [M, ...].
+        step: number of steps taken.
+        params: the parameters of all members, [M, ...].
+        opt_state: the optimizer states of all members, [M, ...].
     """
 
     step: Any
@@ -33,15 +34,16 @@ class SweepState:
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """M members that see the same batches in the same order. Its methods are pure, to be compiled by the caller.
+    """M members that train on the same batches in the same order. The methods are pure functions, to be
+    compiled by the caller.
 
     Attributes:
         init: a key -> the parameters of one member.
         loss: (parameters of one member, a batch) -> its mean loss.
         optimizer: gradients -> updates for a learning rate of 1.
-        seeds: of each member's parameters, [M].
-        rates: each member's learning rate at its highest, [M].
-        schedule: the step, from 0 -> what the rates are multiplied by.
+        seeds: the seed of each member's parameters, [M].
+        rates: each member's peak learning rate, [M].
+        schedule: the step, from 0 -> the factor of all learning rates.
     """
 
     init: Callable[[jax.Array], Any]
@@ -52,7 +54,7 @@ class Sweep:
     schedule: Callable[[jax.Array], jax.Array]
 
     def first(self) -> SweepState:
-        """The state before any step."""
+        """The state before the first step."""
         keys = jnp.stack([jax.random.key(seed) for seed in self.seeds])
         params = jax.vmap(self.init)(keys)
         return SweepState(jnp.zeros((), jnp.int32), params, jax.vmap(self.optimizer.init)(params))
@@ -63,12 +65,12 @@ class Sweep:
         """Take N steps.
 
         Args:
-            state: as it stands; donate it.
-            data: arrays of one leading axis, the examples; all stay on the device.
-            batches: the examples of each step's batch.
+            state: the state before the steps; the caller should donate it.
+            data: arrays whose first axis is the examples; all stay on the device.
+            batches: the indices of the examples of each step's batch.
 
         Returns:
-            The state after, and each step's loss of each member.
+            The state after the steps, and the loss of each step and member.
         """
         rates = jnp.asarray(self.rates, jnp.float32)
 
@@ -94,13 +96,13 @@ class Sweep:
         data: Data,
         batch_size: int,
     ) -> Float[Array, " M"]:
-        """Each member's mean score over all examples.
+        """The mean score of each member over all examples.
 
         Args:
             score: (parameters of one member, a batch) -> its mean score.
-            params: of all members.
-            data: arrays of one leading axis.
-            batch_size: examples at a time, a divisor of their number.
+            params: the parameters of all members.
+            data: arrays whose first axis is the examples.
+            batch_size: number of examples computed at a time; it must divide the number of examples.
         """
         batches = jax.tree.map(lambda x: x.reshape(-1, batch_size, *x.shape[1:]), data)
         scores = jax.lax.map(lambda b: jax.vmap(lambda p: score(p, b))(params), batches)
@@ -110,21 +112,23 @@ class Sweep:
 def epoch_blocks(
     rng: np.random.Generator, sizes: list[int], batch_size: int, most: int
 ) -> list[tuple[int, Int[np.ndarray, "N B"]]]:
-    """One epoch over several sets of examples as blocks of batches, each of one set, in shuffled order.
+    """One epoch over several sets of examples, as blocks of batches in shuffled order; each block has
+    examples of one set.
 
-    All blocks have the same number of batches, so that each set's training compiles once.
+    All blocks have the same number of batches, so that the training on each set compiles once.
 
     Args:
         rng: shuffles the examples of each set and the order of blocks.
-        sizes: examples in each set; those left over from the last whole batch are left out.
-        batch_size: of every batch.
-        most: batches in a block at most; a block has the largest number up to it that divides every set's batches.
+        sizes: number of examples in each set; examples that do not fill a last batch are left out.
+        batch_size: number of examples in a batch.
+        most: number of batches in a block at most; a block has the largest number up to this that divides
+            each set's number of batches.
 
     Returns:
-        (which set, its examples [N, batch_size]) of each block.
+        (index of the set, indices of its examples [N, batch_size]) of each block.
 
     Raises:
-        ValueError: a set smaller than a batch.
+        ValueError: a set is smaller than a batch.
     """
     counts = [size // batch_size for size in sizes]
     if min(counts) < 1:

@@ -1,4 +1,4 @@
-"""A run of three steps, which every test of this folder may read."""
+"""A run of three steps, for all tests of this folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Language models whose answers are known, with a decoder's face."""
+"""Language models whose answers are known, with the interface of a decoder."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from lsm_jax.models import DecoderState
 
 
 class CopyOracle(nnx.Module):
-    """Goes on as the text went on after the last place, up to `reach` tokens back, where its last 16 tokens stood before.
+    """Predicts the token that followed the latest earlier occurrence of the last 16 tokens, up to `reach`
+    tokens back.
 
-    Where there is none, every token is as likely.
+    If there is no such occurrence, all tokens have the same probability.
     """
 
     def __init__(self, vocab_size: int = 257, *, reach: int = 1 << 20):
@@ -30,23 +31,25 @@ class CopyOracle(nnx.Module):
         return hidden
 
     def hidden(self, tokens, *, state, segment_ids=None):
-        real = jnp.ones_like(tokens) if segment_ids is None else segment_ids
-        rank = state.clock[:, None] + jnp.cumsum(real, axis=1) - 1
-        index = jnp.where(real > 0, rank, state.layers.shape[2])
-        seen = jax.vmap(lambda row, i, x: row.at[i].set(x, mode="drop"))(
+        not_padding = jnp.ones_like(tokens) if segment_ids is None else segment_ids
+        rank = state.clock[:, None] + jnp.cumsum(not_padding, axis=1) - 1
+        index = jnp.where(not_padding > 0, rank, state.layers.shape[2])
+        read_tokens = jax.vmap(lambda row, i, x: row.at[i].set(x, mode="drop"))(
             state.layers[0], index, tokens
         )
 
         def before(i):  # the token i before each place, -2 where there is none
-            return jnp.pad(seen, ((0, 0), (i, 0)), constant_values=-2)[:, : seen.shape[1]]
+            return jnp.pad(read_tokens, ((0, 0), (i, 0)), constant_values=-2)[
+                :, : read_tokens.shape[1]
+            ]
 
-        place = jnp.arange(seen.shape[1])
+        place = jnp.arange(read_tokens.shape[1])
         match = (place < rank[..., None]) & (place >= rank[..., None] - self.reach)
         for i in range(16):
-            own = jnp.take_along_axis(before(i), jnp.maximum(rank, 0), axis=1)
-            match &= (own[..., None] == before(i)[:, None]) & (before(i)[:, None] >= 0)
+            current = jnp.take_along_axis(before(i), jnp.maximum(rank, 0), axis=1)
+            match &= (current[..., None] == before(i)[:, None]) & (before(i)[:, None] >= 0)
         last = jnp.where(match, place, -1).max(-1)
-        copied = jnp.take_along_axis(seen, jnp.maximum(last + 1, 0), axis=1)
+        copied = jnp.take_along_axis(read_tokens, jnp.maximum(last + 1, 0), axis=1)
         logits = 8.0 * jax.nn.one_hot(copied, self.vocab_size) * (last >= 0)[..., None]
-        after = DecoderState(seen[None], state.clock + real.sum(axis=1))
+        after = DecoderState(read_tokens[None], state.clock + not_padding.sum(axis=1))
         return logits, after, {}

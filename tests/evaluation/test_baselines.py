@@ -22,7 +22,8 @@ def random_bytes():
 def test_random_bytes_cost_eight_bits_and_never_less(order, random_bytes):
     train, heldout = random_bytes[:2_500_000], random_bytes[2_500_000:]
     bits = ContextModel([train], order).bits([heldout])
-    # The sample's own fluctuation is 1e-5 bits; a higher order pays for contexts it has hardly seen.
+    # The sample fluctuates by 1e-5 bits; a higher order has a higher cost for contexts that it has rarely
+    # seen.
     assert 7.9995 < bits < (8.001, 8.05, 8.7)[order]
 
 

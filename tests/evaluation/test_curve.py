@@ -1,4 +1,4 @@
-"""L(i) and P(l) against plain float64 arithmetic."""
+"""L(i) and P(l) compared with float64 arithmetic."""
 
 from __future__ import annotations
 

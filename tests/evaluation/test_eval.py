@@ -15,7 +15,7 @@ import pytest
 
 import lsm_jax
 from lsm_jax.evaluation import TASKS, LossCurve, Request, check_tasks, perplexity_table
-from lsm_jax.evaluation.tasks import heldout_config
+from lsm_jax.evaluation.request import heldout_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,7 +73,7 @@ def test_tasks_repeat_and_count_every_token(run, workdir, tmp_path):
     store = lsm_jax.data.TokenStore(workdir.parent / "text" / "heldout.zarr")
     assert again["val/tokens"] == first["val/tokens"] == store.num_documents * 64
     assert again["num_sequences"] == store.num_documents * 2
-    bits = first["val/loss"] / np.log(2)  # a token; the same a byte where each token is one
+    bits = first["val/loss"] / np.log(2)  # per token; the same per byte, if each token is a byte
     assert first["val/bits_per_byte"] >= bits * (1 - 1e-12)
     sample = [
         TASKS["generate"](run, Request(num_tokens=6, top_k=5), tmp_path).text for _ in range(2)
@@ -86,8 +86,8 @@ def test_other_data_and_longer_rows(run, workdir, tmp_path):
     request = Request(
         data=str(workdir.parent / "text"), sequence_length=64, piece_length=32, max_tokens=512
     )
-    found = TASKS["perplexity"](run, request, tmp_path)
-    assert found["val/tokens"] == 512 and "val/perplexity_len_64" in found
+    results = TASKS["perplexity"](run, request, tmp_path)
+    assert results["val/tokens"] == 512 and "val/perplexity_len_64" in results
     assert request.folder(3) == "3-text-T64-first512"
     assert Request(data="a/b/heldout.zarr").folder(7) == "7-b-heldout"
     (tmp_path / "more.txt").write_text("some text that was never in a store\n" * 20)

@@ -1,4 +1,4 @@
-"""Sampling through a tokenizer: prompts, ends of documents, the state's size."""
+"""Text generation: prompts, ends of documents, the size of the state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""lm-evaluation-harness: what the adapter gives is the model's own, and local tasks run with no network."""
+"""lm-evaluation-harness: the adapter gives the model's probabilities, and local tasks run without a
+network."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from lm_eval.api.instance import Instance
 
 from lsm_jax.evaluation import HarnessConfig, Request, run_harness
 from lsm_jax.evaluation.harness_model import HarnessModel
-from lsm_jax.evaluation.tasks import run_bos_id, run_tokenizer
+from lsm_jax.evaluation.request import run_bos_id, run_tokenizer
 from lsm_jax.models import sample
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,11 +34,12 @@ def adapter(run, **changes) -> HarnessModel:
 
 
 def log_probabilities(run, ids: list[int]) -> np.ndarray:
-    """Of every token after the first, and whether each is the likeliest."""
+    """[2, n - 1]: the log-probability of every token after the first, and whether it is the most likely
+    token."""
     logits, _, _ = run.model(jnp.asarray([ids[:-1]]))
     table = jax.nn.log_softmax(logits[0], axis=-1)
-    picked = np.asarray(table)[np.arange(len(ids) - 1), ids[1:]]
-    return np.stack([picked, np.asarray(table.argmax(-1)) == ids[1:]])
+    of_tokens = np.asarray(table)[np.arange(len(ids) - 1), ids[1:]]
+    return np.stack([of_tokens, np.asarray(table.argmax(-1)) == ids[1:]])
 
 
 def test_likelihoods_are_the_models_own(run):
@@ -51,8 +53,8 @@ def test_likelihoods_are_the_models_own(run):
         end, before = before[len(before) - blanks :] + end, before.rstrip()
         tail = list(end.encode())
         head = list(before.encode())[-(32 - len(tail)) :]
-        picked, likeliest = log_probabilities(run, [BOS, *head, *tail])[:, -len(tail) :]
-        assert logprob == pytest.approx(picked.sum(), rel=1e-5)
+        expected, likeliest = log_probabilities(run, [BOS, *head, *tail])[:, -len(tail) :]
+        assert logprob == pytest.approx(expected.sum(), rel=1e-5)
         assert greedy == bool(likeliest.all())
     assert model.notes() == ["1 texts were cut on their left to 32 tokens"]
 
@@ -67,14 +69,14 @@ def test_greedy_continuations_are_told(run):
         pytest.skip("the tiny model drew no ASCII")
     text = tail.decode()
     model = adapter(run)
-    found = model._loglikelihood_tokens([(("class ", text), ids, list(tail))])
+    greedy = model._loglikelihood_tokens([(("class ", text), ids, list(tail))])
     other = model._loglikelihood_tokens([(("class ", text), ids, [(tail[0] + 1) % 128])])
-    assert found[0][1] and not other[0][1]
+    assert greedy[0][1] and not other[0][1]
 
 
 def test_every_window_of_a_long_text_begins_with_bos(run):
     text = "def f(x):\n    return x + 1\n" * 4  # 108 bytes, windows of 16
-    (found,) = adapter(run, max_length=16).loglikelihood_rolling(instances((text,)))
+    (logprob,) = adapter(run, max_length=16).loglikelihood_rolling(instances((text,)))
     ids, expected, done = list(text.encode()), 0.0, 0
     first = log_probabilities(run, [BOS, *ids[:15]])[0]
     expected, done = first.sum(), 15
@@ -83,15 +85,15 @@ def test_every_window_of_a_long_text_begins_with_bos(run):
         window = [BOS, *ids[end - 16 : end]]
         expected += log_probabilities(run, window)[0][-(end - done) :].sum()
         done = end
-    assert found == pytest.approx(expected, rel=1e-5)
+    assert logprob == pytest.approx(expected, rel=1e-5)
 
 
 def test_generation_is_the_samplers_and_stops_where_asked(run):
     model = adapter(run)
     prompts = ["def ", "import os\nimport sys\n", "x = "]
     requests = instances(*((p, {"until": [], "max_gen_toks": 6}) for p in prompts))
-    found = model.generate_until(requests)
-    for prompt, text in zip(prompts, found, strict=True):
+    texts = model.generate_until(requests)
+    for prompt, text in zip(prompts, texts, strict=True):
         ids = jnp.asarray([[BOS, *prompt.encode()]])
         drawn = np.asarray(
             sample(
@@ -99,9 +101,9 @@ def test_generation_is_the_samplers_and_stops_where_asked(run):
             )
         )[0]
         assert text == run_tokenizer(run).decode(drawn)
-    letter = found[0][2]
+    letter = texts[0][2]
     (cut,) = model.generate_until(instances((prompts[0], {"until": letter, "max_gen_toks": 6})))
-    assert cut == found[0][: found[0].index(letter)]
+    assert cut == texts[0][: texts[0].index(letter)]
 
 
 def test_wrong_requests_are_told(run):
@@ -173,16 +175,16 @@ def test_local_tasks_run_through_eval_with_no_network(run, workdir, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "byte_perplexity" in done.stdout and "acc_norm" in done.stdout
-    found = json.loads((workdir / "eval" / "harness" / "lm_eval.json").read_text())
-    assert found["num_documents"] == dict(local_choice=3, local_words=3, local_answer=3)
+    results = json.loads((workdir / "eval" / "harness" / "lm_eval.json").read_text())
+    assert results["num_documents"] == dict(local_choice=3, local_words=3, local_answer=3)
     per_byte = log_probabilities(run, [BOS, *b"def f(x):"])[0].mean()
-    rolling = found["results"]["local_words"]["byte_perplexity,none"]
+    rolling = results["results"]["local_words"]["byte_perplexity,none"]
     assert rolling == pytest.approx(np.exp(-per_byte), rel=1e-5)
-    assert 0 <= found["results"]["local_choice"]["acc,none"] <= 1
-    assert found["max_length"] == 32 and run_bos_id(run, run_tokenizer(run)) == BOS
+    assert 0 <= results["results"]["local_choice"]["acc,none"] <= 1
+    assert results["max_length"] == 32 and run_bos_id(run, run_tokenizer(run)) == BOS
 
 
-@pytest.mark.slow  # reads all of the harness's own tasks
+@pytest.mark.slow  # reads all of the harness's tasks
 def test_a_task_that_does_not_exist_is_told(run, tmp_path):
     write_tasks(tmp_path)
     config = HarnessConfig(tasks="local_chioce", include_path=str(tmp_path))

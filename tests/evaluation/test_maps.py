@@ -1,4 +1,4 @@
-"""Maps: attention weights as the op's own, gates as the mixer writes them, on the layer's own input."""
+"""Maps: attention weights equal those of the op, gates those that the mixer writes, for the layer's input."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def model_of(*configs, depth: int | None = None) -> Decoder:
 
 
 def op_weights(model: Decoder) -> np.ndarray:
-    """The first layer's softmax weights [heads, T, T]: its op's output where token j's value is the j-th unit vector."""
+    """The softmax weights [heads, T, T] of the first layer: the output of its op if the value of token j is
+    the unit vector j."""
     graphdef, params = nnx.split(model.periods.blocks[0])
     block = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[0], params))
     x = block.mixer_norm(model.embedding[...][TOKENS][None])
@@ -68,16 +69,16 @@ def op_weights(model: Decoder) -> np.ndarray:
 def test_attention_is_the_ops_own(config, monkeypatch):
     model = model_of(config)
     weights = op_weights(model)
-    (found,) = layer_maps(model, TOKENS, MapsConfig(heads=(3, 1)), progress=False)
-    np.testing.assert_allclose(found.attention, weights[[3, 1]], rtol=2e-5, atol=1e-6)
-    assert found.pool == 1 and (found.forgetting is None) == ("log_forget" not in found.gates)
-    if found.forgetting is not None:
-        gates = found.gates["log_forget"][:, [3, 1]].astype(np.float64)
+    (layer,) = layer_maps(model, TOKENS, MapsConfig(heads=(3, 1)), progress=False)
+    np.testing.assert_allclose(layer.attention, weights[[3, 1]], rtol=2e-5, atol=1e-6)
+    assert layer.pool == 1 and (layer.forgetting is None) == ("log_forget" not in layer.gates)
+    if layer.forgetting is not None:
+        gates = layer.gates["log_forget"][:, [3, 1]].astype(np.float64)
         for query, key in ((5, 5), (30, 29), (36, 20)):
             expected = np.exp(gates[key + 1 : query + 1].sum(0))
-            np.testing.assert_allclose(found.forgetting[:, query, key], expected, rtol=1e-4)
-        assert found.forgetting[0, 20, 36] == 0
-    monkeypatch.setattr(maps, "_PIXELS", 10)
+            np.testing.assert_allclose(layer.forgetting[:, query, key], expected, rtol=1e-4)
+        assert layer.forgetting[0, 20, 36] == 0
+    monkeypatch.setattr(maps, "PIXELS", 10)
     (pooled,) = layer_maps(model, TOKENS, MapsConfig(heads=(3, 1)), progress=False)
     assert pooled.pool == 4 and pooled.attention.shape == (2, 10, 10)
     padded = np.pad(weights[[3, 1]], ((0, 0), (0, 3), (0, 3)))
@@ -90,10 +91,10 @@ def test_attention_is_the_ops_own(config, monkeypatch):
     "names",
     [("hgrn2", "softmax"), pytest.param(("rwkv7", "mamba", "mamba2"), marks=pytest.mark.slow)],
 )
-def test_layers_are_walked_as_the_model_does(names):
+def test_layers_give_the_outputs_of_the_model(names):
     depth = 2 * len(names)
     model = model_of(*(mixers.get_method(n).config.for_width(32) for n in names), depth=depth)
-    after = [x for _, _, x in maps.walk(model, TOKENS, range(depth))][-1]
+    after = [x for _, _, x in maps.run_layers(model, TOKENS, range(depth))][-1]
     expected = jax.jit(lambda: model.hidden(jnp.asarray(TOKENS)[None])[0])()
     np.testing.assert_allclose(model.norm(after), expected, rtol=1e-4, atol=1e-4)
 
@@ -121,11 +122,11 @@ def test_every_method_shows_its_gates_or_says_it_has_none(method, tmp_path):
     config.num_layers, config.dtype = 2, "float32"
     model = Decoder(config, rngs=nnx.Rngs(0))
     try:
-        found = layer_maps(model, TOKENS, MapsConfig(), progress=False)
+        layers = layer_maps(model, TOKENS, MapsConfig(), progress=False)
     except ValueError as error:
         assert "no layer of the model has attention weights or gates" in str(error)
         return
-    for layer in found:
+    for layer in layers:
         for gate in layer.gates.values():
             assert gate.shape[0] == 37 and np.isfinite(gate).all() and (gate <= 0).all()
         assert maps.plot_maps(layer, tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""Needle in a haystack: the prompts, two oracles through the path a model takes, and the model's answers themselves."""
+"""Needle in a haystack: the prompts, two oracles in place of a model, and the answers of models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lsm_jax.data import (
     load_tokenizer,
 )
 from lsm_jax.evaluation import TASKS, Answerer, Request, contains, find_needles, needle_table
-from lsm_jax.evaluation.needle import limits
+from lsm_jax.evaluation.needle import length_notes
 from tests.data.stores import write_array
 from tests.evaluation.oracles import CopyOracle
 from tests.evaluation.test_perplexity import VOCAB, logits_nll, tiny_model
@@ -39,15 +39,15 @@ def byte_task(**changes) -> tuple[NeedleTask, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
+    trained = tokenizers.Tokenizer(tokenizers.models.BPE())
+    trained.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(
+    trained.train_from_iterator(
         [TEXT], tokenizers.trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet)
     )
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    made.save(str(path))
+    trained.save(str(path))
     return load_tokenizer(str(path))
 
 
@@ -130,7 +130,7 @@ def test_answers_are_those_of_a_whole_forward_and_of_sampling():
         model, jnp.asarray(prompts), num_tokens=5, key=jax.random.key(0), temperature=0
     )
     np.testing.assert_array_equal(drawn, sampled)
-    assert answerer._answer._cache_size() == 1  # one program for prompts of all lengths
+    assert answerer.answer._cache_size() == 1  # one program for prompts of all lengths
 
 
 @pytest.mark.slow
@@ -140,11 +140,11 @@ def test_answers_of_every_method(method):
     config.num_layers, config.dtype, config.remat = 2, "float32", "none"
     model = models.Decoder(config, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(1)
-    whole = rng.integers(0, VOCAB, (2, 44)).astype(np.int32)
+    tokens = rng.integers(0, VOCAB, (2, 44)).astype(np.int32)
     nll, _ = Answerer(model, max_length=40, num_tokens=2, piece_length=16)(
-        whole[:, :40], whole[:, 40:]
+        tokens[:, :40], tokens[:, 40:]
     )
-    batch = {"tokens": whole[:, :-1], "labels": whole[:, 1:]}
+    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
     np.testing.assert_allclose(nll, logits_nll(model, batch)[:, -4:], rtol=1e-3, atol=1e-3)
 
 
@@ -153,17 +153,17 @@ def test_haystacks_of_stores_text_and_a_tokenizer_of_ones_own(tmp_path, tokenize
     store = write_array(tmp_path / "heldout.zarr", rows, vocab_size=257, encoder="bytes")
     data = DataConfig(heldout_path=str(store), sequence_length=4)
     for number in (3, 5, 99):
-        found = haystack_tokens(data, ByteTokenizer(), number, vocab_size=257)
-        np.testing.assert_array_equal(found, [5, 6, 7, 8, 9, 10][:number])
+        tokens = haystack_tokens(data, ByteTokenizer(), number, vocab_size=257)
+        np.testing.assert_array_equal(tokens, [5, 6, 7, 8, 9, 10][:number])
     (tmp_path / "text").mkdir()
     for name in ("a.txt", "b.txt"):
         (tmp_path / "text" / name).write_text(TEXT)
     data = DataConfig(heldout_path=str(tmp_path / "text"), sequence_length=4)
-    for own in (ByteTokenizer(), tokenizer):
-        found = haystack_tokens(data, own, 10**6, vocab_size=10**6)
-        assert own.decode(found) == f"{TEXT}\n\n{TEXT}\n\n"
+    for encoder in (ByteTokenizer(), tokenizer):
+        tokens = haystack_tokens(data, encoder, 10**6, vocab_size=10**6)
+        assert encoder.decode(tokens) == f"{TEXT}\n\n{TEXT}\n\n"
     task = NeedleTask(CONFIG, tokenizer, bos_id=None)
-    prompt = task.prompts(np.resize(found, (1, 5000)), 500)[3]
+    prompt = task.prompts(np.resize(tokens, (1, 5000)), 500)[3]
     said = tokenizer.decode(np.concatenate([prompt.tokens, task.answer]))
     assert said.count(f"{CONFIG.question} {CONFIG.cue} {CONFIG.answer}") == 2
     assert prompt.tokens.size + task.answer_room == 500
@@ -187,9 +187,9 @@ def test_needle_task_writes_scores_and_a_picture(run, tmp_path):
 def test_windows_that_cannot_reach_are_told():
     config = models.lm("softmax", "tiny", vocab_size=VOCAB)
     config.num_layers = 2
-    assert limits(config, [100], 100) == []
+    assert length_notes(config, [100], 100) == []
     config.layers["L"].mixer.window = 10
-    (note,) = limits(config, [19, 20, 30], 100)
+    (note,) = length_notes(config, [19, 20, 30], 100)
     assert note.startswith("lengths 20, 30 are over what the layers' windows reach, 19 tokens back")
 
 

@@ -1,4 +1,5 @@
-"""Scoring: pieces equal the whole, masks and short batches change nothing, bad ids are refused."""
+"""Scoring: pieces give the losses of one forward pass, masks and short batches change nothing, wrong ids are
+errors."""
 
 from __future__ import annotations
 
@@ -42,8 +43,8 @@ def rows(number: int, length: int, seed: int = 0) -> dict[str, np.ndarray]:
 def logits_nll(model, batch):
     logits = model(jnp.asarray(batch["tokens"]), segment_ids=batch.get("segment_ids"))[0]
     logits = np.asarray(logits, np.float64)
-    own = np.take_along_axis(logits, batch["labels"][..., None], axis=-1)[..., 0]
-    return np.log(np.exp(logits).sum(-1)) - own
+    label_logits = np.take_along_axis(logits, batch["labels"][..., None], axis=-1)[..., 0]
+    return np.log(np.exp(logits).sum(-1)) - label_logits
 
 
 @pytest.mark.parametrize("piece_length", [pytest.param(60, marks=pytest.mark.slow), 25])
@@ -66,11 +67,11 @@ def test_packed_rows_are_counted_by_document(model):
     batch["loss_mask"][1, 55:] = 0
     expected = logits_nll(model, batch)
     for piece_length in (60, 30):
-        found = evaluate(model, [batch], piece_length=piece_length, progress=False)
+        evaluation = evaluate(model, [batch], piece_length=piece_length, progress=False)
         at_ten = [expected[0, 10], expected[0, 30], expected[1, 10]]
-        assert found.curve.count[9:11].tolist() == [5, 3]
-        assert found.curve.loss[10] == pytest.approx(np.mean(at_ten), rel=1e-5)
-        assert found.curve.num_tokens == 115
+        assert evaluation.curve.count[9:11].tolist() == [5, 3]
+        assert evaluation.curve.loss[10] == pytest.approx(np.mean(at_ten), rel=1e-5)
+        assert evaluation.curve.num_tokens == 115
 
 
 def test_short_last_batch_and_padding_rows_change_nothing(model):
@@ -97,11 +98,11 @@ def test_memory_does_not_grow_with_length(model):
     sizes = []
     for length in (64, 640):
         batch = rows(1, length)
-        state = jax.eval_shape(lambda n=length: scorer._init_state(scorer._params, 1, n))
+        state = jax.eval_shape(lambda n=length: scorer.init_state(1, n))
         sizes.append(sum(x.size for x in jax.tree.leaves(state)))
         assert {nll.shape for _, nll in scorer(batch)} == {(1, 32)}
     assert sizes[0] == sizes[1]
-    assert scorer._score._cache_size() == 1  # every piece ran the same program
+    assert scorer.score_piece._cache_size() == 1  # every piece ran the same program
 
 
 @pytest.mark.slow
@@ -123,7 +124,8 @@ def test_a_long_document_needs_the_memory_of_a_piece(method):
     if method != "softmax":
         assert bytes_needed[0] == bytes_needed[1] and state_bytes[0] == state_bytes[1]
         return
-    # Keys and values of every token, once in the state and a few times over at work; no scores of T by T.
+    # Keys and values of every token, once in the state and a few times in temporary arrays; no scores of T
+    # by T.
     assert state_bytes[1] == pytest.approx(16 * state_bytes[0], rel=0.01)
     assert bytes_needed[1] - bytes_needed[0] < 20 * (state_bytes[1] - state_bytes[0])
 
@@ -153,7 +155,8 @@ def test_devices_without_a_row_cut_rows_along_time(rows, devices, shards):
     assert largest_divisor(devices, rows) == shards
 
 
-# Rows, tokens, tokens of a piece: rows for all devices; one row over all four, whole and in pieces that divide by nothing.
+# (rows, tokens, tokens of a piece): a row for every device; one row on all four devices, in one piece and in
+# unequal pieces.
 SHARED = [(5, 40, 20), (3, 40, 40), (1, 40, 40), (1, 43, 9)]
 METHODS = ("retnet", "fox", "gated_deltanet")
 CODE = f"""
@@ -185,7 +188,7 @@ def test_four_devices_give_the_loss_of_one():
     lines = iter(done.stdout.splitlines())
     for number, length, _ in SHARED:
         for method in METHODS:
-            found = evaluate(tiny_model(method), [rows(number, length)], progress=False)
+            evaluation = evaluate(tiny_model(method), [rows(number, length)], progress=False)
             tokens, mean = next(lines).split()
             assert int(tokens) == number * length
-            assert float(mean) == pytest.approx(found.curve.mean, rel=1e-6)
+            assert float(mean) == pytest.approx(evaluation.curve.mean, rel=1e-6)

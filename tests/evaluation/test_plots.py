@@ -1,4 +1,4 @@
-"""Plots: the smoothing, the reading of metrics, and that PNGs come out."""
+"""Plots: smoothing, reading of metrics, and PNG files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The router's report: counts by token, what they tell, the plot over training, and the task of eval.py."""
+"""Reports on routers: counts by token, mutual information, the plot over training, and the task of
+eval.py."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def test_counts_are_the_routers_choices():
     model = Decoder(model_config("L"), rngs=nnx.Rngs(0))
     rows = batch(2) | dict(segment_ids=np.where(np.arange(32) < 30, 1, 0)[None].repeat(2, 0))
     counts = count_routes(model, [rows, rows])
-    assert [own.shape for own in counts] == [(4, 257)] * 4
+    assert [layer.shape for layer in counts] == [(4, 257)] * 4
     seen = np.bincount(rows["tokens"][:, :30].ravel(), minlength=257)
     np.testing.assert_array_equal(
         counts[0].sum(0), 2 * 2 * seen
@@ -51,7 +52,10 @@ def test_information_and_named_tokens():
 
 def test_plot_over_training(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
-    rows = [dict(step=s, **{"mom/load": [[0.5, 0.5], [1 - s / 9, s / 9]], "mom/entropy": [0.6, 0.5]}) for s in (1, 2)]  # fmt: skip
+    rows = [
+        dict(step=s, **{"mom/load": [[0.5, 0.5], [1 - s / 9, s / 9]], "mom/entropy": [0.6, 0.5]})
+        for s in (1, 2)
+    ]
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 3, "mom')
     steps, load = read_router(metrics, "mom/load")
     assert steps.tolist() == [1, 2] and load.shape == (2, 2, 2)
@@ -61,11 +65,11 @@ def test_plot_over_training(tmp_path):
 
 
 def test_layers_of_different_numbers_of_memories(tmp_path):
-    """Two kinds of MoM in one model: an entry a place of the period, put back in the order of layers."""
+    """Two kinds of MoM in one model: one entry per place of the period, reordered by layer."""
     few, many = np.arange(4.0).reshape(2, 2), 10 + np.arange(6.0).reshape(2, 3)
     named = {"mom/load/0": few.tolist(), "mom/load/1": many.tolist(), "mom/entropy": [0.5] * 4}
-    found = by_layer(named, "mom/load")
-    assert found == [few[0].tolist(), many[0].tolist(), few[1].tolist(), many[1].tolist()]
+    layers = by_layer(named, "mom/load")
+    assert layers == [few[0].tolist(), many[0].tolist(), few[1].tolist(), many[1].tolist()]
     assert by_layer(named, "mom/entropy") == [0.5] * 4 and by_layer(named, "moe/load") == []
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("".join(json.dumps(dict(step=s, **named)) + "\n" for s in (1, 2)))
@@ -81,10 +85,10 @@ def test_a_model_with_two_kinds_counts_both():
     config.layers["M"] = LayerConfig(mixer=small_mom(num_memories=2, top_k=1), feedforward=None)
     del config.layers["N"]
     counts = count_routes(Decoder(config, rngs=nnx.Rngs(0)), [batch(2)])
-    assert [own.shape for own in counts] == [(4, 257), (2, 257)] * 2
-    assert [int(own.sum()) for own in counts] == [2 * 64, 64] * 2
-    found = specialisation(counts, spell=str, top_k=[2, 1, 2, 1])
-    assert [len(layer["memories"]) for layer in found] == [4, 2, 4, 2]
+    assert [layer_counts.shape for layer_counts in counts] == [(4, 257), (2, 257)] * 2
+    assert [int(layer_counts.sum()) for layer_counts in counts] == [2 * 64, 64] * 2
+    layers = specialisation(counts, spell=str, top_k=[2, 1, 2, 1])
+    assert [len(layer["memories"]) for layer in layers] == [4, 2, 4, 2]
 
 
 @pytest.mark.slow
@@ -93,9 +97,9 @@ def test_task_on_a_run(tmp_path):
     model = Decoder(config.model, rngs=nnx.Rngs(0))
     run = Run(config, model, {}, 3)
     folder = tmp_path / "run" / "eval" / "3"
-    found = TASKS["routing"](run, Request(batch_size=4, max_tokens=512), folder)
-    assert found == json.loads((folder / "routing.json").read_text())
-    assert len(found["layers"]) == 2 and found["choices"] > 0
+    results = TASKS["routing"](run, Request(batch_size=4, max_tokens=512), folder)
+    assert results == json.loads((folder / "routing.json").read_text())
+    assert len(results["layers"]) == 2 and results["choices"] > 0
     softmax = Decoder(model_config("N"), rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="no layer of the model is a Mixture-of-Memories"):
         count_routes(softmax, [batch(2)])

@@ -96,14 +96,9 @@ def test_what_stands_still_is_never_wider_than_bfloat16(llama, instructions, mon
 
 
 @pytest.mark.slow
-def test_a_run_cut_in_two_takes_the_same_steps(trained, tmp_path, monkeypatch):
-    from lsm_jax.training import loop
-
+def test_a_run_cut_in_two_takes_the_same_steps(trained, tmp_path):
     config, workdir = trained
-    monkeypatch.setattr(loop._Loop, "_report", loop._Loop._report)  # put back afterwards
-    stop_at(3)
-    train(config, tmp_path / "halves")
-    monkeypatch.undo()
+    train(config, tmp_path / "halves", on_report=stop_at(3))
     train(config, tmp_path / "halves")
     assert losses(tmp_path / "halves") == losses(workdir)
     same(load_run(tmp_path / "halves").params, load_run(workdir).params)

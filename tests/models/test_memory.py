@@ -6,7 +6,7 @@ import pytest
 
 from configs import lm
 from lsm_jax.training.memory_plan import plan
-from tests.step_memory import of_a_step
+from tests.step_memory import compiled_memory
 
 pytestmark = pytest.mark.aot
 
@@ -20,7 +20,7 @@ def test_a_step_of_32768_tokens(variant, most):
     config = lm.get_config(variant)
     config.model.vocab_size, config.model.remat = 32_000, "none"
     config.batch_size, config.data.sequence_length = 16, 2048
-    memory = of_a_step(config, 16, 2048, packed=True)
+    memory = compiled_memory(config, 16, 2048, packed=True)
     gigabytes = memory.temp_size_in_bytes / 1e9
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     share = plan(config, 1).total / (held + memory.temp_size_in_bytes)

@@ -10,7 +10,7 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from configs import lm
 from lsm_jax.ops.attention import cudnn as attention_cudnn
 from lsm_jax.parallel import MeshConfig
-from tests.step_memory import of_a_step
+from tests.step_memory import compiled_memory
 
 pytestmark = pytest.mark.aot
 
@@ -37,5 +37,5 @@ def test_compiles_for_several_cards(variant, axes, monkeypatch):
         if getattr(layer.mixer, "num_heads", None):
             layer.mixer.num_heads = 4  # of 64, as kernels take them
     config = dataclasses.replace(config, mesh=MeshConfig(data=1, **axes))
-    memory = of_a_step(config, 8, 2048, packed=False)
+    memory = compiled_memory(config, 8, 2048, packed=False)
     assert 0 < memory.temp_size_in_bytes < 1 << 31

@@ -135,14 +135,14 @@ def test_two_and_four_devices_equal_one():
 
 
 def test_an_overflow_stops_the_run(tmp_path):
-    running = object.__new__(loop._Loop)
+    running = object.__new__(loop.TrainLoop)
     running.config, running.workdir = run_of("linear_attention+moe"), tmp_path
     running.checkpoints = types.SimpleNamespace(wait=lambda: None, steps=[2])
     with pytest.raises(
         TrainingStopped,
         match=r"step 3: 5 choices .* Set expert_buffer higher.*goes on from checkpoint 2",
     ):
-        running._report(3, {"moe/overflow_count": np.int32(5), "train/loss": np.float32(np.nan)})
+        running.report(3, {"moe/overflow_count": np.int32(5), "train/loss": np.float32(np.nan)})
 
 
 @pytest.mark.slow

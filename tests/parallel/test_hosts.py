@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import signal
 import socket
 import subprocess
 import sys
@@ -114,8 +113,7 @@ def main() -> None:
     from lsm_jax.models import LayerConfig
     from lsm_jax.training import train
 
-    if int(stop) and jax.process_index() == 0:
-        tiny.stop_at(int(stop), signal.SIGTERM)
+    stops = int(stop) and jax.process_index() == 0
     mesh = MeshConfig(**{n: int(v) for n, v in (a.split("=") for a in axes.split(","))})
     config = tiny.config(text, mesh=mesh)
     layer = LayerConfig(
@@ -124,7 +122,7 @@ def main() -> None:
     model = dict(num_layers=1, pattern="L", layers={"L": layer}, remat="none")
     config.model = dataclasses.replace(config.model, **model)
     began = time.perf_counter()
-    train(config, workdir)
+    train(config, workdir, on_report=tiny.stop_at(int(stop)) if stops else None)
     print(f"{time.perf_counter() - began:.1f} s")
 
 

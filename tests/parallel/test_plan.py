@@ -22,7 +22,7 @@ from lsm_jax.models import count_parameters
 from lsm_jax.parallel import AXES, MeshConfig, make_mesh, token_sharding
 from lsm_jax.training import TrainConfig
 from lsm_jax.training.liveness import peak_bytes, result_bytes
-from lsm_jax.training.memory_plan import _keys_and_values, plan
+from lsm_jax.training.memory_plan import gathered_keys_and_values_bytes, plan
 from lsm_jax.training.metrics import read_rows
 from lsm_jax.training.step import make_program
 from tests.parallel.test_parallel import run_with_devices
@@ -99,8 +99,8 @@ def test_what_attention_gathers_and_accumulation_keeps_is_counted():
     # Keys and values, and their gradients in float32.
     wanted = rows * length * per_token * (itemsize + 4)
     model, sizes = models.abstract(config.model), config.mesh.shape(4)
-    assert _keys_and_values(config, model, sizes) == wanted
-    assert _keys_and_values(config, model, dict(sizes, sequence=1)) == 0
+    assert gathered_keys_and_values_bytes(config, model, sizes) == wanted
+    assert gathered_keys_and_values_bytes(config, model, dict(sizes, sequence=1)) == 0
     pieces = dataclasses.replace(config, accumulation_steps=2)
     assert plan(pieces, 4).gradients == 2 * plan(config, 4).gradients
 

@@ -1,4 +1,5 @@
-"""Every run here compiles the same few programs: keep them between runs, of this process and of those it starts."""
+"""Cache compiled programs between runs of this process and of those it starts, since all compile the same
+few programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs: overrides, errors before any compile, JSON, schedules."""
+"""Configs: overrides, errors before compilation, JSON, schedules."""
 
 from __future__ import annotations
 
@@ -116,7 +116,8 @@ def test_accumulation_equals_one_batch(tmp_path):
 
 @pytest.mark.slow
 def test_bfloat16_trains_on_a_cpu(tmp_path):
-    """As compiled for users: XLA's CPU backend refuses some bfloat16 products with float32 results."""
+    """Compiled with the options of users, since XLA's CPU backend rejects some bfloat16 products with
+    float32 results."""
     config = tiny.config(tmp_path)
     config.model.dtype = "bfloat16"
     tokens = np.full((8, 32), 7, np.int32)

@@ -1,4 +1,4 @@
-"""FoX's published runs: their numbers, and a run of them on a small store of LongCrawl64's format."""
+"""FoX's published runs: their numbers, and one of them on a small store in LongCrawl64's format."""
 
 from __future__ import annotations
 
@@ -44,12 +44,15 @@ def test_numbers_of_the_runs(variant, tokens, steps, rate):
     assert (opt.peak_lr, opt.b1, opt.b2, opt.eps) == (rate, 0.9, 0.95, 1e-8)
     assert (opt.weight_decay, opt.clip_norm, opt.end_lr_ratio) == (0.1, 1.0, 0.0)
     assert not config.data.shuffle and config.data.add_bos and config.data.json_escape
-    # The rate of a step is that of the tokens before it: 512 steps up, then a cosine that ends at the last token.
+    # The rate depends on the tokens before the step: it rises for 512 steps, then falls by a cosine until
+    # the last token.
     for step in (0, 1, 256, 511, 512, steps // 2, steps - 1):
         seen = step * 2**19
         left = (seen - 2**28) / (tokens - 2**28)
         expected = seen / 2**28 if step < 512 else 0.5 * (1 + np.cos(np.pi * left))
-        np.testing.assert_allclose(learning_rate(config, step), rate * expected, rtol=1e-5, atol=1e-6 * rate)  # fmt: skip
+        np.testing.assert_allclose(
+            learning_rate(config, step), rate * expected, rtol=1e-5, atol=1e-6 * rate
+        )
 
 
 def test_every_model_has_a_run():
@@ -69,16 +72,24 @@ def test_every_model_has_a_run():
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["train", pytest.param("train.py", marks=pytest.mark.slow)])
 def test_a_small_store_trains(tmp_path, how):
-    """With what a laptop can hold; documents in the published order, the rate by the published rule."""
+    """A model of a size for a laptop, with the published order of documents and the published learning
+    rates."""
     rng = np.random.default_rng(0)
     rows = rng.integers(0, BOS, (9, 48))
     write_array(tmp_path / "store" / "train.zarr", rows)
     write_array(tmp_path / "store" / "heldout.zarr", rows[:4])
     changes = {
-        "data.path": str(tmp_path / "store"), "data.sequence_length": 16, "batch_size": 4, "model.hidden_size": 32,
-        "model.num_layers": 1, "model.layers.L.mixer.num_heads": 2, "model.layers.L.feedforward.multiple_of": 16,
-        "total_tokens": 512, "optimizer.warmup_tokens": 128, "log_every": 1,
-    }  # fmt: skip
+        "data.path": str(tmp_path / "store"),
+        "data.sequence_length": 16,
+        "batch_size": 4,
+        "model.hidden_size": 32,
+        "model.num_layers": 1,
+        "model.layers.L.mixer.num_heads": 2,
+        "model.layers.L.feedforward.multiple_of": 16,
+        "total_tokens": 512,
+        "optimizer.warmup_tokens": 128,
+        "log_every": 1,
+    }
     if how == "train.py":
         arguments = [f"--config.{name}={value}" for name, value in changes.items()]
         named = ["--config=configs/fox.py:pro-125m", f"--workdir={tmp_path / 'run'}"]

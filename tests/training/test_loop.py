@@ -1,8 +1,9 @@
-"""Runs that stop, break and go on."""
+"""Runs that are stopped, fail and are resumed."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -15,7 +16,6 @@ import pytest
 
 import lsm_jax
 from lsm_jax.training import Checkpoints, TrainingStopped, loop, read_rows, train
-from lsm_jax.training.loop import _Loop
 from tests.training import tiny
 
 
@@ -40,8 +40,8 @@ def losses(workdir):
 
 
 def drive(workdir, text, *, stop=0, devices=1, fsdp=1):
-    """Train in a process of its own."""
-    # The caller's flags too: other code generation is other rounding.
+    """Train in another process."""
+    # With the caller's flags, too, since another code generator rounds differently.
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -58,18 +58,17 @@ def test_loss_falls_and_the_run_loads(whole):
     assert run.step == 12
     tokens = np.full((1, 4), 100)
     assert np.isfinite(run.model(tokens)[0]).all()
-    picked = json.loads((whole / "implementations.json").read_text())
-    assert picked["delta_memory"].startswith("xla") and picked["attention"].startswith("xla")
+    implementations = json.loads((whole / "implementations.json").read_text())
+    assert implementations["delta_memory"].startswith("xla") and implementations[
+        "attention"
+    ].startswith("xla")
     row = read_rows(whole / "metrics.jsonl")[-1]
     assert row["train/tokens"] == 12 * 256
     assert row["perf/tokens_per_second"] > 0 and row["perf/model_flops_per_second"] > 0
 
 
-def test_sigterm_saves_and_resumes_to_the_bit(text, whole, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(loop._Loop, "_report", loop._Loop._report)
-        tiny.stop_at(5)
-        result = train(tiny.config(text), tmp_path / "run")
+def test_sigterm_saves_and_resumes_to_the_bit(text, whole, tmp_path):
+    result = train(tiny.config(text), tmp_path / "run", on_report=tiny.stop_at(5))
     assert result.interrupted is not None and 5 <= result.step < 12
     assert train(tiny.config(text), tmp_path / "run").step == 12
     assert losses(tmp_path / "run") == losses(whole)
@@ -79,14 +78,14 @@ def test_kill_resumes_to_the_bit(text, whole, tmp_path):
     killed = drive(tmp_path / "run", text, stop=-8)
     assert killed.returncode == -9
     with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
-        file.write('{"step": 9, "train/lo')  # a row the kill cut short
+        file.write('{"step": 9, "train/lo')  # a row cut short by a kill
     assert train(tiny.config(text), tmp_path / "run").step == 12
     assert losses(tmp_path / "run") == losses(whole)
 
 
 @pytest.mark.slow
 def test_device_count_may_change(text, whole, tmp_path):
-    """8 virtual devices give the losses of 1; a run started on 8 goes on on 1."""
+    """8 virtual devices give the losses of 1; a run started on 8 is resumed on 1."""
     done = drive(tmp_path / "eight", text, devices=8, fsdp=4)
     assert done.returncode == 0, done.stderr
     np.testing.assert_allclose(losses(tmp_path / "eight"), losses(whole), rtol=1e-5)
@@ -96,11 +95,8 @@ def test_device_count_may_change(text, whole, tmp_path):
     np.testing.assert_allclose(losses(tmp_path / "moved"), losses(whole), rtol=1e-5)
 
 
-def test_broken_checkpoint_is_passed_over(text, whole, tmp_path, capfd):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop._Loop, "_report", loop._Loop._report)
-        tiny.stop_at(7)
-        stopped = train(tiny.config(text), tmp_path / "run").step
+def test_a_broken_checkpoint_is_skipped(text, whole, tmp_path, capfd):
+    stopped = train(tiny.config(text), tmp_path / "run", on_report=tiny.stop_at(7)).step
     newest = tmp_path / "run" / "checkpoints" / str(stopped)
     for path in newest.rglob("*"):
         if path.is_file() and path.stat().st_size > 200:
@@ -113,7 +109,7 @@ def test_broken_checkpoint_is_passed_over(text, whole, tmp_path, capfd):
 
 
 @pytest.mark.slow
-def test_a_flipped_bit_is_noticed(text, tmp_path, capfd):
+def test_a_flipped_bit_is_detected(text, tmp_path, capfd):
     config = tiny.config(text, total_tokens=4 * 256)
     train(config, tmp_path / "run")
     checkpoints, checksums = tmp_path / "run" / "checkpoints", tmp_path / "run" / "checksums"
@@ -128,7 +124,7 @@ def test_a_flipped_bit_is_noticed(text, tmp_path, capfd):
         return file.relative_to(checkpoints / "4")
 
     damaged = flip("training")
-    assert lsm_jax.load_run(tmp_path / "run").step == 4  # which reads no optimizer state
+    assert lsm_jax.load_run(tmp_path / "run").step == 4  # reads no optimizer state
     flipped = flip("params")
     with pytest.raises(ValueError, match=f"{flipped} is not what was saved"):
         lsm_jax.load_run(tmp_path / "run", step=4)
@@ -139,7 +135,7 @@ def test_a_flipped_bit_is_noticed(text, tmp_path, capfd):
     assert f"{flipped} is not what was saved; its file {damaged} is not" in said
     assert "going on from checkpoint 3" in said
     assert lsm_jax.load_run(tmp_path / "run", step=4).step == 4  # saved anew, with its checksums
-    (checksums / "4.json").unlink()  # as an earlier version leaves it
+    (checksums / "4.json").unlink()  # as in a run of an earlier version
     assert lsm_jax.load_run(tmp_path / "run", step=4).step == 4
 
 
@@ -171,16 +167,15 @@ def test_another_config_is_refused_with_its_differences(text, whole):
 
 
 def test_bad_steps_are_skipped_and_then_stop_the_run(text, tmp_path, monkeypatch):
-    send = _Loop._to_devices
-    sent = []
+    place_batch, num_batches = loop.place_batch, itertools.count(1)
 
-    def poison(self, batch):
-        sent.append(1)
-        if len(sent) == 4 or len(sent) > 7:
+    def place_poisoned(batch, *args):
+        number = next(num_batches)
+        if number == 4 or number > 7:
             batch = batch | {"tokens": np.full_like(batch["tokens"], 999)}
-        return send(self, batch)
+        return place_batch(batch, *args)
 
-    monkeypatch.setattr(_Loop, "_to_devices", poison)
+    monkeypatch.setattr(loop, "place_batch", place_poisoned)
     with pytest.raises(
         TrainingStopped,
         match="step 10: 3 steps in a row .* checkpoint 9 is the last good one, its parameters those of step 7",
@@ -193,7 +188,15 @@ def test_bad_steps_are_skipped_and_then_stop_the_run(text, tmp_path, monkeypatch
 
 @pytest.mark.slow
 def test_init_from_starts_with_its_parameters(text, whole, tmp_path):
-    train(tiny.config(text, init_from=str(whole), total_tokens=256, optimizer=tiny.OptimizerConfig(peak_lr=1e-9)), tmp_path / "run")  # fmt: skip
+    train(
+        tiny.config(
+            text,
+            init_from=str(whole),
+            total_tokens=256,
+            optimizer=tiny.OptimizerConfig(peak_lr=1e-9),
+        ),
+        tmp_path / "run",
+    )
     ours, theirs = lsm_jax.load_run(tmp_path / "run"), lsm_jax.load_run(whole)
     for a, b in zip(jax.tree.leaves(ours.params), jax.tree.leaves(theirs.params), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-7)
@@ -234,11 +237,13 @@ def test_held_out_loss_is_logged(text, tmp_path):
 
 
 def test_bad_data_late_in_a_run_loses_no_step(tmp_path):
-    """The steps before it are saved, and the run goes on once the data is mended."""
+    """The steps before the bad data are saved, and the run is resumed once the data is corrected."""
     folder = tiny.write_text(tmp_path / "text")
     lines = [json.dumps({"text": p.read_text()}) for p in sorted(folder.iterdir())] * 5
     data = tmp_path / "lines.jsonl"
-    data.write_text("\n".join([*lines, *['{"text": "cut off'] * 8]) + "\n")  # some for training
+    data.write_text(
+        "\n".join([*lines, *['{"text": "cut off'] * 8]) + "\n"
+    )  # some of them are training data
     changes = dict(checkpoint_every=1000, total_tokens=60 * 256)
     config = tiny.config(data, **changes)
     config.data.shuffle = False
@@ -248,15 +253,15 @@ def test_bad_data_late_in_a_run_loses_no_step(tmp_path):
     bad, saved = map(int, re.search(said, str(stopped.value)).groups())
     assert 1 < bad == saved + 1 and len(losses(tmp_path / "run")) == saved
     data.write_text("\n".join(lines) + "\n")
-    (tmp_path / "run" / "data.json").unlink()  # its fingerprint was of the other text
+    (tmp_path / "run" / "data.json").unlink()  # the fingerprint of the text before the correction
     assert train(config, tmp_path / "run").step == 60
 
 
 def test_an_overflow_in_the_held_out_loss_loses_no_step(text, tmp_path, monkeypatch):
-    made = loop.make_program
+    make_program = loop.make_program
 
     def overflowing(*args):
-        program = made(*args)
+        program = make_program(*args)
         return dataclasses.replace(program, eval_step=lambda *_: (1.0, 1.0, 7.0))
 
     monkeypatch.setattr(loop, "make_program", overflowing)
@@ -265,15 +270,17 @@ def test_an_overflow_in_the_held_out_loss_loses_no_step(text, tmp_path, monkeypa
 
 
 @pytest.mark.slow
-def test_a_row_stands_before_its_checkpoint_and_a_profile_is_written(text, tmp_path, monkeypatch):
-    save, seen = Checkpoints.save, []
+def test_metrics_are_written_before_their_checkpoint_and_a_profile_is_written(
+    text, tmp_path, monkeypatch
+):
+    save, saves = Checkpoints.save, []
 
-    def note(self, step, *args):
-        seen.append((step, read_rows(tmp_path / "run" / "metrics.jsonl")[-1]["step"]))
+    def record_save(self, step, *args):
+        saves.append((step, read_rows(tmp_path / "run" / "metrics.jsonl")[-1]["step"]))
         save(self, step, *args)
 
-    monkeypatch.setattr(Checkpoints, "save", note)
+    monkeypatch.setattr(Checkpoints, "save", record_save)
     changes = dict(total_tokens=4 * 256, profile_start=1, profile_steps=2)
     train(tiny.config(text, **changes), tmp_path / "run")
-    assert seen == [(3, 3), (4, 4)]
+    assert saves == [(3, 3), (4, 4)]
     assert list((tmp_path / "run" / "profile").rglob("*.xplane.pb"))

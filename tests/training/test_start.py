@@ -1,4 +1,5 @@
-"""How a run begins: signals before the first step, data and arguments that do not fit, and what a failed start leaves."""
+"""The start of a run: signals before the first step, wrong data and arguments, and the files after a failed
+start."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import lsm_jax
-from lsm_jax.training import loop, read_config, train
+from lsm_jax.training import loop, metrics, read_config, train
 from lsm_jax.training.config import to_dict
 from lsm_jax.training.metrics import MetricsWriter, TrainProgress
 from tests.training import tiny
@@ -22,7 +23,7 @@ SAID = "train.py: SIGINT: stopped; nothing further was saved"
 
 
 def start(folder, *arguments, **environment):
-    """train.py on the tiny run, whose text and config are in `folder`."""
+    """Start train.py on the tiny run, with its text and config in `folder`."""
     text = tiny.write_text(folder / "text")
     config = folder / "tiny_config.py"
     config.write_text(
@@ -40,7 +41,7 @@ def start(folder, *arguments, **environment):
 
 
 def wait_until_caught(process, number):
-    """Until the process has a handler of its own for the signal."""
+    """Wait until the process has a handler for the signal."""
     status, deadline = Path(f"/proc/{process.pid}/status"), time.monotonic() + 60
     while time.monotonic() < deadline:
         caught = next(x for x in status.read_text().splitlines() if x.startswith("SigCgt:"))
@@ -75,13 +76,13 @@ from lsm_jax import interrupts
 interrupts.leave_on_signals("here")
 with interrupts.noted() as stop:
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(1.5)  # longer than the grace of a signal that is not noted
+    time.sleep(1.5)  # longer than the delay after which a signal that is not noted ends the process
     print(stop.signal, flush=True)
     if sys.argv[1] == "again":
         os.kill(os.getpid(), signal.SIGTERM)
 assert sys.argv[1] == "compiling"
 print("compiling", flush=True)
-hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # no Python runs meanwhile
+hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # executes no Python code
 """
 
 
@@ -120,14 +121,14 @@ def test_a_signal_ends_an_import_that_would_abort_the_process(tmp_path):
     assert process.stderr.read() == "here: SIGINT: stopped; nothing further was saved\n"
 
 
-def test_bad_data_is_told_before_anything_is_compiled_or_written(tmp_path, monkeypatch):
+def test_bad_data_raises_before_anything_is_compiled_or_written(tmp_path, monkeypatch):
     bad = tmp_path / "lines.jsonl"
     bad.write_text('{"text": "a good line"}\n{"no": 1}\n{"no": 2}\n')
 
     def compiled(*_):
         raise AssertionError("reached the model")
 
-    monkeypatch.setattr(loop._Loop, "run", compiled)
+    monkeypatch.setattr(loop.TrainLoop, "run", compiled)
     with pytest.raises(ValueError, match="line at byte .* has no text under 'text'"):
         config = tiny.config(bad)
         config.data.heldout_fraction = 0.0
@@ -165,7 +166,7 @@ print(train.FLAGS.config.model.layers["L"].mixer.rope_base, train.FLAGS.config.s
 
 
 @pytest.mark.parametrize(
-    ("field", "told"),
+    ("field", "output"),
     [
         ("model.layers.L.mixer.rope_base", "None 3"),
         ("model.layers.L.mixer.num_heads", "train.py: --config.model.layers.L.mixer.num_heads=None: accepted is int, as the field's 16"),
@@ -173,14 +174,14 @@ print(train.FLAGS.config.model.layers["L"].mixer.rope_base, train.FLAGS.config.s
         ("model.layers.L.mixer.rope", "train.py: --config.model.layers.L.mixer.rope: FoXConfig has no field 'rope'"),
     ],
 )  # fmt: skip
-def test_none_is_set_where_a_field_accepts_it(field, told):
+def test_none_is_set_where_a_field_accepts_it(field, output):
     command = [sys.executable, "-c", SETS, f"--config.{field}=None", "--config.seed=3"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.stdout + done.stderr).startswith(told)
-    assert done.returncode == told.startswith("train.py")
+    assert (done.stdout + done.stderr).startswith(output)
+    assert done.returncode == output.startswith("train.py")
 
 
-def test_directories_that_cannot_be_a_runs(tmp_path):
+def test_directories_that_cannot_be_a_run(tmp_path):
     config = tiny.config(tiny.write_text(tmp_path / "text"))
     file = tmp_path / "file"
     file.write_text("")
@@ -210,12 +211,10 @@ def test_directories_that_cannot_be_a_runs(tmp_path):
     assert not (tmp_path / "new").exists()
 
 
-def test_progress_tells_only_what_is_known(capsys, monkeypatch, tmp_path, caplog):
+def test_progress_shows_no_unknown_values(capsys, monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(metrics, "SECONDS_BETWEEN_LINES", -1.0)
     with TrainProgress("tiny", 0, 9) as progress:
-        progress._lines = True
-        progress._last_line -= 60
         progress.advance(1, 5.0, 0.0)
-        progress._last_line -= 60
         progress.advance(3, 4.0, 7.0)
     lines = capsys.readouterr().err.splitlines()
     assert lines[-2] == "step 1/9 · loss 5.0000"
@@ -226,7 +225,7 @@ def test_progress_tells_only_what_is_known(capsys, monkeypatch, tmp_path, caplog
     assert "NaN" not in caplog.text
 
 
-def test_a_damaged_runs_config_is_told(tmp_path):
+def test_a_damaged_config_of_a_run_is_an_error(tmp_path):
     config = tiny.config(tiny.write_text(tmp_path / "text"))
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(ValueError, match="checkpoints is a file; accepted is a directory"):

@@ -1,4 +1,5 @@
-"""Sweeps: members mapped together train as they would alone; recall is learned; the config, the command and the report."""
+"""Sweeps: members mapped together train as they would alone; recall is learned; the config, the command and
+the report."""
 
 from __future__ import annotations
 

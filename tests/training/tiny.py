@@ -1,10 +1,13 @@
-"""A run small enough to train in seconds, and a driver: `python -m tests.training.tiny WORKDIR TEXT STOP_AT FSDP`."""
+"""A run small enough to train in seconds, and a command that trains it:
+`python -m tests.training.tiny WORKDIR TEXT STOP_AT FSDP`.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from lsm_jax.data import DataConfig
@@ -12,11 +15,11 @@ from lsm_jax.feedforward import SwiGLUConfig
 from lsm_jax.mixers import GatedDeltaNetConfig, SoftmaxConfig
 from lsm_jax.models import LayerConfig, ModelConfig
 from lsm_jax.parallel import MeshConfig
-from lsm_jax.training import OptimizerConfig, TrainConfig, loop, train
+from lsm_jax.training import OptimizerConfig, TrainConfig, train
 
 
 def config(text: str | Path, **changes) -> TrainConfig:
-    """12 steps of 8 rows of 32 bytes."""
+    """The config of a run of 12 steps of 8 rows of 32 bytes."""
     inner = SwiGLUConfig(multiple_of=16)
     recurrent = GatedDeltaNetConfig(num_heads=2, head_dim=8, expand_v=1.0, chunk_size=16)
     fields = dict(
@@ -32,19 +35,21 @@ def config(text: str | Path, **changes) -> TrainConfig:
             },
             dtype="float32",
         ),
-        data=DataConfig(path=str(text), heldout_fraction=0.2, sequence_length=32, num_threads=0, prefetch=0),
+        data=DataConfig(
+            path=str(text), heldout_fraction=0.2, sequence_length=32, num_threads=0, prefetch=0
+        ),
         optimizer=OptimizerConfig(peak_lr=1e-2, warmup_tokens=512),
         batch_size=8,
         total_tokens=12 * 256,
         log_every=1,
         eval_every=0,
         checkpoint_every=3,
-    )  # fmt: skip
+    )
     return TrainConfig(**fields | changes)
 
 
 def write_text(folder: Path) -> Path:
-    """Ten short documents."""
+    """Write ten short documents to `folder` and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(10):
         (folder / f"{i}.txt").write_text(
@@ -53,24 +58,22 @@ def write_text(folder: Path) -> Path:
     return folder
 
 
-def stop_at(step: int | None, number: int = signal.SIGTERM) -> None:
-    """Send this process a signal once it has reported `step`."""
-    report = loop._Loop._report
+def stop_at(step: int, number: int = signal.SIGTERM) -> Callable[[int], None]:
+    """The `on_report` of `train` that sends this process a signal once `step` is reported."""
 
-    def report_and_stop(self, reported, metrics):
-        report(self, reported, metrics)
+    def on_report(reported: int) -> None:
         if reported == step:
             os.kill(os.getpid(), number)
 
-    loop._Loop._report = report_and_stop
+    return on_report
 
 
 def main() -> None:
-    """The driver."""
+    """Train on the command line's arguments; a STOP_AT below 0 stops at its absolute value by SIGKILL, 0
+    does not stop."""
     workdir, text, stop, fsdp = sys.argv[1:5]
-    if int(stop):  # a negative step: by SIGKILL
-        stop_at(abs(int(stop)), signal.SIGTERM if int(stop) > 0 else signal.SIGKILL)
-    train(config(text, mesh=MeshConfig(fsdp=int(fsdp))), workdir)
+    on_report = stop_at(abs(int(stop)), signal.SIGTERM if int(stop) > 0 else signal.SIGKILL)
+    train(config(text, mesh=MeshConfig(fsdp=int(fsdp))), workdir, on_report=on_report)
 
 
 if __name__ == "__main__":

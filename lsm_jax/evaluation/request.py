@@ -1,0 +1,140 @@
+"""The request of an evaluation: which data, how much of it, and the options of each task."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lsm_jax.data import DataConfig, Tokenizer, load_tokenizer
+from lsm_jax.data.needle import NeedleConfig
+from lsm_jax.data.sources import open_store
+from lsm_jax.evaluation.harness import HarnessConfig
+from lsm_jax.evaluation.maps import MapsConfig
+
+if TYPE_CHECKING:
+    from lsm_jax.training.runs import Run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """The data and the options of an evaluation; the defaults use the run's data and length.
+
+    Attributes:
+        data: a store, or a text or JSONL file or folder; None is the run's held-out data.
+        data_as_trained: whether `data` has the format of the run's data, such as instructions; otherwise it
+            is text or a store.
+        sequence_length: tokens of a row; None is the run's length.
+        batch_size: rows read at a time.
+        piece_length: tokens of each row computed at a time; the state is carried from piece to piece.
+        max_tokens: stop after the batch with which so many tokens are read; None reads all.
+        prompt: text to continue, or to map.
+        chat: whether the prompt is a user's message, to be put into the tokenizer's chat template; EOS ends
+            the answer.
+        num_tokens: number of tokens to generate at most.
+        temperature: divides the logits; 0 is greedy.
+        top_k: sample from the k most likely tokens only.
+        top_p: sample from the smallest set of tokens that has this probability.
+        seed: the seed of sampling.
+        needle: the text that is hidden in the data, and the question about it.
+        maps: which layers and heads to show.
+        lm_eval: which tasks of lm-evaluation-harness to run.
+    """
+
+    data: str | None = None
+    data_as_trained: bool = False
+    sequence_length: int | None = None
+    batch_size: int = 8
+    piece_length: int = 4096
+    max_tokens: int | None = None
+    prompt: str = ""
+    chat: bool = False
+    num_tokens: int = 256
+    temperature: float = 0.8
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    needle: NeedleConfig = dataclasses.field(default_factory=NeedleConfig)
+    maps: MapsConfig = dataclasses.field(default_factory=MapsConfig)
+    lm_eval: HarnessConfig = dataclasses.field(default_factory=HarnessConfig)
+
+    def validate(self) -> None:
+        """Raise ValueError if a number is out of range, the data does not exist or the prompt is not
+        UTF-8."""
+        for name in ("sequence_length", "batch_size", "piece_length", "max_tokens", "num_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: it must be at least 1")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed}: accepted are 0 to 2^63 - 1")
+        self.needle.validate()
+        self.maps.validate()
+        self.lm_eval.validate()
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(
+                f"temperature={self.temperature}: accepted are 0 (greedy) and positive numbers"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k}: it must be at least 1")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p}: accepted are numbers in (0, 1]")
+        if self.data is not None and not (self.data and Path(self.data).expanduser().exists()):
+            raise ValueError(
+                f"data={self.data!r} does not exist; accepted is a token store, or a text or JSONL file or folder"
+            )
+        try:
+            self.prompt.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"prompt={self.prompt!a}: not UTF-8 at character {error.start}; accepted is UTF-8 text"
+            ) from error
+
+    def folder(self, step: int) -> str:
+        """The name of the results' folder: the step, the data and the lengths that differ from the run's."""
+        parts = [str(step)]
+        if self.data is not None:
+            path = Path(self.data).absolute()
+            # A store is named after its folder, since its file name is nearly always heldout.zarr.
+            parts += [path.parent.name] if path.suffix == ".zarr" else []
+            parts += [path.stem]
+        parts += [f"T{self.sequence_length}"] if self.sequence_length else []
+        parts += [f"first{self.max_tokens}"] if self.max_tokens else []
+        return "-".join(parts)
+
+
+def heldout_config(run: Run, request: Request) -> DataConfig:
+    """The data config of the evaluation."""
+    changes: dict[str, Any] = {}
+    if request.data is not None:
+        inner_store = Path(request.data).expanduser() / "heldout.zarr"
+        changes["heldout_path"] = str(inner_store) if inner_store.is_dir() else request.data
+        if run.config.data.format != "text" and not request.data_as_trained:
+            changes |= {"format": "text", "packing": "concat"}
+    if request.sequence_length is not None:
+        changes["sequence_length"] = request.sequence_length
+        # Text is packed with the largest alignment that divides both.
+        align = math.gcd(run.config.data.align_documents, request.sequence_length)
+        changes["align_documents"] = align
+    return dataclasses.replace(run.config.data, **changes)
+
+
+def run_tokenizer(run: Run) -> Tokenizer:
+    """Load the tokenizer that the run was trained with."""
+    return load_tokenizer(run.config.data.tokenizer, json_escape=run.config.data.json_escape)
+
+
+def run_bos_id(run: Run, tokenizer: Tokenizer) -> int | None:
+    """The token that the run put in front of each document, or None."""
+    data = run.config.data
+    bos_id = tokenizer.bos_id if data.bos_id is None else data.bos_id
+    return bos_id if data.add_bos else None
+
+
+def count_batches(data: DataConfig, batch_size: int) -> int | None:
+    """The number of batches of a store; None for text, whose number of rows is known only after packing."""
+    source = open_store(data, heldout=True)
+    if source is None:
+        return None
+    store, _, documents = source
+    return math.ceil(documents * (store.length // data.sequence_length) / batch_size)
