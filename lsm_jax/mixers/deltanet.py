@@ -13,6 +13,7 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, split_heads
+from lsm_jax.mixers.method import Method
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -132,3 +133,16 @@ class DeltaNet(Mixer):
         """An empty memory."""
         heads = self.config.value_heads()
         return ops.delta_state(batch_size, heads, self.key_dim, self.value_dim)
+
+
+METHOD = Method(
+    name="deltanet",
+    paper="arXiv 2406.06484",
+    op="delta_memory",
+    gate="I - β kᵀ k",
+    write="β kᵀ v",
+    read="q M",
+    state="K × V a head; 3 tokens of q, k, v",
+    config=DeltaNetConfig,
+    module=DeltaNet,
+)

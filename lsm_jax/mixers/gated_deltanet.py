@@ -21,6 +21,7 @@ from lsm_jax.mixers.layers import (
     parameter,
     split_heads,
 )
+from lsm_jax.mixers.method import Method
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -145,3 +146,16 @@ class GatedDeltaNet(Mixer):
         return ops.delta_state(
             batch_size, config.value_heads(), config.head_dim, config.value_dim()
         )
+
+
+METHOD = Method(
+    name="gated_deltanet",
+    paper="arXiv 2412.06464",
+    op="delta_memory",
+    gate="(I - β kᵀ k) α, α each head",
+    write="β kᵀ v",
+    read="q M",
+    state="K × V a head; 3 tokens of q, k, v",
+    config=GatedDeltaNetConfig,
+    module=GatedDeltaNet,
+)

@@ -18,6 +18,7 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, RMSNorm, parameter, split_heads
+from lsm_jax.mixers.method import Method
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -169,3 +170,17 @@ class GateLoop(Mixer):
             return ops.selective_state(batch_size, self.num_heads, 1, is_complex=True)
         size = self.hidden_size // self.num_heads
         return ops.linear_state(batch_size, self.num_heads, 2 * size, size)
+
+
+METHOD = Method(
+    name="gateloop",
+    paper="arXiv 2311.01927",
+    op="selective_memory",
+    gate="a complex, |a| = sigmoid(|z|) and arg a = arg z with z = x W + b, each head",
+    write="kᵀ v",
+    read="Re(q M)",
+    state="1 complex a channel",
+    config=GateLoopConfig,
+    module=GateLoop,
+    note="one head a channel; wider heads (num_heads) run on linear_memory with rotated q and k",
+)

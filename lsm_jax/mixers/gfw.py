@@ -16,6 +16,7 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, split_heads
+from lsm_jax.mixers.method import Method
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -117,3 +118,16 @@ class GFW(Mixer):
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
         """An empty memory."""
         return ops.linear_state(batch_size, self.config.num_heads, self.key_dim, self.value_dim)
+
+
+METHOD = Method(
+    name="gfw",
+    paper="arXiv 2210.04243",
+    op="linear_memory",
+    gate="βᵀ α, sigmoids of x W: each key channel and each value channel",
+    write="kᵀ v",
+    read="q M",
+    state="K × V a head",
+    config=GFWConfig,
+    module=GFW,
+)

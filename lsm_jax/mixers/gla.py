@@ -13,6 +13,7 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, recomputed, split_heads
+from lsm_jax.mixers.method import Method
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -120,3 +121,16 @@ class GLA(Mixer):
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
         """An empty memory."""
         return ops.linear_state(batch_size, self.config.num_heads, self.key_dim, self.value_dim)
+
+
+METHOD = Method(
+    name="gla",
+    paper="arXiv 2312.06635",
+    op="linear_memory",
+    gate="sigmoid(x W₁ W₂ + b)^(1/16), each key channel",
+    write="kᵀ v",
+    read="q M",
+    state="K × V a head",
+    config=GLAConfig,
+    module=GLA,
+)

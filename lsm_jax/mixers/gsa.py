@@ -17,6 +17,7 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, recomputed, split_heads
+from lsm_jax.mixers.method import Method
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -136,3 +137,16 @@ class GSA(Mixer):
         return ops.slot_state(
             batch_size, config.num_heads, config.num_slots, self.key_dim, self.value_dim
         )
+
+
+METHOD = Method(
+    name="gsa",
+    paper="arXiv 2409.07146",
+    op="slot_memory",
+    gate="α = sigmoid(x W)^(1/8), each slot",
+    write="kᵀ (1 - α) into keys, (1 - α)ᵀ v into values",
+    read="softmax(q K) V over slots",
+    state="M × (K + V) a head, M slots",
+    config=GSAConfig,
+    module=GSA,
+)

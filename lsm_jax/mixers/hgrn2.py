@@ -17,6 +17,7 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, parameter, recomputed, split_heads
+from lsm_jax.mixers.method import Method
 
 _BOUNDS = "hgrn2_log_bounds"
 
@@ -144,3 +145,16 @@ class HGRN2(Mixer):
         """An empty memory."""
         head = self.config.head_dim
         return ops.linear_state(batch_size, self.num_heads, head, head)
+
+
+METHOD = Method(
+    name="hgrn2",
+    paper="arXiv 2404.07904",
+    op="linear_memory",
+    gate="f = γ + (1 - γ) sigmoid(x W), each key channel; γ learned across layers",
+    write="(1 - f)ᵀ i",
+    read="silu(q) M",
+    state="K × V a head",
+    config=HGRN2Config,
+    module=HGRN2,
+)

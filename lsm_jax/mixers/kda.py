@@ -25,6 +25,7 @@ from lsm_jax.mixers.layers import (
     recomputed,
     split_heads,
 )
+from lsm_jax.mixers.method import Method
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -161,3 +162,16 @@ class KDA(Mixer):
         return ops.delta_state(
             batch_size, config.value_heads(), config.head_dim, config.value_dim()
         )
+
+
+METHOD = Method(
+    name="kda",
+    paper="arXiv 2510.26692",
+    op="delta_memory",
+    gate="(I - β kᵀ k) diag(α), α each key channel",
+    write="β kᵀ v",
+    read="q M",
+    state="K × V a head; 3 tokens of q, k, v",
+    config=KDAConfig,
+    module=KDA,
+)

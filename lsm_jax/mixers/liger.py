@@ -20,6 +20,7 @@ from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context
 from lsm_jax.mixers.feature_maps import FeatureMap, num_features
 from lsm_jax.mixers.layers import Dense, split_heads
+from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.softmax import Softmax, SoftmaxConfig
 
 GATES = ("gla", "mamba2", "mlstm", "gated_retention", "hgrn2", "rwkv6", "gsa")
@@ -267,3 +268,17 @@ def _mapped(x: jax.Array, learned: FeatureMap | None) -> jax.Array:
         return learned(x)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return jax.nn.softmax(x.astype(wide), axis=-1).astype(x.dtype)
+
+
+METHOD = Method(
+    name="liger",
+    paper="arXiv 2503.01496",
+    op="linear_memory",
+    gate="sigmoid(Pool(x W_k))^(1/16), each key channel; or mamba2's, hgrn2's, rwkv6's, mlstm's, gsa's from the same keys",
+    write="softmax(k)ᵀ v, and k, v into a window",
+    read="½ softmax(q) M + ½ softmax(q Kᵀ) V over the window",
+    state="K × V a key head; k and v of a window",
+    config=LigerConfig,
+    module=Liger,
+    note="of a pretrained softmax layer's parameters alone; gsa's memory is slot_memory's",
+)

@@ -17,6 +17,7 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, split_heads
+from lsm_jax.mixers.method import Method
 
 DECAYS = ("depth", "alibi", "none")
 
@@ -128,3 +129,16 @@ class Lightning(Mixer):
         """An empty memory."""
         head = self.hidden_size // self.config.num_heads
         return ops.linear_state(batch_size, self.config.num_heads, head, head)
+
+
+METHOD = Method(
+    name="lightning",
+    paper="arXiv 2307.14995",
+    op="linear_memory",
+    gate="exp(-(8h / H)(1 - l / L)), constant for each head and layer",
+    write="silu(k)ᵀ v",
+    read="silu(q) M",
+    state="K × V a head",
+    config=LightningConfig,
+    module=Lightning,
+)

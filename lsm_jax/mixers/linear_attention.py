@@ -15,6 +15,7 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks, feature_maps
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, split_heads
+from lsm_jax.mixers.method import Method
 
 _NORMALIZER_EPS = 1e-10
 
@@ -150,3 +151,16 @@ class LinearAttention(Mixer):
             self.value_dim,
             normalize=self.config.normalize,
         )
+
+
+METHOD = Method(
+    name="linear_attention",
+    paper="arXiv 2006.16236",
+    op="linear_memory",
+    gate="1",
+    write="φ(k)ᵀ v",
+    read="φ(q) M, optionally over φ(q) z",
+    state="K × V a head for K features; K more with the normaliser",
+    config=LinearAttentionConfig,
+    module=LinearAttention,
+)

@@ -20,6 +20,7 @@ from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context
 from lsm_jax.mixers.feature_maps import HeadDense
 from lsm_jax.mixers.layers import parameter
+from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.softmax import Softmax, SoftmaxConfig
 from lsm_jax.ops.core.segments import read_tokens, select
 
@@ -269,3 +270,16 @@ def _features(learned: HeadDense, x: jax.Array) -> jax.Array:
     y = learned(x)
     both = [jax.nn.softmax(y, axis=-1), jax.nn.softmax(-y, axis=-1)]
     return jnp.maximum(jnp.concatenate(both, axis=-1), _LEAST_FEATURE)
+
+
+METHOD = Method(
+    name="lolcats",
+    paper="arXiv 2410.10254",
+    op="linear_memory",
+    gate="1",
+    write="φ(k)ᵀ v, φ learned, and k, v into a window",
+    read="φ(q) M beyond the window and γ softmax(q Kᵀ) V in it, over one sum of weights",
+    state="2 F × (V + 1) a key head for F columns of φ; k and v of a window",
+    config=LolcatsConfig,
+    module=Lolcats,
+)

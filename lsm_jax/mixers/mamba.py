@@ -17,6 +17,7 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
 from lsm_jax.mixers.layers import Dense, log_uniform_step_bias, parameter
+from lsm_jax.mixers.method import Method
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -135,3 +136,17 @@ class Mamba(Mixer):
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.SelectiveState:
         """An empty memory."""
         return ops.selective_state(batch_size, self.inner, self.config.state_size)
+
+
+METHOD = Method(
+    name="mamba",
+    paper="arXiv 2312.00752",
+    op="selective_memory",
+    gate="exp(-A Δ), each channel and state",
+    write="Δ B x",
+    read="C h + D x",
+    state="N a channel; 3 tokens",
+    config=MambaConfig,
+    module=Mamba,
+    feedforward=None,
+)

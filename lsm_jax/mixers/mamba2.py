@@ -26,6 +26,7 @@ from lsm_jax.mixers.layers import (
     rms_normalize,
     split_heads,
 )
+from lsm_jax.mixers.method import Method
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -161,3 +162,17 @@ class Mamba2(Mixer):
         return ops.linear_state(
             batch_size, self.num_heads, self.config.state_size, self.config.head_dim
         )
+
+
+METHOD = Method(
+    name="mamba2",
+    paper="arXiv 2405.21060",
+    op="linear_memory",
+    gate="exp(-A Δ), each head",
+    write="Δ Bᵀ x",
+    read="C M + D x",
+    state="N × V a head; 3 tokens of x, B, C",
+    config=Mamba2Config,
+    module=Mamba2,
+    feedforward=None,
+)

@@ -17,6 +17,7 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, HeadNorm, OrthogonalDense, merge_heads, split_heads
+from lsm_jax.mixers.method import Method
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -141,3 +142,16 @@ class MLSTM(Mixer):
             normalize=True,
             stabilize=True,
         )
+
+
+METHOD = Method(
+    name="mlstm",
+    paper="arXiv 2503.13427",
+    op="linear_memory",
+    gate="sigmoid(x W + b), each head",
+    write="exp(x W + b) kᵀ v",
+    read="q C over max(|q n|, 1)",
+    state="K × V, K and the largest exponent a head",
+    config=MLSTMConfig,
+    module=MLSTM,
+)

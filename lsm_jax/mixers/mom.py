@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lsm_jax import mixers
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer, MixerState, TokenShift, fresh_clock
 from lsm_jax.mixers.gated_deltanet import GatedDeltaNetConfig
 from lsm_jax.mixers.layers import Dense, project
+from lsm_jax.mixers.method import METHODS, Method, build
 from lsm_jax.mixers.mom_layout import Packed, Rows, chunks_needed, pack
 from lsm_jax.ops import DocumentCount, number_documents, shift_state
 from lsm_jax.ops.core.checks import DEFAULT_CHUNK_SIZE
@@ -69,7 +69,7 @@ class MoMConfig:
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
         checks.fields(self)
-        able = [m for m in mixers.METHODS.values() if m.module.memory_parts]
+        able = [m for m in METHODS.values() if m.module.memory_parts]
         if type(self.mixer) not in [m.config for m in able]:
             raise ValueError(
                 f"MoMConfig.mixer={self.mixer!r} cannot be one of several memories; accepted are the configs of "
@@ -87,7 +87,7 @@ class MoMConfig:
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Forward floating-point operations of a token: router, the inner mixer's query and output once, the rest a memory."""
-        inner = nnx.eval_shape(lambda: mixers.build(self.mixer, hidden_size, rngs=nnx.Rngs(0)))
+        inner = nnx.eval_shape(lambda: build(self.mixer, hidden_size, rngs=nnx.Rngs(0)))
         kernels = [
             p.get_value().size * (path[0] not in inner.memory_parts)
             for path, p in nnx.to_flat_state(nnx.state(inner, nnx.Param))
@@ -155,7 +155,7 @@ class MoM(Mixer):
             rngs=rngs, init_std=init_std, layer=layer, num_layers=num_layers
         )
         groups = 1 if config.single_projections else config.num_groups()
-        built = [mixers.build(config.mixer, hidden_size, **options) for _ in range(groups)]
+        built = [build(config.mixer, hidden_size, **options) for _ in range(groups)]
         self.inner = built[0]
         self.uses_positions = self.inner.uses_positions
         if not config.single_projections:
@@ -498,3 +498,16 @@ def _documents(
     run, after = number_documents(segment_ids, DocumentCount(document, last_id))
     ids = jnp.where(segment_ids != 0, run, 0)
     return ids, after.segment_id.astype(jnp.int32), after.count
+
+
+METHOD = Method(
+    name="mom",
+    paper="arXiv 2502.13685",
+    op="the inner mixer's",
+    gate="of the inner mixer, for tokens routed to the memory; else 1",
+    write="of the inner mixer, for tokens routed to the memory",
+    read="Σ g_m (what memory m gives), and what the shared one gives",
+    state="the inner mixer's for each memory",
+    config=MoMConfig,
+    module=MoM,
+)

@@ -18,6 +18,7 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, merge_heads, parameter, rms_normalize, split_heads
+from lsm_jax.mixers.method import Method
 
 _LAYER_NORM_EPS = 1e-5
 
@@ -128,3 +129,17 @@ class Rebased(Mixer):
         return ops.linear_state(
             batch_size, config.num_heads, config.num_features(), value_dim, normalize=True
         )
+
+
+METHOD = Method(
+    name="rebased",
+    paper="arXiv 2402.10644",
+    op="linear_memory",
+    gate="1",
+    write="φ(k)ᵀ v, φ a learned quadratic",
+    read="φ(q) M over φ(q) z",
+    state="(V + 1) F (F + 1) / 2 a head for F channels",
+    config=RebasedConfig,
+    module=Rebased,
+    note="where a query meets no key its weights vanish like ε, and float32 rounding shows",
+)

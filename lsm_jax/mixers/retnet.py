@@ -13,6 +13,7 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, rotate, split_heads
+from lsm_jax.mixers.method import Method
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -116,3 +117,16 @@ class RetNet(Mixer):
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
         """An empty memory."""
         return ops.linear_state(batch_size, self.config.num_heads, self.key_dim, self.value_dim)
+
+
+METHOD = Method(
+    name="retnet",
+    paper="arXiv 2307.08621",
+    op="linear_memory",
+    gate="1 - 2^(-5-h), constant for each head",
+    write="kᵀ v, k rotated",
+    read="q M, q rotated",
+    state="K × V a head",
+    config=RetNetConfig,
+    module=RetNet,
+)

@@ -23,6 +23,7 @@ from lsm_jax.mixers.layers import (
     parameter,
     split_heads,
 )
+from lsm_jax.mixers.method import Method
 
 _MIXED = ("w", "k", "v", "r", "g")
 
@@ -180,3 +181,17 @@ class RWKV6(Mixer):
 
 def _small(rngs: nnx.Rngs, *shape: int) -> jax.Array:
     return jax.random.uniform(rngs.params(), shape, jnp.float32, -0.01, 0.01)
+
+
+METHOD = Method(
+    name="rwkv6",
+    paper="arXiv 2404.05892",
+    op="linear_memory",
+    gate="exp(-exp(d)), d low-rank in the token, each key channel",
+    write="kᵀ v",
+    read="r (M before + diag(u) kᵀ v)",
+    state="K × V a head; a token",
+    config=RWKV6Config,
+    module=RWKV6,
+    feedforward="rwkv6_channel_mix",
+)

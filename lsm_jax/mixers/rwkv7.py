@@ -25,6 +25,7 @@ from lsm_jax.mixers.layers import (
     recomputed,
     split_heads,
 )
+from lsm_jax.mixers.method import Method
 from lsm_jax.ops.convolution.short_convolution import l2_normalize
 
 _MIXED = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
@@ -243,3 +244,17 @@ class RWKV7(Mixer):
         """An empty memory."""
         head_dim = self.config.head_dim
         return ops.delta_state(batch_size, self.num_heads, head_dim, head_dim)
+
+
+METHOD = Method(
+    name="rwkv7",
+    paper="arXiv 2503.14456",
+    op="dplr_memory",
+    gate="diag(w) - (κ ⊙ a)ᵀ κ; w each key channel in (0.545, 1), a each key channel",
+    write="k̃ᵀ v",
+    read="r M, and r · k̃ times v of this token",
+    state="K × V a head; a token",
+    config=RWKV7Config,
+    module=RWKV7,
+    feedforward="rwkv7_channel_mix",
+)

@@ -17,6 +17,7 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, parameter
+from lsm_jax.mixers.method import Method
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -132,3 +133,17 @@ class S4D(Mixer):
         """An empty memory."""
         pairs = self.config.state_size // 2
         return ops.selective_state(batch_size, self.hidden_size, pairs, is_complex=True)
+
+
+METHOD = Method(
+    name="s4d",
+    paper="arXiv 2206.11893",
+    op="selective_memory",
+    gate="exp(Δ A), A complex, constant for each channel and state",
+    write="(exp(Δ A) - 1) / A x",
+    read="2 Re(C h) + D x",
+    state="N / 2 complex a channel",
+    config=S4DConfig,
+    module=S4D,
+    note="its default computes one document from an empty state as a convolution, by blocks",
+)

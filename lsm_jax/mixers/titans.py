@@ -25,6 +25,7 @@ from lsm_jax.mixers.layers import (
     parameter,
     split_heads,
 )
+from lsm_jax.mixers.method import ONLINE_NOTE, Method
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -187,3 +188,19 @@ class Titans(Mixer):
         return ops.online_state(
             batch_size, config.num_heads, config.sizes(self.hidden_size), momentum=True
         )
+
+
+METHOD = Method(
+    name="titans",
+    paper="arXiv 2501.00663",
+    op="online_memory",
+    gate="1 - α, each head",
+    write="S ← η S - θ ∇‖M(k) - v‖² at the mini-batch's start",
+    read="M(q), M a matrix or an MLP",
+    state="M, S and M at the mini-batch's start: 3 K × V a head for a matrix; 3 tokens of q, k, v",
+    forms=("recurrent", "chunk"),
+    config=TitansConfig,
+    module=Titans,
+    note=ONLINE_NOTE
+    + "; a pattern of it is the paper's MAL, and persistent-memory tokens, MAC and MAG are not here",
+)

@@ -18,6 +18,7 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
 from lsm_jax.mixers.layers import Dense, HeadNorm, merge_heads, parameter, rotate, split_heads
+from lsm_jax.mixers.method import ONLINE_NOTE, Method
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -175,3 +176,18 @@ class TTTLinear(Mixer):
         return ops.online_state(
             batch_size, config.num_heads, config.sizes(self.hidden_size), bias=True
         )
+
+
+METHOD = Method(
+    name="ttt_linear",
+    paper="arXiv 2407.04620",
+    op="online_memory",
+    gate="1",
+    write="-η ∇_W ½‖f(k) - v‖² at the mini-batch's start",
+    read="f(q) = q + LN(q W + b)",
+    state="W, b and the mini-batch's sum of gradients: 2 V (K + 1) a head; 3 tokens of q, k",
+    forms=("recurrent", "chunk"),
+    config=TTTLinearConfig,
+    module=TTTLinear,
+    note=ONLINE_NOTE,
+)

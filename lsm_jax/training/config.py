@@ -12,6 +12,7 @@ from typing import Any
 
 from absl import logging
 
+from lsm_jax import mixers
 from lsm_jax.data import DataConfig
 from lsm_jax.models import ModelConfig
 from lsm_jax.parallel import MeshConfig, batch_shards
@@ -266,17 +267,28 @@ _MOVED_MODULES = {
 }
 
 
+def _class_of(kind: str) -> type:
+    """The config class that `to_dict` wrote as "module:name": of this library or of a registered method."""
+    for method in (mixers.METHODS | mixers.WRAPPERS).values():
+        if kind == f"{method.config.__module__}:{method.config.__qualname__}":
+            return method.config
+    module, _, name = kind.partition(":")
+    if module.partition(".")[0] != "lsm_jax":
+        raise ValueError(
+            f"config: type {kind!r} is not one of lsm_jax, nor the config of a method that mixers.register was given"
+        )
+    return getattr(importlib.import_module(_MOVED_MODULES.get(module, module)), name)
+
+
 def from_dict(value: Any) -> Any:
-    """The config `to_dict` was given.
+    """The config that `to_dict` was given.
 
     Raises:
-        ValueError: a type outside this library, or fields it does not have.
+        ValueError: a type that is neither of this library nor a registered method's, or fields that it does not have.
     """
     if isinstance(value, dict) and "type" in value:
-        module, _, name = value["type"].partition(":")
-        if module.partition(".")[0] != "lsm_jax":
-            raise ValueError(f"config: type {value['type']!r} is not one of lsm_jax")
-        kind = getattr(importlib.import_module(_MOVED_MODULES.get(module, module)), name)
+        kind = _class_of(value["type"])
+        name = kind.__name__
         fields = {key: from_dict(item) for key, item in value.items() if key != "type"}
         unknown = sorted(set(fields) - {f.name for f in dataclasses.fields(kind)})
         if unknown:
