@@ -65,6 +65,7 @@ from lsm_jax.mixers.method import (
 )
 from lsm_jax.mixers.mlstm import MLSTM, MLSTMConfig
 from lsm_jax.mixers.mom import MoM, MoMConfig
+from lsm_jax.mixers.op_config import OpConfig, RecurrentConfig
 from lsm_jax.mixers.rebased import Rebased, RebasedConfig
 from lsm_jax.mixers.retnet import RetNet, RetNetConfig
 from lsm_jax.mixers.rwkv6 import RWKV6, RWKV6Config
@@ -150,6 +151,8 @@ __all__ = [
     "MambaConfig",
     "Method",
     "Mixer",
+    "OpConfig",
+    "RecurrentConfig",
     "MixerState",
     "MoM",
     "MoMConfig",

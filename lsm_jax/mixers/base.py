@@ -255,7 +255,7 @@ class Mixer(nnx.Module):
 
     def __init__(self, config: Any, hidden_size: int):
         config.validate(hidden_size)
-        self.config = copy.copy(config)
+        self.config = copy.deepcopy(config)
         self.hidden_size = hidden_size
 
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
@@ -272,10 +272,7 @@ class Mixer(nnx.Module):
 
     def options(self) -> dict[str, Any]:
         """The op's keyword arguments that do not depend on the input."""
-        config = self.config
-        return dict(
-            form=config.form, implementation=config.implementation, chunk_size=config.chunk_size
-        )
+        return self.config.op.arguments()
 
     def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
         """Run the op on what was read and written: its output, and its state after.

@@ -19,10 +19,11 @@ from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, RMSNorm, parameter, split_heads
 from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.op_config import RecurrentConfig
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class GateLoopConfig:
+class GateLoopConfig(RecurrentConfig):
     """GateLoop.
 
     Attributes:
@@ -32,9 +33,6 @@ class GateLoopConfig:
             hangs on its rounding.
         norm: whether to norm each head's output (of all channels, where a head is one) ahead of the output gate.
         norm_eps: of that norm.
-        form: "recurrent", "chunk" or "associative".
-        implementation: of the op; None picks.
-        chunk_size: of the op; None picks.
     """
 
     num_heads: int | None = None
@@ -42,9 +40,6 @@ class GateLoopConfig:
     gate_bias: float = 0.0
     norm: bool = False
     norm_eps: float = 1e-5
-    form: str = "chunk"
-    implementation: str | None = None
-    chunk_size: int | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GateLoopConfig:
@@ -57,7 +52,7 @@ class GateLoopConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        checks.op_fields(self)
+        self.validate_fields()
         checks.divides(self, "num_heads", self.heads(hidden_size), "hidden_size", hidden_size)
         checks.positive(self, gate_gradient=self.gate_gradient, norm_eps=self.norm_eps)
 

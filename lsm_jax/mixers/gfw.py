@@ -17,10 +17,11 @@ from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, split_heads
 from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.op_config import RecurrentConfig
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class GFWConfig:
+class GFWConfig(RecurrentConfig):
     """Gated fast weights.
 
     The published models are transformers tuned into this form, with neither norm nor output gate. Trained from the start they
@@ -31,18 +32,12 @@ class GFWConfig:
         expand_k: key channels over hidden_size, all heads together.
         expand_v: value channels over hidden_size.
         norm_eps: of the norm over each head's output.
-        form: "recurrent", "chunk" or "associative".
-        implementation: of the op; None picks.
-        chunk_size: of the op; None picks.
     """
 
     num_heads: int = 16
     expand_k: float = 1.0
     expand_v: float = 1.0
     norm_eps: float = 1e-5
-    form: str = "chunk"
-    implementation: str | None = None
-    chunk_size: int | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GFWConfig:
@@ -58,7 +53,7 @@ class GFWConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        checks.op_fields(self)
+        self.validate_fields()
         self.head_dims(hidden_size)
         checks.positive(self, norm_eps=self.norm_eps)
 

@@ -18,10 +18,11 @@ from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, recomputed, split_heads
 from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.op_config import RecurrentConfig
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class GSAConfig:
+class GSAConfig(RecurrentConfig):
     """Gated slot attention.
 
     Attributes:
@@ -31,9 +32,6 @@ class GSAConfig:
         expand_v: value channels over hidden_size.
         gate_temperature: log α = logsigmoid(x W) / gate_temperature.
         norm_eps: of the norm over all heads' output.
-        form: "recurrent", "chunk" or "associative".
-        implementation: of the op; None picks.
-        chunk_size: of the op; None picks.
     """
 
     num_heads: int = 4
@@ -42,9 +40,6 @@ class GSAConfig:
     expand_v: float = 1.0
     gate_temperature: float = 8.0
     norm_eps: float = 1e-5
-    form: str = "chunk"
-    implementation: str | None = None
-    chunk_size: int | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GSAConfig:
@@ -60,7 +55,7 @@ class GSAConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        checks.op_fields(self)
+        self.validate_fields()
         self.head_dims(hidden_size)
         checks.positive(
             self,

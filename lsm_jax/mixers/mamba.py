@@ -18,10 +18,11 @@ from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
 from lsm_jax.mixers.layers import Dense, log_uniform_step_bias, parameter
 from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.op_config import RecurrentConfig
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class MambaConfig:
+class MambaConfig(RecurrentConfig):
     """Mamba.
 
     Attributes:
@@ -29,18 +30,12 @@ class MambaConfig:
         state_size: numbers each channel keeps (N).
         step_rank: inner width of Δ's two matrices; None is hidden_size / 16, rounded up.
         conv_size: width of the short convolution.
-        form: "recurrent", "chunk" or "associative".
-        implementation: of the op; None picks.
-        chunk_size: of the op; None picks.
     """
 
     expand: int = 2
     state_size: int = 16
     step_rank: int | None = None
     conv_size: int = 4
-    form: str = "chunk"
-    implementation: str | None = None
-    chunk_size: int | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int) -> MambaConfig:
@@ -53,7 +48,7 @@ class MambaConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        checks.op_fields(self)
+        self.validate_fields()
         checks.positive(self, expand=self.expand, state_size=self.state_size)
         if self.step_rank is not None:
             checks.positive(self, step_rank=self.step_rank)

@@ -27,10 +27,11 @@ from lsm_jax.mixers.layers import (
     split_heads,
 )
 from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.op_config import RecurrentConfig
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class Mamba2Config:
+class Mamba2Config(RecurrentConfig):
     """Mamba2.
 
     Attributes:
@@ -40,9 +41,6 @@ class Mamba2Config:
         num_groups: groups of heads that share B and C.
         conv_size: width of the short convolution.
         norm_eps: of the norm after the gate.
-        form: "recurrent", "chunk" or "associative".
-        implementation: of the op; None picks.
-        chunk_size: of the op; None picks.
     """
 
     expand: int = 2
@@ -51,9 +49,6 @@ class Mamba2Config:
     num_groups: int = 1
     conv_size: int = 4
     norm_eps: float = 1e-5
-    form: str = "chunk"
-    implementation: str | None = None
-    chunk_size: int | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int) -> Mamba2Config:
@@ -66,7 +61,7 @@ class Mamba2Config:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        checks.op_fields(self)
+        self.validate_fields()
         checks.positive(
             self, expand=self.expand, state_size=self.state_size, norm_eps=self.norm_eps
         )

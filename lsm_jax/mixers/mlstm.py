@@ -18,10 +18,11 @@ from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, HeadNorm, OrthogonalDense, merge_heads, split_heads
 from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.op_config import OpConfig, RecurrentConfig
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class MLSTMConfig:
+class MLSTMConfig(RecurrentConfig):
     """mLSTM.
 
     Attributes:
@@ -31,9 +32,6 @@ class MLSTMConfig:
         gate_soft_cap: the gates' pre-activations x become cap · tanh(x / cap).
         normalizer_eps: added to the normaliser.
         norm_eps: of the norm over each head's output.
-        form: "recurrent", "chunk" or "associative".
-        implementation: of the op; None picks.
-        chunk_size: of the op; None picks. 128 trains 5 to 10 % faster than 64 on a GPU (340M).
     """
 
     num_heads: int = 8
@@ -42,9 +40,8 @@ class MLSTMConfig:
     gate_soft_cap: float = 15.0
     normalizer_eps: float = 1e-6
     norm_eps: float = 1e-6
-    form: str = "chunk"
-    implementation: str | None = None
-    chunk_size: int | None = 128
+    # Chunks of 128 train 5 to 10 % faster than chunks of 64 on a GPU (340M).
+    op: OpConfig = dataclasses.field(default_factory=lambda: OpConfig(chunk_size=128))
 
     @classmethod
     def for_width(cls, hidden_size: int) -> MLSTMConfig:
@@ -60,7 +57,7 @@ class MLSTMConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        checks.op_fields(self)
+        self.validate_fields()
         self.head_dims(hidden_size)
         checks.positive(
             self,

@@ -247,7 +247,7 @@ class MoM(Mixer):
 
     def _rows_of_documents(self) -> bool:
         """Whether the op's outputs depend on what stands in a chunk alone, not on the chunk's number, which later tokens move."""
-        return self.inner.config.form != "associative"
+        return self.inner.config.op.form != "associative"
 
     def _route(self, x: jax.Array, context: Context) -> _Route:
         """Softmax in float32, the k likeliest, renormalised; the balance loss and the router's statistics go to `aux`."""
@@ -356,7 +356,7 @@ class MoM(Mixer):
 
     def _run_packed(self, x, context, route, ids, memory, tails, contiguous=False):
         config = self.config
-        size = self.inner.config.chunk_size or DEFAULT_CHUNK_SIZE
+        size = self.inner.config.op.chunk_size or DEFAULT_CHUNK_SIZE
         count = chunks_needed(
             x.shape[1], config.num_memories, config.top_k, config.shared_memory, size
         )

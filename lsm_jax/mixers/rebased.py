@@ -19,29 +19,24 @@ from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, merge_heads, parameter, rms_normalize, split_heads
 from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.op_config import RecurrentConfig
 
 _LAYER_NORM_EPS = 1e-5
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class RebasedConfig:
+class RebasedConfig(RecurrentConfig):
     """ReBased.
 
     Attributes:
         num_heads: heads.
         feature_dim: query and key channels of a head ahead of φ (F); φ has F (F + 1) / 2 features.
         normalizer_eps: ε of the normaliser.
-        form: "recurrent", "chunk" or "associative".
-        implementation: of the op; None picks.
-        chunk_size: of the op; None picks.
     """
 
     num_heads: int = 16
     feature_dim: int = 16
     normalizer_eps: float = 1e-5
-    form: str = "chunk"
-    implementation: str | None = None
-    chunk_size: int | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int) -> RebasedConfig:
@@ -54,7 +49,7 @@ class RebasedConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        checks.op_fields(self)
+        self.validate_fields()
         checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
         checks.positive(self, feature_dim=self.feature_dim, normalizer_eps=self.normalizer_eps)
 

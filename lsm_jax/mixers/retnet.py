@@ -14,10 +14,11 @@ from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, rotate, split_heads
 from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.op_config import RecurrentConfig
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class RetNetConfig:
+class RetNetConfig(RecurrentConfig):
     """RetNet's retention.
 
     Attributes:
@@ -26,9 +27,6 @@ class RetNetConfig:
         expand_v: value channels over hidden_size.
         rope_base: of the rotary embedding of q and k.
         norm_eps: of the norm over each head's output.
-        form: "recurrent", "chunk" or "associative".
-        implementation: of the op; None picks.
-        chunk_size: of the op; None picks.
     """
 
     num_heads: int = 8
@@ -36,9 +34,6 @@ class RetNetConfig:
     expand_v: float = 2.0
     rope_base: float = 10000.0
     norm_eps: float = 1e-5
-    form: str = "chunk"
-    implementation: str | None = None
-    chunk_size: int | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int) -> RetNetConfig:
@@ -54,7 +49,7 @@ class RetNetConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        checks.op_fields(self)
+        self.validate_fields()
         key_dim, _ = self.head_dims(hidden_size)
         if key_dim % 2:
             raise ValueError(

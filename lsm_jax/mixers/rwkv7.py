@@ -26,6 +26,7 @@ from lsm_jax.mixers.layers import (
     split_heads,
 )
 from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.op_config import RecurrentConfig
 from lsm_jax.ops.convolution.short_convolution import l2_normalize
 
 _MIXED = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
@@ -33,7 +34,7 @@ _MIXED = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class RWKV7Config:
+class RWKV7Config(RecurrentConfig):
     """RWKV7.
 
     Attributes:
@@ -44,9 +45,6 @@ class RWKV7Config:
         value_rank: of the share of the first layer's value; None is 1.7 √hidden_size likewise.
         gate_rank: of the output gate; None is 5 √hidden_size likewise.
         norm_eps: of the norm over each head's output, published as head_dim · 1e-5.
-        form: "recurrent", "chunk" or "associative".
-        implementation: of the op; None picks.
-        chunk_size: of the op; None picks.
     """
 
     head_dim: int = 64
@@ -55,9 +53,6 @@ class RWKV7Config:
     value_rank: int | None = None
     gate_rank: int | None = None
     norm_eps: float = 64e-5
-    form: str = "chunk"
-    implementation: str | None = None
-    chunk_size: int | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int) -> RWKV7Config:
@@ -78,7 +73,7 @@ class RWKV7Config:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        checks.op_fields(self)
+        self.validate_fields()
         checks.divides(self, "head_dim", self.head_dim, "hidden_size", hidden_size)
         if self.head_dim < 2:
             raise ValueError(f"RWKV7Config.head_dim={self.head_dim}: it must be at least 2")

@@ -27,7 +27,7 @@ from lsm_jax.linearize import (
     merge_adapters,
 )
 from lsm_jax.linearize.export import export_run, main
-from lsm_jax.mixers import LoRAConfig
+from lsm_jax.mixers import LoRAConfig, OpConfig
 from lsm_jax.parallel import MeshConfig, make_mesh
 from lsm_jax.training import from_dict, load_run, make_program, read_rows, to_dict, train
 from lsm_jax.training.partition import leaves_of, split, targets
@@ -283,7 +283,9 @@ def test_ablations_train_what_they_say(llama, instructions, tmp_path, ablation):
     config = config_of(llama, instructions)
     base = dataclasses.replace(config.base.config(), dtype="float32", remat="none")
     lora = None if ablation == "no_lora" else LoRAConfig(rank=2)
-    config.model = liger_model(base, lora=lora, **dict(window=8, chunk_size=16) | fields)
+    config.model = liger_model(
+        base, lora=lora, **dict(window=8, op=OpConfig(chunk_size=16)) | fields
+    )
     config.trainable = trainable
     train(config, tmp_path / "run")
     run, original = load_run(tmp_path / "run"), loaded(llama, config)
@@ -305,7 +307,7 @@ def test_lolcats_learns_its_maps_and_then_adapters(llama, instructions, tmp_path
 
     config = config_of(llama, instructions)
     base = dataclasses.replace(config.base.config(), dtype="float32", remat="none")
-    fields = dict(window=8, chunk_size=16, feature_dim=4)
+    fields = dict(window=8, op=OpConfig(chunk_size=16), feature_dim=4)
     config.model = lolcats_model(base, transfer=True, **fields)
     config.trainable = liger.LOLCATS_MAPS
     longer = dataclasses.replace(config, total_tokens=24 * 1024)

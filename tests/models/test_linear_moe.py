@@ -89,7 +89,9 @@ def shrunk(pattern="LN"):
     """Two layers of width 16, a batch of eight rows of 32."""
     config = linear_moe.get_config(f"tiny,pattern={pattern}")
     experts = MoEConfig(num_experts=4, top_k=2, expert_size=8, shared_size=4, z_scale=1e-3)
-    mixer = mixers.LinearAttentionConfig(num_heads=2, output_gate=True, chunk_size=32)
+    mixer = mixers.LinearAttentionConfig(
+        num_heads=2, output_gate=True, op=mixers.OpConfig(chunk_size=32)
+    )
     model = dataclasses.replace(
         config.model, hidden_size=16, num_layers=2, dtype="float32", init_std=0.1, remat="none",
         layers={

@@ -25,7 +25,9 @@ from tests.training import tiny
 
 def small_mom(**fields):
     """MoM of small heads, in chunks of eight."""
-    inner = mixers.GatedDeltaNetConfig(num_heads=2, head_dim=4, expand_v=1.0, chunk_size=8)
+    inner = mixers.GatedDeltaNetConfig(
+        num_heads=2, head_dim=4, expand_v=1.0, op=mixers.OpConfig(chunk_size=8)
+    )
     return mixers.MoMConfig(mixer=inner, **fields)
 
 
