@@ -79,6 +79,7 @@ class DeltaNet(Mixer):
 
     op = ops.delta_memory
     memory_parts = ("k_proj", "v_proj", "beta_proj")
+    token_parts = ("q_proj", "k_proj", "v_proj", "beta_proj")
 
     def __init__(
         self, config: DeltaNetConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02

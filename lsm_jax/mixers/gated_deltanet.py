@@ -82,6 +82,7 @@ class GatedDeltaNet(Mixer):
 
     op = ops.delta_memory
     memory_parts = ("k_proj", "v_proj", "beta_proj", "decay_proj")
+    token_parts = ("q_proj", "k_proj", "v_proj", "beta_proj", "decay_proj")
 
     def __init__(
         self,

@@ -47,6 +47,7 @@ class GatedRetention(RetNet):
 
     config: GatedRetentionConfig
     memory_parts = ("k_proj", "v_proj", "decay_proj")
+    token_parts = ("q_proj", "k_proj", "v_proj", "decay_proj")
 
     def __init__(
         self,

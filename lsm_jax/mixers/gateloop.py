@@ -82,6 +82,7 @@ class GateLoop(Mixer):
 
     op = ops.selective_memory
     memory_parts = ("k_proj", "v_proj", "a_proj")
+    token_parts = ("q_proj", "k_proj", "v_proj", "a_proj")
     memories_in_place = False
 
     def __init__(

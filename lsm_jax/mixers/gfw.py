@@ -68,6 +68,7 @@ class GFW(Mixer):
 
     op = ops.linear_memory
     memory_parts = ("k_proj", "v_proj", "key_decay_proj", "value_decay_proj")
+    token_parts = ("q_proj", "k_proj", "v_proj", "key_decay_proj", "value_decay_proj")
 
     def __init__(
         self, config: GFWConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02

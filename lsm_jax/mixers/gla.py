@@ -72,6 +72,7 @@ class GLA(Mixer):
 
     op = ops.linear_memory
     memory_parts = ("k_proj", "v_proj", "decay_down", "decay_up")
+    token_parts = ("q_proj", "k_proj", "v_proj", "decay_down")
 
     def __init__(
         self, config: GLAConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02

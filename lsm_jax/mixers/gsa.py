@@ -77,6 +77,7 @@ class GSA(Mixer):
 
     op = ops.slot_memory
     memory_parts = ("k_proj", "v_proj", "decay_proj")
+    token_parts = ("q_proj", "k_proj", "v_proj", "decay_proj")
 
     def __init__(
         self, config: GSAConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02

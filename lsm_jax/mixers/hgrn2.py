@@ -75,6 +75,7 @@ class HGRN2(Mixer):
     op = ops.linear_memory
     uses_depth = True
     memory_parts = ("f_proj", "i_proj")
+    token_parts = ("q_proj", "f_proj", "i_proj")
 
     def __init__(
         self,

@@ -88,6 +88,7 @@ class KDA(Mixer):
 
     op = ops.delta_memory
     memory_parts = ("k_proj", "v_proj", "beta_proj", "decay_down", "decay_up")
+    token_parts = ("q_proj", "k_proj", "v_proj", "beta_proj", "decay_down")
 
     def __init__(
         self, config: KDAConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02

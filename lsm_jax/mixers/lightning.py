@@ -69,6 +69,7 @@ class Lightning(Mixer):
     op = ops.linear_memory
     uses_depth = True
     memory_parts = ("k_proj", "v_proj")
+    token_parts = ("q_proj", "k_proj", "v_proj")
 
     def __init__(
         self,

@@ -89,6 +89,7 @@ class LinearAttention(Mixer):
 
     op = ops.linear_memory
     memory_parts = ("k_proj", "v_proj")
+    token_parts = ("q_proj", "k_proj", "v_proj")
 
     def __init__(
         self,

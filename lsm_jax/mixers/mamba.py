@@ -66,6 +66,7 @@ class Mamba(Mixer):
 
     op = ops.selective_memory
     memory_parts = ("x_proj", "b_proj", "dt_down", "dt_up")
+    token_parts = ("x_proj",)
 
     def __init__(
         self, config: MambaConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02

@@ -88,6 +88,7 @@ class Mamba2(Mixer):
 
     op = ops.linear_memory
     memory_parts = ("x_proj", "b_proj", "dt_proj")
+    token_parts = ("c_proj", "x_proj", "b_proj", "dt_proj")
 
     def __init__(
         self, config: Mamba2Config, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02

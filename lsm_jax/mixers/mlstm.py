@@ -81,6 +81,7 @@ class MLSTM(Mixer):
 
     op = ops.linear_memory
     memory_parts = ("k_proj", "v_proj", "i_proj", "f_proj")
+    token_parts = ("q_proj", "k_proj", "v_proj", "i_proj", "f_proj")
 
     def __init__(
         self, config: MLSTMConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02

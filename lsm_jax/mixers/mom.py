@@ -11,7 +11,6 @@ Two forms of one definition. *masked*: a row for each memory, whose other tokens
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -385,7 +384,7 @@ class MoM(Mixer):
         positions = None if context.positions is None else layout.tokens(context.positions)
         place = context.layer, shared, segment_ids, positions, update_mask, dict(tails)
         own = Context(*place, contiguous=contiguous)
-        o, memory = self._arranged(layout, x, rows).through_memory(rows, own, memory)
+        o, memory = self._arranged(layout, x).through_memory(rows, own, memory)
         routed, share = layout.own(route.routed), layout.own(route.weight)
         even = layout.own(
             route.weight / jnp.maximum(jnp.sum(route.weight, axis=-1, keepdims=True), 1)
@@ -406,18 +405,14 @@ class MoM(Mixer):
             own.tails,
         )
 
-    def _arranged(self, layout: Rows | Packed, x: jax.Array, rows: jax.Array) -> Mixer:
-        """The inner mixer, its layers of weights acting on arranged tokens.
-
-        What acts on a token as it came, `rows`, is computed once a token (and memory) and then arranged.
-        """
+    def _arranged(self, layout: Rows | Packed, x: jax.Array) -> Mixer:
+        """A copy of the inner mixer whose `Dense` layers act on tokens as `layout` arranges them, x being the tokens before."""
         inner = nnx.merge(*nnx.split(self.inner))
-        parts = () if self.config.single_projections else inner.memory_parts
+        by_memory = () if self.config.single_projections else inner.memory_parts
         for path, layer in list(nnx.iter_graph(inner)):
             if isinstance(layer, Dense):
-                *holders, last = map(str, path)
-                holder = functools.reduce(getattr, holders, inner)
-                setattr(holder, last, _act(layer, path[0] in parts, layout, x, rows))
+                tokens = x if path[-1] in inner.token_parts and len(path) == 1 else None
+                layer.product = _product(layout, path[0] in by_memory, tokens)
         return inner
 
     def _tails(self, context: Context) -> dict[str, Any]:
@@ -432,28 +427,32 @@ def _ranks(logits: jax.Array) -> jax.Array:
     return jnp.sum(ahead, axis=-1, dtype=jnp.int32)
 
 
-def _act(layer: Dense, own: bool, layout: Rows | Packed, x: jax.Array, rows: jax.Array) -> Any:
-    """`layer` as a function of arranged tokens; with a kernel for each memory if `own`."""
-    kernel = layer.kernel[...]
-    bias = None if layer.bias is None else layer.bias[...]
+def _product(layout: Rows | Packed, by_memory: bool, tokens: jax.Array | None) -> Any:
+    """`project` for tokens that `layout` arranges.
 
-    def act(y: jax.Array, *, dtype: Any = None) -> jax.Array:
-        if y is not rows:
-            whole = layout.project if own else project
-            return whole(y, kernel, bias, dtype)
-        if not own:
-            return layout.tokens(project(x, kernel, bias, dtype))
+    Args:
+        layout: how they are arranged.
+        by_memory: each memory has a kernel and bias of its own, [G, ...].
+        tokens: [B, T, D], where the layer acts on arranged tokens as they came: the product is then computed once a token (and
+            memory) and arranged after. None for other inputs.
+    """
+
+    def product(y: jax.Array, kernel: jax.Array, bias: jax.Array | None, dtype: Any) -> jax.Array:
+        if tokens is None:
+            return (layout.project if by_memory else project)(y, kernel, bias, dtype)
+        if not by_memory:
+            return layout.tokens(project(tokens, kernel, bias, dtype))
         if isinstance(layout, Packed) and bias is None and dtype in (None, y.dtype):
-            found = layout.project_tokens(y, kernel)
-            if found is not None:
-                return found
+            projected = layout.project_tokens(y, kernel)
+            if projected is not None:
+                return projected
         groups, size, width = kernel.shape
         flat = jnp.moveaxis(kernel, 0, 1).reshape(size, groups * width)
         flat_bias = None if bias is None else bias.reshape(-1)
-        every = project(x, flat, flat_bias, dtype)
-        return layout.own(every.reshape(*x.shape[:2], groups, width))
+        every = project(tokens, flat, flat_bias, dtype)
+        return layout.own(every.reshape(*tokens.shape[:2], groups, width))
 
-    return act
+    return product
 
 
 def _stack(holder: Any, name: str, parts: list[Any], active: float) -> None:

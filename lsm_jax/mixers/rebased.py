@@ -83,6 +83,7 @@ class Rebased(Mixer):
 
     op = ops.linear_memory
     memory_parts = ("k_proj", "v_proj")
+    token_parts = ("q_proj", "k_proj", "v_proj")
 
     def __init__(
         self, config: RebasedConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02

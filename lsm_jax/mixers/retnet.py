@@ -70,6 +70,7 @@ class RetNet(Mixer):
     op = ops.linear_memory
     uses_positions = True
     memory_parts = ("k_proj", "v_proj")
+    token_parts = ("q_proj", "k_proj", "v_proj")
 
     def __init__(
         self, config: RetNetConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
