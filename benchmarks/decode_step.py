@@ -141,7 +141,7 @@ def generate(
     def build(kind):
         config = models.lm(method, size)
         if kind == "xla":
-            config.layers["L"].mixer.form = "recurrent"
+            config.layers["L"].mixer.op.form = "recurrent"
         return models.Decoder(config, rngs=nnx.Rngs(0))
 
     params = nnx.split(build("xla"))[1]

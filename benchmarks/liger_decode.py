@@ -228,7 +228,7 @@ def main() -> None:
             config = dataclasses.replace(config, lora=None)
             config.num_layers = args.layers or config.num_layers
             if name != "softmax":  # one token at a time: a chunk of 64 would be padding but for one
-                config.layers["L"].mixer.form = "recurrent"
+                config.layers["L"].mixer.op.form = "recurrent"
             sizes = [(n, _STEPS) for n in lengths]
             if name != "softmax":
                 sizes = [(args.tokens, min(256, args.tokens))]

@@ -67,7 +67,7 @@ def run_config(name: str, args: argparse.Namespace) -> RecallConfig:
         inner = mixers.GatedDeltaNetConfig(
             num_heads=args.num_heads, head_dim=args.head_dim, expand_v=args.expand_v
         )
-    inner = dataclasses.replace(inner, form=args.form)
+    inner = dataclasses.replace(inner, op=dataclasses.replace(inner.op, form=args.form))
     # Step by step, rows of all tokens are shorter than packed ones.
     execution = "packed" if args.form == "chunk" else "masked"
     config.model.mixer = mixer_config(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from lsm_jax.data import DataConfig
 from lsm_jax.feedforward import SwiGLUConfig
-from lsm_jax.mixers import GatedDeltaNetConfig, SoftmaxConfig
+from lsm_jax.mixers import GatedDeltaNetConfig, OpConfig, SoftmaxConfig
 from lsm_jax.models import LayerConfig, ModelConfig
 from lsm_jax.training import OptimizerConfig, TrainConfig
 
@@ -18,7 +18,9 @@ from lsm_jax.training import OptimizerConfig, TrainConfig
 def get_config() -> TrainConfig:
     """The demo's run."""
     inner = SwiGLUConfig(multiple_of=64)
-    recurrent = GatedDeltaNetConfig(num_heads=4, head_dim=32, expand_v=1.0, chunk_size=32)
+    recurrent = GatedDeltaNetConfig(
+        num_heads=4, head_dim=32, expand_v=1.0, op=OpConfig(chunk_size=32)
+    )
     return TrainConfig(
         name="demo",
         model=ModelConfig(

@@ -15,6 +15,7 @@ the baselines' short convolutions take no weight decay; their parameters start a
 
 from __future__ import annotations
 
+from configs.variants import Option, parse_value, parse_variant, split_head
 from lsm_jax.data import DataConfig
 from lsm_jax.models import fox
 from lsm_jax.training import OptimizerConfig, TrainConfig
@@ -44,19 +45,12 @@ def get_config(variant: str = "pro-760m") -> TrainConfig:
     Raises:
         ValueError: a model, size, number of tokens or option that does not exist; the message lists what does.
     """
-    head, *options = variant.split(",")
-    name, dash, size = head.rpartition("-")
-    if not dash:
-        raise ValueError(f"variant {variant!r}: accepted is <model>-<size>, e.g. pro-760m")
+    head, given = parse_variant(variant, dict(tokens=Option()))
+    name, size = split_head(variant, head, "model", "pro-760m")
     model = fox(name, size)
     runs = {k: n for k, n in TOKENS[size].items() if k != "48b" or name in LONG_RUN}
-    tokens = next(iter(runs))
-    for option in options:
-        key, _, tokens = option.partition("=")
-        if key != "tokens":
-            raise ValueError(f"variant {variant!r}: option {key!r}; accepted is tokens")
-        if tokens not in runs:
-            raise ValueError(f"variant {variant!r}: tokens={tokens!r}; accepted: {', '.join(runs)}")
+    tokens = given.get("tokens", next(iter(runs)))
+    parse_value(variant, "tokens", tokens, Option(choices=runs))
     rate = LONG_RUN[name] if tokens == "48b" else 1e-3 if tokens == "16b" else 2e-3
     return TrainConfig(
         name=variant,

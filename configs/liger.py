@@ -27,16 +27,17 @@ norm of 1, as its config asks and its trainer forgets; the window is 64 tokens, 
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any
 
+from configs.variants import Option, listed, parse_variant
 from lsm_jax.convert import tokenizer_of
 from lsm_jax.convert.tokenizer import tokenizer_files
 from lsm_jax.data import DataConfig, JSONTokenizer
 from lsm_jax.feedforward import SwiGLUConfig
 from lsm_jax.linearize import Pretrained, liger_model, lolcats_model, window_model
 from lsm_jax.mixers import LoRAConfig, RopeScaling, SoftmaxConfig
+from lsm_jax.mixers.liger import GATES
 from lsm_jax.models import LayerConfig, ModelConfig
 from lsm_jax.training import OptimizerConfig, TrainConfig
 
@@ -77,9 +78,30 @@ ABLATIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 METHODS = ("liger", "window", "softmax", "lolcats_transfer", "lolcats")
 LOLCATS_MAPS = ("q_map", "k_map", "window_factor")
 OPTIONS = dict(
-    source="", tokenizer="", gate="gla", hybrid="0", window="64", method="liger", ablation="", data="alpaca",
-    lr="", rank="", memory_weight="", window_weight="", temperature="",
-)  # fmt: skip
+    source=Option(),
+    tokenizer=Option(),
+    gate=Option(choices=GATES),
+    hybrid=Option(kind=int),
+    window=Option(kind=int),
+    method=Option(choices=METHODS),
+    ablation=Option(choices=ABLATIONS),
+    data=Option(choices=("alpaca", "text")),
+    lr=Option(kind=float, positive=True),
+    rank=Option(kind=int),
+    memory_weight=Option(kind=float),
+    window_weight=Option(kind=float),
+    temperature=Option(kind=float),
+)
+DEFAULTS = dict(
+    source="",
+    tokenizer="",
+    gate="gla",
+    hybrid=0,
+    window=64,
+    method="liger",
+    ablation="",
+    data="alpaca",
+)
 # Options of a number, and the fields of LigerConfig they set.
 MIXER_NUMBERS = dict(
     memory_weight="memory_weight", window_weight="window_weight", temperature="gate_temperature"
@@ -92,31 +114,8 @@ def get_config(variant: str = "smollm2-135m") -> TrainConfig:
     Raises:
         ValueError: a model, option or value that does not exist, or a source that is refused.
     """
-    name, *given = variant.split(",")
-    options, chosen = dict(OPTIONS), set()
-    for option in given:
-        key, equals, value = option.partition("=")
-        if key not in options or not equals:
-            raise ValueError(
-                f"variant {variant!r}: option {option!r}; accepted are {', '.join(OPTIONS)}, each with =value"
-            )
-        if key in chosen:
-            raise ValueError(f"variant {variant!r}: {key} is given twice")
-        options[key] = value
-        chosen.add(key)
-    for key, accepted in (("method", METHODS), ("ablation", ABLATIONS), ("data", ("alpaca", "text"))):  # fmt: skip
-        if options[key] not in accepted:
-            raise ValueError(
-                f"variant {variant!r}: {key}={options[key]!r}; accepted are {', '.join(filter(None, accepted))}"
-            )
-    for key in ("hybrid", "window", "rank"):
-        if not (options[key] or "0").isdecimal():
-            raise ValueError(f"variant {variant!r}: {key}={options[key]!r}; accepted is a number")
-    for key in ("lr", *MIXER_NUMBERS):
-        if not _is_number(options[key] or "0"):
-            raise ValueError(f"variant {variant!r}: {key}={options[key]!r}; accepted is a number")
-    if options["lr"] and not float(options["lr"]):
-        raise ValueError(f"variant {variant!r}: lr={options['lr']!r}; accepted is a number above 0")
+    name, given = parse_variant(variant, OPTIONS)
+    options: dict[str, Any] = DEFAULTS | given
     for key, fits, needs in (
         ("gate", options["method"] == "liger", "method=liger"),
         ("hybrid", options["method"] == "liger", "method=liger"),
@@ -125,9 +124,9 @@ def get_config(variant: str = "smollm2-135m") -> TrainConfig:
         ("rank", options["ablation"] != "no_lora" and options["method"] != "lolcats_transfer", "adapters"),
         ("tokenizer", bool(options["source"]), "source=PATH"),
     ):  # fmt: skip
-        if key in chosen and not fits:
+        if key in given and not fits:
             raise ValueError(f"variant {variant!r}: {key} takes {needs}")
-    mixer = {name: float(options[key]) for key, name in MIXER_NUMBERS.items() if options[key]}
+    mixer = {name: given[key] for key, name in MIXER_NUMBERS.items() if key in given}
     if mixer and (options["method"] != "liger" or options["ablation"] == "no_window"):
         raise ValueError(
             f"variant {variant!r}: {', '.join(MIXER_NUMBERS)} are of method=liger, ablation=no_window has its own"
@@ -135,13 +134,13 @@ def get_config(variant: str = "smollm2-135m") -> TrainConfig:
     source = options["source"] and str(Path(options["source"]).expanduser().absolute())
     base, tokenizer, add_bos = _base(variant, name, source, options["tokenizer"])
     changes, trainable = ABLATIONS[options["ablation"]]
-    rank = int(options["rank"] or LoRAConfig().rank)
+    rank = given.get("rank", LoRAConfig().rank)
     lora = None if options["ablation"] == "no_lora" else LoRAConfig(rank=rank, alpha=float(rank))
-    window = int(options["window"])
+    window = options["window"]
     optimizer = OptimizerConfig(peak_lr=1e-3, end_lr_ratio=1.0, b2=0.999, weight_decay=0.01)
     if options["method"] == "liger":
         model = liger_model(
-            base, hybrid=int(options["hybrid"]), lora=lora, gate=options["gate"], window=window, **changes | mixer
+            base, hybrid=options["hybrid"], lora=lora, gate=options["gate"], window=window, **changes | mixer
         )  # fmt: skip
     elif options["method"] == "window":
         model = window_model(base, window=window, lora=lora)
@@ -156,7 +155,7 @@ def get_config(variant: str = "smollm2-135m") -> TrainConfig:
         optimizer.peak_lr = 1e-4
     else:
         model = dataclasses.replace(base, lora=lora)
-    optimizer.peak_lr = float(options["lr"] or optimizer.peak_lr)
+    optimizer.peak_lr = given.get("lr", optimizer.peak_lr)
     answers = options["data"] == "alpaca"
     return TrainConfig(
         name=variant,
@@ -180,18 +179,11 @@ def get_config(variant: str = "smollm2-135m") -> TrainConfig:
     )
 
 
-def _is_number(text: str) -> bool:
-    try:
-        return 0 <= float(text) < math.inf
-    except ValueError:
-        return False
-
-
 def _base(variant: str, name: str, source: str, given: str) -> tuple[ModelConfig, str, bool]:
     """The softmax model, its tokenizer's path (a .gguf's is written beside it), and whether that sets BOS."""
     if name not in (*MODELS, "auto") or (name == "auto" and not source):
         raise ValueError(
-            f"variant {variant!r}: model {name!r}; accepted are {', '.join(MODELS)}, and auto with source=PATH"
+            f"variant {variant!r}: model {name!r}; {listed(MODELS)}, and auto with source=PATH"
         )
     if not source:
         return MODELS[name], "tokenizer.json", True

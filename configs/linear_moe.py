@@ -18,13 +18,16 @@ convolutions, Gated DeltaNet an output norm, HGRN2 its lower bounds, each as its
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from typing import Any
 
 from configs.lm import RECIPES, Recipe
+from configs.variants import Option, check_head, parse_variant
 from lsm_jax import mixers
 from lsm_jax.data import DataConfig
 from lsm_jax.feedforward import MoEConfig
+from lsm_jax.feedforward.moe import EXECUTIONS
 from lsm_jax.models import LayerConfig, ModelConfig
 from lsm_jax.training import OptimizerConfig, TrainConfig
 
@@ -60,7 +63,12 @@ SIZES = {
         vocab_size=257, head_dim=16, init_std=0.02,
     ),
 }  # fmt: skip
-OPTIONS = ("mixer", "pattern", "execution", "vocab_size")
+OPTIONS = dict(
+    mixer=Option(choices=collections.ChainMap(mixers.WRAPPERS, mixers.METHODS)),
+    pattern=Option(),
+    execution=Option(choices=EXECUTIONS),
+    vocab_size=Option(kind=int, least=1),
+)
 
 
 def mixer_config(name: str, size: Size) -> Any:
@@ -92,28 +100,16 @@ def get_config(variant: str = "a0.3b-2b") -> TrainConfig:
     Raises:
         ValueError: a size, option or method that does not exist; the message lists what does.
     """
-    name, *options = variant.split(",")
-    if name not in SIZES:
-        raise ValueError(f"variant {variant!r}: size {name!r}; accepted are {', '.join(SIZES)}")
-    given: dict[str, Any] = {}
-    for option in options:
-        key, _, value = option.partition("=")
-        if key not in OPTIONS:
-            raise ValueError(
-                f"variant {variant!r}: option {key!r}; accepted are {', '.join(OPTIONS)}"
-            )
-        given[key] = value
+    name, given = parse_variant(variant, OPTIONS)
+    check_head(variant, "size", name, SIZES)
     size = SIZES[name]
-    vocab_size = given.get("vocab_size", str(size.vocab_size))
-    if not vocab_size.isdecimal():
-        raise ValueError(f"variant {variant!r}: vocab_size={vocab_size!r}; accepted is a number")
 
     def layer(method: str) -> LayerConfig:
         experts = MoEConfig(**size.experts, execution=given.get("execution", "grouped"))
         return LayerConfig(mixer=mixer_config(method, size), feedforward=experts)
 
     model = ModelConfig(
-        vocab_size=int(vocab_size),
+        vocab_size=given.get("vocab_size", size.vocab_size),
         hidden_size=size.hidden_size,
         num_layers=size.num_layers,
         pattern=given.get("pattern", "L"),

@@ -14,7 +14,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from configs.variants import Option, parse_variant, split_head
 from lsm_jax.data import DataConfig
+from lsm_jax.feedforward import FEEDFORWARDS
 from lsm_jax.models import SIZES, lm
 from lsm_jax.training import OptimizerConfig, TrainConfig
 
@@ -47,31 +49,19 @@ RECIPES = {
 }  # fmt: skip
 
 
+OPTIONS = dict(
+    pattern=Option(), feedforward=Option(choices=FEEDFORWARDS), vocab_size=Option(kind=int, least=1)
+)
+
+
 def get_config(variant: str = "gla-340m") -> TrainConfig:
     """The run `<method>-<size>[,pattern=...][,feedforward=...][,vocab_size=...]`.
 
     Raises:
         ValueError: a method, size or option that does not exist; the message lists what does.
     """
-    head, *options = variant.split(",")
-    method, dash, size = head.rpartition("-")
-    if not dash:
-        raise ValueError(
-            f"variant {variant!r}: accepted is <method>-<size>, e.g. gla-340m; sizes: {', '.join(SIZES)}"
-        )
-    arguments: dict = {}
-    for option in options:
-        name, _, value = option.partition("=")
-        if name in ("pattern", "feedforward"):
-            arguments[name] = value
-        elif name == "vocab_size":
-            if not value.isdecimal():
-                raise ValueError(f"variant {variant!r}: vocab_size={value!r}; accepted is a number")
-            arguments["vocab_size"] = int(value)
-        else:
-            raise ValueError(
-                f"variant {variant!r}: option {name!r}; accepted are pattern, feedforward, vocab_size"
-            )
+    head, arguments = parse_variant(variant, OPTIONS)
+    method, size = split_head(variant, head, "method", f"gla-340m; sizes: {', '.join(SIZES)}")
     if size in ("tiny", "10m"):
         arguments.setdefault("vocab_size", 257)  # bytes and BOS
     model = lm(method, size, **arguments)

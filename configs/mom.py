@@ -20,19 +20,31 @@ import dataclasses
 from typing import Any
 
 from configs.lm import RECIPES
+from configs.variants import Option, check_head, parse_variant
 from lsm_jax import mixers
 from lsm_jax.data import DataConfig
 from lsm_jax.feedforward import SwiGLUConfig
+from lsm_jax.mixers.mom import EXECUTIONS
 from lsm_jax.models import SIZES, LayerConfig, ModelConfig
 from lsm_jax.training import OptimizerConfig, TrainConfig
 
 HYBRID = "LLLLLLLN"
 HIDDEN_RATIO = {"340m": 3.0}  # of the feedforward; other sizes have the customary 4
 MEMORIES = ("memories", "top_k", "shared", "single", "execution")  # which `expanded` has not
-OPTIONS = ("inner", *MEMORIES, "hybrid", "expanded", "vocab_size")
+OPTIONS = dict(
+    inner=Option(choices=mixers.METHODS),
+    memories=Option(kind=int),
+    top_k=Option(kind=int),
+    shared=Option(kind=bool),
+    single=Option(kind=bool),
+    execution=Option(choices=EXECUTIONS),
+    hybrid=Option(kind=bool),
+    expanded=Option(kind=int, least=1),
+    vocab_size=Option(kind=int, least=1),
+)
 
 
-def mixer_config(hidden_size: int, given: dict[str, str]) -> Any:
+def mixer_config(hidden_size: int, given: dict[str, Any]) -> Any:
     """The letter L: MoM, or with `expanded` its inner mixer alone with so many times the value channels."""
     config = mixers.MoMConfig.for_width(hidden_size)
     if "inner" in given:
@@ -42,13 +54,10 @@ def mixer_config(hidden_size: int, given: dict[str, str]) -> Any:
     if "expanded" in given:
         if not hasattr(config.mixer, "expand_v"):
             raise ValueError(f"expanded: {type(config.mixer).__name__} has no expand_v to widen")
-        width = config.mixer.expand_v * _whole("expanded", given["expanded"])
+        width = config.mixer.expand_v * given["expanded"]
         return dataclasses.replace(config.mixer, expand_v=width)
     fields = dict(memories="num_memories", top_k="top_k", shared="shared_memory", single="single_projections")  # fmt: skip
-    changes: dict[str, Any] = {f: _whole(n, given[n]) for n, f in fields.items() if n in given}
-    for name in ("shared_memory", "single_projections"):
-        if name in changes:
-            changes[name] = bool(changes[name])
+    changes: dict[str, Any] = {f: given[n] for n, f in fields.items() if n in given}
     if "execution" in given:
         changes["execution"] = given["execution"]
     return dataclasses.replace(config, **changes)
@@ -60,37 +69,21 @@ def get_config(variant: str = "340m") -> TrainConfig:
     Raises:
         ValueError: a size, option or value that does not exist (the message lists what does), and options that exclude each other.
     """
-    size, *options = variant.split(",")
-    if size not in SIZES:
-        raise ValueError(f"variant {variant!r}: size {size!r}; accepted are {', '.join(SIZES)}")
-    given = {}
-    for option in options:
-        name, _, value = option.partition("=")
-        if name not in OPTIONS:
-            raise ValueError(
-                f"variant {variant!r}: option {name!r}; accepted are {', '.join(OPTIONS)}"
-            )
-        if name in given:
-            raise ValueError(f"variant {variant!r}: option {name} is given twice")
-        given[name] = value
+    size, given = parse_variant(variant, OPTIONS)
+    check_head(variant, "size", size, SIZES)
     if "expanded" in given and (other := [name for name in MEMORIES if name in given]):
         raise ValueError(
             f"variant {variant!r}: {', '.join(other)}: expanded={given['expanded']} has one memory"
         )
-    for name in ("shared", "single", "hybrid"):
-        if given.get(name, "0") not in ("0", "1"):
-            raise ValueError(
-                f"variant {variant!r}: option {name}={given[name]!r}: accepted are 0 and 1"
-            )
     found, recipe = SIZES[size], RECIPES[size]
     inner = SwiGLUConfig.for_width(found.hidden_size, found.multiple_of)
     inner = dataclasses.replace(inner, hidden_ratio=HIDDEN_RATIO.get(size, 4.0))
     softmax = mixers.SoftmaxConfig.for_width(found.hidden_size)
     small = size in ("tiny", "10m")
-    hybrid = given.get("hybrid") == "1"
+    hybrid = given.get("hybrid", False)
     depth = found.num_layers
     model = ModelConfig(
-        vocab_size=_whole("vocab_size", given.get("vocab_size", "257" if small else "32000")),
+        vocab_size=given.get("vocab_size", 257 if small else 32000),
         hidden_size=found.hidden_size,
         num_layers=depth + -depth % len(HYBRID) if hybrid else depth,
         pattern=HYBRID if hybrid else "L",
@@ -114,9 +107,3 @@ def get_config(variant: str = "340m") -> TrainConfig:
     )
     config.validate()
     return config
-
-
-def _whole(name: str, value: str) -> int:
-    if not value.isdecimal():
-        raise ValueError(f"option {name}={value!r}: accepted are whole numbers")
-    return int(value)

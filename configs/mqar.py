@@ -24,6 +24,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from configs.variants import Option, parse_variant
 from lsm_jax import mixers
 from lsm_jax.data import RecallTask
 from lsm_jax.models import RecallModelConfig
@@ -98,34 +99,23 @@ def mixer_config(method: str, width: int) -> Any:
     return changed
 
 
+OPTIONS = dict(width=Option(kind=int, least=8), suite=Option(choices=SUITES), pattern=Option())
+
+
 def get_config(variant: str = "gla") -> RecallConfig:
     """The run `<method>[,width=64][,suite=64x4][,pattern=CL]`; Mamba2's pattern is LL, as published.
 
     Raises:
         ValueError: a method, suite or option that does not exist; the message lists what does.
     """
-    method, *options = variant.split(",")
-    given = dict(width="64", suite="64x4", pattern="LL" if method == "mamba2" else "CL")
-    for option in options:
-        name, _, value = option.partition("=")
-        if name not in given:
-            raise ValueError(
-                f"variant {variant!r}: option {name!r}; accepted are {', '.join(given)}"
-            )
-        given[name] = value
-    if given["suite"] not in SUITES:
-        raise ValueError(
-            f"suite={given['suite']!r} does not exist; accepted are {', '.join(SUITES)}"
-        )
-    if not given["width"].isdecimal() or int(given["width"]) < 8:
-        raise ValueError(f"width={given['width']!r}: accepted are whole numbers from 8")
-    width = int(given["width"])
+    method, given = parse_variant(variant, OPTIONS)
+    width, suite = given.get("width", 64), given.get("suite", "64x4")
     model = RecallModelConfig(
         mixer=mixer_config(method, width),
         hidden_size=width,
-        vocab_size=64 if given["suite"] == "tiny" else 8192,
-        pattern=given["pattern"],
+        vocab_size=64 if suite == "tiny" else 8192,
+        pattern=given.get("pattern", "LL" if method == "mamba2" else "CL"),
     )
-    config = RecallConfig(name=variant, model=model, **SUITES[given["suite"]])
+    config = RecallConfig(name=variant, model=model, **SUITES[suite])
     config.validate()
     return config

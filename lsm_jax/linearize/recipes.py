@@ -28,10 +28,6 @@ def liger_model(
     if hybrid < 0 or hybrid == 1 or hybrid > base.num_layers:
         raise ValueError(f"hybrid={hybrid}: accepted are 0 and 2 to the model's {base.num_layers} layers")  # fmt: skip
     config = _converted(base, LigerConfig, lora, fields)
-    for layer in config.layers.values():
-        if "implementation" not in fields:  # theirs is the window's
-            layer.mixer.window_implementation = layer.mixer.implementation
-            layer.mixer.implementation = None
     if hybrid:
         kept = {letter: "N" if letter == "L" else letter.lower() for letter in base.layers}
         config.layers |= {kept[letter]: layer for letter, layer in base.layers.items()}

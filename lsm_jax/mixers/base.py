@@ -241,6 +241,9 @@ class Mixer(nnx.Module):
             only to draw parameters from) and the model's depth.
         memory_parts: its submodules, of `Dense` layers, that each memory of a Mixture-of-Memories has of its own (keys,
             values, gates); the others are shared. Empty where it cannot be one of several memories.
+        token_parts: its `Dense` layers, by name, that act in `read` and `write` on `x` itself, not on what other layers made
+            of it. Mixture-of-Memories computes those once a token (and memory), not once a row; one that is not listed is
+            slower there, one listed wrongly is wrong.
         shared_by_token: the entries of `shared` that are [B, T, ...].
         memories_in_place: whether its ops are given and give memories as its state holds them; the decoder then lets them be
             written where they stand (`lsm_jax.ops.core.states.Layer`).
@@ -250,12 +253,13 @@ class Mixer(nnx.Module):
     uses_positions: bool = False
     uses_depth: ClassVar[bool] = False
     memory_parts: ClassVar[tuple[str, ...]] = ()
+    token_parts: ClassVar[tuple[str, ...]] = ()
     shared_by_token: ClassVar[tuple[str, ...]] = ()
     memories_in_place: ClassVar[bool] = True
 
     def __init__(self, config: Any, hidden_size: int):
         config.validate(hidden_size)
-        self.config = copy.copy(config)
+        self.config = copy.deepcopy(config)
         self.hidden_size = hidden_size
 
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
@@ -272,10 +276,7 @@ class Mixer(nnx.Module):
 
     def options(self) -> dict[str, Any]:
         """The op's keyword arguments that do not depend on the input."""
-        config = self.config
-        return dict(
-            form=config.form, implementation=config.implementation, chunk_size=config.chunk_size
-        )
+        return self.config.op.arguments()
 
     def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
         """Run the op on what was read and written: its output, and its state after.

@@ -28,12 +28,19 @@ def _is_a(kind: Any) -> Callable[[object], bool]:
     return lambda value: isinstance(value, kind)
 
 
-def fields(owner: Any) -> None:
-    """Raise ValueError unless every field is of the kind its annotation says, numbers finite; the first check of `validate`."""
-    for name, hint in typing.get_type_hints(type(owner)).items():
-        if typing.get_origin(hint) is tuple:  # its entries are the owner's to check
+def fields(owner: Any, name: str | None = None) -> None:
+    """Raise ValueError unless every field is of the kind of its annotation, numbers finite; the first check of `validate`.
+
+    Args:
+        owner: a config.
+        name: what messages call it, the name of its class by default.
+    """
+    for field, hint in typing.get_type_hints(type(owner)).items():
+        if typing.get_origin(hint) is tuple:  # the owner checks its entries
             continue
-        kinds, value = typing.get_args(hint) or (hint,), getattr(owner, name)
+        kinds, value = typing.get_args(hint) or (hint,), getattr(owner, field)
+        if isinstance(value, tuple) and any(typing.get_origin(kind) is tuple for kind in kinds):
+            continue
         if value is None and types.NoneType in kinds:
             continue
         parts = {k: (_is_a(k), f"a {k.__name__}") for k in kinds if dataclasses.is_dataclass(k)}
@@ -41,7 +48,7 @@ def fields(owner: Any) -> None:
             if kind in kinds and not fits(value):
                 none = " or None" if types.NoneType in kinds else ""
                 raise ValueError(
-                    f"{type(owner).__name__}.{name}={value!r}: it must be {words}{none}"
+                    f"{name or type(owner).__name__}.{field}={value!r}: it must be {words}{none}"
                 )
 
 
@@ -53,10 +60,11 @@ def positive(owner: Any, **values: float) -> None:
 
 
 def one_of(owner: Any, name: str, value: object, accepted: tuple) -> None:
-    """Raise ValueError unless `value` is one of `accepted`."""
+    """Raise ValueError unless `value` is one of `accepted`; `owner` is a config, or its name."""
     if value not in accepted:
         listed = ", ".join(repr(a) for a in accepted)
-        raise ValueError(f"{type(owner).__name__}.{name}={value!r}: accepted are {listed}")
+        holder = owner if isinstance(owner, str) else type(owner).__name__
+        raise ValueError(f"{holder}.{name}={value!r}: accepted are {listed}")
 
 
 def divides(owner: Any, name: str, value: int, what: str, total: int) -> None:
@@ -92,17 +100,6 @@ def value_heads(owner: Any) -> None:
     if owner.num_value_heads is not None:
         positive(owner, num_value_heads=owner.num_value_heads)
         divides(owner, "num_heads", owner.num_heads, "num_value_heads", owner.num_value_heads)
-
-
-def op_fields(owner: Any, forms: tuple[str, ...] = FORMS) -> None:
-    """Check every field's kind, `form` and `chunk_size`; the op checks which `implementation` it has."""
-    fields(owner)
-    one_of(owner, "form", owner.form, forms)
-    size = owner.chunk_size
-    if size is not None and (size < 1 or size & (size - 1)):
-        raise ValueError(
-            f"{type(owner).__name__}.chunk_size={size}: accepted are None and powers of two"
-        )
 
 
 def convolution_width(owner: Any) -> None:

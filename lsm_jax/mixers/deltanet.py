@@ -13,10 +13,12 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, split_heads
+from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.op_config import RecurrentConfig
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class DeltaNetConfig:
+class DeltaNetConfig(RecurrentConfig):
     """DeltaNet.
 
     Attributes:
@@ -28,9 +30,6 @@ class DeltaNetConfig:
         allow_negative_eigenvalues: β in (0, 2) instead of (0, 1) (arXiv 2411.12537).
         output_gate: multiply the normed output by silu(x W).
         norm_eps: of the norm over each head's output.
-        form: "recurrent", "chunk" or "associative".
-        implementation: of the op; None picks.
-        chunk_size: of the op; None picks.
     """
 
     num_heads: int = 4
@@ -41,9 +40,6 @@ class DeltaNetConfig:
     allow_negative_eigenvalues: bool = False
     output_gate: bool = False
     norm_eps: float = 1e-5
-    form: str = "chunk"
-    implementation: str | None = None
-    chunk_size: int | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int) -> DeltaNetConfig:
@@ -63,7 +59,7 @@ class DeltaNetConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        checks.op_fields(self)
+        self.validate_fields()
         checks.value_heads(self)
         self.head_dims(hidden_size)
         checks.positive(self, norm_eps=self.norm_eps)
@@ -83,6 +79,7 @@ class DeltaNet(Mixer):
 
     op = ops.delta_memory
     memory_parts = ("k_proj", "v_proj", "beta_proj")
+    token_parts = ("q_proj", "k_proj", "v_proj", "beta_proj")
 
     def __init__(
         self, config: DeltaNetConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
@@ -132,3 +129,16 @@ class DeltaNet(Mixer):
         """An empty memory."""
         heads = self.config.value_heads()
         return ops.delta_state(batch_size, heads, self.key_dim, self.value_dim)
+
+
+METHOD = Method(
+    name="deltanet",
+    paper="arXiv 2406.06484",
+    op="delta_memory",
+    gate="I - β kᵀ k",
+    write="β kᵀ v",
+    read="q M",
+    state="K × V a head; 3 tokens of q, k, v",
+    config=DeltaNetConfig,
+    module=DeltaNet,
+)

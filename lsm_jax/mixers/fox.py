@@ -26,6 +26,7 @@ from lsm_jax.mixers.layers import (
     split_heads,
 )
 from lsm_jax.mixers.lightning import alibi_slopes
+from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.softmax import Softmax, SoftmaxConfig
 
 FORGET_GATES = ("data_dependent", "data_independent", "fixed", "alibi", "none")
@@ -195,3 +196,18 @@ class FoX(Softmax):
     def options(self) -> dict[str, Any]:
         """The op's constant arguments."""
         return dict(super().options(), prune=self.config.prune)
+
+
+METHOD = Method(
+    name="fox",
+    paper="arXiv 2503.02130",
+    op="attention",
+    gate="sigmoid(x W + b), each head, on attention weights; or constant (ALiBi), or none",
+    write="k, v, each mixed with the token before",
+    read="softmax(q Kᵀ + sums of log gates) V",
+    state="k, v and the gates' sum of every token, or of a window; a token of k, v",
+    forms=(),
+    config=FoXConfig,
+    module=FoX,
+    note="the memory grows with the sequence: no other forms",
+)

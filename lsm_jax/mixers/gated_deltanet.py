@@ -21,10 +21,12 @@ from lsm_jax.mixers.layers import (
     parameter,
     split_heads,
 )
+from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.op_config import RecurrentConfig
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class GatedDeltaNetConfig:
+class GatedDeltaNetConfig(RecurrentConfig):
     """Gated DeltaNet.
 
     Attributes:
@@ -35,9 +37,6 @@ class GatedDeltaNetConfig:
         conv_size: width of the short convolutions on q, k and v.
         allow_negative_eigenvalues: β in (0, 2) instead of (0, 1) (arXiv 2411.12537).
         norm_eps: of the norm over each head's output.
-        form: "recurrent", "chunk" or "associative".
-        implementation: of the op; None picks.
-        chunk_size: of the op; None picks.
     """
 
     num_heads: int = 6
@@ -47,9 +46,6 @@ class GatedDeltaNetConfig:
     conv_size: int = 4
     allow_negative_eigenvalues: bool = False
     norm_eps: float = 1e-5
-    form: str = "chunk"
-    implementation: str | None = None
-    chunk_size: int | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GatedDeltaNetConfig:
@@ -67,7 +63,7 @@ class GatedDeltaNetConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        checks.op_fields(self)
+        self.validate_fields()
         checks.positive(self, head_dim=self.head_dim, norm_eps=self.norm_eps)
         checks.expanded(self, "expand_v", self.expand_v, self.head_dim, 1)
         checks.value_heads(self)
@@ -86,6 +82,7 @@ class GatedDeltaNet(Mixer):
 
     op = ops.delta_memory
     memory_parts = ("k_proj", "v_proj", "beta_proj", "decay_proj")
+    token_parts = ("q_proj", "k_proj", "v_proj", "beta_proj", "decay_proj")
 
     def __init__(
         self,
@@ -145,3 +142,16 @@ class GatedDeltaNet(Mixer):
         return ops.delta_state(
             batch_size, config.value_heads(), config.head_dim, config.value_dim()
         )
+
+
+METHOD = Method(
+    name="gated_deltanet",
+    paper="arXiv 2412.06464",
+    op="delta_memory",
+    gate="(I - β kᵀ k) α, α each head",
+    write="β kᵀ v",
+    read="q M",
+    state="K × V a head; 3 tokens of q, k, v",
+    config=GatedDeltaNetConfig,
+    module=GatedDeltaNet,
+)

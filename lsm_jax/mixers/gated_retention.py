@@ -12,6 +12,7 @@ from flax import nnx
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context
 from lsm_jax.mixers.layers import Dense, split_heads
+from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.retnet import RetNet, RetNetConfig
 
 
@@ -46,6 +47,7 @@ class GatedRetention(RetNet):
 
     config: GatedRetentionConfig
     memory_parts = ("k_proj", "v_proj", "decay_proj")
+    token_parts = ("q_proj", "k_proj", "v_proj", "decay_proj")
 
     def __init__(
         self,
@@ -68,3 +70,16 @@ class GatedRetention(RetNet):
             v=split_heads(self.v_proj(x), self.config.num_heads),
             log_decay=jax.nn.log_sigmoid(gate) / self.config.gate_temperature,
         )
+
+
+METHOD = Method(
+    name="gated_retention",
+    paper="arXiv 2405.05254",
+    op="linear_memory",
+    gate="sigmoid(x W)^(1/16), each head",
+    write="kᵀ v, k rotated",
+    read="q M, q rotated",
+    state="K × V a head",
+    config=GatedRetentionConfig,
+    module=GatedRetention,
+)

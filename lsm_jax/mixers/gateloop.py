@@ -18,10 +18,12 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, RMSNorm, parameter, split_heads
+from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.op_config import RecurrentConfig
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class GateLoopConfig:
+class GateLoopConfig(RecurrentConfig):
     """GateLoop.
 
     Attributes:
@@ -31,9 +33,6 @@ class GateLoopConfig:
             hangs on its rounding.
         norm: whether to norm each head's output (of all channels, where a head is one) ahead of the output gate.
         norm_eps: of that norm.
-        form: "recurrent", "chunk" or "associative".
-        implementation: of the op; None picks.
-        chunk_size: of the op; None picks.
     """
 
     num_heads: int | None = None
@@ -41,9 +40,6 @@ class GateLoopConfig:
     gate_bias: float = 0.0
     norm: bool = False
     norm_eps: float = 1e-5
-    form: str = "chunk"
-    implementation: str | None = None
-    chunk_size: int | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GateLoopConfig:
@@ -56,7 +52,7 @@ class GateLoopConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        checks.op_fields(self)
+        self.validate_fields()
         checks.divides(self, "num_heads", self.heads(hidden_size), "hidden_size", hidden_size)
         checks.positive(self, gate_gradient=self.gate_gradient, norm_eps=self.norm_eps)
 
@@ -86,6 +82,7 @@ class GateLoop(Mixer):
 
     op = ops.selective_memory
     memory_parts = ("k_proj", "v_proj", "a_proj")
+    token_parts = ("q_proj", "k_proj", "v_proj", "a_proj")
     memories_in_place = False
 
     def __init__(
@@ -169,3 +166,17 @@ class GateLoop(Mixer):
             return ops.selective_state(batch_size, self.num_heads, 1, is_complex=True)
         size = self.hidden_size // self.num_heads
         return ops.linear_state(batch_size, self.num_heads, 2 * size, size)
+
+
+METHOD = Method(
+    name="gateloop",
+    paper="arXiv 2311.01927",
+    op="selective_memory",
+    gate="a complex, |a| = sigmoid(|z|) and arg a = arg z with z = x W + b, each head",
+    write="kᵀ v",
+    read="Re(q M)",
+    state="1 complex a channel",
+    config=GateLoopConfig,
+    module=GateLoop,
+    note="one head a channel; wider heads (num_heads) run on linear_memory with rotated q and k",
+)

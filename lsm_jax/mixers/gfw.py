@@ -16,10 +16,12 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, split_heads
+from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.op_config import RecurrentConfig
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class GFWConfig:
+class GFWConfig(RecurrentConfig):
     """Gated fast weights.
 
     The published models are transformers tuned into this form, with neither norm nor output gate. Trained from the start they
@@ -30,18 +32,12 @@ class GFWConfig:
         expand_k: key channels over hidden_size, all heads together.
         expand_v: value channels over hidden_size.
         norm_eps: of the norm over each head's output.
-        form: "recurrent", "chunk" or "associative".
-        implementation: of the op; None picks.
-        chunk_size: of the op; None picks.
     """
 
     num_heads: int = 16
     expand_k: float = 1.0
     expand_v: float = 1.0
     norm_eps: float = 1e-5
-    form: str = "chunk"
-    implementation: str | None = None
-    chunk_size: int | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GFWConfig:
@@ -57,7 +53,7 @@ class GFWConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        checks.op_fields(self)
+        self.validate_fields()
         self.head_dims(hidden_size)
         checks.positive(self, norm_eps=self.norm_eps)
 
@@ -72,6 +68,7 @@ class GFW(Mixer):
 
     op = ops.linear_memory
     memory_parts = ("k_proj", "v_proj", "key_decay_proj", "value_decay_proj")
+    token_parts = ("q_proj", "k_proj", "v_proj", "key_decay_proj", "value_decay_proj")
 
     def __init__(
         self, config: GFWConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
@@ -117,3 +114,16 @@ class GFW(Mixer):
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
         """An empty memory."""
         return ops.linear_state(batch_size, self.config.num_heads, self.key_dim, self.value_dim)
+
+
+METHOD = Method(
+    name="gfw",
+    paper="arXiv 2210.04243",
+    op="linear_memory",
+    gate="βᵀ α, sigmoids of x W: each key channel and each value channel",
+    write="kᵀ v",
+    read="q M",
+    state="K × V a head",
+    config=GFWConfig,
+    module=GFW,
+)

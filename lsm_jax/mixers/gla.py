@@ -13,10 +13,12 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, recomputed, split_heads
+from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.op_config import RecurrentConfig
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class GLAConfig:
+class GLAConfig(RecurrentConfig):
     """Gated linear attention.
 
     Attributes:
@@ -26,9 +28,6 @@ class GLAConfig:
         gate_rank: inner width of the decay's two projections.
         gate_temperature: log α = logsigmoid(gate) / gate_temperature (the paper's τ).
         norm_eps: of the norm over each head's output.
-        form: "recurrent", "chunk" or "associative".
-        implementation: of the op; None picks.
-        chunk_size: of the op; None picks.
     """
 
     num_heads: int = 4
@@ -37,9 +36,6 @@ class GLAConfig:
     gate_rank: int = 16
     gate_temperature: float = 16.0
     norm_eps: float = 1e-5
-    form: str = "chunk"
-    implementation: str | None = None
-    chunk_size: int | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GLAConfig:
@@ -55,7 +51,7 @@ class GLAConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        checks.op_fields(self)
+        self.validate_fields()
         self.head_dims(hidden_size)
         checks.positive(
             self,
@@ -76,6 +72,7 @@ class GLA(Mixer):
 
     op = ops.linear_memory
     memory_parts = ("k_proj", "v_proj", "decay_down", "decay_up")
+    token_parts = ("q_proj", "k_proj", "v_proj", "decay_down")
 
     def __init__(
         self, config: GLAConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
@@ -120,3 +117,16 @@ class GLA(Mixer):
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
         """An empty memory."""
         return ops.linear_state(batch_size, self.config.num_heads, self.key_dim, self.value_dim)
+
+
+METHOD = Method(
+    name="gla",
+    paper="arXiv 2312.06635",
+    op="linear_memory",
+    gate="sigmoid(x W₁ W₂ + b)^(1/16), each key channel",
+    write="kᵀ v",
+    read="q M",
+    state="K × V a head",
+    config=GLAConfig,
+    module=GLA,
+)

@@ -17,10 +17,12 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, recomputed, split_heads
+from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.op_config import RecurrentConfig
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class GSAConfig:
+class GSAConfig(RecurrentConfig):
     """Gated slot attention.
 
     Attributes:
@@ -30,9 +32,6 @@ class GSAConfig:
         expand_v: value channels over hidden_size.
         gate_temperature: log α = logsigmoid(x W) / gate_temperature.
         norm_eps: of the norm over all heads' output.
-        form: "recurrent", "chunk" or "associative".
-        implementation: of the op; None picks.
-        chunk_size: of the op; None picks.
     """
 
     num_heads: int = 4
@@ -41,9 +40,6 @@ class GSAConfig:
     expand_v: float = 1.0
     gate_temperature: float = 8.0
     norm_eps: float = 1e-5
-    form: str = "chunk"
-    implementation: str | None = None
-    chunk_size: int | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GSAConfig:
@@ -59,7 +55,7 @@ class GSAConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        checks.op_fields(self)
+        self.validate_fields()
         self.head_dims(hidden_size)
         checks.positive(
             self,
@@ -81,6 +77,7 @@ class GSA(Mixer):
 
     op = ops.slot_memory
     memory_parts = ("k_proj", "v_proj", "decay_proj")
+    token_parts = ("q_proj", "k_proj", "v_proj", "decay_proj")
 
     def __init__(
         self, config: GSAConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
@@ -136,3 +133,16 @@ class GSA(Mixer):
         return ops.slot_state(
             batch_size, config.num_heads, config.num_slots, self.key_dim, self.value_dim
         )
+
+
+METHOD = Method(
+    name="gsa",
+    paper="arXiv 2409.07146",
+    op="slot_memory",
+    gate="α = sigmoid(x W)^(1/8), each slot",
+    write="kᵀ (1 - α) into keys, (1 - α)ᵀ v into values",
+    read="softmax(q K) V over slots",
+    state="M × (K + V) a head, M slots",
+    config=GSAConfig,
+    module=GSA,
+)

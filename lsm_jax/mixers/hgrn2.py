@@ -17,27 +17,23 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, parameter, recomputed, split_heads
+from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.op_config import RecurrentConfig
 
 _BOUNDS = "hgrn2_log_bounds"
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class HGRN2Config:
+class HGRN2Config(RecurrentConfig):
     """HGRN2.
 
     Attributes:
         head_dim: key and value channels of a head (the paper's expansion ratio); hidden_size / head_dim heads.
         norm_eps: of the norm over the output's whole width.
-        form: "recurrent", "chunk" or "associative".
-        implementation: of the op; None picks.
-        chunk_size: of the op; None picks.
     """
 
     head_dim: int = 128
     norm_eps: float = 1e-5
-    form: str = "chunk"
-    implementation: str | None = None
-    chunk_size: int | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int) -> HGRN2Config:
@@ -46,7 +42,7 @@ class HGRN2Config:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        checks.op_fields(self)
+        self.validate_fields()
         checks.divides(self, "head_dim", self.head_dim, "hidden_size", hidden_size)
         checks.positive(self, norm_eps=self.norm_eps)
 
@@ -79,6 +75,7 @@ class HGRN2(Mixer):
     op = ops.linear_memory
     uses_depth = True
     memory_parts = ("f_proj", "i_proj")
+    token_parts = ("q_proj", "f_proj", "i_proj")
 
     def __init__(
         self,
@@ -144,3 +141,16 @@ class HGRN2(Mixer):
         """An empty memory."""
         head = self.config.head_dim
         return ops.linear_state(batch_size, self.num_heads, head, head)
+
+
+METHOD = Method(
+    name="hgrn2",
+    paper="arXiv 2404.07904",
+    op="linear_memory",
+    gate="f = γ + (1 - γ) sigmoid(x W), each key channel; γ learned across layers",
+    write="(1 - f)ᵀ i",
+    read="silu(q) M",
+    state="K × V a head",
+    config=HGRN2Config,
+    module=HGRN2,
+)

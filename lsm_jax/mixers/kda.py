@@ -25,10 +25,12 @@ from lsm_jax.mixers.layers import (
     recomputed,
     split_heads,
 )
+from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.op_config import RecurrentConfig
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class KDAConfig:
+class KDAConfig(RecurrentConfig):
     """Kimi Delta Attention.
 
     Attributes:
@@ -39,9 +41,6 @@ class KDAConfig:
         conv_size: width of the short convolutions on q, k and v.
         allow_negative_eigenvalues: β in (0, 2) instead of (0, 1) (arXiv 2411.12537).
         norm_eps: of the norm over each head's output.
-        form: "recurrent", "chunk" or "associative".
-        implementation: of the op; None picks.
-        chunk_size: of the op; None picks.
     """
 
     num_heads: int = 16
@@ -51,9 +50,6 @@ class KDAConfig:
     conv_size: int = 4
     allow_negative_eigenvalues: bool = False
     norm_eps: float = 1e-5
-    form: str = "chunk"
-    implementation: str | None = None
-    chunk_size: int | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int) -> KDAConfig:
@@ -71,7 +67,7 @@ class KDAConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        checks.op_fields(self)
+        self.validate_fields()
         checks.positive(self, head_dim=self.head_dim, norm_eps=self.norm_eps)
         checks.expanded(self, "expand_v", self.expand_v, self.head_dim, 1)
         checks.value_heads(self)
@@ -92,6 +88,7 @@ class KDA(Mixer):
 
     op = ops.delta_memory
     memory_parts = ("k_proj", "v_proj", "beta_proj", "decay_down", "decay_up")
+    token_parts = ("q_proj", "k_proj", "v_proj", "beta_proj", "decay_down")
 
     def __init__(
         self, config: KDAConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
@@ -161,3 +158,16 @@ class KDA(Mixer):
         return ops.delta_state(
             batch_size, config.value_heads(), config.head_dim, config.value_dim()
         )
+
+
+METHOD = Method(
+    name="kda",
+    paper="arXiv 2510.26692",
+    op="delta_memory",
+    gate="(I - β kᵀ k) diag(α), α each key channel",
+    write="β kᵀ v",
+    read="q M",
+    state="K × V a head; 3 tokens of q, k, v",
+    config=KDAConfig,
+    module=KDA,
+)

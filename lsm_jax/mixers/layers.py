@@ -100,9 +100,12 @@ class Dense(nnx.Module):
 
     Attributes:
         lora: an adapter that `lsm_jax.mixers.lora` set, or None.
+        product: the function that multiplies, with the arguments of `project`. Mixture-of-Memories sets another in a copy of
+            its inner mixer, whose kernels may have an axis of memories and whose tokens are arranged by memory.
     """
 
     lora: Any = None
+    product: Callable[..., jax.Array] = staticmethod(project)
 
     def __init__(
         self,
@@ -122,7 +125,7 @@ class Dense(nnx.Module):
     def __call__(self, x: jax.Array, *, dtype: DTypeLike | None = None) -> jax.Array:
         """x [..., in_size] -> [..., out_size] in `dtype`, x's own by default."""
         bias = None if self.bias is None else self.bias[...]
-        y = project(x, self.kernel[...], bias, dtype)
+        y = self.product(x, self.kernel[...], bias, dtype)
         return y if self.lora is None else y + self.lora(x, dtype)
 
 

@@ -20,6 +20,8 @@ from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context
 from lsm_jax.mixers.feature_maps import FeatureMap, num_features
 from lsm_jax.mixers.layers import Dense, split_heads
+from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.op_config import RecurrentConfig
 from lsm_jax.mixers.softmax import Softmax, SoftmaxConfig
 
 GATES = ("gla", "mamba2", "mlstm", "gated_retention", "hgrn2", "rwkv6", "gsa")
@@ -30,8 +32,9 @@ _LARGEST_EXPONENT = 4.0  # of RWKV6's exp(-exp(z)): exp(-55) forgets all
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class LigerConfig(SoftmaxConfig):
-    """Liger attention. The fields of `SoftmaxConfig` are those of the layer it is made of; `window` is its branch's.
+class LigerConfig(RecurrentConfig, SoftmaxConfig):
+    """Liger attention. The fields of `SoftmaxConfig` are those of the pretrained layer; `window` and `implementation` are the
+    window branch's, `op` is the recurrence's.
 
     With z the pooled key projection, the logarithm of the gate is log sigmoid(z) / gate_temperature of each key channel (gla),
     head (mlstm and gated_retention, which are one function here) or slot (gsa); of each key channel with 1 - gate in the
@@ -46,10 +49,6 @@ class LigerConfig(SoftmaxConfig):
         window_weight: of the window's output; 0 leaves the window out (ablation).
         gate_projection: the gate comes from a new random projection in place of the keys' (ablation).
         feature_map: "softmax" over channels, or learned: "t2r" or "hedgehog" of `lsm_jax.mixers.feature_maps` (ablation).
-        form: "recurrent", "chunk" or "associative", of the recurrence.
-        implementation: of the recurrence's op; None picks.
-        chunk_size: of the recurrence's op; None picks.
-        window_implementation: of the window's op; None picks.
     """
 
     window: int | None = 64
@@ -60,9 +59,6 @@ class LigerConfig(SoftmaxConfig):
     window_weight: float = 0.5
     gate_projection: bool = False
     feature_map: str = "softmax"
-    form: str = "chunk"
-    chunk_size: int | None = None
-    window_implementation: str | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int) -> LigerConfig:
@@ -90,7 +86,7 @@ class LigerConfig(SoftmaxConfig):
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
         super().validate(hidden_size)
-        checks.op_fields(self)
+        self.validate_fields()
         checks.one_of(self, "gate", self.gate, GATES)
         checks.one_of(self, "feature_map", self.feature_map, FEATURE_MAPS)
         checks.positive(self, gate_temperature=self.temperature())
@@ -219,7 +215,7 @@ class Liger(Softmax):
         if config.window_weight:
             o, after["window"] = ops.attention(
                 context.kept["q"], context.kept["k"], written["v"],
-                window=config.window, implementation=config.window_implementation,
+                window=config.window, implementation=config.implementation,
                 initial_state=earlier.window, **call,
             )  # fmt: skip
             outputs.append((config.window_weight, o))
@@ -232,9 +228,7 @@ class Liger(Softmax):
         config = self.config
         return dict(
             scale=1.0,
-            form=config.form,
-            implementation=config.implementation,
-            chunk_size=config.chunk_size,
+            **config.op.arguments(),
         )
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> Any:
@@ -267,3 +261,17 @@ def _mapped(x: jax.Array, learned: FeatureMap | None) -> jax.Array:
         return learned(x)
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return jax.nn.softmax(x.astype(wide), axis=-1).astype(x.dtype)
+
+
+METHOD = Method(
+    name="liger",
+    paper="arXiv 2503.01496",
+    op="linear_memory",
+    gate="sigmoid(Pool(x W_k))^(1/16), each key channel; or mamba2's, hgrn2's, rwkv6's, mlstm's, gsa's from the same keys",
+    write="softmax(k)ᵀ v, and k, v into a window",
+    read="½ softmax(q) M + ½ softmax(q Kᵀ) V over the window",
+    state="K × V a key head; k and v of a window",
+    config=LigerConfig,
+    module=Liger,
+    note="of a pretrained softmax layer's parameters alone; gsa's memory is slot_memory's",
+)

@@ -17,12 +17,14 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, split_heads
+from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.op_config import RecurrentConfig
 
 DECAYS = ("depth", "alibi", "none")
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class LightningConfig:
+class LightningConfig(RecurrentConfig):
     """Lightning attention.
 
     Attributes:
@@ -30,17 +32,11 @@ class LightningConfig:
         decay: each head's constant rate: "depth" is the published `(8 h / H) (1 - l / L)`, slower in higher layers; "alibi" the
             slopes `2^(-8 (h + 1) / H)` in every layer, as in Linear-MoE (arXiv 2503.05447, its code); "none" does not decay.
         norm_eps: of the norm over each head's output.
-        form: "recurrent", "chunk" or "associative".
-        implementation: of the op; None picks.
-        chunk_size: of the op; None picks.
     """
 
     num_heads: int = 8
     decay: str = "depth"
     norm_eps: float = 1e-5
-    form: str = "chunk"
-    implementation: str | None = None
-    chunk_size: int | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int) -> LightningConfig:
@@ -49,7 +45,7 @@ class LightningConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        checks.op_fields(self)
+        self.validate_fields()
         checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
         checks.one_of(self, "decay", self.decay, DECAYS)
         checks.positive(self, norm_eps=self.norm_eps)
@@ -73,6 +69,7 @@ class Lightning(Mixer):
     op = ops.linear_memory
     uses_depth = True
     memory_parts = ("k_proj", "v_proj")
+    token_parts = ("q_proj", "k_proj", "v_proj")
 
     def __init__(
         self,
@@ -128,3 +125,16 @@ class Lightning(Mixer):
         """An empty memory."""
         head = self.hidden_size // self.config.num_heads
         return ops.linear_state(batch_size, self.config.num_heads, head, head)
+
+
+METHOD = Method(
+    name="lightning",
+    paper="arXiv 2307.14995",
+    op="linear_memory",
+    gate="exp(-(8h / H)(1 - l / L)), constant for each head and layer",
+    write="silu(k)ᵀ v",
+    read="silu(q) M",
+    state="K × V a head",
+    config=LightningConfig,
+    module=Lightning,
+)

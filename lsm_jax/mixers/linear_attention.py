@@ -15,12 +15,14 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks, feature_maps
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, split_heads
+from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.op_config import RecurrentConfig
 
 _NORMALIZER_EPS = 1e-10
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class LinearAttentionConfig:
+class LinearAttentionConfig(RecurrentConfig):
     """Basic linear attention.
 
     Attributes:
@@ -34,9 +36,6 @@ class LinearAttentionConfig:
         normalize: divide by the query's product with the sum of keys; needs a non-negative φ.
         output_gate: multiply the normed output by silu(x W).
         norm_eps: of the norm over each head's output.
-        form: "recurrent", "chunk" or "associative".
-        implementation: of the op; None picks.
-        chunk_size: of the op; None picks.
     """
 
     num_heads: int = 4
@@ -48,9 +47,6 @@ class LinearAttentionConfig:
     normalize: bool = False
     output_gate: bool = False
     norm_eps: float = 1e-5
-    form: str = "chunk"
-    implementation: str | None = None
-    chunk_size: int | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int) -> LinearAttentionConfig:
@@ -66,7 +62,7 @@ class LinearAttentionConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        checks.op_fields(self)
+        self.validate_fields()
         self.head_dims(hidden_size)
         accepted = (*feature_maps.FIXED, *feature_maps.LEARNED)
         checks.one_of(self, "feature_map", self.feature_map, accepted)
@@ -93,6 +89,7 @@ class LinearAttention(Mixer):
 
     op = ops.linear_memory
     memory_parts = ("k_proj", "v_proj")
+    token_parts = ("q_proj", "k_proj", "v_proj")
 
     def __init__(
         self,
@@ -150,3 +147,16 @@ class LinearAttention(Mixer):
             self.value_dim,
             normalize=self.config.normalize,
         )
+
+
+METHOD = Method(
+    name="linear_attention",
+    paper="arXiv 2006.16236",
+    op="linear_memory",
+    gate="1",
+    write="φ(k)ᵀ v",
+    read="φ(q) M, optionally over φ(q) z",
+    state="K × V a head for K features; K more with the normaliser",
+    config=LinearAttentionConfig,
+    module=LinearAttention,
+)

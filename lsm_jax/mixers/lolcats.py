@@ -20,6 +20,8 @@ from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context
 from lsm_jax.mixers.feature_maps import HeadDense
 from lsm_jax.mixers.layers import parameter
+from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.op_config import RecurrentConfig
 from lsm_jax.mixers.softmax import Softmax, SoftmaxConfig
 from lsm_jax.ops.core.segments import read_tokens, select
 
@@ -28,23 +30,19 @@ _FIRST_FACTOR = 0.1
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class LolcatsConfig(SoftmaxConfig):
-    """LoLCATs attention. The fields of `SoftmaxConfig` are those of the layer it is made of.
+class LolcatsConfig(RecurrentConfig, SoftmaxConfig):
+    """LoLCATs attention. The fields of `SoftmaxConfig` are those of the pretrained layer; `op` is the linear part's.
 
     Attributes:
         window: tokens under softmax attention, the query's own included.
         feature_dim: columns of a feature map; it gives twice as many features.
         transfer_weight: 0 is the model. Else its layers give softmax attention's output, and report as a loss so many times
             the mean squared distance of their own: the first stage of training, which takes whole rows and keeps no state.
-        form: "recurrent", "chunk" or "associative", of the linear part.
-        chunk_size: of the linear part; None picks.
     """
 
     window: int | None = 64
     feature_dim: int = 64
     transfer_weight: float = 0.0
-    form: str = "chunk"
-    chunk_size: int | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int) -> LolcatsConfig:
@@ -56,7 +54,7 @@ class LolcatsConfig(SoftmaxConfig):
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
         super().validate(hidden_size)
-        checks.op_fields(self)
+        self.validate_fields()
         checks.positive(self, feature_dim=self.feature_dim)
         if self.window is None:
             raise ValueError("LolcatsConfig.window=None: accepted are integers from 1")
@@ -117,9 +115,7 @@ class Lolcats(Softmax):
         config = self.config
         return dict(
             scale=1.0,
-            form=config.form,
-            implementation=config.implementation,
-            chunk_size=config.chunk_size,
+            **config.op.arguments(),
         )
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> Any:
@@ -146,7 +142,7 @@ class Lolcats(Softmax):
         if not config.transfer_weight:
             return o.astype(x.dtype), memory
         rows = dict(segment_ids=context.segment_ids, update_mask=context.update_mask)
-        teacher, _ = ops.attention(q, k, v, **rows)
+        teacher, _ = ops.attention(q, k, v, implementation=config.implementation, **rows)
         missed = jnp.square(o - jax.lax.stop_gradient(teacher).astype(o.dtype)).mean((2, 3))
         real = jnp.ones(x.shape[:2], bool) if context.segment_ids is None else context.segment_ids != 0  # fmt: skip
         mean = jnp.sum(select(real, missed)) / jnp.maximum(jnp.sum(real), 1)
@@ -269,3 +265,16 @@ def _features(learned: HeadDense, x: jax.Array) -> jax.Array:
     y = learned(x)
     both = [jax.nn.softmax(y, axis=-1), jax.nn.softmax(-y, axis=-1)]
     return jnp.maximum(jnp.concatenate(both, axis=-1), _LEAST_FEATURE)
+
+
+METHOD = Method(
+    name="lolcats",
+    paper="arXiv 2410.10254",
+    op="linear_memory",
+    gate="1",
+    write="φ(k)ᵀ v, φ learned, and k, v into a window",
+    read="φ(q) M beyond the window and γ softmax(q Kᵀ) V in it, over one sum of weights",
+    state="2 F × (V + 1) a key head for F columns of φ; k and v of a window",
+    config=LolcatsConfig,
+    module=Lolcats,
+)

@@ -17,10 +17,12 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
 from lsm_jax.mixers.layers import Dense, log_uniform_step_bias, parameter
+from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.op_config import RecurrentConfig
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class MambaConfig:
+class MambaConfig(RecurrentConfig):
     """Mamba.
 
     Attributes:
@@ -28,18 +30,12 @@ class MambaConfig:
         state_size: numbers each channel keeps (N).
         step_rank: inner width of Δ's two matrices; None is hidden_size / 16, rounded up.
         conv_size: width of the short convolution.
-        form: "recurrent", "chunk" or "associative".
-        implementation: of the op; None picks.
-        chunk_size: of the op; None picks.
     """
 
     expand: int = 2
     state_size: int = 16
     step_rank: int | None = None
     conv_size: int = 4
-    form: str = "chunk"
-    implementation: str | None = None
-    chunk_size: int | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int) -> MambaConfig:
@@ -52,7 +48,7 @@ class MambaConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        checks.op_fields(self)
+        self.validate_fields()
         checks.positive(self, expand=self.expand, state_size=self.state_size)
         if self.step_rank is not None:
             checks.positive(self, step_rank=self.step_rank)
@@ -70,6 +66,7 @@ class Mamba(Mixer):
 
     op = ops.selective_memory
     memory_parts = ("x_proj", "b_proj", "dt_down", "dt_up")
+    token_parts = ("x_proj",)
 
     def __init__(
         self, config: MambaConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
@@ -135,3 +132,17 @@ class Mamba(Mixer):
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.SelectiveState:
         """An empty memory."""
         return ops.selective_state(batch_size, self.inner, self.config.state_size)
+
+
+METHOD = Method(
+    name="mamba",
+    paper="arXiv 2312.00752",
+    op="selective_memory",
+    gate="exp(-A Δ), each channel and state",
+    write="Δ B x",
+    read="C h + D x",
+    state="N a channel; 3 tokens",
+    config=MambaConfig,
+    module=Mamba,
+    feedforward=None,
+)

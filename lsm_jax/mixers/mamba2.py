@@ -26,10 +26,12 @@ from lsm_jax.mixers.layers import (
     rms_normalize,
     split_heads,
 )
+from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.op_config import RecurrentConfig
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class Mamba2Config:
+class Mamba2Config(RecurrentConfig):
     """Mamba2.
 
     Attributes:
@@ -39,9 +41,6 @@ class Mamba2Config:
         num_groups: groups of heads that share B and C.
         conv_size: width of the short convolution.
         norm_eps: of the norm after the gate.
-        form: "recurrent", "chunk" or "associative".
-        implementation: of the op; None picks.
-        chunk_size: of the op; None picks.
     """
 
     expand: int = 2
@@ -50,9 +49,6 @@ class Mamba2Config:
     num_groups: int = 1
     conv_size: int = 4
     norm_eps: float = 1e-5
-    form: str = "chunk"
-    implementation: str | None = None
-    chunk_size: int | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int) -> Mamba2Config:
@@ -65,7 +61,7 @@ class Mamba2Config:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        checks.op_fields(self)
+        self.validate_fields()
         checks.positive(
             self, expand=self.expand, state_size=self.state_size, norm_eps=self.norm_eps
         )
@@ -92,6 +88,7 @@ class Mamba2(Mixer):
 
     op = ops.linear_memory
     memory_parts = ("x_proj", "b_proj", "dt_proj")
+    token_parts = ("c_proj", "x_proj", "b_proj", "dt_proj")
 
     def __init__(
         self, config: Mamba2Config, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
@@ -161,3 +158,17 @@ class Mamba2(Mixer):
         return ops.linear_state(
             batch_size, self.num_heads, self.config.state_size, self.config.head_dim
         )
+
+
+METHOD = Method(
+    name="mamba2",
+    paper="arXiv 2405.21060",
+    op="linear_memory",
+    gate="exp(-A Δ), each head",
+    write="Δ Bᵀ x",
+    read="C M + D x",
+    state="N × V a head; 3 tokens of x, B, C",
+    config=Mamba2Config,
+    module=Mamba2,
+    feedforward=None,
+)

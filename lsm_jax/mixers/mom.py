@@ -11,18 +11,17 @@ Two forms of one definition. *masked*: a row for each memory, whose other tokens
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lsm_jax import mixers
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer, MixerState, TokenShift, fresh_clock
 from lsm_jax.mixers.gated_deltanet import GatedDeltaNetConfig
 from lsm_jax.mixers.layers import Dense, project
+from lsm_jax.mixers.method import METHODS, Method, build
 from lsm_jax.mixers.mom_layout import Packed, Rows, chunks_needed, pack
 from lsm_jax.ops import DocumentCount, number_documents, shift_state
 from lsm_jax.ops.core.checks import DEFAULT_CHUNK_SIZE
@@ -69,7 +68,7 @@ class MoMConfig:
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
         checks.fields(self)
-        able = [m for m in mixers.METHODS.values() if m.module.memory_parts]
+        able = [m for m in METHODS.values() if m.module.memory_parts]
         if type(self.mixer) not in [m.config for m in able]:
             raise ValueError(
                 f"MoMConfig.mixer={self.mixer!r} cannot be one of several memories; accepted are the configs of "
@@ -87,7 +86,7 @@ class MoMConfig:
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Forward floating-point operations of a token: router, the inner mixer's query and output once, the rest a memory."""
-        inner = nnx.eval_shape(lambda: mixers.build(self.mixer, hidden_size, rngs=nnx.Rngs(0)))
+        inner = nnx.eval_shape(lambda: build(self.mixer, hidden_size, rngs=nnx.Rngs(0)))
         kernels = [
             p.get_value().size * (path[0] not in inner.memory_parts)
             for path, p in nnx.to_flat_state(nnx.state(inner, nnx.Param))
@@ -155,7 +154,7 @@ class MoM(Mixer):
             rngs=rngs, init_std=init_std, layer=layer, num_layers=num_layers
         )
         groups = 1 if config.single_projections else config.num_groups()
-        built = [mixers.build(config.mixer, hidden_size, **options) for _ in range(groups)]
+        built = [build(config.mixer, hidden_size, **options) for _ in range(groups)]
         self.inner = built[0]
         self.uses_positions = self.inner.uses_positions
         if not config.single_projections:
@@ -247,7 +246,7 @@ class MoM(Mixer):
 
     def _rows_of_documents(self) -> bool:
         """Whether the op's outputs depend on what stands in a chunk alone, not on the chunk's number, which later tokens move."""
-        return self.inner.config.form != "associative"
+        return self.inner.config.op.form != "associative"
 
     def _route(self, x: jax.Array, context: Context) -> _Route:
         """Softmax in float32, the k likeliest, renormalised; the balance loss and the router's statistics go to `aux`."""
@@ -356,7 +355,7 @@ class MoM(Mixer):
 
     def _run_packed(self, x, context, route, ids, memory, tails, contiguous=False):
         config = self.config
-        size = self.inner.config.chunk_size or DEFAULT_CHUNK_SIZE
+        size = self.inner.config.op.chunk_size or DEFAULT_CHUNK_SIZE
         count = chunks_needed(
             x.shape[1], config.num_memories, config.top_k, config.shared_memory, size
         )
@@ -385,7 +384,7 @@ class MoM(Mixer):
         positions = None if context.positions is None else layout.tokens(context.positions)
         place = context.layer, shared, segment_ids, positions, update_mask, dict(tails)
         own = Context(*place, contiguous=contiguous)
-        o, memory = self._arranged(layout, x, rows).through_memory(rows, own, memory)
+        o, memory = self._arranged(layout, x).through_memory(rows, own, memory)
         routed, share = layout.own(route.routed), layout.own(route.weight)
         even = layout.own(
             route.weight / jnp.maximum(jnp.sum(route.weight, axis=-1, keepdims=True), 1)
@@ -406,18 +405,14 @@ class MoM(Mixer):
             own.tails,
         )
 
-    def _arranged(self, layout: Rows | Packed, x: jax.Array, rows: jax.Array) -> Mixer:
-        """The inner mixer, its layers of weights acting on arranged tokens.
-
-        What acts on a token as it came, `rows`, is computed once a token (and memory) and then arranged.
-        """
+    def _arranged(self, layout: Rows | Packed, x: jax.Array) -> Mixer:
+        """A copy of the inner mixer whose `Dense` layers act on tokens as `layout` arranges them, x being the tokens before."""
         inner = nnx.merge(*nnx.split(self.inner))
-        parts = () if self.config.single_projections else inner.memory_parts
+        by_memory = () if self.config.single_projections else inner.memory_parts
         for path, layer in list(nnx.iter_graph(inner)):
             if isinstance(layer, Dense):
-                *holders, last = map(str, path)
-                holder = functools.reduce(getattr, holders, inner)
-                setattr(holder, last, _act(layer, path[0] in parts, layout, x, rows))
+                tokens = x if path[-1] in inner.token_parts and len(path) == 1 else None
+                layer.product = _product(layout, path[0] in by_memory, tokens)
         return inner
 
     def _tails(self, context: Context) -> dict[str, Any]:
@@ -432,28 +427,32 @@ def _ranks(logits: jax.Array) -> jax.Array:
     return jnp.sum(ahead, axis=-1, dtype=jnp.int32)
 
 
-def _act(layer: Dense, own: bool, layout: Rows | Packed, x: jax.Array, rows: jax.Array) -> Any:
-    """`layer` as a function of arranged tokens; with a kernel for each memory if `own`."""
-    kernel = layer.kernel[...]
-    bias = None if layer.bias is None else layer.bias[...]
+def _product(layout: Rows | Packed, by_memory: bool, tokens: jax.Array | None) -> Any:
+    """`project` for tokens that `layout` arranges.
 
-    def act(y: jax.Array, *, dtype: Any = None) -> jax.Array:
-        if y is not rows:
-            whole = layout.project if own else project
-            return whole(y, kernel, bias, dtype)
-        if not own:
-            return layout.tokens(project(x, kernel, bias, dtype))
+    Args:
+        layout: how they are arranged.
+        by_memory: each memory has a kernel and bias of its own, [G, ...].
+        tokens: [B, T, D], where the layer acts on arranged tokens as they came: the product is then computed once a token (and
+            memory) and arranged after. None for other inputs.
+    """
+
+    def product(y: jax.Array, kernel: jax.Array, bias: jax.Array | None, dtype: Any) -> jax.Array:
+        if tokens is None:
+            return (layout.project if by_memory else project)(y, kernel, bias, dtype)
+        if not by_memory:
+            return layout.tokens(project(tokens, kernel, bias, dtype))
         if isinstance(layout, Packed) and bias is None and dtype in (None, y.dtype):
-            found = layout.project_tokens(y, kernel)
-            if found is not None:
-                return found
+            projected = layout.project_tokens(y, kernel)
+            if projected is not None:
+                return projected
         groups, size, width = kernel.shape
         flat = jnp.moveaxis(kernel, 0, 1).reshape(size, groups * width)
         flat_bias = None if bias is None else bias.reshape(-1)
-        every = project(x, flat, flat_bias, dtype)
-        return layout.own(every.reshape(*x.shape[:2], groups, width))
+        every = project(tokens, flat, flat_bias, dtype)
+        return layout.own(every.reshape(*tokens.shape[:2], groups, width))
 
-    return act
+    return product
 
 
 def _stack(holder: Any, name: str, parts: list[Any], active: float) -> None:
@@ -498,3 +497,16 @@ def _documents(
     run, after = number_documents(segment_ids, DocumentCount(document, last_id))
     ids = jnp.where(segment_ids != 0, run, 0)
     return ids, after.segment_id.astype(jnp.int32), after.count
+
+
+METHOD = Method(
+    name="mom",
+    paper="arXiv 2502.13685",
+    op="the inner mixer's",
+    gate="of the inner mixer, for tokens routed to the memory; else 1",
+    write="of the inner mixer, for tokens routed to the memory",
+    read="Σ g_m (what memory m gives), and what the shared one gives",
+    state="the inner mixer's for each memory",
+    config=MoMConfig,
+    module=MoM,
+)

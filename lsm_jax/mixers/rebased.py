@@ -18,29 +18,25 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, merge_heads, parameter, rms_normalize, split_heads
+from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.op_config import RecurrentConfig
 
 _LAYER_NORM_EPS = 1e-5
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class RebasedConfig:
+class RebasedConfig(RecurrentConfig):
     """ReBased.
 
     Attributes:
         num_heads: heads.
         feature_dim: query and key channels of a head ahead of φ (F); φ has F (F + 1) / 2 features.
         normalizer_eps: ε of the normaliser.
-        form: "recurrent", "chunk" or "associative".
-        implementation: of the op; None picks.
-        chunk_size: of the op; None picks.
     """
 
     num_heads: int = 16
     feature_dim: int = 16
     normalizer_eps: float = 1e-5
-    form: str = "chunk"
-    implementation: str | None = None
-    chunk_size: int | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int) -> RebasedConfig:
@@ -53,7 +49,7 @@ class RebasedConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        checks.op_fields(self)
+        self.validate_fields()
         checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
         checks.positive(self, feature_dim=self.feature_dim, normalizer_eps=self.normalizer_eps)
 
@@ -87,6 +83,7 @@ class Rebased(Mixer):
 
     op = ops.linear_memory
     memory_parts = ("k_proj", "v_proj")
+    token_parts = ("q_proj", "k_proj", "v_proj")
 
     def __init__(
         self, config: RebasedConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
@@ -128,3 +125,17 @@ class Rebased(Mixer):
         return ops.linear_state(
             batch_size, config.num_heads, config.num_features(), value_dim, normalize=True
         )
+
+
+METHOD = Method(
+    name="rebased",
+    paper="arXiv 2402.10644",
+    op="linear_memory",
+    gate="1",
+    write="φ(k)ᵀ v, φ a learned quadratic",
+    read="φ(q) M over φ(q) z",
+    state="(V + 1) F (F + 1) / 2 a head for F channels",
+    config=RebasedConfig,
+    module=Rebased,
+    note="where a query meets no key its weights vanish like ε, and float32 rounding shows",
+)

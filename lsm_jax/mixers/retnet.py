@@ -13,10 +13,12 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, rotate, split_heads
+from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.op_config import RecurrentConfig
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class RetNetConfig:
+class RetNetConfig(RecurrentConfig):
     """RetNet's retention.
 
     Attributes:
@@ -25,9 +27,6 @@ class RetNetConfig:
         expand_v: value channels over hidden_size.
         rope_base: of the rotary embedding of q and k.
         norm_eps: of the norm over each head's output.
-        form: "recurrent", "chunk" or "associative".
-        implementation: of the op; None picks.
-        chunk_size: of the op; None picks.
     """
 
     num_heads: int = 8
@@ -35,9 +34,6 @@ class RetNetConfig:
     expand_v: float = 2.0
     rope_base: float = 10000.0
     norm_eps: float = 1e-5
-    form: str = "chunk"
-    implementation: str | None = None
-    chunk_size: int | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int) -> RetNetConfig:
@@ -53,7 +49,7 @@ class RetNetConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        checks.op_fields(self)
+        self.validate_fields()
         key_dim, _ = self.head_dims(hidden_size)
         if key_dim % 2:
             raise ValueError(
@@ -74,6 +70,7 @@ class RetNet(Mixer):
     op = ops.linear_memory
     uses_positions = True
     memory_parts = ("k_proj", "v_proj")
+    token_parts = ("q_proj", "k_proj", "v_proj")
 
     def __init__(
         self, config: RetNetConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
@@ -116,3 +113,16 @@ class RetNet(Mixer):
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
         """An empty memory."""
         return ops.linear_state(batch_size, self.config.num_heads, self.key_dim, self.value_dim)
+
+
+METHOD = Method(
+    name="retnet",
+    paper="arXiv 2307.08621",
+    op="linear_memory",
+    gate="1 - 2^(-5-h), constant for each head",
+    write="kᵀ v, k rotated",
+    read="q M, q rotated",
+    state="K × V a head",
+    config=RetNetConfig,
+    module=RetNet,
+)

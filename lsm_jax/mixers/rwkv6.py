@@ -23,12 +23,14 @@ from lsm_jax.mixers.layers import (
     parameter,
     split_heads,
 )
+from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.op_config import RecurrentConfig
 
 _MIXED = ("w", "k", "v", "r", "g")
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class RWKV6Config:
+class RWKV6Config(RecurrentConfig):
     """RWKV6.
 
     Attributes:
@@ -36,18 +38,12 @@ class RWKV6Config:
         mix_rank: inner width of the low-rank part of each of the five shares.
         decay_rank: inner width of the decay's low-rank part.
         norm_eps: of the norm over each head's output.
-        form: "recurrent", "chunk" or "associative".
-        implementation: of the op; None picks.
-        chunk_size: of the op; None picks.
     """
 
     head_dim: int = 64
     mix_rank: int = 32
     decay_rank: int = 64
     norm_eps: float = 64e-5
-    form: str = "chunk"
-    implementation: str | None = None
-    chunk_size: int | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int) -> RWKV6Config:
@@ -60,7 +56,7 @@ class RWKV6Config:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        checks.op_fields(self)
+        self.validate_fields()
         checks.divides(self, "head_dim", self.head_dim, "hidden_size", hidden_size)
         checks.positive(
             self, mix_rank=self.mix_rank, decay_rank=self.decay_rank, norm_eps=self.norm_eps
@@ -180,3 +176,17 @@ class RWKV6(Mixer):
 
 def _small(rngs: nnx.Rngs, *shape: int) -> jax.Array:
     return jax.random.uniform(rngs.params(), shape, jnp.float32, -0.01, 0.01)
+
+
+METHOD = Method(
+    name="rwkv6",
+    paper="arXiv 2404.05892",
+    op="linear_memory",
+    gate="exp(-exp(d)), d low-rank in the token, each key channel",
+    write="kᵀ v",
+    read="r (M before + diag(u) kᵀ v)",
+    state="K × V a head; a token",
+    config=RWKV6Config,
+    module=RWKV6,
+    feedforward="rwkv6_channel_mix",
+)

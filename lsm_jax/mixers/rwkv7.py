@@ -25,6 +25,8 @@ from lsm_jax.mixers.layers import (
     recomputed,
     split_heads,
 )
+from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.op_config import RecurrentConfig
 from lsm_jax.ops.convolution.backends import l2_normalize
 
 _MIXED = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
@@ -32,7 +34,7 @@ _MIXED = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class RWKV7Config:
+class RWKV7Config(RecurrentConfig):
     """RWKV7.
 
     Attributes:
@@ -43,9 +45,6 @@ class RWKV7Config:
         value_rank: of the share of the first layer's value; None is 1.7 √hidden_size likewise.
         gate_rank: of the output gate; None is 5 √hidden_size likewise.
         norm_eps: of the norm over each head's output, published as head_dim · 1e-5.
-        form: "recurrent", "chunk" or "associative".
-        implementation: of the op; None picks.
-        chunk_size: of the op; None picks.
     """
 
     head_dim: int = 64
@@ -54,9 +53,6 @@ class RWKV7Config:
     value_rank: int | None = None
     gate_rank: int | None = None
     norm_eps: float = 64e-5
-    form: str = "chunk"
-    implementation: str | None = None
-    chunk_size: int | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int) -> RWKV7Config:
@@ -77,7 +73,7 @@ class RWKV7Config:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        checks.op_fields(self)
+        self.validate_fields()
         checks.divides(self, "head_dim", self.head_dim, "hidden_size", hidden_size)
         if self.head_dim < 2:
             raise ValueError(f"RWKV7Config.head_dim={self.head_dim}: it must be at least 2")
@@ -243,3 +239,17 @@ class RWKV7(Mixer):
         """An empty memory."""
         head_dim = self.config.head_dim
         return ops.delta_state(batch_size, self.num_heads, head_dim, head_dim)
+
+
+METHOD = Method(
+    name="rwkv7",
+    paper="arXiv 2503.14456",
+    op="dplr_memory",
+    gate="diag(w) - (κ ⊙ a)ᵀ κ; w each key channel in (0.545, 1), a each key channel",
+    write="k̃ᵀ v",
+    read="r M, and r · k̃ times v of this token",
+    state="K × V a head; a token",
+    config=RWKV7Config,
+    module=RWKV7,
+    feedforward="rwkv7_channel_mix",
+)

@@ -17,10 +17,12 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, parameter
+from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.op_config import RecurrentConfig
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class S4DConfig:
+class S4DConfig(RecurrentConfig):
     """S4D.
 
     Attributes:
@@ -29,18 +31,12 @@ class S4DConfig:
         max_step: largest initial Δ.
         convolution: "blocks" computes one document from an empty state as a convolution, by matrix products, and all else as
             "scan" does, by `form`.
-        form: "recurrent", "chunk" or "associative".
-        implementation: of the op; None picks.
-        chunk_size: of the op; None picks.
     """
 
     state_size: int = 64
     min_step: float = 1e-3
     max_step: float = 1e-1
     convolution: str = "blocks"
-    form: str = "chunk"
-    implementation: str | None = None
-    chunk_size: int | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int) -> S4DConfig:
@@ -49,7 +45,7 @@ class S4DConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        checks.op_fields(self)
+        self.validate_fields()
         checks.positive(self, state_size=self.state_size, min_step=self.min_step)
         if self.state_size % 2:
             raise ValueError(f"S4DConfig.state_size={self.state_size}: it must be even")
@@ -58,7 +54,7 @@ class S4DConfig:
                 f"S4DConfig.max_step={self.max_step}: it must be at least min_step={self.min_step}"
             )
         # The default never asks the op, which accepts these two.
-        checks.one_of(self, "implementation", self.implementation, (None, "xla"))
+        checks.one_of(self, "op.implementation", self.op.implementation, (None, "xla"))
         checks.one_of(self, "convolution", self.convolution, ("blocks", "scan"))
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
@@ -132,3 +128,17 @@ class S4D(Mixer):
         """An empty memory."""
         pairs = self.config.state_size // 2
         return ops.selective_state(batch_size, self.hidden_size, pairs, is_complex=True)
+
+
+METHOD = Method(
+    name="s4d",
+    paper="arXiv 2206.11893",
+    op="selective_memory",
+    gate="exp(Δ A), A complex, constant for each channel and state",
+    write="(exp(Δ A) - 1) / A x",
+    read="2 Re(C h) + D x",
+    state="N / 2 complex a channel",
+    config=S4DConfig,
+    module=S4D,
+    note="its default computes one document from an empty state as a convolution, by blocks",
+)

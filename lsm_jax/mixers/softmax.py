@@ -19,6 +19,7 @@ from lsm_jax.mixers.layers import (
     rotate,
     split_heads,
 )
+from lsm_jax.mixers.method import Method
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -180,3 +181,18 @@ class Softmax(Mixer):
             forget_heads=self.forget_heads,
             dtype=dtype,
         )
+
+
+METHOD = Method(
+    name="softmax",
+    paper="arXiv 1706.03762",
+    op="attention",
+    gate="none: keys and values are kept",
+    write="k, v",
+    read="softmax(q Kᵀ) V",
+    state="k and v of every token, or of a window",
+    forms=(),
+    config=SoftmaxConfig,
+    module=Softmax,
+    note="the memory grows with the sequence: no other forms",
+)

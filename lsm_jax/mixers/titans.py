@@ -25,10 +25,12 @@ from lsm_jax.mixers.layers import (
     parameter,
     split_heads,
 )
+from lsm_jax.mixers.method import ONLINE_NOTE, Method
+from lsm_jax.mixers.op_config import RecurrentConfig
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class TitansConfig:
+class TitansConfig(RecurrentConfig):
     """Titans. What the paper leaves open (heads, expansion, `max_lr`, initial gates) is chosen here.
 
     Attributes:
@@ -42,9 +44,6 @@ class TitansConfig:
         conv_size: width of the short convolutions on q, k and v.
         inner_norm_eps: of the memory's layer norm.
         norm_eps: of the norm over each head's output.
-        form: "recurrent" or "chunk".
-        implementation: of the op; None picks.
-        chunk_size: of the op; None picks.
     """
 
     num_heads: int = 16
@@ -56,9 +55,6 @@ class TitansConfig:
     conv_size: int = 4
     inner_norm_eps: float = 1e-6
     norm_eps: float = 1e-5
-    form: str = "chunk"
-    implementation: str | None = None
-    chunk_size: int | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int) -> TitansConfig:
@@ -72,7 +68,7 @@ class TitansConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        checks.op_fields(self, ("recurrent", "chunk"))
+        self.validate_fields(("recurrent", "chunk"))
         checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
         checks.one_of(self, "memory_depth", self.memory_depth, (1, 2))
         checks.positive(
@@ -187,3 +183,19 @@ class Titans(Mixer):
         return ops.online_state(
             batch_size, config.num_heads, config.sizes(self.hidden_size), momentum=True
         )
+
+
+METHOD = Method(
+    name="titans",
+    paper="arXiv 2501.00663",
+    op="online_memory",
+    gate="1 - α, each head",
+    write="S ← η S - θ ∇‖M(k) - v‖² at the mini-batch's start",
+    read="M(q), M a matrix or an MLP",
+    state="M, S and M at the mini-batch's start: 3 K × V a head for a matrix; 3 tokens of q, k, v",
+    forms=("recurrent", "chunk"),
+    config=TitansConfig,
+    module=Titans,
+    note=ONLINE_NOTE
+    + "; a pattern of it is the paper's MAL, and persistent-memory tokens, MAC and MAG are not here",
+)

@@ -18,10 +18,12 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
 from lsm_jax.mixers.layers import Dense, HeadNorm, merge_heads, parameter, rotate, split_heads
+from lsm_jax.mixers.method import ONLINE_NOTE, Method
+from lsm_jax.mixers.op_config import RecurrentConfig
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class TTTLinearConfig:
+class TTTLinearConfig(RecurrentConfig):
     """TTT-Linear.
 
     Attributes:
@@ -32,9 +34,6 @@ class TTTLinearConfig:
         rope_base: of the rotary positions.
         inner_norm_eps: of the inner model's layer norm.
         norm_eps: of the layer norm over the output's channels.
-        form: "recurrent" or "chunk".
-        implementation: of the op; None picks.
-        chunk_size: of the op; None picks.
     """
 
     num_heads: int = 16
@@ -44,9 +43,6 @@ class TTTLinearConfig:
     rope_base: float = 10000.0
     inner_norm_eps: float = 1e-6
     norm_eps: float = 1e-6
-    form: str = "chunk"
-    implementation: str | None = None
-    chunk_size: int | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int) -> TTTLinearConfig:
@@ -59,7 +55,7 @@ class TTTLinearConfig:
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
-        checks.op_fields(self, ("recurrent", "chunk"))
+        self.validate_fields(("recurrent", "chunk"))
         checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
         if hidden_size // self.num_heads % 2:
             raise ValueError(
@@ -175,3 +171,18 @@ class TTTLinear(Mixer):
         return ops.online_state(
             batch_size, config.num_heads, config.sizes(self.hidden_size), bias=True
         )
+
+
+METHOD = Method(
+    name="ttt_linear",
+    paper="arXiv 2407.04620",
+    op="online_memory",
+    gate="1",
+    write="-η ∇_W ½‖f(k) - v‖² at the mini-batch's start",
+    read="f(q) = q + LN(q W + b)",
+    state="W, b and the mini-batch's sum of gradients: 2 V (K + 1) a head; 3 tokens of q, k",
+    forms=("recurrent", "chunk"),
+    config=TTTLinearConfig,
+    module=TTTLinear,
+    note=ONLINE_NOTE,
+)

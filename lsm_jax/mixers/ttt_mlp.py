@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from lsm_jax.mixers import checks
+from lsm_jax.mixers.method import ONLINE_NOTE, Method
 from lsm_jax.mixers.ttt_linear import TTTLinear, TTTLinearConfig
 
 
@@ -37,3 +38,18 @@ class TTTMLPConfig(TTTLinearConfig):
 
 class TTTMLP(TTTLinear):
     """TTT-MLP; see `TTTMLPConfig`."""
+
+
+METHOD = Method(
+    name="ttt_mlp",
+    paper="arXiv 2407.04620",
+    op="online_memory",
+    gate="1",
+    write="-η ∇_W ½‖f(k) - v‖² at the mini-batch's start",
+    read="f(q) = q + LN(gelu(q W₁ + b₁) W₂ + b₂)",
+    state="W₁, b₁, W₂, b₂ and the mini-batch's sums of gradients; 3 tokens of q, k",
+    forms=("recurrent", "chunk"),
+    config=TTTMLPConfig,
+    module=TTTMLP,
+    note=ONLINE_NOTE,
+)

@@ -12,6 +12,7 @@ from typing import Any
 
 from absl import logging
 
+from lsm_jax import mixers
 from lsm_jax.data import DataConfig
 from lsm_jax.models import ModelConfig
 from lsm_jax.parallel import MeshConfig, batch_shards
@@ -206,8 +207,11 @@ class TrainConfig:
         length = self.data.sequence_length
         for letter in sorted(set(self.model.pattern)):
             mixer = self.model.layers[letter].mixer
-            for name in ("window", "chunk_size"):
-                value = getattr(mixer, name, None)
+            chunk_size = mixer.op.chunk_size if isinstance(mixer, mixers.RecurrentConfig) else None
+            for name, value in (
+                ("window", getattr(mixer, "window", None)),
+                ("op.chunk_size", chunk_size),
+            ):
                 if name == "window" and self.base is not None:
                     continue  # a pretrained layer's own, wide enough to see whole rows
                 if value is not None and value > length:
@@ -236,8 +240,19 @@ def resolve_annotations(config: Any) -> None:
     elif dataclasses.is_dataclass(config):
         hints = typing.get_type_hints(type(config))
         for field in dataclasses.fields(config):
-            field.type = hints[field.name]
+            field.type = _flag_type(hints[field.name])
             resolve_annotations(getattr(config, field.name))
+
+
+def _flag_type(hint: Any) -> Any:
+    """The type by which ml-collections checks overrides of a field; it knows no other unions than those with None.
+
+    Of several names in order of preference, `str | tuple[str, ...] | None`, that is the string, with commas.
+    """
+    kinds = typing.get_args(hint)
+    if str in kinds and any(typing.get_origin(kind) is tuple for kind in kinds):
+        return str | None
+    return hint
 
 
 _FREE = {
@@ -266,18 +281,50 @@ _MOVED_MODULES = {
 }
 
 
+def _moved_fields(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a config of class `kind` where releases before 0.2 had them directly in the mixer's: by today's names."""
+    if not issubclass(kind, mixers.RecurrentConfig) or "op" in fields:
+        return fields
+    kept = {name: value for name, value in fields.items() if name not in MOVED_FIELDS}
+    moved = {name: value for name, value in fields.items() if name in MOVED_FIELDS}
+    window = "window_implementation"
+    attention = dict(implementation=moved.pop(window)) if window in moved else {}
+    return kept | attention | dict(op=dataclasses.replace(kind().op, **moved))
+
+
+def _class_of(kind: str) -> type:
+    """The config class that `to_dict` wrote as "module:name": of this library or of a registered method."""
+    for method in (mixers.METHODS | mixers.WRAPPERS).values():
+        if kind == f"{method.config.__module__}:{method.config.__qualname__}":
+            return method.config
+    module, _, name = kind.partition(":")
+    if module.partition(".")[0] != "lsm_jax":
+        raise ValueError(
+            f"config: type {kind!r} is not one of lsm_jax, nor the config of a method that mixers.register was given"
+        )
+    return getattr(importlib.import_module(_MOVED_MODULES.get(module, module)), name)
+
+
+# Fields of mixers' configs by their names before release 0.2, and by today's.
+MOVED_FIELDS = {
+    "form": "op.form",
+    "implementation": "op.implementation",
+    "chunk_size": "op.chunk_size",
+    "window_implementation": "implementation",
+}
+
+
 def from_dict(value: Any) -> Any:
-    """The config `to_dict` was given.
+    """The config that `to_dict` was given.
 
     Raises:
-        ValueError: a type outside this library, or fields it does not have.
+        ValueError: a type that is neither of this library nor a registered method's, or fields that it does not have.
     """
     if isinstance(value, dict) and "type" in value:
-        module, _, name = value["type"].partition(":")
-        if module.partition(".")[0] != "lsm_jax":
-            raise ValueError(f"config: type {value['type']!r} is not one of lsm_jax")
-        kind = getattr(importlib.import_module(_MOVED_MODULES.get(module, module)), name)
+        kind = _class_of(value["type"])
+        name = kind.__name__
         fields = {key: from_dict(item) for key, item in value.items() if key != "type"}
+        fields = _moved_fields(kind, fields)
         unknown = sorted(set(fields) - {f.name for f in dataclasses.fields(kind)})
         if unknown:
             raise ValueError(f"config: {name} has no field {', '.join(unknown)}")
@@ -342,6 +389,8 @@ def suggest(config: Any, name: str) -> str:
         known = [f.name for f in dataclasses.fields(holder)]
     else:
         return f"{'.'.join(path)} is a value and has no fields"
+    if last in MOVED_FIELDS and isinstance(holder, mixers.RecurrentConfig):
+        return f"{type(holder).__name__} has no field {last!r}; since release 0.2 it is {MOVED_FIELDS[last]!r}"
     close = difflib.get_close_matches(last, known, 1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"{type(holder).__name__} has no field {last!r}{hint} It has: {', '.join(known)}"

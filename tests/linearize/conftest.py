@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from lsm_jax.data import DataConfig
 from lsm_jax.linearize import Pretrained, liger_model
-from lsm_jax.mixers import LoRAConfig
+from lsm_jax.mixers import LoRAConfig, OpConfig
 from lsm_jax.training import OptimizerConfig, TrainConfig
 from tests.training.conftest import keep_compiled  # noqa: F401
 
@@ -76,7 +76,7 @@ def config_of(llama: Path, text: Path, **changes) -> TrainConfig:
     model = dataclasses.replace(base.config(), dtype="float32", remat="none")
     fields = dict(
         name="tiny",
-        model=liger_model(model, lora=LoRAConfig(rank=2), gate="mamba2", window=8, chunk_size=16),
+        model=liger_model(model, lora=LoRAConfig(rank=2), gate="mamba2", window=8, op=OpConfig(chunk_size=16)),
         data=DataConfig(
             path=str(text), heldout_fraction=0.2, sequence_length=256, num_threads=0, prefetch=0, format="alpaca",
             packing="first_fit",

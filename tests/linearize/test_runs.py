@@ -27,7 +27,7 @@ from lsm_jax.linearize import (
     merge_adapters,
 )
 from lsm_jax.linearize.export import export_run, main
-from lsm_jax.mixers import LoRAConfig
+from lsm_jax.mixers import LoRAConfig, OpConfig
 from lsm_jax.parallel import MeshConfig, make_mesh
 from lsm_jax.training import from_dict, load_run, make_program, read_rows, to_dict, train
 from lsm_jax.training.partition import leaves_of, split, targets
@@ -213,7 +213,7 @@ def test_options_of_the_recipe():
     assert config.optimizer.peak_lr == 2e-3
     for option, words in {
         "lr=fast": "lr='fast'; accepted is a number",
-        "rank=-1": "rank='-1'; accepted is a number",
+        "rank=-1": "rank='-1'; accepted is a whole number",
         "lr=nan": "lr='nan'; accepted is a number",
         "lr=0": "lr='0'; accepted is a number above 0",
         "lr=1e-3,lr=1e-2": "lr is given twice",
@@ -223,7 +223,7 @@ def test_options_of_the_recipe():
         "tokenizer=tokenizer.json": "tokenizer takes source=PATH",
         "method=window,temperature=2": "are of method=liger",
         "temperature=0": "gate_temperature",
-        "memory=1": "option 'memory=1'; accepted are source, tokenizer, gate",
+        "memory=1": "option 'memory'; accepted are source, tokenizer, gate",
     }.items():
         with pytest.raises(ValueError, match=words):
             liger.get_config(f"llama3-8b,{option}")
@@ -278,7 +278,9 @@ def test_ablations_train_what_they_say(llama, instructions, tmp_path, ablation):
     config = config_of(llama, instructions)
     base = dataclasses.replace(config.base.config(), dtype="float32", remat="none")
     lora = None if ablation == "no_lora" else LoRAConfig(rank=2)
-    config.model = liger_model(base, lora=lora, **dict(window=8, chunk_size=16) | fields)
+    config.model = liger_model(
+        base, lora=lora, **dict(window=8, op=OpConfig(chunk_size=16)) | fields
+    )
     config.trainable = trainable
     train(config, tmp_path / "run")
     run, original = load_run(tmp_path / "run"), loaded(llama, config)
@@ -300,7 +302,7 @@ def test_lolcats_learns_its_maps_and_then_adapters(llama, instructions, tmp_path
 
     config = config_of(llama, instructions)
     base = dataclasses.replace(config.base.config(), dtype="float32", remat="none")
-    fields = dict(window=8, chunk_size=16, feature_dim=4)
+    fields = dict(window=8, op=OpConfig(chunk_size=16), feature_dim=4)
     config.model = lolcats_model(base, transfer=True, **fields)
     config.trainable = liger.LOLCATS_MAPS
     longer = dataclasses.replace(config, total_tokens=24 * 1024)

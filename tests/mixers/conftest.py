@@ -67,6 +67,15 @@ def stir(module, *, kernels_only: bool = False):
     nnx.update(module, state)
 
 
+def changed(config, **fields):
+    """The config with fields replaced, those of its `op` by their names there."""
+    if isinstance(config, mixers.RecurrentConfig):
+        names = [f.name for f in dataclasses.fields(config.op) if f.name in fields]
+        op = dataclasses.replace(config.op, **{name: fields.pop(name) for name in names})
+        fields["op"] = op
+    return dataclasses.replace(config, **fields)
+
+
 class Small:
     """A small mixer of a method, with parameters large enough for gates to matter; `stirred` for the generic tests."""
 
@@ -76,7 +85,7 @@ class Small:
             fields = dict(chunk_size=4) | fields
         if hasattr(config, "mini_batch"):  # several in a row
             fields = dict(mini_batch=3) | fields
-        self.config = dataclasses.replace(config, **fields)
+        self.config = changed(config, **fields)
         options = dict(init_std=0.2, layer=1, num_layers=2)
         self.mixer = mixers.build(self.config, WIDTH, rngs=nnx.Rngs(0), **options)
         if stirred:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -12,7 +11,7 @@ from flax import nnx
 
 from lsm_jax import mixers
 from lsm_jax.mixers import Context
-from tests.mixers.conftest import stir
+from tests.mixers.conftest import changed, stir
 
 WIDTH, BATCH, LENGTH = 16, 2, 11
 INNER = tuple(name for name, m in mixers.METHODS.items() if m.module.memory_parts)
@@ -27,7 +26,7 @@ def config_of(name="gated_deltanet", *, inner=None, **fields) -> mixers.MoMConfi
     given = dict(chunk_size=4) | (inner or {})
     if name == "gated_deltanet":
         given = dict(num_heads=2, head_dim=4, expand_v=1.0) | given
-    return mixers.MoMConfig(mixer=dataclasses.replace(own, **given), **fields)
+    return mixers.MoMConfig(mixer=changed(own, **given), **fields)
 
 
 def build(config) -> mixers.Mixer:

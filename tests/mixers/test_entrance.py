@@ -26,6 +26,7 @@ WRONG = {
     bool: (2, "yes", None),
     str: (3, True),
     mixers.RopeScaling: (8.0, "llama3"),
+    mixers.OpConfig: ("chunk", None),
 }
 
 
@@ -39,6 +40,32 @@ def test_fields_of_another_kind_are_refused(name):
             words = re.escape(f"{type(config).__name__}.{field}={value!r}: it must be ")
             with pytest.raises(ValueError, match=words):
                 dataclasses.replace(config, **{field: value}).validate(256)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(form=3), "op.form=3: it must be a string"),
+        (dict(form="parallel"), "op.form='parallel': accepted are 'recurrent', 'chunk'"),
+        (dict(chunk_size=48), "op.chunk_size=48: accepted are None and powers of two"),
+        (dict(chunk_size=True), "op.chunk_size=True: it must be an integer or None"),
+        (dict(implementation=""), "op.implementation='': accepted are None, a name, or names"),
+        (dict(implementation=("xla", 3)), r"op.implementation=\('xla', 3\): accepted are None"),
+    ],
+)
+def test_an_op_that_does_not_exist_is_refused(fields, message):
+    with pytest.raises(ValueError, match=f"GLAConfig.{message}"):
+        dataclasses.replace(CONFIGS["gla"], op=mixers.OpConfig(**fields)).validate(256)
+
+
+def test_every_config_has_an_op_of_its_own():
+    config = CONFIGS["gla"]
+    other = dataclasses.replace(config, num_heads=2)
+    other.op.form = "recurrent"
+    assert config.op.form == "chunk"
+    several = mixers.OpConfig(implementation=("mosaic_gpu", "xla"))
+    assert several.arguments() == mixers.OpConfig(implementation="mosaic_gpu,xla").arguments()
+    dataclasses.replace(config, op=several).validate(256)
 
 
 @pytest.mark.parametrize("name", ["deltanet", "gated_deltanet", "kda"])
@@ -63,7 +90,7 @@ def test_a_width_is_whole_despite_rounding():
 
 def test_s4d_refuses_an_implementation_it_would_not_ask():
     with pytest.raises(ValueError, match="implementation='nonsense': accepted are None, 'xla'"):
-        mixers.S4DConfig(implementation="nonsense").validate(256)
+        mixers.S4DConfig(op=mixers.OpConfig(implementation="nonsense")).validate(256)
 
 
 def abstract(name: str, width: int = WIDTH):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from lsm_jax.mixers import METHODS, build
+from lsm_jax.mixers import METHODS, OpConfig, build
 from tests.mixers.conftest import LENGTH, Small
 from tests.mixers.test_liger import rotated, softmax
 from tests.mixers.test_linear_memories import wide
@@ -72,7 +72,7 @@ def test_a_layer_and_its_first_stage_equal_numpy():
 
 
 def test_no_array_has_more_than_a_window_of_keys_a_token():
-    config = METHODS["lolcats"].config(num_heads=1, head_dim=4, window=8, feature_dim=4, chunk_size=8)  # fmt: skip
+    config = METHODS["lolcats"].config(num_heads=1, head_dim=4, window=8, feature_dim=4, op=OpConfig(chunk_size=8))  # fmt: skip
     mixer, length = build(config, 4, rngs=nnx.Rngs(0)), 256
 
     def loss(mixer, x):

@@ -13,6 +13,7 @@ from flax import nnx
 
 from lsm_jax import mixers
 from lsm_jax.mixers import mom_layout
+from lsm_jax.mixers.layers import Dense
 from lsm_jax.ops.core import states
 from lsm_jax.ops.experts import grouped_product
 from tests.mixers.mom_cases import (
@@ -32,6 +33,7 @@ from tests.mixers.mom_cases import (
     memory,
     number,
     oracle,
+    shared_of,
 )
 from tests.mixers.test_mixers import close
 
@@ -418,3 +420,22 @@ def test_flops_count_each_routed_memory():
     assert inner < whole < 3 * inner + 2 * WIDTH * 4
     one = dataclasses.replace(config, num_memories=1, top_k=1, shared_memory=False)
     assert one.flops_per_token(WIDTH, 8) == inner + 2 * WIDTH
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_token_parts_are_the_layers_that_act_on_tokens_as_they_come(name, monkeypatch):
+    """`Mixer.token_parts` against what `read` and `write` multiply."""
+    mixer = made(name, single_projections=True).inner
+    x, seen = X.reshape(-1, X.shape[1], X.shape[2]), set()
+    plain = Dense.__call__
+
+    def recorded(self, y, *, dtype=None):
+        seen.update(n for n, v in vars(mixer).items() if v is self and y is x)
+        return plain(self, y, dtype=dtype)
+
+    monkeypatch.setattr(Dense, "__call__", recorded)
+    shared = shared_of(mixer, x)
+    positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+    context = mixers.Context(1, shared, None, positions, None, {})
+    jax.eval_shape(lambda: mixer.through_memory(x, context, None)[0])
+    assert seen == set(mixer.token_parts)

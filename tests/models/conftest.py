@@ -38,7 +38,7 @@ def small_config(method: str, pattern: str = "LLLN", **fields) -> models.ModelCo
     for letter, name in (("L", method), ("N", "softmax")):
         config.layers[letter].mixer = mixers.METHODS[name].config.for_width(32)
         if mixers.METHODS[name].forms:
-            config.layers[letter].mixer.chunk_size = 4
+            config.layers[letter].mixer.op.chunk_size = 4
         if hasattr(config.layers[letter].mixer, "mini_batch"):  # several in a row
             config.layers[letter].mixer.mini_batch = 3
         # A normaliser amplifies any rounding where a query meets no key, a norm where a head's output nearly cancels, an

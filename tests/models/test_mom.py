@@ -25,7 +25,9 @@ from tests.training import tiny
 
 def small_mom(**fields):
     """MoM of small heads, in chunks of eight."""
-    inner = mixers.GatedDeltaNetConfig(num_heads=2, head_dim=4, expand_v=1.0, chunk_size=8)
+    inner = mixers.GatedDeltaNetConfig(
+        num_heads=2, head_dim=4, expand_v=1.0, op=mixers.OpConfig(chunk_size=8)
+    )
     return mixers.MoMConfig(mixer=inner, **fields)
 
 
@@ -67,9 +69,9 @@ def test_variants():
     for variant, words in (
         ("2b", "size '2b'; accepted are tiny"),
         ("340m,memory=3", "option 'memory'; accepted are inner, memories"),
-        ("340m,top_k=x", "top_k='x': accepted are whole numbers"),
-        ("340m,hybrid=4", "hybrid='4': accepted are 0 and 1"),
-        ("340m,shared=2", "shared='2': accepted are 0 and 1"),
+        ("340m,top_k=x", "top_k='x'; accepted is a whole number from 0"),
+        ("340m,hybrid=4", "hybrid='4'; accepted are 0 and 1"),
+        ("340m,shared=2", "shared='2'; accepted are 0 and 1"),
         ("340m,top_k=1,top_k=2", "option top_k is given twice"),
         ("340m,expanded=5,memories=8,single=1", "memories, single: expanded=5 has one memory"),
         ("340m,inner=titans", "cannot be one of several memories"),

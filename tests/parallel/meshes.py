@@ -32,7 +32,7 @@ def mixer(name: str, **fields):
     config = mixers.get_method(name).config.for_width(WIDTH)
     known = {f.name for f in dataclasses.fields(config)}
     heads = 2 if name.startswith("ttt") else HEADS
-    small = dict(num_heads=heads, head_dim=WIDTH // HEADS, num_groups=HEADS, chunk_size=8, mini_batch=8, state_size=4)  # fmt: skip
+    small = dict(num_heads=heads, head_dim=WIDTH // HEADS, num_groups=HEADS, op=mixers.OpConfig(chunk_size=8), mini_batch=8, state_size=4)  # fmt: skip
     return dataclasses.replace(config, **{k: v for k, v in small.items() if k in known} | fields)
 
 

@@ -109,7 +109,7 @@ def main() -> None:
     """Train a model of one layer; the first process gets a signal after step `stop`."""
     workdir, text, axes, stop = sys.argv[1:5]
     join_hosts()
-    from lsm_jax.mixers import LinearAttentionConfig
+    from lsm_jax.mixers import LinearAttentionConfig, OpConfig
     from lsm_jax.models import LayerConfig
     from lsm_jax.training import train
 
@@ -117,7 +117,7 @@ def main() -> None:
     mesh = MeshConfig(**{n: int(v) for n, v in (a.split("=") for a in axes.split(","))})
     config = tiny.config(text, mesh=mesh)
     layer = LayerConfig(
-        mixer=LinearAttentionConfig(num_heads=2, form="recurrent"), feedforward=None
+        mixer=LinearAttentionConfig(num_heads=2, op=OpConfig(form="recurrent")), feedforward=None
     )
     model = dict(num_layers=1, pattern="L", layers={"L": layer}, remat="none")
     config.model = dataclasses.replace(config.model, **model)

@@ -50,7 +50,7 @@ def test_documents_are_aligned_to_mini_batches(method, caplog):
         (lambda c: setattr(c.model, "pattern", "LNX"), "letters X; model.layers has L, N"),
         (lambda c: setattr(c.model, "num_layers", 3), "model.num_layers=3 is no multiple of the 2 letters"),
         (lambda c: setattr(c.model.layers["N"].mixer, "window", 64), "mixer.window=64 is longer than data.sequence_length=32"),
-        (lambda c: setattr(c.model.layers["L"].mixer, "chunk_size", 64), "mixer.chunk_size=64 is longer"),
+        (lambda c: setattr(c.model.layers["L"].mixer.op, "chunk_size", 64), "mixer.op.chunk_size=64 is longer"),
         (lambda c: setattr(c.data, "sequence_length", 0), "data.sequence_length=0"),
     ],
 )  # fmt: skip

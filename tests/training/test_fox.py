@@ -61,8 +61,8 @@ def test_every_model_has_a_run():
     for variant, words in (
         ("pro", "accepted is <model>-<size>, e.g. pro-760m"),
         ("pro-1b", "size='1b'"),
-        ("pro-360m,tokens=16b", "tokens='16b'; accepted: 7.5b"),
-        ("samba-760m,tokens=48b", "tokens='48b'; accepted: 16b"),
+        ("pro-360m,tokens=16b", "tokens='16b'; accepted is 7.5b"),
+        ("samba-760m,tokens=48b", "tokens='48b'; accepted is 16b"),
         ("pro-360m,steps=3", "option 'steps'; accepted is tokens"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lsm_jax.data import DataConfig
 from lsm_jax.feedforward import SwiGLUConfig
-from lsm_jax.mixers import GatedDeltaNetConfig, SoftmaxConfig
+from lsm_jax.mixers import GatedDeltaNetConfig, OpConfig, SoftmaxConfig
 from lsm_jax.models import LayerConfig, ModelConfig
 from lsm_jax.parallel import MeshConfig
 from lsm_jax.training import OptimizerConfig, TrainConfig, train
@@ -21,7 +21,9 @@ from lsm_jax.training import OptimizerConfig, TrainConfig, train
 def config(text: str | Path, **changes) -> TrainConfig:
     """The config of a run of 12 steps of 8 rows of 32 bytes."""
     inner = SwiGLUConfig(multiple_of=16)
-    recurrent = GatedDeltaNetConfig(num_heads=2, head_dim=8, expand_v=1.0, chunk_size=16)
+    recurrent = GatedDeltaNetConfig(
+        num_heads=2, head_dim=8, expand_v=1.0, op=OpConfig(chunk_size=16)
+    )
     fields = dict(
         name="tiny",
         model=ModelConfig(

@@ -1,0 +1,123 @@
+"""Variants of configs, `--config=FILE.py:HEAD[,option=value ...]`: every config declares its options and parses them here."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Option:
+    """What an option of a variant accepts.
+
+    Attributes:
+        kind: str, int (a whole number), float (a finite number from 0) or bool (0 or 1).
+        choices: the accepted values; empty accepts every value of the kind.
+        least: smallest accepted number.
+        positive: whether 0 is refused too.
+    """
+
+    kind: type = str
+    choices: Iterable[str] = ()
+    least: int = 0
+    positive: bool = False
+
+    def accepted(self) -> str:
+        """The accepted values in words."""
+        if self.choices:
+            return listed(filter(None, self.choices))
+        if self.kind is bool:
+            return "accepted are 0 and 1"
+        if self.kind is int:
+            return f"accepted is a whole number from {self.least}"
+        if self.kind is float:
+            return f"accepted is a number {'above' if self.positive else 'from'} {self.least}"
+        return "accepted is text"
+
+    def parse(self, text: str) -> Any:
+        """The value that `text` says.
+
+        Raises:
+            ValueError: it is not accepted.
+        """
+        if self.choices and text not in tuple(self.choices):
+            raise ValueError(text)
+        if self.kind is bool:
+            return bool(("0", "1").index(text))
+        if self.kind is int:
+            if not text.isdecimal() or int(text) < self.least:
+                raise ValueError(text)
+            return int(text)
+        if self.kind is float:
+            value = float(text)
+            if not self.least <= value < math.inf or (self.positive and value == self.least):
+                raise ValueError(text)
+            return value
+        return text
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names in the words of every message: "accepted are a, b"."""
+    names = tuple(names)
+    return f"accepted {'is' if len(names) == 1 else 'are'} {', '.join(names)}"
+
+
+def parse_variant(variant: str, options: Mapping[str, Option]) -> tuple[str, dict[str, Any]]:
+    """The head of a variant, and the values of the options that it gives.
+
+    Args:
+        variant: "head[,option=value ...]".
+        options: what is accepted, by name.
+
+    Raises:
+        ValueError: an option that does not exist, lacks its value or is given twice, or a value that is not accepted; the
+            message lists what is.
+    """
+    head, *given = variant.split(",")
+    values: dict[str, Any] = {}
+    for item in given:
+        name, equals, text = item.partition("=")
+        if name not in options:
+            raise ValueError(f"variant {variant!r}: option {name!r}; {listed(options)}")
+        if not equals:
+            raise ValueError(
+                f"variant {variant!r}: option {name!r} has no value; accepted is {name}=VALUE"
+            )
+        if name in values:
+            raise ValueError(f"variant {variant!r}: option {name} is given twice")
+        values[name] = parse_value(variant, name, text, options[name])
+    return head, values
+
+
+def parse_value(variant: str, name: str, text: str, option: Option) -> Any:
+    """The value of one option.
+
+    Raises:
+        ValueError: it is not accepted; the message says what is.
+    """
+    try:
+        return option.parse(text)
+    except ValueError:
+        message = f"variant {variant!r}: {name}={text!r}; {option.accepted()}"
+        raise ValueError(message) from None
+
+
+def split_head(variant: str, head: str, first: str, example: str) -> tuple[str, str]:
+    """The two parts of a head "<first>-<size>".
+
+    Raises:
+        ValueError: there is no dash.
+    """
+    name, dash, size = head.rpartition("-")
+    if not dash:
+        raise ValueError(f"variant {variant!r}: accepted is <{first}>-<size>, e.g. {example}")
+    return name, size
+
+
+def check_head(variant: str, kind: str, head: str, accepted: Iterable[str]) -> None:
+    """Raise ValueError unless the head, a `kind` such as "size", is one of `accepted`."""
+    accepted = tuple(accepted)
+    if head not in accepted:
+        raise ValueError(f"variant {variant!r}: {kind} {head!r}; {listed(accepted)}")

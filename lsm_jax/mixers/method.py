@@ -1,0 +1,137 @@
+"""The table of methods: what a method says about itself, and how a config or a name leads to its mixer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+from flax import nnx
+
+from lsm_jax.mixers import checks
+from lsm_jax.mixers.base import Mixer
+
+ONLINE_NOTE = "the gradient depends on the memory: updates do not compose"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Method:
+    """One row of the table of methods.
+
+    Attributes:
+        name: the name in presets and configs.
+        paper: where it was published.
+        op: the function of `lsm_jax.ops` that computes it.
+        gate: what multiplies the memory at each token.
+        write: what is added to the memory.
+        read: how the output is read from it.
+        state: what one sequence carries from token to token, in numbers: K and V are the key and value channels of a
+            head, N those of a state.
+        forms: forms of the op; empty where it has none.
+        config: its dataclass.
+        module: its class, a `Mixer`.
+        feedforward: name of its published block's feedforward in `lsm_jax.feedforward.FEEDFORWARDS`; None where it has none.
+        note: why it lacks a form, or anything else a reader of the table must know.
+    """
+
+    name: str
+    paper: str
+    op: str
+    gate: str
+    write: str
+    read: str
+    state: str
+    forms: tuple[str, ...] = checks.FORMS
+    config: type
+    module: Any
+    feedforward: str | None = "swiglu"
+    note: str = ""
+
+
+METHODS: dict[str, Method] = {}
+"""Every method by name, in the order of the README's table."""
+
+WRAPPERS: dict[str, Method] = {}
+"""Mixers around another mixer's memory: not rows of the table, but mixers everywhere else."""
+
+
+def register(method: Method, *, wrapper: bool = False) -> None:
+    """Add a method to the table: configs, models, training and decoding then know it.
+
+    A method needs one file, inside or outside of this package: a config dataclass with `for_width`, `validate` and
+    `flops_per_token`, a `Mixer` with `write`, `read`, `finish` and `init_memory`, and
+
+        METHOD = Method(name="toy", ..., config=ToyConfig, module=Toy)
+
+    A file of this package is listed in `lsm_jax/mixers/__init__.py`; another calls `mixers.register(METHOD)` when it is
+    imported, which must happen before a model or a run with this method is made or loaded.
+
+    Args:
+        method: the row.
+        wrapper: it wraps other mixers; it goes to `WRAPPERS`, not `METHODS`.
+
+    Raises:
+        ValueError: a method of this name, or with this config class, exists.
+    """
+    registered = METHODS | WRAPPERS
+    if method.name in registered:
+        raise ValueError(
+            f"method={method.name!r} exists already; registered are {', '.join(registered)}"
+        )
+    for other in registered.values():
+        if other.config is method.config:
+            raise ValueError(
+                f"method={method.name!r}: config={method.config.__name__} is the config of method {other.name!r}; "
+                "accepted is a class of its own"
+            )
+    (WRAPPERS if wrapper else METHODS)[method.name] = method
+
+
+def method_of(config: Any) -> Method:
+    """The registered method whose config this is.
+
+    Raises:
+        ValueError: no method has a config of this type.
+    """
+    registered = (*METHODS.values(), *WRAPPERS.values())
+    for method in registered:
+        if type(config) is method.config:
+            return method
+    known = ", ".join(m.config.__name__ for m in registered)
+    raise ValueError(f"mixer={config!r} is no mixer's config; accepted are {known}")
+
+
+def get_method(name: str) -> Method:
+    """The method registered under `name`.
+
+    Raises:
+        ValueError: there is none; the message lists what exists.
+    """
+    registered = METHODS | WRAPPERS
+    if name not in registered:
+        raise ValueError(f"method={name!r} does not exist; accepted are {', '.join(registered)}")
+    return registered[name]
+
+
+def build(
+    config: Any,
+    hidden_size: int,
+    *,
+    rngs: nnx.Rngs,
+    init_std: float = 0.02,
+    layer: jax.Array | int = 0,
+    num_layers: int = 1,
+) -> Mixer:
+    """The mixer that a config describes, at this width.
+
+    Args:
+        config: of a type in `METHODS` or `WRAPPERS`.
+        hidden_size: channels of the residual stream.
+        rngs: source of the initial parameters.
+        init_std: standard deviation of projections, except where the method has its own.
+        layer: the layer's index in the model, for methods whose initial parameters depend on it.
+        num_layers: the model's depth, for the same.
+    """
+    module = method_of(config).module
+    depth = dict(layer=layer, num_layers=num_layers) if module.uses_depth else {}
+    return module(config, hidden_size, rngs=rngs, init_std=init_std, **depth)

@@ -1,0 +1,78 @@
+"""How a mixer's op computes: its form, its backends and its chunk size, one value for every mixer."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+from lsm_jax.mixers import checks
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class OpConfig:
+    """How an op computes. No field changes what is computed, but for rounding.
+
+    Attributes:
+        form: "recurrent", "chunk" or "associative", of those that the op has.
+        implementation: a backend's name, or several in order of preference: a tuple, or one string with commas between the
+            names, as command lines have it. None lets the op select.
+        chunk_size: tokens of a chunk, a power of two; None lets the op select.
+    """
+
+    form: str = "chunk"
+    implementation: str | tuple[str, ...] | None = None
+    chunk_size: int | None = None
+
+    def names(self) -> tuple[str, ...]:
+        """The names in `implementation`, in order."""
+        given = self.implementation
+        if given is None:
+            return ()
+        return tuple(given.split(",")) if isinstance(given, str) else given
+
+    def arguments(self) -> dict[str, Any]:
+        """The op's arguments of these names."""
+        names = self.names()
+        implementation = names if len(names) > 1 else next(iter(names), None)
+        return dict(form=self.form, implementation=implementation, chunk_size=self.chunk_size)
+
+    def validate(self, holder: str, forms: tuple[str, ...] = checks.FORMS) -> None:
+        """Raise ValueError where a field does not fit; the op checks which backends exist.
+
+        Args:
+            holder: name of the config that holds this one, for messages.
+            forms: those that the op has.
+        """
+        name = f"{holder}.op"
+        checks.fields(self, name)
+        checks.one_of(name, "form", self.form, forms)
+        given = self.implementation
+        if given is not None and not (
+            self.names() and all(isinstance(n, str) and n.strip() for n in self.names())
+        ):
+            raise ValueError(
+                f"{name}.implementation={given!r}: accepted are None, a name, or names in order of preference"
+            )
+        size = self.chunk_size
+        if size is not None and (size < 1 or size & (size - 1)):
+            raise ValueError(f"{name}.chunk_size={size}: accepted are None and powers of two")
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class RecurrentConfig:
+    """Base of the configs of mixers whose memory is of fixed size.
+
+    Attributes:
+        op: how the op computes; each config has a copy, so that `dataclasses.replace` gives independent configs.
+    """
+
+    op: OpConfig = dataclasses.field(default_factory=OpConfig)
+
+    def __post_init__(self) -> None:
+        self.op = copy.copy(self.op)
+
+    def validate_fields(self, forms: tuple[str, ...] = checks.FORMS) -> None:
+        """Raise ValueError unless every field is of its kind and `op` fits; the first check of `validate`."""
+        checks.fields(self)
+        self.op.validate(type(self).__name__, forms)

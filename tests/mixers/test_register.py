@@ -1,0 +1,64 @@
+"""A method from outside of the package: one file and one call of `register`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lsm_jax import mixers, models
+from lsm_jax.training.config import from_dict, to_dict
+from tests.mixers.toy_method import METHOD, ToyConfig
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """The table with the toy method, until the test ends."""
+    monkeypatch.setitem(mixers.METHODS, "toy", METHOD)
+    del mixers.METHODS["toy"]
+    mixers.register(METHOD)
+    return METHOD
+
+
+def test_a_model_of_a_registered_method_computes_and_decodes(toy):
+    config = models.lm("toy", "tiny", vocab_size=50, pattern="LN")
+    config.hidden_size, config.num_layers, config.dtype = 32, 2, "float32"
+    config.layers["N"].mixer = mixers.SoftmaxConfig.for_width(32)
+    config.validate()
+    model = models.Decoder(config, rngs=nnx.Rngs(0))
+    tokens = jax.random.randint(jax.random.key(1), (2, 5), 0, 50)
+    whole = model(tokens)[0]
+    state = model.init_state(2, 5)
+    for place in range(5):
+        logits, state, *_ = model(tokens[:, place : place + 1], state=state)
+        np.testing.assert_allclose(logits[:, 0], whole[:, place], atol=1e-5)
+
+
+def test_a_registered_method_is_what_its_definition_says(toy):
+    mixer = mixers.build(ToyConfig(), 8, rngs=nnx.Rngs(0), init_std=1.0)
+    x = jax.random.normal(jax.random.key(0), (1, 3, 8))
+    v, a = mixer.v_proj(x)[0], jnp.exp(-0.7)
+    expected = jnp.stack([v[0], a * v[0] + v[1], a * a * v[0] + a * v[1] + v[2]])
+    np.testing.assert_allclose(mixer(x)[0][0], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_run_of_a_registered_method_is_stored_and_loaded(toy):
+    assert from_dict(to_dict(ToyConfig(log_decay=-1.0))) == ToyConfig(log_decay=-1.0)
+
+
+def test_names_and_configs_that_exist_are_refused(toy):
+    with pytest.raises(ValueError, match="'toy' exists already; registered are linear_attention"):
+        mixers.register(METHOD)
+    with pytest.raises(ValueError, match="config=ToyConfig is the config of method 'toy'"):
+        mixers.register(dataclasses.replace(METHOD, name="toy2"))
+    with pytest.raises(ValueError, match="'mom' exists already"):
+        mixers.register(dataclasses.replace(METHOD, name="mom"), wrapper=True)
+
+
+def test_configs_of_methods_that_nobody_registered_are_refused():
+    with pytest.raises(ValueError, match="is not one of lsm_jax"):
+        from_dict(to_dict(ToyConfig()))

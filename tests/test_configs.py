@@ -1,0 +1,54 @@
+"""Variants of configs: what each accepts, and that all refuse the same things in the same words."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from configs.variants import Option, parse_variant
+
+# By config, a head that it accepts, an option, a value that it accepts and one that it refuses.
+CONFIGS = {
+    "lm": ("gla-tiny", "vocab_size", "300", "x", "a whole number from 1"),
+    "fox": ("pro-760m", "tokens", "16b", "17b", "48b, 16b"),
+    "mom": ("tiny", "shared", "0", "2", "0 and 1"),
+    "linear_moe": ("tiny", "execution", "dense", "sparse", "grouped, dense"),
+    "liger": ("smollm2-135m", "lr", "1e-3", "fast", "a number above 0"),
+    "mqar": ("gla", "width", "32", "4", "a whole number from 8"),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_all_configs_refuse_the_same_things_in_the_same_words(name):
+    config = importlib.import_module(f"configs.{name}")
+    head, option, value, wrong, accepted = CONFIGS[name]
+    config.get_config(f"{head},{option}={value}")
+    for given, words in (
+        ("colour=red", r"option 'colour'; accepted (is|are) "),
+        (option, f"option {option!r} has no value; accepted is {option}=VALUE"),
+        (f"{option}={value},{option}={value}", f"option {option} is given twice"),
+        (f"{option}={wrong}", f"{option}='{wrong}'; accepted (is|are) {accepted}"),
+    ):
+        with pytest.raises(ValueError, match=f"^variant '{head},{given}': {words}"):
+            config.get_config(f"{head},{given}")
+
+
+@pytest.mark.parametrize(
+    ("option", "values", "refused"),
+    [
+        (Option(), {"a": "a", "": "", "a=b": "a=b"}, ()),
+        (Option(choices=("a", "b")), {"b": "b"}, ("", "c")),
+        (Option(kind=int), {"0": 0, "12": 12}, ("", "-1", "1.5", "x")),
+        (Option(kind=float), {"0": 0.0, "2e-3": 0.002}, ("", "-1", "nan", "inf")),
+        (Option(kind=float, positive=True), {"0.5": 0.5}, ("0", "0.0")),
+        (Option(kind=bool), {"0": False, "1": True}, ("", "2", "True")),
+    ],
+)
+def test_values_by_kind(option, values, refused):
+    for text, value in values.items():
+        head, given = parse_variant(f"head,name={text}", dict(name=option))
+        assert (head, given) == ("head", dict(name=value))
+    for text in refused:
+        with pytest.raises(ValueError, match=f"name='{text}'; accepted "):
+            parse_variant(f"head,name={text}", dict(name=option))
