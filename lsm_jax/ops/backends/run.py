@@ -34,9 +34,7 @@ def static_of(op: str, options: Any, implementation: str | tuple[str, ...] | Non
     return Static(op, options, implementation, backends_of(op))
 
 
-# Compiled as one program also when called outside `jax.jit`, as in a notebook.
-@functools.partial(jax.jit, static_argnums=0)
-def run(static: Static, layer: Layer | None = None, **arguments: Any) -> Any:
+def run_inline(static: Static, layer: Layer | None = None, **arguments: Any) -> Any:
     """The op on one device, by the backends that support it there.
 
     Args:
@@ -53,3 +51,8 @@ def run(static: Static, layer: Layer | None = None, **arguments: Any) -> Any:
         return lambda: store_layer(layer, backend.run(call._replace(layer=None)))
 
     return select(call).function(function)()
+
+
+# Compiled as one program also when called outside `jax.jit`, as in a notebook.
+run = jax.jit(run_inline, static_argnums=0)
+"""`run_inline`, as one program."""

@@ -10,7 +10,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from lsm_jax.ops.backends.registry import check_implementation
-from lsm_jax.ops.backends.run import run, static_of
+from lsm_jax.ops.backends.run import run_inline, static_of
 from lsm_jax.ops.convolution.backends import ConvolutionOptions, l2_normalize
 from lsm_jax.ops.convolution.shared_rows import in_sequence
 from lsm_jax.ops.convolution.state import ShiftState, shift_state
@@ -75,7 +75,7 @@ def short_convolution(
     inside = head_dim if whole_heads else None
     options = ConvolutionOptions(contiguous, silu, inside, masked=update_mask is not None)
     y, state = over_mesh(
-        run,
+        run_inline,
         batched,
         dict(weight=weight, bias=bias),
         static_of(op, options, implementation),
@@ -103,7 +103,7 @@ def token_shift(
     batched = _arguments(op, x, 1, initial_state, segment_ids, update_mask)
     # The channels are a model's, which no axis shards.
     return over_mesh(
-        run,
+        run_inline,
         batched,
         {},
         static_of(op, ConvolutionOptions(contiguous), None),
