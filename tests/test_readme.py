@@ -1,10 +1,28 @@
-"""The README's table of methods agrees with the registry."""
+"""README and the generated pages say what is true now."""
 
 from __future__ import annotations
 
-from scripts import methods_table
+import re
+from pathlib import Path
+
+from scripts import kernels_table, methods_table
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
-def test_methods_table_is_fresh():
-    text = methods_table.README.read_text()
-    assert methods_table.replace_table(text) == text, "run python scripts/methods_table.py --write"
+def test_the_page_of_methods_is_fresh():
+    fresh = methods_table.page()
+    assert methods_table.PAGE.read_text() == fresh, "run python -m scripts.methods_table --write"
+
+
+def test_the_page_of_kernels_is_fresh():
+    fresh = kernels_table.page()
+    assert kernels_table.PAGE.read_text() == fresh, "run python -m scripts.kernels_table --write"
+
+
+def test_the_readme_stays_short_and_its_links_exist():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]:
+        for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
