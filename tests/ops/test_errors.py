@@ -162,5 +162,5 @@ def test_complex_arrays_that_must_be_real(name):
     given = dict(u=jnp.ones((1, 4, 2)), delta=jnp.ones(2), D=jnp.ones(2))
     given[name] = given[name] + 1j
     full = jnp.ones((2, 3))
-    with pytest.raises(ValueError, match=rf"{name} has dtype complex\d+; accepted are real ones"):
+    with pytest.raises(ValueError, match=rf"{name} has dtype complex\d+; accepted are real dtypes"):
         ops.time_invariant_memory(A=-full, B=full, C=full, **given)
