@@ -193,7 +193,7 @@ def test_gradients_of_blocks_are_those_of_one(monkeypatch):
     whole = gradients(1)
     asked = []
     monkeypatch.setattr(query_blocks, "_block_size", lambda *x: asked.append(x) or 32)
-    monkeypatch.setattr(query_blocks, "_LONG", 256)
+    monkeypatch.setattr(query_blocks, "_LONG_ROW", 256)
     for own, one in zip(gradients(2), whole, strict=True):
         np.testing.assert_allclose(own[:1], one, rtol=0, atol=1e-5 * float(jnp.abs(one).max()))
     assert asked[1:] == [(75, 75), (75, 150), (75, 225), (75, 300)]
@@ -220,7 +220,7 @@ def test_what_it_refuses():
             "log_forget has shape (2, 5, 2); accepted are [N] and [B, T, N] = (4,) and",
         ),
         (draw(5, 4), "log_forget has shape (5, 4); accepted are"),
-        (jnp.zeros(4, jnp.int32), "log_forget has dtype int32; accepted are floating ones"),
+        (jnp.zeros(4, jnp.int32), "log_forget has dtype int32; accepted are floating dtypes"),
     ):
         with pytest.raises(ValueError, match=re.escape(f"attention: {words}")):
             ops.attention(q, k, v, log_forget=gates)
