@@ -1,4 +1,4 @@
-"""`attention` on one device: the positions of the tokens, the output of the selected backend, and the final state."""
+"""`attention` on one device: positions of the tokens, output of the selected backend, and final state."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def attend_shared_row(
     segment_ids,
     update_mask,
 ) -> tuple[Array, AttentionState]:
-    """The output and the final state on one of the devices that share a row; every device computes the same final state."""
+    """The output and the final state on one of the devices that share a row; every device computes the same
+    final state.
+    """
     del function
     options = static.options._replace(axis=axis)
     batch, device_length, heads, _ = v.shape
@@ -84,7 +86,7 @@ def attend_shared_row(
 
     no_id: Any = None
     device_tokens = jax.tree.map(part_of_device, tokens._replace(last_id=no_id))
-    # Padding at a row's end comes after all other tokens: if nothing else is masked, no token attends to it.
+    # If nothing else is masked, no token attends to the padding at a row's end, since it comes last.
     if options.unmasked:
         tokens = tokens._replace(written=None)
     arguments: dict[str, Any] = dict(

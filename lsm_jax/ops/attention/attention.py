@@ -1,4 +1,6 @@
-"""Causal softmax attention, whose memory is the keys and values of all tokens; with forget gates, forgetting attention."""
+"""Causal softmax attention, whose memory is the keys and values of all tokens; with forget gates,
+forgetting attention.
+"""
 
 from __future__ import annotations
 
@@ -33,39 +35,46 @@ def attention(
     implementation: str | tuple[str, ...] | None = None,
     prune: bool = True,
 ) -> tuple[Float[Array, "B T max(H,G) V"], AttentionState]:
-    """`o_t = Σ_j softmax_j(scale q_t · k_j + F_t - F_j) v_j` over the written tokens j <= t of t's document.
+    """`o_t = Σ_j softmax_j(scale q_t · k_j + F_t - F_j) v_j` over the written tokens j <= t of t's
+    document.
 
-    F is the inclusive sum of the document's `log_forget`, and 0 without gates (forgetting attention, arXiv 2503.02130). The weight
-    of a token does not depend on its own gate, and the first gate of a document has no effect.
+    F is the inclusive sum of the document's `log_forget`, and 0 without gates (forgetting attention, arXiv
+    2503.02130). The weight of a token does not depend on its own gate, and the first gate of a document has
+    no effect.
 
     Args:
         q: [B, T, H, K] queries; H is a multiple (grouped-query attention) or a divisor of G.
         k: [B, T, Hk, K] keys; Hk divides G.
         v: [B, T, G, V] values.
-        log_forget: [N] or [B, T, N], at most 0: the logarithm of each forget gate, with N = max(H, G) heads. Constant gates
-            -m_h give ALiBi with slopes m_h (arXiv 2108.12409). A gate below -4096 (-inf included) removes all earlier tokens and
-            has no gradient. The gates of masked tokens and of padding are ignored.
-        window: each token attends to the last `window` written tokens, itself included; None means to all of them.
+        log_forget: [N] or [B, T, N], at most 0: the logarithm of each forget gate, with N = max(H, G)
+            heads. Constant gates -m_h give ALiBi with slopes m_h (arXiv 2108.12409). A gate below -4096
+            (-inf included) removes all earlier tokens and has no gradient. The gates of masked tokens and
+            of padding are ignored.
+        window: each token attends to the last `window` written tokens, itself included; None means to all
+            of them.
         scale: multiplies the scores; None is `K ** -0.5`.
-        initial_state: the keys and values to continue from. With keys [B, S, ...] there is one state per segment: the tokens
-            of id s use state s - 1. None is an empty state, with a capacity of T tokens (of `window` tokens with a window).
+        initial_state: the keys and values to continue from. With keys [B, S, ...] there is one state per
+            segment: the tokens of id s use state s - 1. None is an empty state, with a capacity of T tokens
+            (of `window` tokens with a window).
         segment_ids: [B, T] integers, 0 for padding; see `lsm_jax.ops.core.segments`.
-        update_mask: [B, T], 0 for tokens whose key and value are not written: they attend to the tokens before them, but not to
-            themselves.
-        implementation: None (the first automatic backend that supports the call; see docs/kernels.md), a backend's name ("xla",
-            "cudnn", "mosaic_gpu", ...), or a tuple of names in order of preference. "xla" computes blocks of queries and never
-            stores a [T, T] array. Where rows are split over devices, "xla" and "mosaic_gpu" are supported.
-        prune: a fused kernel skips keys whose weights after the gates sum to less than e^-10 of a query's total weight (arXiv
-            2504.06949).
+        update_mask: [B, T], 0 for tokens whose key and value are not written: they attend to the tokens
+            before them, but not to themselves.
+        implementation: None (the first automatic backend that supports the call; see docs/kernels.md), a
+            backend's name ("xla", "cudnn", "mosaic_gpu", ...), or a tuple of names in order of preference.
+            "xla" computes blocks of queries and never stores a [T, T] array. Where rows are split over
+            devices, "xla" and "mosaic_gpu" are supported.
+        prune: a fused kernel skips keys whose weights after the gates sum to less than e^-10 of a query's
+            total weight (arXiv 2504.06949).
 
     Returns:
-        The output in v's dtype, 0 for tokens that attend to no token, and the final state. Without a window, the output of a
-        token beyond the state's capacity is NaN: an array cannot raise.
+        The output in v's dtype, 0 for tokens that attend to no token, and the final state. Without a
+        window, the output of a token beyond the state's capacity is NaN: an array cannot raise.
 
     Raises:
-        ValueError: a shape, number of heads, window or implementation is not accepted, or the state's capacity is less than the
-            window.
-        NotImplementedError: no backend of the given names supports the call; the message gives the requirement.
+        ValueError: a shape, number of heads, window or implementation is not accepted, or the state's
+            capacity is less than the window.
+        NotImplementedError: no backend of the given names supports the call; the message gives the
+            requirement.
     """
     op = "attention"
     check_implementation(op, implementation)
@@ -132,7 +141,9 @@ _CLOSED_GATE = -4096.0  # its exponential is 0, in float64 too
 
 
 def _check_gates(op: str, log_forget, shape: tuple[int, int, int]) -> Array:
-    """The log gates of all tokens, [B, T, N], in at least float32: the gradient of a constant gate is a sum over tokens."""
+    """The log gates of all tokens, [B, T, N], in at least float32: the gradient of a constant gate is a sum
+    over tokens.
+    """
     if jnp.shape(log_forget) not in (shape, shape[2:]):
         raise ValueError(
             f"{op}: log_forget has shape {jnp.shape(log_forget)}; accepted are [N] and [B, T, N] = {shape[2:]} and {shape}"
@@ -142,5 +153,5 @@ def _check_gates(op: str, log_forget, shape: tuple[int, int, int]) -> Array:
             f"{op}: log_forget has dtype {jnp.result_type(log_forget)}; accepted are floating dtypes"
         )
     wide = jnp.promote_types(jnp.result_type(log_forget), jnp.float32)
-    # A sum with larger numbers would lose the digits of the other gates, and of the scores in a kernel's tile.
+    # Larger numbers in a sum would cost the other gates their digits, and in a kernel's tile the scores.
     return jnp.broadcast_to(jnp.maximum(jnp.asarray(log_forget, wide), _CLOSED_GATE), shape)

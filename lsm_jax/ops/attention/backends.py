@@ -37,20 +37,21 @@ def _unsupported_by_kernel(name: str, call: Call) -> str | None:
 
 
 def _without_gradient(call: Call) -> str | None:
-    """The reason why None does not select Hopper's kernel if it has no gradient for the call; None if it has one."""
+    """The reason why None does not select Hopper's kernel: no gradient for the call; None if it has one."""
     width = call.arguments["q"].shape[-1]
     return f"the kernel has no gradient for heads of {width} channels" if width > 128 else None
 
 
 def run_kernel(name: str, call: Call) -> jax.Array:
-    """The output [B, T, H, V] of the fused kernel of the backend `name`; 0 for tokens that attend to no token."""
+    """The output [B, T, H, V] of the fused kernel of the backend `name`; 0 if a token attends to no token."""
     from pallas_kernels.forgetting_attention import forgetting_attention
 
     arguments, options = call.arguments, call.options
     tokens, log_forget = arguments["tokens"], arguments["log_forget"]
     sums = None
     if log_forget is not None:
-        # Summed over documents too, which the kernel separates by `run`: it requires sums that never increase.
+        # Summed over documents too, which the kernel separates by `run`: it requires sums that never
+        # increase.
         zero = jnp.zeros((log_forget.shape[0], log_forget.shape[2]), jnp.float32)
         sums = sum_gates(log_forget, tokens._replace(run=None), GateSum(zero, zero))
     keywords: dict[str, Any] = dict(

@@ -75,13 +75,15 @@ def run(call: Call) -> jax.Array:
 def _is_saved(primitive, *_, **__) -> bool:
     """Whether the backward pass uses the saved result of a primitive: of all except those without inputs.
 
-    cuDNN's absent arguments are empty arrays. XLA's compiler crashes if they leave a `jax.shard_map` (jax 0.11.2).
+    cuDNN's absent arguments are empty arrays. XLA's compiler crashes if they leave a `jax.shard_map` (jax
+    0.11.2).
     """
     return primitive.name not in ("broadcast_in_dim", "empty")
 
 
 def partly_mapped() -> bool:
-    """Whether some axes of the mesh are mapped, and others with several devices are left to XLA's partitioner.
+    """Whether some axes of the mesh are mapped, and others with several devices are left to XLA's
+    partitioner.
 
     cuDNN's attention then brings a partitioning of its own, over which XLA's compiler crashes (jax 0.11.2).
     """

@@ -1,8 +1,10 @@
-"""Sums of a document's log forget gates, each stored as two numbers, so that their differences are exact at any length.
+"""Sums of a document's log forget gates, each stored as two numbers, so that their differences are exact at
+any length.
 
-Forgetting attention adds `F_i - F_j` to the score of query i and key j, where F is the inclusive sum of log gates. After 65,536
-gates near 0.5, F is -45,000, where adjacent float32 numbers differ by 0.004: the difference of two sums would have an error of that
-size. The rounding error of an addition can be computed exactly (D. Knuth, TAOCP 4.2.2), and is stored with the sum.
+Forgetting attention adds `F_i - F_j` to the score of query i and key j, where F is the inclusive sum of log
+gates. After 65,536 gates near 0.5, F is -45,000, where adjacent float32 numbers differ by 0.004: the
+difference of two sums would have an error of that size. The rounding error of an addition can be computed
+exactly (D. Knuth, TAOCP 4.2.2), and is stored with the sum.
 """
 
 from __future__ import annotations
@@ -50,8 +52,9 @@ def _add_sums_jvp(primals, tangents):
 def gate_bias(queries: GateSum, keys: GateSum) -> Float[Array, "B N T S"]:
     """`F_i - F_j` for queries [B, T, N] and keys [B, S, N].
 
-    The queries' sums have no derivative. They change all scores of a query by the same number, so that the exact derivative of the
-    softmax is 0; the rounding errors of a computed one would accumulate over all earlier tokens.
+    The queries' sums have no derivative. They change all scores of a query by the same number, so that the
+    exact derivative of the softmax is 0; the rounding errors of a computed one would accumulate over all
+    earlier tokens.
     """
     queries = jax.lax.stop_gradient(queries)
     high, low = (
@@ -62,7 +65,8 @@ def gate_bias(queries: GateSum, keys: GateSum) -> Float[Array, "B N T S"]:
 
 
 def sum_gates(log_forget: Float[Array, "B T N"], tokens: Tokens, initial: GateSum) -> GateSum:
-    """The inclusive sum of the log gates of each token's document, [B, T, N]; a token that is not written adds 0.
+    """The inclusive sum of the log gates of each token's document, [B, T, N]; a token that is not written
+    adds 0.
 
     Args:
         log_forget: [B, T, N].

@@ -1,4 +1,4 @@
-"""Softmax attention in blocks of queries. The backward pass recomputes the scores: no [T, T] array is stored."""
+"""Softmax attention in blocks of queries, whose scores the backward pass recomputes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _LONG_ROW = 4096  # tokens
 
 
 def attend_causally(q, k, v, sums: GateSum | None, *, window: int | None, scale: float) -> Array:
-    """Attend in rows that are one document without masks. With a window, a block of queries reads only the keys of its window."""
+    """Attend in rows that are one document without masks. With a window, a block of queries reads only the
+    keys of its window.
+    """
     length = q.shape[1]
     block = _block_size(length, length)
     position = jnp.arange(length)[None]
@@ -58,7 +60,7 @@ def attend_causally(q, k, v, sums: GateSum | None, *, window: int | None, scale:
 
 
 def _block_size(length: int, keys: int) -> int:
-    """Queries in a block: about a million scores per head, so that the memory used does not grow with T squared."""
+    """Queries in a block, for about a million scores per head: the memory used then does not grow as T²."""
     return min(length, max(128, (1 << 20) // keys))
 
 
@@ -70,8 +72,8 @@ def attend_in_blocks(
     Args:
         queries: the queries [B, T, H, K], and the sums of their gates or None.
         of_queries: arrays [B or 1, T] that describe the queries, such as their positions.
-        keys_and_mask: called with a block of each of `of_queries`. Returns (keys [B, S, G, K], values, sums of their gates),
-            and a mask [B or 1, block, S] that is True where a query attends to a key.
+        keys_and_mask: called with a block of each of `of_queries`. Returns (keys [B, S, G, K], values, sums
+            of their gates), and a mask [B or 1, block, S] that is True where a query attends to a key.
         scale: multiplies the scores.
         block: queries in a block; None chooses by the number of keys.
     """

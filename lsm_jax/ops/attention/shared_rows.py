@@ -1,9 +1,11 @@
-"""Softmax attention where devices hold consecutive parts of a row: every device gets all keys, and an equal part of the work.
+"""Softmax attention where devices hold consecutive parts of a row: every device gets all keys, and an equal
+part of the work.
 
-Keys, values and gates are gathered (LASP-2H, arXiv 2502.07563 section 3.5). In a causal row the first queries attend to few keys
-and the last queries to many. The row is therefore split into two parts per device (n devices): device r computes the outputs of
-part r and of part 2n - 1 - r. It receives their queries, and sends their outputs back. Block i of the queries of the first part is
-computed together with the i-th block from the end of the other part: all such pairs attend to the same number of blocks of keys,
+Keys, values and gates are gathered (LASP-2H, arXiv 2502.07563 section 3.5). In a causal row the first
+queries attend to few keys and the last queries to many. The row is therefore split into two parts per
+device (n devices): device r computes the outputs of part r and of part 2n - 1 - r. It receives their
+queries, and sends their outputs back. Block i of the queries of the first part is computed together with
+the i-th block from the end of the other part: all such pairs attend to the same number of blocks of keys,
 on every device, and no block of scores is computed that is completely masked.
 """
 
@@ -29,10 +31,11 @@ class Plan(NamedTuple):
 
     Attributes:
         block: tokens in a block of queries or keys.
-        state_blocks: blocks of keys from the state, before those of the row; a query may attend to any of them.
+        state_blocks: blocks of keys from the state, before those of the row; a query may attend to any of
+            them.
         window: as the argument of `attention`.
-        one_document: whether all tokens are written and of one document, without a state, so that a window contains consecutive
-            tokens.
+        one_document: whether all tokens are written and of one document, without a state, so that a window
+            contains consecutive tokens.
         scale: multiplies the scores.
         dtype: of scores and sums.
         precision: of products.
@@ -84,7 +87,9 @@ class Queries(NamedTuple):
 
 
 def tokens_per_device(length: int, devices: int) -> int:
-    """The number that a device's number of tokens must be a multiple of: two blocks, small enough that little padding is added."""
+    """The number that a device's number of tokens must be a multiple of: two blocks, small enough that
+    little padding is added.
+    """
     part = max(1, length // (2 * devices))
     return 2 * min(_LARGEST_BLOCK, max(1, (1 << (part.bit_length() - 1)) // 4))
 
@@ -140,8 +145,8 @@ def attend_fused(axis: str, run: Callable[[Array, Array], Array], q: Array) -> A
 
     Args:
         axis: the mesh axis that rows are split over.
-        run: called as `run(q, starts)`, where q contains the queries of two parts of the row, one after the other, which begin at the
-            tokens `starts` [2] of the row; returns their outputs.
+        run: called as `run(q, starts)`, where q contains the queries of two parts of the row, one after the
+            other, which begin at the tokens `starts` [2] of the row; returns their outputs.
         q: [B, T, H, K], the queries of this device.
     """
     devices, device = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
@@ -163,7 +168,9 @@ def _routes(devices: int) -> tuple[list, list]:
 
 
 def _to_pairs(axis: str, devices: int, x: Array) -> Array:
-    """Exchange [B, T, ...] between the devices for [2, B, T / 2, ...]: on device r, parts r and 2n - 1 - r of the row."""
+    """Exchange [B, T, ...] between the devices for [2, B, T / 2, ...]: on device r, parts r and 2n - 1 - r
+    of the row.
+    """
     halves = jnp.split(x, 2, axis=1)
     first, second = (
         jax.lax.ppermute(half, axis, route)
@@ -190,7 +197,8 @@ def _steps(
     """The blocks of queries and keys of which a pair computes the scores, one after another.
 
     Returns:
-        [J] each: the query block's index in the pair (0 or 1), the index of the block of keys, and whether that block exists.
+        [J] each: the query block's index in the pair (0 or 1), the index of the block of keys, and whether
+        that block exists.
     """
     first = device * pairs + pair  # the indices of the pair's blocks in the row
     second = 2 * devices * pairs - 1 - first
@@ -214,7 +222,9 @@ def _block_of_keys(plan: Plan, keys: Keys, index: Array) -> Keys:
 
 
 def _scores(plan: Plan, queries: Queries, keys: Keys, exists: Array) -> tuple[Array, Array]:
-    """The scores of a block of queries (without the two leading axes) and a block of keys, and their mask: [B, G, R, C, S] each."""
+    """The scores of a block of queries (without the two leading axes) and a block of keys, and their mask:
+    [B, G, R, C, S] each.
+    """
     q, k = queries.q.astype(plan.dtype), keys.k.astype(plan.dtype)
     scores = plan.scale * jnp.einsum("btgrk,bsgk->bgrts", q, k, precision=plan.precision)
     if queries.sums is not None and keys.sums is not None:
@@ -229,14 +239,16 @@ def _scores(plan: Plan, queries: Queries, keys: Keys, exists: Array) -> tuple[Ar
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(plan: Plan, devices: int, queries: Queries, keys: Keys, device: Array) -> Array:
-    """The outputs of pairs of blocks of queries, [P, 2, B, C, G, R, V]; the backward pass recomputes the scores."""
+    """The outputs of pairs of blocks of queries, [P, 2, B, C, G, R, V]; the backward pass recomputes the
+    scores.
+    """
     return _forward(plan, devices, queries, keys, device)[0]
 
 
 def _forward(plan, devices, queries, keys, device):
     """The outputs by a softmax with a running maximum, and the residuals of the backward pass."""
-    # The barrier makes masks depend on the queries. Without it jax would compute the masks of all steps before the scan and
-    # store them for rematerialisation.
+    # The barrier makes masks depend on the queries. Without it jax would compute the masks of all steps
+    # before the scan and store them for rematerialisation.
     queries, keys, device = jax.lax.optimization_barrier((queries, keys, device))
     pairs, _, batch, size, heads, group, _ = queries.q.shape
     rows = (2, batch, heads, group, size)
@@ -261,7 +273,9 @@ def _forward(plan, devices, queries, keys, device):
 
 
 def _forward_step(plan, pair_of_queries: Queries, keys: Keys, carry, step):
-    """Add one block of keys to (largest score, sum of weights, sum of weighted values) of one of two blocks of queries."""
+    """Add one block of keys to (largest score, sum of weights, sum of weighted values) of one of two blocks
+    of queries.
+    """
     which, index, exists = step
     queries = jax.tree.map(lambda x: x[which], pair_of_queries)
     block = _block_of_keys(plan, keys, index)
@@ -283,7 +297,9 @@ def _forward_step(plan, pair_of_queries: Queries, keys: Keys, carry, step):
 
 
 def _backward(plan, devices, saved, d_output):
-    """The gradients of queries and keys, block by block, from the saved logarithm of each query's sum of weights."""
+    """The gradients of queries and keys, block by block, from the saved logarithm of each query's sum of
+    weights.
+    """
     queries, keys, device, output, log_total = saved
     pairs = queries.q.shape[0]
     zeros_like = functools.partial(jnp.zeros_like, dtype=plan.dtype)

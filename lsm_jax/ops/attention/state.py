@@ -20,8 +20,8 @@ class AttentionState(NamedTuple):
         values: [B, C, G, V] or [B, S, C, G, V].
         count: [B] or [B, S], the number of written tokens of the document.
         segment_id: [B], the last nonzero segment id seen, 0 before any.
-        log_forget: with forget gates, the inclusive sum of the document's log gates at each token: its two parts, each
-            [B, C, N] or [B, S, C, N], float32, N the output's heads. None without gates.
+        log_forget: with forget gates, the inclusive sum of the document's log gates at each token: its two
+            parts, each [B, C, N] or [B, S, C, N], float32, N the output's heads. None without gates.
     """
 
     keys: Float[Array, ...]
@@ -42,9 +42,11 @@ def attention_state(
     forget_heads: int | None = None,
     dtype=jnp.float32,
 ) -> AttentionState:
-    """An empty `AttentionState` for documents of up to `capacity` tokens; attention with a window requires only `window`.
+    """An empty `AttentionState` for documents of up to `capacity` tokens; attention with a window requires
+    only `window`.
 
-    `forget_heads` is the number of forget gates, one per head of the output; None is for attention without gates.
+    `forget_heads` is the number of forget gates, one per head of the output; None is for attention without
+    gates.
     """
     rows = (batch_size,) if num_segments is None else (batch_size, num_segments)
     sums = None

@@ -18,7 +18,8 @@ class TokenPositions(NamedTuple):
 
     Attributes:
         document: [B, T], the index of each token's document, or of its segment's state.
-        rank: [B, T], the number of written tokens of the document before the token; for a token that is not written, less one.
+        rank: [B, T], the number of written tokens of the document before the token; for a token that is not
+            written, less one.
         written: [B, T], whether the token is written.
     """
 
@@ -54,7 +55,9 @@ def token_positions(
 
 
 def newest_sum(state: AttentionState) -> GateSum:
-    """The sum of gates at the newest token of each document, 0 before any: [B, N], or [B, S, N] with one state per segment."""
+    """The sum of gates at the newest token of each document, 0 before any: [B, N], or [B, S, N] with one
+    state per segment.
+    """
     index = (state.count - 1) % state.keys.shape[-3]
 
     def newest(ring):
@@ -69,7 +72,8 @@ def write_tokens(
 ) -> AttentionState:
     """The state after the call's tokens are written into its ring buffers.
 
-    Tokens of an earlier document may stay in a ring: `count` says that they are not of the present document.
+    Tokens of an earlier document may stay in a ring: `count` says that they are not of the present
+    document.
     """
     capacity = state.keys.shape[-3]
     batch = k.shape[0]
@@ -103,7 +107,9 @@ def write_tokens(
 def prepend_state(
     state: AttentionState, positions: TokenPositions, new: tuple
 ) -> tuple[TokenPositions, tuple]:
-    """The positions and the (keys, values, sums of gates) of the state's tokens, followed by those of the call."""
+    """The positions and the (keys, values, sums of gates) of the state's tokens, followed by those of the
+    call.
+    """
     batch, capacity = new[0].shape[0], state.keys.shape[-3]
     slots = state.count[0].size
     newest = state.count.reshape(batch, slots, 1) - 1

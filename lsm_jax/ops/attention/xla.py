@@ -25,7 +25,8 @@ class AttentionOptions(NamedTuple):
         scale: multiplies the scores.
         prune: as the op's argument.
         no_state: whether the caller gave no state.
-        unmasked: whether the caller gave neither a state nor segment ids nor a mask, so that masks depend on positions alone.
+        unmasked: whether the caller gave neither a state nor segment ids nor a mask, so that masks depend
+            on positions alone.
         axis: the mesh axis that rows are split over; None if a device holds complete rows.
     """
 
@@ -56,7 +57,9 @@ def run_xla(call: Call) -> Array:
 
 
 def no_ids(call: Call) -> bool:
-    """Whether the caller gave neither segment ids nor a mask; a mask that only hides the padding at a row's end does not count."""
+    """Whether the caller gave neither segment ids nor a mask; a mask that only hides the padding at a row's
+    end does not count.
+    """
     arguments = call.arguments
     no_rows = arguments["segment_ids"] is None and arguments["update_mask"] is None
     return call.options.unmasked or no_rows
@@ -96,7 +99,9 @@ def _in_shared_row(
     state: AttentionState,
     without_ids: bool,
 ) -> Array:
-    """The output for this device's queries; `keys` (keys, values, sums of gates) and `positions` are those of the complete row."""
+    """The output for this device's queries; `keys` (keys, values, sums of gates) and `positions` are those
+    of the complete row.
+    """
     assert options.axis is not None
     sums, length = keys[2], positions.rank.shape[1]
     block, state_blocks = shared_rows.block_size(q.shape[1]), 0

@@ -25,7 +25,8 @@ class ConvolutionOptions(NamedTuple):
         contiguous: as the ops' argument.
         silu: as `short_convolution`'s argument.
         head_dim: channels of a head, if heads are normalised on each device; else None.
-        masked: whether the caller gave an `update_mask`. A mask that only hides the padding at a row's end does not count.
+        masked: whether the caller gave an `update_mask`. A mask that only hides the padding at a row's end
+            does not count.
     """
 
     contiguous: bool = False
@@ -35,7 +36,9 @@ class ConvolutionOptions(NamedTuple):
 
 
 def l2_normalize(x: Array, head_dim: int | None = None, eps: float = 1e-6) -> Array:
-    """`x / sqrt(sum(x²) + eps)` over the last axis, or over each `head_dim` channels of it; computed in float32, in x's dtype."""
+    """`x / sqrt(sum(x²) + eps)` over the last axis, or over each `head_dim` channels of it, in x's dtype;
+    computed in float32.
+    """
     heads = x if head_dim is None else x.reshape(*x.shape[:-1], -1, head_dim)
     wide = heads.astype(jnp.promote_types(x.dtype, jnp.float32))
     scale = jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + eps)

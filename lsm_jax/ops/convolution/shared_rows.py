@@ -60,7 +60,9 @@ def in_sequence(axis: str, function: Callable[..., Any], static: Static, **argum
 
 
 def _last_tokens(x, width: int, ids, tokens: Tokens) -> tuple[Array, Array | None]:
-    """The last `width` tokens of a row without gaps, and the segment id of the last; 0 for tokens of an earlier document."""
+    """The last `width` tokens of a row without gaps, and the segment id of the last; 0 for tokens of an
+    earlier document.
+    """
     tail = x[:, -width:]
     if tokens.written is None:
         return tail, None
@@ -73,7 +75,9 @@ def _last_tokens(x, width: int, ids, tokens: Tokens) -> tuple[Array, Array | Non
 
 
 def _update(x, state: ShiftState, segment_ids, update_mask) -> Update:
-    """The tokens of this device as one update: its transition is the number of tokens that the tail receives."""
+    """The tokens of this device as one update: its transition is the number of tokens that the tail
+    receives.
+    """
     width = state.tail.shape[-2]
     num_segments = state.tail.shape[1] if state.tail.ndim == 4 else None
     empty = jax.tree.map(jnp.zeros_like, state)

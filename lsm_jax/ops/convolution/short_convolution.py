@@ -31,32 +31,36 @@ def short_convolution(
     contiguous: bool = False,
     implementation: str | tuple[str, ...] | None = None,
 ) -> tuple[Float[Array, "B T D"], ShiftState]:
-    """Causal depthwise convolution, `y_t = Σ_d weight[W - 1 - d] x_{t-d} + bias`, over a document's written tokens.
+    """Causal depthwise convolution, `y_t = Σ_d weight[W - 1 - d] x_{t-d} + bias`, over a document's written
+    tokens.
 
-    `silu` and `head_dim` add the operations that follow it in layers with a delta rule: SiLU, and then the normalisation of heads.
+    `silu` and `head_dim` add the operations that follow it in layers with a delta rule: SiLU, and then the
+    normalisation of heads.
 
     Args:
         x: [B, T, D].
         weight: [W, D]; the last row multiplies the current token.
         bias: [D].
         silu: whether SiLU, `z * sigmoid(z)`, is applied to the result.
-        head_dim: channels of a head, if each head is divided by its L2 norm at the end (`l2_normalize`); None means no division.
-        initial_state: the last W - 1 written tokens; None is an empty state. With tail [B, S, ...] there is one state per
-            segment: the tokens of id s use state s - 1.
+        head_dim: channels of a head, if each head is divided by its L2 norm at the end (`l2_normalize`);
+            None means no division.
+        initial_state: the last W - 1 written tokens; None is an empty state. With tail [B, S, ...] there is
+            one state per segment: the tokens of id s use state s - 1.
         segment_ids: [B, T] integers, 0 for padding; see `lsm_jax.ops.core.segments`.
-        update_mask: [B, T], 0 for tokens that later tokens skip; the output of such a token is computed from itself and the
-            written tokens before it.
-        contiguous: the caller's assurance that all tokens between two tokens of one document are written. With one state per row
-            the convolution is then computed by shifts of x, which is several times as fast on accelerators. If the assurance is
-            wrong, so is the output.
-        implementation: None (the first automatic backend that supports the call; see docs/kernels.md), a backend's name ("xla" or
-            "mosaic_gpu"), or a tuple of names in order of preference.
+        update_mask: [B, T], 0 for tokens that later tokens skip; the output of such a token is computed
+            from itself and the written tokens before it.
+        contiguous: the caller's assurance that all tokens between two tokens of one document are written.
+            With one state per row the convolution is then computed by shifts of x, which is several times
+            as fast on accelerators. If the assurance is wrong, so is the output.
+        implementation: None (the first automatic backend that supports the call; see docs/kernels.md), a
+            backend's name ("xla" or "mosaic_gpu"), or a tuple of names in order of preference.
 
     Returns:
         The output [B, T, D] in x's dtype, and the final state, with a tail in x's dtype.
 
     Raises:
-        NotImplementedError: no backend of the given names supports the call; the message gives the requirement.
+        NotImplementedError: no backend of the given names supports the call; the message gives the
+            requirement.
         ValueError: a shape, head_dim or implementation is not accepted.
     """
     op = "short_convolution"

@@ -13,7 +13,8 @@ from lsm_jax.ops.core.segments import Tokens, read_tokens
 def previous_tokens(
     contiguous: bool, x: Array, state: ShiftState, segment_ids, update_mask, width: int
 ) -> tuple[list[Array], Tokens, ShiftState]:
-    """The taps of each token: the last written token before it in its document, the one before that, and so on.
+    """The taps of each token: the last written token before it in its document, the one before that, and so
+    on.
 
     Args:
         contiguous: as the argument of `short_convolution`.
@@ -24,7 +25,8 @@ def previous_tokens(
         width: the number of taps.
 
     Returns:
-        `width` arrays [B, T, D], 0 where there is no such token; the call's tokens; and the state after the call.
+        `width` arrays [B, T, D], 0 where there is no such token; the call's tokens; and the state after the
+        call.
     """
     batch, length, channels = x.shape
     num_segments = state.tail.shape[1] if state.tail.ndim == 4 else None
@@ -35,7 +37,8 @@ def previous_tokens(
         taps = [padded[:, width - d : width - d + length] for d in range(1, width + 1)]
         return taps, tokens, ShiftState(padded[:, length:], tokens.last_id)
 
-    # A pointer is the index of a written token; -1 - i is the i-th newest token of the state, and `nothing` is before those.
+    # A pointer is the index of a written token; -1 - i is the i-th newest token of the state, and `nothing`
+    # is before those.
     nothing = -1 - width
     slots = 1 if num_segments is None else num_segments
     tails = tail.reshape(batch, slots * width, channels)
@@ -85,7 +88,9 @@ def _shifted_taps(x: Array, tail: Array, tokens: Tokens) -> list[Array]:
 
 
 def _pointers(tokens: Tokens, slots: int, nothing: int) -> tuple[Array, Array]:
-    """Pointers to the written token before each token, [B, T], and to the last written token of each state, [B, S]."""
+    """Pointers to the written token before each token, [B, T], and to the last written token of each state,
+    [B, S].
+    """
     assert tokens.written is not None
     length = tokens.written.shape[1]
     index = jnp.arange(length, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""Products of groups of rows, each group with its own matrix: by XLA, and by fused kernels on NVIDIA Hopper."""
+"""Products of groups of rows, each group with its own matrix: by XLA and by fused kernels for Hopper."""
 
 from __future__ import annotations
 
@@ -34,16 +34,18 @@ def grouped_product(
         x: [N, D], the rows of group 0, followed by those of group 1, and so on.
         kernels: [E, D, F], in x's dtype.
         sizes: int32 [E], the number of rows of each group; may be 0.
-        multiple: a number that divides N and all `sizes`; the kernel requires a multiple of 128 (`row_multiple`).
-        implementation: None (the first automatic backend that supports the call; see docs/kernels.md), a backend's name ("xla" or
-            "mosaic_gpu"), or a tuple of names in order of preference. "xla" is `jax.lax.ragged_dot`, which multiplies every row
-            with every matrix on NVIDIA.
+        multiple: a number that divides N and all `sizes`; the kernel requires a multiple of 128
+            (`row_multiple`).
+        implementation: None (the first automatic backend that supports the call; see docs/kernels.md), a
+            backend's name ("xla" or "mosaic_gpu"), or a tuple of names in order of preference. "xla" is
+            `jax.lax.ragged_dot`, which multiplies every row with every matrix on NVIDIA.
 
     Returns:
         [N, F] in x's dtype. The values of rows after the last group, and their gradients, are undefined.
 
     Raises:
-        NotImplementedError: no backend of the given names supports the call; the message gives the requirement.
+        NotImplementedError: no backend of the given names supports the call; the message gives the
+            requirement.
         ValueError: `multiple` does not divide N, or the implementation is not accepted.
     """
     op = "grouped_product"
@@ -60,7 +62,7 @@ def grouped_product(
 
 
 def supports_segments(x: jax.Array, kernels: jax.Array) -> bool:
-    """Whether a kernel may compute `segment_product`. If not, multiplying all rows by every matrix is faster."""
+    """Whether a kernel may compute `segment_product`; if not, multiplying all rows by every matrix is faster."""
     call = Call("segment_product", _Options(), dict(x=x, kernels=kernels))
     return not select(call).only("xla")
 
@@ -71,7 +73,8 @@ def segment_product(x: jax.Array, kernels: jax.Array, ends: jax.Array) -> jax.Ar
     Args:
         x: [N, D], the segments one after another; each consists of blocks of 64 rows.
         kernels: [E, D, F], in x's dtype; segment s is multiplied by matrix s modulo E.
-        ends: int32 [S], the index of the first block after each segment, at most N / 64; S is a multiple of E.
+        ends: int32 [S], the index of the first block after each segment, at most N / 64; S is a multiple of
+            E.
 
     Returns:
         [N, F] in x's dtype.
@@ -128,8 +131,8 @@ def _matrix_shape(call: Call) -> tuple[int, int]:
 def _for_hopper(call: Call) -> bool:
     """Whether the program is compiled for NVIDIA Hopper.
 
-    This is decided here, before the program is lowered, since the kernel requires padding. A program that is lowered for another
-    machine without a mesh uses no kernel.
+    This is decided here, before the program is lowered, since the kernel requires padding. A program that
+    is lowered for another machine without a mesh uses no kernel.
     """
     del call
     try:
@@ -183,7 +186,8 @@ def _kernel_gradients(x, kernels, sizes, dy):
     return _kernel_product(dy, kernels, sizes, transposed=True), _kernel_sums(x, dy, sizes)
 
 
-# The functions below are jitted, so that a kernel is traced and lowered once for all layers that are not scanned.
+# The functions below are jitted, so that a kernel is traced and lowered once for all layers that are not
+# scanned.
 
 
 @functools.partial(jax.jit, static_argnames="transposed")
@@ -223,7 +227,9 @@ def _xla_segments(x, kernels, ends):
 
 @functools.partial(jax.jit, static_argnames="transposed")
 def _kernel_segments(x, kernels, ends, transposed=False):
-    """`segment_product` by the kernel, in tiles of two blocks of 64 rows; a segment with an odd number of blocks ends with half a tile."""
+    """`segment_product` by the kernel, in tiles of two blocks of 64 rows; a segment with an odd number of
+    blocks ends with half a tile.
+    """
     from pallas_kernels.grouped_product import hopper
 
     begins = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
@@ -241,7 +247,9 @@ def _kernel_segments(x, kernels, ends, transposed=False):
 
 @jax.jit
 def _kernel_segment_sums(x, kernels, ends, dy):
-    """The gradient of the matrices. Few segments are split into parts, since some may be much longer than others."""
+    """The gradient of the matrices. Few segments are split into parts, since some may be much longer than
+    others.
+    """
     from pallas_kernels.grouped_product import hopper
 
     begins = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])

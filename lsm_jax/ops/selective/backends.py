@@ -87,7 +87,8 @@ def _real_scan(name, tokens, starts, arguments) -> tuple[jax.Array, jax.Array]:
     from pallas_kernels.selective_scan import selective_scan
 
     u, d = arguments["u"], arguments["d"]
-    # A masked token still adds D u to its output. The kernel cannot add it: there u must be 0, since times a delta of 0 it may be NaN.
+    # A masked token still adds D u to its output. The kernel cannot add it: there u must be 0, since times
+    # a delta of 0 it may be NaN.
     masked = tokens.written is not tokens.real
     y, final = selective_scan(
         select(tokens.written, u),

@@ -1,7 +1,8 @@
-"""Selective memories: `h_t[c, n] = exp(Δ_t[c] A[c, n]) h_{t-1}[c, n] + w_t[c, n]`, `y_t[c] = Re Σ_n C[n] h_t[c, n] + D[c] u_t[c]`.
+"""Selective memories: `h_t[c, n] = exp(Δ_t[c] A[c, n]) h_{t-1}[c, n] + w_t[c, n]`, `y_t[c] = Re Σ_n C[n]
+h_t[c, n] + D[c] u_t[c]`.
 
-Every entry of the memory is independent of the others: Mamba (arXiv 2312.00752), S4D (arXiv 2206.11893) and GateLoop (arXiv 2311.01927) with
-one head per channel.
+Every entry of the memory is independent of the others: Mamba (arXiv 2312.00752), S4D (arXiv 2206.11893) and
+GateLoop (arXiv 2311.01927) with one head per channel.
 """
 
 from __future__ import annotations
@@ -51,37 +52,45 @@ def selective_memory(
     implementation: str | tuple[str, ...] | None = None,
     chunk_size: int | None = None,
 ) -> tuple[Float[Array, "B T D"], SelectiveState]:
-    """Write each channel of `u` into N decaying entries of the memory, and read their sum with the weights `C`.
+    """Write each channel of `u` into N decaying entries of the memory, and read their sum with the weights
+    `C`.
 
-    The memory is complex if delta, A or B is. For a model with conjugate pairs, pass one of each pair and double C.
+    The memory is complex if delta, A or B is. For a model with conjugate pairs, pass one of each pair and
+    double C.
 
     Args:
         u: [B, T, D], real.
-        delta: [B, T, D], or [D] if constant. The real part of `delta * A` is the log of the decay, at most 0.
+        delta: [B, T, D], or [D] if constant. The real part of `delta * A` is the log of the decay, at most
+            0.
         A: [D, N], constant in time.
         B: [B, T, N] (the same for all channels), [D, N] (constant in time) or [B, T, D, N].
         C: one of the shapes of B.
         D: [D]; `D u` is added to the output.
-        discretization: the write of a token: "euler" `delta B u` (Mamba), "zoh" `(exp(delta A) - 1) / A B u` (S4D),
-            "none" `B u`.
-        initial_state: the state to continue from; None is an empty one. With memory [B, S, ...] there is one state per
-            segment: the tokens of id s use state s - 1.
+        discretization: the write of a token: "euler" `delta B u` (Mamba), "zoh" `(exp(delta A) - 1) / A B
+            u` (S4D), "none" `B u`.
+        initial_state: the state to continue from; None is an empty one. With memory [B, S, ...] there is
+            one state per segment: the tokens of id s use state s - 1.
         segment_ids: [B, T] integers, 0 for padding; see `lsm_jax.ops.core.segments`.
-        update_mask: [B, T], 0 for tokens that do not change the memory (they still read it, and `D u` is still added).
-        form: "recurrent" (token by token), "chunk" (an associative scan in each chunk, and a scan over chunks; the backward
-            pass recomputes each chunk, so that only the memory at the start of each chunk is stored) or "associative" (an
-            associative scan over tokens, which stores [B, T, D, N]. With one state per segment and a complex memory, later
-            tokens may change the rounding of earlier outputs: XLA rounds a complex product by its index in the array).
-        implementation: None (the first automatic backend that supports the call; see docs/kernels.md), a backend's name ("xla",
-            "mosaic_gpu", ...), or a tuple of names in order of preference. The fused kernels support
-            Mamba's and GateLoop's arguments, convert GateLoop's C to u's dtype, and are differentiable once, in reverse mode.
+        update_mask: [B, T], 0 for tokens that do not change the memory (they still read it, and `D u` is
+            still added).
+        form: "recurrent" (token by token), "chunk" (an associative scan in each chunk, and a scan over
+            chunks; the backward pass recomputes each chunk, so that only the memory at the start of each
+            chunk is stored) or "associative" (an associative scan over tokens, which stores [B, T, D, N].
+            With one state per segment and a complex memory, later tokens may change the rounding of earlier
+            outputs: XLA rounds a complex product by its index in the array).
+        implementation: None (the first automatic backend that supports the call; see docs/kernels.md), a
+            backend's name ("xla", "mosaic_gpu", ...), or a tuple of names in order of preference. The fused
+            kernels support Mamba's and GateLoop's arguments, convert GateLoop's C to u's dtype, and are
+            differentiable once, in reverse mode.
         chunk_size: tokens in a chunk of the XLA form, a power of two; None is 64.
 
     Returns:
-        The output in u's dtype, and the final state in float32 or complex64 (float64 or complex128 if an input is).
+        The output in u's dtype, and the final state in float32 or complex64 (float64 or complex128 if an
+        input is).
 
     Raises:
-        NotImplementedError: no backend of the given names supports the call; the message gives the requirement.
+        NotImplementedError: no backend of the given names supports the call; the message gives the
+            requirement.
         ValueError: a shape, dtype, discretization, form, implementation or chunk size is not accepted.
     """
     op = "selective_memory"

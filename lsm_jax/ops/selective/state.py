@@ -12,7 +12,8 @@ class SelectiveState(NamedTuple):
     """State of `selective_memory`.
 
     Attributes:
-        memory: [B, D, N], or [B, S, D, N] with one state per segment; float32, or complex64 if the memory is complex.
+        memory: [B, D, N], or [B, S, D, N] with one state per segment; float32, or complex64 if the memory
+            is complex.
         segment_id: [B], the last nonzero segment id seen, 0 before any.
     """
 

@@ -1,8 +1,9 @@
 """`selective_memory` with parameters that are constant in time, computed as a convolution in blocks.
 
-The result equals that of `selective_memory` with constant delta, B and C on one document from an empty state. Inside a block the
-tokens are convolved by a matrix product; the tokens before the block enter through the memory at the block's start. For finite u
-no bit of an output depends on a later token; a NaN in u also spoils the outputs of earlier tokens of its block.
+The result equals that of `selective_memory` with constant delta, B and C on one document from an empty
+state. Inside a block the tokens are convolved by a matrix product; the tokens before the block enter
+through the memory at the block's start. For finite u no bit of an output depends on a later token; a NaN in
+u also spoils the outputs of earlier tokens of its block.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def diagonal_kernel(
 ) -> Float[Array, "D T"]:
     """`Re Σ_n weight[n] exp(exponent[n] t)` for t = 0, ..., length - 1.
 
-    t is split into the index of a block of about sqrt(length) and the index inside the block. The powers of both are small arrays, and
-    the kernel is their matrix product; an array [D, N, length] is never formed.
+    t is split into the index of a block of about sqrt(length) and the index inside the block. The powers of
+    both are small arrays, and the kernel is their matrix product; an array [D, N, length] is never formed.
     """
     size = _block_size(length)
     blocks = -(-length // size)
@@ -52,10 +53,11 @@ def time_invariant_memory(
     *,
     D: Float[Array, " D"] | None = None,
 ) -> tuple[Float[Array, "B T D"], SelectiveState]:
-    """`selective_memory` with `discretization="zoh"`, constant arguments and an empty state, computed by convolution.
+    """`selective_memory` with `discretization="zoh"`, constant arguments and an empty state, computed by
+    convolution.
 
-    The arguments, the output and the state are those of `selective_memory`, which is called if rows are split over devices: it
-    hands the state from device to device. Differentiable in reverse mode.
+    The arguments, the output and the state are those of `selective_memory`, which is called if rows are
+    split over devices: it hands the state from device to device. Differentiable in reverse mode.
 
     Raises:
         ValueError: shapes do not match, or u, delta or D is complex.
@@ -106,7 +108,9 @@ def _convolve(u: Array, exponent: Array, gain: Array, weight: Array) -> tuple[Ar
 
 
 def _split_into_blocks(u: Array, size: int) -> Array:
-    """[B, T, D] -> [D, B, T / C, C]. Zeros are added before the first token, where they leave the memory empty."""
+    """[B, T, D] -> [D, B, T / C, C]. Zeros are added before the first token, where they leave the memory
+    empty.
+    """
     u = jnp.pad(u, [(0, 0), (-u.shape[1] % size, 0), (0, 0)])
     return jnp.moveaxis(u, 2, 0).reshape(u.shape[2], len(u), -1, size)
 
@@ -123,7 +127,9 @@ def _memories_after(blocks: Array, exponent: Array, gain: Array) -> Array:
 
 @jax.custom_vjp
 def _accumulate(log_decay: Array, written: Array) -> Array:
-    """`h_i = exp(log_decay) h_{i-1} + written_i` over blocks [D, B, n, N], from 0. Its gradient is the same sum in reverse order."""
+    """`h_i = exp(log_decay) h_{i-1} + written_i` over blocks [D, B, n, N], from 0. Its gradient is the same
+    sum in reverse order.
+    """
     return _decayed_sums(log_decay, written)
 
 
@@ -143,7 +149,9 @@ _accumulate.defvjp(_accumulate_forward, _accumulate_backward)
 
 
 def _decayed_sums(log_decay: Array, x: Array) -> Array:
-    """The result of `_accumulate`, computed inside groups of blocks, and then over the groups in the same way."""
+    """The result of `_accumulate`, computed inside groups of blocks, and then over the groups in the same
+    way.
+    """
     channels, batch, count, size = x.shape
     group = min(_GROUP, count)
     grouped = jnp.pad(x, [(0, 0), (0, 0), (0, -count % group), (0, 0)])
@@ -164,12 +172,15 @@ def _shift_by_one(x: Array) -> Array:
 
 
 def _toeplitz(kernel: Array) -> Array:
-    """kernel [D, C] -> [D, C, C], `kernel[j - i]` at (i, j), 0 where j < i; made by reshapes, whose gradient is cheap."""
+    """kernel [D, C] -> [D, C, C], `kernel[j - i]` at (i, j), 0 where j < i; made by reshapes, whose
+    gradient is cheap.
+    """
     channels, size = kernel.shape
     repeated = jnp.broadcast_to(
         jnp.pad(kernel, [(0, 0), (0, size)])[:, None], (channels, size, 2 * size)
     )
-    # Rows that are one entry shorter than the repeated kernel: the kernel begins one entry later in each row.
+    # Rows that are one entry shorter than the repeated kernel: the kernel begins one entry later in each
+    # row.
     rows = repeated.reshape(channels, -1)[:, : size * (2 * size - 1)].reshape(channels, size, -1)
     return rows[..., :size]
 

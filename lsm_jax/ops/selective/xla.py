@@ -65,7 +65,8 @@ def run_in_form(
 ) -> tuple[Array, SelectiveState]:
     """The output in u's dtype and the final state, computed in `options.form`.
 
-    The arrays have the names of the op's arguments in lower case; `constant` holds those of delta, b and c that are constant in time.
+    The arrays have the names of the op's arguments in lower case; `constant` holds those of delta, b and c
+    that are constant in time.
     """
     batch, length, channels = u.shape
     dtype = options.dtype
@@ -207,7 +208,9 @@ def _by_channel(x: _Inputs, by_token, constant) -> Array:
 
 
 def expm1_ratio(z: Array) -> Array:
-    """`(exp(z) - 1) / z`, 1 at 0. Near 0 it is computed by its series, since the quotient's derivative would lose digits there."""
+    """`(exp(z) - 1) / z`, 1 at 0. Near 0 it is computed by its series, since the quotient's derivative
+    would lose digits there.
+    """
     near = jnp.abs(jnp.real(z)) + jnp.abs(jnp.imag(z)) < 0.5
     safe = jnp.where(near, 1, z)
     small = jnp.where(near, z, 0)

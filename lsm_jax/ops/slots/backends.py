@@ -1,4 +1,6 @@
-"""The backends of `slot_memory`: each computes two linear memories by the backend of `linear_memory` with the same name."""
+"""The backends of `slot_memory`: each computes two linear memories by the backend of `linear_memory` with
+the same name.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from lsm_jax.ops.slots.state import SlotState
 
 
 def _linear_call(call: Call, memory: Any, options: Any, **arrays: Any) -> Call:
-    """The call of `linear_memory` that computes one of the two memories; `arrays` are its q, k, v and decay."""
+    """The call of `linear_memory` that computes one of the two memories; `arrays` are its q, k, v and
+    decay.
+    """
     arguments = call.arguments
     state = LinearState(memory, None, None, arguments["state"].segment_id)
     absent = dict.fromkeys(
@@ -48,8 +52,9 @@ def _unsupported(backend: Backend, call: Call) -> str | None:
 def _run(backend: Backend, call: Call) -> tuple[jax.Array, SlotState]:
     """Read the memory of keys, apply the softmax over slots, and read the memory of values.
 
-    The slots are the value channels of the first memory and the key channels of the second. The softmax multiplies rounding errors
-    of the scores by up to their range, which may be 16: all scores are float32, and Hopper's kernel reads the strengths in float32.
+    The slots are the value channels of the first memory and the key channels of the second. The softmax
+    multiplies rounding errors of the scores by up to their range, which may be 16: all scores are float32,
+    and Hopper's kernel reads the strengths in float32.
     """
     q, k, v, s, log_decay, state = (
         call.arguments[n] for n in ("q", "k", "v", "s", "log_decay", "state")

@@ -1,6 +1,7 @@
 """Gated slot attention (arXiv 2409.07146): a softmax over M slots between two linear memories.
 
-`K̃_t = K̃_{t-1} diag(α_t) + k_tᵀ s_t`, `p_t = softmax(scale q_t K̃_t)`, `Ṽ_t = diag(α_t) Ṽ_{t-1} + s_tᵀ v_t`, `o_t = p_t Ṽ_t`.
+`K̃_t = K̃_{t-1} diag(α_t) + k_tᵀ s_t`, `p_t = softmax(scale q_t K̃_t)`, `Ṽ_t = diag(α_t) Ṽ_{t-1} + s_tᵀ
+v_t`, `o_t = p_t Ṽ_t`.
 """
 
 from __future__ import annotations
@@ -61,23 +62,24 @@ def slot_memory(
         s: [B, T, G, M], the strength of the write to each slot; 1 - α in the paper.
         log_decay: [B, T, G, M], log α of each slot, natural logarithm, at most 0. None means no decay.
         scale: multiplies q; None is `K ** -0.5`.
-        initial_state: the state to continue from; None is an empty one. With keys [B, S, ...] there is one state per segment:
-            the tokens of id s use state s - 1.
+        initial_state: the state to continue from; None is an empty one. With keys [B, S, ...] there is one
+            state per segment: the tokens of id s use state s - 1.
         segment_ids: [B, T] integers, 0 for padding; see `lsm_jax.ops.core.segments`.
         update_mask: [B, T], 0 for tokens that do not change the memory (they still read it).
-        form: "recurrent" (token by token), "chunk" (matrix products in each chunk, and a scan over chunks) or "associative"
-            (an associative scan over chunks); for both linear memories.
-        implementation: None (the first automatic backend that supports the call; see docs/kernels.md), a backend's name ("xla",
-            "mosaic_gpu", ...), or a tuple of names in order of preference. The backends are those of `linear_memory`, and must
-            support both memories. The fused kernels round the softmax's weights to bfloat16, and the strengths too except inside
-            a chunk.
+        form: "recurrent" (token by token), "chunk" (matrix products in each chunk, and a scan over chunks)
+            or "associative" (an associative scan over chunks); for both linear memories.
+        implementation: None (the first automatic backend that supports the call; see docs/kernels.md), a
+            backend's name ("xla", "mosaic_gpu", ...), or a tuple of names in order of preference. The
+            backends are those of `linear_memory`, and must support both memories. The fused kernels round
+            the softmax's weights to bfloat16, and the strengths too except inside a chunk.
         chunk_size: tokens in a chunk of the XLA form, a power of two; None is 64.
 
     Returns:
         The output in v's dtype, and the final state in float32 (float64 if an input is).
 
     Raises:
-        NotImplementedError: no backend of the given names supports the call; the message gives the requirement.
+        NotImplementedError: no backend of the given names supports the call; the message gives the
+            requirement.
         ValueError: a shape, number of heads, form, implementation or chunk size is not accepted.
     """
     op = "slot_memory"

@@ -32,7 +32,9 @@ def slot_state(
     num_segments: int | None = None,
     dtype=jnp.float32,
 ) -> SlotState:
-    """An empty `SlotState` of `num_heads` pairs of memories; each row has `num_segments` states, or one if that is None."""
+    """An empty `SlotState` of `num_heads` pairs of memories; each row has `num_segments` states, or one if
+    that is None.
+    """
     rows = (batch_size,) if num_segments is None else (batch_size, num_segments)
     return SlotState(
         jnp.zeros((*rows, num_heads, key_dim, num_slots), dtype),
