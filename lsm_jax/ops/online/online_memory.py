@@ -178,7 +178,7 @@ def online_memory(
     op = "online_memory"
     if form not in FORMS:
         raise ValueError(
-            f"{op}: form={form!r}; accepted are 'recurrent' and 'chunk' (updates cannot be composed)"
+            f"{op}: form={form!r}; accepted are 'recurrent', 'chunk' (updates cannot be composed)"
         )
     check_implementation(op, implementation)
     batch, length, _, _, heads, key_dim, value_dim = checks.check_qkv(op, q, k, v)
