@@ -98,7 +98,9 @@ def cut_into_windows(
     """
     size = chunks.size
     real, written, count, after = _count(tokens, chunks, position, length)
-    batch_of = jnp.maximum(count - 1, 0) // mini_batch  # 0 is the mini-batch that the state is in
+    batch_of = (
+        jnp.maximum(count - 1, 0) // mini_batch
+    )  # the index in the document, from the state on
     run = jnp.zeros_like(count) if chunks.run is None else chunks.run
     largest = jnp.iinfo(jnp.int32).max
 
