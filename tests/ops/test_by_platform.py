@@ -88,7 +88,9 @@ def test_attention_by_cudnn_is_lowered_for_several_cards(axes, with_cudnn):
         text = jax.jit(step).trace(q, q, q).lower(lowering_platforms=("cuda",)).as_text()
     assert "__cudnn$fmha" in text
     assert "CustomSPMDPartitioning" not in text
-    mapped = re.findall(r"^( *)%\S+ = sdy\.manual_computation\(.*?^\1(} : .*?)$", text, re.DOTALL | re.MULTILINE)  # fmt: skip
+    mapped = re.findall(
+        r"^( *)%\S+ = sdy\.manual_computation\(.*?^\1(} : .*?)$", text, re.DOTALL | re.MULTILINE
+    )
     assert len(mapped) == text.count("sdy.manual_computation") > 1
     assert not any("tensor<0x" in types for _, types in mapped)
 

@@ -30,9 +30,11 @@ def test_with_one_state_per_segment(case, form):
     state = make_state(case, num_segments=4)
     state = jax.tree.map(lambda x: x.astype(narrow.get(x.dtype.name, x.dtype)), state)
     run = jax.jit(
-        lambda ids: call(case, inputs, form=form, initial_state=state, segment_ids=ids, chunk_size=2)[0],
+        lambda ids: call(
+            case, inputs, form=form, initial_state=state, segment_ids=ids, chunk_size=2
+        )[0],
         compiler_options={} if depends_on_index else AS_USERS,
-    )  # fmt: skip
+    )
     ids = np.random.default_rng(3).integers(1, 5, size=(2, LENGTH))
     base = np.asarray(run(jnp.asarray(ids)))
     for t in (20, 36):

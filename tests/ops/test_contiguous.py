@@ -21,7 +21,9 @@ def test_without_gaps_shifts_equal_pointers():
         def loss(x, weight, state):
             options = dict(segment_ids=IDS, initial_state=state, contiguous=contiguous)
             y, after = ops.short_convolution(x, weight, **options)
-            z, last = ops.token_shift(x, **options | dict(initial_state=state._replace(tail=state.tail[:, -1:])))  # fmt: skip
+            z, last = ops.token_shift(
+                x, **options | dict(initial_state=state._replace(tail=state.tail[:, -1:]))
+            )
             weights = jnp.cos(jnp.arange(y.size)).reshape(y.shape)
             total = jnp.sum(weights * (y + z * z)) + jnp.sum(after.tail**2) + jnp.sum(last.tail)
             return total, (y, z, after, last)

@@ -48,7 +48,9 @@ def test_equals_the_recurrence(as_on_a_gpu, name):
             floats[array.removeprefix("key_")] = x if array == "log_input_gate" else -0.03 * x**2
         gated = "log_input_gate" in floats
         state = ops.linear_state(2, 2, 4, 3, normalize=gated, stabilize=gated, dtype=jnp.float64)
-        state = jax.tree.map(lambda x: x + rng.normal(size=x.shape), state._replace(segment_id=None))  # fmt: skip
+        state = jax.tree.map(
+            lambda x: x + rng.normal(size=x.shape), state._replace(segment_id=None)
+        )
         options = dict(chunk_size=SIZE, normalize=1e-6 if gated else None)
 
         def run(form, floats, state):

@@ -178,8 +178,9 @@ def test_attention_after_65536_tokens():
         jax.tree.map(lambda ring, x: ring.at[:, :stored].set(x), state.log_forget, sums),
     )
     expected = reference(
-        *(np.asarray(x[0], np.float64) for x in (q, k, v)), np.cumsum(gates[0], axis=0, dtype=np.float64)
-    )  # fmt: skip
+        *(np.asarray(x[0], np.float64) for x in (q, k, v)),
+        np.cumsum(gates[0], axis=0, dtype=np.float64),
+    )
     outputs = []
     for a, b in ((0, 32), (32, 33)):
         new = slice(stored + a, stored + b)

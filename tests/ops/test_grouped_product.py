@@ -98,9 +98,14 @@ def test_blocks_of_64_rows_in_the_interpreter(monkeypatch, transposed):
     blocks = (jnp.array(b, jnp.int32) for b in ([0, 1, 3, 4, 0], [1, 3, 4, 5, 1]))
     groups, count = jnp.array([0, 1, 1, 2, 0], jnp.int32), jnp.array([4], jnp.int32)
     result = hopper.product(
-        dy if transposed else x, kernels, groups, count, *blocks,
-        transposed=transposed, interpret=compat.gpu_interpreter(),
-    )  # fmt: skip
+        dy if transposed else x,
+        kernels,
+        groups,
+        count,
+        *blocks,
+        transposed=transposed,
+        interpret=compat.gpu_interpreter(),
+    )
     assert relative_error(result, dx if transposed else y) < 3e-3
     assert not compat.races_found()
 

@@ -76,9 +76,12 @@ def visible(case, state):
     state = jax.tree.map(as_real, state)
     if case.op == "attention":
         hidden = np.arange(state.keys.shape[-3]) >= state.count[..., None]
-        state = state._replace(keys=np.where(hidden[..., None, None], 0, state.keys),
-                               values=np.where(hidden[..., None, None], 0, state.values),
-                               log_forget=state.log_forget and np.where(hidden[..., None], 0, sum(state.log_forget)))  # fmt: skip
+        sums = state.log_forget and np.where(hidden[..., None], 0, sum(state.log_forget))
+        state = state._replace(
+            keys=np.where(hidden[..., None, None], 0, state.keys),
+            values=np.where(hidden[..., None, None], 0, state.values),
+            log_forget=sums,
+        )
     return jax.tree.leaves(state)
 
 
@@ -378,7 +381,9 @@ def test_segments_without_a_state_give_nan(case):
     """The outputs of such tokens are NaN; no state and no later output depends on them."""
     inputs, state = make_inputs(case), make_state(case, num_segments=2)
     ids = jnp.full((BATCH, LENGTH), 2).at[:, 5].set(9)
-    run = jax.jit(lambda ids, mask: call(case, inputs, segment_ids=ids, update_mask=mask, initial_state=state))  # fmt: skip
+    run = jax.jit(
+        lambda ids, mask: call(case, inputs, segment_ids=ids, update_mask=mask, initial_state=state)
+    )
     output, final = run(ids, jnp.ones_like(ids))
     assert np.isnan(output[:, 5]).all()
     expected, expected_final = run(ids.at[:, 5].set(2), (ids != 9).astype(jnp.int32))
