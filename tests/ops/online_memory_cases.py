@@ -85,8 +85,8 @@ def _pack(case, inputs):
 
 
 def _state(case, batch, *, capacity, **options):
-    options = dict(bias="bias" in case.arrays, momentum="decay" in case.arrays)
-    return ops.online_state(batch, case.heads[2], _sizes(case), **options, **options)
+    options |= dict(bias="bias" in case.arrays, momentum="decay" in case.arrays)
+    return ops.online_state(batch, case.heads[2], _sizes(case), **options)
 
 
 def _used(case, state):
