@@ -289,7 +289,7 @@ def test_attentions_sums_go_on_through_documents(monkeypatch):
     q = jnp.ones((1, 6, 2, 64), jnp.bfloat16)
     tokens = read_tokens(jnp.array([[3, 3, 0, 5, 5, 5]]), None, jnp.zeros(1, jnp.int32), None)
     gates = jnp.full((1, 6, 2), -0.5)
-    options = AttentionOptions(window=None, scale=1.0, prune=True, fresh=True, plain=False)
+    options = AttentionOptions(window=None, scale=1.0, prune=True, no_state=True, unmasked=False)
     arguments = dict(q=q, k=q, v=q, log_forget=gates, tokens=tokens)
     run_kernel("mosaic_gpu", Call("attention", options, arguments))
     high, low = given["sums"]

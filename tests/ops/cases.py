@@ -1,4 +1,4 @@
-"""The ops under test as one table, and an oracle for each: plain numpy, one token at a time, one document at a time."""
+"""The table of ops under test, and the definition of each op in numpy, token by token."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ KEY_DIM, VALUE_DIM, CHANNELS, WIDTH = 8, 4, 6, 4
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An op with the inputs it takes.
+    """An op with the inputs of a test.
 
     Attributes:
         op: name in `lsm_jax.ops`.
-        arrays: optional inputs it is given beside q, k and v.
-        heads: query, key and value heads.
-        fast: in the default test run (one case of each class of transition).
-        core: in the default run of the tests that say the most, where it is not `fast`.
+        arrays: names of optional inputs, besides q, k and v.
+        heads: the numbers of query, key and value heads.
+        normalize: as the argument of `linear_memory`.
+        window: as the argument of `attention`.
+        fast: whether the case is in the default test run (one case for each kind of transition).
+        core: whether the case is in the default run of the most important tests, if it is not `fast`.
     """
 
     op: str
@@ -87,15 +89,15 @@ CASES = [
 
 
 def parametrize(cases=CASES):
-    """Over the cases, those outside the default run marked slow."""
-    marks = {False: [pytest.mark.slow], True: []}
+    """Parametrize a test over cases; those outside the default run are marked slow."""
     return pytest.mark.parametrize(
-        "case", [pytest.param(c, id=c.name, marks=marks[c.fast]) for c in cases]
+        "case",
+        [pytest.param(c, id=c.name, marks=[] if c.fast else [pytest.mark.slow]) for c in cases],
     )
 
 
 def parametrize_forms(cases=CASES, skip=(), core=False):
-    """Over cases and their forms; a `core` test runs by default on core cases too."""
+    """Parametrize a test over cases and their forms; with `core`, core cases are in the default run too."""
     rows = [(c, f) for c in cases for f in c.forms if f not in skip]
     return pytest.mark.parametrize(
         ("case", "form"),
@@ -113,17 +115,19 @@ def parametrize_forms(cases=CASES, skip=(), core=False):
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """How the cases of one op are made and defined.
+    """The inputs, the state and the definition of one op.
 
     Attributes:
-        positional: names of the op's leading arguments.
-        inputs: (case, rng, (batch, length), log_decay) -> arrays by name; `log_decay(*shape)` draws decays of the kind asked.
-        state: (case, batch, **where) -> an empty state; `where` has num_segments, dtype and capacity.
-        step: (case, inputs, own, b, t, written) -> the output of token t of row b by definition, in numpy; `own` holds the
-            state's leaves (the segment id left out) of that row, to be replaced in place.
-        forms: the forms the op has; (None,) where it has none.
-        pack: (case, inputs) -> the op's arguments by name, where they are not the inputs themselves.
-        used: (case, state) -> the same with something in it; None fills it with random numbers.
+        positional: names of the op's positional arguments.
+        inputs: (case, rng, (batch, length), log_decay) -> arrays by name; `log_decay(*shape)` draws log
+            decays.
+        state: (case, batch, **options) -> an empty state; the options are num_segments, dtype and capacity.
+        step: (case, inputs, leaves, b, t, written) -> the output of token t of row b by the definition, in
+            numpy. `leaves` is the list of the row's state arrays (without the segment id), which the step
+            updates in place.
+        forms: the op's forms; (None,) if it has no argument `form`.
+        pack: (case, inputs) -> the op's arguments by name; None if they are the inputs.
+        used: (case, state) -> the state with values that are not 0; None fills it with random numbers.
     """
 
     positional: tuple[str, ...]
@@ -139,7 +143,7 @@ FAMILIES: dict[str, Family] = {}
 
 
 def make_inputs(case: Case, batch=2, length=37, *, seed=0, decay="mild", dtype=np.float64) -> dict:
-    """Random inputs. `decay` is "mild", or "mixed": from 0 to -30 a step."""
+    """Random inputs. `decay` is "mild", or "mixed": log decays from 0 to -30 per token."""
     rng = np.random.default_rng(seed)
 
     def log_decay(*shape):
@@ -154,7 +158,7 @@ def make_inputs(case: Case, batch=2, length=37, *, seed=0, decay="mild", dtype=n
 
 
 def make_qkv(case: Case, rng, shape) -> dict:
-    """Queries, keys and values of the case's heads; positive where it normalises."""
+    """Queries, keys and values with the case's heads; queries and keys are positive if the case normalises."""
     queries, keys, heads = case.heads
     q = rng.normal(size=(*shape, queries, KEY_DIM))
     k = rng.normal(size=(*shape, keys, KEY_DIM))
@@ -164,7 +168,7 @@ def make_qkv(case: Case, rng, shape) -> dict:
 
 
 def make_decays(case: Case, shape, log_decay) -> dict:
-    """The decays a case names."""
+    """The decays that are named in the case's arrays."""
     heads = case.heads[2]
     shapes = {
         "constant_decay": ("log_decay", (heads,)),
@@ -176,9 +180,9 @@ def make_decays(case: Case, shape, log_decay) -> dict:
 
 
 def make_state(case: Case, batch=2, *, num_segments=None, capacity=64, seed=1, empty=False):
-    """A state with something in it (for attention: three tokens), or an empty one; float64."""
-    where = dict(num_segments=num_segments, dtype=jnp.float64, capacity=capacity)
-    state = FAMILIES[case.op].state(case, batch, **where)
+    """A state with random values (for attention: of three tokens), or an empty one; float64."""
+    options = dict(num_segments=num_segments, dtype=jnp.float64, capacity=capacity)
+    state = FAMILIES[case.op].state(case, batch, **options)
     if empty:
         return state
     if (used := FAMILIES[case.op].used) is not None:
@@ -198,22 +202,23 @@ def make_state(case: Case, batch=2, *, num_segments=None, capacity=64, seed=1, e
 
 
 def call(case: Case, inputs: dict, *, form=None, **options):
-    """Call the op of `case`, in chunks of 8 where there are chunks."""
+    """Call the op of `case`, with chunks of 8 tokens if it has forms."""
     positional, pack = FAMILIES[case.op].positional, FAMILIES[case.op].pack
     if form is not None:
         options = {"form": form, "chunk_size": 8} | options
     if pack is not None:
         inputs = pack(case, inputs)
-    rest = {n: a for n, a in inputs.items() if n not in positional}
+    keywords = {n: a for n, a in inputs.items() if n not in positional}
     op: Callable = getattr(ops, case.op)
-    return op(*(inputs[n] for n in positional), **rest, **case.static, **options)
+    return op(*(inputs[n] for n in positional), **keywords, **case.static, **options)
 
 
-# ---------------------------------------------------------------------------------------------------------------- oracle
+# ----------------------------------------------------------------------------------------------------------------
+# oracle
 
 
 def oracle(case: Case, inputs: dict, *, state, segment_ids=None, update_mask=None):
-    """The op by its definition, in numpy float64. Returns the output and the memory as the state's leaves."""
+    """The output and the final state of the op by its definition, in numpy float64."""
     inputs = {n: np.asarray(a, np.float64) for n, a in inputs.items()}
     memory = jax.tree.map(np.array, state)
     reference = next(iter(inputs.values()))
@@ -224,7 +229,7 @@ def oracle(case: Case, inputs: dict, *, state, segment_ids=None, update_mask=Non
     mask = np.ones((batch, length), int) if update_mask is None else np.asarray(update_mask)
     outputs, last_id = [], np.array(memory.segment_id)
     for b in range(batch):
-        own = {
+        row_leaves = {
             s: [np.copy(x[b, s] if segmented else x[b]) for x in leaves]
             for s in range(leaves[0].shape[1] if segmented else 1)
         }
@@ -234,26 +239,26 @@ def oracle(case: Case, inputs: dict, *, state, segment_ids=None, update_mask=Non
             slot = max(token - 1, 0) if segmented else 0
             if segment_ids is not None and token:
                 if not segmented and last_id[b] not in (0, token):
-                    own[0] = [np.zeros_like(x) for x in own[0]]
+                    row_leaves[0] = [np.zeros_like(x) for x in row_leaves[0]]
                 last_id[b] = token
             output = FAMILIES[case.op].step(
-                case, inputs, own[slot], b, t, bool(token and mask[b, t])
+                case, inputs, row_leaves[slot], b, t, bool(token and mask[b, t])
             )
             row.append(output if token else np.zeros_like(output))
         outputs.append(row)
-        for s, after in own.items():
-            for x, leaf in zip(leaves, after, strict=True):
+        for s, final_leaves in row_leaves.items():
+            for x, leaf in zip(leaves, final_leaves, strict=True):
                 x[(b, s) if segmented else b] = leaf
     return np.array(outputs), jax.tree.unflatten(tree, leaves)._replace(segment_id=last_id)
 
 
 def _at(x, b, t, heads):
-    """Token t's value for each of `heads` heads."""
+    """The value of token t for each of `heads` heads, [heads, ...]."""
     return np.repeat(x[b, t], heads // x.shape[2], axis=0)
 
 
 def _decays(inputs, b, t):
-    """exp(log decay), broadcastable to [G, K, V]."""
+    """The decay of token t, in a shape that broadcasts to [G, K, V]."""
     log_decay = np.zeros((1, 1, 1))
     if "log_decay" in inputs:
         g = inputs["log_decay"]
@@ -264,97 +269,99 @@ def _decays(inputs, b, t):
     return np.exp(log_decay)
 
 
-def _linear_step(case, inputs, own, b, t, written):
+def _linear_step(case, inputs, leaves, b, t, written):
     heads = inputs["v"].shape[2]
     k, v = _at(inputs["k"], b, t, heads), inputs["v"][b, t]
     q = _at(inputs["q"], b, t, max(heads, case.heads[0])) * KEY_DIM**-0.5
     q = q.reshape(heads, -1, KEY_DIM)
     if "log_input_gate" in inputs:
-        return _gated_step(case, inputs, own, q, k, v, b, t, written)
+        return _gated_step(case, inputs, leaves, q, k, v, b, t, written)
     write = k[:, :, None] * v[:, None, :] * written
-    before = own[0].copy()
-    own[0] = (_decays(inputs, b, t) * own[0] if written else own[0]) + write
+    before = leaves[0].copy()
+    leaves[0] = (_decays(inputs, b, t) * leaves[0] if written else leaves[0]) + write
     if case.normalize is not None:
-        z_before = own[1].copy()
+        z_before = leaves[1].copy()
         keyed = {n: x for n, x in inputs.items() if n != "value_log_decay"}
-        own[1] = (_decays(keyed, b, t)[:, :, 0] * own[1] if written else own[1]) + k * written
-    seen, z = own[0], None if case.normalize is None else own[1]
+        leaves[1] = (
+            _decays(keyed, b, t)[:, :, 0] * leaves[1] if written else leaves[1]
+        ) + k * written
+    memory, z = leaves[0], None if case.normalize is None else leaves[1]
     if "bonus" in inputs:
         u = inputs["bonus"]
-        seen = before + u[:, :, None] * write
+        memory = before + u[:, :, None] * write
         z = z_before + u * k * written if case.normalize is not None else None
-    output = np.einsum("grk,gkv->grv", q, seen)
+    output = np.einsum("grk,gkv->grv", q, memory)
     if case.normalize is not None:
         output = output / (np.einsum("grk,gk->gr", q, z)[..., None] + case.normalize)
     return output.reshape(-1, VALUE_DIM)
 
 
-def _gated_step(case, inputs, own, q, k, v, b, t, written):
+def _gated_step(case, inputs, leaves, q, k, v, b, t, written):
     """xLSTM's stabilised recurrence (arXiv 2405.04517, Eqs. 15 and 19-21)."""
     if written:
         gate, log_f = inputs["log_input_gate"][b, t], np.log(_decays(inputs, b, t)[:, 0, 0])
-        m = np.maximum(log_f + own[2], gate)
-        f, i = np.exp(log_f + own[2] - m), np.exp(gate - m)
-        own[0] = f[:, None, None] * own[0] + i[:, None, None] * k[:, :, None] * v[:, None, :]
-        own[1] = f[:, None] * own[1] + i[:, None] * k
-        own[2] = m
-    below = np.maximum(np.abs(np.einsum("grk,gk->gr", q, own[1])), np.exp(-own[2])[:, None])
-    output = np.einsum("grk,gkv->grv", q, own[0]) / (below[..., None] + case.normalize)
+        m = np.maximum(log_f + leaves[2], gate)
+        f, i = np.exp(log_f + leaves[2] - m), np.exp(gate - m)
+        leaves[0] = f[:, None, None] * leaves[0] + i[:, None, None] * k[:, :, None] * v[:, None, :]
+        leaves[1] = f[:, None] * leaves[1] + i[:, None] * k
+        leaves[2] = m
+    divisor = np.maximum(np.abs(np.einsum("grk,gk->gr", q, leaves[1])), np.exp(-leaves[2])[:, None])
+    output = np.einsum("grk,gkv->grv", q, leaves[0]) / (divisor[..., None] + case.normalize)
     return output.reshape(-1, VALUE_DIM)
 
 
-def _delta_step(case, inputs, own, b, t, written):
+def _delta_step(case, inputs, leaves, b, t, written):
     heads = inputs["v"].shape[2]
     k, v = _at(inputs["k"], b, t, heads), inputs["v"][b, t]
     q = _at(inputs["q"], b, t, max(heads, case.heads[0])) * KEY_DIM**-0.5
     if written:
         beta = inputs["beta"][b, t][:, None, None]
-        decayed = _decays(inputs, b, t) * own[0]
+        decayed = _decays(inputs, b, t) * leaves[0]
         erase = np.eye(KEY_DIM) - beta * k[:, :, None] * k[:, None, :]
-        own[0] = erase @ decayed + beta * k[:, :, None] * v[:, None, :]
+        leaves[0] = erase @ decayed + beta * k[:, :, None] * v[:, None, :]
     q = q.reshape(heads, -1, KEY_DIM)
-    return np.einsum("grk,gkv->grv", q, own[0]).reshape(-1, VALUE_DIM)
+    return np.einsum("grk,gkv->grv", q, leaves[0]).reshape(-1, VALUE_DIM)
 
 
-def _attention_step(case, inputs, own, b, t, written):
+def _attention_step(case, inputs, leaves, b, t, written):
     heads = inputs["v"].shape[2]
-    keys, values, count, *sums = own
+    keys, values, count, *sums = leaves
     count = int(count)
     if written:
-        place = count % len(keys)
-        keys[place], values[place] = _at(inputs["k"], b, t, heads), inputs["v"][b, t]
+        index = count % len(keys)
+        keys[index], values[index] = _at(inputs["k"], b, t, heads), inputs["v"][b, t]
         if sums:
             gate = inputs["log_forget"]
-            before = sums[0][place - 1] + sums[1][place - 1] if count else 0
-            sums[0][place], sums[1][place] = before + (gate if gate.ndim == 1 else gate[b, t]), 0
+            before = sums[0][index - 1] + sums[1][index - 1] if count else 0
+            sums[0][index], sums[1][index] = before + (gate if gate.ndim == 1 else gate[b, t]), 0
         count += 1
-    own[2] = np.array(count)
-    reach = min(count, len(keys), case.window or count)
-    places = [r % len(keys) for r in range(count - reach, count)]
+    leaves[2] = np.array(count)
+    attended = min(count, len(keys), case.window or count)
+    indices = [r % len(keys) for r in range(count - attended, count)]
     q = _at(inputs["q"], b, t, max(heads, case.heads[0])).reshape(heads, -1, KEY_DIM)
-    if not places:
+    if not indices:
         return np.zeros((q.shape[0] * q.shape[1], VALUE_DIM))
-    scores = np.einsum("grk,sgk->grs", q, keys[places]) * KEY_DIM**-0.5
+    scores = np.einsum("grk,sgk->grs", q, keys[indices]) * KEY_DIM**-0.5
     if sums:
         total = sums[0] + sums[1]
-        scores += (total[places[-1]] - total[places]).T.reshape(scores.shape)
+        scores += (total[indices[-1]] - total[indices]).T.reshape(scores.shape)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    return np.einsum("grs,sgv->grv", weights, values[places]).reshape(-1, VALUE_DIM)
+    return np.einsum("grs,sgv->grv", weights, values[indices]).reshape(-1, VALUE_DIM)
 
 
-def _convolution_step(case, inputs, own, b, t, written):
+def _convolution_step(case, inputs, leaves, b, t, written):
     x = inputs["x"][b, t]
-    seen = np.concatenate([own[0], x[None]])
+    taps = np.concatenate([leaves[0], x[None]])
     if written:
-        own[0] = seen[1:]
-    return np.sum(seen * inputs["weight"], axis=0) + inputs.get("bias", 0)
+        leaves[0] = taps[1:]
+    return np.sum(taps * inputs["weight"], axis=0) + inputs.get("bias", 0)
 
 
-def _shift_step(case, inputs, own, b, t, written):
-    output = own[0][0].copy()
+def _shift_step(case, inputs, leaves, b, t, written):
+    output = leaves[0][0].copy()
     if written:
-        own[0] = inputs["x"][b, t][None]
+        leaves[0] = inputs["x"][b, t][None]
     return output
 
 
@@ -367,9 +374,9 @@ def _linear_inputs(case, rng, shape, log_decay):
     return inputs
 
 
-def _linear_state(case, batch, *, capacity, **where):
-    kept = dict(normalize=case.normalize is not None, stabilize="input_gate" in case.arrays)
-    return ops.linear_state(batch, case.heads[2], KEY_DIM, VALUE_DIM, **kept, **where)
+def _linear_state(case, batch, *, capacity, **options):
+    options |= dict(normalize=case.normalize is not None, stabilize="input_gate" in case.arrays)
+    return ops.linear_state(batch, case.heads[2], KEY_DIM, VALUE_DIM, **options)
 
 
 def _delta_inputs(case, rng, shape, log_decay):
@@ -378,22 +385,22 @@ def _delta_inputs(case, rng, shape, log_decay):
     return inputs | {"beta": rng.uniform(0, 2, size=(*shape, case.heads[2]))}
 
 
-def _delta_state(case, batch, *, capacity, **where):
-    return ops.delta_state(batch, case.heads[2], KEY_DIM, VALUE_DIM, **where)
+def _delta_state(case, batch, *, capacity, **options):
+    return ops.delta_state(batch, case.heads[2], KEY_DIM, VALUE_DIM, **options)
 
 
 def _attention_inputs(case, rng, shape, log_decay):
     inputs, heads = make_qkv(case, rng, shape), max(case.heads)
     if case.arrays:
-        each = () if "constant_forget" in case.arrays else shape
-        inputs["log_forget"] = log_decay(*each, heads)
+        tokens = () if "constant_forget" in case.arrays else shape
+        inputs["log_forget"] = log_decay(*tokens, heads)
     return inputs
 
 
-def _attention_state(case, batch, *, capacity, **where):
+def _attention_state(case, batch, *, capacity, **options):
     if case.arrays:
-        where["forget_heads"] = max(case.heads)
-    return ops.attention_state(batch, capacity, case.heads[2], KEY_DIM, VALUE_DIM, **where)
+        options["forget_heads"] = max(case.heads)
+    return ops.attention_state(batch, capacity, case.heads[2], KEY_DIM, VALUE_DIM, **options)
 
 
 def _shift_inputs(case, rng, shape, log_decay):
@@ -405,9 +412,9 @@ def _shift_inputs(case, rng, shape, log_decay):
     return inputs
 
 
-def _shift_state(case, batch, *, capacity, **where):
+def _shift_state(case, batch, *, capacity, **options):
     width = WIDTH - 1 if case.op == "short_convolution" else 1
-    return ops.shift_state(batch, width, CHANNELS, **where)
+    return ops.shift_state(batch, width, CHANNELS, **options)
 
 
 _QKV = ("q", "k", "v")
@@ -419,9 +426,9 @@ FAMILIES |= {
     "token_shift": Family(("x",), _shift_inputs, _shift_state, _shift_step, (None,)),
 }  # fmt: skip
 
-# Cases that stand in files of their own, which need what stands above.
+# The cases of other ops are in separate files, which import the names above.
 from tests.ops import dplr_cases, online_memory_cases, selective_cases, slot_cases  # noqa: E402
 
-for _more in (dplr_cases, online_memory_cases, selective_cases, slot_cases):
-    FAMILIES |= _more.FAMILIES
-    CASES += _more.CASES
+for _module in (dplr_cases, online_memory_cases, selective_cases, slot_cases):
+    FAMILIES |= _module.FAMILIES
+    CASES += _module.CASES

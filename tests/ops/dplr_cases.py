@@ -1,4 +1,4 @@
-"""`dplr_memory`: its cases, inputs and definition."""
+"""`dplr_memory`: its test cases, inputs and definition."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ def _unit(x):
 
 
 def _inputs(case, rng, shape, log_decay):
-    """a = -κ, b = κ ⊙ gate as RWKV7 has them; "correlated" κ with gates near 1 + the decay; "any_ab" unrelated and small."""
+    """Draw inputs with a = -κ and b = κ ⊙ gate, as in RWKV7.
+
+    "correlated" cases have similar κ for all tokens, and gates near 1 + the decay; "any_ab" cases have
+    unrelated, small a and b.
+    """
     inputs = make_qkv(case, rng, shape) | make_decays(case, shape, log_decay)
     keys, heads = case.heads[1:]
     draw = rng.normal(size=(*shape, keys, KEY_DIM))
@@ -42,21 +46,23 @@ def _inputs(case, rng, shape, log_decay):
         return inputs | {"a": 0.6 * _unit(draw), "b": 0.6 * _unit(other)}
     if "correlated" in case.arrays:
         draw = draw[:, :1] + 0.05 * draw
-        # a reads ahead of the decay w: w - gate is the eigenvalue along κ, and has to stay above -1.
+        # a reads before the decay w: the eigenvalue along κ is w - gate, which must stay above -1.
         decay = np.exp(inputs["log_decay"])[..., None] if "log_decay" in inputs else 1.0
         gate = np.broadcast_to((1 + decay) * (1 - 0.1 * gate[..., :1]), gate.shape)
     kappa = _unit(draw)
     return inputs | {"a": -kappa, "b": np.repeat(kappa, heads // keys, axis=2) * gate}
 
 
-def _step(case, inputs, own, b, t, written):
+def _step(case, inputs, leaves, b, t, written):
     heads = inputs["v"].shape[2]
-    k, a, back = (_at(inputs[n], b, t, heads) for n in ("k", "a", "b"))
+    k, a, b_at_t = (_at(inputs[n], b, t, heads) for n in ("k", "a", "b"))
     q = _at(inputs["q"], b, t, max(heads, case.heads[0])) * KEY_DIM**-0.5
     if written:
-        transition = _decays(inputs, b, t) * np.eye(KEY_DIM) + back[:, :, None] * a[:, None, :]
-        own[0] = transition @ own[0] + k[:, :, None] * inputs["v"][b, t][:, None, :]
-    return np.einsum("grk,gkv->grv", q.reshape(heads, -1, KEY_DIM), own[0]).reshape(-1, VALUE_DIM)
+        transition = _decays(inputs, b, t) * np.eye(KEY_DIM) + b_at_t[:, :, None] * a[:, None, :]
+        leaves[0] = transition @ leaves[0] + k[:, :, None] * inputs["v"][b, t][:, None, :]
+    return np.einsum("grk,gkv->grv", q.reshape(heads, -1, KEY_DIM), leaves[0]).reshape(
+        -1, VALUE_DIM
+    )
 
 
 FAMILIES = {"dplr_memory": Family(("q", "k", "v", "a", "b"), _inputs, _delta_state, _step)}

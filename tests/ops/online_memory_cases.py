@@ -1,4 +1,6 @@
-"""`online_memory`: its cases, inputs and definition, whose gradients come from complex steps of the inner loss."""
+"""`online_memory`: its test cases, inputs and definition, with gradients of the inner loss by complex
+steps.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,14 @@ CASES = [
 
 
 def _mini_batch(case):
-    given = [int(n[-1]) for n in case.arrays if n.startswith("mini_batch")]
-    return given[0] if given else MINI_BATCH
+    sizes = [int(n[-1]) for n in case.arrays if n.startswith("mini_batch")]
+    return sizes[0] if sizes else MINI_BATCH
 
 
 def _norm_eps(case):
-    """A memory decayed to nothing has no variance: under a small eps any step is too long, and rounding errors multiply."""
+    """The norm's epsilon: large with decays, since the output of a decayed memory has no variance and a
+    small epsilon would amplify errors.
+    """
     return 1.0 if "decay" in case.arrays else 1e-6
 
 
@@ -64,29 +68,29 @@ def _inputs(case, rng, shape, log_decay):
 
 
 def _pack(case, inputs):
-    rest = dict(inputs)
+    keywords = dict(inputs)
     layers = range(len(_sizes(case)) - 1)
     inner = ops.Inner(
-        tuple(rest.pop(f"weight{i}") for i in layers),
-        tuple(rest.pop(f"bias{i}") for i in layers) if "bias" in case.arrays else None,
-        rest.pop("norm_scale", None),
-        rest.pop("norm_bias", None),
+        tuple(keywords.pop(f"weight{i}") for i in layers),
+        tuple(keywords.pop(f"bias{i}") for i in layers) if "bias" in case.arrays else None,
+        keywords.pop("norm_scale", None),
+        keywords.pop("norm_bias", None),
     )
     static = dict(
         mini_batch=_mini_batch(case),
         residual="residual" in case.arrays,
         norm_eps=_norm_eps(case),
     )
-    return rest | dict(inner=inner) | static
+    return keywords | dict(inner=inner) | static
 
 
-def _state(case, batch, *, capacity, **where):
-    options = dict(bias="bias" in case.arrays, momentum="decay" in case.arrays)
-    return ops.online_state(batch, case.heads[2], _sizes(case), **options, **where)
+def _state(case, batch, *, capacity, **options):
+    options |= dict(bias="bias" in case.arrays, momentum="decay" in case.arrays)
+    return ops.online_state(batch, case.heads[2], _sizes(case), **options)
 
 
 def _used(case, state):
-    """In the middle of a mini-batch."""
+    """Fill the state with random values, in the middle of a mini-batch."""
     rng = np.random.default_rng(1)
 
     def fill(x):
@@ -102,8 +106,8 @@ def _gelu(x):
     return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
 
-def _answer(case, inputs, head, leaves, x):
-    """The inner model's answer to x [K], with trained arrays `leaves` of any leading axes."""
+def _output(case, inputs, head, leaves, x):
+    """The inner model's output for x [K]; the trained arrays `leaves` may have leading axes."""
     step = 2 if "bias" in case.arrays else 1
     for i in range(0, len(leaves), step):
         x = np.einsum("...k,...kv->...v", _gelu(x) if i else x, leaves[i])
@@ -116,65 +120,67 @@ def _answer(case, inputs, head, leaves, x):
 
 
 def _gradient(case, inputs, head, leaves, k, target):
-    """By steps along the imaginary axis, which are exact: a list of arrays as `leaves`."""
+    """The gradients with respect to the arrays `leaves`, by steps along the imaginary axis, which are
+    exact.
+    """
     total, gradients = sum(x.size for x in leaves), []
-    moved, at = [], 0
+    moved, offset = [], 0
     for x in leaves:
         steps = np.zeros((total, x.size), complex)
-        steps[at : at + x.size] = 1e-30j * np.eye(x.size)
+        steps[offset : offset + x.size] = 1e-30j * np.eye(x.size)
         moved.append(x + steps.reshape(total, *x.shape))
-        at += x.size
-    loss = 0.5 * ((_answer(case, inputs, head, moved, k) - target) ** 2).sum(-1)
-    slopes, at = loss.imag / 1e-30, 0
+        offset += x.size
+    loss = 0.5 * ((_output(case, inputs, head, moved, k) - target) ** 2).sum(-1)
+    slopes, offset = loss.imag / 1e-30, 0
     for x in leaves:
-        gradients.append(slopes[at : at + x.size].reshape(x.shape))
-        at += x.size
+        gradients.append(slopes[offset : offset + x.size].reshape(x.shape))
+        offset += x.size
     return gradients
 
 
-def _step(case, inputs, own, b, t, written):
+def _step(case, inputs, leaves, b, t, written):
     names = [n for n in inputs if n.startswith(("weight", "bias"))]
     names = sorted(names, key=lambda n: (n[-1], n[0] != "w"))
     count, titans, residual = len(names), "decay" in case.arrays, "residual" in case.arrays
-    start, sums = own[:count], own[count * (1 + titans) :][:count]
-    current = own[count : 2 * count] if titans else None
+    start, sums = leaves[:count], leaves[count * (1 + titans) :][:count]
+    current = leaves[count : 2 * count] if titans else None
     heads, size = inputs["v"].shape[2], _mini_batch(case)
     k = _at(inputs["k"], b, t, heads)
     coefficients = inputs.get("coefficients", np.ones(size))
     q = _at(inputs["q"], b, t, max(heads, case.heads[0])).reshape(heads, -1, KEY_DIM)
     if written:
-        own[-1] = own[-1] + 1
-    place = max(int(own[-1]) - 1, 0)
+        leaves[-1] = leaves[-1] + 1
+    index = max(int(leaves[-1]) - 1, 0)
     output = np.zeros(q.shape)
     for h in range(heads):
         initial = [inputs[n][h] for n in names]
         if written:
             target = inputs["v"][b, t, h] - (k[h] if residual else 0)
-            kept = np.exp(own[-3][h]) if titans else 1
-            weights = [kept * w + x[h] for w, x in zip(initial, start, strict=True)]
+            decayed = np.exp(leaves[-3][h]) if titans else 1
+            weights = [decayed * w + x[h] for w, x in zip(initial, start, strict=True)]
             gradient = _gradient(case, inputs, h, weights, k[h], target)
             decay = np.exp(inputs["log_decay"][b, t, h]) if titans else 1
             if titans:
-                own[-2][h] += np.log(decay)
+                leaves[-2][h] += np.log(decay)
             for i, g in enumerate(gradient):
                 momentum = np.exp(inputs["log_momentum"][b, t, h]) if titans else 1
                 sums[i][h] = momentum * sums[i][h] - inputs["eta"][b, t, h] * g
                 if titans:
                     current[i][h] = decay * current[i][h] + sums[i][h]
         if titans:
-            kept = np.exp(own[-2][h])
-            weights = [kept * w + x[h] for w, x in zip(initial, current, strict=True)]
+            decayed = np.exp(leaves[-2][h])
+            weights = [decayed * w + x[h] for w, x in zip(initial, current, strict=True)]
         else:
             weights = [
-                w + x[h] + coefficients[place] * a[h]
+                w + x[h] + coefficients[index] * a[h]
                 for w, x, a in zip(initial, start, sums, strict=True)
             ]
         for r, x in enumerate(q[h]):
-            output[h, r] = _answer(case, inputs, h, weights, x) + (x if residual else 0)
-    if own[-1] == size:
-        own[-1] = own[-1] * 0
+            output[h, r] = _output(case, inputs, h, weights, x) + (x if residual else 0)
+    if leaves[-1] == size:
+        leaves[-1] = leaves[-1] * 0
         if titans:
-            own[-3] = own[-2].copy()
+            leaves[-3] = leaves[-2].copy()
         for i in range(count):
             if titans:
                 start[i][...] = current[i]

@@ -1,4 +1,6 @@
-"""`selective_memory`: its cases, inputs and definition. Complex arrays are made of real ones, which the tests can move."""
+"""`selective_memory`: its test cases, inputs and definition. Complex arrays are given as real ones, which
+tests can change.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ CHANNELS, STATES = 3, 4
 
 @dataclasses.dataclass(frozen=True)
 class SelectiveCase(Case):
-    """In `arrays`: "decay" or "constant_decay" (Δ), "complex", "constant_b", "channel_b", "constant_c", "D"."""
+    """A case of `selective_memory`.
+
+    Its `arrays` may contain "decay" or "constant_decay" (Δ), "complex", "constant_b", "channel_b",
+    "constant_c" and "D".
+
+    Attributes:
+        discretization: as the op's argument.
+    """
 
     discretization: str = "euler"
 
@@ -41,7 +50,7 @@ CASES = [
 
 
 def _inputs(case, rng, shape, log_decay):
-    """v is u, q is C; names ending in _i are imaginary parts."""
+    """Draw inputs: v is u, q is C, and names that end in _i are imaginary parts."""
     steps = (CHANNELS,) if "constant_decay" in case.arrays else (*shape, CHANNELS)
     b = (*shape, STATES)
     if "channel_b" in case.arrays:
@@ -50,26 +59,27 @@ def _inputs(case, rng, shape, log_decay):
         b = (CHANNELS, STATES)
     c = (CHANNELS, STATES) if "constant_c" in case.arrays else (*shape, STATES)
     u = rng.normal(size=(*shape, CHANNELS))
-    # The gradient of a constant is a sum over tokens: one that does not cancel, in phase with the weights tests give outputs.
+    # The gradient of a constant is a sum over tokens. It does not cancel: u is in phase with the weights of
+    # `objective`.
     inputs = {"v": u + 2 * np.cos(0.3 + np.arange(u.size).reshape(u.shape))}
-    # With "none", Δ is the log of the gate and A says how much of it each state takes.
+    # With "none", Δ is the log of the gate, and A the share of it that applies to each entry of the memory.
     inputs["decay"] = -log_decay(*steps)
     inputs["a"] = rng.uniform(0.2, 1, size=(CHANNELS, STATES))
-    # Small under a constant step, whose third derivative is large, so that finite differences are exact.
+    # Small with a constant step, whose third derivative is large, so that finite differences are accurate.
     size = 0.3 if "constant_decay" in case.arrays else 1.0
     inputs |= {"b": size * rng.normal(size=b), "q": size * rng.normal(size=c)}
     if "complex" in case.arrays:
-        turning = ("decay", "b", "q") if case.discretization == "none" else ("a", "b", "q")
-        inputs |= {f"{n}_i": rng.normal(size=inputs[n].shape) for n in turning}
+        complex_names = ("decay", "b", "q") if case.discretization == "none" else ("a", "b", "q")
+        inputs |= {f"{n}_i": rng.normal(size=inputs[n].shape) for n in complex_names}
     if "D" in case.arrays:
         inputs["skip"] = rng.normal(size=CHANNELS)
-    if "q_i" in inputs:  # one array, since tests know the read side by its name
+    if "q_i" in inputs:  # one array, since tests find the read side by its name
         inputs["q"] = np.stack([inputs["q"], inputs.pop("q_i")], axis=-1)
     return inputs
 
 
 def _pack(case, inputs):
-    def whole(name, sign=1.0):
+    def as_complex(name, sign=1.0):
         real = sign * inputs[name]
         if f"{name}_i" not in inputs:
             return real
@@ -83,17 +93,17 @@ def _pack(case, inputs):
         c = jax.lax.complex(wide[..., 0], wide[..., 1])
     arguments = dict(
         u=inputs["v"],
-        delta=whole("decay", -1.0 if none else 1.0),
-        A=whole("a", 1.0 if none else -1.0),
-        B=whole("b"),
+        delta=as_complex("decay", -1.0 if none else 1.0),
+        A=as_complex("a", 1.0 if none else -1.0),
+        B=as_complex("b"),
         C=c,
     )
     return arguments | ({"D": inputs["skip"]} if "skip" in inputs else {})
 
 
-def _state(case, batch, *, capacity, **where):
+def _state(case, batch, *, capacity, **options):
     return ops.selective_state(
-        batch, CHANNELS, STATES, is_complex="complex" in case.arrays, **where
+        batch, CHANNELS, STATES, is_complex="complex" in case.arrays, **options
     )
 
 
@@ -105,7 +115,7 @@ def _used(case, state):
     return state._replace(memory=jnp.asarray(memory))
 
 
-def _step(case, inputs, own, b, t, written):
+def _step(case, inputs, leaves, b, t, written):
     x = {n: np.asarray(a) for n, a in _pack(case, inputs).items()}
 
     def at(name):
@@ -116,8 +126,8 @@ def _step(case, inputs, own, b, t, written):
     delta = (x["delta"] if x["delta"].ndim == 1 else x["delta"][b, t])[:, None]
     gain = {"euler": delta, "zoh": np.expm1(delta * a) / a, "none": 1.0}[case.discretization]
     if written:
-        own[0] = np.exp(delta * a) * own[0] + gain * at("B") * u
-    output = np.sum(at("C") * own[0], axis=1).real
+        leaves[0] = np.exp(delta * a) * leaves[0] + gain * at("B") * u
+    output = np.sum(at("C") * leaves[0], axis=1).real
     return output + x["D"] * u[:, 0] if "D" in x else output
 
 

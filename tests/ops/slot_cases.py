@@ -1,4 +1,4 @@
-"""`slot_memory`: its cases, inputs and definition."""
+"""`slot_memory`: its test cases, inputs and definition."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ def _inputs(case, rng, shape, log_decay):
     return inputs | ({"log_decay": log_decay(*slots)} if case.arrays else {})
 
 
-def _state(case, batch, *, capacity, **where):
-    return ops.slot_state(batch, case.heads[2], SLOTS, KEY_DIM, VALUE_DIM, **where)
+def _state(case, batch, *, capacity, **options):
+    return ops.slot_state(batch, case.heads[2], SLOTS, KEY_DIM, VALUE_DIM, **options)
 
 
-def _step(case, inputs, own, b, t, written):
+def _step(case, inputs, leaves, b, t, written):
     heads = inputs["v"].shape[2]
     k, v, s = _at(inputs["k"], b, t, heads), inputs["v"][b, t], inputs["s"][b, t]
     q = _at(inputs["q"], b, t, max(heads, case.heads[0])) * KEY_DIM**-0.5
     if written:
         alpha = np.exp(inputs["log_decay"][b, t]) if case.arrays else np.ones_like(s)
-        own[0] = own[0] * alpha[:, None, :] + k[:, :, None] * s[:, None, :]
-        own[1] = own[1] * alpha[:, :, None] + s[:, :, None] * v[:, None, :]
-    scores = np.einsum("grk,gkm->grm", q.reshape(heads, -1, KEY_DIM), own[0])
+        leaves[0] = leaves[0] * alpha[:, None, :] + k[:, :, None] * s[:, None, :]
+        leaves[1] = leaves[1] * alpha[:, :, None] + s[:, :, None] * v[:, None, :]
+    scores = np.einsum("grk,gkm->grm", q.reshape(heads, -1, KEY_DIM), leaves[0])
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    return np.einsum("grm,gmv->grv", weights, own[1]).reshape(-1, VALUE_DIM)
+    return np.einsum("grm,gmv->grv", weights, leaves[1]).reshape(-1, VALUE_DIM)
 
 
 FAMILIES = {"slot_memory": Family(("q", "k", "v", "s"), _inputs, _state, _step)}

@@ -1,4 +1,6 @@
-"""What runs on which platform, decided while tracing under a mesh that knows its devices."""
+"""The backend for each platform, selected while tracing under a mesh of known devices, or when the program
+is lowered.
+"""
 
 import re
 
@@ -17,7 +19,7 @@ KINDS = {"gpu": "NVIDIA H200", "tpu": "TPU v5e", "cpu": "cpu"}
 
 
 def mesh_of(platform: str, *axes: str, kind: str = "") -> AbstractMesh:
-    """A mesh of devices that are not here, two along each of `axes`."""
+    """An abstract mesh of devices of another machine, two along each of `axes`."""
     device = AbstractDevice(device_kind=kind or KINDS[platform], num_cores=None, platform=platform)
     sizes = tuple(2 if name in axes else 1 for name in AXES)
     kinds = (AxisType.Auto,) * len(AXES)
@@ -28,23 +30,23 @@ def mesh_of(platform: str, *axes: str, kind: str = "") -> AbstractMesh:
     ("platform", "kind", "expected"),
     [("gpu", "", "cuda"), ("gpu", "AMD Instinct MI300X", "else"), ("tpu", "", "else"), ("cpu", "", "cpu")],
 )  # fmt: skip
-def test_a_mapped_mesh_decides(platform, kind, expected):
+def test_a_mapped_mesh_determines_the_platform(platform, kind, expected):
     ran = []
 
     def branch(name):
         return lambda x: ran.append(name) or x
 
-    def choose(x):
+    def by_branches(x):
         branches = {name: branch(name) for name in ("cuda", "cpu")}
         return by_platform(x, default=branch("else"), **branches)
 
     with use_abstract_mesh(mesh_of(platform, "fsdp", kind=kind)):
         rows = PartitionSpec("fsdp")
-        jax.jit(jax.shard_map(choose, in_specs=rows, out_specs=rows)).trace(jnp.ones(2))
+        jax.jit(jax.shard_map(by_branches, in_specs=rows, out_specs=rows)).trace(jnp.ones(2))
     assert ran == [expected]
 
 
-def test_a_mesh_that_is_not_mapped_leaves_it_to_lowering():
+def test_an_unmapped_mesh_leaves_the_platform_to_lowering():
     q = jax.ShapeDtypeStruct((4, 256, 4, 64), jnp.bfloat16)
     with use_abstract_mesh(mesh_of("gpu")):
         traced = jax.jit(lambda q: ops.linear_memory(q, q, q)[0]).trace(q)
@@ -54,14 +56,14 @@ def test_a_mesh_that_is_not_mapped_leaves_it_to_lowering():
     assert "mosaic_gpu" in texts["cuda"] and "mosaic_gpu" not in texts["cpu"]
 
 
-def test_without_a_mesh_lowering_decides():
-    found = jax.jit(lambda x: by_platform(x, default=lambda x: x, cpu=lambda x: 2 * x))(1.0)
-    assert found == (2 if jax.default_backend() == "cpu" else 1)
+def test_without_a_mesh_lowering_determines_the_platform():
+    result = jax.jit(lambda x: by_platform(x, default=lambda x: x, cpu=lambda x: 2 * x))(1.0)
+    assert result == (2 if jax.default_backend() == "cpu" else 1)
 
 
 @pytest.fixture
 def with_cudnn(monkeypatch):
-    """As on a machine that has an NVIDIA card."""
+    """Select as on a machine with an NVIDIA GPU and cuDNN."""
     jax.clear_caches()  # programs that were selected without cuDNN
     monkeypatch.setattr(attention_cudnn, "has_cudnn", lambda: True)
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
@@ -70,7 +72,9 @@ def with_cudnn(monkeypatch):
 
 @pytest.mark.parametrize("axes", [("fsdp",), ("tensor",), ("fsdp", "tensor"), ("data", "expert")])
 def test_attention_by_cudnn_is_lowered_for_several_cards(axes, with_cudnn):
-    """Mapped over all axes, for jax's own partitioning of it, and empty arrays that cross the border, crash XLA's compiler."""
+    """The call is mapped over all axes: XLA's compiler crashes over jax's partitioning of it, and over
+    empty arrays that leave a map.
+    """
     q = jax.ShapeDtypeStruct((8, 512, 4, 64), jnp.bfloat16)
 
     @jax.checkpoint
@@ -84,13 +88,15 @@ def test_attention_by_cudnn_is_lowered_for_several_cards(axes, with_cudnn):
         text = jax.jit(step).trace(q, q, q).lower(lowering_platforms=("cuda",)).as_text()
     assert "__cudnn$fmha" in text
     assert "CustomSPMDPartitioning" not in text
-    borders = re.findall(r"^( *)%\S+ = sdy\.manual_computation\(.*?^\1(} : .*?)$", text, re.DOTALL | re.MULTILINE)  # fmt: skip
-    assert len(borders) == text.count("sdy.manual_computation") > 1
-    assert not any("tensor<0x" in types for _, types in borders)
+    mapped = re.findall(
+        r"^( *)%\S+ = sdy\.manual_computation\(.*?^\1(} : .*?)$", text, re.DOTALL | re.MULTILINE
+    )
+    assert len(mapped) == text.count("sdy.manual_computation") > 1
+    assert not any("tensor<0x" in types for _, types in mapped)
 
 
-def test_attention_left_half_to_the_partitioner_is_not_by_cudnn(with_cudnn):
-    """Three heads do not divide over two cards, rows do."""
+def test_a_partly_mapped_mesh_excludes_cudnn(with_cudnn):
+    """Three heads cannot be split over two GPUs, but rows can."""
     q = jax.ShapeDtypeStruct((8, 512, 3, 64), jnp.bfloat16)
     with use_abstract_mesh(mesh_of("gpu", "fsdp", "tensor")):
         step = jax.jit(lambda q: ops.attention(q, q, q)[0])
@@ -102,12 +108,14 @@ def test_attention_left_half_to_the_partitioner_is_not_by_cudnn(with_cudnn):
             step.trace(q)
 
 
-def test_rows_in_parts_run_by_the_kernel(monkeypatch):
-    """On Hopper alone, filled up or not, with a window or without; where it does not serve, it is said."""
+def test_shared_rows_run_by_the_kernel():
+    """On Hopper, with and without padding and a window; `choices` gives the requirement that a call does
+    not meet.
+    """
     for length, window, expected in ((1024, None, True), (1000, 300, True), (320, None, False)):
         q = jax.ShapeDtypeStruct((1, length, 4, 64), jnp.bfloat16)
         with use_abstract_mesh(mesh_of("gpu", "sequence")):
             traced = jax.jit(lambda q, w=window: ops.attention(q, q, q, window=w)[0]).trace(q)
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert ("mosaic_gpu" in text) == expected, (length, window)
-    assert "mosaic_gpu requires halves of the queries" in ops.choices()["attention"]
+    assert "or halves of the queries, and keys, in multiples" in ops.choices()["attention"]

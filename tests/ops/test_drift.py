@@ -1,4 +1,4 @@
-"""A hundred thousand tokens in float32 stay as exact as the first ten thousand."""
+"""Over a hundred thousand tokens the errors in float32 do not grow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from tests.conftest import AS_USERS
 
 
 def _bound(name: str) -> float:
-    """A memory of 100,000 tokens that decays at a constant rate rounds at every step: more often token by token."""
+    """The accepted error: larger for constant decays, which accumulate one rounding error per token or
+    chunk.
+    """
     if "constant" in name:
         return 2e-4 if "token by token" in name else 2e-5
     return 1e-5

@@ -1,4 +1,4 @@
-"""What an op cannot take raises at its entrance: a ValueError with the argument, what was given and what is accepted."""
+"""Ops check their arguments first: errors name the argument, what was given and what is accepted."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ def refuse(op, message, inputs=None, **options):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_states_of_segments_need_their_ids(op):
-    """Without ids nothing says which of the states a token belongs to."""
+def test_one_state_per_segment_requires_segment_ids(op):
     state = make_state(OPS[op], num_segments=3)
     first = jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(state)[0][0])
     shape = jax.tree.leaves(state)[0].shape
@@ -46,7 +45,7 @@ def test_states_of_segments_need_their_ids(op):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_state_is_the_ops_own(op):
+def test_states_of_other_types_are_refused(op):
     state = make_state(OPS[op])
     kind = type(state).__name__
     for other in (tuple(state), state._asdict(), {}, jnp.zeros(3)):
@@ -64,18 +63,18 @@ def test_a_state_is_the_ops_own(op):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("segments", [None, 3])
 def test_every_array_of_a_state_has_its_shape(op, segments):
-    """Attention's capacity alone is the state's own."""
+    """Every shape is determined by the arguments, except the capacity of attention."""
     state = make_state(OPS[op], num_segments=segments)
     leaves, tree = jax.tree.flatten(state)
     names = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state)]
-    given = {} if segments is None else {"segment_ids": jnp.ones((2, LENGTH), jnp.int32)}
+    ids = {} if segments is None else {"segment_ids": jnp.ones((2, LENGTH), jnp.int32)}
     for i, name in enumerate(names):
         wrong = jnp.concatenate([leaves[i], leaves[i][..., :1]], axis=-1)
         refuse(
             op,
             f"initial_state{name} has shape {wrong.shape}; accepted is ",
             initial_state=jax.tree.unflatten(tree, [*leaves[:i], wrong, *leaves[i + 1 :]]),
-            **given,
+            **ids,
         )
 
 
@@ -87,7 +86,7 @@ def test_chunk_sizes(op, size):
 
 
 @pytest.mark.parametrize("op", SCALED)
-def test_scales_are_known_numbers(op):
+def test_scales_are_finite_python_numbers(op):
     for scale in (float("nan"), True, "1"):
         refuse(op, f"scale={scale!r}; accepted are finite Python numbers", scale=scale)
     inputs = make_inputs(OPS[op], length=LENGTH)
@@ -120,7 +119,7 @@ def test_other_empty_axes():
             op(x[..., :0])
 
 
-def test_numbers_of_one_op():
+def test_number_arguments_of_single_ops():
     for normalize in (-1.0, float("inf"), "1"):
         refuse("linear_memory", f"normalize={normalize!r}; accepted are ", normalize=normalize)
     for window in (2.5, True, 0):
@@ -141,8 +140,8 @@ def test_numbers_of_one_op():
             ops.online_memory(**arguments | change)
 
 
-def test_no_kernel_serves_under_x64():
-    """Mosaic's indices have 32 bits: what a kernel serves otherwise goes through XLA, and says so by name."""
+def test_no_kernel_supports_x64():
+    """Mosaic's indices have 32 bits: with x64 None selects XLA, and a kernel's name raises an error."""
     q = jnp.ones((1, 64, 2, 64), jnp.bfloat16)
     gate, channels = q[..., 0], q
     calls = {
@@ -159,8 +158,8 @@ def test_no_kernel_serves_under_x64():
 
 @pytest.mark.parametrize("name", ["u", "delta", "D"])
 def test_complex_arrays_that_must_be_real(name):
-    given = dict(u=jnp.ones((1, 4, 2)), delta=jnp.ones(2), D=jnp.ones(2))
-    given[name] = given[name] + 1j
+    arrays = dict(u=jnp.ones((1, 4, 2)), delta=jnp.ones(2), D=jnp.ones(2))
+    arrays[name] = arrays[name] + 1j
     full = jnp.ones((2, 3))
-    with pytest.raises(ValueError, match=rf"{name} has dtype complex\d+; accepted are real ones"):
-        ops.time_invariant_memory(A=-full, B=full, C=full, **given)
+    with pytest.raises(ValueError, match=rf"{name} has dtype complex\d+; accepted are real dtypes"):
+        ops.time_invariant_memory(A=-full, B=full, C=full, **arrays)

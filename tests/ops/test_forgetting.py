@@ -1,6 +1,6 @@
-"""Forgetting attention: fixed numbers, what it is with gates of one kind, long documents, and what it refuses.
+"""Forgetting attention: stored results, special kinds of gates, long documents and errors.
 
-The property suite has it as cases of `attention`.
+`test_ops` tests the properties that all ops have in common, with cases of `attention` with gates.
 """
 
 from __future__ import annotations
@@ -29,19 +29,24 @@ def log_sigmoid(x):
 
 
 def reference(q, k, v, sums):
-    """Query by query in float64: q [T, H, K]; k, v and the gates' sums [S, H, *], the queries the last of S tokens."""
+    """The output [T, H, V] in float64, query by query.
+
+    q is [T, H, K], the queries of the last T of S tokens; k, v and the sums of gates are [S, H, *].
+    """
     before, o = len(k) - len(q), np.zeros((*q.shape[:2], v.shape[-1]))
     for i in range(len(q)):
-        seen = slice(0, before + i + 1)
-        scores = np.einsum("hk,shk->hs", q[i], k[seen]) * q.shape[-1] ** -0.5
-        scores += (sums[before + i] - sums[seen]).T
+        attended = slice(0, before + i + 1)
+        scores = np.einsum("hk,shk->hs", q[i], k[attended]) * q.shape[-1] ** -0.5
+        scores += (sums[before + i] - sums[attended]).T
         weights = np.exp(scores - scores.max(-1, keepdims=True))
-        o[i] = np.einsum("hs,shv->hv", weights / weights.sum(-1, keepdims=True), v[seen])
+        o[i] = np.einsum("hs,shv->hv", weights / weights.sum(-1, keepdims=True), v[attended])
     return o
 
 
 def test_golden_values_and_gradients():
-    """Of a float64 reference written without this library; its gradient was confirmed by finite differences."""
+    """Results of a float64 reference that does not use this library; its gradients agree with finite
+    differences.
+    """
     n = np.arange(1, LENGTH + 1)
     upstream = np.sin(0.5 * np.arange(1, 4 * LENGTH + 1) + 0.6).reshape(Q.shape)
     gates = log_sigmoid(2 * np.sin(1.1 * n + 0.4))[None, :, None]
@@ -70,12 +75,12 @@ def test_golden_values_and_gradients():
     rows(dv, row1=[0.927286, 0.793707, 0.4658, 0.02385])
 
 
-def draw(*shape):
+def random_array(*shape):
     return jnp.asarray(RNG.normal(size=shape), jnp.float32)
 
 
-def test_gates_of_one_are_plain_attention():
-    q, k, v = draw(2, 9, 4, 8), draw(2, 9, 2, 8), draw(2, 9, 2, 4)
+def test_gates_of_one_equal_attention_without_gates():
+    q, k, v = random_array(2, 9, 4, 8), random_array(2, 9, 2, 8), random_array(2, 9, 2, 4)
     expected, _ = ops.attention(q, k, v, window=4)
     for gates in (jnp.zeros(4), jnp.zeros((2, 9, 4), jnp.bfloat16)):
         output, _ = ops.attention(q, k, v, log_forget=gates, window=4)
@@ -83,7 +88,7 @@ def test_gates_of_one_are_plain_attention():
 
 
 def test_constant_gates_are_alibi():
-    q, k, v = draw(1, 9, 4, 8), draw(1, 9, 4, 8), draw(1, 9, 4, 4)
+    q, k, v = random_array(1, 9, 4, 8), random_array(1, 9, 4, 8), random_array(1, 9, 4, 4)
     slopes = np.array(alibi_slopes(4))
     output, _ = ops.attention(q, k, v, log_forget=jnp.asarray(-slopes, jnp.float32))
     distance = np.arange(9)[:, None] - np.arange(9)
@@ -94,22 +99,22 @@ def test_constant_gates_are_alibi():
 
 
 @pytest.mark.parametrize("prune", [True, False])
-def test_a_config_says_whether_a_kernel_prunes(prune, monkeypatch):
-    asked = []
+def test_a_config_sets_whether_a_kernel_prunes(prune, monkeypatch):
+    values = []
 
     def kernel(q, *_, prune, **__):
-        asked.append(prune)
+        values.append(prune)
         return q
 
     monkeypatch.setattr(pallas_kernels.forgetting_attention, "forgetting_attention", kernel)
     config = mixers.FoXConfig(num_heads=1, implementation="mosaic_tpu", prune=prune)
     x = jax.ShapeDtypeStruct((1, 32, 64), jnp.bfloat16)
     jax.eval_shape(mixers.build(config, 64, rngs=nnx.Rngs(0)), x)
-    assert asked == [prune]
+    assert values == [prune]
 
 
 @pytest.mark.parametrize("closed", [-1e5, -1e9, -1e30, -np.inf])
-def test_a_closed_gate_begins_a_document(closed):
+def test_a_closed_gate_equals_a_document_start(closed):
     length, every = 1024, 8
     q, k, v = (jnp.asarray(RNG.normal(size=(1, length, 2, 4)), jnp.float32) for _ in range(3))
     gates = jnp.full((1, length, 2), -0.01).at[:, ::every].set(closed)
@@ -120,68 +125,79 @@ def test_a_closed_gate_begins_a_document(closed):
         return jnp.sum(jnp.sin(output)), output
 
     grads = jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)
-    (*got, of_gates), output = grads(q, k, v, gates, None)
-    (*wanted, wanted_of_gates), alone = grads(q, k, v, gates.at[:, ::every].set(-1.0), ids)
-    np.testing.assert_allclose(output, alone, rtol=0, atol=1e-5)
-    for a, b in zip(got, wanted, strict=True):
+    (*results, d_gates), output = grads(q, k, v, gates, None)
+    (*expected, expected_d_gates), expected_output = grads(
+        q, k, v, gates.at[:, ::every].set(-1.0), ids
+    )
+    np.testing.assert_allclose(output, expected_output, rtol=0, atol=1e-5)
+    for a, b in zip(results, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
     inside = np.arange(length) % every != 0
-    np.testing.assert_allclose(of_gates[:, inside], wanted_of_gates[:, inside], rtol=0, atol=1e-5)
-    assert not of_gates[:, ~inside].any()
+    np.testing.assert_allclose(d_gates[:, inside], expected_d_gates[:, inside], rtol=0, atol=1e-5)
+    assert not d_gates[:, ~inside].any()
 
 
-def test_sums_keep_their_digits():
-    """Differences nearby after 65,536 gates near 0.5, among which slow ones: where a float32 sum is wrong by 0.002."""
+def test_differences_of_sums_are_exact():
+    """After 65,536 gates near 0.5 or near 1, where differences of float32 sums have an error of 0.002."""
     length, near = 65_536, 64
     gates = -np.exp(RNG.normal(size=(1, length, 2)) * 0.1) * np.array([0.7, 1.0])
     gates[:, ::2, 1] *= 1e-6
     gates = gates.astype(np.float32)
     tokens = read_tokens(None, None, jnp.zeros(1, jnp.int32), None)
-    nothing = GateSum(jnp.zeros((1, 2)), jnp.zeros((1, 2)))
-    sums = jax.jit(lambda g: sum_gates(g, tokens, nothing))(gates)
+    zero = GateSum(jnp.zeros((1, 2)), jnp.zeros((1, 2)))
+    sums = jax.jit(lambda g: sum_gates(g, tokens, zero))(gates)
     last = jax.tree.map(lambda x: x[:, -near:], sums)
     exact = np.cumsum(gates.astype(np.float64), axis=1)[0, -near:].T
     expected = exact[:, :, None] - exact[:, None]
     np.testing.assert_allclose(gate_bias(last, last)[0], expected, rtol=1e-6, atol=1e-7)
-    plain = np.cumsum(gates, axis=1, dtype=np.float32)[0, -near:].T
-    assert np.abs(plain[:, :, None] - plain[:, None] - expected).max() > 1e-3
+    float32_sums = np.cumsum(gates, axis=1, dtype=np.float32)[0, -near:].T
+    assert np.abs(float32_sums[:, :, None] - float32_sums[:, None] - expected).max() > 1e-3
 
 
-def test_right_after_65536_tokens():
-    """The last queries of a document of 65,536, a piece and then one token, by the state of those before."""
+def test_attention_after_65536_tokens():
+    """The last queries of a document of 65,536 tokens: 32 tokens and then one, from the state of the tokens
+    before.
+    """
     length, last, heads = 65_536, 33, 2
     gates = log_sigmoid(0.1 * RNG.normal(size=(1, length, heads))).astype(np.float32)
-    k, v, q = draw(1, length, heads, 8), draw(1, length, heads, 4), draw(1, last, heads, 8)
+    k, v, q = (
+        random_array(1, length, heads, 8),
+        random_array(1, length, heads, 4),
+        random_array(1, last, heads, 8),
+    )
     state = ops.attention_state(1, length, heads, 8, 4, forget_heads=heads)
     tokens = read_tokens(None, None, state.segment_id, None)
-    nothing = GateSum(jnp.zeros((1, heads)), jnp.zeros((1, heads)))
-    held = length - last
-    sums = sum_gates(jnp.asarray(gates[:, :held]), tokens, nothing)
+    zero = GateSum(jnp.zeros((1, heads)), jnp.zeros((1, heads)))
+    stored = length - last
+    sums = sum_gates(jnp.asarray(gates[:, :stored]), tokens, zero)
     state = ops.AttentionState(
-        state.keys.at[:, :held].set(k[:, :held]),
-        state.values.at[:, :held].set(v[:, :held]),
-        jnp.full(1, held, jnp.int32),
+        state.keys.at[:, :stored].set(k[:, :stored]),
+        state.values.at[:, :stored].set(v[:, :stored]),
+        jnp.full(1, stored, jnp.int32),
         state.segment_id,
-        jax.tree.map(lambda ring, x: ring.at[:, :held].set(x), state.log_forget, sums),
+        jax.tree.map(lambda ring, x: ring.at[:, :stored].set(x), state.log_forget, sums),
     )
     expected = reference(
-        *(np.asarray(x[0], np.float64) for x in (q, k, v)), np.cumsum(gates[0], axis=0, dtype=np.float64)
-    )  # fmt: skip
+        *(np.asarray(x[0], np.float64) for x in (q, k, v)),
+        np.cumsum(gates[0], axis=0, dtype=np.float64),
+    )
     outputs = []
     for a, b in ((0, 32), (32, 33)):
-        new = slice(held + a, held + b)
-        piece = (q[:, a:b], k[:, new], v[:, new])
-        output, state = ops.attention(*piece, log_forget=gates[:, new], initial_state=state)
+        new = slice(stored + a, stored + b)
+        arrays = (q[:, a:b], k[:, new], v[:, new])
+        output, state = ops.attention(*arrays, log_forget=gates[:, new], initial_state=state)
         outputs.append(output[0])
     np.testing.assert_allclose(np.concatenate(outputs), expected, rtol=0, atol=3e-6)
 
 
 @pytest.mark.slow
-def test_gradients_of_blocks_are_those_of_one(monkeypatch):
-    """The same rows, in one block of queries, and in four parts of 75 each cut into blocks of 32, the last one short."""
-    arguments = [draw(1, 300, heads, 4) for heads in (4, 2, 2)]
-    arguments.append(-jnp.abs(draw(1, 300, 4)))
-    weight = draw(1, 300, 4, 4)
+def test_gradients_of_blocks_equal_those_of_one_block(monkeypatch):
+    """A row in one block of queries, and in four parts of 75 queries in blocks of 32, the last one
+    incomplete.
+    """
+    arguments = [random_array(1, 300, heads, 4) for heads in (4, 2, 2)]
+    arguments.append(-jnp.abs(random_array(1, 300, 4)))
+    weight = random_array(1, 300, 4, 4)
 
     def gradients(rows):
         def loss(q, k, v, g):
@@ -190,17 +206,18 @@ def test_gradients_of_blocks_are_those_of_one(monkeypatch):
         repeated = [jnp.repeat(x, rows, axis=0) for x in arguments]
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*repeated)
 
-    whole = gradients(1)
-    asked = []
-    monkeypatch.setattr(query_blocks, "_block_size", lambda *x: asked.append(x) or 32)
-    monkeypatch.setattr(query_blocks, "_LONG", 256)
-    for own, one in zip(gradients(2), whole, strict=True):
-        np.testing.assert_allclose(own[:1], one, rtol=0, atol=1e-5 * float(jnp.abs(one).max()))
-    assert asked[1:] == [(75, 75), (75, 150), (75, 225), (75, 300)]
+    one_block = gradients(1)
+    lengths = []
+    monkeypatch.setattr(query_blocks, "_block_size", lambda *x: lengths.append(x) or 32)
+    monkeypatch.setattr(query_blocks, "_LONG_ROW", 256)
+    for result, expected in zip(gradients(2), one_block, strict=True):
+        tolerance = 1e-5 * float(jnp.abs(expected).max())
+        np.testing.assert_allclose(result[:1], expected, rtol=0, atol=tolerance)
+    assert lengths[1:] == [(75, 75), (75, 150), (75, 225), (75, 300)]
 
 
-def test_no_array_of_queries_by_keys_is_kept():
-    """Forward and backward over 8,192 tokens in a fraction of the 256 MiB that a head's scores would take."""
+def test_no_array_of_queries_by_keys_is_stored():
+    """Forward and backward pass of 8,192 tokens use a fraction of the 256 MiB of one head's scores."""
     shapes = [jax.ShapeDtypeStruct((1, 8192, 1, d), jnp.float32) for d in (4, 4, 4)]
     gates = jax.ShapeDtypeStruct((1, 8192, 1), jnp.float32)
 
@@ -212,23 +229,23 @@ def test_no_array_of_queries_by_keys_is_kept():
     assert analysis is not None and analysis.temp_size_in_bytes < 48 * 2**20
 
 
-def test_what_it_refuses():
-    q, k, v = draw(2, 5, 4, 8), draw(2, 5, 2, 8), draw(2, 5, 2, 4)
+def test_errors():
+    q, k, v = random_array(2, 5, 4, 8), random_array(2, 5, 2, 8), random_array(2, 5, 2, 4)
     for gates, words in (
         (
-            draw(2, 5, 2),
+            random_array(2, 5, 2),
             "log_forget has shape (2, 5, 2); accepted are [N] and [B, T, N] = (4,) and",
         ),
-        (draw(5, 4), "log_forget has shape (5, 4); accepted are"),
-        (jnp.zeros(4, jnp.int32), "log_forget has dtype int32; accepted are floating ones"),
+        (random_array(5, 4), "log_forget has shape (5, 4); accepted are"),
+        (jnp.zeros(4, jnp.int32), "log_forget has dtype int32; accepted are floating dtypes"),
     ):
         with pytest.raises(ValueError, match=re.escape(f"attention: {words}")):
             ops.attention(q, k, v, log_forget=gates)
     with pytest.raises(NotImplementedError, match="implementation='cudnn' requires no log_forget"):
         ops.attention(q, k, v, log_forget=jnp.zeros(4), implementation="cudnn")
-    plain = ops.attention_state(2, 5, 2, 8, 4)
+    without_gates = ops.attention_state(2, 5, 2, 8, 4)
     words = "accepted with these arguments is a AttentionState of .*initial_state.log_forget.high"
     with pytest.raises(ValueError, match=words):
-        ops.attention(q, k, v, log_forget=jnp.zeros(4), initial_state=plain)
+        ops.attention(q, k, v, log_forget=jnp.zeros(4), initial_state=without_gates)
     with pytest.raises(ValueError, match="initial_state holds .*log_forget.low; accepted"):
         ops.attention(q, k, v, initial_state=ops.attention_state(2, 5, 2, 8, 4, forget_heads=4))

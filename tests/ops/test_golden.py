@@ -1,4 +1,6 @@
-"""Fixed numbers of a float64 reference written without this library (Liger's branches, arXiv 2503.01496 Table 5)."""
+"""Stored results of a float64 reference that does not use this library (Liger's branches, arXiv 2503.01496
+Table 5).
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,7 @@ def test_hgrn2_branch():
 
 @pytest.mark.parametrize("form", ["recurrent", "chunk", "associative"])
 def test_gsa_branch(form):
-    """Two slots, each gated by the mean of two of k's channels; q and k as they are."""
+    """With two slots, each gated by the mean of two channels of k; q and k are not normalised."""
     gate = jax.nn.log_sigmoid(K.reshape(1, LENGTH, 1, 2, 2).mean(-1)) / 16
     output, _ = ops.slot_memory(Q, K, V, -jnp.expm1(gate), gate, scale=1.0, form=form)
     rows(

@@ -1,4 +1,4 @@
-"""Grouped products: what is refused, rows beyond the last group, and on Hopper the kernels against a loop over the groups."""
+"""Grouped products: errors, rows after the last group, and the kernels against a loop over the groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pallas_kernels import compat
 from pallas_kernels.grouped_product import hopper
 
 
-def arrays(sizes, rows, width=64, out=128, dtype=jnp.bfloat16):
+def make_arrays(sizes, rows, width=64, out=128, dtype=jnp.bfloat16):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(rows, width))
     kernels = rng.normal(size=(len(sizes), width, out)) / width**0.5
@@ -21,7 +21,7 @@ def arrays(sizes, rows, width=64, out=128, dtype=jnp.bfloat16):
 
 
 def by_loop(x, kernels, dy, sizes):
-    """(y, gradients of x and kernels) in float64."""
+    """The output and (the gradients of x and kernels), in float64."""
     x, kernels, dy = (np.asarray(a, np.float64) for a in (x, kernels, dy))
     y, dx, dw, start = (
         np.zeros((len(x), kernels.shape[2])),
@@ -36,22 +36,22 @@ def by_loop(x, kernels, dy, sizes):
     return y, (dx, dw)
 
 
-def relative(found, wanted):
-    """Error relative in RMS."""
-    found = np.asarray(found, np.float64)
-    return np.sqrt(np.mean((found - wanted) ** 2) / np.mean(wanted**2))
+def relative_error(result, expected):
+    """The RMS of the error, relative to the RMS of `expected`."""
+    result = np.asarray(result, np.float64)
+    return np.sqrt(np.mean((result - expected) ** 2) / np.mean(expected**2))
 
 
-def test_rows_beyond_the_last_group_are_zero():
-    x, kernels, dy, sizes = arrays([3, 0, 4], 9, dtype=jnp.float32)
+def test_rows_after_the_last_group_are_zero():
+    x, kernels, dy, sizes = make_arrays([3, 0, 4], 9, dtype=jnp.float32)
     y, vjp = jax.vjp(lambda x, w: grouped_product(x, w, sizes), x, kernels)
     expected = by_loop(x, kernels, dy, sizes)
     for a, b in zip(jax.tree.leaves((y, vjp(dy))), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
-def test_wrong_requests_are_refused():
-    x, kernels, _, sizes = arrays([3, 4], 8)
+def test_errors():
+    x, kernels, _, sizes = make_arrays([3, 4], 8)
     with pytest.raises(ValueError, match="implementation='triton'; accepted are None, 'xla'"):
         grouped_product(x, kernels, sizes, implementation="triton")
     with pytest.raises(
@@ -67,69 +67,76 @@ def test_wrong_requests_are_refused():
 @pytest.mark.slow
 @pytest.mark.parametrize("product", ["forward", "transposed", "sums"])
 def test_the_kernels_equal_a_loop_in_the_interpreter(monkeypatch, product):
-    """Also with a group that has no rows, rows that no group has, and without a race."""
+    """With an empty group and rows after the last group; the interpreter detects races."""
     monkeypatch.setattr(hopper, "PROCESSORS", 2)
-    watched = compat.gpu_interpreter()
-    x, kernels, dy, sizes = arrays([128, 0, 256], 512, width=128, out=192)
+    interpreter = compat.gpu_interpreter()
+    x, kernels, dy, sizes = make_arrays([128, 0, 256], 512, width=128, out=192)
     y, (dx, dw) = by_loop(x, kernels, dy, sizes)
     groups, count = jnp.array([0, 2, 2, 2], jnp.int32), jnp.array([3], jnp.int32)
     if product == "forward":
-        found = hopper.product(x, kernels, groups, count, interpret=watched)[:384]
-        wanted = y[:384]
+        result = hopper.product(x, kernels, groups, count, interpret=interpreter)[:384]
+        expected = y[:384]
     elif product == "transposed":
-        found = hopper.product(dy, kernels, groups, count, transposed=True, interpret=watched)[:384]
-        wanted = dx[:384]
+        result = hopper.product(dy, kernels, groups, count, transposed=True, interpret=interpreter)[
+            :384
+        ]
+        expected = dx[:384]
     else:
         starts = jnp.cumsum(sizes) - sizes
-        found, wanted = hopper.sums(x, dy, starts, sizes // 64, interpret=watched), dw
-    assert relative(found, wanted) < 3e-3
+        result, expected = hopper.sums(x, dy, starts, sizes // 64, interpret=interpreter), dw
+    assert relative_error(result, expected) < 3e-3
     assert not compat.races_found()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transposed", [False, True])
-def test_parts_of_64_rows_in_the_interpreter(monkeypatch, transposed):
-    """Segments of an odd number of blocks end with half a tile, the array's last too."""
+def test_blocks_of_64_rows_in_the_interpreter(monkeypatch, transposed):
+    """Segments with an odd number of blocks end with half a tile, the last of the array included."""
     monkeypatch.setattr(hopper, "PROCESSORS", 2)
-    x, kernels, dy, sizes = arrays([64, 192, 64], 320, width=128, out=192)
+    x, kernels, dy, sizes = make_arrays([64, 192, 64], 320, width=128, out=192)
     y, (dx, _) = by_loop(x, kernels, dy, sizes)
-    parts = (jnp.array(p, jnp.int32) for p in ([0, 1, 3, 4, 0], [1, 3, 4, 5, 1]))
+    blocks = (jnp.array(b, jnp.int32) for b in ([0, 1, 3, 4, 0], [1, 3, 4, 5, 1]))
     groups, count = jnp.array([0, 1, 1, 2, 0], jnp.int32), jnp.array([4], jnp.int32)
-    found = hopper.product(
-        dy if transposed else x, kernels, groups, count, *parts,
-        transposed=transposed, interpret=compat.gpu_interpreter(),
-    )  # fmt: skip
-    assert relative(found, dx if transposed else y) < 3e-3
+    result = hopper.product(
+        dy if transposed else x,
+        kernels,
+        groups,
+        count,
+        *blocks,
+        transposed=transposed,
+        interpret=compat.gpu_interpreter(),
+    )
+    assert relative_error(result, dx if transposed else y) < 3e-3
     assert not compat.races_found()
 
 
-def _segments(run):
-    """Values and gradients of segments, two matrices in turn, against a loop."""
+def check_segments(run):
+    """Compare values and gradients of segments with those of a loop; two matrices are used alternately."""
     sizes = [64, 192, 0, 128]
-    x, kernels, dy, ends = arrays(sizes, 384, width=128, out=192)
+    x, kernels, dy, ends = make_arrays(sizes, 384, width=128, out=192)
     twice = jnp.concatenate([kernels[:2], kernels[:2]])
     y, (dx, dw) = by_loop(x, twice, dy, ends)
     ends = jnp.cumsum(ends) // 64
-    found, vjp = jax.vjp(lambda x, w: run(x, w, ends), x, kernels[:2])
-    wanted = y, dx, dw[:2] + dw[2:]
-    assert all(relative(*p) < 5e-3 for p in zip((found, *vjp(dy)), wanted, strict=True))
+    result, vjp = jax.vjp(lambda x, w: run(x, w, ends), x, kernels[:2])
+    expected = y, dx, dw[:2] + dw[2:]
+    assert all(relative_error(*p) < 5e-3 for p in zip((result, *vjp(dy)), expected, strict=True))
 
 
-def test_segments_equal_a_loop_without_a_kernel():
+def test_xla_segments_equal_a_loop():
     assert not supports_segments(jnp.zeros((128, 128)), jnp.zeros((2, 128, 128)))
-    _segments(segment_product)
+    check_segments(segment_product)
 
 
 @pytest.mark.gpu
 def test_segments_equal_a_loop():
     assert supports_segments(*(jnp.zeros(s, jnp.bfloat16) for s in ((128, 128), (2, 128, 128))))
-    _segments(jax.jit(segment_product))
+    check_segments(jax.jit(segment_product))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", [[384, 0, 256, 512], [1152, 0, 0, 0], [0, 128, 128, 0]])
 def test_the_kernels_equal_a_loop(sizes):
-    x, kernels, dy, sizes = arrays(sizes, 1152, width=256, out=192)
+    x, kernels, dy, sizes = make_arrays(sizes, 1152, width=256, out=192)
     used = int(sizes.sum())
 
     @jax.jit
@@ -138,9 +145,9 @@ def test_the_kernels_equal_a_loop(sizes):
         y, vjp = jax.vjp(call, x, kernels)
         return y, vjp(dy)
 
-    found, again = run(x, kernels, dy), run(x, kernels, dy)
+    result, again = run(x, kernels, dy), run(x, kernels, dy)
     y, (dx, dw) = by_loop(x, kernels, dy, sizes)
-    pairs = (found[0][:used], y[:used]), (found[1][0][:used], dx[:used]), (found[1][1], dw)
-    assert all(relative(*pair) < 5e-3 for pair in pairs)
-    assert jnp.array_equal(found[0][:used], again[0][:used])
-    assert jnp.array_equal(found[1][1], again[1][1])
+    pairs = (result[0][:used], y[:used]), (result[1][0][:used], dx[:used]), (result[1][1], dw)
+    assert all(relative_error(*pair) < 5e-3 for pair in pairs)
+    assert jnp.array_equal(result[0][:used], again[0][:used])
+    assert jnp.array_equal(result[1][1], again[1][1])

@@ -1,4 +1,6 @@
-"""Every op and form computes one function: values, all gradients, final states, resets, masks, causality."""
+"""All forms of an op compute the same function: values, all gradients, final states, resets, masks and
+causality.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from tests.ops.cases import (
 )
 
 BATCH, LENGTH = 2, 37
-# Two documents a row, padding before, between, inside and after; the first row goes on with document 3 of the state.
+# Two documents per row, with padding before, between, inside and after them. The first row begins with
+# document 3, which continues that of the state.
 SEGMENT_IDS = np.array(
     [[3] * 9 + [0] + [3] * 4 + [5] * 16 + [0] * 7, [0, 0] + [1] * 10 + [2] * 8 + [1] * 17]
 )
@@ -36,7 +39,13 @@ def _x64():
 
 
 def settings(kind: str, case):
-    """Keywords of one setting: what stands in the state, the ids and the mask."""
+    """The arguments of one setting: the state, and the segment ids and the mask if it has them.
+
+    Args:
+        kind: "plain" (one document, an empty state), "documents" (one state per row) or "segments" (one
+            state per segment).
+        case: the case that the state is for.
+    """
     if kind == "plain":
         return {"state": None}
     if kind == "documents":
@@ -56,25 +65,28 @@ def settings(kind: str, case):
 
 
 def as_real(x):
-    """In float64, the two parts of complex numbers as one more axis."""
+    """x in float64; the real and imaginary parts of complex numbers are an additional axis."""
     x = np.asarray(x)
     parts = np.stack([x.real, x.imag], axis=-1) if np.iscomplexobj(x) else x
     return parts.astype(np.float64)
 
 
 def visible(case, state):
-    """The state's leaves, without what attention's count hides."""
+    """The state's leaves, with 0 at the indices of attention's rings that `count` excludes."""
     state = jax.tree.map(as_real, state)
     if case.op == "attention":
         hidden = np.arange(state.keys.shape[-3]) >= state.count[..., None]
-        state = state._replace(keys=np.where(hidden[..., None, None], 0, state.keys),
-                               values=np.where(hidden[..., None, None], 0, state.values),
-                               log_forget=state.log_forget and np.where(hidden[..., None], 0, sum(state.log_forget)))  # fmt: skip
+        sums = state.log_forget and np.where(hidden[..., None], 0, sum(state.log_forget))
+        state = state._replace(
+            keys=np.where(hidden[..., None, None], 0, state.keys),
+            values=np.where(hidden[..., None, None], 0, state.values),
+            log_forget=sums,
+        )
     return jax.tree.leaves(state)
 
 
 def close(a, b, tolerance):
-    """Relative to the largest entry."""
+    """Assert that a and b differ by at most `tolerance` times the largest entry of b."""
     a, b = as_real(a), as_real(b)
     assert a.shape == b.shape
     assert np.isfinite(a).all()
@@ -82,10 +94,12 @@ def close(a, b, tolerance):
 
 
 def objective(case, form, weights, inputs, state, **options):
-    """A scalar of output and final state that gives every entry a weight of its own, and the two."""
+    """A weighted sum of all entries of output and final state, with different weights; and the output and
+    the state.
+    """
     output, final = call(case, inputs, form=form, initial_state=state, **options)
     leaves = [x for x in jax.tree.leaves((output, final)) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    if case.op == "attention":  # places without a token hold nothing to compare
+    if case.op == "attention":  # the state's values at indices without a token are arbitrary
         leaves = leaves[:1]
     leaves = [
         part
@@ -101,16 +115,16 @@ def objective(case, form, weights, inputs, state, **options):
 
 @functools.cache
 def reference_gradients(case, kind, decay="mild"):
-    """By the recurrent form in float64 (for ops without one, by the op itself)."""
-    given = settings(kind, case)
-    state = given.pop("state")
+    """`gradients` of the recurrent form in float64, or of the only form."""
+    arguments = settings(kind, case)
+    state = arguments.pop("state")
     inputs = make_inputs(case, decay=decay)
-    return gradients(case, case.forms[0], inputs, state, **given)
+    return gradients(case, case.forms[0], inputs, state, **arguments)
 
 
 @functools.cache
 def wide_gradients(case, decay, dtype):
-    """The recurrent form's in float64, on inputs rounded to `dtype`."""
+    """`gradients` of the first form in float64, with inputs that are rounded to `dtype`."""
     inputs = make_inputs(case, decay=decay, dtype=dtype)
     wide = {n: x.astype(jnp.float64) for n, x in inputs.items()}
     return gradients(case, case.forms[0], wide, None)
@@ -118,27 +132,29 @@ def wide_gradients(case, decay, dtype):
 
 @functools.cache
 def long_gradients(case, length):
-    """The recurrent form's, over `length` tokens from nothing."""
+    """`gradients` of the recurrent form, for `length` tokens and an empty state."""
     return gradients(case, "recurrent", make_inputs(case, length=length), None, chunk_size=64)
 
 
-def gradients(case, form, inputs, state, **given):
-    """The objective, what it was made of, and its gradients by every input and the state, in one program."""
-    floats = (inputs, state if state is not None else {})
-    leaves, tree = jax.tree.flatten(floats)
-    moving = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
+def gradients(case, form, inputs, state, **arguments):
+    """The objective, (output, final state), and the objective's gradients with respect to all inputs and
+    the state.
+    """
+    leaves, tree = jax.tree.flatten((inputs, state if state is not None else {}))
+    inexact = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
     def function(values):
         filled = list(leaves)
-        for i, x in zip(moving, values, strict=True):
+        for i, x in zip(inexact, values, strict=True):
             filled[i] = x
-        inputs, own = jax.tree.unflatten(tree, filled)
-        return objective(case, form, 0.3, inputs, own if state is not None else None, **given)
+        inputs, initial = jax.tree.unflatten(tree, filled)
+        initial = initial if state is not None else None
+        return objective(case, form, 0.3, inputs, initial, **arguments)
 
-    (value, made), grads = jax.jit(jax.value_and_grad(function, has_aux=True))(
-        [leaves[i] for i in moving]
+    (value, results), grads = jax.jit(jax.value_and_grad(function, has_aux=True))(
+        [leaves[i] for i in inexact]
     )
-    return value, made, grads
+    return value, results, grads
 
 
 @pytest.mark.parametrize(
@@ -146,18 +162,18 @@ def gradients(case, form, inputs, state, **given):
 )
 @parametrize_forms(core=True)
 def test_matches_the_definition(case, form, kind):
-    given = settings(kind, case)
-    state = given.pop("state")
+    arguments = settings(kind, case)
+    state = arguments.pop("state")
     inputs = make_inputs(case)
     output, final = jax.jit(lambda x, s, g: call(case, x, form=form, initial_state=s, **g))(
-        inputs, state, given
+        inputs, state, arguments
     )
     start = (
         make_state(case, capacity=5 if case.window else LENGTH, empty=True)
         if state is None
         else state
     )
-    expected, expected_final = oracle(case, inputs, state=start, **given)
+    expected, expected_final = oracle(case, inputs, state=start, **arguments)
     close(output, expected, 1e-12)
     for a, b in zip(visible(case, final), visible(case, expected_final), strict=True):
         close(a, b, 1e-12)
@@ -165,20 +181,23 @@ def test_matches_the_definition(case, form, kind):
 
 @parametrize_forms(skip=("recurrent", None))
 def test_gradients_agree_between_forms(case, form):
-    """From a state a segment; from nothing, `test_any_length_in_chunks_of_64`; from one a row, the next test."""
-    agree(case, form, "segments")
+    """With one state per segment; see `test_any_length_in_chunks_of_64` for empty states, and below for one
+    state per row.
+    """
+    check_gradients(case, form, "segments")
 
 
 @pytest.mark.slow
 @parametrize_forms(skip=("recurrent", "associative", None))
-def test_gradients_of_one_state_a_row(case, form):
-    agree(case, form, "documents")
+def test_gradients_of_one_state_per_row(case, form):
+    check_gradients(case, form, "documents")
 
 
-def agree(case, form, kind):
-    given = settings(kind, case)
-    state = given.pop("state")
-    value, _, grads = gradients(case, form, make_inputs(case), state, **given)
+def check_gradients(case, form, kind):
+    """Compare values and gradients of a form with those of the reference."""
+    arguments = settings(kind, case)
+    state = arguments.pop("state")
+    value, _, grads = gradients(case, form, make_inputs(case), state, **arguments)
     expected, _, expected_grads = reference_gradients(case, kind)
     close(value, expected, 1e-11)
     for a, b in zip(grads, expected_grads, strict=True):
@@ -188,21 +207,21 @@ def agree(case, form, kind):
 @pytest.mark.slow
 @parametrize()
 def test_gradients_match_finite_differences(case):
-    """Of output and final state, by every input and the state, of the form that the others' gradients are compared with."""
+    """For the form that the gradients of the other forms are compared with."""
     from jax.test_util import check_grads
 
     form = case.forms[0]
     state = make_state(case, capacity=20)
     floating = [jnp.issubdtype(x.dtype, jnp.inexact) for x in jax.tree.leaves(state)]
 
-    def function(inputs, moving):
-        rest = iter(moving)
+    def function(inputs, values):
+        remaining = iter(values)
         leaves, tree = jax.tree.flatten(state)
-        leaves = [next(rest) if f else x for x, f in zip(leaves, floating, strict=True)]
+        leaves = [next(remaining) if f else x for x, f in zip(leaves, floating, strict=True)]
         return objective(case, form, 0.3, inputs, jax.tree.unflatten(tree, leaves))[0]
 
-    moving = [x for x, f in zip(jax.tree.leaves(state), floating, strict=True) if f]
-    check_grads(jax.jit(function), (make_inputs(case, length=11), moving), order=1, modes=["rev"])
+    values = [x for x, f in zip(jax.tree.leaves(state), floating, strict=True) if f]
+    check_grads(jax.jit(function), (make_inputs(case, length=11), values), order=1, modes=["rev"])
 
 
 @pytest.mark.parametrize("length", [1, pytest.param(300, marks=pytest.mark.slow)])
@@ -221,7 +240,7 @@ WITH_DECAY = [c for c in CASES if any("decay" in a or "forget" in a for a in c.a
 
 @parametrize_forms()
 def test_bfloat16(case, form):
-    """Against float64 on the same rounded inputs, by the RMS error."""
+    """The RMS error against float64 on the same rounded inputs."""
     for a, b in narrow_and_wide(case, form, jnp.bfloat16):
         assert np.sqrt(np.mean((a - b) ** 2)) <= 5e-3 * np.sqrt(np.mean(b**2))
 
@@ -229,17 +248,21 @@ def test_bfloat16(case, form):
 @pytest.mark.slow
 @parametrize_forms([c for c in CASES if c not in WITH_DECAY])
 def test_float32(case, form):
-    """By the largest error; with decays, `test_strong_zero_and_mixed_decay`."""
+    """The largest error; for cases with decays see `test_strong_zero_and_mixed_decay`."""
     for a, b in narrow_and_wide(case, form, jnp.float32):
         close(a, b, 1e-5)
 
 
 def narrow_and_wide(case, form, dtype):
-    """Output and gradients in `dtype`, each with its float64 counterpart."""
+    """Pairs of the output and the gradients in `dtype`, and in float64."""
     value, (output, final), grads = gradients(case, form, make_inputs(case, dtype=dtype), None)
     _, (expected, _), expected_grads = wide_gradients(case, "mild", dtype)
     assert output.dtype == dtype and np.isfinite(value)
-    if case.op not in ("attention", "short_convolution", "token_shift"):  # these keep activations
+    if case.op not in (
+        "attention",
+        "short_convolution",
+        "token_shift",
+    ):  # states of activations have their dtype
         for leaf in jax.tree.leaves(final):
             assert leaf.dtype in (jnp.float32, jnp.complex64, jnp.int32)
     pairs = [(output, expected), *zip(grads, expected_grads, strict=True)]
@@ -248,7 +271,7 @@ def narrow_and_wide(case, form, dtype):
 
 @parametrize_forms(WITH_DECAY)
 def test_strong_zero_and_mixed_decay(case, form):
-    """Float32, decays from 0 to -30 a step: finite, and as exact as with mild ones."""
+    """With log decays from 0 to -30 per token, float32 is as accurate as with mild decays."""
     inputs = make_inputs(case, decay="mixed", dtype=jnp.float32)
     value, (output, _), grads = gradients(case, form, inputs, None)
     expected, (wide, _), expected_grads = wide_gradients(case, "mixed", jnp.float32)
@@ -260,7 +283,7 @@ def test_strong_zero_and_mixed_decay(case, form):
 
 @parametrize_forms([c for c in CASES if c.op == "delta_memory"], skip=("recurrent",))
 def test_correlated_keys_with_beta_two(case, form):
-    """The chunk's inverse stays exact where powers of its matrix would explode."""
+    """The inverse of a chunk's matrix is accurate even if the powers of the matrix grow exponentially."""
     inputs = make_inputs(case, length=64, dtype=jnp.float32)
     common = inputs["k"][:, :1] + 0.05 * inputs["k"]
     inputs["k"] = common / jnp.linalg.norm(common, axis=-1, keepdims=True)
@@ -273,15 +296,20 @@ def test_correlated_keys_with_beta_two(case, form):
 
 @parametrize_forms()
 def test_split_anywhere_and_resume(case, form):
-    given = settings("documents", case)
-    state = given.pop("state")
+    arguments = settings("documents", case)
+    state = arguments.pop("state")
     inputs = make_inputs(case)
     run = jax.jit(lambda x, s, g: call(case, x, form=form, initial_state=s, **g))
-    expected, expected_final = run(inputs, state, given)
+    expected, expected_final = run(inputs, state, arguments)
     outputs = []
-    for a, b in ((0, 1), (1, 13), (13, 25), (25, LENGTH)):  # of two lengths, not of whole chunks
-        piece = {n: x[:, a:b] if x.shape[:2] == (BATCH, LENGTH) else x for n, x in inputs.items()}
-        output, state = run(piece, state, {n: x[:, a:b] for n, x in given.items()})
+    for a, b in (
+        (0, 1),
+        (1, 13),
+        (13, 25),
+        (25, LENGTH),
+    ):  # lengths that are no multiples of a chunk
+        part = {n: x[:, a:b] if x.shape[:2] == (BATCH, LENGTH) else x for n, x in inputs.items()}
+        output, state = run(part, state, {n: x[:, a:b] for n, x in arguments.items()})
         outputs.append(output)
     close(jnp.concatenate(outputs, axis=1), expected, 1e-12)
     for a, b in zip(visible(case, state), visible(case, expected_final), strict=True):
@@ -295,24 +323,28 @@ def test_packed_documents_equal_documents_alone(case, form):
     run = jax.jit(lambda x, g: call(case, x, form=form, **g)[0])
     packed = run(inputs, {"segment_ids": ids})
     for a, b in ((0, 14), (14, 23), (23, LENGTH)):
-        piece = {n: x[:, a:b] if x.shape[:2] == (BATCH, LENGTH) else x for n, x in inputs.items()}
-        alone = run(piece, {})
+        document = {
+            n: x[:, a:b] if x.shape[:2] == (BATCH, LENGTH) else x for n, x in inputs.items()
+        }
+        alone = run(document, {})
         close(packed[:, a:b], alone, 1e-12)
 
 
 @parametrize_forms()
 def test_masked_tokens_change_nothing(case, form):
-    """Whatever stands at a masked token, later outputs and the state are as if it had not been there, to the bit."""
+    """No bit of later outputs or of the state depends on the values at a masked token."""
     inputs = make_inputs(case)
-    poisoned = {
+    changed = {
         n: jnp.where((MASK == 0).reshape(MASK.shape + (1,) * (x.ndim - 2)), 1e3, x)
         if x.shape[:2] == (BATCH, LENGTH) and n != "q"
         else x
         for n, x in inputs.items()
     }
     run = jax.jit(lambda x: call(case, x, form=form, update_mask=jnp.asarray(MASK)))
-    (output, final), (expected, expected_final) = run(poisoned), run(inputs)
-    if case.op == "short_convolution" or "D" in case.arrays:  # a masked token still sees itself
+    (output, final), (expected, expected_final) = run(changed), run(inputs)
+    if (
+        case.op == "short_convolution" or "D" in case.arrays
+    ):  # the output of a masked token depends on itself
         output, expected = output[MASK == 1], expected[MASK == 1]
     np.testing.assert_array_equal(output, expected)
     for a, b in zip(visible(case, final), visible(case, expected_final), strict=True):
@@ -322,13 +354,13 @@ def test_masked_tokens_change_nothing(case, form):
 @pytest.mark.parametrize("kind", ("plain", "documents"))
 @parametrize_forms(core=True)
 def test_causal_to_the_bit(case, form, kind):
-    """Change every input at token t, one at a time: not a bit of an earlier output moves."""
-    given = settings(kind, case)
-    state = given.pop("state")
+    """No bit of an output changes if one of the inputs changes at a later token."""
+    arguments = settings(kind, case)
+    state = arguments.pop("state")
     inputs = make_inputs(case, decay="mixed", dtype=jnp.float32)
     state = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.float64 else x, state)
     run = jax.jit(
-        lambda x: call(case, x, form=form, initial_state=state, **given)[0],
+        lambda x: call(case, x, form=form, initial_state=state, **arguments)[0],
         compiler_options=AS_USERS,
     )
     base = np.asarray(run(inputs))
@@ -337,19 +369,21 @@ def test_causal_to_the_bit(case, form, kind):
             if x.shape[:2] != (BATCH, LENGTH):
                 continue
             change = -7.0 if "decay" in name or "forget" in name else 2.5
-            moved = np.asarray(run(inputs | {name: x.at[:, t].add(change)}))
-            np.testing.assert_array_equal(moved[:, :t], base[:, :t])
+            changed = np.asarray(run(inputs | {name: x.at[:, t].add(change)}))
+            np.testing.assert_array_equal(changed[:, :t], base[:, :t])
             if kind == "plain" and name == "v" and t < LENGTH - 1:
-                assert (moved[:, t:] != base[:, t:]).any()
+                assert (changed[:, t:] != base[:, t:]).any()
 
 
 @pytest.mark.slow
 @parametrize()
-def test_unknown_segments_are_poisoned(case):
-    """Their output is NaN, and they leave no trace in any state or later output."""
+def test_segments_without_a_state_give_nan(case):
+    """The outputs of such tokens are NaN; no state and no later output depends on them."""
     inputs, state = make_inputs(case), make_state(case, num_segments=2)
     ids = jnp.full((BATCH, LENGTH), 2).at[:, 5].set(9)
-    run = jax.jit(lambda ids, mask: call(case, inputs, segment_ids=ids, update_mask=mask, initial_state=state))  # fmt: skip
+    run = jax.jit(
+        lambda ids, mask: call(case, inputs, segment_ids=ids, update_mask=mask, initial_state=state)
+    )
     output, final = run(ids, jnp.ones_like(ids))
     assert np.isnan(output[:, 5]).all()
     expected, expected_final = run(ids.at[:, 5].set(2), (ids != 9).astype(jnp.int32))
@@ -358,7 +392,7 @@ def test_unknown_segments_are_poisoned(case):
         np.testing.assert_array_equal(a, b)
 
 
-def test_attention_beyond_its_capacity_is_poisoned():
+def test_attention_beyond_its_capacity_gives_nan():
     case = next(c for c in CASES if c.op == "attention")
     state = make_state(case, capacity=20, empty=True)
     output, _ = call(case, make_inputs(case), initial_state=state)
@@ -367,7 +401,7 @@ def test_attention_beyond_its_capacity_is_poisoned():
 
 
 def test_long_attention_is_scanned_in_blocks():
-    """Blocks of queries, and bands of keys under a window, equal one block."""
+    """A row in several blocks of queries, with and without a window, equals a row in one block."""
     cases = [c for c in CASES if c.op == "attention" and c.arrays == ("forget",)]
     assert [c.window for c in cases] == [None, 5]
     for case in cases:

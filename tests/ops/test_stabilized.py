@@ -1,4 +1,6 @@
-"""Exponential input gates of any size: exact in every form against xLSTM's recurrence, bounded, causal to the bit."""
+"""Exponential input gates of any size: every form equals xLSTM's recurrence, is finite, and is causal to
+the bit.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ LENGTH, HEADS, KEYS, VALUES, EPS = 40, 2, 4, 3, 1e-6
 
 
 def inputs(seed=0, dtype=np.float64, gates="mixed"):
-    """Gates from -50 to 50 and decays from 0 to -30, mixed."""
+    """Random inputs with log gates from -50 to 50 and log decays from 0 to -30."""
     rng = np.random.default_rng(seed)
     q, k = rng.normal(size=(2, 1, LENGTH, HEADS, KEYS))
     v = rng.normal(size=(1, LENGTH, HEADS, VALUES))
@@ -34,15 +36,15 @@ def run(q, k, v, decay, gate, *, form, **options):
 
 
 def true_recurrence(q, k, v, decay, gate):
-    """Unstabilised, in extended precision: `q C / max(|q n|, 1)` has no ε."""
+    """xLSTM's output without stabilisers, in extended precision: `q C / max(|q n|, 1)`, without ε."""
     wide = [np.asarray(x[0], np.longdouble) for x in (q, k, v, decay, gate)]
     q, k, v, f, i = wide[0] * KEYS**-0.5, *wide[1:3], np.exp(wide[3]), np.exp(wide[4])
     c, n, outputs = np.zeros((HEADS, KEYS, VALUES), np.longdouble), np.zeros((HEADS, KEYS)), []
     for t in range(LENGTH):
         c = f[t][:, None, None] * c + i[t][:, None, None] * k[t][:, :, None] * v[t][:, None]
         n = f[t][:, None] * n + i[t][:, None] * k[t]
-        below = np.maximum(np.abs(np.sum(q[t] * n, -1)), 1)
-        outputs.append(np.sum(q[t][:, :, None] * c, 1) / below[:, None])
+        divisor = np.maximum(np.abs(np.sum(q[t] * n, -1)), 1)
+        outputs.append(np.sum(q[t][:, :, None] * c, 1) / divisor[:, None])
     return np.array(outputs, np.float64)
 
 
@@ -59,7 +61,7 @@ def test_equals_the_unstabilised_memory(form, gates):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_float32_is_finite_and_as_exact_as_its_gates(form):
-    """Keys and queries positive, so that the normaliser neither cancels nor comes near 0."""
+    """Keys and queries are positive, so that the normaliser is not near 0."""
     q, k, *rest = inputs(dtype=np.float32)
     arrays = [np.abs(q) + 0.5, np.abs(k) + 0.5, *rest]
 
@@ -70,10 +72,12 @@ def test_float32_is_finite_and_as_exact_as_its_gates(form):
         return sum(weighted), leaves
 
     results = []
-    for dtype, how in ((np.float32, form), (np.float64, "recurrent")):
+    for dtype, run_form in ((np.float32, form), (np.float64, "recurrent")):
         with jax.enable_x64(dtype == np.float64):
-            given = [jnp.asarray(x, dtype) for x in arrays]
-            grads, values = jax.grad(lambda a, how=how: total(a, how), has_aux=True)(given)
+            inputs_in_dtype = [jnp.asarray(x, dtype) for x in arrays]
+            grads, values = jax.grad(lambda a, f=run_form: total(a, f), has_aux=True)(
+                inputs_in_dtype
+            )
             results.append([np.asarray(x, np.float64) for x in (*values, *grads)])
     for a, b in zip(*results, strict=True):
         assert np.isfinite(a).all()
@@ -82,7 +86,7 @@ def test_float32_is_finite_and_as_exact_as_its_gates(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_gates_beyond_the_range_of_floats(form):
-    """e^±1000 has no float32; the output has."""
+    """e^±1000 is not a float32 number, but the output is finite."""
     q, k, v, decay, gate = inputs(dtype=np.float32)
 
     def total(gate):
@@ -111,22 +115,22 @@ def test_causal_to_the_bit_under_extreme_gates(form):
                 np.testing.assert_array_equal(moved[:, :t], base[:, :t])
 
 
-def test_with_gates_of_one_it_is_the_plain_memory():
-    """Positive keys and queries: |q n| is q n, beyond the floor of 1."""
+def test_gates_of_one_equal_a_memory_without_gates():
+    """Keys and queries are positive, so that |q n| is q n, and greater than 1."""
     with jax.enable_x64(True):
         q, k, v, decay, gate = inputs()
         q, k = np.abs(q) + 3, np.abs(k) + 3
         gated, state = run(q, k, v, decay, 0 * gate, form="chunk", normalize=1e-12)
-        plain, plain_state = ops.linear_memory(q, k, v, decay, normalize=1e-12)
-        np.testing.assert_allclose(gated, plain, rtol=1e-9, atol=1e-10)
+        expected, expected_state = ops.linear_memory(q, k, v, decay, normalize=1e-12)
+        np.testing.assert_allclose(gated, expected, rtol=1e-9, atol=1e-10)
         scale = np.exp(state.stabilizer)
-        np.testing.assert_allclose(scale[..., None] * state.normalizer, plain_state.normalizer)
+        np.testing.assert_allclose(scale[..., None] * state.normalizer, expected_state.normalizer)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(normalize=None), "log_input_gate needs normalize"),
+        (dict(normalize=None), "log_input_gate requires normalize"),
         (dict(bonus=np.ones((HEADS, KEYS))), "neither value_log_decay nor bonus"),
         (dict(log_input_gate=np.zeros((1, LENGTH, 3))), "log_input_gate has shape (1, 40, 3)"),
         (
@@ -137,7 +141,7 @@ def test_with_gates_of_one_it_is_the_plain_memory():
 )
 def test_errors_name_the_argument(change, message):
     q, k, v, decay, gate = inputs(dtype=np.float32)
-    given = dict(log_input_gate=gate, normalize=EPS) | change
+    arguments = dict(log_input_gate=gate, normalize=EPS) | change
     with pytest.raises(ValueError) as error:
-        ops.linear_memory(q, k, v, decay, **given)
+        ops.linear_memory(q, k, v, decay, **arguments)
     assert message in str(error.value)

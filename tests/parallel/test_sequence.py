@@ -54,7 +54,7 @@ def ran(module: str, *arguments: str) -> None:
 def plan_of(block: int, held: int = 0) -> attention_sequence.Plan:
     """Attention without a window, of documents or with `held` blocks of keys ahead."""
     exact = dict(scale=1.0, dtype=jnp.float32, precision=jax.lax.Precision.HIGHEST)
-    return attention_sequence.Plan(block, held, window=None, whole=False, **exact)
+    return attention_sequence.Plan(block, held, window=None, one_document=False, **exact)
 
 
 def test_what_is_sent_for_a_layer():

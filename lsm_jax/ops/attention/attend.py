@@ -1,4 +1,4 @@
-"""`attention` on one device: the tokens' places, the output by a backend, and the final state."""
+"""`attention` on one device: positions of the tokens, output of the selected backend, and final state."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from jaxtyping import Array
 
 from lsm_jax.ops.attention import backends, shared_rows  # noqa: F401  (the backends are registered)
 from lsm_jax.ops.attention.forget_gates import sum_gates
-from lsm_jax.ops.attention.places import newest_sum, place_tokens, remember
 from lsm_jax.ops.attention.state import AttentionState
+from lsm_jax.ops.attention.token_positions import newest_sum, token_positions, write_tokens
 from lsm_jax.ops.backends.registry import Call
 from lsm_jax.ops.backends.run import Static
 from lsm_jax.ops.backends.select import select as select_backends
@@ -25,15 +25,15 @@ from lsm_jax.ops.core.segments import finish_output, read_tokens, select
 def attend(
     static: Static, q, k, v, log_forget, state: AttentionState, segment_ids, update_mask
 ) -> tuple[Array, AttentionState]:
-    """The op on a device that has whole rows."""
+    """The output and the final state on a device that holds complete rows."""
     batch, length, heads, _ = v.shape
     num_segments = state.keys.shape[1] if state.keys.ndim == 5 else None
     tokens = read_tokens(segment_ids, update_mask, state.segment_id, num_segments)
     k = checks.spread_keys(k, heads)
-    places = place_tokens(tokens, state, batch, length)
+    positions = token_positions(tokens, state, batch, length)
     k, v = select(tokens.written, k), select(tokens.written, v)
     sums = None if log_forget is None else sum_gates(log_forget, tokens, newest_sum(state))
-    final = remember(state, k, v, sums, places, tokens)
+    final = write_tokens(state, k, v, sums, positions, tokens)
     arguments: dict[str, Any] = dict(
         q=select(tokens.real, q),
         k=k,
@@ -41,7 +41,7 @@ def attend(
         log_forget=log_forget,
         sums=sums,
         tokens=tokens,
-        places=places,
+        positions=positions,
         state=state,
         segment_ids=segment_ids,
         update_mask=update_mask,
@@ -52,10 +52,20 @@ def attend(
 
 
 def attend_shared_row(
-    axis: str, function: Any, static: Static, q, k, v, log_forget, state: AttentionState,
-    segment_ids, update_mask,
-) -> tuple[Array, AttentionState]:  # fmt: skip
-    """The op on one of the devices that share a row; every device computes the final state for itself."""
+    axis: str,
+    function: Any,
+    static: Static,
+    q,
+    k,
+    v,
+    log_forget,
+    state: AttentionState,
+    segment_ids,
+    update_mask,
+) -> tuple[Array, AttentionState]:
+    """The output and the final state on one of the devices that share a row; every device computes the same
+    final state.
+    """
     del function
     options = static.options._replace(axis=axis)
     batch, device_length, heads, _ = v.shape
@@ -65,34 +75,35 @@ def attend_shared_row(
     )
     length = v.shape[1]
     tokens = read_tokens(segment_ids, update_mask, state.segment_id, num_segments)
-    places = place_tokens(tokens, state, batch, length)
+    positions = token_positions(tokens, state, batch, length)
     k, v = select(tokens.written, checks.spread_keys(k, heads)), select(tokens.written, v)
     sums = None if log_forget is None else sum_gates(log_forget, tokens, newest_sum(state))
-    final = remember(state, k, v, sums, places, tokens)
+    final = write_tokens(state, k, v, sums, positions, tokens)
 
-    def of_device(x):
-        here = jax.lax.axis_index(axis)
-        return jax.lax.dynamic_slice_in_dim(x, here * device_length, device_length, axis=1)
+    def part_of_device(x):
+        start = jax.lax.axis_index(axis) * device_length
+        return jax.lax.dynamic_slice_in_dim(x, start, device_length, axis=1)
 
     no_id: Any = None
-    device_tokens = jax.tree.map(of_device, tokens._replace(last_id=no_id))
-    # Padding at a row's end comes after all other tokens: if nothing else is masked, no token sees it.
-    seen = tokens._replace(written=None) if options.plain else tokens
+    device_tokens = jax.tree.map(part_of_device, tokens._replace(last_id=no_id))
+    # If nothing else is masked, no token attends to the padding at a row's end, since it comes last.
+    if options.unmasked:
+        tokens = tokens._replace(written=None)
     arguments: dict[str, Any] = dict(
         q=select(device_tokens.real, q),
         k=k,
         v=v,
         log_forget=log_forget,
         sums=sums,
-        tokens=seen,
-        places=places,
+        tokens=tokens,
+        positions=positions,
         state=state,
         segment_ids=segment_ids,
         update_mask=update_mask,
     )
     call = Call(static.op, options, arguments, static.implementation)
     output = select_backends(call).function(lambda b: functools.partial(b.run, call))()
-    if options.window is None and not options.plain:
-        beyond = of_device(places.rank) >= state.keys.shape[-3]
+    if options.window is None and not options.unmasked:
+        beyond = part_of_device(positions.rank) >= state.keys.shape[-3]
         output = jnp.where(beyond[:, :, None, None], jnp.nan, output)
     return finish_output(device_tokens, output).astype(v.dtype), final

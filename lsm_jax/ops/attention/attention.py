@@ -1,4 +1,6 @@
-"""Causal softmax attention, whose memory is the keys and values themselves; with forget gates, forgetting attention."""
+"""Causal softmax attention, whose memory is the keys and values of all tokens; with forget gates,
+forgetting attention.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from lsm_jax.ops.attention.attend import attend, attend_shared_row
-from lsm_jax.ops.attention.shared_rows import tokens_a_device
+from lsm_jax.ops.attention.shared_rows import tokens_per_device
 from lsm_jax.ops.attention.state import AttentionState, attention_state
 from lsm_jax.ops.attention.xla import AttentionOptions
 from lsm_jax.ops.backends.registry import check_implementation
@@ -30,41 +32,49 @@ def attention(
     initial_state: AttentionState | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
     update_mask: Array | None = None,
-    implementation: str | None = None,
+    implementation: str | tuple[str, ...] | None = None,
     prune: bool = True,
 ) -> tuple[Float[Array, "B T max(H,G) V"], AttentionState]:
-    """`o_t = Σ_j softmax_j(scale q_t · k_j + F_t - F_j) v_j` over the written tokens j <= t of t's document.
+    """`o_t = Σ_j softmax_j(scale q_t · k_j + F_t - F_j) v_j` over the written tokens j <= t of t's
+    document.
 
-    F is the sum of the document's `log_forget` up to and with a token, 0 without (forgetting attention, arXiv
-    2503.02130): a token's own gate does not weaken it, and the first gate of a document has no effect.
+    F is the inclusive sum of the document's `log_forget`, and 0 without gates (forgetting attention, arXiv
+    2503.02130). The weight of a token does not depend on its own gate, and the first gate of a document has
+    no effect.
 
     Args:
         q: [B, T, H, K] queries; H is a multiple (grouped-query attention) or a divisor of G.
         k: [B, T, Hk, K] keys; Hk divides G.
         v: [B, T, G, V] values.
-        log_forget: [N] or [B, T, N], at most 0: the logarithm of each forget gate, N = max(H, G) heads. Constant gates -m_h are
-            ALiBi's slopes m_h (arXiv 2108.12409). A gate under -4096 (-inf, too) leaves nothing and has no gradient. The gate of a
-            token that is not written is not applied.
-        window: see only the last `window` written tokens, the current one included; None is all of them.
+        log_forget: [N] or [B, T, N], at most 0: the logarithm of each forget gate, with N = max(H, G)
+            heads. Constant gates -m_h give ALiBi with slopes m_h (arXiv 2108.12409). A gate below -4096
+            (-inf included) removes all earlier tokens and has no gradient. The gates of masked tokens and
+            of padding are ignored.
+        window: each token attends to the last `window` written tokens, itself included; None means to all
+            of them.
         scale: multiplies the scores; None is `K ** -0.5`.
-        initial_state: the keys and values to go on from; with keys [B, S, ...], segment id s has state s - 1. None is
-            empty, and the final state then has room for T tokens (`window` with a window).
-        segment_ids: [B, T] integers, 0 padding; see `lsm_jax.ops.core.segments`.
-        update_mask: [B, T], 0 where a token's key is not kept: it sees the tokens before it, but not itself.
-        implementation: None (cuDNN where it serves: NVIDIA, bfloat16 or float16, whole documents without state, mask or
-            gates; the fused kernel where that serves: bfloat16 on Hopper, no state, no window along with ids
-            or mask; else XLA), "xla" (blocks of queries; no [T, T] array is kept), "cudnn", "mosaic_gpu" or "mosaic_tpu"
-            (the fused kernels). Where devices share a row, "mosaic_gpu" alone of the three serves, where a device has a
-            multiple of 256 tokens.
-        prune: a fused kernel passes over keys that gates have left less than e^-10 of a row, all together (arXiv 2504.06949).
+        initial_state: the keys and values to continue from. With keys [B, S, ...] there is one state per
+            segment: the tokens of id s use state s - 1. None is an empty state, with a capacity of T tokens
+            (of `window` tokens with a window).
+        segment_ids: [B, T] integers, 0 for padding; see `lsm_jax.ops.core.segments`.
+        update_mask: [B, T], 0 for tokens whose key and value are not written: they attend to the tokens
+            before them, but not to themselves.
+        implementation: None (the first automatic backend that supports the call; see docs/kernels.md), a
+            backend's name ("xla", "cudnn", "mosaic_gpu", ...), or a tuple of names in order of preference.
+            "xla" computes blocks of queries and never stores a [T, T] array. Where rows are split over
+            devices, "xla" and "mosaic_gpu" are supported.
+        prune: a fused kernel skips keys whose weights after the gates sum to less than e^-10 of a query's
+            total weight (arXiv 2504.06949).
 
     Returns:
-        The output in v's dtype, 0 where a token sees nothing, and the final state. Without a window, a token beyond the
-        state's capacity gives NaN: an array cannot raise.
+        The output in v's dtype, 0 for tokens that attend to no token, and the final state. Without a
+        window, the output of a token beyond the state's capacity is NaN: an array cannot raise.
 
     Raises:
-        ValueError: shapes, heads, window or implementation that are not accepted; a state smaller than the window.
-        NotImplementedError: "cudnn", "mosaic_gpu" or "mosaic_tpu" where it does not serve, with the reason.
+        ValueError: a shape, number of heads, window or implementation is not accepted, or the state's
+            capacity is less than the window.
+        NotImplementedError: no backend of the given names supports the call; the message gives the
+            requirement.
     """
     op = "attention"
     check_implementation(op, implementation)
@@ -91,15 +101,15 @@ def attention(
     state = checks.state_or_empty(op, initial_state, empty, segment_ids)
     if window is not None and capacity < window:
         raise ValueError(
-            f"{op}: initial_state holds {capacity} tokens; window={window} needs as many"
+            f"{op}: initial_state has a capacity of {capacity} tokens; accepted are capacities from window={window}"
         )
-    fresh = initial_state is None
+    no_state = initial_state is None
     options = AttentionOptions(
         window=window,
         scale=checks.scale_or_default(op, scale, key_dim),
         prune=prune,
-        fresh=fresh,
-        plain=fresh and segment_ids is None and update_mask is None,
+        no_state=no_state,
+        unmasked=no_state and segment_ids is None and update_mask is None,
     )
     batched = dict(
         q=q,
@@ -123,23 +133,25 @@ def attention(
         axes=axes,
         out_axes=(TOKENS, "state"),
         in_sequence=attend_shared_row,
-        multiple=tokens_a_device(length, sequence_shards(length)),
+        multiple=tokens_per_device(length, sequence_shards(length)),
     )
 
 
-_CLOSED = -4096.0  # e to it is 0, in float64 too
+_CLOSED_GATE = -4096.0  # its exponential is 0, in float64 too
 
 
 def _check_gates(op: str, log_forget, shape: tuple[int, int, int]) -> Array:
-    """Log gates of every token, [B, T, N], in float32 or wider ahead of the sum that a constant gate's gradient is."""
+    """The log gates of all tokens, [B, T, N], in at least float32: the gradient of a constant gate is a sum
+    over tokens.
+    """
     if jnp.shape(log_forget) not in (shape, shape[2:]):
         raise ValueError(
             f"{op}: log_forget has shape {jnp.shape(log_forget)}; accepted are [N] and [B, T, N] = {shape[2:]} and {shape}"
         )
     if not jnp.issubdtype(jnp.result_type(log_forget), jnp.floating):
         raise ValueError(
-            f"{op}: log_forget has dtype {jnp.result_type(log_forget)}; accepted are floating ones"
+            f"{op}: log_forget has dtype {jnp.result_type(log_forget)}; accepted are floating dtypes"
         )
     wide = jnp.promote_types(jnp.result_type(log_forget), jnp.float32)
-    # Sums of larger ones would cost the other gates their digits, and in a tile of a kernel the scores.
-    return jnp.broadcast_to(jnp.maximum(jnp.asarray(log_forget, wide), _CLOSED), shape)
+    # Larger numbers in a sum would cost the other gates their digits, and in a kernel's tile the scores.
+    return jnp.broadcast_to(jnp.maximum(jnp.asarray(log_forget, wide), _CLOSED_GATE), shape)

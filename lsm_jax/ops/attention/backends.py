@@ -14,7 +14,7 @@ from lsm_jax.ops.attention.xla import no_ids, run_xla
 from lsm_jax.ops.backends.registry import PALLAS, Backend, Call, register
 from pallas_kernels.requirements import Requirement
 
-NO_STATE = Requirement("no initial_state", lambda call: call.options.fresh)
+NO_STATE = Requirement("no initial_state", lambda call: call.options.no_state)
 REQUIREMENTS = (
     NO_STATE,
     Requirement(
@@ -30,30 +30,31 @@ BFLOAT16 = Requirement(
 
 
 def _unsupported_by_kernel(name: str, call: Call) -> str | None:
-    # Imported here: a backend that is not used costs nothing at import.
+    # Imported here, so that a backend that is not used adds no time to `import lsm_jax`.
     from pallas_kernels.forgetting_attention import unsupported
 
     return unsupported(name, *(call.arguments[n] for n in "qkv"))
 
 
 def _without_gradient(call: Call) -> str | None:
-    """Why None does not select Hopper's kernel for a call whose gradient it does not have."""
+    """The reason why None does not select Hopper's kernel: no gradient for the call; None if it has one."""
     width = call.arguments["q"].shape[-1]
     return f"the kernel has no gradient for heads of {width} channels" if width > 128 else None
 
 
 def run_kernel(name: str, call: Call) -> jax.Array:
-    """The output [B, T, H, V] as the fused kernel of the backend `name` computes it, 0 where a token sees nothing."""
+    """The output [B, T, H, V] of the fused kernel of the backend `name`; 0 if a token attends to no token."""
     from pallas_kernels.forgetting_attention import forgetting_attention
 
-    given, options = call.arguments, call.options
-    tokens, log_forget = given["tokens"], given["log_forget"]
+    arguments, options = call.arguments, call.options
+    tokens, log_forget = arguments["tokens"], arguments["log_forget"]
     sums = None
     if log_forget is not None:
-        # The sums go on through documents, which `run` separates: the kernel requires sums that never grow.
+        # Summed over documents too, which the kernel separates by `run`: it requires sums that never
+        # increase.
         zero = jnp.zeros((log_forget.shape[0], log_forget.shape[2]), jnp.float32)
         sums = sum_gates(log_forget, tokens._replace(run=None), GateSum(zero, zero))
-    rest: dict[str, Any] = dict(
+    keywords: dict[str, Any] = dict(
         run=tokens.run,
         written=tokens.written,
         window=options.window,
@@ -61,12 +62,12 @@ def run_kernel(name: str, call: Call) -> jax.Array:
         prune=options.prune,
         implementation=name,
     )
-    q, k, v = (given[n] for n in "qkv")
+    q, k, v = (arguments[n] for n in "qkv")
     if options.axis is None:
-        return forgetting_attention(q, k, v, sums, **rest)
+        return forgetting_attention(q, k, v, sums, **keywords)
 
-    def attend(q, places):
-        return forgetting_attention(q, k, v, sums, places=places, **rest)
+    def attend(q, starts):
+        return forgetting_attention(q, k, v, sums, places=starts, **keywords)
 
     return shared_rows.attend_fused(options.axis, attend, q)
 

@@ -1,4 +1,4 @@
-"""Attention by cuDNN, on NVIDIA."""
+"""The backend of `attention` that calls cuDNN, on NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -13,81 +13,95 @@ from lsm_jax.ops.backends.registry import Call
 from pallas_kernels.requirements import Requirement
 
 
-def _dtypes(call: Call) -> set[Any]:
+def _input_dtypes(call: Call) -> set[Any]:
     return {call.arguments[n].dtype for n in "qkv"}
 
 
-def _heads_fit(call: Call) -> bool:
+def _heads_supported(call: Call) -> bool:
     q, k, v = (call.arguments[n].shape[2] for n in "qkv")
     return k == v and q % v == 0
 
 
-def _channels_fit(call: Call) -> bool:
+def _channels_supported(call: Call) -> bool:
     key_dim, value_dim = (call.arguments[n].shape[3] for n in "qv")
     return key_dim == value_dim and key_dim % 8 == 0 and key_dim <= 128
 
 
 REQUIREMENTS = (
     Requirement(
-        "whole documents without initial_state, segment_ids or update_mask",
-        lambda call: call.options.plain,
+        "no initial_state, segment_ids or update_mask",
+        lambda call: call.options.unmasked,
     ),
     Requirement("rows that are not split over devices", lambda call: call.options.axis is None),
     Requirement("no log_forget", lambda call: call.arguments["log_forget"] is None),
     Requirement(
-        "bfloat16 or float16 inputs",
-        lambda call: _dtypes(call) in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)}),
+        "q, k and v in bfloat16 or in float16",
+        lambda call: _input_dtypes(call) in ({jnp.dtype(jnp.bfloat16)}, {jnp.dtype(jnp.float16)}),
         lambda call: str(call.arguments["q"].dtype),
     ),
-    Requirement("as many key heads as value heads, dividing the query heads", _heads_fit),
-    Requirement("as many key channels as value channels, a multiple of 8 up to 128", _channels_fit),
+    Requirement(
+        "as many key heads as value heads, and a multiple of them as query heads", _heads_supported
+    ),
+    Requirement(
+        "as many key channels as value channels, a multiple of 8 up to 128", _channels_supported
+    ),
     Requirement("T of at least 2", lambda call: call.arguments["q"].shape[1] >= 2),
-    Requirement("an NVIDIA device in this process, and cuDNN", lambda call: has_cudnn()),
-    Requirement("rows and heads that divide over the devices", lambda call: not half_mapped()),
+    Requirement("an NVIDIA GPU in this process, and cuDNN", lambda call: has_cudnn()),
+    Requirement("rows and heads that divide over the devices", lambda call: not partly_mapped()),
 )
 
 
 def run(call: Call) -> jax.Array:
-    """The output for whole documents, [B, T, H, V]."""
+    """The output [B, T, H, V]."""
     q, k, v = (call.arguments[n] for n in "qkv")
     window, scale = call.options.window, call.options.scale
     local = None if window is None else (window - 1, 0)
-    cudnn: Any = functools.partial(
-        jax.nn.dot_product_attention, scale=scale, is_causal=True, local_window_size=local, implementation="cudnn"
-    )  # fmt: skip
-    cudnn = jax.checkpoint(cudnn, prevent_cse=False, policy=_no_constants)
-    if rest := _left():  # of one device each: see `half_mapped`
-        rows = PartitionSpec(rest)
-        cudnn = jax.shard_map(
-            cudnn, in_specs=rows, out_specs=rows, axis_names=set(rest), check_vma=False
+    attend: Any = functools.partial(
+        jax.nn.dot_product_attention,
+        scale=scale,
+        is_causal=True,
+        local_window_size=local,
+        implementation="cudnn",
+    )
+    attend = jax.checkpoint(attend, prevent_cse=False, policy=_is_saved)
+    if axes := _unmapped_axes():  # of one device each: see `partly_mapped`
+        rows = PartitionSpec(axes)
+        attend = jax.shard_map(
+            attend, in_specs=rows, out_specs=rows, axis_names=set(axes), check_vma=False
         )
-    return cudnn(q, k, v)
+    return attend(q, k, v)
 
 
-def _no_constants(primitive, *_, **__) -> bool:
-    """Keep all but what is made of nothing: cuDNN's absent arguments are empty arrays, over which XLA's compiler crashes where they
-    leave a `jax.shard_map` (jax 0.11.2)."""
+def _is_saved(primitive, *_, **__) -> bool:
+    """Whether the backward pass uses the saved result of a primitive: of all except those without inputs.
+
+    cuDNN's absent arguments are empty arrays. XLA's compiler crashes if they leave a `jax.shard_map` (jax
+    0.11.2).
+    """
     return primitive.name not in ("broadcast_in_dim", "empty")
 
 
-def half_mapped() -> bool:
-    """Whether some axes of the mesh are mapped and others of several devices left to the partitioner: XLA's compiler crashes over the
-    partitioning that cuDNN's attention brings then (jax 0.11.2)."""
+def partly_mapped() -> bool:
+    """Whether some axes of the mesh are mapped, and others with several devices are left to XLA's
+    partitioner.
+
+    cuDNN's attention then brings a partitioning of its own, over which XLA's compiler crashes (jax 0.11.2).
+    """
     mesh = jax.sharding.get_abstract_mesh()
-    return any(mesh.shape[name] > 1 for name in _left())
+    return any(mesh.shape[name] > 1 for name in _unmapped_axes())
 
 
-def _left() -> tuple[str, ...]:
-    """The mesh's axes that are not mapped, where others are."""
+def _unmapped_axes() -> tuple[str, ...]:
+    """The axes of the mesh that are not mapped, if others are; else none."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    left = tuple(name for name, kind in kinds if kind != AxisType.Manual)
-    return left if len(left) < len(mesh.axis_names) else ()
+    unmapped = tuple(name for name, kind in kinds if kind != AxisType.Manual)
+    return unmapped if len(unmapped) < len(mesh.axis_names) else ()
 
 
 @functools.cache
 def has_cudnn() -> bool:
-    """Whether this process has an NVIDIA device with cuDNN."""
+    """Whether this process has an NVIDIA GPU with cuDNN."""
     try:
         return bool(jax.local_devices(backend="cuda")[0].client.platform_version)
     except RuntimeError:

@@ -1,8 +1,10 @@
-"""Sums of a document's log forget gates, each a pair of numbers, so that their differences keep their digits at any length.
+"""Sums of a document's log forget gates, each stored as two numbers, so that their differences are exact at
+any length.
 
-Forget-gated attention adds `F_i - F_j` to the score of query i and key j, F the sum of log gates up to and with a token. After
-65,536 gates near 0.5 F is -45,000, where float32 numbers lie 0.004 apart: the difference of two would be wrong by as much. What
-an addition rounds off is known exactly (D. Knuth, TAOCP 4.2.2), and kept beside the sum.
+Forgetting attention adds `F_i - F_j` to the score of query i and key j, where F is the inclusive sum of log
+gates. After 65,536 gates near 0.5, F is -45,000, where adjacent float32 numbers differ by 0.004: the
+difference of two sums would have an error of that size. The rounding error of an addition can be computed
+exactly (D. Knuth, TAOCP 4.2.2), and is stored with the sum.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ class GateSum(NamedTuple):
     """A sum of log gates, `high + low`.
 
     Attributes:
-        high: its nearest number.
-        low: what that leaves over.
+        high: the sum, rounded.
+        low: the rounding error.
     """
 
     high: Float[Array, ...]
@@ -31,13 +33,13 @@ class GateSum(NamedTuple):
 
 @jax.custom_jvp
 def add_sums(a: GateSum, b: GateSum) -> GateSum:
-    """a + b; all of the derivative goes to `high`, since only `high + low` has a meaning."""
-    rough = a.high + b.high
-    of_b = rough - a.high
-    left_over = (a.high - (rough - of_b)) + (b.high - of_b)
-    low = left_over + (a.low + b.low)
-    high = rough + low
-    return GateSum(high, low - (high - rough))
+    """a + b. The derivative is that of `high` alone, since only `high + low` has a meaning."""
+    rounded = a.high + b.high
+    added = rounded - a.high  # the part of b.high that the rounded sum contains
+    error = (a.high - (rounded - added)) + (b.high - added)
+    low = error + (a.low + b.low)
+    high = rounded + low
+    return GateSum(high, low - (high - rounded))
 
 
 @add_sums.defjvp
@@ -50,8 +52,9 @@ def _add_sums_jvp(primals, tangents):
 def gate_bias(queries: GateSum, keys: GateSum) -> Float[Array, "B N T S"]:
     """`F_i - F_j` for queries [B, T, N] and keys [B, S, N].
 
-    The queries' side gets no derivative: it moves all scores of a row alike, and the softmax with them not at all, but what
-    would be left of it by rounding adds up over the tokens before.
+    The queries' sums have no derivative. They change all scores of a query by the same number, so that the
+    exact derivative of the softmax is 0; the rounding errors of a computed one would accumulate over all
+    earlier tokens.
     """
     queries = jax.lax.stop_gradient(queries)
     high, low = (
@@ -62,40 +65,41 @@ def gate_bias(queries: GateSum, keys: GateSum) -> Float[Array, "B N T S"]:
 
 
 def sum_gates(log_forget: Float[Array, "B T N"], tokens: Tokens, initial: GateSum) -> GateSum:
-    """The sum of its document's log gates up to and with each token, [B, T, N]; a token that is not written adds nothing.
+    """The inclusive sum of the log gates of each token's document, [B, T, N]; a token that is not written
+    adds 0.
 
     Args:
         log_forget: [B, T, N].
-        tokens: which tokens write, and where documents begin.
-        initial: [B, N], or [B, S, N] with one state a segment: the sum before the call.
+        tokens: tells which tokens write, and where documents begin.
+        initial: [B, N], or [B, S, N] with one state per segment: the sum before the call.
     """
     gates = select(tokens.written, log_forget.astype(initial.high.dtype))
     if tokens.slot is not None:
         slots = jnp.arange(initial.high.shape[1])
-        own = (tokens.slot[:, :, None] == slots)[..., None]
-        gates = jnp.where(own, gates[:, :, None], 0)
+        member = (tokens.slot[:, :, None] == slots)[..., None]
+        gates = jnp.where(member, gates[:, :, None], 0)
     first = GateSum(gates[:, :1], jnp.zeros_like(gates[:, :1]))
     first = add_sums(jax.tree.map(lambda x: x[:, None], initial), first)
     rest = GateSum(gates[:, 1:], jnp.zeros_like(gates[:, 1:]))
     if tokens.run is None:
-        begins = None
+        starts = None
     else:
         before = jnp.concatenate([jnp.zeros_like(tokens.run[:, :1]), tokens.run[:, :-1]], axis=1)
-        begins = (tokens.run > before)[..., None]
+        starts = (tokens.run > before)[..., None]
         first = GateSum(
-            jnp.where(begins[:, :1], gates[:, :1], first.high),
-            jnp.where(begins[:, :1], 0, first.low),
+            jnp.where(starts[:, :1], gates[:, :1], first.high),
+            jnp.where(starts[:, :1], 0, first.low),
         )
 
     def combine(earlier, later):
         total = add_sums(earlier[0], later[0])
-        if begins is None:
+        if starts is None:
             return total, None
-        total = jax.tree.map(lambda own, both: jnp.where(later[1], own, both), later[0], total)
+        total = jax.tree.map(lambda a, b: jnp.where(later[1], a, b), later[0], total)
         return total, earlier[1] | later[1]
 
     sums = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), first, rest)
-    sums, _ = associative_scan(combine, (sums, begins))
+    sums, _ = associative_scan(combine, (sums, starts))
     if tokens.slot is None:
         return sums
     index = tokens.slot[:, :, None, None]

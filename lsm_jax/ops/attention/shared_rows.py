@@ -1,9 +1,12 @@
-"""Softmax attention where devices hold consecutive parts of a row: keys and values of all, the work shared out evenly.
+"""Softmax attention where devices hold consecutive parts of a row: every device gets all keys, and an equal
+part of the work.
 
-Keys, values and gates are gathered (LASP-2H, arXiv 2502.07563 section 3.5). A causal row's first queries see few keys and its
-last ones many, so that the row is cut into two parts a device, and device r attends for part r and for part 2n - 1 - r: those
-queries come to it, and their outputs go back. Block i of the one part's queries is worked on together with the last but i of
-the other's: all such pairs see equally many blocks of keys, on every device, and no block that is masked as a whole is computed.
+Keys, values and gates are gathered (LASP-2H, arXiv 2502.07563 section 3.5). In a causal row the first
+queries attend to few keys and the last queries to many. The row is therefore split into two parts per
+device (n devices): device r computes the outputs of part r and of part 2n - 1 - r. It receives their
+queries, and sends their outputs back. Block i of the queries of the first part is computed together with
+the i-th block from the end of the other part: all such pairs attend to the same number of blocks of keys,
+on every device, and no block of scores is computed that is completely masked.
 """
 
 from __future__ import annotations
@@ -24,29 +27,40 @@ _LARGEST_BLOCK = 512
 
 
 class Plan(NamedTuple):
-    """What is known ahead of the call; hashable.
+    """Static options of `attend`; hashable.
 
     Attributes:
         block: tokens in a block of queries or keys.
-        held: blocks of keys ahead of the row's own, any of which a query may see.
-        window: that of `attention`.
-        whole: whether all tokens are written and of one document, none held, so that a window is one of places.
+        state_blocks: blocks of keys from the state, before those of the row; a query may attend to any of
+            them.
+        window: as the argument of `attention`.
+        one_document: whether all tokens are written and of one document, without a state, so that a window
+            contains consecutive tokens.
         scale: multiplies the scores.
         dtype: of scores and sums.
         precision: of products.
     """
 
     block: int
-    held: int
+    state_blocks: int
     window: int | None
-    whole: bool
+    one_document: bool
     scale: float
     dtype: Any
     precision: jax.lax.Precision
 
 
 class Keys(NamedTuple):
-    """What queries meet: k [B, S, G, K], v [B, S, G, V], gates' sums [B, S, N] or None; document, rank, written [B, S]."""
+    """Keys, values and what is known of their tokens.
+
+    Attributes:
+        k: [B, S, G, K].
+        v: [B, S, G, V].
+        sums: the sums of gates, [B, S, N], or None.
+        document: [B, S], as in `TokenPositions`.
+        rank: [B, S], likewise.
+        written: [B, S], likewise.
+    """
 
     k: Array
     v: Array
@@ -57,7 +71,14 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Queries in pairs of blocks: q [P, 2, B, C, G, R, K], gates' sums [P, 2, B, C, N] or None; document, rank [P, 2, B, C]."""
+    """Queries in P pairs of blocks.
+
+    Attributes:
+        q: [P, 2, B, C, G, R, K].
+        sums: the sums of gates, [P, 2, B, C, N], or None.
+        document: [P, 2, B, C], as in `TokenPositions`.
+        rank: [P, 2, B, C], likewise.
+    """
 
     q: Array
     sums: GateSum | None
@@ -65,49 +86,53 @@ class Queries(NamedTuple):
     rank: Array
 
 
-def tokens_a_device(length: int, devices: int) -> int:
-    """What the number of a device's tokens must be a multiple of: two blocks, small enough that few are added to fill up."""
+def tokens_per_device(length: int, devices: int) -> int:
+    """The number that a device's number of tokens must be a multiple of: two blocks, small enough that
+    little padding is added.
+    """
     part = max(1, length // (2 * devices))
     return 2 * min(_LARGEST_BLOCK, max(1, (1 << (part.bit_length() - 1)) // 4))
 
 
 def block_size(length: int) -> int:
-    """Tokens in a block, where a device has `length`, an even number."""
+    """The number of tokens in a block, on a device with `length` tokens, an even number."""
     part = length // 2
     return min(_LARGEST_BLOCK, part & -part)
 
 
 def gather_tokens(axis: str, tree: Any) -> Any:
-    """Arrays [B, T, ...] of all devices one after another; their gradients are summed and scattered."""
+    """Arrays [B, T, ...] of all devices, concatenated in time; their gradients are summed and scattered."""
     return jax.tree.map(lambda x: gather_along(axis, 1, x), tree)
 
 
-def attend(axis: str, plan: Plan, q: Array, where: tuple, keys: Keys) -> Array:
-    """This device's outputs, [B, T, N, V].
+def attend(axis: str, plan: Plan, q: Array, of_queries: tuple, keys: Keys) -> Array:
+    """The outputs of this device's tokens, [B, T, N, V].
 
     Args:
-        axis: mesh axis the devices stand along.
-        plan: the call.
-        q: [B, T, H, K] of this device.
-        where: of the whole row, [B, n T, ...]: gates' sums or None, document, rank.
-        keys: `plan.held` blocks, and then the whole row.
+        axis: the mesh axis that rows are split over.
+        plan: static options.
+        q: [B, T, H, K], the queries of this device.
+        of_queries: (sums of gates or None, document, rank) of the complete row, each [B, n T, ...].
+        keys: `plan.state_blocks` blocks from the state, and then the complete row.
     """
-    devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    devices, device = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     part = q.shape[1] // 2
     q = checks.group_queries(q, keys.v.shape[2])
-    pair = jnp.stack([here, 2 * devices - 1 - here])
+    parts = jnp.stack([device, 2 * devices - 1 - device])
 
-    def own(x):  # [B, n T, ...] -> [2, B, T / 2, ...]
+    def parts_of_device(x):  # [B, n T, ...] -> [2, B, T / 2, ...]
         return jnp.stack(
-            [jax.lax.dynamic_slice_in_dim(x, pair[i] * part, part, axis=1) for i in range(2)]
+            [jax.lax.dynamic_slice_in_dim(x, parts[i] * part, part, axis=1) for i in range(2)]
         )
 
-    def cut(x):  # [2, B, T / 2, ...] -> [P, 2, B, C, ...], the later part's blocks from its end
+    def pair_blocks(
+        x,
+    ):  # [2, B, T / 2, ...] -> [P, 2, B, C, ...], the blocks of the later part in reverse order
         x = x.reshape(2, x.shape[1], -1, plan.block, *x.shape[3:])
         return jnp.moveaxis(jnp.stack([x[0], x[1][:, ::-1]]), 2, 0)
 
-    queries = Queries(_to_pairs(axis, devices, q), *jax.tree.map(own, where))
-    output = _attend(plan, devices, jax.tree.map(cut, queries), keys, here)
+    queries = Queries(_to_pairs(axis, devices, q), *jax.tree.map(parts_of_device, of_queries))
+    output = _attend(plan, devices, jax.tree.map(pair_blocks, queries), keys, device)
     output = jnp.moveaxis(output, 0, 2)
     output = jnp.stack([output[0], output[1][:, ::-1]])
     output = output.reshape(2, output.shape[1], part, *output.shape[4:])
@@ -116,31 +141,42 @@ def attend(axis: str, plan: Plan, q: Array, where: tuple, keys: Keys) -> Array:
 
 
 def attend_fused(axis: str, run: Callable[[Array, Array], Array], q: Array) -> Array:
-    """This device's outputs, [B, T, N, V], by a kernel: `run(q, places)` attends for two parts of the row, one after the other in q,
-    that begin at tokens `places` [2]."""
-    devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
-    places = jnp.stack([here, 2 * devices - 1 - here]) * (q.shape[1] // 2)
-    output = run(jnp.concatenate(list(_to_pairs(axis, devices, q)), axis=1), places)
+    """The outputs of this device's tokens, [B, T, N, V], by a kernel.
+
+    Args:
+        axis: the mesh axis that rows are split over.
+        run: called as `run(q, starts)`, where q contains the queries of two parts of the row, one after the
+            other, which begin at the tokens `starts` [2] of the row; returns their outputs.
+        q: [B, T, H, K], the queries of this device.
+    """
+    devices, device = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    starts = jnp.stack([device, 2 * devices - 1 - device]) * (q.shape[1] // 2)
+    output = run(jnp.concatenate(list(_to_pairs(axis, devices, q)), axis=1), starts)
     return _from_pairs(axis, devices, jnp.stack(jnp.split(output, 2, axis=1)))
 
 
 def _routes(devices: int) -> tuple[list, list]:
-    """(from, to) of the first and of the second half of each device's tokens: of parts p and 2n - 1 - p, to device p."""
-    both = [
-        [(r, min(p, 2 * devices - 1 - p)) for r, p in enumerate(range(i, 2 * devices, 2))]
+    """Pairs (source, target) of devices for the first and for the second half of each device's tokens.
+
+    The halves are the 2n parts of the row; parts p and 2n - 1 - p go to device p.
+    """
+    routes = [
+        [(source, min(p, 2 * devices - 1 - p)) for source, p in enumerate(range(i, 2 * devices, 2))]
         for i in range(2)
     ]
-    return both[0], both[1]
+    return routes[0], routes[1]
 
 
 def _to_pairs(axis: str, devices: int, x: Array) -> Array:
-    """[B, T, ...] -> [2, B, T / 2, ...]: parts r and 2n - 1 - r of the row, on device r."""
+    """Exchange [B, T, ...] between the devices for [2, B, T / 2, ...]: on device r, parts r and 2n - 1 - r
+    of the row.
+    """
     halves = jnp.split(x, 2, axis=1)
     first, second = (
         jax.lax.ppermute(half, axis, route)
         for half, route in zip(halves, _routes(devices), strict=True)
     )
-    even = jax.lax.axis_index(axis) % 2 == 0  # part r is a first half
+    even = jax.lax.axis_index(axis) % 2 == 0  # part r is the first half of a device's tokens
     return jnp.stack([jnp.where(even, first, second), jnp.where(even, second, first)])
 
 
@@ -148,156 +184,189 @@ def _from_pairs(axis: str, devices: int, x: Array) -> Array:
     """The inverse of `_to_pairs`."""
     even = jax.lax.axis_index(axis) % 2 == 0
     halves = (jnp.where(even, x[0], x[1]), jnp.where(even, x[1], x[0]))
-    back = (
-        jax.lax.ppermute(half, axis, [(to, of) for of, to in route])
+    returned = (
+        jax.lax.ppermute(half, axis, [(target, source) for source, target in route])
         for half, route in zip(halves, _routes(devices), strict=True)
     )
-    return jnp.concatenate(list(back), axis=1)
+    return jnp.concatenate(list(returned), axis=1)
 
 
-def _steps(plan: Plan, devices: int, pairs: int, here: Array, pair: Array) -> Any:
-    """Which of two blocks of queries meets which block of keys, [J] each: (which, block of keys, whether there is one)."""
-    first = here * pairs + pair  # the blocks' numbers in the row
+def _steps(
+    plan: Plan, devices: int, pairs: int, device: Array, pair: Array
+) -> tuple[Array, Array, Array]:
+    """The blocks of queries and keys of which a pair computes the scores, one after another.
+
+    Returns:
+        [J] each: the query block's index in the pair (0 or 1), the index of the block of keys, and whether
+        that block exists.
+    """
+    first = device * pairs + pair  # the indices of the pair's blocks in the row
     second = 2 * devices * pairs - 1 - first
-    if plan.window is not None and plan.whole:
-        reach = min((plan.window - 2) // plan.block + 2, 2 * devices * pairs)
-        step = jnp.arange(2 * reach)
-        which = (step >= reach).astype(jnp.int32)
-        block = jnp.where(which == 1, second, first) - (reach - 1) + step % reach
+    if plan.window is not None and plan.one_document:
+        count = min((plan.window - 2) // plan.block + 2, 2 * devices * pairs)  # blocks in a window
+        step = jnp.arange(2 * count)
+        which = (step >= count).astype(jnp.int32)
+        block = jnp.where(which == 1, second, first) - (count - 1) + step % count
         return which, jnp.maximum(block, 0), block >= 0
-    ends = plan.held + first + 1
-    step = jnp.arange(2 * plan.held + 2 * devices * pairs + 1)
+    ends = plan.state_blocks + first + 1
+    step = jnp.arange(2 * plan.state_blocks + 2 * devices * pairs + 1)
     which = (step >= ends).astype(jnp.int32)
     return which, step - which * ends, jnp.ones_like(step, bool)
 
 
-def _block(plan: Plan, keys: Keys, index: Array) -> Keys:
-    """The block of keys of that number."""
+def _block_of_keys(plan: Plan, keys: Keys, index: Array) -> Keys:
+    """The block of keys with index `index`."""
     return jax.tree.map(
         lambda x: jax.lax.dynamic_slice_in_dim(x, index * plan.block, plan.block, axis=1), keys
     )
 
 
-def _scores(plan: Plan, queries: Queries, keys: Keys, there: Array) -> tuple[Array, Array]:
-    """Scores of a block of queries (its two leading axes gone) with one of keys, and which are seen: [B, G, R, C, S]."""
+def _scores(plan: Plan, queries: Queries, keys: Keys, exists: Array) -> tuple[Array, Array]:
+    """The scores of a block of queries (without the two leading axes) and a block of keys, and their mask:
+    [B, G, R, C, S] each.
+    """
     q, k = queries.q.astype(plan.dtype), keys.k.astype(plan.dtype)
     scores = plan.scale * jnp.einsum("btgrk,bsgk->bgrts", q, k, precision=plan.precision)
     if queries.sums is not None and keys.sums is not None:
         scores = scores + gate_bias(queries.sums, keys.sums).reshape(scores.shape)
     distance = queries.rank[:, :, None] - keys.rank[:, None]
-    seen = (distance >= 0) & (queries.document[:, :, None] == keys.document[:, None])
-    seen = seen & keys.written[:, None] & there
+    mask = (distance >= 0) & (queries.document[:, :, None] == keys.document[:, None])
+    mask = mask & keys.written[:, None] & exists
     if plan.window is not None:
-        seen = seen & (distance < plan.window)
-    return scores, seen[:, None, None]
+        mask = mask & (distance < plan.window)
+    return scores, mask[:, None, None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(plan: Plan, devices: int, queries: Queries, keys: Keys, here: Array) -> Array:
-    """Pairs of blocks of queries -> their outputs [P, 2, B, C, G, R, V]; the scores are computed again backward."""
-    return _forward(plan, devices, queries, keys, here)[0]
+def _attend(plan: Plan, devices: int, queries: Queries, keys: Keys, device: Array) -> Array:
+    """The outputs of pairs of blocks of queries, [P, 2, B, C, G, R, V]; the backward pass recomputes the
+    scores.
+    """
+    return _forward(plan, devices, queries, keys, device)[0]
 
 
-def _forward(plan, devices, queries, keys, here):
-    """`_attend` with a running maximum, and what its backward pass needs."""
-    # As one: masks need no queries, and jax would make those of all steps ahead and keep them for rematerialisation.
-    queries, keys, here = jax.lax.optimization_barrier((queries, keys, here))
+def _forward(plan, devices, queries, keys, device):
+    """The outputs by a softmax with a running maximum, and the residuals of the backward pass."""
+    # The barrier makes masks depend on the queries. Without it jax would compute the masks of all steps
+    # before the scan and store them for rematerialisation.
+    queries, keys, device = jax.lax.optimization_barrier((queries, keys, device))
     pairs, _, batch, size, heads, group, _ = queries.q.shape
     rows = (2, batch, heads, group, size)
 
-    def of_pair(_, x):
-        both, pair = x
-
-        def meet(carry, step):
-            which, index, there = step
-            asked, met = jax.tree.map(lambda x: x[which], both), _block(plan, keys, index)
-            scores, seen = _scores(plan, asked, met, there)
-            top, total, output = jax.tree.map(lambda x: x[which], carry)
-            new = jnp.maximum(top, jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1))
-            base = jnp.where(jnp.isfinite(new), new, 0)
-            shrink = jnp.exp(top - base)
-            weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores - base[..., None], 0)), 0)
-            read = jnp.einsum(
-                "bgrts,bsgv->bgrtv", weights, met.v.astype(plan.dtype), precision=plan.precision
-            )
-            after = (
-                new,
-                shrink * total + jnp.sum(weights, axis=-1),
-                shrink[..., None] * output + read,
-            )
-            return jax.tree.map(lambda x, y: x.at[which].set(y), carry, after), None
-
+    def attend_pair(_, x):
+        pair_of_queries, pair = x
+        step = functools.partial(_forward_step, plan, pair_of_queries, keys)
         start = (
             jnp.full(rows, -jnp.inf, plan.dtype),
             jnp.zeros(rows, plan.dtype),
             jnp.zeros((*rows, keys.v.shape[-1]), plan.dtype),
         )
-        steps = _steps(plan, devices, pairs, here, pair)
-        (top, total, output), _ = jax.lax.scan(meet, start, steps)
-        some = total > 0
-        total = jnp.where(some, total, 1)
+        steps = _steps(plan, devices, pairs, device, pair)
+        (top, total, output), _ = jax.lax.scan(step, start, steps)
+        attends = total > 0
+        total = jnp.where(attends, total, 1)
         output = jnp.moveaxis(output / total[..., None], 4, 2)
-        return None, (output, jnp.where(some, top, 0) + jnp.log(total))
+        return None, (output, jnp.where(attends, top, 0) + jnp.log(total))
 
-    _, (output, log_total) = jax.lax.scan(of_pair, None, (queries, jnp.arange(pairs)))
-    return output, (queries, keys, here, output, log_total)
+    _, (output, log_total) = jax.lax.scan(attend_pair, None, (queries, jnp.arange(pairs)))
+    return output, (queries, keys, device, output, log_total)
 
 
-def _backward(plan, devices, saved, grad):
-    """Gradients of queries and keys, block by block, from the saved logarithm of each row's total."""
-    queries, keys, here, output, log_total = saved
+def _forward_step(plan, pair_of_queries: Queries, keys: Keys, carry, step):
+    """Add one block of keys to (largest score, sum of weights, sum of weighted values) of one of two blocks
+    of queries.
+    """
+    which, index, exists = step
+    queries = jax.tree.map(lambda x: x[which], pair_of_queries)
+    block = _block_of_keys(plan, keys, index)
+    scores, mask = _scores(plan, queries, block, exists)
+    top, total, output = jax.tree.map(lambda x: x[which], carry)
+    new_top = jnp.maximum(top, jnp.max(jnp.where(mask, scores, -jnp.inf), axis=-1))
+    base = jnp.where(jnp.isfinite(new_top), new_top, 0)
+    decay = jnp.exp(top - base)
+    weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - base[..., None], 0)), 0)
+    weighted_values = jnp.einsum(
+        "bgrts,bsgv->bgrtv", weights, block.v.astype(plan.dtype), precision=plan.precision
+    )
+    after = (
+        new_top,
+        decay * total + jnp.sum(weights, axis=-1),
+        decay[..., None] * output + weighted_values,
+    )
+    return jax.tree.map(lambda x, y: x.at[which].set(y), carry, after), None
+
+
+def _backward(plan, devices, saved, d_output):
+    """The gradients of queries and keys, block by block, from the saved logarithm of each query's sum of
+    weights.
+    """
+    queries, keys, device, output, log_total = saved
     pairs = queries.q.shape[0]
-    wide = functools.partial(jnp.zeros_like, dtype=plan.dtype)
-    multiply = functools.partial(jnp.einsum, precision=plan.precision)
+    zeros_like = functools.partial(jnp.zeros_like, dtype=plan.dtype)
 
-    def of_pair(of_keys, x):
-        both, pair, grad, output, log_total = x
-        # A row's weights sum to one, so that what all scores would move by alike is left out.
-        common = jnp.moveaxis(jnp.sum(grad * output, axis=-1), 2, -1)
-
-        def meet(carry, step):
-            of_keys, of_queries = carry
-            which, index, there = step
-            asked, met = jax.tree.map(lambda x: x[which], both), _block(plan, keys, index)
-            scores, seen = _scores(plan, asked, met, there)
-            weights = jnp.where(
-                seen, jnp.exp(jnp.where(seen, scores - log_total[which][..., None], 0)), 0
-            )
-            k, v, q = (x.astype(plan.dtype) for x in (met.k, met.v, asked.q))
-            of_weights = multiply("btgrv,bsgv->bgrts", grad[which], v)
-            of_scores = weights * (of_weights - common[which][..., None])
-            of_block = (
-                plan.scale * multiply("bgrts,btgrk->bsgk", of_scores, q),
-                multiply("bgrts,btgrv->bsgv", weights, grad[which]),
-                -jnp.moveaxis(jnp.sum(of_scores, axis=-2), -1, 1).reshape(*k.shape[:2], -1),
-            )
-            start = index * plan.block
-
-            def add(total, part):
-                own = jax.lax.dynamic_slice_in_dim(total, start, plan.block, axis=1)
-                return jax.lax.dynamic_update_slice_in_dim(total, own + part, start, axis=1)
-
-            of_keys = jax.tree.map(add, of_keys, of_block)
-            more = plan.scale * multiply("bgrts,bsgk->btgrk", of_scores, k)
-            return (of_keys, of_queries.at[which].add(more)), None
-
-        steps = _steps(plan, devices, pairs, here, pair)
-        (of_keys, of_queries), _ = jax.lax.scan(meet, (of_keys, wide(both.q)), steps)
-        return of_keys, of_queries
+    def differentiate_pair(d_keys, x):
+        pair_of_queries, pair, d_output, output, log_total = x
+        # The weights of a query sum to 1, so that the mean of their gradients is subtracted.
+        mean = jnp.moveaxis(jnp.sum(d_output * output, axis=-1), 2, -1)
+        step = functools.partial(
+            _backward_step, plan, pair_of_queries, keys, d_output, log_total, mean
+        )
+        steps = _steps(plan, devices, pairs, device, pair)
+        (d_keys, d_q), _ = jax.lax.scan(step, (d_keys, zeros_like(pair_of_queries.q)), steps)
+        return d_keys, d_q
 
     heads = queries.q.shape[4] * queries.q.shape[5]
-    start = (wide(keys.k), wide(keys.v), jnp.zeros((*keys.k.shape[:2], heads), plan.dtype))
-    given = (queries, jnp.arange(pairs), grad, output, log_total)
-    (of_k, of_v, of_sums), of_q = jax.lax.scan(of_pair, start, given)
-    no_grad: Any = None
-    sums = None if keys.sums is None else GateSum(of_sums, of_sums)
-    # The queries' gates have no derivative; see `gate_bias`.
-    none = None if queries.sums is None else jax.tree.map(jnp.zeros_like, queries.sums)
+    start = (
+        zeros_like(keys.k),
+        zeros_like(keys.v),
+        jnp.zeros((*keys.k.shape[:2], heads), plan.dtype),
+    )
+    by_pair = (queries, jnp.arange(pairs), d_output, output, log_total)
+    (d_k, d_v, d_sums), d_q = jax.lax.scan(differentiate_pair, start, by_pair)
+    no_gradient: Any = None
+    # The queries' sums of gates have no derivative; see `gate_bias`.
+    d_q_sums = None if queries.sums is None else jax.tree.map(jnp.zeros_like, queries.sums)
     return (
-        Queries(of_q.astype(queries.q.dtype), none, no_grad, no_grad),
-        Keys(of_k.astype(keys.k.dtype), of_v.astype(keys.v.dtype), sums, no_grad, no_grad, no_grad),
+        Queries(d_q.astype(queries.q.dtype), d_q_sums, no_gradient, no_gradient),
+        Keys(
+            d_k.astype(keys.k.dtype),
+            d_v.astype(keys.v.dtype),
+            None if keys.sums is None else GateSum(d_sums, d_sums),
+            no_gradient,
+            no_gradient,
+            no_gradient,
+        ),
         None,
     )
+
+
+def _backward_step(
+    plan, pair_of_queries: Queries, keys: Keys, d_output, log_total, mean, carry, step
+):
+    """Add the gradients by one block of scores to those of (k, v, sums of gates) and of the pair's queries."""
+    (d_keys, d_q), (which, index, exists) = carry, step
+    multiply = functools.partial(jnp.einsum, precision=plan.precision)
+    queries = jax.tree.map(lambda x: x[which], pair_of_queries)
+    block = _block_of_keys(plan, keys, index)
+    scores, mask = _scores(plan, queries, block, exists)
+    weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - log_total[which][..., None], 0)), 0)
+    k, v, q = (x.astype(plan.dtype) for x in (block.k, block.v, queries.q))
+    d_weights = multiply("btgrv,bsgv->bgrts", d_output[which], v)
+    d_scores = weights * (d_weights - mean[which][..., None])
+    d_block = (
+        plan.scale * multiply("bgrts,btgrk->bsgk", d_scores, q),
+        multiply("bgrts,btgrv->bsgv", weights, d_output[which]),
+        -jnp.moveaxis(jnp.sum(d_scores, axis=-2), -1, 1).reshape(*k.shape[:2], -1),
+    )
+    start = index * plan.block
+
+    def add(total, part):
+        sums = jax.lax.dynamic_slice_in_dim(total, start, plan.block, axis=1) + part
+        return jax.lax.dynamic_update_slice_in_dim(total, sums, start, axis=1)
+
+    d_keys = jax.tree.map(add, d_keys, d_block)
+    d_q_block = plan.scale * multiply("bgrts,bsgk->btgrk", d_scores, k)
+    return (d_keys, d_q.at[which].add(d_q_block)), None
 
 
 _attend.defvjp(_forward, _backward)

@@ -1,4 +1,4 @@
-"""The state of `attention`: keys and values in a ring."""
+"""The state of `attention`: keys and values in a ring buffer."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from lsm_jax.ops.attention.forget_gates import GateSum
 
 
 class AttentionState(NamedTuple):
-    """Keys and values of the document so far, in a ring of C places: the token of rank r stands at r % C.
+    """The keys and values of the document so far, in a ring buffer with a capacity of C tokens.
+
+    The r-th written token of the document, counted from 0, is stored at index r % C.
 
     Attributes:
-        keys: [B, C, G, K], or [B, S, C, G, K] with one state a segment.
+        keys: [B, C, G, K], or [B, S, C, G, K] with one state per segment.
         values: [B, C, G, V] or [B, S, C, G, V].
-        count: [B] or [B, S], how many tokens the document has written.
+        count: [B] or [B, S], the number of written tokens of the document.
         segment_id: [B], the last nonzero segment id seen, 0 before any.
-        log_forget: with forget gates, the sum of the document's log gates up to and with each token: high and low part
-            [B, C, N] or [B, S, C, N] each, float32, N the output's heads. None without.
+        log_forget: with forget gates, the inclusive sum of the document's log gates at each token: its two
+            parts, each [B, C, N] or [B, S, C, N], float32, N the output's heads. None without gates.
     """
 
     keys: Float[Array, ...]
@@ -40,9 +42,11 @@ def attention_state(
     forget_heads: int | None = None,
     dtype=jnp.float32,
 ) -> AttentionState:
-    """An empty `AttentionState` for documents of up to `capacity` tokens; a sliding window needs only its own length.
+    """An empty `AttentionState` for documents of up to `capacity` tokens; attention with a window requires
+    only `window`.
 
-    `forget_heads` is the number of forget gates, one a head of the output; None is for attention without.
+    `forget_heads` is the number of forget gates, one per head of the output; None is for attention without
+    gates.
     """
     rows = (batch_size,) if num_segments is None else (batch_size, num_segments)
     sums = None

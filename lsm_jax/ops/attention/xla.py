@@ -1,4 +1,4 @@
-"""`attention` in XLA, by blocks of queries."""
+"""The XLA backend of `attention`: the output in blocks of queries."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from jaxtyping import Array
 
 from lsm_jax.ops.attention import shared_rows
 from lsm_jax.ops.attention.forget_gates import GateSum
-from lsm_jax.ops.attention.places import Places, after_held
 from lsm_jax.ops.attention.query_blocks import attend_causally, attend_in_blocks
 from lsm_jax.ops.attention.state import AttentionState
+from lsm_jax.ops.attention.token_positions import TokenPositions, prepend_state
 from lsm_jax.ops.backends.registry import Call
 from lsm_jax.ops.core import checks
 
@@ -24,91 +24,109 @@ class AttentionOptions(NamedTuple):
         window: as the op's argument.
         scale: multiplies the scores.
         prune: as the op's argument.
-        fresh: whether the caller gave no state.
-        plain: whether the caller gave neither a state nor ids nor a mask.
-        axis: the mesh axis along which devices hold parts of each row; None if a device has whole rows.
+        no_state: whether the caller gave no state.
+        unmasked: whether the caller gave neither a state nor segment ids nor a mask, so that masks depend
+            on positions alone.
+        axis: the mesh axis that rows are split over; None if a device holds complete rows.
     """
 
     window: int | None
     scale: float
     prune: bool
-    fresh: bool
-    plain: bool
+    no_state: bool
+    unmasked: bool
     axis: str | None = None
 
 
 def run_xla(call: Call) -> Array:
-    """The output as XLA computes it, in v's dtype."""
-    given, options = call.arguments, call.options
-    q, k, v, sums, places, state = (given[n] for n in ("q", "k", "v", "sums", "places", "state"))
+    """The output in v's dtype, computed by XLA."""
+    options = call.options
+    q, k, v, sums, positions, state = (
+        call.arguments[n] for n in ("q", "k", "v", "sums", "positions", "state")
+    )
     if options.axis is not None:
-        output = _in_blocks(options.axis, options, q, (k, v, sums), places, state, no_ids(call))
-    elif options.plain:
+        output = _in_shared_row(options, q, (k, v, sums), positions, state, no_ids(call))
+    elif options.unmasked:
         output = attend_causally(q, k, v, sums, window=options.window, scale=options.scale)
     else:
-        output = _with_state(options, q, k, v, sums, places, state)
+        output = _with_masks(options, q, k, v, sums, positions, state)
         if options.window is None:
-            beyond = places.rank >= state.keys.shape[-3]
+            beyond = positions.rank >= state.keys.shape[-3]
             output = jnp.where(beyond[:, :, None, None], jnp.nan, output)
     return output.astype(v.dtype)
 
 
 def no_ids(call: Call) -> bool:
-    """Whether the caller gave neither segment ids nor a mask, but for a mask of the padding at a row's end."""
-    given = call.arguments
-    return call.options.plain or (given["segment_ids"] is None and given["update_mask"] is None)
+    """Whether the caller gave neither segment ids nor a mask; a mask that only hides the padding at a row's
+    end does not count.
+    """
+    arguments = call.arguments
+    no_rows = arguments["segment_ids"] is None and arguments["update_mask"] is None
+    return call.options.unmasked or no_rows
 
 
-def _with_state(
-    options: AttentionOptions, q, k, v, sums: GateSum | None, places: Places, state: AttentionState
-) -> Array:
-    """Attend to what the state holds and to the call's own tokens, [B, T, H, V]."""
-    there, kept = places, (k, v, sums)
-    if not options.fresh:
-        there, kept = after_held(state, places, kept)
-
-    def sees(document, rank):
-        seen = there.written[:, None] & (document[:, :, None] == there.document[:, None])
-        distance = rank[:, :, None] - there.rank[:, None]
-        seen = seen & (distance >= 0)
-        return seen if options.window is None else seen & (distance < options.window)
-
-    where = (places.document, places.rank)
-    return attend_in_blocks((q, sums), where, lambda *w: (kept, sees(*w)), options.scale)
-
-
-def _in_blocks(
-    axis: str,
+def _with_masks(
     options: AttentionOptions,
     q,
-    kept: tuple,
-    places: Places,
+    k,
+    v,
+    sums: GateSum | None,
+    positions: TokenPositions,
     state: AttentionState,
-    whole,
 ) -> Array:
-    """`_in_sequence` in XLA: this device's outputs, `kept` and `places` those of the whole row."""
-    sums, length = kept[2], places.rank.shape[1]
-    block, held = shared_rows.block_size(q.shape[1]), 0
-    there: Any = places
-    dtype, precision = checks.compute_dtype(q, *kept[:2]), checks.matmul_precision(q, *kept[:2])
-    if not options.fresh:
-        there, kept = after_held(state, places, kept)
-        held = -(-(there.rank.shape[1] - length) // block)
-        ahead = (
-            held * block + length - there.rank.shape[1]
-        )  # places to fill, where nothing is written
-        there, kept = jax.tree.map(
-            lambda x: jnp.pad(x, [(0, 0), (ahead, 0)] + [(0, 0)] * (x.ndim - 2)), (there, kept)
+    """The output [B, T, H, V], by attention to the state's tokens and to the call's."""
+    key_positions, keys = positions, (k, v, sums)
+    if not options.no_state:
+        key_positions, keys = prepend_state(state, positions, keys)
+
+    def keys_and_mask(document, rank):
+        mask = key_positions.written[:, None] & (
+            document[:, :, None] == key_positions.document[:, None]
+        )
+        distance = rank[:, :, None] - key_positions.rank[:, None]
+        mask = mask & (distance >= 0)
+        return keys, mask if options.window is None else mask & (distance < options.window)
+
+    of_queries = (positions.document, positions.rank)
+    return attend_in_blocks((q, sums), of_queries, keys_and_mask, options.scale)
+
+
+def _in_shared_row(
+    options: AttentionOptions,
+    q,
+    keys: tuple,
+    positions: TokenPositions,
+    state: AttentionState,
+    without_ids: bool,
+) -> Array:
+    """The output for this device's queries; `keys` (keys, values, sums of gates) and `positions` are those
+    of the complete row.
+    """
+    assert options.axis is not None
+    sums, length = keys[2], positions.rank.shape[1]
+    block, state_blocks = shared_rows.block_size(q.shape[1]), 0
+    key_positions: Any = positions
+    dtype, precision = checks.compute_dtype(q, *keys[:2]), checks.matmul_precision(q, *keys[:2])
+    if not options.no_state:
+        key_positions, keys = prepend_state(state, positions, keys)
+        capacity = key_positions.rank.shape[1] - length
+        state_blocks = -(-capacity // block)
+        padding = (
+            state_blocks * block - capacity
+        )  # before the state's tokens; nothing is written there
+        key_positions, keys = jax.tree.map(
+            lambda x: jnp.pad(x, [(0, 0), (padding, 0)] + [(0, 0)] * (x.ndim - 2)),
+            (key_positions, keys),
         )
     plan = shared_rows.Plan(
         block=block,
-        held=held,
+        state_blocks=state_blocks,
         window=options.window,
-        whole=options.plain and whole,
+        one_document=options.unmasked and without_ids,
         scale=options.scale,
         dtype=dtype,
         precision=precision,
     )
-    keys = shared_rows.Keys(*kept, *there)
-    where = (sums, places.document, places.rank)
-    return shared_rows.attend(axis, plan, q, where, keys)
+    of_queries = (sums, positions.document, positions.rank)
+    all_keys = shared_rows.Keys(*keys, *key_positions)
+    return shared_rows.attend(options.axis, plan, q, of_queries, all_keys)

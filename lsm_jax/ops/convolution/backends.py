@@ -15,7 +15,7 @@ from lsm_jax.ops.core import checks
 from lsm_jax.ops.core.segments import finish_output, select
 from pallas_kernels.requirements import Requirement
 
-_LEAST_TOKENS = 64
+_MIN_TOKENS = 64
 
 
 class ConvolutionOptions(NamedTuple):
@@ -24,8 +24,9 @@ class ConvolutionOptions(NamedTuple):
     Attributes:
         contiguous: as the ops' argument.
         silu: as `short_convolution`'s argument.
-        head_dim: channels of a head that is normalised on the device; None if none is.
-        masked: whether the caller gave an `update_mask`. (A mask that only hides the padding at a row's end does not count.)
+        head_dim: channels of a head, if heads are normalised on each device; else None.
+        masked: whether the caller gave an `update_mask`. A mask that only hides the padding at a row's end
+            does not count.
     """
 
     contiguous: bool = False
@@ -35,7 +36,9 @@ class ConvolutionOptions(NamedTuple):
 
 
 def l2_normalize(x: Array, head_dim: int | None = None, eps: float = 1e-6) -> Array:
-    """`x / sqrt(sum(x²) + eps)` over the last axis, or over each `head_dim` of it, in float32, returned in x's dtype."""
+    """`x / sqrt(sum(x²) + eps)` over the last axis, or over each `head_dim` channels of it, in x's dtype;
+    computed in float32.
+    """
     heads = x if head_dim is None else x.reshape(*x.shape[:-1], -1, head_dim)
     wide = heads.astype(jnp.promote_types(x.dtype, jnp.float32))
     scale = jax.lax.rsqrt(jnp.sum(wide * wide, axis=-1, keepdims=True) + eps)
@@ -49,8 +52,8 @@ REQUIREMENTS = (
         lambda call: call.arguments["state"].tail.ndim == 3,
     ),
     Requirement(
-        f"{_LEAST_TOKENS} tokens or more",
-        lambda call: call.length >= _LEAST_TOKENS,
+        f"{_MIN_TOKENS} tokens or more",
+        lambda call: call.length >= _MIN_TOKENS,
         lambda call: str(call.length),
     ),
     Requirement(
@@ -63,47 +66,47 @@ REQUIREMENTS = (
 
 
 def _unsupported_by_kernel(call: Call, head_dim: int | None) -> str | None:
-    # Imported here: a backend that is not used costs nothing at import.
+    # Imported here, so that a backend that is not used adds no time to `import lsm_jax`.
     from pallas_kernels.short_convolution import unsupported
 
     return unsupported(call.arguments["x"], call.arguments["weight"], head_dim)
 
 
-def _more(call: Call) -> str | None:
-    # The kernel that no one names may leave the normalisation of heads to XLA.
+def _unsupported_arrays(call: Call) -> str | None:
+    # A kernel that is not asked for by name may leave the normalisation of heads to XLA.
     named = isinstance(call.implementation, str)
     return _unsupported_by_kernel(call, call.options.head_dim if named else None)
 
 
 def run_kernel(call: Call) -> tuple[Array, ShiftState]:
-    """`short_convolution` as the fused kernel runs it."""
+    """The output and the final state, computed by the fused kernel."""
     from pallas_kernels.short_convolution import short_convolution
 
-    given, options = call.arguments, call.options
-    x, weight, state = (given[n] for n in ("x", "weight", "state"))
-    rows = state, given["segment_ids"], given["update_mask"]
-    # Only the state after the tokens is used of these results, so that only that is computed.
+    arguments, options = call.arguments, call.options
+    x, weight, state = (arguments[n] for n in ("x", "weight", "state"))
+    rows = state, arguments["segment_ids"], arguments["update_mask"]
+    # The taps are not used here, so that XLA does not compute them.
     _, tokens, after = previous_tokens(options.contiguous, x, *rows, weight.shape[0] - 1)
-    fits = _unsupported_by_kernel(call, options.head_dim) is None
+    kernel_normalizes = _unsupported_by_kernel(call, options.head_dim) is None
     y = short_convolution(
         x,
         weight,
-        given["bias"],
+        arguments["bias"],
         initial=state.tail,
         run=tokens.run,
         real=tokens.real,
         silu=options.silu,
-        head_dim=options.head_dim if fits else None,
+        head_dim=options.head_dim if kernel_normalizes else None,
     )
-    return (y if fits else l2_normalize(y, options.head_dim)), after
+    return (y if kernel_normalizes else l2_normalize(y, options.head_dim)), after
 
 
 def run_xla(call: Call) -> tuple[Array, ShiftState]:
-    """`short_convolution` as XLA runs it."""
-    given, options = call.arguments, call.options
-    x, weight, bias = (given[n] for n in ("x", "weight", "bias"))
+    """The output and the final state, computed by XLA."""
+    arguments, options = call.arguments, call.options
+    x, weight, bias = (arguments[n] for n in ("x", "weight", "bias"))
     dtype = checks.compute_dtype(x)
-    rows = given["state"], given["segment_ids"], given["update_mask"]
+    rows = arguments["state"], arguments["segment_ids"], arguments["update_mask"]
     taps, tokens, state = previous_tokens(options.contiguous, x, *rows, weight.shape[0] - 1)
     kernel = weight.astype(dtype)
     y = select(tokens.real, x).astype(dtype) * kernel[-1]
@@ -117,9 +120,9 @@ def run_xla(call: Call) -> tuple[Array, ShiftState]:
 
 
 def run_shift(call: Call) -> tuple[Array, ShiftState]:
-    """`token_shift` as XLA runs it."""
-    given: Any = call.arguments
-    (tap,), tokens, state = previous_tokens(call.options.contiguous, width=1, **given)
+    """The output and the final state of `token_shift`, computed by XLA."""
+    arguments: Any = call.arguments
+    (tap,), tokens, state = previous_tokens(call.options.contiguous, width=1, **arguments)
     return finish_output(tokens, tap), state
 
 
@@ -129,7 +132,7 @@ register(
         name="mosaic_gpu",
         run=run_kernel,
         requirements=REQUIREMENTS,
-        more=_more,
+        more=_unsupported_arrays,
         platforms=("cuda",),
         compute_capabilities=("9.0",),
     ),

@@ -1,4 +1,4 @@
-"""Short causal convolutions and token shift: what mixes a token with the few before it."""
+"""Short causal convolutions and the token shift: each token is combined with the few tokens before it."""
 
 from __future__ import annotations
 
@@ -29,33 +29,39 @@ def short_convolution(
     segment_ids: Int[Array, "B T"] | None = None,
     update_mask: Array | None = None,
     contiguous: bool = False,
-    implementation: str | None = None,
+    implementation: str | tuple[str, ...] | None = None,
 ) -> tuple[Float[Array, "B T D"], ShiftState]:
-    """Causal depthwise convolution, `y_t = Σ_d weight[W - 1 - d] x_{t-d} + bias`, over a document's written tokens.
+    """Causal depthwise convolution, `y_t = Σ_d weight[W - 1 - d] x_{t-d} + bias`, over a document's written
+    tokens.
 
-    What surrounds it in the layers of delta rules follows where it is asked for: SiLU, then the unit length of each head.
+    `silu` and `head_dim` add the operations that follow it in layers with a delta rule: SiLU, and then the
+    normalisation of heads.
 
     Args:
         x: [B, T, D].
         weight: [W, D]; the last row multiplies the current token.
         bias: [D].
-        silu: whether `z * sigmoid(z)` follows.
-        head_dim: channels of a head, whose L2 norm is made 1 at the end (`l2_normalize`); None leaves it.
-        initial_state: W - 1 remembered tokens; with tail [B, S, ...], segment id s has state s - 1. None is empty.
-        segment_ids: [B, T] integers, 0 padding; see `lsm_jax.ops.core.segments`.
-        update_mask: [B, T], 0 where a token is not remembered: later tokens look past it, and it sees itself and the
-            written tokens before it.
-        contiguous: whether every token between two of one document is written, as the caller knows; with one state a row the
-            convolution then is plain shifts, several times as fast on accelerators. Where it is not so, the output is wrong.
-        implementation: None (the fused kernel where it serves: NVIDIA Hopper, bfloat16, 64 tokens or more, D a multiple of 256,
-            W of 2 to 4, no `update_mask`, one state a row; else XLA), "xla" or "mosaic_gpu".
+        silu: whether SiLU, `z * sigmoid(z)`, is applied to the result.
+        head_dim: channels of a head, if each head is divided by its L2 norm at the end (`l2_normalize`);
+            None means no division.
+        initial_state: the last W - 1 written tokens; None is an empty state. With tail [B, S, ...] there is
+            one state per segment: the tokens of id s use state s - 1.
+        segment_ids: [B, T] integers, 0 for padding; see `lsm_jax.ops.core.segments`.
+        update_mask: [B, T], 0 for tokens that later tokens skip; the output of such a token is computed
+            from itself and the written tokens before it.
+        contiguous: the caller's assurance that all tokens between two tokens of one document are written.
+            With one state per row the convolution is then computed by shifts of x, which is several times
+            as fast on accelerators. If the assurance is wrong, so is the output.
+        implementation: None (the first automatic backend that supports the call; see docs/kernels.md), a
+            backend's name ("xla" or "mosaic_gpu"), or a tuple of names in order of preference.
 
     Returns:
-        [B, T, D] in x's dtype, and the state, its tail in x's dtype.
+        The output [B, T, D] in x's dtype, and the final state, with a tail in x's dtype.
 
     Raises:
-        NotImplementedError: the kernel asked for by name does not serve the call; the message says why.
-        ValueError: shapes that do not fit.
+        NotImplementedError: no backend of the given names supports the call; the message gives the
+            requirement.
+        ValueError: a shape, head_dim or implementation is not accepted.
     """
     op = "short_convolution"
     check_implementation(op, implementation)
@@ -68,12 +74,12 @@ def short_convolution(
     if head_dim is not None and (head_dim < 1 or x.shape[2] % head_dim):
         raise ValueError(f"{op}: head_dim={head_dim!r}; accepted are divisors of x's {x.shape[2]}")
     batched = _arguments(op, x, weight.shape[0] - 1, initial_state, segment_ids, update_mask)
-    # Where a device may get a part of a head, heads are normalised when they are together again.
+    # If a device may hold a part of a head only, heads are normalised after the channels are gathered.
     meshes = jax.sharding.get_abstract_mesh(), jax.typeof(x).sharding.mesh
     shards = [math.prod(dict(m.shape).get(n, 1) for n in mesh_axes("heads")) for m in meshes]
-    whole_heads = head_dim and not any(x.shape[2] // head_dim % n for n in shards)
-    inside = head_dim if whole_heads else None
-    options = ConvolutionOptions(contiguous, silu, inside, masked=update_mask is not None)
+    complete_heads = head_dim and not any(x.shape[2] // head_dim % n for n in shards)
+    device_head_dim = head_dim if complete_heads else None
+    options = ConvolutionOptions(contiguous, silu, device_head_dim, masked=update_mask is not None)
     y, state = over_mesh(
         run_inline,
         batched,
@@ -83,7 +89,7 @@ def short_convolution(
         out_axes=((*TOKENS[:2], "heads"), "state"),
         in_sequence=in_sequence,
     )
-    return (y if whole_heads or head_dim is None else l2_normalize(y, head_dim)), state
+    return (y if complete_heads or head_dim is None else l2_normalize(y, head_dim)), state
 
 
 def token_shift(
@@ -94,14 +100,14 @@ def token_shift(
     update_mask: Array | None = None,
     contiguous: bool = False,
 ) -> tuple[Float[Array, "B T D"], ShiftState]:
-    """The written token before each token of its document, 0 before the first (RWKV's time shift).
+    """The last written token before each token of a document, 0 before the first (RWKV's time shift).
 
-    Arguments, state and errors are `short_convolution`'s, with one remembered token.
+    The arguments, the state and the errors are those of `short_convolution`, with one token in the state.
     """
     op = "token_shift"
     checks.check_row_channels(op, "x", x)
     batched = _arguments(op, x, 1, initial_state, segment_ids, update_mask)
-    # The channels are a model's, which no axis shards.
+    # The channels are those of the model's activations, which no mesh axis splits.
     return over_mesh(
         run_inline,
         batched,
@@ -114,7 +120,7 @@ def token_shift(
 
 
 def _axes(batched: dict[str, Any], channels: str | None) -> dict[str, Any]:
-    """The logical axes of the arguments; `channels` is that of x's channels."""
+    """The logical axes of the arguments; `channels` is the logical axis of x's channels."""
     rows = ("batch",) if batched["state"].tail.ndim == 3 else ("batch", None)
     state: Any = ShiftState((*rows, None, channels), ("batch",))  # pyrefly: ignore
     axes: dict[str, Any] = dict.fromkeys(("segment_ids", "update_mask"), TOKENS[:2])
@@ -122,6 +128,7 @@ def _axes(batched: dict[str, Any], channels: str | None) -> dict[str, Any]:
 
 
 def _arguments(op, x, width, state, segment_ids, update_mask):
+    """The arrays with rows, checked; the state is an empty one if the caller gave none."""
     batch, length, channels = x.shape
     checks.check_rows(op, batch, length, segment_ids, update_mask)
     empty = functools.partial(shift_state, batch, width, channels, dtype=x.dtype)

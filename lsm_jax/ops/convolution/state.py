@@ -9,10 +9,10 @@ from jaxtyping import Array, Float, Int
 
 
 class ShiftState(NamedTuple):
-    """The last tokens written, oldest first.
+    """The last written tokens, oldest first.
 
     Attributes:
-        tail: [B, W - 1, D], or [B, S, W - 1, D] with one state a segment; 0 where there was no token.
+        tail: [B, W - 1, D], or [B, S, W - 1, D] with one state per segment; 0 where there is no token.
         segment_id: [B], the last nonzero segment id seen, 0 before any.
     """
 
@@ -28,6 +28,6 @@ def shift_state(
     num_segments: int | None = None,
     dtype=jnp.float32,
 ) -> ShiftState:
-    """An empty `ShiftState` that remembers `width` tokens (a convolution's W - 1; 1 for `token_shift`)."""
+    """An empty `ShiftState` of `width` tokens (W - 1 for `short_convolution`, 1 for `token_shift`)."""
     rows = (batch_size,) if num_segments is None else (batch_size, num_segments)
     return ShiftState(jnp.zeros((*rows, width, channels), dtype), jnp.zeros(batch_size, jnp.int32))

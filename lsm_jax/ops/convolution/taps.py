@@ -1,4 +1,4 @@
-"""The tokens before each token of a document."""
+"""The taps of a short convolution: the written tokens before each token of a document."""
 
 from __future__ import annotations
 
@@ -13,7 +13,21 @@ from lsm_jax.ops.core.segments import Tokens, read_tokens
 def previous_tokens(
     contiguous: bool, x: Array, state: ShiftState, segment_ids, update_mask, width: int
 ) -> tuple[list[Array], Tokens, ShiftState]:
-    """For each token the written ones 1, 2, ..., `width` before it in its document, each [B, T, D]."""
+    """The taps of each token: the last written token before it in its document, the one before that, and so
+    on.
+
+    Args:
+        contiguous: as the argument of `short_convolution`.
+        x: [B, T, D].
+        state: the state before the call.
+        segment_ids: [B, T] or None.
+        update_mask: [B, T] or None.
+        width: the number of taps.
+
+    Returns:
+        `width` arrays [B, T, D], 0 where there is no such token; the call's tokens; and the state after the
+        call.
+    """
     batch, length, channels = x.shape
     num_segments = state.tail.shape[1] if state.tail.ndim == 4 else None
     tokens = read_tokens(segment_ids, update_mask, state.segment_id, num_segments)
@@ -23,42 +37,43 @@ def previous_tokens(
         taps = [padded[:, width - d : width - d + length] for d in range(1, width + 1)]
         return taps, tokens, ShiftState(padded[:, length:], tokens.last_id)
 
-    # Follow pointers to the previous written token. -1 - i is the i-th newest of the tail; `nothing` is before that.
+    # A pointer is the index of a written token; -1 - i is the i-th newest token of the state, and `nothing`
+    # is before those.
     nothing = -1 - width
     slots = 1 if num_segments is None else num_segments
     tails = tail.reshape(batch, slots * width, channels)
     x = jnp.where(tokens.written[..., None], x, 0)
-    held = jnp.concatenate([jnp.zeros_like(x[:, :1]), tails, x], axis=1)
+    stored = jnp.concatenate([jnp.zeros_like(x[:, :1]), tails, x], axis=1)
     slot = jnp.zeros((batch, length), jnp.int32) if tokens.slot is None else tokens.slot
     previous, last = _pointers(tokens, slots, nothing)
 
-    def follow(pointer):
-        behind = jnp.take_along_axis(previous, jnp.maximum(pointer, 0), axis=1)
-        return jnp.where(pointer >= 0, behind, jnp.maximum(pointer - 1, nothing))
+    def previous_of(pointer):
+        in_call = jnp.take_along_axis(previous, jnp.maximum(pointer, 0), axis=1)
+        return jnp.where(pointer >= 0, in_call, jnp.maximum(pointer - 1, nothing))
 
     def fetch(pointer, slot):
         in_tail = jnp.where(pointer == nothing, 0, 1 + slot * width + width + pointer)
-        place = jnp.where(pointer >= 0, 1 + slots * width + pointer, in_tail)
-        return jax.vmap(lambda row, index: row[index])(held, place)
+        index = jnp.where(pointer >= 0, 1 + slots * width + pointer, in_tail)
+        return jax.vmap(lambda row, i: row[i])(stored, index)
 
     taps, pointer = [], previous
     if contiguous and tokens.slot is None:
-        taps = _shifted(x, tail, tokens)
+        taps = _shifted_taps(x, tail, tokens)
     else:
         for _ in range(width):
             taps.append(fetch(pointer, slot))
-            pointer = follow(pointer)
+            pointer = previous_of(pointer)
     newest = []
     for _ in range(width):
         newest.append(fetch(last, jnp.broadcast_to(jnp.arange(slots), last.shape)))
-        last = follow(last)
+        last = previous_of(last)
     tail = jnp.stack(newest[::-1], axis=2)
     tail = tail[:, 0] if num_segments is None else tail
     return taps, tokens, ShiftState(tail, tokens.last_id)
 
 
-def _shifted(x: Array, tail: Array, tokens: Tokens) -> list[Array]:
-    """The tokens 1, 2, ... before each, 0 ahead of its document's first; all between are written."""
+def _shifted_taps(x: Array, tail: Array, tokens: Tokens) -> list[Array]:
+    """The taps by shifts of x, for documents whose tokens are contiguous and all written."""
     width, length = tail.shape[1], x.shape[1]
     padded = jnp.concatenate([tail, x], axis=1)
     if tokens.run is None:
@@ -66,20 +81,22 @@ def _shifted(x: Array, tail: Array, tokens: Tokens) -> list[Array]:
     run = jnp.pad(tokens.run, ((0, 0), (width, 0)))
     taps = []
     for distance in range(1, width + 1):
-        piece = slice(width - distance, width - distance + length)
-        own = run[:, piece] == tokens.run
-        taps.append(jnp.where(own[..., None], padded[:, piece], 0))
+        shifted = slice(width - distance, width - distance + length)
+        same_document = run[:, shifted] == tokens.run
+        taps.append(jnp.where(same_document[..., None], padded[:, shifted], 0))
     return taps
 
 
 def _pointers(tokens: Tokens, slots: int, nothing: int) -> tuple[Array, Array]:
-    """The index of the written token before each, [B, T], and of the last one of each state, [B, S]."""
+    """Pointers to the written token before each token, [B, T], and to the last written token of each state,
+    [B, S].
+    """
     assert tokens.written is not None
     length = tokens.written.shape[1]
     index = jnp.arange(length, dtype=jnp.int32)
     if tokens.slot is not None:
-        own = tokens.slot[:, :, None] == jnp.arange(slots)
-        newest = jnp.where(own & tokens.written[:, :, None], index[:, None], -1)
+        member = tokens.slot[:, :, None] == jnp.arange(slots)
+        newest = jnp.where(member & tokens.written[:, :, None], index[:, None], -1)
         newest = jax.lax.cummax(newest, axis=1)
         before = jnp.concatenate([jnp.full_like(newest[:, :1], -1), newest[:, :-1]], axis=1)
         before = jnp.take_along_axis(before, tokens.slot[:, :, None], axis=2)[..., 0]
@@ -88,12 +105,12 @@ def _pointers(tokens: Tokens, slots: int, nothing: int) -> tuple[Array, Array]:
     before = jnp.concatenate([jnp.full_like(newest[:, :1], -1), newest[:, :-1]], axis=1)
     last = newest[:, -1:]
     if tokens.run is not None:
-        runs = tokens.run
+        document = tokens.run
 
-        def within(pointer, run):  # keep to the document; its first token has nothing before it
-            found = jnp.take_along_axis(runs, jnp.maximum(pointer, 0), axis=1)
-            found = jnp.where(pointer >= 0, found, 0)
-            return jnp.where(found == run, pointer, nothing)
+        def in_document(pointer, own_document):  # `nothing` for pointers to another document
+            of_pointer = jnp.take_along_axis(document, jnp.maximum(pointer, 0), axis=1)
+            of_pointer = jnp.where(pointer >= 0, of_pointer, 0)
+            return jnp.where(of_pointer == own_document, pointer, nothing)
 
-        before, last = within(before, runs), within(last, runs[:, -1:])
+        before, last = in_document(before, document), in_document(last, document[:, -1:])
     return before, last

@@ -1,1 +1,1 @@
-"""Products of groups of rows with one matrix each."""
+"""Products of groups of rows, each group with its own matrix."""

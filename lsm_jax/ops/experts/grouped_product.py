@@ -1,4 +1,4 @@
-"""Products of groups of rows with one matrix each: jax's own on CPU and TPU, and fused kernels on Hopper."""
+"""Products of groups of rows, each group with its own matrix: by XLA and by fused kernels for Hopper."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lsm_jax.ops.core.checks import matmul_precision
 from lsm_jax.ops.core.platforms import compute_capabilities, mesh_platform
 from pallas_kernels.requirements import Requirement, first_unmet
 
-_ROWS, _STEP = 128, 64
-_PIECES = 32  # parts that segments are cut to for their sums, where there are fewer segments
+_ROWS, _BLOCK = 128, 64  # rows in a kernel's tile, and in a block of a segment
+_MIN_SUMS = 32  # a kernel computes at least this many sums at a time: fewer segments are split
 
 
 def grouped_product(
@@ -26,23 +26,27 @@ def grouped_product(
     sizes: jax.Array,
     *,
     multiple: int = 1,
-    implementation: str | None = None,
+    implementation: str | tuple[str, ...] | None = None,
 ) -> jax.Array:
-    """Each group of rows times its own matrix, accumulated in float32.
+    """Multiply each group of rows by its matrix, accumulating in float32.
 
     Args:
-        x: [N, D], the rows of group 0 first, then those of group 1, and so on.
+        x: [N, D], the rows of group 0, followed by those of group 1, and so on.
         kernels: [E, D, F], in x's dtype.
-        sizes: int32 [E], rows of each group; 0 is accepted.
-        multiple: what all `sizes`, and N, are multiples of; kernels serve multiples of 128 (`row_multiple`).
-        implementation: None, "xla" (`jax.lax.ragged_dot`, which multiplies every row with every matrix on NVIDIA) or
-            "mosaic_gpu" (on Hopper, in bfloat16).
+        sizes: int32 [E], the number of rows of each group; may be 0.
+        multiple: a number that divides N and all `sizes`; the kernel requires a multiple of 128
+            (`row_multiple`).
+        implementation: None (the first automatic backend that supports the call; see docs/kernels.md), a
+            backend's name ("xla" or "mosaic_gpu"), or a tuple of names in order of preference. "xla" is
+            `jax.lax.ragged_dot`, which multiplies every row with every matrix on NVIDIA.
 
     Returns:
-        [N, F] in x's dtype; rows beyond the last group hold anything, and their gradient may be anything.
+        [N, F] in x's dtype. The values of rows after the last group, and their gradients, are undefined.
 
     Raises:
-        NotImplementedError: a kernel asked for by name that does not serve these arrays.
+        NotImplementedError: no backend of the given names supports the call; the message gives the
+            requirement.
+        ValueError: `multiple` does not divide N, or the implementation is not accepted.
     """
     op = "grouped_product"
     check_implementation(op, implementation)
@@ -52,24 +56,25 @@ def grouped_product(
         )
     arguments = dict(x=x, kernels=kernels, sizes=sizes)
     selection = select(Call(op, _Options(multiple), arguments, implementation))
-    if selection.only("xla"):  # which differentiates it
+    if selection.only("xla"):  # differentiated by jax
         return _xla_product(x, kernels, sizes)
     return _product(selection, x, kernels, sizes)
 
 
 def supports_segments(x: jax.Array, kernels: jax.Array) -> bool:
-    """Whether a kernel may compute `segment_product`; without one, products of all rows with every matrix are faster."""
+    """Whether a kernel may compute `segment_product`; if not, multiplying all rows by every matrix is faster."""
     call = Call("segment_product", _Options(), dict(x=x, kernels=kernels))
     return not select(call).only("xla")
 
 
 def segment_product(x: jax.Array, kernels: jax.Array, ends: jax.Array) -> jax.Array:
-    """Segments of rows times a matrix each, in turn; for arrays that `supports_segments` accepts.
+    """Multiply segments of rows by one matrix each; for arrays for which `supports_segments` is True.
 
     Args:
-        x: [N, D], segments of whole blocks of 64 rows one after another.
-        kernels: [E, D, F], in x's dtype; segment s takes number s modulo E.
-        ends: int32 [S], the block before which each segment ends, up to N / 64; S is a multiple of E.
+        x: [N, D], the segments one after another; each consists of blocks of 64 rows.
+        kernels: [E, D, F], in x's dtype; segment s is multiplied by matrix s modulo E.
+        ends: int32 [S], the index of the first block after each segment, at most N / 64; S is a multiple of
+            E.
 
     Returns:
         [N, F] in x's dtype.
@@ -79,9 +84,9 @@ def segment_product(x: jax.Array, kernels: jax.Array, ends: jax.Array) -> jax.Ar
 
 
 def row_multiple(x: jax.Array) -> int:
-    """The number that `multiple`, and all other widths, should be multiples of in products with x [..., D].
+    """The number that should divide `multiple` and all other widths in products with x [..., D].
 
-    128 if a kernel may compute them, else 1.
+    It is 128 if a kernel may compute the products, else 1.
     """
     matrix = jax.ShapeDtypeStruct((1, x.shape[-1], _ROWS), x.dtype)
     call = Call("segment_product", _Options(), dict(x=x, kernels=matrix))
@@ -89,7 +94,11 @@ def row_multiple(x: jax.Array) -> int:
 
 
 class _Options(NamedTuple):
-    """Static options of both products. Attributes: multiple: as `grouped_product`'s argument."""
+    """Static options of both products.
+
+    Attributes:
+        multiple: as the argument of `grouped_product`.
+    """
 
     multiple: int = _ROWS
 
@@ -111,18 +120,19 @@ class ProductBackend(Backend):
         object.__setattr__(self, "run", lambda call: self.product(**call.arguments))
 
 
-def _bfloat16(call: Call) -> bool:
+def _in_bfloat16(call: Call) -> bool:
     return {call.arguments[n].dtype for n in ("x", "kernels")} == {jnp.dtype(jnp.bfloat16)}
 
 
-def _matrix(call: Call) -> tuple[int, int]:
+def _matrix_shape(call: Call) -> tuple[int, int]:
     return call.arguments["kernels"].shape[1:]
 
 
 def _for_hopper(call: Call) -> bool:
-    """Whether the program is for a card of NVIDIA Hopper.
+    """Whether the program is compiled for NVIDIA Hopper.
 
-    Without a card rows would be padded for nothing: a program that is lowered without a mesh for another machine uses no kernel.
+    This is decided here, before the program is lowered, since the kernel requires padding. A program that
+    is lowered for another machine without a mesh uses no kernel.
     """
     del call
     try:
@@ -135,13 +145,13 @@ def _for_hopper(call: Call) -> bool:
 _REQUIREMENTS = (
     Requirement(
         "x and kernels in bfloat16",
-        _bfloat16,
+        _in_bfloat16,
         lambda call: " and ".join(str(call.arguments[n].dtype) for n in ("x", "kernels")),
     ),
     Requirement(
-        f"matrices of multiples of {_ROWS} x {_STEP}",
-        lambda call: _matrix(call)[0] % _ROWS == _matrix(call)[1] % _STEP == 0,
-        lambda call: str(_matrix(call)),
+        f"matrices of multiples of {_ROWS} x {_BLOCK}",
+        lambda call: _matrix_shape(call)[0] % _ROWS == _matrix_shape(call)[1] % _BLOCK == 0,
+        lambda call: str(_matrix_shape(call)),
     ),
     *PALLAS,
     Requirement("NVIDIA Hopper", _for_hopper),
@@ -176,7 +186,8 @@ def _kernel_gradients(x, kernels, sizes, dy):
     return _kernel_product(dy, kernels, sizes, transposed=True), _kernel_sums(x, dy, sizes)
 
 
-# Jitted, so that layers which are not scanned trace and lower a kernel once.
+# The functions below are jitted, so that a kernel is traced and lowered once for all layers that are not
+# scanned.
 
 
 @functools.partial(jax.jit, static_argnames="transposed")
@@ -195,7 +206,7 @@ def _kernel_sums(x, dy, sizes):
     """The sum over each group's rows of x [N, D] times dy [N, F]: [E, D, F]."""
     from pallas_kernels.grouped_product import hopper
 
-    return hopper.sums(x, dy, jnp.cumsum(sizes) - sizes, sizes // _STEP)
+    return hopper.sums(x, dy, jnp.cumsum(sizes) - sizes, sizes // _BLOCK)
 
 
 def _xla_segment_gradients(x, kernels, ends, dy):
@@ -203,48 +214,52 @@ def _xla_segment_gradients(x, kernels, ends, dy):
 
 
 def _kernel_segment_gradients(x, kernels, ends, dy):
-    of_x = _kernel_segments(dy, kernels, ends, transposed=True)
-    return of_x, _kernel_segment_sums(x, kernels, ends, dy)
+    dx = _kernel_segments(dy, kernels, ends, transposed=True)
+    return dx, _kernel_segment_sums(x, kernels, ends, dy)
 
 
 def _xla_segments(x, kernels, ends):
-    blocks = x.reshape(-1, _STEP, x.shape[1])
+    blocks = x.reshape(-1, _BLOCK, x.shape[1])
     segment = jnp.sum(ends <= jnp.arange(len(blocks))[:, None], axis=1)
-    own = kernels[segment % len(kernels)]
-    return jnp.matmul(blocks, own, precision=matmul_precision(x, kernels)).reshape(len(x), -1)
+    matrices = kernels[segment % len(kernels)]
+    return jnp.matmul(blocks, matrices, precision=matmul_precision(x, kernels)).reshape(len(x), -1)
 
 
 @functools.partial(jax.jit, static_argnames="transposed")
 def _kernel_segments(x, kernels, ends, transposed=False):
-    """Two blocks of 64 rows at a time; a segment of an odd number ends with one."""
+    """`segment_product` by the kernel, in tiles of two blocks of 64 rows; a segment with an odd number of
+    blocks ends with half a tile.
+    """
     from pallas_kernels.grouped_product import hopper
 
     begins = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
-    visits = -(-(ends - begins) // 2)
-    after = jnp.cumsum(visits)
-    visit = jnp.arange((len(x) // _STEP + len(ends)) // 2)
-    segment = jnp.sum(after <= visit[:, None], axis=1, dtype=jnp.int32)
+    tiles = -(-(ends - begins) // 2)  # of each segment
+    tiles_end = jnp.cumsum(tiles)
+    tile = jnp.arange((len(x) // _BLOCK + len(ends)) // 2)
+    segment = jnp.sum(tiles_end <= tile[:, None], axis=1, dtype=jnp.int32)
     segment = jnp.minimum(segment, len(ends) - 1)
-    first = begins[segment] + 2 * (visit - (after - visits)[segment])
-    last = jnp.minimum(first + 2, ends[segment])
-    parts = (part.astype(jnp.int32) for part in (first, last))
+    first = begins[segment] + 2 * (tile - (tiles_end - tiles)[segment])
+    end = jnp.minimum(first + 2, ends[segment])
+    blocks = (block.astype(jnp.int32) for block in (first, end))
     groups = segment % len(kernels)
-    return hopper.product(x, kernels, groups, after[-1:], *parts, transposed=transposed)
+    return hopper.product(x, kernels, groups, tiles_end[-1:], *blocks, transposed=transposed)
 
 
 @jax.jit
 def _kernel_segment_sums(x, kernels, ends, dy):
-    """Few segments in pieces, since some may be much longer than others."""
+    """The gradient of the matrices. Few segments are split into parts, since some may be much longer than
+    others.
+    """
     from pallas_kernels.grouped_product import hopper
 
     begins = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
-    pieces = max(1, _PIECES // len(ends))
-    size = -(-(ends - begins) // pieces)[:, None]
-    first = jnp.minimum(begins[:, None] + size * jnp.arange(pieces, dtype=jnp.int32), ends[:, None])
+    parts = max(1, _MIN_SUMS // len(ends))
+    size = -(-(ends - begins) // parts)[:, None]
+    first = jnp.minimum(begins[:, None] + size * jnp.arange(parts, dtype=jnp.int32), ends[:, None])
     blocks = jnp.minimum(size, ends[:, None] - first)
-    found = hopper.sums(x, dy, (first * _STEP).reshape(-1), blocks.reshape(-1))
-    found = found.reshape(-1, len(kernels), pieces, *kernels.shape[1:]).astype(jnp.float32)
-    return jnp.sum(found, axis=(0, 2)).astype(kernels.dtype)
+    sums = hopper.sums(x, dy, (first * _BLOCK).reshape(-1), blocks.reshape(-1))
+    sums = sums.reshape(-1, len(kernels), parts, *kernels.shape[1:]).astype(jnp.float32)
+    return jnp.sum(sums, axis=(0, 2)).astype(kernels.dtype)
 
 
 register(
@@ -256,9 +271,11 @@ register(
         requirements=(
             *_REQUIREMENTS,
             Requirement(
-                f"rows, and groups of multiples of {_ROWS}",
+                f"at least one row, and groups of multiples of {_ROWS} rows",
                 lambda call: call.options.multiple % _ROWS == 0 and len(call.arguments["x"]) > 0,
-                lambda call: f"{len(call.arguments['x'])} and multiple={call.options.multiple}",
+                lambda call: (
+                    f"{len(call.arguments['x'])} rows and multiple={call.options.multiple}"
+                ),
             ),
         ),
         platforms=("cuda",),
@@ -274,9 +291,9 @@ register(
         requirements=(
             *_REQUIREMENTS,
             Requirement(
-                f"rows of multiples of {_STEP}, from {_ROWS} on",
+                f"a multiple of {_BLOCK} rows, at least {_ROWS}",
                 lambda call: (
-                    len(call.arguments["x"]) % _STEP == 0 and len(call.arguments["x"]) >= _ROWS
+                    len(call.arguments["x"]) % _BLOCK == 0 and len(call.arguments["x"]) >= _ROWS
                 ),
                 lambda call: str(len(call.arguments["x"])),
             ),

@@ -1,1 +1,1 @@
-"""`online_memory`: memories that learn by gradients of an inner loss."""
+"""`online_memory`: a memory that is a small model, trained on each token by a gradient step."""

@@ -1,8 +1,10 @@
-"""The small models that `online_memory` trains while it reads: a matrix or an MLP for each head, and their loss's gradient.
+"""The inner models that `online_memory` trains on the tokens: a matrix or an MLP for each head, and the
+gradient of their loss.
 
-`f(x) = norm(gelu(x W₁ + b₁) W₂ + b₂)`, or `norm(x W₁ + b₁)` with one layer; biases and norm may be absent. The loss of a
-token is `½ ‖f(k) - target‖²`. Its gradient by a weight has rank one, `xᵀ g` with x the layer's input and g the loss's
-gradient by the layer's output, so it is kept as the pair (x, g).
+`f(x) = norm(gelu(x W₁ + b₁) W₂ + b₂)`, or `norm(x W₁ + b₁)` with one layer; biases and norm may be absent.
+The loss of a token is `½ ‖f(k) - target‖²`. Its gradient with respect to a weight has rank one, `xᵀ g`,
+where x is the layer's input and g the gradient with respect to the layer's output; it is represented by the
+pair (x, g).
 """
 
 from __future__ import annotations
@@ -17,13 +19,15 @@ from lsm_jax.ops.core import checks
 
 
 class Inner(NamedTuple):
-    """The inner models before any token, one a memory; learned by the outer model.
+    """The inner models before any token, one for each memory; their parameters are those of the outer
+    model.
 
     Attributes:
-        weights: (W,) of [G, K, V], or (W₁, W₂) of [G, K, M] and [G, M, V].
-        biases: the layers' biases, [G, V], or [G, M] and [G, V]; None for none.
-        norm_scale: [G, V], of a layer norm after the last layer; None for no norm. It is not trained online.
-        norm_bias: [G, V], likewise.
+        weights: (W,) with W [G, K, V], or (W₁, W₂) with [G, K, M] and [G, M, V].
+        biases: a tuple of the layers' biases, [G, V], or [G, M] and [G, V]; None for layers without biases.
+        norm_scale: [G, V], the scale of a layer norm after the last layer; None for no norm. It is not
+            trained on tokens.
+        norm_bias: [G, V], the bias of the layer norm, likewise.
     """
 
     weights: tuple[Float[Array, "G I O"], ...]
@@ -33,7 +37,9 @@ class Inner(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A layer's weight [..., I, O] and bias [..., O] (or None), or anything of the same shapes."""
+    """A layer's weight [..., I, O] and bias [..., O] (or None), or other arrays of the same shapes, such as
+    their gradients.
+    """
 
     weight: Array
     bias: Array | None
@@ -43,14 +49,14 @@ Layers = tuple[Layer, ...]
 
 
 def layers_of(inner: Inner) -> Layers:
-    """The layers that are trained online, with an axis for rows: [1, G, ...]."""
+    """The layers that are trained on tokens, with an axis for rows: [1, G, ...]."""
     biases = inner.biases or (None,) * len(inner.weights)
     layers = tuple(Layer(w, b) for w, b in zip(inner.weights, biases, strict=True))
     return jax.tree.map(lambda x: x[None], layers)
 
 
 def check_inner(op: str, inner: Inner, heads: int, key_dim: int, value_dim: int) -> None:
-    """Raise ValueError unless the inner models fit G, K and V."""
+    """Raise ValueError unless the shapes of the inner models match G, K and V."""
     count = len(inner.weights)
     if count not in (1, 2):
         raise ValueError(f"{op}: inner.weights has {count} matrices; accepted are 1 and 2")
@@ -61,7 +67,9 @@ def check_inner(op: str, inner: Inner, heads: int, key_dim: int, value_dim: int)
         checks.check_shape(op, f"inner.weights[{i}]", weight, shape, "G, I, O")
     if inner.biases is not None:
         if len(inner.biases) != count:
-            raise ValueError(f"{op}: inner has {count} weights and {len(inner.biases)} biases")
+            raise ValueError(
+                f"{op}: inner.biases has {len(inner.biases)} arrays; accepted are {count}, as many as weights"
+            )
         for i, bias in enumerate(inner.biases):
             checks.check_shape(op, f"inner.biases[{i}]", bias, (heads, sizes[i + 1]), "G, O")
     if (inner.norm_scale is None) != (inner.norm_bias is None):
@@ -73,42 +81,46 @@ def check_inner(op: str, inner: Inner, heads: int, key_dim: int, value_dim: int)
 
 
 def apply_layer(layer: Layer, x: Array, precision) -> Array:
-    """x [..., C, I] -> [..., C, O]."""
+    """The layer's output [..., C, O] for the inputs x [..., C, I]."""
     y = jnp.matmul(x, layer.weight, precision=precision)
     return y if layer.bias is None else y + layer.bias[..., None, :]
 
 
 def standardize(z: Array, eps: float) -> tuple[Array, Array]:
     """`(z - mean) / sqrt(variance + eps)` over the last axis, and the factor `1 / sqrt(variance + eps)`."""
-    centred = z - jnp.mean(z, axis=-1, keepdims=True)
-    factor = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
-    return centred * factor, factor
+    centered = z - jnp.mean(z, axis=-1, keepdims=True)
+    factor = jax.lax.rsqrt(jnp.mean(centered * centered, axis=-1, keepdims=True) + eps)
+    return centered * factor, factor
 
 
 def finish_inner(inner: Inner, z: Array, eps: float) -> Array:
-    """The last layer's output z [B, G, ..., C, V], normalised where there is a norm."""
+    """The model's output: the last layer's output z [B, G, ..., C, V], normalised if the model has a norm."""
     if inner.norm_scale is None or inner.norm_bias is None:
         return z
     return standardize(z, eps)[0] * _by_head(inner.norm_scale, z) + _by_head(inner.norm_bias, z)
 
 
 def _by_head(x: Array, like: Array) -> Array:
-    """[G, V] -> broadcastable to `like` [B, G, ..., V]."""
+    """x [G, V] in a shape that broadcasts against `like` [B, G, ..., V]."""
     return x.reshape(x.shape[0], *(1,) * (like.ndim - 3), x.shape[1])
 
 
 def gradients(
     inner: Inner, layers: Layers, k: Array, target: Array, eps: float, precision
 ) -> tuple[list[Array], list[Array]]:
-    """Each layer's inputs [B, G, C, I] and the losses' gradients by its outputs [B, G, C, O], all tokens at the same weights.
+    """The gradients of the tokens' losses, all at the same weights.
 
     Args:
-        inner: for the norm.
-        layers: the weights to take the gradient at, [B, G, ...].
-        k: [B, G, C, K], what the model is shown.
-        target: [B, G, C, V], what it shall answer.
-        eps: of the norm.
-        precision: of products.
+        inner: the model; only its norm is used.
+        layers: the weights at which the gradients are taken, [B, G, ...].
+        k: [B, G, C, K], the model's inputs.
+        target: [B, G, C, V], the outputs that the model is trained to give.
+        eps: epsilon of the norm.
+        precision: of matrix products.
+
+    Returns:
+        For each layer its inputs [B, G, C, I], and the gradients of the losses with respect to its outputs
+        [B, G, C, O].
     """
     inputs, outputs, x = [], [], k
     for i, layer in enumerate(layers):
@@ -116,15 +128,16 @@ def gradients(
         x = apply_layer(layer, inputs[-1], precision)
         outputs.append(x)
     if inner.norm_scale is None or inner.norm_bias is None:
-        slope = x - target
+        d_output = x - target
     else:
         unit, factor = standardize(x, eps)
         scale = _by_head(inner.norm_scale, x)
-        slope = (unit * scale + _by_head(inner.norm_bias, x) - target) * scale
-        along = jnp.mean(slope * unit, axis=-1, keepdims=True)
-        slope = (slope - jnp.mean(slope, axis=-1, keepdims=True) - unit * along) * factor
-    slopes = [slope]
+        d_unit = (unit * scale + _by_head(inner.norm_bias, x) - target) * scale
+        along_unit = jnp.mean(d_unit * unit, axis=-1, keepdims=True)
+        mean = jnp.mean(d_unit, axis=-1, keepdims=True)
+        d_output = (d_unit - mean - unit * along_unit) * factor
+    d_outputs = [d_output]
     for layer, output in zip(layers[:0:-1], outputs[-2::-1], strict=True):
-        back = jnp.matmul(slopes[0], jnp.swapaxes(layer.weight, -1, -2), precision=precision)
-        slopes.insert(0, jax.vjp(jax.nn.gelu, output)[1](back)[0])
-    return inputs, slopes
+        d_input = jnp.matmul(d_outputs[0], jnp.swapaxes(layer.weight, -1, -2), precision=precision)
+        d_outputs.insert(0, jax.vjp(jax.nn.gelu, output)[1](d_input)[0])
+    return inputs, d_outputs

@@ -1,12 +1,14 @@
-"""Online-learned memories: the memory is a small model that takes a gradient step on each token (TTT, Titans).
+"""Memories that learn online: the memory is a small model, and each token trains it by one gradient step
+(TTT, Titans).
 
-Token t shows the model its key k_t and asks for its value v_t; all gradients ∇_t of a mini-batch are taken at the weights
-W_0 of its start. With step η_t, and i the token's place in its mini-batch:
+Token t trains the model to output the value v_t for the key k_t. All gradients ∇_t of a mini-batch are
+taken at the weights W_0 of its start. With the step size η_t, and i the token's index in its mini-batch:
 
 * TTT (arXiv 2407.04620): `A_t = A_{t-1} - η_t ∇_t`, weights `W_t = W_0 + c_i A_t`;
 * Titans (arXiv 2501.00663 Eq. 13-14): `S_t = μ_t S_{t-1} - η_t ∇_t`, weights `W_t = a_t W_{t-1} + S_t`.
 
-The output is the model's answer to q_t under W_t. Updates are no monoid, for ∇ depends on W_0: there is no associative form.
+The output is that of the model with weights W_t for the input q_t. Updates cannot be composed, since ∇
+depends on W_0: there is no associative form.
 """
 
 from __future__ import annotations
@@ -43,17 +45,20 @@ FORMS = ("recurrent", "chunk")
 
 
 class OnlineState(NamedTuple):
-    """State of `online_memory`, float32. Weights are kept without what is left of `inner`'s, so an empty state is 0.
+    """State of `online_memory`, float32.
 
-    Every array leads with [B], or with [B, S] with one state a segment.
+    Weights are stored as the difference from the decayed weights of `inner`, so that an empty state is 0.
+    The arrays have the leading axes [B], or [B, S] with one state per segment.
 
     Attributes:
-        start: a `Layer` a layer, what the mini-batch's first weights have beside `inner`'s.
-        current: likewise, Titans' present weights; None for TTT.
-        sums: likewise, TTT's A or Titans' S.
-        start_log_kept: [B, G], the logarithm of how much of `inner`'s weights the mini-batch's first ones have; None for TTT.
-        log_kept: [B, G], likewise, the present ones.
-        position: [B], tokens of the mini-batch written so far, 0 to mini_batch - 1.
+        start: one `Layer` for each layer: the weights at the start of the mini-batch, less the decayed ones
+            of `inner`.
+        current: likewise, the current weights of Titans; None for TTT.
+        sums: likewise, the sums of gradient steps: A of TTT or S of Titans.
+        start_log_kept: [B, G], the log of the factor by which the weights of `inner` had decayed at the
+            start of the mini-batch; None for TTT.
+        log_kept: [B, G], likewise, for the current weights.
+        position: [B], the number of written tokens of the present mini-batch, 0 to mini_batch - 1.
         segment_id: [B], the last nonzero segment id seen, 0 before any.
     """
 
@@ -79,12 +84,12 @@ def online_state(
     """An empty `OnlineState`.
 
     Args:
-        batch_size: rows.
-        num_heads: memories a row, G.
+        batch_size: B.
+        num_heads: G, the number of memories.
         sizes: (K, V), or (K, M, V) for two layers.
-        bias: whether layers have biases.
-        momentum: for Titans' rule.
-        num_segments: gives each row that many states.
+        bias: whether the layers have biases.
+        momentum: whether the state is for Titans' rule instead of TTT's.
+        num_segments: states per row; None is one state per row.
         dtype: of the weights.
     """
     rows = (batch_size,) if num_segments is None else (batch_size, num_segments)
@@ -127,45 +132,53 @@ def online_memory(
     segment_ids: Int[Array, "B T"] | None = None,
     update_mask: Array | None = None,
     form: str = "chunk",
-    implementation: str | None = None,
+    implementation: str | tuple[str, ...] | None = None,
     chunk_size: int | None = None,
 ) -> tuple[Float[Array, "B T max(H,G) V"], OnlineState]:
-    """Teach a small model to answer `k` with `v`, and ask it `q`.
+    """Train a small model to output `v` for the input `k`, and compute its outputs for the inputs `q`.
 
-    A mini-batch begins with a document and then every `mini_batch` tokens, wherever documents and calls begin and end.
+    The first mini-batch of a document begins with its first token, and each has `mini_batch` written
+    tokens; a mini-batch may extend over several calls.
 
     Args:
-        q: [B, T, H, K] queries; H is a multiple or a divisor of G. They are not scaled: the model sees them as it sees keys.
+        q: [B, T, H, K] queries; H is a multiple or a divisor of G. Like keys, they are not scaled.
         k: [B, T, Hk, K] keys; Hk divides G.
         v: [B, T, G, V] values; one memory for each of the G heads.
-        inner: the models a document starts from.
-        eta: [B, T, G], the step, at least 0.
-        mini_batch: tokens whose gradients are taken at the same weights.
-        coefficients: TTT's c, [mini_batch], by the place of the token that reads; None is 1.
-        log_momentum: Titans' log μ, [B, T, G], at most 0. It and `log_decay` come together, without `coefficients`.
+        inner: the models at the start of each document.
+        eta: [B, T, G], the step size, at least 0.
+        mini_batch: the number of tokens whose gradients are taken at the same weights.
+        coefficients: TTT's c, [mini_batch], indexed by the position in the mini-batch of the token that
+            reads; None means 1.
+        log_momentum: Titans' log μ, [B, T, G], at most 0. Requires `log_decay`, and excludes
+            `coefficients`.
         log_decay: Titans' log a, [B, T, G], at most 0.
-        residual: the model is x + f(x), hence the target of f is v - k; needs K = V.
-        norm_eps: of the inner model's norm.
-        initial_state: the state to go on from; with start [B, S, ...], segment id s has state s - 1. None is empty.
-        segment_ids: [B, T] integers, 0 padding; see `lsm_jax.ops.core.segments`.
-        update_mask: [B, T], 0 where a token must not change the memory (it still reads it, and takes no place).
-        form: "recurrent" (token by token) or "chunk" (a mini-batch's gradients and reads by matrix products, the dual form
-            of arXiv 2407.04620 section 2.5, scanned over windows of the row).
-        implementation: None or "xla".
-        chunk_size: tokens in a window, a power of two; None, or more than `mini_batch`, is the greatest power of two up to
-            `mini_batch`. Windows that hold one mini-batch of one document, as where `mini_batch` divides every document's
-            place in the row, cost one pass over them, those with an end of one inside two, and with a beginning, three.
+        residual: whether the model is x + f(x), so that the target of f is v - k; requires K = V.
+        norm_eps: epsilon of the inner model's norm.
+        initial_state: the state to continue from; None is an empty one. With start [B, S, ...] there is one
+            state per segment: the tokens of id s use state s - 1.
+        segment_ids: [B, T] integers, 0 for padding; see `lsm_jax.ops.core.segments`.
+        update_mask: [B, T], 0 for tokens that do not change the memory (they still read it, and are of no
+            mini-batch).
+        form: "recurrent" (token by token) or "chunk" (the gradients and reads of a mini-batch by matrix
+            products, the dual form of arXiv 2407.04620 section 2.5, in a scan over windows of the row).
+        implementation: None or "xla"; there is no fused kernel.
+        chunk_size: tokens in a window, a power of two; None, and sizes above `mini_batch`, mean the largest
+            power of two up to `mini_batch`. A window inside one mini-batch requires one pass; this is the
+            case for all windows if every document begins at a multiple of `mini_batch`. A window that
+            contains the end of a mini-batch requires two passes, and one that contains the start of a
+            document three.
 
     Returns:
         The output in v's dtype, and the final state in float32 (float64 if an input is).
 
     Raises:
-        ValueError: shapes, heads, form, implementation, chunk size or mini-batch that are not accepted.
+        ValueError: a shape, number of heads, form, implementation, chunk size or mini-batch is not
+            accepted.
     """
     op = "online_memory"
     if form not in FORMS:
         raise ValueError(
-            f"{op}: form={form!r}; accepted are 'recurrent', 'chunk' (its updates do not compose)"
+            f"{op}: form={form!r}; accepted are 'recurrent', 'chunk' (updates cannot be composed)"
         )
     check_implementation(op, implementation)
     batch, length, _, _, heads, key_dim, value_dim = checks.check_qkv(op, q, k, v)
@@ -178,15 +191,21 @@ def online_memory(
     _check_rule(op, mini_batch, coefficients, log_momentum, log_decay)
     if residual and key_dim != value_dim:
         raise ValueError(
-            f"{op}: residual=True, but keys have {key_dim} channels and values {value_dim}; "
-            "accepted are as many"
+            f"{op}: residual=True requires as many channels of keys as of values; given are {key_dim} and {value_dim}"
         )
     size = checks.check_chunk_size(op, chunk_size, length)
     dtype = checks.compute_dtype(q, k, v, *inner.weights, *gates.values(), coefficients)
     sizes = (key_dim, *(w.shape[-1] for w in inner.weights))
     momentum = log_momentum is not None
-    kept = dict(bias=inner.biases is not None, momentum=momentum, dtype=dtype)
-    empty = functools.partial(online_state, batch, heads, sizes, **kept)
+    empty = functools.partial(
+        online_state,
+        batch,
+        heads,
+        sizes,
+        bias=inner.biases is not None,
+        momentum=momentum,
+        dtype=dtype,
+    )
     state = checks.state_or_empty(op, initial_state, empty, segment_ids)
 
     options = _Options(
@@ -195,7 +214,7 @@ def online_memory(
         norm_eps=checks.check_number(op, "norm_eps", norm_eps, at_least=0),
         by_token=form == "recurrent",
         size=min(size, 1 << (mini_batch.bit_length() - 1)),
-        fresh=initial_state is None,
+        no_state=initial_state is None,
         dtype=dtype,
         precision=checks.matmul_precision(q, k, v),
     )
@@ -217,13 +236,15 @@ def online_memory(
 
 
 def _in_sequence(axis, function, static, **arguments):
-    """The op on one device after the other: a gradient step needs the weights before it, so that updates do not compose."""
+    """Run the op on one device after the other: a gradient step requires the weights before it, so that
+    updates cannot be composed.
+    """
     options, state = static.options, arguments.pop("state")
     initial = jax.tree.map(
         lambda x: x.astype(options.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x, state
     )
 
-    resumed = static._replace(options=options._replace(fresh=False))
+    resumed = static._replace(options=options._replace(no_state=False))
 
     def run_from(arguments, state):
         output, after = function(resumed, **arguments, state=state)
@@ -233,18 +254,31 @@ def _in_sequence(axis, function, static, **arguments):
 
 
 class _Options(NamedTuple):
+    """Static options of `online_memory`.
+
+    Attributes:
+        mini_batch: as the op's argument.
+        residual: as the op's argument.
+        norm_eps: as the op's argument.
+        by_token: whether the form is "recurrent".
+        size: tokens in a window.
+        no_state: whether the caller gave no state.
+        dtype: of the state and of all sums.
+        precision: of matrix products.
+    """
+
     mini_batch: int
     residual: bool
     norm_eps: float
     by_token: bool
     size: int
-    fresh: bool
+    no_state: bool
     dtype: Any
     precision: jax.lax.Precision
 
 
 class _Inputs(NamedTuple):
-    """Arrays by head: q [..., G, R, K], k [..., G, K], target [..., G, V], gates [..., G]."""
+    """The op's arrays by head: q [..., G, R, K], k [..., G, K], target [..., G, V], and gates [..., G]."""
 
     q: Array
     k: Array
@@ -255,7 +289,7 @@ class _Inputs(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """What a row's memory holds, as in `OnlineState`."""
+    """The part of `OnlineState` that updates change."""
 
     start: Layers
     current: Layers | None
@@ -264,10 +298,21 @@ class _Memory(NamedTuple):
     log_kept: Array | None
 
 
-def _by_xla(
-    options, q, k, v, eta, log_momentum, log_decay, state, segment_ids, update_mask,
-    inner, coefficients,
-):  # fmt: skip
+def _run_xla(
+    options: _Options,
+    q,
+    k,
+    v,
+    eta,
+    log_momentum,
+    log_decay,
+    state: OnlineState,
+    segment_ids,
+    update_mask,
+    inner: Inner,
+    coefficients,
+) -> tuple[Array, OnlineState]:
+    """The output in v's dtype and the final state, on one device."""
     batch, length, heads, value_dim = v.shape
     dtype = options.dtype
     num_segments = state.position.shape[1] if state.position.ndim == 2 else None
@@ -298,24 +343,31 @@ def _by_xla(
         )
     else:
         chunks = cut_into_chunks(tokens, length, options.size, num_segments)
-        crosses = not options.fresh or tokens.written is not None
         windows, position = cut_into_windows(
-            tokens, chunks, state.position, length, options.mini_batch,
-            coefficients, inputs.log_momentum, inputs.log_decay, crosses=crosses,
-        )  # fmt: skip
+            tokens,
+            chunks,
+            state.position,
+            length,
+            options.mini_batch,
+            coefficients,
+            inputs.log_momentum,
+            inputs.log_decay,
+            unaligned=not options.no_state or tokens.written is not None,
+        )
         by_window = jax.tree.map(functools.partial(_by_head, chunks), inputs)
         step = functools.partial(_window, options, inner, coefficients)
-        # Only the memory between windows is kept for the backward pass: inside one there are many times as much.
+        # The backward pass stores only the memories between windows: the arrays inside a window are many
+        # times as large.
         step = jax.checkpoint(step, prevent_cse=False)
         output, memory = scan_tokens(step, (by_window, windows), memory, None, chunks.slot)
         output = chunks.join(jnp.moveaxis(output, -2, 2), length)
     output = output.reshape(batch, length, -1, value_dim)
     output = finish_output(tokens, output).astype(v.dtype)
-    kept = dict(position=position, segment_id=tokens.last_id)
-    return output, OnlineState(**memory._asdict(), **kept)
+    return output, OnlineState(**memory._asdict(), position=position, segment_id=tokens.last_id)
 
 
-def _by_head(chunks, x):  # [B, T, G, ..., *] -> [B, N, G, ..., C, *]
+def _by_head(chunks, x):
+    """[B, T, G, ..., *] -> [B, N, G, ..., C, *]."""
     if x.ndim == 3:
         return jnp.moveaxis(chunks.split(x), 2, 3)
     return jnp.moveaxis(chunks.split(x), 2, -2)
@@ -325,18 +377,18 @@ def _add(a: Layers, b: Layers) -> Layers:
     return jax.tree.map(jnp.add, a, b)
 
 
-def _weights(fixed: Layers, own: Layers, log_kept: Array | None) -> Layers:
-    """The weights of which `own` is what they have beside the share `exp(log_kept)` of the initial ones."""
-    return _add(fixed if log_kept is None else _scaled(jnp.exp(log_kept), fixed), own)
+def _weights(initial: Layers, learned: Layers, log_kept: Array | None) -> Layers:
+    """The weights `exp(log_kept) initial + learned`; None is a factor of 1."""
+    return _add(initial if log_kept is None else _scale(jnp.exp(log_kept), initial), learned)
 
 
-def _scaled(factor: Array, layers: Layers) -> Layers:
-    """`factor` [B] or [B, G] times [B, G, ...]."""
+def _scale(factor: Array, layers: Layers) -> Layers:
+    """Multiply layers [B, G, ...] by `factor` [B] or [B, G]."""
     return jax.tree.map(lambda x: per_chunk(factor, x) * x, layers)
 
 
-def _choose(condition: Array, a: Any, b: Any) -> Any:
-    """`a` in the rows where `condition` [B], else `b`."""
+def _select_rows(condition: Array, a: Any, b: Any) -> Any:
+    """`a` in the rows where `condition` [B] is True, and `b` in the others."""
     return jax.tree.map(lambda x, y: jnp.where(per_chunk(condition, x), x, y), a, b)
 
 
@@ -353,47 +405,51 @@ def _next_mini_batch(memory: _Memory, coefficients: Array | None) -> _Memory:
 
 
 def _recurrent(options, inner, coefficients, inputs, memory, position, tokens):
-    """By definition: one token, one gradient, one step."""
-    fixed, precision = layers_of(inner), options.precision
+    """Output, final memory and position, token by token: one gradient and one step for each token."""
+    initial, precision = layers_of(inner), options.precision
     written = tokens.written
     if written is None:
         written = jnp.ones(inputs.k.shape[:2], bool)
 
     def step(carry, x):
         (memory, position), (token, writes) = carry, x
-        seen, slopes = gradients(
-            inner, _weights(fixed, memory.start, memory.start_log_kept),
-            token.k[..., None, :], token.target[..., None, :], options.norm_eps, precision,
-        )  # fmt: skip
+        layer_inputs, d_outputs = gradients(
+            inner,
+            _weights(initial, memory.start, memory.start_log_kept),
+            token.k[..., None, :],
+            token.target[..., None, :],
+            options.norm_eps,
+            precision,
+        )
         update = tuple(
             Layer(
                 -token.eta[..., None, None] * a[..., 0, :, None] * g[..., 0, None, :],
                 None if layer.bias is None else -token.eta[..., None] * g[..., 0, :],
             )
-            for a, g, layer in zip(seen, slopes, fixed, strict=True)
+            for a, g, layer in zip(layer_inputs, d_outputs, initial, strict=True)
         )
         if memory.current is None:
             after = memory._replace(sums=_add(memory.sums, update))
         else:
-            sums = _add(_scaled(jnp.exp(token.log_momentum), memory.sums), update)
-            current = _add(_scaled(jnp.exp(token.log_decay), memory.current), sums)
+            sums = _add(_scale(jnp.exp(token.log_momentum), memory.sums), update)
+            current = _add(_scale(jnp.exp(token.log_decay), memory.current), sums)
             log_kept = memory.log_kept + token.log_decay
             after = memory._replace(current=current, sums=sums, log_kept=log_kept)
-        memory = _choose(writes, after, memory)
+        memory = _select_rows(writes, after, memory)
         position = position + writes
         if memory.current is None:
             coefficient = coefficients[jnp.maximum(position - 1, 0)]
-            present = _add(memory.start, _scaled(coefficient, memory.sums))
+            present = _add(memory.start, _scale(coefficient, memory.sums))
         else:
             present = memory.current
         output = token.q[..., None, :]
-        for i, layer in enumerate(_weights(fixed, present, memory.log_kept)):
+        for i, layer in enumerate(_weights(initial, present, memory.log_kept)):
             layer = jax.tree.map(lambda x: x[:, :, None], layer)
             output = apply_layer(layer, output if i == 0 else jax.nn.gelu(output), precision)
         output = finish_inner(inner, output, options.norm_eps)[..., 0, :]
         full = position == options.mini_batch
-        following = _choose(full, _next_mini_batch(memory, coefficients), memory)
-        carry = following, jnp.where(full, 0, position)
+        next_memory = _select_rows(full, _next_mini_batch(memory, coefficients), memory)
+        carry = next_memory, jnp.where(full, 0, position)
         return carry, output + token.q if options.residual else output
 
     output, (memory, position) = scan_tokens(
@@ -403,55 +459,66 @@ def _recurrent(options, inner, coefficients, inputs, memory, position, tokens):
 
 
 def _window(options, inner, coefficients, memory: _Memory, x: tuple[_Inputs, Windows]):
-    """A window of the row; see `Windows` for the mini-batches it may hold."""
+    """The memory after a window of the row, and its output; see `Windows` for the mini-batches that it may
+    contain.
+    """
     inputs, window = x
-    part = functools.partial(_part, options, inner, inputs, window)
+    run_part = functools.partial(_run_part, options, inner, inputs, window)
     if window.reset is not None:
-        memory = _choose(window.reset, jax.tree.map(jnp.zeros_like, memory), memory)
-    output, memory = part(memory, window.goes_on)
-    memory = _choose(window.full, _next_mini_batch(memory, coefficients), memory)
+        memory = _select_rows(window.reset, jax.tree.map(jnp.zeros_like, memory), memory)
+    output, memory = run_part(memory, window.present)
+    memory = _select_rows(window.full, _next_mini_batch(memory, coefficients), memory)
 
-    def also(other: Part, start: _Memory, output, memory):
+    def add_part(part: Part, start: _Memory, output, memory):
+        """Output and memory with those of `part`, which starts from the memory `start`, in the rows that
+        have such tokens.
+        """
+
         def compute(start, output, memory):
-            more, after = part(start, other)
-            here = other.here[:, None, None, :, None]
-            return jnp.where(here, more, output), _choose(jnp.any(other.here, 1), after, memory)
+            part_output, after = run_part(start, part)
+            member = part.member[:, None, None, :, None]
+            memory = _select_rows(jnp.any(part.member, 1), after, memory)
+            return jnp.where(member, part_output, output), memory
 
         def skip(_, output, memory):
             return output, memory
 
-        return jax.lax.cond(jnp.any(other.here), compute, skip, start, output, memory)
+        return jax.lax.cond(jnp.any(part.member), compute, skip, start, output, memory)
 
     if window.next is not None:
-        output, memory = also(window.next, memory, output, memory)
-    if window.begins is not None:
-        fresh = jax.tree.map(jnp.zeros_like, memory)
-        output, memory = also(window.begins, fresh, output, memory)
+        output, memory = add_part(window.next, memory, output, memory)
+    if window.new_documents is not None:
+        empty = jax.tree.map(jnp.zeros_like, memory)
+        output, memory = add_part(window.new_documents, empty, output, memory)
     return memory, output
 
 
-def _part(options, inner, inputs: _Inputs, window: Windows, memory: _Memory, part: Part):
-    """All reads of a window as by tokens of one mini-batch that began with `memory`, and the memory after them.
+def _run_part(options, inner, inputs: _Inputs, window: Windows, memory: _Memory, part: Part):
+    """The outputs of a window's tokens, all computed as tokens of one mini-batch that starts from `memory`;
+    and the memory after it.
 
-    Reads go layer by layer: a token's x meets the gradients written before it by products with the x of those tokens.
+    Outputs are computed layer by layer: the product of a layer's input with the gradient steps of earlier
+    tokens is computed from its scalar products with the layer's inputs at those tokens.
     """
-    fixed, precision = layers_of(inner), options.precision
-    start = _weights(fixed, memory.start, memory.start_log_kept)
-    seen, slopes = gradients(inner, start, inputs.k, inputs.target, options.norm_eps, precision)
-    steps = [-inputs.eta[..., None] * g for g in slopes]
+    initial, precision = layers_of(inner), options.precision
+    start = _weights(initial, memory.start, memory.start_log_kept)
+    layer_inputs, d_outputs = gradients(
+        inner, start, inputs.k, inputs.target, options.norm_eps, precision
+    )
+    steps = [-inputs.eta[..., None] * g for g in d_outputs]
     weights = start
     if memory.current is not None:
-        weights = _weights(fixed, memory.current, memory.log_kept)
+        weights = _weights(initial, memory.current, memory.log_kept)
     lower = window.lower[:, :, None]
     keep, lift = window.keep[:, :, None, :, None], window.lift[:, :, None, :, None]
     output = inputs.q
-    for i, (a, step) in enumerate(zip(seen, steps, strict=True)):
+    for i, (a, step) in enumerate(zip(layer_inputs, steps, strict=True)):
         x = output if i == 0 else jax.nn.gelu(output)
-        spread = functools.partial(jax.tree.map, lambda w: w[:, :, None])
-        output = keep * apply_layer(spread(weights[i]), x, precision)
-        output = output + lift * apply_layer(spread(memory.sums[i]), x, precision)
+        by_query = functools.partial(jax.tree.map, lambda w: w[:, :, None])
+        output = keep * apply_layer(by_query(weights[i]), x, precision)
+        output = output + lift * apply_layer(by_query(memory.sums[i]), x, precision)
         scores = jnp.einsum("bgrik,bgjk->bgrij", x, a, precision=precision)
-        if fixed[i].bias is not None:
+        if initial[i].bias is not None:
             scores = scores + 1
         scores = jnp.tril(scores) * lower
         output = output + jnp.einsum("bgrij,bgjv->bgriv", scores, step, precision=precision)
@@ -459,43 +526,47 @@ def _part(options, inner, inputs: _Inputs, window: Windows, memory: _Memory, par
     if options.residual:
         output = output + inputs.q
 
-    def written(row):  # [B, G, C], how much of each token's step there is in the end
+    def sum_steps(factors):
+        """The sum of the tokens' steps, each multiplied by its factor [B, G, C]."""
         return tuple(
             Layer(
-                jnp.einsum("bgck,bgcv->bgkv", a, row[..., None] * step, precision=precision),
-                None if layer.bias is None else jnp.sum(row[..., None] * step, axis=-2),
+                jnp.einsum("bgck,bgcv->bgkv", a, factors[..., None] * step, precision=precision),
+                None if layer.bias is None else jnp.sum(factors[..., None] * step, axis=-2),
             )
-            for a, step, layer in zip(seen, steps, fixed, strict=True)
+            for a, step, layer in zip(layer_inputs, steps, initial, strict=True)
         )
 
-    sums = written(part.into_sums)
+    sums = sum_steps(part.into_sums)
     if memory.current is None:
         return output, memory._replace(sums=_add(memory.sums, sums))
     current = _add(
-        _scaled(jnp.exp(part.log_decay), memory.current),
-        _add(_scaled(part.lift, memory.sums), written(part.into_current)),
+        _scale(jnp.exp(part.log_decay), memory.current),
+        _add(_scale(part.lift, memory.sums), sum_steps(part.into_current)),
     )
-    sums = _add(_scaled(part.keep_sums, memory.sums), sums)
+    sums = _add(_scale(part.keep_sums, memory.sums), sums)
     log_kept = memory.log_kept + part.log_decay
     return output, memory._replace(current=current, sums=sums, log_kept=log_kept)
 
 
 def _check_rule(op, mini_batch, coefficients, log_momentum, log_decay):
+    """Raise ValueError unless the arguments are those of TTT or of Titans."""
     if not checks.is_count(mini_batch):
         raise ValueError(f"{op}: mini_batch={mini_batch!r}; accepted are integers from 1")
     if (log_momentum is None) != (log_decay is None):
         missing = "log_momentum" if log_momentum is None else "log_decay"
-        raise ValueError(f"{op}: {missing} is missing; log_momentum and log_decay come together")
+        raise ValueError(
+            f"{op}: {missing} is missing; accepted are both log_momentum and log_decay, or neither"
+        )
     if coefficients is not None:
         if log_momentum is not None:
             raise ValueError(
-                f"{op}: coefficients are given with log_momentum and log_decay; accepted are "
-                "coefficients (TTT) or the two gates (Titans)"
+                f"{op}: coefficients are given with log_momentum; accepted are coefficients (TTT), or log_momentum "
+                "and log_decay (Titans)"
             )
         checks.check_shape(op, "coefficients", coefficients, (mini_batch,), "mini_batch")
 
 
 register(
     "online_memory",
-    Backend(name="xla", run=lambda call: _by_xla(call.options, **call.arguments)),
+    Backend(name="xla", run=lambda call: _run_xla(call.options, **call.arguments)),
 )

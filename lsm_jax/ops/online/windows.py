@@ -1,8 +1,9 @@
-"""Where mini-batches stand in the windows that the chunk form of `online_memory` reads a row by.
+"""The layout of mini-batches in the windows of a row, for the chunk form of `online_memory`.
 
-A window has at most as many tokens as a mini-batch, wherever those begin. So it holds at most: the rest of the mini-batch it
-starts in; the next mini-batch of that document, which it does not fill; and the first, unfilled mini-batches of documents
-that begin inside it. All of the latter start from the initial weights, so that three passes cover every case exactly.
+A window has at most as many tokens as a mini-batch. It therefore contains at most: the rest of the
+mini-batch that it starts in; the beginning of the next mini-batch of that document; and the beginnings of
+the first mini-batches of documents that begin inside the window. The latter all start from the initial
+weights, so that three passes over a window compute every case exactly.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ from lsm_jax.ops.core.segments import Chunks, Tokens
 
 
 class Part(NamedTuple):
-    """Tokens of a window that share the weights their gradients are taken at, and what they leave behind.
+    """Tokens of a window whose gradients are taken at the same weights, and their effect on the memory.
 
-    Of several documents in one part, what is left is the last one's.
+    If a part has tokens of several documents, the memory after it is that of the last document.
 
     Attributes:
-        here: [B, N, C], True at the part's tokens.
-        into_sums: [B, N, G, C], how much of each token's step the sums hold in the end.
-        into_current: [B, N, G, C], likewise, the current weights; None for TTT, as is the rest.
-        log_decay: [B, N, G], of the current weights.
-        lift: [B, N, G], how much of the earlier sums the current weights receive.
+        member: [B, N, C], True for the tokens of the part.
+        into_sums: [B, N, G, C], the factor of each token's step in the final sums.
+        into_current: [B, N, G, C], the factor of each token's step in the final current weights. None for
+            TTT, as are the fields below.
+        log_decay: [B, N, G], the log decay of the current weights.
+        lift: [B, N, G], the factor by which the earlier sums are added to the current weights.
         keep_sums: [B, N, G], the decay of the earlier sums.
     """
 
-    here: Bool[Array, "B N C"]
+    member: Bool[Array, "B N C"]
     into_sums: Float[Array, "B N G C"]
     into_current: Any
     log_decay: Any
@@ -40,21 +42,22 @@ class Part(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """N windows of C tokens. The weights a token i reads are
+    """N windows of C tokens. The weights that token i reads are
 
         keep_i W + lift_i S + sum_j lower_ij x_jᵀ (-η_j g_j)
 
-    with W and S the weights and sums its part starts from. G is 1 where all heads agree.
+    with W and S the weights and sums that its part starts from. G is 1 if all heads have the same factors.
 
     Attributes:
-        lower: [B, N, G, C, C], 0 unless token j is written and stands at or before i in the same mini-batch.
+        lower: [B, N, G, C, C], 0 unless token j is written, of the same mini-batch as i, and not after i.
         keep: [B, N, G, C].
         lift: [B, N, G, C].
-        reset: [B, N], True where the first token of a window begins a document; None where none can.
-        full: [B, N], True where `goes_on` completes its mini-batch.
-        goes_on: the mini-batch the window starts in.
-        next: the one after it; None where there can be none.
-        begins: those of documents that begin further inside; None where there can be none.
+        reset: [B, N], True if the first token of the window begins a document; None if none can.
+        full: [B, N], True if `present` contains the last token of its mini-batch.
+        present: the tokens of the mini-batch that the window starts in.
+        next: the tokens of the mini-batch after it; None if there can be none.
+        new_documents: the tokens of documents that begin after the window's first token; None if there can
+            be none.
     """
 
     lower: Float[Array, "B N G C C"]
@@ -62,9 +65,9 @@ class Windows(NamedTuple):
     lift: Float[Array, "B N G C"]
     reset: Bool[Array, "B N"] | None
     full: Bool[Array, "B N"]
-    goes_on: Part
+    present: Part
     next: Part | None
-    begins: Part | None
+    new_documents: Part | None
 
 
 def cut_into_windows(
@@ -77,127 +80,156 @@ def cut_into_windows(
     log_momentum: Any,
     log_decay: Any,
     *,
-    crosses: bool,
+    unaligned: bool,
 ) -> tuple[Windows, Array]:
     """The windows of a call, and the states' positions after it.
 
     Args:
-        tokens: what each token does.
-        chunks: the windows' layout.
-        position: [B] or [B, S], of the states.
+        tokens: tells which tokens write, and where documents begin.
+        chunks: the layout of the windows.
+        position: [B] or [B, S], as in `OnlineState`.
         length: T.
-        mini_batch: tokens in one.
-        coefficients: TTT's, [mini_batch], or None.
-        log_momentum: Titans', [B, T, G], 0 at tokens that are not written, or None.
+        mini_batch: tokens in a mini-batch.
+        coefficients: those of TTT, [mini_batch], or None.
+        log_momentum: that of Titans, [B, T, G], 0 for tokens that are not written, or None.
         log_decay: likewise.
-        crosses: False where every window is known to start at a multiple of its size in a document without gaps.
+        unaligned: False if every window is known to start at a multiple of its size in a document without
+            gaps.
     """
     size = chunks.size
     real, written, count, after = _count(tokens, chunks, position, length)
     batch_of = (
         jnp.maximum(count - 1, 0) // mini_batch
-    )  # a document's mini-batches, from the state's on
+    )  # the index in the document, from the state on
     run = jnp.zeros_like(count) if chunks.run is None else chunks.run
-    many = jnp.iinfo(jnp.int32).max
+    largest = jnp.iinfo(jnp.int32).max
 
-    first = jnp.min(jnp.where(real, run, many), axis=-1)
-    first = jnp.where(first == many, run[..., 0], first)[..., None]
-    goes_on = real & (run == first)
-    before = jnp.min(jnp.where(goes_on, count - written, many), axis=-1, keepdims=True)
-    present = jnp.where(before == many, 0, before) // mini_batch
-    full = jnp.any(goes_on & written & (count == (present + 1) * mini_batch), axis=-1)
-    crossed = goes_on & (batch_of > present)
+    first = jnp.min(jnp.where(real, run, largest), axis=-1)
+    first = jnp.where(first == largest, run[..., 0], first)[..., None]
+    in_first = real & (run == first)  # tokens of the window's first document
+    before = jnp.min(jnp.where(in_first, count - written, largest), axis=-1, keepdims=True)
+    present = jnp.where(before == largest, 0, before) // mini_batch
+    full = jnp.any(in_first & written & (count == (present + 1) * mini_batch), axis=-1)
+    in_next = in_first & (batch_of > present)
     reset = None
     if chunks.run is not None:
-        ended = jnp.concatenate([jnp.zeros_like(run[:, :1, -1]), run[:, :-1, -1]], axis=1)
-        reset = first[..., 0] > ended
+        previous = jnp.concatenate([jnp.zeros_like(run[:, :1, -1]), run[:, :-1, -1]], axis=1)
+        reset = first[..., 0] > previous
 
     same = (run[..., :, None] == run[..., None, :]) & (
         batch_of[..., :, None] == batch_of[..., None, :]
     )
     same = (same & written[..., None, :] & jnp.tril(jnp.ones((size, size), bool)))[:, :, None]
     if coefficients is not None:
-        momentum = same.astype(coefficients.dtype)
-        lift = coefficients[jnp.maximum(count - 1, 0) % mini_batch][:, :, None]
-        lower, keep, sums_kept, log_kept = (
-            lift[..., None] * momentum,
-            jnp.ones_like(lift),
-            None,
-            None,
-        )
+        factors = _ttt_factors(coefficients, count, same, mini_batch)
     else:
-        by_head = [jnp.moveaxis(chunks.split(x), 2, 3) for x in (log_momentum, log_decay)]
-        pairs = [jnp.where(same, pairwise_decay(halve(x[..., None])), 0) for x in by_head]
-        sums_kept, log_kept = (
-            jnp.sum(jnp.where(same, x[..., None, :], 0), axis=-1) for x in by_head
-        )
-        momentum, decay = pairs
-        highest = jax.lax.Precision.HIGHEST
-        lower = jnp.matmul(decay, momentum, precision=highest)
-        lift = jnp.matmul(decay, jnp.exp(sums_kept)[..., None], precision=highest)[..., 0]
-        keep = jnp.exp(log_kept)
+        factors = _titans_factors(chunks, log_momentum, log_decay, same)
 
-    def part(here: Array) -> Part:
-        """What the last token of the part sees is what is left."""
-        place = jnp.arange(size)
-        last = place == jnp.max(jnp.where(here, place, -1), axis=-1, keepdims=True)
-        last = last[:, :, None]
-
-        def pick(x):
-            return jnp.sum(jnp.where(last.reshape(*last.shape, *(1,) * (x.ndim - 4)), x, 0), axis=3)
-
-        if sums_kept is None:
-            return Part(here, pick(momentum), None, None, None, None)
-        return Part(
-            here,
-            pick(momentum),
-            pick(lower),
-            pick(log_kept),
-            pick(lift),
-            jnp.exp(pick(sums_kept)),
-        )
-
-    crosses = size > 1 and (crosses or mini_batch % size != 0)
-    begins = size > 1 and chunks.run is not None
+    has_next = size > 1 and (unaligned or mini_batch % size != 0)
+    has_new_documents = size > 1 and chunks.run is not None
     windows = Windows(
-        lower,
-        keep,
-        lift,
+        factors.lower,
+        factors.keep,
+        factors.lift,
         reset,
         full,
-        part(goes_on & ~crossed),
-        part(crossed) if crosses else None,
-        part(real & (run > first)) if begins else None,
+        _part(factors, in_first & ~in_next),
+        _part(factors, in_next) if has_next else None,
+        _part(factors, real & (run > first)) if has_new_documents else None,
     )
     return windows, after % mini_batch
+
+
+class _Factors(NamedTuple):
+    """Factors of gradient steps in the sums and in the weights that each token reads.
+
+    Attributes:
+        momentum: [B, N, G, C, C], the factor of token j's step in the sums at token i.
+        lower: as in `Windows`.
+        keep: as in `Windows`.
+        lift: as in `Windows`.
+        log_kept_sums: [B, N, G, C], the log decay of the sums up to token i; None for TTT.
+        log_kept: [B, N, G, C], likewise, of the weights.
+    """
+
+    momentum: Array
+    lower: Array
+    keep: Array
+    lift: Array
+    log_kept_sums: Array | None
+    log_kept: Array | None
+
+
+def _ttt_factors(coefficients: Array, count: Array, same: Array, mini_batch: int) -> _Factors:
+    """The factors of TTT; `same` [B, N, 1, C, C] is True if token j's step is in the sums at token i."""
+    momentum = same.astype(coefficients.dtype)
+    lift = coefficients[jnp.maximum(count - 1, 0) % mini_batch][:, :, None]
+    return _Factors(momentum, lift[..., None] * momentum, jnp.ones_like(lift), lift, None, None)
+
+
+def _titans_factors(chunks: Chunks, log_momentum: Array, log_decay: Array, same: Array) -> _Factors:
+    """The factors of Titans; `same` as in `_ttt_factors`."""
+    by_head = [jnp.moveaxis(chunks.split(x), 2, 3) for x in (log_momentum, log_decay)]
+    momentum, decay = (jnp.where(same, pairwise_decay(halve(x[..., None])), 0) for x in by_head)
+    log_kept_sums, log_kept = (
+        jnp.sum(jnp.where(same, x[..., None, :], 0), axis=-1) for x in by_head
+    )
+    highest = jax.lax.Precision.HIGHEST
+    lower = jnp.matmul(decay, momentum, precision=highest)
+    lift = jnp.matmul(decay, jnp.exp(log_kept_sums)[..., None], precision=highest)[..., 0]
+    return _Factors(momentum, lower, jnp.exp(log_kept), lift, log_kept_sums, log_kept)
+
+
+def _part(factors: _Factors, member: Array) -> Part:
+    """The part of the tokens `member` [B, N, C]: the memory after it is the memory at its last token."""
+    index = jnp.arange(member.shape[-1])
+    last = index == jnp.max(jnp.where(member, index, -1), axis=-1, keepdims=True)
+    last = last[:, :, None]
+
+    def at_last(x):
+        return jnp.sum(jnp.where(last.reshape(*last.shape, *(1,) * (x.ndim - 4)), x, 0), axis=3)
+
+    if factors.log_kept_sums is None or factors.log_kept is None:
+        return Part(member, at_last(factors.momentum), None, None, None, None)
+    return Part(
+        member,
+        at_last(factors.momentum),
+        at_last(factors.lower),
+        at_last(factors.log_kept),
+        at_last(factors.lift),
+        jnp.exp(at_last(factors.log_kept_sums)),
+    )
 
 
 def _count(
     tokens: Tokens, chunks: Chunks, position: Array, length: int
 ) -> tuple[Array, Array, Array, Array]:
-    """Real and written tokens, each one's document's written tokens up to it [B, N, C], and those of each state in the end.
+    """Count the written tokens of each document.
 
-    Both count from the state's position, a new document's from 0.
+    Returns:
+        Which tokens are real and which are written, [B, N, C]; the number of written tokens of each token's
+        document up to and with it, [B, N, C]; and that number for each state after the call. Counts begin
+        with the state's position, and with 0 in a new document.
     """
     batch, shape = position.shape[0], (-1, chunks.count, chunks.size)
-    everywhere = jnp.ones((batch, length), bool)
-    real = chunks.split(everywhere if tokens.real is None else tokens.real)
-    written = chunks.split(everywhere if tokens.written is None else tokens.written)
+    all_tokens = jnp.ones((batch, length), bool)
+    real = chunks.split(all_tokens if tokens.real is None else tokens.real)
+    written = chunks.split(all_tokens if tokens.written is None else tokens.written)
     flat = written.reshape(batch, -1)
     count = jnp.cumsum(flat, axis=1, dtype=jnp.int32)
-    start = jnp.zeros_like(count)
+    offset = jnp.zeros_like(count)
     if chunks.slot is not None:
         assert chunks.first is not None
-        inside = jnp.arange(chunks.size) == 0
-        begins = (chunks.first[..., None] & inside).reshape(flat.shape)
-        start = jnp.repeat(jnp.take_along_axis(position, chunks.slot, axis=1), chunks.size, axis=1)
+        is_first = jnp.arange(chunks.size) == 0
+        starts = (chunks.first[..., None] & is_first).reshape(flat.shape)
+        offset = jnp.repeat(jnp.take_along_axis(position, chunks.slot, axis=1), chunks.size, axis=1)
     elif chunks.run is not None:
         run = chunks.run.reshape(flat.shape)
-        begins = jnp.diff(run, axis=1, prepend=jnp.zeros_like(run[:, :1])) > 0
+        starts = jnp.diff(run, axis=1, prepend=jnp.zeros_like(run[:, :1])) > 0
     else:
-        begins = jnp.zeros_like(flat)
-    latest = jax.lax.cummax(jnp.where(begins, jnp.arange(flat.shape[1]), -1), axis=1)
-    base = jnp.take_along_axis(count - flat - start, jnp.maximum(latest, 0), axis=1)
+        starts = jnp.zeros_like(flat)
+    latest = jax.lax.cummax(jnp.where(starts, jnp.arange(flat.shape[1]), -1), axis=1)
+    base = jnp.take_along_axis(count - flat - offset, jnp.maximum(latest, 0), axis=1)
     if chunks.slot is None:
         base = jnp.where(latest >= 0, base, -position[:, None])
     count = count - base

@@ -1,1 +1,1 @@
-"""`selective_memory`: memories whose entries stand alone."""
+"""`selective_memory`: memories in which every entry decays and is written independently of the others."""

@@ -12,36 +12,36 @@ from lsm_jax.ops.backends.memory_kernels import CHUNK_FORM
 from lsm_jax.ops.backends.registry import PALLAS, Backend, Call, register
 from lsm_jax.ops.core.segments import finish_output, read_tokens, select
 from lsm_jax.ops.selective.state import SelectiveState
-from lsm_jax.ops.selective.xla import by_xla, document_starts
+from lsm_jax.ops.selective.xla import document_starts, run_in_form
 from pallas_kernels.requirements import Requirement
 
 
 def run_xla(call: Call) -> tuple[jax.Array, SelectiveState]:
-    """`selective_memory` as XLA runs it, in the call's form."""
-    return by_xla(call.options._replace(form=call.form), **call.arguments)
+    """The output and the final state, computed by XLA in the call's form."""
+    return run_in_form(call.options._replace(form=call.form), **call.arguments)
 
 
-def _given(call: Call) -> dict[str, Any]:
-    """The call's arrays by name, constant ones among them; None where absent."""
+def _all_arguments(call: Call) -> dict[str, Any]:
+    """The call's arrays by name, including those that are constant in time; None for those that are absent."""
     absent = dict.fromkeys(("delta", "b", "c"))
     return absent | call.arguments["constant"] | call.arguments
 
 
-def _kernel_of_real(call: Call) -> bool:
-    """Whether a real memory has the arguments of Mamba."""
-    given = _given(call)
-    b, c = given["b"], given["c"]
+def _is_mamba(call: Call) -> bool:
+    """Whether the arguments are those of Mamba, for a call with a real memory."""
+    arguments = _all_arguments(call)
+    b, c = arguments["b"], arguments["c"]
     real = not any(jnp.iscomplexobj(x) for x in (b, c))
     return call.options.discretization == "euler" and jnp.ndim(b) == jnp.ndim(c) == 3 and real
 
 
-def _kernel_of_complex(call: Call) -> bool:
-    """Whether a complex memory has the arguments of GateLoop."""
-    given = _given(call)
-    a, b, c = given["a"], given["b"], given["c"]
+def _is_gate_loop(call: Call) -> bool:
+    """Whether the arguments are those of GateLoop, for a call with a complex memory."""
+    arguments = _all_arguments(call)
+    a, b, c = arguments["a"], arguments["b"], arguments["c"]
     real = not any(jnp.iscomplexobj(x) for x in (b, c))
-    one_number = a.shape[1] == 1 and jnp.ndim(b) == 2 and jnp.ndim(c) == 4
-    return call.options.discretization == "none" and one_number and real and given["d"] is None
+    one_entry = a.shape[1] == 1 and jnp.ndim(b) == 2 and jnp.ndim(c) == 4
+    return call.options.discretization == "none" and one_entry and real and arguments["d"] is None
 
 
 REQUIREMENTS = (
@@ -50,20 +50,20 @@ REQUIREMENTS = (
         "one state per row, not one per segment",
         lambda call: call.arguments["state"].memory.ndim == 3,
     ),
-    Requirement("delta [B, T, D]", lambda call: jnp.ndim(_given(call)["delta"]) == 3),
+    Requirement("delta [B, T, D]", lambda call: jnp.ndim(_all_arguments(call)["delta"]) == 3),
     Requirement(
-        "for a complex memory one number per channel with discretization='none', real B [D, N], real C [B, T, D, N] and no D",
-        lambda call: not call.options.is_complex or _kernel_of_complex(call),
+        "for a complex memory: one entry per channel, discretization='none', real B [D, N], real C [B, T, D, N] and no D",
+        lambda call: not call.options.is_complex or _is_gate_loop(call),
     ),
     Requirement(
-        "for a real memory discretization='euler' and real B and C [B, T, N]",
-        lambda call: call.options.is_complex or _kernel_of_real(call),
+        "for a real memory: discretization='euler', and real B and C [B, T, N]",
+        lambda call: call.options.is_complex or _is_mamba(call),
     ),
 )
 
 
 def _unsupported_by_kernel(name: str, call: Call) -> str | None:
-    # Imported here: a backend that is not used costs nothing at import.
+    # Imported here, so that a backend that is not used adds no time to `import lsm_jax`.
     from pallas_kernels.selective_scan import complex_unsupported, unsupported
 
     u = call.arguments["u"]
@@ -73,61 +73,64 @@ def _unsupported_by_kernel(name: str, call: Call) -> str | None:
 
 
 def run_kernel(name: str, call: Call) -> tuple[jax.Array, SelectiveState]:
-    """`selective_memory` as the fused kernel of the backend `name` runs it."""
-    given = _given(call)
-    state = given["state"]
-    tokens = read_tokens(given["segment_ids"], given["update_mask"], state.segment_id, None)
-    begin = document_starts(tokens)
+    """The output and the final state, computed by the fused kernel of the backend `name`."""
+    arguments = _all_arguments(call)
+    state = arguments["state"]
+    tokens = read_tokens(arguments["segment_ids"], arguments["update_mask"], state.segment_id, None)
+    starts = document_starts(tokens)
     scan = _complex_scan if call.options.is_complex else _real_scan
-    output, memory = scan(name, tokens, begin, given)
+    output, memory = scan(name, tokens, starts, arguments)
     return finish_output(tokens, output), SelectiveState(memory, tokens.last_id)
 
 
-def _real_scan(name, tokens, begin, given) -> tuple[jax.Array, jax.Array]:
+def _real_scan(name, tokens, starts, arguments) -> tuple[jax.Array, jax.Array]:
     from pallas_kernels.selective_scan import selective_scan
 
-    u, d = given["u"], given["d"]
-    # A token that writes nothing is still passed on by D, outside the kernel: times a delta of 0 it may be NaN.
+    u, d = arguments["u"], arguments["d"]
+    # A masked token still adds D u to its output. The kernel cannot add it: there u must be 0, since times
+    # a delta of 0 it may be NaN.
     masked = tokens.written is not tokens.real
     y, final = selective_scan(
         select(tokens.written, u),
-        select(tokens.written, given["delta"]),
-        given["a"],
-        select(tokens.written, given["b"]),
-        select(tokens.real, given["c"]),
+        select(tokens.written, arguments["delta"]),
+        arguments["a"],
+        select(tokens.written, arguments["b"]),
+        select(tokens.real, arguments["c"]),
         None if masked else d,
-        initial=given["state"].memory,
-        begin=begin,
+        initial=arguments["state"].memory,
+        begin=starts,
         implementation=name,
     )
     if masked and d is not None:
-        through = d.astype(jnp.float32) * select(tokens.real, u).astype(jnp.float32)
-        y = (y.astype(jnp.float32) + through).astype(y.dtype)
+        skipped = d.astype(jnp.float32) * select(tokens.real, u).astype(jnp.float32)
+        y = (y.astype(jnp.float32) + skipped).astype(y.dtype)
     return y, final
 
 
-def _complex_scan(name, tokens, begin, given) -> tuple[jax.Array, jax.Array]:
+def _complex_scan(name, tokens, starts, arguments) -> tuple[jax.Array, jax.Array]:
     from pallas_kernels.selective_scan import complex_scan
 
-    u, memory = given["u"], given["state"].memory
-    exponent = select(tokens.written, given["delta"].astype(jnp.complex64)) * given["a"][:, 0]
+    u, memory = arguments["u"], arguments["state"].memory
+    delta = select(tokens.written, arguments["delta"].astype(jnp.complex64))
+    exponent = delta * arguments["a"][:, 0]
     decay = jnp.exp(exponent)
-    if begin is not None:
-        decay = jnp.where(begin[..., None], 0, decay)
-    written = (u * given["b"][:, 0]).astype(u.dtype)
-    parts = jnp.stack([memory[..., 0].real, memory[..., 0].imag], axis=1)
+    if starts is not None:
+        decay = jnp.where(starts[..., None], 0, decay)
+    write = (u * arguments["b"][:, 0]).astype(u.dtype)
+    initial = jnp.stack([memory[..., 0].real, memory[..., 0].imag], axis=1)
     y, final = complex_scan(
-        select(tokens.written, written),
-        select(tokens.real, given["c"][..., 0]),
+        select(tokens.written, write),
+        select(tokens.real, arguments["c"][..., 0]),
         decay.real,
         decay.imag,
-        initial=parts,
+        initial=initial,
         implementation=name,
     )
     return y, jax.lax.complex(final[:, 0], final[:, 1])[..., None]
 
 
 def _kernel(name: str, **fields: Any) -> Backend:
+    """The backend that runs the fused kernel `name`; `fields` are further fields of `Backend`."""
     return Backend(
         name=name,
         run=functools.partial(run_kernel, name),

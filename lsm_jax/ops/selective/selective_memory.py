@@ -1,7 +1,8 @@
-"""Selective memories: `h_t[c, n] = exp(Δ_t[c] A[c, n]) h_{t-1}[c, n] + w_t[c, n]`, `y_t[c] = Re Σ_n C[n] h_t[c, n] + D[c] u_t[c]`.
+"""Selective memories: `h_t[c, n] = exp(Δ_t[c] A[c, n]) h_{t-1}[c, n] + w_t[c, n]`, `y_t[c] = Re Σ_n C[n]
+h_t[c, n] + D[c] u_t[c]`.
 
-Every entry of the memory stands alone: Mamba (arXiv 2312.00752), S4D (arXiv 2206.11893) and GateLoop (arXiv 2311.01927) with
-one head a channel.
+Every entry of the memory is independent of the others: Mamba (arXiv 2312.00752), S4D (arXiv 2206.11893) and
+GateLoop (arXiv 2311.01927) with one head per channel.
 """
 
 from __future__ import annotations
@@ -48,41 +49,49 @@ def selective_memory(
     segment_ids: Int[Array, "B T"] | None = None,
     update_mask: Array | None = None,
     form: str = "chunk",
-    implementation: str | None = None,
+    implementation: str | tuple[str, ...] | None = None,
     chunk_size: int | None = None,
 ) -> tuple[Float[Array, "B T D"], SelectiveState]:
-    """Write each channel of `u` into N numbers of its own that decay, and read their sum under `C`.
+    """Write each channel of `u` into N decaying entries of the memory, and read their sum with the weights
+    `C`.
 
-    The memory is complex where delta, A or B is. Of conjugate pairs keep one half and double C.
+    The memory is complex if delta, A or B is. For a model with conjugate pairs, pass one of each pair and
+    double C.
 
     Args:
         u: [B, T, D], real.
-        delta: [B, T, D], or [D] for one that is constant. The real part of `delta * A` is the log of the decay, at most 0.
-        A: [D, N], constant.
-        B: [B, T, N] shared by the channels, [D, N] constant, or [B, T, D, N].
-        C: shaped as one of those.
-        D: [D], adds `D u` to the output.
-        discretization: what a token writes: "euler" `delta B u` (Mamba), "zoh" `(exp(delta A) - 1) / A B u` (S4D), "none"
-            `B u`.
-        initial_state: the state to go on from; with memory [B, S, ...], segment id s has state s - 1. None is empty.
-        segment_ids: [B, T] integers, 0 padding; see `lsm_jax.ops.core.segments`.
-        update_mask: [B, T], 0 where a token must not change the memory (it still reads it, and has its `D u`).
-        form: "recurrent" (token by token), "chunk" (associative scan in a chunk, scan over chunks; the backward pass computes
-            each chunk again, so that only the memories chunks start from are kept) or "associative" (associative scan over
-            tokens, holding [B, T, D, N]; with one state a segment, a complex memory's is causal up to the rounding of complex
-            products alone, which XLA does by their place).
-        implementation: None picks, "xla", or a fused kernel for Mamba's arguments or those of one complex number a channel,
-            GateLoop's, which takes C in u's dtype: "mosaic_gpu" (NVIDIA Hopper; u of bfloat16) or "mosaic_tpu" (u of bfloat16
-            or float32, D a multiple of 128; no TPU has run it, so None doesn't pick it). Kernels are differentiable once, in
-            reverse.
+        delta: [B, T, D], or [D] if constant. The real part of `delta * A` is the log of the decay, at most
+            0.
+        A: [D, N], constant in time.
+        B: [B, T, N] (the same for all channels), [D, N] (constant in time) or [B, T, D, N].
+        C: one of the shapes of B.
+        D: [D]; `D u` is added to the output.
+        discretization: the write of a token: "euler" `delta B u` (Mamba), "zoh" `(exp(delta A) - 1) / A B
+            u` (S4D), "none" `B u`.
+        initial_state: the state to continue from; None is an empty one. With memory [B, S, ...] there is
+            one state per segment: the tokens of id s use state s - 1.
+        segment_ids: [B, T] integers, 0 for padding; see `lsm_jax.ops.core.segments`.
+        update_mask: [B, T], 0 for tokens that do not change the memory (they still read it, and `D u` is
+            still added).
+        form: "recurrent" (token by token), "chunk" (an associative scan in each chunk, and a scan over
+            chunks; the backward pass recomputes each chunk, so that only the memory at the start of each
+            chunk is stored) or "associative" (an associative scan over tokens, which stores [B, T, D, N].
+            With one state per segment and a complex memory, later tokens may change the rounding of earlier
+            outputs: XLA rounds a complex product by its index in the array).
+        implementation: None (the first automatic backend that supports the call; see docs/kernels.md), a
+            backend's name ("xla", "mosaic_gpu", ...), or a tuple of names in order of preference. The fused
+            kernels support Mamba's and GateLoop's arguments, convert GateLoop's C to u's dtype, and are
+            differentiable once, in reverse mode.
         chunk_size: tokens in a chunk of the XLA form, a power of two; None is 64.
 
     Returns:
-        The output in u's dtype, and the final state in float32 or complex64 (float64 or complex128 if an input is).
+        The output in u's dtype, and the final state in float32 or complex64 (float64 or complex128 if an
+        input is).
 
     Raises:
-        NotImplementedError: a kernel is named that does not serve these arguments; the message says why.
-        ValueError: shapes, dtypes, discretization, form, implementation or chunk size that are not accepted.
+        NotImplementedError: no backend of the given names supports the call; the message gives the
+            requirement.
+        ValueError: a shape, dtype, discretization, form, implementation or chunk size is not accepted.
     """
     op = "selective_memory"
     checks.check_form(op, form)
@@ -90,7 +99,7 @@ def selective_memory(
     if discretization not in DISCRETIZATIONS:
         listed = ", ".join(map(repr, DISCRETIZATIONS))
         raise ValueError(f"{op}: discretization={discretization!r}; accepted are {listed}")
-    channels, state_size = _check(op, u, delta, A, B, C, D)
+    channels, state_size = _check_arrays(op, u, delta, A, B, C, D)
     batch, length, _ = u.shape
     checks.check_rows(op, batch, length, segment_ids, update_mask)
     size = checks.check_chunk_size(op, chunk_size, length)
@@ -101,15 +110,15 @@ def selective_memory(
     )
     state = checks.state_or_empty(op, initial_state, empty, segment_ids)
 
-    given = dict(delta=delta, b=B, c=C)
-    constant = {n: x for n, x in given.items() if jnp.ndim(x) == (1 if n == "delta" else 2)}
+    parameters = dict(delta=delta, b=B, c=C)
+    constant = {n: x for n, x in parameters.items() if jnp.ndim(x) == (1 if n == "delta" else 2)}
     batched = dict(u=u, state=state, segment_ids=segment_ids, update_mask=update_mask)
-    batched |= {n: x for n, x in given.items() if n not in constant}
+    batched |= {n: x for n, x in parameters.items() if n not in constant}
     options = SelectiveOptions(discretization, form, size, dtype, is_complex)
     shared = dict(a=A, d=D, constant=constant)
-    # Channels take the place of heads.
+    # A mesh splits channels as it splits heads.
     axes: dict[str, Any] = dict.fromkeys(batched, TOKENS) | dict.fromkeys(shared, ("heads",))
-    axes |= {n: TOKENS[:2] for n, x in given.items() if n in ("b", "c") and jnp.ndim(x) == 3}
+    axes |= {n: TOKENS[:2] for n, x in parameters.items() if n in ("b", "c") and jnp.ndim(x) == 3}
     axes["state"] = state_axes(state, segments=state.memory.ndim == 4)
     return over_mesh(
         run,
@@ -124,12 +133,12 @@ def selective_memory(
 
 def _in_sequence(axis, function, static, **arguments):
     """The op on one of the devices that share a row."""
-    update = _update_of_all(function, static, arguments)
+    update = _update_of_device(function, static, arguments)
     return resume(axis, function, (static,), arguments, update, _advance)
 
 
-def _update_of_all(function, static, arguments: dict[str, Any]) -> Update:
-    """The tokens of this device as one update; its transition is a logarithm, [B, D, N] or [B, S, D, N]."""
+def _update_of_device(function, static, arguments: dict[str, Any]) -> Update:
+    """The tokens of this device as one update, whose transition is a log decay, [B, D, N] or [B, S, D, N]."""
     options = static.options
     u, state, segment_ids = (arguments[name] for name in ("u", "state", "segment_ids"))
     batch, length, channels = u.shape
@@ -143,8 +152,8 @@ def _update_of_all(function, static, arguments: dict[str, Any]) -> Update:
     else:
         rows = 1 if tokens.written is None else batch
         delta = jnp.broadcast_to(delta, (rows, length, channels))
-    wide = jnp.result_type(delta, options.dtype)
-    total = total_of(select(tokens.written, delta.astype(wide)), tokens, num_segments, batch)
+    delta = delta.astype(jnp.result_type(delta, options.dtype))
+    total = total_of(select(tokens.written, delta), tokens, num_segments, batch)
     exponent = total[..., None] * arguments["a"]
     in_chunks = static._replace(options=options._replace(form="chunk"))
     _, written = function(in_chunks, **(arguments | {"state": empty}))
@@ -154,18 +163,19 @@ def _update_of_all(function, static, arguments: dict[str, Any]) -> Update:
 def _advance(state: SelectiveState, update: Update) -> SelectiveState:
     """The state after an update."""
     state = emptied_by(state, update)
-    kept = unless_restarted(update, jnp.exp(update.transition) * state.memory)
-    return SelectiveState(kept + update.written.memory, newer_id(state, update))
+    decayed = unless_restarted(update, jnp.exp(update.transition) * state.memory)
+    return SelectiveState(decayed + update.written.memory, newer_id(state, update))
 
 
 def check_real(op: str, **arrays: Array | None) -> None:
-    """ValueError for complex ones."""
+    """Raise ValueError if one of the arrays is complex."""
     for name, array in arrays.items():
         if array is not None and jnp.iscomplexobj(array):
-            raise ValueError(f"{op}: {name} has dtype {array.dtype}; accepted are real ones")
+            raise ValueError(f"{op}: {name} has dtype {array.dtype}; accepted are real dtypes")
 
 
-def _check(op, u, delta, A, B, C, D) -> tuple[int, int]:
+def _check_arrays(op, u, delta, A, B, C, D) -> tuple[int, int]:
+    """Check shapes and dtypes, and return the number of channels and the entries of the memory per channel."""
     batch, length, channels = checks.check_row_channels(op, "u", u)
     checks.check_shape(op, "A", A, (channels, None), "D, N")
     checks.check_filled(op, "A", A)

@@ -12,7 +12,8 @@ class SelectiveState(NamedTuple):
     """State of `selective_memory`.
 
     Attributes:
-        memory: [B, D, N], or [B, S, D, N] with one state a segment; float32, or complex64 where the memory is complex.
+        memory: [B, D, N], or [B, S, D, N] with one state per segment; float32, or complex64 if the memory
+            is complex.
         segment_id: [B], the last nonzero segment id seen, 0 before any.
     """
 
@@ -29,7 +30,16 @@ def selective_state(
     num_segments: int | None = None,
     dtype=jnp.float32,
 ) -> SelectiveState:
-    """An empty `SelectiveState`, complex with parts of `dtype` if asked; `num_segments` gives each row that many states."""
+    """An empty `SelectiveState`.
+
+    Args:
+        batch_size: B.
+        channels: D.
+        state_size: N, entries of the memory per channel.
+        is_complex: whether the memory is complex.
+        num_segments: states per row; None is one state per row.
+        dtype: of a real memory, and of the real and imaginary parts of a complex one.
+    """
     rows = (batch_size,) if num_segments is None else (batch_size, num_segments)
     dtype = jnp.result_type(dtype, jnp.complex64) if is_complex else dtype
     memory = jnp.zeros((*rows, channels, state_size), dtype)

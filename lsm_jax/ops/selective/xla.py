@@ -33,16 +33,24 @@ class SelectiveOptions(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """Arrays by token: u, delta [B, T, D]; b, c [B, T, N] or [B, T, D, N], None where constant; begin [B, T] or None."""
+    """Arrays with one entry per token.
+
+    Attributes:
+        u: [B, T, D].
+        delta: [B or 1, T, D].
+        b: [B, T, N] or [B, T, D, N]; None if constant in time.
+        c: as b.
+        starts: [B, T], True where a document begins; None if none can.
+    """
 
     u: Array
     delta: Array
     b: Array | None
     c: Array | None
-    begin: Array | None
+    starts: Array | None
 
 
-def by_xla(
+def run_in_form(
     options: SelectiveOptions,
     u,
     state,
@@ -55,10 +63,10 @@ def by_xla(
     b=None,
     c=None,
 ) -> tuple[Array, SelectiveState]:
-    """The output in u's dtype and the final state, in `options.form`.
+    """The output in u's dtype and the final state, computed in `options.form`.
 
-    Arrays are named as the op's arguments, in lower case; `constant` holds those of delta, b and c that are the same at every
-    token.
+    The arrays have the names of the op's arguments in lower case; `constant` holds those of delta, b and c
+    that are constant in time.
     """
     batch, length, channels = u.shape
     dtype = options.dtype
@@ -71,7 +79,7 @@ def by_xla(
         return x.astype(jnp.result_type(dtype, jnp.complex64) if jnp.iscomplexobj(x) else dtype)
 
     if "delta" in constant:
-        # One row is enough, unless some rows write where others do not.
+        # One row suffices, unless rows differ in which tokens write.
         rows = 1 if tokens.written is None and tokens.slot is None else batch
         delta = jnp.broadcast_to(constant["delta"], (rows, length, channels))
     inputs = _Inputs(
@@ -79,56 +87,26 @@ def by_xla(
         delta=select(tokens.written, widen(delta)),
         b=None if b is None else select(tokens.written, widen(b)),
         c=None if c is None else select(tokens.real, widen(c)),
-        begin=document_starts(tokens),
+        starts=document_starts(tokens),
     )
     constant_b, constant_c = (widen(constant.get(name)) for name in ("b", "c"))
     update = functools.partial(
         _update, a=widen(a), constant_b=constant_b, discretization=options.discretization
     )
-    read = functools.partial(_read, constant_c=constant_c)
+    read_memory = functools.partial(_read_memory, constant_c=constant_c)
     memory = widen(state.memory)
 
-    if options.form == "associative":
-        chunks = cut_into_chunks(tokens, length, 1, num_segments)
-
-        def split(x):
-            return chunks.split(jnp.broadcast_to(x, (batch, *x.shape[1:])))[:, :, 0]
-
-        x = jax.tree.map(split, inputs)
-        if options.is_complex:  # XLA rounds products by lane then
-            transition, write = update(x)
-        else:  # made where the tokens stand: in another lane XLA may round `exp` another way
-            transition, write = map(split, update(inputs))
-            taken = split(jnp.ones((batch, length), bool))
-            transition = jnp.where(taken[:, :, None, None], transition, 1)
-        entering, memory = associate_chunks(
-            jnp.multiply, jnp.multiply, transition, write, memory, chunks
-        )
-        output = chunks.join(read(x, transition * entering + write)[:, :, None], length)
-    elif options.form == "recurrent":
+    if options.form == "recurrent":
 
         def step(memory, x):
             transition, write = update(x)
             memory = transition * memory + write
-            return memory, read(x, memory)
+            return memory, read_memory(x, memory)
 
         output, memory = scan_tokens(step, inputs, memory, None, tokens.slot)
     else:
-        chunks = cut_into_chunks(tokens, length, options.size, num_segments)
-
-        def step(memory, x):
-            held, after = associative_scan(_compose, update(x))
-            held = held * memory[:, None] + after
-            return held[:, -1], read(x, held)
-
-        output, memory = scan_tokens(
-            jax.checkpoint(step, prevent_cse=False),
-            jax.tree.map(chunks.split, inputs),
-            memory,
-            None,
-            chunks.slot,
-        )
-        output = chunks.join(output, length)
+        in_chunks = _associative if options.form == "associative" else _chunked
+        output, memory = in_chunks(options, tokens, inputs, memory, update, read_memory)
 
     if d is not None:
         output = output + widen(d) * select(tokens.real, widen(u))
@@ -136,23 +114,73 @@ def by_xla(
     return output, SelectiveState(memory, tokens.last_id)
 
 
+def _associative(
+    options: SelectiveOptions, tokens: Tokens, inputs: _Inputs, memory: Array, update, read_memory
+) -> tuple[Array, Array]:
+    """The output and the final memory by an associative scan over tokens."""
+    batch, length, _ = inputs.u.shape
+    num_segments = memory.shape[1] if memory.ndim == 4 else None
+    chunks = cut_into_chunks(tokens, length, 1, num_segments)
+
+    def split(x):
+        return chunks.split(jnp.broadcast_to(x, (batch, *x.shape[1:])))[:, :, 0]
+
+    x = jax.tree.map(split, inputs)
+    if (
+        options.is_complex
+    ):  # no order is causal to the bit: XLA rounds a complex product by its index in the array
+        transition, write = update(x)
+    else:  # computed in the order of the call: XLA may round `exp` differently at another index
+        transition, write = map(split, update(inputs))
+        has_token = split(jnp.ones((batch, length), bool))
+        transition = jnp.where(has_token[:, :, None, None], transition, 1)
+    entering, memory = associate_chunks(
+        jnp.multiply, jnp.multiply, transition, write, memory, chunks
+    )
+    return chunks.join(read_memory(x, transition * entering + write)[:, :, None], length), memory
+
+
+def _chunked(
+    options: SelectiveOptions, tokens: Tokens, inputs: _Inputs, memory: Array, update, read_memory
+) -> tuple[Array, Array]:
+    """The output and the final memory by an associative scan in each chunk and a scan over chunks."""
+    length = inputs.u.shape[1]
+    num_segments = memory.shape[1] if memory.ndim == 4 else None
+    chunks = cut_into_chunks(tokens, length, options.size, num_segments)
+
+    def step(memory, x):
+        decays, sums = associative_scan(_compose, update(x))
+        memories = decays * memory[:, None] + sums
+        return memories[:, -1], read_memory(x, memories)
+
+    output, memory = scan_tokens(
+        jax.checkpoint(step, prevent_cse=False),
+        jax.tree.map(chunks.split, inputs),
+        memory,
+        None,
+        chunks.slot,
+    )
+    return chunks.join(output, length), memory
+
+
 def document_starts(tokens: Tokens) -> Array | None:
-    """[B, T], True where a document begins, or None."""
+    """[B, T], True where a document begins; None if none can begin in this call."""
     if tokens.run is None:
         return None
     return jnp.diff(tokens.run, axis=1, prepend=jnp.zeros_like(tokens.run[:, :1])) > 0
 
 
 def _compose(earlier, later):
+    """The update that applies `earlier` and then `later`; both are (transition, write)."""
     return later[0] * earlier[0], later[0] * earlier[1] + later[1]
 
 
 def _update(x: _Inputs, *, a, constant_b, discretization) -> tuple[Array, Array]:
-    """Each token's update as what multiplies the memory and what is added, [..., D, N]."""
+    """The transition and the write of each token, [..., D, N]."""
     exponent = x.delta[..., None] * a
     transition = jnp.exp(exponent)
-    if x.begin is not None:
-        transition = jnp.where(per_chunk(x.begin, transition), 0, transition)
+    if x.starts is not None:
+        transition = jnp.where(per_chunk(x.starts, transition), 0, transition)
     if discretization == "none":
         write = x.u[..., None]
     else:
@@ -163,8 +191,8 @@ def _update(x: _Inputs, *, a, constant_b, discretization) -> tuple[Array, Array]
     return transition, write.astype(jnp.result_type(write, transition))
 
 
-def _read(x: _Inputs, memory: Array, *, constant_c) -> Array:
-    """Re(sum of c h): memory [..., D, N] -> [..., D]."""
+def _read_memory(x: _Inputs, memory: Array, *, constant_c) -> Array:
+    """The real part of the sum over n of c h, h the memory: [..., D, N] -> [..., D]."""
     c = _by_channel(x, x.c, constant_c)
     products = jnp.real(c) * jnp.real(memory)
     if jnp.iscomplexobj(c) and jnp.iscomplexobj(memory):
@@ -172,15 +200,17 @@ def _read(x: _Inputs, memory: Array, *, constant_c) -> Array:
     return jnp.sum(products, axis=-1)
 
 
-def _by_channel(x: _Inputs, given, constant) -> Array:
-    """B or C with an axis of channels."""
-    if given is None:
+def _by_channel(x: _Inputs, by_token, constant) -> Array:
+    """B or C with an axis of channels, [..., D or 1, N]."""
+    if by_token is None:
         return constant
-    return given if given.ndim == x.u.ndim + 1 else given[..., None, :]
+    return by_token if by_token.ndim == x.u.ndim + 1 else by_token[..., None, :]
 
 
 def expm1_ratio(z: Array) -> Array:
-    """`(exp(z) - 1) / z`, 1 at 0; by its series near 0, where the quotient's derivative would cancel."""
+    """`(exp(z) - 1) / z`, 1 at 0. Near 0 it is computed by its series, since the quotient's derivative
+    would lose digits there.
+    """
     near = jnp.abs(jnp.real(z)) + jnp.abs(jnp.imag(z)) < 0.5
     safe = jnp.where(near, 1, z)
     small = jnp.where(near, z, 0)

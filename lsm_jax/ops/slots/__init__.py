@@ -1,1 +1,1 @@
-"""`slot_memory`: a softmax over slots between two linear memories."""
+"""`slot_memory`: gated slot attention, a softmax over slots between two linear memories."""

@@ -1,4 +1,6 @@
-"""The backends of `slot_memory`: two linear memories, each by the backend of `linear_memory` of the same name."""
+"""The backends of `slot_memory`: each computes two linear memories by the backend of `linear_memory` with
+the same name.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,15 @@ from lsm_jax.ops.slots.state import SlotState
 
 
 def _linear_call(call: Call, memory: Any, options: Any, **arrays: Any) -> Call:
-    """A call of `linear_memory` on one of the two memories."""
-    given = call.arguments
-    state = LinearState(memory, None, None, given["state"].segment_id)
+    """The call of `linear_memory` that computes one of the two memories; `arrays` are its q, k, v and
+    decay.
+    """
+    arguments = call.arguments
+    state = LinearState(memory, None, None, arguments["state"].segment_id)
     absent = dict.fromkeys(
         ("log_decay", "value_log_decay", "log_input_gate", "constant_log_decay", "bonus")
     )
-    rows = dict(segment_ids=given["segment_ids"], update_mask=given["update_mask"])
+    rows = {name: arguments[name] for name in ("segment_ids", "update_mask")}
     arguments = absent | rows | dict(state=state) | arrays
     return Call("linear_memory", options, arguments, call.implementation)
 
@@ -33,23 +37,24 @@ def _unsupported(backend: Backend, call: Call) -> str | None:
     )
     shape = (*q.shape[:2], max(q.shape[2], v.shape[2]), s.shape[3])
     weights, strengths = (jax.ShapeDtypeStruct(x, q.dtype) for x in (shape, s.shape))
-    of_keys = _linear_call(
+    keys_call = _linear_call(
         call, state.keys, call.options, q=q, k=k, v=strengths, value_log_decay=log_decay
     )
-    of_values = _linear_call(
+    values_call = _linear_call(
         call, state.values, call.options, q=weights, k=strengths, v=v, log_decay=log_decay
     )
-    for name, part in (("keys (K x M)", of_keys), ("values (M x V)", of_values)):
-        if (reason := backend.unsupported(part)) is not None:
+    for name, linear_call in (("keys (K x M)", keys_call), ("values (M x V)", values_call)):
+        if (reason := backend.unsupported(linear_call)) is not None:
             return f"{reason} in the memory of {name}"
     return None
 
 
 def _run(backend: Backend, call: Call) -> tuple[jax.Array, SlotState]:
-    """Read the keys' memory, take the softmax over slots, read the values' memory.
+    """Read the memory of keys, apply the softmax over slots, and read the memory of values.
 
-    The slots are value channels of the first memory and key channels of the second. Rounding errors of scores of spread 16 grow
-    16 times in the softmax: Hopper's kernel reads the strengths in float32, and all scores are float32.
+    The slots are the value channels of the first memory and the key channels of the second. The softmax
+    multiplies rounding errors of the scores by up to their range, which may be 16: all scores are float32,
+    and Hopper's kernel reads the strengths in float32.
     """
     q, k, v, s, log_decay, state = (
         call.arguments[n] for n in ("q", "k", "v", "s", "log_decay", "state")
@@ -84,17 +89,17 @@ def _run(backend: Backend, call: Call) -> tuple[jax.Array, SlotState]:
     return output, SlotState(keys.memory, values.memory, values.segment_id)
 
 
-def _of_linear(backend: Backend) -> Backend:
-    """The backend of `slot_memory` that runs both memories by a backend of `linear_memory`."""
-    xla = backend.name == "xla"
+def _slot_backend(backend: Backend) -> Backend:
+    """The backend of `slot_memory` that computes both memories by `backend` of `linear_memory`."""
+    supports_all = backend.name == "xla"
     return Backend(
         name=backend.name,
         run=functools.partial(_run, backend),
-        more=lambda call: None if xla else _unsupported(backend, call),
+        more=lambda call: None if supports_all else _unsupported(backend, call),
         platforms=backend.platforms,
         compute_capabilities=backend.compute_capabilities,
         automatic=backend.automatic,
     )
 
 
-register("slot_memory", *map(_of_linear, (linear.HOPPER, linear.TPU, linear.XLA)))
+register("slot_memory", *map(_slot_backend, (linear.HOPPER, linear.TPU, linear.XLA)))

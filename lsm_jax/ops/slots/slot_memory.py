@@ -1,6 +1,7 @@
 """Gated slot attention (arXiv 2409.07146): a softmax over M slots between two linear memories.
 
-`K̃_t = K̃_{t-1} diag(α_t) + k_tᵀ s_t`, `p_t = softmax(scale q_t K̃_t)`, `Ṽ_t = diag(α_t) Ṽ_{t-1} + s_tᵀ v_t`, `o_t = p_t Ṽ_t`.
+`K̃_t = K̃_{t-1} diag(α_t) + k_tᵀ s_t`, `p_t = softmax(scale q_t K̃_t)`, `Ṽ_t = diag(α_t) Ṽ_{t-1} + s_tᵀ
+v_t`, `o_t = p_t Ṽ_t`.
 """
 
 from __future__ import annotations
@@ -47,36 +48,39 @@ def slot_memory(
     segment_ids: Int[Array, "B T"] | None = None,
     update_mask: Array | None = None,
     form: str = "chunk",
-    implementation: str | None = None,
+    implementation: str | tuple[str, ...] | None = None,
     chunk_size: int | None = None,
 ) -> tuple[Float[Array, "B T max(H,G) V"], SlotState]:
-    """Write keys and values into slots that decay, and attend to the slots.
+    """Write keys and values into decaying slots, and attend to the slots.
 
-    A slot that nothing was written to scores 0; it is not left out of the softmax.
+    A slot that no token has written has score 0; the softmax includes it.
 
     Args:
         q: [B, T, H, K] queries; H is a multiple or a divisor of G.
         k: [B, T, Hk, K] keys; Hk divides G.
         v: [B, T, G, V] values; one pair of memories for each of the G heads.
-        s: [B, T, G, M], how strongly each slot is written; 1 - α in the paper.
-        log_decay: [B, T, G, M], log α of each slot, natural logarithm, at most 0. None is no decay.
+        s: [B, T, G, M], the strength of the write to each slot; 1 - α in the paper.
+        log_decay: [B, T, G, M], log α of each slot, natural logarithm, at most 0. None means no decay.
         scale: multiplies q; None is `K ** -0.5`.
-        initial_state: the state to go on from; with keys [B, S, ...], segment id s has state s - 1. None is empty.
-        segment_ids: [B, T] integers, 0 padding; see `lsm_jax.ops.core.segments`.
-        update_mask: [B, T], 0 where a token must not change the memory (it still reads it).
-        form: "recurrent" (token by token), "chunk" (matrix products in a chunk, scan over chunks) or "associative"
-            (associative scan over chunks), of both linear memories.
-        implementation: None (the fused kernels of `linear_memory`, one for each memory, where they serve: NVIDIA Hopper,
-            bfloat16, chunk form, K, M and V of 64 or a multiple of 128; weights are rounded to bfloat16 on their way, strengths
-            in what outlives a chunk; else XLA), "xla", "mosaic_gpu" or, by name only, "mosaic_tpu" (no one has run it on a TPU yet).
-        chunk_size: tokens in a chunk, a power of two; None is 64.
+        initial_state: the state to continue from; None is an empty one. With keys [B, S, ...] there is one
+            state per segment: the tokens of id s use state s - 1.
+        segment_ids: [B, T] integers, 0 for padding; see `lsm_jax.ops.core.segments`.
+        update_mask: [B, T], 0 for tokens that do not change the memory (they still read it).
+        form: "recurrent" (token by token), "chunk" (matrix products in each chunk, and a scan over chunks)
+            or "associative" (an associative scan over chunks); for both linear memories.
+        implementation: None (the first automatic backend that supports the call; see docs/kernels.md), a
+            backend's name ("xla", "mosaic_gpu", ...), or a tuple of names in order of preference. The
+            backends are those of `linear_memory`, and must support both memories. The fused kernels round
+            the softmax's weights to bfloat16, and the strengths too except inside a chunk.
+        chunk_size: tokens in a chunk of the XLA form, a power of two; None is 64.
 
     Returns:
         The output in v's dtype, and the final state in float32 (float64 if an input is).
 
     Raises:
-        NotImplementedError: a kernel asked for by name does not serve the call; the message says why.
-        ValueError: shapes, heads, form, implementation or chunk size that are not accepted.
+        NotImplementedError: no backend of the given names supports the call; the message gives the
+            requirement.
+        ValueError: a shape, number of heads, form, implementation or chunk size is not accepted.
     """
     op = "slot_memory"
     checks.check_form(op, form)
@@ -130,7 +134,7 @@ def _in_sequence(axis, function, static, **arguments):
 
 
 def _update(function, static, q, k, v, s, log_decay, state, segment_ids, update_mask) -> Update:
-    """The tokens of this device as one update of both memories: neither depends on what is read from the other."""
+    """The tokens of this device as one update of both memories. Neither memory depends on the other."""
     options = static.options
     batch, _, heads, _ = v.shape
     num_segments = state.keys.shape[1] if state.keys.ndim == 5 else None
@@ -141,7 +145,6 @@ def _update(function, static, q, k, v, s, log_decay, state, segment_ids, update_
     decay = None if log_decay is None else select(tokens.written, log_decay.astype(dtype))
     total = total_of(decay, tokens, num_segments, batch)
     if num_segments is not None:
-        given = dict(segment_ids=segment_ids, update_mask=update_mask)
         _, written = function(
             static._replace(options=options._replace(form="chunk")),
             q=q,
@@ -150,7 +153,8 @@ def _update(function, static, q, k, v, s, log_decay, state, segment_ids, update_
             s=s,
             log_decay=log_decay,
             state=empty,
-            **given,
+            segment_ids=segment_ids,
+            update_mask=update_mask,
         )
         return Update(total, written, restarts, first_id)
     stays = staying(tokens)

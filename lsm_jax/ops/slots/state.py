@@ -12,7 +12,7 @@ class SlotState(NamedTuple):
     """State of `slot_memory`.
 
     Attributes:
-        keys: [B, G, K, M], or [B, S, G, K, M] with one state a segment; float32.
+        keys: [B, G, K, M], or [B, S, G, K, M] with one state per segment; float32.
         values: [B, G, M, V] or [B, S, G, M, V]; float32.
         segment_id: [B], the last nonzero segment id seen, 0 before any.
     """
@@ -32,7 +32,9 @@ def slot_state(
     num_segments: int | None = None,
     dtype=jnp.float32,
 ) -> SlotState:
-    """An empty `SlotState` of `num_heads` memories; `num_segments` gives each row that many states."""
+    """An empty `SlotState` of `num_heads` pairs of memories; each row has `num_segments` states, or one if
+    that is None.
+    """
     rows = (batch_size,) if num_segments is None else (batch_size, num_segments)
     return SlotState(
         jnp.zeros((*rows, num_heads, key_dim, num_slots), dtype),
