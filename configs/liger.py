@@ -56,7 +56,7 @@ def _model(width, layers, heads, kv_heads, inner, vocab, *, theta, tied, head_di
     )
 
 
-# What the pretrained models are; a source's own config goes before.
+# The pretrained models; the config of a source takes precedence.
 MODELS = {
     "smollm2-135m": _model(576, 30, 9, 3, 1536, 49152, theta=1e5, tied=True),
     "llama3.2-1b": _model(2048, 16, 32, 8, 8192, 128256, theta=5e5, tied=True, rope_scaling=RopeScaling(factor=32.0)),
@@ -67,7 +67,7 @@ MODELS = {
     "qwen2.5-7b": _model(3584, 28, 28, 4, 18944, 152064, theta=1e6, tied=False, eps=1e-6, qkv_bias=True),
     "qwen3-8b": _model(4096, 36, 32, 8, 12288, 151936, theta=1e6, tied=False, head_dim=128, eps=1e-6, qk_norm=True),
 }  # fmt: skip
-# What each ablation changes in the mixer, and what trains beside or in place of the adapters.
+# By ablation, the changed fields of the mixer, and the modules that train.
 ABLATIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "": ({}, ("lora",)),
     "random_gate": (dict(gate_projection=True), ("lora", "memory_gate")),
@@ -125,11 +125,11 @@ def get_config(variant: str = "smollm2-135m") -> TrainConfig:
         ("tokenizer", bool(options["source"]), "source=PATH"),
     ):  # fmt: skip
         if key in given and not fits:
-            raise ValueError(f"variant {variant!r}: {key} takes {needs}")
+            raise ValueError(f"variant {variant!r}: {key} requires {needs}")
     mixer = {name: given[key] for key, name in MIXER_NUMBERS.items() if key in given}
     if mixer and (options["method"] != "liger" or options["ablation"] == "no_window"):
         raise ValueError(
-            f"variant {variant!r}: {', '.join(MIXER_NUMBERS)} are of method=liger, ablation=no_window has its own"
+            f"variant {variant!r}: {', '.join(MIXER_NUMBERS)} require method=liger, without ablation=no_window"
         )
     source = options["source"] and str(Path(options["source"]).expanduser().absolute())
     base, tokenizer, add_bos = _base(variant, name, source, options["tokenizer"])

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Option:
-    """What an option of a variant accepts.
+    """The values that an option of a variant accepts.
 
     Attributes:
         kind: str, int (a whole number), float (a finite number from 0) or bool (0 or 1).

@@ -1,12 +1,12 @@
 """Mixture of experts (arXiv 1701.06538, Linear-MoE arXiv 2503.05447): a router sends each token to k of E SwiGLU experts.
 
-`y = Σ_e w_e E_e(x)` over the experts chosen, plus `sigmoid(x w) E_shared(x)` where one expert sees every token. None is dropped
+`y = Σ_e w_e E_e(x)` over the selected experts, plus `sigmoid(x w) E_shared(x)` where one expert sees every token. None is dropped
 and none has a capacity: what a token gets depends on that token alone, so decoding computes what training did. On a mesh
 that spreads experts over devices tokens travel to them in buffers of a stated size; where one is too small, outputs are NaN
-and `moe/overflow_count` tells how many choices found no room, so that training stops rather than leave any out.
+and `moe/overflow_count` counts the selections beyond a buffer's capacity, so that training stops rather than drop any.
 
 Two forms of one definition. *grouped*: tokens sorted by expert, and products of groups of rows with one matrix each, so that the
-work is that of the experts chosen. *dense*: every expert on every token, one after another, mixed by the router's weights.
+work is that of the selected experts. *dense*: every expert on every token, one after another, mixed by the router's weights.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class RWKV7ChannelMixConfig:
 
 
 class RWKV7ChannelMix(nnx.Module):
-    """RWKV7's channel mix; see `RWKV7ChannelMixConfig`. Its initial parameters are its own: `init_std` is not used."""
+    """RWKV7's channel mix; see `RWKV7ChannelMixConfig`. Initial parameters are RWKV7's: `init_std` is not used."""
 
     uses_depth: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-"""Adapters into the projections they stand beside."""
+"""Merge adapters into the projections they are added to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a softmax model's config to its linearised kin's, and back."""
+"""Configs of linearised models from a softmax model's config, and back."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def _converted(
             raise ValueError(
                 f"model.layers[{letter!r}] has a {type(layer.mixer).__name__}; accepted are models of softmax attention"
             )
-        own = {f.name: getattr(layer.mixer, f.name) for f in dataclasses.fields(SoftmaxConfig)}
-        mixer = kind(**own | dict(window=64) | fields)
+        softmax = {f.name: getattr(layer.mixer, f.name) for f in dataclasses.fields(SoftmaxConfig)}
+        mixer = kind(**softmax | dict(window=64) | fields)
         config.layers[letter] = dataclasses.replace(layer, mixer=mixer)
     return config
 

@@ -1,6 +1,6 @@
-"""What every mixer is: `write`, `read` and `finish` around one op, composed here once.
+"""The base class of mixers: `write`, `read` and `finish` around one op, composed here once.
 
-The one call serves training, prefill, chunked prefill and decoding, since everything a mixer remembers is in one state.
+Training, prefill, chunked prefill and decoding are the same call, since a mixer's whole memory of a row is in one state.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lsm_jax.parallel import over_mesh
 
 
 class Clock(NamedTuple):
-    """How far a row has come: what positions continue from.
+    """The place of a row's next token, from which positions continue.
 
     Attributes:
         position: int32 [B], position of the next token if it continues the document.
@@ -36,7 +36,7 @@ class Clock(NamedTuple):
 
 
 class MixerState(NamedTuple):
-    """Everything a mixer remembers, of static shape.
+    """All that a mixer carries from call to call, of static shape.
 
     Attributes:
         memory: the op's state.
@@ -50,7 +50,7 @@ class MixerState(NamedTuple):
 
 
 def fresh_clock(batch_size: int) -> Clock:
-    """The clock before any token."""
+    """Return the clock before any token."""
     return Clock(jnp.zeros(batch_size, jnp.int32), jnp.zeros(batch_size, jnp.int32))
 
 
@@ -67,11 +67,11 @@ def advance(
     `update_mask` is 0 take no position.
 
     Args:
-        clock: where the rows stand.
+        clock: the rows' place before the call.
         shape: (B, T).
-        segment_ids: [B, T] or None for one document that goes on.
+        segment_ids: [B, T] or None for one document that continues.
         update_mask: [B, T] or None.
-        positions: [B, T], taken as they are where given.
+        positions: [B, T], used instead of counting where given.
     """
     live = jnp.ones(shape, jnp.int32)
     if update_mask is not None:
@@ -85,7 +85,7 @@ def advance(
 
 
 def _in_sequence(axis, function, **arguments):
-    """`_advance` where devices hold parts of a row: what a device adds to a clock is where its tokens take one at 0."""
+    """Run `_advance` where several devices share a row: each device's update is the clock that its tokens make of an empty one."""
     segment_ids, live, given = (arguments[n] for n in ("segment_ids", "live", "positions"))
     empty = jax.tree.map(jnp.zeros_like, arguments["state"])
     _, written = function(**(arguments | {"state": empty}))
@@ -104,14 +104,14 @@ def _in_sequence(axis, function, **arguments):
 
 
 def _add_clocks(clock: Clock, update: Update) -> Clock:
-    """The clock after a device's tokens."""
+    """Return the clock after a device's tokens."""
     clock = emptied_by(clock, update)
     position = jnp.where(update.transition, clock.position, 0) + update.written.position
     return Clock(position, newer_id(clock, update))
 
 
 def _advance(live, segment_ids, positions, state: Clock) -> tuple[jax.Array, Clock]:
-    """`advance` with the tokens that take a position as ones in `live` [B, T]."""
+    """Compute `advance`; `live` [B, T] is 1 where a token takes a position."""
     clock = state
     if segment_ids is None:
         base, last_id = -clock.position[:, None], clock.segment_id
@@ -137,7 +137,7 @@ def _advance(live, segment_ids, positions, state: Clock) -> tuple[jax.Array, Clo
 
 @dataclasses.dataclass
 class Context:
-    """What the three parts of a mixer share during one call, and nothing beyond it.
+    """The arguments of one call, and what `write` and `read` leave for `finish` and for the caller.
 
     Attributes:
         layer: index of the layer, possibly traced; None outside a model.
@@ -146,11 +146,12 @@ class Context:
         segment_ids: [B, T] or None.
         positions: [B, T]; None unless the mixer uses positions.
         update_mask: [B, T] or None.
-        contiguous: whether every token between two of one document is known to be written.
-        tails: states of short convolutions and token shifts by name, those going in replaced as they are used.
-        kept: what a part leaves for a later one; `finish` must not need what `read` and `write` left there.
-        beside: [B, T, ...] by name, what `read` and `write` leave for `finish` to add to the memory's output. `finish` is
-            linear in it as in that output, ahead of its norm or beside it, so that MoM may mix both over memories.
+        contiguous: whether the caller knows that every token between two written tokens of a document is written too.
+        tails: states of short convolutions and token shifts by name; each use replaces the incoming state by the outgoing one.
+        kept: values that one of the three methods computes once for the others; `finish` must compute them again where they are
+            missing.
+        beside: [B, T, ...] by name, outputs of `read` and `write` that `finish` adds to the memory's output. `finish` treats both
+            alike, linearly and ahead of its norm, so that MoM may sum both over memories.
         aux: losses and statistics by name, for the caller.
     """
 
@@ -167,9 +168,9 @@ class Context:
 
 
 class ShortConvolution(nnx.Module):
-    """Causal depthwise convolution, followed by SiLU unless `silu=False`; its last inputs travel in the mixer's state.
+    """Causal depthwise convolution, followed by SiLU unless `silu=False`; the mixer's state carries its last inputs.
 
-    They are kept under `name`. Weights are uniform in ±1/sqrt(width), a depthwise convolution's customary initialisation;
+    They are in `MixerState.tails` under `name`. Weights are uniform in ±1/sqrt(width), a depthwise convolution's customary initialisation;
     no weight decay.
     """
 
@@ -211,7 +212,7 @@ class ShortConvolution(nnx.Module):
 
 
 class TokenShift(nnx.Module):
-    """The token before each token (RWKV's time shift); the last one travels in the mixer's state under `name`."""
+    """The token before each token (RWKV's time shift); the mixer's state carries the last one under `name`."""
 
     def __init__(self, name: str, channels: int):
         self.name, self.channels, self.remembered = name, channels, 1
@@ -231,22 +232,22 @@ class TokenShift(nnx.Module):
 class Mixer(nnx.Module):
     """A layer that mixes tokens through a memory.
 
-    A subclass sets `op`, and gives `write`, `read`, `finish`, `options` and `init_memory`; it holds parameters and nothing
+    A subclass sets `op` and defines `write`, `read`, `finish`, `options` and `init_memory`; it holds parameters and nothing
     mutable.
 
     Attributes:
-        op: the function of `lsm_jax.ops` it is built on.
-        uses_positions: whether it needs tokens' positions, as one that rotates does.
-        uses_depth: whether `__init__` takes `layer` and `num_layers`: its place in the model (`layer` possibly traced, so fit
-            only to draw parameters from) and the model's depth.
-        memory_parts: its submodules, of `Dense` layers, that each memory of a Mixture-of-Memories has of its own (keys,
-            values, gates); the others are shared. Empty where it cannot be one of several memories.
+        op: the function of `lsm_jax.ops` that updates and reads the memory.
+        uses_positions: whether it needs tokens' positions, as rotary embeddings do.
+        uses_depth: whether `__init__` accepts `layer`, the index of the layer in the model (possibly traced, so only initial
+            parameters may depend on it), and `num_layers`, the model's depth.
+        memory_parts: its submodules, `Dense` layers or made of them, of which each memory of a Mixture-of-Memories has a copy
+            (keys, values, gates); the memories share the others. Empty where it cannot be one of several memories.
         token_parts: its `Dense` layers, by name, that act in `read` and `write` on `x` itself, not on what other layers made
             of it. Mixture-of-Memories computes those once a token (and memory), not once a row; one that is not listed is
             slower there, one listed wrongly is wrong.
         shared_by_token: the entries of `shared` that are [B, T, ...].
-        memories_in_place: whether its ops are given and give memories as its state holds them; the decoder then lets them be
-            written where they stand (`lsm_jax.ops.core.states.Layer`).
+        memories_in_place: whether its ops read and return memories exactly as its state holds them; the decoder then lets them
+            update the stack of layers in place (`lsm_jax.ops.core.states.Layer`).
     """
 
     op: ClassVar[Callable]
@@ -279,17 +280,17 @@ class Mixer(nnx.Module):
         return self.config.op.arguments()
 
     def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
-        """Run the op on what was read and written: its output, and its state after.
+        """Run the op: its output and its final state.
 
         Args:
-            query: of `read`.
-            written: of `write`.
+            query: the queries that `read` returned.
+            written: the arguments that `write` returned.
             call: `options`, and `initial_state`, `segment_ids` and `update_mask`.
         """
         return type(self).op(query, **written, **call)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> Any:
-        """The op's fresh state for `batch_size` rows; only attention needs `max_length` and `dtype`."""
+        """The op's empty state for `batch_size` rows; only attention needs `max_length` and `dtype`."""
         raise NotImplementedError
 
     def remembering(self) -> tuple[ShortConvolution | TokenShift, ...]:
@@ -298,12 +299,12 @@ class Mixer(nnx.Module):
         return tuple(v for v in vars(self).values() if isinstance(v, kinds))
 
     def init_state(self, batch_size: int, max_length: int, dtype: Any) -> MixerState:
-        """A fresh state.
+        """The state before any token.
 
         Args:
             batch_size: rows.
             max_length: tokens the state must be able to hold; only softmax attention's size depends on it.
-            dtype: of what is kept of activations (convolution inputs, keys and values).
+            dtype: dtype of activations in the state (convolution inputs, keys and values).
         """
         tails = {
             part.name: ops.shift_state(batch_size, part.remembered, part.channels, dtype=dtype)
@@ -332,7 +333,7 @@ class Mixer(nnx.Module):
         Args:
             x: [B, T, D].
             context: of this call; its tails are replaced.
-            memory: the op's state, None for a fresh one.
+            memory: the op's state, None for an empty one.
         """
         query = self.read(x, context)
         written = self.write(x, context)
@@ -363,11 +364,11 @@ class Mixer(nnx.Module):
             x: [B, T, D].
             layer: index of the layer in its model.
             shared: values that travel from layer to layer.
-            segment_ids: int [B, T], 0 for padding; None for one document that goes on.
+            segment_ids: int [B, T], 0 for padding; None for one document that continues.
             positions: int [B, T] within the document; counted from the state where not given.
             update_mask: [B, T], 0 where a token must leave the memory as it is.
             contiguous: whether every token between two of one document is written, as the caller knows (`ops.short_convolution`).
-            state: what earlier calls left; None is fresh.
+            state: the state that the call before returned; None is the state before any token.
 
         Returns:
             y [B, T, D], the state after the last token, and losses and statistics by name.
@@ -417,8 +418,9 @@ class Mixer(nnx.Module):
                 f"{name}: state holds tails {sorted(state.tails)} and {'no' if state.clock is None else 'a'} clock; "
                 f"accepted are tails {wanted} and {clock}, as init_state gives"
             )
-        whole = lambda x: isinstance(x, Layer)  # noqa: E731
-        for path, leaf in jax.tree_util.tree_leaves_with_path(state, is_leaf=whole):
+        for path, leaf in jax.tree_util.tree_leaves_with_path(
+            state, is_leaf=lambda x: isinstance(x, Layer)
+        ):
             if jnp.shape(leaf)[:1] != (batch,):
                 raise ValueError(
                     f"{name}: state{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; accepted are {batch} rows, x's"

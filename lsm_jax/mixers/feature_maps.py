@@ -1,4 +1,4 @@
-"""Feature maps φ of linear attention: what stands in for the exponential of softmax attention's scores."""
+"""Feature maps φ of linear attention: replacements of the exponential of softmax attention's scores."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def normalize_sum(x: jax.Array) -> jax.Array:
 
 
 class HeadDense(nnx.Module):
-    """`y = x W (+ b)` of each head, with its own W."""
+    """`y = x W (+ b)` with one W for each head."""
 
     def __init__(self, kernel: jax.Array, *, bias: bool):
         self.kernel = parameter(kernel, ("heads", None, None), weight_decay=True)
@@ -61,7 +61,7 @@ class HeadDense(nnx.Module):
 
 
 class FeatureMap(nnx.Module):
-    """One feature map, each head with matrices of its own where it learns.
+    """One feature map; a learned one has matrices for each head.
 
     "t2r" is relu(x W) (arXiv 2103.13076). "hedgehog" is softmax([2y, -2y]) over the 2K features of y = x W + b, W starting
     as the identity (arXiv 2402.04347, and flash-linear-attention's code for the 2). "elementwise_product" is

@@ -41,13 +41,13 @@ class FoXConfig(SoftmaxConfig):
             head; "fixed", the same not learned; "alibi", fixed at ALiBi's slopes; "none".
         decay_time_min: of the first head's gate f, -1 / log f, "fixed" or where "data_independent" starts; None starts at 1/2.
         decay_time_max: of the last head's; the others' are spaced evenly in logarithm.
-        qk_norm_per_head: each head has its own learned scales in the norms of queries and keys; else all share one.
+        qk_norm_per_head: each head has learned scales in the norms of queries and keys; otherwise all heads share one.
         key_shift: each key becomes `a k_before + (1 - a) k`, with a sigmoid a of the token, one a head.
-        value_shift: the same for values, with gates of its own.
-        output_norm: RMS-normalise each head's output, with scales of its own.
+        value_shift: the same for values, with separate gates.
+        output_norm: RMS-normalise each head's output, with scales for each head.
         output_norm_eps: of that norm.
         output_gate: multiply the output by sigmoid(x W), each channel.
-        prune: where a fused kernel runs, it passes over keys that gates have left next to nothing of.
+        prune: fused kernels skip keys whose weights the gates have made negligible.
     """
 
     rope_base: float | None = None

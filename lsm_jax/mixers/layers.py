@@ -21,7 +21,7 @@ def parameter(
     value: jax.Array, logical_axes: tuple[str | None, ...], *, weight_decay: bool
 ) -> nnx.Param:
     """A trainable array in float32, whatever `jax_enable_x64` made of it, with its logical axis names (one an axis) and
-    whether it takes weight decay.
+    whether weight decay applies to it.
     """
     if len(logical_axes) != value.ndim:
         raise ValueError(
@@ -79,7 +79,7 @@ def project(
     bias: jax.Array | None = None,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """x [..., D] times kernel [D, F] (cast to x's dtype, accumulated in float32), plus bias [F], in `dtype`, x's own by default."""
+    """x [..., D] times kernel [D, F] (cast to x's dtype, accumulated in float32), plus bias [F], in `dtype`, by default x's."""
     kernel = kernel.astype(x.dtype)
     if dtype is None or jnp.dtype(dtype) == x.dtype:
         y = _product(x, kernel)
@@ -123,7 +123,7 @@ class Dense(nnx.Module):
         self.bias = parameter(zeros, axes[1:], weight_decay=False) if bias else None
 
     def __call__(self, x: jax.Array, *, dtype: DTypeLike | None = None) -> jax.Array:
-        """x [..., in_size] -> [..., out_size] in `dtype`, x's own by default."""
+        """x [..., in_size] -> [..., out_size] in `dtype`, by default x's."""
         bias = None if self.bias is None else self.bias[...]
         y = self.product(x, self.kernel[...], bias, dtype)
         return y if self.lora is None else y + self.lora(x, dtype)
@@ -156,7 +156,7 @@ class OrthogonalDense(Dense):
 
 
 def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function, elementwise in the main, whose arguments alone are kept: the backward pass computes again what it needs.
+    """Save only a function's arguments for the backward pass, which recomputes the rest; for mostly elementwise functions.
 
     Without it a scan over layers keeps every float32 array between bfloat16 arguments and results.
     """
@@ -176,7 +176,7 @@ class RMSNorm(nnx.Module):
         size: channels of the last axis.
         eps: added to the mean square.
         axis: logical name of the scale's axis.
-        num_heads: the last axis but one has so many heads, each with a scale of its own; None is one scale.
+        num_heads: heads of the last axis but one, each with its scale; None is one scale for all.
     """
 
     def __init__(self, size: int, *, eps: float, axis: str = "norm", num_heads: int | None = None):
@@ -263,8 +263,8 @@ class RopeScaling:
             return frequency / self.factor
         low, high = self.low_freq_factor, self.high_freq_factor
         turns = self.original_length * frequency / (2 * math.pi)
-        kept = jnp.clip((turns - low) / (high - low), 0, 1)
-        return frequency * (kept + (1 - kept) / self.factor)
+        unchanged = jnp.clip((turns - low) / (high - low), 0, 1)
+        return frequency * (unchanged + (1 - unchanged) / self.factor)
 
 
 def rotate(

@@ -1,6 +1,6 @@
-"""Liger (arXiv 2503.01496): a pretrained softmax layer as a gated memory beside a sliding window, with no new parameter.
+"""Liger (arXiv 2503.01496): a pretrained softmax layer as a gated memory and a sliding window, with no new parameter.
 
-The gate is the layer's own key projection, pooled over channels: `M_t = G_t ⊙ M_{t-1} + k_tᵀ v_t`, `G_t = f(Pool(x_t W_k))`.
+The gate is the layer's key projection, pooled over channels: `M_t = G_t ⊙ M_{t-1} + k_tᵀ v_t`, `G_t = f(Pool(x_t W_k))`.
 Paper Table 1 has the gates; where it leaves a choice, that of the published code (github.com/OpenSparseLLMs/Linearization)
 is taken: softmax over channels as the feature map, queries not scaled, no normaliser, norm or output gate.
 """
@@ -79,9 +79,9 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
         return num_features(self.feature_map, self.dim(hidden_size)) if learned else self.dim(hidden_size)  # fmt: skip
 
     def temperature(self) -> float:
-        """What divides the gate's logarithm."""
-        chosen = self.gate_temperature
-        return _TEMPERATURE.get(self.gate, 1.0) if chosen is None else chosen
+        """The divisor of the gate's logarithm."""
+        given = self.gate_temperature
+        return _TEMPERATURE.get(self.gate, 1.0) if given is None else given
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
@@ -121,7 +121,7 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
 
 
 class LigerState(NamedTuple):
-    """What a Liger layer remembers of earlier tokens.
+    """The state of a Liger layer.
 
     Attributes:
         memory: `ops.LinearState`, gsa's `ops.SlotState`, or None without a memory; one for each key head.
@@ -160,14 +160,14 @@ class Liger(Softmax):
         self.q_map, self.k_map = learned(config.num_heads), learned(config.kv_heads())
 
     def read(self, x: jax.Array, context: Context) -> jax.Array:
-        """The memory's queries; the window's are kept."""
+        """The memory's queries; `context.kept` gets the window's."""
         q = split_heads(self.q_proj(x), self.config.num_heads)
         context.kept["q"] = self._rotated(q, self.q_norm, context)
         q = q if self.q_norm is None else self.q_norm(q)
         return q if self.config.gate == "gsa" else _mapped(q, self.q_map)
 
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
-        """What the memory is given: keys, values, gates; the window's keys are kept."""
+        """Keys, values and gates for the memory; `context.kept` gets the window's keys."""
         config, heads = self.config, self.config.kv_heads()
         raw = split_heads(self.keys(x, context), heads)
         v = split_heads(self.values(x, context), heads)

@@ -34,10 +34,11 @@ class LolcatsConfig(RecurrentConfig, SoftmaxConfig):
     """LoLCATs attention. The fields of `SoftmaxConfig` are those of the pretrained layer; `op` is the linear part's.
 
     Attributes:
-        window: tokens under softmax attention, the query's own included.
+        window: tokens under softmax attention, the query's included.
         feature_dim: columns of a feature map; it gives twice as many features.
-        transfer_weight: 0 is the model. Else its layers give softmax attention's output, and report as a loss so many times
-            the mean squared distance of their own: the first stage of training, which takes whole rows and keeps no state.
+        transfer_weight: 0 is the model. Otherwise its layers return softmax attention's output, and report as a loss this weight
+            times the mean squared distance of LoLCATs' output from it: the first stage of training, which needs rows from their
+            start and returns no state.
     """
 
     window: int | None = 64
@@ -72,7 +73,7 @@ class LolcatsConfig(RecurrentConfig, SoftmaxConfig):
 
 
 class LolcatsState(NamedTuple):
-    """What a LoLCATs layer remembers of earlier tokens.
+    """The state of a LoLCATs layer.
 
     Attributes:
         linear: of all of the document's tokens, with a last value channel of ones.
@@ -119,26 +120,26 @@ class Lolcats(Softmax):
         )
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> Any:
-        """Nothing remembered."""
+        """The state before any token."""
         if self.config.transfer_weight:
             raise ValueError(
                 f"LolcatsConfig.transfer_weight={self.config.transfer_weight}: such a layer keeps no state; 0 is the model that does"
             )
-        return self._fresh(batch_size, dtype)
+        return self._empty(batch_size, dtype)
 
-    def _fresh(self, batch_size: int, dtype: Any) -> LolcatsState:
+    def _empty(self, batch_size: int, dtype: Any) -> LolcatsState:
         config, heads, dim = self.config, self.config.kv_heads(), self.head_dim
         linear = ops.linear_state(batch_size, heads, 2 * config.feature_dim, dim + 1)
         ring = jnp.zeros((batch_size, config.window, heads, dim), dtype)
         return LolcatsState(linear, ring, ring, jnp.zeros(batch_size, jnp.int32))
 
     def through_memory(self, x: jax.Array, context: Context, memory: Any) -> tuple[jax.Array, Any]:
-        """What window and memory give together, [B, T, H, V], and the state after; or softmax attention's, and their distance."""
+        """The output of window and memory together, [B, T, H, V], and the final state; in the first stage softmax attention's output."""
         config = self.config
-        memory = self._fresh(x.shape[0], x.dtype) if memory is None else memory
+        memory = self._empty(x.shape[0], x.dtype) if memory is None else memory
         q, written = self.read(x, context), self.write(x, context)
         k, v = written["k"], written["v"]
-        o, memory = self._own(q, k, v, context, memory)
+        o, memory = self._window_and_memory(q, k, v, context, memory)
         if not config.transfer_weight:
             return o.astype(x.dtype), memory
         rows = dict(segment_ids=context.segment_ids, update_mask=context.update_mask)
@@ -149,15 +150,15 @@ class Lolcats(Softmax):
         context.aux["attention_transfer_loss"] = config.transfer_weight * mean
         return teacher, memory
 
-    def _own(self, q, k, v, context: Context, memory: LolcatsState):
+    def _window_and_memory(self, q, k, v, context: Context, memory: LolcatsState):
         wide = jnp.promote_types(q.dtype, jnp.float32)
         q, wide_k = q.astype(wide), k.astype(wide)
-        features, own = _features(self.q_map, q), _features(self.k_map, wide_k)
+        q_features, k_features = _features(self.q_map, q), _features(self.k_map, wide_k)
         rows = dict(segment_ids=context.segment_ids, update_mask=context.update_mask)
         ones = jnp.ones((*v.shape[:3], 1), wide)
         far, linear = ops.linear_memory(
-            features,
-            own,
+            q_features,
+            k_features,
             jnp.concatenate([v.astype(wide), ones], axis=-1),
             **self.options(),
             initial_state=memory.linear,
@@ -179,7 +180,7 @@ class Lolcats(Softmax):
         factor = jax.nn.sigmoid(self.window_factor[...]).reshape(heads, -1, 1)
         # The memory holds the window's tokens too; they are taken out again.
         weights = factor * jnp.exp(jnp.where(seen, scores - top, 0))
-        weights = weights - pairs(features, near.take(_features(self.k_map, near.keys.astype(wide))))  # fmt: skip
+        weights = weights - pairs(q_features, near.take(_features(self.k_map, near.keys.astype(wide))))  # fmt: skip
         weights = jnp.where(seen, weights, 0)
         sums = jnp.einsum("bncgrs,bnsgv->bncgrv", weights, values, precision="highest")
         sums = near.joined(sums).reshape(*far.shape[:3], -1) + far[..., :-1]
@@ -190,7 +191,7 @@ class Lolcats(Softmax):
 
 
 class _Near:
-    """The window of each token: what the state holds and the call's own tokens, and which of them it sees.
+    """The window of each token: the tokens in the state and in the call, and which of them each token sees.
 
     Queries go in N blocks of C, C being the window; a block sees no other keys than W + C - 1 written ones in a row.
 
@@ -212,7 +213,7 @@ class _Near:
         self.values = jnp.concatenate([memory.values.astype(v.dtype), v], axis=1)
         self.written = jnp.concatenate([held, written], axis=1)
         self.run = jnp.concatenate([jnp.zeros((batch, window), run.dtype), run], axis=1)
-        self.kept = memory
+        self.before = memory
         # A token that is not written sees as many written ones before it.
         rank = jnp.cumsum(self.written, axis=1, dtype=jnp.int32)  # how many are written up to each
         places = jax.lax.broadcasted_iota(jnp.int32, rank.shape, 1)
@@ -243,8 +244,8 @@ class _Near:
 
     def take(self, x: jax.Array) -> jax.Array:
         """x [B, W + T, ...] -> [B, N, W + C - 1, ...], what each block may see."""
-        found = jnp.take_along_axis(x, self.index.reshape(*self.index.shape, *[1] * (x.ndim - 2)), axis=1)  # fmt: skip
-        return found.reshape(len(x), -1, self.window + self.size - 1, *x.shape[2:])
+        taken = jnp.take_along_axis(x, self.index.reshape(*self.index.shape, *[1] * (x.ndim - 2)), axis=1)  # fmt: skip
+        return taken.reshape(len(x), -1, self.window + self.size - 1, *x.shape[2:])
 
     def state(self, linear: ops.LinearState) -> LolcatsState:
         """The last window of the last document."""
@@ -253,8 +254,8 @@ class _Near:
         last = jax.lax.top_k(jnp.where(mine, place, -1), self.window)[0][:, ::-1]
         index = jnp.maximum(last, 0)[..., None, None]
         keys, values = (
-            jnp.where(last[..., None, None] >= 0, jnp.take_along_axis(x, index, axis=1), 0).astype(kept.dtype)
-            for x, kept in ((self.keys, self.kept.keys), (self.values, self.kept.values))
+            jnp.where(last[..., None, None] >= 0, jnp.take_along_axis(x, index, axis=1), 0).astype(before.dtype)
+            for x, before in ((self.keys, self.before.keys), (self.values, self.before.values))
         )  # fmt: skip
         held = jnp.sum(last >= 0, axis=1, dtype=jnp.int32)
         return LolcatsState(linear, keys, values, held)

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): `y = x W + (alpha / rank) x A B` beside a projection whose W stands still."""
+"""Low-rank adapters (LoRA, arXiv 2106.09685): `y = x W + (alpha / rank) x A B` added to a projection whose W does not train."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LoRAConfig:
 
 
 class LoRA(nnx.Module):
-    """One adapter. A starts uniform in ±1/sqrt(in_size), B at zero, so that a fresh adapter adds nothing."""
+    """One adapter. A starts uniform in ±1/sqrt(in_size), B at zero, so that a new adapter adds nothing."""
 
     def __init__(self, kernel: nnx.Param, config: LoRAConfig, *, rngs: nnx.Rngs):
         into, out = kernel.logical_axes
@@ -53,14 +53,14 @@ class LoRA(nnx.Module):
         self.b = parameter(b, (None, out), weight_decay=True)
 
     def __call__(self, x: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
-        """x [..., in_size] -> what is added to the projection's [..., out_size], in `dtype`, x's own by default."""
+        """x [..., in_size] -> the term to add to the projection's output, [..., out_size] in `dtype`, by default x's."""
         return self.scale * project(project(x, self.a[...]), self.b[...], dtype=dtype)
 
 
 def add_adapters(part: nnx.Module, config: LoRAConfig, *, rngs: nnx.Rngs) -> list[str]:
     """Give those `Dense` layers of a mixer or feedforward that `config.targets` names an adapter; returns their names."""
-    found = [name for name in config.targets if isinstance(getattr(part, name, None), Dense)]
-    for name in found:
+    adapted = [name for name in config.targets if isinstance(getattr(part, name, None), Dense)]
+    for name in adapted:
         dense = getattr(part, name)
         dense.lora = LoRA(dense.kernel, config, rngs=rngs)
-    return found
+    return adapted

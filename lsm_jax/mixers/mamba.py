@@ -1,6 +1,6 @@
-"""Mamba (S6, arXiv 2312.00752): `h_t = exp(Δ_t A) h_{t-1} + Δ_t B_t x_t`, `y_t = C_t h_t + D x_t` for each channel, its own gate, no feedforward.
+"""Mamba (S6, arXiv 2312.00752): `h_t = exp(Δ_t A) h_{t-1} + Δ_t B_t x_t`, `y_t = C_t h_t + D x_t` for each channel, gated, with no feedforward.
 
-The published block has one projection into x and z and one from x to Δ, B and C; here each part has its own, which is the
+The published block has one projection into x and z and one from x to Δ, B and C; here each part has one, which is the
 same function with the same number of parameters.
 """
 
@@ -99,7 +99,7 @@ class Mamba(Mixer):
         )
 
     def _convolved(self, x: jax.Array, context: Context) -> jax.Array:
-        """What is written; Δ, B and C depend on it too."""
+        """The convolved channels, which are written and on which Δ, B and C depend."""
         if "inner" not in context.kept:
             context.kept["inner"] = self.conv(self.x_proj(x), context)
         return context.kept["inner"]

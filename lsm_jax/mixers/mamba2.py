@@ -1,7 +1,7 @@
-"""Mamba2 (SSD, arXiv 2405.21060): `M_t = exp(Δ_t A) M_{t-1} + Δ_t B_tᵀ x_t`, `y_t = C_t M_t + D x_t`, its own gate and no feedforward.
+"""Mamba2 (SSD, arXiv 2405.21060): `M_t = exp(Δ_t A) M_{t-1} + Δ_t B_tᵀ x_t`, `y_t = C_t M_t + D x_t`, gated, with no feedforward.
 
 The published block has one input projection and one convolution over x, B and C. Both act on the parts independently,
-so here each part has its own; the function and the number of parameters are the same.
+so here each part has one; the function and the number of parameters are the same.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """mLSTM (xLSTM, arXiv 2405.04517) as in xLSTM-7B's block (arXiv 2503.13427): `C_t = f_t C_{t-1} + i_t k_tᵀ v_t`, i exponential.
 
-`n_t = f_t n_{t-1} + i_t k_t` normalises, `o_t = q_t C_t / max(|q_t n_t|, 1)`, all of it kept stabilised by the op. This block
+`n_t = f_t n_{t-1} + i_t k_t` normalises, `o_t = q_t C_t / max(|q_t n_t|, 1)`, all of it stabilised by the op. This block
 has no convolution and no projection up, and is followed by SwiGLU; xLSTM's first block (arXiv 2405.04517) had both.
 """
 

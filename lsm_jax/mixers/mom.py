@@ -1,7 +1,7 @@
 """Mixture-of-Memories (MoM, arXiv 2502.13685): a router sends each token to k of M memories of any inner mixer.
 
-A memory is updated by the tokens routed to it alone, in time order, with keys, values and gates of its own; for others it stands
-still, decay included. The query is shared, short convolutions run along each memory's own tokens, one more memory may see all, and
+A memory is updated by the tokens routed to it alone, in time order, with its keys, values and gates; other tokens do not
+change it, decay included. The query is shared, short convolutions run along each memory's tokens, one more memory may see all, and
 outputs, not memories, are summed by router weight ahead of the one norm and output gate (Section 3.2 and the authors' code).
 
 Two forms of one definition. *masked*: a row for each memory, whose other tokens are masked. *packed*: tokens sorted by memory
@@ -104,7 +104,7 @@ class MoMState(NamedTuple):
 
     Attributes:
         memories: the inner op's state with leaves [B, G, ...], G memories, the shared one last. Their segment ids are documents
-            as counted here, so that a memory that missed a document is found out.
+            as counted here, so that a memory without any token of a document is recognised.
         last_id: int32 [B], the last nonzero segment id seen, 0 before any.
         document: int32 [B], documents begun so far, from 1.
     """
@@ -115,15 +115,21 @@ class MoMState(NamedTuple):
 
 
 class _Route(NamedTuple):
-    """weight, float32 [B, T, G]; routed, bool [B, T, G]; chosen, int32 [B, T, J]: memories of each token, the shared one last."""
+    """The router's output.
+
+    Attributes:
+        weight: float32 [B, T, G].
+        routed: bool [B, T, G].
+        indices: int32 [B, T, J], memories of each token, the shared one last.
+    """
 
     weight: jax.Array
     routed: jax.Array
-    chosen: jax.Array
+    indices: jax.Array
 
 
 class _Part(NamedTuple):
-    """What one call of the inner mixer gives: what tokens read, [B, T, ...], and what is kept, arranged."""
+    """The result of one call of the inner mixer: outputs by token, [B, T, ...], and states, arranged."""
 
     output: jax.Array
     beside: dict[str, jax.Array]
@@ -172,13 +178,13 @@ class MoM(Mixer):
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
         """The inner mixer's, once a token; a token shift there is along the row."""
         tails = {n.removeprefix(_ROW): s for n, s in context.tails.items() if n.startswith(_ROW)}
-        own = dataclasses.replace(context, tails=tails, kept={})
-        y = self.inner.finish(o, x, own)
-        context.tails.update({_ROW + name: state for name, state in own.tails.items()})
+        inner = dataclasses.replace(context, tails=tails, kept={})
+        y = self.inner.finish(o, x, inner)
+        context.tails.update({_ROW + name: state for name, state in inner.tails.items()})
         return y
 
     def remembering(self) -> tuple[Any, ...]:
-        """The inner mixer's, kept for each memory, and token shifts of the row."""
+        """The inner mixer's, each with a state for each memory, and token shifts along the row."""
         parts = self.inner.remembering()
         row = (TokenShift(_ROW + p.name, p.channels) for p in parts if isinstance(p, TokenShift))
         return *parts, *row
@@ -191,7 +197,7 @@ class MoM(Mixer):
         return MoMState(_unflatten(memories, groups), zeros, zeros + 1)
 
     def init_state(self, batch_size: int, max_length: int, dtype: Any) -> MixerState:
-        """A fresh state; as `Mixer.init_state`'s, with memories and tails of convolutions [B, G, ...]."""
+        """The state before any token: `Mixer.init_state`'s with memories and tails of convolutions [B, G, ...]."""
         groups, tails = self.config.num_groups(), {}
         for part in self.remembering():
             rows = 1 if part.name.startswith(_ROW) else groups
@@ -203,7 +209,7 @@ class MoM(Mixer):
     def through_memory(
         self, x: jax.Array, context: Context, memory: MoMState | None
     ) -> tuple[jax.Array, MoMState]:
-        """Route, run every memory along its own tokens, and sum what they give by router weight."""
+        """Route, run every memory along its tokens, and sum their outputs by router weight."""
         if memory is not None:
             self._check_memory(memory)
         route = self._route(x, context)
@@ -213,7 +219,7 @@ class MoM(Mixer):
         elif not self._packs(x, context, memory):
             part, after = self._masked(x, context, route, documents, memory)
         elif memory is None and self._rows_of_documents():
-            part = self._packed_afresh(x, context, route, documents)
+            part = self._packed_from_empty(x, context, route, documents)
             after = self._packed_states(x, context, route, documents, document)
         else:
             part, after = self._packed_on(x, context, route, document, memory)
@@ -238,14 +244,14 @@ class MoM(Mixer):
                 )
 
     def _packs(self, x: jax.Array, context: Context, memory: MoMState | None) -> bool:
-        """Whether the packed form serves a call; see `MoMConfig.execution`."""
+        """Whether the packed form supports a call; see `MoMConfig.execution`."""
         if self.config.execution == "masked" or sequence_shards(x.shape[1]) > 1:
             return False
         alone = memory is None and self._rows_of_documents()
         return context.update_mask is None and (alone or context.segment_ids is None)
 
     def _rows_of_documents(self) -> bool:
-        """Whether the op's outputs depend on what stands in a chunk alone, not on the chunk's number, which later tokens move."""
+        """Whether the op's outputs depend only on a chunk's content, not on its index in the row, which later tokens change."""
         return self.inner.config.op.form != "associative"
 
     def _route(self, x: jax.Array, context: Context) -> _Route:
@@ -255,9 +261,9 @@ class MoM(Mixer):
         probability = jax.nn.softmax(logits, axis=-1)
         rank = _ranks(logits)
         routed = rank < config.top_k
-        chosen = jnp.argmax(rank[..., None, :] == jnp.arange(config.top_k)[:, None], axis=-1)
-        kept = jnp.where(routed, probability, 0)
-        weight = kept / jnp.sum(kept, axis=-1, keepdims=True)
+        indices = jnp.argmax(rank[..., None, :] == jnp.arange(config.top_k)[:, None], axis=-1)
+        selected = jnp.where(routed, probability, 0)
+        weight = selected / jnp.sum(selected, axis=-1, keepdims=True)
 
         real = jnp.ones(x.shape[:2], bool)
         if context.segment_ids is not None:
@@ -278,10 +284,10 @@ class MoM(Mixer):
             ones = jnp.ones_like(weight[..., :1])
             weight = jnp.concatenate([weight, ones], axis=-1)
             routed = jnp.concatenate([routed, ones.astype(bool)], axis=-1)
-            last = jnp.full_like(chosen[..., :1], config.num_memories)
-            chosen = jnp.concatenate([chosen, last], axis=-1)
+            last = jnp.full_like(indices[..., :1], config.num_memories)
+            indices = jnp.concatenate([indices, last], axis=-1)
         routed = routed & real[..., None]
-        return _Route(jnp.where(routed, weight, 0), routed, chosen)
+        return _Route(jnp.where(routed, weight, 0), routed, indices)
 
     # ---------------------------------------------------------------------------------------------------- the forms
 
@@ -295,7 +301,9 @@ class MoM(Mixer):
             documents = layout.tokens(documents)
         state, tails = (None, {}) if memory is None else (memory.memories, self._tails(context))
         state, tails = jax.tree.map(lambda s: s.reshape(-1, *s.shape[2:]), (state, tails))
-        part = self._run(x, context, layout, route, documents, layout.own(mask), state, tails)
+        part = self._run(
+            x, context, layout, route, documents, layout.from_memories(mask), state, tails
+        )
         memory, tails = _unflatten((part.memory, part.tails), layout.num_groups)
         if documents is None:
             memory, tails = _of_document(memory, tails, jnp.ones(x.shape[0], jnp.int32))
@@ -303,15 +311,15 @@ class MoM(Mixer):
 
     def _decoded(self, x, context, route, documents, memory):
         """One token: only the memories it is routed to are read and written."""
-        layout = Rows(self.config.num_groups(), route.chosen[:, 0])
+        layout = Rows(self.config.num_groups(), route.indices[:, 0])
         mask = None if context.update_mask is None else layout.tokens(context.update_mask)
         before = memory.memories, self._tails(context)
-        own = jax.tree.map(lambda s: layout.pick(s).reshape(-1, *s.shape[2:]), before)
-        part = self._run(x, context, layout, route, layout.tokens(documents), mask, *own)
+        active = jax.tree.map(lambda s: layout.select(s).reshape(-1, *s.shape[2:]), before)
+        part = self._run(x, context, layout, route, layout.tokens(documents), mask, *active)
         after = _unflatten((part.memory, part.tails), layout.rows)
-        return part, jax.tree.map(layout.put, before, after)
+        return part, jax.tree.map(layout.replace, before, after)
 
-    def _packed_afresh(self, x, context, route, documents):
+    def _packed_from_empty(self, x, context, route, documents):
         """From empty memories, each with its documents one after another, all of them a row of documents to the op."""
         group = jnp.arange(self.config.num_groups())
         document = 1 if documents is None else documents[..., None]
@@ -319,13 +327,13 @@ class MoM(Mixer):
         return self._run_packed(x, context, route, ids, None, {}, contiguous=True)
 
     def _packed_states(self, x, context, route, documents, document):
-        """The states that `_packed_afresh` leaves: of the last document of each row alone. Not computed where not used."""
+        """The states that `_packed_from_empty` leaves: of the last document of each row alone. Not computed where not used."""
         ids = jnp.arange(self.config.num_groups()) + 1
         current = 1 if documents is None else documents[..., None] == document[:, None, None]
         ids = jnp.broadcast_to(ids * current, route.routed.shape)
-        fresh = self.init_state(x.shape[0], 1, x.dtype)
-        memory = fresh.memory._replace(document=document)
-        return self._states(x, context, route, ids, memory, fresh.tails)[1]
+        empty = self.init_state(x.shape[0], 1, x.dtype)
+        memory = empty.memory._replace(document=document)
+        return self._states(x, context, route, ids, memory, empty.tails)[1]
 
     def _packed_on(self, x, context, route, document, memory):
         """One document that goes on from a state, or from empty memories: a segment of the op for each memory."""
@@ -348,9 +356,8 @@ class MoM(Mixer):
             )
             return state._replace(segment_id=document)
 
-        own = {n: s for n, s in tails.items() if not n.startswith(_ROW)}
-        own = {name: current(tail) for name, tail in own.items()}
-        part = self._run_packed(x, context, route, ids, current(memory.memories), own)
+        tails = {n: current(s) for n, s in tails.items() if not n.startswith(_ROW)}
+        part = self._run_packed(x, context, route, ids, current(memory.memories), tails)
         return part, _of_document(part.memory, part.tails, document)
 
     def _run_packed(self, x, context, route, ids, memory, tails, contiguous=False):
@@ -360,7 +367,7 @@ class MoM(Mixer):
             x.shape[1], config.num_memories, config.top_k, config.shared_memory, size
         )
         layout = pack(route.routed, size, count)
-        ids = layout.own(ids)
+        ids = layout.from_memories(ids)
         return self._run(x, context, layout, route, ids, None, memory, tails, contiguous)
 
     # ------------------------------------------------------------------------------------------- the inner mixer's call
@@ -383,10 +390,10 @@ class MoM(Mixer):
         shared = {n: layout.tokens(s) if n in by_token else s for n, s in context.shared.items()}
         positions = None if context.positions is None else layout.tokens(context.positions)
         place = context.layer, shared, segment_ids, positions, update_mask, dict(tails)
-        own = Context(*place, contiguous=contiguous)
-        o, memory = self._arranged(layout, x).through_memory(rows, own, memory)
-        routed, share = layout.own(route.routed), layout.own(route.weight)
-        even = layout.own(
+        arranged = Context(*place, contiguous=contiguous)
+        o, memory = self._arranged(layout, x).through_memory(rows, arranged, memory)
+        routed, share = layout.from_memories(route.routed), layout.from_memories(route.weight)
+        even = layout.from_memories(
             route.weight / jnp.maximum(jnp.sum(route.weight, axis=-1, keepdims=True), 1)
         )
 
@@ -399,10 +406,14 @@ class MoM(Mixer):
 
         return _Part(
             mix(o, share),
-            {name: mix(y, share) for name, y in own.beside.items()},
-            {name: mix(own.shared[name], even) for name in by_token if name in own.shared},
+            {name: mix(y, share) for name, y in arranged.beside.items()},
+            {
+                name: mix(arranged.shared[name], even)
+                for name in by_token
+                if name in arranged.shared
+            },
             memory,
-            own.tails,
+            arranged.tails,
         )
 
     def _arranged(self, layout: Rows | Packed, x: jax.Array) -> Mixer:
@@ -422,8 +433,8 @@ class MoM(Mixer):
 def _ranks(logits: jax.Array) -> jax.Array:
     """[..., M] -> each memory's place, 0 the likeliest; of equal ones the first. The partitioner would sort on all devices."""
     index = jnp.arange(logits.shape[-1])
-    own, other = logits[..., :, None], logits[..., None, :]
-    ahead = (other > own) | ((other == own) & (index < index[:, None]))
+    logit, other = logits[..., :, None], logits[..., None, :]
+    ahead = (other > logit) | ((other == logit) & (index < index[:, None]))
     return jnp.sum(ahead, axis=-1, dtype=jnp.int32)
 
 
@@ -432,7 +443,7 @@ def _product(layout: Rows | Packed, by_memory: bool, tokens: jax.Array | None) -
 
     Args:
         layout: how they are arranged.
-        by_memory: each memory has a kernel and bias of its own, [G, ...].
+        by_memory: whether kernel and bias are [G, ...], one for each memory.
         tokens: [B, T, D], where the layer acts on arranged tokens as they came: the product is then computed once a token (and
             memory) and arranged after. None for other inputs.
     """
@@ -450,7 +461,7 @@ def _product(layout: Rows | Packed, by_memory: bool, tokens: jax.Array | None) -
         flat = jnp.moveaxis(kernel, 0, 1).reshape(size, groups * width)
         flat_bias = None if bias is None else bias.reshape(-1)
         every = project(tokens, flat, flat_bias, dtype)
-        return layout.own(every.reshape(*tokens.shape[:2], groups, width))
+        return layout.from_memories(every.reshape(*tokens.shape[:2], groups, width))
 
     return product
 

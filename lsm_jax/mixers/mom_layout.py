@@ -41,29 +41,29 @@ class Rows(NamedTuple):
         x = jnp.broadcast_to(x[:, None], (x.shape[0], self.rows, *x.shape[1:]))
         return x.reshape(-1, *x.shape[2:])
 
-    def own(self, x: Array) -> Array:
-        """[B, T, G, ...], to each memory its own -> arranged."""
-        x = self.pick(jnp.moveaxis(x, 2, 1))
+    def from_memories(self, x: Array) -> Array:
+        """[B, T, G, ...], a value for each memory -> arranged."""
+        x = self.select(jnp.moveaxis(x, 2, 1))
         return x.reshape(-1, *x.shape[2:])
 
     def total(self, x: Array, dtype) -> Array:
         """Arranged -> [B, T, ...], the sum over a token's memories."""
         return jnp.sum(x.reshape(-1, self.rows, *x.shape[1:]), axis=1).astype(dtype)
 
-    def pick(self, x: Array) -> Array:
+    def select(self, x: Array) -> Array:
         """[B, G, ...] -> [B, J, ...], those with a row."""
         if self.group is None:
             return x
         return jax.vmap(lambda row, index: row[index])(x, self.group)
 
-    def put(self, x: Array, new: Array) -> Array:
+    def replace(self, x: Array, new: Array) -> Array:
         """[B, G, ...] with those that have a row replaced by `new`, [B, J, ...]."""
         if self.group is None:
             return new
-        return jax.vmap(lambda row, index, own: row.at[index].set(own))(x, self.group, new)
+        return jax.vmap(lambda row, index, values: row.at[index].set(values))(x, self.group, new)
 
     def project(self, x: Array, kernel: Array, bias: Array | None, dtype) -> Array:
-        """Arranged x [..., D] by each memory's own kernel [G, D, F] and bias [G, F]."""
+        """Arranged x [..., D] by each memory's kernel [G, D, F] and bias [G, F]."""
         if self.group is not None:
             return _select_project(
                 x, kernel, bias, dtype, self.group.reshape(-1, *(1,) * (x.ndim - 1))
@@ -74,13 +74,13 @@ class Rows(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """The tokens of each memory one after another, in time order, each memory starting on a chunk border.
+    """The tokens of each memory one after another, in time order, each memory starting at a chunk's start.
 
     Arranged arrays are [B, L, ...]. L is static, since the number of routed pairs is: no capacity, nothing dropped.
 
     Attributes:
-        place: int [B, T, G], where a token stands for a memory; L where it is not routed there.
-        source: int [B, L], t * G + g of what stands in each place; T * G where nothing does.
+        place: int [B, T, G], a token's index in the row for each memory; L where it is not routed there.
+        source: int [B, L], t * G + g for token t of memory g at each index; T * G at empty ones.
         chunk_group: int [B, N], the memory each chunk belongs to.
     """
 
@@ -92,8 +92,8 @@ class Packed(NamedTuple):
         """[B, T, ...], the same for each memory -> arranged, 0 in empty places."""
         return _take_tokens(x, self.place, self.source)
 
-    def own(self, x: Array) -> Array:
-        """[B, T, G, ...], to each memory its own -> arranged, 0 in empty places."""
+    def from_memories(self, x: Array) -> Array:
+        """[B, T, G, ...], a value for each memory -> arranged, 0 in empty places."""
         return _take_own(x, self.place, self.source)
 
     def total(self, x: Array, dtype) -> Array:
@@ -101,12 +101,13 @@ class Packed(NamedTuple):
         return _total(dtype, x, self.place, self.source)
 
     def project(self, x: Array, kernel: Array, bias: Array | None, dtype) -> Array:
-        """Arranged x [B, L, D] by each memory's own kernel [G, D, F] and bias [G, F]."""
+        """Arranged x [B, L, D] by each memory's kernel [G, D, F] and bias [G, F]."""
         group = jnp.repeat(self.chunk_group, self._chunk_size(), axis=1)[..., None]
         return _select_project(x, kernel, bias, dtype, group)
 
     def project_tokens(self, rows: Array, kernel: Array) -> Array | None:
-        """What `project` computes without a bias, of arranged tokens; None without a kernel that takes only their memories'."""
+        """`project` without a bias, for arranged tokens, by a kernel that multiplies each by its memory's matrix; None where that kernel
+        does not support the call."""
         segments = -(-len(rows) // shards_of("batch")) * len(kernel)
         # A gradient of the kernel is made for each segment first; the partitioner cuts the dense form over heads, not a kernel.
         small = segments * kernel[0].size <= _MOST and rows.shape[1] >= 128

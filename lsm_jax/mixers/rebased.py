@@ -111,7 +111,7 @@ class Rebased(Mixer):
         return dict(k=k, v=split_heads(self.v_proj(x), heads))
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
-        """Projection; the normaliser stands where other methods have a norm."""
+        """Projection; the normaliser replaces other methods' norm."""
         return self.o_proj(merge_heads(o))
 
     def options(self) -> dict[str, Any]:

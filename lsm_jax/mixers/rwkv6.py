@@ -72,7 +72,7 @@ class RWKV6Config(RecurrentConfig):
 class RWKV6(Mixer):
     """RWKV6; see `RWKV6Config`.
 
-    Parameters start as in the published code (its `init_std` is its own, so ours is not used); as there only the five
+    Parameters start as in the published code (`init_std` is not used); as there only the five
     projections take weight decay.
     """
 

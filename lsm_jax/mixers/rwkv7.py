@@ -30,7 +30,7 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 from lsm_jax.ops.convolution.backends import l2_normalize
 
 _MIXED = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
-"""What the token shift is mixed into, and the power its initial share falls with along the channels."""
+"""The inputs that mix in the token before, and the power with which the initial share of each falls along the channels."""
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -105,13 +105,13 @@ class LowRank(nnx.Module):
         self.up = OrthogonalDense(rank, size, gain=0.1, axes=(None, "heads"), rngs=rngs, bias=bias)
 
     def __call__(self, x: jax.Array, dtype: Any = None) -> jax.Array:
-        """x [B, T, D] -> [B, T, D] in `dtype`, x's own by default."""
+        """x [B, T, D] -> [B, T, D] in `dtype`, by default x's."""
         inner = self.down(x)
         return self.up(inner if self.activation is None else self.activation(inner), dtype=dtype)
 
 
 class RWKV7(Mixer):
-    """RWKV7; see `RWKV7Config`. Its initial parameters are its own: `init_std` is not used."""
+    """RWKV7; see `RWKV7Config`. Initial parameters are RWKV7's: `init_std` is not used."""
 
     op = ops.dplr_memory
     uses_depth = True
@@ -166,7 +166,7 @@ class RWKV7(Mixer):
 
     @classmethod
     def init_shared(cls, x: jax.Array, stacks: list[tuple[jax.Array, Any]]) -> dict[str, jax.Array]:
-        """The values of the first of these layers, which the later ones mix into their own, and its index."""
+        """The values of the first of these layers, which later layers mix with theirs, and its index."""
         first = jnp.min(jnp.concatenate([layers for layers, _ in stacks]))
         return {"v_first": jnp.zeros_like(x), "v_first_layer": first}
 
@@ -215,7 +215,7 @@ class RWKV7(Mixer):
         return dict(given, v=v)
 
     def _values(self, x: jax.Array, context: Context) -> jax.Array:
-        """Values, moved towards the first layer's; in that layer, and outside a model, these are its own."""
+        """Values, moved towards the first layer's; in that layer, and outside a model, they are returned unchanged."""
         x = self._mixed("v", x, context)
         v = self.v_proj(x)
         if "v_first" not in context.shared:
@@ -227,7 +227,7 @@ class RWKV7(Mixer):
         return v + (first - v) * share
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
-        """Norm of each head, this token's own value by r · k̃, gate, projection."""
+        """Norm of each head, this token's value times r · k̃, gate, projection."""
         y = merge_heads(self.norm(o) + context.beside["own"])
         return self.o_proj(y * self.gate(self._mixed("g", x, context)))
 

@@ -36,7 +36,7 @@ class SoftmaxConfig:
         rope_base: of the rotary embedding; None rotates nothing.
         rope_scaling: lowers the rotation's frequencies; None leaves them.
         norm_eps: of the norms of queries and keys.
-        implementation: of the op; None picks.
+        implementation: attention's backend; None lets the op select.
     """
 
     num_heads: int = 16
@@ -170,7 +170,7 @@ class Softmax(Mixer):
         return dict(window=self.config.window, implementation=self.config.implementation)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.AttentionState:
-        """Room for `max_length` keys and values, or for the window's."""
+        """An empty state with capacity for `max_length` keys and values, or for the window's."""
         capacity = max_length if self.config.window is None else self.config.window
         return ops.attention_state(
             batch_size,
@@ -187,7 +187,7 @@ METHOD = Method(
     name="softmax",
     paper="arXiv 1706.03762",
     op="attention",
-    gate="none: keys and values are kept",
+    gate="none: keys and values are stored",
     write="k, v",
     read="softmax(q Kᵀ) V",
     state="k and v of every token, or of a window",

@@ -31,10 +31,10 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class TitansConfig(RecurrentConfig):
-    """Titans. What the paper leaves open (heads, expansion, `max_lr`, initial gates) is chosen here.
+    """Titans. What the paper leaves open (heads, expansion, `max_lr`, initial gates) is decided here.
 
     Attributes:
-        num_heads: heads, each with a memory of its own.
+        num_heads: heads, each with one memory.
         memory_depth: layers of the memory, 1 (a matrix, as in arXiv 2503.05447 Table 1) or 2 (an MLP with GELU).
         memory_expand: channels between two layers over a head's.
         inner_norm: M(x) = x + LN(memory(x)), as public implementations have it; without, the paper's M(x) = memory(x).

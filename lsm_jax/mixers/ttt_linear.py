@@ -27,7 +27,7 @@ class TTTLinearConfig(RecurrentConfig):
     """TTT-Linear.
 
     Attributes:
-        num_heads: heads, each with a model of its own.
+        num_heads: heads, each with one model.
         mini_batch: tokens whose gradients are taken at the same weights.
         base_lr: the inner learning rate is base_lr · sigmoid(x w + b) / head channels.
         conv_size: width of the short convolutions on q and k, which no activation follows.

@@ -1,4 +1,4 @@
-"""What a model has and costs: parameters by logical axes and weight decay, counts, floating-point operations."""
+"""Size and cost of a model: parameters by logical axes and weight decay, counts, floating-point operations."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def logical_axes(model: Any) -> dict:
     """Logical axis names of every parameter: tuples, in the structure of `nnx.to_pure_dict(nnx.state(model, nnx.Param))`.
 
     Args:
-        model: a module or its state; abstract ones serve as well.
+        model: a module or its state; abstract ones are accepted.
     """
     return _metadata(model, lambda p: tuple(p.logical_axes))
 
 
 def decay_mask(config: ModelConfig) -> dict:
-    """True for every parameter that takes weight decay: embeddings and projections.
+    """True for every parameter to which weight decay applies: embeddings and projections.
 
     Norms, biases, short convolutions, A_log, dt_bias and D take none.
     """

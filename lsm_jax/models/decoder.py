@@ -22,11 +22,11 @@ _ACTIVATIONS = ("batch", "sequence", None)
 
 
 class DecoderState(NamedTuple):
-    """Everything a decoder remembers, of static shape.
+    """All that a decoder carries from call to call, of static shape.
 
     Attributes:
         layers: a tuple of (mixer state, feedforward state), one a letter of the period, stacked over its repetitions.
-        clock: where each row stands in its document.
+        clock: each row's place in its document.
     """
 
     layers: Any
@@ -79,8 +79,8 @@ class Block(nnx.Module):
 def _adapt(mixer: Any, inner: Any, lora: mixers.LoRAConfig, rngs: nnx.Rngs) -> None:
     """Give a layer's projections their adapters."""
     parts = [part for part in (mixer, inner) if part is not None]
-    found = [name for part in parts for name in mixers.add_adapters(part, lora, rngs=rngs)]
-    if missing := set(lora.targets) - set(found):
+    adapted = [name for part in parts for name in mixers.add_adapters(part, lora, rngs=rngs)]
+    if missing := set(lora.targets) - set(adapted):
         kinds = " and ".join(type(part).__name__ for part in parts)
         has = sorted({n for part in parts for n, v in vars(part).items() if isinstance(v, Dense)})
         raise ValueError(
@@ -170,7 +170,7 @@ class Decoder(nnx.Module):
         return self.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
 
     def init_state(self, batch_size: int, max_length: int) -> DecoderState:
-        """A fresh state for `batch_size` rows.
+        """The state before any token, for `batch_size` rows.
 
         Args:
             batch_size: rows.
@@ -211,7 +211,7 @@ class Decoder(nnx.Module):
         return self.logits(x), state, aux
 
     def init_shared(self, x: jax.Array) -> dict[str, jax.Array]:
-        """What travels from layer to layer, ahead of the first one; x is the embedding [B, T, D]."""
+        """The values that travel from layer to layer, before the first; x is the embedding [B, T, D]."""
         firsts = len(self.periods.blocks) * jnp.arange(self.num_periods)
         kinds: dict[type[mixers.Mixer], list] = {}
         for place, block in enumerate(self.periods.blocks):

@@ -371,7 +371,7 @@ def differences(old: Any, new: Any) -> list[str]:
 
 
 def suggest(config: Any, name: str) -> str:
-    """What to say about an unknown dotted field: those nearby that exist."""
+    """The message about a dotted field that does not exist: the nearest fields that do."""
     *path, last = name.split(".")
     holder = config
     for part in path:
