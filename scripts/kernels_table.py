@@ -78,7 +78,9 @@ def requirements(op: str, backend: Backend) -> list[str]:
         texts = "; ".join(requirement.text for requirement in found)
         lines.append(f"- {'' if case == 'any call' else f'with {case}: '}{texts}")
     if op == "slot_memory" and backend.name != "xla":
-        lines.append("- of both memories (K x M, M x V) what `linear_memory` requires with a decay per value and per key channel")
+        lines.append(
+            "- of both memories (K x M, M x V) what `linear_memory` requires with a decay per value and per key channel"
+        )
     return lines or ["- nothing: it supports every call"]
 
 

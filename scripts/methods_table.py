@@ -32,7 +32,9 @@ def page() -> str:
             mark = f" <sup>{len(notes)}</sup>"
         forms = ", ".join(method.forms) or "one"
         cells = (f"`{method.name}`{mark}", f"`{method.op}`", method.gate, method.write, method.read, method.state, forms, method.paper)  # fmt: skip
-        rows.append(f"| {' | '.join(c.replace('|', '∣') for c in cells)} |")  # a bar would end the cell
+        rows.append(
+            f"| {' | '.join(c.replace('|', '∣') for c in cells)} |"
+        )  # a bar would end the cell
     return "\n".join([HEAD, *rows, "", *notes, ""])
 
 
