@@ -38,6 +38,19 @@ def test_the_ops_own_tests_pass_on_a_backend_from_outside(marker, least):
     assert traced and int(traced[1]) >= least
 
 
+@pytest.mark.parametrize(
+    "tests",
+    [
+        ("tests/mixers/test_mixers.py",),
+        pytest.param(("tests/mixers", "tests/models"), marks=pytest.mark.slow),
+    ],
+)
+def test_the_mixers_own_tests_pass_on_a_method_from_outside(tests):
+    told = run_suite("tests.toys.toy_method", *tests, "-k", "toy", "-m", "slow or not slow")
+    passed = re.search(r"(\d+) passed|\[100%\]", told)
+    assert passed and "no tests ran" not in told
+
+
 @pytest.fixture
 def toy():
     registry.register("linear_memory", TOY)
