@@ -53,8 +53,9 @@ def measure(options: str, tokens: np.ndarray, base: Base, args: argparse.Namespa
             y = nnx.merge(kind, params["mixer"])(normed)[0].astype(jnp.float32)
             found[name] = jnp.sqrt(jnp.mean(jnp.square(y), axis=-1))  # [B, T]
         mixer = nnx.merge(alone["memory"], params["mixer"])
-        context = Context(None, {}, None, positions, None, {})
-        query, written = mixer.read(normed, context), mixer.write(normed, context)
+        context = Context(positions=positions)
+        query, context = mixer.read(normed, context)
+        written, context = mixer.write(normed, context)
         ones = jnp.ones(written["v"].shape, jnp.float32)
         age = ones.at[..., 1].set(positions[..., None] / length)
         wide = {name: x.astype(jnp.float32) for name, x in (written | dict(v=age)).items()}

@@ -105,8 +105,9 @@ def in_liger(mixer: Any, x: jax.Array, state: Any, position: jax.Array):
 
 def in_softmax(mixer: Any, x: jax.Array, cache: tuple, position: jax.Array):
     """One token against a cache of keys and values [B, G, N, K] each, which it is written into."""
-    context = Context(None, {}, None, jnp.broadcast_to(position, x.shape[:2]), None, {})
-    q, new = mixer.read(x, context), mixer.write(x, context)
+    context = Context(positions=jnp.broadcast_to(position, x.shape[:2]))
+    q, context = mixer.read(x, context)
+    new, context = mixer.write(x, context)
     cache = tuple(
         jax.lax.dynamic_update_slice_in_dim(held, jnp.moveaxis(new[name], 1, 2), position, axis=2)
         for name, held in zip("kv", cache, strict=True)
@@ -117,7 +118,7 @@ def in_softmax(mixer: Any, x: jax.Array, cache: tuple, position: jax.Array):
     scores = jnp.where(jnp.arange(keys.shape[2]) <= position, scores, -jnp.inf)
     weights = jax.nn.softmax(scores * q.shape[-1] ** -0.5, axis=-1).astype(values.dtype)
     o = jnp.einsum("bgrs,bgsv->bgrv", weights, values)
-    return mixer.finish(o.reshape(q.shape), x, context), cache
+    return mixer.finish(o.reshape(q.shape), x, context)[0], cache
 
 
 class Built(NamedTuple):

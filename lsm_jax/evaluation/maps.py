@@ -150,9 +150,10 @@ def _run_layer(graphdef, record, params, x, shared, layer, positions):
     block = nnx.merge(graphdef, params)
     inputs = {}
     if record and block.mixer.innermost() is block.mixer:
-        context = Context(layer, dict(shared), None, positions, None, {})
+        context = Context(layer, shared, positions=positions)
         normed = block.mixer_norm(x)
-        query, inputs = block.mixer.read(normed, context), block.mixer.write(normed, context)
+        query, context = block.mixer.read(normed, context)
+        inputs, _ = block.mixer.write(normed, context)
         if type(block.mixer).op is ops.attention:
             inputs = dict(inputs, q=query)
         elif "delta" in inputs and "A" in inputs:  # mean over a channel's states

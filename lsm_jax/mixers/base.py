@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -135,36 +136,51 @@ def _advance(live, segment_ids, positions, state: Clock) -> tuple[jax.Array, Clo
     return positions, Clock(following.astype(jnp.int32), last_id.astype(jnp.int32))
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Context:
-    """The arguments of one call, and what `write` and `read` leave for `finish` and for the caller.
+    """The arguments of one call, and the values that its methods have added so far; read-only.
+
+    `read`, `write` and `finish` receive a context and return one: the same, or a copy with more entries (`add`).
 
     Attributes:
         layer: index of the layer, possibly traced; None outside a model.
-        shared: values that travel from layer to layer; a mixer may set entries it declared in `init_shared`. Empty outside
+        shared: values that travel from layer to layer; a mixer may add entries it declared in `init_shared`. Empty outside
             a model.
         segment_ids: [B, T] or None.
         positions: [B, T]; None unless the mixer uses positions.
         update_mask: [B, T] or None.
-        contiguous: whether the caller knows that every token between two written tokens of a document is written too.
-        tails: states of short convolutions and token shifts by name; each use replaces the incoming state by the outgoing one.
-        kept: values that one of the three methods computes once for the others; `finish` must compute them again where they are
+        tails: states of short convolutions and token shifts by name; each layer replaces its incoming state by the outgoing one.
+        saved: values that one of the three methods computes once for the others; `finish` must compute them again where they are
             missing.
-        beside: [B, T, ...] by name, outputs of `read` and `write` that `finish` adds to the memory's output. `finish` treats both
-            alike, linearly and ahead of its norm, so that MoM may sum both over memories.
+        bypass: [B, T, ...] by name, outputs of `read` and `write` that do not go through the memory; `finish` adds them to the
+            memory's output. `finish` treats both alike, linearly and ahead of its norm, so that MoM may sum both over memories.
+        contiguous: whether the caller knows that every token between two written tokens of a document is written too.
         aux: losses and statistics by name, for the caller.
     """
 
-    layer: jax.Array | int | None
-    shared: dict[str, jax.Array]
-    segment_ids: jax.Array | None
-    positions: Any
-    update_mask: jax.Array | None
-    tails: dict[str, Any]
-    kept: dict[str, Any] = dataclasses.field(default_factory=dict)
-    beside: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    layer: jax.Array | int | None = None
+    shared: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
+    segment_ids: jax.Array | None = None
+    positions: Any = None
+    update_mask: jax.Array | None = None
+    tails: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    saved: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    bypass: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
     contiguous: bool = False
-    aux: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    aux: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        for name in _ENTRIES:
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+
+    def add(self, **entries: Mapping[str, Any]) -> Context:
+        """Return a copy with entries added to `shared`, `tails`, `saved`, `bypass` or `aux`: `context.add(aux={"loss": loss})`."""
+        return dataclasses.replace(
+            self, **{name: {**getattr(self, name), **new} for name, new in entries.items()}
+        )
+
+
+_ENTRIES = ("shared", "tails", "saved", "bypass", "aux")
 
 
 class ShortConvolution(nnx.Module):
@@ -195,9 +211,15 @@ class ShortConvolution(nnx.Module):
         self.weight = parameter(draw(width, channels), (None, axis), weight_decay=False)
         self.bias = parameter(draw(channels), (axis,), weight_decay=False) if bias else None
 
-    def __call__(self, x: jax.Array, context: Context, head_dim: int | None = None) -> jax.Array:
-        """x [B, T, channels] -> the same shape and dtype, each `head_dim` channels of unit length where it is given."""
-        y, context.tails[self.name] = ops.short_convolution(
+    def __call__(
+        self, x: jax.Array, context: Context, head_dim: int | None = None
+    ) -> tuple[jax.Array, Context]:
+        """Convolve x [B, T, channels]; with `head_dim`, each `head_dim` channels of the result have unit length.
+
+        Returns:
+            The result in the shape and dtype of x, and the context with the new tail.
+        """
+        y, tail = ops.short_convolution(
             x,
             self.weight[...].astype(x.dtype),
             None if self.bias is None else self.bias[...].astype(x.dtype),
@@ -208,7 +230,7 @@ class ShortConvolution(nnx.Module):
             update_mask=context.update_mask,
             contiguous=context.contiguous,
         )
-        return y
+        return y, context.add(tails={self.name: tail})
 
 
 class TokenShift(nnx.Module):
@@ -217,16 +239,16 @@ class TokenShift(nnx.Module):
     def __init__(self, name: str, channels: int):
         self.name, self.channels, self.remembered = name, channels, 1
 
-    def __call__(self, x: jax.Array, context: Context) -> jax.Array:
-        """x [B, T, channels] -> the token before each in its document, 0 before the first; the same shape and dtype."""
-        y, context.tails[self.name] = ops.token_shift(
+    def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
+        """Return the token before each token of x [B, T, channels] in its document, 0 before the first, and the context with the new tail."""
+        y, tail = ops.token_shift(
             x,
             initial_state=context.tails.get(self.name),
             segment_ids=context.segment_ids,
             update_mask=context.update_mask,
             contiguous=context.contiguous,
         )
-        return y
+        return y, context.add(tails={self.name: tail})
 
 
 class Mixer(nnx.Module):
@@ -263,16 +285,16 @@ class Mixer(nnx.Module):
         self.config = copy.deepcopy(config)
         self.hidden_size = hidden_size
 
-    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
-        """x [B, T, D] -> the op's write side by name: k, v, and gates."""
+    def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
+        """Compute the op's queries [B, T, H, K] from x [B, T, D]."""
         raise NotImplementedError
 
-    def read(self, x: jax.Array, context: Context) -> jax.Array:
-        """x [B, T, D] -> the op's queries [B, T, H, K]."""
+    def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
+        """Compute the arguments that update the memory, by name, from x [B, T, D]: k, v, and gates."""
         raise NotImplementedError
 
-    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
-        """o [B, T, H, V] read from the memory, x [B, T, D] -> y [B, T, D]: norm, gate and projection."""
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
+        """Compute y [B, T, D] from the memory's output o [B, T, H, V] and x [B, T, D]: norm, gate and projection."""
         raise NotImplementedError
 
     def options(self) -> dict[str, Any]:
@@ -327,17 +349,22 @@ class Mixer(nnx.Module):
         """The mixer whose `init_shared` counts: itself, or the one it wraps."""
         return self
 
-    def through_memory(self, x: jax.Array, context: Context, memory: Any) -> tuple[jax.Array, Any]:
-        """Read, write and apply: what was read from the memory, [B, T, ...], and the op's state after.
+    def through_memory(
+        self, x: jax.Array, context: Context, memory: Any
+    ) -> tuple[jax.Array, Any, Context]:
+        """Run `read`, `write` and `apply`.
 
         Args:
             x: [B, T, D].
-            context: of this call; its tails are replaced.
+            context: the call's.
             memory: the op's state, None for an empty one.
+
+        Returns:
+            The output of the memory [B, T, ...], the op's state after the last token, and the context after `write`.
         """
-        query = self.read(x, context)
-        written = self.write(x, context)
-        return self.apply(
+        query, context = self.read(x, context)
+        written, context = self.write(x, context)
+        o, memory = self.apply(
             query,
             written,
             **self.options(),
@@ -345,13 +372,14 @@ class Mixer(nnx.Module):
             segment_ids=context.segment_ids,
             update_mask=context.update_mask,
         )
+        return o, memory, context
 
     def __call__(
         self,
         x: jax.Array,
         *,
         layer: jax.Array | int | None = None,
-        shared: dict[str, jax.Array] | None = None,
+        shared: Mapping[str, jax.Array] | None = None,
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
         update_mask: jax.Array | None = None,
@@ -376,19 +404,45 @@ class Mixer(nnx.Module):
         Raises:
             ValueError: an argument of another shape or kind, or a state of other rows or of another mixer.
         """
+        y, state, context = self.run(
+            x,
+            layer=layer,
+            shared=shared,
+            segment_ids=segment_ids,
+            positions=positions,
+            update_mask=update_mask,
+            contiguous=contiguous,
+            state=state,
+        )
+        return y, state, dict(context.aux)
+
+    def run(
+        self,
+        x: jax.Array,
+        *,
+        layer: jax.Array | int | None = None,
+        shared: Mapping[str, jax.Array] | None = None,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        update_mask: jax.Array | None = None,
+        contiguous: bool = False,
+        state: MixerState | None = None,
+    ) -> tuple[jax.Array, MixerState, Context]:
+        """Mix the tokens of x as a call does, and return the call's context, whose `shared` goes to the next layer."""
         self._check(x, segment_ids, positions, update_mask, state)
         clock = None
         if self.uses_positions:
             clock = fresh_clock(x.shape[0]) if state is None else state.clock
             positions, clock = advance(clock, x.shape[:2], segment_ids, update_mask, positions)
-        tails = {} if state is None else dict(state.tails)
-        shared = {} if shared is None else shared
+        tails = {} if state is None else state.tails
         context = Context(
-            layer, shared, segment_ids, positions, update_mask, tails, contiguous=contiguous
+            layer, shared or {}, segment_ids, positions, update_mask, tails, contiguous=contiguous
         )
-        o, memory = self.through_memory(x, context, None if state is None else state.memory)
-        y = self.finish(o, x, context)
-        return y, MixerState(memory, context.tails, clock), context.aux
+        o, memory, context = self.through_memory(
+            x, context, None if state is None else state.memory
+        )
+        y, context = self.finish(o, x, context)
+        return y, MixerState(memory, dict(context.tails), clock), context
 
     def _check(self, x, segment_ids, positions, update_mask, state) -> None:
         """Raise ValueError unless the arguments of a call fit each other and this mixer; the op checks its memory itself."""

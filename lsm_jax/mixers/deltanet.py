@@ -103,27 +103,30 @@ class DeltaNet(Mixer):
             values, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
         )
 
-    def read(self, x: jax.Array, context: Context) -> jax.Array:
+    def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Convolved queries of unit length."""
-        q = self.q_conv(self.q_proj(x), context, self.key_dim)
-        return split_heads(q, self.config.num_heads)
+        q, context = self.q_conv(self.q_proj(x), context, self.key_dim)
+        return split_heads(q, self.config.num_heads), context
 
-    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+    def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """Convolved keys of unit length, convolved values, and β."""
         config = self.config
         beta = jax.nn.sigmoid(self.beta_proj(x, dtype=jnp.float32))
-        return dict(
-            k=split_heads(self.k_conv(self.k_proj(x), context, self.key_dim), config.num_heads),
-            v=split_heads(self.v_conv(self.v_proj(x), context), config.value_heads()),
+        k, context = self.k_conv(self.k_proj(x), context, self.key_dim)
+        v, context = self.v_conv(self.v_proj(x), context)
+        written = dict(
+            k=split_heads(k, config.num_heads),
+            v=split_heads(v, config.value_heads()),
             beta=2 * beta if config.allow_negative_eigenvalues else beta,
         )
+        return written, context
 
-    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Norm of each head, gate if any, projection."""
         gate = None
         if self.g_proj is not None:
             gate = split_heads(self.g_proj(x), self.config.value_heads())
-        return self.o_proj(merge_heads(self.norm(o, gate)))
+        return self.o_proj(merge_heads(self.norm(o, gate))), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.DeltaState:
         """An empty memory."""

@@ -155,17 +155,20 @@ class FoX(Softmax):
         times = self.config.decay_times()
         return None if times is None else -1 / jnp.array(times, jnp.float32)
 
-    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+    def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """Keys and values, and the forget gates."""
-        return dict(super().write(x, context), log_forget=self.log_forget(x))
+        written, context = super().write(x, context)
+        return dict(written, log_forget=self.log_forget(x)), context
 
-    def keys(self, x: jax.Array, context: Context) -> jax.Array:
+    def keys(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """x [B, T, D] -> keys [B, T, G * K], mixed with the token before's if asked."""
-        return self._mixed(super().keys(x, context), x, self.k_shift, self.k_before, context)
+        keys, context = super().keys(x, context)
+        return self._mixed(keys, x, self.k_shift, self.k_before, context)
 
-    def values(self, x: jax.Array, context: Context) -> jax.Array:
+    def values(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """x [B, T, D] -> values [B, T, G * K], mixed with the token before's if asked."""
-        return self._mixed(super().values(x, context), x, self.v_shift, self.v_before, context)
+        values, context = super().values(x, context)
+        return self._mixed(values, x, self.v_shift, self.v_before, context)
 
     def _mixed(
         self,
@@ -174,9 +177,9 @@ class FoX(Softmax):
         share: Dense | None,
         before: TokenShift | None,
         context: Context,
-    ) -> jax.Array:
+    ) -> tuple[jax.Array, Context]:
         if share is None or before is None:
-            return y
+            return y, context
         wide = jnp.promote_types(x.dtype, jnp.float32)
         heads = self.config.kv_heads()
 
@@ -186,12 +189,15 @@ class FoX(Softmax):
             a = jax.nn.sigmoid(a)[..., None]
             return merge_heads(a * earlier + (1 - a) * own).astype(y.dtype)
 
-        return mixed(y, before(y, context), share(x, dtype=wide))
+        earlier, context = before(y, context)
+        return mixed(y, earlier, share(x, dtype=wide)), context
 
-    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Norm of each head and gate where there are any, projection."""
         y = merge_heads(o if self.norm is None else self.norm(o))
-        return self.o_proj(y if self.g_proj is None else y * jax.nn.sigmoid(self.g_proj(x)))
+        return self.o_proj(
+            y if self.g_proj is None else y * jax.nn.sigmoid(self.g_proj(x))
+        ), context
 
     def options(self) -> dict[str, Any]:
         """The op's constant arguments."""

@@ -62,14 +62,14 @@ class GatedRetention(RetNet):
             hidden_size, config.num_heads, axes=("embed", "heads"), rngs=rngs, init_std=init_std
         )
 
-    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+    def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """Rotated keys, values, and each head's decay at each token."""
         gate = self.decay_proj(x, dtype=jnp.float32)
         return dict(
             k=self._rotated(self.k_proj(x), context),
             v=split_heads(self.v_proj(x), self.config.num_heads),
             log_decay=jax.nn.log_sigmoid(gate) / self.config.gate_temperature,
-        )
+        ), context
 
 
 METHOD = Method(

@@ -104,11 +104,11 @@ class GateLoop(Mixer):
             hidden_size, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
         )
 
-    def read(self, x: jax.Array, context: Context) -> jax.Array:
+    def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """x W_q, [B, T, H, K]."""
-        return split_heads(self.q_proj(x), self.num_heads)
+        return split_heads(self.q_proj(x), self.num_heads), context
 
-    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+    def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """Keys and values of each head, log |a| and the angle of a."""
         share = self.config.gate_gradient
         z = self.a_proj(x, dtype=jnp.float32)
@@ -119,7 +119,7 @@ class GateLoop(Mixer):
             v=split_heads(self.v_proj(x), self.num_heads),
             log_decay=jax.nn.log_sigmoid(length),
             angle=angle,
-        )
+        ), context
 
     def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
         """[B, T, H, V] by a complex number a channel, or by turned queries and keys."""
@@ -153,12 +153,12 @@ class GateLoop(Mixer):
         o, after = ops.linear_memory(turned(query), turned(k), v, log_decay, scale=1.0, **call)
         return o, after._replace(memory=turn_back(after.memory, final))
 
-    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Norm if asked, times silu(x W_g), projection."""
         if self.norm is not None:
             o = self.norm(o) if self.config.num_heads is not None else self.norm(o[..., 0])
         gate = jax.nn.silu(self.g_proj(x, dtype=jnp.float32))
-        return self.o_proj((o.reshape(x.shape) * gate).astype(x.dtype))
+        return self.o_proj((o.reshape(x.shape) * gate).astype(x.dtype)), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> Any:
         """An empty memory."""

@@ -88,11 +88,11 @@ class GFW(Mixer):
             values, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
         )
 
-    def read(self, x: jax.Array, context: Context) -> jax.Array:
+    def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """x W_q."""
-        return split_heads(self.q_proj(x), self.config.num_heads)
+        return split_heads(self.q_proj(x), self.config.num_heads), context
 
-    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+    def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """Keys, values, and decays sigmoid(x W + b) of key and of value channels."""
 
         def log_gate(projection):
@@ -104,12 +104,12 @@ class GFW(Mixer):
             v=split_heads(self.v_proj(x), self.config.num_heads),
             log_decay=log_gate(self.key_decay_proj),
             value_log_decay=log_gate(self.value_decay_proj),
-        )
+        ), context
 
-    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Norm of each head, times silu(x W_g), projection."""
         gate = split_heads(self.g_proj(x), self.config.num_heads)
-        return self.o_proj(merge_heads(self.norm(o, gate)))
+        return self.o_proj(merge_heads(self.norm(o, gate))), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
         """An empty memory."""

@@ -93,11 +93,11 @@ class GLA(Mixer):
             values, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
         )
 
-    def read(self, x: jax.Array, context: Context) -> jax.Array:
+    def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """x W_q."""
-        return split_heads(self.q_proj(x), self.config.num_heads)
+        return split_heads(self.q_proj(x), self.config.num_heads), context
 
-    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+    def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """Keys, values, and a decay for each key channel."""
         heads = self.config.num_heads
         gate = self.decay_up(self.decay_down(x), dtype=jnp.float32)
@@ -107,12 +107,12 @@ class GLA(Mixer):
             k=split_heads(self.k_proj(x), heads),
             v=split_heads(self.v_proj(x), heads),
             log_decay=split_heads(log_decay, heads),
-        )
+        ), context
 
-    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Norm of each head, times silu(x W_g), projection."""
         gate = split_heads(self.g_proj(x), self.config.num_heads)
-        return self.o_proj(merge_heads(self.norm(o, gate)))
+        return self.o_proj(merge_heads(self.norm(o, gate))), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
         """An empty memory."""

@@ -96,11 +96,11 @@ class GSA(Mixer):
             values, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
         )
 
-    def read(self, x: jax.Array, context: Context) -> jax.Array:
+    def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """silu(x W_q)."""
-        return split_heads(jax.nn.silu(self.q_proj(x)), self.config.num_heads)
+        return split_heads(jax.nn.silu(self.q_proj(x)), self.config.num_heads), context
 
-    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+    def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """silu of keys and values; each slot's decay α, and 1 - α as the strength it is written with."""
         heads = self.config.num_heads
         gate = split_heads(self.decay_proj(x, dtype=jnp.float32), heads)
@@ -117,11 +117,11 @@ class GSA(Mixer):
             v=split_heads(jax.nn.silu(self.v_proj(x)), heads),
             s=strength,
             log_decay=log_decay,
-        )
+        ), context
 
-    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Norm of silu(o) over all heads, projection."""
-        return self.o_proj(self.norm(jax.nn.silu(merge_heads(o))))
+        return self.o_proj(self.norm(jax.nn.silu(merge_heads(o)))), context
 
     def options(self) -> dict[str, Any]:
         """The op's constant arguments; queries are not scaled."""

@@ -109,11 +109,11 @@ class HGRN2(Mixer):
         table = jnp.zeros((stacks[0][1].num_layers, 2, logits.shape[1]), logits.dtype)
         return {_BOUNDS: table.at[index[order]].set(log_bounds(logits[order]))}
 
-    def read(self, x: jax.Array, context: Context) -> jax.Array:
+    def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """silu(x W_q)."""
-        return jax.nn.silu(split_heads(self.q_proj(x), self.num_heads))
+        return jax.nn.silu(split_heads(self.q_proj(x), self.num_heads)), context
 
-    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+    def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """1 - f as keys, x W_i as values, log f as decay; outside a model γ is 0."""
         if context.layer is None or _BOUNDS not in context.shared:
             bound, rest = _unbounded(self.hidden_size)
@@ -131,11 +131,11 @@ class HGRN2(Mixer):
             k=split_heads(key, self.num_heads),
             v=split_heads(self.i_proj(x), self.num_heads),
             log_decay=split_heads(log_f, self.num_heads),
-        )
+        ), context
 
-    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Norm over the whole width, projection."""
-        return self.o_proj(self.norm(merge_heads(o)))
+        return self.o_proj(self.norm(merge_heads(o))), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
         """An empty memory."""

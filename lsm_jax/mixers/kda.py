@@ -119,12 +119,12 @@ class KDA(Mixer):
             values, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
         )
 
-    def read(self, x: jax.Array, context: Context) -> jax.Array:
+    def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Convolved queries of unit length."""
-        q = self.q_conv(self.q_proj(x), context, self.config.head_dim)
-        return split_heads(q, self.config.num_heads)
+        q, context = self.q_conv(self.q_proj(x), context, self.config.head_dim)
+        return split_heads(q, self.config.num_heads), context
 
-    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+    def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """Convolved keys of unit length, convolved values, β of each value head and the decay of each of its key channels."""
         config, heads = self.config, self.config.value_heads()
         beta = jax.nn.sigmoid(self.beta_proj(x, dtype=jnp.float32))
@@ -135,14 +135,17 @@ class KDA(Mixer):
         def decay(gate, bias, a_log):
             return -jnp.exp(a_log)[:, None] * jax.nn.softplus(gate + bias)
 
-        return dict(
-            k=split_heads(self.k_conv(self.k_proj(x), context, config.head_dim), config.num_heads),
-            v=split_heads(self.v_conv(self.v_proj(x), context), heads),
+        k, context = self.k_conv(self.k_proj(x), context, config.head_dim)
+        v, context = self.v_conv(self.v_proj(x), context)
+        written = dict(
+            k=split_heads(k, config.num_heads),
+            v=split_heads(v, heads),
             beta=2 * beta if config.allow_negative_eigenvalues else beta,
             log_decay=decay(gate, bias, self.a_log[...]),
         )
+        return written, context
 
-    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Norm of each head, times sigmoid(x W₁ W₂ + b), projection."""
 
         @recomputed
@@ -150,7 +153,7 @@ class KDA(Mixer):
             return y * jax.nn.sigmoid(gate).astype(y.dtype)
 
         gate = self.gate_up(self.gate_down(x), dtype=jnp.float32)
-        return self.o_proj(gated(merge_heads(self.norm(o)), gate))
+        return self.o_proj(gated(merge_heads(self.norm(o)), gate)), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.DeltaState:
         """An empty memory."""

@@ -159,30 +159,32 @@ class Liger(Softmax):
 
         self.q_map, self.k_map = learned(config.num_heads), learned(config.kv_heads())
 
-    def read(self, x: jax.Array, context: Context) -> jax.Array:
-        """The memory's queries; `context.kept` gets the window's."""
+    def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
+        """The memory's queries; the context has the window's, saved as "q"."""
         q = split_heads(self.q_proj(x), self.config.num_heads)
-        context.kept["q"] = self._rotated(q, self.q_norm, context)
+        context = context.add(saved={"q": self._rotated(q, self.q_norm, context)})
         q = q if self.q_norm is None else self.q_norm(q)
-        return q if self.config.gate == "gsa" else _mapped(q, self.q_map)
+        return q if self.config.gate == "gsa" else _mapped(q, self.q_map), context
 
-    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
-        """Keys, values and gates for the memory; `context.kept` gets the window's keys."""
+    def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
+        """Keys, values and gates for the memory; the context has the window's keys, saved as "k"."""
         config, heads = self.config, self.config.kv_heads()
-        raw = split_heads(self.keys(x, context), heads)
-        v = split_heads(self.values(x, context), heads)
-        context.kept["k"] = self._rotated(raw, self.k_norm, context)
+        keys, context = self.keys(x, context)
+        values, context = self.values(x, context)
+        raw, v = split_heads(keys, heads), split_heads(values, heads)
+        context = context.add(saved={"k": self._rotated(raw, self.k_norm, context)})
         log_decay = self.log_decay(raw, x)
         k = raw if self.k_norm is None else self.k_norm(raw)
         if config.gate == "gsa":
-            return dict(k=k, v=v, s=-jnp.expm1(log_decay), log_decay=log_decay)
+            return dict(k=k, v=v, s=-jnp.expm1(log_decay), log_decay=log_decay), context
         if config.gate == "hgrn2":
-            return dict(k=(-jnp.expm1(log_decay)).astype(x.dtype), v=v, log_decay=log_decay)
+            k = (-jnp.expm1(log_decay)).astype(x.dtype)
+            return dict(k=k, v=v, log_decay=log_decay), context
         k = _mapped(k, self.k_map)
         if config.gate in _BY_HEAD:
-            return dict(k=k, v=v, log_decay=log_decay[..., 0])
+            return dict(k=k, v=v, log_decay=log_decay[..., 0]), context
         copies = k.shape[-1] // log_decay.shape[-1]  # a channel's features share its gate
-        return dict(k=k, v=v, log_decay=jnp.tile(log_decay, copies))
+        return dict(k=k, v=v, log_decay=jnp.tile(log_decay, copies)), context
 
     def log_decay(self, keys: jax.Array, x: jax.Array) -> jax.Array:
         """The logarithm of the gates [B, T, G, gates of a head] in float32, from keys [B, T, G, K] before norm and rotation."""
@@ -199,12 +201,15 @@ class Liger(Softmax):
             z = jax.nn.log_sigmoid(z)
         return z / self.config.temperature()
 
-    def through_memory(self, x: jax.Array, context: Context, memory: Any) -> tuple[jax.Array, Any]:
+    def through_memory(
+        self, x: jax.Array, context: Context, memory: Any
+    ) -> tuple[jax.Array, Any, Context]:
         """The weighted sum of what memory and window give, [B, T, H, V], and their states after."""
         config = self.config
         earlier = LigerState(None, None) if memory is None else memory
         call = dict(segment_ids=context.segment_ids, update_mask=context.update_mask)
-        query, written = self.read(x, context), self.write(x, context)
+        query, context = self.read(x, context)
+        written, context = self.write(x, context)
         outputs, after = [], {}
         if config.memory_weight:
             op = ops.slot_memory if config.gate == "gsa" else ops.linear_memory
@@ -214,14 +219,15 @@ class Liger(Softmax):
             outputs.append((config.memory_weight, o))
         if config.window_weight:
             o, after["window"] = ops.attention(
-                context.kept["q"], context.kept["k"], written["v"],
+                context.saved["q"], context.saved["k"], written["v"],
                 window=config.window, implementation=config.implementation,
                 initial_state=earlier.window, **call,
             )  # fmt: skip
             outputs.append((config.window_weight, o))
         wide = jnp.promote_types(x.dtype, jnp.float32)
         mixed = jnp.asarray(sum(weight * o.astype(wide) for weight, o in outputs))
-        return mixed.astype(x.dtype), LigerState(after.get("memory"), after.get("window"))
+        state = LigerState(after.get("memory"), after.get("window"))
+        return mixed.astype(x.dtype), state, context
 
     def options(self) -> dict[str, Any]:
         """The recurrence's constant arguments; queries are not scaled."""

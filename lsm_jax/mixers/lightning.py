@@ -103,23 +103,23 @@ class Lightning(Mixer):
         depth = jnp.float32(0 if layer is None else layer) / self.num_layers
         return -8 / heads * (1 - depth) * jnp.arange(heads, dtype=jnp.float32)
 
-    def read(self, x: jax.Array, context: Context) -> jax.Array:
+    def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """silu(x W_q)."""
-        return jax.nn.silu(split_heads(self.q_proj(x), self.config.num_heads))
+        return jax.nn.silu(split_heads(self.q_proj(x), self.config.num_heads)), context
 
-    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+    def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """silu(x W_k), values, and each head's constant decay."""
         heads = self.config.num_heads
         return dict(
             k=jax.nn.silu(split_heads(self.k_proj(x), heads)),
             v=split_heads(self.v_proj(x), heads),
             log_decay=self.log_decay(context.layer),
-        )
+        ), context
 
-    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Norm of each head, times silu(x W_g), projection."""
         gate = split_heads(self.g_proj(x), self.config.num_heads)
-        return self.o_proj(merge_heads(self.norm(o, gate)))
+        return self.o_proj(merge_heads(self.norm(o, gate))), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
         """An empty memory."""

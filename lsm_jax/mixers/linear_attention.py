@@ -116,23 +116,23 @@ class LinearAttention(Mixer):
             values, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
         )
 
-    def read(self, x: jax.Array, context: Context) -> jax.Array:
+    def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """φ(x W_q)."""
         q = self.q_features(split_heads(self.q_proj(x), self.config.num_heads))
-        return feature_maps.normalize_sum(q) if self.config.sum_normalize_q else q
+        return feature_maps.normalize_sum(q) if self.config.sum_normalize_q else q, context
 
-    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+    def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """φ(x W_k) and x W_v."""
         k = self.k_features(split_heads(self.k_proj(x), self.config.num_heads))
         k = feature_maps.normalize_sum(k) if self.config.sum_normalize_k else k
-        return dict(k=k, v=split_heads(self.v_proj(x), self.config.num_heads))
+        return dict(k=k, v=split_heads(self.v_proj(x), self.config.num_heads)), context
 
-    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Norm of each head, gate if any, projection."""
         gate = None
         if self.g_proj is not None:
             gate = split_heads(self.g_proj(x), self.config.num_heads)
-        return self.o_proj(merge_heads(self.norm(o, gate)))
+        return self.o_proj(merge_heads(self.norm(o, gate))), context
 
     def options(self) -> dict[str, Any]:
         """The op's constant arguments, with the normaliser's epsilon."""

@@ -133,22 +133,25 @@ class Lolcats(Softmax):
         ring = jnp.zeros((batch_size, config.window, heads, dim), dtype)
         return LolcatsState(linear, ring, ring, jnp.zeros(batch_size, jnp.int32))
 
-    def through_memory(self, x: jax.Array, context: Context, memory: Any) -> tuple[jax.Array, Any]:
+    def through_memory(
+        self, x: jax.Array, context: Context, memory: Any
+    ) -> tuple[jax.Array, Any, Context]:
         """The output of window and memory together, [B, T, H, V], and the final state; in the first stage softmax attention's output."""
         config = self.config
         memory = self._empty(x.shape[0], x.dtype) if memory is None else memory
-        q, written = self.read(x, context), self.write(x, context)
+        q, context = self.read(x, context)
+        written, context = self.write(x, context)
         k, v = written["k"], written["v"]
         o, memory = self._window_and_memory(q, k, v, context, memory)
         if not config.transfer_weight:
-            return o.astype(x.dtype), memory
+            return o.astype(x.dtype), memory, context
         rows = dict(segment_ids=context.segment_ids, update_mask=context.update_mask)
         teacher, _ = ops.attention(q, k, v, implementation=config.implementation, **rows)
         missed = jnp.square(o - jax.lax.stop_gradient(teacher).astype(o.dtype)).mean((2, 3))
         real = jnp.ones(x.shape[:2], bool) if context.segment_ids is None else context.segment_ids != 0  # fmt: skip
         mean = jnp.sum(select(real, missed)) / jnp.maximum(jnp.sum(real), 1)
-        context.aux["attention_transfer_loss"] = config.transfer_weight * mean
-        return teacher, memory
+        loss = config.transfer_weight * mean
+        return teacher, memory, context.add(aux={"attention_transfer_loss": loss})
 
     def _window_and_memory(self, q, k, v, context: Context, memory: LolcatsState):
         wide = jnp.promote_types(q.dtype, jnp.float32)

@@ -98,36 +98,39 @@ class Mamba(Mixer):
             self.inner, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
         )
 
-    def _convolved(self, x: jax.Array, context: Context) -> jax.Array:
-        """The convolved channels, which are written and on which Δ, B and C depend."""
-        if "inner" not in context.kept:
-            context.kept["inner"] = self.conv(self.x_proj(x), context)
-        return context.kept["inner"]
+    def _convolved(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
+        """The convolved channels, which are written and on which Δ, B and C depend; computed once a call."""
+        if "inner" not in context.saved:
+            inner, context = self.conv(self.x_proj(x), context)
+            context = context.add(saved={"inner": inner})
+        return context.saved["inner"], context
 
-    def read(self, x: jax.Array, context: Context) -> jax.Array:
+    def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """C."""
-        return self.c_proj(self._convolved(x, context))
+        inner, context = self._convolved(x, context)
+        return self.c_proj(inner), context
 
-    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+    def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """The convolved channels, Δ, A, B, and the skip D."""
-        inner = self._convolved(x, context)
+        inner, context = self._convolved(x, context)
         step = self.dt_up(self.dt_down(inner), dtype=jnp.float32) + self.dt_bias[...]
-        return dict(
+        written = dict(
             u=inner,
             delta=jax.nn.softplus(step),
             A=-jnp.exp(self.a_log[...]),
             B=self.b_proj(inner),
             D=self.skip[...],
         )
+        return written, context
 
     def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
         """The op, whose queries are C."""
         return type(self).op(C=query, **written, **call)
 
-    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Times silu(z), projection."""
         gate = jax.nn.silu(self.z_proj(x, dtype=jnp.float32))
-        return self.o_proj((o.astype(gate.dtype) * gate).astype(x.dtype))
+        return self.o_proj((o.astype(gate.dtype) * gate).astype(x.dtype)), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.SelectiveState:
         """An empty memory."""

@@ -115,27 +115,30 @@ class Mamba2(Mixer):
             inner, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
         )
 
-    def read(self, x: jax.Array, context: Context) -> jax.Array:
+    def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """C: one query a group."""
-        return split_heads(self.c_conv(self.c_proj(x), context), self.config.num_groups)
+        c, context = self.c_conv(self.c_proj(x), context)
+        return split_heads(c, self.config.num_groups), context
 
-    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+    def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """B as keys (one a group), Δ x as values, Δ A as decay."""
         step = jax.nn.softplus(self.dt_proj(x, dtype=jnp.float32) + self.dt_bias[...])
-        inner = split_heads(self.x_conv(self.x_proj(x), context), self.num_heads)
-        context.beside["inner"] = inner
+        inner, context = self.x_conv(self.x_proj(x), context)
+        inner = split_heads(inner, self.num_heads)
 
         @recomputed
         def scaled(inner, step):
             return (inner * step[..., None]).astype(x.dtype)
 
-        return dict(
-            k=split_heads(self.b_conv(self.b_proj(x), context), self.config.num_groups),
+        b, context = self.b_conv(self.b_proj(x), context)
+        written = dict(
+            k=split_heads(b, self.config.num_groups),
             v=scaled(inner, step),
             log_decay=-jnp.exp(self.a_log[...]) * step,
         )
+        return written, context.add(bypass={"inner": inner})
 
-    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Skip D x, times silu(z), then the norm over each group of heads, and the projection."""
         groups, eps = self.config.num_groups, self.config.norm_eps
 
@@ -146,8 +149,8 @@ class Mamba2(Mixer):
             y = merge_heads(y) * jax.nn.silu(z.astype(wide))
             return (merge_heads(rms_normalize(split_heads(y, groups), eps)) * scale).astype(x.dtype)
 
-        z, inner = self.z_proj(x), context.beside["inner"]
-        return self.o_proj(normed(o, inner, z, self.skip[...], self.norm_scale[...]))
+        z, inner = self.z_proj(x), context.bypass["inner"]
+        return self.o_proj(normed(o, inner, z, self.skip[...], self.norm_scale[...])), context
 
     def options(self) -> dict[str, Any]:
         """The op's constant arguments; queries are not scaled."""

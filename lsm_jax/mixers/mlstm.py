@@ -107,11 +107,11 @@ class MLSTM(Mixer):
         cap = self.config.gate_soft_cap
         return cap * jnp.tanh(projection(x, dtype=jnp.float32) / cap)
 
-    def read(self, x: jax.Array, context: Context) -> jax.Array:
+    def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """x W_q."""
-        return split_heads(self.q_proj(x), self.config.num_heads)
+        return split_heads(self.q_proj(x), self.config.num_heads), context
 
-    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+    def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """Keys, values, and each head's forget and input gate."""
         heads = self.config.num_heads
         return dict(
@@ -119,12 +119,12 @@ class MLSTM(Mixer):
             v=split_heads(self.v_proj(x), heads),
             log_decay=jax.nn.log_sigmoid(self._gate(self.f_proj, x)),
             log_input_gate=self._gate(self.i_proj, x),
-        )
+        ), context
 
-    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Norm of each head, times sigmoid(x W_g), projection."""
         y = merge_heads(self.norm(o))
-        return self.o_proj(y * jax.nn.sigmoid(self.g_proj(x)))
+        return self.o_proj(y * jax.nn.sigmoid(self.g_proj(x))), context
 
     def options(self) -> dict[str, Any]:
         """The op's constant arguments, with the normaliser's epsilon."""

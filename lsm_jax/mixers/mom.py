@@ -132,7 +132,7 @@ class _Part(NamedTuple):
     """The result of one call of the inner mixer: outputs by token, [B, T, ...], and states, arranged."""
 
     output: jax.Array
-    beside: dict[str, jax.Array]
+    bypass: dict[str, jax.Array]
     shared: dict[str, jax.Array]
     memory: Any
     tails: dict[str, Any]
@@ -162,11 +162,10 @@ class MoM(Mixer):
         groups = 1 if config.single_projections else config.num_groups()
         built = [build(config.mixer, hidden_size, **options) for _ in range(groups)]
         self.inner = built[0]
-        self.uses_positions = self.inner.uses_positions
         if not config.single_projections:
             active = (config.top_k + config.shared_memory) / groups
-            for name in self.inner.memory_parts:
-                _stack(self.inner, name, [getattr(mixer, name) for mixer in built], active)
+            self.inner = _stack_memory_parts(built, active)
+        self.uses_positions = self.inner.uses_positions
         self.router = Dense(
             hidden_size, config.num_memories, axes=("embed", None), rngs=rngs, init_std=init_std
         )
@@ -175,13 +174,12 @@ class MoM(Mixer):
         """The inner mixer's."""
         return self.inner.innermost()
 
-    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """The inner mixer's, once a token; a token shift there is along the row."""
         tails = {n.removeprefix(_ROW): s for n, s in context.tails.items() if n.startswith(_ROW)}
-        inner = dataclasses.replace(context, tails=tails, kept={})
-        y = self.inner.finish(o, x, inner)
-        context.tails.update({_ROW + name: state for name, state in inner.tails.items()})
-        return y
+        inner = dataclasses.replace(context, tails=tails, saved={})
+        y, inner = self.inner.finish(o, x, inner)
+        return y, context.add(tails={_ROW + name: state for name, state in inner.tails.items()})
 
     def remembering(self) -> tuple[Any, ...]:
         """The inner mixer's, each with a state for each memory, and token shifts along the row."""
@@ -208,11 +206,11 @@ class MoM(Mixer):
 
     def through_memory(
         self, x: jax.Array, context: Context, memory: MoMState | None
-    ) -> tuple[jax.Array, MoMState]:
+    ) -> tuple[jax.Array, MoMState, Context]:
         """Route, run every memory along its tokens, and sum their outputs by router weight."""
         if memory is not None:
             self._check_memory(memory)
-        route = self._route(x, context)
+        route, statistics = self._route(x, context)
         documents, last_id, document = _documents(x, context.segment_ids, memory)
         if x.shape[1] == 1 and memory is not None:
             part, after = self._decoded(x, context, route, documents, memory)
@@ -223,11 +221,9 @@ class MoM(Mixer):
             after = self._packed_states(x, context, route, documents, document)
         else:
             part, after = self._packed_on(x, context, route, document, memory)
-        context.beside.update(part.beside)
-        context.shared.update(part.shared)
         memories, tails = after
-        context.tails.update(tails)
-        return part.output, MoMState(memories, last_id, document)
+        context = context.add(bypass=part.bypass, shared=part.shared, tails=tails, aux=statistics)
+        return part.output, MoMState(memories, last_id, document), context
 
     def _check_memory(self, memory: Any) -> None:
         """Raise ValueError unless there is one state for each memory; their shapes are the op's to check."""
@@ -254,8 +250,8 @@ class MoM(Mixer):
         """Whether the op's outputs depend only on a chunk's content, not on its index in the row, which later tokens change."""
         return self.inner.config.op.form != "associative"
 
-    def _route(self, x: jax.Array, context: Context) -> _Route:
-        """Softmax in float32, the k likeliest, renormalised; the balance loss and the router's statistics go to `aux`."""
+    def _route(self, x: jax.Array, context: Context) -> tuple[_Route, dict[str, jax.Array]]:
+        """Softmax in float32, the k likeliest, renormalised; and the balance loss and the router's statistics by name."""
         config, wide = self.config, jnp.promote_types(x.dtype, jnp.float32)
         logits = self.router(x, dtype=wide)
         probability = jax.nn.softmax(logits, axis=-1)
@@ -275,11 +271,12 @@ class MoM(Mixer):
         mean = jnp.sum(probability * live, axis=(0, 1)) / count
         entropy = -jnp.sum(probability * jax.nn.log_softmax(logits, axis=-1), axis=-1)
         balance = config.num_memories * jnp.sum(part * mean)
-        context.aux["mom/balance_loss"] = config.balance_scale / self.num_layers * balance
-        context.aux["mom/load"] = part / config.top_k
-        context.aux["mom/entropy"] = jnp.sum(entropy * live[..., 0]) / count
-
-        context.aux["mom/tokens/routed"] = routed & real[..., None]
+        statistics = {
+            "mom/balance_loss": config.balance_scale / self.num_layers * balance,
+            "mom/load": part / config.top_k,
+            "mom/entropy": jnp.sum(entropy * live[..., 0]) / count,
+            "mom/tokens/routed": routed & real[..., None],
+        }
         if config.shared_memory:
             ones = jnp.ones_like(weight[..., :1])
             weight = jnp.concatenate([weight, ones], axis=-1)
@@ -287,7 +284,7 @@ class MoM(Mixer):
             last = jnp.full_like(indices[..., :1], config.num_memories)
             indices = jnp.concatenate([indices, last], axis=-1)
         routed = routed & real[..., None]
-        return _Route(jnp.where(routed, weight, 0), routed, indices)
+        return _Route(jnp.where(routed, weight, 0), routed, indices), statistics
 
     # ---------------------------------------------------------------------------------------------------- the forms
 
@@ -389,9 +386,10 @@ class MoM(Mixer):
         by_token = self.inner.shared_by_token
         shared = {n: layout.tokens(s) if n in by_token else s for n, s in context.shared.items()}
         positions = None if context.positions is None else layout.tokens(context.positions)
-        place = context.layer, shared, segment_ids, positions, update_mask, dict(tails)
-        arranged = Context(*place, contiguous=contiguous)
-        o, memory = self._arranged(layout, x).through_memory(rows, arranged, memory)
+        arranged = Context(
+            context.layer, shared, segment_ids, positions, update_mask, tails, contiguous=contiguous
+        )
+        o, memory, arranged = self._arranged(layout, x).through_memory(rows, arranged, memory)
         routed, share = layout.from_memories(route.routed), layout.from_memories(route.weight)
         even = layout.from_memories(
             route.weight / jnp.maximum(jnp.sum(route.weight, axis=-1, keepdims=True), 1)
@@ -406,14 +404,14 @@ class MoM(Mixer):
 
         return _Part(
             mix(o, share),
-            {name: mix(y, share) for name, y in arranged.beside.items()},
+            {name: mix(y, share) for name, y in arranged.bypass.items()},
             {
                 name: mix(arranged.shared[name], even)
                 for name in by_token
                 if name in arranged.shared
             },
             memory,
-            arranged.tails,
+            dict(arranged.tails),
         )
 
     def _arranged(self, layout: Rows | Packed, x: jax.Array) -> Mixer:
@@ -466,20 +464,26 @@ def _product(layout: Rows | Packed, by_memory: bool, tokens: jax.Array | None) -
     return product
 
 
-def _stack(holder: Any, name: str, parts: list[Any], active: float) -> None:
-    """Give the submodule `name` the parameters of all `parts`, [G, ...]; a token uses the share `active` of them."""
-    graphdef, state = nnx.split(parts[0])
-    leaves = [nnx.to_flat_state(nnx.state(part, nnx.Param)) for part in parts]
-    flat = {}
-    for index, (path, param) in enumerate(leaves[0]):
-        value = jnp.stack([of[index][1].get_value() for of in leaves])
-        flat[path] = nnx.Param(
-            value,
+def _stack_memory_parts(mixers: list[Mixer], active: float) -> Mixer:
+    """Return the first mixer with the `memory_parts` of all G mixers, whose parameters are stacked as [G, ...].
+
+    Args:
+        mixers: equal but for their parameters.
+        active: the share of the stacked parameters that one token uses.
+    """
+    graphdef, _ = nnx.split(mixers[0])
+    states = [dict(nnx.to_flat_state(nnx.state(mixer))) for mixer in mixers]
+    stacked = {
+        path: nnx.Param(
+            jnp.stack([state[path].get_value() for state in states]),
             logical_axes=(None, *param.logical_axes),
             weight_decay=param.weight_decay,
             active=active,
         )
-    setattr(holder, name, nnx.merge(graphdef, nnx.from_flat_state(flat)))
+        for path, param in states[0].items()
+        if path[0] in mixers[0].memory_parts
+    }
+    return nnx.merge(graphdef, nnx.from_flat_state(states[0] | stacked))
 
 
 def _of_document(memory: Any, tails: dict[str, Any], document: jax.Array) -> tuple[Any, Any]:

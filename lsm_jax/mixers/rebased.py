@@ -100,19 +100,19 @@ class Rebased(Mixer):
             hidden_size, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
         )
 
-    def read(self, x: jax.Array, context: Context) -> jax.Array:
+    def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """φ(x W_q)."""
-        return self.q_features(split_heads(self.q_proj(x), self.config.num_heads))
+        return self.q_features(split_heads(self.q_proj(x), self.config.num_heads)), context
 
-    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+    def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """φ(x W_k) and x W_v."""
         heads = self.config.num_heads
         k = self.k_features(split_heads(self.k_proj(x), heads))
-        return dict(k=k, v=split_heads(self.v_proj(x), heads))
+        return dict(k=k, v=split_heads(self.v_proj(x), heads)), context
 
-    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Projection; the normaliser replaces other methods' norm."""
-        return self.o_proj(merge_heads(o))
+        return self.o_proj(merge_heads(o)), context
 
     def options(self) -> dict[str, Any]:
         """The op's constant arguments; φ carries the scale."""

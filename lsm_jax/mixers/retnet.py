@@ -92,23 +92,23 @@ class RetNet(Mixer):
         heads = split_heads(x, self.config.num_heads)
         return rotate(heads, context.positions, base=self.config.rope_base)
 
-    def read(self, x: jax.Array, context: Context) -> jax.Array:
+    def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Rotated queries."""
-        return self._rotated(self.q_proj(x), context)
+        return self._rotated(self.q_proj(x), context), context
 
-    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+    def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """Rotated keys, values, and each head's constant decay."""
         heads = jnp.arange(self.config.num_heads, dtype=jnp.float32)
         return dict(
             k=self._rotated(self.k_proj(x), context),
             v=split_heads(self.v_proj(x), self.config.num_heads),
             log_decay=jnp.log1p(-jnp.exp2(-5 - heads)),
-        )
+        ), context
 
-    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Norm of each head, times silu(x W_g), projection."""
         gate = split_heads(self.g_proj(x), self.config.num_heads)
-        return self.o_proj(merge_heads(self.norm(o, gate)))
+        return self.o_proj(merge_heads(self.norm(o, gate))), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
         """An empty memory."""

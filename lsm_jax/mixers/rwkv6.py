@@ -129,40 +129,44 @@ class RWKV6(Mixer):
         self.norm = HeadNorm(self.num_heads, config.head_dim, eps=config.norm_eps, scale=scale)
         self.o_proj = OrthogonalDense(*shape, gain=0, axes=("heads", "embed"), rngs=rngs)
 
-    def _mixed(self, letter: str, x: jax.Array, context: Context) -> jax.Array:
-        """x moved towards the token before it, for one of the five (the paper's ddlerp)."""
-        if "mixed" not in context.kept:
-            before = self.shift(x, context) - x
+    def _mixed(self, x: jax.Array, context: Context) -> tuple[dict[str, jax.Array], Context]:
+        """x moved towards the token before it, once for each of the five projections, by letter (the paper's ddlerp)."""
+        if "mixed" not in context.saved:
+            before, context = self.shift(x, context)
+            before = before - x
             blend = x + before * self.mix_all[...].astype(x.dtype)
             low = jnp.tanh(matmul_to_float32(blend, self.mix_down[...].astype(x.dtype)))
             mixed = {}
             for index, own in enumerate(jnp.split(low.astype(x.dtype), len(_MIXED), axis=-1)):
                 up = matmul_to_float32(own, self.mix_up[...][index].astype(x.dtype))
                 mixed[_MIXED[index]] = x + before * (self.mix[...][index] + up).astype(x.dtype)
-            context.kept["mixed"] = mixed
-        return context.kept["mixed"][letter]
+            context = context.add(saved={"mixed": mixed})
+        return context.saved["mixed"], context
 
-    def read(self, x: jax.Array, context: Context) -> jax.Array:
+    def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """r: the receptance."""
-        return split_heads(self.r_proj(self._mixed("r", x, context)), self.num_heads)
+        mixed, context = self._mixed(x, context)
+        return split_heads(self.r_proj(mixed["r"]), self.num_heads), context
 
-    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+    def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """Keys, values, log w = -exp(d) of each key channel, and the bonus u."""
-        moved = self._mixed("w", x, context)
+        mixed, context = self._mixed(x, context)
         down, up = (w[...].astype(x.dtype) for w in (self.decay_down, self.decay_up))
-        low = jnp.tanh(matmul_to_float32(moved, down)).astype(x.dtype)
+        low = jnp.tanh(matmul_to_float32(mixed["w"], down)).astype(x.dtype)
         rate = self.decay_bias[...] + matmul_to_float32(low, up)
-        return dict(
-            k=split_heads(self.k_proj(self._mixed("k", x, context)), self.num_heads),
-            v=split_heads(self.v_proj(self._mixed("v", x, context)), self.num_heads),
+        written = dict(
+            k=split_heads(self.k_proj(mixed["k"]), self.num_heads),
+            v=split_heads(self.v_proj(mixed["v"]), self.num_heads),
             log_decay=split_heads(-jnp.exp(rate), self.num_heads),
             bonus=self.bonus[...],
         )
+        return written, context
 
-    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Norm of each head, times silu(g), projection."""
-        gate = jax.nn.silu(self.g_proj(self._mixed("g", x, context)))
-        return self.o_proj(merge_heads(self.norm(o)) * gate)
+        mixed, context = self._mixed(x, context)
+        gate = jax.nn.silu(self.g_proj(mixed["g"]))
+        return self.o_proj(merge_heads(self.norm(o)) * gate), context
 
     def options(self) -> dict[str, Any]:
         """The op's constant arguments; queries are not scaled."""

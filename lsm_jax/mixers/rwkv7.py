@@ -170,20 +170,25 @@ class RWKV7(Mixer):
         first = jnp.min(jnp.concatenate([layers for layers, _ in stacks]))
         return {"v_first": jnp.zeros_like(x), "v_first_layer": first}
 
-    def _mixed(self, letter: str, x: jax.Array, context: Context) -> jax.Array:
+    def _step_back(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
+        """The token before each token, minus the token; computed once a call."""
+        if "step_back" not in context.saved:
+            before, context = self.shift(x, context)
+            context = context.add(saved={"step_back": before - x})
+        return context.saved["step_back"], context
+
+    def _mixed(self, letter: str, x: jax.Array, step_back: jax.Array) -> jax.Array:
         """x moved towards the token before it by the learned share of each channel."""
-        if "before" not in context.kept:
-            context.kept["before"] = self.shift(x, context) - x
         share = self.mix[...][list(_MIXED).index(letter)].astype(x.dtype)
-        return x + context.kept["before"] * share
+        return x + step_back * share
 
-    def read(self, x: jax.Array, context: Context) -> jax.Array:
+    def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """r: the receptance."""
-        r = split_heads(self.r_proj(self._mixed("r", x, context)), self.num_heads)
-        context.kept["r"] = r
-        return r
+        step_back, context = self._step_back(x, context)
+        r = split_heads(self.r_proj(self._mixed("r", x, step_back)), self.num_heads)
+        return r, context.add(saved={"r": r})
 
-    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+    def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """Added keys, values, removal and its share, and the decay of each key channel."""
         heads, wide = self.num_heads, jnp.promote_types(x.dtype, jnp.float32)
 
@@ -193,43 +198,44 @@ class RWKV7(Mixer):
             removed = l2_normalize(split_heads(k * removal, heads))
             k = split_heads((k * (1 + (rate - 1) * rate_of_key)).astype(v.dtype), heads)
             r, k_wide, v_wide = (part.astype(wide) for part in (r, k, v))
-            own = jnp.sum(r * k_wide * bonus, axis=-1, keepdims=True) * v_wide
-            return own.astype(v.dtype), dict(
+            current = jnp.sum(r * k_wide * bonus, axis=-1, keepdims=True) * v_wide
+            return current.astype(v.dtype), dict(
                 k=k,
                 a=-removed.astype(v.dtype),
                 b=(removed * split_heads(rate, heads)).astype(v.dtype),
                 log_decay=split_heads(-math.exp(-0.5) * jax.nn.sigmoid(decay), heads),
             )
 
-        v = split_heads(self._values(x, context), heads)
-        context.beside["own"], given = parts(
-            self.k_proj(self._mixed("k", x, context)),
+        step_back, context = self._step_back(x, context)
+        v, context = self._values(self._mixed("v", x, step_back), context)
+        v = split_heads(v, heads)
+        current, written = parts(
+            self.k_proj(self._mixed("k", x, step_back)),
             v,
-            context.kept["r"],
-            self.decay(self._mixed("w", x, context), wide),
-            self.rate(self._mixed("a", x, context), wide),
+            context.saved["r"],
+            self.decay(self._mixed("w", x, step_back), wide),
+            self.rate(self._mixed("a", x, step_back), wide),
             self.removal[...],
             self.rate_of_key[...],
             self.bonus[...],
         )
-        return dict(given, v=v)
+        return dict(written, v=v), context.add(bypass={"current": current})
 
-    def _values(self, x: jax.Array, context: Context) -> jax.Array:
-        """Values, moved towards the first layer's; in that layer, and outside a model, they are returned unchanged."""
-        x = self._mixed("v", x, context)
+    def _values(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
+        """Values of the mixed tokens x, moved towards the first layer's; unchanged in that layer, and outside a model."""
         v = self.v_proj(x)
         if "v_first" not in context.shared:
-            return v
-        own = context.layer == context.shared["v_first_layer"]
-        first = jnp.where(own, v, context.shared["v_first"])
-        context.shared["v_first"] = first
+            return v, context
+        is_first = context.layer == context.shared["v_first_layer"]
+        first = jnp.where(is_first, v, context.shared["v_first"])
         share = jax.nn.sigmoid(self.first(x, jnp.float32)).astype(v.dtype)
-        return v + (first - v) * share
+        return v + (first - v) * share, context.add(shared={"v_first": first})
 
-    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Norm of each head, this token's value times r · k̃, gate, projection."""
-        y = merge_heads(self.norm(o) + context.beside["own"])
-        return self.o_proj(y * self.gate(self._mixed("g", x, context)))
+        y = merge_heads(self.norm(o) + context.bypass["current"])
+        step_back, context = self._step_back(x, context)
+        return self.o_proj(y * self.gate(self._mixed("g", x, step_back))), context
 
     def options(self) -> dict[str, Any]:
         """The op's constant arguments; queries are not scaled."""

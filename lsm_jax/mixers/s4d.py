@@ -96,12 +96,12 @@ class S4D(Mixer):
             init_std=init_std,
         )
 
-    def read(self, x: jax.Array, context: Context) -> jax.Array:
+    def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """C, constant; doubled, for the other of each conjugate pair."""
         c = self.c[...]
-        return 2 * jax.lax.complex(c[..., 0], c[..., 1])
+        return 2 * jax.lax.complex(c[..., 0], c[..., 1]), context
 
-    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+    def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """The channels, and the constant Δ, A and D; B is 1."""
         rate = -jnp.exp(self.a_log[...])
         return dict(
@@ -110,7 +110,7 @@ class S4D(Mixer):
             A=jax.lax.complex(rate, self.a_imag[...]),
             B=jnp.ones_like(rate),
             D=self.skip[...],
-        )
+        ), context
 
     def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
         """As a convolution where nothing but one document from an empty state is asked, else by the op."""
@@ -119,10 +119,10 @@ class S4D(Mixer):
             return ops.time_invariant_memory(C=query, **written)
         return type(self).op(C=query, **written, discretization="zoh", **call)
 
-    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """gelu, projection to twice the width, gated linear unit."""
         y, gate = jnp.split(self.o_proj(jax.nn.gelu(o, approximate=False)), 2, axis=-1)
-        return y * jax.nn.sigmoid(gate)
+        return y * jax.nn.sigmoid(gate), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.SelectiveState:
         """An empty memory."""

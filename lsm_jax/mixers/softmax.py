@@ -139,31 +139,30 @@ class Softmax(Mixer):
         base, scaling = self.config.rope_base, self.config.rope_scaling
         return x if base is None else rotate(x, context.positions, base=base, scaling=scaling)
 
-    def read(self, x: jax.Array, context: Context) -> jax.Array:
+    def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Queries, rotated if asked."""
-        return self._rotated(
-            split_heads(self.q_proj(x), self.config.num_heads), self.q_norm, context
-        )
+        q = split_heads(self.q_proj(x), self.config.num_heads)
+        return self._rotated(q, self.q_norm, context), context
 
-    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+    def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """Keys, rotated if asked, and values."""
         heads = self.config.kv_heads()
-        return dict(
-            k=self._rotated(split_heads(self.keys(x, context), heads), self.k_norm, context),
-            v=split_heads(self.values(x, context), heads),
-        )
+        keys, context = self.keys(x, context)
+        values, context = self.values(x, context)
+        k = self._rotated(split_heads(keys, heads), self.k_norm, context)
+        return dict(k=k, v=split_heads(values, heads)), context
 
-    def keys(self, x: jax.Array, context: Context) -> jax.Array:
+    def keys(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """x [B, T, D] -> keys [B, T, G * K], ahead of norm and rotation."""
-        return self.k_proj(x)
+        return self.k_proj(x), context
 
-    def values(self, x: jax.Array, context: Context) -> jax.Array:
+    def values(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """x [B, T, D] -> values [B, T, G * K]."""
-        return self.v_proj(x)
+        return self.v_proj(x), context
 
-    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Projection."""
-        return self.o_proj(merge_heads(o))
+        return self.o_proj(merge_heads(o)), context
 
     def options(self) -> dict[str, Any]:
         """The op's constant arguments."""

@@ -134,27 +134,30 @@ class Titans(Mixer):
             hidden_size, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
         )
 
-    def read(self, x: jax.Array, context: Context) -> jax.Array:
+    def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Convolved queries of unit length."""
         heads = self.config.num_heads
-        q = self.q_conv(self.q_proj(x), context, self.hidden_size // heads)
-        return split_heads(q, heads)
+        q, context = self.q_conv(self.q_proj(x), context, self.hidden_size // heads)
+        return split_heads(q, heads), context
 
-    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+    def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """Convolved keys of unit length, convolved values, the memory's initial weights, and its three gates."""
         heads = self.config.num_heads
         rate = jax.nn.sigmoid(self.lr_proj(x, dtype=jnp.float32))
         momentum = self.momentum_proj(x, dtype=jnp.float32)
         forget = self.decay_proj(x, dtype=jnp.float32) + self.decay_bias[...]
-        return dict(
-            k=split_heads(self.k_conv(self.k_proj(x), context, self.hidden_size // heads), heads),
-            v=split_heads(self.v_conv(self.v_proj(x), context), heads),
+        k, context = self.k_conv(self.k_proj(x), context, self.hidden_size // heads)
+        v, context = self.v_conv(self.v_proj(x), context)
+        written = dict(
+            k=split_heads(k, heads),
+            v=split_heads(v, heads),
             inner=self._inner(),
             # The op's loss is half the sum of squares.
             eta=rate * (2 * self.config.max_lr * heads / self.hidden_size),
             log_momentum=jax.nn.log_sigmoid(momentum),
             log_decay=jax.nn.log_sigmoid(-forget),
         )
+        return written, context
 
     def _inner(self) -> ops.Inner:
         weights, norm = tuple(w[...] for w in self.inner_weights), self.inner_norm
@@ -162,10 +165,10 @@ class Titans(Mixer):
             return ops.Inner(weights)
         return ops.Inner(weights, None, norm.scale[...], norm.bias[...])
 
-    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Norm of each head, times silu(x W_g), projection."""
         gate = split_heads(self.g_proj(x), self.config.num_heads)
-        return self.o_proj(merge_heads(self.norm(o, gate)))
+        return self.o_proj(merge_heads(self.norm(o, gate))), context
 
     def options(self) -> dict[str, Any]:
         """The op's constant arguments."""

@@ -127,18 +127,20 @@ class TTTLinear(Mixer):
         positions = context.positions % self.config.mini_batch
         return rotate(split_heads(x, self.config.num_heads), positions, base=self.config.rope_base)
 
-    def read(self, x: jax.Array, context: Context) -> jax.Array:
+    def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Convolved and rotated queries, of the projection that keys have too."""
-        context.kept["qk"] = self.qk_proj(x)
-        return self._rotated(self.q_conv(context.kept["qk"], context), context)
+        qk = self.qk_proj(x)
+        q, context = self.q_conv(qk, context.add(saved={"qk": qk}))
+        return self._rotated(q, context), context
 
-    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+    def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """Convolved and rotated keys, values, the inner model and its learning rates."""
         config = self.config
         rate = jax.nn.sigmoid(self.lr_proj(x, dtype=jnp.float32))
         place = jnp.arange(1, config.mini_batch + 1, dtype=jnp.float32)
-        return dict(
-            k=self._rotated(self.k_conv(context.kept["qk"], context), context),
+        k, context = self.k_conv(context.saved["qk"], context)
+        written = dict(
+            k=self._rotated(k, context),
             v=split_heads(self.v_proj(x), config.num_heads),
             inner=ops.Inner(
                 tuple(w[...] for w in self.inner_weights),
@@ -149,11 +151,12 @@ class TTTLinear(Mixer):
             eta=rate * (config.base_lr * config.num_heads / self.hidden_size),
             coefficients=jnp.maximum(0, 1 / place + self.coefficients[...]),
         )
+        return written, context
 
-    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Layer norm over all channels, times gelu(x W_g), projection."""
         normed = self.norm(merge_heads(o)[..., None, :])[..., 0, :]
-        return self.o_proj(normed * jax.nn.gelu(self.g_proj(x)))
+        return self.o_proj(normed * jax.nn.gelu(self.g_proj(x))), context
 
     def options(self) -> dict[str, Any]:
         """The op's constant arguments."""

@@ -61,11 +61,11 @@ class Block(nnx.Module):
         self, x: jax.Array, shared: dict[str, jax.Array], state: tuple[Any, Any] | None, **call: Any
     ) -> tuple[jax.Array, dict[str, jax.Array], tuple[Any, Any], dict[str, jax.Array]]:
         """x [B, T, D] -> (x, shared, state, statistics)."""
-        shared = dict(shared)
         mixer_state, inner_state = (None, None) if state is None else state
-        y, mixer_state, aux = self.mixer(
+        y, mixer_state, context = self.mixer.run(
             self.mixer_norm(x), shared=shared, state=mixer_state, **call
         )
+        shared, aux = dict(context.shared), dict(context.aux)
         x = constrain(x + y, _ACTIVATIONS)
         if self.feedforward is not None and self.feedforward_norm is not None:
             y, inner_state, more = self.feedforward(

@@ -80,8 +80,7 @@ class GatedConvolution(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [B, T, D] -> [B, T, D]."""
-        context = Context(None, {}, None, None, None, {})
-        return x + self.conv(x, context) * self.proj(x)
+        return x + self.conv(x, Context())[0] * self.proj(x)
 
 
 class RecallModel(nnx.Module):
@@ -124,8 +123,9 @@ class RecallModel(nnx.Module):
         for place, layer in enumerate(self.layers):
             inner = self.norms[place](x)
             if isinstance(layer, mixers.Mixer):
-                inner, _, aux = layer(inner, layer=place, shared=shared)
-                losses += sum(value for name, value in aux.items() if name.endswith("_loss"))
+                inner, _, context = layer.run(inner, layer=place, shared=shared)
+                shared = context.shared
+                losses += sum(v for name, v in context.aux.items() if name.endswith("_loss"))
             else:
                 inner = layer(inner)
             x = x + inner

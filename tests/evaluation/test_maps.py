@@ -44,8 +44,9 @@ def op_weights(model: Decoder) -> np.ndarray:
     graphdef, params = nnx.split(model.periods.blocks[0])
     block = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[0], params))
     x = block.mixer_norm(model.embedding[...][TOKENS][None])
-    context = Context(0, {}, None, jnp.arange(len(TOKENS))[None], None, {})
-    query, written = block.mixer.read(x, context), block.mixer.write(x, context)
+    context = Context(0, positions=jnp.arange(len(TOKENS))[None])
+    query, context = block.mixer.read(x, context)
+    written, _ = block.mixer.write(x, context)
     heads = written["v"].shape[2]
     written["v"] = jnp.tile(jnp.eye(len(TOKENS))[None, :, None], (1, 1, heads, 1))
     output, _ = ops.attention(query, **written, **block.mixer.options())

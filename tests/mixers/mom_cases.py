@@ -134,21 +134,20 @@ def definition(mixer, x, chosen):
         """What one memory gives to every token; its tokens stand first, in order, the others later in time."""
         inner = _with_parts(mixer, own)
         cut = {n: along(s, order) if n in inner.shared_by_token else s for n, s in shared.items()}
-        context = Context(1, cut, None, order if inner.uses_positions else None, None, {})
-        o, _ = inner.through_memory(along(x, order), context, None)
+        context = Context(1, cut, positions=order if inner.uses_positions else None)
+        o, _, context = inner.through_memory(along(x, order), context, None)
 
         def put(y):
             w = weight.reshape(batch, length, *(1,) * (y.ndim - 2))
             return jnp.where(w != 0, along(y, back), 0) * w
 
-        return put(o), {name: put(y) for name, y in context.beside.items()}
+        return put(o), {name: put(y) for name, y in context.bypass.items()}
 
     order = jnp.argsort(~jnp.moveaxis(chosen, 2, 0), axis=2, stable=True).astype(jnp.int32)
     back = jnp.argsort(order, axis=2)
     given = _own_parts(mixer), order, back, jnp.moveaxis(weight, 2, 0)
-    total, beside = jax.tree.map(lambda y: y.sum(0), jax.vmap(one)(*given))
-    context = Context(1, dict(shared), None, None, None, {}, beside=beside)
-    return mixer.inner.finish(total, x, context)
+    total, bypass = jax.tree.map(lambda y: y.sum(0), jax.vmap(one)(*given))
+    return mixer.inner.finish(total, x, Context(1, shared, bypass=bypass))[0]
 
 
 oracle = jax.jit(definition)

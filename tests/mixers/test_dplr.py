@@ -76,8 +76,8 @@ def test_rwkv7_is_the_published_recurrence():
     @jax.jit
     def call(layer):
         shared = {"v_first": first, "v_first_layer": jnp.array(2)}
-        y, _, _ = small.mixer(small.x, layer=layer, shared=shared)
-        return y[0], shared["v_first"]
+        y, _, context = small.mixer.run(small.x, layer=layer, shared=shared)
+        return y[0], context.shared["v_first"]
 
     y, shared = call(2)
     close(y, alone)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from flax import nnx
 
 from lsm_jax import feedforward, mixers, ops
+from lsm_jax.mixers.base import Context
 from lsm_jax.mixers.layers import HeadNorm, RMSNorm, matmul_to_float32
 from lsm_jax.ops.backends import select
 
@@ -96,3 +99,14 @@ def test_a_layer_in_bfloat16_is_served_by_its_op_s_kernel(name):
     x = jax.ShapeDtypeStruct((1, 256, 1024), jnp.bfloat16)
     jax.eval_shape(lambda params, x: nnx.merge(graph, params)(x)[0], params, x)
     assert ops.choices()[method.op].startswith("mosaic_gpu on ")
+
+
+def test_a_context_is_read_only():
+    context = Context(shared={"first": 1})
+    added = context.add(shared={"second": 2}, aux={"loss": 3})
+    assert dict(context.shared) == {"first": 1} and not context.aux
+    assert dict(added.shared) == {"first": 1, "second": 2} and dict(added.aux) == {"loss": 3}
+    with pytest.raises(TypeError):
+        context.shared["first"] = 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        context.layer = 1

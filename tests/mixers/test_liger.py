@@ -180,8 +180,7 @@ def test_goldens(gate):
     @functools.partial(jax.jit, static_argnums=(0, 1))
     def output(memory, window):
         mixer.config.memory_weight, mixer.config.window_weight = memory, window
-        context = mixers.Context(None, {}, None, None, None, {})
-        return mixer.through_memory(jnp.zeros((1, 5, 4)), context, None)[0][0, :, 0]
+        return mixer.through_memory(jnp.zeros((1, 5, 4)), mixers.Context(), None)[0][0, :, 0]
 
     np.testing.assert_allclose(output(1.0, 0.0)[-1], GOLDENS[gate], atol=2e-6)
     if gate == "gla":

@@ -95,8 +95,8 @@ def test_hgrn2_without_bound_is_a_plain_sigmoid():
     mixer, x = small.mixer, 300.0 * small.x
 
     def log_f(mixer, layer, shared):
-        context = mixers.Context(layer, shared, None, None, None, {})
-        return mixer.write(x, context)["log_decay"].reshape(x.shape)
+        written, _ = mixer.write(x, mixers.Context(layer, shared))
+        return written["log_decay"].reshape(x.shape)
 
     shared = mixers.HGRN2.init_shared(x, [(jnp.arange(1), jax.tree.map(lambda p: p[None], mixer))])
     expected = jax.nn.log_sigmoid(mixer.f_proj(x))

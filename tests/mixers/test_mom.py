@@ -15,7 +15,6 @@ from lsm_jax import mixers
 from lsm_jax.mixers import mom_layout
 from lsm_jax.mixers.layers import Dense
 from lsm_jax.ops.core import states
-from lsm_jax.ops.experts import grouped_product
 from tests.mixers.mom_cases import (
     BATCH,
     INNER,
@@ -83,7 +82,6 @@ def test_products_with_a_memorys_own_tokens_change_nothing(monkeypatch):
     expected, y = expected_of("gated_deltanet")
     calls = []
     monkeypatch.setattr(mom_layout, "supports_segments", lambda *a: calls.append(a) or True)
-    monkeypatch.setattr(grouped_product, "_on_platform", lambda _, kernel, xla, *a: xla(*a))
     gradients, got = gradient(build(config_of(inner=dict(chunk_size=64))), X)
     assert calls
     close(got, y)
@@ -350,9 +348,7 @@ def test_other_forms_of_the_inner_op():
 @jax.jit
 def routed(mixer, x=X):
     """What the router reports."""
-    context = mixers.Context(1, {}, None, None, None, {})
-    mixer._route(x, context)
-    return context.aux
+    return mixer._route(x, mixers.Context(1))[1]
 
 
 def test_balance_loss_and_statistics():
@@ -436,6 +432,6 @@ def test_token_parts_are_the_layers_that_act_on_tokens_as_they_come(name, monkey
     monkeypatch.setattr(Dense, "__call__", recorded)
     shared = shared_of(mixer, x)
     positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-    context = mixers.Context(1, shared, None, positions, None, {})
+    context = mixers.Context(1, shared, positions=positions)
     jax.eval_shape(lambda: mixer.through_memory(x, context, None)[0])
     assert seen == set(mixer.token_parts)

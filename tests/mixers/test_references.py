@@ -156,9 +156,9 @@ def test_heads_that_are_not_rotated_may_be_odd():
 
 def written(mixer, x, **shared):
     """What its `write` gives."""
-    context = mixers.Context(1, shared, None, jnp.zeros(x.shape[:2], jnp.int32), None, {})
-    mixer.read(x, context)
-    return mixer.write(x, context)
+    context = mixers.Context(1, shared, positions=jnp.zeros(x.shape[:2], jnp.int32))
+    _, context = mixer.read(x, context)
+    return mixer.write(x, context)[0]
 
 
 def fresh(name, **fields):

@@ -156,8 +156,8 @@ def test_initial_gates():
 
     def initial_decay():
         mixer = mixers.GLA(mixers.GLAConfig(), 256, rngs=nnx.Rngs(0))
-        context = mixers.Context(None, {}, None, None, None, {})
-        return jnp.exp(mixer.write(jnp.zeros((1, 1, 256)), context)["log_decay"])
+        written, _ = mixer.write(jnp.zeros((1, 1, 256)), mixers.Context())
+        return jnp.exp(written["log_decay"])
 
     np.testing.assert_allclose(jax.jit(initial_decay)(), 0.5 ** (1 / 16), rtol=1e-5)
     for module, config, low in (

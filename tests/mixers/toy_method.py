@@ -50,26 +50,26 @@ class Toy(Mixer):
             hidden_size, hidden_size, axes=("embed", "heads"), rngs=rngs, init_std=init_std
         )
 
-    def read(self, x: jax.Array, context: Context) -> jax.Array:
+    def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Constant queries of one channel."""
-        return jnp.ones((*x.shape[:2], 1, 1), x.dtype)
+        return jnp.ones((*x.shape[:2], 1, 1), x.dtype), context
 
-    def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
+    def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """Constant keys, values, and the constant decay."""
         decay = jnp.full(1, self.config.log_decay, jnp.float32)
         return dict(
             k=jnp.ones((*x.shape[:2], 1, 1), x.dtype),
             v=self.v_proj(x)[:, :, None],
             log_decay=decay,
-        )
+        ), context
 
     def options(self) -> dict[str, Any]:
         """The op's constant arguments."""
         return dict(form="recurrent")
 
-    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """The memory's output."""
-        return o[:, :, 0]
+        return o[:, :, 0], context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
         """An empty memory."""

@@ -35,7 +35,8 @@ def looped(small: Small) -> jax.Array:
         blocks = jax.tree.map(operator.itemgetter(period), model.periods).blocks
         for place, block in enumerate(blocks):
             layer = period * size + place
-            x = x + block.mixer(block.mixer_norm(x), layer=layer, shared=shared)[0]
+            y, _, context = block.mixer.run(block.mixer_norm(x), layer=layer, shared=shared)
+            x, shared = x + y, context.shared
             if block.feedforward is not None:
                 x = x + block.feedforward(block.feedforward_norm(x))[0]
     return model.norm(x) @ model.embedding[...].T
@@ -197,16 +198,17 @@ class Counting(mixers.Mixer):
         return {"first": jnp.zeros_like(x)}
 
     def read(self, x, context):
-        return x[:, :, None]
+        return x[:, :, None], context
 
     def write(self, x, context):
-        first = context.shared["first"] = jnp.where(context.layer == 0, x, context.shared["first"])
-        context.aux["layer"] = context.layer
-        context.aux["count_loss"] = jnp.float32(1)
-        return dict(k=x[:, :, None], v=(x + first)[:, :, None])
+        first = jnp.where(context.layer == 0, x, context.shared["first"])
+        context = context.add(
+            shared={"first": first}, aux={"layer": context.layer, "count_loss": jnp.float32(1)}
+        )
+        return dict(k=x[:, :, None], v=(x + first)[:, :, None]), context
 
     def finish(self, o, x, context):
-        return o[:, :, 0]
+        return o[:, :, 0], context
 
     def options(self):
         return {}

@@ -57,19 +57,21 @@ class Toy(mixers.Mixer):
         self.o_proj = project(("heads", "embed"))
         self.decay = parameter(jnp.ones(config.num_heads), ("heads",), weight_decay=False)
 
-    def read(self, x: jax.Array, context: mixers.Context) -> jax.Array:
+    def read(self, x: jax.Array, context: mixers.Context) -> tuple[jax.Array, mixers.Context]:
         """The queries [B, T, H, K]."""
-        return split_heads(self.q_proj(x), self.config.num_heads)
+        return split_heads(self.q_proj(x), self.config.num_heads), context
 
-    def write(self, x: jax.Array, context: mixers.Context) -> dict[str, Any]:
+    def write(self, x: jax.Array, context: mixers.Context) -> tuple[dict[str, Any], mixers.Context]:
         """Keys, values and the constant log decay."""
         heads = self.config.num_heads
         keys, values = (split_heads(p(x), heads) for p in (self.k_proj, self.v_proj))
-        return dict(k=keys, v=values, log_decay=jax.nn.log_sigmoid(self.decay[...]))
+        return dict(k=keys, v=values, log_decay=jax.nn.log_sigmoid(self.decay[...])), context
 
-    def finish(self, o: jax.Array, x: jax.Array, context: mixers.Context) -> jax.Array:
+    def finish(
+        self, o: jax.Array, x: jax.Array, context: mixers.Context
+    ) -> tuple[jax.Array, mixers.Context]:
         """The projected heads [B, T, D]."""
-        return self.o_proj(merge_heads(o))
+        return self.o_proj(merge_heads(o)), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
         """An empty memory."""
