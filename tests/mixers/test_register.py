@@ -12,7 +12,7 @@ from flax import nnx
 
 from lsm_jax import mixers, models
 from lsm_jax.training.config import from_dict, to_dict
-from tests.mixers.toy_method import METHOD, ToyConfig
+from tests.toys.toy_method import METHOD, ToyConfig
 
 
 @pytest.fixture
@@ -38,16 +38,20 @@ def test_a_model_of_a_registered_method_computes_and_decodes(toy):
         np.testing.assert_allclose(logits[:, 0], whole[:, place], atol=1e-5)
 
 
-def test_a_registered_method_is_what_its_definition_says(toy):
-    mixer = mixers.build(ToyConfig(), 8, rngs=nnx.Rngs(0), init_std=1.0)
+def test_a_registered_method_computes_its_definition(toy):
+    mixer = mixers.build(ToyConfig(num_heads=1), 8, rngs=nnx.Rngs(0), init_std=1.0)
     x = jax.random.normal(jax.random.key(0), (1, 3, 8))
-    v, a = mixer.v_proj(x)[0], jnp.exp(-0.7)
-    expected = jnp.stack([v[0], a * v[0] + v[1], a * a * v[0] + a * v[1] + v[2]])
-    np.testing.assert_allclose(mixer(x)[0][0], expected, rtol=1e-5, atol=1e-5)
+    q, k, v = (p(x)[0] for p in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
+    memory, expected = jnp.zeros((8, 8)), []
+    for t in range(3):
+        memory = jax.nn.sigmoid(1.0) * memory + jnp.outer(k[t], v[t])
+        expected.append(q[t] @ memory / 8**0.5)
+    expected = mixer.o_proj(jnp.stack(expected))
+    np.testing.assert_allclose(mixer(x)[0][0], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_run_of_a_registered_method_is_stored_and_loaded(toy):
-    assert from_dict(to_dict(ToyConfig(log_decay=-1.0))) == ToyConfig(log_decay=-1.0)
+    assert from_dict(to_dict(ToyConfig(num_heads=4))) == ToyConfig(num_heads=4)
 
 
 def test_names_and_configs_that_exist_are_refused(toy):
