@@ -131,7 +131,7 @@ TABLES = [
                 "what, on one NVIDIA H200 unless it says otherwise", lambda record: record[0].what
             ),
             Column("lsm_jax", lambda record: record[0].here(record[1])),
-            Column("beside it", lambda record: record[0].compared(record[1])),
+            Column("compared with", lambda record: record[0].compared(record[1])),
         ),
         where=lambda row: (
             row["rows_file"] != "model_step.jsonl" or "peer" in row or training.is_step(row)
