@@ -4,7 +4,7 @@ Reproduces: arXiv 2503.01496 and github.com/OpenSparseLLMs/Linearization: a pret
 beside a window of 64, tuned by LoRA (rank 8, alpha 8, on queries, keys and values) on 0.02 B tokens of cleaned Alpaca.
 Command: python train.py --config=configs/liger.py:llama3-8b,source=Meta-Llama-3-8B --workdir=runs/liger --config.data.path=alpaca.jsonl
 Hardware: 8 B parameters fit one card of 80 GB; smollm2-135m trains on a CPU.
-Expected: see docs/results.md for what was measured.
+Expected: see docs/results/liger.md for what was measured.
 
 `source` is a Hugging Face folder or a .gguf file, and `auto` in the model's place takes whatever it holds; tokenizer=FILE is a
 tokenizer.json in place of the source's own. Options: gate (gla,

@@ -4,7 +4,7 @@ Reproduces: the 340M and 1.3B settings that the linear-attention literature comp
 arXiv 2502.13685 App. C): 15 B tokens at 0.5 M a step and 100 B at 2 M, AdamW (0.9, 0.95), peak 3e-4, cosine to a tenth.
 Command: python train.py --config=configs/lm.py:gated_deltanet-340m,pattern=LLLN --workdir=runs/gdn --config.data.path=STORE
 Hardware: 340m wants a data-parallel machine of 8 cards or more for a day; 10m one card for minutes; tiny a laptop.
-Expected: see docs/results.md for what was measured.
+Expected: see docs/results/ for what was measured.
 
 Without `--config.data.path` a run reads the demo text, the running interpreter's own library as bytes.
 """

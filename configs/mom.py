@@ -7,7 +7,7 @@ Ablations: `memories`, `top_k`, `shared=0`, `inner=gla` (any inner mixer in its 
 inner mixer with three times the value channels in place of memories (3 is what a token of MoM activates; 5 keeps as much state).
 Command: python train.py --config=configs/mom.py:340m --workdir=runs/mom --config.data.path=STORE
 Hardware: the paper's is 32 A800 for 10 hours and 6 days; `tiny` and `10m` are a laptop's and one card's.
-Expected: 444 M and 1.42 B parameters active of 545 M and 1.62 B, the head untied, as in the paper. See docs/results.md.
+Expected: 444 M and 1.42 B parameters active of 545 M and 1.62 B, the head untied, as in the paper. See docs/results/mom.md.
 
 Different are: projections start normal with 0.02 (the authors' memory layers Xavier-uniform with gain 2^-2.5); the balance loss
 is a layer's own, averaged over layers, where theirs takes all layers' routing together; the scale is the later version's, 1e-3;

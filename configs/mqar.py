@@ -5,7 +5,7 @@ delta-rule and gated methods are compared by. `suite=published` is it: lengths 6
 test, widths 64, 128 and 256. `suite=64x4`, the default, is its easiest part alone; `suite=tiny` takes seconds on a CPU.
 Command: python train.py --config=configs/mqar.py:gated_deltanet,width=64,suite=published --workdir=runs/mqar_gdn
 Hardware: one GPU for minutes; 64x4 less than one. `python -m benchmarks.recall_table` runs many methods and widths in one process.
-Expected: docs/results.md.
+Expected: docs/results/recall.md.
 
 `mom` is a Mixture-of-Memories of Gated DeltaNet as `gated_deltanet` has it; its ablations are overrides such as
 `--config.model.mixer.num_memories=8`, and `gated_deltanet --config.model.mixer.expand_v=10` the one memory of equal state;

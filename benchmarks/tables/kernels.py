@@ -1,0 +1,374 @@
+"""Tables of ops and fused kernels: docs/results/kernels.md, and the kernels of other pages."""
+
+from __future__ import annotations
+
+from benchmarks.tables.table import (
+    Column,
+    Row,
+    Table,
+    column,
+    group,
+    matches,
+    newest,
+    ordered,
+    pair,
+    significant,
+    times,
+)
+
+MAIN_SHAPE = "8x4096x16x128"
+OPS = {
+    "no decay": "no decay",
+    "constant decay": "constant decay (RetNet, Lightning)",
+    "scalar decay": "scalar decay (Mamba2)",
+    "key decay": "key-channel decay (GLA, HGRN2)",
+    "key decay and bonus": "key-channel decay and bonus (RWKV6)",
+    "value decay": "value-channel decay",
+    "delta rule": "delta rule (DeltaNet)",
+    "gated delta rule": "gated delta rule (Gated DeltaNet)",
+    "kda": "KDA",
+    "rwkv7": "RWKV7",
+    "slot memory": "slot memory of 64 slots (GSA)",
+}
+"""The ops as the pages name them, by their names in the rows; also their order in a table."""
+
+
+def shape_text(shape: str) -> str:
+    """Return a shape with spaces: "8 x 4096 x 16 x 128"."""
+    return shape.replace("x", " x ")
+
+
+def op_column() -> Column:
+    return Column("op", lambda row: OPS[row["op"]])
+
+
+def shape_column(title: str = "B x T x H x D") -> Column:
+    return Column(title, lambda row: shape_text(row["shape"]))
+
+
+def is_plain(row: Row) -> bool:
+    """Return whether the call had no option: one state per row, ordinary gates, parts as the kernel selects."""
+    return not any(name in row for name in ("segments", "stronger", "parts"))
+
+
+def _beside(name: str) -> Column:
+    """Return the column of a peer's times: empty where it was not measured, "no" where it refuses the call."""
+
+    def cell(row: Row) -> str:
+        return times(row[name]) if name in row else "no" if f"{name}_error" in row else ""
+
+    return Column({"jla": "jax-linear-attention", "fla": "FLA"}[name], cell)
+
+
+def _over_kernel(row: Row) -> str:
+    """Return how many times as long as the kernel FLA takes."""
+    ratios = [theirs / ours for theirs, ours in zip(row["fla"], row["kernel"], strict=True)]
+    return " / ".join(map(significant, ratios))
+
+
+def _by_op(rows: list[Row]) -> list[Row]:
+    return sorted(rows, key=ordered(OPS, lambda row: row["op"]))
+
+
+def _main_shape_first(rows: list[Row]) -> list[Row]:
+    return sorted(_by_op(rows), key=lambda row: row["shape"] != MAIN_SHAPE)
+
+
+def _commits(name: str, commits: dict[str, str], command: str) -> Table:
+    """Return a table of two versions of the code, with ordinary and with 20 times as strong gates."""
+
+    def lines(rows: list[Row]) -> list[tuple[str, list[Row]]]:
+        return [(op, rows_of) for op, rows_of in group(_by_op(rows), lambda row: row["op"]).items()]
+
+    def times_of(commit: str, stronger: float | None) -> Column:
+        strength = "20 times as strong" if stronger else "ordinary gates"
+        return Column(
+            f"{commits[commit]}, {strength}",
+            lambda record: times(
+                next(
+                    row["kernel"]
+                    for row in reversed(record[1])
+                    if _commit(row) == commit and row.get("stronger") == stronger
+                )
+            ),
+        )
+
+    return Table(
+        name,
+        ("kernels.jsonl",),
+        (
+            Column("op", lambda record: OPS[record[0]]),
+            *(times_of(commit, stronger) for stronger in (None, 20.0) for commit in commits),
+        ),
+        where=lambda row: (
+            row["shape"] == MAIN_SHAPE
+            and _commit(row) in commits
+            and not any(name in row for name in ("segments", "parts", "fla", "fla_error"))
+        ),
+        key=lambda row: (row["op"], _commit(row), row.get("stronger")),
+        lines=lines,
+        command=command,
+    )
+
+
+def _commit(row: Row) -> str:
+    """Return the row's commit without the mark of uncommitted changes."""
+    return row["commit"].removesuffix("+")
+
+
+def _parts(rows: list[Row]) -> list[tuple[Row, Row]]:
+    """Return (row with one part, row in parts) for each op and shape that has both."""
+    split = [row for row in rows if row["parts"] > 1]
+    return [(newest(rows, op=row["op"], shape=row["shape"], parts=1), row) for row in _by_op(split)]
+
+
+def _scans(rows: list[Row]) -> list[dict[str, Row]]:
+    """Return the rows of whole, packed and XLA's scans for each op and shape."""
+    return [
+        {
+            "whole": newest(of_shape, packed=False),
+            "packed": newest(of_shape, packed=True),
+            "xla": [row for row in of_shape if "xla" in row][-1],
+        }
+        for of_shape in group(rows, lambda row: (row["op"], row["shape"])).values()
+    ]
+
+
+SCANS = {
+    "mamba": "Mamba, 2,048 channels of 16 numbers",
+    "gateloop": "GateLoop, 1,024 complex channels",
+}
+
+TABLES = [
+    Table(
+        "ops",
+        ("results/ops.jsonl",),
+        (
+            Column(
+                "op",
+                lambda row: row["op"] + (" (cuDNN)" if row["implementation"] == "cudnn" else ""),
+            ),
+            Column("forward, ms", lambda row: significant(row["forward_ms"])),
+            Column("forward and backward, ms", lambda row: significant(row["both_ms"])),
+            Column("error in bfloat16", lambda row: f"{row['error']:.1e}"),
+        ),
+        command="python -m benchmarks ops",
+    ),
+    Table(
+        "kernels",
+        ("kernels.jsonl",),
+        (
+            op_column(),
+            shape_column(),
+            pair("kernel", "kernel"),
+            _beside("jla"),
+            _beside("fla"),
+            Column("FLA / kernel", _over_kernel),
+            Column("commit", lambda row: row["commit"]),
+        ),
+        where=lambda row: "fla" in row and row["op"] in OPS and is_plain(row),
+        key=lambda row: (row["op"], row["shape"]),
+        lines=_main_shape_first,
+        command="python -m benchmarks kernels --peers jla,fla --output docs/kernels.jsonl",
+    ),
+    Table(
+        "kernels_alone",
+        ("kernels.jsonl",),
+        (
+            op_column(),
+            shape_column(),
+            pair("kernel", "kernel"),
+            Column("commit", lambda row: row["commit"]),
+        ),
+        where=lambda row: (
+            is_plain(row)
+            and (
+                "fla_error" in row
+                or (row["op"] in ("delta rule", "gated delta rule") and "fla" not in row)
+            )
+            and (row["op"] == "value decay" or row["shape"] == "8x2048x32x256")
+        ),
+        key=lambda row: (row["op"], row["shape"]),
+        lines=_by_op,
+        command='python -m benchmarks kernels --ops "value decay,delta rule,gated delta rule" '
+        f"--shapes {MAIN_SHAPE},8x2048x32x256 --output docs/kernels.jsonl",
+    ),
+    _commits(
+        "kernels_pairs",
+        {"5a36895": "all pairs at once (5a36895)", "449d72f": "always halving (449d72f)"},
+        'python -m benchmarks kernels --ops "key decay,key decay and bonus,slot memory,value decay" '
+        f"--shapes {MAIN_SHAPE}     # and with --stronger 20",
+    ),
+    _commits(
+        "kernels_sizes",
+        {"84aa3aa": "84aa3aa", "98293c2": "98293c2"},
+        'python -m benchmarks kernels --ops "key decay,key decay and bonus,slot memory,kda,rwkv7" '
+        f"--shapes {MAIN_SHAPE}     # and with --stronger 20",
+    ),
+    Table(
+        "parts",
+        ("kernels.jsonl", "results/parts.jsonl"),
+        (
+            Column("op", lambda record: OPS[record[1]["op"]]),
+            Column("B x T x H x D", lambda record: shape_text(record[1]["shape"])),
+            Column("one part", lambda record: times(record[0]["kernel"])),
+            Column("parts", lambda record: str(record[1]["parts"])),
+            Column("in parts", lambda record: times(record[1]["kernel"])),
+        ),
+        where=lambda row: "parts" in row,
+        lines=_parts,
+        command='python -m benchmarks kernels --ops "gated delta rule,delta rule,kda,rwkv7" '
+        "--shapes 1x16384x8x128,1x16384x16x128,2x16384x16x128     # and with --parts 1",
+    ),
+    Table(
+        "segments",
+        ("kernels.jsonl",),
+        (
+            op_column(),
+            pair("kernel", "kernel"),
+            pair("XLA", "xla"),
+            Column("commit", lambda row: row["commit"]),
+        ),
+        where=lambda row: matches(row, segments=8, shape=MAIN_SHAPE),
+        key=lambda row: row["op"],
+        lines=_by_op,
+        command=f"python -m benchmarks kernels --segments 8 --xla --shapes {MAIN_SHAPE} "
+        '--ops "scalar decay,key decay,gated delta rule,kda,rwkv7"',
+    ),
+    Table(
+        "convolution",
+        ("results/convolution.jsonl",),
+        (
+            Column(
+                "B x T x D",
+                lambda row: (
+                    shape_text(row["shape"]) + (", packed documents" if row["packed"] else "")
+                ),
+            ),
+            pair("XLA, SiLU", "xla_silu"),
+            pair("kernel, SiLU", "kernel_silu"),
+            pair("XLA, SiLU and unit length", "xla_unit"),
+            pair("kernel, SiLU and unit length", "kernel_unit"),
+        ),
+        command="python -m benchmarks convolution",
+    ),
+    Table(
+        "scans",
+        ("scans.jsonl",),
+        (
+            Column("op", lambda record: SCANS[record["whole"]["op"]]),
+            Column("B x T", lambda record: shape_text(record["whole"]["shape"])),
+            Column("kernel, whole rows", lambda record: times(record["whole"]["kernel"])),
+            Column("kernel, packed documents", lambda record: times(record["packed"]["kernel"])),
+            Column("XLA, whole rows", lambda record: times(record["xla"]["xla"])),
+            Column("lower bound, forward", lambda record: f"{record['whole']['floor']:.3f}"),
+        ),
+        where=lambda row: "packed" in row or "xla" in row,
+        lines=_scans,
+        command="python -m benchmarks scans --output docs/scans.jsonl",
+    ),
+    Table(
+        "attention",
+        ("attention.jsonl",),
+        (
+            shape_column(),
+            pair("kernel", "kernel"),
+            pair("kernel, pruned", "pruned"),
+            column("tiles pruned", "pruned_share", "{:.1%}"),
+            pair("cuDNN, no gates", "cudnn, no gates"),
+            pair("FLA", "fla"),
+        ),
+        where=lambda row: "fla" in row,
+        key=lambda row: row["shape"],
+        command="python -m benchmarks attention --peers fla --output docs/attention.jsonl",
+    ),
+    Table(
+        "attention_recorded",
+        ("attention.jsonl",),
+        (
+            Column("layer", lambda record: record[0]),
+            Column("mean gate", lambda record: record[1]),
+            Column("tiles pruned", lambda record: record[2]),
+            Column("kernel, pruned", lambda record: record[3]),
+            Column("kernel", lambda record: record[4]),
+            Column("cuDNN, no gates", lambda record: record[5]),
+        ),
+        where=lambda row: row.get("gates") == "recorded",
+        key=lambda row: row["shape"],
+        lines=lambda rows: [
+            (
+                str(layer["layer"])
+                + (" (median)" if layer["layer"] == row["median_layer"] else ""),
+                f"{layer['mean_gate']:.3f}",
+                f"{layer['pruned_share']:.1%}",
+                times(layer["pruned"]),
+                times(row["kernel"]) if layer["layer"] == row["median_layer"] else "",
+                times(row["cudnn, no gates"]) if layer["layer"] == row["median_layer"] else "",
+            )
+            for row in rows
+            for layer in row["layers"]
+        ],
+        command="python -m benchmarks lengths --models pro --length 16384 --tokens 16777216 --beyond 1 "
+        "--batches 2 --batch_size 2 --keep DIR --output DIR/lengths.jsonl\n"
+        "python -m benchmarks attention --run DIR/pro --output docs/attention.jsonl",
+    ),
+    Table(
+        "decode_step",
+        ("decode_step.jsonl",),
+        (
+            column("op", "op"),
+            column("batch", "batch"),
+            column("XLA, alone", "xla_us", "{:.0f}"),
+            column("kernel, alone", "kernel_us", "{:.0f}"),
+            column("XLA, in a stack", "xla_stacked_us", "{:.0f}"),
+            column("kernel, in a stack", "kernel_stacked_us", "{:.0f}"),
+            column("lower bound", "floor_us", "{:.1f}"),
+        ),
+        where=lambda row: "op" in row,
+        key=lambda row: (row["op"], row["batch"]),
+        command="python -m benchmarks decode_step --output docs/decode_step.jsonl",
+    ),
+    Table(
+        "decode_step_models",
+        ("decode_step.jsonl",),
+        (
+            column("model", "model", "`{}`"),
+            column("rows", "batch"),
+            column("XLA's step, tokens/s", "xla_tokens_s", "{:,}"),
+            column("kernel's step, tokens/s", "kernel_tokens_s", "{:,}"),
+        ),
+        where=lambda row: "model" in row,
+        key=lambda row: (row["model"], row["batch"]),
+        lines=lambda rows: sorted(rows, key=lambda row: (row["model"], row["batch"])),
+        command="python -m benchmarks decode_step --models gla,gated_deltanet --batches 1,64,256 "
+        "--output docs/decode_step.jsonl",
+    ),
+    Table(
+        "experts",
+        ("linear_moe_experts.jsonl",),
+        (
+            Column(
+                "layer",
+                lambda row: {
+                    "dense": "dense SwiGLU of the same active width",
+                    "grouped": "64 experts, grouped products",
+                    "loop": "64 experts, a loop over experts",
+                }[row["layer"]],
+            ),
+            column("forward, ms", "forward_ms", "{:.2f}"),
+            column("forward and backward, ms", "both_ms", "{:.2f}"),
+            column("training speed / dense", "part_of_dense", "{:.2f}"),
+        ),
+        key=lambda row: row["layer"],
+        command="python -m benchmarks experts --output docs/linear_moe_experts.jsonl",
+    ),
+    Table(
+        "exchange",
+        ("results/exchange.jsonl",),
+        (
+            column("exchange", "exchange"),
+            column("one way, ms", "one_way_ms", "{:g}"),
+            column("both ways, ms", "both_ways_ms", "{:g}"),
+        ),
+    ),
+]

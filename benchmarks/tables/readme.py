@@ -1,0 +1,142 @@
+"""The results table of README.md: one line for each claim, each number from a stored row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmarks.tables import kernels, training
+from benchmarks.tables.table import Column, Row, Table, newest, significant
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A line of the table: what was measured, this library's numbers, and those that they are compared with."""
+
+    what: str
+    here: Callable[[list[Row]], str]
+    compared: Callable[[list[Row]], str]
+
+
+def _milliseconds(row: Row, field: str) -> str:
+    return " / ".join(map(significant, row[field]))
+
+
+def _kernel(op: str, what: str, *peers: str) -> Claim:
+    def row(rows: list[Row]) -> Row:
+        with_peers = [r for r in rows if "fla" in r and kernels.is_plain(r)]
+        return newest(with_peers, rows_file="kernels.jsonl", op=op, shape=kernels.MAIN_SHAPE)
+
+    names = {"fla": "FLA", "jla": "jax-linear-attention"}
+    return Claim(
+        what,
+        lambda rows: _milliseconds(row(rows), "kernel") + " ms",
+        lambda rows: ", ".join(f"{names[peer]} {_milliseconds(row(rows), peer)}" for peer in peers),
+    )
+
+
+def _demo(rows: list[Row], model: str) -> str:
+    return f"{newest(rows, rows_file='results/demo.jsonl', model=model)['bits_per_byte']:.2f}"
+
+
+def _attention(rows: list[Row]) -> Row:
+    with_fla = [row for row in rows if "fla" in row]
+    return newest(with_fla, rows_file="attention.jsonl", shape="1x16384x24x64")
+
+
+def _speeds(rows: list[Row], field: str) -> str:
+    """Return the slowest and the fastest GLA step over the lengths of rows, rounded to thousands."""
+    steps = {
+        row["length"]: row[field]
+        for row in rows
+        if row.get("variant") == "gla-340m" and field in row
+    }
+    low, high = (round(limit(steps.values()), -3) for limit in (min, max))
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _cut_row(rows: list[Row], cards: int, length: int) -> Row:
+    mesh = {"sequence": cards} if cards > 1 else {}
+    variant = "a0.3b-2b,mixer=linear_attention"
+    return newest(
+        rows,
+        rows_file="linear_moe.jsonl",
+        table="lengths",
+        variant=variant,
+        mesh=mesh,
+        length=length,
+    )
+
+
+def _per_card(rows: list[Row]) -> str:
+    cut, alone = _cut_row(rows, 4, 524288), _cut_row(rows, 1, 131072)
+    return f"{cut['tokens_per_second_a_card'] / alone['tokens_per_second_a_card']:.0%}".replace(
+        "%", " %"
+    )
+
+
+def _decoding(rows: list[Row], field: str) -> str:
+    row = newest(rows, rows_file="decode_step.jsonl", model="gated_deltanet-340m", batch=256)
+    return significant(row[field])
+
+
+CLAIMS = (
+    Claim(
+        "demo, 0.9 M parameters, two CPU cores, held out",
+        lambda rows: _demo(rows, "the demo's model, 0.9 M parameters") + " bits per byte",
+        lambda rows: (
+            f"order-2 byte model {_demo(rows, 'order-2 byte model')}; `xz -9` {_demo(rows, 'xz -9')}"
+        ),
+    ),
+    _kernel(
+        "key decay", "GLA's memory, 8 x 4096 x 16 x 128, forward / with backward", "fla", "jla"
+    ),
+    _kernel("kda", "KDA's memory at the same shape", "fla", "jla"),
+    _kernel("rwkv7", "RWKV7's memory at the same shape", "fla"),
+    Claim(
+        "forgetting attention, 16,384 tokens, 24 heads of 64, pruned",
+        lambda rows: _milliseconds(_attention(rows), "pruned") + " ms",
+        lambda rows: f"FLA, which computes all keys: {_milliseconds(_attention(rows), 'fla')}",
+    ),
+    Claim(
+        "training steps, GLA 340M, rows of 2,048 to 16,384",
+        lambda rows: _speeds(rows, "tokens_per_second") + " tokens/s",
+        lambda rows: f"FLA, gradients alone: {_speeds(rows, 'fla_gradient_tokens_per_second')}",
+    ),
+    Claim(
+        "one document of 524,288 tokens, Linear-MoE A0.3B-2B, four H200",
+        lambda rows: f"{significant(_cut_row(rows, 4, 524288)['tokens_per_second'])} tokens/s",
+        lambda rows: f"{_per_card(rows)} of one card's speed per card",
+    ),
+    Claim(
+        "Gated DeltaNet 340M, 256 rows decoding",
+        lambda rows: f"{_decoding(rows, 'kernel_tokens_s')} tokens/s",
+        lambda rows: f"XLA's step {_decoding(rows, 'xla_tokens_s')}",
+    ),
+)
+
+TABLES = [
+    Table(
+        "readme",
+        (
+            "results/demo.jsonl",
+            "kernels.jsonl",
+            "attention.jsonl",
+            "model_step.jsonl",
+            "linear_moe.jsonl",
+            "decode_step.jsonl",
+        ),
+        (
+            Column(
+                "what, on one NVIDIA H200 unless it says otherwise", lambda record: record[0].what
+            ),
+            Column("lsm_jax", lambda record: record[0].here(record[1])),
+            Column("compared with", lambda record: record[0].compared(record[1])),
+        ),
+        where=lambda row: (
+            row["rows_file"] != "model_step.jsonl" or "peer" in row or training.is_step(row)
+        ),
+        lines=lambda rows: [(claim, rows) for claim in CLAIMS],
+        caption=False,
+    )
+]

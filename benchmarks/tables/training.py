@@ -1,0 +1,254 @@
+"""Tables of training: steps of 340M models, methods on one text, lengths, and the CPU runs."""
+
+from __future__ import annotations
+
+import math
+
+from benchmarks.tables.table import Column, Row, Table, column, group, measured, newest
+
+LENGTHS = (2048, 4096, 8192, 16384)
+PEER_VARIANTS = {
+    "gla-340m": "GLA",
+    "gated_deltanet-340m": "Gated DeltaNet",
+    "mamba2-340m": "Mamba2",
+}
+
+
+def is_step(row: Row) -> bool:
+    """Return whether the row is a step with the default rematerialisation and compiler flags."""
+    return row.get("remat") == "dots" and not row["xla_flags"]
+
+
+def _step_key(row: Row) -> tuple:
+    return row["variant"], row["length"], row.get("peer")
+
+
+def _steps(rows: list[Row]) -> list[dict[int, Row]]:
+    """Return the newest steps of each method by length, the fastest method at 2,048 first."""
+    methods = [
+        {row["length"]: row for row in rows_of}
+        for rows_of in group(rows, lambda r: r["variant"]).values()
+    ]
+    return sorted(methods, key=lambda steps: -steps[2048]["tokens_per_second"])
+
+
+def _speed_at(length: int) -> Column:
+    def cell(steps: dict[int, Row]) -> str:
+        return f"{steps[length]['tokens_per_second'] / 1e3:.1f}" if length in steps else ""
+
+    return Column(f"{length:,}", cell)
+
+
+def _longest_over_shortest(steps: dict[int, Row]) -> str:
+    if LENGTHS[-1] not in steps:
+        return ""
+    return f"{steps[LENGTHS[-1]]['tokens_per_second'] / steps[LENGTHS[0]]['tokens_per_second']:.2f}"
+
+
+def _commits(steps: dict[int, Row]) -> str:
+    return ", ".join(dict.fromkeys(steps[length]["commit"] for length in sorted(steps)))
+
+
+def _beside_fla(rows: list[Row]) -> list[tuple[int, dict[tuple[str, bool], Row]]]:
+    """Return (length, rows by variant and whether they are FLA's) for each length."""
+    return [
+        (length, {(row["variant"], "peer" in row): row for row in rows if row["length"] == length})
+        for length in LENGTHS
+    ]
+
+
+def _peer_columns() -> tuple[Column, ...]:
+    def speed(variant: str, peer: bool) -> Column:
+        field = "fla_gradient_tokens_per_second" if peer else "tokens_per_second"
+
+        def cell(record: tuple[int, dict[tuple[str, bool], Row]]) -> str:
+            row = record[1].get((variant, peer))
+            return f"{row[field] / 1e3:.1f} ({row['commit']})" if row else ""
+
+        return Column(PEER_VARIANTS[variant] + (", FLA" if peer else ""), cell)
+
+    columns = [speed(variant, peer) for variant in PEER_VARIANTS for peer in (False, True)]
+    return Column("T", lambda record: f"{record[0]:,}"), *columns
+
+
+def _length_columns(rows: list[Row]) -> tuple[Column, ...]:
+    names = {
+        "gated_deltanet": "Gated DeltaNet",
+        "mom": "MoM around Gated DeltaNet",
+        "pro": "FoX (Pro)",
+        "llama": "FoX (LLaMA)",
+        "transformer-pro": "Transformer (Pro)",
+        "transformer-llama": "Transformer (LLaMA)",
+    }
+    return (
+        Column("model", lambda row: names.get(row["model"], row["model"])),
+        *(column(f"P({int(n):,})", f"perplexity.{n}", "{:.3f}") for n in rows[0]["perplexity"]),
+        column("parameters, M", "parameters", "{:.1f}", 1e6),
+        measured(),
+    )
+
+
+def _memory_columns(rows: list[Row]) -> tuple[Column, ...]:
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+
+    def gigabytes(variant: str) -> Column:
+        return Column(
+            f"`{variant}`", lambda record: f"{newest(record[1], variant=variant)['gb']:.1f}"
+        )
+
+    return (
+        Column("commit", lambda record: record[0]),
+        Column(
+            "rows", lambda record: "packed documents" if record[1][0]["packed"] else "one document"
+        ),
+        *map(gigabytes, variants),
+    )
+
+
+TABLES = [
+    Table(
+        "model_step",
+        ("model_step.jsonl",),
+        (
+            Column("model", lambda steps: f"`{steps[LENGTHS[0]]['variant']}`"),
+            *map(_speed_at, LENGTHS),
+            Column("16,384 / 2,048", _longest_over_shortest),
+            Column("GiB at 2,048", lambda steps: f"{steps[LENGTHS[0]]['gib']:.1f}"),
+            Column("commits", _commits),
+        ),
+        where=lambda row: "peer" not in row and is_step(row),
+        key=_step_key,
+        lines=_steps,
+        command="python -m benchmarks model_step --variants gla-340m,mamba-340m,... --lengths 2048,4096,8192,16384 "
+        "--output docs/model_step.jsonl",
+    ),
+    Table(
+        "model_step_fla",
+        ("model_step.jsonl",),
+        _peer_columns(),
+        where=lambda row: (
+            row["variant"] in PEER_VARIANTS
+            and ("fla_gradient_tokens_per_second" in row or ("peer" not in row and is_step(row)))
+        ),
+        key=_step_key,
+        lines=_beside_fla,
+        command="python -m benchmarks model_step --variants gla-340m,gated_deltanet-340m,mamba2-340m --peers fla "
+        "--output docs/model_step.jsonl",
+    ),
+    Table(
+        "model_step_no_remat",
+        ("model_step.jsonl",),
+        (
+            column("model", "variant", "`{}`"),
+            column("10³ tokens/s", "tokens_per_second", "{:.1f}", 1e3),
+            column("GiB", "gib", "{:.1f}"),
+            column("commit", "commit"),
+        ),
+        where=lambda row: row.get("remat") == "none",
+        key=_step_key,
+        command="XLA_FLAGS=--xla_gpu_enable_triton_gemm=false python -m benchmarks model_step "
+        "--variants gla-340m,gated_deltanet-340m,mamba2-340m,rwkv7-340m,softmax-340m --lengths 2048 --remat none",
+    ),
+    Table(
+        "step_memory",
+        ("results/step_memory.jsonl",),
+        _memory_columns,
+        lines=lambda rows: group(rows, lambda row: row["commit"]).items(),
+        command="make test-aot",
+    ),
+    Table(
+        "methods",
+        ("methods.jsonl",),
+        (
+            column("method", "method", "`{}`"),
+            column("held-out bits per byte", "held_out_loss", "{:.3f}", math.log(2)),
+            column("tokens/s", "tokens_per_second", "{:,.0f}"),
+            column("parameters, M", "parameters", "{:.1f}", 1e6),
+            column("decode state, KiB", "state_bytes", "{:,.0f}", 1024),
+            measured(),
+        ),
+        key=lambda row: row["method"],
+        lines=lambda rows: sorted(rows, key=lambda row: row["held_out_loss"]),
+        command="python -m benchmarks methods --output docs/methods.jsonl     # skips methods that have a row",
+    ),
+    Table(
+        "models_10m",
+        ("results/models_10m.jsonl",),
+        (
+            column("model", "variant", "`{}`"),
+            column("parameters, M", "parameters", "{:.1f}", 1e6),
+            column("held-out loss, nats per byte", "held_out_loss", "{:.3f}"),
+            column("bits per byte", "bits_per_byte", "{:.3f}"),
+            column("tokens/s", "tokens_per_second", "{:,}"),
+            column("model TFLOP/s", "model_tflops", "{:g}"),
+            column("device memory, GiB", "gib", "{:g}"),
+            column("wall time with compilation, s", "seconds"),
+        ),
+        command="\n".join(
+            f"python train.py --config=configs/lm.py:{method}-10m --workdir=runs/{method} "
+            "--config.model.remat=none --config.eval_every=50"
+            for method in ("gated_deltanet", "softmax")
+        ),
+    ),
+    Table(
+        "lengths",
+        ("lengths.jsonl",),
+        _length_columns,
+        key=lambda row: row["model"],
+        lines=lambda rows: sorted(rows, key=lambda row: row["perplexity"][str(row["length"])]),
+        command="python -m benchmarks lengths --tokens 16777216 --batch_size 8 --output docs/lengths.jsonl",
+    ),
+    Table(
+        "demo",
+        ("results/demo.jsonl",),
+        (column("model", "model"), column("held-out bits per byte", "bits_per_byte", "{:.2f}")),
+        command="make demo",
+    ),
+    Table(
+        "liger_demo",
+        ("results/liger_demo.jsonl",),
+        (
+            column("model", "model"),
+            column("nats per token, all positions", "nats", "{:.3f}"),
+            column("beyond position 64", "beyond_64", "{:.3f}"),
+        ),
+        command="make liger-demo",
+    ),
+    Table(
+        "data_throughput",
+        ("results/data_throughput.jsonl",),
+        (
+            column("order of rows", "order"),
+            Column(
+                "10⁶ tokens/s",
+                lambda row: " to ".join(
+                    dict.fromkeys(f"{x:g}" for x in row["million_tokens_per_second"])
+                ),
+            ),
+        ),
+        command="python -m benchmarks data_throughput",
+    ),
+    Table(
+        "drift",
+        ("results/drift.jsonl",),
+        (
+            column("memory", "memory"),
+            column("form", "form"),
+            column("error in the first tenth", "first_tenth", "{:.1e}"),
+            column("error in the last tenth", "last_tenth", "{:.1e}"),
+        ),
+        command="python -m benchmarks drift",
+    ),
+    Table(
+        "decode",
+        ("results/decode.jsonl",),
+        (
+            column("method", "method", "`{}`"),
+            column("first 512 tokens, ms", "first_ms", "{:.2f}"),
+            column("last 512 tokens, ms", "last_ms", "{:.2f}"),
+            column("state before, bytes", "state_bytes_first", "{:,}"),
+            column("state after, bytes", "state_bytes_last", "{:,}"),
+        ),
+        command="python -m benchmarks decode",
+    ),
+]

@@ -1,0 +1,125 @@
+"""The results tables of the documentation agree with the stored rows."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import report
+from benchmarks.tables import TABLES
+from benchmarks.tables.table import significant, time_text
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A copy of the pages and rows."""
+    shutil.copy(report.ROOT / "README.md", tmp_path)
+    for pattern in ("docs/*.jsonl", "docs/results/*.jsonl", "docs/results/*.md"):
+        for source in report.ROOT.glob(pattern):
+            target = tmp_path / source.relative_to(report.ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(source, target)
+    return tmp_path
+
+
+def test_the_pages_agree_with_the_rows(capsys):
+    assert report.main(["--check"]) == 0, (
+        capsys.readouterr().out + "run python -m benchmarks report --write"
+    )
+
+
+def test_every_rows_file_exists_and_every_table_is_used_once():
+    for table in TABLES.values():
+        assert all((report.ROOT / "docs" / name).is_file() for name in table.files), table.name
+    used = [name for page in report.pages(report.ROOT) for name in report.names(page.read_text())]
+    assert sorted(used) == sorted(TABLES)
+
+
+def test_every_file_of_copied_rows_is_used_and_names_its_source():
+    used = {name for table in TABLES.values() for name in table.files}
+    for path in (report.ROOT / "docs" / "results").glob("*.jsonl"):
+        assert f"results/{path.name}" in used
+        assert all(json.loads(line)["source"] for line in path.read_text().splitlines()), path.name
+
+
+def test_the_links_of_the_pages_exist():
+    for page in report.pages(report.ROOT)[1:]:
+        for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_a_changed_row_changes_its_pages_until_they_are_rewritten(checkout, capsys):
+    rows = checkout / "docs" / "kernels.jsonl"
+    kda = [json.loads(line) for line in rows.read_text().splitlines()]
+    newest = [
+        row
+        for row in kda
+        if row["op"] == "kda" and row["shape"] == "8x4096x16x128" and "fla" in row
+    ][-1]
+    with rows.open("a") as file:
+        file.write(json.dumps(newest | {"kernel": [0.987, 3.21], "commit": "1234567"}) + "\n")
+    assert report.main(["--root", str(checkout)]) == 0
+    assert report.main(["--root", str(checkout), "--check"]) == 1
+    printed = capsys.readouterr().out
+    assert "README.md: differs" in printed and "docs/results/kernels.md: differs" in printed
+    assert report.main(["--root", str(checkout), "--write"]) == 0
+    assert report.main(["--root", str(checkout), "--check"]) == 0
+    assert "0.987 / 3.210" in (checkout / "docs/results/kernels.md").read_text()
+    assert "1234567" in (checkout / "docs/results/kernels.md").read_text()
+    assert "0.987 / 3.21 ms" in (checkout / "README.md").read_text()
+
+
+def test_an_older_row_changes_nothing(checkout):
+    rows = checkout / "docs" / "mom.jsonl"
+    oldest = next(row for row in map(json.loads, rows.read_text().splitlines()) if "fla" in row)
+    rows.write_text(
+        rows.read_text() + json.dumps(oldest | {"fla": [1, 2], "date": "2020-01-01"}) + "\n"
+    )
+    assert not report.stale(checkout)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (
+            "<!-- table: kernel -->\n<!-- end of table -->",
+            "no table 'kernel'; the nearest name is 'kernels'",
+        ),
+        ("<!-- table: mom -->\n", "1 tables begin and 0 end"),
+        ("<!-- table: mom -->\n<!-- table: mqar -->\n<!-- end of table -->", "table 'mom' has no"),
+    ],
+)
+def test_wrong_marks_are_errors(text, message):
+    page = report.ROOT / "docs" / "results" / "page.md"
+    with pytest.raises(ValueError, match=message):
+        report.fill(text, page, report.ROOT)
+
+
+def test_a_table_without_rows_is_an_error(checkout):
+    (checkout / "docs" / "mom.jsonl").write_text("")
+    with pytest.raises(ValueError, match="table mom: no row of mom.jsonl belongs to it"):
+        report.stale(checkout)
+
+
+def test_the_report_does_not_import_jax():
+    code = "import sys, benchmarks.report; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=report.ROOT)
+
+
+@pytest.mark.parametrize(
+    "value, text", [(0.16854, "0.169"), (13.1562, "13.16"), (117.96, "118.0"), (1234.5, "1234")]
+)
+def test_times_have_four_digits_at_most_three_of_them_decimals(value, text):
+    assert time_text(value) == text
+
+
+@pytest.mark.parametrize(
+    "value, text", [(0.6064, "0.606"), (13.156, "13.2"), (30623, "30,600"), (0.32, "0.320")]
+)
+def test_significant_digits(value, text):
+    assert significant(value) == text
