@@ -69,7 +69,8 @@ CASES = [
 
 
 @pytest.mark.parametrize("words", CASES)
-def test_a_command_parses(words):
+def test_a_command_parses(words, monkeypatch):
+    monkeypatch.chdir(ROOT)
     program, *rest = words
     if program == "make":
         target = re.compile(rf"^{re.escape(rest[0])}:", re.MULTILINE)
@@ -122,6 +123,23 @@ def check_arguments(source: Path, arguments: list[str]) -> None:
             config_flags.DEFINE_config_file(group, lock_config=True, **options)
         values(argv)
         assert dataclasses.is_dataclass(values[group].value)
+
+
+@pytest.mark.parametrize(
+    ("program", "argument"),
+    [
+        ("train.py", "--config.model.layers.L.mixer.form=chunk"),
+        ("train.py", "--config.batch_size=many"),
+        ("train.py", "--folder=runs/x"),
+        ("eval.py", "--needle.length=1000"),
+    ],
+)
+def test_a_wrong_argument_is_noticed(program, argument, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises((AssertionError, AttributeError, KeyError, flags.Error)):
+        check_arguments(
+            ROOT / program, ["--config=configs/lm.py:gla-tiny", argument][program == "eval.py" :]
+        )
 
 
 def code_words(page: Path) -> set[str]:
@@ -191,3 +209,8 @@ def resolves(name: str) -> bool:
             value = getattr(value, part)
         return True
     return False
+
+
+@pytest.mark.parametrize("name", ["lsm_jax.nothing", "ops.linear_memories", "mesh.room", "tests.x"])
+def test_a_wrong_name_is_noticed(name):
+    assert not exists(name)
