@@ -9,8 +9,7 @@ import pytest
 from flax import nnx
 
 from lsm_jax import feedforward
-from lsm_jax.feedforward import MoEConfig
-from lsm_jax.feedforward import moe as layer
+from lsm_jax.feedforward import MoEConfig, moe_forms
 from tests.parallel.test_parallel import run_with_devices
 
 WIDTH, BATCH, LENGTH, EXPERTS = 8, 2, 11, 6
@@ -112,7 +111,7 @@ def test_experts_rows_may_be_filled_up(monkeypatch):
     """As the kernels want them, each expert's a multiple of so many; with padding, which no expert has."""
     moe, ids = made(), jnp.ones((BATCH, LENGTH), jnp.int32).at[1, 7:].set(0)
     wanted = gradient(moe, X, segment_ids=ids)
-    monkeypatch.setattr(layer, "row_multiple", lambda *_: 4)
+    monkeypatch.setattr(moe_forms, "row_multiple", lambda *_: 4)
     found = jax.jit(jax.grad(both, argnums=(0, 1), has_aux=True))(moe, X, segment_ids=ids)
     assert_close(found, wanted, 1e-5)
 
