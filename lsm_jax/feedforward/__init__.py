@@ -18,7 +18,8 @@ FEEDFORWARDS: dict[str, tuple[type, Any]] = {
     "rwkv6_channel_mix": (RWKV6ChannelMixConfig, RWKV6ChannelMix),
     "rwkv7_channel_mix": (RWKV7ChannelMixConfig, RWKV7ChannelMix),
 }
-"""(config class, module class) by name. A module whose `uses_depth` is True has the arguments `layer` and `num_layers`."""
+"""(config class, module class) by name. A module whose `uses_depth` is True has the arguments `layer` and
+`num_layers`."""
 
 
 def _module_class(config: Any) -> Any:

@@ -1,13 +1,15 @@
-"""Mixture of experts (arXiv 1701.06538, Linear-MoE arXiv 2503.05447): a router sends each token to k of E SwiGLU experts.
+"""Mixture of experts (arXiv 1701.06538, Linear-MoE arXiv 2503.05447): a router sends each token to k of E
+SwiGLU experts.
 
-`y = Σ_e w_e E_e(x)` over the selected experts, plus `sigmoid(x w) E_shared(x)` if there is a shared expert, which every token uses.
-Experts have no capacity and no token is dropped: a token's output depends on that token alone, so decoding computes the same as
-training. If a mesh shards experts over devices, tokens are sent to them in buffers of a configured size. If a buffer is too small,
-outputs are NaN and `moe/overflow_count` counts the choices that did not fit, so that training stops and drops nothing.
+`y = Σ_e w_e E_e(x)` over the selected experts, plus `sigmoid(x w) E_shared(x)` if there is a shared expert,
+which every token uses. Experts have no capacity and no token is dropped: a token's output depends on that
+token alone, so decoding computes the same as training. If a mesh shards experts over devices, tokens are sent
+to them in buffers of a configured size. If a buffer is too small, outputs are NaN and `moe/overflow_count`
+counts the choices that did not fit, so that training stops and drops nothing.
 
-Two forms compute the same function (`lsm_jax.feedforward.moe_forms`). *grouped*: tokens are sorted by expert, and groups of rows are
-multiplied by one matrix each, so only selected experts are computed. *dense*: every expert computes every token, one expert after
-another, and the router's weights mix the results.
+Two forms compute the same function (`lsm_jax.feedforward.moe_forms`). *grouped*: tokens are sorted by expert,
+and groups of rows are multiplied by one matrix each, so only selected experts are computed. *dense*: every
+expert computes every token, one expert after another, and the router's weights mix the results.
 """
 
 from __future__ import annotations
@@ -39,18 +41,26 @@ class MoEConfig:
         top_k: number of experts to which a token is routed (k).
         expert_size: inner width of an expert.
         shared_size: inner width of the shared expert, which every token uses; 0 for none.
-        shared_gate: whether the shared expert is multiplied by `sigmoid(x w)` (Qwen2-MoE), one number per token.
-        router: "softmax_topk", a softmax over all experts, whose k largest values are the weights (Qwen2, DeepSeek-V2), or
-            "topk_softmax", a softmax over the k largest logits, whose values sum to 1 (Mixtral).
-        renormalize: whether the weights of "softmax_topk" are divided by their sum, which makes them those of "topk_softmax".
-        balance_scale: factor of the balance loss (Switch Transformer, arXiv 2101.03961), `E Σ f_e P_e` with f_e the fraction of all
-            choices that are expert e, and P_e its mean probability: 1 at perfect balance, averaged over the model's layers.
-        z_scale: factor of the z-loss (ST-MoE, arXiv 2202.08906), the mean of `logsumexp(logits)²`, averaged over layers, too.
-        execution: "grouped" or "dense". On NVIDIA GPUs "grouped" computes every expert on every row, and needs more memory than
-            "dense", unless it can use Hopper's kernel: bfloat16 and a hidden size that is a multiple of 128 (docs/decisions.md).
-        expert_buffer: if experts are sharded over devices, the capacity of the buffer for each pair of devices, as a multiple of the
-            rows sent between them when tokens are routed evenly. The number of devices is always enough.
-        exchange: how tokens are sent: "padded" sends full buffers, on all platforms; "ragged" sends only the tokens, on GPUs and TPUs.
+        shared_gate: whether the shared expert is multiplied by `sigmoid(x w)` (Qwen2-MoE), one number per
+            token.
+        router: "softmax_topk", a softmax over all experts, whose k largest values are the weights (Qwen2,
+            DeepSeek-V2), or "topk_softmax", a softmax over the k largest logits, whose values sum to 1
+            (Mixtral).
+        renormalize: whether the weights of "softmax_topk" are divided by their sum, which makes them those of
+            "topk_softmax".
+        balance_scale: factor of the balance loss (Switch Transformer, arXiv 2101.03961), `E Σ f_e P_e` with
+            f_e the fraction of all choices that are expert e, and P_e its mean probability: 1 at perfect
+            balance, averaged over the model's layers.
+        z_scale: factor of the z-loss (ST-MoE, arXiv 2202.08906), the mean of `logsumexp(logits)²`, averaged
+            over layers, too.
+        execution: "grouped" or "dense". On NVIDIA GPUs "grouped" computes every expert on every row, and
+            needs more memory than "dense", unless it can use Hopper's kernel: bfloat16 and a hidden size that
+            is a multiple of 128 (docs/decisions.md).
+        expert_buffer: if experts are sharded over devices, the capacity of the buffer for each pair of
+            devices, as a multiple of the rows sent between them when tokens are routed evenly. The number of
+            devices is always enough.
+        exchange: how tokens are sent: "padded" sends full buffers, on all platforms; "ragged" sends only the
+            tokens, on GPUs and TPUs.
     """
 
     num_experts: int = 64
@@ -68,7 +78,8 @@ class MoEConfig:
 
     @classmethod
     def for_width(cls, hidden_size: int, multiple_of: int) -> MoEConfig:
-        """The proportions of Linear-MoE's A0.3B-2B: 64 experts of width 7/8 hidden_size, eight per token; `multiple_of` is not used."""
+        """The proportions of Linear-MoE's A0.3B-2B: 64 experts of width 7/8 hidden_size, eight per token;
+        `multiple_of` is not used."""
         return cls(expert_size=hidden_size * 7 // 8)
 
     def validate(self, hidden_size: int) -> None:
@@ -88,7 +99,8 @@ class MoEConfig:
         checks.one_of(self, "exchange", self.exchange, EXCHANGES)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Floating-point operations of the forward pass per token: the router, the token's experts and the shared one."""
+        """Floating-point operations of the forward pass per token: the router, the token's experts and the
+        shared one."""
         widths = 3 * (self.top_k * self.expert_size + self.shared_size)
         gate = 1 if self.shared_size and self.shared_gate else 0
         return 2.0 * hidden_size * (self.num_experts + widths + gate)
@@ -147,7 +159,8 @@ class MoE(nnx.Module):
     ) -> tuple[jax.Array, None, dict[str, jax.Array]]:
         """x [B, T, D] -> (y [B, T, D], None, the router's losses and statistics).
 
-        Padding is routed to no expert. Losses and statistics are of tokens that are not padding and whose `update_mask` is not 0.
+        Padding is routed to no expert. Losses and statistics are of tokens that are not padding and whose
+        `update_mask` is not 0.
         """
         is_token = jnp.ones(x.shape[:2], bool) if segment_ids is None else segment_ids != 0
         counted = is_token if update_mask is None else is_token & (update_mask != 0)
@@ -181,7 +194,8 @@ class MoE(nnx.Module):
             counted: bool [B, T], the tokens that losses and statistics are computed from.
 
         Returns:
-            The weights [B, T, k] and indices [B, T, k] of the selected experts, the most probable first; losses and statistics.
+            The weights [B, T, k] and indices [B, T, k] of the selected experts, the most probable first;
+            losses and statistics.
         """
         config, wide = self.config, jnp.promote_types(x.dtype, jnp.float32)
         logits = recomputed(lambda x: self.router(x.astype(wide)))(x)

@@ -1,10 +1,11 @@
-"""Two forms of `y = Σ_e w_e E_e(x)`, the sum over each token's selected SwiGLU experts `E(x) = (silu(x W_g) ⊙ x W_u) W_d`.
+"""Two forms of `y = Σ_e w_e E_e(x)`, the sum over each token's selected SwiGLU experts
+`E(x) = (silu(x W_g) ⊙ x W_u) W_d`.
 
-*grouped*: tokens are copied to one row per selected expert and sorted by expert; each expert multiplies its rows. *dense*: every expert
-computes every token, one expert after another.
+*grouped*: tokens are copied to one row per selected expert and sorted by expert; each expert multiplies its
+rows. *dense*: every expert computes every token, one expert after another.
 
-The arrays of both forms: x [B, T, D]; chosen int32 [B, T, k], the selected experts from 1, and 0 for none; weight float32 [B, T, k];
-gate_proj and up_proj [E, D, F]; down_proj [E, F, D].
+The arrays of both forms: x [B, T, D]; chosen int32 [B, T, k], the selected experts from 1, and 0 for none;
+weight float32 [B, T, k]; gate_proj and up_proj [E, D, F]; down_proj [E, F, D].
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def grouped(
 ) -> tuple[jax.Array, jax.Array]:
     """Return y [B, T, D] by the grouped form, over the mesh.
 
-    The second result is int32 [B, T], the number of each token's experts to which it could not be sent because a buffer between
-    devices was full; y of these tokens is NaN.
+    The second result is int32 [B, T], the number of each token's experts to which it could not be sent
+    because a buffer between devices was full; y of these tokens is NaN.
 
     Args:
         config: a `MoEConfig`.
@@ -116,7 +117,8 @@ def _grouped(global_batch, config, x, chosen, weight, gate_proj, up_proj, down_p
 
 
 def _by_local_experts(x, expert, weight, kernels):
-    """Return y [B, T, D] in float32, from the experts of this device; `expert` is int32 [B T k], E for other experts."""
+    """Return y [B, T, D] in float32, from the experts of this device; `expert` is int32 [B T k], E for other
+    experts."""
     top_k, block = weight.shape[-1], row_multiple(x)
     place, source, sizes = places_by_expert(expert, kernels[0].shape[0], block)
     rows = rows_of_tokens(top_k, x.reshape(-1, x.shape[-1]), source, place)
@@ -167,8 +169,8 @@ def _by_exchange(config, x, expert, weight, kernels):
 def _experts(rows, sizes, block, row_weight, gate_proj, up_proj, down_proj):
     """Compute the expert of each row [M, D], times `row_weight` [M, 1] unless it is None.
 
-    The rows are in the order of `places_by_expert`, which also returns `sizes` [E]; results after the last expert's rows are undefined.
-    The experts' width is padded to a multiple of `block`.
+    The rows are in the order of `places_by_expert`, which also returns `sizes` [E]; results after the last
+    expert's rows are undefined. The experts' width is padded to a multiple of `block`.
     """
     padding = -gate_proj.shape[-1] % block
     if padding:

@@ -1,7 +1,7 @@
 """Rows sorted by expert: the order, and gathers by it whose gradients are gathers, too, and never scatters.
 
-N rows are placed into M places. The rows of one expert are consecutive, and its number of places is a multiple of `block`; the
-rest of its places are empty.
+N rows are placed into M places. The rows of one expert are consecutive, and its number of places is a
+multiple of `block`; the rest of its places are empty.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def places_by_expert(
         block: the number of places of each expert is a multiple of this.
 
     Returns:
-        int32 [N], the place of each row, M for rows without an expert; int32 [M], the row at each place, N for empty places; and
-        int32 [count], the number of places of each expert.
+        int32 [N], the place of each row, M for rows without an expert; int32 [M], the row at each place, N
+        for empty places; and int32 [count], the number of places of each expert.
     """
     num_rows = expert.shape[0]
     num_places = (num_rows + min(count, num_rows) * (block - 1)) // block * block
@@ -48,7 +48,8 @@ def take_rows(x: jax.Array, index: jax.Array, fill: int | bool = 0) -> jax.Array
 
 @jax.custom_vjp
 def permute(rows: jax.Array, source: jax.Array, place: jax.Array) -> jax.Array:
-    """Move rows [N, D] to their places, [M, D]; empty places are 0. With `source` and `place` exchanged it is the inverse."""
+    """Move rows [N, D] to their places, [M, D]; empty places are 0. With `source` and `place` exchanged it is
+    the inverse."""
     return take_rows(rows, source)
 
 
@@ -60,13 +61,15 @@ permute.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def rows_of_tokens(top_k: int, x: jax.Array, source: jax.Array, place: jax.Array) -> jax.Array:
-    """Copy tokens [N / k, D] to the places of their k choices, [M, D]; choice i of the N choices is of token i // k."""
+    """Copy tokens [N / k, D] to the places of their k choices, [M, D]; choice i of the N choices is of token
+    i // k."""
     return take_rows(x, source // top_k)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def sum_by_token(top_k: int, rows: jax.Array, source: jax.Array, place: jax.Array) -> jax.Array:
-    """Sum the rows at the places [M, D] of each token's k choices, [N / k, D], in float32: the transpose of `rows_of_tokens`."""
+    """Sum the rows at the places [M, D] of each token's k choices, [N / k, D], in float32: the transpose of
+    `rows_of_tokens`."""
     wide = jnp.promote_types(rows.dtype, jnp.float32)
     return jnp.sum(take_rows(rows, place).reshape(-1, top_k, rows.shape[-1]), axis=1, dtype=wide)
 

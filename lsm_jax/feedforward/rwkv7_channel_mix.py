@@ -1,4 +1,5 @@
-"""RWKV7's channel mix (arXiv 2503.14456): `relu((x + μ ⊙ (x_before - x)) W_k)² W_v`, where x_before is the token before x."""
+"""RWKV7's channel mix (arXiv 2503.14456): `relu((x + μ ⊙ (x_before - x)) W_k)² W_v`, where x_before is the
+token before x."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ class RWKV7ChannelMixConfig:
 
 
 class RWKV7ChannelMix(nnx.Module):
-    """RWKV7's channel mix; see `RWKV7ChannelMixConfig`. Parameters are initialised as published; `init_std` is not used. Its state is the last token."""
+    """RWKV7's channel mix; see `RWKV7ChannelMixConfig`. Parameters are initialised as published; `init_std`
+    is not used. Its state is the last token."""
 
     uses_depth: ClassVar[bool] = True
 

@@ -1,6 +1,7 @@
 """RWKV6's channel mix (arXiv 2404.05892): `sigmoid(x_r W_r) ⊙ (relu(x_k W_k)² W_v)`.
 
-x_r and x_k interpolate between a token and the one before it, with one learned weight per channel: `x + μ ⊙ (x_before - x)`.
+x_r and x_k interpolate between a token and the one before it, with one learned weight per channel:
+`x + μ ⊙ (x_before - x)`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class RWKV6ChannelMixConfig:
     """RWKV6's channel mix.
 
     Attributes:
-        hidden_ratio: inner width divided by hidden_size; the inner width is rounded down to a multiple of `multiple_of`.
+        hidden_ratio: inner width divided by hidden_size; the inner width is rounded down to a multiple of
+            `multiple_of`.
         multiple_of: see `hidden_ratio`.
     """
 
@@ -55,7 +57,8 @@ class RWKV6ChannelMixConfig:
 
 
 class RWKV6ChannelMix(nnx.Module):
-    """RWKV6's channel mix; see `RWKV6ChannelMixConfig`. Parameters are initialised as published; `init_std` is not used. Its state is the last token."""
+    """RWKV6's channel mix; see `RWKV6ChannelMixConfig`. Parameters are initialised as published; `init_std`
+    is not used. Its state is the last token."""
 
     uses_depth: ClassVar[bool] = True
 

@@ -28,8 +28,8 @@ def _axes(mesh: AbstractMesh, kind: AxisType) -> dict[str, int]:
 def constrain(x: jax.Array, logical_axes: Sequence[str | None]) -> jax.Array:
     """Constrain the sharding of `x` to that of its logical axes.
 
-    Returns `x` unchanged if no mesh is set or an axis is not divisible by its devices. Mesh axes over which a caller's
-    `jax.shard_map` maps (such as that of the pipeline stages) are not constrained.
+    Returns `x` unchanged if no mesh is set or an axis is not divisible by its devices. Mesh axes over which a
+    caller's `jax.shard_map` maps (such as that of the pipeline stages) are not constrained.
     """
     axes = _axes(jax.sharding.get_abstract_mesh(), AxisType.Auto)
     named = [tuple(n for n in mesh_axes(logical) if n in axes) for logical in logical_axes]
@@ -41,7 +41,8 @@ def constrain(x: jax.Array, logical_axes: Sequence[str | None]) -> jax.Array:
 
 
 def sequence_shards(length: int) -> int:
-    """The number of parts into which the current mesh shards rows of `length` tokens; 1 if it has more devices than that."""
+    """The number of parts into which the current mesh shards rows of `length` tokens; 1 if it has more
+    devices than that."""
     axes = _axes(jax.sharding.get_abstract_mesh(), AxisType.Auto)
     shards = math.prod(axes.get(name, 1) for name in mesh_axes("sequence"))
     return shards if length >= shards else 1
@@ -60,7 +61,7 @@ def over_batch(function: Callable[..., Any], batched: dict, shared: dict, *stati
 def over_tokens(
     function: Callable[..., Any], batched: dict, shared: dict, *static: Hashable
 ) -> Any:
-    """Call `over_mesh` with a function that treats each token alone; arguments and outputs are all [B, T, ...]."""
+    """Call `over_mesh` with a function that treats each token alone; arguments and outputs are [B, T, ...]."""
     token_axes = ("batch", "sequence")
     axes = {n: token_axes for n in batched}
     return over_mesh(
@@ -69,7 +70,8 @@ def over_tokens(
 
 
 def alone(axis: str, function: Callable[..., Any], *static: Hashable, **arguments: Any) -> Any:
-    """An `in_sequence` for `over_mesh` that calls `function` unchanged: each device computes its tokens without the others'."""
+    """An `in_sequence` for `over_mesh` that calls `function` unchanged: each device computes its tokens
+    without the others'."""
     return function(*static, **arguments)
 
 
@@ -85,24 +87,29 @@ def over_mesh(
 ) -> Any:
     """Call `function(*static, **batched, **shared)` on each device with that device's rows, tokens and heads.
 
-    Without a mesh this is a plain call. A mesh axis of type `Explicit` becomes `Auto` for the call; the outputs are then sharded
-    over rows like the batched arguments, and over nothing else. Inside a caller's `jax.shard_map` with checked replication the
-    function is not mapped again, and all arguments are cast to vary over every axis over which one of them varies.
+    Without a mesh this is a plain call. A mesh axis of type `Explicit` becomes `Auto` for the call; the
+    outputs are then sharded over rows like the batched arguments, and over nothing else. Inside a caller's
+    `jax.shard_map` with checked replication the function is not mapped again, and all arguments are cast to
+    vary over every axis over which one of them varies.
 
-    If rows or heads are not divisible by their devices, every device computes all of them, and a warning is logged. A single head
-    is never sharded, nor is a row of fewer tokens than devices. Other rows are padded to a multiple of the devices: with segment
-    id 0 if there are `segment_ids`, otherwise with tokens that `update_mask` excludes. The outputs of padding are removed.
+    If rows or heads are not divisible by their devices, every device computes all of them, and a warning is
+    logged. A single head is never sharded, nor is a row of fewer tokens than devices. Other rows are padded
+    to a multiple of the devices: with segment id 0 if there are `segment_ids`, otherwise with tokens that
+    `update_mask` excludes. The outputs of padding are removed.
 
     Args:
-        function: the function to call. It is part of a compilation key, so it must be neither a lambda nor a closure.
+        function: the function to call. It is part of a compilation key, so it must be neither a lambda nor a
+            closure.
         batched: pytrees of arrays [B, ...] by name; None is passed on.
         shared: pytrees of arrays without rows, by name.
         static: hashable arguments that are not arrays.
-        axes: the leading logical axes ("batch", "sequence", "heads" or None) of each argument, as a tuple or a pytree of tuples
-            that is a prefix of the argument. Axes without a name are not sharded.
-        out_axes: the same for the outputs. The name of an argument says that an output has that argument's axes and shapes.
-        in_sequence: if tokens are sharded, `in_sequence(axis, function, *static, **arguments)` is called in place of `function`;
-            `axis` is the mesh axis over which they are sharded. None never shards tokens.
+        axes: the leading logical axes ("batch", "sequence", "heads" or None) of each argument, as a tuple or
+            a pytree of tuples that is a prefix of the argument. Axes without a name are not sharded.
+        out_axes: the same for the outputs. The name of an argument says that an output has that argument's
+            axes and shapes.
+        in_sequence: if tokens are sharded, `in_sequence(axis, function, *static, **arguments)` is called in
+            place of `function`; `axis` is the mesh axis over which they are sharded. None never shards
+            tokens.
         multiple: with sharded tokens, the number of tokens of a device is a multiple of this.
     """
     leaves = jax.tree.leaves((batched, shared))
@@ -129,7 +136,8 @@ def over_mesh(
 
 
 class _Layout:
-    """The static arguments of a call of `over_mesh`, as a key of compiled programs: equal layouts share a program."""
+    """The static arguments of a call of `over_mesh`, as a key of compiled programs: equal layouts share a
+    program."""
 
     def __init__(self, function, static, axes, out_axes, in_sequence, multiple):
         self.function, self.static, self.in_sequence = function, static, in_sequence
@@ -271,7 +279,8 @@ def _argument_specs(
 
 
 def _padded(axes: dict, arguments: dict, length: int, padding: int) -> dict:
-    """Return the arguments with `padding` more tokens, which change no state: their segment ids or `update_mask` are 0."""
+    """Return the arguments with `padding` more tokens, which change no state: their segment ids or
+    `update_mask` are 0."""
     if arguments.get("segment_ids") is None and "update_mask" in arguments:
         if arguments["update_mask"] is None:
             batch = next(
@@ -296,7 +305,8 @@ def _padded(axes: dict, arguments: dict, length: int, padding: int) -> dict:
     }
 
 
-# Compiled, because outside `jax.jit` jax cannot map over some axes of a mesh and leave others to the partitioner.
+# Compiled, because outside `jax.jit` jax cannot map over some axes of a mesh and leave others to the
+# partitioner.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _mapped(function, static, names, in_specs, out_specs, arguments):
     """Call `function` inside a `jax.shard_map` over the mesh axes `names`."""

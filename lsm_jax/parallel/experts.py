@@ -1,4 +1,5 @@
-"""Exchange of rows between devices: to the device that has their expert, and back. For use inside `jax.shard_map`."""
+"""Exchange of rows between devices: to the device that has their expert, and back. For use inside
+`jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ _SENT_BY_NCCL = dict(
     xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback=True,
     xla_gpu_experimental_ragged_all_to_all_use_barrier_with_nccl=False,
 )
-"""Compiler options that send a ragged all-to-all by NCCL. Without them XLA uses a kernel of its own inside one host, which has a
-fortieth of the speed (two H200, jax 0.11.2)."""
+"""Compiler options that send a ragged all-to-all by NCCL. Without them XLA uses a kernel of its own inside
+one host, which has a fortieth of the speed (two H200, jax 0.11.2)."""
 
 
 def exchange_options(mesh: Mesh, exchanges: Collection[str]) -> dict[str, Any]:
@@ -70,24 +71,27 @@ def room_for(count: int, buffer: float, shards: int, most: int) -> int:
 def to_owners(
     rows: jax.Array, ids: jax.Array, owner: jax.Array, none: int, *, room: int, exchange: str
 ) -> tuple[jax.Array, jax.Array, Callable[[jax.Array], jax.Array], jax.Array]:
-    """Send each row to the device that has its expert, in buffers of static size; rows that do not fit are reported.
+    """Send each row to the device that has its expert, in buffers of static size; rows that do not fit are
+    reported.
 
-    "padded" is one all-to-all that sends `room` rows from each of P devices to each other. "ragged" sends only the rows that exist,
-    by `jax.lax.ragged_all_to_all` (on GPUs, with `exchange_options`, and on TPUs); there the P · room rows of a receiver's buffer
-    are filled by its senders in order, so that one sender may use more than `room` of them.
+    "padded" is one all-to-all that sends `room` rows from each of P devices to each other. "ragged" sends
+    only the rows that exist, by `jax.lax.ragged_all_to_all` (on GPUs, with `exchange_options`, and on TPUs);
+    there the P · room rows of a receiver's buffer are filled by its senders in order, so that one sender may
+    use more than `room` of them.
 
     Args:
         rows: [N, D], sorted by owner.
         ids: int32 [N], sent with the rows.
-        owner: int32 [N], the index of the row's device along the mesh axis of "expert"; P or more if the row is not sent.
+        owner: int32 [N], the index of the row's device along the mesh axis of "expert"; P or more if the row
+            is not sent.
         none: the id of rows of the buffer into which nothing was received.
         room: capacity in rows for each pair of devices.
         exchange: one of `EXCHANGES`.
 
     Returns:
-        Four values: the received rows [P · room, D], 0 where nothing was received; their ids [P · room]; a function that sends
-        results [P · room, F] back to the rows' devices as [N, F], which is 0 for rows that were not sent and NaN for rows that
-        did not fit; and bool [N], whether a row did not fit.
+        Four values: the received rows [P · room, D], 0 where nothing was received; their ids [P · room]; a
+        function that sends results [P · room, F] back to the rows' devices as [N, F], which is 0 for rows
+        that were not sent and NaN for rows that did not fit; and bool [N], whether a row did not fit.
     """
     (axis,) = mesh_axes("expert")
     shards, count = jax.lax.axis_size(axis), owner.shape[0]
@@ -152,7 +156,8 @@ def to_owners(
 def _gather_rows(x: jax.Array, index: jax.Array, valid: jax.Array, fill: Any) -> jax.Array:
     """Return `x[index]`, with `fill` where `valid` is False.
 
-    Each invalid entry gets an index of its own beyond `x`: indices are then unique, and the gradient's scatter needs no addition.
+    Each invalid entry gets an index of its own beyond `x`: indices are then unique, and the gradient's
+    scatter needs no addition.
     """
     index = jnp.where(valid, index, x.shape[0] + jnp.arange(valid.size).reshape(valid.shape))
     return x.at[index].get(mode="fill", fill_value=fill, unique_indices=True)

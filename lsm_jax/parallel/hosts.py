@@ -1,4 +1,5 @@
-"""Runs over several hosts: one or more processes per host run the same program, each on its own devices and rows of the data."""
+"""Runs over several hosts: one or more processes per host run the same program, each on its own devices and
+rows of the data."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 def launcher(environment: Mapping[str, str] = os.environ) -> str | None:
     """The name of the launcher that started this process as one of several; None for a single process.
 
-    If JAX_COORDINATOR_ADDRESS (host:port of the first process) is set, that is the name, and JAX_NUM_PROCESSES and JAX_PROCESS_ID
-    should be set, too. Otherwise SLURM, Open MPI, indexed Kubernetes jobs (for which `jax.distributed` requires the package
-    `kubernetes`) and TPU pods are recognised.
+    If JAX_COORDINATOR_ADDRESS (host:port of the first process) is set, that is the name, and
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID should be set, too. Otherwise SLURM, Open MPI, indexed Kubernetes
+    jobs (for which `jax.distributed` requires the package `kubernetes`) and TPU pods are recognised.
 
     Raises:
         ValueError: a launcher's number of processes is not a number.
@@ -51,7 +52,8 @@ def launcher(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def join_hosts() -> None:
-    """Connect this process to the other processes of the run, if there are any. Call it before jax uses any device.
+    """Connect this process to the other processes of the run, if there are any. Call it before jax uses any
+    device.
 
     Raises:
         ValueError: the environment says that there are several processes, but they cannot be connected.
@@ -79,7 +81,8 @@ def join_hosts() -> None:
 def data_shard(mesh: Mesh) -> tuple[int, int]:
     """(index, count): this process reads part `index` of `count` equal parts of each batch's rows.
 
-    Processes whose devices differ only along axes that do not shard the batch, such as "sequence", read the same rows.
+    Processes whose devices differ only along axes that do not shard the batch, such as "sequence", read the
+    same rows.
 
     Raises:
         ValueError: the rows of this process's devices are not such a part.
@@ -111,7 +114,8 @@ def place_batch(
 ) -> dict[str, jax.Array]:
     """Make arrays [num_rows, T] that are sharded over all devices from this process's rows [n, T].
 
-    If T is not divisible by the devices of the mesh axis "sequence", rows are padded first, with segment id 0 and loss mask 0.
+    If T is not divisible by the devices of the mesh axis "sequence", rows are padded first, with segment id 0
+    and loss mask 0.
     """
     batch = _padded(batch, sharding)
     if jax.process_count() == 1:
@@ -136,8 +140,8 @@ def _padded(batch: dict[str, np.ndarray], sharding: NamedSharding) -> dict[str, 
 class Agreement:
     """Sends a number from any process to all processes, so that all of them act on it at the same call.
 
-    The result of a call is that of the previous call's numbers: the maximum over devices is computed while the next step runs. With
-    one process a call computes nothing and returns its number at once.
+    The result of a call is that of the previous call's numbers: the maximum over devices is computed while
+    the next step runs. With one process a call computes nothing and returns its number at once.
     """
 
     def __init__(self, mesh: Mesh):

@@ -1,4 +1,5 @@
-"""The mesh of devices, and the table from logical axes of arrays to mesh axes. Model code names logical axes only."""
+"""The mesh of devices, and the table from logical axes of arrays to mesh axes. Model code names logical axes
+only."""
 
 from __future__ import annotations
 
@@ -10,11 +11,12 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXES = ("pipeline", "data", "fsdp", "expert", "sequence", "tensor")
-"""The mesh's axes, outermost first: devices along the inner axes, which communicate most often, are neighbours."""
+"""The mesh's axes, outermost first: devices along the inner axes, which communicate most often, are
+neighbours."""
 
 BATCH_AXES = ("pipeline", "data", "fsdp", "expert")
-"""The mesh axes over which the rows of a batch are sharded. Devices with different experts or pipeline stages have different
-rows, too; outside the stages, each device computes the embedding and the loss of its rows."""
+"""The mesh axes over which the rows of a batch are sharded. Devices with different experts or pipeline stages
+have different rows, too; outside the stages, each device computes the embedding and the loss of its rows."""
 
 # Logical axis -> the mesh axes over which it is sharded; an empty tuple: replicated.
 RULES: dict[str, tuple[str, ...]] = {
@@ -36,15 +38,17 @@ class MeshConfig:
     """The number of devices along each mesh axis; the product of these is the number of all devices.
 
     Attributes:
-        data: shards of the batch with replicated parameters; -1 is the number of devices divided by the other axes.
+        data: shards of the batch with replicated parameters; -1 is the number of devices divided by the other
+            axes.
         fsdp: shards of the batch, over which the parameters are sharded, too.
         sequence: shards of each row's tokens; training pads rows that are not divisible.
         tensor: shards of the heads and of the feedforwards' widths.
         expert: shards of the batch, over which the experts are sharded, too.
         pipeline: stages into which the layers are divided, each of one or more periods of the pattern.
-        microbatches: parts of the batch that pass through the stages one after another, a multiple of `pipeline`; 0 is `pipeline`.
-        rounds: how often a microbatch passes through all stages; each stage has as many groups of layers. With S stages,
-            M microbatches and R rounds, a device waits (S - 1) / (R M + S - 1) of the time.
+        microbatches: parts of the batch that pass through the stages one after another, a multiple of
+            `pipeline`; 0 is `pipeline`.
+        rounds: how often a microbatch passes through all stages; each stage has as many groups of layers.
+            With S stages, M microbatches and R rounds, a device waits (S - 1) / (R M + S - 1) of the time.
     """
 
     data: int = -1
@@ -60,7 +64,8 @@ class MeshConfig:
         """The number of devices along each of `AXES`, with -1 resolved.
 
         Raises:
-            ValueError: the product of the axes is not `num_devices`, or microbatches or rounds do not match the stages.
+            ValueError: the product of the axes is not `num_devices`, or microbatches or rounds do not match
+                the stages.
         """
         sizes = {axis: getattr(self, axis) for axis in AXES}
         given = " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1)
@@ -103,7 +108,8 @@ def batch_shards(sizes: dict[str, int]) -> int:
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Make the mesh of `config` over `devices` (None: all devices); its axes are handled by the partitioner (`Auto`)."""
+    """Make the mesh of `config` over `devices` (None: all devices); its axes are handled by the partitioner
+    (`Auto`)."""
     devices = jax.devices() if devices is None else devices
     sizes = config.shape(len(devices))
     kinds = (AxisType.Auto,) * len(AXES)
@@ -135,8 +141,8 @@ def param_sharding(
     """The sharding of a parameter with these logical axes and this shape.
 
     Raises:
-        ValueError: a sharded dimension is not divisible by the devices along its mesh axes; `name` is the parameter's, for the
-            message.
+        ValueError: a sharded dimension is not divisible by the devices along its mesh axes; `name` is the
+            parameter's, for the message.
     """
     if len(logical_axes) != len(shape):
         raise ValueError(

@@ -1,13 +1,15 @@
-"""Pipeline parallelism: each device computes a stage of the layers, and microbatches pass from stage to stage.
+"""Pipeline parallelism: each device computes a stage of the layers, and microbatches pass from stage to
+stage.
 
-With one round this is GPipe (arXiv 1811.06965). With R rounds it is the circular schedule (arXiv 2104.04473, section 2.2, with all
-forward passes first): the layers are divided into R S groups for S stages, group g belongs to stage g mod S, and each microbatch
-passes through the ring of stages R times. S microbatches at a time complete all R rounds, so that the first stage receives a
-microbatch from the last one exactly when it computes its next round, and no stage waits in between. The backward pass is the
-derivative of the scan: the same ring in the opposite direction. With several rounds each turn is recomputed in it.
+With one round this is GPipe (arXiv 1811.06965). With R rounds it is the circular schedule (arXiv 2104.04473,
+section 2.2, with all forward passes first): the layers are divided into R S groups for S stages, group g
+belongs to stage g mod S, and each microbatch passes through the ring of stages R times. S microbatches at a
+time complete all R rounds, so that the first stage receives a microbatch from the last one exactly when it
+computes its next round, and no stage waits in between. The backward pass is the derivative of the scan: the
+same ring in the opposite direction. With several rounds each turn is recomputed in it.
 
-Parameters are stored in the order of layers, so checkpoints do not depend on the schedule: every step sends each group to the device
-of its stage, and its gradient back.
+Parameters are stored in the order of layers, so checkpoints do not depend on the schedule: every step sends
+each group to the device of its stage, and its gradient back.
 """
 
 from __future__ import annotations
@@ -35,13 +37,16 @@ def pipelined(
     microbatches: int,
     rounds: int = 1,
 ) -> tuple[Any, Any]:
-    """Compute `stage(layers, carry, rows, whole) -> (carry, statistics)` with layers divided into stages and rows into microbatches.
+    """Compute `stage(layers, carry, rows, whole) -> (carry, statistics)` with layers divided into stages and
+    rows into microbatches.
 
-    With S stages, M microbatches and R rounds, each stage computes in R M of R M + S - 1 turns. Outside the pipeline the rows are
-    sharded over the stages' devices, for embedding and loss: inputs are gathered once, and outputs are scattered once.
+    With S stages, M microbatches and R rounds, each stage computes in R M of R M + S - 1 turns. Outside the
+    pipeline the rows are sharded over the stages' devices, for embedding and loss: inputs are gathered once,
+    and outputs are scattered once.
 
     Args:
-        stage: computes n consecutive layers; it returns the `carry` after them, and a dict of statistics [n, ...] by name.
+        stage: computes n consecutive layers; it returns the `carry` after them, and a dict of statistics [n,
+            ...] by name.
         layers: pytree of arrays whose first axis is that of layers, [L, ...].
         carry: pytree of arrays [B, ...] that layers pass on.
         rows: pytree of arrays [B, ...] that every layer reads.
@@ -50,7 +55,8 @@ def pipelined(
         rounds: R, how often a microbatch passes through the ring of stages.
 
     Returns:
-        The `carry` after all layers, and statistics [L, ...]: sums over microbatches for names that end in `_count`, otherwise means.
+        The `carry` after all layers, and statistics [L, ...]: sums over microbatches for names that end in
+        `_count`, otherwise means.
 
     Raises:
         ValueError: rows, layers or microbatches are not divisible as required.
@@ -81,7 +87,8 @@ def pipelined(
 def _groups_of_stage(axis: str, rounds: int, x: jax.Array) -> jax.Array:
     """Collect the layers of this device's stage, [n, ...] -> [rounds, n / rounds, ...].
 
-    Device i stores layers i n to (i + 1) n, which are the groups i R to (i + 1) R. In round r, stage s requires group r S + s.
+    Device i stores layers i n to (i + 1) n, which are the groups i R to (i + 1) R. In round r, stage s
+    requires group r S + s.
     """
     stages = jax.lax.axis_size(axis)
     stored = x.reshape(rounds, -1, *x.shape[1:])
@@ -89,8 +96,8 @@ def _groups_of_stage(axis: str, rounds: int, x: jax.Array) -> jax.Array:
         return stored
 
     def groups_of_round(r):
-        # One permutation for each position p < R that a group has on the device that stores it. A device that receives no group
-        # from it gets zeros.
+        # One permutation for each position p < R that a group has on the device that stores it. A device that
+        # receives no group from it gets zeros.
         routes = [
             [
                 ((r * stages + to) // rounds, to)
@@ -110,15 +117,15 @@ def _groups_of_stage(axis: str, rounds: int, x: jax.Array) -> jax.Array:
 def _ring(stage, axis, microbatches, rounds, layers, carry, rows, whole):
     """The computation of one device in `pipelined`, as one scan over turns.
 
-    Its arguments are this device's: `layers` [L / S, ...], `carry` and `rows` [B / S, ...]. It returns the `carry` of its rows, and
-    statistics [R, L / (S R), ...] of its layers.
+    Its arguments are this device's: `layers` [L / S, ...], `carry` and `rows` [B / S, ...]. It returns the
+    `carry` of its rows, and statistics [R, L / (S R), ...] of its layers.
     """
     stages, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     local = microbatches // stages
 
     def cut(x):
-        # [B / S, ...] -> [M, B / M, ...]. Consecutive rows go to different microbatches, so that sharding of the rows over other
-        # mesh axes is unchanged.
+        # [B / S, ...] -> [M, B / M, ...]. Consecutive rows go to different microbatches, so that sharding of
+        # the rows over other mesh axes is unchanged.
         x = jnp.moveaxis(x.reshape(-1, local, *x.shape[1:]), 1, 0)
         return gather_along(axis, 0, x)
 
@@ -134,13 +141,14 @@ def _ring(stage, axis, microbatches, rounds, layers, carry, rows, whole):
     def at(tree, index):
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
-    # With one round, the layers are a constant of the scan. With several, the scan would save the layers of each turn for the
-    # backward pass, so a turn is recomputed instead.
+    # With one round, the layers are a constant of the scan. With several, the scan would save the layers of
+    # each turn for the backward pass, so a turn is recomputed instead.
     first_group = at(layers, 0)
 
     def step(state, tick):
         received, totals = state
-        # This stage's turn, 0 to R M - 1. Outside that range it computes some microbatch, and the result is not used.
+        # This stage's turn, 0 to R M - 1. Outside that range it computes some microbatch, and the result is
+        # not used.
         turn = tick - me
         active = (turn >= 0) & (turn < rounds * microbatches)
         turn = jnp.clip(turn, 0, rounds * microbatches - 1)
@@ -165,7 +173,8 @@ def _ring(stage, axis, microbatches, rounds, layers, carry, rows, whole):
     (_, totals), outputs = jax.lax.scan(step, (at(inputs, 0), zeros), ticks)
 
     def results(x):
-        # From the last stage's turns, [R M, B / M, ...], select those of the last round: the microbatches in order.
+        # From the last stage's turns, [R M, B / M, ...], select those of the last round: the microbatches in
+        # order.
         x = x[stages - 1 :].reshape(-1, rounds, stages, *x.shape[1:])[:, -1]
         return join(x.reshape(-1, *x.shape[2:]))
 

@@ -1,13 +1,15 @@
 """Communication between devices that share rows: the tokens of a row are sharded over a mesh axis, in order.
 
-A memory's update is a monoid. Each device therefore composes the updates of its tokens into one, gathers those of all devices, and
-folds the updates of earlier devices into the state that its own tokens start from: LASP-2 (arXiv 2502.07563, Algorithm 2), for
-any update. The bytes sent do not depend on the number of tokens: per memory one all-gather of updates in the forward pass, and one of
-the states' gradients in the backward pass. Convolutions and token shifts of rows without gaps send their last tokens to the next
-device instead (`lsm_jax.ops.convolution.shared_rows`).
+A memory's update is a monoid. Each device therefore composes the updates of its tokens into one, gathers
+those of all devices, and folds the updates of earlier devices into the state that its own tokens start from:
+LASP-2 (arXiv 2502.07563, Algorithm 2), for any update. The bytes sent do not depend on the number of tokens:
+per memory one all-gather of updates in the forward pass, and one of the states' gradients in the backward
+pass. Convolutions and token shifts of rows without gaps send their last tokens to the next device instead
+(`lsm_jax.ops.convolution.shared_rows`).
 
-All functions must be called inside a `jax.shard_map` over the axis, with unchecked replication. There the gradient of a replicated
-value is divided evenly between the devices, and the gradients that the devices return for it are summed.
+All functions must be called inside a `jax.shard_map` over the axis, with unchecked replication. There the
+gradient of a replicated value is divided evenly between the devices, and the gradients that the devices
+return for it are summed.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ from jax.ad_checkpoint import checkpoint_name
 from lsm_jax.parallel.sums import sum_along
 
 GATHERED = "sequence_updates"
-"""The name of gathered updates in checkpoint policies; if they are saved, the backward pass does not gather them again."""
+"""The name of gathered updates in checkpoint policies; if they are saved, the backward pass does not gather
+them again."""
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """The bits of `x` as a vector of 32-bit words; dtypes of less than 32 bits are converted to 32 bits first."""
+    """The bits of `x` as a vector of 32-bit words; dtypes of less than 32 bits are converted to 32 bits
+    first."""
     if jnp.iscomplexobj(x):
         x = jnp.stack([jnp.real(x), jnp.imag(x)])
     if x.dtype.itemsize < 4:
@@ -75,7 +79,8 @@ def _with_floats(tree: Any, floats: list[Any], other: Callable[[Any], Any] = lam
 
 
 def _fold(advance, updates, initial) -> tuple[Any, Any]:
-    """Apply n updates (leaves [n, ...]) in order; return the states before each of them, [n, ...], and the final state."""
+    """Apply n updates (leaves [n, ...]) in order; return the states before each of them, [n, ...], and the
+    final state."""
     final, before = jax.lax.scan(lambda s, u: (advance(s, u), s), initial, updates)
     return before, final
 
@@ -92,12 +97,13 @@ def exchange(
 ) -> tuple[Any, Any]:
     """Return the state before this device's tokens, and the state after the tokens of all devices.
 
-    In the backward pass every device gathers the gradients of all devices' start states, and computes from them the gradient of
-    its update, which affects the start states of all later devices.
+    In the backward pass every device gathers the gradients of all devices' start states, and computes from
+    them the gradient of its update, which affects the start states of all later devices.
 
     Args:
         axis: mesh axis of the devices, in the tokens' order.
-        advance: (state, update) -> the state after the update; it must be the same function object in every call, so no lambda.
+        advance: (state, update) -> the state after the update; it must be the same function object in every
+            call, so no lambda.
         update: the composed update of all tokens of this device, a pytree of arrays.
         initial: the state before the first device's tokens, the same on all devices.
     """
@@ -112,7 +118,8 @@ def _exchange_forward(axis, advance, update, initial):
 
 
 def _exchange_backward(axis, advance, residuals, grads):
-    """The gradients of `update` and `initial`; only the first device returns a gradient of `initial` that is not 0."""
+    """The gradients of `update` and `initial`; only the first device returns a gradient of `initial` that is
+    not 0."""
     updates, initial = residuals
     # The gradients of integers have no values: select the floating-point leaves by the dtypes of the state.
     grad_before, grad_final = (
@@ -132,11 +139,13 @@ def _exchange_backward(axis, advance, residuals, grads):
 
     _, pull = jax.vjp(fold, _floats(updates), _floats(initial))
     devices = jax.lax.axis_size(axis)
-    # `grad_final` is this device's even part of the gradient of a replicated value: multiply to get all of it.
+    # `grad_final` is this device's even part of the gradient of a replicated value: multiply to get all of
+    # it.
     grad_updates, grad_initial = pull(
         (gather(axis, grad_before), [devices * g for g in grad_final])
     )
-    # The gradients that devices return for a replicated argument are summed: one device returns it, the others 0.
+    # The gradients that devices return for a replicated argument are summed: one device returns it, the
+    # others 0.
     is_first = jax.lax.axis_index(axis) == 0
     grad_initial = [jnp.where(is_first, g, 0) for g in grad_initial]
     return (
@@ -152,10 +161,12 @@ exchange.defvjp(_exchange_forward, _exchange_backward)
 def run_in_turn(
     axis: str, run: Callable[[Any, Any], tuple[Any, Any]], arguments: Any, initial: Any
 ) -> tuple[Any, Any]:
-    """Call `run(arguments, state) -> (output, next state)` on one device after the other, each with the previous device's state.
+    """Call `run(arguments, state) -> (output, next state)` on one device after the other, each with the
+    previous device's state.
 
-    For memories whose updates do not compose. At any time one device computes and the others wait. The backward pass runs in the
-    opposite order; each device recomputes its tokens from its start state, the only array that is saved for it.
+    For memories whose updates do not compose. At any time one device computes and the others wait. The
+    backward pass runs in the opposite order; each device recomputes its tokens from its start state, the only
+    array that is saved for it.
 
     Args:
         axis: mesh axis of the devices, in the tokens' order.

@@ -1,7 +1,7 @@
 """Sums and gathers over mesh axes inside a `jax.shard_map` with unchecked replication, with their gradients.
 
-XLA's CPU compiler aborts on a bfloat16 sum over some but not all axes of a mesh (jax 0.11.2), so on CPUs narrow floating-point
-numbers are summed in float32.
+XLA's CPU compiler aborts on a bfloat16 sum over some but not all axes of a mesh (jax 0.11.2), so on CPUs
+narrow floating-point numbers are summed in float32.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def sum_and_scatter(axis: str, x: jax.Array) -> jax.Array:
 
 
 def gather_along(axis: str, dimension: int, x: jax.Array) -> jax.Array:
-    """Return all devices' `x`, concatenated along a dimension; the gradient is summed over devices and scattered."""
+    """Return all devices' `x`, concatenated along a dimension; the gradient is summed over devices and
+    scattered."""
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return _gather(axis, dimension, x)
     return jax.lax.all_gather(x, axis, axis=dimension, tiled=True)
@@ -54,7 +55,8 @@ _gather.defvjp(lambda axis, dimension, x: (_gather(axis, dimension, x), None), _
 def map_over(
     names: Collection[str], function: Callable[..., Any], in_specs: tuple, out_specs: Any
 ) -> Callable[..., Any]:
-    """Return `function` inside a `jax.shard_map` over the mesh axes `names`; the partitioner handles the other axes.
+    """Return `function` inside a `jax.shard_map` over the mesh axes `names`; the partitioner handles the
+    other axes.
 
     If an argument is not sharded over all of `names`, its gradient is summed over the rest.
     """
