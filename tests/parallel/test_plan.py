@@ -142,18 +142,18 @@ def test_a_mesh_is_chosen_that_divides(devices, changes, mesh):
     arguments = [f"--devices={devices}", *(f"--config.{change}" for change in changes)]
     command = ["-m", "lsm_jax.plan", "--config=configs/linear_moe.py:tiny", *arguments]
     notice, table, *_ = run_with_devices(1, *command).splitlines()
-    assert notice.endswith(f"over {devices} devices; {mesh.replace(' x', ',')}")
+    assert notice.endswith(f"by {devices} devices; the mesh is {mesh.replace(' x', ',')}")
     assert table.startswith(f"mesh {mesh};")
 
 
 def test_what_to_do_is_told_where_no_mesh_divides():
     short = "--config.batch_size=1", "--config.data.sequence_length=64"
     line = told("configs/linear_moe.py:tiny", "--devices=192", *short)
-    assert line.startswith("plan: no mesh of --devices=192 was found for this config, of 1 rows of")
-    assert "of mesh.sequence=192 devices); take another number, as --devices=64, or other" in line
+    assert line.startswith("plan: --devices=192: no mesh was found for 1 rows of")
+    assert "use another number, such as --devices=64, or set --config.batch_size" in line
     own = told("configs/linear_moe.py:tiny", "--devices=65", "--config.mesh.sequence=65", *short)
     assert own.startswith(
-        "plan: data.sequence_length=64 is less than one token for each of mesh.seq"
+        "plan: data.sequence_length=64: it must be at least mesh.sequence=65"
     )
 
 

@@ -75,10 +75,10 @@ def test_every_method_has_a_layout_on_every_axis(method):
 
 def test_a_mesh_that_cuts_what_does_not_divide_is_refused():
     for axes, words in (
-        (dict(pipeline=3), "mesh.pipeline=3: the model's 4 periods of 'A' do not divide"),
-        (dict(sequence=17), "data.sequence_length=16 is less than one token for each of mesh.sequence=17"),
-        (dict(expert=8), "model.layers.A.feedforward.num_experts=4 does not divide over mesh.expert=8"),
-        (dict(pipeline=2, microbatches=16), "batch_size=8: it must divide by 2 devices x 8 microbatches"),
+        (dict(pipeline=3), "mesh.pipeline=3: the model's 4 periods of 'A' are not divisible by it"),
+        (dict(sequence=17), "data.sequence_length=16: it must be at least mesh.sequence=17"),
+        (dict(expert=8), "model.layers.A.feedforward.num_experts=4: it must be divisible by mesh.expert=8"),
+        (dict(pipeline=2, microbatches=16), "batch_size=8: it must be divisible by 2 devices x 8 microbatches"),
     ):  # fmt: skip
         mesh = MeshConfig(data=1, **axes)
         devices = mesh.expert * mesh.pipeline * mesh.sequence
