@@ -32,13 +32,13 @@ def pipelined(
     layers: Any,
     carry: Any,
     rows: Any,
-    whole: Any,
+    constants: Any,
     *,
     microbatches: int,
     rounds: int = 1,
 ) -> tuple[Any, Any]:
-    """Compute `stage(layers, carry, rows, whole) -> (carry, statistics)` with layers divided into stages and
-    rows into microbatches.
+    """Compute `stage(layers, carry, rows, constants) -> (carry, statistics)` with layers divided into stages
+    and rows into microbatches.
 
     With S stages, M microbatches and R rounds, each stage computes in R M of R M + S - 1 turns. Outside the
     pipeline the rows are sharded over the stages' devices, for embedding and loss: inputs are gathered once,
@@ -50,7 +50,7 @@ def pipelined(
         layers: pytree of arrays whose first axis is that of layers, [L, ...].
         carry: pytree of arrays [B, ...] that layers pass on.
         rows: pytree of arrays [B, ...] that every layer reads.
-        whole: pytree of arrays without rows that every layer reads.
+        constants: pytree of arrays without rows that every layer reads.
         microbatches: M, a multiple of S.
         rounds: R, how often a microbatch passes through the ring of stages.
 
@@ -80,7 +80,7 @@ def pipelined(
         (sharded, sharded, sharded, replicated),
         (sharded, PartitionSpec(None, axis)),
     )
-    carry, statistics = run(layers, carry, rows, whole)
+    carry, statistics = run(layers, carry, rows, constants)
     return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), statistics)
 
 
@@ -114,7 +114,7 @@ def _groups_of_stage(axis: str, rounds: int, x: jax.Array) -> jax.Array:
     return jnp.stack([groups_of_round(r) for r in range(rounds)])
 
 
-def _ring(stage, axis, microbatches, rounds, layers, carry, rows, whole):
+def _ring(stage, axis, microbatches, rounds, layers, carry, rows, constants):
     """The computation of one device in `pipelined`, as one scan over turns.
 
     Its arguments are this device's: `layers` [L / S, ...], `carry` and `rows` [B / S, ...]. It returns the
@@ -159,14 +159,14 @@ def _ring(stage, axis, microbatches, rounds, layers, carry, rows, whole):
             lambda a, b: jnp.where(enters, a, b), at(inputs, microbatch), received
         )
         after, statistics = stage(
-            first_group if rounds == 1 else at(layers, r), before, at(rows, microbatch), whole
+            first_group if rounds == 1 else at(layers, r), before, at(rows, microbatch), constants
         )
         totals = jax.tree.map(lambda a, b: a.at[r].add(jnp.where(active, b, 0)), totals, statistics)
         ring = [(device, (device + 1) % stages) for device in range(stages)]
         sent = jax.tree.map(lambda x: jax.lax.ppermute(x, axis, ring), after)
         return (sent, totals), after
 
-    shapes = jax.eval_shape(stage, first_group, at(inputs, 0), at(rows, 0), whole)[1]
+    shapes = jax.eval_shape(stage, first_group, at(inputs, 0), at(rows, 0), constants)[1]
     zeros = jax.tree.map(lambda x: jnp.zeros((rounds, *x.shape), x.dtype), shapes)
     ticks = jnp.arange(rounds * microbatches + stages - 1)
     step = step if rounds == 1 else jax.checkpoint(step, prevent_cse=False)

@@ -1,4 +1,4 @@
-"""Training: the config of a run, the step, the loop, and the directory it leaves."""
+"""Training: the config of a run, the step, the loop, and the run's directory."""
 
 from lsm_jax.training.checkpoints import Checkpoints
 from lsm_jax.training.config import OptimizerConfig, TrainConfig, differences, from_dict, to_dict

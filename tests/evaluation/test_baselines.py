@@ -84,9 +84,9 @@ def test_errors():
     one = [np.zeros(3, np.uint8)]
     with pytest.raises(ValueError, match="order=3, accepted: 0 to 2"):
         ContextModel(one, 3).bits(one)
-    with pytest.raises(ValueError, match="train holds no bytes"):
+    with pytest.raises(ValueError, match="train has no bytes"):
         ContextModel([], 0).bits(one)
-    with pytest.raises(ValueError, match="heldout holds no bytes"):
+    with pytest.raises(ValueError, match="heldout has no bytes"):
         ContextModel(one, 0).bits([])
     with pytest.raises(ValueError, match="accepted: uint8"):
         ContextModel([np.zeros(3, np.int32)], 0).bits(one)

@@ -116,7 +116,7 @@ def test_wrong_requests_are_told(run):
     for field, value in (("limit", 0), ("max_length", 1), ("num_fewshot", -1)):
         with pytest.raises(ValueError, match=f"lm_eval.{field}={value}"):
             Request(lm_eval=HarnessConfig(**{field: value})).validate()
-    with pytest.raises(ValueError, match="lm_eval.include_path='nowhere' is no folder"):
+    with pytest.raises(ValueError, match="lm_eval.include_path='nowhere' is not a folder"):
         Request(lm_eval=HarnessConfig(include_path="nowhere")).validate()
 
 

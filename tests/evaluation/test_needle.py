@@ -190,7 +190,7 @@ def test_windows_that_cannot_reach_are_told():
     assert length_notes(config, [100], 100) == []
     config.layers["L"].mixer.window = 10
     (note,) = length_notes(config, [19, 20, 30], 100)
-    assert note.startswith("lengths 20, 30 are over what the layers' windows reach, 19 tokens back")
+    assert note.startswith("lengths 20, 30 are over the 19 tokens that the layers' windows can see")
 
 
 def test_containment_looks_past_case_and_space():

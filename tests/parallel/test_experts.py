@@ -143,7 +143,7 @@ def test_an_overflow_stops_the_run(tmp_path):
     running.checkpoints = types.SimpleNamespace(wait=lambda: None, steps=[2])
     with pytest.raises(
         TrainingStopped,
-        match=r"step 3: 5 choices .* Set expert_buffer higher.*goes on from checkpoint 2",
+        match=r"step 3: 5 choices .* Set expert_buffer higher.*continues from checkpoint 2",
     ):
         running.report(3, {"moe/overflow_count": np.int32(5), "train/loss": np.float32(np.nan)})
 

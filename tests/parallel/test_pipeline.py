@@ -62,11 +62,11 @@ def test_stages_equal_one_device(case):
     assert meshes(case) == 1
 
 
-def stage(layers, carry, rows, whole):
+def stage(layers, carry, rows, constants):
     """Layers whose results and statistics depend on the microbatch and on the layer's number."""
 
     def layer(x, params):
-        x = jnp.tanh(params["w"] * x + rows + whole * params["number"])
+        x = jnp.tanh(params["w"] * x + rows + constants * params["number"])
         count = jnp.sum(jnp.ones(x.shape[0])) * params["number"]
         return x, {"mean": jnp.mean(x), "rows_count": count}
 
@@ -82,8 +82,8 @@ def main() -> None:
         x, rows = rng.normal(size=(2, 2 * pieces, 3))
 
         def both(run, layers=layers, x=x, rows=rows):
-            def loss(w, x, rows, whole):
-                y, statistics = run(layers | {"w": w}, x, rows, whole)
+            def loss(w, x, rows, constants):
+                y, statistics = run(layers | {"w": w}, x, rows, constants)
                 return jnp.sum(y * jnp.cos(jnp.arange(y.size)).reshape(y.shape)), (y, statistics)
 
             gradient = jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)

@@ -133,7 +133,7 @@ def test_a_flipped_bit_is_detected(text, tmp_path, capfd):
     assert train(config, tmp_path / "run").step == 4
     said = capfd.readouterr().err
     assert f"{flipped} is not what was saved; its file {damaged} is not" in said
-    assert "going on from checkpoint 3" in said
+    assert "continuing from checkpoint 3" in said
     assert lsm_jax.load_run(tmp_path / "run", step=4).step == 4  # saved anew, with its checksums
     (checksums / "4.json").unlink()  # as in a run of an earlier version
     assert lsm_jax.load_run(tmp_path / "run", step=4).step == 4
@@ -247,7 +247,7 @@ def test_bad_data_late_in_a_run_loses_no_step(tmp_path):
     changes = dict(checkpoint_every=1000, total_tokens=60 * 256)
     config = tiny.config(data, **changes)
     config.data.shuffle = False
-    said = r"step (\d+): .* is not JSON.* goes on from checkpoint (\d+) in"
+    said = r"step (\d+): .* is not JSON.* continues from checkpoint (\d+) in"
     with pytest.raises(TrainingStopped, match=said) as stopped:
         train(config, tmp_path / "run")
     bad, saved = map(int, re.search(said, str(stopped.value)).groups())
@@ -265,7 +265,7 @@ def test_an_overflow_in_the_held_out_loss_loses_no_step(text, tmp_path, monkeypa
         return dataclasses.replace(program, eval_step=lambda *_: (1.0, 1.0, 7.0))
 
     monkeypatch.setattr(loop, "make_program", overflowing)
-    with pytest.raises(TrainingStopped, match="choices .* goes on from checkpoint 4 in"):
+    with pytest.raises(TrainingStopped, match="choices .* continues from checkpoint 4 in"):
         train(tiny.config(text, eval_every=4, checkpoint_every=1000), tmp_path / "run")
 
 
