@@ -67,7 +67,7 @@ def test_xz_is_the_size_of_the_file():
     assert xz_bits([text[:100], text[100:]]) == 8 * size / text.size
 
 
-def test_a_store_gives_its_documents_back(tmp_path):
+def test_documents_of_a_store(tmp_path):
     train, heldout = write_demo_store(tmp_path / "demo", row_length=256, max_bytes=200_000)
     documents = store_documents(TokenStore(heldout))
     rows = TokenStore(heldout).read(

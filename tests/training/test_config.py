@@ -72,7 +72,7 @@ def test_errors_name_the_field(tmp_path, change, message):
         (["--config=configs/lm.py:gla-tiny", "--config.batch_size=many"], "batch_size"),
     ],
 )  # fmt: skip
-def test_the_command_tells_what_exists(arguments, message):
+def test_errors_of_the_command_name_what_exists(arguments, message):
     command = [sys.executable, "train.py", "--workdir=unused", *arguments]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode != 0

@@ -151,7 +151,7 @@ def test_bad_data_raises_before_anything_is_compiled_or_written(tmp_path, monkey
         (["--workdir=x", "--config.batch_size=3"], "--config is missing; accepted is FILE.py:VARIANT"),
     ],
 )  # fmt: skip
-def test_a_missing_argument_is_named(arguments, message):
+def test_errors_name_the_argument(arguments, message):
     command = [sys.executable, "train.py", *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
@@ -181,7 +181,7 @@ def test_none_is_set_where_a_field_accepts_it(field, output):
     assert done.returncode == output.startswith("train.py")
 
 
-def test_directories_that_cannot_be_a_run(tmp_path):
+def test_invalid_directories_are_refused(tmp_path):
     config = tiny.config(tiny.write_text(tmp_path / "text"))
     file = tmp_path / "file"
     file.write_text("")
