@@ -1,5 +1,6 @@
-"""Estimate memory and communication of a run: `python -m lsm_jax.plan --config=FILE.py:VARIANT --devices=256
---hbm=80`.
+"""Estimate the memory and the communication of a run on a mesh.
+
+    python -m lsm_jax.plan --config=FILE.py:VARIANT --devices=256 --hbm=80
 
 Prints the GiB of memory that each device needs, the GiB that it sends per step, and whether the run fits. No
 accelerator is needed, and nothing is compiled. Fields of the config are overridden as in train.py:

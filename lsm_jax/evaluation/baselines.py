@@ -129,8 +129,10 @@ class _Order:
         self.mass = counts.reshape(-1, 256).sum(-1) + self.distinct
 
     def interpolate(self, code: np.ndarray, lower: np.ndarray) -> np.ndarray:
-        """p(c | s) of every context [n], given the lower order's probabilities [n], which unseen contexts
-        keep."""
+        """p(c | s) of every byte [n], given the lower order's probabilities [n].
+
+        For a context that did not occur in the counts it is the lower order's.
+        """
         mass = self.mass[code >> 8]
         mixed = (self.counts[code] + self.distinct[code >> 8] * lower) / np.maximum(mass, 1)
         return np.where(mass > 0, mixed, lower)

@@ -1,7 +1,7 @@
 """Rows sorted by expert: the order, and gathers by it whose gradients are gathers, too, and never scatters.
 
 N rows are placed into M places. The rows of one expert are consecutive, and its number of places is a
-multiple of `block`; the rest of its places are empty.
+multiple of `block`; places without a row are empty.
 """
 
 from __future__ import annotations

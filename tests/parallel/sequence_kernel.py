@@ -74,8 +74,8 @@ def main() -> None:
         with jax.set_mesh(mesh):
             try:
                 run(inputs, {}, name)
-            except NotImplementedError as error:
-                print(error, "ok", flush=True)
+            except NotImplementedError as refusal:
+                print(refusal, "ok", flush=True)
             else:
                 raise AssertionError(f"{name} accepts rows that devices share")
 
