@@ -94,63 +94,76 @@ def to_owners(
         that were not sent and NaN for rows that did not fit; and bool [N], whether a row did not fit.
     """
     (axis,) = mesh_axes("expert")
-    shards, count = jax.lax.axis_size(axis), owner.shape[0]
-    sizes = jnp.sum(
-        owner[:, None] == jnp.arange(shards), axis=0, dtype=jnp.int32
-    )  # rows for each device
+    shards = jax.lax.axis_size(axis)
+    sizes = jnp.sum(owner[:, None] == jnp.arange(shards), axis=0, dtype=jnp.int32)
     starts = jnp.cumsum(sizes) - sizes
+    make = _padded_exchange if exchange == "padded" else _ragged_exchange
+    send, send_back, overflows = make(axis, owner, sizes, starts, room)
+    return send(rows, 0), send(ids, none), send_back, overflows
+
+
+# Both kinds of exchange, for rows [N, ...] that are sorted by `owner` [N], with `sizes` [P] rows for each device from
+# `starts` [P] on, return three values:
+#   send: (rows [N, ...], fill) -> the received rows [P · room, ...], `fill` where nothing was received;
+#   send_back: results [P · room, ...] -> [N, ...];
+#   overflows: bool [N].
+
+
+def _padded_exchange(axis, owner, sizes, starts, room):
+    shards, count = jax.lax.axis_size(axis), owner.shape[0]
     target = jnp.minimum(owner, shards - 1)
     place = jnp.arange(count) - starts[target]  # among the rows for the same device
     is_sent = owner < shards
+    overflows = is_sent & (place >= room)
+    slot = jnp.arange(room)
+    index, is_filled = starts[:, None] + slot, slot < sizes[:, None]
 
-    if exchange == "padded":
-        slot = jnp.arange(room)
-        index, is_filled = starts[:, None] + slot, slot < sizes[:, None]
+    def send(x, fill):
+        sent = _gather_rows(x, index, is_filled, fill)
+        received = jax.lax.all_to_all(sent, axis, 0, 0, tiled=True)
+        return received.reshape(shards * room, *x.shape[1:])
 
-        def send(x, fill):
-            sent = _gather_rows(x, index, is_filled, fill)
-            received = jax.lax.all_to_all(sent, axis, 0, 0, tiled=True)
-            return received.reshape(shards * room, *x.shape[1:])
+    def send_back(y):
+        y = y.reshape(shards, room, *y.shape[1:])
+        y = jax.lax.all_to_all(y, axis, 0, 0, tiled=True).reshape(-1, *y.shape[2:])
+        y = _gather_rows(y, target * room + place, is_sent & ~overflows, 0)
+        return _with_nan(y, overflows)
 
-        overflows = is_sent & (place >= room)
+    return send, send_back, overflows
 
-        def send_back(y):
-            y = y.reshape(shards, room, *y.shape[1:])
-            y = jax.lax.all_to_all(y, axis, 0, 0, tiled=True).reshape(-1, *y.shape[2:])
-            y = _gather_rows(y, target * room + place, is_sent & ~overflows, 0)
-            return _with_nan(y, overflows)
 
-    else:
-        me, capacity = jax.lax.axis_index(axis), shards * room
-        wanted = jax.lax.all_gather(sizes, axis)  # [sender, receiver]
-        offsets = jnp.minimum(
-            jnp.cumsum(wanted, axis=0) - wanted, capacity
-        )  # in the receiver's buffer
-        accepted = jnp.minimum(wanted, capacity - offsets)
-        all_starts = jax.lax.all_gather(starts, axis)
+def _ragged_exchange(axis, owner, sizes, starts, room):
+    shards, count = jax.lax.axis_size(axis), owner.shape[0]
+    me, capacity = jax.lax.axis_index(axis), shards * room
+    wanted = jax.lax.all_gather(sizes, axis)  # [sender, receiver]
+    # Where a sender's rows begin in the receiver's buffer, and how many of them fit.
+    offsets = jnp.minimum(jnp.cumsum(wanted, axis=0) - wanted, capacity)
+    accepted = jnp.minimum(wanted, capacity - offsets)
+    all_starts = jax.lax.all_gather(starts, axis)
+    target = jnp.minimum(owner, shards - 1)
+    place = jnp.arange(count) - starts[target]  # among the rows for the same device
+    overflows = (owner < shards) & (place >= accepted[me][target])
 
-        def send(x, fill):
-            buffer = jnp.full((capacity, *x.shape[1:]), fill, x.dtype)
-            return jax.lax.ragged_all_to_all(
-                x, buffer, starts, accepted[me], offsets[me], accepted[:, me], axis_name=axis
-            )
+    def send(x, fill):
+        buffer = jnp.full((capacity, *x.shape[1:]), fill, x.dtype)
+        return jax.lax.ragged_all_to_all(
+            x, buffer, starts, accepted[me], offsets[me], accepted[:, me], axis_name=axis
+        )
 
-        overflows = is_sent & (place >= accepted[me][target])
+    def send_back(y):
+        buffer = jnp.zeros((count, *y.shape[1:]), y.dtype)
+        y = jax.lax.ragged_all_to_all(
+            y,
+            buffer,
+            offsets[:, me],
+            accepted[:, me],
+            all_starts[:, me],
+            accepted[me],
+            axis_name=axis,
+        )
+        return _with_nan(y, overflows)
 
-        def send_back(y):
-            buffer = jnp.zeros((count, *y.shape[1:]), y.dtype)
-            y = jax.lax.ragged_all_to_all(
-                y,
-                buffer,
-                offsets[:, me],
-                accepted[:, me],
-                all_starts[:, me],
-                accepted[me],
-                axis_name=axis,
-            )
-            return _with_nan(y, overflows)
-
-    return send(rows, 0), send(ids, none), send_back, overflows
+    return send, send_back, overflows
 
 
 def _gather_rows(x: jax.Array, index: jax.Array, valid: jax.Array, fill: Any) -> jax.Array:

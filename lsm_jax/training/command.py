@@ -14,7 +14,7 @@ from typing import Any
 
 from absl import flags
 
-from lsm_jax.training.config import suggest
+from lsm_jax.training.config_json import suggest
 
 _MISSING = object()
 _ACCEPTED = "accepted is FILE.py:VARIANT, e.g. configs/lm.py:gla-340m"

@@ -20,7 +20,8 @@ from lsm_jax import ops
 from lsm_jax.data import fingerprint_changes
 from lsm_jax.models import Decoder, abstract
 from lsm_jax.training.checkpoints import Checkpoints
-from lsm_jax.training.config import TrainConfig, differences, from_dict, to_dict
+from lsm_jax.training.config import TrainConfig
+from lsm_jax.training.config_json import differences, from_dict, to_dict
 from lsm_jax.training.partition import digests, join, leaves_of, like, split, targets
 from lsm_jax.training.step import params_of
 

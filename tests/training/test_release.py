@@ -12,7 +12,7 @@ import pytest
 from lsm_jax import mixers
 from lsm_jax.mixers import OpConfig
 from lsm_jax.training import load_run, train
-from lsm_jax.training.config import from_dict, suggest
+from lsm_jax.training.config_json import from_dict, suggest
 from tests.training import tiny
 
 RELEASE = Path(__file__).parent / "goldens" / "release_0_1"

@@ -15,7 +15,7 @@ import pytest
 
 import lsm_jax
 from lsm_jax.training import loop, metrics, read_config, train
-from lsm_jax.training.config import to_dict
+from lsm_jax.training.config_json import to_dict
 from lsm_jax.training.metrics import MetricsWriter, TrainProgress
 from tests.training import tiny
 
