@@ -178,7 +178,7 @@ def test_bad_steps_are_skipped_and_then_stop_the_run(text, tmp_path, monkeypatch
     monkeypatch.setattr(loop, "place_batch", place_poisoned)
     with pytest.raises(
         TrainingStopped,
-        match="step 10: 3 steps in a row .* checkpoint 9 is the last good one, its parameters those of step 7",
+        match="step 10: 3 steps in a row .* checkpoint 9 is the last good one, with the parameters of step 7",
     ):
         train(tiny.config(text, max_bad_steps=3), tmp_path / "run")
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
