@@ -1,12 +1,18 @@
-"""What a run takes on a mesh, on paper: `python -m lsm_jax.plan --config=FILE.py:VARIANT --devices=256 --hbm=80`.
+"""Estimate the memory and the communication of a run on a mesh.
 
-Prints GiB of memory and of communication on each device, and whether it fits; needs no device, and compiles nothing. Fields of the
-config are overridden as in train.py: `--config.mesh.fsdp=64 --config.batch_size=512`. `--search` tries every mesh of powers of
-two and prints those that fit, the least communication first.
-It counts what NVIDIA Hopper's fused kernels keep; `--nokernels` what XLA keeps on CPUs and other GPUs, which is much more (a TPU is
-between the two: its memory updates are XLA's, its experts' products are not those of a CPU).
-Where no mesh is given and rows do not divide over the devices, rows go over fsdp and their tokens over sequence; what divides
-neither goes over data and tensor, or rows are filled up.
+    python -m lsm_jax.plan --config=FILE.py:VARIANT --devices=256 --hbm=80
+
+Prints the GiB of memory that each device needs, the GiB that it sends per step, and whether the run fits. No
+accelerator is needed, and nothing is compiled. Fields of the config are overridden as in train.py:
+`--config.mesh.fsdp=64 --config.batch_size=512`. `--search` tries every mesh whose axes are powers of two, and
+prints those that fit, with the least communication first.
+
+The estimate is for NVIDIA Hopper's fused kernels, or with `--nokernels` for XLA alone on CPUs and other GPUs,
+which needs much more memory. A TPU is between the two: it computes memory updates by XLA, but experts'
+products better than a CPU does.
+
+If the config has no mesh and its rows are not divisible by the devices, the plan shards rows over fsdp and
+tokens over sequence. What neither can divide is sharded over data and tensor, or rows are padded.
 """
 
 from __future__ import annotations
@@ -26,128 +32,148 @@ from ml_collections import config_flags
 from lsm_jax.parallel.mesh import largest_divisor
 
 FLAGS = flags.FLAGS
-config_flags.DEFINE_config_file("config", None, "FILE.py:VARIANT, as train.py's.", lock_config=True)
-flags.DEFINE_integer("devices", 1, "How many there are.", lower_bound=1)
-flags.DEFINE_float("hbm", 80.0, "GiB of memory of each.")
+config_flags.DEFINE_config_file(
+    "config", None, "FILE.py:VARIANT, as in train.py.", lock_config=True
+)
+flags.DEFINE_integer("devices", 1, "The number of devices.", lower_bound=1)
+flags.DEFINE_float("hbm", 80.0, "GiB of memory per device.")
 flags.register_validator(
     "hbm", lambda gib: 0 < gib < math.inf, "accepted are finite numbers of GiB above 0"
 )
-flags.DEFINE_boolean("kernels", True, "For NVIDIA Hopper; else as XLA alone has it.")
-flags.DEFINE_boolean("search", False, "Try every mesh of powers of two.")
+flags.DEFINE_boolean("kernels", True, "Plan for NVIDIA Hopper's kernels; otherwise for XLA alone.")
+flags.DEFINE_boolean("search", False, "Try every mesh whose axes are powers of two.")
 flags.mark_flag_as_required("config")
 
 
 def meshes(config: Any, devices: int) -> list[Any]:
-    """Every mesh config that gives each axis a power of two of the devices, data what is left."""
+    """Every mesh config in which all axes but data are powers of two; data is the number of devices divided
+    by the others."""
     axes = ("fsdp", "sequence", "tensor", "expert", "pipeline")
     powers = [2**i for i in range(devices.bit_length()) if devices % 2**i == 0]
     return [
-        dataclasses.replace(config.mesh, data=-1, microbatches=0, rounds=1, **dict(zip(axes, sizes, strict=True)))
+        dataclasses.replace(
+            config.mesh,
+            data=-1,
+            microbatches=0,
+            rounds=1,
+            **dict(zip(axes, sizes, strict=True)),
+        )
         for sizes in itertools.product(powers, repeat=len(axes))
         if devices % math.prod(sizes) == 0
-    ]  # fmt: skip
+    ]
 
 
-def chosen(config: Any, devices: int) -> list[Any]:
-    """The config's mesh; or, where it gives none and rows do not divide over the devices, meshes to try, the best first: rows over
-    fsdp, and over data where widths do not divide; their tokens over sequence, and heads over tensor where tokens do not divide,
-    or filled-up rows over sequence.
+def candidate_meshes(config: Any, devices: int) -> list[Any]:
+    """The mesh of the config; if it is the default and rows are not divisible by the devices, meshes to try,
+    the best first.
+
+    These shard rows over fsdp (and over data, for widths that are not divisible), and tokens over sequence
+    (and heads over tensor, for tokens that are not divisible). The last ones pad the rows.
     """
     rows = math.gcd(config.batch_size // config.accumulation_steps, devices)
     if config.mesh != type(config.mesh)() or rows == devices:
         return [config.mesh]
-    # As many rows as can be, then tokens: heads are cut into the fewest parts.
+    # First as many shards of rows as possible, then of tokens, so that heads are divided into the fewest
+    # parts.
     even = math.gcd(config.data.sequence_length, devices // rows)
     return [
         dataclasses.replace(
-            config.mesh, data=rows // fsdp, fsdp=fsdp, sequence=sequence,
+            config.mesh,
+            data=rows // fsdp,
+            fsdp=fsdp,
+            sequence=sequence,
             tensor=devices // rows // sequence,
         )
         for sequence in dict.fromkeys((even, devices // rows))
         for fsdp in range(rows, 0, -1)
         if rows % fsdp == 0
-    ]  # fmt: skip
+    ]
 
 
-def plan_of_chosen(config: Any, devices: int, **how: Any) -> Any:
-    """The plan on the first mesh of `chosen` that the config divides over.
+def plan_first_valid(config: Any, devices: int, **options: Any) -> Any:
+    """The plan of the first of `candidate_meshes` that is valid for the config; `options` are those of
+    `memory_plan.plan`.
 
     Raises:
-        ValueError: the config's own mesh does not fit, or none was found.
+        ValueError: the config's mesh is not valid, or no candidate is.
     """
-    from lsm_jax.training import memory_plan as planning
+    from lsm_jax.training import memory_plan
 
-    tried = chosen(config, devices)
-    if tried == [config.mesh]:
-        return planning.plan(config, devices, **how)
+    candidates = candidate_meshes(config, devices)
+    if candidates == [config.mesh]:
+        return memory_plan.plan(config, devices, **options)
     rows, length = config.batch_size // config.accumulation_steps, config.data.sequence_length
-    why = None
-    for mesh in tried:
+    reason = None
+    for mesh in candidates:
         try:
-            made = planning.plan(dataclasses.replace(config, mesh=mesh), devices, **how)
+            plan = memory_plan.plan(dataclasses.replace(config, mesh=mesh), devices, **options)
         except ValueError as error:
-            why = error
+            reason = error
             continue
-        sizes = ", ".join(f"{axis}={size}" for axis, size in made.sizes.items() if size > 1)
-        print(f"plan: {rows} rows do not divide over {devices} devices; {sizes}")
-        return made
+        sizes = ", ".join(f"{axis}={size}" for axis, size in plan.sizes.items() if size > 1)
+        print(f"plan: {rows} rows are not divisible by {devices} devices; the mesh is {sizes}")
+        return plan
     raise ValueError(
-        f"no mesh of --devices={devices} was found for this config, of {rows} rows of {length} tokens ({why}); take another "
-        f"number, as --devices={largest_divisor(rows * length, devices)}, or other --config.batch_size and --config.mesh.*"
+        f"--devices={devices}: no mesh was found for {rows} rows of {length} tokens ({reason}); use another number, such as "
+        f"--devices={largest_divisor(rows * length, devices)}, or set --config.batch_size or --config.mesh.*"
     )
 
 
 def parse(argv: list[str]) -> list[str]:
-    """Parse flags; tell what is wrong with them in one line."""
+    """Parse flags; a wrong one ends the process with a message of one line."""
     from lsm_jax.training.command import parse_config
 
     rest = parse_config(FLAGS, argv, "plan", workdir=False)
     if len(rest) > 1:
-        sys.exit(f"plan: unknown arguments: {' '.join(rest[1:])}")
+        sys.exit(f"plan: unknown arguments: {' '.join(rest[1:])}; accepted are flags (--help)")
     if not hasattr(FLAGS.config, "mesh"):
         sys.exit(
-            "plan: --config makes no run on a mesh; accepted is one of train.py's of a language model"
+            f"plan: --config makes a {type(FLAGS.config).__name__}, which has no mesh; accepted is the config of a language model, "
+            "such as configs/lm.py:gla-340m"
         )
     return rest
 
 
 def main(argv: list[str]) -> None:
-    """Print the plan, or those of a search."""
+    """Print the plan of the config, or the plans of a search."""
     logging.set_verbosity(logging.WARNING)
-    # `parallel` stands below `training`; only this command looks up.
-    from lsm_jax.training import memory_plan as planning
-
     config = FLAGS.config
     try:
         dataclasses.replace(config, mesh=type(config.mesh)()).validate(on_paper=True)
+        if not FLAGS.search:
+            plan = plan_first_valid(config, FLAGS.devices, kernels=FLAGS.kernels)
+            print(plan.report(FLAGS.hbm))
+            return
     except ValueError as error:
         sys.exit(f"plan: {error}")
-    if not FLAGS.search:
-        try:
-            made = plan_of_chosen(config, FLAGS.devices, kernels=FLAGS.kernels)
-            print(made.report(FLAGS.hbm))
-        except ValueError as error:
-            sys.exit(f"plan: {error}")
-        return
-    found, known = [], {}
+    _search(config)
+
+
+def _search(config: Any) -> None:
+    """Print the ten plans that fit with the least communication, or the smallest plan if none fits."""
+    from lsm_jax.training import memory_plan
+
+    plans, traces = [], {}
     for mesh in meshes(config, FLAGS.devices):
         try:
-            other = dataclasses.replace(config, mesh=mesh)
-            found.append(planning.plan(other, FLAGS.devices, known, kernels=FLAGS.kernels))
+            candidate = dataclasses.replace(config, mesh=mesh)
+            plans.append(memory_plan.plan(candidate, FLAGS.devices, traces, kernels=FLAGS.kernels))
         except ValueError:
-            continue  # a mesh that cuts what does not divide
-    if not found:
-        sys.exit("plan: no mesh of powers of two fits the config")
-    fitting = [p for p in found if p.total <= FLAGS.hbm * 2**30]
-    print(f"{len(found)} meshes, of which {len(fitting)} fit into {FLAGS.hbm:g} GiB")
+            continue  # something is not divisible by this mesh
+    if not plans:
+        sys.exit("plan: no mesh whose axes are powers of two is valid for this config")
+    fitting = [p for p in plans if p.total <= FLAGS.hbm * 2**30]
+    print(f"{len(plans)} meshes, of which {len(fitting)} fit into {FLAGS.hbm:g} GiB")
     shown = sorted(fitting, key=lambda p: sum(p.communication.values()))[:10]
     if not fitting:
-        shown = [min(found, key=lambda p: p.total)]
+        shown = [min(plans, key=lambda p: p.total)]
         print("the smallest:")
     for p in shown:
-        mesh = " ".join(f"{axis}={size}" for axis, size in p.sizes.items() if size > 1) or "one device"  # fmt: skip
+        sizes = [f"{axis}={size}" for axis, size in p.sizes.items() if size > 1]
         sent = sum(p.communication.values()) / 2**30
-        print(f"{p.total / 2**30:8.2f} GiB, {sent:8.2f} GiB sent  {mesh}")
+        print(
+            f"{p.total / 2**30:8.2f} GiB, {sent:8.2f} GiB sent  {' '.join(sizes) or 'one device'}"
+        )
 
 
 if __name__ == "__main__":

@@ -13,16 +13,17 @@ import numpy as np
 
 from lsm_jax.data import TokenStore
 
-MAX_ORDER = 2  # the table of counts holds 256 ** (order + 1) numbers
+MAX_ORDER = 2  # the table of counts has 256 ** (order + 1) numbers
 
 
 class ContextModel:
     """A byte model given the previous `order` bytes, from counts on `train`.
 
-    Each order is interpolated with the next lower one, down to the uniform distribution, by Witten and
-    Bell's rule ("The zero-frequency problem", 1991, method C, as in PPMC):
-    `p(c | s) = (n(s, c) + u(s) p(c | s')) / (n(s) + u(s))`, where s' is s without its oldest byte and u(s) counts the distinct bytes seen
-    after s. A document's first bytes use the lower orders; no context includes bytes of another document.
+    Each order is interpolated with the next lower one, down to the uniform distribution, by Witten and Bell's
+    rule ("The zero-frequency problem", 1991, method C, as in PPMC):
+    `p(c | s) = (n(s, c) + u(s) p(c | s')) / (n(s) + u(s))`, where s' is s without its oldest byte and u(s)
+    counts the distinct bytes seen after s. A document's first bytes use the lower orders; no context includes
+    bytes of another document.
 
     Args:
         train: documents, each uint8 [n].
@@ -55,7 +56,7 @@ class ContextModel:
             total -= np.log2(self.probabilities(document)).sum()
             scored += document.size
         if not scored:
-            raise ValueError("heldout holds no bytes")
+            raise ValueError("heldout has no bytes")
         return float(total / scored)
 
 
@@ -67,7 +68,7 @@ def xz_bits(heldout: Iterable[np.ndarray]) -> float:
     """
     raw = b"".join(np.asarray(document, np.uint8).tobytes() for document in heldout)
     if not raw:
-        raise ValueError("heldout holds no bytes")
+        raise ValueError("heldout has no bytes")
     return 8 * len(lzma.compress(raw, preset=9)) / len(raw)
 
 
@@ -115,7 +116,7 @@ def _count(documents: Iterable[np.ndarray], order: int) -> list[np.ndarray]:
             flush()
     flush()
     if not tables[0].any():
-        raise ValueError("train holds no bytes")
+        raise ValueError("train has no bytes")
     return tables
 
 
@@ -128,8 +129,10 @@ class _Order:
         self.mass = counts.reshape(-1, 256).sum(-1) + self.distinct
 
     def interpolate(self, code: np.ndarray, lower: np.ndarray) -> np.ndarray:
-        """p(c | s) of every context [n], given the lower order's probabilities [n], which unseen contexts
-        keep."""
+        """p(c | s) of every byte [n], given the lower order's probabilities [n].
+
+        For a context that did not occur in the counts it is the lower order's.
+        """
         mass = self.mass[code >> 8]
         mixed = (self.counts[code] + self.distinct[code >> 8] * lower) / np.maximum(mass, 1)
         return np.where(mass > 0, mixed, lower)

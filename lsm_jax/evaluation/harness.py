@@ -55,7 +55,7 @@ class HarnessConfig:
             raise ValueError(f"lm_eval.num_fewshot={self.num_fewshot}: it must be at least 0")
         if self.include_path is not None and not Path(self.include_path).expanduser().is_dir():
             raise ValueError(
-                f"lm_eval.include_path={self.include_path!r} is no folder; accepted is a folder of task files (.yaml)"
+                f"lm_eval.include_path={self.include_path!r} is not a folder; accepted is a folder of task files (.yaml)"
             )
 
 

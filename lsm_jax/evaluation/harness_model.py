@@ -19,7 +19,7 @@ from lsm_jax.evaluation.progress import EvaluationProgress
 from lsm_jax.evaluation.reader import Reader
 from lsm_jax.models import Decoder, sample
 
-_SMALLEST = 32  # tokens; shorter windows are filled up to it, so that few programs are compiled
+_SMALLEST = 32  # tokens; shorter windows are padded to it, so that few programs are compiled
 
 
 class WindowScorer(Reader):
@@ -56,12 +56,12 @@ class WindowScorer(Reader):
     def __call__(
         self, windows: Sequence[tuple[list[int], list[int]]], rows: int, length: int
     ) -> list[tuple[float, bool]]:
-        """The log-probability of each end in nats, and whether greedy decoding gives that end.
+        """The log-probability of each end in nats, and whether greedy decoding returns that end.
 
         Args:
             windows: up to `rows` pairs of lists of tokens: at least one token of context, and the end.
-            rows: number of rows that the batch is filled up to.
-            length: number of tokens that a context and its end, without the last token, are filled up to.
+            rows: number of rows to which the batch is padded.
+            length: number of tokens to which a context and its end, without the last token, are padded.
         """
         tokens, labels, segment_ids = (np.zeros((rows, length), np.int32) for _ in range(3))
         scored = np.zeros((rows, length), bool)

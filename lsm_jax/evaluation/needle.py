@@ -185,11 +185,11 @@ def length_notes(config: Any, lengths: Sequence[int], train_length: int) -> list
     # A layer that sees only the last w tokens passes a fact on by w - 1 tokens.
     layers = [config.layers[letter].mixer for letter in config.letters()]
     windows = [m.window if mixers.method_of(m).op == "attention" else None for m in layers]
-    reach = 1 + sum(math.inf if window is None else window - 1 for window in windows)
-    beyond = [length for length in lengths if length > reach]
+    visible = 1 + sum(math.inf if window is None else window - 1 for window in windows)
+    beyond = [length for length in lengths if length > visible]
     if beyond:
         notes.append(
-            f"lengths {', '.join(map(str, beyond))} are over what the layers' windows reach, {reach:.0f} tokens back: a needle "
-            "further back cannot be found"
+            f"lengths {', '.join(map(str, beyond))} are over the {visible:.0f} tokens that the layers' windows can see together: an earlier "
+            "needle cannot be found"
         )
     return notes

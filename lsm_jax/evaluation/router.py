@@ -205,7 +205,7 @@ def read_router(path: str | os.PathLike[str], name: str) -> tuple[np.ndarray, np
     """(steps [N], values [N, L, ...]) of a per-layer statistic in a `metrics.jsonl`, such as "mom/load";
     empty if it is absent.
 
-    Layers with fewer memories than others are filled up with NaN.
+    Layers with fewer memories than others are padded with NaN.
     """
     rows: dict[int, Any] = {}
     for line in Path(path).read_text().splitlines():

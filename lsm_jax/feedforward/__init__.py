@@ -1,4 +1,4 @@
-"""Feedforwards: the layers between mixers that treat each token alone. Same call as a mixer's; a layer may have none."""
+"""Feedforwards: the layers between mixers, which treat each token alone. They are called like mixers."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ FEEDFORWARDS: dict[str, tuple[type, Any]] = {
     "rwkv6_channel_mix": (RWKV6ChannelMixConfig, RWKV6ChannelMix),
     "rwkv7_channel_mix": (RWKV7ChannelMixConfig, RWKV7ChannelMix),
 }
-"""Config and module by name. A module takes `layer` and `num_layers` if it sets `uses_depth`, as a mixer does."""
+"""(config class, module class) by name. A module whose `uses_depth` is True has the arguments `layer` and
+`num_layers`."""
 
 
-def _module(config: Any) -> Any:
-    for own, module in FEEDFORWARDS.values():
-        if type(config) is own:
-            return module
-    known = ", ".join(own.__name__ for own, _ in FEEDFORWARDS.values())
+def _module_class(config: Any) -> Any:
+    for config_class, module_class in FEEDFORWARDS.values():
+        if type(config) is config_class:
+            return module_class
+    accepted = ", ".join(config_class.__name__ for config_class, _ in FEEDFORWARDS.values())
     raise ValueError(
-        f"feedforward={config!r} is no feedforward's config; accepted are None and {known}"
+        f"feedforward={config!r} is not the config of a feedforward; accepted are None and {accepted}"
     )
 
 
 def check(config: Any, hidden_size: int) -> None:
-    """Raise ValueError unless `config` is a feedforward's, and valid at this width."""
-    _module(config)
+    """Raise ValueError unless `config` is that of a feedforward, and valid for this width."""
+    _module_class(config)
     config.validate(hidden_size)
 
 
@@ -46,11 +47,11 @@ def build(
     layer: jax.Array | int = 0,
     num_layers: int = 1,
 ) -> Any:
-    """The feedforward a config describes, at this width; `layer` and `num_layers` as in `lsm_jax.mixers.build`."""
+    """Build the feedforward of a config; `layer` and `num_layers` are as in `lsm_jax.mixers.build`."""
     check(config, hidden_size)
-    module = _module(config)
-    depth = dict(layer=layer, num_layers=num_layers) if module.uses_depth else {}
-    return module(config, hidden_size, rngs=rngs, init_std=init_std, **depth)
+    module_class = _module_class(config)
+    depth = dict(layer=layer, num_layers=num_layers) if module_class.uses_depth else {}
+    return module_class(config, hidden_size, rngs=rngs, init_std=init_std, **depth)
 
 
 __all__ = [

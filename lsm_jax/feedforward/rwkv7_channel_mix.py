@@ -1,4 +1,5 @@
-"""RWKV7's channel mix (arXiv 2503.14456): `relu((x + μ ⊙ (x_before - x)) W_k)² W_v`. It remembers the last token."""
+"""RWKV7's channel mix (arXiv 2503.14456): `relu((x + μ ⊙ (x_before - x)) W_k)² W_v`, where x_before is the
+token before x."""
 
 from __future__ import annotations
 
@@ -20,22 +21,22 @@ class RWKV7ChannelMixConfig:
     """RWKV7's channel mix.
 
     Attributes:
-        hidden_ratio: inner width over hidden_size.
+        hidden_ratio: inner width divided by hidden_size.
     """
 
     hidden_ratio: float = 4.0
 
     @classmethod
     def for_width(cls, hidden_size: int, multiple_of: int) -> RWKV7ChannelMixConfig:
-        """The published inner width, 4 · hidden_size; it needs no rounding."""
+        """The published inner width, 4 hidden_size; `multiple_of` is not used."""
         return cls()
 
     def width(self, hidden_size: int) -> int:
-        """Inner width."""
+        """The inner width."""
         return int(self.hidden_ratio * hidden_size)
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not valid."""
         checks.fields(self)
         if not self.hidden_ratio * hidden_size >= 1:
             raise ValueError(
@@ -44,12 +45,13 @@ class RWKV7ChannelMixConfig:
             )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token."""
+        """Floating-point operations of the forward pass per token."""
         return 4.0 * hidden_size * self.width(hidden_size)
 
 
 class RWKV7ChannelMix(nnx.Module):
-    """RWKV7's channel mix; see `RWKV7ChannelMixConfig`. Initial parameters are RWKV7's: `init_std` is not used."""
+    """RWKV7's channel mix; see `RWKV7ChannelMixConfig`. Parameters are initialised as published; `init_std`
+    is not used. Its state is the last token."""
 
     uses_depth: ClassVar[bool] = True
 
@@ -66,9 +68,9 @@ class RWKV7ChannelMix(nnx.Module):
         config.validate(hidden_size)
         self.config, self.hidden_size = copy.copy(config), hidden_size
         width = config.width(hidden_size)
-        place = jnp.arange(hidden_size, dtype=jnp.float32) / hidden_size
-        share = 1 - place ** ((1 - layer / num_layers) ** 4)
-        self.mix = parameter(share, ("embed",), weight_decay=False)
+        channel = jnp.arange(hidden_size, dtype=jnp.float32) / hidden_size
+        mix = 1 - channel ** ((1 - layer / num_layers) ** 4)
+        self.mix = parameter(mix, ("embed",), weight_decay=False)
         self.up_proj = OrthogonalDense(
             hidden_size, width, gain=1.0, axes=("embed", "mlp"), rngs=rngs
         )
@@ -77,7 +79,7 @@ class RWKV7ChannelMix(nnx.Module):
         )
 
     def init_state(self, batch_size: int, max_length: int, dtype: Any) -> ops.ShiftState:
-        """No token before."""
+        """The state before the first token: zeros."""
         return ops.shift_state(batch_size, 1, self.hidden_size, dtype=dtype)
 
     def __call__(
@@ -92,7 +94,7 @@ class RWKV7ChannelMix(nnx.Module):
         contiguous: bool = False,
         state: ops.ShiftState | None = None,
     ) -> tuple[jax.Array, ops.ShiftState, dict[str, jax.Array]]:
-        """x [B, T, D] -> [B, T, D], the last token, no statistics."""
+        """x [B, T, D] -> (y [B, T, D], the state with the last token, no statistics)."""
         before, state = ops.token_shift(
             x,
             initial_state=state,

@@ -1,6 +1,7 @@
-"""RWKV6's channel mix (arXiv 2404.05892): `sigmoid(x_r W_r) ⊙ (relu(x_k W_k)² W_v)`. It remembers the last token.
+"""RWKV6's channel mix (arXiv 2404.05892): `sigmoid(x_r W_r) ⊙ (relu(x_k W_k)² W_v)`.
 
-x_r and x_k are the token moved towards the one before it by a learned share of each channel.
+x_r and x_k interpolate between a token and the one before it, with one learned weight per channel:
+`x + μ ⊙ (x_before - x)`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class RWKV6ChannelMixConfig:
     """RWKV6's channel mix.
 
     Attributes:
-        hidden_ratio: inner width over hidden_size, rounded down to a multiple of `multiple_of`.
+        hidden_ratio: inner width divided by hidden_size; the inner width is rounded down to a multiple of
+            `multiple_of`.
         multiple_of: see `hidden_ratio`.
     """
 
@@ -32,30 +34,31 @@ class RWKV6ChannelMixConfig:
 
     @classmethod
     def for_width(cls, hidden_size: int, multiple_of: int) -> RWKV6ChannelMixConfig:
-        """The published inner width: 3.5 · hidden_size, in steps of 32."""
+        """The published inner width, 3.5 hidden_size, a multiple of 32; `multiple_of` is not used."""
         return cls()
 
     def width(self, hidden_size: int) -> int:
-        """Inner width."""
+        """The inner width."""
         return int(self.hidden_ratio * hidden_size) // self.multiple_of * self.multiple_of
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not valid."""
         checks.fields(self)
         checks.positive(self, hidden_ratio=self.hidden_ratio, multiple_of=self.multiple_of)
         if self.width(hidden_size) < 1:
             raise ValueError(
-                f"RWKV6ChannelMixConfig.hidden_ratio={self.hidden_ratio} times hidden_size={hidden_size} is less than "
+                f"RWKV6ChannelMixConfig.hidden_ratio={self.hidden_ratio}: hidden_ratio x hidden_size={hidden_size} must be at least "
                 f"multiple_of={self.multiple_of}"
             )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token."""
+        """Floating-point operations of the forward pass per token."""
         return 2.0 * hidden_size * (2 * self.width(hidden_size) + hidden_size)
 
 
 class RWKV6ChannelMix(nnx.Module):
-    """RWKV6's channel mix; see `RWKV6ChannelMixConfig`. Parameters start as in the published code: `init_std` is not used."""
+    """RWKV6's channel mix; see `RWKV6ChannelMixConfig`. Parameters are initialised as published; `init_std`
+    is not used. Its state is the last token."""
 
     uses_depth: ClassVar[bool] = True
 
@@ -72,10 +75,10 @@ class RWKV6ChannelMix(nnx.Module):
         config.validate(hidden_size)
         self.config, self.hidden_size = copy.copy(config), hidden_size
         width = config.width(hidden_size)
-        place = jnp.arange(hidden_size, dtype=jnp.float32) / hidden_size
-        share = 1 - place ** (1 - layer / num_layers)
-        self.mix_k = parameter(share, ("embed",), weight_decay=False)
-        self.mix_r = parameter(share, ("embed",), weight_decay=False)
+        channel = jnp.arange(hidden_size, dtype=jnp.float32) / hidden_size
+        mix = 1 - channel ** (1 - layer / num_layers)
+        self.mix_k = parameter(mix, ("embed",), weight_decay=False)
+        self.mix_r = parameter(mix, ("embed",), weight_decay=False)
         self.k_proj = OrthogonalDense(
             hidden_size, width, gain=1.0, axes=("embed", "mlp"), rngs=rngs
         )
@@ -85,7 +88,7 @@ class RWKV6ChannelMix(nnx.Module):
         self.v_proj = OrthogonalDense(width, hidden_size, gain=0, axes=("mlp", "embed"), rngs=rngs)
 
     def init_state(self, batch_size: int, max_length: int, dtype: Any) -> ops.ShiftState:
-        """No token before."""
+        """The state before the first token: zeros."""
         return ops.shift_state(batch_size, 1, self.hidden_size, dtype=dtype)
 
     def __call__(
@@ -100,7 +103,7 @@ class RWKV6ChannelMix(nnx.Module):
         contiguous: bool = False,
         state: ops.ShiftState | None = None,
     ) -> tuple[jax.Array, ops.ShiftState, dict[str, jax.Array]]:
-        """x [B, T, D] -> [B, T, D], the last token, no statistics."""
+        """x [B, T, D] -> (y [B, T, D], the state with the last token, no statistics)."""
         before, state = ops.token_shift(
             x,
             initial_state=state,
@@ -112,7 +115,7 @@ class RWKV6ChannelMix(nnx.Module):
         gate = jax.nn.sigmoid(self.r_proj(x + (before - x) * self.mix_r[...].astype(x.dtype)))
 
         @recomputed
-        def read(keys):
+        def values(keys):
             return self.v_proj(jnp.square(jax.nn.relu(keys)))
 
-        return gate * read(keys), state, {}
+        return gate * values(keys), state, {}

@@ -18,10 +18,11 @@ class SwiGLUConfig:
     """SwiGLU.
 
     Attributes:
-        hidden_ratio: inner width is 2/3 of hidden_ratio * hidden_size, rounded up to a multiple of `multiple_of`; three
-            matrices of that width have the parameters of a plain feedforward's two of hidden_ratio * hidden_size.
+        hidden_ratio: the inner width is 2/3 hidden_ratio hidden_size, rounded up to a multiple of
+            `multiple_of`. Its three matrices then have as many parameters as the two of a feedforward without
+            gate and with inner width hidden_ratio hidden_size.
         multiple_of: see `hidden_ratio`.
-        intermediate_size: the inner width itself; None computes it.
+        intermediate_size: the inner width; None computes it from `hidden_ratio`.
     """
 
     hidden_ratio: float = 4.0
@@ -30,30 +31,30 @@ class SwiGLUConfig:
 
     @classmethod
     def for_width(cls, hidden_size: int, multiple_of: int) -> SwiGLUConfig:
-        """The customary proportions, the inner width rounded up to `multiple_of`."""
+        """The default proportions, with the inner width rounded up to a multiple of `multiple_of`."""
         return cls(multiple_of=multiple_of)
 
     def width(self, hidden_size: int) -> int:
-        """Inner width."""
+        """The inner width."""
         if self.intermediate_size is not None:
             return self.intermediate_size
         wanted = int(hidden_size * self.hidden_ratio * 2 / 3)
         return -(-wanted // self.multiple_of) * self.multiple_of
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not valid."""
         checks.fields(self)
         checks.positive(self, hidden_ratio=self.hidden_ratio, multiple_of=self.multiple_of)
         if self.intermediate_size is not None:
             checks.positive(self, intermediate_size=self.intermediate_size)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token."""
+        """Floating-point operations of the forward pass per token."""
         return 6.0 * hidden_size * self.width(hidden_size)
 
 
 class SwiGLU(nnx.Module):
-    """SwiGLU; see `SwiGLUConfig`. It remembers nothing: its state is None."""
+    """SwiGLU; see `SwiGLUConfig`. It has no state."""
 
     uses_depth: ClassVar[bool] = False
 
@@ -71,7 +72,7 @@ class SwiGLU(nnx.Module):
         )
 
     def init_state(self, batch_size: int, max_length: int, dtype: Any) -> None:
-        """None: nothing is remembered."""
+        """None: there is no state."""
         return None
 
     def __call__(
@@ -86,9 +87,9 @@ class SwiGLU(nnx.Module):
         contiguous: bool = False,
         state: None = None,
     ) -> tuple[jax.Array, None, dict[str, jax.Array]]:
-        """x [B, T, D] -> [B, T, D], None, no statistics."""
+        """x [B, T, D] -> (y [B, T, D], None, no statistics)."""
 
-        @recomputed  # the width between, too
+        @recomputed
         def down(gate, up):
             return self.down_proj(jax.nn.silu(gate) * up)
 

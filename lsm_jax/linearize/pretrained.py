@@ -14,7 +14,7 @@ from lsm_jax.convert.checkpoint import Tensors
 from lsm_jax.convert.huggingface import open_source
 from lsm_jax.linearize.recipes import base_model
 from lsm_jax.models import ModelConfig, abstract
-from lsm_jax.training.config import flatten
+from lsm_jax.training.config_json import flatten
 from lsm_jax.training.partition import like
 from lsm_jax.training.step import params_of
 

@@ -1,4 +1,4 @@
-"""The mesh, the rule table of logical axes, and what runs over it."""
+"""The mesh, the table of logical axes, and functions that run over the mesh's devices."""
 
 from lsm_jax.parallel.collectives import (
     TOKENS,

@@ -1,4 +1,4 @@
-"""What runs on the mesh: constraints on activations, and functions mapped over rows, time and heads."""
+"""Activations on a mesh: sharding constraints, and functions that are mapped over rows, tokens and heads."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ TOKENS = ("batch", "sequence", "heads")
 
 
 def _axes(mesh: AbstractMesh, kind: AxisType) -> dict[str, int]:
-    """Sizes of the mesh's axes of one kind; `Auto` ones are still the partitioner's."""
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return {name: mesh.shape[name] for name, of in kinds if of == kind}
+    """The sizes of the mesh's axes of one type; axes of type `Auto` are handled by the partitioner."""
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name: mesh.shape[name] for name, axis_type in types if axis_type == kind}
 
 
 def constrain(x: jax.Array, logical_axes: Sequence[str | None]) -> jax.Array:
-    """Pin `x` to the mesh by its logical axes; `x` itself where no mesh is set or an axis does not divide.
+    """Constrain the sharding of `x` to that of its logical axes.
 
-    Axes that a caller's `jax.shard_map` has taken, as pipeline stages do, are left out.
+    Returns `x` unchanged if no mesh is set or an axis is not divisible by its devices. Mesh axes over which a
+    caller's `jax.shard_map` maps (such as that of the pipeline stages) are not constrained.
     """
     axes = _axes(jax.sharding.get_abstract_mesh(), AxisType.Auto)
     named = [tuple(n for n in mesh_axes(logical) if n in axes) for logical in logical_axes]
@@ -40,37 +41,37 @@ def constrain(x: jax.Array, logical_axes: Sequence[str | None]) -> jax.Array:
 
 
 def sequence_shards(length: int) -> int:
-    """In how many parts the present mesh cuts rows of `length` tokens; 1 where it has more devices than they have tokens."""
+    """The number of parts into which the current mesh shards rows of `length` tokens; 1 if it has more
+    devices than that."""
     axes = _axes(jax.sharding.get_abstract_mesh(), AxisType.Auto)
     shards = math.prod(axes.get(name, 1) for name in mesh_axes("sequence"))
     return shards if length >= shards else 1
 
 
 def _varying(x: jax.Array) -> frozenset[str]:
-    """The axes of a caller's checked `jax.shard_map` over which `x` differs."""
+    """The mesh axes of a caller's `jax.shard_map` (with checked replication) over which `x` varies."""
     return jax.typeof(x).manual_axis_type.varying
 
 
 def over_batch(function: Callable[..., Any], batched: dict, shared: dict, *static: Hashable) -> Any:
-    """`over_mesh` for what is [B, ...] and must have its other axes whole, outputs and all."""
+    """Call `over_mesh` with arguments and outputs that are all [B, ...] and are sharded over rows only."""
     return over_mesh(function, batched, shared, *static, axes={n: ("batch",) for n in batched})
 
 
 def over_tokens(
     function: Callable[..., Any], batched: dict, shared: dict, *static: Hashable
 ) -> Any:
-    """`over_mesh` for what treats each token by itself: arrays and outputs are all [B, T, ...]."""
-    axes = {n: ("batch", "sequence") for n in batched}
+    """Call `over_mesh` with a function that treats each token alone; arguments and outputs are [B, T, ...]."""
+    token_axes = ("batch", "sequence")
+    axes = {n: token_axes for n in batched}
     return over_mesh(
-        function, batched, shared, *static, axes=axes, out_axes=axes_of_token, in_sequence=alone
+        function, batched, shared, *static, axes=axes, out_axes=token_axes, in_sequence=alone
     )
 
 
-axes_of_token = ("batch", "sequence")
-
-
 def alone(axis: str, function: Callable[..., Any], *static: Hashable, **arguments: Any) -> Any:
-    """For `over_mesh`'s `in_sequence`: `function` as it is, for a device needs nothing of the others."""
+    """An `in_sequence` for `over_mesh` that calls `function` unchanged: each device computes its tokens
+    without the others'."""
     return function(*static, **arguments)
 
 
@@ -84,52 +85,59 @@ def over_mesh(
     in_sequence: Callable[..., Any] | None = None,
     multiple: int = 1,
 ) -> Any:
-    """`function(*static, **batched, **shared)`, each device on its own rows, heads and tokens where a mesh shards them.
+    """Call `function(*static, **batched, **shared)` on each device with that device's rows, tokens and heads.
 
-    Under a mesh with explicit axes these are the partitioner's inside, and what comes out is sharded as the batch that went
-    in, its other axes whole. Inside a caller's own checked `jax.shard_map` every argument varies over whatever one of them
-    varies over, and nothing is mapped again.
+    Without a mesh this is a plain call. A mesh axis of type `Explicit` becomes `Auto` for the call; the
+    outputs are then sharded over rows like the batched arguments, and over nothing else. Inside a caller's
+    `jax.shard_map` with checked replication the function is not mapped again, and all arguments are cast to
+    vary over every axis over which one of them varies.
 
-    Rows and heads that do not divide over their devices are left whole, with a warning; so are single heads, and rows of fewer
-    tokens than devices. Other rows are filled up with padding: id 0 where there are `segment_ids`, else tokens that
-    `update_mask` masks, whose outputs are cut off again.
+    If rows or heads are not divisible by their devices, every device computes all of them, and a warning is
+    logged. A single head is never sharded, nor is a row of fewer tokens than devices. Other rows are padded
+    to a multiple of the devices: with segment id 0 if there are `segment_ids`, otherwise with tokens that
+    `update_mask` excludes. The outputs of padding are removed.
 
     Args:
-        function: it is the compiler's key for a mesh, so no lambda or closure.
-        batched: pytrees of arrays [B, ...] by name; Nones pass through.
+        function: the function to call. It is part of a compilation key, so it must be neither a lambda nor a
+            closure.
+        batched: pytrees of arrays [B, ...] by name; None is passed on.
         shared: pytrees of arrays without rows, by name.
-        static: what is no array, hashable.
-        axes: the leading logical axes ("batch", "sequence", "heads" or None) of each argument, as a tuple, or a pytree of
-            tuples over the argument's. Those that are not named are whole on every device.
-        out_axes: likewise of the outputs; the name of an argument, where an output is of that argument's axes and shapes.
-        in_sequence: called as `in_sequence(axis, function, *static, **arguments)` in place of `function` where time is
-            sharded, with the mesh axis that devices talk along. None keeps time whole.
-        multiple: what the number of a device's tokens must be a multiple of, there.
+        static: hashable arguments that are not arrays.
+        axes: the leading logical axes ("batch", "sequence", "heads" or None) of each argument, as a tuple or
+            a pytree of tuples that is a prefix of the argument. Axes without a name are not sharded.
+        out_axes: the same for the outputs. The name of an argument says that an output has that argument's
+            axes and shapes.
+        in_sequence: if tokens are sharded, `in_sequence(axis, function, *static, **arguments)` is called in
+            place of `function`; `axis` is the mesh axis over which they are sharded. None never shards
+            tokens.
+        multiple: with sharded tokens, the number of tokens of a device is a multiple of this.
     """
     leaves = jax.tree.leaves((batched, shared))
     current = jax.sharding.get_abstract_mesh()
-    how = _How(function, static, axes, out_axes, in_sequence, multiple)
-    # Explicit axes are part of an array's type, with the mesh set or not.
+    layout = _Layout(function, static, axes, out_axes, in_sequence, multiple)
+    # Explicit axes are part of an array's type, whether or not the mesh is set.
     for mesh in (current, *(jax.typeof(x).sharding.mesh for x in leaves)):
         if explicit := _axes(mesh, AxisType.Explicit):
             specs = (jax.typeof(x).sharding.spec for x in jax.tree.leaves(batched))
             rows = PartitionSpec(next((spec[0] for spec in specs if spec and spec[0]), None))
             with jax.sharding.use_abstract_mesh(mesh):
-                return _on_explicit_axes(how, tuple(explicit), rows, batched, shared)
+                return _on_explicit_axes(layout, tuple(explicit), rows, batched, shared)
     if current.empty:
         return function(*static, **batched, **shared)
     varying = frozenset().union(*(_varying(x) for x in leaves))
-    if varying:  # so that a scan's first carry has the type of the next ones
+    if varying:
+        # With one type for all arguments, the first carry of a scan has the type of the later ones.
         batched, shared = jax.tree.map(
             lambda x: jax.lax.pcast(x, tuple(varying - _varying(x)), to="varying"),
             (batched, shared),
         )
-        return function(*static, **batched, **shared)  # an axis that is left is the partitioner's
-    return _over_auto_axes(how, _axes(current, AxisType.Auto), batched | shared)
+        return function(*static, **batched, **shared)  # the partitioner handles the other axes
+    return _over_auto_axes(layout, _axes(current, AxisType.Auto), batched | shared)
 
 
-class _How:
-    """A call's function and layout. One that is equal to an earlier one is that one's compiled program."""
+class _Layout:
+    """The static arguments of a call of `over_mesh`, as a key of compiled programs: equal layouts share a
+    program."""
 
     def __init__(self, function, static, axes, out_axes, in_sequence, multiple):
         self.function, self.static, self.in_sequence = function, static, in_sequence
@@ -141,104 +149,138 @@ class _How:
         return hash(self._key)
 
     def __eq__(self, other):
-        return isinstance(other, _How) and self._key == other._key
+        return isinstance(other, _Layout) and self._key == other._key
 
 
 def _is_axes(x: Any) -> bool:
-    """Whether `x` names the axes of one array (or of all in a tree)."""
+    """Whether `x` is a tuple of logical axes, for one array or for all arrays of a subtree."""
     return type(x) is tuple and all(a is None or isinstance(a, str) for a in x)
 
 
 def _axes_of_leaves(axes: Any, tree: Any) -> list[tuple[str | None, ...]]:
-    """The axes of each array of `tree`."""
-    spread = jax.tree.map(
-        lambda own, part: [own] * len(jax.tree.leaves(part)), axes, tree, is_leaf=_is_axes
+    """The axes of each leaf of `tree`; `axes` is a prefix of it."""
+    repeated = jax.tree.map(
+        lambda prefix, subtree: [prefix] * len(jax.tree.leaves(subtree)),
+        axes,
+        tree,
+        is_leaf=_is_axes,
     )
-    return jax.tree.leaves(spread, is_leaf=_is_axes)
+    return jax.tree.leaves(repeated, is_leaf=_is_axes)
 
 
-def _over_auto_axes(how: _How, axes: dict[str, int], arguments: dict[str, Any]) -> Any:
-    """`over_mesh` on a mesh whose axes of these sizes are the partitioner's."""
-    given = [(name, x) for name, x in arguments.items() if x is not None]
-    named = [
-        (axis, x.shape[place])
-        for name, tree in given
-        for own, x in zip(
-            _axes_of_leaves(how.axes.get(name, ()), tree), jax.tree.leaves(tree), strict=True
-        )
-        for place, axis in enumerate(own)
-        if axis is not None and place < x.ndim
-    ]
-    sizes = {axis: {size for of, size in named if of == axis} for axis, _ in named}
-    split: dict[str, tuple[str, ...]] = {}
-    for axis, found in sizes.items():
+def _over_auto_axes(layout: _Layout, axes: dict[str, int], arguments: dict[str, Any]) -> Any:
+    """Call `over_mesh`'s function on a mesh whose axes of type `Auto` have the sizes `axes`."""
+    sizes = _logical_sizes(layout, arguments)
+    sharded = _sharded_axes(layout, axes, sizes)
+    if not sharded:
+        return layout.function(*layout.static, **arguments)
+
+    length, padding = 0, 0
+    if "sequence" in sharded:
+        (length,) = sizes["sequence"]
+        devices = math.prod(axes[name] for name in sharded["sequence"])
+        padding = -length % (devices * layout.multiple)
+    if padding:
+        arguments = _padded(layout.axes, arguments, length, padding)
+
+    specs = _argument_specs(layout, sharded, arguments)
+
+    def out_spec(logical_axes):
+        if isinstance(logical_axes, str):
+            return specs[logical_axes]
+        return PartitionSpec(*(sharded.get(axis) for axis in logical_axes))
+
+    out_specs = jax.tree.map(out_spec, layout.out_axes, is_leaf=_is_axes)
+    names = tuple(name for axis_names in sharded.values() for name in axis_names)
+    static = layout.static
+    function = layout.function
+    if "sequence" in sharded:
+        (axis,) = sharded["sequence"]
+        function, static = layout.in_sequence, (axis, layout.function, *layout.static)
+    in_specs, in_tree = jax.tree.flatten(specs)
+    result = _mapped(function, static, names, (tuple(in_specs), in_tree), out_specs, arguments)
+    if not padding:
+        return result
+
+    def without_padding(logical_axes, x):
+        has_tokens = _is_axes(logical_axes) and "sequence" in logical_axes
+        return jax.tree.map(lambda x: x[:, :length], x) if has_tokens else x
+
+    return jax.tree.map(
+        without_padding,
+        layout.out_axes,
+        result,
+        is_leaf=lambda x: _is_axes(x) or isinstance(x, str),
+    )
+
+
+def _logical_sizes(layout: _Layout, arguments: dict[str, Any]) -> dict[str, set[int]]:
+    """The sizes that each logical axis has in the arguments."""
+    sizes: dict[str, set[int]] = {}
+    for name, tree in arguments.items():
+        if tree is None:
+            continue
+        leaves = jax.tree.leaves(tree)
+        leaf_axes = _axes_of_leaves(layout.axes.get(name, ()), tree)
+        for logical_axes, x in zip(leaf_axes, leaves, strict=True):
+            for axis, size in zip(logical_axes, x.shape, strict=False):
+                if axis is not None:
+                    sizes.setdefault(axis, set()).add(size)
+    return sizes
+
+
+def _sharded_axes(
+    layout: _Layout, axes: dict[str, int], sizes: dict[str, set[int]]
+) -> dict[str, tuple[str, ...]]:
+    """The mesh axes of each logical axis that is sharded; logs a warning where an axis is not divisible."""
+    sharded: dict[str, tuple[str, ...]] = {}
+    for axis, lengths in sizes.items():
         names = tuple(name for name in mesh_axes(axis) if axes.get(name, 1) > 1)
         shards = math.prod(axes[name] for name in names)
         if axis == "sequence":
-            fits = how.in_sequence is not None and min(found) >= shards
+            fits = layout.in_sequence is not None and min(lengths) >= shards
         else:
-            wide = {size for size in found if axis != "heads" or size > 1}
-            fits = all(size % shards == 0 for size in wide) and bool(wide)
-            if names and wide and not fits:
+            lengths = {size for size in lengths if axis != "heads" or size > 1}
+            fits = all(size % shards == 0 for size in lengths) and bool(lengths)
+            if names and lengths and not fits:
                 logging.log_first_n(
-                    logging.WARNING, "%s of %s does not divide over %d devices; every device computes it whole", 4,
-                    axis, sorted(wide), shards,
-                )  # fmt: skip
+                    logging.WARNING,
+                    "axis %s of size %s is not divisible by %d devices: every device computes all of it",
+                    4,
+                    axis,
+                    " and ".join(map(str, sorted(lengths))),
+                    shards,
+                )
         if names and fits:
-            split[axis] = names
-    if not split:
-        return how.function(*how.static, **arguments)
+            sharded[axis] = names
+    return sharded
 
-    length, short = 0, 0
-    if "sequence" in split:
-        (length,) = sizes["sequence"]
-        devices = math.prod(axes[name] for name in split["sequence"])
-        short = -length % (devices * how.multiple)
-    if short:
-        arguments = _padded(how.axes, arguments, length, short)
 
-    def spec(own: tuple[str | None, ...], x: Any = None) -> PartitionSpec:
-        names = [split.get(axis) if axis is not None else None for axis in own]
-        if x is not None:  # one head is whole on every device
-            names = [
-                None if axis == "heads" and x.shape[place] == 1 else name
-                for place, (axis, name) in enumerate(zip(own, names, strict=True))
-                if place < x.ndim
-            ]
+def _argument_specs(
+    layout: _Layout, sharded: dict[str, tuple[str, ...]], arguments: dict[str, Any]
+) -> dict[str, Any]:
+    """The partition spec of each array of the arguments, in pytrees of their structure."""
+
+    def spec(logical_axes: tuple[str | None, ...], x: Any) -> PartitionSpec:
+        names = [
+            None if axis is None or (axis == "heads" and size == 1) else sharded.get(axis)
+            for axis, size in zip(logical_axes, x.shape, strict=False)
+        ]
         return PartitionSpec(*names)
 
     specs = {}
     for name, tree in arguments.items():
         leaves, treedef = jax.tree.flatten(tree)
-        own = _axes_of_leaves(how.axes.get(name, ()), tree)
-        specs[name] = treedef.unflatten([spec(a, x) for a, x in zip(own, leaves, strict=True)])
-
-    def out(own):
-        return specs[own] if isinstance(own, str) else spec(own)
-
-    out_specs = jax.tree.map(out, how.out_axes, is_leaf=_is_axes)
-    names = tuple(name for of in split.values() for name in of)
-    static = how.static
-    function = how.function
-    if "sequence" in split:
-        (axis,) = split["sequence"]
-        function, static = how.in_sequence, (axis, how.function, *how.static)
-    in_specs, in_tree = jax.tree.flatten(specs)
-    result = _mapped(function, static, names, (tuple(in_specs), in_tree), out_specs, arguments)
-    if not short:
-        return result
-
-    def cut(own, x):
-        timed = _is_axes(own) and "sequence" in own
-        return jax.tree.map(lambda x: x[:, :length], x) if timed else x
-
-    return jax.tree.map(
-        cut, how.out_axes, result, is_leaf=lambda x: _is_axes(x) or isinstance(x, str)
-    )
+        leaf_axes = _axes_of_leaves(layout.axes.get(name, ()), tree)
+        specs[name] = treedef.unflatten(
+            [spec(logical_axes, x) for logical_axes, x in zip(leaf_axes, leaves, strict=True)]
+        )
+    return specs
 
 
-def _padded(axes: dict, arguments: dict, length: int, short: int) -> dict:
-    """The arguments with `short` more tokens that change nothing."""
+def _padded(axes: dict, arguments: dict, length: int, padding: int) -> dict:
+    """Return the arguments with `padding` more tokens, which change no state: their segment ids or
+    `update_mask` are 0."""
     if arguments.get("segment_ids") is None and "update_mask" in arguments:
         if arguments["update_mask"] is None:
             batch = next(
@@ -248,10 +290,12 @@ def _padded(axes: dict, arguments: dict, length: int, short: int) -> dict:
             )
             arguments = arguments | {"update_mask": jnp.ones((batch, length), bool)}
 
-    def pad(own, x):
-        if own[1:2] != ("sequence",):
-            return x
-        return jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, short)] + [(0, 0)] * (x.ndim - 2)), x)
+    def pad(logical_axes, tree):
+        if logical_axes[1:2] != ("sequence",):
+            return tree
+        return jax.tree.map(
+            lambda x: jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)), tree
+        )
 
     return {
         name: tree
@@ -261,10 +305,11 @@ def _padded(axes: dict, arguments: dict, length: int, short: int) -> dict:
     }
 
 
-# Compiled, since outside `jax.jit` jax cannot map over some axes of a mesh and leave others to the partitioner.
+# Compiled, because outside `jax.jit` jax cannot map over some axes of a mesh and leave others to the
+# partitioner.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _mapped(function, static, names, in_specs, out_specs, arguments):
-    """`function` inside a `jax.shard_map` over the axes `names`."""
+    """Call `function` inside a `jax.shard_map` over the mesh axes `names`."""
     leaves, tree = in_specs
     run = map_over(
         names,
@@ -276,15 +321,20 @@ def _mapped(function, static, names, in_specs, out_specs, arguments):
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _on_explicit_axes(how, axes, rows, batched, shared):
-    """`over_mesh` with the explicit axes given to the partitioner."""
+def _on_explicit_axes(layout, axes, rows, batched, shared):
+    """Call `over_mesh` with the mesh axes `axes` changed from `Explicit` to `Auto`."""
     run: Any = jax.sharding.auto_axes(
         lambda batched, shared: over_mesh(
-            how.function, batched, shared, *how.static,
-            axes=how.axes, out_axes=how.out_axes, in_sequence=how.in_sequence,
-            multiple=how.multiple,
+            layout.function,
+            batched,
+            shared,
+            *layout.static,
+            axes=layout.axes,
+            out_axes=layout.out_axes,
+            in_sequence=layout.in_sequence,
+            multiple=layout.multiple,
         ),
         axes=axes,
         out_sharding=rows,
-    )  # fmt: skip
+    )
     return run(batched, shared)

@@ -1,4 +1,5 @@
-"""Rows that travel to the device that owns their expert, and back. For use inside `jax.shard_map`."""
+"""Exchange of rows between devices: to the device that has their expert, and back. For use inside
+`jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -19,23 +20,26 @@ _SENT_BY_NCCL = dict(
     xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback=True,
     xla_gpu_experimental_ragged_all_to_all_use_barrier_with_nccl=False,
 )
-"""XLA's own kernel, which it takes unasked inside one host, has a fortieth of the speed (two H200, jax 0.11.2)."""
+"""Compiler options that send a ragged all-to-all by NCCL. Without them XLA uses a kernel of its own inside
+one host, which has a fortieth of the speed (two H200, jax 0.11.2)."""
 
 
 def exchange_options(mesh: Mesh, exchanges: Collection[str]) -> dict[str, Any]:
-    """What a program with these exchanges is to be compiled with on the mesh's devices.
+    """The compiler options of a program that uses these exchanges on the mesh's devices.
 
     Raises:
-        ValueError: a ragged exchange between CPUs.
+        ValueError: `exchanges` has "ragged" and the mesh shards experts over CPUs.
     """
     platform = mesh.devices.flat[0].platform
     if "ragged" in exchanges and platform == "cpu" and mesh.shape["expert"] > 1:
-        raise ValueError("exchange='ragged': XLA has none between CPUs; accepted there is 'padded'")
+        raise ValueError(
+            "exchange='ragged': XLA has no ragged exchange between CPUs; accepted on CPUs is 'padded'"
+        )
     return dict(_SENT_BY_NCCL) if "ragged" in exchanges and platform == "gpu" else {}
 
 
 def shards_of(logical_axis: str) -> int:
-    """In how many parts the present mesh cuts a logical axis, of those it leaves to the partitioner."""
+    """The number of devices over which the current mesh shards a logical axis, by mesh axes of type `Auto`."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     names = (name for name in mesh_axes(logical_axis) if kinds.get(name) == AxisType.Auto)
@@ -43,23 +47,23 @@ def shards_of(logical_axis: str) -> int:
 
 
 def place_on(logical_axis: str) -> jax.Array:
-    """This device's place along a logical axis."""
+    """This device's index along a logical axis."""
     return jax.lax.axis_index(mesh_axes(logical_axis))
 
 
 def sum_over(logical_axis: str, x: jax.Array) -> jax.Array:
-    """The sum of x over the devices of a logical axis, on all of them."""
+    """Return the sum of `x` over the devices of a logical axis, the same on all of them."""
     return sum_along(mesh_axes(logical_axis), x)
 
 
 def room_for(count: int, buffer: float, shards: int, most: int) -> int:
-    """Rows that a device keeps free for each other one: `buffer` times the even share of `count`, and never more than `most`.
+    """The capacity of the buffer for one pair of devices, in rows: `min(ceil(buffer count / shards), most)`.
 
     Args:
-        count: rows a device has to send.
-        buffer: times the even share, `count / shards`.
-        shards: devices.
-        most: rows that one device can at all send to another.
+        count: number of rows that a device sends.
+        buffer: the capacity as a multiple of `count / shards`, which suffices if rows are sent evenly.
+        shards: number of devices.
+        most: the largest number of rows that a device can send to one other.
     """
     return min(math.ceil(buffer * count / shards), most)
 
@@ -67,78 +71,112 @@ def room_for(count: int, buffer: float, shards: int, most: int) -> int:
 def to_owners(
     rows: jax.Array, ids: jax.Array, owner: jax.Array, none: int, *, room: int, exchange: str
 ) -> tuple[jax.Array, jax.Array, Callable[[jax.Array], jax.Array], jax.Array]:
-    """Send each row to the device that owns it, in buffers of static size: nothing is dropped unseen.
+    """Send each row to the device that has its expert, in buffers of static size; rows that do not fit are
+    reported.
 
-    *padded*: one all-to-all of `room` rows for each pair of devices. *ragged*: only what there is travels
-    (`jax.lax.ragged_all_to_all`, for GPUs, there with `exchange_options`, and TPUs), and the `room` for all pairs of one receiver
-    is shared by its senders.
+    "padded" is one all-to-all that sends `room` rows from each of P devices to each other. "ragged" sends
+    only the rows that exist, by `jax.lax.ragged_all_to_all` (on GPUs, with `exchange_options`, and on TPUs);
+    there the P · room rows of a receiver's buffer are filled by its senders in order, so that one sender may
+    use more than `room` of them.
 
     Args:
         rows: [N, D], sorted by owner.
-        ids: int32 [N], sent along.
-        owner: int32 [N], places along the mesh axis of "expert"; beyond the last device for rows that stay.
-        none: what `ids` are where nothing was received.
-        room: rows for each pair of devices.
+        ids: int32 [N], sent with the rows.
+        owner: int32 [N], the index of the row's device along the mesh axis of "expert"; P or more if the row
+            is not sent.
+        none: the id of rows of the buffer into which nothing was received.
+        room: capacity in rows for each pair of devices.
         exchange: one of `EXCHANGES`.
 
     Returns:
-        rows [P · room, D] received (0 where none was) and their ids; a function that takes [P · room, F] back to [N, F], 0 for
-        rows that stayed and NaN for those that found no room; and bool [N], those that found none.
+        Four values: the received rows [P · room, D], 0 where nothing was received; their ids [P · room]; a
+        function that sends results [P · room, F] back to the rows' devices as [N, F], which is 0 for rows
+        that were not sent and NaN for rows that did not fit; and bool [N], whether a row did not fit.
     """
     (axis,) = mesh_axes("expert")
-    shards, count = jax.lax.axis_size(axis), owner.shape[0]
+    shards = jax.lax.axis_size(axis)
     sizes = jnp.sum(owner[:, None] == jnp.arange(shards), axis=0, dtype=jnp.int32)
     starts = jnp.cumsum(sizes) - sizes
-    mine = jnp.minimum(owner, shards - 1)
-    place = jnp.arange(count) - starts[mine]
-    travels = owner < shards
-
-    # Entries not kept are `fill`; no index twice, so that the gradient's scatter adds nothing.
-    def take(x, index, keep, fill):
-        index = jnp.where(keep, index, x.shape[0] + jnp.arange(keep.size).reshape(keep.shape))
-        return x.at[index].get(mode="fill", fill_value=fill, unique_indices=True)
-
-    if exchange == "padded":
-        slot = jnp.arange(room)
-        index, keep = starts[:, None] + slot, slot < sizes[:, None]
-
-        def send(x, fill):
-            sent = take(x, index, keep, fill)
-            got = jax.lax.all_to_all(sent, axis, 0, 0, tiled=True)
-            return got.reshape(shards * room, *x.shape[1:])
-
-        lost = travels & (place >= room)
-
-        def back(y):
-            y = y.reshape(shards, room, *y.shape[1:])
-            y = jax.lax.all_to_all(y, axis, 0, 0, tiled=True).reshape(-1, *y.shape[2:])
-            return _marked(take(y, mine * room + place, travels & ~lost, 0), lost)
-
-    else:
-        me, total = jax.lax.axis_index(axis), shards * room
-        wanted = jax.lax.all_gather(sizes, axis)  # [from, to]
-        offsets = jnp.minimum(jnp.cumsum(wanted, axis=0) - wanted, total)
-        table = jnp.minimum(wanted, total - offsets)
-        origins = jax.lax.all_gather(starts, axis)
-
-        def send(x, fill):
-            empty = jnp.full((total, *x.shape[1:]), fill, x.dtype)
-            return jax.lax.ragged_all_to_all(
-                x, empty, starts, table[me], offsets[me], table[:, me], axis_name=axis
-            )
-
-        lost = travels & (place >= table[me][mine])
-
-        def back(y):
-            empty = jnp.zeros((count, *y.shape[1:]), y.dtype)
-            y = jax.lax.ragged_all_to_all(
-                y, empty, offsets[:, me], table[:, me], origins[:, me], table[me], axis_name=axis
-            )
-            return _marked(y, lost)
-
-    return send(rows, 0), send(ids, none), back, lost
+    make = _padded_exchange if exchange == "padded" else _ragged_exchange
+    send, send_back, overflows = make(axis, owner, sizes, starts, room)
+    return send(rows, 0), send(ids, none), send_back, overflows
 
 
-def _marked(y: jax.Array, lost: jax.Array) -> jax.Array:
-    marks: Any = lost.reshape(-1, *(1,) * (y.ndim - 1))
-    return jnp.where(marks, jnp.nan, y)
+# Both kinds of exchange, for rows [N, ...] that are sorted by `owner` [N], with `sizes` [P] rows for each device from
+# `starts` [P] on, return three values:
+#   send: (rows [N, ...], fill) -> the received rows [P · room, ...], `fill` where nothing was received;
+#   send_back: results [P · room, ...] -> [N, ...];
+#   overflows: bool [N].
+
+
+def _padded_exchange(axis, owner, sizes, starts, room):
+    shards, count = jax.lax.axis_size(axis), owner.shape[0]
+    target = jnp.minimum(owner, shards - 1)
+    place = jnp.arange(count) - starts[target]  # among the rows for the same device
+    is_sent = owner < shards
+    overflows = is_sent & (place >= room)
+    slot = jnp.arange(room)
+    index, is_filled = starts[:, None] + slot, slot < sizes[:, None]
+
+    def send(x, fill):
+        sent = _gather_rows(x, index, is_filled, fill)
+        received = jax.lax.all_to_all(sent, axis, 0, 0, tiled=True)
+        return received.reshape(shards * room, *x.shape[1:])
+
+    def send_back(y):
+        y = y.reshape(shards, room, *y.shape[1:])
+        y = jax.lax.all_to_all(y, axis, 0, 0, tiled=True).reshape(-1, *y.shape[2:])
+        y = _gather_rows(y, target * room + place, is_sent & ~overflows, 0)
+        return _with_nan(y, overflows)
+
+    return send, send_back, overflows
+
+
+def _ragged_exchange(axis, owner, sizes, starts, room):
+    shards, count = jax.lax.axis_size(axis), owner.shape[0]
+    me, capacity = jax.lax.axis_index(axis), shards * room
+    wanted = jax.lax.all_gather(sizes, axis)  # [sender, receiver]
+    # Where a sender's rows begin in the receiver's buffer, and how many of them fit.
+    offsets = jnp.minimum(jnp.cumsum(wanted, axis=0) - wanted, capacity)
+    accepted = jnp.minimum(wanted, capacity - offsets)
+    all_starts = jax.lax.all_gather(starts, axis)
+    target = jnp.minimum(owner, shards - 1)
+    place = jnp.arange(count) - starts[target]  # among the rows for the same device
+    overflows = (owner < shards) & (place >= accepted[me][target])
+
+    def send(x, fill):
+        buffer = jnp.full((capacity, *x.shape[1:]), fill, x.dtype)
+        return jax.lax.ragged_all_to_all(
+            x, buffer, starts, accepted[me], offsets[me], accepted[:, me], axis_name=axis
+        )
+
+    def send_back(y):
+        buffer = jnp.zeros((count, *y.shape[1:]), y.dtype)
+        y = jax.lax.ragged_all_to_all(
+            y,
+            buffer,
+            offsets[:, me],
+            accepted[:, me],
+            all_starts[:, me],
+            accepted[me],
+            axis_name=axis,
+        )
+        return _with_nan(y, overflows)
+
+    return send, send_back, overflows
+
+
+def _gather_rows(x: jax.Array, index: jax.Array, valid: jax.Array, fill: Any) -> jax.Array:
+    """Return `x[index]`, with `fill` where `valid` is False.
+
+    Each invalid entry gets an index of its own beyond `x`: indices are then unique, and the gradient's
+    scatter needs no addition.
+    """
+    index = jnp.where(valid, index, x.shape[0] + jnp.arange(valid.size).reshape(valid.shape))
+    return x.at[index].get(mode="fill", fill_value=fill, unique_indices=True)
+
+
+def _with_nan(y: jax.Array, rows: jax.Array) -> jax.Array:
+    """Return `y` [N, ...] with NaN in the rows [N] that are True."""
+    mask: Any = rows.reshape(-1, *(1,) * (y.ndim - 1))
+    return jnp.where(mask, jnp.nan, y)

@@ -1,4 +1,5 @@
-"""Several hosts: one process each (or more), all running the same program, each with its own devices and its own rows of the data."""
+"""Runs over several hosts: one or more processes per host run the same program, each on its own devices and
+rows of the data."""
 
 from __future__ import annotations
 
@@ -13,25 +14,25 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lsm_jax.parallel.mesh import batch_sharding, mesh_axes
 
-# Launcher -> the variable in which it tells each process how many there are.
+# Launcher -> the environment variable in which it stores the number of processes.
 _COUNTS = {
     "SLURM": "SLURM_NTASKS",
     "Open MPI": "OMPI_COMM_WORLD_SIZE",
     "TPU pod": "TPU_WORKER_HOSTNAMES",
     "TPU slices": "MEGASCALE_NUM_SLICES",
 }
-_BY_HAND = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
 def launcher(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Who started this process as one of several: a name, or None where it runs alone.
+    """The name of the launcher that started this process as one of several; None for a single process.
 
-    Three variables set by hand go first: JAX_COORDINATOR_ADDRESS (host:port of the first process), JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID. Of launchers are known SLURM, Open MPI, indexed Kubernetes jobs (`jax.distributed` then needs the package
-    `kubernetes`) and TPU pods.
+    If JAX_COORDINATOR_ADDRESS (host:port of the first process) is set, that is the name, and
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID should be set, too. Otherwise SLURM, Open MPI, indexed Kubernetes
+    jobs (for which `jax.distributed` requires the package `kubernetes`) and TPU pods are recognised.
 
     Raises:
-        ValueError: a count that is no number.
+        ValueError: a launcher's number of processes is not a number.
     """
     if "JAX_COORDINATOR_ADDRESS" in environment:
         return "JAX_COORDINATOR_ADDRESS"
@@ -42,7 +43,7 @@ def launcher(environment: Mapping[str, str] = os.environ) -> str | None:
         elif value.isdecimal():
             several = int(value) > 1
         else:
-            raise ValueError(f"{variable}={value!r}: it must be a number of processes")
+            raise ValueError(f"{variable}={value!r}: it must be the number of processes")
         if several:
             return name
     if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
@@ -51,55 +52,59 @@ def launcher(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def join_hosts() -> None:
-    """Connect to the other processes of this run, if it is one of several. Call it before jax touches any device.
+    """Connect this process to the other processes of the run, if there are any. Call it before jax uses any
+    device.
 
     Raises:
-        ValueError: the environment says that there are others, and they cannot be found.
+        ValueError: the environment says that there are several processes, but they cannot be connected.
     """
-    found = launcher()
-    if found is None:
+    name = launcher()
+    if name is None:
         return
-    given: dict[str, Any] = {}
-    if found == _BY_HAND[0]:
-        numbers = {name: os.environ.get(name, "") for name in _BY_HAND[1:]}
-        if any(value and not value.isdecimal() for value in numbers.values()):
-            raise ValueError(f"{numbers}: accepted are whole numbers")
+    arguments: dict[str, Any] = {}
+    if name == _VARIABLES[0]:
+        numbers = {variable: os.environ.get(variable, "") for variable in _VARIABLES[1:]}
+        for variable, value in numbers.items():
+            if value and not value.isdecimal():
+                raise ValueError(f"{variable}={value!r}: it must be an integer from 0")
         keys = ("num_processes", "process_id")
-        given = {k: int(v) for k, v in zip(keys, numbers.values(), strict=True) if v}
+        arguments = {k: int(v) for k, v in zip(keys, numbers.values(), strict=True) if v}
     try:
-        jax.distributed.initialize(**given)
+        jax.distributed.initialize(**arguments)
     except (ValueError, RuntimeError) as error:
         raise ValueError(
-            f"{found} says that this process is one of several, but they could not be joined: {str(error).rstrip('.')}. Set "
-            f"{', '.join(_BY_HAND)} by hand, or run a single process"
+            f"{name} says that this process is one of several, but it cannot connect to them: {str(error).rstrip('.')}. Set "
+            f"{', '.join(_VARIABLES)}, or run a single process"
         ) from error
 
 
 def data_shard(mesh: Mesh) -> tuple[int, int]:
-    """(index, count): which of `count` equal parts of each batch's rows this process reads.
+    """(index, count): this process reads part `index` of `count` equal parts of each batch's rows.
 
-    Processes whose devices differ in other axes than the batch's, as stages of one sequence do, read the same rows.
+    Processes whose devices differ only along axes that do not shard the batch, such as "sequence", read the
+    same rows.
 
     Raises:
-        ValueError: a mesh in which the rows of this process are not such a part.
+        ValueError: the rows of this process's devices are not such a part.
     """
-    parts = batch_sharding(mesh).num_devices // _copies(mesh)
-    places = batch_sharding(mesh).devices_indices_map((parts,))
+    num_shards = batch_sharding(mesh).num_devices // _copies(mesh)
+    slices = batch_sharding(mesh).devices_indices_map((num_shards,))
     me = jax.process_index()
-    mine = sorted(
-        {places[d][0].indices(parts)[0] for d in mesh.devices.flat if d.process_index == me}
+    shards = sorted(
+        {slices[d][0].indices(num_shards)[0] for d in mesh.devices.flat if d.process_index == me}
     )
-    first, size = mine[0], len(mine)
-    if mine != list(range(first, first + size)) or parts % size or first % size:
+    first, size = shards[0], len(shards)
+    if shards != list(range(first, first + size)) or num_shards % size or first % size:
         raise ValueError(
-            f"mesh {dict(mesh.shape)}: process {me} holds parts {mine} of the batch's {parts}; accepted are meshes that give "
-            "each process one even part of the batch. Order the axes so that those of one host divide its devices"
+            f"mesh {dict(mesh.shape)}: the devices of process {me} have shards {shards} of the batch's {num_shards}; accepted are "
+            "meshes in which each process has an equal, contiguous part of the batch, so choose sizes of the inner mesh axes "
+            "that divide the devices of one host"
         )
-    return first // size, parts // size
+    return first // size, num_shards // size
 
 
 def _copies(mesh: Mesh) -> int:
-    """Devices that hold the same rows."""
+    """The number of devices that have the same rows."""
     spec = batch_sharding(mesh).spec[0]
     return mesh.size // int(np.prod([mesh.shape[axis] for axis in spec]))
 
@@ -107,48 +112,53 @@ def _copies(mesh: Mesh) -> int:
 def place_batch(
     batch: dict[str, np.ndarray], sharding: NamedSharding, num_rows: int
 ) -> dict[str, jax.Array]:
-    """This process's rows [n, T] of a batch of `num_rows`, as its part of arrays over all devices.
+    """Make arrays [num_rows, T] that are sharded over all devices from this process's rows [n, T].
 
-    Rows that the devices along time cannot cut evenly are filled up with padding first: id 0, in no loss.
+    If T is not divisible by the devices of the mesh axis "sequence", rows are padded first, with segment id 0
+    and loss mask 0.
     """
-    batch = _filled_up(batch, sharding)
+    batch = _padded(batch, sharding)
     if jax.process_count() == 1:
-        return jax.device_put(batch, sharding)  # a third of the time of the general way
+        return jax.device_put(batch, sharding)  # in a third of the time of the general case below
     return {
         name: jax.make_array_from_process_local_data(sharding, array, (num_rows, *array.shape[1:]))
         for name, array in batch.items()
     }
 
 
-def _filled_up(batch: dict[str, np.ndarray], sharding: NamedSharding) -> dict[str, np.ndarray]:
-    """The batch with rows of a multiple of the devices along time."""
-    parts = math.prod(sharding.mesh.shape[axis] for axis in mesh_axes("sequence"))
+def _padded(batch: dict[str, np.ndarray], sharding: NamedSharding) -> dict[str, np.ndarray]:
+    """Pad the rows of a batch to a multiple of the devices over which their tokens are sharded."""
+    devices = math.prod(sharding.mesh.shape[axis] for axis in mesh_axes("sequence"))
     rows, length = batch["tokens"].shape
-    short = -length % parts
-    if not short:
+    padding = -length % devices
+    if not padding:
         return batch
     batch = {"segment_ids": np.ones((rows, length), np.int32)} | batch
-    return {name: np.pad(x, [(0, 0), (0, short)]) for name, x in batch.items()}
+    return {name: np.pad(x, [(0, 0), (0, padding)]) for name, x in batch.items()}
 
 
 class Agreement:
-    """Lets all processes act on a number that one of them has, at the same call: the one after it was told.
+    """Sends a number from any process to all processes, so that all of them act on it at the same call.
 
-    Each call costs a sum over all devices that runs beside the step; nothing where there is one process.
+    The result of a call is that of the previous call's numbers: the maximum over devices is computed while
+    the next step runs. With one process a call computes nothing and returns its number at once.
     """
 
     def __init__(self, mesh: Mesh):
         axes = PartitionSpec(mesh.axis_names)
         self._sharding, self._size = NamedSharding(mesh, axes), mesh.size
         self._largest = jax.jit(jax.numpy.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
-        self._asked: jax.Array | None = None
+        self._pending: jax.Array | None = None
 
     def __call__(self, number: int | None) -> int | None:
-        """The largest number that any process gave the call before (with one process: `number`); None if none did."""
+        """Return the largest number that any process passed to the previous call, or None if all passed None.
+
+        With one process, return `number`.
+        """
         if jax.process_count() == 1:
             return number
-        told = None if self._asked is None else int(np.asarray(self._asked)) or None
+        agreed = None if self._pending is None else int(np.asarray(self._pending)) or None
         local = np.full(jax.local_device_count(), number or 0, np.int32)
-        every = jax.make_array_from_process_local_data(self._sharding, local, (self._size,))
-        self._asked = self._largest(every)
-        return told
+        numbers = jax.make_array_from_process_local_data(self._sharding, local, (self._size,))
+        self._pending = self._largest(numbers)
+        return agreed

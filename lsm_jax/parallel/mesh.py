@@ -1,4 +1,5 @@
-"""The mesh, and the one table that maps logical axes to it. Nothing else in the library names a mesh axis."""
+"""The mesh of devices, and the table from logical axes of arrays to mesh axes. Model code names logical axes
+only."""
 
 from __future__ import annotations
 
@@ -10,17 +11,18 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXES = ("pipeline", "data", "fsdp", "expert", "sequence", "tensor")
-"""The mesh's axes, outermost first: devices that talk most often stand next to each other."""
+"""The mesh's axes, outermost first: devices along the inner axes, which communicate most often, are
+neighbours."""
 
 BATCH_AXES = ("pipeline", "data", "fsdp", "expert")
-"""Those that split the batch. Experts are spread over devices that have rows of their own, and so are pipeline stages: outside
-the stages, embedding and loss are shared out between them by rows."""
+"""The mesh axes over which the rows of a batch are sharded. Devices with different experts or pipeline stages
+have different rows, too; outside the stages, each device computes the embedding and the loss of its rows."""
 
-# Logical axis -> the mesh axes it is spread over; none: replicated.
+# Logical axis -> the mesh axes over which it is sharded; an empty tuple: replicated.
 RULES: dict[str, tuple[str, ...]] = {
     "batch": BATCH_AXES,
     "sequence": ("sequence",),
-    "tokens": ("sequence", "tensor"),  # time, where no heads share out the work
+    "tokens": ("sequence", "tensor"),  # tokens, in layers without heads
     "embed": ("fsdp",),
     "vocab": (),
     "mlp": ("tensor",),
@@ -33,18 +35,20 @@ RULES: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(kw_only=True)
 class MeshConfig:
-    """How many devices stand along each mesh axis; they multiply to the number of devices.
+    """The number of devices along each mesh axis; the product of these is the number of all devices.
 
     Attributes:
-        data: batch shards with whole parameters; -1 takes the devices that are left.
-        fsdp: batch shards that share the parameters between them.
-        sequence: parts that each row is cut into along time; training fills rows up that do not divide.
-        tensor: parts that heads and feedforward widths are cut into.
-        expert: batch shards that share the experts between them.
-        pipeline: stages that the layers are cut into, whole pattern periods each.
-        microbatches: pieces in which a batch passes through the stages, a multiple of `pipeline`; 0 takes `pipeline`.
-        rounds: times that a piece goes round the stages, each of which then has so many groups of layers: of S stages with M pieces
-            in R rounds each waits (S - 1) / (R M + S - 1) of the time.
+        data: shards of the batch with replicated parameters; -1 is the number of devices divided by the other
+            axes.
+        fsdp: shards of the batch, over which the parameters are sharded, too.
+        sequence: shards of each row's tokens; training pads rows that are not divisible.
+        tensor: shards of the heads and of the feedforwards' widths.
+        expert: shards of the batch, over which the experts are sharded, too.
+        pipeline: stages into which the layers are divided, each of one or more periods of the pattern.
+        microbatches: parts of the batch that pass through the stages one after another, a multiple of
+            `pipeline`; 0 is `pipeline`.
+        rounds: how often a microbatch passes through all stages; each stage has as many groups of layers.
+            With S stages, M microbatches and R rounds, a device waits (S - 1) / (R M + S - 1) of the time.
     """
 
     data: int = -1
@@ -57,10 +61,11 @@ class MeshConfig:
     rounds: int = 1
 
     def shape(self, num_devices: int) -> dict[str, int]:
-        """Devices along each of `AXES`, with data=-1 resolved.
+        """The number of devices along each of `AXES`, with -1 resolved.
 
         Raises:
-            ValueError: the axes do not multiply to `num_devices`, or microbatches or rounds do not fit the stages.
+            ValueError: the product of the axes is not `num_devices`, or microbatches or rounds do not match
+                the stages.
         """
         sizes = {axis: getattr(self, axis) for axis in AXES}
         given = " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1)
@@ -72,23 +77,23 @@ class MeshConfig:
             sizes["data"] = num_devices // rest
         if sizes["data"] * rest != num_devices:
             raise ValueError(
-                f"{given} does not fit {num_devices} devices; "
-                "the axes must multiply to their number (data=-1 takes what the others leave)"
+                f"{given} does not fit {num_devices} devices; the product of the axes must be their number (data=-1 is the number "
+                "divided by the other axes)"
             )
         if self.microbatches < 0 or self.microbatches % self.pipeline:
             raise ValueError(
                 f"mesh.microbatches={self.microbatches}: accepted are multiples of mesh.pipeline={self.pipeline}, "
-                "and 0 for so many"
+                f"and 0 for {self.pipeline}"
             )
         if self.rounds < 1 or (self.rounds > 1 and self.pipeline == 1):
             raise ValueError(
-                f"mesh.rounds={self.rounds} with mesh.pipeline={self.pipeline}: accepted are integers from 1, and only 1 where "
-                "there is one stage"
+                f"mesh.rounds={self.rounds} with mesh.pipeline={self.pipeline}: accepted are integers from 1, and only 1 with one "
+                "stage"
             )
         return sizes
 
     def pieces(self) -> int:
-        """Microbatches of a batch, with 0 resolved."""
+        """The number of microbatches, with 0 resolved."""
         return self.microbatches or self.pipeline
 
 
@@ -98,12 +103,13 @@ def largest_divisor(number: int, most: int) -> int:
 
 
 def batch_shards(sizes: dict[str, int]) -> int:
-    """Parts that the batch is cut into on a mesh of these sizes."""
+    """The number of shards of the batch on a mesh of these sizes."""
     return math.prod(sizes[axis] for axis in BATCH_AXES)
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh of `config` over `devices` (all of them), its axes left to the partitioner."""
+    """Make the mesh of `config` over `devices` (None: all devices); its axes are handled by the partitioner
+    (`Auto`)."""
     devices = jax.devices() if devices is None else devices
     sizes = config.shape(len(devices))
     kinds = (AxisType.Auto,) * len(AXES)
@@ -111,16 +117,18 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 
 
 def mesh_axes(logical_axis: str | None) -> tuple[str, ...]:
-    """The mesh axes a logical axis is spread over, none for replicated ones."""
+    """The mesh axes over which a logical axis is sharded; () if it is replicated, as the axis None is."""
     if logical_axis is None:
         return ()
     if logical_axis not in RULES:
-        raise ValueError(f"logical axis {logical_axis!r} has no rule; known are {', '.join(RULES)}")
+        raise ValueError(
+            f"logical axis {logical_axis!r} has no rule; accepted are {', '.join(RULES)}"
+        )
     return RULES[logical_axis]
 
 
 def partition_spec(logical_axes: Sequence[str | None]) -> PartitionSpec:
-    """The mesh axes of an array with these logical axes."""
+    """The partition spec of an array with these logical axes."""
     return PartitionSpec(*(mesh_axes(axis) or None for axis in logical_axes))
 
 
@@ -130,13 +138,16 @@ def param_sharding(
     shape: Sequence[int],
     name: str = "parameter",
 ) -> NamedSharding:
-    """Where a parameter of `shape` lives.
+    """The sharding of a parameter with these logical axes and this shape.
 
     Raises:
-        ValueError: a sharded dimension that its mesh axes do not divide.
+        ValueError: a sharded dimension is not divisible by the devices along its mesh axes; `name` is the
+            parameter's, for the message.
     """
     if len(logical_axes) != len(shape):
-        raise ValueError(f"{name}: {len(logical_axes)} logical axes for shape {tuple(shape)}")
+        raise ValueError(
+            f"{name}: logical axes {tuple(logical_axes)} for shape {tuple(shape)}; accepted is one per dimension"
+        )
     for size, logical in zip(shape, logical_axes, strict=True):
         axes = mesh_axes(logical)
         parts = math.prod(mesh.shape[axis] for axis in axes)
@@ -149,10 +160,10 @@ def param_sharding(
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Arrays whose leading axis is the batch, their other axes whole."""
+    """The sharding of arrays [B, ...] over rows only."""
     return NamedSharding(mesh, partition_spec(("batch",)))
 
 
 def token_sharding(mesh: Mesh) -> NamedSharding:
-    """Arrays [B, T, ...]: rows and time."""
+    """The sharding of arrays [B, T, ...] over rows and tokens."""
     return NamedSharding(mesh, partition_spec(("batch", "sequence")))

@@ -1,11 +1,15 @@
-"""Pipeline parallelism: stages of a stack of layers on devices of their own, microbatches passing from one to the next (GPipe,
-arXiv 1811.06965), once or in several rounds (the circular schedule: arXiv 2104.04473, section 2.2, all forward passes first).
-The backward pass is the derivative: the same ring run backwards.
+"""Pipeline parallelism: each device computes a stage of the layers, and microbatches pass from stage to
+stage.
 
-In several rounds each device has as many groups of layers, that are not neighbours: of S devices the first has groups 0, S, 2S.
-S microbatches at a time go all rounds, so that what comes back to the first device is what it needs next, and none waits.
-Parameters are stored in the layers' order, so that checkpoints know no schedule; a step sends each group to the device that
-works on it, and its gradient back. A turn is run again in the backward pass.
+With one round this is GPipe (arXiv 1811.06965). With R rounds it is the circular schedule (arXiv 2104.04473,
+section 2.2, with all forward passes first): the layers are divided into R S groups for S stages, group g
+belongs to stage g mod S, and each microbatch passes through the ring of stages R times. S microbatches at a
+time complete all R rounds, so that the first stage receives a microbatch from the last one exactly when it
+computes its next round, and no stage waits in between. The backward pass is the derivative of the scan: the
+same ring in the opposite direction. With several rounds each turn is recomputed in it.
+
+Parameters are stored in the order of layers, so checkpoints do not depend on the schedule: every step sends
+each group to the device of its stage, and its gradient back.
 """
 
 from __future__ import annotations
@@ -28,129 +32,155 @@ def pipelined(
     layers: Any,
     carry: Any,
     rows: Any,
-    whole: Any,
+    constants: Any,
     *,
     microbatches: int,
     rounds: int = 1,
 ) -> tuple[Any, Any]:
-    """`stage(layers, carry, rows, whole) -> (carry, statistics)`, its layers cut into stages and its rows into microbatches.
+    """Compute `stage(layers, carry, rows, constants) -> (carry, statistics)` with layers divided into stages
+    and rows into microbatches.
 
-    Of S stages with M microbatches in R rounds each works R M of R M + S - 1 steps. Embedding and loss are shared out over the stages by rows:
-    what comes in is gathered once, and what comes out is scattered once.
+    With S stages, M microbatches and R rounds, each stage computes in R M of R M + S - 1 turns. Outside the
+    pipeline the rows are sharded over the stages' devices, for embedding and loss: inputs are gathered once,
+    and outputs are scattered once.
 
     Args:
-        stage: `carry` after some of the layers, n of them, and dicts of statistics by name, arrays [n, ...].
-        layers: pytree of arrays that lead with the layers' axis.
-        carry: pytree of arrays [B, ...], from layer to layer.
+        stage: computes n consecutive layers; it returns the `carry` after them, and a dict of statistics [n,
+            ...] by name.
+        layers: pytree of arrays whose first axis is that of layers, [L, ...].
+        carry: pytree of arrays [B, ...] that layers pass on.
         rows: pytree of arrays [B, ...] that every layer reads.
-        whole: pytree of arrays that every layer reads, not by rows.
-        microbatches: M, a multiple of the number of stages.
-        rounds: R, times that a microbatch goes round the stages.
+        constants: pytree of arrays without rows that every layer reads.
+        microbatches: M, a multiple of S.
+        rounds: R, how often a microbatch passes through the ring of stages.
 
     Returns:
-        `carry` after all layers, and the statistics stacked over them: means over the microbatches, sums for names in `_count`.
+        The `carry` after all layers, and statistics [L, ...]: sums over microbatches for names that end in
+        `_count`, otherwise means.
 
     Raises:
-        ValueError: rows, layers or microbatches that do not divide.
+        ValueError: rows, layers or microbatches are not divisible as required.
     """
     (axis,) = mesh_axes("layers")
     stages, batch = shards_of("layers"), jax.tree.leaves(carry)[0].shape[0]
     if microbatches % stages or batch % microbatches:
         raise ValueError(
-            f"mesh.microbatches={microbatches}: a batch of {batch} rows over {stages} pipeline stages takes a multiple of "
-            f"{stages} that divides {batch}"
+            f"mesh.microbatches={microbatches}: accepted are multiples of the {stages} pipeline stages that divide the batch of "
+            f"{batch} rows"
         )
     length = jax.tree.leaves(layers)[0].shape[0]
     if length % (stages * rounds):
         raise ValueError(
-            f"mesh.rounds={rounds}: {length} layers do not divide over {stages} pipeline stages x {rounds} rounds"
+            f"mesh.rounds={rounds}: {length} layers are not divisible by {stages} pipeline stages x {rounds} rounds"
         )
-    over, every = PartitionSpec(axis), PartitionSpec()
+    sharded, replicated = PartitionSpec(axis), PartitionSpec()
     run = map_over(
         {axis},
         functools.partial(_ring, stage, axis, microbatches, rounds),
-        (over, over, over, every),
-        (over, PartitionSpec(None, axis)),
+        (sharded, sharded, sharded, replicated),
+        (sharded, PartitionSpec(None, axis)),
     )
-    carry, statistics = run(layers, carry, rows, whole)
+    carry, statistics = run(layers, carry, rows, constants)
     return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), statistics)
 
 
-def _dealt(axis: str, rounds: int, x: jax.Array) -> jax.Array:
-    """Layers stored in order -> this device's of each round, [n, ...] -> [rounds, n / rounds, ...]: group g goes to g mod S."""
+def _groups_of_stage(axis: str, rounds: int, x: jax.Array) -> jax.Array:
+    """Collect the layers of this device's stage, [n, ...] -> [rounds, n / rounds, ...].
+
+    Device i stores layers i n to (i + 1) n, which are the groups i R to (i + 1) R. In round r, stage s
+    requires group r S + s.
+    """
     stages = jax.lax.axis_size(axis)
     stored = x.reshape(rounds, -1, *x.shape[1:])
     if rounds == 1:
         return stored
 
-    def of_round(r):
-        # Groups that lie in the same place of their devices travel together; who gets none of them gets zeros.
+    def groups_of_round(r):
+        # One permutation for each position p < R that a group has on the device that stores it. A device that
+        # receives no group from it gets zeros.
         routes = [
-            [((r * stages + to) // rounds, to) for to in range(stages) if (r * stages + to) % rounds == place]
-            for place in range(rounds)
-        ]  # fmt: skip
-        sent = [jax.lax.ppermute(stored[p], axis, route) for p, route in enumerate(routes) if route]
-        return functools.reduce(jnp.add, sent)
+            [
+                ((r * stages + to) // rounds, to)
+                for to in range(stages)
+                if (r * stages + to) % rounds == position
+            ]
+            for position in range(rounds)
+        ]
+        received = [
+            jax.lax.ppermute(stored[p], axis, route) for p, route in enumerate(routes) if route
+        ]
+        return functools.reduce(jnp.add, received)
 
-    return jnp.stack([of_round(r) for r in range(rounds)])
+    return jnp.stack([groups_of_round(r) for r in range(rounds)])
 
 
-def _ring(stage, axis, microbatches, rounds, layers, carry, rows, whole):
-    """One device's part; its rows come first in microbatches of their own."""
+def _ring(stage, axis, microbatches, rounds, layers, carry, rows, constants):
+    """The computation of one device in `pipelined`, as one scan over turns.
+
+    Its arguments are this device's: `layers` [L / S, ...], `carry` and `rows` [B / S, ...]. It returns the
+    `carry` of its rows, and statistics [R, L / (S R), ...] of its layers.
+    """
     stages, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
-    own = microbatches // stages
+    local = microbatches // stages
 
-    # [B / S, ...] -> [M, B / M, ...]; a row in `own`, so that other axes of the batch keep theirs.
     def cut(x):
-        x = jnp.moveaxis(x.reshape(-1, own, *x.shape[1:]), 1, 0)
+        # [B / S, ...] -> [M, B / M, ...]. Consecutive rows go to different microbatches, so that sharding of
+        # the rows over other mesh axes is unchanged.
+        x = jnp.moveaxis(x.reshape(-1, local, *x.shape[1:]), 1, 0)
         return gather_along(axis, 0, x)
 
-    def join(x):  # the last stage's [M, B / M, ...] -> [B / S, ...]
+    def join(x):
+        # [M, B / M, ...] of the last stage -> [B / S, ...] of each device.
         x = jnp.where(me == stages - 1, x, 0)
         x = sum_and_scatter(axis, x)
         return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])
 
-    layers = jax.tree.map(functools.partial(_dealt, axis, rounds), layers)
-    firsts, rows = jax.tree.map(cut, (carry, rows))
+    layers = jax.tree.map(functools.partial(_groups_of_stage, axis, rounds), layers)
+    inputs, rows = jax.tree.map(cut, (carry, rows))
 
     def at(tree, index):
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
-    # Of one round the layers are the scan's constant; of several each turn's would be kept, so a turn is run again instead.
-    only = at(layers, 0)
+    # With one round, the layers are a constant of the scan. With several, the scan would save the layers of
+    # each turn for the backward pass, so a turn is recomputed instead.
+    first_group = at(layers, 0)
 
     def step(state, tick):
         received, totals = state
-        # Its turn, of R M; a stage that has none works on a microbatch whose result nobody takes.
+        # This stage's turn, 0 to R M - 1. Outside that range it computes some microbatch, and the result is
+        # not used.
         turn = tick - me
-        live = (turn >= 0) & (turn < rounds * microbatches)
+        active = (turn >= 0) & (turn < rounds * microbatches)
         turn = jnp.clip(turn, 0, rounds * microbatches - 1)
         r = turn // stages % rounds
-        index = turn // (stages * rounds) * stages + turn % stages
+        microbatch = turn // (stages * rounds) * stages + turn % stages
         enters = (me == 0) & (r == 0)
-        given = jax.tree.map(lambda a, b: jnp.where(enters, a, b), at(firsts, index), received)
-        after, statistics = stage(
-            only if rounds == 1 else at(layers, r), given, at(rows, index), whole
+        before = jax.tree.map(
+            lambda a, b: jnp.where(enters, a, b), at(inputs, microbatch), received
         )
-        totals = jax.tree.map(lambda a, b: a.at[r].add(jnp.where(live, b, 0)), totals, statistics)
-        ring = [(place, (place + 1) % stages) for place in range(stages)]
-        passed = jax.tree.map(lambda x: jax.lax.ppermute(x, axis, ring), after)
-        return (passed, totals), after
+        after, statistics = stage(
+            first_group if rounds == 1 else at(layers, r), before, at(rows, microbatch), constants
+        )
+        totals = jax.tree.map(lambda a, b: a.at[r].add(jnp.where(active, b, 0)), totals, statistics)
+        ring = [(device, (device + 1) % stages) for device in range(stages)]
+        sent = jax.tree.map(lambda x: jax.lax.ppermute(x, axis, ring), after)
+        return (sent, totals), after
 
-    shapes = jax.eval_shape(stage, only, at(firsts, 0), at(rows, 0), whole)[1]
+    shapes = jax.eval_shape(stage, first_group, at(inputs, 0), at(rows, 0), constants)[1]
     zeros = jax.tree.map(lambda x: jnp.zeros((rounds, *x.shape), x.dtype), shapes)
     ticks = jnp.arange(rounds * microbatches + stages - 1)
-    turn_of = step if rounds == 1 else jax.checkpoint(step, prevent_cse=False)
-    (_, totals), outputs = jax.lax.scan(turn_of, (at(firsts, 0), zeros), ticks)
+    step = step if rounds == 1 else jax.checkpoint(step, prevent_cse=False)
+    (_, totals), outputs = jax.lax.scan(step, (at(inputs, 0), zeros), ticks)
 
-    def leaves(x):
-        # Of the last stage's turns those of the last round, in the order of microbatches.
+    def results(x):
+        # From the last stage's turns, [R M, B / M, ...], select those of the last round: the microbatches in
+        # order.
         x = x[stages - 1 :].reshape(-1, rounds, stages, *x.shape[1:])[:, -1]
         return join(x.reshape(-1, *x.shape[2:]))
 
-    carry = jax.tree.map(leaves, outputs)
+    carry = jax.tree.map(results, outputs)
 
-    def mean(path, x):
+    def reduced(path, x):
         return x if path[-1].key.endswith("_count") else x / microbatches
 
-    return carry, jax.tree_util.tree_map_with_path(mean, totals)
+    return carry, jax.tree_util.tree_map_with_path(reduced, totals)

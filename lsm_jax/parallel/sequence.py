@@ -1,12 +1,15 @@
-"""What devices tell each other when a row's tokens are spread over them, in order.
+"""Communication between devices that share rows: the tokens of a row are sharded over a mesh axis, in order.
 
-A memory's update is a monoid, so that each device composes its own tokens' into one, gathers those of all, and folds the
-earlier ones into the state it starts from: LASP-2 (arXiv 2502.07563, Algorithm 2), for any update. What travels does not grow
-with the number of tokens: one all-gather of updates forward, one of states' gradients backward, for each memory. Convolutions and
-shifts of rows without gaps pass their last tokens on instead (`ops.shift`).
+A memory's update is a monoid. Each device therefore composes the updates of its tokens into one, gathers
+those of all devices, and folds the updates of earlier devices into the state that its own tokens start from:
+LASP-2 (arXiv 2502.07563, Algorithm 2), for any update. The bytes sent do not depend on the number of tokens:
+per memory one all-gather of updates in the forward pass, and one of the states' gradients in the backward
+pass. Convolutions and token shifts of rows without gaps send their last tokens to the next device instead
+(`lsm_jax.ops.convolution.shared_rows`).
 
-Everything here is called inside a `jax.shard_map` with unchecked replication over the axis, where the gradient of a value that
-all devices hold is shared out evenly between them, and what they give back is summed.
+All functions must be called inside a `jax.shard_map` over the axis, with unchecked replication. There the
+gradient of a replicated value is divided evenly between the devices, and the gradients that the devices
+return for it are summed.
 """
 
 from __future__ import annotations
@@ -22,11 +25,13 @@ from jax.ad_checkpoint import checkpoint_name
 from lsm_jax.parallel.sums import sum_along
 
 GATHERED = "sequence_updates"
-"""The name of gathered updates in a checkpoint policy: kept, the backward pass need not gather them again."""
+"""The name of gathered updates in checkpoint policies; if they are saved, the backward pass does not gather
+them again."""
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """The bits of `x` as a vector of 32-bit words."""
+    """The bits of `x` as a vector of 32-bit words; dtypes of less than 32 bits are converted to 32 bits
+    first."""
     if jnp.iscomplexobj(x):
         x = jnp.stack([jnp.real(x), jnp.imag(x)])
     if x.dtype.itemsize < 4:
@@ -35,7 +40,7 @@ def _words(x: jax.Array) -> jax.Array:
 
 
 def _from_words(words: jax.Array, like: Any) -> jax.Array:
-    """`_words` of n arrays shaped as `like`, [n, P] -> [n, ...]."""
+    """Invert `_words` for n arrays of the shape and dtype of `like`: [n, P] -> [n, ...]."""
     dtype = jnp.dtype(like.dtype)
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
     real = jnp.finfo(dtype).dtype if is_complex else dtype
@@ -49,24 +54,24 @@ def _from_words(words: jax.Array, like: Any) -> jax.Array:
 
 
 def gather(axis: str, tree: Any) -> Any:
-    """Every device's `tree`, [n, ...] a leaf, by one all-gather."""
+    """Gather a pytree from the n devices of a mesh axis by one all-gather: leaves [...] -> [n, ...]."""
     leaves, treedef = jax.tree.flatten(tree)
     if not leaves:
         return tree
     words = [_words(x) for x in leaves]
-    everyone = jax.lax.all_gather(jnp.concatenate(words), axis)
+    gathered = jax.lax.all_gather(jnp.concatenate(words), axis)
     ends = [sum(w.size for w in words[:i]) for i in range(len(words) + 1)]
-    parts = [everyone[:, begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
+    parts = [gathered[:, begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
     return treedef.unflatten([_from_words(p, x) for p, x in zip(parts, leaves, strict=True)])
 
 
 def _floats(tree: Any) -> list[jax.Array]:
-    """The leaves that have gradients."""
+    """The floating-point and complex leaves, which are those that have gradients."""
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
 def _with_floats(tree: Any, floats: list[Any], other: Callable[[Any], Any] = lambda x: x) -> Any:
-    """`tree` with its floating leaves replaced, and `other` of the rest."""
+    """Return `tree` with the leaves of `_floats` replaced by `floats`, and every other leaf x by `other(x)`."""
     rest = iter(floats)
     return jax.tree.map(
         lambda x: next(rest) if jnp.issubdtype(x.dtype, jnp.inexact) else other(x), tree
@@ -74,47 +79,50 @@ def _with_floats(tree: Any, floats: list[Any], other: Callable[[Any], Any] = lam
 
 
 def _fold(advance, updates, initial) -> tuple[Any, Any]:
-    """The state ahead of each update, [n, ...], and the one after all."""
-    final, entering = jax.lax.scan(lambda s, u: (advance(s, u), s), initial, updates)
-    return entering, final
+    """Apply n updates (leaves [n, ...]) in order; return the states before each of them, [n, ...], and the
+    final state."""
+    final, before = jax.lax.scan(lambda s, u: (advance(s, u), s), initial, updates)
+    return before, final
 
 
-def _own(axis: str, tree: Any) -> Any:
-    """[n, ...] -> this device's."""
-    here = jax.lax.axis_index(axis)
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, here, keepdims=False), tree)
+def _local(axis: str, tree: Any) -> Any:
+    """Select this device's entry of leaves [n, ...] -> [...]."""
+    device = jax.lax.axis_index(axis)
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, device, keepdims=False), tree)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def exchange(
     axis: str, advance: Callable[[Any, Any], Any], update: Any, initial: Any
 ) -> tuple[Any, Any]:
-    """The state that this device's tokens start from, and the one after all devices' tokens.
+    """Return the state before this device's tokens, and the state after the tokens of all devices.
 
-    Backward, the gradients of the states that devices start from are gathered, and each device takes those of all the later
-    ones back to its own update.
+    In the backward pass every device gathers the gradients of all devices' start states, and computes from
+    them the gradient of its update, which affects the start states of all later devices.
 
     Args:
-        axis: mesh axis the devices stand along, in the tokens' order.
-        advance: (state, update) -> the state after it; a function defined once.
-        update: all of this device's tokens as one, a pytree of arrays.
-        initial: the state ahead of the first device's tokens, the same on all devices.
+        axis: mesh axis of the devices, in the tokens' order.
+        advance: (state, update) -> the state after the update; it must be the same function object in every
+            call, so no lambda.
+        update: the composed update of all tokens of this device, a pytree of arrays.
+        initial: the state before the first device's tokens, the same on all devices.
     """
-    return _forward(axis, advance, update, initial)[0]
+    return _exchange_forward(axis, advance, update, initial)[0]
 
 
-def _forward(axis, advance, update, initial):
-    """`exchange`, and what its backward pass needs."""
+def _exchange_forward(axis, advance, update, initial):
+    """The results of `exchange`, and the residuals (all devices' updates, the initial state)."""
     updates = jax.tree.map(lambda x: checkpoint_name(x, GATHERED), gather(axis, update))
-    entering, final = _fold(advance, updates, initial)
-    return (_own(axis, entering), final), (updates, initial)
+    before, final = _fold(advance, updates, initial)
+    return (_local(axis, before), final), (updates, initial)
 
 
-def _backward(axis, advance, saved, grads):
-    """Gradients of update and initial state; the first device gives the latter's."""
-    updates, initial = saved
-    # Integers' gradients are empty: which leaves are real numbers is read off the state.
-    grad_entering, grad_final = (
+def _exchange_backward(axis, advance, residuals, grads):
+    """The gradients of `update` and `initial`; only the first device returns a gradient of `initial` that is
+    not 0."""
+    updates, initial = residuals
+    # The gradients of integers have no values: select the floating-point leaves by the dtypes of the state.
+    grad_before, grad_final = (
         [
             g
             for x, g in zip(jax.tree.leaves(initial), jax.tree.leaves(of), strict=True)
@@ -123,114 +131,123 @@ def _backward(axis, advance, saved, grads):
         for of in grads
     )
 
-    def fold(of_updates, of_initial):
-        entering, final = _fold(
-            advance, _with_floats(updates, of_updates), _with_floats(initial, of_initial)
+    def fold(float_updates, float_initial):
+        before, final = _fold(
+            advance, _with_floats(updates, float_updates), _with_floats(initial, float_initial)
         )
-        return _floats(entering), _floats(final)
+        return _floats(before), _floats(final)
 
     _, pull = jax.vjp(fold, _floats(updates), _floats(initial))
     devices = jax.lax.axis_size(axis)
+    # `grad_final` is this device's even part of the gradient of a replicated value: multiply to get all of
+    # it.
     grad_updates, grad_initial = pull(
-        (gather(axis, grad_entering), [devices * g for g in grad_final])
+        (gather(axis, grad_before), [devices * g for g in grad_final])
     )
-    first = jax.lax.axis_index(axis) == 0
-    grad_initial = [jnp.where(first, g, 0) for g in grad_initial]
+    # The gradients that devices return for a replicated argument are summed: one device returns it, the
+    # others 0.
+    is_first = jax.lax.axis_index(axis) == 0
+    grad_initial = [jnp.where(is_first, g, 0) for g in grad_initial]
     return (
-        _with_floats(updates, _own(axis, grad_updates), lambda _: None),
+        _with_floats(updates, _local(axis, grad_updates), lambda _: None),
         _with_floats(initial, grad_initial, lambda _: None),
     )
 
 
-exchange.defvjp(_forward, _backward)
+exchange.defvjp(_exchange_forward, _exchange_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def hand_on(
+def run_in_turn(
     axis: str, run: Callable[[Any, Any], tuple[Any, Any]], arguments: Any, initial: Any
 ) -> tuple[Any, Any]:
-    """`run(arguments, state) -> (output, state after)` on one device after the other, each from the state of the one before.
+    """Call `run(arguments, state) -> (output, next state)` on one device after the other, each with the
+    previous device's state.
 
-    For what no update composes: all devices but one wait at any time. Backward the order is the other way round, and each
-    device runs its tokens again from the state it started from, which is all that is kept.
+    For memories whose updates do not compose. At any time one device computes and the others wait. The
+    backward pass runs in the opposite order; each device recomputes its tokens from its start state, the only
+    array that is saved for it.
 
     Args:
-        axis: mesh axis the devices stand along, in the tokens' order.
-        run: without collectives; its outputs are real numbers.
-        arguments: this device's, a pytree of arrays.
-        initial: the state ahead of the first device's tokens, the same on all devices.
+        axis: mesh axis of the devices, in the tokens' order.
+        run: a function without collectives; its outputs are floating-point arrays.
+        arguments: the arguments of this device's tokens, a pytree of arrays.
+        initial: the state before the first device's tokens, the same on all devices.
 
     Returns:
-        This device's output, and the last device's state after.
+        This device's output, and the state after the last device's tokens.
     """
-    return _hand_on_forward(axis, run, arguments, initial)[0]
+    return _in_turn_forward(axis, run, arguments, initial)[0]
 
 
 def _broadcast(axis: str, device: int, tree: Any) -> Any:
-    """One device's `tree`, on all."""
-    own = jax.lax.axis_index(axis) == device
-    return jax.tree.map(lambda x: sum_along(axis, jnp.where(own, x, 0)), tree)
+    """Return the `tree` of one device on all devices."""
+    is_source = jax.lax.axis_index(axis) == device
+    return jax.tree.map(lambda x: sum_along(axis, jnp.where(is_source, x, 0)), tree)
 
 
-def _hand_on_forward(axis, run, arguments, initial):
-    """`hand_on`, and what its backward pass needs."""
-    devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
-    onwards = [(i, (i + 1) % devices) for i in range(devices)]
+def _in_turn_forward(axis, run, arguments, initial):
+    """The results of `run_in_turn`, and the residuals (arguments, the state before this device's tokens)."""
+    devices, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    to_next = [(i, (i + 1) % devices) for i in range(devices)]
     output = jax.tree.map(
         lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run, arguments, initial)[0]
     )
 
     def turn(carry, device):
-        state, entering, output = carry
-        mine = here == device
-        entering = jax.tree.map(lambda new, old: jnp.where(mine, new, old), state, entering)
+        state, before, output = carry
+        is_my_turn = me == device
+        before = jax.tree.map(lambda new, old: jnp.where(is_my_turn, new, old), state, before)
         output, after = jax.lax.cond(
-            mine, lambda s, _: run(arguments, s), lambda s, o: (o, s), state, output
+            is_my_turn, lambda s, _: run(arguments, s), lambda s, o: (o, s), state, output
         )
-        return (jax.lax.ppermute(after, axis, onwards), entering, output), None
+        return (jax.lax.ppermute(after, axis, to_next), before, output), None
 
     start = (initial, initial, output)
-    (final, entering, output), _ = jax.lax.scan(turn, start, jnp.arange(devices))
-    entering = jax.tree.map(lambda x: checkpoint_name(x, GATHERED), entering)
-    return (output, _broadcast(axis, 0, final)), (arguments, entering)
+    (final, before, output), _ = jax.lax.scan(turn, start, jnp.arange(devices))
+    before = jax.tree.map(lambda x: checkpoint_name(x, GATHERED), before)
+    # After n turns the last device's state has been sent on to device 0.
+    return (output, _broadcast(axis, 0, final)), (arguments, before)
 
 
-def _hand_on_backward(axis, run, saved, grads):
-    """Gradients of arguments and initial state, the last device's turn first."""
-    arguments, entering = saved
+def _in_turn_backward(axis, run, residuals, grads):
+    """The gradients of `arguments` and `initial`, computed from the last device's turn to the first's."""
+    arguments, before = residuals
     grad_output, grad_final = grads
-    devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
-    back = [((i + 1) % devices, i) for i in range(devices)]
+    devices, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
+    to_previous = [((i + 1) % devices, i) for i in range(devices)]
 
-    def of_floats(of_arguments, of_state):
-        output, after = run(_with_floats(arguments, of_arguments), _with_floats(entering, of_state))
+    def run_floats(float_arguments, float_state):
+        output, after = run(
+            _with_floats(arguments, float_arguments), _with_floats(before, float_state)
+        )
         return output, _floats(after)
 
     def pull(grad_after, _):
-        _, pullback = jax.vjp(of_floats, _floats(arguments), _floats(entering))
+        _, pullback = jax.vjp(run_floats, _floats(arguments), _floats(before))
         return pullback((grad_output, grad_after))
 
     def turn(carry, device):
-        grad_after, of_arguments = carry
-        of_arguments, grad_before = jax.lax.cond(
-            here == device, pull, lambda g, a: (a, g), grad_after, of_arguments
+        grad_after, grad_arguments = carry
+        grad_arguments, grad_before = jax.lax.cond(
+            me == device, pull, lambda g, a: (a, g), grad_after, grad_arguments
         )
-        return (jax.lax.ppermute(grad_before, axis, back), of_arguments), None
+        return (jax.lax.ppermute(grad_before, axis, to_previous), grad_arguments), None
 
-    last = [
+    grad_last = [
         devices * g
-        for x, g in zip(jax.tree.leaves(entering), jax.tree.leaves(grad_final), strict=True)
+        for x, g in zip(jax.tree.leaves(before), jax.tree.leaves(grad_final), strict=True)
         if jnp.issubdtype(x.dtype, jnp.inexact)
     ]
-    start = (last, [jnp.zeros_like(x) for x in _floats(arguments)])
+    start = (grad_last, [jnp.zeros_like(x) for x in _floats(arguments)])
     turns = jnp.arange(devices)[::-1]
-    (before, of_arguments), _ = jax.lax.scan(turn, start, turns)
-    # What the first device gives back has gone round to the last one.
-    before = [jnp.where(here == devices - 1, g, 0) for g in before]
+    (grad_initial, grad_arguments), _ = jax.lax.scan(turn, start, turns)
+    # After n turns the first device's gradient has been sent on to the last device.
+    grad_initial = [jnp.where(me == devices - 1, g, 0) for g in grad_initial]
     return (
-        _with_floats(arguments, of_arguments, lambda _: None),
-        _with_floats(entering, before, lambda _: None),
+        _with_floats(arguments, grad_arguments, lambda _: None),
+        _with_floats(before, grad_initial, lambda _: None),
     )
 
 
-hand_on.defvjp(_hand_on_forward, _hand_on_backward)
+run_in_turn.defvjp(_in_turn_forward, _in_turn_backward)

@@ -1,7 +1,8 @@
-"""Training: the config of a run, the step, the loop, and the directory it leaves."""
+"""Training: the config of a run, the step, the loop, and the run's directory."""
 
 from lsm_jax.training.checkpoints import Checkpoints
-from lsm_jax.training.config import OptimizerConfig, TrainConfig, differences, from_dict, to_dict
+from lsm_jax.training.config import OptimizerConfig, TrainConfig
+from lsm_jax.training.config_json import differences, from_dict, to_dict
 from lsm_jax.training.loop import TrainingStopped, TrainResult, train
 from lsm_jax.training.metrics import read_rows
 from lsm_jax.training.optimizer import learning_rate, make_optimizer

@@ -1,4 +1,5 @@
-"""Checkpoints of parameters, optimizer and data iterator; a kill at any moment leaves a usable one."""
+"""Checkpoints of parameters, optimizer and data iterator; after a kill at any moment the newest complete one
+is usable."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ class Checkpoints:
     """The checkpoints of one run.
 
     A save writes a temporary folder and renames it when it is complete. Then checksums of its files are
-    written to another folder, and compared when the checkpoint is read. A checkpoint without checksums, as a
-    kill between the two leaves it, is read unchecked. Parameters are stored separately from the optimizer's
+    written to another folder, and compared when the checkpoint is read. A checkpoint without checksums, as
+    after a kill between the two, is read unchecked. Parameters are stored separately from the optimizer's
     state, so that evaluation reads only parameters.
 
     Args:
@@ -139,7 +140,7 @@ class Checkpoints:
             for broken_step, _ in broken:
                 self._set_aside(broken_step)
             if broken:
-                _say(f"going on from checkpoint {step}, the one before")
+                _say(f"continuing from checkpoint {step}, the one before")
                 self._checkpointer.reload()
             return dataclasses.replace(loaded["training"], params=loaded["params"])
         if broken:
@@ -159,10 +160,10 @@ class Checkpoints:
         """
         steps = self.steps
         if not steps:
-            raise ValueError(f"{self.directory} holds no checkpoint")
+            raise ValueError(f"{self.directory} has no checkpoint")
         if step is not None and step not in steps:
             raise ValueError(
-                f"step={step}: {self.directory} holds checkpoints of steps {', '.join(map(str, steps))}"
+                f"step={step}: {self.directory} has checkpoints of steps {', '.join(map(str, steps))}"
             )
         failure = None
         for candidate in reversed(steps) if step is None else [step]:

@@ -1,4 +1,5 @@
-"""The flag `--config=FILE.py:VARIANT` of commands: parse it, and report what is wrong with it in one line."""
+"""Parsing of the flag `--config=FILE.py:VARIANT` and of overrides of its fields, with error messages of one
+line."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from typing import Any
 
 from absl import flags
 
-from lsm_jax.training.config import suggest
+from lsm_jax.training.config_json import suggest
 
 _MISSING = object()
 _ACCEPTED = "accepted is FILE.py:VARIANT, e.g. configs/lm.py:gla-340m"
@@ -34,7 +35,7 @@ def parse_config(
         workdir: whether `--workdir` is required.
 
     Returns:
-        The arguments that are no flags, with the program's name first.
+        The arguments that are not flags, with the program's name first.
     """
     unset = [a for a in argv[1:] if re.fullmatch(r"--?config\.[^=]+=None", a)]
     sys.argv = [a for a in sys.argv if a not in unset]
@@ -67,19 +68,23 @@ def _unset(config: Any, name: str) -> None:
         ValueError: the field does not accept None.
         KeyError, AttributeError: the field does not exist.
     """
-    *holders, last = name.split(".")
-    for part in holders:
+    *path, last = name.split(".")
+    for part in path:
         config = config[part] if isinstance(config, dict) else getattr(config, part)
     kind = typing.get_type_hints(type(config))[last]
     if kind is not Any and types.NoneType not in typing.get_args(kind):
         raise ValueError(
-            f"--config.{name}=None: accepted is {getattr(kind, '__name__', kind)}, as the field's {getattr(config, last)!r}"
+            f"--config.{name}=None: accepted is {getattr(kind, '__name__', kind)}, and the config has {getattr(config, last)!r}"
         )
     setattr(config, last, None)
 
 
 def _problem(argv: list[str], workdir: bool) -> str | None:
-    """What is wrong with --config, with --workdir or with the first wrong override; None if nothing is."""
+    """Return the error message for the arguments, or None if they are valid.
+
+    Checks `--config` (the flag, the file, the variant), `--workdir`, and then each override
+    `--config.NAME=VALUE`.
+    """
     values = {
         name.lstrip("-"): value if equals else following
         for (name, equals, value), following in zip(
@@ -97,7 +102,7 @@ def _problem(argv: list[str], workdir: bool) -> str | None:
     try:
         spec = importlib.util.spec_from_file_location("config_file", path)
         if spec is None or spec.loader is None:
-            return f"--config={values['config']}: {path!r} is no Python file; {_ACCEPTED}"
+            return f"--config={values['config']}: {path!r} is not a Python file; {_ACCEPTED}"
         module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         config = module.get_config(variant) if colon else module.get_config()
@@ -112,24 +117,23 @@ def _problem(argv: list[str], workdir: bool) -> str | None:
 
 
 def _override(config: Any, name: str, value: str) -> str | None:
-    """What is wrong with an override, judged by the field's name and type; None if nothing is."""
-    holder, parent = config, None
+    """Return the error message for an override of the field `name`, or None if the field exists and may be
+    set."""
+    node, parent = config, None
     for part in name.split("."):
         inner = (
-            holder.get(part, _MISSING)
-            if isinstance(holder, dict)
-            else getattr(holder, part, _MISSING)
+            node.get(part, _MISSING) if isinstance(node, dict) else getattr(node, part, _MISSING)
         )
         if inner is _MISSING:
             return f"--config.{name}: {suggest(config, name)}"
-        holder, parent = inner, holder
+        node, parent = inner, node
     last = name.rpartition(".")[2]
     kind = (
         typing.get_type_hints(type(parent)).get(last) if dataclasses.is_dataclass(parent) else None
     )
     if kind is Any and value != "None":
         return (
-            f"--config.{name}={value}: accepted are None, and values for its fields one by one; --config's variant says what "
-            "stands there"
+            f"--config.{name}={value}: accepted is None; set the fields one by one, --config.{name}.FIELD=VALUE, and select another "
+            "kind of value by the variant of --config"
         )
     return None

@@ -1,11 +1,8 @@
-"""A training run as data, and how it becomes JSON and back."""
+"""The config of a training run."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import importlib
-import json
 import math
 import typing
 from typing import Any
@@ -24,15 +21,16 @@ class OptimizerConfig:
 
     Attributes:
         peak_lr: learning rate after the warm-up.
-        end_lr_ratio: learning rate at the end, as a part of the peak.
-        warmup_tokens: tokens over which the learning rate rises from 0.
-        warmup_from_zero: a step's place in the warm-up is the tokens before it, so that the first step's rate is 0; else the
-            tokens with it.
+        end_lr_ratio: learning rate at the end of the run, divided by `peak_lr`.
+        warmup_tokens: number of tokens over which the learning rate rises linearly from 0.
+        warmup_from_zero: if True, a step's learning rate depends on the tokens before it, so the first step's
+            is 0; otherwise its own tokens are included.
         b1: decay of the first moment.
         b2: decay of the second moment.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled; norms, biases, convolutions, A_log, dt_bias and D take none.
-        clip_norm: gradients are scaled down to this global norm.
+        eps: added to the square root of the second moment.
+        weight_decay: decoupled weight decay; it does not apply to norms, biases, convolutions, A_log, dt_bias
+            and D.
+        clip_norm: gradients with a larger global norm are scaled down to this one.
     """
 
     peak_lr: float = 3e-4
@@ -46,7 +44,7 @@ class OptimizerConfig:
     clip_norm: float = 1.0
 
     def validate(self) -> None:
-        """Raise ValueError where a field is out of range."""
+        """Raise ValueError if a field is out of range."""
         for name, value in dataclasses.asdict(self).items():
             if not math.isfinite(value):
                 raise ValueError(f"optimizer.{name}={value}: it must be finite")
@@ -65,34 +63,37 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(kw_only=True)
 class TrainConfig:
-    """Everything a run depends on.
+    """Everything that a run depends on.
 
     Attributes:
-        name: shown in logs and plots.
+        name: the name shown in logs and plots.
         model: the decoder.
-        data: what it reads.
-        optimizer: how it learns.
-        mesh: devices along each mesh axis.
-        batch_size: sequences a step, over all devices and accumulation steps.
-        accumulation_steps: the batch is computed in so many pieces, one after another.
-        total_tokens: length of the run; the last, incomplete step is not taken.
-        seed: of parameters and data order.
+        data: the training data.
+        optimizer: the optimizer and the learning-rate schedule.
+        mesh: number of devices along each mesh axis.
+        batch_size: sequences per step, over all devices and accumulation steps.
+        accumulation_steps: number of equal pieces of the batch whose gradients are computed one after another
+            and summed.
+        total_tokens: length of the run in tokens; a last, incomplete step is not taken.
+        seed: the seed of the parameters and of the order of the data.
         log_every: steps between rows of metrics.jsonl.
-        eval_every: steps between held-out losses; 0 is never.
-        eval_batches: batches of `batch_size` a held-out loss is taken over.
+        eval_every: steps between held-out losses; 0 never computes one.
+        eval_batches: batches of `batch_size` sequences over which a held-out loss is computed.
         checkpoint_every: steps between checkpoints; one is always written at the end.
-        keep_last: newest checkpoints kept.
-        keep_every: checkpoints at multiples of so many steps are kept too; 0 keeps none more.
-        init_from: another run's directory, whose last parameters this run starts from; parameters that train here and that
-            it does not have start anew.
-        base: the pretrained model to start from where there is no `init_from`, an object with `validate(model)` and
-            `load(model, target)` such as `lsm_jax.linearize.Pretrained`, or None.
-        trainable: names of modules or parameters; those with one in their path train, and are saved. The others stand still
-            in bfloat16, and are read again from `init_from` or `base` whenever the run is opened. None at all: everything
-            trains.
-        max_bad_steps: stop after so many steps in a row with a loss or gradient that is not finite. Such steps change nothing.
-        profile_start: steps after which this process opens a profiler window, written to workdir/profile.
-        profile_steps: its length; 0 profiles nothing.
+        keep_last: number of the newest checkpoints that are kept.
+        keep_every: also keep the checkpoints at multiples of so many steps; 0 keeps no others.
+        init_from: the directory of another run, whose newest parameters this run starts from. Trained
+            parameters that the other run does not have are initialised.
+        base: the pretrained model to start from if `init_from` is empty: None, or an object with
+            `validate(model)` and `load(model, target)` such as `lsm_jax.linearize.Pretrained`.
+        trainable: names of modules or parameters. Parameters with one of them in their path are trained and
+            saved. The others are frozen: they are stored in bfloat16, and read again from `init_from` or
+            `base` whenever the run is opened. If empty, all parameters are trained.
+        max_bad_steps: stop after so many consecutive steps whose loss or gradient is not finite. Such steps
+            change nothing.
+        profile_start: number of steps of this process before the profiler starts; its trace is written to
+            workdir/profile.
+        profile_steps: number of steps that are profiled; 0 profiles none.
     """
 
     name: str
@@ -122,25 +123,33 @@ class TrainConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens in a batch."""
+        """The number of tokens in a batch."""
         return self.batch_size * self.data.sequence_length
 
     @property
     def num_steps(self) -> int:
-        """Steps of the whole run."""
+        """The number of steps of the run."""
         return self.total_tokens // self.tokens_per_step
 
     def validate(self, num_devices: int | None = None, *, on_paper: bool = False) -> None:
-        """Raise ValueError where a field is out of range or fields do not fit each other; nothing is compiled.
+        """Raise ValueError if a field is out of range or fields contradict each other; nothing is compiled.
 
         Args:
-            num_devices: check the mesh against so many devices; None leaves it unchecked.
-            on_paper: leave the files of a pretrained model, `base`, unopened.
+            num_devices: number of devices to check the mesh for; None does not check it.
+            on_paper: do not open the files of the pretrained model `base`.
         """
         self.model.validate()
         self.data.validate()
         self.optimizer.validate()
-        for name in ("batch_size", "accumulation_steps", "log_every", "eval_batches", "checkpoint_every", "keep_last", "max_bad_steps"):  # fmt: skip
+        for name in (
+            "batch_size",
+            "accumulation_steps",
+            "log_every",
+            "eval_batches",
+            "checkpoint_every",
+            "keep_last",
+            "max_bad_steps",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: it must be at least 1")
         for name in ("eval_every", "keep_every", "profile_start", "profile_steps"):
@@ -162,45 +171,47 @@ class TrainConfig:
             self.base.validate(self.model)
         if self.trainable and not (self.init_from or self.base):
             raise ValueError(
-                f"trainable={self.trainable}: the other parameters stand still; set init_from or base, whose they are"
+                f"trainable={self.trainable}: the other parameters are frozen; set init_from or base, from which they are read"
             )
         self._check_lengths()
         self._advise_on_alignment()
         shards = 1
         if num_devices is not None:
             sizes = self.mesh.shape(num_devices)
-            self._check_parts(sizes)
+            self._check_mesh(sizes)
             shards = batch_shards(sizes)
-        passes = self.mesh.pieces() // self.mesh.pipeline  # microbatches of one device's rows
-        if self.batch_size % (shards * passes * self.accumulation_steps):
-            pieces = f" x {passes} microbatches of each" if passes > 1 else ""
-            if passes > 1 and self.mesh.microbatches:
-                pieces += f" (mesh.microbatches={self.mesh.microbatches})"
+        per_device = self.mesh.pieces() // self.mesh.pipeline  # microbatches of one device's rows
+        if self.batch_size % (shards * per_device * self.accumulation_steps):
+            microbatches = f" x {per_device} microbatches of each" if per_device > 1 else ""
+            if per_device > 1 and self.mesh.microbatches:
+                microbatches += f" (mesh.microbatches={self.mesh.microbatches})"
             raise ValueError(
-                f"batch_size={self.batch_size}: it must divide by {shards} devices{pieces} x "
+                f"batch_size={self.batch_size}: it must be divisible by {shards} devices{microbatches} x "
                 f"accumulation_steps={self.accumulation_steps}"
             )
 
-    def _check_parts(self, sizes: dict[str, int]) -> None:
-        """Raise ValueError where a mesh of these sizes cuts what does not divide; heads and widths are checked by name later."""
+    def _check_mesh(self, sizes: dict[str, int]) -> None:
+        """Raise ValueError if layers, tokens or experts are not divisible by a mesh of these sizes.
+
+        Heads and widths are checked by `lsm_jax.training.step.param_shardings`.
+        """
         periods = self.model.num_layers // len(self.model.period())
         if periods % (sizes["pipeline"] * self.mesh.rounds):
             rounds = f" x mesh.rounds={self.mesh.rounds}" if self.mesh.rounds > 1 else ""
             raise ValueError(
-                f"mesh.pipeline={sizes['pipeline']}{rounds}: the model's {periods} periods of {self.model.period()!r} do not "
-                "divide into so many stages"
+                f"mesh.pipeline={sizes['pipeline']}{rounds}: the model's {periods} periods of {self.model.period()!r} are not "
+                "divisible by it"
             )
         length = self.data.sequence_length
         if length < sizes["sequence"]:
             raise ValueError(
-                f"data.sequence_length={length} is less than one token for each of mesh.sequence={sizes['sequence']} devices"
+                f"data.sequence_length={length}: it must be at least mesh.sequence={sizes['sequence']}, one token per device"
             )
         for letter in sorted(set(self.model.pattern)):
             count = getattr(self.model.layers[letter].feedforward, "num_experts", 0)
             if count % sizes["expert"]:
                 raise ValueError(
-                    f"model.layers.{letter}.feedforward.num_experts={count} does not divide over "
-                    f"mesh.expert={sizes['expert']} devices"
+                    f"model.layers.{letter}.feedforward.num_experts={count}: it must be divisible by mesh.expert={sizes['expert']}"
                 )
 
     def _check_lengths(self) -> None:
@@ -213,27 +224,32 @@ class TrainConfig:
                 ("op.chunk_size", chunk_size),
             ):
                 if name == "window" and self.base is not None:
-                    continue  # a pretrained layer's own, wide enough to see whole rows
+                    continue  # the window of a pretrained layer may be longer than the rows
                 if value is not None and value > length:
                     raise ValueError(
-                        f"model.layers.{letter}.mixer.{name}={value} is longer than data.sequence_length={length}"
+                        f"model.layers.{letter}.mixer.{name}={value} is longer than data.sequence_length={length}; accepted are "
+                        "values up to it"
                     )
 
     def _advise_on_alignment(self) -> None:
-        """Log where packed documents begin inside an online-learned memory's mini-batches: as exact, but slower."""
+        """Log a warning if packed documents may begin inside the mini-batches of an online memory, which is
+        slower."""
         for letter in sorted(set(self.model.pattern)):
             size = getattr(self.model.layers[letter].mixer, "mini_batch", 1)
             if self.data.align_documents % size:
                 logging.warning(
-                    "data.align_documents=%d is no multiple of model.layers.%s.mixer.mini_batch=%d. Where text is packed, "
-                    "its documents then begin inside mini-batches, and the memory reads those places up to three times; "
-                    "the results are the same. To avoid it set data.align_documents=%d",
-                    self.data.align_documents, letter, size, math.lcm(self.data.align_documents, size),
-                )  # fmt: skip
+                    "data.align_documents=%d is not a multiple of model.layers.%s.mixer.mini_batch=%d. Packed documents then begin "
+                    "inside mini-batches, which are computed up to three times; the results are the same. To avoid this, set "
+                    "data.align_documents=%d",
+                    self.data.align_documents,
+                    letter,
+                    size,
+                    math.lcm(self.data.align_documents, size),
+                )
 
 
 def resolve_annotations(config: Any) -> None:
-    """Turn postponed annotations (strings) into types, which ml-collections checks overrides by."""
+    """Replace annotations that are strings by types, by which ml-collections checks overrides of fields."""
     if isinstance(config, dict):
         for item in config.values():
             resolve_annotations(item)
@@ -245,152 +261,13 @@ def resolve_annotations(config: Any) -> None:
 
 
 def _flag_type(hint: Any) -> Any:
-    """The type by which ml-collections checks overrides of a field; it knows no other unions than those with None.
+    """The type by which ml-collections checks overrides of a field; it supports no unions except those with
+    None.
 
-    Of several names in order of preference, `str | tuple[str, ...] | None`, that is the string, with commas.
+    For names in order of preference, `str | tuple[str, ...] | None`, it is `str | None`: names separated by
+    commas.
     """
     kinds = typing.get_args(hint)
     if str in kinds and any(typing.get_origin(kind) is tuple for kind in kinds):
         return str | None
     return hint
-
-
-_FREE = {
-    "name", "mesh", "accumulation_steps", "model.remat", "model.loss_chunk_size", "log_every", "eval_every", "eval_batches", "checkpoint_every", "keep_last", "keep_every",
-    "max_bad_steps", "profile_start", "profile_steps", "data.num_threads", "data.prefetch", "data.cache_dir",
-}  # fmt: skip
-
-
-def to_dict(value: Any) -> Any:
-    """A config as plain JSON values; each dataclass carries its type."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        kind = f"{type(value).__module__}:{type(value).__qualname__}"
-        fields = {f.name: to_dict(getattr(value, f.name)) for f in dataclasses.fields(value)}
-        return {"type": kind, **fields}
-    if isinstance(value, dict):
-        return {key: to_dict(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_dict(item) for item in value]
-    return value
-
-
-# Modules of config classes that releases before 0.2 knew by another name.
-_MOVED_MODULES = {
-    "lsm_jax.data.recall": "lsm_jax.data.recall_task",
-    "lsm_jax.models.recall": "lsm_jax.models.recall_model",
-}
-
-
-def _moved_fields(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a config of class `kind` where releases before 0.2 had them directly in the mixer's: by today's names."""
-    if not issubclass(kind, mixers.RecurrentConfig) or "op" in fields:
-        return fields
-    kept = {name: value for name, value in fields.items() if name not in MOVED_FIELDS}
-    moved = {name: value for name, value in fields.items() if name in MOVED_FIELDS}
-    window = "window_implementation"
-    attention = dict(implementation=moved.pop(window)) if window in moved else {}
-    return kept | attention | dict(op=dataclasses.replace(kind().op, **moved))
-
-
-def _class_of(kind: str) -> type:
-    """The config class that `to_dict` wrote as "module:name": of this library or of a registered method."""
-    for method in (mixers.METHODS | mixers.WRAPPERS).values():
-        if kind == f"{method.config.__module__}:{method.config.__qualname__}":
-            return method.config
-    module, _, name = kind.partition(":")
-    if module.partition(".")[0] != "lsm_jax":
-        raise ValueError(
-            f"config: type {kind!r} is not one of lsm_jax, nor the config of a method that mixers.register was given"
-        )
-    return getattr(importlib.import_module(_MOVED_MODULES.get(module, module)), name)
-
-
-# Fields of mixers' configs by their names before release 0.2, and by today's.
-MOVED_FIELDS = {
-    "form": "op.form",
-    "implementation": "op.implementation",
-    "chunk_size": "op.chunk_size",
-    "window_implementation": "implementation",
-}
-
-
-def from_dict(value: Any) -> Any:
-    """The config that `to_dict` was given.
-
-    Raises:
-        ValueError: a type that is neither of this library nor a registered method's, or fields that it does not have.
-    """
-    if isinstance(value, dict) and "type" in value:
-        kind = _class_of(value["type"])
-        name = kind.__name__
-        fields = {key: from_dict(item) for key, item in value.items() if key != "type"}
-        fields = _moved_fields(kind, fields)
-        unknown = sorted(set(fields) - {f.name for f in dataclasses.fields(kind)})
-        if unknown:
-            raise ValueError(f"config: {name} has no field {', '.join(unknown)}")
-        for field in dataclasses.fields(kind):
-            if isinstance(fields.get(field.name), list):
-                fields[field.name] = tuple(fields[field.name])
-        return kind(**fields)
-    if isinstance(value, dict):
-        return {key: from_dict(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [from_dict(item) for item in value]
-    return value
-
-
-def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """A config by dotted field names."""
-    if not isinstance(value, dict):
-        value = to_dict(value)
-    rows = {}
-    for key, item in value.items():
-        name = f"{prefix}{key}"
-        rows |= flatten(item, f"{name}.") if isinstance(item, dict) else {name: item}
-    return rows
-
-
-def differences(old: Any, new: Any) -> list[str]:
-    """The fields in which two configs train differently, as lines "name: old -> new"."""
-
-    def is_free(name: str) -> bool:
-        last = name.rpartition(".")[2]
-        return last in ("expert_buffer", "exchange") or any(
-            name == free or name.startswith(free + ".") for free in _FREE
-        )
-
-    # Through JSON, so that tuples and lists compare equal.
-    a, b = (json.loads(json.dumps(flatten(c))) for c in (old, new))
-    names = [n for n in dict.fromkeys([*a, *b]) if not is_free(n)]
-    missing = "(absent)"
-    return [
-        f"{n}: {a.get(n, missing)} -> {b.get(n, missing)}"
-        for n in names
-        if a.get(n, missing) != b.get(n, missing)
-    ]
-
-
-def suggest(config: Any, name: str) -> str:
-    """The message about a dotted field that does not exist: the nearest fields that do."""
-    *path, last = name.split(".")
-    holder = config
-    for part in path:
-        inner = holder.get(part) if isinstance(holder, dict) else getattr(holder, part, None)
-        if inner is None:
-            known = holder if isinstance(holder, dict) else vars(holder)
-            if part in known:
-                return f"{part} is None here, which has no fields"
-            last = part
-            break
-        holder = inner
-    if isinstance(holder, dict):
-        known = sorted(holder)
-    elif dataclasses.is_dataclass(holder):
-        known = [f.name for f in dataclasses.fields(holder)]
-    else:
-        return f"{'.'.join(path)} is a value and has no fields"
-    if last in MOVED_FIELDS and isinstance(holder, mixers.RecurrentConfig):
-        return f"{type(holder).__name__} has no field {last!r}; since release 0.2 it is {MOVED_FIELDS[last]!r}"
-    close = difflib.get_close_matches(last, known, 1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"{type(holder).__name__} has no field {last!r}{hint} It has: {', '.join(known)}"

@@ -19,13 +19,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lsm_jax import interrupts
-from lsm_jax.data import fingerprint, make_eval_iterator, make_train_iterator
+from lsm_jax.data import fingerprint
 from lsm_jax.models import abstract, count_parameters, flops_per_token
-from lsm_jax.parallel import Agreement, data_shard, make_mesh, place_batch, token_sharding
+from lsm_jax.parallel import Agreement, make_mesh, place_batch, token_sharding
+from lsm_jax.training.batches import eval_batches, train_batches
 from lsm_jax.training.checkpoints import Checkpoints, abstract_like
 from lsm_jax.training.config import TrainConfig
 from lsm_jax.training.metrics import Meter, MetricsWriter, TrainProgress, memory_gib
 from lsm_jax.training.partition import digests, join, like, split, targets
+from lsm_jax.training.profiler import profiler
 from lsm_jax.training.runs import (
     check_data,
     check_frozen,
@@ -39,8 +41,8 @@ from lsm_jax.training.step import OVERFLOW, Program, TrainState, make_program, p
 
 
 class TrainingStopped(RuntimeError):
-    """Too many consecutive steps had a loss or gradient that was not finite, the buffers of the exchange of
-    tokens between experts overflowed, or a batch could not be read."""
+    """Training cannot continue: too many consecutive steps had a loss or gradient that was not finite, a
+    buffer for sending tokens to experts overflowed, or a batch could not be read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +88,7 @@ def train(
         f"{config.name}: reading {config.data.path or 'the demo text'}", file=sys.stderr, flush=True
     )
     if config.eval_every:
-        with contextlib.closing(_eval_batches(config, mesh)) as held_out:
+        with contextlib.closing(eval_batches(config, mesh)) as held_out:
             next(held_out)
     checkpoints = Checkpoints(
         checkpoint_directory(workdir),
@@ -96,7 +98,7 @@ def train(
     )
     with (
         jax.set_mesh(mesh),
-        contextlib.closing(_train_batches(config, mesh)) as batches,
+        contextlib.closing(train_batches(config, mesh)) as batches,
         contextlib.closing(checkpoints),
     ):
         program = make_program(config, mesh)
@@ -124,34 +126,8 @@ def train(
         return loop.run(state, first, data, frozen_digests)
 
 
-def _train_batches(config: TrainConfig, mesh: Mesh) -> Any:
-    index, count = data_shard(mesh)
-    return make_train_iterator(
-        config.data,
-        global_batch_size=config.batch_size,
-        seed=config.seed,
-        shard_index=index,
-        shard_count=count,
-        vocab_size=config.model.vocab_size,
-    )
-
-
-def _eval_batches(config: TrainConfig, mesh: Mesh) -> Any:
-    index, count = data_shard(mesh)
-    return iter(
-        make_eval_iterator(
-            config.data,
-            global_batch_size=config.batch_size,
-            shard_index=index,
-            shard_count=count,
-            vocab_size=config.model.vocab_size,
-            remainder="pad",
-        )
-    )
-
-
 class TrainLoop:
-    """One call of `train`: the program, the data, the checkpoints and what the loop measures.
+    """One call of `train`: the program, the data, the checkpoints and the loop's measurements.
 
     Args:
         config: the config of the run.
@@ -206,7 +182,7 @@ class TrainLoop:
         stop_signal: int | None = None  # the one that all hosts agreed on
         with (
             TrainProgress(config.name, start, config.num_steps) as self.progress,
-            _profiler(self.workdir, config, start) as profile,
+            profiler(self.workdir, config, start) as profile,
             contextlib.ExitStack() as resources,
         ):
             while step < config.num_steps and stop_signal is None:
@@ -237,7 +213,7 @@ class TrainLoop:
         if stop_signal is None or step == config.num_steps:
             return TrainResult(step, None, self.loss)
         name = signal.Signals(stop_signal).name
-        print(f"{name}: saved step {step} in {self.workdir}; the same command goes on from there")
+        print(f"{name}: saved step {step} in {self.workdir}; the same command continues from there")
         return TrainResult(step, stop_signal, self.loss)
 
     def _start_writing(
@@ -258,8 +234,8 @@ class TrainLoop:
     def _after_step(
         self, step: int, state: TrainState, metrics: dict[str, jax.Array]
     ) -> tuple[int, dict[str, jax.Array]] | None:
-        """Evaluate and save where either is due; returns the step and its metrics unless they were reported
-        here."""
+        """Evaluate and save if this step is one of those; returns the step and its metrics unless this
+        reported them."""
         config = self.config
         last = step == config.num_steps
         evaluate = self._due(config.eval_every, step) or (bool(config.eval_every) and last)
@@ -297,7 +273,7 @@ class TrainLoop:
             f"{config.name}: {count['total']:,} parameters ({count['non_embedding']:,} without embeddings{part}), "
             f"{config.num_steps:,} steps of {config.tokens_per_step:,} tokens = {tokens:,} tokens, "
             f"on {devices}, in {self.workdir}"
-            + (f"; going on from step {start:,}" if start else ""),
+            + (f"; continuing from step {start:,}" if start else ""),
             file=sys.stderr,
             flush=True,
         )
@@ -310,17 +286,17 @@ class TrainLoop:
         return place_batch(batch, self.rows, self.config.batch_size)
 
     def _next_start(self) -> str:
-        """Where the same command would start after this stop, for messages."""
+        """The step from which the same command would continue, as the end of a message."""
         self.checkpoints.wait()
         saved = self.checkpoints.steps
         return (
-            f"goes on from checkpoint {saved[-1]} in {self.workdir}"
+            f"continues from checkpoint {saved[-1]} in {self.workdir}"
             if saved
             else "starts at step 0"
         )
 
     def report(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """Show a step's metrics, and log them where that is due.
+        """Show a step's metrics, and write them to the log if this step is one of those.
 
         Raises:
             TrainingStopped: a buffer of the exchange overflowed, or too many consecutive steps were bad.
@@ -329,9 +305,9 @@ class TrainLoop:
         values = {name: np.asarray(value).tolist() for name, value in metrics.items()}
         if overflow := values.get(OVERFLOW):
             raise TrainingStopped(
-                f"step {step}: {overflow} choices of experts did not fit into the buffers of the exchange between devices; "
-                "the step changed nothing. Set expert_buffer higher (config.model.layers.L.feedforward.expert_buffer, of every "
-                f"layer with experts), and the same command {self._next_start()}"
+                f"step {step}: {overflow} choices of experts did not fit into the buffers between devices; the step changed nothing. "
+                "Set expert_buffer higher for every layer with experts (--config.model.layers.L.feedforward.expert_buffer); then the "
+                f"same command {self._next_start()}"
             )
         bad = values.pop("skipped_in_a_row")
         self.loss = values["train/loss"]
@@ -343,7 +319,7 @@ class TrainLoop:
             self.checkpoints.wait()
             saved = self.checkpoints.steps  # a bad step changes nothing, so the newest is good
             last = (
-                f"checkpoint {saved[-1]} is the last good one, its parameters those of step {min(saved[-1], step - bad)},"
+                f"checkpoint {saved[-1]} is the last good one, with the parameters of step {min(saved[-1], step - bad)},"
                 if saved
                 else "there is no checkpoint"
             )
@@ -369,7 +345,7 @@ class TrainLoop:
         began = time.perf_counter()
         nll = tokens = overflow = 0.0
         params = join(self.frozen, state.params)
-        with contextlib.closing(_eval_batches(self.config, self.mesh)) as batches:
+        with contextlib.closing(eval_batches(self.config, self.mesh)) as batches:
             for batch in itertools.islice(batches, self.config.eval_batches):
                 sums = self.program.eval_step(params, self._to_devices(batch))
                 nll, tokens, overflow = (
@@ -378,34 +354,10 @@ class TrainLoop:
         if overflow:
             self.checkpoints.save(step, state, self.batches)
             raise TrainingStopped(
-                f"step {step}, held-out loss: {overflow:,.0f} choices of experts did not fit into the buffers of the exchange between "
-                f"devices. Set expert_buffer higher (of every layer with experts), and the same command {self._next_start()}"
+                f"step {step}, held-out loss: {overflow:,.0f} choices of experts did not fit into the buffers between devices. Set "
+                f"expert_buffer higher for every layer with experts; then the same command {self._next_start()}"
             )
         loss = nll / max(tokens, 1)
         self.writer.write(step, {"val/loss": loss})
         self.progress.say(f"step {step}: held-out loss {loss:.4f} over {tokens:,.0f} tokens")
         self.meter.pause(time.perf_counter() - began)
-
-
-@contextlib.contextmanager
-def _profiler(workdir: Path, config: TrainConfig, start: int):
-    """A function to call before each step, which starts and stops the profiler at the configured steps."""
-    first = start + config.profile_start
-    running = False
-
-    def before_step(step: int, state: TrainState) -> None:
-        nonlocal running
-        if config.profile_steps and step in (first, first + config.profile_steps):
-            jax.block_until_ready(state)
-        if config.profile_steps and step == first:
-            jax.profiler.start_trace(str(workdir / "profile"))
-            running = True
-        elif running and step == first + config.profile_steps:
-            jax.profiler.stop_trace()
-            running = False
-
-    try:
-        yield before_step
-    finally:
-        if running:
-            jax.profiler.stop_trace()

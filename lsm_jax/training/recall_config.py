@@ -68,7 +68,9 @@ class RecallConfig:
                     raise ValueError(f"{name} {task.name}: {error}") from error
         names = [task.name for task in self.test]
         if len(set(names)) < len(names):
-            raise ValueError(f"test={', '.join(names)}: each length and number of pairs once")
+            raise ValueError(
+                f"test={', '.join(names)}: tasks must differ in length or number of pairs"
+            )
         for name in ("batch_size", "epochs", "steps_per_call"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: it must be at least 1")

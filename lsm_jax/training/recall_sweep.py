@@ -27,7 +27,7 @@ from lsm_jax import mixers, ops
 from lsm_jax.data import RecallTask, recall_examples
 from lsm_jax.models import RecallModel, recall_state_size
 from lsm_jax.parallel import largest_divisor
-from lsm_jax.training.config import to_dict
+from lsm_jax.training.config_json import to_dict
 from lsm_jax.training.metrics import MetricsWriter, TrainProgress
 from lsm_jax.training.recall_config import RecallConfig
 from lsm_jax.training.runs import check_workdir

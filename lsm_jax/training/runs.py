@@ -20,7 +20,8 @@ from lsm_jax import ops
 from lsm_jax.data import fingerprint_changes
 from lsm_jax.models import Decoder, abstract
 from lsm_jax.training.checkpoints import Checkpoints
-from lsm_jax.training.config import TrainConfig, differences, from_dict, to_dict
+from lsm_jax.training.config import TrainConfig
+from lsm_jax.training.config_json import differences, from_dict, to_dict
 from lsm_jax.training.partition import digests, join, leaves_of, like, split, targets
 from lsm_jax.training.step import params_of
 
@@ -81,7 +82,7 @@ def _parse_config(workdir: str | os.PathLike[str], argument: str) -> Any:
     try:
         config = from_dict(json.loads(path.read_text(encoding="utf-8")))
         if not dataclasses.is_dataclass(config):
-            raise ValueError(f"it holds a {type(config).__name__}")
+            raise ValueError(f"it contains a {type(config).__name__}")
     except (ValueError, TypeError, AttributeError, ImportError) as error:
         raise ValueError(
             f"{argument}={str(workdir)!r}: its config.json is not a config that this version wrote ({error}); "
@@ -209,8 +210,8 @@ def starting_params(config: TrainConfig, target: dict[str, Any]) -> dict[str, An
     `target`.
 
     Raises:
-        ValueError: the source is no run, has a model of other shapes, or lacks parameters that are frozen in
-            this run.
+        ValueError: the source is not a run, has a model of other shapes, or lacks parameters that are frozen
+            in this run.
     """
     if config.init_from:
         return initial_params(config.init_from, target, config.trainable)
@@ -234,7 +235,7 @@ def initial_params(
             run, and are then absent from the result.
 
     Raises:
-        ValueError: `source` is no run, or has a model of other shapes.
+        ValueError: `source` is not a run, or has a model of other shapes.
     """
     config = read_config(source, "init_from")
     shapes = params_of(abstract(config.model))

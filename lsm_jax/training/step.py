@@ -23,7 +23,8 @@ Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
 OVERFLOW = "moe/overflow_count"
-"""The metric that counts the choices of experts that did not fit into the buffers of the exchange between devices."""
+"""The metric that counts the choices of experts that did not fit into the buffers of the exchange between
+devices."""
 
 
 @jax.tree_util.register_dataclass

@@ -1,4 +1,4 @@
-"""A program's profile: its instructions, their time and their names in the model."""
+"""The profile of a program: its instructions, their times and their names in the source."""
 
 import jax
 import jax.numpy as jnp

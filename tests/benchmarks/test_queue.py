@@ -1,4 +1,5 @@
-"""Measurements in a queue: what a list may hold, who shares a GPU, and what is told of each job."""
+"""The queue of measurements: parsing of job lists, assignment of GPUs, and the row that is written for each
+job."""
 
 from __future__ import annotations
 
@@ -31,12 +32,12 @@ def test_a_list_is_read():
         ("a seconds=1 alone: x\na seconds=1 share: x", "line 2: there is a job 'a' already"),
     ],
 )
-def test_a_line_that_is_no_job_is_named(text, message):
+def test_invalid_lines_are_refused(text, message):
     with pytest.raises(ValueError, match=message):
         read_jobs(text)
 
 
-def test_a_timed_job_has_its_gpus_alone():
+def test_a_job_that_is_timed_shares_no_gpu():
     alone, share = Job("a", "", 1), Job("b", "", 1, alone=False)
     assert free_gpus(alone, [[share], []], slots=2) == [1]
     assert free_gpus(share, [[alone], [share]], slots=2) == [1]
@@ -44,7 +45,7 @@ def test_a_timed_job_has_its_gpus_alone():
     assert free_gpus(Job("c", "", 1, gpus=2), [[], [share]], slots=2) is None
 
 
-def test_jobs_run_and_each_one_s_end_is_told(tmp_path):
+def test_jobs_run_and_their_results_are_written(tmp_path):
     rows = run(
         read_jobs(
             "good seconds=5 share: echo $CUDA_VISIBLE_DEVICES > {out}/seen; echo said\n"
@@ -60,15 +61,15 @@ def test_jobs_run_and_each_one_s_end_is_told(tmp_path):
     assert (tmp_path / "good" / "seen").read_text() == "0\n"
     assert (tmp_path / "good" / "log").read_text() == "said\n"
     assert (tmp_path / "pair" / "seen").read_text() == "0,1\n"
-    told = (tmp_path / "summary.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in told] == rows
+    lines = (tmp_path / "summary.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == rows
 
 
-def test_more_gpus_than_there_are_are_refused(tmp_path):
+def test_more_gpus_than_the_machine_has_are_refused(tmp_path):
     with pytest.raises(ValueError, match="a: gpus=2; this machine has 1"):
         run([Job("a", "", 1, gpus=2)], tmp_path, gpus=1, slots=1, seconds=1)
 
 
-def test_the_list_of_what_is_pending_can_be_read():
+def test_the_pending_jobs_are_valid():
     text = (Path(__file__).parents[2] / "benchmarks" / "pending.jobs").read_text()
     assert all("python -m " in job.command for job in read_jobs(text))

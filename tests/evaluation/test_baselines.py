@@ -67,7 +67,7 @@ def test_xz_is_the_size_of_the_file():
     assert xz_bits([text[:100], text[100:]]) == 8 * size / text.size
 
 
-def test_a_store_gives_its_documents_back(tmp_path):
+def test_documents_of_a_store(tmp_path):
     train, heldout = write_demo_store(tmp_path / "demo", row_length=256, max_bytes=200_000)
     documents = store_documents(TokenStore(heldout))
     rows = TokenStore(heldout).read(
@@ -84,9 +84,9 @@ def test_errors():
     one = [np.zeros(3, np.uint8)]
     with pytest.raises(ValueError, match="order=3, accepted: 0 to 2"):
         ContextModel(one, 3).bits(one)
-    with pytest.raises(ValueError, match="train holds no bytes"):
+    with pytest.raises(ValueError, match="train has no bytes"):
         ContextModel([], 0).bits(one)
-    with pytest.raises(ValueError, match="heldout holds no bytes"):
+    with pytest.raises(ValueError, match="heldout has no bytes"):
         ContextModel(one, 0).bits([])
     with pytest.raises(ValueError, match="accepted: uint8"):
         ContextModel([np.zeros(3, np.int32)], 0).bits(one)

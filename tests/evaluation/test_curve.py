@@ -44,7 +44,7 @@ def test_many_small_losses_are_not_lost():
     assert (curve.total == 2.0**26 + 3).all()
 
 
-def test_ragged_and_packed_rows_count_where_their_documents_stand():
+def test_ragged_and_packed_rows_count_at_positions_in_documents():
     nll = np.array([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, np.nan, np.nan]])
     mask = np.array([[1, 1, 1, 1], [1, 1, 0, 0]])
     curve = LossCurve(4)
@@ -61,7 +61,7 @@ def test_ragged_and_packed_rows_count_where_their_documents_stand():
     np.testing.assert_allclose(packed.running_perplexity()[-1], packed.perplexity(4))
 
 
-def test_what_cannot_be_counted_is_refused():
+def test_invalid_losses_are_refused():
     with pytest.raises(ValueError, match="position 1 is not finite"):
         LossCurve(2).add(np.array([[1.0, np.inf]]))
     with pytest.raises(ValueError, match="accepted: 0 to 1"):

@@ -95,7 +95,7 @@ def test_other_data_and_longer_rows(run, workdir, tmp_path):
     assert text["val/tokens"] > 500
 
 
-def test_rows_that_do_not_divide_by_what_documents_were_aligned_to(run):
+def test_alignment_is_reduced_to_a_divisor_of_the_length(run):
     aligned = dataclasses.replace(run.config.data, align_documents=16, sequence_length=64)
     other = dataclasses.replace(run, config=dataclasses.replace(run.config, data=aligned))
     assert heldout_config(other, Request(sequence_length=72)).align_documents == 8
@@ -128,7 +128,7 @@ def test_numbers_out_of_range(field, value, message):
         Request(**{field: value}).validate()
 
 
-def test_unknown_tasks_list_those_there_are():
+def test_unknown_tasks_are_refused():
     assert check_tasks(["generate"]) == ["generate"]
     with pytest.raises(
         ValueError, match="tasks='perplexity,haystack', accepted: perplexity, needle, "
@@ -136,7 +136,7 @@ def test_unknown_tasks_list_those_there_are():
         check_tasks(["perplexity", "haystack"])
 
 
-def test_a_mistake_is_told_in_one_line(workdir):
+def test_errors_are_one_line(workdir):
     for flags, message in (
         (("--workdir=/nowhere/at/all",), "no config.json"),
         ((f"--workdir={workdir}", "--step=2"), "steps 3"),

@@ -39,12 +39,12 @@ def test_the_state_is_constant_but_for_softmax_layers(linear):
     assert state_bytes(softmax, 100_000) > state_bytes(softmax, 10)
 
 
-def test_ids_beyond_the_tokenizer_are_shown_as_such():
+def test_ids_beyond_the_tokenizer_become_replacement_characters():
     assert decode(ByteTokenizer(), np.array([97, 260, 98, 99, 263])) == "a\ufffdbc\ufffd"
     assert decode(ByteTokenizer(), np.array([], np.int32)) == ""
 
 
-def test_prompts_that_cannot_be(linear):
+def test_invalid_prompts_are_refused(linear):
     tokenizer = ByteTokenizer()
     with pytest.raises(ValueError, match="prompt is empty"):
         generate(linear, tokenizer, "")

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: the adapter gives the model's probabilities, and local tasks run without a
+"""lm-evaluation-harness: the adapter returns the model's probabilities, and local tasks run without a
 network."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def log_probabilities(run, ids: list[int]) -> np.ndarray:
     return np.stack([of_tokens, np.asarray(table.argmax(-1)) == ids[1:]])
 
 
-def test_likelihoods_are_the_models_own(run):
+def test_likelihoods_equal_the_models(run):
     model = adapter(run)
     pairs = [("def ", "f(x):"), ("", "import os"), ("x" * 60, " = 1"), ("return ", "é")]
     for (before, end), (logprob, greedy) in zip(
@@ -59,7 +59,7 @@ def test_likelihoods_are_the_models_own(run):
     assert model.notes() == ["1 texts were cut on their left to 32 tokens"]
 
 
-def test_greedy_continuations_are_told(run):
+def test_greedy_continuations_are_recognised(run):
     ids = [BOS, *b"class "]
     drawn = sample(
         run.model, jnp.asarray([ids]), num_tokens=3, key=jax.random.key(0), temperature=0
@@ -88,7 +88,7 @@ def test_every_window_of_a_long_text_begins_with_bos(run):
     assert logprob == pytest.approx(expected, rel=1e-5)
 
 
-def test_generation_is_the_samplers_and_stops_where_asked(run):
+def test_generation_equals_sampling_and_stops_at_until(run):
     model = adapter(run)
     prompts = ["def ", "import os\nimport sys\n", "x = "]
     requests = instances(*((p, {"until": [], "max_gen_toks": 6}) for p in prompts))
@@ -106,7 +106,7 @@ def test_generation_is_the_samplers_and_stops_where_asked(run):
     assert cut == texts[0][: texts[0].index(letter)]
 
 
-def test_wrong_requests_are_told(run):
+def test_invalid_requests_are_refused(run):
     with pytest.raises(ValueError, match="max_gen_toks=32: accepted are 1 to 31"):
         adapter(run).generate_until(instances(("a", {"max_gen_toks": 32})))
     with pytest.raises(ValueError, match="max_length=32: a continuation has 40 tokens"):
@@ -116,7 +116,7 @@ def test_wrong_requests_are_told(run):
     for field, value in (("limit", 0), ("max_length", 1), ("num_fewshot", -1)):
         with pytest.raises(ValueError, match=f"lm_eval.{field}={value}"):
             Request(lm_eval=HarnessConfig(**{field: value})).validate()
-    with pytest.raises(ValueError, match="lm_eval.include_path='nowhere' is no folder"):
+    with pytest.raises(ValueError, match="lm_eval.include_path='nowhere' is not a folder"):
         Request(lm_eval=HarnessConfig(include_path="nowhere")).validate()
 
 
@@ -185,7 +185,7 @@ def test_local_tasks_run_through_eval_with_no_network(run, workdir, tmp_path):
 
 
 @pytest.mark.slow  # reads all of the harness's tasks
-def test_a_task_that_does_not_exist_is_told(run, tmp_path):
+def test_unknown_harness_tasks_are_refused(run, tmp_path):
     write_tasks(tmp_path)
     config = HarnessConfig(tasks="local_chioce", include_path=str(tmp_path))
     with pytest.raises(ValueError, match="'local_chioce' does not exist; near it are local_choice"):

@@ -67,7 +67,7 @@ def op_weights(model: Decoder) -> np.ndarray:
     ],
     ids=["window", "fox", "alibi"],
 )
-def test_attention_is_the_ops_own(config, monkeypatch):
+def test_attention_equals_the_ops(config, monkeypatch):
     model = model_of(config)
     weights = op_weights(model)
     (layer,) = layer_maps(model, TOKENS, MapsConfig(heads=(3, 1)), progress=False)
@@ -92,7 +92,7 @@ def test_attention_is_the_ops_own(config, monkeypatch):
     "names",
     [("hgrn2", "softmax"), pytest.param(("rwkv7", "mamba", "mamba2"), marks=pytest.mark.slow)],
 )
-def test_layers_give_the_outputs_of_the_model(names):
+def test_layers_return_the_outputs_of_the_model(names):
     depth = 2 * len(names)
     model = model_of(*(mixers.get_method(n).config.for_width(32) for n in names), depth=depth)
     after = [x for _, _, x in maps.run_layers(model, TOKENS, range(depth))][-1]

@@ -51,7 +51,7 @@ def tokenizer(tmp_path_factory):
     return load_tokenizer(str(path))
 
 
-def test_a_prompt_is_bos_text_needle_text_question_and_of_the_length_asked_for():
+def test_a_prompt_is_bos_text_needle_text_question_of_the_given_length():
     task, text = byte_task()
     prompts = task.prompts(text, 700)
     fact = f"{CONFIG.cue} {CONFIG.answer}."
@@ -104,7 +104,7 @@ def test_an_oracle_that_copies_finds_all_and_a_blind_one_none(reach, found):
     np.testing.assert_allclose(scores.nll_without, np.log(257), rtol=1e-5)
 
 
-def test_what_stands_beyond_an_oracles_reach_is_not_found():
+def test_needles_beyond_an_oracles_range_are_not_found():
     task, text = byte_task(depths=(0, 25, 50, 75, 100))
     length, reach = 700, 330
     scores = find_needles(CopyOracle(reach=reach), task, text, [length], progress=False)
@@ -117,7 +117,7 @@ def test_what_stands_beyond_an_oracles_reach_is_not_found():
 
 
 @pytest.mark.slow
-def test_answers_are_those_of_a_whole_forward_and_of_sampling():
+def test_answers_equal_one_forward_pass_and_sampling():
     model = tiny_model()
     text = np.random.default_rng(0).integers(0, VOCAB, (3, 44)).astype(np.int32)
     expected = logits_nll(model, {"tokens": text[:, :-1], "labels": text[:, 1:]})
@@ -148,7 +148,7 @@ def test_answers_of_every_method(method):
     np.testing.assert_allclose(nll, logits_nll(model, batch)[:, -4:], rtol=1e-3, atol=1e-3)
 
 
-def test_haystacks_of_stores_text_and_a_tokenizer_of_ones_own(tmp_path, tokenizer):
+def test_haystacks_of_stores_text_and_another_tokenizer(tmp_path, tokenizer):
     rows = np.array([[5, 6, 256, 7], [8, 256, 9, 10]])
     store = write_array(tmp_path / "heldout.zarr", rows, vocab_size=257, encoder="bytes")
     data = DataConfig(heldout_path=str(store), sequence_length=4)
@@ -184,16 +184,16 @@ def test_needle_task_writes_scores_and_a_picture(run, tmp_path):
     assert copied["without_needle"]["found"] == [0, 0]
 
 
-def test_windows_that_cannot_reach_are_told():
+def test_lengths_beyond_the_windows_have_a_note():
     config = models.lm("softmax", "tiny", vocab_size=VOCAB)
     config.num_layers = 2
     assert length_notes(config, [100], 100) == []
     config.layers["L"].mixer.window = 10
     (note,) = length_notes(config, [19, 20, 30], 100)
-    assert note.startswith("lengths 20, 30 are over what the layers' windows reach, 19 tokens back")
+    assert note.startswith("lengths 20, 30 are over the 19 tokens that the layers' windows can see")
 
 
-def test_containment_looks_past_case_and_space():
+def test_containment_ignores_case_and_space():
     assert contains("it is  UNDER the\nblue pot.", "under the blue pot")
     assert not contains("under the pot", "under the blue pot")
 
@@ -211,12 +211,12 @@ def test_containment_looks_past_case_and_space():
         (dict(answer=" "), "needle.answer=' '"),
     ],
 )
-def test_configs_that_cannot_be(changes, message):
+def test_invalid_configs_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         Request(needle=dataclasses.replace(CONFIG, **changes)).validate()
 
 
-def test_lengths_and_prompts_that_do_not_fit():
+def test_invalid_lengths_and_prompts_are_refused():
     with pytest.raises(ValueError, match=r"needle.lengths=100; .* take \d{3} tokens at least"):
         byte_task(lengths=(100,))[0].lengths(4096)
     with pytest.raises(ValueError, match="needle.lengths=4,8,16,32; "):

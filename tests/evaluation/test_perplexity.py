@@ -48,7 +48,7 @@ def logits_nll(model, batch):
 
 
 @pytest.mark.parametrize("piece_length", [pytest.param(60, marks=pytest.mark.slow), 25])
-def test_losses_are_those_of_one_whole_forward(model, piece_length):
+def test_losses_equal_one_forward_pass(model, piece_length):
     batch = rows(3, 60)
     expected = logits_nll(model, batch)
     pieces = list(Scorer(model, piece_length=piece_length)(batch))
@@ -151,7 +151,7 @@ def test_ids_outside_the_vocabulary(model):
 @pytest.mark.parametrize(
     ("rows", "devices", "shards"), [(5, 4, 4), (3, 4, 2), (1, 4, 1), (4, 6, 3), (8, 1, 1)]
 )
-def test_devices_without_a_row_cut_rows_along_time(rows, devices, shards):
+def test_devices_without_a_row_share_rows(rows, devices, shards):
     assert largest_divisor(devices, rows) == shards
 
 

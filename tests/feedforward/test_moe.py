@@ -1,4 +1,4 @@
-"""Mixture of experts: both forms against each token's own product with its experts, what is lost and what is counted."""
+"""Mixture of experts: both forms compared with the definition, padding, statistics and errors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import pytest
 from flax import nnx
 
 from lsm_jax import feedforward
-from lsm_jax.feedforward import MoEConfig
-from lsm_jax.feedforward import moe as layer
+from lsm_jax.feedforward import MoEConfig, moe_forms
 from tests.parallel.test_parallel import run_with_devices
 
 WIDTH, BATCH, LENGTH, EXPERTS = 8, 2, 11, 6
@@ -19,13 +18,14 @@ SMALL = dict(num_experts=EXPERTS, top_k=2, expert_size=5)
 
 
 def made(**fields):
-    """A module of large parameters, the second of two layers."""
+    """A module with large parameters, as the second of two layers."""
     config = MoEConfig(**SMALL | dict(z_scale=0.1, balance_scale=0.3) | fields)
     return feedforward.build(config, WIDTH, rngs=nnx.Rngs(0), init_std=0.5, layer=1, num_layers=2)
 
 
 def definition(moe, x, chosen):
-    """(y, losses): each token with matrices of its own, gathered; `chosen` [B, T, k] likeliest first."""
+    """(y, losses) by the definition: each token's kernels are gathered; `chosen` [B, T, k], the most probable
+    first."""
     config = moe.config
     logits = x @ moe.router.kernel[...]
     probability = jnp.exp(logits) / jnp.exp(logits).sum(-1, keepdims=True)
@@ -46,7 +46,7 @@ def definition(moe, x, chosen):
 
 
 def choices(moe, x):
-    """int [B, T, k], in numpy."""
+    """The experts of each token, int [B, T, k], computed in numpy."""
     logits = np.asarray(x, np.float64) @ np.asarray(moe.router.kernel[...], np.float64)
     return np.argsort(-logits, axis=-1, kind="stable")[..., : moe.config.top_k]
 
@@ -75,7 +75,8 @@ def oracle(moe, x, chosen):
 
 
 def towards(moe, *experts):
-    """The module, its router sending every token whose first channel is 1 to these experts, in this order."""
+    """Return the module with a router that sends every token whose first channel is 1 to these experts, in
+    this order."""
     moe = jax.tree.map(lambda p: p, moe)
     bias = jnp.zeros(EXPERTS).at[jnp.array(experts)].set(9.0 - 3 * jnp.arange(len(experts)))
     moe.router.kernel[...] = moe.router.kernel[...].at[0].set(bias)
@@ -108,18 +109,18 @@ FORMS = [
 
 
 @pytest.mark.slow
-def test_experts_rows_may_be_filled_up(monkeypatch):
-    """As the kernels want them, each expert's a multiple of so many; with padding, which no expert has."""
+def test_rows_of_experts_may_be_padded(monkeypatch):
+    """To a multiple of `row_multiple`, as kernels require; with padding tokens, which have no expert."""
     moe, ids = made(), jnp.ones((BATCH, LENGTH), jnp.int32).at[1, 7:].set(0)
     wanted = gradient(moe, X, segment_ids=ids)
-    monkeypatch.setattr(layer, "row_multiple", lambda *_: 4)
+    monkeypatch.setattr(moe_forms, "row_multiple", lambda *_: 4)
     found = jax.jit(jax.grad(both, argnums=(0, 1), has_aux=True))(moe, X, segment_ids=ids)
     assert_close(found, wanted, 1e-5)
 
 
 @pytest.mark.parametrize(("execution", "variant"), FORMS)
 def test_values_and_gradients_are_the_definitions(variant, execution):
-    """Also with experts that no token is sent to, and with all tokens on the same ones."""
+    """Also with experts that have no token, and with all tokens at the same experts."""
     moe = made(execution=execution, **VARIANTS[variant])
     ones = (X / 2).at[..., 0].set(1.0)
     for module, x in ((moe, X), (towards(moe, 4, 1), ones)):
@@ -136,15 +137,15 @@ def test_values_and_gradients_are_the_definitions(variant, execution):
 
 @pytest.mark.parametrize("execution", ["grouped", pytest.param("dense", marks=SLOW)])
 def test_bfloat16_is_near_float32(execution):
-    """Routed alike: x is exact in bfloat16, and the router computes in float32."""
+    """The routes are the same: x is exact in bfloat16, and the router computes in float32."""
     moe, x = made(execution=execution), X.astype(jnp.bfloat16)
     grads, (y, losses, _) = gradient(moe, x)
     assert (y.dtype, grads[1].dtype, losses.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
     wide = x.astype(jnp.float32)
     wanted, (exact, known) = oracle(moe, wide, jnp.asarray(choices(moe, wide)))
     np.testing.assert_allclose(losses, known, rtol=1e-5)
-    # The router's gradient, and through it x's, is a difference of experts' outputs: rounding their kernels alone moves it by
-    # 0.9%, other gradients by 0.3%.
+    # The router's gradient, and through it x's, is a difference of experts' outputs: rounding their kernels
+    # alone moves it by 0.9%, other gradients by 0.3%.
     found = jax.tree_util.tree_leaves_with_path(dict(y=y, x=grads[1], moe=grads[0]))
     known = jax.tree.leaves(dict(y=exact, x=wanted[1], moe=wanted[0]))
     for (path, a), b in zip(found, known, strict=True):
@@ -154,7 +155,7 @@ def test_bfloat16_is_near_float32(execution):
 
 
 def test_causal_to_the_bit():
-    """Later tokens, routed elsewhere, move the place of earlier ones among the sorted; their outputs stay."""
+    """Other later tokens change where earlier ones are sorted to, but not their outputs."""
     for dtype in (jnp.float32, jnp.bfloat16):
         moe, x = made(shared_size=3), X.astype(dtype)
         before = forward(moe, x)
@@ -187,20 +188,20 @@ def test_padding_is_routed_nowhere_and_not_counted():
     np.testing.assert_allclose(y, run(dense, X, segment_ids=ids)[0], atol=1e-5)
     _, known = definition(moe, X[real][None], jnp.asarray(choices(moe, X)[real])[None])
     np.testing.assert_allclose(losses, known, rtol=1e-5)
-    # Tokens that leave memories alone do not count either, but are still read.
+    # Tokens whose `update_mask` is 0 are not counted either, but have outputs.
     read, statistics = run(moe, X, update_mask=ids)
     np.testing.assert_allclose(read, whole, atol=1e-5)
     assert_close(aux, statistics, 1e-5)
 
 
-def test_decoding_gives_what_reading_at_once_gave():
+def test_decoding_equals_the_parallel_call():
     moe = made(shared_size=3)
     steps = [forward(moe, X[:, t : t + 1]) for t in range(LENGTH)]
     np.testing.assert_allclose(jnp.concatenate(steps, axis=1), forward(moe, X), atol=1e-5)
 
 
-def test_losses_where_they_are_known():
-    """Equal logits: entropy log E, balance 1, z-loss (log E)²; each a layer's, over a depth of two."""
+def test_losses_of_equal_logits():
+    """Equal logits: entropy log E, balance 1 and z-loss (log E)², divided by the depth of two."""
     moe = made()
     moe.router.kernel[...] = jnp.zeros_like(moe.router.kernel[...])
     _, (_, _, aux) = gradient(moe, X)
@@ -228,7 +229,7 @@ def test_wrong_fields_are_refused(fields, words):
 
 
 def test_floating_point_operations():
-    """Twice the kernels' entries that a token uses."""
+    """Twice the number of kernel entries that a token uses."""
     moe = made(shared_size=3)
     flat = nnx.to_flat_state(nnx.state(moe, nnx.Param))
     used = sum(p.get_value().size * p.get_metadata().get("active", 1) for _, p in flat)

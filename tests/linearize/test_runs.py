@@ -248,7 +248,7 @@ def test_what_does_not_fit_is_told(llama, instructions, tmp_path):
     config = config_of(llama, instructions)
     changes = {
         "trainable=.*no parameter has 'lorra'.*did you mean 'lora'": dict(trainable=("lorra",)),
-        "set init_from or base, whose they are": dict(base=None),
+        "set init_from or base, from which they are read": dict(base=None),
         "base.path is empty; it takes": dict(base=Pretrained()),
         "base.path=.*nowhere' does not exist.*has moved, change base.path": dict(
             base=Pretrained(path=str(tmp_path / "nowhere"))

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from lsm_jax import mixers, models
-from lsm_jax.training.config import from_dict, to_dict
+from lsm_jax.training.config_json import from_dict, to_dict
 from tests.toys.toy_method import METHOD, ToyConfig
 
 

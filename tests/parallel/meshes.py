@@ -1,6 +1,6 @@
-"""Run by tests in a process of eight devices: `python -m tests.parallel.meshes MODEL:axis=size,... ...`.
+"""Compare a training step on a mesh with one on one device: the loss, the statistics and every gradient.
 
-One training step on that mesh has the loss, the statistics and every gradient of one device's.
+Tests run it in a process of eight devices: `python -m tests.parallel.meshes PATTERN:axis=size,... ...`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ EXPERTS = MoEConfig(num_experts=4, top_k=2, expert_size=8, shared_size=4, z_scal
 
 
 def mixer(name: str, **fields):
-    """A method at width 16, in four heads where it has a count of them; TTT in two, whose norms over four channels would
-    blow rounding up a thousandfold."""
+    """The config of a method at width 16, with four heads if it has heads.
+
+    TTT has two, since its norms over four channels would amplify rounding errors a thousandfold.
+    """
     config = mixers.get_method(name).config.for_width(WIDTH)
     known = {f.name for f in dataclasses.fields(config)}
     heads = 2 if name.startswith("ttt") else HEADS
@@ -37,7 +39,11 @@ def mixer(name: str, **fields):
 
 
 def run_of(pattern: str, **changes) -> TrainConfig:
-    """Layers named `mixer` or `mixer+moe` or `mixer+none`, joined by `/`, repeated to four layers; rows of 16."""
+    """The config of a run of a model with four layers, on rows of 16 tokens.
+
+    `pattern` names the layers of a period, separated by `/`: `MIXER` (with SwiGLU), `MIXER+moe` or
+    `MIXER+none`.
+    """
     names = pattern.split("/")
     layers = {}
     for letter, name in zip("ABCD", names, strict=False):
@@ -56,7 +62,7 @@ def run_of(pattern: str, **changes) -> TrainConfig:
 
 
 def batch(vocab: int = 32) -> dict[str, np.ndarray]:
-    """Eight rows of 16: packed documents, some padding."""
+    """Eight rows of 16 tokens, with packed documents and some padding."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, vocab, size=(8, 17)).astype(np.int32)
     ids = np.ones((8, 16), np.int32)
@@ -69,7 +75,7 @@ def batch(vocab: int = 32) -> dict[str, np.ndarray]:
 
 
 def regrouped(rows: dict[str, np.ndarray], stages: int, pieces: int) -> dict[str, np.ndarray]:
-    """The batch with rows in such an order that accumulation's pieces are the pipeline's microbatches."""
+    """Order the rows of a batch so that the pieces of accumulation are the microbatches of a pipeline."""
     order = np.arange(8).reshape(
         stages, -1, pieces // stages
     )  # stage, row, microbatch of that stage
@@ -78,12 +84,15 @@ def regrouped(rows: dict[str, np.ndarray], stages: int, pieces: int) -> dict[str
 
 
 def step(config: TrainConfig, mesh, rows, params=None):
-    """(parameters before, a tenth of the gradients, metrics) of one step: AdamW's first moment after it is that tenth."""
+    """Take one step; returns (parameters before it, a tenth of the gradients, metrics).
+
+    The tenth of the gradients is AdamW's first moment after the step.
+    """
     with jax.set_mesh(mesh):
         program = make_program(config, mesh)
         if params is None:
             state = program.init()
-        else:  # spares a compilation; all but parameters start at 0
+        else:  # without compiling `init`; all values except the parameters are 0 at first
             zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(program.init))
             zeros = dataclasses.replace(zeros, params=params)
             state = jax.device_put(zeros, program.shardings)
@@ -94,7 +103,11 @@ def step(config: TrainConfig, mesh, rows, params=None):
 
 
 def compare(name: str, got, expected, tolerance: float = 1e-4) -> None:
-    """Leaf by leaf, relative to the leaf's largest entry, or to a hundredth of the largest of all where that is more."""
+    """Assert that two trees are close.
+
+    The tolerance of a leaf is relative to its largest entry, or to 1/100 of the largest entry of all leaves
+    if that is larger.
+    """
     leaves = jax.tree.leaves(expected)
     floor = 1e-2 * max(np.max(np.abs(x)) for x in leaves)
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), leaves, strict=True):
@@ -105,13 +118,13 @@ def compare(name: str, got, expected, tolerance: float = 1e-4) -> None:
 
 @functools.cache
 def alone(pattern: str, stages: int, pieces: int):
-    """`step` on one device, in as many accumulation steps as there are microbatches, which hold the same rows."""
+    """`step` on one device, with accumulation over the rows of each microbatch."""
     one = make_mesh(MeshConfig(), jax.devices()[:1])
     return step(run_of(pattern, accumulation_steps=pieces), one, regrouped(batch(), stages, pieces))
 
 
 def check_narrow(pattern: str, mesh: MeshConfig) -> None:
-    """Raise where a step in bfloat16, the trainer's default, differs on the mesh from one device's."""
+    """Assert that a step in bfloat16, the trainer's default, is the same on the mesh as on one device."""
     params, _, _ = alone(pattern, mesh.pipeline, mesh.pieces())
     one = make_mesh(MeshConfig(), jax.devices()[:1])
     config = run_of(pattern, accumulation_steps=mesh.pieces())
@@ -129,7 +142,7 @@ def check_narrow(pattern: str, mesh: MeshConfig) -> None:
 
 
 def check(pattern: str, mesh: MeshConfig) -> None:
-    """Raise where a step on the mesh differs from one device's."""
+    """Assert that a step in float32 is the same on the mesh as on one device."""
     params, gradient, metrics = alone(pattern, mesh.pipeline, mesh.pieces())
     devices = math.prod(getattr(mesh, axis) for axis in AXES)
     many = make_mesh(mesh, jax.devices()[:devices])
@@ -142,9 +155,9 @@ def check(pattern: str, mesh: MeshConfig) -> None:
 
 
 def main(*cases: str) -> None:
-    """Each case is PATTERN:axis=size,..., or bfloat16:PATTERN:axis=size,..."""
+    """Check cases, each PATTERN:axis=size,... or bfloat16:PATTERN:axis=size,..."""
     if any(case.startswith("bfloat16:") for case in cases):
-        # Else what one program keeps wider than bfloat16 another rounds, which tiny models magnify.
+        # Otherwise one program rounds to bfloat16 where the other does not, which changes tiny models a lot.
         os.environ["XLA_FLAGS"] += " --xla_allow_excess_precision=false"
     for case in cases:
         narrow = case.startswith("bfloat16:")

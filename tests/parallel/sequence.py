@@ -1,7 +1,9 @@
-"""Run by `test_sequence`, in a process of eight devices: `python -m tests.parallel.sequence DEVICES:CASE:FORM:KIND ...`.
+"""Compare each op on rows that devices share with the op on one device: outputs, final state, and gradients
+of both.
 
-Each op with its row cut over a sequence axis equals itself on one device: outputs, final state, and every gradient of both,
-for plain rows, documents that span devices, masked tokens, states to go on from, and one state a segment.
+The kinds of calls: plain rows, documents that span devices, masked tokens, an initial state, and one state
+per segment. `test_sequence` runs it in a process of eight devices:
+`python -m tests.parallel.sequence DEVICES:CASE:FORM:KIND ...`.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ import numpy as np
 from tests.ops.cases import CASES, Case, call, make_inputs, make_state
 from tests.parallel.sequence_models import mesh_of
 
-BATCH, LENGTH = 2, 29  # no multiple of any number of devices
+BATCH, LENGTH = 2, 29  # not a multiple of any number of devices
 KINDS = ("plain", "documents", "masked", "state", "segments")
 
 
 def settings(kind: str, case: Case) -> dict:
-    """What a call is given beside its inputs."""
+    """The arguments of a call in addition to its inputs."""
     rng = np.random.default_rng(3)
     ids = np.sort(rng.integers(1, 5, size=(BATCH, LENGTH)), axis=1)
     ids[1] = np.where(np.arange(LENGTH) < 17, 2, 3)  # documents longer than several shards
@@ -43,7 +45,7 @@ def settings(kind: str, case: Case) -> dict:
 
 
 def measure(case: Case, form: str | None, inputs: dict, given: dict):
-    """Outputs, final state, and the gradients of a sum that weighs every entry."""
+    """Outputs, final state, and gradients of a sum in which every entry has a weight of its own."""
     floats = {n: x for n, x in inputs.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
     state = given.get("initial_state")
 
@@ -66,7 +68,7 @@ def measure(case: Case, form: str | None, inputs: dict, given: dict):
 
 
 def compare(case: Case, form: str | None, kind: str, mesh) -> None:
-    """Raise where the mesh gives something else than one device."""
+    """Assert that the results on the mesh are those on one device."""
     inputs, given = make_inputs(case, BATCH, LENGTH), settings(kind, case)
     expected = jax.jit(lambda i, g: measure(case, form, i, g))(inputs, given)
     with jax.set_mesh(mesh):
@@ -78,7 +80,7 @@ def compare(case: Case, form: str | None, kind: str, mesh) -> None:
 
 
 def main(*which: str) -> None:
-    """DEVICES is "N" for a sequence axis of N, or "NxM" for N parts of a row and M of the heads."""
+    """Check cases DEVICES:CASE:FORM:KIND; DEVICES is as in `mesh_of`."""
     jax.config.update("jax_enable_x64", True)
     cases = {case.name: case for case in CASES}
     for given in which:

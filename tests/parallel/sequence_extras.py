@@ -1,4 +1,7 @@
-"""Run by `test_sequence`, in a process of eight devices: what stands in no case, with its rows cut over eight devices."""
+"""Compare functions that `tests.ops.cases` does not have, on rows shared by eight devices, with one device.
+
+`test_sequence` runs it in a process of eight devices.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,11 @@ BATCH, LENGTH = 2, 29
 
 
 def both(mesh, name: str, function, floats: dict, rest: dict, *, alone=None, rtol=1e-8, atol=1e-9) -> None:  # fmt: skip
-    """Raise unless outputs, and the gradients of a sum that weighs every entry, are one device's, which runs `alone` if it is given."""
+    """Assert that the outputs of `function` on the mesh, and the gradients of a weighted sum of them, are
+    those of one device.
+
+    On one device `alone` is called instead of `function` if it is given.
+    """
 
     def loss(function, floats, rest):
         out = function(**floats, **rest)
@@ -39,7 +46,7 @@ def both(mesh, name: str, function, floats: dict, rest: dict, *, alone=None, rto
 
 
 def main() -> None:
-    """Sums of angles, convolutions of whole rows, and positions."""
+    """Check sums of angles, time-invariant memories, document numbers and positions."""
     jax.config.update("jax_enable_x64", True)
     mesh = make_mesh(MeshConfig(sequence=8))
     rng = np.random.default_rng(0)

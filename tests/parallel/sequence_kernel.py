@@ -1,4 +1,8 @@
-"""Run by `test_sequence`, in a process of eight devices: attention over rows in parts, where a kernel is given two of a device's."""
+"""Compare attention by a kernel on rows shared by four devices with attention by XLA on one device.
+
+The kernel is called with two parts of a row per device. `test_sequence` runs it in a process of eight
+devices.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,11 @@ from pallas_kernels import compat, forgetting_attention
 from tests.kernels.test_forgetting_attention_gpu import SCALE, plain
 from tests.kernels.test_linear_attention_gpu import error
 
-LENGTH, ODD = 1024, 1001  # parts of a tile each, on four devices
+LENGTH, ODD = 1024, 1001  # on four devices, two parts each of one tile
 
 
 def kernel(q, k, v, sums, *, run, written, places, window, **rest):
-    """What the kernel computes; the interpreter needs a mesh that is mapped whole."""
+    """Compute the kernel's result by XLA, since the interpreter requires that all mesh axes are mapped."""
     assert rest == dict(scale=SCALE, prune=True, implementation="mosaic_gpu")
     whole, half = jnp.zeros((*k.shape[:2], *q.shape[2:]), q.dtype), q.shape[1] // 2
     for i, part in enumerate((q[:, :half], q[:, half:])):
@@ -28,7 +32,7 @@ def kernel(q, k, v, sums, *, run, written, places, window, **rest):
 
 
 def main() -> None:
-    """Outputs, final state and gradients: by the kernel over four devices, and in XLA on one."""
+    """Compare outputs, final states and gradients; then check that backends without support are refused."""
     compat.on_hopper = lambda: True
     forgetting_attention.forgetting_attention = kernel
     rng = np.random.default_rng(0)
@@ -51,7 +55,7 @@ def main() -> None:
 
         return jax.jit(jax.value_and_grad(loss, has_aux=True))(inputs)
 
-    def cut(tree):  # of a length that is filled up
+    def cut(tree):  # to a length that is padded on the mesh
         return jax.tree.map(lambda x: x[:, :ODD], tree)
 
     for given, rest in (
@@ -70,10 +74,10 @@ def main() -> None:
         with jax.set_mesh(mesh):
             try:
                 run(inputs, {}, name)
-            except NotImplementedError as why:
-                print(why, "ok", flush=True)
+            except NotImplementedError as refusal:
+                print(refusal, "ok", flush=True)
             else:
-                raise AssertionError(f"{name} serves rows in parts")
+                raise AssertionError(f"{name} accepts rows that devices share")
 
 
 if __name__ == "__main__":

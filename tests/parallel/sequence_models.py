@@ -1,7 +1,8 @@
-"""Run by `test_sequence`, in a process of eight devices: `python -m tests.parallel.sequence_models DEVICES:METHOD ...`.
+"""Compare a layer of each method, and models, on rows that devices share with one device: outputs and every
+gradient.
 
-A layer of a method, or a model, its rows cut over a sequence axis (and its heads over a tensor axis), has the outputs and every
-gradient of one device.
+The heads may be sharded over a tensor axis, too. `test_sequence` runs it in a process of eight devices:
+`python -m tests.parallel.sequence_models DEVICES:METHOD ...`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from lsm_jax.parallel import MeshConfig, make_mesh
 from tests.mixers.conftest import run, stir
 from tests.parallel.meshes import WIDTH, compare, mixer, run_of
 
-BATCH, LENGTH = 2, 27  # no multiple of any number of devices
+BATCH, LENGTH = 2, 27  # not a multiple of any number of devices
 
 
 def config_of(name: str) -> models.ModelConfig:
-    """Two layers of a method, one each of `METHOD/METHOD...`, or `mom-METHOD` for a Mixture-of-Memories of it."""
+    """The config of a model: two layers of METHOD or mom-METHOD (a Mixture-of-Memories), or one each of
+    METHOD/METHOD/..."""
     config = run_of(name.removeprefix("mom-").replace("/", "+none/") + "+none").model
     config.num_layers, config.remat = max(2, len(config.pattern)), "full"
     if name.startswith("mom-"):
@@ -34,7 +36,7 @@ def config_of(name: str) -> models.ModelConfig:
 
 
 def measure(config: models.ModelConfig, graph, params, rows):
-    """Loss and gradients."""
+    """The loss of a model and its gradients."""
 
     def loss(params):
         decoder = nnx.merge(graph, params)
@@ -49,7 +51,7 @@ def measure(config: models.ModelConfig, graph, params, rows):
 
 
 def rows_of(config: models.ModelConfig, packed: bool) -> dict:
-    """Two rows: of one document, or of documents and padding."""
+    """Two rows, of one document each or packed with several documents and padding."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, config.vocab_size, size=(BATCH, LENGTH + 1)).astype(np.int32)
     ids = np.sort(rng.integers(1, 4, size=(BATCH, LENGTH)), axis=1).astype(np.int32)
@@ -60,9 +62,11 @@ def rows_of(config: models.ModelConfig, packed: bool) -> dict:
 
 @functools.cache
 def layer_of(name: str, packed: bool):
-    """A layer of METHOD or mom-METHOD as a program (floats, segment ids) -> (outputs, gradients), what it takes, and one
-    device's result."""
-    # A window as long as the rows would leave LoLCATs' other part without effect.
+    """A layer of METHOD or mom-METHOD, as (function, floats, segment ids, expected).
+
+    The function is (floats, segment ids) -> (outputs, gradients), and `expected` is its result on one device.
+    """
+    # With a window as long as the rows, LoLCATs' linear attention would have no effect.
     short = dict(window=5) if name == "lolcats" else {}
     config = mixer(name.removeprefix("mom-"), **short)
     if name.startswith("mom-"):
@@ -89,7 +93,7 @@ def layer_of(name: str, packed: bool):
 
 
 def check_layer(name: str, mesh, *, packed: bool) -> None:
-    """Raise where a layer gives something else on the mesh than on one device."""
+    """Assert that the results of a layer on the mesh are those on one device."""
     both, floats, ids, expected = layer_of(name, packed)
     with jax.set_mesh(mesh):
         got = jax.tree.map(np.asarray, jax.jit(lambda *given: both(*given))(floats, ids))
@@ -98,7 +102,7 @@ def check_layer(name: str, mesh, *, packed: bool) -> None:
 
 
 def check_model(name: str, mesh, *, packed: bool) -> None:
-    """Raise where a model gives another loss or gradient on the mesh than on one device."""
+    """Assert that the loss and gradients of a model on the mesh are those on one device."""
     config = config_of(name)
     model = models.Decoder(config, rngs=nnx.Rngs(0))
     graph, params = nnx.graphdef(model), nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -113,14 +117,15 @@ def check_model(name: str, mesh, *, packed: bool) -> None:
 
 
 def mesh_of(devices: str):
-    """ "N" for a sequence axis of N, "NxM" for N parts of a row and M of the heads."""
+    """The mesh of "N", a sequence axis of N devices, or of "NxM", which also has a tensor axis of M."""
     parts, _, heads = devices.partition("x")
     sizes = dict(sequence=int(parts), tensor=int(heads or 1))
     return make_mesh(MeshConfig(**sizes), jax.devices()[: math.prod(sizes.values())])
 
 
 def main(*cases: str) -> None:
-    """A case is DEVICES:METHOD, DEVICES:mom-METHOD, or DEVICES:METHOD/METHOD for a model; it may end in `:packed`."""
+    """Check cases: DEVICES:METHOD, DEVICES:mom-METHOD, or DEVICES:METHOD/METHOD for a model; `:packed` may
+    follow."""
     for case in cases:
         devices, name, *packed = case.split(":")
         (check_model if "/" in name else check_layer)(name, mesh_of(devices), packed=bool(packed))

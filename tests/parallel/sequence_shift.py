@@ -1,6 +1,8 @@
-"""Run by `test_sequence`, in a process of eight devices: convolutions and shifts of documents without gaps, their rows cut.
+"""Compare convolutions and token shifts of documents without gaps, on rows shared by eight devices, with one
+device.
 
-Devices then hear their neighbour alone. What comes out is what one device makes of any documents: outputs, final state and gradients.
+With `contiguous=True` a device receives only its neighbour's last tokens. Outputs, final state and gradients
+must equal those of one device with `contiguous=False`. `test_sequence` runs it in a process of eight devices.
 """
 
 from __future__ import annotations
@@ -15,12 +17,16 @@ from lsm_jax import ops
 from lsm_jax.parallel import MeshConfig, make_mesh
 from tests.parallel.sequence_extras import both
 
-LENGTH, CHANNELS = 61, 3  # the last device's part is filled up
+LENGTH, CHANNELS = 61, 3  # the last device's part is padded
 
 
 def documents() -> np.ndarray:
-    """Segment ids: of several documents with padding behind them; of one over several devices, ahead of padding over several
-    more; of padding alone; and of an id that comes back just ahead of the end of a device's part, ahead of one that ends with one."""
+    """Segment ids of four rows.
+
+    They have several documents with padding after some of them; one document over several devices, and then
+    padding over several; only padding; and ids that occur again, just before the end of a device's part and
+    in a document that ends at such an end.
+    """
     ids = np.zeros((4, LENGTH), np.int32)
     ids[0] = np.repeat([1, 0, 2, 3, 4, 0, 5], [3, 2, 20, 1, 2, 3, 30])
     ids[1, :37] = 6
@@ -29,9 +35,10 @@ def documents() -> np.ndarray:
 
 
 def check(op, mesh, name: str, floats: dict, segment_ids=None, start=None) -> None:
-    """Raise unless the mesh gives what one device does that is not told of neighbours.
+    """Assert that the results on the mesh with `contiguous=True` are those of one device with
+    `contiguous=False`.
 
-    `floats` may hold the `tail` of an initial state, whose ids are `start`.
+    If `floats` has the `tail` of an initial state, the state's segment ids are `start`.
     """
 
     def run(contiguous, tail=None, **given):
@@ -39,12 +46,12 @@ def check(op, mesh, name: str, floats: dict, segment_ids=None, start=None) -> No
         y, state = op(**given, initial_state=state, segment_ids=segment_ids, contiguous=contiguous)
         return y, state
 
-    told, alone = (functools.partial(run, contiguous) for contiguous in (True, False))
-    both(mesh, name, told, floats, {}, alone=alone, rtol=1e-10, atol=1e-10)
+    contiguous, general = (functools.partial(run, value) for value in (True, False))
+    both(mesh, name, contiguous, floats, {}, alone=general, rtol=1e-10, atol=1e-10)
 
 
 def main() -> None:
-    """Of whole rows and of documents, from nothing and from a state."""
+    """Check rows of one document and packed rows, without and with an initial state."""
     jax.config.update("jax_enable_x64", True)
     mesh = make_mesh(MeshConfig(sequence=8))
     rng = np.random.default_rng(0)
@@ -58,7 +65,7 @@ def main() -> None:
         full = floats | dict(tail=rng.normal(size=(4, width, CHANNELS)))
         start = jnp.asarray([1, 2, 5, 1], jnp.int32)
         name = op.__name__
-        check(op, mesh, f"{name} whole", full, start=start)
+        check(op, mesh, f"{name} one document", full, start=start)
         check(op, mesh, f"{name} documents", floats, ids)
         check(op, mesh, f"{name} state", full, ids, start)
 

@@ -1,4 +1,7 @@
-"""Run by `test_sequence`, in a process of eight devices: what compiled programs send, counted."""
+"""Count the collectives of compiled programs on rows that devices share, and the sizes of their arrays.
+
+`test_sequence` runs it in a process of eight devices.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +28,20 @@ KEEP = jax.checkpoint_policies.save_only_these_names(GATHERED)
 
 
 def compiled(function, *arguments, mesh) -> str:
-    """The program's text."""
+    """The text of the compiled program."""
     with jax.set_mesh(mesh):
         return jax.jit(function).lower(*arguments).compile().as_text()
 
 
 def sent(text: str) -> collections.Counter:
-    """How often a collective and the type of its result stand in the compiled program."""
+    """How often each kind of collective with each result type occurs in the program."""
     return collections.Counter(
         re.sub(r"\{.*?\}", "", f"{kind} {shape}") for shape, kind in COLLECTIVE.findall(text)
     )
 
 
 def check_overlap(text: str) -> None:
-    """Raise unless, beside each all-gather, there are products that neither wait for it nor are waited for by it."""
+    """Assert that each all-gather can run in parallel with a matrix product: neither depends on the other."""
     products = {name for name, body in COMPUTATION.findall(text) if " dot(" in body}
     reads, kinds, fed = {}, {}, collections.defaultdict(list)
     for name, kind, rest in INSTRUCTION.findall(text[text.index("\nENTRY") :]):
@@ -63,7 +66,7 @@ def check_overlap(text: str) -> None:
 
 
 def layer(name: str, *, packed: bool, remat: bool = False):
-    """A sum over the outputs of one layer's op, of its arrays."""
+    """A function (x, gate) -> a sum over the outputs of an op, whose gradient is that of a layer."""
 
     def run(x, gate):
         ids = jnp.ones(x.shape[:2], jnp.int32) if packed else None
@@ -80,7 +83,7 @@ def layer(name: str, *, packed: bool, remat: bool = False):
 
 
 def check(mesh, name: str, length: int, forward: dict, backward: dict, **how) -> None:
-    """Raise unless a layer's gradient sends `forward`, `backward` and nothing else."""
+    """Assert that the gradient of a layer has the collectives `forward` and `backward`, and no others."""
     x = jax.ShapeDtypeStruct((2, length, 2, 8), jnp.float32, sharding=token_sharding(mesh))
     gate = jax.ShapeDtypeStruct((2, length, 2), jnp.float32, sharding=token_sharding(mesh))
     run = layer(name, **how)
@@ -88,12 +91,13 @@ def check(mesh, name: str, length: int, forward: dict, backward: dict, **how) ->
     found = sent(text)
     wanted = collections.Counter(forward) + collections.Counter(backward)
     assert found == wanted, (name, length, how, found, wanted)
-    if name == "linear_memory":  # a delta rule's update is nearly all that there is
+    if name == "linear_memory":  # nearly all products of a delta rule are part of its update
         check_overlap(text)
 
 
 def check_layer(mesh, name: str, wanted: dict) -> None:
-    """Raise unless the gradient of a method's layer, on packed rows as a model trains on them, sends `wanted` and sums alone."""
+    """Assert that the gradient of a method's layer on packed rows has the collectives `wanted` and otherwise
+    only sums."""
     module = mixers.build(mixer(name), WIDTH, rngs=nnx.Rngs(0), init_std=0.2, layer=1, num_layers=2)
     graph, params = nnx.graphdef(module), nnx.to_pure_dict(nnx.state(module, nnx.Param))
     place = token_sharding(mesh)
@@ -110,7 +114,8 @@ def check_layer(mesh, name: str, wanted: dict) -> None:
 
 
 def check_model(mesh, name: str) -> None:
-    """Raise unless a training step of the model sends as much on rows of 128 tokens as on rows of 256."""
+    """Assert that a model's loss and gradient have the same collectives on rows of 128 tokens as on rows of
+    256."""
     config = config_of(name)
     model = models.Decoder(config, rngs=nnx.Rngs(0))
     graph, params = nnx.graphdef(model), nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -127,9 +132,14 @@ def check_model(mesh, name: str) -> None:
 
 
 def main(*names: str) -> None:
-    """One all-gather forward and one backward a layer, of as many numbers whatever the length; `names` for models too."""
+    """Check that a layer has one all-gather forward and one backward, whose sizes do not depend on the
+    length.
+
+    With `names`, check models of these, too.
+    """
     mesh = make_mesh(MeshConfig(sequence=8))
-    # Two rows of two heads: a memory [8, 8], a decay; of packed documents two ids and whether one began inside.
+    # Two rows of two heads: a memory [8, 8] and a decay; for packed rows two segment ids, and whether a
+    # document began.
     state, decay, ids = 2 * 2 * 64, 2 * 2, 2 * 3
     gathered = {f"all-gather u32[8,{state + decay + ids}]": 1}
     back = {f"all-gather u32[8,{state}]": 1}
@@ -138,10 +148,11 @@ def main(*names: str) -> None:
     tail = {"collective-permute f32[2,3,16]": 1}
     check(mesh, "short_convolution", 64, tail, tail, packed=False)
     if names:
-        gathered = {f"all-gather u32[8,{2 * state + 2}]": 1}  # an id that is always 0
+        gathered = {f"all-gather u32[8,{2 * state + 2}]": 1}  # with an id that is always 0
         check(mesh, "delta_memory", 64, gathered, back, packed=False)
-    # A memory [K, V] a head and what becomes of the one before it, with ids; back, the memory's gradient. Convolutions and
-    # shifts pass their last tokens on each way, and the id of the last one's document, which is the same for all.
+    # Forward: a memory [K, V] per head, its transition, and ids. Backward: the memory's gradient.
+    # Convolutions and token shifts send their last tokens in both directions, and once the segment id of the
+    # last token.
     id_of_last = {"collective-permute s32[2]": 1}
     sent_by = dict(
         retnet={"all-gather u32[8,270]": 1, "all-gather u32[8,256]": 1},

@@ -1,7 +1,8 @@
-"""Run by `test_parallel`, in a process of four devices: `python -m tests.parallel.settings OP ...`.
+"""Compare each op's outputs and gradients in three settings with a call without a mesh.
 
-Each op, forward and gradient, equals the plain call under a mesh with explicit axes, inside a caller's own checked
-`jax.shard_map`, and (the associative form, and ops without forms) eagerly under a mesh that has more axes than the batch's.
+The settings: a mesh with explicit axes; inside a caller's `jax.shard_map` with checked replication; and, for
+the associative form and ops without forms, without `jax.jit` under a mesh that also has an axis that does not
+shard rows. `test_parallel` runs it in a process of four devices: `python -m tests.parallel.settings OP ...`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ IDS = jnp.asarray([[1, 1, 1, 0, 2, 2, 2, 2, 1, 2, 0]] * BATCH)
 
 
 def run(op: str, case: Case | None, form: str | None, kind: str, inputs: dict):
-    """The op's outputs, and a sum of each row that gives every entry a weight of its own."""
+    """The op's outputs, and for each row the sum of all its entries, each with a weight of its own."""
     ids = inputs["ids"]
     if op == "cumulative_phase":
         out = ops.cumulative_phase(inputs["angle"], segment_ids=ids)
@@ -31,7 +32,7 @@ def run(op: str, case: Case | None, form: str | None, kind: str, inputs: dict):
     else:
         assert case is not None
         given = {} if kind == "plain" else {"segment_ids": ids}
-        if kind == "segments":  # made here: nothing says yet that it differs from device to device
+        if kind == "segments":  # made here, so that its type does not vary over devices
             state = make_state(case, ids.shape[0], num_segments=2, empty=True)
             given["initial_state"] = state
         rest = {n: x for n, x in inputs.items() if n != "ids"}
@@ -45,7 +46,7 @@ def run(op: str, case: Case | None, form: str | None, kind: str, inputs: dict):
 
 
 def compare(op: str, case: Case | None, form: str | None, kind: str, inputs: dict) -> None:
-    """Raise where one of the three settings gives another value or gradient than the plain call."""
+    """Assert that values and gradients in each setting are those of the call without a mesh."""
     rng = np.random.default_rng(0)
     weights = jnp.asarray(rng.normal(size=BATCH))
     batched = {n: x.shape[0] == BATCH and x.ndim > 2 for n, x in inputs.items()} | {"ids": True}
@@ -84,7 +85,10 @@ def compare(op: str, case: Case | None, form: str | None, kind: str, inputs: dic
     check("explicit axes", (out, gradient))
 
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    if form in (None, "associative"):  # every primitive is compiled by itself
+    if form in (
+        None,
+        "associative",
+    ):  # otherwise each primitive is compiled alone, which takes long
         with jax.set_mesh(mesh):
             check("an extra axis, eagerly", both(inputs, plain))
 
@@ -103,7 +107,8 @@ def compare(op: str, case: Case | None, form: str | None, kind: str, inputs: dic
 
 
 def settings_of(op: str):
-    """(case, form, kind) of an op: each form of one case, of those with arrays that all devices share where there are any."""
+    """(case, form, kind) of an op: each form of one case, if possible of a case with an array that has no
+    rows."""
     if op not in FAMILIES:
         return [(None, None, "plain")]
     case = min(
@@ -121,13 +126,13 @@ def inputs_of(op: str, case: Case | None) -> dict:
     if op == "time_invariant_memory":
         shapes = {"u": (BATCH, LENGTH, 3), "delta": (3,), "A": (3, 2), "B": (3, 2), "C": (3, 2)}
         given = {n: -np.abs(rng.normal(size=s)) for n, s in shapes.items()}
-        return given | {"delta": -given["delta"], "ids": IDS}  # so that it decays
+        return given | {"delta": -given["delta"], "ids": IDS}  # positive, for a decay
     assert case is not None
     return make_inputs(case, BATCH, LENGTH) | {"ids": IDS}
 
 
 def main(*which: str) -> None:
-    """`which` holds `OP` for all its settings, or `OP:FORM:KIND` for one."""
+    """Check `OP`, with all its forms and kinds, or `OP:FORM:KIND`."""
     jax.config.update("jax_enable_x64", True)
     assert jax.device_count() == 4
     for name in which:

@@ -1,4 +1,7 @@
-"""Training steps compiled for several H200s that are not here: `make test-aot`. XLA's compiler has crashed over such meshes."""
+"""Training steps compiled for several H200 cards, which need not be present (`make test-aot`).
+
+XLA's compiler has crashed on some of these meshes.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def test_compiles_for_several_cards(variant, axes, monkeypatch):
     config.model.vocab_size, config.model.hidden_size, config.model.dtype = 512, 256, "bfloat16"
     for layer in config.model.layers.values():
         if getattr(layer.mixer, "num_heads", None):
-            layer.mixer.num_heads = 4  # of 64, as kernels take them
+            layer.mixer.num_heads = 4  # of 64 channels, as kernels require
     config = dataclasses.replace(config, mesh=MeshConfig(data=1, **axes))
     memory = compiled_memory(config, 8, 2048, packed=False)
     assert 0 < memory.temp_size_in_bytes < 1 << 31

@@ -1,4 +1,4 @@
-"""Kinds of parallelism together, and checkpoints that move between meshes."""
+"""Several kinds of parallelism in one mesh, and checkpoints that are restored on another mesh."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HYBRID = "linear_attention/softmax+moe"
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "cases",
-    [  # of one model, so that one device's step is compiled once
+    [  # of one model, so that the step on one device is compiled once
         ("data=2,sequence=2,tensor=2", "data=2,expert=4"),
         ("fsdp=2,pipeline=2,microbatches=4", "expert=2,tensor=2,pipeline=2,microbatches=4"),
     ],
@@ -43,30 +43,30 @@ def test_axes_compose(cases):
     ],
 )
 def test_bfloat16(case):
-    """XLA's CPU compiler aborts at a sum of bfloat16 over some of the axes."""
+    """XLA's CPU compiler would abort at a bfloat16 sum over some of the mesh's axes."""
     assert meshes(f"bfloat16:{case}") == 1
 
 
 @pytest.mark.parametrize(
     "case", ["gla+none", pytest.param("mamba2+moe/softmax", marks=pytest.mark.slow)]
 )
-def test_rows_that_do_not_divide(case):
-    """Sixteen tokens on three devices."""
+def test_rows_that_are_not_divisible(case):
+    """Rows of 16 tokens on three devices."""
     assert meshes(f"{case}:sequence=3") == 1
 
 
-def test_rows_are_filled_up_with_padding():
+def test_rows_are_padded():
     rows = dict(tokens=np.ones((2, 16), np.int32), loss_mask=np.ones((2, 16), np.float32))
     cut = token_sharding(abstract_mesh(data=2, sequence=3))
-    filled = hosts._filled_up(rows, cut)
-    assert {x.shape for x in filled.values()} == {(2, 18)}
+    padded = hosts._padded(rows, cut)
+    assert {x.shape for x in padded.values()} == {(2, 18)}
     for name in ("segment_ids", "loss_mask"):
-        np.testing.assert_array_equal(filled[name][0], [1] * 16 + [0] * 2)
-    assert hosts._filled_up(rows, token_sharding(abstract_mesh(sequence=4))) is rows
+        np.testing.assert_array_equal(padded[name][0], [1] * 16 + [0] * 2)
+    assert hosts._padded(rows, token_sharding(abstract_mesh(sequence=4))) is rows
 
 
 @pytest.mark.slow
-def test_rows_experts_and_stages_in_parts():
+def test_rows_experts_and_stages_are_sharded():
     assert meshes("gated_deltanet+moe:sequence=2,expert=2,pipeline=2") == 1
 
 
@@ -77,7 +77,8 @@ def test_checkpoints_move_between_meshes(tmp_path):
 
 
 def main(folder: str) -> None:
-    """Save after a step on one mesh; each other one restores the same state, and takes the same second step."""
+    """Save after a step on one mesh; check that other meshes restore the same state and take the same second
+    step."""
 
     def start(**axes):
         config = run_of("linear_attention+moe", mesh=MeshConfig(**dict(data=1) | axes))

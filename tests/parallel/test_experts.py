@@ -1,4 +1,5 @@
-"""Experts spread over devices: values and gradients of one device, however the router chooses; buffers that overflow say so."""
+"""Experts sharded over devices: values and gradients equal those of one device for every routing; overflows
+are reported."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ ROUTES = ("random", "one expert", "one device", "few tokens", "few rows")
 
 
 def made(route: str, **fields):
-    """A module of large parameters, whose router takes every token to the same place if it is asked to."""
+    """A mixture of experts with large parameters; routes "one expert" and "one device" send every token
+    there."""
     config = MoEConfig(num_experts=EXPERTS, top_k=2, expert_size=6, shared_size=4, **fields)
     moe = feedforward.build(config, WIDTH, rngs=nnx.Rngs(0), init_std=0.5)
     if route in ("one expert", "one device"):
@@ -40,7 +42,7 @@ def made(route: str, **fields):
 
 @functools.cache
 def program(graph, mesh):
-    """Compiled once for all routes, which are numbers."""
+    """The compiled loss and gradient, the same for all routes, which differ in parameters only."""
 
     def loss(params, x, ids):
         y, _, aux = nnx.merge(graph, params)(x, segment_ids=ids)
@@ -51,22 +53,22 @@ def program(graph, mesh):
 
 
 def gradient(moe, x, ids):
-    """(sum of outputs, statistics) and gradients of the parameters and of x; x is positive, so that a bias is one."""
+    """((loss, statistics), gradients of the parameters and of x). x is positive, so that a bias in the router
+    selects."""
     graph, params = nnx.split(moe, nnx.Param)
     return program(graph, jax.sharding.get_abstract_mesh())(params, x, ids)
 
 
 def compare(axes: dict[str, int], route: str, **fields) -> None:
+    """Assert that values, statistics and gradients on the mesh are those on one device."""
     x = np.abs(jax.random.normal(jax.random.key(1), (ROWS, LENGTH, WIDTH)))
     ids = np.ones((ROWS, LENGTH), np.int32)
     ids[:, -1] = 0
     if route == "few tokens":
         ids[1:] = 0  # most devices have none
     if route == "few rows":
-        x, ids = (
-            x[:3],
-            ids[:3],
-        )  # they do not divide: every device has all, and computes its own experts' part
+        # Not divisible: every device has all rows, and computes the results of its experts.
+        x, ids = x[:3], ids[:3]
     expected = gradient(made(route), x, ids)
     config = MeshConfig(**axes)
     mesh = make_mesh(config, jax.devices()[: np.prod(list(axes.values()))])
@@ -81,18 +83,19 @@ def compare(axes: dict[str, int], route: str, **fields) -> None:
 
 
 def overflows() -> None:
-    """Buffers of half the even share: the loss is not a number, and the choices without room are counted."""
+    """Check that with buffers of half the even load the loss is NaN, and that the choices that do not fit are
+    counted."""
     x = jnp.ones((ROWS, LENGTH, WIDTH))
     mesh = make_mesh(MeshConfig(data=1, expert=4), jax.devices()[:4])
     with jax.set_mesh(mesh):
         (value, aux), _ = gradient(made("one device", expert_buffer=0.5), x, None)
-    # All tokens choose experts 2 and 3: each device sends its 12 rows to two others, and has room for 3 to each.
+    # All tokens choose experts 2 and 3: each device sends 12 rows to each of two devices, in buffers of 3.
     assert np.isnan(value) and int(aux["moe/overflow_count"]) == 2 * ROWS * LENGTH - 4 * 2 * 3
     print("overflow ok", flush=True)
 
 
 def stops() -> None:
-    """A training step that overflows changes nothing and counts."""
+    """Check that a training step with an overflow changes no parameter and counts as skipped."""
     config = run_of("linear_attention+moe", mesh=MeshConfig(data=1, expert=4))
     config.model.layers["A"].feedforward = dataclasses.replace(EXPERTS_CONFIG, expert_buffer=0.1)
     mesh = make_mesh(config.mesh, jax.devices()[:4])
@@ -140,7 +143,7 @@ def test_an_overflow_stops_the_run(tmp_path):
     running.checkpoints = types.SimpleNamespace(wait=lambda: None, steps=[2])
     with pytest.raises(
         TrainingStopped,
-        match=r"step 3: 5 choices .* Set expert_buffer higher.*goes on from checkpoint 2",
+        match=r"step 3: 5 choices .* Set expert_buffer higher.*continues from checkpoint 2",
     ):
         running.report(3, {"moe/overflow_count": np.int32(5), "train/loss": np.float32(np.nan)})
 

@@ -1,4 +1,5 @@
-"""Several processes: who is asked to join, what each reads, and two of them training as one does."""
+"""Several processes: how launchers are recognised, which rows each process reads, and training that equals
+one process's."""
 
 from __future__ import annotations
 
@@ -38,12 +39,12 @@ def test_launchers_are_known_by_their_variables(environment, name):
     assert launcher(environment) == name
 
 
-def test_wrong_environments_are_told(monkeypatch):
+def test_invalid_environments_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="SLURM_NTASKS='x'"):
         launcher({"SLURM_NTASKS": "x"})
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
     monkeypatch.setenv("JAX_NUM_PROCESSES", "two")
-    with pytest.raises(ValueError, match="'JAX_NUM_PROCESSES': 'two'.*whole numbers"):
+    with pytest.raises(ValueError, match="JAX_NUM_PROCESSES='two': it must be an integer"):
         join_hosts()
 
 
@@ -52,21 +53,22 @@ def test_one_process_reads_everything():
 
 
 def run_processes(count, arguments, devices, wait=True, **environment):
-    """`count` processes of `devices` devices each, joined by hand; their exit codes and errors."""
+    """Run `count` connected processes of `devices` devices each; returns their outputs, or with wait=False
+    the processes."""
     root = pathlib.Path(__file__).parents[2]
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    joined = {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": str(count)}
+    shared = {"JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": str(count)}
     processes = []
     for index in range(count):
-        own = joined | {"JAX_PROCESS_ID": str(index)} if count > 1 else {}
+        variables = shared | {"JAX_PROCESS_ID": str(index)} if count > 1 else {}
         count_flag = f"--xla_force_host_platform_device_count={devices}"
         flags = {"XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {count_flag}", "JAX_PLATFORMS": "cpu"}
         processes.append(
             subprocess.Popen(
                 [sys.executable, "-m", "tests.parallel.test_hosts", *arguments],
-                env=os.environ | flags | own | environment,
+                env=os.environ | flags | variables | environment,
                 cwd=root,
                 text=True,
                 stdout=subprocess.PIPE,
@@ -90,8 +92,11 @@ def rows(workdir):
     ("axes", "stop"), [("data=1,fsdp=2,sequence=2", "5"), ("data=1,sequence=4", "0")]
 )
 def test_two_processes_train_as_one(tmp_path, axes, stop):
-    """Two hosts of two devices have the losses of one of four: each with rows of its own, stopped by a signal to one of them and
-    resumed; and with parts of the same rows."""
+    """Two hosts of two devices have the losses of one host of four devices.
+
+    In the first case each host has other rows, one of them gets a signal, and the run is resumed. In the
+    second they share rows.
+    """
     text = tiny.write_text(tmp_path / "text")
     one, two = tmp_path / "one", tmp_path / "two"
     run_processes(1, [str(one), str(text), axes, "0"], 4)
@@ -106,7 +111,7 @@ def test_two_processes_train_as_one(tmp_path, axes, stop):
 
 
 def main() -> None:
-    """Train a model of one layer; the first process gets a signal after step `stop`."""
+    """Train a model of one layer; if `stop` is not 0, the first process gets a signal after that step."""
     workdir, text, axes, stop = sys.argv[1:5]
     join_hosts()
     from lsm_jax.mixers import LinearAttentionConfig, OpConfig

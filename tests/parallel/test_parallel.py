@@ -1,4 +1,4 @@
-"""Meshes, rules, and ops that shard themselves. Several devices need a process of their own."""
+"""Meshes, the rules of logical axes, and ops under meshes. Tests of several devices run in another process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ with jax.set_mesh(mesh):
     compiled = jax.jit(gradient).lower(rows, decay).compile()
     got = compiled(rows, decay)
     assert "all-gather" not in compiled.as_text()
-    odd = jax.jit(lambda q: ops.attention(q, q, q)[0])(q[:3])  # a batch that does not divide still runs
+    odd = jax.jit(lambda q: ops.attention(q, q, q)[0])(q[:3])  # a batch that is not divisible is not sharded
 jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, expected)
 try:
     param_sharding(mesh, ("embed", "mlp"), (6, 8), "up.kernel")
@@ -57,7 +57,11 @@ else:
 
 
 def run_with_devices(count, *arguments, as_users=False):
-    """`as_users`: compiled as users do, where memory or what is sent is read off the program."""
+    """Run Python with these arguments in a process of `count` CPU devices, and return its output.
+
+    With `as_users`, programs are compiled with the options of users, for tests that read sizes from the
+    compiled program.
+    """
     flags = {
         "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={count}",
         "JAX_PLATFORMS": "cpu",
@@ -74,7 +78,7 @@ def run_with_devices(count, *arguments, as_users=False):
     return run.stdout
 
 
-def test_ops_shard_themselves_over_eight_devices():
+def test_ops_are_sharded_over_eight_devices():
     run_with_devices(8, "-c", SCRIPT)
 
 
@@ -95,7 +99,7 @@ def test_ops_shard_themselves_over_eight_devices():
     ],
 )
 def test_ops_under_any_mesh(op):
-    """With explicit axes, with axes that are not the batch's, and inside a caller's own checked `jax.shard_map`."""
+    """See `tests.parallel.settings`."""
     assert run_with_devices(4, "-m", "tests.parallel.settings", op).endswith("ok\n")
 
 
@@ -103,7 +107,7 @@ def test_ops_under_any_mesh(op):
     ("config", "shape"),
     [(MeshConfig(), (8, 1)), (MeshConfig(fsdp=4), (2, 4)), (MeshConfig(data=1, fsdp=8), (1, 8))],
 )
-def test_mesh_takes_what_is_left(config, shape):
+def test_the_data_axis_is_inferred(config, shape):
     sizes = config.shape(8)
     assert (sizes["data"], sizes["fsdp"]) == shape
     assert tuple(sizes) == AXES and math.prod(sizes.values()) == 8

@@ -1,4 +1,4 @@
-"""Stages of layers on devices of their own: one device's loss and gradients. The default run's case cuts heads as well."""
+"""Pipeline parallelism: loss and gradients equal those of one device. The fast case also shards heads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_four_microbatches_twice_through_two_stages():
 
 @pytest.mark.slow
 def test_schedules():
-    """Any number of stages, microbatches and rounds gives what the layers give one after another."""
+    """With any number of stages, microbatches and rounds, the results are those of the layers in order."""
     assert run_with_devices(8, "-m", "tests.parallel.test_pipeline").count("ok") == len(SCHEDULES)
 
 
@@ -37,7 +37,8 @@ def test_rounds_that_do_not_fit_are_refused():
 
 
 def test_rounds_are_planned():
-    """More turns keep more boundaries, and layers are sent to the devices that work on them."""
+    """More rounds save more activations between stages, and require that layers are sent to the stages'
+    devices."""
     one, two = (
         plan(run_of("linear_attention", mesh=MeshConfig(data=1, pipeline=2, rounds=r)), 2)
         for r in (1, 2)
@@ -51,28 +52,29 @@ def test_rounds_are_planned():
 @pytest.mark.parametrize(
     "case",
     [
-        "rwkv7:pipeline=4,microbatches=4",  # the first layer's values travel with the tokens
+        "rwkv7:pipeline=4,microbatches=4",  # the first layer's values are part of the carry
         "hgrn2:pipeline=2,rounds=2",  # bounds over all layers
         "gla/softmax:pipeline=2",  # a stage is a period
     ],
 )
 def test_stages_equal_one_device(case):
-    """Experts' statistics over stages: `test_compose`."""
+    """`test_compose` checks the statistics of experts in stages."""
     assert meshes(case) == 1
 
 
-def stage(layers, carry, rows, whole):
-    """Layers that say which microbatch and which layer they saw."""
+def stage(layers, carry, rows, constants):
+    """Layers whose results and statistics depend on the microbatch and on the layer's number."""
 
-    def layer(x, own):
-        x = jnp.tanh(own["w"] * x + rows + whole * own["number"])
-        return x, {"mean": jnp.mean(x), "rows_count": jnp.sum(jnp.ones(x.shape[0])) * own["number"]}
+    def layer(x, params):
+        x = jnp.tanh(params["w"] * x + rows + constants * params["number"])
+        count = jnp.sum(jnp.ones(x.shape[0])) * params["number"]
+        return x, {"mean": jnp.mean(x), "rows_count": count}
 
     return jax.lax.scan(layer, carry, layers)
 
 
 def main() -> None:
-    """Values, statistics and gradients of each schedule, of layers as they are."""
+    """Compare values, statistics and gradients of each schedule with those of the layers in order."""
     rng = np.random.default_rng(0)
     for stages, pieces, rounds in SCHEDULES:
         count = 2 * stages * rounds
@@ -80,8 +82,8 @@ def main() -> None:
         x, rows = rng.normal(size=(2, 2 * pieces, 3))
 
         def both(run, layers=layers, x=x, rows=rows):
-            def loss(w, x, rows, whole):
-                y, statistics = run(layers | {"w": w}, x, rows, whole)
+            def loss(w, x, rows, constants):
+                y, statistics = run(layers | {"w": w}, x, rows, constants)
                 return jnp.sum(y * jnp.cos(jnp.arange(y.size)).reshape(y.shape)), (y, statistics)
 
             gradient = jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)

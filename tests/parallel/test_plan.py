@@ -1,4 +1,4 @@
-"""Plans on paper: what is counted exactly, and XLA's own memory analysis on small meshes."""
+"""Memory plans: counts that are exact, and estimates compared with XLA's memory analysis on small meshes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GATHERED = re.compile(r"= u32\[4,(\d+)\]\S* all-gather(?:-start)?\(")  # by `seq
 def run_of(
     mesh: MeshConfig, *, experts: bool = False, pattern: str = "LN", **changes
 ) -> TrainConfig:
-    """Eight layers of width 512, hybrid, 8 rows of 256."""
+    """The config of a run of a hybrid model with eight layers of width 512, on 8 rows of 256 tokens."""
     inner = SwiGLUConfig(intermediate_size=1536)
     if experts:
         inner = MoEConfig(num_experts=8, top_k=2, expert_size=448)
@@ -58,11 +58,11 @@ def peak(function, *shapes):
     return peak_bytes(jax.make_jaxpr(function)(*args).jaxpr, "cpu")
 
 
-def test_what_lives_at_a_time():
+def test_peak_bytes():
     square, item = (64, 64), 64 * 64 * 4
     assert peak(lambda x: (x @ x) @ x, square) == 2 * item
     assert peak(lambda x: jnp.sum(jnp.exp(x) * x + 1), square) == 4
-    # Read by a product, an elementwise result exists; the one it is computed from does not.
+    # An elementwise result that a matrix product reads exists; the one from which it is computed is fused.
     assert peak(lambda x: jnp.exp(x + 1) @ x, square) == 2 * item
     stacked = lambda x: jax.lax.scan(lambda c, _: (c @ c, c), x, length=5)  # noqa: E731
     assert peak(stacked, square) == (1 + 5 + 1) * item
@@ -87,7 +87,7 @@ def test_parameters_are_counted_by_their_shardings():
     assert stages.parameters == (whole.parameters - embeddings) / 4 + embeddings
 
 
-def test_what_attention_gathers_and_accumulation_keeps_is_counted():
+def test_gathered_keys_and_accumulated_gradients_are_counted():
     config = run_of(MeshConfig(data=1, sequence=4), pattern="N")
     mixer, rows, length = (
         config.model.layers["N"].mixer,
@@ -105,7 +105,7 @@ def test_what_attention_gathers_and_accumulation_keeps_is_counted():
     assert plan(pieces, 4).gradients == 2 * plan(config, 4).gradients
 
 
-def test_what_does_not_fit_is_told():
+def test_the_report_says_whether_a_run_fits():
     config = run_of(MeshConfig(data=1, fsdp=2), pattern="N")
     made = plan(config, 2)
     assert "fits into 80 GiB" in made.report(80) and "mesh fsdp=2;" in made.report(80)
@@ -114,8 +114,8 @@ def test_what_does_not_fit_is_told():
         plan(config, 3)
 
 
-def told(config: str, *arguments: str) -> str:
-    """The line that the command ends with where it makes no plan."""
+def error_of(config: str, *arguments: str) -> str:
+    """The error message of the command, which must be one line."""
     command = [sys.executable, "-m", "lsm_jax.plan", f"--config={config}", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and not done.stdout, done
@@ -124,8 +124,8 @@ def told(config: str, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize("hbm", ["nan", "inf", "0", "-1"])
-def test_memory_that_no_device_has_is_refused(hbm):
-    line = told("configs/linear_moe.py:tiny", f"--hbm={hbm}")
+def test_invalid_memory_is_refused(hbm):
+    line = error_of("configs/linear_moe.py:tiny", f"--hbm={hbm}")
     assert line.startswith(f"plan: flag --hbm={hbm}")
     assert line.endswith("accepted are finite numbers of GiB above 0")
 
@@ -134,27 +134,30 @@ def test_memory_that_no_device_has_is_refused(hbm):
     ("devices", "changes", "mesh"),
     [
         (32, [], "fsdp=16 x sequence=2"),
-        (12, ["batch_size=6"], "data=3 x fsdp=2 x sequence=2"),  # of width 64
+        (
+            12,
+            ["batch_size=6"],
+            "data=3 x fsdp=2 x sequence=2",
+        ),  # since width 64 is not divisible by 6
         (128, ["batch_size=1", "data.sequence_length=64"], "sequence=64 x tensor=2"),
     ],
 )
-def test_a_mesh_is_chosen_that_divides(devices, changes, mesh):
+def test_the_default_mesh_divides_the_config(devices, changes, mesh):
     arguments = [f"--devices={devices}", *(f"--config.{change}" for change in changes)]
     command = ["-m", "lsm_jax.plan", "--config=configs/linear_moe.py:tiny", *arguments]
     notice, table, *_ = run_with_devices(1, *command).splitlines()
-    assert notice.endswith(f"over {devices} devices; {mesh.replace(' x', ',')}")
+    assert notice.endswith(f"by {devices} devices; the mesh is {mesh.replace(' x', ',')}")
     assert table.startswith(f"mesh {mesh};")
 
 
-def test_what_to_do_is_told_where_no_mesh_divides():
+def test_the_error_without_a_valid_mesh():
     short = "--config.batch_size=1", "--config.data.sequence_length=64"
-    line = told("configs/linear_moe.py:tiny", "--devices=192", *short)
-    assert line.startswith("plan: no mesh of --devices=192 was found for this config, of 1 rows of")
-    assert "of mesh.sequence=192 devices); take another number, as --devices=64, or other" in line
-    own = told("configs/linear_moe.py:tiny", "--devices=65", "--config.mesh.sequence=65", *short)
-    assert own.startswith(
-        "plan: data.sequence_length=64 is less than one token for each of mesh.seq"
-    )
+    line = error_of("configs/linear_moe.py:tiny", "--devices=192", *short)
+    assert line.startswith("plan: --devices=192: no mesh was found for 1 rows of")
+    assert "use another number, such as --devices=64, or set --config.batch_size" in line
+    mesh = "--config.mesh.sequence=65"
+    line = error_of("configs/linear_moe.py:tiny", "--devices=65", mesh, *short)
+    assert line.startswith("plan: data.sequence_length=64: it must be at least mesh.sequence=65")
 
 
 @pytest.mark.slow
@@ -165,23 +168,24 @@ def test_the_command_line_needs_no_device():
     assert "mesh data=32 x fsdp=8" in out and "fits into 80 GiB" in out
 
 
-def test_a_kernel_keeps_what_it_keeps():
-    """Of a choice by platform the branch that runs there counts, and nothing of what the other would leave."""
+def test_only_the_branch_of_the_platform_counts():
+    """Residuals of `jax.lax.platform_dependent` are those of the platform's branch."""
     square, item = (64, 64), 64 * 64 * 4
     narrow, wide = (lambda x: jnp.exp(x @ x), lambda x: jnp.exp(jnp.sin(x @ x) @ x) @ x)
 
-    def kept(platform):
+    def residual_bytes(platform):
         run = lambda x: jax.lax.platform_dependent(x, cuda=narrow, default=wide)  # noqa: E731
         x = jax.ShapeDtypeStruct(square, jnp.float32)
         return result_bytes(jax.make_jaxpr(lambda x: jax.vjp(run, x)[1])(x).jaxpr, platform)
 
-    assert kept("cuda") == item
-    assert kept("cpu") == kept("tpu") == 3 * item
+    assert residual_bytes("cuda") == item
+    assert residual_bytes("cpu") == residual_bytes("tpu") == 3 * item
 
 
 @pytest.mark.parametrize("method", [*sorted(mixers.METHODS), "mom"])
 def test_every_method_has_a_plan(method):
-    """Of whole rows, and of rows cut in two, where it has something to send beside the attention of every second layer."""
+    """With rows on one device, and with rows shared by two, where a method sends more than the attention
+    layers do."""
     kind = mixers.MoMConfig if method == "mom" else mixers.METHODS[method].config
     config = run_of(MeshConfig(data=1))
     config.model.layers["L"].mixer = kind.for_width(512)
@@ -192,23 +196,24 @@ def test_every_method_has_a_plan(method):
     assert cut.communication[gathered] > attention.communication[gathered] / 2
 
 
-def test_products_of_groups_beside_kernels():
-    """XLA has the rows once for every group; a kernel does not."""
+def test_grouped_products_without_kernels_need_more_memory():
+    """XLA copies the rows for each group; the kernel does not."""
     config = run_of(MeshConfig(data=1), experts=True, pattern="N", batch_size=64)
     config.model.dtype = "bfloat16"
     assert plan(config, 1, kernels=False).working > 4 * plan(config, 1).working
 
 
-def test_a_pretrained_model_need_not_be_here():
+def test_files_of_a_pretrained_model_are_not_required():
     assert 22 < plan(liger.get_config("llama3-8b"), 1).total / 2**30 < 24
 
 
 def rows_of_cards() -> dict[str, dict]:
-    """What XLA's analysis gave on H200s, docs/linear_moe.jsonl, the last row of each run."""
+    """The memory that XLA's analysis reported on H200 cards, from docs/linear_moe.jsonl; the last row of each
+    run."""
     found = {}
     for row in read_rows(ROOT / "docs" / "linear_moe.jsonl"):
         axes = {axis: n for axis, n in row["mesh"].items() if axis != "exchange"}
-        # Four stages were measured while a scan kept a copy of their parameters for each turn.
+        # Four stages were measured when the scan still saved a copy of their parameters for each turn.
         if "gib" in row and axes != {"pipeline": 4}:
             mesh = " ".join(f"{axis}={n}" for axis, n in axes.items()) or "one"
             mixer = row["variant"].partition("mixer=")[2]
@@ -241,13 +246,14 @@ def test_within_fifteen_percent_of_the_compiler(axes):
         run_with_devices(4, "-m", "tests.parallel.test_plan", json.dumps(axes), as_users=True)
     )
     assert abs(found["plan"] / found["xla"] - 1) < 0.15, found
-    if "sequence" in axes:  # ids and halos are not counted
+    if "sequence" in axes:  # the plan does not count segment ids and tokens at the ends of parts
         sent = found["communication"]["states, or keys and values"]
         assert abs(sent / found["gathered"] - 1) < 0.01, found
 
 
 def main(axes: str) -> None:
-    """Bytes a device of a step: XLA's arguments, results that are not the donated ones, and temporaries; and the plan's."""
+    """Print the bytes per device of a step: the plan's, and XLA's (arguments, results that are not donated,
+    temporaries)."""
     sizes = dict(data=1) | json.loads(axes)
     pattern = "D" if "sequence" in sizes else "LN"
     config = run_of(MeshConfig(**sizes), experts="expert" in sizes, pattern=pattern)
@@ -262,7 +268,7 @@ def main(axes: str) -> None:
         rows = {n: jax.ShapeDtypeStruct(shape, t, sharding=token_sharding(mesh)) for n, t in (kinds | {"loss_mask": jnp.float32}).items()}  # fmt: skip
         compiled = program.train_step.lower(state, rows).compile()
     memory = compiled.memory_analysis()
-    # Three of four parts are sent on; each gather stands once in the loop over layers.
+    # A device sends three of four parts on; each gather occurs once in the program, in the loop over layers.
     words = sum(int(n) for n in GATHERED.findall(compiled.as_text()))
     gathered = 3 * 4 * words * config.model.num_layers
     xla = memory.argument_size_in_bytes + memory.output_size_in_bytes

@@ -1,8 +1,9 @@
-"""Rows cut over devices: every op and every method as on one device, and what is sent for it.
+"""Rows that devices share: every op and every method equals itself on one device, and the bytes sent for it.
 
-A case is a pair of programs to compile, so that the table is dealt out. Every class of update meets every kind of call and every
-size of the axis, in one form: an op's forms differ in what a device does by itself, which other tests compare. Every method is a
-layer on every size and, of every class, on heads cut in two; hybrid models stand for what a model adds.
+Each case compiles two programs, so not every combination is tested. Each class of update is tested with each
+kind of call and on each number of devices, in one form only: the forms of an op differ in what one device
+computes, which other tests compare. Each method is tested as a layer on each number of devices, and one
+method per class with its heads sharded. One hybrid model is tested.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from lsm_jax.ops.attention import shared_rows as attention_sequence
 from tests.ops.cases import CASES
 from tests.parallel.test_parallel import run_with_devices
 
-# One of each class of update, with documents, masked tokens and a state to go on from.
+# One case of each class of update, with documents, masked tokens and an initial state.
 FAST = (
     "4:linear_memory-key_decay-heads112:chunk:state",
     "4:delta_memory-decay-heads112:chunk:state",
@@ -27,13 +28,13 @@ FAST = (
 CLASSES = (
     "linear_memory",
     "linear_memory-constant_decay",
-    "linear_memory-decay-input_gate-normalize",  # kept divided by a stabiliser
+    "linear_memory-decay-input_gate-normalize",  # with a stabiliser
     "linear_memory-key_decay-value_decay-bonus-normalize",
     "delta_memory-decay-heads112",
     "dplr_memory-key_decay-any_ab",
     "selective_memory-decay-complex-D-zoh",
     "slot_memory-slot_decay-heads112",
-    "online_memory-decay-norm-bias-mini_batch_4",  # handed on in turn
+    "online_memory-decay-norm-bias-mini_batch_4",  # computed on one device after another
     "attention",
     "attention-forget-heads412-window",
     "short_convolution-bias",
@@ -45,43 +46,47 @@ HEADS = ("gla", "mamba2", "gated_deltanet", "rwkv7", "ttt_linear", "softmax", "f
 
 
 def ran(module: str, *arguments: str) -> None:
-    """Raise unless the module says of each argument that it is as it should be."""
+    """Run a module of `tests.parallel` on eight devices, and assert that it prints "ok" for each argument."""
     command = "-m", f"tests.parallel.{module}", *arguments
     lines = run_with_devices(8, *command, as_users="traffic" in module).splitlines()
     assert len(lines) >= len(arguments) and all(line.endswith("ok") for line in lines), lines
 
 
 def plan_of(block: int, held: int = 0) -> attention_sequence.Plan:
-    """Attention without a window, of documents or with `held` blocks of keys ahead."""
+    """The plan of attention over packed rows without a window, with `held` earlier blocks of keys."""
     exact = dict(scale=1.0, dtype=jnp.float32, precision=jax.lax.Precision.HIGHEST)
     return attention_sequence.Plan(block, held, window=None, one_document=False, **exact)
 
 
 def test_what_is_sent_for_a_layer():
-    """One all-gather forward, one backward, of as many bytes at any length; kept under remat; products
-    that need not wait for either; the last tokens by one permutation each way, of packed rows too."""
+    """One all-gather forward and one backward, whose bytes do not depend on the length.
+
+    Rematerialization does not repeat them, and matrix products can run in parallel with them. Convolutions
+    send their last tokens by one permutation in each direction, for packed rows, too.
+    """
     ran("sequence_traffic")
 
 
-def test_short_memories_of_documents_without_gaps():
+def test_convolutions_of_documents_without_gaps():
     ran("sequence_shift")
 
 
 @pytest.mark.slow
 def test_what_is_sent_for_a_model():
-    """As much at any length: no array of tokens travels."""
+    """The bytes do not depend on the length: no array of tokens is sent."""
     ran("sequence_traffic", "gated_deltanet", "mom-gla")
 
 
 @pytest.mark.parametrize("cases", [FAST])
-def test_rows_in_parts(cases):
+def test_rows_that_devices_share(cases):
     ran("sequence", *cases)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_class_of_update(name):
-    """Two, four and eight devices; a row of its own, one state a segment, and all there is in a call."""
+    """On two, four and eight devices: plain rows, one state per segment, and an initial state with documents
+    and masks."""
     (case,) = (case for case in CASES if case.name == name)
     ran("sequence", *(f"{devices}:{name}:{case.forms[0]}:{kind}" for devices, kind in CALLS))
 
@@ -89,7 +94,7 @@ def test_every_class_of_update(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["documents", "masked"])
 def test_other_calls(kind):
-    """What the other kinds hold, alone; here the heads are cut as well."""
+    """Documents alone and masks alone, with heads sharded, too."""
     names = ("linear_memory-decay-heads422-normalize", "delta_memory-key_decay-heads412", "attention-heads422")  # fmt: skip
     forms = ("associative", "chunk", "None")
     ran("sequence", *(f"2x2:{name}:{form}:{kind}" for name, form in zip(names, forms, strict=True)))
@@ -97,30 +102,34 @@ def test_other_calls(kind):
 
 @pytest.mark.slow
 def test_phase_and_time_invariant_rows():
-    """What stands in no case: see `settings`."""
+    """See `tests.parallel.sequence_extras`."""
     ran("sequence_extras")
 
 
 def test_attention_by_a_kernel():
-    """Two parts of a row a device, with gates, documents and windows; what no kernel does is refused by name."""
+    """With gates, documents and windows, two parts of a row per device; backends without support are refused."""
     ran("sequence_kernel")
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
 @pytest.mark.parametrize("form", ["kernel", "blocks"])
-def test_attention_shares_causal_work_out_evenly(form, devices, monkeypatch):
-    """A query is its place in the row, and its output how many keys are seen by all queries of the device that attends for it:
-    counted by the queries themselves, and by the places that their device is told."""
-    own = 8  # tokens of a device
-    row = jnp.arange(own * devices, dtype=jnp.int32)
+def test_causal_attention_is_divided_evenly(form, devices, monkeypatch):
+    """Each device computes the attention of as many pairs of query and key.
+
+    In this test a query's value is its position, and its output is the number of keys that all queries of the
+    device which computes it attend to: once counted from the queries' values, once from the positions that
+    the device receives.
+    """
+    tokens = 8  # of a device
+    row = jnp.arange(tokens * devices, dtype=jnp.int32)
     places, one = row[None], jnp.ones((1, row.size), jnp.int32)
     keys = attention_sequence.Keys(
         k=one[..., None, None], v=one[..., None, None], sums=None,
         document=one, rank=places, written=one > 0,
     )  # fmt: skip
 
-    def count(q, told):
-        seen = jnp.stack([jnp.sum(q + 1), jnp.sum(told + 1)])
+    def count(q, positions):
+        seen = jnp.stack([jnp.sum(q + 1), jnp.sum(positions + 1)])
         return jnp.broadcast_to(seen, (*q.shape[:-1], 2))
 
     def kernel(q, starts):
@@ -136,17 +145,18 @@ def test_attention_shares_causal_work_out_evenly(form, devices, monkeypatch):
         return attention_sequence.attend("sequence", plan_of(block=2), q, where, keys)
 
     monkeypatch.setattr(attention_sequence, "_attend", blocks)
-    got = jax.vmap(of_device, axis_name="sequence")(row.reshape(devices, 1, own, 1, 1))
+    got = jax.vmap(of_device, axis_name="sequence")(row.reshape(devices, 1, tokens, 1, 1))
     even = row.size * (row.size + 1) // 2 // devices
-    np.testing.assert_array_equal(got, np.full((devices, 1, own, 1, 2), even))
+    np.testing.assert_array_equal(got, np.full((devices, 1, tokens, 1, 2), even))
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
 @pytest.mark.parametrize("held", [0, 3])
-def test_attention_computes_no_block_that_is_masked(devices, held):
-    """A step is a block of queries with one of keys. Each device takes its part of those that a causal row needs, and no other."""
+def test_attention_skips_masked_blocks(devices, held):
+    """A step is one block of queries with one block of keys. The devices have equal numbers of the steps of a
+    causal row."""
     pairs = 2
-    blocks = 2 * devices * pairs  # of the row
+    blocks = 2 * devices * pairs  # of a row
     needed = blocks * (blocks + 1) // 2 + blocks * held
     plan, numbers = plan_of(block=2, held=held), jnp.arange(max(devices, pairs))
     for here in numbers[:devices]:
@@ -160,7 +170,7 @@ def test_attention_computes_no_block_that_is_masked(devices, held):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_every_method(name):
-    """A layer of each on two, four and eight devices, with packed documents on four."""
+    """A layer on two, four and eight devices, with packed documents on four."""
     cases = [f"2:{name}", f"4:{name}:packed", f"8:{name}"]
     ran("sequence_models", *cases, *([f"2x2:{name}:packed"] if name in HEADS else []))
 

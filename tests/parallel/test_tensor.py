@@ -1,4 +1,4 @@
-"""Heads and feedforward widths cut over devices: one device's loss and gradients, and what does not divide."""
+"""Heads and feedforward widths sharded over devices: loss and gradients equal those of one device; errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.parallel.test_parallel import run_with_devices
 
 
 def meshes(*cases: str) -> int:
-    """How many of the cases, run in one process of eight devices, equal one device."""
+    """The number of cases of `tests.parallel.meshes` that equal one device, in one process of eight devices."""
     return run_with_devices(8, "-m", "tests.parallel.meshes", *cases).count(" ok, ")
 
 
@@ -23,8 +23,9 @@ def meshes(*cases: str) -> int:
 @pytest.mark.parametrize(
     "case",
     [
-        "linear_attention:data=2,tensor=4",  # a head each
-        # One method of each class of memory, a layer each; `test_sequence.test_every_method` has them one by one.
+        "linear_attention:data=2,tensor=4",  # one head per device
+        # One method of each class of memory, one layer each; `test_sequence.test_every_method` has each
+        # alone.
         "mamba2/gla/gated_deltanet/rwkv7:tensor=2,fsdp=2",
         "mamba/gsa/softmax/fox:tensor=2,fsdp=2",
     ],
@@ -34,7 +35,7 @@ def test_heads_over_devices(case):
 
 
 def abstract_mesh(**sizes: int) -> jax.sharding.AbstractMesh:
-    """A mesh with no devices."""
+    """A mesh without devices."""
     return jax.sharding.AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES)
 
 
@@ -45,7 +46,7 @@ def abstract_mesh(**sizes: int) -> jax.sharding.AbstractMesh:
         (dict(num_kv_heads=1), "num_kv_heads of layer 0: axis 'heads' of size 1"),
     ],
 )  # fmt: skip
-def test_heads_that_do_not_divide_are_refused(fields, words):
+def test_heads_that_are_not_divisible_are_refused(fields, words):
     config = run_of("softmax").model
     layer = dataclasses.replace(config.layers["A"], mixer=mixer("softmax", **fields))
     config = dataclasses.replace(config, layers={"A": layer})
@@ -58,11 +59,11 @@ def test_heads_that_do_not_divide_are_refused(fields, words):
     [
         m if m in ("mamba2", "gated_deltanet", "fox") else pytest.param(m, marks=pytest.mark.slow)
         for m in mixers.METHODS
-        if m not in ("s4d", "liger")  # no heads; made of another
+        if m not in ("s4d", "liger")  # no heads; contains another method
     ],
 )
-def test_every_method_has_a_layout_on_every_axis(method):
-    """No parameter names an axis twice, and those of at least one axis are cut."""
+def test_parameters_of_every_method_are_sharded_over_every_axis(method):
+    """No parameter has a mesh axis twice, and each axis shards a parameter."""
     config = dataclasses.replace(run_of("linear_attention+moe").model, num_layers=2)
     layer = dataclasses.replace(config.layers["A"], mixer=mixer(method))
     config = dataclasses.replace(config, layers={"A": layer})
@@ -73,12 +74,12 @@ def test_every_method_has_a_layout_on_every_axis(method):
     assert used == {"tensor", "expert", "pipeline", "fsdp"}
 
 
-def test_a_mesh_that_cuts_what_does_not_divide_is_refused():
+def test_sizes_that_a_mesh_does_not_divide_are_refused():
     for axes, words in (
-        (dict(pipeline=3), "mesh.pipeline=3: the model's 4 periods of 'A' do not divide"),
-        (dict(sequence=17), "data.sequence_length=16 is less than one token for each of mesh.sequence=17"),
-        (dict(expert=8), "model.layers.A.feedforward.num_experts=4 does not divide over mesh.expert=8"),
-        (dict(pipeline=2, microbatches=16), "batch_size=8: it must divide by 2 devices x 8 microbatches"),
+        (dict(pipeline=3), "mesh.pipeline=3: the model's 4 periods of 'A' are not divisible by it"),
+        (dict(sequence=17), "data.sequence_length=16: it must be at least mesh.sequence=17"),
+        (dict(expert=8), "model.layers.A.feedforward.num_experts=4: it must be divisible by mesh.expert=8"),
+        (dict(pipeline=2, microbatches=16), "batch_size=8: it must be divisible by 2 devices x 8 microbatches"),
     ):  # fmt: skip
         mesh = MeshConfig(data=1, **axes)
         devices = mesh.expert * mesh.pipeline * mesh.sequence

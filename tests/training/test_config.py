@@ -42,7 +42,7 @@ def test_documents_are_aligned_to_mini_batches(method, caplog):
     ("change", "message"),
     [
         (lambda c: setattr(c, "batch_size", 0), "batch_size=0: it must be at least 1"),
-        (lambda c: setattr(c, "batch_size", 7), "batch_size=7: it must divide by 8 devices"),
+        (lambda c: setattr(c, "batch_size", 7), "batch_size=7: it must be divisible by 8 devices"),
         (lambda c: setattr(c, "mesh", MeshConfig(fsdp=3)), "mesh.fsdp=3 does not fit 8 devices"),
         (lambda c: setattr(c, "total_tokens", 5), "one step takes batch_size=8 x data.sequence_length=32"),
         (lambda c: setattr(c.optimizer, "warmup_tokens", 10**9), "optimizer.warmup_tokens=1000000000"),
@@ -72,7 +72,7 @@ def test_errors_name_the_field(tmp_path, change, message):
         (["--config=configs/lm.py:gla-tiny", "--config.batch_size=many"], "batch_size"),
     ],
 )  # fmt: skip
-def test_the_command_tells_what_exists(arguments, message):
+def test_errors_of_the_command_name_what_exists(arguments, message):
     command = [sys.executable, "train.py", "--workdir=unused", *arguments]
     run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode != 0

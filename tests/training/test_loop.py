@@ -25,9 +25,9 @@ def text(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def whole(text, tmp_path_factory):
+def uninterrupted(text, tmp_path_factory):
     """A run that was never interrupted."""
-    workdir = tmp_path_factory.mktemp("whole") / "run"
+    workdir = tmp_path_factory.mktemp("uninterrupted") / "run"
     result = train(tiny.config(text), workdir)
     assert result.step == 12 and result.interrupted is None
     return workdir
@@ -51,51 +51,51 @@ def drive(workdir, text, *, stop=0, devices=1, fsdp=1):
     return subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True)
 
 
-def test_loss_falls_and_the_run_loads(whole):
-    curve = losses(whole)
+def test_loss_falls_and_the_run_loads(uninterrupted):
+    curve = losses(uninterrupted)
     assert curve[-1] < curve[0] - 0.5
-    run = lsm_jax.load_run(whole)
+    run = lsm_jax.load_run(uninterrupted)
     assert run.step == 12
     tokens = np.full((1, 4), 100)
     assert np.isfinite(run.model(tokens)[0]).all()
-    implementations = json.loads((whole / "implementations.json").read_text())
+    implementations = json.loads((uninterrupted / "implementations.json").read_text())
     assert implementations["delta_memory"].startswith("xla") and implementations[
         "attention"
     ].startswith("xla")
-    row = read_rows(whole / "metrics.jsonl")[-1]
+    row = read_rows(uninterrupted / "metrics.jsonl")[-1]
     assert row["train/tokens"] == 12 * 256
     assert row["perf/tokens_per_second"] > 0 and row["perf/model_flops_per_second"] > 0
 
 
-def test_sigterm_saves_and_resumes_to_the_bit(text, whole, tmp_path):
+def test_sigterm_saves_and_resumes_to_the_bit(text, uninterrupted, tmp_path):
     result = train(tiny.config(text), tmp_path / "run", on_report=tiny.stop_at(5))
     assert result.interrupted is not None and 5 <= result.step < 12
     assert train(tiny.config(text), tmp_path / "run").step == 12
-    assert losses(tmp_path / "run") == losses(whole)
+    assert losses(tmp_path / "run") == losses(uninterrupted)
 
 
-def test_kill_resumes_to_the_bit(text, whole, tmp_path):
+def test_kill_resumes_to_the_bit(text, uninterrupted, tmp_path):
     killed = drive(tmp_path / "run", text, stop=-8)
     assert killed.returncode == -9
     with open(tmp_path / "run" / "metrics.jsonl", "a") as file:
         file.write('{"step": 9, "train/lo')  # a row cut short by a kill
     assert train(tiny.config(text), tmp_path / "run").step == 12
-    assert losses(tmp_path / "run") == losses(whole)
+    assert losses(tmp_path / "run") == losses(uninterrupted)
 
 
 @pytest.mark.slow
-def test_device_count_may_change(text, whole, tmp_path):
+def test_device_count_may_change(text, uninterrupted, tmp_path):
     """8 virtual devices give the losses of 1; a run started on 8 is resumed on 1."""
     done = drive(tmp_path / "eight", text, devices=8, fsdp=4)
     assert done.returncode == 0, done.stderr
-    np.testing.assert_allclose(losses(tmp_path / "eight"), losses(whole), rtol=1e-5)
+    np.testing.assert_allclose(losses(tmp_path / "eight"), losses(uninterrupted), rtol=1e-5)
     stopped = drive(tmp_path / "moved", text, devices=8, fsdp=2, stop=5)
     assert stopped.returncode == 0, stopped.stderr
     assert train(tiny.config(text), tmp_path / "moved").step == 12
-    np.testing.assert_allclose(losses(tmp_path / "moved"), losses(whole), rtol=1e-5)
+    np.testing.assert_allclose(losses(tmp_path / "moved"), losses(uninterrupted), rtol=1e-5)
 
 
-def test_a_broken_checkpoint_is_skipped(text, whole, tmp_path, capfd):
+def test_a_broken_checkpoint_is_skipped(text, uninterrupted, tmp_path, capfd):
     stopped = train(tiny.config(text), tmp_path / "run", on_report=tiny.stop_at(7)).step
     newest = tmp_path / "run" / "checkpoints" / str(stopped)
     for path in newest.rglob("*"):
@@ -105,7 +105,7 @@ def test_a_broken_checkpoint_is_skipped(text, whole, tmp_path, capfd):
     said = capfd.readouterr().err
     assert "Traceback" not in said
     assert f"checkpoint {stopped} " in said and "the one before" in said
-    assert losses(tmp_path / "run") == losses(whole)
+    assert losses(tmp_path / "run") == losses(uninterrupted)
 
 
 @pytest.mark.slow
@@ -133,7 +133,7 @@ def test_a_flipped_bit_is_detected(text, tmp_path, capfd):
     assert train(config, tmp_path / "run").step == 4
     said = capfd.readouterr().err
     assert f"{flipped} is not what was saved; its file {damaged} is not" in said
-    assert "going on from checkpoint 3" in said
+    assert "continuing from checkpoint 3" in said
     assert lsm_jax.load_run(tmp_path / "run", step=4).step == 4  # saved anew, with its checksums
     (checksums / "4.json").unlink()  # as in a run of an earlier version
     assert lsm_jax.load_run(tmp_path / "run", step=4).step == 4
@@ -155,11 +155,11 @@ def test_keep_policies(text, tmp_path):
     assert kept >= {4, 8, 9, 10} and not kept & {1, 2, 3, 5, 6, 7}
 
 
-def test_another_config_is_refused_with_its_differences(text, whole):
+def test_another_config_is_refused_with_its_differences(text, uninterrupted):
     changed = tiny.config(text, seed=7, log_every=5, accumulation_steps=2)
     changed.optimizer.peak_lr = 1.0
     with pytest.raises(ValueError) as error:
-        train(changed, whole)
+        train(changed, uninterrupted)
     assert "seed: 42 -> 7" in str(error.value) and "optimizer.peak_lr: 0.01 -> 1.0" in str(
         error.value
     )
@@ -178,7 +178,7 @@ def test_bad_steps_are_skipped_and_then_stop_the_run(text, tmp_path, monkeypatch
     monkeypatch.setattr(loop, "place_batch", place_poisoned)
     with pytest.raises(
         TrainingStopped,
-        match="step 10: 3 steps in a row .* checkpoint 9 is the last good one, its parameters those of step 7",
+        match="step 10: 3 steps in a row .* checkpoint 9 is the last good one, with the parameters of step 7",
     ):
         train(tiny.config(text, max_bad_steps=3), tmp_path / "run")
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
@@ -187,20 +187,20 @@ def test_bad_steps_are_skipped_and_then_stop_the_run(text, tmp_path, monkeypatch
 
 
 @pytest.mark.slow
-def test_init_from_starts_with_its_parameters(text, whole, tmp_path):
+def test_init_from_starts_with_its_parameters(text, uninterrupted, tmp_path):
     train(
         tiny.config(
             text,
-            init_from=str(whole),
+            init_from=str(uninterrupted),
             total_tokens=256,
             optimizer=tiny.OptimizerConfig(peak_lr=1e-9),
         ),
         tmp_path / "run",
     )
-    ours, theirs = lsm_jax.load_run(tmp_path / "run"), lsm_jax.load_run(whole)
+    ours, theirs = lsm_jax.load_run(tmp_path / "run"), lsm_jax.load_run(uninterrupted)
     for a, b in zip(jax.tree.leaves(ours.params), jax.tree.leaves(theirs.params), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-7)
-    other = tiny.config(text, init_from=str(whole))
+    other = tiny.config(text, init_from=str(uninterrupted))
     other.model.hidden_size = 32
     with pytest.raises(ValueError, match="another model; parameters differ"):
         train(other, tmp_path / "other")
@@ -247,7 +247,7 @@ def test_bad_data_late_in_a_run_loses_no_step(tmp_path):
     changes = dict(checkpoint_every=1000, total_tokens=60 * 256)
     config = tiny.config(data, **changes)
     config.data.shuffle = False
-    said = r"step (\d+): .* is not JSON.* goes on from checkpoint (\d+) in"
+    said = r"step (\d+): .* is not JSON.* continues from checkpoint (\d+) in"
     with pytest.raises(TrainingStopped, match=said) as stopped:
         train(config, tmp_path / "run")
     bad, saved = map(int, re.search(said, str(stopped.value)).groups())
@@ -265,7 +265,7 @@ def test_an_overflow_in_the_held_out_loss_loses_no_step(text, tmp_path, monkeypa
         return dataclasses.replace(program, eval_step=lambda *_: (1.0, 1.0, 7.0))
 
     monkeypatch.setattr(loop, "make_program", overflowing)
-    with pytest.raises(TrainingStopped, match="choices .* goes on from checkpoint 4 in"):
+    with pytest.raises(TrainingStopped, match="choices .* continues from checkpoint 4 in"):
         train(tiny.config(text, eval_every=4, checkpoint_every=1000), tmp_path / "run")
 
 

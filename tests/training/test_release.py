@@ -1,4 +1,4 @@
-"""Runs of release 0.1 load and resume: what moved in a config since then is migrated, and the numbers are the same."""
+"""Runs of release 0.1 load and resume: renamed fields of configs are migrated, and the losses are the same."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from lsm_jax import mixers
 from lsm_jax.mixers import OpConfig
 from lsm_jax.training import load_run, train
-from lsm_jax.training.config import from_dict, suggest
+from lsm_jax.training.config_json import from_dict, suggest
 from tests.training import tiny
 
 RELEASE = Path(__file__).parent / "goldens" / "release_0_1"
@@ -20,7 +20,8 @@ RELEASE = Path(__file__).parent / "goldens" / "release_0_1"
 
 @pytest.fixture
 def release(tmp_path):
-    """A copy of the stored run, 8 steps with a checkpoint at 4 (`tests.training.tiny` at release 0.1), and its text."""
+    """A copy of the stored run, 8 steps with a checkpoint at 4 (`tests.training.tiny` at release 0.1), and
+    its text."""
     shutil.copytree(RELEASE / "run", tmp_path / "run")
     shutil.copytree(RELEASE / "text", tmp_path / "text")
     config = tmp_path / "run" / "config.json"
@@ -68,7 +69,7 @@ def test_fields_of_the_op_move_into_op():
     assert from_dict(inner).mixer.op == op
 
 
-def test_attention_keeps_its_implementation_beside_op():
+def test_attention_has_an_implementation_outside_op():
     """In release 0.1 `implementation` was the recurrence's and `window_implementation` the window's."""
     old = _old("liger", form="chunk", implementation="xla", window_implementation="cudnn")
     config = from_dict(old)
@@ -82,7 +83,7 @@ def test_a_tuple_of_implementations_comes_back_from_json():
 
 
 @pytest.mark.parametrize("field", ["form", "implementation", "chunk_size"])
-def test_an_override_of_an_old_name_is_told_the_new_one(field, tmp_path):
+def test_the_error_for_an_old_name_has_the_new_one(field, tmp_path):
     config = tiny.config(tmp_path)
     message = suggest(config, f"model.layers.L.mixer.{field}")
     assert f"has no field {field!r}; since release 0.2 it is 'op.{field}'" in message

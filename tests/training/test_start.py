@@ -15,7 +15,7 @@ import pytest
 
 import lsm_jax
 from lsm_jax.training import loop, metrics, read_config, train
-from lsm_jax.training.config import to_dict
+from lsm_jax.training.config_json import to_dict
 from lsm_jax.training.metrics import MetricsWriter, TrainProgress
 from tests.training import tiny
 
@@ -143,15 +143,15 @@ def test_bad_data_raises_before_anything_is_compiled_or_written(tmp_path, monkey
         (["--workdir=x", "--config=none.py"], "--config=none.py: there is no file 'none.py'; accepted is FILE.py:VARIANT"),
         (["--workdir=x", "--config="], "--config is missing; accepted is FILE.py:VARIANT"),
         (["--workdir=x", "--config=configs/lm.py:"], "variant '': accepted is <method>-<size>"),
-        (["--workdir=x", "--config=README.md"], "--config=README.md: 'README.md' is no Python file"),
+        (["--workdir=x", "--config=README.md"], "--config=README.md: 'README.md' is not a Python file"),
         (["--workdir=x", "--config=configs/lm.py:gla-tiny", "--config.model.layers.L.mixer=deltanet"],
-         "--config.model.layers.L.mixer=deltanet: accepted are None, and values for its fields one by one"),
+         "--config.model.layers.L.mixer=deltanet: accepted is None; set the fields one by one"),
         (["--workdir=x", "--config=configs/lm.py:gla-tiny", "--config.model.lora.rank=4"],
          "--config.model.lora.rank: lora is None here, which has no fields"),
         (["--workdir=x", "--config.batch_size=3"], "--config is missing; accepted is FILE.py:VARIANT"),
     ],
 )  # fmt: skip
-def test_a_missing_argument_is_named(arguments, message):
+def test_errors_name_the_argument(arguments, message):
     command = [sys.executable, "train.py", *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
@@ -169,7 +169,7 @@ print(train.FLAGS.config.model.layers["L"].mixer.rope_base, train.FLAGS.config.s
     ("field", "output"),
     [
         ("model.layers.L.mixer.rope_base", "None 3"),
-        ("model.layers.L.mixer.num_heads", "train.py: --config.model.layers.L.mixer.num_heads=None: accepted is int, as the field's 16"),
+        ("model.layers.L.mixer.num_heads", "train.py: --config.model.layers.L.mixer.num_heads=None: accepted is int, and the config has 16"),
         ("model.layers.L.feedforward", "500000.0 3"),
         ("model.layers.L.mixer.rope", "train.py: --config.model.layers.L.mixer.rope: FoXConfig has no field 'rope'"),
     ],
@@ -181,7 +181,7 @@ def test_none_is_set_where_a_field_accepts_it(field, output):
     assert done.returncode == output.startswith("train.py")
 
 
-def test_directories_that_cannot_be_a_run(tmp_path):
+def test_invalid_directories_are_refused(tmp_path):
     config = tiny.config(tiny.write_text(tmp_path / "text"))
     file = tmp_path / "file"
     file.write_text("")

@@ -103,7 +103,7 @@ def test_blocks_cover_an_epoch():
 
 
 @pytest.mark.slow
-def test_a_run_leaves_its_result(tmp_path):
+def test_a_run_writes_its_result(tmp_path):
     """Also where one of the learning rates is far too high."""
     config = tiny(**RUN)
     result = train_recall(config, tmp_path)
@@ -199,7 +199,7 @@ def test_errors_name_the_field(change, message):
         ("gla,pattern=CN", "accepted are the letters C"),
     ],
 )
-def test_variants_tell_what_exists(variant, message):
+def test_invalid_variants_are_refused(variant, message):
     with pytest.raises(ValueError, match=message):
         mqar.get_config(variant)
 

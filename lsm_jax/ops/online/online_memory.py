@@ -39,7 +39,7 @@ from lsm_jax.ops.online.inner_models import (
 )
 from lsm_jax.ops.online.windows import Part, Windows, cut_into_windows
 from lsm_jax.parallel import TOKENS, over_mesh
-from lsm_jax.parallel.sequence import hand_on
+from lsm_jax.parallel.sequence import run_in_turn
 
 FORMS = ("recurrent", "chunk")
 
@@ -250,7 +250,7 @@ def _in_sequence(axis, function, static, **arguments):
         output, after = function(resumed, **arguments, state=state)
         return output, jax.tree.map(lambda x, y: x.astype(y.dtype), after, state)
 
-    return hand_on(axis, run_from, arguments, initial)
+    return run_in_turn(axis, run_from, arguments, initial)
 
 
 class _Options(NamedTuple):

@@ -1,0 +1,215 @@
+"""Two forms of `y = Σ_e w_e E_e(x)`, the sum over each token's selected SwiGLU experts
+`E(x) = (silu(x W_g) ⊙ x W_u) W_d`.
+
+*grouped*: tokens are copied to one row per selected expert and sorted by expert; each expert multiplies its
+rows. *dense*: every expert computes every token, one expert after another.
+
+The arrays of both forms: x [B, T, D]; chosen int32 [B, T, k], the selected experts from 1, and 0 for none;
+weight float32 [B, T, k]; gate_proj and up_proj [E, D, F]; down_proj [E, F, D].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lsm_jax.feedforward.moe_order import (
+    permute,
+    places_by_expert,
+    rows_of_tokens,
+    sum_by_token,
+    take_rows,
+)
+from lsm_jax.mixers.layers import project
+from lsm_jax.ops.experts.grouped_product import grouped_product, row_multiple
+from lsm_jax.parallel import (
+    alone,
+    over_mesh,
+    over_tokens,
+    place_on,
+    room_for,
+    sum_over,
+    to_owners,
+)
+
+_TOKENS = ("batch", "sequence")
+_AXES = {
+    "x": _TOKENS,
+    "chosen": _TOKENS,
+    "weight": _TOKENS,
+    "gate_proj": ("expert", None, "mlp"),
+    "up_proj": ("expert", None, "mlp"),
+    "down_proj": ("expert", "mlp"),
+}
+
+
+def dense(arrays: dict[str, jax.Array], kernels: dict[str, jax.Array]) -> jax.Array:
+    """Return y [B, T, D] by the dense form, over the mesh.
+
+    Args:
+        arrays: x, chosen and weight.
+        kernels: gate_proj, up_proj and down_proj.
+    """
+    return over_tokens(_dense, arrays, kernels)
+
+
+def grouped(
+    config: Any, arrays: dict[str, jax.Array], kernels: dict[str, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Return y [B, T, D] by the grouped form, over the mesh.
+
+    The second result is int32 [B, T], the number of each token's experts to which it could not be sent
+    because a buffer between devices was full; y of these tokens is NaN.
+
+    Args:
+        config: a `MoEConfig`.
+        arrays: x, chosen and weight.
+        kernels: gate_proj, up_proj and down_proj.
+    """
+    return over_mesh(
+        _grouped,
+        arrays,
+        kernels,
+        arrays["x"].shape[0],
+        config,
+        axes=_AXES,
+        out_axes=(_TOKENS, _TOKENS),
+        in_sequence=alone,
+    )
+
+
+def _dense(x, chosen, weight, gate_proj, up_proj, down_proj):
+    def add_expert(total, expert):
+        index, gate, up, down = expert
+        selected = chosen == index
+        y = project(jax.nn.silu(project(x, gate)) * project(x, up), down)
+        expert_weight = jnp.sum(jnp.where(selected, weight, 0), axis=-1, keepdims=True)
+        return total + jnp.where(selected.any(axis=-1, keepdims=True), expert_weight * y, 0), None
+
+    start = jnp.zeros(x.shape, weight.dtype)
+    experts = 1 + jnp.arange(gate_proj.shape[0]), gate_proj, up_proj, down_proj
+    return jax.lax.scan(add_expert, start, experts)[0].astype(x.dtype)
+
+
+def _grouped(global_batch, config, x, chosen, weight, gate_proj, up_proj, down_proj):
+    """The grouped form on one device of a mesh: its rows, its experts, and its part of the experts' width."""
+    num_local = gate_proj.shape[0]
+    expert = chosen.reshape(-1) - 1
+    expert = jnp.where(expert < 0, config.num_experts, expert)
+    overflow = jnp.zeros(x.shape[:2], jnp.int32)
+    experts_sharded = num_local < config.num_experts
+    rows_sharded = x.shape[0] < global_batch
+    kernels = gate_proj, up_proj, down_proj
+    if experts_sharded and rows_sharded:
+        y, overflow = _by_exchange(config, x, expert, weight, kernels)
+    else:
+        if experts_sharded:  # every device has all rows, and computes the results of its experts
+            expert = expert - num_local * place_on("expert")
+            expert = jnp.where((expert < 0) | (expert >= num_local), num_local, expert)
+        y = _by_local_experts(x, expert, weight, kernels)
+    if gate_proj.shape[-1] < config.expert_size:
+        y = sum_over("mlp", y)
+    if experts_sharded and not rows_sharded:
+        y = sum_over("expert", y)
+    return y.astype(x.dtype), overflow
+
+
+def _by_local_experts(x, expert, weight, kernels):
+    """Return y [B, T, D] in float32, from the experts of this device; `expert` is int32 [B T k], E for other
+    experts."""
+    top_k, block = weight.shape[-1], row_multiple(x)
+    place, source, sizes = places_by_expert(expert, kernels[0].shape[0], block)
+    rows = rows_of_tokens(top_k, x.reshape(-1, x.shape[-1]), source, place)
+    row_weight = permute(weight.reshape(-1, 1), source, place)
+    y = _experts(rows, sizes, block, row_weight, *kernels)
+    return sum_by_token(top_k, y, source, place).reshape(x.shape)
+
+
+def _by_exchange(config, x, expert, weight, kernels):
+    """Send each row to the device that has its expert, compute the rows received, and send the results back.
+
+    Args:
+        config: a `MoEConfig`.
+        x: [B, T, D].
+        expert: int32 [B T k], of all experts; `num_experts` for none.
+        weight: float32 [B, T, k].
+        kernels: those of this device's experts.
+
+    Returns:
+        y [B, T, D] in float32, and the overflow [B, T] of `grouped`.
+    """
+    top_k, num_local = weight.shape[-1], kernels[0].shape[0]
+    place, source, _ = places_by_expert(expert, config.num_experts, 1)
+    rows = rows_of_tokens(top_k, x.reshape(-1, x.shape[-1]), source, place)
+    devices = config.num_experts // num_local
+    most = expert.size // top_k * min(top_k, num_local)
+    capacity = room_for(expert.size, config.expert_buffer, devices, most)
+    sorted_expert = take_rows(expert, source, config.num_experts)
+    received, ids, send_back, overflows = to_owners(
+        rows,
+        sorted_expert % num_local,
+        sorted_expert // num_local,
+        num_local,
+        room=capacity,
+        exchange=config.exchange,
+    )
+    block = row_multiple(x)
+    local_place, local_source, sizes = places_by_expert(ids, num_local, block)
+    y = _experts(permute(received, local_source, local_place), sizes, block, None, *kernels)
+    row_weight = permute(weight.reshape(-1, 1), source, place)
+    y = row_weight * send_back(permute(y, local_place, local_source))
+    overflow = jnp.sum(
+        take_rows(overflows, place, False).reshape(weight.shape), axis=-1, dtype=jnp.int32
+    )
+    return sum_by_token(top_k, y, source, place).reshape(x.shape), overflow
+
+
+def _experts(rows, sizes, block, row_weight, gate_proj, up_proj, down_proj):
+    """Compute the expert of each row [M, D], times `row_weight` [M, 1] unless it is None.
+
+    The rows are in the order of `places_by_expert`, which also returns `sizes` [E]; results after the last
+    expert's rows are undefined. The experts' width is padded to a multiple of `block`.
+    """
+    padding = -gate_proj.shape[-1] % block
+    if padding:
+        gate_proj, up_proj = (
+            jnp.pad(p, ((0, 0), (0, 0), (0, padding))) for p in (gate_proj, up_proj)
+        )
+        down_proj = jnp.pad(down_proj, ((0, 0), (0, padding), (0, 0)))
+    gate_up = jnp.concatenate([gate_proj, up_proj], axis=-1)
+    inner = _weighted_swiglu(grouped_product(rows, gate_up, sizes, multiple=block), row_weight)
+    return grouped_product(inner, down_proj, sizes, multiple=block)
+
+
+@jax.custom_vjp
+def _weighted_swiglu(gate_up, row_weight):
+    """Return `silu(gate) ⊙ up` [M, F] of `gate_up` [M, 2 F], times `row_weight` [M, 1] unless it is None.
+
+    With the weight here, its gradient is computed in the same pass as that of `gate_up`.
+    """
+    gate, up = jnp.split(_wide(gate_up), 2, axis=-1)
+    y = jax.nn.silu(gate) * up
+    return (y if row_weight is None else y * row_weight).astype(gate_up.dtype)
+
+
+def _weighted_swiglu_backward(saved, dy):
+    gate_up, row_weight = saved
+    gate, up = jnp.split(_wide(gate_up), 2, axis=-1)
+    sigmoid = jax.nn.sigmoid(gate)
+    silu, dy = gate * sigmoid, _wide(dy)
+    d_weight = None if row_weight is None else jnp.sum(dy * silu * up, axis=-1, keepdims=True)
+    dy = dy if row_weight is None else dy * row_weight
+    d_gate = dy * up * (sigmoid + silu * (1 - sigmoid))
+    return jnp.concatenate([d_gate, dy * silu], axis=-1).astype(gate_up.dtype), d_weight
+
+
+_weighted_swiglu.defvjp(
+    lambda gate_up, row_weight: (_weighted_swiglu(gate_up, row_weight), (gate_up, row_weight)),
+    _weighted_swiglu_backward,
+)
+
+
+def _wide(x):
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))

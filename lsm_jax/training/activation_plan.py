@@ -1,0 +1,185 @@
+"""Estimates of the activations of a run: bytes per device, counted in the trace of one layer of each kind."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax import ops
+from lsm_jax.mixers.softmax import Softmax
+from lsm_jax.models import Decoder
+from lsm_jax.models.decoder import rematerialized
+from lsm_jax.parallel import BATCH_AXES
+from lsm_jax.training.config import TrainConfig
+from lsm_jax.training.liveness import peak_bytes, result_bytes
+
+_WITH_TRANSITIONS = (ops.delta_memory, ops.dplr_memory)
+
+
+def local_shape(config: TrainConfig, sizes: dict[str, int]) -> tuple[int, int]:
+    """(rows of a microbatch, tokens of each row) on one device."""
+    rows = config.batch_size // config.accumulation_steps // config.mesh.pieces()
+    shards = math.prod(sizes[axis] for axis in BATCH_AXES if axis != "pipeline")
+    return rows // shards, -(-config.data.sequence_length // sizes["sequence"])
+
+
+def activation_bytes(
+    config: TrainConfig, model: Decoder, sizes: dict[str, int], known: dict[Any, Any], platform: str
+) -> tuple[int, int]:
+    """The bytes (saved, working) of activations; `known` is the cache of traces."""
+    rows, length = local_shape(config, sizes)
+    shape = rows, length, platform
+    key = *shape, sizes["sequence"] > 1  # whether memories are masked or packed depends on it
+    if key not in known:
+        known[key] = [_layer_bytes(config, model, b, *shape) for b in model.periods.blocks]
+    layers = known[key]
+    x = rows * length * config.model.hidden_size * jnp.dtype(config.model.dtype).itemsize
+    working = max(peak for peak, _ in layers) // sizes["tensor"] + 2 * x
+    saved = sum(x + residuals // sizes["tensor"] for _, residuals in layers)
+    pieces = config.mesh.pieces()
+    rounds = config.mesh.rounds
+    ticks = rounds * pieces + sizes["pipeline"] - 1 if sizes["pipeline"] > 1 else 1
+    # With one round the activations of every turn are saved; with several, each turn is recomputed, so those
+    # of one turn exist.
+    saved *= model.num_periods // (sizes["pipeline"] * rounds) * (ticks if rounds == 1 else 1)
+    if sizes["pipeline"] > 1:
+        # The gathered inputs; the outputs of each turn, of which those of the last round are the results.
+        saved += (2 * pieces + ticks) * x
+    if sizes["sequence"] > 1:
+        blocks = model.periods.blocks
+        transition = max(_transition_bytes(config, b, rows, length, platform) for b in blocks)
+        working += transition // sizes["tensor"]
+        updates = sum(update_bytes(config, b, rows, length)[0] for b in blocks)
+        residuals = updates * sizes["sequence"] // sizes["tensor"]
+        saved += residuals * model.num_periods // sizes["pipeline"] * pieces
+    tokens = min(config.model.loss_chunk_size, rows * length)
+    logits = 3 * tokens * config.model.vocab_size * 4  # logits, probabilities, their errors
+    item = jnp.dtype(config.model.dtype).itemsize
+    head = config.model.vocab_size * config.model.hidden_size * (4 + item)  # gradient and copy
+    return saved, max(working, logits + head)
+
+
+def _layer_bytes(
+    config: TrainConfig, model: Decoder, stacked: Any, rows: int, length: int, platform: str
+) -> tuple[int, int]:
+    """(peak bytes of the backward pass, bytes saved for it in addition to the input) of one layer with all
+    heads and channels."""
+    x = jax.ShapeDtypeStruct(
+        (rows, length, config.model.hidden_size), jnp.dtype(config.model.dtype)
+    )
+    ids = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    model_graph, weights = nnx.split(model)
+    shared = jax.eval_shape(lambda w, x: nnx.merge(model_graph, w).init_shared(x), weights, x)
+    graph, params = nnx.split(stacked, nnx.Param)
+    params = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape[1:], p.dtype), params)
+
+    def layer(params, x, shared, ids):
+        block = nnx.merge(graph, params)
+        x, _, _, aux = block(
+            x, shared, None, layer=0, segment_ids=ids, positions=ids, contiguous=True
+        )
+        return x, sum((v for k, v in aux.items() if k.endswith("_loss")), jnp.zeros(()))
+
+    def backward(params, x, shared, ids, dx):
+        _, vjp = jax.vjp(lambda p, x: layer(p, x, shared, ids), params, x)
+        return vjp((dx, jnp.ones(())))
+
+    peak = peak_bytes(jax.make_jaxpr(backward)(params, x, shared, ids, x).jaxpr, platform)
+    if config.model.remat == "full":
+        return peak, 0
+    run = rematerialized(layer, config.model.remat)
+
+    def residuals(params, x, shared, ids):
+        _, vjp = jax.vjp(lambda p, x: run(p, x, shared, ids), params, x)
+        return vjp
+
+    return peak, result_bytes(jax.make_jaxpr(residuals)(params, x, shared, ids).jaxpr, platform)
+
+
+def update_bytes(config: TrainConfig, block: Any, rows: int, length: int) -> tuple[int, int]:
+    """Bytes of (update, state) of a layer's memory for the tokens of one device, with all heads; (0, 0) for
+    attention.
+
+    The update of all of the device's tokens is gathered over devices and saved; of the state the gradient is
+    gathered. Both include the tails of convolutions and token shifts. A delta rule's transition is a matrix
+    [K, K] per head.
+    """
+    mixer: Any = block.mixer
+    kind = type(mixer.innermost()).op
+    if kind is ops.attention:
+        return 0, 0
+    start = _abstract_state(config, mixer, rows, length)
+    memory = jax.tree.leaves(start.memory)
+    state = sum(x.size * x.dtype.itemsize for x in memory)
+    tails = [x for x in jax.tree.leaves(start.tails) if x.ndim > 1]
+    state += 4 * sum(x.size for x in tails)  # in words of 32 bits
+    if kind not in _WITH_TRANSITIONS:
+        return state, state
+    largest = max(memory, key=lambda x: x.size)
+    keys, values = largest.shape[-2:]
+    return state + largest.size // values * keys * largest.dtype.itemsize, state
+
+
+def _transition_bytes(
+    config: TrainConfig, block: Any, rows: int, length: int, platform: str
+) -> int:
+    """Bytes that a delta rule needs to compute its transition, for which the op has K more value channels."""
+    if type(block.mixer.innermost()).op not in _WITH_TRANSITIONS:
+        return 0
+    memory = jax.tree.leaves(_abstract_state(config, block.mixer, rows, length).memory)
+    *batch, heads, keys, values = max(memory, key=lambda x: x.size).shape
+    rows = math.prod(batch)  # includes the axis of memories, if there are several
+    dtype = jnp.dtype(config.model.dtype)
+
+    def peak(channels: int) -> int:
+        k = jax.ShapeDtypeStruct((rows, length, heads, keys), dtype)
+        v = jax.ShapeDtypeStruct((rows, length, heads, channels), dtype)
+        beta = jax.ShapeDtypeStruct(k.shape[:-1], jnp.float32)
+
+        def run(k, v, beta):
+            output, state = ops.delta_memory(k, k, v, beta, beta)
+            return output, state.memory
+
+        def backward(k, v, beta):
+            results, vjp = jax.vjp(run, k, v, beta)
+            return vjp(results)
+
+        return peak_bytes(jax.make_jaxpr(backward)(k, v, beta).jaxpr, platform)
+
+    return peak(values + keys) - peak(values)
+
+
+def _abstract_state(config: TrainConfig, mixer: Any, rows: int, length: int) -> Any:
+    dtype = jnp.dtype(config.model.dtype)
+    return jax.eval_shape(lambda: mixer.init_state(rows, length, dtype))
+
+
+def gathers_keys_and_values(mixer: Any) -> bool:
+    """Whether a layer gathers keys and values: attention layers do, and linearized layers with a window."""
+    if type(mixer.innermost()).op is ops.attention:
+        return True
+    return isinstance(mixer, Softmax) and bool(getattr(mixer.config, "window_weight", True))
+
+
+def gathered_keys_and_values_bytes(
+    config: TrainConfig, model: Decoder, sizes: dict[str, int]
+) -> int:
+    """Bytes of the keys and values of all tokens that an attention layer gathers over the sequence axis, and
+    of their gradients."""
+    if sizes["sequence"] == 1:
+        return 0
+    rows, _ = local_shape(config, sizes)
+    dtype = jnp.dtype(config.model.dtype)
+    layer_bytes = [0]
+    for block in model.periods.blocks:
+        mixer: Any = block.mixer
+        if not gathers_keys_and_values(mixer):
+            continue
+        heads, dim = mixer.config.kv_heads(), mixer.head_dim
+        count = 2 * rows * config.data.sequence_length * heads * dim // sizes["tensor"]
+        layer_bytes.append(count * (dtype.itemsize + 4))
+    return max(layer_bytes)

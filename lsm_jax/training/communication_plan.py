@@ -1,0 +1,129 @@
+"""Estimates of the bytes that a device sends per step.
+
+A gather or a scatter among n devices is counted as a ring: a device sends (n - 1) / n of the whole data. A
+sum is a scatter and a gather.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from lsm_jax.models import Decoder
+from lsm_jax.training.activation_plan import gathers_keys_and_values, local_shape, update_bytes
+from lsm_jax.training.config import TrainConfig
+
+
+def communication_bytes(
+    config: TrainConfig,
+    model: Decoder,
+    all_params: dict[str, Any],
+    local_params: dict[str, int],
+    trained: int,
+    sizes: dict[str, int],
+) -> dict[str, int]:
+    """Bytes that a device sends per step, by purpose.
+
+    Args:
+        config: the config of the run.
+        model: the abstract model.
+        all_params: the shape of each parameter, by path.
+        local_params: the number of entries of each parameter on one device.
+        trained: bytes of the trained parameters on one device, in float32.
+        sizes: devices along each mesh axis.
+    """
+    local_bytes = trained + 2 * (sum(local_params.values()) - trained // 4)
+    pieces = config.mesh.pieces() * config.accumulation_steps
+    x = _activation_bytes(config, sizes)
+    layers = config.model.num_layers // sizes["pipeline"]
+    sent: dict[str, float] = {}
+    copies = sizes["data"] * sizes["sequence"]
+    if copies > 1:
+        sent["gradients summed"] = 2 * _ring(copies) * trained
+    if sizes["expert"] > 1:
+        sent |= _of_experts(config, all_params, local_params, trained, sizes)
+    if sizes["fsdp"] > 1:
+        gathered = local_bytes * sizes["fsdp"] * _ring(sizes["fsdp"])
+        sent["parameters gathered"] = _passes(config) * gathered * config.accumulation_steps
+        sent["gradients scattered"] = (
+            trained * sizes["fsdp"] * _ring(sizes["fsdp"]) * config.accumulation_steps
+        )
+    if sizes["tensor"] > 1:  # a sum for each mixer and feedforward, forward and backward
+        sent["tensor sums"] = 2 * 2 * 2 * _ring(sizes["tensor"]) * x * layers * pieces
+    if sizes["pipeline"] > 1:
+        turns = config.mesh.rounds * pieces
+        sent["stage to stage"] = 2 * x * turns + 2 * _ring(sizes["pipeline"]) * 2 * x * pieces
+        if config.mesh.rounds > 1:
+            # Forward, and the gradients back; at most one of the groups that a device stores is used by its
+            # own stage.
+            moved = period_bytes(local_params) * _ring(sizes["pipeline"])
+            sent["layers dealt out, and back"] = 2 * moved * config.accumulation_steps
+    if sizes["sequence"] > 1:
+        sent["states, or keys and values"] = _of_sequence(config, model, sizes)
+    return {name: int(np.ceil(value)) for name, value in sent.items()}
+
+
+def period_bytes(local_params: dict[str, int]) -> int:
+    """Bytes of the parameters of layers on a device, in float32."""
+    return 4 * sum(size for name, size in local_params.items() if name.startswith("periods/"))
+
+
+def _ring(size: int) -> float:
+    return (size - 1) / size
+
+
+def _passes(config: TrainConfig) -> int:
+    """The number of times that layers are computed: forward, again if they are recomputed, and backward."""
+    return 3 if config.model.remat == "full" else 2
+
+
+def _activation_bytes(config: TrainConfig, sizes: dict[str, int]) -> int:
+    """Bytes of the activations [rows, tokens, width] of one microbatch on one device."""
+    rows, length = local_shape(config, sizes)
+    return rows * length * config.model.hidden_size * jnp.dtype(config.model.dtype).itemsize
+
+
+def _of_experts(
+    config: TrainConfig,
+    all_params: dict[str, Any],
+    local_params: dict[str, int],
+    trained: int,
+    sizes: dict[str, int],
+) -> dict[str, float]:
+    """Bytes sent over the expert axis: gradients of all other parameters, and the tokens' rows."""
+    experts = 4 * sum(
+        local_params[n]
+        for n in local_params
+        if all_params[n].ndim == 4 and n.rpartition("/")[2].endswith("_proj")
+    )
+    x = _activation_bytes(config, sizes)
+    buffers = 0.0
+    for letter in config.model.letters()[: len(config.model.period())]:
+        feedforward = config.model.layers[letter].feedforward
+        if hasattr(feedforward, "num_experts"):
+            buffers += min(feedforward.expert_buffer, sizes["expert"]) * feedforward.top_k * x
+    periods = config.model.num_layers // sizes["pipeline"] // len(config.model.period())
+    pieces = config.mesh.pieces() * config.accumulation_steps
+    ring = _ring(sizes["expert"])
+    return {
+        "gradients summed over expert": 2 * ring * max(trained - experts, 0),
+        "experts, there and back": 2 * _passes(config) * ring * buffers * periods * pieces,
+    }
+
+
+def _of_sequence(config: TrainConfig, model: Decoder, sizes: dict[str, int]) -> float:
+    """Bytes sent over the sequence axis: the updates and state gradients of memories, and keys and values."""
+    rows, length = local_shape(config, sizes)
+    item = jnp.dtype(config.model.dtype).itemsize
+    count = 0
+    for block in model.periods.blocks:
+        mixer: Any = block.mixer
+        count += sum(update_bytes(config, block, rows, length))
+        if gathers_keys_and_values(mixer):  # in each pass
+            heads, dim = mixer.config.kv_heads(), mixer.head_dim
+            count += 2 * rows * length * heads * dim * item * _passes(config)
+    periods = config.model.num_layers // sizes["pipeline"] // len(config.model.period())
+    pieces = config.mesh.pieces() * config.accumulation_steps
+    return (sizes["sequence"] - 1) * count / sizes["tensor"] * periods * pieces

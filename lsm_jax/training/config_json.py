@@ -1,0 +1,156 @@
+"""Configs as JSON: conversion and back, differences between two configs, and the names of fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import json
+from typing import Any
+
+from lsm_jax import mixers
+
+# Fields that may change when a run is resumed.
+_MAY_CHANGE = {
+    "name", "mesh", "accumulation_steps", "model.remat", "model.loss_chunk_size",
+    "log_every", "eval_every", "eval_batches", "checkpoint_every", "keep_last", "keep_every",
+    "max_bad_steps", "profile_start", "profile_steps",
+    "data.num_threads", "data.prefetch", "data.cache_dir",
+}  # fmt: skip
+
+
+def to_dict(value: Any) -> Any:
+    """Convert a config to JSON values; each dataclass becomes an object with its class as "type"."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        kind = f"{type(value).__module__}:{type(value).__qualname__}"
+        fields = {f.name: to_dict(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"type": kind, **fields}
+    if isinstance(value, dict):
+        return {key: to_dict(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_dict(item) for item in value]
+    return value
+
+
+# Modules of config classes that were renamed in release 0.2: old name -> new name.
+_MOVED_MODULES = {
+    "lsm_jax.data.recall": "lsm_jax.data.recall_task",
+    "lsm_jax.models.recall": "lsm_jax.models.recall_model",
+}
+
+
+def _moved_fields(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
+    """Rename the fields of a mixer config that was written before release 0.2; `kind` is its class."""
+    if not issubclass(kind, mixers.RecurrentConfig) or "op" in fields:
+        return fields
+    same = {name: value for name, value in fields.items() if name not in MOVED_FIELDS}
+    moved = {name: value for name, value in fields.items() if name in MOVED_FIELDS}
+    window = "window_implementation"
+    attention = dict(implementation=moved.pop(window)) if window in moved else {}
+    return same | attention | dict(op=dataclasses.replace(kind().op, **moved))
+
+
+def _class_of(kind: str) -> type:
+    """The config class that `to_dict` wrote as "module:name", from this library or a registered method."""
+    for method in (mixers.METHODS | mixers.WRAPPERS).values():
+        if kind == f"{method.config.__module__}:{method.config.__qualname__}":
+            return method.config
+    module, _, name = kind.partition(":")
+    if module.partition(".")[0] != "lsm_jax":
+        raise ValueError(
+            f"config: type {kind!r} is not one of lsm_jax's; accepted are its classes and configs of methods given to mixers.register"
+        )
+    return getattr(importlib.import_module(_MOVED_MODULES.get(module, module)), name)
+
+
+# Fields of mixer configs that were renamed in release 0.2: old name -> new name.
+MOVED_FIELDS = {
+    "form": "op.form",
+    "implementation": "op.implementation",
+    "chunk_size": "op.chunk_size",
+    "window_implementation": "implementation",
+}
+
+
+def from_dict(value: Any) -> Any:
+    """Convert the result of `to_dict` back to the config.
+
+    Raises:
+        ValueError: a type is neither in this library nor the config of a registered method, or it does not
+            have a field.
+    """
+    if isinstance(value, dict) and "type" in value:
+        kind = _class_of(value["type"])
+        name = kind.__name__
+        fields = {key: from_dict(item) for key, item in value.items() if key != "type"}
+        fields = _moved_fields(kind, fields)
+        unknown = sorted(set(fields) - {f.name for f in dataclasses.fields(kind)})
+        if unknown:
+            accepted = ", ".join(f.name for f in dataclasses.fields(kind))
+            raise ValueError(f"config: {name} has no field {', '.join(unknown)}; it has {accepted}")
+        for field in dataclasses.fields(kind):
+            if isinstance(fields.get(field.name), list):
+                fields[field.name] = tuple(fields[field.name])
+        return kind(**fields)
+    if isinstance(value, dict):
+        return {key: from_dict(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [from_dict(item) for item in value]
+    return value
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """The values of a config by dotted field names."""
+    if not isinstance(value, dict):
+        value = to_dict(value)
+    rows = {}
+    for key, item in value.items():
+        name = f"{prefix}{key}"
+        rows |= flatten(item, f"{name}.") if isinstance(item, dict) else {name: item}
+    return rows
+
+
+def differences(old: Any, new: Any) -> list[str]:
+    """The fields in which two configs differ and which change the training, as lines "name: old -> new"."""
+
+    def may_change(name: str) -> bool:
+        last = name.rpartition(".")[2]
+        return last in ("expert_buffer", "exchange") or any(
+            name == other or name.startswith(other + ".") for other in _MAY_CHANGE
+        )
+
+    # Through JSON, so that tuples and lists compare equal.
+    a, b = (json.loads(json.dumps(flatten(c))) for c in (old, new))
+    names = [n for n in dict.fromkeys([*a, *b]) if not may_change(n)]
+    missing = "(absent)"
+    return [
+        f"{n}: {a.get(n, missing)} -> {b.get(n, missing)}"
+        for n in names
+        if a.get(n, missing) != b.get(n, missing)
+    ]
+
+
+def suggest(config: Any, name: str) -> str:
+    """The error message for a dotted field name that does not exist, with the fields that do."""
+    *path, last = name.split(".")
+    holder = config
+    for part in path:
+        inner = holder.get(part) if isinstance(holder, dict) else getattr(holder, part, None)
+        if inner is None:
+            fields = holder if isinstance(holder, dict) else vars(holder)
+            if part in fields:
+                return f"{part} is None here, which has no fields"
+            last = part
+            break
+        holder = inner
+    if isinstance(holder, dict):
+        known = sorted(holder)
+    elif dataclasses.is_dataclass(holder):
+        known = [f.name for f in dataclasses.fields(holder)]
+    else:
+        return f"{'.'.join(path)} is a value and has no fields"
+    if last in MOVED_FIELDS and isinstance(holder, mixers.RecurrentConfig):
+        return f"{type(holder).__name__} has no field {last!r}; since release 0.2 it is {MOVED_FIELDS[last]!r}"
+    close = difflib.get_close_matches(last, known, 1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return f"{type(holder).__name__} has no field {last!r}{hint or '.'} It has: {', '.join(known)}"
