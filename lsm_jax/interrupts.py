@@ -53,7 +53,9 @@ def leave_on_signals(program: str) -> None:
         if reported:
             os._exit(128 + number)
         report(number)
-        if _importing(frame):  # an exception while an extension module starts would abort the process
+        if _importing(
+            frame
+        ):  # an exception while an extension module starts would abort the process
             os._exit(128 + number)
         raise SystemExit(128 + number)
 
