@@ -1,4 +1,4 @@
-"""Write docs/kernels.md from the registry of backends: `python -m scripts.kernels_table --write`; without the flag it is printed."""
+"""Print docs/kernels.md from the registry of backends, or write it: `python -m scripts.kernels_table --write`."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ ONE_TOKEN = (("any call", "decode_step.hopper"),)
 
 
 def requirements(op: str, backend: Backend) -> list[str]:
-    """What a backend requires, a line each."""
+    """Return a line of Markdown for each requirement of a backend."""
     lines = [f"- {requirement.text}" for requirement in backend.requirements]
     kernels = ONE_TOKEN if backend.label == "decode_step" else KERNELS.get((op, backend.name), ())
     for case, module in kernels:
-        found = importlib.import_module(f"pallas_kernels.{module}").REQUIREMENTS
-        texts = "; ".join(requirement.text for requirement in found)
+        of_kernel = importlib.import_module(f"pallas_kernels.{module}").REQUIREMENTS
+        texts = "; ".join(requirement.text for requirement in of_kernel)
         lines.append(f"- {'' if case == 'any call' else f'with {case}: '}{texts}")
     if op == "slot_memory" and backend.name != "xla":
         lines.append(
@@ -85,7 +85,7 @@ def requirements(op: str, backend: Backend) -> list[str]:
 
 
 def page() -> str:
-    """The page: a section per op, a list per backend."""
+    """Return the page: a section for each op, with a list for each backend."""
     parts = [HEAD]
     for op in OPS:
         parts.append(f"## `{op}`\n")
@@ -101,7 +101,7 @@ def page() -> str:
 
 
 def main() -> None:
-    """Print the page, or write it."""
+    """Print the page or write it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="write docs/kernels.md")
     if parser.parse_args().write:
