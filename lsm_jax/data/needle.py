@@ -149,7 +149,7 @@ class NeedleTask:
 
     @property
     def shortest(self) -> int:
-        """The smallest length with room for the question, needle, answer and one token of text."""
+        """The smallest length that is enough for the question, needle, answer and one token of text."""
         return self._buffer + max(map(len, self._needles.values())) + 1
 
     def lengths(self, train_length: int) -> list[int]:

@@ -21,7 +21,7 @@ class ColumnOrder:
     """
 
     def __init__(self, num_documents: int, num_columns: int, *, multiple: int):
-        """Set the order.
+        """Define the order.
 
         Args:
             num_documents, num_columns: the grid of sequences.
@@ -53,7 +53,7 @@ class ShuffledOrder:
         window_blocks: int,
         seed: int,
     ):
-        """Set the order.
+        """Define the order.
 
         Args:
             num_documents, num_columns: the grid of sequences.

@@ -28,7 +28,7 @@ class StoreBatches:
         separator: int | None,
         vocab_size: int,
     ):
-        """Set the store and the order.
+        """Define the batches by a store and an order.
 
         Args:
             store: the open store.

@@ -26,7 +26,7 @@ class LaneBatches(grain.IterDataset):
         shard: tuple[int, int],
         num_threads: int,
     ):
-        """Set the lanes.
+        """Create the dataset of this host.
 
         Args:
             lanes: the lanes of this host's rows.
@@ -79,7 +79,7 @@ class OrderedBatches(grain.IterDataset):
     """Batches of all packed rows in order, each once; the last batch is filled with padding."""
 
     def __init__(self, rows: grain.IterDataset, *, global_batch_size: int, rows_of: slice):
-        """Set the rows.
+        """Create the dataset of this host.
 
         Args:
             rows: a finite dataset of the rows of all hosts.

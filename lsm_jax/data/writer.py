@@ -27,7 +27,7 @@ class StoreWriter:
         overwrite: bool = False,
         row_multiple: int = 1,
     ):
-        """Set the store.
+        """Prepare a new store; the files are written inside the `with` block.
 
         Args:
             path: path of the store.

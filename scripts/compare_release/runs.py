@@ -37,7 +37,7 @@ RUNS: dict[str, list[str]] = {
 
 
 def _train(name: str, tree: Path, workdir: Path, text: Path) -> None:
-    """Run or continue a run of `RUNS` with the tree's train.py."""
+    """Start or continue one of `RUNS` with the tree's train.py."""
     source = _write_llama(text.parent / "llama")
     arguments = [a.replace("TEXT", str(text)).replace("SOURCE", str(source)) for a in RUNS[name]]
     command = [sys.executable, "train.py", *arguments, f"--workdir={workdir}"]

@@ -50,7 +50,7 @@ def test_metadata_and_chunks_of_a_store(tmp_path):
     metadata = json.loads((store / ".zarray").read_text())
     metadata["shape"][0] -= 1
     (store / ".zarray").write_text(json.dumps(metadata))
-    (found,) = [s for s in fingerprint_changes(first, fingerprint(config)) if ".zarray:" in s]
-    assert "'shape'" in found
+    (line,) = [s for s in fingerprint_changes(first, fingerprint(config)) if ".zarray:" in s]
+    assert "'shape'" in line
     with pytest.raises(ValueError, match="data.path='/nowhere' does not exist"):
         fingerprint(DataConfig(path="/nowhere"))

@@ -63,14 +63,14 @@ def test_gaps_follow_the_power_law(power):
     weight /= weight.sum()
     after = tokens[:, 2 * pairs :: 2]
     first, second = (np.argmax(after == tokens[:, i, None], axis=1) for i in (0, 2))
-    found = np.zeros((places, places))
-    np.add.at(found, (first, second), 1 / number)
+    frequency = np.zeros((places, places))
+    np.add.at(frequency, (first, second), 1 / number)
     # The second key's gap is drawn from all gaps but the first key's.
     expected = weight[:, None] * weight / (1 - weight[:, None])
     np.fill_diagonal(expected, 0)
     error = np.sqrt(expected * (1 - expected) / number)
-    assert np.all(np.abs(found - expected) <= 5 * error)
-    assert np.all(np.diag(found) == 0)
+    assert np.all(np.abs(frequency - expected) <= 5 * error)
+    assert np.all(np.diag(frequency) == 0)
 
 
 @pytest.mark.parametrize(("count", "size"), [(3, 8), (5, 8), (8, 8)])
