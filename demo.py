@@ -24,7 +24,7 @@ flags.DEFINE_integer(
     "total_tokens", None, "Number of tokens to train on; by default that of configs/demo.py."
 )
 
-HELDOUT_TOKENS = 1 << 18  # takes a quarter of a minute on two cores
+HELDOUT_TOKENS = 1 << 18  # 15 seconds on two cores
 PROMPT = 'def read_lines(path):\n    """'
 
 
@@ -93,7 +93,7 @@ def main(argv: list[str]) -> None:
     bits = report["bits_per_byte"]
     if bits["model"] >= bits["order-2"]:
         sys.exit(
-            f"the model's {bits['model']:.4f} bits per byte do not beat order-2's {bits['order-2']:.4f}"
+            f"demo.py: the model has {bits['model']:.4f} bits per byte, not less than the order-2 model's {bits['order-2']:.4f}"
         )
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from lsm_jax import interrupts
 
 if __name__ == "__main__":
-    interrupts.leave_on_signals("eval.py")  # before the imports that take long
+    interrupts.leave_on_signals("eval.py")  # before the slow imports
 
 from absl import flags
 from ml_collections import config_flags
@@ -42,7 +42,7 @@ flags.DEFINE_list(
 )
 flags.DEFINE_integer("step", None, "The step of the checkpoint; the newest one by default.")
 flags.DEFINE_string(
-    "output", None, "Name of the folder in workdir/eval; by default made of the step and the data."
+    "output", None, "Name of the folder in workdir/eval; by default the step and the data."
 )
 flags.DEFINE_string(
     "data",
@@ -57,7 +57,7 @@ flags.DEFINE_bool(
 flags.DEFINE_integer("sequence_length", None, "Tokens of a row; by default the run's length.")
 flags.DEFINE_integer("batch_size", 8, "Rows read at a time.")
 flags.DEFINE_integer("piece_length", 4096, "Tokens of a row computed at a time; bounds the memory.")
-flags.DEFINE_integer("max_tokens", None, "Stop after so many tokens; by default all are read.")
+flags.DEFINE_integer("max_tokens", None, "Number of tokens to read at most; by default all.")
 flags.DEFINE_string("prompt", "", "Text to continue, or to map.")
 flags.DEFINE_bool(
     "chat", False, "Put the prompt into the tokenizer's chat template, as a user's message."
@@ -95,13 +95,13 @@ def main(argv: list[str]) -> None:
         check_harness(request.lm_eval)
     lsm_jax.training.read_config(
         FLAGS.workdir
-    )  # raises before anything is compiled if it is no run
+    )  # raises if the directory has no run, before anything is compiled
     print(f"eval.py: loading the run in {FLAGS.workdir}", file=sys.stderr, flush=True)
     run = lsm_jax.load_run(FLAGS.workdir, step=FLAGS.step)
     folder = Path(FLAGS.workdir) / "eval" / (FLAGS.output or request.folder(run.step))
     console = Console(highlight=False, markup=False)
     for name in names:
-        print(f"eval.py: {name}: reading, compiling", file=sys.stderr, flush=True)
+        print(f"eval.py: {name}: loading data and compiling", file=sys.stderr, flush=True)
         results = TASKS[name](run, request, folder)
         for part in REPORTS[name](results):
             console.print(part, soft_wrap=isinstance(part, str))

@@ -75,7 +75,9 @@ def measure(source: Path, config: Any, workdir: Path) -> dict[str, Any]:
     original = model_of(base)
     continuation = generate(original, tokenizer, PROMPT, num_tokens=4, temperature=0).text
     if not continuation.startswith(ANSWER):
-        raise ValueError(f"{source}: {PROMPT!r} is continued by {continuation!r}, not {ANSWER!r}")
+        raise ValueError(
+            f"{source}: the model continues {PROMPT!r} with {continuation!r}; expected is {ANSWER!r}"
+        )
     untuned = liger_model(base, gate=FLAGS.gate, window=64)
     models_by_name = {
         "original": original,
@@ -113,7 +115,7 @@ def main(argv: list[str]) -> None:
     from lsm_jax.training import train
 
     began, workdir = time.perf_counter(), Path(FLAGS.workdir)
-    print("liger_demo.py: fetching SmolLM2-135M-Instruct", file=sys.stderr, flush=True)
+    print("liger_demo.py: downloading SmolLM2-135M-Instruct", file=sys.stderr, flush=True)
     source = smollm2.fetch()
     config = tuning(source)
     trained = train(config, workdir)
@@ -140,7 +142,7 @@ def main(argv: list[str]) -> None:
         table.add_row(name, f"{losses['all']:.3f}", f"{losses['beyond 64']:.3f}")
     console.print(table)
     console.print(
-        f"run: {workdir} ({time.perf_counter() - began:.0f} s); python -m lsm_jax.linearize.export writes it back",
+        f"run: {workdir} ({time.perf_counter() - began:.0f} s); export it with python -m lsm_jax.linearize.export",
         soft_wrap=True,
     )
 

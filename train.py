@@ -2,7 +2,7 @@
 
     python train.py --config=configs/lm.py:gla-340m --workdir=runs/x --config.optimizer.peak_lr=1e-3
 
-Any field of the config is overridden by name, checked against its type. The same command resumes an
+Flags override the fields of the config by name; values are checked against the field's type. The same command resumes an
 interrupted run.
 """
 
@@ -14,7 +14,7 @@ import sys
 from lsm_jax import interrupts
 
 if __name__ == "__main__":
-    interrupts.leave_on_signals("train.py")  # before the imports that take long
+    interrupts.leave_on_signals("train.py")  # before the slow imports
 
 from absl import app, flags, logging
 from ml_collections import config_flags
@@ -53,14 +53,16 @@ def main(argv: list[str]) -> None:
         sys.exit(f"train.py: {error}")
     if result.interrupted is not None:
         sys.exit(128 + result.interrupted)
-    loss = "nothing left to do" if math.isnan(result.loss) else f"loss {result.loss:.4f}"
+    loss = "no steps were left" if math.isnan(result.loss) else f"loss {result.loss:.4f}"
     print(f"finished {result.step} steps, {loss}, in {FLAGS.workdir}")
 
 
 def _recall(train_recall) -> None:
     """Train a sweep of associative recall, on the first device."""
     if FLAGS.init_from is not None:
-        sys.exit("train.py: --init_from: a recall sweep starts from its seeds")
+        sys.exit(
+            "train.py: --init_from is not accepted by a recall sweep, which starts from its seeds"
+        )
     try:
         result = train_recall(FLAGS.config, FLAGS.workdir)
     except (ValueError, OSError) as error:
@@ -73,8 +75,7 @@ def _recall(train_recall) -> None:
 
 
 def parse(argv: list[str]) -> list[str]:
-    """Parse flags; a wrong field, variant or value exits with a message of one line that says what is
-    accepted."""
+    """Parse the flags; a wrong field, variant or value exits with one line that says what is accepted."""
     from lsm_jax.training.command import parse_config
 
     return parse_config(FLAGS, argv, "train.py", workdir=True)

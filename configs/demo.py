@@ -1,6 +1,6 @@
 """The demo: a small hybrid of Gated DeltaNet and softmax attention on bytes, for a laptop's CPU.
 
-Reproduces: nothing published; shows the whole way from text to sample.
+Reproduces: no published result; it shows all steps from text to a sample.
 Command: make demo
 Hardware: 2 CPU cores, about 2 minutes of training.
 Expected: held-out bits per byte below those of an order-2 byte model.
@@ -16,7 +16,7 @@ from lsm_jax.training import OptimizerConfig, TrainConfig
 
 
 def get_config() -> TrainConfig:
-    """The demo's run."""
+    """Return the config of the demo's run."""
     inner = SwiGLUConfig(multiple_of=64)
     recurrent = GatedDeltaNetConfig(
         num_heads=4, head_dim=32, expand_v=1.0, op=OpConfig(chunk_size=32)

@@ -3,14 +3,16 @@
 Reproduces: arXiv 2503.02130 and github.com/zhixuan-lin/forgetting-transformer at 883f260. Models: pro and llama (FoX),
 transformer-pro, transformer-llama; sizes 125m, 360m and 760m; at 760m also transformer-swa, samba, mamba2, hgrn2, deltanet.
 Command: python train.py --config=configs/fox.py:pro-760m --workdir=runs/fox --config.data.path=longcrawl64 --config.mesh.fsdp=8
-Hardware: 760m for 48 B tokens wants 8 cards for days, 125m one card for a day. A row is 16,384 tokens.
+Hardware: 8 GPUs for days for 760m on 48 B tokens; one GPU for a day for 125m. A row has 16,384 tokens.
 Expected: perplexity at 16,384 tokens, 360m: FoX (Pro) 6.62, Transformer (Pro) 6.82, FoX (LLaMA) 7.25, Transformer (LLaMA) 7.49.
 
-LongCrawl64 in its published order: all documents' first 16,384 tokens, 32 documents a step, then their second; each row begins
-with BOS in place of its first token, and predicts all of its own. 2^19 tokens a step; the rate rises from 0 over 2^28 tokens
-and falls as a cosine to 0 at the last. Every part of the blocks is a field: the paper's ablation of QK-norm, for one, is
---config.model.layers.L.mixer.qk_norm=False at pro-360m. Different from the published code: the residual stream is bfloat16, and
-the baselines' short convolutions take no weight decay; their parameters start as in this library's other configs.
+The data are LongCrawl64 in its published order: the first 16,384 tokens of all documents, 32 documents per step, then the
+second 16,384, and so on. A row's inputs are BOS and all its tokens but the last; it predicts all its tokens. A step has 2^19
+tokens. The learning rate rises from 0 over 2^28 tokens and falls as a cosine to 0 at the end. Every part of a block is a field;
+for example, the paper's ablation of QK-norm is --config.model.layers.L.mixer.qk_norm=False at pro-360m.
+
+Different from the published code: the residual stream is bfloat16; the baselines' short convolutions have no weight decay, and
+the baselines are initialised as in this library's other configs.
 """
 
 from __future__ import annotations
@@ -21,13 +23,14 @@ from lsm_jax.models import fox
 from lsm_jax.training import OptimizerConfig, TrainConfig
 
 GI = 2**30
-# By size, the tokens of each run by name; the first is the default.
+# The runs of each size: number of tokens by the option's value; the first is the default.
 TOKENS = {
     "125m": {"2.7b": 5 * GI // 2},
     "360m": {"7.5b": 7 * GI},
     "760m": {"48b": 45 * GI, "16b": 15 * GI},
 }
-# Peak learning rates of the longest run, where the paper chose each model's; models without one have the run of 16 B only.
+# Peak learning rates of the run of 48 B tokens, which the paper tuned for each model. Models that are not listed have only the
+# run of 16 B.
 LONG_RUN = {
     "pro": 2e-3,
     "llama": 1e-3,
@@ -40,10 +43,10 @@ LONG_RUN = {
 
 
 def get_config(variant: str = "pro-760m") -> TrainConfig:
-    """The run `<model>-<size>[,tokens=...]`.
+    """Return the config of the run `<model>-<size>[,tokens=...]`.
 
     Raises:
-        ValueError: a model, size, number of tokens or option that does not exist; the message lists what does.
+        ValueError: the model, size, number of tokens or option does not exist; the message lists those that do.
     """
     head, given = parse_variant(variant, dict(tokens=Option()))
     name, size = split_head(variant, head, "model", "pro-760m")

@@ -1,27 +1,39 @@
 """Liger, as published: `--config=configs/liger.py:<model>[,source=PATH][,gate=gsa][,hybrid=8][,ablation=...][,data=text]`.
 
-Reproduces: arXiv 2503.01496 and github.com/OpenSparseLLMs/Linearization: a pretrained transformer's layers as gated memories
-beside a window of 64, tuned by LoRA (rank 8, alpha 8, on queries, keys and values) on 0.02 B tokens of cleaned Alpaca.
+Reproduces: arXiv 2503.01496 and github.com/OpenSparseLLMs/Linearization. In each layer of a pretrained transformer, a gated
+memory and softmax attention in a window of 64 replace softmax attention. LoRA adapters (rank 8, alpha 8, of the query, key and
+value projections) are tuned on 0.02 B tokens of cleaned Alpaca.
 Command: python train.py --config=configs/liger.py:llama3-8b,source=Meta-Llama-3-8B --workdir=runs/liger --config.data.path=alpaca.jsonl
-Hardware: 8 B parameters fit one card of 80 GB; smollm2-135m trains on a CPU.
-Expected: see docs/results/liger.md for what was measured.
+Hardware: one GPU of 80 GB for 8 B parameters; a CPU for smollm2-135m.
+Expected: docs/results/liger.md has the measurements.
 
-`source` is a Hugging Face folder or a .gguf file, and `auto` in the model's place takes whatever it holds; tokenizer=FILE is a
-tokenizer.json in place of the source's own. Options: gate (gla,
-mamba2, mlstm, gated_retention, hgrn2, rwkv6, gsa); hybrid=8 keeps the last layer of every eight; window (64); method=window
-(a window alone, the baseline), softmax (the model as it is), lolcats_transfer or lolcats (below); ablation=random_gate, feature_map, no_lora or no_window, the
-paper's; data=text learns from every token of plain text in place of an instruction file's answers. Where the recipe is to give
-way: lr, rank (alpha grows with it), and for method=liger memory_weight and window_weight (0.5 each) and temperature, which
-divides the gate's logarithm.
+<model> is one of `MODELS`, or `auto` for any pretrained model in `source`. Options:
 
-AdamW (0.9, 0.999, weight decay 0.01) at a constant 1e-3, 8 rows of 1,024 tokens a step. The published rate falls to a tenth
-where 10 evaluations in a row, 200 steps apart, bring nothing: more than its runs have, so there is no such rule here.
-LoLCATs (arXiv 2410.10254), as its authors train it, is two runs: method=lolcats_transfer learns feature maps and window factors
-from softmax attention's outputs at a rate of 1e-2, then method=lolcats with --init_from=THE FIRST RUN tunes adapters (rank 8,
-alpha 16, on q, k, v and o) at 1e-4. Export writes no LoLCATs model: the pretrained format has no place for its maps.
+    source           the pretrained model: a Hugging Face folder or a .gguf file
+    tokenizer        a tokenizer.json to use instead of the source's
+    gate             gla (default), mamba2, mlstm, gated_retention, hgrn2, rwkv6 or gsa
+    hybrid           8: the last of every eight layers remains softmax attention; 0 (default): no layer does
+    window           tokens in the window (default: 64)
+    method           liger (default); window: only attention in the window, the baseline; softmax: the pretrained model;
+                     lolcats_transfer and lolcats: see below
+    ablation         the paper's: random_gate, feature_map, no_lora or no_window
+    data             alpaca (default): predict the answers of an instruction file; text: predict every token of plain text
+    lr               learning rate
+    rank             rank of the adapters; alpha is proportional to it
+    memory_weight, window_weight    weights of the two branches with method=liger (default: 0.5 each)
+    temperature      divides the logarithm of the gate with method=liger
 
-Different from the published code: rows are packed with whole documents, none of which sees another; gradients are clipped to a
-norm of 1, as its config asks and its trainer forgets; the window is 64 tokens, not 65.
+The optimizer is AdamW (0.9, 0.999, weight decay 0.01) with a constant rate of 1e-3. A step has 8 rows of 1,024 tokens. The
+published code divides the rate by 10 after 10 evaluations, 200 steps apart, without improvement; its runs have fewer
+evaluations, so this config has no such rule.
+
+LoLCATs (arXiv 2410.10254) is trained in two runs, as by its authors: method=lolcats_transfer learns feature maps and window
+factors from the outputs of softmax attention with a rate of 1e-2; then method=lolcats with --init_from=FIRST_RUN tunes adapters
+(rank 8, alpha 16, of q, k, v and o) with 1e-4. A LoLCATs model cannot be exported, since the pretrained format has no feature
+maps.
+
+Different from the published code: rows are packed with complete documents, which are independent of each other; gradients are
+clipped to a norm of 1, which the published config sets but its trainer ignores; the window has 64 tokens, not 65.
 """
 
 from __future__ import annotations
@@ -56,7 +68,7 @@ def _model(width, layers, heads, kv_heads, inner, vocab, *, theta, tied, head_di
     )
 
 
-# The pretrained models; the config of a source takes precedence.
+# The pretrained models. If `source` is given, its config is used instead.
 MODELS = {
     "smollm2-135m": _model(576, 30, 9, 3, 1536, 49152, theta=1e5, tied=True),
     "llama3.2-1b": _model(2048, 16, 32, 8, 8192, 128256, theta=5e5, tied=True, rope_scaling=RopeScaling(factor=32.0)),
@@ -67,7 +79,7 @@ MODELS = {
     "qwen2.5-7b": _model(3584, 28, 28, 4, 18944, 152064, theta=1e6, tied=False, eps=1e-6, qkv_bias=True),
     "qwen3-8b": _model(4096, 36, 32, 8, 12288, 151936, theta=1e6, tied=False, head_dim=128, eps=1e-6, qk_norm=True),
 }  # fmt: skip
-# By ablation, the changed fields of the mixer, and the modules that train.
+# For each ablation the changed fields of the mixer, and the modules that are trained.
 ABLATIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "": ({}, ("lora",)),
     "random_gate": (dict(gate_projection=True), ("lora", "memory_gate")),
@@ -102,21 +114,21 @@ DEFAULTS = dict(
     ablation="",
     data="alpaca",
 )
-# Options of a number, and the fields of LigerConfig they set.
+# Options that set a field of LigerConfig, with the field's name.
 MIXER_NUMBERS = dict(
     memory_weight="memory_weight", window_weight="window_weight", temperature="gate_temperature"
 )
 
 
 def get_config(variant: str = "smollm2-135m") -> TrainConfig:
-    """The run `<model>[,option=value...]`.
+    """Return the config of the run `<model>[,option=value...]`.
 
     Raises:
-        ValueError: a model, option or value that does not exist, or a source that is refused.
+        ValueError: the model, an option or a value does not exist, or the source is not accepted.
     """
     name, given = parse_variant(variant, OPTIONS)
     options: dict[str, Any] = DEFAULTS | given
-    for key, fits, needs in (
+    for key, met, requirement in (
         ("gate", options["method"] == "liger", "method=liger"),
         ("hybrid", options["method"] == "liger", "method=liger"),
         ("ablation", options["method"] == "liger", "method=liger"),
@@ -124,8 +136,8 @@ def get_config(variant: str = "smollm2-135m") -> TrainConfig:
         ("rank", options["ablation"] != "no_lora" and options["method"] != "lolcats_transfer", "adapters"),
         ("tokenizer", bool(options["source"]), "source=PATH"),
     ):  # fmt: skip
-        if key in given and not fits:
-            raise ValueError(f"variant {variant!r}: {key} requires {needs}")
+        if key in given and not met:
+            raise ValueError(f"variant {variant!r}: {key} requires {requirement}")
     mixer = {name: given[key] for key, name in MIXER_NUMBERS.items() if key in given}
     if mixer and (options["method"] != "liger" or options["ablation"] == "no_window"):
         raise ValueError(
@@ -180,7 +192,18 @@ def get_config(variant: str = "smollm2-135m") -> TrainConfig:
 
 
 def _base(variant: str, name: str, source: str, given: str) -> tuple[ModelConfig, str, bool]:
-    """The softmax model, its tokenizer's path (a .gguf's is written beside it), and whether that sets BOS."""
+    """Find the pretrained model and its tokenizer.
+
+    Args:
+        variant: the config's variant, for messages.
+        name: the model's name.
+        source: absolute path of the pretrained model, or "".
+        given: the option `tokenizer`, or "".
+
+    Returns:
+        The softmax model, the path of its tokenizer.json, and whether the tokenizer adds BOS. The tokenizer of a .gguf file is
+        written into a folder next to the file.
+    """
     if name not in (*MODELS, "auto") or (name == "auto" and not source):
         raise ValueError(
             f"variant {variant!r}: model {name!r}; {listed(MODELS)}, and auto with source=PATH"
@@ -193,8 +216,8 @@ def _base(variant: str, name: str, source: str, given: str) -> tuple[ModelConfig
         sizes = [(m.hidden_size, m.num_layers, m.vocab_size) for m in (MODELS[name], model)]
         if sizes[0] != sizes[1]:
             raise ValueError(
-                f"variant {variant!r}: {source} has width, layers and vocabulary {sizes[1]}, {name} has {sizes[0]}; "
-                "auto takes any"
+                f"variant {variant!r}: source={source} has (width, layers, vocabulary) {sizes[1]}, but {name} has "
+                f"{sizes[0]}; use auto instead of {name}"
             )
     model.dtype = "bfloat16"
     tokenizer = path / "tokenizer.json"
@@ -204,7 +227,7 @@ def _base(variant: str, name: str, source: str, given: str) -> tuple[ModelConfig
     elif not path.is_dir():
         tokenizer = path.with_name(path.name + ".tokenizer") / "tokenizer.json"
         if tokenizer.is_file():
-            tokenizer_files(path, tokenizer)  # the file may have been replaced since
+            tokenizer_files(path, tokenizer)  # raises if the .gguf file was replaced by another
         else:
             tokenizer_of(path, tokenizer.parent)
     return model, str(tokenizer), JSONTokenizer(tokenizer).adds_bos

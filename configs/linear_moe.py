@@ -1,19 +1,24 @@
 """Linear-MoE language models: `--config=configs/linear_moe.py:<size>[,option=value ...]`, e.g. `a0.3b-2b,mixer=gla,pattern=LLLN`.
 
-Reproduces: Linear-MoE (arXiv 2503.05447, Table 2) at its two sizes, a0.3b-2b and a1b-7b: 64 SwiGLU experts, eight a token, in every
-layer; heads of 128; SlimPajama in Qwen2's tokens, 15 B and 100 B of them in rows of 2,048. `mixer` is any method of the registry (basic
-linear attention, with an output gate, by default), `pattern=LLLN` the published hybrid, `pattern=N` its softmax baseline.
+Reproduces: Linear-MoE (arXiv 2503.05447, Table 2) at its two sizes, a0.3b-2b and a1b-7b: every layer has 64 SwiGLU experts, eight
+of them active for a token, and heads of 128 channels; the data are 15 B and 100 B tokens of SlimPajama by Qwen2's tokenizer, in
+rows of 2,048. The option `mixer` is any method of the registry (default: basic linear attention with an output gate).
+`pattern=LLLN` is the published hybrid, `pattern=N` the softmax baseline.
 Command: python train.py --config=configs/linear_moe.py:a0.3b-2b --workdir=runs/moe --config.data.path=STORE --config.mesh.fsdp=8
-Hardware: the paper's is eight A100; `tiny` is a laptop's. Any mesh serves: --config.mesh.expert=8 spreads the experts, tensor heads and
-widths, sequence each row, pipeline the layers; `python -m lsm_jax.plan --config=... --devices=8 --hbm=80 --search` says which fit.
-Expected: 2.18 B parameters, 0.328 B active, and 6.78 B, 1.14 B, embeddings apart (2 x 151,936 rows); Table 5, at a0.3b-2b, average
-accuracy over PIQA, HellaSwag, Winogrande, ARC and MMLU: attention 35.53, GLA 41.20, GLA hybrid 42.94, Mamba2 42.45.
+Hardware: eight A100 in the paper; a laptop for `tiny`. Every mesh is supported: --config.mesh.expert=8 distributes the experts,
+tensor the heads and widths, sequence the tokens of each row, pipeline the layers.
+`python -m lsm_jax.plan --config=... --devices=8 --hbm=80 --search` prints the meshes that fit into memory.
+Expected: 2.18 B parameters of which 0.328 B are active, and 6.78 B of which 1.14 B are, without embeddings (2 x 151,936 rows).
+Table 5, at a0.3b-2b, average accuracy over PIQA, HellaSwag, Winogrande, ARC and MMLU: attention 35.53, GLA 41.20, GLA hybrid
+42.94, Mamba2 42.45.
 
-The authors' scripts leave the balance loss at 0; ours is 1e-2, Megatron's in their other models
-(`--config.model.layers.L.feedforward.balance_scale=0.0`, and N's). Not published is the batch: ours, 64 and 128 rows, are
-those in a released checkpoint's name and in the evaluation's script. Different are: no biases on queries, keys and values,
-output projections start like others (theirs smaller by sqrt(2 depth)), RetNet rotates, the delta rule has short
-convolutions, Gated DeltaNet an output norm, HGRN2 its lower bounds, each as its own paper has it.
+The balance loss is 0 in the authors' scripts; here it is 1e-2, Megatron's value in their other models (set
+`--config.model.layers.L.feedforward.balance_scale=0.0`, and the same for N). The batch size is not published; 64 and 128 rows
+are from the name of a released checkpoint and from the evaluation script.
+
+Different from the authors' code: queries, keys and values have no biases; output projections are initialised like all others
+(theirs smaller by sqrt(2 depth)); and as in the methods' own papers, RetNet rotates, the delta rule has short convolutions,
+Gated DeltaNet an output norm, and HGRN2 its lower bounds.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ from lsm_jax.training import OptimizerConfig, TrainConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """A size, and how it is trained."""
+    """The dimensions of a model, and its training recipe."""
 
     hidden_size: int
     num_layers: int
@@ -72,9 +77,10 @@ OPTIONS = dict(
 
 
 def mixer_config(name: str, size: Size) -> Any:
-    """The letter L: a method in heads of the published width, keys and values as wide as the model, with an output gate.
+    """Return the mixer of letter L.
 
-    Methods that Linear-MoE did not run keep the proportions they were published in.
+    The methods of Linear-MoE have heads of the published width, keys and values as wide as the model, and an output gate.
+    Other methods have the proportions of their papers.
     """
     heads = dict(num_heads=size.hidden_size // size.head_dim)
     changes: dict[str, dict[str, Any]] = {
@@ -95,10 +101,10 @@ def mixer_config(name: str, size: Size) -> Any:
 
 
 def get_config(variant: str = "a0.3b-2b") -> TrainConfig:
-    """The run `<size>[,option=value ...]`; sizes are `SIZES`, options `OPTIONS`.
+    """Return the config of the run `<size>[,option=value ...]`; sizes are `SIZES`, options `OPTIONS`.
 
     Raises:
-        ValueError: a size, option or method that does not exist; the message lists what does.
+        ValueError: the size, an option or a value does not exist; the message lists those that do.
     """
     name, given = parse_variant(variant, OPTIONS)
     check_head(variant, "size", name, SIZES)

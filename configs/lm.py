@@ -1,12 +1,12 @@
 """Language models of every method and size: `--config=configs/lm.py:<method>-<size>[,pattern=LLLN]`.
 
-Reproduces: the 340M and 1.3B settings that the linear-attention literature compares at (GLA, Gated DeltaNet, MoM
-arXiv 2502.13685 App. C): 15 B tokens at 0.5 M a step and 100 B at 2 M, AdamW (0.9, 0.95), peak 3e-4, cosine to a tenth.
+Reproduces: the 340M and 1.3B settings of the linear-attention literature (GLA, Gated DeltaNet, MoM arXiv 2502.13685 App. C):
+15 B tokens with 0.5 M per step, and 100 B with 2 M; AdamW (0.9, 0.95), peak rate 3e-4, cosine to a tenth.
 Command: python train.py --config=configs/lm.py:gated_deltanet-340m,pattern=LLLN --workdir=runs/gdn --config.data.path=STORE
-Hardware: 340m wants a data-parallel machine of 8 cards or more for a day; 10m one card for minutes; tiny a laptop.
-Expected: see docs/results/ for what was measured.
+Hardware: 8 GPUs or more for a day for 340m; one GPU for minutes for 10m; a laptop for tiny.
+Expected: docs/results/ has the measurements.
 
-Without `--config.data.path` a run reads the demo text, the running interpreter's own library as bytes.
+Without `--config.data.path` a run reads the demo text, the bytes of the running interpreter's standard library.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lsm_jax.training import OptimizerConfig, TrainConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a size is trained."""
+    """The training recipe of a size."""
 
     total_tokens: int
     batch_size: int
@@ -55,10 +55,10 @@ OPTIONS = dict(
 
 
 def get_config(variant: str = "gla-340m") -> TrainConfig:
-    """The run `<method>-<size>[,pattern=...][,feedforward=...][,vocab_size=...]`.
+    """Return the config of the run `<method>-<size>[,pattern=...][,feedforward=...][,vocab_size=...]`.
 
     Raises:
-        ValueError: a method, size or option that does not exist; the message lists what does.
+        ValueError: the method, size or option does not exist; the message lists those that do.
     """
     head, arguments = parse_variant(variant, OPTIONS)
     method, size = split_head(variant, head, "method", f"gla-340m; sizes: {', '.join(SIZES)}")
@@ -66,7 +66,7 @@ def get_config(variant: str = "gla-340m") -> TrainConfig:
         arguments.setdefault("vocab_size", 257)  # bytes and BOS
     model = lm(method, size, **arguments)
     recipe = RECIPES[size]
-    # Where a mini-batch begins with a window, an online-learned memory reads the window in one pass.
+    # An online-learned memory reads a window in one pass if a mini-batch begins at the window's start.
     align = math.lcm(*(getattr(model.layers[x].mixer, "mini_batch", 1) for x in set(model.pattern)))
     return TrainConfig(
         name=variant,

@@ -1,17 +1,19 @@
 """Mixture-of-Memories language models: `--config=configs/mom.py:<size>[,option=value ...]`, e.g. `340m` or `340m,hybrid=1`.
 
-Reproduces: MoM (arXiv 2502.13685) at its two sizes: Gated DeltaNet with four heads of 256, four memories, two a token and a
-shared one; SlimPajama, 15 B tokens at 0.5 M a step and 100 B at 2 M. `hybrid=1` has softmax attention in one layer of eight,
-its depth the next multiple of eight.
-Ablations: `memories`, `top_k`, `shared=0`, `inner=gla` (any inner mixer in its published proportions), and `expanded=3`, one
-inner mixer with three times the value channels in place of memories (3 is what a token of MoM activates; 5 keeps as much state).
+Reproduces: MoM (arXiv 2502.13685) at its two sizes: Gated DeltaNet with four heads of 256 channels, four memories, of which a
+token uses two, and a shared memory; 15 B tokens of SlimPajama with 0.5 M per step, and 100 B with 2 M. With `hybrid=1` one layer
+of eight has softmax attention, and the depth is the next multiple of eight.
+Ablations: `memories`, `top_k`, `shared=0`, `inner=gla` (any inner mixer in its published proportions), and `expanded=3`, which
+has instead of memories one inner mixer with three times the value channels (3 has as many as a token of MoM uses; 5 has as
+large a state as MoM).
 Command: python train.py --config=configs/mom.py:340m --workdir=runs/mom --config.data.path=STORE
-Hardware: the paper's is 32 A800 for 10 hours and 6 days; `tiny` and `10m` are a laptop's and one card's.
-Expected: 444 M and 1.42 B parameters active of 545 M and 1.62 B, the head untied, as in the paper. See docs/results/mom.md.
+Hardware: 32 A800 for 10 hours and for 6 days in the paper; a laptop for `tiny`; one GPU for `10m`.
+Expected: 444 M of 545 M parameters active, and 1.42 B of 1.62 B, with untied heads, as in the paper. See docs/results/mom.md.
 
-Different are: projections start normal with 0.02 (the authors' memory layers Xavier-uniform with gain 2^-2.5); the balance loss
-is a layer's own, averaged over layers, where theirs takes all layers' routing together; the scale is the later version's, 1e-3;
-warm-up at 340m is 1,024 steps, as in the authors' README (their appendix says 0.25 M tokens).
+Different from the authors' code: projections are initialised from a normal distribution with standard deviation 0.02 (their
+memory layers: Xavier-uniform with gain 2^-2.5); the balance loss is computed for each layer and averaged (theirs: for the routing
+of all layers together), with the scale of the later version, 1e-3; the warm-up at 340m has 1,024 steps, as in the authors' README
+(their appendix says 0.25 M tokens).
 """
 
 from __future__ import annotations
@@ -29,8 +31,14 @@ from lsm_jax.models import SIZES, LayerConfig, ModelConfig
 from lsm_jax.training import OptimizerConfig, TrainConfig
 
 HYBRID = "LLLLLLLN"
-HIDDEN_RATIO = {"340m": 3.0}  # of the feedforward; other sizes have the customary 4
-MEMORIES = ("memories", "top_k", "shared", "single", "execution")  # which `expanded` has not
+HIDDEN_RATIO = {"340m": 3.0}  # of the feedforward; 4 for other sizes
+MEMORIES = (
+    "memories",
+    "top_k",
+    "shared",
+    "single",
+    "execution",
+)  # options that `expanded` excludes
 OPTIONS = dict(
     inner=Option(choices=mixers.METHODS),
     memories=Option(kind=int),
@@ -45,7 +53,10 @@ OPTIONS = dict(
 
 
 def mixer_config(hidden_size: int, given: dict[str, Any]) -> Any:
-    """The letter L: MoM, or with `expanded` its inner mixer alone with so many times the value channels."""
+    """Return the mixer of letter L.
+
+    It is MoM, or with the option `expanded` only its inner mixer, with `expanded` times the value channels.
+    """
     config = mixers.MoMConfig.for_width(hidden_size)
     if "inner" in given:
         config = dataclasses.replace(
@@ -53,7 +64,10 @@ def mixer_config(hidden_size: int, given: dict[str, Any]) -> Any:
         )
     if "expanded" in given:
         if not hasattr(config.mixer, "expand_v"):
-            raise ValueError(f"expanded: {type(config.mixer).__name__} has no expand_v to widen")
+            raise ValueError(
+                f"expanded={given['expanded']} requires an inner mixer with expand_v, which {type(config.mixer).__name__} "
+                "does not have"
+            )
         width = config.mixer.expand_v * given["expanded"]
         return dataclasses.replace(config.mixer, expand_v=width)
     fields = dict(memories="num_memories", top_k="top_k", shared="shared_memory", single="single_projections")  # fmt: skip
@@ -64,31 +78,32 @@ def mixer_config(hidden_size: int, given: dict[str, Any]) -> Any:
 
 
 def get_config(variant: str = "340m") -> TrainConfig:
-    """The run `<size>[,option=value ...]`; sizes are those of `lsm_jax.models.SIZES`, options `OPTIONS`.
+    """Return the config of the run `<size>[,option=value ...]`; sizes are `lsm_jax.models.SIZES`, options `OPTIONS`.
 
     Raises:
-        ValueError: a size, option or value that does not exist (the message lists what does), and options that exclude each other.
+        ValueError: the size, an option or a value does not exist (the message lists those that do), or options exclude each
+            other.
     """
     size, given = parse_variant(variant, OPTIONS)
     check_head(variant, "size", size, SIZES)
     if "expanded" in given and (other := [name for name in MEMORIES if name in given]):
         raise ValueError(
-            f"variant {variant!r}: {', '.join(other)}: expanded={given['expanded']} has one memory"
+            f"variant {variant!r}: expanded={given['expanded']} excludes {', '.join(other)}, since it has one memory"
         )
-    found, recipe = SIZES[size], RECIPES[size]
-    inner = SwiGLUConfig.for_width(found.hidden_size, found.multiple_of)
+    dims, recipe = SIZES[size], RECIPES[size]
+    inner = SwiGLUConfig.for_width(dims.hidden_size, dims.multiple_of)
     inner = dataclasses.replace(inner, hidden_ratio=HIDDEN_RATIO.get(size, 4.0))
-    softmax = mixers.SoftmaxConfig.for_width(found.hidden_size)
+    softmax = mixers.SoftmaxConfig.for_width(dims.hidden_size)
     small = size in ("tiny", "10m")
     hybrid = given.get("hybrid", False)
-    depth = found.num_layers
+    depth = dims.num_layers
     model = ModelConfig(
         vocab_size=given.get("vocab_size", 257 if small else 32000),
-        hidden_size=found.hidden_size,
+        hidden_size=dims.hidden_size,
         num_layers=depth + -depth % len(HYBRID) if hybrid else depth,
         pattern=HYBRID if hybrid else "L",
         layers={
-            "L": LayerConfig(mixer=mixer_config(found.hidden_size, given), feedforward=inner),
+            "L": LayerConfig(mixer=mixer_config(dims.hidden_size, given), feedforward=inner),
             "N": LayerConfig(mixer=softmax, feedforward=inner),
         },
         tie_embeddings=False,

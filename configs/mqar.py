@@ -1,22 +1,25 @@
 """Multi-query associative recall of every method: `--config=configs/mqar.py:<method>[,width=64][,suite=64x4]`.
 
-Reproduces: zoology's suite (github.com/HazyResearch/zoology at d88d6f5, `original_mqar_configs.py`), the recall figure that the
-delta-rule and gated methods are compared by. `suite=published` is it: lengths 64 to 256 to train, up to 1,024 with 256 pairs to
-test, widths 64, 128 and 256. `suite=64x4`, the default, is its easiest part alone; `suite=tiny` takes seconds on a CPU.
+Reproduces: zoology's suite (github.com/HazyResearch/zoology at d88d6f5, `original_mqar_configs.py`), on which delta-rule and gated
+methods are compared. `suite=published` is the complete suite: lengths 64 to 256 in training, up to 1,024 with 256 pairs in the
+test, widths 64, 128 and 256. `suite=64x4`, the default, is its easiest part; `suite=tiny` runs for seconds on a CPU.
 Command: python train.py --config=configs/mqar.py:gated_deltanet,width=64,suite=published --workdir=runs/mqar_gdn
-Hardware: one GPU for minutes; 64x4 less than one. `python -m benchmarks.recall_table` runs many methods and widths in one process.
-Expected: docs/results/recall.md.
+Hardware: one GPU for minutes, for 64x4 less than one. `python -m benchmarks.recall_table` runs many methods and widths in one process.
+Expected: see docs/results/recall.md.
 
-`mom` is a Mixture-of-Memories of Gated DeltaNet as `gated_deltanet` has it; its ablations are overrides such as
-`--config.model.mixer.num_memories=8`, and `gated_deltanet --config.model.mixer.expand_v=10` the one memory of equal state;
-`python -m benchmarks.mom_recall` trains them all at a size where one small memory falls short.
+The method `mom` is a Mixture-of-Memories with the config of `gated_deltanet` inside. Its ablations are flags such as
+`--config.model.mixer.num_memories=8`; `gated_deltanet --config.model.mixer.expand_v=10` is a single memory with as large a state.
+`python -m benchmarks.mom_recall` trains all of them at a size that is difficult for a single small memory.
 
-The published settings are kept: two layers, [a gated convolution of 3 tokens, the method], no feedforward and no positions,
-tied embeddings, 8,192 tokens, AdamW with decay 0.1, no warm-up or clipping, a cosine over 32 epochs, batches of 256, the best of
-four learning rates, two heads. Different are: RMS norms for layer norms; no dropout (0.1 on embeddings, and in attention); no
-decay of norms, biases and convolutions; rotary positions in softmax attention, TTT and the retentions, as those mixers
-always have them; an output gate in Gated DeltaNet; the cosine falls each step, not each epoch; up to six batches of one
-length follow each other. Everything is float32, with full products but for the head's, which are TF32 on NVIDIA.
+Settings as published: two layers, [a gated convolution of 3 tokens, the method], no feedforward and no positions, tied
+embeddings, a vocabulary of 8,192, AdamW with weight decay 0.1, no warm-up or clipping, a cosine over 32 epochs, batches of 256,
+the best of four learning rates, two heads.
+
+Different from the published settings: RMS norms instead of layer norms; no dropout (theirs: 0.1 on embeddings and in
+attention); no weight decay of norms, biases and convolutions; rotary positions in softmax attention, TTT and the retentions, of
+which they are a fixed part here; an output gate in Gated DeltaNet; the cosine falls in each step, not each epoch; up to six
+consecutive batches have the same length. All arrays are float32, and products have full precision except for the head's, which
+are TF32 on NVIDIA.
 """
 
 from __future__ import annotations
@@ -32,12 +35,12 @@ from lsm_jax.training import RecallConfig
 
 
 def _tasks(text: str) -> tuple[RecallTask, ...]:
-    """Tasks from "length x pairs : examples", separated by blanks."""
+    """Parse tasks: words "<length>x<pairs>:<examples>" separated by spaces."""
     parts = [[int(x) for x in item.replace("x", ":").split(":")] for item in text.split()]
     return tuple(RecallTask(length=t, num_pairs=p, num_examples=n) for t, p, n in parts)
 
 
-# What each suite sets; the rest is `RecallConfig`'s.
+# Fields of each suite; other fields have the defaults of `RecallConfig`.
 SUITES: dict[str, dict[str, Any]] = {
     "64x4": dict(
         train=_tasks("64x4:100000"),
@@ -63,9 +66,9 @@ SUITES: dict[str, dict[str, Any]] = {
 
 
 def published(method: str, width: int) -> dict[str, Any]:
-    """Fields in which zoology's settings differ from our presets, where it has the method.
+    """Return the mixer's fields in which zoology's settings differ from our presets; empty if it does not have the method.
 
-    Its RWKV7 has one head of 64 at width 64. Mamba2 has heads of 64 and 8, 16 or 24 state channels, of which 16 is taken here.
+    Its RWKV7 has one head of 64 channels at width 64. Its Mamba2 has heads of 64 and 8, 16 or 24 state channels; here 16.
     """
     return {
         "gla": dict(num_heads=2),
@@ -78,7 +81,7 @@ def published(method: str, width: int) -> dict[str, Any]:
 
 
 def mixer_config(method: str, width: int) -> Any:
-    """The method's config: zoology's, or our preset with two heads where it can have them."""
+    """Return the method's config: zoology's, or our preset with two heads if the width allows them."""
     if method == "mom":
         return mixers.MoMConfig(mixer=mixer_config("gated_deltanet", width))
     config = mixers.get_method(method).config.for_width(width)
@@ -94,7 +97,7 @@ def mixer_config(method: str, width: int) -> Any:
     try:
         changed = dataclasses.replace(config, **fields)
         changed.validate(width)
-    except ValueError:  # a width it cannot have two heads at
+    except ValueError:  # the width does not allow two heads
         return config
     return changed
 
@@ -103,10 +106,10 @@ OPTIONS = dict(width=Option(kind=int, least=8), suite=Option(choices=SUITES), pa
 
 
 def get_config(variant: str = "gla") -> RecallConfig:
-    """The run `<method>[,width=64][,suite=64x4][,pattern=CL]`; Mamba2's pattern is LL, as published.
+    """Return the config of the run `<method>[,width=64][,suite=64x4][,pattern=CL]`; Mamba2's pattern is LL, as published.
 
     Raises:
-        ValueError: a method, suite or option that does not exist; the message lists what does.
+        ValueError: the method, suite or option does not exist; the message lists those that do.
     """
     method, given = parse_variant(variant, OPTIONS)
     width, suite = given.get("width", 64), given.get("suite", "64x4")

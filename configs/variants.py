@@ -1,4 +1,4 @@
-"""Variants of configs, `--config=FILE.py:HEAD[,option=value ...]`: every config declares its options and parses them here."""
+"""Parse the variants of configs, `--config=FILE.py:HEAD[,option=value ...]`, by the options that each config declares."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Option:
     Attributes:
         kind: str, int (a whole number), float (a finite number from 0) or bool (0 or 1).
         choices: the accepted values; empty accepts every value of the kind.
-        least: smallest accepted number.
-        positive: whether 0 is refused too.
+        least: the smallest accepted number.
+        positive: whether the number must be greater than `least`.
     """
 
     kind: type = str
@@ -25,7 +25,7 @@ class Option:
     positive: bool = False
 
     def accepted(self) -> str:
-        """The accepted values in words."""
+        """Return the accepted values in words, such as "accepted are 0 and 1"."""
         if self.choices:
             return listed(filter(None, self.choices))
         if self.kind is bool:
@@ -37,10 +37,10 @@ class Option:
         return "accepted is text"
 
     def parse(self, text: str) -> Any:
-        """The value that `text` says.
+        """Return the value of `text`.
 
         Raises:
-            ValueError: it is not accepted.
+            ValueError: the value is not accepted.
         """
         if self.choices and text not in tuple(self.choices):
             raise ValueError(text)
@@ -59,21 +59,21 @@ class Option:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names in the words of every message: "accepted are a, b"."""
+    """Return the names in the wording of all messages: "accepted are a, b"."""
     names = tuple(names)
     return f"accepted {'is' if len(names) == 1 else 'are'} {', '.join(names)}"
 
 
 def parse_variant(variant: str, options: Mapping[str, Option]) -> tuple[str, dict[str, Any]]:
-    """The head of a variant, and the values of the options that it gives.
+    """Return the head of a variant, and the values of its options by name.
 
     Args:
         variant: "head[,option=value ...]".
-        options: what is accepted, by name.
+        options: the accepted options, by name.
 
     Raises:
-        ValueError: an option that does not exist, lacks its value or is given twice, or a value that is not accepted; the
-            message lists what is.
+        ValueError: an option does not exist, has no value or occurs twice, or a value is not accepted; the message says what is
+            accepted.
     """
     head, *given = variant.split(",")
     values: dict[str, Any] = {}
@@ -92,10 +92,10 @@ def parse_variant(variant: str, options: Mapping[str, Option]) -> tuple[str, dic
 
 
 def parse_value(variant: str, name: str, text: str, option: Option) -> Any:
-    """The value of one option.
+    """Return the value of one option.
 
     Raises:
-        ValueError: it is not accepted; the message says what is.
+        ValueError: the value is not accepted; the message says what is.
     """
     try:
         return option.parse(text)
@@ -105,14 +105,14 @@ def parse_value(variant: str, name: str, text: str, option: Option) -> Any:
 
 
 def split_head(variant: str, head: str, first: str, example: str) -> tuple[str, str]:
-    """The two parts of a head "<first>-<size>".
+    """Return the two parts of a head "<first>-<size>".
 
     Raises:
-        ValueError: there is no dash.
+        ValueError: the head has no dash.
     """
     name, dash, size = head.rpartition("-")
     if not dash:
-        raise ValueError(f"variant {variant!r}: accepted is <{first}>-<size>, e.g. {example}")
+        raise ValueError(f"variant {variant!r}: accepted is <{first}>-<size>, such as {example}")
     return name, size
 
 

@@ -1,4 +1,4 @@
-"""How the repository's scripts run: mistakes are told in one line, and libraries log warnings only."""
+"""Run the repository's scripts so that an error is one line and libraries log only warnings."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from absl import app, flags, logging
 
 
 def run(program: str, main: Callable[[list[str]], None]) -> None:
-    """Parse the process's flags and run `main` on what is left of its arguments.
+    """Parse the process's flags and run `main` with the arguments that are no flags.
 
-    A flag that is wrong, or a ValueError or OSError of `main`, ends the process with one line; --verbosity=1 shows where.
+    A wrong flag, or a ValueError or OSError in `main`, ends the process with an error of one line; --verbosity=1 shows the
+    traceback.
 
     Args:
-        program: begins the line.
-        main: the script's.
+        program: name of the script, which begins the line.
+        main: the script's function.
     """
 
     def guarded(argv: list[str]) -> None:
@@ -24,7 +25,7 @@ def run(program: str, main: Callable[[list[str]], None]) -> None:
         except (ValueError, OSError) as error:
             if logging.level_debug():
                 raise
-            sys.exit(f"{program}: {error}  (--verbosity=1 shows where)")
+            sys.exit(f"{program}: {error}  (--verbosity=1 shows the traceback)")
 
     def parse(argv: list[str]) -> list[str]:
         try:

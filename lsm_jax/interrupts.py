@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: a program that starts leaves at once, in one line; one that trains ends its step first."""
+"""Handling of SIGINT and SIGTERM: a program exits at once with one line, but a training loop finishes its step first."""
 
 from __future__ import annotations
 
@@ -11,68 +11,76 @@ import types
 from collections.abc import Iterator
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_GRACE = 1.0  # seconds in which the main thread may clean up
+_CLEANUP_SECONDS = 1.0  # time for the main thread to clean up before `watch` ends the process
 
 
 class Stop:
-    """Attributes: signal: the number of the signal noted, or None."""
+    """A request to stop.
+
+    Attributes:
+        signal: number of the signal that was received, or None.
+    """
 
     signal: int | None = None
-    _passed_over: bool = False
+    _first_ignored: bool = False  # whether `watch` has ignored the first signal
 
 
-_noting: Stop | None = None
+_active: Stop | None = None  # of the innermost `noted`
 
 
 def leave_on_signals(program: str) -> None:
-    """From now on SIGINT and SIGTERM end the process with one line and the exit code 128 + their number.
+    """Make SIGINT and SIGTERM end the process with one line and the exit code 128 + the signal's number.
 
-    Call it in the main thread, before slow imports. Python hears of no signal inside a compilation, which may take minutes;
-    a thread that hears of it ends the process then.
+    Call it in the main thread, before slow imports. During a compilation, which may take minutes, Python runs no signal
+    handler; then a thread, which is woken by the signal, ends the process.
 
     Args:
-        program: begins the line.
+        program: name of the program, which begins the line.
     """
-    told = False
+    reported = False
 
-    def tell(number: int) -> None:
-        nonlocal told
-        if not told:  # by os.write: a handler may stand inside another write to stderr
+    def report(number: int) -> None:
+        nonlocal reported
+        if not reported:  # by os.write, since the handler may interrupt another write to stderr
             name = signal.Signals(number).name
             os.write(2, f"{program}: {name}: stopped; nothing further was saved\n".encode())
-            # An exception out of a callback of Python's or a library's is printed, and lost: `watch` ends the process then.
+            # If the exception of `leave` is raised inside a callback, Python prints and drops it; do not show that.
+            # `watch` then ends the process.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        told = True
+        reported = True
 
     def leave(number: int, frame: types.FrameType | None) -> None:
-        if told:
+        if reported:
             os._exit(128 + number)
-        tell(number)
-        if _importing(frame):  # an exception out of an extension's start would abort the process
+        report(number)
+        if _importing(
+            frame
+        ):  # an exception while an extension module starts would abort the process
             os._exit(128 + number)
         raise SystemExit(128 + number)
 
     def watch() -> None:
         while True:
-            number = os.read(heard, 1)[0]
+            number = os.read(read_end, 1)[0]
             if number not in _SIGNALS:
                 continue
-            if _noting is not None and not _noting._passed_over:
-                _noting._passed_over = True
+            if _active is not None and not _active._first_ignored:
+                _active._first_ignored = True
                 continue
-            time.sleep(_GRACE)
-            tell(number)
+            time.sleep(_CLEANUP_SECONDS)
+            report(number)
             os._exit(128 + number)
 
-    heard, wake = os.pipe()
-    os.set_blocking(wake, False)
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
     for number in _SIGNALS:
         signal.signal(number, leave)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     threading.Thread(target=watch, name="signals", daemon=True).start()
 
 
 def _importing(frame: types.FrameType | None) -> bool:
+    """Return whether the frame is inside an import."""
     while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
         frame = frame.f_back
     return frame is not None
@@ -80,8 +88,11 @@ def _importing(frame: types.FrameType | None) -> bool:
 
 @contextlib.contextmanager
 def noted() -> Iterator[Stop]:
-    """Note the first SIGINT or SIGTERM; a second one acts at once, as it would outside."""
-    global _noting
+    """Record the first SIGINT or SIGTERM in the returned `Stop` instead of handling it.
+
+    A second signal is handled at once by the handler from before. Outside the main thread no signal is recorded.
+    """
+    global _active
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
@@ -93,7 +104,7 @@ def noted() -> Iterator[Stop]:
         for s, handler in before.items():
             signal.signal(s, handler)
 
-    _noting = stop
+    _active = stop
     for s in before:
         signal.signal(s, note)
     try:
@@ -101,4 +112,4 @@ def noted() -> Iterator[Stop]:
     finally:
         for s, handler in before.items():
             signal.signal(s, handler)
-        _noting = None
+        _active = None

@@ -1,1 +1,1 @@
-"""Commands that keep the repository."""
+"""Commands for maintaining the repository."""

@@ -1,8 +1,8 @@
-"""Time two trees' kernels and training steps in turn on one card: `python -m scripts.compare_speed --old FOLDER --output FOLDER`.
+"""Compare the speed of kernels and training steps in two trees on one GPU: `python -m scripts.compare_speed --old FOLDER --output FOLDER`.
 
-The rows of `benchmarks kernels` and `benchmarks model_step` are measured in the old tree and in this one, alternately and `--turns`
-times; the ratio of the smallest times of each row is printed, and the exit status is 1 if one of them exceeds `--limit`. The old tree is a copy of a
-commit's files (`git archive COMMIT | tar -x -C FOLDER`).
+The rows of `benchmarks kernels` and `benchmarks model_step` are measured alternately in the old tree and in this one, the kernels
+`--turns` times. The ratio of the smallest times of each row is printed; the exit status is 1 if a ratio exceeds `--limit`. The old
+tree is a copy of the files of a commit (`git archive COMMIT | tar -x -C FOLDER`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,15 @@ KEYS = ("op", "shape", "variant", "length", "mixer", "size", "segments")
 
 
 def run(tree: Path, name: str, arguments: list[str], rows: Path, seconds: float) -> None:
-    """Append a benchmark's rows to a file; a benchmark that fails or takes too long leaves the rows it has."""
+    """Run a benchmark in a tree, which appends its rows to a file; if it fails or is stopped, its finished rows remain.
+
+    Args:
+        tree: root of the tree.
+        name: the benchmark.
+        arguments: its arguments.
+        rows: the JSONL file of the tree's rows.
+        seconds: time limit.
+    """
     package = (tree / "benchmarks" / "__main__.py").is_file()
     module = ["benchmarks", name] if package else [f"benchmarks.{name}"]
     command = [sys.executable, "-m", *module, *arguments, f"--output={rows}"]
@@ -29,35 +37,43 @@ def run(tree: Path, name: str, arguments: list[str], rows: Path, seconds: float)
         done = subprocess.run(
             command, cwd=tree, env=environment, timeout=seconds, capture_output=True, text=True
         )
-        told = done.stdout[-1500:] if done.returncode == 0 else done.stderr[-1500:]
+        output = done.stdout[-1500:] if done.returncode == 0 else done.stderr[-1500:]
     except subprocess.TimeoutExpired:
-        told = f"stopped after {seconds:.0f} s"
-    print(f"--- {tree.name} {name} {' '.join(arguments)}\n{told}", flush=True)
+        output = f"stopped after {seconds:.0f} s"
+    print(f"--- {tree.name} {name} {' '.join(arguments)}\n{output}", flush=True)
 
 
 def times(path: Path) -> dict[str, list[float]]:
-    """The smallest times of each row of a file, by the row's name."""
-    found: dict[str, list[float]] = {}
+    """Return the smallest times of each benchmark row in a JSONL file, by the row's name."""
+    smallest: dict[str, list[float]] = {}
     for line in path.read_text().splitlines() if path.is_file() else ():
         row = json.loads(line)
         name = " ".join(str(row[key]) for key in KEYS if key in row)
         value = row.get("kernel") or ([1e6 / row["tokens_per_second"]] if "tokens_per_second" in row else None)  # fmt: skip
         if value:
-            best = found.setdefault(name, list(value))
-            found[name] = [min(a, b) for a, b in zip(best, value, strict=True)]
-    return found
+            best = smallest.setdefault(name, list(value))
+            smallest[name] = [min(a, b) for a, b in zip(best, value, strict=True)]
+    return smallest
 
 
 def main() -> None:
     """Read the command line, measure, print the ratios."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--old", type=Path, required=True)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--shapes", default="8x4096x16x128,8x2048x32x256,2x16384x16x128")
-    parser.add_argument("--variants", default="gla-340m,gated_deltanet-340m,mamba2-340m")
-    parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=1.02)
-    parser.add_argument("--seconds", type=float, default=540, help="for everything")
+    parser.add_argument("--old", type=Path, required=True, help="root of the old tree")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the rows")
+    parser.add_argument(
+        "--shapes",
+        default="8x4096x16x128,8x2048x32x256,2x16384x16x128",
+        help="of benchmarks kernels; empty: no kernels",
+    )
+    parser.add_argument(
+        "--variants",
+        default="gla-340m,gated_deltanet-340m,mamba2-340m",
+        help="of benchmarks model_step; empty: no training steps",
+    )
+    parser.add_argument("--turns", type=int, default=2, help="measurements of the kernels per tree")
+    parser.add_argument("--limit", type=float, default=1.02, help="largest accepted ratio")
+    parser.add_argument("--seconds", type=float, default=540, help="time limit of all measurements")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + args.seconds

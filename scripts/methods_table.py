@@ -1,4 +1,4 @@
-"""Write docs/methods.md from the registry of methods: `python -m scripts.methods_table --write`; without the flag it is printed."""
+"""Print docs/methods.md from the registry of methods, or write it: `python -m scripts.methods_table --write`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ number of tokens from one on; for finite inputs every output is causal to the bi
 
 
 def page() -> str:
-    """The page: a row per method in the registry's order, with notes below."""
+    """Return the page: a table row for each method in the registry's order, and the notes below."""
     rows = [
         "| method | op | gate | write | read | state | forms | published |",
         "|---|---|---|---|---|---|---|---|",
@@ -39,7 +39,7 @@ def page() -> str:
 
 
 def main() -> None:
-    """Print the page, or write it."""
+    """Print the page or write it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="write docs/methods.md")
     if parser.parse_args().write:

@@ -1,7 +1,7 @@
-"""Settings of JAX for tests, which run on the CPU and spend most of their time in the compiler.
+"""JAX settings that make tests compile faster, since they run on the CPU and spend most of their time in the compiler.
 
-They turn off most optimisations, which small arrays do not need, and the newer of XLA's two code generators
-for fusions, which needs 2 to 5 times longer. Processes that tests start inherit both.
+Most optimisations are off, since the arrays are small, and so is the newer of XLA's two code generators for fusions, which
+compiles 2 to 5 times longer. Processes that tests start inherit both settings.
 """
 
 import itertools
@@ -12,7 +12,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 os.environ.setdefault(
     "NPROC", "8"
-)  # XLA's threads: an interpreted kernel's warpgroups wait for each other
+)  # number of XLA's threads: the warpgroups of an interpreted kernel run at the same time and wait for each other
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
     " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
     " --xla_cpu_parallel_codegen_split_count=1"
@@ -21,9 +21,9 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
 import jax
 import pytest
 
-jax.config.update("jax_disable_most_optimizations", True)  # in case a plugin imported jax before
+jax.config.update("jax_disable_most_optimizations", True)  # if a plugin has imported jax before
 
-# Options of `jax.jit` that undo these settings, for tests whose result may depend on how the compiler fuses.
+# Options of `jax.jit` that undo these settings, for tests whose result can depend on the compiler's fusions.
 AS_USERS = {
     "xla_backend_optimization_level": 3,
     "xla_llvm_disable_expensive_passes": False,
@@ -32,7 +32,7 @@ AS_USERS = {
 }
 
 _tests = itertools.count(1)
-_MAPS = Path("/proc/self/maps")  # Linux allows a process 65,530 of them
+_MAPS = Path("/proc/self/maps")  # one line per memory map; Linux allows a process 65,530
 
 
 @pytest.fixture(autouse=True)

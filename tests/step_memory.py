@@ -1,5 +1,4 @@
-"""The memory that XLA reports for a training step on GPUs that this machine does not have; requires only the
-compiler (`make test-aot`)."""
+"""Compute the memory of a training step on GPUs that this machine does not have, with XLA's compiler only (`make test-aot`)."""
 
 from __future__ import annotations
 
@@ -19,8 +18,14 @@ from tests.kernels.test_aot import H200
 
 
 def compiled_memory(config: TrainConfig, rows: int, length: int, *, packed: bool) -> Any:
-    """The memory analysis of a step on the H200s of the config's mesh; rows have several documents if
-    `packed`."""
+    """Compile a training step for the H200s of the config's mesh and return XLA's memory analysis.
+
+    Args:
+        config: the run.
+        rows: rows of the batch.
+        length: tokens in a row.
+        packed: whether the batch has segment ids and positions.
+    """
     cards = math.prod(max(1, getattr(config.mesh, axis)) for axis in AXES)
     topology = topologies.get_topology_desc("", "cuda", target_config=H200, topology=f"1x1x{cards}")
     mesh = make_mesh(config.mesh, list(topology.devices))

@@ -1,4 +1,4 @@
-"""Variants of configs: what each accepts, and that all refuse the same things in the same words."""
+"""Variants of configs: accepted values, and errors with the same wording in all configs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from configs.variants import Option, parse_variant
 
-# By config, a head that it accepts, an option, a value that it accepts and one that it refuses.
+# For each config an accepted head, an option, an accepted value, a wrong value, and the accepted values in words.
 CONFIGS = {
     "lm": ("gla-tiny", "vocab_size", "300", "x", "a whole number from 1"),
     "fox": ("pro-760m", "tokens", "16b", "17b", "48b, 16b"),
@@ -20,7 +20,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_all_configs_refuse_the_same_things_in_the_same_words(name):
+def test_errors_have_the_same_wording_in_all_configs(name):
     config = importlib.import_module(f"configs.{name}")
     head, option, value, wrong, accepted = CONFIGS[name]
     config.get_config(f"{head},{option}={value}")
@@ -35,7 +35,7 @@ def test_all_configs_refuse_the_same_things_in_the_same_words(name):
 
 
 @pytest.mark.parametrize(
-    ("option", "values", "refused"),
+    ("option", "values", "wrong"),
     [
         (Option(), {"a": "a", "": "", "a=b": "a=b"}, ()),
         (Option(choices=("a", "b")), {"b": "b"}, ("", "c")),
@@ -45,10 +45,10 @@ def test_all_configs_refuse_the_same_things_in_the_same_words(name):
         (Option(kind=bool), {"0": False, "1": True}, ("", "2", "True")),
     ],
 )
-def test_values_by_kind(option, values, refused):
+def test_values_of_each_kind_of_option(option, values, wrong):
     for text, value in values.items():
         head, given = parse_variant(f"head,name={text}", dict(name=option))
         assert (head, given) == ("head", dict(name=value))
-    for text in refused:
+    for text in wrong:
         with pytest.raises(ValueError, match=f"name='{text}'; accepted "):
             parse_variant(f"head,name={text}", dict(name=option))

@@ -1,4 +1,4 @@
-"""Imports run downwards only, as the library's rooms are built."""
+"""Rules of imports: packages import only the packages below them, and no private names of other modules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# What each room may import of the library, besides itself. A name with a dot stands for that module alone.
+# The packages of the library that each package may import besides itself. A name with a dot is a single module.
 ALLOWED = {
     "linearize": {"convert", "training", "models", "mixers"},
     "convert": {"training", "models", "mixers", "feedforward", "data"},
@@ -21,7 +21,7 @@ ALLOWED = {
     "plan": {"training", "parallel"},
     "evaluation": {"models", "mixers", "feedforward", "ops", "parallel", "data", "training.runs"},
     "models": {"mixers", "feedforward", "ops", "parallel"},
-    # A mixer may be built of another's parts, and a feedforward shares the layers and checks kept beside the mixers.
+    # A mixer may use parts of another mixer; feedforwards use only the layers and checks in the mixers' package.
     "feedforward": {"mixers.layers", "mixers.checks", "ops", "parallel"},
     "mixers": {"ops", "parallel"},
     "ops": {"parallel", "pallas_kernels"},
@@ -31,9 +31,9 @@ ALLOWED = {
 }
 
 
-# The same inside ops and pallas_kernels: what each folder may import of its neighbours. Their own modules outside a folder
-# (`lsm_jax.ops` itself, `pallas_kernels.compat`) are open to all of their folders.
-ROOMS_INSIDE = {
+# The same for the folders of ops and pallas_kernels. All folders may import the modules that are in no folder
+# (`lsm_jax.ops`, `pallas_kernels.compat`).
+ALLOWED_INSIDE = {
     "lsm_jax.ops": {
         "core": set(),
         "backends": {"core"},
@@ -77,98 +77,99 @@ def _is_module(name: str) -> bool:
 
 
 def imported(path: Path) -> set[tuple[int, str]]:
-    """(line, full module name) of every import, those inside functions too; `from a import b` names a.b if that is one."""
-    found = set()
+    """Return (line, full module name) of every import, also inside functions; `from a import b` is a.b if that is a module."""
+    imports = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {(node.lineno, alias.name) for alias in node.names}
+            imports |= {(node.lineno, alias.name) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{path}:{node.lineno}: a relative import; write the whole name"
+            assert not node.level, f"{path}:{node.lineno}: a relative import; write the full name"
             for alias in node.names:
                 if alias.name == "__version__":
                     continue
-                whole = f"{node.module}.{alias.name}"
-                found.add((node.lineno, whole if _is_module(whole) else node.module))
-    return found
+                full_name = f"{node.module}.{alias.name}"
+                imports.add((node.lineno, full_name if _is_module(full_name) else node.module))
+    return imports
 
 
-def _room(module: str) -> str | None:
-    """The room of a module of this project, or None for any other module."""
+def _package(module: str) -> str | None:
+    """Return the package of a module of this project, such as "ops"; None for any other module."""
     head, _, rest = module.partition(".")
     if head == "pallas_kernels":
         return head
     return rest.partition(".")[0] if head == "lsm_jax" else None
 
 
-def _allowed(room: str, module: str) -> bool:
-    target = _room(module)
-    if target is None or target == room:
+def _allowed(package: str, module: str) -> bool:
+    """Return whether modules of a package may import a module."""
+    target = _package(module)
+    if target is None or target == package:
         return True
     inside = module.partition(".")[2]
     return any(
         target == name or inside == name or inside.startswith(name + ".")
-        for name in ALLOWED[room]
+        for name in ALLOWED[package]
         if "." in name or target == name
     )
 
 
 @pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_run_downwards(path):
-    room = _room(_module(path))
-    if not room:
-        return  # lsm_jax/__init__.py, which loads every room on demand
-    assert room in ALLOWED, f"{path}: {room} is a new room; say in ALLOWED what it may import"
+    package = _package(_module(path))
+    if not package:
+        return  # lsm_jax/__init__.py, which loads every package on demand
+    assert package in ALLOWED, f"{path}: {package} is new; add to ALLOWED what it may import"
     wrong = [
         f"{path.relative_to(ROOT)}:{line} imports {m}"
         for line, m in imported(path)
-        if not _allowed(room, m)
+        if not _allowed(package, m)
     ]
-    assert not wrong, f"{room} may import {sorted(ALLOWED[room])}: {wrong}"
+    assert not wrong, f"{package} may import {sorted(ALLOWED[package])}: {wrong}"
 
 
-def _room_inside(house: str, module: str) -> str | None:
-    """The folder of `house` that a module stands in; None for other modules and for those in no folder."""
-    if not module.startswith(house + "."):
+def _folder(parent: str, module: str) -> str | None:
+    """Return the folder of the package `parent` that contains a module; None if none does."""
+    if not module.startswith(parent + "."):
         return None
-    folder, _, _ = module.removeprefix(house + ".").partition(".")
-    return folder if folder and (ROOT.joinpath(*house.split("."), folder)).is_dir() else None
+    folder, _, _ = module.removeprefix(parent + ".").partition(".")
+    return folder if folder and (ROOT.joinpath(*parent.split("."), folder)).is_dir() else None
 
 
 @pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_run_downwards_inside_ops_and_kernels(path):
-    for house, rooms in ROOMS_INSIDE.items():
-        room = _room_inside(house, _module(path) + ".")
-        if room is None:
+    for parent, allowed in ALLOWED_INSIDE.items():
+        folder = _folder(parent, _module(path) + ".")
+        if folder is None:
             continue
-        assert room in rooms, (
-            f"{path}: {room} is a new room; say in ROOMS_INSIDE what it may import"
+        assert folder in allowed, (
+            f"{path}: {folder} is new; add to ALLOWED_INSIDE what it may import"
         )
-        targets = {(line, m, _room_inside(house, m + ".")) for line, m in imported(path)}
+        targets = {(line, m, _folder(parent, m + ".")) for line, m in imported(path)}
         wrong = [
             f"{path.relative_to(ROOT)}:{line} imports {m}"
             for line, m, target in targets
-            if target not in (None, room, *rooms[room])
+            if target not in (None, folder, *allowed[folder])
         ]
-        assert not wrong, f"{room} may import {sorted(rooms[room])}: {wrong}"
+        assert not wrong, f"{folder} may import {sorted(allowed[folder])}: {wrong}"
 
 
 def private_names(path: Path) -> list[str]:
-    """Uses of another module's private names: `from a import _b`, and `a._b` of an imported module a."""
+    """List the uses of other modules' private names: `from a import _b`, and `a._b` of an imported module a."""
     tree = ast.parse(path.read_text())
     modules = {"jax"}
-    found = []
+    uses = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if _is_private(alias.name):
-                    found.append(f"{path}:{node.lineno}: {alias.name} of {node.module}")
+                    uses.append(f"{path}:{node.lineno}: {alias.name} of {node.module}")
                 if _is_module(f"{node.module}.{alias.name}"):
                     modules.add(alias.asname or alias.name)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             if node.value.id in modules and _is_private(node.attr):
-                found.append(f"{path}:{node.lineno}: {node.value.id}.{node.attr}")
-    return found
+                uses.append(f"{path}:{node.lineno}: {node.value.id}.{node.attr}")
+    return uses
 
 
 def _is_private(name: str) -> bool:
@@ -178,12 +179,12 @@ def _is_private(name: str) -> bool:
 @pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_private_name_of_another_module(path):
     if path == ROOT / "pallas_kernels" / "compat.py":
-        return  # which reaches into jax for all others
+        return  # the one module that uses jax's private names
     assert not private_names(path)
 
 
 @pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_jax_experimental_has_one_importer(path):
+def test_only_one_module_imports_jax_experimental(path):
     if path == ROOT / "pallas_kernels" / "compat.py":
         return
     names = {f"{a}.{b}" if b else a for a, b in _attributes(path)} | {m for _, m in imported(path)}
@@ -192,17 +193,17 @@ def test_jax_experimental_has_one_importer(path):
 
 
 def _attributes(path: Path) -> set[tuple[str, str]]:
-    """(a, b) of every `a.b` in the code, and of `from a import b`, whose b may be no file of this project."""
-    found = set()
+    """Return (a, b) of every `a.b` and every `from a import b` in the code, even if b is no module of this project."""
+    pairs = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            found.add((node.value.id, node.attr))
+            pairs.add((node.value.id, node.attr))
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {(node.module, alias.name) for alias in node.names}
-    return found
+            pairs |= {(node.module, alias.name) for alias in node.names}
+    return pairs
 
 
-def test_the_rules_bite(tmp_path):
+def test_the_checks_find_wrong_imports(tmp_path):
     assert not _allowed("models", "lsm_jax.training")
     assert not _allowed("data", "lsm_jax.ops.core.segments")
     assert not _allowed("pallas_kernels", "lsm_jax.ops")
@@ -223,7 +224,7 @@ def test_the_rules_bite(tmp_path):
     assert ("jax", "experimental") in _attributes(code)
 
 
-def test_importing_the_library_loads_nothing():
+def test_importing_the_library_imports_no_dependency():
     code = "import sys, lsm_jax; print(sorted(m for m in ('jax', 'numpy', 'flax', 'grain') if m in sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
@@ -231,7 +232,7 @@ def test_importing_the_library_loads_nothing():
     assert done.stdout.strip() == "[]"
 
 
-def test_an_unknown_name_lists_what_there_is():
+def test_the_error_of_an_unknown_name_lists_the_known_ones():
     import lsm_jax
 
     with pytest.raises(AttributeError, match="mixers, models, ops"):

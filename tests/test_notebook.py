@@ -17,7 +17,7 @@ def test_the_ablation_notebook(monkeypatch):
     for name in (
         "XLA_FLAGS",
         "JAX_DISABLE_MOST_OPTIMIZATIONS",
-    ):  # the settings of tests; users do not have them
+    ):  # set for tests only; users do not have them
         monkeypatch.delenv(name)
     notebook = nbformat.read(ROOT / "notebooks" / "ablation.ipynb", as_version=4)
     nbformat.validate(notebook)

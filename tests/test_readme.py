@@ -28,17 +28,21 @@ GROUPS = dict(needle=NeedleConfig, maps=MapsConfig, lm_eval=HarnessConfig)
 PACKAGES = ("lsm_jax", "pallas_kernels", "benchmarks", "scripts", "configs", "tests")
 
 
-def test_the_page_of_methods_is_fresh():
-    fresh = methods_table.page()
-    assert methods_table.PAGE.read_text() == fresh, "run python -m scripts.methods_table --write"
+def test_the_page_of_methods_is_up_to_date():
+    generated = methods_table.page()
+    assert methods_table.PAGE.read_text() == generated, (
+        "run python -m scripts.methods_table --write"
+    )
 
 
-def test_the_page_of_kernels_is_fresh():
-    fresh = kernels_table.page()
-    assert kernels_table.PAGE.read_text() == fresh, "run python -m scripts.kernels_table --write"
+def test_the_page_of_kernels_is_up_to_date():
+    generated = kernels_table.page()
+    assert kernels_table.PAGE.read_text() == generated, (
+        "run python -m scripts.kernels_table --write"
+    )
 
 
-def test_the_readme_stays_short_and_its_links_exist():
+def test_the_readme_is_short_and_all_links_exist():
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 150
     for page in PAGES:

@@ -1,4 +1,4 @@
-"""Published checkpoints into runs of this library, and back."""
+"""Convert published checkpoints into runs of this library, and back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
     "model_config",
     "tokenizer_of",
 ]
-_HOMES = {
+_MODULES = {
     "checkpoint": ("Checkpoint",),
     "folder": ("export",),
     "fox": ("fox_config", "fox_params", "import_fox"),
@@ -33,8 +33,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Loaded on first use, so that `python -m lsm_jax.convert.fox` runs the one module there is."""
-    for home, names in _HOMES.items():
+    """Import a name's module at its first use, so that `python -m lsm_jax.convert.fox` does not load that module twice."""
+    for module, names in _MODULES.items():
         if name in names:
-            return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""A checkpoint folder as Hugging Face's libraries write it: config.json, and tensors in one or more safetensors files."""
+"""Read checkpoint folders in Hugging Face's format: config.json, and tensors in one or more safetensors files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -21,13 +21,13 @@ FLOATS = {
 
 
 class Tensors:
-    """Named tensors and the config of their model; a subclass sets the attributes and gives `rows`.
+    """Base class of stored tensors and the config of their model. A subclass sets the attributes and defines `rows`.
 
     Attributes:
-        folder: the folder or file they are in.
-        config: as config.json has it.
-        shapes: of every tensor, by name.
-        dtypes: of every tensor, as safetensors calls them.
+        folder: the folder or file of the tensors.
+        config: the contents of config.json.
+        shapes: the shape of each tensor, by name.
+        dtypes: the dtype of each tensor, by name, as safetensors names it.
     """
 
     folder: Path
@@ -36,69 +36,73 @@ class Tensors:
     dtypes: dict[str, str]
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows of a tensor, in the dtype it is stored in, or float32 where that is no array's.
+        """Return rows [start, stop) of a tensor in its stored dtype, or in float32 if it is quantised.
 
         Raises:
-            ValueError: it holds no floating-point numbers, or cannot be read.
+            ValueError: the tensor is not of floating-point numbers, or cannot be read.
         """
         raise NotImplementedError
 
     def tensor(self, name: str) -> np.ndarray:
-        """One tensor in float32; raises as `rows` does."""
+        """Return a tensor in float32; raises as `rows` does."""
         return np.asarray(self.rows(name, 0, self.shapes[name][0]), np.float32)
 
-    def check(self, wanted: dict[str, tuple[int, ...]], ignored: tuple[str, ...] = ()) -> None:
+    def check(self, expected: dict[str, tuple[int, ...]], ignored: tuple[str, ...] = ()) -> None:
         """Compare the tensors' names and shapes with those of a model.
 
         Args:
-            wanted: shapes by name.
-            ignored: endings of names that may be there besides.
+            expected: the model's shapes, by name.
+            ignored: suffixes of the names of tensors that are not required but accepted.
 
         Raises:
-            ValueError: some are missing, unexpected or of another shape; the message names them.
+            ValueError: tensors are missing, unexpected or of another shape; the message names them.
         """
-        surplus = [n for n in self.shapes if n not in wanted and not n.endswith(ignored)]
-        both = [n for n in self.shapes if n in wanted and self.shapes[n] != wanted[n]]
+        surplus = [n for n in self.shapes if n not in expected and not n.endswith(ignored)]
+        both = [n for n in self.shapes if n in expected and self.shapes[n] != expected[n]]
         kinds = {
-            "missing": [f"missing: {n} {s}" for n, s in wanted.items() if n not in self.shapes],
+            "missing": [f"missing: {n} {s}" for n, s in expected.items() if n not in self.shapes],
             "unexpected": [f"unexpected: {n} {self.shapes[n]}" for n in surplus],
             "of another shape": [
-                f"{n} has shape {self.shapes[n]}, the config's model {wanted[n]}" for n in both
+                f"{n} has shape {self.shapes[n]}; the model of the config requires {expected[n]}"
+                for n in both
             ],
         }
         lines = []
-        for kind, of in kinds.items():
-            lines += of[:10] + [f"and {len(of) - 10} more {kind}"] * (len(of) > 10)
+        for kind, differences in kinds.items():
+            lines += differences[:10]
+            lines += [f"and {len(differences) - 10} more {kind}"] * (len(differences) > 10)
         if lines:
             raise ValueError(
-                f"{self.folder}: its tensors are not those of its config.json:\n  "
+                f"{self.folder}: the tensors are not those of the model in config.json:\n  "
                 + "\n  ".join(lines)
             )
 
 
 class Checkpoint(Tensors):
-    """A checkpoint folder; tensors are read when they are asked for.
+    """A checkpoint folder. Each tensor is read from disk when it is requested.
 
     Attributes:
-        files: the name of the file each tensor is in.
-        metadata: of every file, by name.
+        files: the name of each tensor's file, by the tensor's name.
+        metadata: the metadata of each safetensors file, by the file's name.
 
     Raises:
-        ValueError: no such folder, or a file that is missing or cannot be read.
+        ValueError: the folder does not exist, or a file is missing or cannot be read.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
         self.folder = Path(folder).expanduser()
         if not self.folder.is_dir():
             raise ValueError(
-                f"{str(folder)!r} is no folder; accepted is one with config.json and {WHOLE}, or {INDEX}"
+                f"{str(folder)!r} is no folder; accepted is one with config.json and {SINGLE_FILE} or {INDEX}"
             )
         self.config = self._json("config.json")
-        names = [WHOLE]
-        if not (self.folder / WHOLE).is_file() and (self.folder / INDEX).is_file():
+        names = [SINGLE_FILE]
+        if not (self.folder / SINGLE_FILE).is_file() and (self.folder / INDEX).is_file():
             files = self._json(INDEX).get("weight_map")
             if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
-                raise ValueError(f"{self.folder / INDEX}: weight_map is no table of files' names")
+                raise ValueError(
+                    f"{self.folder / INDEX}: weight_map must be an object of file names by tensor name"
+                )
             names = sorted(set(files.values()))
         self.shapes, self.dtypes, self.files = {}, {}, {}
         self.metadata: dict[str, dict[str, str] | None] = {}
@@ -121,11 +125,11 @@ class Checkpoint(Tensors):
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
         if not isinstance(value, dict):
-            raise ValueError(f"{path} holds a {type(value).__name__}; accepted is an object")
+            raise ValueError(f"{path} contains a {type(value).__name__}; accepted is an object")
         return value
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows of a tensor, as stored."""
+        """Return rows [start, stop) of a tensor in its stored dtype."""
         if self.dtypes[name] not in FLOATS:
             raise ValueError(
                 f"{self.folder}: {name} has dtype {self.dtypes[name]}; accepted are {', '.join(FLOATS)}"
@@ -136,5 +140,5 @@ class Checkpoint(Tensors):
             raise ValueError(f"{self.folder}: {name} cannot be read: {error}") from error
 
     def stored(self, name: str) -> np.ndarray:
-        """A whole tensor of any dtype, as stored."""
+        """Return a tensor of any dtype as it is stored."""
         return self._open[name].get_tensor(name)

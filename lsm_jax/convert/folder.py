@@ -1,4 +1,4 @@
-"""Parameters back into a Hugging Face folder: the names, shapes, dtypes and files of the model they came from."""
+"""Export parameters as a Hugging Face folder with the names, shapes, dtypes and files of the model they came from."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from lsm_jax.convert.checkpoint import FLOATS, INDEX, WHOLE, Checkpoint, Tensors
-from lsm_jax.convert.huggingface import IGNORED, Source, names_of, open_source, their_shape
+from lsm_jax.convert.checkpoint import FLOATS, INDEX, SINGLE_FILE, Checkpoint, Tensors
+from lsm_jax.convert.huggingface import (
+    IGNORED,
+    Source,
+    open_source,
+    published_shape,
+    published_tensors,
+)
 from lsm_jax.convert.tokenizer import tokenizer_of
 from lsm_jax.models import ModelConfig
 
-_FILE_BYTES = 5 * 10**9  # of tensors in a file where the source does not say; the customary limit
+_FILE_BYTES = 5 * 10**9  # size of a file's tensors if the source has no such files; the usual limit
 _COPIED = (".json", ".jinja", ".model", ".txt", ".md")
 
 
@@ -27,64 +33,65 @@ def export(
     source: Source,
     out_folder: str | os.PathLike[str],
 ) -> Path:
-    """Write parameters as the folder of a Hugging Face model; the host holds one file's tensors at a time.
+    """Write parameters as a Hugging Face folder, with the tensors of one file at a time in the host's memory.
 
-    Of a folder, everything but the tensors' values is the source's: names, shapes, dtypes, which file each tensor is in, config,
-    tokenizer. A GGUF file's parameters are written in their own dtype, with a config.json made of its metadata.
+    If the source is a folder, the result differs from it only in the values of the tensors: names, shapes, dtypes, each
+    tensor's file, config and tokenizer are the same. If the source is a GGUF file, the parameters are written in their
+    own dtype, with a config.json made from the file's metadata.
 
     Args:
-        params: of `config`'s model; adapters already merged.
+        params: the parameters of `config`'s model, adapters merged.
         config: the model.
-        source: what the parameters were imported from.
-        out_folder: where to write; must not exist, or be empty.
+        source: the folder or file from which the parameters were imported.
+        out_folder: the folder to write; it must be empty or not exist.
 
     Returns:
-        The folder.
+        The path of the folder.
 
     Raises:
-        ValueError: parameters that are not those of the source's tensors, or a folder that holds something.
+        ValueError: the parameters do not correspond to the source's tensors, or the folder is not empty.
     """
     opened, out = open_source(source), Path(out_folder).expanduser()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"out_folder={str(out_folder)!r} is not empty; accepted is a new folder")
-    found = names_of(params, config)
+    tensors = published_tensors(params, config)
     opened.check(
-        {name: their_shape(*place) for name, place in found.items()},
+        {name: published_shape(*entry) for name, entry in tensors.items()},
         ignored=(*IGNORED, "lm_head.weight") if config.tie_embeddings else IGNORED,
     )
     out.mkdir(parents=True, exist_ok=True)
-    tied = found.get("lm_head.weight", found["model.embed_tokens.weight"])
+    head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
 
     def values(name: str) -> np.ndarray:
         if name.endswith(IGNORED) and isinstance(opened, Checkpoint):
             return opened.stored(name)
-        keys, row, leaf = tied if name == "lm_head.weight" else found[name]
-        ours = np.asarray(jax.device_get(leaf if row is None else leaf[row]))
-        dtype = FLOATS[opened.dtypes[name]] if isinstance(opened, Checkpoint) else ours.dtype
-        return np.ascontiguousarray(ours.T if keys[-1] == "kernel" else ours, dtype=dtype)
+        keys, row, leaf = head if name == "lm_head.weight" else tensors[name]
+        array = np.asarray(jax.device_get(leaf if row is None else leaf[row]))
+        dtype = FLOATS[opened.dtypes[name]] if isinstance(opened, Checkpoint) else array.dtype
+        return np.ascontiguousarray(array.T if keys[-1] == "kernel" else array, dtype=dtype)
 
-    for file, names in _files(opened, found).items():
-        written = {name: values(name) for name in names}
-        kept = opened.metadata[file] if isinstance(opened, Checkpoint) else {"format": "pt"}
-        save_file(written, out / file, metadata=kept)
+    for file, names in _files(opened, tensors).items():
+        arrays = {name: values(name) for name in names}
+        metadata = opened.metadata[file] if isinstance(opened, Checkpoint) else {"format": "pt"}
+        save_file(arrays, out / file, metadata=metadata)
     if isinstance(opened, Checkpoint):
         for path in sorted(opened.folder.iterdir()):
             if path.suffix in _COPIED and path.is_file():
                 shutil.copyfile(path, out / path.name)
     else:
-        _describe(opened, found, out)
+        _write_config(opened, tensors, out)
     return out
 
 
-def _files(source: Tensors, found: dict[str, Any]) -> dict[str, list[str]]:
-    """The tensors of each file."""
+def _files(source: Tensors, tensors: dict[str, Any]) -> dict[str, list[str]]:
+    """Return the names of the tensors in each file, by the file's name."""
     files: dict[str, list[str]] = {}
     if isinstance(source, Checkpoint):
         for name, file in source.files.items():
             files.setdefault(file, []).append(name)
         return files
     groups, size = [[]], 0
-    for name, (_, row, leaf) in found.items():
+    for name, (_, row, leaf) in tensors.items():
         bytes_ = leaf.nbytes // (1 if row is None else leaf.shape[0])
         if groups[-1] and size + bytes_ > _FILE_BYTES:
             groups.append([])
@@ -92,23 +99,23 @@ def _files(source: Tensors, found: dict[str, Any]) -> dict[str, list[str]]:
         groups[-1].append(name)
         size += bytes_
     if len(groups) == 1:
-        return {WHOLE: groups[0]}
-    of = len(groups)
-    return {f"model-{i + 1:05}-of-{of:05}.safetensors": names for i, names in enumerate(groups)}
+        return {SINGLE_FILE: groups[0]}
+    count = len(groups)
+    return {f"model-{i + 1:05}-of-{count:05}.safetensors": names for i, names in enumerate(groups)}
 
 
-def _describe(source: Tensors, found: dict[str, Any], out: Path) -> None:
-    """config.json, the index of several files, and the tokenizer, of a source that has none of these."""
-    leaves = {id(leaf): leaf for _, _, leaf in found.values()}.values()
+def _write_config(source: Tensors, tensors: dict[str, Any], out: Path) -> None:
+    """Write config.json, the index if there are several files, and the tokenizer, for a source without such files."""
+    leaves = {id(leaf): leaf for _, _, leaf in tensors.values()}.values()
     dtype = str(next(iter(leaves)).dtype)
-    _write(out / "config.json", source.config | dict(torch_dtype=dtype))
-    files = _files(source, found)
+    _write_json(out / "config.json", source.config | dict(torch_dtype=dtype))
+    files = _files(source, tensors)
     if len(files) > 1:
         total = sum(leaf.nbytes for leaf in leaves)
-        places = {name: file for file, names in files.items() for name in names}
-        _write(out / INDEX, dict(metadata=dict(total_size=total), weight_map=places))
+        weight_map = {name: file for file, names in files.items() for name in names}
+        _write_json(out / INDEX, dict(metadata=dict(total_size=total), weight_map=weight_map))
     tokenizer_of(source, out)
 
 
-def _write(path: Path, value: dict[str, Any]) -> None:
+def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

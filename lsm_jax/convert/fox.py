@@ -1,8 +1,11 @@
-"""FoX's published checkpoints as runs: `python -m lsm_jax.convert.fox --source=fox-pro-760m-longcrawl64-48b --workdir=runs/fox`.
+"""Import FoX's published checkpoints as runs.
 
-They are folders of config.json and safetensors files (github.com/zhixuan-lin/forgetting-transformer at 883f260): FoX in both
-blocks, Transformer (Pro), which is FoX without a gate, and Transformer (LLaMA). The run that is made can be evaluated
-(`eval.py --workdir=runs/fox`) and started from (`train.py --init_from=runs/fox`), not resumed: there is no optimizer's state.
+    python -m lsm_jax.convert.fox --source=fox-pro-760m-longcrawl64-48b --workdir=runs/fox
+
+A checkpoint is a folder of config.json and safetensors files (github.com/zhixuan-lin/forgetting-transformer at 883f260) with
+one of these models: FoX (Pro), FoX (LLaMA), Transformer (Pro), which is FoX without a gate, and Transformer (LLaMA). The run can
+be evaluated (`eval.py --workdir=runs/fox`), and other runs can start from it (`train.py --init_from=runs/fox`). It cannot be
+resumed, since it has no optimizer state.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import numpy as np
 from absl import logging
 
 from lsm_jax.convert.checkpoint import Checkpoint
-from lsm_jax.convert.load import Piece, load_tree, places
+from lsm_jax.convert.load import StoredRows, layers_of, load_tree
 from lsm_jax.convert.runs import command, new_workdir, save_run
 from lsm_jax.data import DataConfig
 from lsm_jax.feedforward import SwiGLUConfig
@@ -27,7 +30,7 @@ from lsm_jax.training import TrainConfig
 from lsm_jax.training.step import params_of
 
 _FOX, _TRANSFORMER = "forgetting_transformer-project_fox", "transformer-project_fox"
-# What the published code computes in one way only; other values it ignores or refuses.
+# Fields for which the published code implements one value; it ignores or refuses others.
 _ONLY: dict[str, dict[str, Any]] = {
     _FOX: dict(
         hidden_act="swish", ogate_act="sigmoid", attention_bias=False, window_size=None, num_kv_heads=None
@@ -43,7 +46,7 @@ _READ = frozenset(
     ogate_act hidden_act attention_bias norm_eps hidden_ratio intermediate_size tie_word_embeddings
     """.split()
 )
-# Of how a model was made, is loaded or decodes, not of what it computes.
+# Fields about initialisation, loading and decoding, which do not change the model's outputs.
 _HOUSEKEEPING = frozenset(
     """
     architectures auto_map bos_token_id eos_token_id pad_token_id dtype torch_dtype transformers_version _name_or_path use_cache
@@ -59,7 +62,7 @@ _TOP = {
 _LAYER = {
     "mixer_norm.scale": "attn_norm.weight",
     "feedforward_norm.scale": "mlp_norm.weight",
-    "feedforward.gate_proj.kernel": "mlp.gate_proj.weight",  # its first rows; up_proj's follow
+    "feedforward.gate_proj.kernel": "mlp.gate_proj.weight",  # the first half of the rows; up_proj is the second
     "feedforward.up_proj.kernel": "mlp.gate_proj.weight",
     "feedforward.down_proj.kernel": "mlp.down_proj.weight",
     "mixer.q_proj.kernel": "attn.q_proj.weight",
@@ -79,10 +82,10 @@ _LAYER = {
 
 
 def fox_config(checkpoint: Checkpoint) -> ModelConfig:
-    """The model that a published checkpoint's config.json describes.
+    """Return the model that the config.json of a published checkpoint describes.
 
     Raises:
-        ValueError: another kind of model, a field that is missing, or one of a value that the published code does not compute.
+        ValueError: the model is of another kind, a field is missing, or the published code does not implement its value.
     """
     given, where = checkpoint.config, checkpoint.folder / "config.json"
     kind = given.get("model_type")
@@ -91,20 +94,20 @@ def fox_config(checkpoint: Checkpoint) -> ModelConfig:
     for name, value in _ONLY[kind].items():
         if given.get(name, value) != value:
             raise ValueError(f"{where}: {name}={given[name]!r}; accepted is {value!r}")
-    needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads")
-    if missing := [name for name in needed if name not in given]:
-        raise ValueError(f"{where}: {', '.join(missing)} missing")
+    required = ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads")
+    if missing := [name for name in required if name not in given]:
+        raise ValueError(f"{where}: missing fields: {', '.join(missing)}")
     gate = given.get("fgate_type", "full") if kind == _FOX else "none"
     if gate not in _GATES:
         raise ValueError(f"{where}: fgate_type={gate!r}; accepted are {', '.join(_GATES)}")
     rotated = given.get("use_rope", kind == _TRANSFORMER)
-    for name in (*needed, "norm_eps", *(["rope_base"] if rotated else [])):
+    for name in (*required, "norm_eps", *(["rope_base"] if rotated else [])):
         if not isinstance(value := given.get(name, 1), int | float) or isinstance(value, bool):
             raise ValueError(f"{where}: {name}={value!r}; accepted is a number")
     hidden_size, num_heads, eps = (
         given["hidden_size"], given["num_heads"], given.get("norm_eps", 1e-6),
     )  # fmt: skip
-    # Older checkpoints do not say whether heads share their norm's weights: its length does.
+    # In older checkpoints the config does not say whether heads share the norm's weights, but the weights' length does.
     length = checkpoint.shapes.get("model.layers.0.attn.q_norm.weight")
     mixer = FoXConfig(
         num_heads=num_heads,
@@ -142,52 +145,64 @@ def fox_config(checkpoint: Checkpoint) -> ModelConfig:
 
 
 def fox_params(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any]:
-    """A checkpoint's tensors as the parameters of `config`'s model: a pure dict of float32 arrays.
+    """Load a checkpoint's tensors as the parameters of `config`'s model.
+
+    Returns:
+        The parameters, a pure dict of float32 arrays.
 
     Raises:
-        ValueError: tensors are missing, unexpected or of another shape, all named; or fixed gates are others than the config's.
+        ValueError: tensors are missing, unexpected or of another shape (the message names them), or fixed gates differ from the
+            config's decay times.
     """
     shapes = params_of(abstract(config))
     mixer = config.layers["L"].mixer
-    wanted: dict[str, tuple[int, ...]] = {}
+    expected: dict[str, tuple[int, ...]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
-        for keys, layer in places(path, leaf.shape, 1):
-            own = leaf.shape if layer < 0 else leaf.shape[1:]
-            wanted[_name(keys, layer, mixer)] = _their_shape(keys, own)
+        for keys, layer in layers_of(path, leaf.shape, 1):
+            shape = leaf.shape if layer < 0 else leaf.shape[1:]
+            expected[_published_name(keys, layer, mixer)] = _published_shape(keys, shape)
     fixed = [f"model.layers.{i}.attn.fgate_bias" for i in range(config.num_layers)]
     if mixer.forget_gate == "fixed":
-        wanted |= dict.fromkeys(fixed, (mixer.num_heads,))
-    checkpoint.check(wanted, ignored=(".rotary.inv_freq",))  # what some versions save of rope_base
+        expected |= dict.fromkeys(fixed, (mixer.num_heads,))
+    checkpoint.check(
+        expected, ignored=(".rotary.inv_freq",)
+    )  # saved by some versions; follows from rope_base
     if mixer.forget_gate == "fixed":
         for name in fixed:
             times = np.log1p(np.exp(-checkpoint.tensor(name).astype(np.float64)))
             if not np.allclose(1 / times, mixer.decay_times(), rtol=1e-3):
-                raise ValueError(f"{checkpoint.folder}: {name} is not what its config.json says")
+                raise ValueError(
+                    f"{checkpoint.folder}: {name} does not have the decay times that its config.json defines"
+                )
 
-    def piece(keys: list[str], layer: int) -> Piece:
-        name, transposed = _name(keys, layer, mixer), keys[-1] == "kernel"
+    def stored_rows(keys: list[str], layer: int) -> StoredRows:
+        name, transposed = _published_name(keys, layer, mixer), keys[-1] == "kernel"
         if keys[-2:-1] not in (["gate_proj"], ["up_proj"]):
-            return Piece(name, transposed)
-        half = checkpoint.shapes[name][0] // 2  # gate_proj's rows, then up_proj's
+            return StoredRows(name, transposed)
+        half = checkpoint.shapes[name][0] // 2  # the rows of gate_proj, then those of up_proj
         start = half * (keys[-2] == "up_proj")
-        return Piece(name, transposed, start, start + half)
+        return StoredRows(name, transposed, start, start + half)
 
-    return load_tree(checkpoint, shapes, piece)
+    return load_tree(checkpoint, shapes, stored_rows)
 
 
-def _name(keys: list[str], layer: int, mixer: FoXConfig) -> str:
-    """The published name of a parameter, of one layer where it is a layer's."""
+def _published_name(keys: list[str], layer: int, mixer: FoXConfig) -> str:
+    """Return the published name of a parameter of a layer, or of one outside the layers if `layer` is -1."""
     if layer < 0:
         return _TOP[".".join(keys)]
-    own = _LAYER[".".join(keys)]
+    name = _LAYER[".".join(keys)]
     for letter, shifted in (("k", mixer.key_shift), ("v", mixer.value_shift)):
-        if shifted and own == f"attn.{letter}_proj.weight":
-            own = f"attn.{letter}_proj.linear.weight"
-    return f"model.layers.{layer}.{own}"
+        if shifted and name == f"attn.{letter}_proj.weight":
+            name = f"attn.{letter}_proj.linear.weight"
+    return f"model.layers.{layer}.{name}"
 
 
-def _their_shape(keys: list[str], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Theirs are [out, in], SwiGLU's first two in one; the scales of all heads are one vector."""
+def _published_shape(keys: list[str], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the published shape of a parameter.
+
+    Published kernels are [out, in], those of SwiGLU's gate and up projection one tensor, and the norm scales of all heads one
+    vector.
+    """
     if keys[-1] != "kernel":
         return shape if keys[-1] == "embedding" else (int(np.prod(shape)),)
     rows = 2 if keys[-2] in ("gate_proj", "up_proj") else 1
@@ -199,24 +214,25 @@ def import_fox(
     workdir: str | os.PathLike[str],
     data: DataConfig | None = None,
 ) -> TrainConfig:
-    """Make a run of a published checkpoint.
+    """Make a run from a published checkpoint.
 
     Args:
         source: the checkpoint's folder.
-        workdir: the run's directory; there must be no run in it.
-        data: the run's; None is LongCrawl64's tokenizer, row length and order, in a folder `longcrawl64`.
+        workdir: the directory of the new run; it must not contain a run.
+        data: the run's data config; None is that of LongCrawl64 in a folder `longcrawl64`, with its tokenizer, row length
+            and order.
 
     Returns:
         The run's config.
 
     Raises:
-        ValueError: a checkpoint that is not one of FoX's, or a run in `workdir`.
+        ValueError: the checkpoint is not one of FoX's, or `workdir` contains a run.
     """
     target = new_workdir(workdir)
     checkpoint = Checkpoint(source)
     model = fox_config(checkpoint)
     if unread := sorted(set(checkpoint.config) - _READ - _HOUSEKEEPING):
-        logging.warning("config.json has fields that are not read: %s", ", ".join(unread))
+        logging.warning("config.json has unknown fields, which are ignored: %s", ", ".join(unread))
     params = fox_params(checkpoint, model)
     data = data or DataConfig(
         path="longcrawl64", tokenizer="gpt2", json_escape=True, sequence_length=2**14, shuffle=False
@@ -228,7 +244,7 @@ def import_fox(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line and return its exit status."""
     return command("lsm_jax.convert.fox", __doc__, "the checkpoint's folder", import_fox, arguments)
 
 

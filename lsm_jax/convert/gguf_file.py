@@ -1,7 +1,7 @@
-"""A GGUF file (github.com/ggml-org/ggml, docs/gguf.md) of a Llama, Qwen2 or Qwen3, under the names that transformers gives its tensors.
+"""Read GGUF files (github.com/ggml-org/ggml, docs/gguf.md) of Llama, Qwen2 and Qwen3 models, with transformers' tensor names.
 
-Quantised tensors are read as float32, through the `gguf` package. llama.cpp stores the rows of a Llama's query and key projections
-with the two halves of a head interleaved; here they are put back.
+Quantised tensors are converted to float32 by the `gguf` package. llama.cpp stores the rows of a Llama's query and key
+projections with the two halves of each head interleaved; they are returned in transformers' order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_NEEDED = {
+_REQUIRED = {
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
@@ -47,9 +47,9 @@ _OPTIONAL = {
     "vocab_size": "vocab_size",
     "attention.key_length": "head_dim",
 }
-_CHECKED = ("attention.value_length", "rope.dimension_count")  # both a head's channels
+_CHECKED = ("attention.value_length", "rope.dimension_count")  # must be the channels of a head
 _SCALING = ("rope.scaling.type", "rope.scaling.factor")
-# Llama 3.1's and 3.2's: the file has only what frequencies are divided by.
+# The scalings of Llama 3.1 and 3.2. A file does not name them, but contains the divisors of the frequencies.
 _LLAMA3 = [
     dict(rope_type="llama3", factor=f, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
     for f in (8.0, 32.0)
@@ -57,13 +57,13 @@ _LLAMA3 = [
 
 
 class GGUF(Tensors):
-    """A GGUF file; tensors are read when they are asked for.
+    """A GGUF file. Each tensor is read from disk when it is requested.
 
     Attributes:
-        fields: its metadata.
+        fields: the file's metadata.
 
     Raises:
-        ValueError: it cannot be read, or holds a model or a field that is not known here.
+        ValueError: the file cannot be read, or has an unsupported model or an unknown field.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -73,7 +73,7 @@ class GGUF(Tensors):
         try:
             reader = GGUFReader(self.folder)
         except (OSError, ValueError, KeyError, IndexError) as error:
-            raise ValueError(f"{self.folder} is no GGUF file that can be read: {error}") from error
+            raise ValueError(f"{self.folder} cannot be read as a GGUF file: {error}") from error
         self.fields: dict[str, Any] = {n: f.contents() for n, f in reader.fields.items()}
         self._stored = {t.name: t for t in reader.tensors}
         self.config = self._config()
@@ -83,54 +83,62 @@ class GGUF(Tensors):
         for stored, tensor in self._stored.items():
             if stored == "rope_freqs.weight":
                 continue
-            name = _published(stored)
+            name = _transformers_name(stored)
             self._names[name] = stored
             self.shapes[name] = tuple(int(n) for n in reversed(tensor.shape))
             self.dtypes[name] = kinds.get(tensor.tensor_type.name, "F32")
 
     def _config(self) -> dict[str, Any]:
-        """The metadata as transformers' config.json would have it."""
+        """Return the metadata as the fields of transformers' config.json."""
         where, kind = self.folder, self.fields.get("general.architecture")
         if kind not in ("llama", "qwen2", "qwen3"):
             raise ValueError(
                 f"{where}: general.architecture={kind!r}; accepted are llama, qwen2, qwen3"
             )
-        own = {
+        model_fields = {
             name.removeprefix(f"{kind}."): value
             for name, value in self.fields.items()
             if name.startswith(f"{kind}.")
         }
-        if missing := [name for name in _NEEDED if name not in own]:
-            raise ValueError(f"{where}: {', '.join(missing)} missing")
-        known = {*_NEEDED, *_OPTIONAL, *_CHECKED, *_SCALING}
-        if unknown := [f"{kind}.{n}={v!r}" for n, v in own.items() if n not in known]:
-            raise ValueError(f"{where}: {', '.join(unknown)}: what it does is not known here")
-        names = _NEEDED | _OPTIONAL
-        config = {ours: own[theirs] for theirs, ours in names.items() if theirs in own}
-        for name in ("bos_token_id", "eos_token_id"):  # by which transformers' generate() stops
+        if missing := [f"{kind}.{name}" for name in _REQUIRED if name not in model_fields]:
+            raise ValueError(f"{where}: missing fields: {', '.join(missing)}")
+        known = {*_REQUIRED, *_OPTIONAL, *_CHECKED, *_SCALING}
+        if unknown := [f"{kind}.{n}={v!r}" for n, v in model_fields.items() if n not in known]:
+            raise ValueError(
+                f"{where}: unknown fields, which may change what the model computes: {', '.join(unknown)}"
+            )
+        names = _REQUIRED | _OPTIONAL
+        config = {
+            name: model_fields[stored] for stored, name in names.items() if stored in model_fields
+        }
+        for name in ("bos_token_id", "eos_token_id"):  # which transformers' generate() uses
             if (token := self.fields.get(f"tokenizer.ggml.{name}")) is not None:
                 config[name] = int(token)
-        for name in ("rms_norm_eps", "rope_theta"):  # stored in float32
+        for name in (
+            "rms_norm_eps",
+            "rope_theta",
+        ):  # float32 in the file; round to the decimal number
             if name in config:
                 config[name] = float(str(np.float32(config[name])))
         if "token_embd.weight" not in self._stored:
-            raise ValueError(f"{where}: the tensor token_embd.weight is missing")
+            raise ValueError(f"{where}: the tensor token_embd.weight is missing from the file")
         config["vocab_size"] = int(self._stored["token_embd.weight"].shape[1])
         heads = config["num_attention_heads"]
         config.setdefault("num_key_value_heads", heads)
         config.setdefault("head_dim", config["hidden_size"] // heads)
         for name in _CHECKED:
-            if own.get(name, config["head_dim"]) != config["head_dim"]:
+            if model_fields.get(name, config["head_dim"]) != config["head_dim"]:
                 raise ValueError(
-                    f"{where}: {kind}.{name}={own[name]}; accepted is {config['head_dim']}, a head's channels"
+                    f"{where}: {kind}.{name}={model_fields[name]}; accepted is {config['head_dim']}, "
+                    "the number of channels of a head"
                 )
-        rotation = own.get("rope.scaling.type", "none")
-        if rotation != "none":
+        scaling = model_fields.get("rope.scaling.type", "none")
+        if scaling != "none":
             config["rope_scaling"] = dict(
-                rope_type=rotation, factor=own.get("rope.scaling.factor", 1.0)
+                rope_type=scaling, factor=model_fields.get("rope.scaling.factor", 1.0)
             )
         if "rope_freqs.weight" in self._stored:
-            config["rope_scaling"] = self._llama3(config)
+            config["rope_scaling"] = self._llama3_scaling(config)
         return config | dict(
             model_type=kind,
             architectures=[ARCHITECTURES[kind]],
@@ -138,22 +146,22 @@ class GGUF(Tensors):
             hidden_act="silu",
         )
 
-    def _llama3(self, config: dict[str, Any]) -> dict[str, Any]:
-        """The scaling whose divisors the file has."""
-        found = np.asarray(self._stored["rope_freqs.weight"].data, np.float32)
+    def _llama3_scaling(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the scaling of `_LLAMA3` whose divisors are the file's rope_freqs.weight."""
+        stored = np.asarray(self._stored["rope_freqs.weight"].data, np.float32)
         half = config["head_dim"] // 2
         turns = 8192 * config.get("rope_theta", 10000.0) ** (-np.arange(half) / half) / (2 * np.pi)
         for scaling in _LLAMA3:
-            kept = np.clip((turns - 1) / 3, 0, 1)
-            divisors = 1 / (kept + (1 - kept) / scaling["factor"])
-            if found.shape == (half,) and np.allclose(found, divisors, rtol=1e-4):
+            unscaled = np.clip((turns - 1) / 3, 0, 1)  # share of the frequency that is not divided
+            divisors = 1 / (unscaled + (1 - unscaled) / scaling["factor"])
+            if stored.shape == (half,) and np.allclose(stored, divisors, rtol=1e-4):
                 return scaling
         raise ValueError(
             f"{self.folder}: rope_freqs.weight is not that of Llama 3.1 or 3.2 (factors 8 and 32 over 8192 tokens)"
         )
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows of a tensor; float16 and bfloat16 come as they are, all others as float32."""
+        """Return rows [start, stop) of a tensor: float16 and bfloat16 as stored, all others in float32."""
         from gguf.quants import dequantize
 
         tensor = self._stored[self._names[name]]
@@ -174,8 +182,8 @@ class GGUF(Tensors):
             raise ValueError(f"{self.folder}: {self._names[name]}: {error}") from error
 
 
-def _published(stored: str) -> str:
-    """transformers' name of a tensor; one that is not known keeps its own, which no model has."""
+def _transformers_name(stored: str) -> str:
+    """Return transformers' name of a tensor; an unknown name is returned unchanged, and `check` reports it later."""
     stem, _, kind = stored.rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"

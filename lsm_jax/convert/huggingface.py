@@ -1,8 +1,10 @@
-"""Pretrained transformers as runs: `python -m lsm_jax.convert.huggingface --source=Llama-3.2-1B --workdir=runs/llama`.
+"""Import pretrained transformers as runs.
 
-The source is a folder as Hugging Face's transformers writes it (config.json, safetensors, tokenizer.json) or a GGUF file, of a
-Llama, Mistral, Qwen2 or Qwen3. The run that is made can be evaluated (`eval.py --workdir=runs/llama`) and started from
-(`train.py --init_from=runs/llama`), not resumed: there is no optimizer's state.
+    python -m lsm_jax.convert.huggingface --source=Llama-3.2-1B --workdir=runs/llama
+
+The source is a folder that Hugging Face's transformers wrote (config.json, safetensors, tokenizer.json) or a GGUF file, with a
+Llama, Mistral, Qwen2 or Qwen3. The run can be evaluated (`eval.py --workdir=runs/llama`), and other runs can start from it
+(`train.py --init_from=runs/llama`). It cannot be resumed, since it has no optimizer state.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from rich.progress import Progress
 
 from lsm_jax.convert.checkpoint import Checkpoint, Tensors
 from lsm_jax.convert.gguf_file import GGUF
-from lsm_jax.convert.load import Piece, load_tree, places
+from lsm_jax.convert.load import StoredRows, layers_of, load_tree
 from lsm_jax.convert.published import model_of
 from lsm_jax.convert.runs import command, new_workdir, save_run
 from lsm_jax.convert.tokenizer import tokenizer_files, write_files
@@ -53,14 +55,14 @@ _LAYER = {
     "mixer.q_norm.scale": "self_attn.q_norm.weight",
     "mixer.k_norm.scale": "self_attn.k_norm.weight",
 }
-IGNORED = (".rotary_emb.inv_freq",)  # what old versions save of rope_theta
+IGNORED = (".rotary_emb.inv_freq",)  # saved by old versions; follows from rope_theta
 
 
 def open_source(source: Source) -> Tensors:
-    """A Hugging Face folder or a GGUF file, opened.
+    """Open a Hugging Face folder or a GGUF file.
 
     Raises:
-        ValueError: it is neither, or cannot be read.
+        ValueError: the source is neither, or cannot be read.
     """
     if isinstance(source, Tensors):
         return source
@@ -75,10 +77,11 @@ def open_source(source: Source) -> Tensors:
 
 
 def model_config(source: Source) -> ModelConfig:
-    """The model a source holds.
+    """Return the model config of a source.
 
     Raises:
-        ValueError: a source that cannot be read, or a model or field of it that this library does not compute; it is named.
+        ValueError: the source cannot be read, or this library does not support its model or one of its fields, which the message
+            names.
     """
     return model_of(open_source(source))
 
@@ -91,32 +94,33 @@ def load_params(
     dtype: Any = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """A source's tensors as the parameters of `config`'s model, read one at a time, each straight to where it lives.
+    """Load a source's tensors as the parameters of `config`'s model, one at a time, each directly to its devices.
 
     Args:
         source: the folder or file.
-        config: the model: `model_config(source)`, or one with other mixers in its place that have the same parameters.
-        shardings: of the parameters, as `training.step.param_shardings` gives; None is the default device.
-        dtype: of all parameters, or a tree of each one's; None is float32.
-        progress: called with the numbers read so far and all there are.
+        config: `model_config(source)`, or a config with other mixers that have the same parameters.
+        shardings: the shardings of the parameters, as from `training.step.param_shardings`; None is the default device.
+        dtype: one dtype for all parameters, or a tree with one for each; None is float32.
+        progress: called with (numbers loaded so far, all numbers).
 
     Returns:
-        A pure dict, the tree of `training.step.params_of`.
+        The parameters, a pure dict with the structure of `training.step.params_of`.
 
     Raises:
-        ValueError: tensors are missing, unexpected or of another shape, or the model has a parameter no tensor stands for; all
-            are named. Or a tied model's own head differs from its embedding.
+        ValueError: tensors are missing, unexpected or of another shape, or the format has no tensor for a parameter of the model
+            (the message names them); or the head of a model with tied embeddings differs from its embedding.
     """
     opened, shapes = open_source(source), params_of(abstract(config))
-    wanted = {name: their_shape(*found) for name, found in names_of(shapes, config).items()}
+    tensors = published_tensors(shapes, config)
+    expected = {name: published_shape(*entry) for name, entry in tensors.items()}
     tied = config.tie_embeddings and _HEAD in opened.shapes
-    opened.check(wanted, ignored=(*IGNORED, *([_HEAD] if tied else [])))
+    opened.check(expected, ignored=(*IGNORED, *([_HEAD] if tied else [])))
     if tied:
         _check_tied(opened)
     return load_tree(
         opened,
         shapes,
-        lambda keys, layer: Piece(_name(keys, layer), keys[-1] == "kernel"),
+        lambda keys, layer: StoredRows(_published_name(keys, layer), keys[-1] == "kernel"),
         num_blocks=len(config.period()),
         shardings=shardings,
         dtype=dtype,
@@ -124,44 +128,48 @@ def load_params(
     )
 
 
-def _name(keys: list[str], layer: int) -> str:
-    """The published name of a parameter; empty where it has none."""
-    own = ".".join(keys)
+def _published_name(keys: list[str], layer: int) -> str:
+    """Return the published name of a parameter of a layer, or of one outside the layers if `layer` is -1; "" if it has none."""
+    name = ".".join(keys)
     if layer < 0:
-        return _TOP.get(own, "")
-    return f"model.layers.{layer}.{_LAYER[own]}" if own in _LAYER else ""
+        return _TOP.get(name, "")
+    return f"model.layers.{layer}.{_LAYER[name]}" if name in _LAYER else ""
 
 
-def names_of(
+def published_tensors(
     params: dict[str, Any], config: ModelConfig
 ) -> dict[str, tuple[list[str], int | None, Any]]:
-    """(keys, row of the stack or None, leaf) of every tensor, by its published name.
+    """Return the parameter of every published tensor, by the tensor's name.
+
+    Returns:
+        (keys, row, leaf) by name; row is the row of a parameter stacked over periods, and None for any other.
 
     Raises:
-        ValueError: parameters without a published name; they are listed.
+        ValueError: the published format has no tensor for some parameters, which the message lists.
     """
-    found, strange, size = {}, [], len(config.period())
+    tensors, unnamed, size = {}, [], len(config.period())
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        for keys, layer in places(path, leaf.shape, size):
-            if name := _name(keys, layer):
-                found[name] = keys, None if layer < 0 else layer // size, leaf
+        for keys, layer in layers_of(path, leaf.shape, size):
+            if name := _published_name(keys, layer):
+                tensors[name] = keys, None if layer < 0 else layer // size, leaf
             else:
-                strange.append(f"{'.'.join(keys)} {leaf.shape}")
-    if strange:
+                unnamed.append(f"{'.'.join(keys)} {leaf.shape}")
+    if unnamed:
         raise ValueError(
             "the published format has no tensor for these parameters:\n  "
-            + "\n  ".join(dict.fromkeys(strange))
+            + "\n  ".join(dict.fromkeys(unnamed))
         )
-    return found
+    return tensors
 
 
-def their_shape(keys: list[str], row: int | None, leaf: Any) -> tuple[int, ...]:
-    """Theirs are [out, in]."""
+def published_shape(keys: list[str], row: int | None, leaf: Any) -> tuple[int, ...]:
+    """Return the published shape of a parameter, or of one row of a stacked one; published kernels are [out, in]."""
     shape = leaf.shape if row is None else leaf.shape[1:]
     return shape[::-1] if keys[-1] == "kernel" else shape
 
 
 def _check_tied(source: Tensors) -> None:
+    """Raise ValueError unless the head is equal to the embedding."""
     names = (_HEAD, _TOP["embedding"])
     same, rows = len({source.shapes[name] for name in names}) == 1, source.shapes[names[0]][0]
     for first in range(0, rows if same else 0, 4096):
@@ -181,34 +189,35 @@ def import_huggingface(
     tokenizer: str | os.PathLike[str] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> TrainConfig:
-    """Make a run of a pretrained transformer; bfloat16 tensors stay bfloat16 in its checkpoint.
+    """Make a run from a pretrained transformer. If all tensors are bfloat16, its checkpoint is too.
 
-    Its data config has the model's own tokenizer, written into the run, sets BOS where the tokenizer does, and reads rows of the
-    context the model was trained on, of 8192 tokens at most.
+    The model's tokenizer is copied into the run, and the run's data config names it. The config adds BOS if the tokenizer
+    does, and has rows as long as the model's context, but at most 8192 tokens.
 
     Args:
         source: the folder or file.
-        workdir: the run's directory; there must be no run in it.
-        tokenizer: a tokenizer.json or its folder, in place of the source's own.
+        workdir: the directory of the new run; it must not contain a run.
+        tokenizer: a tokenizer.json or its folder, to use instead of the source's tokenizer.
         progress: as in `load_params`.
 
     Returns:
         The run's config.
 
     Raises:
-        ValueError: a source that is refused (see `model_config`, `load_params`, `convert.tokenizer_of`), or a run in `workdir`.
+        ValueError: the source is not accepted (see `model_config`, `load_params`, `convert.tokenizer_of`), or `workdir`
+            contains a run.
     """
     target, opened = new_workdir(workdir), open_source(source)
     model, files = model_config(opened), tokenizer_files(opened, tokenizer)
-    narrow = set(opened.dtypes.values()) == {"BF16"}
+    all_bfloat16 = set(opened.dtypes.values()) == {"BF16"}
     params = load_params(
-        opened, model, dtype=jax.numpy.bfloat16 if narrow else None, progress=progress
+        opened, model, dtype=jax.numpy.bfloat16 if all_bfloat16 else None, progress=progress
     )
-    written = str(write_files(files, target / "tokenizer"))
+    tokenizer_path = str(write_files(files, target / "tokenizer"))
     data = DataConfig(
-        tokenizer=written,
+        tokenizer=tokenizer_path,
         sequence_length=min(8192, opened.config.get("max_position_embeddings", 8192)),
-        add_bos=JSONTokenizer(written).adds_bos,
+        add_bos=JSONTokenizer(tokenizer_path).adds_bos,
     )
     name = opened.folder.resolve().name.removesuffix(".gguf")
     config = TrainConfig(name=name, model=model, data=data)
@@ -217,23 +226,25 @@ def import_huggingface(
     return config
 
 
-def _with_progress(source: str, workdir: str, tokenizer: str | None) -> TrainConfig:
-    with Progress(transient=True) as shown:
-        task = shown.add_task(f"reading {source}")
+def _import_with_progress(source: str, workdir: str, tokenizer: str | None) -> TrainConfig:
+    with Progress(transient=True) as bar:
+        task = bar.add_task(f"reading {source}")
         return import_huggingface(
             source,
             workdir,
             tokenizer=tokenizer,
-            progress=lambda done, all: shown.update(task, completed=done, total=all),
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line and return its exit status."""
     source = "a Hugging Face folder or a .gguf file"
-    further = dict(tokenizer="a tokenizer.json, where the source's own is missing or not read here")
+    options = dict(
+        tokenizer="a tokenizer.json, if the source has none or one that is not supported"
+    )
     return command(
-        "lsm_jax.convert.huggingface", __doc__, source, _with_progress, arguments, further
+        "lsm_jax.convert.huggingface", __doc__, source, _import_with_progress, arguments, options
     )
 
 

@@ -1,4 +1,4 @@
-"""Stored tensors into a model's parameters, one at a time, each straight to where it lives."""
+"""Load stored tensors as a model's parameters, one tensor at a time, each directly to its devices."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import numpy as np
 
 from lsm_jax.convert.checkpoint import Tensors
 
-_BLOCK = 2**20  # numbers converted at a time
+_BLOCK = 2**20  # numbers to convert at a time
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
-    """Where the values of a parameter, or of one layer of it, are stored.
+class StoredRows:
+    """The rows of a stored tensor that are the values of a parameter, or of one layer of a stacked parameter.
 
     Attributes:
-        name: of the tensor.
-        transposed: it is stored as [out, in].
-        start: the first of its rows.
-        stop: the row after the last; None is the tensor's end.
+        name: name of the tensor.
+        transposed: whether it is stored as [out, in].
+        start: the first row.
+        stop: the row after the last; None is the end of the tensor.
     """
 
     name: str
@@ -34,17 +34,20 @@ class Piece:
 
 
 def keys_of(path: Any) -> list[str]:
-    """The keys of a parameter's path in the tree, as strings."""
+    """Return the keys of a parameter's path in the tree, as strings."""
     return jax.tree_util.keystr(path, simple=True, separator=".").split(".")
 
 
-def places(path: Any, shape: tuple[int, ...], num_blocks: int) -> list[tuple[list[str], int]]:
-    """(keys within the block, layer) of each layer of a parameter stacked over periods; (keys, -1) of another.
+def layers_of(path: Any, shape: tuple[int, ...], num_blocks: int) -> list[tuple[list[str], int]]:
+    """List the layers that a parameter belongs to.
 
     Args:
-        path: of the parameter.
+        path: the parameter's path in the tree.
         shape: its shape.
-        num_blocks: layers of a period.
+        num_blocks: layers in a period.
+
+    Returns:
+        For a parameter stacked over periods (keys inside the block, layer) of each row; for any other [(keys, -1)].
     """
     keys = keys_of(path)
     if keys[0] != "periods":
@@ -55,86 +58,92 @@ def places(path: Any, shape: tuple[int, ...], num_blocks: int) -> list[tuple[lis
 def load_tree(
     source: Tensors,
     target: Any,
-    pieces: Callable[[list[str], int], Piece],
+    rows_of: Callable[[list[str], int], StoredRows],
     *,
     num_blocks: int = 1,
     shardings: Any = None,
     dtype: Any = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Any:
-    """Fill a tree of parameters.
+    """Load a tree of parameters.
 
-    Beside the tree itself the host holds one tensor at a time, in its dtype of the result, and its copy on the way to the device.
+    In addition to the tree, the host's memory contains one tensor at a time in the dtype of the result, and its copy during the
+    transfer to the device.
 
     Args:
-        source: the stored tensors, already checked.
-        target: the tree, of arrays or their shapes; what is under "periods" is stacked over periods.
-        pieces: (keys, layer), as in `places`, -> where the values are.
-        num_blocks: layers of a period.
-        shardings: where each parameter lives, a tree like `target`; None is the default device.
-        dtype: of the result, one for all or a tree like `target`; None is float32.
-        progress: called with the numbers read so far and all there are.
+        source: the stored tensors, which must have been checked.
+        target: a tree of arrays or shapes; parameters under "periods" are stacked over periods.
+        rows_of: function of (keys, layer), as from `layers_of`, that returns where the values are stored.
+        num_blocks: layers in a period.
+        shardings: the sharding of each parameter, a tree like `target`; None is the default device.
+        dtype: one dtype for all parameters, or a tree like `target`; None is float32.
+        progress: called with (numbers loaded so far, all numbers).
 
     Returns:
-        The tree, of jax arrays.
+        The tree of jax arrays.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(target)
-    one = jnp.float32 if dtype is None else dtype
-    kinds = jax.tree.leaves(dtype) if isinstance(dtype, dict) else [one] * len(leaves)
-    homes = [None] * len(leaves) if shardings is None else jax.tree.leaves(shardings)
+    default = jnp.float32 if dtype is None else dtype
+    dtypes = jax.tree.leaves(dtype) if isinstance(dtype, dict) else [default] * len(leaves)
+    places = [None] * len(leaves) if shardings is None else jax.tree.leaves(shardings)
     total, done, loaded = sum(leaf.size for _, leaf in leaves), 0, []
-    for (path, leaf), home, kind in zip(leaves, homes, map(jnp.dtype, kinds), strict=True):
+    for (path, leaf), sharding, kind in zip(leaves, places, map(jnp.dtype, dtypes), strict=True):
         stacked = keys_of(path)[0] == "periods"
-        whole = _zeros(leaf.shape, kind, home) if stacked else None
-        for row, (keys, layer) in enumerate(places(path, leaf.shape, num_blocks)):
+        array = _zeros(leaf.shape, kind, sharding) if stacked else None
+        for row, (keys, layer) in enumerate(layers_of(path, leaf.shape, num_blocks)):
             shape = leaf.shape[1:] if stacked else leaf.shape
-            values = _read(source, pieces(keys, layer), shape, kind)
-            if whole is None:
-                whole = _put(values, home)
+            values = _read(source, rows_of(keys, layer), shape, kind)
+            if array is None:
+                array = _to_device(values, sharding)
             else:
-                whole = _insert(home)(whole, _put(values, _without_layers(home)), row)
-            # Else copies under way would hold on to many tensors.
-            whole = jax.block_until_ready(whole)
+                layer_values = _to_device(values, _without_layer_axis(sharding))
+                array = _insert_row(sharding)(array, layer_values, row)
+                del layer_values
+            # Wait, so that pending copies do not occupy the memory of many tensors.
+            array = jax.block_until_ready(array)
             done += values.size
             if progress is not None:
                 progress(done, total)
             del values
-        loaded.append(whole)
+        loaded.append(array)
     return jax.tree.unflatten(structure, loaded)
 
 
-def _read(source: Tensors, piece: Piece, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """The values of one piece in our layout."""
-    theirs = source.shapes[piece.name]
-    stop = theirs[0] if piece.stop is None else piece.stop
+def _read(source: Tensors, rows: StoredRows, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Return stored rows with the shape and dtype of the parameter, transposed back if they are stored as [out, in]."""
+    stored_shape = source.shapes[rows.name]
+    stop = stored_shape[0] if rows.stop is None else rows.stop
     values = np.empty(shape, dtype)
-    view = values.T if piece.transposed else values.reshape(stop - piece.start, *theirs[1:])
-    step = max(1, _BLOCK // max(1, int(np.prod(theirs[1:]))))
-    for first in range(piece.start, stop, step):
+    view = values.T if rows.transposed else values.reshape(stop - rows.start, *stored_shape[1:])
+    step = max(1, _BLOCK // max(1, int(np.prod(stored_shape[1:]))))
+    for first in range(rows.start, stop, step):
         last = min(first + step, stop)
-        view[first - piece.start : last - piece.start] = source.rows(piece.name, first, last)
+        view[first - rows.start : last - rows.start] = source.rows(rows.name, first, last)
     return values
 
 
-def _put(values: np.ndarray, home: Any) -> jax.Array:
-    if home is None:
+def _to_device(values: np.ndarray, sharding: Any) -> jax.Array:
+    if sharding is None:
         return jnp.asarray(values)
-    return jax.make_array_from_callback(values.shape, home, lambda index: values[index])
+    return jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
 
 
-def _zeros(shape: tuple[int, ...], dtype: Any, home: Any) -> jax.Array:
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=home)()
+def _zeros(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
 
 
 @functools.cache
-def _insert(home: Any) -> Callable[[jax.Array, jax.Array, int], jax.Array]:
-    def insert(whole, values, row):
-        return jax.lax.dynamic_update_index_in_dim(whole, values, row, 0)
+def _insert_row(sharding: Any) -> Callable[[jax.Array, jax.Array, int], jax.Array]:
+    """Return a compiled function that writes `values` into a row of `stack`, which is donated."""
 
-    return jax.jit(insert, donate_argnums=0, out_shardings=home)
+    def insert(stack, values, row):
+        return jax.lax.dynamic_update_index_in_dim(stack, values, row, 0)
+
+    return jax.jit(insert, donate_argnums=0, out_shardings=sharding)
 
 
-def _without_layers(home: Any) -> Any:
-    if not isinstance(home, jax.sharding.NamedSharding):
-        return home
-    return jax.sharding.NamedSharding(home.mesh, jax.sharding.PartitionSpec(*home.spec[1:]))
+def _without_layer_axis(sharding: Any) -> Any:
+    """Return the sharding of one row of a stacked parameter."""
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return sharding
+    return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[1:]))

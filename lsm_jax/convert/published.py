@@ -1,6 +1,6 @@
-"""What a config.json of Hugging Face's transformers says, as a model of this library: Llama, Mistral, Qwen2, Qwen3.
+"""Convert a config.json of Hugging Face's transformers into a model config: Llama, Mistral, Qwen2, Qwen3.
 
-Every field is mapped, known to change nothing that is computed here, or refused by name.
+Every field is either converted, or known not to change the model's outputs, or an error that names it.
 """
 
 from __future__ import annotations
@@ -18,41 +18,42 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-_NEEDED = (
+_REQUIRED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
 )  # fmt: skip
-_WHOLE = (
-    *_NEEDED, "num_key_value_heads", "head_dim", "sliding_window", "max_window_layers", "max_position_embeddings",
+_INTEGERS = (
+    *_REQUIRED, "num_key_value_heads", "head_dim", "sliding_window", "max_window_layers", "max_position_embeddings",
 )  # fmt: skip
-_REAL = ("rms_norm_eps", "rope_theta", "initializer_range")
-_NULL_IS_ABSENT = (*_REAL, "max_window_layers")  # elsewhere null is a value: no window, no scaling
+_NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range")
+# In these fields null means that the field is absent; in others it is a value, such as no window or no scaling.
+_NULL_IS_ABSENT = (*_NUMBERS, "max_window_layers")
 _TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(_WHOLE, (int,)),
-    **dict.fromkeys(_REAL, (int, float)),
+    **dict.fromkeys(_INTEGERS, (int,)),
+    **dict.fromkeys(_NUMBERS, (int, float)),
     **dict.fromkeys(("tie_word_embeddings", "use_sliding_window"), (bool,)),
     **dict.fromkeys(("rope_scaling", "rope_parameters"), (dict,)),
     **dict.fromkeys(("architectures", "layer_types"), (list,)),
     **dict.fromkeys(("model_type", "dtype", "torch_dtype"), (str,)),
 }
-# Fields a config.json may leave out where a model's own default is not "none" or "no".
+# transformers' defaults of absent fields, if they are not None or False.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": dict(num_key_value_heads=8, sliding_window=4096),
     "qwen2": dict(num_key_value_heads=32, sliding_window=4096, max_window_layers=28),
     "qwen3": dict(num_key_value_heads=32, sliding_window=4096, max_window_layers=28, head_dim=128),
 }
-# Computed in one way only.
+# Fields for which only one value is supported.
 _ONLY: dict[str, Any] = dict(
     hidden_act="silu", attention_bias=False, mlp_bias=False, attention_dropout=0.0, rope_interleaved=False,
     quantization_config=None, auto_map=None, partial_rotary_factor=1.0, is_encoder_decoder=False, add_cross_attention=False,
     use_mrope=False,
 )  # fmt: skip
 _MAPPED = {
-    *_NEEDED, *_ONLY, "model_type", "architectures", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings",
+    *_REQUIRED, *_ONLY, "model_type", "architectures", "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings",
     "rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types",
     "initializer_range", "torch_dtype", "dtype", "max_position_embeddings",
 }  # fmt: skip
-# Of tokens, of caching, of output, of where the file came from; pretraining_tp sums in another order.
+# Fields about tokens, caching, returned values and the file's origin; pretraining_tp only changes the order of sums.
 _HARMLESS = {
     "bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "transformers_version", "_name_or_path", "pretraining_tp",
     "is_llama_config", "transformers.js_config", "_attn_implementation", "_attn_implementation_autoset", "_flash_attn_2_enabled",
@@ -62,12 +63,13 @@ _HARMLESS = {
 
 
 def model_of(source: Tensors) -> ModelConfig:
-    """The model that a config.json describes; layer letter L is its full attention or its only kind, W its windowed one.
+    """Return the model that a config.json describes.
 
-    Activations are bfloat16, and float32 where the config's own dtype is.
+    Letter L is the layer with full attention, or the only kind of layer; letter W is a layer with a window if there are both.
+    Activations are in float32 if the config's dtype is, otherwise in bfloat16.
 
     Raises:
-        ValueError: another kind of model, a field that is missing, unknown, or of a value that is not computed here.
+        ValueError: the model is of another kind, or a field is missing, unknown or has an unsupported value.
     """
     given, where = source.config, source.folder / "config.json"
     for name, types in _TYPES.items():
@@ -82,17 +84,19 @@ def model_of(source: Tensors) -> ModelConfig:
     named = given.get("architectures") or [ARCHITECTURES[kind]]
     if named != [ARCHITECTURES[kind]]:
         raise ValueError(f"{where}: architectures={named}; accepted is [{ARCHITECTURES[kind]!r}]")
-    if missing := [name for name in _NEEDED if given.get(name) is None]:
-        raise ValueError(f"{where}: {', '.join(missing)} missing")
+    if missing := [name for name in _REQUIRED if given.get(name) is None]:
+        raise ValueError(f"{where}: missing fields: {', '.join(missing)}")
     for name, value in _ONLY.items():
         if given.get(name) not in (None, value):
             raise ValueError(f"{where}: {name}={given[name]!r}; accepted is {value!r}")
     if unknown := sorted(set(given) - _MAPPED - _HARMLESS):
         listed = ", ".join(f"{name}={given[name]!r}" for name in unknown)
-        raise ValueError(f"{where}: {listed}: what it does to a {kind} model is not known here")
+        raise ValueError(
+            f"{where}: unknown fields, which may change what a {kind} model computes: {listed}"
+        )
     stated = {n: v for n, v in given.items() if v is not None or n not in _NULL_IS_ABSENT}
     given = _DEFAULTS[kind] | stated
-    theta, scaling = _rotation(given, where)
+    theta, scaling = _rope(given, where)
     eps = float(given.get("rms_norm_eps", 1e-6))
 
     def layer(window: int | None) -> LayerConfig:
@@ -132,18 +136,18 @@ def model_of(source: Tensors) -> ModelConfig:
 
 
 def dtype_of(given: dict[str, Any]) -> str | None:
-    """The dtype that a config.json says its tensors have."""
+    """Return the dtype of the tensors by a config.json."""
     return given.get("dtype") or given.get("torch_dtype")
 
 
-def _rotation(given: dict[str, Any], where: Any) -> tuple[float, RopeScaling | None]:
-    """The base of the rotation, and how its frequencies are scaled; old and new versions of transformers name it differently."""
-    both = {**(given.get("rope_scaling") or {}), **(given.get("rope_parameters") or {})}
-    theta = float(both.pop("rope_theta", given.get("rope_theta") or 10000.0))
-    kind, older = both.pop("rope_type", None), both.pop("type", None)
-    kind = kind or older or "default"
-    if both.get("partial_rotary_factor") == 1:
-        both.pop("partial_rotary_factor")
+def _rope(given: dict[str, Any], where: Any) -> tuple[float, RopeScaling | None]:
+    """Return the base and the scaling of the rotary frequencies, from the fields of old or new versions of transformers."""
+    fields = {**(given.get("rope_scaling") or {}), **(given.get("rope_parameters") or {})}
+    theta = float(fields.pop("rope_theta", given.get("rope_theta") or 10000.0))
+    kind, old_kind = fields.pop("rope_type", None), fields.pop("type", None)
+    kind = kind or old_kind or "default"
+    if fields.get("partial_rotary_factor") == 1:
+        fields.pop("partial_rotary_factor")
     accepted: dict[str, tuple[str, ...]] = dict(
         default=(),
         linear=("factor",),
@@ -158,31 +162,33 @@ def _rotation(given: dict[str, Any], where: Any) -> tuple[float, RopeScaling | N
         raise ValueError(
             f"{where}: rope_scaling of type {kind!r}; accepted are {', '.join(accepted)}"
         )
-    if set(both) != set(accepted[kind]):
+    if set(fields) != set(accepted[kind]):
         raise ValueError(
-            f"{where}: rope_scaling of type {kind!r} has {', '.join(sorted(both)) or 'nothing else'}; it takes "
-            f"{', '.join(accepted[kind]) or 'nothing else'}"
+            f"{where}: rope_scaling of type {kind!r} has the fields {sorted(fields)}; accepted are exactly "
+            f"{sorted(accepted[kind])}"
         )
     if kind == "default":
         return theta, None
     if kind == "linear":
-        return theta, RopeScaling(kind=kind, factor=float(both["factor"]))
+        return theta, RopeScaling(kind=kind, factor=float(fields["factor"]))
     return theta, RopeScaling(
         kind=kind,
-        factor=float(both["factor"]),
-        low_freq_factor=float(both["low_freq_factor"]),
-        high_freq_factor=float(both["high_freq_factor"]),
-        original_length=both["original_max_position_embeddings"],
+        factor=float(fields["factor"]),
+        low_freq_factor=float(fields["low_freq_factor"]),
+        high_freq_factor=float(fields["high_freq_factor"]),
+        original_length=fields["original_max_position_embeddings"],
     )
 
 
 def _windows(given: dict[str, Any], where: Any) -> list[int | None]:
-    """The window of every layer, None for all tokens."""
+    """Return the attention window of every layer; None is full attention."""
     number, window = given["num_hidden_layers"], given.get("sliding_window")
     kind, types = given["model_type"], given.get("layer_types")
     if kind == "llama" or (kind != "mistral" and not given.get("use_sliding_window")):
         if kind == "llama" and window is not None:
-            raise ValueError(f"{where}: sliding_window={window}; a llama model has none")
+            raise ValueError(
+                f"{where}: sliding_window={window}; accepted for a llama model is null"
+            )
         window = None
     if types is None:
         first = 0 if kind == "mistral" else given.get("max_window_layers", 0)
@@ -190,8 +196,10 @@ def _windows(given: dict[str, Any], where: Any) -> list[int | None]:
     names = {"full_attention": None, "sliding_attention": window}
     if len(types) != number or set(types) - set(names):
         raise ValueError(
-            f"{where}: layer_types={types}; accepted are {number} of {', '.join(names)}"
+            f"{where}: layer_types={types}; accepted is a list of {number}, each one of {', '.join(names)}"
         )
     if window is None and "sliding_attention" in types:
-        raise ValueError(f"{where}: layer_types names sliding_attention without a sliding_window")
+        raise ValueError(
+            f"{where}: layer_types has sliding_attention, which requires the field sliding_window"
+        )
     return [names[t] for t in types]

@@ -1,4 +1,4 @@
-"""A run of imported parameters: it can be evaluated and started from, not resumed, since there is no optimizer's state."""
+"""Write runs of imported parameters. They can be evaluated and started from; without optimizer state they cannot be resumed."""
 
 from __future__ import annotations
 
@@ -14,57 +14,59 @@ from lsm_jax.training.runs import checkpoint_directory, write_config
 
 
 def new_workdir(workdir: str | os.PathLike[str]) -> Path:
-    """The directory of a run to be made.
+    """Return the absolute path of a new run's directory.
 
     Raises:
-        ValueError: there is a run in it.
+        ValueError: the directory contains a run.
     """
     target = Path(workdir).expanduser().absolute()
     if (target / "config.json").exists() or checkpoint_directory(target).exists():
-        raise ValueError(f"workdir={str(workdir)!r} holds a run; accepted is a new directory")
+        raise ValueError(f"workdir={str(workdir)!r} contains a run; accepted is a new directory")
     return target
 
 
 def save_run(workdir: Path, config: TrainConfig, params: dict[str, Any]) -> None:
-    """Write a run's config and its parameters, as those of step 0."""
+    """Write a run's config, and its parameters as the checkpoint of step 0."""
     write_config(workdir, config, {})
-    saved = Checkpoints(checkpoint_directory(workdir))
-    saved.save_params(0, params)
-    saved.close()
+    checkpoints = Checkpoints(checkpoint_directory(workdir))
+    checkpoints.save_params(0, params)
+    checkpoints.close()
 
 
 def command(
     program: str,
-    about: str | None,
+    description: str | None,
     source: str,
     make: Callable[..., TrainConfig],
     arguments: Sequence[str] | None,
-    further: dict[str, str] | None = None,
+    options: dict[str, str] | None = None,
 ) -> int:
-    """The command line of an import; its exit status.
+    """Run the command line of an import and return its exit status.
 
     Args:
         program: the module's name.
-        about: its docstring.
-        source: what --source is.
-        make: (source, workdir) -> the run's config.
-        arguments: of the command; None takes the process's.
-        further: what other options are, by name; `make` takes each as a keyword, None where it is not given.
+        description: the module's docstring.
+        source: help text of --source.
+        make: function of `source`, `workdir` and the further options that makes the run and returns its config.
+        arguments: the command's arguments; None is the process's.
+        options: help texts of further options, by name; `make` receives each as a keyword argument, None if it is absent.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m {program}",
-        description=about,
+        description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--source", required=True, help=source)
-    parser.add_argument("--workdir", required=True, help="the run to make")
-    for name, help_ in (further or {}).items():
+    parser.add_argument("--workdir", required=True, help="directory of the new run")
+    for name, help_ in (options or {}).items():
         parser.add_argument(f"--{name}", help=help_)
-    options = parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
     try:
-        config = make(**vars(options))
+        config = make(**vars(parsed))
     except (ValueError, OSError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 1
-    print(f"{config.name} is in {options.workdir}: eval.py --workdir={options.workdir}")
+    print(
+        f"wrote the run {config.name} to {parsed.workdir}; evaluate it with eval.py --workdir={parsed.workdir}"
+    )
     return 0

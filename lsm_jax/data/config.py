@@ -1,4 +1,4 @@
-"""What a run reads: paths, tokenizer, row length, order."""
+"""The data config of a run: paths, tokenizer, row length, order."""
 
 # No `from __future__ import annotations`: config flags read the fields' types as objects.
 import dataclasses
@@ -9,41 +9,40 @@ FORMATS = ("text", "alpaca")
 
 @dataclasses.dataclass(kw_only=True)
 class DataConfig:
-    """Where the tokens come from and how they become rows.
+    """Where the tokens come from and how rows are made of them.
 
     Attributes:
-        path: a LongCrawl-format store (a zarr v2 array [documents, length]), a folder that holds
-            `train.zarr` and `heldout.zarr`, or a text or JSONL file, or a folder of such files.
-            Empty: the demo text, the running interpreter's own library.
-        heldout_path: the same, for evaluation. Empty: the folder's `heldout.zarr`, or else
-            `heldout_fraction` of `path`, which training then leaves out.
-        heldout_fraction: part of the documents held out where no held-out path is known.
+        path: a LongCrawl-format store (a zarr v2 array [documents, length]), a folder with `train.zarr` and
+            `heldout.zarr`, a text or JSONL file, or a folder of such files. Empty: the demo text, which is the standard
+            library of the running interpreter.
+        heldout_path: the same, for evaluation. Empty: the `heldout.zarr` in the folder `path`; if there is none, a share
+            `heldout_fraction` of the documents of `path`, on which training does not run.
+        heldout_fraction: share of the documents to hold out if there are no separate held-out data.
         tokenizer: "bytes", "gpt2", or the path of a `tokenizer.json`.
         sequence_length: tokens in a row.
-        add_bos: stores: `labels = row`, `tokens` = the row moved right by one with BOS in front
-            (LongCrawl64's rule). Text: BOS in front of each document. Without it the first token
-            of a row or document is not predicted.
-        bos_id: the BOS id; None takes the tokenizer's.
-        json_escape: text is JSON-escaped before it is tokenised, as LongCrawl64's was.
-        separate_documents: stores only: a BOS inside a row begins a new segment, for rows that
-            the writer packed. Batches then carry `segment_ids` and `positions`.
-        packing: text only: "concat" fills every row and cuts documents at row ends; "first_fit"
-            keeps a document that fits in a row whole and pads.
-        align_documents: text only: every piece of a document begins at a multiple of it in its
-            row, padding between; it divides `sequence_length`. Online-learned memories (TTT,
-            Titans) read a row fastest where their mini-batch divides it; what they compute does
-            not depend on it.
-        predict_end: text only: a document's last token predicts BOS, the end of a document.
-        text_key: the field of a JSONL line that holds the text.
-        format: "text", or "alpaca": JSONL with instruction, input (or none) and output, put into
+        add_bos: put a BOS in front. Stores: `labels = row`, and `tokens` is the row shifted right by one after a BOS
+            (LongCrawl64's rule). Text: a BOS in front of each document. False: the first token of a row or document is
+            not predicted.
+        bos_id: the BOS id; None is the tokenizer's.
+        json_escape: JSON-escape text before tokenising it, as LongCrawl64 does.
+        separate_documents: stores only: a BOS inside a row begins a new segment, as in stores written with `--pack`.
+            Batches then also have `segment_ids` and `positions`.
+        packing: text only: "concat" fills every row and cuts documents at the ends of rows; "first_fit" cuts only
+            documents that are longer than a row, and pads rows.
+        align_documents: text only: every piece of a document begins at a multiple of this number in its row, with
+            padding before it. It divides `sequence_length`. Online-learned memories (TTT, Titans) are fastest if their
+            mini-batch divides it; the results are the same.
+        predict_end: text only: the last token of a document predicts BOS, which marks the end.
+        text_key: name of the JSONL field that has the text.
+        format: "text", or "alpaca": JSONL lines with instruction, optional input, and output, which are formatted with
             the Stanford Alpaca prompt; only the output and the EOS after it are predicted.
-        shuffle: seeded order, new each epoch. False: LongCrawl64's published order for a store
-            (all documents' first block, then all their second, ...), listed order for text.
-        shuffle_blocks: stores only: how many storage chunks are read and mixed at once. Memory
-            is that many chunk columns of `sequence_length` (8 MiB each at 2048 x 2048).
-        num_threads: threads that read or tokenise; 0 does the work in the calling thread.
-        prefetch: batches made ahead of the one in use.
-        cache_dir: where the demo store is kept. Empty: the user's cache folder.
+        shuffle: read in a seeded order that differs in each epoch. False: stores in LongCrawl64's published order (the
+            first block of all documents, then the second block of all, ...), text in listed order.
+        shuffle_blocks: stores only: number of storage chunks that are read and shuffled together. It requires memory for
+            as many chunk columns of `sequence_length` (8 MiB each at 2048 x 2048).
+        num_threads: threads that read or tokenise; 0 reads in the calling thread.
+        prefetch: number of batches to make ahead of the one in use.
+        cache_dir: folder of the demo store. Empty: the user's cache folder.
     """
 
     path: str = ""
@@ -67,10 +66,10 @@ class DataConfig:
     cache_dir: str = ""
 
     def validate(self) -> None:
-        """Checks the values; paths are looked at when an iterator is made.
+        """Check the values. Paths are checked later, when an iterator is made.
 
         Raises:
-            ValueError: names the field, what was given and what is accepted.
+            ValueError: a value is not accepted; the message names the field, the value and what is accepted.
         """
         for name, least in (
             ("sequence_length", 1),
@@ -97,10 +96,14 @@ class DataConfig:
                 f"data.format={self.format!r}; accepted: {', '.join(map(repr, FORMATS))}"
             )
         if self.bos_id is not None and self.bos_id < 0:
-            raise ValueError(f"data.bos_id={self.bos_id}; it must be a token id or None")
+            raise ValueError(
+                f"data.bos_id={self.bos_id}; accepted is a token id, at least 0, or None"
+            )
         if not self.tokenizer:
             raise ValueError(
-                "data.tokenizer is empty; accepted: 'bytes', 'gpt2', or a tokenizer.json's path"
+                "data.tokenizer is empty; accepted: 'bytes', 'gpt2', or the path of a tokenizer.json"
             )
         if not self.text_key:
-            raise ValueError("data.text_key is empty; name the JSONL field that holds the text")
+            raise ValueError(
+                "data.text_key is empty; accepted is the name of the JSONL field that has the text"
+            )

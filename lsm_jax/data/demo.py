@@ -1,7 +1,7 @@
-"""The demo text: the running interpreter's own library, as a byte-token store.
+"""The demo text: the standard library of the running interpreter, as a store of byte tokens.
 
-Real text on every machine, with no download: about 10 MB of Python under the PSF licence, and the
-English of `pydoc_data/topics.py`.
+Every machine has it without a download: about 10 MB of Python under the PSF licence, with the English text of
+`pydoc_data/topics.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lsm_jax.data.store import is_store
 from lsm_jax.data.tokenizers import ByteTokenizer
 from lsm_jax.data.writer import StoreWriter
 
-# Tests, tables of numbers, and what isn't the interpreter's own.
+# Tests, tables of character codes, and installed packages.
 _SKIPPED_FOLDERS = {
     "__pycache__",
     "dist-packages",
@@ -32,25 +32,28 @@ _SKIPPED_FOLDERS = {
     "test",
     "tests",
 }
-_ROW_MULTIPLE = 32  # held-out rows, so that usual batches divide them
+_ROW_MULTIPLE = 32  # of the number of held-out rows, so that usual batch sizes divide it
 
 
 def library_files(*, max_bytes: int = 12_000_000) -> list[Path]:
-    """The library's source files in sorted order, up to `max_bytes` of them."""
+    """Return the source files of the standard library in sorted order, at most `max_bytes` in total."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files, size = [], 0
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(f for f in folders if f not in _SKIPPED_FOLDERS)
         files += [Path(folder) / name for name in sorted(names) if name.endswith(".py")]
-    kept = []
+    selected = []
     for path in sorted(files):
         size += path.stat().st_size
         if size > max_bytes:
             break
-        kept.append(path)
-    if not kept:
-        raise ValueError(f"the interpreter's library at {root} has no source files; set data.path")
-    return kept
+        selected.append(path)
+    if not selected:
+        raise ValueError(
+            f"data.path is empty, but the standard library at {root} has no source files for the demo text; "
+            "set data.path"
+        )
+    return selected
 
 
 def write_demo_store(
@@ -60,26 +63,26 @@ def write_demo_store(
     heldout_fraction: float = 0.05,
     max_bytes: int = 12_000_000,
 ) -> tuple[Path, Path]:
-    """Writes `train.zarr` and `heldout.zarr` of the interpreter's library, split by file.
+    """Write the standard library as two stores, `train.zarr` and `heldout.zarr`, split by file.
 
-    Files are put end to end with BOS (256) after each. Held-out rows over a multiple of 32 (of a
-    power of two, below 32) are left out. The same interpreter gives the same bytes.
+    The files are concatenated, with BOS (256) after each. The number of held-out rows is cut to a multiple of 32, or to
+    a power of two if there are fewer. The same interpreter always writes the same bytes.
 
     Args:
-        directory: gets the two stores; must not exist.
+        directory: folder for the two stores; it must not exist yet.
         row_length: bytes in a row.
-        heldout_fraction: part of the files held out.
-        max_bytes: source read at most.
+        heldout_fraction: share of the files to hold out.
+        max_bytes: read at most this many bytes of source files.
 
     Returns:
-        The two stores' paths.
+        The paths of the training store and the held-out store.
 
     Raises:
-        ValueError: no source files, rows longer than the text, or `directory` exists.
+        ValueError: there are no source files, a row is longer than the text, or `directory` exists.
     """
     directory = Path(directory).expanduser().absolute()
     if directory.exists():
-        raise ValueError(f"{directory} exists already")
+        raise ValueError(f"directory={str(directory)!r} exists already; accepted is a new folder")
     directory.parent.mkdir(parents=True, exist_ok=True)
     tokenizer = ByteTokenizer()
     parts = Documents(library_files(max_bytes=max_bytes)).split(heldout_fraction)
@@ -111,7 +114,7 @@ def write_demo_store(
         try:
             os.rename(part, directory)
         except OSError:
-            # Another process may have been first; the same interpreter wrote the same bytes.
+            # Another process may have written the same bytes first.
             if not is_store(directory / "heldout.zarr"):
                 raise
     finally:
@@ -120,15 +123,17 @@ def write_demo_store(
 
 
 def demo_stores(config: DataConfig) -> tuple[Path, Path]:
-    """The demo's stores for these rows, written at the first use and kept.
+    """Return the paths of the demo's (training, held-out) stores for rows of `sequence_length`.
+
+    They are written at the first use and stay in the cache folder.
 
     Raises:
-        ValueError: the tokenizer isn't "bytes".
+        ValueError: the tokenizer is not "bytes", or `json_escape` is set.
     """
     if config.tokenizer != "bytes" or config.json_escape:
         raise ValueError(
-            "data.path is empty, which means the demo text in plain bytes, but "
-            f"data.tokenizer={config.tokenizer!r}, data.json_escape={config.json_escape}; "
+            "data.path is empty, which selects the demo text in plain bytes, but "
+            f"data.tokenizer={config.tokenizer!r} and data.json_escape={config.json_escape}; "
             "set data.path"
         )
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

@@ -1,4 +1,4 @@
-"""Text and JSONL files as a random-access list of pieces of documents."""
+"""Random access to the documents in text and JSONL files, long ones cut into pieces."""
 
 from __future__ import annotations
 
@@ -12,17 +12,21 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from absl import logging
 
-from lsm_jax.data.instructions import alpaca, text_under
+from lsm_jax.data.instructions import alpaca, text_field
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
-_NEWLINE_SEARCH = 4096  # bytes looked through for a line's end to cut at
+_NEWLINE_SEARCH = 4096  # bytes that are searched for a newline at which to cut
 
 
 class Piece(NamedTuple):
-    """Text of one piece, bytes that are no UTF-8 by "surrogateescape"; whether it begins and whether it ends its document.
+    """A contiguous part of a document.
 
-    `prompt` is read ahead of the text and not predicted.
+    Attributes:
+        text: the text; bytes that are not UTF-8 are escaped as by Python's "surrogateescape".
+        begins: whether the piece begins its document.
+        ends: whether the piece ends its document.
+        prompt: text that precedes `text` in the row and is not predicted.
     """
 
     text: str
@@ -32,14 +36,14 @@ class Piece(NamedTuple):
 
 
 class Documents:
-    """Pieces of documents, in listed order; only places and lengths are held in memory.
+    """A sequence of the pieces of all documents, in listed order. Only their offsets and lengths are in memory.
 
-    A line of a JSONL file is a document. So is any other file, cut into pieces of about
-    `piece_bytes` at line ends, that one long file can be shuffled and read in parallel.
+    Each line of a JSONL file is a document of one piece. Every other file is one document, cut at line ends into pieces
+    of about `piece_bytes`, so that a single long file can be shuffled and read in parallel.
 
     Attributes:
-        lengths: [pieces] bytes in the file.
-        begins: [pieces] whether the piece begins its document.
+        lengths: [pieces], bytes of each piece in its file.
+        begins: [pieces], whether each piece begins its document.
     """
 
     def __init__(
@@ -50,33 +54,33 @@ class Documents:
         format: str = "text",
         piece_bytes: int | None = 1 << 16,
     ):
-        """Lists the files and finds their pieces.
+        """List the files and the offsets of their pieces.
 
         Args:
-            paths: files, or folders that are walked for files of `TEXT_SUFFIXES` and
-                `JSONL_SUFFIXES`, in sorted order.
-            text_key: the JSONL field that holds the text.
-            format: "text", or what a JSONL line holds in its place; see `DataConfig`.
-            piece_bytes: where long text files are cut; None keeps them whole.
+            paths: files, or folders that are searched for files with `TEXT_SUFFIXES` and `JSONL_SUFFIXES`, in sorted
+                order.
+            text_key: name of the JSONL field that has the text.
+            format: "text" or "alpaca"; see `DataConfig`.
+            piece_bytes: size of the pieces of a long text file; None does not cut files.
 
         Raises:
-            ValueError: a path that doesn't exist, or no text at all.
+            ValueError: a path does not exist, a file has the wrong suffix for `format`, or all files are empty.
         """
         self.text_key, self.format = text_key, format
         self._piece_bytes = piece_bytes
         self._files = list_files(paths)
         if format != "text" and (other := [p for p in self._files if not _is_jsonl(p)]):
             raise ValueError(
-                f"data.format={format!r} takes files that end in {', '.join(JSONL_SUFFIXES)}; {other[0]} is another"
+                f"data.format={format!r} requires files that end in {' or '.join(JSONL_SUFFIXES)}, but {other[0]} does not"
             )
-        places = [
-            _jsonl_places(path) if _is_jsonl(path) else _text_places(path, piece_bytes)
+        offsets = [
+            _jsonl_offsets(path) if _is_jsonl(path) else _text_offsets(path, piece_bytes)
             for path in self._files
         ]
-        counts = [len(p) for p in places]
+        counts = [len(o) for o in offsets]
         self._file = np.repeat(np.arange(len(counts)), counts)
-        starts = np.concatenate([np.zeros((0, 2), np.int64), *places])
-        self._start, self.lengths = starts[:, 0], starts[:, 1]
+        all_offsets = np.concatenate([np.zeros((0, 2), np.int64), *offsets])
+        self._start, self.lengths = all_offsets[:, 0], all_offsets[:, 1]
         self.begins = np.array([_is_jsonl(self._files[f]) for f in range(len(counts))], bool)[
             self._file
         ] | (self._start == 0)
@@ -88,7 +92,7 @@ class Documents:
 
     @property
     def num_documents(self) -> int:
-        """Documents these pieces make."""
+        """The number of documents that the pieces belong to."""
         return int(self.begins.sum())
 
     def __getitem__(self, index: int) -> Piece:
@@ -106,12 +110,12 @@ class Documents:
             return Piece(_decode(file.read(last - first), path), start == 0, last == size)
 
     def split(self, fraction: float) -> tuple[Documents, Documents]:
-        """(training, held-out) parts; a document stands in one of them, chosen by its name.
+        """Split into (training, held-out) documents by a hash of their names.
 
-        One single document is cut: its last pieces are held out.
+        If there is only one document, its last pieces are held out.
 
         Raises:
-            ValueError: too little text to split.
+            ValueError: there is only one piece.
         """
         document = np.cumsum(self.begins) - 1
         count = self.num_documents
@@ -129,22 +133,26 @@ class Documents:
                 f"{self._files[0]} is one document of {self.lengths[0]} bytes, too short to hold "
                 "a part of it out; set data.heldout_path"
             )
-        return self._take(~held), self._take(held)
+        return self._subset(~held), self._subset(held)
 
-    def _take(self, keep: np.ndarray) -> Documents:
-        part = object.__new__(Documents)
-        part.__dict__.update(self.__dict__)
+    def _subset(self, mask: np.ndarray) -> Documents:
+        """Return the pieces where `mask` [pieces] is True."""
+        subset = object.__new__(Documents)
+        subset.__dict__.update(self.__dict__)
         for name in ("_file", "_start", "lengths", "begins"):
-            setattr(part, name, getattr(self, name)[keep])
-        return part
+            setattr(subset, name, getattr(self, name)[mask])
+        return subset
 
     def _name(self, index: int) -> bytes:
-        # Not the whole path, so that a moved folder splits as before.
+        """The document's name, from which `split` computes a hash: folder, file and offset.
+
+        It does not contain the full path, so that a moved folder is split as before.
+        """
         file = self._files[self._file[index]]
         return f"{file.parent.name}/{file.name}:{self._start[index]}".encode()
 
     def _jsonl_text(self, line: bytes, path: Path, start: int) -> tuple[str, str]:
-        """(text, prompt) of a line."""
+        """Return (text, prompt) of a JSONL line."""
         where = f"{path}, the line at byte {start}"
         try:
             fields = json.loads(line)
@@ -152,14 +160,14 @@ class Documents:
             raise ValueError(f"{where}, is not JSON: {error}") from error
         if self.format == "alpaca":
             return alpaca(fields, where)
-        return text_under(fields, self.text_key, where), ""
+        return text_field(fields, self.text_key, where), ""
 
 
 def list_files(paths: Sequence[str | Path]) -> list[Path]:
-    """Files of these paths, folders walked in sorted order.
+    """Return the files at these paths; folders are searched in sorted order for text and JSONL files.
 
     Raises:
-        ValueError: a path that doesn't exist, a file that isn't text, or a folder without any.
+        ValueError: a path does not exist, a file is not text, or a folder has no text or JSONL file.
     """
     files: list[Path] = []
     for given in paths:
@@ -167,21 +175,27 @@ def list_files(paths: Sequence[str | Path]) -> list[Path]:
         if path.is_file():
             with open(path, "rb") as file:
                 if b"\0" in file.read(4096):
-                    raise ValueError(f"{path} is not text; accepted: text and JSONL, unpacked")
+                    raise ValueError(
+                        f"{path} is not text; accepted are text and JSONL files, not compressed"
+                    )
             files.append(path)
             continue
         if not path.is_dir():
             raise ValueError(f"data path {str(given)!r} does not exist")
         inside = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p, path))
-        found = [p for p in inside if p.suffix.lower() in TEXT_SUFFIXES + JSONL_SUFFIXES]
-        if not found:
+        readable = [p for p in inside if p.suffix.lower() in TEXT_SUFFIXES + JSONL_SUFFIXES]
+        if not readable:
             raise ValueError(
                 f"{path} is neither a token store nor a folder with text: none of its "
                 f"{len(inside)} files ends in {', '.join(TEXT_SUFFIXES + JSONL_SUFFIXES)}"
             )
-        if len(found) < len(inside):
-            logging.info("%s: %d other files left out.", path, len(inside) - len(found))
-        files += found
+        if len(readable) < len(inside):
+            logging.info(
+                "%s: %d files are skipped, which are not text or JSONL by their names.",
+                path,
+                len(inside) - len(readable),
+            )
+        files += readable
     return files
 
 
@@ -193,12 +207,14 @@ def _is_jsonl(path: Path) -> bool:
     return path.suffix.lower() in JSONL_SUFFIXES
 
 
-def _jsonl_places(path: Path) -> np.ndarray:
+def _jsonl_offsets(path: Path) -> np.ndarray:
+    """Return [lines, 2]: offset and length in bytes of each line that is not blank."""
     with open(path, "rb") as file:
-        return _places(_lines(file))
+        return _offset_array(_lines(file))
 
 
 def _lines(file: BinaryIO) -> Iterable[tuple[int, int]]:
+    """Yield (offset, length) in bytes of each line that is not blank."""
     start = 0
     for line in file:
         if not line.isspace():
@@ -206,29 +222,31 @@ def _lines(file: BinaryIO) -> Iterable[tuple[int, int]]:
         start += len(line)
 
 
-def _text_places(path: Path, piece_bytes: int | None) -> np.ndarray:
+def _text_offsets(path: Path, piece_bytes: int | None) -> np.ndarray:
+    """Return [pieces, 2]: offset and length in bytes of the file's equal pieces, before `_cut` moves their borders."""
     size = path.stat().st_size
     step = piece_bytes or max(size, 1)
-    return _places((start, min(step, size - start)) for start in range(0, size, step))
+    return _offset_array((start, min(step, size - start)) for start in range(0, size, step))
 
 
-def _places(pairs: Iterable[tuple[int, int]]) -> np.ndarray:
+def _offset_array(pairs: Iterable[tuple[int, int]]) -> np.ndarray:
     return np.array(list(pairs), np.int64).reshape(-1, 2)
 
 
-def _cut(file: BinaryIO, place: int, size: int) -> int:
-    """The first line's start at or after `place`, or a character's where the line is long."""
-    if place <= 0 or place >= size:
-        return min(max(place, 0), size)
-    file.seek(place - 1)
+def _cut(file: BinaryIO, offset: int, size: int) -> int:
+    """Return the offset of the first line that begins at or after `offset`, or of a character if the line is long."""
+    if offset <= 0 or offset >= size:
+        return min(max(offset, 0), size)
+    file.seek(offset - 1)
     ahead = file.read(_NEWLINE_SEARCH)
     newline = ahead.find(b"\n")
     if newline >= 0:
-        return place + newline
-    continues = 0
-    while continues < 3 and continues + 1 < len(ahead) and ahead[continues + 1] & 0xC0 == 0x80:
-        continues += 1
-    return place + continues
+        return offset + newline
+    # Skip the continuation bytes of a UTF-8 character.
+    skipped = 0
+    while skipped < 3 and skipped + 1 < len(ahead) and ahead[skipped + 1] & 0xC0 == 0x80:
+        skipped += 1
+    return offset + skipped
 
 
 def _decode(raw: bytes, path: Path) -> str:
@@ -237,7 +255,7 @@ def _decode(raw: bytes, path: Path) -> str:
     except UnicodeDecodeError as error:
         logging.log_first_n(
             logging.WARNING,
-            "%s is not UTF-8 (%s); the tokenizer 'bytes' keeps wrong bytes, others read U+FFFD.",
+            "%s is not UTF-8 (%s); the tokenizer 'bytes' encodes invalid bytes unchanged, others replace them by U+FFFD.",
             10,
             path,
             error,

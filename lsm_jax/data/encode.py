@@ -1,4 +1,4 @@
-"""Documents to store rows: ids by one process or by several, in the documents' order."""
+"""Tokenise documents, in one process or several, and write the rows of a store in the documents' order."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _TASK_BYTES = 1 << 20
 
 @dataclasses.dataclass
 class Written:
-    """What one store got.
+    """Counts of what was written into a store.
 
     Attributes:
         rows: rows written.
         documents: documents read.
-        short: documents left out since they are shorter than a row.
-        longest: tokens in the longest of those.
-        tokens: tokens made, of all documents.
-        dropped: tokens that are in no row: short documents, and what is over the last full row.
+        short: documents that are not in the store because they are shorter than a row.
+        longest: tokens in the longest of the short documents.
+        tokens: tokens in all documents.
+        dropped: tokens that are in no row: those of short documents, after a row's end, or after the last full row.
     """
 
     rows: int = 0
@@ -50,71 +50,75 @@ def write_documents(
     separator: int | None,
     progress: Callable[[int, int], None] = lambda tokens, size: None,
 ) -> Written:
-    """Turns encoded pieces into rows.
+    """Make rows of the ids of documents and write them.
 
     Args:
-        documents: what the pieces are of.
-        writer: takes the rows.
-        encoded: (bytes, ids of consecutive pieces), in order.
+        documents: the documents that were encoded.
+        writer: the open store.
+        encoded: pairs (size in bytes, ids of consecutive pieces) in the order of `documents`.
         length: tokens in a row.
-        separator: documents are put end to end with this id after each; None is LongCrawl64's
-            rule: a row is one document's first `length` tokens, and shorter ones are left out.
-        progress: called with the tokens and bytes of each part.
+        separator: concatenate the documents with this id after each. None is LongCrawl64's rule: a row is the first
+            `length` tokens of one document, and shorter documents are dropped.
+        progress: called with (tokens, bytes) of each item of `encoded`.
+
+    Raises:
+        ValueError: there is no full row.
     """
-    done = Written(documents=documents.num_documents)
+    counts = Written(documents=documents.num_documents)
     carry = np.zeros(0, np.uint32)
     index = 0
     for size, pieces in encoded:
         stream, rows = [carry], []
         for ids in pieces:
-            done.tokens += len(ids)
+            counts.tokens += len(ids)
             ends = index + 1 == len(documents) or documents.begins[index + 1]
             index += 1
             if separator is not None:
                 stream.append(np.append(ids, np.uint32(separator)) if ends else ids)
             elif len(ids) >= length:
                 rows.append(ids[:length])
-                done.dropped += len(ids) - length
+                counts.dropped += len(ids) - length
             else:
-                done.short += 1
-                done.longest = max(done.longest, len(ids))
-                done.dropped += len(ids)
+                counts.short += 1
+                counts.longest = max(counts.longest, len(ids))
+                counts.dropped += len(ids)
         if separator is not None:
             joined = np.concatenate(stream)
-            whole = len(joined) // length * length
-            carry = joined[whole:]
-            rows = list(joined[:whole].reshape(-1, length))
+            end = len(joined) // length * length
+            carry = joined[end:]
+            rows = list(joined[:end].reshape(-1, length))
         if rows:
             writer.add(np.stack(rows))
         progress(sum(map(len, pieces)), size)
-    done.rows = writer.num_rows
-    done.dropped += len(carry)
-    if not done.rows:
+    counts.rows = writer.num_rows
+    counts.dropped += len(carry)
+    if not counts.rows:
         raise ValueError(
-            f"no rows of {length} tokens: "
+            f"sequence_length={length} is longer than the text: "
             + (
-                f"all text makes only {len(carry)} tokens"
+                f"all documents together have {len(carry)} tokens"
                 if separator is not None
-                else f"the longest of {done.documents} documents has {done.longest}; "
-                "pass --pack to put documents end to end, or a shorter --sequence_length"
+                else f"the longest of {counts.documents} documents has {counts.longest}; "
+                "pass --pack to concatenate documents, or a smaller --sequence_length"
             )
         )
-    return done
+    return counts
 
 
 def encode_documents(
     parts: Sequence[Documents], tokenizer: str, *, json_escape: bool = False, num_workers: int = 1
 ) -> Generator[Iterator[tuple[int, list[np.ndarray]]]]:
-    """Ids of each part's pieces, in order, by this process or by several.
+    """Tokenise the pieces of each part, in order.
 
     Args:
-        parts: documents; each gives one iterator, to be used up before the next is asked for.
-        tokenizer: a tokenizer's name or path.
-        json_escape: escape text first.
-        num_workers: processes; 1 works in this one.
+        parts: sets of documents, such as training and held-out.
+        tokenizer: name or path of the tokenizer.
+        json_escape: JSON-escape the text before it is tokenised.
+        num_workers: number of processes; 1 works in this process.
 
     Yields:
-        Iterators of (bytes, ids of consecutive pieces).
+        For each part an iterator of (size in bytes, ids of consecutive pieces). It must be exhausted before the next
+        part's iterator is requested.
     """
     if num_workers == 1:
         loaded = load_tokenizer(tokenizer, json_escape=json_escape)
@@ -138,9 +142,10 @@ def encode_documents(
 def _in_order(
     pool: Executor, part: int, tasks: Iterable[range], ahead: int
 ) -> Iterator[tuple[int, list[np.ndarray]]]:
+    """Yield the results of the tasks in order, with at most `ahead` tasks submitted."""
     running: deque = deque()
     for task in tasks:
-        running.append(pool.submit(_work, part, task))
+        running.append(pool.submit(_encode_in_worker, part, task))
         if len(running) == ahead:
             yield running.popleft().result()
     while running:
@@ -148,6 +153,7 @@ def _in_order(
 
 
 def _tasks(documents: Documents) -> Iterator[range]:
+    """Yield ranges of consecutive pieces, each of about `_TASK_BYTES` or one piece."""
     start, size = 0, 0
     for i, length in enumerate(documents.lengths.tolist()):
         size += length
@@ -170,20 +176,20 @@ _worker: tuple[Sequence[Documents], Tokenizer] | None = None
 
 def _start_worker(parts: Sequence[Documents], tokenizer: str, json_escape: bool) -> None:
     global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker = parts, load_tokenizer(tokenizer, json_escape=json_escape)
 
 
 def _end_with_parent() -> None:
-    # A pool's workers would else wait forever for a parent that was killed.
+    # Without this, a worker would wait forever for a parent that was killed.
     parent = parent_process()
     if parent is not None:
         parent.join()
         os._exit(1)
 
 
-def _work(part: int, task: range) -> tuple[int, list[np.ndarray]]:
+def _encode_in_worker(part: int, task: range) -> tuple[int, list[np.ndarray]]:
     assert _worker is not None
     return _encode(_worker[0][part], _worker[1], task)

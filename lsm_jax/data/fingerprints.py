@@ -1,4 +1,4 @@
-"""What training data looks like from outside, so that a run goes on on the data it began with."""
+"""Fingerprints of training data, by which a resumed run checks that its data are the same as before."""
 
 from __future__ import annotations
 
@@ -12,33 +12,36 @@ from lsm_jax.data.sources import locate
 from lsm_jax.data.store import is_store
 from lsm_jax.data.tokenizers import load_tokenizer
 
-_MOST_NAMES = 10_000  # of more files, a digest of names and sizes is kept
-_SHOWN = 3
+_MOST_NAMES = 10_000  # for more files, store a digest of names and sizes
+_SHOWN = 3  # file names per line of a message
 
 
 def fingerprint(config: DataConfig) -> dict[str, Any]:
-    """Names and sizes of the training data's files, a store's metadata and the tokenizer's name; no content is read.
+    """Return names and sizes of the training data's files, a store's metadata and the tokenizer's name.
+
+    The contents of the files are not read.
 
     Returns:
-        JSON values: kind, tokenizer, bytes, files (sizes by name within `config.path`, or a digest), and a store's metadata.
+        A dict of JSON values: kind, tokenizer, bytes, files (size of each file by its name relative to `config.path`, or
+        a digest of them), and for a store its .zarray and .zattrs.
 
     Raises:
-        ValueError: nothing there, or no tokenizer.
+        ValueError: the path or the tokenizer does not exist.
     """
     path, _ = locate(config, heldout=False)
     if is_store(path):
         files = [p for p in path.rglob("*") if p.is_file()]
-        about: dict[str, Any] = {"kind": "token store"}
+        description: dict[str, Any] = {"kind": "token store"}
         for name in (".zarray", ".zattrs"):
             if (path / name).is_file():
-                about[name] = json.loads((path / name).read_text())
+                description[name] = json.loads((path / name).read_text())
     else:
         files = list_files([path])
-        about = {"kind": "text"}
+        description = {"kind": "text"}
     root = path if path.is_dir() else path.parent
     sizes = {p.relative_to(root).as_posix(): p.stat().st_size for p in sorted(files)}
     return {
-        **about,
+        **description,
         "tokenizer": load_tokenizer(config.tokenizer, json_escape=config.json_escape).name,
         "bytes": sum(sizes.values()),
         "files": sizes
@@ -48,7 +51,7 @@ def fingerprint(config: DataConfig) -> dict[str, Any]:
 
 
 def fingerprint_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """How two fingerprints differ, a line each."""
+    """Return one line for each difference between two fingerprints."""
     before, after = old.get("files"), new.get("files")
     lines = [
         f"{name}: {old.get(name, '(absent)')} -> {new.get(name, '(absent)')}"
@@ -58,9 +61,9 @@ def fingerprint_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     if isinstance(before, dict) and isinstance(after, dict):
         both = before.keys() & after.keys()
         groups = {
-            "gone": before.keys() - after.keys(),
-            "new": after.keys() - before.keys(),
-            "of another size": {name for name in both if before[name] != after[name]},
+            "missing files": before.keys() - after.keys(),
+            "new files": after.keys() - before.keys(),
+            "files whose size changed": {name for name in both if before[name] != after[name]},
         }
         lines += [
             f"{what}: {', '.join(sorted(names)[:_SHOWN])}"
@@ -69,5 +72,5 @@ def fingerprint_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
             if names
         ]
     elif before != after:
-        lines.append("names or sizes of its files")
+        lines.append("names or sizes of files changed")
     return lines

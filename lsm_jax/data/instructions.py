@@ -1,4 +1,4 @@
-"""Instructions with answers, in the prompts that models are tuned with."""
+"""Format instructions and answers with the prompt templates of instruction tuning."""
 
 from __future__ import annotations
 
@@ -8,32 +8,44 @@ _FIRST = "Below is an instruction that describes a task"
 _LAST = "Write a response that appropriately completes the request.\n\n### Instruction:\n"
 
 
-def text_under(fields: Any, name: str, where: str) -> str:
-    """The text that a line of JSON has under a name; ValueError, which names the line, if it has none there."""
-    if not isinstance(fields, dict) or name not in fields:
-        has = sorted(fields) if isinstance(fields, dict) else type(fields).__name__
-        raise ValueError(f"{where}, has no text under {name!r}; it has {has}")
+def text_field(fields: Any, name: str, where: str) -> str:
+    """Return the text in the field `name` of a JSON object.
+
+    Args:
+        fields: the parsed line of a file.
+        name: the field.
+        where: names the line in error messages.
+
+    Raises:
+        ValueError: `fields` is no object, or its field is missing or no string.
+    """
+    if not isinstance(fields, dict):
+        raise ValueError(
+            f"{where}, is a {type(fields).__name__}; accepted is an object with {name!r}"
+        )
+    if name not in fields:
+        raise ValueError(f"{where}, has no field {name!r}; its fields are {sorted(fields)}")
     if not isinstance(fields[name], str):
-        raise ValueError(f"{where}, has {fields[name]!r} under {name!r}; accepted is text")
+        raise ValueError(f"{where}, has {name!r}={fields[name]!r}; accepted is a string")
     return fields[name]
 
 
 def alpaca(fields: Any, where: str) -> tuple[str, str]:
-    """(answer, prompt) in Stanford Alpaca's two templates, with and without an input.
+    """Return (answer, prompt) by Stanford Alpaca's templates: one for instructions with an input, one for those without.
 
     Args:
-        fields: of a line: instruction, output, and input, which may be empty or absent.
-        where: the line, for messages.
+        fields: the parsed line of a file: instruction, output, and input, which may be empty or absent.
+        where: names the line in error messages.
 
     Raises:
-        ValueError: a field that is missing or no string.
+        ValueError: a field is missing or no string.
     """
-    instruction = text_under(fields, "instruction", where)
-    given = text_under(fields, "input", where) if "input" in fields else ""
-    answer = text_under(fields, "output", where)
+    instruction = text_field(fields, "instruction", where)
+    given = text_field(fields, "input", where) if "input" in fields else ""
+    answer = text_field(fields, "output", where)
     context = ", paired with an input that provides further context" if given else ""
-    about = f"\n\n### Input:\n{given}" if given else ""
+    input_section = f"\n\n### Input:\n{given}" if given else ""
     return (
         answer,
-        f"{_FIRST}{context}. {_LAST}{instruction}{about}\n\n### Response:\n",
+        f"{_FIRST}{context}. {_LAST}{instruction}{input_section}\n\n### Response:\n",
     )

@@ -12,9 +12,9 @@ from collections.abc import Callable
 import grain
 import numpy as np
 
+from lsm_jax.data.arguments import bos_id_of, check_arguments
 from lsm_jax.data.config import DataConfig
 from lsm_jax.data.documents import Documents
-from lsm_jax.data.entrance import bos_id_of, entrance
 from lsm_jax.data.order import ColumnOrder, permutation
 from lsm_jax.data.packing import document_tokens, packed_rows
 from lsm_jax.data.rows import StoreBatches
@@ -38,28 +38,29 @@ def make_train_iterator(
     shard_count: int = 1,
     vocab_size: int | None = None,
 ) -> grain.DatasetIterator:
-    """Endless training batches of this host.
+    """Return an endless iterator over this host's training batches.
 
-    Step n's global batch is the same for any `shard_count` that divides the batch; host h has
-    rows [h B/H, (h+1) B/H) of it. `get_state` and `set_state` resume exactly. A store's state is
-    the step alone, so it resumes on any number of hosts too.
+    The global batch of a step, B rows, is the same for any number of hosts H that divides B; host h has its rows
+    [h B/H, (h+1) B/H). `get_state` and `set_state` resume exactly. The state of a store is only its step, so it can be
+    resumed on another number of hosts.
 
     Args:
-        config: what to read.
+        config: the data.
         tokenizer: None loads `config.tokenizer`.
-        global_batch_size: rows of all hosts' batches together.
-        seed: of the shuffled order.
-        shard_index, shard_count: this host among all, e.g. `jax.process_index()`, `_count()`.
-        vocab_size: the model's; None takes the tokenizer's.
+        global_batch_size: B, the rows of all hosts' batches together.
+        seed: seed of the shuffled order.
+        shard_index: number of this host, such as `jax.process_index()`.
+        shard_count: H, such as `jax.process_count()`.
+        vocab_size: vocabulary of the model; None is the tokenizer's.
 
     Returns:
-        Iterator of dicts, leading axis B/H: tokens, labels int32, loss_mask float32, and for
-        packed rows segment_ids and positions int32, each [B/H, T].
+        An iterator of dicts of arrays [B/H, T]: tokens and labels in int32, loss_mask in float32, and for packed rows
+        segment_ids and positions in int32.
 
     Raises:
-        ValueError: bad config, store, tokenizer, text or shards.
+        ValueError: config, store, tokenizer, text or shards are not accepted.
     """
-    tokenizer, rows_of, vocab_size = entrance(
+    tokenizer, rows_of, vocab_size = check_arguments(
         config, tokenizer, global_batch_size, shard_index, shard_count, vocab_size
     )
     source = open_store(config, heldout=False)
@@ -75,17 +76,17 @@ def make_train_iterator(
     count = len(documents)
     lanes = 1 if config.shuffle else math.gcd(count, global_batch_size)
     _check_some_text(documents, config, tokenizer, where=f"data.path={config.path!r}", lanes=lanes)
-    # Short text gives lanes of several epochs at once.
+    # If there are fewer documents than rows, the lanes read several epochs at the same time.
     order = functools.lru_cache(global_batch_size // count + 3)(
         functools.partial(permutation, count, seed)
     )
     lanes = []
     for lane in range(global_batch_size)[rows_of]:
-        place = functools.partial(
-            _document_of, count, global_batch_size, lane, order if config.shuffle else None
+        index_of = functools.partial(
+            _document_index, count, global_batch_size, lane, order if config.shuffle else None
         )
-        pieces = grain.MapDataset.range(_ENDLESS // global_batch_size - 1).map(place)
-        pieces = pieces.map(functools.partial(_piece, documents, tokenizer, config))
+        pieces = grain.MapDataset.range(_ENDLESS // global_batch_size - 1).map(index_of)
+        pieces = pieces.map(functools.partial(_piece_tokens, documents, tokenizer, config))
         lanes.append(packed_rows(_serial(pieces), config.sequence_length, config.packing))
     dataset = LaneBatches(lanes, shard=(shard_index, shard_count), num_threads=config.num_threads)
     return _prefetched(config, dataset)
@@ -101,25 +102,25 @@ def make_eval_iterator(
     vocab_size: int | None = None,
     remainder: str = "error",
 ) -> grain.DatasetIterator:
-    """Batches of the held-out data, each sequence once, in stored or listed order.
+    """Return an iterator over the batches of the held-out data, each sequence once, in stored or listed order.
 
     Args:
         config, tokenizer, global_batch_size, shard_index, shard_count, vocab_size: as in
             `make_train_iterator`.
-        remainder: what to do where the batch doesn't divide a store's sequences: "error", or
-            "pad" the last batch with rows whose loss_mask (and segment_ids) is 0. Packed text
-            is always padded: how many rows it makes is known only at its end.
+        remainder: what to do if the batch size does not divide the number of sequences in a store: "error", or "pad" the
+            last batch with rows whose loss_mask (and segment_ids) is 0. Packed text is always padded, since its number
+            of rows is only known at its end.
 
     Returns:
-        A finite iterator of the same dicts.
+        A finite iterator of dicts as in `make_train_iterator`.
 
     Raises:
-        ValueError: as for training, and where a store's length or (unless padded) number of
-            sequences isn't a multiple of the row length or batch: nothing is left out.
+        ValueError: as in `make_train_iterator`; also if the row length does not divide a store's length, or, with
+            remainder="error", the batch size does not divide its number of sequences. No token is skipped.
     """
     if remainder not in REMAINDERS:
         raise ValueError(f"remainder={remainder!r}; accepted: {', '.join(map(repr, REMAINDERS))}")
-    tokenizer, rows_of, vocab_size = entrance(
+    tokenizer, rows_of, vocab_size = check_arguments(
         config, tokenizer, global_batch_size, shard_index, shard_count, vocab_size
     )
     source = open_store(config, heldout=True)
@@ -130,14 +131,13 @@ def make_eval_iterator(
         if store.length % config.sequence_length:
             raise ValueError(
                 f"data.sequence_length={config.sequence_length} does not divide the length "
-                f"{store.length} of {store.path}; evaluation leaves no token out"
+                f"{store.length} of the documents in {store.path}; evaluation must read every token"
             )
         total = count * columns
         if total % global_batch_size and remainder == "error":
             raise ValueError(
-                f"{store.path} has {total} held-out sequences of {config.sequence_length}, not a "
-                f"multiple of the global batch {global_batch_size}; choose a batch that divides "
-                "them, or remainder='pad'"
+                f"global_batch_size={global_batch_size} does not divide the {total} held-out sequences of "
+                f"{config.sequence_length} tokens in {store.path}; choose a batch size that does, or remainder='pad'"
             )
         order = ColumnOrder(count, columns, multiple=1)
         batches = store_batches(
@@ -150,26 +150,35 @@ def make_eval_iterator(
         where = f"the held-out part of data.path={config.path!r}"
     _check_some_text(documents, config, tokenizer, where=where)
     pieces = grain.MapDataset.range(len(documents)).map(
-        functools.partial(_piece, documents, tokenizer, config)
+        functools.partial(_piece_tokens, documents, tokenizer, config)
     )
     rows = packed_rows(_serial(pieces), config.sequence_length, config.packing)
     dataset = OrderedBatches(rows, global_batch_size=global_batch_size, rows_of=rows_of)
     return _prefetched(config, dataset)
 
 
-def _document_of(
+def _document_index(
     count: int,
     batch: int,
     lane: int,
     order: Callable[[int], np.ndarray] | None,
-    place: int,
+    n: int,
 ) -> int:
-    """The document at a place of a lane: of the endless list of epochs, lanes take turns."""
-    epoch, index = divmod(place * batch + lane, count)
+    """Return the index of the n-th piece of a lane: lane j has items j, j + B, j + 2B, ... of the epochs in sequence.
+
+    Args:
+        count: pieces in an epoch.
+        batch: B, the number of lanes.
+        lane: j.
+        order: the permutation of each epoch; None is the listed order.
+        n: position in the lane.
+    """
+    epoch, index = divmod(n * batch + lane, count)
     return index if order is None else int(order(epoch)[index])
 
 
-def _piece(documents: Documents, tokenizer: Tokenizer, config: DataConfig, index: int):
+def _piece_tokens(documents: Documents, tokenizer: Tokenizer, config: DataConfig, index: int):
+    """Return tokens and labels of a piece by the config's rules, or None if it predicts nothing."""
     bos_id = bos_id_of(config, tokenizer)
     end_id = bos_id if config.format == "text" else tokenizer.eos_id
     return document_tokens(
@@ -185,35 +194,41 @@ def _piece(documents: Documents, tokenizer: Tokenizer, config: DataConfig, index
 def _check_some_text(
     documents: Documents, config: DataConfig, tokenizer: Tokenizer, *, where: str, lanes: int = 1
 ) -> None:
-    """Raise ValueError where one of `lanes`, which take documents in turn, has no text: it would never give a first row."""
+    """Raise ValueError if every document of a lane is empty, since the lane would search for its first row forever."""
     for lane in range(lanes):
-        own = range(lane, len(documents), lanes)
-        if all(_piece(documents, tokenizer, config, i) is None for i in own):
+        indices = range(lane, len(documents), lanes)
+        if all(_piece_tokens(documents, tokenizer, config, i) is None for i in indices):
             which = ""
             if lanes > 1:
-                which = f" of number {lane} modulo {lanes}, which data.shuffle=False gives to one row of a batch,"
+                which = (
+                    f" whose number modulo {lanes} is {lane} (with data.shuffle=False, "
+                    "one row of each batch reads only these)"
+                )
             raise ValueError(f"no text in {where}: every document{which} is empty")
 
 
 def _serial(pieces: grain.MapDataset) -> grain.IterDataset:
+    """Read the pieces in the calling thread."""
     return pieces.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
 
 
 def _step_iterator(config: DataConfig, batches: StoreBatches, steps: int) -> grain.DatasetIterator:
+    """Return an iterator over the batches of steps 0, 1, ..., made by the config's threads."""
     options = grain.ReadOptions(
         num_threads=config.num_threads,
         prefetch_buffer_size=config.prefetch if config.num_threads else 0,
     )
-    return _opened(grain.MapDataset.range(steps).map(batches).to_iter_dataset(options))
+    return _open(grain.MapDataset.range(steps).map(batches).to_iter_dataset(options))
 
 
 def _prefetched(config: DataConfig, dataset: grain.IterDataset) -> grain.DatasetIterator:
     if config.num_threads and config.prefetch:
         dataset = Prefetched(dataset, config.prefetch)
-    return _opened(dataset)
+    return _open(dataset)
 
 
-def _opened(dataset: grain.IterDataset) -> grain.DatasetIterator:
+def _open(dataset: grain.IterDataset) -> grain.DatasetIterator:
+    """Return an iterator that is closed when the interpreter exits."""
     iterator = iter(dataset)
     _open_iterators.add(iterator)
     return iterator
@@ -221,6 +236,6 @@ def _opened(dataset: grain.IterDataset) -> grain.DatasetIterator:
 
 @atexit.register
 def _close_all() -> None:
-    # Grain's threads print tracebacks if they are still at work when the interpreter goes.
+    # Grain's threads print tracebacks if they still run when the interpreter exits.
     for iterator in list(_open_iterators):
         iterator.close()

@@ -1,7 +1,7 @@
-"""Needle in a haystack: one fact hidden in long text, and a question about it at the end.
+"""Needle in a haystack: a fact hidden in a long text, and a question about it at the end.
 
-The protocol is that of the Forgetting Transformer's evaluation (arXiv 2503.02130), on any text or store; the sentences here
-are our own and every one can be replaced.
+The protocol is that of the Forgetting Transformer's evaluation (arXiv 2503.02130), on any text or store. The default
+sentences are not the published ones; all of them are fields of the config.
 """
 
 # No `from __future__ import annotations`: config flags read the fields' types as objects.
@@ -11,34 +11,35 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lsm_jax.data.arguments import bos_id_of
 from lsm_jax.data.config import DataConfig
-from lsm_jax.data.entrance import bos_id_of
 from lsm_jax.data.sources import open_documents, open_store
 from lsm_jax.data.tokenizers import Tokenizer
 
 MODES = ("easy", "standard")
-_READ = 1 << 16  # tokens read of a store at a time
+_BLOCK = 1 << 16  # tokens of a store to read at a time
 
 
 @dataclasses.dataclass(kw_only=True)
 class NeedleConfig:
-    """What is hidden, where, and what is asked.
+    """The needle, its places in the text, and the question.
 
-    The needle is a line of its own, `cue answer.`; in mode "easy" the question stands in front of it. After the text come
-    `instruction`, `question` and `cue`, and the model is to go on with `answer`.
+    The needle is the line `<cue> <answer>.`; in mode "easy" the question precedes it in the same line. After the text follow
+    `instruction`, `question` and `cue`. The model must continue with `answer`.
 
     Attributes:
-        lengths: tokens of prompt and answer together. Empty: a quarter, half, one and two training lengths, as far as they
-            hold the question. Published: 1000, 4100, ..., 32000.
-        depths: where the needle stands, in percent of the text; it moves back to the full stop before.
-        modes: of "easy" and "standard".
-        samples: stretches of text tried for each length, depth and mode.
-        buffer: tokens that the text and needle leave of the length; None is what the rest needs. Published: 200.
-        new_tokens: the most tokens to generate; None is twice the answer's.
-        question: asked after the text.
-        cue: how the answer begins, given to the model.
-        answer: what is looked for.
-        instruction: said ahead of the question.
+        lengths: tokens of prompt and answer together. Empty: a quarter, half, one and two training lengths, if they are
+            long enough for the question. Published: 1000, 4100, ..., 32000.
+        depths: positions of the needle in percent of the text; it is inserted after the last full stop before that position.
+        modes: "easy", "standard" or both.
+        samples: number of excerpts of the text for each length, depth and mode.
+        buffer: tokens of the length that are reserved for the question and answer; None is as many as they require.
+            Published: 200.
+        new_tokens: maximum number of tokens to generate; None is twice the answer's.
+        question: follows the text.
+        cue: the beginning of the answer, which is part of the prompt.
+        answer: the text to find in the model's continuation.
+        instruction: precedes the question.
     """
 
     lengths: tuple[int, ...] = ()
@@ -53,21 +54,21 @@ class NeedleConfig:
     instruction: str = "One line of this text has nothing to do with the rest. Recall it to answer."
 
     def validate(self) -> None:
-        """Checks the values.
+        """Check the values.
 
         Raises:
-            ValueError: names the field, what was given and what is accepted.
+            ValueError: a value is not accepted; the message names the field, the value and what is accepted.
         """
         for name in ("lengths", "depths", "modes"):
             values = getattr(self, name)
             if len(set(values)) != len(values) or not (values or name == "lengths"):
                 raise ValueError(
-                    f"needle.{name}={values}; accepted are different values, at least one"
+                    f"needle.{name}={values}; accepted are values that are all different, at least one"
                 )
         if any(not isinstance(n, int) or n < 1 for n in self.lengths):
             raise ValueError(f"needle.lengths={self.lengths}; accepted are integers from 1")
         if any(not isinstance(d, int | float) or not 0 <= d <= 100 for d in self.depths):
-            raise ValueError(f"needle.depths={self.depths}; accepted are percents from 0 to 100")
+            raise ValueError(f"needle.depths={self.depths}; accepted are percentages from 0 to 100")
         if not set(self.modes) <= set(MODES):
             raise ValueError(f"needle.modes={self.modes}; accepted: {', '.join(MODES)}")
         for name in ("samples", "buffer", "new_tokens"):
@@ -76,18 +77,20 @@ class NeedleConfig:
                 raise ValueError(f"needle.{name}={value}; it must be at least 1")
         for name in ("question", "cue", "answer"):
             if not getattr(self, name).strip():
-                raise ValueError(f"needle.{name}={getattr(self, name)!r}; accepted is some text")
+                raise ValueError(
+                    f"needle.{name}={getattr(self, name)!r}; accepted is a text that is not empty"
+                )
 
 
 class NeedlePrompt(NamedTuple):
-    """One prompt.
+    """One prompt, with or without the needle.
 
     Attributes:
         mode: "easy" or "standard"; "" without the needle.
-        depth: percent as asked for; NaN without the needle.
-        sample: number of the stretch of text.
-        place: tokens of text in front of the needle; -1 without.
-        tokens: int32 [P].
+        depth: the requested depth in percent; NaN without the needle.
+        sample: number of the excerpt.
+        place: number of tokens of text before the needle; -1 without it.
+        tokens: int32 [P], the prompt.
     """
 
     mode: str
@@ -98,23 +101,23 @@ class NeedlePrompt(NamedTuple):
 
 
 class NeedleTask:
-    """The prompts of a config in one tokenizer's ids.
+    """The prompts of a config, as ids of one tokenizer.
 
     Attributes:
-        answer: int32 [A], the ids to find after a prompt.
-        new_tokens: how many to generate.
+        answer: int32 [A], the ids of the answer after a prompt.
+        new_tokens: maximum number of tokens to generate.
     """
 
     def __init__(self, config: NeedleConfig, tokenizer: Tokenizer, *, bos_id: int | None):
-        """Tokenises the texts.
+        """Tokenise the needle, question and answer.
 
         Args:
-            config: validated.
-            tokenizer: of the model.
-            bos_id: in front of every prompt; None for none.
+            config: the task; it is validated.
+            tokenizer: the model's tokenizer.
+            bos_id: id in front of every prompt; None adds none.
 
         Raises:
-            ValueError: a config that is not accepted, or a buffer that does not hold the question and answer.
+            ValueError: the config is not accepted, or its buffer is too small for the question and answer.
         """
         config.validate()
         self.config, self.tokenizer = config, tokenizer
@@ -124,34 +127,39 @@ class NeedleTask:
         self._needles[""] = _ids([])
         self._bos = _ids([] if bos_id is None else [bos_id])
         end = f"\n\n{config.instruction}\n{config.question} {config.cue}"
-        alone, whole = tokenizer.encode(end), tokenizer.encode(f"{end} {config.answer}")
-        # The answer begins where its tokens do: a tokenizer may join its first ones to the question's last.
-        pairs = enumerate(zip(alone, whole, strict=False))
-        cut = next((i for i, (a, b) in pairs if a != b), min(len(alone), len(whole)))
-        self._end, self.answer = _ids(whole[:cut]), _ids(whole[cut:])
+        without_answer = tokenizer.encode(end)
+        with_answer = tokenizer.encode(f"{end} {config.answer}")
+        # A tokenizer may merge the end of the question with the answer: the answer begins at the first id that differs.
+        pairs = enumerate(zip(without_answer, with_answer, strict=False))
+        shorter = min(len(without_answer), len(with_answer))
+        cut = next((i for i, (a, b) in pairs if a != b), shorter)
+        self._end, self.answer = _ids(with_answer[:cut]), _ids(with_answer[cut:])
         self.new_tokens = config.new_tokens or 2 * len(self.answer)
-        needed = len(self._bos) + len(self._end) + self.answer_room
-        self._buffer = config.buffer or needed
-        if self._buffer < needed:
+        required = len(self._bos) + len(self._end) + self.answer_room
+        self._buffer = config.buffer or required
+        if self._buffer < required:
             raise ValueError(
-                f"needle.buffer={config.buffer}; the question and answer need {needed} tokens"
+                f"needle.buffer={config.buffer}; the question and answer require at least {required} tokens"
             )
 
     @property
     def answer_room(self) -> int:
-        """Tokens that follow a prompt at most."""
+        """The maximum number of tokens after a prompt."""
         return max(len(self.answer), self.new_tokens)
 
     @property
     def shortest(self) -> int:
-        """The least length that holds the question, needle and answer, and a token of text."""
+        """The smallest length that is enough for the question, needle, answer and one token of text."""
         return self._buffer + max(map(len, self._needles.values())) + 1
 
     def lengths(self, train_length: int) -> list[int]:
-        """The lengths to try, ascending.
+        """Return the lengths to evaluate, ascending.
+
+        Args:
+            train_length: the row length of the run, for the default lengths.
 
         Raises:
-            ValueError: one that is too short, or a training length none can be made of.
+            ValueError: a length is too short for the needle and question, or all default lengths are.
         """
         if not self.config.lengths:
             given = [int(train_length * times) for times in (0.25, 0.5, 1, 2)]
@@ -160,21 +168,23 @@ class NeedleTask:
             given = lengths = sorted(self.config.lengths)
         if not lengths or lengths[0] < self.shortest:
             raise ValueError(
-                f"needle.lengths={','.join(map(str, given))}; with this tokenizer the needle and question take "
-                f"{self.shortest} tokens at least"
+                f"needle.lengths={','.join(map(str, given))}; with this tokenizer the needle and question require "
+                f"at least {self.shortest} tokens"
             )
         return lengths
 
     def text_length(self, length: int) -> int:
-        """Tokens of text, needle included, in a prompt of this length."""
+        """Return the number of tokens of text and needle in a prompt of this length."""
         return length - self._buffer
 
     def prompts(self, text: np.ndarray, length: int) -> list[NeedlePrompt]:
-        """Every prompt of one length, all of as many tokens: without the needle, then by mode, depth and sample.
+        """Return all prompts of one length, which have the same number of tokens.
+
+        The first ones have no needle; the others are ordered by mode, depth and sample.
 
         Args:
-            text: int32 [samples, text_length of the longest length, or more].
-            length: of `lengths`.
+            text: int32 [samples, at least `text_length` of the longest length], the excerpts.
+            length: one of `lengths`.
         """
         size = self.text_length(length)
         stops = np.array([self._stops(row[:size]) for row in text])
@@ -200,7 +210,7 @@ class NeedleTask:
         return NeedlePrompt(mode, depth, sample, place, np.concatenate(parts))
 
     def _stops(self, text: np.ndarray) -> np.ndarray:
-        """Whether each token ends in a full stop."""
+        """Return bool [T]: whether the text of each token ends with a full stop."""
         ids, where = np.unique(text, return_inverse=True)
         ends = [self.tokenizer.decode([i]).rstrip().endswith(".") for i in ids.tolist()]
         return np.array(ends, bool)[where]
@@ -209,30 +219,30 @@ class NeedleTask:
 def haystack_tokens(
     data: DataConfig, tokenizer: Tokenizer, number: int, *, vocab_size: int
 ) -> np.ndarray:
-    """The first tokens of the held-out data, documents end to end without their BOS.
+    """Return the first tokens of the held-out data: its documents concatenated, without BOS.
 
     Args:
-        data: where the text is; a store or text.
-        tokenizer: the store's.
-        number: tokens wanted.
-        vocab_size: the model's.
+        data: a store or text.
+        tokenizer: the tokenizer of the model and the store.
+        number: number of tokens to return.
+        vocab_size: vocabulary of the model.
 
     Returns:
-        int32 [number], or fewer where there are no more.
+        int32 [number], or fewer if the data are shorter.
 
     Raises:
-        ValueError: no data, data of another tokenizer, or nothing in it but BOS.
+        ValueError: the data do not exist, have another tokenizer, or contain nothing but BOS.
     """
     data.validate()
     bos_id, source = bos_id_of(data, tokenizer), open_store(data, heldout=True)
-    parts, found = [], 0
+    parts, total = [], 0
     if source is not None:
         store, first, count = source
         store.check_tokenizer(tokenizer)
         blocks = (
-            store.read(row, start, min(_READ, store.length - start), vocab_size=vocab_size)[0]
+            store.read(row, start, min(_BLOCK, store.length - start), vocab_size=vocab_size)[0]
             for row in range(first, first + count)
-            for start in range(0, store.length, _READ)
+            for start in range(0, store.length, _BLOCK)
         )
     else:
         documents = open_documents(data, heldout=True)
@@ -242,12 +252,14 @@ def haystack_tokens(
         )
     for block in blocks:
         parts.append(block if bos_id is None else block[block != bos_id])
-        found += parts[-1].size
-        if found >= number:
+        total += parts[-1].size
+        if total >= number:
             break
     text = np.concatenate(parts)[:number]
     if not text.size:
-        raise ValueError(f"no text in {data.heldout_path or data.path!r} to hide a needle in")
+        raise ValueError(
+            f"{data.heldout_path or data.path!r} has no text; the needle task requires some"
+        )
     return text
 
 

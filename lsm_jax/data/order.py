@@ -1,7 +1,8 @@
-"""The order of a store's sequences, as functions of the sequence's number.
+"""The order in which a store's sequences are read, as functions of a sequence's number.
 
-Number n is place n % B of global batch n // B. Orders know nothing of hosts: each host asks for
-the numbers of its own places, so the global batches are the same for any number of hosts.
+A store is a grid of sequences: documents x blocks, where block c of a document is its tokens [c T, (c+1) T). Sequence n is row
+n % B of the global batch n // B. An order does not depend on the number of hosts: each host computes it for the numbers of
+its rows, so the global batches are the same for any number of hosts.
 """
 
 from __future__ import annotations
@@ -12,28 +13,34 @@ import numpy as np
 
 
 class ColumnOrder:
-    """LongCrawl64's published order: all documents' first block, then all their second, ...
+    """LongCrawl64's published order: the first block of all documents, then the second block of all, ...
 
-    `column = i // groups`, `row = i % groups` for batch i, where a group is `multiple` documents
-    (forgetting_transformer, datamodule/longcrawl64.py); documents over the last full group are
-    left out. Epochs repeat.
+    Batch i reads block `i // groups` of the documents in group `i % groups`, where a group is `multiple` documents
+    (forgetting_transformer, datamodule/longcrawl64.py). Documents after the last full group are not read. All epochs are
+    the same.
     """
 
     def __init__(self, num_documents: int, num_columns: int, *, multiple: int):
+        """Define the order.
+
+        Args:
+            num_documents, num_columns: the grid of sequences.
+            multiple: the number of documents is cut to a multiple of it; the global batch size.
+        """
         self.num_documents = num_documents // multiple * multiple
         self.sequences_per_epoch = self.num_documents * num_columns
 
     def __call__(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(documents, blocks) of the sequences of these numbers."""
+        """Return (documents, blocks) of the sequences with these numbers."""
         place = numbers % self.sequences_per_epoch
         return place % self.num_documents, place // self.num_documents
 
 
 class ShuffledOrder:
-    """A seeded order, new each epoch, that reads each storage chunk once an epoch.
+    """A seeded order that differs in each epoch and reads each storage chunk once per epoch.
 
-    Chunks are shuffled, and the sequences of `window_blocks` neighbours among them are shuffled
-    together. What is over the last full batch differs each epoch.
+    The storage chunks are shuffled; then the sequences of each `window_blocks` consecutive chunks are shuffled together.
+    The sequences after the last full batch are not read; they are others in each epoch.
     """
 
     def __init__(
@@ -46,14 +53,14 @@ class ShuffledOrder:
         window_blocks: int,
         seed: int,
     ):
-        """Sets the order.
+        """Define the order.
 
         Args:
             num_documents, num_columns: the grid of sequences.
-            multiple: the global batch; an epoch is a multiple of it.
-            block: documents and columns of the grid that lie in one storage chunk.
-            window_blocks: storage chunks mixed at once.
-            seed: same seed, same order, on any host.
+            multiple: the number of sequences in an epoch is cut to a multiple of it; the global batch size.
+            block: (documents, columns) of the grid that one storage chunk contains.
+            window_blocks: number of storage chunks that are shuffled together.
+            seed: the same seed gives the same order on every host.
         """
         self.sequences_per_epoch = num_documents * num_columns // multiple * multiple
         self._total = num_documents * num_columns
@@ -79,7 +86,7 @@ class ShuffledOrder:
         return start + permutation(size, self._seed, epoch, window)
 
     def __call__(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(documents, blocks) of the sequences of these numbers, all of one epoch."""
+        """Return (documents, blocks) of the sequences with these numbers, which must be of one epoch."""
         epoch = int(numbers[0]) // self.sequences_per_epoch
         window, offset = np.divmod(numbers - epoch * self.sequences_per_epoch, self._window)
         place = np.empty_like(offset)
@@ -88,13 +95,19 @@ class ShuffledOrder:
         shuffled, ends = self._blocks(epoch)
         slot = np.searchsorted(ends, place, side="right")
         block = shuffled[slot]
-        within = place - (ends[slot] - self._rows[block] * self._columns[block])
-        row, column = np.divmod(within, self._columns[block])
+        offset_in_block = place - (ends[slot] - self._rows[block] * self._columns[block])
+        row, column = np.divmod(offset_in_block, self._columns[block])
         return self._row_start[block] + row, self._column_start[block] + column
 
 
 def permutation(count: int, seed: int, *path: int) -> np.ndarray:
-    """A permutation of range(count), the same on every machine and numpy version."""
-    # numpy promises the bits of a bit generator, not those of `Generator.permutation`.
+    """Return a permutation of range(count), which is the same on every machine and numpy version.
+
+    Args:
+        count: length.
+        seed: the seed.
+        path: further integers, such as the epoch, that select the permutation.
+    """
+    # numpy guarantees the stream of a bit generator between versions, but not that of `Generator.permutation`.
     bits = np.random.Philox(np.random.SeedSequence([seed & (2**64 - 1), *path]))
     return np.argsort(bits.random_raw(count), kind="stable")

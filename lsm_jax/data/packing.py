@@ -1,7 +1,7 @@
-"""Rows of packed documents, by grain's packing.
+"""Pack documents into rows, by grain's packing.
 
-A document's inputs and labels are shifted before it is packed, so no row position predicts
-another document's token; `loss_mask` is 0 only at padding and where a prompt is read.
+Labels are shifted within a document before it is packed, so that no position predicts a token of another document.
+`loss_mask` is 0 only at padding and in prompts.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from grain import experimental as grain_packing
 from lsm_jax.data.documents import Documents
 from lsm_jax.data.tokenizers import Tokenizer
 
-_BINS = 8  # rows that first-fit fills at once
-_PADDING = -1  # the label of what stands between documents
-_SILENT = -2  # the label of a prompt's tokens
+_BINS = 8  # rows that first-fit fills at the same time
+_PADDING = -1  # label of padding between documents
+_PROMPT = -2  # label of the tokens of a prompt
 
 
 def document_tokens(
@@ -29,15 +29,15 @@ def document_tokens(
     end_id: int | None,
     align: int = 1,
 ) -> dict[str, np.ndarray] | None:
-    """Tokens and labels, int32 [n] each, of one piece; None where nothing is predicted.
+    """Return tokens and labels of one piece, int32 [n] each; None if it predicts no token.
 
     Args:
-        documents: where the piece is read from.
-        index: which piece.
-        tokenizer: makes the ids.
-        bos_id: put in front of a document's first piece; None puts nothing.
-        end_id: what a document's last token predicts; None: nothing.
-        align: pad to a multiple of so many tokens.
+        documents: the pieces.
+        index: number of the piece.
+        tokenizer: encodes the text.
+        bos_id: the first token of a document; None adds none.
+        end_id: the label of a document's last token; None: the last token predicts nothing.
+        align: pad to a multiple of this number of tokens.
     """
     piece = documents[index]
     ids = tokenizer.encode(piece.text)
@@ -51,7 +51,7 @@ def document_tokens(
         return None
     labels = stream[1:].copy()
     if prompt:
-        labels[: len(start) + len(prompt) - 1] = _SILENT
+        labels[: len(start) + len(prompt) - 1] = _PROMPT
     padding = (0, -labels.size % align)
     return {
         "tokens": np.pad(stream[:-1], padding),
@@ -60,7 +60,7 @@ def document_tokens(
 
 
 class _CutToRows(grain.experimental.FlatMapTransform):
-    """Cuts what is longer than a row into rows."""
+    """Cut documents that are longer than a row into rows."""
 
     max_fan_out = 1 << 30
 
@@ -73,9 +73,14 @@ class _CutToRows(grain.experimental.FlatMapTransform):
 
 
 def packed_rows(documents: grain.IterDataset, length: int, packing: str) -> grain.IterDataset:
-    """Packs `{tokens, labels}` of any length into rows.
+    """Pack documents into rows of `length` tokens.
 
-    Each piece of a document in a row is its own segment, counted from 1, positions from 0.
+    Each piece of a document in a row is one segment. Segments are numbered from 1 in a row, positions from 0 in a segment.
+
+    Args:
+        documents: dicts of tokens and labels [n], of any length n.
+        length: tokens in a row.
+        packing: "concat" or "first_fit"; see `DataConfig`.
     """
     lengths = {"tokens": length, "labels": length}
     if packing == "concat":
@@ -89,7 +94,7 @@ def packed_rows(documents: grain.IterDataset, length: int, packing: str) -> grai
 
 
 def stack_rows(rows: list[dict[str, Any]], num_rows: int) -> dict[str, np.ndarray]:
-    """A batch of the contract from packed rows; missing rows become padding (segment 0)."""
+    """Return a batch of `num_rows` rows from packed rows; missing rows become padding (segment 0)."""
 
     def stack(name: str) -> np.ndarray:
         stacked = np.zeros((num_rows, len(rows[0][name])), np.int32)
@@ -98,7 +103,7 @@ def stack_rows(rows: list[dict[str, Any]], num_rows: int) -> dict[str, np.ndarra
 
     labels, segment_ids = stack("labels"), stack("tokens_segment_ids")
     real = (segment_ids > 0) & (labels != _PADDING)
-    predicted = real & (labels != _SILENT)
+    predicted = real & (labels != _PROMPT)
     return {
         "tokens": stack("tokens"),
         "labels": np.where(predicted, labels, 0),

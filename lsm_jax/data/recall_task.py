@@ -1,4 +1,4 @@
-"""Multi-query associative recall (arXiv 2312.04927, as zoology generates it): pairs of a key and a value, then keys to answer."""
+"""Examples of multi-query associative recall (arXiv 2312.04927, as zoology generates them): key-value pairs, then queries."""
 
 # No `from __future__ import annotations`: config flags read the fields' types as objects.
 import dataclasses
@@ -12,12 +12,12 @@ NOT_ASKED = -1
 
 @dataclasses.dataclass(kw_only=True)
 class RecallTask:
-    """Examples of one length with one number of pairs.
+    """A set of examples that have the same length and number of pairs.
 
     Attributes:
         length: tokens in an example.
-        num_pairs: pairs of a key and its value; each key is asked for once.
-        num_examples: how many there are.
+        num_pairs: pairs of a key and its value; each key is queried once.
+        num_examples: number of examples.
     """
 
     length: int
@@ -26,11 +26,11 @@ class RecallTask:
 
     @property
     def name(self) -> str:
-        """What tables call it, e.g. "64x4"."""
+        """The task's name in tables and metrics: length x pairs, such as "64x4"."""
         return f"{self.length}x{self.num_pairs}"
 
     def validate(self, vocab_size: int) -> None:
-        """Raise ValueError where the task does not fit itself or the vocabulary."""
+        """Raise ValueError if the pairs do not fit into the length or the vocabulary."""
         for name in ("length", "num_pairs", "num_examples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: it must be at least 1")
@@ -38,13 +38,13 @@ class RecallTask:
             raise ValueError(f"length={self.length}: it must be even")
         if 4 * self.num_pairs > self.length:
             raise ValueError(
-                f"num_pairs={self.num_pairs}: pairs and queries take {4 * self.num_pairs} tokens of "
+                f"num_pairs={self.num_pairs}: pairs and queries require {4 * self.num_pairs} tokens, but "
                 f"length={self.length}; at most {self.length // 4} pairs are accepted"
             )
         if vocab_size // 2 <= self.num_pairs:
             raise ValueError(
-                f"vocab_size={vocab_size}: half of it less one are keys; num_pairs={self.num_pairs} "
-                f"needs a vocabulary of at least {2 * self.num_pairs + 2}"
+                f"vocab_size={vocab_size} has vocab_size // 2 - 1 keys, too few for num_pairs={self.num_pairs}, "
+                f"which requires a vocabulary of at least {2 * self.num_pairs + 2}"
             )
 
 
@@ -60,7 +60,7 @@ class RecallExamples(NamedTuple):
     targets: Int[np.ndarray, "N T"]
 
     def queries(self) -> tuple[Int[np.ndarray, "N P"], Int[np.ndarray, "N P"]]:
-        """Where each example asks, in order, and what the answers are."""
+        """Return the positions of the P queries of each example in ascending order, and their answers."""
         rows, places = np.nonzero(self.targets != NOT_ASKED)
         positions = places.reshape(len(self.tokens), -1).astype(np.int32)
         return positions, np.take_along_axis(self.targets, positions, axis=1)
@@ -76,19 +76,19 @@ def recall_examples(
 ) -> RecallExamples:
     """Draw a task's examples.
 
-    An example begins `k₁ v₁ k₂ v₂ ...`. Each key comes again `2 g` tokens after the pairs' end, where its value is the target;
-    the gaps g are drawn without replacement with weights `(g + 1)^(power - 1)`. Keys are of 1..V/2-1 and values of V/2..V-1, both
-    drawn without replacement in each example.
+    An example begins with the pairs, `k₁ v₁ k₂ v₂ ...`. Each key is repeated once, `2 g` tokens after the last pair; there its
+    value is the target. The gaps g are drawn without replacement with weights `(g + 1)^(power - 1)`. Keys are from
+    1..V/2-1 and values from V/2..V-1, both drawn without replacement in each example.
 
     Args:
         task: length, pairs and number of examples.
         vocab_size: V.
         seed: the same seed gives the same examples.
-        power: of the gaps' law; 1 is uniform, towards 0 short gaps are likelier.
-        random_fill: the remaining tokens are uniform in 0..V-1 (zoology's `random_non_queries`); else they are 0.
+        power: exponent of the distribution of gaps: 1 is uniform; the nearer to 0, the likelier short gaps are.
+        random_fill: draw the remaining tokens uniformly from 0..V-1 (zoology's `random_non_queries`); otherwise they are 0.
 
     Raises:
-        ValueError: a task that does not fit itself or the vocabulary, or a power that is not positive.
+        ValueError: the task does not fit into its length or the vocabulary, or `power` is not positive.
     """
     task.validate(vocab_size)
     if not power > 0:
@@ -99,7 +99,7 @@ def recall_examples(
     keys = 1 + _distinct(rng, number, pairs, half - 1)
     values = half + _distinct(rng, number, pairs, vocab_size - half)
 
-    # The largest of log p plus Gumbel noise, in order, are draws without replacement (arXiv 1903.06059).
+    # The largest values of log p plus Gumbel noise are draws without replacement from p (arXiv 1903.06059).
     places = (length - prefix) // 2
     log_weight = (power - 1) * np.log(np.arange(1, places + 1))
     noisy = log_weight + rng.gumbel(size=(number, places))
@@ -119,12 +119,12 @@ def recall_examples(
 
 
 def _distinct(rng: np.random.Generator, number: int, count: int, size: int) -> np.ndarray:
-    """[number, count] int32 in 0..size-1, no two of a row alike; each row uniform over all such."""
+    """Draw int32 [number, count] from 0..size-1, uniformly, without replacement in a row."""
     if 2 * count > size:
         return np.argsort(rng.random((number, size)), axis=1)[:, :count].astype(np.int32)
     drawn = rng.integers(size, size=(number, count), dtype=np.int32)
     rows = np.arange(number)
-    while len(rows):  # draw again what repeats an earlier one of its row
+    while len(rows):  # draw again each value that repeats an earlier one of its row
         part = drawn[rows]
         order = np.argsort(part, axis=1, kind="stable")
         ordered = np.take_along_axis(part, order, axis=1)

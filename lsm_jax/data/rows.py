@@ -1,4 +1,4 @@
-"""Store rows as batches."""
+"""Batches of a store's rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Order = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class StoreBatches:
-    """Batch n of a store as a function of n alone, so a stream's whole state is one integer."""
+    """The batches of a store as a function of the step, so that the state of an iterator is one integer."""
 
     def __init__(
         self,
@@ -28,18 +28,18 @@ class StoreBatches:
         separator: int | None,
         vocab_size: int,
     ):
-        """Sets the stream.
+        """Define the batches by a store and an order.
 
         Args:
-            store: where the ids are.
-            order: sequence numbers to (document, block).
-            first_document: document 0 of the order, in the store.
-            num_sequences: numbers from here on are padding rows with loss_mask 0.
-            sequence_length: columns in a block.
+            store: the open store.
+            order: maps numbers of sequences to (documents, blocks).
+            first_document: number in the store of the order's document 0.
+            num_sequences: sequences with this number or a larger one are padding rows, with loss_mask 0.
+            sequence_length: tokens in a block.
             global_batch_size: rows in a global batch.
-            rows_of: this host's rows of it.
-            bos_id: LongCrawl64's rule puts it at position 0; None: labels are moved instead.
-            separator: the id that begins a segment inside a row; None: rows are whole.
+            rows_of: this host's rows of a global batch.
+            bos_id: the token at position 0 by LongCrawl64's rule; None: no BOS, and the last position predicts nothing.
+            separator: the id that begins a segment inside a row; None: no segments.
             vocab_size: ids must be below it.
         """
         self._store, self._order, self._first_document = store, order, first_document
@@ -49,7 +49,7 @@ class StoreBatches:
         self._bos_id, self._separator, self._vocab_size = bos_id, separator, vocab_size
 
     def __call__(self, step: int) -> dict[str, np.ndarray]:
-        """The batch dict of this host at a step."""
+        """Return this host's batch of a step, as `make_train_iterator` describes it."""
         numbers = step * self._batch + self._slots
         real = numbers < self._num_sequences
         rows = np.zeros((len(numbers), self._length), np.int32)
@@ -71,12 +71,12 @@ class StoreBatches:
 
 
 def shift_rows(rows: np.ndarray, *, bos_id: int | None) -> dict[str, np.ndarray]:
-    """Inputs, labels and loss mask of whole rows.
+    """Return tokens, labels and loss mask of rows.
 
     Args:
         rows: int32 [B, T].
-        bos_id: LongCrawl64's rule: `labels = rows`, `tokens = roll(rows, 1)`, BOS at 0. None:
-            `tokens = rows`, labels are the next tokens, and the last position isn't predicted.
+        bos_id: LongCrawl64's rule: `labels = rows`, `tokens = roll(rows, 1)` with BOS at position 0. None: `tokens = rows`,
+            the labels are the next tokens, and the last position predicts nothing.
     """
     loss_mask = np.ones(rows.shape, np.float32)
     if bos_id is not None:
@@ -88,7 +88,7 @@ def shift_rows(rows: np.ndarray, *, bos_id: int | None) -> dict[str, np.ndarray]
 
 
 def row_segments(tokens: np.ndarray, separator: int) -> dict[str, np.ndarray]:
-    """Segment ids from 1 and positions from 0, int32 [B, T]; a separator begins a segment."""
+    """Return segment ids from 1 and positions from 0, int32 [B, T]; each separator begins a segment."""
     begins = tokens == separator
     begins[:, 0] = True
     place = np.arange(tokens.shape[1])

@@ -1,4 +1,4 @@
-"""From a config's paths to an opened store or list of documents, for training or held-out."""
+"""Open the store or the documents of a config, for training or for evaluation."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from lsm_jax.data.store import TokenStore, is_store
 
 
 def open_store(config: DataConfig, *, heldout: bool) -> tuple[TokenStore, int, int] | None:
-    """(store, first document, number of documents), or None where the path holds text.
+    """Return (store, first document, number of documents), or None if the path contains text.
+
+    Args:
+        config: the data.
+        heldout: return the held-out documents instead of the training documents.
 
     Raises:
-        ValueError: nothing there, not a store, or nothing held out.
+        ValueError: the path does not exist or is no store, or there are no held-out documents.
     """
     path, part = locate(config, heldout)
     if not is_store(path):
         return None
     if config.format != "text":
         raise ValueError(
-            f"data.format={config.format!r} takes JSONL files; {path} is a token store"
+            f"data.format={config.format!r} requires JSONL files, but {path} is a token store"
         )
     store = TokenStore(
         path,
@@ -33,18 +37,18 @@ def open_store(config: DataConfig, *, heldout: bool) -> tuple[TokenStore, int, i
     held = max(1, round(config.heldout_fraction * store.num_documents))
     if held >= store.num_documents:
         raise ValueError(
-            f"{path} has {store.num_documents} documents, too few to hold out "
-            f"{config.heldout_fraction}; set data.heldout_path"
+            f"data.heldout_fraction={config.heldout_fraction} leaves none of the {store.num_documents} documents in "
+            f"{path} for training; choose a smaller fraction, or set data.heldout_path"
         )
-    kept = store.num_documents - held
-    return (store, kept, held) if heldout else (store, 0, kept)
+    trained = store.num_documents - held
+    return (store, trained, held) if heldout else (store, 0, trained)
 
 
 def open_documents(config: DataConfig, *, heldout: bool) -> Documents:
-    """The documents of a text path.
+    """Return the documents of a text path, those for training or those held out.
 
     Raises:
-        ValueError: nothing there, no text, or too little to hold a part out.
+        ValueError: the path does not exist, has no text, or too little to hold a part of it out.
     """
     path, part = locate(config, heldout)
     documents = Documents(
@@ -57,7 +61,7 @@ def open_documents(config: DataConfig, *, heldout: bool) -> Documents:
 
 
 def locate(config: DataConfig, heldout: bool) -> tuple[Path, bool]:
-    """The path to read, and whether only the training or held-out part of it is meant."""
+    """Return the path to read, and whether its documents must be split into training and held-out ones."""
     if heldout and config.heldout_path:
         return _existing(config.heldout_path, "heldout_path"), False
     if not config.path:
@@ -72,15 +76,15 @@ def locate(config: DataConfig, heldout: bool) -> tuple[Path, bool]:
         return path, False
     if heldout and not config.heldout_fraction:
         raise ValueError(
-            "nothing is held out: set data.heldout_path, or data.heldout_fraction above 0"
+            "there are no held-out data: data.heldout_path is empty and data.heldout_fraction=0; set one of them"
         )
     return path, config.heldout_fraction > 0
 
 
 def _existing(path: str, field: str) -> Path:
-    found = Path(path).expanduser().absolute()
-    if "://" in path or not found.exists():
+    absolute = Path(path).expanduser().absolute()
+    if "://" in path or not absolute.exists():
         raise ValueError(
-            f"data.{field}={path!r} does not exist (it must be a local file or folder)"
+            f"data.{field}={path!r} does not exist; accepted is a local file or folder"
         )
-    return found
+    return absolute

@@ -1,8 +1,8 @@
-"""Reader of LongCrawl-format token stores: one zarr v2 array [documents, length] of integers.
+"""Read token stores in LongCrawl64's format: a zarr v2 array [documents, length] of integers.
 
-The format is LongCrawl64's as published (manifestai.com/articles/longcrawl64): `<u2`, chunks of
-2048 x 2048, blosc lz4, fill value 0, `.zattrs` = {"encoder": "tiktoken-gpt2"}. Shape, chunks,
-integer type and compressor may differ here.
+LongCrawl64 as published (manifestai.com/articles/longcrawl64) has dtype `<u2`, chunks of 2048 x 2048, blosc lz4, fill
+value 0, and `.zattrs` = {"encoder": "tiktoken-gpt2"}. Stores with another shape, chunks, integer type or compressor can be
+read too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from absl import logging
 
 from lsm_jax.data.tokenizers import Tokenizer
 
-_CHECKED_AT_OPEN = 1024  # chunk files whose length is compared with their header's
+_CHECKED_AT_OPEN = 1024  # number of chunk files whose size is checked, about
 
 
 class TokenStore:
@@ -28,9 +28,9 @@ class TokenStore:
 
     Attributes:
         path: the array's folder.
-        num_documents, length: its shape.
+        num_documents, length: the array's shape.
         chunks: (rows, columns) of one chunk file.
-        attributes: what `.zattrs` holds.
+        attributes: the contents of `.zattrs`.
     """
 
     def __init__(
@@ -40,16 +40,16 @@ class TokenStore:
         cached_blocks: int = 2,
         block_length: int = 1,
     ):
-        """Opens the store.
+        """Open the store.
 
         Args:
             path: the array's folder.
-            cached_blocks: blocks whose decoded chunks are kept in memory, each of one chunk's
-                documents and `block_length` tokens.
-            block_length: tokens of a document that are read at once.
+            cached_blocks: number of blocks whose decoded chunks are cached in memory; a block is `block_length` tokens of
+                the documents of one chunk.
+            block_length: number of tokens that are read of a document at a time.
 
         Raises:
-            ValueError: not a store, an empty one, or one with a chunk file cut short.
+            ValueError: the folder is no store, the store is empty, or a chunk file is truncated.
         """
         self.path = Path(path).expanduser().absolute()
         metadata = _read_metadata(self.path)
@@ -77,23 +77,23 @@ class TokenStore:
             raise ValueError(f"{self.path} cannot be opened as a token store: {error}") from error
 
     def read(self, rows: Any, starts: Any, length: int, *, vocab_size: int) -> np.ndarray:
-        """Reads one block of a document for each row asked for.
+        """Read tokens of n documents.
 
         Args:
-            rows: [n] documents.
-            starts: [n] first columns.
-            length: columns to read.
+            rows: [n], or one for all: numbers of the documents.
+            starts: [n], or one for all: the first column to read of each.
+            length: number of columns to read.
             vocab_size: ids must be below it.
 
         Returns:
             int32 [n, length].
 
         Raises:
-            ValueError: a chunk that cannot be decoded (the message names its file), or a token
-                id outside the vocabulary (it names the document and column).
+            ValueError: a chunk cannot be decoded (the message names its file), or a token id is outside the vocabulary
+                (the message names the document and column).
         """
         rows, starts = np.broadcast_arrays(np.atleast_1d(rows), np.atleast_1d(starts))
-        # Neighbouring documents are one read.
+        # Consecutive documents are one read.
         cuts = np.flatnonzero((np.diff(rows) != 1) | (np.diff(starts) != 0)) + 1
         reads = []
         for first, last in zip([0, *cuts], [*cuts, len(rows)], strict=True):
@@ -103,41 +103,40 @@ class TokenStore:
             parts = [read.result() for read in reads]
         except ValueError as error:
             raise ValueError(
-                f"{self.path}: a chunk is cut short or corrupt; copy it anew. {error}"
+                f"{self.path}: a chunk is truncated or corrupt; copy it again. {error}"
             ) from error
         block = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if block.size and (block.max() >= vocab_size or block.min() < 0):
             row, column = np.argwhere((block >= vocab_size) | (block < 0))[0]
             raise ValueError(
-                f"{self.path}: document {rows[row]}, column {starts[row] + column} holds token id "
-                f"{block[row, column]}, outside the vocabulary of {vocab_size}; "
-                "is this the right tokenizer or model vocabulary?"
+                f"{self.path}: document {rows[row]}, column {starts[row] + column} has token id {block[row, column]}, "
+                f"which is outside the vocabulary of {vocab_size}; check the tokenizer and the model's vocab_size"
             )
         return block.astype(np.int32)
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Compares `.zattrs` with the tokenizer.
+        """Check that the store was written with this tokenizer, by its `.zattrs`.
 
         Raises:
-            ValueError: they disagree on the encoder or on JSON-escaping.
+            ValueError: the encoder or JSON-escaping is another.
         """
         encoder = self.attributes.get("encoder")
         if encoder is None:
             logging.warning(
-                "%s names no encoder in .zattrs; its ids are taken to be %r's.",
+                "%s names no encoder in .zattrs; its ids are read as those of tokenizer %r.",
                 self.path,
                 tokenizer.name,
             )
         elif encoder != tokenizer.name:
             raise ValueError(
                 f"{self.path} was written with encoder {encoder!r}, but the tokenizer is "
-                f"{tokenizer.name!r}; set data.tokenizer to match the store"
+                f"{tokenizer.name!r}; set data.tokenizer to the store's"
             )
         escaped = self.attributes.get("json_escape")
         if escaped is not None and bool(escaped) != tokenizer.json_escape:
             raise ValueError(
-                f"{self.path} was written with json_escape={bool(escaped)}, but "
-                f"data.json_escape={tokenizer.json_escape}"
+                f"{self.path} was written with json_escape={bool(escaped)}, but data.json_escape="
+                f"{tokenizer.json_escape}; set data.json_escape={bool(escaped)}"
             )
 
     def _check_chunk_files(self, metadata: dict[str, Any]) -> None:
@@ -146,10 +145,10 @@ class TokenStore:
         grid = [-(-n // c) for n, c in zip(metadata["shape"], self.chunks, strict=True)]
         total = grid[0] * grid[1]
         if not files:
-            raise ValueError(f"{self.path} is empty: it has no chunk file of {total}")
+            raise ValueError(f"{self.path} is empty: it has none of its {total} chunk files")
         if len(files) < total:
             logging.warning(
-                "%s: %d of %d chunks have no file and read as token %s.",
+                "%s: %d of %d chunks have no file; all their tokens are read as %s.",
                 self.path,
                 total - len(files),
                 total,
@@ -157,8 +156,8 @@ class TokenStore:
             )
         compressor = metadata.get("compressor")
         raw = _chunk_bytes(metadata)
-        # A header's length is compared at the entrance, before a run begins on a broken copy; of
-        # very many files some are looked at, and the rest when they are read.
+        # Check sizes now, so that no run begins on an incomplete copy. Of very many files only some are checked here, and
+        # the others when they are read.
         for name in files[:: -(-len(files) // _CHECKED_AT_OPEN)]:
             size = os.path.getsize(self.path / name)
             if compressor is None:
@@ -171,13 +170,13 @@ class TokenStore:
                 expected = max(size, 1)
             if size != expected:
                 raise ValueError(
-                    f"{self.path}: chunk file {name} is cut short or corrupt: it has {size} bytes "
-                    f"of {expected}; copy it anew"
+                    f"{self.path}: chunk file {name} is truncated or corrupt: it has {size} bytes "
+                    f"of {expected}; copy it again"
                 )
 
 
 def is_store(path: Path) -> bool:
-    """Whether the folder is, or by its name claims to be, a zarr array or group."""
+    """Return whether the path is a folder with zarr metadata or with a name that ends in .zarr."""
     return path.is_dir() and (
         path.suffix == ".zarr"
         or any((path / name).exists() for name in (".zarray", ".zgroup", "zarr.json"))
@@ -185,17 +184,18 @@ def is_store(path: Path) -> bool:
 
 
 def _read_metadata(path: Path) -> dict[str, Any]:
+    """Return the contents of .zarray after checking that it describes a token store."""
     if not path.is_dir():
         raise ValueError(f"token store {str(path)!r} is not a folder")
     if not (path / ".zarray").is_file():
         inside = sorted(p.name for p in path.iterdir() if p.is_dir())[:5]
         if (path / "zarr.json").exists():
-            why = "it is zarr v3; a token store is a zarr v2 array (see lsm_jax.data.tokenize)"
+            problem = "it is zarr v3; a token store is a zarr v2 array (see lsm_jax.data.tokenize)"
         elif (path / ".zgroup").exists():
-            why = f"it is a zarr group; give the path of an array inside it: {inside}"
+            problem = f"it is a zarr group; give the path of an array inside it: {inside}"
         else:
-            why = "it has no .zarray file"
-        raise ValueError(f"{path} is not a token store: {why}")
+            problem = "it has no .zarray file"
+        raise ValueError(f"{path} is not a token store: {problem}")
     metadata = _read_json(path / ".zarray")
     shape, chunks = metadata.get("shape"), metadata.get("chunks")
     if metadata.get("zarr_format") != 2 or not isinstance(shape, list) or len(shape) != 2:
@@ -204,10 +204,12 @@ def _read_metadata(path: Path) -> dict[str, Any]:
             f"shape={shape}; a token store is a zarr v2 array [documents, length]"
         )
     if not all(type(n) is int for n in shape):
-        raise ValueError(f"{path}/.zarray has shape={shape}; two integers are needed")
-    whole = isinstance(chunks, list) and len(chunks) == 2 and all(type(n) is int for n in chunks)
-    if not whole or min(chunks) < 1:
-        raise ValueError(f"{path}/.zarray has chunks={chunks}; two positive sizes are needed")
+        raise ValueError(f"{path}/.zarray has shape={shape}; accepted are two integers")
+    two_integers = (
+        isinstance(chunks, list) and len(chunks) == 2 and all(type(n) is int for n in chunks)
+    )
+    if not two_integers or min(chunks) < 1:
+        raise ValueError(f"{path}/.zarray has chunks={chunks}; accepted are two positive integers")
     if min(shape) < 1:
         raise ValueError(f"{path} is empty: its shape is {shape}")
     try:
@@ -216,12 +218,13 @@ def _read_metadata(path: Path) -> dict[str, Any]:
         integers = False
     if not integers:
         raise ValueError(
-            f"{path} holds {metadata.get('dtype')!r}; a token store holds integers, e.g. '<u2'"
+            f"{path}/.zarray has dtype={metadata.get('dtype')!r}; accepted are integers, such as '<u2'"
         )
     return metadata
 
 
 def _chunk_bytes(metadata: dict[str, Any]) -> int:
+    """The size of a decoded chunk."""
     rows, columns = metadata["chunks"]
     return rows * columns * np.dtype(metadata["dtype"]).itemsize
 
@@ -234,11 +237,12 @@ def _read_json(path: Path, missing: Any = None) -> Any:
     except (ValueError, OSError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} must hold a JSON object, not {type(value).__name__}")
+        raise ValueError(f"{path} contains a {type(value).__name__}; accepted is a JSON object")
     return value
 
 
 def _chunk_files(path: Path, separator: str) -> Iterator[str]:
+    """Yield the names of the chunk files, such as "0.1", or "0/1" with the separator "/"."""
     if separator == ".":
         yield from (e.name for e in os.scandir(path) if re.fullmatch(r"\d+\.\d+", e.name))
         return

@@ -1,11 +1,11 @@
-"""A store's order and batches, as a config asks for them."""
+"""The order and the batches of a store by a config."""
 
 from __future__ import annotations
 
 from absl import logging
 
+from lsm_jax.data.arguments import bos_id_of
 from lsm_jax.data.config import DataConfig
-from lsm_jax.data.entrance import bos_id_of
 from lsm_jax.data.order import ColumnOrder, ShuffledOrder
 from lsm_jax.data.rows import StoreBatches
 from lsm_jax.data.store import TokenStore
@@ -22,7 +22,18 @@ def store_batches(
     rows_of: slice,
     vocab_size: int,
 ) -> StoreBatches:
-    """Batches of (store, first document, number of documents) by the config's rules."""
+    """Return the batches of a store by the config's rules.
+
+    Args:
+        config: the data.
+        tokenizer: its BOS is used if the config has none.
+        source: (store, first document, number of documents).
+        order: the order of the sequences.
+        num_sequences: rows after this number of sequences are padding.
+        batch: the global batch size.
+        rows_of: this host's rows of a global batch.
+        vocab_size: ids must be below it.
+    """
     bos_id = bos_id_of(config, tokenizer)
     return StoreBatches(
         source[0],
@@ -39,15 +50,15 @@ def store_batches(
 
 
 def num_columns(config: DataConfig, store: TokenStore) -> int:
-    """Sequences in a document.
+    """Return the number of sequences in a document.
 
     Raises:
         ValueError: the documents are shorter than a sequence.
     """
     if config.sequence_length > store.length:
         raise ValueError(
-            f"data.sequence_length={config.sequence_length} is over the length {store.length} of "
-            f"the documents in {store.path}"
+            f"data.sequence_length={config.sequence_length} is longer than the documents in {store.path}, "
+            f"which have {store.length} tokens"
         )
     return store.length // config.sequence_length
 
@@ -55,10 +66,10 @@ def num_columns(config: DataConfig, store: TokenStore) -> int:
 def train_order(
     config: DataConfig, store: TokenStore, documents: int, batch: int, seed: int
 ) -> ColumnOrder | ShuffledOrder:
-    """The training order; logs what an epoch leaves out.
+    """Return the training order, and log how many tokens are not read in an epoch.
 
     Raises:
-        ValueError: less than one batch.
+        ValueError: the documents are too few for one global batch.
     """
     length = config.sequence_length
     columns = num_columns(config, store)
@@ -76,12 +87,12 @@ def train_order(
     used = order.sequences_per_epoch
     if not used:
         raise ValueError(
-            f"{store.path} has {documents} training documents of {store.length} tokens: less than "
-            f"one global batch of {batch} rows of {length}"
+            f"{store.path} has {documents} training documents of {store.length} tokens, which is less than "
+            f"one global batch of {batch} rows of {length} tokens"
         )
     dropped = documents * store.length - used * length
     logging.info(
-        "%s: %d steps of %d tokens an epoch; %d of %d tokens at the edges are left out.",
+        "%s: %d steps of %d tokens per epoch; %d of %d tokens are not read, since they do not fill a row or a batch.",
         store.path,
         used // batch,
         batch * length,

@@ -1,4 +1,4 @@
-"""Grain datasets that turn packed rows into batches, with exact, JSON-safe state."""
+"""Grain datasets that make batches of packed rows; their state is JSON and resumes exactly."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lsm_jax.data.packing import stack_rows
 
 
 class LaneBatches(grain.IterDataset):
-    """One batch row from each lane, where a lane is an endless stream of packed rows.
+    """Batches with one row from each lane, where a lane is an endless sequence of packed rows.
 
-    Row j of the global batch is lane j, made of every B-th document. A host runs its own rows'
-    lanes and nothing else, and the global batches are the same for any number of hosts.
+    Row j of the global batch comes from lane j, which has every B-th document. Each host runs only the lanes of its rows,
+    so the global batches are the same for any number of hosts.
     """
 
     def __init__(
@@ -26,12 +26,12 @@ class LaneBatches(grain.IterDataset):
         shard: tuple[int, int],
         num_threads: int,
     ):
-        """Sets the lanes.
+        """Create the dataset of this host.
 
         Args:
-            lanes: this host's.
-            shard: (index, count) of this host, kept in the state.
-            num_threads: lanes that tokenise and pack at once.
+            lanes: the lanes of this host's rows.
+            shard: (index of this host, number of hosts), which the state contains.
+            num_threads: number of lanes that tokenise and pack at the same time.
         """
         super().__init__()
         self._lanes, self._shard, self._num_threads = lanes, shard, num_threads
@@ -67,24 +67,24 @@ class _LaneIterator(grain.DatasetIterator):
     def set_state(self, state: dict[str, Any]) -> None:
         if list(state["shard"]) != self._shard or len(state["lanes"]) != len(self._lanes):
             raise ValueError(
-                f"the data state is of shard {state['shard']} with {len(state['lanes'])} rows, but "
-                f"this is shard {self._shard} with {len(self._lanes)}: a text stream resumes with "
-                "the batch and the number of hosts it was saved with (a token store's with any)"
+                f"the saved data state is of host [index, count]={state['shard']} with {len(state['lanes'])} rows, but "
+                f"this is host {self._shard} with {len(self._lanes)} rows: text resumes only with the batch size "
+                "and the number of hosts it was saved with (a token store with any number of hosts)"
             )
         for lane, saved in zip(self._lanes, state["lanes"], strict=True):
             lane.set_state(_tuples(saved))
 
 
 class OrderedBatches(grain.IterDataset):
-    """Each packed row once, in order; a last batch that isn't full is filled with padding."""
+    """Batches of all packed rows in order, each once; the last batch is filled with padding."""
 
     def __init__(self, rows: grain.IterDataset, *, global_batch_size: int, rows_of: slice):
-        """Sets the rows.
+        """Create the dataset of this host.
 
         Args:
-            rows: all hosts' rows, finite.
+            rows: a finite dataset of the rows of all hosts.
             global_batch_size: rows in a global batch.
-            rows_of: this host's rows of each.
+            rows_of: this host's rows of a global batch.
         """
         super().__init__(rows)
         self._batch, self._rows_of = global_batch_size, rows_of
@@ -118,14 +118,14 @@ class _OrderedIterator(grain.DatasetIterator):
 
 
 class Prefetched(grain.experimental.ThreadPrefetchIterDataset):
-    """Batches made ahead by one thread; grain's, closed once only.
+    """Grain's prefetching by one thread, with iterators whose second `close` does nothing.
 
-    Grain closes an iterator again when it is deleted, and when that is at the interpreter's end
-    the modules it needs are gone.
+    Grain closes an iterator again when it is deleted. If the interpreter is exiting, the modules that `close` uses no longer
+    exist.
     """
 
     def __init__(self, batches: grain.IterDataset, ahead: int):
-        """Makes `ahead` batches ahead."""
+        """Prefetch `ahead` batches."""
         super().__init__(batches, prefetch_buffer_size=ahead)
         self._ahead = ahead
 
@@ -140,7 +140,7 @@ class _PrefetchedIterator(grain.experimental.ThreadPrefetchDatasetIterator):
 
 
 def _tuples(state: Any) -> Any:
-    """Lists to tuples: grain's packing compares its state with tuples, and JSON has only lists."""
+    """Convert lists to tuples: JSON has only lists, but grain's packing compares its state with tuples."""
     if isinstance(state, dict):
         return {key: _tuples(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):

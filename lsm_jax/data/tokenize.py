@@ -1,11 +1,11 @@
-"""Makes LongCrawl-format token stores from text or JSONL files.
+"""Write token stores in LongCrawl64's format from text or JSONL files.
 
     python -m lsm_jax.data.tokenize --input TEXT... --output train.zarr --tokenizer gpt2
 
-A row is one document's first `--sequence_length` tokens and shorter documents are left out, as in
-LongCrawl64; with `--pack` documents are put end to end, with BOS after each. The same input and
-options give the same store, whatever the number of workers. A store stands under its own name
-only when it is complete; what a kill leaves is a hidden folder, `.NAME.partial-PID`.
+A row is the first `--sequence_length` tokens of one document, and shorter documents are dropped, as in LongCrawl64.
+With `--pack` the documents are concatenated, with BOS after each. The same input and options write the same store for
+any number of workers. A store has its name only once it is complete; a process that is killed leaves a hidden folder
+`.NAME.partial-PID`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,46 +44,35 @@ def write_store(
     overwrite: bool = False,
     console: Console | None = None,
 ) -> list[Written]:
-    """Tokenises files into a store, or into a training and a held-out one.
+    """Tokenise files and write a store, or a training store and a held-out store.
 
     Args:
         inputs: text or JSONL files, or folders of them.
-        output: the store.
+        output: path of the store.
         tokenizer: "bytes", "gpt2" or the path of a tokenizer.json.
         sequence_length: tokens in a row.
-        pack: put documents end to end instead of leaving short ones out.
-        json_escape: JSON-escape text first, as LongCrawl64 did.
-        text_key: the JSONL field of the text.
-        heldout: a second store for `heldout_fraction` of the documents, chosen by their name.
-        heldout_fraction: how many.
-        num_workers: processes; None takes one a core.
+        pack: concatenate documents instead of dropping those that are shorter than a row.
+        json_escape: JSON-escape the text before it is tokenised, as LongCrawl64 does.
+        text_key: name of the JSONL field that has the text.
+        heldout: path of a second store, for documents that are selected by a hash of their names. Empty: none.
+        heldout_fraction: share of the documents in the second store.
+        num_workers: number of processes; None is one per core.
         overwrite: replace stores that exist.
-        console: shows progress; None shows nothing.
+        console: shows the progress; None shows nothing.
 
     Returns:
-        What was written: for `output`, and for `heldout` if given.
+        The counts of `output`, and of `heldout` if it is given.
 
     Raises:
-        ValueError: bad input or options; nothing is left behind then.
+        ValueError: input or options are not accepted. No store or temporary file remains.
     """
     loaded = load_tokenizer(tokenizer, json_escape=json_escape)
-    loaded.encode("a")  # a missing vocabulary is found here, not in a worker
-    if sequence_length < 1:
-        raise ValueError(f"sequence_length={sequence_length}; it must be at least 1")
-    if heldout and not 0.0 < heldout_fraction < 1.0:
-        raise ValueError(f"heldout_fraction={heldout_fraction}; it must be in (0, 1)")
-    if heldout:
-        one, other = (Path(p).expanduser().absolute() for p in (output, heldout))
-        if one == other:
-            raise ValueError(f"output and heldout are the same store, {output!r}")
-        if one.is_relative_to(other) or other.is_relative_to(one):
-            raise ValueError(
-                f"of output={output!r} and heldout={heldout!r} one is inside the other"
-            )
-    if num_workers is not None and num_workers < 1:
-        raise ValueError(f"num_workers={num_workers}; it must be at least 1")
+    loaded.encode("a")  # raises here, and not in a worker, if the vocabulary is missing
+    _check_options(output, heldout, heldout_fraction, sequence_length, num_workers)
     if pack and loaded.bos_id is None:
-        raise ValueError(f"tokenizer {loaded.name!r} has no BOS token to put between documents")
+        raise ValueError(
+            f"tokenizer {loaded.name!r} has no BOS token, which pack=True writes after each document"
+        )
     documents = Documents(inputs, text_key=text_key, piece_bytes=_PIECE_BYTES if pack else None)
     parts = [(output, documents)]
     if heldout:
@@ -106,38 +95,64 @@ def write_store(
         num_workers=num_workers or os.cpu_count() or 1,
     )
     total = sum(int(part.lengths.sum()) for _, part in parts)
+    separator = loaded.bos_id if pack else None
     results = []
     with _progress(console) as bar, contextlib.ExitStack() as stack:
-        # Both stores get their names after both are complete.
+        # Entered together, so that both stores get their names after both are complete.
         for writer in writers:
             stack.enter_context(writer)
         stack.enter_context(contextlib.closing(encoded))
-        task = bar.add_task("tokenise", total=total, rate="")
-        tokens = 0
-
-        def advance(new_tokens: int, size: int) -> None:
-            nonlocal tokens
-            tokens += new_tokens
-            seconds = bar.tasks[task].elapsed or 0.0
-            rate = f"{tokens / seconds / 1e6:.2f} M tokens/s" if seconds else ""
-            bar.update(task, advance=size, rate=rate)
-
+        advance = _advance_with_rate(bar, total)
         for writer, (_, part), pieces in zip(writers, parts, encoded, strict=True):
-            results.append(
-                write_documents(
-                    part,
-                    writer,
-                    pieces,
-                    length=sequence_length,
-                    separator=loaded.bos_id if pack else None,
-                    progress=advance,
-                )
+            written = write_documents(
+                part, writer, pieces, length=sequence_length, separator=separator, progress=advance
             )
+            results.append(written)
     return results
 
 
+def _check_options(
+    output: str,
+    heldout: str,
+    heldout_fraction: float,
+    sequence_length: int,
+    num_workers: int | None,
+) -> None:
+    """Raise ValueError unless the options of `write_store` are accepted."""
+    if sequence_length < 1:
+        raise ValueError(f"sequence_length={sequence_length}; it must be at least 1")
+    if heldout and not 0.0 < heldout_fraction < 1.0:
+        raise ValueError(f"heldout_fraction={heldout_fraction}; it must be in (0, 1)")
+    if heldout:
+        one, other = (Path(p).expanduser().absolute() for p in (output, heldout))
+        if one == other:
+            raise ValueError(f"output and heldout are the same store, {output!r}")
+        if one.is_relative_to(other) or other.is_relative_to(one):
+            raise ValueError(
+                f"output={output!r} and heldout={heldout!r}: one is inside the other; "
+                "accepted are two separate folders"
+            )
+    if num_workers is not None and num_workers < 1:
+        raise ValueError(f"num_workers={num_workers}; it must be at least 1")
+
+
+def _advance_with_rate(bar: Progress, total: int) -> Callable[[int, int], None]:
+    """Add a task of `total` bytes to the bar; return the function (new tokens, new bytes) that advances it."""
+    task = bar.add_task("tokenise", total=total, rate="")
+    tokens = 0
+
+    def advance(new_tokens: int, size: int) -> None:
+        nonlocal tokens
+        tokens += new_tokens
+        seconds = bar.tasks[task].elapsed or 0.0
+        rate = f"{tokens / seconds / 1e6:.2f} M tokens/s" if seconds else ""
+        bar.update(task, advance=size, rate=rate)
+
+    return advance
+
+
 def store_attributes(tokenizer: Tokenizer, *, pack: bool) -> dict[str, object]:
-    """What a store's `.zattrs` says."""
+    """Return the contents of a store's `.zattrs`."""
     attributes: dict[str, object] = {"encoder": tokenizer.name}
     if tokenizer.json_escape:
         attributes["json_escape"] = True
@@ -159,7 +174,7 @@ def _progress(console: Console | None) -> Progress:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m lsm_jax.data.tokenize",
         description=__doc__,
@@ -167,15 +182,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--input", nargs="+", required=True, help="text or JSONL files, or folders of them")
-    add("--output", required=True, help="the store to make, e.g. train.zarr")
+    add("--output", required=True, help="path of the store to write, such as train.zarr")
     add("--tokenizer", default="gpt2", help="bytes, gpt2, or a tokenizer.json (default: gpt2)")
     add("--sequence_length", type=int, default=65536, help="tokens in a row (default: 65536)")
-    add("--pack", action="store_true", help="put documents end to end, BOS after each")
-    add("--json_escape", action="store_true", help="JSON-escape text first, as LongCrawl64 did")
-    add("--text_key", default="text", help="JSONL field of the text (default: text)")
-    add("--heldout", default="", help="a second store, for held-out documents")
-    add("--heldout_fraction", type=float, default=0.01, help="how many of them (default: 0.01)")
-    add("--num_workers", type=int, default=None, help="processes (default: one a core)")
+    add("--pack", action="store_true", help="concatenate documents, with BOS after each")
+    add(
+        "--json_escape", action="store_true", help="JSON-escape the text first, as LongCrawl64 does"
+    )
+    add("--text_key", default="text", help="JSONL field that has the text (default: text)")
+    add("--heldout", default="", help="path of a second store, for held-out documents")
+    add(
+        "--heldout_fraction",
+        type=float,
+        default=0.01,
+        help="share of held-out documents (default: 0.01)",
+    )
+    add("--num_workers", type=int, default=None, help="number of processes (default: one per core)")
     add("--overwrite", action="store_true", help="replace stores that exist")
     options = parser.parse_args(arguments)
     console = Console(stderr=True)
@@ -187,11 +209,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         console.print("interrupted; nothing was written")
         return 130
-    for path, done in zip([options.output, options.heldout], results, strict=False):
+    for path, written in zip([options.output, options.heldout], results, strict=False):
         print(
-            f"{path}: {done.rows} rows of {options.sequence_length} tokens from {done.documents} "
-            f"documents; {done.tokens} tokens, {done.dropped} of them in no row"
-            + (f" ({done.short} documents were shorter than a row)" if done.short else "")
+            f"{path}: {written.rows} rows of {options.sequence_length} tokens from {written.documents} "
+            f"documents; {written.tokens} tokens, {written.dropped} of them in no row"
+            + (f" ({written.short} documents were shorter than a row)" if written.short else "")
         )
     return 0
 

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, GPT-2, any tokenizer.json; each can JSON-escape text as LongCrawl64 did."""
+"""Tokenizers: bytes, GPT-2, and any tokenizer.json. Each can JSON-escape text as LongCrawl64 does."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]", "<EO
 
 
 class Tokenizer(Protocol):
-    """Text to ids and back.
+    """An encoder of text to ids and back.
 
     Attributes:
-        name: what a store's `.zattrs` says under "encoder".
-        vocab_size: ids are below it.
-        bos_id: begins (and separates) documents; None where the vocabulary has no such token.
-        eos_id: ends an answer; None where the vocabulary has no such token.
+        name: the value of "encoder" in a store's `.zattrs`.
+        vocab_size: all ids are below it.
+        bos_id: the token that begins (and separates) documents; None if the vocabulary has none.
+        eos_id: the token that ends an answer; None if the vocabulary has none.
         json_escape: whether text is JSON-escaped before it is encoded.
     """
 
@@ -48,30 +48,31 @@ class Tokenizer(Protocol):
     def json_escape(self) -> bool: ...  # noqa: D102
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text; special tokens are not added.
+        """Return the ids of the text, without special tokens.
 
-        Bytes that are no UTF-8, in it by "surrogateescape", count as U+FFFD, unless bytes are the ids.
+        Bytes that are not UTF-8, escaped in the text as by "surrogateescape", are encoded unchanged by the byte tokenizer and
+        as U+FFFD by all others.
         """
         ...
 
     def decode(self, ids: Any) -> str:
-        """Text of the ids; ids that are no valid text become U+FFFD."""
+        """Return the text of the ids; ids that are no valid text become U+FFFD."""
         ...
 
 
 def json_escape(text: str) -> str:
-    r"""The inside of the text's JSON string: `a"b` and a newline become `a\"b\n`, in ASCII."""
+    r"""Return the text as in a JSON string, without the quotes: `a"b` and a newline become `a\"b\n`, in ASCII."""
     return json.dumps(text)[1:-1]
 
 
 def json_unescape(text: str) -> str:
-    """Undoes `json_escape`; text cut in the middle of an escape is undone as far as it goes."""
+    """Undo `json_escape`; text that ends inside an escape sequence is decoded up to there."""
     try:
         plain = json.loads(f'"{text}"', strict=False)
     except json.JSONDecodeError:
         raw = text.encode("ascii", "backslashreplace")
         plain = codecs.decode(raw, "unicode_escape", errors="replace")
-    # A pair of surrogates is one character; half a pair is none.
+    # Join pairs of surrogates into characters, and replace single ones by U+FFFD.
     return plain.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
@@ -86,16 +87,16 @@ class ByteTokenizer:
         self.json_escape = json_escape
 
     def encode(self, text: str) -> list[int]:
-        """UTF-8 bytes, and those that are none as they were."""
+        """Return the UTF-8 bytes of the text, and escaped bytes that are not UTF-8 unchanged."""
         if self.json_escape:
-            return list(json_escape(_valid(text)).encode())
+            return list(json_escape(_replace_surrogates(text)).encode())
         try:
             return list(text.encode("utf-8", "surrogateescape"))
-        except UnicodeEncodeError:  # half a pair, as JSON can hold
+        except UnicodeEncodeError:  # a single surrogate, which JSON can contain
             return list(text.encode("utf-8", "replace"))
 
     def decode(self, ids: Any) -> str:
-        """Text of the bytes; BOS gives nothing."""
+        """Return the text of the bytes; BOS is skipped."""
         ids = np.asarray(ids, np.int64).reshape(-1)
         _check_ids(ids, self)
         text = bytes(ids[ids < 256].astype(np.uint8)).decode("utf-8", "replace")
@@ -103,9 +104,9 @@ class ByteTokenizer:
 
 
 class GPT2Tokenizer:
-    """GPT-2's byte-pair vocabulary through tiktoken, which loads its files at the first use.
+    """GPT-2's byte-pair vocabulary by tiktoken, whose files are loaded at the first use.
 
-    A store of GPT-2 ids can so be trained on where the vocabulary's files are missing.
+    So a run can train on a store of GPT-2 ids without the vocabulary's files.
     """
 
     name = GPT2_ENCODER
@@ -123,19 +124,19 @@ class GPT2Tokenizer:
             return tiktoken.get_encoding("gpt2")
         except Exception as error:
             raise ValueError(
-                "tokenizer 'gpt2' needs tiktoken and GPT-2's two vocabulary files, and they could "
+                "tokenizer 'gpt2' requires tiktoken and GPT-2's two vocabulary files, which could "
                 "not be loaded. Without a network, give the path of GPT-2's tokenizer.json as the "
-                "tokenizer, or set TIKTOKEN_CACHE_DIR to a folder that holds tiktoken's cache. "
+                "tokenizer, or set TIKTOKEN_CACHE_DIR to a folder with tiktoken's cache. "
                 f"({type(error).__name__}: {str(error)[:200]})"
             ) from error
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text; "<|endoftext|>" inside it is ordinary text."""
-        text = json_escape(_valid(text)) if self.json_escape else _valid(text)
-        return self._encoding.encode_ordinary(text)
+        """Return the ids of the text; "<|endoftext|>" inside it is ordinary text."""
+        text = _replace_surrogates(text)
+        return self._encoding.encode_ordinary(json_escape(text) if self.json_escape else text)
 
     def decode(self, ids: Any) -> str:
-        """Text of the ids."""
+        """Return the text of the ids."""
         ids = np.asarray(ids, np.int64).reshape(-1)
         _check_ids(ids, self)
         text = self._encoding.decode(ids.tolist(), errors="replace")
@@ -145,12 +146,14 @@ class GPT2Tokenizer:
 class JSONTokenizer:
     """A `tokenizer.json` file, read by the `tokenizers` package.
 
-    A file that gives GPT-2's ids goes by GPT-2's name, so stores of tiktoken's ids agree with it. BOS and EOS are those of a
-    tokenizer_config.json beside it, as pretrained models have, or else tokens of customary names.
+    A file that encodes as GPT-2 does has GPT-2's name, so that it can be used with stores that tiktoken encoded. BOS and EOS
+    are those of a tokenizer_config.json in the same folder, as pretrained models have it; otherwise they are tokens with one
+    of the usual names.
 
     Attributes:
-        adds_bos: whether the file itself sets BOS in front of a text; `encode` never does.
-        chat_template: a Jinja template of conversations, from chat_template.jinja or tokenizer_config.json; None without.
+        adds_bos: whether the tokenizer adds BOS in front of a text by default; `encode` never does.
+        chat_template: Jinja template of conversations, from chat_template.jinja or tokenizer_config.json; None if neither
+            has one.
     """
 
     def __init__(self, path: str | Path, *, json_escape: bool = False):
@@ -160,21 +163,23 @@ class JSONTokenizer:
         if path.is_dir():
             path = path / "tokenizer.json"
         if not path.is_file():
-            raise ValueError(f"tokenizer {str(path)!r} is not a file; give a tokenizer.json")
+            raise ValueError(
+                f"tokenizer {str(path)!r} is not a file; accepted is the path of a tokenizer.json or its folder"
+            )
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:
             raise ValueError(f"{path} is not a tokenizer.json: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.json_escape = False  # for the probes below
-        # Added tokens may leave gaps, so the size is the largest id's.
+        self.json_escape = False  # while the probes below are encoded
+        # There may be gaps between the ids of added tokens, so the size follows from the largest id.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
-        beside = _beside(path)
-        self.bos_id = self._first_id(beside.get("bos_token"), *_BOS_NAMES)
-        self.eos_id = self._first_id(beside.get("eos_token"), *_EOS_NAMES)
+        config = _tokenizer_config(path)
+        self.bos_id = self._first_id(config.get("bos_token"), *_BOS_NAMES)
+        self.eos_id = self._first_id(config.get("eos_token"), *_EOS_NAMES)
         self.adds_bos = self._tokenizer.encode("a").ids[:1] == [self.bos_id]
-        self.chat_template: str | None = beside.get("chat_template")
+        self.chat_template: str | None = config.get("chat_template")
         if self.vocab_size in (GPT2_VOCAB_SIZE - 1, GPT2_VOCAB_SIZE) and all(
             self.encode(text) == ids for text, ids in _GPT2_PROBES.items()
         ):
@@ -187,27 +192,30 @@ class JSONTokenizer:
         self.json_escape = json_escape
 
     def _first_id(self, *names: str | None) -> int | None:
-        found = (self._tokenizer.token_to_id(name) for name in names if name)
-        return next((i for i in found if i is not None), None)
+        """Return the id of the first name that is in the vocabulary."""
+        ids = (self._tokenizer.token_to_id(name) for name in names if name)
+        return next((i for i in ids if i is not None), None)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text."""
-        text = json_escape(_valid(text)) if self.json_escape else _valid(text)
+        """Return the ids of the text."""
+        text = _replace_surrogates(text)
+        text = json_escape(text) if self.json_escape else text
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def chat_text(
         self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True
     ) -> str:
-        """The text of a conversation by this tokenizer's chat template, as `lsm_jax.data.chat.chat_text`; `encode` finds the
-        special tokens in it.
+        """Return a conversation as one text by this tokenizer's chat template; see `lsm_jax.data.chat.chat_text`.
+
+        `encode` of the text recognises the special tokens in it.
 
         Raises:
-            ValueError: it has no template, or one that refuses the conversation.
+            ValueError: the tokenizer has no chat template, or the template refuses the conversation.
         """
         if self.chat_template is None:
             raise ValueError(
                 f"tokenizer {self.name!r} has no chat template; one is read from tokenizer_config.json or "
-                "chat_template.jinja beside its tokenizer.json"
+                "chat_template.jinja in the folder of its tokenizer.json"
             )
         bos, eos = (
             None if i is None else self._tokenizer.id_to_token(i)
@@ -222,7 +230,7 @@ class JSONTokenizer:
         )
 
     def decode(self, ids: Any) -> str:
-        """Text of the ids, special tokens included."""
+        """Return the text of the ids, with special tokens."""
         ids = np.asarray(ids, np.int64).reshape(-1)
         _check_ids(ids, self)
         text = self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
@@ -230,10 +238,14 @@ class JSONTokenizer:
 
 
 def load_tokenizer(name: str, *, json_escape: bool = False) -> Tokenizer:
-    """The tokenizer of that name: "bytes", "gpt2", or the path of a tokenizer.json.
+    """Return a tokenizer by its name.
+
+    Args:
+        name: "bytes", "gpt2", or the path of a tokenizer.json or its folder.
+        json_escape: JSON-escape text before encoding it.
 
     Raises:
-        ValueError: for any other name, and for a file that is no tokenizer.
+        ValueError: the name is none of these, or the file is no tokenizer.
     """
     if name == "bytes":
         return ByteTokenizer(json_escape=json_escape)
@@ -246,34 +258,34 @@ def load_tokenizer(name: str, *, json_escape: bool = False) -> Tokenizer:
     )
 
 
-def _beside(path: Path) -> dict[str, Any]:
-    """bos_token, eos_token and chat_template of what stands beside a tokenizer.json; none where nothing does.
+def _tokenizer_config(path: Path) -> dict[str, Any]:
+    """Return bos_token, eos_token and chat_template from the folder of a tokenizer.json, as far as it has them.
 
     Raises:
-        ValueError: a tokenizer_config.json that cannot be read.
+        ValueError: tokenizer_config.json cannot be read.
     """
     config, template = (
         path.with_name("tokenizer_config.json"),
         path.with_name("chat_template.jinja"),
     )
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     if config.is_file():
         try:
-            given = json.loads(config.read_text(encoding="utf-8"))
+            fields = json.loads(config.read_text(encoding="utf-8"))
             for name in ("bos_token", "eos_token", "chat_template"):
-                value = given.get(name)
+                value = fields.get(name)
                 if isinstance(value, list):  # several templates, by name
                     value = {v["name"]: v["template"] for v in value}.get("default")
-                found[name] = value.get("content") if isinstance(value, dict) else value
+                values[name] = value.get("content") if isinstance(value, dict) else value
         except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
             raise ValueError(f"{config} is no tokenizer_config.json: {error!r}") from error
     if template.is_file():
-        found["chat_template"] = template.read_text(encoding="utf-8")
-    return found
+        values["chat_template"] = template.read_text(encoding="utf-8")
+    return values
 
 
-def _valid(text: str) -> str:
-    """The text with U+FFFD where "surrogateescape" stands for a wrong byte, or JSON held half of a surrogate pair."""
+def _replace_surrogates(text: str) -> str:
+    """Replace by U+FFFD the bytes escaped by "surrogateescape", and single surrogates, which JSON can contain."""
     try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     except UnicodeEncodeError:
@@ -284,6 +296,6 @@ def _check_ids(ids: np.ndarray, tokenizer: Tokenizer) -> None:
     wrong = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
     if wrong.size:
         raise ValueError(
-            f"token id {wrong[0]} is outside tokenizer {tokenizer.name!r}'s vocabulary of "
-            f"{tokenizer.vocab_size}"
+            f"token id {wrong[0]} is outside the vocabulary of tokenizer {tokenizer.name!r}, "
+            f"which has {tokenizer.vocab_size} ids"
         )

@@ -1,4 +1,4 @@
-"""Writer of LongCrawl-format token stores: whole under its name, or not there."""
+"""Write token stores in LongCrawl64's format. A store has its name only once it is complete."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COMPRESSOR = {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1, "blocks
 
 
 class StoreWriter:
-    """A store under a temporary name, which gets its own when the block ends without an error."""
+    """A context manager that writes a store under a temporary name and renames it if the block ends without an error."""
 
     def __init__(
         self,
@@ -27,19 +27,19 @@ class StoreWriter:
         overwrite: bool = False,
         row_multiple: int = 1,
     ):
-        """Sets the store.
+        """Prepare a new store; the files are written inside the `with` block.
 
         Args:
-            path: of the store.
+            path: path of the store.
             length: tokens in a row.
-            vocab_size: picks `<u2` or `<u4`.
-            attributes: for `.zattrs`.
+            vocab_size: ids are stored as `<u2` if 16 bits are enough for it, otherwise as `<u4`.
+            attributes: the contents of `.zattrs`.
             overwrite: replace the store at `path` when the new one is complete.
-            row_multiple: a power of two. Rows over a multiple of it (or of the largest power of
-                two there are rows for) are left out.
+            row_multiple: a power of two. The number of rows is cut to a multiple of it, or to the largest power of two
+                that is not larger than the number of rows.
 
         Raises:
-            ValueError: `path` is empty, exists already, or holds anything but a store.
+            ValueError: `path` is empty, exists already, or is no store that can be overwritten.
         """
         if not os.fspath(path):
             raise ValueError("the path of the store is empty")
@@ -47,8 +47,8 @@ class StoreWriter:
         if self.path.exists() and not overwrite:
             raise ValueError(f"{self.path} exists already; pass overwrite to replace it")
         if self.path.exists() and not (self.path / ".zarray").is_file():
-            raise ValueError(f"{self.path} is no token store; overwrite replaces nothing else")
-        self._part = self.path.with_name(f".{self.path.name}.partial-{os.getpid()}")
+            raise ValueError(f"{self.path} is no token store; overwrite replaces only token stores")
+        self._partial = self.path.with_name(f".{self.path.name}.partial-{os.getpid()}")
         self._length, self._attributes = length, attributes
         self._dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
         self._waiting: list[np.ndarray] = []
@@ -58,8 +58,8 @@ class StoreWriter:
         self.num_rows = 0
 
     def __enter__(self) -> StoreWriter:
-        shutil.rmtree(self._part, ignore_errors=True)
-        self._part.mkdir(parents=True)
+        shutil.rmtree(self._partial, ignore_errors=True)
+        self._partial.mkdir(parents=True)
         return self
 
     def __exit__(self, kind, error, trace) -> None:
@@ -67,20 +67,21 @@ class StoreWriter:
             if kind is None:
                 self._close()
         finally:
-            shutil.rmtree(self._part, ignore_errors=True)
+            shutil.rmtree(self._partial, ignore_errors=True)
 
     def add(self, rows: np.ndarray) -> None:
-        """Adds rows [n, length]."""
+        """Add rows [n, length]."""
         self._waiting.append(rows.astype(self._dtype))
         self._num_waiting += len(rows)
         self.num_rows += len(rows)
         if self._num_waiting >= CHUNK:
             waiting = np.concatenate(self._waiting)
-            whole = len(waiting) // CHUNK * CHUNK
-            self._write(waiting[:whole])
-            self._waiting, self._num_waiting = [waiting[whole:]], len(waiting) - whole
+            end = len(waiting) // CHUNK * CHUNK
+            self._write(waiting[:end])
+            self._waiting, self._num_waiting = [waiting[end:]], len(waiting) - end
 
     def _write(self, rows: np.ndarray) -> None:
+        """Append rows to the array; the first call creates it."""
         if self._array is None:
             start = 0
             metadata = {
@@ -93,7 +94,7 @@ class StoreWriter:
                 "filters": None,
                 "order": "C",
             }
-            kvstore = {"driver": "file", "path": str(self._part)}
+            kvstore = {"driver": "file", "path": str(self._partial)}
             spec = {"driver": "zarr", "kvstore": kvstore, "metadata": metadata}
             self._array = ts.open(spec, create=True, open=True).result()
         else:
@@ -102,18 +103,19 @@ class StoreWriter:
         self._array[start:].write(rows).result()
 
     def _close(self) -> None:
+        """Write the last rows and the attributes, and give the store its name."""
         if not self.num_rows:
             raise ValueError(f"no rows to write to {self.path}")
         multiple = min(self._row_multiple, 1 << self.num_rows.bit_length() - 1)
-        over = self.num_rows % multiple
-        self.num_rows -= over
-        if self._num_waiting > over:
-            self._write(np.concatenate(self._waiting)[: self._num_waiting - over])
-        (self._part / ".zattrs").write_text(json.dumps(self._attributes))
+        surplus = self.num_rows % multiple
+        self.num_rows -= surplus
+        if self._num_waiting > surplus:
+            self._write(np.concatenate(self._waiting)[: self._num_waiting - surplus])
+        (self._partial / ".zattrs").write_text(json.dumps(self._attributes))
         if self.path.exists():
-            aside = self.path.with_name(f".{self.path.name}.old-{os.getpid()}")
-            os.rename(self.path, aside)
-            os.rename(self._part, self.path)
-            shutil.rmtree(aside)
+            old = self.path.with_name(f".{self.path.name}.old-{os.getpid()}")
+            os.rename(self.path, old)
+            os.rename(self._partial, self.path)
+            shutil.rmtree(old)
         else:
-            os.rename(self._part, self.path)
+            os.rename(self._partial, self.path)

@@ -1,9 +1,10 @@
-"""Pretrained transformers as gated recurrent models (Liger, arXiv 2503.01496): their config, their parameters, and back.
+"""Convert pretrained transformers into gated recurrent models (Liger, arXiv 2503.01496), and export tuned models.
 
     base = Pretrained(path="Llama-3.2-1B")
     config = TrainConfig(name="liger", model=liger_model(base.config()), base=base, trainable=("lora",), ...)
 
-`configs/liger.py` has the published recipe, `python -m lsm_jax.linearize.export` writes the result as the base is written.
+`configs/liger.py` has the published recipe. `python -m lsm_jax.linearize.export` writes a tuned run in the format of its
+pretrained model.
 """
 
 from lsm_jax.linearize.merge import merge_adapters

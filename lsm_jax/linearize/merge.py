@@ -1,4 +1,4 @@
-"""Merge adapters into the projections they are added to."""
+"""Merge adapters into the projections to which they belong."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from lsm_jax.mixers import LoRAConfig
 
 
 def merge_adapters(params: dict[str, Any], lora: LoRAConfig | None) -> dict[str, Any]:
-    """The parameters without adapters: each adapted kernel is `W + (alpha / rank) A B`, float32.
+    """Return the parameters without adapters: each adapted kernel becomes `W + (alpha / rank) A B` in float32.
 
     Args:
-        params: of a model, layers stacked or not.
-        lora: the model's.
+        params: the parameters of a model, with layers stacked or not.
+        lora: the adapters' config; None if there are none.
     """
     merged = {}
     for key, value in params.items():

@@ -1,4 +1,4 @@
-"""A pretrained transformer as what a run starts from, and where its frozen parameters are."""
+"""The pretrained transformer that a run starts from, and from which it loads its frozen parameters."""
 
 from __future__ import annotations
 
@@ -21,89 +21,99 @@ from lsm_jax.training.step import params_of
 
 @dataclasses.dataclass(kw_only=True)
 class Pretrained:
-    """A pretrained transformer on disk; `TrainConfig.base` takes it.
+    """A pretrained transformer on disk, the value of `TrainConfig.base`.
 
     Attributes:
-        path: a folder as Hugging Face's transformers writes it, or a .gguf file.
+        path: a Hugging Face folder or a .gguf file.
     """
 
     path: str = ""
 
     def config(self) -> ModelConfig:
-        """The model it holds.
+        """Return the config of the pretrained model.
 
         Raises:
-            ValueError: no path, or one that is refused (`lsm_jax.convert.model_config`).
+            ValueError: the path is empty, or its model is not supported (see `lsm_jax.convert.model_config`).
         """
         if not self.path:
             raise ValueError(
-                "base.path is empty; it takes a pretrained model's Hugging Face folder or .gguf file "
-                "(configs/liger.py:<model>,source=PATH sets it, with the tokenizer)"
+                "base.path is empty; accepted is a pretrained model's Hugging Face folder or .gguf file "
+                "(configs/liger.py:<model>,source=PATH sets it and the tokenizer)"
             )
-        return model_config(self._opened())
+        return model_config(self._open())
 
-    def _opened(self) -> Tensors:
+    def _open(self) -> Tensors:
         path = Path(self.path).expanduser()
         if not path.exists():
             raise ValueError(
-                f"base.path={self.path!r} does not exist; a pretrained model's Hugging Face folder or .gguf file is "
-                "accepted. Of a run whose base has moved, change base.path and data.tokenizer in its config.json"
+                f"base.path={self.path!r} does not exist; accepted is a pretrained model's Hugging Face folder or .gguf "
+                "file. If the pretrained model of a run has moved, change base.path and data.tokenizer in its config.json"
             )
-        return _open(str(path), path.stat().st_mtime_ns if path.exists() else 0)
+        return _open_cached(str(path), path.stat().st_mtime_ns if path.exists() else 0)
 
     def validate(self, model: ModelConfig) -> None:
-        """Raise ValueError unless it holds the softmax model that `model` was made of."""
-        theirs, ours = self.config(), base_model(model)
+        """Raise ValueError unless `model` was made from the pretrained model."""
+        stored, expected = self.config(), base_model(model)
         wrong = [
-            f"{name}: {getattr(theirs, name)} there, {getattr(ours, name)} here"
+            f"{name}: {getattr(stored, name)} in base.path, {getattr(expected, name)} in the config"
             for name in ("vocab_size", "hidden_size", "num_layers", "tie_embeddings", "norm_eps")
-            if getattr(theirs, name) != getattr(ours, name)
+            if getattr(stored, name) != getattr(expected, name)
         ]
         if not wrong:
-            for place, (a, b) in enumerate(zip(theirs.letters(), ours.letters(), strict=True)):
-                wrong = _differences(theirs.layers[a], ours.layers[b])
+            for i, (a, b) in enumerate(zip(stored.letters(), expected.letters(), strict=True)):
+                wrong = _differences(stored.layers[a], expected.layers[b])
                 if wrong:
-                    wrong = [f"layer {place}: {line}" for line in wrong]
+                    wrong = [f"layer {i}: {line}" for line in wrong]
                     break
         if wrong:
             raise ValueError(
-                f"base.path={self.path!r} holds another model than this config's:\n  "
+                f"base.path={self.path!r} is not the pretrained model of this config:\n  "
                 + "\n  ".join(wrong)
             )
 
     def load(self, model: ModelConfig, target: dict[str, Any]) -> dict[str, Any]:
-        """Its parameters into the dtypes and shardings of `target`, the parameters of `model`; those it lacks are left out.
+        """Load the pretrained parameters.
+
+        Args:
+            model: the linearised model.
+            target: arrays or shapes of `model`'s parameters, whose dtypes and shardings the result has.
+
+        Returns:
+            The parameters, without those of `model` that the pretrained model does not have.
 
         Raises:
-            ValueError: tensors that are missing, surplus or of another shape; they are named.
+            ValueError: tensors are missing, unexpected or of another shape; the message names them.
         """
         base = base_model(model)
-        wanted = like(target, params_of(abstract(base)))
+        selected = like(target, params_of(abstract(base)))
         return load_params(
-            self._opened(),
+            self._open(),
             base,
-            shardings=jax.tree.map(lambda leaf: leaf.sharding, wanted),
-            dtype=jax.tree.map(lambda leaf: leaf.dtype, wanted),
+            shardings=jax.tree.map(lambda leaf: leaf.sharding, selected),
+            dtype=jax.tree.map(lambda leaf: leaf.dtype, selected),
         )
 
 
 @functools.lru_cache(maxsize=1)
-def _open(path: str, changed: int) -> Tensors:
-    """Kept, since a .gguf file takes seconds to open; `changed` is when it last did."""
+def _open_cached(path: str, modified: int) -> Tensors:
+    """Open a pretrained model; cached, since opening a .gguf file takes seconds.
+
+    Args:
+        path: the folder or file.
+        modified: its modification time, so that a changed file is opened again.
+    """
     return open_source(path)
 
 
-def _differences(theirs: Any, ours: Any) -> list[str]:
-    """Fields that change what the pretrained layer computes."""
-    free = (
-        "window",
-        "implementation",
-        "multiple_of",
-        "hidden_ratio",
-    )  # the latter give way to intermediate_size
-    a, b = flatten(theirs), flatten(ours)
+def _differences(stored: Any, expected: Any) -> list[str]:
+    """Return a line for each field by which the outputs of two layers differ.
+
+    The window and the implementation may differ; multiple_of and hidden_ratio have no effect if intermediate_size is set.
+    """
+    ignored = ("window", "implementation", "multiple_of", "hidden_ratio")
+    a, b = flatten(stored), flatten(expected)
     return [
-        f"{name}: {a.get(name)} there, {b.get(name)} here"
+        f"{name}: {a.get(name)} in base.path, {b.get(name)} in the config"
         for name in dict.fromkeys([*a, *b])
-        if name.rpartition(".")[2] not in free and a.get(name) != b.get(name)
+        if name.rpartition(".")[2] not in ignored and a.get(name) != b.get(name)
     ]

@@ -1,4 +1,4 @@
-"""Configs of linearised models from a softmax model's config, and back."""
+"""Make the config of a linearised model from that of a softmax model, and the reverse."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from lsm_jax.models import LayerConfig, ModelConfig
 def liger_model(
     base: ModelConfig, *, hybrid: int = 0, lora: LoRAConfig | None = None, **fields: Any
 ) -> ModelConfig:
-    """The model with Liger attention in place of softmax attention, on the same parameters.
+    """Return the model with Liger attention instead of softmax attention, with the same parameters.
 
     Args:
-        base: a model of softmax layers.
-        hybrid: of each group of so many layers the last stays as it is (the paper's 8; which of a group it does not say); a
-            group that the depth cuts off has none. 0 keeps none.
-        lora: adapters on every layer, the kept ones included.
-        fields: of `LigerConfig`.
+        base: a model whose layers have softmax attention.
+        hybrid: n: every n-th layer remains softmax attention (the paper has one in 8 layers, but does not say which one).
+            0: no layer does.
+        lora: adapters for all layers, those with softmax attention too.
+        fields: fields of `LigerConfig`.
 
     Raises:
-        ValueError: layers of another kind, or fields that do not fit.
+        ValueError: a layer has another mixer, or a field is not accepted.
     """
     if hybrid < 0 or hybrid == 1 or hybrid > base.num_layers:
-        raise ValueError(f"hybrid={hybrid}: accepted are 0 and 2 to the model's {base.num_layers} layers")  # fmt: skip
+        raise ValueError(
+            f"hybrid={hybrid}: accepted are 0 and integers from 2 to the model's {base.num_layers} layers"
+        )
     config = _converted(base, LigerConfig, lora, fields)
     if hybrid:
-        kept = {letter: "N" if letter == "L" else letter.lower() for letter in base.layers}
-        config.layers |= {kept[letter]: layer for letter, layer in base.layers.items()}
+        softmax = {letter: "N" if letter == "L" else letter.lower() for letter in base.layers}
+        config.layers |= {softmax[letter]: layer for letter, layer in base.layers.items()}
         config.pattern = "".join(
-            kept[letter] if place % hybrid == hybrid - 1 else letter
-            for place, letter in enumerate(base.letters())
+            softmax[letter] if i % hybrid == hybrid - 1 else letter
+            for i, letter in enumerate(base.letters())
         )
         config.layers = {k: v for k, v in config.layers.items() if k in config.pattern}
         config.pattern = config.period()
@@ -44,17 +46,18 @@ def liger_model(
 def lolcats_model(
     base: ModelConfig, *, transfer: bool = False, lora: LoRAConfig | None = None, **fields: Any
 ) -> ModelConfig:
-    """The model with LoLCATs attention (arXiv 2410.10254) in place of softmax attention.
+    """Return the model with LoLCATs attention (arXiv 2410.10254) instead of softmax attention.
 
     Args:
-        base: a model of softmax layers.
-        transfer: the first stage, in which softmax attention's outputs are learned: the loss is 1000 times the mean of the
-            layers' squared distances, beside the model's own, which maps and window factors do not change.
-        lora: adapters on every layer, for the second stage.
-        fields: of `LolcatsConfig`.
+        base: a model whose layers have softmax attention.
+        transfer: first stage, which learns the outputs of softmax attention: 1000 times the squared distance, averaged over
+            layers, is added to the model's loss. The layers' outputs are those of softmax attention, so that the model's
+            loss has no gradient for feature maps and window factors.
+        lora: adapters for all layers, for the second stage.
+        fields: fields of `LolcatsConfig`.
 
     Raises:
-        ValueError: layers of another kind, or fields that do not fit.
+        ValueError: a layer has another mixer, or a field is not accepted.
     """
     fields = dict(transfer_weight=1000.0 / base.num_layers if transfer else 0.0) | fields
     config = _converted(base, LolcatsConfig, lora, fields)
@@ -65,12 +68,13 @@ def lolcats_model(
 def _converted(
     base: ModelConfig, kind: type, lora: LoRAConfig | None, fields: dict[str, Any]
 ) -> ModelConfig:
+    """Return the model with mixers of class `kind`, which have the fields of the softmax mixers, a window of 64 and `fields`."""
     config = copy.deepcopy(base)
     config.lora = lora
     for letter, layer in base.layers.items():
         if type(layer.mixer) is not SoftmaxConfig:
             raise ValueError(
-                f"model.layers[{letter!r}] has a {type(layer.mixer).__name__}; accepted are models of softmax attention"
+                f"model.layers[{letter!r}].mixer is a {type(layer.mixer).__name__}; accepted is a SoftmaxConfig"
             )
         softmax = {f.name: getattr(layer.mixer, f.name) for f in dataclasses.fields(SoftmaxConfig)}
         mixer = kind(**softmax | dict(window=64) | fields)
@@ -81,7 +85,7 @@ def _converted(
 def window_model(
     base: ModelConfig, *, window: int = 64, lora: LoRAConfig | None = None
 ) -> ModelConfig:
-    """The model whose layers see a window only: what Liger has to beat."""
+    """Return the model with softmax attention only in a window, the baseline of Liger."""
     config = copy.deepcopy(base)
     config.lora = lora
     for letter, layer in base.layers.items():
@@ -93,13 +97,18 @@ def window_model(
 
 
 def base_model(config: ModelConfig) -> ModelConfig:
-    """The softmax model whose parameters a linearised model's are made of, in the same order of layers."""
+    """Return the softmax model from which a linearised model was made, with the same order of layers.
+
+    Raises:
+        ValueError: a layer is not made from softmax attention.
+    """
     base = copy.deepcopy(config)
     base.lora = None
     for letter, layer in config.layers.items():
         if not isinstance(layer.mixer, SoftmaxConfig):
             raise ValueError(
-                f"model.layers[{letter!r}] has a {type(layer.mixer).__name__}, which is no softmax attention made linear"
+                f"model.layers[{letter!r}].mixer is a {type(layer.mixer).__name__}; accepted is a SoftmaxConfig or one of "
+                "its linearised forms"
             )
         fields = {f.name: getattr(layer.mixer, f.name) for f in dataclasses.fields(SoftmaxConfig)}
         if type(layer.mixer) is not SoftmaxConfig:

@@ -3,10 +3,11 @@
     pip install -e ".[hf-parity]"
     python tests/convert/make_goldens.py
 
-Each folder is what `save_pretrained` writes (config.json, safetensors), and expected.npz with `tokens` [B, T] and `logits`
-[B, T, vocab] in float32 on a CPU. The .gguf files are the same kind of model under llama.cpp's names, read by transformers' own
-importer. chat.json has conversations as it writes them by templates. The weights are drawn wide enough that every part of the model shows in the logits. Stored goldens were made with
-torch 2.13.0 and transformers 5.23.0, one thread; the tests that compare with them need neither.
+Each folder has the files of `save_pretrained` (config.json, safetensors), and expected.npz with `tokens` [B, T] and `logits`
+[B, T, vocab], computed in float32 on a CPU. The .gguf files contain the same kinds of models with llama.cpp's names; their logits
+are from transformers' own importer. chat.json has conversations formatted by transformers with several templates. The weights
+have a large variance, so that every part of the model changes the logits. The stored goldens were made with torch 2.13.0 and
+transformers 5.23.0 in one thread; the tests that compare with them require neither.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SMALL = dict(
 LLAMA3 = dict(
     rope_type="llama3", rope_theta=10000.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
 )  # fmt: skip
-# name: (model, fields, tokens a row); rows go beyond original lengths and windows.
+# name: (model, fields, tokens in a row); rows are longer than original lengths and windows.
 KINDS = {
     "llama2": ("Llama", dict(num_key_value_heads=3), 24),
     "llama3": ("Llama", dict(rope_parameters=dict(rope_type="default", rope_theta=5e5)), 24),
@@ -45,7 +46,7 @@ KINDS = {
     "qwen2-windows": ("Qwen2", dict(use_sliding_window=True, sliding_window=5, max_window_layers=1), 24),
     "qwen3": ("Qwen3", dict(head_dim=16, rms_norm_eps=1e-3), 24),
 }  # fmt: skip
-# What templates in use are made of: loops, blocks and their blank lines, filters, BOS and EOS, refusal.
+# The features that templates in use have: loops, blocks and their blank lines, filters, BOS and EOS, exceptions.
 TEMPLATES = {
     "marks": "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}{{ '[system]Help.[end]\n' }}{% endif %}"
     "{{ '[' + m['role'] + ']' + m['content'] | trim + '[end]' + '\n' }}{% endfor %}"
@@ -65,7 +66,7 @@ TALKS = {
     ],
 }
 LLAMA32 = LLAMA3 | dict(factor=32.0, rope_theta=5e5, original_max_position_embeddings=8192)
-# file: (architecture, model, fields, places between tokens)
+# file: (architecture, model, fields, distance of the positions of successive tokens)
 GGUFS = {
     "llama": ("llama", "Llama", dict(tie_word_embeddings=True), 1),
     "llama3.2": ("llama", "Llama", dict(rope_parameters=LLAMA32, num_hidden_layers=1), 17),
@@ -75,36 +76,36 @@ GGUFS = {
 
 
 def build(model: str, fields: dict, seed: int) -> transformers.PreTrainedModel:
-    """A random model in float32."""
+    """Return a random model in float32."""
     torch.manual_seed(seed)
     config = getattr(transformers, f"{model}Config")(**(SMALL | fields))
-    made = getattr(transformers, f"{model}ForCausalLM")(config).float().eval()
+    random_model = getattr(transformers, f"{model}ForCausalLM")(config).float().eval()
     with torch.no_grad():
-        for name, value in made.named_parameters():
+        for name, value in random_model.named_parameters():
             noise = torch.randn_like(value)
             value.copy_(1 + 0.3 * noise if "norm" in name else noise * 0.25)
-    return made
+    return random_model
 
 
-def expect(
-    model: transformers.PreTrainedModel, length: int, path: Path, apart: int = 1
+def write_logits(
+    model: transformers.PreTrainedModel, length: int, path: Path, stride: int = 1
 ) -> np.ndarray:
-    """Write a model's logits of random tokens, `apart` places between them."""
+    """Write and return a model's logits of random tokens at the positions 0, stride, 2 stride, ..."""
     model.set_attn_implementation("eager")
     tokens = np.random.default_rng(0).integers(0, SMALL["vocab_size"], (1, length))
-    positions = apart * np.arange(length)[None]
+    positions = stride * np.arange(length)[None]
     with torch.no_grad():
-        found = model(torch.tensor(tokens), position_ids=torch.tensor(positions))
-    logits = found.logits.float().numpy()
+        output = model(torch.tensor(tokens), position_ids=torch.tensor(positions))
+    logits = output.logits.float().numpy()
     arrays = dict(tokens=tokens.astype(np.int32), logits=logits)
-    if apart > 1:
+    if stride > 1:
         arrays["positions"] = positions.astype(np.int32)
     np.savez_compressed(path, **arrays)
     return logits
 
 
 def write_gguf(model: transformers.PreTrainedModel, kind: str, path: Path) -> None:
-    """A model as llama.cpp stores it, matrices in Q8_0 but for the head in float16."""
+    """Write a model as llama.cpp stores it, with the head in float16 and all other matrices in Q8_0."""
     config, blocks = model.config, "model.layers."
     writer = gguf.GGUFWriter(path, kind)
     writer.add_block_count(config.num_hidden_layers)
@@ -164,7 +165,7 @@ def write_gguf(model: transformers.PreTrainedModel, kind: str, path: Path) -> No
 
 
 def render(template: str, messages: list[dict], answer: bool) -> str | None:
-    """The text of a conversation; None where the template refuses it."""
+    """Return the text of a conversation, or None if the template raises an exception for it."""
     try:
         return render_jinja_template(
             [messages], chat_template=template, add_generation_prompt=answer, bos_token="<B>", eos_token="<E>"
@@ -174,29 +175,29 @@ def render(template: str, messages: list[dict], answer: bool) -> str | None:
 
 
 def main() -> int:
-    """Make all of them anew."""
+    """Make all goldens again."""
     torch.set_num_threads(1)
     shutil.rmtree(OUT, ignore_errors=True)
     for seed, (name, (model, fields, length)) in enumerate(KINDS.items()):
-        made, folder = build(model, fields, seed), OUT / name
-        # One of them in several files.
-        made.save_pretrained(folder, max_shard_size="20KB" if name == "llama2" else "5GB")
+        random_model, folder = build(model, fields, seed), OUT / name
+        # One model is written in several files.
+        random_model.save_pretrained(folder, max_shard_size="20KB" if name == "llama2" else "5GB")
         (folder / "generation_config.json").unlink(missing_ok=True)
-        logits = expect(made, length, folder / "expected.npz")
-        print(
-            f"{name}: {sum(p.numel() for p in made.parameters())} parameters, logits' std {logits.std():.2f}"
+        logits = write_logits(random_model, length, folder / "expected.npz")
+        size = sum(p.numel() for p in random_model.parameters())
+        print(f"{name}: {size} parameters, standard deviation of logits {logits.std():.2f}")
+    for seed, (name, (kind, model, fields, stride)) in enumerate(GGUFS.items()):
+        random_model = build(model, dict(hidden_size=32, num_attention_heads=2) | fields, seed)
+        with tempfile.TemporaryDirectory() as folder:
+            original = write_logits(random_model, 24, Path(folder) / "x.npz", stride)
+        write_gguf(random_model, kind, OUT / f"{name}.gguf")
+        quantised = transformers.AutoModelForCausalLM.from_pretrained(
+            OUT, gguf_file=f"{name}.gguf", dtype=torch.float32, config=random_model.config
         )
-    for seed, (name, (kind, model, fields, apart)) in enumerate(GGUFS.items()):
-        made = build(model, dict(hidden_size=32, num_attention_heads=2) | fields, seed)
-        with tempfile.TemporaryDirectory() as kept:
-            original = expect(made, 24, Path(kept) / "x.npz", apart)
-        write_gguf(made, kind, OUT / f"{name}.gguf")
-        read = transformers.AutoModelForCausalLM.from_pretrained(
-            OUT, gguf_file=f"{name}.gguf", dtype=torch.float32, config=made.config
-        )
-        logits = expect(read.eval(), 24, OUT / f"{name}.npz", apart)
+        logits = write_logits(quantised.eval(), 24, OUT / f"{name}.npz", stride)
+        error = np.abs(logits - original).max()
         print(
-            f"{name}.gguf: by quantisation, logits differ by {np.abs(logits - original).max():.3f} of {original.std():.2f}"
+            f"{name}.gguf: quantisation changes logits of std {original.std():.2f} by up to {error:.3f}"
         )
     rendered = [
         dict(template=t, messages=m, answer=a, text=render(t, m, a))

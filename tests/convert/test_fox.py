@@ -1,4 +1,4 @@
-"""FoX's published checkpoints, written here with random weights: the model is the published one, and wrong ones are told."""
+"""Import of FoX's published checkpoints, with random weights: the logits are the published model's, and errors are named."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FAST = ("pro", "pro-per-head-rotated", "transformer-llama")
 
 
 def published(config: dict) -> dict[str, np.ndarray]:
-    """Random weights by the published names."""
+    """Return random weights by the published names."""
     rng = np.random.default_rng(0)
 
     def matrix(*shape):
@@ -57,7 +57,7 @@ def published(config: dict) -> dict[str, np.ndarray]:
         "lm_head.weight": matrix(VOCAB, WIDTH),
     }
     for i in range(DEPTH):
-        own = {
+        layer = {
             "attn_norm.weight": scale(WIDTH),
             "mlp_norm.weight": scale(WIDTH),
             "mlp.gate_proj.weight": matrix(2 * INNER, WIDTH),
@@ -67,30 +67,41 @@ def published(config: dict) -> dict[str, np.ndarray]:
         }
         for letter in "kv":
             shifted = config.get(f"use_{letter}_shift")
-            own[f"attn.{letter}_proj{'.linear' * bool(shifted)}.weight"] = matrix(WIDTH, WIDTH)
+            layer[f"attn.{letter}_proj{'.linear' * bool(shifted)}.weight"] = matrix(WIDTH, WIDTH)
             if shifted:
-                own[f"attn.{letter}_proj.shift_proj.weight"] = matrix(HEADS, WIDTH)
+                layer[f"attn.{letter}_proj.shift_proj.weight"] = matrix(HEADS, WIDTH)
         if config["qk_norm"]:
             size = WIDTH // HEADS if config["qk_norm_share_param_across_head"] else WIDTH
-            own |= {f"attn.{n}_norm.weight": scale(size) for n in "qk"}
+            layer |= {f"attn.{n}_norm.weight": scale(size) for n in "qk"}
         if config.get("use_output_gate"):
-            own["attn.ogate_proj.weight"] = matrix(WIDTH, WIDTH)
+            layer["attn.ogate_proj.weight"] = matrix(WIDTH, WIDTH)
         if config.get("use_output_norm"):
-            own["attn.output_norm.weight"] = scale(WIDTH)
+            layer["attn.output_norm.weight"] = scale(WIDTH)
         gate = config.get("fgate_type")
         if gate == "full":
-            own["attn.fgate_proj.weight"] = matrix(HEADS, WIDTH)
-            own["attn.fgate_proj.bias"] = rng.normal(size=HEADS)
+            layer["attn.fgate_proj.weight"] = matrix(HEADS, WIDTH)
+            layer["attn.fgate_proj.bias"] = rng.normal(size=HEADS)
         elif gate == "bias_only":
-            own["attn.fgate_bias"] = rng.normal(size=HEADS)
+            layer["attn.fgate_bias"] = rng.normal(size=HEADS)
         elif gate == "fixed":
-            own["attn.fgate_bias"] = -np.log(np.expm1(1 / np.array([2.0, 64.0])))
-        weights |= {f"model.layers.{i}.{name}": value for name, value in own.items()}
+            layer["attn.fgate_bias"] = -np.log(np.expm1(1 / np.array([2.0, 64.0])))
+        weights |= {f"model.layers.{i}.{name}": value for name, value in layer.items()}
     return {name: value.astype(np.float32) for name, value in weights.items()}
 
 
 def write(folder, kind="pro", change=None, parts=1, **fields):
-    """A checkpoint's folder; `change` may edit its weights, `parts` is the number of its files."""
+    """Write a checkpoint's folder.
+
+    Args:
+        folder: the folder.
+        kind: one of `KINDS`.
+        change: function that edits the weights.
+        parts: number of safetensors files.
+        fields: further fields of the config.
+
+    Returns:
+        (folder, config, weights).
+    """
     config = BASE | KINDS[kind] | fields
     weights = published(config)
     if change is not None:
@@ -111,13 +122,14 @@ MARKED = [pytest.param(k, marks=() if k in FAST else pytest.mark.slow, id=k) for
 
 
 @pytest.mark.parametrize("kind", MARKED)
-def test_the_imported_model_is_the_published_one(tmp_path, kind):
+def test_logits_are_those_of_the_published_model(tmp_path, kind):
     folder, config, weights = write(tmp_path / "x", kind, parts=1 + len(kind) % 2)
     checkpoint = Checkpoint(folder)
-    found = fox_config(checkpoint)
-    params = fox_params(checkpoint, found)
-    found.dtype = "float32"
-    model = nnx.merge(nnx.graphdef(nnx.eval_shape(lambda: Decoder(found, rngs=nnx.Rngs(0)))), params)  # fmt: skip
+    imported = fox_config(checkpoint)
+    params = fox_params(checkpoint, imported)
+    imported.dtype = "float32"
+    abstract_model = nnx.eval_shape(lambda: Decoder(imported, rngs=nnx.Rngs(0)))
+    model = nnx.merge(nnx.graphdef(abstract_model), params)
     tokens = np.random.default_rng(1).integers(0, VOCAB, 12)
     output = jax.jit(lambda m, t: m(t)[0])(model, tokens[None])[0]
     expected = logits(weights, config, tokens)
@@ -125,37 +137,37 @@ def test_the_imported_model_is_the_published_one(tmp_path, kind):
     np.testing.assert_allclose(output, expected, rtol=0, atol=2e-4 * np.abs(expected).max())
 
 
-def test_an_imported_run_is_evaluated_and_started_from(tmp_path):
+def test_an_imported_run_can_be_loaded_and_started_from(tmp_path):
     import ml_dtypes
 
-    def narrow(weights):
+    def to_bfloat16(weights):
         weights |= {n: w.astype(ml_dtypes.bfloat16) for n, w in weights.items()}
         weights["model.layers.0.attn.rotary.inv_freq"] = np.ones(8, np.float32)
 
-    folder, _, weights = write(tmp_path / "fox-small", "transformer-pro", narrow)
+    folder, _, weights = write(tmp_path / "fox-small", "transformer-pro", to_bfloat16)
     config = import_fox(folder, tmp_path / "run", DataConfig(tokenizer="bytes", sequence_length=8))
     assert config.name == "fox-small"
     run = lsm_jax.load_run(tmp_path / "run")
     assert run.step == 0 and run.config == config
     kernel = run.params["periods"]["blocks"][0]["mixer"]["q_proj"]["kernel"]
-    own = weights["model.layers.1.attn.q_proj.weight"].astype(np.float32)
-    np.testing.assert_array_equal(kernel[1], own.T)
+    published_kernel = weights["model.layers.1.attn.q_proj.weight"].astype(np.float32)
+    np.testing.assert_array_equal(kernel[1], published_kernel.T)
     zeros = jax.tree.map(np.zeros_like, run.params)
     again = initial_params(str(tmp_path / "run"), zeros)
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), again, run.params))
-    with pytest.raises(ValueError, match="holds a run; accepted is a new directory"):
+    with pytest.raises(ValueError, match="contains a run; accepted is a new directory"):
         import_fox(folder, tmp_path / "run")
 
 
-def test_the_command(tmp_path, capsys, monkeypatch):
+def test_the_command_makes_a_run(tmp_path, capsys, monkeypatch):
     folder, *_ = write(tmp_path / "x")
-    told = []
-    monkeypatch.setattr("lsm_jax.convert.fox.logging.warning", lambda *words: told.append(words))
+    warnings = []
+    monkeypatch.setattr("lsm_jax.convert.fox.logging.warning", lambda *args: warnings.append(args))
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | dict(use_cache=True, logit_scale=2)))
     assert main([f"--source={folder}", f"--workdir={tmp_path / 'run'}"]) == 0
     assert "eval.py --workdir=" in capsys.readouterr().out
-    assert [names for _, names in told] == ["logit_scale"]
+    assert [names for _, names in warnings] == ["logit_scale"]
     data = lsm_jax.load_run(tmp_path / "run").config.data
     assert (data.tokenizer, data.json_escape, data.sequence_length) == ("gpt2", True, 16_384)
     assert main([f"--source={tmp_path}", f"--workdir={tmp_path / 'other'}"]) == 1
@@ -163,7 +175,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "other").exists()
 
 
-def test_heads_share_their_norm_by_the_weights_length_where_nothing_says(tmp_path):
+def test_whether_heads_share_the_norm_follows_from_the_weights_if_the_config_does_not_say(tmp_path):
     for kind, per_head in (("pro", False), ("pro-per-head-rotated", True)):
         folder, config, _ = write(tmp_path / kind, kind)
         del config["qk_norm_share_param_across_head"]
@@ -185,7 +197,7 @@ def test_heads_share_their_norm_by_the_weights_length_where_nothing_says(tmp_pat
         (dict(num_heads=5), "config.json: .*num_heads=5 does not divide hidden_size=32"),
     ],
 )
-def test_other_models_are_refused(tmp_path, fields, words):
+def test_errors_name_the_field(tmp_path, fields, words):
     folder, *_ = write(tmp_path / "x")
     config = json.loads((folder / "config.json").read_text()) | fields
     (folder / "config.json").write_text(json.dumps(config))
@@ -202,21 +214,23 @@ def test_wrong_tensors_are_named(tmp_path):
 
     folder, *_ = write(tmp_path / "x", change=change)
     checkpoint = Checkpoint(folder)
-    with pytest.raises(ValueError, match="its tensors are not those of its config.json") as error:
+    with pytest.raises(
+        ValueError, match="the tensors are not those of the model in config.json"
+    ) as error:
         fox_params(checkpoint, fox_config(checkpoint))
     for words in (
         "missing: model.layers.1.attn.fgate_proj.bias (2,)",
         "unexpected: model.layers.0.attn.q_proj.bias (32,)",
-        "model.layers.0.mlp.down_proj.weight has shape (256, 32), the config's model (32, 256)",
+        "model.layers.0.mlp.down_proj.weight has shape (256, 32); the model of the config requires (32, 256)",
     ):
         assert words in str(error.value)
 
 
 def test_broken_files_are_named(tmp_path):
-    def whole_numbers(weights):
+    def to_integers(weights):
         weights["model.norm.weight"] = np.ones(WIDTH, np.int32)
 
-    folder, *_ = write(tmp_path / "x", change=whole_numbers)
+    folder, *_ = write(tmp_path / "x", change=to_integers)
     checkpoint = Checkpoint(folder)
     with pytest.raises(ValueError, match="model.norm.weight has dtype I32; accepted are F64"):
         fox_params(checkpoint, fox_config(checkpoint))
@@ -233,5 +247,5 @@ def test_broken_files_are_named(tmp_path):
         weights["model.layers.1.attn.fgate_bias"] += 0.5
 
     checkpoint = Checkpoint(write(tmp_path / "fixed", "fixed", other_gates)[0])
-    with pytest.raises(ValueError, match="layers.1.attn.fgate_bias is not what its config.json"):
+    with pytest.raises(ValueError, match="layers.1.attn.fgate_bias does not have the decay times"):
         fox_params(checkpoint, fox_config(checkpoint))

@@ -1,5 +1,5 @@
-"""Pretrained transformers: logits are transformers' own (goldens/, see make_goldens.py), what is refused is named, and all of it
-goes back unchanged.
+"""Import and export of pretrained transformers: logits are those of transformers (goldens/, see make_goldens.py), errors name the
+field or tensor, and an exported model is unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 import lsm_jax
 from lsm_jax.convert import export, load_params, model_config
-from lsm_jax.convert.huggingface import names_of, open_source, params_of, their_shape
+from lsm_jax.convert.huggingface import open_source, params_of, published_shape, published_tensors
 from lsm_jax.mixers import RopeScaling, SoftmaxConfig
 from lsm_jax.models import abstract
 from lsm_jax.parallel import MeshConfig, make_mesh
@@ -31,12 +31,12 @@ from tests.parallel.test_parallel import run_with_devices
 GOLDENS = Path(__file__).parent / "goldens"
 KINDS = sorted(p.name for p in GOLDENS.iterdir() if p.suffix not in (".npz", ".json"))
 FAST = ("llama3.2", "mistral", "qwen2-windows", "qwen3", "llama.gguf")
-IN_TWO = ("llama3.1", "qwen2", "qwen3.gguf")
+SPLIT = ("llama3.1", "qwen2", "qwen3.gguf")  # also computed in two calls with a state
 MARKED = [pytest.param(k, marks=() if k in FAST else pytest.mark.slow, id=k) for k in KINDS]
 
 
 def changed(tmp_path, kind: str, change=None, **fields) -> Path:
-    """A copy of a golden with other fields in its config; `change` may edit its tensors, by name."""
+    """Copy a golden and change fields of its config; `change` is a function that edits its tensors, a dict by name."""
     folder = tmp_path / "changed"
     shutil.copytree(GOLDENS / kind, folder)
     config = json.loads((folder / "config.json").read_text()) | fields
@@ -49,7 +49,7 @@ def changed(tmp_path, kind: str, change=None, **fields) -> Path:
 
 
 def build(source, params=None):
-    """The model of a source in float32."""
+    """Return the config and the model of a source in float32."""
     config = dataclasses.replace(model_config(source), dtype="float32", remat="none")
     params = load_params(source, config) if params is None else params
     return config, nnx.merge(nnx.graphdef(abstract(config)), params)
@@ -65,16 +65,16 @@ def test_logits_are_those_of_transformers(kind):
     _, model = build(source)
     positions = golden.get("positions")
     outputs = [jax.jit(lambda m, t: m(t, positions=positions)[0])(model, tokens)]
-    if kind in IN_TWO:
+    if kind in SPLIT:
         half = tokens.shape[1] * 2 // 3
 
         @jax.jit
-        def in_two(model, tokens):
+        def in_two_calls(model, tokens):
             first, state, _ = model(tokens[:, :half], state=model.init_state(1, tokens.shape[1]))
-            then, _, _ = model(tokens[:, half:], state=state)
-            return jnp.concatenate([first, then], axis=1)
+            second, _, _ = model(tokens[:, half:], state=state)
+            return jnp.concatenate([first, second], axis=1)
 
-        outputs.append(in_two(model, tokens))
+        outputs.append(in_two_calls(model, tokens))
     for output in outputs:
         np.testing.assert_allclose(output, expected, rtol=0, atol=5e-5)
 
@@ -82,15 +82,15 @@ def test_logits_are_those_of_transformers(kind):
 def test_the_scaling_of_a_gguf_file_is_recognised(tmp_path):
     mixer = model_config(GOLDENS / "llama3.2.gguf").layers["L"].mixer
     assert mixer.rope_scaling == RopeScaling(kind="llama3", factor=32.0, original_length=8192)
-    whole = (GOLDENS / "llama3.2.gguf").read_bytes()
-    (tmp_path / "x.gguf").write_bytes(whole.replace(np.float32(32).tobytes(), b"\0\0\0\x41"))
+    content = (GOLDENS / "llama3.2.gguf").read_bytes()
+    (tmp_path / "x.gguf").write_bytes(content.replace(np.float32(32).tobytes(), b"\0\0\0\x41"))
     with pytest.raises(ValueError, match="rope_freqs.weight is not that of Llama 3.1 or 3.2"):
         model_config(tmp_path / "x.gguf")
 
 
-def test_older_configs_say_the_same(tmp_path):
+def test_configs_of_older_transformers_give_the_same_model(tmp_path):
     def older(kind, **fields):
-        """The config as transformers 4 wrote it."""
+        """Return the model of a config as transformers 4 wrote it."""
         folder = tmp_path / kind
         shutil.copytree(GOLDENS / kind, folder)
         config = json.loads((folder / "config.json").read_text())
@@ -117,24 +117,24 @@ def test_older_configs_say_the_same(tmp_path):
     [
         ("llama3", dict(model_type="gemma"), "model_type='gemma'; accepted are llama, mistral, qwen2, qwen3"),
         ("llama3", dict(architectures=["LlamaForTokenClassification"]), "accepted is .'LlamaForCausalLM'"),
-        ("llama3", dict(hidden_size=None), "config.json: hidden_size missing"),
+        ("llama3", dict(hidden_size=None), "config.json: missing fields: hidden_size"),
         ("llama3", dict(hidden_act="gelu"), "hidden_act='gelu'; accepted is 'silu'"),
         ("llama3", dict(attention_bias=True), "attention_bias=True; accepted is False"),
         ("llama3", dict(mlp_bias=True), "mlp_bias=True; accepted is False"),
         ("llama3", dict(quantization_config={"bits": 4}), "quantization_config=.*accepted is None"),
-        ("llama3", dict(logit_scale=2.0), "logit_scale=2.0: what it does to a llama model is not known here"),
+        ("llama3", dict(logit_scale=2.0), "unknown fields, which may change what a llama model computes: logit_scale=2.0"),
         ("llama3", dict(rope_parameters=dict(rope_type="yarn", factor=2.0)), "type 'yarn'; accepted are default, linear, llama3"),
         ("llama3", dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)), "type 'dynamic'; accepted are"),
-        ("llama3", dict(rope_parameters=dict(rope_type="linear")), "type 'linear' has nothing else; it takes factor"),
+        ("llama3", dict(rope_parameters=dict(rope_type="linear")), r"type 'linear' has the fields \[\]; accepted are exactly \['factor'\]"),
         ("llama3", dict(rope_parameters=dict(rope_type="linear", factor=0.5)), "factor=0.5, .*accepted are a factor from 1"),
         ("llama3", dict(tie_word_embeddings="false"), "tie_word_embeddings='false'; accepted is bool"),
         ("llama3", dict(hidden_size=24.0), "hidden_size=24.0; accepted is int"),
         ("llama3", dict(rope_theta="x"), "rope_theta='x'; accepted is int or float"),
         ("llama3", dict(num_key_value_heads=2), "num_kv_heads=2 does not divide num_heads=3"),
-        ("qwen2-windows", dict(layer_types=["full_attention", "other"]), "accepted are 2 of full_attention, sliding_attention"),
+        ("qwen2-windows", dict(layer_types=["full_attention", "other"]), "accepted is a list of 2, each one of full_attention, sliding_attention"),
     ],
 )  # fmt: skip
-def test_what_is_not_computed_is_refused_by_name(tmp_path, kind, fields, words):
+def test_unsupported_fields_are_named(tmp_path, kind, fields, words):
     with pytest.raises(ValueError, match=words):
         model_config(changed(tmp_path, kind, **fields))
 
@@ -149,7 +149,7 @@ def test_what_is_not_computed_is_refused_by_name(tmp_path, kind, fields, words):
         (None, "rope_base=None rotates nothing; accepted is None"),
     ],
 )
-def test_scalings_are_checked(fields, words):
+def test_errors_of_rope_scaling_name_the_field(fields, words):
     config = SoftmaxConfig(num_heads=4, rope_scaling=RopeScaling(**fields or {}))
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(config, rope_base=config.rope_base if fields else None).validate(32)
@@ -162,12 +162,14 @@ def test_wrong_tensors_are_named(tmp_path):
         tensors["model.norm.weight"] = np.ones(5, np.float32)
 
     folder = changed(tmp_path, "qwen3", change)
-    with pytest.raises(ValueError, match="its tensors are not those of its config.json") as error:
+    with pytest.raises(
+        ValueError, match="the tensors are not those of the model in config.json"
+    ) as error:
         load_params(folder, model_config(folder))
     for words in (
         "missing: model.layers.1.self_attn.q_norm.weight (16,)",
         "unexpected: model.layers.0.self_attn.q_proj.bias (48,)",
-        "model.norm.weight has shape (5,), the config's model (24,)",
+        "model.norm.weight has shape (5,); the model of the config requires (24,)",
     ):
         assert words in str(error.value)
     config = model_config(GOLDENS / "llama3")
@@ -178,7 +180,7 @@ def test_wrong_tensors_are_named(tmp_path):
         model_config(tmp_path / "nowhere")
 
 
-def _narrow_with_extras(tensors):
+def _to_bfloat16_with_extra_tensors(tensors):
     for name, value in tensors.items():
         tensors[name] = value.astype(ml_dtypes.bfloat16)
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
@@ -186,9 +188,10 @@ def _narrow_with_extras(tensors):
 
 
 @pytest.mark.parametrize(
-    ("kind", "change"), [("llama2", None), ("qwen2", None), ("llama3.2", _narrow_with_extras)]
+    ("kind", "change"),
+    [("llama2", None), ("qwen2", None), ("llama3.2", _to_bfloat16_with_extra_tensors)],
 )
-def test_an_unchanged_model_goes_back_byte_for_byte(tmp_path, kind, change):
+def test_export_of_an_unchanged_model_writes_the_same_bytes(tmp_path, kind, change):
     folder = changed(tmp_path, kind, change)
     (folder / "expected.npz").unlink()
     config = model_config(folder)
@@ -203,16 +206,16 @@ def test_an_unchanged_model_goes_back_byte_for_byte(tmp_path, kind, change):
 
 @pytest.mark.parametrize("name", ["token_embd.weight", "tokenizer.ggml.merges"])
 def test_what_a_gguf_file_lacks_is_named(tmp_path, name):
-    whole = (GOLDENS / "llama.gguf").read_bytes()
-    (tmp_path / "x.gguf").write_bytes(whole.replace(name.encode(), name[:-1].encode() + b"_"))
-    with pytest.raises(ValueError, match=f"{name}.* missing"):
+    content = (GOLDENS / "llama.gguf").read_bytes()
+    (tmp_path / "x.gguf").write_bytes(content.replace(name.encode(), name[:-1].encode() + b"_"))
+    with pytest.raises(ValueError, match=f"missing fields: {name}|{name} is missing"):
         config = model_config(tmp_path / "x.gguf")
         export(
             load_params(tmp_path / "x.gguf", config), config, tmp_path / "x.gguf", tmp_path / "out"
         )
 
 
-def test_a_gguf_file_becomes_a_folder(tmp_path):
+def test_a_gguf_file_is_exported_as_a_folder(tmp_path):
     source = GOLDENS / "llama.gguf"
     config, model = build(source)
     params = load_params(source, config)
@@ -230,7 +233,7 @@ def test_a_gguf_file_becomes_a_folder(tmp_path):
     np.testing.assert_array_equal(files[1][name], files[0][name] * 1.5)
 
 
-def test_a_tied_head_must_be_the_embedding(tmp_path):
+def test_a_tied_head_must_be_equal_to_the_embedding(tmp_path):
     def change(tensors):
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
 
@@ -240,13 +243,13 @@ def test_a_tied_head_must_be_the_embedding(tmp_path):
 
 
 def write_large(tmp_path, **sizes) -> Path:
-    """A folder of a Llama with random weights."""
+    """Write a folder with a Llama of random weights and the given sizes."""
     fields = dict(num_attention_heads=8, num_hidden_layers=3, head_dim=64, hidden_size=512) | sizes
 
     def change(tensors):
         tensors.clear()
-        for name, place in names_of(params_of(abstract(config)), config).items():
-            tensors[name] = rng.standard_normal(their_shape(*place), np.float32)
+        for name, entry in published_tensors(params_of(abstract(config)), config).items():
+            tensors[name] = rng.standard_normal(published_shape(*entry), np.float32)
 
     rng = np.random.default_rng(0)
     config = model_config(changed(tmp_path, "llama3", **fields))
@@ -254,31 +257,31 @@ def write_large(tmp_path, **sizes) -> Path:
     return changed(tmp_path, "llama3", change, **fields)
 
 
-def test_parameters_are_read_one_at_a_time_to_where_they_live(tmp_path):
+def test_parameters_are_loaded_one_at_a_time_to_their_devices(tmp_path):
     folder = write_large(tmp_path, vocab_size=512, intermediate_size=2048)
     source, largest = open_source(folder), 512 * 2048 * 4
     config = model_config(source)
     mesh = make_mesh(MeshConfig(data=1, fsdp=len(jax.devices())))
     shardings = param_shardings(mesh, abstract(config))
-    load_params(source, config, shardings=shardings)  # compiled
-    seen = []
+    load_params(source, config, shardings=shardings)  # compiles
+    reports = []
     tracemalloc.start()
     params = load_params(
-        source, config, shardings=shardings, progress=lambda *done: seen.append(done)
+        source, config, shardings=shardings, progress=lambda *report: reports.append(report)
     )
-    # numpy's alone: parameters and the one copy on its way to them are the device's.
+    # This is numpy's memory only: the parameters, and the copy during a transfer, are in the device's memory.
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2 * largest + 2**23, peak / largest
     total = sum(leaf.size for leaf in jax.tree.leaves(params))
-    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    assert seen[-1] == (total, total) and len(seen) == len(source.shapes)
+    assert [done for done, _ in reports] == sorted(done for done, _ in reports)
+    assert reports[-1] == (total, total) and len(reports) == len(source.shapes)
     kernel = params["periods"]["blocks"][0]["feedforward"]["up_proj"]["kernel"]
-    own = load_file(folder / "model.safetensors")["model.layers.2.mlp.up_proj.weight"]
-    np.testing.assert_array_equal(kernel[2], own.T)
+    stored = load_file(folder / "model.safetensors")["model.layers.2.mlp.up_proj.weight"]
+    np.testing.assert_array_equal(kernel[2], stored.T)
     assert isinstance(kernel.sharding, NamedSharding)
-    placed = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), params, shardings)
-    assert jax.tree.all(placed)
+    equal = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), params, shardings)
+    assert jax.tree.all(equal)
 
 
 MEMORY = """
@@ -286,18 +289,18 @@ import sys, threading, time
 import jax
 from lsm_jax.convert import load_params, model_config
 
-def held():
+def memory():
     lines = open("/proc/self/status").read().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
 
 def watch():
     while not done:
-        peaks.append(held())
+        peaks.append(memory())
         time.sleep(0.002)
 
 config, done, peaks = model_config(sys.argv[1]), [], []
 jax.block_until_ready(jax.jit(lambda x: x + 1)(jax.numpy.ones(8)))
-start, thread = held(), threading.Thread(target=watch)
+start, thread = memory(), threading.Thread(target=watch)
 thread.start()
 params = load_params(sys.argv[1], config)
 done.append(True)
@@ -307,14 +310,14 @@ print((max(peaks) - start - sum(leaf.nbytes for leaf in jax.tree.leaves(params))
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory as Linux counts it")
-def test_beyond_the_parameters_the_host_holds_less_than_three_tensors(tmp_path):
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="requires Linux's /proc")
+def test_loading_requires_less_host_memory_than_the_parameters_and_three_tensors(tmp_path):
     folder = write_large(tmp_path, vocab_size=16384, intermediate_size=4096, num_hidden_layers=6)
-    beyond = float(run_with_devices(1, "-c", MEMORY, str(folder), str(16384 * 512 * 4)))
-    print(f"beyond the parameters: {beyond:.2f} of the largest tensor")
-    assert beyond < 3
+    extra = float(run_with_devices(1, "-c", MEMORY, str(folder), str(16384 * 512 * 4)))
+    print(f"memory in addition to the parameters: {extra:.2f} of the largest tensor")
+    assert extra < 3
 
 
 @pytest.mark.slow
 def test_parameters_are_sharded_over_four_devices():
-    run_with_devices(4, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "where_they_live")  # fmt: skip
+    run_with_devices(4, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "to_their_devices")  # fmt: skip

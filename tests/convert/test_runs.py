@@ -1,4 +1,4 @@
-"""A pretrained transformer as a run: its command, its checkpoint, its tokenizer."""
+"""Runs of imported transformers: the command, the checkpoint, the tokenizer."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from tests.convert.test_huggingface import GOLDENS, changed
 
 
 def with_tokenizer(folder, bos: str | None = None, **config):
-    """Put a tokenizer of letters into a folder; `bos` is set in front of texts."""
+    """Write a tokenizer of letters, which adds `bos` in front of a text, and a tokenizer_config.json; return the folder."""
     vocabulary = {"<s>": 0, "</s>": 1, "<x>": 2, **{c: i + 3 for i, c in enumerate("abcdefgh ")}}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<x>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    made.add_special_tokens(["<s>", "</s>", "<x>"])
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<x>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer.add_special_tokens(["<s>", "</s>", "<x>"])
     if bos:
-        made.post_processor = tokenizers.processors.TemplateProcessing(
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, vocabulary[bos])]
         )
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
 
 def test_the_command_makes_a_run(tmp_path, capsys):
-    def narrow(tensors):
+    def to_bfloat16(tensors):
         tensors |= {n: v.astype(ml_dtypes.bfloat16) for n, v in tensors.items()}
 
-    folder = changed(tmp_path, "mistral", narrow)
+    folder = changed(tmp_path, "mistral", to_bfloat16)
     folder = with_tokenizer(folder.rename(tmp_path / "Small-1.5B"), "<s>", bos_token="<s>")
     assert main([f"--source={folder}", f"--workdir={tmp_path / 'run'}"]) == 0
-    assert "Small-1.5B is in" in capsys.readouterr().out
+    assert "wrote the run Small-1.5B to" in capsys.readouterr().out
     run = lsm_jax.load_run(tmp_path / "run")
     assert (run.step, run.config.name, run.config.model.layers["L"].mixer.window) == (0, "Small-1.5B", 7)  # fmt: skip
     data = run.config.data
@@ -53,19 +53,19 @@ def test_the_command_makes_a_run(tmp_path, capsys):
     tokenizer = load_tokenizer(data.tokenizer)
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.encode("ba")) == (0, 1, [4, 3])
     expected = load_params(folder, run.config.model)
-    for found in (run.params, initial_params(str(tmp_path / "run"), expected)):
+    for loaded in (run.params, initial_params(str(tmp_path / "run"), expected)):
         assert jax.tree.all(
-            jax.tree.map(lambda a, b: (a == b).all() and a.dtype == jnp.float32, found, expected)
+            jax.tree.map(lambda a, b: (a == b).all() and a.dtype == jnp.float32, loaded, expected)
         )
-    # The checkpoint itself stays as narrow as what it was made of.
+    # The checkpoint is bfloat16, as the source is.
     saved = [p for p in (tmp_path / "run" / "checkpoints").rglob("*") if p.is_file()]
     kinds = {kind: any(kind in p.read_bytes() for p in saved) for kind in (b"bfloat16", b"float32")}
     assert kinds == {b"bfloat16": True, b"float32": False}
     assert main([f"--source={folder}", f"--workdir={tmp_path / 'run'}"]) == 1
-    assert "holds a run; accepted is a new directory" in capsys.readouterr().err
+    assert "contains a run; accepted is a new directory" in capsys.readouterr().err
     (folder / "tokenizer.json").unlink()
     assert main([f"--source={folder}", f"--workdir={tmp_path / 'other'}"]) == 1
-    assert "has no tokenizer.json; transformers' save_pretrained" in capsys.readouterr().err
+    assert "has no tokenizer.json; write one with transformers" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
 
 
@@ -75,27 +75,28 @@ def test_a_run_of_a_gguf_file(tmp_path):
     tokenizer = load_tokenizer(config.data.tokenizer)
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (1, 2, 64)
     assert tokenizer.chat_template == "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    # Merged to "the" and " the", digits one by one; special tokens are found in the text.
+    # Letters are merged to "the" and " the", digits are not merged, and special tokens are recognised.
     ids = tokenizer.encode("the the 12<|im_end|>")
     assert ids == [31, 32, 29, 34, 35, 2]
     assert tokenizer.decode(ids) == "the the 12<|im_end|>"
 
 
 @pytest.mark.slow
-def test_a_conversation_with_a_run(tmp_path):
+def test_generate_with_a_chat_template(tmp_path):
     config = import_huggingface(GOLDENS / "llama.gguf", tmp_path / "run")
     tokenizer = load_tokenizer(config.data.tokenizer)
     run = lsm_jax.load_run(tmp_path / "run")
     request = Request(prompt="the 1", chat=True, num_tokens=3, temperature=0.0)
-    made = TASKS["generate"](run, request, tmp_path / "eval")
-    assert made.prompt == "the 1" and made.tokens == expected_tokens(run, tokenizer, [31, 29, 34])
+    sample = TASKS["generate"](run, request, tmp_path / "eval")
+    assert sample.prompt == "the 1"
+    assert sample.tokens == expected_tokens(run, tokenizer, [31, 29, 34])
     (tmp_path / "run" / "tokenizer" / "tokenizer_config.json").unlink()
     with pytest.raises(ValueError, match="has no chat template; one is read from"):
         TASKS["generate"](run, request, tmp_path / "eval")
 
 
 def expected_tokens(run, tokenizer, ids: list[int]) -> list[int]:
-    """Greedily, the whole text anew for each token, until EOS."""
+    """Return the greedy continuation up to EOS, computing the logits of the complete text for each token."""
     logits = jax.jit(lambda model, tokens: model(tokens)[0][0])
     drawn: list[int] = []
     while len(drawn) < 3:
@@ -106,7 +107,7 @@ def expected_tokens(run, tokenizer, ids: list[int]) -> list[int]:
     return drawn
 
 
-def test_a_tokenizer_given_beside_a_gguf_file_has_its_tokens(tmp_path):
+def test_a_tokenizer_for_a_gguf_file_must_have_its_tokens(tmp_path):
     opened = GGUF(GOLDENS / "llama.gguf")
     files = tokenizer_files(opened)
     given = write_files(files, tmp_path / "given")
@@ -117,20 +118,20 @@ def test_a_tokenizer_given_beside_a_gguf_file_has_its_tokens(tmp_path):
     last = len(opened.fields["tokenizer.ggml.tokens"]) - 1
     opened.fields["tokenizer.ggml.tokens"][last] = "other"
     with pytest.raises(
-        ValueError, match=f"is not that of .*llama.gguf: id {last} is .* 'other' in"
+        ValueError, match=f"is not that of .*llama.gguf: its id {last} is .* 'other' in"
     ):
         tokenizer_files(opened, given)
     opened.fields["tokenizer.ggml.tokens"].pop()
     opened.fields["tokenizer.ggml.token_type"].pop()
-    with pytest.raises(ValueError, match=f"it has {last + 1} tokens, the model {last}"):
+    with pytest.raises(ValueError, match=f"it has {last + 1} tokens, but the model has {last}"):
         tokenizer_files(opened, given)
-    with pytest.raises(ValueError, match="accepted are a tokenizer.json and its folder"):
+    with pytest.raises(ValueError, match="accepted is a tokenizer.json or its folder"):
         tokenizer_files(opened, GOLDENS / "llama.gguf")
     run = [f"--source={GOLDENS / 'llama.gguf'}", f"--workdir={tmp_path / 'run'}"]
     assert main([*run, f"--tokenizer={given}"]) == 0
 
 
-def test_tokens_and_templates_beside_a_tokenizer(tmp_path):
+def test_special_tokens_and_chat_template_of_a_tokenizers_folder(tmp_path):
     def read(**config):
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         folder.mkdir()
@@ -153,7 +154,7 @@ def test_tokens_and_templates_beside_a_tokenizer(tmp_path):
         load_tokenizer(str(folder))
 
 
-def test_conversations_are_those_of_transformers():
+def test_chat_texts_are_those_of_transformers():
     cases = json.loads((GOLDENS / "chat.json").read_text())
     assert len({case["text"] for case in cases}) > 8
     for case in cases:
@@ -161,7 +162,7 @@ def test_conversations_are_those_of_transformers():
         if case["text"] is not None:
             assert chat_text(case["template"], case["messages"], **arguments) == case["text"]
             continue
-        with pytest.raises(ValueError, match="chat template refuses this: no system"):
+        with pytest.raises(ValueError, match="chat template refuses this conversation: no system"):
             chat_text(case["template"], case["messages"], **arguments)
     with pytest.raises(ValueError, match="chat template refuses this"):  # the sandbox
         chat_text("{{ messages.__class__.__mro__ }}", [])
@@ -169,18 +170,18 @@ def test_conversations_are_those_of_transformers():
         chat_text("{% for %}", [])
 
 
-def test_other_gguf_files_are_refused(tmp_path):
+def test_errors_of_other_gguf_files(tmp_path):
     (tmp_path / "x.gguf").write_bytes(b"nothing of that kind, but long enough to be read")
-    with pytest.raises(ValueError, match="x.gguf is no GGUF file that can be read"):
+    with pytest.raises(ValueError, match="x.gguf cannot be read as a GGUF file"):
         import_huggingface(tmp_path / "x.gguf", tmp_path / "run")
     for name, old, new, words in (
-        ("qwen2", b"qwen2.rope.freq_base", b"qwen2.rope.freq_bass", "qwen2.rope.freq_bass=10000.0: what it does"),
+        ("qwen2", b"qwen2.rope.freq_base", b"qwen2.rope.freq_bass", "unknown fields, .*: qwen2.rope.freq_bass=10000.0"),
         ("qwen2", b"attn_q.bias", b"attn_x.bias", "unexpected: blk.0.attn_x.bias"),
         ("llama", b"smollm", b"smollx", "tokenizer.ggml.pre='smollx'; accepted are 'gpt2' with"),
     ):  # fmt: skip
-        whole = (GOLDENS / f"{name}.gguf").read_bytes()
-        assert old in whole
-        (tmp_path / "y.gguf").write_bytes(whole.replace(old, new, 1))
+        content = (GOLDENS / f"{name}.gguf").read_bytes()
+        assert old in content
+        (tmp_path / "y.gguf").write_bytes(content.replace(old, new, 1))
         with pytest.raises(ValueError, match=words):
             import_huggingface(tmp_path / "y.gguf", tmp_path / "run")
     assert not (tmp_path / "run").exists()

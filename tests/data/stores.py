@@ -19,7 +19,7 @@ def write_array(path, rows, *, vocab_size=50257, encoder="tiktoken-gpt2", **attr
 
 
 def rewrite_with_chunks(path, rows, chunks, *, compressor="blosc", dtype="<u2"):
-    """The same array with other chunks, as some other writer might leave it."""
+    """Write the array with other chunks, as another program could write it."""
     import tensorstore as ts
 
     compressors = {
@@ -45,7 +45,7 @@ def rewrite_with_chunks(path, rows, chunks, *, compressor="blosc", dtype="<u2"):
 
 
 def numbered(documents, length):
-    """Ids that tell document and column: 100 d + c."""
+    """Return ids [documents, length] that identify document d and column c: 100 d + c."""
     return (100 * np.arange(documents)[:, None] + np.arange(length)[None]).astype(np.int64)
 
 
@@ -61,7 +61,7 @@ def same(a, b):
 
 
 def assert_resumes(make, steps=7):
-    """Every later batch is the same after a trip of the state through JSON, at every step."""
+    """Assert that the state of every step, stored as JSON, resumes with the same batches; return the batches."""
     iterator = make()
     states, batches = [], []
     for _ in range(steps):

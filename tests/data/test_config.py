@@ -46,6 +46,6 @@ def test_every_field_can_be_overridden_and_is_checked():
         ("text_key", ""),
     ],
 )
-def test_bad_values_name_the_field(field, value):
+def test_errors_name_the_field(field, value):
     with pytest.raises(ValueError, match=f"data.{field}"):
         DataConfig(**{field: value}).validate()

@@ -1,4 +1,4 @@
-"""The fingerprint of training data: what changes it, and what does not."""
+"""The fingerprint of training data: which changes of files it shows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lsm_jax.data import DataConfig, fingerprint, fingerprint_changes, write_dem
 from tests.data.stores import write_texts
 
 
-def test_text_files_by_name_and_size(tmp_path, monkeypatch):
+def test_names_and_sizes_of_text_files(tmp_path, monkeypatch):
     folder = write_texts(tmp_path / "a", {"x.txt": "one", "y.md": "three", "z.png": "no text"})
     first = fingerprint(DataConfig(path=str(folder)))
     assert first == {
@@ -27,9 +27,9 @@ def test_text_files_by_name_and_size(tmp_path, monkeypatch):
     second = fingerprint(DataConfig(path=str(folder)))
     assert fingerprint_changes(first, second) == [
         "bytes: 8 -> 17",
-        "gone: y.md",
-        "new: w.md",
-        "of another size: x.txt",
+        "missing files: y.md",
+        "new files: w.md",
+        "files whose size changed: x.txt",
     ]
     assert fingerprint_changes(first, first) == []
     monkeypatch.setattr("lsm_jax.data.fingerprints._MOST_NAMES", 1)
@@ -37,10 +37,10 @@ def test_text_files_by_name_and_size(tmp_path, monkeypatch):
     assert len(digest["files"]) == 64
     (folder / "w.md").rename(folder / "v.md")
     other = fingerprint(DataConfig(path=str(folder)))
-    assert fingerprint_changes(digest, other) == ["names or sizes of its files"]
+    assert fingerprint_changes(digest, other) == ["names or sizes of files changed"]
 
 
-def test_a_store_by_its_metadata_and_chunks(tmp_path):
+def test_metadata_and_chunks_of_a_store(tmp_path):
     write_demo_store(tmp_path / "demo", row_length=64, max_bytes=150_000)
     config = DataConfig(path=str(tmp_path / "demo"), sequence_length=64)
     first = fingerprint(config)
@@ -50,7 +50,7 @@ def test_a_store_by_its_metadata_and_chunks(tmp_path):
     metadata = json.loads((store / ".zarray").read_text())
     metadata["shape"][0] -= 1
     (store / ".zarray").write_text(json.dumps(metadata))
-    (found,) = [s for s in fingerprint_changes(first, fingerprint(config)) if ".zarray:" in s]
-    assert "'shape'" in found
+    (line,) = [s for s in fingerprint_changes(first, fingerprint(config)) if ".zarray:" in s]
+    assert "'shape'" in line
     with pytest.raises(ValueError, match="data.path='/nowhere' does not exist"):
         fingerprint(DataConfig(path="/nowhere"))

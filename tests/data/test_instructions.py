@@ -1,4 +1,4 @@
-"""Instruction files: the prompt is read, the answer and the EOS after it are predicted."""
+"""Instruction files: only the answer and the EOS after it are predicted, not the prompt."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def path(tmp_path):
     return path
 
 
-def test_answers_alone_are_predicted(path):
+def test_only_answers_are_predicted(path):
     batch = next(make_eval_iterator(config(path), global_batch_size=1))
     tokens, labels, ids = (batch[n][0] for n in ("tokens", "labels", "segment_ids"))
     decode = ByteTokenizer().decode
@@ -53,7 +53,7 @@ def test_answers_alone_are_predicted(path):
         assert np.flatnonzero(predicted)[-1] == np.flatnonzero(mine)[-1]
 
 
-def test_an_answer_cut_from_its_prompt_is_still_the_only_thing_predicted(path):
+def test_only_answers_are_predicted_if_a_row_ends_inside_a_document(path):
     cut = config(path, sequence_length=64, packing="concat")
     predicted = []
     for batch in make_eval_iterator(cut, global_batch_size=2):
@@ -61,12 +61,12 @@ def test_an_answer_cut_from_its_prompt_is_still_the_only_thing_predicted(path):
     assert predicted == [*b"3", 256, *b"Hello.", 256]
 
 
-def test_what_is_no_instruction_file_is_told(path, tmp_path):
+def test_errors_name_the_line_or_file(path, tmp_path):
     other = tmp_path / "other.jsonl"
     for rows, message in {
-        '{"instruction": "a", "output": 3}': r"the line at byte 0, has 3 under 'output'; accepted is text",
-        '{"text": "a"}': r"has no text under 'instruction'; it has \['text'\]",
-        "[1]": "has no text under 'instruction'; it has list",
+        '{"instruction": "a", "output": 3}': r"the line at byte 0, has 'output'=3; accepted is a string",
+        '{"text": "a"}': r"has no field 'instruction'; its fields are \['text'\]",
+        "[1]": "is a list; accepted is an object with 'instruction'",
     }.items():
         other.write_text(rows + "\n")
         with pytest.raises(ValueError, match=message):
@@ -74,7 +74,7 @@ def test_what_is_no_instruction_file_is_told(path, tmp_path):
     plain = tmp_path / "plain.txt"
     plain.write_text("text")
     with pytest.raises(
-        ValueError, match=r"format='alpaca' takes files that end in .jsonl.*plain.txt"
+        ValueError, match=r"format='alpaca' requires files that end in .jsonl.*plain.txt"
     ):
         next(make_train_iterator(config(plain), global_batch_size=1, seed=0))
     with pytest.raises(ValueError, match="data.format='chat'; accepted: 'text', 'alpaca'"):

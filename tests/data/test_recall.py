@@ -1,4 +1,4 @@
-"""Multi-query associative recall: what every example must satisfy, and the laws its parts are drawn by."""
+"""Multi-query associative recall: the structure of every example, and the distributions of its parts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def task(length=64, num_pairs=4, num_examples=200):
 
 @pytest.mark.parametrize("random_fill", [True, False])
 @pytest.mark.parametrize(("length", "pairs"), [(64, 4), (64, 16), (256, 64), (8, 1)])
-def test_every_query_asks_for_a_pair_of_its_prefix(length, pairs, random_fill):
+def test_every_query_is_a_key_of_the_pairs(length, pairs, random_fill):
     vocab = 512
     tokens, targets = recall_examples(
         task(length, pairs), vocab_size=vocab, seed=1, random_fill=random_fill
@@ -43,7 +43,7 @@ def test_every_query_asks_for_a_pair_of_its_prefix(length, pairs, random_fill):
         assert not tokens[rest].any()
 
 
-def test_queries_are_the_targets():
+def test_positions_and_answers_of_queries_are_the_targets():
     examples = recall_examples(task(num_examples=7), seed=0)
     positions, answers = examples.queries()
     assert positions.shape == answers.shape == (7, 4)
@@ -63,14 +63,14 @@ def test_gaps_follow_the_power_law(power):
     weight /= weight.sum()
     after = tokens[:, 2 * pairs :: 2]
     first, second = (np.argmax(after == tokens[:, i, None], axis=1) for i in (0, 2))
-    found = np.zeros((places, places))
-    np.add.at(found, (first, second), 1 / number)
-    # The second key's gap is drawn from those the first has left.
+    frequency = np.zeros((places, places))
+    np.add.at(frequency, (first, second), 1 / number)
+    # The second key's gap is drawn from all gaps but the first key's.
     expected = weight[:, None] * weight / (1 - weight[:, None])
     np.fill_diagonal(expected, 0)
     error = np.sqrt(expected * (1 - expected) / number)
-    assert np.all(np.abs(found - expected) <= 5 * error)
-    assert np.all(np.diag(found) == 0)
+    assert np.all(np.abs(frequency - expected) <= 5 * error)
+    assert np.all(np.diag(frequency) == 0)
 
 
 @pytest.mark.parametrize(("count", "size"), [(3, 8), (5, 8), (8, 8)])
@@ -83,7 +83,7 @@ def test_draws_without_replacement_are_uniform(count, size):
         np.testing.assert_allclose(share, 1 / size, atol=5 * np.sqrt(1 / size / number))
 
 
-def test_the_seed_decides():
+def test_the_seed_determines_the_examples():
     one, same, other = (recall_examples(task(), seed=seed) for seed in (5, 5, (5, 1)))
     np.testing.assert_array_equal(one.tokens, same.tokens)
     np.testing.assert_array_equal(one.targets, same.targets)
@@ -95,10 +95,10 @@ def test_the_seed_decides():
     [
         (task(length=63), {}, "length=63: it must be even"),
         (task(length=0), {}, "length=0: it must be at least 1"),
-        (task(num_pairs=17), {}, "num_pairs=17: pairs and queries take 68 tokens of length=64; at most 16"),
+        (task(num_pairs=17), {}, "num_pairs=17: pairs and queries require 68 tokens, but length=64; at most 16"),
         (task(num_pairs=0), {}, "num_pairs=0: it must be at least 1"),
         (task(num_examples=0), {}, "num_examples=0: it must be at least 1"),
-        (task(), dict(vocab_size=8), "vocab_size=8: .* needs a vocabulary of at least 10"),
+        (task(), dict(vocab_size=8), "vocab_size=8 .* requires a vocabulary of at least 10"),
         (task(), dict(power=0.0), "power=0.0: it must be greater than 0"),
     ],
 )  # fmt: skip

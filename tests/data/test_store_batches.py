@@ -23,11 +23,11 @@ def take(iterator, count):
     return [next(iterator) for _ in range(count)]
 
 
-def test_published_order_bos_and_edges(store, caplog):
+def test_published_order_bos_and_tokens_that_are_not_read(store, caplog):
     with caplog.at_level(logging.INFO, logger="absl"):
         iterator = make_train_iterator(config(store, shuffle=False), global_batch_size=4, seed=0)
-    # 2 groups of 4 documents, 3 columns of 8: edges are 3 documents and 4 columns.
-    assert f"{11 * 28 - 8 * 24} of {11 * 28} tokens at the edges are left out" in caplog.text
+    # 2 groups of 4 documents, 3 blocks of 8 tokens: 3 documents and 4 columns are not read.
+    assert f"{11 * 28 - 8 * 24} of {11 * 28} tokens are not read" in caplog.text
     for i, batch in enumerate(take(iterator, 13)):
         column, row = i % 6 // 2, i % 2
         expected = numbered(11, 28)[4 * row : 4 * row + 4, 8 * column : 8 * column + 8]
@@ -39,7 +39,7 @@ def test_published_order_bos_and_edges(store, caplog):
         assert set(batch) == {"tokens", "labels", "loss_mask"}
 
 
-def test_bos_rule(store):
+def test_tokens_and_labels_with_and_without_bos(store):
     batch = next(make_train_iterator(config(store, add_bos=False), global_batch_size=4, seed=0))
     assert np.array_equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
     assert (batch["loss_mask"][:, -1] == 0).all() and (batch["loss_mask"][:, :-1] == 1).all()
@@ -65,9 +65,9 @@ def test_shuffled_epochs_have_every_sequence_once(tmp_path, chunks, blocks):
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_shards_make_the_single_hosts_batch(store, shuffle):
+def test_the_shards_of_a_batch_are_the_batch_of_a_single_host(store, shuffle):
     settings = config(store, shuffle=shuffle)
-    whole = take(make_train_iterator(settings, global_batch_size=4, seed=3), 15)
+    global_batches = take(make_train_iterator(settings, global_batch_size=4, seed=3), 15)
     for count in (2, 4):
         shards = [
             make_train_iterator(
@@ -75,7 +75,7 @@ def test_shards_make_the_single_hosts_batch(store, shuffle):
             )
             for i in range(count)
         ]
-        for batch in whole:
+        for batch in global_batches:
             parts = [next(shard) for shard in shards]
             joined = {k: np.concatenate([p[k] for p in parts]) for k in batch}
             assert same(joined, batch)
@@ -89,13 +89,13 @@ def test_resumes_exactly(store, shuffle, threads):
 
 
 def test_resumes_on_another_number_of_hosts(store):
-    whole = make_train_iterator(config(store), global_batch_size=4, seed=0)
-    take(whole, 3)
-    half = make_train_iterator(
+    single = make_train_iterator(config(store), global_batch_size=4, seed=0)
+    take(single, 3)
+    second_of_two = make_train_iterator(
         config(store), global_batch_size=4, seed=0, shard_index=1, shard_count=2
     )
-    half.set_state(whole.get_state())
-    assert np.array_equal(next(half)["tokens"], next(whole)["tokens"][2:])
+    second_of_two.set_state(single.get_state())
+    assert np.array_equal(next(second_of_two)["tokens"], next(single)["tokens"][2:])
 
 
 def test_orbax_saves_and_restores_the_iterator(store, tmp_path):
@@ -120,12 +120,14 @@ def test_evaluation_reads_each_sequence_once_in_order(store):
     assert len(batches) == 2
 
 
-def test_evaluation_leaves_nothing_out(store):
+def test_evaluation_reads_every_token_or_raises(store):
     settings = config(store, heldout_path=str(store))
     with pytest.raises(ValueError, match="sequence_length=8 does not divide the length 28"):
         make_eval_iterator(settings, global_batch_size=11)
     settings = config(store, heldout_path=str(store), sequence_length=14)
-    with pytest.raises(ValueError, match="22 held-out sequences of 14, not a multiple of .* 4"):
+    with pytest.raises(
+        ValueError, match="batch_size=4 does not divide the 22 held-out sequences of 14 tokens"
+    ):
         make_eval_iterator(settings, global_batch_size=4)
     batches = list(make_eval_iterator(settings, global_batch_size=4, remainder="pad"))
     assert [b["loss_mask"].sum() for b in batches] == [4 * 14] * 5 + [2 * 14]
@@ -146,7 +148,7 @@ def test_held_out_documents_are_not_trained_on(store):
     assert set(trained // 100) == set(range(9))
 
 
-def test_a_folder_of_both_stores(tmp_path):
+def test_a_folder_with_a_training_and_a_held_out_store(tmp_path):
     write_array(tmp_path / "train.zarr", numbered(4, 8))
     settings = config(tmp_path)
     assert next(make_train_iterator(settings, global_batch_size=4, seed=0))["labels"].max() < 400
@@ -157,7 +159,7 @@ def test_a_folder_of_both_stores(tmp_path):
     assert np.array_equal(batch["labels"], numbered(2, 8) + 1000)
 
 
-def test_packed_rows_can_be_parted(tmp_path):
+def test_packed_rows_are_separated_into_documents(tmp_path):
     rows = np.array([[5, 6, BOS, 7, 8, 9, BOS, 1], [1, 2, 3, 4, 5, 6, 7, BOS]])
     path = write_array(tmp_path / "x.zarr", rows)
     settings = config(path, separate_documents=True, shuffle=False)
@@ -165,11 +167,11 @@ def test_packed_rows_can_be_parted(tmp_path):
     assert batch["segment_ids"].tolist() == [[1, 1, 1, 2, 2, 2, 2, 3], [1] * 8]
     assert batch["positions"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 0], list(range(8))]
     assert batch["segment_ids"].dtype == batch["positions"].dtype == np.int32
-    # A segment's own BOS predicts its first token; a document's last token predicts BOS.
+    # The BOS of a segment predicts its first token; the last token of a document predicts BOS.
     assert batch["tokens"][0].tolist() == [BOS, 5, 6, BOS, 7, 8, 9, BOS]
 
 
-def test_bad_input_is_refused_at_the_entrance(store, tmp_path):
+def test_errors_are_raised_when_the_iterator_is_made(store, tmp_path):
     def train(batch=4, **fields):
         shards = {k: fields.pop(k) for k in ("shard_index", "shard_count") if k in fields}
         vocab = {k: fields.pop(k) for k in ("vocab_size",) if k in fields}
@@ -180,35 +182,35 @@ def test_bad_input_is_refused_at_the_entrance(store, tmp_path):
     for fields, message in [
         ({"path": tmp_path / "none"}, "data.path=.*none' does not exist"),
         ({"path": "gs://bucket/x.zarr"}, "does not exist"),
-        ({"sequence_length": 29}, "sequence_length=29 is over the length 28"),
+        ({"sequence_length": 29}, "sequence_length=29 is longer than the documents .* 28 tokens"),
         ({"sequence_length": 0}, "data.sequence_length=0; it must be at least 1"),
-        ({"batch": 12, "shuffle": False}, "less than one global batch of 12"),
-        ({"batch": 34}, "less than one global batch of 34"),
+        ({"batch": 12, "shuffle": False}, "less than one global batch of 12 rows"),
+        ({"batch": 34}, "less than one global batch of 34 rows"),
         ({"batch": 0}, "global_batch_size=0"),
         ({"shard_count": 3}, "multiple of shard_count=3"),
         ({"shard_count": 2, "shard_index": 2}, "shard_index=2"),
         ({"tokenizer": "bytes"}, "encoder 'tiktoken-gpt2', but the tokenizer is 'bytes'"),
         ({"tokenizer": "gpt5"}, "unknown tokenizer 'gpt5'; accepted: 'bytes', 'gpt2'"),
-        ({"vocab_size": 1000}, "50257 ids, more than the model's vocab_size=1000"),
-        ({"bos_id": 50257}, "data.bos_id=50257 is outside"),
+        ({"vocab_size": 1000}, "vocab_size=1000 of the model is smaller .* which has 50257 ids"),
+        ({"bos_id": 50257}, "data.bos_id=50257; it must be less than .* 50257"),
         ({"heldout_fraction": 1.0}, "data.heldout_fraction=1.0"),
-        ({"heldout_fraction": 0.99}, "too few to hold out"),
+        ({"heldout_fraction": 0.99}, "heldout_fraction=0.99 leaves none of the 11 documents"),
         ({"packing": "best"}, "data.packing='best'; accepted: 'concat', 'first_fit'"),
     ]:
         with pytest.raises(ValueError, match=message):
             train(**fields)
-    with pytest.raises(ValueError, match="nothing is held out"):
+    with pytest.raises(ValueError, match="there are no held-out data: .*; set one of them"):
         make_eval_iterator(config(store), global_batch_size=1)
 
 
-def test_ids_over_the_vocabulary_stop_the_stream(tmp_path):
+def test_ids_outside_the_vocabulary_raise_when_they_are_read(tmp_path):
     ids = numbered(8, 8)
     ids[6, 3] = 50257
     settings = config(write_array(tmp_path / "x.zarr", ids), shuffle=False)
     iterator = make_train_iterator(settings, global_batch_size=4, seed=0)
     next(iterator)
-    with pytest.raises(ValueError, match="document 6, column 3 holds token id 50257"):
+    with pytest.raises(ValueError, match="document 6, column 3 has token id 50257"):
         next(iterator)
-    # The padded vocabulary of a model takes it.
+    # The padded vocabulary of a model contains this id.
     iterator = make_train_iterator(settings, global_batch_size=4, seed=0, vocab_size=50304)
     take(iterator, 2)

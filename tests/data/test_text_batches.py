@@ -26,8 +26,8 @@ def config(path, **fields):
 
 
 def documents_of(batches):
-    """Text of every segment: its labels, each predicted from its own segment alone."""
-    texts = []
+    """Return (tokens, labels) of every segment, and check that the labels are the next tokens of the same segment."""
+    pieces = []
     for batch in batches:
         for tokens, labels, segments, positions, mask in zip(
             *(batch[k] for k in ("tokens", "labels", "segment_ids", "positions", "loss_mask")),
@@ -35,12 +35,12 @@ def documents_of(batches):
         ):
             assert np.array_equal(mask, segments > 0)
             for s in range(1, segments.max() + 1):
-                (here,) = np.nonzero(segments == s)
-                assert np.array_equal(here, np.arange(here[0], here[-1] + 1))
-                assert np.array_equal(positions[here], np.arange(len(here)))
-                assert np.array_equal(labels[here][:-1], tokens[here][1:])
-                texts.append((tokens[here], labels[here]))
-    return texts
+                (inside,) = np.nonzero(segments == s)
+                assert np.array_equal(inside, np.arange(inside[0], inside[-1] + 1))
+                assert np.array_equal(positions[inside], np.arange(len(inside)))
+                assert np.array_equal(labels[inside][:-1], tokens[inside][1:])
+                pieces.append((tokens[inside], labels[inside]))
+    return pieces
 
 
 @pytest.mark.parametrize("packing", ["concat", "first_fit"])
@@ -57,13 +57,13 @@ def test_packing_never_predicts_across_documents(lines, packing, add_bos, predic
     batches = list(make_eval_iterator(settings, global_batch_size=4))
     assert all(b["tokens"].shape == (4, 24) for b in batches)
     pieces = documents_of(batches)
-    # Put together again, the pieces are the documents, each predicted once and from itself.
+    # Joined, the pieces are the documents; each token is predicted once, and from its document only.
     streams = []
     for text in WORDS:
         ids = list(text.encode())
         streams.append([BOS] * add_bos + ids + [BOS] * predict_end)
     if packing == "concat":
-        # End to end, the pieces are the documents in order, none over a document's end.
+        # Concatenated, the pieces are the documents in order; no piece crosses the end of a document.
         for side, shift in enumerate((slice(None, -1), slice(1, None))):
             joined = np.concatenate([piece[side] for piece in pieces]).tolist()
             assert joined == [i for s in streams for i in s[shift]]
@@ -72,7 +72,7 @@ def test_packing_never_predicts_across_documents(lines, packing, add_bos, predic
         filled = np.concatenate([b["segment_ids"].ravel() > 0 for b in batches])
         assert filled[: ends[-1]].all() and not filled[ends[-1] :].any()
     else:
-        # Whole where they fit in a row, else cut to rows.
+        # Documents that fit into a row are not cut; longer ones are cut into rows.
         expected = [
             (s[:-1][at : at + 24], s[1:][at : at + 24])
             for s in streams
@@ -82,8 +82,8 @@ def test_packing_never_predicts_across_documents(lines, packing, add_bos, predic
 
 
 @pytest.mark.parametrize("packing", ["concat", "first_fit"])
-def test_aligned_documents_begin_at_multiples_and_lose_nothing(lines, packing):
-    """Padding between documents is no token of them, and no piece is lost, doubled or cut where it was not before."""
+def test_aligned_documents_begin_at_multiples_and_are_complete(lines, packing):
+    """Padding belongs to no document, and the pieces are the same as without alignment."""
     settings = config(lines, heldout_path=str(lines), packing=packing, align_documents=8)
     batches = list(make_eval_iterator(settings, global_batch_size=4))
     gaps = 0
@@ -104,12 +104,12 @@ def test_aligned_documents_begin_at_multiples_and_lose_nothing(lines, packing):
             joined = np.concatenate([piece[side] for piece in pieces]).tolist()
             assert joined == [i for s in streams for i in s[shift]]
     else:
-        whole = [
+        expected = [
             (s[:-1][a : a + 24], s[1:][a : a + 24])
             for s in streams
             for a in range(0, len(s) - 1, 24)
         ]
-        assert sorted((t.tolist(), y.tolist()) for t, y in pieces) == sorted(whole)
+        assert sorted((t.tolist(), y.tolist()) for t, y in pieces) == sorted(expected)
     assert_resumes(lambda: make_eval_iterator(settings, global_batch_size=3), steps=6)
 
 
@@ -137,8 +137,8 @@ def test_resumes_exactly(lines, packing, threads, length):
 
 
 @pytest.mark.parametrize("packing", ["concat", "first_fit"])
-def test_resumes_where_documents_fill_rows_exactly(tmp_path, packing):
-    # No document is under way at a row's end: the state that JSON's lists once broke in grain.
+def test_resumes_if_documents_end_at_the_ends_of_rows(tmp_path, packing):
+    # Grain then stores no unfinished document, a state that once did not survive JSON's lists.
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps({"text": c * 7}) + "\n" for c in "abcdefghij"))
     settings = config(path, packing=packing, sequence_length=8)
@@ -167,26 +167,28 @@ def test_orbax_saves_and_restores_the_iterator(lines, tmp_path):
     assert all(same(next(other), batch) for batch in expected)
 
 
-def test_shards_make_the_single_hosts_batch(lines):
+def test_the_shards_of_a_batch_are_the_batch_of_a_single_host(lines):
     def make(iterator, **shard):
         settings = config(lines, heldout_path=str(lines))
         seed = {"seed": 0} if iterator is make_train_iterator else {}
         return iterator(settings, global_batch_size=4, **seed, **shard)
 
     for iterator in (make_train_iterator, make_eval_iterator):
-        whole = make(iterator)
+        single = make(iterator)
         shards = [make(iterator, shard_index=i, shard_count=2) for i in range(2)]
         for _ in range(6):
             parts = [next(shard) for shard in shards]
-            batch = next(whole)
+            batch = next(single)
             assert same({k: np.concatenate([p[k] for p in parts]) for k in batch}, batch)
-    with pytest.raises(ValueError, match="resumes with the batch and the number of hosts"):
+    with pytest.raises(
+        ValueError, match="resumes only with the batch size and the number of hosts"
+    ):
         make(make_train_iterator).set_state(
             make(make_train_iterator, shard_index=0, shard_count=2).get_state()
         )
 
 
-def test_every_document_once_an_epoch_and_another_order_each(lines):
+def test_each_epoch_has_every_document_once_in_a_new_order(lines):
     settings = config(lines, packing="first_fit", sequence_length=100)
     iterator = make_train_iterator(settings, global_batch_size=1, seed=0)
     seen = []
@@ -203,7 +205,7 @@ def test_every_document_once_an_epoch_and_another_order_each(lines):
     assert bytes(tokens[1:].astype(np.uint8)).decode() == WORDS[0]
 
 
-def test_one_long_file_is_cut_at_lines_and_loses_nothing(tmp_path):
+def test_the_pieces_of_a_long_file_end_at_lines_and_are_complete(tmp_path):
     text = "".join(f"line {i} über {'x' * (i % 90)}\n" for i in range(300))
     path = tmp_path / "x.txt"
     path.write_text(text)
@@ -216,21 +218,21 @@ def test_one_long_file_is_cut_at_lines_and_loses_nothing(tmp_path):
     assert documents.num_documents == 1
     train, held = documents.split(0.1)
     assert "".join(d[i].text for d in (train, held) for i in range(len(d))) == text
-    # A line longer than a piece is cut between characters.
+    # A line that is longer than a piece is cut between characters.
     path.write_text("ü€😀" * 5000)
     documents = Documents([path], piece_bytes=5000)
     assert "".join(documents[i].text for i in range(len(documents))) == "ü€😀" * 5000
 
 
-def test_split_is_by_document_and_stable(lines, tmp_path):
+def test_documents_are_split_into_the_same_parts_every_time(lines, tmp_path):
     train, held = Documents([lines]).split(0.2)
     texts = [{d[i].text for i in range(len(d))} for d in (train, held)]
     assert len(texts[1]) == 4 and texts[0] | texts[1] == set(WORDS) and not texts[0] & texts[1]
     again = Documents([lines]).split(0.2)[1]
     assert [again[i].text for i in range(4)] == [held[i].text for i in range(4)]
     settings = config(lines, heldout_fraction=0.2)
-    heard = documents_of(make_eval_iterator(settings, global_batch_size=1))
-    assert sum(tokens[0] == BOS for tokens, _ in heard) == 4
+    pieces = documents_of(make_eval_iterator(settings, global_batch_size=1))
+    assert sum(tokens[0] == BOS for tokens, _ in pieces) == 4
 
 
 def test_json_escaped_text(tmp_path):
@@ -242,7 +244,7 @@ def test_json_escaped_text(tmp_path):
     assert tokenizer.decode(batch["labels"][0][:-1]) == 'a\n"b"'
 
 
-def test_bad_text_is_refused(tmp_path, lines):
+def test_errors_name_the_file_or_line(tmp_path, lines):
     def first(path, **fields):
         return next(make_train_iterator(config(path, **fields), global_batch_size=1, seed=0))
 
@@ -260,13 +262,13 @@ def test_bad_text_is_refused(tmp_path, lines):
     (folder / "c.jsonl").write_text('{"text": ""}\n{"text": ""}\n')
     with pytest.raises(ValueError, match="every document is empty"):
         first(folder)
-    # A row of a batch takes every second document, unshuffled: one would wait for text for ever.
+    # Without shuffling, a row of the batch reads every second document; here it would never find text.
     (folder / "c.jsonl").write_text('{"text": ""}\n{"text": "x"}\n')
-    with pytest.raises(ValueError, match="every document of number 0 modulo 2"):
+    with pytest.raises(ValueError, match="every document whose number modulo 2 is 0"):
         unshuffled = config(folder, shuffle=False)
         next(make_train_iterator(unshuffled, global_batch_size=2, seed=0))
     (folder / "c.jsonl").write_text('{"text": null}\n')
-    with pytest.raises(ValueError, match="has None under 'text'; accepted is text"):
+    with pytest.raises(ValueError, match="has 'text'=None; accepted is a string"):
         first(folder)
     (folder / "c.jsonl").write_text("[" * 100_000 + "\n")
     with pytest.raises(ValueError, match=r"c\.jsonl, the line at byte 0, is not JSON"):
@@ -283,7 +285,7 @@ def test_bad_text_is_refused(tmp_path, lines):
         first(folder, heldout_fraction=0.1)
 
 
-def test_wrong_utf8_is_said_and_kept_as_bytes(tmp_path, caplog):
+def test_invalid_utf8_is_logged_and_encoded_unchanged_as_bytes(tmp_path, caplog):
     path = tmp_path / "x.txt"
     path.write_bytes(b"caf\xe9! \xe2\x82 \xc3\xa9")
     text = Documents([path])[0].text
@@ -293,4 +295,4 @@ def test_wrong_utf8_is_said_and_kept_as_bytes(tmp_path, caplog):
     assert bytes(escaped) == rb"caf\ufffd! \ufffd \u00e9"
     batches = list(make_eval_iterator(config(path, heldout_path=str(path)), global_batch_size=1))
     scored = np.concatenate([b["labels"][b["loss_mask"] > 0] for b in batches])
-    assert np.sum(scored < 256) == path.stat().st_size  # what bits per byte divides by
+    assert np.sum(scored < 256) == path.stat().st_size  # the number of bytes in bits per byte

@@ -30,34 +30,34 @@ def read(path):
     return store.read(np.arange(store.num_documents), 0, store.length, vocab_size=257)
 
 
-def test_long_documents_are_cut_and_short_ones_left_out(lines, tmp_path, capsys):
+def test_long_documents_are_cut_and_short_ones_dropped(lines, tmp_path, capsys):
     out = str(tmp_path / "x.zarr")
     arguments = ["--input", lines, "--output", out, "--tokenizer", "bytes"]
     assert main([*arguments, "--sequence_length", "32", "--num_workers", "1"]) == 0
     expected = [list(t.encode()[:32]) for t in TEXTS if len(t) >= 32]
     assert read(out).tolist() == expected
     total = sum(map(len, TEXTS))
-    said = capsys.readouterr().out
-    assert f"{len(expected)} rows of 32 tokens from 30 documents; {total} tokens" in said
-    assert f"{total - 32 * len(expected)} of them in no row" in said
-    assert f"{30 - len(expected)} documents were shorter" in said
-    assert main([*arguments, "--num_workers", "1"]) == 1  # it exists
+    printed = capsys.readouterr().out
+    assert f"{len(expected)} rows of 32 tokens from 30 documents; {total} tokens" in printed
+    assert f"{total - 32 * len(expected)} of them in no row" in printed
+    assert f"{30 - len(expected)} documents were shorter" in printed
+    assert main([*arguments, "--num_workers", "1"]) == 1  # the store exists
     assert TokenStore(out).attributes == {"encoder": "bytes"}
 
 
-def test_packed_rows_are_the_documents_end_to_end(lines, tmp_path):
+def test_packed_rows_are_the_concatenated_documents(lines, tmp_path):
     out = str(tmp_path / "x.zarr")
-    (done,) = write_store(
+    (counts,) = write_store(
         [lines], out, tokenizer="bytes", sequence_length=64, pack=True, num_workers=1
     )
     stream = [i for t in TEXTS for i in [*t.encode(), 256]]
     rows = len(stream) // 64
     assert read(out).ravel().tolist() == stream[: rows * 64]
-    assert done.dropped == len(stream) - rows * 64
+    assert counts.dropped == len(stream) - rows * 64
     assert TokenStore(out).attributes["separator"] == 256
 
 
-def test_workers_make_the_same_store(tmp_path):
+def test_any_number_of_workers_writes_the_same_store(tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()
     for i in range(3):
@@ -84,31 +84,32 @@ def test_workers_make_the_same_store(tmp_path):
     assert decoded.startswith("line 0 of some text\nline 0 of")
 
 
-def test_an_error_leaves_nothing(lines, tmp_path, capsys):
+def test_no_file_remains_after_an_error(lines, tmp_path, capsys):
     out = tmp_path / "out" / "x.zarr"
 
     def run(*options):
         code = main(["--input", lines, "--output", str(out), "--num_workers", "1", *options])
         return code, " ".join(capsys.readouterr().err.split())
 
-    code, said = run("--tokenizer", "bytes")
-    assert code == 1 and "the longest of 30 documents has 136; pass --pack" in said
-    code, said = run("--tokenizer", "bytes", "--text_key", "body")
-    assert code == 1 and "'body'" in said
+    code, printed = run("--tokenizer", "bytes")
+    assert code == 1 and "the longest of 30 documents has 136; pass --pack" in printed
+    code, printed = run("--tokenizer", "bytes", "--text_key", "body")
+    assert code == 1 and "'body'" in printed
     held = str(tmp_path / "out" / "held.zarr")
     options = ("--sequence_length", "130", "--heldout", held)
-    code, said = run("--tokenizer", "bytes", *options)
-    assert code == 1 and "no rows of 130 tokens" in said  # the one long document is not there
-    code, said = run("--tokenizer", "bytes", "--heldout", str(out))
-    assert code == 1 and "output and heldout are the same store" in said
-    code, said = run("--tokenizer", "bytes", "--heldout", str(out / "held.zarr"))
-    assert code == 1 and "one is inside the other" in said
-    code, said = run("--tokenizer", "nothing")
-    assert code == 1 and "unknown tokenizer 'nothing'" in said
+    code, printed = run("--tokenizer", "bytes", *options)
+    # Only one document is long enough, and one of the two stores does not have it.
+    assert code == 1 and "sequence_length=130 is longer than the text" in printed
+    code, printed = run("--tokenizer", "bytes", "--heldout", str(out))
+    assert code == 1 and "output and heldout are the same store" in printed
+    code, printed = run("--tokenizer", "bytes", "--heldout", str(out / "held.zarr"))
+    assert code == 1 and "one is inside the other" in printed
+    code, printed = run("--tokenizer", "nothing")
+    assert code == 1 and "unknown tokenizer 'nothing'" in printed
     assert not list((tmp_path / "out").glob("*")) and not list((tmp_path / "out").glob(".*"))
 
 
-def test_demo_text(tmp_path):
+def test_the_demo_store_is_the_same_every_time(tmp_path):
     train, held = write_demo_store(tmp_path / "demo", row_length=512, max_bytes=2_000_000)
     rows = read(train), read(held)
     assert len(rows[0]) > 2000 and len(rows[1]) % 32 == 0 and len(rows[1]) > 0
@@ -121,7 +122,7 @@ def test_demo_text(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["again", "demo"]
 
 
-def test_an_empty_path_is_the_demo_text(tmp_path):
+def test_an_empty_path_selects_the_demo_text(tmp_path):
     config = DataConfig(cache_dir=str(tmp_path), sequence_length=1024)
     for _ in range(2):
         batch = next(make_train_iterator(config, global_batch_size=8, seed=0))

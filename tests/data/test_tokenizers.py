@@ -17,19 +17,19 @@ def test_bytes_round_trip(text, escape):
     assert all(i < 256 for i in ids) and tokenizer.vocab_size == 257
 
 
-def test_bytes_decode_what_is_no_text():
+def test_the_byte_tokenizer_decodes_invalid_utf8():
     assert ByteTokenizer().decode(np.array([97, 0xFF, 98])) == "a\ufffdb"
     with pytest.raises(ValueError, match="token id 257 is outside"):
         ByteTokenizer().decode([257])
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_escape_is_the_inside_of_a_json_string(text):
+def test_json_escape_is_a_json_string_without_quotes(text):
     assert json_escape(text) == json.dumps(text)[1:-1]
     assert json_unescape(json_escape(text)) == text
 
 
-def test_escape_of_longcrawl():
+def test_json_escape_of_longcrawl():
     assert json_escape('a\n\n"b"') == r"a\n\n\"b\""
 
 
@@ -37,7 +37,7 @@ def test_escape_of_longcrawl():
     ("cut", "begins"),
     [("a\\nb\\", "a\nb"), ("a\\nb\\u00", "a\nb"), ("\\ud83d", "\ufffd"), ('say "x', 'say "x')],
 )
-def test_cut_escapes_are_undone_as_far_as_they_go(cut, begins):
+def test_text_that_ends_inside_an_escape_is_decoded_up_to_there(cut, begins):
     assert json_unescape(cut).startswith(begins)
     json_unescape(cut).encode()
 
@@ -71,7 +71,7 @@ def test_tokenizer_json(trained, escape):
     assert load_tokenizer(str(trained.parent)).name == tokenizer.name
 
 
-def test_unknown_tokenizers_are_refused(tmp_path):
+def test_errors_of_unknown_tokenizers(tmp_path):
     with pytest.raises(ValueError, match="accepted: 'bytes', 'gpt2'"):
         load_tokenizer("llama")
     with pytest.raises(ValueError, match="is not a file"):
@@ -81,7 +81,7 @@ def test_unknown_tokenizers_are_refused(tmp_path):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
 
 
-def test_gpt2_without_its_files_says_what_else_works(monkeypatch):
+def test_the_error_of_gpt2_without_its_files_names_alternatives(monkeypatch):
     import tiktoken
 
     def offline(name):
@@ -107,7 +107,7 @@ def test_gpt2_ids_of_longcrawl():
     assert plain.encode("<|endoftext|>") != [50256]
 
 
-def test_wrong_bytes_are_replaced_where_ids_are_no_bytes(trained):
+def test_tokenizer_json_replaces_bytes_that_are_not_utf8(trained):
     tokenizer = load_tokenizer(str(trained))
     text = b"the \xff hat".decode("utf-8", "surrogateescape")
     assert tokenizer.encode(text) == tokenizer.encode("the \ufffd hat")

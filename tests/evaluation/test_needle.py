@@ -203,7 +203,7 @@ def test_containment_ignores_case_and_space():
     [
         (dict(lengths=(0,)), "needle.lengths=.*integers from 1"),
         (dict(lengths=("a",)), "needle.lengths=.*integers from 1"),
-        (dict(depths=(101,)), "needle.depths=.*percents from 0 to 100"),
+        (dict(depths=(101,)), "needle.depths=.*percentages from 0 to 100"),
         (dict(depths=()), "needle.depths=.*at least one"),
         (dict(modes=("hard",)), "accepted: easy, standard"),
         (dict(modes=("easy", "easy")), "different values"),
@@ -217,7 +217,7 @@ def test_invalid_configs_are_refused(changes, message):
 
 
 def test_invalid_lengths_and_prompts_are_refused():
-    with pytest.raises(ValueError, match=r"needle.lengths=100; .* take \d{3} tokens at least"):
+    with pytest.raises(ValueError, match=r"needle.lengths=100; .* require at least \d{3} tokens"):
         byte_task(lengths=(100,))[0].lengths(4096)
     with pytest.raises(ValueError, match="needle.lengths=4,8,16,32; "):
         byte_task(lengths=())[0].lengths(16)

@@ -1,4 +1,4 @@
-"""A Llama of two layers on disk, and runs that start from it."""
+"""Fixtures: a Llama of two layers on disk, and configs of runs that start from it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH, LAYERS, HEADS, KV_HEADS, INNER, VOCAB = 16, 2, 4, 2, 24, 257
 
 
 def write_llama(folder: Path, layers: int = LAYERS) -> Path:
-    """A folder as Hugging Face's transformers writes it, of random weights."""
+    """Write a Hugging Face folder with a Llama of random weights, and return it."""
     folder.mkdir(parents=True)
     config = dict(
         model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=VOCAB, hidden_size=WIDTH,
@@ -60,7 +60,7 @@ def llama(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def instructions(tmp_path) -> Path:
-    """Sixteen instructions, every other with an input."""
+    """Write a JSONL file with 16 instructions, every other one with an input."""
     path = tmp_path / "alpaca.jsonl"
     rows = [
         dict(instruction=f"Say {i}", input=f"thing {i}" if i % 2 else "", output=f"It is {i}. " * 3)
@@ -71,7 +71,10 @@ def instructions(tmp_path) -> Path:
 
 
 def config_of(llama: Path, text: Path, **changes) -> TrainConfig:
-    """Six steps of four rows of 256 bytes, the adapters alone training; one decay a head compiles fastest."""
+    """Return the config of a run that tunes the adapters in six steps of four rows of 256 bytes.
+
+    The gate is Mamba2's, since one decay per head compiles fastest.
+    """
     base = Pretrained(path=str(llama))
     model = dataclasses.replace(base.config(), dtype="float32", remat="none")
     fields = dict(
@@ -93,7 +96,7 @@ def config_of(llama: Path, text: Path, **changes) -> TrainConfig:
     return TrainConfig(**fields | changes)
 
 
-def same(a, b) -> None:
-    """Two trees, to the bit."""
+def assert_same_bits(a, b) -> None:
+    """Assert that two trees have the same bits."""
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_array_equal(x, y)

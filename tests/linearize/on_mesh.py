@@ -1,4 +1,7 @@
-"""Run by `test_runs`, in a process of four devices: `python -m tests.linearize.on_mesh LLAMA ALPACA.jsonl FOLDER`."""
+"""Train on meshes of four devices, in a process that `test_runs` starts.
+
+python -m tests.linearize.on_mesh LLAMA ALPACA.jsonl FOLDER
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ MESHES = {
 
 
 def main(llama: str, data: str, folder: str) -> None:
-    """Stream the pretrained model into each mesh and tune its adapters there."""
+    """Load the pretrained model onto each mesh and tune its adapters."""
     for name, mesh in MESHES.items():
         train(config_of(Path(llama), Path(data), mesh=mesh), Path(folder) / name)
 

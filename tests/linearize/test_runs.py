@@ -1,4 +1,4 @@
-"""Fine-tuning a converted model: what trains, what is saved, resuming, merging, writing back."""
+"""Fine-tuning of a converted model: trained and saved parameters, resuming, merging of adapters, export."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lsm_jax.parallel import MeshConfig, make_mesh
 from lsm_jax.training import from_dict, load_run, make_program, read_rows, to_dict, train
 from lsm_jax.training.partition import leaves_of, split, targets
 from lsm_jax.training.runs import checkpoint_directory
-from tests.linearize.conftest import config_of, same
+from tests.linearize.conftest import assert_same_bits, config_of
 from tests.linearize.on_mesh import MESHES
 from tests.parallel.test_parallel import run_with_devices
 from tests.training.tiny import stop_at
@@ -45,7 +45,7 @@ def losses(workdir):
 
 
 def loaded(llama, config):
-    """The source's parameters as the run begins with them, by name."""
+    """Return the source's parameters at the start of a run, by name."""
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shapes = models.abstract(config.model)
     shapes = nnx.to_pure_dict(nnx.state(shapes, nnx.Param))
@@ -55,14 +55,14 @@ def loaded(llama, config):
 
 @pytest.fixture(scope="module")
 def trained(llama, tmp_path_factory):
-    """A finished run of six steps."""
+    """Return the config and the directory of a finished run of six steps."""
     folder = tmp_path_factory.mktemp("runs")
     path = folder / "alpaca.jsonl"
     rows = [dict(instruction=f"Say {i}", input="", output=f"It is {i}. " * 3) for i in range(16)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = config_of(llama, path)
-    train(config, folder / "whole")
-    return config, folder / "whole"
+    train(config, folder / "run")
+    return config, folder / "run"
 
 
 def test_only_adapters_train_and_are_saved(llama, trained):
@@ -83,34 +83,34 @@ def test_only_adapters_train_and_are_saved(llama, trained):
         assert "embedding" not in (newest / part / "_METADATA").read_text()
 
 
-def test_what_stands_still_is_never_wider_than_bfloat16(llama, instructions, monkeypatch):
+def test_frozen_parameters_are_loaded_as_bfloat16(llama, instructions, monkeypatch):
     config = config_of(llama, instructions, trainable=("q_proj",))
-    config.model.lora, made, read = None, [], load._read
-    monkeypatch.setattr(load, "_read", lambda *a: made.append((a[1].name, a[3])) or read(*a))
+    config.model.lora, calls, read = None, [], load._read
+    monkeypatch.setattr(load, "_read", lambda *a: calls.append((a[1].name, a[3])) or read(*a))
     params = loaded(llama, config)
-    assert {str(kind) for name, kind in made if "q_proj" in name} == {"float32"}
-    assert {str(kind) for name, kind in made if "q_proj" not in name} == {"bfloat16"}
+    assert {str(kind) for name, kind in calls if "q_proj" in name} == {"float32"}
+    assert {str(kind) for name, kind in calls if "q_proj" not in name} == {"bfloat16"}
     assert {name for name, leaf in params.items() if leaf.dtype == jnp.float32} == {
         "periods.blocks.0.mixer.q_proj.kernel"
     }
 
 
 @pytest.mark.slow
-def test_a_run_cut_in_two_takes_the_same_steps(trained, tmp_path):
+def test_a_resumed_run_has_the_same_losses(trained, tmp_path):
     config, workdir = trained
     train(config, tmp_path / "halves", on_report=stop_at(3))
     train(config, tmp_path / "halves")
     assert losses(tmp_path / "halves") == losses(workdir)
-    same(load_run(tmp_path / "halves").params, load_run(workdir).params)
+    assert_same_bits(load_run(tmp_path / "halves").params, load_run(workdir).params)
 
 
-def test_merged_is_unmerged_and_survives_export(llama, trained, tmp_path):
+def test_merged_adapters_give_the_same_logits_and_are_exported(llama, trained, tmp_path):
     config, workdir = trained
     run = load_run(workdir)
     tokens = jnp.arange(20)[None] * 7 % 257
     params = jax.tree.map(lambda x: x.astype(jnp.float32), run.params)
     merged = merge_adapters(params, config.model.lora)
-    plain = dataclasses.replace(config.model, lora=None)
+    without_adapters = dataclasses.replace(config.model, lora=None)
 
     def logits(model, params):
         graph = nnx.graphdef(models.abstract(model))
@@ -119,7 +119,7 @@ def test_merged_is_unmerged_and_survives_export(llama, trained, tmp_path):
     expected = logits(config.model, params)
     untuned = merge_adapters(jax.tree.map(jnp.zeros_like, params), config.model.lora)
     assert jax.tree.structure(untuned) == jax.tree.structure(merged)
-    np.testing.assert_allclose(logits(plain, merged), expected, atol=2e-5)
+    np.testing.assert_allclose(logits(without_adapters, merged), expected, atol=2e-5)
 
     folder = export_run(workdir, tmp_path / "out")
     before, after = (load_file(f / "model.safetensors") for f in (llama, folder))
@@ -128,16 +128,16 @@ def test_merged_is_unmerged_and_survives_export(llama, trained, tmp_path):
     }
     assert (folder / "config.json").read_bytes() == (llama / "config.json").read_bytes()
     assert before["model.layers.0.self_attn.q_proj.weight"].shape == (16, 16)
-    again = loaded(folder, dataclasses.replace(config, model=plain, trainable=()))
+    again = loaded(folder, dataclasses.replace(config, model=without_adapters, trainable=()))
     np.testing.assert_allclose(
         again["periods.blocks.0.mixer.q_proj.kernel"],
         leaves_of(merged)["periods.blocks.0.mixer.q_proj.kernel"],
         atol=1e-7,
     )
-    assert main([f"--workdir={workdir}", f"--out={folder}"]) == 1  # it is there already
+    assert main([f"--workdir={workdir}", f"--out={folder}"]) == 1  # the folder exists
 
 
-def test_other_frozen_parameters_are_refused(llama, instructions, tmp_path):
+def test_a_run_does_not_load_other_frozen_parameters(llama, instructions, tmp_path):
     base = tmp_path / "base"
     shutil.copytree(llama, base)
     config = config_of(base, instructions, total_tokens=1024)
@@ -153,7 +153,7 @@ def test_other_frozen_parameters_are_refused(llama, instructions, tmp_path):
             begin()
 
 
-def test_a_pretrained_window_may_be_wider_than_the_rows(llama, instructions):
+def test_a_pretrained_window_may_be_longer_than_the_rows(llama, instructions):
     config = config_of(llama, instructions)
     config.model = dataclasses.replace(config.model, layers=copy.deepcopy(config.model.layers))
     config.model.layers["L"].mixer.window = 4096
@@ -162,7 +162,7 @@ def test_a_pretrained_window_may_be_wider_than_the_rows(llama, instructions):
         dataclasses.replace(config, base=None, trainable=()).validate()
 
 
-def test_layers_of_a_hybrid_stand_in_order(llama):
+def test_every_nth_layer_of_a_hybrid_is_softmax_attention(llama):
     base = Pretrained(path=str(llama)).config()
     base.num_layers = 6
     model = liger_model(base, hybrid=3, window=8)
@@ -170,7 +170,9 @@ def test_layers_of_a_hybrid_stand_in_order(llama):
     assert liger_model(base, hybrid=4).letters() == "LLLNLL"
     assert base_model(model).pattern == "LLN"
     assert {type(x.mixer).__name__ for x in base_model(model).layers.values()} == {"SoftmaxConfig"}
-    with pytest.raises(ValueError, match="hybrid=7: accepted are 0 and 2 to the model's 6 layers"):
+    with pytest.raises(
+        ValueError, match="hybrid=7: accepted are 0 and integers from 2 to the model's 6 layers"
+    ):
         liger_model(base, hybrid=7)
 
 
@@ -185,13 +187,13 @@ def test_llama_3_8b_trains_4718592_parameters():
     assert sum(leaf.size for leaf in jax.tree.leaves(state.params)) == 4_718_592
     moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
     assert sum(leaf.size for leaf in moments) == 2 * 4_718_592
-    whole = nnx.to_pure_dict(nnx.state(models.abstract(config.model), nnx.Param))
-    trained, still = split(whole, config.trainable)
-    assert sum(leaf.size for leaf in jax.tree.leaves(still)) == 8_030_261_248
+    params = nnx.to_pure_dict(nnx.state(models.abstract(config.model), nnx.Param))
+    _, frozen = split(params, config.trainable)
+    assert sum(leaf.size for leaf in jax.tree.leaves(frozen)) == 8_030_261_248
 
 
 @pytest.mark.slow
-def test_adapters_train_alike_on_a_mesh(llama, trained, tmp_path):
+def test_losses_on_a_mesh_are_the_same(llama, trained, tmp_path):
     config, workdir = trained
     run_with_devices(
         4, "-m", "tests.linearize.on_mesh", str(llama), config.data.path, str(tmp_path)
@@ -202,7 +204,7 @@ def test_adapters_train_alike_on_a_mesh(llama, trained, tmp_path):
         )
 
 
-def test_options_of_the_recipe():
+def test_options_of_the_liger_config():
     from configs import liger
 
     variant = "llama3-8b,lr=2e-3,rank=16,memory_weight=.1,window_weight=1,temperature=64"
@@ -229,31 +231,31 @@ def test_options_of_the_recipe():
             liger.get_config(f"llama3-8b,{option}")
 
 
-def test_the_tokenizer_kept_beside_a_gguf_file_must_be_its_own(tmp_path):
+def test_the_tokenizer_written_for_a_gguf_file_must_have_its_tokens(tmp_path):
     from configs import liger
 
     file, variant = tmp_path / "m.gguf", f"auto,source={tmp_path / 'm.gguf'}"
     shutil.copy(Path(__file__).parents[1] / "convert" / "goldens" / "llama.gguf", file)
-    kept = Path(liger.get_config(variant).data.tokenizer)
-    assert liger.get_config(variant).data.tokenizer == str(kept)
-    content = json.loads(kept.read_text())
+    tokenizer = Path(liger.get_config(variant).data.tokenizer)
+    assert liger.get_config(variant).data.tokenizer == str(tokenizer)
+    content = json.loads(tokenizer.read_text())
     vocabulary = content["model"]["vocab"]
     vocabulary["other"] = vocabulary.pop(next(t for t, i in vocabulary.items() if i == 5))
-    kept.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="m.gguf.tokenizer.*is not that of.*id 5 is 'other'"):
+    tokenizer.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="m.gguf.tokenizer.*is not that of.*its id 5 is 'other'"):
         liger.get_config(variant)
 
 
-def test_what_does_not_fit_is_told(llama, instructions, tmp_path):
+def test_errors_name_the_field(llama, instructions, tmp_path):
     config = config_of(llama, instructions)
     changes = {
         "trainable=.*no parameter has 'lorra'.*did you mean 'lora'": dict(trainable=("lorra",)),
         "set init_from or base, from which they are read": dict(base=None),
-        "base.path is empty; it takes": dict(base=Pretrained()),
+        "base.path is empty; accepted is a pretrained": dict(base=Pretrained()),
         "base.path=.*nowhere' does not exist.*has moved, change base.path": dict(
             base=Pretrained(path=str(tmp_path / "nowhere"))
         ),
-        "holds another model.*\n.*num_layers: 2 there, 4 here": dict(
+        "is not the pretrained model of.*\n.*num_layers: 2 in base.path, 4 in the config": dict(
             model=dataclasses.replace(config.model, num_layers=4)
         ),
         "no projection p_proj; it has .*q_proj": dict(
@@ -271,7 +273,7 @@ def test_what_does_not_fit_is_told(llama, instructions, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ablation", ["random_gate", "feature_map", "no_lora", "no_window"])
-def test_ablations_train_what_they_say(llama, instructions, tmp_path, ablation):
+def test_ablations_train_the_listed_parameters(llama, instructions, tmp_path, ablation):
     from configs import liger
 
     fields, trainable = liger.ABLATIONS[ablation]
@@ -284,20 +286,20 @@ def test_ablations_train_what_they_say(llama, instructions, tmp_path, ablation):
     config.trainable = trainable
     train(config, tmp_path / "run")
     run, original = load_run(tmp_path / "run"), loaded(llama, config)
-    moved = {
+    changed = {
         name
         for name, leaf in leaves_of(run.params).items()
         if name in original and (leaf != original[name]).any()
     }
     kernels = {f"periods.blocks.0.mixer.{n}_proj.kernel" for n in "qkv"}
-    assert moved == (kernels if ablation == "no_lora" else set())
+    assert changed == (kernels if ablation == "no_lora" else set())
     if ablation in ("random_gate", "feature_map"):
-        with pytest.raises(ValueError, match="its base has no place for: periods.*; they cannot"):
+        with pytest.raises(ValueError, match="cannot be exported, .* no such parameters: periods"):
             export_run(tmp_path / "run", tmp_path / "out")
 
 
 @pytest.mark.slow
-def test_lolcats_learns_its_maps_and_then_adapters(llama, instructions, tmp_path):
+def test_lolcats_trains_its_maps_and_then_adapters(llama, instructions, tmp_path):
     from configs import liger
 
     config = config_of(llama, instructions)
@@ -323,24 +325,24 @@ def test_lolcats_learns_its_maps_and_then_adapters(llama, instructions, tmp_path
 
 
 @pytest.mark.slow
-def test_a_run_is_evaluated_like_any_other(trained, tmp_path):
+def test_all_evaluation_tasks_run(trained, tmp_path):
     _, workdir = trained
     run = load_run(workdir)
-    found = TASKS["perplexity"](run, Request(piece_length=64), tmp_path)
-    assert np.isfinite(found["val/loss"])
+    results = TASKS["perplexity"](run, Request(piece_length=64), tmp_path)
+    assert np.isfinite(results["val/loss"])
     assert len(TASKS["generate"](run, Request(prompt="Say", num_tokens=4), tmp_path).tokens) <= 4
     text = tmp_path / "essay.txt"
     text.write_text("A line of an essay, which is no instruction.\n" * 60)
-    found = TASKS["perplexity"](run, Request(data=str(text)), tmp_path)
-    assert np.isfinite(found["val/loss"]) and found["val/tokens"] > 2000
-    given = Request(data=run.config.data.path, data_as_trained=True)
-    assert TASKS["perplexity"](run, given, tmp_path)["val/tokens"] < 1000  # answers alone
+    results = TASKS["perplexity"](run, Request(data=str(text)), tmp_path)
+    assert np.isfinite(results["val/loss"]) and results["val/tokens"] > 2000
+    as_trained = Request(data=run.config.data.path, data_as_trained=True)
+    assert TASKS["perplexity"](run, as_trained, tmp_path)["val/tokens"] < 1000  # only answers
     needle = NeedleConfig(lengths=(600,), depths=(50,), samples=1)
     assert TASKS["needle"](run, Request(needle=needle, data=str(text)), tmp_path)
 
 
 @pytest.mark.slow
-def test_a_run_starts_from_another_ones_adapters(trained, tmp_path):
+def test_a_run_can_start_from_the_adapters_of_another_run(trained, tmp_path):
     config, workdir = trained
     train(dataclasses.replace(config, init_from=str(workdir), base=None), tmp_path / "second")
     first, second = (load_run(w).params for w in (workdir, tmp_path / "second"))

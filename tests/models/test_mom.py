@@ -73,7 +73,10 @@ def test_variants():
         ("340m,hybrid=4", "hybrid='4'; accepted are 0 and 1"),
         ("340m,shared=2", "shared='2'; accepted are 0 and 1"),
         ("340m,top_k=1,top_k=2", "option top_k is given twice"),
-        ("340m,expanded=5,memories=8,single=1", "memories, single: expanded=5 has one memory"),
+        (
+            "340m,expanded=5,memories=8,single=1",
+            "expanded=5 excludes memories, single, since it has one memory",
+        ),
         ("340m,inner=titans", "cannot be one of several memories"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -219,7 +219,7 @@ def test_changed_data_are_refused(tmp_path):
     (text / "more.txt").write_text("A document that was not there.")
     with pytest.raises(ValueError, match="the training data changed since the run began") as error:
         train(config, tmp_path / "run")
-    assert "new: more.txt\n  of another size: 3.txt" in str(error.value)
+    assert "new files: more.txt\n  files whose size changed: 3.txt" in str(error.value)
     (text / "more.txt").unlink()
     (text / "3.txt").write_text(content)
     assert train(config, tmp_path / "run").step == 1

@@ -1,4 +1,4 @@
-"""What is checked before a batch is read: shards, tokenizer, vocabulary, BOS."""
+"""Checks of an iterator's arguments before any data are read: shards, tokenizer, vocabulary, BOS."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from lsm_jax.data.config import DataConfig
 from lsm_jax.data.tokenizers import Tokenizer, load_tokenizer
 
 
-def entrance(
+def check_arguments(
     config: DataConfig,
     tokenizer: Tokenizer | None,
     batch: int,
@@ -14,10 +14,13 @@ def entrance(
     shard_count: int,
     vocab_size: int | None,
 ) -> tuple[Tokenizer, slice, int]:
-    """(tokenizer, this host's rows of a global batch, vocabulary size), after all checks.
+    """Check the arguments of an iterator and fill in the defaults.
+
+    Returns:
+        The tokenizer, the slice of this host's rows in a global batch, and the vocabulary size.
 
     Raises:
-        ValueError: config, batch, shards, tokenizer and vocabulary that don't fit together.
+        ValueError: config, batch, shards, tokenizer and vocabulary do not fit together.
     """
     config.validate()
     if not 0 <= shard_index < shard_count:
@@ -31,31 +34,32 @@ def entrance(
         tokenizer = load_tokenizer(config.tokenizer, json_escape=config.json_escape)
     elif tokenizer.json_escape != config.json_escape:
         raise ValueError(
-            f"the tokenizer has json_escape={tokenizer.json_escape}, but "
-            f"data.json_escape={config.json_escape}"
+            f"data.json_escape={config.json_escape}, but the given tokenizer has "
+            f"json_escape={tokenizer.json_escape}; they must be the same"
         )
     size = tokenizer.vocab_size if vocab_size is None else vocab_size
     bos_id = bos_id_of(config, tokenizer)
     if tokenizer.vocab_size > size:
         raise ValueError(
-            f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size} ids, more than the model's "
-            f"vocab_size={size}"
+            f"vocab_size={size} of the model is smaller than the vocabulary of tokenizer {tokenizer.name!r}, "
+            f"which has {tokenizer.vocab_size} ids"
         )
     if bos_id is not None and bos_id >= size:
-        raise ValueError(f"data.bos_id={bos_id} is outside the vocabulary of {size}")
+        raise ValueError(f"data.bos_id={bos_id}; it must be less than the vocabulary size, {size}")
     if bos_id is None and (config.add_bos or config.separate_documents):
         raise ValueError(
-            f"tokenizer {tokenizer.name!r} has no BOS token; set data.bos_id, or data.add_bos and "
-            "data.separate_documents to False"
+            f"tokenizer {tokenizer.name!r} has no BOS token, which data.add_bos and data.separate_documents require; "
+            "set data.bos_id, or set both to False"
         )
     if config.format != "text" and config.predict_end and tokenizer.eos_id is None:
         raise ValueError(
-            f"tokenizer {tokenizer.name!r} has no EOS token to end an answer with; set data.predict_end to False"
+            f"tokenizer {tokenizer.name!r} has no EOS token, with which data.predict_end=True ends an answer; "
+            "set data.predict_end to False"
         )
     local = batch // shard_count
     return tokenizer, slice(shard_index * local, (shard_index + 1) * local), size
 
 
 def bos_id_of(config: DataConfig, tokenizer: Tokenizer) -> int | None:
-    """The config's BOS id, or else the tokenizer's."""
+    """Return the config's BOS id, or the tokenizer's if the config has None."""
     return tokenizer.bos_id if config.bos_id is None else config.bos_id

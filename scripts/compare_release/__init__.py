@@ -1,0 +1,1 @@
+"""Compare this checkout with a released commit; see `__main__`."""
