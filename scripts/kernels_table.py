@@ -58,7 +58,7 @@ KERNELS = {
     ),
     ("attention", "mosaic_gpu"): (
         ("any call", "forgetting_attention.api"),
-        ("any call", "forgetting_attention.hopper.kernels"),
+        ("any call", "forgetting_attention.hopper"),
     ),
     ("attention", "mosaic_tpu"): (
         ("any call", "forgetting_attention.api"),

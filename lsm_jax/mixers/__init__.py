@@ -35,7 +35,8 @@ from lsm_jax.mixers import (
     ttt_linear,
     ttt_mlp,
 )
-from lsm_jax.mixers.base import Clock, Context, Mixer, MixerState, advance, fresh_clock
+from lsm_jax.mixers.base import Context, Mixer, MixerState
+from lsm_jax.mixers.clock import Clock, advance, fresh_clock
 from lsm_jax.mixers.deltanet import DeltaNet, DeltaNetConfig
 from lsm_jax.mixers.fox import FoX, FoXConfig
 from lsm_jax.mixers.gated_deltanet import GatedDeltaNet, GatedDeltaNetConfig

@@ -16,24 +16,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lsm_jax import ops
+from lsm_jax.mixers.clock import advance, fresh_clock
 from lsm_jax.mixers.layers import parameter
 from lsm_jax.ops.core import checks
-from lsm_jax.ops.core.segments import carry_ids_forward, read_tokens
-from lsm_jax.ops.core.shared_rows import Update, emptied_by, ends_of_documents, newer_id, resume
 from lsm_jax.ops.core.states import Layer
-from lsm_jax.parallel import over_mesh
-
-
-class Clock(NamedTuple):
-    """The place of a row's next token, from which positions continue.
-
-    Attributes:
-        position: int32 [B], position of the next token if it continues the document.
-        segment_id: int32 [B], the last nonzero id seen, 0 before any.
-    """
-
-    position: jax.Array
-    segment_id: jax.Array
 
 
 class MixerState(NamedTuple):
@@ -48,92 +34,6 @@ class MixerState(NamedTuple):
     memory: Any
     tails: dict[str, Any]
     clock: Any
-
-
-def fresh_clock(batch_size: int) -> Clock:
-    """Return the clock before any token."""
-    return Clock(jnp.zeros(batch_size, jnp.int32), jnp.zeros(batch_size, jnp.int32))
-
-
-def advance(
-    clock: Clock,
-    shape: tuple[int, ...],
-    segment_ids: jax.Array | None,
-    update_mask: jax.Array | None,
-    positions: jax.Array | None = None,
-) -> tuple[jax.Array, Clock]:
-    """Positions [B, T] of a call's tokens within their documents, and the clock after them.
-
-    A document begins where the id differs from the last nonzero one, as for every op. Padding and tokens whose
-    `update_mask` is 0 take no position.
-
-    Args:
-        clock: the rows' place before the call.
-        shape: (B, T).
-        segment_ids: [B, T] or None for one document that continues.
-        update_mask: [B, T] or None.
-        positions: [B, T], used instead of counting where given.
-    """
-    live = jnp.ones(shape, jnp.int32)
-    if update_mask is not None:
-        live = live * (update_mask != 0)
-    batched = dict(live=live, segment_ids=segment_ids, positions=positions, state=clock)
-    by_token = ("batch", "sequence")
-    axes = dict.fromkeys(batched, by_token) | {"state": ("batch",)}
-    return over_mesh(
-        _advance, batched, {}, axes=axes, out_axes=(by_token, "state"), in_sequence=_in_sequence
-    )
-
-
-def _in_sequence(axis, function, **arguments):
-    """Run `_advance` where several devices share a row: each device's update is the clock that its tokens make of an empty one."""
-    segment_ids, live, given = (arguments[n] for n in ("segment_ids", "live", "positions"))
-    empty = jax.tree.map(jnp.zeros_like, arguments["state"])
-    _, written = function(**(arguments | {"state": empty}))
-    if given is not None:  # the last position given is what counts
-        update = Update(~jnp.any(live != 0, axis=1), written, None, None)
-    else:
-        run = (
-            None
-            if segment_ids is None
-            else read_tokens(segment_ids, None, empty.segment_id, None).run
-        )
-        restarts, first_id = ends_of_documents(segment_ids, run)
-        goes_on = jnp.ones_like(empty.position, bool) if restarts is None else ~restarts
-        update = Update(goes_on, written, None, first_id)
-    return resume(axis, function, (), arguments, update, _add_clocks)
-
-
-def _add_clocks(clock: Clock, update: Update) -> Clock:
-    """Return the clock after a device's tokens."""
-    clock = emptied_by(clock, update)
-    position = jnp.where(update.transition, clock.position, 0) + update.written.position
-    return Clock(position, newer_id(clock, update))
-
-
-def _advance(live, segment_ids, positions, state: Clock) -> tuple[jax.Array, Clock]:
-    """Compute `advance`; `live` [B, T] is 1 where a token takes a position."""
-    clock = state
-    if segment_ids is None:
-        base, last_id = -clock.position[:, None], clock.segment_id
-    else:
-        real = segment_ids != 0
-        live = live * real
-        filled = carry_ids_forward(segment_ids, clock.segment_id)
-        before = jnp.concatenate([clock.segment_id[:, None], filled[:, :-1]], axis=1)
-        begins = real & (before != 0) & (segment_ids != before)
-        earlier = jnp.cumsum(live, axis=1) - live
-        base = jax.lax.cummax(jnp.where(begins, earlier, -clock.position[:, None]), axis=1)
-        last_id = filled[:, -1]
-    count = jnp.cumsum(live, axis=1)
-    if positions is None:
-        positions = count - live - base
-        following = count[:, -1] - base[:, -1]
-    else:
-        place = jnp.where(live != 0, jnp.arange(live.shape[1]), -1).max(axis=1)
-        given = jnp.take_along_axis(positions, jnp.maximum(place, 0)[:, None], axis=1)[:, 0] + 1
-        following = jnp.where(place >= 0, given, clock.position)
-    return positions, Clock(following.astype(jnp.int32), last_id.astype(jnp.int32))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lsm_jax.mixers import checks
-from lsm_jax.mixers.base import Context, Mixer, MixerState, TokenShift, fresh_clock
+from lsm_jax.mixers.base import Context, Mixer, MixerState, TokenShift
+from lsm_jax.mixers.clock import fresh_clock
 from lsm_jax.mixers.gated_deltanet import GatedDeltaNetConfig
 from lsm_jax.mixers.layers import Dense, project
 from lsm_jax.mixers.method import METHODS, Method, build

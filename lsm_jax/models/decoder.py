@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,11 +23,11 @@ _ACTIVATIONS = ("batch", "sequence", None)
 
 
 class DecoderState(NamedTuple):
-    """All that a decoder carries from call to call, of static shape.
+    """The state of a decoder between calls, of static shape.
 
     Attributes:
-        layers: a tuple of (mixer state, feedforward state), one a letter of the period, stacked over its repetitions.
-        clock: each row's place in its document.
+        layers: a tuple with (mixer state, feedforward state) for each letter of the period, stacked over the periods.
+        clock: the position of each row's next token.
     """
 
     layers: Any
@@ -34,7 +35,7 @@ class DecoderState(NamedTuple):
 
 
 class Block(nnx.Module):
-    """One layer: `x += mixer(norm(x))`, then `x += feedforward(norm(x))` where there is one."""
+    """One layer: `x += mixer(norm(x))`, then `x += feedforward(norm(x))` if the layer has a feedforward."""
 
     def __init__(
         self, config: LayerConfig, model: ModelConfig, *, rngs: nnx.Rngs, layer: jax.Array | int
@@ -52,7 +53,7 @@ class Block(nnx.Module):
             _adapt(self.mixer, self.feedforward, model.lora, rngs)
 
     def init_state(self, batch_size: int, max_length: int, dtype: Any) -> tuple[Any, Any]:
-        """Fresh states of mixer and feedforward."""
+        """Return the states of mixer and feedforward before any token."""
         arguments = (batch_size, max_length, dtype)
         inner = None if self.feedforward is None else self.feedforward.init_state(*arguments)
         return self.mixer.init_state(*arguments), inner
@@ -60,7 +61,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: jax.Array, shared: dict[str, jax.Array], state: tuple[Any, Any] | None, **call: Any
     ) -> tuple[jax.Array, dict[str, jax.Array], tuple[Any, Any], dict[str, jax.Array]]:
-        """x [B, T, D] -> (x, shared, state, statistics)."""
+        """Return x [B, T, D] after the layer, `shared`, the states of mixer and feedforward, and statistics by name."""
         mixer_state, inner_state = (None, None) if state is None else state
         y, mixer_state, context = self.mixer.run(
             self.mixer_norm(x), shared=shared, state=mixer_state, **call
@@ -77,7 +78,7 @@ class Block(nnx.Module):
 
 
 def _adapt(mixer: Any, inner: Any, lora: mixers.LoRAConfig, rngs: nnx.Rngs) -> None:
-    """Give a layer's projections their adapters."""
+    """Add the adapters of LoRA to a layer's projections."""
     parts = [part for part in (mixer, inner) if part is not None]
     adapted = [name for part in parts for name in mixers.add_adapters(part, lora, rngs=rngs)]
     if missing := set(lora.targets) - set(adapted):
@@ -90,7 +91,7 @@ def _adapt(mixer: Any, inner: Any, lora: mixers.LoRAConfig, rngs: nnx.Rngs) -> N
 
 
 class Period(nnx.Module):
-    """The layers of one pattern period, the first of which is layer `first` of the model."""
+    """The layers of one period of the pattern; the first of them is layer `first` of the model."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, first: jax.Array | int):
         self.blocks = nnx.List(
@@ -102,7 +103,10 @@ class Period(nnx.Module):
 
 
 def _stack_periods(config: ModelConfig, keys: jax.Array) -> Period:
-    """One period a key, every parameter with a leading "layers" axis; one compilation, however many parameters."""
+    """Return as many periods as keys, as one `Period` whose parameters have a leading axis "layers".
+
+    All parameters are drawn in one compiled function.
+    """
 
     def make(key, first):
         return nnx.state(Period(config, rngs=nnx.Rngs(key), first=first), nnx.Param)
@@ -118,10 +122,10 @@ def _stack_periods(config: ModelConfig, keys: jax.Array) -> Period:
 
 @jax.custom_vjp
 def _together(tree: Any) -> Any:
-    """The tree; its gradients are handed on when all of them are there.
+    """Return the tree; in the backward pass, all of its gradients are computed before any of them is used.
 
-    Of several layers in a scan's body XLA would else make the gradients of the parameters last, and hold what all of them are made of:
-    less time, more memory.
+    Otherwise, with several layers in the body of a scan, XLA computes the gradients of all layers' parameters last, and stores the
+    arrays that they are computed from until then. This is faster, but requires more memory.
     """
     return tree
 
@@ -130,7 +134,10 @@ _together.defvjp(lambda tree: (tree, None), lambda _, grads: (jax.lax.optimizati
 
 
 def rematerialized(function: Any, policy: str) -> Any:
-    """Recompute a layer in the backward pass as the policy says. Inside a scan no common-subexpression barrier is needed."""
+    """Return `function` with the rematerialization policy "none", "full" or "dots".
+
+    Inside a scan no barrier against common-subexpression elimination is required.
+    """
     if policy == "none":
         return function
     policies = jax.checkpoint_policies
@@ -144,10 +151,10 @@ def rematerialized(function: Any, policy: str) -> Any:
 class Decoder(nnx.Module):
     """A causal language model.
 
-    It holds parameters and nothing mutable, so `nnx.split` once and plain `jax.jit`, `jax.grad` over the parameters work.
+    It contains only parameters and nothing mutable, so that plain `jax.jit` and `jax.grad` of its parameters work after `nnx.split`.
 
     Args:
-        config: the model; validated, and copied.
+        config: the model's config, which is validated and copied.
         rngs: source of the initial parameters.
     """
 
@@ -166,15 +173,15 @@ class Decoder(nnx.Module):
         self.lm_head = None if config.tie_embeddings else Dense(*shape, **untied)
 
     def head(self) -> jax.Array:
-        """The matrix [D, vocab] from hidden states to logits, float32."""
+        """The matrix [D, vocab] that multiplies hidden states, float32."""
         return self.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
 
     def init_state(self, batch_size: int, max_length: int) -> DecoderState:
-        """The state before any token, for `batch_size` rows.
+        """Return the state before any token.
 
         Args:
-            batch_size: rows.
-            max_length: tokens softmax layers must be able to hold; other layers' states do not depend on it.
+            batch_size: B.
+            max_length: the largest number of tokens of a row; only the states of softmax layers depend on it.
         """
         for name, value in (("batch_size", batch_size), ("max_length", max_length)):
             if value < 1:
@@ -199,7 +206,7 @@ class Decoder(nnx.Module):
         contiguous: bool = False,
         state: DecoderState | None = None,
     ) -> tuple[jax.Array, DecoderState | None, dict[str, jax.Array]]:
-        """Logits [B, T, vocab] in float32, the state after, and statistics; arguments as in `hidden`."""
+        """Return the logits [B, T, vocab] in float32, the state after the call, and statistics; the arguments are those of `hidden`."""
         x, state, aux = self.hidden(
             tokens,
             segment_ids=segment_ids,
@@ -211,7 +218,7 @@ class Decoder(nnx.Module):
         return self.logits(x), state, aux
 
     def init_shared(self, x: jax.Array) -> dict[str, jax.Array]:
-        """The values that travel from layer to layer, before the first; x is the embedding [B, T, D]."""
+        """Return the values that travel from layer to layer, as they are before the first layer; x is the embedding [B, T, D]."""
         firsts = len(self.periods.blocks) * jnp.arange(self.num_periods)
         kinds: dict[type[mixers.Mixer], list] = {}
         for place, block in enumerate(self.periods.blocks):
@@ -223,7 +230,7 @@ class Decoder(nnx.Module):
         return shared
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Hidden states [..., D] -> logits [..., vocab] in float32."""
+        """Return the logits [..., vocab] of hidden states [..., D], in float32."""
         return matmul_to_float32(hidden, self.head().astype(hidden.dtype))
 
     def hidden(
@@ -238,35 +245,53 @@ class Decoder(nnx.Module):
         microbatches: int = 0,
         rounds: int = 1,
     ) -> tuple[jax.Array, DecoderState | None, dict[str, jax.Array]]:
-        """Hidden states after the final norm.
+        """Return the hidden states after the final norm.
 
         Args:
-            tokens: int [B, T]; an id outside the vocabulary gives NaN, since an array cannot raise.
-            segment_ids: int [B, T], 0 for padding; None for one document that goes on.
-            positions: int [B, T] within the document; counted where not given.
-            update_mask: [B, T], 0 where a token must leave every memory as it is.
-            contiguous: whether every token between two of one document is written, as the caller knows and `lsm_jax.data` packs:
-                what looks back a few tokens then looks at its neighbours alone, on a sequence axis at one device's. Where it
-                is not so, outputs are wrong.
-            state: from `init_state` or an earlier call. None starts afresh and keeps nothing.
-            microbatches: pieces in which the rows pass through a mesh's pipeline stages, each with a balance loss of its own,
-                as in accumulation; 0 is one for each stage. With a state, or where there is one stage, they pass whole.
-            rounds: times that each piece goes round the stages.
+            tokens: int [B, T]; an id outside the vocabulary has hidden states of NaN, since compiled code cannot raise.
+            segment_ids: int [B, T], 0 for padding; None for one document that continues.
+            positions: int [B, T], in the document; None counts them.
+            update_mask: [B, T], 0 where a token must not change any memory.
+            contiguous: whether every token between two tokens of one document is written, as in rows that `lsm_jax.data` packs.
+                Short convolutions and token shifts then load only neighbouring tokens, and only those of one other device on a
+                sequence axis. If True although it does not hold, outputs are wrong.
+            state: from `init_state` or an earlier call; None starts without a state, and returns none.
+            microbatches: the number of parts into which the rows are divided for a mesh's pipeline stages; each part has its own
+                balance loss, as in gradient accumulation. 0 means one for each stage. Ignored with a state, or with one stage.
+            rounds: how often each part passes through all stages.
 
         Returns:
-            [B, T, D] in the config's dtype; the state after, None if none was given; statistics by name. Those ending in
-            `_loss` or `_count` are summed over the layers, the others stacked; those with `/tokens/` in their name are of
-            each token, and absent where rows passed in microbatches.
+            [B, T, D] in the config's dtype; the state after the call (None if none was given); and statistics by name. Those whose
+            names end in `_loss` or `_count` are summed over the layers, and the others are stacked. Those with `/tokens/` in their
+            name have one value for each token, and are absent with pipeline stages.
         """
         x = self.embedding[...].at[tokens].get(mode="fill", fill_value=jnp.nan)
         x = constrain(x.astype(self.dtype), _ACTIVATIONS)
         clock = mixers.fresh_clock(tokens.shape[0]) if state is None else state.clock
         positions, clock = mixers.advance(clock, tokens.shape, segment_ids, update_mask, positions)
-        size = len(self.periods.blocks)
         shared = self.init_shared(x)
+        run_period = functools.partial(_run_period, self._layer_function(contiguous))
+        rows = (segment_ids, positions, update_mask)
+        if state is None and (stages := shards_of("layers")) > 1:
+            x, aux = self._pipelined(run_period, x, shared, rows, microbatches or stages, rounds)
+            return self.norm(x), None, _gather(aux)
+        unsharded = jax.sharding.get_abstract_mesh().empty and jax.typeof(x).sharding.mesh.empty
+        if state is not None and tokens.shape[1] == 1 and unsharded:
+            x, layers, aux = self._decode(run_period, x, shared, rows, state.layers)
+            return self.norm(x), DecoderState(layers, clock), _gather(aux)
+        index = jnp.arange(self.num_periods)
+        inputs = (self.periods, None if state is None else state.layers, index)
+        scanned = functools.partial(run_period, rows)
+        (x, _), (layers, aux) = jax.lax.scan(scanned, (x, shared), inputs)
+        after = None if state is None else DecoderState(layers, clock)
+        return self.norm(x), after, _gather(aux)
+
+    def _layer_function(self, contiguous: bool) -> Callable:
+        """Return a function that applies one block, with the config's rematerialization."""
+        grouped = len(self.periods.blocks) > 1 and self.remat == "full"
 
         def layer(x, shared, block, state, index, segment_ids, positions, update_mask):
-            if size > 1 and self.remat == "full":
+            if grouped:
                 x, block = _together((x, block))
             return block(
                 x,
@@ -279,77 +304,120 @@ class Decoder(nnx.Module):
                 contiguous=contiguous,
             )
 
-        layer = rematerialized(layer, self.remat)
+        return rematerialized(layer, self.remat)
 
-        def body(rows, carry, inputs):
-            x, shared = carry
-            period, states, index = inputs
-            after, statistics = [], []
-            for place, block in enumerate(period.blocks):
-                own = None if states is None else states[place]
-                x, shared, own, aux = layer(x, shared, block, own, index * size + place, *rows)
-                after.append(own)
-                statistics.append(aux)
-            return (x, shared), (None if states is None else tuple(after), statistics)
+    def _pipelined(self, run_period, x, shared, rows, microbatches: int, rounds: int):
+        """Apply all layers over the stages of the mesh's pipeline, without states.
 
-        rows = (segment_ids, positions, update_mask)
+        Args:
+            run_period: `_run_period` with a layer function.
+            x: [B, T, D].
+            shared: the values that travel from layer to layer, by name.
+            rows: segment ids, positions and update mask, each [B, T] or None.
+            microbatches: as in `hidden`, at least 1.
+            rounds: as in `hidden`.
+
+        Returns:
+            x after the layers, and the statistics of each place of the period.
+        """
         index = jnp.arange(self.num_periods)
-        if state is None and (stages := shards_of("layers")) > 1:
-            by_rows = _by_rows(self.init_shared, x)
+        by_rows = _by_rows(self.init_shared, x)
 
-            def stage(layers, carry, rows, whole):
-                periods, index = layers
-                x, shared = carry
-                scanned = functools.partial(body, rows)
-                (x, shared), (_, aux) = jax.lax.scan(
-                    scanned, (x, shared | whole), (periods, None, index)
-                )
-                kept = {name: shared[name] for name in by_rows}
-                aux = [{n: a[n] for n in a if "/tokens/" not in n} for a in aux]
-                return (x, kept), aux
+        def stage(layers, carry, rows, constant):
+            periods, index = layers
+            x, shared = carry
+            scanned = functools.partial(run_period, rows)
+            (x, shared), (_, aux) = jax.lax.scan(
+                scanned, (x, shared | constant), (periods, None, index)
+            )
+            travelling = {name: shared[name] for name in by_rows}
+            aux = [{n: a[n] for n in a if "/tokens/" not in n} for a in aux]
+            return (x, travelling), aux
 
-            whole = {name: value for name, value in shared.items() if name not in by_rows}
-            shared = {name: shared[name] for name in by_rows}
-            (x, _), aux = pipelined(
-                stage, (self.periods, index), (x, shared), rows, whole, microbatches=microbatches or stages,
-                rounds=rounds,
-            )  # fmt: skip
-            return self.norm(x), None, _gather(aux)
-        unsharded = jax.sharding.get_abstract_mesh().empty and jax.typeof(x).sharding.mesh.empty
-        if state is not None and tokens.shape[1] == 1 and unsharded:
-            # Each layer's memories are written where they were read; what a scan stacks would be new arrays, copied back.
-            # (A mesh's types may change from layer to layer, which a carry's may not.)
-            def decode(carry, inputs):
-                x, shared, states = carry
-                period, at = inputs
-                own = tuple(
-                    layer_of(s, at, in_place=block.mixer.memories_in_place)
-                    for s, block in zip(states, period.blocks, strict=True)
-                )
-                (x, shared), (own, statistics) = body(rows, (x, shared), (period, own, at))
-                return (x, shared, put_layer(states, own, at)), statistics
+        constant = {name: value for name, value in shared.items() if name not in by_rows}
+        shared = {name: shared[name] for name in by_rows}
+        (x, _), aux = pipelined(
+            stage,
+            (self.periods, index),
+            (x, shared),
+            rows,
+            constant,
+            microbatches=microbatches,
+            rounds=rounds,
+        )
+        return x, aux
 
-            carry = x, shared, state.layers
-            (x, _, states), statistics = jax.lax.scan(decode, carry, (self.periods, index))
-            return self.norm(x), DecoderState(states, clock), _gather(statistics)
-        inputs = (self.periods, None if state is None else state.layers, index)
-        scanned = functools.partial(body, rows)
-        (x, _), (states, statistics) = jax.lax.scan(scanned, (x, shared), inputs)
-        after = None if state is None else DecoderState(states, clock)
-        return self.norm(x), after, _gather(statistics)
+    def _decode(self, run_period, x, shared, rows, states):
+        """Apply all layers to one token per row, and update the stacked memories of all layers in place.
+
+        A scan that returns each layer's memories would stack them in new arrays, and copy these back. Here the stack is in the carry.
+        This is not possible on a mesh, where the types of arrays may change from layer to layer: those of a carry may not.
+
+        Args:
+            run_period: `_run_period` with a layer function.
+            x: [B, 1, D].
+            shared: the values that travel from layer to layer, by name.
+            rows: segment ids, positions and update mask, each [B, 1] or None.
+            states: `DecoderState.layers`.
+
+        Returns:
+            x after the layers, `states` after the token, and the statistics of each place of the period.
+        """
+
+        def decode(carry, inputs):
+            x, shared, states = carry
+            period, index = inputs
+            period_states = tuple(
+                layer_of(s, index, in_place=block.mixer.memories_in_place)
+                for s, block in zip(states, period.blocks, strict=True)
+            )
+            (x, shared), (period_states, statistics) = run_period(
+                rows, (x, shared), (period, period_states, index)
+            )
+            return (x, shared, put_layer(states, period_states, index)), statistics
+
+        index = jnp.arange(self.num_periods)
+        (x, _, states), aux = jax.lax.scan(decode, (x, shared, states), (self.periods, index))
+        return x, states, aux
+
+
+def _run_period(layer: Callable, rows, carry, inputs):
+    """Apply the layers of one period; the body of the scan over periods.
+
+    Args:
+        layer: `Decoder._layer_function`'s result.
+        rows: segment ids, positions and update mask, each [B, T] or None.
+        carry: x [B, T, D], and the values that travel from layer to layer.
+        inputs: the period, its layers' states (or None), and its index.
+
+    Returns:
+        The carry after the period; and its layers' states (None without states) with the statistics of each layer.
+    """
+    x, shared = carry
+    period, states, index = inputs
+    size = len(period.blocks)
+    after, statistics = [], []
+    for place, block in enumerate(period.blocks):
+        state = None if states is None else states[place]
+        x, shared, state, aux = layer(x, shared, block, state, index * size + place, *rows)
+        after.append(state)
+        statistics.append(aux)
+    return (x, shared), (None if states is None else tuple(after), statistics)
 
 
 def _by_rows(init_shared: Any, x: jax.Array) -> set[str]:
-    """The entries of `shared` that have x's rows."""
+    """Return the names of the entries of `shared` whose shape depends on the number of rows."""
     shapes = (jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for rows in (1, 2))
     one, two = (jax.eval_shape(init_shared, shape) for shape in shapes)
     return {name for name in one if one[name].shape != two[name].shape}
 
 
 def _gather(statistics: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
-    """Per-place statistics stacked over periods -> one entry a name, losses and counts summed, others in the order of layers.
+    """Return the statistics of all layers by name: losses and counts summed over layers, others in the order of layers.
 
-    Where places differ in shape, as with other numbers of experts, each has an entry of its own, `name/place`.
+    Args:
+        statistics: for each place of the period, arrays by name that are stacked over periods. Where the shapes of a name differ from
+            place to place, as with different numbers of experts, the result has an entry `name/place` for each place.
     """
     gathered = {}
     for name in sorted({name for aux in statistics for name in aux}):

@@ -24,7 +24,8 @@ from lsm_jax.ops.delta.dplr_memory import dplr_memory
 from lsm_jax.ops.linear.linear_memory import linear_memory
 from lsm_jax.ops.linear.phase import cumulative_phase
 from lsm_jax.ops.online.inner_models import Inner
-from lsm_jax.ops.online.online_memory import OnlineState, online_memory, online_state
+from lsm_jax.ops.online.online_memory import online_memory
+from lsm_jax.ops.online.state import OnlineState, online_state
 from lsm_jax.ops.selective.selective_memory import selective_memory
 from lsm_jax.ops.selective.state import SelectiveState, selective_state
 from lsm_jax.ops.selective.time_invariant import time_invariant_memory

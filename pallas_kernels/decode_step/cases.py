@@ -1,4 +1,4 @@
-"""Sizes of steps of one token that the tests share."""
+"""Sizes of calls of one token for the tests."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ class Case(NamedTuple):
 
     Attributes:
         op: "linear", "delta" or "dplr".
-        heads: of q, of k (and a and b) and of v.
+        heads: the numbers of heads of q, of k (and a and b) and of v.
         key_dim: K.
         value_dim: V.
-        decays: words: "token", "key", "constant" or "value" decays, "strong" ones, a "bonus".
+        decays: words separated by spaces: "token", "key", "constant" or "value" for decays of that kind, "strong", "bonus".
         documents: whether there are segment ids and a mask.
         stacked: whether the memory is one layer of a stack.
-        dtype: of q, k and v.
-        batch: rows.
+        dtype: the dtype of q, k and v.
+        batch: B.
     """
 
     op: str
@@ -55,7 +55,7 @@ INTERPRETED = (
     Case("dplr", (2, 1, 2), 64, 64, "token", False, False, jnp.float32),
     Case("dplr", (2, 2, 2), 64, 64, "constant", True, False, jnp.float32),
 )
-"""Cases for the interpreter, the ones of the fast tests first."""
+"""Cases for the interpreter; those of the fast tests come first."""
 HOPPER = (
     Case("linear", (4, 2, 2), 128, 128, "key bonus", True, True, jnp.bfloat16, 256),
     Case("linear", (4, 4, 4), 128, 256, "key", False, True, jnp.bfloat16, 16),
@@ -66,4 +66,4 @@ HOPPER = (
     Case("dplr", (16, 16, 16), 64, 64, "key", True, True, jnp.bfloat16, 16),
     Case("dplr", (8, 4, 4), 128, 128, "strong token", True, False, jnp.float32, 256),
 )
-"""Cases that run on the card."""
+"""Cases that run on an NVIDIA Hopper GPU."""

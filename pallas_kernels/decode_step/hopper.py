@@ -1,8 +1,8 @@
-"""One token through a memory on Mosaic GPU (Hopper): the state is read once and written once, in place.
+"""One token through a memory on Mosaic GPU (Hopper): the memory is loaded once and stored once, in place.
 
-A warpgroup holds all keys of some value channels in its registers: a thread holds 4 neighbouring channels of every 8th (or
-16th) key, so that a sum over keys is a sum inside a thread and then across a few lanes. Shared memory is not used; there are
-as many warpgroups as the registers allow, so that enough loads are in flight.
+A warpgroup has all keys of some value channels in its registers. A thread has 4 neighbouring channels of every 8th (or 16th) key, so
+that a sum over keys is a sum inside a thread followed by a sum across a few lanes. Shared memory is not used. As many warpgroups run
+at a time as the registers allow, so that enough loads are in flight.
 """
 
 from __future__ import annotations
@@ -19,14 +19,20 @@ from pallas_kernels.requirements import Requirement, first_unmet
 
 _F32 = jnp.float32
 _WARPS = 4
-_STATE_REGISTERS = 64  # registers of a thread that hold the state
+_STATE_REGISTERS = 64  # registers of a thread for the memory
 _MAX_QUERIES = 16  # query heads that read one memory, at most
 _MAX_GRID = 65535  # size of a grid's slowest axes, at most
 _DTYPES = (jnp.bfloat16, jnp.float32)
 
 
 def columns(programs: int, key_dim: int, value_dim: int) -> int | None:
-    """Value channels of a warp; None where no number is possible."""
+    """Return the number of value channels of a warp, or None if no number is possible.
+
+    Args:
+        programs: the number of memories of all rows.
+        key_dim: K.
+        value_dim: V.
+    """
     sizes = [
         size
         for size in (16, 8)
@@ -72,16 +78,71 @@ def unsupported(call) -> str | None:
     return first_unmet(REQUIREMENTS, call)
 
 
+class _Block:
+    """A warpgroup's memory and value channels, with its loads into registers: [K, channels] for the memory and what multiplies it.
+
+    Attributes:
+        refs: references to global memory by name.
+        row: the row of the batch.
+        head: the index of the memory.
+        channels: the slice of value channels.
+        layout: the layout of the memory in registers.
+        shape: (K, channels).
+    """
+
+    def __init__(self, refs: dict[str, Any], width: int, key_dim: int):
+        self.refs, self.layout = refs, key_columns(width)
+        self.shape = key_dim, _WARPS * width
+        self.row, self.head = lax.axis_index("row"), lax.axis_index("head")
+        self.channels = pl.ds(lax.axis_index("column") * self.shape[1], self.shape[1])
+
+    def memory(self):
+        """A reference to the block's channels of the memory [K, channels]."""
+        layer = (self.refs["layer"][0],) if "layer" in self.refs else ()
+        return self.refs["memory"].at[(*layer, self.row, self.head, slice(None), self.channels)]
+
+    def spread(self, x, axis: int):
+        """Broadcast x, one number for each key (axis 0) or value channel (axis 1), to [K, channels] in float32."""
+        x = lax.broadcast_in_dim(x.astype(_F32), self.shape, [axis])
+        return plgpu.layout_cast(x, self.layout)
+
+    def load_keys(self, name: str, memories: int):
+        """Load the vector of K numbers of the key head that belongs to this memory, spread over the value channels."""
+        ref = self.refs[name]
+        return self.load_key_head(name, lax.div(self.head, memories // ref.shape[-2]))
+
+    def load_key_head(self, name: str, key_head):
+        """Load the vector of K numbers of one key head, spread over the value channels."""
+        ref = self.refs[name]
+        ref = ref.at[key_head] if name == "bonus" else ref.at[self.row, key_head]
+        return self.spread(plgpu.load(ref, layout=self.layout.reduce(1), optimized=False), 0)
+
+    def load_values(self, name: str):
+        """Load one number for each value channel in float32."""
+        ref = self.refs[name].at[self.row, self.head, self.channels]
+        return plgpu.load(ref, layout=self.layout.reduce(0), optimized=False).astype(_F32)
+
+
+def _apply_decay(m, factor):
+    """Return `decay m`; a factor of at most 0 is `decay - 1`, a factor above 0 is the decay."""
+    return jnp.where(factor > 0, 0.0, m) + factor * m
+
+
+def _read(x, m):
+    """The product of a vector x, spread to [K, channels], with the memory m [K, channels]."""
+    return jnp.sum(x * m, axis=0)
+
+
 def step(
     memory, q, k, v, optional: dict[str, Any], *, scale: float, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the output [B, max(H, G), V], and `memory` after the token.
+    """Return the output [B, max(H, G), V] in v's dtype, and the memory after the token.
 
     Args:
-        memory: as in `api.decode_step`, also q, k and v.
-        q: queries.
-        k: keys.
-        v: values.
+        memory: [B, G, K, V] float32, or [L, B, G, K, V] with `layer`.
+        q: [B, H, K] queries.
+        k: [B, Hk, K] keys.
+        v: [B, G, V] values.
         optional: beta, decay and value_decay (as `api.decay_factor` encodes them), a, b, bonus, emptied [B] int32 and layer
             [1] int32, each an array or None.
         scale: multiplies q.
@@ -91,64 +152,41 @@ def step(
     key_dim, heads = q.shape[2], q.shape[1]
     width = columns(batch * memories, key_dim, value_dim)
     assert width is not None
-    block, layout = _WARPS * width, key_columns(width)
     queries = max(heads // memories, 1)
 
     def kernel(refs):
-        row, head = lax.axis_index("row"), lax.axis_index("head")
-        channels = pl.ds(lax.axis_index("column") * block, block)
-        layer = (refs["layer"][0],) if "layer" in refs else ()
-        state = refs["memory"].at[(*layer, row, head, slice(None), channels)]
-        m = plgpu.load(state, layout=layout, optimized=False)
+        block = _Block(refs, width, key_dim)
+        row, head, state = block.row, block.head, block.memory()
+        m = plgpu.load(state, layout=block.layout, optimized=False)
 
-        def spread(x, axis):
-            x = lax.broadcast_in_dim(x.astype(_F32), (key_dim, block), [axis])
-            return plgpu.layout_cast(x, layout)
-
-        def load_keys(name, key_head=None):
-            """A vector of K, spread over the value channels; by default of the key head that belongs to this memory."""
-            ref = refs[name]
-            if key_head is None:
-                key_head = lax.div(head, memories // ref.shape[-2])
-            ref = ref.at[key_head] if name == "bonus" else ref.at[row, key_head]
-            return spread(plgpu.load(ref, layout=layout.reduce(1), optimized=False), 0)
-
-        def load_values(name):
-            ref = refs[name].at[row, head, channels]
-            return plgpu.load(ref, layout=layout.reduce(0), optimized=False).astype(_F32)
-
-        def apply_decay(m, factor):
-            # A factor of at most 0 is the decay minus 1; one above 0 is the decay.
-            return jnp.where(factor > 0, 0.0, m) + factor * m
-
-        def read_memory(x, m):
-            return jnp.sum(x * m, axis=0)
+        def load_keys(name):
+            return block.load_keys(name, memories)
 
         def write_outputs(m):
             for i in range(queries):
                 query = (
                     head * queries + i if heads >= memories else lax.div(head, memories // heads)
                 )
-                output = scale * read_memory(load_keys("q", query), m)
-                to = refs["output"].at[row, head * queries + i, channels]
-                to[...] = plgpu.layout_cast(output.astype(v.dtype), layout.reduce(0))
+                output = scale * _read(block.load_key_head("q", query), m)
+                to = refs["output"].at[row, head * queries + i, block.channels]
+                to[...] = plgpu.layout_cast(output.astype(v.dtype), block.layout.reduce(0))
 
         if "emptied" in refs:
             m = jnp.where(refs["emptied"][row] > 0, 0.0, m)
-        key, value = load_keys("k"), load_values("v")
-        read_before = read_memory(load_keys("a"), m) if "a" in refs else None
+        key, value = load_keys("k"), block.load_values("v")
+        read_before = _read(load_keys("a"), m) if "a" in refs else None
         if "bonus" in refs:
-            write_outputs(m + load_keys("bonus") * (key * spread(value, 1)))
+            write_outputs(m + load_keys("bonus") * (key * block.spread(value, 1)))
         if "decay" in refs:
             by_key = optional["decay"].ndim == 3
-            m = apply_decay(m, load_keys("decay") if by_key else refs["decay"][row, head])
+            m = _apply_decay(m, load_keys("decay") if by_key else refs["decay"][row, head])
         if "value_decay" in refs:
-            m = apply_decay(m, spread(load_values("value_decay"), 1))
+            m = _apply_decay(m, block.spread(block.load_values("value_decay"), 1))
         if "beta" in refs:
-            value = refs["beta"][row, head] * (value - read_memory(key, m))
-        m = m + key * spread(value, 1)
+            value = refs["beta"][row, head] * (value - _read(key, m))
+        m = m + key * block.spread(value, 1)
         if read_before is not None:
-            m = m + load_keys("b") * spread(read_before, 1)
+            m = m + load_keys("b") * block.spread(read_before, 1)
         state[...] = m
         if "bonus" not in refs:
             write_outputs(m)
@@ -161,8 +199,8 @@ def step(
             kernel,
             inputs=dict(q=q, k=k, v=v, **optional, memory=memory_ref),
             outputs=dict(output=output),
-            # Neighbours in memory run side by side: the last axis is the fastest.
-            grid=dict(row=batch, head=memories, column=value_dim // block),
+            # Thread blocks that are neighbours in memory run at the same time: the last axis varies fastest.
+            grid=dict(row=batch, head=memories, column=value_dim // (_WARPS * width)),
             approx_math=False,
             name="decode_step",
             interpret=interpret,

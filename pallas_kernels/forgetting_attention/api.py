@@ -18,7 +18,7 @@ _BACKENDS = {"mosaic_gpu": "hopper", "mosaic_tpu": "tpu"}
 
 
 class Call(NamedTuple):
-    """The arrays of a call, or their shapes, on which the requirements depend; as in `forgetting_attention`."""
+    """The arguments on which the requirements depend: arrays, or their shapes and dtypes; as in `forgetting_attention`."""
 
     q: Any
     k: Any
@@ -32,7 +32,7 @@ REQUIREMENTS = (
         lambda c: f"{c.k.shape[2]} and {c.v.shape[2]} for {c.q.shape[2]} query heads",
     ),
 )
-"""What every backend requires; each backend's `REQUIREMENTS` are asked after these."""
+"""The requirements of every backend; the `REQUIREMENTS` of each backend are checked after these."""
 
 
 def _backend(implementation: str) -> Any:
@@ -72,20 +72,20 @@ def forgetting_attention(
         q: [B, Q, H, D] queries; H is a multiple of G, Q is T, or less with `places`.
         k: [B, T, G, D] keys.
         v: [B, T, G, V] values.
-        sums: [B, T, H] twice, float32: high and low part of F, the sum of the log forget gates up to and including each token. F never
-            increases along T, not even between documents, and decreases by some thousands for each token at most (a float32 bias of a
-            larger step would absorb scores). The gradient is that of F_j in its column, all of it on the high part: that of F_i in its
-            row is zero. None is no gate.
+        sums: the high and the low part of F, each [B, T, H] float32; F is the sum of the log forget gates up to and including each
+            token. F must not increase along T, not even between documents, and must not decrease by more than some thousands from
+            token to token (adding a larger float32 bias would round scores away). The gradient of F is that of the biases -F_j of
+            the keys, and is returned on the high part; the gradient of the biases F_i of the queries is 0. None is no gate.
         run: [B, T], the index of each token's document in its row, not decreasing along T: a token sees the tokens of its document.
             None is one document.
-        written: [B, T], False where a token is not a key. None is all.
-        places: [2], the tokens of the row at which the first and the second half of the queries begin, multiples of the backend's tile,
-            where a device has the queries of only those two parts of the row. Required where Q < T.
-        window: each token sees the last `window` tokens, including itself; None is all.
+        written: [B, T], False where a token is not a key. None means that all tokens are keys.
+        places: [2], the positions in the row at which the first and the second half of the queries begin, multiples of the backend's
+            tile, for a device that has the queries of only these two parts of the row. Required where Q < T.
+        window: each token sees the last `window` tokens, including itself; None means that it sees all earlier tokens.
         scale: multiplies the scores.
-        prune: skip tiles of keys that together weigh less than e^-10 of a query's sum (arXiv 2504.06949).
-        implementation: "mosaic_gpu" (Hopper; heads of 256 without a gradient) or "mosaic_tpu"; `REQUIREMENTS` here and of the backend list
-            what each requires.
+        prune: whether to skip tiles of keys that together weigh less than e^-10 of the sum of a query's weights (arXiv 2504.06949).
+        implementation: "mosaic_gpu" (Hopper; heads of 256 channels have no gradient) or "mosaic_tpu"; `REQUIREMENTS` here and of the
+            backend list the requirements.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
@@ -117,7 +117,7 @@ def forgetting_attention(
         gates = (jnp.zeros((q.shape[0], heads, length), jnp.float32),) * 2
     tile_size = backend.tile(length)
     padding = -length % tile_size
-    if padding:  # keys after all queries whose output is returned
+    if padding:  # appended tokens are keys after all queries whose output is returned
 
         def pad(x: Any, axis: int = 1, mode: Any = "constant") -> Any:
             widths = [(0, padding if i == axis else 0) for i in range(x.ndim)]
@@ -142,24 +142,24 @@ class _Options(NamedTuple):
     interpret: Any
 
     def bounds(self, q, k, rows: Rows) -> Bounds:
-        """The tiles that see each other."""
+        """The tiles of queries and keys that see each other."""
         options: Any = dict(scale=self.scale, window=self.window, prune=self.prune)
         return find_bounds(q, k, rows, **options, tile_size=self.tile_size)
 
-    def of_kernel(self) -> dict[str, Any]:
-        """The options of the backend's functions."""
+    def kernel_options(self) -> dict[str, Any]:
+        """The keyword arguments of the backend's `forward` and `backward`."""
         return dict(scale=self.scale, window=self.window, interpret=self.interpret)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(options: _Options, q, k, v, rows: Rows):
     bounds = options.bounds(q, k, rows)
-    return options.backend.forward(q, k, v, rows, bounds, **options.of_kernel())[0]
+    return options.backend.forward(q, k, v, rows, bounds, **options.kernel_options())[0]
 
 
 def _attend_forward(options, q, k, v, rows: Rows):
     bounds = options.bounds(q, k, rows)
-    output, sums = options.backend.forward(q, k, v, rows, bounds, **options.of_kernel())
+    output, sums = options.backend.forward(q, k, v, rows, bounds, **options.kernel_options())
     bounds, output, sums = keep((bounds, output, sums))
     return output, (q, k, v, rows, bounds, output, sums)
 
@@ -170,9 +170,10 @@ def _attend_backward(options, saved, d_output):
         "bthd,bthd->bht", output, d_output, precision="highest", preferred_element_type=jnp.float32
     )
     inputs = (q, k, v, rows, bounds, sums, d_output, delta)
-    dq, dk, dv, d_high = options.backend.backward(*inputs, **options.of_kernel())
+    dq, dk, dv, d_high = options.backend.backward(*inputs, **options.kernel_options())
 
-    def sum_queries(x, like):  # over the query heads of each key head, in float32
+    def sum_queries(x, like):
+        """Sum over the query heads of each key head, in float32."""
         by_head = x.reshape(*like.shape[:3], -1, like.shape[3])
         return jnp.sum(by_head, axis=3, dtype=jnp.float32).astype(like.dtype)
 

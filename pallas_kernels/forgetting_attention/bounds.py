@@ -1,4 +1,4 @@
-"""Which tiles of queries and keys see each other: documents, the window and the gates hide the others, which the kernels skip."""
+"""The tiles of queries and of keys that see each other. Documents, the window and the gates hide the others, which the kernels skip."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import jax.numpy as jnp
 from jax import lax
 
 NEVER = -1e30  # its exponential is 0
-LEAST = -10.0  # keys that together weigh less than exp(LEAST) are skipped
+LOG_NEGLIGIBLE = -10.0  # keys that together weigh less than the exponential of this are skipped
 _F32 = jnp.float32
 
 
 class Rows(NamedTuple):
-    """The arrays that the kernels read for each token, besides q, k and v.
+    """The arrays by token that the kernels read besides q, k and v.
 
     Attributes:
-        gates: sums of the log forget gates, [B, H, T] float32 twice: their high and low parts; None without gates.
-        run: [B, T] int32, the document of each token, not decreasing along T, or None.
-        written: [B, T] bool, which tokens are keys; requires `gates`. None is all.
-        places: [2] int32, the tokens at which the first and the second half of the queries begin, multiples of a tile, the second
-            after the first half's end; None where all tokens of the row are queries.
+        gates: F, the sums of the log forget gates: their high and their low part, each [B, H, T] float32; None without gates.
+        run: [B, T] int32, the index of each token's document, not decreasing along T; None for one document.
+        written: [B, T] bool, whether each token is a key; requires `gates`. None if all are.
+        places: [2] int32, the positions in the row at which the first and the second half of the queries begin, multiples of a tile;
+            the second is after the first half's end. None where all tokens of the row are queries.
     """
 
     gates: tuple[jax.Array, jax.Array] | None
@@ -32,7 +32,7 @@ class Rows(NamedTuple):
     places: jax.Array | None = None
 
     def at_queries(self, x: jax.Array, length: int, axis: int = -1) -> jax.Array:
-        """Return the entries of an array along the row at the tokens of the `length` queries."""
+        """Return the entries of x at the positions of the `length` queries; x has the row's tokens along `axis`."""
         if self.places is None:
             return x
         halves = [
@@ -42,22 +42,24 @@ class Rows(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """Which tiles of queries and of keys, of one size, see each other.
+    """The tiles of queries and of keys, of one size, that see each other.
 
     Attributes:
-        first: [B, H, N] int32, the first tile of keys that one of a tile's queries sees.
-        settled: [B, H, N] int32, the first that all of them see, if only gates hide keys.
-        last: [B, H, N] int32, the last tile of queries that sees a tile of keys.
-        of_row: [B, H, T] int32, the first tile that each query sees, if only gates hide keys; None without pruning.
-        diagonal: [B, H, N] int32, the tile of keys that has the tokens of a tile of queries; None where both have the same number.
-        begin: [B, H, N] int32, the first tile of queries at or after a tile of keys, or the last of all; None where both have the
-            same number. `last` is not before it.
+        first: [B, H, N] int32, for each tile of queries: the first tile of keys that at least one of its queries sees.
+        first_common: [B, H, N] int32, for each tile of queries: the first tile of keys that the gates hide from none of its queries,
+            at least `first`.
+        last: [B, H, N] int32, for each tile of keys: the last tile of queries that sees it.
+        first_of_query: [B, H, T] int32, for each query: the first tile of keys that the gates do not hide from it; None without
+            pruning.
+        diagonal: [B, H, N] int32, for each tile of queries: the tile of keys with the same tokens; None where it has the same index.
+        begin: [B, H, N] int32, for each tile of keys: the first tile of queries with the same or later tokens, or the last tile if
+            there is none; None where it has the same index. `last` is not less than it.
     """
 
     first: jax.Array
-    settled: jax.Array
+    first_common: jax.Array
     last: jax.Array
-    of_row: jax.Array | None
+    first_of_query: jax.Array | None
     diagonal: jax.Array | None = None
     begin: jax.Array | None = None
 
@@ -65,12 +67,22 @@ class Bounds(NamedTuple):
 def find_bounds(
     q, k, rows: Rows, *, scale: float, window: int | None, prune: bool, tile_size: int = 128
 ) -> Bounds:
-    """Find the tiles that neither a document, the window nor a gate hides.
+    """Return the tiles that neither documents, the window nor the gates hide.
 
-    Gates: adaptive computation pruning (arXiv 2504.06949), but for each query alone, so that no query depends on a later one. The score
-    of a key in tile n or before is at most |q_i| max|k| scale + F_i - F_n, with F_n the F of the tile's last key and the maximum over
-    the keys up to it, while the score of query i with its own key is in its sum. Where the first is below the second by
-    10 + log T, all keys up to tile n together weigh less than e^-10 (`LEAST`).
+    Gates hide tiles by adaptive computation pruning (arXiv 2504.06949), applied to each query alone, so that no query depends on a
+    later one. Let n be the last key of a tile. The score of query i with any key up to n is at most
+    `scale |q_i| max_{j <= n} |k_j| + F_i - F_n`. The sum of query i's weights is at least the weight of key i, whose score is
+    `scale q_i . k_i`. Where the bound is less than that score by at least `10 + log T`, all keys up to n together weigh less than e^-10
+    of the sum (`LOG_NEGLIGIBLE`), and the tile is hidden.
+
+    Args:
+        q: [B, Q, H, D] queries.
+        k: [B, T, G, D] keys.
+        rows: the arrays by token.
+        scale: multiplies the scores.
+        window: tokens that a query sees, or None.
+        prune: whether gates hide tiles.
+        tile_size: queries or keys of a tile.
     """
     batch, length, heads, _ = q.shape
     at_queries = functools.partial(rows.at_queries, length=length)
@@ -84,32 +96,32 @@ def find_bounds(
         of_query = at_queries(rows.run)[:, ::tile_size]
         seen &= of_query[:, None, :, None] <= rows.run[:, None, None, tile_size - 1 :: tile_size]
     first = jnp.broadcast_to(jnp.argmax(seen, axis=-1), (batch, heads, count))
-    of_row, settled = None, first
+    first_of_query, first_common = None, first
     if prune and rows.gates is not None:
         wide = lambda x: jnp.moveaxis(x.astype(_F32), 2, 1)  # noqa: E731
         spread = lambda x: jnp.repeat(wide(x), heads // k.shape[2], axis=1)  # noqa: E731
         queries, keys = wide(q), spread(k)
-        of_itself = jnp.sum(queries * spread(at_queries(k, axis=1)), axis=-1) * scale
+        self_score = jnp.sum(queries * spread(at_queries(k, axis=1)), axis=-1) * scale
         norm = lambda x: jnp.sqrt(jnp.sum(x * x, axis=-1))  # noqa: E731
-        most = jnp.max(norm(keys).reshape(batch, heads, len(tile), tile_size), axis=-1)
-        most = lax.cummax(most, axis=2)[:, :, None] * scale
+        max_key = jnp.max(norm(keys).reshape(batch, heads, len(tile), tile_size), axis=-1)
+        max_key = lax.cummax(max_key, axis=2)[:, :, None] * scale
         high, low = (
             at_queries(x)[..., None] - x[:, :, None, tile_size - 1 :: tile_size] for x in rows.gates
         )
-        beyond = norm(queries)[..., None] * most + (high + low) - of_itself[..., None]
+        excess = norm(queries)[..., None] * max_key + (high + low) - self_score[..., None]
         # Only these tiles end before the query's token.
         earlier = tile < jnp.repeat(place, tile_size)[:, None]
-        hidden = (beyond < LEAST - math.log(k.shape[1])) & earlier
+        hidden = (excess < LOG_NEGLIGIBLE - math.log(k.shape[1])) & earlier
         if rows.written is not None:  # a token that is not a key is not in its own sum
             hidden &= at_queries(rows.written)[:, None, :, None]
-        of_row = jnp.sum(hidden, axis=-1, dtype=jnp.int32)
-        by_tile = of_row.reshape(batch, heads, count, tile_size)
+        first_of_query = jnp.sum(hidden, axis=-1, dtype=jnp.int32)
+        by_tile = first_of_query.reshape(batch, heads, count, tile_size)
         first = jnp.maximum(first, jnp.min(by_tile, axis=-1))
-        settled = jnp.maximum(first, jnp.max(by_tile, axis=-1))
+        first_common = jnp.maximum(first, jnp.max(by_tile, axis=-1))
     meets = (first[..., None] <= tile) & (tile <= place[:, None])
     last = jnp.max(jnp.where(meets, jnp.arange(count)[:, None], 0), axis=-2)
-    first, settled, last = (x.astype(jnp.int32) for x in (first, settled, last))
-    bounds = Bounds(first, settled, last, of_row)
+    first, first_common, last = (x.astype(jnp.int32) for x in (first, first_common, last))
+    bounds = Bounds(first, first_common, last, first_of_query)
     if rows.places is None:
         return bounds
     begin = jnp.minimum(jnp.searchsorted(place, tile), count - 1)
@@ -120,7 +132,10 @@ def find_bounds(
 
 
 def key_arrays(rows: Rows) -> dict[str, jax.Array]:
-    """Return the arrays that the scores need for each key; a token that is not a key has a sum of gates above all others."""
+    """Return the arrays that the scores require for each key: documents ("run"), and F ("high", "low").
+
+    A token that is not a key has a very large F, so that its score is less than all others.
+    """
     arrays = {} if rows.run is None else {"run": rows.run}
     if rows.gates is None:
         return arrays

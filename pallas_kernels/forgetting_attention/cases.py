@@ -1,4 +1,4 @@
-"""Sizes and tolerances of forgetting attention that the tests on the card share."""
+"""Sizes and tolerances of forgetting attention for the tests on a GPU."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ HOPPER = (
     Case((2, 2), 128, 512, 0.01, None, None),
     Case((2, 2), 64, 2048, 0.002, "mild", None),
 )
-"""Cases that run on the card."""
+"""Cases that run on an NVIDIA Hopper GPU."""
 HOPPER_PARTS = (
     Case((4, 2), 128, 4096, None, None, None),
     Case((4, 2), 128, 4096, 0.002, "mild", None),
     Case((2, 2), 64, 4096, None, "mild", None),
     Case((2, 2), 128, 2048, None, "mild", 700),
 )
-"""Cases whose queries are two parts of the row."""
+"""Cases whose queries are two parts of the row, on an NVIDIA Hopper GPU."""

@@ -1,8 +1,8 @@
 """Products of groups of rows with one matrix each, on Mosaic GPU (Hopper). Groups begin at multiples of `ROWS`.
 
-Both kernels run one thread block on each processor, which computes output tiles one after the other: two warpgroups have half of a
-tile's rows each, and a third one loads. All rows of a block belong to one matrix, so that no masks are needed; rows of no group
-are skipped.
+Both kernels run one thread block on each processor. It computes output tiles one after another: each of two warpgroups computes half
+of a tile's rows, and a third one loads the operands. All rows of a block belong to one group, so that no masks are required. Rows that
+belong to no group are skipped.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from pallas_kernels.requirements import Requirement, first_unmet
 
 ROWS = 128
 """A group's first row must be a multiple of this."""
-_DEPTH, _HALF = 64, 64  # columns of a step; rows of a warpgroup
-_STAGES, _SLOTS = 4, 2  # steps in flight; buffers of an output's columns
+_DEPTH = 64  # size of the summed axis in one step
+_HALF = 64  # rows of a warpgroup
+_STAGES = 4  # steps whose operands are being loaded or are in use
+_SLOTS = 2  # buffers of a warpgroup for 64 columns of the output
 
 REQUIREMENTS = (
     Requirement(
@@ -45,7 +47,7 @@ def unsupported(call) -> str | None:
 
 
 def width(size: int) -> int:
-    """Columns of a tile, for `size` columns in all, a multiple of 64."""
+    """Return the number of columns of a tile, for an output of `size` columns, a multiple of 64."""
     return next(n for n in (256, 192, 128, 64) if size % n == 0)
 
 
@@ -54,9 +56,9 @@ class _Tile(NamedTuple):
 
     Attributes:
         sources: references to the two arrays whose products are summed.
-        steps: of the sum.
+        steps: the number of steps of the sum.
         out: a reference to the tile in the output.
-        computes: `computes(half)` says whether a half of the rows is written; None is both.
+        computes: `computes(half)` is whether the half 0 or 1 of the rows is stored; None stores both.
     """
 
     sources: tuple[Any, Any]
@@ -74,7 +76,7 @@ def product(
     transposed: bool = False,
     interpret: Any = None,
 ) -> jax.Array:
-    """Return the rows times their group's matrix; the arguments are those of `api.grouped_product`."""
+    """Return [N, F], each block of rows times the matrix of its group; the arguments are those of `api.grouped_product`."""
     rows, depth = x.shape
     size = kernels.shape[1 if transposed else 2]
     across = width(size)
@@ -89,9 +91,8 @@ def product(
             begin, computes = block * ROWS, None
             if parts:
                 first, last = refs["first"][block], refs["last"][block]
-                low = jnp.minimum(
-                    first, rows // _HALF - 2
-                )  # so that both halves are inside the array
+                # Both halves of a tile must be inside the array.
+                low = jnp.minimum(first, rows // _HALF - 2)
 
                 def computes(half):
                     return (low + half >= first) & (low + half < last)
@@ -122,18 +123,18 @@ def product(
 def sums(
     x: jax.Array, dy: jax.Array, starts: jax.Array, blocks: jax.Array, *, interpret: Any = None
 ) -> jax.Array:
-    """Return each group's sum of outer products of x and dy; the arguments are those of `api.grouped_sums`."""
+    """Return [E, D, F], each group's sum of the outer products of x and dy; the arguments are those of `api.grouped_sums`."""
     depth, size, total = x.shape[1], dy.shape[1], starts.shape[0]
     across = width(size)
     tiles, down = size // across, depth // ROWS
 
     def kernel(refs):
         def tile(index) -> _Tile:
-            group, place = lax.div(index, tiles * down), lax.rem(index, tiles * down)
-            row, column = lax.div(place, tiles), lax.rem(place, tiles)
+            group, in_group = lax.div(index, tiles * down), lax.rem(index, tiles * down)
+            row, column = lax.div(in_group, tiles), lax.rem(in_group, tiles)
             channels, columns = pl.ds(row * ROWS, ROWS), pl.ds(column * across, across)
             start = pl.multiple_of(refs["starts"][group], _DEPTH)
-            rows = pl.ds(start, x.shape[0])  # those beyond the array are not loaded
+            rows = pl.ds(start, x.shape[0])  # rows beyond the array are not loaded
             sources = refs["x"].at[rows, channels], refs["dy"].at[rows, columns]
             return _Tile(sources, refs["blocks"][group], refs["out"].at[group, channels, columns])
 
@@ -168,39 +169,44 @@ class _Tiled(NamedTuple):
     """A kernel that computes output tiles [ROWS, across], each a sum of matrix products over steps.
 
     Attributes:
-        tile: `tile(index)` returns the `_Tile` of that number.
-        multiply: `multiply(total, half, a, b)` adds a step's product for the rows `half` of the tile.
-        specs: the blocks of the two sources that a step reads.
+        tile: `tile(index)` returns the `_Tile` of that index.
+        multiply: `multiply(total, half, a, b)` adds a step's product for the rows `half` of the tile to `total`.
+        specs: the blocks of the two sources that a step loads.
         across: columns of a tile.
-        most: steps of a tile, at most.
-        dtype: of the output.
+        max_steps: the largest number of steps of a tile.
+        dtype: the output's dtype.
     """
 
     tile: Callable[[Any], _Tile]
     multiply: Callable
     specs: tuple[Any, Any]
     across: int
-    most: int
+    max_steps: int
     dtype: Any
 
     def compute(self, count, examples) -> None:
-        """Compute the tiles number `processor`, `processor + processors`, ... below `count`; `examples` are arrays of the shapes of
-        the two sources."""
+        """Compute the tiles 0 to `count` - 1, divided among the processors.
+
+        Args:
+            count: the number of tiles.
+            examples: references with the shapes and dtypes of the two sources, for which buffers are allocated.
+        """
         smem: Any = plgpu.SMEM
         pl.run_scoped(
             lambda allocations, buffers: self._compute_tiles(count, allocations, buffers),
-            self._pipeline(self.most, _nothing, _nothing).get_allocations(*examples),
+            self._pipeline(self.max_steps, _nothing, _nothing).get_allocations(*examples),
             smem((2, _SLOTS, _HALF, _HALF), dtype=self.dtype, transforms=wg.TILED),
             collective_axes="group",
         )
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _pipeline(self, steps, body, context):
+        """Return a loop over `steps` in which one warpgroup loads blocks of the sources and two call `body`."""
         return plgpu.emit_pipeline_warp_specialized(
             body,
             grid=(steps,),
             in_specs=list(self.specs),
-            max_concurrent_steps=min(_STAGES, self.most),
+            max_concurrent_steps=min(_STAGES, self.max_steps),
             num_compute_wgs=2,
             memory_registers=40,
             wg_axis="group",
@@ -208,6 +214,7 @@ class _Tiled(NamedTuple):
         )
 
     def _compute_tiles(self, count, allocations, buffers) -> None:
+        """Compute this processor's tiles with buffers for the sources (`allocations`) and for the output."""
         group = lax.axis_index("group")
         half = pl.ds(group * _HALF, _HALF)
 
@@ -239,7 +246,7 @@ class _Tiled(NamedTuple):
             self._pipeline(tile.steps, body, compute)(*tile.sources, allocations=allocations)
 
     def _store(self, y, out, half, buffers, group) -> None:
-        """Copy a warpgroup's rows of a tile to the output."""
+        """Copy y, a warpgroup's rows of a tile, to the output by way of shared memory."""
         for i in range(self.across // _HALF):
             buffer, columns = buffers.at[group, i % _SLOTS], pl.ds(i * _HALF, _HALF)
             plgpu.wait_smem_to_gmem(_SLOTS - 1, wait_read_only=True)

@@ -16,7 +16,12 @@ _BACKENDS = {"mosaic_gpu": "hopper", "mosaic_tpu": "tpu"}
 
 
 class Call(NamedTuple):
-    """What of a call the requirements depend on: u or its shape, and the numbers of each channel's memory."""
+    """The arguments on which the requirements depend.
+
+    Attributes:
+        u: [B, T, D], or its shape and dtype.
+        state_size: numbers of each channel's memory.
+    """
 
     u: Any
     state_size: int
@@ -79,6 +84,7 @@ def selective_scan(
     delta, a, b, c, initial = (x.astype(jnp.float32) for x in (delta, a, b, c, initial))
     d = jnp.zeros(u.shape[2], jnp.float32) if d is None else d.astype(jnp.float32)
     continues = None if begin is None else 1 - begin.astype(jnp.float32)
+    # Padding has delta = 0, and does not change the memory.
     u, delta, b, c = (_pad(x, backend.CHUNK) for x in (u, delta, b, c))
     continues = None if continues is None else _pad(continues, backend.CHUNK, 1)
     inputs = backend.Inputs(u, delta, a, b, c, d, continues)
@@ -119,6 +125,7 @@ def complex_scan(
     backend = _backend(implementation, "complex")
     length = u.shape[1]
     real, imag, initial = (x.astype(jnp.float32) for x in (real, imag, initial))
+    # Padding has a = 1 and u = 0, and does not change the memory.
     u, c, imag = (_pad(x, backend.CHUNK) for x in (u, c.astype(u.dtype), imag))
     real = _pad(real, backend.CHUNK, 1)
     y, final = _scan(backend, interpret, backend.Inputs(u, c, real, imag), initial)
@@ -135,27 +142,27 @@ def _check(op: str, implementation: str, unsupported, *arguments: Any) -> None:
 
 
 def _pad(x: Any, multiple: int, value: float = 0) -> Any:
-    """Append tokens that do not change the memory, up to a multiple of tokens."""
+    """Append tokens of value `value` to x [B, T, ...], up to a multiple of `multiple` tokens."""
     pads = [(0, 0), (0, -x.shape[1] % multiple)] + [(0, 0)] * (x.ndim - 2)
     return jnp.pad(x, pads, constant_values=value)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _scan(backend, interpret, x, initial):
-    """Return the output and the final memory, computed by a backend's module from its `Inputs`."""
+    """Return the output and the final memory that the module `backend` computes from its `Inputs`."""
     y, final, _ = backend.forward(x, initial, save=False, interpret=interpret)
     return y, final
 
 
 def _scan_forward(backend, interpret, x, initial):
-    y, final, before = backend.forward(x, initial, save=True, interpret=interpret)
-    return apart((y, final)), (x, keep(before))
+    y, final, entering = backend.forward(x, initial, save=True, interpret=interpret)
+    return apart((y, final)), (x, keep(entering))
 
 
 def _scan_backward(backend, interpret, saved, cotangents):
-    x, before = saved
+    x, entering = saved
     dy, d_final = cotangents
-    return backend.backward(x, before, dy, d_final, interpret=interpret)
+    return backend.backward(x, entering, dy, d_final, interpret=interpret)
 
 
 _scan.defvjp(_scan_forward, _scan_backward)

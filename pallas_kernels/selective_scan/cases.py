@@ -17,8 +17,8 @@ class Case(NamedTuple):
         length: T.
         channels: D.
         states: numbers of a channel's memory, N; 0 is one complex number.
-        documents: whether rows hold several documents, padding and masked tokens.
-        strong: whether some decays are e^-30.
+        documents: whether rows contain several documents, padding and masked tokens.
+        strong: whether some tokens have decays of about e^-30.
         batch: B.
     """
 
@@ -47,7 +47,7 @@ HOPPER_INTERPRETED = (
     Case(70, 128, 8, False, batch=1),
     Case(64, 256, 0, False, strong=True),
 )
-"""Cases for the Hopper interpreter, the ones of the fast tests first."""
+"""Cases for the Hopper interpreter; those of the fast tests come first."""
 HOPPER = (
     Case(1000, 256, 16, True),
     Case(4096, 512, 16, False),
@@ -57,7 +57,7 @@ HOPPER = (
     Case(4096, 512, 0, False),
     Case(700, 128, 0, True, strong=True),
 )
-"""Cases that run on the card."""
+"""Cases that run on an NVIDIA Hopper GPU."""
 TPU_INTERPRETED = (  # programs of 128 or 256 channels, or three programs
     Case(140, 128, 16, True),
     Case(150, 128, 0, True),
@@ -68,7 +68,7 @@ TPU_INTERPRETED = (  # programs of 128 or 256 channels, or three programs
     Case(130, 384, 0, False, strong=True, batch=1),
     Case(60, 1024, 0, True, batch=1),
 )
-"""Cases for the TPU interpreter, the ones of the fast tests first."""
+"""Cases for the TPU interpreter; those of the fast tests come first."""
 TPU_COMPILED = (
     Case(1000, 2048, 16, True),
     Case(1000, 1024, 8, False),

@@ -1,4 +1,4 @@
-"""`y_t = normalize(silu(Σ_d weight[W - 1 - d] x_{t-d} + bias))` over the tokens of a document, computed in float32."""
+"""Short causal convolutions `y_t = normalize(silu(Σ_d weight[W - 1 - d] x_{t-d} + bias))` of each document, in float32."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BACKENDS = {"mosaic_gpu": hopper}
 
 
 class Call(NamedTuple):
-    """What of a call the requirements depend on: arrays or their shapes, and the channels of a head."""
+    """The arguments on which the requirements depend: arrays, or their shapes and dtypes; as in `short_convolution`."""
 
     x: Any
     weight: Any
@@ -47,12 +47,12 @@ def short_convolution(
         x: [B, T, D] bfloat16; `hopper.REQUIREMENTS` lists what the kernel requires.
         weight: [W, D]; the last row multiplies the current token.
         bias: [D].
-        initial: [B, W - 1, D] in x's dtype, the W - 1 tokens before the first, oldest first.
+        initial: [B, W - 1, D], the W - 1 tokens before the first, oldest first; converted to x's dtype.
         run: [B, T], the index of each token's document in its row, not decreasing along T: a token sees the tokens of its document;
             document 0 continues `initial`. None is one document.
         real: [B, T], False on padding, which no token sees and whose output is 0; requires `run`.
         silu: whether `z * sigmoid(z)` is applied after the convolution.
-        head_dim: channels of a head; each head is divided by `sqrt(sum(z²) + 1e-6)` at the end. None does not normalise.
+        head_dim: channels of a head; each head z is divided by `sqrt(sum(z²) + 1e-6)` at the end. None does not normalise.
         implementation: "mosaic_gpu" (Hopper).
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
@@ -93,7 +93,10 @@ def short_convolution(
 
 
 def _padding_last(real: Bool[Array, "B T"]) -> Int[Array, "B T"]:
-    """Return the order of each row's tokens with padding last, so that a token's neighbours in it are the tokens that it sees."""
+    """Return the index of each row's tokens in an order with padding last, [B, T] int32.
+
+    In this order the tokens just before a token are those that it sees.
+    """
     length = real.shape[1]
     rank = jnp.where(real, 0, jnp.sum(real, axis=1, keepdims=True))
     rank += jnp.where(real, jnp.cumsum(real, axis=1), jnp.cumsum(~real, axis=1)) - 1

@@ -1,11 +1,11 @@
-"""Sizes of short convolutions that the tests share."""
+"""Sizes and tolerances of short convolutions for the tests."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 TOLERANCES = {"interpreted": 3e-3, "card": 5e-3}
-"""Largest difference of the output and of each gradient from float32, relative to the largest entry."""
+"""Largest difference of the output and of each gradient from those in float32, relative to the largest entry."""
 
 
 class Case(NamedTuple):
@@ -15,8 +15,8 @@ class Case(NamedTuple):
         length: T.
         channels: D.
         width: W, rows of the weight.
-        documents: whether rows hold several documents, with padding inside and between them.
-        bias: whether there is one.
+        documents: whether rows contain several documents, with padding inside and between them.
+        bias: whether there is a bias.
         silu: whether SiLU is applied.
         head_dim: channels of a head that is normalised, or None.
     """
@@ -46,10 +46,10 @@ INTERPRETED = (
     Case(40, 1024, 4, True, False, True, 256),
     Case(36, 768, 4, False, True, False, 64),
 )
-"""Cases for the interpreter, in blocks of 16 tokens, the one of the fast tests first."""
+"""Cases for the interpreter, in blocks of 16 tokens; the one of the fast tests comes first."""
 HOPPER = tuple(
     Case(1000, channels, width, documents, True, True, head_dim)
     for documents in (False, True)
     for channels, width, head_dim in ((1024, 4, 128), (1536, 3, 64), (2048, 4, 256), (768, 4, None))
 )
-"""Cases that run on the card."""
+"""Cases that run on an NVIDIA Hopper GPU."""

@@ -150,7 +150,7 @@ def test_what_is_pruned_weighs_nothing(masked, documents):
         seen &= run[0, :, None] == run[0]
     scores = np.where(seen, scores, -np.inf)
     weights = np.exp(scores - np.maximum(scores.max(-1, keepdims=True), -1e30))
-    first = np.asarray(found.of_row[0])
+    first = np.asarray(found.first_of_query[0])
     hidden = np.arange(1024) // hopper.TILE < first[..., None]
     share = (weights * hidden).sum(-1) / np.maximum(weights.sum(-1), 1e-300)
     assert share.max() < np.exp(-10)
@@ -158,7 +158,7 @@ def test_what_is_pruned_weighs_nothing(masked, documents):
     by_tile = first.reshape(2, -1, hopper.TILE)
     begins = np.arange(8) // 4 * 4 if documents else 0
     np.testing.assert_array_equal(found.first[0], np.maximum(by_tile.min(-1), begins))
-    np.testing.assert_array_equal(found.settled[0], np.maximum(by_tile.max(-1), begins))
+    np.testing.assert_array_equal(found.first_common[0], np.maximum(by_tile.max(-1), begins))
     reach = [
         [m for m in range(8) if found.first[0, h, m] <= n <= m] for h in range(2) for n in range(8)
     ]
@@ -187,8 +187,8 @@ def test_pruning_changes_nothing_that_matters(monkeypatch):
     whole = both(False)
     for a, b in zip(both(True), whole, strict=True):
         np.testing.assert_allclose(np.float64(a), np.float64(b), rtol=0, atol=1e-4)
-    monkeypatch.setattr(bounds, "LEAST", -np.inf)
-    assert find(True).of_row.max() == 0
+    monkeypatch.setattr(bounds, "LOG_NEGLIGIBLE", -np.inf)
+    assert find(True).first_of_query.max() == 0
     for a, b in zip(find(True)[:3], find(False)[:3], strict=True):  # all that gradients know of it
         np.testing.assert_array_equal(a, b)
     np.testing.assert_array_equal(run(True)(inputs), whole[0])
@@ -198,14 +198,14 @@ def test_bounds_do_not_look_ahead():
     inputs = make(512, 1, 1, 64)
     gates = tuple(jnp.moveaxis(x, 2, 1) for x in inputs["sums"])
 
-    def of_row(q, k):
+    def first_of_query(q, k):
         rows = bounds.Rows(gates, None)
-        return bounds.find_bounds(q, k, rows, scale=SCALE, window=None, prune=True).of_row[
-            ..., :300
-        ]
+        found = bounds.find_bounds(q, k, rows, scale=SCALE, window=None, prune=True)
+        return found.first_of_query[..., :300]
 
     later = [x.at[:, 300:].multiply(50) for x in (inputs["q"], inputs["k"])]
-    np.testing.assert_array_equal(of_row(inputs["q"], inputs["k"]), of_row(*later))
+    expected = first_of_query(inputs["q"], inputs["k"])
+    np.testing.assert_array_equal(expected, first_of_query(*later))
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from lsm_jax import ops
 from pallas_kernels.forgetting_attention import api, bounds, tpu, unsupported
+from pallas_kernels.forgetting_attention.tpu import requirements
 from tests.kernels.test_forgetting_attention_gpu import SCALE, make, plain
 
 PLACES = ("run", "written")
@@ -20,7 +21,7 @@ PLACES = ("run", "written")
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
-    monkeypatch.setattr(tpu, "_TILES", (32,))
+    monkeypatch.setattr(requirements, "TILES", (32,))
 
 
 def given(*dims, dtype=jnp.float32, **options):
@@ -110,7 +111,7 @@ def test_pruning_changes_nothing_that_matters(documents):
     rows = bounds.Rows(tuple(jnp.swapaxes(x, 1, 2) for x in inputs["sums"]), places["run"])
     options = dict(scale=SCALE, window=None, prune=True, tile_size=32)
     found = bounds.find_bounds(inputs["q"], inputs["k"], rows, **options)
-    assert found.of_row.max() >= 2 and jnp.any(found.first < found.settled)
+    assert found.first_of_query.max() >= 2 and jnp.any(found.first < found.first_common)
 
     @functools.partial(jax.jit, static_argnums=1)
     def both(x, prune):

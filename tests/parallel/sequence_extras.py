@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lsm_jax import ops
-from lsm_jax.mixers.base import Clock, advance
+from lsm_jax.mixers.clock import Clock, advance
 from lsm_jax.parallel import MeshConfig, make_mesh
 
 BATCH, LENGTH = 2, 29

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from lsm_jax.ops.core.chunk_scans import associative_scan
 from lsm_jax.ops.core.segments import Tokens, select
-from lsm_jax.ops.core.states import associative_scan
 
 
 class GateSum(NamedTuple):

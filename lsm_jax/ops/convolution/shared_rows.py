@@ -13,6 +13,7 @@ from jaxtyping import Array
 from lsm_jax.ops.backends.run import Static
 from lsm_jax.ops.convolution.state import ShiftState
 from lsm_jax.ops.convolution.taps import previous_tokens
+from lsm_jax.ops.core.chunk_scans import per_chunk
 from lsm_jax.ops.core.segments import Tokens, read_tokens, select
 from lsm_jax.ops.core.shared_rows import (
     Update,
@@ -22,7 +23,6 @@ from lsm_jax.ops.core.shared_rows import (
     resume,
     unless_restarted,
 )
-from lsm_jax.ops.core.states import per_chunk
 from lsm_jax.parallel import sum_along
 
 

@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from lsm_jax.ops.core.chunk_scans import per_chunk
 from lsm_jax.ops.core.segments import Tokens
-from lsm_jax.ops.core.states import per_chunk
 from lsm_jax.parallel import TOKENS
 from lsm_jax.parallel.sequence import exchange
 

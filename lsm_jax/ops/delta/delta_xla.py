@@ -9,6 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from lsm_jax.ops.core import checks
+from lsm_jax.ops.core.chunk_scans import (
+    associate_chunks,
+    per_chunk,
+    run_masks,
+    scan_chunks,
+    scan_tokens,
+)
 from lsm_jax.ops.core.decays import (
     channel_scores,
     forget,
@@ -18,14 +25,7 @@ from lsm_jax.ops.core.decays import (
     spread_constant,
 )
 from lsm_jax.ops.core.segments import Chunks, cut_into_chunks, finish_output, read_tokens, select
-from lsm_jax.ops.core.states import (
-    DeltaState,
-    associate_chunks,
-    per_chunk,
-    run_masks,
-    scan_chunks,
-    scan_tokens,
-)
+from lsm_jax.ops.core.states import DeltaState
 from lsm_jax.ops.delta.options import MatrixOptions
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from lsm_jax.ops.core import checks
+from lsm_jax.ops.core.chunk_scans import associate_chunks, per_chunk, run_masks
 from lsm_jax.ops.core.segments import Chunks, cut_into_chunks, finish_output, read_tokens, select
 from lsm_jax.ops.core.shared_rows import (
     Update,
@@ -19,7 +20,6 @@ from lsm_jax.ops.core.shared_rows import (
     resume,
     unless_restarted,
 )
-from lsm_jax.ops.core.states import associate_chunks, per_chunk, run_masks
 from lsm_jax.parallel import TOKENS, over_mesh
 
 # By dtype: the integers that angles are counted in, the power of two by which a radian is multiplied, and a full turn.

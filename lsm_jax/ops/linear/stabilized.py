@@ -14,9 +14,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from lsm_jax.ops.core.chunk_scans import (
+    associate_chunks,
+    fold_chunks,
+    run_masks,
+    scan_tokens,
+)
 from lsm_jax.ops.core.decays import halve, pairwise_log_decay
 from lsm_jax.ops.core.segments import Chunks, Tokens
-from lsm_jax.ops.core.states import associate_chunks, fold_chunks, run_masks, scan_tokens
 
 NEVER = -1e30
 """The logarithm of a closed gate: finite, so that differences are finite."""

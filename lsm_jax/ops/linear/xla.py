@@ -9,6 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from lsm_jax.ops.core import checks
+from lsm_jax.ops.core.chunk_scans import (
+    associate_chunks,
+    fold_chunks,
+    per_chunk,
+    run_masks,
+    scan_tokens,
+)
 from lsm_jax.ops.core.decays import (
     Halving,
     blocks_of,
@@ -27,14 +34,7 @@ from lsm_jax.ops.core.segments import (
     read_tokens,
     select,
 )
-from lsm_jax.ops.core.states import (
-    LinearState,
-    associate_chunks,
-    fold_chunks,
-    per_chunk,
-    run_masks,
-    scan_tokens,
-)
+from lsm_jax.ops.core.states import LinearState
 from lsm_jax.ops.linear import stabilized
 
 

@@ -9,8 +9,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from lsm_jax.ops.core.chunk_scans import (
+    associate_chunks,
+    associative_scan,
+    per_chunk,
+    scan_tokens,
+)
 from lsm_jax.ops.core.segments import Tokens, cut_into_chunks, finish_output, read_tokens, select
-from lsm_jax.ops.core.states import associate_chunks, associative_scan, per_chunk, scan_tokens
 from lsm_jax.ops.selective.state import SelectiveState
 
 

@@ -1,12 +1,8 @@
-"""Forgetting attention on Mosaic GPU (Hopper)."""
+"""Forgetting attention on Mosaic GPU (Hopper): one kernel forward (`forward`), two backward (`backward`)."""
 
-from pallas_kernels.forgetting_attention.hopper.kernels import (
-    REQUIREMENTS,
-    TILE,
-    backward,
-    forward,
-    tile,
-    unsupported,
-)
+from pallas_kernels.forgetting_attention.hopper.backward import backward
+from pallas_kernels.forgetting_attention.hopper.forward import forward
+from pallas_kernels.forgetting_attention.hopper.pipeline import TILE
+from pallas_kernels.forgetting_attention.hopper.requirements import REQUIREMENTS, tile, unsupported
 
 __all__ = ["REQUIREMENTS", "TILE", "backward", "forward", "tile", "unsupported"]

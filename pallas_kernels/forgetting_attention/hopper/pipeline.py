@@ -1,4 +1,10 @@
-"""The structure that all three kernels share: two warpgroups compute while they traverse the sequence, which a third one loads."""
+"""The structure of all three kernels: two warpgroups compute in a loop over the row's tokens, and a third one loads them.
+
+A thread block computes one tile of 128 queries (or keys) of one head. Each of its first two warpgroups has 64 of them, the
+*resident* tokens, whose arrays stay in shared memory. Both loop over the same tiles of the row, the *streamed* tokens. The third
+warpgroup copies the streamed tiles to shared memory, some steps ahead, into one of `Schedule.stages` buffers. Two barriers per
+buffer say that its tiles have been loaded (`full`) and that both warpgroups have used them (`empty`).
+"""
 
 from __future__ import annotations
 
@@ -19,15 +25,15 @@ ROWS = 64  # queries or keys of one warpgroup
 
 
 class Position(NamedTuple):
-    """What a warpgroup computes.
+    """The resident tokens of a warpgroup.
 
     Attributes:
-        b: row of the batch.
-        h: head.
-        tile: tile of queries or keys.
-        first: its first query or key, counted among those given.
-        tokens: the slice of its queries or keys.
-        row: its first query or key, counted in the row.
+        b: the row of the batch.
+        h: the query head.
+        tile: the index of the thread block's tile.
+        first: the index of the warpgroup's first query or key in its array.
+        tokens: the slice of the warpgroup's queries or keys in their array.
+        row: the position of its first query or key in the row; it differs from `first` where the queries are two parts of the row.
     """
 
     b: Any
@@ -39,30 +45,31 @@ class Position(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """How a kernel traverses the sequence.
+    """The schedule of a kernel's loop over the streamed tokens.
 
     Attributes:
         size: tokens of a step.
-        late: the products that a step adds to the sums run during the next step's exponentials; until then its tiles stay in smem.
-        stages: steps whose tiles are being loaded or are in use.
-        turns: the two warpgroups take turns: one uses the tensor cores while the other computes exponentials.
+        deferred: whether the products that a step adds to the sums run during the next step's exponentials; the step's tiles remain
+            in shared memory until then.
+        stages: buffers of each streamed input: the number of steps whose tiles are being loaded or are in use.
+        alternate: whether one warpgroup uses the tensor cores while the other computes exponentials.
     """
 
     size: int
-    late: bool
+    deferred: bool
     stages: int
-    turns: bool
+    alternate: bool
 
 
 class Products(NamedTuple):
-    """The computation of one step of a traversal.
+    """The computation of one step of the loop: matrix products, elementwise work on them, and products that are added to sums.
 
     Attributes:
-        scores: `scores(tiles, *refs)` adds products to references to zeros of `shapes`.
-        shapes: of these.
-        use: `use(n, tiles, values, carry, **options)` returns operands [ROWS, size], a factor for the rows of the sums (or None) and the
-            next carry.
-        add: `add(tiles, operands, *refs)` adds one product to each of the sums.
+        scores: `scores(tiles, *refs)` adds matrix products to references, which have `shapes` and are zero before.
+        shapes: the shapes of these products.
+        use: `use(n, tiles, values, carry, **options)`, called with these products' values, returns operands [ROWS, size], a factor by
+            which the rows of the sums are multiplied first (or None), and the next carry.
+        add: `add(tiles, operands, *refs)` adds one product of the operands and the tiles to each of the sums.
     """
 
     scores: Callable
@@ -72,17 +79,18 @@ class Products(NamedTuple):
 
 
 class Traversal(NamedTuple):
-    """The steps of a warpgroup, from `start` to before `stop`.
+    """A warpgroup's loop over the steps `start` to `stop` - 1.
 
     Attributes:
-        group: 0 or 1.
-        start: first step.
-        stop: the step after the last.
-        schedule: as the kernel's.
-        streamed: buffers of the streamed inputs by name, one for each stage.
-        full: barriers that a step's tiles pass when they have been loaded.
-        empty: barriers that they pass when they may be replaced.
-        meet: waits for the other warpgroup, where they take turns; one function for all calls, so that they share a jaxpr.
+        group: the warpgroup's index, 0 or 1.
+        start: the first step.
+        stop: the last step + 1.
+        schedule: the kernel's schedule.
+        streamed: buffers of the streamed inputs by name, [stages, ...].
+        full: one barrier for each stage, which completes when the stage's tiles have been loaded.
+        empty: one barrier for each stage, which completes when both warpgroups have used the stage's tiles.
+        wait_other: waits until the other warpgroup calls it too, where the warpgroups alternate. All calls use the same function
+            object, so that they share one jaxpr.
         interpret: parameters of the interpreter, or False.
     """
 
@@ -93,11 +101,11 @@ class Traversal(NamedTuple):
     streamed: dict[str, Any]
     full: Any
     empty: Any
-    meet: Callable[[], None]
+    wait_other: Callable[[], None]
     interpret: Any
 
     def stage(self, n):
-        """The stage of step n."""
+        """The index of step n's buffer."""
         return lax.rem(n - self.start, self.schedule.stages)
 
     def tiles(self, n) -> dict[str, Any]:
@@ -110,68 +118,69 @@ class Traversal(NamedTuple):
         plgpu.barrier_wait(self.full.at[self.stage(n)])
 
     def release_tiles(self, n) -> None:
-        """Let the tiles of step n be replaced."""
+        """Allow the buffer of step n to be overwritten."""
         plgpu.barrier_arrive(self.empty.at[self.stage(n)])
 
     def accumulate(self, products: Products, sums, carry, parts) -> Any:
-        """Return the sums of products over all steps, and the last carry.
+        """Run all steps, and return the sums of products and the last carry.
 
         Args:
-            products: what a step computes.
-            sums: initial values, one for each operand.
-            carry: the first step's.
-            parts: consecutive parts of the traversal, (from, to, options of `use`); None is its start or its stop.
+            products: the computation of a step.
+            sums: the initial values of the sums, one for each operand.
+            carry: the carry of the first step.
+            parts: consecutive ranges of steps, (first, last + 1, options of `use`); None is `start` or `stop`.
         """
-        late = self.schedule.late
+        deferred = self.schedule.deferred
         shape = (ROWS, self.schedule.size)
         zero = plgpu.layout_cast(jnp.zeros(shape, jnp.bfloat16), wg.LAYOUT)
-        state = sums, carry, [zero] * len(sums) if late else []
-        pl.when(self.group == 1)(self.meet)  # half a step behind
-        if late:
+        state = sums, carry, [zero] * len(sums) if deferred else []
+        # The second warpgroup is half a step behind the first.
+        pl.when(self.group == 1)(self.wait_other)
+        if deferred:
             self.wait_tiles(self.start)
-        for since, until, options in parts:
-            since = self.start if since is None else since
-            until = self.stop if until is None else until
-            step = self._late_step if late else self._step
-            state = lax.fori_loop(since, until, functools.partial(step, products, options), state)
+        for first, stop, options in parts:
+            first = self.start if first is None else first
+            stop = self.stop if stop is None else stop
+            step = self._deferred_step if deferred else self._step
+            state = lax.fori_loop(first, stop, functools.partial(step, products, options), state)
         sums, carry, operands = state
-        if late:
+        if deferred:
             sums = self._add(products, self.stop - 1, operands, sums)
             self.release_tiles(self.stop - 1)
-        pl.when(self.group == 0)(self.meet)
+        pl.when(self.group == 0)(self.wait_other)
         return sums, carry
 
     def _step(self, products: Products, options, n, state):
-        """Compute step n and add its products to the sums."""
+        """Compute step n, and add its products to the sums."""
         sums, carry, _ = state
         tiles = self.tiles(n)
         self.wait_tiles(n)
 
         def scores(*refs):
             products.scores(tiles, *refs)
-            self.meet()
+            self.wait_other()
 
         values = wg.fresh(scores, *products.shapes)
         operands, factor, carry = products.use(n, tiles, tuple(values), carry, **options)
         sums, operands = _scaled(sums, factor), _bfloat16(operands)
-        self.meet()
+        self.wait_other()
         sums = self._add(products, n, operands, sums)
         self.release_tiles(n)
         return sums, carry, []
 
-    def _late_step(self, products: Products, options, n, state):
-        """Compute step n while the products of the step before are added to the sums."""
+    def _deferred_step(self, products: Products, options, n, state):
+        """Compute step n while the products of step n - 1 are added to the sums."""
         sums, carry, operands = state
         tiles = self.tiles(n)
         scores = functools.partial(products.scores, tiles)
 
         def use(*values):
             results = products.use(n, tiles, values, carry, **options)
-            # Waited for here: the compiler does not move exponentials past a branch, but it does past the end of products.
+            # The wait is here because the compiler moves exponentials past the wait for products, but not past a branch.
             pl.when(n + 1 < self.stop)(lambda: self.wait_tiles(n + 1))
             return results
 
-        # The first step adds zero times its own tile.
+        # The first step has operands of zeros, and multiplies its own tile by them.
         before = self.tiles(jnp.maximum(n - 1, self.start))
         add = functools.partial(products.add, before, operands)
         sums, results = wg.overlap(
@@ -183,11 +192,13 @@ class Traversal(NamedTuple):
         return sums, carry, operands
 
     def _add(self, products: Products, n, operands, sums):
+        """Return the sums plus the products of step n."""
         add = functools.partial(products.add, self.tiles(n), operands)
         return wg.accumulate(add, *sums, interpret=self.interpret)
 
 
 def _scaled(sums, factor):
+    """Return the sums with each row multiplied by `factor` [ROWS]; None is 1."""
     return sums if factor is None else [x * wg.spread_rows(factor, x.shape) for x in sums]
 
 
@@ -196,14 +207,14 @@ def _bfloat16(operands):
 
 
 class Warpgroup(NamedTuple):
-    """What the computation of a warpgroup works with.
+    """The arguments of a warpgroup's computation.
 
     Attributes:
-        at: its position.
-        resident: references to its tokens of the resident inputs in shared memory, by name.
-        left: a buffer for the left operand of a product, in the interpreter only.
-        traversal: its steps.
-        refs: references to global memory, by the names of the inputs that are read there and of the outputs.
+        at: the warpgroup's position.
+        resident: references in shared memory to the warpgroup's tokens of the resident inputs, by name.
+        left: a buffer for the left operand of a product, which the interpreter requires; None on a GPU.
+        traversal: the loop over the streamed tokens.
+        refs: references to global memory, by the names of `Pipeline.in_global` and of the outputs.
     """
 
     at: Position
@@ -214,17 +225,17 @@ class Warpgroup(NamedTuple):
 
 
 class Pipeline(NamedTuple):
-    """A kernel in which two warpgroups with `ROWS` tokens each traverse the sequence, which a third one loads.
+    """A kernel in which two warpgroups with `ROWS` resident tokens each loop over the streamed tokens, which a third one loads.
 
     Attributes:
-        resident: by name, arrays [B, T, *, D], of which each warpgroup has its tokens in shared memory.
-        streamed: by name, arrays [B, T, *, D], [B, H, T] or [B, T] that are loaded step by step.
-        in_global: by name, arrays that are read from global memory.
-        schedule: how the sequence is traversed.
-        begin: [B, H, T / 128], the first tile of the traversal; None is the one with the number of the resident tile.
-        end: [B, H, T / 128], the last tile; None is the one with the number of the resident tile.
-        over_queries: the resident tokens are keys, and the traversal is over queries, from those of the same tokens on; else it is over
-            keys, up to those of the same tokens, in tile `end`.
+        resident: arrays [B, T, *, D] of which each warpgroup has its tokens in shared memory, by name.
+        streamed: arrays [B, T, *, D], [B, H, T] or [B, T] that are loaded step by step, by name.
+        in_global: arrays that the computation reads from global memory, by name.
+        schedule: the schedule of the loop.
+        begin: [B, H, T / 128], the first streamed tile of each resident tile; None is the tile of the same index.
+        end: [B, H, T / 128], the last streamed tile of each resident tile; None is the tile of the same index.
+        over_queries: if True, the resident tokens are keys, and the loop runs over the queries from the tile of the same tokens on; if
+            False, the resident tokens are queries, and the loop runs over the keys up to the tile of the same tokens, which is `end`.
     """
 
     resident: Mapping[str, jax.Array]
@@ -237,13 +248,13 @@ class Pipeline(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """Query heads."""
+        """The number of query heads."""
         arrays = (*self.resident.values(), *self.streamed.values())
         return max(x.shape[2] for x in arrays if x.ndim == 4)
 
     @property
     def num_tiles(self) -> int:
-        """Resident tiles of a row."""
+        """The number of resident tiles of a row."""
         return next(iter(self.resident.values())).shape[1] // TILE
 
     def launch(
@@ -257,8 +268,8 @@ class Pipeline(NamedTuple):
         """Run the kernel and return its outputs by name.
 
         Args:
-            compute: what each of the two warpgroups does.
-            outputs: shapes and dtypes.
+            compute: the computation of each of the two warpgroups.
+            outputs: shapes and dtypes of the outputs by name.
             name: the kernel's name in profiles.
             interpret: parameters of the interpreter, or False.
         """
@@ -277,19 +288,27 @@ class Pipeline(NamedTuple):
         )
 
     def _kernel(self, refs, compute, outputs, interpret) -> None:
+        """Run `compute` in the first two warpgroups of a thread block, and the loads in the third."""
         row, group = lax.axis_index("row"), lax.axis_index("group")
         at, start, stop = self._position(refs, row, group)
 
         def body(smem):
-            def meet():
-                for barrier in smem["turn"]:
+            def wait_other():
+                for barrier in smem["other"]:
                     plgpu.barrier_arrive(barrier)
                     plgpu.barrier_wait(barrier)
 
             traversal = Traversal(
-                group, start, stop, self.schedule, smem["streamed"], smem["full"], smem["empty"],
-                meet, interpret,
-            )  # fmt: skip
+                group,
+                start,
+                stop,
+                self.schedule,
+                smem["streamed"],
+                smem["full"],
+                smem["empty"],
+                wait_other,
+                interpret,
+            )
 
             @pl.when(group < 2)
             def _():
@@ -312,10 +331,10 @@ class Pipeline(NamedTuple):
         hopper_launch.with_smem(body, self._smem(interpret))
 
     def _position(self, refs, row, group) -> tuple[Position, Any, Any]:
-        """A warpgroup's position, and the first step of its traversal and the one after the last."""
+        """Return a warpgroup's position, the first step of its loop, and the last step + 1."""
         per_tile = TILE // self.schedule.size
         b, h = lax.div(row, self.heads), lax.rem(row, self.heads)
-        # The longest traversals first.
+        # The thread blocks with the longest loops start first.
         tile = lax.axis_index("tile")
         tile = tile if self.over_queries else self.num_tiles - 1 - tile
         first = tile * TILE + group * ROWS
@@ -327,7 +346,7 @@ class Pipeline(NamedTuple):
         return Position(b, h, tile, first, pl.ds(first, ROWS), in_row), start, stop
 
     def _tokens_of(self, ref, at: Position, tokens) -> Any:
-        """Tokens of an input in global memory."""
+        """A reference to the tokens `tokens` of an input in global memory, of the warpgroup's row and head."""
         if len(ref.shape) == 4:
             return ref.at[at.b, tokens, lax.div(at.h * ref.shape[2], self.heads)]
         return ref.at[at.b, at.h, tokens] if len(ref.shape) == 3 else ref.at[at.b, tokens]
@@ -355,7 +374,7 @@ class Pipeline(NamedTuple):
         lax.fori_loop(jnp.maximum(stop - stages, start), stop, wait, None)
 
     def _smem(self, interpret) -> dict[str, Any]:
-        """Buffers in shared memory and barriers of a block."""
+        """Return the buffers in shared memory and the barriers of a thread block, by name."""
         size, stages = self.schedule.size, self.schedule.stages
 
         def buffer(x, *shape):
@@ -371,5 +390,5 @@ class Pipeline(NamedTuple):
             loaded=plgpu.Barrier(num_arrivals=len(self.resident), num_barriers=2),
             full=plgpu.Barrier(num_arrivals=len(self.streamed), num_barriers=stages),
             empty=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            turn=[plgpu.Barrier(num_arrivals=2)] if self.schedule.turns else [],
+            other=[plgpu.Barrier(num_arrivals=2)] if self.schedule.alternate else [],
         )

@@ -1,6 +1,8 @@
 """A scan of complex numbers on Mosaic GPU (Hopper): `h_t = a_t h_{t-1} + u_t`, `y_t = c_t Re h_t`, one number for each channel.
 
-A thread computes one channel of a chunk of tokens; the phases are those of `hopper.real`.
+A thread computes one channel of a chunk of 32 tokens. The phases are those of `hopper.real`, with the product of a chunk's a_t as
+its decay. The gradient of a complex number z of a real loss L is `dL/d(Re z) + i dL/d(Im z)`. With G_t the gradient of h_t,
+`G_t = c_t dy_t + conj(a_{t+1}) G_{t+1}`, `da_t = conj(h_{t-1}) G_t`, `du_t = Re G_t` and `dc_t = dy_t Re h_t`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from jax import lax
 from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.hopper.launch import launch
 from pallas_kernels.requirements import Requirement, first_unmet
-from pallas_kernels.selective_scan.hopper.real import for_tokens, grid_requirements
+from pallas_kernels.selective_scan.hopper.common import for_tokens, grid_requirements
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 CHANNELS, CHUNK = 128, 32
@@ -37,7 +39,14 @@ def unsupported(call) -> str | None:
 
 
 class Inputs(NamedTuple):
-    """The inputs of all kernels, [B, T, D]. Attributes: u, c: bfloat16; real, imag: the parts of a, float32."""
+    """The inputs of all kernels, [B, T, D].
+
+    Attributes:
+        u: bfloat16.
+        c: bfloat16.
+        real: the real part of a, float32.
+        imag: the imaginary part of a, float32.
+    """
 
     u: Any
     c: Any
@@ -47,21 +56,21 @@ class Inputs(NamedTuple):
 
 def forward(x: Inputs, initial, *, save: bool, interpret: Any = False) -> tuple[Any, Any, Any]:
     """Return the output [B, T, D] bfloat16, the final memory [B, 2, D], and the memories that enter each chunk, [B, chunks, 2, D]."""
-    del save  # they are computed in any case
+    del save  # the memories are computed in any case
     writes = chunk_writes(x, interpret=interpret)
-    before, final = scan(writes, initial, interpret=interpret)
-    return chunk_forward(x, before, interpret=interpret), final, before
+    entering, final = scan(writes, initial, interpret=interpret)
+    return chunk_forward(x, entering, interpret=interpret), final, entering
 
 
-def backward(x: Inputs, before, dy, d_final, *, interpret: Any = False) -> tuple[Inputs, Any]:
+def backward(x: Inputs, entering, dy, d_final, *, interpret: Any = False) -> tuple[Inputs, Any]:
     """Return the gradients of the inputs and of the initial memory."""
     writes = chunk_writes(x, dy, interpret=interpret)
-    after, d_initial = scan(writes, d_final, reverse=True, interpret=interpret)
-    return chunk_backward(x, dy, before, after, interpret=interpret), d_initial
+    d_leaving, d_initial = scan(writes, d_final, reverse=True, interpret=interpret)
+    return chunk_backward(x, dy, entering, d_leaving, interpret=interpret), d_initial
 
 
 class _Complex(NamedTuple):
-    """A complex number for each thread."""
+    """A complex number in each thread."""
 
     real: Any
     imag: Any
@@ -78,7 +87,7 @@ class _Complex(NamedTuple):
 
 
 class _Block:
-    """The chunk, the row and the channels of a warpgroup, and how their numbers are loaded and stored.
+    """A warpgroup's chunk, row and channels, with their loads and stores.
 
     Attributes:
         refs: references to global memory by name.
@@ -92,7 +101,7 @@ class _Block:
         self.channels = pl.ds(lax.axis_index("column") * CHANNELS, CHANNELS)
 
     def copy_tokens(self) -> None:
-        """Copy the chunk's tokens of all inputs that have a buffer to shared memory, and wait."""
+        """Copy the chunk's tokens of every input that has a buffer to shared memory, and wait for the copies."""
         tokens = pl.ds(self.chunk * CHUNK, CHUNK)
         for name, buffer in self.smem.items():
             if name in _BY_TOKEN:
@@ -101,23 +110,25 @@ class _Block:
         plgpu.barrier_wait(self.smem["barrier"])
 
     def row(self, name: str, t) -> Any:
-        """An input at the chunk's token t in float32, from shared memory."""
+        """Load an input at the chunk's token t from shared memory, as float32."""
         return plgpu.load(self.smem[name].at[t]).astype(_F32)
 
     def decay(self, t) -> _Complex:
-        """a at the chunk's token t."""
+        """Load a at the chunk's token t."""
         return _Complex(self.row("real", t), self.row("imag", t))
 
     def load_memory(self, name: str, *index: Any) -> _Complex:
-        """A memory of `refs[name]`, [B, ..., 2, D]."""
+        """Load the memory at [b, *index] of `refs[name]`, [B, ..., 2, D]."""
         ref = self.refs[name].at[self.b, *index]
         return _Complex(*(plgpu.load(ref.at[part, self.channels]) for part in range(2)))
 
     def store_memory(self, x: _Complex, name: str, *index: Any) -> None:
+        """Store x as the memory at [b, *index] of `refs[name]`, [B, ..., 2, D]."""
         for part in range(2):
             self.refs[name].at[self.b, *index, part, self.channels][...] = x[part]
 
     def store_token(self, name: str, t, x) -> None:
+        """Store x at the chunk's token t of `refs[name]`, [B, T, D]."""
         to = self.refs[name].at[self.b, self.chunk * CHUNK + t, self.channels]
         to[...] = x.astype(to.dtype)
 
@@ -131,22 +142,22 @@ def _constant(value: float) -> Any:
     )
 
 
-def _launch(kernel, inputs, outputs, *, chunks: int, tokens=(), held=(), name: str, interpret):
-    """Run `kernel(block)` for each column of channels, chunk and row.
+def _launch(kernel, inputs, outputs, *, chunks: int, tokens=(), buffers=(), name: str, interpret):
+    """Run `kernel(block)` for each block of 128 channels, chunk and row, and return its outputs by name.
 
     Args:
         kernel: called with a `_Block`.
         inputs: arrays by name.
         outputs: shapes and dtypes by name.
-        chunks: blocks of a row.
-        tokens: inputs whose tokens of a chunk have a buffer in shared memory.
-        held: names of other buffers in shared memory, one float32 number for each token and channel.
+        chunks: warpgroups of a row and block of channels.
+        tokens: inputs of which a chunk's tokens have a buffer in shared memory.
+        buffers: names of further buffers in shared memory, one float32 number for each token and channel.
         name: the kernel's name in profiles.
         interpret: parameters of the interpreter, or False.
     """
     first = next(iter(inputs.values()))
     scratch = {n: plgpu.SMEM((CHUNK, CHANNELS), inputs[n].dtype) for n in tokens}
-    scratch |= {n: plgpu.SMEM((CHUNK, CHANNELS), _F32) for n in held}
+    scratch |= {n: plgpu.SMEM((CHUNK, CHANNELS), _F32) for n in buffers}
     return launch(
         lambda refs, smem: kernel(_Block(refs, smem, lax.axis_index("chunk"))),
         inputs=inputs,
@@ -159,14 +170,14 @@ def _launch(kernel, inputs, outputs, *, chunks: int, tokens=(), held=(), name: s
 
 
 def _memories(like, *axes: int) -> Any:
-    """Complex memories [B, *axes, 2, D] for an array [B, ..., D]."""
+    """The shape of complex memories, [B, *axes, 2, D] float32, for `like` [B, ..., D]."""
     return jax.ShapeDtypeStruct((like.shape[0], *axes, 2, like.shape[-1]), _F32)
 
 
 def chunk_writes(x: Inputs, dy=None, *, interpret: Any = False) -> tuple[Any, Any]:
-    """Return what each chunk writes to the memory, and the product of its a, each [B, chunks, 2, D].
+    """Return the memory after each chunk that starts from an empty one, and the product of the chunk's a, each [B, chunks, 2, D].
 
-    With `dy`, return what each chunk adds to the gradient of the memory that enters it.
+    With `dy`, return in place of the first result the gradient of the memory that enters each chunk, from the chunk's own outputs.
     """
     chunks = x.u.shape[1] // CHUNK
     names = ("real", "imag", "u") if dy is None else ("real", "imag", "c", "dy")
@@ -206,27 +217,27 @@ def chunk_writes(x: Inputs, dy=None, *, interpret: Any = False) -> tuple[Any, An
 def scan(
     writes: tuple[Any, Any], initial, *, reverse: bool = False, interpret: Any = False
 ) -> tuple[Any, Any]:
-    """Return the memories that enter each chunk, and the memory after the last chunk.
+    """Return the memory that enters each chunk, [B, chunks, 2, D], and the memory after the last chunk.
 
-    With `reverse`, scan from the last chunk to the first, over gradients.
+    With `reverse`, the scan begins at the last chunk, and memories are the gradients of memories.
 
     Args:
         writes: the results of `chunk_writes`.
         initial: [B, 2, D], the memory before the first chunk of the scan.
-        reverse: whether the scan starts at the last chunk.
+        reverse: whether the scan begins at the last chunk.
         interpret: parameters of the interpreter, or False.
     """
     chunks = writes[0].shape[1]
 
     def kernel(block):
-        def chunk_at(index):
+        def chunk_of_step(index):
             index = jnp.minimum(index, chunks - 1)
             return chunks - 1 - index if reverse else index
 
         def load_chunks(index):
             names = ("writes", "factor")
             return [
-                tuple(block.load_memory(name, chunk_at(index + i)) for name in names)
+                tuple(block.load_memory(name, chunk_of_step(index + i)) for name in names)
                 for i in range(_AHEAD)
             ]
 
@@ -238,7 +249,7 @@ def scan(
 
                 @pl.when(at < chunks)
                 def _(memory=memory, at=at):
-                    block.store_memory(memory, "entering", chunk_at(at))
+                    block.store_memory(memory, "entering", chunk_of_step(at))
 
                 factor = factor.conjugate() if reverse else factor
                 after = factor.times(memory).plus(write)
@@ -262,11 +273,11 @@ def scan(
     return results["entering"], results["final"]
 
 
-def chunk_forward(x: Inputs, before, *, interpret: Any = False) -> Any:
+def chunk_forward(x: Inputs, entering, *, interpret: Any = False) -> Any:
     """Return y [B, T, D] bfloat16, from the memories that enter each chunk."""
 
     def kernel(block):
-        memory = block.load_memory("before", block.chunk)
+        memory = block.load_memory("entering", block.chunk)
         block.copy_tokens()
 
         def step(t, memory):
@@ -278,7 +289,7 @@ def chunk_forward(x: Inputs, before, *, interpret: Any = False) -> Any:
 
     return _launch(
         kernel,
-        x._asdict() | dict(before=before),
+        x._asdict() | dict(entering=entering),
         dict(y=jax.ShapeDtypeStruct(x.u.shape, _BF16)),
         chunks=x.u.shape[1] // CHUNK,
         tokens=x._fields,
@@ -287,15 +298,23 @@ def chunk_forward(x: Inputs, before, *, interpret: Any = False) -> Any:
     )["y"]
 
 
-def chunk_backward(x: Inputs, dy, before, after, *, interpret: Any = False) -> Inputs:
-    """Return the gradients of the inputs, from the memories that enter each chunk and the gradients of those that leave it."""
-    held = ("held_real", "held_imag")  # the memory before each token
+def chunk_backward(x: Inputs, dy, entering, d_leaving, *, interpret: Any = False) -> Inputs:
+    """Return the gradients of the inputs.
+
+    Args:
+        x: the inputs.
+        dy: [B, T, D], the gradient of the output.
+        entering: [B, chunks, 2, D], the memories that enter each chunk.
+        d_leaving: likewise, the gradients of the memories after each chunk, from later chunks.
+        interpret: parameters of the interpreter, or False.
+    """
+    buffer_names = ("before_real", "before_imag")  # the memory before each token
 
     def kernel(block):
-        memory = block.load_memory("before", block.chunk)
-        later = block.load_memory("after", block.chunk)
+        memory = block.load_memory("entering", block.chunk)
+        d_memory = block.load_memory("d_leaving", block.chunk)
         block.copy_tokens()
-        buffers = [block.smem[name] for name in held]
+        buffers = [block.smem[name] for name in buffer_names]
 
         def recompute(t, memory):
             for part, buffer in zip(memory, buffers, strict=True):
@@ -303,10 +322,10 @@ def chunk_backward(x: Inputs, dy, before, after, *, interpret: Any = False) -> I
             return block.decay(t).times(memory).plus(_Complex(block.row("u", t), 0.0))
 
         def gradient(t, carry):
-            later, after = carry
+            d_memory, after = carry
             dy = block.row("dy", t)
             block.store_token("dc", t, dy * after.real)
-            g = later.plus(_Complex(block.row("c", t) * dy, 0.0))
+            g = d_memory.plus(_Complex(block.row("c", t) * dy, 0.0))
             block.store_token("du", t, g.real)
             before = _Complex(*(plgpu.load(buffer.at[t]) for buffer in buffers))
             d_decay = before.conjugate().times(g)
@@ -315,16 +334,16 @@ def chunk_backward(x: Inputs, dy, before, after, *, interpret: Any = False) -> I
             return block.decay(t).conjugate().times(g), before
 
         memory = for_tokens(CHUNK, recompute, memory)
-        for_tokens(CHUNK, gradient, (later, memory), reverse=True)
+        for_tokens(CHUNK, gradient, (d_memory, memory), reverse=True)
 
     names = ("du", "dc", "d_real", "d_imag")
     results = _launch(
         kernel,
-        x._asdict() | dict(dy=dy, before=before, after=after),
+        x._asdict() | dict(dy=dy, entering=entering, d_leaving=d_leaving),
         {n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in zip(names, x, strict=True)},
         chunks=x.u.shape[1] // CHUNK,
         tokens=(*x._fields, "dy"),
-        held=held,
+        buffers=buffer_names,
         name="chunk_backward",
         interpret=interpret,
     )

@@ -1,6 +1,7 @@
 """A scan of complex numbers on Mosaic TPU: `h_t = a_t h_{t-1} + u_t`, `y_t = c_t Re h_t`, one number for each channel.
 
-Programs scan chunks as in `tpu.real`; a token is a row, with its channels in lanes.
+The programs process the chunks of a row as in `tpu.real`; each token is a row of channels in lanes. The gradients are those of
+`hopper.complex`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pallas_kernels.selective_scan.tpu.layout import (
 __all__ = ["CHUNK", "REQUIREMENTS", "Inputs", "backward", "forward", "unsupported"]
 
 _F32 = jnp.float32
-_MAX_CHANNELS = 1024  # of a program: a row of them fills a register
+_MAX_CHANNELS = 1024  # of a program: one row of them fills a register
 _UNROLL = 16  # tokens of an unrolled step
 
 
@@ -33,7 +34,14 @@ def unsupported(call) -> str | None:
 
 
 class Inputs(NamedTuple):
-    """The inputs of both kernels, [B, T, D]. Attributes: u, c: bfloat16 or float32; real, imag: the parts of a, float32."""
+    """The inputs of both kernels, [B, T, D].
+
+    Attributes:
+        u: bfloat16 or float32.
+        c: in u's dtype.
+        real: the real part of a, float32.
+        imag: the imaginary part of a, float32.
+    """
 
     u: Any
     c: Any
@@ -48,25 +56,25 @@ def forward(x: Inputs, initial, *, save: bool, interpret: Any = False) -> tuple[
     inputs = _inputs(layout, x) | dict(initial=(initial, layout.memory()))
     outputs = dict(y=layout.tokens(x.u.dtype), final=layout.memory())
     if save:
-        outputs["before"] = layout.memories()
+        outputs["entering"] = layout.memories()
     scratch = dict(
         memory=layout.memory_scratch(), u=layout.token_scratch(), read=layout.token_scratch()
     )
     results = layout.call(_forward_kernel, inputs, outputs, scratch, interpret)
-    return results["y"], results["final"], results.get("before")
+    return results["y"], results["final"], results.get("entering")
 
 
-def backward(x: Inputs, before, dy, d_final, *, interpret: Any = False) -> tuple[Inputs, Any]:
+def backward(x: Inputs, entering, dy, d_final, *, interpret: Any = False) -> tuple[Inputs, Any]:
     """Return the gradients of the inputs and of the initial memory; `dy` is in u's dtype."""
     layout = Layout(x.u, 2, _MAX_CHANNELS, reverse=True)
     inputs = _inputs(layout, x) | dict(
         dy=(dy, layout.tokens(dy.dtype)),
-        before=(before, layout.memories()),
+        entering=(entering, layout.memories()),
         d_final=(d_final, layout.memory()),
     )
     outputs: dict[str, Any] = {f"d_{n}": layout.tokens(a.dtype) for n, a in x._asdict().items()}
     outputs["d_initial"] = layout.memory()
-    scratch = dict(later=layout.memory_scratch())
+    scratch = dict(d_memory=layout.memory_scratch())
     names = "u", "d_read", "before_real", "before_imag", "g_real", "g_imag"
     scratch |= {name: layout.token_scratch() for name in names}
     results = layout.call(_backward_kernel, inputs, outputs, scratch, interpret)
@@ -84,8 +92,8 @@ def _forward_kernel(refs: dict, scratch: dict, is_first, is_last):
     def _():
         memory[...] = refs["initial"][...]
 
-    if "before" in refs:
-        refs["before"][...] = memory[...]
+    if "entering" in refs:
+        refs["entering"][...] = memory[...]
     scratch["u"][...] = refs["u"][...].astype(_F32)
 
     def step(t, memory):
@@ -103,11 +111,11 @@ def _forward_kernel(refs: dict, scratch: dict, is_first, is_last):
 
 
 def _backward_kernel(refs: dict, scratch: dict, is_first, is_last):
-    later = scratch["later"]
+    d_memory = scratch["d_memory"]
 
     @pl.when(is_first)
     def _():
-        later[...] = refs["d_final"][...]
+        d_memory[...] = refs["d_final"][...]
 
     scratch["u"][...] = refs["u"][...].astype(_F32)
     scratch["d_read"][...] = refs["c"][...].astype(_F32) * refs["dy"][...].astype(_F32)
@@ -116,14 +124,14 @@ def _backward_kernel(refs: dict, scratch: dict, is_first, is_last):
         _write_token(scratch, "before", t, memory)
         return _advance(refs, scratch, t, memory)
 
-    def gradient(t, later):
-        g = later[0] + read_row(scratch["d_read"], t), later[1]
+    def gradient(t, d_memory):
+        g = d_memory[0] + read_row(scratch["d_read"], t), d_memory[1]
         _write_token(scratch, "g", t, g)
         real, imag = (read_row(refs[name], t) for name in ("real", "imag"))
         return real * g[0] + imag * g[1], real * g[1] - imag * g[0]
 
-    _for_tokens(recompute, _read_memory(refs["before"]))
-    _write_memory(later, _for_tokens(gradient, _read_memory(later), reverse=True))
+    _for_tokens(recompute, _read_memory(refs["entering"]))
+    _write_memory(d_memory, _for_tokens(gradient, _read_memory(d_memory), reverse=True))
 
     before, g = ([scratch[f"{name}_{part}"][...] for part in _PARTS] for name in ("before", "g"))
     memory = refs["real"][...] * before[0] - refs["imag"][...] * before[1] + scratch["u"][...]
@@ -138,21 +146,21 @@ def _backward_kernel(refs: dict, scratch: dict, is_first, is_last):
 
     @pl.when(is_last)
     def _():
-        refs["d_initial"][...] = later[...]
+        refs["d_initial"][...] = d_memory[...]
 
 
 _PARTS = ("real", "imag")
 
 
 def _advance(refs, scratch, t, memory):
-    """The memory, real and imaginary part, after one more token."""
+    """Return the memory after token t, as its real and its imaginary part."""
     a = [read_row(refs[name], t) for name in ("real", "imag")]
     real = a[0] * memory[0] - a[1] * memory[1] + read_row(scratch["u"], t)
     return real, a[0] * memory[1] + a[1] * memory[0]
 
 
 def _for_tokens(step, carry, *, reverse: bool = False):
-    """Return the carry after `step(token, carry)` for a chunk's tokens, or in reverse order."""
+    """Return the carry after `step(token, carry)` for each token of a chunk, in reverse order if `reverse`."""
 
     def group(start, carry):
         for i in reversed(range(_UNROLL)) if reverse else range(_UNROLL):
@@ -171,6 +179,6 @@ def _write_memory(ref, memory) -> None:
 
 
 def _write_token(scratch, name: str, t, parts) -> None:
-    """Write the real and the imaginary part of one token's number to the buffers of `name`."""
+    """Store the real and the imaginary part of token t's number in the buffers `name`_real and `name`_imag."""
     for part, value in zip(_PARTS, parts, strict=True):
         write_row(scratch[f"{name}_{part}"], t, value)

@@ -1,4 +1,8 @@
-"""How the programs of a TPU kernel scan the tokens of a row: each has some channels, in lanes, and their memories in VMEM."""
+"""The grid, the blocks and the buffers of the TPU kernels, which scan the tokens of a row.
+
+A program of the kernel has one chunk of 128 tokens of some channels, with channels in lanes. Consecutive programs process the
+chunks of a row in order; the memories of the channels stay in VMEM from chunk to chunk.
+"""
 
 from __future__ import annotations
 
@@ -33,25 +37,28 @@ REQUIREMENTS = (
 
 
 def read_row(ref, t) -> Any:
-    """The row [1, channels] of one token."""
+    """Load the row [1, channels] of token t."""
     return ref[pl.ds(t, 1), :]
 
 
 def write_row(ref, t, row) -> None:
-    """Write the row [1, channels] of one token."""
+    """Store the row [1, channels] of token t."""
     ref[pl.ds(t, 1), :] = row
 
 
 class Layout:
-    """The shapes of a call's arrays and the blocks of them that each program sees, as (shape, block specification)."""
+    """The shapes of a call's arrays and the blocks that a program loads of them.
+
+    `tokens`, `memory` and the methods after them return (shape, block specification) for one kind of array.
+    """
 
     def __init__(self, u, numbers: int, widest: int, *, reverse: bool = False):
         """Choose the channels of a program.
 
         Args:
             u: [B, T, D].
-            numbers: of each channel's memory; memories are [B, numbers, D].
-            widest: channels of a program, at most.
+            numbers: N, the numbers of each channel's memory; memories are [B, N, D].
+            widest: the largest number of channels of a program.
             reverse: whether the chunks are scanned from the last to the first.
         """
         self.batch, self.length, self.channels = u.shape
@@ -67,11 +74,11 @@ class Layout:
         """Run a kernel over rows, blocks of channels and chunks, and return its outputs by name.
 
         Args:
-            kernel: `kernel(refs, scratch, is_first, is_last)` reads and writes references by name; the last two say whether the chunk
-                is the scan's first and last.
+            kernel: called as `kernel(refs, scratch, is_first, is_last)`: references and buffers by name, and whether the chunk is
+                the first or the last of the scan.
             inputs: name -> (array, (shape, block)).
             outputs: name -> (shape, block).
-            scratch: name -> a buffer that a program has from chunk to chunk.
+            scratch: name -> a buffer in VMEM whose values remain from chunk to chunk.
             interpret: False, True or `pltpu.InterpretParams`.
         """
         names = (*inputs, *outputs)
@@ -97,50 +104,50 @@ class Layout:
         return dict(zip(outputs, results, strict=True))
 
     def memory_scratch(self, *axes: int) -> Any:
-        """A buffer for memories [*axes, numbers, channels]."""
+        """A buffer for memories [*axes, N, channels]."""
         return pltpu.VMEM((*axes, self.numbers, self.width), _F32)
 
     def token_scratch(self) -> Any:
-        """A buffer for a row of channels for each token of a chunk."""
+        """A buffer [128, channels] for one row of channels per token of a chunk."""
         return pltpu.VMEM((CHUNK, self.width), _F32)
 
     def tokens(self, dtype=_F32):
-        """An array [B, T, D]."""
+        """An array [B, T, D] with one row of channels per token."""
         shape = (self.batch, self.length, self.channels)
         return self._specify(shape, (None, CHUNK, self.width), lambda b, j, n: (b, n, j), dtype)
 
     def memory(self):
-        """One memory for each row, [B, numbers, D]."""
+        """An array [B, N, D] with one memory per row."""
         shape = (self.batch, self.numbers, self.channels)
         return self._specify(shape, (None, self.numbers, self.width), lambda b, j, n: (b, 0, j))
 
     def memories(self):
-        """One memory for each chunk, [B, chunks, numbers, D]."""
+        """An array [B, chunks, N, D] with one memory per chunk."""
         shape = (self.batch, self.chunks, self.numbers, self.channels)
         block = (None, None, self.numbers, self.width)
         return self._specify(shape, block, lambda b, j, n: (b, n, 0, j))
 
     def by_channel(self, count: int):
-        """An array that all rows share, [count, D]."""
+        """An array [count, D] that is the same for all rows."""
         return self._specify((count, self.channels), (count, self.width), lambda b, j, n: (0, j))
 
     def by_token(self):
-        """An array that all channels share, [B, numbers, T]."""
+        """An array [B, N, T] that is the same for all channels, with tokens in lanes."""
         shape = (self.batch, self.numbers, self.length)
         return self._specify(shape, (None, self.numbers, CHUNK), lambda b, j, n: (b, 0, n))
 
     def token_parts(self):
-        """The gradient of such an array, one part for each block of channels, [B, parts, numbers, T]."""
+        """The gradient of a `by_token` array, summed over each block of channels alone: [B, blocks, N, T]."""
         shape = (self.batch, self.channels // self.width, self.numbers, self.length)
         return self._specify(shape, (None, None, self.numbers, CHUNK), lambda b, j, n: (b, j, 0, n))
 
     def scalars(self):
-        """One scalar for each token, [B, 1, T]."""
+        """An array [B, 1, T] with one scalar per token, in SMEM."""
         shape, at = (self.batch, 1, self.length), lambda b, j, n: (b, 0, n)
         return self._specify(shape, (None, 1, CHUNK), at, memory_space=pltpu.SMEM)
 
     def sums(self):
-        """One number for each row and channel, [B, 1, D]."""
+        """An array [B, 1, D] with one number per row and channel."""
         shape = (self.batch, 1, self.channels)
         return self._specify(shape, (None, 1, self.width), lambda b, j, n: (b, 0, j))
 
@@ -152,7 +159,7 @@ class Layout:
 
 
 def for_groups(count: int, step, carry, *, reverse: bool = False):
-    """Return the carry after `step(first token, carry)` for a chunk's groups of `count` tokens, or in reverse order."""
+    """Return the carry after `step(first token, carry)` for each group of `count` tokens of a chunk, in reverse order if `reverse`."""
 
     def group(index, carry):
         start = index * count

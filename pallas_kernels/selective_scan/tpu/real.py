@@ -1,13 +1,13 @@
 """A selective scan on Mosaic TPU: `h_t = continues_t e^{δ_t A} h_{t-1} + δ_t u_t B_t`, `y_t = Σ_n C_t h_t + D u_t`.
 
-A program scans the chunks of a row for some channels, whose memories are in VMEM, [N, channels] with channels in lanes. There is one
-kernel forward and one backward; the backward kernel scans the chunks in reverse, recomputes a chunk's memories from the one that
-entered it, and carries the gradient of the memory.
+A program has one chunk of a row and some of the channels, whose memories [N, channels] stay in VMEM from chunk to chunk, with
+channels in lanes. There is one kernel forward and one backward. The backward kernel processes the chunks in reverse order,
+recomputes the memories of a chunk's tokens from the memory that enters the chunk, and carries the gradient of the memory.
 
-B and C come as [N, T], which wastes nothing ([T, N] has 128 lanes for N numbers, in HBM too). The tokens of a group are rolled to the
-first lanes, where each token's column has a static index and is broadcast to all lanes: one broadcast is enough for all channels of a
-program. The gradients of B and C are sums over lanes; each block of channels writes its part, and XLA adds the parts: they are small,
-and blocks stay independent.
+B and C are transposed to [B, N, T] before the kernels: an array [T, N] would be padded to 128 lanes, in HBM too. A kernel rotates
+the lanes of B and C such that a group of 16 tokens is in the first lanes. Each token's column [N, 1] then has a static index, and is
+broadcast to all lanes once for all channels of a program. The gradients of B and C are sums over channels. Each program writes the
+sum over its channels, and XLA adds the sums of all programs: they are small, and the programs stay independent.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ from pallas_kernels.selective_scan.tpu.layout import CHUNK, Layout, read_row, wr
 
 _F32 = jnp.float32
 STATES = (8, 16, 24, 32)
-_MAX_CHANNELS, _MAX_NUMBERS = (
-    1024,
-    8192,
-)  # channels, and numbers of the memories, of a program at most
+_MAX_CHANNELS = 1024  # of a program
+_MAX_NUMBERS = 8192  # of all memories of a program
 _GROUP = 16  # tokens of an unrolled step
 _LOG2E = math.log2(math.e)
 
@@ -49,8 +47,17 @@ def unsupported(call) -> str | None:
 
 
 class Inputs(NamedTuple):
-    """The inputs of both kernels. Attributes: u: [B, T, D] bfloat16 or float32; delta: [B, T, D]; a: [D, N]; b, c: [B, T, N]; d: [D];
-    continues: [B, T], 0 at the first token of a document and 1 elsewhere, or None. All but u are float32."""
+    """The inputs of both kernels, in float32 except for u.
+
+    Attributes:
+        u: [B, T, D] bfloat16 or float32.
+        delta: [B, T, D].
+        a: [D, N].
+        b: [B, T, N].
+        c: [B, T, N].
+        d: [D].
+        continues: [B, T], 0 at the first token of a document and 1 elsewhere, or None.
+    """
 
     u: Any
     delta: Any
@@ -68,20 +75,20 @@ def forward(x: Inputs, initial, *, save: bool, interpret: Any = False) -> tuple[
     inputs |= dict(initial=(jnp.swapaxes(initial, 1, 2), layout.memory()))
     outputs = dict(y=layout.tokens(x.u.dtype), final=layout.memory())
     if save:
-        outputs["before"] = layout.memories()
+        outputs["entering"] = layout.memories()
     scratch = dict(
         memory=layout.memory_scratch(), write=layout.token_scratch(), read=layout.token_scratch()
     )
     results = layout.call(_forward_kernel, inputs, outputs, scratch, interpret)
-    return results["y"], jnp.swapaxes(results["final"], 1, 2), results.get("before")
+    return results["y"], jnp.swapaxes(results["final"], 1, 2), results.get("entering")
 
 
-def backward(x: Inputs, before, dy, d_final, *, interpret: Any = False) -> tuple[Inputs, Any]:
+def backward(x: Inputs, entering, dy, d_final, *, interpret: Any = False) -> tuple[Inputs, Any]:
     """Return the gradients of the inputs and of the initial memory; `dy` is in u's dtype."""
     layout, inputs = _inputs(x, reverse=True)
     inputs |= dict(
         dy=(dy, layout.tokens(dy.dtype)),
-        before=(before, layout.memories()),
+        entering=(entering, layout.memories()),
         d_final=(jnp.swapaxes(d_final, 1, 2), layout.memory()),
     )
     outputs = dict(
@@ -94,9 +101,9 @@ def backward(x: Inputs, before, dy, d_final, *, interpret: Any = False) -> tuple
         d_initial=layout.memory(),
     )
     scratch = dict(
-        later=layout.memory_scratch(),
+        d_memory=layout.memory_scratch(),
         d_rates=layout.memory_scratch(),
-        held=layout.memory_scratch(CHUNK),
+        before=layout.memory_scratch(CHUNK),  # the memory before each token
         write=layout.token_scratch(),
         dy=layout.token_scratch(),
         d_write=layout.token_scratch(),
@@ -112,7 +119,7 @@ def backward(x: Inputs, before, dy, d_final, *, interpret: Any = False) -> tuple
 
 
 def _inputs(x: Inputs, *, reverse: bool = False) -> tuple[Layout, dict]:
-    """The layout, and the inputs of both kernels: name -> (array, (shape, block)), with `a` for powers of two."""
+    """Return the layout, and the inputs of both kernels as name -> (array, (shape, block)), with `a` multiplied by log2(e)."""
     states = x.a.shape[1]
     layout = Layout(x.u, states, min(_MAX_CHANNELS, _MAX_NUMBERS // states), reverse=reverse)
     inputs = dict(
@@ -135,8 +142,8 @@ def _forward_kernel(refs: dict, scratch: dict, is_first, is_last):
     def _():
         memory[...] = refs["initial"][...]
 
-    if "before" in refs:
-        refs["before"][...] = memory[...]
+    if "entering" in refs:
+        refs["entering"][...] = memory[...]
     u = refs["u"][...].astype(_F32)
     scratch["write"][...] = refs["delta"][...] * u
     rates = refs["a"][...]
@@ -155,11 +162,11 @@ def _forward_kernel(refs: dict, scratch: dict, is_first, is_last):
 
 
 def _backward_kernel(refs: dict, scratch: dict, is_first, is_last):
-    later, d_rates, held = scratch["later"], scratch["d_rates"], scratch["held"]
+    d_memory, d_rates, before = scratch["d_memory"], scratch["d_rates"], scratch["before"]
 
     @pl.when(is_first)
     def _():
-        later[...] = refs["d_final"][...]
+        d_memory[...] = refs["d_final"][...]
         d_rates[...] = jnp.zeros_like(d_rates)
         refs["dd"][...] = jnp.zeros_like(refs["dd"])
 
@@ -171,25 +178,25 @@ def _backward_kernel(refs: dict, scratch: dict, is_first, is_last):
 
     def recompute(t, columns, carry):
         memory, dc = carry
-        held[t] = memory
+        before[t] = memory
         memory = _advance(refs, scratch, rates, t, columns["b"], memory)
         return memory, _put_column(dc, t, read_row(scratch["dy"], t) * memory)
 
     def gradient(t, columns, carry):
-        later, d_rates, db = carry
-        g = later + read_row(scratch["dy"], t) * columns["c"]
+        d_memory, d_rates, db = carry
+        g = d_memory + read_row(scratch["dy"], t) * columns["c"]
         db = _put_column(db, t, read_row(scratch["write"], t) * g)
         write_row(scratch["d_write"], t, jnp.sum(columns["b"] * g, axis=0, keepdims=True))
-        later = _decay(refs, rates, t) * g
-        d_exponent = later * held[t]
+        d_memory = _decay(refs, rates, t) * g
+        d_exponent = d_memory * before[t]
         write_row(scratch["d_exponent"], t, jnp.sum(d_exponent * rates, axis=0, keepdims=True))
-        return later, d_rates + read_row(refs["delta"], t) * d_exponent, db
+        return d_memory, d_rates + read_row(refs["delta"], t) * d_exponent, db
 
     zeros = jnp.zeros(refs["db"].shape, _F32)
-    _, refs["dc"][...] = _for_tokens(refs, "b", recompute, (refs["before"][...], zeros))
-    carry = (later[...], d_rates[...], zeros)
+    _, refs["dc"][...] = _for_tokens(refs, "b", recompute, (refs["entering"][...], zeros))
+    carry = (d_memory[...], d_rates[...], zeros)
     carry = _for_tokens(refs, "bc", gradient, carry, reverse=True)
-    later[...], d_rates[...], refs["db"][...] = carry
+    d_memory[...], d_rates[...], refs["db"][...] = carry
 
     # Loaded again, so that arrays of this size do not stay in registers during the scans.
     u, delta, dy = (refs[name][...].astype(_F32) for name in ("u", "delta", "dy"))
@@ -199,14 +206,14 @@ def _backward_kernel(refs: dict, scratch: dict, is_first, is_last):
 
     @pl.when(is_last)
     def _():
-        refs["d_initial"][...] = later[...]
+        refs["d_initial"][...] = d_memory[...]
         refs["da"][...] = d_rates[...]
 
 
 def _for_tokens(refs: dict, names: str, step, carry, *, reverse: bool = False):
-    """Return the carry after `step(token, columns, carry)` for a chunk's tokens, or in reverse order.
+    """Return the carry after `step(token, columns, carry)` for each token of a chunk, in reverse order if `reverse`.
 
-    `columns` are the columns [N, 1] of the inputs `names` at the token, by name.
+    `columns` contains the columns [N, 1] of the inputs `names` at the token, by name.
     """
 
     def group(start, carry):
@@ -221,17 +228,17 @@ def _for_tokens(refs: dict, names: str, step, carry, *, reverse: bool = False):
 
 
 def _put_column(columns, t, x) -> Any:
-    """Return `columns` [N, C] with the sums of x [N, channels] over its channels at token t."""
+    """Return `columns` [N, 128] with column t replaced by the sum of x [N, channels] over the channels."""
     here = lax.broadcasted_iota(jnp.int32, columns.shape, 1) == t
     return jnp.where(here, jnp.sum(x, axis=1, keepdims=True), columns)
 
 
 def _advance(refs, scratch, rates, t, b, memory) -> Any:
-    """The memory after one more token."""
+    """Return the memory [N, channels] after token t."""
     return _decay(refs, rates, t) * memory + read_row(scratch["write"], t) * b
 
 
 def _decay(refs, rates, t) -> Any:
-    """The decay of token t, [N, channels]; `rates` are `a` for powers of two."""
+    """The decay of token t, [N, channels]; `rates` is `a log2(e)`."""
     factor = jnp.exp2(read_row(refs["delta"], t) * rates)
     return factor * refs["continues"][0, t] if "continues" in refs else factor

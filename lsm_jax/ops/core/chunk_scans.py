@@ -1,0 +1,262 @@
+"""The updates of chunks, or of tokens, applied to a memory one after another: in order, in parts, or by an associative scan."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from lsm_jax.ops.core.platforms import by_platform
+from lsm_jax.ops.core.segments import Chunks
+
+_STEP = 2**21  # numbers of memories that a GPU updates in about the time of one kernel launch
+_LEAST_STEPS = 16  # of a part
+_UNROLL = 8  # a loop's own kernels take a GPU as long as a step
+
+
+def run_masks(chunks: Chunks) -> tuple[Any, Any, Any]:
+    """Masks for documents that begin inside a chunk; three Nones if none can.
+
+    Returns:
+        Pairs of tokens of one document, [B, N, C, C]; tokens of the document that the chunk starts in, [B, N, C]; tokens of the
+        document that it ends in, [B, N, C].
+    """
+    if chunks.run is None:
+        return None, None, None
+    run = chunks.run
+    before = jnp.concatenate([jnp.zeros_like(run[:, :1, -1]), run[:, :-1, -1]], axis=1)
+    same = run[..., :, None] == run[..., None, :]
+    return same, run == before[..., None], run == run[..., -1:]
+
+
+def per_chunk(condition: Array, x: Array) -> Array:
+    """`condition` with trailing axes of size 1, so that it broadcasts against `x`."""
+    return condition.reshape(condition.shape + (1,) * (x.ndim - condition.ndim))
+
+
+def _state_of(initial: Array, slot: Array) -> Array:
+    """The states of the indices `slot` [B, ...] among `initial` [B, S, ...]."""
+    return jax.vmap(lambda states, index: states[index])(initial, slot)
+
+
+def _last_of_each_segment(after: Array, initial: Array, chunks: Chunks) -> Array:
+    assert chunks.last is not None
+    found = _state_of(after, jnp.maximum(chunks.last, 0))
+    return jnp.where(per_chunk(chunks.last >= 0, found), found, initial)
+
+
+def scan_chunks(
+    update: Callable[[Array, Any], Array], arrays: Any, initial: Array, chunks: Chunks
+) -> tuple[Array, Array]:
+    """Apply the chunks' updates in order.
+
+    Args:
+        update: (memory [B, ...], one chunk of `arrays`) -> memory.
+        arrays: a pytree of [B, N, ...].
+        initial: [B, ...], or [B, S, ...] with one state per segment.
+        chunks: the layout.
+
+    Returns:
+        The memory that each chunk starts from, [B, N, ...], and the final state, in the shape of `initial`.
+    """
+    arrays = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), arrays)
+    if chunks.slot is None:
+        final, entering = jax.lax.scan(lambda m, x: (update(m, x), m), initial, arrays)
+        return jnp.moveaxis(entering, 0, 1), final
+
+    def step(memory, inputs):
+        x, slot, first = inputs
+        memory = jnp.where(per_chunk(first, memory), _state_of(initial, slot), memory)
+        after = update(memory, x)
+        return after, (memory, after)
+
+    assert chunks.first is not None
+    layout = (chunks.slot.T, chunks.first.T)
+    _, (entering, after) = jax.lax.scan(step, jnp.zeros_like(initial[:, 0]), (arrays, *layout))
+    after = jnp.moveaxis(after, 0, 1)
+    return jnp.moveaxis(entering, 0, 1), _last_of_each_segment(after, initial, chunks)
+
+
+def fold_chunks(
+    apply: Callable[[Array, Array], Array],
+    compose: Callable[[Array, Array], Array],
+    transition: Array,
+    write: Array,
+    initial: Array,
+    chunks: Chunks,
+    *,
+    add: Callable[[Array, Array], Array] = jnp.add,
+) -> tuple[Array, Array]:
+    """`scan_chunks` of the updates `M -> add(apply(transition, M), write)`; transition and write are [B, N, ...].
+
+    With few memories and many chunks, a step takes an NVIDIA GPU no longer than the launch of its kernels. There the sequence is
+    scanned in parts in parallel: each part is composed into a growing update, which is then applied to the memory that the parts
+    before it leave. Packed rows are not scanned in parts: the number of a chunk may depend on later tokens (Mixture-of-Memories),
+    and the rounding would depend on that number. `compose(later, earlier)` is the product of two transitions.
+    """
+
+    def step(memory, update):
+        return add(apply(update[0], memory), update[1])
+
+    def scanned(transition, write, initial):
+        return scan_chunks(step, (transition, write), initial, chunks)
+
+    parts = _parts(chunks.count, write.size // chunks.count)
+    if parts == 1 or chunks.slot is not None or chunks.run is not None:
+        return scanned(transition, write, initial)
+    cut = functools.partial(_fold_parts, step, compose, parts)
+    return by_platform(transition, write, initial, cuda=cut, default=scanned)
+
+
+def _fold_parts(step, compose, parts: int, transition, write, initial) -> tuple[Array, Array]:
+    """`fold_chunks` in `parts` parts."""
+    count = write.shape[1]
+    steps = -(-count // parts)
+    short = parts * steps - count
+
+    def in_parts(x):  # -> [steps, B, parts, ...]
+        # The padding of the last part comes after all chunks that are read.
+        x = jnp.pad(x, [(0, 0), (0, short)] + [(0, 0)] * (x.ndim - 2))
+        return jnp.moveaxis(x.reshape(x.shape[0], parts, steps, *x.shape[2:]), 2, 0)
+
+    def grow(before, update):
+        update = compose(update[0], before[0]), step(before[1], update)
+        return update, update
+
+    updates = jax.tree.map(in_parts, (transition, write))
+    first, later = jax.tree.map(lambda x: x[0], updates), jax.tree.map(lambda x: x[1:], updates)
+    total, grown = jax.lax.scan(grow, first, later, unroll=_UNROLL)
+    grown = jax.tree.map(lambda a, b: jnp.concatenate([a[None], b]), first, grown)
+    by_part = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), total)
+    over_parts = lambda m, update: (step(m, update), m)  # noqa: E731
+    _, starts = jax.lax.scan(over_parts, initial, by_part, unroll=_UNROLL)
+    after = step(jnp.moveaxis(starts, 0, 1), grown)
+    after = jnp.moveaxis(after, 0, 2).reshape(initial.shape[0], parts * steps, *initial.shape[1:])
+    entering = jnp.concatenate([initial[:, None], after[:, : count - 1]], axis=1)
+    return entering, after[:, count - 1]
+
+
+def _parts(count: int, numbers: int) -> int:
+    """The number of parts to split `count` chunks into, so that one step updates at most `_STEP` numbers.
+
+    Args:
+        count: chunks.
+        numbers: numbers of the memories that one chunk updates.
+    """
+    parts = 1
+    while 2 * parts * numbers <= _STEP and 2 * parts * _LEAST_STEPS <= count:
+        parts *= 2
+    return parts
+
+
+def associate_chunks(
+    apply: Callable[[Array, Array], Array],
+    compose: Callable[[Array, Array], Array],
+    transition: Array,
+    write: Array,
+    initial: Array,
+    chunks: Chunks,
+    *,
+    add: Callable[[Array, Array], Array] = jnp.add,
+    zero: float = 0.0,
+) -> tuple[Array, Array]:
+    """`scan_chunks` by an associative scan over the updates `M -> add(apply(transition, M), write)`, both [B, N, ...].
+
+    `compose(later, earlier)` is the product of two transitions; a transition of `zero` leaves nothing of M. With one state per
+    segment the number of a chunk depends on later tokens: a scan of log2(N) passes is used then, whose rounding does not depend
+    on that number.
+    """
+    if chunks.slot is None:
+        first = jnp.broadcast_to(jnp.arange(chunks.count) == 0, write.shape[:2])
+        own = jnp.broadcast_to(initial[:, None], write.shape)
+    else:
+        assert chunks.first is not None
+        first, own = chunks.first, _state_of(initial, chunks.slot)
+    write = jnp.where(per_chunk(first, write), add(apply(transition, own), write), write)
+    transition = jnp.where(per_chunk(first, transition), zero, transition)
+
+    def combine(earlier, later):
+        return (
+            compose(later[0], earlier[0]),
+            add(apply(later[0], earlier[1]), later[1]),
+        )
+
+    scan = associative_scan if chunks.slot is None else doubling_scan
+    _, after = scan(combine, (transition, write))
+    before = jnp.concatenate([after[:, :1], after[:, :-1]], axis=1)
+    entering = jnp.where(per_chunk(first, own), own, before)
+    if chunks.slot is None:
+        return entering, after[:, -1]
+    return entering, _last_of_each_segment(after, initial, chunks)
+
+
+def associative_scan(combine: Callable[[Any, Any], Any], x: Any) -> Any:
+    """`jax.lax.associative_scan` over axis 1 that does not combine empty arrays.
+
+    The residuals of a product of empty arrays crash XLA's partitioner if they leave a `jax.shard_map` (jaxlib 0.11.2).
+    """
+
+    def combine_some(earlier, later):
+        return combine(earlier, later) if jax.tree.leaves(later)[0].size else later
+
+    return jax.lax.associative_scan(combine_some, x, axis=1)
+
+
+def doubling_scan(combine: Callable[[Any, Any], Any], x: Any) -> Any:
+    """`associative_scan` by sums of 1, 2, 4, ... entries. The rounding of an entry depends on the entries before it, not on its index."""
+    span, count = 1, jax.tree.leaves(x)[0].shape[1]
+    while span < count:
+        earlier, later = (
+            jax.tree.map(lambda a, s=s: a[:, s], x) for s in (slice(-span), slice(span, None))
+        )
+        combined = combine(earlier, later)
+        first = jax.tree.map(lambda a, s=span: a[:, :s], x)
+        x = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), first, combined)
+        span *= 2
+    return x
+
+
+def scan_tokens(
+    step: Callable[[Any, Any], tuple[Any, Any]],
+    arrays: Any,
+    initial: Any,
+    run: Array | None,
+    slot: Array | None,
+) -> tuple[Any, Any]:
+    """Apply `step(memory, token) -> (memory, output)` token by token: the recurrent form.
+
+    Args:
+        step: the update and read of one token; memory and output may be pytrees.
+        arrays: a pytree of [B, T, ...].
+        initial: the memory before the first token.
+        run: [B, T], as in `Tokens`: a token that begins a document reads an empty memory.
+        slot: [B, T], as in `Tokens`: the index of the state that the token updates.
+
+    Returns:
+        The outputs [B, T, ...], and the final memory.
+    """
+    length = jax.tree.leaves(arrays)[0].shape[1]
+    begins = None
+    if run is not None:
+        begins = jnp.diff(run, axis=1, prepend=jnp.zeros_like(run[:, :1])) > 0
+
+    def body(memory, inputs):
+        x, begin, index = inputs
+        if index is not None:
+            own, output = step(jax.tree.map(lambda m: _state_of(m, index), memory), x)
+            put = jax.vmap(lambda states, i, new: states.at[i].set(new))
+            return jax.tree.map(lambda m, new: put(m, index, new), memory, own), output
+        if begin is not None:
+            memory = jax.tree.map(lambda m: jnp.where(per_chunk(begin, m), 0, m), memory)
+        return step(memory, x)
+
+    def time_first(x):
+        return None if x is None else jnp.moveaxis(x, 1, 0)
+
+    inputs = (jax.tree.map(time_first, arrays), time_first(begins), time_first(slot))
+    final, outputs = jax.lax.scan(body, initial, inputs, length=length)
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), outputs), final

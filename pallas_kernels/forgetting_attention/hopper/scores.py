@@ -1,0 +1,200 @@
+"""The scores' biases from the gates, the mask of the keys that a query does not see, and vectors in a warpgroup's registers.
+
+Scores are base-2 logarithms of weights. Query i and key j <= i have the score `log2(e) (scale q_i . k_j + F_i - F_j)`, with F the
+sum of the log forget gates. F_i is the same for all keys of a query and cancels in its softmax. Hence F_i is replaced by F_{i0},
+with i0 the first query of the warpgroup: the bias `F_{i0} - F_j` is small for nearby keys. It is exact, because F is the sum of two
+float32 numbers (high and low part).
+
+For the keys of an earlier tile, whose last key is n, the bias is computed as `(F_{i0} - F_n) + (F_n - F_j)`. Neither term is
+positive. The first is one number for each tile; the second is one number for each key, computed before the kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.compat import pl, plgpu
+from pallas_kernels.forgetting_attention.bounds import Rows
+from pallas_kernels.forgetting_attention.hopper.pipeline import ROWS, TILE, Position
+from pallas_kernels.hopper import warpgroups as wg
+
+LOG2E = math.log2(math.e)
+
+
+def query_arrays(rows: Rows, length: int) -> dict[str, jax.Array]:
+    """Return the arrays that the scores require for the `length` queries: documents, and F at each warpgroup's first query."""
+    arrays = {} if rows.run is None else {"run": rows.at_queries(rows.run, length)}
+    if rows.gates is None:
+        return arrays
+    high, low = (rows.at_queries(x, length) for x in rows.gates)
+    return arrays | {"first high": high[..., ::ROWS], "first low": low[..., ::ROWS]}
+
+
+def key_biases(rows: Rows, queries: int) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    """Return the arrays that the scores require for each key, where a warpgroup has queries and loops over keys.
+
+    Args:
+        rows: the arrays by token.
+        queries: the number of queries.
+
+    Returns:
+        Arrays that are streamed: documents ("run") and `log2(e) (F_n - F_j)` with n the last key of j's tile ("fall").
+        Arrays that are read from global memory: `log2(e) (F_{i0} - F_j)` for the keys in the tile of a warpgroup's queries
+        ("diagonal"), and F at each tile's last key ("last high", "last low").
+    """
+    streamed = {} if rows.run is None else {"run": rows.run}
+    if rows.gates is None:
+        return streamed, {}
+    batch, heads, length = rows.gates[0].shape
+    tiles = lambda x: x.reshape(batch, -1, x.shape[-1] // TILE, TILE)  # noqa: E731
+    query_tiles = lambda x: tiles(rows.at_queries(x, queries))  # noqa: E731
+    last = [tiles(x)[..., -1] for x in rows.gates]
+    fall: Any = sum(tiles(x)[..., -1:] - tiles(x) for x in rows.gates)
+    diagonal: Any = sum(
+        query_tiles(x)[..., ::ROWS, None] - query_tiles(x)[..., None, :] for x in rows.gates
+    )
+    if rows.written is not None:
+        fall = jnp.where(tiles(rows.written), fall, wg.NEVER)
+        diagonal = jnp.where(query_tiles(rows.written)[..., None, :], diagonal, wg.NEVER)
+    streamed["fall"] = (fall * LOG2E).reshape(batch, heads, length)
+    diagonal = (diagonal * LOG2E).reshape(batch, heads, queries // ROWS, TILE)
+    return streamed, {"diagonal": diagonal, "last high": last[0], "last low": last[1]}
+
+
+class Biases:
+    """The biases of scores [queries, keys] of a warpgroup, step by step of its loop over keys.
+
+    Attributes:
+        first_last: F at the last key of the first step's tile, (high, low), or () without gates; the initial value of `at`'s `last`.
+    """
+
+    def __init__(self, refs, position: Position, size: int, start):
+        """Load F at the warpgroup's first query and at the end of the first tile.
+
+        Args:
+            refs: references to the arrays of `query_arrays` and `key_biases` in global memory.
+            position: the warpgroup's position.
+            size: keys of a step.
+            start: the first step.
+        """
+        self._refs, self._position, self._size = refs, position, size
+        self._first_query: Any = None
+        self.first_last: Any = ()
+        if "first high" in refs:
+            block = lax.div(position.first, ROWS)
+            self._first_query = tuple(
+                refs[f"first {x}"][position.b, position.h, block] for x in ("high", "low")
+            )
+            self.first_last = self._last_key(start)
+
+    def _last_key(self, n):
+        """Load F at the last key of step n's tile, from global memory; done one step ahead."""
+        at, ref = self._position, self._refs["last high"]
+        n = jnp.minimum(lax.div(n, TILE // self._size), ref.shape[2] - 1)
+        return tuple(self._refs[f"last {x}"][at.b, at.h, n] for x in ("high", "low"))
+
+    def at(self, n, tiles, last, masked: bool):
+        """Return the biases of step n.
+
+        Args:
+            n: the step.
+            tiles: references to the step's tiles in shared memory.
+            last: F at the last key of the step's tile, (high, low).
+            masked: whether the step's keys are in the tile of the warpgroup's queries.
+
+        Returns:
+            The bias of each key, [ROWS, size] (None without gates); the bias that all keys have in addition; and `last` of step n + 1.
+        """
+        if self._first_query is None:
+            return None, 0.0, ()
+        at, size, following = self._position, self._size, self._last_key(n + 1)
+        if masked:
+            keys = pl.ds(lax.rem(n, TILE // size) * size, size)
+            ref = self._refs["diagonal"].at[at.b, at.h, lax.div(at.first, ROWS), keys]
+            bias = plgpu.load(ref, layout=wg.LAYOUT.reduce(0), optimized=False)
+            return wg.spread_columns(bias, (ROWS, size)), 0.0, following
+        high, low = self._first_query
+        shift = ((high - last[0]) + (low - last[1])) * LOG2E
+        return wg.spread_columns(load_columns(tiles["fall"]), (ROWS, size)), shift, following
+
+
+def add_bias(scores, scale: float, bias):
+    """Return `log2(e) scale scores + bias`; a bias of None is 0."""
+    scores = scores * (scale * LOG2E)
+    return scores if bias is None else scores + bias
+
+
+def hide_unseen(
+    scores, first_query, first_key, tiles, refs, at: Position, masked, window, keys_in_rows=False
+):
+    """Set the scores of keys that a query does not see to `NEVER`.
+
+    Args:
+        scores: [queries, keys], or [keys, queries] where `keys_in_rows`.
+        first_query: the position in the row of the first query.
+        first_key: the position in the row of the first key.
+        tiles: references to the step's tiles, with the documents of the columns where rows have several ("run").
+        refs: references to global memory, with the documents of the rows.
+        at: the warpgroup's position.
+        masked: whether some keys may be after some queries.
+        window: tokens that a query sees, or None.
+        keys_in_rows: whether the rows are keys.
+    """
+    shape = scores.shape
+    if not (masked or window is not None or "run" in tiles):
+        return scores
+
+    def positions(axis, first):
+        layout = wg.LAYOUT.reduce(1 - axis)
+        return first + plgpu.broadcasted_iota(jnp.int32, (shape[axis],), 0, layout=layout)
+
+    row, column = (first_key, first_query) if keys_in_rows else (first_query, first_key)
+    row, column = positions(0, row), wg.spread_columns(positions(1, column), shape)
+    wide = lambda x: wg.spread_rows(x, shape)  # noqa: E731
+    seen = wide(row) <= column if keys_in_rows else wide(row) >= column
+    if window is not None:  # added to the rows, of which a thread has only two
+        seen &= wide(row + window) > column if keys_in_rows else wide(row - window) < column
+    if "run" in tiles:
+        row_documents = wide(load_rows(refs["run"].at[at.b, at.tokens]))
+        seen &= row_documents == wg.spread_columns(load_columns(tiles["run"]), shape)
+    return jnp.where(seen, scores, wg.NEVER)
+
+
+def zeros(shape):
+    """Zeros in the registers of a warpgroup."""
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), wg.LAYOUT)
+
+
+def full_column(value: float):
+    """One number for each of a warpgroup's rows, all equal to `value`."""
+    return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), wg.LAYOUT.reduce(1))
+
+
+def load_columns(ref):
+    """Load one number for each column of a tile from shared memory."""
+    return plgpu.load(ref, layout=wg.LAYOUT.reduce(0))
+
+
+def load_rows(ref):
+    """Load one number for each of a warpgroup's rows from global memory."""
+    return plgpu.load(ref, layout=wg.LAYOUT.reduce(1), optimized=False)
+
+
+def partial_sums():
+    """Zeros [ROWS, 8] to which `add_columns` adds."""
+    return zeros((ROWS, 8))
+
+
+def add_columns(sums, x):
+    """Add the columns of x [ROWS, n] to `sums` [ROWS, 8], eight at a time.
+
+    No thread requires numbers of other threads; the columns of `sums` are summed once after the loop.
+    """
+    for i in range(0, x.shape[1], 8):
+        sums += x[:, i : i + 8]
+    return sums

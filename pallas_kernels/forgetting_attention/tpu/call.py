@@ -1,0 +1,249 @@
+"""The tiles that a program of the TPU kernels computes, their scores, and the launch of a kernel."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.compat import pl, pltpu
+from pallas_kernels.forgetting_attention.bounds import NEVER, Bounds, Rows, key_arrays
+from pallas_kernels.tiles.scalar_decay import LANES, dot
+
+_F32 = jnp.float32
+LOG2E = math.log2(math.e)
+
+
+class Position(NamedTuple):
+    """The tiles of a program.
+
+    Attributes:
+        b: the row of the batch.
+        h: the head of q.
+        g: the head of k and v.
+        query: the tile of queries.
+        key: the tile of keys.
+    """
+
+    b: Any
+    h: Any
+    g: Any
+    query: Any
+    key: Any
+
+
+class Step(NamedTuple):
+    """One program, which is one step of a loop over tiles of keys or of queries.
+
+    Attributes:
+        at: the program's tiles.
+        refs: references to its tiles of inputs and outputs, and to its scratch, by name.
+        scalar: `scalar(name, tile)` loads an entry of `Call.scalars` for the program's row and head.
+        runs: whether the program has anything to compute.
+        first: whether it is the first step of its loop.
+        last: whether it is the last step of its loop.
+        first_head: in a loop over queries: whether its query head is the first of those that share the key head.
+        last_head: likewise, whether it is the last.
+    """
+
+    at: Position
+    refs: dict[str, Any]
+    scalar: Callable[..., Any]
+    runs: Any
+    first: Any
+    last: Any
+    first_head: Any = True
+    last_head: Any = True
+
+
+class Call:
+    """The arrays of one call in the shapes that the kernels read, the blocks of them that each program loads, and the scores.
+
+    `tokens` and `line` return (array, block, index): an array or its shape, the shape of a program's block, and a function from a
+    `Position` to the block's index.
+
+    Attributes:
+        batch: B.
+        length: T.
+        heads: H.
+        groups: G.
+        count: tiles of a row.
+        tile: tokens of a tile.
+        steps: programs of a loop.
+        scalars: arrays [B, H, N] that are loaded before the programs run, by name: those of `Bounds`, and F (high and low part) at
+            the first query of each tile.
+    """
+
+    def __init__(self, q, k, v, rows: Rows, bounds: Bounds, scale: float, window: int | None):
+        (self.batch, self.length, self.heads, _), self.groups = q.shape, v.shape[2]
+        self.rows, self.bounds = rows, bounds
+        self.count = bounds.first.shape[-1]
+        self.tile = self.length // self.count
+        self.scale, self.window = scale * LOG2E, window
+        # The longest loop is over all tiles, or over those inside the window.
+        visible = self.length if window is None else window
+        self.steps = min(self.count, (visible + self.tile - 2) // self.tile + 1)
+        self.scalars = {
+            "first": bounds.first,
+            "first common": bounds.first_common,
+            "last": bounds.last,
+        }
+        if rows.gates is not None:
+            self.scalars["high"], self.scalars["low"] = (x[..., :: self.tile] for x in rows.gates)
+
+    def tokens(self, x, side: str):
+        """Return (array, block, index) for x [B, T, heads, D], an array or its shape; `side` is "query" or "key"."""
+        head = (lambda p: p.h) if side == "query" else (lambda p: p.g)
+        if x.shape[3] % LANES == 0:
+            shape = (*x.shape[:2], x.shape[2] * x.shape[3])
+            block = (None, self.tile, x.shape[3])
+            index = lambda p: (p.b, getattr(p, side), head(p))  # noqa: E731
+        else:
+            shape = (x.shape[0], x.shape[2], x.shape[1], x.shape[3])
+            block = (None, None, self.tile, x.shape[3])
+            index = lambda p: (p.b, head(p), getattr(p, side), 0)  # noqa: E731
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(shape, x.dtype), block, index
+        x = x.reshape(shape) if x.shape[3] % LANES == 0 else jnp.moveaxis(x, 2, 1)
+        return x, block, index
+
+    def line(self, x, side: str):
+        """Return (array, block, index) for x [B, H, T] or [B, T], an array or its shape; `side` is "query" or "key"."""
+        shape = (self.batch, -1 if x.ndim == 3 else 1, 1, self.length)
+        head = (lambda p: p.h) if x.ndim == 3 else (lambda p: 0)
+        index = lambda p: (p.b, head(p), 0, getattr(p, side))  # noqa: E731
+        block = (None, None, 1, self.tile)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            shape = (self.batch, self.heads, 1, self.length)
+            return jax.ShapeDtypeStruct(shape, x.dtype), block, index
+        return x.reshape(shape), block, index
+
+    def masks(self) -> dict[str, Any]:
+        """Return the entries of the documents of queries and keys, and of F at the keys, by name."""
+        entries = {f"key {name}": self.line(x, "key") for name, x in key_arrays(self.rows).items()}
+        if self.rows.run is not None:
+            entries["query run"] = self.line(self.rows.run, "query")
+        return entries
+
+    def launch(self, kernel, inputs: dict, outputs: dict, scratch: dict, *, over: str, interpret):
+        """Run `kernel(step)` over the tiles, and return its outputs by name.
+
+        Args:
+            kernel: called with a `Step`.
+            inputs: (array, block, index) by name.
+            outputs: (shape and dtype, block, index) by name.
+            scratch: shapes of float32 buffers in VMEM by name.
+            over: "key" or "query", the tiles over which consecutive programs loop.
+            interpret: False, True or `pltpu.InterpretParams`.
+        """
+        names = (*self.scalars, *inputs, *outputs, *scratch)
+        shared = self.heads // self.groups
+        by_query = over == "query"
+        grid = (self.batch, self.groups, self.count, shared, self.steps)
+        if not by_query:  # the loop over tiles is inside that over heads
+            grid = (self.batch, self.groups, shared, self.count, self.steps)
+
+        def body(*refs):
+            index = [pl.program_id(axis) for axis in range(5)]
+            count = len(self.scalars)
+            at, runs, scalar = self._position(by_query, *index, *refs[:count])
+            named = dict(zip(names[count:], refs[count:], strict=True))
+            head, j = index[3:]
+            step = Step(at, named, scalar, runs, j == 0, j == self.steps - 1)
+            if by_query:
+                step = step._replace(first_head=head == 0, last_head=head == shared - 1)
+            kernel(step)
+
+        def spec(entry):
+            _, block, index = entry
+            return pl.BlockSpec(block, lambda *args: index(self._position(by_query, *args)[0]))
+
+        kinds = ("parallel",) * 3 + ("arbitrary",) * 2
+        if not by_query:
+            kinds = ("parallel",) * 4 + ("arbitrary",)
+        results = pl.pallas_call(
+            body,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=len(self.scalars),
+                grid=grid,
+                in_specs=[spec(x) for x in inputs.values()],
+                out_specs=[spec(x) for x in outputs.values()],
+                scratch_shapes=[pltpu.VMEM(shape, _F32) for shape in scratch.values()],
+            ),
+            out_shape=[x for x, _, _ in outputs.values()],
+            compiler_params=pltpu.CompilerParams(dimension_semantics=kinds),
+            interpret=interpret,
+        )(*(x.reshape(-1) for x in self.scalars.values()), *(x for x, _, _ in inputs.values()))
+        return dict(zip(outputs, results, strict=True))
+
+    def _position(self, by_query: bool, b, g, x, y, j, *scalars):
+        """Return a program's `Position`, whether it has anything to compute, and its function `scalar`."""
+        shared = self.heads // self.groups
+        r, tile = (y, x) if by_query else (x, y)
+        h = g * shared + r
+        values = dict(zip(self.scalars, scalars, strict=True))
+
+        def scalar(name, tile):
+            return values[name][(b * self.heads + h) * self.count + tile]
+
+        if by_query:
+            last = scalar("last", tile)
+            at = Position(b, h, g, jnp.minimum(tile + j, last), tile)
+            return at, tile + j <= last, scalar
+        key = scalar("first", tile) + j
+        return Position(b, h, g, tile, jnp.minimum(key, tile)), key <= tile, scalar
+
+    def scores(self, step: Step, masked: bool, keys_in_rows: bool = False):
+        """Return the base-2 logarithms of a tile's weights, up to a constant for each query; `NEVER` where a query does not see a key.
+
+        Args:
+            step: the program.
+            masked: whether some queries of the tile may not see some of its keys.
+            keys_in_rows: whether the result is [keys, queries] instead of [queries, keys].
+        """
+        refs, at = step.refs, step.at
+        q, k = refs["q"][...], refs["k"][...]
+        scores = (dot(k, q, "nt") if keys_in_rows else dot(q, k, "nt")) * self.scale
+        if "key high" in refs:
+            key = [refs[f"key {x}"][...] for x in ("high", "low")]
+            key = [x.T for x in key] if keys_in_rows else key
+            query = [step.scalar(x, at.query) for x in ("high", "low")]
+            scores += ((query[0] - key[0]) + (query[1] - key[1])) * LOG2E
+        if not masked:
+            return scores
+        rows, columns = (lax.broadcasted_iota(jnp.int32, scores.shape, axis) for axis in (0, 1))
+        distance = (columns - rows if keys_in_rows else rows - columns) + (
+            at.query - at.key
+        ) * self.tile
+        seen = distance >= 0
+        if self.window is not None:
+            seen &= distance < self.window
+        if "query run" in refs:
+            query, key = refs["query run"][...], refs["key run"][...]
+            seen &= (query == key.T) if keys_in_rows else (query.T == key)
+        if "first of query" in refs:
+            seen &= refs["first of query"][...].T <= at.key
+        return jnp.where(seen, scores, NEVER)
+
+    def run(self, step: Step, add: Callable[[bool], None]):
+        """Call `add(masked)` if the program has anything to compute, with masked=False if all its queries see all its keys."""
+        at = step.at
+        if "query run" in step.refs:
+            pl.when(step.runs)(functools.partial(add, True))
+            return
+        all_seen = at.key < at.query
+        if self.window is not None:
+            all_seen &= (at.query - at.key + 1) * self.tile <= self.window
+        if "first of query" in step.refs:
+            all_seen &= at.key >= step.scalar("first common", at.query)
+        pl.when(step.runs & all_seen)(functools.partial(add, False))
+        pl.when(step.runs & jnp.logical_not(all_seen))(functools.partial(add, True))
+
+    def from_tokens(self, x, like):
+        """Return x, an output in the shape of `tokens`, in the shape of `like`, [B, T, heads, D]."""
+        return x.reshape(like.shape) if like.shape[3] % LANES == 0 else jnp.moveaxis(x, 1, 2)

@@ -1,0 +1,195 @@
+"""The backward kernel of short convolutions on Mosaic GPU (Hopper).
+
+With z the output of the convolution, s = silu(z) (or z) and y = s / sqrt(Σ s² + ε) over a head, the gradient of s is
+`n (dy - s n² Σ dy s)` with `n = 1 / sqrt(Σ s² + ε)`. From dz, the gradient of z, the gradient of x_t is
+`Σ_d weight[W - 1 - d] dz_{t+d}`: it is complete W - 1 tokens later.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.compat import pl
+from pallas_kernels.hopper.launch import launch
+from pallas_kernels.short_convolution.hopper.block import (
+    AHEAD,
+    EPSILON,
+    Block,
+    Layout,
+    convolve,
+    sigmoid,
+    struct_like,
+)
+
+_F32 = jnp.float32
+
+
+class _Pending(NamedTuple):
+    """The values that the loop over tokens carries from token to token.
+
+    Attributes:
+        before: the W - 1 rows before the next token, the nearest first; 0 on padding.
+        gradients: the partial sums of these rows' gradients.
+        documents: the documents of these rows; empty if rows have one document.
+        sums: the partial sums of the gradients of the weight's rows by distance, and then of the bias if there is one.
+    """
+
+    before: list[Any]
+    gradients: list[Any]
+    documents: list[Any]
+    sums: list[Any]
+
+
+class _Gradient(NamedTuple):
+    """The gradients of one block of tokens, computed token by token.
+
+    Attributes:
+        block: the tokens and channels.
+        weights: the rows of the weight by distance.
+        bias: the bias, or None.
+        zero: a row of zeros.
+        silu: whether SiLU is applied.
+        normalized: whether heads are normalised.
+    """
+
+    block: Block
+    weights: list[Any]
+    bias: Any
+    zero: Any
+    silu: bool
+    normalized: bool
+
+    def load_rows(self, first, count: int = AHEAD) -> tuple[list[Any], list[Any]]:
+        """Load the rows (x, dy) of the `count` tokens from `first` on, and their documents."""
+        block = self.block
+        tokens = [jnp.minimum(first + i, block.length - 1) for i in range(count)]
+        rows = [(block.row("x", t), block.row("dy", t)) for t in tokens]
+        return rows, [block.document(t) for t in tokens]
+
+    def token(self, rows, document, inside, counted, pending: _Pending) -> tuple[Any, _Pending]:
+        """Add one token's contributions to the gradients of its row and of the rows before it.
+
+        Args:
+            rows: the token's rows of x and dy.
+            document: the token's document, or None.
+            inside: whether the token exists; None means that it does.
+            counted: whether the token's contributions to the gradients of weight and bias are added; None means that they are.
+            pending: the carried values before the token.
+
+        Returns:
+            The gradient of the oldest row, which is complete, and the carried values after the token.
+        """
+        block = self.block
+        raw, dy = (r.astype(_F32) for r in rows)
+        row, taps, same = block.mask(raw, pending.before, document, pending.documents)
+        taps = [row, *taps]
+        y = convolve(self.weights, self.bias, taps)
+        if inside is not None:
+            dy = jnp.where(inside, dy, 0.0)
+        if document is not None:
+            dy = jnp.where(document >= 0, dy, 0.0)
+        gate: Any = sigmoid(y) if self.silu else None
+        if self.normalized:
+            value = y * gate if self.silu else y
+            norm = lax.rsqrt(block.sum_heads(value * value) + EPSILON)
+            dy = norm * (dy - value * (norm * norm * block.sum_heads(dy * value)))
+        if self.silu:
+            dy = dy * (gate * (1.0 + y * (1.0 - gate)))
+        d_counted = dy if counted is None else jnp.where(counted, dy, 0.0)
+        factors = [*taps, 1.0][: len(pending.sums)]
+        sums = [s + d_counted * x for s, x in zip(pending.sums, factors, strict=True)]
+        gradients = [self.zero, *pending.gradients]
+        for d in range(block.width):
+            part = dy if not d or same[d - 1] is None else jnp.where(same[d - 1], dy, 0.0)
+            gradients[d] = gradients[d] + self.weights[d] * part
+        documents = [] if document is None else [document, *pending.documents[:-1]]
+        before = [row, *pending.before[:-1]]
+        return gradients[-1], _Pending(before, gradients[:-1], documents, sums)
+
+
+def backward(
+    x,
+    weight,
+    bias,
+    tail,
+    order,
+    run,
+    dy,
+    *,
+    head_dim: int | None,
+    silu: bool,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array]:
+    """Return the gradients of x, weight, bias (None without one) and tail.
+
+    Args:
+        x: as in `forward`.
+        weight: as in `forward`.
+        bias: as in `forward`.
+        tail: as in `forward`.
+        order: as in `forward`.
+        run: as in `forward`.
+        dy: [B, T, D] bfloat16, the gradient of the output.
+        head_dim: as in `forward`.
+        silu: as in `forward`.
+        interpret: parameters of the interpreter, or False.
+    """
+    layout = Layout.of(x, weight, head_dim)
+    width = layout.width
+
+    def kernel(refs):
+        block = Block(refs, layout)
+        weights, bias = block.weights(), block.bias()
+        gradient = _Gradient(block, weights, bias, weights[0] * 0.0, silu, head_dim is not None)
+        before, documents_before = block.before()
+        sums = [gradient.zero] * (width + (bias is not None))
+        pending = _Pending(before, [gradient.zero] * (width - 1), documents_before, sums)
+        first = block.block == 0
+        rows, documents = gradient.load_rows(block.start, width - 1)
+        # The gradients that the first W - 1 tokens complete belong to rows before this block, and the block before stores them.
+        # The first block stores them as the gradients of the tail.
+        for i in range(width - 1):
+            oldest, pending = gradient.token(rows[i], documents[i], None, first, pending)
+
+            @pl.when(first)
+            def _(oldest=oldest, i=i):
+                block.store(oldest, "d_tail", block.b, i)
+
+        second = block.start + width - 1
+
+        def step(index, carry):
+            rows, documents, pending = carry
+            start = second + index * AHEAD
+            following = gradient.load_rows(start + AHEAD)
+            for i in range(AHEAD):
+                token = start + i
+                inside = token < block.length
+                oldest, pending = gradient.token(rows[i], documents[i], inside, None, pending)
+                block.store(oldest, "dx", block.b, block.position(token - (width - 1)))
+            return *following, pending
+
+        carry = (*gradient.load_rows(second), pending)
+        *_, pending = lax.fori_loop(0, layout.tokens // AHEAD, step, carry)
+        for index, total in enumerate(pending.sums):
+            at = index if index == width else width - 1 - index
+            block.store(total, "d_weight", block.b, block.block, at)
+
+    inputs = layout.inputs(x, weight, bias, tail, order, run, dy)
+    sums = (layout.batch, layout.grid["block"], width + (bias is not None))
+    outputs = dict(
+        dx=struct_like(inputs["x"]),
+        d_weight=jax.ShapeDtypeStruct((*sums, layout.heads, layout.dim), _F32),
+        d_tail=struct_like(inputs["tail"]),
+    )
+    name = "short_convolution_backward"
+    results = launch(
+        kernel, inputs=inputs, outputs=outputs, grid=layout.grid, name=name, interpret=interpret
+    )
+    rows = jnp.sum(results["d_weight"], axis=(0, 1)).reshape(sums[2], -1)
+    d_weight = rows[:width].astype(weight.dtype)
+    d_bias = None if bias is None else rows[width].astype(bias.dtype)
+    return results["dx"].reshape(x.shape), d_weight, d_bias, results["d_tail"].reshape(tail.shape)

@@ -1,0 +1,79 @@
+"""The forward kernel of short convolutions on Mosaic GPU (Hopper)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.hopper.launch import launch
+from pallas_kernels.short_convolution.hopper.block import (
+    AHEAD,
+    EPSILON,
+    Block,
+    Layout,
+    convolve,
+    sigmoid,
+    struct_like,
+)
+
+_F32 = jnp.float32
+
+
+def forward(
+    x, weight, bias, tail, order, run, *, head_dim: int | None, silu: bool, interpret: Any = False
+) -> jax.Array:
+    """Return the output, [B, T, D] bfloat16.
+
+    Args:
+        x: [B, T, D] bfloat16, T a multiple of `MULTIPLE`.
+        weight: [W, D].
+        bias: [D] or None.
+        tail: [B, W - 1, D], the tokens before the first, oldest first.
+        order: [B, T] int32, the index in x of each token in the order of processing, padding last; None is the order of x.
+        run: [B, T] int32, the index of each token's document in the order of processing, -1 for padding; None is one document.
+        head_dim: channels of a head that is normalised, or None.
+        silu: whether SiLU is applied.
+        interpret: parameters of the interpreter, or False.
+    """
+    layout = Layout.of(x, weight, head_dim)
+
+    def kernel(refs):
+        block = Block(refs, layout)
+        weights, bias = block.weights(), block.bias()
+
+        def load_rows(first):  # of the four tokens from `first` on
+            tokens = [jnp.minimum(first + i, block.length - 1) for i in range(AHEAD)]
+            return [block.row("x", t) for t in tokens], [block.document(t) for t in tokens]
+
+        def step(index, carry):
+            rows, documents, before, documents_before = carry
+            first = block.start + index * AHEAD
+            following = load_rows(first + AHEAD)
+            for i in range(AHEAD):
+                raw = rows[i].astype(_F32)
+                row, taps, _ = block.mask(raw, before, documents[i], documents_before)
+                y = convolve(weights, bias, [row, *taps])
+                if silu:
+                    y = y * sigmoid(y)
+                if head_dim is not None:
+                    y = y * lax.rsqrt(block.sum_heads(y * y) + EPSILON)
+                if documents[i] is not None:
+                    y = jnp.where(documents[i] >= 0, y, 0.0)
+                block.store(y, "y", block.b, block.position(first + i))
+                before = [row, *before[:-1]]
+                documents_before = [documents[i], *documents_before[:-1]]
+            return *following, before, documents_before if "run" in refs else []
+
+        carry = (*load_rows(block.start), *block.before())
+        lax.fori_loop(0, layout.tokens // AHEAD, step, carry)
+
+    inputs = layout.inputs(x, weight, bias, tail, order, run)
+    outputs = dict(y=struct_like(inputs["x"]))
+    name = "short_convolution_forward"
+    results = launch(
+        kernel, inputs=inputs, outputs=outputs, grid=layout.grid, name=name, interpret=interpret
+    )
+    return results["y"].reshape(x.shape)

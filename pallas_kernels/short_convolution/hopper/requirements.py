@@ -1,0 +1,67 @@
+"""The requirements of the Hopper kernels, and the sizes of their blocks."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from pallas_kernels.compat import PROCESSORS
+from pallas_kernels.requirements import Requirement, first_unmet
+
+LANES, WARPS = 32, 4  # threads of a warp; warps of a warpgroup
+_VECTORS = (8, 4, 2)  # numbers of channels that a thread may have
+MULTIPLE = 16
+"""The number of tokens must be a multiple of this."""
+
+
+def thread_channels(channels: int, head_dim: int | None) -> int | None:
+    """Return the number of channels of a thread such that no head is divided among warps, or None if there is none.
+
+    Args:
+        channels: D.
+        head_dim: channels of a head that is normalised, or None.
+    """
+    for size in _VECTORS:
+        if channels % (LANES * WARPS * size):
+            continue
+        if head_dim is None or (head_dim % size == 0 and LANES * size % head_dim == 0):
+            return size
+    return None
+
+
+def block_tokens(batch: int, length: int, columns: int) -> int:
+    """Return the number of tokens of a warpgroup's block.
+
+    Tokens at the boundary of two blocks are loaded twice. Hence blocks are as long as possible with at least four for each processor.
+
+    Args:
+        batch: B.
+        length: T.
+        columns: blocks of channels.
+    """
+    sizes = [s for s in (128, 64, 32, 16) if length % s == 0]
+    enough = [s for s in sizes if batch * (length // s) * columns >= 4 * PROCESSORS]
+    return (enough or sizes[-1:])[0]
+
+
+REQUIREMENTS = (
+    Requirement(
+        "x in bfloat16",
+        lambda c: c.x.dtype == jnp.bfloat16,
+        lambda c: jnp.dtype(c.x.dtype).name,
+    ),
+    Requirement(
+        "a weight of 2 to 4 rows",
+        lambda c: 2 <= c.weight.shape[0] <= 4,
+        lambda c: str(c.weight.shape[0]),
+    ),
+    Requirement(
+        "a multiple of 256 channels, in heads that fit into the channels of a warp",
+        lambda c: thread_channels(c.x.shape[2], c.head_dim) is not None,
+        lambda c: f"{c.x.shape[2]}" + ("" if c.head_dim is None else f" in heads of {c.head_dim}"),
+    ),
+)
+
+
+def unsupported(call) -> str | None:
+    """Return the first of `REQUIREMENTS` that an `api.Call` does not meet, or None."""
+    return first_unmet(REQUIREMENTS, call)
