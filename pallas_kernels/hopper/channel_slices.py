@@ -16,13 +16,13 @@ import jax.numpy as jnp
 _WIDTH = 128
 
 
-def slices_of(channels: int) -> list[slice]:
+def split_channels(channels: int) -> list[slice]:
     """The channels of each channels."""
     width = min(channels, _WIDTH)
     return [slice(n, n + width) for n in range(0, channels, width)]
 
 
-def sum_of(*parts: Any) -> Any:
+def sum_trees(*parts: Any) -> Any:
     """The sum of equal pytrees, made in float32, in their dtypes."""
     if len(parts) == 1:
         return parts[0]
@@ -35,7 +35,7 @@ def sum_of(*parts: Any) -> Any:
     return jax.tree.map(add, *parts)
 
 
-def by_key_slice(
+def compute_by_key_slice(
     make: Callable[..., Any], arrays: Collection[jax.Array], products: Collection[str]
 ) -> Any:
     """The `Resolved` of whole keys.
@@ -46,13 +46,13 @@ def by_key_slice(
         products: the fields that are sums over keys. `keep` is [B, h, N * K], the others have K as their last axis.
     """
     depth = next(iter(arrays)).shape[-1]
-    found = [make(*(x[..., channels] for x in arrays)) for channels in slices_of(depth)]
+    found = [make(*(x[..., channels] for x in arrays)) for channels in split_channels(depth)]
     if len(found) == 1:
         return found[0]
 
     def join(name: str, *parts):
         if name in products:
-            return sum_of(*parts)
+            return sum_trees(*parts)
         if name == "keep":
             parts = [x.reshape(*x.shape[:2], -1, _WIDTH) for x in parts]
             return jnp.concatenate(parts, axis=-1).reshape(*parts[0].shape[:2], -1)
@@ -62,7 +62,7 @@ def by_key_slice(
     return kind(*map(join, kind._fields, *found))
 
 
-def slice_of(x: jax.Array, depth: int, channels: slice) -> jax.Array:
+def slice_keep(x: jax.Array, depth: int, channels: slice) -> jax.Array:
     """A channels of [B, h, N * K]."""
     by_chunk = x.reshape(*x.shape[:2], -1, depth)[..., channels]
     return by_chunk.reshape(*x.shape[:2], -1)

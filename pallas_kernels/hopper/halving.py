@@ -20,7 +20,7 @@ SQUARE = (CHUNK, CHUNK)
 LEVELS = len(tiles.levels(CHUNK))
 # Of `AllPairs`: how many bits a decay may take from one end of a chunk to the other, and within 2^-SIZE and 2^SIZE what it
 # multiplies. Decays and their inverses, both less half the reach, are within 2^-50 and 2^50: sums of products keep to 2^126.
-REACH, SIZE = 100.0, 60
+RANGE, SIZE = 100.0, 60
 _F32 = jnp.float32
 _LOG2E = math.log2(math.e)
 
@@ -126,25 +126,25 @@ class Halving:
         """The tile last split."""
         return load(self._parts[0]).astype(_F32) + load(self._parts[1]).astype(_F32)
 
-    def since_start(self):
+    def sums_from_start(self):
         """Sums of the tile last split from the chunk's beginning to what each row reads, in bits."""
         return self.sums(self._upto())
 
     def to_write(self, sums, share):
-        """`since_start` a `share` of the way to what each row writes: only where it reads before is that further."""
+        """`sums_from_start` a `share` of the way to what each row writes: only where it reads before is that further."""
         return sums + share * self._own() if self._exclusive else sums
 
-    def reach(self, *tiles):
-        """`since_start`, and 1 if all rows can go to `AllPairs`, else 0; which can is kept for `within_reach`.
+    def check_range(self, *tiles):
+        """`sums_from_start`, and 1 if all rows can go to `AllPairs`, else 0; which can is kept for `pairs_in_range`.
 
-        They can within `REACH` of the chunk's beginning, and where their largest entries in `tiles` are within `SIZE`, or 0.
+        They can within `RANGE` of the chunk's beginning, and where their largest entries in `tiles` are within `SIZE`, or 0.
         """
         apart: Any = 0.0
         for tile in tiles:
             size = jnp.max(jnp.abs(load(tile)), axis=1).astype(_F32)
             fits = ((size >= 2.0**-SIZE) & (size <= 2.0**SIZE)) | (size == 0)
             apart += jnp.where(fits, 0.0, wg.NEVER)
-        since = self.since_start()
+        since = self.sums_from_start()
         of_row, of_all = (self._lowest.at[n] for n in range(2))
         of_row[...] = jnp.min(since, axis=1) + apart
         plgpu.commit_smem()
@@ -152,22 +152,22 @@ class Halving:
         # A scalar is read from there: one made of registers has others spill.
         of_all[...] = jnp.min(lowest, axis=1)
         plgpu.commit_smem()
-        return since, (of_all[0] >= -REACH).astype(jnp.int32)
+        return since, (of_all[0] >= -RANGE).astype(jnp.int32)
 
-    def within_reach(self):
+    def pairs_in_range(self):
         """Whether the later row of each pair is; it looks at no row after."""
         of_row = wg.spread_rows(wg.load_rows(self._lowest.at[0]), SQUARE)
         of_column = plgpu.load(self._lowest.at[0], layout=wg.LAYOUT.reduce(0))
-        return jnp.minimum(of_row, wg.spread_columns(of_column, SQUARE)) >= -REACH
+        return jnp.minimum(of_row, wg.spread_columns(of_column, SQUARE)) >= -RANGE
 
-    def border(self, later: bool):
+    def boundary_decay(self, later: bool):
         """What is left of the memory at each row (`later`), or of each row at the chunk's end."""
         return jnp.exp2(self.sums(self._upto() if later else self.j > self.i))
 
     def _upto(self):
         return self.j < self.i if self._exclusive else self.j <= self.i
 
-    def only_meeting(self, level, x, both: bool = True):
+    def mask_to_level(self, level, x, both: bool = True):
         """x where rows and columns stand in blocks that meet, the rows in the later one if not in `both`, else 0."""
         half = lax.shift_left(1, level)
         met = (self.i ^ half) & -half
@@ -179,7 +179,7 @@ class Halving:
         """1 in rows of later blocks, 0 in the others."""
         return (lax.shift_right_logical(self.i, level) & 1).astype(_F32)
 
-    def operand(self, level, of_later, of_earlier, factor):
+    def store_operand(self, level, of_later, of_earlier, factor):
         """The level's tile in shared memory: rows of the later blocks from one tile, of the others from the other, decayed."""
         x = self.blend(level, of_later, of_earlier)
         self._room[...] = (x.astype(_F32) * factor).astype(self._room.dtype)
@@ -195,8 +195,8 @@ class Halving:
 class Level:
     """The pairs of rows of two blocks that meet on a level: the later one's row and the earlier one's, in either order.
 
-    One of two kinds of steps, of which `AllPairs` is the other. Scores are the sum of `step.only(rows columnsᵀ)`; of
-    `factor * (step.only(weights) columns)` the share `later` is gradient of what later rows hold, the rest of what earlier ones do.
+    One of two kinds of steps, of which `AllPairs` is the other. Scores are the sum of `step.mask(rows columnsᵀ)`; of
+    `factor * (step.mask(weights) columns)` the share `later` is gradient of what later rows hold, the rest of what earlier ones do.
     """
 
     def __init__(self, halving: Halving, at):
@@ -208,9 +208,9 @@ class Level:
         """1 in rows of later blocks, 0 in the others."""
         return self._halving.later(self._at)
 
-    def only(self, x, both: bool = True):
+    def mask(self, x, both: bool = True):
         """x where a row and a column meet, the row in the later block if not in `both`, else 0."""
-        return self._halving.only_meeting(self._at, x, both)
+        return self._halving.mask_to_level(self._at, x, both)
 
     def rows(self, of_later, of_earlier):
         """What later and earlier rows hold, decayed as rows of the product, in float32."""
@@ -223,11 +223,11 @@ class AllPairs:
     """All pairs of a chunk at once, as `Level`; rows are the later ones of a pair (`turned` 0) or the earlier ones (1).
 
     A pair's decay is that since the chunk's beginning, of the later row, times its inverse, of the earlier row: for rows within
-    `REACH`, and each half of it off, so that both factors stay far from the ends of an exponent.
+    `RANGE`, and each half of it off, so that both factors stay far from the ends of an exponent.
     """
 
     def __init__(self, halving: Halving, turned, since=None):
-        """`since` is `halving.since_start()`; without it that is made where it is used, lest it take registers in between."""
+        """`since` is `halving.sums_from_start()`; without it that is made where it is used, lest it take registers in between."""
         self._halving, self._turned, self._since = halving, turned, since
         self._sign = 1.0 - 2.0 * turned
 
@@ -246,7 +246,7 @@ class AllPairs:
         """Of what is a column."""
         return self._decay(-self._sign, self.later)
 
-    def only(self, x, both: bool = True):
+    def mask(self, x, both: bool = True):
         """x below the diagonal, `turned` above it."""
         del both
         behind = (self._halving.i - self._halving.j) * (1 - 2 * self._turned)
@@ -262,9 +262,9 @@ class AllPairs:
 
     def _decay(self, sign, share):
         """Since the chunk's beginning, or its inverse by sign, `share` of the way to what is written; finite beyond reach."""
-        since = self._halving.since_start() if self._since is None else self._since
-        sums = self._halving.to_write(since, share) + REACH / 2
-        return jnp.exp2(jnp.minimum(sign * sums, REACH / 2))
+        since = self._halving.sums_from_start() if self._since is None else self._since
+        sums = self._halving.to_write(since, share) + RANGE / 2
+        return jnp.exp2(jnp.minimum(sign * sums, RANGE / 2))
 
 
 def _either(x, y, first):
@@ -287,7 +287,7 @@ def load(ref):
     return plgpu.load(ref, layout=wg.LAYOUT)
 
 
-def by_row(ref):
+def load_by_row(ref):
     """A vector in global memory, one value for each row."""
     return wg.load_global(ref, wg.LAYOUT.reduce(1))
 
@@ -306,14 +306,14 @@ def run_by_chunk(kernel, named: dict[str, jax.Array], out_type, count: int, grou
     )(*named.values())
 
 
-def by_column(ref):
+def load_by_column(ref):
     """One for each column, as a tile."""
     return lax.broadcast_in_dim(wg.load_global(ref, wg.LAYOUT.reduce(0)), SQUARE, [1])
 
 
 def same_document(run):
     """[64, 64], whether two tokens of a chunk belong to one document."""
-    return wg.spread_rows(by_row(run), SQUARE) == by_column(run)
+    return wg.spread_rows(load_by_row(run), SQUARE) == load_by_column(run)
 
 
 def left_operand(buffer, interpret: Any):

@@ -1,7 +1,7 @@
 """A sequence of few rows cut into parts that are walked side by side, on Mosaic GPU (Hopper).
 
 A part takes a memory S [K, V] to `Θ S + W`: W is where it takes an empty one, and Θ [K, K] where it takes the identity as a memory
-of K values to which nothing is written. `link` then hands the memory on from part to part, `S_p+1 = Θ_p S_p + W_p`, and against
+of K values to which nothing is written. `link_parts` then hands the memory on from part to part, `S_p+1 = Θ_p S_p + W_p`, and against
 time its gradient, `dS_p = Θ_pᵀ dS_p+1 + R_p` with R where the walk against time takes 0. With the memory at which each begins
 (or its gradient, where it ends) all parts are walked side by side.
 
@@ -70,7 +70,7 @@ def count_checkpoints(q, k, v, chunk_bounds) -> int:
     return checkpoints
 
 
-def cut(walk, q, k, v, initial, chunk_bounds, interpret: Any) -> Parts | None:
+def split(walk, q, k, v, initial, chunk_bounds, interpret: Any) -> Parts | None:
     """The parts, or None where there is one alone, or rows have several memories (`chunk_bounds`), which are as many walks.
 
     Args:
@@ -85,26 +85,26 @@ def cut(walk, q, k, v, initial, chunk_bounds, interpret: Any) -> Parts | None:
     if count == 1 or chunk_bounds is not None:
         return None
     written, transitions = (walk(values, parts=count)[-1] for values in (v, None))
-    return Parts(transitions, link(transitions, written, initial, interpret=interpret))
+    return Parts(transitions, link_parts(transitions, written, initial, interpret=interpret))
 
 
-def starts_of(parts: Parts | None, initial) -> tuple[jax.Array, int]:
+def part_starts(parts: Parts | None, initial) -> tuple[jax.Array, int]:
     """The memories at which parts begin, [B, h * P, K, V], and P."""
     if parts is None:
         return initial, 1
     return parts.starts, parts.starts.shape[1] // initial.shape[1]
 
 
-def ends_of(parts: Parts | None, walk, d_final, interpret: Any) -> tuple[jax.Array, int]:
+def part_end_gradients(parts: Parts | None, walk, d_final, interpret: Any) -> tuple[jax.Array, int]:
     """The gradients of the memories at which parts end, and P; `walk`: (None, parts=P, save=False) -> a list, the last of it R."""
     if parts is None or parts.transitions is None:
         return d_final, 1
     count = parts.starts.shape[1] // d_final.shape[1]
     read = walk(None, parts=count, save=False)[-1]
-    return link(parts.transitions, read, d_final, reverse=True, interpret=interpret), count
+    return link_parts(parts.transitions, read, d_final, reverse=True, interpret=interpret), count
 
 
-def link(transitions, written, initial, *, reverse: bool = False, interpret: Any = False):
+def link_parts(transitions, written, initial, *, reverse: bool = False, interpret: Any = False):
     """The memories at which parts begin; against time, the gradients of those at which they end.
 
     Args:
@@ -184,6 +184,6 @@ def link(transitions, written, initial, *, reverse: bool = False, interpret: Any
     return jnp.swapaxes(starts, -1, -2)
 
 
-def multiple(q, k, v) -> int:
+def length_multiple(q, k, v) -> int:
     """The number that T must be a multiple of."""
     return CHUNK * count_parts(q, k, v)

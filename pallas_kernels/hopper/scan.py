@@ -30,18 +30,18 @@ _SMEM = 226 * 1024  # bytes of shared memory, of 227
 _KEY_WIDE = ("q", "k", "written", "reach")  # what of a token is as long as a key
 
 
-def slices_of(S, others=None):
+def zip_with_keys(S, others=None):
     """With the keys that each holds; or `others`, of the same keys."""
     keys = (pl.ds(n * x.shape[1], x.shape[1]) for n, x in enumerate(S))
     return list(zip(keys, S if others is None else others, strict=False))
 
 
-def decayed(chunk, S):
+def decay_memory(chunk, S):
     """What is left of the pieces of S after the chunk."""
     if "keep" not in chunk:
         keep = chunk["enter"][CHUNK - 1] if "enter" in chunk else 1.0
         return [x * keep for x in S]
-    vectors = (plgpu.load(chunk["keep"].at[keys], layout=wg.LAYOUT.reduce(0)) for keys, _ in slices_of(S))  # fmt: skip
+    vectors = (plgpu.load(chunk["keep"].at[keys], layout=wg.LAYOUT.reduce(0)) for keys, _ in zip_with_keys(S))  # fmt: skip
     return [x * wg.spread_columns(keep, x.shape) for keep, x in zip(vectors, S, strict=True)]
 
 
@@ -119,7 +119,7 @@ def scan(
         refs = dict(zip([*named, *starts, *out_type], refs, strict=True))
         row, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
         own = row, h
-        b, steps, at = wg.walked(refs.get("chunk_bounds"), row, count, reverse)
+        b, steps, at = wg.chunks_of_row(refs.get("chunk_bounds"), row, count, reverse)
         if parts > 1:
             head, part = (f(lax.axis_index("row"), parts) for f in (lax.div, lax.rem))
             b, h = lax.div(head, heads), lax.rem(head, heads)
@@ -147,17 +147,20 @@ def scan(
                     @pl.when(lax.rem(n, stride) == 0)
                     def _():
                         mark = b, h * checkpoints + lax.div(n, stride), columns
-                        for keys, piece in slices_of(S):
+                        for keys, piece in zip_with_keys(S):
                             refs["checkpoints"].at[*mark, keys][...] = piece
 
                 buffers = [buffer_smem.at[group, index] for index in range(buffer_count)]
 
                 def hold(S):
                     if not through:
-                        yield [(keys, piece.astype(_BF16)) for keys, piece in slices_of(S)], True
+                        yield (
+                            [(keys, piece.astype(_BF16)) for keys, piece in zip_with_keys(S)],
+                            True,
+                        )
                         return
                     held = []
-                    for index, (keys, piece) in enumerate(slices_of(S)):
+                    for index, (keys, piece) in enumerate(zip_with_keys(S)):
                         if not whole:
                             # All but the last copy, which is of the other buffer.
                             plgpu.wait_smem_to_gmem(int(save or index == 0), wait_read_only=True)
@@ -181,7 +184,7 @@ def scan(
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     if save:
                         buffer = state_smem[0].at[group]
-                        for keys, piece in slices_of(S):
+                        for keys, piece in zip_with_keys(S):
                             buffer.at[:, keys][...] = piece.astype(_BF16)
                         plgpu.commit_smem()
                         plgpu.copy_smem_to_gmem(buffer, refs["states"].at[b, h, n, columns])
@@ -218,7 +221,7 @@ def scan(
                     return jnp.where(i + columns.start == j + n, 1.0, 0.0).astype(_F32)
 
                 S = pipeline(tuple(begin(n) for n in range(0, depth, size)))
-                for keys, piece in slices_of(S):
+                for keys, piece in zip_with_keys(S):
                     refs["last"].at[*own, columns, keys][...] = piece
                 plgpu.wait_smem_to_gmem(0)
 

@@ -18,7 +18,7 @@ TILED_WIDE = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))  # of
 NEVER = -1e30  # exp of it is 0
 
 
-def tiled(dtype):
+def smem_transforms(dtype):
     """How a tile of `dtype` lies in shared memory."""
     return TILED_WIDE if jnp.dtype(dtype).itemsize == 4 else TILED
 
@@ -49,7 +49,7 @@ def load_global(ref, layout: Any = LAYOUT):
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def walked(chunk_bounds, row, count: int, reverse: bool):
+def chunks_of_row(chunk_bounds, row, count: int, reverse: bool):
     """The row of tokens that a row of memories belongs to, how many chunks are walked over for it, and which is the n-th.
 
     `chunk_bounds` in global memory, [B, S + 1], are where the chunks of a row's S memories begin and end; None gives it all `count`.
@@ -103,7 +103,7 @@ class Accumulator:
         return value if self._added is None else value + self._added
 
 
-def accumulators(use, *starts: Any, interpret: Any) -> Any:
+def with_accumulators(use, *starts: Any, interpret: Any) -> Any:
     """What `use` makes of an `Accumulator` for each of `starts`, a value or a shape (of zeros).
 
     What it does between the beginning of a product and its reading passes while the product is on its way. It cannot return
@@ -123,7 +123,7 @@ def accumulators(use, *starts: Any, interpret: Any) -> Any:
     return pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
 
-def fresh(products, *shapes):
+def products_from_zero(products, *shapes):
     """Matrix products that `products` adds to references to zeros."""
 
     def run(*refs):

@@ -34,10 +34,10 @@ from pallas_kernels.hopper.halving import (
     Documents,
     Halving,
     Level,
-    by_column,
-    by_row,
     left_operand,
     load,
+    load_by_column,
+    load_by_row,
     same_document,
 )
 from pallas_kernels.linear_attention.hopper.chunk_backward import chunk_backward
@@ -265,7 +265,7 @@ def _chunk_forward(
             plgpu.barrier_wait(loaded)
 
             def resolve():
-                since, reached = halving.reach(q_buffer, k_buffer)
+                since, reached = halving.check_range(q_buffer, k_buffer)
 
                 def add(step, scores, serves):
                     rows = left(step.rows(load(q_buffer), load(k_buffer)).astype(buffer.dtype))
@@ -274,18 +274,18 @@ def _chunk_forward(
                     (near,) = halving.accumulate(
                         lambda out: plgpu.wgmma(out, rows, buffer.transpose((1, 0)))
                     )
-                    return scores + jnp.where(serves(), step.only(near), 0.0)
+                    return scores + jnp.where(serves(), step.mask(near), 0.0)
 
                 def level(at, scores):
-                    return add(Level(halving, at), scores, lambda: ~halving.within_reach())
+                    return add(Level(halving, at), scores, lambda: ~halving.pairs_in_range())
 
                 # A loop: the levels unrolled take more registers than there are.
                 scores = plgpu.layout_cast(jnp.zeros(SQUARE, _F32), wg.LAYOUT)
-                scores = add(AllPairs(halving, 0, since), scores, halving.within_reach)
+                scores = add(AllPairs(halving, 0, since), scores, halving.pairs_in_range)
                 scores = lax.fori_loop(reached * LEVELS, LEVELS, level, scores)
                 current = load(q_buffer).astype(_F32) * load(k_buffer).astype(_F32)
                 if bonus is not None:
-                    current *= by_column(refs["bonus"].at[own(bonus.shape[0]), columns])
+                    current *= load_by_column(refs["bonus"].at[own(bonus.shape[0]), columns])
                 current = wg.spread_rows(jnp.sum(current, axis=1), SQUARE)
                 i, j = halving.i, halving.j
                 scores = jnp.where(i > j, scores, jnp.where(i == j, current, 0.0)) * scale
@@ -305,10 +305,10 @@ def _chunk_forward(
             for name, x, later in (("read", q_buffer, True), ("written", k_buffer, False)):
                 if name not in refs:
                     continue
-                factor = halving.border(later)
+                factor = halving.boundary_decay(later)
                 if documents is not None:
                     flags = refs["enters" if later else "stays"].at[b, tokens]
-                    factor *= wg.spread_rows(by_row(flags), SQUARE)
+                    factor *= wg.spread_rows(load_by_row(flags), SQUARE)
                 if later:
                     factor *= scale
                 into = q_buffer if q is None else x
@@ -334,7 +334,7 @@ def _chunk_forward(
         each = items * groups
         buffers = [
             buffer((each, *SQUARE)),
-            buffer((each, *SQUARE), dtype=k.dtype, transforms=wg.tiled(k.dtype)),
+            buffer((each, *SQUARE), dtype=k.dtype, transforms=wg.smem_transforms(k.dtype)),
             buffer((each, 2, *SQUARE)),
             buffer((each, *SQUARE)),
             smem((each, 2, CHUNK), _F32),
@@ -402,7 +402,7 @@ def _scan(
     def kernel(*refs):
         refs = dict(zip([*named, *out_type], refs, strict=True))
         row, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
-        b, steps, at = wg.walked(refs.get("chunk_bounds"), row, count, reverse)
+        b, steps, at = wg.chunks_of_row(refs.get("chunk_bounds"), row, count, reverse)
         group = lax.axis_index("group")
         columns = pl.ds((lax.axis_index("column") * groups + group) * BLOCK, BLOCK)
         shared = pl.ds(lax.axis_index("column") * groups * BLOCK, groups * BLOCK)

@@ -20,10 +20,10 @@ from pallas_kernels.hopper.halving import (
     Documents,
     Halving,
     Level,
-    by_column,
-    by_row,
     left_operand,
     load,
+    load_by_column,
+    load_by_row,
     power_of_two,
     run_by_chunk,
     same_document,
@@ -124,7 +124,7 @@ def chunk_backward(
             def border(x, name):
                 if documents is None:
                     return x
-                return x * wg.spread_rows(by_row(refs[name].at[b, tokens]), SQUARE)
+                return x * wg.spread_rows(load_by_row(refs[name].at[b, tokens]), SQUARE)
 
             def give(name, buffer, x):
                 buffer[...] = x.astype(buffer.dtype)
@@ -168,7 +168,7 @@ def chunk_backward(
             at_end: Any = 0.0
             zeros = [jnp.zeros(SQUARE, _F32)] * (1 + whole)
             plgpu.barrier_wait(loaded)
-            _, reached = halving.reach(*(q_buffer, k_buffer)[not whole :])
+            _, reached = halving.check_range(*(q_buffer, k_buffer)[not whole :])
             if pieces == 1:
                 weights, size, current = resolve()
                 dq, *dk = outside(0, *zeros)
@@ -179,17 +179,17 @@ def chunk_backward(
                 weights, size, current = resolve()
                 plgpu.barrier_wait(again)
                 dq, *dk = outside(1, *sums)
-            dq *= border(halving.border(True), "enters") * scale
+            dq *= border(halving.boundary_decay(True), "enters") * scale
             if whole:
                 at_end += ends()
-                dk = [dk[0] * border(halving.border(False), "stays")]
+                dk = [dk[0] * border(halving.boundary_decay(False), "stays")]
                 # The memory's tiles have been used: their buffer takes the next parts.
                 spare = [states, d_states]
                 if width > BLOCK:
                     spare = [states.at[:, pl.ds(n * BLOCK, BLOCK)] for n in range(2)]
                 halving.split(load(k_buffer).astype(_F32) * dk[0], spare)
                 rows = pl.ds(n * depth + group * BLOCK, BLOCK)
-                keep = by_row(refs["keep"].at[b, lax.div(h * keep_heads, heads), rows])
+                keep = load_by_row(refs["keep"].at[b, lax.div(h * keep_heads, heads), rows])
                 totals[...] = at_end * keep + halving.column_sums(spare)
 
             def products(step):
@@ -201,7 +201,7 @@ def chunk_backward(
                 else:  # in two parts: a softmax over what is read multiplies its rounding
                     tiles = [x_buffer, q_buffer]
                     halving.split(x, tiles)
-                near = left(step.only(weights, both=whole))
+                near = left(step.mask(weights, both=whole))
 
                 def product(out):
                     for tile in tiles:
@@ -251,7 +251,7 @@ def chunk_backward(
                 halving.split(current * q * k)
                 refs["d_bonus"].at[b, h, n, columns][...] = halving.column_sums()
                 row = refs["bonus"].at[lax.div(h * bonus.shape[0], heads), columns]
-                current *= by_column(row)
+                current *= load_by_column(row)
             give("dq", q_buffer, dq + current * k)
             give("dk", k_buffer, dk + current * q)
             plgpu.wait_smem_to_gmem(0)
@@ -260,7 +260,7 @@ def chunk_backward(
         buffer = functools.partial(smem, dtype=d_output.dtype, transforms=wg.TILED)
         buffers = [
             buffer((together, *SQUARE)),
-            buffer((together, *SQUARE), dtype=k.dtype, transforms=wg.tiled(k.dtype)),
+            buffer((together, *SQUARE), dtype=k.dtype, transforms=wg.smem_transforms(k.dtype)),
             buffer((together, BLOCK, width)),
             buffer((together, BLOCK, width)),
             buffer((together, 2, *SQUARE), dtype=jnp.bfloat16),

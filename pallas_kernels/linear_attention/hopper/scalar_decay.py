@@ -271,7 +271,7 @@ def _scan(
     def kernel(*refs):
         refs = dict(zip([*named, *out_type], refs, strict=True))
         row, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
-        b, steps, at = wg.walked(refs.get("chunk_bounds"), row, count, reverse)
+        b, steps, at = wg.chunks_of_row(refs.get("chunk_bounds"), row, count, reverse)
         group, piece = lax.axis_index("group"), lax.axis_index("slice")
         rows = pl.ds(piece * depth, depth)
         column = lax.axis_index("column") * groups + group
