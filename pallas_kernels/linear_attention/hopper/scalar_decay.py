@@ -1,19 +1,17 @@
-"""Linear attention with a scalar decay on Mosaic GPU (Hopper): one kernel, run once forward and three times backward.
+"""Linear attention with a scalar decay on Mosaic GPU (Hopper): one kernel, run once in the forward pass and three times in the backward.
 
-A warpgroup keeps a [D, 64] piece of a memory S in registers and walks over the chunks; two of them share what is loaded. All
-products are sums over D, so that beyond 128 it is sliced: each slice walks by itself, and what they read is added up. Over one
-chunk the kernel computes
+The kernel (`scalar_scan`) computes, chunk by chunk and for j <= i,
 
     out_i = enter_i x_i S + sum_j exp(cum_i - cum_j) (x_i . y_j) z_j,    S <- keep S + sum_j (leave_j y_j)ᵀ z_j
 
-with j <= i. (x, y, z) = (q, k, v) gives the output and (dO, v, k) the gradient of q. Run against time (j >= i, the difference
-turned, `enter` and `leave` exchanged), (v, dO, q) gives the gradient of k and (k, q, dO) that of v, and S is the gradient of the
-memory. The decay's own gradient needs no further product: `q . dq - k . dk` summed over the rest of the chunk, and the inner
-product of the memory with its gradient at the chunk's end. Mamba2 (arXiv 2405.21060) section 6 has the chunks, GLA (2312.06635)
-appendix C the gradient.
+(x, y, z) = (q, k, v) gives the output, and (dO, v, k) the gradient of q. From the last chunk to the first (for j >= i, with
+cum_j - cum_i, `enter` and `leave` exchanged) S is the gradient of the memory, or its transpose; (v, dO, q) gives the gradient of k, and
+(k, q, dO) that of v. The gradient of the decay requires no further product: it is `q . dq - k . dk` summed from each token to the end
+of its chunk, plus the inner product of the memory with its gradient there. Mamba2 (arXiv 2405.21060) section 6 has the chunks, GLA
+(2312.06635) appendix C the gradient.
 
-Few rows of a long sequence are split: a first pass sums up each part's writes, a scan over parts gives the memory at their
-beginnings, and the parts then run side by side.
+If a batch has few rows and they are long, each row is split into parts that are computed at the same time: a first scan adds up the
+writes of each part, from which the memories before all parts follow.
 """
 
 from __future__ import annotations
@@ -31,18 +29,24 @@ from pallas_kernels.memory_calls import NO_BONUS, in_bfloat16, key_dims, value_d
 
 __all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward"]
 
-SIZES = (64, 128, 256, 512)  # K and V
+_SIZES = (64, 128, 256, 512)  # K and V
 _F32 = jnp.float32
 REQUIREMENTS = (
     NO_BONUS,
     in_bfloat16("q", "k", "v"),
-    key_dims(*SIZES),
-    value_dims(*SIZES),
+    key_dims(*_SIZES),
+    value_dims(*_SIZES),
 )
 
 
 class Residuals(NamedTuple):
-    """What `forward` leaves for `backward`: the decays, and the memory before and after each part [B * P, *, K, V]."""
+    """Outputs of `forward` that `backward` reads, for P parts.
+
+    Attributes:
+        decay: the decays.
+        starts: [B * P, *, K, V] float32, the memory before each part.
+        ends: [B * P, *, K, V] float32, the memory after each part.
+    """
 
     decay: Decays
     starts: jax.Array
@@ -52,8 +56,12 @@ class Residuals(NamedTuple):
 def forward(
     q, k, v, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals]:
-    """The output [B, T, max(H, G), V], the final memories as `initial` and the residuals. T is a multiple of `CHUNK`."""
-    del save  # the residuals are there in any case
+    """Return the output [B, T, max(H, G), V], the final memories, shaped as `initial`, and the residuals.
+
+    The arguments are those of `linear_attention`, with T a multiple of `CHUNK`. The residuals are computed whether or not `save` is
+    set.
+    """
+    del save
     batch, length, memories, _ = v.shape
     heads = max(q.shape[2], memories)
     run, chunk_bounds = row_layout.split_runs(run, initial, batch)
@@ -63,7 +71,7 @@ def forward(
     scan = functools.partial(
         scalar_scan, decay=decay, heads=heads, chunk_bounds=chunk_bounds, interpret=interpret
     )
-    # Several heads that read one memory each carry it along.
+    # Each of several query heads that read one memory computes that memory.
     starts = initial = jnp.repeat(initial, heads // memories, axis=1)
     if parts > 1:
         (written,) = scan(None, k, v)
@@ -77,69 +85,64 @@ def backward(
     q, k, v, log_decay, run, initial, residuals: Residuals, d_output, d_final, *, scale: float,
     decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Gradients of q, k, v, log_decay (None without one, or where it is not wanted) and initial."""
+    """Return the gradients of q, k, v, log_decay and initial; that of log_decay is None without one or without `decay_gradient`."""
     batch, length, memories, _ = v.shape
     heads = d_output.shape[2]
     decay, starts, ends = residuals
     _, chunk_bounds = row_layout.split_runs(run, initial, batch)
     parts = starts.shape[0] // initial.shape[0]
-    whole = lambda x, n: row_layout.sum_heads(x.reshape(batch, length, *x.shape[2:]), n)  # noqa: E731
-    shapes = q.shape[2], k.shape[2]
+    query_heads, key_heads = q.shape[2], k.shape[2]
     q, k, v, d_output = (row_layout.split_parts(x, parts) for x in (q, k, v, d_output))
     scan = functools.partial(
         scalar_scan, decay=decay, heads=heads, chunk_bounds=chunk_bounds, interpret=interpret
     )
-    # Of several heads that carry one memory, the first hands on the gradient from outside.
+    # Of several query heads that read one memory, the first receives the gradient of the final memory.
     first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
     d_ends = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
     if parts > 1:
         (read,) = scan(None, q, d_output, write_scale=scale, reverse=True)
         d_ends = row_layout.memories_before_parts(read, decay.keep, d_ends, reverse=True)
 
-    forth = dict(initial=jnp.swapaxes(starts, -1, -2), read_scale=scale)
-    back = dict(write_scale=scale, reverse=True)
-    turned = jnp.swapaxes(d_ends, -1, -2)
+    forward_options = dict(initial=jnp.swapaxes(starts, -1, -2), read_scale=scale)
+    reverse_options = dict(write_scale=scale, reverse=True)
+    d_ends_transposed = jnp.swapaxes(d_ends, -1, -2)
     if log_decay is None or not decay_gradient:
         d_decay = None
-        dq, _ = scan(d_output, v, k, **forth)
-        dk, _ = scan(v, d_output, q, initial=turned, **back)
+        dq, _ = scan(d_output, v, k, **forward_options)
+        dk, _ = scan(v, d_output, q, initial=d_ends_transposed, **reverse_options)
     else:
-        dq, _, reads, states = scan(d_output, v, k, partner=q, save_states=True, **forth)
-        dk, _, writes, products = scan(
-            v, d_output, q, initial=turned, partner=k, states=states, **back
+        dq, _, q_dots, states = scan(d_output, v, k, partner=q, save_states=True, **forward_options)
+        dk, _, k_dots, products = scan(
+            v, d_output, q, initial=d_ends_transposed, partner=k, states=states, **reverse_options
         )
-        # Stretch by stretch: over all of T, the rounding of products would add up.
         at_end = jnp.sum(ends * d_ends, (-1, -2))[:, :, None]
-        products = jnp.sum(products, (2, -1))
-        if chunk_bounds is None:
-            at_end = jnp.concatenate([products[..., 1:], at_end], axis=-1)
-        else:  # every chunk is a stretch, and the last of a run its memory's end
-            last = jnp.arange(products.shape[2]) == chunk_bounds[:, 1:, None] - 1
-            at_end = jnp.where(last[:, :, None], at_end.reshape(*last.shape[:2], heads, 1), 0)
-            later = jnp.pad(products[..., 1:], [(0, 0), (0, 0), (0, 1)])
-            at_end = jnp.where(jnp.any(last, 1)[:, None], jnp.sum(at_end, 1), later)
-        rows = jnp.sum(reads - writes, axis=2)
+        at_end = _interval_ends(at_end, jnp.sum(products, (2, -1)), chunk_bounds)
+        rows = jnp.sum(q_dots - k_dots, axis=2)
         rows, at_end = (row_layout.sum_heads(x, memories, axis=1) for x in (rows, at_end))
         d_decay = _decay_gradient(rows, at_end, decay.run).reshape(batch, length, memories)
-    dv, d_starts = scan(k, q, d_output, initial=d_ends, **back)
+    dv, d_starts = scan(k, q, d_output, initial=d_ends, **reverse_options)
     d_initial = d_starts.reshape(-1, parts, *d_starts.shape[1:])[:, 0]
+
+    def join(x, heads):  # the parts, and the heads that share an input
+        return row_layout.sum_heads(x.reshape(batch, length, *x.shape[2:]), heads)
+
     return (
-        whole(dq, shapes[0]), whole(dk, shapes[1]), whole(dv, memories), d_decay,
+        join(dq, query_heads), join(dk, key_heads), join(dv, memories), d_decay,
         row_layout.sum_heads(d_initial, memories, axis=1),
     )  # fmt: skip
 
 
 def _chunk_decays(log_decay, run, shape, parts: int) -> Decays:
-    """Sums of the decay within chunks, and what documents cut off."""
+    """The `Decays` of log_decay [B, T, G] (or None) and run [B, T] (or None), for values of `shape` [B, T, G, V]."""
     batch, length, heads, _ = shape
     count = length // CHUNK
     if log_decay is None:
         by_chunk = jnp.zeros((batch, heads, count, CHUNK), _F32)
     else:
-        # Below -104 nothing is left in float32; larger sums would cost the others their precision.
+        # e^-104 is 0 in float32; larger sums would cost the others their precision.
         by_chunk = jnp.moveaxis(jnp.maximum(log_decay.astype(_F32), -128.0), 1, 2)
         by_chunk = by_chunk.reshape(batch, heads, count, CHUNK)
-    # Sums up to a row and after it, not their difference: nothing cancels. As a product they take one kernel.
+    # Sums up to a token and after it, computed apart: their difference would lose precision. As one product they are one kernel.
     row, other = jnp.arange(CHUNK)[:, None], jnp.arange(CHUNK)
     sums = jnp.concatenate([row <= other, row > other], axis=1).astype(_F32)
     sums = jnp.einsum("bgnj,ji->bgni", by_chunk, sums, precision="highest")
@@ -163,23 +166,47 @@ def _chunk_decays(log_decay, run, shape, parts: int) -> Decays:
     )  # fmt: skip
 
 
-def _decay_gradient(rows, at_end, run):
-    """[B, T, G], the sums of `rows` [B, G, T] from each token to the end of its stretch and document.
+def _interval_ends(at_end, products, chunk_bounds):
+    """The inner products of the memory with its gradient at the end of each interval of `scalar_scan`, [B, heads, intervals].
 
-    `at_end` [B, G, stretches] is the inner product of the memory with its gradient at the end of each.
+    They are computed anew in each interval: summed over all of T, the rounding errors of `q . dq - k . dk` would add up.
+
+    Args:
+        at_end: [B * S, heads, 1], the inner products at the end of each memory's last chunk.
+        products: [B, heads, intervals], those at the start of each interval.
+        chunk_bounds: [B, S + 1], the chunks at which a row's memories begin and end, or None. With them every chunk is an interval.
+    """
+    if chunk_bounds is None:
+        return jnp.concatenate([products[..., 1:], at_end], axis=-1)
+    heads = at_end.shape[1]
+    last = jnp.arange(products.shape[2]) == chunk_bounds[:, 1:, None] - 1
+    at_end = jnp.where(last[:, :, None], at_end.reshape(*last.shape[:2], heads, 1), 0)
+    later = jnp.pad(products[..., 1:], [(0, 0), (0, 0), (0, 1)])
+    return jnp.where(jnp.any(last, 1)[:, None], jnp.sum(at_end, 1), later)
+
+
+def _decay_gradient(rows, at_end, run):
+    """The gradient of the log decay, [B, T, G].
+
+    It is the sum of `rows` from each token to the end of its interval and document, plus `at_end` if its document is the interval's last.
+
+    Args:
+        rows: [B, G, T], `q . dq - k . dk`.
+        at_end: [B, G, intervals], the inner product of the memory with its gradient at the end of each interval.
+        run: [B, T], document numbers, or None.
     """
     batch, heads, length = rows.shape
     rows = rows.reshape(*at_end.shape, -1)
     size = rows.shape[-1]
-    seen = (jnp.arange(size)[:, None] <= jnp.arange(size))[None, None]
+    later = (jnp.arange(size)[:, None] <= jnp.arange(size))[None, None]
     last = at_end[..., None]
     if run is not None:
         run = run.reshape(batch, -1, size)
-        seen &= run[..., :, None] == run[..., None, :]
+        later &= run[..., :, None] == run[..., None, :]
         last = jnp.where((run == run[..., -1:])[:, None], last, 0)
-    seen = jnp.broadcast_to(seen, (batch, *seen.shape[1:])).astype(_F32)
+    later = jnp.broadcast_to(later, (batch, *later.shape[1:])).astype(_F32)
     if run is None:
-        summed = jnp.einsum("bgnj,ij->bgni", rows, seen[0, 0], precision="highest") + last
+        sums = jnp.einsum("bgnj,ij->bgni", rows, later[0, 0], precision="highest") + last
     else:
-        summed = jnp.einsum("bgnj,bnij->bgni", rows, seen, precision="highest") + last
-    return jnp.moveaxis(summed.reshape(batch, heads, length), 1, 2)
+        sums = jnp.einsum("bgnj,bnij->bgni", rows, later, precision="highest") + last
+    return jnp.moveaxis(sums.reshape(batch, heads, length), 1, 2)

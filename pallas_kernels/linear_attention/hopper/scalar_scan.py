@@ -227,19 +227,20 @@ def _smem(call: _Call, dtype) -> dict[str, Any]:
     )
 
 
-class _Warpgroup:
-    """The computation of one warpgroup."""
+class _Warpgroup(NamedTuple):
+    """The computation of one warpgroup.
 
-    def __init__(self, call: _Call, at: _Position, refs: dict[str, Any], smem: dict[str, Any]):
-        """Bind references.
+    Attributes:
+        call: the call.
+        at: the part of a memory that it computes.
+        refs: inputs and outputs in global memory, by name.
+        smem: buffers of `_smem`, by name.
+    """
 
-        Args:
-            call: the call.
-            at: what this warpgroup computes.
-            refs: inputs and outputs in global memory.
-            smem: buffers of `_smem`.
-        """
-        self.call, self.at, self.refs, self.smem = call, at, refs, smem
+    call: _Call
+    at: _Position
+    refs: dict[str, Any]
+    smem: dict[str, Any]
 
     def compute(self) -> None:
         """Carry the memory over its chunks."""
