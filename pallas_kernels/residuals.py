@@ -12,12 +12,12 @@ KEPT = "kernel_residuals"
 """`jax.checkpoint_policies.save_only_these_names(KEPT)` runs no forward kernel again in the backward pass."""
 
 
-def keep(tree: Any) -> Any:
-    """Name all arrays of a tree, `apart`."""
-    return jax.tree.map(lambda x: checkpoint_name(x, KEPT), apart(tree))
+def name_residuals(tree: Any) -> Any:
+    """Name all arrays of a tree, `behind_barrier`."""
+    return jax.tree.map(lambda x: checkpoint_name(x, KEPT), behind_barrier(tree))
 
 
-def apart(tree: Any) -> Any:
+def behind_barrier(tree: Any) -> Any:
     """The same arrays, each behind a barrier, for what a kernel's forward hands out.
 
     Of a kernel whose result a scan stacks XLA makes two: one writes into the stack, the other for whoever reads the result (its

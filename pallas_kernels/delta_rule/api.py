@@ -17,7 +17,7 @@ from pallas_kernels.memory_calls import (
     pad_tokens,
 )
 from pallas_kernels.requirements import first_unmet
-from pallas_kernels.residuals import keep
+from pallas_kernels.residuals import name_residuals
 
 _OP = "delta_rule"
 
@@ -75,7 +75,7 @@ def delta_rule(
     if reason is not None:
         raise NotImplementedError(f"{_OP}: implementation={implementation!r} requires {reason}")
     length = q.shape[1]
-    padding = -length % backend.multiple(q, k, v)
+    padding = -length % backend.length_multiple(q, k, v)
     if padding:
         q, k, v, beta, log_decay = (pad_tokens(x, padding) for x in (q, k, v, beta, log_decay))
         run = pad_documents(run, padding)
@@ -95,7 +95,7 @@ def _forward(static, *primals):
     backend, _, scale, interpret = static
     inputs = tuple(None if p is None else p.value for p in primals)
     results = backend.forward(*inputs, scale=scale, interpret=interpret)
-    output, final, residuals = keep(results)
+    output, final, residuals = name_residuals(results)
     # The decay of a head that is a constant needs no gradient, and the backward pass is cheaper without it. (Residuals hold
     # arrays, not flags: the flag is an array's size.)
     wanted = primals[4] is not None and primals[4].perturbed

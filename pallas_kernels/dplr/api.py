@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.memory_calls import MemoryCall, backend_module, pad_documents, pad_tokens
 from pallas_kernels.requirements import first_unmet
-from pallas_kernels.residuals import keep
+from pallas_kernels.residuals import name_residuals
 
 _OP = "dplr"
 
@@ -67,7 +67,7 @@ def dplr(
     if reason is not None:
         raise NotImplementedError(f"{_OP}: implementation={implementation!r} requires {reason}")
     length = q.shape[1]
-    padding = -length % backend.multiple(q, k, v)
+    padding = -length % backend.length_multiple(q, k, v)
     if padding:
         q, k, v, a, b, log_decay = (pad_tokens(x, padding) for x in (q, k, v, a, b, log_decay))
         run = pad_documents(run, padding)
@@ -85,7 +85,9 @@ def _run(static, *inputs):
 
 def _forward(static, *inputs):
     backend, _, scale, interpret = static
-    output, final, residuals = keep(backend.forward(*inputs, scale=scale, interpret=interpret))
+    output, final, residuals = name_residuals(
+        backend.forward(*inputs, scale=scale, interpret=interpret)
+    )
     return (output, final), (inputs, residuals)
 
 

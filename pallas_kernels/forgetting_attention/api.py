@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.forgetting_attention.bounds import Bounds, Rows, find_bounds
 from pallas_kernels.requirements import Requirement, first_unmet
-from pallas_kernels.residuals import keep
+from pallas_kernels.residuals import name_residuals
 
 _BACKENDS = {"mosaic_gpu": "hopper", "mosaic_tpu": "tpu"}
 
@@ -160,7 +160,7 @@ def _attend(options: _Options, q, k, v, rows: Rows):
 def _attend_forward(options, q, k, v, rows: Rows):
     bounds = options.bounds(q, k, rows)
     output, sums = options.backend.forward(q, k, v, rows, bounds, **options.kernel_options())
-    bounds, output, sums = keep((bounds, output, sums))
+    bounds, output, sums = name_residuals((bounds, output, sums))
     return output, (q, k, v, rows, bounds, output, sums)
 
 

@@ -1,1 +1,1 @@
-"""What kernels for NVIDIA Hopper share."""
+"""Code that the kernels for NVIDIA Hopper share."""

@@ -1,7 +1,8 @@
-"""Keys of 256 channels that decay one by one, and values of more than 128: what a chunk makes by itself is made of 128 channels at a
-time, on Mosaic GPU (Hopper).
+"""Slices of 128 channels, for chunk kernels of the delta rules on Mosaic GPU (Hopper).
 
-Products over channels are added, what each channel has is put side by side; the walks see whole keys and values.
+With a decay for every key channel, keys of 256 channels and values of more than 128 do not fit into a chunk kernel. It is then run once
+for each slice of 128 channels. Outputs that are sums over the sliced channels are added, and outputs with these channels are
+concatenated. The scan has all channels at once.
 """
 
 from __future__ import annotations
@@ -16,53 +17,53 @@ import jax.numpy as jnp
 _WIDTH = 128
 
 
-def slices_of(channels: int) -> list[slice]:
-    """The channels of each channels."""
+def split_channels(channels: int) -> list[slice]:
+    """Slices of at most 128 channels that cover so many."""
     width = min(channels, _WIDTH)
     return [slice(n, n + width) for n in range(0, channels, width)]
 
 
-def sum_of(*parts: Any) -> Any:
-    """The sum of equal pytrees, made in float32, in their dtypes."""
-    if len(parts) == 1:
-        return parts[0]
+def sum_trees(*trees: Any) -> Any:
+    """The sum of pytrees of the same structure, computed in float32 and returned in their dtypes."""
+    if len(trees) == 1:
+        return trees[0]
 
     def add(*leaves):
         return functools.reduce(jnp.add, (x.astype(jnp.float32) for x in leaves)).astype(
             leaves[0].dtype
         )
 
-    return jax.tree.map(add, *parts)
+    return jax.tree.map(add, *trees)
 
 
-def by_key_slice(
-    make: Callable[..., Any], arrays: Collection[jax.Array], products: Collection[str]
+def compute_by_key_slice(
+    compute: Callable[..., Any], arrays: Collection[jax.Array], products: Collection[str]
 ) -> Any:
-    """The `Resolved` of whole keys.
+    """Run a function on each slice of key channels and join its results.
 
     Args:
-        make: that of slices of the arrays.
+        compute: called with a slice of each array; returns a NamedTuple.
         arrays: [B, T, *, K].
-        products: the fields that are sums over keys. `keep` is [B, h, N * K], the others have K as their last axis.
+        products: the fields of the NamedTuple that are sums over key channels. `keep` is [B, h, N * K]; the others have K as last axis.
     """
     depth = next(iter(arrays)).shape[-1]
-    found = [make(*(x[..., channels] for x in arrays)) for channels in slices_of(depth)]
-    if len(found) == 1:
-        return found[0]
+    results = [compute(*(x[..., channels] for x in arrays)) for channels in split_channels(depth)]
+    if len(results) == 1:
+        return results[0]
 
     def join(name: str, *parts):
         if name in products:
-            return sum_of(*parts)
+            return sum_trees(*parts)
         if name == "keep":
             parts = [x.reshape(*x.shape[:2], -1, _WIDTH) for x in parts]
             return jnp.concatenate(parts, axis=-1).reshape(*parts[0].shape[:2], -1)
         return jnp.concatenate(parts, axis=-1)
 
-    kind = type(found[0])
-    return kind(*map(join, kind._fields, *found))
+    kind = type(results[0])
+    return kind(*map(join, kind._fields, *results))
 
 
-def slice_of(x: jax.Array, depth: int, channels: slice) -> jax.Array:
-    """A channels of [B, h, N * K]."""
-    by_chunk = x.reshape(*x.shape[:2], -1, depth)[..., channels]
-    return by_chunk.reshape(*x.shape[:2], -1)
+def slice_keep(keep: jax.Array, depth: int, channels: slice) -> jax.Array:
+    """A slice of the channels of `keep` [B, h, N * K], with K = `depth`."""
+    by_chunk = keep.reshape(*keep.shape[:2], -1, depth)[..., channels]
+    return by_chunk.reshape(*keep.shape[:2], -1)

@@ -1,4 +1,13 @@
-"""The halving of a chunk whose decay has a value for every key channel, for a warpgroup of Mosaic GPU; see `tiles_channels`."""
+"""Pairs of tokens in a chunk whose decay has a value for every key channel, for a warpgroup of Mosaic GPU (Hopper).
+
+The score of a later token i and an earlier token j is Σ_c q_ic k_jc e^(b_i - b_j)_c, with b the inclusive sums of the log decay. Two
+methods split e^(b_i - b_j) into a factor of the row i and one of the column j, so that scores are a matrix product:
+
+- `Level`: the halving of `tiles.channel_decay`, which is exact for every decay. On each level the pairs are those of two neighbouring
+  blocks of rows, and both factors are at most 1. A chunk of 64 tokens has 6 levels.
+- `AllPairs`: e^b_i and e^-b_j, for all pairs at once. It is valid only while neither factor leaves the exponents of float32, for
+  rows that are *in range*.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +24,32 @@ from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.tiles import channel_decay as tiles
 
 CHUNK = 64
-BLOCK = 64  # columns that a warpgroup holds
+BLOCK = 64  # key channels that a warpgroup computes
 SQUARE = (CHUNK, CHUNK)
 LEVELS = len(tiles.levels(CHUNK))
-# Of `AllPairs`: how many bits a decay may take from one end of a chunk to the other, and within 2^-SIZE and 2^SIZE what it
-# multiplies. Decays and their inverses, both less half the reach, are within 2^-50 and 2^50: sums of products keep to 2^126.
-REACH, SIZE = 100.0, 60
+# A row is in range if its decay since the chunk's start is at least 2^-RANGE, and if the largest entry of each operand is 0 or within
+# 2^-SIZE and 2^SIZE. Factors are multiplied by 2^(RANGE / 2), so that they and their inverses are within 2^-50 and 2^50, and sums of
+# products stay below 2^126.
+RANGE, SIZE = 100.0, 60
 _F32 = jnp.float32
 _LOG2E = math.log2(math.e)
 
 PARAMETERS = plgpu.CompilerParams(
     approx_math=True,
-    reduction_scratch_bytes=0,  # all warpgroups would share it: no sums over rows of registers
+    reduction_scratch_bytes=0,  # sums over rows of registers would use one buffer for all warpgroups, so there are none
     # The layout inference of the other semantics finds no solution here (jax 0.11.2).
     lowering_semantics=plgpu.LoweringSemantics.Lane,
 )
 
 
 class Documents(NamedTuple):
-    """Where documents begin: `run` [B, T], and 1 where a token's is the one before its chunk, or the chunk's last, else 0."""
+    """Document boundaries.
+
+    Attributes:
+        run: [B, T], document numbers.
+        enters: [B, T], 1 where a token's document is that of the last token before its chunk, else 0.
+        stays: [B, T], 1 where a token's document is that of its chunk's last token, else 0.
+    """
 
     run: jax.Array
     enters: jax.Array
@@ -41,34 +57,34 @@ class Documents(NamedTuple):
 
 
 class Halving:
-    """For the 64 columns of a warpgroup: sums of rows by products with masks, and what the levels make of them.
+    """The decays of a chunk's 64 tokens in 64 key channels, as tiles [64, 64] with a row for each token.
 
-    A sum over rows in registers would go through a buffer in shared memory that all warpgroups use at once.
+    Sums over tokens are products with masks: a sum over rows in registers would use a buffer that all warpgroups share.
     """
 
     def __init__(self, parts, buffer, left, exclusive: bool, interpret, lowest: Any = None):
-        """Take buffers in shared memory.
+        """Bind buffers in shared memory.
 
         Args:
-            parts: [2, 64, 64] bfloat16.
-            buffer: [64, 64] bfloat16.
-            left: `left_operand`.
-            exclusive: as in `tiles_channels`.
+            parts: [2, 64, 64] bfloat16, for `split`.
+            buffer: [64, 64] bfloat16, for operands.
+            left: of `left_operand`.
+            exclusive: whether tokens read before they write, as in `tiles.channel_decay`.
             interpret: parameters of the interpreter, or False.
-            lowest: [2, 64] float32, for `reach`.
+            lowest: [2, 64] float32, for `check_range`.
         """
-        self._parts, self._room, self._lowest = [parts.at[n] for n in range(2)], buffer, lowest
+        self._parts, self._buffer, self._lowest = [parts.at[n] for n in range(2)], buffer, lowest
         self._left, self._exclusive, self._interpret = left, exclusive, interpret
         iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, SQUARE, layout=wg.LAYOUT)
         self.i, self.j = iota(0), iota(1)
 
     def accumulate(self, add, count: int = 1):
-        """[64, 64] tiles, what `add` adds to references to zeros."""
+        """A list of `count` tiles: the products that `add` adds to references to zeros."""
         zeros = [jnp.zeros(SQUARE, _F32)] * count
         return wg.accumulate(add, *zeros, interpret=self._interpret)
 
     def split(self, x, parts=None):
-        """Keep x [64, 64] float32 in two bfloat16 parts, in other buffers if they are given."""
+        """Store x [64, 64] float32 as the sum of two bfloat16 tiles, in `parts` or in the buffers of this object."""
         high = x.astype(jnp.bfloat16)
         first, second = self._parts if parts is None else parts
         first[...] = high
@@ -76,20 +92,20 @@ class Halving:
         plgpu.commit_smem()
 
     def split_decay(self, log_decay):
-        """`split` in units of log 2, as `factor` and `border` take it."""
+        """`split` the log decay [64, 64] in base 2, as `factor` and `boundary_decay` require it."""
         self.split(jnp.maximum(log_decay, tiles.FLOOR) * _LOG2E)
 
     def sums(self, mask, fixed: bool = True):
-        """`mask` [64, 64] times the tile last split; `fixed` if the compiler knows entries of the mask.
+        """`mask` [64, 64] times the tile last split. `fixed`: the compiler may know entries of the mask.
 
-        What is known it would not write to the registers of a left operand before the product begins (ptxas 13.0), so that goes
-        through shared memory.
+        Entries that it knows it writes to the registers of a left operand only after the product has begun (ptxas 13.0), so such a
+        mask is an operand in shared memory.
         """
         ones = jnp.where(mask, 1.0, 0.0).astype(jnp.bfloat16)
         if fixed:
-            self._room[...] = ones
+            self._buffer[...] = ones
             plgpu.commit_smem()
-            ones = self._room
+            ones = self._buffer
         else:
             ones = self._left(ones)
 
@@ -100,174 +116,196 @@ class Halving:
         return self.accumulate(add)[0]
 
     def column_sums(self, parts=None):
-        """Of the tile last split (into `parts`), a vector by row."""
+        """The sum of each column of the tile last split (into `parts`), as a vector [64] in the layout of rows."""
         parts = self._parts if parts is None else parts
-        ones = plgpu.layout_cast(jnp.ones(SQUARE, self._room.dtype), wg.LAYOUT)
-        self._room[...] = ones
+        ones = plgpu.layout_cast(jnp.ones(SQUARE, self._buffer.dtype), wg.LAYOUT)
+        self._buffer[...] = ones
         plgpu.commit_smem()
 
         def add(out):
             for part in parts:
-                plgpu.wgmma(out, part.transpose((1, 0)), self._room)
+                plgpu.wgmma(out, part.transpose((1, 0)), self._buffer)
 
         return jnp.max(self.accumulate(add)[0], axis=1)  # all columns are the same
 
     def factor(self, level):
-        """`tiles_channels.factor`; `level` is the logarithm of its blocks' rows."""
+        """`tiles.channel_decay.factor` for blocks of 2^level rows."""
         half = lax.shift_left(1, level)
-        # `tiles.spans` as an interval of columns, which takes half the instructions.
+        # `tiles.channel_decay.spans` as an interval of columns: half as many instructions.
         i, start = self.i, self.i & -half
         later = (i & half) > 0
         first = jnp.where(later, start, i + 1)
         last = jnp.where(later, i - 1 if self._exclusive else i, start + (half - 1))
         return jnp.exp2(self.sums((self.j >= first) & (self.j <= last), fixed=False))
 
-    def _own(self):
+    def _load_split(self):
         """The tile last split."""
         return load(self._parts[0]).astype(_F32) + load(self._parts[1]).astype(_F32)
 
-    def since_start(self):
-        """Sums of the tile last split from the chunk's beginning to what each row reads, in bits."""
-        return self.sums(self._upto())
+    def sums_from_start(self):
+        """The log decay in base 2 from the chunk's start to the memory that each row reads, [64, 64]."""
+        return self.sums(self._read_mask())
 
-    def to_write(self, sums, share):
-        """`since_start` a `share` of the way to what each row writes: only where it reads before is that further."""
-        return sums + share * self._own() if self._exclusive else sums
+    def sums_to_write(self, sums, fraction):
+        """`sums_from_start` with the fraction (0 to 1) of the row's own log decay that lies between its read and its write.
 
-    def reach(self, *tiles):
-        """`since_start`, and 1 if all rows can go to `AllPairs`, else 0; which can is kept for `within_reach`.
-
-        They can within `REACH` of the chunk's beginning, and where their largest entries in `tiles` are within `SIZE`, or 0.
+        Only if tokens read before they write is there a decay in between.
         """
-        apart: Any = 0.0
-        for tile in tiles:
+        return sums + fraction * self._load_split() if self._exclusive else sums
+
+    def check_range(self, *operands):
+        """Return `sums_from_start`, and 1 if all rows are in range, else 0; `pairs_in_range` has which are.
+
+        Args:
+            operands: references to the tiles [64, 64] that decays will multiply.
+        """
+        penalty: Any = 0.0
+        for tile in operands:
             size = jnp.max(jnp.abs(load(tile)), axis=1).astype(_F32)
             fits = ((size >= 2.0**-SIZE) & (size <= 2.0**SIZE)) | (size == 0)
-            apart += jnp.where(fits, 0.0, wg.NEVER)
-        since = self.since_start()
+            penalty += jnp.where(fits, 0.0, wg.NEVER)
+        sums = self.sums_from_start()
         of_row, of_all = (self._lowest.at[n] for n in range(2))
-        of_row[...] = jnp.min(since, axis=1) + apart
+        of_row[...] = jnp.min(sums, axis=1) + penalty
         plgpu.commit_smem()
         lowest = wg.spread_columns(plgpu.load(of_row, layout=wg.LAYOUT.reduce(0)), SQUARE)
-        # A scalar is read from there: one made of registers has others spill.
+        # The scalar is read from shared memory: computed in registers, it makes others spill.
         of_all[...] = jnp.min(lowest, axis=1)
         plgpu.commit_smem()
-        return since, (of_all[0] >= -REACH).astype(jnp.int32)
+        return sums, (of_all[0] >= -RANGE).astype(jnp.int32)
 
-    def within_reach(self):
-        """Whether the later row of each pair is; it looks at no row after."""
+    def pairs_in_range(self):
+        """[64, 64], whether both rows of a pair are in range, which depends on no row after them."""
         of_row = wg.spread_rows(wg.load_rows(self._lowest.at[0]), SQUARE)
         of_column = plgpu.load(self._lowest.at[0], layout=wg.LAYOUT.reduce(0))
-        return jnp.minimum(of_row, wg.spread_columns(of_column, SQUARE)) >= -REACH
+        return jnp.minimum(of_row, wg.spread_columns(of_column, SQUARE)) >= -RANGE
 
-    def border(self, later: bool):
-        """What is left of the memory at each row (`later`), or of each row at the chunk's end."""
-        return jnp.exp2(self.sums(self._upto() if later else self.j > self.i))
+    def boundary_decay(self, from_start: bool):
+        """The decay from the chunk's start to what each row reads, or from each row's write to the chunk's end, [64, 64]."""
+        return jnp.exp2(self.sums(self._read_mask() if from_start else self.j > self.i))
 
-    def _upto(self):
+    def _read_mask(self):
+        """[64, 64], whether the decay of token j applies to the memory that token i reads."""
         return self.j < self.i if self._exclusive else self.j <= self.i
 
-    def only_meeting(self, level, x, both: bool = True):
-        """x where rows and columns stand in blocks that meet, the rows in the later one if not in `both`, else 0."""
+    def mask_to_level(self, level, x, both: bool = True):
+        """x [64, 64] at the pairs of rows in two neighbouring blocks of 2^level rows, else 0.
+
+        Args:
+            level: the level.
+            x: the tile.
+            both: whether the row may be in either block; else only in the later one.
+        """
         half = lax.shift_left(1, level)
-        met = (self.i ^ half) & -half
+        neighbour = (self.i ^ half) & -half
         if not both:
-            met = jnp.where((self.i & half) > 0, met, -1)
-        return jnp.where(met == (self.j & -half), x, 0.0).astype(x.dtype)
+            neighbour = jnp.where((self.i & half) > 0, neighbour, -1)
+        return jnp.where(neighbour == (self.j & -half), x, 0.0).astype(x.dtype)
 
     def later(self, level):
-        """1 in rows of later blocks, 0 in the others."""
+        """[64, 64], 1 in rows of the later block of each pair of blocks of 2^level rows, else 0."""
         return (lax.shift_right_logical(self.i, level) & 1).astype(_F32)
 
-    def operand(self, level, of_later, of_earlier, factor):
-        """The level's tile in shared memory: rows of the later blocks from one tile, of the others from the other, decayed."""
+    def store_operand(self, level, of_later, of_earlier, factor):
+        """Store `blend(level, of_later, of_earlier) * factor` in shared memory, and return the buffer."""
         x = self.blend(level, of_later, of_earlier)
-        self._room[...] = (x.astype(_F32) * factor).astype(self._room.dtype)
+        self._buffer[...] = (x.astype(_F32) * factor).astype(self._buffer.dtype)
         plgpu.commit_smem()
-        return self._room
+        return self._buffer
 
     def blend(self, level, of_later, of_earlier):
-        """Rows of the later blocks from one tile, of the others from the other."""
+        """Rows of the later blocks from one tile, those of the earlier blocks from the other."""
         later = self.later(level).astype(of_later.dtype)
-        return of_later * later + of_earlier * (1 - later)  # quicker than to select
+        return of_later * later + of_earlier * (1 - later)  # faster than a select
 
 
 class Level:
-    """The pairs of rows of two blocks that meet on a level: the later one's row and the earlier one's, in either order.
+    """The pairs of rows in two neighbouring blocks of 2^level rows.
 
-    One of two kinds of steps, of which `AllPairs` is the other. Scores are the sum of `step.only(rows columnsᵀ)`; of
-    `factor * (step.only(weights) columns)` the share `later` is gradient of what later rows hold, the rest of what earlier ones do.
+    `Level` and `AllPairs` are steps with the same methods. Scores are the sum over steps of `step.mask(rows columnsᵀ)`. The gradient of
+    the rows of a step is `factor * (step.mask(weights) columns)`, of which the fraction `later` belongs to the operand of later rows,
+    and the rest to that of earlier rows.
     """
 
-    def __init__(self, halving: Halving, at):
-        self._halving, self._at = halving, at
-        self.factor = halving.factor(at)
+    def __init__(self, halving: Halving, level):
+        self._halving, self._level = halving, level
+        self.factor = halving.factor(level)
 
     @property
     def later(self):
-        """1 in rows of later blocks, 0 in the others."""
-        return self._halving.later(self._at)
+        """[64, 64], 1 in rows of later blocks, else 0."""
+        return self._halving.later(self._level)
 
-    def only(self, x, both: bool = True):
-        """x where a row and a column meet, the row in the later block if not in `both`, else 0."""
-        return self._halving.only_meeting(self._at, x, both)
+    def mask(self, x, both: bool = True):
+        """x at the pairs of this level, else 0; unless `both`, only where the row is in the later block."""
+        return self._halving.mask_to_level(self._level, x, both)
 
     def rows(self, of_later, of_earlier):
-        """What later and earlier rows hold, decayed as rows of the product, in float32."""
-        return self._halving.blend(self._at, of_later, of_earlier).astype(_F32) * self.factor
+        """The rows of the product, decayed, in float32: from `of_later` in later blocks, and from `of_earlier` in earlier ones."""
+        return self._halving.blend(self._level, of_later, of_earlier).astype(_F32) * self.factor
 
     columns = rows
 
 
 class AllPairs:
-    """All pairs of a chunk at once, as `Level`; rows are the later ones of a pair (`turned` 0) or the earlier ones (1).
+    """All pairs of a chunk at once, with the methods of `Level`.
 
-    A pair's decay is that since the chunk's beginning, of the later row, times its inverse, of the earlier row: for rows within
-    `REACH`, and each half of it off, so that both factors stay far from the ends of an exponent.
+    A row is the later token of its pairs if `transposed` is 0, and the earlier one if it is 1. A pair's decay is the decay since the
+    chunk's start of the later token, times the inverse of that of the earlier token, for rows in range. Both factors are multiplied by
+    2^(RANGE / 2) or its inverse, so that they stay far from the ends of float32's exponents.
     """
 
-    def __init__(self, halving: Halving, turned, since=None):
-        """`since` is `halving.since_start()`; without it that is made where it is used, lest it take registers in between."""
-        self._halving, self._turned, self._since = halving, turned, since
-        self._sign = 1.0 - 2.0 * turned
+    def __init__(self, halving: Halving, transposed, sums=None):
+        """Bind the chunk's decays.
+
+        Args:
+            halving: the decays.
+            transposed: 0 or 1; an int, or a float32 scalar.
+            sums: `halving.sums_from_start()`. None computes them at each use, so that they occupy no registers in between.
+        """
+        self._halving, self._transposed, self._sums = halving, transposed, sums
+        self._sign = 1.0 - 2.0 * transposed
 
     @property
     def later(self):
-        """Whether a row is the later one of its pairs."""
-        return 1.0 - self._turned
+        """1 if a row is the later token of its pairs, else 0."""
+        return 1.0 - self._transposed
 
     @property
     def factor(self):
-        """Of what is a row of the product."""
+        """The decay of the rows of the product, [64, 64]."""
         return self._decay(self._sign, 1.0 - self.later)
 
     @property
     def columns_factor(self):
-        """Of what is a column."""
+        """The decay of the columns of the product, [64, 64]."""
         return self._decay(-self._sign, self.later)
 
-    def only(self, x, both: bool = True):
-        """x below the diagonal, `turned` above it."""
+    def mask(self, x, both: bool = True):
+        """x below the diagonal, or above it if `transposed`, else 0."""
         del both
-        behind = (self._halving.i - self._halving.j) * (1 - 2 * self._turned)
-        return jnp.where(behind > 0, x, 0.0).astype(x.dtype)
+        distance = (self._halving.i - self._halving.j) * (1 - 2 * self._transposed)
+        return jnp.where(distance > 0, x, 0.0).astype(x.dtype)
 
     def rows(self, of_later, of_earlier):
-        """As of `Level`."""
-        return _either(of_later, of_earlier, self.later) * self.factor
+        """The rows of the product, decayed, in float32."""
+        return _select(of_later, of_earlier, self.later) * self.factor
 
     def columns(self, of_later, of_earlier):
-        """The same, decayed as columns."""
-        return _either(of_later, of_earlier, 1.0 - self.later) * self.columns_factor
+        """The columns of the product, decayed, in float32."""
+        return _select(of_later, of_earlier, 1.0 - self.later) * self.columns_factor
 
-    def _decay(self, sign, share):
-        """Since the chunk's beginning, or its inverse by sign, `share` of the way to what is written; finite beyond reach."""
-        since = self._halving.since_start() if self._since is None else self._since
-        sums = self._halving.to_write(since, share) + REACH / 2
-        return jnp.exp2(jnp.minimum(sign * sums, REACH / 2))
+    def _decay(self, sign, fraction):
+        """The decay since the chunk's start, or its inverse if `sign` is -1, times 2^(±RANGE / 2); finite for rows out of range.
+
+        `fraction` is that of `Halving.sums_to_write`.
+        """
+        sums = self._halving.sums_from_start() if self._sums is None else self._sums
+        sums = self._halving.sums_to_write(sums, fraction) + RANGE / 2
+        return jnp.exp2(jnp.minimum(sign * sums, RANGE / 2))
 
 
-def _either(x, y, first):
+def _select(x, y, first):
     """x if `first` is 1, y if it is 0, in float32."""
     if isinstance(first, float):
         return (x if first else y).astype(_F32)
@@ -276,24 +314,62 @@ def _either(x, y, first):
 
 
 def power_of_two(x):
-    """The greatest that is not above x >= 0 in float32, and its inverse; of the least and the largest x one nearer to 1."""
+    """The largest power of two that is at most x >= 0 (float32), and its inverse.
+
+    It is at least 2^-126 and at most 2^126 for every x, so that both are normal numbers.
+    """
     bits = lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000
     bits = jnp.minimum(jnp.maximum(bits, 1 << 23), 253 << 23)
     return tuple(lax.bitcast_convert_type(n, _F32) for n in (bits, (254 << 23) - bits))
 
 
 def load(ref):
-    """A tile in shared memory."""
+    """Load a tile from shared memory."""
     return plgpu.load(ref, layout=wg.LAYOUT)
 
 
-def by_row(ref):
-    """A vector in global memory, one value for each row."""
+def load_by_row(ref):
+    """Load a vector from global memory, one value for each row of a tile."""
     return wg.load_global(ref, wg.LAYOUT.reduce(1))
 
 
+def load_by_column(ref):
+    """Load a vector [64] from global memory as a tile [64, 64] whose rows are the vector."""
+    return lax.broadcast_in_dim(wg.load_global(ref, wg.LAYOUT.reduce(0)), SQUARE, [1])
+
+
+def same_document(run):
+    """[64, 64], whether two tokens of a chunk belong to one document; `run` [64] in global memory has their documents' numbers."""
+    return wg.spread_rows(load_by_row(run), SQUARE) == load_by_column(run)
+
+
+def left_operand(buffer, interpret: Any):
+    """Return a function that makes a [64, 64] bfloat16 tile the left operand of a product.
+
+    On the card that is the tile itself. The interpreter has left operands in shared memory only, in `buffer`.
+    """
+
+    def left(x):
+        if not interpret:
+            return x
+        buffer[...] = x
+        plgpu.commit_smem()
+        return buffer
+
+    return left
+
+
 def run_by_chunk(kernel, named: dict[str, jax.Array], out_type, count: int, groups: int, interpret):
-    """`kernel` once for each of `count` chunks, a block of `groups` warpgroups each."""
+    """Run `kernel` once for each of `count` chunks, on thread blocks of `groups` warpgroups, and return its outputs.
+
+    Args:
+        kernel: called with references to the inputs and outputs, in order.
+        named: the inputs.
+        out_type: shapes and dtypes of the outputs.
+        count: size of the grid's axis "chunk".
+        groups: size of the axis "warpgroup".
+        interpret: parameters of the interpreter, or False.
+    """
     return plgpu.kernel(
         kernel,
         out_type=out_type,
@@ -304,26 +380,3 @@ def run_by_chunk(kernel, named: dict[str, jax.Array], out_type, count: int, grou
         compiler_params=PARAMETERS,
         interpret=interpret,
     )(*named.values())
-
-
-def by_column(ref):
-    """One for each column, as a tile."""
-    return lax.broadcast_in_dim(wg.load_global(ref, wg.LAYOUT.reduce(0)), SQUARE, [1])
-
-
-def same_document(run):
-    """[64, 64], whether two tokens of a chunk belong to one document."""
-    return wg.spread_rows(by_row(run), SQUARE) == by_column(run)
-
-
-def left_operand(buffer, interpret: Any):
-    """What makes a [64, 64] bfloat16 tile the left operand of a product: nothing, but in the interpreter, which has no such."""
-
-    def left(x):
-        if not interpret:
-            return x
-        buffer[...] = x
-        plgpu.commit_smem()
-        return buffer
-
-    return left

@@ -17,8 +17,10 @@ def launch(
     outputs: Mapping[str, jax.ShapeDtypeStruct | None],
     grid: dict[str, int],
     num_threads: int | None = None,
+    thread_name: str = "group",
     scratch: dict[str, Any] | None = None,
     approx_math: bool = True,
+    reduction_scratch_bytes: int | None = None,
     name: str | None = None,
     interpret: Any,
 ) -> dict[str, jax.Array]:
@@ -30,9 +32,12 @@ def launch(
         inputs: arrays (or references to arrays that the kernel updates in place); those that are None are left out.
         outputs: shapes and dtypes of the results; those that are None are left out.
         grid: sizes of the grid's axes, by the names that `jax.lax.axis_index` knows.
-        num_threads: warpgroups of a block, along the axis "group"; None is one warpgroup and no axis.
+        num_threads: warpgroups of a block, along the axis `thread_name`; None is one warpgroup and no axis.
+        thread_name: the axis of warpgroups.
         scratch: types of the block's buffers in shared memory and barriers, in the order in which they are allocated.
         approx_math: whether the compiler may use approximations of `exp` and the like.
+        reduction_scratch_bytes: shared memory for sums over rows of registers, which all warpgroups of a block use at once; 0 forbids
+            such sums, None is Pallas's default.
         name: the kernel's name in profiles.
         interpret: parameters of the interpreter, or False.
     """
@@ -50,34 +55,43 @@ def launch(
     if name is not None:
         by_name.__name__ = name
     types = list(made.values())
+    reductions = (
+        {}
+        if reduction_scratch_bytes is None
+        else dict(reduction_scratch_bytes=reduction_scratch_bytes)
+    )
     results = plgpu.kernel(
         by_name,
         out_type=types if len(types) > 1 else types[0],
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
         num_threads=num_threads,
-        thread_name=None if num_threads is None else "group",
+        thread_name=None if num_threads is None else thread_name,
         scratch_types=() if scratch is None else list(scratch.values()),
         compiler_params=plgpu.CompilerParams(
             approx_math=approx_math,
             # The layout inference of the other semantics finds no solution here (jax 0.11.2).
             lowering_semantics=plgpu.LoweringSemantics.Lane,
+            **reductions,
         ),
         interpret=interpret,
     )(*given.values())
     return dict(zip(made, results if len(types) > 1 else [results], strict=True))
 
 
-def with_smem(body: Callable[[dict[str, Any]], Any], buffers: dict[str, Any]) -> Any:
+def with_smem(
+    body: Callable[[dict[str, Any]], Any], buffers: dict[str, Any], thread_name: str = "group"
+) -> Any:
     """Run `body` with buffers in shared memory, barriers and accumulators by name; all warpgroups of a block share them.
 
     Args:
         body: called with references by the names of `buffers`.
         buffers: their types, such as `plgpu.SMEM((64, 64), jnp.bfloat16)`; those that are None are left out.
+        thread_name: the axis of warpgroups.
     """
     given = {name: x for name, x in buffers.items() if x is not None}
 
     def by_name(*refs):
         return body(dict(zip(given, refs, strict=True)))
 
-    return pl.run_scoped(by_name, *given.values(), collective_axes="group")
+    return pl.run_scoped(by_name, *given.values(), collective_axes=thread_name)

@@ -1,12 +1,12 @@
-"""A sequence of few rows cut into parts that are walked side by side, on Mosaic GPU (Hopper).
+"""Long rows in parts that the delta rules compute at the same time, on Mosaic GPU (Hopper).
 
-A part takes a memory S [K, V] to `Θ S + W`: W is where it takes an empty one, and Θ [K, K] where it takes the identity as a memory
-of K values to which nothing is written. `link` then hands the memory on from part to part, `S_p+1 = Θ_p S_p + W_p`, and against
-time its gradient, `dS_p = Θ_pᵀ dS_p+1 + R_p` with R where the walk against time takes 0. With the memory at which each begins
-(or its gradient, where it ends) all parts are walked side by side.
+A part changes a memory S [K, V] to `Θ S + W`. Its scan from an empty memory computes W, and its scan from the identity, as a memory of K
+values to which nothing is written, computes Θ [K, K]. `link_parts` then computes the memory before each part,
+`S_p+1 = Θ_p S_p + W_p`. Its gradient is `dS_p = Θ_pᵀ dS_p+1 + R_p`, with R the result of the reverse scan from 0. From these memories
+(or gradients) a scan computes all parts at the same time.
 
-Where parts do not pay, the one walk of the forward leaves the memories at which they would begin, so that the backward makes the
-memories again in parts.
+If parts do not pay in the forward pass, its single scan returns the memories at which parts would begin, so that the backward pass can
+compute the memories again in parts.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from jax import lax
 
 from pallas_kernels.compat import PROCESSORS, pl, plgpu
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.launch import launch, with_smem
 from pallas_kernels.hopper.row_layout import CHUNK
 
-_BLOCK = 64  # columns of the memory that a warpgroup holds
+_BLOCK = 64  # columns of the memory that a warpgroup has
 _SHORTEST = 1024  # tokens of a part
-_FEWEST = 4  # parts; fewer cost the forward more than they save it
-_DEPTH = 128  # keys at most
+_FEWEST = 4  # parts; fewer cost the forward pass more than they save
+_LARGEST_KEY = 128  # K
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 
 
@@ -32,8 +33,8 @@ class Parts(NamedTuple):
     """P parts of a sequence.
 
     Attributes:
-        transitions: [B, h * P, K, K] float32, Θ; None if the sequence was walked in one, so that the gradient has to be.
-        starts: [B, h * P, K, V] float32, the memories at which they begin.
+        transitions: [B, h * P, K, K] float32, Θ; None if the forward pass was a single scan, so that the reverse scan must be one.
+        starts: [B, h * P, K, V] float32, the memories before the parts.
     """
 
     transitions: jax.Array | None
@@ -41,9 +42,9 @@ class Parts(NamedTuple):
 
 
 def count_parts(q, k, v) -> int:
-    """Into how many parts [B, T, *, D] are cut: as many as keep the card busy, none of them short; a power of two.
+    """The number of parts of [B, T, *, D]: a power of two, as many as the processors can compute at once, unless they are too short.
 
-    Forward a part is walked three times, in the backward three times in place of two; and a chunk takes twice as long where all
+    With parts the forward pass has three scans, and the backward pass three in place of two. A chunk takes twice as long if all
     processors are busy.
     """
     batch, length, memories, width = v.shape
@@ -51,11 +52,11 @@ def count_parts(q, k, v) -> int:
     parts = 1
     while 2 * parts * programs <= PROCESSORS and length >= 2 * parts * _SHORTEST:
         parts *= 2
-    return parts if parts >= _FEWEST and k.shape[-1] <= _DEPTH else 1
+    return parts if parts >= _FEWEST and k.shape[-1] <= _LARGEST_KEY else 1
 
 
 def count_checkpoints(q, k, v, chunk_bounds) -> int:
-    """At how many places of [B, T, *, D] the one walk of a forward leaves its memory: as many parts as keep the card busy."""
+    """The number of memories that the single scan of a forward pass over [B, T, *, D] returns, or 1 if it returns none."""
     batch, length, memories, width = v.shape
     programs = batch * max(q.shape[2], memories) * max(1, width // _BLOCK)
     checkpoints, chunks = 1, length // CHUNK
@@ -70,48 +71,62 @@ def count_checkpoints(q, k, v, chunk_bounds) -> int:
     return checkpoints
 
 
-def cut(walk, q, k, v, initial, chunk_bounds, interpret: Any) -> Parts | None:
-    """The parts, or None where there is one alone, or rows have several memories (`chunk_bounds`), which are as many walks.
+def length_multiple(q, k, v) -> int:
+    """The number that T must be a multiple of."""
+    return CHUNK * count_parts(q, k, v)
+
+
+def split(scan, q, k, v, initial, chunk_bounds, interpret: Any) -> Parts | None:
+    """Return the parts, or None if there is only one, or if rows have several memories (`chunk_bounds`).
 
     Args:
-        walk: (v or None, parts=P) -> a list, the last of it what each part makes of an empty memory, or Θ without v.
+        scan: called as `scan(v, parts=P)` or `scan(None, parts=P)`; the last of its results is W, or without v Θ.
         q: [B, T, *, K].
         k: [B, T, *, K].
         v: [B, T, *, V].
         initial: [B, h, K, V] float32.
+        chunk_bounds: of `row_layout.split_runs`, or None.
         interpret: parameters of the interpreter, or False.
     """
     count = count_parts(q, k, v)
     if count == 1 or chunk_bounds is not None:
         return None
-    written, transitions = (walk(values, parts=count)[-1] for values in (v, None))
-    return Parts(transitions, link(transitions, written, initial, interpret=interpret))
+    written, transitions = (scan(values, parts=count)[-1] for values in (v, None))
+    return Parts(transitions, link_parts(transitions, written, initial, interpret=interpret))
 
 
-def starts_of(parts: Parts | None, initial) -> tuple[jax.Array, int]:
-    """The memories at which parts begin, [B, h * P, K, V], and P."""
+def part_starts(parts: Parts | None, initial) -> tuple[jax.Array, int]:
+    """The memories before the parts, [B, h * P, K, V], and P."""
     if parts is None:
         return initial, 1
     return parts.starts, parts.starts.shape[1] // initial.shape[1]
 
 
-def ends_of(parts: Parts | None, walk, d_final, interpret: Any) -> tuple[jax.Array, int]:
-    """The gradients of the memories at which parts end, and P; `walk`: (None, parts=P, save=False) -> a list, the last of it R."""
+def part_end_gradients(parts: Parts | None, scan, d_final, interpret: Any) -> tuple[jax.Array, int]:
+    """The gradients of the memories after the parts, [B, h * P, K, V], and P.
+
+    Args:
+        parts: of the forward pass.
+        scan: called as `scan(None, parts=P, save=False)`; the last of its results is R.
+        d_final: [B, h, K, V] float32.
+        interpret: parameters of the interpreter, or False.
+    """
     if parts is None or parts.transitions is None:
         return d_final, 1
     count = parts.starts.shape[1] // d_final.shape[1]
-    read = walk(None, parts=count, save=False)[-1]
-    return link(parts.transitions, read, d_final, reverse=True, interpret=interpret), count
+    read = scan(None, parts=count, save=False)[-1]
+    ends = link_parts(parts.transitions, read, d_final, reverse=True, interpret=interpret)
+    return ends, count
 
 
-def link(transitions, written, initial, *, reverse: bool = False, interpret: Any = False):
-    """The memories at which parts begin; against time, the gradients of those at which they end.
+def link_parts(transitions, written, initial, *, reverse: bool = False, interpret: Any = False):
+    """Compute the memories before the parts; if `reverse`, the gradients of the memories after the parts.
 
     Args:
         transitions: [B, h * P, K, K] float32, Θ.
-        written: [B, h * P, K, V] float32, W; against time R.
-        initial: [B, h, K, V] float32, the memory before the first part; against time, the gradient after the last.
-        reverse: against time.
+        written: [B, h * P, K, V] float32, W; if `reverse`, R.
+        initial: [B, h, K, V] float32, the memory before the first part; if `reverse`, the gradient after the last.
+        reverse: whether gradients are computed.
         interpret: parameters of the interpreter, or False.
 
     Returns:
@@ -119,71 +134,60 @@ def link(transitions, written, initial, *, reverse: bool = False, interpret: Any
     """
     batch, heads, depth, width = initial.shape
     parts = written.shape[1] // heads
-    turned = jnp.swapaxes(transitions, -1, -2).reshape(batch, heads, parts * depth, depth)
-    # In two halves of 16 bits. A difference of conversions XLA would take for 0.
-    high = lax.reduce_precision(turned, exponent_bits=8, mantissa_bits=7)
-    named = dict(
-        high=high.astype(_BF16), low=(turned - high).astype(_BF16), written=jnp.swapaxes(written, -1, -2),
-        initial=jnp.swapaxes(initial, -1, -2),
-    )  # fmt: skip
-    shape = (_BLOCK, depth)
+    transposed = jnp.swapaxes(transitions, -1, -2).reshape(batch, heads, parts * depth, depth)
+    # Θ as the sum of two bfloat16 matrices. XLA would simplify a difference of conversions to 0.
+    high = lax.reduce_precision(transposed, exponent_bits=8, mantissa_bits=7)
+    left = plgpu.SMEM((_BLOCK, depth), dtype=_BF16, transforms=wg.TILED)
+    smem = dict(high=left, low=left) if interpret else {}
 
-    def kernel(*refs):
-        refs = dict(zip([*named, "starts"], refs, strict=True))
+    def kernel(refs):
         b, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
         columns = pl.ds(lax.axis_index("column") * _BLOCK, _BLOCK)
-        at = lambda n: parts - 1 - n if reverse else n  # noqa: E731
+        part = lambda n: parts - 1 - n if reverse else n  # noqa: E731
 
-        def scoped(*left):
+        def run(buffers):
             def body(indices, high, low, S) -> Any:
-                here = b, h * parts + at(indices[0]), columns
-                added = wg.load_global(refs["written"].at[*here])
-                refs["starts"].at[*here][...] = S
+                index = b, h * parts + part(indices[0]), columns
+                written = wg.load_global(refs["written"].at[*index])
+                refs["starts"].at[*index][...] = S
                 if reverse:
                     high, low = high.transpose((1, 0)), low.transpose((1, 0))
-                above = S.astype(_BF16)
-                below = wg.as_left(S - above.astype(_F32), left and left[1], interpret)
-                above = wg.as_left(above, left and left[0], interpret)
+                rounded = S.astype(_BF16)
+                rest = wg.as_left(S - rounded.astype(_F32), buffers.get("low"), interpret)
+                rounded = wg.as_left(rounded, buffers.get("high"), interpret)
 
                 def products(S):
-                    plgpu.wgmma(S, above, high)
-                    plgpu.wgmma(S, above, low)
-                    plgpu.wgmma(S, below, high)
+                    plgpu.wgmma(S, rounded, high)
+                    plgpu.wgmma(S, rounded, low)
+                    plgpu.wgmma(S, rest, high)
 
-                (S,) = wg.accumulate(products, added, interpret=interpret)
+                (S,) = wg.accumulate(products, written, interpret=interpret)
                 return S
 
             def compute(pipeline):
                 pipeline(wg.load_global(refs["initial"].at[b, h, columns]))
 
             pipeline: Any = plgpu.emit_pipeline_warp_specialized
-            block = plgpu.BlockSpec((depth, depth), lambda n: (at(n), 0), transforms=wg.TILED)
+            block = plgpu.BlockSpec((depth, depth), lambda n: (part(n), 0), transforms=wg.TILED)
             pipeline(
                 body, grid=(parts,), in_specs=[block, block], max_concurrent_steps=2, num_compute_wgs=1,
                 memory_registers=40, wg_axis="group", compute_context=compute,
             )(*(refs[name].at[b, h] for name in ("high", "low")))  # fmt: skip
 
-        smem: Any = plgpu.SMEM
-        buffer = smem(shape, dtype=_BF16, transforms=wg.TILED)
-        pl.run_scoped(scoped, *[buffer] * (2 if interpret else 0), collective_axes="group")
+        with_smem(run, smem)
 
-    (starts,) = plgpu.kernel(
+    results = launch(
         kernel,
-        out_type=[jax.ShapeDtypeStruct((batch, heads * parts, width, depth), _F32)],
-        grid=(batch * heads, width // _BLOCK),
-        grid_names=("row", "column"),
-        num_threads=2,
-        thread_name="group",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            # The layout inference of the other semantics finds no solution here (jax 0.11.2).
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        inputs=dict(
+            high=high.astype(_BF16),
+            low=(transposed - high).astype(_BF16),
+            written=jnp.swapaxes(written, -1, -2),
+            initial=jnp.swapaxes(initial, -1, -2),
         ),
+        outputs=dict(starts=jax.ShapeDtypeStruct((batch, heads * parts, width, depth), _F32)),
+        grid=dict(row=batch * heads, column=width // _BLOCK),
+        num_threads=2,
+        name="link_parts",
         interpret=interpret,
-    )(*named.values())
-    return jnp.swapaxes(starts, -1, -2)
-
-
-def multiple(q, k, v) -> int:
-    """The number that T must be a multiple of."""
-    return CHUNK * count_parts(q, k, v)
+    )
+    return jnp.swapaxes(results["starts"], -1, -2)

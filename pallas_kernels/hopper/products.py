@@ -1,4 +1,4 @@
-"""Products of [C, C] tiles in registers, for the inverse of a chunk's system."""
+"""Products of [64, 64] tiles in registers, for the inverse of a chunk's system."""
 
 from __future__ import annotations
 
@@ -14,10 +14,16 @@ _F32, _BF16 = jnp.float32, jnp.bfloat16
 
 
 def tile_products(right, left, interpret: Any):
-    """What `tiles.unit_inverse` takes: products of [C, C] in registers, through buffer for a right operand and, to interpret, two left."""
+    """Return the functions `product` and `exact` that `tiles.delta.unit_inverse` requires, for tiles in registers.
+
+    Args:
+        right: [64, 64] bfloat16 in shared memory, for right operands.
+        left: two such buffers for left operands, which only the interpreter requires.
+        interpret: parameters of the interpreter, or False.
+    """
 
     def product(*pairs):
-        """The sum of a b over the pairs, which share the b of the first."""
+        """The sum of a b over the pairs (a, b), whose b is that of the first pair."""
         right[...] = pairs[0][1].astype(_BF16)
         lefts = [wg.as_left(a, left and left[n], interpret) for n, (a, _) in enumerate(pairs)]
         plgpu.commit_smem()

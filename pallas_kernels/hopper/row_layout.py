@@ -1,4 +1,4 @@
-"""Rows of tokens as Hopper's kernels see them: documents, several memories per row, parts of long rows, heads that share a memory."""
+"""Rows of tokens as Hopper's kernels require them: documents, several memories per row, parts of long rows, heads that share an input."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from pallas_kernels.hopper.halving import Documents
 
 CHUNK = 64
 _F32 = jnp.float32
-
-
-_SHORTEST_PART = 2048  # tokens; a shorter one is over before its beginning is known
-
-
-_FUSED = 16  # parts along which XLA hands a memory on in one kernel
+_SHORTEST_PART = (
+    2048  # tokens; shorter parts save less time than the scan for their initial memories costs
+)
+_FUSED = 16  # parts up to which XLA computes the initial memories in one kernel
 
 
 def split_runs(run, initial, batch: int):
-    """`run` [B, T] and None; with S memories a row in `initial` None, and the chunks [B, S + 1] at which theirs begin and end."""
+    """Return what the kernels use of the document numbers `run` [B, T]: `run` and None, or None and chunk bounds.
+
+    With S > 1 memories per row in `initial` [B * S, ...] each number has a memory of its own and begins at the start of a chunk. The
+    bounds [B, S + 1] are the chunks at which the row's memories begin and end.
+    """
     count = initial.shape[0] // batch
     if count == 1:
         return run, None
@@ -28,7 +30,7 @@ def split_runs(run, initial, batch: int):
 
 
 def count_parts(rows: int, length: int) -> int:
-    """How many parts of a sequence run side by side: as many as keep the card busy, none of them short."""
+    """The number of parts into which sequences are split, for so many rows of all heads: enough to use all processors."""
     parts = 1
     while (
         2 * parts * rows <= PROCESSORS
@@ -45,7 +47,7 @@ def split_parts(x, parts: int):
 
 
 def sum_heads(x, heads: int, axis: int = 2):
-    """Sum what several heads give one of `heads`, in float32."""
+    """Sum consecutive heads along `axis`, so that `heads` remain, in float32; the result has x's dtype."""
     if x.shape[axis] == heads:
         return x
     shape = (*x.shape[:axis], heads, -1, *x.shape[axis + 1 :])
@@ -53,7 +55,18 @@ def sum_heads(x, heads: int, axis: int = 2):
 
 
 def memories_before_parts(written, keep, initial, reverse: bool = False):
-    """The memory (or its gradient) at which each part begins, from what the parts write: [B * P, heads, D, V]."""
+    """Compute the memory before each part, or the gradient of the memory after each part.
+
+    Args:
+        written: [B * P, heads, D, V], the memory after each part if it is 0 before; if `reverse`, its gradient before each part if it
+            is 0 after.
+        keep: [B * P, G, ..., N / P], the decay of each chunk.
+        initial: [B, heads, D, V], the memory before the first part; if `reverse`, its gradient after the last.
+        reverse: whether gradients are computed.
+
+    Returns:
+        [B * P, heads, D, V].
+    """
     batch, heads = initial.shape[:2]
     kept = jnp.prod(keep, axis=-1)
     kept = jnp.repeat(kept, heads // kept.shape[1], axis=1)
@@ -64,13 +77,13 @@ def memories_before_parts(written, keep, initial, reverse: bool = False):
         kept, written = part
         return memory * kept + written, memory
 
-    given = by_part(kept), by_part(written)
-    _, starts = lax.scan(step, initial, given, reverse=reverse, unroll=min(len(given[0]), _FUSED))
+    parts = by_part(kept), by_part(written)
+    _, starts = lax.scan(step, initial, parts, reverse=reverse, unroll=min(len(parts[0]), _FUSED))
     return jnp.moveaxis(starts, 0, 1).reshape(written.shape)
 
 
 def documents_of(run, parts: int) -> Documents | None:
-    """The `Documents` of `run` [B, T] in `parts` parts of a row; None for None."""
+    """The `Documents` of the document numbers `run` [B, T], for `parts` parts of each row; None for None."""
     if run is None:
         return None
     by_chunk = run.reshape(run.shape[0], -1, CHUNK)

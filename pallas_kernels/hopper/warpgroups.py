@@ -1,4 +1,4 @@
-"""What a Mosaic GPU kernel for Hopper does with a warpgroup's registers and tiles in shared memory."""
+"""Functions of a warpgroup in a Mosaic GPU kernel for Hopper: loads, tiles in registers, and matrix products that add to registers."""
 
 from __future__ import annotations
 
@@ -10,49 +10,54 @@ from jax import lax
 from pallas_kernels.compat import pl, plgpu
 
 LAYOUT = plgpu.Layout.WGMMA
-TILED = (
-    plgpu.TilingTransform((8, 64)),
-    plgpu.SwizzleTransform(128),
-)  # of 16-bit tiles in shared memory
-TILED_WIDE = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))  # of 32-bit ones
-NEVER = -1e30  # exp of it is 0
+# Transforms of tiles in shared memory: of 16-bit and of 32-bit numbers.
+TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+TILED_WIDE = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+NEVER = -1e30  # its exponential is 0
 
 
-def tiled(dtype):
-    """How a tile of `dtype` lies in shared memory."""
+def smem_transforms(dtype):
+    """The transforms of a tile of `dtype` in shared memory."""
     return TILED_WIDE if jnp.dtype(dtype).itemsize == 4 else TILED
 
 
 def load_rows(ref):
-    """A vector in shared memory, one value for each row of a tile."""
+    """Load a vector from shared memory, one value for each row of a tile."""
     return plgpu.load(ref, layout=LAYOUT.reduce(1))
 
 
 def spread_rows(x, shape):
-    """One value a row -> `shape`."""
+    """A tile of `shape` from one value for each row."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
 def spread_columns(x, shape):
-    """One value a column -> `shape`."""
+    """A tile of `shape` from one value for each column."""
     return lax.broadcast_in_dim(x, shape, [1])
 
 
 def row_differences(ref, shape):
-    """`x_i - x_j` of a vector in shared memory."""
+    """The tile `x_i - x_j` of a vector x in shared memory."""
     of_column = lax.broadcast_in_dim(plgpu.load(ref, layout=LAYOUT.reduce(0)), shape, [1])
     return spread_rows(load_rows(ref), shape) - of_column
 
 
 def load_global(ref, layout: Any = LAYOUT):
-    """A tile (or a vector) straight from global memory, each thread its own values."""
+    """Load a tile or a vector from global memory into registers, each thread its own values."""
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def walked(chunk_bounds, row, count: int, reverse: bool):
-    """The row of tokens that a row of memories belongs to, how many chunks are walked over for it, and which is the n-th.
+def chunks_of_row(chunk_bounds, row, count: int, reverse: bool):
+    """The chunks that update a memory.
 
-    `chunk_bounds` in global memory, [B, S + 1], are where the chunks of a row's S memories begin and end; None gives it all `count`.
+    Args:
+        chunk_bounds: [B, S + 1] in global memory, the chunks at which a row's S memories begin and end; None is one memory per row.
+        row: index of the memory, b * S + s.
+        count: chunks of a row.
+        reverse: whether the last chunk is the first.
+
+    Returns:
+        The row b of tokens, the number of the memory's chunks, and a function that returns the index in the row of the n-th of them.
     """
     b, first, steps = row, 0, count
     if chunk_bounds is not None:
@@ -64,7 +69,7 @@ def walked(chunk_bounds, row, count: int, reverse: bool):
 
 
 def as_left(x, buffer, interpret: Any):
-    """x as the left operand of a product, in bfloat16: in registers, or in `buffer` for the interpreter, which knows no other."""
+    """x in bfloat16 as the left operand of a product: in registers; in `buffer` for the interpreter, which supports no other."""
     x = x.astype(jnp.bfloat16)
     if not interpret:
         return x
@@ -74,12 +79,12 @@ def as_left(x, buffer, interpret: Any):
 
 
 def accumulate(products, *starts: Any, interpret: Any) -> Any:
-    """`starts` plus the matrix products that `products` adds to references to them."""
+    """Return `starts` plus the matrix products that `products` adds to references to them."""
     if not interpret:
         begin = [plgpu.ACC.init(plgpu.layout_cast(x, LAYOUT)) for x in starts]
         return pl.run_state(lambda refs: products(*refs))(begin)
 
-    def from_zero(*refs):  # the interpreter cannot begin with anything else
+    def from_zero(*refs):  # the interpreter supports no other initial value
         products(*refs)
         return [ref[...] for ref in refs]
 
@@ -88,33 +93,34 @@ def accumulate(products, *starts: Any, interpret: Any) -> Any:
 
 
 class Accumulator:
-    """What products are added to, in registers.
+    """Registers to which products are added.
 
     Attributes:
-        ref: for `plgpu.wgmma`.
+        ref: the reference for `plgpu.wgmma`.
     """
 
-    def __init__(self, ref, added=None):
-        self.ref, self._added = ref, added
+    def __init__(self, ref, start=None):
+        """Bind a reference to zeros and an initial value, or a reference to the initial value and None."""
+        self.ref, self._start = ref, start
 
     def read(self, pending: int | None = 0):
-        """Its value, once at most `pending` of all products begun are on their way; None where it was waited for already."""
+        """The sum, after waiting until at most `pending` of all products that have begun are running; None does not wait."""
         value = plgpu.wgmma_accumulator_load(self.ref, wait_n=pending)
-        return value if self._added is None else value + self._added
+        return value if self._start is None else value + self._start
 
 
-def accumulators(use, *starts: Any, interpret: Any) -> Any:
-    """What `use` makes of an `Accumulator` for each of `starts`, a value or a shape (of zeros).
+def with_accumulators(use, *starts: Any, interpret: Any) -> Any:
+    """Call `use` with an `Accumulator` for each of `starts`, which is a value, or the shape of zeros; return its result.
 
-    What it does between the beginning of a product and its reading passes while the product is on its way. It cannot return
-    what `as_left` makes.
+    `use` can compute other things between the start of a product and `read`, while the product is running. It cannot return a result
+    of `as_left`.
     """
-    given = [None if isinstance(x, tuple) else x for x in starts]
+    values = [None if isinstance(x, tuple) else x for x in starts]
 
     def run(*refs):
-        if interpret:  # the interpreter cannot begin with anything but zeros
-            return use(*(Accumulator(ref, x) for ref, x in zip(refs, given, strict=True)))
-        for ref, x in zip(refs, given, strict=True):
+        if interpret:  # the interpreter supports only zeros as initial value
+            return use(*(Accumulator(ref, x) for ref, x in zip(refs, values, strict=True)))
+        for ref, x in zip(refs, values, strict=True):
             if x is not None:
                 ref[...] = plgpu.layout_cast(x, LAYOUT)
         return use(*map(Accumulator, refs))
@@ -123,8 +129,8 @@ def accumulators(use, *starts: Any, interpret: Any) -> Any:
     return pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
 
-def fresh(products, *shapes):
-    """Matrix products that `products` adds to references to zeros."""
+def products_from_zero(products, *shapes):
+    """Return the matrix products that `products` adds to references to zeros of `shapes`."""
 
     def run(*refs):
         products(*refs)
@@ -134,23 +140,34 @@ def fresh(products, *shapes):
 
 
 def overlap(products, shapes, more, starts, use, *, interpret: Any) -> Any:
-    """`starts` plus the products that `more` adds to references to them, one each, and `use` of those that `products` adds to
-    references to zeros of `shapes`, which runs while the others are on their way. It may not make operands of products."""
+    """Run a function of some products while others are running.
+
+    Args:
+        products: adds products to references to zeros of `shapes`.
+        shapes: of these.
+        more: adds one product to each of the references to `starts`.
+        starts: initial values.
+        use: called with the results of `products` while those of `more` are running; it cannot make operands of products.
+        interpret: parameters of the interpreter, or False.
+
+    Returns:
+        `starts` plus the products of `more`, and the result of `use`.
+    """
 
     def run(*refs):
         zeros, sums = refs[: len(shapes)], refs[len(shapes) :]
-        if not interpret:  # the interpreter cannot begin with anything else
+        if not interpret:  # the interpreter supports only zeros as initial value
             for ref, x in zip(sums, starts, strict=True):
                 ref[...] = x
         products(*zeros)
         more(*sums)
         values = [plgpu.wgmma_accumulator_load(zeros[0], wait_n=len(starts))]
         values += [plgpu.wgmma_accumulator_load(ref, wait_n=None) for ref in zeros[1:]]
-        found = use(*values)
-        return [ref[...] for ref in sums], found
+        result = use(*values)
+        return [ref[...] for ref in sums], result
 
     buffers = (*shapes, *(x.shape for x in starts))
-    sums, found = pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for shape in buffers))
+    sums, result = pl.run_scoped(run, *(plgpu.ACC(shape, jnp.float32) for shape in buffers))
     if interpret:
         sums = [x + y for x, y in zip(starts, sums, strict=True)]
-    return sums, found
+    return sums, result

@@ -20,7 +20,7 @@ from pallas_kernels.memory_calls import (
     pad_tokens,
 )
 from pallas_kernels.requirements import first_unmet
-from pallas_kernels.residuals import keep
+from pallas_kernels.residuals import name_residuals
 
 _OP = "linear_attention"
 
@@ -168,7 +168,7 @@ def _forward(static, *primals):
     results = backend.forward(*arrays, **_options(static, bonus), **_exact(static))
     output, *rest = results
     output = output.astype(jnp.float32) if exact else output
-    output, final, residuals = keep((output, *rest))
+    output, final, residuals = name_residuals((output, *rest))
     # The decay of a head that is a constant needs no gradient, and the backward pass is cheaper without it. (Residuals hold
     # arrays, not flags: the flag is an array's size.)
     wanted = log_decay is not None and log_decay.perturbed

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from pallas_kernels.residuals import apart, keep
+from pallas_kernels.residuals import behind_barrier, name_residuals
 
 _BACKENDS = {"mosaic_gpu": "hopper", "mosaic_tpu": "tpu"}
 
@@ -156,7 +156,7 @@ def _scan(backend, interpret, x, initial):
 
 def _scan_forward(backend, interpret, x, initial):
     y, final, entering = backend.forward(x, initial, save=True, interpret=interpret)
-    return apart((y, final)), (x, keep(entering))
+    return behind_barrier((y, final)), (x, name_residuals(entering))
 
 
 def _scan_backward(backend, interpret, saved, cotangents):

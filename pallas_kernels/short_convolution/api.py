@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.residuals import apart
+from pallas_kernels.residuals import behind_barrier
 from pallas_kernels.short_convolution import hopper
 
 _BACKENDS = {"mosaic_gpu": hopper}
@@ -118,7 +118,7 @@ def _convolve(options: _Options, *inputs):
 
 
 def _convolve_forward(options, *inputs):
-    return apart(_convolve(options, *inputs)), inputs
+    return behind_barrier(_convolve(options, *inputs)), inputs
 
 
 def _convolve_backward(options, inputs, dy):

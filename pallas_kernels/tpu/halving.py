@@ -74,14 +74,14 @@ def read_masks(runs, size: int) -> Masks:
     return Masks(level, same, same & (i >= j), turned[:, 1:2], turned[:, 2:3])
 
 
-def mirrored(lower: jax.Array, upper: jax.Array, masks: Masks) -> jax.Array:
+def mirror(lower: jax.Array, upper: jax.Array, masks: Masks) -> jax.Array:
     """`lower` [C, C] below its diagonal, `upper` on it and above; 0 for pairs of two documents."""
     later = iota(len(lower), len(lower), 0) > iota(len(lower), len(lower), 1)
     both = jnp.where(later, lower, upper)
     return both if masks.same is None else jnp.where(masks.same, both, 0)
 
 
-def resolve(log_decay, masks: Masks, *, exclusive: bool = False) -> Decays:
+def chunk_decays(log_decay, masks: Masks, *, exclusive: bool = False) -> Decays:
     """Of decays [C, D]; `exclusive` leaves a token's own out of what it reads."""
     total = jnp.maximum(log_decay.astype(_F32), FLOOR) * _LOG2_E
     upto, after = jnp.zeros_like(total) if exclusive else total, jnp.zeros_like(total)
@@ -143,19 +143,19 @@ def cross_scores(of_later, of_earlier, decays: Decays, dtype) -> list[list[jax.A
     return results
 
 
-def spread(weights, tiles: list[jax.Array], masks: Masks) -> list[jax.Array]:
+def level_products(weights, tiles: list[jax.Array], masks: Masks) -> list[jax.Array]:
     """Each level's part of `weights` [C, C] times its tile, [C, D]."""
     return [
         dot(jnp.where(masks.level == n, weights, 0).astype(x.dtype), x) for n, x in enumerate(tiles)
     ]
 
 
-def terms(tiles: list[jax.Array], products: list[jax.Array]) -> list[jax.Array]:
+def decay_terms(tiles: list[jax.Array], products: list[jax.Array]) -> list[jax.Array]:
     """Of `decay_gradient`."""
     return [x.astype(_F32) * product for x, product in zip(tiles, products, strict=True)]
 
 
-def gather(products: list[jax.Array], decays: Decays, *, later: bool) -> jax.Array:
+def operand_gradient(products: list[jax.Array], decays: Decays, *, later: bool) -> jax.Array:
     """The gradient of `operands` in what its later rows come from, or its earlier ones, from those of the tiles."""
     result = jnp.zeros_like(products[0])
     for n, (product, factor) in enumerate(zip(products, decays.factors, strict=True)):

@@ -35,7 +35,7 @@ class Layout:
     """
 
     def __init__(
-        self, q, k, v, chunk: int, *, others=(), heads: int = HEADS, turned: bool = False,
+        self, q, k, v, chunk: int, *, others=(), heads: int = HEADS, transposed: bool = False,
         runs: int = 1, reverse: bool = False,
     ):  # fmt: skip
         """Lay out a call.
@@ -47,16 +47,16 @@ class Layout:
             chunk: C.
             others: arrays [B, T, *, K] of other numbers of heads.
             heads: of a program at most.
-            turned: whether a memory is [V, K].
+            transposed: whether a memory is [V, K].
             runs: S, memories a row, each of which a run of chunks goes on from.
             reverse: walk against time.
         """
         self.batch, self.length = q.shape[:2]
         self.chunk, self.dtype, self.reverse = chunk, v.dtype, reverse
         self.key_dim, self.value_dim = q.shape[3], v.shape[3]
-        self.turned = turned
+        self.transposed = transposed
         self.runs, self.slots = runs, []  # and whose each chunk is
-        self.matrix = (self.key_dim, self.value_dim)[:: -1 if turned else 1]
+        self.matrix = (self.key_dim, self.value_dim)[:: -1 if transposed else 1]
         self.heads = max(q.shape[2], v.shape[2])
         width = max(self.matrix) * jnp.dtype(v.dtype).itemsize
         shared = [self.heads // x.shape[2] for x in (q, k, v, *others)]
@@ -121,7 +121,7 @@ class Layout:
         )(*self.slots, *(array for array, _ in given.values()))
         return dict(zip(outs, result, strict=True))
 
-    def place(self, ref, h: int, size: int):
+    def tile_index(self, ref, h: int, size: int):
         """Where the program's h-th head is in tiles of heads of `size`, which several may share."""
         if len(ref.shape) == 3:
             return h * ref.shape[0] // self.block
@@ -130,7 +130,7 @@ class Layout:
 
     def store(self, ref, h: int, x):
         """Of all heads."""
-        ref[self.place(ref, h, x.shape[1])] = x.astype(ref.dtype)
+        ref[self.tile_index(ref, h, x.shape[1])] = x.astype(ref.dtype)
 
     def as_tokens(self, x):
         """[B, T, heads, D] as the kernels take it."""
@@ -205,11 +205,11 @@ class Layout:
         memory = row_layout.repeat_heads(memory.astype(_F32), self.heads, axis=1)
         if first and every > 1:
             memory = jnp.where((jnp.arange(self.heads) % every == 0)[:, None, None], memory, 0)
-        return jnp.swapaxes(memory, 2, 3) if self.turned else memory
+        return jnp.swapaxes(memory, 2, 3) if self.transposed else memory
 
     def from_memories(self, memory):
         """The reverse, of all heads."""
-        return jnp.swapaxes(memory, 2, 3) if self.turned else memory
+        return jnp.swapaxes(memory, 2, 3) if self.transposed else memory
 
     def states(self):
         """Of the memories that chunks start from."""

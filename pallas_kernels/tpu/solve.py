@@ -34,7 +34,7 @@ class Residuals(NamedTuple):
     inverse: jax.Array
 
 
-def multiple(q, k, v) -> int:
+def length_multiple(q, k, v) -> int:
     """The number that T must be a multiple of."""
     del q, k, v
     return CHUNK

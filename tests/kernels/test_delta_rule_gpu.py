@@ -192,7 +192,7 @@ def test_parts_are_linked_in_float32(reverse):
         for shape in ((1, 6, 64, 64), (1, 6, 64, 128), (1, 2, 64, 128))
     )
     transitions /= 8
-    found = hopper_parts.link(
+    found = hopper_parts.link_parts(
         *map(jnp.asarray, (transitions, written, memory)), reverse=reverse,
         interpret=gpu_interpreter(),
     )  # fmt: skip

@@ -102,10 +102,10 @@ def test_large_gradients_take_nothing_from_the_precision_of_small_ones():
     zero = jnp.zeros((size, 8))
 
     def gradient(x, g):
-        decays = tpu_halving.resolve(g, masks)
+        decays = tpu_halving.chunk_decays(g, masks)
         tiles = tpu_halving.operands(x, x, decays, jnp.float32)
-        products = tpu_halving.spread(jnp.ones((size, size)), tiles, masks)
-        terms = tpu_halving.terms(tiles, products)
+        products = tpu_halving.level_products(jnp.ones((size, size)), tiles, masks)
+        terms = tpu_halving.decay_terms(tiles, products)
         return tpu_halving.decay_gradient(terms, zero, zero, zero[:1])
 
     sums = np.cumsum(np.float64(g), 0)

@@ -27,10 +27,10 @@ from pallas_kernels.hopper.halving import (
     SQUARE,
     Documents,
     Halving,
-    by_column,
-    by_row,
     left_operand,
     load,
+    load_by_column,
+    load_by_row,
     run_by_chunk,
     same_document,
 )
@@ -107,7 +107,7 @@ def chunk_backward(
             halving.split_decay(wg.load_global(refs["g"].at[b, tokens, own("g"), columns]))
             i, j = halving.i, halving.j
             beta = refs["beta"].at[b, h, tokens]
-            beta_rows = lambda: wg.spread_rows(by_row(beta), SQUARE)  # noqa: E731 - loaded where it is used
+            beta_rows = lambda: wg.spread_rows(load_by_row(beta), SQUARE)  # noqa: E731 - loaded where it is used
 
             def within(mask):
                 return mask if documents is None else mask & same_document(refs["run"].at[b, tokens])  # fmt: skip
@@ -115,7 +115,7 @@ def chunk_backward(
             def border(x, name):
                 if documents is None:
                     return x
-                return x * wg.spread_rows(by_row(refs[name].at[b, tokens]), SQUARE)
+                return x * wg.spread_rows(load_by_row(refs[name].at[b, tokens]), SQUARE)
 
             def give(name, to, x):
                 to[...] = x.astype(_BF16)
@@ -131,7 +131,7 @@ def chunk_backward(
 
                 later, earlier = halving.accumulate(both, 2)
                 own = jnp.sum(jnp.where(i == j, later, 0.0), axis=1)
-                mirrored = jnp.where(i >= j, later * by_column(beta), earlier * beta_rows())
+                mirrored = jnp.where(i >= j, later * load_by_column(beta), earlier * beta_rows())
                 to[...] = jnp.where(within(i >= 0), mirrored * factor, 0.0).astype(_BF16)
                 return own
 
@@ -140,7 +140,7 @@ def chunk_backward(
 
             def cross_values():
                 own = cross(dv, -1.0, erase_pairs)
-                refs["d_beta"].at[b, h, tokens][...] = own / by_row(beta)
+                refs["d_beta"].at[b, h, tokens][...] = own / load_by_row(beta)
 
             plgpu.barrier_wait(loaded)
             # The same for both warpgroups, so each makes one.
@@ -155,16 +155,16 @@ def chunk_backward(
                 plgpu.wgmma(write, x, d_states)
 
             dq, erase, write = halving.accumulate(outside, 3)
-            enter = border(halving.border(True), "enters")
+            enter = border(halving.boundary_decay(True), "enters")
             dq *= enter * scale
             erase *= -enter
-            write *= border(halving.border(False), "stays") * beta_rows()
+            write *= border(halving.boundary_decay(False), "stays") * beta_rows()
             # What the decay of the whole chunk gets, by channel: from S kept, and from all that is written.
             given = jnp.zeros(SQUARE, _F32)
             for row in range(width // BLOCK):
                 part = pl.ds(row * BLOCK, BLOCK)
                 given += load(states.at[part]).astype(_F32) * load(d_states.at[part]).astype(_F32)
-            given *= by_column(refs["keep"].at[b, h, pl.ds(n * depth + group * BLOCK, BLOCK)])
+            given *= load_by_column(refs["keep"].at[b, h, pl.ds(n * depth + group * BLOCK, BLOCK)])
             given += load(k_buffer).astype(_F32) * write
             # The memory's tiles have been used: their buffer takes the next parts.
             spare = [states, d_states]
@@ -178,14 +178,14 @@ def chunk_backward(
             def level(at, gradients):
                 dq, erase, write = gradients
                 factor, later = halving.factor(at), halving.later(at)
-                q_or_k = halving.operand(at, load(q_buffer), load(k_buffer), factor)
-                near = left(halving.only_meeting(at, load(read_pairs)))
+                q_or_k = halving.store_operand(at, load(q_buffer), load(k_buffer), factor)
+                near = left(halving.mask_to_level(at, load(read_pairs)))
                 (dx,) = halving.accumulate(lambda out: plgpu.wgmma(out, near, q_or_k))
                 dx *= factor
                 dq, write = dq + later * dx, write + (1 - later) * dx
                 buffer[...] = (load(k_buffer).astype(_F32) * factor).astype(_BF16)
                 plgpu.commit_smem()
-                near = left(halving.only_meeting(at, load(erase_pairs)))
+                near = left(halving.mask_to_level(at, load(erase_pairs)))
                 (dx,) = halving.accumulate(lambda out: plgpu.wgmma(out, near, buffer))
                 dx *= factor
                 return dq, erase + later * dx, write + (1 - later) * dx

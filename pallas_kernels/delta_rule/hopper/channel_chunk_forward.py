@@ -18,7 +18,7 @@ from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.hopper import warpgroups as wg
-from pallas_kernels.hopper.channel_slices import slices_of
+from pallas_kernels.hopper.channel_slices import split_channels
 from pallas_kernels.hopper.halving import (
     BLOCK,
     CHUNK,
@@ -29,9 +29,9 @@ from pallas_kernels.hopper.halving import (
     Documents,
     Halving,
     Level,
-    by_row,
     left_operand,
     load,
+    load_by_row,
     same_document,
 )
 from pallas_kernels.hopper.products import tile_products
@@ -72,7 +72,7 @@ def chunk_forward(
 ) -> Resolved:
     """The kernel, over all chunks, for `heads` heads, a multiple of those of q, k and log_decay [B, T, *, K]."""
     batch, length, _, depth = k.shape
-    pieces = slices_of(depth)  # one after another: their scores are summed in registers
+    pieces = split_channels(depth)  # one after another: their scores are summed in registers
     count, width = length // CHUNK, depth // len(pieces)
     groups = width // BLOCK
     total = batch * count * heads
@@ -124,7 +124,7 @@ def chunk_forward(
                 refs["keep"].at[b, h, pl.ds(n * depth + at, BLOCK)][...] = keep
                 plgpu.barrier_wait(loaded)
 
-                since, reached = halving.reach(q_buffer, k_buffer)
+                since, reached = halving.check_range(q_buffer, k_buffer)
                 pairs = AllPairs(halving, 0, since)
                 rows = pairs.rows(load(q_buffer), None).astype(_BF16)
                 spare[...] = pairs.rows(load(k_buffer), None).astype(_BF16)
@@ -138,7 +138,7 @@ def chunk_forward(
 
                 lower, upper = halving.accumulate(both, 2)
                 near = jnp.where(i > j, lower, jnp.where(i < j, upper, 0.0))
-                near = jnp.where(halving.within_reach(), near, 0.0)
+                near = jnp.where(halving.pairs_in_range(), near, 0.0)
 
                 def meet(at, scores):
                     step = Level(halving, at)
@@ -148,7 +148,7 @@ def chunk_forward(
                     (near,) = halving.accumulate(
                         lambda out: plgpu.wgmma(out, rows, buffer.transpose((1, 0)))
                     )
-                    return scores + jnp.where(halving.within_reach(), 0.0, step.only(near))
+                    return scores + jnp.where(halving.pairs_in_range(), 0.0, step.mask(near))
 
                 # A loop: the levels unrolled take more registers than there are.
                 scores = lax.fori_loop(reached * LEVELS, LEVELS, meet, near)
@@ -163,10 +163,10 @@ def chunk_forward(
                     )
 
                 def border(later, flags):
-                    factor = halving.border(later)
+                    factor = halving.boundary_decay(later)
                     if documents is None:
                         return factor
-                    return factor * wg.spread_rows(by_row(refs[flags].at[b, tokens]), SQUARE)
+                    return factor * wg.spread_rows(load_by_row(refs[flags].at[b, tokens]), SQUARE)
 
                 def give(name, to, x):
                     to[...] = x.astype(_BF16)
@@ -251,7 +251,7 @@ def solve_chunks(upper, rows, *, interpret: Any = False):
             i = plgpu.broadcasted_iota(jnp.int32, SQUARE, 0, layout=wg.LAYOUT)
             j = plgpu.broadcasted_iota(jnp.int32, SQUARE, 1, layout=wg.LAYOUT)
             strict = wg.load_global(upper.at[b, h, tokens])
-            strict *= wg.spread_rows(by_row(rows.at[b, h, tokens]), SQUARE)
+            strict *= wg.spread_rows(load_by_row(rows.at[b, h, tokens]), SQUARE)
             inverse = tiles.unit_inverse(strict, i ^ j, lambda a, b: product((a, b)), exact)
             buffer.transpose((1, 0))[...] = inverse.astype(_BF16)
             plgpu.commit_smem()

@@ -24,10 +24,10 @@ from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, Prepared
 from pallas_kernels.delta_rule.hopper.scan import scan_backward, scan_forward
 from pallas_kernels.hopper import channel_slices, row_layout
 from pallas_kernels.hopper import parts as hopper_parts
-from pallas_kernels.hopper.parts import multiple
+from pallas_kernels.hopper.parts import length_multiple
 from pallas_kernels.memory_calls import FLOAT32_DECAY, VALUES_IN_SLICES, in_bfloat16, key_dims
 
-__all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward", "multiple"]
+__all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward", "length_multiple"]
 
 # In place of a beta of 0 where gradients are made: that of beta is x · dv / beta. It is far below what any sum notices.
 _LEAST = 1e-20
@@ -55,7 +55,7 @@ def _not_zero(rows):
 def forward(
     q, k, v, beta, log_decay, run, initial, *, scale: float, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals]:
-    """The output [B, T, max(H, G), V], the final memories as `initial` and the residuals. T is a multiple of `multiple`."""
+    """The output [B, T, max(H, G), V], the final memories as `initial` and the residuals. T is a multiple of `length_multiple`."""
     memories = v.shape[2]
     heads = max(q.shape[2], memories)
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
@@ -70,11 +70,11 @@ def forward(
     options |= dict(
         scale=1.0, written=resolved.written, keep=resolved.keep, chunk_bounds=chunk_bounds
     )
-    parts = hopper_parts.cut(
+    parts = hopper_parts.split(
         functools.partial(scan_forward, None, resolved.erase, prepared=prepared, initial=None, **options),
         q, k, v, initial, chunk_bounds, interpret,
     )  # fmt: skip
-    starts, count = hopper_parts.starts_of(parts, initial)
+    starts, count = hopper_parts.part_starts(parts, initial)
     output, *marked, ends = scan_forward(
         resolved.read, resolved.erase, v, prepared, starts, parts=count,
         checkpoints=hopper_parts.count_checkpoints(q, k, v, chunk_bounds), **options,
@@ -94,7 +94,7 @@ def backward(
     (resolved, prepared, parts), share = residuals, row_layout.sum_heads
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
     initial = jnp.repeat(initial, heads // memories, axis=1)
-    starts, count = hopper_parts.starts_of(parts, initial)
+    starts, count = hopper_parts.part_starts(parts, initial)
     options: dict[str, Any] = dict(
         heads=heads, scale=1.0, written=resolved.written, keep=resolved.keep, chunk_bounds=chunk_bounds,
         interpret=interpret,
@@ -109,7 +109,7 @@ def backward(
     walk = functools.partial(
         scan_backward, resolved.read, resolved.erase, d_output, prepared, **options
     )
-    d_ends, count = hopper_parts.ends_of(parts, walk, d_final, interpret)
+    d_ends, count = hopper_parts.part_end_gradients(parts, walk, d_final, interpret)
     dv, d_states, d_starts = walk(d_ends, parts=count)
     documents, depth = row_layout.documents_of(run, 1), q.shape[-1]
 
@@ -117,14 +117,14 @@ def backward(
         return chunk_backward(
             q[..., keys], k[..., keys], log_decay[..., keys], prepared.rows, missing[..., values], d_output[..., values],
             dv[..., values], states[..., values, keys], d_states[..., values, keys],
-            channel_slices.slice_of(resolved.keep, depth, keys), documents, scale=scale, interpret=interpret,
+            channel_slices.slice_keep(resolved.keep, depth, keys), documents, scale=scale, interpret=interpret,
         )  # fmt: skip
 
     found = [
-        channel_slices.sum_of(
-            *(of_chunks(keys, at) for at in channel_slices.slices_of(v.shape[-1]))
+        channel_slices.sum_trees(
+            *(of_chunks(keys, at) for at in channel_slices.split_channels(v.shape[-1]))
         )
-        for keys in channel_slices.slices_of(depth)
+        for keys in channel_slices.split_channels(depth)
     ]
     # That of beta needs no keys, so that every piece of them has all of it.
     *by_key, (d_beta, *_) = zip(*found, strict=True)

@@ -20,10 +20,10 @@ from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, Prepared, chun
 from pallas_kernels.delta_rule.hopper.scan import scan_backward, scan_forward
 from pallas_kernels.hopper import parts as hopper_parts
 from pallas_kernels.hopper import row_layout
-from pallas_kernels.hopper.parts import multiple
+from pallas_kernels.hopper.parts import length_multiple
 from pallas_kernels.memory_calls import in_bfloat16, key_dims, value_dims
 
-__all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward", "multiple"]
+__all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward", "length_multiple"]
 
 _DEPTH = 256  # keys at most
 REQUIREMENTS = (
@@ -48,7 +48,7 @@ class Residuals(NamedTuple):
 def forward(
     q, k, v, beta, log_decay, run, initial, *, scale: float, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals]:
-    """The output [B, T, max(H, G), V], the final memories as `initial` and the residuals. T is a multiple of `multiple`."""
+    """The output [B, T, max(H, G), V], the final memories as `initial` and the residuals. T is a multiple of `length_multiple`."""
     memories = v.shape[2]
     heads = max(q.shape[2], memories)
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
@@ -60,11 +60,11 @@ def forward(
     options: dict[str, Any] = dict(
         heads=heads, scale=scale, chunk_bounds=chunk_bounds, interpret=interpret
     )
-    parts = hopper_parts.cut(
+    parts = hopper_parts.split(
         functools.partial(scan_forward, None, k, prepared=prepared, initial=None, **options), q, k, v, initial,
         chunk_bounds, interpret,
     )  # fmt: skip
-    starts, count = hopper_parts.starts_of(parts, initial)
+    starts, count = hopper_parts.part_starts(parts, initial)
     checkpoints = hopper_parts.count_checkpoints(q, k, v, chunk_bounds)
     output, *marked, ends = scan_forward(
         q, k, v, prepared, starts, parts=count, checkpoints=checkpoints, **options
@@ -83,14 +83,14 @@ def backward(
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
     options: dict[str, Any] = dict(scale=scale, interpret=interpret)
     initial = jnp.repeat(initial, heads // memories, axis=1)
-    starts, count = hopper_parts.starts_of(parts, initial)
+    starts, count = hopper_parts.part_starts(parts, initial)
     walks: dict[str, Any] = options | dict(heads=heads, chunk_bounds=chunk_bounds)
     missing, states, _ = scan_forward(None, k, v, prepared, starts, save=True, parts=count, **walks)
     # Of several heads that carry one memory, the first hands on the gradient from outside.
     first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
     d_final = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
     walk = functools.partial(scan_backward, q, k, d_output, prepared, **walks)
-    d_ends, count = hopper_parts.ends_of(parts, walk, d_final, interpret)
+    d_ends, count = hopper_parts.part_end_gradients(parts, walk, d_final, interpret)
     dv, d_states, d_starts = walk(d_ends, parts=count)
     decay_gradient = decay_gradient and log_decay is not None
     dq, dk, d_beta, *d_decay = chunk_backward(

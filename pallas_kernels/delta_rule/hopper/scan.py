@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from pallas_kernels.compat import plgpu
 from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, Prepared
 from pallas_kernels.hopper import warpgroups as wg
-from pallas_kernels.hopper.scan import decayed, scan, slices_of
+from pallas_kernels.hopper.scan import decay_memory, scan, zip_with_keys
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 _SQUARE = (CHUNK, CHUNK)
@@ -65,7 +65,7 @@ def scan_forward(
                 if not last:
                     return [x.read() for x in (held, *read)]
                 store(S)
-                kept = decayed(chunk, S)
+                kept = decay_memory(chunk, S)
                 columns = _columns(chunk, "enter")
                 values = 0.0
                 if v is not None:
@@ -73,7 +73,7 @@ def scan_forward(
                 missing = values - held.read(len(memory) * len(read)) * columns
                 return kept, missing.astype(_BF16), [x.read() * (columns * scale) for x in read]
 
-            found = wg.accumulators(enter, *found, interpret=interpret)
+            found = wg.with_accumulators(enter, *found, interpret=interpret)
         kept, missing, read = found
         missing = wg.as_left(missing, left[0], interpret)
         solve = lambda x: plgpu.wgmma(x, missing, chunk["inverse"].transpose((1, 0)))  # noqa: E731
@@ -90,12 +90,12 @@ def scan_forward(
             for out in sums[len(S) :]:
                 plgpu.wgmma(out.ref, writes, chunk["scores"].transpose((1, 0)))
                 plgpu.wgmma(out.ref, rest, chunk["scores"].transpose((1, 0)))
-            for keys, piece in slices_of(S, sums):
+            for keys, piece in zip_with_keys(S, sums):
                 plgpu.wgmma(piece.ref, leaving, _written(chunk).at[:, keys])
             put(*(out.read(len(S)) for out in sums[len(S) :]), *saved)
             return tuple(piece.read() for piece in sums[: len(S)])
 
-        return wg.accumulators(leave, *kept, *read, interpret=interpret)
+        return wg.with_accumulators(leave, *kept, *read, interpret=interpret)
 
     return scan(
         step, given, initial, k.shape[-1], tokens, outs, save=save, heads=heads, parts=parts, reverse=False,
@@ -142,13 +142,13 @@ def scan_backward(
                 turned = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT)
                 plgpu.wgmma(near[0].ref, wg.as_left(turned, left[0], interpret), chunk["scores"])
                 store(S)
-                kept = decayed(chunk, S)
+                kept = decay_memory(chunk, S)
                 writes = later.read() * _columns(chunk, "leave") + near[0].read(None)
                 writes *= _columns(chunk, "beta")
                 read = turned.astype(_F32) * (_columns(chunk, "enter") * scale)
                 return kept, read.astype(_BF16), writes.astype(_BF16)
 
-            found = wg.accumulators(leave, *found, *[_SQUARE] * last, interpret=interpret)
+            found = wg.with_accumulators(leave, *found, *[_SQUARE] * last, interpret=interpret)
         kept, read, writes = found
         read, writes = wg.as_left(read, left[0], interpret), wg.as_left(writes, left[1], interpret)
         solve = lambda x: plgpu.wgmma(x, writes, chunk["inverse"])  # noqa: E731
@@ -157,13 +157,13 @@ def scan_backward(
         erased = wg.as_left(dv * -_columns(chunk, "enter"), left[1], interpret)
 
         def enter(*sums):
-            for keys, piece in slices_of(S, sums):
+            for keys, piece in zip_with_keys(S, sums):
                 plgpu.wgmma(piece.ref, read, chunk["q"].at[:, keys])
                 plgpu.wgmma(piece.ref, erased, chunk["k"].at[:, keys])
             put(*saved)
             return tuple(piece.read() for piece in sums)
 
-        return wg.accumulators(enter, *kept, interpret=interpret)
+        return wg.with_accumulators(enter, *kept, interpret=interpret)
 
     tokens = jax.ShapeDtypeStruct(d_out.shape, _BF16)
     return scan(

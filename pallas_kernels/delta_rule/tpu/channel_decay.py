@@ -24,7 +24,7 @@ from pallas_kernels.tpu.row_layout import CHUNK
 from pallas_kernels.tpu.solve import Residuals
 
 _F32 = jnp.float32
-multiple = solve.multiple
+length_multiple = solve.length_multiple
 REQUIREMENTS = (
     FLOAT32_DECAY,
     *TPU,
@@ -74,7 +74,7 @@ def backward(
 
 def _layout(q, k, v, initial, reverse: bool = False) -> tpu_layout.Layout:
     heads = min(solve.HEADS, tpu_layout.HEADS) if reverse else solve.HEADS
-    options = dict(heads=heads, turned=True, runs=len(initial) // len(q), reverse=reverse)
+    options = dict(heads=heads, transposed=True, runs=len(initial) // len(q), reverse=reverse)
     return tpu_layout.Layout(q, k, v, CHUNK, **options)
 
 
@@ -98,12 +98,12 @@ class _Head:
 
     def __init__(self, layout, scale: float, refs: dict, masks: halving.Masks, columns, h: int):
         sizes = dict(q=layout.key_dim, k=layout.key_dim, v=layout.value_dim, log_decay=layout.key_dim)  # fmt: skip
-        q, k, v, g = (refs[n][layout.place(refs[n], h, size)] for n, size in sizes.items())
+        q, k, v, g = (refs[n][layout.tile_index(refs[n], h, size)] for n, size in sizes.items())
         dtype = v.dtype
         self.q, self.k, self.v = q.astype(_F32), k.astype(_F32), v
         self.row = refs["beta"][h : h + 1]
         self.beta = columns[:, h : h + 1]
-        self.decays = halving.resolve(g, masks)
+        self.decays = halving.chunk_decays(g, masks)
         self.tiles = halving.operands(self.q, self.k, self.decays, dtype)
         self.alike = halving.operands(self.k, self.k, self.decays, dtype)
         current = jnp.sum(self.q * self.k, axis=1, keepdims=True)
@@ -152,13 +152,13 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
     refs["d_beta"][...] = jnp.zeros_like(refs["d_beta"])
 
     def outer(a, b):
-        return halving.mirrored(dot(a, b, "nt"), dot(b, a, "nt"), masks)
+        return halving.mirror(dot(a, b, "nt"), dot(b, a, "nt"), masks)
 
     for h in range(layout.block):
         x = _Head(layout, scale, refs, masks, columns, h)
         dtype, decays = x.v.dtype, x.decays
         read, erase = x.read.astype(dtype), x.erase.astype(dtype)
-        d_out = refs["d_out"][layout.place(refs["d_out"], h, layout.value_dim)]
+        d_out = refs["d_out"][layout.tile_index(refs["d_out"], h, layout.value_dim)]
         before, inverse, after = refs["states"][h], refs["inverse"][h], d_memory[h]
         narrow = after.astype(dtype)
         missing = x.missing(dot(erase, before, "nt"), inverse)
@@ -173,22 +173,31 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
         refs["d_beta"][h : h + 1] = d_beta.T
         d_memory[h] = decays.keep * after + dot(d_out, read, "tn") - dot(dv, erase, "tn")
 
-        read = halving.spread(scale * outer(d_out, writes), x.tiles, masks)
-        erased = halving.spread(-outer(dv, writes), x.alike, masks)
+        read = halving.level_products(scale * outer(d_out, writes), x.tiles, masks)
+        erased = halving.level_products(-outer(dv, writes), x.alike, masks)
         current = d_out.astype(_F32) * writes.astype(_F32)
         current = scale * jnp.sum(current, axis=1, keepdims=True)
         of_read = scale * decays.enter * dot(d_out, before)
         of_erase = -decays.enter * dot(dv, before)
         of_write = decays.leave * dot(writes, narrow)
-        dq = halving.gather(read, decays, later=True) + of_read + current * x.k
+        dq = halving.operand_gradient(read, decays, later=True) + of_read + current * x.k
         layout.store(refs["dq"], h, dq)
-        dk = halving.gather(read, decays, later=False) + of_erase + of_write + current * x.q
+        dk = (
+            halving.operand_gradient(read, decays, later=False)
+            + of_erase
+            + of_write
+            + current * x.q
+        )
         for product, factor in zip(erased, decays.factors, strict=True):
             dk += product * factor
         layout.store(refs["dk"], h, dk)
         if "d_decay" in refs:
             kept = jnp.sum(before.astype(_F32) * after, axis=0, keepdims=True) * decays.keep
-            terms = zip(halving.terms(x.tiles, read), halving.terms(x.alike, erased), strict=True)
+            terms = zip(
+                halving.decay_terms(x.tiles, read),
+                halving.decay_terms(x.alike, erased),
+                strict=True,
+            )
             of_enter = x.q * of_read + x.k * of_erase
             d_decay = halving.decay_gradient(
                 [a + b for a, b in terms], of_enter, x.k * of_write, kept

@@ -21,9 +21,9 @@ from pallas_kernels.tiles.scalar_decay import dot
 from pallas_kernels.tpu import layout as tpu_layout
 from pallas_kernels.tpu import row_layout
 from pallas_kernels.tpu.row_layout import CHUNK
-from pallas_kernels.tpu.solve import HEADS, Residuals, indices, invert, multiple
+from pallas_kernels.tpu.solve import HEADS, Residuals, indices, invert, length_multiple
 
-__all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward", "multiple"]
+__all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward", "length_multiple"]
 _F32 = jnp.float32
 
 
@@ -135,7 +135,7 @@ def _backward_kernel(layout: tpu_layout.Layout, scale: float, refs: dict, d_memo
         x = _read(layout, refs, chunk, columns, h)
         dtype = x.v.dtype
         cast = lambda x: x.astype(dtype)  # noqa: B023, E731
-        d_out = refs["d_out"][layout.place(refs["d_out"], h, layout.value_dim)]
+        d_out = refs["d_out"][layout.tile_index(refs["d_out"], h, layout.value_dim)]
         memory, inverse = refs["states"][h], refs["inverse"][h]
         later = d_memory[h]
         narrow = cast(later)
@@ -182,7 +182,7 @@ def _chunk(refs) -> decays.Chunk:
 
 def _read(layout: tpu_layout.Layout, refs, chunk: decays.Chunk, columns, h: int) -> _Head:
     sizes = dict(q=layout.key_dim, k=layout.key_dim, v=layout.value_dim)
-    q, k, v = (refs[n][layout.place(refs[n], h, size)] for n, size in sizes.items())
+    q, k, v = (refs[n][layout.tile_index(refs[n], h, size)] for n, size in sizes.items())
     beta = refs["beta"][h : h + 1]
 
     def own(x):

@@ -24,10 +24,10 @@ from pallas_kernels.dplr.hopper.chunk_forward import (
 from pallas_kernels.dplr.hopper.scan import scan_backward, scan_forward, values_backward
 from pallas_kernels.hopper import channel_slices, row_layout
 from pallas_kernels.hopper import parts as hopper_parts
-from pallas_kernels.hopper.parts import multiple
+from pallas_kernels.hopper.parts import length_multiple
 from pallas_kernels.memory_calls import FLOAT32_DECAY, VALUES_IN_SLICES, in_bfloat16, key_dims
 
-__all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward", "multiple"]
+__all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward", "length_multiple"]
 
 _F32 = jnp.float32
 REQUIREMENTS = (
@@ -50,7 +50,7 @@ class Residuals(NamedTuple):
 def forward(
     q, k, v, a, b, log_decay, run, initial, *, scale: float, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals]:
-    """The output [B, T, max(H, G), V], the final memories as `initial` and the residuals. T is a multiple of `multiple`."""
+    """The output [B, T, max(H, G), V], the final memories as `initial` and the residuals. T is a multiple of `length_multiple`."""
     memories = v.shape[2]
     heads = max(q.shape[2], memories)
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
@@ -59,7 +59,7 @@ def forward(
         chunk_forward, documents=documents, heads=heads, scale=scale, interpret=interpret
     )
     products = "upper", "upper_values", "scores", "scores_values"
-    resolved = channel_slices.by_key_slice(chunks, (q, k, a, b, log_decay), products)
+    resolved = channel_slices.compute_by_key_slice(chunks, (q, k, a, b, log_decay), products)
     solved = solve_chunks(
         resolved.upper, resolved.upper_values, resolved.reach, interpret=interpret
     )
@@ -69,8 +69,8 @@ def forward(
     walk = functools.partial(
         scan_forward, resolved, solved, initial=None, read=False, interpret=interpret
     )
-    parts = hopper_parts.cut(walk, q, k, v, initial, chunk_bounds, interpret)
-    starts, count = hopper_parts.starts_of(parts, initial)
+    parts = hopper_parts.split(walk, q, k, v, initial, chunk_bounds, interpret)
+    starts, count = hopper_parts.part_starts(parts, initial)
     output, ends = scan_forward(
         resolved, solved, v, starts, parts=count, chunk_bounds=chunk_bounds, interpret=interpret
     )
@@ -88,14 +88,14 @@ def backward(
     share = row_layout.sum_heads
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
     initial = jnp.repeat(initial, heads // memories, axis=1)
-    starts, count = hopper_parts.starts_of(parts, initial)
+    starts, count = hopper_parts.part_starts(parts, initial)
     options: dict[str, Any] = dict(chunk_bounds=chunk_bounds, interpret=interpret)
     back, states, _ = scan_forward(resolved, solved, v, starts, save=True, parts=count, **options)
     # Of several heads that carry one memory, the first hands on the gradient from outside.
     first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
     d_final = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
     walk = functools.partial(scan_backward, resolved, solved, d_output, **options)
-    d_ends, count = hopper_parts.ends_of(parts, walk, d_final, interpret)
+    d_ends, count = hopper_parts.part_end_gradients(parts, walk, d_final, interpret)
     d_back, d_states, d_starts = walk(d_ends, parts=count)
     documents, depth = row_layout.documents_of(run, 1), q.shape[-1]
 
@@ -111,13 +111,13 @@ def backward(
             chunk_backward(
                 q[..., keys], k[..., keys], a[..., keys], b[..., keys], log_decay[..., keys], v[..., at], back_own,
                 d_output[..., at], d_reached, own[..., keys], d_own[..., keys],
-                channel_slices.slice_of(kept, depth, keys), documents, scale=scale, interpret=interpret,
-            ) for keys in channel_slices.slices_of(depth)
+                channel_slices.slice_keep(kept, depth, keys), documents, scale=scale, interpret=interpret,
+            ) for keys in channel_slices.split_channels(depth)
         ]  # fmt: skip
         return dv, found
 
-    dvs, found = zip(*map(of_values, channel_slices.slices_of(v.shape[-1])), strict=True)
-    dv, by_key = jnp.concatenate(dvs, axis=-1), zip(*channel_slices.sum_of(*found), strict=True)
+    dvs, found = zip(*map(of_values, channel_slices.split_channels(v.shape[-1])), strict=True)
+    dv, by_key = jnp.concatenate(dvs, axis=-1), zip(*channel_slices.sum_trees(*found), strict=True)
     dq, dk, da, db, d_decay = (jnp.concatenate(x, axis=-1) for x in by_key)
     return (
         share(dq, q.shape[2]), share(dk, k.shape[2]), share(dv, memories), share(da, a.shape[2]),

@@ -27,9 +27,9 @@ from pallas_kernels.hopper.halving import (
     SQUARE,
     Documents,
     Halving,
-    by_row,
     left_operand,
     load,
+    load_by_row,
     run_by_chunk,
     same_document,
 )
@@ -114,7 +114,7 @@ def chunk_backward(
             def border(x, name):
                 if documents is None:
                     return x
-                return x * wg.spread_rows(by_row(refs[name].at[row, tokens]), SQUARE)
+                return x * wg.spread_rows(load_by_row(refs[name].at[row, tokens]), SQUARE)
 
             plgpu.barrier_wait(loaded)
 
@@ -169,17 +169,17 @@ def chunk_backward(
             plgpu.commit_smem()
             plgpu.barrier_arrive(crossed)
 
-            enter = border(halving.border(True), "enters")
+            enter = border(halving.boundary_decay(True), "enters")
             dq *= enter * scale
             da *= enter
-            leave = border(halving.border(False), "stays")
+            leave = border(halving.boundary_decay(False), "stays")
             dk *= leave
             db *= leave
             # The memory's tiles have been used: their buffer takes the next parts, and then what stands on a level.
             spare = [state.at[pl.ds(at * BLOCK, BLOCK)] for at in range(2)]
             halving.split(tile(k_buffer) * dk + tile(b_buffer) * db, spare)
             written = halving.column_sums(spare)
-            totals[...] = written + by_row(refs["kept"].at[row, h, pl.ds(n * depth + group * BLOCK, BLOCK)])  # fmt: skip
+            totals[...] = written + load_by_row(refs["kept"].at[row, h, pl.ds(n * depth + group * BLOCK, BLOCK)])  # fmt: skip
 
             plgpu.barrier_wait(crossed)
             q_buffer[...] = (tile(q_buffer) * own_decay(decay())).astype(_BF16)  # q'
@@ -196,7 +196,7 @@ def chunk_backward(
                 for line, first, second in zip(matrices, (dq, da), (dk, db), strict=True):
                     dx = [jnp.zeros(SQUARE, _F32)]
                     for matrix, x in zip(line, spare, strict=True):
-                        near = left(halving.only_meeting(at, load(matrix)))
+                        near = left(halving.mask_to_level(at, load(matrix)))
                         add = lambda out, near=near, x=x: plgpu.wgmma(out, near, x)  # noqa: E731
                         dx = wg.accumulate(add, *dx, interpret=interpret)
                     dx = dx[0] * factor

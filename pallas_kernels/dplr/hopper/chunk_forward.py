@@ -27,9 +27,9 @@ from pallas_kernels.hopper.halving import (
     Documents,
     Halving,
     Level,
-    by_row,
     left_operand,
     load,
+    load_by_row,
     run_by_chunk,
     same_document,
 )
@@ -115,7 +115,7 @@ def chunk_forward(
             def product(rows, columns):
                 return halving.accumulate(lambda out: plgpu.wgmma(out, rows, columns))[0]
 
-            since, reached = halving.reach(q_buffer, k_buffer, a_buffer, b_buffer)
+            since, reached = halving.check_range(q_buffer, k_buffer, a_buffer, b_buffer)
             pairs = AllPairs(halving, 0, since)
             of_later, of_earlier = pairs.factor, pairs.columns_factor
             of_q = left((tile(q_buffer) * of_later).astype(_BF16))
@@ -129,7 +129,7 @@ def chunk_forward(
             for below, above in ((buffer, of_b), (of_b, buffer)):
                 below, above = product(of_q, turned(below)), product(above, turned(of_a))
                 near = jnp.where(i > j, below, jnp.where(i < j, above, 0.0))
-                scores.append(jnp.where(halving.within_reach(), near, 0.0))
+                scores.append(jnp.where(halving.pairs_in_range(), near, 0.0))
 
             def level(at, scores):
                 step, found = Level(halving, at), []
@@ -137,8 +137,8 @@ def chunk_forward(
                     buffer[...] = step.columns(*map(load, turn)).astype(_BF16)
                     x = left(step.rows(*map(load, rows)).astype(_BF16))
                     plgpu.commit_smem()
-                    near = step.only(product(x, turned(buffer)))
-                    found.append(jnp.where(halving.within_reach(), 0.0, near))
+                    near = step.mask(product(x, turned(buffer)))
+                    found.append(jnp.where(halving.pairs_in_range(), 0.0, near))
                 return [x + y for x, y in zip(scores, found, strict=True)]
 
             scores = lax.fori_loop(reached * LEVELS, LEVELS, level, scores)
@@ -160,9 +160,9 @@ def chunk_forward(
                 (True, "enters", scale, dict(read=q_buffer, reach=a_buffer)),
                 (False, "stays", 1.0, dict(written=b_buffer, written_values=k_buffer)),
             ):
-                factor = halving.border(later)
+                factor = halving.boundary_decay(later)
                 if documents is not None:
-                    factor *= wg.spread_rows(by_row(refs[flags].at[row, tokens]), SQUARE)
+                    factor *= wg.spread_rows(load_by_row(refs[flags].at[row, tokens]), SQUARE)
                 for name, to in buffers.items():
                     to[...] = (tile(to) * factor * (times if name == "read" else 1.0)).astype(_BF16)
                     plgpu.commit_smem()

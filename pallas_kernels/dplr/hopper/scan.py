@@ -20,7 +20,7 @@ from jax import lax
 from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.dplr.hopper.chunk_forward import CHUNK, SQUARE, Resolved, Solved
 from pallas_kernels.hopper import warpgroups as wg
-from pallas_kernels.hopper.scan import decayed, scan, slices_of
+from pallas_kernels.hopper.scan import decay_memory, scan, zip_with_keys
 
 _BLOCK = 64
 _F32, _BF16 = jnp.float32, jnp.bfloat16
@@ -73,13 +73,13 @@ def scan_forward(
                 if not last:
                     return [x.read() for x in sums]
                 store(S)
-                kept = decayed(chunk, S)
+                kept = decay_memory(chunk, S)
                 exact = sums[0].read((len(memory) + (v is not None)) * (len(sums) - 1))
                 back = exact.astype(_BF16)
                 rest = (exact - back.astype(_F32)).astype(_BF16)
                 return kept, back, rest, [x.read() for x in sums[1:]]
 
-            found = wg.accumulators(reach, *found, interpret=interpret)
+            found = wg.with_accumulators(reach, *found, interpret=interpret)
         kept, saved, rest, outputs = found
         rest, back = wg.as_left(rest, left[2], interpret), wg.as_left(saved, left[1], interpret)
 
@@ -87,7 +87,7 @@ def scan_forward(
             for out in sums[len(S) :]:
                 plgpu.wgmma(out.ref, back, chunk["scores"].transpose((1, 0)))
                 plgpu.wgmma(out.ref, rest, chunk["scores"].transpose((1, 0)))
-            for keys, piece in slices_of(S, sums):
+            for keys, piece in zip_with_keys(S, sums):
                 plgpu.wgmma(piece.ref, back, chunk["written"].at[:, keys])
                 if v is not None:
                     plgpu.wgmma(piece.ref, values, chunk["k"].at[:, keys])
@@ -95,7 +95,7 @@ def scan_forward(
             put(*[saved] * save, *(out.read(later) for out in sums[len(S) :]))
             return tuple(piece.read() for piece in sums[: len(S)])
 
-        return wg.accumulators(leave, *kept, *outputs, interpret=interpret)
+        return wg.with_accumulators(leave, *kept, *outputs, interpret=interpret)
 
     outs = ["back"] * save + ["out"] * read
     return scan(
@@ -130,21 +130,21 @@ def scan_backward(
                     return back.read()
                 plgpu.wgmma(back.ref, given, chunk["scores"])
                 store(S)
-                kept = decayed(chunk, S)
+                kept = decay_memory(chunk, S)
                 return kept, back.read().astype(_BF16)
 
-            found = wg.accumulators(leave, found, interpret=interpret)
+            found = wg.with_accumulators(leave, found, interpret=interpret)
         kept, back = found
         reached = wg.as_left(back, left[1], interpret)
 
         def enter(*sums):
-            for keys, piece in slices_of(S, sums):
+            for keys, piece in zip_with_keys(S, sums):
                 plgpu.wgmma(piece.ref, given, chunk["q"].at[:, keys])
                 plgpu.wgmma(piece.ref, reached, chunk["reach"].at[:, keys])
             put(*[back] * save)
             return tuple(piece.read() for piece in sums)
 
-        return wg.accumulators(enter, *kept, interpret=interpret)
+        return wg.with_accumulators(enter, *kept, interpret=interpret)
 
     tokens = jax.ShapeDtypeStruct(d_out.shape, _BF16)
     return scan(

@@ -21,11 +21,11 @@ from pallas_kernels.requirements import Requirement
 from pallas_kernels.tiles.scalar_decay import dot
 from pallas_kernels.tpu import halving, row_layout
 from pallas_kernels.tpu import layout as tpu_layout
-from pallas_kernels.tpu.solve import Residuals, invert, multiple
+from pallas_kernels.tpu.solve import Residuals, invert, length_multiple
 
 CHUNK = 128
 _HEADS = 8  # of one program
-__all__ = ["CHUNK", "REQUIREMENTS", "backward", "forward", "multiple"]
+__all__ = ["CHUNK", "REQUIREMENTS", "backward", "forward", "length_multiple"]
 _F32 = jnp.float32
 REQUIREMENTS = (
     Requirement(
@@ -79,7 +79,7 @@ def backward(
 
 def _layout(q, k, v, a, b, initial, reverse: bool = False) -> tpu_layout.Layout:
     heads = tpu_layout.HEADS if reverse else _HEADS
-    options = dict(heads=heads, turned=True, runs=len(initial) // len(q), reverse=reverse)
+    options = dict(heads=heads, transposed=True, runs=len(initial) // len(q), reverse=reverse)
     return tpu_layout.Layout(q, k, v, CHUNK, others=(a, b), **options)
 
 
@@ -108,12 +108,12 @@ class _Head:
 
     def __init__(self, layout, scale: float, refs: dict, masks: halving.Masks, h: int):
         sizes = dict.fromkeys(("q", "k", "a", "b", "log_decay"), layout.key_dim)
-        q, k, a, b, g = (refs[n][layout.place(refs[n], h, size)] for n, size in sizes.items())
-        self.v = refs["v"][layout.place(refs["v"], h, layout.value_dim)]
+        q, k, a, b, g = (refs[n][layout.tile_index(refs[n], h, size)] for n, size in sizes.items())
+        self.v = refs["v"][layout.tile_index(refs["v"], h, layout.value_dim)]
         dtype = self.v.dtype
         self.q, self.k, self.a, self.b = (x.astype(_F32) for x in (q, k, a, b))
         self.q *= scale
-        self.own, self.decays = jnp.exp(g), halving.resolve(g, masks, exclusive=True)
+        self.own, self.decays = jnp.exp(g), halving.chunk_decays(g, masks, exclusive=True)
         decayed = self.q * self.own
         self.tiles = halving.operands(decayed, self.b, self.decays, dtype)
         self.others = halving.operands(self.a, self.k, self.decays, dtype)
@@ -170,12 +170,12 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
 
     def outer(lower, upper):
-        return halving.mirrored(dot(lower[0], lower[1], "nt"), dot(upper[0], upper[1], "nt"), masks)
+        return halving.mirror(dot(lower[0], lower[1], "nt"), dot(upper[0], upper[1], "nt"), masks)
 
     for h in range(layout.block):
         x = _Head(layout, scale, refs, masks, h)
         v, dtype, decays = x.v, x.v.dtype, x.decays
-        d_out = refs["d_out"][layout.place(refs["d_out"], h, layout.value_dim)]
+        d_out = refs["d_out"][layout.tile_index(refs["d_out"], h, layout.value_dim)]
         before, inverse, after = refs["states"][h], refs["inverse"][h], d_memory[h]
         read, reach = x.read.astype(dtype), x.reach.astype(dtype)
         narrow, back = after.astype(dtype), x.back(dot(reach, before, "nt"), inverse)
@@ -190,7 +190,7 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
         of_qb, of_ak, of_qk, of_ab = (((x, y), (y, x)) for x, y in pairs)
 
         def spread(lower, upper, tiles):
-            return halving.spread(outer(lower[0], upper[1]), tiles, masks)
+            return halving.level_products(outer(lower[0], upper[1]), tiles, masks)
 
         def added(x, y):
             return [a + b for a, b in zip(x, y, strict=True)]
@@ -204,15 +204,19 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
         current_b, current_k = (
             jnp.sum(d_out.astype(_F32) * y.astype(_F32), axis=1, keepdims=True) for y in (back, v)
         )
-        decayed = (halving.gather(of_tiles, decays, later=True) + of_read) * x.own
+        decayed = (halving.operand_gradient(of_tiles, decays, later=True) + of_read) * x.own
         layout.store(refs["dq"], h, scale * (decayed + current_b * x.b + current_k * x.k))
-        db = halving.gather(of_tiles, decays, later=False) + of_write_b
+        db = halving.operand_gradient(of_tiles, decays, later=False) + of_write_b
         layout.store(refs["db"], h, db + current_b * x.q)
-        layout.store(refs["da"], h, halving.gather(of_others, decays, later=True) + of_reach)
-        dk = halving.gather(of_others, decays, later=False) + of_write_k
+        layout.store(
+            refs["da"], h, halving.operand_gradient(of_others, decays, later=True) + of_reach
+        )
+        dk = halving.operand_gradient(of_others, decays, later=False) + of_write_k
         layout.store(refs["dk"], h, dk + current_k * x.q)
         kept = jnp.sum(before.astype(_F32) * after, axis=0, keepdims=True) * decays.keep
-        terms = added(halving.terms(x.tiles, of_tiles), halving.terms(x.others, of_others))
+        terms = added(
+            halving.decay_terms(x.tiles, of_tiles), halving.decay_terms(x.others, of_others)
+        )
         of_enter = x.q * x.own * of_read + x.a * of_reach
         of_leave = x.b * of_write_b + x.k * of_write_k
         d_decay = halving.decay_gradient(terms, of_enter, of_leave, kept, exclusive=True)

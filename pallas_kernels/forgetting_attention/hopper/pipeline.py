@@ -160,7 +160,7 @@ class Traversal(NamedTuple):
             products.scores(tiles, *refs)
             self.wait_other()
 
-        values = wg.fresh(scores, *products.shapes)
+        values = wg.products_from_zero(scores, *products.shapes)
         operands, factor, carry = products.use(n, tiles, tuple(values), carry, **options)
         sums, operands = _scaled(sums, factor), _bfloat16(operands)
         self.wait_other()

@@ -1,9 +1,16 @@
-"""The end of the backward of `hopper_channels`: gradients of q, k and the log decay, chunk by chunk, on Mosaic GPU (Hopper)."""
+"""The last phase of the backward pass of `channel_decay`, on Mosaic GPU (Hopper): the gradients of q, k and the log decay.
+
+Every chunk is computed by itself, from the memory S before it and the gradient dS' of the memory after it, which the two scans have
+saved. With b the inclusive sums of the log decay g over the chunk, and P the chunk's scores,
+
+    dq = scale e^b ⊙ (dO Sᵀ) + dq(P)        dk = e^(b_C - b) ⊙ (v dS'ᵀ) + dk(P)        dP = scale dO vᵀ, on and below the diagonal
+
+`tiles.channel_decay` has dq(P), dk(P) and the gradient of g. A warpgroup computes 64 key channels of one chunk and head.
+"""
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +27,14 @@ from pallas_kernels.hopper.halving import (
     Documents,
     Halving,
     Level,
-    by_column,
-    by_row,
     left_operand,
     load,
+    load_by_column,
+    load_by_row,
     power_of_two,
-    run_by_chunk,
     same_document,
 )
+from pallas_kernels.hopper.launch import launch, with_smem
 
 _F32 = jnp.float32
 
@@ -36,246 +43,431 @@ def chunk_backward(
     q, k, v, log_decay, d_output, states, d_states, keep, documents: Documents | None, *,
     scale: float, bonus=None, pieces: int = 1, exact: bool = False, interpret: Any = False,
 ):  # fmt: skip
-    """Gradients of q, k [B, T, h, K] and log_decay (float32), chunk by chunk, for h heads.
+    """Return the gradients of q, k [B, T, h, K] and log_decay (float32) for h heads.
 
-    With a bonus also what each chunk gives it, [B, h, N, K].
+    With a bonus also its gradient from each chunk, [B, h, N, K]. Inputs with `*` heads have a number of heads that divides h.
 
     Args:
-        q: [B, T, *, K], as the other inputs of a number of heads that divides h; None with `d_states` asks for its gradient alone.
-        k: [B, T, *, K]; may be float32 where the gradient of q is asked for alone, and is then not rounded within a chunk.
-        v: [B, T, *, V], with pieces of one head's values side by side as heads.
+        q: [B, T, *, K]. None, with `d_states` None, returns the gradient of q alone.
+        k: [B, T, *, K]. It may be float32 if the gradient of q is returned alone, and is then not rounded within a chunk.
+        v: [B, T, *, V], where each head's values are cut into `pieces` consecutive heads.
         log_decay: [B, T, *, K].
         d_output: [B, T, h * pieces, V].
         states: [B, h * pieces, N, K, V], S before each chunk.
-        d_states: [B, h * pieces, N, K, V], the gradient of S after it.
-        keep: [B, *, N * K].
-        documents: or None.
+        d_states: [B, h * pieces, N, K, V], the gradient of S after each chunk.
+        keep: [B, *, N * K], e^(b_C).
+        documents: None is one document per row.
         scale: of q.
         bonus: [*, K], or None.
-        pieces: 1 or 2, into which each head's values are cut; more find no buffer.
-        exact: the gradient of q, asked for alone, is float32.
+        pieces: 1 or 2; shared memory is too small for more.
+        exact: whether the gradient of q, returned alone, is float32.
         interpret: parameters of the interpreter, or False.
     """
     batch, length, heads, width = d_output.shape
     heads //= pieces
-    whole = d_states is not None
-    depth = k.shape[-1]
-    named = dict(q=q, k=k, states=states, d_states=d_states, v=v, d_output=d_output)
-    named |= dict(g=log_decay, keep=keep)
-    named = {name: x for name, x in named.items() if x is not None}
-    named |= {} if documents is None else documents._asdict()
-    named |= {} if bonus is None else dict(bonus=bonus)
-    count, groups, keep_heads = length // CHUNK, depth // BLOCK, keep.shape[1]
-    # Two blocks of one warpgroup find buffer on a processor, but not with values of two pieces: one loads while the other computes.
-    together = groups if pieces > 1 else 1
-    apart = groups // together
+    depth, count = k.shape[-1], length // CHUNK
+    inputs = dict(q=q, k=k, states=states, d_states=d_states, v=v, d_output=d_output)
+    inputs |= dict(g=log_decay, keep=keep)
+    inputs |= {} if documents is None else documents._asdict()
+    inputs |= dict(bonus=bonus)
+    # Two blocks of one warpgroup fit on a processor, so that one loads while the other computes; with two pieces they do not fit.
+    groups = depth // BLOCK if pieces > 1 else 1
+    call = _Call(
+        shapes={name: x.shape for name, x in inputs.items() if x is not None},
+        heads=heads, count=count, depth=depth, width=width, pieces=pieces, groups=groups,
+        blocks=depth // BLOCK // groups, scale=scale, exact=exact, interpret=interpret,
+    )  # fmt: skip
     struct = jax.ShapeDtypeStruct
-    wide = struct((batch, length, heads, depth), d_output.dtype)
-    out_type = dict(dq=struct(wide.shape, _F32) if exact else wide)
-    if whole:
-        out_type |= dict(dk=wide, dg=struct(wide.shape, _F32))
+    rounded = struct((batch, length, heads, depth), d_output.dtype)
+    unrounded = struct(rounded.shape, _F32)
+    outputs = dict(dq=unrounded if exact else rounded)
+    if not call.only_query:
+        outputs |= dict(dk=rounded, dg=unrounded)
     if bonus is not None:
-        out_type["d_bonus"] = struct((batch, heads, count, depth), _F32)
+        outputs["d_bonus"] = struct((batch, heads, count, depth), _F32)
+    smem = _smem(call, d_output.dtype, k.dtype)
 
-    def kernel(*refs):
-        refs = dict(zip([*named, *out_type], refs, strict=True))
-        index, local = lax.div(lax.axis_index("chunk"), apart), lax.axis_index("warpgroup")
-        group = lax.rem(lax.axis_index("chunk"), apart) * together + local
-        h, n = lax.rem(index, heads), lax.rem(lax.div(index, heads), count)
-        b = lax.div(index, heads * count)
-        own = lambda name: lax.div(h * named[name].shape[2], heads)  # noqa: E731
-        tokens, columns = pl.ds(n * CHUNK, CHUNK), pl.ds(group * BLOCK, BLOCK)
+    def kernel(refs):
+        position = _position(call)
+        with_smem(
+            lambda buffers: _Warpgroup(call, position, refs, buffers).compute(),
+            smem,
+            thread_name="warpgroup",
+        )
 
-        def scoped(
-            q_buffer, k_buffer, states, d_states, parts, x_buffer, totals, lowest, v, d_out, loaded, again, *left_buffer
-        ):  # fmt: skip
-            q_buffer, k_buffer, states, d_states, parts, x_buffer, totals, lowest, again = (
-                x.at[local] for x in (q_buffer, k_buffer, states, d_states, parts, x_buffer, totals, lowest, again)
-            )  # fmt: skip
-            for name, buffer in (("q", q_buffer), ("k", k_buffer))[not whole :]:
-                source = refs[name].at[b, tokens, own(name), columns]
-                plgpu.copy_gmem_to_smem(source, buffer, loaded)
-
-            def copy_memories(piece, barrier):
-                for name, buffer in (("states", states), ("d_states", d_states))[: 1 + whole]:
-                    source = refs[name].at[b, h * pieces + piece, n, columns]
-                    plgpu.copy_gmem_to_smem(source, buffer, barrier)
-
-            def copy(name, buffer):
-                for piece in range(pieces):
-                    source = refs[name].at[b, tokens, own(name) + piece]
-                    plgpu.copy_gmem_to_smem(source, buffer.at[piece], loaded)
-
-            copy_memories(0, loaded)
-
-            pl.when(local == 0)(lambda: copy("v", v))
-            pl.when(local == together - 1)(lambda: copy("d_output", d_out))
-            g = wg.load_global(refs["g"].at[b, tokens, own("g"), columns])
-            left = left_operand(left_buffer[0].at[local] if interpret else None, interpret)
-            halving = Halving(parts, x_buffer, left, bonus is not None, interpret, lowest)
-            halving.split_decay(g)
-            i, j = halving.i, halving.j
-
-            def within(mask):
-                if documents is None:
-                    return mask
-                return mask & same_document(refs["run"].at[b, tokens])
-
-            def border(x, name):
-                if documents is None:
-                    return x
-                return x * wg.spread_rows(by_row(refs[name].at[b, tokens]), SQUARE)
-
-            def give(name, buffer, x):
-                buffer[...] = x.astype(buffer.dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(buffer, refs[name].at[b, tokens, h, columns])
-
-            def crossed(later, *earlier):
-                for piece in range(pieces):
-                    plgpu.wgmma(later, d_out.at[piece], v.at[piece].transpose((1, 0)))
-                    for x in earlier:
-                        plgpu.wgmma(x, v.at[piece], d_out.at[piece].transpose((1, 0)))
-
-            def outside(piece, *sums):
-                def add(dq, *dk):
-                    plgpu.wgmma(dq, d_out.at[piece], states.transpose((1, 0)))
-                    for x in dk:
-                        plgpu.wgmma(x, v.at[piece], d_states.transpose((1, 0)))
-
-                return wg.accumulate(add, *sums, interpret=interpret)
-
-            def ends():
-                found: Any = 0.0
-                for c in range(width // BLOCK):
-                    part = pl.ds(c * BLOCK, BLOCK)
-                    both = (load(x.at[:, part]).astype(_F32) for x in (states, d_states))
-                    found += jnp.sum(functools.reduce(jnp.multiply, both), axis=1)
-                return found
-
-            def resolve():
-                weights, *earlier = halving.accumulate(crossed, 1 + whole)
-                if whole:
-                    weights = jnp.where(i >= j, weights, earlier[0])
-                weights *= scale
-                if documents is not None:
-                    weights = jnp.where(same_document(refs["run"].at[b, tokens]), weights, 0.0)
-                current = jnp.sum(jnp.where(i == j, weights, 0.0), axis=1)
-                size, inverse = power_of_two(jnp.max(jnp.abs(weights), axis=1))
-                weights *= wg.spread_rows(inverse, SQUARE)
-                return weights.astype(jnp.bfloat16), size, current
-
-            at_end: Any = 0.0
-            zeros = [jnp.zeros(SQUARE, _F32)] * (1 + whole)
-            plgpu.barrier_wait(loaded)
-            _, reached = halving.reach(*(q_buffer, k_buffer)[not whole :])
-            if pieces == 1:
-                weights, size, current = resolve()
-                dq, *dk = outside(0, *zeros)
-            else:  # while the second piece's memories are on their way, into the buffer of the first one's
-                sums, at_end = outside(0, *zeros), ends()
-                plgpu.commit_smem()
-                copy_memories(1, again)
-                weights, size, current = resolve()
-                plgpu.barrier_wait(again)
-                dq, *dk = outside(1, *sums)
-            dq *= border(halving.border(True), "enters") * scale
-            if whole:
-                at_end += ends()
-                dk = [dk[0] * border(halving.border(False), "stays")]
-                # The memory's tiles have been used: their buffer takes the next parts.
-                spare = [states, d_states]
-                if width > BLOCK:
-                    spare = [states.at[:, pl.ds(n * BLOCK, BLOCK)] for n in range(2)]
-                halving.split(load(k_buffer).astype(_F32) * dk[0], spare)
-                rows = pl.ds(n * depth + group * BLOCK, BLOCK)
-                keep = by_row(refs["keep"].at[b, lax.div(h * keep_heads, heads), rows])
-                totals[...] = at_end * keep + halving.column_sums(spare)
-
-            def products(step):
-                x = step.columns(load(q_buffer) if whole else load(k_buffer), load(k_buffer))
-                if whole:
-                    tiles = [x_buffer]
-                    x_buffer[...] = x.astype(x_buffer.dtype)
-                    plgpu.commit_smem()
-                else:  # in two parts: a softmax over what is read multiplies its rounding
-                    tiles = [x_buffer, q_buffer]
-                    halving.split(x, tiles)
-                near = left(step.only(weights, both=whole))
-
-                def product(out):
-                    for tile in tiles:
-                        plgpu.wgmma(out, near, tile)
-
-                (dx,) = halving.accumulate(product)
-                return dx * step.factor * wg.spread_rows(size, SQUARE)
-
-            def all_pairs(turned, gradients):
-                """Of the first, which is then the last: the second turn makes the other's."""
-                first, *second = gradients
-                return [*second, first + products(AllPairs(halving, turned.astype(_F32)))]
-
-            def level(at, gradients):
-                step = Level(halving, at)
-                dx = products(step)
-                shares = (step.later, 1 - step.later) if whole else (1,)
-                return [x + share * dx for x, share in zip(gradients, shares, strict=True)]
-
-            gradients = lax.fori_loop(0, reached * (1 + whole), all_pairs, [dq, *dk])
-            dq, *dk = lax.fori_loop(reached * LEVELS, LEVELS, level, gradients)
-            current = wg.spread_rows(current, SQUARE)
-            if not whole:
-                dq += current * load(k_buffer).astype(_F32)
-                if exact:
-                    refs["dq"].at[b, tokens, h, columns][...] = dq
-                    return
-                give("dq", x_buffer, dq)
-                plgpu.wait_smem_to_gmem(0)
-                return
-            (dk,) = dk
-            q, k = (load(x).astype(_F32) for x in (q_buffer, k_buffer))
-            of_q, of_k = q * dq, k * dk
-            if bonus is None:
-                halving.split(of_q - of_k)
-                dg = halving.sums(within(j >= i))
-            else:
-                halving.split(of_q)
-                dg = halving.sums(within(j > i))
-                halving.split(of_k)
-                dg -= halving.sums(within(j >= i))
-            at_end = plgpu.load(totals, layout=wg.LAYOUT.reduce(0))
-            dg += border(lax.broadcast_in_dim(at_end, SQUARE, [1]), "stays")
-            refs["dg"].at[b, tokens, h, columns][...] = dg
-
-            if bonus is not None:
-                halving.split(current * q * k)
-                refs["d_bonus"].at[b, h, n, columns][...] = halving.column_sums()
-                row = refs["bonus"].at[lax.div(h * bonus.shape[0], heads), columns]
-                current *= by_column(row)
-            give("dq", q_buffer, dq + current * k)
-            give("dk", k_buffer, dk + current * q)
-            plgpu.wait_smem_to_gmem(0)
-
-        smem: Any = plgpu.SMEM
-        buffer = functools.partial(smem, dtype=d_output.dtype, transforms=wg.TILED)
-        buffers = [
-            buffer((together, *SQUARE)),
-            buffer((together, *SQUARE), dtype=k.dtype, transforms=wg.tiled(k.dtype)),
-            buffer((together, BLOCK, width)),
-            buffer((together, BLOCK, width)),
-            buffer((together, 2, *SQUARE), dtype=jnp.bfloat16),
-            buffer((together, *SQUARE)),
-            smem((together, CHUNK), _F32),
-            smem((together, 2, CHUNK), _F32),
-            buffer((pieces, CHUNK, width)),
-            buffer((pieces, CHUNK, width)),
-            plgpu.Barrier(num_arrivals=(4 if whole else 2) * together + 2 * pieces),
-            plgpu.Barrier(num_arrivals=1 + whole, num_barriers=together),
-        ]
-        if interpret:
-            buffers.append(buffer((together, *SQUARE), dtype=jnp.bfloat16))
-        pl.run_scoped(scoped, *buffers, collective_axes="warpgroup")
-
-    return run_by_chunk(
-        kernel, named, list(out_type.values()), batch * count * heads * apart, together, interpret
+    results = launch(
+        kernel,
+        inputs=inputs,
+        outputs=outputs,
+        grid=dict(chunk=batch * count * heads * call.blocks),
+        num_threads=groups,
+        thread_name="warpgroup",
+        reduction_scratch_bytes=0,
+        interpret=interpret,
     )
+    return list(results.values())
+
+
+class _Call(NamedTuple):
+    """Sizes and options of one call.
+
+    Attributes:
+        shapes: of the inputs, by name.
+        heads: of the outputs, h.
+        count: chunks of a row, N.
+        depth: K.
+        width: V, of one piece.
+        pieces: of each head's values.
+        groups: warpgroups of a thread block.
+        blocks: thread blocks of a chunk and head.
+        scale: of q.
+        exact: whether the gradient of q is float32.
+        interpret: parameters of the interpreter, or False.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    heads: int
+    count: int
+    depth: int
+    width: int
+    pieces: int
+    groups: int
+    blocks: int
+    scale: float
+    exact: bool
+    interpret: Any
+
+    @property
+    def only_query(self) -> bool:
+        """Whether only the gradient of q is computed."""
+        return "d_states" not in self.shapes
+
+    def input_heads(self, name: str) -> int:
+        """The number of heads of an input."""
+        return self.shapes[name][dict(keep=1, bonus=0).get(name, 2)]
+
+
+class _Position(NamedTuple):
+    """The part of the gradients that a warpgroup computes.
+
+    Attributes:
+        b: row of the batch.
+        h: head.
+        n: chunk.
+        local: the warpgroup's index in its thread block.
+        group: index of its 64 key channels.
+        tokens: the slice of the chunk's tokens.
+        channels: the slice of the key channels.
+    """
+
+    b: Any
+    h: Any
+    n: Any
+    local: Any
+    group: Any
+    tokens: Any
+    channels: Any
+
+
+class _ScoresGradient(NamedTuple):
+    """The gradient of a chunk's scores.
+
+    Attributes:
+        matrix: [64, 64] bfloat16, dP below the diagonal, and above it the transpose of dP (or of `dP` alone, 0: see
+            `_Warpgroup.scores_gradient`), each row divided by `size`.
+        size: [64], a power of two for each row.
+        diagonal: [64], dP_ii.
+    """
+
+    matrix: Any
+    size: Any
+    diagonal: Any
+
+
+def _position(call: _Call) -> _Position:
+    """The position of this warpgroup in the grid."""
+    index, local = lax.div(lax.axis_index("chunk"), call.blocks), lax.axis_index("warpgroup")
+    group = lax.rem(lax.axis_index("chunk"), call.blocks) * call.groups + local
+    h, n = lax.rem(index, call.heads), lax.rem(lax.div(index, call.heads), call.count)
+    b = lax.div(index, call.heads * call.count)
+    tokens, channels = pl.ds(n * CHUNK, CHUNK), pl.ds(group * BLOCK, BLOCK)
+    return _Position(b, h, n, local, group, tokens, channels)
+
+
+def _smem(call: _Call, dtype, key_dtype) -> dict[str, Any]:
+    """The shared memory and barriers of a thread block; those before `v` have a part for each warpgroup."""
+    smem: Any = plgpu.SMEM
+    groups, barrier = call.groups, plgpu.Barrier
+
+    def tiles(*shape, dtype=dtype):
+        return smem(shape, dtype=dtype, transforms=wg.smem_transforms(dtype))
+
+    return dict(
+        q=tiles(groups, *SQUARE),
+        k=tiles(groups, *SQUARE, dtype=key_dtype),
+        states=tiles(groups, BLOCK, call.width),
+        d_states=tiles(groups, BLOCK, call.width),
+        parts=tiles(groups, 2, *SQUARE, dtype=jnp.bfloat16),
+        tile=tiles(groups, *SQUARE),
+        totals=smem((groups, CHUNK), _F32),
+        lowest=smem((groups, 2, CHUNK), _F32),
+        v=tiles(call.pieces, CHUNK, call.width),
+        d_output=tiles(call.pieces, CHUNK, call.width),
+        loaded=barrier(num_arrivals=(2 if call.only_query else 4) * groups + 2 * call.pieces),
+        next_piece=barrier(num_arrivals=1 if call.only_query else 2, num_barriers=groups),
+        left=tiles(groups, *SQUARE, dtype=jnp.bfloat16) if call.interpret else None,
+    )
+
+
+class _Warpgroup:
+    """The computation of one warpgroup: a method for each phase, in the order of `compute`."""
+
+    def __init__(self, call: _Call, at: _Position, refs: dict[str, Any], smem: dict[str, Any]):
+        """Bind references.
+
+        Args:
+            call: the call.
+            at: what this warpgroup computes.
+            refs: inputs and outputs in global memory.
+            smem: buffers of `_smem`, of which it selects its part.
+        """
+        self.call, self.at, self.refs = call, at, refs
+        shared = ("v", "d_output", "loaded", "left")
+        self.smem = {n: x if n in shared else x.at[at.local] for n, x in smem.items()}
+
+    def compute(self) -> None:
+        """Compute and store this warpgroup's gradients."""
+        call, at, smem = self.call, self.at, self.smem
+        self.start_loads()
+        g = wg.load_global(self.refs["g"].at[at.b, at.tokens, self.input_head("g"), at.channels])
+        left_buffer = smem["left"].at[at.local] if call.interpret else None
+        self.left = left_operand(left_buffer, call.interpret)
+        self.halving = Halving(
+            smem["parts"], smem["tile"], self.left, "bonus" in call.shapes, call.interpret, smem["lowest"]
+        )  # fmt: skip
+        self.halving.split_decay(g)
+        reached, scores, gradients = self.memory_gradients()
+        gradients = self.add_pairs(reached, scores, gradients)
+        diagonal = wg.spread_rows(scores.diagonal, SQUARE)
+        if call.only_query:
+            self.store_query_gradient(*gradients, diagonal)
+        else:
+            self.store_gradients(*gradients, diagonal)
+
+    def input_head(self, name: str):
+        """The head of an input that this head of the outputs uses; of v and dO its first piece."""
+        return lax.div(self.at.h * self.call.input_heads(name), self.call.heads)
+
+    def start_loads(self) -> None:
+        """Start the copies of all tiles into shared memory; `loaded` counts them."""
+        call, at, smem, refs = self.call, self.at, self.smem, self.refs
+        for name in ("q", "k")[call.only_query :]:
+            source = refs[name].at[at.b, at.tokens, self.input_head(name), at.channels]
+            plgpu.copy_gmem_to_smem(source, smem[name], smem["loaded"])
+
+        def copy(name):
+            for piece in range(call.pieces):
+                source = refs[name].at[at.b, at.tokens, self.input_head(name) + piece]
+                plgpu.copy_gmem_to_smem(source, smem[name].at[piece], smem["loaded"])
+
+        self.start_memory_loads(0, smem["loaded"])
+        # The warpgroups of a block use the same values and gradients of the output.
+        pl.when(at.local == 0)(lambda: copy("v"))
+        pl.when(at.local == call.groups - 1)(lambda: copy("d_output"))
+
+    def start_memory_loads(self, piece: int, barrier) -> None:
+        """Start the copies of S and dS' of one piece of the values."""
+        call, at = self.call, self.at
+        for name in ("states",) if call.only_query else ("states", "d_states"):
+            source = self.refs[name].at[at.b, at.h * call.pieces + piece, at.n, at.channels]
+            plgpu.copy_gmem_to_smem(source, self.smem[name], barrier)
+
+    def memory_gradients(self):
+        """Return whether all rows are in range, dP, and the gradients of q and k through S and S', [64, 64] each.
+
+        The decay's gradient through S' is stored in `totals`, [64] by key channel:
+        e^(b_C) Σ_v S dS' + Σ_j (k dk(S'))_j.
+        """
+        call, smem, halving = self.call, self.smem, self.halving
+        at_end: Any = 0.0
+        zeros = [jnp.zeros(SQUARE, _F32)] * (1 if call.only_query else 2)
+        plgpu.barrier_wait(smem["loaded"])
+        _, reached = halving.check_range(*(smem[n] for n in ("q", "k")[call.only_query :]))
+        if call.pieces == 1:
+            scores = self.scores_gradient()
+            dq, *dk = self.add_memory_products(0, *zeros)
+        else:  # dP is computed while the second piece's memories are loaded into the buffer of the first piece's
+            sums, at_end = self.add_memory_products(0, *zeros), self.memory_dots()
+            plgpu.commit_smem()
+            self.start_memory_loads(1, smem["next_piece"])
+            scores = self.scores_gradient()
+            plgpu.barrier_wait(smem["next_piece"])
+            dq, *dk = self.add_memory_products(1, *sums)
+        dq *= self.mask_documents(halving.boundary_decay(True), "enters") * call.scale
+        if call.only_query:
+            return reached, scores, [dq]
+        at_end += self.memory_dots()
+        dk = dk[0] * self.mask_documents(halving.boundary_decay(False), "stays")
+        self.store_totals(at_end, dk)
+        return reached, scores, [dq, dk]
+
+    def scores_gradient(self) -> _ScoresGradient:
+        """dP, from products of v and dO. If only the gradient of q is computed, the entries above the diagonal are not used."""
+        call, smem, halving = self.call, self.smem, self.halving
+        i, j = halving.i, halving.j
+
+        def products(lower, *upper):
+            for piece in range(call.pieces):
+                v, d_output = smem["v"].at[piece], smem["d_output"].at[piece]
+                plgpu.wgmma(lower, d_output, v.transpose((1, 0)))
+                for x in upper:
+                    plgpu.wgmma(x, v, d_output.transpose((1, 0)))
+
+        weights, *upper = halving.accumulate(products, 1 if call.only_query else 2)
+        if upper:
+            weights = jnp.where(i >= j, weights, upper[0])
+        weights *= call.scale
+        if "run" in call.shapes:
+            weights = jnp.where(self.same_document(), weights, 0.0)
+        diagonal = jnp.sum(jnp.where(i == j, weights, 0.0), axis=1)
+        size, inverse = power_of_two(jnp.max(jnp.abs(weights), axis=1))
+        weights *= wg.spread_rows(inverse, SQUARE)
+        return _ScoresGradient(weights.astype(jnp.bfloat16), size, diagonal)
+
+    def add_memory_products(self, piece: int, *sums):
+        """Return the sums plus dO Sᵀ and v dS'ᵀ of one piece of the values."""
+        smem = self.smem
+
+        def add(dq, *dk):
+            plgpu.wgmma(dq, smem["d_output"].at[piece], smem["states"].transpose((1, 0)))
+            for x in dk:
+                plgpu.wgmma(x, smem["v"].at[piece], smem["d_states"].transpose((1, 0)))
+
+        return wg.accumulate(add, *sums, interpret=self.call.interpret)
+
+    def memory_dots(self):
+        """Σ_v S dS' over the loaded piece of the values, [64] by key channel."""
+        total: Any = 0.0
+        for c in range(self.call.width // BLOCK):
+            values = pl.ds(c * BLOCK, BLOCK)
+            S, dS = (load(self.smem[n].at[:, values]).astype(_F32) for n in ("states", "d_states"))
+            total += jnp.sum(jnp.multiply(S, dS), axis=1)
+        return total
+
+    def store_totals(self, at_end, dk) -> None:
+        """Store what every token's decay gets through S' in `totals`, from Σ_v S dS' [64] and dk(S') [64, 64]."""
+        call, at, smem, halving = self.call, self.at, self.smem, self.halving
+        # S and dS' have been used: their buffers receive the two parts of a split tile.
+        parts = [smem["states"], smem["d_states"]]
+        if call.width > BLOCK:
+            parts = [smem["states"].at[:, pl.ds(n * BLOCK, BLOCK)] for n in range(2)]
+        halving.split(load(smem["k"]).astype(_F32) * dk, parts)
+        channels = pl.ds(at.n * call.depth + at.group * BLOCK, BLOCK)
+        keep = load_by_row(self.refs["keep"].at[at.b, self.input_head("keep"), channels])
+        smem["totals"][...] = at_end * keep + halving.column_sums(parts)
+
+    def add_pairs(self, reached, scores: _ScoresGradient, gradients: list) -> list:
+        """Return the gradients of q (and k) with dq(P) (and dk(P)) added, without the diagonal of P.
+
+        Rows in range are computed all at once, once as the later rows of their pairs (dq) and once as the earlier (dk); if there is
+        another row, the whole chunk is computed level by level.
+        """
+        both = not self.call.only_query
+
+        def all_pairs(transposed, gradients):
+            """Add to the first gradient and move it to the end, so that the second turn adds to the other one."""
+            first, *second = gradients
+            step = AllPairs(self.halving, transposed.astype(_F32))
+            return [*second, first + self.pair_products(step, scores)]
+
+        def level(at, gradients):
+            step = Level(self.halving, at)
+            dx = self.pair_products(step, scores)
+            shares = (step.later, 1 - step.later) if both else (1,)
+            return [x + share * dx for x, share in zip(gradients, shares, strict=True)]
+
+        gradients = lax.fori_loop(0, reached * (1 + both), all_pairs, gradients)
+        return lax.fori_loop(reached * LEVELS, LEVELS, level, gradients)
+
+    def pair_products(self, step: Level | AllPairs, scores: _ScoresGradient):
+        """The gradient of the rows of one step through P: `step.factor * (step.mask(dP) columns)`, [64, 64]."""
+        smem, both = self.smem, not self.call.only_query
+        columns = step.columns(load(smem["q" if both else "k"]), load(smem["k"]))
+        if both:
+            tiles = [smem["tile"]]
+            smem["tile"][...] = columns.astype(smem["tile"].dtype)
+            plgpu.commit_smem()
+        else:  # in two parts: a softmax of the output, as slot memories have, multiplies its rounding error
+            tiles = [smem["tile"], smem["q"]]
+            self.halving.split(columns, tiles)
+        weights = self.left(step.mask(scores.matrix, both=both))
+
+        def product(out):
+            for tile in tiles:
+                plgpu.wgmma(out, weights, tile)
+
+        (dx,) = self.halving.accumulate(product)
+        return dx * step.factor * wg.spread_rows(scores.size, SQUARE)
+
+    def store_query_gradient(self, dq, diagonal) -> None:
+        """Add the diagonal of P to the gradient of q and store it."""
+        at = self.at
+        dq += diagonal * load(self.smem["k"]).astype(_F32)
+        if self.call.exact:
+            self.refs["dq"].at[at.b, at.tokens, at.h, at.channels][...] = dq
+            return
+        self.store("dq", self.smem["tile"], dq)
+        plgpu.wait_smem_to_gmem(0)
+
+    def store_gradients(self, dq, dk, diagonal) -> None:
+        """Compute the gradient of g from those of q and k, add the diagonal of P to these, and store all."""
+        at, smem, refs, halving = self.at, self.smem, self.refs, self.halving
+        q, k = (load(smem[name]).astype(_F32) for name in ("q", "k"))
+        dg = self.decay_gradient(q * dq, k * dk)
+        refs["dg"].at[at.b, at.tokens, at.h, at.channels][...] = dg
+        if "bonus" in refs:
+            halving.split(diagonal * q * k)
+            d_bonus = refs["d_bonus"].at[at.b, at.h, at.n, at.channels]
+            d_bonus[...] = halving.column_sums()
+            diagonal *= load_by_column(refs["bonus"].at[self.input_head("bonus"), at.channels])
+        self.store("dq", smem["q"], dq + diagonal * k)
+        self.store("dk", smem["k"], dk + diagonal * q)
+        plgpu.wait_smem_to_gmem(0)
+
+    def decay_gradient(self, q_products, k_products):
+        """dg [64, 64], from q ⊙ dq and k ⊙ dk without the diagonal of P."""
+        halving = self.halving
+        i, j = halving.i, halving.j
+        if "bonus" not in self.refs:
+            halving.split(q_products - k_products)
+            dg = halving.sums(self.mask_pairs(j >= i))
+        else:
+            halving.split(q_products)
+            dg = halving.sums(self.mask_pairs(j > i))
+            halving.split(k_products)
+            dg -= halving.sums(self.mask_pairs(j >= i))
+        totals = plgpu.load(self.smem["totals"], layout=wg.LAYOUT.reduce(0))
+        return dg + self.mask_documents(lax.broadcast_in_dim(totals, SQUARE, [1]), "stays")
+
+    def store(self, name: str, buffer, x) -> None:
+        """Start the copy of x [64, 64] to an output, through a buffer in shared memory."""
+        at = self.at
+        buffer[...] = x.astype(buffer.dtype)
+        plgpu.commit_smem()
+        target = self.refs[name].at[at.b, at.tokens, at.h, at.channels]
+        plgpu.copy_smem_to_gmem(buffer, target)
+
+    def same_document(self):
+        """[64, 64], whether two tokens of the chunk belong to one document."""
+        return same_document(self.refs["run"].at[self.at.b, self.at.tokens])
+
+    def mask_pairs(self, mask):
+        """The mask [64, 64], and whether the two tokens belong to one document."""
+        return mask & self.same_document() if "run" in self.refs else mask
+
+    def mask_documents(self, x, name: str):
+        """x [64, 64] with 0 in rows whose flag of `Documents` is 0."""
+        if name not in self.refs:
+            return x
+        flags = load_by_row(self.refs[name].at[self.at.b, self.at.tokens])
+        return x * wg.spread_rows(flags, SQUARE)

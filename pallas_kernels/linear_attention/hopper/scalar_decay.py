@@ -1,19 +1,17 @@
-"""Linear attention with a scalar decay on Mosaic GPU (Hopper): one kernel, run once forward and three times backward.
+"""Linear attention with a scalar decay on Mosaic GPU (Hopper): one kernel, run once in the forward pass and three times in the backward.
 
-A warpgroup keeps a [D, 64] piece of a memory S in registers and walks over the chunks; two of them share what is loaded. All
-products are sums over D, so that beyond 128 it is sliced: each slice walks by itself, and what they read is added up. Over one
-chunk the kernel computes
+The kernel (`scalar_scan`) computes, chunk by chunk and for j <= i,
 
     out_i = enter_i x_i S + sum_j exp(cum_i - cum_j) (x_i . y_j) z_j,    S <- keep S + sum_j (leave_j y_j)ᵀ z_j
 
-with j <= i. (x, y, z) = (q, k, v) gives the output and (dO, v, k) the gradient of q. Run against time (j >= i, the difference
-turned, `enter` and `leave` exchanged), (v, dO, q) gives the gradient of k and (k, q, dO) that of v, and S is the gradient of the
-memory. The decay's own gradient needs no further product: `q . dq - k . dk` summed over the rest of the chunk, and the inner
-product of the memory with its gradient at the chunk's end. Mamba2 (arXiv 2405.21060) section 6 has the chunks, GLA (2312.06635)
-appendix C the gradient.
+(x, y, z) = (q, k, v) gives the output, and (dO, v, k) the gradient of q. From the last chunk to the first (for j >= i, with
+cum_j - cum_i, `enter` and `leave` exchanged) S is the gradient of the memory, or its transpose; (v, dO, q) gives the gradient of k, and
+(k, q, dO) that of v. The gradient of the decay requires no further product: it is `q . dq - k . dk` summed from each token to the end
+of its chunk, plus the inner product of the memory with its gradient there. Mamba2 (arXiv 2405.21060) section 6 has the chunks, GLA
+(2312.06635) appendix C the gradient.
 
-Few rows of a long sequence are split: a first pass sums up each part's writes, a scan over parts gives the memory at their
-beginnings, and the parts then run side by side.
+If a batch has few rows and they are long, each row is split into parts that are computed at the same time: a first scan adds up the
+writes of each part, from which the memories before all parts follow.
 """
 
 from __future__ import annotations
@@ -23,49 +21,34 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.hopper import row_layout
-from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.row_layout import CHUNK
+from pallas_kernels.linear_attention.hopper.scalar_scan import Decays, scalar_scan
 from pallas_kernels.memory_calls import NO_BONUS, in_bfloat16, key_dims, value_dims
 
-CHUNK = 64
-_BLOCK = 64  # columns of the memory that a warpgroup holds
-_DEPTH = 128  # rows of it at most
-SIZES = (64, 128, 256, 512)  # K and V
-_STAGES = 3  # chunks on their way or in use
+__all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward"]
+
+_SIZES = (64, 128, 256, 512)  # K and V
 _F32 = jnp.float32
 REQUIREMENTS = (
     NO_BONUS,
     in_bfloat16("q", "k", "v"),
-    key_dims(*SIZES),
-    value_dims(*SIZES),
+    key_dims(*_SIZES),
+    value_dims(*_SIZES),
 )
 
 
-class _Decay(NamedTuple):
-    """What the kernel needs to know of decays and documents, for P parts of the sequence that run as rows of the batch.
+class Residuals(NamedTuple):
+    """Outputs of `forward` that `backward` reads, for P parts.
 
     Attributes:
-        cum: [B * P, G, T / P], sums of the log decay from each chunk's start; None without decay.
-        enter: [B * P, G, T / P], how much each token sees of the memory before the chunk.
-        leave: [B * P, G, T / P], how much of each token's write is left at the chunk's end.
-        keep: [B * P, G, N / P], how much of the memory outlives a chunk.
-        run: [B * P, T / P], as given, or None.
+        decay: the decays.
+        starts: [B * P, *, K, V] float32, the memory before each part.
+        ends: [B * P, *, K, V] float32, the memory after each part.
     """
 
-    cum: jax.Array | None
-    enter: jax.Array
-    leave: jax.Array
-    keep: jax.Array
-    run: jax.Array | None
-
-
-class Residuals(NamedTuple):
-    """What `forward` leaves for `backward`: the decays, and the memory before and after each part [B * P, *, K, V]."""
-
-    decay: _Decay
+    decay: Decays
     starts: jax.Array
     ends: jax.Array
 
@@ -73,8 +56,12 @@ class Residuals(NamedTuple):
 def forward(
     q, k, v, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals]:
-    """The output [B, T, max(H, G), V], the final memories as `initial` and the residuals. T is a multiple of `CHUNK`."""
-    del save  # the residuals are there in any case
+    """Return the output [B, T, max(H, G), V], the final memories, shaped as `initial`, and the residuals.
+
+    The arguments are those of `linear_attention`, with T a multiple of `CHUNK`. The residuals are computed whether or not `save` is
+    set.
+    """
+    del save
     batch, length, memories, _ = v.shape
     heads = max(q.shape[2], memories)
     run, chunk_bounds = row_layout.split_runs(run, initial, batch)
@@ -82,9 +69,9 @@ def forward(
     decay = _chunk_decays(log_decay, run, v.shape, parts)
     q, k, v = (row_layout.split_parts(x, parts) for x in (q, k, v))
     scan = functools.partial(
-        _scan, decay=decay, heads=heads, chunk_bounds=chunk_bounds, interpret=interpret
+        scalar_scan, decay=decay, heads=heads, chunk_bounds=chunk_bounds, interpret=interpret
     )
-    # Several heads that read one memory each carry it along.
+    # Each of several query heads that read one memory computes that memory.
     starts = initial = jnp.repeat(initial, heads // memories, axis=1)
     if parts > 1:
         (written,) = scan(None, k, v)
@@ -98,74 +85,64 @@ def backward(
     q, k, v, log_decay, run, initial, residuals: Residuals, d_output, d_final, *, scale: float,
     decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Gradients of q, k, v, log_decay (None without one, or where it is not wanted) and initial."""
+    """Return the gradients of q, k, v, log_decay and initial; that of log_decay is None without one or without `decay_gradient`."""
     batch, length, memories, _ = v.shape
     heads = d_output.shape[2]
     decay, starts, ends = residuals
     _, chunk_bounds = row_layout.split_runs(run, initial, batch)
     parts = starts.shape[0] // initial.shape[0]
-    whole = lambda x, n: row_layout.sum_heads(x.reshape(batch, length, *x.shape[2:]), n)  # noqa: E731
-    shapes = q.shape[2], k.shape[2]
+    query_heads, key_heads = q.shape[2], k.shape[2]
     q, k, v, d_output = (row_layout.split_parts(x, parts) for x in (q, k, v, d_output))
     scan = functools.partial(
-        _scan, decay=decay, heads=heads, chunk_bounds=chunk_bounds, interpret=interpret
+        scalar_scan, decay=decay, heads=heads, chunk_bounds=chunk_bounds, interpret=interpret
     )
-    # Of several heads that carry one memory, the first hands on the gradient from outside.
+    # Of several query heads that read one memory, the first receives the gradient of the final memory.
     first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
     d_ends = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
     if parts > 1:
         (read,) = scan(None, q, d_output, write_scale=scale, reverse=True)
         d_ends = row_layout.memories_before_parts(read, decay.keep, d_ends, reverse=True)
 
-    forth = dict(initial=jnp.swapaxes(starts, -1, -2), read_scale=scale)
-    back = dict(write_scale=scale, reverse=True)
-    turned = jnp.swapaxes(d_ends, -1, -2)
+    forward_options = dict(initial=jnp.swapaxes(starts, -1, -2), read_scale=scale)
+    reverse_options = dict(write_scale=scale, reverse=True)
+    d_ends_transposed = jnp.swapaxes(d_ends, -1, -2)
     if log_decay is None or not decay_gradient:
         d_decay = None
-        dq, _ = scan(d_output, v, k, **forth)
-        dk, _ = scan(v, d_output, q, initial=turned, **back)
+        dq, _ = scan(d_output, v, k, **forward_options)
+        dk, _ = scan(v, d_output, q, initial=d_ends_transposed, **reverse_options)
     else:
-        dq, _, reads, states = scan(d_output, v, k, partner=q, save_states=True, **forth)
-        dk, _, writes, products = scan(
-            v, d_output, q, initial=turned, partner=k, states=states, **back
+        dq, _, q_dots, states = scan(d_output, v, k, partner=q, save_states=True, **forward_options)
+        dk, _, k_dots, products = scan(
+            v, d_output, q, initial=d_ends_transposed, partner=k, states=states, **reverse_options
         )
-        # Stretch by stretch: over all of T, the rounding of products would add up.
         at_end = jnp.sum(ends * d_ends, (-1, -2))[:, :, None]
-        products = jnp.sum(products, (2, -1))
-        if chunk_bounds is None:
-            at_end = jnp.concatenate([products[..., 1:], at_end], axis=-1)
-        else:  # every chunk is a stretch, and the last of a run its memory's end
-            last = jnp.arange(products.shape[2]) == chunk_bounds[:, 1:, None] - 1
-            at_end = jnp.where(last[:, :, None], at_end.reshape(*last.shape[:2], heads, 1), 0)
-            later = jnp.pad(products[..., 1:], [(0, 0), (0, 0), (0, 1)])
-            at_end = jnp.where(jnp.any(last, 1)[:, None], jnp.sum(at_end, 1), later)
-        rows = jnp.sum(reads - writes, axis=2)
+        at_end = _interval_ends(at_end, jnp.sum(products, (2, -1)), chunk_bounds)
+        rows = jnp.sum(q_dots - k_dots, axis=2)
         rows, at_end = (row_layout.sum_heads(x, memories, axis=1) for x in (rows, at_end))
         d_decay = _decay_gradient(rows, at_end, decay.run).reshape(batch, length, memories)
-    dv, d_starts = scan(k, q, d_output, initial=d_ends, **back)
+    dv, d_starts = scan(k, q, d_output, initial=d_ends, **reverse_options)
     d_initial = d_starts.reshape(-1, parts, *d_starts.shape[1:])[:, 0]
+
+    def join(x, heads):  # the parts, and the heads that share an input
+        return row_layout.sum_heads(x.reshape(batch, length, *x.shape[2:]), heads)
+
     return (
-        whole(dq, shapes[0]), whole(dk, shapes[1]), whole(dv, memories), d_decay,
+        join(dq, query_heads), join(dk, key_heads), join(dv, memories), d_decay,
         row_layout.sum_heads(d_initial, memories, axis=1),
     )  # fmt: skip
 
 
-def _stretch(count: int) -> int:
-    """In how many chunks the decay's gradient is summed up without a look at the memory."""
-    return max(n for n in (1, 2, 4) if count % n == 0)
-
-
-def _chunk_decays(log_decay, run, shape, parts: int) -> _Decay:
-    """Sums of the decay within chunks, and what documents cut off."""
+def _chunk_decays(log_decay, run, shape, parts: int) -> Decays:
+    """The `Decays` of log_decay [B, T, G] (or None) and run [B, T] (or None), for values of `shape` [B, T, G, V]."""
     batch, length, heads, _ = shape
     count = length // CHUNK
     if log_decay is None:
         by_chunk = jnp.zeros((batch, heads, count, CHUNK), _F32)
     else:
-        # Below -104 nothing is left in float32; larger sums would cost the others their precision.
+        # e^-104 is 0 in float32; larger sums would cost the others their precision.
         by_chunk = jnp.moveaxis(jnp.maximum(log_decay.astype(_F32), -128.0), 1, 2)
         by_chunk = by_chunk.reshape(batch, heads, count, CHUNK)
-    # Sums up to a row and after it, not their difference: nothing cancels. As a product they take one kernel.
+    # Sums up to a token and after it, computed apart: their difference would lose precision. As one product they are one kernel.
     row, other = jnp.arange(CHUNK)[:, None], jnp.arange(CHUNK)
     sums = jnp.concatenate([row <= other, row > other], axis=1).astype(_F32)
     sums = jnp.einsum("bgnj,ji->bgni", by_chunk, sums, precision="highest")
@@ -183,242 +160,53 @@ def _chunk_decays(log_decay, run, shape, parts: int) -> _Decay:
         x = jnp.moveaxis(x.reshape(batch, heads, parts, -1), 2, 1)
         return x.reshape(batch * parts, heads, -1)
 
-    return _Decay(
+    return Decays(
         None if log_decay is None else by_part(cum), by_part(enter), by_part(leave), by_part(keep),
         None if run is None else row_layout.split_parts(run, parts),
     )  # fmt: skip
 
 
-def _decay_gradient(rows, at_end, run):
-    """[B, T, G], the sums of `rows` [B, G, T] from each token to the end of its stretch and document.
+def _interval_ends(at_end, products, chunk_bounds):
+    """The inner products of the memory with its gradient at the end of each interval of `scalar_scan`, [B, heads, intervals].
 
-    `at_end` [B, G, stretches] is the inner product of the memory with its gradient at the end of each.
+    They are computed anew in each interval: summed over all of T, the rounding errors of `q . dq - k . dk` would add up.
+
+    Args:
+        at_end: [B * S, heads, 1], the inner products at the end of each memory's last chunk.
+        products: [B, heads, intervals], those at the start of each interval.
+        chunk_bounds: [B, S + 1], the chunks at which a row's memories begin and end, or None. With them every chunk is an interval.
+    """
+    if chunk_bounds is None:
+        return jnp.concatenate([products[..., 1:], at_end], axis=-1)
+    heads = at_end.shape[1]
+    last = jnp.arange(products.shape[2]) == chunk_bounds[:, 1:, None] - 1
+    at_end = jnp.where(last[:, :, None], at_end.reshape(*last.shape[:2], heads, 1), 0)
+    later = jnp.pad(products[..., 1:], [(0, 0), (0, 0), (0, 1)])
+    return jnp.where(jnp.any(last, 1)[:, None], jnp.sum(at_end, 1), later)
+
+
+def _decay_gradient(rows, at_end, run):
+    """The gradient of the log decay, [B, T, G].
+
+    It is the sum of `rows` from each token to the end of its interval and document, plus `at_end` if its document is the interval's last.
+
+    Args:
+        rows: [B, G, T], `q . dq - k . dk`.
+        at_end: [B, G, intervals], the inner product of the memory with its gradient at the end of each interval.
+        run: [B, T], document numbers, or None.
     """
     batch, heads, length = rows.shape
     rows = rows.reshape(*at_end.shape, -1)
     size = rows.shape[-1]
-    seen = (jnp.arange(size)[:, None] <= jnp.arange(size))[None, None]
+    later = (jnp.arange(size)[:, None] <= jnp.arange(size))[None, None]
     last = at_end[..., None]
     if run is not None:
         run = run.reshape(batch, -1, size)
-        seen &= run[..., :, None] == run[..., None, :]
+        later &= run[..., :, None] == run[..., None, :]
         last = jnp.where((run == run[..., -1:])[:, None], last, 0)
-    seen = jnp.broadcast_to(seen, (batch, *seen.shape[1:])).astype(_F32)
+    later = jnp.broadcast_to(later, (batch, *later.shape[1:])).astype(_F32)
     if run is None:
-        summed = jnp.einsum("bgnj,ij->bgni", rows, seen[0, 0], precision="highest") + last
+        sums = jnp.einsum("bgnj,ij->bgni", rows, later[0, 0], precision="highest") + last
     else:
-        summed = jnp.einsum("bgnj,bnij->bgni", rows, seen, precision="highest") + last
-    return jnp.moveaxis(summed.reshape(batch, heads, length), 1, 2)
-
-
-def _scan(
-    x, y, z, decay: _Decay, *, heads: int, initial=None, read_scale: float = 1.0,
-    write_scale: float = 1.0, reverse: bool = False, partner=None, save_states: bool = False,
-    states=None, chunk_bounds=None, interpret: Any = False,
-):  # fmt: skip
-    """The kernel, over all chunks.
-
-    Args:
-        x: [B, T, *, D]; None only sums up the writes.
-        y: [B, T, *, D].
-        z: [B, T, *, V].
-        decay: of G heads.
-        heads: of the output; a multiple of those of x, y, z and of G.
-        initial: [B * S, heads, D, V] float32, S before the first chunk (in reverse, after the last); None is 0.
-        read_scale: multiplies the output.
-        write_scale: multiplies what is written, within the chunk too.
-        reverse: walk against time.
-        partner: [B, T, *, V]; also return its inner products with out, unrounded, [B, heads, D / 128 * V / 64, T].
-        save_states: also return S before each stretch of `_stretch(N)` chunks, [B, heads, stretches, D, V].
-        states: those; also return their inner products with S as it is there, [B, heads, V / 64, stretches, D].
-        chunk_bounds: of `split_runs`, or None; with them every chunk is a stretch.
-        interpret: parameters of the interpreter, or False.
-
-    Returns:
-        A list: out [B, T, heads, V] if x is given, the last S [B * S, heads, D, V] in float32, and what else was asked for.
-    """
-    batch, length, _, whole = y.shape
-    width, count = z.shape[-1], length // CHUNK
-    depth = min(whole, _DEPTH)
-    slices = whole // depth
-    blocks, stretch = width // _BLOCK, 1 if chunk_bounds is not None else _stretch(count)
-    runs = 1 if chunk_bounds is None else chunk_bounds.shape[1] - 1
-    stretches = count // stretch
-    groups = 1 if blocks % 2 else 2  # warpgroups that share x and y
-    square, wide = (CHUNK, CHUNK), (CHUNK, _BLOCK)
-    before, after = (decay.leave, decay.enter) if reverse else (decay.enter, decay.leave)
-    tiles = dict(x=x, y=y, z=z)
-    vectors: dict[str, Any] = dict(
-        leave=after * write_scale, enter=before * read_scale, cum=decay.cum, run=decay.run
-    )
-    if x is None:
-        vectors = dict(leave=vectors["leave"])
-    far = dict(
-        keep=decay.keep, initial=initial, partner=partner, states=states, chunk_bounds=chunk_bounds
-    )
-    named = {n: a for n, a in (tiles | vectors | far).items() if a is not None}
-    streamed = [n for n in named if n not in far]
-    struct = jax.ShapeDtypeStruct
-    out_type = {
-        "out": x is not None and struct((batch, length, heads * slices, width), z.dtype),
-        "last": struct((batch * runs, heads, whole, width), _F32),
-        "dots": partner is not None and struct((batch, heads, slices * blocks, length), _F32),
-        "saved": save_states and struct((batch, heads, stretches, whole, width), z.dtype),
-        "products": states is not None and struct((batch, heads, blocks, stretches, whole), _F32),
-    }
-    out_type = {name: kind for name, kind in out_type.items() if kind}
-
-    def kernel(*refs):
-        refs = dict(zip([*named, *out_type], refs, strict=True))
-        row, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
-        b, steps, at = wg.walked(refs.get("chunk_bounds"), row, count, reverse)
-        group, piece = lax.axis_index("group"), lax.axis_index("slice")
-        rows = pl.ds(piece * depth, depth)
-        column = lax.axis_index("column") * groups + group
-        columns = pl.ds(column * _BLOCK, _BLOCK)
-        shared = pl.ds(lax.axis_index("column") * groups * _BLOCK, groups * _BLOCK)
-        own = lambda n: lax.div(h * n, heads)  # noqa: E731 - which of n heads serves this one
-        keep_ref = refs["keep"].at[b, own(decay.keep.shape[1])]
-
-        def scoped(memory_smem, written_smem, out_smem, *weights_smem):
-            def body(indices, *arguments) -> Any:
-                *loaded, (S, keep) = arguments
-                chunk = dict(zip(streamed, loaded, strict=True))
-                n = at(indices[0])
-                tokens = pl.ds(n * CHUNK, CHUNK)
-                y, z = chunk["y"], chunk["z"]
-                if groups > 1:
-                    z = z.at[:, pl.ds(group * _BLOCK, _BLOCK)]
-                memory, written, out_buffer = (
-                    ref.at[group] for ref in (memory_smem, written_smem, out_smem)
-                )
-                # A scalar comes from far: it is asked for a chunk ahead.
-                next_keep = keep_ref[at(jnp.minimum(indices[0] + 1, steps - 1))]
-                leaves = plgpu.load(z, layout=wg.LAYOUT).astype(_F32)
-                leaves *= wg.spread_rows(wg.load_rows(chunk["leave"]), wide)
-                written[...] = leaves.astype(written.dtype)
-                if x is None:
-                    plgpu.commit_smem()
-                    write = lambda S: plgpu.wgmma(S, y.transpose((1, 0)), written)  # noqa: E731
-                    (S,) = wg.accumulate(write, S * keep, interpret=interpret)
-                    return S, next_keep
-                memory[...] = S.astype(memory.dtype)
-                plgpu.commit_smem()
-                # Always, where each chunk is a stretch; but said so, what is loaded below would come before the products.
-                begins = lax.rem(n, stretch) == 0 if stretch > 1 else keep >= 0.0
-                if save_states:
-
-                    @pl.when(begins)
-                    def _():
-                        saved = refs["saved"].at[b, h, lax.div(n, stretch), rows, columns]
-                        plgpu.copy_smem_to_gmem(memory, saved)
-
-                def products(scores, carried, S):
-                    plgpu.wgmma(scores, chunk["x"], y.transpose((1, 0)))
-                    plgpu.wgmma(carried, chunk["x"], memory)
-                    plgpu.wgmma(S, y.transpose((1, 0)), written)
-
-                scores, carried, S = wg.accumulate(
-                    products, jnp.zeros(square, _F32), jnp.zeros(wide, _F32), S * keep,
-                    interpret=interpret,
-                )  # fmt: skip
-                if states is not None:
-
-                    @pl.when(begins)
-                    def _():
-                        at_stretch = lax.div(n, stretch)
-                        state = wg.load_global(refs["states"].at[b, h, at_stretch, rows, columns])
-                        product = jnp.sum(S * state.astype(_F32), axis=1)
-                        refs["products"].at[b, h, column, at_stretch, rows][...] = product
-
-                i = plgpu.broadcasted_iota(jnp.int32, square, 0, layout=wg.LAYOUT)
-                j = plgpu.broadcasted_iota(jnp.int32, square, 1, layout=wg.LAYOUT)
-                seen = i <= j if reverse else i >= j
-                if "run" in chunk:
-                    seen &= wg.row_differences(chunk["run"], square) == 0
-                if "cum" in chunk:
-                    since = wg.row_differences(chunk["cum"], square)
-                    weights = jnp.exp(jnp.where(seen, -since if reverse else since, wg.NEVER))
-                    weights *= read_scale * write_scale
-                else:
-                    weights = jnp.where(seen, read_scale * write_scale, 0.0)
-                weights = (scores * weights).astype(written.dtype)
-                if interpret:  # which takes a left operand from shared memory only
-                    weights_smem[0].at[group][...] = weights
-                    weights = weights_smem[0].at[group]
-                    plgpu.commit_smem()
-
-                carried *= wg.spread_rows(wg.load_rows(chunk["enter"]), wide)
-                near = lambda out: plgpu.wgmma(out, weights, z)  # noqa: E731
-                (out,) = wg.accumulate(near, carried, interpret=interpret)
-                if partner is not None:
-                    other = wg.load_global(
-                        refs["partner"].at[b, tokens, own(partner.shape[2]), columns]
-                    )
-                    dots = jnp.sum(out * other.astype(_F32), axis=1)
-                    refs["dots"].at[b, h, piece * blocks + column, tokens][...] = dots
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                out_buffer[...] = out.astype(out_buffer.dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(
-                    out_buffer, refs["out"].at[b, tokens, h * slices + piece, columns]
-                )
-                return S, next_keep
-
-            def compute(pipeline):
-                if initial is None:
-                    S = plgpu.layout_cast(jnp.zeros((depth, _BLOCK), _F32), wg.LAYOUT)
-                else:
-                    S = wg.load_global(refs["initial"].at[row, h, rows, columns])
-                S, _ = pipeline((S, keep_ref[at(0)]))
-                refs["last"].at[row, h, rows, columns][...] = S
-                plgpu.wait_smem_to_gmem(0)
-
-            sources, specs = [], []
-            for name in streamed:
-                if name in tiles:
-                    size = groups * _BLOCK if name == "z" else depth
-                    source = refs[name].at[b, :, own(tiles[name].shape[2])]
-                    sources.append(source.at[:, shared if name == "z" else rows])
-                    block = plgpu.BlockSpec(
-                        (CHUNK, size), lambda n: (at(n), 0), transforms=wg.TILED
-                    )
-                else:
-                    place = (b,) if name == "run" else (b, own(vectors[name].shape[1]))
-                    sources.append(refs[name].at[place])
-                    block = plgpu.BlockSpec((CHUNK,), lambda n: (at(n),))
-                specs.append(block)
-            pipeline: Any = plgpu.emit_pipeline_warp_specialized
-            pipeline(
-                body, grid=(steps,), in_specs=specs, max_concurrent_steps=min(_STAGES, count),
-                num_compute_wgs=groups, memory_registers=40, wg_axis="group", compute_context=compute,
-            )(*sources)  # fmt: skip
-
-        smem: Any = plgpu.SMEM
-        buffer = functools.partial(smem, dtype=z.dtype, transforms=wg.TILED)
-        buffers = [
-            buffer((groups, depth, _BLOCK)),
-            buffer((groups, *wide)),
-            buffer((groups, *wide)),
-        ]
-        if interpret:
-            buffers.append(buffer((groups, *square)))
-        pl.run_scoped(scoped, *buffers, collective_axes="group")
-
-    found = plgpu.kernel(
-        kernel,
-        out_type=list(out_type.values()),
-        grid=(batch * runs * heads, slices, blocks // groups),
-        grid_names=("row", "slice", "column"),
-        num_threads=groups + 1,
-        thread_name="group",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            # The layout inference of the other semantics finds no solution here (jax 0.11.2).
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
-        interpret=interpret,
-    )(*named.values())
-    if x is not None:
-        found[0] = row_layout.sum_heads(found[0], heads)
-    return found
+        sums = jnp.einsum("bgnj,bnij->bgni", rows, later, precision="highest") + last
+    return jnp.moveaxis(sums.reshape(batch, heads, length), 1, 2)

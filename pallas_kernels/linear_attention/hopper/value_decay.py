@@ -1,9 +1,10 @@
 """Linear attention whose decay has a value for every value channel (slot memories), on Mosaic GPU (Hopper).
 
-With f the attention of `hopper_channels`, whose decay is of the key channels, sum_i d_i · f_i(a, b, c) is linear in each of a, b, c and d.
-Its gradient in a reads, with queries d, what keys c and values b left in a memory whose value channels decay. So the forward here
-is that gradient, and the backward, which differentiates once more, is forward and backward of f with the gradient of the output for a.
-The memory is f's, turned.
+Let f(q, k, v) be the attention of `channel_decay`, whose decay is one of the key channels. For fixed d, the number
+sum_i d_i . f_i(a, b, c) is linear in each of a, b, c and d. Its gradient in a is what queries d read from a memory with keys c and
+values b whose value channels decay. So the forward pass here computes that gradient, with (a, b, c, d) = (-, v, k, q). The backward
+pass differentiates it, which is one forward and one backward pass of f with the gradient of the output for a. The memory is the
+transpose of f's.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ REQUIREMENTS = (
 
 
 class Residuals(NamedTuple):
-    """Nothing but the inputs is kept."""
+    """Empty: `backward` requires only the inputs."""
 
 
 def forward(
@@ -54,16 +55,17 @@ def forward(
     exact: bool = False,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, Residuals]:
-    """The output [B, T, max(H, G), V] and the final memories as `initial`; log_decay is [B, T, G, V]. T is a multiple of `CHUNK`.
+    """Return the output [B, T, max(H, G), V], the final memories, shaped as `initial`, and the residuals.
 
-    `exact`: the output in float32. A v in float32 is rounded in the memory alone.
+    The arguments are those of `linear_attention`, with log_decay [B, T, G, V] and T a multiple of `CHUNK`. If `exact`, the output is
+    float32. A v in float32 is rounded only where it is written to the memory.
     """
     del save
     batch, length, memories, _ = v.shape
     q, k = _by_head(q, k, memories)
     heads = q.shape[2]
     chunks, states, ends, documents = channels.scan_writes(
-        v, k, log_decay, run, _turned(initial), heads=heads, interpret=interpret
+        v, k, log_decay, run, _transpose(initial), heads=heads, interpret=interpret
     )
     parts = ends.shape[0] // initial.shape[0]
     split = lambda x: row_layout.split_parts(x, parts)  # noqa: E731
@@ -72,33 +74,34 @@ def forward(
         scale=scale, exact=exact, interpret=interpret,
     )  # fmt: skip
     final = ends.reshape(-1, parts, heads, *ends.shape[2:])[:, -1, :: heads // memories]
-    return output.reshape(batch, length, heads, -1), _turned(final), Residuals()
+    return output.reshape(batch, length, heads, -1), _transpose(final), Residuals()
 
 
 def backward(
     q, k, v, log_decay, run, initial, residuals, d_output, d_final, *, scale: float,
     decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Gradients of q, k, v, log_decay and initial."""
+    """Return the gradients of q, k, v, log_decay and initial."""
     del residuals, decay_gradient
-    given, v = v.dtype, v.astype(q.dtype)
-    shares = q.shape[2], k.shape[2]
+    value_dtype, v = v.dtype, v.astype(q.dtype)
+    head_counts = q.shape[2], k.shape[2]
     q, k = _by_head(q, k, v.shape[2])
     options: dict[str, Any] = dict(scale=scale, interpret=interpret)
-    inputs = d_output, v, k, log_decay, run, _turned(initial)
+    inputs = d_output, v, k, log_decay, run, _transpose(initial)
     dq, _, chunks = channels.forward(*inputs, **options)
     _, dv, dk, d_decay, d_initial = channels.backward(
-        *inputs, chunks, q, _turned(d_final), **options
+        *inputs, chunks, q, _transpose(d_final), **options
     )
-    dq, dk = (row_layout.sum_heads(x, n) for x, n in zip((dq, dk), shares, strict=True))
-    return dq, dk, dv.astype(given), d_decay, _turned(d_initial)
+    dq, dk = (row_layout.sum_heads(x, n) for x, n in zip((dq, dk), head_counts, strict=True))
+    return dq, dk, dv.astype(value_dtype), d_decay, _transpose(d_initial)
 
 
 def _by_head(q, k, memories: int):
-    """q for every head, k for every memory."""
+    """q [B, T, H, K] repeated for every head of the output, and k [B, T, Hk, K] for every memory."""
     heads = max(q.shape[2], memories)
     return jnp.repeat(q, heads // q.shape[2], 2), jnp.repeat(k, memories // k.shape[2], 2)
 
 
-def _turned(memory):
+def _transpose(memory):
+    """[*, K, V] -> [*, V, K]."""
     return jnp.swapaxes(memory, -1, -2)

@@ -76,7 +76,7 @@ def backward(
 def _given(q, k, v, log_decay, run, initial, bonus, *, reverse: bool = False):
     """The layout and what both kernels read."""
     runs = len(initial) // len(q)
-    layout = tpu_layout.Layout(q, k, v, CHUNK, turned=True, runs=runs, reverse=reverse)
+    layout = tpu_layout.Layout(q, k, v, CHUNK, transposed=True, runs=runs, reverse=reverse)
     given = layout.inputs(run, q=q, k=k, v=v, log_decay=log_decay)
     if bonus is not None:
         rows = layout.padded(row_layout.repeat_heads(bonus.astype(_F32), layout.heads, axis=0))
@@ -103,11 +103,11 @@ class _Head:
 
     def __init__(self, layout, scale: float, refs: dict, masks: halving.Masks, h: int):
         sizes = dict(q=layout.key_dim, k=layout.key_dim, v=layout.value_dim, log_decay=layout.key_dim)  # fmt: skip
-        q, k, v, g = (refs[n][layout.place(refs[n], h, size)] for n, size in sizes.items())
+        q, k, v, g = (refs[n][layout.tile_index(refs[n], h, size)] for n, size in sizes.items())
         self.q, self.k, self.v = q.astype(_F32), k.astype(_F32), v
         self.exclusive = "bonus" in refs
         self.bonus = refs["bonus"][h : h + 1] if self.exclusive else 1.0
-        self.decays = halving.resolve(g, masks, exclusive=self.exclusive)
+        self.decays = halving.chunk_decays(g, masks, exclusive=self.exclusive)
         self.tiles = halving.operands(self.q, self.k, self.decays, v.dtype)
         current = jnp.sum(self.q * self.k * self.bonus, axis=1, keepdims=True)
         scores = jnp.where(masks.level < 0, current, halving.scores(self.tiles, masks))
@@ -137,28 +137,28 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
     for h in range(layout.block):
         x = _Head(layout, scale, refs, masks, h)
-        d_out = refs["d_out"][layout.place(refs["d_out"], h, layout.value_dim)]
+        d_out = refs["d_out"][layout.tile_index(refs["d_out"], h, layout.value_dim)]
         before, after = refs["states"][h], d_memory[h]
         narrow = after.astype(x.v.dtype)
         layout.store(refs["dv"], h, dot(x.scores, d_out, "tn") + dot(x.written, narrow, "nt"))
         d_memory[h] = x.decays.keep * after + dot(d_out, x.read, "tn")
 
-        weights = halving.mirrored(dot(d_out, x.v, "nt"), dot(x.v, d_out, "nt"), masks)
-        products = halving.spread(scale * weights, x.tiles, masks)
+        weights = halving.mirror(dot(d_out, x.v, "nt"), dot(x.v, d_out, "nt"), masks)
+        products = halving.level_products(scale * weights, x.tiles, masks)
         current = d_out.astype(_F32) * x.v.astype(_F32)
         current = scale * jnp.sum(current, axis=1, keepdims=True)
         of_read = scale * x.decays.enter * dot(d_out, before)
         of_write = x.decays.leave * dot(x.v, narrow)
         own = x.bonus * current
-        dq = halving.gather(products, x.decays, later=True) + of_read + own * x.k
-        dk = halving.gather(products, x.decays, later=False) + of_write + own * x.q
+        dq = halving.operand_gradient(products, x.decays, later=True) + of_read + own * x.k
+        dk = halving.operand_gradient(products, x.decays, later=False) + of_write + own * x.q
         layout.store(refs["dq"], h, dq)
         layout.store(refs["dk"], h, dk)
         if "d_bonus" in refs:
             refs["d_bonus"][h : h + 1] += jnp.sum(x.q * x.k * current, axis=0, keepdims=True)
         if "d_decay" in refs:
             kept = jnp.sum(before.astype(_F32) * after, axis=0, keepdims=True) * x.decays.keep
-            terms = halving.terms(x.tiles, products)
+            terms = halving.decay_terms(x.tiles, products)
             d_decay = halving.decay_gradient(
                 terms, x.q * of_read, x.k * of_write, kept, exclusive=x.exclusive
             )

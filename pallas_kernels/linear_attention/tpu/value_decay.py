@@ -69,17 +69,17 @@ def backward(
 def _read(layout, refs: dict, h: int):
     """q, k [C, K], v and the decays [C, V] of one head."""
     sizes = dict(q=layout.key_dim, k=layout.key_dim, v=layout.value_dim, log_decay=layout.value_dim)
-    return (refs[n][layout.place(refs[n], h, size)] for n, size in sizes.items())
+    return (refs[n][layout.tile_index(refs[n], h, size)] for n, size in sizes.items())
 
 
 def _forward_kernel(layout, scale: float, refs: dict, memory):
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
     for h in range(layout.block):
         q, k, v, g = _read(layout, refs, h)
-        decays, values = halving.resolve(g, masks), v.astype(_F32)
+        decays, values = halving.chunk_decays(g, masks), v.astype(_F32)
         scores = jnp.where(masks.seen, scale * dot(q, k, "nt"), 0)
         tiles = halving.operands(values, values, decays, v.dtype)
-        products = halving.spread(scores, tiles, masks)
+        products = halving.level_products(scores, tiles, masks)
         before = memory[h]
         narrow = before.astype(v.dtype)
         if "states" in refs:
@@ -97,10 +97,10 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
     for h in range(layout.block):
         q, k, v, g = _read(layout, refs, h)
         dtype = v.dtype
-        d_out = refs["d_out"][layout.place(refs["d_out"], h, layout.value_dim)].astype(_F32)
+        d_out = refs["d_out"][layout.tile_index(refs["d_out"], h, layout.value_dim)].astype(_F32)
         before, after = refs["states"][h], d_memory[h]
         narrow = after.astype(dtype)
-        decays, values = halving.resolve(g, masks), v.astype(_F32)
+        decays, values = halving.chunk_decays(g, masks), v.astype(_F32)
         tiles = halving.operands(d_out, values, decays, dtype)
 
         current = jnp.sum(d_out * values, axis=1, keepdims=True)
@@ -112,14 +112,14 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
         layout.store(refs["dk"], h, dot(d_scores, q, "tn") + dot(leaving, narrow, "nt"))
         d_memory[h] = decays.keep * after + dot(q, entering, "tn")
 
-        scores = scale * halving.mirrored(dot(q, k, "nt"), dot(k, q, "nt"), masks)
-        products = halving.spread(scores, tiles, masks)
+        scores = scale * halving.mirror(dot(q, k, "nt"), dot(k, q, "nt"), masks)
+        products = halving.level_products(scores, tiles, masks)
         own = jnp.sum(jnp.where(masks.level < 0, scores, 0), axis=1, keepdims=True)
         of_write = decays.leave * dot(k, narrow)
-        dv = halving.gather(products, decays, later=False) + own * d_out + of_write
+        dv = halving.operand_gradient(products, decays, later=False) + own * d_out + of_write
         layout.store(refs["dv"], h, dv)
         of_enter = scale * d_out * decays.enter * dot(q, before)
         kept = jnp.sum(before.astype(_F32) * after, axis=0, keepdims=True) * decays.keep
-        terms = halving.terms(tiles, products)
+        terms = halving.decay_terms(tiles, products)
         d_decay = halving.decay_gradient(terms, of_enter, values * of_write, kept)
         layout.store(refs["d_decay"], h, d_decay)

@@ -1,0 +1,244 @@
+"""The scan of `channel_decay` over chunks, on Mosaic GPU (Hopper).
+
+A warpgroup has 64 value channels of a memory S [K, V] in registers, [K, 64], and computes
+
+    out = read S + scores values,    S <- keep S + writtenᵀ values
+
+for one chunk after another, while another warpgroup loads the next chunks. Two warpgroups of a thread block use the same inputs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.compat import pl, plgpu
+from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.halving import BLOCK, CHUNK
+from pallas_kernels.hopper.launch import launch, with_smem
+
+_STAGES = 3  # chunks that are loaded or in use at once
+_TILE = (CHUNK, BLOCK)
+_F32 = jnp.float32
+
+
+def channel_scan(
+    read, written, values, scores, keep, *, initial=None, reverse: bool = False, save: bool = False,
+    chunk_bounds=None, interpret: Any = False,
+) -> list[jax.Array]:  # fmt: skip
+    """Carry the memories of h heads over all chunks.
+
+    h is the largest number of heads of an argument; those of the others divide it.
+
+    Args:
+        read: [B, T, *, K]; None, with `scores` None, returns no output.
+        written: [B, T, *, K].
+        values: [B, T, *, V].
+        scores: [B, *, T, 64], transposed by the kernel if `reverse`.
+        keep: [B, *, N * K].
+        initial: [B * S, h, K, V] float32, S before the first chunk (if `reverse`, after the last); None is 0.
+        reverse: compute the last chunk first.
+        save: also return S before each chunk (if `reverse`, after it).
+        chunk_bounds: of `row_layout.split_runs`, or None.
+        interpret: parameters of the interpreter, or False.
+
+    Returns:
+        The output [B, T, h, V] if `read` is given, the last S [B * S, h, K, V] float32, and the saved ones [B, h, N, K, V].
+    """
+    batch, length, key_heads, depth = written.shape
+    heads, width, count = max(key_heads, values.shape[2]), values.shape[-1], length // CHUNK
+    blocks = width // BLOCK
+    streams = dict(read=read, written=written, values=values, scores=scores, keep=keep)
+    streams = {name: x for name, x in streams.items() if x is not None}
+    call = _Call(
+        shapes={name: x.shape for name, x in streams.items()}, heads=heads, depth=depth, count=count,
+        groups=1 if blocks % 2 else 2, reverse=reverse, save=save, from_zero=initial is None, interpret=interpret,
+    )  # fmt: skip
+    runs = 1 if chunk_bounds is None else chunk_bounds.shape[1] - 1
+    struct: Any = jax.ShapeDtypeStruct
+    tiles = functools.partial(plgpu.SMEM, dtype=values.dtype, transforms=wg.TILED)
+    smem = dict(memory=tiles((call.groups, depth, BLOCK)), out=tiles((call.groups, *_TILE)))
+
+    def kernel(refs):
+        at = _position(call, refs)
+        with_smem(lambda buffers: _Warpgroup(call, at, refs, buffers).compute(), smem)
+
+    results = launch(
+        kernel,
+        inputs=streams | dict(initial=initial, chunk_bounds=chunk_bounds),
+        outputs=dict(
+            out=None if read is None else struct((batch, length, heads, width), values.dtype),
+            last=struct((batch * runs, heads, depth, width), _F32),
+            saved=struct((batch, heads, count, depth, width), values.dtype) if save else None,
+        ),
+        grid=dict(row=batch * runs * heads, column=blocks // call.groups),
+        num_threads=call.groups + 1,
+        reduction_scratch_bytes=0,
+        name="linear_attention_channel_scan",
+        interpret=interpret,
+    )
+    return list(results.values())
+
+
+class _Call(NamedTuple):
+    """Sizes and options of one call.
+
+    Attributes:
+        shapes: of the inputs that are loaded chunk by chunk, by name.
+        heads: of the output, h.
+        depth: K.
+        count: chunks of a row, N.
+        groups: computing warpgroups of a thread block.
+        reverse: whether the last chunk is the first.
+        save: whether S before each chunk is returned.
+        from_zero: whether there is no initial memory.
+        interpret: parameters of the interpreter, or False.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    heads: int
+    depth: int
+    count: int
+    groups: int
+    reverse: bool
+    save: bool
+    from_zero: bool
+    interpret: Any
+
+    @property
+    def with_output(self) -> bool:
+        """Whether the output is computed."""
+        return "read" in self.shapes
+
+
+class _Position(NamedTuple):
+    """The memory that a warpgroup computes, and its chunks.
+
+    Attributes:
+        row: row of the memories, b * S + s.
+        h: head.
+        b: row of the batch.
+        steps: number of chunks.
+        chunk: the index in the row of the n-th chunk.
+        group: the warpgroup's index in its thread block.
+        columns: the slice of its value channels.
+        block_columns: the slice of the value channels of all warpgroups of the block.
+    """
+
+    row: Any
+    h: Any
+    b: Any
+    steps: Any
+    chunk: Callable[[Any], Any]
+    group: Any
+    columns: Any
+    block_columns: Any
+
+
+def _position(call: _Call, refs: dict[str, Any]) -> _Position:
+    """The position of this warpgroup in the grid."""
+    row, h = lax.div(lax.axis_index("row"), call.heads), lax.rem(lax.axis_index("row"), call.heads)
+    b, steps, chunk = wg.chunks_of_row(refs.get("chunk_bounds"), row, call.count, call.reverse)
+    group, groups = lax.axis_index("group"), call.groups
+    columns = pl.ds((lax.axis_index("column") * groups + group) * BLOCK, BLOCK)
+    block_columns = pl.ds(lax.axis_index("column") * groups * BLOCK, groups * BLOCK)
+    return _Position(row, h, b, steps, chunk, group, columns, block_columns)
+
+
+class _Warpgroup(NamedTuple):
+    """The computation of one warpgroup.
+
+    Attributes:
+        call: the call.
+        at: the memory that it computes.
+        refs: inputs and outputs in global memory, by name.
+        smem: `memory` [groups, K, 64] and `out` [groups, 64, 64] in shared memory.
+    """
+
+    call: _Call
+    at: _Position
+    refs: dict[str, Any]
+    smem: dict[str, Any]
+
+    def compute(self) -> None:
+        """Carry the memory over its chunks."""
+        call = self.call
+        sources, specs = zip(*map(self.source, call.shapes), strict=True)
+        pipeline: Any = plgpu.emit_pipeline_warp_specialized
+        pipeline(
+            self.compute_chunk, grid=(self.at.steps,), in_specs=list(specs), max_concurrent_steps=min(_STAGES, call.count),
+            num_compute_wgs=call.groups, memory_registers=40, wg_axis="group", compute_context=self.compute_all,
+        )(*sources)  # fmt: skip
+
+    def source(self, name: str) -> tuple[Any, Any]:
+        """An input in global memory, and its block for each chunk."""
+        call, at, source = self.call, self.at, self.refs[name]
+        if name in ("scores", "keep"):
+            source = source.at[at.b, lax.div(at.h * call.shapes["written"][2], call.heads)]
+        else:
+            source = source.at[at.b, :, lax.div(at.h * call.shapes[name][2], call.heads)]
+        if name == "keep":
+            return source, plgpu.BlockSpec((call.depth,), lambda n: (at.chunk(n),))
+        columns = dict(scores=CHUNK, values=call.groups * BLOCK).get(name, call.depth)
+        source = source.at[:, at.block_columns] if name == "values" else source
+        block = plgpu.BlockSpec((CHUNK, columns), lambda n: (at.chunk(n), 0), transforms=wg.TILED)
+        return source, block
+
+    def compute_all(self, pipeline: Callable) -> None:
+        """Run the pipeline from the initial memory, and store the last one."""
+        call, at = self.call, self.at
+        if call.from_zero:
+            S = plgpu.layout_cast(jnp.zeros((call.depth, BLOCK), _F32), wg.LAYOUT)
+        else:
+            S = wg.load_global(self.refs["initial"].at[at.row, at.h, :, at.columns])
+        self.refs["last"].at[at.row, at.h, :, at.columns][...] = pipeline(S)
+        plgpu.wait_smem_to_gmem(0)
+
+    def compute_chunk(self, indices, *arguments) -> Any:
+        """The memory after a chunk, from references to its inputs and the memory before it; stores the output."""
+        call, at = self.call, self.at
+        *loaded, S = arguments
+        chunk = dict(zip(call.shapes, loaded, strict=True))
+        n = at.chunk(indices[0])
+        written, values = chunk["written"], chunk["values"]
+        if call.groups > 1:
+            values = values.at[:, pl.ds(at.group * BLOCK, BLOCK)]
+        memory, out_buffer = (self.smem[name].at[at.group] for name in ("memory", "out"))
+        self.copy_memory(n, S, memory)
+        S = S * wg.spread_rows(wg.load_rows(chunk["keep"]), (call.depth, BLOCK))
+        write = lambda S: plgpu.wgmma(S, written.transpose((1, 0)), values)  # noqa: E731
+        if not call.with_output:
+            return wg.accumulate(write, S, interpret=call.interpret)[0]
+        scores = chunk["scores"].transpose((1, 0)) if call.reverse else chunk["scores"]
+
+        def products(out, S):
+            plgpu.wgmma(out, scores, values)
+            plgpu.wgmma(out, chunk["read"], memory)
+            write(S)
+
+        zeros = jnp.zeros(_TILE, _F32)
+        out, S = wg.accumulate(products, zeros, S, interpret=call.interpret)
+        plgpu.wait_smem_to_gmem(1 if call.save else 0, wait_read_only=True)
+        out_buffer[...] = out.astype(out_buffer.dtype)
+        plgpu.commit_smem()
+        target = self.refs["out"].at[at.b, pl.ds(n * CHUNK, CHUNK), at.h, at.columns]
+        plgpu.copy_smem_to_gmem(out_buffer, target)
+        return S
+
+    def copy_memory(self, n, S, buffer) -> None:
+        """Copy S before chunk n to a buffer in shared memory, for products or to save it."""
+        call, at = self.call, self.at
+        if call.save:
+            # Wait for all copies but the output's, which began after the memory's.
+            plgpu.wait_smem_to_gmem(1 if call.with_output else 0, wait_read_only=True)
+        if call.save or call.with_output:
+            buffer[...] = S.astype(buffer.dtype)
+            plgpu.commit_smem()
+        if call.save:
+            target = self.refs["saved"].at[at.b, at.h, n, :, at.columns]
+            plgpu.copy_smem_to_gmem(buffer, target)

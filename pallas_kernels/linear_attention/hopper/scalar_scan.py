@@ -1,0 +1,376 @@
+"""The kernel of `scalar_decay`, on Mosaic GPU (Hopper): a scan over chunks that reads and updates memories with a scalar decay.
+
+A warpgroup has a tile [D, 64] of a memory S [D, V] in registers and computes
+
+    out_i = enter_i x_i S + sum_j exp(cum_i - cum_j) (x_i . y_j) z_j  (j <= i),        S <- keep S + sum_j (leave_j y_j)ᵀ z_j
+
+for one chunk after another, while another warpgroup loads the next chunks. Two warpgroups of a thread block use the same x and y. If
+D is more than 128, each slice of 128 rows of S is computed by itself, and the outputs of the slices are added at the end.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.compat import pl, plgpu
+from pallas_kernels.hopper import row_layout
+from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.launch import launch, with_smem
+from pallas_kernels.hopper.row_layout import CHUNK
+
+_BLOCK = 64  # columns of the memory that a warpgroup has
+_DEPTH = 128  # rows of the memory that a warpgroup has, at most
+_STAGES = 3  # chunks that are loaded or in use at once
+_SQUARE, _TILE = (CHUNK, CHUNK), (CHUNK, _BLOCK)
+_F32 = jnp.float32
+
+
+class Decays(NamedTuple):
+    """Decays and documents as the kernel requires them, for P parts of the sequence, which are rows of the batch.
+
+    Attributes:
+        cum: [B * P, G, T / P], sums of the log decay from each chunk's start; None without decay.
+        enter: [B * P, G, T / P], the factor of the memory before the chunk in what each token reads.
+        leave: [B * P, G, T / P], the factor of each token's write in the memory after the chunk.
+        keep: [B * P, G, N / P], the factor of the memory before the chunk in the memory after it.
+        run: [B * P, T / P], document numbers, or None.
+    """
+
+    cum: jax.Array | None
+    enter: jax.Array
+    leave: jax.Array
+    keep: jax.Array
+    run: jax.Array | None
+
+
+def chunks_of_interval(count: int) -> int:
+    """The number of chunks in an interval, at whose start memories are saved, for N = `count`."""
+    return max(n for n in (1, 2, 4) if count % n == 0)
+
+
+def scalar_scan(
+    x, y, z, decay: Decays, *, heads: int, initial=None, read_scale: float = 1.0,
+    write_scale: float = 1.0, reverse: bool = False, partner=None, save_states: bool = False,
+    states=None, chunk_bounds=None, interpret: Any = False,
+) -> list[jax.Array]:  # fmt: skip
+    """Carry memories over all chunks.
+
+    Args:
+        x: [B, T, *, D]; None only adds up the writes.
+        y: [B, T, *, D].
+        z: [B, T, *, V].
+        decay: of G heads.
+        heads: of the output; a multiple of those of x, y, z and of G.
+        initial: [B * S, heads, D, V] float32, S before the first chunk (if `reverse`, after the last); None is 0.
+        read_scale: multiplies the output.
+        write_scale: multiplies the writes, also those that the same chunk reads.
+        reverse: compute the last chunk first; a token then reads its own and later tokens.
+        partner: [B, T, *, V]; also return its inner products with the output before rounding, [B, heads, D / 128 * V / 64, T].
+        save_states: also return S at the start of each interval of `chunks_of_interval(N)` chunks, [B, heads, intervals, D, V].
+        states: saved S, [B, heads, intervals, D, V]; also return their inner products with this scan's S at the start of each
+            interval, [B, heads, V / 64, intervals, D]. (Of this scan, which is then `reverse`, it is S after the interval's first chunk.)
+        chunk_bounds: of `row_layout.split_runs`, or None; with them every chunk is an interval.
+        interpret: parameters of the interpreter, or False.
+
+    Returns:
+        The output [B, T, heads, V] if x is given, the last S [B * S, heads, D, V] float32, and what else was asked for.
+    """
+    batch, length, _, all_rows = y.shape
+    width, count = z.shape[-1], length // CHUNK
+    depth = min(all_rows, _DEPTH)
+    slices, blocks = all_rows // depth, width // _BLOCK
+    interval = 1 if chunk_bounds is not None else chunks_of_interval(count)
+    intervals = count // interval
+    runs = 1 if chunk_bounds is None else chunk_bounds.shape[1] - 1
+    before, after = (decay.leave, decay.enter) if reverse else (decay.enter, decay.leave)
+    vectors: dict[str, Any] = dict(
+        leave=after * write_scale, enter=before * read_scale, cum=decay.cum, run=decay.run
+    )
+    if x is None:
+        vectors = dict(leave=vectors["leave"])
+    streams = {n: a for n, a in (dict(x=x, y=y, z=z) | vectors).items() if a is not None}
+    others = dict(
+        keep=decay.keep, initial=initial, partner=partner, states=states, chunk_bounds=chunk_bounds
+    )
+    call = _Call(
+        shapes={n: a.shape for n, a in (streams | others).items() if a is not None}, streams=tuple(streams), heads=heads,
+        depth=depth, slices=slices, blocks=blocks, count=count, interval=interval, groups=1 if blocks % 2 else 2,
+        reverse=reverse, save_states=save_states, scale=read_scale * write_scale, interpret=interpret,
+    )  # fmt: skip
+    struct: Any = jax.ShapeDtypeStruct
+    smem = _smem(call, z.dtype)
+
+    def kernel(refs):
+        at = _position(call, refs)
+        with_smem(lambda buffers: _Warpgroup(call, at, refs, buffers).compute(), smem)
+
+    results = launch(
+        kernel,
+        inputs=streams | others,
+        outputs=dict(
+            out=None if x is None else struct((batch, length, heads * slices, width), z.dtype),
+            last=struct((batch * runs, heads, all_rows, width), _F32),
+            dots=None if partner is None else struct((batch, heads, slices * blocks, length), _F32),
+            saved=struct((batch, heads, intervals, all_rows, width), z.dtype) if save_states else None,
+            products=None if states is None else struct((batch, heads, blocks, intervals, all_rows), _F32),
+        ),
+        grid=dict(row=batch * runs * heads, slice=slices, column=blocks // call.groups),
+        num_threads=call.groups + 1,
+        name="linear_attention_scalar_scan",
+        interpret=interpret,
+    )  # fmt: skip
+    if x is not None:
+        results["out"] = row_layout.sum_heads(results["out"], heads)
+    return list(results.values())
+
+
+class _Call(NamedTuple):
+    """Sizes and options of one call.
+
+    Attributes:
+        shapes: of the inputs, by name.
+        streams: the inputs that are loaded chunk by chunk.
+        heads: of the output.
+        depth: rows of S that a warpgroup has.
+        slices: of the rows of S.
+        blocks: of the columns of S, 64 each.
+        count: chunks of a row, N.
+        interval: chunks of an interval.
+        groups: computing warpgroups of a thread block.
+        reverse: whether the last chunk is the first.
+        save_states: whether S at the start of each interval is returned.
+        scale: of what a chunk writes and reads itself.
+        interpret: parameters of the interpreter, or False.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    streams: tuple[str, ...]
+    heads: int
+    depth: int
+    slices: int
+    blocks: int
+    count: int
+    interval: int
+    groups: int
+    reverse: bool
+    save_states: bool
+    scale: float
+    interpret: Any
+
+    def input_head(self, name: str, h):
+        """The head of an input that head h of the output uses."""
+        heads = self.shapes[name][2 if name in ("x", "y", "z", "partner") else 1]
+        return lax.div(h * heads, self.heads)
+
+
+class _Position(NamedTuple):
+    """The part of a memory that a warpgroup computes, and its chunks.
+
+    Attributes:
+        row: row of the memories, b * S + s.
+        h: head.
+        b: row of the batch.
+        steps: number of chunks.
+        chunk: the index in the row of the n-th chunk.
+        group: the warpgroup's index in its thread block.
+        slice: index of the slice of rows.
+        rows: that slice.
+        column: index of the 64 columns.
+        columns: the slice of these.
+        block_columns: the slice of the columns of all warpgroups of the block.
+        keep: reference to `Decays.keep` of its chunks.
+    """
+
+    row: Any
+    h: Any
+    b: Any
+    steps: Any
+    chunk: Callable[[Any], Any]
+    group: Any
+    slice: Any
+    rows: Any
+    column: Any
+    columns: Any
+    block_columns: Any
+    keep: Any
+
+
+def _position(call: _Call, refs: dict[str, Any]) -> _Position:
+    """The position of this warpgroup in the grid."""
+    row, h = lax.div(lax.axis_index("row"), call.heads), lax.rem(lax.axis_index("row"), call.heads)
+    b, steps, chunk = wg.chunks_of_row(refs.get("chunk_bounds"), row, call.count, call.reverse)
+    group, index = lax.axis_index("group"), lax.axis_index("slice")
+    rows = pl.ds(index * call.depth, call.depth)
+    column = lax.axis_index("column") * call.groups + group
+    columns = pl.ds(column * _BLOCK, _BLOCK)
+    block_columns = pl.ds(lax.axis_index("column") * call.groups * _BLOCK, call.groups * _BLOCK)
+    keep = refs["keep"].at[b, call.input_head("keep", h)]
+    return _Position(
+        row, h, b, steps, chunk, group, index, rows, column, columns, block_columns, keep
+    )
+
+
+def _smem(call: _Call, dtype) -> dict[str, Any]:
+    """The shared memory of a thread block, next to that of its pipeline."""
+    tiles: Any = functools.partial(plgpu.SMEM, dtype=dtype, transforms=wg.TILED)
+    return dict(
+        memory=tiles((call.groups, call.depth, _BLOCK)),
+        written=tiles((call.groups, *_TILE)),
+        out=tiles((call.groups, *_TILE)),
+        weights=tiles((call.groups, *_SQUARE)) if call.interpret else None,
+    )
+
+
+class _Warpgroup(NamedTuple):
+    """The computation of one warpgroup.
+
+    Attributes:
+        call: the call.
+        at: the part of a memory that it computes.
+        refs: inputs and outputs in global memory, by name.
+        smem: buffers of `_smem`, by name.
+    """
+
+    call: _Call
+    at: _Position
+    refs: dict[str, Any]
+    smem: dict[str, Any]
+
+    def compute(self) -> None:
+        """Carry the memory over its chunks."""
+        call = self.call
+        sources, specs = zip(*map(self.source, call.streams), strict=True)
+        pipeline: Any = plgpu.emit_pipeline_warp_specialized
+        pipeline(
+            self.compute_chunk, grid=(self.at.steps,), in_specs=list(specs), max_concurrent_steps=min(_STAGES, call.count),
+            num_compute_wgs=call.groups, memory_registers=40, wg_axis="group", compute_context=self.compute_all,
+        )(*sources)  # fmt: skip
+
+    def source(self, name: str) -> tuple[Any, Any]:
+        """An input in global memory, and its block for each chunk."""
+        at, source = self.at, self.refs[name]
+        if name not in ("x", "y", "z"):
+            index = (at.b,) if name == "run" else (at.b, self.call.input_head(name, at.h))
+            return source.at[index], plgpu.BlockSpec((CHUNK,), lambda n: (at.chunk(n),))
+        columns = self.call.groups * _BLOCK if name == "z" else self.call.depth
+        source = source.at[at.b, :, self.call.input_head(name, at.h)]
+        block = plgpu.BlockSpec((CHUNK, columns), lambda n: (at.chunk(n), 0), transforms=wg.TILED)
+        return source.at[:, at.block_columns if name == "z" else at.rows], block
+
+    def compute_all(self, pipeline: Callable) -> None:
+        """Run the pipeline from the initial memory, and store the last one."""
+        at = self.at
+        if "initial" in self.refs:
+            S = wg.load_global(self.refs["initial"].at[at.row, at.h, at.rows, at.columns])
+        else:
+            S = plgpu.layout_cast(jnp.zeros((self.call.depth, _BLOCK), _F32), wg.LAYOUT)
+        S, _ = pipeline((S, at.keep[at.chunk(0)]))
+        self.refs["last"].at[at.row, at.h, at.rows, at.columns][...] = S
+        plgpu.wait_smem_to_gmem(0)
+
+    def compute_chunk(self, indices, *arguments) -> Any:
+        """S after a chunk and the next chunk's `keep`, from the chunk's inputs and S before it; stores the outputs."""
+        call, at = self.call, self.at
+        *loaded, (S, keep) = arguments
+        chunk = dict(zip(call.streams, loaded, strict=True))
+        n = at.chunk(indices[0])
+        tokens = pl.ds(n * CHUNK, CHUNK)
+        y, z = chunk["y"], chunk["z"]
+        if call.groups > 1:
+            z = z.at[:, pl.ds(at.group * _BLOCK, _BLOCK)]
+        memory, written = (self.smem[name].at[at.group] for name in ("memory", "written"))
+        # Loading a scalar from global memory is slow, so that it is loaded a chunk ahead.
+        next_keep = at.keep[at.chunk(jnp.minimum(indices[0] + 1, at.steps - 1))]
+        writes = plgpu.load(z, layout=wg.LAYOUT).astype(_F32)
+        writes *= wg.spread_rows(wg.load_rows(chunk["leave"]), _TILE)
+        written[...] = writes.astype(written.dtype)
+        if "x" not in chunk:
+            plgpu.commit_smem()
+            write = lambda S: plgpu.wgmma(S, y.transpose((1, 0)), written)  # noqa: E731
+            (S,) = wg.accumulate(write, S * keep, interpret=call.interpret)
+            return S, next_keep
+        memory[...] = S.astype(memory.dtype)
+        plgpu.commit_smem()
+        # With intervals of one chunk the condition is always true. A constant would let the loads below run before the products.
+        starts = lax.rem(n, call.interval) == 0 if call.interval > 1 else keep >= 0.0
+        if call.save_states:
+            pl.when(starts)(lambda: self.save_state(n, memory))
+
+        def products(scores, carried, S):
+            plgpu.wgmma(scores, chunk["x"], y.transpose((1, 0)))
+            plgpu.wgmma(carried, chunk["x"], memory)
+            plgpu.wgmma(S, y.transpose((1, 0)), written)
+
+        scores, carried, S = wg.accumulate(
+            products, jnp.zeros(_SQUARE, _F32), jnp.zeros(_TILE, _F32), S * keep,
+            interpret=call.interpret,
+        )  # fmt: skip
+        if "states" in self.refs:
+            pl.when(starts)(lambda: self.store_products(n, S))
+        weights = self.weigh(scores, chunk, written.dtype)
+        carried *= wg.spread_rows(wg.load_rows(chunk["enter"]), _TILE)
+        (out,) = wg.accumulate(
+            lambda out: plgpu.wgmma(out, weights, z), carried, interpret=call.interpret
+        )
+        self.store_output(tokens, out)
+        return S, next_keep
+
+    def save_state(self, n, memory) -> None:
+        """Start to save S before chunk n."""
+        at = self.at
+        interval = lax.div(n, self.call.interval)
+        target = self.refs["saved"].at[at.b, at.h, interval, at.rows, at.columns]
+        plgpu.copy_smem_to_gmem(memory, target)
+
+    def store_products(self, n, S) -> None:
+        """Store the inner products of the rows of S with those of the saved memory."""
+        at = self.at
+        interval = lax.div(n, self.call.interval)
+        state = wg.load_global(self.refs["states"].at[at.b, at.h, interval, at.rows, at.columns])
+        products = jnp.sum(S * state.astype(_F32), axis=1)
+        self.refs["products"].at[at.b, at.h, at.column, interval, at.rows][...] = products
+
+    def weigh(self, scores, chunk, dtype):
+        """x yᵀ [64, 64] times the decay from token j to token i, and 0 where i does not read j; a left operand."""
+        call = self.call
+        i = plgpu.broadcasted_iota(jnp.int32, _SQUARE, 0, layout=wg.LAYOUT)
+        j = plgpu.broadcasted_iota(jnp.int32, _SQUARE, 1, layout=wg.LAYOUT)
+        reads = i <= j if call.reverse else i >= j
+        if "run" in chunk:
+            reads &= wg.row_differences(chunk["run"], _SQUARE) == 0
+        if "cum" in chunk:
+            sums = wg.row_differences(chunk["cum"], _SQUARE)
+            weights = jnp.exp(jnp.where(reads, -sums if call.reverse else sums, wg.NEVER))
+            weights *= call.scale
+        else:
+            weights = jnp.where(reads, call.scale, 0.0)
+        weights = (scores * weights).astype(dtype)
+        if call.interpret:  # the interpreter requires left operands in shared memory
+            buffer = self.smem["weights"].at[self.at.group]
+            buffer[...] = weights
+            weights = buffer
+            plgpu.commit_smem()
+        return weights
+
+    def store_output(self, tokens, out) -> None:
+        """Start to store an output [64, 64], and store its inner products with `partner`."""
+        call, at = self.call, self.at
+        buffer = self.smem["out"].at[at.group]
+        if "partner" in self.refs:
+            partner = self.refs["partner"].at[
+                at.b, tokens, call.input_head("partner", at.h), at.columns
+            ]
+            dots = jnp.sum(out * wg.load_global(partner).astype(_F32), axis=1)
+            index = at.slice * call.blocks + at.column
+            self.refs["dots"].at[at.b, at.h, index, tokens][...] = dots
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        buffer[...] = out.astype(buffer.dtype)
+        plgpu.commit_smem()
+        target = self.refs["out"].at[at.b, tokens, at.h * call.slices + at.slice, at.columns]
+        plgpu.copy_smem_to_gmem(buffer, target)
