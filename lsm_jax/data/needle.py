@@ -63,7 +63,7 @@ class NeedleConfig:
             values = getattr(self, name)
             if len(set(values)) != len(values) or not (values or name == "lengths"):
                 raise ValueError(
-                    f"needle.{name}={values}; accepted are values that are all different, at least one"
+                    f"needle.{name}={values}; accepted are different values, at least one"
                 )
         if any(not isinstance(n, int) or n < 1 for n in self.lengths):
             raise ValueError(f"needle.lengths={self.lengths}; accepted are integers from 1")

@@ -222,7 +222,7 @@ def test_invalid_lengths_and_prompts_are_refused():
     with pytest.raises(ValueError, match="needle.lengths=4,8,16,32; "):
         byte_task(lengths=())[0].lengths(16)
     assert byte_task(lengths=())[0].lengths(1024) == [512, 1024, 2048]
-    with pytest.raises(ValueError, match="needle.buffer=20; .* need"):
+    with pytest.raises(ValueError, match="needle.buffer=20; .* require at least"):
         byte_task(buffer=20)
     task, text = byte_task()
     with pytest.raises(ValueError, match="text has shape"):

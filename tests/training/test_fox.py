@@ -59,7 +59,7 @@ def test_every_model_has_a_run():
     for name in models.FOX_MODELS:
         fox.get_config(f"{name}-760m,tokens=16b").validate(8)
     for variant, words in (
-        ("pro", "accepted is <model>-<size>, e.g. pro-760m"),
+        ("pro", "accepted is <model>-<size>, such as pro-760m"),
         ("pro-1b", "size='1b'"),
         ("pro-360m,tokens=16b", "tokens='16b'; accepted is 7.5b"),
         ("samba-760m,tokens=48b", "tokens='48b'; accepted is 16b"),
