@@ -4,12 +4,12 @@ Reproduces: zoology's suite (github.com/HazyResearch/zoology at d88d6f5, `origin
 delta-rule and gated methods are compared by. `suite=published` is it: lengths 64 to 256 to train, up to 1,024 with 256 pairs to
 test, widths 64, 128 and 256. `suite=64x4`, the default, is its easiest part alone; `suite=tiny` takes seconds on a CPU.
 Command: python train.py --config=configs/mqar.py:gated_deltanet,width=64,suite=published --workdir=runs/mqar_gdn
-Hardware: one GPU for minutes; 64x4 less than one. `python -m benchmarks.recall_table` runs many methods and widths in one process.
+Hardware: one GPU for minutes; 64x4 less than one. `python -m benchmarks recall_table` runs many methods and widths in one process.
 Expected: docs/results.md.
 
 `mom` is a Mixture-of-Memories of Gated DeltaNet as `gated_deltanet` has it; its ablations are overrides such as
 `--config.model.mixer.num_memories=8`, and `gated_deltanet --config.model.mixer.expand_v=10` the one memory of equal state;
-`python -m benchmarks.mom_recall` trains them all at a size where one small memory falls short.
+`python -m benchmarks mom_recall` trains them all at a size where one small memory falls short.
 
 The published settings are kept: two layers, [a gated convolution of 3 tokens, the method], no feedforward and no positions,
 tied embeddings, 8,192 tokens, AdamW with decay 0.1, no warm-up or clipping, a cosine over 32 epochs, batches of 256, the best of

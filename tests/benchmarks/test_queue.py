@@ -1,12 +1,15 @@
-"""Measurements in a queue: what a list may hold, who shares a GPU, and what is told of each job."""
+"""The queue of jobs: reading a list, sharing GPUs, and the row of each job."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
+from benchmarks import registry
+from benchmarks.__main__ import make_parser
 from benchmarks.queue import Job, free_gpus, read_jobs, run
 
 
@@ -31,7 +34,7 @@ def test_a_list_is_read():
         ("a seconds=1 alone: x\na seconds=1 share: x", "line 2: there is a job 'a' already"),
     ],
 )
-def test_a_line_that_is_no_job_is_named(text, message):
+def test_errors_name_the_line(text, message):
     with pytest.raises(ValueError, match=message):
         read_jobs(text)
 
@@ -44,7 +47,7 @@ def test_a_timed_job_has_its_gpus_alone():
     assert free_gpus(Job("c", "", 1, gpus=2), [[], [share]], slots=2) is None
 
 
-def test_jobs_run_and_each_one_s_end_is_told(tmp_path):
+def test_each_job_runs_and_has_a_row(tmp_path):
     rows = run(
         read_jobs(
             "good seconds=5 share: echo $CUDA_VISIBLE_DEVICES > {out}/seen; echo said\n"
@@ -60,8 +63,8 @@ def test_jobs_run_and_each_one_s_end_is_told(tmp_path):
     assert (tmp_path / "good" / "seen").read_text() == "0\n"
     assert (tmp_path / "good" / "log").read_text() == "said\n"
     assert (tmp_path / "pair" / "seen").read_text() == "0,1\n"
-    told = (tmp_path / "summary.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in told] == rows
+    lines = (tmp_path / "summary.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == rows
 
 
 def test_more_gpus_than_there_are_are_refused(tmp_path):
@@ -69,6 +72,9 @@ def test_more_gpus_than_there_are_are_refused(tmp_path):
         run([Job("a", "", 1, gpus=2)], tmp_path, gpus=1, slots=1, seconds=1)
 
 
-def test_the_list_of_what_is_pending_can_be_read():
+def test_the_pending_jobs_name_benchmarks_and_options_that_exist():
     text = (Path(__file__).parents[2] / "benchmarks" / "pending.jobs").read_text()
-    assert all("python -m " in job.command for job in read_jobs(text))
+    for job in read_jobs(text):
+        python, flag, package, name, *options = shlex.split(job.command)
+        assert (python, flag, package) == ("python", "-m", "benchmarks")
+        make_parser(registry.get(name)).parse_args(options)
