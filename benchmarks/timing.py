@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.registry import ROOT
+
 
 def milliseconds(function, *args, repeats: int = 20) -> float:
     """Return the median time of a call in ms, after two calls that compile and warm up."""
@@ -84,7 +86,8 @@ def provenance(*, device: bool = True) -> dict:
     if not commit:
         try:
             command = ["git", "rev-parse", "--short", "HEAD"]
-            commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            commit = done.stdout.strip()
         except OSError:
             pass
     row = {"date": datetime.date.today().isoformat(), "commit": commit or "unknown"}
