@@ -251,7 +251,9 @@ def test_selective_scans_compile_for_a_tpu(chip, dtype, case):
 # Half the bundles of a first version with one head for each program, for a head and 64 tokens of a gated delta rule's forward.
 @pytest.mark.parametrize("chip, most", [("v5e", 878 // 2), ("v6e", 868 // 2)])
 def test_a_tpu_takes_half_the_bundles_of_the_sketch(chip, most):
-    from benchmarks.bundles import count  # its import sets variables that the GPU client reads
+    from benchmarks.cases.bundles import (
+        count,
+    )  # its import sets variables that the GPU client reads
 
     found = count("gated delta rule", chip)
     assert found["heads"] >= 4
