@@ -14,6 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from lsm_jax import ops
 from pallas_kernels.linear_attention import unsupported
 from pallas_kernels.linear_attention.tpu import scalar_decay as tpu
+from pallas_kernels.linear_attention.tpu import scalar_layout
 
 SCALE = 0.3
 NAMES = ("output", "final", "dq", "dk", "dv", "dlog_decay", "dinitial")
@@ -117,9 +118,9 @@ FAST = ("pairs", "pairs of one key")
 )
 def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
     heads, dims, layout = CASES[name]
-    monkeypatch.setattr(tpu, "_HEADS", 2)  # several programs of few heads
+    monkeypatch.setattr(scalar_layout, "HEADS", 2)  # several programs of few heads
     arrays = make(heads, dims, runs=True)
-    plan = tpu._plan(*arrays[:3])
+    plan = scalar_layout.plan_heads(*arrays[:3])
     assert (plan.count, plan.keys, plan.tile_count, plan.programs) == layout
     compare(arrays)
 
