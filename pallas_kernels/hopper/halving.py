@@ -131,7 +131,7 @@ class Halving:
     def factor(self, level):
         """`tiles.channel_decay.factor` for blocks of 2^level rows."""
         half = lax.shift_left(1, level)
-        # `tiles.channel_decay.spans` as an interval of columns: half as many instructions.
+        # `tiles.channel_decay.in_factor` as an interval of columns: half as many instructions.
         i, start = self.i, self.i & -half
         later = (i & half) > 0
         first = jnp.where(later, start, i + 1)

@@ -252,10 +252,10 @@ def plan_heads(q, k, v) -> Plan | None:
         queries = max(query_heads // heads, 1)
         sharing = dict(queries=queries, shared_q=per_query, shared_k=per_key)
         return fill_programs(False, 1, 1, heads, **sharing)
-    shared = math.gcd(per_query, per_key)
+    common = math.gcd(per_query, per_key)  # memories that have one query and one key
     count = heads if heads % value_fill else value_fill
-    whole = key_fill == 1 or query_heads == k.shape[2] == 1
-    if shared % count == 0 and whole and query_heads <= heads and count * value_dim <= _WIDEST:
+    aligned = key_fill == 1 or query_heads == k.shape[2] == 1
+    if common % count == 0 and aligned and query_heads <= heads and count * value_dim <= _WIDEST:
         sharing = dict(shared_q=per_query // count, shared_k=per_key // count)
         return fill_programs(False, count, 1, heads // count, **sharing)
     heads = max(query_heads, heads)
