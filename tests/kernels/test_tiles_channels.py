@@ -87,7 +87,7 @@ def test_a_chunk_equals_the_recurrence(dims, decays, documents, with_bonus, seed
 
 @pytest.mark.parametrize("exclusive", [False, True])
 def test_a_strong_decay_takes_nothing_from_the_precision_of_a_weak_one(exclusive):
-    """After 32 decays of e^-30, a difference of cumulative sums would be 1e-4 off."""
+    """After 32 decays of e^-30, a difference of cumulative sums would have an error of 1e-4."""
     g = np.full((64, 1), -0.01, np.float32)
     g[:32] = -30.3
     ones = jnp.ones((64, 1))
