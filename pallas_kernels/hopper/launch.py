@@ -55,7 +55,7 @@ def launch(
     if name is not None:
         by_name.__name__ = name
     types = list(wanted.values())
-    reductions = (
+    reductions: dict[str, Any] = (
         {}
         if reduction_scratch_bytes is None
         else dict(reduction_scratch_bytes=reduction_scratch_bytes)
