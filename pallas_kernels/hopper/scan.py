@@ -3,7 +3,7 @@
 A warpgroup has 64 value channels of a memory in registers, transposed: S [64, K], in pieces [64, size] of the keys. It computes the
 chunks in order, and another warpgroup loads the inputs of the next ones. What a chunk does to S is the caller's function `step`.
 
-Up to K = 128 S is one piece, and is the left operand of a product in registers. A larger S leaves no registers for a copy in bfloat16:
+Up to K = 128 S is one piece, and is the left operand of a product in registers. With a larger S there are no registers for a copy in bfloat16:
 its pieces of 64 keys are then copied to shared memory, and are left operands from there.
 """
 

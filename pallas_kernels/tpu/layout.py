@@ -77,23 +77,23 @@ class Layout:
             rows: arrays [B, T, heads] by name.
             tokens: arrays [B, T, heads, D] by name.
         """
-        given = {}
+        inputs = {}
         for name, x in tokens.items():
             if x is not None:
-                given[name] = self.as_tokens(x), self.tokens(x.shape[2], x.shape[3], x.dtype)
+                inputs[name] = self.as_tokens(x), self.tokens(x.shape[2], x.shape[3], x.dtype)
         for name, x in (rows or {}).items():
             if x is not None:
                 x = row_layout.repeat_heads(jnp.moveaxis(x.astype(_F32), 1, 2), self.heads, axis=1)
-                given[name] = self.padded(x), self.rows()
+                inputs[name] = self.padded(x), self.rows()
         if self.runs > 1:
             self.slots = [run[:, :: self.chunk].reshape(-1)]
         elif run is not None:
             rows = row_layout.document_rows(run, self.chunk)
             spec = pl.BlockSpec((None, 8, self.chunk), lambda b, h, n, *_: (b, 0, self._at(n)))
-            given["runs"] = rows, (jax.ShapeDtypeStruct(rows.shape, rows.dtype), spec)
-        return given
+            inputs["runs"] = rows, (jax.ShapeDtypeStruct(rows.shape, rows.dtype), spec)
+        return inputs
 
-    def call(self, kernel, given: dict, outs: dict, scale: float, interpret) -> dict:
+    def call(self, kernel, inputs: dict, outs: dict, scale: float, interpret) -> dict:
         """Run `kernel` for each row of the batch, program and chunk, and return its outputs by name.
 
         The memory is carried from chunk to chunk, from the input "initial" to the output "final"; if `reverse`, its gradient, from
@@ -101,12 +101,12 @@ class Layout:
 
         Args:
             kernel: called as `kernel(layout, scale, refs, memory)`, with references by name and the memory in VMEM.
-            given: {name: (array, layout)}.
+            inputs: {name: (array, layout)}.
             outs: {name: layout}.
             scale: of q.
             interpret: False, True or `pltpu.InterpretParams`.
         """
-        names = (*given, *outs)
+        names = (*inputs, *outs)
         first, last = ("d_final", "d_initial") if self.reverse else ("initial", "final")
 
         def carried(*refs):
@@ -129,7 +129,7 @@ class Layout:
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(self.slots),
                 grid=(self.batch, self.heads // self.block, self.length // self.chunk),
-                in_specs=[spec for _, (_, spec) in given.values()],
+                in_specs=[spec for _, (_, spec) in inputs.values()],
                 out_specs=[spec for _, spec in outs.values()],
                 scratch_shapes=[pltpu.VMEM((self.block, *self.matrix), _F32)],
             ),
@@ -138,7 +138,7 @@ class Layout:
                 dimension_semantics=("parallel", "parallel", "arbitrary")
             ),
             interpret=interpret,
-        )(*self.slots, *(array for array, _ in given.values()))
+        )(*self.slots, *(array for array, _ in inputs.values()))
         return dict(zip(outs, result, strict=True))
 
     def tile_index(self, ref, h: int, size: int):

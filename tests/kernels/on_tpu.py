@@ -18,7 +18,7 @@ def runs(length: int):
 
 @functools.partial(jax.jit, static_argnums=0)
 def both(function, x, run, cotangents):
-    """Values and the gradients of x."""
+    """Return the function's values, and their gradients with respect to x."""
     values, pull = jax.vjp(lambda x: function(x, run), x)
     return values, pull(jax.tree.map(lambda c, o: c.astype(o.dtype), cotangents, values))[0]
 

@@ -24,7 +24,7 @@ DECAYS = {
 
 
 def inputs(size, key_dim, value_dim, heads, decays, runs, seed):
-    """q, k [C, keys, K], v, dO [C, n, V], S, dS' [n, K, V], decays [C, n] or None, run [C] or None and the run before."""
+    """q, k [C, keys, K], v, dO [C, n, V], S, dS' [n, K, V], log decays [C, n] or None, document numbers [C] or None, and that of the token before."""
     rng = np.random.default_rng(seed)
     q, k = rng.normal(size=(2, size, heads.keys, key_dim))
     v, d_out = rng.normal(size=(2, size, heads.count, value_dim))

@@ -160,9 +160,9 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
         if "d_bonus" in refs:
             refs["d_bonus"][h : h + 1] += jnp.sum(x.q * x.k * current, axis=0, keepdims=True)
         if "d_decay" in refs:
-            kept = jnp.sum(before.astype(_F32) * after, axis=0, keepdims=True) * x.decays.keep
+            of_keep = jnp.sum(before.astype(_F32) * after, axis=0, keepdims=True) * x.decays.keep
             terms = halving.decay_terms(x.tiles, products)
             d_decay = halving.decay_gradient(
-                terms, x.q * of_read, x.k * of_write, kept, exclusive=x.exclusive
+                terms, x.q * of_read, x.k * of_write, of_keep, exclusive=x.exclusive
             )
             layout.store(refs["d_decay"], h, d_decay)

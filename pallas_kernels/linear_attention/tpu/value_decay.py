@@ -121,7 +121,7 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
         dv = halving.operand_gradient(products, decays, later=False) + diagonal * d_out + of_write
         layout.store(refs["dv"], h, dv)
         of_enter = scale * d_out * decays.enter * dot(q, before)
-        kept = jnp.sum(before.astype(_F32) * after, axis=0, keepdims=True) * decays.keep
+        of_keep = jnp.sum(before.astype(_F32) * after, axis=0, keepdims=True) * decays.keep
         terms = halving.decay_terms(tiles, products)
-        d_decay = halving.decay_gradient(terms, of_enter, values * of_write, kept)
+        d_decay = halving.decay_gradient(terms, of_enter, values * of_write, of_keep)
         layout.store(refs["d_decay"], h, d_decay)
