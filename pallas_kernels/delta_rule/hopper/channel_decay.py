@@ -20,7 +20,7 @@ from pallas_kernels.delta_rule.hopper.channel_chunk_forward import (
     chunk_forward,
     solve_chunks,
 )
-from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, Prepared
+from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, SolvedChunks
 from pallas_kernels.delta_rule.hopper.scan import scan_backward, scan_forward
 from pallas_kernels.hopper import channel_slices, row_layout
 from pallas_kernels.hopper import parts as hopper_parts
@@ -44,7 +44,7 @@ class Residuals(NamedTuple):
     """What `forward` leaves for `backward`, some four arrays of the size of q; `resolved` without N."""
 
     resolved: Resolved
-    prepared: Prepared
+    solved: SolvedChunks
     parts: hopper_parts.Parts | None
 
 
@@ -64,23 +64,23 @@ def forward(
     resolved = chunk_forward(q, k, log_decay, documents, **options)
     rows = jnp.repeat(jnp.swapaxes(beta, 1, 2), heads // memories, axis=1)
     inverse = solve_chunks(resolved.upper, _not_zero(rows), interpret=interpret)
-    prepared = Prepared(inverse, resolved.scores, rows)
+    solved = SolvedChunks(inverse, resolved.scores, rows)
     # Several heads that read one memory each carry it along.
     initial = jnp.repeat(initial, heads // memories, axis=1)
     options |= dict(
         scale=1.0, written=resolved.written, keep=resolved.keep, chunk_bounds=chunk_bounds
     )
     parts = hopper_parts.cut(
-        functools.partial(scan_forward, None, resolved.erase, prepared=prepared, initial=None, **options),
+        functools.partial(scan_forward, None, resolved.erase, solved=solved, initial=None, **options),
         q, k, v, initial, chunk_bounds, interpret,
     )  # fmt: skip
     starts, count = hopper_parts.starts_of(parts, initial)
     output, *marked, ends = scan_forward(
-        resolved.read, resolved.erase, v, prepared, starts, parts=count,
+        resolved.read, resolved.erase, v, solved, starts, parts=count,
         checkpoints=hopper_parts.count_checkpoints(q, k, v, chunk_bounds), **options,
     )  # fmt: skip
     parts = hopper_parts.Parts(None, *marked) if marked else parts
-    residuals = Residuals(resolved._replace(upper=None), prepared, parts)
+    residuals = Residuals(resolved._replace(upper=None), solved, parts)
     return output, ends[:, count - 1 :: count * heads // memories], residuals
 
 
@@ -91,7 +91,7 @@ def backward(
     """Gradients of q, k, v, beta, log_decay and initial."""
     del beta, decay_gradient
     memories, heads = v.shape[2], d_output.shape[2]
-    (resolved, prepared, parts), share = residuals, row_layout.sum_heads
+    (resolved, solved, parts), share = residuals, row_layout.sum_heads
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
     initial = jnp.repeat(initial, heads // memories, axis=1)
     starts, count = hopper_parts.starts_of(parts, initial)
@@ -100,14 +100,14 @@ def backward(
         interpret=interpret,
     )  # fmt: skip
     missing, states, _ = scan_forward(
-        None, resolved.erase, v, prepared, starts, save=True, parts=count, **options
+        None, resolved.erase, v, solved, starts, save=True, parts=count, **options
     )
     # Of several heads that carry one memory, the first hands on the gradient from outside.
     first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
     d_final = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
-    prepared = prepared._replace(rows=_not_zero(prepared.rows))
+    solved = solved._replace(rows=_not_zero(solved.rows))
     walk = functools.partial(
-        scan_backward, resolved.read, resolved.erase, d_output, prepared, **options
+        scan_backward, resolved.read, resolved.erase, d_output, solved, **options
     )
     d_ends, count = hopper_parts.ends_of(parts, walk, d_final, interpret)
     dv, d_states, d_starts = walk(d_ends, parts=count)
@@ -115,7 +115,7 @@ def backward(
 
     def of_chunks(keys, values):
         return chunk_backward(
-            q[..., keys], k[..., keys], log_decay[..., keys], prepared.rows, missing[..., values], d_output[..., values],
+            q[..., keys], k[..., keys], log_decay[..., keys], solved.rows, missing[..., values], d_output[..., values],
             dv[..., values], states[..., values, keys], d_states[..., values, keys],
             channel_slices.slice_of(resolved.keep, depth, keys), documents, scale=scale, interpret=interpret,
         )  # fmt: skip

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.delta_rule.hopper.chunk_backward import chunk_backward
-from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, Prepared, chunk_forward
+from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, SolvedChunks, chunk_forward
 from pallas_kernels.delta_rule.hopper.scan import scan_backward, scan_forward
 from pallas_kernels.hopper import parts as hopper_parts
 from pallas_kernels.hopper import row_layout
@@ -37,11 +37,11 @@ class Residuals(NamedTuple):
     """What `forward` leaves for `backward`. The memories, twice as large at K = V = 128, are made again.
 
     Attributes:
-        prepared: the solved chunks.
+        solved: the solved chunks.
         parts: of a sequence in parts, or of one whose memories are made again in parts.
     """
 
-    prepared: Prepared
+    solved: SolvedChunks
     parts: hopper_parts.Parts | None
 
 
@@ -52,7 +52,7 @@ def forward(
     memories = v.shape[2]
     heads = max(q.shape[2], memories)
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
-    prepared = chunk_forward(
+    solved = chunk_forward(
         q, k, beta, log_decay, run, heads=heads, scale=scale, interpret=interpret
     )
     # Several heads that read one memory each carry it along.
@@ -61,16 +61,16 @@ def forward(
         heads=heads, scale=scale, chunk_bounds=chunk_bounds, interpret=interpret
     )
     parts = hopper_parts.cut(
-        functools.partial(scan_forward, None, k, prepared=prepared, initial=None, **options), q, k, v, initial,
+        functools.partial(scan_forward, None, k, solved=solved, initial=None, **options), q, k, v, initial,
         chunk_bounds, interpret,
     )  # fmt: skip
     starts, count = hopper_parts.starts_of(parts, initial)
     checkpoints = hopper_parts.count_checkpoints(q, k, v, chunk_bounds)
     output, *marked, ends = scan_forward(
-        q, k, v, prepared, starts, parts=count, checkpoints=checkpoints, **options
+        q, k, v, solved, starts, parts=count, checkpoints=checkpoints, **options
     )
     parts = hopper_parts.Parts(None, *marked) if marked else parts
-    return output, ends[:, count - 1 :: count * heads // memories], Residuals(prepared, parts)
+    return output, ends[:, count - 1 :: count * heads // memories], Residuals(solved, parts)
 
 
 def backward(
@@ -79,17 +79,17 @@ def backward(
 ):  # fmt: skip
     """Gradients of q, k, v, beta, log_decay (None without one, or where it is not wanted) and initial."""
     memories, heads = v.shape[2], d_output.shape[2]
-    prepared, parts = residuals
+    solved, parts = residuals
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
     options: dict[str, Any] = dict(scale=scale, interpret=interpret)
     initial = jnp.repeat(initial, heads // memories, axis=1)
     starts, count = hopper_parts.starts_of(parts, initial)
     walks: dict[str, Any] = options | dict(heads=heads, chunk_bounds=chunk_bounds)
-    missing, states, _ = scan_forward(None, k, v, prepared, starts, save=True, parts=count, **walks)
+    missing, states, _ = scan_forward(None, k, v, solved, starts, save=True, parts=count, **walks)
     # Of several heads that carry one memory, the first hands on the gradient from outside.
     first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
     d_final = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
-    walk = functools.partial(scan_backward, q, k, d_output, prepared, **walks)
+    walk = functools.partial(scan_backward, q, k, d_output, solved, **walks)
     d_ends, count = hopper_parts.ends_of(parts, walk, d_final, interpret)
     dv, d_states, d_starts = walk(d_ends, parts=count)
     decay_gradient = decay_gradient and log_decay is not None

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.compat import plgpu
-from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, Prepared
+from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, SolvedChunks
 from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.scan import decayed, scan, slices_of
 
@@ -22,7 +22,7 @@ _SQUARE = (CHUNK, CHUNK)
 
 
 def scan_forward(
-    q, k, v, prepared: Prepared, initial, *, heads: int, scale: float, save: bool = False,
+    q, k, v, solved: SolvedChunks, initial, *, heads: int, scale: float, save: bool = False,
     written=None, keep=None, parts: int = 1, checkpoints: int = 1, chunk_bounds=None, interpret: Any = False,
 ):  # fmt: skip
     """With time, from S to S'.
@@ -31,12 +31,12 @@ def scan_forward(
         q: [B, T, *, K]; None leaves out the output.
         k: [B, T, *, K].
         v: [B, T, *, V]; None is 0, and V then K.
-        prepared: of `heads` heads.
+        solved: of `heads` heads.
         initial: [B * S, heads * parts, K, V] float32, the memory before the first chunk; None is 0, and the identity without v.
         heads: of the output; a multiple of those of q, k and v.
         scale: of q.
         save: also return x and the memories before each chunk.
-        written: [B, T, *, K], what writes if it is not k; q and k then hold their decays, and `prepared` has none.
+        written: [B, T, *, K], what writes if it is not k; q and k then hold their decays, and `solved` has none.
         keep: [B, heads, N * K] float32, what the key channels keep of S over a chunk, with `written`.
         parts: into which the sequence is cut, each walked by itself.
         checkpoints: also return the memories at which as many parts of the sequence begin, if more than one; with one part alone.
@@ -47,10 +47,10 @@ def scan_forward(
         The output [B, T, heads, V] if q is given, x [B, T, heads, V] and the turned memories [B, heads, N, V, K] bfloat16 if
         `save`, those of the checkpoints [B, heads * checkpoints, K, V] float32, and the last memory of each part.
     """
-    given = dict(q=q, k=k, v=v, inverse=prepared.inverse, rows=prepared.rows)
+    given = dict(q=q, k=k, v=v, inverse=solved.inverse, rows=solved.rows)
     given |= dict(written=written, keep=keep)
     if q is not None:
-        given |= dict(scores=prepared.scores)
+        given |= dict(scores=solved.scores)
     tokens = jax.ShapeDtypeStruct((*k.shape[:2], heads, (k if v is None else v).shape[-1]), _BF16)
     outs = ["out"] * (q is not None) + ["missing"] * save
 
@@ -104,7 +104,7 @@ def scan_forward(
 
 
 def scan_backward(
-    q, k, d_out, prepared: Prepared, d_final, *, heads: int, scale: float, written=None, keep=None,
+    q, k, d_out, solved: SolvedChunks, d_final, *, heads: int, scale: float, written=None, keep=None,
     save: bool = True, parts: int = 1, chunk_bounds=None, interpret: Any = False,
 ):  # fmt: skip
     """Against time, from the gradient of the memory after the last chunk.
@@ -113,7 +113,7 @@ def scan_backward(
         q: [B, T, *, K].
         k: [B, T, *, K].
         d_out: [B, T, heads, V].
-        prepared: of `heads` heads.
+        solved: of `heads` heads.
         d_final: [B * S, heads * parts, K, V] float32; None is 0.
         heads: of d_out; a multiple of those of q and k.
         scale: of q.
@@ -128,7 +128,7 @@ def scan_backward(
         dv [B, T, heads, V], the turned gradients of the memories after each chunk [B, heads, N, V, K] bfloat16, and that of
         the memory before each part.
     """
-    given = dict(q=q, k=k, v=d_out, **prepared._asdict(), written=written, keep=keep)
+    given = dict(q=q, k=k, v=d_out, **solved._asdict(), written=written, keep=keep)
 
     def step(chunk, S, left, hold, store, put):
         found = [_SQUARE]
@@ -173,7 +173,7 @@ def scan_backward(
 
 
 def _columns(chunk, name):
-    """One of `Prepared.rows` as what multiplies the columns of [64, C], loaded where it is used: it takes 16 registers."""
+    """One of `SolvedChunks.rows` as what multiplies the columns of [64, C], loaded where it is used: it takes 16 registers."""
     if name not in chunk:
         return 1.0
     vector = plgpu.load(chunk[name], layout=wg.LAYOUT.reduce(0))
