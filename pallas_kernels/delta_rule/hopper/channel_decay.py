@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.delta_rule.hopper.channel_chunk_backward import chunk_backward
 from pallas_kernels.delta_rule.hopper.channel_chunk_forward import (
-    Resolved,
+    DecayedChunks,
     chunk_forward,
     solve_chunks,
 )
@@ -41,9 +41,9 @@ REQUIREMENTS = (
 
 
 class Residuals(NamedTuple):
-    """What `forward` leaves for `backward`, some four arrays of the size of q; `resolved` without N."""
+    """What `forward` leaves for `backward`, some four arrays of the size of q; `decayed` without N."""
 
-    resolved: Resolved
+    decayed: DecayedChunks
     solved: SolvedChunks
     parts: hopper_parts.Parts | None
 
@@ -61,26 +61,26 @@ def forward(
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
     documents = row_layout.documents_of(run, 1)
     options: dict[str, Any] = dict(heads=heads, scale=scale, interpret=interpret)
-    resolved = chunk_forward(q, k, log_decay, documents, **options)
+    decayed = chunk_forward(q, k, log_decay, documents, **options)
     rows = jnp.repeat(jnp.swapaxes(beta, 1, 2), heads // memories, axis=1)
-    inverse = solve_chunks(resolved.upper, _not_zero(rows), interpret=interpret)
-    solved = SolvedChunks(inverse, resolved.scores, rows)
+    inverse = solve_chunks(decayed.upper, _not_zero(rows), interpret=interpret)
+    solved = SolvedChunks(inverse, decayed.scores, rows)
     # Several heads that read one memory each carry it along.
     initial = jnp.repeat(initial, heads // memories, axis=1)
     options |= dict(
-        scale=1.0, written=resolved.written, keep=resolved.keep, chunk_bounds=chunk_bounds
+        scale=1.0, written=decayed.written, keep=decayed.keep, chunk_bounds=chunk_bounds
     )
     parts = hopper_parts.cut(
-        functools.partial(scan_forward, None, resolved.erase, solved=solved, initial=None, **options),
+        functools.partial(scan_forward, None, decayed.erase, solved=solved, initial=None, **options),
         q, k, v, initial, chunk_bounds, interpret,
     )  # fmt: skip
     starts, count = hopper_parts.starts_of(parts, initial)
     output, *marked, ends = scan_forward(
-        resolved.read, resolved.erase, v, solved, starts, parts=count,
+        decayed.read, decayed.erase, v, solved, starts, parts=count,
         checkpoints=hopper_parts.count_checkpoints(q, k, v, chunk_bounds), **options,
     )  # fmt: skip
     parts = hopper_parts.Parts(None, *marked) if marked else parts
-    residuals = Residuals(resolved._replace(upper=None), solved, parts)
+    residuals = Residuals(decayed._replace(upper=None), solved, parts)
     return output, ends[:, count - 1 :: count * heads // memories], residuals
 
 
@@ -91,23 +91,23 @@ def backward(
     """Gradients of q, k, v, beta, log_decay and initial."""
     del beta, decay_gradient
     memories, heads = v.shape[2], d_output.shape[2]
-    (resolved, solved, parts), share = residuals, row_layout.sum_heads
+    (decayed, solved, parts), share = residuals, row_layout.sum_heads
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
     initial = jnp.repeat(initial, heads // memories, axis=1)
     starts, count = hopper_parts.starts_of(parts, initial)
     options: dict[str, Any] = dict(
-        heads=heads, scale=1.0, written=resolved.written, keep=resolved.keep, chunk_bounds=chunk_bounds,
+        heads=heads, scale=1.0, written=decayed.written, keep=decayed.keep, chunk_bounds=chunk_bounds,
         interpret=interpret,
     )  # fmt: skip
     missing, states, _ = scan_forward(
-        None, resolved.erase, v, solved, starts, save=True, parts=count, **options
+        None, decayed.erase, v, solved, starts, save=True, parts=count, **options
     )
     # Of several heads that carry one memory, the first hands on the gradient from outside.
     first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
     d_final = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
     solved = solved._replace(rows=_not_zero(solved.rows))
     walk = functools.partial(
-        scan_backward, resolved.read, resolved.erase, d_output, solved, **options
+        scan_backward, decayed.read, decayed.erase, d_output, solved, **options
     )
     d_ends, count = hopper_parts.ends_of(parts, walk, d_final, interpret)
     dv, d_states, d_starts = walk(d_ends, parts=count)
@@ -117,7 +117,7 @@ def backward(
         return chunk_backward(
             q[..., keys], k[..., keys], log_decay[..., keys], solved.rows, missing[..., values], d_output[..., values],
             dv[..., values], states[..., values, keys], d_states[..., values, keys],
-            channel_slices.slice_of(resolved.keep, depth, keys), documents, scale=scale, interpret=interpret,
+            channel_slices.slice_of(decayed.keep, depth, keys), documents, scale=scale, interpret=interpret,
         )  # fmt: skip
 
     found = [
