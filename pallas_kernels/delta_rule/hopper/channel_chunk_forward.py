@@ -236,7 +236,9 @@ class _Program:
         block = Block(self.refs, self.place, pl.ds(at, BLOCK))
         halving = self.halving()
         if self.slices > 1:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous slice's stores read the buffers
+            plgpu.wait_smem_to_gmem(
+                0, wait_read_only=True
+            )  # the previous slice's stores read the buffers
         for name, to in (("q", q), ("k", k)):
             plgpu.copy_gmem_to_smem(block.keys(name), to, self.smem.loaded)
         i, j = halving.i, halving.j

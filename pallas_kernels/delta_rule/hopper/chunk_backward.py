@@ -34,7 +34,9 @@ from pallas_kernels.hopper.launch import launch
 
 _BLOCK = 64  # key or value channels of one tile of a memory
 _WIDTH = 256  # value channels of one program
-_STAGES = 3  # pairs of tiles of S and dS' loaded or in use, if they cost no other chunk's shared memory
+_STAGES = (
+    3  # pairs of tiles of S and dS' loaded or in use, if they cost no other chunk's shared memory
+)
 _SMEM_BYTES = 226 * 1024  # shared memory of a processor, of 227 KiB
 _TOKENS = ("q", "k", "missing", "d_out", "dv")
 _F32, _BF16 = jnp.float32, jnp.bfloat16
