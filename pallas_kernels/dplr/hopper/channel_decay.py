@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from pallas_kernels.dplr.hopper.chunk_backward import chunk_backward
 from pallas_kernels.dplr.hopper.chunk_forward import (
     CHUNK,
-    Resolved,
-    Solved,
+    DecayedChunks,
+    SolvedChunks,
     chunk_forward,
     solve_chunks,
 )
@@ -40,10 +40,10 @@ REQUIREMENTS = (
 
 
 class Residuals(NamedTuple):
-    """What `forward` leaves for `backward`, some seven arrays of the size of q; `resolved` without what `solved` is made of."""
+    """What `forward` leaves for `backward`, some seven arrays of the size of q; `decayed` without what `solved` is made of."""
 
-    resolved: Resolved
-    solved: Solved
+    decayed: DecayedChunks
+    solved: SolvedChunks
     parts: hopper_parts.Parts | None
 
 
@@ -59,23 +59,23 @@ def forward(
         chunk_forward, documents=documents, heads=heads, scale=scale, interpret=interpret
     )
     products = "upper", "upper_values", "scores", "scores_values"
-    resolved = channel_slices.by_key_slice(chunks, (q, k, a, b, log_decay), products)
+    decayed = channel_slices.by_key_slice(chunks, (q, k, a, b, log_decay), products)
     solved = solve_chunks(
-        resolved.upper, resolved.upper_values, resolved.reach, interpret=interpret
+        decayed.upper, decayed.upper_values, decayed.reach, interpret=interpret
     )
-    resolved = resolved._replace(upper=None, upper_values=None, reach=None)
+    decayed = decayed._replace(upper=None, upper_values=None, reach=None)
     # Several heads that read one memory each carry it along.
     initial = jnp.repeat(initial, heads // memories, axis=1)
     walk = functools.partial(
-        scan_forward, resolved, solved, initial=None, read=False, interpret=interpret
+        scan_forward, decayed, solved, initial=None, read=False, interpret=interpret
     )
     parts = hopper_parts.cut(walk, q, k, v, initial, chunk_bounds, interpret)
     starts, count = hopper_parts.starts_of(parts, initial)
     output, ends = scan_forward(
-        resolved, solved, v, starts, parts=count, chunk_bounds=chunk_bounds, interpret=interpret
+        decayed, solved, v, starts, parts=count, chunk_bounds=chunk_bounds, interpret=interpret
     )
     final = ends[:, count - 1 :: count * heads // memories]
-    return output, final, Residuals(resolved, solved, parts)
+    return output, final, Residuals(decayed, solved, parts)
 
 
 def backward(
@@ -84,17 +84,17 @@ def backward(
 ):  # fmt: skip
     """Gradients of q, k, v, a, b, log_decay and initial."""
     memories, heads = v.shape[2], d_output.shape[2]
-    resolved, solved, parts = residuals
+    decayed, solved, parts = residuals
     share = row_layout.sum_heads
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
     initial = jnp.repeat(initial, heads // memories, axis=1)
     starts, count = hopper_parts.starts_of(parts, initial)
     options: dict[str, Any] = dict(chunk_bounds=chunk_bounds, interpret=interpret)
-    back, states, _ = scan_forward(resolved, solved, v, starts, save=True, parts=count, **options)
+    back, states, _ = scan_forward(decayed, solved, v, starts, save=True, parts=count, **options)
     # Of several heads that carry one memory, the first hands on the gradient from outside.
     first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
     d_final = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
-    walk = functools.partial(scan_backward, resolved, solved, d_output, **options)
+    walk = functools.partial(scan_backward, decayed, solved, d_output, **options)
     d_ends, count = hopper_parts.ends_of(parts, walk, d_final, interpret)
     d_back, d_states, d_starts = walk(d_ends, parts=count)
     documents, depth = row_layout.documents_of(run, 1), q.shape[-1]
@@ -103,10 +103,10 @@ def backward(
         """Gradients of these values, and theirs of what has keys."""
         own, d_own, back_own = states[..., at, :], d_states[..., at, :], back[..., at]
         dv, d_reached = values_backward(
-            resolved, solved, d_output[..., at], d_back[..., at], d_own, interpret=interpret
+            decayed, solved, d_output[..., at], d_back[..., at], d_own, interpret=interpret
         )
         kept = jnp.einsum("bhnvk,bhnvk->bhnk", own, d_own, preferred_element_type=_F32)
-        kept = kept.reshape(resolved.keep.shape) * resolved.keep
+        kept = kept.reshape(decayed.keep.shape) * decayed.keep
         found = [
             chunk_backward(
                 q[..., keys], k[..., keys], a[..., keys], b[..., keys], log_decay[..., keys], v[..., at], back_own,

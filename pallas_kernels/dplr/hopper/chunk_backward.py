@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
-from pallas_kernels.dplr.hopper.chunk_forward import own_decay
+from pallas_kernels.dplr.hopper.chunk_forward import token_decay
 from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.halving import (
     BLOCK,
@@ -182,7 +182,7 @@ def chunk_backward(
             totals[...] = written + by_row(refs["kept"].at[row, h, pl.ds(n * depth + group * BLOCK, BLOCK)])  # fmt: skip
 
             plgpu.barrier_wait(crossed)
-            q_buffer[...] = (tile(q_buffer) * own_decay(decay())).astype(_BF16)  # q'
+            q_buffer[...] = (tile(q_buffer) * token_decay(decay())).astype(_BF16)  # q'
             plgpu.commit_smem()
 
             def level(at, gradients):
@@ -215,7 +215,7 @@ def chunk_backward(
             # What q sees of its own token's writes.
             current = (jnp.sum(jnp.where(i == j, tile(x), 0.0), axis=1) for x in matrices[0])
             of_k, of_b = (wg.spread_rows(x, SQUARE) for x in current)
-            shift = own_decay(decay())
+            shift = token_decay(decay())
             q = wg.load_global(refs["q"].at[row, tokens, own("q"), columns]).astype(_F32)
             dq = dq * shift + of_k * tile(k_buffer) + of_b * tile(b_buffer)
             for name, to, x in (

@@ -2,7 +2,7 @@
 
     u = reach S + values v        O = read S + scores u + scores_values v        S' = keep S + writtenᵀ u + written_valuesᵀ v
 
-with `Solved`'s reach and values and `Resolved`'s others. Against time, from dS':
+with `SolvedChunks`'s reach and values and `DecayedChunks`'s others. Against time, from dS':
 
     du = scoresᵀ dO + written dS'            dS = keep dS' + readᵀ dO + reachᵀ du
     dv = scores_valuesᵀ dO + valuesᵀ du + written_values dS'
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
-from pallas_kernels.dplr.hopper.chunk_forward import CHUNK, SQUARE, Resolved, Solved
+from pallas_kernels.dplr.hopper.chunk_forward import CHUNK, SQUARE, DecayedChunks, SolvedChunks
 from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.scan import decayed, scan, slices_of
 
@@ -27,13 +27,13 @@ _F32, _BF16 = jnp.float32, jnp.bfloat16
 
 
 def scan_forward(
-    resolved: Resolved, solved: Solved, v, initial, *, save: bool = False, read: bool = True,
+    chunks: DecayedChunks, solved: SolvedChunks, v, initial, *, save: bool = False, read: bool = True,
     parts: int = 1, chunk_bounds=None, interpret: Any = False,
 ):  # fmt: skip
     """With time, from S to S'.
 
     Args:
-        resolved: of h heads.
+        chunks: of h heads.
         solved: of h heads.
         v: [B, T, *, V]; None is 0, and V then K.
         initial: [B * S, h * parts, K, V] float32, the memory before the first chunk; None is 0, and the identity without v.
@@ -46,14 +46,14 @@ def scan_forward(
     Returns:
         The output [B, T, h, V], or u [B, T, h, V] and the turned memories [B, h, N, V, K] bfloat16; and the last memory of each part.
     """
-    (batch, length, heads, depth), width = resolved.written.shape, resolved.written.shape[-1]
-    given = dict(reach=solved.reach, written=resolved.written, keep=resolved.keep)
+    (batch, length, heads, depth), width = chunks.written.shape, chunks.written.shape[-1]
+    given = dict(reach=solved.reach, written=chunks.written, keep=chunks.keep)
     if v is not None:
-        given |= dict(k=resolved.written_values, v=v, values=solved.values)
+        given |= dict(k=chunks.written_values, v=v, values=solved.values)
         width = v.shape[-1]
     read = read and not save
     if read:
-        given |= dict(q=resolved.read, scores=resolved.scores, scores_values=resolved.scores_values)
+        given |= dict(q=chunks.read, scores=chunks.scores, scores_values=chunks.scores_values)
     tokens = jax.ShapeDtypeStruct((batch, length, heads, width), _BF16)
 
     def step(chunk, S, left, hold, store, put):
@@ -105,7 +105,7 @@ def scan_forward(
 
 
 def scan_backward(
-    resolved: Resolved, solved: Solved, d_out, d_final, *, save: bool = True, parts: int = 1,
+    chunks: DecayedChunks, solved: SolvedChunks, d_out, d_final, *, save: bool = True, parts: int = 1,
     chunk_bounds=None, interpret: Any = False,
 ):  # fmt: skip
     """Against time: du [B, T, h, V] and the turned gradients of the memories after each chunk (if `save`), and that of the first.
@@ -113,8 +113,8 @@ def scan_backward(
     d_final is [B * S, h * parts, K, V], or None, which is 0; `parts` and `chunk_bounds` as in `scan_forward`.
     """
     given = dict(
-        reach=solved.reach, written=resolved.written, q=resolved.read, v=d_out,
-        scores=resolved.scores, keep=resolved.keep,
+        reach=solved.reach, written=chunks.written, q=chunks.read, v=d_out,
+        scores=chunks.scores, keep=chunks.keep,
     )  # fmt: skip
 
     def step(chunk, S, left, hold, store, put):
@@ -148,19 +148,19 @@ def scan_backward(
 
     tokens = jax.ShapeDtypeStruct(d_out.shape, _BF16)
     return scan(
-        step, given, d_final, resolved.read.shape[-1], tokens, ["d_back"] * save, save=save,
+        step, given, d_final, chunks.read.shape[-1], tokens, ["d_back"] * save, save=save,
         heads=d_out.shape[2], parts=parts, reverse=True, chunk_bounds=chunk_bounds, interpret=interpret,
     )  # fmt: skip
 
 
 def values_backward(
-    resolved: Resolved, solved: Solved, d_out, d_back, d_states, *, interpret: Any = False
+    chunks: DecayedChunks, solved: SolvedChunks, d_out, d_back, d_states, *, interpret: Any = False
 ):
     """dv and Xᵀ du, [B, T, h, V], chunk by chunk; `d_states` as `scan_backward` gives them."""
     batch, length, heads, width = d_out.shape
-    depth = resolved.read.shape[-1]
+    depth = chunks.read.shape[-1]
     named = dict(
-        d_out=d_out, d_back=d_back, written=resolved.written_values, scores=resolved.scores_values,
+        d_out=d_out, d_back=d_back, written=chunks.written_values, scores=chunks.scores_values,
         values=solved.values, inverse=solved.inverse, d_states=d_states,
     )  # fmt: skip
 
