@@ -203,7 +203,8 @@ class _Program:
         plgpu.barrier_arrive(smem.values_used)
         plgpu.barrier_wait(smem.values_used)
         refs = [
-            [x.at[tile, :, pl.ds(0, CHUNK)] for tile in range(2)] for x in (smem.d_outs, smem.values)
+            [x.at[tile, :, pl.ds(0, CHUNK)] for tile in range(2)]
+            for x in (smem.d_outs, smem.values)
         ]
 
         def store(to, matrix):
