@@ -12,6 +12,8 @@ from lsm_jax import ops
 from lsm_jax.ops.attention.forget_gates import GateSum, sum_gates
 from lsm_jax.ops.core.segments import read_tokens
 from pallas_kernels.decode_step import cases as decode_step_cases
+from pallas_kernels.delta_rule import cases as delta_rule_cases
+from pallas_kernels.dplr import cases as dplr_cases
 from pallas_kernels.forgetting_attention import cases as attention_cases
 from pallas_kernels.forgetting_attention import forgetting_attention
 from pallas_kernels.selective_scan import cases as selective_scan_cases
@@ -33,6 +35,12 @@ def case_id(case) -> str:
     """A case's name in the tests' output: its fields with hyphens, tuples with commas."""
     fields = (",".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in case)
     return "-".join(x.replace(", ", ",").replace(" ", "_") for x in fields if x)
+
+
+def _configuration(op: str, case) -> tuple:
+    """A case of the delta rule or of dplr as one of `CONFIGURATIONS`."""
+    sizes = case.heads, case.key_dim, case.value_dim, case.length, case.documents
+    return *sizes, f"{op}, {case.decay}" if case.decay else op
 
 
 # heads of q, k and v; K, V; T; documents; decay
@@ -60,36 +68,6 @@ CONFIGURATIONS = [
     ((2, 2, 2), 256, 64, 600, True, "channel and bonus"),
     ((2, 1, 2), 256, 256, 600, True, "strong value channel"),
     ((4, 1, 2), 128, 64, 300, True, "strong value channel"),
-    ((1, 1, 2), 128, 256, 600, True, "delta, channel"),
-    ((1, 1, 2), 128, 256, 600, True, "dplr, channel"),
-    ((4, 4, 4), 128, 128, 512, False, "delta"),
-    ((4, 2, 2), 64, 128, 1100, True, "delta, token"),
-    ((2, 2, 4), 128, 64, 2048, True, "delta, strong"),
-    ((2, 2, 2), 64, 64, 4096, False, "delta, constant"),
-    ((1, 1, 2), 256, 512, 300, True, "delta, token"),
-    ((2, 1, 1), 256, 256, 640, False, "delta"),
-    ((4, 2, 2), 64, 128, 1100, True, "delta, channel"),
-    ((2, 2, 4), 128, 64, 500, True, "delta, strong channel"),
-    ((2, 2, 4), 128, 64, 500, True, "delta, steep channel"),
-    ((2, 2, 2), 128, 128, 2048, False, "delta, channel"),
-    ((4, 2, 2), 64, 128, 1100, True, "dplr, channel"),
-    ((2, 2, 4), 128, 64, 500, True, "dplr, strong channel"),
-    ((2, 2, 4), 128, 64, 500, True, "dplr, steep channel"),
-    ((2, 2, 2), 64, 64, 2048, False, "dplr, token"),
-    # More memories than processors: two share the tiles that are loaded.
-    ((40, 20, 40), 128, 128, 300, True, "delta, token"),
-    ((16, 16, 16), 256, 512, 300, True, "delta, token"),
-    ((40, 40, 40), 64, 128, 300, True, "delta, channel"),
-    ((40, 40, 40), 128, 128, 300, True, "dplr, channel"),
-    ((2, 2, 2), 256, 128, 1100, True, "delta, channel"),
-    ((2, 1, 2), 256, 256, 600, True, "delta, channel"),
-    ((2, 1, 2), 256, 256, 600, True, "dplr, channel"),
-    # Few rows, computed in eight parts.
-    ((1, 1, 2), 128, 128, 8300, True, "delta, token"),
-    ((2, 1, 1), 128, 64, 8192, False, "delta, strong channel"),
-    ((1, 1, 2), 64, 128, 8200, True, "dplr, channel"),
-    # Memories recomputed in four parts.
-    ((1, 1, 2), 256, 512, 4096, True, "delta, token"),
     # Wide values: an odd number of slices, parts, recomputed memories.
     ((2, 1, 2), 128, 384, 600, True, "channel"),
     ((2, 1, 2), 64, 384, 600, True, "strong value channel"),
@@ -98,13 +76,8 @@ CONFIGURATIONS = [
     ((1, 1, 1), 256, 256, 8150, True, "strong"),
     ((1, 1, 1), 128, 512, 8150, True, "channel"),
     ((1, 1, 1), 128, 256, 8150, True, "value channel"),
-    ((1, 1, 1), 128, 512, 8150, True, "delta, strong"),
-    ((1, 1, 1), 128, 256, 4096, False, "delta, token"),
-    ((2, 1, 2), 64, 384, 600, True, "delta, channel"),
-    ((1, 1, 1), 128, 512, 8150, True, "delta, channel"),
-    ((1, 1, 1), 256, 384, 4096, True, "delta, channel"),
-    ((2, 1, 2), 64, 384, 600, True, "dplr, channel"),
-    ((1, 1, 1), 128, 512, 8150, True, "dplr, channel"),
+    *(_configuration("delta", case) for case in delta_rule_cases.HOPPER),
+    *(_configuration("dplr", case) for case in dplr_cases.HOPPER),
 ]
 
 
