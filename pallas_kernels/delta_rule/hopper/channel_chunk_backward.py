@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
-from pallas_kernels.delta_rule.hopper.channel_chunk_forward import Block, place_of
+from pallas_kernels.delta_rule.hopper.channel_blocks import Block, place_of
 from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.halving import (
     BLOCK,

@@ -5,7 +5,7 @@ between the two tokens, and the queries and keys decayed to the chunk's ends. Pa
 leaves within `halving.REACH` come from one product (`AllPairs`), the other pairs from halving (`Level`; see
 `pallas_kernels.tiles.channel_decay`). On a level, rows of later blocks times rows of earlier blocks are the queries' scores below the
 diagonal; rows of earlier blocks times rows of later blocks, keys both, are the transposed system above it. So one tile, one product
-and one result [C, C] serve both. `solve_chunks` then inverts the transposed systems.
+and one result [C, C] serve both. `channel_solve.solve_chunks` then inverts the transposed systems.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
-from pallas_kernels.delta_rule.hopper.chunk_forward import head_index, row_and_head
+from pallas_kernels.delta_rule.hopper.channel_blocks import Block, Place, place_of
 from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.channel_slices import slices_of
 from pallas_kernels.hopper.halving import (
@@ -32,14 +32,10 @@ from pallas_kernels.hopper.halving import (
     Documents,
     Halving,
     Level,
-    by_row,
     left_operand,
     load,
     same_document,
 )
-from pallas_kernels.hopper.launch import launch
-from pallas_kernels.hopper.products import tile_products
-from pallas_kernels.tiles import delta as tiles
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 
@@ -62,74 +58,6 @@ class DecayedChunks(NamedTuple):
     erase: jax.Array
     written: jax.Array
     keep: jax.Array
-
-
-class Place(NamedTuple):
-    """A chunk of one head.
-
-    Attributes:
-        b: index of the row.
-        h: index of the head of the outputs.
-        heads: heads of the outputs.
-        n: index of the chunk.
-        tokens: slice of the chunk's tokens.
-    """
-
-    b: Any
-    h: Any
-    heads: int
-    n: Any
-    tokens: Any
-
-
-def place_of(index, heads: int, count: int) -> Place:
-    """The chunk that program `index` of rows x `count` chunks x `heads` computes; heads change fastest."""
-    h, n = lax.rem(index, heads), lax.rem(lax.div(index, heads), count)
-    return Place(lax.div(index, heads * count), h, heads, n, pl.ds(n * CHUNK, CHUNK))
-
-
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """A chunk of one head in global memory, and the 64 key channels of it that a warpgroup computes.
-
-    Attributes:
-        refs: references to global memory by name: inputs, outputs and, with documents, the fields of `Documents`.
-        place: the chunk.
-        columns: slice of the key channels.
-    """
-
-    refs: dict[str, Any]
-    place: Place
-    columns: Any
-
-    def keys(self, name: str):
-        """The reference [C, 64] to an input [B, T, *, K], of the head that serves the output's head."""
-        b, h, heads, _, tokens = self.place
-        return self.refs[name].at[b, tokens, head_index(self.refs[name], h, heads), self.columns]
-
-    def log_decay(self):
-        """The log decays [C, 64] in registers."""
-        return wg.load_global(self.keys("g"))
-
-    def mask_documents(self, mask):
-        """`mask` [C, C], but False for two tokens of different documents."""
-        if "run" not in self.refs:
-            return mask
-        return mask & same_document(self.refs["run"].at[self.place.b, self.place.tokens])
-
-    def mask_rows(self, x, name: str):
-        """x [C, 64] times the field `name` of `Documents`, "enters" or "stays"; x if there is one document."""
-        if "run" not in self.refs:
-            return x
-        flags = self.refs[name].at[self.place.b, self.place.tokens]
-        return x * wg.spread_rows(by_row(flags), SQUARE)
-
-    def store(self, name: str, buffer, x) -> None:
-        """Store x [C, 64] in an output [B, T, h, K] through a buffer in shared memory."""
-        b, h, _, _, tokens = self.place
-        buffer[...] = x.astype(_BF16)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(buffer, self.refs[name].at[b, tokens, h, self.columns])
 
 
 class _Smem(NamedTuple):
@@ -397,42 +325,3 @@ def chunk_forward(
             interpret=interpret,
         )(*named.values())
     )
-
-
-def solve_chunks(upper, rows, *, interpret: Any = False) -> jax.Array:
-    """Return the transpose of `(I + diag(rows) upper)⁻¹` of every chunk, [B, h, T, C] bfloat16.
-
-    Args:
-        upper: [B, h, T, C] float32, 0 on and below the diagonal of a chunk.
-        rows: [B, h, T] float32.
-        interpret: parameters of the interpreter, or False.
-    """
-    batch, heads, length, _ = upper.shape
-
-    def kernel(refs):
-        b, h = row_and_head(heads)
-        tokens = pl.ds(lax.axis_index("chunk") * CHUNK, CHUNK)
-
-        def body(right, buffer, *left):
-            product, exact = tile_products(right, left, interpret)
-            i = plgpu.broadcasted_iota(jnp.int32, SQUARE, 0, layout=wg.LAYOUT)
-            j = plgpu.broadcasted_iota(jnp.int32, SQUARE, 1, layout=wg.LAYOUT)
-            strict = wg.load_global(refs["upper"].at[b, h, tokens])
-            strict *= wg.spread_rows(by_row(refs["rows"].at[b, h, tokens]), SQUARE)
-            inverse = tiles.unit_inverse(strict, i ^ j, lambda a, b: product((a, b)), exact)
-            buffer.transpose((1, 0))[...] = inverse.astype(_BF16)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(buffer, refs["inverse"].at[b, h, tokens])
-            plgpu.wait_smem_to_gmem(0)
-
-        tile = plgpu.SMEM(SQUARE, dtype=_BF16, transforms=wg.TILED)
-        pl.run_scoped(body, *[tile] * (4 if interpret else 2))
-
-    return launch(
-        kernel,
-        inputs=dict(upper=upper, rows=rows),
-        outputs=dict(inverse=jax.ShapeDtypeStruct(upper.shape, _BF16)),
-        grid=dict(row=batch * heads, chunk=length // CHUNK),
-        name="delta_solve_chunks",
-        interpret=interpret,
-    )["inverse"]

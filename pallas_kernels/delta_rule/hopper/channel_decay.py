@@ -17,11 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.delta_rule.hopper.channel_chunk_backward import chunk_backward
-from pallas_kernels.delta_rule.hopper.channel_chunk_forward import (
-    DecayedChunks,
-    chunk_forward,
-    solve_chunks,
-)
+from pallas_kernels.delta_rule.hopper.channel_chunk_forward import DecayedChunks, chunk_forward
+from pallas_kernels.delta_rule.hopper.channel_solve import solve_chunks
 from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, SolvedChunks
 from pallas_kernels.delta_rule.hopper.scan import scan_backward, scan_forward
 from pallas_kernels.hopper import channel_slices, row_layout

@@ -16,16 +16,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dplr.hopper.chunk_backward import chunk_backward
-from pallas_kernels.dplr.hopper.chunk_forward import (
-    CHUNK,
-    DecayedChunks,
-    SolvedChunks,
-    chunk_forward,
-    solve_chunks,
-)
+from pallas_kernels.dplr.hopper.chunk_forward import DecayedChunks, chunk_forward
 from pallas_kernels.dplr.hopper.scan import scan_backward, scan_forward, values_backward
+from pallas_kernels.dplr.hopper.solve import SolvedChunks, solve_chunks
 from pallas_kernels.hopper import channel_slices, row_layout
 from pallas_kernels.hopper import parts as hopper_parts
+from pallas_kernels.hopper.halving import CHUNK
 from pallas_kernels.hopper.parts import multiple
 from pallas_kernels.memory_calls import FLOAT32_DECAY, VALUES_IN_SLICES, in_bfloat16, key_dims
 

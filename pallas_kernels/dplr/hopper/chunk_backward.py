@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
-from pallas_kernels.dplr.hopper.chunk_forward import Block, place_of, token_decay
+from pallas_kernels.dplr.hopper.blocks import Block, load_float32, place_of, token_decay
 from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.halving import (
     BLOCK,
@@ -224,7 +224,7 @@ class _Program:
         """Store the gradient of the decay of the whole chunk, [64]: that through the memory, and Σ_i (k dk + b db)_i."""
         _, k, _, b = self.smem.inputs
         place = self.block.place
-        halving.split(_tile(k) * gradients.k + _tile(b) * gradients.b, parts)
+        halving.split(load_float32(k) * gradients.k + load_float32(b) * gradients.b, parts)
         written = halving.column_sums(parts)
         channels = pl.ds(place.n * self.depth + self.group * BLOCK, BLOCK)
         memory = by_row(self.block.refs["through_memory"].at[place.row, place.h, channels])
@@ -272,9 +272,9 @@ class _Program:
         i, j = halving.i, halving.j
         dq, dk, da, db = gradients
         block, place = self.block, self.block.place
-        halving.split(_tile(q) * dq - _tile(k) * dk - _tile(b) * db)
+        halving.split(load_float32(q) * dq - load_float32(k) * dk - load_float32(b) * db)
         d_decay = halving.sums(block.mask_documents(j >= i))
-        halving.split(_tile(a) * da)
+        halving.split(load_float32(a) * da)
         d_decay += halving.sums(block.mask_documents(j > i))
         totals = plgpu.load(self.smem.totals, layout=wg.LAYOUT.reduce(0))
         d_decay += block.mask_rows(lax.broadcast_in_dim(totals, SQUARE, [1]), "stays")
@@ -286,12 +286,12 @@ class _Program:
         i, j = halving.i, halving.j
         dq, dk, da, db = gradients
         of_k, of_b = (
-            wg.spread_rows(jnp.sum(jnp.where(i == j, _tile(x), 0.0), axis=1), SQUARE)
+            wg.spread_rows(jnp.sum(jnp.where(i == j, load_float32(x), 0.0), axis=1), SQUARE)
             for x in matrices[0]
         )
         decay = token_decay(self.block.log_decay())
         queries = wg.load_global(self.block.keys("q")).astype(_F32)
-        dq = dq * decay + of_k * _tile(k) + of_b * _tile(b)
+        dq = dq * decay + of_k * load_float32(k) + of_b * load_float32(b)
         dk, db = dk + of_k * queries, db + of_b * queries
         for name, buffer, x in (("dq", q, dq), ("dk", k, dk), ("da", a, da), ("db", b, db)):
             self.block.store(name, buffer, x)
@@ -323,18 +323,13 @@ class _Program:
         tiles = [smem.state.at[pl.ds(index * BLOCK, BLOCK)] for index in range(2)]
         self.store_totals(halving, gradients, tiles)
         plgpu.barrier_wait(smem.matrices_stored)
-        q[...] = (_tile(q) * token_decay(block.log_decay())).astype(_BF16)  # q'
+        q[...] = (load_float32(q) * token_decay(block.log_decay())).astype(_BF16)  # q'
         plgpu.commit_smem()
         level = functools.partial(self.add_level, halving, matrices, tiles)
         gradients = lax.fori_loop(0, LEVELS, level, gradients)
         self.store_d_decay(halving, gradients)
         self.store_gradients(halving, matrices, gradients)
         plgpu.wait_smem_to_gmem(0)
-
-
-def _tile(ref):
-    """A bfloat16 tile in shared memory, in float32."""
-    return load(ref).astype(_F32)
 
 
 def chunk_backward(

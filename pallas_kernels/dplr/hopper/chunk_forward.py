@@ -7,7 +7,7 @@ and j, the sum of the log decays strictly between them. So on a level one tile c
 the other a in later rows and b or k in earlier ones, and two products of such tiles give all four matrices: those of q below the
 diagonal, those of a, transposed, above it.
 
-`solve_chunks` inverts the system of each chunk and applies the inverse to what depends on no memory.
+`solve.solve_chunks` inverts the system of each chunk and applies the inverse to what depends on no memory.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
+from pallas_kernels.dplr.hopper.blocks import Block, load_float32, place_of, token_decay
 from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.halving import (
     BLOCK,
@@ -31,16 +32,11 @@ from pallas_kernels.hopper.halving import (
     Documents,
     Halving,
     Level,
-    by_row,
     left_operand,
     load,
     run_by_chunk,
     same_document,
 )
-from pallas_kernels.hopper.launch import launch
-from pallas_kernels.hopper.products import tile_products
-from pallas_kernels.tiles import channel_decay as tiles_channels
-from pallas_kernels.tiles import delta as tiles
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 _INPUTS = ("q", "k", "a", "b")
@@ -73,80 +69,6 @@ class DecayedChunks(NamedTuple):
     written: jax.Array
     written_values: jax.Array
     keep: jax.Array
-
-
-class Place(NamedTuple):
-    """A chunk of one head.
-
-    Attributes:
-        row: index of the row.
-        h: index of the head of the outputs.
-        heads: heads of the outputs.
-        n: index of the chunk.
-        tokens: slice of the chunk's tokens.
-    """
-
-    row: Any
-    h: Any
-    heads: int
-    n: Any
-    tokens: Any
-
-
-def place_of(index, heads: int, count: int) -> Place:
-    """The chunk that program `index` of rows x `count` chunks x `heads` computes; heads change fastest."""
-    h, n = lax.rem(index, heads), lax.rem(lax.div(index, heads), count)
-    return Place(lax.div(index, heads * count), h, heads, n, pl.ds(n * CHUNK, CHUNK))
-
-
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """A chunk of one head in global memory, and the 64 key channels of it that a warpgroup computes.
-
-    Attributes:
-        refs: references to global memory by name: inputs, outputs and, with documents, the fields of `Documents`.
-        place: the chunk.
-        columns: slice of the key channels.
-    """
-
-    refs: dict[str, Any]
-    place: Place
-    columns: Any
-
-    def head_tokens(self, name: str, *columns):
-        """The reference [C, *] to an input [B, T, n, *], of the head that serves the output's head."""
-        ref, place = self.refs[name], self.place
-        head = lax.div(place.h * ref.shape[2], place.heads)
-        return ref.at[place.row, place.tokens, head, *columns]
-
-    def keys(self, name: str):
-        """The reference [C, 64] to an input [B, T, *, K], likewise."""
-        return self.head_tokens(name, self.columns)
-
-    def log_decay(self):
-        """The log decays [C, 64] in registers."""
-        return wg.load_global(self.keys("g"))
-
-    def mask_documents(self, mask):
-        """`mask` [C, C], but False for two tokens of different documents."""
-        if "run" not in self.refs:
-            return mask
-        return mask & same_document(self.refs["run"].at[self.place.row, self.place.tokens])
-
-    def mask_rows(self, x, name: str):
-        """x [C, 64] times the field `name` of `Documents`, "enters" or "stays"; x if there is one document."""
-        if "run" not in self.refs:
-            return x
-        flags = self.refs[name].at[self.place.row, self.place.tokens]
-        return x * wg.spread_rows(by_row(flags), SQUARE)
-
-    def store(self, name: str, buffer, x) -> None:
-        """Store x [C, 64] in an output [B, T, h, K] through a buffer in shared memory."""
-        place = self.place
-        buffer[...] = x.astype(_BF16)
-        plgpu.commit_smem()
-        to = self.refs[name].at[place.row, place.tokens, place.h, self.columns]
-        plgpu.copy_smem_to_gmem(buffer, to)
 
 
 class _Smem(NamedTuple):
@@ -244,11 +166,11 @@ class _Program:
         since, reached = halving.reach(q, k, a, b)
         pairs = AllPairs(halving, 0, since)
         of_later, of_earlier = pairs.factor, pairs.columns_factor
-        q_rows = self.as_left((_tile(q) * of_later).astype(_BF16))
+        q_rows = self.as_left((load_float32(q) * of_later).astype(_BF16))
         decayed_a, decayed_b, decayed_k = smem.decayed.at[0], smem.decayed.at[1], smem.tile
-        decayed_a[...] = (_tile(a) * of_later).astype(_BF16)
-        decayed_b[...] = (_tile(b) * of_earlier).astype(_BF16)
-        decayed_k[...] = (_tile(k) * of_earlier).astype(_BF16)
+        decayed_a[...] = (load_float32(a) * of_later).astype(_BF16)
+        decayed_b[...] = (load_float32(b) * of_earlier).astype(_BF16)
+        decayed_k[...] = (load_float32(k) * of_earlier).astype(_BF16)
         plgpu.commit_smem()
         i, j = halving.i, halving.j
         scores = []
@@ -287,7 +209,7 @@ class _Program:
         ):
             factor = self.block.mask_rows(halving.border(since_start), flags)
             for name, (tile, scale) in outputs.items():
-                self.block.store(name, tile, _tile(tile) * factor * scale)
+                self.block.store(name, tile, load_float32(tile) * factor * scale)
 
     def store_scores(self, halving: Halving, scores) -> None:
         """Store the four matrices of the chunk; `scores` are the sums over the first warpgroup's channels."""
@@ -319,8 +241,8 @@ class _Program:
         halving.split_decay(decay)
         self.store_keep(halving)
         plgpu.barrier_wait(smem.loaded)
-        diagonals = [jnp.sum(_tile(q) * _tile(x), axis=1) for x in (k, b)]
-        q[...] = (_tile(q) * token_decay(decay)).astype(_BF16)
+        diagonals = [jnp.sum(load_float32(q) * load_float32(x), axis=1) for x in (k, b)]
+        q[...] = (load_float32(q) * token_decay(decay)).astype(_BF16)
         plgpu.commit_smem()
         scores, reached = self.near_scores(halving)
         level = functools.partial(self.add_level, halving)
@@ -335,11 +257,6 @@ class _Program:
         self.store_decayed(halving)
         pl.when(self.group == 0)(functools.partial(self.store_scores, halving, scores))
         plgpu.wait_smem_to_gmem(0)
-
-
-def _tile(ref):
-    """A bfloat16 tile in shared memory, in float32."""
-    return load(ref).astype(_F32)
 
 
 def _product(halving: Halving, rows, columns):
@@ -387,105 +304,3 @@ def chunk_forward(
     return DecayedChunks(
         *run_by_chunk(kernel, named, out_type, batch * count * heads, groups, interpret)
     )
-
-
-def token_decay(log_decay):
-    """The decays e^g of single tokens, with the lower bound of g that the sums of decays have."""
-    return jnp.exp(jnp.maximum(log_decay, tiles_channels.FLOOR))
-
-
-class SolvedChunks(NamedTuple):
-    """The inverses of all chunks, and their products with what depends on no memory, in bfloat16; names as in `DecayedChunks`.
-
-    Attributes:
-        inverse: [B, h, T, C], the rows of each chunk's X = (I - A_ab)⁻¹.
-        reach: [B, T, h, K], X (a e^d'): its product with the memory before the chunk is what a reads of that memory.
-        values: [B, h, T, C], the rows of each chunk's X A_ak: its product with v is what a reads of the chunk's values.
-    """
-
-    inverse: jax.Array
-    reach: jax.Array
-    values: jax.Array
-
-
-class _SolveSmem(NamedTuple):
-    """Shared memory of `solve_chunks`, in bfloat16.
-
-    Attributes:
-        right: [C, C], the right operand of the inverse's products.
-        inverse: [C, C], X.
-        values: [C, C], A_akᵀ, then X A_ak.
-        reach: [C, K], a e^d', then X (a e^d').
-        loaded: barrier that `values` and `reach` arrive at.
-        left: two [C, C] for the interpreter, which reads left operands from shared memory; else empty.
-    """
-
-    right: Any
-    inverse: Any
-    values: Any
-    reach: Any
-    loaded: Any
-    left: list[Any]
-
-
-def solve_chunks(upper, upper_values, reach, *, interpret: Any = False) -> SolvedChunks:
-    """Run the kernel over all chunks; the arguments are fields of `DecayedChunks`."""
-    batch, heads, length, _ = upper.shape
-    depth = reach.shape[-1]
-    struct = jax.ShapeDtypeStruct
-    square = struct(upper.shape, _BF16)
-    tile = functools.partial(plgpu.SMEM, dtype=_BF16, transforms=wg.TILED)
-    buffers = _SolveSmem(
-        right=tile(SQUARE),
-        inverse=tile(SQUARE),
-        values=tile(SQUARE),
-        reach=tile((CHUNK, depth)),
-        loaded=plgpu.Barrier(num_arrivals=2),
-        left=[tile(SQUARE)] * 2 if interpret else [],
-    )
-
-    def kernel(refs):
-        b, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
-        tokens = pl.ds(lax.axis_index("chunk") * CHUNK, CHUNK)
-        chunk = {name: ref.at[b, h, tokens] for name, ref in refs.items()}
-        chunk |= {name: refs[name].at[b, tokens, h] for name in ("reach", "solved_reach")}
-        pl.run_scoped(lambda buffers: _solve_chunk(chunk, buffers, interpret), buffers)
-
-    result = launch(
-        kernel,
-        inputs=dict(upper=upper, upper_values=upper_values, reach=reach),
-        outputs=dict(inverse=square, solved_reach=struct(reach.shape, _BF16), values=square),
-        grid=dict(row=batch * heads, chunk=length // CHUNK),
-        name="dplr_solve_chunks",
-        interpret=interpret,
-    )
-    return SolvedChunks(*result.values())
-
-
-def _solve_chunk(refs: dict[str, Any], buffers: _SolveSmem, interpret) -> None:
-    """Solve one chunk, from and to the tiles `refs` of global memory."""
-    plgpu.copy_gmem_to_smem(refs["upper_values"], buffers.values, buffers.loaded)
-    plgpu.copy_gmem_to_smem(refs["reach"], buffers.reach, buffers.loaded)
-    product, exact = tile_products(buffers.right, buffers.left, interpret)
-    i = plgpu.broadcasted_iota(jnp.int32, SQUARE, 0, layout=wg.LAYOUT)
-    j = plgpu.broadcasted_iota(jnp.int32, SQUARE, 1, layout=wg.LAYOUT)
-    strict = -wg.load_global(refs["upper"])
-    inverse = tiles.unit_inverse(strict, i ^ j, lambda a, b: product((a, b)), exact)
-    buffers.inverse.transpose((1, 0))[...] = inverse.astype(_BF16)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(buffers.inverse, refs["inverse"])
-    plgpu.barrier_wait(buffers.loaded)
-    zeros = jnp.zeros(SQUARE, _F32)
-
-    def apply_inverse(x):
-        add = lambda out: plgpu.wgmma(out, buffers.inverse, x)  # noqa: E731
-        return wg.accumulate(add, zeros, interpret=interpret)[0].astype(_BF16)
-
-    for column in range(buffers.reach.shape[1] // BLOCK):
-        columns = buffers.reach.at[:, pl.ds(column * BLOCK, BLOCK)]
-        columns[...] = apply_inverse(columns)
-    buffers.values[...] = apply_inverse(buffers.values.transpose((1, 0)))
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(buffers.reach, refs["solved_reach"])
-    plgpu.copy_smem_to_gmem(buffers.values, refs["values"])
-    plgpu.wait_smem_to_gmem(0)

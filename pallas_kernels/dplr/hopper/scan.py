@@ -19,8 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
-from pallas_kernels.dplr.hopper.chunk_forward import CHUNK, SQUARE, DecayedChunks, SolvedChunks
+from pallas_kernels.dplr.hopper.chunk_forward import DecayedChunks
+from pallas_kernels.dplr.hopper.solve import SolvedChunks
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.halving import CHUNK, SQUARE
 from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.scan import decayed, scan, slices_of
 
