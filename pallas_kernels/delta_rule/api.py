@@ -1,6 +1,7 @@
 """The delta rule `S_t = (I - β_t k_tᵀ k_t) e^{g_t} S_{t-1} + β_t k_tᵀ v_t`, `o_t = scale q_t S_t`.
 
-Here g_t is 0, a scalar per memory, or a value per key channel (KDA). DeltaNet, arXiv 2406.06484; Gated DeltaNet, arXiv 2412.06464.
+Here g_t is 0, a scalar per memory, or a value per key channel (KDA). DeltaNet, arXiv 2406.06484; Gated
+DeltaNet, arXiv 2412.06464.
 """
 
 from __future__ import annotations
@@ -58,12 +59,15 @@ def delta_rule(
         k: [B, T, Hk, K] keys, of norm at most 1; Hk divides G.
         v: [B, T, G, V] values, one memory for each of the G heads.
         beta: [B, T, G] float32, from 0 to 2.
-        log_decay: [B, T, G], or [B, T, G, K] with one per key channel; float32, natural logarithm, at most 0; None is no decay.
-        initial: [B, G, K, V] float32, the memory before the first token; or [B * S, G, K, V] with S memories per row.
-        run: [B, T], the number of documents that have begun up to and with each token, never decreasing. A token with a larger
-            number than the token before it reads an empty memory; number 0 continues `initial`. None is one document. With S
-            memories per row, `run` has every number from 0 to S - 1, each begins at a multiple of 64 ("mosaic_gpu") or 128
-            ("mosaic_tpu") tokens, continues the memory of its number, and ends with a final memory of its own.
+        log_decay: [B, T, G], or [B, T, G, K] with one per key channel; float32, natural logarithm, at most 0;
+            None is no decay.
+        initial: [B, G, K, V] float32, the memory before the first token; or [B * S, G, K, V] with S memories
+            per row.
+        run: [B, T], the number of documents that have begun up to and with each token, never decreasing. A
+            token with a larger number than the token before it reads an empty memory; number 0 continues
+            `initial`. None is one document. With S memories per row, `run` has every number from 0 to S - 1,
+            each begins at a multiple of 64 ("mosaic_gpu") or 128 ("mosaic_tpu") tokens, continues the memory
+            of its number, and ends with a final memory of its own.
         scale: multiplies q.
         implementation: "mosaic_gpu" (Hopper) or "mosaic_tpu"; see `unsupported` for the requirements of each.
         interpret: parameters of the backend's interpreter, to run on a CPU.
@@ -72,7 +76,8 @@ def delta_rule(
         The output in v's dtype, and the final memories in float32, in the shape of `initial`.
 
     Raises:
-        NotImplementedError: the implementation does not support these arguments; the message gives the requirement.
+        NotImplementedError: the implementation does not support these arguments; the message gives the
+            requirement.
         ValueError: there is no such implementation.
     """
     backend = backend_module(_OP, implementation, variant_of(log_decay))

@@ -18,8 +18,9 @@ class Case(NamedTuple):
         key_dim: K.
         value_dim: V.
         length: T.
-        documents: whether rows hold several documents.
-        decay: "token" or "channel", with "strong" or "steep" for large ones; "constant" is one per head; "" is none.
+        documents: whether rows contain several documents.
+        decay: "token" or "channel", with "strong" or "steep" for large ones; "constant" is one per head; ""
+            is none.
         name: the case's name in the tests' output.
         alike: whether all keys are near to each other.
         size: factor of the queries.

@@ -38,7 +38,7 @@ def dplr(
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T max(H,G) V"], Float[Array, "R G K V"]]:
-    """Decay memories, add to them `bᵀ` times what `a` reads before the decay, and `kᵀ v`; read them with `q`.
+    """Decay memories, add `bᵀ (a S) + kᵀ v` to them, where S is the memory before the decay, and read them with `q`.
 
     RWKV7, arXiv 2503.14456. Reverse-mode differentiable, once.
 
@@ -49,11 +49,13 @@ def dplr(
         a: [B, T, Ha, K]; Ha divides G.
         b: [B, T, Hb, K]; Hb divides G.
         log_decay: [B, T, G, K] float32, natural logarithm, at most 0.
-        initial: [B, G, K, V] float32, the memory before the first token; or [B * S, G, K, V] with S memories per row.
-        run: [B, T], the number of documents that have begun up to and with each token, never decreasing. A token with a larger
-            number than the token before it reads an empty memory; number 0 continues `initial`. None is one document. With S
-            memories per row, `run` has every number from 0 to S - 1, each begins at a multiple of 64 ("mosaic_gpu") or 128
-            ("mosaic_tpu") tokens, continues the memory of its number, and ends with a final memory of its own.
+        initial: [B, G, K, V] float32, the memory before the first token; or [B * S, G, K, V] with S memories
+            per row.
+        run: [B, T], the number of documents that have begun up to and with each token, never decreasing. A
+            token with a larger number than the token before it reads an empty memory; number 0 continues
+            `initial`. None is one document. With S memories per row, `run` has every number from 0 to S - 1,
+            each begins at a multiple of 64 ("mosaic_gpu") or 128 ("mosaic_tpu") tokens, continues the memory
+            of its number, and ends with a final memory of its own.
         scale: multiplies q.
         implementation: "mosaic_gpu" (Hopper) or "mosaic_tpu"; see `unsupported` for the requirements of each.
         interpret: parameters of the backend's interpreter, to run on a CPU.
@@ -62,7 +64,8 @@ def dplr(
         The output in v's dtype, and the final memories in float32, in the shape of `initial`.
 
     Raises:
-        NotImplementedError: the implementation does not support these arguments; the message gives the requirement.
+        NotImplementedError: the implementation does not support these arguments; the message gives the
+            requirement.
         ValueError: there is no such implementation.
     """
     backend = backend_module(_OP, implementation, "channel_decay")

@@ -18,7 +18,7 @@ class Case(NamedTuple):
         key_dim: K.
         value_dim: V.
         length: T.
-        documents: whether rows hold several documents.
+        documents: whether rows contain several documents.
         decay: "token" or "channel", with "strong" or "steep" for large ones.
         name: the case's name in the tests' output.
         size: factor of the queries.

@@ -45,7 +45,8 @@ class Block:
     """A chunk of one head in global memory, and the 64 key channels of it that a warpgroup computes.
 
     Attributes:
-        refs: references to global memory by name: inputs, outputs and, with documents, the fields of `Documents`.
+        refs: references to global memory by name: inputs, outputs and, with documents, the fields of
+            `Documents`.
         place: the chunk.
         columns: slice of the key channels.
     """

@@ -1,15 +1,15 @@
 """The phase `chunk_backward` of the delta rule with a decay per key channel (KDA), on Mosaic GPU (Hopper).
 
-The kernel computes the gradients of q, k, beta and the log decay of every chunk in parallel, from the memory S before the chunk, the
-gradient dS' of the memory after it, and x and dv of the scans. With u = beta ⊙ x, A = scale dO uᵀ on and below the diagonal,
-E = -dv uᵀ below it, b the inclusive sums of the log decays, and every product of two tokens under the decay between them (by halving,
-see `pallas_kernels.tiles.channel_decay`):
+The kernel computes the gradients of q, k, beta and the log decay of every chunk in parallel, from the memory
+S before the chunk, the gradient dS' of the memory after it, and x and dv of the scans. With u = beta ⊙ x, A =
+scale dO uᵀ on and below the diagonal, E = -dv uᵀ below it, b the inclusive sums of the log decays, and every
+product of two tokens under the decay between them (by halving, see `pallas_kernels.tiles.channel_decay`):
 
     dq = A k + scale e^b ⊙ (dO Sᵀ)                             beta ⊙ dbeta = x · dv
     dk = [E k - e^b ⊙ (dv Sᵀ)] + [Aᵀ q + Eᵀ k + e^(b_C - b) ⊙ (u dS'ᵀ)]
 
-The first bracket of dk comes from k reading the memory, as q does, and the second from k writing it. In the gradient of the decay the
-first has the sign of q dq, the second the opposite sign.
+The first bracket of dk comes from k reading the memory, as q does, and the second from k writing it. In the
+gradient of the decay the first has the sign of q dq, the second the opposite sign.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class _Smem(NamedTuple):
     left: Any
 
     def of_warpgroup(self, group) -> _Smem:
-        """The buffers of one warpgroup, and those that all share."""
+        """Return the same buffers, with those that every warpgroup has for itself indexed by `group`."""
         names = ("q", "k", "states", "d_states", "parts", "tile", "totals")
         names += () if self.left is None else ("left",)
         return self._replace(**{name: getattr(self, name).at[group] for name in names})
@@ -110,12 +110,12 @@ def _smem(groups: int, width: int, interpret) -> _Smem:
 
 
 class _Gradients(NamedTuple):
-    """Gradients of 64 key channels through other tokens and the memories, [C, 64] float32.
+    """Gradients in 64 key channels, [C, 64] float32, without the products of a query with the key of the same token.
 
     Attributes:
-        q: dq without the products of a token's query with its own key.
-        erase: the first bracket of dk.
-        write: the second bracket of dk, likewise.
+        q: dq.
+        erase: the first bracket of dk in the module's docstring.
+        write: the second bracket of dk.
     """
 
     q: Any
@@ -156,7 +156,7 @@ class _Program:
         return self.block.refs["beta"].at[place.b, place.h, place.tokens]
 
     def beta_rows(self):
-        """Beta as the rows of [C, 64], loaded again wherever it is used: registers are short."""
+        """Beta as the rows of [C, 64]. It is loaded again wherever it is used, to save registers."""
         return wg.spread_rows(by_row(self.beta), SQUARE)
 
     def load_inputs(self) -> None:
@@ -320,7 +320,8 @@ def chunk_backward(
         interpret: parameters of the interpreter, or False.
 
     Returns:
-        dq and dk [B, T, h, K] bfloat16, the gradient of the log decay [B, T, h, K] float32, and dbeta [B, h, T] float32.
+        dq and dk [B, T, h, K] bfloat16, the gradient of the log decay [B, T, h, K] float32, and dbeta [B, h,
+        T] float32.
     """
     batch, length, heads, width = d_out.shape
     depth = k.shape[-1]

@@ -1,11 +1,12 @@
 """The phase `chunk_forward` of the delta rule with a decay per key channel (KDA), on Mosaic GPU (Hopper).
 
-`chunk_forward` computes, for every chunk in parallel, the products of queries with keys and of keys with keys under the decay
-between the two tokens, and the queries and keys decayed to the chunk's ends. Pairs of rows that the decay since the chunk's start
-leaves within `halving.REACH` come from one product (`AllPairs`), the other pairs from halving (`Level`; see
-`pallas_kernels.tiles.channel_decay`). On a level, rows of later blocks times rows of earlier blocks are the queries' scores below the
-diagonal; rows of earlier blocks times rows of later blocks, keys both, are the transposed system above it. So one tile, one product
-and one result [C, C] serve both. `channel_solve.solve_chunks` then inverts the transposed systems.
+`chunk_forward` computes, for every chunk in parallel, the products of queries with keys and of keys with keys
+under the decay between the two tokens, and the queries and keys decayed to the chunk's ends. Rows whose decay
+since the chunk's start is at most `halving.REACH` bits are within reach: all their pairs come from one
+product (`AllPairs`). The other pairs come from halving (`Level`; see `pallas_kernels.tiles.channel_decay`).
+On a level, rows of later blocks times rows of earlier blocks are the queries' scores below the diagonal; rows
+of earlier blocks times rows of later blocks, keys both, are the transposed system above it. So one tile, one
+product and one result [C, C] serve both. `channel_solve.solve_chunks` then inverts the transposed systems.
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ class DecayedChunks(NamedTuple):
     """Scores, and queries and keys with their decays, of all chunks of h heads; b are the inclusive sums of a chunk's log decays.
 
     Attributes:
-        upper: [B, h, T, C] float32, the rows of each chunk's Nᵀ, where N_ij = Σ_c k_ic k_jc e^(b_i - b_j)_c for i > j.
-        scores: [B, h, T, C] bfloat16, the rows of each chunk's P, where P_ij = scale Σ_c q_ic k_jc e^(b_i - b_j)_c for i >= j.
+        upper: [B, h, T, C] float32, the rows of each chunk's Nᵀ, where N_ij = Σ_c k_ic k_jc e^(b_i - b_j)_c
+            for i > j.
+        scores: [B, h, T, C] bfloat16, the rows of each chunk's P, where P_ij = scale Σ_c q_ic k_jc e^(b_i -
+            b_j)_c for i >= j.
         read: [B, T, h, K] bfloat16, scale q e^b.
         erase: [B, T, h, K] bfloat16, k e^b.
         written: [B, T, h, K] bfloat16, k e^(b_C - b).
@@ -88,7 +91,7 @@ class _Smem(NamedTuple):
     left: Any
 
     def of_warpgroup(self, warpgroup, program) -> _Smem:
-        """The buffers of one warpgroup, and those that its program shares."""
+        """Return the same buffers, indexed by the warpgroup, or by its program where the program's warpgroups share them."""
         indices = dict.fromkeys(self._fields, warpgroup)
         indices |= dict(partial=program, partial_stored=program)
         buffers = {name: x for name, x in self._asdict().items() if x is not None}
@@ -157,7 +160,8 @@ class _Program:
             previous: [C, C] float32, the sum of the scores of the slices before; None for a single slice.
 
         Returns:
-            `previous` plus this slice's scores, [C, C] float32: q kᵀ on and below the diagonal, k kᵀ above it, under their decays.
+            `previous` plus this slice's scores, [C, C] float32: q kᵀ on and below the diagonal, k kᵀ above
+            it, under their decays.
         """
         q, k = self.smem.q, self.smem.k
         at = number * (self.depth // self.slices) + self.group * BLOCK

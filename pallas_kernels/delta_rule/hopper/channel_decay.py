@@ -1,7 +1,7 @@
 """The delta rule with a decay per key channel (KDA) on Mosaic GPU (Hopper), in chunks of 64 tokens.
 
-The phases are those of `scalar_decay`. `channel_chunk_forward` applies the decays to queries and keys before the scans. A scan then
-requires no decay but that of the memory's key channels over a chunk (`keep`):
+The phases are those of `scalar_decay`. `channel_chunk_forward` applies the decays to queries and keys before
+the scans. A scan then requires no decay but that of the memory's key channels over a chunk (`keep`):
 
     x = X (v - erase S)        O = read S + P (beta ⊙ x)        S' = keep S + writtenᵀ (beta ⊙ x)
 
@@ -45,7 +45,8 @@ class Residuals(NamedTuple):
     Attributes:
         decayed: scores and decayed tokens of all chunks, without `upper`.
         solved: inverses, scores and beta of all chunks.
-        parts: the memories at which the parts of a row begin, for scans in parts; None if `backward` scans each row in one.
+        parts: the memories at which the parts of a row begin, for scans in parts; None if `backward` scans
+            each row in one.
     """
 
     decayed: DecayedChunks

@@ -1,13 +1,14 @@
 """The phase `chunk_backward` of the delta rule without decay or with a scalar decay, on Mosaic GPU (Hopper).
 
-One warpgroup computes the gradients of q, k, beta and the log decay of one chunk, from the memory S before the chunk, the gradient
-dS' of the memory after it, and what the scans saved per token: x, the error of the memory's prediction of v, and dv. All chunks run
-in parallel. `pallas_kernels.tiles.delta` has the formulas. The matrices of pairs of tokens
+One warpgroup computes the gradients of q, k, beta and the log decay of one chunk, from the memory S before
+the chunk, the gradient dS' of the memory after it, and two results of the scans: x, the error of the memory's
+prediction of v, and dv. All chunks run in parallel. `pallas_kernels.tiles.delta` has the formulas. The
+matrices of pairs of tokens
 
     A / beta = scale G ⊙ (dO xᵀ)          E / beta = -(G ⊙ dv xᵀ) below its diagonal
 
-(beta on their columns) come first. A loop over blocks of 64 key channels then adds the products with S and dS', whose tiles are
-loaded ahead.
+(beta on their columns) come first. A loop over blocks of 64 key channels then adds the products with S and
+dS', whose tiles are loaded ahead.
 """
 
 from __future__ import annotations
@@ -71,8 +72,9 @@ class _PairGradients(NamedTuple):
         read: A [C, C], left operand; its transpose is read from `_Smem.square`.
         erase: E + Eᵀ [C, C], left operand.
         beta_times_d_beta: [C], x · dv.
-        d_beta: [C], the part of dbeta through pairs.
-        later: [C], per token, its part of the gradients of the decays up to its own.
+        d_beta: [C], the terms of dbeta through pairs.
+        later: [C], per token, a term of the gradients of the log decays of the tokens up to and with it in
+            its document.
     """
 
     read: Any
@@ -86,8 +88,8 @@ class _MemoryGradients(NamedTuple):
     """Gradients through the memories before and after the chunk.
 
     Attributes:
-        written: [C], k · (x dS'ᵀ) e^(b_C - b), a token's part of dbeta.
-        later: [C], `_PairGradients.later` and the part through S.
+        written: [C], k · (x dS'ᵀ) e^(b_C - b), the term of dbeta through dS'.
+        later: [C], `_PairGradients.later` plus the terms through S.
         totals: [[64, 64]], whose trace is <S, dS'>; empty without a gradient of the decay.
     """
 
@@ -256,7 +258,7 @@ class _Block:
         return wg.accumulate(add, dq, dk, interpret=self.interpret)
 
     def store_d_beta(self, chunk: Chunk, pairs: _PairGradients, written) -> None:
-        """Store dbeta: x · dv / beta, in which nothing cancels, or the sum of its parts where beta is 0."""
+        """Store dbeta: x · dv / beta, in which nothing cancels, or the sum of its terms where beta is 0."""
         positive = chunk.beta > 1e-10
         divisor = jnp.where(positive, chunk.beta, 1.0)
         d_beta = jnp.where(positive, pairs.beta_times_d_beta / divisor, pairs.d_beta + written)
@@ -265,8 +267,8 @@ class _Block:
     def store_d_decay(self, chunk: Chunk, memory: _MemoryGradients) -> None:
         """Store the gradient of the log decay.
 
-        Each token's is the sum of `later` over the tokens from it on in its document, of the writes of the tokens before it, and
-        of the part of the decay of the whole chunk.
+        At token t it is the sum of `later` over the tokens from t on in its document, of beta `written` over
+        the tokens before t, and of e^(b_C) <S, dS'>.
         """
         i, vector = chunk.i, self.smem.vector
         seen = i <= chunk.j
@@ -339,8 +341,8 @@ def chunk_backward(
         interpret: parameters of the interpreter, or False.
 
     Returns:
-        dq and dk [B, T, heads * slices, K] bfloat16, dbeta [B, T, heads * slices] float32 and, if computed, the gradient of the
-        log decay, of the same shape.
+        dq and dk [B, T, heads * slices, K] bfloat16, dbeta [B, T, heads * slices] float32 and, if computed,
+        the gradient of the log decay, of the same shape.
     """
     batch, length, heads, width = dv.shape
     width, slices = min(width, _WIDTH), max(1, width // _WIDTH)

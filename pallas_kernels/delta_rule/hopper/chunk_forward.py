@@ -1,7 +1,8 @@
 """The phase `chunk_forward` of the delta rule without decay or with a scalar decay, on Mosaic GPU (Hopper).
 
-One warpgroup computes one chunk: the scores P, the inverse X of the triangular system, and the decays of its rows. None of them
-depends on the memory, so all chunks run in parallel. `pallas_kernels.tiles.delta` defines P, X, G and b.
+One warpgroup computes one chunk: the scores P, the inverse X of the triangular system, and the decays of its
+rows. None of them depends on the memory, so all chunks run in parallel. `pallas_kernels.tiles.delta` defines
+P, X, G and b.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class SolvedChunks(NamedTuple):
     Attributes:
         inverse: [B, heads, T, C] bfloat16, the rows of each chunk's X.
         scores: [B, heads, T, C] bfloat16, the rows of each chunk's P.
-        rows: [B, heads, T] float32, beta; or [B, heads, T * 3] with beta, e^b and e^(b_C - b) of each chunk one after the other.
+        rows: [B, heads, T] float32, beta; or [B, heads, T * 3] with beta, e^b and e^(b_C - b) of each chunk
+            one after the other.
     """
 
     inverse: jax.Array
@@ -44,7 +46,8 @@ class Chunk(NamedTuple):
     Attributes:
         i: [C, C], the index of the row.
         j: [C, C], the index of the column.
-        over_columns: function from a value per row, [C], to a tile [C, C] with the value of row j in column j.
+        over_columns: function from a value per row, [C], to a tile [C, C] with the value of row j in column
+            j.
         beta: [C].
         weights: [C, C], G.
         same_document: [C, C], whether two tokens belong to one document; None if all do.
@@ -133,7 +136,8 @@ class _Smem(NamedTuple):
         result: [C, C] bfloat16, P, then X, on the way to global memory.
         vector: [C] float32, for `read_chunk`.
         loaded: barrier that q and k arrive at.
-        left: two [C, C] bfloat16 for the interpreter, which reads left operands from shared memory; else empty.
+        left: two [C, C] bfloat16 for the interpreter, which reads left operands from shared memory; else
+            empty.
     """
 
     q: Any

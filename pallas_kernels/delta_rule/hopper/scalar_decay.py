@@ -1,9 +1,10 @@
 """The delta rule without decay or with a scalar decay on Mosaic GPU (Hopper), in chunks of 64 tokens.
 
-The forward pass has two kernels: `chunk_forward` solves the triangular systems of all chunks in parallel, `scan_forward` carries the
-memory through the chunks in order. The backward pass has three: `scan_forward` recomputes the memory before each chunk and x, the
-error of the memory's prediction of each token's value; `scan_backward` carries the gradient of the memory in the opposite order and
-computes dv; `chunk_backward` computes the other gradients, for all chunks in parallel. `pallas_kernels.tiles.delta` has the formulas.
+The forward pass has two kernels: `chunk_forward` solves the triangular systems of all chunks in parallel,
+`scan_forward` carries the memory through the chunks in order. The backward pass has three: `scan_forward`
+recomputes the memory before each chunk and x, the error of the memory's prediction of each token's value;
+`scan_backward` carries the gradient of the memory in the opposite order and computes dv; `chunk_backward`
+computes the other gradients, for all chunks in parallel. `pallas_kernels.tiles.delta` has the formulas.
 
 Long rows of a small batch are split into parts that are scanned in parallel (`pallas_kernels.hopper.parts`).
 """
@@ -38,7 +39,8 @@ class Residuals(NamedTuple):
 
     Attributes:
         solved: the solved chunks.
-        parts: the memories at which the parts of a row begin, for scans in parts; None if `backward` scans each row in one.
+        parts: the memories at which the parts of a row begin, for scans in parts; None if `backward` scans
+            each row in one.
     """
 
     solved: SolvedChunks

@@ -1,10 +1,11 @@
 """The scans of the delta rule over the chunks of a row, on Mosaic GPU (Hopper).
 
-`scan_forward` carries the memory S through the chunks in order, `scan_backward` its gradient in the opposite order;
-`pallas_kernels.tiles.delta` has the formulas. A warpgroup holds 64 value channels of a memory, transposed, as accumulators [64, K] in
-registers (in pieces of 64 key channels for K = 256). Where that uses the processors better, two warpgroups of a program share the
-tiles that a third one loads. Up to K = 128, the left operand of every product is the result of the product before, in registers, so
-nothing of the chain of products passes through shared memory.
+`scan_forward` carries the memory S through the chunks in order, `scan_backward` its gradient in the opposite
+order; `pallas_kernels.tiles.delta` has the formulas. A warpgroup holds 64 value channels of a memory,
+transposed, as accumulators [64, K] in registers (in pieces of 64 key channels for K = 256). Where that uses
+the processors better, two warpgroups of a program share the tiles that a third one loads. Up to K = 128, the
+left operand of every product is the result of the product before, in registers, so nothing of the chain of
+products passes through shared memory.
 """
 
 from __future__ import annotations
@@ -35,22 +36,28 @@ def scan_forward(
         k: [B, T, *, K] bfloat16.
         v: [B, T, *, V] bfloat16; None is v = 0 with V = K.
         solved: the solved chunks of `heads` heads.
-        initial: [B * S, heads * parts, K, V] float32, the memory before the first chunk; None is 0, or the identity if v is None.
+        initial: [B * S, heads * parts, K, V] float32, the memory before the first chunk; None is 0, or the
+            identity if v is None.
         heads: heads of the output; a multiple of those of q, k and v.
         scale: multiplies q.
         save: whether to return x and the memory before each chunk.
-        written: [B, T, *, K] bfloat16, with a decay per key channel: the keys of the writes, decayed to the chunk's end. q and k
-            are decayed from the chunk's start, and `solved.rows` is beta alone. None uses k.
-        keep: [B, heads, N * K] float32, with `written`: the decay of the memory's key channels over each of the N chunks.
+        written: [B, T, *, K] bfloat16, with a decay per key channel: the keys of the writes, decayed to the
+            chunk's end. q and k are decayed from the chunk's start, and `solved.rows` is beta alone. None
+            uses k.
+        keep: [B, heads, N * K] float32, with `written`: the decay of the memory's key channels over each of
+            the N chunks.
         parts: number of parts that a row is split into; each is scanned from an initial memory of its own.
-        checkpoints: number of equal parts of the row before which the memory is returned, if more than one; requires `parts` 1.
-        chunk_bounds: [B, S + 1], the chunks at which those of a row's S memories begin and end; None for one memory per row.
+        checkpoints: number of equal parts of the row before which the memory is returned, if more than one;
+            requires `parts` 1.
+        chunk_bounds: [B, S + 1], the chunks at which those of a row's S memories begin and end; None for one
+            memory per row.
         interpret: parameters of the interpreter, or False.
 
     Returns:
-        In this order: with q, the output [B, T, heads, V] bfloat16; with `save`, x [B, T, heads, V] and the transposed memories
-        before each chunk [B, heads, N, V, K], both bfloat16; with `checkpoints` above 1, the memories
-        [B, heads * checkpoints, K, V] float32; always, the last memory of each part, in the shape of `initial`.
+        In this order: with q, the output [B, T, heads, V] bfloat16; with `save`, x [B, T, heads, V] and the
+        transposed memories before each chunk [B, heads, N, V, K], both bfloat16; with `checkpoints` above 1,
+        the memories [B, heads * checkpoints, K, V] float32; always, the last memory of each part, in the
+        shape of `initial`.
     """
     inputs = dict(q=q, k=k, v=v, inverse=solved.inverse, rows=solved.rows)
     inputs |= dict(written=written, keep=keep)
@@ -126,16 +133,17 @@ def _read_memory(
     Args:
         at_keys: accumulator of (k S)ᵀ [64, C].
         *at_queries: accumulator of (q S)ᵀ, if there are queries.
-        chunk: as in `_forward_step`, like S, store, values and scale.
+        chunk: as in `_forward_step`.
         S: all pieces of the memory.
         memory: the pieces to read, as left operands with their key channels.
         last: whether they are the last.
-        store: see `chunk`.
-        values: see `chunk`.
-        scale: see `chunk`.
+        store: as in `_forward_step`.
+        values: as in `_forward_step`.
+        scale: as in `_forward_step`.
 
     Returns:
-        The sums; after the last pieces the decayed memory, the errors (v - e^b ⊙ (k S))ᵀ in bfloat16, and [(scale e^b ⊙ (q S))ᵀ].
+        The sums; after the last pieces the decayed memory, the errors (v - e^b ⊙ (k S))ᵀ in bfloat16, and
+        [(scale e^b ⊙ (q S))ᵀ].
     """
     for sum, name in zip((at_keys, *at_queries), "kq", strict=False):
         for keys, before in memory:
@@ -163,7 +171,8 @@ def scan_backward(
         k: [B, T, *, K] bfloat16.
         d_out: [B, T, heads, V] bfloat16.
         solved: the solved chunks of `heads` heads.
-        d_final: [B * S, heads * parts, K, V] float32, the gradient of the memory after the last chunk; None is 0.
+        d_final: [B * S, heads * parts, K, V] float32, the gradient of the memory after the last chunk; None
+            is 0.
         heads: heads of d_out; a multiple of those of q and k.
         scale: multiplies q.
         written: as in `scan_forward`.
@@ -174,8 +183,8 @@ def scan_backward(
         interpret: parameters of the interpreter, or False.
 
     Returns:
-        dv [B, T, heads, V] bfloat16, the transposed gradients of the memories after each chunk [B, heads, N, V, K] bfloat16, and
-        the gradient of the memory before each part, in the shape of `d_final`.
+        dv [B, T, heads, V] bfloat16, the transposed gradients of the memories after each chunk [B, heads, N,
+        V, K] bfloat16, and the gradient of the memory before each part, in the shape of `d_final`.
     """
     inputs = dict(q=q, k=k, v=d_out, **solved._asdict(), written=written, keep=keep)
     tokens = jax.ShapeDtypeStruct(d_out.shape, _BF16)
@@ -220,14 +229,14 @@ def _read_gradient(
     Args:
         later: accumulator of (k dS')ᵀ [64, C].
         *scores: accumulator of (Pᵀ dO)ᵀ, with the last pieces.
-        chunk: as in `_backward_step`, like S, store, left, scale and interpret.
+        chunk: as in `_backward_step`.
         S: all pieces of the gradient.
         memory: the pieces to read, as left operands with their key channels.
         last: whether they are the last.
-        store: see `chunk`.
-        left: see `chunk`.
-        scale: see `chunk`.
-        interpret: see `chunk`.
+        store: as in `_backward_step`.
+        left: as in `_backward_step`.
+        scale: as in `_backward_step`.
+        interpret: as in `_backward_step`.
 
     Returns:
         The sum; after the last pieces the decayed gradient, (scale e^b ⊙ dO)ᵀ and (beta ⊙ du)ᵀ in bfloat16.

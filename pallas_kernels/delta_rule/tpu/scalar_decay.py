@@ -1,11 +1,12 @@
 """The delta rule without decay or with a scalar decay on Mosaic TPU: a forward and a backward kernel, each one pass over the tokens.
 
-A program carries the memories of up to eight heads through the chunks, in VMEM and in float32. It solves the systems of its heads in
-lockstep: a head's products then run while another's wait for their operands. `pallas_kernels.tiles.delta` has the formulas,
-`pallas_kernels.tpu.layout` the arrays.
+A program carries the memories of up to eight heads through the chunks, in VMEM and in float32. It solves the
+systems of its heads in lockstep: a head's products then run while another's wait for their operands.
+`pallas_kernels.tiles.delta` has the formulas, `pallas_kernels.tpu.layout` the arrays.
 
-The forward pass saves the memory before each chunk and the inverse of the chunk's system, in v's dtype. The backward pass reads them,
-and carries the gradient of the memory through the chunks from the last to the first.
+The forward pass saves the memory before each chunk and the inverse of the chunk's system, in v's dtype. The
+backward pass reads them, and carries the gradient of the memory through the chunks from the last to the
+first.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """A diagonal-plus-low-rank memory (RWKV7) on Mosaic GPU (Hopper), in chunks of 64 tokens.
 
-The forward pass has three kernels: `chunk_forward` computes the products of each chunk's tokens in parallel, `solve_chunks` inverts
-the chunks' systems, `scan_forward` carries the memory through the chunks in order. The backward pass has four: `scan_forward`
-recomputes the memory before each chunk and u, what a reads of the memory; `scan_backward` carries the gradient of the memory in the
-opposite order and computes du; `values_backward` and `chunk_backward` compute the gradients of the inputs, for all chunks in parallel.
-Long rows of a small batch are split into parts that are scanned in parallel (`pallas_kernels.hopper.parts`).
+The forward pass has three kernels: `chunk_forward` computes the products of each chunk's tokens in parallel,
+`solve_chunks` inverts the chunks' systems, `scan_forward` carries the memory through the chunks in order. The
+backward pass has four: `scan_forward` recomputes the memory before each chunk and u, what a reads of the
+memory; `scan_backward` carries the gradient of the memory in the opposite order and computes du;
+`values_backward` and `chunk_backward` compute the gradients of the inputs, for all chunks in parallel. Long
+rows of a small batch are split into parts that are scanned in parallel (`pallas_kernels.hopper.parts`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class Residuals(NamedTuple):
     Attributes:
         decayed: products and decayed tokens of all chunks, without the inputs of `solve_chunks`.
         solved: the solved chunks.
-        parts: the memories at which the parts of a row begin, for scans in parts; None if each row is scanned in one.
+        parts: the memories at which the parts of a row begin, for scans in parts; None if each row is scanned
+            in one.
     """
 
     decayed: DecayedChunks

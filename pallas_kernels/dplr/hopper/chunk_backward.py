@@ -1,15 +1,17 @@
 """The phase `chunk_backward` of a diagonal-plus-low-rank memory (RWKV7), on Mosaic GPU (Hopper).
 
-The kernel computes the gradients of q, k, a, b and the log decay of every chunk in parallel, from the memory S before the chunk, the
-gradient dS' of the memory after it, u (what a reads, see `scan`) and dR = Xᵀ du, the gradient of the sum that X multiplies. With
-q' = q e^g, d and d' the inclusive and exclusive sums of the log decays, and [x yᵀ] under the decay between two tokens (see
-`chunk_forward`), below the diagonal for dq' and da and above it for dk and db:
+The kernel computes the gradients of q, k, a, b and the log decay of every chunk in parallel, from the memory
+S before the chunk, the gradient dS' of the memory after it, u (what a reads, see `scan`) and dR = Xᵀ du, the
+gradient of the sum that X multiplies. With q' = q e^g, d and d' the inclusive and exclusive sums of the log
+decays, and [x yᵀ] under the decay between two tokens (see `chunk_forward`), below the diagonal for dq' and da
+and above it for dk and db:
 
     dq' = scale [dO vᵀ] k + scale [dO uᵀ] b + scale e^d' ⊙ (dO Sᵀ)      dk = scale [v dOᵀ] q' + [v dRᵀ] a + e^(d_C - d) ⊙ (v dS'ᵀ)
     da  =       [dR vᵀ] k +       [dR uᵀ] b +       e^d' ⊙ (dR Sᵀ)      db = scale [u dOᵀ] q' + [u dRᵀ] a + e^(d_C - d) ⊙ (u dS'ᵀ)
 
-On a level of the halving, one tile has q' in later rows and k in earlier ones, the other a and b. A matrix [C, C] per tile and line
-above, with the line's left matrix below the diagonal and its right matrix above it, then gives both gradients of the line.
+On a level of the halving, one tile has q' in later rows and k in earlier ones, the other a and b. A matrix
+[C, C] per tile and line above, with the line's left matrix below the diagonal and its right matrix above it,
+then gives both gradients of the line.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ class _Smem(NamedTuple):
     """Shared memory of a program; `groups` counts its warpgroups, of 64 key channels each; tiles are bfloat16.
 
     Attributes:
-        inputs: [groups, 4, C, 64]; of a warpgroup the references [C, 64] to q, k, a and b, then their gradients.
+        inputs: [groups, 4, C, 64], q, k, a and b, later their gradients; after `of_warpgroup`, a list of four
+            references [C, 64].
         state: [groups, max(V, 128), 64], S transposed, then dS', then two tiles [C, 64].
         parts: [groups, 2, 64, 64], for `Halving`.
         tile: [groups, C, 64], for `Halving`.
@@ -75,7 +78,7 @@ class _Smem(NamedTuple):
     left: Any
 
     def of_warpgroup(self, group) -> _Smem:
-        """The buffers of one warpgroup, and those that all share."""
+        """Return the same buffers, with those that every warpgroup has for itself indexed by `group`."""
         names = ("inputs", "state", "parts", "tile", "totals", "state_loaded")
         names += () if self.left is None else ("left",)
         buffers = {name: getattr(self, name).at[group] for name in names}
@@ -103,7 +106,7 @@ def _smem(groups: int, width: int, interpret) -> _Smem:
 
 
 class _Gradients(NamedTuple):
-    """Gradients of q', k, a and b in 64 key channels, [C, 64] float32, without the products of a query with its own token."""
+    """Gradients of q', k, a and b in 64 key channels, [C, 64] float32, without the products of a query with its own token's k and b."""
 
     q: Any
     k: Any
@@ -172,8 +175,8 @@ class _Program:
         """Compute the four matrices of pairs of tokens; of two warpgroups, each computes those of one line.
 
         Returns:
-            (line, tile, matrix [C, C] bfloat16) each: line 0 is that of dq' and dk, 1 that of da and db; tile 0 contains q' and k,
-            1 a and b.
+            (line, tile, matrix [C, C] bfloat16) each: line 0 is that of dq' and dk, 1 that of da and db; tile
+            0 contains q' and k, 1 a and b.
         """
         i, j = halving.i, halving.j
         matrices = []
@@ -221,7 +224,7 @@ class _Program:
         return refs
 
     def store_totals(self, halving: Halving, gradients: _Gradients, parts) -> None:
-        """Store the gradient of the decay of the whole chunk, [64]: that through the memory, and Σ_i (k dk + b db)_i."""
+        """Store the gradient of the log decay of the whole chunk, [64]: the term through the memory plus Σ_i (k dk + b db)_i."""
         _, k, _, b = self.smem.inputs
         place = self.block.place
         halving.split(load_float32(k) * gradients.k + load_float32(b) * gradients.b, parts)
@@ -267,7 +270,7 @@ class _Program:
         return dx[0]
 
     def store_d_decay(self, halving: Halving, gradients: _Gradients) -> None:
-        """Store the gradient of the log decay, without the part of a query's products with its own token, which have no decay."""
+        """Store the gradient of the log decay. The products of a query with its own token add nothing: they have no decay."""
         q, k, a, b = self.smem.inputs
         i, j = halving.i, halving.j
         dq, dk, da, db = gradients
@@ -350,7 +353,8 @@ def chunk_backward(
         d_reached: [B, T, h, V] bfloat16, dR.
         states: [B, h, N, V, K] bfloat16, the transpose of S before each of the N chunks.
         d_states: [B, h, N, V, K] bfloat16, the transpose of dS' after each chunk.
-        through_memory: [B, h, N * K] float32, the gradient of the log decay of the whole chunk through S: Σ_v keep S dS'.
+        through_memory: [B, h, N * K] float32, the gradient of the log decay of the whole chunk through S: Σ_v
+            keep S dS'.
         documents: where documents begin, or None for one document per row.
         scale: multiplies q.
         interpret: parameters of the interpreter, or False.

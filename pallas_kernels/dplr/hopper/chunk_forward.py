@@ -1,13 +1,15 @@
 """The phase `chunk_forward` of a diagonal-plus-low-rank memory (RWKV7), on Mosaic GPU (Hopper).
 
-`chunk_forward` computes, for every chunk in parallel, the products of q and a with k and b under the decays between two tokens. Pairs
-of rows that the decay since the chunk's start leaves within `halving.REACH` come from one product (`AllPairs`), the other pairs from
-halving (`Level`; see `pallas_kernels.tiles.channel_decay`). With q' = q e^g, all four products have the same decay between tokens i
-and j, the sum of the log decays strictly between them. So on a level one tile contains q' in later rows and k or b in earlier ones,
-the other a in later rows and b or k in earlier ones, and two products of such tiles give all four matrices: those of q below the
-diagonal, those of a, transposed, above it.
+`chunk_forward` computes, for every chunk in parallel, the products of q and a with k and b under the decays
+between two tokens. Rows whose decay since the chunk's start is at most `halving.REACH` bits are within reach:
+all their pairs come from one product (`AllPairs`). The other pairs come from halving (`Level`; see
+`pallas_kernels.tiles.channel_decay`). With q' = q e^g, all four products have the same decay between tokens i
+and j, the sum of the log decays strictly between them. So on a level one tile contains q' in later rows and k
+or b in earlier ones, the other a in later rows and b or k in earlier ones, and two products of such tiles
+give all four matrices: those of q below the diagonal, those of a, transposed, above it.
 
-`solve.solve_chunks` inverts the system of each chunk and applies the inverse to what depends on no memory.
+`solve.solve_chunks` inverts the system of each chunk, and applies the inverse to the terms that do not depend
+on the memory.
 """
 
 from __future__ import annotations
@@ -45,8 +47,9 @@ _INPUTS = ("q", "k", "a", "b")
 class DecayedChunks(NamedTuple):
     """Products, and tokens with their decays, of all chunks of h heads.
 
-    d are the inclusive sums of a chunk's log decays, d' the exclusive ones, and A_xy the products of x with y under the decays
-    between the tokens: (A_xy)_ij = Σ_c x_ic y_jc e^(d'_i - d_j)_c for x = a and i > j, with d_i in place of d'_i for x = q and i >= j.
+    d are the inclusive sums of a chunk's log decays, d' the exclusive ones, and A_xy the products of x with y
+    under the decays between the tokens: (A_xy)_ij = Σ_c x_ic y_jc e^(d'_i - d_j)_c for x = a and i > j, with
+    d_i in place of d'_i for x = q and i >= j.
 
     Attributes:
         upper: [B, h, T, C] float32, the rows of each chunk's A_abᵀ.
@@ -75,7 +78,8 @@ class _Smem(NamedTuple):
     """Shared memory of a program; `groups` counts its warpgroups, of 64 key channels each; tiles are bfloat16.
 
     Attributes:
-        inputs: [groups, 4, C, 64]; of a warpgroup the references [C, 64] to q, k, a and b. q' replaces q, then the decayed tokens all.
+        inputs: [groups, 4, C, 64], q, k, a and b; after `of_warpgroup`, a list of four references [C, 64].
+            First q' replaces q, later the decayed tokens replace all.
         parts: [groups, 2, 64, 64], the decays in two parts, for `Halving`.
         tile: [groups, C, 64], right operands, and the buffer of `Halving`.
         decayed: [groups, 2, C, 64], a and b with the decays of `AllPairs`.
@@ -97,7 +101,7 @@ class _Smem(NamedTuple):
     left: Any
 
     def of_warpgroup(self, group) -> _Smem:
-        """The buffers of one warpgroup, and those that all share."""
+        """Return the same buffers, with those that every warpgroup has for itself indexed by `group`."""
         names = ("inputs", "parts", "tile", "decayed", "lowest")
         names += () if self.left is None else ("left",)
         buffers = {name: getattr(self, name).at[group] for name in names}
@@ -126,7 +130,8 @@ def _smem(groups: int, interpret) -> _Smem:
 class _Program:
     """The part of `chunk_forward` that one warpgroup computes: a chunk of one head, 64 key channels.
 
-    The scores are two matrices [C, C] float32: A_qk on and below the diagonal and A_abᵀ above it; A_qb and A_akᵀ likewise.
+    The scores are two matrices [C, C] float32: A_qk on and below the diagonal and A_abᵀ above it; A_qb and
+    A_akᵀ likewise.
 
     Attributes:
         block: the chunk in global memory.

@@ -2,8 +2,8 @@
 
     u = reach S + values v        O = read S + scores u + scores_values v        S' = keep S + writtenᵀ u + written_valuesᵀ v
 
-with `reach` and `values` of `SolvedChunks` and the other names of `DecayedChunks`; u [C, V] is what a reads of the memory, which b
-writes back. Backward, from dS':
+with `reach` and `values` of `SolvedChunks` and the other names of `DecayedChunks`; u [C, V] is what a reads
+of the memory, which b writes back. Backward, from dS':
 
     du = scoresᵀ dO + written dS'            dS = keep dS' + readᵀ dO + reachᵀ du
     dv = scores_valuesᵀ dO + valuesᵀ du + written_values dS'
@@ -40,16 +40,19 @@ def scan_forward(
         chunks: the decayed chunks of h heads.
         solved: the solved chunks of h heads.
         v: [B, T, *, V] bfloat16; None is v = 0 with V = K.
-        initial: [B * S, h * parts, K, V] float32, the memory before the first chunk; None is 0, or the identity if v is None.
+        initial: [B * S, h * parts, K, V] float32, the memory before the first chunk; None is 0, or the
+            identity if v is None.
         save: whether to return u and the memory before each chunk instead of the output.
         read: False returns the last memories alone.
         parts: number of parts that a row is split into; each is scanned from an initial memory of its own.
-        chunk_bounds: [B, S + 1], the chunks at which those of a row's S memories begin and end; None for one memory per row.
+        chunk_bounds: [B, S + 1], the chunks at which those of a row's S memories begin and end; None for one
+            memory per row.
         interpret: parameters of the interpreter, or False.
 
     Returns:
-        The output [B, T, h, V] bfloat16, or with `save` u [B, T, h, V] and the transposed memories before each chunk
-        [B, h, N, V, K], both bfloat16; then the last memory of each part, in the shape of `initial`.
+        The output [B, T, h, V] bfloat16, or with `save` u [B, T, h, V] and the transposed memories before
+        each chunk [B, h, N, V, K], both bfloat16; then the last memory of each part, in the shape of
+        `initial`.
     """
     (batch, length, heads, depth), width = chunks.written.shape, chunks.written.shape[-1]
     inputs = dict(reach=solved.reach, written=chunks.written, keep=chunks.keep)
@@ -123,15 +126,16 @@ def _read_memory(*sums, chunk, S, memory, last: bool, store, v):
 
     Args:
         *sums: accumulators of uᵀ [64, C] and, if the outputs are computed, of (read S + scores_values v)ᵀ.
-        chunk: as in `_forward_step`, like S and store.
+        chunk: as in `_forward_step`.
         S: all pieces of the memory.
         memory: the pieces to read, as left operands with their key channels.
         last: whether they are the last.
-        store: see `chunk`.
+        store: as in `_forward_step`.
         v: vᵀ as a left operand, or None.
 
     Returns:
-        The sums; after the last pieces the decayed memory, uᵀ in bfloat16, its rounding error, and the second sum in a list.
+        The sums; after the last pieces the decayed memory, uᵀ in bfloat16, its rounding error, and the second
+        sum in a list.
     """
     names = [("reach", "values"), ("q", "scores_values")][: len(sums)]
     for sum, (of_memory, of_values) in zip(sums, names, strict=True):
@@ -166,8 +170,8 @@ def scan_backward(
         interpret: parameters of the interpreter, or False.
 
     Returns:
-        du [B, T, h, V] bfloat16, the transposed gradients of the memories after each chunk [B, h, N, V, K] bfloat16, and the
-        gradient of the memory before each part, in the shape of `d_final`.
+        du [B, T, h, V] bfloat16, the transposed gradients of the memories after each chunk [B, h, N, V, K]
+        bfloat16, and the gradient of the memory before each part, in the shape of `d_final`.
     """
     inputs = dict(
         reach=solved.reach, written=chunks.written, q=chunks.read, v=d_out, scores=chunks.scores, keep=chunks.keep
@@ -221,7 +225,8 @@ def values_backward(
         solved: the solved chunks of h heads.
         d_out: [B, T, h, V] bfloat16.
         d_back: [B, T, h, V] bfloat16, du of `scan_backward`.
-        d_states: [B, h, N, V, K] bfloat16, the transposed gradients of the memories after each chunk, of `scan_backward`.
+        d_states: [B, h, N, V, K] bfloat16, the transposed gradients of the memories after each chunk, of
+            `scan_backward`.
         interpret: parameters of the interpreter, or False.
 
     Returns:

@@ -20,12 +20,14 @@ _F32, _BF16 = jnp.float32, jnp.bfloat16
 
 
 class SolvedChunks(NamedTuple):
-    """The inverses of all chunks, and their products with what depends on no memory, in bfloat16; names as in `chunk_forward.DecayedChunks`.
+    """The inverses of all chunks and their products with other matrices, in bfloat16; names as in `chunk_forward.DecayedChunks`.
 
     Attributes:
         inverse: [B, h, T, C], the rows of each chunk's X = (I - A_ab)⁻¹.
-        reach: [B, T, h, K], X (a e^d'): its product with the memory before the chunk is what a reads of that memory.
-        values: [B, h, T, C], the rows of each chunk's X A_ak: its product with v is what a reads of the chunk's values.
+        reach: [B, T, h, K], X (a e^d'): its product with the memory before the chunk is what a reads of that
+            memory.
+        values: [B, h, T, C], the rows of each chunk's X A_ak: its product with v is what a reads of the
+            chunk's values.
     """
 
     inverse: jax.Array

@@ -1,13 +1,15 @@
 """A diagonal-plus-low-rank memory (RWKV7) on Mosaic TPU: a forward and a backward kernel, each one pass over the tokens.
 
-With d_i the sum of a chunk's log decays before token i, and q in place of scale q e^g, that is with its token's decay applied, all
-pairs of tokens have the same decay: A_xy = Σ_c x_ic y_jc e^(d_i - d_(j+1))_c for x = q or a and y = b or k, by the halving of
-`pallas_kernels.tpu.halving`. Then, with the fields of `_Head` and `Decays`,
+With d_i the sum of a chunk's log decays before token i, and q in place of scale q e^g, that is with its
+token's decay applied, all pairs of tokens have the same decay: A_xy = Σ_c x_ic y_jc e^(d_i - d_(j+1))_c for x
+= q or a and y = b or k, by the halving of `pallas_kernels.tpu.halving`. Then, with the fields of `_Head` and
+`Decays`,
 
     U = (I - A_ab)⁻¹ (reach S + A_ak V)    O = read S + A_qb U + A_qk V    S' = keep S + (b leave)ᵀ U + (k leave)ᵀ V
 
-(the diagonals of A_qb and A_qk have no decay). Two tiles per level contain all operands: later rows of q and earlier rows of b, and
-likewise a and k. The memory is transposed, [V, K]: its columns decay. The systems of a program's heads are solved in lockstep.
+(the diagonals of A_qb and A_qk have no decay). Two tiles per level contain all operands: later rows of q and
+earlier rows of b, and likewise a and k. The memory is transposed, [V, K]: its columns decay. The systems of a
+program's heads are solved in lockstep.
 """
 
 from __future__ import annotations
