@@ -258,7 +258,7 @@ def test_lowers_for_the_card(width, channels, heads):
     assert text.count("custom_call @mosaic_gpu") == 5 + channels + 5 * (heads == 4)
 
 
-def test_says_why_it_does_not_serve():
+def test_returns_the_unmet_requirement():
     inputs = make(64, 1, 1, 1, 64, 64, documents=False, decay=True)
     shapes = ("q", "k", "v", "log_decay")
 

@@ -1,4 +1,4 @@
-"""The TPU kernel of the delta rule, interpreted on the CPU against the recurrence, and lowered for a TPU."""
+"""The TPU kernels of the delta rule, interpreted on the CPU and compared with the recurrence, and lowered for a TPU."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_lowers_for_a_tpu(dims, decay):
     on_tpu.check_lowering(fused, inputs, run, dims == (128, 128))
 
 
-def test_what_is_not_asked_for_is_not_computed():
+def test_residuals_and_the_gradient_of_the_decay_are_computed_on_request_only():
     inputs, run = jax.eval_shape(lambda: given(256, 1, 1, 1, 8, 8))
     arrays = *(inputs[n] for n in FIELDS[:5]), run, inputs["initial"]
     call = functools.partial(tpu.forward, scale=SCALE, interpret=True)
@@ -109,7 +109,7 @@ def test_what_is_not_asked_for_is_not_computed():
     assert jax.eval_shape(gradient, *arrays, saved, *of_values)[4] is None
 
 
-def test_says_why_it_does_not_serve():
+def test_returns_the_unmet_requirement():
     def why(dims=(64, 64), **options):
         x, _ = jax.eval_shape(lambda: given(128, 2, 2, 2, *dims, **options))
         return unsupported("mosaic_tpu", x["q"], x["k"], x["v"], x["log_decay"])

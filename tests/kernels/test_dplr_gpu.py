@@ -1,6 +1,5 @@
 """The Hopper kernels of RWKV7's memory, run by Mosaic GPU's interpreter, and lowered for an H200."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -160,7 +159,7 @@ def test_lowers_for_the_card(width, heads):
     assert text.count("custom_call @mosaic_gpu") == 7 + 5 * (heads == 4)
 
 
-def test_says_why_it_does_not_serve():
+def test_returns_the_unmet_requirement():
     inputs = make(64, 1, 1, 1, 64, 64, documents=False)
 
     def why(inputs):

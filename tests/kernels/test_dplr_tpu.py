@@ -1,4 +1,4 @@
-"""The TPU kernel of RWKV7's memory, interpreted on the CPU against the recurrence, and lowered for a TPU."""
+"""The TPU kernels of RWKV7's memory, interpreted on the CPU and compared with the recurrence, and lowered for a TPU."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_lowers_for_a_tpu(dims):
     on_tpu.check_lowering(fused, x, run, dims == (128, 128))
 
 
-def test_says_why_it_does_not_serve_and_saves_nothing_unasked():
+def test_returns_the_unmet_requirement_and_saves_residuals_on_request_only():
     def why(dims=(64, 64), change=lambda x: x, **options):
         x, _ = jax.eval_shape(lambda: given(128, 2, 2, 2, *dims, **options))
         arrays = {n: change(x)[n] for n in ("q", "k", "v", "a", "b", "log_decay")}
