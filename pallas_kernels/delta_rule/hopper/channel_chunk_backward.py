@@ -89,7 +89,8 @@ class _Smem(NamedTuple):
 
 def _smem(groups: int, width: int, interpret) -> _Smem:
     """The types of the buffers, for `width` value channels."""
-    tile = functools.partial(plgpu.SMEM, dtype=_BF16, transforms=wg.TILED)
+    smem: Any = plgpu.SMEM
+    tile = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
     return _Smem(
         q=tile((groups, *SQUARE)),
         k=tile((groups, *SQUARE)),
@@ -97,7 +98,7 @@ def _smem(groups: int, width: int, interpret) -> _Smem:
         d_states=tile((groups, width, BLOCK)),
         parts=tile((groups, 2, *SQUARE)),
         tile=tile((groups, *SQUARE)),
-        totals=plgpu.SMEM((groups, CHUNK), _F32),
+        totals=smem((groups, CHUNK), _F32),
         missing=tile((CHUNK, width)),
         d_out=tile((CHUNK, width)),
         dv=tile((CHUNK, width)),
@@ -160,7 +161,7 @@ class _Program:
         return wg.spread_rows(by_row(self.beta), SQUARE)
 
     def load_inputs(self) -> None:
-        """Start to load this warpgroup's channels; the first one also loads what all share."""
+        """Start to load this warpgroup's channels; the first one also loads the shared arrays."""
         refs, smem = self.block.refs, self.smem
         b, h, _, n, tokens = self.block.place
         for name, to in (("q", smem.q), ("k", smem.k)):

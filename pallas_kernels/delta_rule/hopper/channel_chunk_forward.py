@@ -100,7 +100,8 @@ class _Smem(NamedTuple):
 
 def _smem(programs: int, groups: int, interpret) -> _Smem:
     """The types of the buffers of `programs` programs of `groups` warpgroups."""
-    tile = functools.partial(plgpu.SMEM, dtype=_BF16, transforms=wg.TILED)
+    smem: Any = plgpu.SMEM
+    tile = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
     each = programs * groups
     partial = (programs if groups > 1 else 1, *SQUARE)
     return _Smem(
@@ -109,8 +110,8 @@ def _smem(programs: int, groups: int, interpret) -> _Smem:
         erase=tile((each, *SQUARE)),
         parts=tile((each, 2, *SQUARE)),
         tile=tile((each, *SQUARE)),
-        lowest=plgpu.SMEM((each, 2, CHUNK), _F32),
-        partial=plgpu.SMEM(partial, _F32, transforms=wg.TILED_WIDE),
+        lowest=smem((each, 2, CHUNK), _F32),
+        partial=smem(partial, _F32, transforms=wg.TILED_WIDE),
         loaded=plgpu.Barrier(num_arrivals=2, num_barriers=each),
         partial_stored=plgpu.Barrier(num_barriers=programs),
         left=tile((each, *SQUARE)) if interpret else None,

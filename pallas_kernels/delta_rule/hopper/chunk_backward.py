@@ -307,12 +307,13 @@ class _Block:
 
 def _smem(depth: int, width: int, stages: int, interpret) -> _Smem:
     """The types of the buffers, for slices of `width` value channels."""
-    tile = functools.partial(plgpu.SMEM, dtype=_BF16, transforms=wg.TILED)
+    smem: Any = plgpu.SMEM
+    tile = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
     return _Smem(
         tokens={n: tile((CHUNK, depth if n in ("q", "k") else width)) for n in _TOKENS},
         pairs=tile((stages, 2, *SQUARE)),
         square=tile(SQUARE),
-        vector=plgpu.SMEM((CHUNK,), _F32),
+        vector=smem((CHUNK,), _F32),
         loaded=plgpu.Barrier(num_arrivals=len(_TOKENS)),
         pair_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         left=[tile(SQUARE)] * 2 if interpret else [None] * 2,

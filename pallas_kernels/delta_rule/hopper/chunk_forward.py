@@ -166,7 +166,8 @@ def chunk_forward(
     """
     batch, length, _, depth = k.shape
     factors = 1 if log_decay is None and run is None else 3
-    struct, smem = jax.ShapeDtypeStruct, plgpu.SMEM
+    smem: Any = plgpu.SMEM
+    struct = jax.ShapeDtypeStruct
     square = struct((batch, heads, length, CHUNK), _BF16)
     rows = struct((batch, heads, length * factors), _F32)
     tile = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)

@@ -118,9 +118,9 @@ def backward(
         through_memory = through_memory.reshape(decayed.keep.shape) * decayed.keep
         gradients = [
             chunk_backward(
-                *(x[..., keys] for x in (q, k, a, b, log_decay)), v[..., values], back[..., values], d_out, d_reached,
-                before[..., keys], d_after[..., keys], channel_slices.slice_of(through_memory, depth, keys), documents,
-                scale=scale, interpret=interpret,
+                q[..., keys], k[..., keys], a[..., keys], b[..., keys], log_decay[..., keys], v[..., values],
+                back[..., values], d_out, d_reached, before[..., keys], d_after[..., keys],
+                channel_slices.slice_of(through_memory, depth, keys), documents, scale=scale, interpret=interpret,
             ) for keys in channel_slices.slices_of(depth)
         ]  # fmt: skip
         return dv, gradients

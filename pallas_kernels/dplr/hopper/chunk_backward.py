@@ -88,13 +88,14 @@ class _Smem(NamedTuple):
 
 def _smem(groups: int, width: int, interpret) -> _Smem:
     """The types of the buffers, for `width` value channels."""
-    tile = functools.partial(plgpu.SMEM, dtype=_BF16, transforms=wg.TILED)
+    smem: Any = plgpu.SMEM
+    tile = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
     return _Smem(
         inputs=tile((groups, 4, *SQUARE)),
         state=tile((groups, max(width, 2 * BLOCK), BLOCK)),
         parts=tile((groups, 2, *SQUARE)),
         tile=tile((groups, *SQUARE)),
-        totals=plgpu.SMEM((groups, CHUNK), _F32),
+        totals=smem((groups, CHUNK), _F32),
         d_outs=tile((2, CHUNK, width)),
         values=tile((2, CHUNK, width)),
         loaded=plgpu.Barrier(num_arrivals=5 * groups + 4),
@@ -143,7 +144,7 @@ class _Program:
         return left_operand(self.smem.left, self.interpret)(x)
 
     def load_inputs(self, memory) -> None:
-        """Start to load this warpgroup's channels, S to `memory`; the first warpgroup also loads what all share."""
+        """Start to load this warpgroup's channels of the inputs, and of S into `memory`; the first one also loads the shared arrays."""
         smem = self.smem
         for name, to in zip(_INPUTS, smem.inputs, strict=True):
             plgpu.copy_gmem_to_smem(self.block.keys(name), to, smem.loaded)
@@ -195,7 +196,7 @@ class _Program:
         return matrices
 
     def line_products(self, later, earlier, *, line, tile: int) -> None:
-        """Add the products of dO or dR with v or u, for the part below the diagonal and for the part above it."""
+        """Add the products of dO or dR with v or u: `later` is used below the diagonal, `earlier` above it."""
         d_outs, values = self.smem.d_outs, self.smem.values
         plgpu.wgmma(later, d_outs.at[line], values.at[tile].transpose((1, 0)))
         plgpu.wgmma(earlier, values.at[line], d_outs.at[tile].transpose((1, 0)))
@@ -237,8 +238,8 @@ class _Program:
         """Add the gradients through the pairs of tokens that meet on a level.
 
         Args:
-            halving: of the chunk.
-            matrices: of `store_matrices`.
+            halving: the `Halving` of the chunk.
+            matrices: the result of `store_matrices`.
             tiles: two buffers [C, 64].
             level: index of the level.
             gradients: the sums so far.

@@ -111,15 +111,16 @@ class _Smem(NamedTuple):
 
 def _smem(groups: int, interpret) -> _Smem:
     """The types of the buffers."""
-    tile = functools.partial(plgpu.SMEM, dtype=_BF16, transforms=wg.TILED)
+    smem: Any = plgpu.SMEM
+    tile = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
     partial = (2 if groups > 1 else 1, *SQUARE)
     return _Smem(
         inputs=tile((groups, 4, *SQUARE)),
         parts=tile((groups, 2, *SQUARE)),
         tile=tile((groups, *SQUARE)),
         decayed=tile((groups, 2, *SQUARE)),
-        lowest=plgpu.SMEM((groups, 2, CHUNK), _F32),
-        partial=plgpu.SMEM(partial, _F32, transforms=wg.TILED_WIDE),
+        lowest=smem((groups, 2, CHUNK), _F32),
+        partial=smem(partial, _F32, transforms=wg.TILED_WIDE),
         loaded=plgpu.Barrier(num_arrivals=4 * groups),
         partial_stored=plgpu.Barrier(),
         left=tile((groups, *SQUARE)) if interpret else None,

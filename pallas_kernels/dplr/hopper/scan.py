@@ -241,7 +241,8 @@ def values_backward(
     sizes = dict.fromkeys(inputs, SQUARE) | dict(
         d_out=(CHUNK, width), d_back=(CHUNK, width), written=(CHUNK, depth), d_states=(width, depth)
     )  # fmt: skip
-    tile = functools.partial(plgpu.SMEM, dtype=_BF16, transforms=wg.TILED)
+    smem: Any = plgpu.SMEM
+    tile = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
     buffers = {name: tile(size) for name, size in sizes.items()}
 
     def kernel(refs):

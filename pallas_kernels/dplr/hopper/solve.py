@@ -61,7 +61,8 @@ def solve_chunks(upper, upper_values, reach, *, interpret: Any = False) -> Solve
     depth = reach.shape[-1]
     struct = jax.ShapeDtypeStruct
     square = struct(upper.shape, _BF16)
-    tile = functools.partial(plgpu.SMEM, dtype=_BF16, transforms=wg.TILED)
+    smem: Any = plgpu.SMEM
+    tile = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
     buffers = _SolveSmem(
         right=tile(SQUARE),
         inverse=tile(SQUARE),

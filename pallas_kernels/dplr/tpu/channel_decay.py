@@ -197,7 +197,7 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
         qb, ak, qk, ab = (((x, y), (y, x)) for x, y in pairs)
 
         def spread(lower, upper, tiles):
-            """The gradients of the operands of each level, from the factors of dA below the diagonal and above it."""
+            """Return the gradient of each level's operand, [C, K], from pairs of factors of dA below the diagonal and above it."""
             return halving.spread(outer(lower[0], upper[1]), tiles, masks)
 
         def added(x, y):
