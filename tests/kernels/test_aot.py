@@ -13,6 +13,8 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
 from lsm_jax import ops
+from pallas_kernels.delta_rule import cases as delta_rule_cases
+from pallas_kernels.dplr import cases as dplr_cases
 from pallas_kernels.linear_attention import cases as linear_attention_cases
 from pallas_kernels.selective_scan.cases import TPU_COMPILED
 from tests.kernels import test_selective_scan_gpu as scans
@@ -42,20 +44,8 @@ CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 # The op; heads of q, k and v; K and V; its other arguments; bytes of registers that its kernels spill today, at most.
 ON_HOPPER = [
     *linear_attention_cases.HOPPER_COMPILED,
-    ("delta_memory", (4, 4, 4), 128, 128, "", 20),
-    ("delta_memory", (4, 2, 4), 64, 64, "log_decay segment_ids", 116),
-    ("delta_memory", (2, 1, 2), 256, 512, "log_decay", 792),
-    # More memories than processors: two share the tiles that are loaded.
-    ("delta_memory", (80, 80, 80), 128, 128, "log_decay", 172),
-    ("delta_memory", (32, 16, 32), 256, 512, "log_decay", 704),
-    ("delta_memory", (80, 80, 80), 128, 128, "channel log_decay segment_ids", 552),
-    ("dplr_memory", (80, 80, 80), 128, 128, "channel log_decay segment_ids", 984),
-    ("delta_memory", (4, 4, 4), 128, 128, "channel log_decay segment_ids", 500),
-    ("delta_memory", (4, 4, 4), 64, 64, "channel log_decay", 460),
-    ("dplr_memory", (4, 4, 4), 128, 128, "channel log_decay segment_ids", 956),
-    ("dplr_memory", (4, 2, 4), 64, 64, "log_decay", 1136),
-    ("delta_memory", (4, 4, 4), 256, 256, "channel log_decay segment_ids", 2580),
-    ("dplr_memory", (4, 4, 4), 256, 256, "channel log_decay segment_ids", 4540),
+    *(("delta_memory", *case) for case in delta_rule_cases.HOPPER_COMPILED),
+    *(("dplr_memory", *case) for case in dplr_cases.HOPPER_COMPILED),
     ("slot_memory", (4, 4, 4), 256, 256, "slots", 696),
     ("attention", (4, 2, 2), 64, 64, "log_forget", 0),
     ("attention", (4, 2, 2), 128, 128, "log_forget segment_ids update_mask", 208),
@@ -63,11 +53,8 @@ ON_HOPPER = [
 ]
 ON_TPU = [
     *linear_attention_cases.TPU_COMPILED,
-    ("delta_memory", (8, 4, 8), 128, 128, "log_decay segment_ids"),
-    ("delta_memory", (4, 4, 4), 64, 64, ""),
-    ("delta_memory", (8, 4, 8), 128, 128, "channel log_decay segment_ids"),
-    ("dplr_memory", (4, 2, 4), 64, 64, "channel log_decay segment_ids"),
-    ("dplr_memory", (8, 8, 8), 128, 128, "channel log_decay"),
+    *(("delta_memory", *case[:4]) for case in delta_rule_cases.TPU_COMPILED),
+    *(("dplr_memory", *case[:4]) for case in dplr_cases.TPU_COMPILED),
     ("attention", (4, 2, 2), 64, 64, "log_forget segment_ids"),
     ("attention", (4, 4, 4), 128, 128, "log_forget window"),
 ]

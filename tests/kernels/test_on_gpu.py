@@ -12,6 +12,8 @@ from lsm_jax import ops
 from lsm_jax.ops.attention.forget_gates import GateSum, sum_gates
 from lsm_jax.ops.core.segments import read_tokens
 from pallas_kernels.decode_step import cases as decode_step_cases
+from pallas_kernels.delta_rule import cases as delta_rule_cases
+from pallas_kernels.dplr import cases as dplr_cases
 from pallas_kernels.forgetting_attention import cases as attention_cases
 from pallas_kernels.forgetting_attention import forgetting_attention
 from pallas_kernels.linear_attention import cases as linear_attention_cases
@@ -36,47 +38,17 @@ def case_id(case) -> str:
     return "-".join(x.replace(", ", ",").replace(" ", "_") for x in fields if x)
 
 
+def _configuration(op: str, case) -> tuple:
+    """A case of the delta rule or of dplr as one of `CONFIGURATIONS`."""
+    sizes = case.heads, case.key_dim, case.value_dim, case.length, case.documents
+    return *sizes, f"{op}, {case.decay}" if case.decay else op
+
+
 # heads of q, k and v; K, V; T; documents; decay
 CONFIGURATIONS = [
     *linear_attention_cases.HOPPER,
-    ((1, 1, 2), 128, 256, 600, True, "delta, channel"),
-    ((1, 1, 2), 128, 256, 600, True, "dplr, channel"),
-    ((4, 4, 4), 128, 128, 512, False, "delta"),
-    ((4, 2, 2), 64, 128, 1100, True, "delta, token"),
-    ((2, 2, 4), 128, 64, 2048, True, "delta, strong"),
-    ((2, 2, 2), 64, 64, 4096, False, "delta, constant"),
-    ((1, 1, 2), 256, 512, 300, True, "delta, token"),
-    ((2, 1, 1), 256, 256, 640, False, "delta"),
-    ((4, 2, 2), 64, 128, 1100, True, "delta, channel"),
-    ((2, 2, 4), 128, 64, 500, True, "delta, strong channel"),
-    ((2, 2, 4), 128, 64, 500, True, "delta, steep channel"),
-    ((2, 2, 2), 128, 128, 2048, False, "delta, channel"),
-    ((4, 2, 2), 64, 128, 1100, True, "dplr, channel"),
-    ((2, 2, 4), 128, 64, 500, True, "dplr, strong channel"),
-    ((2, 2, 4), 128, 64, 500, True, "dplr, steep channel"),
-    ((2, 2, 2), 64, 64, 2048, False, "dplr, token"),
-    # More memories than processors: two share the tiles that are loaded.
-    ((40, 20, 40), 128, 128, 300, True, "delta, token"),
-    ((16, 16, 16), 256, 512, 300, True, "delta, token"),
-    ((40, 40, 40), 64, 128, 300, True, "delta, channel"),
-    ((40, 40, 40), 128, 128, 300, True, "dplr, channel"),
-    ((2, 2, 2), 256, 128, 1100, True, "delta, channel"),
-    ((2, 1, 2), 256, 256, 600, True, "delta, channel"),
-    ((2, 1, 2), 256, 256, 600, True, "dplr, channel"),
-    # Few rows, computed in eight parts.
-    ((1, 1, 2), 128, 128, 8300, True, "delta, token"),
-    ((2, 1, 1), 128, 64, 8192, False, "delta, strong channel"),
-    ((1, 1, 2), 64, 128, 8200, True, "dplr, channel"),
-    # Memories recomputed in four parts.
-    ((1, 1, 2), 256, 512, 4096, True, "delta, token"),
-    # Wide values: an odd number of slices, parts, recomputed memories.
-    ((1, 1, 1), 128, 512, 8150, True, "delta, strong"),
-    ((1, 1, 1), 128, 256, 4096, False, "delta, token"),
-    ((2, 1, 2), 64, 384, 600, True, "delta, channel"),
-    ((1, 1, 1), 128, 512, 8150, True, "delta, channel"),
-    ((1, 1, 1), 256, 384, 4096, True, "delta, channel"),
-    ((2, 1, 2), 64, 384, 600, True, "dplr, channel"),
-    ((1, 1, 1), 128, 512, 8150, True, "dplr, channel"),
+    *(_configuration("delta", case) for case in delta_rule_cases.HOPPER),
+    *(_configuration("dplr", case) for case in dplr_cases.HOPPER),
 ]
 
 

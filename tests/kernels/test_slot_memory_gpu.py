@@ -1,4 +1,4 @@
-"""Slot memory by the Hopper kernels of linear attention, one for each of its memories, by Mosaic GPU's interpreter."""
+"""Slot memory on the Hopper kernels of linear attention, one call for each of its two memories, run by Mosaic GPU's interpreter."""
 
 import functools
 
@@ -58,7 +58,7 @@ def test_equals_the_recurrence_in_value_and_every_gradient(interpreted, segments
     assert not compat.races_found()
 
 
-def test_what_no_kernel_takes_is_said(interpreted):
+def test_unsupported_sizes_are_refused_with_the_requirement(interpreted):
     odd = make(64, 1, 1, 64, 24, 64)
     with pytest.raises(
         NotImplementedError, match=r"V of 64 or a multiple of 128, not 24 in the memory of keys"
