@@ -199,7 +199,7 @@ class Mixer(nnx.Module):
         return tuple(v for v in vars(self).values() if isinstance(v, kinds))
 
     def init_state(self, batch_size: int, max_length: int, dtype: Any) -> MixerState:
-        """The state before any token.
+        """Return the state before any token.
 
         Args:
             batch_size: rows.

@@ -95,7 +95,7 @@ def expanded(owner: Any, name: str, factor: float, hidden_size: int, num_heads: 
 
 
 def value_heads(owner: Any) -> None:
-    """Check `num_heads`, and `num_value_heads`: a multiple of it, or None."""
+    """Raise ValueError unless `num_heads` is accepted, and `num_value_heads` is a multiple of it or None."""
     positive(owner, num_heads=owner.num_heads)
     if owner.num_value_heads is not None:
         positive(owner, num_value_heads=owner.num_value_heads)
@@ -103,7 +103,7 @@ def value_heads(owner: Any) -> None:
 
 
 def convolution_width(owner: Any) -> None:
-    """Check `conv_size`."""
+    """Raise ValueError unless `conv_size` is accepted."""
     if owner.conv_size < 2:
         raise ValueError(
             f"{type(owner).__name__}.conv_size={owner.conv_size}: it must be at least 2"

@@ -47,18 +47,18 @@ class DeltaNetConfig(RecurrentConfig):
         return cls(num_heads=hidden_size // min(128, hidden_size // 4))
 
     def value_heads(self) -> int:
-        """Heads of values and memories."""
+        """The number of heads of values and memories."""
         return self.num_heads if self.num_value_heads is None else self.num_value_heads
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
-        """Key and value channels of a head."""
+        """The numbers of key and value channels of a head."""
         return (
             checks.expanded(self, "expand_k", self.expand_k, hidden_size, self.num_heads),
             checks.expanded(self, "expand_v", self.expand_v, hidden_size, self.value_heads()),
         )
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         checks.value_heads(self)
         self.head_dims(hidden_size)
@@ -104,12 +104,12 @@ class DeltaNet(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> jax.Array:
-        """Convolved queries of unit length."""
+        """Return the convolved queries, of unit length."""
         q = self.q_conv(self.q_proj(x), context, self.key_dim)
         return split_heads(q, self.config.num_heads)
 
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
-        """Convolved keys of unit length, convolved values, and β."""
+        """Return the convolved keys, of unit length, the convolved values, and β."""
         config = self.config
         beta = jax.nn.sigmoid(self.beta_proj(x, dtype=jnp.float32))
         return dict(
@@ -119,14 +119,14 @@ class DeltaNet(Mixer):
         )
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
-        """Norm of each head, gate if any, projection."""
+        """Normalise each head, multiply by the gate if there is one, and project."""
         gate = None
         if self.g_proj is not None:
             gate = split_heads(self.g_proj(x), self.config.value_heads())
         return self.o_proj(merge_heads(self.norm(o, gate)))
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.DeltaState:
-        """An empty memory."""
+        """Return the empty memory."""
         heads = self.config.value_heads()
         return ops.delta_state(batch_size, heads, self.key_dim, self.value_dim)
 

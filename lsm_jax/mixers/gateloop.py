@@ -43,15 +43,15 @@ class GateLoopConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GateLoopConfig:
-        """The published proportions: one head a channel."""
+        """The published proportions: one head for each channel."""
         return cls()
 
     def heads(self, hidden_size: int) -> int:
-        """How many gates there are."""
+        """The number of gates."""
         return hidden_size if self.num_heads is None else self.num_heads
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         checks.divides(self, "num_heads", self.heads(hidden_size), "hidden_size", hidden_size)
         checks.positive(self, gate_gradient=self.gate_gradient, norm_eps=self.norm_eps)
@@ -64,14 +64,14 @@ class GateLoopConfig(RecurrentConfig):
 
 
 def polar(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Length and angle of x + iy. Shorter than 1e-12 counts as 0, whose angle is 0 and whose gradients are 0."""
+    """Return the absolute value and the angle of x + iy. Numbers below 1e-12 count as 0; their angle and their gradients are 0."""
     zero = jnp.maximum(jnp.abs(x), jnp.abs(y)) < 1e-12
     x, y = jnp.where(zero, 1, x), jnp.where(zero, 0, y)
     return jnp.where(zero, 0, jnp.sqrt(x * x + y * y)), jnp.arctan2(y, x)
 
 
 def turn_back(memory: jax.Array, phase: jax.Array) -> jax.Array:
-    """A memory [..., 2 K, V] of the parts of a complex one, times exp(-i phase), phase [...]."""
+    """Return a complex memory times exp(-i phase); the memory is [..., 2 K, V] with its real and imaginary parts, the phase [...]."""
     real, imag = jnp.split(memory, 2, axis=-2)
     cos, sin = jnp.cos(phase)[..., None, None], jnp.sin(phase)[..., None, None]
     return jnp.concatenate([real * cos + imag * sin, imag * cos - real * sin], axis=-2)
@@ -105,11 +105,11 @@ class GateLoop(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> jax.Array:
-        """x W_q, [B, T, H, K]."""
+        """Return x W_q, [B, T, H, K]."""
         return split_heads(self.q_proj(x), self.num_heads)
 
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
-        """Keys and values of each head, log |a| and the angle of a."""
+        """Return keys and values of each head, log |a| and the angle of a."""
         share = self.config.gate_gradient
         z = self.a_proj(x, dtype=jnp.float32)
         z = share * z + (1 - share) * jax.lax.stop_gradient(z)
@@ -122,7 +122,7 @@ class GateLoop(Mixer):
         )
 
     def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
-        """[B, T, H, V] by a complex number a channel, or by turned queries and keys."""
+        """Return the output [B, T, H, V], computed with one complex number per channel, or with rotated queries and keys."""
         k, v, log_decay, angle = (written[n] for n in ("k", "v", "log_decay", "angle"))
         if self.config.num_heads is None:
             ones = jnp.ones((self.num_heads, 1), log_decay.dtype)
@@ -154,14 +154,14 @@ class GateLoop(Mixer):
         return o, after._replace(memory=turn_back(after.memory, final))
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
-        """Norm if asked, times silu(x W_g), projection."""
+        """Normalise if the config says so, multiply by silu(x W_g), and project."""
         if self.norm is not None:
             o = self.norm(o) if self.config.num_heads is not None else self.norm(o[..., 0])
         gate = jax.nn.silu(self.g_proj(x, dtype=jnp.float32))
         return self.o_proj((o.reshape(x.shape) * gate).astype(x.dtype))
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> Any:
-        """An empty memory."""
+        """Return the empty memory."""
         if self.config.num_heads is None:
             return ops.selective_state(batch_size, self.num_heads, 1, is_complex=True)
         size = self.hidden_size // self.num_heads

@@ -41,18 +41,18 @@ class GFWConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GFWConfig:
-        """GPT-2's proportions, which the published models have: heads of 64, smaller below width 256."""
+        """The published proportions, those of GPT-2: heads of 64 channels, smaller ones below width 256."""
         return cls(num_heads=hidden_size // min(64, hidden_size // 4))
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
-        """Key and value channels of a head."""
+        """The numbers of key and value channels of a head."""
         return (
             checks.expanded(self, "expand_k", self.expand_k, hidden_size, self.num_heads),
             checks.expanded(self, "expand_v", self.expand_v, hidden_size, self.num_heads),
         )
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         self.head_dims(hidden_size)
         checks.positive(self, norm_eps=self.norm_eps)
@@ -89,11 +89,11 @@ class GFW(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> jax.Array:
-        """x W_q."""
+        """Return x W_q."""
         return split_heads(self.q_proj(x), self.config.num_heads)
 
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
-        """Keys, values, and decays sigmoid(x W + b) of key and of value channels."""
+        """Return keys, values, and the decays sigmoid(x W + b) of key and of value channels."""
 
         def log_gate(projection):
             gate = split_heads(projection(x, dtype=jnp.float32), self.config.num_heads)
@@ -107,12 +107,12 @@ class GFW(Mixer):
         )
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
-        """Norm of each head, times silu(x W_g), projection."""
+        """Normalise each head, multiply by silu(x W_g), and project."""
         gate = split_heads(self.g_proj(x), self.config.num_heads)
         return self.o_proj(merge_heads(self.norm(o, gate)))
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """An empty memory."""
+        """Return the empty memory."""
         return ops.linear_state(batch_size, self.config.num_heads, self.key_dim, self.value_dim)
 
 

@@ -47,14 +47,14 @@ class GSAConfig(RecurrentConfig):
         return cls(num_slots=min(64, hidden_size // 4))
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
-        """Key and value channels of a head."""
+        """The numbers of key and value channels of a head."""
         return (
             checks.expanded(self, "expand_k", self.expand_k, hidden_size, self.num_heads),
             checks.expanded(self, "expand_v", self.expand_v, hidden_size, self.num_heads),
         )
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         self.head_dims(hidden_size)
         checks.positive(
@@ -97,11 +97,11 @@ class GSA(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> jax.Array:
-        """silu(x W_q)."""
+        """Return silu(x W_q)."""
         return split_heads(jax.nn.silu(self.q_proj(x)), self.config.num_heads)
 
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
-        """silu of keys and values; each slot's decay α, and 1 - α as the strength it is written with."""
+        """Return silu of keys and values, the decay α of each slot, and its write strength 1 - α."""
         heads = self.config.num_heads
         gate = split_heads(self.decay_proj(x, dtype=jnp.float32), heads)
         temperature = self.config.gate_temperature
@@ -120,15 +120,15 @@ class GSA(Mixer):
         )
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
-        """Norm of silu(o) over all heads, projection."""
+        """Normalise silu(o) over all heads, and project."""
         return self.o_proj(self.norm(jax.nn.silu(merge_heads(o))))
 
     def options(self) -> dict[str, Any]:
-        """The op's constant arguments; queries are not scaled."""
+        """Return the op's constant arguments; queries are not scaled."""
         return dict(super().options(), scale=1.0)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.SlotState:
-        """Empty slots."""
+        """Return the empty slots."""
         config = self.config
         return ops.slot_state(
             batch_size, config.num_heads, config.num_slots, self.key_dim, self.value_dim

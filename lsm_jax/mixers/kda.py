@@ -58,15 +58,15 @@ class KDAConfig(RecurrentConfig):
         return cls(head_dim=head_dim, num_heads=hidden_size // head_dim)
 
     def value_heads(self) -> int:
-        """Heads of values and memories."""
+        """The number of heads of values and memories."""
         return self.num_heads if self.num_value_heads is None else self.num_value_heads
 
     def value_dim(self) -> int:
-        """Value channels of a head."""
+        """The number of value channels of a head."""
         return round(self.expand_v * self.head_dim)
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         checks.positive(self, head_dim=self.head_dim, norm_eps=self.norm_eps)
         checks.expanded(self, "expand_v", self.expand_v, self.head_dim, 1)
@@ -120,12 +120,12 @@ class KDA(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> jax.Array:
-        """Convolved queries of unit length."""
+        """Return the convolved queries, of unit length."""
         q = self.q_conv(self.q_proj(x), context, self.config.head_dim)
         return split_heads(q, self.config.num_heads)
 
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
-        """Convolved keys of unit length, convolved values, β of each value head and the decay of each of its key channels."""
+        """Return the convolved keys, of unit length, the convolved values, β of each value head, and the decay of each of its key channels."""
         config, heads = self.config, self.config.value_heads()
         beta = jax.nn.sigmoid(self.beta_proj(x, dtype=jnp.float32))
         gate = split_heads(self.decay_up(self.decay_down(x), dtype=jnp.float32), heads)
@@ -143,7 +143,7 @@ class KDA(Mixer):
         )
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
-        """Norm of each head, times sigmoid(x W₁ W₂ + b), projection."""
+        """Normalise each head, multiply by sigmoid(x W₁ W₂ + b), and project."""
 
         @recomputed
         def gated(y, gate):
@@ -153,7 +153,7 @@ class KDA(Mixer):
         return self.o_proj(gated(merge_heads(self.norm(o)), gate))
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.DeltaState:
-        """An empty memory."""
+        """Return the empty memory."""
         config = self.config
         return ops.delta_state(
             batch_size, config.value_heads(), config.head_dim, config.value_dim()

@@ -62,29 +62,29 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> LigerConfig:
-        """Softmax attention's proportions, two query heads to a key head."""
+        """The proportions of softmax attention, with two query heads for each key head."""
         heads = SoftmaxConfig.for_width(hidden_size).num_heads
         return cls(num_heads=heads, num_kv_heads=max(1, heads // 2))
 
     def gate_size(self, hidden_size: int) -> int:
-        """Gates of a key head."""
+        """The number of gates of a key head."""
         channels = self.dim(hidden_size)
         if self.gate == "gsa":
             return channels if self.num_slots is None else self.num_slots
         return 1 if self.gate in _BY_HEAD else channels
 
     def features(self, hidden_size: int) -> int:
-        """Key channels of the memory."""
+        """The number of key channels of the memory."""
         learned = self.feature_map != "softmax"
         return num_features(self.feature_map, self.dim(hidden_size)) if learned else self.dim(hidden_size)  # fmt: skip
 
     def temperature(self) -> float:
-        """The divisor of the gate's logarithm."""
+        """The number that the gate's logarithm is divided by."""
         given = self.gate_temperature
         return _TEMPERATURE.get(self.gate, 1.0) if given is None else given
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         super().validate(hidden_size)
         self.validate_fields()
         checks.one_of(self, "gate", self.gate, GATES)
@@ -108,7 +108,7 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
             )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Attention's, and those of the memory: decay and write 3 K V a key head, read 2 K V a query head; gsa has two of them."""
+        """The operations of attention and of the memory: 3 K V per key head to decay and write, 2 K V per query head to read; twice for gsa."""
         dim, heads, kv_heads = self.dim(hidden_size), self.num_heads, self.kv_heads()
         total = 4.0 * hidden_size * dim * (heads + kv_heads)
         if self.window_weight:
@@ -160,14 +160,14 @@ class Liger(Softmax):
         self.q_map, self.k_map = learned(config.num_heads), learned(config.kv_heads())
 
     def read(self, x: jax.Array, context: Context) -> jax.Array:
-        """The memory's queries; `context.kept` gets the window's."""
+        """Return the memory's queries; those of the window are stored in `context.kept`."""
         q = split_heads(self.q_proj(x), self.config.num_heads)
         context.kept["q"] = self._rotated(q, self.q_norm, context)
         q = q if self.q_norm is None else self.q_norm(q)
         return q if self.config.gate == "gsa" else _mapped(q, self.q_map)
 
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
-        """Keys, values and gates for the memory; `context.kept` gets the window's keys."""
+        """Return the memory's keys, values and gates; the window's keys are stored in `context.kept`."""
         config, heads = self.config, self.config.kv_heads()
         raw = split_heads(self.keys(x, context), heads)
         v = split_heads(self.values(x, context), heads)
@@ -185,7 +185,7 @@ class Liger(Softmax):
         return dict(k=k, v=v, log_decay=jnp.tile(log_decay, copies))
 
     def log_decay(self, keys: jax.Array, x: jax.Array) -> jax.Array:
-        """The logarithm of the gates [B, T, G, gates of a head] in float32, from keys [B, T, G, K] before norm and rotation."""
+        """Return the gates' logarithms [B, T, G, gates] in float32, from keys [B, T, G, K] before norm and rotation."""
         wide = jnp.promote_types(x.dtype, jnp.float32)
         if self.memory_gate is None:
             z = pool(keys.astype(wide), self.config.gate_size(self.hidden_size))
@@ -200,7 +200,7 @@ class Liger(Softmax):
         return z / self.config.temperature()
 
     def through_memory(self, x: jax.Array, context: Context, memory: Any) -> tuple[jax.Array, Any]:
-        """The weighted sum of what memory and window give, [B, T, H, V], and their states after."""
+        """Return the weighted sum of the outputs of memory and window, [B, T, H, V], and their final states."""
         config = self.config
         earlier = LigerState(None, None) if memory is None else memory
         call = dict(segment_ids=context.segment_ids, update_mask=context.update_mask)
@@ -224,7 +224,7 @@ class Liger(Softmax):
         return mixed.astype(x.dtype), LigerState(after.get("memory"), after.get("window"))
 
     def options(self) -> dict[str, Any]:
-        """The recurrence's constant arguments; queries are not scaled."""
+        """Return the constant arguments of the memory's op; queries are not scaled."""
         config = self.config
         return dict(
             scale=1.0,
@@ -232,7 +232,7 @@ class Liger(Softmax):
         )
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> Any:
-        """An empty memory for each key head, and an empty window."""
+        """Return an empty memory for each key head, and an empty window."""
         config, heads, dim = self.config, self.config.kv_heads(), self.head_dim
         memory = window = None
         if config.memory_weight and config.gate == "gsa":
@@ -245,7 +245,7 @@ class Liger(Softmax):
 
 
 def pool(x: jax.Array, size: int) -> jax.Array:
-    """Means [..., size] over channels of x [..., K]: bin i is of those from floor(i K / size) to ceil((i + 1) K / size)."""
+    """Return the means [..., size] of x [..., K] over bins of channels; bin i is from floor(i K / size) to ceil((i + 1) K / size)."""
     channels = x.shape[-1]
     if size == channels:
         return x

@@ -54,14 +54,14 @@ class LinearAttentionConfig(RecurrentConfig):
         return cls(num_heads=hidden_size // min(128, hidden_size // 4))
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
-        """Key and value channels of a head."""
+        """The numbers of key and value channels of a head."""
         return (
             checks.expanded(self, "expand_k", self.expand_k, hidden_size, self.num_heads),
             checks.expanded(self, "expand_v", self.expand_v, hidden_size, self.num_heads),
         )
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         self.head_dims(hidden_size)
         accepted = (*feature_maps.FIXED, *feature_maps.LEARNED)
@@ -117,29 +117,29 @@ class LinearAttention(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> jax.Array:
-        """φ(x W_q)."""
+        """Return φ(x W_q)."""
         q = self.q_features(split_heads(self.q_proj(x), self.config.num_heads))
         return feature_maps.normalize_sum(q) if self.config.sum_normalize_q else q
 
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
-        """φ(x W_k) and x W_v."""
+        """Return φ(x W_k) and x W_v."""
         k = self.k_features(split_heads(self.k_proj(x), self.config.num_heads))
         k = feature_maps.normalize_sum(k) if self.config.sum_normalize_k else k
         return dict(k=k, v=split_heads(self.v_proj(x), self.config.num_heads))
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
-        """Norm of each head, gate if any, projection."""
+        """Normalise each head, multiply by the gate if there is one, and project."""
         gate = None
         if self.g_proj is not None:
             gate = split_heads(self.g_proj(x), self.config.num_heads)
         return self.o_proj(merge_heads(self.norm(o, gate)))
 
     def options(self) -> dict[str, Any]:
-        """The op's constant arguments, with the normaliser's epsilon."""
+        """Return the op's constant arguments, with the normaliser's epsilon."""
         return dict(super().options(), normalize=_NORMALIZER_EPS if self.config.normalize else None)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """An empty memory."""
+        """Return the empty memory."""
         return ops.linear_state(
             batch_size,
             self.config.num_heads,

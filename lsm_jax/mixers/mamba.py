@@ -39,15 +39,15 @@ class MambaConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> MambaConfig:
-        """The published proportions: 16 numbers a channel at any width."""
+        """The published proportions: 16 numbers for each channel at any width."""
         return cls()
 
     def rank(self, hidden_size: int) -> int:
-        """Inner width of Δ's two matrices."""
+        """The inner width of Δ's two matrices."""
         return -(-hidden_size // 16) if self.step_rank is None else self.step_rank
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         checks.positive(self, expand=self.expand, state_size=self.state_size)
         if self.step_rank is not None:
@@ -99,17 +99,17 @@ class Mamba(Mixer):
         )
 
     def _convolved(self, x: jax.Array, context: Context) -> jax.Array:
-        """The convolved channels, which are written and on which Δ, B and C depend."""
+        """Return the convolved channels, which are written to the memory, and from which Δ, B and C are computed."""
         if "inner" not in context.kept:
             context.kept["inner"] = self.conv(self.x_proj(x), context)
         return context.kept["inner"]
 
     def read(self, x: jax.Array, context: Context) -> jax.Array:
-        """C."""
+        """Return C."""
         return self.c_proj(self._convolved(x, context))
 
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
-        """The convolved channels, Δ, A, B, and the skip D."""
+        """Return the convolved channels, Δ, A, B, and the skip D."""
         inner = self._convolved(x, context)
         step = self.dt_up(self.dt_down(inner), dtype=jnp.float32) + self.dt_bias[...]
         return dict(
@@ -121,16 +121,16 @@ class Mamba(Mixer):
         )
 
     def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
-        """The op, whose queries are C."""
+        """Run the op with C as its queries."""
         return type(self).op(C=query, **written, **call)
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
-        """Times silu(z), projection."""
+        """Multiply by silu(z), and project."""
         gate = jax.nn.silu(self.z_proj(x, dtype=jnp.float32))
         return self.o_proj((o.astype(gate.dtype) * gate).astype(x.dtype))
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.SelectiveState:
-        """An empty memory."""
+        """Return the empty memory."""
         return ops.selective_state(batch_size, self.inner, self.config.state_size)
 
 

@@ -56,11 +56,11 @@ class Mamba2Config(RecurrentConfig):
         return cls(head_dim=min(64, hidden_size // 4), state_size=min(128, hidden_size // 2))
 
     def num_heads(self, hidden_size: int) -> int:
-        """Heads at this width."""
+        """The number of heads at this width."""
         return self.expand * hidden_size // self.head_dim
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         checks.positive(
             self, expand=self.expand, state_size=self.state_size, norm_eps=self.norm_eps
@@ -116,11 +116,11 @@ class Mamba2(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> jax.Array:
-        """C: one query a group."""
+        """Return C, one query for each group of heads."""
         return split_heads(self.c_conv(self.c_proj(x), context), self.config.num_groups)
 
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
-        """B as keys (one a group), Δ x as values, Δ A as decay."""
+        """Return B as keys (one for each group of heads), Δ x as values, and Δ A as decay."""
         step = jax.nn.softplus(self.dt_proj(x, dtype=jnp.float32) + self.dt_bias[...])
         inner = split_heads(self.x_conv(self.x_proj(x), context), self.num_heads)
         context.beside["inner"] = inner
@@ -136,7 +136,7 @@ class Mamba2(Mixer):
         )
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
-        """Skip D x, times silu(z), then the norm over each group of heads, and the projection."""
+        """Add the skip D x, multiply by silu(z), normalise over each group of heads, and project."""
         groups, eps = self.config.num_groups, self.config.norm_eps
 
         @recomputed
@@ -150,11 +150,11 @@ class Mamba2(Mixer):
         return self.o_proj(normed(o, inner, z, self.skip[...], self.norm_scale[...]))
 
     def options(self) -> dict[str, Any]:
-        """The op's constant arguments; queries are not scaled."""
+        """Return the op's constant arguments; queries are not scaled."""
         return dict(super().options(), scale=1.0)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """An empty memory."""
+        """Return the empty memory."""
         return ops.linear_state(
             batch_size, self.num_heads, self.config.state_size, self.config.head_dim
         )

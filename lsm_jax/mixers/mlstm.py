@@ -49,14 +49,14 @@ class MLSTMConfig(RecurrentConfig):
         return cls(num_heads=max(4, hidden_size // 512))
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
-        """Key and value channels of a head."""
+        """The numbers of key and value channels of a head."""
         return (
             checks.expanded(self, "qk_dim_factor", self.qk_dim_factor, hidden_size, self.num_heads),
             checks.expanded(self, "v_dim_factor", self.v_dim_factor, hidden_size, self.num_heads),
         )
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         self.head_dims(hidden_size)
         checks.positive(
@@ -108,11 +108,11 @@ class MLSTM(Mixer):
         return cap * jnp.tanh(projection(x, dtype=jnp.float32) / cap)
 
     def read(self, x: jax.Array, context: Context) -> jax.Array:
-        """x W_q."""
+        """Return x W_q."""
         return split_heads(self.q_proj(x), self.config.num_heads)
 
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
-        """Keys, values, and each head's forget and input gate."""
+        """Return keys, values, and each head's forget gate and input gate."""
         heads = self.config.num_heads
         return dict(
             k=split_heads(self.k_proj(x), heads),
@@ -122,16 +122,16 @@ class MLSTM(Mixer):
         )
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
-        """Norm of each head, times sigmoid(x W_g), projection."""
+        """Normalise each head, multiply by sigmoid(x W_g), and project."""
         y = merge_heads(self.norm(o))
         return self.o_proj(y * jax.nn.sigmoid(self.g_proj(x)))
 
     def options(self) -> dict[str, Any]:
-        """The op's constant arguments, with the normaliser's epsilon."""
+        """Return the op's constant arguments, with the normaliser's epsilon."""
         return dict(super().options(), normalize=self.config.normalizer_eps)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """An empty memory."""
+        """Return the empty memory."""
         return ops.linear_state(
             batch_size,
             self.config.num_heads,

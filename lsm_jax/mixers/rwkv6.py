@@ -55,7 +55,7 @@ class RWKV6Config(RecurrentConfig):
         )
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         checks.divides(self, "head_dim", self.head_dim, "hidden_size", hidden_size)
         checks.positive(
@@ -130,7 +130,7 @@ class RWKV6(Mixer):
         self.o_proj = OrthogonalDense(*shape, gain=0, axes=("heads", "embed"), rngs=rngs)
 
     def _mixed(self, letter: str, x: jax.Array, context: Context) -> jax.Array:
-        """x moved towards the token before it, for one of the five (the paper's ddlerp)."""
+        """Return x interpolated with the token before it, for one of the five inputs (the paper's ddlerp)."""
         if "mixed" not in context.kept:
             before = self.shift(x, context) - x
             blend = x + before * self.mix_all[...].astype(x.dtype)
@@ -143,11 +143,11 @@ class RWKV6(Mixer):
         return context.kept["mixed"][letter]
 
     def read(self, x: jax.Array, context: Context) -> jax.Array:
-        """r: the receptance."""
+        """Return r, the receptance."""
         return split_heads(self.r_proj(self._mixed("r", x, context)), self.num_heads)
 
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
-        """Keys, values, log w = -exp(d) of each key channel, and the bonus u."""
+        """Return keys, values, log w = -exp(d) of each key channel, and the bonus u."""
         moved = self._mixed("w", x, context)
         down, up = (w[...].astype(x.dtype) for w in (self.decay_down, self.decay_up))
         low = jnp.tanh(matmul_to_float32(moved, down)).astype(x.dtype)
@@ -160,16 +160,16 @@ class RWKV6(Mixer):
         )
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
-        """Norm of each head, times silu(g), projection."""
+        """Normalise each head, multiply by silu(g), and project."""
         gate = jax.nn.silu(self.g_proj(self._mixed("g", x, context)))
         return self.o_proj(merge_heads(self.norm(o)) * gate)
 
     def options(self) -> dict[str, Any]:
-        """The op's constant arguments; queries are not scaled."""
+        """Return the op's constant arguments; queries are not scaled."""
         return dict(super().options(), scale=1.0)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """An empty memory."""
+        """Return the empty memory."""
         head_dim = self.config.head_dim
         return ops.linear_state(batch_size, self.num_heads, head_dim, head_dim)
 

@@ -61,7 +61,7 @@ class RWKV7Config(RecurrentConfig):
         return cls(head_dim=head_dim, norm_eps=head_dim * 1e-5)
 
     def ranks(self, hidden_size: int) -> dict[str, int]:
-        """Inner widths of the low-rank parts, by letter: w, a, v, g."""
+        """The inner widths of the low-rank parts by letter: w, a, v, g."""
 
         def published(factor: float) -> int:
             return max(32, 32 * round(factor * math.sqrt(hidden_size) / 32))
@@ -72,7 +72,7 @@ class RWKV7Config(RecurrentConfig):
         return {n: published(default[n]) if r is None else r for n, r in given.items()}
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         checks.divides(self, "head_dim", self.head_dim, "hidden_size", hidden_size)
         if self.head_dim < 2:
@@ -105,7 +105,7 @@ class LowRank(nnx.Module):
         self.up = OrthogonalDense(rank, size, gain=0.1, axes=(None, "heads"), rngs=rngs, bias=bias)
 
     def __call__(self, x: jax.Array, dtype: Any = None) -> jax.Array:
-        """x [B, T, D] -> [B, T, D] in `dtype`, by default x's."""
+        """Return the low-rank term of x [B, T, D], [B, T, D] in `dtype` (None is x's)."""
         inner = self.down(x)
         return self.up(inner if self.activation is None else self.activation(inner), dtype=dtype)
 
@@ -166,25 +166,25 @@ class RWKV7(Mixer):
 
     @classmethod
     def init_shared(cls, x: jax.Array, stacks: list[tuple[jax.Array, Any]]) -> dict[str, jax.Array]:
-        """The values of the first of these layers, which later layers mix with theirs, and its index."""
+        """Return the values of the first of these layers, which later layers mix with theirs, and its index."""
         first = jnp.min(jnp.concatenate([layers for layers, _ in stacks]))
         return {"v_first": jnp.zeros_like(x), "v_first_layer": first}
 
     def _mixed(self, letter: str, x: jax.Array, context: Context) -> jax.Array:
-        """x moved towards the token before it by the learned share of each channel."""
+        """Return x interpolated with the token before it, by a learned weight for each channel."""
         if "before" not in context.kept:
             context.kept["before"] = self.shift(x, context) - x
         share = self.mix[...][list(_MIXED).index(letter)].astype(x.dtype)
         return x + context.kept["before"] * share
 
     def read(self, x: jax.Array, context: Context) -> jax.Array:
-        """r: the receptance."""
+        """Return r, the receptance."""
         r = split_heads(self.r_proj(self._mixed("r", x, context)), self.num_heads)
         context.kept["r"] = r
         return r
 
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
-        """Added keys, values, removal and its share, and the decay of each key channel."""
+        """Return the keys to add, the values, the two vectors of the removal, and the decay of each key channel."""
         heads, wide = self.num_heads, jnp.promote_types(x.dtype, jnp.float32)
 
         @recomputed
@@ -215,7 +215,7 @@ class RWKV7(Mixer):
         return dict(given, v=v)
 
     def _values(self, x: jax.Array, context: Context) -> jax.Array:
-        """Values, moved towards the first layer's; in that layer, and outside a model, they are returned unchanged."""
+        """Return the values interpolated with the first layer's; in that layer, and outside a model, they are returned unchanged."""
         x = self._mixed("v", x, context)
         v = self.v_proj(x)
         if "v_first" not in context.shared:
@@ -227,16 +227,16 @@ class RWKV7(Mixer):
         return v + (first - v) * share
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
-        """Norm of each head, this token's value times r · k̃, gate, projection."""
+        """Normalise each head, add the token's value times r · k̃, multiply by the gate, and project."""
         y = merge_heads(self.norm(o) + context.beside["own"])
         return self.o_proj(y * self.gate(self._mixed("g", x, context)))
 
     def options(self) -> dict[str, Any]:
-        """The op's constant arguments; queries are not scaled."""
+        """Return the op's constant arguments; queries are not scaled."""
         return dict(super().options(), scale=1.0)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.DeltaState:
-        """An empty memory."""
+        """Return the empty memory."""
         head_dim = self.config.head_dim
         return ops.delta_state(batch_size, self.num_heads, head_dim, head_dim)
 

@@ -62,12 +62,12 @@ class TitansConfig(RecurrentConfig):
         return cls(num_heads=hidden_size // min(64, hidden_size // 8))
 
     def sizes(self, hidden_size: int) -> tuple[int, ...]:
-        """Channels between the memory's layers."""
+        """The numbers of channels between the memory's layers."""
         size = hidden_size // self.num_heads
         return (size, *(self.memory_expand * size,) * (self.memory_depth - 1), size)
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields(("recurrent", "chunk"))
         checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
         checks.one_of(self, "memory_depth", self.memory_depth, (1, 2))
@@ -135,13 +135,13 @@ class Titans(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> jax.Array:
-        """Convolved queries of unit length."""
+        """Return the convolved queries, of unit length."""
         heads = self.config.num_heads
         q = self.q_conv(self.q_proj(x), context, self.hidden_size // heads)
         return split_heads(q, heads)
 
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
-        """Convolved keys of unit length, convolved values, the memory's initial weights, and its three gates."""
+        """Return the convolved keys, of unit length, the convolved values, the memory's initial weights, and its three gates."""
         heads = self.config.num_heads
         rate = jax.nn.sigmoid(self.lr_proj(x, dtype=jnp.float32))
         momentum = self.momentum_proj(x, dtype=jnp.float32)
@@ -163,12 +163,12 @@ class Titans(Mixer):
         return ops.Inner(weights, None, norm.scale[...], norm.bias[...])
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
-        """Norm of each head, times silu(x W_g), projection."""
+        """Normalise each head, multiply by silu(x W_g), and project."""
         gate = split_heads(self.g_proj(x), self.config.num_heads)
         return self.o_proj(merge_heads(self.norm(o, gate)))
 
     def options(self) -> dict[str, Any]:
-        """The op's constant arguments."""
+        """Return the op's constant arguments."""
         config = self.config
         return dict(
             super().options(),
@@ -178,7 +178,7 @@ class Titans(Mixer):
         )
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.OnlineState:
-        """A memory that has learned nothing."""
+        """Return the memory before any gradient step."""
         config = self.config
         return ops.online_state(
             batch_size, config.num_heads, config.sizes(self.hidden_size), momentum=True

@@ -50,11 +50,11 @@ class TTTLinearConfig(RecurrentConfig):
         return cls(num_heads=hidden_size // min(64, hidden_size // 8))
 
     def sizes(self, hidden_size: int) -> tuple[int, ...]:
-        """Channels between the inner model's layers."""
+        """The numbers of channels between the inner model's layers."""
         return (hidden_size // self.num_heads,) * 2
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields(("recurrent", "chunk"))
         checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
         if hidden_size // self.num_heads % 2:
@@ -128,12 +128,12 @@ class TTTLinear(Mixer):
         return rotate(split_heads(x, self.config.num_heads), positions, base=self.config.rope_base)
 
     def read(self, x: jax.Array, context: Context) -> jax.Array:
-        """Convolved and rotated queries, of the projection that keys have too."""
+        """Return the convolved and rotated queries, from the same projection as the keys."""
         context.kept["qk"] = self.qk_proj(x)
         return self._rotated(self.q_conv(context.kept["qk"], context), context)
 
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
-        """Convolved and rotated keys, values, the inner model and its learning rates."""
+        """Return the convolved and rotated keys, the values, the inner model and its learning rates."""
         config = self.config
         rate = jax.nn.sigmoid(self.lr_proj(x, dtype=jnp.float32))
         place = jnp.arange(1, config.mini_batch + 1, dtype=jnp.float32)
@@ -151,12 +151,12 @@ class TTTLinear(Mixer):
         )
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
-        """Layer norm over all channels, times gelu(x W_g), projection."""
+        """Apply a layer norm over all channels, multiply by gelu(x W_g), and project."""
         normed = self.norm(merge_heads(o)[..., None, :])[..., 0, :]
         return self.o_proj(normed * jax.nn.gelu(self.g_proj(x)))
 
     def options(self) -> dict[str, Any]:
-        """The op's constant arguments."""
+        """Return the op's constant arguments."""
         config = self.config
         return dict(
             super().options(),
@@ -166,7 +166,7 @@ class TTTLinear(Mixer):
         )
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.OnlineState:
-        """A memory that has learned nothing."""
+        """Return the memory before any gradient step."""
         config = self.config
         return ops.online_state(
             batch_size, config.num_heads, config.sizes(self.hidden_size), bias=True

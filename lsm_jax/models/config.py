@@ -65,7 +65,7 @@ class ModelConfig:
     lora: mixers.LoRAConfig | None = None
 
     def period(self) -> str:
-        """The shortest pattern that repeats to the same layers: what the model scans over."""
+        """Return the shortest pattern whose repetition has the same layers; the model scans over its repetitions."""
         letters = self.pattern
         for size in range(1, len(letters) + 1):
             if len(letters) % size == 0 and letters[:size] * (len(letters) // size) == letters:
@@ -73,11 +73,11 @@ class ModelConfig:
         return letters
 
     def letters(self) -> str:
-        """The letter of every layer."""
+        """Return the letter of every layer."""
         return self.pattern * (self.num_layers // len(self.pattern))
 
     def validate(self) -> None:
-        """Raise ValueError where a field does not fit; nothing is computed or compiled."""
+        """Raise ValueError if a field is not accepted; nothing is computed or compiled."""
         for name in (
             "vocab_size", "hidden_size", "num_layers", "norm_eps", "init_std", "loss_chunk_size",
         ):  # fmt: skip

@@ -13,7 +13,7 @@ from lsm_jax.models.decoder import Decoder
 
 
 def abstract(config: ModelConfig) -> Decoder:
-    """The model of a config with shapes in place of arrays; nothing is computed."""
+    """Return the model of a config with shapes in place of arrays; nothing is computed."""
     return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
 
 

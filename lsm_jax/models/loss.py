@@ -70,7 +70,7 @@ def _loss(chunk_size, hidden, labels, loss_mask, head):
 
 @jax.custom_vjp
 def _chunked_nll(hidden, head, labels):
-    """hidden [N, B, C, D], head [D, V], labels [N, B, C] -> [N, B, C] float32."""
+    """Return the negative log-likelihoods, [N, B, C] float32, of hidden [N, B, C, D], head [D, V] and labels [N, B, C]."""
     return _forward(hidden, head, labels)[0]
 
 

@@ -46,7 +46,7 @@ class RecallModelConfig:
     dtype: str = "float32"
 
     def validate(self) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         for name in ("vocab_size", "hidden_size", "norm_eps", "init_std"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"model.{name}={getattr(self, name)}: it must be greater than 0")
@@ -79,7 +79,7 @@ class GatedConvolution(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x [B, T, D] -> [B, T, D]."""
+        """Return y [B, T, D] of x [B, T, D]."""
         context = Context(None, {}, None, None, None, {})
         return x + self.conv(x, context) * self.proj(x)
 
@@ -106,11 +106,11 @@ class RecallModel(nnx.Module):
         self.norms = nnx.List(norms)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Tokens int [B, T] -> hidden states after the last norm, [B, T, D] in the config's dtype."""
+        """Return the hidden states after the last norm, [B, T, D] in the config's dtype, of tokens int [B, T]."""
         return self.hidden(tokens)[0]
 
     def hidden(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The same, and the sum of the losses that layers report (a router's balance)."""
+        """Return the hidden states, and the sum of the losses that layers report (a router's balance loss)."""
         x = self.embedding[...][tokens].astype(self.config.dtype)
         own = [
             (i, layer.innermost())
@@ -132,7 +132,7 @@ class RecallModel(nnx.Module):
         return self.norms[-1](x), losses
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Hidden states [..., D] -> float32 logits [..., vocab]; float32 ones by the accelerator's fast products (TF32)."""
+        """Return the float32 logits [..., vocab] of hidden states [..., D]; float32 states are multiplied with the GPU's TF32 products."""
         head = self.embedding[...].astype(hidden.dtype).T
         if hidden.dtype == jnp.bfloat16:
             return matmul_to_float32(hidden, head)

@@ -145,7 +145,7 @@ def _sample(
 
 
 def _prefill(model, prompt, segment_ids, state, chunk):
-    """Hidden state [B, D] of each row's last real token, and the decoder's state after the prompt."""
+    """Return the hidden state [B, D] of each row's last real token, and the decoder's state after the prompt."""
     batch, length = prompt.shape
     chunk = length if chunk is None else min(chunk, length)
     last = None

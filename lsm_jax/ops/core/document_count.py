@@ -57,7 +57,7 @@ def _number(segment_ids, state: DocumentCount) -> tuple[Array, DocumentCount]:
 
 
 def _in_sequence(axis, function, segment_ids, state):
-    """The op on one of the devices that share a row."""
+    """Run the op on one of the devices that share a row."""
     empty = DocumentCount(jnp.zeros_like(state.count), jnp.zeros_like(state.segment_id))
     run, written = function(segment_ids, empty)
     _, first_id = ends_of_documents(segment_ids, run)

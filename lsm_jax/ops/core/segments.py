@@ -46,7 +46,7 @@ def read_tokens(
     state_id: Int[Array, " B"],
     num_segments: int | None,
 ) -> Tokens:
-    """The `Tokens` of a call.
+    """Return the `Tokens` of a call.
 
     Args:
         segment_ids: [B, T], or None for one document that continues.

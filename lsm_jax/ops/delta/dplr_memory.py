@@ -128,5 +128,5 @@ def dplr_memory(
 
 
 def _in_sequence(axis, function, static, **arguments):
-    """The op on one of the devices that share a row."""
+    """Run the op on one of the devices that share a row."""
     return shared_rows.in_sequence(axis, function, static, by_xla, arguments)

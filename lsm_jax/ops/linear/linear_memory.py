@@ -133,7 +133,7 @@ def linear_memory(
 
 
 def _in_sequence(axis, function, static, **arguments):
-    """The op on one of the devices that share a row."""
+    """Run the op on one of the devices that share a row."""
     update = shared_rows.update_of(static.options, arguments)
     return resume(axis, function, (static,), arguments, update, shared_rows.advance)
 

@@ -105,7 +105,7 @@ def _cumulative_phase(num_segments, **arguments):
 
 
 def _in_sequence(axis, _, num_segments, **arguments):
-    """The op on one of the devices that share a row."""
+    """Run the op on one of the devices that share a row."""
     empty = _no_sums(num_segments, arguments["angle"])
     ids = arguments["segment_ids"]
     _, written = _sum_up(num_segments, **arguments, state=empty)
