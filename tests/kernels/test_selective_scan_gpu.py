@@ -186,18 +186,18 @@ def test_the_op_lowers_to_them_on_the_card(states):
     ("changes", "message"),
     [
         (dict(u=jnp.ones((2, 64, 64))), "u in bfloat16, not float32"),
-        (dict(B=jnp.ones((64, 16))), "of real memories those with discretization='euler'"),
-        (dict(discretization="zoh"), "of real memories those with discretization='euler'"),
+        (dict(B=jnp.ones((64, 16))), "for a real memory: discretization='euler'"),
+        (dict(discretization="zoh"), "for a real memory: discretization='euler'"),
         (dict(delta=jnp.ones(64)), r"delta \[B, T, D\]"),
         (dict(form="associative"), "form='chunk' of more than one token, not 'associative'"),
         (
             dict(A=-jnp.ones((64, 4)), B=jnp.ones((2, 64, 4)), C=jnp.ones((2, 64, 4))),
             "memories of 8 or 16 numbers for each channel, not 4",
         ),
-        (dict(A=-jnp.ones((64, 16)) + 1j), "of complex memories those of one number"),
+        (dict(A=-jnp.ones((64, 16)) + 1j), "for a complex memory: one entry per channel"),
         (
             dict(initial_state=ops.selective_state(2, 64, 16, num_segments=3)),
-            "one state a row, not one a segment",
+            "one state per row, not one per segment",
         ),
     ],
 )

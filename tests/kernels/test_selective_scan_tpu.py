@@ -138,7 +138,7 @@ def test_lowers_to_a_kernel_each_way(states, dtype):
             dict(A=-jnp.ones((128, 4)), B=jnp.ones((2, 64, 4)), C=jnp.ones((2, 64, 4))),
             "memories of 8, 16, 24 or 32 numbers for each channel, not 4",
         ),
-        (dict(A=-jnp.ones((128, 16)) + 1j), "of complex memories those of one number"),
+        (dict(A=-jnp.ones((128, 16)) + 1j), "for a complex memory: one entry per channel"),
     ],
 )  # fmt: skip
 def test_names_the_requirement_that_is_not_met(changes, message):

@@ -128,11 +128,11 @@ def test_names_the_requirement_that_is_not_met():
     assert "not 256 in heads of 128" in str(unsupported(x, weight, 128))
     assert "2 to 4 rows, not 5" in str(unsupported(x, jnp.ones((5, 256)), None))
     call: Any = dict(weight=weight, implementation="mosaic_gpu")
-    with pytest.raises(NotImplementedError, match="takes x in bfloat16, not float32"):
+    with pytest.raises(NotImplementedError, match="requires x in bfloat16, not float32"):
         ops.short_convolution(x.astype(jnp.float32), **call)
-    with pytest.raises(NotImplementedError, match="takes 64 tokens or more, not 63"):
+    with pytest.raises(NotImplementedError, match="requires 64 tokens or more, not 63"):
         ops.short_convolution(x[:, :63], **call)
-    with pytest.raises(NotImplementedError, match="takes no update_mask"):
+    with pytest.raises(NotImplementedError, match="requires no update_mask"):
         ops.short_convolution(x, **call, update_mask=jnp.ones(x.shape[:2]))
     with pytest.raises(ValueError, match="implementation='triton'; accepted are"):
         short_convolution(x, weight, initial=arrays["initial"], silu=True, implementation="triton")
