@@ -210,8 +210,7 @@ class MoM(Mixer):
         """Route the tokens, run each memory along its tokens, and sum the outputs with the router's weights."""
         if memory is not None:
             check_memories(memory, self.config.num_groups())
-        logits = self.router(x, dtype=jnp.promote_types(x.dtype, jnp.float32))
-        route = route_tokens(logits, self.config, context, self.num_layers)
+        route = self._route(x, context)
         documents, last_id, document = token_documents(x, context.segment_ids, memory)
         if x.shape[1] == 1 and memory is not None:
             part, after = self._one_token(x, context, route, documents, memory)
@@ -227,6 +226,11 @@ class MoM(Mixer):
         memories, tails = after
         context.tails.update(tails)
         return part.output, MoMState(memories, last_id, document)
+
+    def _route(self, x: jax.Array, context: Context) -> Route:
+        """Return the memories of each token of x [B, T, D]; the balance loss and statistics are written to `context.aux`."""
+        logits = self.router(x, dtype=jnp.promote_types(x.dtype, jnp.float32))
+        return route_tokens(logits, self.config, context, self.num_layers)
 
     def _packs(self, x: jax.Array, context: Context, memory: MoMState | None) -> bool:
         """Whether the packed form is used for a call; see `MoMConfig.execution`."""

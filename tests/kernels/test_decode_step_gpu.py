@@ -141,7 +141,7 @@ def test_the_decoder_lowers_to_it_on_the_card(method):
     config.num_layers, config.hidden_size = 3, 128
     mixer = config.layers["L"].mixer = mixers.METHODS[method].config.for_width(128)
     for implementation, length, count in ((None, 1, 1), (None, 2, 0), ("xla", 1, 0)):
-        mixer.implementation = implementation
+        mixer.op.implementation = implementation
         graphdef, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
 
         def step(params, tokens, graphdef=graphdef):
