@@ -1,6 +1,7 @@
 """The base class of mixers: it composes a mixer's `write`, `read` and `finish` with one op.
 
-Training, prefill, chunked prefill and decoding are the same call, since all that a mixer remembers of a row is in one state.
+Training, prefill, chunked prefill and decoding are the same call, since all that a mixer remembers of a row
+is in one state.
 """
 
 from __future__ import annotations
@@ -37,20 +38,23 @@ class MixerState(NamedTuple):
 
 @dataclasses.dataclass
 class Context:
-    """The arguments of one call, and the values that `write` and `read` store for `finish` and for the caller.
+    """The arguments of one call, and the values that `write` and `read` store for `finish` and for the
+    caller.
 
     Attributes:
         layer: the index of the layer, possibly traced; None outside a model.
-        shared: values that travel from layer to layer, by name; a mixer may set the entries that its `init_shared` returns. Empty
-            outside a model.
+        shared: values that travel from layer to layer, by name; a mixer may set the entries that its
+            `init_shared` returns. Empty outside a model.
         segment_ids: [B, T] or None.
         positions: [B, T]; None unless the mixer uses positions.
         update_mask: [B, T] or None.
         contiguous: whether every token between two written tokens of a document is known to be written too.
-        tails: the states of short convolutions and token shifts by name; each of them replaces its incoming by its final state.
-        kept: values that `write`, `read` or `finish` computes for the others; `finish` must compute those that are missing.
-        beside: [B, T, ...] by name, outputs of `read` and `write` that `finish` adds to the memory's output. The sum must be linear and
-            before any norm, because MoM sums both over memories.
+        tails: the states of short convolutions and token shifts by name; each of them replaces its incoming
+            by its final state.
+        kept: values that `write`, `read` or `finish` computes for the others; `finish` must compute those
+            that are missing.
+        beside: [B, T, ...] by name, outputs of `read` and `write` that `finish` adds to the memory's output.
+            The sum must be linear and before any norm, because MoM sums both over memories.
         aux: losses and statistics by name, for the caller.
     """
 
@@ -69,8 +73,8 @@ class Context:
 class ShortConvolution(nnx.Module):
     """A causal depthwise convolution, followed by SiLU unless `silu=False`.
 
-    `MixerState.tails[name]` contains its last inputs. Initial weights are uniform in ±1/sqrt(width), as is customary for depthwise
-    convolutions. They have no weight decay.
+    `MixerState.tails[name]` contains its last inputs. Initial weights are uniform in ±1/sqrt(width), as is
+    customary for depthwise convolutions. They have no weight decay.
     """
 
     def __init__(
@@ -95,7 +99,9 @@ class ShortConvolution(nnx.Module):
         self.bias = parameter(draw(channels), (axis,), weight_decay=False) if bias else None
 
     def __call__(self, x: jax.Array, context: Context, head_dim: int | None = None) -> jax.Array:
-        """Convolve x [B, T, channels]; with `head_dim`, each head of so many channels is normalised to unit length."""
+        """Convolve x [B, T, channels]; with `head_dim`, each head of so many channels is normalised to unit
+        length.
+        """
         y, context.tails[self.name] = ops.short_convolution(
             x,
             self.weight[...].astype(x.dtype),
@@ -131,23 +137,24 @@ class TokenShift(nnx.Module):
 class Mixer(nnx.Module):
     """A layer that mixes tokens through a memory.
 
-    A subclass sets `op` and defines `write`, `read`, `finish`, `options` and `init_memory`. It contains only parameters and nothing
-    mutable.
+    A subclass sets `op` and defines `write`, `read`, `finish`, `options` and `init_memory`. It contains only
+    parameters and nothing mutable.
 
     Attributes:
         op: the function of `lsm_jax.ops` that updates and reads the memory.
         uses_positions: whether the mixer requires the positions of tokens, as rotary embeddings do.
-        uses_depth: whether `__init__` accepts `layer`, the index of the layer in the model (possibly traced, so that only initial
-            parameters may depend on it), and `num_layers`, the model's depth.
-        memory_parts: the names of submodules, `Dense` layers or modules made of them, of which each memory of a Mixture-of-Memories
-            has a copy (keys, values, gates); all memories use the same copy of the others. Empty if the mixer cannot be the inner
-            mixer of a Mixture-of-Memories.
-        token_parts: the names of `Dense` layers whose input in `read` and `write` is `x` itself. Mixture-of-Memories computes them
-            once for each token (and memory) instead of once for each row. A layer that is missing here is slower there; the result
-            of a layer that is listed wrongly is wrong.
+        uses_depth: whether `__init__` accepts `layer`, the index of the layer in the model (possibly traced,
+            so that only initial parameters may depend on it), and `num_layers`, the model's depth.
+        memory_parts: the names of submodules, `Dense` layers or modules made of them, of which each memory of
+            a Mixture-of-Memories has a copy (keys, values, gates); all memories use the same copy of the
+            others. Empty if the mixer cannot be the inner mixer of a Mixture-of-Memories.
+        token_parts: the names of `Dense` layers whose input in `read` and `write` is `x` itself.
+            Mixture-of-Memories computes them once for each token (and memory) instead of once for each row. A
+            layer that is missing here is slower there; the result of a layer that is listed wrongly is wrong.
         shared_by_token: the names of the entries of `shared` that are [B, T, ...].
-        memories_in_place: whether the op reads and returns memories in the same form as the mixer's state; the decoder then lets it
-            update the stack of all layers' memories in place (`lsm_jax.ops.core.states.Layer`).
+        memories_in_place: whether the op reads and returns memories in the same form as the mixer's state;
+            the decoder then lets it update the stack of all layers' memories in place
+            (`lsm_jax.ops.core.states.Layer`).
     """
 
     op: ClassVar[Callable]
@@ -172,7 +179,9 @@ class Mixer(nnx.Module):
         raise NotImplementedError
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> jax.Array:
-        """Apply norm, gate and projection to the op's output o [B, T, H, V], and return y [B, T, D]; x is the input [B, T, D]."""
+        """Apply norm, gate and projection to the op's output o [B, T, H, V], and return y [B, T, D]; x is the
+        input [B, T, D].
+        """
         raise NotImplementedError
 
     def options(self) -> dict[str, Any]:
@@ -203,7 +212,8 @@ class Mixer(nnx.Module):
 
         Args:
             batch_size: B.
-            max_length: the largest number of tokens of a row; only the size of softmax attention's state depends on it.
+            max_length: the largest number of tokens of a row; only the size of softmax attention's state
+                depends on it.
             dtype: the dtype of activations in the state (convolution inputs, keys and values).
         """
         tails = {
@@ -215,11 +225,13 @@ class Mixer(nnx.Module):
 
     @classmethod
     def init_shared(cls, x: jax.Array, stacks: list[tuple[jax.Array, Any]]) -> dict[str, jax.Array]:
-        """Return the entries of `shared` that this kind of mixer reads or sets; called once per call, before the first layer.
+        """Return the entries of `shared` that this kind of mixer reads or sets; called once per call, before
+        the first layer.
 
         Args:
             x: [B, T, D], the embeddings.
-            stacks: all mixers of this kind in the model, each as the indices of its layers [P] and the mixer with parameters [P, ...].
+            stacks: all mixers of this kind in the model, each as the indices of its layers [P] and the mixer
+                with parameters [P, ...].
         """
         return {}
 
@@ -267,14 +279,16 @@ class Mixer(nnx.Module):
             segment_ids: int [B, T], 0 for padding; None for one document that continues.
             positions: int [B, T], in the document; None counts them from the state.
             update_mask: [B, T], 0 where a token must not change the memory.
-            contiguous: whether every token between two tokens of one document is known to be written (see `ops.short_convolution`).
+            contiguous: whether every token between two tokens of one document is known to be written (see
+                `ops.short_convolution`).
             state: the state that the previous call returned; None is the state before any token.
 
         Returns:
             y [B, T, D], the state after the last token, and losses and statistics by name.
 
         Raises:
-            ValueError: an argument has a shape or type that is not accepted, or the state is of another batch size or mixer.
+            ValueError: an argument has a shape or type that is not accepted, or the state is of another batch
+                size or mixer.
         """
         self._check(x, segment_ids, positions, update_mask, state)
         clock = None

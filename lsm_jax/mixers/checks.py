@@ -1,4 +1,6 @@
-"""Checks that several mixer configs share; every message names the field, what was given and what is accepted."""
+"""Checks that several mixer configs share; every message names the field, what was given and what is
+accepted.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ def _is_a(kind: Any) -> Callable[[object], bool]:
 
 
 def fields(owner: Any, name: str | None = None) -> None:
-    """Raise ValueError unless every field is of the kind of its annotation, numbers finite; the first check of `validate`.
+    """Raise ValueError unless every field is of the kind of its annotation, numbers finite; the first check
+    of `validate`.
 
     Args:
         owner: a config.

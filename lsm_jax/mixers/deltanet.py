@@ -66,7 +66,9 @@ class DeltaNetConfig(RecurrentConfig):
         checks.convolution_width(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, convolutions, and erase, write, read of 2KV a head."""
+        """Forward floating-point operations of a token: projections, convolutions, and erase, write, read of
+        2KV a head.
+        """
         k, v = self.head_dims(hidden_size)
         keys, heads = self.num_heads * k, self.value_heads()
         projections = 2 * keys + heads * ((3 if self.output_gate else 2) * v + 1)

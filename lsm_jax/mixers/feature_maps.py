@@ -63,10 +63,10 @@ class HeadDense(nnx.Module):
 class FeatureMap(nnx.Module):
     """One feature map; a learned one has matrices for each head.
 
-    "t2r" is relu(x W) (arXiv 2103.13076). "hedgehog" is softmax([2y, -2y]) over the 2K features of y = x W + b, W starting
-    as the identity (arXiv 2402.04347, and flash-linear-attention's code for the 2). "elementwise_product" is
-    (x W + b) ⊙ (x W' + b'). "dpfp" multiplies [relu(x), relu(-x)] by itself rolled by 1, 2, 3 and 4 channels
-    (arXiv 2102.11174).
+    "t2r" is relu(x W) (arXiv 2103.13076). "hedgehog" is softmax([2y, -2y]) over the 2K features of y = x W +
+    b, W starting as the identity (arXiv 2402.04347, and flash-linear-attention's code for the 2).
+    "elementwise_product" is (x W + b) ⊙ (x W' + b'). "dpfp" multiplies [relu(x), relu(-x)] by itself rolled
+    by 1, 2, 3 and 4 channels (arXiv 2102.11174).
 
     Args:
         name: in `FIXED` or `LEARNED`.

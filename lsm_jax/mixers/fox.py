@@ -1,8 +1,9 @@
-"""FoX's attention (the Forgetting Transformer, arXiv 2503.02130): softmax attention whose weights are scaled down by forget gates.
+"""FoX's attention (the Forgetting Transformer, arXiv 2503.02130): softmax attention whose weights are scaled
+down by forget gates.
 
-A key's weight is multiplied by the gates of all later tokens up to the query's, so that no positions are needed. The Pro block
-also mixes keys and values with those of the token before, normalises queries and keys, and norms and gates the output; every
-part is a switch, and without gate and parts it is plain attention.
+A key's weight is multiplied by the gates of all later tokens up to the query's, so that no positions are
+needed. The Pro block also mixes keys and values with those of the token before, normalises queries and keys,
+and norms and gates the output; every part is a switch, and without gate and parts it is plain attention.
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ class FoXConfig(SoftmaxConfig):
     """FoX: softmax attention's fields, of which `rope_base` is off, and the parts of the Pro block, all on.
 
     Attributes:
-        forget_gate: "data_dependent", sigmoid(x W + b) of each query head; "data_independent", the sigmoid of a learned number a
-            head; "fixed", the same not learned; "alibi", fixed at ALiBi's slopes; "none".
-        decay_time_min: of the first head's gate f, -1 / log f, "fixed" or where "data_independent" starts; None starts at 1/2.
+        forget_gate: "data_dependent", sigmoid(x W + b) of each query head; "data_independent", the sigmoid of
+            a learned number a head; "fixed", the same not learned; "alibi", fixed at ALiBi's slopes; "none".
+        decay_time_min: of the first head's gate f, -1 / log f, "fixed" or where "data_independent" starts;
+            None starts at 1/2.
         decay_time_max: of the last head's; the others' are spaced evenly in logarithm.
-        qk_norm_per_head: each head has learned scales in the norms of queries and keys; otherwise all heads share one.
+        qk_norm_per_head: each head has learned scales in the norms of queries and keys; otherwise all heads
+            share one.
         key_shift: each key becomes `a k_before + (1 - a) k`, with a sigmoid a of the token, one a head.
         value_shift: the same for values, with separate gates.
         output_norm: RMS-normalise each head's output, with scales for each head.
@@ -106,7 +109,9 @@ class FoXConfig(SoftmaxConfig):
 
 
 class FoX(Softmax):
-    """FoX's attention; see `FoXConfig`. Learned biases start at 0, so that a gate that depends on the token starts near 1/2."""
+    """FoX's attention; see `FoXConfig`. Learned biases start at 0, so that a gate that depends on the token
+    starts near 1/2.
+    """
 
     config: FoXConfig
 
@@ -145,7 +150,9 @@ class FoX(Softmax):
         return parameter(jnp.array(start), ("heads",), weight_decay=False)
 
     def log_forget(self, x: jax.Array) -> jax.Array | None:
-        """Return the logarithm of each head's gate in float32: [B, T, H], or [H] if it is constant, or None without gates."""
+        """Return the logarithm of each head's gate in float32: [B, T, H], or [H] if it is constant, or None
+        without gates.
+        """
         if self.f_proj is not None:
             return jax.nn.log_sigmoid(self.f_proj(x, dtype=jnp.promote_types(x.dtype, jnp.float32)))
         if self.f_bias is not None:
@@ -160,11 +167,15 @@ class FoX(Softmax):
         return dict(super().write(x, context), log_forget=self.log_forget(x))
 
     def keys(self, x: jax.Array, context: Context) -> jax.Array:
-        """Return the keys [B, T, G * K] of x [B, T, D], mixed with those of the token before if the config says so."""
+        """Return the keys [B, T, G * K] of x [B, T, D], mixed with those of the token before if the config
+        says so.
+        """
         return self._mixed(super().keys(x, context), x, self.k_shift, self.k_before, context)
 
     def values(self, x: jax.Array, context: Context) -> jax.Array:
-        """Return the values [B, T, G * K] of x [B, T, D], mixed with those of the token before if the config says so."""
+        """Return the values [B, T, G * K] of x [B, T, D], mixed with those of the token before if the config
+        says so.
+        """
         return self._mixed(super().values(x, context), x, self.v_shift, self.v_before, context)
 
     def _mixed(

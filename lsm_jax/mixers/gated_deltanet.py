@@ -1,4 +1,6 @@
-"""Gated DeltaNet (arXiv 2412.06464): `M ← α_t M`, then `M ← M + k_tᵀ β_t (v_t - k_t M)`; there may be more value heads than key heads."""
+"""Gated DeltaNet (arXiv 2412.06464): `M ← α_t M`, then `M ← M + k_tᵀ β_t (v_t - k_t M)`; there may be more
+value heads than key heads.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class GatedDeltaNetConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GatedDeltaNetConfig:
-        """The published proportions: heads of 256 channels, and 3/4 as many key channels in all heads as the width."""
+        """The published proportions: heads of 256 channels, and 3/4 as many key channels in all heads as the
+        width.
+        """
         head_dim = min(256, hidden_size // 4)
         return cls(head_dim=head_dim, num_heads=max(1, 3 * hidden_size // (4 * head_dim)))
 
@@ -70,7 +74,9 @@ class GatedDeltaNetConfig(RecurrentConfig):
         checks.convolution_width(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, convolutions, decay KV and erase, write, read of 2KV a head."""
+        """Forward floating-point operations of a token: projections, convolutions, decay KV and erase, write,
+        read of 2KV a head.
+        """
         keys, heads = self.num_heads * self.head_dim, self.value_heads()
         values = heads * self.value_dim()
         projections = 2.0 * hidden_size * (2 * keys + 3 * values + 2 * heads)
@@ -120,7 +126,9 @@ class GatedDeltaNet(Mixer):
         return split_heads(q, self.config.num_heads)
 
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
-        """Return the convolved keys, of unit length, the convolved values, and β and the decay of each value head."""
+        """Return the convolved keys, of unit length, the convolved values, and β and the decay of each value
+        head.
+        """
         config = self.config
         beta = jax.nn.sigmoid(self.beta_proj(x, dtype=jnp.float32))
         step = jax.nn.softplus(self.decay_proj(x, dtype=jnp.float32) + self.dt_bias[...])

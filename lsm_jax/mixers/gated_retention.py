@@ -1,4 +1,6 @@
-"""Gated retention (YOCO, arXiv 2405.05254, Section 3.1): retention whose decay is a gate, `γ_t = sigmoid(x_t W_γ)^(1/τ)`, one a head."""
+"""Gated retention (YOCO, arXiv 2405.05254, Section 3.1): retention whose decay is a gate,
+`γ_t = sigmoid(x_t W_γ)^(1/τ)`, one a head.
+"""
 
 from __future__ import annotations
 

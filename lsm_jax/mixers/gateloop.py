@@ -1,8 +1,9 @@
-"""GateLoop (arXiv 2311.01927): `M_t = a_t M_{t-1} + k_tᵀ v_t`, `o_t = Re(q_t M_t)`, with a complex gate of the token, `|a| < 1`.
+"""GateLoop (arXiv 2311.01927): `M_t = a_t M_{t-1} + k_tᵀ v_t`, `o_t = Re(q_t M_t)`, with a complex gate of
+the token, `|a| < 1`.
 
-A gate that turns by an angle θ_t is a decay |a_t| and a rotation of queries and keys by the angles' sum: wide heads are a
-real `linear_memory` of twice the key width. It is kept without the sum, as the parts of M's conjugate, so that the sum
-starts from 0 in every call. With one head a channel M is one complex number.
+A gate that turns by an angle θ_t is a decay |a_t| and a rotation of queries and keys by the angles' sum: wide
+heads are a real `linear_memory` of twice the key width. It is kept without the sum, as the parts of M's
+conjugate, so that the sum starts from 0 in every call. With one head a channel M is one complex number.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ class GateLoopConfig(RecurrentConfig):
     """GateLoop.
 
     Attributes:
-        num_heads: gates, each over hidden_size / num_heads key and value channels; None is one a channel, as published.
-        gate_gradient: share of the gate's gradient that its projection gets, in place of a lower learning rate.
-        gate_bias: what the real part of z starts at; a large one remembers long and turns little. The angle of a z near 0
-            hangs on its rounding.
-        norm: whether to norm each head's output (of all channels, where a head is one) ahead of the output gate.
+        num_heads: gates, each over hidden_size / num_heads key and value channels; None is one a channel, as
+            published.
+        gate_gradient: share of the gate's gradient that its projection gets, in place of a lower learning
+            rate.
+        gate_bias: what the real part of z starts at; a large one remembers long and turns little. The angle
+            of a z near 0 hangs on its rounding.
+        norm: whether to norm each head's output (of all channels, where a head is one) ahead of the output
+            gate.
         norm_eps: of that norm.
     """
 
@@ -57,21 +61,27 @@ class GateLoopConfig(RecurrentConfig):
         checks.positive(self, gate_gradient=self.gate_gradient, norm_eps=self.norm_eps)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections; decay 6, write 2, read 2 for each complex number kept."""
+        """Forward floating-point operations of a token: projections; decay 6, write 2, read 2 for each
+        complex number kept.
+        """
         heads = self.heads(hidden_size)
         projections = 2.0 * hidden_size * (5 * hidden_size + 2 * heads)
         return projections + 10 * hidden_size * (hidden_size // heads)
 
 
 def polar(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the absolute value and the angle of x + iy. Numbers below 1e-12 count as 0; their angle and their gradients are 0."""
+    """Return the absolute value and the angle of x + iy. Numbers below 1e-12 count as 0; their angle and
+    their gradients are 0.
+    """
     zero = jnp.maximum(jnp.abs(x), jnp.abs(y)) < 1e-12
     x, y = jnp.where(zero, 1, x), jnp.where(zero, 0, y)
     return jnp.where(zero, 0, jnp.sqrt(x * x + y * y)), jnp.arctan2(y, x)
 
 
 def turn_back(memory: jax.Array, phase: jax.Array) -> jax.Array:
-    """Return a complex memory times exp(-i phase); the memory is [..., 2 K, V] with its real and imaginary parts, the phase [...]."""
+    """Return a complex memory times exp(-i phase); the memory is [..., 2 K, V] with its real and imaginary
+    parts, the phase [...].
+    """
     real, imag = jnp.split(memory, 2, axis=-2)
     cos, sin = jnp.cos(phase)[..., None, None], jnp.sin(phase)[..., None, None]
     return jnp.concatenate([real * cos + imag * sin, imag * cos - real * sin], axis=-2)
@@ -122,7 +132,9 @@ class GateLoop(Mixer):
         )
 
     def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
-        """Return the output [B, T, H, V], computed with one complex number per channel, or with rotated queries and keys."""
+        """Return the output [B, T, H, V], computed with one complex number per channel, or with rotated
+        queries and keys.
+        """
         k, v, log_decay, angle = (written[n] for n in ("k", "v", "log_decay", "angle"))
         if self.config.num_heads is None:
             ones = jnp.ones((self.num_heads, 1), log_decay.dtype)

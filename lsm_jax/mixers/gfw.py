@@ -24,8 +24,9 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 class GFWConfig(RecurrentConfig):
     """Gated fast weights.
 
-    The published models are transformers tuned into this form, with neither norm nor output gate. Trained from the start they
-    take Linear-MoE's (arXiv 2503.05447): a norm over each head's output, times silu(x W_g).
+    The published models are transformers tuned into this form, with neither norm nor output gate. Trained
+    from the start they take Linear-MoE's (arXiv 2503.05447): a norm over each head's output, times silu(x
+    W_g).
 
     Attributes:
         num_heads: heads.
@@ -58,7 +59,9 @@ class GFWConfig(RecurrentConfig):
         checks.positive(self, norm_eps=self.norm_eps)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, gate KV, decay KV, write 2KV, read 2KV a head."""
+        """Forward floating-point operations of a token: projections, gate KV, decay KV, write 2KV, read 2KV a
+        head.
+        """
         k, v = self.head_dims(hidden_size)
         return self.num_heads * (2.0 * hidden_size * (3 * k + 4 * v) + 6 * k * v)
 

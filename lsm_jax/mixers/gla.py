@@ -1,4 +1,6 @@
-"""Gated linear attention (arXiv 2312.06635): `M_t = diag(α_t) M_{t-1} + k_tᵀ v_t`, α a low-rank function of the token."""
+"""Gated linear attention (arXiv 2312.06635): `M_t = diag(α_t) M_{t-1} + k_tᵀ v_t`, α a low-rank function of
+the token.
+"""
 
 from __future__ import annotations
 

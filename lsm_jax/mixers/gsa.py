@@ -1,7 +1,8 @@
-"""Gated slot attention (arXiv 2409.07146): keys and values in M slots that decay, read by a softmax over the slots.
+"""Gated slot attention (arXiv 2409.07146): keys and values in M slots that decay, read by a softmax over the
+slots.
 
-The output path (norm over silu(o) of all heads together, no gate) and the query's scale of 1 are those of the authors'
-published code.
+The output path (norm over silu(o) of all heads together, no gate) and the query's scale of 1 are those of the
+authors' published code.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class GSAConfig(RecurrentConfig):
         )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections; decay, write 2, read 2 of KM and of MV, softmax 4M a head."""
+        """Forward floating-point operations of a token: projections; decay, write 2, read 2 of KM and of MV,
+        softmax 4M a head.
+        """
         k, v = self.head_dims(hidden_size)
         slots = self.num_slots
         projections = 2.0 * hidden_size * (2 * k + 2 * v + slots)

@@ -1,7 +1,9 @@
-"""HGRN2 (arXiv 2404.07904): `M_t = diag(f_t) M_{t-1} + (1 - f_t)ᵀ i_t`, `o_t = silu(q_t) M_t`, f bounded below.
+"""HGRN2 (arXiv 2404.07904): `M_t = diag(f_t) M_{t-1} + (1 - f_t)ᵀ i_t`, `o_t = silu(q_t) M_t`, f bounded
+below.
 
-`f = γ + (1 - γ) sigmoid(x W_f)`. The bounds γ are learned across the model's HGRN2 layers: each layer has a row of logits,
-and a layer's bound is the sum of the softmax over layers from the second layer up to it, so they grow from 0 with depth.
+`f = γ + (1 - γ) sigmoid(x W_f)`. The bounds γ are learned across the model's HGRN2 layers: each layer has a
+row of logits, and a layer's bound is the sum of the softmax over layers from the second layer up to it, so
+they grow from 0 with depth.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class HGRN2Config(RecurrentConfig):
     """HGRN2.
 
     Attributes:
-        head_dim: key and value channels of a head (the paper's expansion ratio); hidden_size / head_dim heads.
+        head_dim: key and value channels of a head (the paper's expansion ratio); hidden_size / head_dim
+            heads.
         norm_eps: of the norm over the output's whole width.
     """
 
@@ -52,7 +55,9 @@ class HGRN2Config(RecurrentConfig):
 
 
 def log_bounds(logits: jax.Array) -> jax.Array:
-    """Return `log γ` and `log (1 - γ)` of each layer, [L, 2, D], from the layers' logits [L, D]; γ of the first layer is 0."""
+    """Return `log γ` and `log (1 - γ)` of each layer, [L, 2, D], from the layers' logits [L, D]; γ of the
+    first layer is 0.
+    """
     share = jax.nn.log_softmax(logits, axis=0)
     layers = jnp.arange(len(logits))
     below = (layers <= layers[1:, None]) & (layers > 0)  # of every layer but the first

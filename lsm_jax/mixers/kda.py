@@ -53,7 +53,9 @@ class KDAConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> KDAConfig:
-        """The published proportions: heads of 128, smaller below width 512, key channels of all heads as many as the width."""
+        """The published proportions: heads of 128, smaller below width 512, key channels of all heads as many
+        as the width.
+        """
         head_dim = min(128, hidden_size // 4)
         return cls(head_dim=head_dim, num_heads=hidden_size // head_dim)
 
@@ -74,7 +76,9 @@ class KDAConfig(RecurrentConfig):
         checks.convolution_width(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, convolutions, decay KV and erase, write, read of 2KV a head."""
+        """Forward floating-point operations of a token: projections, convolutions, decay KV and erase, write,
+        read of 2KV a head.
+        """
         keys, heads = self.num_heads * self.head_dim, self.value_heads()
         values, rank = heads * self.value_dim(), self.head_dim
         projections = 2.0 * hidden_size * (2 * keys + 2 * values + heads)
@@ -125,7 +129,9 @@ class KDA(Mixer):
         return split_heads(q, self.config.num_heads)
 
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
-        """Return the convolved keys, of unit length, the convolved values, β of each value head, and the decay of each of its key channels."""
+        """Return the convolved keys, of unit length, the convolved values, β of each value head, and the
+        decay of each of its key channels.
+        """
         config, heads = self.config, self.config.value_heads()
         beta = jax.nn.sigmoid(self.beta_proj(x, dtype=jnp.float32))
         gate = split_heads(self.decay_up(self.decay_down(x), dtype=jnp.float32), heads)

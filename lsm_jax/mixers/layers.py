@@ -20,8 +20,8 @@ from jax.typing import DTypeLike
 def parameter(
     value: jax.Array, logical_axes: tuple[str | None, ...], *, weight_decay: bool
 ) -> nnx.Param:
-    """A trainable array in float32, whatever `jax_enable_x64` made of it, with its logical axis names (one an axis) and
-    whether weight decay applies to it.
+    """A trainable array in float32, whatever `jax_enable_x64` made of it, with its logical axis names (one an
+    axis) and whether weight decay applies to it.
     """
     if len(logical_axes) != value.ndim:
         raise ValueError(
@@ -33,7 +33,9 @@ def parameter(
 
 
 def matmul_precision(dtype: DTypeLike) -> jax.lax.Precision:
-    """Return full precision for float32 and wider; products of bfloat16 numbers are exact in float32 in any case."""
+    """Return full precision for float32 and wider; products of bfloat16 numbers are exact in float32 in any
+    case.
+    """
     narrow = jnp.dtype(dtype).itemsize <= 2
     return jax.lax.Precision.DEFAULT if narrow else jax.lax.Precision.HIGHEST
 
@@ -41,7 +43,8 @@ def matmul_precision(dtype: DTypeLike) -> jax.lax.Precision:
 def matmul_to_float32(x: jax.Array, w: jax.Array) -> jax.Array:
     """x [..., M, K] times w [K, N], of one dtype, accumulated and returned in float32 (float64 for float64).
 
-    Gradients are those of a product in x's dtype: a float32 one of a widened x would cost a GPU many times as much.
+    Gradients are those of a product in x's dtype: a float32 one of a widened x would cost a GPU many times as
+    much.
     """
     if x.dtype.itemsize >= 4:
         return _product(x, w)
@@ -54,8 +57,9 @@ def _product(x: jax.Array, w: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _widening_product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Return the product, with operands converted to float32 on a CPU: XLA has no bfloat16 product with a float32 result there for some
-    layouts."""
+    """Return the product, with operands converted to float32 on a CPU: XLA has no bfloat16 product with a
+    float32 result there for some layouts.
+    """
 
     def widened(x: jax.Array, w: jax.Array) -> jax.Array:
         return _product(x.astype(jnp.float32), w.astype(jnp.float32))
@@ -80,7 +84,9 @@ def project(
     bias: jax.Array | None = None,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """Return x [..., D] times kernel [D, F] plus bias [F], in `dtype` (None is x's); the kernel is cast to x's dtype, sums are float32."""
+    """Return x [..., D] times kernel [D, F] plus bias [F], in `dtype` (None is x's); the kernel is cast to
+    x's dtype, sums are float32.
+    """
     kernel = kernel.astype(x.dtype)
     if dtype is None or jnp.dtype(dtype) == x.dtype:
         y = _product(x, kernel)
@@ -101,8 +107,9 @@ class Dense(nnx.Module):
 
     Attributes:
         lora: an adapter that `lsm_jax.mixers.lora` set, or None.
-        product: the function that multiplies, with the arguments of `project`. Mixture-of-Memories sets another in a copy of
-            its inner mixer, whose kernels may have an axis of memories and whose tokens are arranged by memory.
+        product: the function that multiplies, with the arguments of `project`. Mixture-of-Memories sets
+            another in a copy of its inner mixer, whose kernels may have an axis of memories and whose tokens
+            are arranged by memory.
     """
 
     lora: Any = None
@@ -157,7 +164,8 @@ class OrthogonalDense(Dense):
 
 
 def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Save only a function's arguments for the backward pass, which recomputes the rest; for mostly elementwise functions.
+    """Save only a function's arguments for the backward pass, which recomputes the rest; for mostly
+    elementwise functions.
 
     Without it a scan over layers keeps every float32 array between bfloat16 arguments and results.
     """
@@ -200,7 +208,8 @@ class RMSNorm(nnx.Module):
 
 
 class HeadNorm(nnx.Module):
-    """Layer norm of each head (a group norm with a group a head), learned scale and bias, float32 inside, x's dtype outside.
+    """Layer norm of each head (a group norm with a group a head), learned scale and bias, float32 inside, x's
+    dtype outside.
 
     Args:
         num_heads: H.
@@ -243,9 +252,10 @@ class RopeScaling:
     """How rotary frequencies are lowered for documents longer than a model was first trained on.
 
     Attributes:
-        kind: "linear" divides all by `factor` (arXiv 2306.15595); "llama3" (Llama 3.1) divides those of wavelengths over
-            `original_length / low_freq_factor`, leaves those under `original_length / high_freq_factor`, and passes from the
-            one to the other linearly in `original_length / wavelength`.
+        kind: "linear" divides all by `factor` (arXiv 2306.15595); "llama3" (Llama 3.1) divides those of
+            wavelengths over `original_length / low_freq_factor`, leaves those under
+            `original_length / high_freq_factor`, and passes from the one to the other linearly in
+            `original_length / wavelength`.
         factor: at least 1.
         low_freq_factor: "llama3" only.
         high_freq_factor: "llama3" only; greater than `low_freq_factor`.
@@ -305,7 +315,9 @@ def merge_heads(x: jax.Array) -> jax.Array:
 def log_uniform_step_bias(
     rngs: nnx.Rngs, size: int, *, low: float = 1e-3, high: float = 1e-1, floor: float = 1e-4
 ) -> jax.Array:
-    """Draw biases whose softplus is log-uniform in [low, high] and at least `floor` (as in the code of Mamba2, arXiv 2405.21060)."""
+    """Draw biases whose softplus is log-uniform in [low, high] and at least `floor` (as in the code of
+    Mamba2, arXiv 2405.21060).
+    """
     uniform = jax.random.uniform(rngs.params(), (size,), jnp.float32)
     step = jnp.exp(uniform * (jnp.log(high) - jnp.log(low)) + jnp.log(low))
     step = jnp.maximum(step, floor)

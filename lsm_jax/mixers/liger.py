@@ -1,8 +1,10 @@
-"""Liger (arXiv 2503.01496): a pretrained softmax layer as a gated memory and a sliding window, with no new parameter.
+"""Liger (arXiv 2503.01496): a pretrained softmax layer as a gated memory and a sliding window, with no new
+parameter.
 
-The gate is the layer's key projection, pooled over channels: `M_t = G_t ⊙ M_{t-1} + k_tᵀ v_t`, `G_t = f(Pool(x_t W_k))`.
-Paper Table 1 has the gates; where it leaves a choice, that of the published code (github.com/OpenSparseLLMs/Linearization)
-is taken: softmax over channels as the feature map, queries not scaled, no normaliser, norm or output gate.
+The gate is the layer's key projection, pooled over channels: `M_t = G_t ⊙ M_{t-1} + k_tᵀ v_t`,
+`G_t = f(Pool(x_t W_k))`. Paper Table 1 has the gates; where it leaves a choice, that of the published code
+(github.com/OpenSparseLLMs/Linearization) is taken: softmax over channels as the feature map, queries not
+scaled, no normaliser, norm or output gate.
 """
 
 from __future__ import annotations
@@ -33,12 +35,13 @@ _LARGEST_EXPONENT = 4.0  # of RWKV6's exp(-exp(z)): exp(-55) forgets all
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class LigerConfig(RecurrentConfig, SoftmaxConfig):
-    """Liger attention. The fields of `SoftmaxConfig` are those of the pretrained layer; `window` and `implementation` are the
-    window branch's, `op` is the recurrence's.
+    """Liger attention. The fields of `SoftmaxConfig` are those of the pretrained layer; `window` and
+    `implementation` are the window branch's, `op` is the recurrence's.
 
-    With z the pooled key projection, the logarithm of the gate is log sigmoid(z) / gate_temperature of each key channel (gla),
-    head (mlstm and gated_retention, which are one function here) or slot (gsa); of each key channel with 1 - gate in the
-    key's place (hgrn2); -softplus(z) of each head (mamba2); -exp(min(z, 4)) of each key channel (rwkv6).
+    With z the pooled key projection, the logarithm of the gate is log sigmoid(z) / gate_temperature of each
+    key channel (gla), head (mlstm and gated_retention, which are one function here) or slot (gsa); of each
+    key channel with 1 - gate in the key's place (hgrn2); -softplus(z) of each head (mamba2); -exp(min(z, 4))
+    of each key channel (rwkv6).
 
     Attributes:
         window: tokens a query of the window's branch sees, itself included; None sees all.
@@ -48,7 +51,8 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
         memory_weight: of the recurrence's output; 0 leaves the recurrence out.
         window_weight: of the window's output; 0 leaves the window out (ablation).
         gate_projection: the gate comes from a new random projection in place of the keys' (ablation).
-        feature_map: "softmax" over channels, or learned: "t2r" or "hedgehog" of `lsm_jax.mixers.feature_maps` (ablation).
+        feature_map: "softmax" over channels, or learned: "t2r" or "hedgehog" of `lsm_jax.mixers.feature_maps`
+            (ablation).
     """
 
     window: int | None = 64
@@ -108,7 +112,9 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
             )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """The operations of attention and of the memory: 3 K V per key head to decay and write, 2 K V per query head to read; twice for gsa."""
+        """The operations of attention and of the memory: 3 K V per key head to decay and write, 2 K V per
+        query head to read; twice for gsa.
+        """
         dim, heads, kv_heads = self.dim(hidden_size), self.num_heads, self.kv_heads()
         total = 4.0 * hidden_size * dim * (heads + kv_heads)
         if self.window_weight:
@@ -125,7 +131,8 @@ class LigerState(NamedTuple):
 
     Attributes:
         memory: `ops.LinearState`, gsa's `ops.SlotState`, or None without a memory; one for each key head.
-        window: `ops.AttentionState`, a ring of the window's rotated keys and values, or None without a window.
+        window: `ops.AttentionState`, a ring of the window's rotated keys and values, or None without a
+            window.
     """
 
     memory: Any
@@ -133,10 +140,11 @@ class LigerState(NamedTuple):
 
 
 class Liger(Softmax):
-    """Liger attention; see `LigerConfig`. Its parameters are named as softmax attention's, and the same but for ablations'.
+    """Liger attention; see `LigerConfig`. Its parameters are named as softmax attention's, and the same but
+    for ablations'.
 
-    Keys and queries of the memory are those before the rotation, normalised where the layer does; the gate's are ahead of
-    the norm also.
+    Keys and queries of the memory are those before the rotation, normalised where the layer does; the gate's
+    are ahead of the norm also.
     """
 
     op = ops.linear_memory
@@ -185,7 +193,9 @@ class Liger(Softmax):
         return dict(k=k, v=v, log_decay=jnp.tile(log_decay, copies))
 
     def log_decay(self, keys: jax.Array, x: jax.Array) -> jax.Array:
-        """Return the gates' logarithms [B, T, G, gates] in float32, from keys [B, T, G, K] before norm and rotation."""
+        """Return the gates' logarithms [B, T, G, gates] in float32, from keys [B, T, G, K] before norm and
+        rotation.
+        """
         wide = jnp.promote_types(x.dtype, jnp.float32)
         if self.memory_gate is None:
             z = pool(keys.astype(wide), self.config.gate_size(self.hidden_size))
@@ -245,7 +255,9 @@ class Liger(Softmax):
 
 
 def pool(x: jax.Array, size: int) -> jax.Array:
-    """Return the means [..., size] of x [..., K] over bins of channels; bin i is from floor(i K / size) to ceil((i + 1) K / size)."""
+    """Return the means [..., size] of x [..., K] over bins of channels; bin i is from floor(i K / size) to
+    ceil((i + 1) K / size).
+    """
     channels = x.shape[-1]
     if size == channels:
         return x

@@ -1,4 +1,5 @@
-"""Lightning attention (TransNormerLLM, arXiv 2307.14995; Lightning Attention-2, arXiv 2401.04658): `M_t = λ M_{t-1} + φ(k_t)ᵀ v_t`.
+"""Lightning attention (TransNormerLLM, arXiv 2307.14995; Lightning Attention-2, arXiv 2401.04658):
+`M_t = λ M_{t-1} + φ(k_t)ᵀ v_t`.
 
 λ is a constant of head h and, in the published model, of layer l: `exp(-(8 h / H) (1 - l / L))`.
 """
@@ -29,8 +30,9 @@ class LightningConfig(RecurrentConfig):
 
     Attributes:
         num_heads: heads.
-        decay: each head's constant rate: "depth" is the published `(8 h / H) (1 - l / L)`, slower in higher layers; "alibi" the
-            slopes `2^(-8 (h + 1) / H)` in every layer, as in Linear-MoE (arXiv 2503.05447, its code); "none" does not decay.
+        decay: each head's constant rate: "depth" is the published `(8 h / H) (1 - l / L)`, slower in higher
+            layers; "alibi" the slopes `2^(-8 (h + 1) / H)` in every layer, as in Linear-MoE (arXiv
+            2503.05447, its code); "none" does not decay.
         norm_eps: of the norm over each head's output.
     """
 
@@ -56,8 +58,9 @@ class LightningConfig(RecurrentConfig):
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """Return ALiBi's slopes (arXiv 2108.12409), `2^(-8 (h + 1) / H)` for H a power of two. For other H, those of the next smaller
-    power, and every second one of the next larger."""
+    """Return ALiBi's slopes (arXiv 2108.12409), `2^(-8 (h + 1) / H)` for H a power of two. For other H, those
+    of the next smaller power, and every second one of the next larger.
+    """
     power = 2 ** int(math.log2(num_heads))
     slopes = [2.0 ** (-8 * (h + 1) / power) for h in range(power)]
     between = [2.0 ** (-4 * (h + 1) / power) for h in range(0, 2 * power, 2)]

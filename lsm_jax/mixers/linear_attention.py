@@ -1,6 +1,8 @@
-"""Basic linear attention (arXiv 2006.16236): `M_t = M_{t-1} + φ(k_t)ᵀ v_t`, `o_t = φ(q_t) M_t`, optionally over `φ(q_t) z_t`.
+"""Basic linear attention (arXiv 2006.16236): `M_t = M_{t-1} + φ(k_t)ᵀ v_t`, `o_t = φ(q_t) M_t`, optionally
+over `φ(q_t) z_t`.
 
-As in Linear-MoE (arXiv 2503.05447) the normaliser is off by default and a norm over each head's output takes its place.
+As in Linear-MoE (arXiv 2503.05447) the normaliser is off by default and a norm over each head's output takes
+its place.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ class LinearAttentionConfig(RecurrentConfig):
         num_heads: heads.
         expand_k: key channels over hidden_size, all heads together.
         expand_v: value channels over hidden_size.
-        feature_map: φ on queries and keys: "identity", "elu" (elu + 1), "relu", "silu", "dpfp", or a learned one, for queries
-            and keys apart: "t2r", "hedgehog" or "elementwise_product"; `FeatureMap` says what they are.
+        feature_map: φ on queries and keys: "identity", "elu" (elu + 1), "relu", "silu", "dpfp", or a learned
+            one, for queries and keys apart: "t2r", "hedgehog" or "elementwise_product"; `FeatureMap` says
+            what they are.
         sum_normalize_q: divide φ(q) by the sum of its features; needs a non-negative φ.
         sum_normalize_k: the same of φ(k).
         normalize: divide by the query's product with the sum of keys; needs a non-negative φ.
@@ -75,7 +78,9 @@ class LinearAttentionConfig(RecurrentConfig):
         checks.positive(self, norm_eps=self.norm_eps)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, learned φ, write 2KV and read 2KV a head."""
+        """Forward floating-point operations of a token: projections, learned φ, write 2KV and read 2KV a
+        head.
+        """
         k, v = self.head_dims(hidden_size)
         projections = 2 * k + (3 if self.output_gate else 2) * v
         learned = 4 * k * k * feature_maps.LEARNED.get(self.feature_map, 0)

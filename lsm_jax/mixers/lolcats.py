@@ -1,8 +1,10 @@
-"""LoLCATs (arXiv 2410.10254): softmax attention in a window, linear attention beyond it, under one denominator.
+"""LoLCATs (arXiv 2410.10254): softmax attention in a window, linear attention beyond it, under one
+denominator.
 
-`o_t = (Σ_near γ exp(s_tj - m_t) v_j + Σ_far φ(q_t)·φ(k_j) v_j) / (the same without v)`, near the last `window` tokens of the
-document, m_t the largest near score, γ a learned factor of each head. Feature maps see queries and keys after the rotation, as
-in the authors' code; theirs maps keys once a query head, here once a key head, so that the memory is one of key heads.
+`o_t = (Σ_near γ exp(s_tj - m_t) v_j + Σ_far φ(q_t)·φ(k_j) v_j) / (the same without v)`, near the last
+`window` tokens of the document, m_t the largest near score, γ a learned factor of each head. Feature maps see
+queries and keys after the rotation, as in the authors' code; theirs maps keys once a query head, here once a
+key head, so that the memory is one of key heads.
 """
 
 from __future__ import annotations
@@ -31,14 +33,15 @@ _FIRST_FACTOR = 0.1
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class LolcatsConfig(RecurrentConfig, SoftmaxConfig):
-    """LoLCATs attention. The fields of `SoftmaxConfig` are those of the pretrained layer; `op` is the linear part's.
+    """LoLCATs attention. The fields of `SoftmaxConfig` are those of the pretrained layer; `op` is the linear
+    part's.
 
     Attributes:
         window: tokens under softmax attention, the query's included.
         feature_dim: columns of a feature map; it gives twice as many features.
-        transfer_weight: 0 is the model. Otherwise its layers return softmax attention's output, and report as a loss this weight
-            times the mean squared distance of LoLCATs' output from it: the first stage of training, which needs rows from their
-            start and returns no state.
+        transfer_weight: 0 is the model. Otherwise its layers return softmax attention's output, and report as
+            a loss this weight times the mean squared distance of LoLCATs' output from it: the first stage of
+            training, which needs rows from their start and returns no state.
     """
 
     window: int | None = 64
@@ -65,7 +68,9 @@ class LolcatsConfig(RecurrentConfig, SoftmaxConfig):
             )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """The operations of attention over the window, of the maps, and of the memory: 2 F V per key head to write, 2 F V per query head to read."""
+        """The operations of attention over the window, of the maps, and of the memory: 2 F V per key head to
+        write, 2 F V per query head to read.
+        """
         dim, heads, kv_heads = self.dim(hidden_size), self.num_heads, self.kv_heads()
         mapped = 2.0 * (heads + kv_heads) * dim * self.feature_dim
         memory = 4.0 * (heads + kv_heads) * self.feature_dim * dim
@@ -89,7 +94,8 @@ class LolcatsState(NamedTuple):
 
 
 class Lolcats(Softmax):
-    """LoLCATs attention; see `LolcatsConfig`. Beside softmax attention's parameters it has maps and factors, for the first stage.
+    """LoLCATs attention; see `LolcatsConfig`. Beside softmax attention's parameters it has maps and factors,
+    for the first stage.
 
     Scores of the window are computed in blocks of its size, so that memory and time grow with the tokens.
     """
@@ -134,7 +140,9 @@ class Lolcats(Softmax):
         return LolcatsState(linear, ring, ring, jnp.zeros(batch_size, jnp.int32))
 
     def through_memory(self, x: jax.Array, context: Context, memory: Any) -> tuple[jax.Array, Any]:
-        """Return the joint output of window and memory, [B, T, H, V], and the final state; in the first stage the output of softmax attention."""
+        """Return the joint output of window and memory, [B, T, H, V], and the final state; in the first stage
+        the output of softmax attention.
+        """
         config = self.config
         memory = self._empty(x.shape[0], x.dtype) if memory is None else memory
         q, written = self.read(x, context), self.write(x, context)
@@ -193,11 +201,13 @@ class Lolcats(Softmax):
 class _Near:
     """The window of each token: the tokens in the state and in the call, and which of them each token sees.
 
-    Queries go in N blocks of C, C being the window; a block sees no other keys than W + C - 1 written ones in a row.
+    Queries go in N blocks of C, C being the window; a block sees no other keys than W + C - 1 written ones in
+    a row.
 
     Attributes:
         keys: [B, W + T, G, K], the state's and the call's; `values` likewise.
-        seen: [B, N, C, W + C - 1], whether a query of a block sees a key of those that `take` gives the block.
+        seen: [B, N, C, W + C - 1], whether a query of a block sees a key of those that `take` gives the
+            block.
     """
 
     def __init__(self, k, v, context: Context, memory: LolcatsState, window: int | None):

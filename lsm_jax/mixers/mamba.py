@@ -1,7 +1,8 @@
-"""Mamba (S6, arXiv 2312.00752): `h_t = exp(Δ_t A) h_{t-1} + Δ_t B_t x_t`, `y_t = C_t h_t + D x_t` for each channel, gated, with no feedforward.
+"""Mamba (S6, arXiv 2312.00752): `h_t = exp(Δ_t A) h_{t-1} + Δ_t B_t x_t`, `y_t = C_t h_t + D x_t` for each
+channel, gated, with no feedforward.
 
-The published block has one projection into x and z and one from x to Δ, B and C; here each part has one, which is the
-same function with the same number of parameters.
+The published block has one projection into x and z and one from x to Δ, B and C; here each part has one,
+which is the same function with the same number of parameters.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class MambaConfig(RecurrentConfig):
         checks.convolution_width(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, convolution; Δ A, decay, write 2, read 2 for each number kept."""
+        """Forward floating-point operations of a token: projections, convolution; Δ A, decay, write 2, read 2
+        for each number kept.
+        """
         inner, rank = self.expand * hidden_size, self.rank(hidden_size)
         projections = 2.0 * inner * (3 * hidden_size + 2 * rank + 2 * self.state_size)
         return projections + inner * (2 * self.conv_size + 6 * self.state_size + 3)
@@ -99,7 +102,9 @@ class Mamba(Mixer):
         )
 
     def _convolved(self, x: jax.Array, context: Context) -> jax.Array:
-        """Return the convolved channels, which are written to the memory, and from which Δ, B and C are computed."""
+        """Return the convolved channels, which are written to the memory, and from which Δ, B and C are
+        computed.
+        """
         if "inner" not in context.kept:
             context.kept["inner"] = self.conv(self.x_proj(x), context)
         return context.kept["inner"]

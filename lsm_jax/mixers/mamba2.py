@@ -1,7 +1,8 @@
-"""Mamba2 (SSD, arXiv 2405.21060): `M_t = exp(Δ_t A) M_{t-1} + Δ_t B_tᵀ x_t`, `y_t = C_t M_t + D x_t`, gated, with no feedforward.
+"""Mamba2 (SSD, arXiv 2405.21060): `M_t = exp(Δ_t A) M_{t-1} + Δ_t B_tᵀ x_t`, `y_t = C_t M_t + D x_t`, gated,
+with no feedforward.
 
-The published block has one input projection and one convolution over x, B and C. Both act on the parts independently,
-so here each part has one; the function and the number of parameters are the same.
+The published block has one input projection and one convolution over x, B and C. Both act on the parts
+independently, so here each part has one; the function and the number of parameters are the same.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ class Mamba2Config(RecurrentConfig):
         checks.convolution_width(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, convolution, decay KV, write 2KV, read 2KV a head."""
+        """Forward floating-point operations of a token: projections, convolution, decay KV, write 2KV, read
+        2KV a head.
+        """
         inner, heads = self.expand * hidden_size, self.num_heads(hidden_size)
         shared = 2 * self.num_groups * self.state_size
         projections = 2.0 * hidden_size * (3 * inner + shared + heads)

@@ -1,7 +1,9 @@
-"""mLSTM (xLSTM, arXiv 2405.04517) as in xLSTM-7B's block (arXiv 2503.13427): `C_t = f_t C_{t-1} + i_t k_tᵀ v_t`, i exponential.
+"""mLSTM (xLSTM, arXiv 2405.04517) as in xLSTM-7B's block (arXiv 2503.13427):
+`C_t = f_t C_{t-1} + i_t k_tᵀ v_t`, i exponential.
 
-`n_t = f_t n_{t-1} + i_t k_t` normalises, `o_t = q_t C_t / max(|q_t n_t|, 1)`, all of it stabilised by the op. This block
-has no convolution and no projection up, and is followed by SwiGLU; xLSTM's first block (arXiv 2405.04517) had both.
+`n_t = f_t n_{t-1} + i_t k_t` normalises, `o_t = q_t C_t / max(|q_t n_t|, 1)`, all of it stabilised by the op.
+This block has no convolution and no projection up, and is followed by SwiGLU; xLSTM's first block (arXiv
+2405.04517) had both.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ class MLSTMConfig(RecurrentConfig):
         )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections; decay KV, write 2KV, read 2KV, normaliser 5K a head."""
+        """Forward floating-point operations of a token: projections; decay KV, write 2KV, read 2KV,
+        normaliser 5K a head.
+        """
         k, v = self.head_dims(hidden_size)
         return self.num_heads * (2.0 * hidden_size * (2 * k + 3 * v + 2) + 5 * k * v + 5 * k)
 
@@ -75,8 +79,8 @@ class MLSTMConfig(RecurrentConfig):
 class MLSTM(Mixer):
     """mLSTM; see `MLSTMConfig`.
 
-    The gates start as in the published code, independent of the token: input gate at -10, forget gates from 3 to 6 across the
-    heads, ahead of soft cap and activation.
+    The gates start as in the published code, independent of the token: input gate at -10, forget gates from 3
+    to 6 across the heads, ahead of soft cap and activation.
     """
 
     op = ops.linear_memory

@@ -1,12 +1,15 @@
-"""Mixture-of-Memories (MoM, arXiv 2502.13685): a router sends each token to k of M memories of any inner mixer.
+"""Mixture-of-Memories (MoM, arXiv 2502.13685): a router sends each token to k of M memories of any inner
+mixer.
 
-A memory is updated only by the tokens that are routed to it, in time order, with keys, values and gates of its own projections.
-Other tokens do not change it; they do not decay it either. All memories are read with the same query. Short convolutions run along the
-tokens of each memory. One more, shared memory may see all tokens. The outputs of a token's memories are summed, weighted by the router,
-before the inner mixer's norm and output gate, which are applied once (Section 3.2 and the authors' code).
+A memory is updated only by the tokens that are routed to it, in time order, with keys, values and gates of
+its own projections. Other tokens do not change it; they do not decay it either. All memories are read with
+the same query. Short convolutions run along the tokens of each memory. One more, shared memory may see all
+tokens. The outputs of a token's memories are summed, weighted by the router, before the inner mixer's norm
+and output gate, which are applied once (Section 3.2 and the authors' code).
 
-There are two forms of the same function. *masked*: one row for each memory, in which all other tokens are masked. *packed*: the tokens
-sorted by memory (`lsm_jax.mixers.mom_layout.Packed`), so that only routed tokens cost anything.
+There are two forms of the same function. *masked*: one row for each memory, in which all other tokens are
+masked. *packed*: the tokens sorted by memory (`lsm_jax.mixers.mom_layout.Packed`), so that only routed tokens
+cost anything.
 """
 
 from __future__ import annotations
@@ -57,11 +60,14 @@ class MoMConfig:
         num_memories: M, the number of memories that the router selects from.
         top_k: k, the number of memories that a token is routed to.
         shared_memory: whether there is one more memory that sees every token, with weight 1.
-        single_projections: whether all memories have the same projections of keys, values and gates, instead of one set for each.
-        balance_scale: multiplies the balance loss `M Σ_m f_m P_m`, averaged over the model's layers; f_m is the fraction of the tokens
-            routed to memory m, and P_m the mean probability of m. It is k at perfect balance.
-        execution: "packed" or "masked". The masked form is used in any case for calls with an `update_mask`, for packed documents with a
-            state or with the inner op's associative form, and for rows whose tokens are divided among devices.
+        single_projections: whether all memories have the same projections of keys, values and gates, instead
+            of one set for each.
+        balance_scale: multiplies the balance loss `M Σ_m f_m P_m`, averaged over the model's layers; f_m is
+            the fraction of the tokens routed to memory m, and P_m the mean probability of m. It is k at
+            perfect balance.
+        execution: "packed" or "masked". The masked form is used in any case for calls with an `update_mask`,
+            for packed documents with a state or with the inner op's associative form, and for rows whose
+            tokens are divided among devices.
     """
 
     mixer: Any = dataclasses.field(default_factory=lambda: GatedDeltaNetConfig(num_heads=4, expand_v=1.0))  # fmt: skip
@@ -74,7 +80,9 @@ class MoMConfig:
 
     @classmethod
     def for_width(cls, hidden_size: int) -> MoMConfig:
-        """The published proportions: four memories, two for each token, and a shared one, of Gated DeltaNet with four heads of 256."""
+        """The published proportions: four memories, two for each token, and a shared one, of Gated DeltaNet
+        with four heads of 256.
+        """
         head_dim = min(256, hidden_size // 4)
         return cls(mixer=GatedDeltaNetConfig(num_heads=4, head_dim=head_dim, expand_v=1.0))
 
@@ -102,8 +110,9 @@ class MoMConfig:
         checks.one_of(self, "execution", self.execution, EXECUTIONS)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """The forward floating-point operations of a token: the router, the inner mixer's query and output once, and its other parts for
-        each memory that the token is routed to."""
+        """The forward floating-point operations of a token: the router, the inner mixer's query and output
+        once, and its other parts for each memory that the token is routed to.
+        """
         inner = nnx.eval_shape(lambda: build(self.mixer, hidden_size, rngs=nnx.Rngs(0)))
         kernels = [
             p.get_value().size * (path[0] not in inner.memory_parts)
@@ -182,7 +191,9 @@ class MoM(Mixer):
         return y
 
     def remembering(self) -> tuple[Any, ...]:
-        """The inner mixer's short convolutions and token shifts, with a state for each memory; and those of its `finish`, along the row."""
+        """The inner mixer's short convolutions and token shifts, with a state for each memory; and those of
+        its `finish`, along the row.
+        """
         parts = self.inner.remembering()
         row = (TokenShift(_ROW + p.name, p.channels) for p in parts if isinstance(p, TokenShift))
         return *parts, *row
@@ -228,7 +239,9 @@ class MoM(Mixer):
         return part.output, MoMState(memories, last_id, document)
 
     def _route(self, x: jax.Array, context: Context) -> Route:
-        """Return the memories of each token of x [B, T, D]; the balance loss and statistics are written to `context.aux`."""
+        """Return the memories of each token of x [B, T, D]; the balance loss and statistics are written to
+        `context.aux`.
+        """
         logits = self.router(x, dtype=jnp.promote_types(x.dtype, jnp.float32))
         return route_tokens(logits, self.config, context, self.num_layers)
 
@@ -242,8 +255,8 @@ class MoM(Mixer):
     def _packs_documents(self) -> bool:
         """Whether all memories of a row may be one packed row of documents for the op.
 
-        The index of a memory's chunks in this row depends on later tokens. Outputs must not depend on it, not even by their rounding,
-        as they do in the associative form.
+        The index of a memory's chunks in this row depends on later tokens. Outputs must not depend on it, not
+        even by their rounding, as they do in the associative form.
         """
         return self.inner.config.op.form != "associative"
 
@@ -278,14 +291,18 @@ class MoM(Mixer):
         return part, jax.tree.map(layout.replace, before, after)
 
     def _packed_from_empty(self, x, context, route, documents):
-        """Run the packed form without a state: the documents of all memories are one packed row of documents for the op."""
+        """Run the packed form without a state: the documents of all memories are one packed row of documents
+        for the op.
+        """
         group = jnp.arange(self.config.num_groups())
         document = 1 if documents is None else documents[..., None]
         ids = jnp.broadcast_to(group * (x.shape[1] + 2) + document, route.routed.shape)
         return self._run_packed(x, context, route, ids, None, {}, contiguous=True)
 
     def _final_states(self, x, context, route, documents, document):
-        """Return the states after `_packed_from_empty`, which are those of each row's last document; XLA removes them if they are unused."""
+        """Return the states after `_packed_from_empty`, which are those of each row's last document; XLA
+        removes them if they are unused.
+        """
         ids = jnp.arange(self.config.num_groups()) + 1
         current = 1 if documents is None else documents[..., None] == document[:, None, None]
         ids = jnp.broadcast_to(ids * current, route.routed.shape)
@@ -294,7 +311,9 @@ class MoM(Mixer):
         return self._states(x, context, route, ids, memory, empty.tails)[1]
 
     def _packed_with_state(self, x, context, route, document, memory):
-        """Run the packed form for one document, with a state or without: each memory is a segment with a state of its own."""
+        """Run the packed form for one document, with a state or without: each memory is a segment with a
+        state of its own.
+        """
         tails = self._tails(context)
         if memory is None:
             _, tails, _ = self.init_state(x.shape[0], 1, x.dtype)
@@ -319,7 +338,9 @@ class MoM(Mixer):
         return part, mark_document(part.memory, part.tails, document)
 
     def _run_packed(self, x, context, route, ids, memory, tails, contiguous=False):
-        """Run the inner mixer over packed tokens; `ids` [B, T, G] are the segment ids of each token for each memory."""
+        """Run the inner mixer over packed tokens; `ids` [B, T, G] are the segment ids of each token for each
+        memory.
+        """
         config = self.config
         size = self.inner.config.op.chunk_size or DEFAULT_CHUNK_SIZE
         count = chunks_needed(
@@ -388,8 +409,9 @@ class MoM(Mixer):
         )
 
     def _arranged(self, layout: Rows | Packed, x: jax.Array) -> Mixer:
-        """Return a copy of the inner mixer whose `Dense` layers multiply tokens that `layout` has arranged; x [B, T, D] are the tokens
-        before."""
+        """Return a copy of the inner mixer whose `Dense` layers multiply tokens that `layout` has arranged; x
+        [B, T, D] are the tokens before.
+        """
         inner = nnx.merge(*nnx.split(self.inner))
         by_memory = () if self.config.single_projections else inner.memory_parts
         for path, layer in list(nnx.iter_graph(inner)):

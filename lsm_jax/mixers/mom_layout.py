@@ -1,7 +1,8 @@
-"""The arrangement of the tokens of G memories for one call of the inner mixer: one row for each memory (`Rows`), or packed (`Packed`).
+"""The arrangement of the tokens of G memories for one call of the inner mixer: one row for each memory
+(`Rows`), or packed (`Packed`).
 
-A layout arranges arrays by token, [B, T, ...], and arrays by token and memory, [B, T, G, ...], into the rows of the call. After the
-call it sums the outputs of each token over its memories, to [B, T, ...].
+A layout arranges arrays by token, [B, T, ...], and arrays by token and memory, [B, T, G, ...], into the rows
+of the call. After the call it sums the outputs of each token over its memories, to [B, T, ...].
 """
 
 from __future__ import annotations
@@ -76,12 +77,15 @@ class Rows(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """The tokens of each memory, one memory after another, in time order; each memory begins at the start of a chunk.
+    """The tokens of each memory, one memory after another, in time order; each memory begins at the start of
+    a chunk.
 
-    Arranged arrays are [B, L, ...]. L is static because the number of (token, memory) pairs is: no token is dropped.
+    Arranged arrays are [B, L, ...]. L is static because the number of (token, memory) pairs is: no token is
+    dropped.
 
     Attributes:
-        place: int [B, T, G], the index in the arranged row of each token for each memory; L if it is not routed to the memory.
+        place: int [B, T, G], the index in the arranged row of each token for each memory; L if it is not
+            routed to the memory.
         source: int [B, L], `t G + g` for the index with token t of memory g; T G for empty indices.
         chunk_group: int [B, N], the memory that each chunk belongs to.
     """
@@ -130,7 +134,9 @@ class Packed(NamedTuple):
 
 
 def pack(routed: Bool[Array, "B T G"], size: int, num_chunks: int) -> Packed:
-    """Return the packed layout of the routed tokens in `num_chunks` chunks of `size` tokens (at least `chunks_needed`)."""
+    """Return the packed layout of the routed tokens in `num_chunks` chunks of `size` tokens (at least
+    `chunks_needed`).
+    """
     batch, length, groups = routed.shape
     total = num_chunks * size
     rank = jnp.cumsum(routed, axis=1, dtype=jnp.int32)
@@ -149,7 +155,9 @@ def pack(routed: Bool[Array, "B T G"], size: int, num_chunks: int) -> Packed:
 
 
 def chunks_needed(length: int, num_memories: int, top_k: int, always_on: bool, size: int) -> int:
-    """Return a number of chunks that always suffices: each token goes to `top_k` memories, and to one more if `always_on`."""
+    """Return a number of chunks that always suffices: each token goes to `top_k` memories, and to one more if
+    `always_on`.
+    """
     routed = (length * top_k + num_memories * (size - 1)) // size
     return routed + (-(-length // size) if always_on else 0)
 
@@ -179,8 +187,9 @@ def arranged_product(layout: Rows | Packed, by_memory: bool, tokens: Array | Non
     Args:
         layout: the arrangement of the tokens.
         by_memory: whether kernel and bias are [G, ...], one for each memory.
-        tokens: [B, T, D], the tokens before they were arranged, for layers whose input they are: the product is then computed once
-            for each token (and memory), and arranged afterwards. None for layers with other inputs.
+        tokens: [B, T, D], the tokens before they were arranged, for layers whose input they are: the product
+            is then computed once for each token (and memory), and arranged afterwards. None for layers with
+            other inputs.
     """
 
     def product(y: Array, kernel: Array, bias: Array | None, dtype: Any) -> Array:
@@ -202,7 +211,8 @@ def arranged_product(layout: Rows | Packed, by_memory: bool, tokens: Array | Non
 
 
 def _select_project(x, kernel, bias, dtype, group):
-    """Multiply x [..., D] by the kernel of its memory `group` [..., 1], by one product for each memory and a selection.
+    """Multiply x [..., D] by the kernel of its memory `group` [..., 1], by one product for each memory and a
+    selection.
 
     This is used for one token, and for narrow layers.
     """
@@ -221,7 +231,9 @@ def _flat(x: Array) -> Array:
 
 
 def _project_rows(rows: Array, ends: Array, kernel: Array) -> Array:
-    """Multiply rows [B, L, D] by the matrices of their memories, which end before the blocks of 64 tokens `ends` [B, G]."""
+    """Multiply rows [B, L, D] by the matrices of their memories, which end before the blocks of 64 tokens
+    `ends` [B, G].
+    """
     first = jnp.arange(len(rows), dtype=jnp.int32)[:, None] * (rows.shape[1] // 64)
     y = segment_product(_flat(rows), kernel, (first + ends).reshape(-1))
     return y.reshape(*rows.shape[:2], -1)

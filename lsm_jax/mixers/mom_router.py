@@ -1,4 +1,6 @@
-"""The router of a Mixture-of-Memories: the memories that each token is sent to, their weights, and the balance loss."""
+"""The router of a Mixture-of-Memories: the memories that each token is sent to, their weights, and the
+balance loss.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ class Route(NamedTuple):
 
 
 def route_tokens(logits: jax.Array, config: Any, context: Context, num_layers: int) -> Route:
-    """Send each token to the `top_k` memories with the largest logits, weighted by their softmax divided by its sum over them.
+    """Send each token to the `top_k` memories with the largest logits, weighted by their softmax divided by
+    its sum over them.
 
     The balance loss and the router's statistics are written to `context.aux`.
 
@@ -68,7 +71,8 @@ def route_tokens(logits: jax.Array, config: Any, context: Context, num_layers: i
 
 
 def _ranks(logits: jax.Array) -> jax.Array:
-    """Return each memory's rank among a token's logits [..., M], 0 for the largest; of equal logits the first has the lower rank.
+    """Return each memory's rank among a token's logits [..., M], 0 for the largest; of equal logits the first
+    has the lower rank.
 
     The logits are compared in pairs: a sort would be computed on all devices of a mesh.
     """

@@ -14,8 +14,9 @@ class MoMState(NamedTuple):
     """The memories of a Mixture-of-Memories.
 
     Attributes:
-        memories: the inner op's state, with arrays [B, G, ...] for the G memories, the shared one last. Its segment ids are document
-            numbers as counted in `document`: a memory that had no token of the current document has an earlier number.
+        memories: the inner op's state, with arrays [B, G, ...] for the G memories, the shared one last. Its
+            segment ids are document numbers as counted in `document`: a memory that had no token of the
+            current document has an earlier number.
         last_id: int32 [B], the last nonzero segment id seen, 0 before any.
         document: int32 [B], the number of documents begun so far, at least 1.
     """
@@ -64,8 +65,8 @@ def token_documents(
         memory: the state before the call, or None.
 
     Returns:
-        The number of each token's document, [B, T], 0 on padding (None for one document without a state); and `last_id` and
-        `document` of the state after the call.
+        The number of each token's document, [B, T], 0 on padding (None for one document without a state); and
+        `last_id` and `document` of the state after the call.
     """
     batch, length = x.shape[:2]
     last_id = jnp.zeros(batch, jnp.int32) if memory is None else memory.last_id

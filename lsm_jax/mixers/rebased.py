@@ -1,7 +1,8 @@
-"""ReBased (arXiv 2402.10644): `M_t = M_{t-1} + φ(k_t)ᵀ v_t`, `o_t = φ(q_t) M_t / (φ(q_t) z_t + ε)`, φ a learned quadratic.
+"""ReBased (arXiv 2402.10644): `M_t = M_{t-1} + φ(k_t)ᵀ v_t`, `o_t = φ(q_t) M_t / (φ(q_t) z_t + ε)`, φ a
+learned quadratic.
 
-`φ(q) φ(k) = (q' k')² / F` for `x' = γ ⊙ layernorm(x) + β` of F channels: as features the F squares and, since the products
-x'_i x'_j and x'_j x'_i are one, the F (F - 1) / 2 products weighted by sqrt 2.
+`φ(q) φ(k) = (q' k')² / F` for `x' = γ ⊙ layernorm(x) + β` of F channels: as features the F squares and, since
+the products x'_i x'_j and x'_j x'_i are one, the F (F - 1) / 2 products weighted by sqrt 2.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ class RebasedConfig(RecurrentConfig):
         checks.positive(self, feature_dim=self.feature_dim, normalizer_eps=self.normalizer_eps)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, features, write 2KV, read 2KV, normaliser 4K a head."""
+        """Forward floating-point operations of a token: projections, features, write 2KV, read 2KV,
+        normaliser 4K a head.
+        """
         features = self.num_features()
         projections = 4.0 * hidden_size * (self.num_heads * self.feature_dim + hidden_size)
         return projections + 4.0 * features * hidden_size + 6.0 * self.num_heads * features

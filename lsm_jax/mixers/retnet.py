@@ -1,4 +1,6 @@
-"""RetNet's retention (arXiv 2307.08621): `M_t = γ_h M_{t-1} + k_tᵀ v_t` with `γ_h = 1 - 2^(-5-h)` and rotated q and k."""
+"""RetNet's retention (arXiv 2307.08621): `M_t = γ_h M_{t-1} + k_tᵀ v_t` with `γ_h = 1 - 2^(-5-h)` and rotated
+q and k.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""RWKV6 (arXiv 2404.05892): `o_t = r_t (M_{t-1} + diag(u) k_tᵀ v_t)`, then `M_t = diag(w_t) M_{t-1} + k_tᵀ v_t`.
+"""RWKV6 (arXiv 2404.05892): `o_t = r_t (M_{t-1} + diag(u) k_tᵀ v_t)`, then
+`M_t = diag(w_t) M_{t-1} + k_tᵀ v_t`.
 
 Everything is projected from the token moved towards the one before it, by shares that depend on the token.
 """
@@ -47,7 +48,9 @@ class RWKV6Config(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> RWKV6Config:
-        """The published proportions: heads of 64, smaller below width 256; ranks of 32 and 64, smaller below 512."""
+        """The published proportions: heads of 64, smaller below width 256; ranks of 32 and 64, smaller below
+        512.
+        """
         return cls(
             head_dim=min(64, hidden_size // 4),
             mix_rank=min(32, hidden_size // 16),
@@ -63,8 +66,9 @@ class RWKV6Config(RecurrentConfig):
         )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, low-rank parts; decay KV, write 2KV, read 2KV, bonus
-        5K a head."""
+        """Forward floating-point operations of a token: projections, low-rank parts; decay KV, write 2KV,
+        read 2KV, bonus 5K a head.
+        """
         low_rank = 4.0 * hidden_size * (len(_MIXED) * self.mix_rank + self.decay_rank)
         return 10.0 * hidden_size**2 + low_rank + 5 * hidden_size * (self.head_dim + 1)
 

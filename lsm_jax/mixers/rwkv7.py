@@ -1,6 +1,7 @@
 """RWKV7 (arXiv 2503.14456): `M_t = (diag(w_t) - (κ_t ⊙ a_t)ᵀ κ_t) M_{t-1} + k̃_tᵀ v_t`, κ of unit length.
 
-w decays each key channel, κ is the key that is removed, a the share of it that is; k̃ is the key that is added.
+w decays each key channel, κ is the key that is removed, a the share of it that is; k̃ is the key that is
+added.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class RWKV7Config(RecurrentConfig):
 
     Attributes:
         head_dim: key and value channels of a head; hidden_size / head_dim heads.
-        decay_rank: inner width of the decay's two matrices; None is the published 2.5 √hidden_size (for heads of 64),
-            rounded to a multiple of 32.
+        decay_rank: inner width of the decay's two matrices; None is the published 2.5 √hidden_size (for heads
+            of 64), rounded to a multiple of 32.
         rate_rank: of the in-context rate a; None is the same.
         value_rank: of the share of the first layer's value; None is 1.7 √hidden_size likewise.
         gate_rank: of the output gate; None is 5 √hidden_size likewise.
@@ -83,8 +84,9 @@ class RWKV7Config(RecurrentConfig):
                 checks.positive(self, **{name: getattr(self, name)})
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, low-rank parts; decay KV, removal's read and write 4KV,
-        write 2KV, read 2KV a head."""
+        """Forward floating-point operations of a token: projections, low-rank parts; decay KV, removal's read
+        and write 4KV, write 2KV, read 2KV a head.
+        """
         low_rank = 4.0 * hidden_size * sum(self.ranks(hidden_size).values())
         return 8.0 * hidden_size**2 + low_rank + 9 * hidden_size * self.head_dim
 
@@ -184,7 +186,9 @@ class RWKV7(Mixer):
         return r
 
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
-        """Return the keys to add, the values, the two vectors of the removal, and the decay of each key channel."""
+        """Return the keys to add, the values, the two vectors of the removal, and the decay of each key
+        channel.
+        """
         heads, wide = self.num_heads, jnp.promote_types(x.dtype, jnp.float32)
 
         @recomputed
@@ -215,7 +219,9 @@ class RWKV7(Mixer):
         return dict(given, v=v)
 
     def _values(self, x: jax.Array, context: Context) -> jax.Array:
-        """Return the values interpolated with the first layer's; in that layer, and outside a model, they are returned unchanged."""
+        """Return the values interpolated with the first layer's; in that layer, and outside a model, they are
+        returned unchanged.
+        """
         x = self._mixed("v", x, context)
         v = self.v_proj(x)
         if "v_first" not in context.shared:

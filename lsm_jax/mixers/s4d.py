@@ -1,4 +1,5 @@
-"""S4D (arXiv 2206.11893): `h_t = exp(Δ A) h_{t-1} + (exp(Δ A) - 1) / A x_t`, `y_t = 2 Re(C h_t) + D x_t` for each channel; all constant.
+"""S4D (arXiv 2206.11893): `h_t = exp(Δ A) h_{t-1} + (exp(Δ A) - 1) / A x_t`, `y_t = 2 Re(C h_t) + D x_t` for
+each channel; all constant.
 
 S4 (arXiv 2111.00396) with a diagonal A. Channels meet in what follows: a projection and a gated linear unit.
 """
@@ -29,8 +30,8 @@ class S4DConfig(RecurrentConfig):
         state_size: N, of which a channel keeps one of each conjugate pair: N / 2 complex numbers.
         min_step: smallest initial Δ.
         max_step: largest initial Δ.
-        convolution: "blocks" computes one document from an empty state as a convolution, by matrix products, and all else as
-            "scan" does, by `form`.
+        convolution: "blocks" computes one document from an empty state as a convolution, by matrix products,
+            and all else as "scan" does, by `form`.
     """
 
     state_size: int = 64
@@ -58,7 +59,9 @@ class S4DConfig(RecurrentConfig):
         checks.one_of(self, "convolution", self.convolution, ("blocks", "scan"))
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projection; decay 6, write 4, read 4 for each complex number kept."""
+        """Forward floating-point operations of a token: projection; decay 6, write 4, read 4 for each complex
+        number kept.
+        """
         return hidden_size * (4.0 * hidden_size + 14 * (self.state_size // 2) + 2)
 
 
@@ -113,7 +116,9 @@ class S4D(Mixer):
         )
 
     def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
-        """Return the output and the final state, by a convolution for one document without a state, else by the op."""
+        """Return the output and the final state, by a convolution for one document without a state, else by
+        the op.
+        """
         plain = all(call[n] is None for n in ("initial_state", "segment_ids", "update_mask"))
         if self.config.convolution == "blocks" and plain:
             return ops.time_invariant_memory(C=query, **written)

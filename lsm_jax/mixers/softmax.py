@@ -1,4 +1,6 @@
-"""Softmax attention (arXiv 1706.03762) with rotary positions or none, grouped queries (arXiv 2305.13245) and an optional window."""
+"""Softmax attention (arXiv 1706.03762) with rotary positions or none, grouped queries (arXiv 2305.13245) and
+an optional window.
+"""
 
 from __future__ import annotations
 
@@ -104,7 +106,9 @@ class SoftmaxConfig:
             )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, and scores and sums over the keys it sees on average."""
+        """Forward floating-point operations of a token: projections, and scores and sums over the keys it
+        sees on average.
+        """
         dim, heads, kv_heads = self.dim(hidden_size), self.num_heads, self.kv_heads()
         window = seq_len if self.window is None else min(self.window, seq_len)
         seen = window - window * (window - 1) / (2 * seq_len)

@@ -1,7 +1,8 @@
-"""Titans' neural long-term memory (arXiv 2501.00663): a model trained as it reads, with momentum and forgetting.
+"""Titans' neural long-term memory (arXiv 2501.00663): a model trained as it reads, with momentum and
+forgetting.
 
-`S_t = η_t S_{t-1} - θ_t ∇ℓ(k_t, v_t)`, `M_t = (1 - α_t) M_{t-1} + S_t`, `o_t = M_t(q_t)`, gradients taken at the start of the
-mini-batch. As a layer of a pattern it is the paper's MAL (memory as a layer).
+`S_t = η_t S_{t-1} - θ_t ∇ℓ(k_t, v_t)`, `M_t = (1 - α_t) M_{t-1} + S_t`, `o_t = M_t(q_t)`, gradients taken at
+the start of the mini-batch. As a layer of a pattern it is the paper's MAL (memory as a layer).
 """
 
 from __future__ import annotations
@@ -35,12 +36,15 @@ class TitansConfig(RecurrentConfig):
 
     Attributes:
         num_heads: heads, each with one memory.
-        memory_depth: layers of the memory, 1 (a matrix, as in arXiv 2503.05447 Table 1) or 2 (an MLP with GELU).
+        memory_depth: layers of the memory, 1 (a matrix, as in arXiv 2503.05447 Table 1) or 2 (an MLP with
+            GELU).
         memory_expand: channels between two layers over a head's.
-        inner_norm: M(x) = x + LN(memory(x)), as public implementations have it; without, the paper's M(x) = memory(x).
+        inner_norm: M(x) = x + LN(memory(x)), as public implementations have it; without, the paper's M(x) =
+            memory(x).
         mini_batch: tokens whose gradients are taken at the same weights.
-        max_lr: θ = max_lr · sigmoid(x w + b), for the mean square of the error over a head's channels. A matrix without norm
-            is linear in the values, whose size then cannot make it diverge; else it can, and wants less (TTT-MLP has 0.1).
+        max_lr: θ = max_lr · sigmoid(x w + b), for the mean square of the error over a head's channels. A
+            matrix without norm is linear in the values, whose size then cannot make it diverge; else it can,
+            and wants less (TTT-MLP has 0.1).
         conv_size: width of the short convolutions on q, k and v.
         inner_norm_eps: of the memory's layer norm.
         norm_eps: of the norm over each head's output.
@@ -82,9 +86,9 @@ class TitansConfig(RecurrentConfig):
         checks.convolution_width(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, convolutions; for each weight of a head's memory 2 each
-        to answer, write and read, 3 to decay and add momentum and memory, and 2 in the second layer for the gradient's way
-        back.
+        """Forward floating-point operations of a token: projections, convolutions; for each weight of a
+        head's memory 2 each to answer, write and read, 3 to decay and add momentum and memory, and 2 in the
+        second layer for the gradient's way back.
         """
         size = hidden_size // self.num_heads
         around = 2.0 * hidden_size * (5 * hidden_size + 3 * self.num_heads + 3 * self.conv_size)
@@ -141,7 +145,9 @@ class Titans(Mixer):
         return split_heads(q, heads)
 
     def write(self, x: jax.Array, context: Context) -> dict[str, Any]:
-        """Return the convolved keys, of unit length, the convolved values, the memory's initial weights, and its three gates."""
+        """Return the convolved keys, of unit length, the convolved values, the memory's initial weights, and
+        its three gates.
+        """
         heads = self.config.num_heads
         rate = jax.nn.sigmoid(self.lr_proj(x, dtype=jnp.float32))
         momentum = self.momentum_proj(x, dtype=jnp.float32)

@@ -1,7 +1,9 @@
-"""TTT-Linear (arXiv 2407.04620): the memory is a linear model with a norm, trained on each mini-batch of tokens as it reads.
+"""TTT-Linear (arXiv 2407.04620): the memory is a linear model with a norm, trained on each mini-batch of
+tokens as it reads.
 
-`f(x) = x + LN(x W + b)`, loss `½ ‖f(k) - v‖²`, gradients taken at the start of the mini-batch. Queries and keys share a
-projection and differ by their convolutions; positions are rotary and count within the mini-batch.
+`f(x) = x + LN(x W + b)`, loss `½ ‖f(k) - v‖²`, gradients taken at the start of the mini-batch. Queries and
+keys share a projection and differ by their convolutions; positions are rotary and count within the
+mini-batch.
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ class TTTLinearConfig(RecurrentConfig):
         checks.convolution_width(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, convolutions; answer, write and read of 2KV a head."""
+        """Forward floating-point operations of a token: projections, convolutions; answer, write and read of
+        2KV a head.
+        """
         around = hidden_size * (8.0 * hidden_size + 2 * self.num_heads + 4 * self.conv_size)
         return around + 6 * hidden_size * self.sizes(hidden_size)[0]
 

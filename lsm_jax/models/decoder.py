@@ -26,7 +26,8 @@ class DecoderState(NamedTuple):
     """The state of a decoder between calls, of static shape.
 
     Attributes:
-        layers: a tuple with (mixer state, feedforward state) for each letter of the period, stacked over the periods.
+        layers: a tuple with (mixer state, feedforward state) for each letter of the period, stacked over the
+            periods.
         clock: the position of each row's next token.
     """
 
@@ -61,7 +62,9 @@ class Block(nnx.Module):
     def __call__(
         self, x: jax.Array, shared: dict[str, jax.Array], state: tuple[Any, Any] | None, **call: Any
     ) -> tuple[jax.Array, dict[str, jax.Array], tuple[Any, Any], dict[str, jax.Array]]:
-        """Return x [B, T, D] after the layer, `shared`, the states of mixer and feedforward, and statistics by name."""
+        """Return x [B, T, D] after the layer, `shared`, the states of mixer and feedforward, and statistics
+        by name.
+        """
         shared = dict(shared)
         mixer_state, inner_state = (None, None) if state is None else state
         y, mixer_state, aux = self.mixer(
@@ -124,8 +127,9 @@ def _stack_periods(config: ModelConfig, keys: jax.Array) -> Period:
 def _together(tree: Any) -> Any:
     """Return the tree; in the backward pass, all of its gradients are computed before any of them is used.
 
-    Otherwise, with several layers in the body of a scan, XLA computes the gradients of all layers' parameters last, and stores the
-    arrays that they are computed from until then. This is faster, but requires more memory.
+    Otherwise, with several layers in the body of a scan, XLA computes the gradients of all layers' parameters
+    last, and stores the arrays that they are computed from until then. This is faster, but requires more
+    memory.
     """
     return tree
 
@@ -151,7 +155,8 @@ def rematerialized(function: Any, policy: str) -> Any:
 class Decoder(nnx.Module):
     """A causal language model.
 
-    It contains only parameters and nothing mutable, so that plain `jax.jit` and `jax.grad` of its parameters work after `nnx.split`.
+    It contains only parameters and nothing mutable, so that plain `jax.jit` and `jax.grad` of its parameters
+    work after `nnx.split`.
 
     Args:
         config: the model's config, which is validated and copied.
@@ -206,7 +211,9 @@ class Decoder(nnx.Module):
         contiguous: bool = False,
         state: DecoderState | None = None,
     ) -> tuple[jax.Array, DecoderState | None, dict[str, jax.Array]]:
-        """Return the logits [B, T, vocab] in float32, the state after the call, and statistics; the arguments are those of `hidden`."""
+        """Return the logits [B, T, vocab] in float32, the state after the call, and statistics; the arguments
+        are those of `hidden`.
+        """
         x, state, aux = self.hidden(
             tokens,
             segment_ids=segment_ids,
@@ -218,7 +225,9 @@ class Decoder(nnx.Module):
         return self.logits(x), state, aux
 
     def init_shared(self, x: jax.Array) -> dict[str, jax.Array]:
-        """Return the values that travel from layer to layer, as they are before the first layer; x is the embedding [B, T, D]."""
+        """Return the values that travel from layer to layer, as they are before the first layer; x is the
+        embedding [B, T, D].
+        """
         firsts = len(self.periods.blocks) * jnp.arange(self.num_periods)
         kinds: dict[type[mixers.Mixer], list] = {}
         for place, block in enumerate(self.periods.blocks):
@@ -248,22 +257,26 @@ class Decoder(nnx.Module):
         """Return the hidden states after the final norm.
 
         Args:
-            tokens: int [B, T]; an id outside the vocabulary has hidden states of NaN, since compiled code cannot raise.
+            tokens: int [B, T]; an id outside the vocabulary has hidden states of NaN, since compiled code
+                cannot raise.
             segment_ids: int [B, T], 0 for padding; None for one document that continues.
             positions: int [B, T], in the document; None counts them.
             update_mask: [B, T], 0 where a token must not change any memory.
-            contiguous: whether every token between two tokens of one document is written, as in rows that `lsm_jax.data` packs.
-                Short convolutions and token shifts then load only neighbouring tokens, and only those of one other device on a
-                sequence axis. If True although it does not hold, outputs are wrong.
+            contiguous: whether every token between two tokens of one document is written, as in rows that
+                `lsm_jax.data` packs. Short convolutions and token shifts then load only neighbouring tokens,
+                and only those of one other device on a sequence axis. If True although it does not hold,
+                outputs are wrong.
             state: from `init_state` or an earlier call; None starts without a state, and returns none.
-            microbatches: the number of parts into which the rows are divided for a mesh's pipeline stages; each part has its own
-                balance loss, as in gradient accumulation. 0 means one for each stage. Ignored with a state, or with one stage.
+            microbatches: the number of parts into which the rows are divided for a mesh's pipeline stages;
+                each part has its own balance loss, as in gradient accumulation. 0 means one for each stage.
+                Ignored with a state, or with one stage.
             rounds: how often each part passes through all stages.
 
         Returns:
-            [B, T, D] in the config's dtype; the state after the call (None if none was given); and statistics by name. Those whose
-            names end in `_loss` or `_count` are summed over the layers, and the others are stacked. Those with `/tokens/` in their
-            name have one value for each token, and are absent with pipeline stages.
+            [B, T, D] in the config's dtype; the state after the call (None if none was given); and statistics
+            by name. Those whose names end in `_loss` or `_count` are summed over the layers, and the others
+            are stacked. Those with `/tokens/` in their name have one value for each token, and are absent
+            with pipeline stages.
         """
         x = self.embedding[...].at[tokens].get(mode="fill", fill_value=jnp.nan)
         x = constrain(x.astype(self.dtype), _ACTIVATIONS)
@@ -350,8 +363,9 @@ class Decoder(nnx.Module):
     def _decode(self, run_period, x, shared, rows, states):
         """Apply all layers to one token per row, and update the stacked memories of all layers in place.
 
-        A scan that returns each layer's memories would stack them in new arrays, and copy these back. Here the stack is in the carry.
-        This is not possible on a mesh, where the types of arrays may change from layer to layer: those of a carry may not.
+        A scan that returns each layer's memories would stack them in new arrays, and copy these back. Here
+        the stack is in the carry. This is not possible on a mesh, where the types of arrays may change from
+        layer to layer: those of a carry may not.
 
         Args:
             run_period: `_run_period` with a layer function.
@@ -391,7 +405,8 @@ def _run_period(layer: Callable, rows, carry, inputs):
         inputs: the period, its layers' states (or None), and its index.
 
     Returns:
-        The carry after the period; and its layers' states (None without states) with the statistics of each layer.
+        The carry after the period; and its layers' states (None without states) with the statistics of each
+        layer.
     """
     x, shared = carry
     period, states, index = inputs
@@ -413,11 +428,13 @@ def _by_rows(init_shared: Any, x: jax.Array) -> set[str]:
 
 
 def _gather(statistics: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
-    """Return the statistics of all layers by name: losses and counts summed over layers, others in the order of layers.
+    """Return the statistics of all layers by name: losses and counts summed over layers, others in the order
+    of layers.
 
     Args:
-        statistics: for each place of the period, arrays by name that are stacked over periods. Where the shapes of a name differ from
-            place to place, as with different numbers of experts, the result has an entry `name/place` for each place.
+        statistics: for each place of the period, arrays by name that are stacked over periods. Where the
+            shapes of a name differ from place to place, as with different numbers of experts, the result has
+            an entry `name/place` for each place.
     """
     gathered = {}
     for name in sorted({name for aux in statistics for name in aux}):

@@ -22,7 +22,9 @@ OPS = dict(linear=ops.linear_memory, delta=ops.delta_memory, dplr=ops.dplr_memor
 
 
 def make(op, heads, key_dim, value_dim, decays, documents, dtype, batch=4) -> dict[str, Any]:
-    """Return arrays whose rows are in turn: padding, a masked token, the first token of a document, and a token that continues one."""
+    """Return arrays whose rows are in turn: padding, a masked token, the first token of a document, and a
+    token that continues one.
+    """
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
     of_queries, of_keys, memories = heads
@@ -86,8 +88,9 @@ def interpreted(monkeypatch):
     ],
 )
 def test_equals_the_recurrent_form(case, interpreted):
-    """Output and memory of every row are those of the recurrence, other layers do not change, two runs are equal to the bit, and there are
-    no races."""
+    """Output and memory of every row are those of the recurrence, other layers do not change, two runs are
+    equal to the bit, and there are no races.
+    """
     op, heads, key_dim, value_dim, decays, documents, stacked, dtype, batch = case
     arrays = make(op, heads, key_dim, value_dim, decays, documents, dtype, batch)
     fused = functools.partial(run, op, arrays, stacked=stacked, implementation="mosaic_gpu")
@@ -136,7 +139,9 @@ def kernels_of(text: str) -> int:
 
 @pytest.mark.parametrize("method", ["gla", pytest.param("gated_deltanet", marks=pytest.mark.slow)])
 def test_the_decoder_lowers_to_it_on_the_card(method):
-    """The loop over layers contains one kernel, whose argument is the stack of all memories; and none for two tokens, or if XLA is named."""
+    """The loop over layers contains one kernel, whose argument is the stack of all memories; and none for two
+    tokens, or if XLA is named.
+    """
     config = lm(method, "tiny", vocab_size=64)
     config.num_layers, config.hidden_size = 3, 128
     mixer = config.layers["L"].mixer = mixers.METHODS[method].config.for_width(128)
@@ -157,7 +162,9 @@ def test_the_decoder_lowers_to_it_on_the_card(method):
 
 
 def test_none_picks_it_where_xla_makes_more_passes():
-    """The kernel is selected for a delta rule's memory that is in no stack, not for one with only a decay, and not if the form is named."""
+    """The kernel is selected for a delta rule's memory that is in no stack, not for one with only a decay,
+    and not if the form is named.
+    """
     for op, form, count in (
         ("delta", "chunk", 1),
         ("delta", "recurrent", 0),

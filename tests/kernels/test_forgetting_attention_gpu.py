@@ -133,7 +133,9 @@ def test_heads_of_256_forward():
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("documents", [False, True])
 def test_what_is_pruned_weighs_nothing(masked, documents):
-    """The tiles that are skipped for a query weigh less than e^-10 of its sum, and gates as strong as these hide some tiles."""
+    """The tiles that are skipped for a query weigh less than e^-10 of its sum, and gates as strong as these
+    hide some tiles.
+    """
     inputs = make(1024, 2, 1, 64, masked=masked)
     q, k, sums, written = (inputs[n] for n in ("q", "k", "sums", "written"))
     run = np.repeat([0, 1], 512)[None] if documents else None
@@ -166,7 +168,9 @@ def test_what_is_pruned_weighs_nothing(masked, documents):
 
 
 def test_pruning_changes_nothing_that_matters(monkeypatch):
-    """Output and gradients are the same within 1e-4 where tiles are skipped, and the output to the bit where no weight is negligible."""
+    """Output and gradients are the same within 1e-4 where tiles are skipped, and the output to the bit where
+    no weight is negligible.
+    """
     inputs = make(384, 1, 1, 64, gates="strong")
     inputs = {n: inputs[n] for n in ("q", "k", "v", "sums")}
     rows = bounds.Rows(tuple(jnp.moveaxis(x, 2, 1) for x in inputs["sums"]), None)
@@ -282,7 +286,9 @@ def test_attention_picks_it_where_cudnn_does_not_serve():
 
 
 def test_attentions_sums_go_on_through_documents(monkeypatch):
-    """The kernel requires sums that do not restart at a document: restarted sums would hide visible keys, or lose digits."""
+    """The kernel requires sums that do not restart at a document: restarted sums would hide visible keys, or
+    lose digits.
+    """
     given = {}
     monkeypatch.setattr(
         "pallas_kernels.forgetting_attention.forgetting_attention",

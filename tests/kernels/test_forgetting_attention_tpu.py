@@ -1,4 +1,6 @@
-"""The TPU kernels of forgetting attention: compared in the interpreter with attention from all scores at once, and lowered for a TPU."""
+"""The TPU kernels of forgetting attention: compared in the interpreter with attention from all scores at
+once, and lowered for a TPU.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def fused(x, interpret=True, **places):
 
 
 def compare(inputs, places, tolerance, **options):
-    """Compare the output and every gradient with the expected ones, relative to the largest entry, and return those of the kernel."""
+    """Compare the output and every gradient with the expected ones, relative to the largest entry, and return
+    those of the kernel.
+    """
 
     @functools.partial(jax.jit, static_argnums=0)
     def both(function, x, d_output):

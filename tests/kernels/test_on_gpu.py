@@ -110,7 +110,9 @@ CONFIGURATIONS = [
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=case_id)
 def test_equals_the_recurrence(configuration):
-    """Value, final state and every gradient are those of float32 at full precision; a second run gives the same bits."""
+    """Value, final state and every gradient are those of float32 at full precision; a second run gives the
+    same bits.
+    """
     (heads, key_heads, memories), key_dim, value_dim, length, documents, decay = configuration
     rng = np.random.default_rng(0)
 
@@ -212,7 +214,9 @@ def test_none_picks_the_kernel_and_changes_nothing_else(op):
 
 @pytest.mark.parametrize("case", decode_step_cases.HOPPER, ids=lambda case: case.id)
 def test_one_token_equals_the_recurrence(case):
-    """Output and memory are those of float32, other memories do not change, and a second run gives the same bits."""
+    """Output and memory are those of float32, other memories do not change, and a second run gives the same
+    bits.
+    """
     op, heads, key_dim, value_dim, decays, documents, stacked, dtype, batch = case
     arrays = decode_step.make(op, heads, key_dim, value_dim, decays, documents, dtype, batch)
 
@@ -246,7 +250,9 @@ SLOTS = [
 
 @pytest.mark.parametrize("configuration", SLOTS, ids=case_id)
 def test_slot_memory_equals_the_recurrence(configuration):
-    """Value, final memories and every gradient are those of float32 at full precision; a second run gives the same bits."""
+    """Value, final memories and every gradient are those of float32 at full precision; a second run gives the
+    same bits.
+    """
     (heads, key_heads, memories), sizes, length, documents, scale, spread = configuration
     key_dim, slots, value_dim = sizes
     rng = np.random.default_rng(0)
@@ -323,8 +329,9 @@ def test_attention_equals_xla(case):
 @pytest.mark.parametrize("where", [0, 1, 3])
 @pytest.mark.parametrize("case", attention_cases.HOPPER_PARTS, ids=lambda case: case.id)
 def test_attention_of_two_parts_equals_xla(case, where):
-    """Value and every gradient for the queries of one of four devices that share a row: parts `where` and 7 - `where` of eight. A second
-    run gives the same bits."""
+    """Value and every gradient for the queries of one of four devices that share a row: parts `where` and 7 -
+    `where` of eight. A second run gives the same bits.
+    """
     (heads, key_heads), dim, length, documents, gates, window = case
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)  # noqa: E731

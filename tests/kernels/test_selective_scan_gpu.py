@@ -26,7 +26,9 @@ from tests.kernels.test_linear_attention_gpu import error
 
 
 def make(case: Case, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arrays that are differentiated, and ids and masks; padding holds NaN, which no output may contain."""
+    """Return the arrays that are differentiated, and ids and masks; padding holds NaN, which no output may
+    contain.
+    """
     batch, length, channels, states = case.batch, case.length, case.channels, case.states
     rng = np.random.default_rng(seed)
 
@@ -66,7 +68,9 @@ def make(case: Case, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def call(arrays: dict[str, Any], marks: dict[str, Any], implementation: str | None):
-    """Return the output and the final memory of the op; a complex memory starts with equal real and imaginary parts."""
+    """Return the output and the final memory of the op; a complex memory starts with equal real and imaginary
+    parts.
+    """
     given = dict(arrays)
     memory = given.pop("memory")
     if "angle" in given:
@@ -88,7 +92,9 @@ def both(arrays, marks, implementation, cotangents):
 
 
 def compare(case: Case, run) -> tuple[Any, Any]:
-    """Compare values and gradients that `run(arrays, marks, cotangents)` returns with those of the recurrence in float32."""
+    """Compare values and gradients that `run(arrays, marks, cotangents)` returns with those of the recurrence
+    in float32.
+    """
     arrays, marks = make(case)
     rng = np.random.default_rng(1)
     dy = jnp.asarray(rng.normal(size=arrays["u"].shape), jnp.bfloat16)
@@ -233,7 +239,9 @@ def test_names_what_exists():
 
 
 def test_what_writes_nothing_may_be_anything(interpreted):
-    """A masked token does not change the memory, even if its u is infinite; D u is added only to its own output."""
+    """A masked token does not change the memory, even if its u is infinite; D u is added only to its own
+    output.
+    """
     arrays, _ = make(Case(100, 64, 16, False, batch=1))
     at = 10
     arrays["u"] = arrays["u"].at[:, at].set(jnp.inf)

@@ -17,7 +17,9 @@ from tests.kernels.test_linear_attention_gpu import error
 
 
 def make(length, channels, width, *, documents, bias, batch=1) -> tuple[dict[str, Any], Any]:
-    """Return arrays, and segment ids with padding inside documents and at the end; the first token continues the state's document."""
+    """Return arrays, and segment ids with padding inside documents and at the end; the first token continues
+    the state's document.
+    """
     rng = np.random.default_rng(0)
 
     def normal(*shape):
@@ -96,8 +98,9 @@ def test_no_later_token_changes_a_bit():
     [(False, 1024, 128), (True, 1024, 128), (False, 768, 256)],
 )
 def test_the_op_lowers_to_it_on_the_card(documents, channels, head_dim):
-    """Without a named implementation the op lowers to one kernel forward and one backward; with a mask it selects XLA. Heads that are too
-    wide for the kernel are normalised by XLA."""
+    """Without a named implementation the op lowers to one kernel forward and one backward; with a mask it
+    selects XLA. Heads that are too wide for the kernel are normalised by XLA.
+    """
     struct = jax.ShapeDtypeStruct
     x, weight = struct((2, 4090, channels), jnp.bfloat16), struct((4, channels), jnp.bfloat16)
     ids = struct((2, 4090), jnp.int32)

@@ -1,4 +1,6 @@
-"""The updates of chunks, or of tokens, applied to a memory one after another: in order, in parts, or by an associative scan."""
+"""The updates of chunks, or of tokens, applied to a memory one after another: in order, in parts, or by an
+associative scan.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ def run_masks(chunks: Chunks) -> tuple[Any, Any, Any]:
     """Return the masks for documents that begin inside a chunk, or three times None if no document can.
 
     Returns:
-        [B, N, C, C], whether two tokens are of one document; [B, N, C], whether a token is of the document that the chunk begins in;
-        [B, N, C], whether a token is of the document that the chunk ends in.
+        [B, N, C, C], whether two tokens are of one document; [B, N, C], whether a token is of the document
+        that the chunk begins in; [B, N, C], whether a token is of the document that the chunk ends in.
     """
     if chunks.run is None:
         return None, None, None
@@ -46,7 +48,8 @@ def _state_of(initial: Array, slot: Array) -> Array:
 def _last_of_each_segment(after: Array, initial: Array, chunks: Chunks) -> Array:
     """Return the final state of each segment, [B, S, ...].
 
-    It is the memory after the segment's last chunk, from `after` [B, N, ...], or `initial` [B, S, ...] for a segment without chunks.
+    It is the memory after the segment's last chunk, from `after` [B, N, ...], or `initial` [B, S, ...] for a
+    segment without chunks.
     """
     assert chunks.last is not None
     last = _state_of(after, jnp.maximum(chunks.last, 0))
@@ -95,12 +98,14 @@ def fold_chunks(
     *,
     add: Callable[[Array, Array], Array] = jnp.add,
 ) -> tuple[Array, Array]:
-    """Return the result of `scan_chunks` for the updates `M -> add(apply(transition, M), write)`, both [B, N, ...].
+    """Return the result of `scan_chunks` for the updates `M -> add(apply(transition, M), write)`, both
+    [B, N, ...].
 
-    With few memories and many chunks, a step on an NVIDIA GPU takes no longer than the launch of its kernels. There the row is divided
-    into parts that are scanned in parallel: the updates of each part are composed one after another, and the composed updates are then
-    applied to the memory after the earlier parts. Packed rows are not divided: the index of a chunk may depend on later tokens
-    (Mixture-of-Memories), and the rounding would depend on that index. `compose(later, earlier)` is the product of two transitions.
+    With few memories and many chunks, a step on an NVIDIA GPU takes no longer than the launch of its kernels.
+    There the row is divided into parts that are scanned in parallel: the updates of each part are composed
+    one after another, and the composed updates are then applied to the memory after the earlier parts. Packed
+    rows are not divided: the index of a chunk may depend on later tokens (Mixture-of-Memories), and the
+    rounding would depend on that index. `compose(later, earlier)` is the product of two transitions.
     """
 
     def step(memory, update):
@@ -168,11 +173,12 @@ def associate_chunks(
     add: Callable[[Array, Array], Array] = jnp.add,
     zero: float = 0.0,
 ) -> tuple[Array, Array]:
-    """Return the result of `scan_chunks` by an associative scan over the updates `M -> add(apply(transition, M), write)`, both [B, N, ...].
+    """Return the result of `scan_chunks` by an associative scan over the updates
+    `M -> add(apply(transition, M), write)`, both [B, N, ...].
 
-    `compose(later, earlier)` is the product of two transitions; a transition of `zero` replaces M by nothing. With one state per
-    segment the index of a chunk depends on later tokens. A scan of log2(N) passes is used then, whose rounding does not depend on that
-    index.
+    `compose(later, earlier)` is the product of two transitions; a transition of `zero` replaces M by nothing.
+    With one state per segment the index of a chunk depends on later tokens. A scan of log2(N) passes is used
+    then, whose rounding does not depend on that index.
     """
     if chunks.slot is None:
         first = jnp.broadcast_to(jnp.arange(chunks.count) == 0, write.shape[:2])
@@ -202,7 +208,8 @@ def associate_chunks(
 def associative_scan(combine: Callable[[Any, Any], Any], x: Any) -> Any:
     """Compute `jax.lax.associative_scan` over axis 1, without combining empty arrays.
 
-    The residuals of a product of empty arrays crash XLA's partitioner if they leave a `jax.shard_map` (jaxlib 0.11.2).
+    The residuals of a product of empty arrays crash XLA's partitioner if they leave a `jax.shard_map` (jaxlib
+    0.11.2).
     """
 
     def combine_some(earlier, later):
@@ -212,8 +219,9 @@ def associative_scan(combine: Callable[[Any, Any], Any], x: Any) -> Any:
 
 
 def doubling_scan(combine: Callable[[Any, Any], Any], x: Any) -> Any:
-    """Compute `associative_scan` by combining 1, 2, 4, ... entries; the rounding of an entry depends only on the entries before it, not on
-    its index."""
+    """Compute `associative_scan` by combining 1, 2, 4, ... entries; the rounding of an entry depends only on
+    the entries before it, not on its index.
+    """
     span, count = 1, jax.tree.leaves(x)[0].shape[1]
     while span < count:
         earlier, later = (

@@ -28,7 +28,8 @@ class DocumentCount(NamedTuple):
 def number_documents(
     segment_ids: Int[Array, "B T"], state: DocumentCount
 ) -> tuple[Int[Array, "B T"], DocumentCount]:
-    """Number the documents of each row: the number of documents that have begun up to each token, and the state after.
+    """Number the documents of each row: the number of documents that have begun up to each token, and the
+    state after.
 
     A document begins where the id differs from the last nonzero one, as for every op.
 

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int
 
 
 class Layer(NamedTuple):
-    """The memory of one layer in a stack of all layers' memories; an op whose state contains it updates the stack in place.
+    """The memory of one layer in a stack of all layers' memories; an op whose state contains it updates the
+    stack in place.
 
     Attributes:
         stack: [L, B, G, K, V].
@@ -40,8 +41,8 @@ class LinearState(NamedTuple):
     Attributes:
         memory: [B, G, K, V], or [B, S, G, K, V] with one state per segment, or a `Layer`; float32.
         normalizer: [B, G, K] or [B, S, G, K], the decayed sum of keys; None unless the op normalises.
-        stabilizer: [B, G] or [B, S, G]: memory and normaliser are stored divided by its exponential. None without
-            `log_input_gate`.
+        stabilizer: [B, G] or [B, S, G]: memory and normaliser are stored divided by its exponential. None
+            without `log_input_gate`.
         segment_id: [B], the last nonzero segment id seen, 0 before any.
     """
 
@@ -72,7 +73,9 @@ def unwrap_layer(state: Any) -> tuple[Any, Layer | None]:
 
 
 def store_layer(layer: Layer | None, result: tuple[Array, Any]) -> tuple[Array, Any]:
-    """Return an op's output and final state, with the state's memory stored in the stack of `layer`; None changes nothing."""
+    """Return an op's output and final state, with the state's memory stored in the stack of `layer`; None
+    changes nothing.
+    """
     output, state = result
     return result if layer is None else (output, state._replace(memory=layer.write(state.memory)))
 
@@ -93,7 +96,9 @@ def linear_state(
     num_segments: int | None = None,
     dtype=jnp.float32,
 ) -> LinearState:
-    """An empty `LinearState` of `num_heads` memories; each row has `num_segments` states, or one if that is None."""
+    """An empty `LinearState` of `num_heads` memories; each row has `num_segments` states, or one if that is
+    None.
+    """
     memory = _zeros(batch_size, num_segments, (num_heads, key_dim, value_dim), dtype)
     normalizer = (
         _zeros(batch_size, num_segments, (num_heads, key_dim), dtype) if normalize else None
@@ -111,7 +116,9 @@ def delta_state(
     num_segments: int | None = None,
     dtype=jnp.float32,
 ) -> DeltaState:
-    """An empty `DeltaState` of `num_heads` memories; each row has `num_segments` states, or one if that is None."""
+    """An empty `DeltaState` of `num_heads` memories; each row has `num_segments` states, or one if that is
+    None.
+    """
     memory = _zeros(batch_size, num_segments, (num_heads, key_dim, value_dim), dtype)
     return DeltaState(memory, jnp.zeros(batch_size, jnp.int32))
 
@@ -122,7 +129,8 @@ def layer_of(states: Any, at: Array, *, in_place: bool) -> Any:
     Args:
         states: a pytree of stacked states.
         at: int32 scalar, the layer's index.
-        in_place: whether the memories of `LinearState` and `DeltaState` are returned as a `Layer`, which ops update in place.
+        in_place: whether the memories of `LinearState` and `DeltaState` are returned as a `Layer`, which ops
+            update in place.
     """
 
     def one_layer(x):
