@@ -19,14 +19,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.compat import plgpu
 from pallas_kernels.forgetting_attention.bounds import Bounds, Rows, key_arrays
-from pallas_kernels.forgetting_attention.hopper.pipeline import (
+from pallas_kernels.forgetting_attention.hopper.pipeline import Pipeline, Warpgroup
+from pallas_kernels.forgetting_attention.hopper.schedule import (
     ROWS,
     TILE,
-    Pipeline,
     Position,
     Products,
     Schedule,
-    Warpgroup,
 )
 from pallas_kernels.forgetting_attention.hopper.scores import (
     LOG2E,

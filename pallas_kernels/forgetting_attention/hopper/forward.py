@@ -16,13 +16,12 @@ import jax.numpy as jnp
 
 from pallas_kernels.compat import plgpu
 from pallas_kernels.forgetting_attention.bounds import Bounds, Rows
-from pallas_kernels.forgetting_attention.hopper.pipeline import (
+from pallas_kernels.forgetting_attention.hopper.pipeline import Pipeline, Warpgroup
+from pallas_kernels.forgetting_attention.hopper.schedule import (
     ROWS,
     TILE,
-    Pipeline,
     Products,
     Schedule,
-    Warpgroup,
 )
 from pallas_kernels.forgetting_attention.hopper.scores import (
     LOG2E,

@@ -23,7 +23,11 @@ from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.forgetting_attention.bounds import Rows
-from pallas_kernels.forgetting_attention.hopper.pipeline import ROWS, TILE, Position
+from pallas_kernels.forgetting_attention.hopper.schedule import (
+    ROWS,
+    TILE,
+    Position,
+)
 from pallas_kernels.hopper import warpgroups as wg
 
 LOG2E = math.log2(math.e)
