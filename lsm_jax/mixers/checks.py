@@ -1,4 +1,6 @@
-"""Checks that several mixer configs share; every message names the field, what was given and what is accepted."""
+"""Checks that several mixer configs share; every message names the field, what was given and what is
+accepted.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ def _is_a(kind: Any) -> Callable[[object], bool]:
 
 
 def fields(owner: Any, name: str | None = None) -> None:
-    """Raise ValueError unless every field is of the kind of its annotation, numbers finite; the first check of `validate`.
+    """Raise ValueError unless every field is of the kind of its annotation, numbers finite; the first check
+    of `validate`.
 
     Args:
         owner: a config.
@@ -95,7 +98,7 @@ def expanded(owner: Any, name: str, factor: float, hidden_size: int, num_heads: 
 
 
 def value_heads(owner: Any) -> None:
-    """Check `num_heads`, and `num_value_heads`: a multiple of it, or None."""
+    """Raise ValueError unless `num_heads` is accepted, and `num_value_heads` is a multiple of it or None."""
     positive(owner, num_heads=owner.num_heads)
     if owner.num_value_heads is not None:
         positive(owner, num_value_heads=owner.num_value_heads)
@@ -103,7 +106,7 @@ def value_heads(owner: Any) -> None:
 
 
 def convolution_width(owner: Any) -> None:
-    """Check `conv_size`."""
+    """Raise ValueError unless `conv_size` is accepted."""
     if owner.conv_size < 2:
         raise ValueError(
             f"{type(owner).__name__}.conv_size={owner.conv_size}: it must be at least 2"

@@ -47,18 +47,18 @@ class DeltaNetConfig(RecurrentConfig):
         return cls(num_heads=hidden_size // min(128, hidden_size // 4))
 
     def value_heads(self) -> int:
-        """Heads of values and memories."""
+        """The number of heads of values and memories."""
         return self.num_heads if self.num_value_heads is None else self.num_value_heads
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
-        """Key and value channels of a head."""
+        """The numbers of key and value channels of a head."""
         return (
             checks.expanded(self, "expand_k", self.expand_k, hidden_size, self.num_heads),
             checks.expanded(self, "expand_v", self.expand_v, hidden_size, self.value_heads()),
         )
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         checks.value_heads(self)
         self.head_dims(hidden_size)
@@ -66,7 +66,9 @@ class DeltaNetConfig(RecurrentConfig):
         checks.convolution_width(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, convolutions, and erase, write, read of 2KV a head."""
+        """Forward floating-point operations of a token: projections, convolutions, and erase, write, read of
+        2KV a head.
+        """
         k, v = self.head_dims(hidden_size)
         keys, heads = self.num_heads * k, self.value_heads()
         projections = 2 * keys + heads * ((3 if self.output_gate else 2) * v + 1)
@@ -104,12 +106,12 @@ class DeltaNet(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Convolved queries of unit length."""
+        """Return the convolved queries, of unit length."""
         q, context = self.q_conv(self.q_proj(x), context, self.key_dim)
         return split_heads(q, self.config.num_heads), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Convolved keys of unit length, convolved values, and β."""
+        """Return the convolved keys, of unit length, the convolved values, and β."""
         config = self.config
         beta = jax.nn.sigmoid(self.beta_proj(x, dtype=jnp.float32))
         k, context = self.k_conv(self.k_proj(x), context, self.key_dim)
@@ -122,14 +124,14 @@ class DeltaNet(Mixer):
         return written, context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Norm of each head, gate if any, projection."""
+        """Normalise each head, multiply by the gate if there is one, and project."""
         gate = None
         if self.g_proj is not None:
             gate = split_heads(self.g_proj(x), self.config.value_heads())
         return self.o_proj(merge_heads(self.norm(o, gate))), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.DeltaState:
-        """An empty memory."""
+        """Return the empty memory."""
         heads = self.config.value_heads()
         return ops.delta_state(batch_size, heads, self.key_dim, self.value_dim)
 

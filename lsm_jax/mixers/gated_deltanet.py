@@ -1,4 +1,6 @@
-"""Gated DeltaNet (arXiv 2412.06464): `M ← α_t M`, then `M ← M + k_tᵀ β_t (v_t - k_t M)`; there may be more value heads than key heads."""
+"""Gated DeltaNet (arXiv 2412.06464): `M ← α_t M`, then `M ← M + k_tᵀ β_t (v_t - k_t M)`; there may be more
+value heads than key heads.
+"""
 
 from __future__ import annotations
 
@@ -49,20 +51,22 @@ class GatedDeltaNetConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GatedDeltaNetConfig:
-        """The published proportions: heads of 256, key channels of all heads 3/4 of the width."""
+        """The published proportions: heads of 256 channels, and 3/4 as many key channels in all heads as the
+        width.
+        """
         head_dim = min(256, hidden_size // 4)
         return cls(head_dim=head_dim, num_heads=max(1, 3 * hidden_size // (4 * head_dim)))
 
     def value_heads(self) -> int:
-        """Heads of values and memories."""
+        """The number of heads of values and memories."""
         return self.num_heads if self.num_value_heads is None else self.num_value_heads
 
     def value_dim(self) -> int:
-        """Value channels of a head."""
+        """The number of value channels of a head."""
         return round(self.expand_v * self.head_dim)
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         checks.positive(self, head_dim=self.head_dim, norm_eps=self.norm_eps)
         checks.expanded(self, "expand_v", self.expand_v, self.head_dim, 1)
@@ -70,7 +74,9 @@ class GatedDeltaNetConfig(RecurrentConfig):
         checks.convolution_width(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, convolutions, decay KV and erase, write, read of 2KV a head."""
+        """Forward floating-point operations of a token: projections, convolutions, decay KV and erase, write,
+        read of 2KV a head.
+        """
         keys, heads = self.num_heads * self.head_dim, self.value_heads()
         values = heads * self.value_dim()
         projections = 2.0 * hidden_size * (2 * keys + 3 * values + 2 * heads)
@@ -115,12 +121,14 @@ class GatedDeltaNet(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Convolved queries of unit length."""
+        """Return the convolved queries, of unit length."""
         q, context = self.q_conv(self.q_proj(x), context, self.config.head_dim)
         return split_heads(q, self.config.num_heads), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Convolved keys of unit length, convolved values, β and the decay of each value head."""
+        """Return the convolved keys, of unit length, the convolved values, and β and the decay of each value
+        head.
+        """
         config = self.config
         beta = jax.nn.sigmoid(self.beta_proj(x, dtype=jnp.float32))
         step = jax.nn.softplus(self.decay_proj(x, dtype=jnp.float32) + self.dt_bias[...])
@@ -135,12 +143,12 @@ class GatedDeltaNet(Mixer):
         return written, context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Norm of each head, times silu(x W_g), projection."""
+        """Normalise each head, multiply by silu(x W_g), and project."""
         gate = split_heads(self.g_proj(x), self.config.value_heads())
         return self.o_proj(merge_heads(self.norm(o, gate))), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.DeltaState:
-        """An empty memory."""
+        """Return the empty memory."""
         config = self.config
         return ops.delta_state(
             batch_size, config.value_heads(), config.head_dim, config.value_dim()

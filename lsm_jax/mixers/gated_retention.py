@@ -1,4 +1,6 @@
-"""Gated retention (YOCO, arXiv 2405.05254, Section 3.1): retention whose decay is a gate, `γ_t = sigmoid(x_t W_γ)^(1/τ)`, one a head."""
+"""Gated retention (YOCO, arXiv 2405.05254, Section 3.1): retention whose decay is a gate,
+`γ_t = sigmoid(x_t W_γ)^(1/τ)`, one a head.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,16 @@ class GatedRetentionConfig(RetNetConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GatedRetentionConfig:
-        """Heads of 256."""
+        """Heads of 256 channels."""
         return cls(num_heads=hidden_size // min(256, hidden_size // 4))
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         super().validate(hidden_size)
         checks.positive(self, gate_temperature=self.gate_temperature)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """RetNet's, and the gate's projection."""
+        """The operations of RetNet, and of the gate's projection."""
         return super().flops_per_token(hidden_size, seq_len) + 2.0 * hidden_size * self.num_heads
 
 
@@ -63,7 +65,7 @@ class GatedRetention(RetNet):
         )
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Rotated keys, values, and each head's decay at each token."""
+        """Return the rotated keys, the values, and the decay of each token and head."""
         gate = self.decay_proj(x, dtype=jnp.float32)
         return dict(
             k=self._rotated(self.k_proj(x), context),

@@ -1,4 +1,6 @@
-"""Gated linear attention (arXiv 2312.06635): `M_t = diag(α_t) M_{t-1} + k_tᵀ v_t`, α a low-rank function of the token."""
+"""Gated linear attention (arXiv 2312.06635): `M_t = diag(α_t) M_{t-1} + k_tᵀ v_t`, α a low-rank function of
+the token.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,14 @@ class GLAConfig(RecurrentConfig):
         return cls(num_heads=4)
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
-        """Key and value channels of a head."""
+        """The numbers of key and value channels of a head."""
         return (
             checks.expanded(self, "expand_k", self.expand_k, hidden_size, self.num_heads),
             checks.expanded(self, "expand_v", self.expand_v, hidden_size, self.num_heads),
         )
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         self.head_dims(hidden_size)
         checks.positive(
@@ -94,11 +96,11 @@ class GLA(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """x W_q."""
+        """Return x W_q."""
         return split_heads(self.q_proj(x), self.config.num_heads), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Keys, values, and a decay for each key channel."""
+        """Return keys, values, and a decay for each key channel."""
         heads = self.config.num_heads
         gate = self.decay_up(self.decay_down(x), dtype=jnp.float32)
         temperature = self.config.gate_temperature
@@ -110,12 +112,12 @@ class GLA(Mixer):
         ), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Norm of each head, times silu(x W_g), projection."""
+        """Normalise each head, multiply by silu(x W_g), and project."""
         gate = split_heads(self.g_proj(x), self.config.num_heads)
         return self.o_proj(merge_heads(self.norm(o, gate))), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """An empty memory."""
+        """Return the empty memory."""
         return ops.linear_state(batch_size, self.config.num_heads, self.key_dim, self.value_dim)
 
 

@@ -1,7 +1,9 @@
-"""HGRN2 (arXiv 2404.07904): `M_t = diag(f_t) M_{t-1} + (1 - f_t)ᵀ i_t`, `o_t = silu(q_t) M_t`, f bounded below.
+"""HGRN2 (arXiv 2404.07904): `M_t = diag(f_t) M_{t-1} + (1 - f_t)ᵀ i_t`, `o_t = silu(q_t) M_t`, f bounded
+below.
 
-`f = γ + (1 - γ) sigmoid(x W_f)`. The bounds γ are learned across the model's HGRN2 layers: each layer has a row of logits,
-and a layer's bound is the sum of the softmax over layers from the second layer up to it, so they grow from 0 with depth.
+`f = γ + (1 - γ) sigmoid(x W_f)`. The bounds γ are learned across the model's HGRN2 layers: each layer has a
+row of logits, and a layer's bound is the sum of the softmax over layers from the second layer up to it, so
+they grow from 0 with depth.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class HGRN2Config(RecurrentConfig):
     """HGRN2.
 
     Attributes:
-        head_dim: key and value channels of a head (the paper's expansion ratio); hidden_size / head_dim heads.
+        head_dim: key and value channels of a head (the paper's expansion ratio); hidden_size / head_dim
+            heads.
         norm_eps: of the norm over the output's whole width.
     """
 
@@ -41,7 +44,7 @@ class HGRN2Config(RecurrentConfig):
         return cls(head_dim=min(128, hidden_size // 4))
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         checks.divides(self, "head_dim", self.head_dim, "hidden_size", hidden_size)
         checks.positive(self, norm_eps=self.norm_eps)
@@ -52,7 +55,9 @@ class HGRN2Config(RecurrentConfig):
 
 
 def log_bounds(logits: jax.Array) -> jax.Array:
-    """`log γ` and `log (1 - γ)` of each layer, [L, 2, D], from the layers' logits [L, D]; γ of the first layer is 0."""
+    """Return `log γ` and `log (1 - γ)` of each layer, [L, 2, D], from the layers' logits [L, D]; γ of the
+    first layer is 0.
+    """
     share = jax.nn.log_softmax(logits, axis=0)
     layers = jnp.arange(len(logits))
     below = (layers <= layers[1:, None]) & (layers > 0)  # of every layer but the first
@@ -110,11 +115,11 @@ class HGRN2(Mixer):
         return {_BOUNDS: table.at[index[order]].set(log_bounds(logits[order]))}
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """silu(x W_q)."""
+        """Return silu(x W_q)."""
         return jax.nn.silu(split_heads(self.q_proj(x), self.num_heads)), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """1 - f as keys, x W_i as values, log f as decay; outside a model γ is 0."""
+        """Return 1 - f as keys, x W_i as values, and log f as decay; outside a model γ is 0."""
         if context.layer is None or _BOUNDS not in context.shared:
             bound, rest = _unbounded(self.hidden_size)
         else:
@@ -134,11 +139,11 @@ class HGRN2(Mixer):
         ), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Norm over the whole width, projection."""
+        """Normalise over all channels, and project."""
         return self.o_proj(self.norm(merge_heads(o))), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """An empty memory."""
+        """Return the empty memory."""
         head = self.config.head_dim
         return ops.linear_state(batch_size, self.num_heads, head, head)
 

@@ -53,20 +53,22 @@ class KDAConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> KDAConfig:
-        """The published proportions: heads of 128, smaller below width 512, key channels of all heads as many as the width."""
+        """The published proportions: heads of 128, smaller below width 512, key channels of all heads as many
+        as the width.
+        """
         head_dim = min(128, hidden_size // 4)
         return cls(head_dim=head_dim, num_heads=hidden_size // head_dim)
 
     def value_heads(self) -> int:
-        """Heads of values and memories."""
+        """The number of heads of values and memories."""
         return self.num_heads if self.num_value_heads is None else self.num_value_heads
 
     def value_dim(self) -> int:
-        """Value channels of a head."""
+        """The number of value channels of a head."""
         return round(self.expand_v * self.head_dim)
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         checks.positive(self, head_dim=self.head_dim, norm_eps=self.norm_eps)
         checks.expanded(self, "expand_v", self.expand_v, self.head_dim, 1)
@@ -74,7 +76,9 @@ class KDAConfig(RecurrentConfig):
         checks.convolution_width(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, convolutions, decay KV and erase, write, read of 2KV a head."""
+        """Forward floating-point operations of a token: projections, convolutions, decay KV and erase, write,
+        read of 2KV a head.
+        """
         keys, heads = self.num_heads * self.head_dim, self.value_heads()
         values, rank = heads * self.value_dim(), self.head_dim
         projections = 2.0 * hidden_size * (2 * keys + 2 * values + heads)
@@ -120,12 +124,14 @@ class KDA(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Convolved queries of unit length."""
+        """Return the convolved queries, of unit length."""
         q, context = self.q_conv(self.q_proj(x), context, self.config.head_dim)
         return split_heads(q, self.config.num_heads), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Convolved keys of unit length, convolved values, β of each value head and the decay of each of its key channels."""
+        """Return the convolved keys, of unit length, the convolved values, β of each value head, and the
+        decay of each of its key channels.
+        """
         config, heads = self.config, self.config.value_heads()
         beta = jax.nn.sigmoid(self.beta_proj(x, dtype=jnp.float32))
         gate = split_heads(self.decay_up(self.decay_down(x), dtype=jnp.float32), heads)
@@ -146,7 +152,7 @@ class KDA(Mixer):
         return written, context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Norm of each head, times sigmoid(x W₁ W₂ + b), projection."""
+        """Normalise each head, multiply by sigmoid(x W₁ W₂ + b), and project."""
 
         @recomputed
         def gated(y, gate):
@@ -156,7 +162,7 @@ class KDA(Mixer):
         return self.o_proj(gated(merge_heads(self.norm(o)), gate)), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.DeltaState:
-        """An empty memory."""
+        """Return the empty memory."""
         config = self.config
         return ops.delta_state(
             batch_size, config.value_heads(), config.head_dim, config.value_dim()

@@ -1,8 +1,10 @@
-"""Liger (arXiv 2503.01496): a pretrained softmax layer as a gated memory and a sliding window, with no new parameter.
+"""Liger (arXiv 2503.01496): a pretrained softmax layer as a gated memory and a sliding window, with no new
+parameter.
 
-The gate is the layer's key projection, pooled over channels: `M_t = G_t ⊙ M_{t-1} + k_tᵀ v_t`, `G_t = f(Pool(x_t W_k))`.
-Paper Table 1 has the gates; where it leaves a choice, that of the published code (github.com/OpenSparseLLMs/Linearization)
-is taken: softmax over channels as the feature map, queries not scaled, no normaliser, norm or output gate.
+The gate is the layer's key projection, pooled over channels: `M_t = G_t ⊙ M_{t-1} + k_tᵀ v_t`,
+`G_t = f(Pool(x_t W_k))`. Paper Table 1 has the gates; where it leaves a choice, that of the published code
+(github.com/OpenSparseLLMs/Linearization) is taken: softmax over channels as the feature map, queries not
+scaled, no normaliser, norm or output gate.
 """
 
 from __future__ import annotations
@@ -33,12 +35,13 @@ _LARGEST_EXPONENT = 4.0  # of RWKV6's exp(-exp(z)): exp(-55) forgets all
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class LigerConfig(RecurrentConfig, SoftmaxConfig):
-    """Liger attention. The fields of `SoftmaxConfig` are those of the pretrained layer; `window` and `implementation` are the
-    window branch's, `op` is the recurrence's.
+    """Liger attention. The fields of `SoftmaxConfig` are those of the pretrained layer; `window` and
+    `implementation` are the window branch's, `op` is the recurrence's.
 
-    With z the pooled key projection, the logarithm of the gate is log sigmoid(z) / gate_temperature of each key channel (gla),
-    head (mlstm and gated_retention, which are one function here) or slot (gsa); of each key channel with 1 - gate in the
-    key's place (hgrn2); -softplus(z) of each head (mamba2); -exp(min(z, 4)) of each key channel (rwkv6).
+    With z the pooled key projection, the logarithm of the gate is log sigmoid(z) / gate_temperature of each
+    key channel (gla), head (mlstm and gated_retention, which are one function here) or slot (gsa); of each
+    key channel with 1 - gate in the key's place (hgrn2); -softplus(z) of each head (mamba2); -exp(min(z, 4))
+    of each key channel (rwkv6).
 
     Attributes:
         window: tokens a query of the window's branch sees, itself included; None sees all.
@@ -48,7 +51,8 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
         memory_weight: of the recurrence's output; 0 leaves the recurrence out.
         window_weight: of the window's output; 0 leaves the window out (ablation).
         gate_projection: the gate comes from a new random projection in place of the keys' (ablation).
-        feature_map: "softmax" over channels, or learned: "t2r" or "hedgehog" of `lsm_jax.mixers.feature_maps` (ablation).
+        feature_map: "softmax" over channels, or learned: "t2r" or "hedgehog" of `lsm_jax.mixers.feature_maps`
+            (ablation).
     """
 
     window: int | None = 64
@@ -62,29 +66,29 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> LigerConfig:
-        """Softmax attention's proportions, two query heads to a key head."""
+        """The proportions of softmax attention, with two query heads for each key head."""
         heads = SoftmaxConfig.for_width(hidden_size).num_heads
         return cls(num_heads=heads, num_kv_heads=max(1, heads // 2))
 
     def gate_size(self, hidden_size: int) -> int:
-        """Gates of a key head."""
+        """The number of gates of a key head."""
         channels = self.dim(hidden_size)
         if self.gate == "gsa":
             return channels if self.num_slots is None else self.num_slots
         return 1 if self.gate in _BY_HEAD else channels
 
     def features(self, hidden_size: int) -> int:
-        """Key channels of the memory."""
+        """The number of key channels of the memory."""
         learned = self.feature_map != "softmax"
         return num_features(self.feature_map, self.dim(hidden_size)) if learned else self.dim(hidden_size)  # fmt: skip
 
     def temperature(self) -> float:
-        """The divisor of the gate's logarithm."""
+        """The number that the gate's logarithm is divided by."""
         given = self.gate_temperature
         return _TEMPERATURE.get(self.gate, 1.0) if given is None else given
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         super().validate(hidden_size)
         self.validate_fields()
         checks.one_of(self, "gate", self.gate, GATES)
@@ -108,7 +112,9 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
             )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Attention's, and those of the memory: decay and write 3 K V a key head, read 2 K V a query head; gsa has two of them."""
+        """The operations of attention and of the memory: 3 K V per key head to decay and write, 2 K V per
+        query head to read; twice for gsa.
+        """
         dim, heads, kv_heads = self.dim(hidden_size), self.num_heads, self.kv_heads()
         total = 4.0 * hidden_size * dim * (heads + kv_heads)
         if self.window_weight:
@@ -125,7 +131,8 @@ class LigerState(NamedTuple):
 
     Attributes:
         memory: `ops.LinearState`, gsa's `ops.SlotState`, or None without a memory; one for each key head.
-        window: `ops.AttentionState`, a ring of the window's rotated keys and values, or None without a window.
+        window: `ops.AttentionState`, a ring of the window's rotated keys and values, or None without a
+            window.
     """
 
     memory: Any
@@ -133,10 +140,11 @@ class LigerState(NamedTuple):
 
 
 class Liger(Softmax):
-    """Liger attention; see `LigerConfig`. Its parameters are named as softmax attention's, and the same but for ablations'.
+    """Liger attention; see `LigerConfig`. Its parameters are named as softmax attention's, and the same but
+    for ablations'.
 
-    Keys and queries of the memory are those before the rotation, normalised where the layer does; the gate's are ahead of
-    the norm also.
+    Keys and queries of the memory are those before the rotation, normalised where the layer does; the gate's
+    are ahead of the norm also.
     """
 
     op = ops.linear_memory
@@ -187,7 +195,9 @@ class Liger(Softmax):
         return dict(k=k, v=v, log_decay=jnp.tile(log_decay, copies)), context
 
     def log_decay(self, keys: jax.Array, x: jax.Array) -> jax.Array:
-        """The logarithm of the gates [B, T, G, gates of a head] in float32, from keys [B, T, G, K] before norm and rotation."""
+        """Return the gates' logarithms [B, T, G, gates] in float32, from keys [B, T, G, K] before norm and
+        rotation.
+        """
         wide = jnp.promote_types(x.dtype, jnp.float32)
         if self.memory_gate is None:
             z = pool(keys.astype(wide), self.config.gate_size(self.hidden_size))
@@ -204,7 +214,7 @@ class Liger(Softmax):
     def through_memory(
         self, x: jax.Array, context: Context, memory: Any
     ) -> tuple[jax.Array, Any, Context]:
-        """The weighted sum of what memory and window give, [B, T, H, V], and their states after."""
+        """Return the weighted sum of the outputs of memory and window, [B, T, H, V], and their final states."""
         config = self.config
         earlier = LigerState(None, None) if memory is None else memory
         call = dict(segment_ids=context.segment_ids, update_mask=context.update_mask)
@@ -230,7 +240,7 @@ class Liger(Softmax):
         return mixed.astype(x.dtype), state, context
 
     def options(self) -> dict[str, Any]:
-        """The recurrence's constant arguments; queries are not scaled."""
+        """Return the constant arguments of the memory's op; queries are not scaled."""
         config = self.config
         return dict(
             scale=1.0,
@@ -238,7 +248,7 @@ class Liger(Softmax):
         )
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> Any:
-        """An empty memory for each key head, and an empty window."""
+        """Return an empty memory for each key head, and an empty window."""
         config, heads, dim = self.config, self.config.kv_heads(), self.head_dim
         memory = window = None
         if config.memory_weight and config.gate == "gsa":
@@ -251,7 +261,9 @@ class Liger(Softmax):
 
 
 def pool(x: jax.Array, size: int) -> jax.Array:
-    """Means [..., size] over channels of x [..., K]: bin i is of those from floor(i K / size) to ceil((i + 1) K / size)."""
+    """Return the means [..., size] of x [..., K] over bins of channels; bin i is from floor(i K / size) to
+    ceil((i + 1) K / size).
+    """
     channels = x.shape[-1]
     if size == channels:
         return x

@@ -1,6 +1,8 @@
-"""Basic linear attention (arXiv 2006.16236): `M_t = M_{t-1} + φ(k_t)ᵀ v_t`, `o_t = φ(q_t) M_t`, optionally over `φ(q_t) z_t`.
+"""Basic linear attention (arXiv 2006.16236): `M_t = M_{t-1} + φ(k_t)ᵀ v_t`, `o_t = φ(q_t) M_t`, optionally
+over `φ(q_t) z_t`.
 
-As in Linear-MoE (arXiv 2503.05447) the normaliser is off by default and a norm over each head's output takes its place.
+As in Linear-MoE (arXiv 2503.05447) the normaliser is off by default and a norm over each head's output takes
+its place.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ class LinearAttentionConfig(RecurrentConfig):
         num_heads: heads.
         expand_k: key channels over hidden_size, all heads together.
         expand_v: value channels over hidden_size.
-        feature_map: φ on queries and keys: "identity", "elu" (elu + 1), "relu", "silu", "dpfp", or a learned one, for queries
-            and keys apart: "t2r", "hedgehog" or "elementwise_product"; `FeatureMap` says what they are.
+        feature_map: φ on queries and keys: "identity", "elu" (elu + 1), "relu", "silu", "dpfp", or a learned
+            one, for queries and keys apart: "t2r", "hedgehog" or "elementwise_product"; `FeatureMap` says
+            what they are.
         sum_normalize_q: divide φ(q) by the sum of its features; needs a non-negative φ.
         sum_normalize_k: the same of φ(k).
         normalize: divide by the query's product with the sum of keys; needs a non-negative φ.
@@ -54,14 +57,14 @@ class LinearAttentionConfig(RecurrentConfig):
         return cls(num_heads=hidden_size // min(128, hidden_size // 4))
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
-        """Key and value channels of a head."""
+        """The numbers of key and value channels of a head."""
         return (
             checks.expanded(self, "expand_k", self.expand_k, hidden_size, self.num_heads),
             checks.expanded(self, "expand_v", self.expand_v, hidden_size, self.num_heads),
         )
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         self.head_dims(hidden_size)
         accepted = (*feature_maps.FIXED, *feature_maps.LEARNED)
@@ -75,7 +78,9 @@ class LinearAttentionConfig(RecurrentConfig):
         checks.positive(self, norm_eps=self.norm_eps)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, learned φ, write 2KV and read 2KV a head."""
+        """Forward floating-point operations of a token: projections, learned φ, write 2KV and read 2KV a
+        head.
+        """
         k, v = self.head_dims(hidden_size)
         projections = 2 * k + (3 if self.output_gate else 2) * v
         learned = 4 * k * k * feature_maps.LEARNED.get(self.feature_map, 0)
@@ -117,29 +122,29 @@ class LinearAttention(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """φ(x W_q)."""
+        """Return φ(x W_q)."""
         q = self.q_features(split_heads(self.q_proj(x), self.config.num_heads))
         return feature_maps.normalize_sum(q) if self.config.sum_normalize_q else q, context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """φ(x W_k) and x W_v."""
+        """Return φ(x W_k) and x W_v."""
         k = self.k_features(split_heads(self.k_proj(x), self.config.num_heads))
         k = feature_maps.normalize_sum(k) if self.config.sum_normalize_k else k
         return dict(k=k, v=split_heads(self.v_proj(x), self.config.num_heads)), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Norm of each head, gate if any, projection."""
+        """Normalise each head, multiply by the gate if there is one, and project."""
         gate = None
         if self.g_proj is not None:
             gate = split_heads(self.g_proj(x), self.config.num_heads)
         return self.o_proj(merge_heads(self.norm(o, gate))), context
 
     def options(self) -> dict[str, Any]:
-        """The op's constant arguments, with the normaliser's epsilon."""
+        """Return the op's constant arguments, with the normaliser's epsilon."""
         return dict(super().options(), normalize=_NORMALIZER_EPS if self.config.normalize else None)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """An empty memory."""
+        """Return the empty memory."""
         return ops.linear_state(
             batch_size,
             self.config.num_heads,

@@ -1,8 +1,10 @@
-"""LoLCATs (arXiv 2410.10254): softmax attention in a window, linear attention beyond it, under one denominator.
+"""LoLCATs (arXiv 2410.10254): softmax attention in a window, linear attention beyond it, under one
+denominator.
 
-`o_t = (Σ_near γ exp(s_tj - m_t) v_j + Σ_far φ(q_t)·φ(k_j) v_j) / (the same without v)`, near the last `window` tokens of the
-document, m_t the largest near score, γ a learned factor of each head. Feature maps see queries and keys after the rotation, as
-in the authors' code; theirs maps keys once a query head, here once a key head, so that the memory is one of key heads.
+`o_t = (Σ_near γ exp(s_tj - m_t) v_j + Σ_far φ(q_t)·φ(k_j) v_j) / (the same without v)`, near the last
+`window` tokens of the document, m_t the largest near score, γ a learned factor of each head. Feature maps see
+queries and keys after the rotation, as in the authors' code; theirs maps keys once a query head, here once a
+key head, so that the memory is one of key heads.
 """
 
 from __future__ import annotations
@@ -31,14 +33,15 @@ _FIRST_FACTOR = 0.1
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class LolcatsConfig(RecurrentConfig, SoftmaxConfig):
-    """LoLCATs attention. The fields of `SoftmaxConfig` are those of the pretrained layer; `op` is the linear part's.
+    """LoLCATs attention. The fields of `SoftmaxConfig` are those of the pretrained layer; `op` is the linear
+    part's.
 
     Attributes:
         window: tokens under softmax attention, the query's included.
         feature_dim: columns of a feature map; it gives twice as many features.
-        transfer_weight: 0 is the model. Otherwise its layers return softmax attention's output, and report as a loss this weight
-            times the mean squared distance of LoLCATs' output from it: the first stage of training, which needs rows from their
-            start and returns no state.
+        transfer_weight: 0 is the model. Otherwise its layers return softmax attention's output, and report as
+            a loss this weight times the mean squared distance of LoLCATs' output from it: the first stage of
+            training, which needs rows from their start and returns no state.
     """
 
     window: int | None = 64
@@ -47,13 +50,13 @@ class LolcatsConfig(RecurrentConfig, SoftmaxConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> LolcatsConfig:
-        """Softmax attention's proportions, two query heads to a key head."""
+        """The proportions of softmax attention, with two query heads for each key head."""
         heads = SoftmaxConfig.for_width(hidden_size).num_heads
         size = min(64, hidden_size // heads)
         return cls(num_heads=heads, num_kv_heads=max(1, heads // 2), feature_dim=size)
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         super().validate(hidden_size)
         self.validate_fields()
         checks.positive(self, feature_dim=self.feature_dim)
@@ -65,7 +68,9 @@ class LolcatsConfig(RecurrentConfig, SoftmaxConfig):
             )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Attention's over the window, the maps, the memory's write 2 F V a key head and read 2 F V a query head."""
+        """The operations of attention over the window, of the maps, and of the memory: 2 F V per key head to
+        write, 2 F V per query head to read.
+        """
         dim, heads, kv_heads = self.dim(hidden_size), self.num_heads, self.kv_heads()
         mapped = 2.0 * (heads + kv_heads) * dim * self.feature_dim
         memory = 4.0 * (heads + kv_heads) * self.feature_dim * dim
@@ -89,7 +94,8 @@ class LolcatsState(NamedTuple):
 
 
 class Lolcats(Softmax):
-    """LoLCATs attention; see `LolcatsConfig`. Beside softmax attention's parameters it has maps and factors, for the first stage.
+    """LoLCATs attention; see `LolcatsConfig`. Beside softmax attention's parameters it has maps and factors,
+    for the first stage.
 
     Scores of the window are computed in blocks of its size, so that memory and time grow with the tokens.
     """
@@ -112,7 +118,7 @@ class Lolcats(Softmax):
         self.window_factor = parameter(factors, ("heads",), weight_decay=False)
 
     def options(self) -> dict[str, Any]:
-        """The linear part's constant arguments; queries are not scaled."""
+        """Return the constant arguments of the linear part's op; queries are not scaled."""
         config = self.config
         return dict(
             scale=1.0,
@@ -120,7 +126,7 @@ class Lolcats(Softmax):
         )
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> Any:
-        """The state before any token."""
+        """Return the state before any token."""
         if self.config.transfer_weight:
             raise ValueError(
                 f"LolcatsConfig.transfer_weight={self.config.transfer_weight}: such a layer keeps no state; 0 is the model that does"
@@ -136,7 +142,9 @@ class Lolcats(Softmax):
     def through_memory(
         self, x: jax.Array, context: Context, memory: Any
     ) -> tuple[jax.Array, Any, Context]:
-        """The output of window and memory together, [B, T, H, V], and the final state; in the first stage softmax attention's output."""
+        """Return the joint output of window and memory, [B, T, H, V], and the final state; in the first stage
+        the output of softmax attention.
+        """
         config = self.config
         memory = self._empty(x.shape[0], x.dtype) if memory is None else memory
         q, context = self.read(x, context)
@@ -196,11 +204,13 @@ class Lolcats(Softmax):
 class _Near:
     """The window of each token: the tokens in the state and in the call, and which of them each token sees.
 
-    Queries go in N blocks of C, C being the window; a block sees no other keys than W + C - 1 written ones in a row.
+    Queries go in N blocks of C, C being the window; a block sees no other keys than W + C - 1 written ones in
+    a row.
 
     Attributes:
         keys: [B, W + T, G, K], the state's and the call's; `values` likewise.
-        seen: [B, N, C, W + C - 1], whether a query of a block sees a key of those that `take` gives the block.
+        seen: [B, N, C, W + C - 1], whether a query of a block sees a key of those that `take` gives the
+            block.
     """
 
     def __init__(self, k, v, context: Context, memory: LolcatsState, window: int | None):
@@ -236,22 +246,22 @@ class _Near:
         self.seen = inside & (run == mine) & (theirs <= ours) & (ours - theirs < self.window)
 
     def cut(self, x: jax.Array) -> jax.Array:
-        """x [B, T, ...] -> [B, N, C, ...], the last block filled with the last token."""
+        """Divide x [B, T, ...] into blocks [B, N, C, ...]; the last block is padded with the last token."""
         missing = -self.length % self.size
         x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), mode="edge")
         return x.reshape(len(x), -1, self.size, *x.shape[2:])
 
     def joined(self, x: jax.Array) -> jax.Array:
-        """x [B, N, C, ...] -> [B, T, ...]."""
+        """Join blocks [B, N, C, ...] to [B, T, ...], without the padding."""
         return x.reshape(len(x), -1, *x.shape[3:])[:, : self.length]
 
     def take(self, x: jax.Array) -> jax.Array:
-        """x [B, W + T, ...] -> [B, N, W + C - 1, ...], what each block may see."""
+        """Return the tokens that each block may see, [B, N, W + C - 1, ...], of x [B, W + T, ...]."""
         taken = jnp.take_along_axis(x, self.index.reshape(*self.index.shape, *[1] * (x.ndim - 2)), axis=1)  # fmt: skip
         return taken.reshape(len(x), -1, self.window + self.size - 1, *x.shape[2:])
 
     def state(self, linear: ops.LinearState) -> LolcatsState:
-        """The last window of the last document."""
+        """Return the state with the last window of the last document."""
         place = jnp.arange(self.run.shape[1])
         mine = self.written & (self.run == self.run[:, -1:])
         last = jax.lax.top_k(jnp.where(mine, place, -1), self.window)[0][:, ::-1]
@@ -265,7 +275,7 @@ class _Near:
 
 
 def _features(learned: HeadDense, x: jax.Array) -> jax.Array:
-    """x [B, T, H, K] -> [B, T, H, 2 F], softmax of y = x W and of -y."""
+    """Return the softmax of y = x W and of -y, [B, T, H, 2 F], for x [B, T, H, K]."""
     y = learned(x)
     both = [jax.nn.softmax(y, axis=-1), jax.nn.softmax(-y, axis=-1)]
     return jnp.maximum(jnp.concatenate(both, axis=-1), _LEAST_FEATURE)

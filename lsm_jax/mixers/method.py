@@ -25,12 +25,13 @@ class Method:
         gate: what multiplies the memory at each token.
         write: what is added to the memory.
         read: how the output is read from it.
-        state: what one sequence carries from token to token, in numbers: K and V are the key and value channels of a
-            head, N those of a state.
+        state: what one sequence carries from token to token, in numbers: K and V are the key and value
+            channels of a head, N those of a state.
         forms: forms of the op; empty where it has none.
         config: its dataclass.
         module: its class, a `Mixer`.
-        feedforward: name of its published block's feedforward in `lsm_jax.feedforward.FEEDFORWARDS`; None where it has none.
+        feedforward: name of its published block's feedforward in `lsm_jax.feedforward.FEEDFORWARDS`; None
+            where it has none.
         note: why it lacks a form, or anything else a reader of the table must know.
     """
 
@@ -58,13 +59,13 @@ WRAPPERS: dict[str, Method] = {}
 def register(method: Method, *, wrapper: bool = False) -> None:
     """Add a method to the table: configs, models, training and decoding then know it.
 
-    A method needs one file, inside or outside of this package: a config dataclass with `for_width`, `validate` and
-    `flops_per_token`, a `Mixer` with `write`, `read`, `finish` and `init_memory`, and
+    A method needs one file, inside or outside of this package: a config dataclass with `for_width`,
+    `validate` and `flops_per_token`, a `Mixer` with `write`, `read`, `finish` and `init_memory`, and
 
         METHOD = Method(name="toy", ..., config=ToyConfig, module=Toy)
 
-    A file of this package is listed in `lsm_jax/mixers/__init__.py`; another calls `mixers.register(METHOD)` when it is
-    imported, which must happen before a model or a run with this method is made or loaded.
+    A file of this package is listed in `lsm_jax/mixers/__init__.py`; another calls `mixers.register(METHOD)`
+    when it is imported, which must happen before a model or a run with this method is made or loaded.
 
     Args:
         method: the row.

@@ -15,8 +15,8 @@ class OpConfig:
 
     Attributes:
         form: "recurrent", "chunk" or "associative", of those that the op has.
-        implementation: a backend's name, or several in order of preference: a tuple, or one string with commas between the
-            names, as command lines have it. None lets the op select.
+        implementation: a backend's name, or several in order of preference: a tuple, or one string with
+            commas between the names, as command lines have it. None lets the op select.
         chunk_size: tokens of a chunk, a power of two; None lets the op select.
     """
 
@@ -64,7 +64,8 @@ class RecurrentConfig:
     """Base of the configs of mixers whose memory is of fixed size.
 
     Attributes:
-        op: how the op computes; each config has a copy, so that `dataclasses.replace` gives independent configs.
+        op: how the op computes; each config has a copy, so that `dataclasses.replace` gives independent
+            configs.
     """
 
     op: OpConfig = dataclasses.field(default_factory=OpConfig)

@@ -1,4 +1,6 @@
-"""RetNet's retention (arXiv 2307.08621): `M_t = γ_h M_{t-1} + k_tᵀ v_t` with `γ_h = 1 - 2^(-5-h)` and rotated q and k."""
+"""RetNet's retention (arXiv 2307.08621): `M_t = γ_h M_{t-1} + k_tᵀ v_t` with `γ_h = 1 - 2^(-5-h)` and rotated
+q and k.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,14 @@ class RetNetConfig(RecurrentConfig):
         return cls(num_heads=hidden_size // min(256, hidden_size // 4))
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
-        """Key and value channels of a head."""
+        """The numbers of key and value channels of a head."""
         return (
             checks.expanded(self, "expand_k", self.expand_k, hidden_size, self.num_heads),
             checks.expanded(self, "expand_v", self.expand_v, hidden_size, self.num_heads),
         )
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         key_dim, _ = self.head_dims(hidden_size)
         if key_dim % 2:
@@ -93,11 +95,11 @@ class RetNet(Mixer):
         return rotate(heads, context.positions, base=self.config.rope_base)
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Rotated queries."""
+        """Return the rotated queries."""
         return self._rotated(self.q_proj(x), context), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Rotated keys, values, and each head's constant decay."""
+        """Return the rotated keys, the values, and the constant decay of each head."""
         heads = jnp.arange(self.config.num_heads, dtype=jnp.float32)
         return dict(
             k=self._rotated(self.k_proj(x), context),
@@ -106,12 +108,12 @@ class RetNet(Mixer):
         ), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Norm of each head, times silu(x W_g), projection."""
+        """Normalise each head, multiply by silu(x W_g), and project."""
         gate = split_heads(self.g_proj(x), self.config.num_heads)
         return self.o_proj(merge_heads(self.norm(o, gate))), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """An empty memory."""
+        """Return the empty memory."""
         return ops.linear_state(batch_size, self.config.num_heads, self.key_dim, self.value_dim)
 
 

@@ -1,4 +1,6 @@
-"""Softmax attention (arXiv 1706.03762) with rotary positions or none, grouped queries (arXiv 2305.13245) and an optional window."""
+"""Softmax attention (arXiv 1706.03762) with rotary positions or none, grouped queries (arXiv 2305.13245) and
+an optional window.
+"""
 
 from __future__ import annotations
 
@@ -52,20 +54,20 @@ class SoftmaxConfig:
 
     @classmethod
     def for_width(cls, hidden_size: int) -> SoftmaxConfig:
-        """The customary proportions: heads of 64 up to width 1024, of 128 beyond."""
+        """The customary proportions: heads of 64 channels up to width 1024, of 128 beyond."""
         head_dim = min(128 if hidden_size > 1024 else 64, hidden_size // 4)
         return cls(num_heads=hidden_size // head_dim)
 
     def kv_heads(self) -> int:
-        """Heads of keys and values."""
+        """The number of heads of keys and values."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     def dim(self, hidden_size: int) -> int:
-        """Channels of a head."""
+        """The number of channels of a head."""
         return hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         checks.fields(self)
         if self.head_dim is None:
             checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
@@ -104,7 +106,9 @@ class SoftmaxConfig:
             )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, and scores and sums over the keys it sees on average."""
+        """Forward floating-point operations of a token: projections, and scores and sums over the keys it
+        sees on average.
+        """
         dim, heads, kv_heads = self.dim(hidden_size), self.num_heads, self.kv_heads()
         window = seq_len if self.window is None else min(self.window, seq_len)
         seen = window - window * (window - 1) / (2 * seq_len)
@@ -140,12 +144,12 @@ class Softmax(Mixer):
         return x if base is None else rotate(x, context.positions, base=base, scaling=scaling)
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Queries, rotated if asked."""
+        """Return the queries, rotated if the config says so."""
         q = split_heads(self.q_proj(x), self.config.num_heads)
         return self._rotated(q, self.q_norm, context), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Keys, rotated if asked, and values."""
+        """Return the keys, rotated if the config says so, and the values."""
         heads = self.config.kv_heads()
         keys, context = self.keys(x, context)
         values, context = self.values(x, context)
@@ -153,23 +157,23 @@ class Softmax(Mixer):
         return dict(k=k, v=split_heads(values, heads)), context
 
     def keys(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """x [B, T, D] -> keys [B, T, G * K], ahead of norm and rotation."""
+        """Return the keys [B, T, G * K] of x [B, T, D], before norm and rotation."""
         return self.k_proj(x), context
 
     def values(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """x [B, T, D] -> values [B, T, G * K]."""
+        """Return the values [B, T, G * K] of x [B, T, D]."""
         return self.v_proj(x), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Projection."""
+        """Project the heads' outputs."""
         return self.o_proj(merge_heads(o)), context
 
     def options(self) -> dict[str, Any]:
-        """The op's constant arguments."""
+        """Return the op's constant arguments."""
         return dict(window=self.config.window, implementation=self.config.implementation)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.AttentionState:
-        """An empty state with capacity for `max_length` keys and values, or for the window's."""
+        """Return an empty state with capacity for `max_length` keys and values, or for those of the window."""
         capacity = max_length if self.config.window is None else self.config.window
         return ops.attention_state(
             batch_size,

@@ -1,7 +1,9 @@
-"""TTT-Linear (arXiv 2407.04620): the memory is a linear model with a norm, trained on each mini-batch of tokens as it reads.
+"""TTT-Linear (arXiv 2407.04620): the memory is a linear model with a norm, trained on each mini-batch of
+tokens as it reads.
 
-`f(x) = x + LN(x W + b)`, loss `½ ‖f(k) - v‖²`, gradients taken at the start of the mini-batch. Queries and keys share a
-projection and differ by their convolutions; positions are rotary and count within the mini-batch.
+`f(x) = x + LN(x W + b)`, loss `½ ‖f(k) - v‖²`, gradients taken at the start of the mini-batch. Queries and
+keys share a projection and differ by their convolutions; positions are rotary and count within the
+mini-batch.
 """
 
 from __future__ import annotations
@@ -50,11 +52,11 @@ class TTTLinearConfig(RecurrentConfig):
         return cls(num_heads=hidden_size // min(64, hidden_size // 8))
 
     def sizes(self, hidden_size: int) -> tuple[int, ...]:
-        """Channels between the inner model's layers."""
+        """The numbers of channels between the inner model's layers."""
         return (hidden_size // self.num_heads,) * 2
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields(("recurrent", "chunk"))
         checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
         if hidden_size // self.num_heads % 2:
@@ -73,7 +75,9 @@ class TTTLinearConfig(RecurrentConfig):
         checks.convolution_width(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, convolutions; answer, write and read of 2KV a head."""
+        """Forward floating-point operations of a token: projections, convolutions; answer, write and read of
+        2KV a head.
+        """
         around = hidden_size * (8.0 * hidden_size + 2 * self.num_heads + 4 * self.conv_size)
         return around + 6 * hidden_size * self.sizes(hidden_size)[0]
 
@@ -128,13 +132,13 @@ class TTTLinear(Mixer):
         return rotate(split_heads(x, self.config.num_heads), positions, base=self.config.rope_base)
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Convolved and rotated queries, of the projection that keys have too."""
+        """Return the convolved and rotated queries, from the same projection as the keys."""
         qk = self.qk_proj(x)
         q, context = self.q_conv(qk, context.add(saved={"qk": qk}))
         return self._rotated(q, context), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Convolved and rotated keys, values, the inner model and its learning rates."""
+        """Return the convolved and rotated keys, the values, the inner model and its learning rates."""
         config = self.config
         rate = jax.nn.sigmoid(self.lr_proj(x, dtype=jnp.float32))
         place = jnp.arange(1, config.mini_batch + 1, dtype=jnp.float32)
@@ -154,12 +158,12 @@ class TTTLinear(Mixer):
         return written, context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Layer norm over all channels, times gelu(x W_g), projection."""
+        """Apply a layer norm over all channels, multiply by gelu(x W_g), and project."""
         normed = self.norm(merge_heads(o)[..., None, :])[..., 0, :]
         return self.o_proj(normed * jax.nn.gelu(self.g_proj(x))), context
 
     def options(self) -> dict[str, Any]:
-        """The op's constant arguments."""
+        """Return the op's constant arguments."""
         config = self.config
         return dict(
             super().options(),
@@ -169,7 +173,7 @@ class TTTLinear(Mixer):
         )
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.OnlineState:
-        """A memory that has learned nothing."""
+        """Return the memory before any gradient step."""
         config = self.config
         return ops.online_state(
             batch_size, config.num_heads, config.sizes(self.hidden_size), bias=True

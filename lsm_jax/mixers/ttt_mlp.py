@@ -1,4 +1,6 @@
-"""TTT-MLP (arXiv 2407.04620): TTT-Linear whose inner model has two layers, `f(x) = x + LN(gelu(x W₁ + b₁) W₂ + b₂)`."""
+"""TTT-MLP (arXiv 2407.04620): TTT-Linear whose inner model has two layers,
+`f(x) = x + LN(gelu(x W₁ + b₁) W₂ + b₂)`.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,19 @@ class TTTMLPConfig(TTTLinearConfig):
     inner_expand: int = 4
 
     def sizes(self, hidden_size: int) -> tuple[int, ...]:
-        """Channels between the inner model's layers."""
+        """The numbers of channels between the inner model's layers."""
         size = hidden_size // self.num_heads
         return (size, self.inner_expand * size, size)
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         super().validate(hidden_size)
         checks.positive(self, inner_expand=self.inner_expand)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Likewise, with answer, write and read of two layers, and the gradient's way back through the second."""
+        """The forward floating-point operations of a token, with both layers' products, and the gradient's
+        backward pass through the second.
+        """
         around = hidden_size * (8.0 * hidden_size + 2 * self.num_heads + 4 * self.conv_size)
         return around + 14 * self.inner_expand * hidden_size * self.sizes(hidden_size)[0]
 

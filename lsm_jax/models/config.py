@@ -39,14 +39,15 @@ class ModelConfig:
         vocab_size: tokens.
         hidden_size: width of the residual stream.
         num_layers: depth, a multiple of the pattern's length.
-        pattern: letters naming the layers from the first on, repeated to the depth; "LLLN" is three L and one N.
+        pattern: letters naming the layers from the first on, repeated to the depth; "LLLN" is three L and one
+            N.
         layers: what each letter stands for.
         tie_embeddings: the head is the embedding's transpose.
         norm_eps: of the norms ahead of mixers, feedforwards and head.
         init_std: of embedding, head and projections, except where a method has its own.
         dtype: of activations, "float32" or "bfloat16"; parameters are float32.
-        remat: what the backward pass recomputes in each layer: "none", "dots" (all but products with weights and this
-            package's kernels of memories and attention) or "full".
+        remat: what the backward pass recomputes in each layer: "none", "dots" (all but products with weights
+            and this package's kernels of memories and attention) or "full".
         loss_chunk_size: tokens whose logits exist at a time in the loss, on each device.
         lora: low-rank adapters on projections of every layer, or None.
     """
@@ -65,7 +66,9 @@ class ModelConfig:
     lora: mixers.LoRAConfig | None = None
 
     def period(self) -> str:
-        """The shortest pattern that repeats to the same layers: what the model scans over."""
+        """Return the shortest pattern whose repetition has the same layers; the model scans over its
+        repetitions.
+        """
         letters = self.pattern
         for size in range(1, len(letters) + 1):
             if len(letters) % size == 0 and letters[:size] * (len(letters) // size) == letters:
@@ -73,11 +76,11 @@ class ModelConfig:
         return letters
 
     def letters(self) -> str:
-        """The letter of every layer."""
+        """Return the letter of every layer."""
         return self.pattern * (self.num_layers // len(self.pattern))
 
     def validate(self) -> None:
-        """Raise ValueError where a field does not fit; nothing is computed or compiled."""
+        """Raise ValueError if a field is not accepted; nothing is computed or compiled."""
         for name in (
             "vocab_size", "hidden_size", "num_layers", "norm_eps", "init_std", "loss_chunk_size",
         ):  # fmt: skip

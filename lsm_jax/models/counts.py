@@ -13,7 +13,7 @@ from lsm_jax.models.decoder import Decoder
 
 
 def abstract(config: ModelConfig) -> Decoder:
-    """The model of a config with shapes in place of arrays; nothing is computed."""
+    """Return the model of a config with shapes in place of arrays; nothing is computed."""
     return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
 
 
@@ -24,7 +24,8 @@ def _metadata(model: Any, of: Callable[[nnx.Param], Any]) -> dict:
 
 
 def logical_axes(model: Any) -> dict:
-    """Logical axis names of every parameter: tuples, in the structure of `nnx.to_pure_dict(nnx.state(model, nnx.Param))`.
+    """Logical axis names of every parameter: tuples, in the structure of
+    `nnx.to_pure_dict(nnx.state(model, nnx.Param))`.
 
     Args:
         model: a module or its state; abstract ones are accepted.
@@ -41,10 +42,11 @@ def decay_mask(config: ModelConfig) -> dict:
 
 
 def count_parameters(config: ModelConfig) -> dict[str, int]:
-    """Parameters: `total`, `embedding` (the embedding, and the head where it is untied), `non_embedding`, and `active`, those
-    that one token uses.
+    """Parameters: `total`, `embedding` (the embedding, and the head where it is untied), `non_embedding`, and
+    `active`, those that one token uses.
 
-    Where a token uses a part of a parameter's entries only, as it does of several memories', its metadata `active` says which.
+    Where a token uses a part of a parameter's entries only, as it does of several memories', its metadata
+    `active` says which.
     """
     params = [p for _, p in nnx.to_flat_state(nnx.state(abstract(config), nnx.Param))]
     total = sum(p.get_value().size for p in params)
@@ -54,11 +56,13 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    """Forward floating-point operations of one token of a document of `seq_len`; training takes three times as many.
+    """Forward floating-point operations of one token of a document of `seq_len`; training takes three times
+    as many.
 
-    A multiplication and an addition count as two. Counted are the products of the definition: projections, convolutions,
-    the update and read of each memory token by token, scores over the keys a query sees, and the head. What a chunked
-    form computes twice, or remat again, is not work done and does not count; nor do norms and activations.
+    A multiplication and an addition count as two. Counted are the products of the definition: projections,
+    convolutions, the update and read of each memory token by token, scores over the keys a query sees, and
+    the head. What a chunked form computes twice, or remat again, is not work done and does not count; nor do
+    norms and activations.
     """
     total = 2.0 * config.hidden_size * config.vocab_size
     for letter in config.letters():

@@ -47,16 +47,17 @@ def lm(
 ) -> ModelConfig:
     """A language model: letter L is the method, N softmax attention.
 
-    A size fixes width and depth, and is named after a softmax transformer's parameters at them (from 125m on with an
-    embedding of 32000 tokens). Other methods come near it: `count_parameters` tells. Methods without a feedforward (Mamba2)
-    have twice as many layers, unless one is given.
+    A size fixes width and depth, and is named after a softmax transformer's parameters at them (from 125m on
+    with an embedding of 32000 tokens). Other methods come near it: `count_parameters` tells. Methods without
+    a feedforward (Mamba2) have twice as many layers, unless one is given.
 
     Args:
         method: a name in `lsm_jax.mixers.METHODS`.
         size: a name in `SIZES`.
         pattern: of L and N.
         vocab_size: tokens.
-        feedforward: a name in `FEEDFORWARDS` for every layer, in its customary proportions; None takes each method's own.
+        feedforward: a name in `FEEDFORWARDS` for every layer, in its customary proportions; None takes each
+            method's own.
 
     Raises:
         ValueError: a name that does not exist, or a pattern that does not fit.
@@ -106,8 +107,9 @@ FOX_MODELS = (*_FOX_BLOCKS, *_FOX_BASELINES)
 def fox(name: str = "pro", size: str = "760m", *, vocab_size: int = 50257) -> ModelConfig:
     """A model of FoX's paper (arXiv 2503.02130), with its head of its own.
 
-    "pro" and "llama" are FoX, "transformer-pro" and "transformer-llama" the same blocks with rotary positions in place of the
-    forget gate, "transformer-swa" the latter in a window of 2,048; "samba" alternates Mamba with such a layer.
+    "pro" and "llama" are FoX, "transformer-pro" and "transformer-llama" the same blocks with rotary positions
+    in place of the forget gate, "transformer-swa" the latter in a window of 2,048; "samba" alternates Mamba
+    with such a layer.
 
     Args:
         name: a name in `FOX_MODELS`.

@@ -1,6 +1,8 @@
-"""The small model that recall is measured with: short gated convolutions and the method, no feedforward, no positions.
+"""The small model that recall is measured with: short gated convolutions and the method, no feedforward, no
+positions.
 
-It is zoology's hybrid of a "BaseConv" layer and a layer of the method, with RMS norms in place of layer norms and no dropout.
+It is zoology's hybrid of a "BaseConv" layer and a layer of the method, with RMS norms in place of layer norms
+and no dropout.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class RecallModelConfig:
     dtype: str = "float32"
 
     def validate(self) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         for name in ("vocab_size", "hidden_size", "norm_eps", "init_std"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"model.{name}={getattr(self, name)}: it must be greater than 0")
@@ -79,7 +81,7 @@ class GatedConvolution(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x [B, T, D] -> [B, T, D]."""
+        """Return y [B, T, D] of x [B, T, D]."""
         return x + self.conv(x, Context())[0] * self.proj(x)
 
 
@@ -105,11 +107,13 @@ class RecallModel(nnx.Module):
         self.norms = nnx.List(norms)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Tokens int [B, T] -> hidden states after the last norm, [B, T, D] in the config's dtype."""
+        """Return the hidden states after the last norm, [B, T, D] in the config's dtype, of tokens int
+        [B, T].
+        """
         return self.hidden(tokens)[0]
 
     def hidden(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The same, and the sum of the losses that layers report (a router's balance)."""
+        """Return the hidden states, and the sum of the losses that layers report (a router's balance loss)."""
         x = self.embedding[...][tokens].astype(self.config.dtype)
         own = [
             (i, layer.innermost())
@@ -132,7 +136,9 @@ class RecallModel(nnx.Module):
         return self.norms[-1](x), losses
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Hidden states [..., D] -> float32 logits [..., vocab]; float32 ones by the accelerator's fast products (TF32)."""
+        """Return the float32 logits [..., vocab] of hidden states [..., D]; float32 states are multiplied
+        with the GPU's TF32 products.
+        """
         head = self.embedding[...].astype(hidden.dtype).T
         if hidden.dtype == jnp.bfloat16:
             return matmul_to_float32(hidden, head)
@@ -147,8 +153,8 @@ def recall_state_size(config: RecallModelConfig, max_length: int) -> dict[str, l
         max_length: the context softmax attention must hold; other methods' do not depend on it.
 
     Returns:
-        `memory`: the memory alone (keys and values for attention), 0 for a convolution; `all`: with the last inputs of
-        convolutions and token shifts. A list of layers each.
+        `memory`: the memory alone (keys and values for attention), 0 for a convolution; `all`: with the last
+        inputs of convolutions and token shifts. A list of layers each.
     """
     options: dict[str, Any] = dict(num_layers=len(config.pattern))
 

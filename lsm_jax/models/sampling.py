@@ -35,8 +35,10 @@ def sample(
         top_k: draw from the k likeliest tokens only.
         top_p: draw from the fewest likeliest tokens whose probabilities sum to at least this, in (0, 1].
         stop_token: once a row has drawn it, the row is filled up with it; generation ends when all rows have.
-        segment_ids: int [B, T], 0 where the prompt is padded, on either side; each row continues its last real token.
-        prefill_chunk: read the prompt in pieces of this many tokens, which bounds memory; None reads it at once.
+        segment_ids: int [B, T], 0 where the prompt is padded, on either side; each row continues its last
+            real token.
+        prefill_chunk: read the prompt in pieces of this many tokens, which bounds memory; None reads it at
+            once.
 
     Returns:
         int32 [B, num_tokens].
@@ -145,7 +147,7 @@ def _sample(
 
 
 def _prefill(model, prompt, segment_ids, state, chunk):
-    """Hidden state [B, D] of each row's last real token, and the decoder's state after the prompt."""
+    """Return the hidden state [B, D] of each row's last real token, and the decoder's state after the prompt."""
     batch, length = prompt.shape
     chunk = length if chunk is None else min(chunk, length)
     last = None
@@ -165,7 +167,8 @@ def _prefill(model, prompt, segment_ids, state, chunk):
 def restrict(
     logits: jax.Array, *, top_k: int | None = None, top_p: jax.Array | float | None = None
 ) -> jax.Array:
-    """Logits [..., V] with -inf on tokens outside the k likeliest and outside the nucleus of probability `top_p`.
+    """Logits [..., V] with -inf on tokens outside the k likeliest and outside the nucleus of probability
+    `top_p`.
 
     The likeliest token always stays; tokens tied with the last one kept stay too.
     """

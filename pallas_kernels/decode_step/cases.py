@@ -15,7 +15,8 @@ class Case(NamedTuple):
         heads: the numbers of heads of q, of k (and a and b) and of v.
         key_dim: K.
         value_dim: V.
-        decays: words separated by spaces: "token", "key", "constant" or "value" for decays of that kind, "strong", "bonus".
+        decays: words separated by spaces: "token", "key", "constant" or "value" for decays of that kind,
+            "strong", "bonus".
         documents: whether there are segment ids and a mask.
         stacked: whether the memory is one layer of a stack.
         dtype: the dtype of q, k and v.

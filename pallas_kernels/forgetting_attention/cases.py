@@ -15,7 +15,8 @@ class Case(NamedTuple):
         heads: of q, and of k and v.
         dim: channels of a head.
         length: T.
-        documents: mean number of documents for each token; None is one document without padding or masked tokens.
+        documents: mean number of documents for each token; None is one document without padding or masked
+            tokens.
         gates: "mild", "strong", or None without.
         window: tokens that a query sees, or None.
     """

@@ -1,4 +1,4 @@
-"""Kernels compiled to machine code for chips that this machine need not have, and the registers that spill: `make test-aot`."""
+"""The kernels compiled to machine code, also for chips that this machine does not have, and the registers they spill: `make test-aot`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ gpu_device_info {
 CUDA = next((x for p in sys.path if (x := Path(p, "nvidia", "cu13")).is_dir()), Path("nowhere"))
 CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 
-# The op; heads of q, k and v; K and V; its other arguments; bytes of registers that its kernels spill today, at most.
+# The op; heads of q, k and v; K and V; its other arguments; the largest number of bytes of registers that its kernels may spill.
 ON_HOPPER = [
     *linear_attention_cases.HOPPER_COMPILED,
     *(("delta_memory", *case) for case in delta_rule_cases.HOPPER_COMPILED),
@@ -76,7 +76,7 @@ def all_optimizations():
 
 
 def compile_for(device, abstract_device, case, implementation):
-    """Value and every gradient of one case, in bfloat16."""
+    """Compile the value and every gradient of one case, in bfloat16."""
     op, (heads, key_heads, memories), key_dim, value_dim, given = case
     given, length = given.split(), 1024
     sharding = SingleDeviceSharding(device)
@@ -173,7 +173,7 @@ def test_finds_late_writes():
 
 
 def compile_scans_for(device, abstract_device, case, implementation, dtype=jnp.bfloat16):
-    """Value and every gradient of a `scans.Case`."""
+    """Compile the value and every gradient of a `scans.Case`."""
     sharding = SingleDeviceSharding(device)
 
     def given(x):

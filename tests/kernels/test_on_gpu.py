@@ -54,7 +54,9 @@ CONFIGURATIONS = [
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=case_id)
 def test_equals_the_recurrence(configuration):
-    """Value, final state and every gradient, in float32 at full precision; and the same bits in a second run."""
+    """Value, final state and every gradient are those of float32 at full precision; a second run gives the
+    same bits.
+    """
     (heads, key_heads, memories), key_dim, value_dim, length, documents, decay = configuration
     rng = np.random.default_rng(0)
 
@@ -156,7 +158,9 @@ def test_none_picks_the_kernel_and_changes_nothing_else(op):
 
 @pytest.mark.parametrize("case", decode_step_cases.HOPPER, ids=lambda case: case.id)
 def test_one_token_equals_the_recurrence(case):
-    """Output and memory in float32, and what must not be touched; and the same bits in a second run."""
+    """Output and memory are those of float32, other memories do not change, and a second run gives the same
+    bits.
+    """
     op, heads, key_dim, value_dim, decays, documents, stacked, dtype, batch = case
     arrays = decode_step.make(op, heads, key_dim, value_dim, decays, documents, dtype, batch)
 
@@ -176,21 +180,23 @@ def test_one_token_equals_the_recurrence(case):
         np.testing.assert_array_equal(kept[:2], arrays["memory"][:2])
 
 
-# heads of q and of k, memories; K, M and V; T; documents; scale of q; spread of what a layer's SiLU gets (None: normal q, k, v)
+# heads of q and of k, memories; K, M and V; T; documents; scale of q; deviation of the input of SiLU (None: normal q, k, v)
 SLOTS = [
     ((2, 2, 2), (256, 64, 256), 2048, False, 1 / 256, None),
     ((2, 1, 2), (64, 64, 128), 1100, True, 1.0, None),
     ((4, 2, 2), (128, 128, 128), 700, True, 1 / 128, None),
-    # As the layer of 340M has it: 0.64 is the initialisation's 0.02 by the root of 1024 channels of norm 1.
+    # As in the layer of the 340M model: 0.64 is the initial deviation 0.02 times the root of 1024 channels.
     ((4, 4, 4), (256, 64, 256), 2048, True, 1.0, 0.64),
-    # Scores of spread 16, whose softmax takes one slot.
+    # Scores with a deviation of 16, whose softmax selects one slot.
     ((2, 2, 2), (256, 64, 256), 2048, False, 1.0, None),
 ]
 
 
 @pytest.mark.parametrize("configuration", SLOTS, ids=case_id)
 def test_slot_memory_equals_the_recurrence(configuration):
-    """Value, final memories and every gradient, in float32 at full precision; and the same bits in a second run."""
+    """Value, final memories and every gradient are those of float32 at full precision; a second run gives the
+    same bits.
+    """
     (heads, key_heads, memories), sizes, length, documents, scale, spread = configuration
     key_dim, slots, value_dim = sizes
     rng = np.random.default_rng(0)
@@ -228,7 +234,7 @@ def test_slot_memory_equals_the_recurrence(configuration):
 
 @pytest.mark.parametrize("case", attention_cases.HOPPER, ids=lambda case: case.id)
 def test_attention_equals_xla(case):
-    """Value and every gradient, in float32 at full precision; and the same bits in a second run."""
+    """Value and every gradient are those of float32 at full precision; a second run gives the same bits."""
     (heads, key_heads), dim, length, documents, gates, window = case
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)  # noqa: E731
@@ -267,7 +273,9 @@ def test_attention_equals_xla(case):
 @pytest.mark.parametrize("where", [0, 1, 3])
 @pytest.mark.parametrize("case", attention_cases.HOPPER_PARTS, ids=lambda case: case.id)
 def test_attention_of_two_parts_equals_xla(case, where):
-    """As on one of four devices that share a row: parts `where` and 7 - `where` of eight, value and every gradient; the same bits in a second run."""
+    """Value and every gradient for the queries of one of four devices that share a row: parts `where` and 7 -
+    `where` of eight. A second run gives the same bits.
+    """
     (heads, key_heads), dim, length, documents, gates, window = case
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)  # noqa: E731
@@ -320,7 +328,7 @@ def test_attention_of_two_parts_equals_xla(case, where):
 
 @pytest.mark.parametrize("case", short_convolution_cases.HOPPER, ids=lambda case: case.id)
 def test_convolution_equals_xla(case):
-    """Value and every gradient against float32; and the same bits in a second run."""
+    """Value and every gradient are those of float32; a second run gives the same bits."""
     length, channels, width, documents, bias, silu, head_dim = case
     arrays, ids = convolution.make(length, channels, width, documents=documents, bias=bias, batch=2)
     dy = jnp.asarray(np.random.default_rng(1).normal(size=arrays["x"].shape), jnp.bfloat16)
@@ -348,7 +356,7 @@ def test_convolution_equals_xla(case):
 
 @pytest.mark.parametrize("case", selective_scan_cases.HOPPER, ids=lambda case: case.id)
 def test_selective_memory_equals_the_recurrence(case):
-    """Value, final memory and every gradient; and the same bits in a second run."""
+    """Value, final memory and every gradient are those of the recurrence; a second run gives the same bits."""
 
     def run(arrays, marks, cotangents):
         fused = jax.jit(lambda a, c: scans.both(a, marks, "mosaic_gpu", c))

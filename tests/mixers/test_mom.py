@@ -14,7 +14,7 @@ from flax import nnx
 from lsm_jax import mixers
 from lsm_jax.mixers import mom_layout
 from lsm_jax.mixers.layers import Dense
-from lsm_jax.ops.core import states
+from lsm_jax.ops.core import chunk_scans
 from tests.mixers.mom_cases import (
     BATCH,
     INNER,
@@ -153,7 +153,7 @@ def test_causal_to_the_bit(name, form):
 @pytest.mark.parametrize("name", ["retnet", pytest.param("mlstm", marks=pytest.mark.slow)])
 def test_causal_to_the_bit_over_many_chunks(name, monkeypatch):
     """As an NVIDIA GPU runs XLA's form: which chunks stand ahead of a memory's depends on later tokens."""
-    monkeypatch.setattr(states, "by_platform", lambda *x, cuda, default: cuda(*x))
+    monkeypatch.setattr(chunk_scans, "by_platform", lambda *x, cuda, default: cuda(*x))
     mixer, x = made(name), jax.random.normal(jax.random.key(1), (1, 160, WIDTH))
     y = call(mixer, x)[0]
     for t in (81, 121):

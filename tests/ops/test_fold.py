@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lsm_jax import ops
-from lsm_jax.ops.core import states
+from lsm_jax.ops.core import chunk_scans
 
 LENGTH, SIZE = 556, 8  # 70 chunks, the last one incomplete: parts of 18, 18, 18 and 16 chunks
 ARRAYS = {
@@ -21,7 +21,7 @@ ARRAYS = {
 
 
 def test_how_many_parts():
-    count = states._parts
+    count = chunk_scans._parts
     assert [count(70, 100), count(31, 100), count(256, 2**19), count(256, 2**21)] == [4, 1, 4, 1]
 
 
@@ -33,7 +33,7 @@ def as_on_a_gpu(monkeypatch):
         del default
         return cuda(*arguments)
 
-    monkeypatch.setattr(states, "by_platform", on_cuda)
+    monkeypatch.setattr(chunk_scans, "by_platform", on_cuda)
 
 
 @pytest.mark.parametrize("name", ARRAYS)

@@ -1,7 +1,7 @@
 """Requirements and layout that the fused kernels of `linear_memory`, `delta_memory` and `dplr_memory` share.
 
-With one state per segment, tokens are laid out as in the XLA forms, each segment starting at a chunk's boundary; a kernel then
-scans each segment's chunks from a memory of its own.
+With one state per segment, tokens are laid out as in the XLA forms, each segment starting at a chunk's
+boundary; a kernel then scans each segment's chunks from a memory of its own.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def tokens_of(arguments: dict[str, Any]) -> Tokens:
 def lay_out(
     name: str, tokens: Tokens, memory: jax.Array, arrays: dict[str, Any]
 ) -> tuple[dict[str, Any], Callable[..., tuple[jax.Array, jax.Array]]]:
-    """The arrays in the layout that a kernel reads, and the function that brings its results into the call's layout.
+    """The arrays in the layout that a kernel reads, and the function that brings its results into the call's
+    layout.
 
     Args:
         name: the kernel's backend.
@@ -82,7 +83,8 @@ def lay_out(
         arrays: [B, T, ...] by name, or None; 0 where nothing is written.
 
     Returns:
-        The kernel's arguments by name, `initial` and `run` among them, and a function of the kernel's output and final memory.
+        The kernel's arguments by name, `initial` and `run` among them, and a function of the kernel's output
+        and final memory.
     """
     if tokens.slot is None:
         return arrays | dict(initial=memory, run=tokens.run), lambda *results: results

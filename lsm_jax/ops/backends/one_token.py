@@ -23,8 +23,8 @@ def decode_backend(
     Args:
         run_xla: the op's XLA backend, whose derivatives and `jax.vmap` the kernel takes over.
         without: the op's arguments and options that the kernel does not know.
-        stacked_only: `implementation=None` selects the kernel only for a memory that is one layer of a stack, because XLA passes
-            over any other memory as often as the kernel does.
+        stacked_only: `implementation=None` selects the kernel only for a memory that is one layer of a stack,
+            because XLA passes over any other memory as often as the kernel does.
     """
 
     def absent(name: str) -> Requirement:

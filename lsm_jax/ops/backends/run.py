@@ -20,7 +20,8 @@ class Static(NamedTuple):
         op: the op's name.
         options: the op's own, a NamedTuple.
         implementation: as the op's argument.
-        backends: the op's at the time of the call, so that a backend registered later is not missed by a cached program.
+        backends: the op's at the time of the call, so that a backend registered later is not missed by a
+            cached program.
     """
 
     op: str

@@ -18,14 +18,15 @@ class Selection(NamedTuple):
     """The backends that may run a call.
 
     Attributes:
-        backends: in order of preference, at most one for each platform. The platform is decided when the program is lowered;
-            a single backend runs on whatever the program is lowered for.
+        backends: in order of preference, at most one for each platform. The platform is decided when the
+            program is lowered; a single backend runs on whatever the program is lowered for.
     """
 
     backends: tuple[Backend, ...]
 
     def function(self, of: Callable[[Backend], Callable[..., Any]]) -> Callable[..., Any]:
-        """The function to call: that of the only backend, or that of the platform's when the program is lowered.
+        """The function to call: that of the only backend, or that of the platform's when the program is
+        lowered.
 
         Args:
             of: gives a backend's function; all functions have the same arguments and results.
@@ -48,13 +49,16 @@ class Selection(NamedTuple):
 
 
 def select(call: Call) -> Selection:
-    """The backends that run a call; what was selected, and why nothing better, is logged and noted for `choices`.
+    """The backends that run a call; what was selected, and why nothing better, is logged and noted for
+    `choices`.
 
-    With `implementation=None` these are the first automatic backend for each platform that supports the call. With a name,
-    the first backend of that name that supports it. With several names, the first of them for each platform that supports it.
+    With `implementation=None` these are the first automatic backend for each platform that supports the call.
+    With a name, the first backend of that name that supports it. With several names, the first of them for
+    each platform that supports it.
 
     Raises:
-        NotImplementedError: no backend of the given names supports the call; the message gives their requirements.
+        NotImplementedError: no backend of the given names supports the call; the message gives their
+            requirements.
     """
     implementation = call.implementation
     backends = backends_of(call.op)
@@ -133,7 +137,9 @@ def note(op: str, choice: str) -> None:
 
 
 def choices() -> dict[str, str]:
-    """What each op traced so far in this process runs as, and the requirement that kept anything better from running."""
+    """What each op traced so far in this process runs as, and the requirement that kept anything better from
+    running.
+    """
     return dict(_CHOICES)
 
 

@@ -27,7 +27,7 @@ from lsm_jax.parallel import sum_along
 
 
 def in_sequence(axis: str, function: Callable[..., Any], static: Static, **arguments: Any) -> Any:
-    """The op on one of the devices that share a row."""
+    """Run the op on one of the devices that share a row."""
     options = static.options
     x, state = arguments["x"], arguments["state"]
     ids, mask = arguments["segment_ids"], arguments["update_mask"]

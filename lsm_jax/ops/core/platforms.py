@@ -25,7 +25,9 @@ _CAPABILITIES = {
 
 
 def mesh_platform() -> str | None:
-    """The platform of the current mesh's devices: "cpu", "cuda", "rocm" or "tpu"; None where the mesh does not know them."""
+    """The platform of the current mesh's devices: "cpu", "cuda", "rocm" or "tpu"; None where the mesh does
+    not know them.
+    """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None or device.platform not in ("cpu", "gpu", "tpu"):
         return None
@@ -34,10 +36,11 @@ def mesh_platform() -> str | None:
 
 
 def compute_capabilities() -> frozenset[str]:
-    """The compute capabilities of the NVIDIA cards that a traced program is for; empty where they are not known.
+    """The compute capabilities of the NVIDIA cards that a traced program is for; empty where they are not
+    known.
 
-    Those of the current mesh's devices if the mesh knows them, else those of this process's cards. A process without cards may
-    compile for any.
+    Those of the current mesh's devices if the mesh knows them, else those of this process's cards. A process
+    without cards may compile for any.
     """
     if mesh_platform() == "cuda":
         device = jax.sharding.get_abstract_mesh().abstract_device
@@ -57,9 +60,9 @@ def for_platform(
 ) -> Callable[..., Any]:
     """A function that calls the branch of the platform that the program is lowered for, or `default`.
 
-    Inside a `jax.shard_map` whose mesh knows its devices this is the branch itself. If the branch were left to lowering, it would
-    be a number that the forward pass hands to the backward pass, with the residuals of all branches, and from one
-    `jax.shard_map` to the next XLA no longer sees that the number is constant.
+    Inside a `jax.shard_map` whose mesh knows its devices this is the branch itself. If the branch were left
+    to lowering, it would be a number that the forward pass hands to the backward pass, with the residuals of
+    all branches, and from one `jax.shard_map` to the next XLA no longer sees that the number is constant.
 
     Args:
         default: for platforms without a branch; None if there is none.

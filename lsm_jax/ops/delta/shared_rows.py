@@ -1,8 +1,10 @@
-"""`delta_memory` and `dplr_memory` on one of the devices that share a row: the tokens are one update `M -> Θ M + W`, Θ [K, K] per head.
+"""`delta_memory` and `dplr_memory` on one of the devices that share a row: the tokens are one update
+`M -> Θ M + W`, Θ [K, K] per head.
 
-Θ acts on all value channels in the same way. It is therefore computed by the op itself, as K more value channels that start from
-the identity matrix and to which nothing is written. Their outputs are `q_t Θ_t`, and the memory M that a device starts from adds
-`q_t Θ_t M` to the device's outputs: the op runs once, from an empty memory, and does not wait for the other devices.
+Θ acts on all value channels in the same way. It is therefore computed by the op itself, as K more value
+channels that start from the identity matrix and to which nothing is written. Their outputs are `q_t Θ_t`, and
+the memory M that a device starts from adds `q_t Θ_t M` to the device's outputs: the op runs once, from an
+empty memory, and does not wait for the other devices.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def in_sequence(
     by_xla: Callable[..., Any],
     arguments: dict[str, Any],
 ) -> tuple[jax.Array, DeltaState]:
-    """The output for this device's tokens, from the state that the earlier devices leave, and the last device's final state.
+    """The output for this device's tokens, from the state that the earlier devices leave, and the last
+    device's final state.
 
     Args:
         axis: the mesh axis that rows are split over.
@@ -78,7 +81,9 @@ def in_sequence(
 
 
 def _with_identity(dtype: Any, arguments: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
-    """The values and the initial memory with K more value channels, a state's id of 0, and the first id of each row."""
+    """The values and the initial memory with K more value channels, a state's id of 0, and the first id of
+    each row.
+    """
     v, state, segment_ids = (arguments[name] for name in ("v", "state", "segment_ids"))
     key_dim = state.memory.shape[-2]
     num_segments = state.memory.shape[1] if state.memory.ndim == 5 else None

@@ -33,10 +33,11 @@ def cumulative_phase(
     segment_ids: Int[Array, "B T"] | None = None,
     update_mask: Array | None = None,
 ) -> tuple[Float[Array, "B T H"], Float[Array, ...]]:
-    """The sum of the angles of a document's written tokens in this call, up to each token, without full turns.
+    """The sum of the angles of a document's written tokens in this call, up to each token, without full
+    turns.
 
-    The sum is one of integers, which does not round: in float32 an angle is exact to 2e-9 and a full turn to 3e-10. A memory that
-    is rotated back by the final sum at the end of a call does not need to store a phase.
+    The sum is one of integers, which does not round: in float32 an angle is exact to 2e-9 and a full turn to
+    3e-10. A memory that is rotated back by the final sum at the end of a call does not need to store a phase.
 
     Args:
         angle: [B, T, H], radians, from -π to π.
@@ -45,7 +46,8 @@ def cumulative_phase(
         update_mask: [B, T], 0 for tokens whose angle is not added.
 
     Returns:
-        The sums [B, T, H], and the final sum [B, H] or [B, S, H]; from -π to π, in float32 (float64 for float64 inputs).
+        The sums [B, T, H], and the final sum [B, H] or [B, S, H]; from -π to π, in float32 (float64 for
+        float64 inputs).
 
     Raises:
         ValueError: shapes that do not fit.
@@ -105,7 +107,7 @@ def _cumulative_phase(num_segments, **arguments):
 
 
 def _in_sequence(axis, _, num_segments, **arguments):
-    """The op on one of the devices that share a row."""
+    """Run the op on one of the devices that share a row."""
     empty = _no_sums(num_segments, arguments["angle"])
     ids = arguments["segment_ids"]
     _, written = _sum_up(num_segments, **arguments, state=empty)

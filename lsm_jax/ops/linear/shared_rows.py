@@ -1,7 +1,9 @@
-"""The tokens of `linear_memory` on one device as one update of its state: a total decay and the sum of the decayed writes.
+"""The tokens of `linear_memory` on one device as one update of its state: a total decay and the sum of the
+decayed writes.
 
-With a_t and b_t the sums of the log decays after token t, the writes sum to `Σ_t (k_t e^{a_t})ᵀ (v_t e^{b_t})`: one product over
-time, in which every exponential is at most 1. It stores no memory per chunk, whichever backend then computes the outputs.
+With a_t and b_t the sums of the log decays after token t, the writes sum to
+`Σ_t (k_t e^{a_t})ᵀ (v_t e^{b_t})`: one product over time, in which every exponential is at most 1. It stores
+no memory per chunk, whichever backend then computes the outputs.
 """
 
 from __future__ import annotations

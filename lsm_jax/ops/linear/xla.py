@@ -61,7 +61,9 @@ class LinearOptions(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """Arrays by head: q [..., G, R, K], k [..., G, K], v [..., G, V]; at most one of `decay` and `key_decay` is given."""
+    """Arrays by head: q [..., G, R, K], k [..., G, K], v [..., G, V]; at most one of `decay` and `key_decay`
+    is given.
+    """
 
     q: Array
     k: Array

@@ -1,8 +1,8 @@
 """The XLA forms of `online_memory`: token by token, and by windows of the row.
 
-`online_memory` gives the updates. The recurrent form computes one gradient for each token. The chunk form is the dual form of
-arXiv 2407.04620 section 2.5: it computes the gradients of a window's tokens, and the outputs of the weights after each of them, by
-matrix products, without the weights themselves.
+`online_memory` gives the updates. The recurrent form computes one gradient for each token. The chunk form is
+the dual form of arXiv 2407.04620 section 2.5: it computes the gradients of a window's tokens, and the outputs
+of the weights after each of them, by matrix products, without the weights themselves.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def selective_memory(
 
 
 def _in_sequence(axis, function, static, **arguments):
-    """The op on one of the devices that share a row."""
+    """Run the op on one of the devices that share a row."""
     update = _update_of_device(function, static, arguments)
     return resume(axis, function, (static,), arguments, update, _advance)
 

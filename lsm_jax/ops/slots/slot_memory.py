@@ -128,7 +128,7 @@ def slot_memory(
 
 
 def _in_sequence(axis, function, static, **arguments):
-    """The op on one of the devices that share a row."""
+    """Run the op on one of the devices that share a row."""
     update = _update(function, static, **arguments)
     return resume(axis, function, (static,), arguments, update, _advance)
 

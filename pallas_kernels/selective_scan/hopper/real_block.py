@@ -1,7 +1,8 @@
 """The inputs of the kernels of real memories, and how a warpgroup loads its part of them.
 
-A warpgroup computes 64 channels of one chunk. Their memories, [4 warps, 16 channels, N], are in its registers: each warp has 16
-channels, and each thread has 4 numbers of one channel (N = 8) or of each of two channels (N = 16).
+A warpgroup computes 64 channels of one chunk. Their memories, [4 warps, 16 channels, N], are in its
+registers: each warp has 16 channels, and each thread has 4 numbers of one channel (N = 8) or of each of two
+channels (N = 16).
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ class Sizes(NamedTuple):
 
 
 class Block:
-    """A warpgroup's row and channels, and its loads into registers: arrays [4, 16] by channel, or [4, 16, N] for memories.
+    """A warpgroup's row and channels, and its loads into registers: arrays [4, 16] by channel, or [4, 16, N]
+    for memories.
 
     Attributes:
         refs: references to global memory by name.
@@ -154,7 +156,8 @@ class Block:
 
 
 def token_buffers(x: Inputs, *names: str, **others: Any) -> dict[str, Any]:
-    """Return buffers in shared memory for a chunk's tokens, the buffers `others`, and the barrier of the copies.
+    """Return buffers in shared memory for a chunk's tokens, the buffers `others`, and the barrier of the
+    copies.
 
     Args:
         x: the inputs.

@@ -1,7 +1,8 @@
-"""A scan of complex numbers on Mosaic TPU: `h_t = a_t h_{t-1} + u_t`, `y_t = c_t Re h_t`, one number for each channel.
+"""A scan of complex numbers on Mosaic TPU: `h_t = a_t h_{t-1} + u_t`, `y_t = c_t Re h_t`, one number for each
+channel.
 
-The programs process the chunks of a row as in `tpu.real`; each token is a row of channels in lanes. The gradients are those of
-`hopper.complex`.
+The programs process the chunks of a row as in `tpu.real`; each token is a row of channels in lanes. The
+gradients are those of `hopper.complex`.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ class Inputs(NamedTuple):
 
 
 def forward(x: Inputs, initial, *, save: bool, interpret: Any = False) -> tuple[Any, Any, Any]:
-    """Return the output [B, T, D] in u's dtype, the final memory [B, 2, D], and the memories that enter each chunk,
-    [B, T/128, 2, D] (None unless `save`), for `backward`."""
+    """Return the output [B, T, D] in u's dtype, the final memory [B, 2, D], and the memories that enter each
+    chunk, [B, T/128, 2, D] (None unless `save`), for `backward`.
+    """
     layout = Layout(x.u, 2, _MAX_CHANNELS)
     inputs = _inputs(layout, x) | dict(initial=(initial, layout.memory()))
     outputs = dict(y=layout.tokens(x.u.dtype), final=layout.memory())
