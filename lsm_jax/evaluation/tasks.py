@@ -19,7 +19,7 @@ from lsm_jax.data import JSONTokenizer, make_eval_iterator
 from lsm_jax.data.needle import NeedleTask, haystack_tokens
 from lsm_jax.evaluation.files import write_arrays, write_json, write_text
 from lsm_jax.evaluation.generate import Generation, decode, generate
-from lsm_jax.evaluation.harness import harness_table, run_harness
+from lsm_jax.evaluation.harness import harness_table, run_harness, write_results
 from lsm_jax.evaluation.maps import layer_maps, plot_maps
 from lsm_jax.evaluation.needle import find_needles, length_notes
 from lsm_jax.evaluation.perplexity import evaluate
@@ -232,7 +232,8 @@ def _tokens_to_map(run: Run, request: Request) -> np.ndarray:
 
 
 def lm_eval(run: Run, request: Request, folder: Path) -> dict[str, Any]:
-    """Run tasks of lm-evaluation-harness. Writes lm_eval.json; returns its content."""
+    """Run tasks of lm-evaluation-harness. Writes lm_eval-1.json, or the next number that is free, and
+    with `log_samples` a folder of samples; returns its content."""
     tokenizer = run_tokenizer(run)
     results = run_harness(
         run,
@@ -243,7 +244,7 @@ def lm_eval(run: Run, request: Request, folder: Path) -> dict[str, Any]:
     )
     results["step"] = run.step
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "lm_eval.json", results)
+    write_results(folder, results)
     return results
 
 

@@ -175,7 +175,7 @@ def test_local_tasks_run_through_eval_with_no_network(run, workdir, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "byte_perplexity" in done.stdout and "acc_norm" in done.stdout
-    results = json.loads((workdir / "eval" / "harness" / "lm_eval.json").read_text())
+    results = json.loads((workdir / "eval" / "harness" / "lm_eval-1.json").read_text())
     assert results["num_documents"] == dict(local_choice=3, local_words=3, local_answer=3)
     per_byte = log_probabilities(run, [BOS, *b"def f(x):"])[0].mean()
     rolling = results["results"]["local_words"]["byte_perplexity,none"]
