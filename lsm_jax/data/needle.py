@@ -17,6 +17,18 @@ from lsm_jax.data.sources import open_documents, open_store
 from lsm_jax.data.tokenizers import Tokenizer
 
 MODES = ("easy", "standard")
+PROMPTS = ("own", "published")
+JUDGES = ("containment", "requests")
+_TEXTS = ("question", "cue", "answer", "instruction")
+# The prompt of the Forgetting Transformer's evaluation (its repository, eval/niah: config-prompt-*.yaml and prompt.py, Apache-2.0).
+_PUBLISHED_TEXTS = {
+    "question": "What is the best thing to do in San Francisco? Answer:",
+    "cue": "The best thing to do in San Francisco is",
+    "answer": "eat a sandwich and sit in Dolores Park on a sunny day",
+    "instruction": "There is an important piece of information hidden inside the above document. Now that you've read the "
+    "document, I will quiz you about it. Answer the following question:",
+}
+_PUBLISHED_LENGTHS = tuple(range(1000, 32001, 3100))
 _READ = 1 << 16  # tokens read of a store at a time
 
 
@@ -39,6 +51,10 @@ class NeedleConfig:
         cue: how the answer begins, given to the model.
         answer: what is looked for.
         instruction: said ahead of the question.
+        prompt: "own", the texts of the fields above; or "published", the Forgetting Transformer's texts, with its lengths,
+            buffer of 200 tokens and 1024 new tokens unless those are given, and the needle after a "." token.
+        judge: "containment", whether the continuation contains the answer; or "requests", which also writes the published
+            requests to a judging model, for `python -m lsm_jax.evaluation.judge`.
     """
 
     lengths: tuple[int, ...] = ()
@@ -51,6 +67,20 @@ class NeedleConfig:
     cue: str = "The lighthouse keeper of Carrow hides the spare key"
     answer: str = "under the blue teapot in the pantry"
     instruction: str = "One line of this text has nothing to do with the rest. Recall it to answer."
+    prompt: str = "own"
+    judge: str = "containment"
+
+    def with_texts(self) -> "NeedleConfig":
+        """The config with the published texts and numbers if `prompt` is "published"; otherwise the config itself."""
+        if self.prompt != "published":
+            return self
+        return dataclasses.replace(
+            self,
+            **_PUBLISHED_TEXTS,
+            lengths=self.lengths or _PUBLISHED_LENGTHS,
+            buffer=self.buffer or 200,
+            new_tokens=self.new_tokens or 1024,
+        )
 
     def validate(self) -> None:
         """Checks the values.
@@ -70,6 +100,21 @@ class NeedleConfig:
             raise ValueError(f"needle.depths={self.depths}; accepted are percents from 0 to 100")
         if not set(self.modes) <= set(MODES):
             raise ValueError(f"needle.modes={self.modes}; accepted: {', '.join(MODES)}")
+        for name, accepted in (("prompt", PROMPTS), ("judge", JUDGES)):
+            if getattr(self, name) not in accepted:
+                raise ValueError(
+                    f"needle.{name}={getattr(self, name)!r}; accepted: {', '.join(accepted)}"
+                )
+        fields = {field.name: field.default for field in dataclasses.fields(self)}
+        for name in _TEXTS if self.prompt == "published" else ():
+            if getattr(self, name) not in (fields[name], _PUBLISHED_TEXTS[name]):
+                raise ValueError(
+                    f"needle.{name}={getattr(self, name)!r} and needle.prompt=published; accepted is one of them"
+                )
+        if self.judge == "requests" and self.samples != 1:
+            raise ValueError(
+                f"needle.samples={self.samples}; with needle.judge=requests it must be 1"
+            )
         for name in ("samples", "buffer", "new_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -117,20 +162,23 @@ class NeedleTask:
             ValueError: a config that is not accepted, or a buffer that does not hold the question and answer.
         """
         config.validate()
+        published, config = config.prompt == "published", config.with_texts()
         self.config, self.tokenizer = config, tokenizer
         fact = f"{config.cue} {config.answer}."
         texts = dict(easy=f"\n{config.question} {fact}\n", standard=f"\n{fact}\n")
         self._needles = {mode: _ids(tokenizer.encode(texts[mode])) for mode in config.modes}
         self._needles[""] = _ids([])
         self._bos = _ids([] if bos_id is None else [bos_id])
-        end = f"\n\n{config.instruction}\n{config.question} {config.cue}"
+        space = " " if published else "\n"
+        end = f"\n\n{config.instruction}{space}{config.question} {config.cue}"
         alone, whole = tokenizer.encode(end), tokenizer.encode(f"{end} {config.answer}")
         # The answer begins where its tokens do: a tokenizer may join its first ones to the question's last.
         pairs = enumerate(zip(alone, whole, strict=False))
         cut = next((i for i, (a, b) in pairs if a != b), min(len(alone), len(whole)))
         self._end, self.answer = _ids(whole[:cut]), _ids(whole[cut:])
         self.new_tokens = config.new_tokens or 2 * len(self.answer)
-        needed = len(self._bos) + len(self._end) + self.answer_room
+        # The published lengths count the prompt only.
+        needed = len(self._bos) + len(self._end) + (0 if published else self.answer_room)
         self._buffer = config.buffer or needed
         if self._buffer < needed:
             raise ValueError(
@@ -200,7 +248,9 @@ class NeedleTask:
         return NeedlePrompt(mode, depth, sample, place, np.concatenate(parts))
 
     def _stops(self, text: np.ndarray) -> np.ndarray:
-        """Whether each token ends in a full stop."""
+        """Whether each token ends in a full stop; with the published prompt, whether it is one."""
+        if self.config.prompt == "published":
+            return np.isin(text, self.tokenizer.encode("."))
         ids, where = np.unique(text, return_inverse=True)
         ends = [self.tokenizer.decode([i]).rstrip().endswith(".") for i in ids.tolist()]
         return np.array(ends, bool)[where]

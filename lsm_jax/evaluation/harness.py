@@ -8,7 +8,6 @@ of `lsm_jax.evaluation.suites`. Other tasks can be added as files in `include_pa
 import dataclasses
 import difflib
 import importlib.util
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from rich.table import Table
 
 from lsm_jax.data import Tokenizer
 from lsm_jax.evaluation import suites
-from lsm_jax.evaluation.files import write_json, write_text
+from lsm_jax.evaluation.files import write_json, write_rows
 from lsm_jax.evaluation.gen_kwargs import parse_flag
 from lsm_jax.evaluation.suites.local import local_datasets
 
@@ -260,9 +259,8 @@ def write_results(folder: Path, content: dict[str, Any]) -> Path:
         path.with_suffix("").mkdir()
         content["samples"] = {}
         for task, rows in samples.items():
-            lines = (json.dumps(row, default=str, ensure_ascii=False) + "\n" for row in rows)
             name = f"{path.stem}/{task.replace('/', '_')}.jsonl"
-            write_text(folder / name, "".join(lines))
+            write_rows(folder / name, rows)
             content["samples"][task] = name
     write_json(path, content)
     return path

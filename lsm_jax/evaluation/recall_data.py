@@ -29,14 +29,13 @@ in its context is an error, unless --absent=drop.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lsm_jax.evaluation.files import write_text
+from lsm_jax.evaluation.files import write_rows
 from lsm_jax.evaluation.suites.local import read_rows
 from lsm_jax.evaluation.suites.recall import find_answer
 
@@ -154,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise ValueError(f"--source: no row of {len(rows)} can be used")
     path = options.out / "recall" / f"{options.task}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in converted))
+    write_rows(path, converted)
     print(
         f"{path}: {len(converted)} rows; left out are {short} with an answer of one character or none and "
         f"{absent} without an answer in the context"

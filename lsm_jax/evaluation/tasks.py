@@ -17,9 +17,10 @@ from rich.console import RenderableType
 
 from lsm_jax.data import JSONTokenizer, make_eval_iterator
 from lsm_jax.data.needle import NeedleTask, haystack_tokens
-from lsm_jax.evaluation.files import write_arrays, write_json, write_text
+from lsm_jax.evaluation.files import write_arrays, write_json, write_rows, write_text
 from lsm_jax.evaluation.generate import Generation, decode, generate
 from lsm_jax.evaluation.harness import harness_table, run_harness, write_results
+from lsm_jax.evaluation.judge import judge_requests
 from lsm_jax.evaluation.maps import layer_maps, plot_maps
 from lsm_jax.evaluation.needle import find_needles, length_notes
 from lsm_jax.evaluation.perplexity import evaluate
@@ -151,9 +152,14 @@ def needle(run: Run, request: Request, folder: Path) -> dict[str, Any]:
         batch_size=request.batch_size,
         piece_length=request.piece_length,
     )
+    if config.prompt == "published" and config.judge == "containment":
+        notes.append("scored by containment, not by the model that judges in the published results")
     results = {
         **scores.summary(),
-        **{name: getattr(config, name) for name in ("question", "cue", "answer", "samples")},
+        **{
+            name: getattr(task.config, name)
+            for name in ("question", "cue", "answer", "samples", "prompt", "judge")
+        },
         "notes": notes,
         "step": run.step,
         "data": str(request.data or data.heldout_path or data.path),
@@ -171,6 +177,8 @@ def needle(run: Run, request: Request, folder: Path) -> dict[str, Any]:
         title=f"{run.config.name}: needle in a haystack, step {run.step:,}",
     )
     write_json(folder / "needle.json", results)
+    if config.judge == "requests":
+        write_rows(folder / "needle_judge.jsonl", judge_requests(results))
     return results
 
 
