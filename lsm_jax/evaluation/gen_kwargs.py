@@ -64,21 +64,21 @@ def parse_generation(options: Mapping[str, Any]) -> Generation:
     for name, value in options.items():
         if name in _NEUTRAL and value != _NEUTRAL[name]:
             raise ValueError(
-                f"lm_eval.gen_kwargs: {name}={value!r}; accepted is {_NEUTRAL[name]!r}"
+                f"generation options: {name}={value!r}; accepted is {_NEUTRAL[name]!r}"
             )
         if name == "max_length":
             raise ValueError(
-                f"lm_eval.gen_kwargs: max_length={value!r} counts the prompt's tokens too; give max_gen_toks, the "
+                f"generation options: max_length={value!r} counts the prompt's tokens too; give max_gen_toks, the "
                 "number of generated tokens, and --lm_eval.max_length, the model's window"
             )
         if name not in ACCEPTED and name not in _NEUTRAL:
             raise ValueError(
-                f"lm_eval.gen_kwargs: {name}={value!r} is not an option; accepted are {', '.join(ACCEPTED)}"
+                f"generation options: {name}={value!r} is not an option; accepted are {', '.join(ACCEPTED)}"
             )
     until = _single(options, _STOPS) or ()
     until = (until,) if isinstance(until, str) else tuple(until)
     if not all(isinstance(text, str) for text in until):
-        raise ValueError(f"lm_eval.gen_kwargs: until={until!r}; accepted are strings")
+        raise ValueError(f"generation options: until={until!r}; accepted are strings")
     number = _single(options, _TOKENS)
     temperature = float(options.get("temperature", 1.0 if options.get("do_sample") else 0.0))
     if not options.get("do_sample", temperature > 0):
@@ -86,7 +86,7 @@ def parse_generation(options: Mapping[str, Any]) -> Generation:
     top_k, top_p = int(options.get("top_k", 0)), float(options.get("top_p", 1.0))
     if temperature < 0 or top_k < -1 or not 0 < top_p <= 1:
         raise ValueError(
-            f"lm_eval.gen_kwargs: temperature={temperature}, top_k={top_k}, top_p={top_p}; accepted are a temperature "
+            f"generation options: temperature={temperature}, top_k={top_k}, top_p={top_p}; accepted are a temperature "
             "of at least 0, a top_k of at least -1 and a top_p in (0, 1]"
         )
     return Generation(
@@ -98,12 +98,25 @@ def parse_generation(options: Mapping[str, Any]) -> Generation:
     )
 
 
+def replace_options(options: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a task with those of the flag in place of every name for the same option.
+
+    A temperature or `do_sample` of the flag replaces both of the task, so that a task's `do_sample=False` does
+    not undo a temperature of the flag.
+    """
+    replaced = {*changes}
+    for names in (_STOPS, _TOKENS, ("do_sample", "temperature")):
+        if not replaced.isdisjoint(names):
+            replaced |= {*names}
+    return {**{k: v for k, v in options.items() if k not in replaced}, **changes}
+
+
 def _single(options: Mapping[str, Any], names: tuple[str, ...]) -> Any:
     """The value that the names of one option have; None if none of them is given."""
     values = {name: options[name] for name in names if name in options}
     if any(value != next(iter(values.values())) for value in values.values()):
         given = ", ".join(f"{name}={value!r}" for name, value in values.items())
-        raise ValueError(f"lm_eval.gen_kwargs: {given} are names of one option; give one of them")
+        raise ValueError(f"generation options: {given} are names of one option; give one of them")
     return next(iter(values.values()), None)
 
 

@@ -5,10 +5,12 @@ of `lsm_jax.evaluation.suites`. Other tasks can be added as files in `include_pa
 """
 
 # No `from __future__ import annotations`: config flags read the fields' types as objects.
+import contextlib
 import dataclasses
 import difflib
 import importlib.util
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,6 +139,7 @@ def run_harness(
         bos_id=bos_id,
         batch_size=batch_size,
         first_line=config.first_line,
+        gen_kwargs=parse_flag(config.gen_kwargs),
     )
     folder = None if config.data is None else Path(config.data).expanduser().absolute()
     settings = suites.SuiteSettings(
@@ -147,7 +150,7 @@ def run_harness(
         lengths=config.lengths,
         num_samples=config.num_samples,
     )
-    with local_datasets(folder) as downloaded:
+    with local_datasets(folder) as downloaded, _quiet_harness():
         try:
             task_manager = _task_manager(config, settings)
             output = simple_evaluate(
@@ -158,7 +161,6 @@ def run_harness(
                 limit=config.limit,
                 bootstrap_iters=0,  # otherwise it forks, which jax's threads do not survive
                 log_samples=config.log_samples,
-                gen_kwargs=parse_flag(config.gen_kwargs) or None,
             )
         except ImportError as error:
             name = error.name or str(error)
@@ -202,6 +204,27 @@ def run_harness(
     return content
 
 
+@contextlib.contextmanager
+def _quiet_harness() -> Iterator[None]:
+    """Leave out two warnings of the harness that the suites' own files cause and that help no user."""
+
+    def is_wanted(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return not (
+            "Custom kwargs can be passed" in text
+            or ("overrides existing task" in text and str(suites.FOLDER) in text)
+        )
+
+    loggers = [logging.getLogger(f"lm_eval.{name}") for name in ("api.task", "tasks._index")]
+    for logger in loggers:
+        logger.addFilter(is_wanted)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_wanted)
+
+
 def _task_manager(config: HarnessConfig, settings: suites.SuiteSettings) -> Any:
     """Index the tasks' files; raises ValueError if one of the names does not exist."""
     import lm_eval.tasks
@@ -212,11 +235,13 @@ def _task_manager(config: HarnessConfig, settings: suites.SuiteSettings) -> Any:
     folders = [stock / folder for folder in suites.stock_folders(names)]
     folders += [suites.FOLDER, *include]
 
+    metadata: Any = {"lsm_jax": settings}
+
     def index(folders: Sequence[Path], *, defaults: bool) -> Any:
         return lm_eval.tasks.TaskManager(
             include_path=[str(folder) for folder in folders],
             include_defaults=defaults,
-            metadata={"lsm_jax": settings},
+            metadata=metadata,
         )
 
     task_manager = index(folders, defaults=False)

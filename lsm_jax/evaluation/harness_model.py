@@ -3,7 +3,7 @@ where it is used."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from lsm_jax.data import Tokenizer
-from lsm_jax.evaluation.gen_kwargs import parse_generation
+from lsm_jax.evaluation.gen_kwargs import parse_generation, replace_options
 from lsm_jax.evaluation.generate import decode
 from lsm_jax.evaluation.progress import EvaluationProgress
 from lsm_jax.evaluation.reader import Reader
@@ -110,12 +110,13 @@ class HarnessModel(TemplateLM):
         bos_id: int | None,
         batch_size: int,
         first_line: bool = False,
+        gen_kwargs: Mapping[str, Any] | None = None,
     ):
         super().__init__()
         self._model, self._tokenizer, self._bos_id = model, tokenizer, bos_id
         self.max_length, self.max_gen_toks, self.batch_size = max_length, max_gen_tokens, batch_size
         self._scorer, self._cut, self._cut_middle = WindowScorer(model), 0, 0
-        self._first_line = first_line
+        self._first_line, self._gen_kwargs = first_line, gen_kwargs or {}
         ends = (tokenizer.eos_id, tokenizer.bos_id, bos_id)
         self._end = next((token for token in ends if token is not None), None)
         if self._end is None:
@@ -249,7 +250,7 @@ class HarnessModel(TemplateLM):
         self, text: str, options: dict[str, Any], *, cut_middle: bool = False
     ) -> tuple[_Settings, list[int], list[str]]:
         """(settings of sampling, tokens of the prompt, strings that end the continuation) of a request."""
-        parsed = parse_generation(options)
+        parsed = parse_generation(replace_options(options, self._gen_kwargs))
         number = self.max_gen_toks if parsed.num_tokens is None else parsed.num_tokens
         if not 1 <= number < self.max_length:
             raise ValueError(

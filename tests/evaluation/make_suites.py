@@ -154,8 +154,45 @@ def make_essays(folder: Path) -> None:
         (folder / "essays" / f"{number}.txt").write_text(filler(rng, 30))
 
 
+def make_questions(folder: Path) -> None:
+    """SQuAD's and HotpotQA's own files, which RULER's questions are made of."""
+    rng = random.Random(3)
+    articles, hotpot = [], []
+    for number in range(4):
+        paragraphs = []
+        for part in range(3):
+            question = f"Who keeps lamp {number}-{part}?"
+            answers = [
+                {"text": f"keeper {number}{part}", "answer_start": 0},
+                {"text": "the keeper"},
+            ]
+            paragraphs.append(
+                {
+                    "context": f"keeper {number}{part} keeps lamp {number}-{part}. {filler(rng, 2)}",
+                    "qas": [
+                        {"question": question, "answers": answers, "is_impossible": False},
+                        {"question": "Why?", "answers": [], "is_impossible": True},
+                    ],
+                }
+            )
+        articles.append({"title": f"{number}", "paragraphs": paragraphs})
+        context = [
+            [f"Title {number}-{part}", [f"Keeper {number}. ", sentence(rng)]] for part in range(2)
+        ]
+        row = {
+            "question": f"Who is keeper {number}?",
+            "answer": f"Keeper {number}",
+            "context": context,
+        }
+        hotpot.append(row)
+    (folder / "ruler").mkdir(parents=True, exist_ok=True)
+    (folder / "ruler/dev-v2.0.json").write_text(json.dumps({"version": "v2.0", "data": articles}))
+    (folder / "ruler/hotpot_dev_distractor_v1.json").write_text(json.dumps(hotpot))
+
+
 def make_suites(folder: Path) -> Path:
-    for make in (make_recall, make_commonsense, make_mmlu, make_longbench, make_essays):
+    makers = (make_recall, make_commonsense, make_mmlu, make_longbench, make_essays, make_questions)
+    for make in makers:
         make(folder)
     return folder
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from lsm_jax.evaluation.gen_kwargs import Generation, parse_flag, parse_generation
+from lsm_jax.evaluation.gen_kwargs import (
+    Generation,
+    parse_flag,
+    parse_generation,
+    replace_options,
+)
 
 
 @pytest.mark.parametrize(
@@ -64,3 +69,12 @@ def test_the_flag_is_pairs_or_json():
         parse_flag("{")
     with pytest.raises(ValueError, match="beams=2 is not an option"):
         parse_flag("beams=2")
+
+
+def test_the_flag_replaces_every_name_of_a_tasks_option():
+    task = {"until": ["\n"], "max_new_tokens": 48, "do_sample": False, "temperature": 0.0}
+    changed = replace_options(task, {"max_gen_toks": 4, "temperature": 0.5})
+    assert changed == {"until": ["\n"], "max_gen_toks": 4, "temperature": 0.5}
+    assert parse_generation(changed) == Generation(("\n",), 4, 0.5)
+    assert "until" not in replace_options(task, {"stop": "x"})
+    assert replace_options(task, {"top_k": 3}) == {**task, "top_k": 3}

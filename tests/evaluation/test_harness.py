@@ -106,6 +106,22 @@ def test_generation_is_the_samplers_and_stops_where_asked(run):
     assert cut == texts[0][: texts[0].index(letter)]
 
 
+def test_longbench_prompts_lose_their_middle_and_other_texts_their_left(run):
+    model = adapter(run)
+    text = "".join(chr(33 + i) for i in range(90))
+    options = {"max_gen_toks": 8}
+    _, middle, _ = model._parse_request(text, options, cut_middle=True)
+    assert bytes(middle[1:]).decode() == text[:12] + text[-11:] and middle[0] == BOS
+    _, left, _ = model._parse_request(text, options)
+    assert bytes(left[1:]).decode() == text[-23:] and len(left) == len(middle) == 32 - 8
+    _, short, _ = model._parse_request(text[:23], options, cut_middle=True)
+    assert bytes(short[1:]).decode() == text[:23]
+    assert [note[:9] for note in model.notes()] == ["1 texts w", "1 prompts"]
+    (answer,) = adapter(run, first_line=True).generate_until(instances(("def ", options)))
+    (whole,) = adapter(run).generate_until(instances(("def ", options)))
+    assert answer == whole.lstrip("\n").split("\n")[0]
+
+
 def test_wrong_requests_are_told(run):
     with pytest.raises(ValueError, match="max_gen_toks=32: accepted are 1 to 31"):
         adapter(run).generate_until(instances(("a", {"max_gen_toks": 32})))

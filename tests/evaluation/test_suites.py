@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import re
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -144,7 +145,6 @@ def test_recall_runs_and_a_model_that_copies_finds_every_answer(run, data):
     results = harness(copying, data, "recall", max_length=1200)
     assert results["averages"]["recall"] == {"average": 1, "average without FDA": 1}
     assert results["notes"] == []  # no prompt was cut by the model
-    assert results["results"]["recall"]["contains,none"] == 1
     assert results["num_documents"] == {f"recall_{task}": 3 for task in recall_data.TASKS}
     # The last tokens alone, which the harness keeps of a long prompt, have one answer of the three.
     rows = [
@@ -170,13 +170,54 @@ def test_needle_prompts_contain_their_values_and_fit(name, data):
         assert len(doc["outputs"]) == form.num_queries * form.num_values
         assert all(value in doc["input"] for value in doc["outputs"])
         prompt = f"{doc['input']} {doc['gen_prefix']}"
-        assert chosen.count(prompt) + ruler.NEW_TOKENS == doc["length"] <= doc["max_length"]
+        assert chosen.count(prompt) + 128 == doc["length"] <= doc["max_length"]
         assert doc["length"] > 0.9 * doc["max_length"]
         pattern = {"numbers": r"\d{7}", "uuids": r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}"}
         assert all(re.fullmatch(pattern[form.values], value) for value in doc["outputs"])
     assert len({tuple(doc["outputs"]) for doc in docs}) == 3  # the same needles at every length
     docs_again = ruler.load(name, chosen)["test"]
     assert docs_again[5] == docs[5]
+
+
+@pytest.mark.parametrize("name", sorted(set(ruler.NEW_TOKENS) - set(ruler._FORMS)))
+def test_other_prompts_of_ruler_contain_their_answers_and_fit(name, data):
+    if name == "ruler_cwe":
+        needs_extra("wonderwords")
+    lengths = (8192, 16384) if name == "ruler_cwe" else (2048, 4096)  # its example is long in bytes
+    chosen = settings(data=data, max_length=16384, lengths=lengths, num_samples=3)
+    docs = ruler.load(name, chosen)["test"]
+    assert [doc["max_length"] for doc in docs] == [lengths[0]] * 3 + [lengths[1]] * 3
+    number = {
+        "ruler_vt": 5,
+        "ruler_cwe": 10,
+        "ruler_fwe": 3,
+        "ruler_qa_squad": 2,
+        "ruler_qa_hotpot": 1,
+    }
+    for doc in docs:
+        assert len(doc["outputs"]) == number[name] and doc["outputs"][0] in doc["input"]
+        prompt = f"{doc['input']} {doc['gen_prefix']}"
+        assert chosen.count(prompt) + ruler.NEW_TOKENS[name] == doc["length"] <= doc["max_length"]
+        if "qa" not in name:  # the made-up files have few documents
+            assert doc["length"] > 0.9 * doc["max_length"]
+    if name == "ruler_fwe":
+        counts = Counter(docs[0]["input"].split())
+        words = [word for word, _ in counts.most_common(8) if len(word) == 6 and word.isalpha()]
+        assert words[:3] == docs[0]["outputs"]
+    if name == "ruler_vt":
+        value = re.search(r"value (\d+) in", docs[0]["input"].split("\n\n\n\n")[1])[1]
+        assert f"VAR {docs[0]['outputs'][0]} = {value}" in docs[0]["input"]
+
+
+def test_questions_count_one_answer_and_other_files_are_refused(tmp_path, data):
+    doc = {"outputs": ["keeper 00", "the keeper"], "max_length": 2048}
+    assert ruler.score_any(doc, ["It is Keeper 00."])["2048"] == 1
+    with pytest.raises(ValueError, match="has no file ruler/dev-v2.0.json"):
+        ruler.load("ruler_qa_squad", settings(data=tmp_path))
+    (tmp_path / "ruler").mkdir()
+    (tmp_path / "ruler" / "dev-v2.0.json").write_text('{"rows": []}')
+    with pytest.raises(ValueError, match="no field 'data'; accepted are SQuAD's dev-v2.0.json"):
+        ruler.load("ruler_qa_squad", settings(data=tmp_path))
 
 
 def test_ruler_scores_and_errors(data, tmp_path):
@@ -196,7 +237,7 @@ def test_ruler_scores_and_errors(data, tmp_path):
     crowded = settings(data=data, lengths=(1024,))
     crowded.count = lambda text: 3 * len(text)
     with pytest.raises(
-        ValueError, match="lm_eval.lengths=1024: too small for a prompt of niah_mult"
+        ValueError, match="lm_eval.lengths=1024: too small for prompt 0 of niah_mult"
     ):
         ruler.load("niah_multivalue", crowded)
 
@@ -208,6 +249,17 @@ def test_s_niah_runs(run, data):
         values = {k: v for k, v in results["results"][task].items() if isinstance(v, float)}
         assert list(values) == ["1024,none"] and 0 <= values["1024,none"] <= 1
     assert results["notes"] == []
+
+
+@pytest.mark.slow
+def test_all_of_ruler_runs(run, data):
+    needs_extra("wonderwords")
+    results = harness(
+        run, data, "ruler", max_length=8192, lengths=(8192,), num_samples=1, batch_size=1
+    )
+    assert len(results["num_documents"]) == 13
+    values = [results["results"][task]["8192,none"] for task in results["num_documents"]]
+    assert results["results"]["ruler"]["8192,none"] == pytest.approx(np.mean(values))
 
 
 # LongBench.
@@ -260,7 +312,13 @@ def test_mmlu_is_five_shot_and_joins_commonsense(run, data):
 
 
 def test_samples_and_results_are_never_overwritten(run, data, tmp_path):
-    config = HarnessConfig(tasks="recall_fda", data=str(data), max_length=400, log_samples=True)
+    config = HarnessConfig(
+        tasks="recall_fda",
+        data=str(data),
+        max_length=400,
+        log_samples=True,
+        gen_kwargs="max_new_tokens=4",
+    )
     for _ in range(2):
         TASKS["lm_eval"](run, Request(lm_eval=config), tmp_path)
     content = [json.loads((tmp_path / f"lm_eval-{n}.json").read_text()) for n in (1, 2)]
@@ -268,6 +326,9 @@ def test_samples_and_results_are_never_overwritten(run, data, tmp_path):
     assert content[1]["samples"] == {"recall_fda": "lm_eval-2/recall_fda.jsonl"}
     rows = (tmp_path / "lm_eval-2" / "recall_fda.jsonl").read_text().splitlines()
     first = json.loads(rows[0])
+    assert all(
+        len(answer.encode()) <= 4 * 3 for row in rows for (answer,) in json.loads(row)["resps"]
+    )
     assert len(rows) == 3 and first["doc"]["id"] == "fda-0" and first["contains"] in (0, 1)
     (tmp_path / "other").mkdir()
     assert write_results(tmp_path / "other", {"results": {}}).name == "lm_eval-1.json"

@@ -76,8 +76,9 @@ SUITES: dict[str, Suite] = {
         averages={"average": {**_FIVE, **_MMLU}, "average without MMLU": _FIVE},
     ),
     "s_niah": Suite(packages=_WORDS),
-    "ruler_niah": Suite(packages=_WORDS),
-    **{name: Suite(packages=_WORDS) for name in _NIAH},
+    "ruler": Suite(packages=_WORDS),
+    **{name: Suite(packages=_WORDS) for name in (*_NIAH, "ruler_cwe")},
+    **{name: Suite() for name in ("ruler_vt", "ruler_fwe", "ruler_qa_squad", "ruler_qa_hotpot")},
     "longbench_english": Suite(("longbench",), packages=_LONGBENCH),
 }
 
@@ -152,7 +153,8 @@ def averages(results: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> 
     table: dict[str, dict[str, float]] = {}
     for name in names:
         for label, metrics in SUITES[name].averages.items() if name in SUITES else ():
-            values = [results.get(task, {}).get(f"{key},none") for task, key in metrics.items()]
-            if all(isinstance(value, int | float) for value in values):
+            scores = [results.get(task, {}).get(f"{key},none") for task, key in metrics.items()]
+            values = [float(score) for score in scores if isinstance(score, int | float)]
+            if len(values) == len(scores):
                 table.setdefault(name, {})[label] = sum(values) / len(values)
     return table

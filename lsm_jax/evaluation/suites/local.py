@@ -121,7 +121,8 @@ def local_datasets(folder: Path | None) -> Iterator[list[str]]:
     """
     import datasets
 
-    original, elsewhere = datasets.load_dataset, []
+    module: Any = datasets  # so that the type checker accepts another function
+    original, elsewhere = module.load_dataset, []
 
     def load(path: str, name: str | None = None, **options: Any) -> Any:
         if folder is not None and path not in ("json", "csv", "parquet", "text"):
@@ -131,8 +132,8 @@ def local_datasets(folder: Path | None) -> Iterator[list[str]]:
         elsewhere.append(f"{path}/{name}" if name else path)
         return original(path=path, name=name, **options)
 
-    datasets.load_dataset = load
+    module.load_dataset = load
     try:
         yield elsewhere
     finally:
-        datasets.load_dataset = original
+        module.load_dataset = original

@@ -1,25 +1,35 @@
-"""RULER's needle tasks (S-NIAH and the multi-key, multi-value and multi-query forms), in the run's tokenizer.
+"""RULER's thirteen tasks, and the needles among them (S-NIAH), in the run's tokenizer.
 
 The sentences, keys and values are those of RULER (github.com/NVIDIA/RULER) as lm-evaluation-harness runs it:
-the same task names, templates, 128 generated tokens, and score. Three things differ. A prompt's length is
+the same task names, templates, numbers of generated tokens, and score. Five things differ. A prompt's length is
 counted in the run's tokens with BOS and the beginning of the answer, and the text is as long as fits. The
 essays are a local file or folder, repeated if they are short. Sentences end at a full stop, question or
-exclamation mark that a space follows.
+exclamation mark that a space follows. The lists of common words follow RULER's example. Of the questions' answers, one
+is enough.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import re
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lsm_jax.evaluation.suites import SuiteSettings
+from lsm_jax.evaluation.suites.ruler_prompts import (
+    NOISE,
+    SEED,
+    CommonWords,
+    FrequentWords,
+    Questions,
+    VariableTracking,
+    read_words,
+)
 
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-NEW_TOKENS = 128
-_SEED = 42
 _TEMPLATE = (
     "Some special magic {kind} are hidden within the following text. Make sure to memorize it. I will quiz you "
     "about the {kind} afterwards.\n{context}\nWhat are all the special magic {kind} for {query} mentioned in "
@@ -27,7 +37,6 @@ _TEMPLATE = (
 )
 _PREFIX = "The special magic {kind} for {query} mentioned in the provided text {verb}"
 _NEEDLE = "One of the special magic {kind} for {key} is: {value}."
-_NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
 
 class _Form(NamedTuple):
@@ -53,15 +62,28 @@ _FORMS = {
 }
 
 
-class _Prompts:
-    """Makes the prompts of one task."""
+_FILES = {
+    "ruler_qa_squad": "dev-v2.0.json",
+    "ruler_qa_hotpot": "hotpot_dev_distractor_v1.json",
+}
+NEW_TOKENS = {
+    **dict.fromkeys(_FORMS, 128),
+    "ruler_vt": 30,
+    "ruler_cwe": 120,
+    "ruler_fwe": 50,
+    **dict.fromkeys(_FILES, 32),
+}
+
+
+class Needles:
+    """Needles in a text; a unit is a word of an essay, or a sentence."""
+
+    largest = None
 
     def __init__(self, form: _Form, words: list[str]):
-        import wonderwords
-
+        """Use the words as the essay, if the form has one."""
         self.form, self._words = form, words
-        categories = wonderwords.RandomWord()._categories
-        self._adjectives, self._nouns = (sorted(categories[k]) for k in ("adjectives", "nouns"))
+        self._adjectives, self._nouns = read_words("adjective"), read_words("noun")
 
     def _draw(self, rng: random.Random, kind: str) -> str:
         if kind == "numbers":
@@ -70,9 +92,13 @@ class _Prompts:
             return str(uuid.UUID(int=rng.getrandbits(128), version=4))
         return f"{rng.choice(self._adjectives)}-{rng.choice(self._nouns)}"
 
-    def make(self, seed: int, size: int) -> dict[str, Any]:
-        """A prompt with `size` words of an essay, or `size` sentences; the needles depend on the seed only."""
-        form, rng = self.form, random.Random(seed)
+    def smallest(self, index: int) -> int:
+        """The number of needles."""
+        return self.form.num_keys * self.form.num_values
+
+    def make(self, index: int, size: int) -> dict[str, Any]:
+        """The prompt; the needles depend on the index only."""
+        form, rng = self.form, random.Random(SEED + index)
         values = {
             self._draw(rng, form.keys): [
                 self._draw(rng, form.values) for _ in range(form.num_values)
@@ -107,7 +133,7 @@ class _Prompts:
             places = sorted(int(len(sentences) * depth / 39) for depth in depths)
             joint = " "
         else:
-            sentences = [_NOISE] * size
+            sentences = [NOISE] * size
             if form.text == "needle":
                 sentences = [
                     _NEEDLE.format(
@@ -124,13 +150,13 @@ class _Prompts:
         return joint.join(sentences)
 
 
-def _largest_size(fits: Any, smallest: int) -> int:
-    """The largest size, nearly, for which `fits(size)` is true; 0 if not even the smallest fits."""
-    if not fits(smallest):
-        return 0
+def _largest_size(fits: Callable[[int], bool], smallest: int, largest: int | None) -> int:
+    """The largest size up to `largest`, nearly, for which `fits(size)` is true; `smallest` if none is."""
+    bound = math.inf if largest is None else largest
     low, high = smallest, 2 * smallest
-    while fits(high):
+    while high < bound and fits(high):
         low, high = high, 2 * high
+    high = int(min(high, bound + 1))
     while high - low > max(1, low // 100):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -165,35 +191,48 @@ def load(name: str, lsm_jax: SuiteSettings, **_: Any) -> dict[str, Any]:
     """
     from datasets import Dataset
 
-    form = _FORMS[name]
-    essays = read_essays(lsm_jax) if form.text == "essay" else []
     docs = []
     for length in _lengths(lsm_jax):
-        # A word has at least one token.
-        words = essays * (1 + length // len(essays)) if essays else []
-        prompts = _Prompts(form, words)
+        maker = _maker(name, lsm_jax, length)
 
         def count(doc: dict[str, Any]) -> int:
-            return lsm_jax.count(f"{doc['input']} {doc['gen_prefix']}") + NEW_TOKENS
+            return lsm_jax.count(f"{doc['input']} {doc['gen_prefix']}") + NEW_TOKENS[name]
 
-        def fits(size: int, prompts=prompts, length=length, count=count) -> bool:
-            return count(prompts.make(_SEED, size)) <= length
+        def fits(size: int, *, index: int = 0, maker=maker, length=length, count=count) -> bool:
+            return count(maker.make(index, size)) <= length
 
-        smallest = form.num_keys * form.num_values
-        largest = _largest_size(fits, smallest)
-        for index in range(lsm_jax.num_samples):
-            size, doc = largest, None
-            while size >= smallest:
-                doc = prompts.make(_SEED + index, size)
-                if count(doc) <= length:
-                    break
-                size, doc = size - max(1, size // 50), None
-            if doc is None:
+        largest = _largest_size(fits, maker.smallest(0), maker.largest)
+        for index in range(min(lsm_jax.num_samples, getattr(maker, "count", lsm_jax.num_samples))):
+            smallest = maker.smallest(index)
+            size = max(smallest, largest)
+            while size > smallest and not fits(size, index=index):
+                size = max(smallest, size - max(1, size // 50))
+            doc = maker.make(index, size)
+            if count(doc) > length:
                 raise ValueError(
-                    f"lm_eval.lengths={length}: too small for a prompt of {name} with this tokenizer"
+                    f"lm_eval.lengths={length}: too small for prompt {index} of {name} with this tokenizer, which has "
+                    f"{count(doc)} tokens"
                 )
             docs.append({**doc, "index": index, "length": count(doc), "max_length": length})
     return {"test": Dataset.from_list(docs)}
+
+
+def _maker(name: str, settings: SuiteSettings, length: int) -> Any:
+    """The maker of a task's prompts of one length."""
+    if name in _FILES:
+        path = settings.data and settings.data / "ruler" / _FILES[name]
+        if path is None or not path.is_file():
+            raise ValueError(
+                f"lm_eval.data={str(settings.data or '')!r} has no file ruler/{_FILES[name]}"
+            )
+        return Questions(path)
+    if name in _FORMS:
+        essays = read_essays(settings) if _FORMS[name].text == "essay" else []
+        # A word has at least one token.
+        return Needles(_FORMS[name], essays * (1 + length // len(essays)) if essays else [])
+    if name == "ruler_vt":
+        return VariableTracking()
+    return CommonWords(length) if name == "ruler_cwe" else FrequentWords(length)
 
 
 def _lengths(settings: SuiteSettings) -> list[int]:
@@ -217,7 +256,17 @@ def score(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
     """The share of the values that the generated text contains, under the prompt's length; -1 under others."""
     text = results[0].lower()
     share = sum(value.lower() in text for value in doc["outputs"]) / len(doc["outputs"])
-    return {**{str(n): -1.0 for n in LENGTHS}, str(doc["max_length"]): share}
+    return _at_length(doc, share)
+
+
+def score_any(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
+    """1 if the generated text contains one of the answers, under the prompt's length; -1 under others."""
+    text = results[0].lower()
+    return _at_length(doc, float(any(value.lower() in text for value in doc["outputs"])))
+
+
+def _at_length(doc: dict[str, Any], value: float) -> dict[str, float]:
+    return {**{str(n): -1.0 for n in LENGTHS}, str(doc["max_length"]): value}
 
 
 def mean(values: list[float]) -> float:
