@@ -20,7 +20,6 @@ from lsm_jax.data.needle import NeedleTask, haystack_tokens
 from lsm_jax.evaluation.files import write_arrays, write_json, write_rows, write_text
 from lsm_jax.evaluation.generate import Generation, decode, generate
 from lsm_jax.evaluation.harness import harness_table, run_harness, write_results
-from lsm_jax.evaluation.judge import judge_requests
 from lsm_jax.evaluation.maps import layer_maps, plot_maps
 from lsm_jax.evaluation.needle import find_needles, length_notes
 from lsm_jax.evaluation.perplexity import evaluate
@@ -178,6 +177,10 @@ def needle(run: Run, request: Request, folder: Path) -> dict[str, Any]:
     )
     write_json(folder / "needle.json", results)
     if config.judge == "requests":
+        from lsm_jax.evaluation.judge import (
+            judge_requests,
+        )  # a command too, so not imported with the package
+
         write_rows(folder / "needle_judge.jsonl", judge_requests(results))
     return results
 

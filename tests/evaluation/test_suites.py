@@ -10,9 +10,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
+import tokenizers
 from rich.console import Console
 
-from lsm_jax.data import ByteTokenizer
+from lsm_jax.data import ByteTokenizer, load_tokenizer
 from lsm_jax.evaluation import TASKS, HarnessConfig, Request, recall_data, run_harness, suites
 from lsm_jax.evaluation.harness import check_harness, harness_table, write_results
 from lsm_jax.evaluation.request import run_tokenizer
@@ -87,6 +88,33 @@ def test_a_window_that_cuts_characters_of_several_bytes():
     context = "é" * 3000 + " Blue Harbour " + "é" * 3000
     window = recall.cut_context(context, ["Blue Harbour"], ". Name:", settings(max_length=901))
     assert "Blue Harbour" in window and set(window) == set("é Blue Harbour")
+
+
+@pytest.mark.parametrize("kind", ["bpe", "json"])
+@pytest.mark.parametrize("place", [0.0, 0.4, 0.97])
+def test_windows_of_other_tokenizers_fit_and_contain_the_answer(kind, place, tmp_path):
+    text = 'She said "no".\n\nRain fell on the roofs; naïve clocks struck two. ' * 200
+    if kind == "json":
+        tokenizer = ByteTokenizer(json_escape=True)
+    else:
+        bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+        bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        bpe.decoder = tokenizers.decoders.ByteLevel()
+        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+        trainer = tokenizers.trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet)
+        bpe.train_from_iterator([text], trainer)
+        bpe.save(str(tmp_path / "tokenizer.json"))
+        tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    at = int(len(text) * place)
+    context = f"{text[:at]} Blue Harbour {text[at:]}".strip()
+    for max_length in (200, 3000):
+        chosen = suites.SuiteSettings(tokenizer, bos_id=1, max_length=max_length)
+        window = recall.cut_context(context, ["blue harbour"], ". Name:", chosen)
+        assert "Blue Harbour" in window
+        tokens = chosen.count(window + ". Name:") + recall.ANSWER_TOKENS
+        assert tokens <= max_length
+        if place == 0.4:
+            assert tokens > min(max_length, recall.WINDOW) - 60
 
 
 def test_an_absent_answer_and_a_small_window_name_the_row(tmp_path):

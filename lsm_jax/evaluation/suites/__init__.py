@@ -65,7 +65,10 @@ SUITES: dict[str, Suite] = {
     "recall": Suite(averages={"average": _RECALL, "average without FDA": _WITHOUT_FDA}),
     **{name: Suite() for name in _RECALL},
     "commonsense": Suite(_FIVE_FOLDERS, averages={"average": _FIVE}),
-    "commonsense_mom": Suite((*_FIVE_FOLDERS, "wikitext", "lambada"), averages={"average": _FIVE}),
+    "commonsense_mom": Suite(
+        (*_FIVE_FOLDERS, "wikitext", "lambada"),
+        averages={"average": {"lambada_standard": "acc", **_FIVE}},
+    ),
     "commonsense_fox": Suite(
         (*_FIVE_FOLDERS, "wikitext", "lambada", "super_glue", "openbookqa", "sciq"),
         averages={"average": _FOX},

@@ -19,8 +19,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a .jsonl, .json (a list of objects), .parquet or .csv file.
 
     Raises:
-        ValueError: the file has another suffix or another content.
+        ValueError: the file does not exist, or has another suffix or another content.
     """
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
     if path.suffix == ".parquet":
         import pyarrow.parquet
 
