@@ -126,8 +126,6 @@ def run_harness(
         ValueError: the harness is not installed, a task does not exist, or its data is not available.
     """
     check_harness(config)
-    from lm_eval import simple_evaluate
-
     from lsm_jax.evaluation.harness_model import HarnessModel
 
     length = config.max_length or run.config.data.sequence_length
@@ -150,29 +148,7 @@ def run_harness(
         lengths=config.lengths,
         num_samples=config.num_samples,
     )
-    with local_datasets(folder) as downloaded, _quiet_harness():
-        try:
-            task_manager = _task_manager(config, settings)
-            output = simple_evaluate(
-                model,
-                tasks=config.names(),
-                task_manager=task_manager,
-                num_fewshot=config.num_fewshot,
-                limit=config.limit,
-                bootstrap_iters=0,  # otherwise it forks, which jax's threads do not survive
-                log_samples=config.log_samples,
-            )
-        except ImportError as error:
-            name = error.name or str(error)
-            raise ValueError(
-                f"lm_eval.tasks={config.tasks} needs the package {name}: pip install '{suites.LONG_EXTRA}' installs "
-                "those of the suites, and the harness's own extras those of its other tasks"
-            ) from error
-        except (ConnectionError, FileNotFoundError) as error:
-            where = f"; lm_eval.data={config.data!r} does not have it" if config.data else ""
-            raise ValueError(
-                f"lm_eval: the data of {', '.join(downloaded[-1:])} is not available{where}: {error}"
-            ) from error
+    output = _evaluate(config, model, settings)
     if output is None:
         raise ValueError("lm_eval gave no result")
     results = {
@@ -202,6 +178,35 @@ def run_harness(
     if config.log_samples:
         content["samples"] = output["samples"]
     return content
+
+
+def _evaluate(config: HarnessConfig, model: Any, settings: suites.SuiteSettings) -> Any:
+    """The harness's results of the tasks; raises ValueError if a package or a task's data is missing."""
+    from lm_eval import simple_evaluate
+
+    with local_datasets(settings.data) as downloaded, _quiet_harness():
+        try:
+            task_manager = _task_manager(config, settings)
+            return simple_evaluate(
+                model,
+                tasks=config.names(),
+                task_manager=task_manager,
+                num_fewshot=config.num_fewshot,
+                limit=config.limit,
+                bootstrap_iters=0,  # otherwise it forks, which jax's threads do not survive
+                log_samples=config.log_samples,
+            )
+        except ImportError as error:
+            name = error.name or str(error)
+            raise ValueError(
+                f"lm_eval.tasks={config.tasks} needs the package {name}: pip install '{suites.LONG_EXTRA}' installs "
+                "those of the suites, and the harness's own extras those of its other tasks"
+            ) from error
+        except (ConnectionError, FileNotFoundError) as error:
+            where = f"; lm_eval.data={config.data!r} does not have it" if config.data else ""
+            raise ValueError(
+                f"lm_eval: the data of {', '.join(downloaded[-1:])} is not available{where}: {error}"
+            ) from error
 
 
 @contextlib.contextmanager

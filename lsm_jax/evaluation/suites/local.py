@@ -109,7 +109,7 @@ def load_local(folder: Path, name: str, config: str | None) -> dict[str, Any] | 
                 for row in rows
             ]
         loaded[split] = Dataset.from_list(rows)
-    # The harness reads training examples for every task that names the split, even for none of them in a prompt.
+    # The harness reads the training split of every task that names it, even if no prompt has examples.
     loaded.setdefault("train", Dataset.from_list([]))
     return _Splits(loaded, name, folder)
 

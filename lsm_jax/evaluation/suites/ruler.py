@@ -253,14 +253,14 @@ def _lengths(settings: SuiteSettings) -> list[int]:
 
 
 def score(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """The share of the values that the generated text contains, under the prompt's length; -1 under others."""
+    """Scores by length: the share of the values that the generated text contains, and -1 at other lengths."""
     text = results[0].lower()
     share = sum(value.lower() in text for value in doc["outputs"]) / len(doc["outputs"])
     return _at_length(doc, share)
 
 
 def score_any(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """1 if the generated text contains one of the answers, under the prompt's length; -1 under others."""
+    """Scores by length: 1 if the generated text contains one of the answers, and -1 at other lengths."""
     text = results[0].lower()
     return _at_length(doc, float(any(value.lower() in text for value in doc["outputs"])))
 

@@ -1,7 +1,7 @@
 """Prompts of RULER's tasks besides the needles: variable tracking, common and frequent words, questions.
 
-A maker has `make(index, size)`, which returns the prompt of a sample with `size` units of text,
-`smallest(index)`, the least size, and `largest`, the number of units that there are, or None.
+Each class has `make(index, size)`, which returns the prompt of sample `index` with `size` units of text,
+`smallest(index)`, the least size of that sample, and `largest`, the largest size, or None for no limit.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class FrequentWords:
         self._count = length // 50
 
     def smallest(self, index: int) -> int:
-        """As many words as the third of the answers needs to be more frequent than the next word."""
+        """200 words, so that the third answer is more frequent than the word after it."""
         return 200
 
     def make(self, index: int, size: int) -> dict[str, Any]:
