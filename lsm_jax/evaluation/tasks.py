@@ -16,10 +16,10 @@ import numpy as np
 from rich.console import RenderableType
 
 from lsm_jax.data import JSONTokenizer, make_eval_iterator
-from lsm_jax.data.needle import NeedleTask, haystack_tokens
-from lsm_jax.evaluation.files import write_arrays, write_json, write_text
+from lsm_jax.data.needle import NeedleTask, haystack_tokens, read_texts
+from lsm_jax.evaluation.files import write_arrays, write_json, write_rows, write_text
 from lsm_jax.evaluation.generate import Generation, decode, generate
-from lsm_jax.evaluation.harness import harness_table, run_harness
+from lsm_jax.evaluation.harness import harness_table, run_harness, write_results
 from lsm_jax.evaluation.maps import layer_maps, plot_maps
 from lsm_jax.evaluation.needle import find_needles, length_notes
 from lsm_jax.evaluation.perplexity import evaluate
@@ -151,9 +151,14 @@ def needle(run: Run, request: Request, folder: Path) -> dict[str, Any]:
         batch_size=request.batch_size,
         piece_length=request.piece_length,
     )
+    if config.prompt != "own" and config.judge == "containment":
+        notes.append("scored by containment, not by the model that judges in the published results")
     results = {
         **scores.summary(),
-        **{name: getattr(config, name) for name in ("question", "cue", "answer", "samples")},
+        **{
+            name: getattr(task.config, name)
+            for name in ("question", "cue", "answer", "samples", "prompt", "judge")
+        },
         "notes": notes,
         "step": run.step,
         "data": str(request.data or data.heldout_path or data.path),
@@ -171,6 +176,12 @@ def needle(run: Run, request: Request, folder: Path) -> dict[str, Any]:
         title=f"{run.config.name}: needle in a haystack, step {run.step:,}",
     )
     write_json(folder / "needle.json", results)
+    if config.judge == "requests":
+        # Also a command, and therefore not imported with the package.
+        from lsm_jax.evaluation.judge import judge_requests
+
+        messages = read_texts(config.prompt)["judge"]
+        write_rows(folder / "needle_judge.jsonl", judge_requests(results, messages))
     return results
 
 
@@ -232,7 +243,8 @@ def _tokens_to_map(run: Run, request: Request) -> np.ndarray:
 
 
 def lm_eval(run: Run, request: Request, folder: Path) -> dict[str, Any]:
-    """Run tasks of lm-evaluation-harness. Writes lm_eval.json; returns its content."""
+    """Run tasks of lm-evaluation-harness. Writes lm_eval-1.json, or the next number that is free, and
+    with `log_samples` a folder of samples; returns its content."""
     tokenizer = run_tokenizer(run)
     results = run_harness(
         run,
@@ -243,7 +255,7 @@ def lm_eval(run: Run, request: Request, folder: Path) -> dict[str, Any]:
     )
     results["step"] = run.step
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "lm_eval.json", results)
+    write_results(folder, results)
     return results
 
 
