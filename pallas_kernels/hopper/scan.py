@@ -19,6 +19,7 @@ from jax import lax
 
 from pallas_kernels.compat import PROCESSORS, pl, plgpu
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.blocks import row_and_head
 from pallas_kernels.hopper.launch import launch, with_smem
 from pallas_kernels.hopper.row_layout import CHUNK
 from pallas_kernels.hopper.scan_plan import BLOCK, KEY_INPUTS, Call, Plan, make_plan
@@ -156,7 +157,7 @@ class _Position(NamedTuple):
 def _position(call: Call, plan: Plan, refs: dict[str, Any]) -> _Position:
     """The position of this warpgroup in the grid."""
     heads, count, parts = call.heads, call.count, call.parts
-    row, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
+    row, h = row_and_head(heads)
     memory = row, h
     b, steps, chunk = wg.chunks_of_row(refs.get("chunk_bounds"), row, count, call.reverse)
     if parts > 1:

@@ -20,14 +20,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
-from pallas_kernels.delta_rule.hopper.channel_blocks import Block, Place, place_of
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.blocks import Block, Place, place_of
 from pallas_kernels.hopper.channel_slices import split_channels
 from pallas_kernels.hopper.halving import (
     BLOCK,
     CHUNK,
     LEVELS,
-    PARAMETERS,
     SQUARE,
     AllPairs,
     Documents,
@@ -35,8 +34,10 @@ from pallas_kernels.hopper.halving import (
     Level,
     left_operand,
     load,
+    load_float32,
     same_document,
 )
+from pallas_kernels.hopper.launch import launch
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 
@@ -182,7 +183,7 @@ class _Program:
         # A loop: the unrolled levels need more registers than there are.
         level = functools.partial(self.add_level, halving)
         scores = lax.fori_loop(reached * LEVELS, LEVELS, level, near)
-        diagonal = jnp.sum(load(q).astype(_F32) * load(k).astype(_F32), axis=1)
+        diagonal = jnp.sum(load_float32(q) * load_float32(k), axis=1)
         scores = jnp.where(i == j, wg.spread_rows(diagonal, SQUARE), scores)
         if previous is not None:
             scores += previous
@@ -241,9 +242,9 @@ class _Program:
         """Store the decayed queries and keys of 64 channels."""
         q, k, erase = self.smem.q, self.smem.k, self.smem.erase
         factor = block.mask_rows(halving.boundary_decay(True), "enters")
-        block.store("read", q, load(q).astype(_F32) * factor * self.scale)
-        block.store("erase", erase, load(k).astype(_F32) * factor)
-        written = load(k).astype(_F32) * block.mask_rows(halving.boundary_decay(False), "stays")
+        block.store("read", q, load_float32(q) * factor * self.scale)
+        block.store("erase", erase, load_float32(k) * factor)
+        written = load_float32(k) * block.mask_rows(halving.boundary_decay(False), "stays")
         block.store("written", k, written)
 
     def store_scores(self, scores) -> None:
@@ -300,14 +301,14 @@ def chunk_forward(
     total = batch * count * heads
     # As many programs in a block as leave each thread 128 registers.
     programs = next(n for n in (4 // groups, 2 // groups, 1) if n and total % n == 0)
-    named = dict(q=q, k=k, g=log_decay) | ({} if documents is None else documents._asdict())
+    inputs = dict(q=q, k=k, g=log_decay) | ({} if documents is None else documents._asdict())
     struct = jax.ShapeDtypeStruct
     square = (batch, heads, length, CHUNK)
     wide = struct((batch, length, heads, depth), _BF16)
     keep = struct((batch, heads, count * depth), _F32)
+    types = [struct(square, _F32), struct(square, _BF16), wide, wide, wide, keep]
 
-    def kernel(*refs):
-        refs = dict(zip([*named, *DecayedChunks._fields], refs, strict=True))
+    def kernel(refs):
         warpgroup = lax.axis_index("warpgroup")
         program, group = lax.div(warpgroup, groups), lax.rem(warpgroup, groups)
         place = place_of(lax.axis_index("block") * programs + program, heads, count)
@@ -318,15 +319,15 @@ def chunk_forward(
 
         pl.run_scoped(body, _smem(programs, groups, interpret), collective_axes="warpgroup")
 
-    return DecayedChunks(
-        *plgpu.kernel(
-            kernel,
-            out_type=[struct(square, _F32), struct(square, _BF16), wide, wide, wide, keep],
-            grid=(total // programs,),
-            grid_names=("block",),
-            num_threads=programs * groups,
-            thread_name="warpgroup",
-            compiler_params=PARAMETERS,
-            interpret=interpret,
-        )(*named.values())
+    results = launch(
+        kernel,
+        inputs=inputs,
+        outputs=dict(zip(DecayedChunks._fields, types, strict=True)),
+        grid=dict(block=total // programs),
+        num_threads=programs * groups,
+        thread_name="warpgroup",
+        reduction_scratch_bytes=0,
+        name="delta_channel_chunk_forward",
+        interpret=interpret,
     )
+    return DecayedChunks(**results)

@@ -26,11 +26,10 @@ from pallas_kernels.delta_rule.hopper.chunk_forward import (
     CHUNK,
     SQUARE,
     Chunk,
-    head_index,
     read_chunk,
-    row_and_head,
 )
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.blocks import head_index, row_and_head
 from pallas_kernels.hopper.launch import launch
 
 _BLOCK = 64  # key or value channels of one tile of a memory

@@ -16,9 +16,9 @@ from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.blocks import head_index, row_and_head
 from pallas_kernels.hopper.launch import launch
-from pallas_kernels.hopper.products import tile_products
-from pallas_kernels.tiles import delta as tiles
+from pallas_kernels.hopper.unit_inverse import unit_inverse
 
 CHUNK = 64
 SQUARE = (CHUNK, CHUNK)
@@ -63,16 +63,6 @@ class Chunk(NamedTuple):
     same_document: Any
     enter: Any
     leave: Any
-
-
-def head_index(ref, head, heads: int):
-    """The index in an array [B, T, n, ...] of the head that serves output head `head` of `heads`, a multiple of n."""
-    return lax.div(head * ref.shape[2], heads)
-
-
-def row_and_head(heads: int):
-    """The row of the batch and the head of this program; the grid's axis "row" counts both."""
-    return lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
 
 
 def read_chunk(refs: dict[str, Any], b, h, heads: int, chunk, vector) -> Chunk:
@@ -214,7 +204,6 @@ def chunk_forward(
 def _solve(x: Chunk, buffers: _Smem, scores_ref, inverse_ref, scale: float, interpret) -> None:
     """Store P and X of a chunk whose q and k are in shared memory."""
     q, k, result = buffers.q, buffers.k, buffers.result
-    product, exact = tile_products(buffers.right, buffers.left, interpret)
 
     def products(alike, scores):
         plgpu.wgmma(alike, k, k.transpose((1, 0)))
@@ -226,7 +215,7 @@ def _solve(x: Chunk, buffers: _Smem, scores_ref, inverse_ref, scale: float, inte
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(result, scores_ref)
     strict = jnp.where(x.i > x.j, alike * x.weights * x.over_columns(x.beta), 0.0)
-    inverse = tiles.unit_inverse(strict, x.i ^ x.j, lambda a, b: product((a, b)), exact)
+    inverse = unit_inverse(strict, x.i ^ x.j, buffers.right, buffers.left, interpret)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     result[...] = inverse.astype(_BF16)
     plgpu.commit_smem()

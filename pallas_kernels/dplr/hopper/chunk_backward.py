@@ -25,8 +25,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
-from pallas_kernels.dplr.hopper.blocks import Block, load_float32, place_of, token_decay
+from pallas_kernels.dplr.hopper.chunk_forward import token_decay
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.blocks import Block, place_of
 from pallas_kernels.hopper.halving import (
     BLOCK,
     CHUNK,
@@ -37,8 +38,9 @@ from pallas_kernels.hopper.halving import (
     left_operand,
     load,
     load_by_row,
-    run_by_chunk,
+    load_float32,
 )
+from pallas_kernels.hopper.launch import launch
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 _INPUTS = ("q", "k", "a", "b")
@@ -366,15 +368,14 @@ def chunk_backward(
     batch, length, heads, width = d_out.shape
     depth = k.shape[-1]
     count, groups = length // CHUNK, depth // BLOCK
-    named = dict(q=q, k=k, a=a, b=b, d_out=d_out, d_reached=d_reached, v=v, back=back)
-    named |= dict(states=states, d_states=d_states, g=log_decay, through_memory=through_memory)
-    named |= {} if documents is None else documents._asdict()
+    inputs = dict(q=q, k=k, a=a, b=b, d_out=d_out, d_reached=d_reached, v=v, back=back)
+    inputs |= dict(states=states, d_states=d_states, g=log_decay, through_memory=through_memory)
+    inputs |= {} if documents is None else documents._asdict()
     struct = jax.ShapeDtypeStruct
     wide = (batch, length, heads, depth)
-    out_type = {f"d{name}": struct(wide, _BF16) for name in _INPUTS} | dict(dg=struct(wide, _F32))
+    outputs = {f"d{name}": struct(wide, _BF16) for name in _INPUTS} | dict(dg=struct(wide, _F32))
 
-    def kernel(*refs):
-        refs = dict(zip([*named, *out_type], refs, strict=True))
+    def kernel(refs):
         index, group = lax.axis_index("chunk"), lax.axis_index("warpgroup")
         block = Block(refs, place_of(index, heads, count), pl.ds(group * BLOCK, BLOCK))
 
@@ -384,6 +385,15 @@ def chunk_backward(
 
         pl.run_scoped(body, _smem(groups, width, interpret), collective_axes="warpgroup")
 
-    return run_by_chunk(
-        kernel, named, list(out_type.values()), batch * count * heads, groups, interpret
+    results = launch(
+        kernel,
+        inputs=inputs,
+        outputs=outputs,
+        grid=dict(chunk=batch * count * heads),
+        num_threads=groups,
+        thread_name="warpgroup",
+        reduction_scratch_bytes=0,
+        name="dplr_chunk_backward",
+        interpret=interpret,
     )
+    return list(results.values())

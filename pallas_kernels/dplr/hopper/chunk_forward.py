@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
-from pallas_kernels.dplr.hopper.blocks import Block, load_float32, place_of, token_decay
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.blocks import Block, place_of
 from pallas_kernels.hopper.halving import (
     BLOCK,
     CHUNK,
@@ -36,9 +36,11 @@ from pallas_kernels.hopper.halving import (
     Level,
     left_operand,
     load,
-    run_by_chunk,
+    load_float32,
     same_document,
 )
+from pallas_kernels.hopper.launch import launch
+from pallas_kernels.tiles import channel_decay as tiles
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 _INPUTS = ("q", "k", "a", "b")
@@ -265,6 +267,11 @@ class _Program:
         plgpu.wait_smem_to_gmem(0)
 
 
+def token_decay(log_decay):
+    """The decays e^g of single tokens, with the lower bound of g that the sums of decays have."""
+    return jnp.exp(jnp.maximum(log_decay, tiles.FLOOR))
+
+
 def _product(halving: Halving, rows, columns):
     """The product of two operands, [C, C] float32."""
     return halving.accumulate(lambda out: plgpu.wgmma(out, rows, columns))[0]
@@ -288,15 +295,14 @@ def chunk_forward(
     """
     batch, length, _, depth = k.shape
     count, groups = length // CHUNK, depth // BLOCK
-    named = dict(q=q, k=k, a=a, b=b, g=log_decay)
-    named |= {} if documents is None else documents._asdict()
+    inputs = dict(q=q, k=k, a=a, b=b, g=log_decay)
+    inputs |= {} if documents is None else documents._asdict()
     struct = jax.ShapeDtypeStruct
     square, wide = (batch, heads, length, CHUNK), struct((batch, length, heads, depth), _BF16)
-    out_type = [struct(square, _F32), *[struct(square, _BF16)] * 3, *[wide] * 4]
-    out_type.append(struct((batch, heads, count * depth), _F32))
+    types = [struct(square, _F32), *[struct(square, _BF16)] * 3, *[wide] * 4]
+    types.append(struct((batch, heads, count * depth), _F32))
 
-    def kernel(*refs):
-        refs = dict(zip([*named, *DecayedChunks._fields], refs, strict=True))
+    def kernel(refs):
         index, group = lax.axis_index("chunk"), lax.axis_index("warpgroup")
         columns = pl.ds(group * BLOCK, BLOCK)
         block = Block(refs, place_of(index, heads, count), columns)
@@ -307,6 +313,15 @@ def chunk_forward(
 
         pl.run_scoped(body, _smem(groups, interpret), collective_axes="warpgroup")
 
-    return DecayedChunks(
-        *run_by_chunk(kernel, named, out_type, batch * count * heads, groups, interpret)
+    results = launch(
+        kernel,
+        inputs=inputs,
+        outputs=dict(zip(DecayedChunks._fields, types, strict=True)),
+        grid=dict(chunk=batch * count * heads),
+        num_threads=groups,
+        thread_name="warpgroup",
+        reduction_scratch_bytes=0,
+        name="dplr_chunk_forward",
+        interpret=interpret,
     )
+    return DecayedChunks(**results)

@@ -22,6 +22,7 @@ from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.dplr.hopper.chunk_forward import DecayedChunks
 from pallas_kernels.dplr.hopper.solve import SolvedChunks
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.blocks import row_and_head
 from pallas_kernels.hopper.halving import CHUNK, SQUARE
 from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.scan import decay_memory, scan, zip_with_keys
@@ -246,7 +247,7 @@ def values_backward(
     buffers = {name: tile(size) for name, size in sizes.items()}
 
     def kernel(refs):
-        b, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
+        b, h = row_and_head(heads)
         n = lax.axis_index("chunk")
         tokens = pl.ds(n * CHUNK, CHUNK)
         chunk = {name: ref.at[b, tokens, h] for name, ref in refs.items()}

@@ -11,10 +11,10 @@ from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.blocks import row_and_head
 from pallas_kernels.hopper.halving import BLOCK, CHUNK, SQUARE
 from pallas_kernels.hopper.launch import launch
-from pallas_kernels.hopper.products import tile_products
-from pallas_kernels.tiles import delta as tiles
+from pallas_kernels.hopper.unit_inverse import unit_inverse
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 
@@ -73,7 +73,7 @@ def solve_chunks(upper, upper_values, reach, *, interpret: Any = False) -> Solve
     )
 
     def kernel(refs):
-        b, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
+        b, h = row_and_head(heads)
         tokens = pl.ds(lax.axis_index("chunk") * CHUNK, CHUNK)
         chunk = {name: ref.at[b, h, tokens] for name, ref in refs.items()}
         chunk |= {name: refs[name].at[b, tokens, h] for name in ("reach", "solved_reach")}
@@ -94,11 +94,10 @@ def _solve_chunk(refs: dict[str, Any], buffers: _SolveSmem, interpret) -> None:
     """Solve one chunk, from and to the tiles `refs` of global memory."""
     plgpu.copy_gmem_to_smem(refs["upper_values"], buffers.values, buffers.loaded)
     plgpu.copy_gmem_to_smem(refs["reach"], buffers.reach, buffers.loaded)
-    product, exact = tile_products(buffers.right, buffers.left, interpret)
     i = plgpu.broadcasted_iota(jnp.int32, SQUARE, 0, layout=wg.LAYOUT)
     j = plgpu.broadcasted_iota(jnp.int32, SQUARE, 1, layout=wg.LAYOUT)
     strict = -wg.load_global(refs["upper"])
-    inverse = tiles.unit_inverse(strict, i ^ j, lambda a, b: product((a, b)), exact)
+    inverse = unit_inverse(strict, i ^ j, buffers.right, buffers.left, interpret)
     buffers.inverse.transpose((1, 0))[...] = inverse.astype(_BF16)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(buffers.inverse, refs["inverse"])
