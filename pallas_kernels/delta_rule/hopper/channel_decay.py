@@ -59,12 +59,24 @@ def _nonzero(beta):
 
 
 def forward(
-    q, k, v, beta, log_decay, run, initial, *, scale: float, interpret: Any = False
+    q,
+    k,
+    v,
+    beta,
+    log_decay,
+    run,
+    initial,
+    *,
+    scale: float,
+    save: bool = True,
+    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, Residuals]:
     """Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals.
 
-    Arguments are those of `delta_rule`; T is divisible by `multiple(q, k, v)`.
+    Arguments are those of `delta_rule`; T is divisible by `length_multiple(q, k, v)`. The residuals are computed whether or not
+    `save` is set.
     """
+    del save
     memories = v.shape[2]
     heads = max(q.shape[2], memories)
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))

@@ -54,12 +54,25 @@ class Residuals(NamedTuple):
 
 
 def forward(
-    q, k, v, a, b, log_decay, run, initial, *, scale: float, interpret: Any = False
+    q,
+    k,
+    v,
+    a,
+    b,
+    log_decay,
+    run,
+    initial,
+    *,
+    scale: float,
+    save: bool = True,
+    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, Residuals]:
     """Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals.
 
-    Arguments are those of `dplr`; T is divisible by `multiple(q, k, v)`.
+    Arguments are those of `dplr`; T is divisible by `length_multiple(q, k, v)`. The residuals are computed whether or not
+    `save` is set.
     """
+    del save
     memories = v.shape[2]
     heads = max(q.shape[2], memories)
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
@@ -87,9 +100,10 @@ def forward(
 
 def backward(
     q, k, v, a, b, log_decay, run, initial, residuals: Residuals, d_output, d_final, *,
-    scale: float, interpret: Any = False,
+    scale: float, decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Return the gradients of q, k, v, a, b, log_decay and initial."""
+    """Return the gradients of q, k, v, a, b, log_decay (computed regardless of `decay_gradient`) and initial."""
+    del decay_gradient
     memories, heads = v.shape[2], d_output.shape[2]
     decayed, solved, parts = residuals
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))

@@ -62,9 +62,10 @@ def forward(
 
 def backward(
     q, k, v, a, b, log_decay, run, initial, residuals: Residuals, d_output, d_final, *,
-    scale: float, interpret: Any = False,
+    scale: float, decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Return the gradients of q, k, v, a, b, log_decay and initial."""
+    """Return the gradients of q, k, v, a, b, log_decay (computed regardless of `decay_gradient`) and initial."""
+    del decay_gradient
     layout = _layout(q, k, v, a, b, initial, reverse=True)
     inputs = layout.inputs(run, q=q, k=k, v=v, a=a, b=b, log_decay=log_decay)
     output_tokens = layout.tokens(layout.heads, v.shape[3], v.dtype)
