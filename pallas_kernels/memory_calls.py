@@ -93,13 +93,15 @@ def _keywords(options: Options, bonus: Any) -> dict[str, Any]:
     return keywords if bonus is None else keywords | dict(bonus=bonus)
 
 
-def _call_forward(options: Options, arrays: tuple[Any, ...], bonus: Any, save: bool) -> Any:
-    """The output, the final memories and the residuals of `forward`."""
-    keywords = _keywords(options, bonus)
-    if options.exact and getattr(options.backend, "HAS_EXACT", False):
-        keywords["exact"] = True
-    output, *rest = options.backend.forward(*arrays, save=save, **keywords)
-    return output.astype(jnp.float32) if options.exact else output, *rest
+def _forward_keywords(options: Options, bonus: Any) -> dict[str, Any]:
+    """Those of `forward` without `save`."""
+    exact = options.exact and getattr(options.backend, "HAS_EXACT", False)
+    return _keywords(options, bonus) | (dict(exact=True) if exact else {})
+
+
+def _output(options: Options, output: Any) -> Any:
+    """The output in the dtype that the call returns."""
+    return output.astype(jnp.float32) if options.exact else output
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -111,15 +113,17 @@ def run_kernel(options: Options, arrays: tuple[Any, ...], bonus: Any = None) -> 
         arrays: the arguments of the backend's `forward`; the first is q, and the last three are log_decay (or None), run and initial.
         bonus: of a backend that supports one, or None.
     """
-    output, final, _ = _call_forward(options, arrays, bonus, save=False)
-    return output, final
+    keywords = _forward_keywords(options, bonus)
+    output, final, _ = options.backend.forward(*arrays, save=False, **keywords)
+    return _output(options, output), final
 
 
 def _run_forward(options, arrays, bonus):
     log_decay = arrays[-3]
     arrays, bonus = jax.tree.map(lambda primal: primal.value, (arrays, bonus))
-    results = _call_forward(options, arrays, bonus, save=True)
-    output, final, residuals = name_residuals(results)
+    keywords = _forward_keywords(options, bonus)
+    output, *rest = options.backend.forward(*arrays, save=True, **keywords)
+    output, final, residuals = name_residuals((_output(options, output), *rest))
     # A constant decay requires no gradient, and the backward pass is cheaper without it. Residuals are arrays, so this flag is the
     # size of an array.
     needs_decay = log_decay is not None and log_decay.perturbed

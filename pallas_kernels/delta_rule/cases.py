@@ -73,7 +73,7 @@ class Compiled(NamedTuple):
 
 HOPPER_INTERPRETED = (
     Case((1, 1, 1), 64, 64, 128, True, "token", "decay"),
-    Case((1, 1, 1), 64, 64, 65, True, "steep channel", "channel-some-rows-within-reach"),
+    Case((1, 1, 1), 64, 64, 65, True, "steep channel", "channel-some-rows-in-range"),
     Case((1, 1, 1), 64, 64, 100, False, "", "plain"),
     Case((2, 1, 1), 64, 128, 65, True, "", "queries-share"),
     Case((1, 1, 2), 128, 128, 100, False, "token", "memories-share-wide"),

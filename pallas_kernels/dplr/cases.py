@@ -73,7 +73,7 @@ HOPPER_INTERPRETED = (
     Case((1, 1, 1), 128, 64, 65, False, "channel", "deep"),
     Case((1, 1, 1), 256, 64, 130, True, "channel", "deeper"),
     Case((1, 1, 1), 256, 256, 65, False, "channel", "deeper-wide"),
-    Case((1, 1, 1), 64, 64, 65, True, "steep channel", "some-rows-within-reach"),
+    Case((1, 1, 1), 64, 64, 65, True, "steep channel", "some-rows-in-range"),
     Case((1, 1, 1), 64, 64, 64, False, "channel", "large-queries", size=1e25),
 )
 """Cases for the Hopper interpreter."""

@@ -226,14 +226,14 @@ class _Program:
             plgpu.wgmma(write, smem.missing, smem.d_states)
 
         dq, erase, write = halving.accumulate(products, 3)
-        enter = self.block.mask_rows(halving.boundary_decay(True), "enters")
-        dq *= enter * self.scale
-        erase *= -enter
+        read_decay = self.block.mask_rows(halving.boundary_decay(True), "enters")
+        dq *= read_decay * self.scale
+        erase *= -read_decay
         write *= self.block.mask_rows(halving.boundary_decay(False), "stays") * self.beta_rows()
         return _Gradients(dq, erase, write)
 
     def store_totals(self, halving: Halving, write) -> None:
-        """Store the gradient of the decay of the whole chunk, [64]: Σ_v keep S dS' + Σ_i k_i write_i. Frees the memories' buffers."""
+        """Store the gradient of the decay of the whole chunk, [64]: Σ_v chunk_decay S dS' + Σ_i k_i write_i. Frees the memories' buffers."""
         smem, place = self.smem, self.block.place
         width = smem.states.shape[0]
         total = jnp.zeros(SQUARE, _F32)
@@ -242,7 +242,7 @@ class _Program:
             state = load_float32(smem.states.at[rows])
             total += state * load_float32(smem.d_states.at[rows])
         channels = pl.ds(place.n * self.depth + self.group * BLOCK, BLOCK)
-        total *= load_by_column(self.block.refs["keep"].at[place.row, place.h, channels])
+        total *= load_by_column(self.block.refs["chunk_decay"].at[place.row, place.h, channels])
         total += load_float32(smem.k) * write
         parts = [smem.states, smem.d_states]
         if width > BLOCK:
@@ -301,7 +301,7 @@ class _Program:
 
 
 def chunk_backward(
-    q, k, log_decay, beta, missing, d_out, dv, states, d_states, keep, documents: Documents | None, *,
+    q, k, log_decay, beta, missing, d_out, dv, states, d_states, chunk_decay, documents: Documents | None, *,
     scale: float, interpret: Any = False,
 ):  # fmt: skip
     """Run the kernel over all chunks, for the h heads of `d_out`.
@@ -316,7 +316,7 @@ def chunk_backward(
         dv: [B, T, h, V] bfloat16.
         states: [B, h, N, V, K] bfloat16, the transpose of S before each of the N chunks.
         d_states: [B, h, N, V, K] bfloat16, the transpose of dS' after each chunk.
-        keep: [B, h, N * K] float32, e^(b_C), the decay of the memory over each chunk.
+        chunk_decay: [B, h, N * K] float32, e^(b_C), the decay of the memory over each chunk.
         documents: where documents begin, or None for one document per row.
         scale: multiplies q.
         interpret: parameters of the interpreter, or False.
@@ -329,7 +329,7 @@ def chunk_backward(
     depth = k.shape[-1]
     count, groups = length // CHUNK, depth // BLOCK
     inputs = dict(missing=missing, d_out=d_out, dv=dv, q=q, k=k, states=states, d_states=d_states)
-    inputs |= dict(g=log_decay, beta=beta, keep=keep)
+    inputs |= dict(g=log_decay, beta=beta, chunk_decay=chunk_decay)
     inputs |= {} if documents is None else documents._asdict()
     struct = jax.ShapeDtypeStruct
     wide = (batch, length, heads, depth)

@@ -51,8 +51,8 @@ class Chunk(NamedTuple):
         beta: [C].
         weights: [C, C], G.
         same_document: [C, C], whether two tokens belong to one document; None if all do.
-        enter: [C], e^b, the decay of the memory before the chunk where a token reads it; None where it is 1.
-        leave: [C], e^(b_C - b), the decay of a token's write at the chunk's end; None where it is 1.
+        read_decay: [C], e^b, the decay of the memory before the chunk where a token reads it; None where it is 1.
+        write_decay: [C], e^(b_C - b), the decay of a token's write at the chunk's end; None where it is 1.
     """
 
     i: Any
@@ -61,8 +61,8 @@ class Chunk(NamedTuple):
     beta: Any
     weights: Any
     same_document: Any
-    enter: Any
-    leave: Any
+    read_decay: Any
+    write_decay: Any
 
 
 def read_chunk(refs: dict[str, Any], b, h, heads: int, chunk, vector) -> Chunk:
@@ -91,14 +91,14 @@ def read_chunk(refs: dict[str, Any], b, h, heads: int, chunk, vector) -> Chunk:
     j = plgpu.broadcasted_iota(jnp.int32, SQUARE, 1, layout=wg.LAYOUT)
     seen = i >= j
     weights = jnp.where(seen, 1.0, 0.0)
-    same_document = enter = leave = None
+    same_document = read_decay = write_decay = None
     if "log_decay" in refs:
         # e^-104 is 0 in float32. A larger bound than -128 would cost the other sums precision.
         decay = over_columns(jnp.maximum(load(refs["log_decay"].at[b, tokens, memory]), -128.0))
         sums = jnp.sum(jnp.where(seen, decay, 0.0), axis=1)
         # The sum of the rows after, not a difference of two sums: nothing cancels.
-        leave = jnp.exp(jnp.sum(jnp.where(seen, 0.0, decay), axis=1))
-        enter = jnp.exp(sums)
+        write_decay = jnp.exp(jnp.sum(jnp.where(seen, 0.0, decay), axis=1))
+        read_decay = jnp.exp(sums)
         differences = wg.spread_rows(sums, SQUARE) - over_columns(sums)
         weights = jnp.exp(jnp.where(seen, differences, wg.NEVER))
     if "run" in refs:
@@ -109,11 +109,11 @@ def read_chunk(refs: dict[str, Any], b, h, heads: int, chunk, vector) -> Chunk:
         weights = jnp.where(same_document, weights, 0.0)
         before = jnp.where(chunk == 0, 0, runs[jnp.maximum(chunk * CHUNK - 1, 0)])
         one = jnp.ones_like(run, _F32)
-        enter = jnp.where(run == before, one if enter is None else enter, 0.0)
+        read_decay = jnp.where(run == before, one if read_decay is None else read_decay, 0.0)
         last = runs[chunk * CHUNK + CHUNK - 1]
-        leave = jnp.where(run == last, one if leave is None else leave, 0.0)
+        write_decay = jnp.where(run == last, one if write_decay is None else write_decay, 0.0)
     beta = load(refs["beta"].at[b, tokens, memory])
-    return Chunk(i, j, over_columns, beta, weights, same_document, enter, leave)
+    return Chunk(i, j, over_columns, beta, weights, same_document, read_decay, write_decay)
 
 
 class _Smem(NamedTuple):
@@ -181,7 +181,7 @@ def chunk_forward(
                 source = refs[name].at[b, tokens, head_index(refs[name], h, heads)]
                 plgpu.copy_gmem_to_smem(source, to, buffers.loaded)
             x = read_chunk(refs, b, h, heads, chunk, buffers.vector)
-            for index, row in enumerate((x.beta, x.enter, x.leave)[:factors]):
+            for index, row in enumerate((x.beta, x.read_decay, x.write_decay)[:factors]):
                 at = pl.ds((chunk * factors + index) * CHUNK, CHUNK)
                 refs["rows"].at[b, h, at][...] = row
             plgpu.barrier_wait(buffers.loaded)

@@ -82,8 +82,10 @@ def forward(
     )
     products = "upper", "upper_values", "scores", "scores_values"
     decayed = channel_slices.compute_by_key_slice(chunks, (q, k, a, b, log_decay), products)
-    solved = solve_chunks(decayed.upper, decayed.upper_values, decayed.reach, interpret=interpret)
-    decayed = decayed._replace(upper=None, upper_values=None, reach=None)
+    solved = solve_chunks(
+        decayed.upper, decayed.upper_values, decayed.decayed_a, interpret=interpret
+    )
+    decayed = decayed._replace(upper=None, upper_values=None, decayed_a=None)
     # Each of the heads that share a memory computes it.
     initial = jnp.repeat(initial, heads // memories, axis=1)
     scan_part = functools.partial(
@@ -110,31 +112,33 @@ def backward(
     initial = jnp.repeat(initial, heads // memories, axis=1)
     starts, count = hopper_parts.part_starts(parts, initial)
     options: dict[str, Any] = dict(chunk_bounds=chunk_bounds, interpret=interpret)
-    back, states, _ = scan_forward(decayed, solved, v, starts, save=True, parts=count, **options)
+    read_by_a, states, _ = scan_forward(
+        decayed, solved, v, starts, save=True, parts=count, **options
+    )
     # Of the heads that share a memory, the first one receives the gradient of the final memory.
     first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
     d_final = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
     scan_part = functools.partial(scan_backward, decayed, solved, d_output, **options)
     d_ends, count = hopper_parts.part_end_gradients(parts, scan_part, d_final, interpret)
-    d_back, d_states, d_starts = scan_part(d_ends, parts=count)
+    d_read_by_a, d_states, d_starts = scan_part(d_ends, parts=count)
     documents, depth = row_layout.documents_of(run, 1), q.shape[-1]
 
     def slice_gradients(values):
         """Return dv of one slice of v and, per slice of the keys, this slice's terms of dq, dk, da, db and d_decay."""
         before, d_after = states[..., values, :], d_states[..., values, :]
         d_out = d_output[..., values]
-        dv, d_reached = values_backward(
-            decayed, solved, d_out, d_back[..., values], d_after, interpret=interpret
+        dv, d_right_side = values_backward(
+            decayed, solved, d_out, d_read_by_a[..., values], d_after, interpret=interpret
         )
         through_memory = jnp.einsum(
             "bhnvk,bhnvk->bhnk", before, d_after, preferred_element_type=_F32
         )
-        through_memory = through_memory.reshape(decayed.keep.shape) * decayed.keep
+        through_memory = through_memory.reshape(decayed.chunk_decay.shape) * decayed.chunk_decay
         gradients = [
             chunk_backward(
                 q[..., keys], k[..., keys], a[..., keys], b[..., keys], log_decay[..., keys], v[..., values],
-                back[..., values], d_out, d_reached, before[..., keys], d_after[..., keys],
-                channel_slices.slice_keep(through_memory, depth, keys), documents, scale=scale, interpret=interpret,
+                read_by_a[..., values], d_out, d_right_side, before[..., keys], d_after[..., keys],
+                channel_slices.slice_chunk_decay(through_memory, depth, keys), documents, scale=scale, interpret=interpret,
             ) for keys in channel_slices.split_channels(depth)
         ]  # fmt: skip
         return dv, gradients
