@@ -87,7 +87,7 @@ class _Head:
         beta: [C, 1].
         system: N [C, C] float32, 0 on and above its diagonal.
         scores: P [C, C].
-        decays: the decays of the chunk, as `halving.resolve` returns them.
+        decays: the decays of the chunk, as `halving.chunk_decays` returns them.
         tiles: the operands [C, K] of each level, of queries with keys.
         alike: the operands [C, K] of each level, of keys with keys.
         read: [C, K], scale q e^b.

@@ -112,15 +112,13 @@ def backward(
     initial = jnp.repeat(initial, heads // memories, axis=1)
     starts, count = hopper_parts.part_starts(parts, initial)
     options: dict[str, Any] = dict(chunk_bounds=chunk_bounds, interpret=interpret)
-    read_by_a, states, _ = scan_forward(
-        decayed, solved, v, starts, save=True, parts=count, **options
-    )
+    a_read, states, _ = scan_forward(decayed, solved, v, starts, save=True, parts=count, **options)
     # Of the heads that share a memory, the first one receives the gradient of the final memory.
     first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
     d_final = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
     scan_part = functools.partial(scan_backward, decayed, solved, d_output, **options)
     d_ends, count = hopper_parts.part_end_gradients(parts, scan_part, d_final, interpret)
-    d_read_by_a, d_states, d_starts = scan_part(d_ends, parts=count)
+    d_a_read, d_states, d_starts = scan_part(d_ends, parts=count)
     documents, depth = row_layout.documents_of(run, 1), q.shape[-1]
 
     def slice_gradients(values):
@@ -128,7 +126,7 @@ def backward(
         before, d_after = states[..., values, :], d_states[..., values, :]
         d_out = d_output[..., values]
         dv, d_right_side = values_backward(
-            decayed, solved, d_out, d_read_by_a[..., values], d_after, interpret=interpret
+            decayed, solved, d_out, d_a_read[..., values], d_after, interpret=interpret
         )
         through_memory = jnp.einsum(
             "bhnvk,bhnvk->bhnk", before, d_after, preferred_element_type=_F32
@@ -137,7 +135,7 @@ def backward(
         gradients = [
             chunk_backward(
                 q[..., keys], k[..., keys], a[..., keys], b[..., keys], log_decay[..., keys], v[..., values],
-                read_by_a[..., values], d_out, d_right_side, before[..., keys], d_after[..., keys],
+                a_read[..., values], d_out, d_right_side, before[..., keys], d_after[..., keys],
                 channel_slices.slice_chunk_decay(through_memory, depth, keys), documents, scale=scale, interpret=interpret,
             ) for keys in channel_slices.split_channels(depth)
         ]  # fmt: skip

@@ -44,7 +44,7 @@ from pallas_kernels.hopper.launch import launch
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 _INPUTS = ("q", "k", "a", "b")
-_VALUES = ("d_out", "d_right_side", "v", "read_by_a")  # arrays [B, T, *, V]
+_VALUES = ("d_out", "d_right_side", "v", "a_read")  # arrays [B, T, *, V]
 
 
 class _Smem(NamedTuple):
@@ -339,7 +339,7 @@ class _Program:
 
 
 def chunk_backward(
-    q, k, a, b, log_decay, v, read_by_a, d_out, d_right_side, states, d_states, through_memory, documents: Documents | None,
+    q, k, a, b, log_decay, v, a_read, d_out, d_right_side, states, d_states, through_memory, documents: Documents | None,
     *, scale: float, interpret: Any = False,
 ):  # fmt: skip
     """Run the kernel over all chunks, for the h heads of `d_out`.
@@ -351,7 +351,7 @@ def chunk_backward(
         b: [B, T, *, K] bfloat16.
         log_decay: [B, T, *, K] float32.
         v: [B, T, *, V] bfloat16.
-        read_by_a: [B, T, h, V] bfloat16, u.
+        a_read: [B, T, h, V] bfloat16, u.
         d_out: [B, T, h, V] bfloat16.
         d_right_side: [B, T, h, V] bfloat16, dR.
         states: [B, h, N, V, K] bfloat16, the transpose of S before each of the N chunks.
@@ -368,9 +368,7 @@ def chunk_backward(
     batch, length, heads, width = d_out.shape
     depth = k.shape[-1]
     count, groups = length // CHUNK, depth // BLOCK
-    inputs = dict(
-        q=q, k=k, a=a, b=b, d_out=d_out, d_right_side=d_right_side, v=v, read_by_a=read_by_a
-    )
+    inputs = dict(q=q, k=k, a=a, b=b, d_out=d_out, d_right_side=d_right_side, v=v, a_read=a_read)
     inputs |= dict(states=states, d_states=d_states, g=log_decay, through_memory=through_memory)
     inputs |= {} if documents is None else documents._asdict()
     struct = jax.ShapeDtypeStruct

@@ -67,7 +67,7 @@ def scan_forward(
     step = functools.partial(
         _forward_step, values=v is not None, read=read, save=save, interpret=interpret
     )
-    outputs = ["read_by_a"] * save + ["out"] * read
+    outputs = ["a_read"] * save + ["out"] * read
     return scan(
         step, inputs, initial, depth, tokens, outputs, save=save, heads=heads, parts=parts, reverse=False,
         chunk_bounds=chunk_bounds, interpret=interpret,
@@ -190,7 +190,7 @@ def scan_backward(
     tokens = jax.ShapeDtypeStruct(d_out.shape, _BF16)
     step = functools.partial(_backward_step, save=save, interpret=interpret)
     return scan(
-        step, inputs, d_final, chunks.read.shape[-1], tokens, ["d_read_by_a"] * save, save=save,
+        step, inputs, d_final, chunks.read.shape[-1], tokens, ["d_a_read"] * save, save=save,
         heads=d_out.shape[2], parts=parts, reverse=True, chunk_bounds=chunk_bounds, interpret=interpret,
     )  # fmt: skip
 
@@ -230,7 +230,7 @@ def values_backward(
     chunks: DecayedChunks,
     solved: SolvedChunks,
     d_out,
-    d_read_by_a,
+    d_a_read,
     d_states,
     *,
     interpret: Any = False,
@@ -241,7 +241,7 @@ def values_backward(
         chunks: the decayed chunks of h heads.
         solved: the solved chunks of h heads.
         d_out: [B, T, h, V] bfloat16.
-        d_read_by_a: [B, T, h, V] bfloat16, du of `scan_backward`.
+        d_a_read: [B, T, h, V] bfloat16, du of `scan_backward`.
         d_states: [B, h, N, V, K] bfloat16, the transposed gradients of the memories after each chunk, of
             `scan_backward`.
         interpret: parameters of the interpreter, or False.
@@ -252,14 +252,15 @@ def values_backward(
     batch, length, heads, width = d_out.shape
     depth = chunks.read.shape[-1]
     inputs = dict(
-        d_out=d_out, d_read_by_a=d_read_by_a, written=chunks.written_values, scores=chunks.scores_values,
+        d_out=d_out, d_a_read=d_a_read, written=chunks.written_values, scores=chunks.scores_values,
         values=solved.values, inverse=solved.inverse, d_states=d_states,
     )  # fmt: skip
     sizes = dict.fromkeys(inputs, SQUARE) | dict(
-        d_out=(CHUNK, width), d_read_by_a=(CHUNK, width), written=(CHUNK, depth), d_states=(width, depth)
+        d_out=(CHUNK, width), d_a_read=(CHUNK, width), written=(CHUNK, depth), d_states=(width, depth)
     )  # fmt: skip
     smem: Any = plgpu.SMEM
     tile = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
+    # Allocated in the order of the names: `run_scoped` sorts a dictionary.
     buffers = {name: tile(size) for name, size in sizes.items()}
 
     def kernel(refs):
@@ -293,20 +294,20 @@ def _values_backward_chunk(refs: dict[str, Any], buffers: dict[str, Any], loaded
     scores, values, inverse = (buffers[name] for name in ("scores", "values", "inverse"))
     for column in range(buffers["d_out"].shape[1] // _BLOCK):
         columns = pl.ds(column * _BLOCK, _BLOCK)
-        d_out, d_read_by_a = (buffers[name].at[:, columns] for name in ("d_out", "d_read_by_a"))
+        d_out, d_a_read = (buffers[name].at[:, columns] for name in ("d_out", "d_a_read"))
         d_state = buffers["d_states"].at[columns]
 
-        def products(dv, d_right_side, d_out=d_out, d_read_by_a=d_read_by_a, d_state=d_state):
+        def products(dv, d_right_side, d_out=d_out, d_a_read=d_a_read, d_state=d_state):
             plgpu.wgmma(dv, scores.transpose((1, 0)), d_out)
-            plgpu.wgmma(dv, values.transpose((1, 0)), d_read_by_a)
+            plgpu.wgmma(dv, values.transpose((1, 0)), d_a_read)
             plgpu.wgmma(dv, buffers["written"], d_state.transpose((1, 0)))
-            plgpu.wgmma(d_right_side, inverse.transpose((1, 0)), d_read_by_a)
+            plgpu.wgmma(d_right_side, inverse.transpose((1, 0)), d_a_read)
 
         zeros = jnp.zeros(SQUARE, _F32)
         dv, d_right_side = wg.accumulate(products, zeros, zeros, interpret=interpret)
         d_out[...] = dv.astype(_BF16)  # no longer read
-        d_read_by_a[...] = d_right_side.astype(_BF16)
+        d_a_read[...] = d_right_side.astype(_BF16)
     plgpu.commit_smem()
-    for name, source in (("dv", "d_out"), ("d_right_side", "d_read_by_a")):
+    for name, source in (("dv", "d_out"), ("d_right_side", "d_a_read")):
         plgpu.copy_smem_to_gmem(buffers[source], refs[name])
     plgpu.wait_smem_to_gmem(0)

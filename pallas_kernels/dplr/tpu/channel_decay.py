@@ -97,7 +97,7 @@ class _Head:
         a: [C, K] float32.
         b: [C, K] float32.
         token_decay: [C, K], e^g.
-        decays: the decays of the chunk, as `halving.resolve` returns them.
+        decays: the decays of the chunk, as `halving.chunk_decays` returns them.
         tiles: the operands [C, K] of each level, of q with b.
         others: the operands [C, K] of each level, of a with k.
         through_b: A_qb [C, C].
@@ -139,7 +139,7 @@ class _Head:
         self.written_b = (self.b * self.decays.write_decay).astype(dtype)
         self.written_k = (self.k * self.decays.write_decay).astype(dtype)
 
-    def read_by_a(self, from_memory, inverse):
+    def a_read(self, from_memory, inverse):
         """U [C, V], what a reads and b writes back, from `from_memory` = decayed_a S."""
         sums = from_memory + dot(self.values, self.v)
         return dot(inverse, sums.astype(self.v.dtype)).astype(self.v.dtype)
@@ -160,15 +160,15 @@ def _forward_kernel(layout, scale: float, refs: dict, memory):
     if "states" in refs:
         for h, (narrow, inverse) in enumerate(zip(before, inverses, strict=True)):
             refs["states"][h], refs["inverse"][h] = narrow, inverse
-    reads_by_a = [
-        x.read_by_a(read[CHUNK:], inverse)
+    a_reads = [
+        x.a_read(read[CHUNK:], inverse)
         for x, read, inverse in zip(heads, reads, inverses, strict=True)
     ]
-    for h, (x, read, read_by_a) in enumerate(zip(heads, reads, reads_by_a, strict=True)):
-        out = read[:CHUNK] + dot(x.through_b, read_by_a) + dot(x.through_k, x.v)
+    for h, (x, read, a_read) in enumerate(zip(heads, reads, a_reads, strict=True)):
+        out = read[:CHUNK] + dot(x.through_b, a_read) + dot(x.through_k, x.v)
         layout.store(refs["out"], h, out)
-    for h, (x, read_by_a) in enumerate(zip(heads, reads_by_a, strict=True)):
-        update = dot(read_by_a, x.written_b, "tn") + dot(x.v, x.written_k, "tn")
+    for h, (x, a_read) in enumerate(zip(heads, a_reads, strict=True)):
+        update = dot(a_read, x.written_b, "tn") + dot(x.v, x.written_k, "tn")
         memory[h] = x.decays.chunk_decay * memory[h] + update
 
 
@@ -186,11 +186,11 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
         d_out = refs["d_out"][layout.tile_index(refs["d_out"], h, layout.value_dim)]
         before, inverse, after = refs["states"][h], refs["inverse"][h], d_memory[h]
         read, decayed_a = x.read.astype(dtype), x.decayed_a.astype(dtype)
-        narrow, read_by_a = after.astype(dtype), x.read_by_a(dot(decayed_a, before, "nt"), inverse)
+        narrow, a_read = after.astype(dtype), x.a_read(dot(decayed_a, before, "nt"), inverse)
 
-        d_read_by_a = dot(x.through_b, d_out, "tn") + dot(x.written_b, narrow, "nt")
+        d_a_read = dot(x.through_b, d_out, "tn") + dot(x.written_b, narrow, "nt")
         # The gradient of decayed_a S + A_ak V.
-        d_right_side = dot(inverse, d_read_by_a.astype(dtype), "tn").astype(dtype)
+        d_right_side = dot(inverse, d_a_read.astype(dtype), "tn").astype(dtype)
         dv = dot(x.through_k, d_out, "tn") + dot(x.written_k, narrow, "nt")
         layout.store(refs["dv"], h, dv + dot(x.values, d_right_side, "tn"))
         d_memory[h] = (
@@ -198,10 +198,10 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
         )
 
         pairs = (
-            (d_out, read_by_a),
+            (d_out, a_read),
             (d_right_side, v),
             (d_out, v),
-            (d_right_side, read_by_a),
+            (d_right_side, a_read),
         )  # qb, ak, qk, ab
         qb, ak, qk, ab = (((x, y), (y, x)) for x, y in pairs)
 
@@ -216,11 +216,10 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
         d_others = added(spread(ak, ak, x.others), spread(ab, qk, x.tiles))
         through_read = decays.read_decay * dot(d_out, before)
         through_a = decays.read_decay * dot(d_right_side, before)
-        through_write_b = decays.write_decay * dot(read_by_a, narrow)
+        through_write_b = decays.write_decay * dot(a_read, narrow)
         through_write_k = decays.write_decay * dot(v, narrow)
         diagonal_b, diagonal_k = (
-            jnp.sum(d_out.astype(_F32) * y.astype(_F32), axis=1, keepdims=True)
-            for y in (read_by_a, v)
+            jnp.sum(d_out.astype(_F32) * y.astype(_F32), axis=1, keepdims=True) for y in (a_read, v)
         )
         decayed = (
             halving.operand_gradient(d_tiles, decays, later=True) + through_read
