@@ -1,4 +1,4 @@
-"""Sizes of calls of one token.
+"""Sizes and tolerances of calls of one token.
 
 - `INTERPRETED`: small cases for the interpreter, on a CPU.
 - `HOPPER`: cases that run on the card.
@@ -10,6 +10,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
+
+OUTPUT_TOLERANCE, MEMORY_TOLERANCE = 5e-3, 1e-5
+"""Largest difference of the output and of the memory from the recurrence in float32, relative in RMS."""
 
 
 class Case(NamedTuple):
