@@ -88,17 +88,12 @@ def scalar_scan(
     interval = 1 if chunk_bounds is not None else chunks_of_interval(count)
     intervals = count // interval
     runs = 1 if chunk_bounds is None else chunk_bounds.shape[1] - 1
-    before, after = (
-        (decay.write_decay, decay.read_decay) if reverse else (decay.read_decay, decay.write_decay)
-    )
-    vectors: dict[str, Any] = dict(
-        write_decay=after * write_scale,
-        read_decay=before * read_scale,
-        cum=decay.cum,
-        run=decay.run,
-    )
-    if x is None:
-        vectors = dict(write_decay=vectors["write_decay"])
+    before, after = decay.read_decay, decay.write_decay
+    if reverse:
+        before, after = after, before
+    vectors: dict[str, Any] = dict(write_decay=after * write_scale)
+    if x is not None:
+        vectors |= dict(read_decay=before * read_scale, cum=decay.cum, run=decay.run)
     streams = {n: a for n, a in (dict(x=x, y=y, z=z) | vectors).items() if a is not None}
     others = dict(
         chunk_decay=decay.chunk_decay,
