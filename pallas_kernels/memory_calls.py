@@ -72,7 +72,7 @@ def pad_to_multiple(multiple: int, run: Any, *arrays: Any) -> tuple[Any, ...]:
 
 
 class Options(NamedTuple):
-    """The static arguments of `run_kernel`.
+    """The static arguments of `call_backend`.
 
     Attributes:
         backend: the module with the functions `forward` and `backward`.
@@ -105,7 +105,7 @@ def _output(options: Options, output: Any) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def run_kernel(options: Options, arrays: tuple[Any, ...], bonus: Any = None) -> Any:
+def call_backend(options: Options, arrays: tuple[Any, ...], bonus: Any = None) -> Any:
     """Return the output and the final memories; differentiable once, in reverse.
 
     Args:
@@ -153,7 +153,7 @@ def _run_backward(options, saved, cotangents):
     return (*of_tokens, d_decay, None, d_initial), None if bonus is None else gradients[-1]
 
 
-run_kernel.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
+call_backend.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------- requirements

@@ -14,7 +14,7 @@ from pallas_kernels.memory_calls import (
     Options,
     backend_module,
     pad_to_multiple,
-    run_kernel,
+    call_backend,
     supported_backend,
 )
 from pallas_kernels.requirements import first_unmet
@@ -77,5 +77,5 @@ def dplr(
     length, multiple = q.shape[1], backend.length_multiple(q, k, v)
     run, q, k, v, a, b, log_decay = pad_to_multiple(multiple, run, q, k, v, a, b, log_decay)
     arrays = q, k, v, a, b, log_decay, run, initial
-    output, final = run_kernel(Options(backend, scale, interpret), arrays, None)
+    output, final = call_backend(Options(backend, scale, interpret), arrays, None)
     return output[:, :length], final

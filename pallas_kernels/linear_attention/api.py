@@ -17,7 +17,7 @@ from pallas_kernels.memory_calls import (
     Options,
     backend_module,
     pad_to_multiple,
-    run_kernel,
+    call_backend,
     supported_backend,
 )
 from pallas_kernels.requirements import first_unmet
@@ -97,7 +97,7 @@ def linear_attention(
     options = Options(backend, scale, interpret, exact)
     keys, values = _slices(implementation, variant, q, v)
     if len(keys) == len(values) == 1:
-        output, final = run_kernel(options, (q, k, v, log_decay, run, initial), bonus)
+        output, final = call_backend(options, (q, k, v, log_decay, run, initial), bonus)
         return output[:, :length], final
     # The outputs of slices of key channels are added; slices of value channels do not interact.
     outputs, finals = [], []
@@ -108,7 +108,7 @@ def linear_attention(
             decay = decayed[..., value if variant == "value_decay" else key]
             slice_bonus = None if bonus is None else bonus[:, key]
             arrays = q[..., key], k[..., key], v[..., value], decay, run, initial[..., key, value]
-            results.append(run_kernel(options, arrays, slice_bonus))
+            results.append(call_backend(options, arrays, slice_bonus))
         output, final = (jnp.concatenate(x, axis=-1) for x in zip(*results, strict=True))
         outputs.append(output)
         finals.append(final)
