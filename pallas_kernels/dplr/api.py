@@ -13,8 +13,8 @@ from pallas_kernels.memory_calls import (
     MemoryCall,
     Options,
     backend_module,
-    pad_to_multiple,
     call_backend,
+    pad_to_multiple,
     supported_backend,
 )
 from pallas_kernels.requirements import first_unmet
