@@ -54,6 +54,16 @@ def sum_heads(x, heads: int, axis: int = 2):
     return jnp.sum(x.reshape(shape), axis + 1, dtype=_F32).astype(x.dtype)
 
 
+def gradient_by_head(d_final, heads: int):
+    """The gradient [B, G, K, V] of final memories for `heads` heads, [B, heads, K, V].
+
+    Of the heads that share a memory and all compute it, the first one receives the gradient, and the others receive 0.
+    """
+    sharing = heads // d_final.shape[1]
+    first = (jnp.arange(heads) % sharing == 0)[:, None, None]
+    return jnp.where(first, jnp.repeat(d_final, sharing, axis=1), 0)
+
+
 def memories_before_parts(written, chunk_decay, initial, reverse: bool = False):
     """Compute the memory before each part, or the gradient of the memory after each part.
 

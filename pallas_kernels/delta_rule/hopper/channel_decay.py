@@ -59,18 +59,8 @@ def _nonzero(beta):
 
 
 def forward(
-    q,
-    k,
-    v,
-    beta,
-    log_decay,
-    run,
-    initial,
-    *,
-    scale: float,
-    save: bool = True,
-    interpret: Any = False,
-) -> tuple[jax.Array, jax.Array, Residuals]:
+    q, k, v, beta, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
+) -> tuple[jax.Array, jax.Array, Residuals]:  # fmt: skip
     """Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals.
 
     Arguments are those of `delta_rule`; T is divisible by `length_multiple(q, k, v)`. The residuals are computed whether or not
@@ -126,9 +116,7 @@ def backward(
     missing, states, _ = scan_forward(
         None, decayed.erase, v, solved, starts, save=True, parts=count, **options
     )
-    # Of the heads that share a memory, the first one receives the gradient of the final memory.
-    first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
-    d_final = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
+    d_final = row_layout.gradient_by_head(d_final, heads)
     solved = solved._replace(rows=_nonzero(solved.rows))
     scan_part = functools.partial(
         scan_backward, decayed.read, decayed.erase, d_output, solved, **options

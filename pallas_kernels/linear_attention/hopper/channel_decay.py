@@ -138,9 +138,7 @@ def backward(
     split = functools.partial(row_layout.split_parts, parts=parts)
     values, d_out = split(v), split(d_output)
     scan = functools.partial(channel_scan, chunk_bounds=chunk_bounds, interpret=interpret)
-    # Of several query heads that read one memory, the first receives the gradient of the final memory.
-    first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
-    d_ends = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
+    d_ends = row_layout.gradient_by_head(d_final, heads)
     if parts > 1:
         (read,) = scan(None, chunks.read, d_out, None, chunks.chunk_decay, reverse=True)
         d_ends = row_layout.memories_before_parts(

@@ -96,9 +96,7 @@ def backward(
     scan = functools.partial(
         scalar_scan, decay=decay, heads=heads, chunk_bounds=chunk_bounds, interpret=interpret
     )
-    # Of several query heads that read one memory, the first receives the gradient of the final memory.
-    first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
-    d_ends = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
+    d_ends = row_layout.gradient_by_head(d_final, heads)
     if parts > 1:
         (read,) = scan(None, q, d_output, write_scale=scale, reverse=True)
         d_ends = row_layout.memories_before_parts(read, decay.chunk_decay, d_ends, reverse=True)
