@@ -35,6 +35,7 @@ from benchmarks.run import log
 from benchmarks.timing import alone, batch_milliseconds
 from pallas_kernels.forgetting_attention import forgetting_attention
 from pallas_kernels.forgetting_attention.bounds import Rows, find_bounds
+from pallas_kernels.forgetting_attention.cases import TIMED
 
 BENCHMARK = Benchmark(
     name="attention",
@@ -45,11 +46,6 @@ BENCHMARK = Benchmark(
     requires_gpu=True,
 )
 
-SHAPES = ",".join(
-    f"{batch}x{length}x{form}"
-    for form in ("24x64", "16x128")
-    for batch, length in ((8, 2048), (4, 4096), (2, 8192), (1, 16384), (1, 32768), (1, 65536))
-)
 OP = "forgetting attention"
 _TILE, _BATCH_MS = 128, 60
 
@@ -185,7 +181,9 @@ def measure_run(run_folder: Path, heads: int, save: Path | None) -> dict:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shapes", type=options.words, default=SHAPES, help="BxTxHxD,...")
+    parser.add_argument(
+        "--shapes", type=options.words, default=options.shapes(TIMED), help="BxTxHxD,..."
+    )
     parser.add_argument("--bias", type=float, default=2.0, help="b of the gates sigmoid(x + b)")
     parser.add_argument("--run", type=Path, help="a run of a trained FoX, in place of --shapes")
     parser.add_argument("--heads", type=int, default=24, help="heads of the calls with --run")

@@ -6,22 +6,20 @@ DeltaNet, arXiv 2412.06464.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.memory_calls import (
     MemoryCall,
+    Options,
     backend_module,
-    materialize,
-    pad_documents,
-    pad_tokens,
+    call_backend,
+    pad_to_multiple,
+    supported_backend,
 )
 from pallas_kernels.requirements import first_unmet
-from pallas_kernels.residuals import name_residuals
 
 _OP = "delta_rule"
 
@@ -80,53 +78,10 @@ def delta_rule(
             requirement.
         ValueError: there is no such implementation.
     """
-    backend = backend_module(_OP, implementation, variant_of(log_decay))
-    reason = first_unmet(backend.REQUIREMENTS, MemoryCall(q, k, v, log_decay))
-    if reason is not None:
-        raise NotImplementedError(f"{_OP}: implementation={implementation!r} requires {reason}")
-    length = q.shape[1]
-    padding = -length % backend.length_multiple(q, k, v)
-    if padding:
-        q, k, v, beta, log_decay = (pad_tokens(x, padding) for x in (q, k, v, beta, log_decay))
-        run = pad_documents(run, padding)
-    static = backend, implementation, scale, interpret
-    output, final = _run(static, q, k, v, beta, log_decay, run, initial)
+    call = MemoryCall(q, k, v, log_decay)
+    backend = supported_backend(_OP, implementation, variant_of(log_decay), call)
+    length, multiple = q.shape[1], backend.length_multiple(q, k, v)
+    run, q, k, v, beta, log_decay = pad_to_multiple(multiple, run, q, k, v, beta, log_decay)
+    arrays = q, k, v, beta, log_decay, run, initial
+    output, final = call_backend(Options(backend, scale, interpret), arrays, None)
     return output[:, :length], final
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(static, *inputs):
-    backend, name, scale, interpret = static
-    # Without a gradient, the TPU kernel need not write residuals.
-    options = {"save": False} if name == "mosaic_tpu" else {}
-    return backend.forward(*inputs, scale=scale, interpret=interpret, **options)[:2]
-
-
-def _forward(static, *primals):
-    backend, _, scale, interpret = static
-    inputs = tuple(None if p is None else p.value for p in primals)
-    results = backend.forward(*inputs, scale=scale, interpret=interpret)
-    output, final, residuals = name_residuals(results)
-    # A constant decay needs no gradient, and the backward pass is cheaper without it. Residuals are arrays: the flag is a size.
-    decay_gradient = primals[4] is not None and primals[4].perturbed
-    return (output, final), (inputs, residuals, jnp.zeros((int(decay_gradient), 0)))
-
-
-def _backward(static, saved, cotangents):
-    backend, _, scale, interpret = static
-    inputs, residuals, flag = saved
-    dq, dk, dv, d_beta, d_decay, d_initial = backend.backward(
-        *inputs,
-        residuals,
-        *materialize(cotangents),
-        scale=scale,
-        interpret=interpret,
-        decay_gradient=flag.shape[0] == 1,
-    )
-    log_decay = inputs[4]
-    if log_decay is not None and d_decay is None:
-        d_decay = jnp.zeros_like(log_decay)
-    return dq, dk, dv, d_beta, d_decay, None, d_initial
-
-
-_run.defvjp(_forward, _backward, symbolic_zeros=True)

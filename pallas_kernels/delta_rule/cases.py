@@ -1,8 +1,16 @@
-"""Sizes and tolerances of the delta rule's kernels that the tests of all backends share."""
+"""Sizes and tolerances of the delta rule's kernels that the tests of all backends share.
+
+- `HOPPER_INTERPRETED`, `TPU_INTERPRETED`: small cases for the interpreters, on a CPU.
+- `HOPPER`: cases that run on the card.
+- `HOPPER_COMPILED`, `TPU_COMPILED`: cases that are compiled for chips that need not be here.
+- `pallas_kernels.memory_cases.TIMED`: sizes that are timed.
+"""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+
+from pallas_kernels.memory_cases import Compiled
 
 OUTPUT_TOLERANCE, GRADIENT_TOLERANCE = 5e-3, 1e-2
 """Largest difference of the Hopper kernels from the recurrence in float32, relative to the norm."""
@@ -53,27 +61,9 @@ class Case(NamedTuple):
         return dict(decay=self.decay, alike=self.alike, size=self.size)
 
 
-class Compiled(NamedTuple):
-    """Sizes and arguments of a call that is compiled.
-
-    Attributes:
-        heads: of q, of k and of v.
-        key_dim: K.
-        value_dim: V.
-        arguments: words: "log_decay", "channel" for one per key channel, "segment_ids".
-        spilled: on Hopper, bytes of registers that the kernels spill, at most.
-    """
-
-    heads: tuple[int, int, int]
-    key_dim: int
-    value_dim: int
-    arguments: str
-    spilled: int = 0
-
-
 HOPPER_INTERPRETED = (
     Case((1, 1, 1), 64, 64, 128, True, "token", "decay"),
-    Case((1, 1, 1), 64, 64, 65, True, "steep channel", "channel-some-rows-within-reach"),
+    Case((1, 1, 1), 64, 64, 65, True, "steep channel", "channel-some-rows-in-range"),
     Case((1, 1, 1), 64, 64, 100, False, "", "plain"),
     Case((2, 1, 1), 64, 128, 65, True, "", "queries-share"),
     Case((1, 1, 2), 128, 128, 100, False, "token", "memories-share-wide"),

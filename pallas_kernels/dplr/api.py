@@ -5,15 +5,19 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import jax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.memory_calls import MemoryCall, backend_module, pad_documents, pad_tokens
+from pallas_kernels.memory_calls import (
+    MemoryCall,
+    Options,
+    backend_module,
+    call_backend,
+    pad_to_multiple,
+    supported_backend,
+)
 from pallas_kernels.requirements import first_unmet
-from pallas_kernels.residuals import name_residuals
 
 _OP = "dplr"
 
@@ -68,43 +72,10 @@ def dplr(
             requirement.
         ValueError: there is no such implementation.
     """
-    backend = backend_module(_OP, implementation, "channel_decay")
-    reason = first_unmet(backend.REQUIREMENTS, MemoryCall(q, k, v, log_decay, a=a, b=b))
-    if reason is not None:
-        raise NotImplementedError(f"{_OP}: implementation={implementation!r} requires {reason}")
-    length = q.shape[1]
-    padding = -length % backend.length_multiple(q, k, v)
-    if padding:
-        q, k, v, a, b, log_decay = (pad_tokens(x, padding) for x in (q, k, v, a, b, log_decay))
-        run = pad_documents(run, padding)
-    static = backend, implementation, scale, interpret
-    output, final = _run(static, q, k, v, a, b, log_decay, run, initial)
+    call = MemoryCall(q, k, v, log_decay, a=a, b=b)
+    backend = supported_backend(_OP, implementation, "channel_decay", call)
+    length, multiple = q.shape[1], backend.length_multiple(q, k, v)
+    run, q, k, v, a, b, log_decay = pad_to_multiple(multiple, run, q, k, v, a, b, log_decay)
+    arrays = q, k, v, a, b, log_decay, run, initial
+    output, final = call_backend(Options(backend, scale, interpret), arrays, None)
     return output[:, :length], final
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(static, *inputs):
-    backend, name, scale, interpret = static
-    # Without a gradient, the TPU kernel need not write residuals.
-    options = {"save": False} if name == "mosaic_tpu" else {}
-    return backend.forward(*inputs, scale=scale, interpret=interpret, **options)[:2]
-
-
-def _forward(static, *inputs):
-    backend, _, scale, interpret = static
-    output, final, residuals = name_residuals(
-        backend.forward(*inputs, scale=scale, interpret=interpret)
-    )
-    return (output, final), (inputs, residuals)
-
-
-def _backward(static, saved, cotangents):
-    backend, _, scale, interpret = static
-    inputs, residuals = saved
-    *grads, d_initial = backend.backward(
-        *inputs, residuals, *cotangents, scale=scale, interpret=interpret
-    )
-    return *grads, None, d_initial
-
-
-_run.defvjp(_forward, _backward)

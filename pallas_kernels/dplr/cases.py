@@ -1,8 +1,16 @@
-"""Sizes and tolerances of the kernels of diagonal-plus-low-rank memories that the tests of all backends share."""
+"""Sizes and tolerances of the kernels of diagonal-plus-low-rank memories that the tests of all backends share.
+
+- `HOPPER_INTERPRETED`, `TPU_INTERPRETED`: small cases for the interpreters, on a CPU.
+- `HOPPER`: cases that run on the card.
+- `HOPPER_COMPILED`, `TPU_COMPILED`: cases that are compiled for chips that need not be here.
+- `pallas_kernels.memory_cases.TIMED`: sizes that are timed.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+from pallas_kernels.memory_cases import Compiled
 
 OUTPUT_TOLERANCE, GRADIENT_TOLERANCE = 5e-3, 1e-2
 """Largest difference of the Hopper kernels from the recurrence in float32, relative to the norm."""
@@ -46,24 +54,6 @@ class Case(NamedTuple):
         return {"channel": False, "strong channel": True, "steep channel": 8}[self.decay]
 
 
-class Compiled(NamedTuple):
-    """Sizes and arguments of a call that is compiled.
-
-    Attributes:
-        heads: of q, of k, a and b, and of v.
-        key_dim: K.
-        value_dim: V.
-        arguments: words: "log_decay", "channel" for one per key channel, "segment_ids".
-        spilled: on Hopper, bytes of registers that the kernels spill, at most.
-    """
-
-    heads: tuple[int, int, int]
-    key_dim: int
-    value_dim: int
-    arguments: str
-    spilled: int = 0
-
-
 HOPPER_INTERPRETED = (
     Case((1, 1, 1), 64, 64, 128, True, "channel", "documents"),
     Case((1, 1, 2), 128, 128, 100, True, "strong channel", "memories-share"),
@@ -73,7 +63,7 @@ HOPPER_INTERPRETED = (
     Case((1, 1, 1), 128, 64, 65, False, "channel", "deep"),
     Case((1, 1, 1), 256, 64, 130, True, "channel", "deeper"),
     Case((1, 1, 1), 256, 256, 65, False, "channel", "deeper-wide"),
-    Case((1, 1, 1), 64, 64, 65, True, "steep channel", "some-rows-within-reach"),
+    Case((1, 1, 1), 64, 64, 65, True, "steep channel", "some-rows-in-range"),
     Case((1, 1, 1), 64, 64, 64, False, "channel", "large-queries", size=1e25),
 )
 """Cases for the Hopper interpreter."""

@@ -126,19 +126,24 @@ def forgetting_attention(
     if written is not None and gates is None:
         gates = (jnp.zeros((q.shape[0], heads, length), jnp.float32),) * 2
     tile_size = backend.tile(length)
-    padding = -length % tile_size
-    if padding:  # appended tokens are keys after all queries whose output is returned
-
-        def pad(x: Any, axis: int = 1, mode: Any = "constant") -> Any:
-            widths = [(0, padding if i == axis else 0) for i in range(x.ndim)]
-            return jnp.pad(x, widths, mode=mode)
-
-        q, k, v = pad(q), pad(k), pad(v)
-        gates = None if gates is None else tuple(pad(x, 2, "edge") for x in gates)
-        run = None if run is None else pad(run, mode="edge")
-        written = None if written is None else pad(written)
     options = _Options(backend, tile_size, scale, window, prune, interpret)
-    return _attend(options, q, k, v, Rows(gates, run, written, places))[:, :queries]
+    padding = -length % tile_size
+    return _attend(options, *_pad(padding, q, k, v, Rows(gates, run, written, places)))[:, :queries]
+
+
+def _pad(padding: int, q, k, v, rows: Rows) -> tuple[Any, Any, Any, Rows]:
+    """Append `padding` tokens. They are keys after all queries whose output is returned."""
+    if padding == 0:
+        return q, k, v, rows
+
+    def pad(x: Any, axis: int = 1, mode: Any = "constant") -> Any:
+        widths = [(0, padding if i == axis else 0) for i in range(x.ndim)]
+        return jnp.pad(x, widths, mode=mode)
+
+    gates = None if rows.gates is None else tuple(pad(x, 2, "edge") for x in rows.gates)
+    run = None if rows.run is None else pad(rows.run, mode="edge")
+    written = None if rows.written is None else pad(rows.written)
+    return pad(q), pad(k), pad(v), rows._replace(gates=gates, run=run, written=written)
 
 
 class _Options(NamedTuple):

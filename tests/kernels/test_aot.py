@@ -43,7 +43,7 @@ CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 
 # The op; heads of q, k and v; K and V; its other arguments; the largest number of bytes of registers that its kernels may spill.
 ON_HOPPER = [
-    *linear_attention_cases.HOPPER_COMPILED,
+    *(("linear_memory", *case) for case in linear_attention_cases.HOPPER_COMPILED),
     *(("delta_memory", *case) for case in delta_rule_cases.HOPPER_COMPILED),
     *(("dplr_memory", *case) for case in dplr_cases.HOPPER_COMPILED),
     ("slot_memory", (4, 4, 4), 256, 256, "slots", 696),
@@ -52,7 +52,7 @@ ON_HOPPER = [
     ("attention", (4, 4, 4), 128, 128, "log_forget window", 176),
 ]
 ON_TPU = [
-    *linear_attention_cases.TPU_COMPILED,
+    *(("linear_memory", *case[:4]) for case in linear_attention_cases.TPU_COMPILED),
     *(("delta_memory", *case[:4]) for case in delta_rule_cases.TPU_COMPILED),
     *(("dplr_memory", *case[:4]) for case in dplr_cases.TPU_COMPILED),
     ("attention", (4, 2, 2), 64, 64, "log_forget segment_ids"),

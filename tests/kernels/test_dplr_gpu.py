@@ -132,7 +132,7 @@ def test_causal_to_the_bit():
     changed = dict(inputs)
     for name in ("q", "k", "v", "a", "b", "log_decay"):
         changed[name] = inputs[name].at[:, 77:].multiply(0.5)
-    # Beyond `halving.REACH` of the chunk's start, where pairs of rows are computed by levels.
+    # Beyond `halving.RANGE` of the chunk's start, where pairs of rows are computed by levels.
     changed["log_decay"] = inputs["log_decay"].at[:, 77:].multiply(100)
     np.testing.assert_array_equal(fused(**inputs)[0][:, :77], fused(**changed)[0][:, :77])
 

@@ -143,7 +143,7 @@ def test_a_decay_beyond_float32_forgets_everything_and_is_no_nan(strongest):
     between = (np.maximum(j, 3) < np.minimum(i, 6)).astype(int)
     wanted = np.where((i >= j) & (between == 0), 1.0, 0.0)
     np.testing.assert_array_equal(tiles.weights(chunk, 0), wanted)
-    np.testing.assert_array_equal(chunk.keep, 0)
+    np.testing.assert_array_equal(chunk.chunk_decay, 0)
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
-from pallas_kernels.delta_rule.hopper.channel_blocks import Block, place_of
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.blocks import Block, place_of
 from pallas_kernels.hopper.halving import (
     BLOCK,
     CHUNK,
@@ -36,8 +36,9 @@ from pallas_kernels.hopper.halving import (
     load,
     load_by_column,
     load_by_row,
-    run_by_chunk,
+    load_float32,
 )
+from pallas_kernels.hopper.launch import launch
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 _VALUES = ("missing", "d_out", "dv")  # arrays [B, T, h, V]
@@ -154,7 +155,7 @@ class _Program:
     def beta(self):
         """The reference to the chunk's beta [C]."""
         place = self.block.place
-        return self.block.refs["beta"].at[place.b, place.h, place.tokens]
+        return self.block.refs["beta"].at[place.row, place.h, place.tokens]
 
     def beta_rows(self):
         """Beta as the rows of [C, 64]. It is loaded again wherever it is used, to save registers."""
@@ -190,7 +191,7 @@ class _Program:
         def erase():
             x_times_dv = self.pair_products(halving, smem.dv, -1.0, smem.erase_pairs)
             place = self.block.place
-            d_beta = self.block.refs["d_beta"].at[place.b, place.h, place.tokens]
+            d_beta = self.block.refs["d_beta"].at[place.row, place.h, place.tokens]
             d_beta[...] = x_times_dv / load_by_row(self.beta)
 
         plgpu.barrier_wait(smem.loaded)
@@ -225,24 +226,24 @@ class _Program:
             plgpu.wgmma(write, smem.missing, smem.d_states)
 
         dq, erase, write = halving.accumulate(products, 3)
-        enter = self.block.mask_rows(halving.boundary_decay(True), "enters")
-        dq *= enter * self.scale
-        erase *= -enter
+        read_decay = self.block.mask_rows(halving.boundary_decay(True), "enters")
+        dq *= read_decay * self.scale
+        erase *= -read_decay
         write *= self.block.mask_rows(halving.boundary_decay(False), "stays") * self.beta_rows()
         return _Gradients(dq, erase, write)
 
     def store_totals(self, halving: Halving, write) -> None:
-        """Store the gradient of the decay of the whole chunk, [64]: Σ_v keep S dS' + Σ_i k_i write_i. Frees the memories' buffers."""
+        """Store the gradient of the decay of the whole chunk, [64]: Σ_v chunk_decay S dS' + Σ_i k_i write_i. Frees the memories' buffers."""
         smem, place = self.smem, self.block.place
         width = smem.states.shape[0]
         total = jnp.zeros(SQUARE, _F32)
         for row in range(width // BLOCK):
             rows = pl.ds(row * BLOCK, BLOCK)
-            state = load(smem.states.at[rows]).astype(_F32)
-            total += state * load(smem.d_states.at[rows]).astype(_F32)
+            state = load_float32(smem.states.at[rows])
+            total += state * load_float32(smem.d_states.at[rows])
         channels = pl.ds(place.n * self.depth + self.group * BLOCK, BLOCK)
-        total *= load_by_column(self.block.refs["keep"].at[place.b, place.h, channels])
-        total += load(smem.k).astype(_F32) * write
+        total *= load_by_column(self.block.refs["chunk_decay"].at[place.row, place.h, channels])
+        total += load_float32(smem.k) * write
         parts = [smem.states, smem.d_states]
         if width > BLOCK:
             parts = [smem.states.at[pl.ds(part * BLOCK, BLOCK)] for part in range(2)]
@@ -259,7 +260,7 @@ class _Program:
         (dx,) = halving.accumulate(lambda out: plgpu.wgmma(out, pairs, q_or_k))
         dx *= factor
         dq, write = dq + later * dx, write + (1 - later) * dx
-        smem.tile[...] = (load(smem.k).astype(_F32) * factor).astype(_BF16)
+        smem.tile[...] = (load_float32(smem.k) * factor).astype(_BF16)
         plgpu.commit_smem()
         pairs = self.as_left(halving.mask_to_level(level, load(smem.erase_pairs)))
         (dx,) = halving.accumulate(lambda out: plgpu.wgmma(out, pairs, smem.tile))
@@ -271,14 +272,14 @@ class _Program:
         smem, block = self.smem, self.block
         i, j = halving.i, halving.j
         dq, erase, write = gradients
-        q, k = (load(x).astype(_F32) for x in (smem.q, smem.k))
+        q, k = (load_float32(x) for x in (smem.q, smem.k))
         halving.split(q * dq + k * (erase - write))
         d_decay = halving.sums(block.mask_documents(j >= i))
         totals = plgpu.load(smem.totals, layout=wg.LAYOUT.reduce(0))
         d_decay += block.mask_rows(lax.broadcast_in_dim(totals, SQUARE, [1]), "stays")
         place = block.place
-        block.refs["dg"].at[place.b, place.tokens, place.h, block.columns][...] = d_decay
-        diagonal = jnp.where(i == j, load(smem.read_pairs).astype(_F32), 0.0)
+        block.refs["dg"].at[place.row, place.tokens, place.h, block.columns][...] = d_decay
+        diagonal = jnp.where(i == j, load_float32(smem.read_pairs), 0.0)
         diagonal = wg.spread_rows(jnp.sum(diagonal, axis=1), SQUARE)
         block.store("dq", smem.q, dq + diagonal * k)
         block.store("dk", smem.k, erase + write + diagonal * q)
@@ -300,7 +301,7 @@ class _Program:
 
 
 def chunk_backward(
-    q, k, log_decay, beta, missing, d_out, dv, states, d_states, keep, documents: Documents | None, *,
+    q, k, log_decay, beta, missing, d_out, dv, states, d_states, chunk_decay, documents: Documents | None, *,
     scale: float, interpret: Any = False,
 ):  # fmt: skip
     """Run the kernel over all chunks, for the h heads of `d_out`.
@@ -315,7 +316,7 @@ def chunk_backward(
         dv: [B, T, h, V] bfloat16.
         states: [B, h, N, V, K] bfloat16, the transpose of S before each of the N chunks.
         d_states: [B, h, N, V, K] bfloat16, the transpose of dS' after each chunk.
-        keep: [B, h, N * K] float32, e^(b_C), the decay of the memory over each chunk.
+        chunk_decay: [B, h, N * K] float32, e^(b_C), the decay of the memory over each chunk.
         documents: where documents begin, or None for one document per row.
         scale: multiplies q.
         interpret: parameters of the interpreter, or False.
@@ -327,18 +328,17 @@ def chunk_backward(
     batch, length, heads, width = d_out.shape
     depth = k.shape[-1]
     count, groups = length // CHUNK, depth // BLOCK
-    named = dict(missing=missing, d_out=d_out, dv=dv, q=q, k=k, states=states, d_states=d_states)
-    named |= dict(g=log_decay, beta=beta, keep=keep)
-    named |= {} if documents is None else documents._asdict()
+    inputs = dict(missing=missing, d_out=d_out, dv=dv, q=q, k=k, states=states, d_states=d_states)
+    inputs |= dict(g=log_decay, beta=beta, chunk_decay=chunk_decay)
+    inputs |= {} if documents is None else documents._asdict()
     struct = jax.ShapeDtypeStruct
     wide = (batch, length, heads, depth)
-    out_type = dict(
+    outputs = dict(
         dq=struct(wide, _BF16), dk=struct(wide, _BF16), dg=struct(wide, _F32),
         d_beta=struct((batch, heads, length), _F32),
     )  # fmt: skip
 
-    def kernel(*refs):
-        refs = dict(zip([*named, *out_type], refs, strict=True))
+    def kernel(refs):
         index, group = lax.axis_index("chunk"), lax.axis_index("warpgroup")
         block = Block(refs, place_of(index, heads, count), pl.ds(group * BLOCK, BLOCK))
 
@@ -348,6 +348,15 @@ def chunk_backward(
 
         pl.run_scoped(body, _smem(groups, width, interpret), collective_axes="warpgroup")
 
-    return run_by_chunk(
-        kernel, named, list(out_type.values()), batch * count * heads, groups, interpret
+    results = launch(
+        kernel,
+        inputs=inputs,
+        outputs=outputs,
+        grid=dict(chunk=batch * count * heads),
+        num_threads=groups,
+        thread_name="warpgroup",
+        reduction_scratch_bytes=0,
+        name="delta_channel_chunk_backward",
+        interpret=interpret,
     )
+    return list(results.values())

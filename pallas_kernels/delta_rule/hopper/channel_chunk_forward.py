@@ -2,7 +2,7 @@
 
 `chunk_forward` computes, for every chunk in parallel, the products of queries with keys and of keys with keys
 under the decay between the two tokens, and the queries and keys decayed to the chunk's ends. Rows whose decay
-since the chunk's start is at most `halving.REACH` bits are within reach: all their pairs come from one
+since the chunk's start is at most `halving.RANGE` bits are in range: all their pairs come from one
 product (`AllPairs`). The other pairs come from halving (`Level`; see `pallas_kernels.tiles.channel_decay`).
 On a level, rows of later blocks times rows of earlier blocks are the queries' scores below the diagonal; rows
 of earlier blocks times rows of later blocks, keys both, are the transposed system above it. So one tile, one
@@ -20,14 +20,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
-from pallas_kernels.delta_rule.hopper.channel_blocks import Block, Place, place_of
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.blocks import Block, Place, place_of
 from pallas_kernels.hopper.channel_slices import split_channels
 from pallas_kernels.hopper.halving import (
     BLOCK,
     CHUNK,
     LEVELS,
-    PARAMETERS,
     SQUARE,
     AllPairs,
     Documents,
@@ -35,8 +34,10 @@ from pallas_kernels.hopper.halving import (
     Level,
     left_operand,
     load,
+    load_float32,
     same_document,
 )
+from pallas_kernels.hopper.launch import launch
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 
@@ -52,7 +53,7 @@ class DecayedChunks(NamedTuple):
         read: [B, T, h, K] bfloat16, scale q e^b.
         erase: [B, T, h, K] bfloat16, k e^b.
         written: [B, T, h, K] bfloat16, k e^(b_C - b).
-        keep: [B, h, N * K] float32, e^(b_C), the decay of the memory over each of the N chunks.
+        chunk_decay: [B, h, N * K] float32, e^(b_C), the decay of the memory over each of the N chunks.
     """
 
     upper: jax.Array | None
@@ -60,7 +61,7 @@ class DecayedChunks(NamedTuple):
     read: jax.Array
     erase: jax.Array
     written: jax.Array
-    keep: jax.Array
+    chunk_decay: jax.Array
 
 
 class _Smem(NamedTuple):
@@ -72,7 +73,7 @@ class _Smem(NamedTuple):
         erase: [each, C, 64], decayed keys.
         parts: [each, 2, 64, 64], the decays in two parts, for `Halving`.
         tile: [each, C, 64], right operands, and the buffer of `Halving`.
-        lowest: [each, 2, C] float32, for `Halving.reach`.
+        lowest: [each, 2, C] float32, for `Halving.check_range`.
         partial: [programs, C, C] float32, the scores of a program's second warpgroup.
         loaded: barriers that q and k arrive at.
         partial_stored: barriers at which `partial` is complete.
@@ -176,13 +177,13 @@ class _Program:
             plgpu.copy_gmem_to_smem(block.keys(name), to, self.smem.loaded)
         i, j = halving.i, halving.j
         halving.split_decay(block.log_decay())
-        self.store_keep(halving, at)
+        self.store_chunk_decay(halving, at)
         plgpu.barrier_wait(self.smem.loaded)
-        near, reached = self.near_scores(halving)
+        near, all_in_range = self.near_scores(halving)
         # A loop: the unrolled levels need more registers than there are.
         level = functools.partial(self.add_level, halving)
-        scores = lax.fori_loop(reached * LEVELS, LEVELS, level, near)
-        diagonal = jnp.sum(load(q).astype(_F32) * load(k).astype(_F32), axis=1)
+        scores = lax.fori_loop(all_in_range * LEVELS, LEVELS, level, near)
+        diagonal = jnp.sum(load_float32(q) * load_float32(k), axis=1)
         scores = jnp.where(i == j, wg.spread_rows(diagonal, SQUARE), scores)
         if previous is not None:
             scores += previous
@@ -193,18 +194,18 @@ class _Program:
         self.store_decayed(block, halving)
         return scores
 
-    def store_keep(self, halving: Halving, at) -> None:
+    def store_chunk_decay(self, halving: Halving, at) -> None:
         """Store e^(b_C) of the 64 key channels from `at` on."""
         b, h, _, n, _ = self.place
-        keep = jnp.exp2(halving.column_sums())
+        chunk_decay = jnp.exp2(halving.column_sums())
         if "run" in self.refs:
-            keep *= self.refs["enters"].at[b][n * CHUNK + CHUNK - 1]
-        self.refs["keep"].at[b, h, pl.ds(n * self.depth + at, BLOCK)][...] = keep
+            chunk_decay *= self.refs["enters"].at[b][n * CHUNK + CHUNK - 1]
+        self.refs["chunk_decay"].at[b, h, pl.ds(n * self.depth + at, BLOCK)][...] = chunk_decay
 
     def near_scores(self, halving: Halving):
-        """Return the scores of the pairs of rows within reach, 0 for the others, and 1 if all pairs are within reach, else 0."""
+        """Return the scores of the pairs of rows in range, 0 for the others, and 1 if all pairs are in range, else 0."""
         q, k, erase, tile = self.smem.q, self.smem.k, self.smem.erase, self.smem.tile
-        since, reached = halving.check_range(q, k)
+        since, all_in_range = halving.check_range(q, k)
         pairs = AllPairs(halving, 0, since)
         rows = pairs.rows(load(q), None).astype(_BF16)
         erase[...] = pairs.rows(load(k), None).astype(_BF16)
@@ -219,10 +220,10 @@ class _Program:
         lower, upper = halving.accumulate(products, 2)
         i, j = halving.i, halving.j
         near = jnp.where(i > j, lower, jnp.where(i < j, upper, 0.0))
-        return jnp.where(halving.pairs_in_range(), near, 0.0), reached
+        return jnp.where(halving.pairs_in_range(), near, 0.0), all_in_range
 
     def add_level(self, halving: Halving, at, scores):
-        """Return `scores` plus those of the pairs that meet on level `at` and are not within reach."""
+        """Return `scores` plus those of the pairs that meet on level `at` and are not in range."""
         q, k, tile = self.smem.q, self.smem.k, self.smem.tile
         level = Level(halving, at)
         rows = self.as_left(level.rows(load(q), load(k)).astype(_BF16))
@@ -241,9 +242,9 @@ class _Program:
         """Store the decayed queries and keys of 64 channels."""
         q, k, erase = self.smem.q, self.smem.k, self.smem.erase
         factor = block.mask_rows(halving.boundary_decay(True), "enters")
-        block.store("read", q, load(q).astype(_F32) * factor * self.scale)
-        block.store("erase", erase, load(k).astype(_F32) * factor)
-        written = load(k).astype(_F32) * block.mask_rows(halving.boundary_decay(False), "stays")
+        block.store("read", q, load_float32(q) * factor * self.scale)
+        block.store("erase", erase, load_float32(k) * factor)
+        written = load_float32(k) * block.mask_rows(halving.boundary_decay(False), "stays")
         block.store("written", k, written)
 
     def store_scores(self, scores) -> None:
@@ -300,14 +301,14 @@ def chunk_forward(
     total = batch * count * heads
     # As many programs in a block as leave each thread 128 registers.
     programs = next(n for n in (4 // groups, 2 // groups, 1) if n and total % n == 0)
-    named = dict(q=q, k=k, g=log_decay) | ({} if documents is None else documents._asdict())
+    inputs = dict(q=q, k=k, g=log_decay) | ({} if documents is None else documents._asdict())
     struct = jax.ShapeDtypeStruct
     square = (batch, heads, length, CHUNK)
     wide = struct((batch, length, heads, depth), _BF16)
-    keep = struct((batch, heads, count * depth), _F32)
+    chunk_decay = struct((batch, heads, count * depth), _F32)
+    types = [struct(square, _F32), struct(square, _BF16), wide, wide, wide, chunk_decay]
 
-    def kernel(*refs):
-        refs = dict(zip([*named, *DecayedChunks._fields], refs, strict=True))
+    def kernel(refs):
         warpgroup = lax.axis_index("warpgroup")
         program, group = lax.div(warpgroup, groups), lax.rem(warpgroup, groups)
         place = place_of(lax.axis_index("block") * programs + program, heads, count)
@@ -318,15 +319,15 @@ def chunk_forward(
 
         pl.run_scoped(body, _smem(programs, groups, interpret), collective_axes="warpgroup")
 
-    return DecayedChunks(
-        *plgpu.kernel(
-            kernel,
-            out_type=[struct(square, _F32), struct(square, _BF16), wide, wide, wide, keep],
-            grid=(total // programs,),
-            grid_names=("block",),
-            num_threads=programs * groups,
-            thread_name="warpgroup",
-            compiler_params=PARAMETERS,
-            interpret=interpret,
-        )(*named.values())
+    results = launch(
+        kernel,
+        inputs=inputs,
+        outputs=dict(zip(DecayedChunks._fields, types, strict=True)),
+        grid=dict(block=total // programs),
+        num_threads=programs * groups,
+        thread_name="warpgroup",
+        reduction_scratch_bytes=0,
+        name="delta_channel_chunk_forward",
+        interpret=interpret,
     )
+    return DecayedChunks(**results)

@@ -1,9 +1,9 @@
 """The delta rule with a decay per key channel (KDA) on Mosaic GPU (Hopper), in chunks of 64 tokens.
 
 The phases are those of `scalar_decay`. `channel_chunk_forward` applies the decays to queries and keys before
-the scans. A scan then requires no decay but that of the memory's key channels over a chunk (`keep`):
+the scans. A scan then requires no decay but that of the memory's key channels over a chunk (`chunk_decay`):
 
-    x = X (v - erase S)        O = read S + P (beta ⊙ x)        S' = keep S + writtenᵀ (beta ⊙ x)
+    x = X (v - erase S)        O = read S + P (beta ⊙ x)        S' = chunk_decay S + writtenᵀ (beta ⊙ x)
 
 with the fields of `DecayedChunks`; `pallas_kernels.tiles.delta` defines X and P.
 """
@@ -59,12 +59,14 @@ def _nonzero(beta):
 
 
 def forward(
-    q, k, v, beta, log_decay, run, initial, *, scale: float, interpret: Any = False
-) -> tuple[jax.Array, jax.Array, Residuals]:
+    q, k, v, beta, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
+) -> tuple[jax.Array, jax.Array, Residuals]:  # fmt: skip
     """Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals.
 
-    Arguments are those of `delta_rule`; T is divisible by `multiple(q, k, v)`.
+    Arguments are those of `delta_rule`; T is divisible by `length_multiple(q, k, v)`. The residuals are computed whether or not
+    `save` is set.
     """
+    del save
     memories = v.shape[2]
     heads = max(q.shape[2], memories)
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
@@ -77,7 +79,10 @@ def forward(
     # Each of the heads that share a memory computes it.
     initial = jnp.repeat(initial, heads // memories, axis=1)
     options |= dict(
-        scale=1.0, written=decayed.written, keep=decayed.keep, chunk_bounds=chunk_bounds
+        scale=1.0,
+        written=decayed.written,
+        chunk_decay=decayed.chunk_decay,
+        chunk_bounds=chunk_bounds,
     )
     scan_part = functools.partial(
         scan_forward, None, decayed.erase, solved=solved, initial=None, **options
@@ -105,15 +110,13 @@ def backward(
     initial = jnp.repeat(initial, heads // memories, axis=1)
     starts, count = hopper_parts.part_starts(parts, initial)
     options: dict[str, Any] = dict(
-        heads=heads, scale=1.0, written=decayed.written, keep=decayed.keep, chunk_bounds=chunk_bounds,
+        heads=heads, scale=1.0, written=decayed.written, chunk_decay=decayed.chunk_decay, chunk_bounds=chunk_bounds,
         interpret=interpret,
     )  # fmt: skip
     missing, states, _ = scan_forward(
         None, decayed.erase, v, solved, starts, save=True, parts=count, **options
     )
-    # Of the heads that share a memory, the first one receives the gradient of the final memory.
-    first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
-    d_final = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
+    d_final = row_layout.gradient_by_head(d_final, heads)
     solved = solved._replace(rows=_nonzero(solved.rows))
     scan_part = functools.partial(
         scan_backward, decayed.read, decayed.erase, d_output, solved, **options
@@ -126,7 +129,7 @@ def backward(
         return chunk_backward(
             q[..., keys], k[..., keys], log_decay[..., keys], solved.rows, missing[..., values], d_output[..., values],
             dv[..., values], states[..., values, keys], d_states[..., values, keys],
-            channel_slices.slice_keep(decayed.keep, depth, keys), documents, scale=scale, interpret=interpret,
+            channel_slices.slice_chunk_decay(decayed.chunk_decay, depth, keys), documents, scale=scale, interpret=interpret,
         )  # fmt: skip
 
     value_slices = channel_slices.split_channels(v.shape[-1])

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
-from pallas_kernels.delta_rule.hopper.chunk_forward import row_and_head
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.blocks import row_and_head
 from pallas_kernels.hopper.halving import CHUNK, SQUARE, load_by_row
 from pallas_kernels.hopper.launch import launch
-from pallas_kernels.hopper.products import tile_products
-from pallas_kernels.tiles import delta as tiles
+from pallas_kernels.hopper.unit_inverse import unit_inverse
 
 _BF16 = jnp.bfloat16
 
@@ -34,12 +33,11 @@ def solve_chunks(upper, rows, *, interpret: Any = False) -> jax.Array:
         tokens = pl.ds(lax.axis_index("chunk") * CHUNK, CHUNK)
 
         def body(right, buffer, *left):
-            product, exact = tile_products(right, left, interpret)
             i = plgpu.broadcasted_iota(jnp.int32, SQUARE, 0, layout=wg.LAYOUT)
             j = plgpu.broadcasted_iota(jnp.int32, SQUARE, 1, layout=wg.LAYOUT)
             strict = wg.load_global(refs["upper"].at[b, h, tokens])
             strict *= wg.spread_rows(load_by_row(refs["rows"].at[b, h, tokens]), SQUARE)
-            inverse = tiles.unit_inverse(strict, i ^ j, lambda a, b: product((a, b)), exact)
+            inverse = unit_inverse(strict, i ^ j, right, left, interpret)
             buffer.transpose((1, 0))[...] = inverse.astype(_BF16)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(buffer, refs["inverse"].at[b, h, tokens])

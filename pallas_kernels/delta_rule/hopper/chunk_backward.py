@@ -26,11 +26,10 @@ from pallas_kernels.delta_rule.hopper.chunk_forward import (
     CHUNK,
     SQUARE,
     Chunk,
-    head_index,
     read_chunk,
-    row_and_head,
 )
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.blocks import head_index, row_and_head
 from pallas_kernels.hopper.launch import launch
 
 _BLOCK = 64  # key or value channels of one tile of a memory
@@ -202,7 +201,7 @@ class _Block:
         d_beta, later = diagonal + column_sums, later - chunk.beta * column_sums
         return _PairGradients(read, erase, beta_times_d_beta, d_beta, later)
 
-    def memory_gradients(self, chunk: Chunk, enter, leave, pairs: _PairGradients):
+    def memory_gradients(self, chunk: Chunk, read_decay, write_decay, pairs: _PairGradients):
         """Replace q and k in shared memory by dq and dk, 64 channels at a time; return the rest as `_MemoryGradients`."""
         q, k = self.smem.tokens["q"], self.smem.tokens["k"]
         later = pairs.later
@@ -213,7 +212,11 @@ class _Block:
             columns = pl.ds(column * _BLOCK, _BLOCK)
             (read, erase, write), totals = self.memory_products(column, totals)
             tile = lambda x, at=columns: plgpu.load(x.at[:, at], layout=wg.LAYOUT).astype(_F32)  # noqa: E731
-            read, erase, write = read * (enter * self.scale), erase * enter, write * leave
+            read, erase, write = (
+                read * (read_decay * self.scale),
+                erase * read_decay,
+                write * write_decay,
+            )
             if self.decay_gradient:
                 later += jnp.sum(tile(q) * read, axis=1)
                 later -= jnp.sum(tile(k) * erase, axis=1)
@@ -278,7 +281,7 @@ class _Block:
         sums += jnp.where(i > chunk.j, chunk.over_columns(chunk.beta * memory.written), 0.0)
         total = jnp.where(i == chunk.j, memory.totals[0], 0.0)
         total = chunk.over_columns(jnp.sum(total, axis=1))
-        vector[...] = chunk.enter
+        vector[...] = chunk.read_decay
         plgpu.commit_smem()
         sums += total * vector[CHUNK - 1]
         self.refs["d_decay"].at[self.b, self.tokens, self.result][...] = jnp.sum(sums, axis=1)
@@ -290,11 +293,11 @@ class _Block:
             self.load_pair(step)
         chunk = read_chunk(self.refs, self.b, self.h, self.heads, self.n, self.smem.vector)
         spread = lambda x: 1.0 if x is None else wg.spread_rows(x, SQUARE)  # noqa: E731
-        enter, leave = spread(chunk.enter), spread(chunk.leave)
+        read_decay, write_decay = spread(chunk.read_decay), spread(chunk.write_decay)
         betas = chunk.over_columns(chunk.beta)
         plgpu.barrier_wait(self.smem.loaded)
         pairs = self.pair_gradients(chunk, betas)
-        memory = self.memory_gradients(chunk, enter, leave, pairs)
+        memory = self.memory_gradients(chunk, read_decay, write_decay, pairs)
         plgpu.commit_smem()
         for name in ("q", "k"):
             to = self.refs[f"d{name}"].at[self.b, self.tokens, self.result]

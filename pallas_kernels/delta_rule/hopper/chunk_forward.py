@@ -16,9 +16,9 @@ from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.blocks import head_index, row_and_head
 from pallas_kernels.hopper.launch import launch
-from pallas_kernels.hopper.products import tile_products
-from pallas_kernels.tiles import delta as tiles
+from pallas_kernels.hopper.unit_inverse import unit_inverse
 
 CHUNK = 64
 SQUARE = (CHUNK, CHUNK)
@@ -51,8 +51,8 @@ class Chunk(NamedTuple):
         beta: [C].
         weights: [C, C], G.
         same_document: [C, C], whether two tokens belong to one document; None if all do.
-        enter: [C], e^b, the decay of the memory before the chunk where a token reads it; None where it is 1.
-        leave: [C], e^(b_C - b), the decay of a token's write at the chunk's end; None where it is 1.
+        read_decay: [C], e^b, the decay of the memory before the chunk where a token reads it; None where it is 1.
+        write_decay: [C], e^(b_C - b), the decay of a token's write at the chunk's end; None where it is 1.
     """
 
     i: Any
@@ -61,18 +61,8 @@ class Chunk(NamedTuple):
     beta: Any
     weights: Any
     same_document: Any
-    enter: Any
-    leave: Any
-
-
-def head_index(ref, head, heads: int):
-    """The index in an array [B, T, n, ...] of the head that serves output head `head` of `heads`, a multiple of n."""
-    return lax.div(head * ref.shape[2], heads)
-
-
-def row_and_head(heads: int):
-    """The row of the batch and the head of this program; the grid's axis "row" counts both."""
-    return lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
+    read_decay: Any
+    write_decay: Any
 
 
 def read_chunk(refs: dict[str, Any], b, h, heads: int, chunk, vector) -> Chunk:
@@ -101,14 +91,14 @@ def read_chunk(refs: dict[str, Any], b, h, heads: int, chunk, vector) -> Chunk:
     j = plgpu.broadcasted_iota(jnp.int32, SQUARE, 1, layout=wg.LAYOUT)
     seen = i >= j
     weights = jnp.where(seen, 1.0, 0.0)
-    same_document = enter = leave = None
+    same_document = read_decay = write_decay = None
     if "log_decay" in refs:
         # e^-104 is 0 in float32. A larger bound than -128 would cost the other sums precision.
         decay = over_columns(jnp.maximum(load(refs["log_decay"].at[b, tokens, memory]), -128.0))
         sums = jnp.sum(jnp.where(seen, decay, 0.0), axis=1)
         # The sum of the rows after, not a difference of two sums: nothing cancels.
-        leave = jnp.exp(jnp.sum(jnp.where(seen, 0.0, decay), axis=1))
-        enter = jnp.exp(sums)
+        write_decay = jnp.exp(jnp.sum(jnp.where(seen, 0.0, decay), axis=1))
+        read_decay = jnp.exp(sums)
         differences = wg.spread_rows(sums, SQUARE) - over_columns(sums)
         weights = jnp.exp(jnp.where(seen, differences, wg.NEVER))
     if "run" in refs:
@@ -119,11 +109,11 @@ def read_chunk(refs: dict[str, Any], b, h, heads: int, chunk, vector) -> Chunk:
         weights = jnp.where(same_document, weights, 0.0)
         before = jnp.where(chunk == 0, 0, runs[jnp.maximum(chunk * CHUNK - 1, 0)])
         one = jnp.ones_like(run, _F32)
-        enter = jnp.where(run == before, one if enter is None else enter, 0.0)
+        read_decay = jnp.where(run == before, one if read_decay is None else read_decay, 0.0)
         last = runs[chunk * CHUNK + CHUNK - 1]
-        leave = jnp.where(run == last, one if leave is None else leave, 0.0)
+        write_decay = jnp.where(run == last, one if write_decay is None else write_decay, 0.0)
     beta = load(refs["beta"].at[b, tokens, memory])
-    return Chunk(i, j, over_columns, beta, weights, same_document, enter, leave)
+    return Chunk(i, j, over_columns, beta, weights, same_document, read_decay, write_decay)
 
 
 class _Smem(NamedTuple):
@@ -191,7 +181,7 @@ def chunk_forward(
                 source = refs[name].at[b, tokens, head_index(refs[name], h, heads)]
                 plgpu.copy_gmem_to_smem(source, to, buffers.loaded)
             x = read_chunk(refs, b, h, heads, chunk, buffers.vector)
-            for index, row in enumerate((x.beta, x.enter, x.leave)[:factors]):
+            for index, row in enumerate((x.beta, x.read_decay, x.write_decay)[:factors]):
                 at = pl.ds((chunk * factors + index) * CHUNK, CHUNK)
                 refs["rows"].at[b, h, at][...] = row
             plgpu.barrier_wait(buffers.loaded)
@@ -214,7 +204,6 @@ def chunk_forward(
 def _solve(x: Chunk, buffers: _Smem, scores_ref, inverse_ref, scale: float, interpret) -> None:
     """Store P and X of a chunk whose q and k are in shared memory."""
     q, k, result = buffers.q, buffers.k, buffers.result
-    product, exact = tile_products(buffers.right, buffers.left, interpret)
 
     def products(alike, scores):
         plgpu.wgmma(alike, k, k.transpose((1, 0)))
@@ -226,7 +215,7 @@ def _solve(x: Chunk, buffers: _Smem, scores_ref, inverse_ref, scale: float, inte
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(result, scores_ref)
     strict = jnp.where(x.i > x.j, alike * x.weights * x.over_columns(x.beta), 0.0)
-    inverse = tiles.unit_inverse(strict, x.i ^ x.j, lambda a, b: product((a, b)), exact)
+    inverse = unit_inverse(strict, x.i ^ x.j, buffers.right, buffers.left, interpret)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     result[...] = inverse.astype(_BF16)
     plgpu.commit_smem()

@@ -48,12 +48,14 @@ class Residuals(NamedTuple):
 
 
 def forward(
-    q, k, v, beta, log_decay, run, initial, *, scale: float, interpret: Any = False
-) -> tuple[jax.Array, jax.Array, Residuals]:
+    q, k, v, beta, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
+) -> tuple[jax.Array, jax.Array, Residuals]:  # fmt: skip
     """Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals.
 
-    Arguments are those of `delta_rule`; T is divisible by `multiple(q, k, v)`.
+    Arguments are those of `delta_rule`; T is divisible by `length_multiple(q, k, v)`. The residuals are computed whether or not
+    `save` is set.
     """
+    del save
     memories = v.shape[2]
     heads = max(q.shape[2], memories)
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
@@ -92,9 +94,7 @@ def backward(
     starts, count = hopper_parts.part_starts(parts, initial)
     scans: dict[str, Any] = options | dict(heads=heads, chunk_bounds=chunk_bounds)
     missing, states, _ = scan_forward(None, k, v, solved, starts, save=True, parts=count, **scans)
-    # Of the heads that share a memory, the first one receives the gradient of the final memory.
-    first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
-    d_final = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
+    d_final = row_layout.gradient_by_head(d_final, heads)
     scan_part = functools.partial(scan_backward, q, k, d_output, solved, **scans)
     d_ends, count = hopper_parts.part_end_gradients(parts, scan_part, d_final, interpret)
     dv, d_states, d_starts = scan_part(d_ends, parts=count)

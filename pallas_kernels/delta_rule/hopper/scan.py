@@ -27,7 +27,7 @@ _SQUARE = (CHUNK, CHUNK)
 
 def scan_forward(
     q, k, v, solved: SolvedChunks, initial, *, heads: int, scale: float, save: bool = False,
-    written=None, keep=None, parts: int = 1, checkpoints: int = 1, chunk_bounds=None, interpret: Any = False,
+    written=None, chunk_decay=None, parts: int = 1, checkpoints: int = 1, chunk_bounds=None, interpret: Any = False,
 ):  # fmt: skip
     """Carry the memory through the chunks in order; compute outputs, and the arrays that the backward pass reads.
 
@@ -44,7 +44,7 @@ def scan_forward(
         written: [B, T, *, K] bfloat16, with a decay per key channel: the keys of the writes, decayed to the
             chunk's end. q and k are decayed from the chunk's start, and `solved.rows` is beta alone. None
             uses k.
-        keep: [B, heads, N * K] float32, with `written`: the decay of the memory's key channels over each of
+        chunk_decay: [B, heads, N * K] float32, with `written`: the decay of the memory's key channels over each of
             the N chunks.
         parts: number of parts that a row is split into; each is scanned from an initial memory of its own.
         checkpoints: number of equal parts of the row before which the memory is returned, if more than one;
@@ -60,7 +60,7 @@ def scan_forward(
         shape of `initial`.
     """
     inputs = dict(q=q, k=k, v=v, inverse=solved.inverse, rows=solved.rows)
-    inputs |= dict(written=written, keep=keep)
+    inputs |= dict(written=written, chunk_decay=chunk_decay)
     if q is not None:
         inputs |= dict(scores=solved.scores)
     tokens = jax.ShapeDtypeStruct((*k.shape[:2], heads, (k if v is None else v).shape[-1]), _BF16)
@@ -75,7 +75,7 @@ def scan_forward(
 
 
 def _forward_step(
-    chunk, S, left, hold, store, put, *, outputs: bool, values: bool, save: bool, scale: float, interpret
+    chunk, S, left, operands, save_memory, store_outputs, *, outputs: bool, values: bool, save: bool, scale: float, interpret
 ):  # fmt: skip
     """Update the memory by one chunk, as `hopper.scan.scan` calls its `step`. All tiles are transposed: tokens are columns.
 
@@ -83,9 +83,9 @@ def _forward_step(
         chunk: references to the chunk's tiles, by name.
         S: the pieces of the memory, [64, K or 64] float32.
         left: buffers for left operands, for the interpreter.
-        hold: yields the pieces as left operands, and whether they are the last.
-        store: starts to store the memory before the chunk, if the call saves it.
-        put: stores the results per token.
+        operands: yields the pieces as left operands, and whether they are the last.
+        save_memory: starts to store the memory before the chunk, if the call saves it.
+        store_outputs: stores the results per token.
         outputs: whether to compute the outputs.
         values: whether there is v.
         save: whether to store x.
@@ -96,9 +96,9 @@ def _forward_step(
         The pieces of the memory after the chunk.
     """
     partial = [_SQUARE] * (2 if outputs else 1)
-    for memory, last in hold(S):
+    for memory, last in operands(S):
         read = functools.partial(
-            _read_memory, chunk=chunk, S=S, memory=memory, last=last, store=store, values=values, scale=scale
+            _read_memory, chunk=chunk, S=S, memory=memory, last=last, save_memory=save_memory, values=values, scale=scale
         )  # fmt: skip
         partial = wg.with_accumulators(read, *partial, interpret=interpret)
     decayed_memory, errors, read = partial
@@ -107,7 +107,7 @@ def _forward_step(
     (x,) = wg.accumulate(solve, jnp.zeros(_SQUARE, _F32), interpret=interpret)
     saved = [x.astype(_BF16)] * save
     exact = x * _columns(chunk, "beta")
-    leaving = wg.as_left(exact * _columns(chunk, "leave"), left[1], interpret)
+    leaving = wg.as_left(exact * _columns(chunk, "write_decay"), left[1], interpret)
     writes = exact.astype(_BF16)
     # The rounding error of the writes would be the largest part of the output's error.
     rest = wg.as_left(exact - writes.astype(_F32), left[2], interpret)
@@ -119,14 +119,14 @@ def _forward_step(
             plgpu.wgmma(out.ref, rest, chunk["scores"].transpose((1, 0)))
         for keys, piece in zip_with_keys(S, sums):
             plgpu.wgmma(piece.ref, leaving, _written(chunk).at[:, keys])
-        put(*(out.read(len(S)) for out in sums[len(S) :]), *saved)
+        store_outputs(*(out.read(len(S)) for out in sums[len(S) :]), *saved)
         return tuple(piece.read() for piece in sums[: len(S)])
 
     return wg.with_accumulators(write, *decayed_memory, *read, interpret=interpret)
 
 
 def _read_memory(
-    at_keys, *at_queries, chunk, S, memory, last: bool, store, values: bool, scale: float
+    at_keys, *at_queries, chunk, S, memory, last: bool, save_memory, values: bool, scale: float
 ):
     """Add the products of some pieces of the memory with keys and queries.
 
@@ -137,7 +137,7 @@ def _read_memory(
         S: all pieces of the memory.
         memory: the pieces to read, as left operands with their key channels.
         last: whether they are the last.
-        store: as in `_forward_step`.
+        save_memory: as in `_forward_step`.
         values: as in `_forward_step`.
         scale: as in `_forward_step`.
 
@@ -150,18 +150,22 @@ def _read_memory(
             plgpu.wgmma(sum.ref, before, chunk[name].at[:, keys].transpose((1, 0)))
     if not last:
         return [x.read() for x in (at_keys, *at_queries)]
-    store(S)
+    save_memory(S)
     decayed_memory = decay_memory(chunk, S)
-    enter = _columns(chunk, "enter")
+    read_decay = _columns(chunk, "read_decay")
     v = 0.0
     if values:
         v = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT).astype(_F32)
-    errors = v - at_keys.read(len(memory) * len(at_queries)) * enter
-    return decayed_memory, errors.astype(_BF16), [x.read() * (enter * scale) for x in at_queries]
+    errors = v - at_keys.read(len(memory) * len(at_queries)) * read_decay
+    return (
+        decayed_memory,
+        errors.astype(_BF16),
+        [x.read() * (read_decay * scale) for x in at_queries],
+    )
 
 
 def scan_backward(
-    q, k, d_out, solved: SolvedChunks, d_final, *, heads: int, scale: float, written=None, keep=None,
+    q, k, d_out, solved: SolvedChunks, d_final, *, heads: int, scale: float, written=None, chunk_decay=None,
     save: bool = True, parts: int = 1, chunk_bounds=None, interpret: Any = False,
 ):  # fmt: skip
     """Carry the gradient of the memory through the chunks, from the last to the first.
@@ -176,7 +180,7 @@ def scan_backward(
         heads: heads of d_out; a multiple of those of q and k.
         scale: multiplies q.
         written: as in `scan_forward`.
-        keep: as in `scan_forward`.
+        chunk_decay: as in `scan_forward`.
         save: False returns the last of the results alone.
         parts: as in `scan_forward`.
         chunk_bounds: as in `scan_forward`.
@@ -186,7 +190,7 @@ def scan_backward(
         dv [B, T, heads, V] bfloat16, the transposed gradients of the memories after each chunk [B, heads, N,
         V, K] bfloat16, and the gradient of the memory before each part, in the shape of `d_final`.
     """
-    inputs = dict(q=q, k=k, v=d_out, **solved._asdict(), written=written, keep=keep)
+    inputs = dict(q=q, k=k, v=d_out, **solved._asdict(), written=written, chunk_decay=chunk_decay)
     tokens = jax.ShapeDtypeStruct(d_out.shape, _BF16)
     step = functools.partial(_backward_step, save=save, scale=scale, interpret=interpret)
     return scan(
@@ -195,12 +199,14 @@ def scan_backward(
     )  # fmt: skip
 
 
-def _backward_step(chunk, S, left, hold, store, put, *, save: bool, scale: float, interpret):
+def _backward_step(
+    chunk, S, left, operands, save_memory, store_outputs, *, save: bool, scale: float, interpret
+):
     """Carry the gradient of the memory, S, through one chunk; the other arguments as in `_forward_step`, and `v` of `chunk` is dO."""
     partial = [_SQUARE]
-    for memory, last in hold(S):
+    for memory, last in operands(S):
         read = functools.partial(
-            _read_gradient, chunk=chunk, S=S, memory=memory, last=last, store=store, left=left, scale=scale,
+            _read_gradient, chunk=chunk, S=S, memory=memory, last=last, save_memory=save_memory, left=left, scale=scale,
             interpret=interpret,
         )  # fmt: skip
         partial = wg.with_accumulators(read, *partial, *[_SQUARE] * last, interpret=interpret)
@@ -209,20 +215,20 @@ def _backward_step(chunk, S, left, hold, store, put, *, save: bool, scale: float
     solve = lambda x: plgpu.wgmma(x, writes, chunk["inverse"])  # noqa: E731
     (dv,) = wg.accumulate(solve, jnp.zeros(_SQUARE, _F32), interpret=interpret)
     saved = [dv.astype(_BF16)] * save
-    erased = wg.as_left(dv * -_columns(chunk, "enter"), left[1], interpret)
+    erased = wg.as_left(dv * -_columns(chunk, "read_decay"), left[1], interpret)
 
     def add(*sums):
         for keys, piece in zip_with_keys(S, sums):
             plgpu.wgmma(piece.ref, read, chunk["q"].at[:, keys])
             plgpu.wgmma(piece.ref, erased, chunk["k"].at[:, keys])
-        put(*saved)
+        store_outputs(*saved)
         return tuple(piece.read() for piece in sums)
 
     return wg.with_accumulators(add, *decayed_gradient, interpret=interpret)
 
 
 def _read_gradient(
-    later, *scores, chunk, S, memory, last: bool, store, left, scale: float, interpret
+    later, *scores, chunk, S, memory, last: bool, save_memory, left, scale: float, interpret
 ):
     """Add the products of some pieces of the memory's gradient with the keys of the writes.
 
@@ -233,7 +239,7 @@ def _read_gradient(
         S: all pieces of the gradient.
         memory: the pieces to read, as left operands with their key channels.
         last: whether they are the last.
-        store: as in `_backward_step`.
+        save_memory: as in `_backward_step`.
         left: as in `_backward_step`.
         scale: as in `_backward_step`.
         interpret: as in `_backward_step`.
@@ -247,11 +253,11 @@ def _read_gradient(
         return [later.read()]
     d_out = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT)
     plgpu.wgmma(scores[0].ref, wg.as_left(d_out, left[0], interpret), chunk["scores"])
-    store(S)
+    save_memory(S)
     decayed_gradient = decay_memory(chunk, S)
-    writes = later.read() * _columns(chunk, "leave") + scores[0].read(None)
+    writes = later.read() * _columns(chunk, "write_decay") + scores[0].read(None)
     writes *= _columns(chunk, "beta")
-    read = d_out.astype(_F32) * (_columns(chunk, "enter") * scale)
+    read = d_out.astype(_F32) * (_columns(chunk, "read_decay") * scale)
     return decayed_gradient, read.astype(_BF16), writes.astype(_BF16)
 
 

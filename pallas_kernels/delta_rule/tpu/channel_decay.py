@@ -5,7 +5,7 @@ The kernels are those of `scalar_decay` with other products. With b the inclusiv
 both by the halving of `pallas_kernels.tpu.halving`. With queries and keys decayed to the chunk's ends (read,
 erase, written: see `_Head`):
 
-    x = (I + N diag(beta))⁻¹ (v - erase S)    O = read S + P (beta ⊙ x)    S' = keep S + writtenᵀ (beta ⊙ x)
+    x = (I + N diag(beta))⁻¹ (v - erase S)    O = read S + P (beta ⊙ x)    S' = chunk_decay S + writtenᵀ (beta ⊙ x)
 
 The memory is transposed, [V, K]: its columns decay.
 """
@@ -87,7 +87,7 @@ class _Head:
         beta: [C, 1].
         system: N [C, C] float32, 0 on and above its diagonal.
         scores: P [C, C].
-        decays: the decays of the chunk, as `halving.resolve` returns them.
+        decays: the decays of the chunk, as `halving.chunk_decays` returns them.
         tiles: the operands [C, K] of each level, of queries with keys.
         alike: the operands [C, K] of each level, of keys with keys.
         read: [C, K], scale q e^b.
@@ -110,9 +110,9 @@ class _Head:
         scores = jnp.where(masks.level < 0, diagonal, scores)
         self.scores = jnp.where(masks.seen, scale * scores, 0).astype(dtype)
         self.system = jnp.where(masks.seen & (masks.level >= 0), alike, 0)
-        self.read = scale * self.q * self.decays.enter
-        self.erase = self.k * self.decays.enter
-        self.written = (self.k * self.decays.leave).astype(dtype)
+        self.read = scale * self.q * self.decays.read_decay
+        self.erase = self.k * self.decays.read_decay
+        self.written = (self.k * self.decays.write_decay).astype(dtype)
 
     def missing(self, predicted, inverse):
         """The errors of the memory's predictions of v, x [C, V] float32, from `predicted` = erase S."""
@@ -143,7 +143,7 @@ def _forward_kernel(layout, scale: float, refs: dict, memory):
     for h, (x, read, w) in enumerate(zip(heads, reads, writes, strict=True)):
         layout.store(refs["out"], h, read[:CHUNK] + dot(x.scores, w))
     for h, (x, w) in enumerate(zip(heads, writes, strict=True)):
-        memory[h] = x.decays.keep * memory[h] + dot(w, x.written, "tn")
+        memory[h] = x.decays.chunk_decay * memory[h] + dot(w, x.written, "tn")
 
 
 def _backward_kernel(layout, scale: float, refs: dict, d_memory):
@@ -173,15 +173,15 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
         d_writes -= dot(x.system.astype(dtype), dv, "tn")
         d_beta = jnp.sum(missing * d_writes, axis=1, keepdims=True)
         refs["d_beta"][h : h + 1] = d_beta.T
-        d_memory[h] = decays.keep * after + dot(d_out, read, "tn") - dot(dv, erase, "tn")
+        d_memory[h] = decays.chunk_decay * after + dot(d_out, read, "tn") - dot(dv, erase, "tn")
 
         read = halving.level_products(scale * outer(d_out, writes), x.tiles, masks)
         erased = halving.level_products(-outer(dv, writes), x.alike, masks)
         diagonal = d_out.astype(_F32) * writes.astype(_F32)
         diagonal = scale * jnp.sum(diagonal, axis=1, keepdims=True)
-        through_read = scale * decays.enter * dot(d_out, before)
-        through_erase = -decays.enter * dot(dv, before)
-        through_write = decays.leave * dot(writes, narrow)
+        through_read = scale * decays.read_decay * dot(d_out, before)
+        through_erase = -decays.read_decay * dot(dv, before)
+        through_write = decays.write_decay * dot(writes, narrow)
         dq = halving.operand_gradient(read, decays, later=True) + through_read + diagonal * x.k
         layout.store(refs["dq"], h, dq)
         dk = (
@@ -194,15 +194,20 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
             dk += product * factor
         layout.store(refs["dk"], h, dk)
         if "d_decay" in refs:
-            through_keep = before.astype(_F32) * after
-            through_keep = jnp.sum(through_keep, axis=0, keepdims=True) * decays.keep
+            through_chunk_decay = before.astype(_F32) * after
+            through_chunk_decay = (
+                jnp.sum(through_chunk_decay, axis=0, keepdims=True) * decays.chunk_decay
+            )
             terms = zip(
                 halving.decay_terms(x.tiles, read),
                 halving.decay_terms(x.alike, erased),
                 strict=True,
             )
-            through_enter = x.q * through_read + x.k * through_erase
+            through_read_decay = x.q * through_read + x.k * through_erase
             d_decay = halving.decay_gradient(
-                [a + b for a, b in terms], through_enter, x.k * through_write, through_keep
+                [a + b for a, b in terms],
+                through_read_decay,
+                x.k * through_write,
+                through_chunk_decay,
             )
             layout.store(refs["d_decay"], h, d_decay)

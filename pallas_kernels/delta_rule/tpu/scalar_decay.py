@@ -39,9 +39,9 @@ class _Head(NamedTuple):
         beta: [1, C].
         beta_column: [C, 1].
         weights: [C, C], e^(b_i - b_j) where i >= j are in one document, else 0.
-        enter: [C, 1] or 1, e^b.
-        leave: [C, 1] or 1, e^(b_C - b).
-        keep: [1, 1] or 1, e^b_C.
+        read_decay: [C, 1] or 1, e^b.
+        write_decay: [C, 1] or 1, e^(b_C - b).
+        chunk_decay: [1, 1] or 1, e^b_C.
         scores: [C, C], q kᵀ.
         alike: [C, C], k kᵀ.
     """
@@ -52,9 +52,9 @@ class _Head(NamedTuple):
     beta: Any
     beta_column: Any
     weights: Any
-    enter: Any
-    leave: Any
-    keep: Any
+    read_decay: Any
+    write_decay: Any
+    chunk_decay: Any
     scores: Any
     alike: Any
 
@@ -125,10 +125,10 @@ def _forward_kernel(layout: tpu_layout.Layout, scale: float, refs: dict, memory)
     ]
     for h, (x, read, m) in enumerate(zip(heads, reads, missing, strict=True)):
         out = dot((scale * x.scores * (x.weights * x.beta)).astype(dtype), m.astype(dtype))
-        layout.store(refs["out"], h, scale * x.enter * read[:CHUNK] + out)
+        layout.store(refs["out"], h, scale * x.read_decay * read[:CHUNK] + out)
     for h, (x, m) in enumerate(zip(heads, missing, strict=True)):
-        writes = (x.leave * x.beta_column * m).astype(dtype)
-        memory[h] = x.keep * memory[h] + dot(x.k, writes, "tn")
+        writes = (x.write_decay * x.beta_column * m).astype(dtype)
+        memory[h] = x.chunk_decay * memory[h] + dot(x.k, writes, "tn")
 
 
 def _backward_kernel(layout: tpu_layout.Layout, scale: float, refs: dict, d_memory):
@@ -149,19 +149,19 @@ def _backward_kernel(layout: tpu_layout.Layout, scale: float, refs: dict, d_memo
         missing = cast(_missing(x, dot(x.k, memory), inverse))
 
         d_writes = dot(cast(scale * x.scores * x.weights), d_out, "tn")
-        d_writes += x.leave * dot(x.k, narrow)
+        d_writes += x.write_decay * dot(x.k, narrow)
         dv = dot(inverse, cast(x.beta_column * d_writes), "tn")
         layout.store(refs["dv"], h, dv)
-        entering = dot(x.q, cast(scale * x.enter * d_out.astype(_F32)), "tn")
-        entering -= dot(x.k, cast(x.enter * dv), "tn")
-        d_memory[h] = x.keep * later + entering
+        entering = dot(x.q, cast(scale * x.read_decay * d_out.astype(_F32)), "tn")
+        entering -= dot(x.k, cast(x.read_decay * dv), "tn")
+        d_memory[h] = x.chunk_decay * later + entering
 
         dv = cast(dv)
         pairs = scale * x.weights * dot(d_out, missing, "nt")
         erased = jnp.where(i > j, -x.weights * dot(dv, missing, "nt"), 0)
-        read = scale * x.enter * dot(d_out, memory, "nt")
-        erase = x.enter * dot(dv, memory, "nt")
-        write = x.leave * dot(missing, narrow, "nt")
+        read = scale * x.read_decay * dot(d_out, memory, "nt")
+        erase = x.read_decay * dot(dv, memory, "nt")
+        write = x.write_decay * dot(missing, narrow, "nt")
         q, k = (a.astype(_F32) for a in (x.q, x.k))
         products = x.scores * pairs + x.alike * erased
         written = jnp.sum(k * write, axis=1, keepdims=True)
@@ -176,7 +176,7 @@ def _backward_kernel(layout: tpu_layout.Layout, scale: float, refs: dict, d_memo
             reads.append(row_sums + jnp.sum(q * read - k * erase, axis=1, keepdims=True))
             read_rows.append(jnp.sum(products, axis=0, keepdims=True))
             writes.append(x.beta_column * written)
-            total = jnp.sum(x.keep * memory.astype(_F32) * later, axis=0, keepdims=True)
+            total = jnp.sum(x.chunk_decay * memory.astype(_F32) * later, axis=0, keepdims=True)
             totals.append(jnp.sum(total, axis=1, keepdims=True))
     if "d_decay" in refs:
         refs["d_decay"][...] = decays.decay_gradient(reads, read_rows, writes, totals, chunk)
@@ -200,9 +200,23 @@ def _read_head(layout: tpu_layout.Layout, refs, chunk: decays.Chunk, columns, h:
         return x if x.shape[1] == 1 else x[:, h : h + 1]
 
     weights = jnp.where(chunk.seen, decays.weights(chunk, h), 0.0)
-    enter, leave, keep = (column(x) for x in (chunk.enter, chunk.leave, chunk.keep))
+    read_decay, write_decay, chunk_decay = (
+        column(x) for x in (chunk.read_decay, chunk.write_decay, chunk.chunk_decay)
+    )
     scores, alike = dot(q, k, "nt"), dot(k, k, "nt")
-    return _Head(q, k, v, beta, columns[:, h : h + 1], weights, enter, leave, keep, scores, alike)
+    return _Head(
+        q,
+        k,
+        v,
+        beta,
+        columns[:, h : h + 1],
+        weights,
+        read_decay,
+        write_decay,
+        chunk_decay,
+        scores,
+        alike,
+    )
 
 
 def _inverses(heads: list[_Head]) -> list[jax.Array]:
@@ -214,5 +228,5 @@ def _inverses(heads: list[_Head]) -> list[jax.Array]:
 
 def _missing(x: _Head, predicted, inverse):
     """The errors of the memory's predictions of v, x = X (v - e^b ⊙ predicted) [C, V] float32, from `predicted` = k S."""
-    missing = x.v.astype(_F32) - x.enter * predicted
+    missing = x.v.astype(_F32) - x.read_decay * predicted
     return dot(inverse, missing.astype(x.v.dtype))

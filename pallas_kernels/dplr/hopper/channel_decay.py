@@ -54,12 +54,14 @@ class Residuals(NamedTuple):
 
 
 def forward(
-    q, k, v, a, b, log_decay, run, initial, *, scale: float, interpret: Any = False
-) -> tuple[jax.Array, jax.Array, Residuals]:
+    q, k, v, a, b, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
+) -> tuple[jax.Array, jax.Array, Residuals]:  # fmt: skip
     """Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals.
 
-    Arguments are those of `dplr`; T is divisible by `multiple(q, k, v)`.
+    Arguments are those of `dplr`; T is divisible by `length_multiple(q, k, v)`. The residuals are computed whether or not
+    `save` is set.
     """
+    del save
     memories = v.shape[2]
     heads = max(q.shape[2], memories)
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
@@ -69,8 +71,10 @@ def forward(
     )
     products = "upper", "upper_values", "scores", "scores_values"
     decayed = channel_slices.compute_by_key_slice(chunks, (q, k, a, b, log_decay), products)
-    solved = solve_chunks(decayed.upper, decayed.upper_values, decayed.reach, interpret=interpret)
-    decayed = decayed._replace(upper=None, upper_values=None, reach=None)
+    solved = solve_chunks(
+        decayed.upper, decayed.upper_values, decayed.decayed_a, interpret=interpret
+    )
+    decayed = decayed._replace(upper=None, upper_values=None, decayed_a=None)
     # Each of the heads that share a memory computes it.
     initial = jnp.repeat(initial, heads // memories, axis=1)
     scan_part = functools.partial(
@@ -87,40 +91,39 @@ def forward(
 
 def backward(
     q, k, v, a, b, log_decay, run, initial, residuals: Residuals, d_output, d_final, *,
-    scale: float, interpret: Any = False,
+    scale: float, decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Return the gradients of q, k, v, a, b, log_decay and initial."""
+    """Return the gradients of q, k, v, a, b, log_decay (computed regardless of `decay_gradient`) and initial."""
+    del decay_gradient
     memories, heads = v.shape[2], d_output.shape[2]
     decayed, solved, parts = residuals
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
     initial = jnp.repeat(initial, heads // memories, axis=1)
     starts, count = hopper_parts.part_starts(parts, initial)
     options: dict[str, Any] = dict(chunk_bounds=chunk_bounds, interpret=interpret)
-    back, states, _ = scan_forward(decayed, solved, v, starts, save=True, parts=count, **options)
-    # Of the heads that share a memory, the first one receives the gradient of the final memory.
-    first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
-    d_final = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
+    a_read, states, _ = scan_forward(decayed, solved, v, starts, save=True, parts=count, **options)
+    d_final = row_layout.gradient_by_head(d_final, heads)
     scan_part = functools.partial(scan_backward, decayed, solved, d_output, **options)
     d_ends, count = hopper_parts.part_end_gradients(parts, scan_part, d_final, interpret)
-    d_back, d_states, d_starts = scan_part(d_ends, parts=count)
+    d_a_read, d_states, d_starts = scan_part(d_ends, parts=count)
     documents, depth = row_layout.documents_of(run, 1), q.shape[-1]
 
     def slice_gradients(values):
         """Return dv of one slice of v and, per slice of the keys, this slice's terms of dq, dk, da, db and d_decay."""
         before, d_after = states[..., values, :], d_states[..., values, :]
         d_out = d_output[..., values]
-        dv, d_reached = values_backward(
-            decayed, solved, d_out, d_back[..., values], d_after, interpret=interpret
+        dv, d_right_side = values_backward(
+            decayed, solved, d_out, d_a_read[..., values], d_after, interpret=interpret
         )
         through_memory = jnp.einsum(
             "bhnvk,bhnvk->bhnk", before, d_after, preferred_element_type=_F32
         )
-        through_memory = through_memory.reshape(decayed.keep.shape) * decayed.keep
+        through_memory = through_memory.reshape(decayed.chunk_decay.shape) * decayed.chunk_decay
         gradients = [
             chunk_backward(
                 q[..., keys], k[..., keys], a[..., keys], b[..., keys], log_decay[..., keys], v[..., values],
-                back[..., values], d_out, d_reached, before[..., keys], d_after[..., keys],
-                channel_slices.slice_keep(through_memory, depth, keys), documents, scale=scale, interpret=interpret,
+                a_read[..., values], d_out, d_right_side, before[..., keys], d_after[..., keys],
+                channel_slices.slice_chunk_decay(through_memory, depth, keys), documents, scale=scale, interpret=interpret,
             ) for keys in channel_slices.split_channels(depth)
         ]  # fmt: skip
         return dv, gradients

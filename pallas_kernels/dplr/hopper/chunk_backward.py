@@ -25,8 +25,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
-from pallas_kernels.dplr.hopper.blocks import Block, load_float32, place_of, token_decay
+from pallas_kernels.dplr.hopper.chunk_forward import token_decay
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.blocks import Block, place_of
 from pallas_kernels.hopper.halving import (
     BLOCK,
     CHUNK,
@@ -37,12 +38,13 @@ from pallas_kernels.hopper.halving import (
     left_operand,
     load,
     load_by_row,
-    run_by_chunk,
+    load_float32,
 )
+from pallas_kernels.hopper.launch import launch
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 _INPUTS = ("q", "k", "a", "b")
-_VALUES = ("d_out", "d_reached", "v", "back")  # arrays [B, T, *, V]
+_VALUES = ("d_out", "d_right_side", "v", "a_read")  # arrays [B, T, *, V]
 
 
 class _Smem(NamedTuple):
@@ -316,12 +318,12 @@ class _Program:
         plgpu.barrier_wait(smem.state_loaded)
         dk, db = self.products_with_memory(halving, smem.values, memory)
         matrices = self.store_matrices(matrices)
-        enter = block.mask_rows(halving.boundary_decay(True), "enters")
-        dq *= enter * self.scale
-        da *= enter
-        leave = block.mask_rows(halving.boundary_decay(False), "stays")
-        dk *= leave
-        db *= leave
+        read_decay = block.mask_rows(halving.boundary_decay(True), "enters")
+        dq *= read_decay * self.scale
+        da *= read_decay
+        write_decay = block.mask_rows(halving.boundary_decay(False), "stays")
+        dk *= write_decay
+        db *= write_decay
         gradients = _Gradients(dq, dk, da, db)
         # The memories are no longer read: two tiles use their buffer.
         tiles = [smem.state.at[pl.ds(index * BLOCK, BLOCK)] for index in range(2)]
@@ -337,7 +339,7 @@ class _Program:
 
 
 def chunk_backward(
-    q, k, a, b, log_decay, v, back, d_out, d_reached, states, d_states, through_memory, documents: Documents | None,
+    q, k, a, b, log_decay, v, a_read, d_out, d_right_side, states, d_states, through_memory, documents: Documents | None,
     *, scale: float, interpret: Any = False,
 ):  # fmt: skip
     """Run the kernel over all chunks, for the h heads of `d_out`.
@@ -349,13 +351,13 @@ def chunk_backward(
         b: [B, T, *, K] bfloat16.
         log_decay: [B, T, *, K] float32.
         v: [B, T, *, V] bfloat16.
-        back: [B, T, h, V] bfloat16, u.
+        a_read: [B, T, h, V] bfloat16, u.
         d_out: [B, T, h, V] bfloat16.
-        d_reached: [B, T, h, V] bfloat16, dR.
+        d_right_side: [B, T, h, V] bfloat16, dR.
         states: [B, h, N, V, K] bfloat16, the transpose of S before each of the N chunks.
         d_states: [B, h, N, V, K] bfloat16, the transpose of dS' after each chunk.
         through_memory: [B, h, N * K] float32, the gradient of the log decay of the whole chunk through S: Σ_v
-            keep S dS'.
+            chunk_decay S dS'.
         documents: where documents begin, or None for one document per row.
         scale: multiplies q.
         interpret: parameters of the interpreter, or False.
@@ -366,15 +368,14 @@ def chunk_backward(
     batch, length, heads, width = d_out.shape
     depth = k.shape[-1]
     count, groups = length // CHUNK, depth // BLOCK
-    named = dict(q=q, k=k, a=a, b=b, d_out=d_out, d_reached=d_reached, v=v, back=back)
-    named |= dict(states=states, d_states=d_states, g=log_decay, through_memory=through_memory)
-    named |= {} if documents is None else documents._asdict()
+    inputs = dict(q=q, k=k, a=a, b=b, d_out=d_out, d_right_side=d_right_side, v=v, a_read=a_read)
+    inputs |= dict(states=states, d_states=d_states, g=log_decay, through_memory=through_memory)
+    inputs |= {} if documents is None else documents._asdict()
     struct = jax.ShapeDtypeStruct
     wide = (batch, length, heads, depth)
-    out_type = {f"d{name}": struct(wide, _BF16) for name in _INPUTS} | dict(dg=struct(wide, _F32))
+    outputs = {f"d{name}": struct(wide, _BF16) for name in _INPUTS} | dict(dg=struct(wide, _F32))
 
-    def kernel(*refs):
-        refs = dict(zip([*named, *out_type], refs, strict=True))
+    def kernel(refs):
         index, group = lax.axis_index("chunk"), lax.axis_index("warpgroup")
         block = Block(refs, place_of(index, heads, count), pl.ds(group * BLOCK, BLOCK))
 
@@ -384,6 +385,15 @@ def chunk_backward(
 
         pl.run_scoped(body, _smem(groups, width, interpret), collective_axes="warpgroup")
 
-    return run_by_chunk(
-        kernel, named, list(out_type.values()), batch * count * heads, groups, interpret
+    results = launch(
+        kernel,
+        inputs=inputs,
+        outputs=outputs,
+        grid=dict(chunk=batch * count * heads),
+        num_threads=groups,
+        thread_name="warpgroup",
+        reduction_scratch_bytes=0,
+        name="dplr_chunk_backward",
+        interpret=interpret,
     )
+    return list(results.values())

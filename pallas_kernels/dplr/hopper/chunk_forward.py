@@ -1,7 +1,7 @@
 """The phase `chunk_forward` of a diagonal-plus-low-rank memory (RWKV7), on Mosaic GPU (Hopper).
 
 `chunk_forward` computes, for every chunk in parallel, the products of q and a with k and b under the decays
-between two tokens. Rows whose decay since the chunk's start is at most `halving.REACH` bits are within reach:
+between two tokens. Rows whose decay since the chunk's start is at most `halving.RANGE` bits are in range:
 all their pairs come from one product (`AllPairs`). The other pairs come from halving (`Level`; see
 `pallas_kernels.tiles.channel_decay`). With q' = q e^g, all four products have the same decay between tokens i
 and j, the sum of the log decays strictly between them. So on a level one tile contains q' in later rows and k
@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
-from pallas_kernels.dplr.hopper.blocks import Block, load_float32, place_of, token_decay
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.blocks import Block, place_of
 from pallas_kernels.hopper.halving import (
     BLOCK,
     CHUNK,
@@ -36,9 +36,11 @@ from pallas_kernels.hopper.halving import (
     Level,
     left_operand,
     load,
-    run_by_chunk,
+    load_float32,
     same_document,
 )
+from pallas_kernels.hopper.launch import launch
+from pallas_kernels.tiles import channel_decay as tiles
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 _INPUTS = ("q", "k", "a", "b")
@@ -57,10 +59,10 @@ class DecayedChunks(NamedTuple):
         scores: [B, h, T, C] bfloat16, the rows of each chunk's scale A_qb.
         scores_values: [B, h, T, C] bfloat16, the rows of each chunk's scale A_qk.
         read: [B, T, h, K] bfloat16, scale q e^d.
-        reach: [B, T, h, K] bfloat16, a e^d'.
+        decayed_a: [B, T, h, K] bfloat16, a e^d'.
         written: [B, T, h, K] bfloat16, b e^(d_C - d).
         written_values: [B, T, h, K] bfloat16, k e^(d_C - d).
-        keep: [B, h, N * K] float32, e^(d_C), the decay of the memory over each of the N chunks.
+        chunk_decay: [B, h, N * K] float32, e^(d_C), the decay of the memory over each of the N chunks.
     """
 
     upper: jax.Array | None
@@ -68,10 +70,10 @@ class DecayedChunks(NamedTuple):
     scores: jax.Array
     scores_values: jax.Array
     read: jax.Array
-    reach: jax.Array | None
+    decayed_a: jax.Array | None
     written: jax.Array
     written_values: jax.Array
-    keep: jax.Array
+    chunk_decay: jax.Array
 
 
 class _Smem(NamedTuple):
@@ -83,7 +85,7 @@ class _Smem(NamedTuple):
         parts: [groups, 2, 64, 64], the decays in two parts, for `Halving`.
         tile: [groups, C, 64], right operands, and the buffer of `Halving`.
         decayed: [groups, 2, C, 64], a and b with the decays of `AllPairs`.
-        lowest: [groups, 2, C] float32, for `Halving.reach`.
+        lowest: [groups, 2, C] float32, for `Halving.check_range`.
         partial: [2, C, C] float32, the scores of the second warpgroup.
         loaded: barrier that the inputs arrive at.
         partial_stored: barrier at which `partial` is complete.
@@ -156,20 +158,20 @@ class _Program:
         """x [C, 64] bfloat16 as the left operand of a product."""
         return left_operand(self.smem.left, self.interpret)(x)
 
-    def store_keep(self, halving: Halving) -> None:
+    def store_chunk_decay(self, halving: Halving) -> None:
         """Store e^(d_C) of this warpgroup's key channels."""
         place, refs = self.block.place, self.block.refs
-        keep = jnp.exp2(halving.column_sums())
+        chunk_decay = jnp.exp2(halving.column_sums())
         if "run" in refs:
-            keep *= refs["enters"].at[place.row][place.n * CHUNK + CHUNK - 1]
+            chunk_decay *= refs["enters"].at[place.row][place.n * CHUNK + CHUNK - 1]
         channels = pl.ds(place.n * self.depth + self.group * BLOCK, BLOCK)
-        refs["keep"].at[place.row, place.h, channels][...] = keep
+        refs["chunk_decay"].at[place.row, place.h, channels][...] = chunk_decay
 
     def near_scores(self, halving: Halving):
-        """Return the scores of the pairs of rows within reach, 0 for the others, and 1 if all pairs are within reach, else 0."""
+        """Return the scores of the pairs of rows in range, 0 for the others, and 1 if all pairs are in range, else 0."""
         smem = self.smem
         q, k, a, b = smem.inputs
-        since, reached = halving.check_range(q, k, a, b)
+        since, all_in_range = halving.check_range(q, k, a, b)
         pairs = AllPairs(halving, 0, since)
         of_later, of_earlier = pairs.factor, pairs.columns_factor
         q_rows = self.as_left((load_float32(q) * of_later).astype(_BF16))
@@ -185,10 +187,10 @@ class _Program:
             above = _product(halving, of_a, decayed_a.transpose((1, 0)))
             near = jnp.where(i > j, below, jnp.where(i < j, above, 0.0))
             scores.append(jnp.where(halving.pairs_in_range(), near, 0.0))
-        return scores, reached
+        return scores, all_in_range
 
     def add_level(self, halving: Halving, at, scores):
-        """Return `scores` plus those of the pairs that meet on level `at` and are not within reach."""
+        """Return `scores` plus those of the pairs that meet on level `at` and are not in range."""
         q, k, a, b = self.smem.inputs
         tile = self.smem.tile
         level, added = Level(halving, at), []
@@ -210,7 +212,7 @@ class _Program:
         """Store q, a, b and k decayed to the chunk's ends."""
         q, k, a, b = self.smem.inputs
         for since_start, flags, outputs in (
-            (True, "enters", dict(read=(q, self.scale), reach=(a, 1.0))),
+            (True, "enters", dict(read=(q, self.scale), decayed_a=(a, 1.0))),
             (False, "stays", dict(written=(b, 1.0), written_values=(k, 1.0))),
         ):
             factor = self.block.mask_rows(halving.boundary_decay(since_start), flags)
@@ -245,14 +247,14 @@ class _Program:
         halving = Halving(smem.parts, smem.tile, self.as_left, True, self.interpret, smem.lowest)
         decay = self.block.log_decay()
         halving.split_decay(decay)
-        self.store_keep(halving)
+        self.store_chunk_decay(halving)
         plgpu.barrier_wait(smem.loaded)
         diagonals = [jnp.sum(load_float32(q) * load_float32(x), axis=1) for x in (k, b)]
         q[...] = (load_float32(q) * token_decay(decay)).astype(_BF16)
         plgpu.commit_smem()
-        scores, reached = self.near_scores(halving)
+        scores, all_in_range = self.near_scores(halving)
         level = functools.partial(self.add_level, halving)
-        scores = lax.fori_loop(reached * LEVELS, LEVELS, level, scores)
+        scores = lax.fori_loop(all_in_range * LEVELS, LEVELS, level, scores)
         scores = [
             jnp.where(halving.i == halving.j, wg.spread_rows(x, SQUARE), y)
             for x, y in zip(diagonals, scores, strict=True)
@@ -263,6 +265,11 @@ class _Program:
         self.store_decayed(halving)
         pl.when(self.group == 0)(functools.partial(self.store_scores, halving, scores))
         plgpu.wait_smem_to_gmem(0)
+
+
+def token_decay(log_decay):
+    """The decays e^g of single tokens, with the lower bound of g that the sums of decays have."""
+    return jnp.exp(jnp.maximum(log_decay, tiles.FLOOR))
 
 
 def _product(halving: Halving, rows, columns):
@@ -288,15 +295,14 @@ def chunk_forward(
     """
     batch, length, _, depth = k.shape
     count, groups = length // CHUNK, depth // BLOCK
-    named = dict(q=q, k=k, a=a, b=b, g=log_decay)
-    named |= {} if documents is None else documents._asdict()
+    inputs = dict(q=q, k=k, a=a, b=b, g=log_decay)
+    inputs |= {} if documents is None else documents._asdict()
     struct = jax.ShapeDtypeStruct
     square, wide = (batch, heads, length, CHUNK), struct((batch, length, heads, depth), _BF16)
-    out_type = [struct(square, _F32), *[struct(square, _BF16)] * 3, *[wide] * 4]
-    out_type.append(struct((batch, heads, count * depth), _F32))
+    types = [struct(square, _F32), *[struct(square, _BF16)] * 3, *[wide] * 4]
+    types.append(struct((batch, heads, count * depth), _F32))
 
-    def kernel(*refs):
-        refs = dict(zip([*named, *DecayedChunks._fields], refs, strict=True))
+    def kernel(refs):
         index, group = lax.axis_index("chunk"), lax.axis_index("warpgroup")
         columns = pl.ds(group * BLOCK, BLOCK)
         block = Block(refs, place_of(index, heads, count), columns)
@@ -307,6 +313,15 @@ def chunk_forward(
 
         pl.run_scoped(body, _smem(groups, interpret), collective_axes="warpgroup")
 
-    return DecayedChunks(
-        *run_by_chunk(kernel, named, out_type, batch * count * heads, groups, interpret)
+    results = launch(
+        kernel,
+        inputs=inputs,
+        outputs=dict(zip(DecayedChunks._fields, types, strict=True)),
+        grid=dict(chunk=batch * count * heads),
+        num_threads=groups,
+        thread_name="warpgroup",
+        reduction_scratch_bytes=0,
+        name="dplr_chunk_forward",
+        interpret=interpret,
     )
+    return DecayedChunks(**results)

@@ -1,11 +1,11 @@
 """The scans of a diagonal-plus-low-rank memory (RWKV7) over the chunks of a row, on Mosaic GPU (Hopper), and the gradient of v.
 
-    u = reach S + values v        O = read S + scores u + scores_values v        S' = keep S + writtenᵀ u + written_valuesᵀ v
+    u = solved_a S + values v        O = read S + scores u + scores_values v        S' = chunk_decay S + writtenᵀ u + written_valuesᵀ v
 
-with `reach` and `values` of `SolvedChunks` and the other names of `DecayedChunks`; u [C, V] is what a reads
+with `solved_a` and `values` of `SolvedChunks` and the other names of `DecayedChunks`; u [C, V] is what a reads
 of the memory, which b writes back. Backward, from dS':
 
-    du = scoresᵀ dO + written dS'            dS = keep dS' + readᵀ dO + reachᵀ du
+    du = scoresᵀ dO + written dS'            dS = chunk_decay dS' + readᵀ dO + solved_aᵀ du
     dv = scores_valuesᵀ dO + valuesᵀ du + written_values dS'
 """
 
@@ -22,6 +22,7 @@ from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.dplr.hopper.chunk_forward import DecayedChunks
 from pallas_kernels.dplr.hopper.solve import SolvedChunks
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.blocks import row_and_head
 from pallas_kernels.hopper.halving import CHUNK, SQUARE
 from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.scan import decay_memory, scan, zip_with_keys
@@ -55,7 +56,7 @@ def scan_forward(
         `initial`.
     """
     (batch, length, heads, depth), width = chunks.written.shape, chunks.written.shape[-1]
-    inputs = dict(reach=solved.reach, written=chunks.written, keep=chunks.keep)
+    inputs = dict(a=solved.solved_a, written=chunks.written, chunk_decay=chunks.chunk_decay)
     if v is not None:
         inputs |= dict(k=chunks.written_values, v=v, values=solved.values)
         width = v.shape[-1]
@@ -66,7 +67,7 @@ def scan_forward(
     step = functools.partial(
         _forward_step, values=v is not None, read=read, save=save, interpret=interpret
     )
-    outputs = ["back"] * save + ["out"] * read
+    outputs = ["a_read"] * save + ["out"] * read
     return scan(
         step, inputs, initial, depth, tokens, outputs, save=save, heads=heads, parts=parts, reverse=False,
         chunk_bounds=chunk_bounds, interpret=interpret,
@@ -74,7 +75,17 @@ def scan_forward(
 
 
 def _forward_step(
-    chunk, S, left, hold, store, put, *, values: bool, read: bool, save: bool, interpret
+    chunk,
+    S,
+    left,
+    operands,
+    save_memory,
+    store_outputs,
+    *,
+    values: bool,
+    read: bool,
+    save: bool,
+    interpret,
 ):
     """Update the memory by one chunk, as `hopper.scan.scan` calls its `step`. All tiles are transposed: tokens are columns.
 
@@ -82,9 +93,9 @@ def _forward_step(
         chunk: references to the chunk's tiles, by name.
         S: the pieces of the memory, [64, K or 64] float32.
         left: buffers for left operands, for the interpreter.
-        hold: yields the pieces as left operands, and whether they are the last.
-        store: starts to store the memory before the chunk, if the call saves it.
-        put: stores the results per token.
+        operands: yields the pieces as left operands, and whether they are the last.
+        save_memory: starts to store the memory before the chunk, if the call saves it.
+        store_outputs: stores the results per token.
         values: whether there is v.
         read: whether to compute the outputs.
         save: whether to store u.
@@ -98,9 +109,9 @@ def _forward_step(
         v = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT)
         v = wg.as_left(v, left[0], interpret)
     partial = [SQUARE] * (2 if read else 1)
-    for memory, last in hold(S):
+    for memory, last in operands(S):
         add = functools.partial(
-            _read_memory, chunk=chunk, S=S, memory=memory, last=last, store=store, v=v
+            _read_memory, chunk=chunk, S=S, memory=memory, last=last, save_memory=save_memory, v=v
         )
         partial = wg.with_accumulators(add, *partial, interpret=interpret)
     decayed_memory, rounded, rest, outputs = partial
@@ -115,13 +126,13 @@ def _forward_step(
             if values:
                 plgpu.wgmma(piece.ref, v, chunk["k"].at[:, keys])
         pending = len(S) * (2 if values else 1)
-        put(*[rounded] * save, *(out.read(pending) for out in sums[len(S) :]))
+        store_outputs(*[rounded] * save, *(out.read(pending) for out in sums[len(S) :]))
         return tuple(piece.read() for piece in sums[: len(S)])
 
     return wg.with_accumulators(write, *decayed_memory, *outputs, interpret=interpret)
 
 
-def _read_memory(*sums, chunk, S, memory, last: bool, store, v):
+def _read_memory(*sums, chunk, S, memory, last: bool, save_memory, v):
     """Add the products of some pieces of the memory with a and q; with the last pieces, also those of v.
 
     Args:
@@ -130,14 +141,14 @@ def _read_memory(*sums, chunk, S, memory, last: bool, store, v):
         S: all pieces of the memory.
         memory: the pieces to read, as left operands with their key channels.
         last: whether they are the last.
-        store: as in `_forward_step`.
+        save_memory: as in `_forward_step`.
         v: vᵀ as a left operand, or None.
 
     Returns:
         The sums; after the last pieces the decayed memory, uᵀ in bfloat16, its rounding error, and the second
         sum in a list.
     """
-    names = [("reach", "values"), ("q", "scores_values")][: len(sums)]
+    names = [("a", "values"), ("q", "scores_values")][: len(sums)]
     for sum, (of_memory, of_values) in zip(sums, names, strict=True):
         for keys, before in memory:
             plgpu.wgmma(sum.ref, before, chunk[of_memory].at[:, keys].transpose((1, 0)))
@@ -145,7 +156,7 @@ def _read_memory(*sums, chunk, S, memory, last: bool, store, v):
             plgpu.wgmma(sum.ref, v, chunk[of_values].transpose((1, 0)))
     if not last:
         return [x.read() for x in sums]
-    store(S)
+    save_memory(S)
     decayed_memory = decay_memory(chunk, S)
     exact = sums[0].read((len(memory) + (v is not None)) * (len(sums) - 1))
     u = exact.astype(_BF16)
@@ -174,22 +185,22 @@ def scan_backward(
         bfloat16, and the gradient of the memory before each part, in the shape of `d_final`.
     """
     inputs = dict(
-        reach=solved.reach, written=chunks.written, q=chunks.read, v=d_out, scores=chunks.scores, keep=chunks.keep
+        a=solved.solved_a, written=chunks.written, q=chunks.read, v=d_out, scores=chunks.scores, chunk_decay=chunks.chunk_decay
     )  # fmt: skip
     tokens = jax.ShapeDtypeStruct(d_out.shape, _BF16)
     step = functools.partial(_backward_step, save=save, interpret=interpret)
     return scan(
-        step, inputs, d_final, chunks.read.shape[-1], tokens, ["d_back"] * save, save=save,
+        step, inputs, d_final, chunks.read.shape[-1], tokens, ["d_a_read"] * save, save=save,
         heads=d_out.shape[2], parts=parts, reverse=True, chunk_bounds=chunk_bounds, interpret=interpret,
     )  # fmt: skip
 
 
-def _backward_step(chunk, S, left, hold, store, put, *, save: bool, interpret):
+def _backward_step(chunk, S, left, operands, save_memory, store_outputs, *, save: bool, interpret):
     """Carry the gradient of the memory, S, through one chunk; the other arguments as in `_forward_step`, and `v` of `chunk` is dO."""
     d_out = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT)
     d_out = wg.as_left(d_out, left[0], interpret)
     partial: Any = SQUARE
-    for memory, last in hold(S):
+    for memory, last in operands(S):
 
         def read(sum, memory=memory, last=last):
             for keys, after in memory:
@@ -197,7 +208,7 @@ def _backward_step(chunk, S, left, hold, store, put, *, save: bool, interpret):
             if not last:
                 return sum.read()
             plgpu.wgmma(sum.ref, d_out, chunk["scores"])
-            store(S)
+            save_memory(S)
             decayed_gradient = decay_memory(chunk, S)
             return decayed_gradient, sum.read().astype(_BF16)
 
@@ -208,15 +219,21 @@ def _backward_step(chunk, S, left, hold, store, put, *, save: bool, interpret):
     def add(*sums):
         for keys, piece in zip_with_keys(S, sums):
             plgpu.wgmma(piece.ref, d_out, chunk["q"].at[:, keys])
-            plgpu.wgmma(piece.ref, du, chunk["reach"].at[:, keys])
-        put(*[rounded] * save)
+            plgpu.wgmma(piece.ref, du, chunk["a"].at[:, keys])
+        store_outputs(*[rounded] * save)
         return tuple(piece.read() for piece in sums)
 
     return wg.with_accumulators(add, *decayed_gradient, interpret=interpret)
 
 
 def values_backward(
-    chunks: DecayedChunks, solved: SolvedChunks, d_out, d_back, d_states, *, interpret: Any = False
+    chunks: DecayedChunks,
+    solved: SolvedChunks,
+    d_out,
+    d_a_read,
+    d_states,
+    *,
+    interpret: Any = False,
 ):
     """Compute dv, and Xᵀ du, the gradient of the sum that X multiplies, for all chunks in parallel.
 
@@ -224,7 +241,7 @@ def values_backward(
         chunks: the decayed chunks of h heads.
         solved: the solved chunks of h heads.
         d_out: [B, T, h, V] bfloat16.
-        d_back: [B, T, h, V] bfloat16, du of `scan_backward`.
+        d_a_read: [B, T, h, V] bfloat16, du of `scan_backward`.
         d_states: [B, h, N, V, K] bfloat16, the transposed gradients of the memories after each chunk, of
             `scan_backward`.
         interpret: parameters of the interpreter, or False.
@@ -235,18 +252,19 @@ def values_backward(
     batch, length, heads, width = d_out.shape
     depth = chunks.read.shape[-1]
     inputs = dict(
-        d_out=d_out, d_back=d_back, written=chunks.written_values, scores=chunks.scores_values,
+        d_out=d_out, d_a_read=d_a_read, written=chunks.written_values, scores=chunks.scores_values,
         values=solved.values, inverse=solved.inverse, d_states=d_states,
     )  # fmt: skip
     sizes = dict.fromkeys(inputs, SQUARE) | dict(
-        d_out=(CHUNK, width), d_back=(CHUNK, width), written=(CHUNK, depth), d_states=(width, depth)
+        d_out=(CHUNK, width), d_a_read=(CHUNK, width), written=(CHUNK, depth), d_states=(width, depth)
     )  # fmt: skip
     smem: Any = plgpu.SMEM
     tile = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
+    # Allocated in the order of the names: `run_scoped` sorts a dictionary.
     buffers = {name: tile(size) for name, size in sizes.items()}
 
     def kernel(refs):
-        b, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
+        b, h = row_and_head(heads)
         n = lax.axis_index("chunk")
         tokens = pl.ds(n * CHUNK, CHUNK)
         chunk = {name: ref.at[b, tokens, h] for name, ref in refs.items()}
@@ -260,7 +278,7 @@ def values_backward(
     result = launch(
         kernel,
         inputs=inputs,
-        outputs=dict(dv=struct, d_reached=struct),
+        outputs=dict(dv=struct, d_right_side=struct),
         grid=dict(row=batch * heads, chunk=length // CHUNK),
         name="dplr_values_backward",
         interpret=interpret,
@@ -276,20 +294,20 @@ def _values_backward_chunk(refs: dict[str, Any], buffers: dict[str, Any], loaded
     scores, values, inverse = (buffers[name] for name in ("scores", "values", "inverse"))
     for column in range(buffers["d_out"].shape[1] // _BLOCK):
         columns = pl.ds(column * _BLOCK, _BLOCK)
-        d_out, d_back = (buffers[name].at[:, columns] for name in ("d_out", "d_back"))
+        d_out, d_a_read = (buffers[name].at[:, columns] for name in ("d_out", "d_a_read"))
         d_state = buffers["d_states"].at[columns]
 
-        def products(dv, d_reached, d_out=d_out, d_back=d_back, d_state=d_state):
+        def products(dv, d_right_side, d_out=d_out, d_a_read=d_a_read, d_state=d_state):
             plgpu.wgmma(dv, scores.transpose((1, 0)), d_out)
-            plgpu.wgmma(dv, values.transpose((1, 0)), d_back)
+            plgpu.wgmma(dv, values.transpose((1, 0)), d_a_read)
             plgpu.wgmma(dv, buffers["written"], d_state.transpose((1, 0)))
-            plgpu.wgmma(d_reached, inverse.transpose((1, 0)), d_back)
+            plgpu.wgmma(d_right_side, inverse.transpose((1, 0)), d_a_read)
 
         zeros = jnp.zeros(SQUARE, _F32)
-        dv, d_reached = wg.accumulate(products, zeros, zeros, interpret=interpret)
+        dv, d_right_side = wg.accumulate(products, zeros, zeros, interpret=interpret)
         d_out[...] = dv.astype(_BF16)  # no longer read
-        d_back[...] = d_reached.astype(_BF16)
+        d_a_read[...] = d_right_side.astype(_BF16)
     plgpu.commit_smem()
-    for name, source in (("dv", "d_out"), ("d_reached", "d_back")):
+    for name, source in (("dv", "d_out"), ("d_right_side", "d_a_read")):
         plgpu.copy_smem_to_gmem(buffers[source], refs[name])
     plgpu.wait_smem_to_gmem(0)

@@ -11,10 +11,10 @@ from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.blocks import row_and_head
 from pallas_kernels.hopper.halving import BLOCK, CHUNK, SQUARE
 from pallas_kernels.hopper.launch import launch
-from pallas_kernels.hopper.products import tile_products
-from pallas_kernels.tiles import delta as tiles
+from pallas_kernels.hopper.unit_inverse import unit_inverse
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 
@@ -24,14 +24,14 @@ class SolvedChunks(NamedTuple):
 
     Attributes:
         inverse: [B, h, T, C], the rows of each chunk's X = (I - A_ab)⁻¹.
-        reach: [B, T, h, K], X (a e^d'): its product with the memory before the chunk is what a reads of that
+        solved_a: [B, T, h, K], X (a e^d'): its product with the memory before the chunk is what a reads of that
             memory.
         values: [B, h, T, C], the rows of each chunk's X A_ak: its product with v is what a reads of the
             chunk's values.
     """
 
     inverse: jax.Array
-    reach: jax.Array
+    solved_a: jax.Array
     values: jax.Array
 
 
@@ -42,23 +42,23 @@ class _SolveSmem(NamedTuple):
         right: [C, C], the right operand of the inverse's products.
         inverse: [C, C], X.
         values: [C, C], A_akᵀ, then X A_ak.
-        reach: [C, K], a e^d', then X (a e^d').
-        loaded: barrier that `values` and `reach` arrive at.
+        a: [C, K], a e^d', then X (a e^d').
+        loaded: barrier that `values` and `a` arrive at.
         left: two [C, C] for the interpreter, which reads left operands from shared memory; else empty.
     """
 
     right: Any
     inverse: Any
     values: Any
-    reach: Any
+    a: Any
     loaded: Any
     left: list[Any]
 
 
-def solve_chunks(upper, upper_values, reach, *, interpret: Any = False) -> SolvedChunks:
+def solve_chunks(upper, upper_values, decayed_a, *, interpret: Any = False) -> SolvedChunks:
     """Run the kernel over all chunks; the arguments are fields of `chunk_forward.DecayedChunks`."""
     batch, heads, length, _ = upper.shape
-    depth = reach.shape[-1]
+    depth = decayed_a.shape[-1]
     struct = jax.ShapeDtypeStruct
     square = struct(upper.shape, _BF16)
     smem: Any = plgpu.SMEM
@@ -67,22 +67,22 @@ def solve_chunks(upper, upper_values, reach, *, interpret: Any = False) -> Solve
         right=tile(SQUARE),
         inverse=tile(SQUARE),
         values=tile(SQUARE),
-        reach=tile((CHUNK, depth)),
+        a=tile((CHUNK, depth)),
         loaded=plgpu.Barrier(num_arrivals=2),
         left=[tile(SQUARE)] * 2 if interpret else [],
     )
 
     def kernel(refs):
-        b, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
+        b, h = row_and_head(heads)
         tokens = pl.ds(lax.axis_index("chunk") * CHUNK, CHUNK)
         chunk = {name: ref.at[b, h, tokens] for name, ref in refs.items()}
-        chunk |= {name: refs[name].at[b, tokens, h] for name in ("reach", "solved_reach")}
+        chunk |= {name: refs[name].at[b, tokens, h] for name in ("decayed_a", "solved_a")}
         pl.run_scoped(lambda buffers: _solve_chunk(chunk, buffers, interpret), buffers)
 
     result = launch(
         kernel,
-        inputs=dict(upper=upper, upper_values=upper_values, reach=reach),
-        outputs=dict(inverse=square, solved_reach=struct(reach.shape, _BF16), values=square),
+        inputs=dict(upper=upper, upper_values=upper_values, decayed_a=decayed_a),
+        outputs=dict(inverse=square, solved_a=struct(decayed_a.shape, _BF16), values=square),
         grid=dict(row=batch * heads, chunk=length // CHUNK),
         name="dplr_solve_chunks",
         interpret=interpret,
@@ -93,12 +93,11 @@ def solve_chunks(upper, upper_values, reach, *, interpret: Any = False) -> Solve
 def _solve_chunk(refs: dict[str, Any], buffers: _SolveSmem, interpret) -> None:
     """Solve one chunk, from and to the tiles `refs` of global memory."""
     plgpu.copy_gmem_to_smem(refs["upper_values"], buffers.values, buffers.loaded)
-    plgpu.copy_gmem_to_smem(refs["reach"], buffers.reach, buffers.loaded)
-    product, exact = tile_products(buffers.right, buffers.left, interpret)
+    plgpu.copy_gmem_to_smem(refs["decayed_a"], buffers.a, buffers.loaded)
     i = plgpu.broadcasted_iota(jnp.int32, SQUARE, 0, layout=wg.LAYOUT)
     j = plgpu.broadcasted_iota(jnp.int32, SQUARE, 1, layout=wg.LAYOUT)
     strict = -wg.load_global(refs["upper"])
-    inverse = tiles.unit_inverse(strict, i ^ j, lambda a, b: product((a, b)), exact)
+    inverse = unit_inverse(strict, i ^ j, buffers.right, buffers.left, interpret)
     buffers.inverse.transpose((1, 0))[...] = inverse.astype(_BF16)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(buffers.inverse, refs["inverse"])
@@ -109,11 +108,11 @@ def _solve_chunk(refs: dict[str, Any], buffers: _SolveSmem, interpret) -> None:
         add = lambda out: plgpu.wgmma(out, buffers.inverse, x)  # noqa: E731
         return wg.accumulate(add, zeros, interpret=interpret)[0].astype(_BF16)
 
-    for column in range(buffers.reach.shape[1] // BLOCK):
-        columns = buffers.reach.at[:, pl.ds(column * BLOCK, BLOCK)]
+    for column in range(buffers.a.shape[1] // BLOCK):
+        columns = buffers.a.at[:, pl.ds(column * BLOCK, BLOCK)]
         columns[...] = apply_inverse(columns)
     buffers.values[...] = apply_inverse(buffers.values.transpose((1, 0)))
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(buffers.reach, refs["solved_reach"])
+    plgpu.copy_smem_to_gmem(buffers.a, refs["solved_a"])
     plgpu.copy_smem_to_gmem(buffers.values, refs["values"])
     plgpu.wait_smem_to_gmem(0)

@@ -5,7 +5,7 @@ token's decay applied, all pairs of tokens have the same decay: A_xy = Σ_c x_ic
 = q or a and y = b or k, by the halving of `pallas_kernels.tpu.halving`. Then, with the fields of `_Head` and
 `Decays`,
 
-    U = (I - A_ab)⁻¹ (reach S + A_ak V)    O = read S + A_qb U + A_qk V    S' = keep S + (b leave)ᵀ U + (k leave)ᵀ V
+    U = (I - A_ab)⁻¹ (decayed_a S + A_ak V)    O = read S + A_qb U + A_qk V    S' = chunk_decay S + (b write_decay)ᵀ U + (k write_decay)ᵀ V
 
 (the diagonals of A_qb and A_qk have no decay). Two tiles per level contain all operands: later rows of q and
 earlier rows of b, and likewise a and k. The memory is transposed, [V, K]: its columns decay. The systems of a
@@ -62,9 +62,10 @@ def forward(
 
 def backward(
     q, k, v, a, b, log_decay, run, initial, residuals: Residuals, d_output, d_final, *,
-    scale: float, interpret: Any = False,
+    scale: float, decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Return the gradients of q, k, v, a, b, log_decay and initial."""
+    """Return the gradients of q, k, v, a, b, log_decay (computed regardless of `decay_gradient`) and initial."""
+    del decay_gradient
     layout = _layout(q, k, v, a, b, initial, reverse=True)
     inputs = layout.inputs(run, q=q, k=k, v=v, a=a, b=b, log_decay=log_decay)
     output_tokens = layout.tokens(layout.heads, v.shape[3], v.dtype)
@@ -96,7 +97,7 @@ class _Head:
         a: [C, K] float32.
         b: [C, K] float32.
         token_decay: [C, K], e^g.
-        decays: the decays of the chunk, as `halving.resolve` returns them.
+        decays: the decays of the chunk, as `halving.chunk_decays` returns them.
         tiles: the operands [C, K] of each level, of q with b.
         others: the operands [C, K] of each level, of a with k.
         through_b: A_qb [C, C].
@@ -104,7 +105,7 @@ class _Head:
         system: -A_ab [C, C] float32.
         values: A_ak [C, C].
         read: [C, K], scale q e^g e^d.
-        reach: [C, K], a e^d.
+        decayed_a: [C, K], a e^d.
         written_b: [C, K], b times the decay after its token.
         written_k: [C, K], k times the decay after its token.
     """
@@ -133,13 +134,13 @@ class _Head:
         )
         self.system = jnp.where(below, -pairs[1][0], 0)
         self.values = jnp.where(below, pairs[1][1], 0).astype(dtype)
-        self.read = decayed * self.decays.enter
-        self.reach = self.a * self.decays.enter
-        self.written_b = (self.b * self.decays.leave).astype(dtype)
-        self.written_k = (self.k * self.decays.leave).astype(dtype)
+        self.read = decayed * self.decays.read_decay
+        self.decayed_a = self.a * self.decays.read_decay
+        self.written_b = (self.b * self.decays.write_decay).astype(dtype)
+        self.written_k = (self.k * self.decays.write_decay).astype(dtype)
 
-    def back(self, from_memory, inverse):
-        """U [C, V], what a reads and b writes back, from `from_memory` = reach S."""
+    def a_read(self, from_memory, inverse):
+        """U [C, V], what a reads and b writes back, from `from_memory` = decayed_a S."""
         sums = from_memory + dot(self.values, self.v)
         return dot(inverse, sums.astype(self.v.dtype)).astype(self.v.dtype)
 
@@ -152,23 +153,23 @@ def _forward_kernel(layout, scale: float, refs: dict, memory):
     before = [memory[h].astype(dtype) for h in range(layout.block)]
     # Each step for all heads, as in `invert`; first the products that need no inverse.
     reads = [
-        dot(jnp.concatenate([x.read, x.reach]).astype(dtype), m, "nt")
+        dot(jnp.concatenate([x.read, x.decayed_a]).astype(dtype), m, "nt")
         for x, m in zip(heads, before, strict=True)
     ]
     inverses = invert([x.system for x in heads], dtype)
     if "states" in refs:
         for h, (narrow, inverse) in enumerate(zip(before, inverses, strict=True)):
             refs["states"][h], refs["inverse"][h] = narrow, inverse
-    backs = [
-        x.back(read[CHUNK:], inverse)
+    a_reads = [
+        x.a_read(read[CHUNK:], inverse)
         for x, read, inverse in zip(heads, reads, inverses, strict=True)
     ]
-    for h, (x, read, back) in enumerate(zip(heads, reads, backs, strict=True)):
-        out = read[:CHUNK] + dot(x.through_b, back) + dot(x.through_k, x.v)
+    for h, (x, read, a_read) in enumerate(zip(heads, reads, a_reads, strict=True)):
+        out = read[:CHUNK] + dot(x.through_b, a_read) + dot(x.through_k, x.v)
         layout.store(refs["out"], h, out)
-    for h, (x, back) in enumerate(zip(heads, backs, strict=True)):
-        update = dot(back, x.written_b, "tn") + dot(x.v, x.written_k, "tn")
-        memory[h] = x.decays.keep * memory[h] + update
+    for h, (x, a_read) in enumerate(zip(heads, a_reads, strict=True)):
+        update = dot(a_read, x.written_b, "tn") + dot(x.v, x.written_k, "tn")
+        memory[h] = x.decays.chunk_decay * memory[h] + update
 
 
 def _backward_kernel(layout, scale: float, refs: dict, d_memory):
@@ -184,16 +185,24 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
         v, dtype, decays = x.v, x.v.dtype, x.decays
         d_out = refs["d_out"][layout.tile_index(refs["d_out"], h, layout.value_dim)]
         before, inverse, after = refs["states"][h], refs["inverse"][h], d_memory[h]
-        read, reach = x.read.astype(dtype), x.reach.astype(dtype)
-        narrow, back = after.astype(dtype), x.back(dot(reach, before, "nt"), inverse)
+        read, decayed_a = x.read.astype(dtype), x.decayed_a.astype(dtype)
+        narrow, a_read = after.astype(dtype), x.a_read(dot(decayed_a, before, "nt"), inverse)
 
-        d_back = dot(x.through_b, d_out, "tn") + dot(x.written_b, narrow, "nt")
-        d_reached = dot(inverse, d_back.astype(dtype), "tn").astype(dtype)  # of reach S + A_ak V
+        d_a_read = dot(x.through_b, d_out, "tn") + dot(x.written_b, narrow, "nt")
+        # The gradient of decayed_a S + A_ak V.
+        d_right_side = dot(inverse, d_a_read.astype(dtype), "tn").astype(dtype)
         dv = dot(x.through_k, d_out, "tn") + dot(x.written_k, narrow, "nt")
-        layout.store(refs["dv"], h, dv + dot(x.values, d_reached, "tn"))
-        d_memory[h] = decays.keep * after + dot(d_out, read, "tn") + dot(d_reached, reach, "tn")
+        layout.store(refs["dv"], h, dv + dot(x.values, d_right_side, "tn"))
+        d_memory[h] = (
+            decays.chunk_decay * after + dot(d_out, read, "tn") + dot(d_right_side, decayed_a, "tn")
+        )
 
-        pairs = ((d_out, back), (d_reached, v), (d_out, v), (d_reached, back))  # qb, ak, qk, ab
+        pairs = (
+            (d_out, a_read),
+            (d_right_side, v),
+            (d_out, v),
+            (d_right_side, a_read),
+        )  # qb, ak, qk, ab
         qb, ak, qk, ab = (((x, y), (y, x)) for x, y in pairs)
 
         def spread(lower, upper, tiles):
@@ -205,12 +214,12 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
 
         d_tiles = added(spread(qb, qb, x.tiles), spread(qk, ab, x.others))
         d_others = added(spread(ak, ak, x.others), spread(ab, qk, x.tiles))
-        through_read = decays.enter * dot(d_out, before)
-        through_reach = decays.enter * dot(d_reached, before)
-        through_write_b = decays.leave * dot(back, narrow)
-        through_write_k = decays.leave * dot(v, narrow)
+        through_read = decays.read_decay * dot(d_out, before)
+        through_a = decays.read_decay * dot(d_right_side, before)
+        through_write_b = decays.write_decay * dot(a_read, narrow)
+        through_write_k = decays.write_decay * dot(v, narrow)
         diagonal_b, diagonal_k = (
-            jnp.sum(d_out.astype(_F32) * y.astype(_F32), axis=1, keepdims=True) for y in (back, v)
+            jnp.sum(d_out.astype(_F32) * y.astype(_F32), axis=1, keepdims=True) for y in (a_read, v)
         )
         decayed = (
             halving.operand_gradient(d_tiles, decays, later=True) + through_read
@@ -219,18 +228,20 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
         db = halving.operand_gradient(d_tiles, decays, later=False) + through_write_b
         layout.store(refs["db"], h, db + diagonal_b * x.q)
         layout.store(
-            refs["da"], h, halving.operand_gradient(d_others, decays, later=True) + through_reach
+            refs["da"], h, halving.operand_gradient(d_others, decays, later=True) + through_a
         )
         dk = halving.operand_gradient(d_others, decays, later=False) + through_write_k
         layout.store(refs["dk"], h, dk + diagonal_k * x.q)
-        through_keep = before.astype(_F32) * after
-        through_keep = jnp.sum(through_keep, axis=0, keepdims=True) * decays.keep
+        through_chunk_decay = before.astype(_F32) * after
+        through_chunk_decay = (
+            jnp.sum(through_chunk_decay, axis=0, keepdims=True) * decays.chunk_decay
+        )
         terms = added(
             halving.decay_terms(x.tiles, d_tiles), halving.decay_terms(x.others, d_others)
         )
-        through_enter = x.q * x.token_decay * through_read + x.a * through_reach
-        through_leave = x.b * through_write_b + x.k * through_write_k
+        through_read_decay = x.q * x.token_decay * through_read + x.a * through_a
+        through_write_decay = x.b * through_write_b + x.k * through_write_k
         d_decay = halving.decay_gradient(
-            terms, through_enter, through_leave, through_keep, exclusive=True
+            terms, through_read_decay, through_write_decay, through_chunk_decay, exclusive=True
         )
         layout.store(refs["d_decay"], h, d_decay + x.q * decayed)

@@ -63,9 +63,8 @@ def forward(
         interpret: parameters of the interpreter, or False.
 
     Returns:
-        The output [B, Q, H, D], 0 where a query sees no key; and [B, H, Q] float32, the base-2 logarithm of
-        the sum of each query's weights, with F at the first query of its warpgroup in place of F at the
-        query.
+        The output [B, Q, H, D], 0 where a query sees no key; and [B, H, Q] float32, the base-2 logarithm of the sum
+        of each query's weights, with F at the first query of its warpgroup in place of F at the query.
     """
     batch, length, heads, depth = q.shape
     schedule = _SCHEDULES[depth]
@@ -122,10 +121,8 @@ def forward(
         begin=bounds.first,
         end=bounds.diagonal,
     )
-    struct = jax.ShapeDtypeStruct
-    outputs = dict(
-        output=struct(q.shape, q.dtype), sums=struct((batch, heads, length), jnp.float32)
-    )
+    sums = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
+    outputs = dict(output=jax.ShapeDtypeStruct(q.shape, q.dtype), sums=sums)
     name = "forgetting_attention_forward"
     results = pipeline.launch(compute, outputs, name=name, interpret=interpret)
     return results["output"], results["sums"]

@@ -19,6 +19,7 @@ from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.hopper.launch import launch
 from pallas_kernels.requirements import Requirement, first_unmet
 from pallas_kernels.selective_scan.hopper.common import for_tokens, grid_requirements
+from pallas_kernels.selective_scan.inputs import ComplexInputs as Inputs
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 CHANNELS, CHUNK = 128, 32
@@ -38,22 +39,6 @@ REQUIREMENTS = (
 def unsupported(call) -> str | None:
     """Return the first of `REQUIREMENTS` that an `api.Call` does not meet, or None."""
     return first_unmet(REQUIREMENTS, call)
-
-
-class Inputs(NamedTuple):
-    """The inputs of all kernels, [B, T, D].
-
-    Attributes:
-        u: bfloat16.
-        c: bfloat16.
-        real: the real part of a, float32.
-        imag: the imaginary part of a, float32.
-    """
-
-    u: Any
-    c: Any
-    real: Any
-    imag: Any
 
 
 def forward(x: Inputs, initial, *, save: bool, interpret: Any = False) -> tuple[Any, Any, Any]:

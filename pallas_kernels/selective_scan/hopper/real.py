@@ -25,8 +25,9 @@ import jax.numpy as jnp
 from pallas_kernels.requirements import Requirement, first_unmet
 from pallas_kernels.selective_scan.hopper.common import grid_requirements
 from pallas_kernels.selective_scan.hopper.real_backward import chunk_backward
-from pallas_kernels.selective_scan.hopper.real_block import CHANNELS, CHUNK, Inputs, split_channels
+from pallas_kernels.selective_scan.hopper.real_block import CHANNELS, CHUNK, split_channels
 from pallas_kernels.selective_scan.hopper.real_forward import chunk_forward, chunk_writes, scan
+from pallas_kernels.selective_scan.inputs import RealInputs as Inputs
 
 __all__ = ["CHUNK", "REQUIREMENTS", "Inputs", "backward", "forward", "unsupported"]
 

@@ -21,11 +21,11 @@ from pallas_kernels.selective_scan.hopper.real_block import (
     ROWS,
     WARPS,
     Block,
-    Inputs,
     Sizes,
     kernel_inputs,
     token_buffers,
 )
+from pallas_kernels.selective_scan.inputs import RealInputs as Inputs
 
 _F32 = jnp.float32
 _IN_REGISTERS = 64  # numbers of a channel's memories that are in registers at a time

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu, state_rows
+from pallas_kernels.selective_scan.inputs import RealInputs as Inputs
 
 _F32 = jnp.float32
 WARPS, ROWS = 4, 16  # warps of a warpgroup; channels of a warp
@@ -25,28 +26,6 @@ CHUNK = 64
 LOG2E = math.log2(math.e)
 _BY_TOKEN = ("u", "delta", "b", "c", "dy", "continues")
 _WITHOUT_CHANNELS = ("b", "c", "continues")
-
-
-class Inputs(NamedTuple):
-    """The inputs of all kernels, in float32 except for u.
-
-    Attributes:
-        u: [B, T, D] bfloat16.
-        delta: [B, T, D].
-        a: [D, N].
-        b: [B, T, N].
-        c: [B, T, N].
-        d: [D].
-        continues: [B, T], 0 at the first token of a document and 1 elsewhere, or None.
-    """
-
-    u: Any
-    delta: Any
-    a: Any
-    b: Any
-    c: Any
-    d: Any
-    continues: Any
 
 
 class Sizes(NamedTuple):

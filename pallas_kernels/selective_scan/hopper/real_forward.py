@@ -17,11 +17,11 @@ from pallas_kernels.selective_scan.hopper.real_block import (
     CHUNK,
     ROWS,
     Block,
-    Inputs,
     Sizes,
     kernel_inputs,
     token_buffers,
 )
+from pallas_kernels.selective_scan.inputs import RealInputs as Inputs
 
 _AHEAD = 6  # chunks that `scan` loads ahead
 

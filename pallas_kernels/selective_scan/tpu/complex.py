@@ -7,12 +7,13 @@ gradients are those of `hopper.complex`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 
 from pallas_kernels.compat import pl
 from pallas_kernels.requirements import first_unmet
+from pallas_kernels.selective_scan.inputs import ComplexInputs as Inputs
 from pallas_kernels.selective_scan.tpu import layout as tpu_layout
 from pallas_kernels.selective_scan.tpu.layout import (
     CHUNK,
@@ -32,22 +33,6 @@ _UNROLL = 16  # tokens of an unrolled step
 def unsupported(call) -> str | None:
     """Return the first of `REQUIREMENTS` that an `api.Call` does not meet, or None."""
     return first_unmet(REQUIREMENTS, call)
-
-
-class Inputs(NamedTuple):
-    """The inputs of both kernels, [B, T, D].
-
-    Attributes:
-        u: bfloat16 or float32.
-        c: in u's dtype.
-        real: the real part of a, float32.
-        imag: the imaginary part of a, float32.
-    """
-
-    u: Any
-    c: Any
-    real: Any
-    imag: Any
 
 
 def forward(x: Inputs, initial, *, save: bool, interpret: Any = False) -> tuple[Any, Any, Any]:

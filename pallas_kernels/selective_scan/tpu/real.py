@@ -16,13 +16,14 @@ sums of all programs: they are small, and the programs stay independent.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, pltpu
 from pallas_kernels.requirements import Requirement, first_unmet
+from pallas_kernels.selective_scan.inputs import RealInputs as Inputs
 from pallas_kernels.selective_scan.tpu import layout as tpu_layout
 from pallas_kernels.selective_scan.tpu.layout import CHUNK, Layout, read_row, write_row
 
@@ -47,28 +48,6 @@ REQUIREMENTS = (
 def unsupported(call) -> str | None:
     """Return the first of `REQUIREMENTS` that an `api.Call` does not meet, or None."""
     return first_unmet(REQUIREMENTS, call)
-
-
-class Inputs(NamedTuple):
-    """The inputs of both kernels, in float32 except for u.
-
-    Attributes:
-        u: [B, T, D] bfloat16 or float32.
-        delta: [B, T, D].
-        a: [D, N].
-        b: [B, T, N].
-        c: [B, T, N].
-        d: [D].
-        continues: [B, T], 0 at the first token of a document and 1 elsewhere, or None.
-    """
-
-    u: Any
-    delta: Any
-    a: Any
-    b: Any
-    c: Any
-    d: Any
-    continues: Any
 
 
 def forward(x: Inputs, initial, *, save: bool, interpret: Any = False) -> tuple[Any, Any, Any]:

@@ -114,18 +114,8 @@ class _Gradient(NamedTuple):
 
 
 def backward(
-    x,
-    weight,
-    bias,
-    tail,
-    order,
-    run,
-    dy,
-    *,
-    head_dim: int | None,
-    silu: bool,
-    interpret: Any = False,
-) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array]:
+    x, weight, bias, tail, order, run, dy, *, head_dim: int | None, silu: bool, interpret: Any = False
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array]:  # fmt: skip
     """Return the gradients of x, weight, bias (None without one) and tail.
 
     Args:

@@ -1,4 +1,4 @@
-"""The chunk and the key channels that a warpgroup computes, for the chunk kernels of diagonal-plus-low-rank memories."""
+"""The place of a warpgroup in the grid: the row, head and chunk that it computes, and the 64 key channels of the chunk."""
 
 from __future__ import annotations
 
@@ -10,17 +10,24 @@ from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.hopper import warpgroups as wg
-from pallas_kernels.hopper.halving import CHUNK, SQUARE, load, load_by_row, same_document
-from pallas_kernels.tiles import channel_decay as tiles
+from pallas_kernels.hopper.halving import CHUNK, SQUARE, load_by_row, same_document
 
-_F32, _BF16 = jnp.float32, jnp.bfloat16
+
+def row_and_head(heads: int):
+    """The row of the batch and the head of this program; the grid's axis "row" counts both."""
+    return lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
+
+
+def head_index(ref, head, heads: int):
+    """The index in an array [B, T, n, ...] of the head that serves output head `head` of `heads`, a multiple of n."""
+    return lax.div(head * ref.shape[2], heads)
 
 
 class Place(NamedTuple):
     """A chunk of one head.
 
     Attributes:
-        row: index of the row.
+        row: index of the row of the batch.
         h: index of the head of the outputs.
         heads: heads of the outputs.
         n: index of the chunk.
@@ -45,7 +52,7 @@ class Block:
     """A chunk of one head in global memory, and the 64 key channels of it that a warpgroup computes.
 
     Attributes:
-        refs: references to global memory by name: inputs, outputs and, with documents, the fields of
+        refs: references to global memory by name: inputs, with `g` for the log decay, outputs and, with documents, the fields of
             `Documents`.
         place: the chunk.
         columns: slice of the key channels.
@@ -57,12 +64,11 @@ class Block:
 
     def head_tokens(self, name: str, *columns):
         """The reference [C, *] to an input [B, T, n, *], of the head that serves the output's head."""
-        ref, place = self.refs[name], self.place
-        head = lax.div(place.h * ref.shape[2], place.heads)
-        return ref.at[place.row, place.tokens, head, *columns]
+        row, h, heads, _, tokens = self.place
+        return self.refs[name].at[row, tokens, head_index(self.refs[name], h, heads), *columns]
 
     def keys(self, name: str):
-        """The reference [C, 64] to an input [B, T, *, K], likewise."""
+        """The reference [C, 64] to an input [B, T, n, K], of the head that serves the output's head."""
         return self.head_tokens(name, self.columns)
 
     def log_decay(self):
@@ -84,18 +90,7 @@ class Block:
 
     def store(self, name: str, buffer, x) -> None:
         """Store x [C, 64] in an output [B, T, h, K] through a buffer in shared memory."""
-        place = self.place
-        buffer[...] = x.astype(_BF16)
+        row, h, _, _, tokens = self.place
+        buffer[...] = x.astype(jnp.bfloat16)
         plgpu.commit_smem()
-        to = self.refs[name].at[place.row, place.tokens, place.h, self.columns]
-        plgpu.copy_smem_to_gmem(buffer, to)
-
-
-def load_float32(ref):
-    """A bfloat16 tile in shared memory, in float32."""
-    return load(ref).astype(_F32)
-
-
-def token_decay(log_decay):
-    """The decays e^g of single tokens, with the lower bound of g that the sums of decays have."""
-    return jnp.exp(jnp.maximum(log_decay, tiles.FLOOR))
+        plgpu.copy_smem_to_gmem(buffer, self.refs[name].at[row, tokens, h, self.columns])
