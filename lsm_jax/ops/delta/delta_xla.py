@@ -30,7 +30,9 @@ from lsm_jax.ops.delta.options import MatrixOptions
 
 
 class _Inputs(NamedTuple):
-    """Arrays by head: q [..., G, R, K], k [..., G, K], v [..., G, V], beta [..., G]; at most one decay."""
+    """The op's arrays, split by head: q [..., G, R, K], k [..., G, K], v [..., G, V], beta [..., G]; at most
+    one decay.
+    """
 
     q: Array
     k: Array

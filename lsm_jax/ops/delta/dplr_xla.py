@@ -30,8 +30,8 @@ from lsm_jax.ops.delta.options import MatrixOptions
 
 
 class _Inputs(NamedTuple):
-    """Arrays by head: q [..., G, R, K]; k, a, b [..., G, K]; v [..., G, V]; log_decay [..., G, K], or
-    [..., G, 1] for all channels.
+    """The op's arrays, split by head: q [..., G, R, K]; k, a, b [..., G, K]; v [..., G, V]; log_decay
+    [..., G, K], or [..., G, 1] for all channels.
     """
 
     q: Array
@@ -168,6 +168,6 @@ def _chunked(inputs: _Inputs, memory, chunks: Chunks, options: MatrixOptions):
 
 
 def _spread(halving: Halving) -> Halving:
-    """The sums for rows and columns that have two more axes before the tokens' axis."""
+    """Return the halving with two more axes (of size 1) before the tokens' axis of its sums."""
     levels = tuple((p[:, :, :, None, None], s[:, :, :, None, None]) for p, s in halving.levels)
     return halving._replace(levels=levels)
