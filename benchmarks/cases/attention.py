@@ -1,4 +1,4 @@
-"""Time forgetting attention, beside cuDNN's attention without gates and flash-linear-attention.
+"""Time forgetting attention, cuDNN's attention without gates, and flash-linear-attention.
 
     python -m benchmarks attention [--shapes 1x16384x16x128] [--peers fla]
 
