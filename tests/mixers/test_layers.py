@@ -1,4 +1,6 @@
-"""What layers keep for the backward pass, the gradients of products returned in float32, and which methods kernels serve."""
+"""The arrays that layers save for the backward pass, the gradients of products that are returned in float32,
+and the methods whose ops run on kernels.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ X = jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS, WIDTH), jnp.bfloat16)
 
 
 def kept(function, *arrays):
-    """What `jax.vjp` keeps of [B, T, ...]."""
+    """Return the arrays [B, T, ...] that `jax.vjp` of the function saves."""
     leaves = jax.tree.leaves(jax.eval_shape(lambda *x: jax.vjp(function, *x)[1], *arrays))
     return [x for x in leaves if x.shape[:2] == (BATCH, LENGTH)]
 
@@ -90,7 +92,9 @@ SERVED = (
 
 @pytest.mark.parametrize("name", SERVED)
 def test_a_layer_in_bfloat16_is_served_by_its_op_s_kernel(name):
-    """A layer may give its op an array of another type or shape than the kernel takes, and run without it in silence."""
+    """If a layer passed its op an array with a dtype or shape that the kernel does not support, XLA would run
+    without any message.
+    """
     select.clear_choices()
     jax.clear_caches()
     method = mixers.METHODS[name]
