@@ -24,11 +24,11 @@ NUM_LAYERS = 2
 def config_of(name="gated_deltanet", *, inner=None, **fields) -> mixers.MoMConfig:
     """Return a small config around the inner mixer `name`, with chunks of four tokens."""
     method = mixers.METHODS[name]
-    own = method.config.for_width(WIDTH)
+    config = method.config.for_width(WIDTH)
     given = dict(chunk_size=4) | (inner or {})
     if name == "gated_deltanet":
         given = dict(num_heads=2, head_dim=4, expand_v=1.0) | given
-    return mixers.MoMConfig(mixer=changed(own, **given), **fields)
+    return mixers.MoMConfig(mixer=changed(config, **given), **fields)
 
 
 def build(config) -> mixers.Mixer:
@@ -50,8 +50,7 @@ def made(name="gated_deltanet", **fields) -> mixers.MoM:
 
 
 def shared_of(mixer, x):
-    """Return the values that are shared between layers, for the second of two layers with equal parameters.
-    """
+    """Return the values that are shared between layers, for the second of two layers with equal parameters."""
     inner = mixer.innermost()
     stacked = jax.tree.map(lambda p: jnp.stack([jax.lax.stop_gradient(p), p]), inner)
     shared = type(inner).init_shared(x, [(jnp.arange(2), stacked)])
@@ -76,7 +75,9 @@ def _both(mixer, x):
     return number(y), y
 
 
-gradient = jax.jit(jax.grad(_both, argnums=(0, 1), has_aux=True))  # (gradients of the mixer, of x), y
+gradient = jax.jit(
+    jax.grad(_both, argnums=(0, 1), has_aux=True)
+)  # (gradients of the mixer, of x), y
 
 
 def choices(mixer, x) -> np.ndarray:
@@ -96,7 +97,7 @@ def copied(module):
     return jax.tree.map(lambda p: p, module)
 
 
-def _own_parts(mixer) -> dict:
+def _memory_parameters(mixer) -> dict:
     """Return the parameters that differ between memories, [G, ...] by path."""
     if mixer.config.single_projections:
         return {}
@@ -105,17 +106,19 @@ def _own_parts(mixer) -> dict:
     return {path: p.get_value() for path, p in flat if path[0] in parts}
 
 
-def _with_parts(mixer, own: dict) -> mixers.Mixer:
+def _with_parameters(mixer, parameters: dict) -> mixers.Mixer:
     inner = copied(mixer.inner)
     flat = nnx.to_flat_state(nnx.state(inner, nnx.Param))
-    new = {path: p.replace(own[path]) if path in own else p for path, p in flat}
+    new = {path: p.replace(parameters[path]) if path in parameters else p for path, p in flat}
     nnx.update(inner, nnx.from_flat_state(new))
     return inner
 
 
 def memory(mixer, index: int) -> mixers.Mixer:
     """Return the inner mixer with the parameters of one memory."""
-    return _with_parts(mixer, {path: p[index] for path, p in _own_parts(mixer).items()})
+    return _with_parameters(
+        mixer, {path: p[index] for path, p in _memory_parameters(mixer).items()}
+    )
 
 
 def definition(mixer, x, chosen):
@@ -126,8 +129,8 @@ def definition(mixer, x, chosen):
     groups = mixer.config.num_groups()
     chosen = jnp.asarray(chosen)
     probability = jax.nn.softmax(x @ mixer.router.kernel[...], axis=-1)
-    kept = probability * chosen[..., : mixer.config.num_memories]
-    weight = kept / kept.sum(-1, keepdims=True)
+    selected = probability * chosen[..., : mixer.config.num_memories]
+    weight = selected / selected.sum(-1, keepdims=True)
     weight = jnp.concatenate([weight, jnp.ones((batch, length, 1))], axis=-1)[..., :groups]
     weight = jnp.where(chosen, weight, 0)
     shared = shared_of(mixer, x)
@@ -135,11 +138,11 @@ def definition(mixer, x, chosen):
     def along(a, index):
         return jnp.take_along_axis(a, index.reshape(*index.shape, *(1,) * (a.ndim - 2)), axis=1)
 
-    def one(own, order, back, weight):
+    def one(parameters, order, back, weight):
         """Return one memory's weighted outputs for all tokens. `order` has the memory's tokens first, in the
         order of time, and then the other tokens.
         """
-        inner = _with_parts(mixer, own)
+        inner = _with_parameters(mixer, parameters)
         cut = {n: along(s, order) if n in inner.shared_by_token else s for n, s in shared.items()}
         context = Context(1, cut, positions=order if inner.uses_positions else None)
         o, _, context = inner.through_memory(along(x, order), context, None)
@@ -152,7 +155,7 @@ def definition(mixer, x, chosen):
 
     order = jnp.argsort(~jnp.moveaxis(chosen, 2, 0), axis=2, stable=True).astype(jnp.int32)
     back = jnp.argsort(order, axis=2)
-    given = _own_parts(mixer), order, back, jnp.moveaxis(weight, 2, 0)
+    given = _memory_parameters(mixer), order, back, jnp.moveaxis(weight, 2, 0)
     total, bypass = jax.tree.map(lambda y: y.sum(0), jax.vmap(one)(*given))
     return mixer.inner.finish(total, x, Context(1, shared, bypass=bypass))[0]
 

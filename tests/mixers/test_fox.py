@@ -81,7 +81,7 @@ def test_shift_is_the_published_one():
     config = FoXConfig(num_heads=1, **OFF | dict(key_shift=True))
     mixer = mixers.build(config, 4, rngs=nnx.Rngs(0))
     mixer.k_proj.kernel[...] = jnp.eye(4)
-    # With a constant input every token has the same share, that of the gate's only input.
+    # For each token, the gate's kernel is such that the token has the given share.
     for t, a in enumerate(share[:2]):
         x = jnp.asarray(keys[:, : t + 1], jnp.float32)
         logit = np.log(a / (1 - a))

@@ -63,7 +63,8 @@ def test_gated_retention_with_a_constant_gate_is_retention():
     gated = Small(METHODS["gated_retention"], num_heads=1, gate_temperature=1.0)
     retnet = Small(METHODS["retnet"], num_heads=1, expand_v=1.0)
     copy_parameters(gated, retnet, *QKVO, "g_proj")
-    # sigmoid(log 31) = 31 / 32, retention's first head; the gate sees a constant channel only.
+    # sigmoid(log 31) = 31 / 32 is the decay of retention's first head; the gate reads only a constant
+    # channel.
     gated.mixer.decay_proj.kernel[...] = jnp.zeros((32, 1)).at[0].set(jnp.log(31.0))
     x = gated.x.at[:, :, 0].set(1.0)
     close(gated(x)[0], retnet(x)[0])

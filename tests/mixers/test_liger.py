@@ -126,8 +126,7 @@ def test_prefill_and_decoding_equal_one_call_under_left_padding(gate):
 
 @every_gate("mamba2")
 def test_a_state_of_key_heads_is_one_of_repeated_heads(gate):
-    """Keys and values that are repeated for every query head compute the same function, with a larger state.
-    """
+    """Keys and values that are repeated for every query head compute the same function, with a larger state."""
     case = small(gate)
     wider = Small(METHODS["liger"], **dataclasses.asdict(case.config) | dict(num_kv_heads=HEADS))
     for name in ("q_proj", "o_proj", "q_norm", "k_norm"):

@@ -60,7 +60,9 @@ def test_hgrn2_is_the_published_recurrence():
     mixer, x = small.mixer, np.asarray(small.x[0], np.float64)
     q, f, i = (dense(p, x).reshape(10, 4, 8) for p in (mixer.q_proj, mixer.f_proj, mixer.i_proj))
     row = wide(mixer.lower_bound)
-    low = bounds(np.stack([row, row]))[1].reshape(4, 8)  # the second of two layers with equal logits: one half
+    low = bounds(np.stack([row, row]))[1].reshape(
+        4, 8
+    )  # the second of two layers with equal logits: one half
     np.testing.assert_allclose(low, 0.5)
     memory, o = np.zeros((4, 8, 8)), np.zeros((10, 4, 8))
     for t in range(10):

@@ -49,7 +49,7 @@ by_method = pytest.mark.parametrize(
 SOME = ("linear_attention", "gla", "hgrn2", "mamba2", "deltanet", "gated_deltanet", "gsa", "rwkv7")
 
 
-def kept(state):
+def float_arrays(state):
     """Return the floating-point arrays of a state: all but segment ids and counts."""
     return [s for s in jax.tree.leaves(state) if jnp.issubdtype(s.dtype, jnp.inexact)]
 
@@ -102,7 +102,7 @@ def test_decoding_and_resuming_equal_one_call(name):
         y, state, _ = call(mixer, X[:, t : t + 1], state=state)
         outputs.append(y)
     close(jnp.concatenate(outputs, axis=1), whole)
-    close(kept(state), kept(final))
+    close(float_arrays(state), float_arrays(final))
     for tree in (state, final):
         assert jax.tree.map(lambda a: (a.shape, a.dtype), tree) == jax.tree.map(
             lambda a: (a.shape, a.dtype), fresh
@@ -134,9 +134,9 @@ def test_masked_states_equal_packed_ones(name):
     """
     _, final, _ = call(made(name), X)
     masked = made(name, execution="masked")
-    close(kept(call(masked, X)[1]), kept(final))
+    close(float_arrays(call(masked, X)[1]), float_arrays(final))
     _, state, _ = call(made(name), X[:, :6])
-    close(kept(call(masked, X[:, 6:], state=state)[1]), kept(final))
+    close(float_arrays(call(masked, X[:, 6:], state=state)[1]), float_arrays(final))
 
 
 @by_method
@@ -178,7 +178,7 @@ def test_one_memory_without_a_shared_one_is_the_inner_mixer(name, form):
     close(got, y)
     # The arrays have one more axis, of one memory, except those that all memories share (a token shift's last
     # token).
-    own, alone = kept(own), kept(state)
+    own, alone = float_arrays(own), float_arrays(state)
     close(own[: len(alone)], [s.reshape(o.shape) for s, o in zip(alone, own, strict=False)])
 
 
@@ -324,7 +324,7 @@ def test_tokens_left_out_change_nothing(how, form, resumed, name):
     start = dict(state=mixer.init_state(BATCH, LENGTH, jnp.float32)) if resumed else {}
     y, state, own = call(mixer, X, **arguments, **start)
     close(y[:, keep], alone)
-    close(kept(state), kept(final))
+    close(float_arrays(state), float_arrays(final))
     for statistic in ("balance_loss", "load", "entropy"):
         close(own[f"mom/{statistic}"], aux[f"mom/{statistic}"])
     other = jnp.where(live[..., None] != 0, X, 7.0)

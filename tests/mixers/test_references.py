@@ -156,14 +156,14 @@ def test_heads_that_are_not_rotated_may_be_odd():
 # part of a mixer
 
 
-def written(mixer, x, **shared):
+def op_arguments(mixer, x, **shared):
     """Return the op's arguments that `mixer.write` computes."""
     context = mixers.Context(1, shared, positions=jnp.zeros(x.shape[:2], jnp.int32))
     _, context = mixer.read(x, context)
     return mixer.write(x, context)[0]
 
 
-def fresh(name, **fields):
+def mixer_and_input(name, **fields):
     """Return a mixer and its input; if called under `jax.jit`, results that a test does not use are not
     computed.
     """
@@ -175,7 +175,7 @@ def fresh(name, **fields):
 @pytest.mark.parametrize("name", ["deltanet", "gated_deltanet", "kda"])
 def test_negative_eigenvalues_double_beta(name):
     def beta(negative):
-        return written(*fresh(name, allow_negative_eigenvalues=negative))["beta"]
+        return op_arguments(*mixer_and_input(name, allow_negative_eigenvalues=negative))["beta"]
 
     plain, doubled = (jax.jit(lambda n=n: beta(n))() for n in (False, True))
     np.testing.assert_allclose(doubled, 2 * plain, rtol=1e-6)
@@ -186,10 +186,10 @@ def test_gateloops_gate_gets_its_share_of_the_gradient():
     """`gate_gradient` multiplies the gate's gradient and does not change the gate."""
 
     def of_gate(share):
-        mixer, x = fresh("gateloop", gate_gradient=share)
+        mixer, x = mixer_and_input("gateloop", gate_gradient=share)
 
         def loss(mixer):
-            gates = written(mixer, x)
+            gates = op_arguments(mixer, x)
             return jnp.sum(jnp.sin(gates["log_decay"]) + gates["angle"])
 
         value, gradients = jax.value_and_grad(loss)(mixer)
@@ -204,9 +204,9 @@ def test_gateloops_gate_gets_its_share_of_the_gradient():
 
 def test_ttts_learned_coefficients_never_turn_negative():
     def coefficients(learned):
-        mixer, x = fresh("ttt_linear", mini_batch=4)
+        mixer, x = mixer_and_input("ttt_linear", mini_batch=4)
         mixer.coefficients[...] = learned
-        return written(mixer, x)["coefficients"]
+        return op_arguments(mixer, x)["coefficients"]
 
     found = jax.jit(coefficients)(jnp.array([0.5, -0.7, 0.25, -0.25]))
     np.testing.assert_allclose(found, [1.5, 0, 1 / 3 + 0.25, 0], atol=1e-6)
@@ -217,13 +217,13 @@ def test_rwkv7_moves_its_values_towards_the_first_layers():
 
     @jax.jit
     def values():
-        mixer, x = fresh("rwkv7")
+        mixer, x = mixer_and_input("rwkv7")
         mixer.first.up.bias[...] -= 2.0
         first = jax.random.normal(jax.random.key(3), x.shape)
         down = mixer.first.down.kernel  # starts at zero
         down[...] = 0.1 * jax.random.normal(jax.random.key(4), down[...].shape)
-        moved = written(mixer, x, v_first=first, v_first_layer=0)["v"].reshape(x.shape)
-        return mixer, x, first, written(mixer, x)["v"].reshape(x.shape), moved
+        moved = op_arguments(mixer, x, v_first=first, v_first_layer=0)["v"].reshape(x.shape)
+        return mixer, x, first, op_arguments(mixer, x)["v"].reshape(x.shape), moved
 
     mixer, x, first, own, moved = values()
     x = np.asarray(x, np.float64)
