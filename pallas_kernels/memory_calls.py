@@ -28,10 +28,11 @@ class MemoryCall(NamedTuple):
 
 
 def backend_module(op: str, implementation: str, variant: str) -> Any:
-    """The module of an op's backend. It is imported here, so that a backend that is not used costs nothing at import.
+    """Return the module of an op's backend. It is imported here, so that a backend that is not used adds no
+    time to the import of the package.
 
     Raises:
-        ValueError: an implementation that does not exist.
+        ValueError: the implementation does not exist.
     """
     if implementation not in FOLDERS:
         raise ValueError(f"{op}: implementation={implementation!r}; accepted are {tuple(FOLDERS)}")
@@ -39,17 +40,19 @@ def backend_module(op: str, implementation: str, variant: str) -> Any:
 
 
 def pad_tokens(x: Any, padding: int) -> Any:
-    """x [B, T, ...] with `padding` tokens of zeros at the end, which write nothing; None for None."""
+    """Return x [B, T, ...] with `padding` more tokens of zeros at the end, which write nothing; None for
+    None.
+    """
     return None if x is None else jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
 
 
 def pad_documents(run: Any, padding: int) -> Any:
-    """run [B, T] with `padding` tokens of the last document at the end; None for None."""
+    """Return run [B, T] with `padding` more tokens of the last document at the end; None for None."""
     return None if run is None else jnp.pad(run, [(0, 0), (0, padding)], mode="edge")
 
 
 def materialize(cotangents: Any) -> list[Any]:
-    """Cotangents with zeros in place of symbolic zeros."""
+    """Return cotangents with arrays of zeros in place of symbolic zeros."""
     zeros: Any = jnp.zeros
     return [zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents]
 
@@ -87,7 +90,7 @@ def value_dims(*sizes: int) -> Requirement:
 
 
 def _in_slices(size: int) -> bool:
-    """Whether Hopper's kernels with a decay per channel have slices for so many channels."""
+    """Whether Hopper's kernels with a decay per channel support so many channels, in slices."""
     return size == 64 or (size > 0 and size % 128 == 0)
 
 

@@ -142,7 +142,7 @@ class MoE(nnx.Module):
         self.shared_gate = Dense(hidden_size, 1, axes=("embed", None), **init) if gated else None
 
     def init_state(self, batch_size: int, max_length: int, dtype: Any) -> None:
-        """None: there is no state."""
+        """Return None, since the layer has no state."""
         return None
 
     def __call__(

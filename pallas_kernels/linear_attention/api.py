@@ -148,7 +148,7 @@ def _options(static: tuple, bonus: Any) -> dict[str, Any]:
 
 
 def _exact(static: tuple) -> dict[str, Any]:
-    """The options of the forward function for a float32 output, if it has any."""
+    """Return the option of the forward function that requests a float32 output, if it has one."""
     backend, _, exact, _ = static
     return dict(exact=True) if exact and getattr(backend, "HAS_EXACT", False) else {}
 

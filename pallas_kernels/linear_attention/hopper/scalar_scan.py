@@ -136,7 +136,7 @@ class _Call(NamedTuple):
     Attributes:
         shapes: of the inputs, by name.
         streams: the inputs that are loaded chunk by chunk.
-        heads: of the output.
+        heads: number of heads of the output.
         depth: rows of S that a warpgroup has.
         slices: of the rows of S.
         blocks: of the columns of S, 64 each.
