@@ -1,5 +1,5 @@
-"""Gated retention (YOCO, arXiv 2405.05254, Section 3.1): retention whose decay is a gate, `γ_t = sigmoid(x_t
-W_γ)^(1/τ)`, one per head.
+"""Gated retention (YOCO, arXiv 2405.05254, Section 3.1): retention whose decay is a gate per head,
+`γ_t = sigmoid(x_t W_γ)^(1/τ)`.
 """
 
 from __future__ import annotations

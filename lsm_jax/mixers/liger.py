@@ -2,9 +2,9 @@
 parameter.
 
 The gate is the layer's key projection, pooled over channels: `M_t = G_t ⊙ M_{t-1} + k_tᵀ v_t`,
-`G_t = f(Pool(x_t W_k))`. Paper Table 1 has the gates; where it leaves a choice, that of the published code
-(github.com/OpenSparseLLMs/Linearization) is taken: softmax over channels as the feature map, queries not
-scaled, no normaliser, norm or output gate.
+`G_t = f(Pool(x_t W_k))`. Table 1 of the paper has the gates. Where the paper is not specific, this follows the
+published code (github.com/OpenSparseLLMs/Linearization): softmax over channels as the feature map, queries
+not scaled, no normaliser, norm or output gate.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class RecurrentConfig:
     """Base of the configs of mixers whose memory is of fixed size.
 
     Attributes:
-        op: how the op computes; each config has a copy, so that `dataclasses.replace` gives independent
+        op: how the op computes; each config has a copy, so that `dataclasses.replace` returns independent
             configs.
     """
 

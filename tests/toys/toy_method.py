@@ -1,7 +1,7 @@
 """A method from outside the package: one file and one `register`.
 
-It is a linear memory with a learned constant decay per head. As a plugin of pytest (`-p
-tests.toys.toy_method`) it adds the method to the tests of mixers and models.
+It is a linear memory with a learned constant decay per head. As a plugin of pytest
+(`-p tests.toys.toy_method`) it adds the method to the tests of mixers and models.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def partly_mapped() -> bool:
     """Whether some axes of the mesh are mapped, and others with several devices are left to XLA's
     partitioner.
 
-    cuDNN's attention then brings a partitioning of its own, over which XLA's compiler crashes (jax 0.11.2).
+    cuDNN's attention then adds its own partitioning, on which XLA's compiler crashes (jax 0.11.2).
     """
     mesh = jax.sharding.get_abstract_mesh()
     return any(mesh.shape[name] > 1 for name in _unmapped_axes())

@@ -27,7 +27,7 @@ class AttentionOptions(NamedTuple):
         no_state: whether the caller gave no state.
         unmasked: whether the caller gave neither a state nor segment ids nor a mask, so that masks depend
             on positions alone.
-        axis: the mesh axis that rows are split over; None if a device holds complete rows.
+        axis: the mesh axis that rows are split over; None if a device has complete rows.
     """
 
     window: int | None

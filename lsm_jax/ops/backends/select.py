@@ -57,7 +57,7 @@ def select(call: Call) -> Selection:
     each platform that supports it.
 
     Raises:
-        NotImplementedError: no backend of the given names supports the call; the message gives their
+        NotImplementedError: no backend of the given names supports the call; the message names their
             requirements.
     """
     implementation = call.implementation

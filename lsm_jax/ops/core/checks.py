@@ -49,8 +49,8 @@ def check_row_channels(op: str, name: str, array) -> tuple[int, int, int]:
 
 
 def check_qkv(op: str, q, k, v) -> tuple[int, int, int, int, int, int, int]:
-    """Check queries, keys and values against each other and the rule of heads; returns (B, T, H, key heads,
-    G, K, V).
+    """Check that the shapes and numbers of heads of queries, keys and values match; returns (B, T, H, key
+    heads, G, K, V).
     """
     for name, array, letters in (
         ("q", q, "B, T, H, K"),

@@ -1,4 +1,4 @@
-"""Run an op where devices hold consecutive parts of a row: each device continues from the state after the
+"""Run an op where devices have consecutive parts of a row: each device continues from the state after the
 earlier devices' tokens.
 
 A state is a value, so that a device needs only one thing from the others: the state that its tokens start

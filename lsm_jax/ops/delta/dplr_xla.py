@@ -94,8 +94,8 @@ def _step(memory: Array, x: _Inputs) -> tuple[Array, Array]:
 def _chunked(inputs: _Inputs, memory, chunks: Chunks, options: MatrixOptions):
     """The output [B, N, C, G, R, V] and the final memory, from inputs [B, T, ...].
 
-    Inside a chunk U, the values that `a` reads, solves `(I - A) U = Ã M + B V`. A holds the decayed products
-    of a with earlier b, B those with earlier k, and M is the memory that the chunk starts from.
+    Inside a chunk U, the values that `a` reads, solves `(I - A) U = Ã M + B V`. A contains the decayed
+    products of a with earlier b, B those with earlier k, and M is the memory that the chunk starts from.
     """
     precision = options.precision
 

@@ -79,7 +79,7 @@ def linear_memory(
         The output in v's dtype, and the final state in float32 (float64 if an input is).
 
     Raises:
-        NotImplementedError: a backend that is asked for by name does not support the call; the message gives
+        NotImplementedError: a backend that is asked for by name does not support the call; the message names
             the requirement.
         ValueError: shapes, heads, form, implementation or chunk size that are not accepted.
     """

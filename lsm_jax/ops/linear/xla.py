@@ -140,7 +140,9 @@ def by_xla(
 
 
 def _stabilized(options, x: stabilized.Gated, memory, stabilizer, tokens: Tokens, dtype):
-    """The output and the final state with `log_input_gate`; the last value channel holds the normaliser."""
+    """The output and the final state with `log_input_gate`; the last value channel of the memory is the
+    normaliser.
+    """
     batch, length = x.gate.shape[:2]
     if options.form == "recurrent":
         output, m, memory, stabilizer = stabilized.by_token(x, memory, stabilizer, tokens)

@@ -79,7 +79,8 @@ def scalar_scan(
         interpret: parameters of the interpreter, or False.
 
     Returns:
-        The output [B, T, heads, V] if x is given, the last S [B * S, heads, D, V] float32, and what else was asked for.
+        The output [B, T, heads, V] if x is given, the last S [B * S, heads, D, V] float32, and the other
+        results that were requested.
     """
     batch, length, _, all_rows = y.shape
     width, count = z.shape[-1], length // CHUNK
