@@ -34,7 +34,7 @@ ROUTERS = ("softmax_topk", "topk_softmax")
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class MoEConfig:
-    """Mixture of experts.
+    """The config of a mixture of experts.
 
     Attributes:
         num_experts: number of experts (E).
@@ -78,7 +78,8 @@ class MoEConfig:
 
     @classmethod
     def for_width(cls, hidden_size: int, multiple_of: int) -> MoEConfig:
-        """The proportions of Linear-MoE's A0.3B-2B: 64 experts of width 7/8 hidden_size, eight per token;
+        """Return the config with the proportions of Linear-MoE's A0.3B-2B: 64 experts of width 7/8
+        hidden_size, eight per token;
         `multiple_of` is not used."""
         return cls(expert_size=hidden_size * 7 // 8)
 
@@ -107,7 +108,7 @@ class MoEConfig:
 
 
 class MoE(nnx.Module):
-    """Mixture of experts; see `MoEConfig`. It has no state."""
+    """A layer of experts; see `MoEConfig`. It has no state."""
 
     uses_depth: ClassVar[bool] = True
 

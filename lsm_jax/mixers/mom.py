@@ -53,7 +53,7 @@ _ROW = "row_"  # prefix of the names of tails that belong to the row, not to a m
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class MoMConfig:
-    """Mixture-of-Memories.
+    """The config of a Mixture-of-Memories.
 
     Attributes:
         mixer: the config of the inner mixer; any mixer with `Mixer.memory_parts`.

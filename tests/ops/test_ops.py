@@ -115,7 +115,7 @@ def objective(case, form, weights, inputs, state, **options):
 
 @functools.cache
 def reference_gradients(case, kind, decay="mild"):
-    """`gradients` of the recurrent form in float64, or of the only form."""
+    """Return the result of `gradients` for the recurrent form (or the only form) in float64."""
     arguments = settings(kind, case)
     state = arguments.pop("state")
     inputs = make_inputs(case, decay=decay)
@@ -124,7 +124,9 @@ def reference_gradients(case, kind, decay="mild"):
 
 @functools.cache
 def wide_gradients(case, decay, dtype):
-    """`gradients` of the first form in float64, with inputs that are rounded to `dtype`."""
+    """Return the result of `gradients` for the first form in float64, with inputs that are rounded to
+    `dtype`.
+    """
     inputs = make_inputs(case, decay=decay, dtype=dtype)
     wide = {n: x.astype(jnp.float64) for n, x in inputs.items()}
     return gradients(case, case.forms[0], wide, None)
@@ -132,13 +134,13 @@ def wide_gradients(case, decay, dtype):
 
 @functools.cache
 def long_gradients(case, length):
-    """`gradients` of the recurrent form, for `length` tokens and an empty state."""
+    """Return the result of `gradients` for the recurrent form, `length` tokens and an empty state."""
     return gradients(case, "recurrent", make_inputs(case, length=length), None, chunk_size=64)
 
 
 def gradients(case, form, inputs, state, **arguments):
-    """The objective, (output, final state), and the objective's gradients with respect to all inputs and
-    the state.
+    """Return the objective, (output, final state), and the objective's gradients with respect to all inputs
+    and the state.
     """
     leaves, tree = jax.tree.flatten((inputs, state if state is not None else {}))
     inexact = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]

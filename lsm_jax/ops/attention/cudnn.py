@@ -52,7 +52,7 @@ REQUIREMENTS = (
 
 
 def run(call: Call) -> jax.Array:
-    """The output [B, T, H, V]."""
+    """Compute the output [B, T, H, V] by cuDNN."""
     q, k, v = (call.arguments[n] for n in "qkv")
     window, scale = call.options.window, call.options.scale
     local = None if window is None else (window - 1, 0)

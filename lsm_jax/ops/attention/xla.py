@@ -74,7 +74,7 @@ def _with_masks(
     positions: TokenPositions,
     state: AttentionState,
 ) -> Array:
-    """The output [B, T, H, V], by attention to the state's tokens and to the call's."""
+    """Return the output [B, T, H, V] of attention to the tokens of the state and of the call."""
     key_positions, keys = positions, (k, v, sums)
     if not options.no_state:
         key_positions, keys = prepend_state(state, positions, keys)

@@ -76,7 +76,9 @@ def read_tokens(
 def carry_ids_forward(
     segment_ids: Int[Array, "B T"], state_id: Int[Array, " B"]
 ) -> Int[Array, "B T"]:
-    """The last nonzero id at or before each token; the state's id before the first one."""
+    """Return the last nonzero id at or before each token, [B, T]; the state's id before the first nonzero
+    one.
+    """
     index = jnp.where(segment_ids != 0, jnp.arange(segment_ids.shape[1], dtype=jnp.int32), -1)
     latest = jax.lax.cummax(index, axis=1)
     ids = jnp.take_along_axis(segment_ids, jnp.maximum(latest, 0), axis=1)

@@ -69,7 +69,7 @@ def weighed_writes(k, v, key_decay, value_decay, stays, precision) -> Array:
 
 
 def update_of(options: LinearOptions, arguments: dict[str, Any]) -> Update:
-    """The tokens of this device as one update.
+    """Return the tokens of this device as one update.
 
     The XLA form computes the states that one product cannot compute: one state per segment, or gated writes.
 

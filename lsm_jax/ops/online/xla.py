@@ -174,7 +174,7 @@ def _select_rows(condition: Array, a: Any, b: Any) -> Any:
 
 
 def _next_mini_batch(memory: _Memory, coefficients: Array | None) -> _Memory:
-    """The memory after the last token of a mini-batch."""
+    """Return the memory at the start of the next mini-batch, after the last token of one."""
     if memory.current is not None:
         return memory._replace(start=memory.current, start_log_kept=memory.log_kept)
     assert coefficients is not None
