@@ -79,8 +79,8 @@ class MoEConfig:
     @classmethod
     def for_width(cls, hidden_size: int, multiple_of: int) -> MoEConfig:
         """Return the config with the proportions of Linear-MoE's A0.3B-2B: 64 experts of width 7/8
-        hidden_size, eight per token;
-        `multiple_of` is not used."""
+        hidden_size, eight per token; `multiple_of` is not used.
+        """
         return cls(expert_size=hidden_size * 7 // 8)
 
     def validate(self, hidden_size: int) -> None:

@@ -51,8 +51,7 @@ class RWKV7ChannelMixConfig:
 
 class RWKV7ChannelMix(nnx.Module):
     """The layer of RWKV7's channel mix; see `RWKV7ChannelMixConfig`. Parameters are initialised as published;
-    `init_std`
-    is not used. Its state is the last token."""
+    `init_std` is not used. Its state is the last token."""
 
     uses_depth: ClassVar[bool] = True
 

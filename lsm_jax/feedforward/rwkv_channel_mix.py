@@ -60,8 +60,7 @@ class RWKV6ChannelMixConfig:
 
 class RWKV6ChannelMix(nnx.Module):
     """The layer of RWKV6's channel mix; see `RWKV6ChannelMixConfig`. Parameters are initialised as published;
-    `init_std`
-    is not used. Its state is the last token."""
+    `init_std` is not used. Its state is the last token."""
 
     uses_depth: ClassVar[bool] = True
 

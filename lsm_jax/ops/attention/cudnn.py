@@ -92,7 +92,7 @@ def partly_mapped() -> bool:
 
 
 def _unmapped_axes() -> tuple[str, ...]:
-    """The axes of the mesh that are not mapped, if others are; else none."""
+    """Return the axes of the mesh that are not mapped; none if no axis is mapped."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     unmapped = tuple(name for name, kind in kinds if kind != AxisType.Manual)

@@ -191,7 +191,7 @@ def _block_size(length: int) -> int:
 
 
 def _real_and_imaginary(x: Array, axis: int) -> Array:
-    """The real and the imaginary parts, concatenated along `axis`."""
+    """Return the real and the imaginary parts of x, concatenated along `axis`."""
     return jnp.concatenate([jnp.real(x), jnp.imag(x)], axis=axis)
 
 
