@@ -42,7 +42,8 @@ class RWKV7Config(RecurrentConfig):
         head_dim: number of key and of value channels of a head; there are hidden_size / head_dim heads.
         decay_rank: inner width of the decay's two matrices; None is the published 2.5 √hidden_size (for heads
             of 64), rounded to a multiple of 32.
-        rate_rank: inner width of the two matrices of the in-context rate a; None means the same.
+        rate_rank: inner width of the two matrices of the in-context rate a; None means the default of
+            `decay_rank`.
         value_rank: inner width for the weight of the first layer's value; None means 1.7 √hidden_size,
             rounded likewise.
         gate_rank: inner width of the output gate; None means 5 √hidden_size, rounded likewise.

@@ -64,8 +64,8 @@ def test_explicit_pattern_is_scanned_by_its_shortest_period():
 
 
 def test_published_sizes(method):
-    """The numbers of parameters are near those in the models' names, and floating-point operations are about
-    two per parameter.
+    """The numbers of parameters are near those in the models' names, and the layers have 2 to 3.5
+    floating-point operations per parameter and token.
     """
     for size, low, high in (("10m", 8e6, 13e6), ("340m", 0.29e9, 0.45e9), ("1.3b", 1.1e9, 1.75e9)):
         config = models.lm(method, size)
