@@ -31,10 +31,11 @@ class MemoryCall(NamedTuple):
 
 
 def backend_module(op: str, implementation: str, variant: str) -> Any:
-    """The module of an op's backend. It is imported here, so that a backend that is not used costs nothing at import.
+    """Return the module of an op's backend. It is imported here, so that a backend that is not used adds no
+    time to the import of the package.
 
     Raises:
-        ValueError: an implementation that does not exist.
+        ValueError: the implementation does not exist.
     """
     if implementation not in FOLDERS:
         raise ValueError(f"{op}: implementation={implementation!r}; accepted are {tuple(FOLDERS)}")
@@ -189,7 +190,7 @@ def value_dims(*sizes: int) -> Requirement:
 
 
 def _in_slices(size: int) -> bool:
-    """Whether Hopper's kernels with a decay per channel have slices for so many channels."""
+    """Whether Hopper's kernels with a decay per channel support so many channels, in slices."""
     return size == 64 or (size > 0 and size % 128 == 0)
 
 

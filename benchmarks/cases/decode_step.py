@@ -57,7 +57,7 @@ STEPS, LAYERS = 100, 4
 
 
 def make_inputs(names: str, batch: int, heads: int, dim: int) -> dict[str, Any]:
-    """Return the arrays of a step by name; `names` has the decay's kind and further arrays beside q, k, v."""
+    """Return the arrays of a step by name; `names` has the kind of decay, and arrays besides q, k, v."""
     draws = np.random.default_rng(0)
 
     def draw(*shape, dtype=jnp.float32):

@@ -85,7 +85,7 @@ def make_inputs(op: str, shape: str, stronger: float = 1.0) -> tuple[jax.Array, 
 
 
 def library_call(op: str, implementation: str, segments: int = 0):
-    """Return the library's op as a function of the inputs that gives the output.
+    """Return the library's op as a function of the inputs that returns the output.
 
     With `segments`, a row has so many documents, each with one state in and out.
     """

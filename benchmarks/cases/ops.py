@@ -71,7 +71,7 @@ _OPS = (
 
 
 def function(name: str, **options):
-    """Return an op as a function of its arguments that gives the output."""
+    """Return an op as a function of its arguments that returns only the output."""
     if name.startswith("attention"):
         window = 512 if "window" in name else None
         return lambda inputs: ops.attention(**inputs, window=window)[0]
@@ -80,7 +80,7 @@ def function(name: str, **options):
 
 
 def with_gradients(f):
-    """Return the function that gives the output of `f` and all its gradients."""
+    """Return a function that returns the output of `f` and all its gradients."""
 
     def loss(inputs):
         output = f(inputs).astype(jnp.float32)

@@ -262,7 +262,7 @@ class Mixer(nnx.Module):
 
         Args:
             x: [B, T, D].
-            context: the call's.
+            context: the context of the call.
             memory: the op's state, None for an empty one.
 
         Returns:

@@ -31,12 +31,12 @@ def _is_a(kind: Any) -> Callable[[object], bool]:
 
 
 def fields(owner: Any, name: str | None = None) -> None:
-    """Raise ValueError unless every field is of the kind of its annotation, numbers finite; the first check
-    of `validate`.
+    """Raise ValueError unless every field has the type of its annotation and all numbers are finite; the
+    first check of `validate`.
 
     Args:
         owner: a config.
-        name: what messages call it, the name of its class by default.
+        name: the config's name in messages; by default the name of its class.
     """
     for field, hint in typing.get_type_hints(type(owner)).items():
         if typing.get_origin(hint) is tuple:  # the owner checks its entries
@@ -81,7 +81,8 @@ def divides(owner: Any, name: str, value: int, what: str, total: int) -> None:
 
 
 def expanded(owner: Any, name: str, factor: float, hidden_size: int, num_heads: int) -> int:
-    """Head size of `factor * hidden_size` channels cut into `num_heads` heads.
+    """Return the number of channels of a head if `factor * hidden_size` channels are divided into `num_heads`
+    heads.
 
     Raises:
         ValueError: the product is no whole number, or `num_heads` does not divide it.

@@ -19,17 +19,17 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class DeltaNetConfig(RecurrentConfig):
-    """DeltaNet.
+    """The config of DeltaNet.
 
     Attributes:
         num_heads: heads of queries and keys.
         num_value_heads: heads of values and memories, a multiple of `num_heads`; None is `num_heads`.
-        expand_k: key channels over hidden_size, all heads together.
-        expand_v: value channels over hidden_size, all value heads together.
+        expand_k: number of key channels of all heads, divided by hidden_size.
+        expand_v: number of value channels of all heads, divided by hidden_size.
         conv_size: width of the short convolutions on q, k and v.
         allow_negative_eigenvalues: β in (0, 2) instead of (0, 1) (arXiv 2411.12537).
-        output_gate: multiply the normed output by silu(x W).
-        norm_eps: of the norm over each head's output.
+        output_gate: whether the normalised output is multiplied by silu(x W).
+        norm_eps: epsilon of the norm over each head's output.
     """
 
     num_heads: int = 4
@@ -43,7 +43,7 @@ class DeltaNetConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> DeltaNetConfig:
-        """The published proportions: heads of 128."""
+        """Return the config with the published proportions: heads of 128 channels."""
         return cls(num_heads=hidden_size // min(128, hidden_size // 4))
 
     def value_heads(self) -> int:
@@ -66,8 +66,8 @@ class DeltaNetConfig(RecurrentConfig):
         checks.convolution_width(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, convolutions, and erase, write, read of
-        2KV a head.
+        """Return the floating-point operations of the forward pass per token: the projections and
+        convolutions, and per head 2 K V each to erase, to write and to read.
         """
         k, v = self.head_dims(hidden_size)
         keys, heads = self.num_heads * k, self.value_heads()
@@ -77,7 +77,7 @@ class DeltaNetConfig(RecurrentConfig):
 
 
 class DeltaNet(Mixer):
-    """DeltaNet; see `DeltaNetConfig`."""
+    """The layer of DeltaNet; see `DeltaNetConfig`."""
 
     op = ops.delta_memory
     memory_parts = ("k_proj", "v_proj", "beta_proj")

@@ -69,10 +69,10 @@ class FeatureMap(nnx.Module):
     by 1, 2, 3 and 4 channels (arXiv 2102.11174).
 
     Args:
-        name: in `FIXED` or `LEARNED`.
+        name: a name in `FIXED` or `LEARNED`.
         num_heads: H.
         size: channels of a head, K.
-        init_std: of W, but hedgehog's.
+        init_std: standard deviation of the initial W, except that of "hedgehog".
     """
 
     def __init__(self, name: str, num_heads: int, size: int, *, rngs: nnx.Rngs, init_std: float):

@@ -35,22 +35,25 @@ FORGET_GATES = ("data_dependent", "data_independent", "fixed", "alibi", "none")
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class FoXConfig(SoftmaxConfig):
-    """FoX: softmax attention's fields, of which `rope_base` is off, and the parts of the Pro block, all on.
+    """The config of FoX: the fields of softmax attention, with `rope_base` None by default, and the parts of
+    the Pro block, all on by default.
 
     Attributes:
-        forget_gate: "data_dependent", sigmoid(x W + b) of each query head; "data_independent", the sigmoid of
-            a learned number a head; "fixed", the same not learned; "alibi", fixed at ALiBi's slopes; "none".
-        decay_time_min: of the first head's gate f, -1 / log f, "fixed" or where "data_independent" starts;
-            None starts at 1/2.
-        decay_time_max: of the last head's; the others' are spaced evenly in logarithm.
+        forget_gate: "data_dependent", sigmoid(x W + b) for each query head; "data_independent", the sigmoid
+            of a learned number per head; "fixed", the same but not learned; "alibi", constant at ALiBi's
+            slopes; "none".
+        decay_time_min: -1 / log f of the first head's gate f: of a "fixed" gate, or of the initial value of a
+            "data_independent" one. None means an initial f of 1/2.
+        decay_time_max: the same for the last head; the logarithms of the other heads' numbers are spaced
+            evenly between the two.
         qk_norm_per_head: each head has learned scales in the norms of queries and keys; otherwise all heads
             share one.
-        key_shift: each key becomes `a k_before + (1 - a) k`, with a sigmoid a of the token, one a head.
-        value_shift: the same for values, with separate gates.
-        output_norm: RMS-normalise each head's output, with scales for each head.
-        output_norm_eps: of that norm.
-        output_gate: multiply the output by sigmoid(x W), each channel.
-        prune: fused kernels skip keys whose weights the gates have made negligible.
+        key_shift: whether each key becomes `a k_before + (1 - a) k`, with one a = sigmoid(x W) per head.
+        value_shift: the same for values, with separate a.
+        output_norm: whether each head's output is RMS-normalised, with scales for each head.
+        output_norm_eps: epsilon of that norm.
+        output_gate: whether each channel of the output is multiplied by sigmoid(x W).
+        prune: whether fused kernels skip keys whose weights are negligible because of the gates.
     """
 
     rope_base: float | None = None
@@ -69,7 +72,7 @@ class FoXConfig(SoftmaxConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> FoXConfig:
-        """The Pro block with heads of 64 channels, at least four heads."""
+        """Return the config with the Pro block, with heads of 64 channels and at least four heads."""
         return cls(num_heads=hidden_size // min(64, hidden_size // 4))
 
     def validate(self, hidden_size: int) -> None:
@@ -98,7 +101,9 @@ class FoXConfig(SoftmaxConfig):
         return [math.exp(low + (high - low) * h / last) for h in range(self.num_heads)]
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """The operations of softmax attention, of the gates and shifts of each head, and of the output gate."""
+        """Return the floating-point operations of the forward pass per token: softmax attention, the gates
+        and shifts of each head, and the output gate.
+        """
         heads, shifted = self.num_heads, self.key_shift + self.value_shift
         projected = heads * (self.forget_gate == "data_dependent") + self.kv_heads() * shifted
         projected += heads * self.dim(hidden_size) * self.output_gate
@@ -109,8 +114,8 @@ class FoXConfig(SoftmaxConfig):
 
 
 class FoX(Softmax):
-    """FoX's attention; see `FoXConfig`. Learned biases start at 0, so that a gate that depends on the token
-    starts near 1/2.
+    """The layer of FoX's attention; see `FoXConfig`. Learned biases start at 0, so that a gate that depends
+    on the token starts near 1/2.
     """
 
     config: FoXConfig

@@ -29,16 +29,16 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class GatedDeltaNetConfig(RecurrentConfig):
-    """Gated DeltaNet.
+    """The config of Gated DeltaNet.
 
     Attributes:
         num_heads: heads of queries and keys.
         num_value_heads: heads of values, gates and memories, a multiple of `num_heads`; None is `num_heads`.
         head_dim: key channels of a head.
-        expand_v: value channels of a head over head_dim.
+        expand_v: number of value channels of a head, divided by head_dim.
         conv_size: width of the short convolutions on q, k and v.
         allow_negative_eigenvalues: β in (0, 2) instead of (0, 1) (arXiv 2411.12537).
-        norm_eps: of the norm over each head's output.
+        norm_eps: epsilon of the norm over each head's output.
     """
 
     num_heads: int = 6
@@ -51,8 +51,8 @@ class GatedDeltaNetConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GatedDeltaNetConfig:
-        """The published proportions: heads of 256 channels, and 3/4 as many key channels in all heads as the
-        width.
+        """Return the config with the published proportions: heads of 256 channels, and 3/4 as many key
+        channels in all heads as the width.
         """
         head_dim = min(256, hidden_size // 4)
         return cls(head_dim=head_dim, num_heads=max(1, 3 * hidden_size // (4 * head_dim)))
@@ -74,8 +74,8 @@ class GatedDeltaNetConfig(RecurrentConfig):
         checks.convolution_width(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, convolutions, decay KV and erase, write,
-        read of 2KV a head.
+        """Return the floating-point operations of the forward pass per token: the projections and
+        convolutions, and per head K V to decay the memory and 2 K V each to erase, to write and to read.
         """
         keys, heads = self.num_heads * self.head_dim, self.value_heads()
         values = heads * self.value_dim()
@@ -84,7 +84,7 @@ class GatedDeltaNetConfig(RecurrentConfig):
 
 
 class GatedDeltaNet(Mixer):
-    """Gated DeltaNet; see `GatedDeltaNetConfig`."""
+    """The layer of Gated DeltaNet; see `GatedDeltaNetConfig`."""
 
     op = ops.delta_memory
     memory_parts = ("k_proj", "v_proj", "beta_proj", "decay_proj")

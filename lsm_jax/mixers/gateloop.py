@@ -1,9 +1,10 @@
 """GateLoop (arXiv 2311.01927): `M_t = a_t M_{t-1} + k_tᵀ v_t`, `o_t = Re(q_t M_t)`, with a complex gate of
 the token, `|a| < 1`.
 
-A gate that turns by an angle θ_t is a decay |a_t| and a rotation of queries and keys by the angles' sum: wide
-heads are a real `linear_memory` of twice the key width. It is kept without the sum, as the parts of M's
-conjugate, so that the sum starts from 0 in every call. With one head a channel M is one complex number.
+A complex gate with angle θ_t is a decay |a_t|, and a rotation of queries and keys by the cumulative sum of
+the angles: wide heads are computed by a real `linear_memory` with twice as many key channels. Their memory is
+stored rotated back by the sum, as the real and imaginary parts of M's conjugate, so that the sum starts from
+0 in every call. With one head per channel, M is one complex number.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class GateLoopConfig(RecurrentConfig):
-    """GateLoop.
+    """The config of GateLoop.
 
     Attributes:
-        num_heads: gates, each over hidden_size / num_heads key and value channels; None is one a channel, as
-            published.
-        gate_gradient: share of the gate's gradient that its projection gets, in place of a lower learning
+        num_heads: number of gates, each for hidden_size / num_heads key and value channels; None means one
+            per channel, as published.
+        gate_gradient: factor of the gradient that the gate's projection receives, instead of a lower learning
             rate.
-        gate_bias: what the real part of z starts at; a large one remembers long and turns little. The angle
-            of a z near 0 hangs on its rounding.
-        norm: whether to norm each head's output (of all channels, where a head is one) ahead of the output
-            gate.
-        norm_eps: of that norm.
+        gate_bias: initial real part of z; a large one means a slow decay and small angles. The angle of a z
+            near 0 depends on rounding errors.
+        norm: whether each head's output is normalised before the output gate (all channels together if each
+            head is one channel).
+        norm_eps: epsilon of that norm.
     """
 
     num_heads: int | None = None
@@ -47,7 +48,7 @@ class GateLoopConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GateLoopConfig:
-        """The published proportions: one head for each channel."""
+        """Return the config with the published proportions: one head for each channel."""
         return cls()
 
     def heads(self, hidden_size: int) -> int:
@@ -61,8 +62,8 @@ class GateLoopConfig(RecurrentConfig):
         checks.positive(self, gate_gradient=self.gate_gradient, norm_eps=self.norm_eps)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections; decay 6, write 2, read 2 for each
-        complex number kept.
+        """Return the floating-point operations of the forward pass per token: the projections, and for each
+        complex number of the memory 6 to decay, 2 to write and 2 to read.
         """
         heads = self.heads(hidden_size)
         projections = 2.0 * hidden_size * (5 * hidden_size + 2 * heads)
@@ -88,7 +89,7 @@ def turn_back(memory: jax.Array, phase: jax.Array) -> jax.Array:
 
 
 class GateLoop(Mixer):
-    """GateLoop; see `GateLoopConfig`."""
+    """The layer of GateLoop; see `GateLoopConfig`."""
 
     op = ops.selective_memory
     memory_parts = ("k_proj", "v_proj", "a_proj")

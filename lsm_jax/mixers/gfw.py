@@ -22,17 +22,17 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class GFWConfig(RecurrentConfig):
-    """Gated fast weights.
+    """The config of gated fast weights.
 
-    The published models are transformers tuned into this form, with neither norm nor output gate. Trained
-    from the start they take Linear-MoE's (arXiv 2503.05447): a norm over each head's output, times silu(x
-    W_g).
+    The published models are transformers that were tuned into this form, without norm and output gate. For
+    training from scratch this layer has those of Linear-MoE (arXiv 2503.05447): a norm over each head's
+    output, multiplied by silu(x W_g).
 
     Attributes:
-        num_heads: heads.
-        expand_k: key channels over hidden_size, all heads together.
-        expand_v: value channels over hidden_size.
-        norm_eps: of the norm over each head's output.
+        num_heads: number of heads.
+        expand_k: number of key channels of all heads, divided by hidden_size.
+        expand_v: number of value channels of all heads, divided by hidden_size.
+        norm_eps: epsilon of the norm over each head's output.
     """
 
     num_heads: int = 16
@@ -42,7 +42,9 @@ class GFWConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GFWConfig:
-        """The published proportions, those of GPT-2: heads of 64 channels, smaller ones below width 256."""
+        """Return the config with the published proportions, those of GPT-2: heads of 64 channels, smaller
+        ones below width 256.
+        """
         return cls(num_heads=hidden_size // min(64, hidden_size // 4))
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
@@ -59,15 +61,15 @@ class GFWConfig(RecurrentConfig):
         checks.positive(self, norm_eps=self.norm_eps)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, gate KV, decay KV, write 2KV, read 2KV a
-        head.
+        """Return the floating-point operations of the forward pass per token: the projections, and per head K
+        V each to compute the gate and to decay the memory, and 2 K V each to write and to read.
         """
         k, v = self.head_dims(hidden_size)
         return self.num_heads * (2.0 * hidden_size * (3 * k + 4 * v) + 6 * k * v)
 
 
 class GFW(Mixer):
-    """Gated fast weights; see `GFWConfig`."""
+    """The layer of gated fast weights; see `GFWConfig`."""
 
     op = ops.linear_memory
     memory_parts = ("k_proj", "v_proj", "key_decay_proj", "value_decay_proj")

@@ -21,15 +21,15 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class GLAConfig(RecurrentConfig):
-    """Gated linear attention.
+    """The config of gated linear attention.
 
     Attributes:
-        num_heads: heads.
-        expand_k: key channels over hidden_size, all heads together.
-        expand_v: value channels over hidden_size.
+        num_heads: number of heads.
+        expand_k: number of key channels of all heads, divided by hidden_size.
+        expand_v: number of value channels of all heads, divided by hidden_size.
         gate_rank: inner width of the decay's two projections.
         gate_temperature: log α = logsigmoid(gate) / gate_temperature (the paper's τ).
-        norm_eps: of the norm over each head's output.
+        norm_eps: epsilon of the norm over each head's output.
     """
 
     num_heads: int = 4
@@ -41,7 +41,7 @@ class GLAConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GLAConfig:
-        """The published proportions: four heads at any width."""
+        """Return the config with the published proportions: four heads at any width."""
         return cls(num_heads=4)
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
@@ -63,14 +63,16 @@ class GLAConfig(RecurrentConfig):
         )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, decay KV, write 2KV, read 2KV a head."""
+        """Return the floating-point operations of the forward pass per token: the projections, and per head K
+        V to decay the memory and 2 K V each to write and to read.
+        """
         k, v = self.head_dims(hidden_size)
         gate = 2.0 * self.gate_rank * (hidden_size + self.num_heads * k)
         return gate + self.num_heads * (2.0 * hidden_size * (2 * k + 3 * v) + 5 * k * v)
 
 
 class GLA(Mixer):
-    """Gated linear attention; see `GLAConfig`."""
+    """The layer of gated linear attention; see `GLAConfig`."""
 
     op = ops.linear_memory
     memory_parts = ("k_proj", "v_proj", "decay_down", "decay_up")

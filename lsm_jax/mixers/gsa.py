@@ -24,15 +24,15 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class GSAConfig(RecurrentConfig):
-    """Gated slot attention.
+    """The config of gated slot attention.
 
     Attributes:
-        num_heads: heads.
-        num_slots: slots of a head (M).
-        expand_k: key channels over hidden_size, all heads together.
-        expand_v: value channels over hidden_size.
+        num_heads: number of heads.
+        num_slots: number of slots per head (M).
+        expand_k: number of key channels of all heads, divided by hidden_size.
+        expand_v: number of value channels of all heads, divided by hidden_size.
         gate_temperature: log α = logsigmoid(x W) / gate_temperature.
-        norm_eps: of the norm over all heads' output.
+        norm_eps: epsilon of the norm over all heads' output.
     """
 
     num_heads: int = 4
@@ -44,7 +44,9 @@ class GSAConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GSAConfig:
-        """The published proportions: four heads of 64 slots at any width; fewer slots below width 256."""
+        """Return the config with the published proportions: four heads of 64 slots at any width; fewer slots
+        below width 256.
+        """
         return cls(num_slots=min(64, hidden_size // 4))
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
@@ -66,8 +68,8 @@ class GSAConfig(RecurrentConfig):
         )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections; decay, write 2, read 2 of KM and of MV,
-        softmax 4M a head.
+        """Return the floating-point operations of the forward pass per token: the projections, and per head 5
+        M (K + V) to decay, write and read the two memories, and 4 M for the softmax.
         """
         k, v = self.head_dims(hidden_size)
         slots = self.num_slots
@@ -76,7 +78,7 @@ class GSAConfig(RecurrentConfig):
 
 
 class GSA(Mixer):
-    """Gated slot attention; see `GSAConfig`."""
+    """The layer of gated slot attention; see `GSAConfig`."""
 
     op = ops.slot_memory
     memory_parts = ("k_proj", "v_proj", "decay_proj")

@@ -27,12 +27,12 @@ _BOUNDS = "hgrn2_log_bounds"
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class HGRN2Config(RecurrentConfig):
-    """HGRN2.
+    """The config of HGRN2.
 
     Attributes:
-        head_dim: key and value channels of a head (the paper's expansion ratio); hidden_size / head_dim
-            heads.
-        norm_eps: of the norm over the output's whole width.
+        head_dim: number of key and of value channels of a head (the paper's expansion ratio); there are
+            hidden_size / head_dim heads.
+        norm_eps: epsilon of the norm over all channels of the output.
     """
 
     head_dim: int = 128
@@ -40,7 +40,9 @@ class HGRN2Config(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> HGRN2Config:
-        """The published proportions: heads of 128, smaller below width 512."""
+        """Return the config with the published proportions: heads of 128 channels, smaller ones below width
+        512.
+        """
         return cls(head_dim=min(128, hidden_size // 4))
 
     def validate(self, hidden_size: int) -> None:
@@ -50,7 +52,9 @@ class HGRN2Config(RecurrentConfig):
         checks.positive(self, norm_eps=self.norm_eps)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, decay KV, write 2KV, read 2KV a head."""
+        """Return the floating-point operations of the forward pass per token: the projections, and per head K
+        V to decay the memory and 2 K V each to write and to read.
+        """
         return 8.0 * hidden_size**2 + 5.0 * hidden_size * self.head_dim
 
 
@@ -70,12 +74,12 @@ def log_bounds(logits: jax.Array) -> jax.Array:
 
 
 def _unbounded(size: int) -> jax.Array:
-    """`log γ` and `log (1 - γ)` of γ = 0, [2, size]."""
+    """Return `log γ` and `log (1 - γ)` for γ = 0, [2, size]."""
     return jnp.stack([jnp.full(size, -jnp.inf, jnp.float32), jnp.zeros(size, jnp.float32)])
 
 
 class HGRN2(Mixer):
-    """HGRN2; see `HGRN2Config`."""
+    """The layer of HGRN2; see `HGRN2Config`."""
 
     op = ops.linear_memory
     uses_depth = True
@@ -107,7 +111,9 @@ class HGRN2(Mixer):
 
     @classmethod
     def init_shared(cls, x: jax.Array, stacks: list[tuple[jax.Array, Any]]) -> dict[str, jax.Array]:
-        """`log_bounds` of every layer, [L, 2, D] with L the model's depth; other layers' rows are not read."""
+        """Return `log_bounds` by layer, [L, 2, D] with L the model's depth; the rows of layers of other kinds
+        are not used.
+        """
         index = jnp.concatenate([layers for layers, _ in stacks])
         logits = jnp.concatenate([mixer.lower_bound[...] for _, mixer in stacks])
         order = jnp.argsort(index)

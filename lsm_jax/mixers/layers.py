@@ -20,8 +20,8 @@ from jax.typing import DTypeLike
 def parameter(
     value: jax.Array, logical_axes: tuple[str | None, ...], *, weight_decay: bool
 ) -> nnx.Param:
-    """A trainable array in float32, whatever `jax_enable_x64` made of it, with its logical axis names (one an
-    axis) and whether weight decay applies to it.
+    """Return a trainable parameter in float32, also with `jax_enable_x64`, with a logical name for each axis,
+    and whether weight decay applies to it.
     """
     if len(logical_axes) != value.ndim:
         raise ValueError(
@@ -41,10 +41,11 @@ def matmul_precision(dtype: DTypeLike) -> jax.lax.Precision:
 
 
 def matmul_to_float32(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [..., M, K] times w [K, N], of one dtype, accumulated and returned in float32 (float64 for float64).
+    """Return x [..., M, K] times w [K, N], both of one dtype, accumulated and returned in float32 (float64
+    for float64).
 
-    Gradients are those of a product in x's dtype: a float32 one of a widened x would cost a GPU many times as
-    much.
+    Gradients are computed by products in x's dtype: products in float32, of a converted x, would take a GPU
+    many times as long.
     """
     if x.dtype.itemsize >= 4:
         return _product(x, w)
@@ -141,8 +142,8 @@ class OrthogonalDense(Dense):
     """`Dense` whose matrix starts with orthogonal rows or columns.
 
     Args:
-        gain: their norm; 0 starts at zero.
-        bias: what the bias starts at; None for no bias.
+        gain: the norm of these rows or columns; with 0 the matrix starts at zero.
+        bias: initial value of the bias; None for no bias.
     """
 
     def __init__(
@@ -167,7 +168,7 @@ def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
     """Save only a function's arguments for the backward pass, which recomputes the rest; for mostly
     elementwise functions.
 
-    Without it a scan over layers keeps every float32 array between bfloat16 arguments and results.
+    Otherwise a scan over layers would save every float32 array between bfloat16 arguments and results.
     """
     return jax.checkpoint(function, prevent_cse=False)
 
@@ -179,13 +180,15 @@ def rms_normalize(x: jax.Array, eps: float) -> jax.Array:
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm of the last axis with a learned scale, float32 inside, in x's dtype outside.
+    """Root-mean-square norm of the last axis with a learned scale, computed in float32 and returned in x's
+    dtype.
 
     Args:
         size: channels of the last axis.
         eps: added to the mean square.
         axis: logical name of the scale's axis.
-        num_heads: heads of the last axis but one, each with its scale; None is one scale for all.
+        num_heads: length of the last axis but one, if each of its heads has a scale; None means one scale for
+            all.
     """
 
     def __init__(self, size: int, *, eps: float, axis: str = "norm", num_heads: int | None = None):
@@ -208,15 +211,15 @@ class RMSNorm(nnx.Module):
 
 
 class HeadNorm(nnx.Module):
-    """Layer norm of each head (a group norm with a group a head), learned scale and bias, float32 inside, x's
-    dtype outside.
+    """Layer norm of each head (a group norm with one group per head) with a learned scale and bias, computed
+    in float32 and returned in x's dtype.
 
     Args:
         num_heads: H.
         head_dim: V.
         eps: added to the variance.
         bias: whether there is a bias.
-        scale: what the scale starts at, possibly traced.
+        scale: initial value of the scale, possibly traced.
         axis: logical name of the heads' axis.
     """
 
@@ -249,17 +252,17 @@ class HeadNorm(nnx.Module):
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class RopeScaling:
-    """How rotary frequencies are lowered for documents longer than a model was first trained on.
+    """A reduction of rotary frequencies for documents that are longer than those of a model's first training.
 
     Attributes:
-        kind: "linear" divides all by `factor` (arXiv 2306.15595); "llama3" (Llama 3.1) divides those of
-            wavelengths over `original_length / low_freq_factor`, leaves those under
-            `original_length / high_freq_factor`, and passes from the one to the other linearly in
-            `original_length / wavelength`.
-        factor: at least 1.
+        kind: "linear" divides all by `factor` (arXiv 2306.15595); "llama3" (Llama 3.1) divides those with
+            wavelengths above `original_length / low_freq_factor`, does not change those with wavelengths
+            below `original_length / high_freq_factor`, and interpolates linearly in `original_length /
+            wavelength` between the two.
+        factor: the largest divisor of a frequency, at least 1.
         low_freq_factor: "llama3" only.
         high_freq_factor: "llama3" only; greater than `low_freq_factor`.
-        original_length: "llama3" only: tokens of the documents first trained on.
+        original_length: "llama3" only: the length in tokens of the documents of the first training.
     """
 
     kind: str = "llama3"
@@ -281,13 +284,14 @@ class RopeScaling:
 def rotate(
     x: jax.Array, positions: jax.Array, *, base: float, scaling: RopeScaling | None = None
 ) -> jax.Array:
-    """Rotary position embedding (arXiv 2104.09864), first half of the channels paired with the second.
+    """Apply the rotary position embedding (arXiv 2104.09864), in which the first half of the channels is
+    paired with the second half.
 
     Args:
-        x: [B, T, H, K], K even.
-        positions: [B, T] integers, the token's place in its document.
+        x: [B, T, H, K] with an even K.
+        positions: [B, T] integers, the positions of the tokens in their documents.
         base: wavelengths run from 2π to 2π · base.
-        scaling: lowers the frequencies; None leaves them.
+        scaling: a reduction of the frequencies, or None.
 
     Returns:
         [B, T, H, K] in x's dtype; angles and products in float32.

@@ -2,9 +2,9 @@
 parameter.
 
 The gate is the layer's key projection, pooled over channels: `M_t = G_t ⊙ M_{t-1} + k_tᵀ v_t`,
-`G_t = f(Pool(x_t W_k))`. Paper Table 1 has the gates; where it leaves a choice, that of the published code
-(github.com/OpenSparseLLMs/Linearization) is taken: softmax over channels as the feature map, queries not
-scaled, no normaliser, norm or output gate.
+`G_t = f(Pool(x_t W_k))`. Table 1 of the paper has the gates. Where the paper is not specific, this follows the
+published code (github.com/OpenSparseLLMs/Linearization): softmax over channels as the feature map, queries
+not scaled, no normaliser, norm or output gate.
 """
 
 from __future__ import annotations
@@ -35,24 +35,27 @@ _LARGEST_EXPONENT = 4.0  # of RWKV6's exp(-exp(z)): exp(-55) forgets all
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class LigerConfig(RecurrentConfig, SoftmaxConfig):
-    """Liger attention. The fields of `SoftmaxConfig` are those of the pretrained layer; `window` and
-    `implementation` are the window branch's, `op` is the recurrence's.
+    """The config of Liger attention. The fields of `SoftmaxConfig` describe the pretrained layer, except
+    `window` and `implementation`, which are for the branch with attention in a window; `op` is for the branch
+    with a recurrent memory.
 
-    With z the pooled key projection, the logarithm of the gate is log sigmoid(z) / gate_temperature of each
-    key channel (gla), head (mlstm and gated_retention, which are one function here) or slot (gsa); of each
-    key channel with 1 - gate in the key's place (hgrn2); -softplus(z) of each head (mamba2); -exp(min(z, 4))
-    of each key channel (rwkv6).
+    With z the pooled key projection, the logarithm of the gate is log sigmoid(z) / gate_temperature for each
+    key channel (gla; and hgrn2, in which 1 - gate replaces the key), head (mlstm and gated_retention, which
+    are the same function here) or slot (gsa); -softplus(z) for each head (mamba2); or -exp(min(z, 4)) for
+    each key channel (rwkv6).
 
     Attributes:
-        window: tokens a query of the window's branch sees, itself included; None sees all.
-        gate: the recurrence, in `GATES`.
+        window: number of tokens that a query of the window's branch attends to, itself included; None means
+            all.
+        gate: the kind of recurrence, a name in `GATES`.
         gate_temperature: divides the gate's logarithm; None is 16 for gla and gsa, else 1.
-        num_slots: gsa's slots; None is a key's channels.
-        memory_weight: of the recurrence's output; 0 leaves the recurrence out.
-        window_weight: of the window's output; 0 leaves the window out (ablation).
-        gate_projection: the gate comes from a new random projection in place of the keys' (ablation).
-        feature_map: "softmax" over channels, or learned: "t2r" or "hedgehog" of `lsm_jax.mixers.feature_maps`
-            (ablation).
+        num_slots: number of slots of gsa; None means as many as a key has channels.
+        memory_weight: factor of the memory's output; 0 removes the memory.
+        window_weight: factor of the window's output; 0 removes the window (ablation).
+        gate_projection: whether the gate is computed by a new projection with random weights instead of the
+            key projection (ablation).
+        feature_map: "softmax" over channels, or a learned one: "t2r" or "hedgehog" of
+            `lsm_jax.mixers.feature_maps` (ablation).
     """
 
     window: int | None = 64
@@ -66,7 +69,7 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> LigerConfig:
-        """The proportions of softmax attention, with two query heads for each key head."""
+        """Return the config with the proportions of softmax attention, and two query heads for each key head."""
         heads = SoftmaxConfig.for_width(hidden_size).num_heads
         return cls(num_heads=heads, num_kv_heads=max(1, heads // 2))
 
@@ -112,8 +115,8 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
             )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """The operations of attention and of the memory: 3 K V per key head to decay and write, 2 K V per
-        query head to read; twice for gsa.
+        """Return the floating-point operations of the forward pass per token: attention and the memory, with
+        3 K V per key head to decay and write and 2 K V per query head to read; twice that for gsa.
         """
         dim, heads, kv_heads = self.dim(hidden_size), self.num_heads, self.kv_heads()
         total = 4.0 * hidden_size * dim * (heads + kv_heads)
@@ -131,7 +134,7 @@ class LigerState(NamedTuple):
 
     Attributes:
         memory: `ops.LinearState`, gsa's `ops.SlotState`, or None without a memory; one for each key head.
-        window: `ops.AttentionState`, a ring of the window's rotated keys and values, or None without a
+        window: `ops.AttentionState`, a ring buffer with the window's rotated keys and values; None without a
             window.
     """
 
@@ -140,11 +143,11 @@ class LigerState(NamedTuple):
 
 
 class Liger(Softmax):
-    """Liger attention; see `LigerConfig`. Its parameters are named as softmax attention's, and the same but
-    for ablations'.
+    """The layer of Liger attention; see `LigerConfig`. Its parameters are those of softmax attention, with
+    the same names, except in ablations.
 
-    Keys and queries of the memory are those before the rotation, normalised where the layer does; the gate's
-    are ahead of the norm also.
+    The memory uses keys and queries before the rotation, normalised if the layer normalises them. The gate
+    uses keys before the norm too.
     """
 
     op = ops.linear_memory
@@ -168,14 +171,16 @@ class Liger(Softmax):
         self.q_map, self.k_map = learned(config.num_heads), learned(config.kv_heads())
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """The memory's queries; the context has the window's, saved as "q"."""
+        """Return the memory's queries; the window's queries are in the context, as `saved["q"]`."""
         q = split_heads(self.q_proj(x), self.config.num_heads)
         context = context.add(saved={"q": self._rotated(q, self.q_norm, context)})
         q = q if self.q_norm is None else self.q_norm(q)
         return q if self.config.gate == "gsa" else _mapped(q, self.q_map), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Keys, values and gates for the memory; the context has the window's keys, saved as "k"."""
+        """Return keys, values and gates for the memory; the window's keys are in the context, as
+        `saved["k"]`.
+        """
         config, heads = self.config, self.config.kv_heads()
         keys, context = self.keys(x, context)
         values, context = self.values(x, context)

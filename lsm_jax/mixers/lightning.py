@@ -26,14 +26,14 @@ DECAYS = ("depth", "alibi", "none")
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class LightningConfig(RecurrentConfig):
-    """Lightning attention.
+    """The config of Lightning attention.
 
     Attributes:
-        num_heads: heads.
+        num_heads: number of heads.
         decay: each head's constant rate: "depth" is the published `(8 h / H) (1 - l / L)`, slower in higher
             layers; "alibi" the slopes `2^(-8 (h + 1) / H)` in every layer, as in Linear-MoE (arXiv
             2503.05447, its code); "none" does not decay.
-        norm_eps: of the norm over each head's output.
+        norm_eps: epsilon of the norm over each head's output.
     """
 
     num_heads: int = 8
@@ -42,7 +42,7 @@ class LightningConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> LightningConfig:
-        """The published proportions: heads of 128."""
+        """Return the config with the published proportions: heads of 128 channels."""
         return cls(num_heads=hidden_size // min(128, hidden_size // 4))
 
     def validate(self, hidden_size: int) -> None:
@@ -53,7 +53,9 @@ class LightningConfig(RecurrentConfig):
         checks.positive(self, norm_eps=self.norm_eps)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, decay KV, write 2KV, read 2KV a head."""
+        """Return the floating-point operations of the forward pass per token: the projections, and per head K
+        V to decay the memory and 2 K V each to write and to read.
+        """
         return 10.0 * hidden_size**2 + 5.0 * hidden_size**2 / self.num_heads
 
 
@@ -68,7 +70,7 @@ def alibi_slopes(num_heads: int) -> list[float]:
 
 
 class Lightning(Mixer):
-    """Lightning attention; see `LightningConfig`."""
+    """The layer of Lightning attention; see `LightningConfig`."""
 
     op = ops.linear_memory
     uses_depth = True

@@ -1,5 +1,5 @@
 """Basic linear attention (arXiv 2006.16236): `M_t = M_{t-1} + φ(k_t)ᵀ v_t`, `o_t = φ(q_t) M_t`, optionally
-over `φ(q_t) z_t`.
+divided by `φ(q_t) z_t`, z the sum of φ(k).
 
 As in Linear-MoE (arXiv 2503.05447) the normaliser is off by default and a norm over each head's output takes
 its place.
@@ -25,20 +25,20 @@ _NORMALIZER_EPS = 1e-10
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class LinearAttentionConfig(RecurrentConfig):
-    """Basic linear attention.
+    """The config of basic linear attention.
 
     Attributes:
-        num_heads: heads.
-        expand_k: key channels over hidden_size, all heads together.
-        expand_v: value channels over hidden_size.
+        num_heads: number of heads.
+        expand_k: number of key channels of all heads, divided by hidden_size.
+        expand_v: number of value channels of all heads, divided by hidden_size.
         feature_map: φ on queries and keys: "identity", "elu" (elu + 1), "relu", "silu", "dpfp", or a learned
-            one, for queries and keys apart: "t2r", "hedgehog" or "elementwise_product"; `FeatureMap` says
-            what they are.
-        sum_normalize_q: divide φ(q) by the sum of its features; needs a non-negative φ.
-        sum_normalize_k: the same of φ(k).
-        normalize: divide by the query's product with the sum of keys; needs a non-negative φ.
-        output_gate: multiply the normed output by silu(x W).
-        norm_eps: of the norm over each head's output.
+            one, separate for queries and keys: "t2r", "hedgehog" or "elementwise_product" (see `FeatureMap`).
+        sum_normalize_q: whether φ(q) is divided by the sum of its features; requires a non-negative φ.
+        sum_normalize_k: whether φ(k) is divided by the sum of its features; likewise.
+        normalize: whether the output is divided by the query's product with the sum of keys; requires a
+            non-negative φ.
+        output_gate: whether the normalised output is multiplied by silu(x W).
+        norm_eps: epsilon of the norm over each head's output.
     """
 
     num_heads: int = 4
@@ -53,7 +53,7 @@ class LinearAttentionConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> LinearAttentionConfig:
-        """The customary proportions: heads of 128."""
+        """Return the config with the customary proportions: heads of 128 channels."""
         return cls(num_heads=hidden_size // min(128, hidden_size // 4))
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
@@ -78,8 +78,8 @@ class LinearAttentionConfig(RecurrentConfig):
         checks.positive(self, norm_eps=self.norm_eps)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, learned φ, write 2KV and read 2KV a
-        head.
+        """Return the floating-point operations of the forward pass per token: the projections and learned
+        feature maps, and per head 2 K V each to write and to read.
         """
         k, v = self.head_dims(hidden_size)
         projections = 2 * k + (3 if self.output_gate else 2) * v
@@ -90,7 +90,7 @@ class LinearAttentionConfig(RecurrentConfig):
 
 
 class LinearAttention(Mixer):
-    """Basic linear attention; see `LinearAttentionConfig`."""
+    """The layer of basic linear attention; see `LinearAttentionConfig`."""
 
     op = ops.linear_memory
     memory_parts = ("k_proj", "v_proj")

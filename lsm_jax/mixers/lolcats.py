@@ -1,10 +1,10 @@
 """LoLCATs (arXiv 2410.10254): softmax attention in a window, linear attention beyond it, under one
 denominator.
 
-`o_t = (Σ_near γ exp(s_tj - m_t) v_j + Σ_far φ(q_t)·φ(k_j) v_j) / (the same without v)`, near the last
-`window` tokens of the document, m_t the largest near score, γ a learned factor of each head. Feature maps see
-queries and keys after the rotation, as in the authors' code; theirs maps keys once a query head, here once a
-key head, so that the memory is one of key heads.
+`o_t = (Σ_near γ exp(s_tj - m_t) v_j + Σ_far φ(q_t)·φ(k_j) v_j) / (the same without v)`, with "near" the last
+`window` tokens of the document and "far" those before them, m_t the largest near score, and γ a learned
+factor of each head. Feature maps are applied to queries and keys after the rotation, as in the authors' code.
+There keys are mapped once per query head, here once per key head, so that there is one memory per key head.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _FIRST_FACTOR = 0.1
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class LolcatsConfig(RecurrentConfig, SoftmaxConfig):
-    """LoLCATs attention. The fields of `SoftmaxConfig` are those of the pretrained layer; `op` is the linear
-    part's.
+    """The config of LoLCATs attention. The fields of `SoftmaxConfig` describe the pretrained layer; `op` is
+    for the linear part.
 
     Attributes:
-        window: tokens under softmax attention, the query's included.
-        feature_dim: columns of a feature map; it gives twice as many features.
-        transfer_weight: 0 is the model. Otherwise its layers return softmax attention's output, and report as
-            a loss this weight times the mean squared distance of LoLCATs' output from it: the first stage of
-            training, which needs rows from their start and returns no state.
+        window: number of tokens with softmax attention, the query's own token included.
+        feature_dim: number of columns of a feature map's matrix; the map has twice as many features.
+        transfer_weight: 0 for the model itself. Otherwise, for the first stage of training, layers return the
+            output of softmax attention, and as a loss this weight times the mean squared difference between
+            it and LoLCATs' output. This requires rows from their first token, and returns no state.
     """
 
     window: int | None = 64
@@ -50,7 +50,7 @@ class LolcatsConfig(RecurrentConfig, SoftmaxConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> LolcatsConfig:
-        """The proportions of softmax attention, with two query heads for each key head."""
+        """Return the config with the proportions of softmax attention, and two query heads for each key head."""
         heads = SoftmaxConfig.for_width(hidden_size).num_heads
         size = min(64, hidden_size // heads)
         return cls(num_heads=heads, num_kv_heads=max(1, heads // 2), feature_dim=size)
@@ -68,8 +68,8 @@ class LolcatsConfig(RecurrentConfig, SoftmaxConfig):
             )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """The operations of attention over the window, of the maps, and of the memory: 2 F V per key head to
-        write, 2 F V per query head to read.
+        """Return the floating-point operations of the forward pass per token: attention over the window, the
+        feature maps, and the memory, with 2 F V per key head to write and 2 F V per query head to read.
         """
         dim, heads, kv_heads = self.dim(hidden_size), self.num_heads, self.kv_heads()
         mapped = 2.0 * (heads + kv_heads) * dim * self.feature_dim
@@ -81,10 +81,10 @@ class LolcatsState(NamedTuple):
     """The state of a LoLCATs layer.
 
     Attributes:
-        linear: of all of the document's tokens, with a last value channel of ones.
+        linear: the state of the linear part, for all tokens of the document; its last value channel is 1.
         keys: [B, W, G, K], the last W rotated keys of the document, oldest first.
         values: [B, W, G, V].
-        held: int32 [B], how many of them there are, at the end.
+        held: int32 [B], the number of tokens in `keys` and `values`; they are the last ones of the W.
     """
 
     linear: ops.LinearState
@@ -94,8 +94,8 @@ class LolcatsState(NamedTuple):
 
 
 class Lolcats(Softmax):
-    """LoLCATs attention; see `LolcatsConfig`. Beside softmax attention's parameters it has maps and factors,
-    for the first stage.
+    """The layer of LoLCATs attention; see `LolcatsConfig`. In addition to softmax attention's parameters it
+    has the feature maps and factors that the first stage trains.
 
     Scores of the window are computed in blocks of its size, so that memory and time grow with the tokens.
     """
@@ -186,10 +186,10 @@ class Lolcats(Softmax):
         seen = near.seen[:, :, :, None, None]
         scores = pairs(q, keys) * self.head_dim**-0.5
         top = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1, keepdims=True)
-        # The far part is not scaled by it, so that it has a gradient.
+        # It does not scale the far part, so that it has a gradient.
         top = jnp.where(jnp.isfinite(top), top, 0)
         factor = jax.nn.sigmoid(self.window_factor[...]).reshape(heads, -1, 1)
-        # The memory holds the window's tokens too; they are taken out again.
+        # The memory contains the window's tokens too; their part is subtracted.
         weights = factor * jnp.exp(jnp.where(seen, scores - top, 0))
         weights = weights - pairs(q_features, near.take(_features(self.k_map, near.keys.astype(wide))))  # fmt: skip
         weights = jnp.where(seen, weights, 0)
@@ -202,15 +202,16 @@ class Lolcats(Softmax):
 
 
 class _Near:
-    """The window of each token: the tokens in the state and in the call, and which of them each token sees.
+    """The window of each token: the tokens in the state and in the call, and to which of them each token
+    attends.
 
-    Queries go in N blocks of C, C being the window; a block sees no other keys than W + C - 1 written ones in
-    a row.
+    Queries are divided into N blocks of C tokens, with C the window W or, if smaller, T. The queries of a
+    block attend only to W + C - 1 consecutive written tokens.
 
     Attributes:
         keys: [B, W + T, G, K], the state's and the call's; `values` likewise.
-        seen: [B, N, C, W + C - 1], whether a query of a block sees a key of those that `take` gives the
-            block.
+        seen: [B, N, C, W + C - 1], whether a query of a block attends to each of the keys that `take` returns
+            for the block.
     """
 
     def __init__(self, k, v, context: Context, memory: LolcatsState, window: int | None):
@@ -227,8 +228,10 @@ class _Near:
         self.written = jnp.concatenate([held, written], axis=1)
         self.run = jnp.concatenate([jnp.zeros((batch, window), run.dtype), run], axis=1)
         self.before = memory
-        # A token that is not written sees as many written ones before it.
-        rank = jnp.cumsum(self.written, axis=1, dtype=jnp.int32)  # how many are written up to each
+        # A token that is not written attends to the same number of written tokens before it.
+        rank = jnp.cumsum(
+            self.written, axis=1, dtype=jnp.int32
+        )  # the number of written tokens up to each
         places = jax.lax.broadcasted_iota(jnp.int32, rank.shape, 1)
         rows = jnp.arange(batch)[:, None]
         ranked = jnp.zeros((batch, rank.shape[1] + 1), jnp.int32)
@@ -256,7 +259,7 @@ class _Near:
         return x.reshape(len(x), -1, *x.shape[3:])[:, : self.length]
 
     def take(self, x: jax.Array) -> jax.Array:
-        """Return the tokens that each block may see, [B, N, W + C - 1, ...], of x [B, W + T, ...]."""
+        """Return the tokens that each block may attend to, [B, N, W + C - 1, ...], of x [B, W + T, ...]."""
         taken = jnp.take_along_axis(x, self.index.reshape(*self.index.shape, *[1] * (x.ndim - 2)), axis=1)  # fmt: skip
         return taken.reshape(len(x), -1, self.window + self.size - 1, *x.shape[2:])
 

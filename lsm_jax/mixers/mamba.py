@@ -24,11 +24,11 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class MambaConfig(RecurrentConfig):
-    """Mamba.
+    """The config of Mamba.
 
     Attributes:
-        expand: inner channels over hidden_size.
-        state_size: numbers each channel keeps (N).
+        expand: number of inner channels, divided by hidden_size.
+        state_size: number of numbers in the memory of each channel (N).
         step_rank: inner width of Δ's two matrices; None is hidden_size / 16, rounded up.
         conv_size: width of the short convolution.
     """
@@ -40,7 +40,9 @@ class MambaConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> MambaConfig:
-        """The published proportions: 16 numbers for each channel at any width."""
+        """Return the config with the published proportions: 16 numbers of the memory for each channel, at any
+        width.
+        """
         return cls()
 
     def rank(self, hidden_size: int) -> int:
@@ -56,8 +58,9 @@ class MambaConfig(RecurrentConfig):
         checks.convolution_width(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, convolution; Δ A, decay, write 2, read 2
-        for each number kept.
+        """Return the floating-point operations of the forward pass per token: the projections and the
+        convolution, and for each number of the memory 1 each for Δ A and to decay, and 2 each to write and to
+        read.
         """
         inner, rank = self.expand * hidden_size, self.rank(hidden_size)
         projections = 2.0 * inner * (3 * hidden_size + 2 * rank + 2 * self.state_size)
@@ -65,7 +68,7 @@ class MambaConfig(RecurrentConfig):
 
 
 class Mamba(Mixer):
-    """Mamba; see `MambaConfig`."""
+    """The layer of Mamba; see `MambaConfig`."""
 
     op = ops.selective_memory
     memory_parts = ("x_proj", "b_proj", "dt_down", "dt_up")
@@ -102,7 +105,9 @@ class Mamba(Mixer):
         )
 
     def _convolved(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """The convolved channels, which are written and on which Δ, B and C depend; computed once a call."""
+        """Return the convolved channels, which are written and on which Δ, B and C depend; computed once per
+        call.
+        """
         if "inner" not in context.saved:
             inner, context = self.conv(self.x_proj(x), context)
             context = context.add(saved={"inner": inner})

@@ -33,15 +33,15 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class Mamba2Config(RecurrentConfig):
-    """Mamba2.
+    """The config of Mamba2.
 
     Attributes:
-        expand: inner channels over hidden_size.
+        expand: number of inner channels, divided by hidden_size.
         head_dim: value channels of a head; expand * hidden_size / head_dim heads.
         state_size: key channels of a head (N).
         num_groups: groups of heads that share B and C.
         conv_size: width of the short convolution.
-        norm_eps: of the norm after the gate.
+        norm_eps: epsilon of the norm after the gate.
     """
 
     expand: int = 2
@@ -53,7 +53,9 @@ class Mamba2Config(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> Mamba2Config:
-        """The published proportions: heads of 64, 128 state channels; both smaller below width 512."""
+        """Return the config with the published proportions: heads of 64 channels and 128 state channels; both
+        smaller below width 512.
+        """
         return cls(head_dim=min(64, hidden_size // 4), state_size=min(128, hidden_size // 2))
 
     def num_heads(self, hidden_size: int) -> int:
@@ -76,8 +78,8 @@ class Mamba2Config(RecurrentConfig):
         checks.convolution_width(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, convolution, decay KV, write 2KV, read
-        2KV a head.
+        """Return the floating-point operations of the forward pass per token: the projections and
+        convolutions, and per head K V to decay the memory and 2 K V each to write and to read.
         """
         inner, heads = self.expand * hidden_size, self.num_heads(hidden_size)
         shared = 2 * self.num_groups * self.state_size
@@ -87,7 +89,7 @@ class Mamba2Config(RecurrentConfig):
 
 
 class Mamba2(Mixer):
-    """Mamba2; see `Mamba2Config`."""
+    """The layer of Mamba2; see `Mamba2Config`."""
 
     op = ops.linear_memory
     memory_parts = ("x_proj", "b_proj", "dt_proj")

@@ -25,15 +25,15 @@ from lsm_jax.mixers.op_config import OpConfig, RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class MLSTMConfig(RecurrentConfig):
-    """mLSTM.
+    """The config of mLSTM.
 
     Attributes:
-        num_heads: heads.
-        qk_dim_factor: query and key channels over hidden_size, all heads together.
-        v_dim_factor: value channels over hidden_size.
+        num_heads: number of heads.
+        qk_dim_factor: number of query and of key channels of all heads, divided by hidden_size.
+        v_dim_factor: number of value channels of all heads, divided by hidden_size.
         gate_soft_cap: the gates' pre-activations x become cap · tanh(x / cap).
         normalizer_eps: added to the normaliser.
-        norm_eps: of the norm over each head's output.
+        norm_eps: epsilon of the norm over each head's output.
     """
 
     num_heads: int = 8
@@ -47,7 +47,9 @@ class MLSTMConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> MLSTMConfig:
-        """The published proportions: value heads of 512, and at least four heads."""
+        """Return the config with the published proportions: value heads of 512 channels, and at least four
+        heads.
+        """
         return cls(num_heads=max(4, hidden_size // 512))
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
@@ -69,15 +71,15 @@ class MLSTMConfig(RecurrentConfig):
         )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections; decay KV, write 2KV, read 2KV,
-        normaliser 5K a head.
+        """Return the floating-point operations of the forward pass per token: the projections, and per head K
+        V to decay the memory, 2 K V each to write and to read, and 5 K for the normaliser.
         """
         k, v = self.head_dims(hidden_size)
         return self.num_heads * (2.0 * hidden_size * (2 * k + 3 * v + 2) + 5 * k * v + 5 * k)
 
 
 class MLSTM(Mixer):
-    """mLSTM; see `MLSTMConfig`.
+    """The layer of mLSTM; see `MLSTMConfig`.
 
     The gates start as in the published code, independent of the token: input gate at -10, forget gates from 3
     to 6 across the heads, ahead of soft cap and activation.

@@ -53,7 +53,7 @@ _ROW = "row_"  # prefix of the names of tails that belong to the row, not to a m
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class MoMConfig:
-    """Mixture-of-Memories.
+    """The config of a Mixture-of-Memories.
 
     Attributes:
         mixer: the config of the inner mixer; any mixer with `Mixer.memory_parts`.
@@ -80,8 +80,8 @@ class MoMConfig:
 
     @classmethod
     def for_width(cls, hidden_size: int) -> MoMConfig:
-        """The published proportions: four memories, two for each token, and a shared one, of Gated DeltaNet
-        with four heads of 256.
+        """Return the config with the published proportions: four memories, two for each token, and a shared
+        one, of Gated DeltaNet with four heads of 256.
         """
         head_dim = min(256, hidden_size // 4)
         return cls(mixer=GatedDeltaNetConfig(num_heads=4, head_dim=head_dim, expand_v=1.0))
@@ -110,8 +110,8 @@ class MoMConfig:
         checks.one_of(self, "execution", self.execution, EXECUTIONS)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """The forward floating-point operations of a token: the router, the inner mixer's query and output
-        once, and its other parts for each memory that the token is routed to.
+        """Return the floating-point operations of the forward pass per token: the router, the inner mixer's
+        query and output once, and its other parts for each memory that the token is routed to.
         """
         inner = nnx.eval_shape(lambda: build(self.mixer, hidden_size, rngs=nnx.Rngs(0)))
         kernels = [
@@ -144,7 +144,7 @@ class _Part(NamedTuple):
 
 
 class MoM(Mixer):
-    """Mixture-of-Memories; see `MoMConfig`."""
+    """The layer of Mixture-of-Memories; see `MoMConfig`."""
 
     uses_depth = True
     memories_in_place = False

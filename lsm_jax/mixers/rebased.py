@@ -27,10 +27,10 @@ _LAYER_NORM_EPS = 1e-5
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class RebasedConfig(RecurrentConfig):
-    """ReBased.
+    """The config of ReBased.
 
     Attributes:
-        num_heads: heads.
+        num_heads: number of heads.
         feature_dim: query and key channels of a head ahead of φ (F); φ has F (F + 1) / 2 features.
         normalizer_eps: ε of the normaliser.
     """
@@ -41,7 +41,9 @@ class RebasedConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> RebasedConfig:
-        """The customary proportions: 16 heads of 16 channels; fewer heads below width 256, 8 channels at 32."""
+        """Return the config with the customary proportions: 16 heads of 16 channels; fewer heads below width
+        256, 8 channels at 32.
+        """
         return cls(num_heads=min(16, hidden_size // 16), feature_dim=min(16, hidden_size // 4))
 
     def num_features(self) -> int:
@@ -55,8 +57,8 @@ class RebasedConfig(RecurrentConfig):
         checks.positive(self, feature_dim=self.feature_dim, normalizer_eps=self.normalizer_eps)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, features, write 2KV, read 2KV,
-        normaliser 4K a head.
+        """Return the floating-point operations of the forward pass per token: the projections and features,
+        and per head 2 K V each to write and to read, and 4 K for the normaliser.
         """
         features = self.num_features()
         projections = 4.0 * hidden_size * (self.num_heads * self.feature_dim + hidden_size)
@@ -82,7 +84,7 @@ class QuadraticFeatures(nnx.Module):
 
 
 class Rebased(Mixer):
-    """ReBased; see `RebasedConfig`."""
+    """The layer of ReBased; see `RebasedConfig`."""
 
     op = ops.linear_memory
     memory_parts = ("k_proj", "v_proj")

@@ -21,14 +21,14 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class RetNetConfig(RecurrentConfig):
-    """RetNet's retention.
+    """The config of RetNet's retention.
 
     Attributes:
-        num_heads: heads; head h decays by 1 - 2^(-5-h) a token.
-        expand_k: key channels over hidden_size, all heads together.
-        expand_v: value channels over hidden_size.
-        rope_base: of the rotary embedding of q and k.
-        norm_eps: of the norm over each head's output.
+        num_heads: number of heads; head h decays by 1 - 2^(-5-h) per token.
+        expand_k: number of key channels of all heads, divided by hidden_size.
+        expand_v: number of value channels of all heads, divided by hidden_size.
+        rope_base: base of the rotary embedding of q and k.
+        norm_eps: epsilon of the norm over each head's output.
     """
 
     num_heads: int = 8
@@ -39,7 +39,9 @@ class RetNetConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> RetNetConfig:
-        """The published proportions: key heads of 256, value heads twice as wide."""
+        """Return the config with the published proportions: key heads of 256 channels, and value heads twice
+        as wide.
+        """
         return cls(num_heads=hidden_size // min(256, hidden_size // 4))
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
@@ -61,13 +63,15 @@ class RetNetConfig(RecurrentConfig):
         checks.positive(self, rope_base=self.rope_base, norm_eps=self.norm_eps)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, decay KV, write 2KV, read 2KV a head."""
+        """Return the floating-point operations of the forward pass per token: the projections, and per head K
+        V to decay the memory and 2 K V each to write and to read.
+        """
         k, v = self.head_dims(hidden_size)
         return self.num_heads * (2.0 * hidden_size * (2 * k + 3 * v) + 5 * k * v)
 
 
 class RetNet(Mixer):
-    """RetNet's retention; see `RetNetConfig`."""
+    """The layer of RetNet's retention; see `RetNetConfig`."""
 
     op = ops.linear_memory
     uses_positions = True

@@ -1,7 +1,7 @@
 """RWKV7 (arXiv 2503.14456): `M_t = (diag(w_t) - (κ_t ⊙ a_t)ᵀ κ_t) M_{t-1} + k̃_tᵀ v_t`, κ of unit length.
 
-w decays each key channel, κ is the key that is removed, a the share of it that is; k̃ is the key that is
-added.
+w is the decay of each key channel, κ the key that is removed, a the fraction of it that is removed, and k̃
+the key that is added.
 """
 
 from __future__ import annotations
@@ -36,16 +36,18 @@ _MIXED = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class RWKV7Config(RecurrentConfig):
-    """RWKV7.
+    """The config of RWKV7.
 
     Attributes:
-        head_dim: key and value channels of a head; hidden_size / head_dim heads.
+        head_dim: number of key and of value channels of a head; there are hidden_size / head_dim heads.
         decay_rank: inner width of the decay's two matrices; None is the published 2.5 √hidden_size (for heads
             of 64), rounded to a multiple of 32.
-        rate_rank: of the in-context rate a; None is the same.
-        value_rank: of the share of the first layer's value; None is 1.7 √hidden_size likewise.
-        gate_rank: of the output gate; None is 5 √hidden_size likewise.
-        norm_eps: of the norm over each head's output, published as head_dim · 1e-5.
+        rate_rank: inner width of the two matrices of the in-context rate a; None means the default of
+            `decay_rank`.
+        value_rank: inner width for the weight of the first layer's value; None means 1.7 √hidden_size,
+            rounded likewise.
+        gate_rank: inner width of the output gate; None means 5 √hidden_size, rounded likewise.
+        norm_eps: epsilon of the norm over each head's output, published as head_dim · 1e-5.
     """
 
     head_dim: int = 64
@@ -57,7 +59,9 @@ class RWKV7Config(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> RWKV7Config:
-        """The published proportions: heads of 64, smaller below width 256."""
+        """Return the config with the published proportions: heads of 64 channels, smaller ones below width
+        256.
+        """
         head_dim = min(64, hidden_size // 4)
         return cls(head_dim=head_dim, norm_eps=head_dim * 1e-5)
 
@@ -84,8 +88,9 @@ class RWKV7Config(RecurrentConfig):
                 checks.positive(self, **{name: getattr(self, name)})
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, low-rank parts; decay KV, removal's read
-        and write 4KV, write 2KV, read 2KV a head.
+        """Return the floating-point operations of the forward pass per token: the projections and low-rank
+        parts, and per head K V to decay the memory, 4 K V for the read and the write of the removal, and 2 K
+        V each to write and to read.
         """
         low_rank = 4.0 * hidden_size * sum(self.ranks(hidden_size).values())
         return 8.0 * hidden_size**2 + low_rank + 9 * hidden_size * self.head_dim
@@ -113,7 +118,7 @@ class LowRank(nnx.Module):
 
 
 class RWKV7(Mixer):
-    """RWKV7; see `RWKV7Config`. Initial parameters are RWKV7's: `init_std` is not used."""
+    """The layer of RWKV7; see `RWKV7Config`. Initial parameters are RWKV7's: `init_std` is not used."""
 
     op = ops.dplr_memory
     uses_depth = True
@@ -173,7 +178,7 @@ class RWKV7(Mixer):
         return {"v_first": jnp.zeros_like(x), "v_first_layer": first}
 
     def _step_back(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """The token before each token, minus the token; computed once a call."""
+        """Return the token before each token, minus the token; computed once per call."""
         if "step_back" not in context.saved:
             before, context = self.shift(x, context)
             context = context.add(saved={"step_back": before - x})
@@ -226,7 +231,9 @@ class RWKV7(Mixer):
         return dict(written, v=v), context.add(bypass={"current": current})
 
     def _values(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Values of the mixed tokens x, moved towards the first layer's; unchanged in that layer, and outside a model."""
+        """Return the values of the interpolated tokens x, interpolated with the first layer's values; without
+        the latter in the first layer and outside a model.
+        """
         v = self.v_proj(x)
         if "v_first" not in context.shared:
             return v, context

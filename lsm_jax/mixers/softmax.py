@@ -29,15 +29,16 @@ class SoftmaxConfig:
     """Softmax attention.
 
     Attributes:
-        num_heads: query heads.
-        num_kv_heads: key and value heads, a divisor of `num_heads`; None is `num_heads`.
-        head_dim: channels of a head, even if rotated; None is hidden_size / num_heads.
-        window: tokens a query sees, itself included; None sees all.
-        qk_norm: RMS-normalise queries and keys with learned scales ahead of the rotation.
+        num_heads: number of query heads.
+        num_kv_heads: number of key and value heads, a divisor of `num_heads`; None is `num_heads`.
+        head_dim: number of channels of a head, an even number with rotary positions; None is hidden_size /
+            num_heads.
+        window: number of tokens that a query attends to, itself included; None means all.
+        qk_norm: whether queries and keys are RMS-normalised, with learned scales, before the rotation.
         qkv_bias: whether the projections to queries, keys and values have biases.
-        rope_base: of the rotary embedding; None rotates nothing.
-        rope_scaling: lowers the rotation's frequencies; None leaves them.
-        norm_eps: of the norms of queries and keys.
+        rope_base: base of the rotary embedding; None means no rotary embedding.
+        rope_scaling: a reduction of the rotation's frequencies, or None.
+        norm_eps: epsilon of the norms of queries and keys.
         implementation: attention's backend; None lets the op select.
     """
 
@@ -54,7 +55,9 @@ class SoftmaxConfig:
 
     @classmethod
     def for_width(cls, hidden_size: int) -> SoftmaxConfig:
-        """The customary proportions: heads of 64 channels up to width 1024, of 128 beyond."""
+        """Return the config with the customary proportions: heads of 64 channels up to width 1024, of 128
+        beyond.
+        """
         head_dim = min(128 if hidden_size > 1024 else 64, hidden_size // 4)
         return cls(num_heads=hidden_size // head_dim)
 
@@ -106,8 +109,8 @@ class SoftmaxConfig:
             )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, and scores and sums over the keys it
-        sees on average.
+        """Return the floating-point operations of the forward pass per token: the projections, and the scores
+        and weighted sums over the keys that a query attends to on average.
         """
         dim, heads, kv_heads = self.dim(hidden_size), self.num_heads, self.kv_heads()
         window = seq_len if self.window is None else min(self.window, seq_len)
@@ -116,7 +119,7 @@ class SoftmaxConfig:
 
 
 class Softmax(Mixer):
-    """Softmax attention; see `SoftmaxConfig`."""
+    """The layer of softmax attention; see `SoftmaxConfig`."""
 
     op = ops.attention
     uses_positions = True

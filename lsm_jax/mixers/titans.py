@@ -1,5 +1,5 @@
-"""Titans' neural long-term memory (arXiv 2501.00663): a model trained as it reads, with momentum and
-forgetting.
+"""Titans' neural long-term memory (arXiv 2501.00663): a model that is trained while it reads, with momentum
+and forgetting.
 
 `S_t = η_t S_{t-1} - θ_t ∇ℓ(k_t, v_t)`, `M_t = (1 - α_t) M_{t-1} + S_t`, `o_t = M_t(q_t)`, gradients taken at
 the start of the mini-batch. As a layer of a pattern it is the paper's MAL (memory as a layer).
@@ -32,22 +32,23 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class TitansConfig(RecurrentConfig):
-    """Titans. What the paper leaves open (heads, expansion, `max_lr`, initial gates) is decided here.
+    """The config of Titans. The paper does not specify heads, expansion, `max_lr` and initial gates; the
+    values here are this library's.
 
     Attributes:
-        num_heads: heads, each with one memory.
-        memory_depth: layers of the memory, 1 (a matrix, as in arXiv 2503.05447 Table 1) or 2 (an MLP with
-            GELU).
-        memory_expand: channels between two layers over a head's.
-        inner_norm: M(x) = x + LN(memory(x)), as public implementations have it; without, the paper's M(x) =
-            memory(x).
-        mini_batch: tokens whose gradients are taken at the same weights.
+        num_heads: number of heads, each with one memory.
+        memory_depth: number of layers of the memory, 1 (a matrix, as in arXiv 2503.05447 Table 1) or 2 (an
+            MLP with GELU).
+        memory_expand: number of channels between the memory's two layers, divided by a head's.
+        inner_norm: whether M(x) = x + LN(memory(x)), as in public implementations; otherwise M(x) =
+            memory(x), as in the paper.
+        mini_batch: number of tokens whose gradients are taken at the same weights.
         max_lr: θ = max_lr · sigmoid(x w + b), for the mean square of the error over a head's channels. A
-            matrix without norm is linear in the values, whose size then cannot make it diverge; else it can,
-            and wants less (TTT-MLP has 0.1).
+            matrix without norm is linear in the values, so that large values cannot make it diverge. Other
+            memories can diverge, and require a smaller rate (TTT-MLP has 0.1).
         conv_size: width of the short convolutions on q, k and v.
-        inner_norm_eps: of the memory's layer norm.
-        norm_eps: of the norm over each head's output.
+        inner_norm_eps: epsilon of the memory's layer norm.
+        norm_eps: epsilon of the norm over each head's output.
     """
 
     num_heads: int = 16
@@ -62,7 +63,7 @@ class TitansConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> TitansConfig:
-        """Heads of 64; eight smaller ones below width 512."""
+        """Return the config with heads of 64 channels; below width 512, eight smaller heads."""
         return cls(num_heads=hidden_size // min(64, hidden_size // 8))
 
     def sizes(self, hidden_size: int) -> tuple[int, ...]:
@@ -86,9 +87,10 @@ class TitansConfig(RecurrentConfig):
         checks.convolution_width(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, convolutions; for each weight of a
-        head's memory 2 each to answer, write and read, 3 to decay and add momentum and memory, and 2 in the
-        second layer for the gradient's way back.
+        """Return the floating-point operations of the forward pass per token: the projections and
+        convolutions; for each weight of a head's memory 2 each for the output for the key, the write and the
+        read, and 3 for the decays and the additions of momentum and memory; and 2 for each weight of the
+        second layer for the gradient's backward pass.
         """
         size = hidden_size // self.num_heads
         around = 2.0 * hidden_size * (5 * hidden_size + 3 * self.num_heads + 3 * self.conv_size)
@@ -97,7 +99,7 @@ class TitansConfig(RecurrentConfig):
 
 
 class Titans(Mixer):
-    """Titans; see `TitansConfig`."""
+    """The layer of Titans; see `TitansConfig`."""
 
     op = ops.online_memory
 
@@ -114,13 +116,15 @@ class Titans(Mixer):
         self.momentum_proj = Dense(hidden_size, heads, bias=True, **into)
         self.lr_proj = Dense(hidden_size, heads, bias=True, **into)
         self.decay_proj = Dense(hidden_size, heads, **into)
-        # α starts at 0.02: at 0.5, where a bias of 0 would put it, a memory is forgotten within a mini-batch.
+        # α starts at 0.02: at 0.5, the value for a bias of 0, a memory would be forgotten within a
+        # mini-batch.
         self.decay_bias = parameter(jnp.full(heads, -4.0), ("heads",), weight_decay=False)
         convolution = dict(width=config.conv_size, rngs=rngs, axis="heads")
         self.q_conv = ShortConvolution("q", hidden_size, **convolution)
         self.k_conv = ShortConvolution("k", hidden_size, **convolution)
         self.v_conv = ShortConvolution("v", hidden_size, **convolution)
-        # By fan-in: keys have unit length, and layers of a small scale would hardly learn at first.
+        # The scale is that of the fan-in: keys have unit length, and layers of a small scale would hardly
+        # learn at first.
         self.inner_weights = nnx.List(
             [
                 parameter(

@@ -1,5 +1,5 @@
 """TTT-Linear (arXiv 2407.04620): the memory is a linear model with a norm, trained on each mini-batch of
-tokens as it reads.
+tokens while it reads.
 
 `f(x) = x + LN(x W + b)`, loss `½ ‖f(k) - v‖²`, gradients taken at the start of the mini-batch. Queries and
 keys share a projection and differ by their convolutions; positions are rotary and count within the
@@ -26,16 +26,16 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class TTTLinearConfig(RecurrentConfig):
-    """TTT-Linear.
+    """The config of TTT-Linear.
 
     Attributes:
-        num_heads: heads, each with one model.
-        mini_batch: tokens whose gradients are taken at the same weights.
+        num_heads: number of heads, each with one model.
+        mini_batch: number of tokens whose gradients are taken at the same weights.
         base_lr: the inner learning rate is base_lr · sigmoid(x w + b) / head channels.
-        conv_size: width of the short convolutions on q and k, which no activation follows.
-        rope_base: of the rotary positions.
-        inner_norm_eps: of the inner model's layer norm.
-        norm_eps: of the layer norm over the output's channels.
+        conv_size: width of the short convolutions on q and k, which are without activation.
+        rope_base: base of the rotary positions.
+        inner_norm_eps: epsilon of the inner model's layer norm.
+        norm_eps: epsilon of the layer norm over the output's channels.
     """
 
     num_heads: int = 16
@@ -48,7 +48,7 @@ class TTTLinearConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> TTTLinearConfig:
-        """Heads of 64, as published; eight smaller ones below width 512."""
+        """Return the config with heads of 64 channels, as published; below width 512, eight smaller heads."""
         return cls(num_heads=hidden_size // min(64, hidden_size // 8))
 
     def sizes(self, hidden_size: int) -> tuple[int, ...]:
@@ -75,15 +75,15 @@ class TTTLinearConfig(RecurrentConfig):
         checks.convolution_width(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, convolutions; answer, write and read of
-        2KV a head.
+        """Return the floating-point operations of the forward pass per token: the projections and
+        convolutions, and per head 2 K V each for the model's output for the key, the write and the read.
         """
         around = hidden_size * (8.0 * hidden_size + 2 * self.num_heads + 4 * self.conv_size)
         return around + 6 * hidden_size * self.sizes(hidden_size)[0]
 
 
 class TTTLinear(Mixer):
-    """TTT-Linear; see `TTTLinearConfig`."""
+    """The layer of TTT-Linear; see `TTTLinearConfig`."""
 
     op = ops.online_memory
     uses_positions = True

@@ -13,10 +13,10 @@ from lsm_jax.mixers.ttt_linear import TTTLinear, TTTLinearConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class TTTMLPConfig(TTTLinearConfig):
-    """TTT-MLP: TTT-Linear's fields, and the inner model's width.
+    """The config of TTT-MLP: the fields of TTT-Linear, and the inner model's width.
 
     Attributes:
-        inner_expand: channels between the inner layers over a head's.
+        inner_expand: number of channels between the two inner layers, divided by a head's.
     """
 
     base_lr: float = 0.1
@@ -33,15 +33,15 @@ class TTTMLPConfig(TTTLinearConfig):
         checks.positive(self, inner_expand=self.inner_expand)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """The forward floating-point operations of a token, with both layers' products, and the gradient's
-        backward pass through the second.
+        """Return the floating-point operations of the forward pass per token: those of TTT-Linear with the
+        products of both layers, and the gradient's backward pass through the second layer.
         """
         around = hidden_size * (8.0 * hidden_size + 2 * self.num_heads + 4 * self.conv_size)
         return around + 14 * self.inner_expand * hidden_size * self.sizes(hidden_size)[0]
 
 
 class TTTMLP(TTTLinear):
-    """TTT-MLP; see `TTTMLPConfig`."""
+    """The layer of TTT-MLP; see `TTTMLPConfig`."""
 
 
 METHOD = Method(

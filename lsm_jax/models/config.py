@@ -1,4 +1,6 @@
-"""A model as data: widths, a pattern of layers, and what each letter of the pattern stands for."""
+"""The config of a model: widths, the pattern of its layers, and the kind of layer that each letter stands
+for.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ REMAT = ("none", "dots", "full")
 
 @dataclasses.dataclass(kw_only=True)
 class LayerConfig:
-    """One kind of layer.
+    """The config of one kind of layer.
 
     Attributes:
         mixer: a mixer's config, of a type in `lsm_jax.mixers.METHODS`.
@@ -24,7 +26,9 @@ class LayerConfig:
     feedforward: Any = dataclasses.field(default_factory=feedforward.SwiGLUConfig)
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a part is of no known kind or does not fit the width."""
+        """Raise ValueError if the mixer or the feedforward has a config of an unknown type, or does not fit
+        the width.
+        """
         mixers.method_of(self.mixer)
         self.mixer.validate(hidden_size)
         if self.feedforward is not None:
@@ -33,22 +37,23 @@ class LayerConfig:
 
 @dataclasses.dataclass(kw_only=True)
 class ModelConfig:
-    """A decoder.
+    """The config of a decoder.
 
     Attributes:
-        vocab_size: tokens.
+        vocab_size: number of tokens in the vocabulary.
         hidden_size: width of the residual stream.
-        num_layers: depth, a multiple of the pattern's length.
-        pattern: letters naming the layers from the first on, repeated to the depth; "LLLN" is three L and one
-            N.
-        layers: what each letter stands for.
-        tie_embeddings: the head is the embedding's transpose.
-        norm_eps: of the norms ahead of mixers, feedforwards and head.
-        init_std: of embedding, head and projections, except where a method has its own.
-        dtype: of activations, "float32" or "bfloat16"; parameters are float32.
+        num_layers: number of layers, a multiple of the pattern's length.
+        pattern: a letter for each layer from the first on, repeated to the depth; "LLLN" means three layers L
+            and one layer N.
+        layers: the kind of layer that each letter stands for.
+        tie_embeddings: whether the output head is the embedding's transpose.
+        norm_eps: epsilon of the norms before mixers, feedforwards and the head.
+        init_std: standard deviation of the initial embedding, head and projections; some methods define
+            another for their projections.
+        dtype: the dtype of activations, "float32" or "bfloat16"; parameters are float32.
         remat: what the backward pass recomputes in each layer: "none", "dots" (all but products with weights
             and this package's kernels of memories and attention) or "full".
-        loss_chunk_size: tokens whose logits exist at a time in the loss, on each device.
+        loss_chunk_size: number of tokens whose logits exist at a time in the loss, on each device.
         lora: low-rank adapters on projections of every layer, or None.
     """
 

@@ -1,5 +1,5 @@
-"""The scan over the periods of a decoder's layers: its body, its rematerialization, and the statistics of its
-layers.
+"""The scan over the repetitions of a decoder's period of layers: its body, its rematerialization, and the
+statistics of its layers.
 """
 
 from __future__ import annotations

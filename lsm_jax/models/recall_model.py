@@ -1,5 +1,5 @@
-"""The small model that recall is measured with: short gated convolutions and the method, no feedforward, no
-positions.
+"""The small model for measurements of recall: gated short convolutions and layers of the method, without
+feedforwards and without positions.
 
 It is zoology's hybrid of a "BaseConv" layer and a layer of the method, with RMS norms in place of layer norms
 and no dropout.
@@ -25,17 +25,18 @@ LETTERS = "CL"
 
 @dataclasses.dataclass(kw_only=True)
 class RecallModelConfig:
-    """A model of a few layers.
+    """The config of a `RecallModel`.
 
     Attributes:
         mixer: the method's config, of a type in `lsm_jax.mixers.METHODS`.
-        vocab_size: tokens.
+        vocab_size: number of tokens in the vocabulary.
         hidden_size: width.
         pattern: the layers in order: C is a gated short convolution, L the method.
         conv_size: width of C's convolution.
-        norm_eps: of the norms ahead of layers and head.
-        init_std: of embedding and projections, except where the method has its own.
-        dtype: of activations, "float32" or "bfloat16"; parameters are float32.
+        norm_eps: epsilon of the norms before the layers and the head.
+        init_std: standard deviation of the initial embedding and projections; some methods define another for
+            their projections.
+        dtype: the dtype of activations, "float32" or "bfloat16"; parameters are float32.
     """
 
     mixer: Any
@@ -86,7 +87,9 @@ class GatedConvolution(nnx.Module):
 
 
 class RecallModel(nnx.Module):
-    """Embedding, pre-norm residual layers by the pattern, norm; the head is the embedding's transpose."""
+    """A model of an embedding, pre-norm residual layers by the pattern, and a norm; the head is the
+    embedding's transpose.
+    """
 
     def __init__(self, config: RecallModelConfig, *, rngs: nnx.Rngs):
         config.validate()
@@ -146,15 +149,16 @@ class RecallModel(nnx.Module):
 
 
 def recall_state_size(config: RecallModelConfig, max_length: int) -> dict[str, list[int]]:
-    """Numbers each layer keeps of one sequence while decoding.
+    """Return how many numbers each layer stores for one sequence while decoding.
 
     Args:
         config: the model.
-        max_length: the context softmax attention must hold; other methods' do not depend on it.
+        max_length: the number of tokens that softmax attention must store; other methods do not depend on it.
 
     Returns:
-        `memory`: the memory alone (keys and values for attention), 0 for a convolution; `all`: with the last
-        inputs of convolutions and token shifts. A list of layers each.
+        Two lists with a number for each layer. `memory`: the size of the memory (keys and values for
+        attention; 0 for a convolution). `all`: that of the memory and of the last inputs of convolutions and
+        token shifts.
     """
     options: dict[str, Any] = dict(num_layers=len(config.pattern))
 

@@ -130,7 +130,9 @@ class _Block:
 
 
 def _apply_decay(m, factor):
-    """Return `decay m`; a factor of at most 0 is `decay - 1`, a factor above 0 is the decay."""
+    """Multiply m by the decay that `api.decay_factor` encodes: a factor of at most 0 is `decay - 1`, a factor
+    above 0 is the decay itself.
+    """
     return jnp.where(factor > 0, 0.0, m) + factor * m
 
 

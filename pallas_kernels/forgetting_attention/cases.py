@@ -16,7 +16,7 @@ class Case(NamedTuple):
     """Sizes and kind of a call.
 
     Attributes:
-        heads: of q, and of k and v.
+        heads: numbers of heads of q, and of k and v.
         dim: channels of a head.
         length: T.
         documents: mean number of documents for each token; None is one document without padding or masked

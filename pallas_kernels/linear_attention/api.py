@@ -82,7 +82,7 @@ def linear_attention(
         The output in v's dtype (float32 if `exact`), and the final memories in float32, as `initial`.
 
     Raises:
-        NotImplementedError: the implementation does not support these arguments; the message gives the requirement.
+        NotImplementedError: the implementation does not support these arguments; the message names the requirement.
         ValueError: the implementation does not exist.
     """
     variant = variant_of(log_decay, value_log_decay)

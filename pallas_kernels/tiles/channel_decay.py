@@ -106,7 +106,7 @@ def chunk_forward(
         q: [C, K], C a power of two.
         k: [C, K].
         g: [C, K] float32, at most 0.
-        scale: of q.
+        scale: multiplies q.
         documents: None is one document.
         bonus: [K]; a token then reads before it writes.
     """
@@ -127,12 +127,14 @@ def chunk_forward(
 
 
 def where_later(half: int, of_later, of_earlier):
-    """Rows of later blocks of `half` rows from one tile, rows of earlier blocks from the other."""
+    """Combine two tiles: rows of later blocks of `half` rows from one, rows of earlier blocks from the other."""
     return jnp.where(iota(len(of_later), 1, 0) & half > 0, of_later, of_earlier)
 
 
 def factor(g, half: int, later=None, exclusive: bool = False):
-    """The factor of each row [C, K] on the level of blocks of `half` rows; `later`: as if all rows were in later (True) or earlier blocks."""
+    """Return the factor of each row, [C, K], on the level of blocks of `half` rows. With `later`, all rows
+    count as rows of later blocks (True) or of earlier blocks (False).
+    """
     size = len(g)
     i, j = iota(size, size, 0), iota(size, size, 1)
     later = (i & half) > 0 if later is None else jnp.full((1, 1), later)

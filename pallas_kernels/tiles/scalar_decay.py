@@ -42,8 +42,8 @@ class Heads(NamedTuple):
 
     Attributes:
         first: index of the first in the chunk's decays.
-        count: n, how many there are.
-        keys: number of keys of the tile: n, or 1 that all memories have.
+        count: n, the number of memories.
+        keys: number of key heads of the tile: n, or 1 if all memories share one.
     """
 
     first: int
@@ -129,7 +129,7 @@ def read_chunk(
         runs: [8, C] float32, of `row_layout.document_rows`; None is one document. Its rows are the number of each token's document, 1
             where that is the document of the last token before the chunk, and 1 where that is the document of the chunk's last token.
         size: C.
-        scale: of the queries.
+        scale: multiplies the queries.
     """
     i, j = iota(size, size, 0), iota(size, size, 1)
     seen = i >= j
@@ -266,7 +266,7 @@ def decay_gradient(reads, read_rows, writes, totals, chunk: Chunk) -> jax.Array:
 
 
 def _as_rows(columns: dict[int, jax.Array], size: int) -> jax.Array:
-    """Columns [C, 1], by index, as the rows of [128, C] with these indices; the other rows are 0."""
+    """Return [128, C] whose rows are the given columns [C, 1], at their indices; the other rows are 0."""
     wide = jnp.zeros((size, LANES), jnp.float32)
     lane = iota(size, LANES, 1)
     for index, column in columns.items():
@@ -284,13 +284,13 @@ def side_by_side(parts: list[jax.Array], width: int) -> jax.Array:
 
 
 def fold(memory: jax.Array, heads: Heads) -> jax.Array:
-    """The n memories of S, side by side, [K, n * V]."""
+    """Return the n memories of S side by side, [K, n * V]."""
     size = len(memory) // heads.keys
     return sum((memory[i * size :][:size] for i in range(1, heads.keys)), memory[:size])
 
 
 def unfold(memory: jax.Array, heads: Heads) -> jax.Array:
-    """S from n memories side by side, [K, n * V] float32."""
+    """Return S from the n memories side by side, [K, n * V] float32."""
     return _diagonal(jnp.concatenate([memory] * heads.keys), heads)
 
 
@@ -300,7 +300,7 @@ def iota(rows: int, columns: int, axis: int) -> jax.Array:
 
 
 def _only(x, index: int, count: int):
-    """x with 0 in all but the `index`-th of its `count` blocks of columns."""
+    """Return x with 0 in all of its `count` blocks of columns but the one with index `index`."""
     if count == 1:
         return x
     block = lax.div(iota(1, x.shape[1], 1), x.shape[1] // count)
@@ -320,7 +320,9 @@ def _sums(x, count: int) -> list[jax.Array]:
 
 
 def _diagonal(memory, heads: Heads):
-    """The blocks on the diagonal; the others, products of one memory's key and another one's value, become 0."""
+    """Return x with only its blocks on the diagonal; the others, products of one memory's key and another
+    one's value, are set to 0.
+    """
     if heads.keys == 1:
         return memory
     rows, columns = memory.shape
@@ -330,7 +332,7 @@ def _diagonal(memory, heads: Heads):
 
 
 def _weigh(x, scale, chunk: Chunk):
-    """x [C, C] times `weights` of a head, and 0 where token i does not read token j."""
+    """Return x [C, C] times the `weights` of a head, with 0 where token i does not read token j."""
     return jnp.where(chunk.seen, x * scale, 0)
 
 

@@ -75,7 +75,9 @@ def read_masks(runs, size: int) -> Masks:
 
 
 def mirror(lower: jax.Array, upper: jax.Array, masks: Masks) -> jax.Array:
-    """`lower` [C, C] below the diagonal and `upper` on it and above, with 0 at pairs of two documents."""
+    """Return [C, C]: `lower` below the diagonal and `upper` on and above it, with 0 at pairs of two
+    documents.
+    """
     later = iota(len(lower), len(lower), 0) > iota(len(lower), len(lower), 1)
     both = jnp.where(later, lower, upper)
     return both if masks.same is None else jnp.where(masks.same, both, 0)
@@ -196,13 +198,15 @@ def decay_gradient(
 
 
 def _select_level(half: int, x, finer):
-    """x [C, C] in the rows of later blocks of `half` rows and the columns of earlier ones, else `finer`, the result of smaller blocks."""
+    """Combine two tiles [C, C]: x in the rows of later blocks of `half` rows and the columns of the earlier
+    blocks, and elsewhere `finer`, the result for smaller blocks.
+    """
     selected = jnp.where(iota(1, len(x), 1) & half == 0, x, finer)
     return _where_later(half, selected, finer)
 
 
 def _exchanged(x, half: int):
-    """x [C, D] with neighbouring blocks of `half` rows exchanged: row i ^ half as row i."""
+    """Return x [C, D] with neighbouring blocks of `half` rows exchanged: row i is x's row i ^ half."""
     size, width = x.shape
     if half >= _SUBLANES:
         blocks = [x[n * half : (n + 1) * half] for n in range(size // half)]
@@ -217,6 +221,8 @@ def _exchanged(x, half: int):
 
 
 def _where_later(half: int, of_later, of_earlier):
-    """Rows of later blocks from one tile, rows of earlier blocks from the other; either may be a number."""
+    """Combine two tiles: rows of later blocks from one, rows of earlier blocks from the other; either may be
+    a number.
+    """
     size = max(jnp.shape(of_later), jnp.shape(of_earlier))[0]
     return jnp.where(iota(size, 1, 0) & half > 0, of_later, of_earlier)

@@ -41,7 +41,8 @@ gpu_device_info {
 CUDA = next((x for p in sys.path if (x := Path(p, "nvidia", "cu13")).is_dir()), Path("nowhere"))
 CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 
-# The op; heads of q, k and v; K and V; its other arguments; the largest number of bytes of registers that its kernels may spill.
+# Each case: the op; heads of q, k and v; K and V; the op's other arguments; the largest number of bytes that
+# its kernels may spill.
 ON_HOPPER = [
     *(("linear_memory", *case) for case in linear_attention_cases.HOPPER_COMPILED),
     *(("delta_memory", *case) for case in delta_rule_cases.HOPPER_COMPILED),
@@ -61,7 +62,7 @@ ON_TPU = [
 
 
 def case_id(case) -> str:
-    """A case's name in the tests' output, without the bytes that it spills."""
+    """Return the name of a case for pytest, without the bytes that it spills."""
     op, heads, key_dim, value_dim, given = case[:5]
     sizes = [f"heads={','.join(map(str, heads))}", f"K={key_dim}", f"V={value_dim}"]
     return "-".join([op, *sizes, *given.split()])
@@ -162,7 +163,9 @@ def late_writes(sass: str) -> list[tuple[str, str]]:
 
 
 def test_finds_late_writes():
-    """Code that ptxas once emitted for a kernel, and the same code in the right order."""
+    """`late_writes` finds the late write in code that ptxas once emitted for a kernel, and none in the same
+    code in the right order.
+    """
     made = "/*0010*/ HGMMA.64x64x16.F32.BF16 R48, R24, gdesc[UR8], R48 ;\n"
     late, waited = (
         "/*0020*/ @P0 MOV R25, 0x3f803f80 ;\n",
@@ -222,7 +225,8 @@ def test_selective_scans_compile_for_a_tpu(chip, dtype, case):
     compile_scans_for(device, abstract, case, "mosaic_tpu", dtype)
 
 
-# Half the bundles of a first version with one head for each program, for a head and 64 tokens of a gated delta rule's forward.
+# The largest accepted number of bundles per head and 64 tokens of the gated delta rule's forward: half of
+# those of a first version, which computed one head per program.
 @pytest.mark.parametrize("chip, most", [("v5e", 878 // 2), ("v6e", 868 // 2)])
 def test_a_tpu_takes_half_the_bundles_of_the_sketch(chip, most):
     from benchmarks.cases.bundles import (

@@ -75,7 +75,7 @@ def run(op, arrays, *, stacked=False, **options):
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """Run the kernel in the interpreter if it is named."""
+    """Run the kernel in the interpreter if `implementation` names it."""
     fused = functools.partial(decode_step, interpret=gpu_interpreter())
     monkeypatch.setattr(pallas_kernels.decode_step, "decode_step", fused)
 
@@ -139,8 +139,8 @@ def kernels_of(text: str) -> int:
 
 @pytest.mark.parametrize("method", ["gla", pytest.param("gated_deltanet", marks=pytest.mark.slow)])
 def test_the_decoder_lowers_to_it_on_the_card(method):
-    """The loop over layers contains one kernel, whose argument is the stack of all memories; and none for two
-    tokens, or if XLA is named.
+    """The loop over layers contains one kernel, whose argument is the stack of all memories. It contains none
+    for two tokens, or with implementation="xla".
     """
     config = lm(method, "tiny", vocab_size=64)
     config.num_layers, config.hidden_size = 3, 128
@@ -162,8 +162,8 @@ def test_the_decoder_lowers_to_it_on_the_card(method):
 
 
 def test_none_picks_it_where_xla_makes_more_passes():
-    """The kernel is selected for a delta rule's memory that is in no stack, not for one with only a decay,
-    and not if the form is named.
+    """Without a stack of layers, the kernel is selected for a delta rule, but not for a memory with only a
+    decay, and not if a form is named.
     """
     for op, form, count in (
         ("delta", "chunk", 1),

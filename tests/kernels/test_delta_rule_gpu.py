@@ -70,7 +70,7 @@ def make(
     q = normal(BATCH, length, heads, key_dim, dtype=jnp.bfloat16) * size
     v = normal(BATCH, length, memories, value_dim, dtype=jnp.bfloat16)
     beta = 2 * jax.nn.sigmoid(normal(BATCH, length, memories)).at[:, ::9].set(0)
-    if not alike:  # negative beta with keys alike would let the memory grow without bound
+    if not alike:  # with nearly equal keys and negative beta the memory would grow without bound
         beta = beta.at[:, 4::9].multiply(-0.5)
     return dict(
         q=q,
@@ -193,7 +193,8 @@ def test_few_rows_of_a_long_sequence_are_cut_into_parts():
 
     assert [parts(1, 16384, 8), parts(1, 16380, 16), parts(2, 8192, 8)] == [16, 8, 8]
     assert [parts(1, 16384, 4, memories=16), parts(2, 16384, 16)] == [8, 4]
-    # Processors for less than four, a row too short for four, and K = 256.
+    # Shapes of long rows: with too few SMs for four parts, with too few tokens for four parts, and with K =
+    # 256.
     assert [parts(1, 16384, 64), parts(1, 4095, 4), parts(1, 16384, 4, 256)] == [1, 1, 1]
 
 
@@ -207,7 +208,8 @@ def test_a_scan_returns_memories_at_which_parts_can_begin():
         checkpoints(2, 4096, 4, 256),
         checkpoints(1, 2112, 4, 128),
     ] == [8, 4, 1]
-    # A row in parts, too many scans, a row too short, an odd number of chunks, and rows of several memories.
+    # Cases: a row in parts; too many scans for parts; a row that is too short for parts; an odd number of
+    # chunks; rows of several memories.
     assert [
         checkpoints(1, 16384, 8, 128),
         checkpoints(8, 4096, 16, 128),
@@ -254,7 +256,8 @@ def test_lowers_for_the_card(width, channels, heads):
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         text = jax.jit(step).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-    # Two kernels forward, three with channels; three backward. With parts also three scans of parts and two links.
+    # Two kernels forward (three with a decay per channel) and three backward. Parts add three scans over
+    # parts and two kernels that combine parts.
     assert text.count("custom_call @mosaic_gpu") == 5 + channels + 5 * (heads == 4)
 
 

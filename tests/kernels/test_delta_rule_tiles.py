@@ -35,7 +35,9 @@ def inputs(shape, decays, runs, alike, seed):
 
 
 def recurrence(arrays, begins):
-    """O and S' by Gated DeltaNet, arXiv 2412.06464, Eq. 10, in this library's order: decay, erase, write, read."""
+    """Compute the outputs O and the final memory S' by Gated DeltaNet (arXiv 2412.06464, Eq. 10), in this
+    library's order: decay, erase, write, read.
+    """
     *tokens, memory = arrays
 
     def step(memory, x):
@@ -87,7 +89,9 @@ def test_a_chunk_equals_the_recurrence(shape, decays, runs, alike, seed):
 
 
 def test_the_inverse_in_16_bit_products_is_as_good_as_float32s():
-    """Keys are nearly alike and beta is up to 2: powers of the matrix would overflow, and one pass in 16 bits errs by 1e-2."""
+    """With nearly equal keys and beta up to 2, powers of the matrix would overflow, and one pass in 16 bits
+    would have an error of 1e-2.
+    """
     rng = np.random.default_rng(0)
     k = rng.normal(size=64) + 0.3 * rng.normal(size=(64, 64))
     k /= np.linalg.norm(k, axis=1, keepdims=True)

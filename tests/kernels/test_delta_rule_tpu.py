@@ -23,7 +23,7 @@ FIELDS = ("q", "k", "v", "beta", "log_decay", "initial")
 
 
 def given(*dims, dtype=jnp.float32, documents=False, decay="mild", **options):
-    """The arguments of `fused`: the arrays that are differentiated, and the documents' numbers or None."""
+    """Return the arguments of `fused`: the arrays that are differentiated, and the document numbers or None."""
     inputs = make(*dims, documents=False, decay=decay, **options)
     del inputs["run"]
     run = on_tpu.runs(dims[0]) if documents else None
@@ -43,7 +43,7 @@ def compare(x, run, tolerance):
     [pytest.param(x, marks=pytest.mark.slow if n > 1 else (), id=x.name) for n, x in enumerate(TPU_INTERPRETED)],
 )  # fmt: skip
 def test_equals_the_recurrence_in_value_and_every_gradient(case, monkeypatch):
-    for backend in (tpu, solve):  # several programs of few heads
+    for backend in (tpu, solve):  # several programs with few heads each
         monkeypatch.setattr(backend, "HEADS", 2)
     if "short" in case.name:
         for backend in (tpu, tpu_channels, solve):

@@ -120,7 +120,7 @@ def test_forward_equals_the_recurrence(strong):
 
 
 def test_maps_over_one_more_axis():
-    """`jax.vmap`, gradients too: to the bit what calls one after the other give."""
+    """`jax.vmap` returns the bits of one call after the other, for values and gradients."""
     case = make(64, 1, 1, 1, 64, 64, documents=False)
     arrays = {n: jnp.stack([case[n], case[n][:, ::-1]]) for n in "qkvab"}
     check_map(fused, arrays, {n: x for n, x in case.items() if n not in arrays})
@@ -155,7 +155,8 @@ def test_lowers_for_the_card(width, heads):
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         traced = jax.jit(step).trace(*[wide] * 5, decay, initial, struct((2, 8190), jnp.int32))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    # Three kernels forward, four backward. With parts also three scans of parts and two links.
+    # Three kernels forward and four backward. Parts add three scans over parts and two kernels that combine
+    # parts.
     assert text.count("custom_call @mosaic_gpu") == 7 + 5 * (heads == 4)
 
 

@@ -20,7 +20,7 @@ from tests.kernels.test_dplr_gpu import SCALE, by_token, make
 
 
 def given(*dims, dtype=jnp.float32, documents=False, strong=False):
-    """The arguments of `fused`: the arrays that are differentiated, and the documents' numbers or None."""
+    """Return the arguments of `fused`: the arrays that are differentiated, and the document numbers or None."""
     x = make(*dims, documents=False, strong=strong)
     del x["run"]
     run = on_tpu.runs(dims[0]) if documents else None

@@ -275,7 +275,9 @@ def test_attention_picks_it_where_cudnn_does_not_serve():
     assert "mosaic_gpu" in text(lambda q, ids: ops.attention(q, q, q, segment_ids=ids)[0], q, ids)
     assert "mosaic_gpu" not in text(lambda q, g: gated(q, g, implementation="xla"), q, gates)
     wide = struct((1, 256, 2, 256), jnp.bfloat16)
-    assert "mosaic_gpu" not in text(gated, wide, gates)  # without a gradient only by name
+    assert "mosaic_gpu" not in text(
+        gated, wide, gates
+    )  # a call without a gradient uses the kernel only by name
     assert "mosaic_gpu" in text(lambda q, g: gated(q, g, implementation="mosaic_gpu"), wide, gates)
     with pytest.raises(NotImplementedError, match="requires q in bfloat16, not float32"):
         gated(jnp.ones(q.shape), jnp.zeros(gates.shape), implementation="mosaic_gpu")

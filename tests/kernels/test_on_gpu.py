@@ -33,13 +33,13 @@ pytestmark = [
 
 
 def case_id(case) -> str:
-    """A case's name in the tests' output: its fields with hyphens, tuples with commas."""
+    """Return the name of a case for pytest: its fields joined by hyphens, tuples by commas."""
     fields = (",".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in case)
     return "-".join(x.replace(", ", ",").replace(" ", "_") for x in fields if x)
 
 
 def _configuration(op: str, case) -> tuple:
-    """A case of the delta rule or of dplr as one of `CONFIGURATIONS`."""
+    """Return a case of the delta rule or of dplr as an entry of `CONFIGURATIONS`."""
     sizes = case.heads, case.key_dim, case.value_dim, case.length, case.documents
     return *sizes, f"{op}, {case.decay}" if case.decay else op
 
@@ -138,7 +138,7 @@ def test_equals_the_recurrence(configuration):
 
 @pytest.mark.parametrize("case", [*segments.CASES, *segments.WIDE])
 def test_one_state_a_segment(case):
-    """Value, final states and every gradient against the recurrence, and the same bits in a second run."""
+    """Value, final states and every gradient are those of the recurrence; a second run gives the same bits."""
     ids = np.repeat([1, 2, 1, 0, 4], [700, 5, 300, 30, 1001])
     for a, b in zip(*(jax.tree.leaves(segments.check(case, "mosaic_gpu", ids)) for _ in "ab"), strict=True):  # fmt: skip
         np.testing.assert_array_equal(a, b)

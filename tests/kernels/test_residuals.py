@@ -70,7 +70,9 @@ def equations(jaxpr):
 
 
 def kernels(case, remat) -> int:
-    """The number of kernels in the program of the gradient with rematerialization, after removal of dead code."""
+    """Return the number of kernels in the program of the gradient with rematerialization, after removal of
+    dead code.
+    """
     jaxpr = traced(*step(case, remat)).jaxpr.jaxpr
     live, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     return sum(equation.primitive.name == KERNEL for equation, _ in equations(live))

@@ -1,4 +1,4 @@
-"""The Hopper kernels of selective memories, by Mosaic GPU's interpreter and by lowering for an H200."""
+"""The Hopper kernels of selective memories: run in Mosaic GPU's interpreter, and lowered for an H200."""
 
 from typing import Any
 
@@ -26,8 +26,8 @@ from tests.kernels.test_linear_attention_gpu import error
 
 
 def make(case: Case, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arrays that are differentiated, and ids and masks; padding holds NaN, which no output may
-    contain.
+    """Return the arrays that are differentiated, and ids and masks; arrays are NaN at padding, and no output
+    may be NaN.
     """
     batch, length, channels, states = case.batch, case.length, case.channels, case.states
     rng = np.random.default_rng(seed)

@@ -1,4 +1,6 @@
-"""Slot memory on the Hopper kernels of linear attention, one call for each of its two memories, run by Mosaic GPU's interpreter."""
+"""Slot memory on the Hopper kernels of linear attention, one call for each of its two memories, in Mosaic
+GPU's interpreter.
+"""
 
 import functools
 

@@ -1,4 +1,6 @@
-"""Liger's attention against numpy for every gate, against its goldens, and in the uses softmax attention has."""
+"""Liger's attention is compared with numpy for every gate and with stored results, and used like softmax
+attention (decoding, padding, documents).
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def every_gate(*fast):
 
 
 def recurrence(gate, q, k, z, v, num_slots=SLOTS):
-    """One head: q, k [T, K] normed and not rotated, z the keys ahead of the norm, v [T, V], in the formulas of the paper's table."""
+    """Compute one head by the formulas of the paper's table, from q, k [T, K] after their norms and without
+    rotation, z [T, K], the keys before the norm, and v [T, V].
+    """
     memory, slots = np.zeros((q.shape[1], v.shape[1])), np.zeros((q.shape[1], num_slots))
     values, o = np.zeros((num_slots, v.shape[1])), []
     for t in range(len(q)):
@@ -105,7 +109,7 @@ def test_a_layer_equals_numpy(gate):
 
 @every_gate("gla")
 def test_prefill_and_decoding_equal_one_call_under_left_padding(gate):
-    """Rows of three and of no padding, each of two documents."""
+    """One row has three tokens of padding, the other none; both have two documents."""
     case = small(gate)
     ids = jnp.array([[0, 0, 0, 1, 1, 1, 2, 2, 2, 2], [1] * 7 + [2] * 3], jnp.int32)
     whole, final = case(segment_ids=ids, state=case.state())
@@ -122,7 +126,7 @@ def test_prefill_and_decoding_equal_one_call_under_left_padding(gate):
 
 @every_gate("mamba2")
 def test_a_state_of_key_heads_is_one_of_repeated_heads(gate):
-    """Keys and values repeated to the query heads: the same function, with G times the state."""
+    """Keys and values that are repeated for every query head compute the same function, with a larger state."""
     case = small(gate)
     wider = Small(METHODS["liger"], **dataclasses.asdict(case.config) | dict(num_kv_heads=HEADS))
     for name in ("q_proj", "o_proj", "q_norm", "k_norm"):
@@ -164,7 +168,9 @@ GOLDENS = {
     "gate", [pytest.param(g, marks=() if g == "gla" else pytest.mark.slow) for g in GOLDENS]
 )
 def test_goldens(gate):
-    """The float64 values of the Liger paper's formulas on sines, computed apart from this library."""
+    """The expected float64 values are those of the Liger paper's formulas for sines, computed without this
+    library.
+    """
 
     def sines(a, b):
         return jnp.asarray(np.sin(a * np.arange(1, 21) + b).reshape(1, 5, 4), jnp.float32)
@@ -197,7 +203,7 @@ def test_pooling_takes_overlapping_bins_where_they_do_not_divide():
 
 @pytest.mark.slow
 def test_wild_keys_stay_finite():
-    """Keys of ±30 in the gate, forward and backward."""
+    """With keys of ±30 in the gate, output and gradients are finite."""
     for gate in ("hgrn2", "rwkv6"):
         case = small(gate, qkv_bias=False, qk_norm=False)
         gradients, _ = case.gradient(case.mixer, case.x * 60)

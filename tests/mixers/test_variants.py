@@ -1,4 +1,4 @@
-"""Options of single methods, their initialisation, and what they refuse."""
+"""Options of single methods, their initialisation, and their errors."""
 
 from __future__ import annotations
 
@@ -152,7 +152,9 @@ def test_given_positions_are_used():
 
 
 def test_initial_gates():
-    """α of GLA starts near 0.958; Mamba2's and Gated DeltaNet's steps in [1e-3, 1e-1] and rates in their ranges."""
+    """GLA's α starts near 0.958; the steps of Mamba2 and Gated DeltaNet start in [1e-3, 1e-1], and their
+    rates in the published ranges.
+    """
 
     def initial_decay():
         mixer = mixers.GLA(mixers.GLAConfig(), 256, rngs=nnx.Rngs(0))

@@ -70,8 +70,8 @@ def test_equals_the_recurrence(as_on_a_gpu, name):
 
 
 def test_large_gates_keep_their_digits(as_on_a_gpu):
-    """The stabiliser that a part starts from equals, to the bit, the one that the memory before it was
-    divided by.
+    """The stabiliser at the start of a part equals, to the bit, the one by which the memory before the part
+    was divided.
     """
     rng = np.random.default_rng(0)
     q, k, v = (np.abs(rng.normal(size=(1, LENGTH, 1, 4))).astype(np.float32) for _ in "qkv")

@@ -49,8 +49,8 @@ def check_row_channels(op: str, name: str, array) -> tuple[int, int, int]:
 
 
 def check_qkv(op: str, q, k, v) -> tuple[int, int, int, int, int, int, int]:
-    """Check queries, keys and values against each other and the rule of heads; returns (B, T, H, key heads,
-    G, K, V).
+    """Check that the shapes and numbers of heads of queries, keys and values match; returns (B, T, H, key
+    heads, G, K, V).
     """
     for name, array, letters in (
         ("q", q, "B, T, H, K"),
@@ -88,7 +88,7 @@ def check_rows(op: str, batch: int, length: int, segment_ids, update_mask) -> No
 
 
 def check_chunk_size(op: str, chunk_size: int | None, length: int) -> int:
-    """The chunk size: the given one or the default, and no larger than T requires."""
+    """Return the given chunk size or the default, but no more than T requires."""
     if chunk_size is None:
         chunk_size = DEFAULT_CHUNK_SIZE
     if not is_count(chunk_size) or chunk_size & (chunk_size - 1):
@@ -102,7 +102,9 @@ def is_count(value: Any) -> bool:
 
 
 def check_number(op: str, name: str, value: Any, *, at_least: float = -math.inf) -> float:
-    """`value` as a float. It becomes a constant of the program, so that a traced array is refused."""
+    """Return `value` as a float, if it is a finite Python number that is not less than `at_least`. It becomes
+    a constant of the program, so that traced arrays are refused.
+    """
     numbers = (int, float, np.integer, np.floating)
     known = isinstance(value, numbers) and not isinstance(value, bool)
     if not (known and math.isfinite(value) and value >= at_least):

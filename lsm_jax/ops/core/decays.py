@@ -113,7 +113,9 @@ def pairwise_log_decay(halving: Halving) -> Array:
 
 
 def _assemble(halving: Halving, diagonal: Array, meet) -> Array:
-    """Assemble a lower triangle from its diagonal and the blocks that `meet` gives for each level."""
+    """Assemble a lower triangle from its diagonal and the blocks below it, which `meet` computes level by
+    level.
+    """
     lower = diagonal[..., None, None]
     for level, (prefix, suffix) in enumerate(halving.levels):
         off = meet(level, prefix, suffix)
@@ -170,7 +172,7 @@ inverse_unit_lower.defvjp(_inverse_forward, _inverse_backward)
 
 
 def split_constant(log_decay: Array | None) -> tuple[Array | None, Array | None]:
-    """A decay with a value for every token, and a constant one, [G]; at most one is not None."""
+    """Return `log_decay` as (decay per token or None, constant decay [G] or None)."""
     constant = log_decay is not None and jnp.ndim(log_decay) == 1
     return (None, log_decay) if constant else (log_decay, None)
 
@@ -178,9 +180,11 @@ def split_constant(log_decay: Array | None) -> tuple[Array | None, Array | None]
 def spread_constant(
     log_decay: Array | None, constant: Array | None, tokens: Tokens, v: Array, dtype: Any
 ) -> Any:
-    """The two results of `split_constant` as one decay, [B or 1, T, G, ...]; None if both are None."""
+    """Join the two results of `split_constant` into one decay per token, [B or 1, T, G, ...]; None if both
+    are None.
+    """
     if constant is None:
         return log_decay
-    # One row is enough, unless some rows write where others do not.
+    # One row is enough, unless rows differ in which tokens write.
     rows = 1 if tokens.written is None and tokens.slot is None else v.shape[0]
     return jnp.broadcast_to(constant.astype(dtype), (rows, *v.shape[1:3]))

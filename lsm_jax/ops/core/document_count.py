@@ -38,7 +38,7 @@ def number_documents(
         state: the state to continue from.
 
     Raises:
-        ValueError: segment ids of another shape or kind.
+        ValueError: segment_ids is not an integer array [B, T].
     """
     op = "number_documents"
     checks.check_rows(op, len(state.count), jnp.shape(segment_ids)[-1], segment_ids, None)
@@ -50,7 +50,7 @@ def number_documents(
 
 
 def _number(segment_ids, state: DocumentCount) -> tuple[Array, DocumentCount]:
-    """The op on one device."""
+    """Compute `number_documents` on one device."""
     tokens = read_tokens(segment_ids, None, state.segment_id, None)
     assert tokens.run is not None
     run = tokens.run + state.count[:, None]

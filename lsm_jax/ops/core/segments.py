@@ -21,7 +21,8 @@ from jaxtyping import Array, Bool, Int
 
 
 class Tokens(NamedTuple):
-    """The effect of each token on the memory. A field is None if it would say the same of every token.
+    """The effect of each token on the memory. A field is None if it would have the same value for every
+    token.
 
     Attributes:
         written: [B, T], False if the token's update is the identity (padding, or masked).
@@ -75,7 +76,9 @@ def read_tokens(
 def carry_ids_forward(
     segment_ids: Int[Array, "B T"], state_id: Int[Array, " B"]
 ) -> Int[Array, "B T"]:
-    """The last nonzero id at or before each token; the state's id before the first one."""
+    """Return the last nonzero id at or before each token, [B, T]; the state's id before the first nonzero
+    one.
+    """
     index = jnp.where(segment_ids != 0, jnp.arange(segment_ids.shape[1], dtype=jnp.int32), -1)
     latest = jax.lax.cummax(index, axis=1)
     ids = jnp.take_along_axis(segment_ids, jnp.maximum(latest, 0), axis=1)

@@ -1,5 +1,5 @@
-"""Run an op where devices hold consecutive parts of a row: each device resumes from the state that the
-earlier devices leave.
+"""Run an op where devices have consecutive parts of a row: each device continues from the state after the
+earlier devices' tokens.
 
 A state is a value, so that a device needs only one thing from the others: the state that its tokens start
 from. An op describes its device's tokens as one update of the state, and how a state advances by an update;
@@ -37,7 +37,7 @@ class Update(NamedTuple):
     """A device's tokens as one update of a state.
 
     Attributes:
-        transition: what the tokens do to the state before them, in the op's representation.
+        transition: the factor by which the tokens change the state before them, in the op's representation.
         written: the state after the tokens if the state before them is empty; its segment id is 0 if no token
             has one.
         restarts: [B], True if a document begins after the first token, so that nothing of the state before is
@@ -78,8 +78,8 @@ def memory_axes(batched: dict[str, Any], shared: dict[str, Any]) -> dict[str, An
 def ends_of_documents(
     segment_ids: Array | None, run: Array | None
 ) -> tuple[Array | None, Array | None]:
-    """The fields `restarts` and `first_id` of an `Update`; `run` is from `read_tokens` with a state that
-    remembers no id.
+    """Return the fields `restarts` and `first_id` of an `Update`; `run` is from `read_tokens` with a state
+    that remembers no id.
     """
     if segment_ids is None or run is None:
         return None, None
@@ -148,8 +148,8 @@ def resume(
     update: Update,
     advance: Callable[[Any, Update], Any],
 ) -> tuple[Any, Any]:
-    """The op's output for this device's tokens, from the state that the earlier devices leave, and the last
-    device's final state.
+    """Return the op's output for this device's tokens, computed from the state after the earlier devices'
+    tokens; and the last device's final state.
 
     Args:
         axis: the mesh axis that rows are split over.

@@ -41,7 +41,7 @@ def delta_memory(
     implementation: str | tuple[str, ...] | None = None,
     chunk_size: int | None = None,
 ) -> tuple[Float[Array, "B T max(H,G) V"], DeltaState]:
-    """Move the value that the memory holds at `k` towards `v` by the fraction `beta`, and read the memory
+    """Move the value that the memory returns for `k` towards `v` by the fraction `beta`, and read the memory
     with `q`.
 
     Args:
@@ -69,7 +69,7 @@ def delta_memory(
 
     Raises:
         NotImplementedError: the backend that is asked for by name does not support the call; the message
-            gives the requirement.
+            names the requirement.
         ValueError: shapes, heads, form, implementation or chunk size that are not accepted.
     """
     op = "delta_memory"

@@ -75,7 +75,7 @@ def dplr_memory(
 
     Raises:
         NotImplementedError: the backend that is asked for by name does not support the call; the message
-            gives the requirement.
+            names the requirement.
         ValueError: shapes, heads, form, implementation or chunk size that are not accepted.
     """
     op = "dplr_memory"

@@ -31,8 +31,8 @@ def in_sequence(
     by_xla: Callable[..., Any],
     arguments: dict[str, Any],
 ) -> tuple[jax.Array, DeltaState]:
-    """The output for this device's tokens, from the state that the earlier devices leave, and the last
-    device's final state.
+    """Return the output for this device's tokens, computed from the state after the earlier devices' tokens;
+    and the last device's final state.
 
     Args:
         axis: the mesh axis that rows are split over.
@@ -81,8 +81,8 @@ def in_sequence(
 
 
 def _with_identity(dtype: Any, arguments: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
-    """The values and the initial memory with K more value channels, a state's id of 0, and the first id of
-    each row.
+    """Return the arguments with K more value channels in the values and in the initial memory, and with 0 as
+    the state's id; and the first id of each row.
     """
     v, state, segment_ids = (arguments[name] for name in ("v", "state", "segment_ids"))
     key_dim = state.memory.shape[-2]
@@ -97,12 +97,12 @@ def _with_identity(dtype: Any, arguments: dict[str, Any]) -> tuple[Any, Any, Any
 
 
 def update_of(options, by_xla: Callable[..., Any], arguments: dict[str, Any]) -> Update:
-    """The tokens of this device as one update.
+    """Return the tokens of this device as one update.
 
-    A document that begins among the tokens leaves nothing of the identity matrix.
+    Θ is 0 if a document begins among the tokens.
 
     Args:
-        options: the op's, in chunk form.
+        options: the op's static options, with the chunk form.
         by_xla: the op's XLA form.
         arguments: the op's arrays on this device.
     """

@@ -1,7 +1,8 @@
-"""Linear memories: `M_t = a_t ⊙ M_{t-1} + k_tᵀ v_t`, `o_t = q_t M_t`, under every decay that factorises.
+"""Linear memories: `M_t = a_t ⊙ M_{t-1} + k_tᵀ v_t`, `o_t = q_t M_t`, for every decay that is the product of
+a factor per key channel and a factor per value channel.
 
-Linear-MoE (arXiv 2503.05447) Eq. 5 with Θ elementwise: basic linear attention, RetNet, GLA, Mamba2 and their
-kin.
+Linear-MoE (arXiv 2503.05447) Eq. 5 with Θ elementwise: basic linear attention, RetNet, GLA, Mamba2 and
+similar methods.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def linear_memory(
         The output in v's dtype, and the final state in float32 (float64 if an input is).
 
     Raises:
-        NotImplementedError: a backend that is asked for by name does not support the call; the message gives
+        NotImplementedError: a backend that is asked for by name does not support the call; the message names
             the requirement.
         ValueError: shapes, heads, form, implementation or chunk size that are not accepted.
     """

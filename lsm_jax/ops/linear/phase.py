@@ -50,7 +50,7 @@ def cumulative_phase(
         float64 inputs).
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: a shape is not accepted, or `num_segments` is given without `segment_ids`.
     """
     op = "cumulative_phase"
     batch, length, _ = checks.check_row_channels(op, "angle", angle)
@@ -99,7 +99,7 @@ def _no_sums(num_segments, angle) -> _Sums:
 
 
 def _cumulative_phase(num_segments, **arguments):
-    """The op on one device."""
+    """Compute `cumulative_phase` on one device."""
     output, final = _sum_up(
         num_segments, **arguments, state=_no_sums(num_segments, arguments["angle"])
     )
@@ -135,7 +135,7 @@ def _add(a: Array, b: Array) -> Array:
 # Compiled as one program also when called outside `jax.jit`, as in a notebook.
 @functools.partial(jax.jit, static_argnums=0)
 def _sum_up(num_segments, angle, segment_ids, update_mask, state):
-    """Sums in radians, [B, T, H], and the state after."""
+    """Return the sums in radians, [B, T, H], and the state after the call."""
     batch, length, _ = angle.shape
     tokens = read_tokens(segment_ids, update_mask, state.segment_id, num_segments)
     chunks = cut_into_chunks(tokens, length, 1, num_segments)
@@ -154,7 +154,7 @@ def _sum_up(num_segments, angle, segment_ids, update_mask, state):
 
 
 def _running_sum(x: Array, initial: Array, chunks: Chunks, add) -> tuple[Array, Array]:
-    """The sum of x [B, N, H] up to each entry, restarted with every document, and the last sum of each state."""
+    """Return the sum of x [B, N, H] up to each entry of its document, and the last sum of each state."""
     keep = jnp.ones_like(x)
     _, enters, _ = run_masks(chunks)
     if enters is not None:

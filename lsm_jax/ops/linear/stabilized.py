@@ -30,8 +30,8 @@ NEVER = -1e30
 
 
 class Gated(NamedTuple):
-    """Arrays by head: q [B, T, G, R, K], k [B, T, G, K], v [B, T, G, V]; logarithms `decay` and `gate`
-    [B, T, G].
+    """The op's arrays, split by head: q [B, T, G, R, K], k [B, T, G, K], v [B, T, G, V]; logarithms `decay`
+    and `gate` [B, T, G].
     """
 
     q: Array

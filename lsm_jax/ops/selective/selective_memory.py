@@ -89,7 +89,7 @@ def selective_memory(
         input is).
 
     Raises:
-        NotImplementedError: no backend of the given names supports the call; the message gives the
+        NotImplementedError: no backend of the given names supports the call; the message names the
             requirement.
         ValueError: a shape, dtype, discretization, form, implementation or chunk size is not accepted.
     """

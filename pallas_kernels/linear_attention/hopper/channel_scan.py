@@ -93,7 +93,7 @@ class _Call(NamedTuple):
 
     Attributes:
         shapes: of the inputs that are loaded chunk by chunk, by name.
-        heads: of the output, h.
+        heads: number of heads of the output, h.
         depth: K.
         count: chunks of a row, N.
         groups: computing warpgroups of a thread block.

@@ -43,7 +43,7 @@ def chunk_backward(
         d_states: [B, h * pieces, N, K, V], the gradient of S after each chunk.
         chunk_decay: [B, *, N * K], e^(b_C).
         documents: None is one document per row.
-        scale: of q.
+        scale: multiplies q.
         bonus: [*, K], or None.
         pieces: 1 or 2; shared memory is too small for more.
         exact: whether the gradient of q, returned alone, is float32.

@@ -62,8 +62,8 @@ def chunk_forward(
         k: [B, T, *, K]; may be float32 without q.
         log_decay: [B, T, *, K] float32.
         documents: None is one document per row.
-        heads: of the outputs.
-        scale: of q.
+        heads: number of heads of the output.
+        scale: multiplies q.
         bonus: [*, K]; a token then reads before it writes.
         interpret: parameters of the interpreter, or False.
     """
@@ -113,12 +113,12 @@ class _Call(NamedTuple):
 
     Attributes:
         shapes: of the inputs, by name.
-        heads: of the outputs.
+        heads: number of heads of the output.
         count: chunks of a row, N.
         depth: K.
         groups: warpgroups of a chunk and head, 64 key channels each.
         items: pairs of a chunk and a head that a thread block computes.
-        scale: of q.
+        scale: multiplies q.
         interpret: parameters of the interpreter, or False.
     """
 

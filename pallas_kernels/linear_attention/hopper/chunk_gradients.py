@@ -32,14 +32,14 @@ class Call(NamedTuple):
 
     Attributes:
         shapes: of the inputs, by name.
-        heads: of the outputs, h.
+        heads: number of heads of the output, h.
         count: chunks of a row, N.
         depth: K.
         width: V, of one piece.
         pieces: of each head's values.
         groups: warpgroups of a thread block.
         blocks: thread blocks of a chunk and head.
-        scale: of q.
+        scale: multiplies q.
         exact: whether the gradient of q is float32.
         interpret: parameters of the interpreter, or False.
     """
@@ -261,7 +261,9 @@ class ChunkGradients:
         both = not self.call.only_query
 
         def all_pairs(transposed, gradients):
-            """Add to the first gradient and move it to the end, so that the second turn adds to the other one."""
+            """Add to the first gradient and move it to the end of the list, so that the second turn of the
+            loop adds to the other gradient.
+            """
             first, *second = gradients
             step = AllPairs(self.halving, transposed.astype(_F32))
             return [*second, first + self.pair_products(step, scores)]

@@ -59,27 +59,29 @@ def scalar_scan(
     write_scale: float = 1.0, reverse: bool = False, partner=None, save_states: bool = False,
     states=None, chunk_bounds=None, interpret: Any = False,
 ) -> list[jax.Array]:  # fmt: skip
-    """Carry memories over all chunks.
+    """Compute `out` and the memories S of the module's docstring for all chunks.
 
     Args:
-        x: [B, T, *, D]; None only adds up the writes.
+        x: [B, T, *, D]; None computes no output, only the memories.
         y: [B, T, *, D].
         z: [B, T, *, V].
-        decay: of G heads.
-        heads: of the output; a multiple of those of x, y, z and of G.
+        decay: the decays of G heads.
+        heads: number of heads of the output; a multiple of G and of the numbers of heads of x, y and z.
         initial: [B * S, heads, D, V] float32, S before the first chunk (if `reverse`, after the last); None is 0.
         read_scale: multiplies the output.
         write_scale: multiplies the writes, also those that the same chunk reads.
         reverse: compute the last chunk first; a token then reads its own and later tokens.
         partner: [B, T, *, V]; also return its inner products with the output before rounding, [B, heads, D / 128 * V / 64, T].
         save_states: also return S at the start of each interval of `chunks_of_interval(N)` chunks, [B, heads, intervals, D, V].
-        states: saved S, [B, heads, intervals, D, V]; also return their inner products with this scan's S at the start of each
-            interval, [B, heads, V / 64, intervals, D]. (Of this scan, which is then `reverse`, it is S after the interval's first chunk.)
+        states: saved S, [B, heads, intervals, D, V]; also return their inner products with this scan's S at
+            the start of each interval, [B, heads, V / 64, intervals, D]. This scan must then be `reverse`, in
+            which S at the start of an interval is S after the interval's first chunk.
         chunk_bounds: of `row_layout.split_runs`, or None; with them every chunk is an interval.
         interpret: parameters of the interpreter, or False.
 
     Returns:
-        The output [B, T, heads, V] if x is given, the last S [B * S, heads, D, V] float32, and what else was asked for.
+        The output [B, T, heads, V] if x is given, the last S [B * S, heads, D, V] float32, and the other
+        results that were requested.
     """
     batch, length, _, all_rows = y.shape
     width, count = z.shape[-1], length // CHUNK
@@ -140,7 +142,7 @@ class _Call(NamedTuple):
     Attributes:
         shapes: of the inputs, by name.
         streams: the inputs that are loaded chunk by chunk.
-        heads: of the output.
+        heads: number of heads of the output.
         depth: rows of S that a warpgroup has.
         slices: of the rows of S.
         blocks: of the columns of S, 64 each.
