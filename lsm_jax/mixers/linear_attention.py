@@ -35,6 +35,8 @@ class LinearAttentionConfig(RecurrentConfig):
         sum_normalize_k: the same of φ(k).
         normalize: divide by the query's product with the sum of keys; needs a non-negative φ.
         output_gate: multiply the normed output by silu(x W).
+        qkv_bias: whether the projections to queries, keys, values and the output gate have biases, as in Linear-MoE's models of
+            Qwen2's layers (arXiv 2503.05447, its code).
         norm_eps: of the norm over each head's output.
     """
 
@@ -46,6 +48,7 @@ class LinearAttentionConfig(RecurrentConfig):
     sum_normalize_k: bool = False
     normalize: bool = False
     output_gate: bool = False
+    qkv_bias: bool = False
     norm_eps: float = 1e-5
 
     @classmethod
@@ -102,7 +105,7 @@ class LinearAttention(Mixer):
         super().__init__(config, hidden_size)
         self.key_dim, self.value_dim = config.head_dims(hidden_size)
         keys, values = config.num_heads * self.key_dim, config.num_heads * self.value_dim
-        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
+        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std, bias=config.qkv_bias)
         self.q_proj = Dense(hidden_size, keys, **into)
         self.k_proj = Dense(hidden_size, keys, **into)
         self.v_proj = Dense(hidden_size, values, **into)

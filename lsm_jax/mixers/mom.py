@@ -29,6 +29,7 @@ from lsm_jax.ops.core.checks import DEFAULT_CHUNK_SIZE
 from lsm_jax.parallel import sequence_shards
 
 EXECUTIONS = ("packed", "masked")
+BALANCES = ("layer", "model")
 _ROW = "row_"  # ahead of the names of tails that belong to the row, not to a memory
 
 
@@ -43,7 +44,10 @@ class MoMConfig:
         shared_memory: one more memory that sees every token, with weight 1.
         single_projections: one set of keys, values and gates for all memories, in place of one each.
         balance_scale: multiplies the balance loss, `M Σ f_m P_m` with f_m the part of the tokens routed to m and P_m its mean
-            probability: k at perfect balance, averaged over the model's layers.
+            probability: k at perfect balance.
+        balance: "layer" computes the loss of each layer and averages over the model's layers with memories; "model" computes
+            one loss, with f and P averaged over these layers, as in the authors' code: one layer's imbalance may then make up
+            for another's.
         execution: "packed" or "masked". Run masked in any case: calls with an `update_mask`, and packed documents that go on
             from a state or run in the inner op's associative form, and rows whose time is spread over devices.
     """
@@ -54,6 +58,7 @@ class MoMConfig:
     shared_memory: bool = True
     single_projections: bool = False
     balance_scale: float = 1e-3
+    balance: str = "layer"
     execution: str = "packed"
 
     @classmethod
@@ -83,6 +88,7 @@ class MoMConfig:
             )
         if self.balance_scale < 0:
             raise ValueError(f"MoMConfig.balance_scale={self.balance_scale}: it must be at least 0")
+        checks.one_of(self, "balance", self.balance, BALANCES)
         checks.one_of(self, "execution", self.execution, EXECUTIONS)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
@@ -143,6 +149,7 @@ class MoM(Mixer):
     """Mixture-of-Memories; see `MoMConfig`."""
 
     uses_depth = True
+    has_losses = True
     memories_in_place = False
 
     def __init__(
@@ -154,9 +161,10 @@ class MoM(Mixer):
         init_std: float = 0.02,
         layer: jax.Array | int = 0,
         num_layers: int = 1,
+        loss_layers: int | None = None,
     ):
         super().__init__(config, hidden_size)
-        self.num_layers = num_layers
+        self.loss_layers = num_layers if loss_layers is None else loss_layers
         options: dict[str, Any] = dict(
             rngs=rngs, init_std=init_std, layer=layer, num_layers=num_layers
         )
@@ -174,6 +182,16 @@ class MoM(Mixer):
     def innermost(self) -> Mixer:
         """The inner mixer's."""
         return self.inner.innermost()
+
+    def model_losses(self, statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """The balance loss of all layers together, if the config has it."""
+        config = self.config
+        if config.balance == "layer":
+            return {}
+        part = config.top_k * jnp.mean(statistics["mom/load"], axis=0)
+        mean = jnp.mean(statistics["mom/probability"], axis=0)
+        loss = config.num_memories * jnp.sum(part * mean)
+        return {"mom/balance_loss": config.balance_scale * loss}
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """The inner mixer's, once a token; a token shift there is along the row."""
@@ -213,6 +231,12 @@ class MoM(Mixer):
             self._check_memory(memory)
         route, statistics = self._route(x, context)
         documents, last_id, document = _documents(x, context.segment_ids, memory)
+        if self.inner.positions_in_memory:
+            counted = route.routed
+            if context.update_mask is not None:
+                counted = counted & (context.update_mask != 0)[..., None]
+            positions = _positions_in_memory(counted, documents, memory)
+            context = dataclasses.replace(context, positions=positions)
         if x.shape[1] == 1 and memory is not None:
             part, after = self._decoded(x, context, route, documents, memory)
         elif not self._packs(x, context, memory):
@@ -271,9 +295,13 @@ class MoM(Mixer):
         part = jnp.sum(routed * live, axis=(0, 1)) / count
         mean = jnp.sum(probability * live, axis=(0, 1)) / count
         entropy = -jnp.sum(probability * jax.nn.log_softmax(logits, axis=-1), axis=-1)
-        balance = config.num_memories * jnp.sum(part * mean)
+        if config.balance == "model":
+            balance = {"mom/probability": mean}
+        else:
+            loss = config.num_memories * jnp.sum(part * mean)
+            balance = {"mom/balance_loss": config.balance_scale / self.loss_layers * loss}
         statistics = {
-            "mom/balance_loss": config.balance_scale / self.num_layers * balance,
+            **balance,
             "mom/load": part / config.top_k,
             "mom/entropy": jnp.sum(entropy * live[..., 0]) / count,
             "mom/tokens/routed": routed & real[..., None],
@@ -386,7 +414,10 @@ class MoM(Mixer):
         rows = layout.tokens(x)
         by_token = self.inner.shared_by_token
         shared = {n: layout.tokens(s) if n in by_token else s for n, s in context.shared.items()}
-        positions = None if context.positions is None else layout.tokens(context.positions)
+        positions = context.positions
+        if positions is not None:
+            by_memory = self.inner.positions_in_memory
+            positions = (layout.from_memories if by_memory else layout.tokens)(positions)
         arranged = Context(
             context.layer, shared, segment_ids, positions, update_mask, tails, contiguous=contiguous
         )
@@ -513,6 +544,34 @@ def _documents(
     run, after = number_documents(segment_ids, DocumentCount(document, last_id))
     ids = jnp.where(segment_ids != 0, run, 0)
     return ids, after.segment_id.astype(jnp.int32), after.count
+
+
+def _positions_in_memory(
+    counted: jax.Array, documents: jax.Array | None, memory: MoMState | None
+) -> jax.Array:
+    """The number of tokens of its document that each memory has seen before each token, int32 [B, T, G].
+
+    After a state the count goes on from that in the mini-batch, which is the same for whatever uses its remainder.
+
+    Args:
+        counted: bool [B, T, G], the tokens that each memory is updated by.
+        documents: [B, T], from `_documents`.
+        memory: the state before the call, or None.
+    """
+    before = jnp.cumsum(counted, axis=1, dtype=jnp.int32) - counted
+    if documents is None:
+        return before
+    length = documents.shape[1]
+    current = jnp.ones_like(documents[:, :1]) if memory is None else memory.document[:, None]
+    latest = jax.lax.cummax(jnp.concatenate([current, documents], axis=1), axis=1)
+    starts = latest[:, 1:] > latest[:, :-1]
+    start = jax.lax.cummax(jnp.where(starts, jnp.arange(length), -1), axis=1)[..., None]
+    seen = jnp.zeros_like(before[:, 0])
+    if memory is not None:
+        state = memory.memories
+        seen = jnp.where(state.segment_id == memory.document[:, None], state.position, 0)
+    of_document = before - jnp.take_along_axis(before, jnp.maximum(start, 0), axis=1)
+    return jnp.where(start < 0, before + seen[:, None], of_document)
 
 
 METHOD = Method(

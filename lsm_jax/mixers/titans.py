@@ -16,7 +16,7 @@ from flax import nnx
 
 from lsm_jax import ops
 from lsm_jax.mixers import checks
-from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
+from lsm_jax.mixers.base import Context, Mixer, short_convolution
 from lsm_jax.mixers.layers import (
     Dense,
     HeadNorm,
@@ -41,7 +41,7 @@ class TitansConfig(RecurrentConfig):
         mini_batch: tokens whose gradients are taken at the same weights.
         max_lr: θ = max_lr · sigmoid(x w + b), for the mean square of the error over a head's channels. A matrix without norm
             is linear in the values, whose size then cannot make it diverge; else it can, and wants less (TTT-MLP has 0.1).
-        conv_size: width of the short convolutions on q, k and v.
+        conv_size: width of the short convolutions on q, k and v; 1 is none, which leaves their SiLU.
         inner_norm_eps: of the memory's layer norm.
         norm_eps: of the norm over each head's output.
     """
@@ -87,7 +87,11 @@ class TitansConfig(RecurrentConfig):
         back.
         """
         size = hidden_size // self.num_heads
-        around = 2.0 * hidden_size * (5 * hidden_size + 3 * self.num_heads + 3 * self.conv_size)
+        around = (
+            2.0
+            * hidden_size
+            * (5 * hidden_size + 3 * self.num_heads + 3 * checks.convolution_taps(self))
+        )
         weights = 20 * self.memory_expand if self.memory_depth == 2 else 9
         return around + weights * hidden_size * size
 
@@ -96,6 +100,8 @@ class Titans(Mixer):
     """Titans; see `TitansConfig`."""
 
     op = ops.online_memory
+    memory_parts = ("k_proj", "v_proj", "momentum_proj", "lr_proj", "decay_proj")
+    token_parts = ("q_proj", "k_proj", "v_proj", "momentum_proj", "lr_proj", "decay_proj")
 
     def __init__(
         self, config: TitansConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
@@ -113,9 +119,9 @@ class Titans(Mixer):
         # α starts at 0.02: at 0.5, where a bias of 0 would put it, a memory is forgotten within a mini-batch.
         self.decay_bias = parameter(jnp.full(heads, -4.0), ("heads",), weight_decay=False)
         convolution = dict(width=config.conv_size, rngs=rngs, axis="heads")
-        self.q_conv = ShortConvolution("q", hidden_size, **convolution)
-        self.k_conv = ShortConvolution("k", hidden_size, **convolution)
-        self.v_conv = ShortConvolution("v", hidden_size, **convolution)
+        self.q_conv = short_convolution("q", hidden_size, **convolution)
+        self.k_conv = short_convolution("k", hidden_size, **convolution)
+        self.v_conv = short_convolution("v", hidden_size, **convolution)
         # By fan-in: keys have unit length, and layers of a small scale would hardly learn at first.
         self.inner_weights = nnx.List(
             [

@@ -16,7 +16,7 @@ from flax import nnx
 
 from lsm_jax import ops
 from lsm_jax.mixers import checks
-from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
+from lsm_jax.mixers.base import Context, Mixer, short_convolution
 from lsm_jax.mixers.layers import Dense, HeadNorm, merge_heads, parameter, rotate, split_heads
 from lsm_jax.mixers.method import ONLINE_NOTE, Method
 from lsm_jax.mixers.op_config import RecurrentConfig
@@ -30,7 +30,7 @@ class TTTLinearConfig(RecurrentConfig):
         num_heads: heads, each with one model.
         mini_batch: tokens whose gradients are taken at the same weights.
         base_lr: the inner learning rate is base_lr · sigmoid(x w + b) / head channels.
-        conv_size: width of the short convolutions on q and k, which no activation follows.
+        conv_size: width of the short convolutions on q and k, which no activation follows; 1 is none.
         rope_base: of the rotary positions.
         inner_norm_eps: of the inner model's layer norm.
         norm_eps: of the layer norm over the output's channels.
@@ -74,7 +74,9 @@ class TTTLinearConfig(RecurrentConfig):
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Forward floating-point operations of a token: projections, convolutions; answer, write and read of 2KV a head."""
-        around = hidden_size * (8.0 * hidden_size + 2 * self.num_heads + 4 * self.conv_size)
+        around = hidden_size * (
+            8.0 * hidden_size + 2 * self.num_heads + 4 * checks.convolution_taps(self)
+        )
         return around + 6 * hidden_size * self.sizes(hidden_size)[0]
 
 
@@ -83,6 +85,9 @@ class TTTLinear(Mixer):
 
     op = ops.online_memory
     uses_positions = True
+    positions_in_memory = True
+    memory_parts = ("qk_proj", "v_proj", "lr_proj")
+    token_parts = ("qk_proj", "v_proj", "lr_proj")
 
     def __init__(
         self, config: TTTLinearConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
@@ -95,8 +100,8 @@ class TTTLinear(Mixer):
         self.g_proj = Dense(hidden_size, hidden_size, **into)
         self.lr_proj = Dense(hidden_size, heads, bias=True, **into)
         convolution = dict(width=config.conv_size, rngs=rngs, axis="heads", bias=True, silu=False)
-        self.q_conv = ShortConvolution("q", hidden_size, **convolution)
-        self.k_conv = ShortConvolution("k", hidden_size, **convolution)
+        self.q_conv = short_convolution("q", hidden_size, **convolution)
+        self.k_conv = short_convolution("k", hidden_size, **convolution)
         fixed: dict[str, Any] = dict(weight_decay=False)
         by_layer = list(itertools.pairwise(sizes))
         self.inner_weights = nnx.List(

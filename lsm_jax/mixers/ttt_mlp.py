@@ -32,7 +32,9 @@ class TTTMLPConfig(TTTLinearConfig):
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Likewise, with answer, write and read of two layers, and the gradient's way back through the second."""
-        around = hidden_size * (8.0 * hidden_size + 2 * self.num_heads + 4 * self.conv_size)
+        around = hidden_size * (
+            8.0 * hidden_size + 2 * self.num_heads + 4 * checks.convolution_taps(self)
+        )
         return around + 14 * self.inner_expand * hidden_size * self.sizes(hidden_size)[0]
 
 

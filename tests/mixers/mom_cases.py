@@ -24,6 +24,8 @@ def config_of(name="gated_deltanet", *, inner=None, **fields) -> mixers.MoMConfi
     method = mixers.METHODS[name]
     own = method.config.for_width(WIDTH)
     given = dict(chunk_size=4) | (inner or {})
+    if hasattr(own, "mini_batch"):  # several for each memory; a norm of two channels is only a sign
+        given = dict(mini_batch=3, num_heads=2) | given
     if name == "gated_deltanet":
         given = dict(num_heads=2, head_dim=4, expand_v=1.0) | given
     return mixers.MoMConfig(mixer=changed(own, **given), **fields)
@@ -134,7 +136,10 @@ def definition(mixer, x, chosen):
         """What one memory gives to every token; its tokens stand first, in order, the others later in time."""
         inner = _with_parts(mixer, own)
         cut = {n: along(s, order) if n in inner.shared_by_token else s for n, s in shared.items()}
-        context = Context(1, cut, positions=order if inner.uses_positions else None)
+        positions = jnp.broadcast_to(jnp.arange(length), order.shape)
+        if not inner.positions_in_memory:
+            positions = order
+        context = Context(1, cut, positions=positions if inner.uses_positions else None)
         o, _, context = inner.through_memory(along(x, order), context, None)
 
         def put(y):

@@ -370,7 +370,8 @@ def test_balance_loss_and_statistics():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        (dict(mixer=mixers.TTTLinearConfig()), "mixer=.*cannot be one of several memories.*gla"),
+        (dict(mixer=mixers.S4DConfig()), "mixer=.*cannot be one of several memories.*gla"),
+        (dict(balance="joint"), "balance='joint': accepted are 'layer', 'model'"),
         (dict(mixer=mixers.SoftmaxConfig()), "mixer=.*cannot be one of several memories.*gla"),
         (dict(mixer=None), "mixer=None cannot be"),
         (dict(num_memories=0), "num_memories=0"),
