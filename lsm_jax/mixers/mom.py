@@ -23,7 +23,14 @@ from lsm_jax.mixers.clock import fresh_clock
 from lsm_jax.mixers.gated_deltanet import GatedDeltaNetConfig
 from lsm_jax.mixers.layers import Dense, project
 from lsm_jax.mixers.method import METHODS, Method, build
-from lsm_jax.mixers.mom_layout import Packed, Rows, chunks_needed, pack
+from lsm_jax.mixers.mom_layout import (
+    Packed,
+    PackedByDevice,
+    Rows,
+    chunks_needed,
+    pack,
+    pack_by_device,
+)
 from lsm_jax.ops import DocumentCount, number_documents, shift_state
 from lsm_jax.ops.core.checks import DEFAULT_CHUNK_SIZE
 from lsm_jax.parallel import sequence_shards
@@ -48,8 +55,9 @@ class MoMConfig:
         balance: "layer" computes the loss of each layer and averages over the model's layers with memories; "model" computes
             one loss, with f and P averaged over these layers, as in the authors' code: one layer's imbalance may then make up
             for another's.
-        execution: "packed" or "masked". Run masked in any case: calls with an `update_mask`, and packed documents that go on
-            from a state or run in the inner op's associative form, and rows whose time is spread over devices.
+        execution: "packed" or "masked". Masked in any case are calls with an `update_mask`; packed documents that go on from a
+            state, run in the inner op's associative form, or are sharded over devices along the sequence; and sharded rows of a
+            length that the devices do not divide.
     """
 
     mixer: Any = dataclasses.field(default_factory=lambda: GatedDeltaNetConfig(num_heads=4, expand_v=1.0))  # fmt: skip
@@ -241,7 +249,7 @@ class MoM(Mixer):
             part, after = self._decoded(x, context, route, documents, memory)
         elif not self._packs(x, context, memory):
             part, after = self._masked(x, context, route, documents, memory)
-        elif memory is None and self._rows_of_documents():
+        elif memory is None and self._rows_of_documents() and sequence_shards(x.shape[1]) == 1:
             part = self._packed_from_empty(x, context, route, documents)
             after = self._packed_states(x, context, route, documents, document)
         else:
@@ -266,7 +274,10 @@ class MoM(Mixer):
 
     def _packs(self, x: jax.Array, context: Context, memory: MoMState | None) -> bool:
         """Whether the packed form supports a call; see `MoMConfig.execution`."""
-        if self.config.execution == "masked" or sequence_shards(x.shape[1]) > 1:
+        devices = sequence_shards(x.shape[1])
+        if self.config.execution == "masked" or x.shape[1] % devices:
+            return False
+        if devices > 1 and context.segment_ids is not None:
             return False
         alone = memory is None and self._rows_of_documents()
         return context.update_mask is None and (alone or context.segment_ids is None)
@@ -389,10 +400,14 @@ class MoM(Mixer):
     def _run_packed(self, x, context, route, ids, memory, tails, contiguous=False):
         config = self.config
         size = self.inner.config.op.chunk_size or DEFAULT_CHUNK_SIZE
+        devices = sequence_shards(x.shape[1])
         count = chunks_needed(
-            x.shape[1], config.num_memories, config.top_k, config.shared_memory, size
+            x.shape[1] // devices, config.num_memories, config.top_k, config.shared_memory, size
         )
-        layout = pack(route.routed, size, count)
+        if devices == 1:
+            layout = pack(route.routed, size, count)
+        else:
+            layout = pack_by_device(route.routed, size, count, devices)
         ids = layout.from_memories(ids)
         return self._run(x, context, layout, route, ids, None, memory, tails, contiguous)
 
@@ -402,7 +417,7 @@ class MoM(Mixer):
         self,
         x: jax.Array,
         context: Context,
-        layout: Rows | Packed,
+        layout: Rows | Packed | PackedByDevice,
         route: _Route,
         segment_ids: jax.Array | None,
         update_mask: jax.Array | None,
@@ -446,7 +461,7 @@ class MoM(Mixer):
             dict(arranged.tails),
         )
 
-    def _arranged(self, layout: Rows | Packed, x: jax.Array) -> Mixer:
+    def _arranged(self, layout: Rows | Packed | PackedByDevice, x: jax.Array) -> Mixer:
         """A copy of the inner mixer whose `Dense` layers act on tokens as `layout` arranges them, x being the tokens before."""
         inner = nnx.merge(*nnx.split(self.inner))
         by_memory = () if self.config.single_projections else inner.memory_parts
@@ -468,7 +483,7 @@ def _ranks(logits: jax.Array) -> jax.Array:
     return jnp.sum(ahead, axis=-1, dtype=jnp.int32)
 
 
-def _product(layout: Rows | Packed, by_memory: bool, tokens: jax.Array | None) -> Any:
+def _product(layout: Rows | Packed | PackedByDevice, by_memory: bool, tokens: jax.Array | None) -> Any:
     """`project` for tokens that `layout` arranges.
 
     Args:
