@@ -99,9 +99,8 @@ class HGRN2(Mixer):
         self.f_proj = Dense(hidden_size, hidden_size, **into)
         self.i_proj = Dense(hidden_size, hidden_size, **into)
         zeros = jnp.zeros(hidden_size, jnp.float32)
-        self.lower_bound = None
-        if config.lower_bounds:
-            self.lower_bound = parameter(zeros, ("heads",), weight_decay=False)
+        bounded = config.lower_bounds
+        self.lower_bound = parameter(zeros, ("heads",), weight_decay=False) if bounded else None
         normed = config.head_dim if config.head_norm else hidden_size
         self.norm = RMSNorm(normed, eps=config.norm_eps)
         self.o_proj = Dense(

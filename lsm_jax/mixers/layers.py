@@ -165,9 +165,7 @@ def draw_xavier(module: nnx.Module, gain: float, rngs: nnx.Rngs) -> None:
         if type(layer) is Dense:
             shape = layer.kernel[...].shape
             bound = gain * math.sqrt(6 / (shape[-2] + shape[-1]))
-            layer.kernel[...] = jax.random.uniform(
-                rngs.params(), shape, jnp.float32, -bound, bound
-            )
+            layer.kernel[...] = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
 
 
 def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -483,7 +483,9 @@ def _ranks(logits: jax.Array) -> jax.Array:
     return jnp.sum(ahead, axis=-1, dtype=jnp.int32)
 
 
-def _product(layout: Rows | Packed | PackedByDevice, by_memory: bool, tokens: jax.Array | None) -> Any:
+def _product(
+    layout: Rows | Packed | PackedByDevice, by_memory: bool, tokens: jax.Array | None
+) -> Any:
     """`project` for tokens that `layout` arranges.
 
     Args:

@@ -16,7 +16,6 @@ from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, rotate, split_hea
 from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.op_config import RecurrentConfig
 
-
 FEATURE_MAPS = ("identity", "silu", "elu")
 
 
