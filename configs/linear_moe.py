@@ -84,9 +84,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 """The fields of each mixer that `as_published=1` changes, from the authors' code (OpenSparseLLMs/Linear-MoE, b312754)."""
 OPTIONS = dict(
-    as_published=Option(kind=bool),
     mixer=Option(choices=collections.ChainMap(mixers.WRAPPERS, mixers.METHODS)),
     pattern=Option(),
+    as_published=Option(kind=bool),
     execution=Option(choices=EXECUTIONS),
     vocab_size=Option(kind=int, least=1),
 )

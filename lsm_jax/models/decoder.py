@@ -64,10 +64,20 @@ class Block(nnx.Module):
 
     def _scale_outputs(self, factor: float) -> None:
         """Multiply the initial kernels of the projections back to the residual stream by `factor`."""
-        kernels = [self.mixer.innermost().o_proj.kernel]
-        for part in (self.feedforward, getattr(self.feedforward, "shared", None)):
-            if part is not None:
-                kernels.append(getattr(part.down_proj, "kernel", part.down_proj))
+        mixer: Any = self.mixer.innermost()
+        kernels = [mixer.o_proj.kernel]
+        feedforwards: tuple[Any, ...] = (
+            self.feedforward,
+            getattr(self.feedforward, "shared", None),
+        )
+        for part in feedforwards:
+            if part is None:
+                continue
+            if not hasattr(part, "down_proj"):
+                raise ValueError(
+                    f"model.scaled_output_init=True: {type(part).__name__} has no down_proj; accepted are feedforwards with one"
+                )
+            kernels.append(getattr(part.down_proj, "kernel", part.down_proj))
         for kernel in kernels:
             kernel[...] = factor * kernel[...]
 
