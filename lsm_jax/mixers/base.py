@@ -19,6 +19,7 @@ from flax import nnx
 from lsm_jax import ops
 from lsm_jax.mixers.clock import advance, fresh_clock
 from lsm_jax.mixers.layers import parameter
+from lsm_jax.ops.convolution.backends import l2_normalize
 from lsm_jax.ops.core import checks
 from lsm_jax.ops.core.states import Layer
 
@@ -134,6 +135,36 @@ class ShortConvolution(nnx.Module):
         return y, context.add(tails={self.name: tail})
 
 
+class Pointwise(nnx.Module):
+    """Apply SiLU and the normalisation of heads without a convolution: the layer of `short_convolution` for width 1."""
+
+    def __init__(self, *, silu: bool):
+        self.silu = silu
+
+    def __call__(
+        self, x: jax.Array, context: Context, head_dim: int | None = None
+    ) -> tuple[jax.Array, Context]:
+        """Return x [B, T, channels] after SiLU, if any, with heads of unit length if `head_dim` is given; and the context."""
+        y = jax.nn.silu(x) if self.silu else x
+        return (y if head_dim is None else l2_normalize(y, head_dim)), context
+
+
+def short_convolution(
+    name: str,
+    channels: int,
+    width: int,
+    *,
+    rngs: nnx.Rngs,
+    axis: str,
+    bias: bool = False,
+    silu: bool = True,
+) -> ShortConvolution | Pointwise:
+    """Return a `ShortConvolution` of these arguments, or for width 1 a `Pointwise`, without parameters and without a state."""
+    if width == 1:
+        return Pointwise(silu=silu)
+    return ShortConvolution(name, channels, width, rngs=rngs, axis=axis, bias=bias, silu=silu)
+
+
 class TokenShift(nnx.Module):
     """The token before each token (RWKV's time shift); `MixerState.tails[name]` contains the last token."""
 
@@ -155,29 +186,33 @@ class TokenShift(nnx.Module):
 class Mixer(nnx.Module):
     """A layer that mixes tokens through a memory.
 
-    A subclass sets `op` and defines `write`, `read`, `finish`, `options` and `init_memory`. It contains only
-    parameters and nothing mutable.
+    A subclass sets `op` and defines `write`, `read`, `finish`, `options` and `init_memory`; it holds parameters and nothing
+    mutable.
 
     Attributes:
         op: the function of `lsm_jax.ops` that updates and reads the memory.
-        uses_positions: whether the mixer requires the positions of tokens, as rotary embeddings do.
-        uses_depth: whether `__init__` accepts `layer`, the index of the layer in the model (possibly traced,
-            so that only initial parameters may depend on it), and `num_layers`, the model's depth.
-        memory_parts: the names of submodules, `Dense` layers or modules made of them, of which each memory of
-            a Mixture-of-Memories has a copy (keys, values, gates); all memories use the same copy of the
-            others. Empty if the mixer cannot be the inner mixer of a Mixture-of-Memories.
-        token_parts: the names of `Dense` layers whose input in `read` and `write` is `x` itself.
-            Mixture-of-Memories computes them once for each token (and memory) instead of once for each row. A
-            layer that is missing here is slower there; the result of a layer that is listed wrongly is wrong.
-        shared_by_token: the names of the entries of `shared` that are [B, T, ...].
-        memories_in_place: whether the op reads and returns memories in the same form as the mixer's state;
-            the decoder then lets it update the stack of all layers' memories in place
-            (`lsm_jax.ops.core.states.Layer`).
+        uses_positions: whether it needs tokens' positions, as rotary embeddings do.
+        positions_in_memory: whether positions, of which it uses the remainder by its mini-batch, count the tokens that a memory
+            of a Mixture-of-Memories has seen, and not those of the row. Its op's state has them as `position`.
+        uses_depth: whether `__init__` accepts `layer`, the index of the layer in the model (possibly traced, so only initial
+            parameters may depend on it), and `num_layers`, the model's depth.
+        has_losses: whether it reports losses, and `__init__` accepts `loss_layers`, the number of layers over which they are
+            averaged (None for `num_layers`).
+        memory_parts: its submodules, `Dense` layers or made of them, of which each memory of a Mixture-of-Memories has a copy
+            (keys, values, gates); the memories share the others. Empty where it cannot be one of several memories.
+        token_parts: its `Dense` layers, by name, that act in `read` and `write` on `x` itself, not on what other layers made
+            of it. Mixture-of-Memories computes those once a token (and memory), not once a row; one that is not listed is
+            slower there, one listed wrongly is wrong.
+        shared_by_token: the entries of `shared` that are [B, T, ...].
+        memories_in_place: whether its ops read and return memories exactly as its state holds them; the decoder then lets them
+            update the stack of layers in place (`lsm_jax.ops.core.states.Layer`).
     """
 
     op: ClassVar[Callable]
     uses_positions: bool = False
+    positions_in_memory: ClassVar[bool] = False
     uses_depth: ClassVar[bool] = False
+    has_losses: ClassVar[bool] = False
     memory_parts: ClassVar[tuple[str, ...]] = ()
     token_parts: ClassVar[tuple[str, ...]] = ()
     shared_by_token: ClassVar[tuple[str, ...]] = ()
@@ -248,6 +283,14 @@ class Mixer(nnx.Module):
             x: [B, T, D], the embeddings.
             stacks: all mixers of this kind in the model, each as the indices of its layers [P] and the mixer
                 with parameters [P, ...].
+        """
+        return {}
+
+    def model_losses(self, statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Return the losses of a model, by name, that are computed from the statistics of all its layers of this kind.
+
+        Args:
+            statistics: those of the model, by name; each layer's are stacked along the first axis.
         """
         return {}
 

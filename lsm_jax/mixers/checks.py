@@ -108,7 +108,12 @@ def value_heads(owner: Any) -> None:
 
 def convolution_width(owner: Any) -> None:
     """Raise ValueError unless `conv_size` is accepted."""
-    if owner.conv_size < 2:
+    if owner.conv_size < 1:
         raise ValueError(
-            f"{type(owner).__name__}.conv_size={owner.conv_size}: it must be at least 2"
+            f"{type(owner).__name__}.conv_size={owner.conv_size}: it must be at least 1 (1 is no convolution)"
         )
+
+
+def convolution_taps(owner: Any) -> int:
+    """The number of products of each channel in the short convolution: `conv_size`, or 0 for 1, which is no convolution."""
+    return owner.conv_size if owner.conv_size > 1 else 0

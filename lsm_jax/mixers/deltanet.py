@@ -11,7 +11,7 @@ from flax import nnx
 
 from lsm_jax import ops
 from lsm_jax.mixers import checks
-from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
+from lsm_jax.mixers.base import Context, Mixer, short_convolution
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, split_heads
 from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.op_config import RecurrentConfig
@@ -19,17 +19,19 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class DeltaNetConfig(RecurrentConfig):
-    """The config of DeltaNet.
+    """DeltaNet.
 
     Attributes:
         num_heads: heads of queries and keys.
         num_value_heads: heads of values and memories, a multiple of `num_heads`; None is `num_heads`.
-        expand_k: number of key channels of all heads, divided by hidden_size.
-        expand_v: number of value channels of all heads, divided by hidden_size.
-        conv_size: width of the short convolutions on q, k and v.
+        expand_k: key channels over hidden_size, all heads together.
+        expand_v: value channels over hidden_size, all value heads together.
+        conv_size: width of the short convolutions on q, k and v; 1 is none, which leaves their SiLU.
         allow_negative_eigenvalues: β in (0, 2) instead of (0, 1) (arXiv 2411.12537).
-        output_gate: whether the normalised output is multiplied by silu(x W).
-        norm_eps: epsilon of the norm over each head's output.
+        output_gate: multiply the normed output by silu(x W).
+        qkv_silu: whether SiLU follows the convolutions of q, k and v; Linear-MoE (arXiv 2503.05447, its code) has neither.
+        qkv_bias: whether the projections to queries, keys, values and the output gate have biases, as in Linear-MoE.
+        norm_eps: of the norm over each head's output.
     """
 
     num_heads: int = 4
@@ -39,6 +41,8 @@ class DeltaNetConfig(RecurrentConfig):
     conv_size: int = 4
     allow_negative_eigenvalues: bool = False
     output_gate: bool = False
+    qkv_silu: bool = True
+    qkv_bias: bool = False
     norm_eps: float = 1e-5
 
     @classmethod
@@ -72,7 +76,7 @@ class DeltaNetConfig(RecurrentConfig):
         k, v = self.head_dims(hidden_size)
         keys, heads = self.num_heads * k, self.value_heads()
         projections = 2 * keys + heads * ((3 if self.output_gate else 2) * v + 1)
-        convolution = 2 * self.conv_size * (2 * keys + heads * v)
+        convolution = 2 * checks.convolution_taps(self) * (2 * keys + heads * v)
         return 2.0 * hidden_size * projections + convolution + heads * 6 * k * v
 
 
@@ -91,15 +95,16 @@ class DeltaNet(Mixer):
         heads = config.value_heads()
         keys, values = config.num_heads * self.key_dim, heads * self.value_dim
         into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
-        self.q_proj = Dense(hidden_size, keys, **into)
-        self.k_proj = Dense(hidden_size, keys, **into)
-        self.v_proj = Dense(hidden_size, values, **into)
+        bias: dict[str, Any] = dict(bias=config.qkv_bias)
+        self.q_proj = Dense(hidden_size, keys, **into, **bias)
+        self.k_proj = Dense(hidden_size, keys, **into, **bias)
+        self.v_proj = Dense(hidden_size, values, **into, **bias)
         self.beta_proj = Dense(hidden_size, heads, **into)
-        self.g_proj = Dense(hidden_size, values, **into) if config.output_gate else None
-        convolution = dict(width=config.conv_size, rngs=rngs, axis="heads")
-        self.q_conv = ShortConvolution("q", keys, **convolution)
-        self.k_conv = ShortConvolution("k", keys, **convolution)
-        self.v_conv = ShortConvolution("v", values, **convolution)
+        self.g_proj = Dense(hidden_size, values, **into, **bias) if config.output_gate else None
+        convolution = dict(width=config.conv_size, rngs=rngs, axis="heads", silu=config.qkv_silu)
+        self.q_conv = short_convolution("q", keys, **convolution)
+        self.k_conv = short_convolution("k", keys, **convolution)
+        self.v_conv = short_convolution("v", values, **convolution)
         self.norm = RMSNorm(self.value_dim, eps=config.norm_eps)
         self.o_proj = Dense(
             values, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std

@@ -13,7 +13,7 @@ from flax import nnx
 
 from lsm_jax import ops
 from lsm_jax.mixers import checks
-from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
+from lsm_jax.mixers.base import Context, Mixer, short_convolution
 from lsm_jax.mixers.layers import (
     Dense,
     RMSNorm,
@@ -29,16 +29,19 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class GatedDeltaNetConfig(RecurrentConfig):
-    """The config of Gated DeltaNet.
+    """Gated DeltaNet.
 
     Attributes:
         num_heads: heads of queries and keys.
         num_value_heads: heads of values, gates and memories, a multiple of `num_heads`; None is `num_heads`.
         head_dim: key channels of a head.
-        expand_v: number of value channels of a head, divided by head_dim.
-        conv_size: width of the short convolutions on q, k and v.
+        expand_v: value channels of a head over head_dim.
+        conv_size: width of the short convolutions on q, k and v; 1 is none, which leaves their SiLU.
         allow_negative_eigenvalues: β in (0, 2) instead of (0, 1) (arXiv 2411.12537).
-        norm_eps: epsilon of the norm over each head's output.
+        output_norm: whether each head's output is normalised ahead of the gate; Linear-MoE (arXiv 2503.05447, its code) has
+            only the gate.
+        qkv_bias: whether the projections to queries, keys, values and the output gate have biases, as in Linear-MoE.
+        norm_eps: of the norm over each head's output.
     """
 
     num_heads: int = 6
@@ -47,6 +50,8 @@ class GatedDeltaNetConfig(RecurrentConfig):
     expand_v: float = 2.0
     conv_size: int = 4
     allow_negative_eigenvalues: bool = False
+    output_norm: bool = True
+    qkv_bias: bool = False
     norm_eps: float = 1e-5
 
     @classmethod
@@ -80,7 +85,11 @@ class GatedDeltaNetConfig(RecurrentConfig):
         keys, heads = self.num_heads * self.head_dim, self.value_heads()
         values = heads * self.value_dim()
         projections = 2.0 * hidden_size * (2 * keys + 3 * values + 2 * heads)
-        return projections + 2 * self.conv_size * (2 * keys + values) + 7 * self.head_dim * values
+        return (
+            projections
+            + 2 * checks.convolution_taps(self) * (2 * keys + values)
+            + 7 * self.head_dim * values
+        )
 
 
 class GatedDeltaNet(Mixer):
@@ -102,20 +111,21 @@ class GatedDeltaNet(Mixer):
         heads, value_dim = config.value_heads(), config.value_dim()
         keys, values = config.num_heads * config.head_dim, heads * value_dim
         into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
-        self.q_proj = Dense(hidden_size, keys, **into)
-        self.k_proj = Dense(hidden_size, keys, **into)
-        self.v_proj = Dense(hidden_size, values, **into)
-        self.g_proj = Dense(hidden_size, values, **into)
+        bias: dict[str, Any] = dict(bias=config.qkv_bias)
+        self.q_proj = Dense(hidden_size, keys, **into, **bias)
+        self.k_proj = Dense(hidden_size, keys, **into, **bias)
+        self.v_proj = Dense(hidden_size, values, **into, **bias)
+        self.g_proj = Dense(hidden_size, values, **into, **bias)
         self.beta_proj = Dense(hidden_size, heads, **into)
         self.decay_proj = Dense(hidden_size, heads, **into)
         fixed = dict(logical_axes=("heads",), weight_decay=False)
         self.dt_bias = parameter(log_uniform_step_bias(rngs, heads), **fixed)
         self.a_log = parameter(log_uniform_rate(rngs, heads, low=0.0, high=16.0), **fixed)
         convolution = dict(width=config.conv_size, rngs=rngs, axis="heads")
-        self.q_conv = ShortConvolution("q", keys, **convolution)
-        self.k_conv = ShortConvolution("k", keys, **convolution)
-        self.v_conv = ShortConvolution("v", values, **convolution)
-        self.norm = RMSNorm(value_dim, eps=config.norm_eps)
+        self.q_conv = short_convolution("q", keys, **convolution)
+        self.k_conv = short_convolution("k", keys, **convolution)
+        self.v_conv = short_convolution("v", values, **convolution)
+        self.norm = RMSNorm(value_dim, eps=config.norm_eps) if config.output_norm else None
         self.o_proj = Dense(
             values, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
         )
@@ -143,9 +153,10 @@ class GatedDeltaNet(Mixer):
         return written, context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Normalise each head, multiply by silu(x W_g), and project."""
+        """Norm of each head, if any, times silu(x W_g), projection."""
         gate = split_heads(self.g_proj(x), self.config.value_heads())
-        return self.o_proj(merge_heads(self.norm(o, gate))), context
+        gated = o * jax.nn.silu(gate) if self.norm is None else self.norm(o, gate)
+        return self.o_proj(merge_heads(gated)), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.DeltaState:
         """Return the empty memory."""

@@ -71,7 +71,7 @@ class GatedRetention(RetNet):
         """Return the rotated keys, the values, and the decay of each token and head."""
         gate = self.decay_proj(x, dtype=jnp.float32)
         return dict(
-            k=self._rotated(self.k_proj(x), context),
+            k=self._features(self.k_proj(x), context),
             v=split_heads(self.v_proj(x), self.config.num_heads),
             log_decay=jax.nn.log_sigmoid(gate) / self.config.gate_temperature,
         ), context

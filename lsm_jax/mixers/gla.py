@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lsm_jax import ops
-from lsm_jax.mixers import checks
+from lsm_jax.mixers import checks, feature_maps
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, recomputed, split_heads
 from lsm_jax.mixers.method import Method
@@ -21,15 +21,17 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class GLAConfig(RecurrentConfig):
-    """The config of gated linear attention.
+    """Gated linear attention.
 
     Attributes:
-        num_heads: number of heads.
-        expand_k: number of key channels of all heads, divided by hidden_size.
-        expand_v: number of value channels of all heads, divided by hidden_size.
+        num_heads: heads.
+        expand_k: key channels over hidden_size, all heads together.
+        expand_v: value channels over hidden_size.
         gate_rank: inner width of the decay's two projections.
         gate_temperature: log α = logsigmoid(gate) / gate_temperature (the paper's τ).
-        norm_eps: epsilon of the norm over each head's output.
+        feature_map: φ on queries and keys, "identity" or "silu"; Linear-MoE (arXiv 2503.05447, its code) has "silu".
+        qkv_bias: whether the projections to queries, keys, values and the output gate have biases, as in Linear-MoE.
+        norm_eps: of the norm over each head's output.
     """
 
     num_heads: int = 4
@@ -37,6 +39,8 @@ class GLAConfig(RecurrentConfig):
     expand_v: float = 1.0
     gate_rank: int = 16
     gate_temperature: float = 16.0
+    feature_map: str = "identity"
+    qkv_bias: bool = False
     norm_eps: float = 1e-5
 
     @classmethod
@@ -55,6 +59,7 @@ class GLAConfig(RecurrentConfig):
         """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         self.head_dims(hidden_size)
+        checks.one_of(self, "feature_map", self.feature_map, ("identity", "silu"))
         checks.positive(
             self,
             gate_rank=self.gate_rank,
@@ -84,7 +89,7 @@ class GLA(Mixer):
         super().__init__(config, hidden_size)
         self.key_dim, self.value_dim = config.head_dims(hidden_size)
         keys, values = config.num_heads * self.key_dim, config.num_heads * self.value_dim
-        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
+        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std, bias=config.qkv_bias)
         self.q_proj = Dense(hidden_size, keys, **into)
         self.k_proj = Dense(hidden_size, keys, **into)
         self.v_proj = Dense(hidden_size, values, **into)
@@ -97,9 +102,13 @@ class GLA(Mixer):
             values, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
         )
 
+    def _features(self, x: jax.Array) -> jax.Array:
+        """Return φ of x's heads."""
+        return feature_maps.FIXED[self.config.feature_map](split_heads(x, self.config.num_heads))
+
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return x W_q."""
-        return split_heads(self.q_proj(x), self.config.num_heads), context
+        """φ(x W_q)."""
+        return self._features(self.q_proj(x)), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """Return keys, values, and a decay for each key channel."""
@@ -108,7 +117,7 @@ class GLA(Mixer):
         temperature = self.config.gate_temperature
         log_decay = recomputed(lambda gate: jax.nn.log_sigmoid(gate) / temperature)(gate)
         return dict(
-            k=split_heads(self.k_proj(x), heads),
+            k=self._features(self.k_proj(x)),
             v=split_heads(self.v_proj(x), heads),
             log_decay=split_heads(log_decay, heads),
         ), context

@@ -27,15 +27,19 @@ _BOUNDS = "hgrn2_log_bounds"
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class HGRN2Config(RecurrentConfig):
-    """The config of HGRN2.
+    """HGRN2.
 
     Attributes:
-        head_dim: number of key and of value channels of a head (the paper's expansion ratio); there are
-            hidden_size / head_dim heads.
-        norm_eps: epsilon of the norm over all channels of the output.
+        head_dim: key and value channels of a head (the paper's expansion ratio); hidden_size / head_dim heads.
+        lower_bounds: whether forget gates are bounded below. Linear-MoE's models (arXiv 2503.05447, its code) have no bounds:
+            no caller of theirs passes one.
+        head_norm: whether the norm is over each head's output, as in Linear-MoE, and not over the whole width.
+        norm_eps: of the norm over the output.
     """
 
     head_dim: int = 128
+    lower_bounds: bool = True
+    head_norm: bool = False
     norm_eps: float = 1e-5
 
     @classmethod
@@ -103,8 +107,10 @@ class HGRN2(Mixer):
         self.f_proj = Dense(hidden_size, hidden_size, **into)
         self.i_proj = Dense(hidden_size, hidden_size, **into)
         zeros = jnp.zeros(hidden_size, jnp.float32)
-        self.lower_bound = parameter(zeros, ("heads",), weight_decay=False)
-        self.norm = RMSNorm(hidden_size, eps=config.norm_eps)
+        bounded = config.lower_bounds
+        self.lower_bound = parameter(zeros, ("heads",), weight_decay=False) if bounded else None
+        normed = config.head_dim if config.head_norm else hidden_size
+        self.norm = RMSNorm(normed, eps=config.norm_eps)
         self.o_proj = Dense(
             hidden_size, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
         )
@@ -114,6 +120,9 @@ class HGRN2(Mixer):
         """Return `log_bounds` by layer, [L, 2, D] with L the model's depth; the rows of layers of other kinds
         are not used.
         """
+        stacks = [(layers, mixer) for layers, mixer in stacks if mixer.config.lower_bounds]
+        if not stacks:
+            return {}
         index = jnp.concatenate([layers for layers, _ in stacks])
         logits = jnp.concatenate([mixer.lower_bound[...] for _, mixer in stacks])
         order = jnp.argsort(index)
@@ -125,8 +134,9 @@ class HGRN2(Mixer):
         return jax.nn.silu(split_heads(self.q_proj(x), self.num_heads)), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return 1 - f as keys, x W_i as values, and log f as decay; outside a model γ is 0."""
-        if context.layer is None or _BOUNDS not in context.shared:
+        """1 - f as keys, x W_i as values, log f as decay; γ is 0 outside a model, and without bounds."""
+        unbounded = self.lower_bound is None or context.layer is None
+        if unbounded or _BOUNDS not in context.shared:
             bound, rest = _unbounded(self.hidden_size)
         else:
             bound, rest = context.shared[_BOUNDS][context.layer]
@@ -145,7 +155,9 @@ class HGRN2(Mixer):
         ), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Normalise over all channels, and project."""
+        """Norm over the whole width or each head, projection."""
+        if self.config.head_norm:
+            return self.o_proj(merge_heads(self.norm(o))), context
         return self.o_proj(self.norm(merge_heads(o))), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:

@@ -14,7 +14,7 @@ from flax import nnx
 
 from lsm_jax import ops
 from lsm_jax.mixers import checks
-from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
+from lsm_jax.mixers.base import Context, Mixer, short_convolution
 from lsm_jax.mixers.layers import (
     Dense,
     RMSNorm,
@@ -31,16 +31,16 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class KDAConfig(RecurrentConfig):
-    """The config of Kimi Delta Attention.
+    """Kimi Delta Attention.
 
     Attributes:
         num_heads: heads of queries and keys.
         num_value_heads: heads of values, gates and memories, a multiple of `num_heads`; None is `num_heads`.
         head_dim: key channels of a head, and inner width of the decay's and the output gate's two matrices.
-        expand_v: number of value channels of a head, divided by head_dim.
-        conv_size: width of the short convolutions on q, k and v.
+        expand_v: value channels of a head over head_dim.
+        conv_size: width of the short convolutions on q, k and v; 1 is none, which leaves their SiLU.
         allow_negative_eigenvalues: β in (0, 2) instead of (0, 1) (arXiv 2411.12537).
-        norm_eps: epsilon of the norm over each head's output.
+        norm_eps: of the norm over each head's output.
     """
 
     num_heads: int = 16
@@ -83,7 +83,7 @@ class KDAConfig(RecurrentConfig):
         values, rank = heads * self.value_dim(), self.head_dim
         projections = 2.0 * hidden_size * (2 * keys + 2 * values + heads)
         gates = 2.0 * rank * (2 * hidden_size + heads * self.head_dim + values)
-        convolutions = 2 * self.conv_size * (2 * keys + values)
+        convolutions = 2 * checks.convolution_taps(self) * (2 * keys + values)
         return projections + gates + convolutions + 7 * self.head_dim * values
 
 
@@ -115,9 +115,9 @@ class KDA(Mixer):
         self.dt_bias = parameter(log_uniform_step_bias(rngs, decays), **fixed)
         self.a_log = parameter(log_uniform_rate(rngs, heads, low=1.0, high=16.0), **fixed)
         convolution = dict(width=config.conv_size, rngs=rngs, axis="heads")
-        self.q_conv = ShortConvolution("q", keys, **convolution)
-        self.k_conv = ShortConvolution("k", keys, **convolution)
-        self.v_conv = ShortConvolution("v", values, **convolution)
+        self.q_conv = short_convolution("q", keys, **convolution)
+        self.k_conv = short_convolution("k", keys, **convolution)
+        self.v_conv = short_convolution("v", values, **convolution)
         self.norm = RMSNorm(config.value_dim(), eps=config.norm_eps)
         self.o_proj = Dense(
             values, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std

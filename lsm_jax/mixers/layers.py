@@ -164,6 +164,19 @@ class OrthogonalDense(Dense):
         self.bias = None if bias is None else parameter(bias, axes[1:], weight_decay=False)
 
 
+def draw_xavier(module: nnx.Module, gain: float, rngs: nnx.Rngs) -> None:
+    """Draw the kernels of a module's `Dense` layers again, Xavier-uniform: within ±gain sqrt(6 / (inputs + outputs)).
+
+    Kernels with an axis of memories, [G, inputs, outputs], are drawn as G matrices. Layers with an initialisation of their own
+    (`OrthogonalDense`) are not changed.
+    """
+    for _, layer in nnx.iter_graph(module):
+        if type(layer) is Dense:
+            shape = layer.kernel[...].shape
+            bound = gain * math.sqrt(6 / (shape[-2] + shape[-1]))
+            layer.kernel[...] = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
+
+
 def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
     """Save only a function's arguments for the backward pass, which recomputes the rest; for mostly
     elementwise functions.

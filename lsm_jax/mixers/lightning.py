@@ -26,18 +26,19 @@ DECAYS = ("depth", "alibi", "none")
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class LightningConfig(RecurrentConfig):
-    """The config of Lightning attention.
+    """Lightning attention.
 
     Attributes:
-        num_heads: number of heads.
-        decay: each head's constant rate: "depth" is the published `(8 h / H) (1 - l / L)`, slower in higher
-            layers; "alibi" the slopes `2^(-8 (h + 1) / H)` in every layer, as in Linear-MoE (arXiv
-            2503.05447, its code); "none" does not decay.
-        norm_eps: epsilon of the norm over each head's output.
+        num_heads: heads.
+        decay: each head's constant rate: "depth" is the published `(8 h / H) (1 - l / L)`, slower in higher layers; "alibi" the
+            slopes `2^(-8 (h + 1) / H)` in every layer, as in Linear-MoE (arXiv 2503.05447, its code); "none" does not decay.
+        qkv_bias: whether the projections to queries, keys, values and the output gate have biases, as in Linear-MoE.
+        norm_eps: of the norm over each head's output.
     """
 
     num_heads: int = 8
     decay: str = "depth"
+    qkv_bias: bool = False
     norm_eps: float = 1e-5
 
     @classmethod
@@ -89,7 +90,7 @@ class Lightning(Mixer):
     ):
         super().__init__(config, hidden_size)
         self.num_layers = num_layers
-        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
+        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std, bias=config.qkv_bias)
         self.q_proj = Dense(hidden_size, hidden_size, **into)
         self.k_proj = Dense(hidden_size, hidden_size, **into)
         self.v_proj = Dense(hidden_size, hidden_size, **into)

@@ -25,20 +25,21 @@ _NORMALIZER_EPS = 1e-10
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class LinearAttentionConfig(RecurrentConfig):
-    """The config of basic linear attention.
+    """Basic linear attention.
 
     Attributes:
-        num_heads: number of heads.
-        expand_k: number of key channels of all heads, divided by hidden_size.
-        expand_v: number of value channels of all heads, divided by hidden_size.
-        feature_map: φ on queries and keys: "identity", "elu" (elu + 1), "relu", "silu", "dpfp", or a learned
-            one, separate for queries and keys: "t2r", "hedgehog" or "elementwise_product" (see `FeatureMap`).
-        sum_normalize_q: whether φ(q) is divided by the sum of its features; requires a non-negative φ.
-        sum_normalize_k: whether φ(k) is divided by the sum of its features; likewise.
-        normalize: whether the output is divided by the query's product with the sum of keys; requires a
-            non-negative φ.
-        output_gate: whether the normalised output is multiplied by silu(x W).
-        norm_eps: epsilon of the norm over each head's output.
+        num_heads: heads.
+        expand_k: key channels over hidden_size, all heads together.
+        expand_v: value channels over hidden_size.
+        feature_map: φ on queries and keys: "identity", "elu" (elu + 1), "relu", "silu", "dpfp", or a learned one, for queries
+            and keys apart: "t2r", "hedgehog" or "elementwise_product"; `FeatureMap` says what they are.
+        sum_normalize_q: divide φ(q) by the sum of its features; needs a non-negative φ.
+        sum_normalize_k: the same of φ(k).
+        normalize: divide by the query's product with the sum of keys; needs a non-negative φ.
+        output_gate: multiply the normed output by silu(x W).
+        qkv_bias: whether the projections to queries, keys, values and the output gate have biases, as in Linear-MoE's models of
+            Qwen2's layers (arXiv 2503.05447, its code).
+        norm_eps: of the norm over each head's output.
     """
 
     num_heads: int = 4
@@ -49,6 +50,7 @@ class LinearAttentionConfig(RecurrentConfig):
     sum_normalize_k: bool = False
     normalize: bool = False
     output_gate: bool = False
+    qkv_bias: bool = False
     norm_eps: float = 1e-5
 
     @classmethod
@@ -107,7 +109,7 @@ class LinearAttention(Mixer):
         super().__init__(config, hidden_size)
         self.key_dim, self.value_dim = config.head_dims(hidden_size)
         keys, values = config.num_heads * self.key_dim, config.num_heads * self.value_dim
-        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
+        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std, bias=config.qkv_bias)
         self.q_proj = Dense(hidden_size, keys, **into)
         self.k_proj = Dense(hidden_size, keys, **into)
         self.v_proj = Dense(hidden_size, values, **into)

@@ -16,7 +16,7 @@ from flax import nnx
 
 from lsm_jax import ops
 from lsm_jax.mixers import checks
-from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
+from lsm_jax.mixers.base import Context, Mixer, short_convolution
 from lsm_jax.mixers.layers import Dense, log_uniform_step_bias, parameter
 from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.op_config import RecurrentConfig
@@ -30,7 +30,7 @@ class MambaConfig(RecurrentConfig):
         expand: number of inner channels, divided by hidden_size.
         state_size: number of numbers in the memory of each channel (N).
         step_rank: inner width of Δ's two matrices; None is hidden_size / 16, rounded up.
-        conv_size: width of the short convolution.
+        conv_size: width of the short convolution; 1 is none, which leaves its SiLU.
     """
 
     expand: int = 2
@@ -64,7 +64,7 @@ class MambaConfig(RecurrentConfig):
         """
         inner, rank = self.expand * hidden_size, self.rank(hidden_size)
         projections = 2.0 * inner * (3 * hidden_size + 2 * rank + 2 * self.state_size)
-        return projections + inner * (2 * self.conv_size + 6 * self.state_size + 3)
+        return projections + inner * (2 * checks.convolution_taps(self) + 6 * self.state_size + 3)
 
 
 class Mamba(Mixer):
@@ -82,7 +82,7 @@ class Mamba(Mixer):
         into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
         self.x_proj = Dense(hidden_size, self.inner, **into)
         self.z_proj = Dense(hidden_size, self.inner, **into)
-        self.conv = ShortConvolution(
+        self.conv = short_convolution(
             "x", self.inner, config.conv_size, rngs=rngs, axis="heads", bias=True
         )
         down = dict(axes=("heads", None), rngs=rngs, init_std=init_std)

@@ -16,7 +16,7 @@ from flax import nnx
 
 from lsm_jax import ops
 from lsm_jax.mixers import checks
-from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
+from lsm_jax.mixers.base import Context, Mixer, short_convolution
 from lsm_jax.mixers.layers import (
     Dense,
     log_uniform_rate,
@@ -33,15 +33,15 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class Mamba2Config(RecurrentConfig):
-    """The config of Mamba2.
+    """Mamba2.
 
     Attributes:
-        expand: number of inner channels, divided by hidden_size.
+        expand: inner channels over hidden_size.
         head_dim: value channels of a head; expand * hidden_size / head_dim heads.
         state_size: key channels of a head (N).
         num_groups: groups of heads that share B and C.
-        conv_size: width of the short convolution.
-        norm_eps: epsilon of the norm after the gate.
+        conv_size: width of the short convolution; 1 is none, which leaves its SiLU.
+        norm_eps: of the norm after the gate.
     """
 
     expand: int = 2
@@ -84,7 +84,7 @@ class Mamba2Config(RecurrentConfig):
         inner, heads = self.expand * hidden_size, self.num_heads(hidden_size)
         shared = 2 * self.num_groups * self.state_size
         projections = 2.0 * hidden_size * (3 * inner + shared + heads)
-        convolution = 2 * self.conv_size * (inner + shared)
+        convolution = 2 * checks.convolution_taps(self) * (inner + shared)
         return projections + convolution + inner * (5 * self.state_size + 2)
 
 
@@ -108,9 +108,9 @@ class Mamba2(Mixer):
         self.c_proj = Dense(hidden_size, shared, **into)
         self.dt_proj = Dense(hidden_size, self.num_heads, **into)
         convolution = dict(width=config.conv_size, rngs=rngs, axis="heads", bias=True)
-        self.x_conv = ShortConvolution("x", inner, **convolution)
-        self.b_conv = ShortConvolution("b", shared, **convolution)
-        self.c_conv = ShortConvolution("c", shared, **convolution)
+        self.x_conv = short_convolution("x", inner, **convolution)
+        self.b_conv = short_convolution("b", shared, **convolution)
+        self.c_conv = short_convolution("c", shared, **convolution)
         fixed = dict(logical_axes=("heads",), weight_decay=False)
         self.dt_bias = parameter(log_uniform_step_bias(rngs, self.num_heads), **fixed)
         self.a_log = parameter(log_uniform_rate(rngs, self.num_heads, low=1.0, high=16.0), **fixed)

@@ -124,17 +124,21 @@ def build(
     init_std: float = 0.02,
     layer: jax.Array | int = 0,
     num_layers: int = 1,
+    loss_layers: int | None = None,
 ) -> Mixer:
-    """Return the mixer that a config describes, for a model of this width.
+    """The mixer that a config describes, at this width.
 
     Args:
-        config: the config of a method in `METHODS` or `WRAPPERS`.
+        config: of a type in `METHODS` or `WRAPPERS`.
         hidden_size: channels of the residual stream.
         rngs: source of the initial parameters.
-        init_std: standard deviation of the initial projections; some methods define another.
+        init_std: standard deviation of projections, except where the method has its own.
         layer: the layer's index in the model, for methods whose initial parameters depend on it.
-        num_layers: the model's number of layers, likewise.
+        num_layers: the model's depth, for the same.
+        loss_layers: the number of layers over which a loss that the mixer reports is averaged; None is `num_layers`.
     """
     module = method_of(config).module
-    depth = dict(layer=layer, num_layers=num_layers) if module.uses_depth else {}
+    depth: dict[str, Any] = dict(layer=layer, num_layers=num_layers) if module.uses_depth else {}
+    if module.has_losses:
+        depth["loss_layers"] = loss_layers
     return module(config, hidden_size, rngs=rngs, init_std=init_std, **depth)

@@ -29,10 +29,12 @@ from lsm_jax.mixers.layers import Dense
 from lsm_jax.mixers.method import METHODS, Method, build
 from lsm_jax.mixers.mom_layout import (
     Packed,
+    PackedByDevice,
     Rows,
     arranged_product,
     chunks_needed,
     pack,
+    pack_by_device,
     stack_memory_parts,
 )
 from lsm_jax.mixers.mom_router import Route, route_tokens
@@ -40,6 +42,7 @@ from lsm_jax.mixers.mom_state import (
     MoMState,
     check_memories,
     mark_document,
+    positions_in_memory,
     split_memories,
     token_documents,
 )
@@ -48,6 +51,7 @@ from lsm_jax.ops.core.checks import DEFAULT_CHUNK_SIZE
 from lsm_jax.parallel import sequence_shards
 
 EXECUTIONS = ("packed", "masked")
+BALANCES = ("layer", "model")
 _ROW = "row_"  # prefix of the names of tails that belong to the row, not to a memory
 
 
@@ -62,12 +66,14 @@ class MoMConfig:
         shared_memory: whether there is one more memory that sees every token, with weight 1.
         single_projections: whether all memories have the same projections of keys, values and gates, instead
             of one set for each.
-        balance_scale: multiplies the balance loss `M Σ_m f_m P_m`, averaged over the model's layers; f_m is
-            the fraction of the tokens routed to memory m, and P_m the mean probability of m. It is k at
-            perfect balance.
-        execution: "packed" or "masked". The masked form is used in any case for calls with an `update_mask`,
-            for packed documents with a state or with the inner op's associative form, and for rows whose
-            tokens are divided among devices.
+        balance_scale: multiplies the balance loss `M Σ_m f_m P_m`; f_m is the fraction of the tokens routed
+            to memory m, and P_m the mean probability of m. It is k at perfect balance.
+        balance: "layer" computes the loss of each layer and averages over the model's layers with memories.
+            "model" computes one loss, with f and P averaged over these layers, as in the authors' code: the
+            imbalance of one layer may then compensate that of another.
+        execution: "packed" or "masked". The masked form is used in any case for calls with an `update_mask`;
+            for packed documents with a state, with the inner op's associative form, or sharded over devices
+            along the sequence; and for sharded rows whose length the devices do not divide.
     """
 
     mixer: Any = dataclasses.field(default_factory=lambda: GatedDeltaNetConfig(num_heads=4, expand_v=1.0))  # fmt: skip
@@ -76,6 +82,7 @@ class MoMConfig:
     shared_memory: bool = True
     single_projections: bool = False
     balance_scale: float = 1e-3
+    balance: str = "layer"
     execution: str = "packed"
 
     @classmethod
@@ -107,6 +114,7 @@ class MoMConfig:
             )
         if self.balance_scale < 0:
             raise ValueError(f"MoMConfig.balance_scale={self.balance_scale}: it must be at least 0")
+        checks.one_of(self, "balance", self.balance, BALANCES)
         checks.one_of(self, "execution", self.execution, EXECUTIONS)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
@@ -147,6 +155,7 @@ class MoM(Mixer):
     """The layer of Mixture-of-Memories; see `MoMConfig`."""
 
     uses_depth = True
+    has_losses = True
     memories_in_place = False
 
     def __init__(
@@ -158,9 +167,10 @@ class MoM(Mixer):
         init_std: float = 0.02,
         layer: jax.Array | int = 0,
         num_layers: int = 1,
+        loss_layers: int | None = None,
     ):
         super().__init__(config, hidden_size)
-        self.num_layers = num_layers
+        self.loss_layers = num_layers if loss_layers is None else loss_layers
         options: dict[str, Any] = dict(
             rngs=rngs, init_std=init_std, layer=layer, num_layers=num_layers
         )
@@ -178,6 +188,16 @@ class MoM(Mixer):
     def innermost(self) -> Mixer:
         """The inner mixer's innermost mixer."""
         return self.inner.innermost()
+
+    def model_losses(self, statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Return the balance loss of all layers together, if the config has it."""
+        config = self.config
+        if config.balance == "layer":
+            return {}
+        part = config.top_k * jnp.mean(statistics["mom/load"], axis=0)
+        mean = jnp.mean(statistics["mom/probability"], axis=0)
+        loss = config.num_memories * jnp.sum(part * mean)
+        return {"mom/balance_loss": config.balance_scale * loss}
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Apply the inner mixer's `finish` once for each token; its token shifts run along the row."""
@@ -219,11 +239,17 @@ class MoM(Mixer):
             check_memories(memory, self.config.num_groups())
         route, statistics = self._route(x, context)
         documents, last_id, document = token_documents(x, context.segment_ids, memory)
+        if self.inner.positions_in_memory:
+            counted = route.routed
+            if context.update_mask is not None:
+                counted = counted & (context.update_mask != 0)[..., None]
+            positions = positions_in_memory(counted, documents, memory)
+            context = dataclasses.replace(context, positions=positions)
         if x.shape[1] == 1 and memory is not None:
             part, after = self._one_token(x, context, route, documents, memory)
         elif not self._packs(x, context, memory):
             part, after = self._masked(x, context, route, documents, memory)
-        elif memory is None and self._packs_documents():
+        elif memory is None and self._packs_documents() and sequence_shards(x.shape[1]) == 1:
             part = self._packed_from_empty(x, context, route, documents)
             after = self._final_states(x, context, route, documents, document)
         else:
@@ -235,11 +261,14 @@ class MoM(Mixer):
     def _route(self, x: jax.Array, context: Context) -> tuple[Route, dict[str, jax.Array]]:
         """Return the memories of each token of x [B, T, D]; and the balance loss and statistics by name."""
         logits = self.router(x, dtype=jnp.promote_types(x.dtype, jnp.float32))
-        return route_tokens(logits, self.config, context, self.num_layers)
+        return route_tokens(logits, self.config, context, self.loss_layers)
 
     def _packs(self, x: jax.Array, context: Context, memory: MoMState | None) -> bool:
         """Whether the packed form is used for a call; see `MoMConfig.execution`."""
-        if self.config.execution == "masked" or sequence_shards(x.shape[1]) > 1:
+        devices = sequence_shards(x.shape[1])
+        if self.config.execution == "masked" or x.shape[1] % devices:
+            return False
+        if devices > 1 and context.segment_ids is not None:
             return False
         documents = memory is None and self._packs_documents()
         return context.update_mask is None and (documents or context.segment_ids is None)
@@ -335,10 +364,14 @@ class MoM(Mixer):
         """
         config = self.config
         size = self.inner.config.op.chunk_size or DEFAULT_CHUNK_SIZE
+        devices = sequence_shards(x.shape[1])
         count = chunks_needed(
-            x.shape[1], config.num_memories, config.top_k, config.shared_memory, size
+            x.shape[1] // devices, config.num_memories, config.top_k, config.shared_memory, size
         )
-        layout = pack(route.routed, size, count)
+        if devices == 1:
+            layout = pack(route.routed, size, count)
+        else:
+            layout = pack_by_device(route.routed, size, count, devices)
         ids = layout.from_memories(ids)
         return self._run(x, context, layout, route, ids, None, memory, tails, contiguous)
 
@@ -348,7 +381,7 @@ class MoM(Mixer):
         self,
         x: jax.Array,
         context: Context,
-        layout: Rows | Packed,
+        layout: Rows | Packed | PackedByDevice,
         route: Route,
         segment_ids: jax.Array | None,
         update_mask: jax.Array | None,
@@ -372,7 +405,10 @@ class MoM(Mixer):
         rows = layout.tokens(x)
         by_token = self.inner.shared_by_token
         shared = {n: layout.tokens(s) if n in by_token else s for n, s in context.shared.items()}
-        positions = None if context.positions is None else layout.tokens(context.positions)
+        positions = context.positions
+        if positions is not None:
+            by_memory = self.inner.positions_in_memory
+            positions = (layout.from_memories if by_memory else layout.tokens)(positions)
         arranged = Context(
             context.layer, shared, segment_ids, positions, update_mask, tails, contiguous=contiguous
         )
@@ -401,7 +437,7 @@ class MoM(Mixer):
             dict(arranged.tails),
         )
 
-    def _arranged(self, layout: Rows | Packed, x: jax.Array) -> Mixer:
+    def _arranged(self, layout: Rows | Packed | PackedByDevice, x: jax.Array) -> Mixer:
         """Return a copy of the inner mixer whose `Dense` layers multiply tokens that `layout` has arranged; x
         [B, T, D] are the tokens before.
         """

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Int
 
 from lsm_jax.mixers.layers import project
 from lsm_jax.ops.experts.grouped_product import segment_product, supports_segments
-from lsm_jax.parallel import over_batch, shards_of
+from lsm_jax.parallel import alone, over_batch, over_mesh, shards_of
 
 _MAX_NUMBERS = 2**29  # of all segments' matrices on a device: 1 GiB in bfloat16
 
@@ -154,6 +154,102 @@ def pack(routed: Bool[Array, "B T G"], size: int, num_chunks: int) -> Packed:
     return Packed(*jax.lax.optimization_barrier((place, source, jnp.minimum(group, groups - 1))))
 
 
+class PackedByDevice(NamedTuple):
+    """The layout of `Packed` for rows whose tokens are sharded over S devices: each device packs its own tokens.
+
+    A memory's tokens are then S parts of the arranged row [B, S L], in time order: one segment with one state for each memory,
+    which the op hands on from device to device.
+
+    Attributes:
+        place: int [B, S, T / S, G], as in `Packed`, on each device.
+        source: int [B, S, L], likewise.
+        chunk_group: int [B, S, N], likewise.
+    """
+
+    place: Int[Array, "B S t G"]
+    source: Int[Array, "B S L"]
+    chunk_group: Int[Array, "B S N"]
+
+    def tokens(self, x: Array) -> Array:
+        """Arrange x [B, T, ...], which is the same for each memory; empty places are 0."""
+        return self._map(_take_tokens_of_devices, x)
+
+    def from_memories(self, x: Array) -> Array:
+        """Arrange x [B, T, G, ...], which has a value for each memory; empty places are 0."""
+        return self._map(_take_memories_of_devices, x)
+
+    def total(self, x: Array, dtype) -> Array:
+        """Return the sums [B, T, ...] over each token's memories of arranged x."""
+        return self._map(_total_of_devices, x, jnp.dtype(dtype))
+
+    def project(self, x: Array, kernel: Array, bias: Array | None, dtype) -> Array:
+        """Multiply arranged x [B, S L, D] by each memory's kernel [G, D, F], and add its bias [G, F]."""
+        size = self.source.shape[2] // self.chunk_group.shape[2]
+        group = jnp.repeat(self.chunk_group, size, axis=2).reshape(len(x), -1, 1)
+        return _select_project(x, kernel, bias, dtype, group)
+
+    def _map(self, function, x: Array, *static) -> Array:
+        """Call `function` on each device with its part of x [B, P, ...]; the results are joined along P."""
+        batch, devices = self.place.shape[:2]
+        batched = dict(
+            x=x.reshape(batch, devices, -1, *x.shape[2:]), place=self.place, source=self.source
+        )
+        y = over_mesh(
+            function,
+            batched,
+            {},
+            *static,
+            axes=dict.fromkeys(batched, ("batch", "sequence")),
+            out_axes=("batch", "sequence"),
+            in_sequence=alone,
+        )
+        return y.reshape(batch, -1, *y.shape[3:])
+
+
+def pack_by_device(
+    routed: Bool[Array, "B T G"], size: int, num_chunks: int, devices: int
+) -> PackedByDevice:
+    """Lay the routed tokens of each of `devices` equal parts of the rows out in `num_chunks` chunks of `size`."""
+    batch, length, groups = routed.shape
+    axes = ("batch", "sequence")
+    places = over_mesh(
+        _pack_on_device,
+        dict(routed=routed.reshape(batch, devices, length // devices, groups)),
+        {},
+        size,
+        num_chunks,
+        axes=dict(routed=axes),
+        out_axes=(axes, axes, axes),
+        in_sequence=alone,
+    )
+    return PackedByDevice(*places)
+
+
+def _join_rows(x: Array) -> Array:
+    """Reshape x [B, S, ...] to [B * S, ...]."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _pack_on_device(size: int, num_chunks: int, routed: Array) -> tuple[Array, ...]:
+    packed = pack(_join_rows(routed), size, num_chunks)
+    return tuple(x.reshape(*routed.shape[:2], *x.shape[1:]) for x in packed)
+
+
+def _take_tokens_of_devices(x: Array, place: Array, source: Array) -> Array:
+    y = _take_tokens(*map(_join_rows, (x, place, source)))
+    return y.reshape(*x.shape[:2], *y.shape[1:])
+
+
+def _take_memories_of_devices(x: Array, place: Array, source: Array) -> Array:
+    y = _take_memories(*map(_join_rows, (x, place, source)))
+    return y.reshape(*x.shape[:2], *y.shape[1:])
+
+
+def _total_of_devices(dtype, x: Array, place: Array, source: Array) -> Array:
+    y = _total(dtype, *map(_join_rows, (x, place, source)))
+    return y.reshape(*x.shape[:2], *y.shape[1:])
+
+
 def chunks_needed(length: int, num_memories: int, top_k: int, always_on: bool, size: int) -> int:
     """Return a number of chunks that always suffices: each token goes to `top_k` memories, and to one more if
     `always_on`.
@@ -184,7 +280,9 @@ def stack_memory_parts(mixers: list[Any], active: float) -> Any:
     return nnx.merge(graphdef, nnx.from_flat_state(states[0] | stacked))
 
 
-def arranged_product(layout: Rows | Packed, by_memory: bool, tokens: Array | None) -> Callable:
+def arranged_product(
+    layout: Rows | Packed | PackedByDevice, by_memory: bool, tokens: Array | None
+) -> Callable:
     """Return a function with the signature of `project`, for inputs that `layout` has arranged.
 
     Args:

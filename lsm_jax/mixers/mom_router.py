@@ -27,7 +27,7 @@ class Route(NamedTuple):
 
 
 def route_tokens(
-    logits: jax.Array, config: Any, context: Context, num_layers: int
+    logits: jax.Array, config: Any, context: Context, loss_layers: int
 ) -> tuple[Route, dict[str, jax.Array]]:
     """Send each token to the `top_k` memories with the largest logits, weighted by their softmax divided by
     its sum over them.
@@ -36,7 +36,7 @@ def route_tokens(
         logits: [B, T, M], at least float32.
         config: a `MoMConfig`.
         context: the context of the call.
-        num_layers: the depth of the model, over which the balance loss is averaged.
+        loss_layers: the number of layers over which the balance loss is averaged.
 
     Returns:
         The memories of each token, and the balance loss and the router's statistics by name.
@@ -57,9 +57,13 @@ def route_tokens(
     load = jnp.sum(routed * live, axis=(0, 1)) / count
     mean = jnp.sum(probability * live, axis=(0, 1)) / count
     entropy = -jnp.sum(probability * jax.nn.log_softmax(logits, axis=-1), axis=-1)
-    balance = config.num_memories * jnp.sum(load * mean)
+    if config.balance == "model":
+        balance = {"mom/probability": mean}
+    else:
+        loss = config.num_memories * jnp.sum(load * mean)
+        balance = {"mom/balance_loss": config.balance_scale / loss_layers * loss}
     statistics = {
-        "mom/balance_loss": config.balance_scale / num_layers * balance,
+        **balance,
         "mom/load": load / config.top_k,
         "mom/entropy": jnp.sum(entropy * live[..., 0]) / count,
         "mom/tokens/routed": routed & real[..., None],

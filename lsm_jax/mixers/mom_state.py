@@ -77,3 +77,31 @@ def token_documents(
     run, after = number_documents(segment_ids, DocumentCount(document, last_id))
     ids = jnp.where(segment_ids != 0, run, 0)
     return ids, after.segment_id.astype(jnp.int32), after.count
+
+
+def positions_in_memory(
+    counted: jax.Array, documents: jax.Array | None, memory: MoMState | None
+) -> jax.Array:
+    """Return the number of tokens of its document that each memory has received before each token, int32 [B, T, G].
+
+    After a state the count continues from that in the state's mini-batch: only its remainder is used.
+
+    Args:
+        counted: bool [B, T, G], the tokens that update each memory.
+        documents: [B, T], from `token_documents`.
+        memory: the state before the call, or None.
+    """
+    before = jnp.cumsum(counted, axis=1, dtype=jnp.int32) - counted
+    if documents is None:
+        return before
+    length = documents.shape[1]
+    current = jnp.ones_like(documents[:, :1]) if memory is None else memory.document[:, None]
+    latest = jax.lax.cummax(jnp.concatenate([current, documents], axis=1), axis=1)
+    starts = latest[:, 1:] > latest[:, :-1]
+    start = jax.lax.cummax(jnp.where(starts, jnp.arange(length), -1), axis=1)[..., None]
+    earlier = jnp.zeros_like(before[:, 0])
+    if memory is not None:
+        state = memory.memories
+        earlier = jnp.where(state.segment_id == memory.document[:, None], state.position, 0)
+    of_document = before - jnp.take_along_axis(before, jnp.maximum(start, 0), axis=1)
+    return jnp.where(start < 0, before + earlier[:, None], of_document)

@@ -17,7 +17,7 @@ from flax import nnx
 
 from lsm_jax import ops
 from lsm_jax.mixers import checks
-from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
+from lsm_jax.mixers.base import Context, Mixer, short_convolution
 from lsm_jax.mixers.layers import (
     Dense,
     HeadNorm,
@@ -32,23 +32,19 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class TitansConfig(RecurrentConfig):
-    """The config of Titans. The paper does not specify heads, expansion, `max_lr` and initial gates; the
-    values here are this library's.
+    """Titans. What the paper leaves open (heads, expansion, `max_lr`, initial gates) is decided here.
 
     Attributes:
-        num_heads: number of heads, each with one memory.
-        memory_depth: number of layers of the memory, 1 (a matrix, as in arXiv 2503.05447 Table 1) or 2 (an
-            MLP with GELU).
-        memory_expand: number of channels between the memory's two layers, divided by a head's.
-        inner_norm: whether M(x) = x + LN(memory(x)), as in public implementations; otherwise M(x) =
-            memory(x), as in the paper.
-        mini_batch: number of tokens whose gradients are taken at the same weights.
-        max_lr: θ = max_lr · sigmoid(x w + b), for the mean square of the error over a head's channels. A
-            matrix without norm is linear in the values, so that large values cannot make it diverge. Other
-            memories can diverge, and require a smaller rate (TTT-MLP has 0.1).
-        conv_size: width of the short convolutions on q, k and v.
-        inner_norm_eps: epsilon of the memory's layer norm.
-        norm_eps: epsilon of the norm over each head's output.
+        num_heads: heads, each with one memory.
+        memory_depth: layers of the memory, 1 (a matrix, as in arXiv 2503.05447 Table 1) or 2 (an MLP with GELU).
+        memory_expand: channels between two layers over a head's.
+        inner_norm: M(x) = x + LN(memory(x)), as public implementations have it; without, the paper's M(x) = memory(x).
+        mini_batch: tokens whose gradients are taken at the same weights.
+        max_lr: θ = max_lr · sigmoid(x w + b), for the mean square of the error over a head's channels. A matrix without norm
+            is linear in the values, whose size then cannot make it diverge; else it can, and wants less (TTT-MLP has 0.1).
+        conv_size: width of the short convolutions on q, k and v; 1 is none, which leaves their SiLU.
+        inner_norm_eps: of the memory's layer norm.
+        norm_eps: of the norm over each head's output.
     """
 
     num_heads: int = 16
@@ -93,7 +89,11 @@ class TitansConfig(RecurrentConfig):
         second layer for the gradient's backward pass.
         """
         size = hidden_size // self.num_heads
-        around = 2.0 * hidden_size * (5 * hidden_size + 3 * self.num_heads + 3 * self.conv_size)
+        around = (
+            2.0
+            * hidden_size
+            * (5 * hidden_size + 3 * self.num_heads + 3 * checks.convolution_taps(self))
+        )
         weights = 20 * self.memory_expand if self.memory_depth == 2 else 9
         return around + weights * hidden_size * size
 
@@ -102,6 +102,8 @@ class Titans(Mixer):
     """The layer of Titans; see `TitansConfig`."""
 
     op = ops.online_memory
+    memory_parts = ("k_proj", "v_proj", "momentum_proj", "lr_proj", "decay_proj")
+    token_parts = ("q_proj", "k_proj", "v_proj", "momentum_proj", "lr_proj", "decay_proj")
 
     def __init__(
         self, config: TitansConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
@@ -116,15 +118,13 @@ class Titans(Mixer):
         self.momentum_proj = Dense(hidden_size, heads, bias=True, **into)
         self.lr_proj = Dense(hidden_size, heads, bias=True, **into)
         self.decay_proj = Dense(hidden_size, heads, **into)
-        # α starts at 0.02: at 0.5, the value for a bias of 0, a memory would be forgotten within a
-        # mini-batch.
+        # α starts at 0.02: at 0.5, where a bias of 0 would put it, a memory is forgotten within a mini-batch.
         self.decay_bias = parameter(jnp.full(heads, -4.0), ("heads",), weight_decay=False)
         convolution = dict(width=config.conv_size, rngs=rngs, axis="heads")
-        self.q_conv = ShortConvolution("q", hidden_size, **convolution)
-        self.k_conv = ShortConvolution("k", hidden_size, **convolution)
-        self.v_conv = ShortConvolution("v", hidden_size, **convolution)
-        # The scale is that of the fan-in: keys have unit length, and layers of a small scale would hardly
-        # learn at first.
+        self.q_conv = short_convolution("q", hidden_size, **convolution)
+        self.k_conv = short_convolution("k", hidden_size, **convolution)
+        self.v_conv = short_convolution("v", hidden_size, **convolution)
+        # By fan-in: keys have unit length, and layers of a small scale would hardly learn at first.
         self.inner_weights = nnx.List(
             [
                 parameter(

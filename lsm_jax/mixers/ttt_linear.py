@@ -18,7 +18,7 @@ from flax import nnx
 
 from lsm_jax import ops
 from lsm_jax.mixers import checks
-from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
+from lsm_jax.mixers.base import Context, Mixer, short_convolution
 from lsm_jax.mixers.layers import Dense, HeadNorm, merge_heads, parameter, rotate, split_heads
 from lsm_jax.mixers.method import ONLINE_NOTE, Method
 from lsm_jax.mixers.op_config import RecurrentConfig
@@ -26,16 +26,16 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class TTTLinearConfig(RecurrentConfig):
-    """The config of TTT-Linear.
+    """TTT-Linear.
 
     Attributes:
-        num_heads: number of heads, each with one model.
-        mini_batch: number of tokens whose gradients are taken at the same weights.
+        num_heads: heads, each with one model.
+        mini_batch: tokens whose gradients are taken at the same weights.
         base_lr: the inner learning rate is base_lr · sigmoid(x w + b) / head channels.
-        conv_size: width of the short convolutions on q and k, which are without activation.
-        rope_base: base of the rotary positions.
-        inner_norm_eps: epsilon of the inner model's layer norm.
-        norm_eps: epsilon of the layer norm over the output's channels.
+        conv_size: width of the short convolutions on q and k, which no activation follows; 1 is none.
+        rope_base: of the rotary positions.
+        inner_norm_eps: of the inner model's layer norm.
+        norm_eps: of the layer norm over the output's channels.
     """
 
     num_heads: int = 16
@@ -78,7 +78,9 @@ class TTTLinearConfig(RecurrentConfig):
         """Return the floating-point operations of the forward pass per token: the projections and
         convolutions, and per head 2 K V each for the model's output for the key, the write and the read.
         """
-        around = hidden_size * (8.0 * hidden_size + 2 * self.num_heads + 4 * self.conv_size)
+        around = hidden_size * (
+            8.0 * hidden_size + 2 * self.num_heads + 4 * checks.convolution_taps(self)
+        )
         return around + 6 * hidden_size * self.sizes(hidden_size)[0]
 
 
@@ -87,6 +89,9 @@ class TTTLinear(Mixer):
 
     op = ops.online_memory
     uses_positions = True
+    positions_in_memory = True
+    memory_parts = ("qk_proj", "v_proj", "lr_proj")
+    token_parts = ("qk_proj", "v_proj", "lr_proj")
 
     def __init__(
         self, config: TTTLinearConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
@@ -99,8 +104,8 @@ class TTTLinear(Mixer):
         self.g_proj = Dense(hidden_size, hidden_size, **into)
         self.lr_proj = Dense(hidden_size, heads, bias=True, **into)
         convolution = dict(width=config.conv_size, rngs=rngs, axis="heads", bias=True, silu=False)
-        self.q_conv = ShortConvolution("q", hidden_size, **convolution)
-        self.k_conv = ShortConvolution("k", hidden_size, **convolution)
+        self.q_conv = short_convolution("q", hidden_size, **convolution)
+        self.k_conv = short_convolution("k", hidden_size, **convolution)
         fixed: dict[str, Any] = dict(weight_decay=False)
         by_layer = list(itertools.pairwise(sizes))
         self.inner_weights = nnx.List(

@@ -36,7 +36,9 @@ class TTTMLPConfig(TTTLinearConfig):
         """Return the floating-point operations of the forward pass per token: those of TTT-Linear with the
         products of both layers, and the gradient's backward pass through the second layer.
         """
-        around = hidden_size * (8.0 * hidden_size + 2 * self.num_heads + 4 * self.conv_size)
+        around = hidden_size * (
+            8.0 * hidden_size + 2 * self.num_heads + 4 * checks.convolution_taps(self)
+        )
         return around + 14 * self.inner_expand * hidden_size * self.sizes(hidden_size)[0]
 
 

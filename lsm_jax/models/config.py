@@ -11,19 +11,23 @@ from lsm_jax import feedforward, mixers
 
 DTYPES = ("float32", "bfloat16")
 REMAT = ("none", "dots", "full")
+INITS = ("normal", "xavier")
 
 
 @dataclasses.dataclass(kw_only=True)
 class LayerConfig:
-    """The config of one kind of layer.
+    """One kind of layer.
 
     Attributes:
         mixer: a mixer's config, of a type in `lsm_jax.mixers.METHODS`.
         feedforward: a feedforward's config, or None for none.
+        mixer_init: how the mixer's projections are initialised: "normal", with the model's `init_std`, or "xavier", uniform with
+            gain 2^-2.5, as in the authors' code of MoM (arXiv 2502.13685). Other parameters are initialised as their method has it.
     """
 
     mixer: Any = dataclasses.field(default_factory=mixers.GLAConfig)
     feedforward: Any = dataclasses.field(default_factory=feedforward.SwiGLUConfig)
+    mixer_init: str = "normal"
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError if the mixer or the feedforward has a config of an unknown type, or does not fit
@@ -31,29 +35,31 @@ class LayerConfig:
         """
         mixers.method_of(self.mixer)
         self.mixer.validate(hidden_size)
+        if self.mixer_init not in INITS:
+            raise ValueError(f"mixer_init={self.mixer_init!r}: accepted are {', '.join(INITS)}")
         if self.feedforward is not None:
             feedforward.check(self.feedforward, hidden_size)
 
 
 @dataclasses.dataclass(kw_only=True)
 class ModelConfig:
-    """The config of a decoder.
+    """A decoder.
 
     Attributes:
-        vocab_size: number of tokens in the vocabulary.
+        vocab_size: tokens.
         hidden_size: width of the residual stream.
-        num_layers: number of layers, a multiple of the pattern's length.
-        pattern: a letter for each layer from the first on, repeated to the depth; "LLLN" means three layers L
-            and one layer N.
-        layers: the kind of layer that each letter stands for.
-        tie_embeddings: whether the output head is the embedding's transpose.
-        norm_eps: epsilon of the norms before mixers, feedforwards and the head.
-        init_std: standard deviation of the initial embedding, head and projections; some methods define
-            another for their projections.
-        dtype: the dtype of activations, "float32" or "bfloat16"; parameters are float32.
-        remat: what the backward pass recomputes in each layer: "none", "dots" (all but products with weights
-            and this package's kernels of memories and attention) or "full".
-        loss_chunk_size: number of tokens whose logits exist at a time in the loss, on each device.
+        num_layers: depth, a multiple of the pattern's length.
+        pattern: letters naming the layers from the first on, repeated to the depth; "LLLN" is three L and one N.
+        layers: what each letter stands for.
+        tie_embeddings: the head is the embedding's transpose.
+        norm_eps: of the norms ahead of mixers, feedforwards and head.
+        init_std: of embedding, head and projections, except where a method has its own.
+        scaled_output_init: whether the projections back to the residual stream (`o_proj` of mixers, `down_proj` of feedforwards)
+            are initialised smaller by sqrt(2 num_layers), as Megatron does it (Linear-MoE, arXiv 2503.05447, its code).
+        dtype: of activations, "float32" or "bfloat16"; parameters are float32.
+        remat: what the backward pass recomputes in each layer: "none", "dots" (all but products with weights and this
+            package's kernels of memories and attention) or "full".
+        loss_chunk_size: tokens whose logits exist at a time in the loss, on each device.
         lora: low-rank adapters on projections of every layer, or None.
     """
 
@@ -65,6 +71,7 @@ class ModelConfig:
     tie_embeddings: bool = True
     norm_eps: float = 1e-6
     init_std: float = 0.02
+    scaled_output_init: bool = False
     dtype: str = "bfloat16"
     remat: str = "full"
     loss_chunk_size: int = 2048
@@ -83,6 +90,10 @@ class ModelConfig:
     def letters(self) -> str:
         """Return the letter of every layer."""
         return self.pattern * (self.num_layers // len(self.pattern))
+
+    def mixers_like(self, config: Any) -> int:
+        """Return the number of layers whose mixer is of the kind of `config`."""
+        return [type(self.layers[letter].mixer) for letter in self.letters()].count(type(config))
 
     def validate(self) -> None:
         """Raise ValueError if a field is not accepted; nothing is computed or compiled."""
@@ -118,3 +129,14 @@ class ModelConfig:
                 self.layers[letter].validate(self.hidden_size)
             except ValueError as error:
                 raise ValueError(f"model.layers[{letter!r}]: {error}") from error
+        self._check_joint_balance()
+
+    def _check_joint_balance(self) -> None:
+        """Raise ValueError if a balance loss over the model has layers with routers that differ."""
+        used = [self.layers[letter] for letter in sorted(set(self.pattern))]
+        routers = [layer.mixer for layer in used if isinstance(layer.mixer, mixers.MoMConfig)]
+        joint = any(config.balance == "model" for config in routers)
+        if joint and any(config != routers[0] for config in routers):
+            raise ValueError(
+                'balance="model" is one loss over all layers with memories; accepted are layers with equal configs'
+            )

@@ -13,7 +13,7 @@ from flax import nnx
 
 from lsm_jax import feedforward, mixers
 from lsm_jax.mixers import Clock
-from lsm_jax.mixers.layers import Dense, RMSNorm, matmul_to_float32, parameter
+from lsm_jax.mixers.layers import Dense, RMSNorm, draw_xavier, matmul_to_float32, parameter
 from lsm_jax.models.config import LayerConfig, ModelConfig
 from lsm_jax.models.periods import (
     entries_by_row,
@@ -26,6 +26,7 @@ from lsm_jax.ops.core.states import layer_of, put_layer
 from lsm_jax.parallel import constrain, pipelined, shards_of
 
 _ACTIVATIONS = ("batch", "sequence", None)
+_XAVIER_GAIN = 2**-2.5  # of `LayerConfig.mixer_init`
 
 
 class DecoderState(NamedTuple):
@@ -52,12 +53,40 @@ class Block(nnx.Module):
             rngs=rngs, init_std=model.init_std, layer=layer, num_layers=model.num_layers
         )
         self.mixer_norm = RMSNorm(size, eps=model.norm_eps)
-        self.mixer = mixers.build(config.mixer, size, **options)
+        self.mixer = mixers.build(
+            config.mixer,
+            size,
+            **options,
+            loss_layers=model.mixers_like(config.mixer),
+        )
         inner = config.feedforward
         self.feedforward_norm = None if inner is None else RMSNorm(size, eps=model.norm_eps)
         self.feedforward = None if inner is None else feedforward.build(inner, size, **options)
+        if config.mixer_init == "xavier":
+            draw_xavier(self.mixer, _XAVIER_GAIN, rngs)
+        if model.scaled_output_init:
+            self._scale_outputs((2 * model.num_layers) ** -0.5)
         if model.lora is not None:
             _adapt(self.mixer, self.feedforward, model.lora, rngs)
+
+    def _scale_outputs(self, factor: float) -> None:
+        """Multiply the initial kernels of the projections back to the residual stream by `factor`."""
+        mixer: Any = self.mixer.innermost()
+        kernels = [mixer.o_proj.kernel]
+        feedforwards: tuple[Any, ...] = (
+            self.feedforward,
+            getattr(self.feedforward, "shared", None),
+        )
+        for part in feedforwards:
+            if part is None:
+                continue
+            if not hasattr(part, "down_proj"):
+                raise ValueError(
+                    f"model.scaled_output_init=True: {type(part).__name__} has no down_proj; accepted are feedforwards with one"
+                )
+            kernels.append(getattr(part.down_proj, "kernel", part.down_proj))
+        for kernel in kernels:
+            kernel[...] = factor * kernel[...]
 
     def init_state(self, batch_size: int, max_length: int, dtype: Any) -> tuple[Any, Any]:
         """Return the states of mixer and feedforward before any token."""
@@ -264,17 +293,25 @@ class Decoder(nnx.Module):
         rows = (segment_ids, positions, update_mask)
         if state is None and (stages := shards_of("layers")) > 1:
             x, aux = self._pipelined(apply_period, x, shared, rows, microbatches or stages, rounds)
-            return self.norm(x), None, gather_statistics(aux)
+            return self.norm(x), None, self._statistics(aux)
         unsharded = jax.sharding.get_abstract_mesh().empty and jax.typeof(x).sharding.mesh.empty
         if state is not None and tokens.shape[1] == 1 and unsharded:
             x, layers, aux = self._decode(apply_period, x, shared, rows, state.layers)
-            return self.norm(x), DecoderState(layers, clock), gather_statistics(aux)
+            return self.norm(x), DecoderState(layers, clock), self._statistics(aux)
         index = jnp.arange(self.num_periods)
         inputs = (self.periods, None if state is None else state.layers, index)
         scanned = functools.partial(apply_period, rows)
         (x, _), (layers, aux) = jax.lax.scan(scanned, (x, shared), inputs)
         after = None if state is None else DecoderState(layers, clock)
-        return self.norm(x), after, gather_statistics(aux)
+        return self.norm(x), after, self._statistics(aux)
+
+    def _statistics(self, aux: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
+        """Return the statistics of all layers by name, with the losses that are computed from those of several layers."""
+        gathered = gather_statistics(aux)
+        losses = {type(block.mixer): block.mixer.model_losses for block in self.periods.blocks}
+        for model_losses in losses.values():
+            gathered |= model_losses(gathered)
+        return gathered
 
     def _layer_function(self, contiguous: bool) -> Callable:
         """Return a function that applies one block, with the config's rematerialization."""

@@ -67,6 +67,10 @@ class RecallModelConfig:
             self.mixer.validate(self.hidden_size)
         except ValueError as error:
             raise ValueError(f"model.mixer: {error}") from error
+        if getattr(self.mixer, "balance", "layer") != "layer":
+            raise ValueError(
+                f"model.mixer.balance={self.mixer.balance!r}: accepted for recall is 'layer'"
+            )
 
 
 class GatedConvolution(nnx.Module):

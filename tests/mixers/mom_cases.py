@@ -26,6 +26,8 @@ def config_of(name="gated_deltanet", *, inner=None, **fields) -> mixers.MoMConfi
     method = mixers.METHODS[name]
     config = method.config.for_width(WIDTH)
     given = dict(chunk_size=4) | (inner or {})
+    if hasattr(config, "mini_batch"):  # several for each memory; a norm of two channels is only a sign
+        given = dict(mini_batch=3, num_heads=2) | given
     if name == "gated_deltanet":
         given = dict(num_heads=2, head_dim=4, expand_v=1.0) | given
     return mixers.MoMConfig(mixer=changed(config, **given), **fields)
@@ -144,7 +146,10 @@ def definition(mixer, x, chosen):
         """
         inner = _with_parameters(mixer, parameters)
         cut = {n: along(s, order) if n in inner.shared_by_token else s for n, s in shared.items()}
-        context = Context(1, cut, positions=order if inner.uses_positions else None)
+        positions = jnp.broadcast_to(jnp.arange(length), order.shape)
+        if not inner.positions_in_memory:
+            positions = order
+        context = Context(1, cut, positions=positions if inner.uses_positions else None)
         o, _, context = inner.through_memory(along(x, order), context, None)
 
         def put(y):

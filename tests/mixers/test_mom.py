@@ -279,7 +279,7 @@ def check_documents(mixer, y):
 
 @pytest.mark.parametrize(
     "name",
-    ["gated_deltanet", *(pytest.param(n, marks=pytest.mark.slow) for n in ("rwkv7", "retnet", "mamba2", "gsa"))],
+    ["gated_deltanet", *(pytest.param(n, marks=pytest.mark.slow) for n in ("rwkv7", "retnet", "mamba2", "gsa", "ttt_linear", "titans"))],
 )  # fmt: skip
 def test_documents_reset_every_memory(name):
     """The row is read in one call and token by token; an id that occurs again begins another document."""
@@ -289,7 +289,7 @@ def test_documents_reset_every_memory(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gated_deltanet", "rwkv7", "retnet"])
+@pytest.mark.parametrize("name", ["gated_deltanet", "rwkv7", "retnet", "ttt_linear", "titans"])
 def test_documents_in_every_form_leave_states_that_go_on_alike(name):
     mixer, masked = made(name), made(name, execution="masked")
     _, state, _ = call(mixer, X, segment_ids=IDS)
@@ -313,7 +313,7 @@ def test_documents_in_every_form_leave_states_that_go_on_alike(name):
 @pytest.mark.parametrize("how", ["padding", "mask"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("resumed", [False, True])
-@pytest.mark.parametrize("name", ["gated_deltanet", "gla", "gsa", "rwkv7"])
+@pytest.mark.parametrize("name", ["gated_deltanet", "gla", "gsa", "rwkv7", "ttt_linear", "titans"])
 def test_tokens_left_out_change_nothing(how, form, resumed, name):
     mixer = made(name, execution=form)
     keep = np.ones(LENGTH, bool)
@@ -380,7 +380,8 @@ def test_balance_loss_and_statistics():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        (dict(mixer=mixers.TTTLinearConfig()), "mixer=.*cannot be one of several memories.*gla"),
+        (dict(mixer=mixers.S4DConfig()), "mixer=.*cannot be one of several memories.*gla"),
+        (dict(balance="joint"), "balance='joint': accepted are 'layer', 'model'"),
         (dict(mixer=mixers.SoftmaxConfig()), "mixer=.*cannot be one of several memories.*gla"),
         (dict(mixer=None), "mixer=None cannot be"),
         (dict(num_memories=0), "num_memories=0"),

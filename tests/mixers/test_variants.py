@@ -190,8 +190,10 @@ def test_initial_gates():
         ("lightning", dict(decay="linear"), "decay='linear'.*'depth', 'alibi', 'none'"),
         ("lightning", dict(num_heads=5), "num_heads=5 does not divide hidden_size=32"),
         ("gated_retention", dict(gate_temperature=0), "gate_temperature=0"),
+        ("retnet", dict(feature_map="relu"), "feature_map='relu': accepted are 'identity', 'silu'"),
+        ("gla", dict(feature_map="elu"), "feature_map='elu': accepted are 'identity', 'silu'"),
         ("deltanet", dict(num_value_heads=6), "num_heads=4 does not divide num_value_heads=6"),
-        ("deltanet", dict(conv_size=1), "conv_size=1: it must be at least 2"),
+        ("deltanet", dict(conv_size=0), "conv_size=0: it must be at least 1"),
         (
             "gated_deltanet",
             dict(num_value_heads=4),

@@ -79,7 +79,7 @@ def test_variants():
             "340m,expanded=5,memories=8,single=1",
             "expanded=5 excludes memories, single, since it has one memory",
         ),
-        ("340m,inner=titans", "cannot be one of several memories"),
+        ("340m,inner=s4d", "cannot be one of several memories"),
     ):
         with pytest.raises(ValueError, match=words):
             mom.get_config(variant)

@@ -93,6 +93,12 @@ def test_every_class_of_update(name):
 
 
 @pytest.mark.slow
+def test_packed_memories_of_rows_that_devices_share():
+    """A Mixture-of-Memories packs the tokens of each device, at once and from a state, with heads sharded, too."""
+    ran("sequence_mom", "4:gated_deltanet", "2:rwkv6", "2x2:gla", "4:titans")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["documents", "masked"])
 def test_other_calls(kind):
     """Calls with only documents and with only masks, also with sharded heads."""
