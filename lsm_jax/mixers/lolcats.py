@@ -37,8 +37,9 @@ class LolcatsConfig(RecurrentConfig, SoftmaxConfig):
         window: tokens under softmax attention, the query's included.
         feature_dim: columns of a feature map; it gives twice as many features.
         transfer_weight: 0 is the model. Otherwise its layers return softmax attention's output, and report as a loss this weight
-            times the mean squared distance of LoLCATs' output from it: the first stage of training, which needs rows from their
-            start and returns no state.
+            times the mean squared distance of LoLCATs' output from it: the first stage of training (attention transfer), which
+            requires rows from their start and returns no state. A run of this stage trains so, and is evaluated and generates as
+            the model with 0 (`for_inference`).
     """
 
     window: int | None = 64
@@ -51,6 +52,17 @@ class LolcatsConfig(RecurrentConfig, SoftmaxConfig):
         heads = SoftmaxConfig.for_width(hidden_size).num_heads
         size = min(64, hidden_size // heads)
         return cls(num_heads=heads, num_kv_heads=max(1, heads // 2), feature_dim=size)
+
+    def for_inference(self) -> LolcatsConfig:
+        """Return the student: the layer that is evaluated and generates, with the same parameters."""
+        return dataclasses.replace(self, transfer_weight=0.0)
+
+    def teacher(self) -> SoftmaxConfig | None:
+        """Return the softmax attention whose outputs the first stage learns, or None outside that stage."""
+        if not self.transfer_weight:
+            return None
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(SoftmaxConfig)}
+        return SoftmaxConfig(**fields | dict(window=None))
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
