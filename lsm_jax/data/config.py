@@ -34,8 +34,9 @@ class DataConfig:
             mini-batch divides it; the results are the same.
         predict_end: text only: the last token of a document predicts BOS, which marks the end.
         text_key: name of the JSONL field that has the text.
-        format: "text", or "alpaca": JSONL lines with instruction, optional input, and output, which are formatted with
-            the Stanford Alpaca prompt; only the output and the EOS after it are predicted.
+        format: "text", or "alpaca": objects with instruction, optional input, and output, which are formatted with the
+            Stanford Alpaca prompt; only the output and the EOS after it are predicted. They are the lines of a JSONL file
+            or, as in the released alpaca_data_cleaned.json, the elements of one array in a .json file.
         shuffle: read in a seeded order that differs in each epoch. False: stores in LongCrawl64's published order (the
             first block of all documents, then the second block of all, ...), text in listed order.
         shuffle_blocks: stores only: number of storage chunks that are read and shuffled together. It requires memory for

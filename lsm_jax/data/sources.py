@@ -25,7 +25,7 @@ def open_store(config: DataConfig, *, heldout: bool) -> tuple[TokenStore, int, i
         return None
     if config.format != "text":
         raise ValueError(
-            f"data.format={config.format!r} requires JSONL files, but {path} is a token store"
+            f"data.format={config.format!r} requires JSONL files or a JSON array, but {path} is a token store"
         )
     store = TokenStore(
         path,
