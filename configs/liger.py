@@ -144,6 +144,17 @@ def get_config(variant: str = "smollm2-135m") -> TrainConfig:
     Raises:
         ValueError: the model, an option or a value does not exist, or the source is not accepted.
     """
+    name, options = _options(variant)
+    source = options["source"] and str(Path(options["source"]).expanduser().absolute())
+    base, tokenizer, add_bos = _base(variant, name, source, options["tokenizer"])
+    config = tuning_config(variant, base)
+    config.base = Pretrained(path=source)
+    config.data.tokenizer, config.data.add_bos = tokenizer, add_bos
+    return config
+
+
+def _options(variant: str) -> tuple[str, dict[str, Any]]:
+    """Return the model's name and the options of a variant, with defaults; raises as `get_config` does."""
     name, given = parse_variant(variant, OPTIONS)
     options: dict[str, Any] = DEFAULTS | given
     for key, met, requirement in (
@@ -159,15 +170,27 @@ def get_config(variant: str = "smollm2-135m") -> TrainConfig:
             raise ValueError(f"variant {variant!r}: {key} requires {requirement}")
     if "gate" in given and options["ablation"] in ("no_gate", "no_memory"):
         raise ValueError(f"variant {variant!r}: ablation={options['ablation']} has no gate")
-    mixer = {name: given[key] for key, name in MIXER_NUMBERS.items() if key in given}
-    if mixer and (options["method"] != "liger" or options["ablation"] in ONE_BRANCH):
+    if given.keys() & MIXER_NUMBERS.keys() and (
+        options["method"] != "liger" or options["ablation"] in ONE_BRANCH
+    ):
         raise ValueError(
             f"variant {variant!r}: {', '.join(MIXER_NUMBERS)} require method=liger, without ablation={' or '.join(ONE_BRANCH)}"
         )
-    source = options["source"] and str(Path(options["source"]).expanduser().absolute())
-    base, tokenizer, add_bos = _base(variant, name, source, options["tokenizer"])
+    return name, options
+
+
+def tuning_config(variant: str, base: ModelConfig) -> TrainConfig:
+    """Return the config of the run that `variant` names, for another softmax model than the one it names.
+
+    The run still lacks the pretrained parameters: set `base` or `init_from`, and `data.tokenizer`.
+
+    Raises:
+        ValueError: an option or a value does not exist.
+    """
+    _, options = _options(variant)
+    mixer = {name: options[key] for key, name in MIXER_NUMBERS.items() if key in options}
     changes, trainable = ABLATIONS[options["ablation"]]
-    rank = given.get("rank", LoRAConfig().rank)
+    rank = options.get("rank", LoRAConfig().rank)
     lora = None if options["ablation"] == "no_lora" else LoRAConfig(rank=rank, alpha=float(rank))
     window, frozen_initial = options["window"], ()
     optimizer = OptimizerConfig(peak_lr=1e-3, end_lr_ratio=1.0, b2=0.999, weight_decay=0.01)
@@ -175,7 +198,7 @@ def get_config(variant: str = "smollm2-135m") -> TrainConfig:
         model = liger_model(
             base, hybrid=options["hybrid"], lora=lora, **dict(gate=options["gate"], window=window) | changes | mixer
         )  # fmt: skip
-        trainable += ("branch_weights",) if given.get("learned_weights") else ()
+        trainable += ("branch_weights",) if options.get("learned_weights") else ()
     elif options["method"] == "window":
         model = window_model(base, window=window, lora=lora)
     elif options["method"].startswith("lolcats"):
@@ -187,16 +210,14 @@ def get_config(variant: str = "smollm2-135m") -> TrainConfig:
         optimizer.weight_decay = 0.0 if transfer else optimizer.weight_decay
     else:
         model = dataclasses.replace(base, lora=lora)
-    optimizer.peak_lr = given.get("lr", optimizer.peak_lr)
+    optimizer.peak_lr = options.get("lr", optimizer.peak_lr)
     answers = options["data"] == "alpaca"
     return TrainConfig(
         name=variant,
         model=model,
         data=DataConfig(
             format=options["data"],
-            tokenizer=tokenizer,
             sequence_length=1024,
-            add_bos=add_bos,
             predict_end=answers,
             packing="first_fit" if answers else "concat",
             heldout_fraction=0.004 if answers else 0.01,
@@ -204,7 +225,6 @@ def get_config(variant: str = "smollm2-135m") -> TrainConfig:
         optimizer=optimizer,
         batch_size=8,
         total_tokens=20_000_000,
-        base=Pretrained(path=source),
         trainable=trainable,
         frozen_initial=frozen_initial,
         eval_every=200,
