@@ -154,6 +154,20 @@ class Documents:
             )
         return self._subset(~held), self._subset(held)
 
+    def split_first(self, count: int) -> tuple[Documents, Documents]:
+        """Split into (the other documents, the first `count` documents).
+
+        Raises:
+            ValueError: there are no other documents.
+        """
+        if count >= self.num_documents:
+            raise ValueError(
+                f"data.heldout_first={count} leaves none of the {self.num_documents} documents in {self._files[0].parent} for "
+                "training; choose a smaller number, or set data.heldout_path"
+            )
+        held = np.cumsum(self.begins) <= count
+        return self._subset(~held), self._subset(held)
+
     def _subset(self, mask: np.ndarray) -> Documents:
         """Return the pieces where `mask` [pieces] is True."""
         subset = object.__new__(Documents)

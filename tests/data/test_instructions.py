@@ -83,6 +83,27 @@ def test_a_json_array_gives_the_batches_of_its_lines(path, tmp_path):
     assert train["loss_mask"].any()
 
 
+def test_the_first_instructions_can_be_held_out(tmp_path):
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps([dict(instruction="Say", output=chr(97 + i)) for i in range(6)]))
+    data = config(file, heldout_path="", heldout_first=2, packing="concat", sequence_length=64)
+
+    def answers(batches):
+        labels = [b["labels"][b["loss_mask"] > 0] for b in batches]
+        return "".join(map(chr, filter(lambda i: i < 256, np.concatenate(labels).tolist())))
+
+    assert answers(make_eval_iterator(data, global_batch_size=1, remainder="pad")) == "ab"
+    train = make_train_iterator(data, global_batch_size=1, seed=0)
+    assert set(answers(next(train) for _ in range(20))) == set("cdef")
+    for changes, message in {
+        6: "heldout_first=6 leaves none of the 6 documents",
+        -1: "data.heldout_first=-1; it must be at least 0",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            bad = config(file, heldout_path="", heldout_first=changes)
+            next(make_train_iterator(bad, global_batch_size=1, seed=0))
+
+
 def test_errors_name_the_element_of_an_array(tmp_path):
     file = tmp_path / "rows.json"
     for text, message in {
