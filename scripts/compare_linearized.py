@@ -4,13 +4,15 @@
     python -m scripts.compare_linearized --workdir=runs/compare --source=$(python -m lsm_jax.convert.smollm2) --data=my_texts --tokens=20000000
     python -m scripts.compare_linearized --counts=llama3-8b
 
-The first command requires a CPU and minutes: it pretrains a model of SmolLM2-135M's proportions with 0.4 M parameters on the standard
-library of the running interpreter (`--base_tokens`), and makes it linear by each method. With `--source` the pretrained transformer
-is a Hugging Face folder or a .gguf file, and each method has the published window of 64 and rows of 1,024 tokens.
+The first command requires a CPU and minutes: it pretrains a model of SmolLM2-135M's proportions with 0.4 M
+parameters on the standard library of the running interpreter (`--base_tokens`), and makes it linear by each method.
+With `--source` the pretrained transformer is a Hugging Face folder or a .gguf file, and each method has the published
+window of 64 and rows of 1,024 tokens.
 
-Every method has the recipe of `configs/liger.py`, but the ranks of its adapters are those with which it trains as many parameters as
-the largest of the recipes (`--parameters` states another number). LoLCATs' maps and factors, which its first stage trains, count, and
-its two stages have half of the tokens each (`--tokens` is rounded down to whole pairs of steps). `--counts` prints ranks and parameters for a model of configs/liger.py, and trains nothing.
+Every method has the recipe of `configs/liger.py`, but the ranks of its adapters are those with which it trains as many
+parameters as the largest of the recipes (`--parameters` states another number). LoLCATs' maps and factors, which its
+first stage trains, count, and its two stages have half of the tokens each (`--tokens` is rounded down to whole pairs of
+steps). `--counts` prints ranks and parameters for a model of configs/liger.py, and trains nothing.
 
 Rows are printed as a table and written to rows.json in the directory. Given again, the command resumes unfinished runs.
 """

@@ -12,7 +12,6 @@ import jax
 from lsm_jax.convert import load_params, model_config
 from lsm_jax.convert.checkpoint import Tensors
 from lsm_jax.linearize.recipes import base_model
-from lsm_jax.linearize.released import open_pretrained
 from lsm_jax.models import ModelConfig, abstract
 from lsm_jax.training.config_json import flatten
 from lsm_jax.training.partition import like
@@ -102,6 +101,9 @@ def _open_cached(path: str, modified: int) -> Tensors:
         path: the folder or file.
         modified: its modification time, so that a changed file is opened again.
     """
+    # Imported here, so that `python -m lsm_jax.linearize.released` does not load that module twice.
+    from lsm_jax.linearize.released import open_pretrained
+
     return open_pretrained(path)
 
 

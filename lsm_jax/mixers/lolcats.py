@@ -61,8 +61,11 @@ class LolcatsConfig(RecurrentConfig, SoftmaxConfig):
         """Return the softmax attention whose outputs the first stage learns, or None outside that stage."""
         if not self.transfer_weight:
             return None
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(SoftmaxConfig)}
-        return SoftmaxConfig(**fields | dict(window=None))
+        fields: dict[str, Any] = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(SoftmaxConfig)
+        }
+        fields["window"] = None
+        return SoftmaxConfig(**fields)
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError where a field does not fit."""
