@@ -79,7 +79,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "deltanet": dict(qkv_bias=True, conv_size=1, qkv_silu=False),
     "gated_deltanet": dict(qkv_bias=True, conv_size=1, output_norm=False),
     "mamba2": {},
-    "hgrn2": dict(lower_bounds=False, head_norm=True),
+    "hgrn2": dict(lower_bound=0.0, head_norm=True),
     "softmax": dict(qkv_bias=True),
 }
 """The fields of each mixer that `as_published=1` changes, from the authors' code (OpenSparseLLMs/Linear-MoE, b312754)."""

@@ -22,7 +22,7 @@ from lsm_jax.evaluation.generate import Generation, decode, generate
 from lsm_jax.evaluation.harness import harness_table, run_harness, write_results
 from lsm_jax.evaluation.maps import layer_maps, plot_maps
 from lsm_jax.evaluation.needle import find_needles, length_notes
-from lsm_jax.evaluation.perplexity import evaluate
+from lsm_jax.evaluation.perplexity import Evaluation, evaluate
 from lsm_jax.evaluation.plots import plot_loss_by_position, plot_needle, plot_training
 from lsm_jax.evaluation.request import (
     Request,
@@ -33,6 +33,7 @@ from lsm_jax.evaluation.request import (
 )
 from lsm_jax.evaluation.router import routing, routing_table
 from lsm_jax.evaluation.tables import needle_table, perplexity_table
+from lsm_jax.models import Decoder
 from lsm_jax.parallel import largest_divisor
 
 if TYPE_CHECKING:
@@ -41,15 +42,11 @@ if TYPE_CHECKING:
 
 def perplexity(run: Run, request: Request, folder: Path) -> dict[str, Any]:
     """Measure the loss by position. Writes results.json, results.npz and loss_by_position.png; returns the
-    content of results.json."""
+    content of results.json.
+
+    In a run of attention transfer `val/loss` is the student's; the teacher's is `val/teacher_loss`.
+    """
     tokenizer, data = run_tokenizer(run), heldout_config(run, request)
-    batches: Iterator[dict[str, np.ndarray]] = make_eval_iterator(
-        data,
-        tokenizer,
-        global_batch_size=request.batch_size,
-        vocab_size=run.config.model.vocab_size,
-        remainder="pad",
-    )
     num_batches = count_batches(data, request.batch_size)
     devices = jax.local_device_count()
     shards = largest_divisor(devices, request.batch_size)
@@ -59,15 +56,30 @@ def perplexity(run: Run, request: Request, folder: Path) -> dict[str, Any]:
             file=sys.stderr,
             flush=True,
         )
+    limit = None
     if request.max_tokens is not None:
         limit = math.ceil(request.max_tokens / (request.batch_size * data.sequence_length))
-        batches = itertools.islice(batches, limit)
         num_batches = limit if num_batches is None else min(limit, num_batches)
-    evaluation = evaluate(
-        run.model, batches, num_batches=num_batches, piece_length=request.piece_length
-    )
+
+    def measure(model: Decoder) -> Evaluation:
+        batches: Iterator[dict[str, np.ndarray]] = make_eval_iterator(
+            data,
+            tokenizer,
+            global_batch_size=request.batch_size,
+            vocab_size=run.config.model.vocab_size,
+            remainder="pad",
+        )
+        return evaluate(
+            model,
+            itertools.islice(batches, limit),
+            num_batches=num_batches,
+            piece_length=request.piece_length,
+        )
+
+    evaluation, teacher = measure(run.model), run.teacher()
     results = {
         **evaluation.curve.summary(),
+        "val/row_perplexity": evaluation.row_perplexity,
         "step": run.step,
         "data": str(request.data or data.heldout_path or data.path),
         "sequence_length": data.sequence_length,
@@ -77,6 +89,8 @@ def perplexity(run: Run, request: Request, folder: Path) -> dict[str, Any]:
         "tokens_per_second": round(evaluation.curve.num_tokens / evaluation.seconds, 1),
         "device": jax.devices()[0].device_kind,
     }
+    if teacher is not None:
+        results["val/teacher_loss"] = measure(teacher).curve.mean
     if tokenizer.name == "bytes" and not tokenizer.json_escape and evaluation.num_byte_labels:
         results["val/bits_per_byte"] = evaluation.bits_per_byte
     folder.mkdir(parents=True, exist_ok=True)

@@ -31,14 +31,14 @@ class HGRN2Config(RecurrentConfig):
 
     Attributes:
         head_dim: key and value channels of a head (the paper's expansion ratio); hidden_size / head_dim heads.
-        lower_bounds: whether forget gates are bounded below. Linear-MoE's models (arXiv 2503.05447, its code) have no bounds:
-            no caller of theirs passes one.
+        lower_bound: γ of every layer but the model's first, whose γ is 0: None learns it as above; a number from 0 to less
+            than 1 is constant, and adds no parameters. Linear-MoE's models (arXiv 2503.05447, its code) have 0.
         head_norm: whether the norm is over each head's output, as in Linear-MoE, and not over the whole width.
         norm_eps: of the norm over the output.
     """
 
     head_dim: int = 128
-    lower_bounds: bool = True
+    lower_bound: float | None = None
     head_norm: bool = False
     norm_eps: float = 1e-5
 
@@ -54,6 +54,10 @@ class HGRN2Config(RecurrentConfig):
         self.validate_fields()
         checks.divides(self, "head_dim", self.head_dim, "hidden_size", hidden_size)
         checks.positive(self, norm_eps=self.norm_eps)
+        if self.lower_bound is not None and not 0 <= self.lower_bound < 1:
+            raise ValueError(
+                f"HGRN2Config.lower_bound={self.lower_bound}: accepted are None and numbers from 0 to less than 1"
+            )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Return the floating-point operations of the forward pass per token: the projections, and per head K
@@ -106,9 +110,9 @@ class HGRN2(Mixer):
         self.q_proj = Dense(hidden_size, hidden_size, **into)
         self.f_proj = Dense(hidden_size, hidden_size, **into)
         self.i_proj = Dense(hidden_size, hidden_size, **into)
-        zeros = jnp.zeros(hidden_size, jnp.float32)
-        bounded = config.lower_bounds
-        self.lower_bound = parameter(zeros, ("heads",), weight_decay=False) if bounded else None
+        zeros = jnp.zeros(hidden_size, jnp.float32)  # logits of the learned bounds
+        learned = config.lower_bound is None
+        self.lower_bound = parameter(zeros, ("heads",), weight_decay=False) if learned else None
         normed = config.head_dim if config.head_norm else hidden_size
         self.norm = RMSNorm(normed, eps=config.norm_eps)
         self.o_proj = Dense(
@@ -117,10 +121,8 @@ class HGRN2(Mixer):
 
     @classmethod
     def init_shared(cls, x: jax.Array, stacks: list[tuple[jax.Array, Any]]) -> dict[str, jax.Array]:
-        """Return `log_bounds` by layer, [L, 2, D] with L the model's depth; the rows of layers of other kinds
-        are not used.
-        """
-        stacks = [(layers, mixer) for layers, mixer in stacks if mixer.config.lower_bounds]
+        """Return `log_bounds` of the layers with learned bounds, [L, 2, D] with L the model's depth; other rows are not read."""
+        stacks = [stack for stack in stacks if stack[1].lower_bound is not None]
         if not stacks:
             return {}
         index = jnp.concatenate([layers for layers, _ in stacks])
@@ -134,12 +136,8 @@ class HGRN2(Mixer):
         return jax.nn.silu(split_heads(self.q_proj(x), self.num_heads)), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """1 - f as keys, x W_i as values, log f as decay; γ is 0 outside a model, and without bounds."""
-        unbounded = self.lower_bound is None or context.layer is None
-        if unbounded or _BOUNDS not in context.shared:
-            bound, rest = _unbounded(self.hidden_size)
-        else:
-            bound, rest = context.shared[_BOUNDS][context.layer]
+        """Return 1 - f as keys, x W_i as values, log f as decay; outside a model γ is 0."""
+        bound, rest = self._log_bound(context)
         gate = self.f_proj(x, dtype=jnp.float32)
 
         @recomputed
@@ -153,6 +151,16 @@ class HGRN2(Mixer):
             v=split_heads(self.i_proj(x), self.num_heads),
             log_decay=split_heads(log_f, self.num_heads),
         ), context
+
+    def _log_bound(self, context: Context) -> jax.Array:
+        """Return `log γ` and `log (1 - γ)` of this layer, [2, D]."""
+        unbounded, constant = _unbounded(self.hidden_size), self.config.lower_bound
+        if context.layer is None:
+            return unbounded
+        if constant is not None:
+            logs = jnp.log(jnp.array([[constant], [1 - constant]], jnp.float32))
+            return jnp.where(jnp.equal(context.layer, 0), unbounded, logs)
+        return context.shared[_BOUNDS][context.layer] if _BOUNDS in context.shared else unbounded
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Norm over the whole width or each head, projection."""

@@ -10,6 +10,7 @@ not scaled, no normaliser, norm or output gate.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -21,12 +22,12 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context
 from lsm_jax.mixers.feature_maps import FeatureMap, num_features
-from lsm_jax.mixers.layers import Dense, split_heads
+from lsm_jax.mixers.layers import Dense, parameter, split_heads
 from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.op_config import RecurrentConfig
 from lsm_jax.mixers.softmax import Softmax, SoftmaxConfig
 
-GATES = ("gla", "mamba2", "mlstm", "gated_retention", "hgrn2", "rwkv6", "gsa")
+GATES = ("gla", "mamba2", "mlstm", "gated_retention", "hgrn2", "rwkv6", "gsa", "none")
 FEATURE_MAPS = ("softmax", "t2r", "hedgehog")
 _BY_HEAD = ("mamba2", "mlstm", "gated_retention")
 _TEMPERATURE = {"gla": 16.0, "gsa": 16.0}
@@ -42,7 +43,8 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
     With z the pooled key projection, the logarithm of the gate is log sigmoid(z) / gate_temperature for each
     key channel (gla; and hgrn2, in which 1 - gate replaces the key), head (mlstm and gated_retention, which
     are the same function here) or slot (gsa); -softplus(z) for each head (mamba2); or -exp(min(z, 4)) for
-    each key channel (rwkv6).
+    each key channel (rwkv6). Gate "none" is
+    the ablation whose memory does not decay.
 
     Attributes:
         window: number of tokens that a query of the window's branch attends to, itself included; None means
@@ -50,8 +52,12 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
         gate: the kind of recurrence, a name in `GATES`.
         gate_temperature: divides the gate's logarithm; None is 16 for gla and gsa, else 1.
         num_slots: number of slots of gsa; None means as many as a key has channels.
+        gate_lower_bound: γ of hgrn2, whose gate is γ + (1 - γ) sigmoid(z) in every layer but the first; 0, as in
+            the published code, is no bound.
         memory_weight: factor of the memory's output; 0 removes the memory.
         window_weight: factor of the window's output; 0 removes the window (ablation).
+        learned_weights: whether each layer's two weights are parameters, which start at `memory_weight` and
+            `window_weight`.
         gate_projection: whether the gate is computed by a new projection with random weights instead of the
             key projection (ablation).
         feature_map: "softmax" over channels, or a learned one: "t2r" or "hedgehog" of
@@ -62,8 +68,10 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
     gate: str = "gla"
     gate_temperature: float | None = None
     num_slots: int | None = None
+    gate_lower_bound: float = 0.0
     memory_weight: float = 0.5
     window_weight: float = 0.5
+    learned_weights: bool = False
     gate_projection: bool = False
     feature_map: str = "softmax"
 
@@ -78,6 +86,8 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
         channels = self.dim(hidden_size)
         if self.gate == "gsa":
             return channels if self.num_slots is None else self.num_slots
+        if self.gate == "none":
+            return 0
         return 1 if self.gate in _BY_HEAD else channels
 
     def features(self, hidden_size: int) -> int:
@@ -108,6 +118,24 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
         if self.feature_map != "softmax" and self.gate in ("gsa", "hgrn2"):
             raise ValueError(
                 f"LigerConfig.feature_map={self.feature_map!r}: gate={self.gate!r} maps no keys; accepted is 'softmax'"
+            )
+        if not 0 <= self.gate_lower_bound < 1:
+            raise ValueError(
+                f"LigerConfig.gate_lower_bound={self.gate_lower_bound}: accepted are numbers from 0 to less than 1"
+            )
+        if self.gate_lower_bound and self.gate != "hgrn2":
+            raise ValueError(
+                f"LigerConfig.gate_lower_bound={self.gate_lower_bound}: only gate='hgrn2' has a lower bound; accepted is 0"
+            )
+        if self.gate == "none" and (self.gate_projection or self.gate_temperature is not None):
+            raise ValueError(
+                f"LigerConfig.gate_projection={self.gate_projection}, gate_temperature={self.gate_temperature}: gate='none' has no "
+                "gate; accepted are False and None"
+            )
+        if self.learned_weights and not (self.memory_weight and self.window_weight):
+            raise ValueError(
+                f"LigerConfig.learned_weights=True: memory_weight={self.memory_weight}, window_weight={self.window_weight}; "
+                "accepted are weights other than 0, since a branch of weight 0 does not exist"
             )
         if not (self.memory_weight or self.window_weight):
             raise ValueError(
@@ -143,8 +171,7 @@ class LigerState(NamedTuple):
 
 
 class Liger(Softmax):
-    """The layer of Liger attention; see `LigerConfig`. Its parameters are those of softmax attention, with
-    the same names, except in ablations.
+    """Liger attention; see `LigerConfig`. It has softmax attention's parameters, under the same names, and those of ablations.
 
     The memory uses keys and queries before the rotation, normalised if the layer normalises them. The gate
     uses keys before the norm too.
@@ -160,6 +187,10 @@ class Liger(Softmax):
         gates = config.kv_heads() * config.gate_size(hidden_size)
         into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
         self.memory_gate = Dense(hidden_size, gates, **into) if config.gate_projection else None
+        weights = jnp.array([config.memory_weight, config.window_weight], jnp.float32)
+        self.branch_weights = (
+            parameter(weights, (None,), weight_decay=False) if config.learned_weights else None
+        )
 
         def learned(heads: int) -> FeatureMap | None:
             if config.feature_map == "softmax":
@@ -186,8 +217,10 @@ class Liger(Softmax):
         values, context = self.values(x, context)
         raw, v = split_heads(keys, heads), split_heads(values, heads)
         context = context.add(saved={"k": self._rotated(raw, self.k_norm, context)})
-        log_decay = self.log_decay(raw, x)
         k = raw if self.k_norm is None else self.k_norm(raw)
+        if config.gate == "none":
+            return dict(k=_mapped(k, self.k_map), v=v), context
+        log_decay = self.log_decay(raw, x, context.layer)
         if config.gate == "gsa":
             return dict(k=k, v=v, s=-jnp.expm1(log_decay), log_decay=log_decay), context
         if config.gate == "hgrn2":
@@ -199,9 +232,15 @@ class Liger(Softmax):
         copies = k.shape[-1] // log_decay.shape[-1]  # a channel's features share its gate
         return dict(k=k, v=v, log_decay=jnp.tile(log_decay, copies)), context
 
-    def log_decay(self, keys: jax.Array, x: jax.Array) -> jax.Array:
-        """Return the gates' logarithms [B, T, G, gates] in float32, from keys [B, T, G, K] before norm and
-        rotation.
+    def log_decay(
+        self, keys: jax.Array, x: jax.Array, layer: jax.Array | int | None = None
+    ) -> jax.Array:
+        """Return the logarithm of the gates [B, T, G, gates of a head] in float32.
+
+        Args:
+            keys: [B, T, G, K], before norm and rotation.
+            x: [B, T, D], the layer's input.
+            layer: index of the layer, whose lower bound is 0 in layer 0; None is a later layer.
         """
         wide = jnp.promote_types(x.dtype, jnp.float32)
         if self.memory_gate is None:
@@ -214,6 +253,9 @@ class Liger(Softmax):
             z = -jnp.exp(jnp.minimum(z, _LARGEST_EXPONENT))
         else:
             z = jax.nn.log_sigmoid(z)
+        if bound := self.config.gate_lower_bound:
+            bounded = jnp.logaddexp(math.log(bound), math.log1p(-bound) + z)
+            z = bounded if layer is None else jnp.where(jnp.equal(layer, 0), z, bounded)
         return z / self.config.temperature()
 
     def through_memory(
@@ -226,19 +268,22 @@ class Liger(Softmax):
         query, context = self.read(x, context)
         written, context = self.write(x, context)
         outputs, after = [], {}
+        memory_weight, window_weight = config.memory_weight, config.window_weight
+        if self.branch_weights is not None:
+            memory_weight, window_weight = self.branch_weights[...]
         if config.memory_weight:
             op = ops.slot_memory if config.gate == "gsa" else ops.linear_memory
             o, after["memory"] = op(
                 query, **written, **self.options(), initial_state=earlier.memory, **call
             )
-            outputs.append((config.memory_weight, o))
+            outputs.append((memory_weight, o))
         if config.window_weight:
             o, after["window"] = ops.attention(
                 context.saved["q"], context.saved["k"], written["v"],
                 window=config.window, implementation=config.implementation,
                 initial_state=earlier.window, **call,
             )  # fmt: skip
-            outputs.append((config.window_weight, o))
+            outputs.append((window_weight, o))
         wide = jnp.promote_types(x.dtype, jnp.float32)
         mixed = jnp.asarray(sum(weight * o.astype(wide) for weight, o in outputs))
         state = LigerState(after.get("memory"), after.get("window"))

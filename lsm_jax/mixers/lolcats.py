@@ -42,6 +42,7 @@ class LolcatsConfig(RecurrentConfig, SoftmaxConfig):
         transfer_weight: 0 for the model itself. Otherwise, for the first stage of training, layers return the
             output of softmax attention, and as a loss this weight times the mean squared difference between
             it and LoLCATs' output. This requires rows from their first token, and returns no state.
+            A run of this stage trains so, and is evaluated and generates as the model with 0 (`for_inference`).
     """
 
     window: int | None = 64
@@ -54,6 +55,20 @@ class LolcatsConfig(RecurrentConfig, SoftmaxConfig):
         heads = SoftmaxConfig.for_width(hidden_size).num_heads
         size = min(64, hidden_size // heads)
         return cls(num_heads=heads, num_kv_heads=max(1, heads // 2), feature_dim=size)
+
+    def for_inference(self) -> LolcatsConfig:
+        """Return the student: the layer that is evaluated and generates, with the same parameters."""
+        return dataclasses.replace(self, transfer_weight=0.0)
+
+    def teacher(self) -> SoftmaxConfig | None:
+        """Return the softmax attention whose outputs the first stage learns, or None outside that stage."""
+        if not self.transfer_weight:
+            return None
+        fields: dict[str, Any] = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(SoftmaxConfig)
+        }
+        fields["window"] = None
+        return SoftmaxConfig(**fields)
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError if a field is not accepted."""

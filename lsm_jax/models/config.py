@@ -95,6 +95,39 @@ class ModelConfig:
         """Return the number of layers whose mixer is of the kind of `config`."""
         return [type(self.layers[letter].mixer) for letter in self.letters()].count(type(config))
 
+    def for_inference(self) -> ModelConfig:
+        """Return the model that is evaluated and generates: this one, except where a mixer trains in another form.
+
+        Such a mixer's config has `for_inference`, as LoLCATs' first stage does. The parameters are the same.
+        """
+        return self._with_mixers(
+            {
+                letter: layer.mixer.for_inference()
+                for letter, layer in self.layers.items()
+                if hasattr(layer.mixer, "for_inference")
+            }
+        )
+
+    def teacher(self) -> ModelConfig | None:
+        """Return the model whose outputs this model learns in attention transfer, or None if it learns none.
+
+        Its parameters are some of this model's.
+        """
+        taught = {
+            letter: layer.mixer.teacher()
+            for letter, layer in self.layers.items()
+            if hasattr(layer.mixer, "teacher")
+        }
+        taught = {letter: mixer for letter, mixer in taught.items() if mixer is not None}
+        return self._with_mixers(taught) if taught else None
+
+    def _with_mixers(self, mixers: dict[str, Any]) -> ModelConfig:
+        layers = {
+            letter: dataclasses.replace(self.layers[letter], mixer=mixer)
+            for letter, mixer in mixers.items()
+        }
+        return dataclasses.replace(self, layers=self.layers | layers) if layers else self
+
     def validate(self) -> None:
         """Raise ValueError if a field is not accepted; nothing is computed or compiled."""
         for name in (

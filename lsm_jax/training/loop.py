@@ -341,16 +341,13 @@ class TrainLoop:
             self.on_report(step)
 
     def _evaluate(self, step: int, state: TrainState) -> None:
-        """Log the held-out loss over the first `eval_batches` batches, which are the same every time."""
+        """Log the held-out loss over the first `eval_batches` batches, which are the same every time.
+
+        In a run of attention transfer `val/loss` is the student's; the teacher's is `val/teacher_loss`.
+        """
         began = time.perf_counter()
-        nll = tokens = overflow = 0.0
         params = join(self.frozen, state.params)
-        with contextlib.closing(eval_batches(self.config, self.mesh)) as batches:
-            for batch in itertools.islice(batches, self.config.eval_batches):
-                sums = self.program.eval_step(params, self._to_devices(batch))
-                nll, tokens, overflow = (
-                    a + float(b) for a, b in zip((nll, tokens, overflow), sums, strict=True)
-                )
+        nll, tokens, overflow = self._heldout_sums(self.program.eval_step, params)
         if overflow:
             self.checkpoints.save(step, state, self.batches)
             raise TrainingStopped(
@@ -358,6 +355,22 @@ class TrainLoop:
                 f"expert_buffer higher for every layer with experts; then the same command {self._next_start()}"
             )
         loss = nll / max(tokens, 1)
-        self.writer.write(step, {"val/loss": loss})
-        self.progress.say(f"step {step}: held-out loss {loss:.4f} over {tokens:,.0f} tokens")
+        values, teacher = {"val/loss": loss}, ""
+        if self.program.teacher_eval_step is not None:
+            nll, count, _ = self._heldout_sums(self.program.teacher_eval_step, params)
+            values["val/teacher_loss"] = nll / max(count, 1)
+            teacher = f" of the student, {values['val/teacher_loss']:.4f} of the teacher,"
+        self.writer.write(step, values)
+        self.progress.say(
+            f"step {step}: held-out loss {loss:.4f}{teacher} over {tokens:,.0f} tokens"
+        )
         self.meter.pause(time.perf_counter() - began)
+
+    def _heldout_sums(self, eval_step: Callable, params: dict[str, Any]) -> tuple[float, ...]:
+        """The sums of `eval_step`'s three results over the held-out batches."""
+        sums = (0.0, 0.0, 0.0)
+        with contextlib.closing(eval_batches(self.config, self.mesh)) as batches:
+            for batch in itertools.islice(batches, self.config.eval_batches):
+                more = eval_step(params, self._to_devices(batch))
+                sums = tuple(a + float(b) for a, b in zip(sums, more, strict=True))
+        return sums

@@ -26,7 +26,9 @@ def config_of(name="gated_deltanet", *, inner=None, **fields) -> mixers.MoMConfi
     method = mixers.METHODS[name]
     config = method.config.for_width(WIDTH)
     given = dict(chunk_size=4) | (inner or {})
-    if hasattr(config, "mini_batch"):  # several for each memory; a norm of two channels is only a sign
+    if hasattr(
+        config, "mini_batch"
+    ):  # several for each memory; a norm of two channels is only a sign
         given = dict(mini_batch=3, num_heads=2) | given
     if name == "gated_deltanet":
         given = dict(num_heads=2, head_dim=4, expand_v=1.0) | given

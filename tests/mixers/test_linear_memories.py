@@ -73,6 +73,22 @@ def test_hgrn2_is_the_published_recurrence():
     close(small()[0][0], dense(mixer.o_proj, normed))
 
 
+def test_hgrn2_with_a_constant_bound_is_the_same_recurrence():
+    """Two equal layers learn a bound of one half in the second; as a constant it is a half there and 0 in the first."""
+    learned = Small(METHODS["hgrn2"])
+    constant = Small(METHODS["hgrn2"], lower_bound=0.5)
+    assert constant.mixer.lower_bound is None
+    close(constant()[0], learned()[0])
+    for bound, same in ((0.5, 0), (0.0, 1)):
+        mixer = Small(METHODS["hgrn2"], lower_bound=bound).mixer
+        y, z = (m(learned.x, layer=same)[0] for m in (mixer, learned.mixer))
+        np.testing.assert_allclose(y, z, atol=1e-6)
+    with pytest.raises(
+        ValueError, match="HGRN2Config.lower_bound=1.5: accepted are None and numbers from 0"
+    ):
+        mixers.HGRN2Config(lower_bound=1.5).validate(256)
+
+
 @pytest.mark.slow
 def test_hgrn2s_bounds_are_learned_across_the_models_layers():
     """The layers receive their rows of the bounds in the model's order, for every pattern; with logits of 0
