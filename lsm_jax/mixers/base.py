@@ -135,7 +135,7 @@ class ShortConvolution(nnx.Module):
 
 
 class Pointwise(nnx.Module):
-    """The place of a short convolution of width 1, which is none: only SiLU and the normalisation of heads are applied."""
+    """Apply SiLU and the normalisation of heads without a convolution: the layer of `short_convolution` for width 1."""
 
     def __init__(self, *, silu: bool):
         self.silu = silu
