@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import pallas_kernels.forgetting_attention
-from lsm_jax import mixers, ops
+from lsm_jax import mixers, models, ops
 from lsm_jax.ops.backends.select import clear_choices
 from pallas_kernels.compat import gpu_interpreter, races_found
 from pallas_kernels.forgetting_attention import forgetting_attention
@@ -214,6 +215,24 @@ def test_prefill_runs_fused_and_decoding_does_not(config, monkeypatch):
     text, chosen = call(1)
     assert "mosaic_gpu" not in text
     assert "mosaic_gpu not used: XLA continues from a state with fewer than 64 tokens" in chosen
+
+
+def test_a_model_reads_pieces_fused(monkeypatch):
+    """As evaluation in pieces and chunked prefill call it."""
+    monkeypatch.undo()
+    config = models.fox("pro", "125m", vocab_size=64)
+    config.hidden_size, config.num_layers = 128, 1
+    config.layers["L"].mixer.num_heads = 2
+    model = nnx.eval_shape(lambda: models.Decoder(config, rngs=nnx.Rngs(0)))
+    state = jax.eval_shape(lambda: model.init_state(1, 512))
+    graph, params = nnx.split(model)
+
+    def read(params, tokens, state):
+        return nnx.merge(graph, params).hidden(tokens, state=state)[:2]
+
+    for length, fused in ((128, True), (1, False)):
+        tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+        assert ("mosaic_gpu" in lowered(read, params, tokens, state)[0]) == fused
 
 
 def test_one_state_per_segment_is_refused():
