@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lsm_jax.convert.checkpoint import Checkpoint
     from lsm_jax.convert.folder import export
-    from lsm_jax.convert.fox import fox_config, fox_params, import_fox
+    from lsm_jax.convert.fox import fox_params, import_fox
+    from lsm_jax.convert.fox_export import export_fox
+    from lsm_jax.convert.fox_json import fox_config
     from lsm_jax.convert.huggingface import import_huggingface, load_params, model_config
     from lsm_jax.convert.tokenizer import tokenizer_of
 
 __all__ = [
     "Checkpoint",
     "export",
+    "export_fox",
     "fox_config",
     "fox_params",
     "import_fox",
@@ -26,7 +29,9 @@ __all__ = [
 _MODULES = {
     "checkpoint": ("Checkpoint",),
     "folder": ("export",),
-    "fox": ("fox_config", "fox_params", "import_fox"),
+    "fox": ("fox_params", "import_fox"),
+    "fox_export": ("export_fox",),
+    "fox_json": ("fox_config",),
     "huggingface": ("import_huggingface", "load_params", "model_config"),
     "tokenizer": ("tokenizer_of",),
 }

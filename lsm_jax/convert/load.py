@@ -115,6 +115,8 @@ def _read(source: Tensors, rows: StoredRows, shape: tuple[int, ...], dtype: Any)
     stop = stored_shape[0] if rows.stop is None else rows.stop
     values = np.empty(shape, dtype)
     view = values.T if rows.transposed else values.reshape(stop - rows.start, *stored_shape[1:])
+    if view.ndim < len(stored_shape):  # a depthwise convolution's weight, [channels, 1, width]
+        view = view[:, None]
     step = max(1, _BLOCK // max(1, int(np.prod(stored_shape[1:]))))
     for first in range(rows.start, stop, step):
         last = min(first + step, stop)

@@ -12,13 +12,23 @@ from lsm_jax.models.counts import (
 )
 from lsm_jax.models.decoder import Decoder, DecoderState
 from lsm_jax.models.loss import next_token_loss
-from lsm_jax.models.presets import FOX_MODELS, FOX_SIZES, SIZES, fox, lm
+from lsm_jax.models.presets import (
+    FOX_FIGURE_7,
+    FOX_MODELS,
+    FOX_SIZES,
+    FOX_TABLE_3,
+    SIZES,
+    fox,
+    lm,
+)
 from lsm_jax.models.recall_model import RecallModel, RecallModelConfig, recall_state_size
 from lsm_jax.models.sampling import sample
 
 __all__ = [
+    "FOX_FIGURE_7",
     "FOX_MODELS",
     "FOX_SIZES",
+    "FOX_TABLE_3",
     "SIZES",
     "Decoder",
     "DecoderState",

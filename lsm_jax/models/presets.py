@@ -106,34 +106,67 @@ _FOX_BLOCKS: dict[str, dict[str, Any]] = {
 }
 _FOX_BASELINES = ("mamba2", "hgrn2", "deltanet", "samba")
 FOX_MODELS = (*_FOX_BLOCKS, *_FOX_BASELINES)
-"""The models of FoX's paper: its two blocks, transformers of the same blocks, and its baselines (at 760m)."""
+"""The models of FoX's paper: its two blocks, transformers of the same blocks, and its baselines."""
+
+_TO_PRO = ("qk_norm", "output_gate", "output_norm")  # parts in the order in which Table 3 adds them
+# What each ablation changes in `FoXConfig`.
+_FOX_ABLATIONS: dict[str, dict[str, Any]] = {
+    "transformer-llama-no-rope": dict(_LLAMA, forget_gate="none"),
+    "llama-rope": dict(_LLAMA, rope_base=_ROPE_BASE),
+    "llama-qk-norm": _LLAMA | dict.fromkeys(_TO_PRO[:1], True),
+    "llama-output-gate": _LLAMA | dict.fromkeys(_TO_PRO[:2], True),
+    "llama-output-norm": _LLAMA | dict.fromkeys(_TO_PRO, True),
+    "pro-no-qk-norm": dict(qk_norm=False),
+    "pro-no-output-gate": dict(output_gate=False),
+    "pro-no-output-norm": dict(output_norm=False),
+    "pro-no-kv-shift": dict(key_shift=False, value_shift=False),
+    "pro-rope": dict(rope_base=_ROPE_BASE),
+    "pro-no-forget-gate": dict(forget_gate="none"),
+    **{
+        f"{block}-{name}-{longest}": _FOX_BLOCKS[block]
+        | dict(forget_gate=gate, decay_time_min=2.0, decay_time_max=float(longest))
+        for block in ("llama", "pro")
+        for name, gate in (("independent", "data_independent"), ("fixed", "fixed"))
+        for longest in (256, 2048, 16384)
+    },
+}
+FOX_TABLE_3 = (
+    "transformer-llama-no-rope", "transformer-llama", "llama-rope", "llama", "llama-qk-norm", "llama-output-gate",
+    "llama-output-norm", "pro", "pro-no-qk-norm", "pro-no-output-gate", "pro-no-output-norm", "pro-no-kv-shift", "pro-rope",
+    "transformer-pro", "pro-no-forget-gate",
+)  # fmt: skip
+"""The rows of the paper's Table 3, in its order: parts added to the LLaMA block one after another, then removed from Pro's."""
+FOX_FIGURE_7 = ("llama", "pro", *(n for n in _FOX_ABLATIONS if n.rpartition("-")[2].isdecimal()))
+"""The models of the paper's Figure 7: gates of the token, learned gates of a head, and fixed ones. The number is the last head's
+time constant; the first head's is 2. Which of the three the figure has is not stated."""
 
 
 def fox(name: str = "pro", size: str = "760m", *, vocab_size: int = 50257) -> ModelConfig:
     """Return the config of a model of FoX's paper (arXiv 2503.02130); its output head is not tied to the
     embedding.
 
-    "pro" and "llama" are FoX's two blocks. "transformer-pro" and "transformer-llama" are the same blocks with
-    rotary positions in place of the forget gate. "transformer-swa" is "transformer-llama" with a window of
-    2,048 tokens, and "samba" alternates layers of Mamba with layers of "transformer-swa".
+    "pro" and "llama" are FoX's two blocks, "transformer-pro" and "transformer-llama" the same blocks with rotary positions in place of the
+    forget gate, "transformer-swa" the latter in a window of 2,048; "samba" alternates Mamba with such a layer. Models whose
+    attention has an output gate have a narrower feedforward, so that all blocks have about as many parameters.
 
     Args:
-        name: a name in `FOX_MODELS`.
-        size: a name in `FOX_SIZES`; only 760m for the baselines.
+        name: a name in `FOX_MODELS`, `FOX_TABLE_3` or `FOX_FIGURE_7`.
+        size: a name in `FOX_SIZES`; "samba" and "transformer-swa" have 760m only.
         vocab_size: number of tokens in the vocabulary.
 
     Raises:
         ValueError: a name does not exist, or the model was not published at this size.
     """
-    if name not in FOX_MODELS:
-        raise ValueError(f"model={name!r} does not exist; accepted are {', '.join(FOX_MODELS)}")
+    if name not in FOX_MODELS and name not in _FOX_ABLATIONS:
+        accepted = ", ".join((*FOX_MODELS, *_FOX_ABLATIONS))
+        raise ValueError(f"model={name!r} does not exist; accepted are {accepted}")
     if size not in FOX_SIZES:
         raise ValueError(f"size={size!r} does not exist; accepted are {', '.join(FOX_SIZES)}")
-    if size != "760m" and name in (*_FOX_BASELINES, "transformer-swa"):
+    if size != "760m" and name in ("samba", "transformer-swa"):
         raise ValueError(f"size={size!r}: {name} was published at 760m")
     hidden_size, num_layers = FOX_SIZES[size]
     if name in ("mamba2", "hgrn2", "deltanet"):
-        config = lm(name, size, vocab_size=vocab_size)
+        config = lm(name, "340m" if size == "360m" else size, vocab_size=vocab_size)
     else:
         config = ModelConfig(
             vocab_size=vocab_size,
@@ -153,6 +186,7 @@ def fox(name: str = "pro", size: str = "760m", *, vocab_size: int = 50257) -> Mo
 def _fox_layer(name: str, size: str) -> LayerConfig:
     hidden_size, _ = FOX_SIZES[size]
     head_dim = 128 if size == "760m" and name.startswith("transformer") else 64
-    mixer = mixers.FoXConfig(num_heads=hidden_size // head_dim, **_FOX_BLOCKS[name])
-    ratio = 3.5 if name.endswith("pro") else 4.0  # the output gate has the rest of the parameters
+    changes = (_FOX_BLOCKS | _FOX_ABLATIONS)[name]
+    mixer = mixers.FoXConfig(num_heads=hidden_size // head_dim, **changes)
+    ratio = 3.5 if mixer.output_gate else 4.0  # the output gate's parameters are taken from it
     return LayerConfig(mixer=mixer, feedforward=SwiGLUConfig(hidden_ratio=ratio))

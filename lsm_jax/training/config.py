@@ -22,9 +22,10 @@ class OptimizerConfig:
     Attributes:
         peak_lr: learning rate after the warm-up.
         end_lr_ratio: learning rate at the end of the run, divided by `peak_lr`.
-        warmup_tokens: number of tokens over which the learning rate rises linearly from 0.
+        warmup_tokens: number of tokens over which the learning rate rises linearly to `peak_lr`.
+        start_lr_ratio: learning rate at the beginning of the warm-up, divided by `peak_lr`.
         warmup_from_zero: if True, a step's learning rate depends on the tokens before it, so the first step's
-            is 0; otherwise its own tokens are included.
+            is that of the beginning; otherwise its own tokens are included.
         b1: decay of the first moment.
         b2: decay of the second moment.
         eps: added to the square root of the second moment.
@@ -36,6 +37,7 @@ class OptimizerConfig:
     peak_lr: float = 3e-4
     end_lr_ratio: float = 0.1
     warmup_tokens: int = 0
+    start_lr_ratio: float = 0.0
     warmup_from_zero: bool = False
     b1: float = 0.9
     b2: float = 0.95
@@ -53,7 +55,7 @@ class OptimizerConfig:
                 raise ValueError(
                     f"optimizer.{name}={getattr(self, name)}: it must be greater than 0"
                 )
-        for name in ("end_lr_ratio", "warmup_tokens", "weight_decay"):
+        for name in ("end_lr_ratio", "start_lr_ratio", "warmup_tokens", "weight_decay"):
             if getattr(self, name) < 0:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)}: it must be at least 0")
         for name in ("b1", "b2"):

@@ -18,6 +18,8 @@ def learning_rate(config: TrainConfig, step: jax.Array | int) -> jax.Array:
     step = jnp.asarray(step, jnp.float32)
     steps = step if optimizer.warmup_from_zero else step + 1
     warmup = jnp.minimum(1.0, steps * (tokens / max(optimizer.warmup_tokens, tokens)))
+    if optimizer.start_lr_ratio:
+        warmup = optimizer.start_lr_ratio + (1 - optimizer.start_lr_ratio) * warmup
     decay_tokens = float(config.total_tokens - optimizer.warmup_tokens)
     progress = jnp.clip((step * tokens - float(optimizer.warmup_tokens)) / decay_tokens, 0, 1)
     cosine = 0.5 * (1 + jnp.cos(jnp.pi * progress))

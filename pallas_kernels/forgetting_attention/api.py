@@ -27,6 +27,12 @@ class Call(NamedTuple):
     q: Any
     k: Any
     v: Any
+    earlier: int = 0
+
+    @property
+    def row_length(self) -> int:
+        """The number of keys without the earlier ones."""
+        return self.k.shape[1] - self.earlier
 
 
 REQUIREMENTS = (
@@ -46,12 +52,12 @@ def _backend(implementation: str) -> Any:
     )
 
 
-def unsupported(implementation: str, q, k, v) -> str | None:
+def unsupported(implementation: str, q, k, v, *, earlier: int = 0) -> str | None:
     """Return the first requirement that a call with these arrays (or their shapes) does not meet, or None.
 
     Only the backend of `implementation` is imported.
     """
-    call = Call(q, k, v)
+    call = Call(q, k, v, earlier)
     return first_unmet(REQUIREMENTS, call) or _backend(implementation).unsupported(call)
 
 
@@ -64,6 +70,7 @@ def forgetting_attention(
     run: Int[Array, "B T"] | None = None,
     written: Bool[Array, "B T"] | None = None,
     places: Int[Array, " 2"] | None = None,
+    earlier: int = 0,
     window: int | None = None,
     scale: float,
     prune: bool = True,
@@ -73,7 +80,7 @@ def forgetting_attention(
     """Compute causal attention whose keys are forgotten by gates. Differentiable once, in reverse mode.
 
     Args:
-        q: [B, Q, H, D] queries; H is a multiple of G, Q is T, or less with `places`.
+        q: [B, Q, H, D] queries; H is a multiple of G, Q is T - `earlier`, or less with `places`.
         k: [B, T, G, D] keys.
         v: [B, T, G, V] values.
         sums: the high and the low part of F, each [B, T, H] float32; F is the sum of the log forget gates up
@@ -86,7 +93,9 @@ def forgetting_attention(
         written: [B, T], False where a token is not a key. None means that all tokens are keys.
         places: [2], the positions in the row at which the first and the second half of the queries begin,
             multiples of the backend's tile, for a device that has the queries of only these two parts of the
-            row. Required where Q < T.
+            row. Required where Q < T - `earlier`.
+        earlier: the number of keys before the row: the first `earlier` of the T tokens have a key and no
+            query, as those of a state. The row begins after them: `places` count from there.
         window: each token sees the last `window` tokens, including itself; None means that it sees all
             earlier tokens.
         scale: multiplies the scores.
@@ -102,8 +111,8 @@ def forgetting_attention(
     Raises:
         NotImplementedError: the call, or its gradient, does not meet a requirement of the kernel; the message
             says which.
-        ValueError: `implementation` is not known; fewer queries than keys without `places`, or as many with
-            `places`.
+        ValueError: `implementation` is not known; fewer queries than tokens of the row without `places`, or
+            as many with `places`; more `earlier` keys than keys.
     """
     if implementation not in _BACKENDS:
         accepted = tuple(_BACKENDS)
@@ -111,13 +120,17 @@ def forgetting_attention(
             f"forgetting_attention: implementation={implementation!r}; accepted are {accepted}"
         )
     (queries, heads), length = q.shape[1:3], k.shape[1]
-    if (places is None) != (queries == length):
+    if not 0 <= earlier <= length:
+        raise ValueError(
+            f"forgetting_attention: earlier={earlier}; accepted are 0 to the number of keys, {length}"
+        )
+    if (places is None) != (queries == length - earlier):
         given = "not given" if places is None else "given"
         raise ValueError(
-            f"forgetting_attention: places is {given} with {queries} queries and {length} keys; "
+            f"forgetting_attention: places is {given} with {queries} queries and {length - earlier} keys; "
             "it is required where there are fewer queries than keys, and accepted nowhere else"
         )
-    if (requirement := unsupported(implementation, q, k, v)) is not None:
+    if (requirement := unsupported(implementation, q, k, v, earlier=earlier)) is not None:
         raise NotImplementedError(
             f"forgetting_attention: implementation={implementation!r} requires {requirement}"
         )
@@ -127,8 +140,12 @@ def forgetting_attention(
         gates = (jnp.zeros((q.shape[0], heads, length), jnp.float32),) * 2
     tile_size = backend.tile(length)
     options = _Options(backend, tile_size, scale, window, prune, interpret)
-    padding = -length % tile_size
-    return _attend(options, *_pad(padding, q, k, v, Rows(gates, run, written, places)))[:, :queries]
+    rows = Rows(gates, run, written, places)
+    if earlier:
+        padded = _pad_earlier(q, k, v, rows, earlier, tile_size)
+    else:
+        padded = _pad(-length % tile_size, q, k, v, rows)
+    return _attend(options, *padded)[:, :queries]
 
 
 def _pad(padding: int, q, k, v, rows: Rows) -> tuple[Any, Any, Any, Rows]:
@@ -144,6 +161,38 @@ def _pad(padding: int, q, k, v, rows: Rows) -> tuple[Any, Any, Any, Rows]:
     run = None if rows.run is None else pad(rows.run, mode="edge")
     written = None if rows.written is None else pad(rows.written)
     return pad(q), pad(k), pad(v), rows._replace(gates=gates, run=run, written=written)
+
+
+def _pad_earlier(q, k, v, rows: Rows, earlier: int, tile_size: int) -> tuple[Any, Any, Any, Rows]:
+    """Pad a call with `earlier` keys before the row, so that the queries are two parts of it that begin at tiles.
+
+    Tokens are added before the earlier ones, in a document that nobody sees, and after the row, where they are keys after all queries
+    whose output is returned.
+    """
+    front, back = -earlier % tile_size, 0
+    places = rows.places
+    if places is None:  # all tokens of the row: its first and its second half
+        back = -q.shape[1] % (2 * tile_size)
+        places = jnp.array([0, (q.shape[1] + back) // 2], jnp.int32)
+
+    def pad(x: Any, axis: int = 1, mode: Any = "constant") -> Any:
+        widths = [(front, back) if i == axis else (0, 0) for i in range(x.ndim)]
+        return jnp.pad(x, widths, mode=mode)
+
+    run, batch = rows.run, q.shape[0]
+    if run is None and front:
+        run = jnp.zeros((batch, k.shape[1]), jnp.int32)
+    if run is not None:
+        run = pad(run, mode="edge") - (jnp.arange(front + k.shape[1] + back) < front)
+    padded = Rows(
+        gates=None
+        if rows.gates is None
+        else (pad(rows.gates[0], 2, "edge"), pad(rows.gates[1], 2, "edge")),
+        run=run,
+        written=None if rows.written is None else pad(rows.written),
+        places=places + (front + earlier),
+    )
+    return jnp.pad(q, [(0, 0), (0, back), (0, 0), (0, 0)]), pad(k), pad(v), padded
 
 
 class _Options(NamedTuple):

@@ -80,16 +80,98 @@ def attention(weights, config, x):
     return o @ weights["o_proj.weight"].T
 
 
+def silu(x):
+    return x * sigmoid(x)
+
+
+def convolved(x, weight, bias=0.0):
+    """silu of the causal convolution of x [T, C] by torch's weight [C, 1, W] of a depthwise one."""
+    width = weight.shape[-1]
+    padded = np.concatenate([np.zeros((width - 1, x.shape[1])), x])
+    taps = [padded[j : j + len(x)] * weight[:, 0, j] for j in range(width)]
+    return silu(sum(taps) + bias)
+
+
+def mamba2(weights, config, x):
+    """One Mamba2 layer: x [T, D] -> [T, D]."""
+    inner = config["expand"] * config["hidden_size"]
+    states, count = config["state_size"], config["num_heads"]
+    sizes = np.cumsum([inner, inner + 2 * states])
+    z, xbc, dt = np.split(x @ weights["in_proj.weight"].T, sizes, axis=-1)
+    xbc = convolved(xbc, weights["conv1d.weight"], weights["conv1d.bias"])
+    v, b, c = np.split(xbc, [inner, inner + states], axis=-1)
+    v, step = heads(v, count), np.log1p(np.exp(dt + weights["dt_bias"]))
+    decay = np.exp(-np.exp(weights["A_log"]) * step)
+    memory, rows = np.zeros((count, states, inner // count)), []
+    for t in range(len(x)):
+        write = b[t][None, :, None] * (step[t][:, None] * v[t])[:, None]
+        memory = decay[t][:, None, None] * memory + write
+        rows.append(np.einsum("n,hnv->hv", c[t], memory) + weights["D"][:, None] * v[t])
+    y = np.stack(rows).reshape(len(x), -1) * silu(z)
+    return (
+        rms(y, weights["norm.weight"], config["layer_norm_epsilon"]) @ weights["out_proj.weight"].T
+    )
+
+
+def hgrn2(weights, config, x):
+    """One HGRN2 layer: x [T, D] -> [T, D]. The published code passes no lower bounds to it."""
+    count = config["hidden_size"] // config["expand_ratio"]
+    q, f, i = (heads(x @ weights[f"{n}_proj.weight"].T, count) for n in "qfi")
+    f, memory, rows = sigmoid(f), 0.0, []
+    for t in range(len(x)):
+        memory = f[t][..., None] * memory + (1 - f[t])[..., None] * i[t][:, None]
+        rows.append(np.einsum("hk,hkv->hv", silu(q[t]), memory))
+    y = np.stack(rows).reshape(len(x), -1) * config["expand_ratio"] ** -0.5
+    return rms(y, weights["g_norm.weight"], config["norm_eps"]) @ weights["o_proj.weight"].T
+
+
+def deltanet(weights, config, x):
+    """One DeltaNet layer: x [T, D] -> [T, D]."""
+    count = config["num_heads"]
+    q, k, v = (
+        heads(convolved(x @ weights[f"{n}_proj.weight"].T, weights[f"{n}_conv1d.weight"]), count)
+        for n in "qkv"
+    )
+    q, k = (a / np.sqrt((a**2).sum(-1, keepdims=True) + 1e-6) for a in (q, k))
+    beta = sigmoid(x @ weights["b_proj.weight"].T)
+    memory, rows = np.zeros((count, k.shape[-1], v.shape[-1])), []
+    for t in range(len(x)):
+        change = beta[t][:, None] * (v[t] - np.einsum("hk,hkv->hv", k[t], memory))
+        memory = memory + k[t][..., None] * change[:, None]
+        rows.append(np.einsum("hk,hkv->hv", q[t] * k.shape[-1] ** -0.5, memory))
+    y = rms(np.stack(rows), weights["o_norm.weight"], config["norm_eps"])
+    if config["use_gate"]:
+        y = y * silu(heads(x @ weights["g_proj.weight"].T, count))
+    return y.reshape(len(x), -1) @ weights["o_proj.weight"].T
+
+
+MIXERS = {"hgrn2-project_fox": hgrn2, "delta_net-project_fox": deltanet}
+
+
 def logits(weights, config, tokens):
     """Compute the model: tokens [T] -> logits [T, vocab]."""
     weights = {name: np.asarray(w, np.float64) for name, w in weights.items()}
+    if config["model_type"] == "mamba2-project_fox":
+        return mamba2_logits(weights, config, tokens)
+    mixer = MIXERS.get(config["model_type"], attention)
     x, eps = weights["model.embeddings.weight"][tokens], config["norm_eps"]
     for layer in range(config["num_hidden_layers"]):
         head = f"model.layers.{layer}."
         own = {n.removeprefix(head): w for n, w in weights.items() if n.startswith(head)}
         inner = {n.removeprefix("attn."): w for n, w in own.items() if n.startswith("attn.")}
-        x = x + attention(inner, config, rms(x, own["attn_norm.weight"], eps))
+        x = x + mixer(inner, config, rms(x, own["attn_norm.weight"], eps))
         y = rms(x, own["mlp_norm.weight"], eps) @ own["mlp.gate_proj.weight"].T
         gate, up = np.split(y, 2, axis=-1)
         x = x + (gate * sigmoid(gate) * up) @ own["mlp.down_proj.weight"].T
     return rms(x, weights["model.norm.weight"], eps) @ weights["lm_head.weight"].T
+
+
+def mamba2_logits(weights, config, tokens):
+    """Mamba2's model: tokens [T] -> [T, vocab]."""
+    x, eps = weights["backbone.embeddings.weight"][tokens], config["layer_norm_epsilon"]
+    for layer in range(config["num_hidden_layers"]):
+        head = f"backbone.layers.{layer}."
+        own = {n.removeprefix(head): w for n, w in weights.items() if n.startswith(head)}
+        inner = {n.removeprefix("mixer."): w for n, w in own.items() if n.startswith("mixer.")}
+        x = x + mamba2(inner, config, rms(x, own["norm.weight"], eps))
+    return rms(x, weights["backbone.norm_f.weight"], eps) @ weights["lm_head.weight"].T

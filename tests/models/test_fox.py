@@ -4,6 +4,8 @@ models that do not exist.
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from lsm_jax import models
@@ -64,6 +66,87 @@ def test_baselines_are_as_large_as_published():
     samba = models.fox("samba")
     assert samba.letters() == "ML" * 12 and samba.layers["L"].mixer.window == 2048
     assert samba.layers["M"].mixer == MambaConfig() and samba.layers["M"].feedforward.width(1536) == 3072  # fmt: skip
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_baselines_at_every_size(size):
+    """Shapes of the published configs, and parameters counted by the published code."""
+    width, depth, *_, inner, _ = SIZES[size]
+    plain = 3 * width * inner + 2 * width  # SwiGLU and two norms
+    heads, states = width // 32, 128
+    channels = 2 * width + 2 * states  # those of Mamba2's convolution
+    mamba2 = width * (2 * width + channels + heads) + 5 * channels + 3 * heads
+    layers = {
+        "mamba2": 2 * (mamba2 + 2 * width + 2 * width**2 + width),
+        # The lower bounds of the gate are a parameter of the published model, too.
+        "hgrn2": 4 * width**2 + width + width + plain,
+        "deltanet": 4 * width**2 + width * (width // 128) + 3 * 4 * width + 128 + plain,
+    }
+    for name, layer in layers.items():
+        config = models.fox(name, size)
+        assert without_embedding(config) == depth * layer + width + VOCAB * width, name
+    assert models.fox("mamba2", size).num_layers == 2 * depth
+    assert models.fox("mamba2", size).layers["L"].mixer.num_heads(width) == heads
+    assert models.fox("hgrn2", size).layers["L"].mixer.head_dim == 128
+    assert models.fox("deltanet", size).layers["L"].mixer.num_heads == width // 128
+
+
+# Table 3: RoPE, forget gate, QK-norm, output gate, output norm, KV-shift; perplexities are the paper's.
+TABLE_3 = {
+    "transformer-llama-no-rope": "......",
+    "transformer-llama": "x.....",
+    "llama-rope": "xx....",
+    "llama": ".x....",
+    "llama-qk-norm": ".xx...",
+    "llama-output-gate": ".xxx..",
+    "llama-output-norm": ".xxxx.",
+    "pro": ".xxxxx",
+    "pro-no-qk-norm": ".x.xxx",
+    "pro-no-output-gate": ".xx.xx",
+    "pro-no-output-norm": ".xxx.x",
+    "pro-no-kv-shift": ".xxxx.",
+    "pro-rope": "xxxxxx",
+    "transformer-pro": "x.xxxx",
+    "pro-no-forget-gate": "..xxxx",
+}
+
+
+def test_table_3_has_its_rows():
+    """The parts of every row, and parameters within 2.1 % of each other: an output gate narrows the feedforward."""
+    assert tuple(TABLE_3) == models.FOX_TABLE_3
+    width, depth, counts = 1024, 24, []
+    for name, row in TABLE_3.items():
+        config = models.fox(name, "360m")
+        mixer = config.layers["L"].mixer
+        rope, gate, norm, output_gate, output_norm, shift = (letter == "x" for letter in row)
+        assert mixer.rope_base == (500000.0 if rope else None), name
+        assert mixer.forget_gate == ("data_dependent" if gate else "none"), name
+        assert (mixer.qk_norm, mixer.output_gate, mixer.output_norm) == (norm, output_gate, output_norm), name  # fmt: skip
+        assert (mixer.key_shift, mixer.value_shift) == (shift, shift), name
+        layer = 4 * width**2 + 3 * width * (2560 if output_gate else 2816) + 2 * width
+        layer += gate * (width + 1) * 16 + norm * 2 * 64 + output_gate * width**2
+        layer += output_norm * width + shift * 2 * width * 16
+        assert without_embedding(config) == depth * layer + width + VOCAB * width, name
+        counts.append(without_embedding(config))
+    assert max(counts) < 1.021 * min(counts)
+
+
+def test_figure_7_has_its_gates():
+    kinds = [f"{b}-{k}-{n}" for b in ("llama", "pro") for k in ("independent", "fixed") for n in (256, 2048, 16384)]  # fmt: skip
+    assert models.FOX_FIGURE_7 == ("llama", "pro", *kinds)
+    for name in kinds:
+        block, kind, longest = name.split("-")
+        mixer, plain = (models.fox(n, "360m").layers["L"].mixer for n in (name, block))
+        changed = dataclasses.replace(
+            plain,
+            forget_gate="fixed" if kind == "fixed" else "data_independent",
+            decay_time_min=2.0,
+            decay_time_max=float(longest),
+        )
+        assert mixer == changed
+        less = 24 * 16 * (1025 - (kind == "independent"))  # the gate's projection
+        counts = (without_embedding(models.fox(n, "360m")) for n in (block, name))
+        assert next(counts) - next(counts) == less
 
 
 def test_names_that_do_not_exist_list_what_does():

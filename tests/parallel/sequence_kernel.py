@@ -19,8 +19,9 @@ from tests.kernels.test_linear_attention_gpu import error
 LENGTH, ODD = 1024, 1001  # on four devices, two parts each of one tile
 
 
-def kernel(q, k, v, sums, *, run, written, places, window, **rest):
+def kernel(q, k, v, sums, *, run, written, places, window, earlier=0, **rest):
     """Compute the kernel's result by XLA, since the interpreter requires that all mesh axes are mapped."""
+    places = places + earlier
     assert rest == dict(scale=SCALE, prune=True, implementation="mosaic_gpu")
     whole, half = jnp.zeros((*k.shape[:2], *q.shape[2:]), q.dtype), q.shape[1] // 2
     for i, part in enumerate((q[:, :half], q[:, half:])):
@@ -46,6 +47,14 @@ def main() -> None:
     weights = jnp.asarray(rng.normal(size=(1, LENGTH, 2, 64)), jnp.float32)
     mesh = make_mesh(MeshConfig(sequence=4), jax.devices()[:4])
 
+    def state(gated):  # of 300 tokens
+        before = {n: x[:, :300] for n, x in (inputs | (gates if gated else {})).items()}
+        empty = ops.attention_state(
+            1, ODD + 300, 1, 64, 64, forget_heads=2 if gated else None, dtype=jnp.bfloat16
+        )
+        _, stored = ops.attention(**before, initial_state=empty, scale=SCALE, implementation="xla")
+        return dict(initial_state=stored)
+
     def run(inputs, rest, implementation):
         def loss(inputs):
             output, state = ops.attention(
@@ -61,6 +70,8 @@ def main() -> None:
     for given, rest in (
         (inputs | gates, documents), (inputs | gates, {}), (inputs, dict(window=200)), (inputs, {}),
         (cut(inputs), dict(window=200)), (cut(inputs | gates), cut(documents)),
+        (cut(inputs | gates), cut(documents) | state(True)), (cut(inputs), state(False)),
+        (inputs, dict(window=200) | state(False)),
     ):  # fmt: skip
         expected = run(given, rest, "xla")
         with jax.set_mesh(mesh):

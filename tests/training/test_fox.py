@@ -31,6 +31,10 @@ BOS = 50256
         ("deltanet-760m", 48_318_382_080, 92_160, 1e-3),
         ("llama-360m", 7_516_192_768, 14_336, 2e-3),
         ("transformer-pro-125m", 2_684_354_560, 5_120, 2e-3),
+        ("mamba2-125m", 2_684_354_560, 5_120, 2e-3),
+        ("hgrn2-360m", 7_516_192_768, 14_336, 2e-3),
+        ("deltanet-360m", 7_516_192_768, 14_336, 2e-3),
+        ("pro-no-output-gate-360m", 7_516_192_768, 14_336, 2e-3),
     ],
 )
 def test_numbers_of_the_runs(variant, tokens, steps, rate):
@@ -55,15 +59,40 @@ def test_numbers_of_the_runs(variant, tokens, steps, rate):
         )
 
 
+@pytest.mark.parametrize("name", fox.SLIMPAJAMA)
+def test_slimpajama(name):
+    config = fox.get_config(f"{name}-360m,data=slimpajama")
+    config.validate(8)
+    assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+    assert (config.total_tokens, config.num_steps, config.tokens_per_step) == (
+        15_032_385_536, 28_672, 2**19
+    )  # fmt: skip
+    assert (config.batch_size, config.data.sequence_length, config.data.bos_id) == (256, 2048, 1)
+    assert config.optimizer.weight_decay == 0.01 and config.model.vocab_size == 32_000
+    if name.startswith("transformer"):
+        assert config.model.layers["L"].mixer.rope_base == 10_000
+    for step in (0, 1, 512, 1023, 1024, 10_000, 28_671):
+        left = (step - 1024) / (28_672 - 1024)
+        cosine = 3e-5 + (3e-4 - 3e-5) * 0.5 * (1 + np.cos(np.pi * left))
+        expected = 3e-5 + (3e-4 - 3e-5) * step / 1024 if step < 1024 else cosine
+        np.testing.assert_allclose(learning_rate(config, step), expected, rtol=1e-5)
+
+
 def test_every_model_has_a_run():
     for name in models.FOX_MODELS:
         fox.get_config(f"{name}-760m,tokens=16b").validate(8)
+    for name in (*models.FOX_TABLE_3, *models.FOX_FIGURE_7):
+        fox.get_config(f"{name}-360m").validate(8)
     for variant, words in (
         ("pro", "accepted is <model>-<size>, such as pro-760m"),
         ("pro-1b", "size='1b'"),
         ("pro-360m,tokens=16b", "tokens='16b'; accepted is 7.5b"),
         ("samba-760m,tokens=48b", "tokens='48b'; accepted is 16b"),
-        ("pro-360m,steps=3", "option 'steps'; accepted is tokens"),
+        ("pro-360m,steps=3", "option 'steps'; accepted are tokens, data"),
+        ("pro-360m,data=pile", "data='pile'; accepted are longcrawl64, slimpajama"),
+        ("hgrn2-360m,data=slimpajama", "data=slimpajama, model 'hgrn2'; accepted are pro, llama"),
+        ("pro-760m,data=slimpajama", "data=slimpajama, size '760m'; accepted is 360m"),
+        ("pro-360m,data=slimpajama,tokens=7.5b", "tokens='7.5b'; accepted is 15b"),
     ):
         with pytest.raises(ValueError, match=words):
             fox.get_config(variant)

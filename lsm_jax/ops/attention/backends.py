@@ -9,14 +9,16 @@ import jax
 import jax.numpy as jnp
 
 from lsm_jax.ops.attention import cudnn, shared_rows
-from lsm_jax.ops.attention.forget_gates import GateSum, sum_gates
+from lsm_jax.ops.attention.forget_gates import GateSum, add_sums, sum_gates
+from lsm_jax.ops.attention.state import AttentionState
+from lsm_jax.ops.attention.token_positions import newest_sum, stored_in_order
 from lsm_jax.ops.attention.xla import no_ids, run_xla
 from lsm_jax.ops.backends.registry import PALLAS, Backend, Call, register
 from pallas_kernels.requirements import Requirement
 
 NO_STATE = Requirement("no initial_state", lambda call: call.options.no_state)
+ONE_STATE = Requirement("one state per row", lambda call: call.arguments["tokens"].slot is None)
 REQUIREMENTS = (
-    NO_STATE,
     Requirement(
         "no window together with segment_ids or update_mask",
         lambda call: call.options.window is None or no_ids(call),
@@ -36,40 +38,89 @@ def _unsupported_by_kernel(name: str, call: Call) -> str | None:
     return unsupported(name, *(call.arguments[n] for n in "qkv"))
 
 
-def _without_gradient(call: Call) -> str | None:
-    """The reason why None does not select Hopper's kernel: no gradient for the call; None if it has one."""
-    width = call.arguments["q"].shape[-1]
-    return f"the kernel has no gradient for heads of {width} channels" if width > 128 else None
+_FEWEST_QUERIES = 64  # half a tile, after which the kernel has less padding than queries
+
+
+def _declined(call: Call) -> str | None:
+    """The reason why None does not select Hopper's kernel for a call that it supports, or None."""
+    width, length = call.arguments["q"].shape[-1], call.length
+    if width > 128:
+        return f"the kernel has no gradient for heads of {width} channels"
+    if not call.options.no_state and length < _FEWEST_QUERIES:
+        return (
+            f"XLA continues from a state with fewer than {_FEWEST_QUERIES} tokens, as in decoding"
+        )
+    return None
 
 
 def run_kernel(name: str, call: Call) -> jax.Array:
-    """The output [B, T, H, V] of the fused kernel of the backend `name`; 0 if a token attends to no token."""
+    """The output [B, T, H, V] of the fused kernel of the backend `name`; 0 if a token attends to no token, NaN beyond the state's
+    capacity.
+    """
     from pallas_kernels.forgetting_attention import forgetting_attention
 
     arguments, options = call.arguments, call.options
     tokens, log_forget = arguments["tokens"], arguments["log_forget"]
-    sums = None
+    state = None if options.no_state else arguments["state"]
+    sums, (q, k, v) = None, (arguments[n] for n in "qkv")
+    run, written, earlier = tokens.run, tokens.written, 0
     if log_forget is not None:
         # Summed over documents too, which the kernel separates by `run`: it requires sums that never
         # increase.
         zero = jnp.zeros((log_forget.shape[0], log_forget.shape[2]), jnp.float32)
-        sums = sum_gates(log_forget, tokens._replace(run=None), GateSum(zero, zero))
+        initial = GateSum(zero, zero) if state is None else newest_sum(state)
+        sums = sum_gates(log_forget, tokens._replace(run=None), initial)
+    if state is not None:
+        k, v, sums, run, written = _after_stored_tokens(state, k, v, sums, run, written)
+        earlier = state.keys.shape[1]
     keywords: dict[str, Any] = dict(
-        run=tokens.run,
-        written=tokens.written,
+        run=run,
+        written=written,
         window=options.window,
         scale=options.scale,
         prune=options.prune,
         implementation=name,
     )
-    q, k, v = (arguments[n] for n in "qkv")
-    if options.axis is None:
-        return forgetting_attention(q, k, v, sums, **keywords)
+    if earlier:
+        keywords["earlier"] = earlier
+    if options.axis is not None:
 
-    def attend(q, starts):
-        return forgetting_attention(q, k, v, sums, places=starts, **keywords)
+        def attend(q, starts):
+            return forgetting_attention(q, k, v, sums, places=starts, **keywords)
 
-    return shared_rows.attend_fused(options.axis, attend, q)
+        return shared_rows.attend_fused(options.axis, attend, q)
+    output = forgetting_attention(q, k, v, sums, **keywords)
+    if state is None or options.window is not None:
+        return output
+    beyond = arguments["positions"].rank >= earlier
+    return jnp.where(beyond[:, :, None, None], jnp.nan, output)
+
+
+def _after_stored_tokens(state: AttentionState, k, v, sums: GateSum | None, run, written) -> tuple:
+    """Return (k, v, sums, run, written) of a call, as in `forgetting_attention`, after those of the state's tokens.
+
+    Places of the ring without a token are in a document of their own, before all others, so that the kernel skips them.
+    """
+    stored = stored_in_order(state)
+    if sums is not None:  # the sum with 0 has the derivative of `high` for `low`, too
+        zero = jax.tree.map(jnp.zeros_like, stored.sums)
+        before = add_sums(stored.sums, zero)
+        sums = jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=1), before, sums)
+
+    def join(before, new):
+        return jnp.concatenate([before.astype(new.dtype), new], axis=1)
+
+    if run is None:
+        run = jnp.zeros(k.shape[:2], jnp.int32)
+    if written is not None:
+        written = join(stored.stored, written)
+    return (
+        join(stored.keys, k),
+        join(stored.values, v),
+        sums,
+        join(jnp.where(stored.stored, 0, -1), run),
+        written,
+    )
 
 
 register(
@@ -83,16 +134,16 @@ register(
     Backend(
         name="mosaic_gpu",
         run=functools.partial(run_kernel, "mosaic_gpu"),
-        requirements=(*REQUIREMENTS, BFLOAT16, *PALLAS),
+        requirements=(ONE_STATE, *REQUIREMENTS, BFLOAT16, *PALLAS),
         more=functools.partial(_unsupported_by_kernel, "mosaic_gpu"),
         platforms=("cuda",),
         compute_capabilities=("9.0",),
-        declined=_without_gradient,
+        declined=_declined,
     ),
     Backend(
         name="mosaic_tpu",
         run=functools.partial(run_kernel, "mosaic_tpu"),
-        requirements=(*REQUIREMENTS, *PALLAS),
+        requirements=(NO_STATE, *REQUIREMENTS, *PALLAS),
         more=functools.partial(_unsupported_by_kernel, "mosaic_tpu"),
         platforms=("tpu",),
         automatic=False,

@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from lsm_jax.ops.attention.forget_gates import GateSum
 from lsm_jax.ops.attention.state import AttentionState
-from lsm_jax.ops.core.segments import Tokens
+from lsm_jax.ops.core.segments import Tokens, select
 
 
 class TokenPositions(NamedTuple):
@@ -124,3 +124,34 @@ def prepend_state(
 
     rings = (state.keys, state.values, state.log_forget)
     return jax.tree.map(join, stored, positions), jax.tree.map(join, rings, new)
+
+
+class StoredTokens(NamedTuple):
+    """The tokens of a state with one state per row, from the oldest to the newest; places without a token come first.
+
+    Attributes:
+        keys: [B, C, G, K], 0 where there is no token.
+        values: [B, C, G, V], likewise.
+        sums: the sums of gates, [B, C, N], 0 where there is no token; None without gates.
+        stored: [B, C], whether there is a token.
+    """
+
+    keys: Array
+    values: Array
+    sums: GateSum | None
+    stored: Array
+
+
+def stored_in_order(state: AttentionState) -> StoredTokens:
+    """The tokens of the state's ring buffers in the order of time."""
+    capacity = state.keys.shape[1]
+    place = jnp.arange(capacity)
+    index = (state.count[:, None] + place) % capacity  # of the token with rank count - C + place
+    stored = place >= capacity - state.count[:, None]
+
+    def read(ring):
+        get = lambda row, i: row.at[i].get(mode="promise_in_bounds", unique_indices=True)  # noqa: E731
+        return select(stored, jax.vmap(get)(ring, index))
+
+    rings = (state.keys, state.values, state.log_forget)
+    return StoredTokens(*jax.tree.map(read, rings), stored)

@@ -1,0 +1,192 @@
+"""Export runs of FoX's models as checkpoints that the authors' code loads.
+
+    python -m lsm_jax.convert.fox_export --workdir=runs/fox --out=fox-pro-125m
+    python -m lsm_jax.convert.fox_export --workdir=runs/fox --out=fox-tuned --source=fox-pro-760m-longcrawl64-48b
+
+The folder has config.json and model.safetensors in float32, in the layout of github.com/zhixuan-lin/forgetting-transformer at
+883f260. With the checkpoint that the run was imported from (`--source`), the folder has its config, files, dtypes and tokenizer:
+an unchanged model is exported byte for byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from safetensors.numpy import save_file
+
+from lsm_jax.convert.checkpoint import FLOATS, SINGLE_FILE, Checkpoint
+from lsm_jax.convert.fox import IGNORED, fixed_gates
+from lsm_jax.convert.fox_json import fox_config, json_of
+from lsm_jax.convert.fox_layout import HGRN2, LOWER_BOUNDS, Layout, layout_of, stored_shape
+from lsm_jax.convert.load import layers_of
+from lsm_jax.models import ModelConfig
+from lsm_jax.training import load_run
+
+_COPIED = (".json", ".jinja", ".model", ".txt", ".md", ".py")
+# A larger difference of logits makes a share of their softmax less than any gate's resolution in float32.
+_NEGLIGIBLE = 80.0
+
+
+def export_fox(
+    params: dict[str, Any],
+    config: ModelConfig,
+    out_folder: str | os.PathLike[str],
+    source: str | os.PathLike[str] | None = None,
+) -> Path:
+    """Write parameters as a checkpoint of the authors' code.
+
+    Args:
+        params: the parameters of `config`'s model, a pure dict.
+        config: the model.
+        out_folder: the folder to write; it must be empty or not exist.
+        source: the checkpoint that the parameters were imported from; None is none. With a source, the result differs from it
+            only in the values of the parameters: names, shapes, dtypes, files, config and tokenizer are the same.
+
+    Returns:
+        The path of the folder.
+
+    Raises:
+        ValueError: the folder is not empty; the published code has no such model; or the model is not the source's.
+    """
+    out = Path(out_folder).expanduser()
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"out_folder={str(out_folder)!r} is not empty; accepted is a new folder")
+    described = json_of(config)
+    kind = described["model_type"]
+    checkpoint = None if source is None else Checkpoint(source)
+    if kind == HGRN2:
+        params = _without_bounds(params)
+    layout = layout_of(kind, config)
+    extra = _constants(kind, config)
+    if checkpoint is not None:
+        if kind == HGRN2 and not checkpoint.config.get("use_lower_bound", True):
+            extra = {}
+        described = _config_of_source(checkpoint, kind, config)
+        shapes = layout.shapes | {name: x.shape for name, x in extra.items()}
+        checkpoint.check(shapes, ignored=IGNORED)
+    values = _values(params, layout)
+
+    def tensor(name: str) -> np.ndarray:
+        if checkpoint is None:
+            array = extra[name] if name in extra else values(name)
+            return np.ascontiguousarray(array, np.float32)
+        if name in extra or name not in layout.shapes:
+            return checkpoint.stored(name)
+        return np.ascontiguousarray(values(name), FLOATS[checkpoint.dtypes[name]])
+
+    out.mkdir(parents=True, exist_ok=True)
+    files = {SINGLE_FILE: [*layout.shapes, *extra]}
+    if checkpoint is not None:
+        files = {}
+        for name, file in checkpoint.files.items():
+            files.setdefault(file, []).append(name)
+    for file, names in files.items():
+        metadata = {"format": "pt"} if checkpoint is None else checkpoint.metadata[file]
+        save_file({name: tensor(name) for name in names}, out / file, metadata=metadata)
+    if checkpoint is None:
+        text = json.dumps(described, indent=2, sort_keys=True) + "\n"
+        (out / "config.json").write_text(text, encoding="utf-8")
+    else:
+        for path in sorted(checkpoint.folder.iterdir()):
+            if path.suffix in _COPIED and path.is_file():
+                shutil.copyfile(path, out / path.name)
+    return out
+
+
+def _config_of_source(checkpoint: Checkpoint, kind: str, config: ModelConfig) -> dict[str, Any]:
+    """Return the source's config.
+
+    Raises:
+        ValueError: it describes another model.
+    """
+    given, where = json_of(fox_config(checkpoint)), checkpoint.folder / "config.json"
+    described = json_of(config)
+    names = [name for name in described if given.get(name) != described[name]]
+    if names:
+        different = ", ".join(f"{n}={described[n]!r} (accepted is {given.get(n)!r})" for n in names)
+        raise ValueError(f"{where}: the model to export is another: {different}")
+    return checkpoint.config
+
+
+def _without_bounds(params: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of an HGRN2 without the logits of the gates' lower bounds.
+
+    Raises:
+        ValueError: a bound is not 0, which the published code computes in its place.
+    """
+    periods = params["periods"]
+    block = periods["blocks"][0]
+    mixer = dict(block["mixer"])
+    logits = np.asarray(jax.device_get(mixer.pop("lower_bound")))
+    if len(logits) > 1 and np.min(logits[0] - np.max(logits[1:], axis=0)) < _NEGLIGIBLE:
+        raise ValueError(
+            "lower_bound: the forget gates have lower bounds, which the published code of HGRN2 does not apply; "
+            "accepted are models without bounds, such as imported ones"
+        )
+    return params | dict(periods=periods | dict(blocks={0: block | dict(mixer=mixer)}))
+
+
+def _constants(kind: str, config: ModelConfig) -> dict[str, np.ndarray]:
+    """Return the tensors that are no parameters here, by name."""
+    if kind == HGRN2:
+        return {LOWER_BOUNDS: np.zeros((config.num_layers, config.hidden_size), np.float32)}
+    names = fixed_gates(config)
+    if not names:
+        return {}
+    times = np.array(config.layers["L"].mixer.decay_times(), np.float64)
+    return dict.fromkeys(names, (-np.log(np.expm1(1 / times))).astype(np.float32))
+
+
+def _values(params: dict[str, Any], layout: Layout) -> Callable[[str], np.ndarray]:
+    """Return a function of a tensor's name that returns its values in the published layout."""
+    leaves: dict[Any, tuple[Any, int | None]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        for row, (keys, layer) in enumerate(layers_of(path, leaf.shape, 1)):
+            leaves[tuple(keys), layer] = (leaf, None if layer < 0 else row)
+    places: dict[str, list[Any]] = {}
+    for place, part in layout.parts.items():
+        places.setdefault(part.name, []).append(place)
+
+    def parts(name: str) -> Iterator[np.ndarray]:
+        for place in places[name]:
+            leaf, row = leaves[place]
+            array = np.asarray(jax.device_get(leaf if row is None else leaf[row]))
+            shape, transposed = stored_shape(".".join(place[0]), array.shape)
+            yield (array.T if transposed else array).reshape(shape)
+
+    return lambda name: np.concatenate(list(parts(name)))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    program = "lsm_jax.convert.fox_export"
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {program}",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--workdir", required=True, help="directory of the run")
+    parser.add_argument("--out", required=True, help="the folder to write")
+    parser.add_argument("--source", help="the checkpoint that the run was imported from")
+    parsed = parser.parse_args(arguments)
+    try:
+        run = load_run(parsed.workdir)
+        out = export_fox(run.params, run.config.model, parsed.out, parsed.source)
+    except (ValueError, OSError) as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 1
+    print(f"wrote the checkpoint of {run.config.name} to {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+"""Hopper's kernel of attention with the keys of a state: by Mosaic GPU's interpreter beside XLA, and by lowering for an H200."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+import pallas_kernels.forgetting_attention
+from lsm_jax import mixers, models, ops
+from lsm_jax.ops.backends.select import clear_choices
+from pallas_kernels.compat import gpu_interpreter, races_found
+from pallas_kernels.forgetting_attention import forgetting_attention
+from tests.kernels.test_forgetting_attention_gpu import make, plain
+from tests.kernels.test_linear_attention_gpu import error
+
+HEADS, KEY_HEADS, DIM = 2, 1, 64
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    """Run the kernel of `ops.attention` in the interpreter."""
+    kernel = functools.partial(forgetting_attention, interpret=gpu_interpreter())
+    monkeypatch.setattr(pallas_kernels.forgetting_attention, "forgetting_attention", kernel)
+
+
+def tokens_of(length, seed=0, batch=2, gates=True):
+    rng = np.random.default_rng(seed)
+    normal = lambda heads: jnp.asarray(rng.normal(size=(batch, length, heads, DIM)), jnp.bfloat16)  # noqa: E731
+    arrays = dict(q=normal(HEADS), k=normal(KEY_HEADS), v=normal(KEY_HEADS))
+    if gates:
+        logits = jnp.asarray(rng.normal(size=(batch, length, HEADS)) + 2, jnp.float32)
+        arrays["log_forget"] = jax.nn.log_sigmoid(logits)
+    return arrays
+
+
+def cut(arrays, begin, end):
+    return {name: x[:, begin:end] for name, x in arrays.items()}
+
+
+def empty_state(capacity, gates=True, batch=2):
+    heads = HEADS if gates else None
+    sizes = (batch, capacity, KEY_HEADS, DIM, DIM)
+    return ops.attention_state(*sizes, forget_heads=heads, dtype=jnp.bfloat16)
+
+
+def assert_equal(actual, expected, tolerance=1e-2):
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
+    ):
+        if a.dtype != jax.dtypes.float0:
+            np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
+            assert error(jnp.nan_to_num(a), jnp.nan_to_num(b)) < tolerance, path
+
+
+# The tokens of each call, the first by XLA, and (capacity, arguments of all calls).
+SPLITS = {
+    "partly-filled": ((90, 70), 260, {}),
+    "from-empty-in-pieces": ((0, 128, 128), 256, {}),
+    "no-gates": ((130, 140), 270, dict(gates=False)),
+    "window": ((210, 90), 100, dict(window=100)),  # the ring is full, and begins in its middle
+    "documents": ((130, 100), 230, dict(documents=True)),
+    "masked": ((120, 80), 200, dict(masked=True)),
+    "beyond-the-capacity": ((100, 80), 140, dict(documents=True)),
+    "one-token": ((128, 1), 129, {}),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=() if n in ("documents", "window") else pytest.mark.slow)
+        for n in SPLITS
+    ],
+)
+def test_pieces_equal_xla(name):
+    lengths, capacity, options = SPLITS[name]
+    gates, window = options.get("gates", True), options.get("window")
+    total = sum(lengths)
+    arrays, rng = tokens_of(total, gates=gates), np.random.default_rng(1)
+    if options.get("documents"):  # the first row's last document begins in the second piece
+        ids = np.stack([np.arange(total) // 85 + 1, np.full(total, 7)])
+        ids[1, 40:60] = 0
+        arrays["segment_ids"] = jnp.asarray(ids, jnp.int32)
+    if options.get("masked"):
+        arrays["update_mask"] = jnp.asarray(rng.random((2, total)) < 0.8)
+    state, begin = empty_state(capacity, gates), lengths[0]
+    call = functools.partial(ops.attention, window=window)
+    if begin:
+        _, state = call(**cut(arrays, 0, begin), initial_state=state, implementation="xla")
+    for length in lengths[1:]:
+        piece = cut(arrays, begin, begin + length)
+        expected = call(**piece, initial_state=state, implementation="xla")
+        actual = call(**piece, initial_state=state, implementation="mosaic_gpu")
+        assert_equal(actual[0], expected[0], 5e-3)
+        for a, b in zip(jax.tree.leaves(actual[1]), jax.tree.leaves(expected[1]), strict=True):
+            np.testing.assert_array_equal(a, b)
+        state, begin = actual[1], begin + length
+    assert not races_found()
+
+
+def test_a_ring_of_several_rows_at_different_counts():
+    """Row 0 has 5 tokens of its document in the state, row 1 has all 90; a stale NaN of an earlier document changes nothing."""
+    arrays = tokens_of(160)
+    ids = np.ones((2, 160), np.int32)
+    ids[0, 85:] = 2
+    arrays["segment_ids"] = jnp.asarray(ids)
+    first = cut(arrays, 0, 90)
+    _, state = ops.attention(**first, initial_state=empty_state(160), implementation="xla")
+    np.testing.assert_array_equal(state.count, [5, 90])
+    piece = cut(arrays, 90, 160)
+    expected, _ = ops.attention(**piece, initial_state=state, implementation="xla")
+    stale = state._replace(values=state.values.at[0, 50:60].set(jnp.nan))
+    actual, _ = ops.attention(**piece, initial_state=stale, implementation="mosaic_gpu")
+    assert error(actual, expected) < 5e-3
+
+
+@pytest.mark.slow
+def test_every_gradient_equals_xla():
+    """Of the tokens, and of the state's keys, values and sums of gates."""
+    arrays = tokens_of(160)
+    mask = jnp.asarray(np.random.default_rng(1).random((2, 90)) < 0.9)
+    first = cut(arrays, 0, 90) | dict(update_mask=mask, implementation="xla")
+    _, state = ops.attention(**first, initial_state=empty_state(200))
+    weight = tokens_of(70, seed=2)["q"].astype(jnp.float32)
+
+    def gradients(implementation):
+        def loss(piece, state):
+            output, _ = ops.attention(**piece, initial_state=state, implementation=implementation)
+            return jnp.sum(weight * output)
+
+        return jax.grad(loss, argnums=(0, 1), allow_int=True)(cut(arrays, 90, 160), state)
+
+    assert_equal(gradients("mosaic_gpu"), gradients("xla"))
+
+
+def test_causal_to_the_bit():
+    arrays, state = tokens_of(100, batch=1), empty_state(130, batch=1)
+    first = tokens_of(30, seed=1, batch=1) | dict(implementation="xla")
+    _, state = ops.attention(**first, initial_state=state)
+    changed = {name: x.at[:, 77:].multiply(2) for name, x in arrays.items()}
+    run = functools.partial(ops.attention, initial_state=state, implementation="mosaic_gpu")
+    outputs = [run(**x)[0][:, :77] for x in (arrays, changed)]
+    np.testing.assert_array_equal(*outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("places", [None, (0, 256)])
+def test_kernel_with_earlier_keys(places):
+    """Queries of the last tokens of the row, or of two parts of what follows the earlier keys, beside all scores at once."""
+    earlier, length = (200, 300) if places is None else (100, 512)
+    inputs = make(earlier + length, 2, 1, 64, gates="strong", documents=True, masked=True)
+    where = {n: inputs.pop(n) for n in ("run", "written")}
+    parts = [(0, length)] if places is None else [(p, p + 128) for p in places]
+
+    def queries(x):
+        return jnp.concatenate([x[:, earlier + a : earlier + b] for a, b in parts], axis=1)
+
+    starts = None if places is None else jnp.asarray(places, jnp.int32)
+    call = functools.partial(forgetting_attention, scale=0.2, interpret=gpu_interpreter())
+    run = lambda x: call(**x | dict(q=queries(x["q"])), **where, places=starts, earlier=earlier)  # noqa: E731
+    widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
+    expected, wanted = jax.vjp(lambda x: queries(plain(**x, **where, window=None)), widened)
+    actual, pull = jax.vjp(run, inputs)
+    assert error(actual, expected) < 5e-3
+    d_output = jnp.asarray(np.random.default_rng(1).normal(size=actual.shape), actual.dtype)
+    (grads,), (wanted,) = pull(d_output), wanted(d_output.astype(jnp.float32))
+    for name in "qkv":
+        assert error(grads[name], wanted[name]) < 1e-2, name
+    assert error(grads["sums"][0], wanted["sums"][0]) < 1e-2
+
+
+def test_earlier_keys_are_checked():
+    x = jnp.ones((1, 128, 2, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match="earlier=129; accepted are 0 to the number of keys, 128"):
+        forgetting_attention(x, x, x, scale=1.0, earlier=129)
+    with pytest.raises(ValueError, match="places is not given with 128 queries and 64 keys"):
+        forgetting_attention(x, x, x, scale=1.0, earlier=64)
+    with pytest.raises(NotImplementedError, match="requires as many queries as keys"):
+        forgetting_attention(x[:, :64], x, x, scale=1.0, earlier=64, implementation="mosaic_tpu")
+
+
+def lowered(function, *arguments):
+    """The program of a function for an H200, and what `attention` runs as in it."""
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    clear_choices()
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        traced = jax.jit(function).trace(*arguments)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    return text, ops.choices()["attention"]
+
+
+@pytest.mark.parametrize("config", [mixers.FoXConfig, mixers.SoftmaxConfig])
+def test_prefill_runs_fused_and_decoding_does_not(config, monkeypatch):
+    monkeypatch.undo()  # lowered for the card, not interpreted
+    heads = HEADS if config is mixers.FoXConfig else None
+    state = jax.eval_shape(
+        lambda: ops.attention_state(2, 300, 2, DIM, DIM, forget_heads=heads, dtype=jnp.bfloat16)
+    )
+
+    def call(length, **options):
+        struct = jax.ShapeDtypeStruct
+        q = struct((2, length, 2, DIM), jnp.bfloat16)
+        gates = None if heads is None else struct((2, length, 2), jnp.float32)
+        run = lambda q, g, s: ops.attention(q, q, q, log_forget=g, initial_state=s, **options)  # noqa: E731
+        return lowered(run, q, gates, state)
+
+    for length in (64, 100, 128):
+        text, chosen = call(length)
+        assert "mosaic_gpu" in text and chosen.startswith("mosaic_gpu on NVIDIA 9.0"), chosen
+    assert "mosaic_gpu" in call(128, window=200)[0]
+    text, chosen = call(1)
+    assert "mosaic_gpu" not in text
+    assert "mosaic_gpu not used: XLA continues from a state with fewer than 64 tokens" in chosen
+
+
+def test_a_model_reads_pieces_fused(monkeypatch):
+    """As evaluation in pieces and chunked prefill call it."""
+    monkeypatch.undo()
+    config = models.fox("pro", "125m", vocab_size=64)
+    config.hidden_size, config.num_layers = 128, 1
+    config.layers["L"].mixer.num_heads = 2
+    model = nnx.eval_shape(lambda: models.Decoder(config, rngs=nnx.Rngs(0)))
+    state = jax.eval_shape(lambda: model.init_state(1, 512))
+    graph, params = nnx.split(model)
+
+    def read(params, tokens, state):
+        return nnx.merge(graph, params).hidden(tokens, state=state)[:2]
+
+    for length, fused in ((128, True), (1, False)):
+        tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+        assert ("mosaic_gpu" in lowered(read, params, tokens, state)[0]) == fused
+
+
+def test_one_state_per_segment_is_refused():
+    arrays = tokens_of(70) | dict(segment_ids=jnp.ones((2, 70), jnp.int32))
+    state = ops.attention_state(
+        2, 70, KEY_HEADS, DIM, DIM, num_segments=2, forget_heads=HEADS, dtype=jnp.bfloat16
+    )
+    with pytest.raises(NotImplementedError, match="requires one state per row"):
+        ops.attention(**arrays, initial_state=state, implementation="mosaic_gpu")
