@@ -1,4 +1,4 @@
-"""Where a program's device time goes: its profile read back, with the model's own names beside XLA's."""
+"""The device time of each instruction of a program, with the model's names beside XLA's."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ _SOURCE = re.compile(r'op_name="([^"]*)"')
 
 
 def by_kernel(call: Callable[[], Any], text: str, calls: int = 2) -> list[dict[str, Any]]:
-    """What each instruction of a compiled program takes on the device.
+    """Measure the device time of each instruction of a compiled program.
 
     Args:
-        call: runs the program once; already warm.
+        call: runs the program once; it has run before.
         text: the program's `as_text()`.
-        calls: how often to run it.
+        calls: number of calls that are profiled.
 
     Returns:
-        A row a kernel of an instruction, the longest first: `milliseconds` and `launches` a call, the `instruction`, the `kernel`,
-        the first array of its `result` and where in the model it stands (`source`). Under a command buffer the instruction is the
-        buffer's; XLA_FLAGS=--xla_gpu_enable_command_buffer= keeps each its own.
+        A row for each kernel of an instruction, the longest first: `milliseconds` and `launches` per call,
+        the `instruction`, the `kernel`, the first array of its `result`, and its place in the model
+        (`source`). In a command buffer all kernels have the instruction of the buffer;
+        XLA_FLAGS=--xla_gpu_enable_command_buffer= turns command buffers off.
 
     Raises:
-        RuntimeError: the profiler saw nothing of the program.
+        RuntimeError: the profile has no instruction of the program.
     """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -46,7 +47,7 @@ def by_kernel(call: Callable[[], Any], text: str, calls: int = 2) -> list[dict[s
             if "hlo_op" in event.get("args", {}) and event.get("ph") == "X"
         ]
     if not events:
-        raise RuntimeError("the profiler saw none of the program's instructions")
+        raise RuntimeError("the profile has none of the program's instructions")
     known = {}
     for line in text.splitlines():
         if match := _INSTRUCTION.match(line):

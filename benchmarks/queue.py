@@ -1,13 +1,17 @@
-"""Run a list of measurements on this machine's GPUs within a time: `python -m benchmarks.queue JOBS --seconds 540 --output DIR`.
+"""Run a list of commands on this machine's GPUs within a given time.
 
-A line of JOBS is a job, `#` begins a comment:
+    python -m benchmarks queue JOBS --seconds 540 --output DIR
 
-    kernels  gpus=1  seconds=120  alone: python -m benchmarks.kernels --peers fla --output {out}/kernels.jsonl
+Each line of JOBS is a job, `#` begins a comment:
 
-its name, the GPUs it takes (1 where not said), the seconds it is expected to take, whether it is timed and so needs its GPUs
-`alone` or may `share` them with `--slots` others of its kind, and a shell command, in which {out} is its own folder in DIR. Jobs
-start in the order of the file as soon as GPUs for them are free and their seconds fit into what is left; one that takes twice as
-long is stopped. What a job prints is in DIR/NAME/log, how all ended in DIR/summary.jsonl and, line by line, on the screen.
+    kernels  gpus=1  seconds=120  alone: python -m benchmarks kernels --peers fla --output {out}/kernels.jsonl
+
+A line has the job's name, the number of GPUs (1 by default), the seconds that the job is expected to run,
+whether it is timed and so must have its GPUs `alone` or may `share` each with up to `--slots` such jobs, and
+a shell command, in which {out} is the job's folder in DIR. Jobs start in the order of the file as soon as
+enough GPUs are free for them and their seconds fit into the time that is left. A job that runs twice as long
+as expected is stopped. The output of a job is in DIR/NAME/log. How each job ended is printed and written to
+DIR/summary.jsonl.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 _LINE = re.compile(r"(?P<name>[\w.-]+)(?P<options>(\s+\w+=\d+)*)\s+(?P<kind>alone|share):\s*(?P<command>\S.*)")  # fmt: skip
 _ACCEPTED = "accepted is NAME [gpus=N] seconds=N alone|share: COMMAND"
@@ -29,7 +34,7 @@ _ACCEPTED = "accepted is NAME [gpus=N] seconds=N alone|share: COMMAND"
 
 @dataclasses.dataclass
 class Job:
-    """A line of a list of jobs."""
+    """A job, one line of the list."""
 
     name: str
     command: str
@@ -39,7 +44,11 @@ class Job:
 
 
 def read_jobs(text: str) -> list[Job]:
-    """The jobs of a list. A line that is none, an unknown option and a name given twice raise ValueError."""
+    """Return the jobs of a list.
+
+    Raises:
+        ValueError: a line is no job, an option is unknown, or a name occurs twice.
+    """
     jobs: list[Job] = []
     for number, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.lstrip().startswith("#"):
@@ -57,66 +66,102 @@ def read_jobs(text: str) -> list[Job]:
 
 
 def free_gpus(job: Job, users: list[list[Job]], slots: int) -> list[int] | None:
-    """GPUs on which the job may start, given the jobs that run on each; None where too few are free."""
+    """Return GPUs on which the job may start, or None if too few are free.
 
-    def open_to(own: list[Job]) -> bool:
+    Args:
+        job: the job.
+        users: the jobs that run on each GPU.
+        slots: how many jobs may share a GPU.
+    """
+
+    def is_free(jobs: list[Job]) -> bool:
         if job.alone:
-            return not own
-        return len(own) < slots and not any(other.alone for other in own)
+            return not jobs
+        return len(jobs) < slots and not any(other.alone for other in jobs)
 
-    found = [gpu for gpu, own in enumerate(users) if open_to(own)]
-    return found[: job.gpus] if len(found) >= job.gpus else None
+    free = [gpu for gpu, jobs in enumerate(users) if is_free(jobs)]
+    return free[: job.gpus] if len(free) >= job.gpus else None
 
 
-def run(jobs: list[Job], folder: Path, *, gpus: int, slots: int, seconds: float) -> list[dict]:
-    """Run the jobs; how each ended: its name, exit code (None: not started) and seconds."""
+def run(
+    jobs: list[Job], folder: Path, *, gpus: int, slots: int, seconds: float
+) -> list[dict[str, Any]]:
+    """Run the jobs.
+
+    Returns:
+        For each job, in the order in which they ended, its name, exit code (None: not started) and seconds.
+
+    Raises:
+        ValueError: a job requires more GPUs than there are.
+    """
     for job in jobs:
         if job.gpus > gpus:
             raise ValueError(f"{job.name}: gpus={job.gpus}; this machine has {gpus}")
-    began, waiting, running, rows = time.monotonic(), list(jobs), {}, []
-    users: list[list[Job]] = [[] for _ in range(gpus)]
-
-    def tell(**row) -> None:
-        rows.append(row)
-        with (folder / "summary.jsonl").open("a") as summary:
-            summary.write(json.dumps(row) + "\n")
-        print(f"{time.monotonic() - began:5.0f} s  {row}", flush=True)
-
     folder.mkdir(parents=True, exist_ok=True)
+    queue = _Queue(jobs, folder, gpus, slots, seconds)
     try:
-        while waiting or running:
-            left = seconds - (time.monotonic() - began)
-            for process, (job, start, log) in list(running.items()):
-                took = time.monotonic() - start
-                if process.poll() is None and (left <= 0 or took > 2 * job.seconds):
-                    _stop(process)
-                if process.poll() is not None:
-                    log.close()
-                    del running[process]
-                    for own in users:
-                        own[:] = [other for other in own if other is not job]
-                    tell(name=job.name, exit=process.returncode, seconds=round(took, 1))
-            held = False  # a job that waits for GPUs of its own is not overtaken for ever
-            for job in list(waiting):
-                chosen = None if held else free_gpus(job, users, slots)
-                if job.seconds > left:
-                    waiting.remove(job)
-                    tell(name=job.name, exit=None, seconds=0.0)
-                elif chosen is not None:
-                    waiting.remove(job)
-                    for gpu in chosen:
-                        users[gpu].append(job)
-                    process, log = _start(job, folder / job.name, chosen)
-                    running[process] = job, time.monotonic(), log
-                held = held or chosen is None
+        while queue.waiting or queue.running:
+            left = queue.end - time.monotonic()
+            queue.collect(left)
+            queue.start(left)
             time.sleep(0.2)
     finally:
-        for process in running:
+        for process in queue.running:
             _stop(process)
-    return rows
+    return queue.rows
 
 
-def _start(job: Job, folder: Path, gpus: list[int]) -> tuple[subprocess.Popen, object]:
+class _Queue:
+    """The jobs that wait, those that run on each GPU, and the rows of those that ended."""
+
+    def __init__(self, jobs: list[Job], folder: Path, gpus: int, slots: int, seconds: float):
+        self.waiting = list(jobs)
+        self.running: dict[subprocess.Popen, tuple[Job, float, Any]] = {}
+        self.rows: list[dict[str, Any]] = []
+        self.end = time.monotonic() + seconds
+        self._folder, self._slots, self._began = folder, slots, time.monotonic()
+        self._users: list[list[Job]] = [[] for _ in range(gpus)]
+
+    def collect(self, left: float) -> None:
+        """Stop the jobs whose time is over, and record those that ended."""
+        for process, (job, start, log) in list(self.running.items()):
+            elapsed = time.monotonic() - start
+            if process.poll() is None and (left <= 0 or elapsed > 2 * job.seconds):
+                _stop(process)
+            if process.poll() is None:
+                continue
+            log.close()
+            del self.running[process]
+            for users in self._users:
+                users[:] = [other for other in users if other is not job]
+            self._record(job, process.returncode, elapsed)
+
+    def start(self, left: float) -> None:
+        """Start the jobs for which GPUs are free, and drop those that would not end in time."""
+        blocked = False  # once a job must wait for GPUs, later ones wait too, so that it starts at some time
+        for job in list(self.waiting):
+            gpus = None if blocked else free_gpus(job, self._users, self._slots)
+            if job.seconds > left:
+                self.waiting.remove(job)
+                self._record(job, None, 0.0)
+            elif gpus is not None:
+                self.waiting.remove(job)
+                for gpu in gpus:
+                    self._users[gpu].append(job)
+                process, log = _start(job, self._folder / job.name, gpus)
+                self.running[process] = job, time.monotonic(), log
+            blocked = blocked or gpus is None
+
+    def _record(self, job: Job, code: int | None, seconds: float) -> None:
+        row = dict(name=job.name, exit=code, seconds=round(seconds, 1))
+        self.rows.append(row)
+        with (self._folder / "summary.jsonl").open("a") as summary:
+            summary.write(json.dumps(row) + "\n")
+        print(f"{time.monotonic() - self._began:5.0f} s  {row}", flush=True)
+
+
+def _start(job: Job, folder: Path, gpus: list[int]) -> tuple[subprocess.Popen, Any]:
+    """Start a job; returns its process and its log file."""
     folder.mkdir(parents=True, exist_ok=True)
     log = (folder / "log").open("w")
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
@@ -129,6 +174,7 @@ def _start(job: Job, folder: Path, gpus: list[int]) -> tuple[subprocess.Popen, o
 
 
 def _stop(process: subprocess.Popen) -> None:
+    """End a job and the processes that it started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -136,31 +182,27 @@ def _stop(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def main() -> None:
-    """Read the command line and run."""
+def main(argv: list[str]) -> None:
+    """Read the command line and run the jobs; the exit status is 1 if one failed or did not start."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+        prog="python -m benchmarks queue", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("jobs", type=Path, help="a list of jobs")
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs of this machine")
     parser.add_argument("--slots", type=int, default=4, help="jobs that may share a GPU")
-    parser.add_argument("--seconds", type=float, required=True, help="for all of them")
-    parser.add_argument("--only", help="names, with commas; all by default")
-    args = parser.parse_args()
+    parser.add_argument("--seconds", type=float, required=True, help="time for all jobs together")
+    parser.add_argument("--only", help="names of jobs, with commas; all by default")
+    args = parser.parse_args(argv)
     try:
         jobs = read_jobs(args.jobs.read_text())
         if args.only:
             known = {job.name: job for job in jobs}
-            missing = [name for name in args.only.split(",") if name not in known]
-            if missing:
-                raise ValueError(f"--only={args.only}: there are {', '.join(known)}")
+            if missing := [name for name in args.only.split(",") if name not in known]:
+                raise ValueError(f"--only {missing[0]}: accepted are {', '.join(known)}")
             jobs = [known[name] for name in args.only.split(",")]
         rows = run(jobs, args.output, gpus=args.gpus, slots=args.slots, seconds=args.seconds)
     except (ValueError, OSError) as error:
-        sys.exit(f"benchmarks.queue: {error}")
+        sys.exit(f"{parser.prog}: {error}")
     sys.exit(any(row["exit"] != 0 for row in rows))
-
-
-if __name__ == "__main__":
-    main()

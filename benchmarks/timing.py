@@ -1,4 +1,4 @@
-"""Timing shared by the benchmarks: medians of repeated calls, with the machine and the commit beside them."""
+"""Times of repeated calls, and where they were measured: the machine and the commit."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks.registry import ROOT
+
 
 def milliseconds(function, *args, repeats: int = 20) -> float:
-    """The median time of a call, in ms, after two calls to compile and warm up."""
+    """Return the median time of a call in ms, after two calls that compile and warm up."""
     for _ in range(2):
         jax.block_until_ready(function(*args))
     times = []
@@ -29,7 +31,10 @@ def milliseconds(function, *args, repeats: int = 20) -> float:
 
 
 def batch_milliseconds(program, *args, calls: int = 20) -> float:
-    """The median over 7 batches of the time of a call, in ms: many calls are asked for before the last is waited for."""
+    """Return the median over 7 batches of the time of a call in ms.
+
+    A batch is so many `calls`, all of which are dispatched before the last result is awaited.
+    """
     for _ in range(2):
         jax.block_until_ready(program(*args))
     result, times = None, []
@@ -43,22 +48,27 @@ def batch_milliseconds(program, *args, calls: int = 20) -> float:
 
 
 def program_bytes(compiled: Any) -> int:
-    """Arguments, what is computed beside them, and results that reuse neither."""
-    found = compiled.memory_analysis()
-    new = found.output_size_in_bytes - found.alias_size_in_bytes
-    return found.argument_size_in_bytes + found.temp_size_in_bytes + new
+    """Return the bytes of a program's arguments, temporary arrays, and results that reuse no argument."""
+    memory = compiled.memory_analysis()
+    new = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + memory.temp_size_in_bytes + new
 
 
 def append_row(path: Path, row: dict) -> None:
-    """Write a row at the end of a file of JSON lines."""
+    """Append a row to a file of JSON lines."""
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")
 
 
 @contextlib.contextmanager
 def alone(lock: Path | None, shared: bool = False):
-    """The device for oneself, where other processes that share it hold the same lock when they use it; `shared` with those
-    that share it too, as programs being compiled may."""
+    """Lock a file for the time of the context, so that processes that time on one device do so one after
+    another.
+
+    Args:
+        lock: the file; None: no lock.
+        shared: whether other processes may have the lock `shared` at the same time, as while they compile.
+    """
     if lock is None:
         yield
         return
@@ -67,18 +77,20 @@ def alone(lock: Path | None, shared: bool = False):
         yield
 
 
-def provenance() -> dict:
-    """When, where and on what code a number was measured."""
-    commit = os.environ.get("GIT_COMMIT", "")  # for a copy of the tree without its history
+def provenance(*, device: bool = True) -> dict:
+    """Return the date, the commit, and with `device` the device and the version of JAX, for a row.
+
+    The environment variable GIT_COMMIT replaces the commit in a copy of the tree without its history.
+    """
+    commit = os.environ.get("GIT_COMMIT", "")
     if not commit:
         try:
             command = ["git", "rev-parse", "--short", "HEAD"]
-            commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            commit = done.stdout.strip()
         except OSError:
             pass
-    return {
-        "date": datetime.date.today().isoformat(),
-        "commit": commit or "unknown",
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-    }
+    row = {"date": datetime.date.today().isoformat(), "commit": commit or "unknown"}
+    if device:
+        row |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    return row

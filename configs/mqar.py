@@ -4,12 +4,12 @@ Reproduces: zoology's suite (github.com/HazyResearch/zoology at d88d6f5, `origin
 methods are compared. `suite=published` is the complete suite: lengths 64 to 256 in training, up to 1,024 with 256 pairs in the
 test, widths 64, 128 and 256. `suite=64x4`, the default, is its easiest part; `suite=tiny` runs for seconds on a CPU.
 Command: python train.py --config=configs/mqar.py:gated_deltanet,width=64,suite=published --workdir=runs/mqar_gdn
-Hardware: one GPU for minutes, for 64x4 less than one. `python -m benchmarks.recall_table` runs many methods and widths in one process.
+Hardware: one GPU for minutes, for 64x4 less than one. `python -m benchmarks recall_table` runs many methods and widths in one process.
 Expected: see docs/results/recall.md.
 
 The method `mom` is a Mixture-of-Memories with the config of `gated_deltanet` inside. Its ablations are flags such as
 `--config.model.mixer.num_memories=8`; `gated_deltanet --config.model.mixer.expand_v=10` is a single memory with as large a state.
-`python -m benchmarks.mom_recall` trains all of them at a size that is difficult for a single small memory.
+`python -m benchmarks mom_recall` trains all of them at a size that is difficult for a single small memory.
 
 Settings as published: two layers, [a gated convolution of 3 tokens, the method], no feedforward and no positions, tied
 embeddings, a vocabulary of 8,192, AdamW with weight decay 0.1, no warm-up or clipping, a cosine over 32 epochs, batches of 256,

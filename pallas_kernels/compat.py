@@ -20,11 +20,11 @@ __all__ = [
     "state_rows",
 ]
 
-PROCESSORS = 132  # of an H100 and an H200
+PROCESSORS = 132  # streaming multiprocessors of an H100 and of an H200
 
 
 def __getattr__(name: str) -> Any:
-    # `pltpu` only where it is asked for: its import changes the key of jax's caches, and all that was traced before is again.
+    # `pltpu` is imported only if it is used: its import changes the key of jax's caches, so that everything is traced again.
     if name != "pltpu":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from jax.experimental.pallas import tpu
@@ -33,7 +33,7 @@ def __getattr__(name: str) -> Any:
 
 
 def on_hopper() -> bool:
-    """Whether this process's NVIDIA devices are Hopper's (compute capability 9.0), or it has none and may compile for them."""
+    """Whether all NVIDIA devices of this process are Hopper's (compute capability 9.0); True if it has none, and may compile for them."""
     try:
         devices = jax.local_devices(backend="cuda")
     except RuntimeError:
@@ -42,8 +42,10 @@ def on_hopper() -> bool:
 
 
 def channel_rows(heads: int, head_dim: int, warps: int) -> Any:
-    """The layout of [heads, head_dim] in a warpgroup's registers with whole heads in a warp, and each thread's channels side by
-    side; a head has a power of two of threads."""
+    """The layout of [heads, head_dim] in a warpgroup's registers in which each head is in one warp.
+
+    A thread has consecutive channels, and the number of threads of a head is a power of two.
+    """
     from jax.experimental.mosaic.gpu import fragmented_array as mgpu
 
     vector = heads * head_dim // (32 * warps)
@@ -55,8 +57,10 @@ def channel_rows(heads: int, head_dim: int, warps: int) -> Any:
 
 
 def key_columns(channels: int) -> Any:
-    """The layout of [keys, 4 * channels] in a warpgroup's registers with `channels` columns a warp, 4 side by side a thread, and a
-    warp's other threads over the keys."""
+    """The layout of [keys, 4 * channels] in a warpgroup's registers in which each warp has `channels` columns.
+
+    A thread has 4 consecutive columns, and the other threads of a warp have other keys.
+    """
     from jax.experimental.mosaic.gpu import fragmented_array as mgpu
 
     across = channels // 4
@@ -68,8 +72,10 @@ def key_columns(channels: int) -> Any:
 
 
 def state_rows(rows: int, states: int) -> Any:
-    """The layout of [4, rows, states] in a warpgroup's registers with a warp for each of the first, 4 states side by side a thread,
-    and a warp's other threads over a row's states, then over rows."""
+    """The layout of [4, rows, states] in a warpgroup's registers in which each warp has one index of the first axis.
+
+    A thread has 4 consecutive states, and the other threads of a warp have the row's other states, then other rows.
+    """
     from jax.experimental.mosaic.gpu import fragmented_array as mgpu
 
     side = 32 // (states // 4)
@@ -81,12 +87,12 @@ def state_rows(rows: int, states: int) -> Any:
 
 
 def gpu_interpreter() -> Any:
-    """What to give a Mosaic GPU kernel as `interpret` to run it on a CPU, watched for races."""
+    """The value of a Mosaic GPU kernel's `interpret` to run it on a CPU and detect races."""
     return plgpu.InterpretGPUParams(detect_races=True)
 
 
 def races_found() -> bool:
-    """Whether the last kernel that `gpu_interpreter` ran had one."""
+    """Whether the last kernel that ran with `gpu_interpreter` had a race."""
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
     return interpret_pallas_call.get_races().races_found

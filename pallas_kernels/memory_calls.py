@@ -1,4 +1,4 @@
-"""The parts that the public functions of `linear_attention`, `delta_rule` and `dplr` share: requirements, padding, symbolic zeros."""
+"""Functions that `linear_attention`, `delta_rule` and `dplr` share: requirements, padding, symbolic zeros."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jax.custom_derivatives import SymbolicZero
 from pallas_kernels.requirements import Requirement
 
 FOLDERS = {"mosaic_gpu": "hopper", "mosaic_tpu": "tpu"}
-"""The folder of each implementation."""
+"""The folder with each implementation's modules."""
 
 
 class MemoryCall(NamedTuple):
-    """The arrays of a call, or their shapes, as requirements see them."""
+    """The arrays of a call, or their shapes, which requirements check."""
 
     q: Any
     k: Any
@@ -58,7 +58,7 @@ def materialize(cotangents: Any) -> list[Any]:
 
 
 def in_bfloat16(*names: str) -> Requirement:
-    """The arrays of these names in bfloat16."""
+    """The requirement that the arrays with these names are bfloat16."""
     listed = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
 
     def others(call: MemoryCall) -> list[str]:
@@ -71,7 +71,7 @@ def in_bfloat16(*names: str) -> Requirement:
 
 
 def key_dims(*sizes: int) -> Requirement:
-    """K of one of `sizes`."""
+    """The requirement that K is one of `sizes`."""
     listed = f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]}"
     return Requirement(
         f"K of {listed}", lambda call: call.q.shape[3] in sizes, lambda call: str(call.q.shape[3])
@@ -79,7 +79,7 @@ def key_dims(*sizes: int) -> Requirement:
 
 
 def value_dims(*sizes: int) -> Requirement:
-    """V of one of `sizes`."""
+    """The requirement that V is one of `sizes`."""
     listed = f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]}"
     return Requirement(
         f"V of {listed}", lambda call: call.v.shape[3] in sizes, lambda call: str(call.v.shape[3])
@@ -87,6 +87,7 @@ def value_dims(*sizes: int) -> Requirement:
 
 
 def _in_slices(size: int) -> bool:
+    """Whether Hopper's kernels with a decay per channel have slices for so many channels."""
     return size == 64 or (size > 0 and size % 128 == 0)
 
 
@@ -103,6 +104,7 @@ VALUES_IN_SLICES = Requirement(
 
 
 def _decay(call: MemoryCall) -> Any:
+    """The log decay of a call."""
     return call.log_decay if call.value_log_decay is None else call.value_log_decay
 
 
@@ -121,10 +123,12 @@ NO_BONUS = Requirement(
 
 
 def _tpu_dtypes(call: MemoryCall) -> set[str]:
+    """The names of the dtypes of q, k and v."""
     return {jnp.dtype(x.dtype).name for x in (call.q, call.k, call.v)}
 
 
 def _small_multiple(size: int) -> bool:
+    """Whether TPU kernels support so many channels."""
     return size % 8 == 0 and 0 < size <= 256
 
 

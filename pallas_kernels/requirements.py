@@ -1,4 +1,4 @@
-"""What a kernel requires of a call, as data: one text for errors, `ops.choices()` and the documentation."""
+"""The requirements of a kernel as data: one text for errors, for `ops.choices()` and for the documentation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Requirement(NamedTuple):
     Attributes:
         text: the requirement, as the object of "requires": "q, k and v in bfloat16".
         met: whether a call meets it.
-        given: what the call has in its place: "float32". None where the text says it.
+        given: what the call has instead, such as "float32"; None if the text is enough.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""What a kernel's forward leaves for its backward, by a name that a rematerialization policy can keep."""
+"""Names for the residuals of kernels, so that a rematerialization policy can save them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 KEPT = "kernel_residuals"
-"""`jax.checkpoint_policies.save_only_these_names(KEPT)` runs no forward kernel again in the backward pass."""
+"""The name of all residuals: `jax.checkpoint_policies.save_only_these_names(KEPT)` runs no forward kernel again in the backward pass."""
 
 
 def name_residuals(tree: Any) -> Any:
-    """Name all arrays of a tree, `behind_barrier`."""
+    """All arrays of a tree `behind_barrier`, with the name `KEPT`."""
     return jax.tree.map(lambda x: checkpoint_name(x, KEPT), behind_barrier(tree))
 
 
 def behind_barrier(tree: Any) -> Any:
-    """The same arrays, each behind a barrier, for what a kernel's forward hands out.
+    """The arrays of a tree, each behind an optimization barrier; for the results of a forward kernel.
 
-    Of a kernel whose result a scan stacks XLA makes two: one writes into the stack, the other for whoever reads the result (its
-    dynamic-slice fusions copy a custom call with all its users; jaxlib 0.11.2).
+    Without it XLA runs a kernel twice if a scan stacks its result: once to write into the stack, and once for the other uses of the
+    result (its dynamic-slice fusions copy a custom call with all its users; jaxlib 0.11.2).
     """
     return jax.tree.map(lax.optimization_barrier, tree)

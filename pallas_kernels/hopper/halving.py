@@ -5,8 +5,8 @@ methods split e^(b_i - b_j) into a factor of the row i and one of the column j, 
 
 - `Level`: the halving of `tiles.channel_decay`, which is exact for every decay. On each level the pairs are those of two neighbouring
   blocks of rows, and both factors are at most 1. A chunk of 64 tokens has 6 levels.
-- `AllPairs`: e^b_i and e^-b_j, for all pairs at once. It is valid only while neither factor leaves the exponents of float32, for
-  rows that are *in range*.
+- `AllPairs`: e^b_i and e^-b_j, for all pairs at once. It is valid only if neither factor overflows or underflows in float32,
+  for rows that are *in range*.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Halving:
     def factor(self, level):
         """`tiles.channel_decay.factor` for blocks of 2^level rows."""
         half = lax.shift_left(1, level)
-        # `tiles.channel_decay.spans` as an interval of columns: half as many instructions.
+        # `tiles.channel_decay.in_factor` as an interval of columns: half as many instructions.
         i, start = self.i, self.i & -half
         later = (i & half) > 0
         first = jnp.where(later, start, i + 1)

@@ -1,4 +1,4 @@
-"""Launch a Mosaic GPU kernel whose arguments, results and shared memory come by name."""
+"""Launch a Mosaic GPU kernel with named inputs, outputs and buffers in shared memory."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def launch(
     """Run `kernel` and return its outputs by name.
 
     Args:
-        kernel: called with references to global memory, by the names of inputs and outputs; with `scratch`, also with references
-            to that, by name.
+        kernel: called with a dictionary of references to the inputs and outputs in global memory; with `scratch` also with one of
+            references to the scratch buffers.
         inputs: arrays (or references to arrays that the kernel updates in place); those that are None are left out.
         outputs: shapes and dtypes of the results; those that are None are left out.
-        grid: sizes of the grid's axes, by the names that `jax.lax.axis_index` knows.
+        grid: sizes of the grid's axes, by the names for `jax.lax.axis_index`.
         num_threads: warpgroups of a block, along the axis `thread_name`; None is one warpgroup and no axis.
         thread_name: the axis of warpgroups.
         scratch: types of the block's buffers in shared memory and barriers, in the order in which they are allocated.
@@ -41,12 +41,12 @@ def launch(
         name: the kernel's name in profiles.
         interpret: parameters of the interpreter, or False.
     """
-    given = {name: x for name, x in inputs.items() if x is not None}
-    made = {name: x for name, x in outputs.items() if x is not None}
+    present = {name: x for name, x in inputs.items() if x is not None}
+    wanted = {name: x for name, x in outputs.items() if x is not None}
 
     def by_name(*refs):
-        count = len(given) + len(made)
-        named = dict(zip([*given, *made], refs[:count], strict=True))
+        count = len(present) + len(wanted)
+        named = dict(zip([*present, *wanted], refs[:count], strict=True))
         if scratch is None:
             kernel(named)
         else:
@@ -54,8 +54,8 @@ def launch(
 
     if name is not None:
         by_name.__name__ = name
-    types = list(made.values())
-    reductions = (
+    types = list(wanted.values())
+    reductions: dict[str, Any] = (
         {}
         if reduction_scratch_bytes is None
         else dict(reduction_scratch_bytes=reduction_scratch_bytes)
@@ -75,8 +75,8 @@ def launch(
             **reductions,
         ),
         interpret=interpret,
-    )(*given.values())
-    return dict(zip(made, results if len(types) > 1 else [results], strict=True))
+    )(*present.values())
+    return dict(zip(wanted, results if len(types) > 1 else [results], strict=True))
 
 
 def with_smem(
@@ -89,9 +89,9 @@ def with_smem(
         buffers: their types, such as `plgpu.SMEM((64, 64), jnp.bfloat16)`; those that are None are left out.
         thread_name: the axis of warpgroups.
     """
-    given = {name: x for name, x in buffers.items() if x is not None}
+    present = {name: x for name, x in buffers.items() if x is not None}
 
     def by_name(*refs):
-        return body(dict(zip(given, refs, strict=True)))
+        return body(dict(zip(present, refs, strict=True)))
 
-    return pl.run_scoped(by_name, *given.values(), collective_axes=thread_name)
+    return pl.run_scoped(by_name, *present.values(), collective_axes=thread_name)

@@ -68,16 +68,16 @@ def memories_before_parts(written, keep, initial, reverse: bool = False):
         [B * P, heads, D, V].
     """
     batch, heads = initial.shape[:2]
-    kept = jnp.prod(keep, axis=-1)
-    kept = jnp.repeat(kept, heads // kept.shape[1], axis=1)
-    kept = kept.reshape(*kept.shape, *[1] * (written.ndim - kept.ndim))
+    decay = jnp.prod(keep, axis=-1)
+    decay = jnp.repeat(decay, heads // decay.shape[1], axis=1)
+    decay = decay.reshape(*decay.shape, *[1] * (written.ndim - decay.ndim))
     by_part = lambda x: jnp.moveaxis(x.reshape(batch, -1, *x.shape[1:]), 1, 0)  # noqa: E731
 
     def step(memory, part):
-        kept, written = part
-        return memory * kept + written, memory
+        decay, written = part
+        return memory * decay + written, memory
 
-    parts = by_part(kept), by_part(written)
+    parts = by_part(decay), by_part(written)
     _, starts = lax.scan(step, initial, parts, reverse=reverse, unroll=min(len(parts[0]), _FUSED))
     return jnp.moveaxis(starts, 0, 1).reshape(written.shape)
 

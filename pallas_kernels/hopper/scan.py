@@ -3,7 +3,7 @@
 A warpgroup has 64 value channels of a memory in registers, transposed: S [64, K], in pieces [64, size] of the keys. It computes the
 chunks in order, and another warpgroup loads the inputs of the next ones. What a chunk does to S is the caller's function `step`.
 
-Up to K = 128 S is one piece, and is the left operand of a product in registers. A larger S leaves no registers for a copy in bfloat16:
+Up to K = 128 S is one piece, and is the left operand of a product in registers. With a larger S there are no registers for a copy in bfloat16:
 its pieces of 64 keys are then copied to shared memory, and are left operands from there.
 """
 
@@ -21,14 +21,10 @@ from pallas_kernels.compat import PROCESSORS, pl, plgpu
 from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.launch import launch, with_smem
 from pallas_kernels.hopper.row_layout import CHUNK
+from pallas_kernels.hopper.scan_plan import BLOCK, KEY_INPUTS, Call, Plan, make_plan
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 _SQUARE = (CHUNK, CHUNK)
-_BLOCK = 64  # columns of the memory (value channels) that a warpgroup has
-_LARGEST_IN_REGISTERS = 128  # K up to which the memory is a left operand in registers
-_STAGES = 3  # chunks that are loaded or in use at once, if shared memory is large enough
-_SMEM = 226 * 1024  # bytes of shared memory, of 227
-_KEY_INPUTS = ("q", "k", "written", "reach")  # inputs that have K numbers for each token
 _TOKEN_ROWS = ("beta", "enter", "leave")  # what the input `rows` contains, in this order
 
 
@@ -91,12 +87,12 @@ def scan(
         outputs["checkpoints"] = struct((batch, heads * checkpoints, width, depth), _F32)
     outputs["last"] = struct((batch * runs, heads * parts, width, depth), _F32)
     programs = batch * runs * heads * parts
-    call = _Call(
+    call = Call(
         shapes={name: x.shape for name, x in inputs.items()}, outs=tuple(outs), length=length, heads=heads,
         depth=depth, count=count, parts=parts, checkpoints=checkpoints, reverse=reverse, save=save,
         from_zero=initial is None, interpret=interpret,
     )  # fmt: skip
-    plan = _plan(call, programs * (width // _BLOCK), width // _BLOCK)
+    plan = make_plan(call, programs * (width // BLOCK), width // BLOCK, PROCESSORS)
     smem = _smem(call, plan)
 
     def kernel(refs):
@@ -111,7 +107,7 @@ def scan(
             chunk_bounds=chunk_bounds,
         ),
         outputs=outputs,
-        grid=dict(row=programs, column=width // _BLOCK // plan.groups),
+        grid=dict(row=programs, column=width // BLOCK // plan.groups),
         num_threads=plan.groups + 1,
         name="delta_rule_scan",
         interpret=interpret,
@@ -122,106 +118,13 @@ def scan(
     return *others, jnp.swapaxes(last, -1, -2)
 
 
-class _Call(NamedTuple):
-    """Sizes and options of one call.
-
-    Attributes:
-        shapes: of the inputs that are loaded chunk by chunk, by name.
-        outs: names of the outputs.
-        length: T.
-        heads: of the outputs.
-        depth: K.
-        count: chunks of a part.
-        parts: of the sequence.
-        checkpoints: memories that are returned, or 1.
-        reverse: whether the last chunk is the first.
-        save: whether S before each chunk is returned.
-        from_zero: whether there is no initial memory.
-        interpret: parameters of the interpreter, or False.
-    """
-
-    shapes: dict[str, tuple[int, ...]]
-    outs: tuple[str, ...]
-    length: int
-    heads: int
-    depth: int
-    count: int
-    parts: int
-    checkpoints: int
-    reverse: bool
-    save: bool
-    from_zero: bool
-    interpret: Any
-
-    @property
-    def in_smem(self) -> bool:
-        """Whether S is a left operand from shared memory, in pieces of 64 keys; else it is one, in registers."""
-        return bool(self.interpret) or self.depth > _LARGEST_IN_REGISTERS
-
-    @property
-    def size(self) -> int:
-        """Keys of a piece of S."""
-        return _BLOCK if self.in_smem else self.depth
-
-    @property
-    def pieces(self) -> int:
-        """Pieces of S."""
-        return self.depth // self.size
-
-    @property
-    def row_count(self) -> int:
-        """Vectors in `rows`."""
-        return self.shapes["rows"][2] // self.length if "rows" in self.shapes else 0
-
-
-class _Plan(NamedTuple):
-    """The use of warpgroups and of shared memory.
-
-    Attributes:
-        groups: computing warpgroups of a thread block, which use the same loaded inputs: 1 or 2.
-        buffers: [64, 64] buffers of a warpgroup.
-        separate: whether every piece of S and every output has a buffer of its own.
-        stages: chunks that are loaded or in use at once.
-    """
-
-    groups: int
-    buffers: int
-    separate: bool
-    stages: int
-
-
-def _plan(call: _Call, programs: int, blocks: int) -> _Plan:
-    """Choose the plan for so many warpgroups, `blocks` of them for the columns of one memory."""
-    # Two warpgroups of a block take 1.7 times as long as one that has a processor of its own. So two share a block if that fills all
-    # processors less often, and if shared memory is large enough to load ahead.
-    alone = 10 * pl.cdiv(programs, PROCESSORS) < 17 * pl.cdiv(programs, 2 * PROCESSORS)
-    buffers, ahead = 2 if call.in_smem else max(1, len(call.outs)), min(2, call.count)
-    share = blocks % 2 == 0 and not alone and _count_stages(call, 2, buffers) >= ahead
-    groups = 2 if share else 1
-    # One warpgroup alone may have buffers for all pieces of S at once, and for outputs, so that it does not wait for their copies.
-    every = call.pieces + len(call.outs)
-    separate = call.in_smem and groups == 1 and _count_stages(call, 1, every) >= ahead
-    buffers = every if separate else buffers
-    return _Plan(groups, buffers, separate, _count_stages(call, groups, buffers))
-
-
-def _count_stages(call: _Call, groups: int, buffers: int) -> int:
-    """The number of chunks whose inputs fit into shared memory, at most `_STAGES`, next to the buffers of the warpgroups."""
-    sizes = dict.fromkeys(call.shapes, CHUNK) | dict.fromkeys(_KEY_INPUTS, call.depth)
-    sizes |= dict(v=groups * _BLOCK, rows=8, keep=8)  # vectors are aligned to 1024 bytes
-    chunk_bytes = sum(2 * CHUNK * sizes[name] for name in call.shapes)
-    saved = call.depth * (call.save and not call.in_smem)
-    buffer_bytes = 2 * groups * _BLOCK * (CHUNK * buffers + saved)
-    return min(_STAGES, call.count, (_SMEM - buffer_bytes) // chunk_bytes)
-
-
-def _smem(call: _Call, plan: _Plan) -> dict[str, Any]:
+def _smem(call: Call, plan: Plan) -> dict[str, Any]:
     """The shared memory of a thread block, next to that of its pipeline."""
     smem: Any = plgpu.SMEM
     tiles = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
     return dict(
         tiles=tiles((plan.groups, plan.buffers, *_SQUARE)),
-        saved=tiles((plan.groups, _BLOCK, call.depth)) if call.save and not call.in_smem else None,
+        saved=tiles((plan.groups, BLOCK, call.depth)) if call.save and not call.in_smem else None,
         left=[tiles((plan.groups, *_SQUARE))] * 3 if call.interpret else None,
     )
 
@@ -250,7 +153,7 @@ class _Position(NamedTuple):
     block_columns: Any
 
 
-def _position(call: _Call, plan: _Plan, refs: dict[str, Any]) -> _Position:
+def _position(call: Call, plan: Plan, refs: dict[str, Any]) -> _Position:
     """The position of this warpgroup in the grid."""
     heads, count, parts = call.heads, call.count, call.parts
     row, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
@@ -262,8 +165,8 @@ def _position(call: _Call, plan: _Plan, refs: dict[str, Any]) -> _Position:
         memory = b, h * parts + part
         chunk = lambda n: part * count + (count - 1 - n if call.reverse else n)  # noqa: E731
     group = lax.axis_index("group")
-    columns = pl.ds((lax.axis_index("column") * plan.groups + group) * _BLOCK, _BLOCK)
-    block_columns = pl.ds(lax.axis_index("column") * plan.groups * _BLOCK, plan.groups * _BLOCK)
+    columns = pl.ds((lax.axis_index("column") * plan.groups + group) * BLOCK, BLOCK)
+    block_columns = pl.ds(lax.axis_index("column") * plan.groups * BLOCK, plan.groups * BLOCK)
     return _Position(b, h, memory, steps, chunk, group, columns, block_columns)
 
 
@@ -279,8 +182,8 @@ class _Warpgroup(NamedTuple):
         smem: buffers of `_smem`, by name.
     """
 
-    call: _Call
-    plan: _Plan
+    call: Call
+    plan: Plan
     step: Callable
     at: _Position
     refs: dict[str, Any]
@@ -299,11 +202,11 @@ class _Warpgroup(NamedTuple):
     def source(self, name: str) -> tuple[Any, Any]:
         """An input in global memory, and its block for each chunk."""
         call, at, shape = self.call, self.at, self.call.shapes[name]
-        if name in ("v", *_KEY_INPUTS):
+        if name in ("v", *KEY_INPUTS):
             source = self.refs[name].at[at.b, :, lax.div(at.h * shape[2], call.heads)]
             if name == "v":
                 source = source.at[:, at.block_columns]
-            block = (CHUNK, self.plan.groups * _BLOCK if name == "v" else call.depth)
+            block = (CHUNK, self.plan.groups * BLOCK if name == "v" else call.depth)
         else:
             source = self.refs[name].at[at.b, at.h]
             vectors = dict(rows=call.row_count * CHUNK, keep=call.depth)
@@ -326,7 +229,7 @@ class _Warpgroup(NamedTuple):
         if not call.from_zero:
             keys = pl.ds(key, call.size)
             return wg.load_global(self.refs["initial"].at[*at.memory, at.columns, keys])
-        shape = (_BLOCK, call.size)
+        shape = (BLOCK, call.size)
         if "v" in call.shapes:
             return plgpu.layout_cast(jnp.zeros(shape, _F32), wg.LAYOUT)
         i, j = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=wg.LAYOUT) for axis in (0, 1))
@@ -338,7 +241,7 @@ class _Warpgroup(NamedTuple):
         chunk: dict[str, Any] = dict(zip(self.call.shapes, loaded, strict=True))
         group = self.at.group
         if self.plan.groups > 1 and "v" in chunk:
-            chunk["v"] = chunk["v"].at[:, pl.ds(group * _BLOCK, _BLOCK)]
+            chunk["v"] = chunk["v"].at[:, pl.ds(group * BLOCK, BLOCK)]
         for index in range(self.call.row_count):
             chunk[_TOKEN_ROWS[index]] = chunk["rows"].at[pl.ds(index * CHUNK, CHUNK)]
         n = self.at.chunk(indices[0])

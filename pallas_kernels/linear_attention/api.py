@@ -26,7 +26,7 @@ _OP = "linear_attention"
 
 
 def variant_of(log_decay: Any, value_log_decay: Any) -> str:
-    """The name of the backend's module for these decays."""
+    """The name of the module for these decays."""
     if value_log_decay is not None:
         return "value_decay"
     by_channel = log_decay is not None and len(log_decay.shape) == 4
@@ -66,15 +66,15 @@ def linear_attention(
         log_decay: [B, T, G] or [B, T, G, K] float32, natural logarithm, at most 0; None is no decay.
         initial: [B, G, K, V] float32, the memory before the first token; or [B * S, G, K, V] with S memories per row.
         run: [B, T], the number of documents that have begun up to and with each token, never decreasing. A token with a larger
-            number than the token before it reads an empty memory; number 0 continues `initial`. None is one document. With S
+            number than the token before it reads an empty memory; number 0 continues `initial`. None is one document. With S > 1
             memories per row: every number from 0 to S - 1, each starting at a multiple of 64 ("mosaic_gpu") or 128
-            ("mosaic_tpu") tokens, continuing the memory of its number and leaving a final one.
+            ("mosaic_tpu") tokens; number s continues memory s of `initial` and ends in final memory s.
         bonus: [G, K] float32. If given, a token reads before its decay and its write, and its own write enters the read as
             `q diag(bonus) kᵀ v`.
         value_log_decay: [B, T, G, V] float32, the log decay of value channels, in place of `log_decay`.
         scale: multiplies q.
-        exact: whether the output is float32. With `value_log_decay` on "mosaic_gpu" it is never rounded then, and v may be
-            float32, which only the memory rounds.
+        exact: whether the output is float32. With `value_log_decay` on "mosaic_gpu" it is then never rounded, and v may be
+            float32, which is rounded only where it is written to the memory.
         implementation: "mosaic_gpu" (Hopper) or "mosaic_tpu"; `unsupported` says what each requires.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
@@ -83,14 +83,14 @@ def linear_attention(
 
     Raises:
         NotImplementedError: the implementation does not support these arguments; the message gives the requirement.
-        ValueError: an implementation that does not exist.
+        ValueError: the implementation does not exist.
     """
     variant = variant_of(log_decay, value_log_decay)
     backend = backend_module(_OP, implementation, variant)
-    given = v
+    value = v
     if exact and variant == "value_decay" and implementation == "mosaic_gpu":
-        given = jax.ShapeDtypeStruct(v.shape, q.dtype)
-    call = MemoryCall(q, k, given, log_decay, value_log_decay, bonus)
+        value = jax.ShapeDtypeStruct(v.shape, q.dtype)
+    call = MemoryCall(q, k, value, log_decay, value_log_decay, bonus)
     if (reason := first_unmet(backend.REQUIREMENTS, call)) is not None:
         raise NotImplementedError(f"{_OP}: implementation={implementation!r} requires {reason}")
     log_decay = log_decay if value_log_decay is None else value_log_decay
@@ -125,28 +125,30 @@ def linear_attention(
 def _slices(implementation: str, variant: str, q, v) -> tuple[list[slice], list[slice]]:
     """The slices of key and of value channels that a kernel computes.
 
-    With a decay per channel Hopper's kernels have slices of 128 channels of keys; and of values, unless the kernel slices these
-    itself, which it does if queries do not share a memory.
+    Hopper's kernels with a decay per channel compute slices of 128 key channels. They also compute slices of 128 value channels, except
+    the kernel with a decay per key channel if no queries share a memory: it splits values itself.
     """
     sliced = implementation == "mosaic_gpu" and variant != "scalar_decay"
     shared = q.shape[2] > v.shape[2]
 
-    def of(size: int, cut: bool) -> list[slice]:
-        width = 128 if cut and size % 128 == 0 else size
+    def slices(size: int, split: bool) -> list[slice]:
+        width = 128 if split and size % 128 == 0 else size
         return [slice(n, n + width) for n in range(0, size, width)]
 
-    return of(q.shape[3], sliced), of(v.shape[3], sliced and (variant == "value_decay" or shared))
+    return slices(q.shape[3], sliced), slices(
+        v.shape[3], sliced and (variant == "value_decay" or shared)
+    )
 
 
 def _options(static: tuple, bonus: Any) -> dict[str, Any]:
-    """The options of a backend's functions; only one of them has a bonus."""
+    """The options of the forward and the backward function of a backend's module; only that of `channel_decay` has a bonus."""
     _, scale, _, interpret = static
     more = {} if bonus is None else dict(bonus=bonus)
     return dict(scale=scale, interpret=interpret) | more
 
 
 def _exact(static: tuple) -> dict[str, Any]:
-    """The options of a backend's forward function for a float32 output, if it has any."""
+    """The options of the forward function for a float32 output, if it has any."""
     backend, _, exact, _ = static
     return dict(exact=True) if exact and getattr(backend, "HAS_EXACT", False) else {}
 
@@ -169,14 +171,14 @@ def _forward(static, *primals):
     output, *rest = results
     output = output.astype(jnp.float32) if exact else output
     output, final, residuals = name_residuals((output, *rest))
-    # The decay of a head that is a constant needs no gradient, and the backward pass is cheaper without it. (Residuals hold
-    # arrays, not flags: the flag is an array's size.)
-    wanted = log_decay is not None and log_decay.perturbed
-    return (output, final), (inputs, residuals, jnp.zeros((int(wanted), 0)))
+    # A constant decay requires no gradient, and the backward pass is cheaper without it. (Residuals are arrays, so this flag is the
+    # size of an array.)
+    needs_decay = log_decay is not None and log_decay.perturbed
+    return (output, final), (inputs, residuals, jnp.zeros((int(needs_decay), 0)))
 
 
 def _backward(static, saved, cotangents):
-    inputs, residuals, wanted = saved
+    inputs, residuals, needs_decay = saved
     d_output, d_final = materialize(cotangents)
     *arrays, bonus = inputs
     log_decay = inputs[3]
@@ -185,7 +187,7 @@ def _backward(static, saved, cotangents):
         residuals,
         d_output.astype(inputs[0].dtype),
         d_final,
-        decay_gradient=wanted.shape[0] == 1,
+        decay_gradient=needs_decay.shape[0] == 1,
         **_options(static, bonus),
     )
     if log_decay is not None and d_decay is None:

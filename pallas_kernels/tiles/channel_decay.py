@@ -4,22 +4,25 @@ With g [C, K] the log decay of a chunk and b its inclusive sums, each memory doe
 
     O = P v + scale (q e^b) S,    S' = e^(b_C) S + (k e^(b_C - b))ᵀ v,    P_ij = scale Σ_c q_ic k_jc e^(b_i - b_j)_c,  j <= i
 
-(GLA, arXiv 2312.06635, Eq. 4 and appendix C). e^-b overflows, and a difference b_i - b_j loses what a strong decay before j hides,
-so the chunk is halved down to single rows. Where two blocks of `half` rows meet, the pair's later row i takes e^(sum from the
-later block's first row to i) and its earlier row j takes e^(sum after j to the earlier block's last row): both at most 1, sums of
-terms of one sign, and neither looks past i. On a level each row is later or earlier in its pair of blocks, never both, so one
-tile X, q or k times its factor, holds both operands: the level's scores are the pairs (i, j) of X Xᵀ that `meets` names, and the
-gradient of X is a symmetric matrix times X. The sums are a product with a matrix of zeros and ones, `spans`.
+(GLA, arXiv 2312.06635, Eq. 4 and appendix C). e^-b overflows, and a difference b_i - b_j loses the decays after j to the rounding of a
+strong decay before j. So the pairs i > j are divided into levels by halving the chunk down to single rows: on the level of blocks
+of `half` rows, i is in the later and j in the earlier of two neighbouring blocks. Then e^(b_i - b_j) is the product of two factors,
+e^(sum from the later block's first row to i) of the later row and e^(sum after j to the earlier block's last row) of the earlier row.
+Both are at most 1, are sums of terms of one sign, and depend on no token after i. On a level each row is in a later or in an earlier
+block, never in both. So one tile X, with the rows of q times their factors in later blocks and those of k in earlier blocks, contains
+both operands: the level's scores are the pairs (i, j) of X Xᵀ that `is_pair` selects, and the gradient of X is a symmetric matrix
+times X. The sums are products with a matrix of zeros and ones, `in_factor`.
 
-`exclusive` is the read before the write (RWKV6, arXiv 2404.05892, Eq. 18): the decay between j and i leaves out i's own, and
-the diagonal is Σ_c bonus_c q_ic k_ic.
+`exclusive` is the read before the write (RWKV6, arXiv 2404.05892, Eq. 18): the decay between j and i excludes i's, and the diagonal
+is Σ_c bonus_c q_ic k_ic.
 
-The gradient of g, from dq and dk: g_l stands in every pair j < l <= i, in e^b_i for i >= l, in e^(b_C - b_j) for j < l and in
-e^(b_C):
+The gradient of g, from dq and dk: g_l is a term of b_i - b_j for every pair j < l <= i, of b_i for i >= l, of b_C - b_j for j < l,
+and of b_C:
 
     dg_l = Σ_{i>=l} (q dq)_i - Σ_{j>=l} (k dk(P))_j + Σ_{j<l} (k dk(S'))_j + e^(b_C) Σ_v S dS',
 
-(P) and (S') marking which term of dk, without the diagonal, whose pairs no decay separates. (Exclusive: i > l in the first sum.)
+where dk(P) and dk(S') are the terms of dk through P and through S'. No decay separates a token from itself, so the terms of the
+diagonal of P are excluded. (With `exclusive`, the first sum is over i > l.)
 """
 
 from __future__ import annotations
@@ -35,10 +38,10 @@ FLOOR = -128.0  # e^-128 is 0 in float32
 
 
 class Chunk(NamedTuple):
-    """What a chunk reads and writes.
+    """The operands of `read` and `write`.
 
     Attributes:
-        scores: P [C, C].
+        scores: [C, C], P.
         read: [C, K], scale q e^b.
         written: [C, K], k e^(b_C - b).
         keep: [K], e^(b_C).
@@ -51,7 +54,7 @@ class Chunk(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """Of a chunk's inputs: q, k and g [C, K], v [C, V], S [K, V], and of the bonus [K] (0 without)."""
+    """The gradients of a chunk's q, k and g [C, K], v [C, V] and S [K, V], and of the bonus [K] (0 without one)."""
 
     q: jax.Array
     k: jax.Array
@@ -62,28 +65,31 @@ class Gradient(NamedTuple):
 
 
 def levels(size: int) -> tuple[int, ...]:
-    """Rows in the blocks that meet: 1, 2, ..., size / 2."""
+    """The number of rows of a block on each level: 1, 2, ..., size / 2."""
     return tuple(2**n for n in range(size.bit_length() - 1))
 
 
-def spans(i, j, half, later, exclusive: bool = False):
-    """Whether row i's factor holds the decay of token j: of a later row (i's block up to i), or of an earlier one (the rest)."""
+def in_factor(i, j, half, later, exclusive: bool = False):
+    """Whether row i's factor contains the decay of token j.
+
+    For a row in a later block (`later`) these are the tokens of its block up to i; for a row in an earlier block those after i.
+    """
     stop = i - jnp.where(later, 1, 0) if exclusive else i
     return ((i ^ j) < half) & ((j <= stop) == later)
 
 
-def meets(i, j, half):
-    """Whether rows i and j stand in two blocks of `half` rows that meet, in either order."""
+def is_pair(i, j, half):
+    """Whether rows i and j are in two neighbouring blocks of `half` rows, in either order."""
     return ((i ^ j) >= half) & ((i ^ j) < 2 * half)
 
 
 class Documents(NamedTuple):
-    """Of a chunk's tokens.
+    """The documents of a chunk's tokens.
 
     Attributes:
-        same: [C, C], whether two belong to one document.
-        enters: [C, 1], 1 where a token's document is the one before the chunk, else 0.
-        stays: [C, 1], 1 where it is the chunk's last.
+        same: [C, C], whether two tokens belong to one document.
+        enters: [C, 1], 1 where a token's document is that of the last token before the chunk, else 0.
+        stays: [C, 1], 1 where a token's document is that of the chunk's last token, else 0.
     """
 
     same: jax.Array
@@ -91,16 +97,18 @@ class Documents(NamedTuple):
     stays: jax.Array
 
 
-def prepare(q, k, g, *, scale: float, documents: Documents | None = None, bonus=None) -> Chunk:
-    """Resolve one chunk.
+def chunk_forward(
+    q, k, g, *, scale: float, documents: Documents | None = None, bonus=None
+) -> Chunk:
+    """Compute the operands of one chunk.
 
     Args:
         q: [C, K], C a power of two.
         k: [C, K].
         g: [C, K] float32, at most 0.
         scale: of q.
-        documents: None is one.
-        bonus: [K]; reads come before writes.
+        documents: None is one document.
+        bonus: [K]; a token then reads before it writes.
     """
     size, exclusive = len(g), bonus is not None
     i, j = iota(size, size, 0), iota(size, size, 1)
@@ -108,7 +116,7 @@ def prepare(q, k, g, *, scale: float, documents: Documents | None = None, bonus=
     scores = jnp.where(i == j, current, 0)
     for half in levels(size):
         x = where_later(half, q, k) * factor(g, half, exclusive=exclusive)
-        scores += jnp.where(meets(i, j, half) & (i > j), dot(x, x, "nt"), 0)
+        scores += jnp.where(is_pair(i, j, half) & (i > j), dot(x, x, "nt"), 0)
     enter, leave = factor(g, size, True, exclusive), factor(g, size, False)
     keep = jnp.exp(jnp.sum(jnp.maximum(g, FLOOR), axis=0))
     if documents is not None:
@@ -119,26 +127,26 @@ def prepare(q, k, g, *, scale: float, documents: Documents | None = None, bonus=
 
 
 def where_later(half: int, of_later, of_earlier):
-    """Rows of the later blocks from one tile, of the earlier ones from the other."""
+    """Rows of later blocks of `half` rows from one tile, rows of earlier blocks from the other."""
     return jnp.where(iota(len(of_later), 1, 0) & half > 0, of_later, of_earlier)
 
 
 def factor(g, half: int, later=None, exclusive: bool = False):
-    """[C, K], what the decays leave of each row where blocks of `half` rows meet; `later` as a constant for the whole chunk."""
+    """The factor of each row [C, K] on the level of blocks of `half` rows; `later`: as if all rows were in later (True) or earlier blocks."""
     size = len(g)
     i, j = iota(size, size, 0), iota(size, size, 1)
     later = (i & half) > 0 if later is None else jnp.full((1, 1), later)
-    span = spans(i, j, half, later, exclusive)
+    span = in_factor(i, j, half, later, exclusive)
     return jnp.exp(dot(span.astype(jnp.float32), jnp.maximum(g, FLOOR)))
 
 
 def read(chunk: Chunk, v, memory):
-    """O [C, V]."""
+    """Return O [C, V]."""
     return dot(chunk.scores, v) + dot(chunk.read, memory)
 
 
 def write(chunk: Chunk, v, memory):
-    """S'."""
+    """Return S' [K, V]."""
     return chunk.keep[:, None] * memory + dot(chunk.written, v, "tn")
 
 
@@ -146,14 +154,14 @@ def backward(
     q, k, v, g, memory, d_out, d_memory, *, scale: float, documents: Documents | None = None,
     bonus=None,
 ) -> Gradient:  # fmt: skip
-    """Of all inputs, from dO [C, V] and dS' [K, V]; the rest as for `prepare`."""
+    """The gradients of all inputs, from dO [C, V] and dS' [K, V]; the other arguments are those of `chunk_forward`."""
     size, exclusive = len(g), bonus is not None
     i, j = iota(size, size, 0), iota(size, size, 1)
-    chunk = prepare(q, k, g, scale=scale, documents=documents, bonus=bonus)
+    chunk = chunk_forward(q, k, g, scale=scale, documents=documents, bonus=bonus)
     dv = dot(chunk.scores, d_out, "tn") + dot(chunk.written, d_memory)
     d_start = chunk.keep[:, None] * d_memory + dot(chunk.read, d_out, "tn")
 
-    # dP and its transpose in one symmetric matrix.
+    # A symmetric matrix: dP on and below the diagonal, its transpose above.
     weights = scale * jnp.where(i >= j, dot(d_out, v, "nt"), dot(v, d_out, "nt"))
     if documents is not None:
         weights = jnp.where(documents.same, weights, 0)
@@ -162,27 +170,27 @@ def backward(
     if documents is not None:
         enter, leave = enter * documents.enters, leave * documents.stays
     dq += scale * enter * dot(d_out, memory, "nt")
-    of_write = leave * dot(v, d_memory, "nt")
+    dk_write = leave * dot(v, d_memory, "nt")
 
     dg = dot(((j > i) if exclusive else (j >= i)).astype(jnp.float32), q * dq)
     dg -= dot((j >= i).astype(jnp.float32), k * dk)
-    dg += dot((j < i).astype(jnp.float32), k * of_write)
+    dg += dot((j < i).astype(jnp.float32), k * dk_write)
     dg += chunk.keep * jnp.sum(memory * d_memory, axis=1)
     factors = 1 if bonus is None else bonus
     d_bonus = jnp.sum(q * k * current, axis=0) * (bonus is not None)
-    dq, dk = dq + factors * current * k, dk + of_write + factors * current * q
+    dq, dk = dq + factors * current * k, dk + dk_write + factors * current * q
     return Gradient(dq, dk, dv, dg, d_start, d_bonus)
 
 
 def scores_backward(weights, q, k, g, exclusive: bool = False):
-    """What dP [C, C], mirrored below its diagonal, gives q and k [C, K] through other tokens, and its diagonal [C, 1]."""
+    """The gradients of q and k [C, K] through P without its diagonal, and the diagonal of dP [C, 1]; `weights` [C, C] is symmetric."""
     size = len(g)
     i, j = iota(size, size, 0), iota(size, size, 1)
     dq, dk = jnp.zeros_like(q), jnp.zeros_like(k)
     for half in levels(size):
         factors = factor(g, half, exclusive=exclusive)
         x = where_later(half, q, k) * factors
-        dx = dot(jnp.where(meets(i, j, half), weights, 0), x) * factors
+        dx = dot(jnp.where(is_pair(i, j, half), weights, 0), x) * factors
         dq += where_later(half, dx, jnp.zeros_like(dx))
         dk += where_later(half, jnp.zeros_like(dx), dx)
     return dq, dk, jnp.sum(jnp.where(i == j, weights, 0), axis=1, keepdims=True)

@@ -2,28 +2,28 @@
 
 A chunk of C tokens moves the memory S [K, V] by `S_t = (I - beta_t k_tᵀ k_t) e^{g_t} S_{t-1} + beta_t k_tᵀ v_t`,
 `o_t = scale q_t S_t` (DeltaNet, arXiv 2406.06484; Gated DeltaNet, 2412.06464, Eq. 10). With b the inclusive sums of g over the chunk,
-G_ij = e^(b_i - b_j) where i >= j lie in one document, else 0, and x_i what token i finds missing (its value less what the memory
-holds at its key), all x solve one triangular system:
+G_ij = e^(b_i - b_j) where i >= j belong to one document, else 0, and x_i the error of token i (its value less what the memory has at
+its key), all x solve one triangular system:
 
     N = (G ⊙ k kᵀ) below its diagonal        X = (I + N diag(beta))⁻¹        P = scale G ⊙ q kᵀ
     x = X (v - e^b ⊙ (k S))                  O = scale e^b ⊙ (q S) + P (beta ⊙ x)
     S' = e^b_C S + kᵀ (e^(b_C - b) ⊙ beta ⊙ x)
 
-(beta stands on N's columns, so that nothing is divided by it.) X and P need no memory: all chunks' are made side by side
-(`chunk_forward`); `scan_forward` then walks over the chunks. Against time `scan_backward` carries dS, the gradient of the memory:
+(beta multiplies the columns of N, so that nothing is divided by it.) X and P depend on no memory: `chunk_forward` computes all chunks
+in parallel. `scan_forward` then computes one chunk after another. From the last chunk to the first, `scan_backward` carries dS, the
+gradient of the memory:
 
     du = Pᵀ dO + e^(b_C - b) ⊙ (k dS')       dv = Xᵀ (beta ⊙ du)
     dS = e^b_C dS' + (scale e^b ⊙ q)ᵀ dO - (e^b ⊙ k)ᵀ dv
 
-and `chunk_backward` makes the other gradients, again side by side, from A = scale G ⊙ (dO uᵀ), E = -(G ⊙ dv uᵀ) below its diagonal and
-u = beta ⊙ x:
+and `chunk_backward` computes the other gradients, again for all chunks in parallel, from A = scale G ⊙ (dO uᵀ), E = -(G ⊙ dv uᵀ) below
+its diagonal, and u = beta ⊙ x:
 
     dq = A k + scale e^b ⊙ (dO Sᵀ)           dk = Aᵀ q + (E + Eᵀ) k - e^b ⊙ (dv Sᵀ) + e^(b_C - b) ⊙ (u dS'ᵀ)
     beta ⊙ dbeta = column sums of (q kᵀ ⊙ A + k kᵀ ⊙ E) + e^(b_C - b) k · (u dS'ᵀ) = x · dv
 
-A decay g_l stands in every b_i - b_j with j < l <= i, in e^b_i with l <= i, in e^(b_C - b_j) with j < l, and in e^b_C, which gives
-its gradient without a further product. Documents zero e^b where they began inside the chunk, e^(b_C - b) where they end in it,
-and e^b_C.
+A log decay g_l is a term of b_i - b_j for j < l <= i, of b_i for l <= i, of b_C - b_j for j < l, and of b_C, so that its gradient
+requires no further product. Documents zero e^b where they begin inside the chunk, e^(b_C - b) where they end in it, and e^b_C.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _FLOOR = -128.0  # e^-128 is 0 in float32
 
 
 class Chunk(NamedTuple):
-    """What decays and documents do to a chunk.
+    """The factors and the mask of a chunk's decays and documents.
 
     Attributes:
         weights: G, [C, C].
         enter: e^b, [C, 1].
         leave: e^(b_C - b), [C, 1].
         keep: e^b_C, [1, 1].
-        seen: where i >= j lie in one document, [C, C].
+        seen: [C, C], whether token i reads token j: i >= j, in one document.
     """
 
     weights: jax.Array
@@ -57,7 +57,7 @@ class Chunk(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of q [C, K], k [C, K], beta [C] and the decays [C]."""
+    """The gradients of q [C, K], k [C, K], beta [C] and the log decays [C]."""
 
     q: jax.Array
     k: jax.Array
@@ -66,7 +66,7 @@ class Gradients(NamedTuple):
 
 
 def read_chunk(log_decay: jax.Array, run: jax.Array, before: jax.Array) -> Chunk:
-    """Resolve decays [C] and the runs of the tokens [C]; `before` is the run of the token before the chunk."""
+    """Compute the factors from log decays [C] and document numbers `run` [C]; `before` is that of the last token before the chunk."""
     i, j = _indices(len(log_decay))
     log_decay = jnp.maximum(log_decay, _FLOOR)
     seen = (i >= j) & (run[:, None] == run)
@@ -86,9 +86,9 @@ def unit_inverse(
 ) -> Any:
     """`(I + strict)⁻¹` of a strictly lower triangular [C, C], C a power of two.
 
-    Blocks on the diagonal are inverted at 1, 2, 4, ... rows: `X - X S X`, with S the part of `strict` between the two halves of
-    a block, inverts the blocks of twice the size, and (unlike powers of `strict`) grows with the inverse alone, however
-    alike the keys. A Newton step at the end squares the error that a `product` in 16 bits leaves.
+    Blocks on the diagonal of 1, 2, 4, ... rows are inverted, one size after another: `X - X S X`, with S the part of `strict` between
+    the two halves of a block, inverts the blocks of twice the size. Unlike powers of `strict`, it is never larger than the inverse,
+    however similar the keys are. A Newton step at the end squares the error of products in 16 bits.
 
     Args:
         strict: [C, C], 0 on and above the diagonal.
@@ -107,7 +107,7 @@ def unit_inverse(
 
 
 def chunk_forward(q, k, beta, chunk: Chunk, scale: float) -> tuple[jax.Array, jax.Array]:
-    """X and P, [C, C]."""
+    """Return X and P, [C, C]."""
     i, j = _indices(len(k))
     strict = jnp.where(i > j, k @ k.T * chunk.weights, 0)
     inverse = unit_inverse(strict * beta, i ^ j, jnp.matmul, lambda a, b: (b, a @ b))
@@ -115,7 +115,7 @@ def chunk_forward(q, k, beta, chunk: Chunk, scale: float) -> tuple[jax.Array, ja
 
 
 def scan_forward(q, k, v, beta, memory, inverse, scores, chunk: Chunk, scale: float):
-    """O [C, V], x [C, V] and S' from S."""
+    """Return O [C, V], x [C, V] and S', from S (`memory`)."""
     missing = inverse @ (v - chunk.enter * (k @ memory))
     writes = beta[:, None] * missing
     out = scale * chunk.enter * (q @ memory) + scores @ writes
@@ -123,7 +123,7 @@ def scan_forward(q, k, v, beta, memory, inverse, scores, chunk: Chunk, scale: fl
 
 
 def scan_backward(q, k, beta, d_out, d_memory, inverse, scores, chunk: Chunk, scale: float):
-    """dv [C, V] and dS from dS' (`d_memory`)."""
+    """Return dv [C, V] and dS, from dS' (`d_memory`)."""
     d_writes = scores.T @ d_out + chunk.leave * (k @ d_memory)
     dv = inverse.T @ (beta[:, None] * d_writes)
     entering = (scale * chunk.enter * q).T @ d_out - (chunk.enter * k).T @ dv
@@ -131,10 +131,10 @@ def scan_backward(q, k, beta, d_out, d_memory, inverse, scores, chunk: Chunk, sc
 
 
 def chunk_backward(q, k, beta, missing, d_out, dv, memory, d_memory, chunk: Chunk, scale: float):
-    """The other gradients, from S, dS' and what the two sweeps left."""
+    """Return the other gradients, from S (`memory`), dS' (`d_memory`), x (`missing`) and dv."""
     i, j = _indices(len(k))
     scores, alike = q @ k.T, k @ k.T
-    # Without beta, which is not to be divided by.
+    # A and E without beta, so that nothing is divided by it.
     pairs = chunk.weights * scale * (d_out @ missing.T)
     erased = jnp.where(i > j, -chunk.weights * (dv @ missing.T), 0)
     read = scale * chunk.enter * (d_out @ memory.T)
@@ -157,5 +157,6 @@ def chunk_backward(q, k, beta, missing, d_out, dv, memory, d_memory, chunk: Chun
 
 
 def _indices(size: int) -> tuple[jax.Array, jax.Array]:
+    """The row and column indices of a [size, size] tile."""
     i = jax.lax.broadcasted_iota(jnp.int32, (size, size), 0)
     return i, i.T

@@ -1,9 +1,9 @@
 """The mathematics of one chunk of linear attention with a scalar decay, on two-dimensional tiles.
 
-A tile [C, n * D] holds the C tokens of a chunk as rows and the channels of n memories, side by side, as columns; the n
-memories are one block-diagonal matrix S. Where all n read and write with the same query and key, those tiles are [C, K] and
-S is [K, n * V] in full. With b the inclusive sums of the log decay over the chunk and
-W_ij = scale * exp(b_i - b_j) where i >= j lie in one document, else 0, each memory does
+A tile [C, n * D] has a row for each token of a chunk, and the channels of n memories side by side as columns. The n memories are one
+block-diagonal matrix S. If all n have the same query and key, the tiles of q and k are [C, K], and S is [K, n * V] without zeros. With
+b the inclusive sums of the log decay over the chunk, and W_ij = scale * exp(b_i - b_j) where i >= j belong to one document, else 0,
+each memory computes
 
     O = (q kᵀ ⊙ W) v + scale e^b ⊙ (q S)          S' = e^b_C S + kᵀ (e^(b_C - b) ⊙ v)
 
@@ -13,14 +13,14 @@ Listing 1). Its gradient, with dS' that of S', A = q kᵀ, P = A ⊙ W and dA = 
     dq = dA k + scale e^b ⊙ (dO Sᵀ)               dk = dAᵀ q + (e^(b_C - b) ⊙ v) dS'ᵀ
     dv = Pᵀ dO + e^(b_C - b) ⊙ (k dS')            dS = e^b_C dS' + qᵀ (scale e^b ⊙ dO)
 
-A decay g_l stands in every b_i - b_j with j < l <= i, in e^b_i with l <= i, in e^(b_C - b_j) with j < l, and in e^b_C:
+A log decay g_l is a term of b_i - b_j for j < l <= i, of b_i for l <= i, of b_C - b_j for j < l, and of b_C:
 
     dg_l = Σ_{i>=l} (Σ_j M_ij - Σ_j M_ji + q_i · dq_i(S)) + Σ_{j<l} v_j · dv_j(S') + e^b_C <S, dS'>,   M = A ⊙ dA below its diagonal
 
-where (S) and (S') mark the terms above with S and dS'. This is the reversed cumulative sum of q · dq - k · dk, with the terms that
-would cancel left out. Documents zero e^b where they began inside the chunk, e^(b_C - b) where they end in it, and e^b_C.
+where dq(S) and dv(S') are the terms above with S and with dS'. This is the reversed cumulative sum of q · dq - k · dk, without the
+terms that would cancel. Documents zero e^b where they begin inside the chunk, e^(b_C - b) where they end in it, and e^b_C.
 
-Only dot, where, iota, exp, sum, transposes and slices at multiples of 8 rows occur, so that any backend can run these functions.
+These functions use only dot, where, iota, exp, sum, transposes and slices at multiples of 8 rows, so that any backend can run them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Heads(NamedTuple):
     Attributes:
         first: index of the first in the chunk's decays.
         count: n, how many there are.
-        keys: how many keys the key tile holds: n, or 1 for all.
+        keys: number of keys of the tile: n, or 1 that all memories have.
     """
 
     first: int
@@ -52,16 +52,16 @@ class Heads(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What a chunk does to h memories; None where it is trivial.
+    """The factors and the mask of a chunk's decays and documents, for h memories; None is a factor of 1.
 
     Attributes:
-        seen: [C, C], where token i sees token j.
-        rows: two [h, C] whose sum is b, the first of multiples of 1/512: differences of those are exact.
+        seen: [C, C], whether token i reads token j.
+        rows: two arrays [h, C] whose sum is b. The first has multiples of 1/512, whose differences are exact.
         columns: `rows` transposed, [C, h].
-        enter: [C, h] or [C, 1] for all, scale e^b.
+        enter: [C, h], or [C, 1] for all, scale e^b.
         leave: as `enter`, e^(b_C - b).
         keep: [1, h] or [1, 1], e^b_C.
-        scale: the scale.
+        scale: of the queries.
     """
 
     seen: jax.Array
@@ -74,7 +74,7 @@ class Chunk(NamedTuple):
 
 
 class ReadGradient(NamedTuple):
-    """What an output's gradient gives: to q, k, v and S, and to the decays as a column [C, 1] and a row [1, C] a head."""
+    """The gradients through the output: of q, k, v and S, and terms of the decays', a column [C, 1] and a row [1, C] for each head."""
 
     q: jax.Array
     k: jax.Array
@@ -85,7 +85,7 @@ class ReadGradient(NamedTuple):
 
 
 class WriteGradient(NamedTuple):
-    """What the gradient of S' gives: to k, v and S, and to the decays as a column [C, 1] and a number [1, 1] a head."""
+    """The gradients through S': of k, v and S, and terms of the decays', a column [C, 1] and a number [1, 1] for each head."""
 
     k: jax.Array
     v: jax.Array
@@ -105,9 +105,9 @@ def dot(a: jax.Array, b: jax.Array, contract: str = "nn") -> jax.Array:
 
 
 def exact_sums(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """`x mask` for x [h, *] float32, h a multiple of 8, and a boolean mask: sums as exact as float32 gives them.
+    """`x mask` for x [h, *] float32, with h a multiple of 8, and a boolean mask: sums with the precision of float32.
 
-    x is cut into three parts that bfloat16 holds, so that one pass of a matrix unit over the mask is enough.
+    x is split into three parts that bfloat16 represents exactly, so that a single product in bfloat16 is enough.
     """
     parts = []
     for _ in range(3):
@@ -122,25 +122,25 @@ def exact_sums(x: jax.Array, mask: jax.Array) -> jax.Array:
 def read_chunk(
     log_decay: jax.Array | None, runs: jax.Array | None, size: int, scale: float
 ) -> Chunk:
-    """Resolve decays and documents.
+    """Compute the factors of decays and documents.
 
     Args:
-        log_decay: [h, C] float32, at most 0, h a multiple of 8; None is no decay. Anything below -128 leaves 0 in float32.
-        runs: [8, C] float32 with the rows: run of each token, 1 where it is the run before the chunk, 1 where it is the chunk's
-            last; None is one document.
+        log_decay: [h, C] float32, at most 0, with h a multiple of 8; None is no decay. Below -128 it is a factor of 0.
+        runs: [8, C] float32, of `row_layout.document_rows`; None is one document. Its rows are the number of each token's document, 1
+            where that is the document of the last token before the chunk, and 1 where that is the document of the chunk's last token.
         size: C.
         scale: of the queries.
     """
     i, j = iota(size, size, 0), iota(size, size, 1)
     seen = i >= j
-    turned = None
+    columns = None
     if runs is not None:
-        turned = runs.T
-        seen &= turned[:, :1] == runs[:1]
+        columns = runs.T
+        seen &= columns[:, :1] == runs[:1]
     if log_decay is None:
-        if turned is None:
+        if columns is None:
             return Chunk(seen, None, None, None, None, None, scale)
-        enter, leave = turned[:, 1:2], turned[:, 2:3]
+        enter, leave = columns[:, 1:2], columns[:, 2:3]
         return Chunk(seen, None, None, enter * scale, leave, enter[-1:], scale)
     log_decay = jnp.maximum(log_decay, _FLOOR)
     coarse = jnp.floor(log_decay * _COARSE) / _COARSE
@@ -156,7 +156,7 @@ def read_chunk(
 
 
 def weights(chunk: Chunk, head: int):
-    """W of one head, [C, C] (what is not seen is left to `_weigh`), or the scale alone."""
+    """W of one head, [C, C], or the scale alone if there is no decay; `_weigh` sets the tokens that are not read to 0."""
     if chunk.rows is None or chunk.columns is None:
         return chunk.scale
     coarse, fine = (
@@ -167,11 +167,11 @@ def weights(chunk: Chunk, head: int):
 
 
 def read(q, k, v, memory, scales, chunk: Chunk, heads: Heads) -> jax.Array:
-    """O [C, n * V] in float32; `scales` is `weights` of each head, `memory` S in q's dtype."""
+    """Return O [C, n * V] float32; `scales` is a list of `weights` for each head, and `memory` is S in q's dtype."""
     parts, scores = [], None
-    for own, scale in enumerate(scales):
+    for index, scale in enumerate(scales):
         if scores is None or heads.keys > 1:
-            scores = dot(_only(q, own, heads.keys), k, "nt")
+            scores = dot(_only(q, index, heads.keys), k, "nt")
         parts.append(dot(_weigh(scores, scale, chunk).astype(v.dtype), v))
     carried = dot(q, memory)
     carried *= chunk.scale if chunk.enter is None else _spread(chunk.enter, heads, v.shape[1])
@@ -179,21 +179,21 @@ def read(q, k, v, memory, scales, chunk: Chunk, heads: Heads) -> jax.Array:
 
 
 def write(k, v, memory, chunk: Chunk, heads: Heads) -> jax.Array:
-    """S' in float32 from S in float32."""
+    """Return S' in float32, from S in float32."""
     update = _diagonal(dot(k, _leaving(v, chunk, heads), "tn"), heads)
-    return _kept(memory, chunk, heads) + update
+    return _decay(memory, chunk, heads) + update
 
 
 def read_backward(
     q, k, v, d_out, memory, scales, chunk: Chunk, heads: Heads, *, decays: bool
 ) -> ReadGradient:
-    """The terms of the gradient that dO [C, n * V] gives, to decays if `decays`; `scales` and `memory` as for `read`."""
+    """The gradients through O, from dO [C, n * V]; `decays`: also those of the decays; `scales` and `memory` as for `read`."""
     dq, dv, pairs, columns, rows = [], [], [], [], []
     scores = None
-    for own, scale in enumerate(scales):
+    for index, scale in enumerate(scales):
         if scores is None or heads.keys > 1:
-            scores = dot(_only(q, own, heads.keys), k, "nt")
-        d_scores = _weigh(dot(_only(d_out, own, heads.count), v, "nt"), scale, chunk)
+            scores = dot(_only(q, index, heads.keys), k, "nt")
+        d_scores = _weigh(dot(_only(d_out, index, heads.count), v, "nt"), scale, chunk)
         dv.append(dot(_weigh(scores, scale, chunk).astype(q.dtype), d_out, "tn"))
         if decays:
             size = len(q)
@@ -216,7 +216,7 @@ def read_backward(
             products = q.astype(jnp.float32) * carried
         else:
             products = entering.astype(jnp.float32) * dot(q, memory)
-        products = [_only(products, own, heads.count) for own in range(heads.count)]
+        products = [_only(products, index, heads.count) for index in range(heads.count)]
         columns = [_row_sums(*both) for both in zip(pairs, products, strict=True)]
     d_memory = _diagonal(dot(q, entering, "tn"), heads)
     return ReadGradient(dq + carried, dk, side_by_side(dv, v.shape[1]), d_memory, columns, rows)
@@ -225,34 +225,34 @@ def read_backward(
 def write_backward(
     k, v, memory, d_memory, chunk: Chunk, heads: Heads, *, decays: bool
 ) -> WriteGradient:
-    """The terms of the gradient that dS' (`d_memory`, float32) gives, to decays if `decays`; `memory` is S in k's dtype."""
+    """The gradients through S', from dS' (`d_memory`, float32); `decays`: also those of the decays; `memory` is S in k's dtype."""
     narrow = d_memory.astype(k.dtype)
     dv = dot(k, narrow)
     if chunk.leave is not None:
         dv *= _spread(chunk.leave, heads, v.shape[1])
     dk = dot(_leaving(v, chunk, heads), narrow, "nt")
-    kept = _kept(d_memory, chunk, heads)
+    decayed = _decay(d_memory, chunk, heads)
     columns, totals = [], []
     if decays:
         columns = _sums(v.astype(jnp.float32) * dv, heads.count)
-        products = jnp.sum(memory.astype(jnp.float32) * kept, axis=0, keepdims=True)
+        products = jnp.sum(memory.astype(jnp.float32) * decayed, axis=0, keepdims=True)
         totals = _sums(products, heads.count)
-    return WriteGradient(dk, dv, kept, columns, totals)
+    return WriteGradient(dk, dv, decayed, columns, totals)
 
 
 def decay_gradient(reads, read_rows, writes, totals, chunk: Chunk) -> jax.Array:
-    """dg [h, C] of all heads, h rounded up to a multiple of 8 (rows of zeros).
+    """dg [h, C] of all heads, with rows of zeros up to a multiple of 8.
 
     Args:
-        reads: columns of `ReadGradient`, one a head.
-        read_rows: its rows.
-        writes: columns of `WriteGradient`.
-        totals: its totals.
+        reads: `ReadGradient.columns` of all heads.
+        read_rows: `ReadGradient.rows` of all heads.
+        writes: `WriteGradient.columns` of all heads.
+        totals: `WriteGradient.totals` of all heads.
         chunk: the chunk.
     """
     size, count = len(reads[0]), -(-len(reads) // 8) * 8
-    turned = _as_rows(dict(enumerate(reads)) | dict(enumerate(writes, count)), size)
-    later, before = turned[:count], turned[count : 2 * count]
+    transposed = _as_rows(dict(enumerate(reads)) | dict(enumerate(writes, count)), size)
+    later, before = transposed[:count], transposed[count : 2 * count]
     row, column = iota(count, size, 0), iota(count, size, 1)
     for head, (of_rows, total) in enumerate(zip(read_rows, totals, strict=True)):
         more = jnp.where(column == size - 1, total, 0) - of_rows
@@ -262,7 +262,7 @@ def decay_gradient(reads, read_rows, writes, totals, chunk: Chunk) -> jax.Array:
 
 
 def _as_rows(columns: dict[int, jax.Array], size: int) -> jax.Array:
-    """Columns [C, 1] as rows of [128, C], zeros where there is none."""
+    """Columns [C, 1], by index, as the rows of [128, C] with these indices; the other rows are 0."""
     wide = jnp.zeros((size, LANES), jnp.float32)
     lane = iota(size, LANES, 1)
     for index, column in columns.items():
@@ -271,22 +271,22 @@ def _as_rows(columns: dict[int, jax.Array], size: int) -> jax.Array:
 
 
 def side_by_side(parts: list[jax.Array], width: int) -> jax.Array:
-    """Take the h-th of `len(parts)` column blocks from the h-th part; each is [*, width], or [*, 1] for a constant."""
-    whole = parts[0]
+    """A tile [*, width] whose h-th block of columns is that of the h-th part; each part is [*, width], or [*, 1] for a constant."""
+    tile = parts[0]
     for index, part in enumerate(parts[1:], 1):
         column = iota(1, width, 1)
-        whole = jnp.where(column >= index * (width // len(parts)), part, whole)
-    return whole
+        tile = jnp.where(column >= index * (width // len(parts)), part, tile)
+    return tile
 
 
 def fold(memory: jax.Array, heads: Heads) -> jax.Array:
-    """S -> the n memories side by side, [K, n * V]."""
+    """The n memories of S, side by side, [K, n * V]."""
     size = len(memory) // heads.keys
     return sum((memory[i * size :][:size] for i in range(1, heads.keys)), memory[:size])
 
 
 def unfold(memory: jax.Array, heads: Heads) -> jax.Array:
-    """[K, n * V] float32 -> S."""
+    """S from n memories side by side, [K, n * V] float32."""
     return _diagonal(jnp.concatenate([memory] * heads.keys), heads)
 
 
@@ -296,7 +296,7 @@ def iota(rows: int, columns: int, axis: int) -> jax.Array:
 
 
 def _only(x, index: int, count: int):
-    """x with all but the `index`-th of its `count` column blocks 0."""
+    """x with 0 in all but the `index`-th of its `count` blocks of columns."""
     if count == 1:
         return x
     block = lax.div(iota(1, x.shape[1], 1), x.shape[1] // count)
@@ -304,18 +304,19 @@ def _only(x, index: int, count: int):
 
 
 def _row_sums(a, b):
+    """The sums of the rows of a and b together, [*, 1]."""
     if a.shape == b.shape:  # one reduction in place of two
         return jnp.sum(a + b, axis=1, keepdims=True)
     return jnp.sum(a, axis=1, keepdims=True) + jnp.sum(b, axis=1, keepdims=True)
 
 
 def _sums(x, count: int) -> list[jax.Array]:
-    """Sums of each of the `count` column blocks of x, [*, 1] each."""
+    """The row sums of each of the `count` blocks of columns of x, [*, 1] each."""
     return [jnp.sum(_only(x, index, count), axis=1, keepdims=True) for index in range(count)]
 
 
 def _diagonal(memory, heads: Heads):
-    """The block diagonal; the products of one memory's key with another's value drop out."""
+    """The blocks on the diagonal; the others, products of one memory's key and another one's value, become 0."""
     if heads.keys == 1:
         return memory
     rows, columns = memory.shape
@@ -325,25 +326,28 @@ def _diagonal(memory, heads: Heads):
 
 
 def _weigh(x, scale, chunk: Chunk):
+    """x [C, C] times `weights` of a head, and 0 where token i does not read token j."""
     return jnp.where(chunk.seen, x * scale, 0)
 
 
 def _spread(x, heads: Heads, width: int):
-    """[*, h] -> [*, 1], or [*, width] where the tile's heads differ."""
+    """The factor of each of a tile's columns, [*, width], from factors [*, h] of all heads; [*, 1] if the columns have one factor."""
     if x.shape[1] == 1:
         return x
-    own = [x[:, head : head + 1] for head in range(heads.first, heads.first + heads.count)]
-    return side_by_side(own, width)
+    factors = [x[:, head : head + 1] for head in range(heads.first, heads.first + heads.count)]
+    return side_by_side(factors, width)
 
 
 def _leaving(v, chunk: Chunk, heads: Heads):
+    """e^(b_C - b) ⊙ v, in v's dtype."""
     if chunk.leave is None:
         return v
     factor = _spread(chunk.leave, heads, v.shape[1])
     return (v.astype(jnp.float32) * factor).astype(v.dtype)
 
 
-def _kept(memory, chunk: Chunk, heads: Heads):
+def _decay(memory, chunk: Chunk, heads: Heads):
+    """e^b_C S."""
     if chunk.keep is None:
         return memory
     return memory * _spread(chunk.keep, heads, memory.shape[1])

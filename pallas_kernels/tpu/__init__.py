@@ -1,1 +1,1 @@
-"""What kernels for TPU share."""
+"""Code that the kernels for TPU share."""

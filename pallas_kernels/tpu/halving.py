@@ -1,13 +1,13 @@
-"""The halving of a chunk whose decay has a value for every channel, for Mosaic TPU; see `tiles_channels`.
+"""Pairs of tokens in a chunk whose decay has a value for every channel, for Mosaic TPU: the halving of `tiles.channel_decay`.
 
-Where blocks of `half` rows meet, a later row's factor is the decay from its block's first row to itself, an earlier row's the decay
-after itself to its block's end. With p, s and t the sums up to a row, after it, and over the whole of its block, and x~ the rows of
-x with neighbouring blocks exchanged, blocks of twice the size have
+On the level of blocks of `half` rows, the factor of a row in a later block is the decay from its block's first row to itself, and that
+of a row in an earlier block the decay after itself to its block's end. Let p be the sums of the log decay from a block's start up to
+each row, s those after each row to the block's end, t those over the whole block, and t~ the rows of t with neighbouring blocks
+exchanged. Blocks of twice the size then have
 
     p + t~ in later rows, else p        s + t~ in earlier rows, else s        t + t~
 
-so that a level is a few additions of terms of one sign, and the decay's gradient is the same walk backwards: nothing is subtracted,
-neither there nor here.
+so that a level is a few additions of terms of one sign. The gradient of the decay reverses these steps. Nothing is ever subtracted.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _LOG2_E = 1.4426950408889634
 
 
 class Masks(NamedTuple):
-    """Of a chunk's pairs of tokens, and where its documents begin and end.
+    """Masks of a chunk's pairs of tokens, and of its documents.
 
     Attributes:
-        level: [C, C], on which level rows i and j meet; -1 where i = j.
-        same: [C, C], whether they lie in one document; None if there is one.
-        seen: [C, C], where also i >= j.
-        enters: [C, 1] float32, 1 where a token's document is the one before the chunk, else 0.
-        stays: [C, 1] float32, 1 where it is the chunk's last.
+        level: [C, C], the level on which rows i and j are a pair; -1 where i = j.
+        same: [C, C], whether i and j belong to one document; None if the chunk has only one.
+        seen: [C, C], whether i reads j: as `same`, and i >= j.
+        enters: [C, 1] float32, 1 where a token's document is that of the last token before the chunk, else 0; None as for `same`.
+        stays: [C, 1] float32, 1 where a token's document is that of the chunk's last token, else 0; None as for `same`.
     """
 
     level: jax.Array
@@ -46,13 +46,13 @@ class Masks(NamedTuple):
 
 
 class Decays(NamedTuple):
-    """What the decays [C, D] of a chunk leave.
+    """Factors that the log decays [C, D] of a chunk result in.
 
     Attributes:
-        factors: [C, D] each, of the rows where they meet, level by level.
-        enter: [C, D], of the memory where a token reads it.
-        leave: [C, D], of what a token writes, at the chunk's end.
-        keep: [1, D], of the memory, there.
+        factors: [C, D] for each level, of the rows of its pairs.
+        enter: [C, D], of the memory before the chunk in what each token reads.
+        leave: [C, D], of each token's write in the memory after the chunk.
+        keep: [1, D], of the memory before the chunk in the memory after it.
     """
 
     factors: list[jax.Array]
@@ -62,27 +62,27 @@ class Decays(NamedTuple):
 
 
 def read_masks(runs, size: int) -> Masks:
-    """From the [8, C] rows of `row_layout.document_rows`, or None."""
+    """The masks of a chunk of `size` tokens, from `runs` [8, C] of `row_layout.document_rows`, or None."""
     i, j = iota(size, size, 0), iota(size, size, 1)
     level = jnp.full((size, size), -1, jnp.int32)
     for n, half in enumerate(levels(size)):
         level = jnp.where((i ^ j) >= half, n, level)
     if runs is None:
         return Masks(level, None, i >= j, None, None)
-    turned = runs.T
-    same = turned[:, :1] == runs[:1]
-    return Masks(level, same, same & (i >= j), turned[:, 1:2], turned[:, 2:3])
+    columns = runs.T
+    same = columns[:, :1] == runs[:1]
+    return Masks(level, same, same & (i >= j), columns[:, 1:2], columns[:, 2:3])
 
 
 def mirror(lower: jax.Array, upper: jax.Array, masks: Masks) -> jax.Array:
-    """`lower` [C, C] below its diagonal, `upper` on it and above; 0 for pairs of two documents."""
+    """`lower` [C, C] below the diagonal and `upper` on it and above, with 0 at pairs of two documents."""
     later = iota(len(lower), len(lower), 0) > iota(len(lower), len(lower), 1)
     both = jnp.where(later, lower, upper)
     return both if masks.same is None else jnp.where(masks.same, both, 0)
 
 
 def chunk_decays(log_decay, masks: Masks, *, exclusive: bool = False) -> Decays:
-    """Of decays [C, D]; `exclusive` leaves a token's own out of what it reads."""
+    """The factors of log decays [C, D]; if `exclusive`, a token reads before its own decay."""
     total = jnp.maximum(log_decay.astype(_F32), FLOOR) * _LOG2_E
     upto, after = jnp.zeros_like(total) if exclusive else total, jnp.zeros_like(total)
     factors = []
@@ -100,7 +100,7 @@ def chunk_decays(log_decay, masks: Masks, *, exclusive: bool = False) -> Decays:
 
 
 def operands(of_later, of_earlier, decays: Decays, dtype) -> list[jax.Array]:
-    """Each level's tile [C, D]: the later rows from one tile in float32, the earlier from the other, decayed."""
+    """A tile [C, D] for each level: later rows from `of_later`, earlier rows from `of_earlier` (both float32), times the factors."""
     return [
         (_where_later(2**n, of_later, of_earlier) * factor).astype(dtype)
         for n, factor in enumerate(decays.factors)
@@ -108,7 +108,7 @@ def operands(of_later, of_earlier, decays: Decays, dtype) -> list[jax.Array]:
 
 
 def scores(tiles: list[jax.Array], masks: Masks) -> jax.Array:
-    """[C, C], where i and j meet the inner product of row i with row j; 0 where i = j."""
+    """[C, C], for each pair i, j the inner product of its rows in the tile of its level; 0 where i = j."""
     result = jnp.zeros((len(tiles[0]),) * 2, _F32)
     for n, x in enumerate(tiles):
         result = jnp.where(masks.level >= n, dot(x, x, "nt"), result)
@@ -116,10 +116,20 @@ def scores(tiles: list[jax.Array], masks: Masks) -> jax.Array:
 
 
 def cross_scores(of_later, of_earlier, decays: Decays, dtype) -> list[list[jax.Array]]:
-    """`scores` of each of two tiles of later rows with each of one or two of earlier, [C, C] below the diagonal, anything above.
+    """The scores of each of two operands of later rows with each of one or two operands of earlier rows.
 
-    A level is one product: of few rows with both tiles of later rows below each other, of more with the second in place of the
-    first's earlier rows; and with the second tile of earlier rows in place of the first's later ones.
+    The rows that a product does not require from one operand contain the other one, so that each level is a single product: the second
+    operand of later rows is in the rows of earlier blocks (below the first operand, where blocks have fewer than 8 rows), and the
+    second operand of earlier rows is in the rows of later blocks.
+
+    Args:
+        of_later: two tiles [C, D] float32.
+        of_earlier: one or two tiles [C, D] float32.
+        decays: the factors.
+        dtype: of the products' operands.
+
+    Returns:
+        For each of `of_later` a list with [C, C] for each of `of_earlier`: the scores below the diagonal; the rest is undefined.
     """
     size = len(of_later[0])
     results: list[list[Any]] = [[None] * len(of_earlier) for _ in of_later]
@@ -137,60 +147,60 @@ def cross_scores(of_later, of_earlier, decays: Decays, dtype) -> list[list[jax.A
         for e in range(len(earlier)):
             if e:
                 pairs = pltpu.roll(pairs, size - half, 1)
-            own = pairs[:size], pairs[size:] if half < _SUBLANES else _exchanged(pairs, half)
-            for result, x in zip(results, own, strict=True):
-                result[e] = _met(half, x, result[e]) if n else x
+            both = pairs[:size], pairs[size:] if half < _SUBLANES else _exchanged(pairs, half)
+            for result, x in zip(results, both, strict=True):
+                result[e] = _select_level(half, x, result[e]) if n else x
     return results
 
 
 def level_products(weights, tiles: list[jax.Array], masks: Masks) -> list[jax.Array]:
-    """Each level's part of `weights` [C, C] times its tile, [C, D]."""
+    """For each level the entries of `weights` [C, C] at its pairs, else 0, times its tile, [C, D]."""
     return [
         dot(jnp.where(masks.level == n, weights, 0).astype(x.dtype), x) for n, x in enumerate(tiles)
     ]
 
 
 def decay_terms(tiles: list[jax.Array], products: list[jax.Array]) -> list[jax.Array]:
-    """Of `decay_gradient`."""
+    """The `terms` of `decay_gradient`: tiles of `operands` times their gradients, as `level_products` returns them."""
     return [x.astype(_F32) * product for x, product in zip(tiles, products, strict=True)]
 
 
 def operand_gradient(products: list[jax.Array], decays: Decays, *, later: bool) -> jax.Array:
-    """The gradient of `operands` in what its later rows come from, or its earlier ones, from those of the tiles."""
+    """The gradient of `operands` with respect to `of_later`, or to `of_earlier`, from the gradients [C, D] of its tiles."""
     result = jnp.zeros_like(products[0])
     for n, (product, factor) in enumerate(zip(products, decays.factors, strict=True)):
-        own = product * factor
-        result += _where_later(2**n, *((own, 0.0) if later else (0.0, own)))
+        decayed = product * factor
+        result += _where_later(2**n, *((decayed, 0.0) if later else (0.0, decayed)))
     return result
 
 
 def decay_gradient(terms, of_enter, of_leave, of_keep, *, exclusive: bool = False):
-    """Of the decays, [C, D].
+    """The gradient of the log decays, [C, D].
 
     Args:
-        terms: [C, D] float32 each, every level's factors times their gradients: tiles of `operands` times what `spread` gives them.
+        terms: [C, D] float32 for each level, the factors times their gradients (`decay_terms`).
         of_enter: [C, D], `enter` times its gradient.
         of_leave: [C, D], `leave` times its gradient.
         of_keep: [1, D], `keep` times its gradient.
-        exclusive: as for `resolve`.
+        exclusive: as for `chunk_decays`.
     """
     upto, after = of_enter, of_leave
     total = jnp.where(iota(len(upto), 1, 0) == 0, of_keep, 0.0)
-    for n, own in reversed(list(enumerate(terms))):
+    for n, term in reversed(list(enumerate(terms))):
         total += _exchanged(total + _where_later(2**n, upto, after), 2**n)
-        upto = upto + _where_later(2**n, own, 0.0)
-        after = after + _where_later(2**n, 0.0, own)
+        upto = upto + _where_later(2**n, term, 0.0)
+        after = after + _where_later(2**n, 0.0, term)
     return total if exclusive else total + upto
 
 
-def _met(half: int, own, finer):
-    """`own` [C, C] in later rows where blocks of `half` rows meet, and `finer` where smaller ones do."""
-    met = jnp.where(iota(1, len(own), 1) & half == 0, own, finer)
-    return _where_later(half, met, finer)
+def _select_level(half: int, x, finer):
+    """x [C, C] in the rows of later blocks of `half` rows and the columns of earlier ones, else `finer`, the result of smaller blocks."""
+    selected = jnp.where(iota(1, len(x), 1) & half == 0, x, finer)
+    return _where_later(half, selected, finer)
 
 
 def _exchanged(x, half: int):
-    """Rows i ^ half of x [C, D]."""
+    """x [C, D] with neighbouring blocks of `half` rows exchanged: row i ^ half as row i."""
     size, width = x.shape
     if half >= _SUBLANES:
         blocks = [x[n * half : (n + 1) * half] for n in range(size // half)]
@@ -205,6 +215,6 @@ def _exchanged(x, half: int):
 
 
 def _where_later(half: int, of_later, of_earlier):
-    """Rows of the later blocks from one tile, of the earlier ones from the other; either may be a number."""
+    """Rows of later blocks from one tile, rows of earlier blocks from the other; either may be a number."""
     size = max(jnp.shape(of_later), jnp.shape(of_earlier))[0]
     return jnp.where(iota(size, 1, 0) & half > 0, of_later, of_earlier)

@@ -1,4 +1,4 @@
-"""Rows of tokens as the TPU kernels see them: documents, several memories per row, heads that share a memory."""
+"""Rows of tokens as the TPU kernels require them: documents, several memories per row, heads that share a memory."""
 
 from __future__ import annotations
 
@@ -11,26 +11,40 @@ CHUNK = 128
 
 
 def first_and_last(slots, at):
-    """Whether this chunk is the first, and whether it is the last, that updates its memory; `slots` as in `memory_of`."""
+    """Whether this program's chunk is the first, and whether it is the last, that updates its memory.
+
+    Args:
+        slots: as for `memory_of`.
+        at: returns the index in the row of the n-th chunk.
+    """
     n, count = pl.program_id(2), pl.num_programs(2)
     first, last = n == 0, n == count - 1
     if slots:
-        own = lambda n: slots[0][pl.program_id(0) * count + at(n)]  # noqa: E731
-        first |= own(n) != own(jnp.maximum(n - 1, 0))
-        last |= own(n) != own(jnp.minimum(n + 1, count - 1))
+        memory = lambda n: slots[0][pl.program_id(0) * count + at(n)]  # noqa: E731
+        first |= memory(n) != memory(jnp.maximum(n - 1, 0))
+        last |= memory(n) != memory(jnp.minimum(n + 1, count - 1))
     return first, last
 
 
 def memory_of(b, n, slots, runs: int, count: int):
     """The index of the memory that chunk n of row b updates.
 
-    With several memories per row, `slots` holds which of the `runs` memories of a row each of its `count` chunks updates.
+    Args:
+        b: row.
+        n: chunk.
+        slots: with several memories per row, a list with the index [B * N] of the row's memory that each chunk updates; else empty.
+        runs: memories per row.
+        count: chunks per row.
     """
     return b * runs + slots[0][b * count + n] if slots else b
 
 
 def document_rows(run, chunk: int = CHUNK) -> jax.Array:
-    """The document indices [B, T] as [B, 8, T] float32, of which `tiles.read_chunk` reads a chunk's part."""
+    """Document numbers [B, T] as rows [B, 8, T] float32 for `tiles.scalar_decay.read_chunk`.
+
+    The rows are the number of each token's document, 1 where it is that of the last token before the chunk, 1 where it is that of the
+    chunk's last token, and zeros.
+    """
     last = run.reshape(len(run), -1, chunk)[:, :, -1]
     before = jnp.pad(last[:, :-1], [(0, 0), (1, 0)])
     before, last = (jnp.repeat(x, chunk, axis=1) for x in (before, last))
@@ -39,12 +53,12 @@ def document_rows(run, chunk: int = CHUNK) -> jax.Array:
 
 
 def repeat_heads(x, heads: int, axis: int):
-    """x with its heads along `axis` repeated until they are `heads`."""
+    """Repeat each head along `axis`, so that there are `heads`."""
     return x if x.shape[axis] == heads else jnp.repeat(x, heads // x.shape[axis], axis=axis)
 
 
 def sum_heads(x, heads: int, axis: int):
-    """Sum over the heads along `axis` that share one of `heads`, in float32."""
+    """Sum consecutive heads along `axis`, so that `heads` remain, in float32."""
     if x.shape[axis] == heads:
         return x
     shape = (*x.shape[:axis], heads, -1, *x.shape[axis + 1 :])

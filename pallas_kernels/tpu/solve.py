@@ -1,4 +1,4 @@
-"""Systems of chunks on TPU: their inverses, and the residuals of kernels that solve one system per chunk."""
+"""Inverses of the triangular systems that delta rules solve in each chunk, on TPU."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from pallas_kernels.tpu.row_layout import CHUNK
 
 _F32 = jnp.float32
 HEADS = 8  # of one program
-
-
-_TILE = 16  # rows of 16 bits that lie together
-
-
+_TILE = 16  # rows of a tile of 16-bit numbers in registers
 _SUBLANES = 8
 
 
@@ -26,7 +22,7 @@ class Residuals(NamedTuple):
     """The residuals of `forward` for `backward`.
 
     Attributes:
-        states: [B, N, T / C, K, V], the memories that chunks start from.
+        states: [B, N, T / C, K, V], the memories before all chunks.
         inverse: [B, N, T, C], the inverses of the chunks' systems.
     """
 
@@ -41,10 +37,11 @@ def length_multiple(q, k, v) -> int:
 
 
 def invert(systems: list[jax.Array], dtype) -> list[jax.Array]:
-    """(I + N)⁻¹ of each strictly lower triangular N [C, C] in float32, by products in `dtype`, which is the results'.
+    """(I + N)⁻¹ of each strictly lower triangular N [C, C] float32, computed by products in `dtype` and returned in it.
 
-    As `tiles.unit_inverse`, from blocks of 16 rows on, which are inverted in float32. The blocks of a level lie side by side: what
-    multiplies from the left has a block's rows alone. Step by step for all, so that none waits for its own last product.
+    This is `tiles.delta.unit_inverse` from blocks of 16 rows on, which are inverted in float32. The blocks of a level are side by side,
+    [half, C], so that left operands have only the rows of one block. Each step is computed for all systems before the next one, so that
+    no system waits for its last product.
     """
     size = len(systems[0])
     i, j = indices(size)
@@ -67,31 +64,31 @@ def invert(systems: list[jax.Array], dtype) -> list[jax.Array]:
         ]
         half *= 2
 
-    wholes = [unit + n for n in systems]
-    parts = [[x] for x in wholes]
+    units = [unit + n for n in systems]
+    parts = [[x] for x in units]
     if dtype != _F32:
-        parts = [[x, x - x.astype(dtype).astype(_F32)] for x in wholes]
+        parts = [[x, x - x.astype(dtype).astype(_F32)] for x in units]
     left = [product(jnp.concatenate(part), x) for part, x in zip(parts, inverses, strict=True)]
     left = [2 * unit - sum(x[n : n + size] for n in range(0, len(x), size)) for x in left]
     return [product(x, y).astype(dtype) for x, y in zip(inverses, left, strict=True)]
 
 
 def _invert_blocks(systems: list[jax.Array]) -> list[jax.Array]:
-    """The inverses of each system's blocks of 16 rows on the diagonal, side by side, [16, C]: row by row, in float32."""
+    """The inverses of the blocks of 16 rows on each system's diagonal, side by side, [16, C] float32, computed row by row."""
     size = len(systems[0])
     lane = lax.broadcasted_iota(jnp.int32, (_SUBLANES, size), 1)
     row = lax.broadcasted_iota(jnp.int32, (_SUBLANES, size), 0)
     tiles = range(0, _TILE, _SUBLANES)
-    own, inverses = [], []
+    split, inverses = [], []
     for x in systems:
         blocks = [x[n : n + _TILE] for n in range(0, size, _TILE)]
         blocks = decays.side_by_side(blocks, size)
-        own.append([blocks[n : n + _SUBLANES] for n in tiles])
+        split.append([blocks[n : n + _SUBLANES] for n in tiles])
         inverses.append([jnp.where(lane % _TILE == row + n, 1.0, 0.0) for n in tiles])
     for k in range(_TILE - 1):
         column = lane - lane % _TILE + k
         at, k = divmod(k, _SUBLANES)
-        for x, inverse in zip(own, inverses, strict=True):
+        for x, inverse in zip(split, inverses, strict=True):
             solved = inverse[at][k : k + 1]
             for n in range(at, len(tiles)):
                 inverse[n] -= jnp.take_along_axis(x[n], column, axis=1) * solved

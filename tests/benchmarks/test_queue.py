@@ -4,10 +4,13 @@ job."""
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
+from benchmarks import registry
+from benchmarks.__main__ import make_parser
 from benchmarks.queue import Job, free_gpus, read_jobs, run
 
 
@@ -70,6 +73,9 @@ def test_more_gpus_than_the_machine_has_are_refused(tmp_path):
         run([Job("a", "", 1, gpus=2)], tmp_path, gpus=1, slots=1, seconds=1)
 
 
-def test_the_pending_jobs_are_valid():
+def test_the_pending_jobs_name_benchmarks_and_options_that_exist():
     text = (Path(__file__).parents[2] / "benchmarks" / "pending.jobs").read_text()
-    assert all("python -m " in job.command for job in read_jobs(text))
+    for job in read_jobs(text):
+        python, flag, package, name, *options = shlex.split(job.command)
+        assert (python, flag, package) == ("python", "-m", "benchmarks")
+        make_parser(registry.get(name)).parse_args(options)

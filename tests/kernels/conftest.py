@@ -1,4 +1,4 @@
-"""What tests of the kernels share."""
+"""Fixtures of the kernels' tests."""
 
 import jax
 import pytest
@@ -10,7 +10,8 @@ from pallas_kernels.compat import plgpu
 def kernels_apart(monkeypatch):
     """Wait for each kernel that Mosaic GPU's interpreter runs outside of `jax.jit`.
 
-    It computes with JAX itself, and waits for ever once all of the 32 computations that JAX lets be on their way wait for it.
+    The interpreter computes with JAX. JAX allows 32 computations to be under way, and if all of them wait for the interpreter, it waits
+    for ever.
     """
     kernel = plgpu.kernel
 

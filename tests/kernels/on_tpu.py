@@ -11,14 +11,14 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 
 def runs(length: int):
-    """Document indices [1, T]: documents that begin at a chunk's start and inside chunks, and one of a single token."""
+    """Document numbers [1, T]: documents that begin at a chunk's start and inside chunks, and one of a single token."""
     starts = [5, 16, 17, 20] if length < 128 else [30, 128, 129, 150]
     return jnp.asarray(np.cumsum(np.isin(np.arange(length), starts))[None], jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def both(function, x, run, cotangents):
-    """Values and the gradients of x."""
+    """Return the function's values, and their gradients with respect to x."""
     values, pull = jax.vjp(lambda x: function(x, run), x)
     return values, pull(jax.tree.map(lambda c, o: c.astype(o.dtype), cotangents, values))[0]
 
@@ -42,8 +42,8 @@ def compare(fused, by_token, x, run, tolerance):
         np.testing.assert_allclose(a, b, rtol=0, atol=limit, err_msg=str(path))
 
 
-def check_lowering(fused, x, run, whole: bool):
-    """Check that forward and backward are one kernel each on a TPU, and that no array is transposed exactly if `whole`."""
+def check_lowering(fused, x, run, aligned: bool):
+    """Check that forward and backward are one kernel each on a TPU, and that arrays are transposed if and only if not `aligned`."""
 
     def step(x, run):
         values, pull = jax.vjp(lambda x: fused(x, run, interpret=False), x)
@@ -54,4 +54,4 @@ def check_lowering(fused, x, run, whole: bool):
         text = jax.jit(step).trace(x, run).lower(lowering_platforms=("tpu",)).as_text()
     assert text.count("custom_call @tpu_custom_call") == 2
     transposed = [x for x in text.splitlines() if "stablehlo.transpose" in x and "bf16" in x]
-    assert (not transposed) == whole
+    assert (not transposed) == aligned

@@ -13,6 +13,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
 from lsm_jax import ops
+from pallas_kernels.linear_attention import cases as linear_attention_cases
 from pallas_kernels.selective_scan.cases import TPU_COMPILED
 from tests.kernels import test_selective_scan_gpu as scans
 
@@ -40,16 +41,7 @@ CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 
 # The op; heads of q, k and v; K and V; its other arguments; bytes of registers that its kernels spill today, at most.
 ON_HOPPER = [
-    ("linear_memory", (4, 4, 4), 128, 128, "", 0),
-    ("linear_memory", (4, 2, 2), 64, 64, "log_decay", 0),
-    ("linear_memory", (4, 2, 2), 128, 128, "log_decay segment_ids", 0),
-    ("linear_memory", (2, 1, 2), 256, 512, "log_decay", 4),
-    ("linear_memory", (4, 4, 4), 64, 128, "channel log_decay segment_ids", 176),
-    ("linear_memory", (4, 4, 4), 128, 128, "channel log_decay", 116),
-    ("linear_memory", (4, 4, 4), 128, 256, "channel log_decay", 348),
-    ("linear_memory", (4, 4, 4), 64, 64, "channel log_decay bonus", 360),
-    ("linear_memory", (4, 4, 4), 256, 512, "channel log_decay", 656),
-    ("linear_memory", (4, 2, 4), 128, 64, "value_log_decay", 128),
+    *linear_attention_cases.HOPPER_COMPILED,
     ("delta_memory", (4, 4, 4), 128, 128, "", 20),
     ("delta_memory", (4, 2, 4), 64, 64, "log_decay segment_ids", 116),
     ("delta_memory", (2, 1, 2), 256, 512, "log_decay", 792),
@@ -70,12 +62,7 @@ ON_HOPPER = [
     ("attention", (4, 4, 4), 128, 128, "log_forget window", 176),
 ]
 ON_TPU = [
-    ("linear_memory", (4, 4, 4), 64, 64, "log_decay segment_ids"),
-    ("linear_memory", (4, 2, 4), 128, 128, "log_decay"),
-    ("linear_memory", (4, 2, 4), 128, 128, "channel log_decay segment_ids"),
-    ("linear_memory", (4, 4, 4), 64, 64, "channel log_decay bonus"),
-    ("linear_memory", (2, 2, 2), 256, 256, "channel log_decay"),
-    ("linear_memory", (4, 2, 4), 128, 64, "value_log_decay"),
+    *linear_attention_cases.TPU_COMPILED,
     ("delta_memory", (8, 4, 8), 128, 128, "log_decay segment_ids"),
     ("delta_memory", (4, 4, 4), 64, 64, ""),
     ("delta_memory", (8, 4, 8), 128, 128, "channel log_decay segment_ids"),
@@ -251,7 +238,9 @@ def test_selective_scans_compile_for_a_tpu(chip, dtype, case):
 # Half the bundles of a first version with one head for each program, for a head and 64 tokens of a gated delta rule's forward.
 @pytest.mark.parametrize("chip, most", [("v5e", 878 // 2), ("v6e", 868 // 2)])
 def test_a_tpu_takes_half_the_bundles_of_the_sketch(chip, most):
-    from benchmarks.bundles import count  # its import sets variables that the GPU client reads
+    from benchmarks.cases.bundles import (
+        count,
+    )  # its import sets variables that the GPU client reads
 
     found = count("gated delta rule", chip)
     assert found["heads"] >= 4

@@ -1,4 +1,4 @@
-"""Gates far beyond what float32's exp tells from 0, and gates that keep all: by the interpreters of the kernels."""
+"""Decays whose exponential is 0 in float32, and decays of 1, by the kernels in their interpreters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.kernels import test_linear_attention_gpu as of_linear
 from tests.kernels.test_linear_attention_gpu import error
 
 LENGTH = 128
-# In single tokens: the first and the last of a chunk, and side by side.
+# Log decays of single tokens: the first and the last token of a chunk, and two consecutive tokens.
 STRONG = {5: -1e3, 20: -1e9, 21: -1e3, 63: -1e9, 64: -1e9, 100: -3e38, 127: -1e3}
 OPS: dict[str, Any] = {
     "scalar": (of_linear, linear_attention, True),
@@ -38,9 +38,9 @@ def test_gates_of_any_strength_are_finite_and_right(implementation, op, gates):
     if gates == "none":
         x["log_decay"] = jnp.zeros_like(x["log_decay"])
     else:
-        for at, by in STRONG.items():  # of channels every other one
+        for at, by in STRONG.items():  # for every other channel, or memory
             x["log_decay"] = x["log_decay"].at[:, at, ..., ::2].set(by)
-    if "beta" in x:  # below 0 it makes a memory grow, which here forgets nothing
+    if "beta" in x:  # a negative beta makes a memory grow without limit if nothing decays
         x["beta"] = jnp.abs(x["beta"])
     interpret = gpu_interpreter() if implementation == "mosaic_gpu" else True
 

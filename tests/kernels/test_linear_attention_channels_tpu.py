@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from lsm_jax import ops
 from pallas_kernels.linear_attention import linear_attention, unsupported
+from pallas_kernels.linear_attention.cases import TPU_CHANNEL_INTERPRETED, TPU_TOLERANCE
 from pallas_kernels.linear_attention.tpu import channel_decay as tpu_channels
 from pallas_kernels.linear_attention.tpu import value_decay as tpu_values
 from pallas_kernels.tpu import halving as tpu_halving
@@ -23,7 +24,7 @@ STRONG = [0.0, -1e-3, -0.1, -1.0, -30.0]
 
 
 def make(dims, kind="channel", *, dtype=jnp.float32, documents=False, decays=STRONG, bonus=False):
-    """Inputs that are differentiated, and the runs."""
+    """The inputs that are differentiated, and the document numbers."""
     x = on_gpu.make(*dims, documents=False, decay=kind, bonus=bonus)
     del x["run"]
     rng = np.random.default_rng(3)
@@ -43,30 +44,21 @@ def compare(x, run, tolerance):
     on_tpu.compare(fused, on_gpu.by_token, x, run, tolerance)
 
 
-# Length; heads of q, k and v; K and V.
-CASES = {
-    "key channels, short": dict(dims=(40, 1, 1, 1, 16, 8), documents=True),
-    "bonus, short": dict(dims=(40, 1, 1, 2, 8, 16), bonus=True, documents=True),
-    "value channels, short": dict(dims=(40, 1, 1, 1, 8, 16), kind="value channel", documents=True),
-    "key channels, more queries": dict(dims=(130, 2, 1, 1, 8, 16)),
-    "key channels, fewer queries, wide": dict(dims=(130, 1, 1, 2, 128, 128), documents=True),
-    "bonus, long": dict(dims=(160, 1, 1, 2, 8, 16), bonus=True, documents=True),
-    "bonus, more queries": dict(dims=(130, 2, 1, 1, 8, 8), bonus=True),
-    "value channels, more queries": dict(dims=(130, 2, 1, 1, 16, 8), kind="value channel"),
-    "value channels, wide": dict(
-        dims=(130, 1, 1, 2, 128, 128), kind="value channel", documents=True
-    ),
-}
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if "short" in n else pytest.mark.slow) for n in CASES]
+    "name",
+    [
+        pytest.param(n, marks=() if "short" in n else pytest.mark.slow)
+        for n in TPU_CHANNEL_INTERPRETED
+    ],
 )
 def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
     if "short" in name:
         for backend in (tpu_channels, tpu_values):
             monkeypatch.setattr(backend, "CHUNK", 16)
-    compare(*make(**CASES[name]), 2e-6)
+    case = TPU_CHANNEL_INTERPRETED[name]
+    dims = case.length, *case.heads, case.key_dim, case.value_dim
+    x, run = make(dims, case.decay, documents=case.documents, bonus=case.bonus)
+    compare(x, run, TPU_TOLERANCE)
 
 
 @pytest.mark.slow
@@ -93,7 +85,7 @@ def test_has_no_races_and_extreme_decays_leave_no_nan(kind):
 
 
 def test_large_gradients_take_nothing_from_the_precision_of_small_ones():
-    """A decay's gradient is a walk over sums; as a difference of sums over all later tokens it would be 1e-3 off in the first half."""
+    """As a difference of sums over all later tokens, the decay's gradient would have an error of 1e-3 in the first half."""
     size = 16
     g = np.full((size, 8), -0.01, np.float32)
     x = np.ones((size, 8), np.float32)
@@ -155,7 +147,7 @@ def test_what_is_not_asked_for_is_not_computed():
     assert jax.eval_shape(gradient, *arrays, states, x["v"], x["initial"])[3] is None
 
 
-def test_says_why_it_does_not_serve():
+def test_names_the_unmet_requirement():
     def why(dims=(64, 64), kind="channel", change=lambda x: x, **options):
         x, _ = jax.eval_shape(lambda: make((100, 2, 2, 2, *dims), kind, **options))
         x = change(x)

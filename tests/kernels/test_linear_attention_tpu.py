@@ -13,14 +13,16 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from lsm_jax import ops
 from pallas_kernels.linear_attention import unsupported
+from pallas_kernels.linear_attention.cases import TPU_SCALAR_INTERPRETED, TPU_TOLERANCE
 from pallas_kernels.linear_attention.tpu import scalar_decay as tpu
+from pallas_kernels.linear_attention.tpu import scalar_layout
 
 SCALE = 0.3
 NAMES = ("output", "final", "dq", "dk", "dv", "dlog_decay", "dinitial")
 
 
 def make(heads, dims, *, length=256, decay=True, runs=False, dtype=jnp.float32, seed=0):
-    """q, k, v, log_decay, run, initial for (H, Hk, G) heads and (K, V); two rows if there are documents."""
+    """q, k, v, log_decay, run and initial for (H, Hk, G) heads and (K, V); with documents (`runs`) two rows."""
     rng = np.random.default_rng(seed)
     batch = 2 if runs else 1
     (query_heads, key_heads, memories), (key_dim, value_dim) = heads, dims
@@ -30,7 +32,7 @@ def make(heads, dims, *, length=256, decay=True, runs=False, dtype=jnp.float32, 
 
     log_decay = rng.choice([0, -1e-3, -0.1, -1, -30], size=(batch, length, memories))
     run = None
-    if runs:  # a border inside a chunk, one between chunks; a document of one token; none at all
+    if runs:  # a document that begins inside a chunk, one that begins at a chunk, one of two tokens; a row with one document
         run = np.zeros((2, length), np.int32)
         run[0, 100:] += 1
         run[0, 128:] += 1
@@ -68,7 +70,7 @@ def cotangents(arrays):
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def fused(arrays, cotangents, interpret=True):
-    """All of `NAMES`."""
+    """The results and gradients with the names `NAMES`."""
     output, final, saved = tpu.forward(*arrays, scale=SCALE, interpret=interpret)
     grads = tpu.backward(*arrays, saved, *cotangents, scale=SCALE, interpret=interpret)
     return output, final, *grads
@@ -82,7 +84,7 @@ def expected(arrays, cotangents):
     return *values, *grads[:4], grads[5]
 
 
-def compare(arrays, interpret=True, tolerance=2e-6):
+def compare(arrays, interpret=True, tolerance=TPU_TOLERANCE):
     assert unsupported("mosaic_tpu", *arrays[:4]) is None
     given = cotangents(arrays)
     actual, wanted = fused(arrays, given, interpret), expected(arrays, given)
@@ -98,28 +100,18 @@ def compare(arrays, interpret=True, tolerance=2e-6):
         )
 
 
-# Heads of q, k, v; K and V; and how they are to be laid out: memories a tile, keys a tile, tiles a program, programs.
-CASES = {
-    "whole width": ((2, 2, 2), (8, 16), (2, 2, 1, 1)),
-    "pairs": ((4, 4, 4), (64, 64), (2, 2, 1, 2)),
-    "narrow, shared keys, more queries": ((4, 1, 2), (64, 64), (2, 2, 1, 2)),
-    "narrow, fewer queries": ((1, 2, 2), (64, 64), (2, 2, 1, 1)),
-    "pairs of one key": ((1, 1, 4), (128, 64), (2, 1, 1, 2)),
-    "more queries": ((4, 1, 2), (128, 128), (1, 1, 1, 2)),
-    "one program to a key": ((2, 2, 4), (128, 128), (1, 1, 2, 2)),
-    "two programs to a key": ((1, 1, 4), (128, 128), (1, 1, 2, 2)),
-}
 FAST = ("pairs", "pairs of one key")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES]
+    "name",
+    [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in TPU_SCALAR_INTERPRETED],
 )
 def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
-    heads, dims, layout = CASES[name]
-    monkeypatch.setattr(tpu, "_HEADS", 2)  # several programs of few heads
+    heads, dims, layout = TPU_SCALAR_INTERPRETED[name]
+    monkeypatch.setattr(scalar_layout, "HEADS", 2)  # several programs of few heads
     arrays = make(heads, dims, runs=True)
-    plan = tpu._plan(*arrays[:3])
+    plan = scalar_layout.plan_heads(*arrays[:3])
     assert (plan.count, plan.keys, plan.tile_count, plan.programs) == layout
     compare(arrays)
 
@@ -168,7 +160,7 @@ def test_causal_to_the_bit(token):
 
 
 def test_what_is_not_asked_for_is_not_computed():
-    """No memories are written out where no gradient follows, no gradient of a decay where none is wanted."""
+    """No memories are saved if no gradient follows, and no gradient of a decay is computed unless it is asked for."""
     arrays = make((1, 1, 1), (8, 8))
     given = cotangents(arrays)
     saved = jax.eval_shape(lambda *a: tpu.forward(*a, scale=SCALE), *arrays)[2]
@@ -196,10 +188,12 @@ def test_lowers_for_a_tpu(dims):
     assert text.count("custom_call @tpu_custom_call") == 2
     wide = f"tensor<2x1024x{8 * dims[0]}xbf16>"
     transposed = [x for x in text.splitlines() if "stablehlo.transpose" in x and "bf16" in x]
-    assert wide in text and not transposed  # q, k, v and the output stay as they lie
+    assert (
+        wide in text and not transposed
+    )  # q, k, v and the output are not copied to another layout
 
 
-def test_says_why_it_does_not_serve():
+def test_names_the_unmet_requirement():
     def why(heads=(2, 2, 2), dims=(64, 64), **options):
         q, k, v, *rest = jax.eval_shape(lambda: make(heads, dims, **options))
         return unsupported("mosaic_tpu", q, k, v, rest[0])

@@ -1,4 +1,4 @@
-"""One state a segment, in and out, by the kernels under their interpreters: against the recurrence, and against segments alone."""
+"""One state per segment, by the kernels in their interpreters: against the recurrence, and against each segment alone."""
 
 import functools
 import importlib
@@ -17,13 +17,13 @@ from lsm_jax import ops
 from pallas_kernels.compat import gpu_interpreter, races_found
 from tests.kernels.test_linear_attention_gpu import error
 
-# Four states: one in the middle has no token; the first segment goes on behind the second, and takes two chunks; padding.
+# Segment ids for four states. State 3 has no token, segment 1 continues after segment 2 and has two chunks, and there is padding.
 IDS = {
     chunk: np.repeat([1, 2, 1, 0, 4], np.array([40, 5, 30, 3, 37]) * chunk // 64)
     for chunk in (64, 128)
 }
 CHUNK = dict(mosaic_gpu=64, mosaic_tpu=128)
-# op; heads of q, k and v; K; V; decay
+# The op; heads of q, k and v; K; V; the decay.
 CASES = {
     "scalar": ("linear", (1, 1, 1), 64, 64, "token"),
     "plain-shared": ("linear", (2, 1, 1), 64, 128, None),
@@ -35,7 +35,7 @@ CASES = {
     "delta-channels": ("delta", (1, 1, 1), 64, 128, "channel"),
     "dplr": ("dplr", (1, 1, 2), 64, 64, "channel"),
 }
-# For the card alone.
+# Cases that run only on the card.
 WIDE = {
     "scalar-wide": ("linear", (2, 1, 1), 64, 512, "token"),
     "channels-wide": ("linear", (1, 1, 2), 64, 384, "channel"),
@@ -54,8 +54,8 @@ def wait(x):
 wait.defvjp(lambda x: (wait(x), None), lambda _, g: (jax.block_until_ready(g),))
 
 
-def apart(kernel, *, run, **x):
-    """A call with nothing else on its way, ahead or behind: the interpreter's threads wait for ever for one that XLA has not."""
+def run_alone(kernel, *, run, **x):
+    """Call a kernel while nothing else runs: if XLA has too few threads left, those of the interpreter would wait for ever."""
     x = {name: wait(a) if isinstance(a, jax.Array) else a for name, a in x.items()}
     return wait(kernel(run=run, **x))
 
@@ -69,16 +69,16 @@ def implementation(request, monkeypatch):
         (pallas_kernels.dplr, "dplr"),
     ):
         run = functools.partial(getattr(module, name), interpret=interpret)
-        monkeypatch.setattr(module, name, functools.partial(apart, run))
+        monkeypatch.setattr(module, name, functools.partial(run_alone, run))
     for op in ("linear.linear_memory", "delta.delta_memory", "delta.dplr_memory"):
         module = importlib.import_module(f"lsm_jax.ops.{op}")
-        # Not one program: while it waits for its kernels it would hold a thread, and on few cores the last that they need.
+        # Without jit: a program that waits for its kernels would occupy a thread, which they need if there are few cores.
         monkeypatch.setattr(module, "run", module.run.__wrapped__)
     return request.param
 
 
 def check_threads(case, implementation):
-    """Warpgroups wait for each other: the interpreter needs a thread of XLA's for each of three and more, or hangs."""
+    """Skip a case for which XLA has too few threads: the interpreter requires one for each warpgroup, since they wait for each other."""
     threads = int(os.environ.get("NPROC", os.cpu_count() or 1))
     if implementation == "mosaic_gpu" and 128 in CASES[case][2:4] and threads < 4:
         pytest.skip(f"XLA has {threads} threads here; NPROC=8 gives it more")
@@ -119,7 +119,7 @@ def call(op, ids, memory, *, mask=None, **x):
 
 
 def two_rows(ids):
-    """`ids` and, in the second row, those of a few tokens exchanged."""
+    """Segment ids of two rows: `ids`, and `ids` with other numbers for three tokens."""
     other = ids.copy()
     other[[3, 50, 80]] = 4, 3, 1
     return jnp.asarray(np.stack([ids, other]), jnp.int32)
@@ -139,7 +139,7 @@ def test_equals_the_recurrence_in_value(implementation):
 
 
 def check(case, implementation, ids, gradients=True):
-    """What the kernel gives, after a look at it."""
+    """Compare the kernel with the recurrence, and return its results and gradients (None without `gradients`)."""
     op, x, length = (CASES | WIDE)[case][0], make(case, len(ids)), len(ids)
     rng = np.random.default_rng(1)
     ids, mask = two_rows(ids), jnp.asarray(rng.random((2, length)) < 0.9)
@@ -161,7 +161,9 @@ def check(case, implementation, ids, gradients=True):
     (expected,) = wanted_pull(tuple(x.astype(jnp.float32) for x in cotangents))
     for got, want in zip(actual, wanted, strict=True):
         assert error(got, want) < 5e-3
-    np.testing.assert_array_equal(actual[1][0, 2], x["memory"][0, 2])  # which no token saw
+    np.testing.assert_array_equal(
+        actual[1][0, 2], x["memory"][0, 2]
+    )  # the state that no token updates
     for name, gradient in found.items():
         assert gradient.dtype == x[name].dtype
         assert error(gradient, expected[name]) < 1e-2, name
@@ -172,7 +174,7 @@ def check(case, implementation, ids, gradients=True):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_segments_do_not_see_each_other(case, implementation):
-    """Nor does a token see a later one: to the bit. Alone each is the same, as near as programs of other shapes are."""
+    """A token reads no other segment and no later token, to the bit; and each segment alone has the same results up to rounding."""
     check_threads(case, implementation)
     op, ids = CASES[case][0], IDS[CHUNK[implementation]]
     x = make(case, len(ids))

@@ -24,7 +24,7 @@ DECAYS = {
 
 
 def inputs(size, key_dim, value_dim, heads, decays, runs, seed):
-    """q, k [C, keys, K], v, dO [C, n, V], S, dS' [n, K, V], decays [C, n] or None, run [C] or None and the run before."""
+    """q, k [C, keys, K], v, dO [C, n, V], S, dS' [n, K, V], log decays [C, n] or None, document numbers [C] or None, and that of the token before."""
     rng = np.random.default_rng(seed)
     q, k = rng.normal(size=(2, size, heads.keys, key_dim))
     v, d_out = rng.normal(size=(2, size, heads.count, value_dim))
@@ -61,15 +61,15 @@ def expected(arrays, run, before, cotangents):
 
 @functools.partial(jax.jit, static_argnums=4)
 def by_tiles(arrays, run, before, cotangents, heads):
-    """The same by `tiles`."""
+    """The same results and gradients by `tiles`."""
     q, k, v, log_decay, memory = arrays
     decays = log_decay is not None
     size, count = len(q), heads.count
     narrow = lambda x: jnp.asarray(x.reshape(size, -1), jnp.float32)  # noqa: E731
-    beside = lambda m: jnp.moveaxis(jnp.asarray(m, jnp.float32), 0, 1).reshape(m.shape[1], -1)  # noqa: E731
-    apart = lambda m: jnp.moveaxis(m.reshape(len(m), count, -1), 1, 0)  # noqa: E731
+    side_by_side = lambda m: jnp.moveaxis(jnp.asarray(m, jnp.float32), 0, 1).reshape(m.shape[1], -1)  # noqa: E731
+    by_memory = lambda m: jnp.moveaxis(m.reshape(len(m), count, -1), 1, 0)  # noqa: E731
     q, k, v, d_out = (narrow(x) for x in (q, k, v, cotangents[0]))
-    memory, d_memory = (tiles.unfold(beside(m), heads) for m in (memory, cotangents[1]))
+    memory, d_memory = (tiles.unfold(side_by_side(m), heads) for m in (memory, cotangents[1]))
     if decays:
         log_decay = jnp.zeros((8, size)).at[heads.first : heads.first + count].set(log_decay.T)
     if run is not None:
@@ -78,21 +78,23 @@ def by_tiles(arrays, run, before, cotangents, heads):
     scales = [tiles.weights(chunk, heads.first + h) for h in range(count)]
     out = tiles.read(q, k, v, memory, scales, chunk, heads)
     final = tiles.fold(tiles.write(k, v, memory, chunk, heads), heads)
-    got = tiles.read_backward(q, k, v, d_out, memory, scales, chunk, heads, decays=decays)
-    wrote = tiles.write_backward(k, v, memory, d_memory, chunk, heads, decays=decays)
+    reads = tiles.read_backward(q, k, v, d_out, memory, scales, chunk, heads, decays=decays)
+    writes = tiles.write_backward(k, v, memory, d_memory, chunk, heads, decays=decays)
     d_decay = np.zeros((size, count))
     if decays:
-        d_decay = tiles.decay_gradient(got.columns, got.rows, wrote.columns, wrote.totals, chunk)
+        d_decay = tiles.decay_gradient(
+            reads.columns, reads.rows, writes.columns, writes.totals, chunk
+        )
         d_decay = d_decay[:count].T
     by_head = lambda x, n: x.reshape(size, n, -1)  # noqa: E731
     return (
         by_head(out, count),
-        apart(final),
-        by_head(got.q, heads.keys),
-        by_head(got.k + wrote.k, heads.keys),
-        by_head(got.v + wrote.v, count),
+        by_memory(final),
+        by_head(reads.q, heads.keys),
+        by_head(reads.k + writes.k, heads.keys),
+        by_head(reads.v + writes.v, count),
         d_decay,
-        apart(tiles.fold(got.memory + wrote.memory, heads)),
+        by_memory(tiles.fold(reads.memory + writes.memory, heads)),
     )
 
 
@@ -123,7 +125,7 @@ def test_a_chunk_equals_the_recurrence(geometry, decays, runs, seed):
 
 
 def test_a_strong_decay_takes_nothing_from_the_precision_of_a_weak_one():
-    """After 64 decays of e^-30, a difference of plain cumulative sums would be 1e-4 off."""
+    """After 64 decays of e^-30, a difference of plain cumulative sums would have an error of 1e-4."""
     log_decay = np.full((8, 128), -0.01, np.float32)
     log_decay[:, :64] = -30.3
     chunk = tiles.read_chunk(jnp.asarray(log_decay), None, 128, 1.0)

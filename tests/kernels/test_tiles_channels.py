@@ -40,7 +40,7 @@ def by_tiles(arrays, bonus, run, before, d_out, d_memory, documents):
     if documents:
         flags = ((run == x)[:, None].astype(jnp.float32) for x in (before, run[-1]))
         masks = tiles.Documents(run[:, None] == run, *flags)
-    chunk = tiles.prepare(q, k, g, scale=SCALE, documents=masks, bonus=bonus)
+    chunk = tiles.chunk_forward(q, k, g, scale=SCALE, documents=masks, bonus=bonus)
     values = tiles.read(chunk, v, memory), tiles.write(chunk, v, memory)
     return values, tiles.backward(
         q, k, v, g, memory, d_out, d_memory, scale=SCALE, documents=masks, bonus=bonus
@@ -87,12 +87,12 @@ def test_a_chunk_equals_the_recurrence(dims, decays, documents, with_bonus, seed
 
 @pytest.mark.parametrize("exclusive", [False, True])
 def test_a_strong_decay_takes_nothing_from_the_precision_of_a_weak_one(exclusive):
-    """After 32 decays of e^-30, a difference of cumulative sums would be 1e-4 off."""
+    """After 32 decays of e^-30, a difference of cumulative sums would have an error of 1e-4."""
     g = np.full((64, 1), -0.01, np.float32)
     g[:32] = -30.3
     ones = jnp.ones((64, 1))
     bonus = ones[0] if exclusive else None
-    scores = tiles.prepare(ones, ones, jnp.asarray(g), scale=1.0, bonus=bonus).scores
+    scores = tiles.chunk_forward(ones, ones, jnp.asarray(g), scale=1.0, bonus=bonus).scores
     i, j = np.indices((32, 32))
     exact = np.exp(-np.float64(np.float32(0.01)) * np.maximum(i - j - exclusive, 0)) * (i >= j)
     np.testing.assert_allclose(np.asarray(scores)[32:, 32:], exact, rtol=3e-7, atol=0)

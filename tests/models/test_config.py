@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import methods
+from benchmarks.cases import methods
 from lsm_jax import mixers, models
 from lsm_jax.feedforward import SwiGLUConfig
 from lsm_jax.training.metrics import read_rows

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from benchmarks import decode
+from benchmarks.cases import decode
 from lsm_jax import mixers, models, ops
 from tests.conftest import AS_USERS
 from tests.mixers.test_mixers import close

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.drift import drift, make_cases
+from benchmarks.cases.drift import drift, make_cases
 from tests.conftest import AS_USERS
 
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import recall_table
+from benchmarks.__main__ import main as benchmarks
+from benchmarks.cases import recall_table
 from configs import mqar
 from lsm_jax import mixers
 from lsm_jax.data import RecallTask
@@ -219,24 +220,18 @@ def test_the_command_overrides_and_trains(tmp_path):
     assert [m["learning_rate"] for m in result["members"]] == [0.01]
 
 
-def test_the_table_is_resumed_and_reported(tmp_path, monkeypatch, capsys):
+def test_the_table_is_resumed(tmp_path, monkeypatch, capsys):
     configs = {method: tiny(method, **RUN) for method in ("linear_attention", "gla")}
     monkeypatch.setattr(mqar, "get_config", lambda variant: configs[variant.partition(",")[0]])
-    output, figure = tmp_path / "rows.jsonl", tmp_path / "plot.png"
+    output = tmp_path / "rows.jsonl"
     command = ["recall_table", "--suite=published", "--widths=16", f"--output={output}"]
-    monkeypatch.setattr(sys, "argv", [*command, "--methods=linear_attention", "--epochs=2"])
-    recall_table.main()
-    recall_table.main()
+    for _ in range(2):
+        benchmarks([*command, "--methods=linear_attention", "--epochs=2"])
     rows = read_rows(output)
     assert len(rows) == 1 and rows[0]["steps"] == 8 and "commit" in rows[0]
     assert "--config.epochs=2" in rows[0]["command"]
-    monkeypatch.setattr(sys, "argv", [*command, "--minutes=0", "--methods=gla"])
-    recall_table.main()
-    assert "not begun" in capsys.readouterr().out and len(read_rows(output)) == 1
-    monkeypatch.setattr(sys, "argv", [*command, "--report", f"--plot={figure}"])
-    recall_table.main()
-    assert "| `linear_attention` | 16 |" in capsys.readouterr().out
-    assert figure.stat().st_size > 0
+    benchmarks([*command, "--minutes=0", "--methods=gla"])
+    assert "not begun" in capsys.readouterr().err and len(read_rows(output)) == 1
 
 
 def test_the_loss_is_that_of_the_queries_alone():

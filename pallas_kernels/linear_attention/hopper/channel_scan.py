@@ -61,7 +61,8 @@ def channel_scan(
     )  # fmt: skip
     runs = 1 if chunk_bounds is None else chunk_bounds.shape[1] - 1
     struct: Any = jax.ShapeDtypeStruct
-    tiles = functools.partial(plgpu.SMEM, dtype=values.dtype, transforms=wg.TILED)
+    buffer: Any = plgpu.SMEM
+    tiles = functools.partial(buffer, dtype=values.dtype, transforms=wg.TILED)
     smem = dict(memory=tiles((call.groups, depth, BLOCK)), out=tiles((call.groups, *_TILE)))
 
     def kernel(refs):

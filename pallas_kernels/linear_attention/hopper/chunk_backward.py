@@ -10,7 +10,7 @@ saved. With b the inclusive sums of the log decay g over the chunk, and P the ch
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,23 +18,9 @@ from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.hopper import warpgroups as wg
-from pallas_kernels.hopper.halving import (
-    BLOCK,
-    CHUNK,
-    LEVELS,
-    SQUARE,
-    AllPairs,
-    Documents,
-    Halving,
-    Level,
-    left_operand,
-    load,
-    load_by_column,
-    load_by_row,
-    power_of_two,
-    same_document,
-)
+from pallas_kernels.hopper.halving import BLOCK, CHUNK, SQUARE, Documents
 from pallas_kernels.hopper.launch import launch, with_smem
+from pallas_kernels.linear_attention.hopper.chunk_gradients import Call, ChunkGradients, Position
 
 _F32 = jnp.float32
 
@@ -72,7 +58,7 @@ def chunk_backward(
     inputs |= dict(bonus=bonus)
     # Two blocks of one warpgroup fit on a processor, so that one loads while the other computes; with two pieces they do not fit.
     groups = depth // BLOCK if pieces > 1 else 1
-    call = _Call(
+    call = Call(
         shapes={name: x.shape for name, x in inputs.items() if x is not None},
         heads=heads, count=count, depth=depth, width=width, pieces=pieces, groups=groups,
         blocks=depth // BLOCK // groups, scale=scale, exact=exact, interpret=interpret,
@@ -90,7 +76,7 @@ def chunk_backward(
     def kernel(refs):
         position = _position(call)
         with_smem(
-            lambda buffers: _Warpgroup(call, position, refs, buffers).compute(),
+            lambda buffers: ChunkGradients(call, position, refs, buffers).compute(),
             smem,
             thread_name="warpgroup",
         )
@@ -103,98 +89,23 @@ def chunk_backward(
         num_threads=groups,
         thread_name="warpgroup",
         reduction_scratch_bytes=0,
+        name="linear_attention_chunk_backward",
         interpret=interpret,
     )
     return list(results.values())
 
 
-class _Call(NamedTuple):
-    """Sizes and options of one call.
-
-    Attributes:
-        shapes: of the inputs, by name.
-        heads: of the outputs, h.
-        count: chunks of a row, N.
-        depth: K.
-        width: V, of one piece.
-        pieces: of each head's values.
-        groups: warpgroups of a thread block.
-        blocks: thread blocks of a chunk and head.
-        scale: of q.
-        exact: whether the gradient of q is float32.
-        interpret: parameters of the interpreter, or False.
-    """
-
-    shapes: dict[str, tuple[int, ...]]
-    heads: int
-    count: int
-    depth: int
-    width: int
-    pieces: int
-    groups: int
-    blocks: int
-    scale: float
-    exact: bool
-    interpret: Any
-
-    @property
-    def only_query(self) -> bool:
-        """Whether only the gradient of q is computed."""
-        return "d_states" not in self.shapes
-
-    def input_heads(self, name: str) -> int:
-        """The number of heads of an input."""
-        return self.shapes[name][dict(keep=1, bonus=0).get(name, 2)]
-
-
-class _Position(NamedTuple):
-    """The part of the gradients that a warpgroup computes.
-
-    Attributes:
-        b: row of the batch.
-        h: head.
-        n: chunk.
-        local: the warpgroup's index in its thread block.
-        group: index of its 64 key channels.
-        tokens: the slice of the chunk's tokens.
-        channels: the slice of the key channels.
-    """
-
-    b: Any
-    h: Any
-    n: Any
-    local: Any
-    group: Any
-    tokens: Any
-    channels: Any
-
-
-class _ScoresGradient(NamedTuple):
-    """The gradient of a chunk's scores.
-
-    Attributes:
-        matrix: [64, 64] bfloat16, dP below the diagonal, and above it the transpose of dP (or of `dP` alone, 0: see
-            `_Warpgroup.scores_gradient`), each row divided by `size`.
-        size: [64], a power of two for each row.
-        diagonal: [64], dP_ii.
-    """
-
-    matrix: Any
-    size: Any
-    diagonal: Any
-
-
-def _position(call: _Call) -> _Position:
+def _position(call: Call) -> Position:
     """The position of this warpgroup in the grid."""
     index, local = lax.div(lax.axis_index("chunk"), call.blocks), lax.axis_index("warpgroup")
     group = lax.rem(lax.axis_index("chunk"), call.blocks) * call.groups + local
     h, n = lax.rem(index, call.heads), lax.rem(lax.div(index, call.heads), call.count)
     b = lax.div(index, call.heads * call.count)
     tokens, channels = pl.ds(n * CHUNK, CHUNK), pl.ds(group * BLOCK, BLOCK)
-    return _Position(b, h, n, local, group, tokens, channels)
+    return Position(b, h, n, local, group, tokens, channels)
 
 
-def _smem(call: _Call, dtype, key_dtype) -> dict[str, Any]:
+def _smem(call: Call, dtype, key_dtype) -> dict[str, Any]:
     """The shared memory and barriers of a thread block; those before `v` have a part for each warpgroup."""
     smem: Any = plgpu.SMEM
     groups, barrier = call.groups, plgpu.Barrier
@@ -217,257 +128,3 @@ def _smem(call: _Call, dtype, key_dtype) -> dict[str, Any]:
         next_piece=barrier(num_arrivals=1 if call.only_query else 2, num_barriers=groups),
         left=tiles(groups, *SQUARE, dtype=jnp.bfloat16) if call.interpret else None,
     )
-
-
-class _Warpgroup:
-    """The computation of one warpgroup: a method for each phase, in the order of `compute`."""
-
-    def __init__(self, call: _Call, at: _Position, refs: dict[str, Any], smem: dict[str, Any]):
-        """Bind references.
-
-        Args:
-            call: the call.
-            at: what this warpgroup computes.
-            refs: inputs and outputs in global memory.
-            smem: buffers of `_smem`, of which it selects its part.
-        """
-        self.call, self.at, self.refs = call, at, refs
-        shared = ("v", "d_output", "loaded", "left")
-        self.smem = {n: x if n in shared else x.at[at.local] for n, x in smem.items()}
-
-    def compute(self) -> None:
-        """Compute and store this warpgroup's gradients."""
-        call, at, smem = self.call, self.at, self.smem
-        self.start_loads()
-        g = wg.load_global(self.refs["g"].at[at.b, at.tokens, self.input_head("g"), at.channels])
-        left_buffer = smem["left"].at[at.local] if call.interpret else None
-        self.left = left_operand(left_buffer, call.interpret)
-        self.halving = Halving(
-            smem["parts"], smem["tile"], self.left, "bonus" in call.shapes, call.interpret, smem["lowest"]
-        )  # fmt: skip
-        self.halving.split_decay(g)
-        reached, scores, gradients = self.memory_gradients()
-        gradients = self.add_pairs(reached, scores, gradients)
-        diagonal = wg.spread_rows(scores.diagonal, SQUARE)
-        if call.only_query:
-            self.store_query_gradient(*gradients, diagonal)
-        else:
-            self.store_gradients(*gradients, diagonal)
-
-    def input_head(self, name: str):
-        """The head of an input that this head of the outputs uses; of v and dO its first piece."""
-        return lax.div(self.at.h * self.call.input_heads(name), self.call.heads)
-
-    def start_loads(self) -> None:
-        """Start the copies of all tiles into shared memory; `loaded` counts them."""
-        call, at, smem, refs = self.call, self.at, self.smem, self.refs
-        for name in ("q", "k")[call.only_query :]:
-            source = refs[name].at[at.b, at.tokens, self.input_head(name), at.channels]
-            plgpu.copy_gmem_to_smem(source, smem[name], smem["loaded"])
-
-        def copy(name):
-            for piece in range(call.pieces):
-                source = refs[name].at[at.b, at.tokens, self.input_head(name) + piece]
-                plgpu.copy_gmem_to_smem(source, smem[name].at[piece], smem["loaded"])
-
-        self.start_memory_loads(0, smem["loaded"])
-        # The warpgroups of a block use the same values and gradients of the output.
-        pl.when(at.local == 0)(lambda: copy("v"))
-        pl.when(at.local == call.groups - 1)(lambda: copy("d_output"))
-
-    def start_memory_loads(self, piece: int, barrier) -> None:
-        """Start the copies of S and dS' of one piece of the values."""
-        call, at = self.call, self.at
-        for name in ("states",) if call.only_query else ("states", "d_states"):
-            source = self.refs[name].at[at.b, at.h * call.pieces + piece, at.n, at.channels]
-            plgpu.copy_gmem_to_smem(source, self.smem[name], barrier)
-
-    def memory_gradients(self):
-        """Return whether all rows are in range, dP, and the gradients of q and k through S and S', [64, 64] each.
-
-        The decay's gradient through S' is stored in `totals`, [64] by key channel:
-        e^(b_C) Σ_v S dS' + Σ_j (k dk(S'))_j.
-        """
-        call, smem, halving = self.call, self.smem, self.halving
-        at_end: Any = 0.0
-        zeros = [jnp.zeros(SQUARE, _F32)] * (1 if call.only_query else 2)
-        plgpu.barrier_wait(smem["loaded"])
-        _, reached = halving.check_range(*(smem[n] for n in ("q", "k")[call.only_query :]))
-        if call.pieces == 1:
-            scores = self.scores_gradient()
-            dq, *dk = self.add_memory_products(0, *zeros)
-        else:  # dP is computed while the second piece's memories are loaded into the buffer of the first piece's
-            sums, at_end = self.add_memory_products(0, *zeros), self.memory_dots()
-            plgpu.commit_smem()
-            self.start_memory_loads(1, smem["next_piece"])
-            scores = self.scores_gradient()
-            plgpu.barrier_wait(smem["next_piece"])
-            dq, *dk = self.add_memory_products(1, *sums)
-        dq *= self.mask_documents(halving.boundary_decay(True), "enters") * call.scale
-        if call.only_query:
-            return reached, scores, [dq]
-        at_end += self.memory_dots()
-        dk = dk[0] * self.mask_documents(halving.boundary_decay(False), "stays")
-        self.store_totals(at_end, dk)
-        return reached, scores, [dq, dk]
-
-    def scores_gradient(self) -> _ScoresGradient:
-        """dP, from products of v and dO. If only the gradient of q is computed, the entries above the diagonal are not used."""
-        call, smem, halving = self.call, self.smem, self.halving
-        i, j = halving.i, halving.j
-
-        def products(lower, *upper):
-            for piece in range(call.pieces):
-                v, d_output = smem["v"].at[piece], smem["d_output"].at[piece]
-                plgpu.wgmma(lower, d_output, v.transpose((1, 0)))
-                for x in upper:
-                    plgpu.wgmma(x, v, d_output.transpose((1, 0)))
-
-        weights, *upper = halving.accumulate(products, 1 if call.only_query else 2)
-        if upper:
-            weights = jnp.where(i >= j, weights, upper[0])
-        weights *= call.scale
-        if "run" in call.shapes:
-            weights = jnp.where(self.same_document(), weights, 0.0)
-        diagonal = jnp.sum(jnp.where(i == j, weights, 0.0), axis=1)
-        size, inverse = power_of_two(jnp.max(jnp.abs(weights), axis=1))
-        weights *= wg.spread_rows(inverse, SQUARE)
-        return _ScoresGradient(weights.astype(jnp.bfloat16), size, diagonal)
-
-    def add_memory_products(self, piece: int, *sums):
-        """Return the sums plus dO Sᵀ and v dS'ᵀ of one piece of the values."""
-        smem = self.smem
-
-        def add(dq, *dk):
-            plgpu.wgmma(dq, smem["d_output"].at[piece], smem["states"].transpose((1, 0)))
-            for x in dk:
-                plgpu.wgmma(x, smem["v"].at[piece], smem["d_states"].transpose((1, 0)))
-
-        return wg.accumulate(add, *sums, interpret=self.call.interpret)
-
-    def memory_dots(self):
-        """Σ_v S dS' over the loaded piece of the values, [64] by key channel."""
-        total: Any = 0.0
-        for c in range(self.call.width // BLOCK):
-            values = pl.ds(c * BLOCK, BLOCK)
-            S, dS = (load(self.smem[n].at[:, values]).astype(_F32) for n in ("states", "d_states"))
-            total += jnp.sum(jnp.multiply(S, dS), axis=1)
-        return total
-
-    def store_totals(self, at_end, dk) -> None:
-        """Store what every token's decay gets through S' in `totals`, from Σ_v S dS' [64] and dk(S') [64, 64]."""
-        call, at, smem, halving = self.call, self.at, self.smem, self.halving
-        # S and dS' have been used: their buffers receive the two parts of a split tile.
-        parts = [smem["states"], smem["d_states"]]
-        if call.width > BLOCK:
-            parts = [smem["states"].at[:, pl.ds(n * BLOCK, BLOCK)] for n in range(2)]
-        halving.split(load(smem["k"]).astype(_F32) * dk, parts)
-        channels = pl.ds(at.n * call.depth + at.group * BLOCK, BLOCK)
-        keep = load_by_row(self.refs["keep"].at[at.b, self.input_head("keep"), channels])
-        smem["totals"][...] = at_end * keep + halving.column_sums(parts)
-
-    def add_pairs(self, reached, scores: _ScoresGradient, gradients: list) -> list:
-        """Return the gradients of q (and k) with dq(P) (and dk(P)) added, without the diagonal of P.
-
-        Rows in range are computed all at once, once as the later rows of their pairs (dq) and once as the earlier (dk); if there is
-        another row, the whole chunk is computed level by level.
-        """
-        both = not self.call.only_query
-
-        def all_pairs(transposed, gradients):
-            """Add to the first gradient and move it to the end, so that the second turn adds to the other one."""
-            first, *second = gradients
-            step = AllPairs(self.halving, transposed.astype(_F32))
-            return [*second, first + self.pair_products(step, scores)]
-
-        def level(at, gradients):
-            step = Level(self.halving, at)
-            dx = self.pair_products(step, scores)
-            shares = (step.later, 1 - step.later) if both else (1,)
-            return [x + share * dx for x, share in zip(gradients, shares, strict=True)]
-
-        gradients = lax.fori_loop(0, reached * (1 + both), all_pairs, gradients)
-        return lax.fori_loop(reached * LEVELS, LEVELS, level, gradients)
-
-    def pair_products(self, step: Level | AllPairs, scores: _ScoresGradient):
-        """The gradient of the rows of one step through P: `step.factor * (step.mask(dP) columns)`, [64, 64]."""
-        smem, both = self.smem, not self.call.only_query
-        columns = step.columns(load(smem["q" if both else "k"]), load(smem["k"]))
-        if both:
-            tiles = [smem["tile"]]
-            smem["tile"][...] = columns.astype(smem["tile"].dtype)
-            plgpu.commit_smem()
-        else:  # in two parts: a softmax of the output, as slot memories have, multiplies its rounding error
-            tiles = [smem["tile"], smem["q"]]
-            self.halving.split(columns, tiles)
-        weights = self.left(step.mask(scores.matrix, both=both))
-
-        def product(out):
-            for tile in tiles:
-                plgpu.wgmma(out, weights, tile)
-
-        (dx,) = self.halving.accumulate(product)
-        return dx * step.factor * wg.spread_rows(scores.size, SQUARE)
-
-    def store_query_gradient(self, dq, diagonal) -> None:
-        """Add the diagonal of P to the gradient of q and store it."""
-        at = self.at
-        dq += diagonal * load(self.smem["k"]).astype(_F32)
-        if self.call.exact:
-            self.refs["dq"].at[at.b, at.tokens, at.h, at.channels][...] = dq
-            return
-        self.store("dq", self.smem["tile"], dq)
-        plgpu.wait_smem_to_gmem(0)
-
-    def store_gradients(self, dq, dk, diagonal) -> None:
-        """Compute the gradient of g from those of q and k, add the diagonal of P to these, and store all."""
-        at, smem, refs, halving = self.at, self.smem, self.refs, self.halving
-        q, k = (load(smem[name]).astype(_F32) for name in ("q", "k"))
-        dg = self.decay_gradient(q * dq, k * dk)
-        refs["dg"].at[at.b, at.tokens, at.h, at.channels][...] = dg
-        if "bonus" in refs:
-            halving.split(diagonal * q * k)
-            d_bonus = refs["d_bonus"].at[at.b, at.h, at.n, at.channels]
-            d_bonus[...] = halving.column_sums()
-            diagonal *= load_by_column(refs["bonus"].at[self.input_head("bonus"), at.channels])
-        self.store("dq", smem["q"], dq + diagonal * k)
-        self.store("dk", smem["k"], dk + diagonal * q)
-        plgpu.wait_smem_to_gmem(0)
-
-    def decay_gradient(self, q_products, k_products):
-        """dg [64, 64], from q ⊙ dq and k ⊙ dk without the diagonal of P."""
-        halving = self.halving
-        i, j = halving.i, halving.j
-        if "bonus" not in self.refs:
-            halving.split(q_products - k_products)
-            dg = halving.sums(self.mask_pairs(j >= i))
-        else:
-            halving.split(q_products)
-            dg = halving.sums(self.mask_pairs(j > i))
-            halving.split(k_products)
-            dg -= halving.sums(self.mask_pairs(j >= i))
-        totals = plgpu.load(self.smem["totals"], layout=wg.LAYOUT.reduce(0))
-        return dg + self.mask_documents(lax.broadcast_in_dim(totals, SQUARE, [1]), "stays")
-
-    def store(self, name: str, buffer, x) -> None:
-        """Start the copy of x [64, 64] to an output, through a buffer in shared memory."""
-        at = self.at
-        buffer[...] = x.astype(buffer.dtype)
-        plgpu.commit_smem()
-        target = self.refs[name].at[at.b, at.tokens, at.h, at.channels]
-        plgpu.copy_smem_to_gmem(buffer, target)
-
-    def same_document(self):
-        """[64, 64], whether two tokens of the chunk belong to one document."""
-        return same_document(self.refs["run"].at[self.at.b, self.at.tokens])
-
-    def mask_pairs(self, mask):
-        """The mask [64, 64], and whether the two tokens belong to one document."""
-        return mask & self.same_document() if "run" in self.refs else mask
-
-    def mask_documents(self, x, name: str):
-        """x [64, 64] with 0 in rows whose flag of `Documents` is 0."""
-        if name not in self.refs:
-            return x
-        flags = load_by_row(self.refs[name].at[self.at.b, self.at.tokens])
-        return x * wg.spread_rows(flags, SQUARE)

@@ -171,7 +171,7 @@ def _position(call: _Call) -> _Position:
 
 
 def _smem(call: _Call, key_dtype) -> dict[str, Any]:
-    """The shared memory and barriers of a thread block; those before `sums` have a part for each warpgroup, the others for each item."""
+    """The shared memory and barriers of a thread block: `sums` and `summed` for each item, the others for each warpgroup."""
     smem: Any = plgpu.SMEM
     each = call.items * call.groups
 

@@ -218,7 +218,8 @@ def _position(call: _Call, refs: dict[str, Any]) -> _Position:
 
 def _smem(call: _Call, dtype) -> dict[str, Any]:
     """The shared memory of a thread block, next to that of its pipeline."""
-    tiles: Any = functools.partial(plgpu.SMEM, dtype=dtype, transforms=wg.TILED)
+    smem: Any = plgpu.SMEM
+    tiles = functools.partial(smem, dtype=dtype, transforms=wg.TILED)
     return dict(
         memory=tiles((call.groups, call.depth, _BLOCK)),
         written=tiles((call.groups, *_TILE)),

@@ -1,9 +1,9 @@
 """Linear attention whose decay has a value for every key channel (GLA, HGRN2, RWKV6) on Mosaic TPU: one kernel forward, one backward,
 each a single pass over the tokens.
 
-The mathematics is that of `tiles_channels`, a chunk's pairs of tokens that of `tpu_halving`, the arrays those of `tpu_layout`. The
-memory is kept as [V, K], whose columns decay. The forward pass keeps the memory each chunk starts from, in v's dtype; the backward
-pass walks back over the chunks, makes their scores again and carries the gradient of the memory.
+`tiles.channel_decay` has the mathematics, `tpu.halving` the pairs of tokens in a chunk, and `tpu.layout` the arrays. The memory is
+transposed, [V, K], so that its columns decay. The forward pass saves the memory before each chunk, in v's dtype. The backward pass
+loads these, computes the last chunk first, computes its scores again, and carries the gradient of the memory.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ def forward(
     q, k, v, log_decay, run, initial, *, scale: float, bonus=None, save: bool = True,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:  # fmt: skip
-    """The output [B, T, max(H, G), V], the final memories as `initial` and, to `save`, the memories that the chunks start from.
+    """Return the output [B, T, max(H, G), V], the final memories, shaped as `initial`, and, if `save`, the memories before all chunks.
 
-    T is a multiple of `CHUNK`. With a bonus [G, K] reads come before writes.
+    The arguments are those of `linear_attention`, with T a multiple of `CHUNK`.
     """
-    layout, given = _given(q, k, v, log_decay, run, initial, bonus)
-    given["initial"] = layout.as_memories(initial), layout.memories()
+    layout, inputs = _inputs(q, k, v, log_decay, run, initial, bonus)
+    inputs["initial"] = layout.as_memories(initial), layout.memories()
     outs = dict(out=layout.tokens(layout.heads, v.shape[3], v.dtype), final=layout.memories())
     if save:
         outs["states"] = layout.states()
-    result = layout.call(_forward_kernel, given, outs, scale, interpret)
+    result = layout.call(_forward_kernel, inputs, outs, scale, interpret)
     final = layout.from_memories(result["final"])[:, :: layout.heads // v.shape[2]]
     return layout.from_tokens(result["out"], v.shape[3]), final, result.get("states")
 
@@ -50,19 +50,19 @@ def backward(
     q, k, v, log_decay, run, initial, residuals, d_output, d_final, *, scale: float, bonus=None,
     decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Gradients of q, k, v, log_decay (None where it is not wanted) and initial, and of a bonus if there is one."""
-    layout, given = _given(q, k, v, log_decay, run, initial, bonus, reverse=True)
-    of_output = layout.tokens(layout.heads, v.shape[3], v.dtype)
-    given["d_out"] = layout.as_tokens(d_output.astype(v.dtype)), of_output
-    given["states"] = residuals, layout.states()
-    given["d_final"] = layout.as_memories(d_final, first=True), layout.memories()
+    """Return the gradients of q, k, v, log_decay (None unless `decay_gradient`) and initial, and of the bonus if there is one."""
+    layout, inputs = _inputs(q, k, v, log_decay, run, initial, bonus, reverse=True)
+    output_layout = layout.tokens(layout.heads, v.shape[3], v.dtype)
+    inputs["d_out"] = layout.as_tokens(d_output.astype(v.dtype)), output_layout
+    inputs["states"] = residuals, layout.states()
+    inputs["d_final"] = layout.as_memories(d_final, first=True), layout.memories()
     outs = {"d" + n: layout.gradient_tokens(x) for n, x in dict(q=q, k=k, v=v).items()}
     outs["d_initial"] = layout.memories()
     if decay_gradient:
         outs["d_decay"] = layout.gradient_tokens(log_decay)
     if bonus is not None:
         outs["d_bonus"] = layout.channels(q.shape[3])
-    result = layout.call(_backward_kernel, given, outs, scale, interpret)
+    result = layout.call(_backward_kernel, inputs, outs, scale, interpret)
     grads = [layout.gradient(result["d" + n], x) for n, x in dict(q=q, k=k, v=v).items()]
     grads.append(layout.gradient(result["d_decay"], log_decay) if decay_gradient else None)
     d_initial = layout.from_memories(result["d_initial"])
@@ -73,20 +73,20 @@ def backward(
     return tuple(grads)
 
 
-def _given(q, k, v, log_decay, run, initial, bonus, *, reverse: bool = False):
-    """The layout and what both kernels read."""
+def _inputs(q, k, v, log_decay, run, initial, bonus, *, reverse: bool = False):
+    """The layout, and the inputs that both kernels read."""
     runs = len(initial) // len(q)
     layout = tpu_layout.Layout(q, k, v, CHUNK, transposed=True, runs=runs, reverse=reverse)
-    given = layout.inputs(run, q=q, k=k, v=v, log_decay=log_decay)
+    inputs = layout.inputs(run, q=q, k=k, v=v, log_decay=log_decay)
     if bonus is not None:
         rows = layout.padded(row_layout.repeat_heads(bonus.astype(_F32), layout.heads, axis=0))
         rows = jnp.broadcast_to(rows, (layout.batch, *rows.shape))
-        given["bonus"] = rows, layout.channels(q.shape[3])
-    return layout, given
+        inputs["bonus"] = rows, layout.channels(q.shape[3])
+    return layout, inputs
 
 
 class _Head:
-    """One head's part of a chunk: what `_forward_kernel` and `_backward_kernel` both make of it.
+    """The arrays of one head in a chunk that both kernels compute.
 
     Attributes:
         q: [C, K] float32.
@@ -94,8 +94,8 @@ class _Head:
         v: [C, V].
         bonus: [1, K], or 1.
         exclusive: whether there is a bonus.
-        decays: of `tpu_halving`.
-        tiles: of `tpu_halving.operands`.
+        decays: the factors of the decays.
+        tiles: of `halving.operands`.
         scores: P [C, C].
         read: [C, K], scale q e^b.
         written: [C, K], k e^(b_C - b).
@@ -117,6 +117,7 @@ class _Head:
 
 
 def _forward_kernel(layout, scale: float, refs: dict, memory):
+    """Compute one chunk of a program's heads; arguments as in `Layout.call`."""
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
     for h in range(layout.block):
         x = _Head(layout, scale, refs, masks, h)
@@ -129,6 +130,8 @@ def _forward_kernel(layout, scale: float, refs: dict, memory):
 
 
 def _backward_kernel(layout, scale: float, refs: dict, d_memory):
+    """Compute the gradients of one chunk of a program's heads; arguments as in `Layout.call`."""
+
     @pl.when(pl.program_id(2) == 0)
     def _():
         if "d_bonus" in refs:
@@ -149,17 +152,17 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
         current = scale * jnp.sum(current, axis=1, keepdims=True)
         of_read = scale * x.decays.enter * dot(d_out, before)
         of_write = x.decays.leave * dot(x.v, narrow)
-        own = x.bonus * current
-        dq = halving.operand_gradient(products, x.decays, later=True) + of_read + own * x.k
-        dk = halving.operand_gradient(products, x.decays, later=False) + of_write + own * x.q
+        diagonal = x.bonus * current
+        dq = halving.operand_gradient(products, x.decays, later=True) + of_read + diagonal * x.k
+        dk = halving.operand_gradient(products, x.decays, later=False) + of_write + diagonal * x.q
         layout.store(refs["dq"], h, dq)
         layout.store(refs["dk"], h, dk)
         if "d_bonus" in refs:
             refs["d_bonus"][h : h + 1] += jnp.sum(x.q * x.k * current, axis=0, keepdims=True)
         if "d_decay" in refs:
-            kept = jnp.sum(before.astype(_F32) * after, axis=0, keepdims=True) * x.decays.keep
+            of_keep = jnp.sum(before.astype(_F32) * after, axis=0, keepdims=True) * x.decays.keep
             terms = halving.decay_terms(x.tiles, products)
             d_decay = halving.decay_gradient(
-                terms, x.q * of_read, x.k * of_write, kept, exclusive=x.exclusive
+                terms, x.q * of_read, x.k * of_write, of_keep, exclusive=x.exclusive
             )
             layout.store(refs["d_decay"], h, d_decay)

@@ -1,8 +1,8 @@
 """Linear attention whose decay has a value for every value channel (slot memories) on Mosaic TPU: one kernel forward, one backward.
 
-With A = scale q kᵀ, token i reads Σ_j A_ij e^(b_i - b_j) ⊙ v_j: on each level of the halving (`tpu_halving`) a product of A's part
-with the decayed values. Its gradient exchanges the parts of `tpu_channels`: what A is given are the levels' inner products of dO
-with v. The rest is as there.
+With A = scale q kᵀ, token i reads Σ_j A_ij e^(b_i - b_j) ⊙ v_j: on each level of the halving (`tpu.halving`) the product of A's
+entries at the level's pairs with the decayed values. In the gradient the two kinds of products of `channel_decay` change places: the
+gradient of A consists of the levels' inner products of dO with v. The rest is as there.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ REQUIREMENTS = (
 def forward(
     q, k, v, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """The output [B, T, max(H, G), V], the final memories as `initial` and, to `save`, the memories that the chunks start from.
+    """Return the output [B, T, max(H, G), V], the final memories, shaped as `initial`, and, if `save`, the memories before all chunks.
 
-    log_decay is [B, T, G, V], T a multiple of `CHUNK`.
+    The arguments are those of `linear_attention`, with log_decay [B, T, G, V] and T a multiple of `CHUNK`.
     """
     layout = tpu_layout.Layout(q, k, v, CHUNK, runs=len(initial) // len(q))
-    given = layout.inputs(run, q=q, k=k, v=v, log_decay=log_decay)
-    given["initial"] = layout.as_memories(initial), layout.memories()
+    inputs = layout.inputs(run, q=q, k=k, v=v, log_decay=log_decay)
+    inputs["initial"] = layout.as_memories(initial), layout.memories()
     outs = dict(out=layout.tokens(layout.heads, v.shape[3], v.dtype), final=layout.memories())
     if save:
         outs["states"] = layout.states()
-    result = layout.call(_forward_kernel, given, outs, scale, interpret)
+    result = layout.call(_forward_kernel, inputs, outs, scale, interpret)
     final = result["final"][:, :: layout.heads // v.shape[2]]
     return layout.from_tokens(result["out"], v.shape[3]), final, result.get("states")
 
@@ -50,32 +50,33 @@ def backward(
     q, k, v, log_decay, run, initial, residuals, d_output, d_final, *, scale: float,
     decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Gradients of q, k, v, log_decay and initial."""
+    """Return the gradients of q, k, v, log_decay and initial."""
     del decay_gradient
     layout = tpu_layout.Layout(q, k, v, CHUNK, runs=len(initial) // len(q), reverse=True)
-    given = layout.inputs(run, q=q, k=k, v=v, log_decay=log_decay)
-    of_output = layout.tokens(layout.heads, v.shape[3], v.dtype)
-    given["d_out"] = layout.as_tokens(d_output.astype(v.dtype)), of_output
-    given["states"] = residuals, layout.states()
-    given["d_final"] = layout.as_memories(d_final, first=True), layout.memories()
+    inputs = layout.inputs(run, q=q, k=k, v=v, log_decay=log_decay)
+    output_layout = layout.tokens(layout.heads, v.shape[3], v.dtype)
+    inputs["d_out"] = layout.as_tokens(d_output.astype(v.dtype)), output_layout
+    inputs["states"] = residuals, layout.states()
+    inputs["d_final"] = layout.as_memories(d_final, first=True), layout.memories()
     likes = dict(dq=q, dk=k, dv=v, d_decay=log_decay)
     outs = {name: layout.gradient_tokens(like) for name, like in likes.items()}
     outs["d_initial"] = layout.memories()
-    result = layout.call(_backward_kernel, given, outs, scale, interpret)
+    result = layout.call(_backward_kernel, inputs, outs, scale, interpret)
     d_initial = row_layout.sum_heads(result["d_initial"], v.shape[2], axis=1)
     return *(layout.gradient(result[n], like) for n, like in likes.items()), d_initial
 
 
-def _read(layout, refs: dict, h: int):
-    """q, k [C, K], v and the decays [C, V] of one head."""
+def _load(layout, refs: dict, h: int):
+    """q, k [C, K], v and the log decays [C, V] of one head."""
     sizes = dict(q=layout.key_dim, k=layout.key_dim, v=layout.value_dim, log_decay=layout.value_dim)
     return (refs[n][layout.tile_index(refs[n], h, size)] for n, size in sizes.items())
 
 
 def _forward_kernel(layout, scale: float, refs: dict, memory):
+    """Compute one chunk of a program's heads; arguments as in `Layout.call`."""
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
     for h in range(layout.block):
-        q, k, v, g = _read(layout, refs, h)
+        q, k, v, g = _load(layout, refs, h)
         decays, values = halving.chunk_decays(g, masks), v.astype(_F32)
         scores = jnp.where(masks.seen, scale * dot(q, k, "nt"), 0)
         tiles = halving.operands(values, values, decays, v.dtype)
@@ -87,15 +88,16 @@ def _forward_kernel(layout, scale: float, refs: dict, memory):
         current = jnp.sum(jnp.where(masks.level < 0, scores, 0), axis=1, keepdims=True)
         out = current * values + scale * decays.enter * dot(q, narrow)
         for product, factor in zip(products, decays.factors, strict=True):
-            out += product * factor  # of earlier rows 0
+            out += product * factor  # in rows of earlier blocks the product is 0
         layout.store(refs["out"], h, out)
         memory[h] = decays.keep * before + dot(k, (values * decays.leave).astype(v.dtype), "tn")
 
 
 def _backward_kernel(layout, scale: float, refs: dict, d_memory):
+    """Compute the gradients of one chunk of a program's heads; arguments as in `Layout.call`."""
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
     for h in range(layout.block):
-        q, k, v, g = _read(layout, refs, h)
+        q, k, v, g = _load(layout, refs, h)
         dtype = v.dtype
         d_out = refs["d_out"][layout.tile_index(refs["d_out"], h, layout.value_dim)].astype(_F32)
         before, after = refs["states"][h], d_memory[h]
@@ -114,12 +116,12 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
 
         scores = scale * halving.mirror(dot(q, k, "nt"), dot(k, q, "nt"), masks)
         products = halving.level_products(scores, tiles, masks)
-        own = jnp.sum(jnp.where(masks.level < 0, scores, 0), axis=1, keepdims=True)
+        diagonal = jnp.sum(jnp.where(masks.level < 0, scores, 0), axis=1, keepdims=True)
         of_write = decays.leave * dot(k, narrow)
-        dv = halving.operand_gradient(products, decays, later=False) + own * d_out + of_write
+        dv = halving.operand_gradient(products, decays, later=False) + diagonal * d_out + of_write
         layout.store(refs["dv"], h, dv)
         of_enter = scale * d_out * decays.enter * dot(q, before)
-        kept = jnp.sum(before.astype(_F32) * after, axis=0, keepdims=True) * decays.keep
+        of_keep = jnp.sum(before.astype(_F32) * after, axis=0, keepdims=True) * decays.keep
         terms = halving.decay_terms(tiles, products)
-        d_decay = halving.decay_gradient(terms, of_enter, values * of_write, kept)
+        d_decay = halving.decay_gradient(terms, of_enter, values * of_write, of_keep)
         layout.store(refs["d_decay"], h, d_decay)

@@ -1,0 +1,91 @@
+"""Time short convolutions together with the operations around them.
+
+    python -m benchmarks convolution [--shapes 8x4096x2048,1x16384x2048] [--kinds kernel,xla]
+
+A row for each shape (B x T x channels) of width 4 in bfloat16 with SiLU, with heads of 128 scaled to unit
+length or not, and with one document in a row or packed documents: [ms forward, ms backward alone] of the
+fused kernel and of XLA.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import options
+from benchmarks.registry import Benchmark
+from benchmarks.run import require_gpu
+from benchmarks.timing import alone, batch_milliseconds
+from lsm_jax import ops
+
+BENCHMARK = Benchmark(
+    name="convolution",
+    summary="short convolutions with SiLU and unit length, fused and in XLA",
+    key=("shape", "head_dim", "packed"),
+)
+
+KINDS = {"kernel": "mosaic_gpu", "xla": "xla"}
+HEAD_DIM = 128
+
+
+def programs(shape: tuple[int, int, int], kind: str, head_dim: int | None, packed: bool) -> list:
+    """Return the forward and the backward program, lowered, each with its inputs."""
+    draws = np.random.default_rng(0)
+    x, dy = (jnp.asarray(draws.normal(size=shape), jnp.bfloat16) for _ in range(2))
+    weight = jnp.asarray(draws.normal(size=(4, shape[2])), jnp.bfloat16)
+    ids = None
+    if packed:  # documents of some 500 tokens
+        ids = jnp.asarray(np.cumsum(draws.random(shape[:2]) < 0.002, axis=1) + 1, jnp.int32)
+
+    def call(x, weight):
+        return ops.short_convolution(
+            x, weight, silu=True, head_dim=head_dim, segment_ids=ids, contiguous=True,
+            implementation=KINDS[kind],
+        )[0]  # fmt: skip
+
+    def backward(x, weight, dy):
+        return jax.vjp(call, x, weight)[1](dy)
+
+    calls: list = [(call, (x, weight)), (backward, (x, weight, dy))]
+    return [(jax.jit(function).lower(*inputs), inputs) for function, inputs in calls]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--shapes", type=options.words, default="8x4096x2048,1x16384x2048", help="B x T x channels"
+    )
+    options.add_kinds(parser, KINDS, "kernel,xla")
+    options.add_lock(parser)
+
+
+def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+    combinations = itertools.product(args.shapes, (None, HEAD_DIM), (False, True))
+    return [dict(shape=shape, head_dim=dim, packed=packed) for shape, dim, packed in combinations]
+
+
+def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    if "kernel" in args.kinds:
+        require_gpu("--kinds kernel")
+    with alone(args.lock, shared=True), concurrent.futures.ThreadPoolExecutor(8) as pool:
+        compiled = []
+        for case in cases:
+            batch, length, channels = map(int, case["shape"].split("x"))
+            for kind in args.kinds:
+                pair = programs((batch, length, channels), kind, case["head_dim"], case["packed"])
+                compiled.append([(pool.submit(p.compile), inputs) for p, inputs in pair])
+    pairs = iter(compiled)
+    with alone(args.lock):
+        for case in cases:
+            row = dict(case)
+            for kind in args.kinds:
+                row[kind] = [
+                    round(batch_milliseconds(p.result(), *inputs), 4) for p, inputs in next(pairs)
+                ]
+            yield row

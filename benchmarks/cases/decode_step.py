@@ -1,0 +1,221 @@
+"""Time one decoding step of a memory, fused and in XLA, or generate with models.
+
+    python -m benchmarks decode_step [--ops gla] [--batches 1,256] [--kinds xla,kernel]
+
+A row for each op and batch, with 16 heads of 128 in bfloat16: microseconds of a step that updates its memory
+in place, where the memory is an array by itself (`kernel_us`) or one of a stack of four layers', as in the
+decoder (`kernel_stacked_us`), and `floor_us`, the time of the step's bytes at 4.3 TB/s. `--models
+gla,gated_deltanet` generates with models of 340M parameters in bfloat16 instead; their rows have tokens/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from benchmarks import options
+from benchmarks.registry import Benchmark
+from benchmarks.run import require_gpu
+from benchmarks.timing import alone, milliseconds
+from lsm_jax import models, ops
+from lsm_jax.models import sampling
+from lsm_jax.ops.core.states import Layer
+
+BENCHMARK = Benchmark(
+    name="decode_step",
+    summary="one token through a memory, fused and in XLA; or tokens/s of models",
+    key=("batch",),
+    optional_key={"op": None, "model": None, "tokens": None},
+    output="docs/decode_step.jsonl",
+)
+
+KINDS: dict[str, dict[str, str]] = {
+    "kernel": dict(implementation="mosaic_gpu"),
+    "xla": dict(implementation="xla", form="recurrent"),
+}
+OPS = {
+    "retnet": (ops.linear_memory, "constant"),
+    "gla": (ops.linear_memory, "key"),
+    "rwkv6": (ops.linear_memory, "key bonus"),
+    "gated delta": (ops.delta_memory, "token beta"),
+    "kda": (ops.delta_memory, "key beta"),
+    "rwkv7": (ops.dplr_memory, "key a b"),
+}
+RATE = 4.3e12  # bytes a second that an H200 copies at
+STEPS, LAYERS = 100, 4
+
+
+def make_inputs(names: str, batch: int, heads: int, dim: int) -> dict[str, Any]:
+    """Return the arrays of a step by name; `names` has the decay's kind and further arrays beside q, k, v."""
+    draws = np.random.default_rng(0)
+
+    def draw(*shape, dtype=jnp.float32):
+        return jnp.asarray(draws.normal(size=shape), dtype)
+
+    unit = draw(batch, 1, heads, dim)
+    unit = (unit / jnp.linalg.norm(unit, axis=-1, keepdims=True)).astype(jnp.bfloat16)
+    wide = functools.partial(draw, batch, 1, heads, dim, dtype=jnp.bfloat16)
+    arrays = dict(q=wide(), k=unit, v=wide())
+    shapes = dict(constant=(heads,), token=(batch, 1, heads), key=(batch, 1, heads, dim))
+    others = dict(
+        beta=lambda: jax.nn.sigmoid(draw(batch, 1, heads)),
+        a=lambda: -unit,
+        b=lambda: unit,
+        bonus=lambda: draw(heads, dim),
+    )
+    for name in names.split():
+        if name in shapes:
+            arrays["log_decay"] = jax.nn.log_sigmoid(draw(*shapes[name]) + 3)
+        else:
+            arrays[name] = others[name]()
+    return arrays
+
+
+def steps(op: Any, stacked: bool, options: dict[str, str]) -> Any:
+    """Return a program: (memory, arrays) -> the memory and the last output after `STEPS` steps."""
+
+    def run(memory, arrays):
+        rows = arrays["q"].shape[0]
+        empty = ops.LinearState if op is ops.linear_memory else ops.DeltaState
+        blank: Any = dict(normalizer=None, stabilizer=None) if empty is ops.LinearState else {}
+
+        def step(index, carry):
+            memory: Any = Layer(carry[0], index % LAYERS) if stacked else carry[0]
+            state = empty(memory=memory, segment_id=jnp.zeros(rows, jnp.int32), **blank)
+            output, state = op(**arrays, initial_state=state, **options)
+            return state.memory.stack if stacked else state.memory, output
+
+        return jax.lax.fori_loop(0, STEPS, step, (memory, jnp.zeros_like(arrays["v"])))
+
+    return jax.jit(run, donate_argnums=0)
+
+
+def microseconds(program: Any, memory: jax.Array, arrays: dict[str, Any]) -> float:
+    """Return the median time of a step."""
+    times = []
+    for _ in range(8):
+        began = time.perf_counter()
+        memory, _ = jax.block_until_ready(program(memory, arrays))
+        times.append(time.perf_counter() - began)
+    return round(1e6 * float(np.median(times[1:])) / STEPS, 2)
+
+
+def measure(
+    pairs: list[tuple[str, int]], kinds: list[str], heads: int, dim: int, lock: Path | None
+) -> Iterator[dict[str, Any]]:
+    """Yield the row of each pair (op, batch); all programs are compiled before any is timed."""
+    cases = [(name, b, s, kind) for name, b in pairs for s in (False, True) for kind in kinds]
+
+    def memory_of(batch, stacked):
+        return (LAYERS,) * stacked + (batch, heads, dim, dim)
+
+    def compile_case(case):
+        name, batch, stacked, kind = case
+        op, arguments = OPS[name]
+        memory = jax.ShapeDtypeStruct(memory_of(batch, stacked), jnp.float32)
+        arrays = jax.eval_shape(lambda: make_inputs(arguments, batch, heads, dim))
+        return steps(op, stacked, KINDS[kind]).lower(memory, arrays).compile()
+
+    with ThreadPoolExecutor() as pool:
+        programs = dict(zip(cases, pool.map(compile_case, cases), strict=True))
+    for name, batch in pairs:
+        arrays = make_inputs(OPS[name][1], batch, heads, dim)
+        size = 2 * 4 * batch * heads * dim * dim
+        size += sum(x.nbytes for x in arrays.values()) + arrays["v"].nbytes
+        row: dict[str, Any] = dict(op=name, batch=batch, floor_us=round(1e6 * size / RATE, 2))
+        for stacked in (False, True):
+            for kind in kinds:
+                memory = jnp.zeros(memory_of(batch, stacked))
+                key = f"{kind}{'_stacked' if stacked else ''}_us"
+                program = programs[name, batch, stacked, kind]
+                with alone(lock):
+                    row[key] = microseconds(program, memory, arrays)
+        yield row
+
+
+def generate(
+    method: str, size: str, batches: list[int], kinds: list[str], tokens: int, lock: Path | None
+) -> Iterator[dict[str, Any]]:
+    """Yield rows with the tokens/s of generating `tokens` tokens after prompts of 16."""
+
+    def build(kind):
+        config = models.lm(method, size)
+        if kind == "xla":
+            config.layers["L"].mixer.op.form = "recurrent"
+        return models.Decoder(config, rngs=nnx.Rngs(0))
+
+    params = nnx.split(build("xla"))[1]
+    narrow = lambda x: x.astype(jnp.bfloat16) if x.size >= 2**20 else x  # noqa: E731
+    params = jax.tree.map(narrow, params)
+    graphs = {kind: nnx.split(nnx.eval_shape(lambda k=kind: build(k)))[0] for kind in kinds}
+    rest = (None, jax.random.key(0), jnp.float32(0), None)
+    static = dict(num_tokens=tokens, greedy=True, top_k=None, stop_token=None, prefill_chunk=None)
+
+    def compile_case(case):
+        batch, kind = case
+        prompt = jnp.zeros((batch, 16), jnp.int32)
+        return sampling._sample.lower(graphs[kind], params, prompt, *rest, **static).compile()
+
+    cases = [(batch, kind) for batch in batches for kind in kinds]
+    with ThreadPoolExecutor() as pool:
+        programs = dict(zip(cases, pool.map(compile_case, cases), strict=True))
+    for batch in batches:
+        row: dict[str, Any] = dict(model=f"{method}-{size}", batch=batch, tokens=tokens)
+        arguments = params, jnp.zeros((batch, 16), jnp.int32), *rest
+        for kind in kinds:
+            with alone(lock):
+                time_ms = milliseconds(programs[batch, kind], *arguments, repeats=3)
+            row[f"{kind}_tokens_s"] = round(1e3 * batch * tokens / time_ms)
+        yield row
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ops", type=options.names(OPS), default=",".join(OPS), help=", ".join(OPS)
+    )
+    parser.add_argument(
+        "--models", type=options.words, help="generate with these methods' models instead"
+    )
+    parser.add_argument("--size", default="340m", help="size of the models")
+    parser.add_argument(
+        "--tokens", type=int, default=128, help="tokens that a model generates per row"
+    )
+    parser.add_argument("--batches", type=options.integers, default="1,16,64,256")
+    options.add_kinds(parser, KINDS, "xla,kernel")
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--dim", type=int, default=128, help="channels of a head")
+    options.add_lock(parser)
+
+
+def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+    if args.models:
+        return [
+            dict(model=f"{method}-{args.size}", batch=batch, tokens=args.tokens)
+            for method in args.models
+            for batch in args.batches
+        ]
+    return [dict(op=op, batch=batch) for op in args.ops for batch in args.batches]
+
+
+def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    if "kernel" in args.kinds:
+        require_gpu("--kinds kernel")
+    if not args.models:
+        pairs = [(case["op"], case["batch"]) for case in cases]
+        yield from measure(pairs, args.kinds, args.heads, args.dim, args.lock)
+        return
+    for method in args.models:
+        name = f"{method}-{args.size}"
+        batches = [case["batch"] for case in cases if case["model"] == name]
+        if batches:
+            yield from generate(method, args.size, batches, args.kinds, args.tokens, args.lock)

@@ -1,0 +1,77 @@
+"""Time a layer of experts beside a dense SwiGLU of the same active width.
+
+    python -m benchmarks experts [--tokens 16384] [--layers dense,grouped]
+
+A row for each layer: milliseconds forward, and forward and backward, in bfloat16, and its speed as a fraction
+of the dense layer's. The layers are Linear-MoE's (64 experts of 896, 8 per token) grouped, the same as a loop
+over all experts, and a dense SwiGLU of 8 x 896.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from benchmarks import options
+from benchmarks.registry import Benchmark
+from benchmarks.timing import milliseconds
+from lsm_jax import feedforward, ops
+
+BENCHMARK = Benchmark(
+    name="experts",
+    summary="a layer of experts beside a dense SwiGLU of the same active width",
+    key=("layer", "tokens"),
+    output="docs/linear_moe_experts.jsonl",
+)
+
+LAYERS = {
+    "dense": feedforward.SwiGLUConfig(intermediate_size=8 * 896),
+    "grouped": feedforward.MoEConfig(),
+    "loop": feedforward.MoEConfig(execution="dense"),
+}
+_CALLS = 4  # calls between two waits, which hide the host's time
+
+
+def measure(name: str, x: jax.Array) -> tuple[float, float]:
+    """Return the milliseconds of a layer's forward, and of its forward and backward."""
+    width = x.shape[-1]
+    graph, params = nnx.split(feedforward.build(LAYERS[name], width, rngs=nnx.Rngs(1)))
+
+    def loss(params, x):
+        y, _, _ = nnx.merge(graph, params)(x)
+        return jnp.sum(y.astype(jnp.float32) * jnp.cos(jnp.arange(y.shape[-1])))
+
+    def timed(function, *arrays):
+        run = jax.jit(function)
+        return milliseconds(lambda: [run(*arrays) for _ in range(_CALLS)]) / _CALLS
+
+    return timed(loss, params, x), timed(jax.value_and_grad(loss, argnums=(0, 1)), params, x)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument(
+        "--layers", type=options.names(LAYERS), default=",".join(LAYERS), help=", ".join(LAYERS)
+    )
+
+
+def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+    return [dict(layer=layer, tokens=args.tokens) for layer in args.layers]
+
+
+def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    x = jax.random.normal(jax.random.key(0), (1, args.tokens, args.width), jnp.bfloat16)
+    dense = None
+    for case in cases:
+        forward, both = measure(case["layer"], x)
+        dense = both if case["layer"] == "dense" else dense
+        row = case | dict(forward_ms=round(forward, 3), both_ms=round(both, 3))
+        yield row | dict(
+            part_of_dense=dense and round(dense / both, 3), implementations=ops.choices()
+        )

@@ -1,0 +1,250 @@
+"""Time the fused kernels, their XLA forms (--xla) and their peers in one run on one card.
+
+    python -m benchmarks kernels [--ops kda] [--shapes 8x4096x16x128] [--segments 8] [--xla] [--peers jla,fla]
+
+A row for each op and shape (B x T x H x D, bfloat16): [ms forward, ms forward and backward] of the kernel, of
+the XLA form and of the peers, measured one after the other. The peers are jax-linear-attention ("jla") and
+flash-linear-attention under PyTorch ("fla", see `benchmarks.peers.fla`). Times are medians of 7 batches of 20
+calls. The gradient of the decay is computed, since it comes from a projection in the peers too. All programs
+are compiled before any is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import functools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory too
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import options
+from benchmarks.peers.fla import Fla
+from benchmarks.peers.jla import jla
+from benchmarks.registry import Benchmark
+from benchmarks.timing import alone, batch_milliseconds
+from lsm_jax import ops
+from pallas_kernels.hopper import parts as hopper_parts
+
+BENCHMARK = Benchmark(
+    name="kernels",
+    summary="fused kernels of the linear memories, beside XLA and peers",
+    key=("op", "shape"),
+    optional_key={"parts": None, "segments": 0, "stronger": 1.0},
+    output="docs/kernels.jsonl",
+    requires_gpu=True,
+)
+
+KINDS = {"kernel": "mosaic_gpu", "xla": "xla"}
+OPS = (
+    "no decay",
+    "constant decay",
+    "scalar decay",
+    "key decay",
+    "key decay and bonus",
+    "value decay",
+    "delta rule",
+    "gated delta rule",
+    "kda",
+    "rwkv7",
+    "slot memory",
+)
+SHAPES = (
+    "8x4096x16x128", "2x16384x16x128", "4x2048x16x128", "4x4096x64x128", "8x2048x32x256", "8x1024x8x64",
+    "1x8192x96x128",
+)  # fmt: skip
+
+
+def make_inputs(op: str, shape: str, stronger: float = 1.0) -> tuple[jax.Array, ...]:
+    """Return q, k, v, the gradient of the output and the gates; `stronger` is a factor of log decays."""
+    batch, length, heads, dim = map(int, shape.split("x"))
+    keys = jax.random.split(jax.random.key(0), 6)
+    q, k, v, do = (jax.random.normal(key, (batch, length, heads, dim), jnp.bfloat16) for key in keys[:4])  # fmt: skip
+    unit = (k / jnp.linalg.norm(k.astype(jnp.float32), axis=-1, keepdims=True)).astype(k.dtype)
+    if op == "kda":
+        beta = jax.nn.sigmoid(jax.random.normal(keys[4], q.shape[:3]))
+        decay = jax.nn.log_sigmoid(jax.random.normal(keys[5], q.shape) + 3)
+        return q, unit, v, do, beta, decay * stronger
+    if op == "rwkv7":
+        strength, decay = jax.random.uniform(keys[4], (2, *q.shape))
+        return q, k, v, do, -unit, unit * strength.astype(k.dtype), -0.6 * decay * stronger
+    if op == "slot memory":  # 64 slots
+        decay = jax.nn.log_sigmoid(jax.random.normal(keys[4], (*q.shape[:3], 64))) / 8
+        return q, k, v, do, -jnp.expm1(decay).astype(k.dtype), decay * stronger
+    if "delta" in op:
+        beta, decay = jax.nn.sigmoid(jax.random.normal(keys[4], (2, batch, length, heads)))
+        return q, unit, v, do, beta, *[jnp.log(0.9 + 0.1 * decay) * stronger] * ("gated" in op)
+    if any(kind in op for kind in ("scalar", "key", "value")):
+        size = (batch, length, heads) if "scalar" in op else q.shape
+        decay = jax.nn.log_sigmoid(jax.random.normal(keys[4], size) + 3)
+        bonus = [jax.random.normal(keys[5], (heads, dim))] if "bonus" in op else []
+        return q, k, v, do, decay * stronger, *bonus
+    return q, k, v, do
+
+
+def library_call(op: str, implementation: str, segments: int = 0):
+    """Return the library's op as a function of the inputs that gives the output.
+
+    With `segments`, a row has so many documents, each with one state in and out.
+    """
+
+    def options_for(empty, q) -> dict[str, Any]:
+        if not segments:
+            return dict(implementation=implementation)
+        batch, length, heads, dim = q.shape
+        ids = jnp.broadcast_to(1 + jnp.arange(length) * segments // length, (batch, length))
+        state = empty(batch, heads, dim, dim, num_segments=segments)
+        return dict(implementation=implementation, segment_ids=ids, initial_state=state)
+
+    if op == "slot memory":
+        empty: Any = lambda *sizes, **more: ops.slot_state(*sizes[:2], 64, *sizes[2:], **more)  # noqa: E731
+        return lambda q, *x: ops.slot_memory(q, *x, **options_for(empty, q))[0]
+    if op == "rwkv7":
+        return lambda q, *x: ops.dplr_memory(q, *x, **options_for(ops.delta_state, q))[0]
+    if "delta" in op or op == "kda":
+        return lambda q, *x: ops.delta_memory(q, *x, **options_for(ops.delta_state, q))[0]
+
+    def call(q, k, v, *decay):
+        if op == "constant decay":
+            decay = (jnp.log1p(-(2.0 ** (-5 - jnp.arange(q.shape[2])))),)
+        decay, bonus = (*decay, None, None)[:2]
+        name = "value_log_decay" if op == "value decay" else "log_decay"
+        arguments: dict[str, Any] = {name: decay, **options_for(ops.linear_state, q)}
+        return ops.linear_memory(q, k, v, bonus=bonus, **arguments)[0]
+
+    return call
+
+
+def programs_of(call, inputs: tuple[jax.ShapeDtypeStruct, ...]) -> list:
+    """Return two lowered programs: forward, and forward and backward with the gradients of all inputs.
+
+    Their arguments are the gradient of the output, then q, k, v and the gates.
+    """
+
+    def forward(do, *inputs):
+        return call(*inputs)
+
+    def both(do, *inputs):
+        output, pull = jax.vjp(call, *inputs)
+        return output, pull(do)
+
+    q, k, v, do, *gates = inputs
+    return [jax.jit(f).lower(do, q, k, v, *gates) for f in (forward, both)]
+
+
+def compile_all(cases: list[tuple[str, str]], kinds: list[str], segments: int = 0) -> dict:
+    """Compile side by side; return both programs of each (op, shape, kind), or the error."""
+    built: dict = {}
+    with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        for op, shape in cases:
+            inputs = jax.eval_shape(functools.partial(make_inputs, op, shape))
+            for kind in kinds:
+                try:
+                    call = jla(op) if kind == "jla" else library_call(op, KINDS[kind], segments)
+                    if call is None:
+                        continue
+                    lowered = programs_of(call, inputs)
+                    built[op, shape, kind] = [pool.submit(p.compile) for p in lowered]
+                except Exception as error:  # the requirement of a kernel or a peer that is not met
+                    built[op, shape, kind] = error
+        for case, pair in built.items():
+            try:
+                built[case] = pair if isinstance(pair, Exception) else [p.result() for p in pair]
+            except Exception as error:
+                built[case] = error
+    return built
+
+
+def measure(pair, inputs) -> list[float]:
+    """Return the milliseconds of both programs."""
+    q, k, v, do, *gates = inputs
+    return [round(batch_milliseconds(p, do, q, k, v, *gates), 4) for p in pair]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ops", type=options.names(OPS), default=",".join(OPS), help=", ".join(OPS)
+    )
+    parser.add_argument(
+        "--shapes", type=options.words, default=",".join(SHAPES), help="BxTxHxD,..."
+    )
+    parser.add_argument("--xla", action="store_true", help="time the XLA form too")
+    parser.add_argument(
+        "--parts", type=int,
+        help="number of parts of a long row in the delta rules' kernels, in place of the automatic one",
+    )  # fmt: skip
+    parser.add_argument(
+        "--segments", type=int, default=0,
+        help="documents in a row, each with a state in and out; 0: one document and no states",
+    )  # fmt: skip
+    parser.add_argument(
+        "--stronger",
+        type=float,
+        default=1.0,
+        help="factor of the log decays; FLA's stay as they are",
+    )
+    options.add_peers(parser, ("jla", "fla"))
+    options.add_lock(parser)
+
+
+def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+    more: dict[str, Any] = {}
+    if args.parts is not None:
+        more["parts"] = args.parts
+    if args.segments:
+        more["segments"] = args.segments
+    if args.stronger != 1:
+        more["stronger"] = args.stronger
+    return [dict(op=op, shape=shape, **more) for shape in args.shapes for op in args.ops]
+
+
+def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    if args.parts is not None:
+        hopper_parts.count_parts = lambda q, k, v: args.parts
+    pairs = [(case["op"], case["shape"]) for case in cases]
+    kinds = ["kernel", *["xla"] * args.xla, *["jla"] * ("jla" in args.peers)]
+    peer = Fla(pairs, args.workers) if "fla" in args.peers else None
+    try:
+        with alone(args.lock, shared=True):
+            programs = compile_all(pairs, kinds, args.segments)
+            if peer is not None:
+                peer.wait(args.patience)
+        with alone(args.lock):
+            for case in cases:
+                yield measure_row(case, kinds, programs, args.stronger, peer)
+    finally:
+        if peer is not None:
+            peer.close()
+
+
+def measure_row(
+    case: dict[str, Any], kinds: list[str], programs: dict, stronger: float, peer: Fla | None
+) -> dict[str, Any]:
+    """The row of a case; a kind that fails has its error in the row in place of its times."""
+    op, shape = case["op"], case["shape"]
+    row, inputs = dict(case), make_inputs(op, shape, stronger)
+    for kind in kinds:
+        pair = programs.pop((op, shape, kind), None)
+        try:
+            if isinstance(pair, Exception):
+                raise pair
+            if pair is not None:
+                row[kind] = measure(pair, inputs)
+        except Exception as error:
+            row[f"{kind}_error"] = f"{type(error).__name__}: {error}"[:300]
+    del inputs, pair
+    if peer is not None:
+        row |= peer.times(op, shape)
+    return row
+
+
+def line(row: dict[str, Any]) -> str:
+    names = [n for n in ("kernel", "jla", "fla", "xla") if n in row]
+    times = "   ".join(f"{n} {row[n][0]:.3f} / {row[n][1]:.3f}" for n in names)
+    errors = "".join(f"   {k}: {v[:100]}" for k, v in row.items() if k.endswith("_error"))
+    return f"{row['op']:16s} {row['shape']:16s} {times} ms{errors}"

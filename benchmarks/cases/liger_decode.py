@@ -1,0 +1,208 @@
+"""Time decoding at the shapes of Llama-3-8B with random weights, by a Liger model and by softmax attention.
+
+    python -m benchmarks liger_decode [--tokens 32768] [--models liger]
+
+A row for each model and power of two. Liger-GLA decodes `--tokens` tokens of 16 rows one by one in one run,
+and the rows have the seconds since the start and the memory in use at each power of two. Softmax attention's
+step is timed at each power of two, with a cache of exactly that many tokens, which is updated in place. The
+seconds of its rows are the sum over all steps up to there, since a step's time grows linearly between those
+lengths. Both run the same projections and feedforwards in bfloat16 by the same loop on the device, and all
+programs are compiled before any is timed. `in_use_gib` is the memory in use between calls, `temporary_gib`
+the compiled step's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import options
+from benchmarks.decoding import (
+    decoder,
+    gib_in_use,
+    layer_step,
+    random_params,
+    softmax_step,
+    split_layers,
+)
+from benchmarks.registry import Benchmark
+from configs import liger
+from lsm_jax.models import ModelConfig, abstract
+
+BENCHMARK = Benchmark(
+    name="liger_decode",
+    summary="decoding at the shapes of Llama-3-8B, Liger beside softmax attention",
+    key=("model", "tokens", "batch_size", "layers"),
+    output="docs/liger_decode.jsonl",
+)
+
+NAMES = {"softmax": "softmax", "liger": "Liger-GLA"}  # of --models, and in rows
+_STEPS = 16  # steps of softmax attention that are timed at each length
+
+
+class Built(NamedTuple):
+    """A compiled program of `count` steps, and what makes an empty state for each layer."""
+
+    decode: Any
+    count: int
+    states: Callable[[], list]
+    position: int
+    seconds: float
+    temporary_gib: float
+
+
+def build(config: ModelConfig, batch: int, length: int, count: int, softmax: bool) -> Built:
+    """Compile decoding with states for `length` tokens; allocates no device memory."""
+    began, mixer = time.perf_counter(), abstract(config).periods.blocks[0].mixer
+    shape = (batch, mixer.config.kv_heads(), length, mixer.head_dim)
+    dtype = jnp.dtype(config.dtype)
+
+    def state():
+        if softmax:
+            return tuple(jnp.zeros(shape, dtype) for _ in "kv")
+        return mixer.init_state(batch, length, dtype)
+
+    rest, layers = jax.eval_shape(lambda: split_layers(random_params(config)))
+    token, position = jax.ShapeDtypeStruct((batch, 1), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)  # fmt: skip
+    states = [jax.eval_shape(state)] * len(layers)
+    decode = decoder(config, count, softmax_step if softmax else layer_step)
+    decode = decode.lower(rest, layers, token, states, position).compile()
+    memory = decode.memory_analysis()
+    temporary = 0 if memory is None else round(memory.temp_size_in_bytes / 2**30, 3)
+    make, at = jax.jit(state), length - 3 * count if softmax else 0
+    return Built(
+        decode, count, lambda: [make() for _ in layers], at, time.perf_counter() - began, temporary
+    )
+
+
+def make_row(name: str, model: Built, tokens: int, seconds: float, step: float, size: int) -> dict:
+    """Return a row; `step` is the seconds of one step, `size` the bytes of the states."""
+    return dict(
+        model=name, tokens=tokens, seconds=round(seconds, 3), ms_a_token=round(1e3 * step, 3),
+        state_gib=round(size / 2**30, 3), in_use_gib=gib_in_use(), temporary_gib=model.temporary_gib,
+        compile_seconds=round(model.seconds, 1),
+    )  # fmt: skip
+
+
+def liger_rows(model: Built, params: tuple, batch: int, tokens: int, most: float):
+    """Decode, and yield a row at each power of two, with the seconds per token since the row before."""
+
+    def start():
+        return jnp.zeros((batch, 1), jnp.int32), model.states(), jnp.int32(0)
+
+    jax.block_until_ready(model.decode(*params, *start()))
+    carry = jax.block_until_ready(start())
+    size = sum(x.nbytes for x in jax.tree.leaves(carry[1]))
+    done, stamp, last, began = 0, max(model.count, 1024), (0, 0.0), time.perf_counter()
+    while done < tokens:
+        carry = jax.block_until_ready(model.decode(*params, *carry))
+        done, spent = done + model.count, time.perf_counter() - began
+        if done == stamp or done >= tokens or spent > most:
+            stamp *= 2
+            yield make_row(
+                "Liger-GLA", model, done, spent, (spent - last[1]) / (done - last[0]), size
+            )
+            last = (done, spent)
+            if spent > most:
+                return
+
+
+def softmax_rows(models: dict[int, Built], params: tuple, batch: int):
+    """Time steps at each power of two, and yield a row for each, with the sum of all steps up to there."""
+    last, total = None, 0.0
+    for length, model in models.items():
+        carry = None
+        try:
+            carry = jnp.zeros((batch, 1), jnp.int32), model.states(), jnp.int32(model.position)
+            spent = 0.0
+            for _ in range(3):  # the first is a warm-up
+                jax.block_until_ready(carry)
+                began = time.perf_counter()
+                carry = jax.block_until_ready(model.decode(*params, *carry))
+                spent = (time.perf_counter() - began) / model.count
+        except Exception as error:  # out of memory is a result
+            yield dict(model="softmax", tokens=length, error=str(error).splitlines()[0][:200])
+            return
+        before, step_before = (0, spent) if last is None else last
+        total += (length - before) * (spent + step_before) / 2
+        last = (length, spent)
+        size = sum(x.nbytes for x in jax.tree.leaves(carry[1]))
+        yield make_row("softmax", model, length, total, spent, size)
+
+
+def model_config(name: str, args: argparse.Namespace) -> ModelConfig:
+    """Return one of the two models."""
+    method = "method=softmax" if name == "softmax" else "gate=gla"
+    config = liger.get_config(f"{args.model},{method}").model
+    config = dataclasses.replace(config, lora=None)
+    config.num_layers = args.layers or config.num_layers
+    if name != "softmax":  # a chunk of 64 tokens would have 63 tokens of padding
+        config.layers["L"].mixer.op.form = "recurrent"
+    return config
+
+
+def build_all(
+    configs: dict[str, ModelConfig], args: argparse.Namespace
+) -> dict[str, dict[int, Built]]:
+    """Compile the programs of all models and lengths side by side."""
+    jobs = {}
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for name, config in configs.items():
+            sizes = [(length, _STEPS) for length in lengths_of(args)]
+            if name != "softmax":
+                sizes = [(args.tokens, min(256, args.tokens))]
+            jobs[name] = {
+                length: pool.submit(
+                    build, config, args.batch_size, length, count, name == "softmax"
+                )
+                for length, count in sizes
+            }
+        return {n: {length: job.result() for length, job in of.items()} for n, of in jobs.items()}
+
+
+def lengths_of(args: argparse.Namespace) -> list[int]:
+    """Return the powers of two from 1,024 to --tokens."""
+    return [1024 << i for i in range(32) if 1024 << i <= args.tokens]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="llama3-8b", help="of configs/liger.py")
+    parser.add_argument("--models", type=options.names(NAMES), default=",".join(NAMES))
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--batch_size", type=int, default=16)
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    options.add_seconds(parser, 300, "seconds after which Liger stops decoding")
+
+
+def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+    return [
+        dict(
+            model=NAMES[name], tokens=length, batch_size=args.batch_size,
+            layers=model_config(name, args).num_layers,
+        )
+        for name in args.models
+        for length in lengths_of(args)
+    ]  # fmt: skip
+
+
+def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    wanted = {case["model"] for case in cases}
+    configs = {name: model_config(name, args) for name in args.models if NAMES[name] in wanted}
+    for name, models in build_all(configs, args).items():
+        config, params = configs[name], None
+        params = split_layers(random_params(config))
+        if name == "softmax":
+            measured = softmax_rows(models, params, args.batch_size)
+        else:
+            (model,) = models.values()
+            measured = liger_rows(model, params, args.batch_size, args.tokens, args.seconds)
+        for row in measured:
+            yield row | dict(batch_size=args.batch_size, layers=config.num_layers)
+        measured = None  # frees its arrays on the device

@@ -1,0 +1,103 @@
+"""Train every method at one small size on one text with one budget.
+
+    python -m benchmarks methods [--methods gla,retnet] [--shard 0/4]
+
+Trains `configs/lm.py:<method>-10m` for 8.4 M tokens of the demo's text (the running interpreter's own
+library, as bytes), one method after another, through the loop of `train.py`. A row for each method: held-out
+loss, tokens/s, parameters, size of the decode state, and the command that trains the same model alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks import options
+from benchmarks.registry import Benchmark
+from benchmarks.run import one_by_one
+from benchmarks.timing import provenance
+from benchmarks.training import last_value, median_speed
+from configs import lm
+from lsm_jax import mixers, models
+from lsm_jax.training import train
+from lsm_jax.training.metrics import read_rows
+
+BENCHMARK = Benchmark(
+    name="methods",
+    summary="training every method for 8.4 M tokens of one text",
+    key=("method", "tokens"),
+    output="docs/methods.jsonl",
+    resume=True,
+)
+
+TOKENS, EVERY = 8_388_608, 16
+
+
+def state_bytes(config: models.ModelConfig) -> int:
+    """Return the bytes of one sequence's decode state; for softmax attention at a context of 1,024."""
+    model = models.abstract(config)
+    shapes = jax.eval_shape(lambda m: m.init_state(1, 1024), model)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+
+
+def measure(method: str, size: str, workdir: Path, tokens: int) -> dict:
+    """Train one method and return its row."""
+    variant = f"{method}-{size}"
+    config = lm.get_config(variant)
+    config.total_tokens, config.model.remat, config.log_every = tokens, "dots", EVERY
+    config.optimizer.warmup_tokens = tokens // 10
+    config.eval_every = math.ceil(tokens / (config.batch_size * config.data.sequence_length))
+    began = time.perf_counter()
+    train(config, workdir)
+    seconds = time.perf_counter() - began
+    rows = read_rows(workdir / "metrics.jsonl")
+    return dict(
+        method=method,
+        held_out_loss=last_value(rows, "val/loss"),
+        train_loss=last_value(rows, "train/loss"),
+        tokens_per_second=median_speed(rows),
+        parameters=models.count_parameters(config.model)["non_embedding"],
+        state_bytes=state_bytes(config.model),
+        tokens=tokens,
+        seconds=round(seconds, 1),
+        **provenance(),
+        command=command(variant, tokens, config.eval_every),
+    )
+
+
+def command(variant: str, tokens: int, eval_every: int) -> str:
+    """Return the command that trains the same model alone, to the same held-out loss."""
+    return (
+        f"python train.py --config=configs/lm.py:{variant} --workdir=runs/{variant} --config.total_tokens={tokens} "
+        f"--config.model.remat=dots --config.optimizer.warmup_tokens={tokens // 10} --config.log_every={EVERY} "
+        f"--config.eval_every={eval_every}"
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--methods", type=options.words, default=",".join(mixers.METHODS))
+    parser.add_argument("--size", default="10m", choices=models.SIZES)
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    options.add_shard(parser)
+    options.add_minutes(parser)
+
+
+def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+    for method in args.methods:
+        mixers.get_method(method)
+    return [dict(method=method, tokens=args.tokens) for method in args.methods]
+
+
+def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def measure_case(case):
+        with tempfile.TemporaryDirectory() as folder:
+            return measure(case["method"], args.size, Path(folder) / case["method"], args.tokens)
+
+    return one_by_one(cases, measure_case, minutes=args.minutes)

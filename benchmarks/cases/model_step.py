@@ -1,0 +1,259 @@
+"""Time a complete model's training step.
+
+    python -m benchmarks model_step [--variants gla-340m,...] [--lengths 2048,16384,4096,8192] [--peers fla]
+
+A row for each variant and length: tokens/s at equal tokens per step (`--tokens`), whatever the length of a
+row, of forward, backward, optimizer and checks, with bfloat16 activations and float32 parameters. Each
+program is traced and compiled in a process of its own, side by side (`--workers`). Then they are timed one
+after another, while nothing compiles: the median over 5 batches of 2 steps. The rows also have the seconds
+and CPU seconds of tracing and compiling beside the others. `--profile DIR` writes the device times of a
+step's instructions, one file for each row. `--peers fla` then times the forward and backward, without an
+optimizer, of flash-linear-attention's models in the same proportions (see `benchmarks.peers.fla`) at the only
+size that they have: 340m, a vocabulary of 32,000.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes share a card
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+
+import jax
+import numpy as np
+
+from benchmarks import options
+from benchmarks.peers.fla import Fla
+from benchmarks.profile import by_kernel
+from benchmarks.registry import Benchmark, UsageError
+from benchmarks.run import log
+from benchmarks.timing import append_row, program_bytes, provenance
+from configs import lm
+from lsm_jax import ops
+from lsm_jax.models.config import REMAT
+from lsm_jax.parallel import make_mesh, token_sharding
+from lsm_jax.training import make_program
+
+BENCHMARK = Benchmark(
+    name="model_step",
+    summary="a complete model's training step, beside a peer's",
+    key=("variant", "rows", "length"),
+    optional_key={"remat": None, "vocab_size": None, "peer": None},
+    output="docs/model_step.jsonl",
+)
+
+
+class Measurement:
+    """A process that compiles the program of a case and times it on request.
+
+    Args:
+        case: the argument of `serve`.
+    """
+
+    def __init__(self, case: dict[str, Any]):
+        self.case, self.ready, self._process = case, False, None
+        self._ended = False
+
+    def compile(self) -> None:
+        """Start the process, and return once it has compiled or failed to."""
+        if self._ended:
+            return
+        command = [sys.executable, "-m", "benchmarks.cases.model_step", json.dumps(self.case)]
+        pipe = subprocess.PIPE
+        self._process: Any = subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe)
+        self.ready = self._line() == "ready"
+
+    def row(self) -> dict[str, Any]:
+        """Time the program and return its row."""
+        if not self.ready:
+            return self._failed("not compiled")
+        try:
+            self._process.stdin.write("go\n")
+            self._process.stdin.flush()
+            return json.loads(self._line() or "{}") or self._failed("it ended")
+        except BrokenPipeError:
+            return self._failed("it ended")
+
+    def _failed(self, error: str) -> dict[str, Any]:
+        """Return the row of a case that failed. It names no device, since this process has not opened one."""
+        case = {key: value for key, value in self.case.items() if key != "profile"}
+        return case | {"error": error} | provenance(device=False)
+
+    def end(self) -> None:
+        """End the process."""
+        self._ended = True
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def _line(self) -> str:
+        """Return the next line of the process that is a row or "ready"; empty at its end."""
+        for line in self._process.stdout:
+            if line.startswith(("{", "ready")):
+                return line.strip()
+        return ""
+
+
+def time_steps(
+    case: dict[str, Any],
+    row: dict[str, Any],
+    init: Callable,
+    step: Any,
+    placement: jax.sharding.Sharding,
+) -> None:
+    """Time the compiled step of a case, add the times to its row, and profile it; call it inside the mesh."""
+    shape = case["rows"], case["length"]
+    drawn = np.random.default_rng(0).integers(0, case["vocab_size"], shape, dtype=np.int32)
+    batch = dict(tokens=drawn, labels=drawn, loss_mask=np.ones(shape, np.float32))
+    batch = jax.device_put(batch, placement)
+    state, metrics, times = init(), {}, []
+    for calls in (1, 2, 2, 2, 2, 2, 2):  # the first two are a warm-up
+        start = time.perf_counter()
+        for _ in range(calls):
+            state, metrics = step(state, batch)
+        jax.block_until_ready((state, metrics))
+        times.append((time.perf_counter() - start) / calls)
+    seconds = float(np.median(times[2:]))
+    row["loss"] = round(float(metrics["train/loss"]), 4)
+    row["milliseconds"] = round(1e3 * seconds, 2)
+    row["tokens_per_second"] = round(shape[0] * shape[1] / seconds)
+    if case["profile"]:
+
+        def once():
+            nonlocal state
+            state, metrics = step(state, batch)
+            return state, metrics
+
+        path = Path(case["profile"])
+        path /= f"{case['variant']}-{shape[1]}-{case['remat']}.jsonl"
+        path.unlink(missing_ok=True)
+        for instruction in by_kernel(once, step.as_text()):
+            append_row(path, instruction)
+
+
+def serve(case: dict[str, Any]) -> None:
+    """Compile a case, print "ready", wait for a line, time it and print its row.
+
+    Args:
+        case: the fields of the row that identify it, and `profile`, the folder for profiles or "".
+    """
+    began, cpu = time.perf_counter(), time.process_time()
+    config = lm.get_config(case["variant"])
+    config.model.vocab_size, config.model.remat = case["vocab_size"], case["remat"]
+    shape = case["rows"], case["length"]
+    mesh = make_mesh(config.mesh, jax.devices()[:1])
+    place = token_sharding(mesh)
+    with jax.set_mesh(mesh):
+        program = make_program(config, mesh)
+        tokens, mask = (
+            jax.ShapeDtypeStruct(shape, kind, sharding=place) for kind in (np.int32, np.float32)
+        )
+        batch: dict[str, Any] = dict(tokens=tokens, labels=tokens, loss_mask=mask)
+        init = program.init.lower().compile()
+        start = time.perf_counter()
+        lowered = program.train_step.lower(jax.eval_shape(program.init), batch)
+        traced = time.perf_counter()
+        step = lowered.compile()
+        row = {k: v for k, v in case.items() if k != "profile"} | dict(
+            trace_seconds=round(traced - start, 1),
+            compile_seconds=round(time.perf_counter() - traced, 1),
+            all_seconds=round(time.perf_counter() - began, 1),
+            cpu_seconds=round(time.process_time() - cpu, 1),
+            gib=round(program_bytes(step) / 2**30, 1),
+        )
+        print("ready", flush=True)
+        if not sys.stdin.readline():
+            return
+        try:
+            time_steps(case, row, init, step, place)
+        except RuntimeError as error:
+            row["error"] = str(error)[:200]
+        row |= dict(implementations=ops.choices(), xla_flags=os.environ.get("XLA_FLAGS", ""))
+        print(json.dumps(row | provenance()), flush=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    default = "gla-340m,gated_deltanet-340m,mamba2-340m"
+    parser.add_argument("--variants", type=options.words, default=default, help="of configs/lm.py")
+    parser.add_argument("--lengths", type=options.integers, default="2048,16384,4096,8192")
+    parser.add_argument("--tokens", type=int, default=32768, help="tokens of a step")
+    parser.add_argument("--vocab_size", type=int, default=32000)
+    parser.add_argument(
+        "--remat", type=options.names(REMAT), default="dots",
+        help=f"{', '.join(REMAT)}; of several, those after the first only at the first length",
+    )  # fmt: skip
+    parser.add_argument(
+        "--profile", default="", help="a folder for the times of a step's instructions"
+    )
+    options.add_peers(parser, workers=6, patience=600)
+
+
+def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+    others = [v for v in args.variants if not v.endswith("-340m")]
+    if args.peers and (others or args.vocab_size != 32000):
+        raise UsageError(
+            f"--peers fla has models of 340m with a vocabulary of 32000, not {others or args.vocab_size}"
+        )
+    if wrong := [n for n in args.lengths if n < 1 or args.tokens % n]:
+        raise UsageError(f"--lengths {wrong[0]}: accepted are divisors of --tokens={args.tokens}")
+    for variant in args.variants:
+        lm.get_config(variant)
+    policies = [(args.remat[0], n) for n in args.lengths]
+    policies += [(remat, args.lengths[0]) for remat in args.remat[1:]]
+    own = [
+        dict(variant=v, rows=args.tokens // n, length=n, remat=r, vocab_size=args.vocab_size)
+        for r, n in policies
+        for v in args.variants
+    ]
+    return own + [
+        dict(variant=v, peer="fla", rows=args.tokens // n, length=n)
+        for n in args.lengths
+        for v in args.variants
+        if args.peers
+    ]
+
+
+def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    if args.profile:
+        Path(args.profile).mkdir(parents=True, exist_ok=True)
+    own = [Measurement(case | dict(profile=args.profile)) for case in cases if "peer" not in case]
+    peers = [case for case in cases if "peer" in case]
+    asked = [
+        (f"model {case['variant'].rpartition('-')[0]}", f"{case['rows']}x{case['length']}")
+        for case in peers
+    ]
+    peer = Fla(asked, args.workers) if asked else None
+    pool = concurrent.futures.ThreadPoolExecutor(args.workers)
+    try:
+        concurrent.futures.wait([pool.submit(one.compile) for one in own], timeout=args.patience)
+        for one in own:
+            if not one.ready:
+                one.end()
+        if peer is not None:
+            peer.wait(args.patience)
+        log(f"{sum(one.ready for one in own)} of {len(own)} programs compiled")
+        for one in own:
+            yield one.row()
+            one.end()
+        for case, question in zip(peers, asked, strict=True):
+            if peer is not None:
+                yield case | peer.times(*question)
+    finally:
+        for one in own:
+            one.end()
+        if peer is not None:
+            peer.close()
+        pool.shutdown(cancel_futures=True)
+
+
+if __name__ == "__main__":
+    serve(json.loads(sys.argv[1]))

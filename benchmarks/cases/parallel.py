@@ -1,0 +1,384 @@
+"""Time training of A0.3B-2B on the cards of this machine.
+
+    python -m benchmarks parallel [--table layouts,axes,lengths] [--mixers gla,softmax] [--cards 4]
+
+A row for each step, in three tables:
+layouts: tokens/s and memory at 2K x 8 to 16K x 1 rows per card, each mixer pure, over fsdp (Linear-MoE, arXiv
+2503.05447, Table 3).
+axes: the same step with all cards on one axis: fsdp, expert, tensor, pipeline, and on 8 cards 2 x 2 x 2 of
+the last three (Table 4: 2K x 4 rows in all).
+lengths: one row divided along time over all cards, `--tokens` per card, one document or packed of several
+(`--document`), on 1, 2, 4, ... of the cards. There is one process for each mixer, or each mesh. They compile
+side by side, and then train one after another, so that none is timed while another runs. A step that does not
+fit or compile has its error in its row. Times are medians of `--steps` steps after two; memory is that of one
+card, by XLA's analysis of the step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import math
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes share the cards
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+
+import jax
+import numpy as np
+
+from benchmarks import options
+from benchmarks.registry import Benchmark, UsageError
+from benchmarks.timing import alone, program_bytes, provenance
+from configs import linear_moe
+from lsm_jax import ops
+from lsm_jax.parallel import AXES, MeshConfig, make_mesh, token_sharding
+from lsm_jax.training import make_program
+
+BENCHMARK = Benchmark(
+    name="parallel",
+    summary="training steps on one or several cards: layouts, mesh axes, long rows",
+    key=("table", "variant", "mesh", "rows", "length"),
+    optional_key={"document": 0},
+    output="docs/linear_moe.jsonl",
+)
+
+TABLES = ("layouts", "axes", "lengths")
+MIXERS = (
+    "softmax", "linear_attention", "retnet", "gla", "deltanet", "gated_deltanet", "mamba2", "hgrn2", "rwkv6",
+)  # fmt: skip
+READY = "ready"
+Row = tuple[str, MeshConfig, int, int]
+"""(variant, mesh, rows in all, tokens of a row)."""
+
+
+def config_of(row: Row, args: Any) -> Any:
+    """Return the run that a row measures."""
+    variant, mesh, rows, length = row
+    config = linear_moe.get_config(variant)
+    for layer in config.model.layers.values():
+        if args.buffer:
+            layer.feedforward.expert_buffer = args.buffer
+        layer.feedforward.exchange = args.exchange
+        layer.feedforward.execution = args.execution
+    config.model.remat, config.model.dtype = args.remat, args.dtype
+    config = dataclasses.replace(config, mesh=mesh, batch_size=rows)
+    config.data.sequence_length = length
+    config.validate(math.prod(getattr(mesh, axis) for axis in AXES))
+    return config
+
+
+def batch_of(args: Any) -> dict[str, Any]:
+    """Return the dtypes of the arrays of a batch."""
+    names = ("tokens", "labels", *(("segment_ids", "positions") if args.document else ()))
+    return dict.fromkeys(names, np.int32) | dict(loss_mask=np.float32)
+
+
+def build(rows: list[Row], args: Any) -> tuple[Any, Any, list[Any]]:
+    """Compile rows of one variant and mesh; allocates no array.
+
+    Returns:
+        The mesh, the compiled initialisation, and for each row (its compiled step or the error, seconds of
+        compiling).
+    """
+    mesh = rows[0][1]
+    devices = make_mesh(mesh, jax.devices()[: math.prod(getattr(mesh, axis) for axis in AXES)])
+    lowered: list[Any] = []
+    with jax.set_mesh(devices):
+        program: Any = make_program(config_of(rows[0], args), devices)
+        shapes = jax.eval_shape(program.init)
+        state = jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes, program.shardings
+        )  # fmt: skip
+        start = program.init.lower()
+        place = token_sharding(devices)
+        for row in rows:
+            batch = {
+                name: jax.ShapeDtypeStruct(row[2:], kind, sharding=place)
+                for name, kind in batch_of(args).items()
+            }
+            try:
+                step: Any = make_program(config_of(row, args), devices).train_step
+                lowered.append(step.lower(state, batch))
+            except Exception as error:
+                lowered.append(error)
+
+    def compiled(stage):
+        began = time.perf_counter()
+        try:
+            return stage.compile(), time.perf_counter() - began
+        except Exception as error:  # other rows may compile
+            return error, 0.0
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        first, *steps = pool.map(
+            lambda x: (x, 0.0) if isinstance(x, Exception) else compiled(x), [start, *lowered]
+        )
+    if isinstance(first[0], Exception):
+        raise first[0]
+    return devices, first[0], steps
+
+
+def measure(table: str, rows: list[Row], args: Any, wait: Callable[[], None]) -> None:
+    """Compile all rows, call `wait`, then train each and print its row."""
+    devices: Any = None
+    start: Any = None
+    try:
+        devices, start, steps = build(rows, args)
+    except Exception as error:
+        steps = [(error, 0.0)] * len(rows)
+    wait()
+    with alone(args.lock):
+        print_rows(table, rows, devices, start, steps, args)
+
+
+def identify(table: str, row: Row, args: Any) -> dict[str, Any]:
+    """Return the fields of a row that identify it."""
+    variant, mesh, count, length = row
+    axes: dict[str, Any] = {axis: n for axis in AXES if (n := getattr(mesh, axis)) > 1}
+    if mesh.rounds > 1:
+        axes["rounds"] = mesh.rounds
+    if mesh.expert > 1 and args.exchange != "padded":
+        axes["exchange"] = args.exchange
+    packed = dict(document=args.document) if args.document else {}
+    return dict(table=table, variant=variant, mesh=axes, rows=count, length=length, **packed)
+
+
+def print_rows(
+    table: str, rows: list[Row], devices: Any, start: Any, steps: Any, args: Any
+) -> None:
+    """Train each row and print it; `steps` are those of `build`."""
+    state = None
+    for row, (step, compile_seconds) in zip(rows, steps, strict=True):
+        _, mesh, count, length = row
+        cards = math.prod(getattr(mesh, axis) for axis in AXES)
+        line = identify(table, row, args)
+        try:
+            if isinstance(step, Exception):
+                raise step
+            with jax.set_mesh(devices):
+                state = start() if state is None else state
+                more, state = train(step, state, devices, count, length, args)
+            more["tokens_per_second_a_card"] = round(more["tokens_per_second"] / cards)
+            line |= more | dict(compile_s=round(compile_seconds, 1))
+        except Exception as error:  # the next rows may fit
+            state = None
+            line["error"] = f"{type(error).__name__}: {error}"[:300]
+        line |= dict(implementations=ops.choices(), **provenance())
+        print(json.dumps(line), flush=True)
+
+
+def train(step: Any, state: Any, devices: Any, rows: int, length: int, args: Any) -> Any:
+    """Train on one batch; return the fields of the row, and the state after it."""
+    vocabulary = next(p for p in jax.tree.leaves(state.params) if p.ndim == 2).shape
+    tokens = np.random.default_rng(0).integers(0, max(vocabulary), (rows, length), dtype=np.int32)
+    place = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
+    values = dict(tokens=tokens, labels=tokens, loss_mask=np.ones((rows, length), np.float32))
+    if args.document:
+        values |= dict(segment_ids=place // args.document + 1, positions=place % args.document)
+    batch = {name: values[name] for name in batch_of(args)}
+    placed, seconds = jax.device_put(batch, token_sharding(devices)), []
+    for _ in range(2 + args.steps):
+        began = time.perf_counter()
+        state, metrics = step(state, placed)
+        loss = float(metrics["train/loss"])
+        seconds.append(time.perf_counter() - began)
+    median = float(np.median(seconds[2:]))
+    return dict(
+        tokens_per_second=round(rows * length / median), step_ms=round(1e3 * median, 2), gib=round(program_bytes(step) / 2**30, 2),
+        loss=loss, overflow=int(metrics.get("moe/overflow_count", 0)),
+    ), state  # fmt: skip
+
+
+def groups_of(table: str, args: Any, count: int) -> list[list[Row]]:
+    """Return the rows of a table on `count` cards, in a list for each process."""
+    pattern = f",pattern={args.pattern}" if args.pattern else ""
+    variants = [f"{args.size},mixer={m}{pattern}" for m in args.mixers]
+    if table == "layouts":
+        mesh = MeshConfig(data=1, fsdp=count)
+        shapes = [tuple(map(int, shape.split("x"))) for shape in args.layouts]
+        return [[(v, mesh, rows * count, length) for length, rows in shapes] for v in variants]
+    if table == "axes":
+        meshes = [MeshConfig(data=1, **{axis: count}) for axis in args.axes]
+        if "pipeline" in args.axes and count > 1:
+            meshes += [MeshConfig(data=1, pipeline=count, rounds=n) for n in args.rounds]
+        if count == 8:
+            meshes.append(MeshConfig(data=1, expert=2, tensor=2, pipeline=2))
+        return [[(v, mesh, max(4, count), args.length)] for v in variants for mesh in meshes]
+    powers = [2**i for i in range(count.bit_length()) if 2**i <= count]
+    numbers = args.counts or powers
+    sizes = [(n, args.tokens) for n in numbers]
+    sizes += [(max(numbers), tokens) for tokens in args.longest]
+    return [
+        [(v, MeshConfig(data=1, sequence=n), 1, n * tokens)]
+        for v in variants
+        for n, tokens in sizes
+    ]
+
+
+def side_by_side(
+    groups: list[list[Row]], args: argparse.Namespace, names: list[list[dict[str, Any]]]
+) -> Iterator[dict[str, Any]]:
+    """Start a process for each group of rows, and yield their rows.
+
+    The processes train one after another, once all have compiled or `args.patience` seconds are over.
+
+    Args:
+        groups: the rows.
+        args: the options.
+        names: for each row the fields that identify it, for the rows of a process that ends early.
+    """
+    missing = [list(group) for group in names]
+    messages: queue.Queue = queue.Queue()
+    processes = [start_process(group, names[i][0]["table"], args) for i, group in enumerate(groups)]
+    for index, process in enumerate(processes):
+        threading.Thread(target=_listen, args=(index, process, messages), daemon=True).start()
+    compiling, waiting, training = set(range(len(groups))), [], None
+    end = time.monotonic() + args.patience
+    while compiling or waiting or training is not None:
+        late = time.monotonic() >= end
+        if waiting and training is None and (late or not compiling):
+            training = waiting.pop(0)
+            print("go", file=processes[training].stdin, flush=True)
+        try:
+            index, line = messages.get(timeout=1)
+        except queue.Empty:
+            continue
+        if line == READY:
+            compiling.discard(index)
+            waiting.append(index)
+        elif line is None:  # the process has ended, so its memory is free
+            compiling.discard(index)
+            waiting = [other for other in waiting if other != index]
+            code = processes[index].wait()
+            for name in missing[index]:  # as after a crash of XLA's compiler
+                yield name | dict(error=f"its process ended with {code}") | provenance()
+            training = None if training == index else training
+        elif line.startswith("{"):
+            del missing[index][:1]
+            yield json.loads(line)
+        else:
+            print(line, flush=True)
+
+
+def start_process(group: list[Row], table: str, args: argparse.Namespace) -> subprocess.Popen:
+    """Start the process that compiles and trains a group of rows; `serve` reads its argument."""
+    rows = [[variant, dataclasses.asdict(mesh), *shape] for variant, mesh, *shape in group]
+    message = json.dumps(dict(table=table, rows=rows, args=vars(args)), default=str)
+    command = [sys.executable, "-m", "benchmarks.cases.parallel", message]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def _listen(index: int, process: subprocess.Popen, messages: queue.Queue) -> None:
+    """Put the lines of a process into a queue, as (index, line), and (index, None) at its end."""
+    for line in process.stdout or ():
+        messages.put((index, line.strip()))
+    messages.put((index, None))
+
+
+def serve(message: dict[str, Any]) -> None:
+    """Compile a group of rows, print READY, wait for a line, train each and print its row."""
+    args = argparse.Namespace(**message["args"])
+    args.lock = Path(args.lock) if args.lock else None
+    rows = [(variant, MeshConfig(**mesh), *shape) for variant, mesh, *shape in message["rows"]]
+
+    def wait():
+        print(READY, flush=True)
+        if not sys.stdin.readline():  # the process that starts the training has ended
+            sys.exit(1)
+
+    measure(message["table"], rows, args, wait)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--table", type=options.names(TABLES), default="layouts", help=", ".join(TABLES)
+    )
+    parser.add_argument("--size", default="a0.3b-2b", help="of configs/linear_moe.py")
+    parser.add_argument("--mixers", type=options.words, default=",".join(MIXERS))
+    parser.add_argument("--pattern", default="", help="LLLN for the hybrid")
+    parser.add_argument(
+        "--layouts",
+        type=options.words,
+        default="2048x8,16384x1",
+        help="layouts: tokens x rows per card",
+    )
+    parser.add_argument(
+        "--axes",
+        type=options.words,
+        default="fsdp,expert,tensor,pipeline",
+        help="axes: the mesh axes",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=options.integers,
+        default="",
+        help="axes: further pipelines with so many rounds",
+    )
+    parser.add_argument("--length", type=int, default=2048, help="axes: tokens of a row")
+    parser.add_argument("--tokens", type=int, default=131072, help="lengths: tokens per card")
+    parser.add_argument(
+        "--longest",
+        type=options.integers,
+        default="",
+        help="lengths: further tokens per card, on all cards",
+    )
+    parser.add_argument(
+        "--document",
+        type=int,
+        default=0,
+        help="tokens of each document of a row; 0: a row is one document",
+    )
+    parser.add_argument(
+        "--counts",
+        type=options.integers,
+        default="",
+        help="lengths: numbers of cards; default: 1, 2, 4, ...",
+    )
+    parser.add_argument("--cards", type=int, help="number of cards to use; all by default")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--remat", default="full")
+    parser.add_argument("--dtype", default="bfloat16", help="dtype of activations")
+    parser.add_argument("--buffer", type=float, help="expert_buffer of the layers")
+    parser.add_argument("--exchange", default="padded", help="exchange of the layers' tokens")
+    parser.add_argument("--execution", default="grouped", help="execution of the experts")
+    parser.add_argument(
+        "--patience", type=float, default=600, help="seconds that compiling may take"
+    )
+    options.add_lock(parser)
+
+
+def all_groups(args: argparse.Namespace) -> list[tuple[str, list[Row]]]:
+    """Return (table, rows) of each process."""
+    count = args.cards or len(jax.devices())
+    return [(table, group) for table in args.table for group in groups_of(table, args, count)]
+
+
+def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+    if args.document < 0:
+        raise UsageError(f"--document {args.document}: accepted are 0 and more")
+    return [identify(table, row, args) for table, group in all_groups(args) for row in group]
+
+
+def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    groups, names = [], []
+    for table, group in all_groups(args):
+        wanted = [row for row in group if identify(table, row, args) in cases]
+        if wanted:
+            groups.append(wanted)
+            names.append([identify(table, row, args) for row in wanted])
+    return side_by_side(groups, args, names)
+
+
+if __name__ == "__main__":
+    serve(json.loads(sys.argv[1]))

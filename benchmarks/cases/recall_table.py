@@ -1,0 +1,102 @@
+"""Measure the recall of many methods at many widths.
+
+    python -m benchmarks recall_table [--suite published] [--methods gla,deltanet] [--widths 64,128]
+
+Trains `configs/mqar.py:<method>,width=<width>,suite=<suite>` one after another in one process. A row for each
+run: accuracy of the best learning rate at every length and number of pairs, the means of all rates, state
+size, parameters, steps, seconds, and the command that trains the same. Processes that share the runs by
+`--shard` each write their own `--output`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from benchmarks import options
+from benchmarks.registry import Benchmark
+from benchmarks.run import one_by_one
+from benchmarks.timing import provenance
+from configs import mqar
+from lsm_jax import mixers
+from lsm_jax.training import train_recall
+
+BENCHMARK = Benchmark(
+    name="recall_table",
+    summary="associative recall of many methods and widths",
+    key=("suite", "method", "width"),
+    output="docs/mqar.jsonl",
+    resume=True,
+)
+
+SUITE_METHODS = ("softmax", "gated_deltanet", "deltanet", "gla", "mamba2")
+
+
+def state_bytes(row: dict[str, Any]) -> int:
+    """Return the bytes of a row's state as the published figure counts them.
+
+    It counts memories, and three tokens of each gated convolution, at 4 bytes per number.
+    """
+    convolutions = 3 * row["width"] * row["pattern"].count("C")
+    return 4 * (sum(row["state_size"]["memory"]) + convolutions)
+
+
+def measure(method: str, width: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the row of one run."""
+    variant = f"{method},width={width},suite={args.suite}"
+    config = mqar.get_config(variant)
+    overrides = ""
+    if args.epochs:
+        config.epochs = args.epochs
+        overrides += f" --config.epochs={args.epochs}"
+    if args.dtype:
+        config.model.dtype = args.dtype
+        overrides += f" --config.model.dtype={args.dtype}"
+    result = train_recall(config)
+    members = [{k: m[k] for k in ("learning_rate", "mean")} for m in result.pop("members")]
+    return dict(
+        suite=args.suite,
+        **{k: v for k, v in result.items() if k not in ("name", "implementations", "seed")},
+        members=members,
+    ) | provenance() | dict(
+        command=f"python train.py --config=configs/mqar.py:{variant}{overrides} --workdir=runs/mqar"
+    )  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--suite", default="64x4", choices=mqar.SUITES)
+    parser.add_argument(
+        "--methods", type=options.words,
+        help=f"all, or for the published suite {','.join(SUITE_METHODS)}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--widths", type=options.integers, help="64, or 64,128,256 for the published suite"
+    )
+    parser.add_argument("--epochs", type=int, help="in place of the suite's")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="dtype of activations")
+    options.add_shard(parser)
+    options.add_minutes(parser)
+
+
+def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+    published = args.suite == "published"
+    methods = args.methods or (SUITE_METHODS if published else mixers.METHODS)
+    widths = args.widths or ([64, 128, 256] if published else [64])
+    for method in methods:
+        mixers.get_method(method)
+    return [
+        dict(suite=args.suite, method=method, width=width) for width in widths for method in methods
+    ]
+
+
+def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def measure_case(case):
+        try:
+            return measure(case["method"], case["width"], args)
+        finally:
+            jax.clear_caches()
+
+    return one_by_one(cases, measure_case, minutes=args.minutes)

@@ -1,0 +1,135 @@
+"""Options that several benchmarks have, and types of options: each is defined once, here."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from benchmarks.registry import Benchmark
+
+
+def words(text: str) -> list[str]:
+    """Split a list with commas."""
+    return [word for word in text.split(",") if word]
+
+
+def integers(text: str) -> list[int]:
+    """Split a list of integers with commas."""
+    return [int(word) for word in words(text)]
+
+
+def floats(text: str) -> list[float]:
+    """Split a list of numbers with commas."""
+    return [float(word) for word in words(text)]
+
+
+def names(accepted: Collection[str]) -> Callable[[str], list[str]]:
+    """Return the type of an option that is a list of names, all of which must be `accepted`."""
+
+    def parse(text: str) -> list[str]:
+        if wrong := [name for name in words(text) if name not in accepted]:
+            raise argparse.ArgumentTypeError(f"{wrong[0]!r}; accepted are {', '.join(accepted)}")
+        return words(text)
+
+    return parse
+
+
+def add_rows(parser: argparse.ArgumentParser, benchmark: Benchmark) -> None:
+    """Add --output and --resume, which every benchmark has."""
+    group = parser.add_argument_group("rows")
+    group.add_argument(
+        "--output", type=output_file, default=benchmark.output or "-", metavar="FILE",
+        help=f"append the rows to this file as JSON lines; - prints them only; default: {benchmark.output or '-'}",
+    )  # fmt: skip
+    group.add_argument(
+        "--resume", action=argparse.BooleanOptionalAction, default=benchmark.resume,
+        help=f"skip the cases that have a row in --output; default: {'yes' if benchmark.resume else 'no'}",
+    )  # fmt: skip
+
+
+def output_file(text: str) -> Path | None:
+    """The file that rows are appended to; None for "-"."""
+    return None if text == "-" else Path(text)
+
+
+def add_lock(parser: argparse.ArgumentParser) -> None:
+    """Add --lock, for processes that use one device."""
+    parser.add_argument(
+        "--lock", type=Path, metavar="FILE",
+        help="a file that processes on one device lock: they compile side by side and time one after another",
+    )  # fmt: skip
+
+
+def add_peers(
+    parser: argparse.ArgumentParser,
+    accepted: tuple[str, ...] = ("fla",),
+    *,
+    workers: int = 12,
+    patience: float = 300,
+) -> None:
+    """Add --peers, --workers and --patience.
+
+    Args:
+        parser: the parser.
+        accepted: the peers that the benchmark can time.
+        workers: the default number of processes that compile the peer's kernels.
+        patience: the default number of seconds that they may take.
+    """
+    group = parser.add_argument_group("peers")
+    group.add_argument(
+        "--peers", type=names(accepted), default=[], metavar="NAMES",
+        help=f"time these libraries in the same run: {', '.join(accepted)}",
+    )  # fmt: skip
+    add_workers(group, workers, patience)
+
+
+def add_workers(group: argparse._ActionsContainer, workers: int, patience: float) -> None:
+    """Add --workers and --patience, the processes that compile and the seconds that they may take."""
+    group.add_argument(
+        "--workers", type=int, default=workers, help=f"processes that compile; default: {workers}"
+    )
+    group.add_argument(
+        "--patience", type=float, default=patience, metavar="SECONDS",
+        help=f"seconds that compiling may take; default: {patience:g}",
+    )  # fmt: skip
+
+
+def add_kinds(parser: argparse.ArgumentParser, accepted: Collection[str], default: str) -> None:
+    """Add --kinds, the implementations to time."""
+    parser.add_argument(
+        "--kinds", type=names(accepted), default=default,
+        help=f"of {', '.join(accepted)}; kernel requires an NVIDIA Hopper GPU; default: {default}",
+    )  # fmt: skip
+
+
+def add_seconds(parser: argparse.ArgumentParser, default: float, what: str) -> None:
+    """Add --seconds, a limit of time whose help text is `what`."""
+    parser.add_argument(
+        "--seconds", type=float, default=default, help=f"{what}; default: {default:g}"
+    )
+
+
+def add_shard(parser: argparse.ArgumentParser) -> None:
+    """Add --shard, so that several processes can divide the cases among several devices."""
+    parser.add_argument(
+        "--shard", type=shard, default="0/1", metavar="I/N",
+        help="measure every Nth case, beginning with case I (0 is the first); for N processes",
+    )  # fmt: skip
+
+
+def shard(text: str) -> slice:
+    """The slice of the cases that "I/N" selects."""
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise argparse.ArgumentTypeError(f"{text!r}; accepted is I/N with I less than N, as 0/4")
+    return slice(int(index), None, int(count))
+
+
+def add_minutes(parser: argparse.ArgumentParser) -> None:
+    """Add --minutes, a limit of time for all cases together."""
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf,
+        help="begin no case that would end later, judged by the longest case so far",
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Other libraries whose kernels and models are timed in the same run."""

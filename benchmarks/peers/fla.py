@@ -1,0 +1,117 @@
+"""flash-linear-attention under PyTorch, timed by a process of its own beside the library's rows.
+
+Triton's search for an operation's best blocks compiles every configuration of every kernel that its authors
+list, which takes minutes for one operation. Here niced processes (`benchmarks.peers.fla_worker warm`) compile
+the configurations into Triton's cache, each configuration in one of them, on rows of 1,024 tokens. Another
+process (`benchmarks.peers.fla_worker time`) then makes the search itself at the true size: it searches the
+complete list again for each case, and times each configuration for 20 ms in place of 100. The reported time
+is the lower of two medians: Triton's `do_bench`, and 7 batches of 20 calls.
+
+Models are timed by the same processes: the operation "model gla" at the shape "16x2048" is a forward and
+backward pass of the peer's language model in our 340M proportions, in bfloat16, and its result is tokens/s.
+One layer on all tokens compiles what all layers run. The operation "mom" at "8x2048" is a layer of its
+Mixture-of-Memories in the proportions of `configs/mom.py:340m`. Its Mamba2 requires the Triton kernels of
+mamba_ssm, but not the CUDA extensions: `MAMBA_SKIP_CUDA_BUILD=TRUE pip install --no-deps --no-build-isolation
+mamba_ssm`.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+UNKNOWN, MISSING = "it has no such operation", "ModuleNotFoundError"
+"""The error for an operation that the peer lacks, and the beginning of that for a missing package."""
+
+_COMMAND = [sys.executable, "-m", "benchmarks.peers.fla_worker"]
+
+
+class Fla:
+    """Measures the peer's times one case after another, once its kernels are compiled.
+
+    Args:
+        cases: pairs (operation, shape "BxTxHxD") that will be measured; compiled in this order. A model's
+        shape is "BxT".
+        workers: number of processes that compile.
+        bias: mean of the gates of forgetting attention before the sigmoid; its kernels need no search, but
+        are timed here too.
+    """
+
+    def __init__(self, cases: Sequence[tuple[str, str]], workers: int, bias: float = 2.0):
+        self._began = time.perf_counter()
+        self._claims = tempfile.TemporaryDirectory()
+        arguments = [json.dumps([list(case) for case in cases]), str(bias), self._claims.name]
+        command = ["nice", "-n", "5", *_COMMAND, "warm", *arguments]
+        self._workers = [
+            subprocess.Popen([*command, str(i)], stdout=subprocess.DEVNULL) for i in range(workers)
+        ]
+        self._bias = bias
+        self._start()
+
+    def _start(self) -> None:
+        pipe = subprocess.PIPE
+        self._process: Any = subprocess.Popen(
+            [*_COMMAND, "time", str(self._bias)], text=True, stdin=pipe, stdout=pipe
+        )
+        self._lines: queue.Queue[str] = queue.Queue()
+        reader = threading.Thread(
+            target=_read_lines, args=(self._process, self._lines), daemon=True
+        )
+        reader.start()
+
+    def wait(self, patience: float) -> bool:
+        """Wait until everything is compiled, or `patience` seconds since the start are over.
+
+        What is not compiled by then is compiled during the calls of `times`.
+
+        Returns:
+            Whether everything is compiled.
+        """
+        for worker in self._workers:
+            left = patience - (time.perf_counter() - self._began)
+            try:
+                worker.wait(max(0.0, left))
+            except subprocess.TimeoutExpired:
+                worker.kill()
+        seconds = time.perf_counter() - self._began
+        done = all(worker.wait() == 0 for worker in self._workers)
+        print(f"the peer's kernels: {seconds:.0f} s, all compiled: {done}", file=sys.stderr)
+        return done
+
+    def times(self, op: str, shape: str, patience: float = 100) -> dict[str, Any]:
+        """Measure a case.
+
+        Returns:
+            {"fla": [ms forward, ms forward and backward]}, for a model its tokens/s, or {"fla_error":
+            reason}.
+        """
+        try:
+            self._process.stdin.write(json.dumps([op, shape]) + "\n")
+            self._process.stdin.flush()
+            row = json.loads(self._lines.get(timeout=patience) or '{"fla_error": "it ended"}')
+        except (queue.Empty, BrokenPipeError) as why:
+            row = {"fla_error": f"{type(why).__name__} within {patience:.0f} s"}
+        error = row.get("fla_error", UNKNOWN)
+        if error != UNKNOWN and not error.startswith(MISSING):
+            self.close()  # the card may be in an error state, which ends with the process
+            self._start()
+        return row
+
+    def close(self) -> None:
+        """End the process that measures."""
+        self._process.kill()
+
+
+def _read_lines(process: Any, lines: queue.Queue[str]) -> None:
+    """Put each JSON line of a process's output into a queue, and an empty one at its end."""
+    for line in process.stdout:
+        if line.startswith("{"):
+            lines.put(line)
+    lines.put("")

@@ -1,0 +1,321 @@
+"""The processes of `benchmarks.peers.fla`: they compile and time flash-linear-attention's operations under
+PyTorch.
+
+`python -m benchmarks.peers.fla_worker warm CASES BIAS FOLDER INDEX` compiles, `... time BIAS` measures.
+Neither imports JAX.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import sys
+import time
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.peers.fla import UNKNOWN
+
+_TOKENS = 1024  # of the rows on which kernels are compiled
+_VOCABULARY = 32000
+_MODELS: dict[str, dict[str, Any]] = {
+    "gla": dict(num_hidden_layers=24, num_heads=4),
+    "gated_deltanet": dict(num_hidden_layers=24, num_heads=3, head_dim=256, expand_v=2.0),
+    "mamba2": dict(num_hidden_layers=48),
+}
+_MOM = dict(num_memories=4, topk=2, shared_mem=True, num_heads=4, head_dim=256, expand_v=1.0)
+
+
+def _bare_package(name: str) -> Any:
+    """Import a package without running its `__init__`; returns None if it is not installed."""
+    spec: Any = importlib.util.find_spec(name)
+    if spec is None:
+        return None
+    sys.modules[name] = package = types.ModuleType(name)
+    package.__path__ = list(spec.submodule_search_locations)
+    return package
+
+
+def _operations() -> dict[str, Callable]:
+    """For our name of each operation the peer's function of the inputs that `_calls` makes."""
+    # Their `__init__` modules import CUDA extensions, and all layers and models.
+    _bare_package("mamba_ssm")
+    package = _bare_package("fla")
+    package.__version__ = importlib.metadata.version("flash-linear-attention")
+    import fla.ops.common.chunk_o as chunk_o  # pyrefly: ignore[missing-import]
+
+    # Older versions of Triton compute one backward wrongly, but its speed is what counts here.
+    chunk_o.TRITON_ABOVE_3_7_1 = True
+    from fla import ops  # pyrefly: ignore[missing-module-attribute]
+
+    return {
+        "no decay": lambda q, k, v: ops.chunk_linear_attn(q, k, v, normalize=False),
+        "constant decay": lambda q, k, v: ops.chunk_retention(q, k, v),
+        "scalar decay": lambda q, k, v, g: ops.chunk_simple_gla(q, k, v, g),
+        "key decay": lambda q, k, v, g: ops.chunk_gla(q, k, v, g),
+        "key decay and bonus": lambda q, k, v, g, u: ops.chunk_rwkv6(q, k, v, g, u),
+        "delta rule": lambda q, k, v, b: ops.chunk_delta_rule(q, k, v, b),
+        "gated delta rule": lambda q, k, v, b, g: ops.chunk_gated_delta_rule(q, k, v, g, b),
+        "kda": lambda q, k, v, b, g: ops.chunk_kda(q, k, v, g, b),
+        "rwkv7": lambda q, k, v, a, b, w: ops.chunk_rwkv7(q, w, k, v, a, b),
+        "slot memory": lambda q, k, v, s, g: ops.chunk_gsa(q, k, v, s, g),
+        "forgetting attention": lambda q, k, v, g: (ops.parallel_forgetting_attn(q, k, v, g),),
+        "mom": _mom,
+    } | dict.fromkeys(_MODELS, _model)
+
+
+def _calls(call: Callable, op: str, shape: Sequence[int], bias: float) -> tuple[Callable, Callable]:
+    """Return forward, and forward and backward with the gradients of all inputs.
+
+    The inputs are those of `benchmarks.cases.kernels`.
+    """
+    if op == "mom":
+        return call(*shape)
+    import torch  # pyrefly: ignore[missing-import]
+    from torch.nn.functional import logsigmoid, normalize  # pyrefly: ignore[missing-import]
+
+    batch, length, heads, dim = shape
+    bf16 = dict(device="cuda", dtype=torch.bfloat16)
+    q, k, v, do = (torch.randn(batch, length, heads, dim, **bf16) for _ in range(4))
+    unit = normalize(k.float(), dim=-1).bfloat16()
+    scalar, channel = (batch, length, heads), (batch, length, heads, dim)
+
+    def gate(size, bias=3.0):
+        return logsigmoid(torch.randn(*size, device="cuda") + bias)
+
+    beta = torch.rand(*scalar, **bf16)
+    inputs = {
+        "scalar decay": lambda: (q, k, v, gate(scalar)),
+        "key decay": lambda: (q, k, v, gate(channel)),
+        "key decay and bonus": lambda: (
+            (q, k, v, gate(channel).bfloat16(), torch.randn(heads, dim, **bf16))
+        ),
+        "delta rule": lambda: (q, unit, v, beta),
+        "gated delta rule": lambda: (q, unit, v, beta, gate(scalar)),
+        "kda": lambda: (q, unit, v, beta, gate(channel)),
+        "rwkv7": lambda: (
+            (q, k, v, -unit, unit * torch.rand_like(unit), -0.6 * torch.rand_like(unit))
+        ),
+        "slot memory": lambda: (q, k, v, *_slots(gate((*scalar, 64), 0.0) / 8)),
+        "forgetting attention": lambda: (q, k, v, gate(scalar, bias)),
+    }.get(op, lambda: (q, k, v))()
+    for tensor in inputs:
+        tensor.requires_grad_(True)
+
+    def forward():
+        return call(*inputs)[0]
+
+    def both():
+        for tensor in inputs:
+            tensor.grad = None
+        forward().backward(do)
+
+    return forward, both
+
+
+def _slots(decay: Any) -> tuple[Any, Any]:
+    """The strengths with which slots are written, and their log decays."""
+    return (1 - decay.exp()).bfloat16().detach(), decay.detach()
+
+
+def _model(name: str, rows: int, length: int, **fields: Any) -> Callable:
+    """Return the forward and backward pass of the peer's model, parameters and activations in bfloat16.
+
+    `fields` override fields of its config.
+    """
+    import torch  # pyrefly: ignore[missing-import]
+
+    if name == "mamba2" and "mamba_ssm" not in sys.modules:
+        raise ModuleNotFoundError("its kernels are those of mamba_ssm, which is not installed")
+    module = importlib.import_module(f"fla.models.{name}")
+    classes = [getattr(module, n) for n in module.__all__ if n.endswith(("Config", "ForCausalLM"))]
+    config = classes[0](
+        hidden_size=1024,
+        vocab_size=_VOCABULARY,
+        use_cache=False,
+        tie_word_embeddings=True,
+        **(_MODELS[name] | fields),
+    )
+    torch.manual_seed(0)
+    model = classes[1](config).to("cuda", torch.bfloat16).train()
+    if name == "mamba2":
+        # In training mode its mixers would call the extension of causal_conv1d.
+        for layer in model.modules():
+            if type(layer).__name__ == "Mamba2":
+                layer.training = False
+    tokens = torch.randint(0, _VOCABULARY, (rows, length), device="cuda")
+
+    def both():
+        model.zero_grad(set_to_none=True)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+
+    both.parameters = sum(p.numel() for p in model.parameters())  # pyrefly: ignore
+    return both
+
+
+def _mom(rows: int, length: int) -> tuple[Callable, Callable]:
+    """Return forward, and forward and backward, of the peer's Mixture-of-Memories layer."""
+    import torch  # pyrefly: ignore[missing-import]
+    from fla.layers.mom import MomAttention  # pyrefly: ignore[missing-import]
+
+    torch.manual_seed(0)
+    layer = MomAttention(hidden_size=1024, **_MOM).to("cuda", torch.bfloat16).train()
+    x = torch.randn(rows, length, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def forward():
+        return layer(x)[0]
+
+    def both():
+        x.grad = None
+        layer.zero_grad(set_to_none=True)
+        forward().float().square().sum().backward()
+
+    return forward, both
+
+
+def _warm(cases: list, bias: float, claims: Path, index: int) -> None:
+    """Compile the configurations of the cases' kernels that no other process compiles.
+
+    A process claims a configuration by a file in the folder `claims`.
+    """
+    import torch  # pyrefly: ignore[missing-import]
+    from triton.runtime.autotuner import Autotuner  # pyrefly: ignore[missing-import]
+
+    def text_of(value):
+        if isinstance(value, torch.Tensor):
+            return str(value.dtype)
+        return "" if callable(value) else str(value)
+
+    def run(tuner, *args, **kwargs):
+        tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
+        configs = tuner.prune_configs(kwargs) if len(tuner.configs) > 1 else tuner.configs
+        case = [tuner.base_fn.__module__, tuner.base_fn.__name__, *map(text_of, args)]
+        case += [f"{name}={text_of(value)}" for name, value in sorted(kwargs.items())]
+        for config in configs[index % len(configs) :] + configs[: index % len(configs)]:
+            name = hashlib.sha1("|".join([*case, str(config)]).encode()).hexdigest()
+            try:
+                os.close(os.open(claims / name, os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                continue
+            try:
+                tuner.fn.run(*args, **{**kwargs, **config.all_kwargs(), "warmup": True})
+            except Exception:  # the search skips such a configuration too
+                pass
+        for config in configs:
+            try:
+                return tuner.fn.run(*args, **{**kwargs, **config.all_kwargs()})
+            except Exception:  # too large for the card
+                continue
+        raise RuntimeError(f"no configuration of {tuner.base_fn.__name__} runs")
+
+    operations = _operations()
+    Autotuner.run = run
+    shapes = list(dict.fromkeys(shape for _, shape in cases))
+    for shape in shapes:  # in order; each process begins with another operation of a shape
+        ops = [op for op, at in cases if at == shape and op.removeprefix("model ") in operations]
+        start = index % max(1, len(ops))
+        for op in ops[start:] + ops[:start]:
+            batch, length, *rest = map(int, shape.split("x"))
+            try:
+                if op.startswith("model "):
+                    _model(op[6:], batch, length, num_hidden_layers=1)()
+                else:
+                    size = (batch, min(length, _TOKENS) if rest else length, *rest)
+                    forward, both = _calls(operations[op], op, size, bias)
+                    both()
+                    with torch.no_grad():
+                        forward()
+                torch.cuda.synchronize()
+            except Exception as error:
+                print(f"{op} {shape}: {type(error).__name__} {error}"[:300], file=sys.stderr)
+
+
+def _batches(call: Callable, batches: int = 7, calls: int = 20) -> float:
+    """The median over `batches` of the ms of a call, as `benchmarks.timing.batch_milliseconds`."""
+    import torch  # pyrefly: ignore[missing-import]
+
+    times = []
+    for _ in range(batches):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - began) / calls)
+    return 1e3 * sorted(times)[batches // 2]
+
+
+def _time(bias: float) -> None:
+    """Read cases from stdin, one JSON line each, and print the row of each as a JSON line."""
+    import torch  # pyrefly: ignore[missing-import]
+    from triton import testing  # pyrefly: ignore[missing-import]
+    from triton.runtime.autotuner import Autotuner  # pyrefly: ignore[missing-import]
+
+    operations, searched = _operations(), set()
+    bench, search = testing.do_bench, Autotuner.run
+    Autotuner.do_bench = property(lambda _: functools.partial(bench, warmup=5, rep=20))
+
+    def run(tuner, *args, **kwargs):
+        searched.add(tuner)
+        return search(tuner, *args, **kwargs)
+
+    Autotuner.run = run
+
+    def median(call):
+        first = bench(call, warmup=50, rep=200, return_mode="median")
+        return round(min(first, _batches(call, calls=20 if first < 10 else 4)), 4)
+
+    for line in sys.stdin:
+        op, shape = json.loads(line)
+        row: dict[str, Any] = {}
+        if op.removeprefix("model ") not in (_MODELS if op.startswith("model ") else operations):
+            print(json.dumps(dict(fla_error=UNKNOWN)), flush=True)
+            continue
+        try:
+            # Models and layers of MoM train with the configurations that were selected first.
+            if op != "mom" and not op.startswith("model "):
+                for tuner in searched:
+                    tuner.cache.clear()
+            began = time.perf_counter()
+            size = [int(n) for n in shape.split("x")]
+            if op.startswith("model "):
+                both = _model(op[6:], *size)
+                both()
+                torch.cuda.synchronize()
+                row["fla_search_seconds"] = round(time.perf_counter() - began, 1)
+                torch.cuda.reset_peak_memory_stats()
+                seconds = 1e-3 * _batches(both, batches=7, calls=2)
+                row["fla_gradient_tokens_per_second"] = round(size[0] * size[1] / seconds)
+                row["fla_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
+                row["fla_parameters"] = both.parameters
+            else:
+                forward, both = _calls(operations[op], op, size, bias)
+                both()
+                with torch.no_grad():
+                    forward()
+                    torch.cuda.synchronize()
+                    row["fla_search_seconds"] = round(time.perf_counter() - began, 1)
+                    first = median(forward)
+                row["fla"] = [first, median(both)]
+                del forward
+            del both
+        except Exception as error:
+            row["fla_error"] = f"{type(error).__name__}: {error}"[:300]
+        torch.cuda.empty_cache()
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    os.environ["FLA_CACHE_RESULTS"] = (
+        "0"  # a selection made while other processes compile is not stored
+    )
+    if sys.argv[1] == "warm":
+        _warm(json.loads(sys.argv[2]), float(sys.argv[3]), Path(sys.argv[4]), int(sys.argv[5]))
+    else:
+        _time(float(sys.argv[2]))

@@ -1,0 +1,29 @@
+"""jax-linear-attention's operations, called as the library's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+_NAMES = {
+    "scalar decay": ("simple_gla", "g"),
+    "key decay": ("gla", "g"),
+    "delta rule": ("deltanet", "beta"),
+    "gated delta rule": ("gated_deltanet", "beta", "g"),
+    "kda": ("kda", "beta", "g"),
+}
+"""For each of our operations its name there, and the names of the gates."""
+
+
+def jla(op: str) -> Callable | None:
+    """Return an operation as a function of q, k, v and the gates; None if the peer lacks it."""
+    from jla import ops as peer  # pyrefly: ignore[missing-import]
+
+    if op not in _NAMES:
+        return None
+    kind, *names = _NAMES[op]
+
+    def call(q, k, v, *gates):
+        gates = dict(zip(names, gates, strict=True))
+        return peer.linear_attention(kind, q, k, v, impl="mosaic_gpu", **gates)[0]
+
+    return call

@@ -1,0 +1,192 @@
+"""The table of benchmarks, the command that runs them, and the rows that they write."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from benchmarks import options, registry, run
+from benchmarks.__main__ import main, make_parser
+from benchmarks.registry import Benchmark, UsageError
+from benchmarks.run import read_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = list(registry.benchmarks())
+
+
+def test_every_module_is_in_the_list(capsys):
+    main([])
+    text = capsys.readouterr().out
+    modules = {path.stem for path in (ROOT / "benchmarks" / "cases").glob("*.py")} - {"__init__"}
+    assert set(NAMES) == modules
+    assert all(f"\n  {name} " in text for name in modules)
+    assert all(benchmark.summary in text for benchmark in registry.benchmarks().values())
+
+
+def test_listing_does_not_import_jax():
+    code = "import sys; from benchmarks.__main__ import main; main([]); assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_help_of_a_benchmark(name, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main([name, "--help"])
+    text = capsys.readouterr().out
+    assert exit_.value.code == 0
+    assert f"python -m benchmarks {name}" in text and "--output" in text and "--resume" in text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_description_is_that_of_the_module(name):
+    benchmark = registry.get(name)
+    module = benchmark.load()
+    assert module.BENCHMARK == benchmark
+    assert all(callable(getattr(module, function)) for function in ("cases", "rows"))
+
+
+NEEDED = dict(
+    liger="--source=x --store=x --tokenizer=x", liger_branches="--source=x --store=x --tokenizer=x"
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cases_have_the_key_fields(name):
+    benchmark = registry.get(name)
+    args = make_parser(benchmark).parse_args(NEEDED.get(name, "").split())
+    cases = benchmark.load().cases(args)
+    assert cases
+    for case in cases:
+        assert set(case) <= {*benchmark.key, *benchmark.optional_key}
+        assert set(case) >= set(benchmark.key)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_in_docs_have_the_key_fields(name):
+    benchmark = registry.get(name)
+    for file in benchmark.files:
+        lines = (ROOT / file).read_text().splitlines()
+        assert lines
+        for line in lines:
+            row = json.loads(line)
+            assert {*benchmark.key, "date", "commit", "device", "jax"} <= set(row), line[:200]
+
+
+def test_each_file_of_rows_belongs_to_one_benchmark():
+    files = [file for benchmark in registry.benchmarks().values() for file in benchmark.files]
+    assert sorted(files) == sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("kernel", "no benchmark 'kernel'; the nearest are kernels"),
+        ("modelstep", "the nearest are model_step"),
+        ("xyzzy", "`python -m benchmarks` lists all"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest(name, message):
+    with pytest.raises(SystemExit, match=message):
+        main([name])
+
+
+def test_a_wrong_option_is_answered_with_one_line(capsys):
+    with pytest.raises(SystemExit, match="kernels: this benchmark requires an NVIDIA Hopper GPU"):
+        main(["kernels"])
+    with pytest.raises(SystemExit, match="scans: --kinds kernel requires an NVIDIA Hopper GPU"):
+        main(["scans", "--output=-"])
+    with pytest.raises(SystemExit, match="method='glo' does not exist; accepted are"):
+        main(["decode", "--methods=glo"])
+    with pytest.raises(SystemExit):
+        main(["scans", "--kinds=cuda"])
+    assert "argument --kinds: 'cuda'; accepted are kernel, xla" in capsys.readouterr().err
+
+
+def test_types_of_options():
+    assert options.words("a,b") == ["a", "b"] and options.integers("") == []
+    assert list(range(10))[options.shard("1/4")] == [1, 5, 9]
+    for text in ("4/4", "1", "a/b"):
+        with pytest.raises(argparse.ArgumentTypeError, match="accepted is I/N"):
+            options.shard(text)
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """A benchmark of four cases, whose module records the cases that are measured."""
+    benchmark = Benchmark(name="toy", summary="", key=("name",), optional_key={"size": 1})
+    all_cases = [dict(name="a"), dict(name="a", size=2), dict(name="b"), dict(name="c")]
+
+    def measure(case):
+        if case["name"] == "c":
+            raise RuntimeError("too large")
+        return case | dict(seconds=1.0)
+
+    module = types.SimpleNamespace(measured=[], cases=lambda args: all_cases)
+
+    def rows(args, cases):
+        module.measured = cases
+        yield from run.one_by_one(cases, measure)
+
+    module.rows = rows
+    monkeypatch.setattr(Benchmark, "load", lambda self: module)
+    return benchmark, module
+
+
+def test_resuming_skips_the_cases_that_have_a_row(toy, tmp_path, capsys):
+    benchmark, module = toy
+    output = tmp_path / "folder" / "rows.jsonl"
+    args = argparse.Namespace(output=output, resume=True)
+    with pytest.raises(SystemExit, match="1 of 4 cases failed"):
+        run.run(benchmark, args)
+    assert [row["name"] for row in read_rows(output)] == ["a", "a", "b"]
+    assert {"date", "commit", "device", "jax"} <= set(read_rows(output)[0])
+    errors = capsys.readouterr().err
+    assert "1 of 4, a, about" in errors and "2 of 4, a size=2, about" in errors
+    assert "c: FAILED: RuntimeError: too large" in errors
+    output.write_text(
+        "".join(output.open().readlines()[:2]) + '{"name": "b", "sec'
+    )  # a row cut short
+    args.shard = slice(0, None, 2)
+    run.run(benchmark, args)
+    assert module.measured == [dict(name="b")]
+    assert [row["name"] for row in read_rows(output)] == ["a", "a", "b"]
+    assert "1 of 2 cases have a row" in capsys.readouterr().err
+
+
+def test_without_resuming_every_case_is_measured_again(toy, tmp_path):
+    benchmark, module = toy
+    output = tmp_path / "rows.jsonl"
+    output.write_text('{"name": "a"}\n')
+    args = argparse.Namespace(output=output, resume=False, shard=slice(0, 1))
+    run.run(benchmark, args)
+    assert module.measured == [dict(name="a")] and len(read_rows(output)) == 2
+
+
+def test_an_op_is_measured_from_the_command_line(tmp_path, capsys):
+    output = tmp_path / "rows.jsonl"
+    command = ["scans", "--ops=gateloop", "--shapes=1x8", "--kinds=xla", f"--output={output}"]
+    main(command)
+    rows = read_rows(output)
+    assert [row["packed"] for row in rows] == [False, True]
+    assert all(row["op"] == "gateloop" and len(row["xla"]) == 2 for row in rows)
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
+    main([*command, "--resume"])
+    assert len(read_rows(output)) == 2
+
+
+def test_a_description_must_be_literal_and_named_as_its_file(tmp_path):
+    path = tmp_path / "toy.py"
+    path.write_text('BENCHMARK = Benchmark(name="other", summary="", key=())\n')
+    with pytest.raises(ValueError, match="name='other'; it must be the file's"):
+        registry.read_description(path)
+    path.write_text("x = 1\n")
+    with pytest.raises(ValueError, match="it assigns no BENCHMARK"):
+        registry.read_description(path)
+    with pytest.raises(UsageError, match="no benchmark"):
+        registry.get("toy")
