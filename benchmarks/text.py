@@ -81,11 +81,33 @@ def batch(
         iterator.close()
 
 
-def stream(rows: int, length: int, vocab_size: int, *, folder: Path | None = None) -> np.ndarray:
-    """Return tokens int32 [rows, length + 1] of consecutive text without segment ids, for benchmarks that read a row
-    as one document: inputs are `[:, :-1]`, labels `[:, 1:]`."""
-    joined = batch(1, rows * (length + 1), vocab_size, folder=folder)["tokens"]
-    return joined.reshape(rows, length + 1)
+def stream(
+    rows: int, length: int, vocab_size: int, *, folder: Path | None = None, **config: int
+) -> dict[str, np.ndarray]:
+    """Return tokens and labels of consecutive text, for benchmarks that read each row as one document.
+
+    The arguments are those of `batch`. The result has tokens, labels (the next tokens, int32) and loss_mask
+    (ones, float32), each [B, T].
+    """
+    size = rows * (length + 1)
+    joined = batch(1, size, vocab_size, folder=folder, **config)["tokens"].reshape(rows, -1)
+    mask = np.ones((rows, length), np.float32)
+    tokens, labels = (np.ascontiguousarray(x) for x in (joined[:, :-1], joined[:, 1:]))
+    return dict(tokens=tokens, labels=labels, loss_mask=mask)
+
+
+def activations(
+    rows: int, length: int, width: int, *, folder: Path | None = None, **config: int
+) -> np.ndarray:
+    """Return float32 [rows, length, width]: random normal embeddings of the tokens of text.
+
+    They are the input of the first layer of a model with random parameters. A router sends equal tokens to the same
+    experts or memories, so that loads are as uneven as the frequencies of tokens in text.
+    """
+    tokens = stream(rows, length, MOST, folder=folder, **config)["tokens"]
+    used, index = np.unique(tokens, return_inverse=True)
+    table = np.random.default_rng(0).standard_normal((len(used), width), np.float32)
+    return table[index.reshape(tokens.shape)]
 
 
 def _train_tokenizer(text: Path, size: int) -> str:

@@ -5,7 +5,8 @@
 A row for each shape (B x T x H x D, bfloat16): [ms forward, ms forward and backward] of the fused kernel
 without and with pruning, of causal softmax attention without gates in cuDNN, and of flash-linear-attention's
 kernel, all in one run on one card. The effect of pruning depends on the gates: here sigmoid(x + b) of normal
-x, the same for all heads; `--bias` sets b (2: a mean of about 0.87). `--run DIR` takes the queries, keys and
+x, the same for all heads; `--bias` sets b (2: a mean of about 0.87). A model with random parameters has no gates
+worth pruning, so the rows of a real text are those of a trained model: `--run DIR` takes the queries, keys and
 gates of a trained FoX instead, for each of its layers on a held-out row; heads are repeated up to `--heads`.
 The row then has the times of the layer whose time is the median.
 """

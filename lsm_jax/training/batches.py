@@ -75,6 +75,5 @@ class RecentBatches:
 
     def go_back(self, count: int) -> None:
         """Go back by `count` batches, so that they are read again."""
-        for _ in range(count):
-            position = self._positions.pop()
-        self.iterator.set_state(position)
+        positions = [self._positions.pop() for _ in range(count)]
+        self.iterator.set_state(positions[-1])

@@ -168,7 +168,7 @@ class TrainLoop:
         passes = 2 if frozen else 3  # forward, gradients of activations, gradients of parameters
         self.flops = passes * flops_per_token(config.model, config.data.sequence_length)
         self.loss, self.speed = math.nan, 0.0
-        self.writer: MetricsWriter | None = None
+        self.writer: Any = None  # a `MetricsWriter`, from the end of the first step
         # Metrics are read one step late, so that the device never waits for the host.
         self.pending: tuple[int, dict[str, jax.Array]] | None = None
         self.compiled, self.overflow = False, self._no_overflow()
