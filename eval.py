@@ -5,9 +5,11 @@
     python eval.py --workdir=runs/x --tasks=needle --data=essays --needle.lengths=1000,4000,16000 --needle.depths=0,50,100
     python eval.py --workdir=runs/x --tasks=maps --maps.layers=0,3 --maps.heads=0,1
     python eval.py --workdir=runs/x --tasks=lm_eval --lm_eval.tasks=piqa,wikitext    # requires the extra [lm-eval]
+    python eval.py --workdir=runs/x --tasks=lm_eval --lm_eval.tasks=recall --lm_eval.data=data    # see docs/suites.md
     python eval.py --workdir=runs/x --tasks=generate --prompt="def main(" --temperature=0
 
-Results go to workdir/eval/<step>/; running it again replaces them.
+Results go to workdir/eval/<step>/; running it again replaces them, except those of
+lm_eval, which are numbered.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from benchmarks.registry import Benchmark
@@ -13,6 +13,11 @@ from benchmarks.registry import Benchmark
 def words(text: str) -> list[str]:
     """Split a list with commas."""
     return [word for word in text.split(",") if word]
+
+
+def shapes(sizes: Iterable[Iterable[int]]) -> str:
+    """The default of an option that is a list of shapes, such as "8x4096x16x128,2x16384x16x128"."""
+    return ",".join("x".join(map(str, shape)) for shape in sizes)
 
 
 def integers(text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""The device time of each instruction of a program, with the model's names beside XLA's."""
+"""The device time of each instruction of a program, by XLA's name and by its place in the model."""
 
 from __future__ import annotations
 

@@ -2,11 +2,10 @@
 
 A module describes one benchmark. It defines
 
-    BENCHMARK = Benchmark(name="...", ...)       # literals only, since it is read from the source def
-    add_arguments(parser)                    # its options; shared ones come from `benchmarks.options` def
-    cases(args) -> list[dict]                # the key fields of every row that the options ask for, in order
-    def rows(args, cases) -> Iterator[dict]      # measure these cases; one row at a time, as soon as it is
-    measured
+    BENCHMARK = Benchmark(name="...", ...)   # literals only, since it is read from the source
+    def add_arguments(parser)                # its options; shared ones come from `benchmarks.options`
+    def cases(args) -> list[dict]            # the key fields of every row that the options select, in order
+    def rows(args, cases) -> Iterator[dict]  # measure these cases; yield each row as soon as it is measured
 
 and may define `line(row) -> str`, the text that is printed for a row in place of its JSON. `benchmarks.run`
 does the rest.

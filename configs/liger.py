@@ -11,16 +11,20 @@ Expected: docs/results/liger.md has the measurements.
 
     source           the pretrained model: a Hugging Face folder or a .gguf file
     tokenizer        a tokenizer.json to use instead of the source's
-    gate             gla (default), mamba2, mlstm, gated_retention, hgrn2, rwkv6 or gsa
+    gate             gla (default), mamba2, mlstm, gated_retention, hgrn2, rwkv6, gsa or none (no decay)
+    lower_bound      γ of gate=hgrn2 in all layers but the first (default: 0, as in the published code)
     hybrid           8: the last of every eight layers remains softmax attention; 0 (default): no layer does
     window           tokens in the window (default: 64)
     method           liger (default); window: only attention in the window, the baseline; softmax: the pretrained model;
-                     lolcats_transfer and lolcats: see below
-    ablation         the paper's: random_gate, feature_map, no_lora or no_window
+                     lolcats_transfer, lolcats and lolcats_lora: see below
+    recipe           of LoLCATs: authors (default); liger: as the code of Liger's paper trains this baseline
+    ablation         the paper's: random_gate, feature_map, no_lora or no_window; and no_gate (the memory does not decay) and
+                     no_memory (only the window, which equals method=window)
     data             alpaca (default): predict the answers of an instruction file; text: predict every token of plain text
     lr               learning rate
     rank             rank of the adapters; alpha is proportional to it
     memory_weight, window_weight    weights of the two branches with method=liger (default: 0.5 each)
+    learned_weights  1: each layer learns its two weights; 0 (default): they are constant
     temperature      divides the logarithm of the gate with method=liger
 
 The optimizer is AdamW (0.9, 0.999, weight decay 0.01) with a constant rate of 1e-3. A step has 8 rows of 1,024 tokens. The
@@ -30,7 +34,10 @@ evaluations, so this config has no such rule.
 LoLCATs (arXiv 2410.10254) is trained in two runs, as by its authors: method=lolcats_transfer learns feature maps and window
 factors from the outputs of softmax attention with a rate of 1e-2; then method=lolcats with --init_from=FIRST_RUN tunes adapters
 (rank 8, alpha 16, of q, k, v and o) with 1e-4. A LoLCATs model cannot be exported, since the pretrained format has no feature
-maps.
+maps. The rows of Liger's Table 2 are: "Attn. Trf.", the run of method=lolcats_transfer, which is evaluated as its student; "LoRA
+Only", method=lolcats_lora, which tunes adapters beside feature maps and window factors at their initial values; and LoLCATs,
+both runs. With recipe=liger, maps have as many columns as a head has channels, window factors are not trained, and adapters have
+alpha 8 on q, k and v, as in the code of Liger's paper.
 
 Different from the published code: rows are packed with complete documents, which are independent of each other; gradients are
 clipped to a norm of 1, which the published config sets but its trainer ignores; the window has 64 tokens, not 65.
@@ -86,8 +93,10 @@ ABLATIONS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "feature_map": (dict(feature_map="t2r"), ("lora", "q_map", "k_map")),
     "no_lora": ({}, ("q_proj", "k_proj", "v_proj")),
     "no_window": (dict(memory_weight=1.0, window_weight=0.0), ("lora",)),
+    "no_gate": (dict(gate="none"), ("lora",)),
+    "no_memory": (dict(memory_weight=0.0, window_weight=1.0), ("lora",)),
 }
-METHODS = ("liger", "window", "softmax", "lolcats_transfer", "lolcats")
+METHODS = ("liger", "window", "softmax", "lolcats_transfer", "lolcats", "lolcats_lora")
 LOLCATS_MAPS = ("q_map", "k_map", "window_factor")
 OPTIONS = dict(
     source=Option(),
@@ -96,6 +105,7 @@ OPTIONS = dict(
     hybrid=Option(kind=int),
     window=Option(kind=int),
     method=Option(choices=METHODS),
+    recipe=Option(choices=("authors", "liger")),
     ablation=Option(choices=ABLATIONS),
     data=Option(choices=("alpaca", "text")),
     lr=Option(kind=float, positive=True),
@@ -103,6 +113,8 @@ OPTIONS = dict(
     memory_weight=Option(kind=float),
     window_weight=Option(kind=float),
     temperature=Option(kind=float),
+    lower_bound=Option(kind=float),
+    learned_weights=Option(kind=bool),
 )
 DEFAULTS = dict(
     source="",
@@ -111,13 +123,19 @@ DEFAULTS = dict(
     hybrid=0,
     window=64,
     method="liger",
+    recipe="authors",
     ablation="",
     data="alpaca",
 )
 # Options that set a field of LigerConfig, with the field's name.
 MIXER_NUMBERS = dict(
-    memory_weight="memory_weight", window_weight="window_weight", temperature="gate_temperature"
+    memory_weight="memory_weight",
+    window_weight="window_weight",
+    temperature="gate_temperature",
+    lower_bound="gate_lower_bound",
+    learned_weights="learned_weights",
 )
+ONE_BRANCH = ("no_window", "no_memory")
 
 
 def get_config(variant: str = "smollm2-135m") -> TrainConfig:
@@ -126,57 +144,80 @@ def get_config(variant: str = "smollm2-135m") -> TrainConfig:
     Raises:
         ValueError: the model, an option or a value does not exist, or the source is not accepted.
     """
+    name, options = _options(variant)
+    source = options["source"] and str(Path(options["source"]).expanduser().absolute())
+    base, tokenizer, add_bos = _base(variant, name, source, options["tokenizer"])
+    config = tuning_config(variant, base)
+    config.base = Pretrained(path=source)
+    config.data.tokenizer, config.data.add_bos = tokenizer, add_bos
+    return config
+
+
+def _options(variant: str) -> tuple[str, dict[str, Any]]:
+    """Return the model's name and the options of a variant, with defaults; raises as `get_config` does."""
     name, given = parse_variant(variant, OPTIONS)
     options: dict[str, Any] = DEFAULTS | given
     for key, met, requirement in (
         ("gate", options["method"] == "liger", "method=liger"),
         ("hybrid", options["method"] == "liger", "method=liger"),
         ("ablation", options["method"] == "liger", "method=liger"),
+        ("recipe", options["method"].startswith("lolcats"), "a method of LoLCATs"),
         ("window", options["method"] != "softmax" and options["ablation"] != "no_window", "a method with a window"),
         ("rank", options["ablation"] != "no_lora" and options["method"] != "lolcats_transfer", "adapters"),
         ("tokenizer", bool(options["source"]), "source=PATH"),
     ):  # fmt: skip
         if key in given and not met:
             raise ValueError(f"variant {variant!r}: {key} requires {requirement}")
-    mixer = {name: given[key] for key, name in MIXER_NUMBERS.items() if key in given}
-    if mixer and (options["method"] != "liger" or options["ablation"] == "no_window"):
+    if "gate" in given and options["ablation"] in ("no_gate", "no_memory"):
+        raise ValueError(f"variant {variant!r}: ablation={options['ablation']} has no gate")
+    if given.keys() & MIXER_NUMBERS.keys() and (
+        options["method"] != "liger" or options["ablation"] in ONE_BRANCH
+    ):
         raise ValueError(
-            f"variant {variant!r}: {', '.join(MIXER_NUMBERS)} require method=liger, without ablation=no_window"
+            f"variant {variant!r}: {', '.join(MIXER_NUMBERS)} require method=liger, without ablation={' or '.join(ONE_BRANCH)}"
         )
-    source = options["source"] and str(Path(options["source"]).expanduser().absolute())
-    base, tokenizer, add_bos = _base(variant, name, source, options["tokenizer"])
+    return name, options
+
+
+def tuning_config(variant: str, base: ModelConfig) -> TrainConfig:
+    """Return the config of the run that `variant` names, for another softmax model than the one it names.
+
+    The run still lacks the pretrained parameters: set `base` or `init_from`, and `data.tokenizer`.
+
+    Raises:
+        ValueError: an option or a value does not exist.
+    """
+    _, options = _options(variant)
+    mixer = {name: options[key] for key, name in MIXER_NUMBERS.items() if key in options}
     changes, trainable = ABLATIONS[options["ablation"]]
-    rank = given.get("rank", LoRAConfig().rank)
+    rank = options.get("rank", LoRAConfig().rank)
     lora = None if options["ablation"] == "no_lora" else LoRAConfig(rank=rank, alpha=float(rank))
-    window = options["window"]
+    window, frozen_initial = options["window"], ()
     optimizer = OptimizerConfig(peak_lr=1e-3, end_lr_ratio=1.0, b2=0.999, weight_decay=0.01)
     if options["method"] == "liger":
         model = liger_model(
-            base, hybrid=options["hybrid"], lora=lora, gate=options["gate"], window=window, **changes | mixer
+            base, hybrid=options["hybrid"], lora=lora, **dict(gate=options["gate"], window=window) | changes | mixer
         )  # fmt: skip
+        trainable += ("branch_weights",) if options.get("learned_weights") else ()
     elif options["method"] == "window":
         model = window_model(base, window=window, lora=lora)
-    elif options["method"] == "lolcats_transfer":
-        model, trainable = lolcats_model(base, transfer=True, window=window), LOLCATS_MAPS
-        optimizer.peak_lr, optimizer.weight_decay = 1e-2, 0.0
-    elif options["method"] == "lolcats":
-        lora = LoRAConfig(
-            targets=("q_proj", "k_proj", "v_proj", "o_proj"), rank=rank, alpha=2.0 * rank
+    elif options["method"].startswith("lolcats"):
+        model, trainable, frozen_initial = _lolcats(
+            base, options["method"], options["recipe"], rank=rank, window=window
         )
-        model = lolcats_model(base, window=window, lora=lora)
-        optimizer.peak_lr = 1e-4
+        transfer = options["method"] == "lolcats_transfer"
+        optimizer.peak_lr = 1e-2 if transfer else 1e-4
+        optimizer.weight_decay = 0.0 if transfer else optimizer.weight_decay
     else:
         model = dataclasses.replace(base, lora=lora)
-    optimizer.peak_lr = given.get("lr", optimizer.peak_lr)
+    optimizer.peak_lr = options.get("lr", optimizer.peak_lr)
     answers = options["data"] == "alpaca"
     return TrainConfig(
         name=variant,
         model=model,
         data=DataConfig(
             format=options["data"],
-            tokenizer=tokenizer,
             sequence_length=1024,
-            add_bos=add_bos,
             predict_end=answers,
             packing="first_fit" if answers else "concat",
             heldout_fraction=0.004 if answers else 0.01,
@@ -184,11 +225,29 @@ def get_config(variant: str = "smollm2-135m") -> TrainConfig:
         optimizer=optimizer,
         batch_size=8,
         total_tokens=20_000_000,
-        base=Pretrained(path=source),
         trainable=trainable,
+        frozen_initial=frozen_initial,
         eval_every=200,
         checkpoint_every=200,
     )
+
+
+def _lolcats(
+    base: ModelConfig, method: str, recipe: str, *, rank: int, window: int
+) -> tuple[ModelConfig, tuple[str, ...], tuple[str, ...]]:
+    """Return the model of a run of LoLCATs, the run's `trainable` and its `frozen_initial`."""
+    as_liger = recipe == "liger"
+    fields: dict[str, Any] = dict(window=window)
+    if as_liger:
+        (head_dim,) = {x.mixer.dim(base.hidden_size) for x in base.layers.values()}
+        fields["feature_dim"] = head_dim
+    if method == "lolcats_transfer":
+        model = lolcats_model(base, transfer=True, **fields)
+        return (model, LOLCATS_MAPS[:2], LOLCATS_MAPS[2:]) if as_liger else (model, LOLCATS_MAPS, ())  # fmt: skip
+    targets = ("q_proj", "k_proj", "v_proj", *(() if as_liger else ("o_proj",)))
+    lora = LoRAConfig(targets=targets, rank=rank, alpha=(1.0 if as_liger else 2.0) * rank)
+    model = lolcats_model(base, lora=lora, **fields)
+    return model, ("lora",), LOLCATS_MAPS if method == "lolcats_lora" else ()
 
 
 def _base(variant: str, name: str, source: str, given: str) -> tuple[ModelConfig, str, bool]:

@@ -16,9 +16,12 @@ The balance loss is 0 in the authors' scripts; here it is 1e-2, Megatron's value
 `--config.model.layers.L.feedforward.balance_scale=0.0`, and the same for N). The batch size is not published; 64 and 128 rows
 are from the name of a released checkpoint and from the evaluation script.
 
-Different from the authors' code: queries, keys and values have no biases; output projections are initialised like all others
-(theirs smaller by sqrt(2 depth)); and as in the methods' own papers, RetNet rotates, the delta rule has short convolutions,
-Gated DeltaNet an output norm, and HGRN2 its lower bounds.
+Different from the authors' code, unless `as_published=1`: queries, keys, values and gates have no biases; output projections are
+initialised like all others (theirs smaller by sqrt(2 depth)); the balance loss is not 0; and as in the methods' own papers, RetNet
+rotates and GLA and RetNet have no SiLU on queries and keys, lightning attention decays more slowly in higher layers (theirs: ALiBi's
+slopes in all), the delta rule has short convolutions, Gated DeltaNet an output norm, and HGRN2 its lower bounds and one norm of the
+whole width. `as_published=1` is for the rows of Table 5 and for the authors' other modules that train as committed (`PUBLISHED`);
+what is a bug of their code (DeltaNet's β of other tokens) is not reproduced.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ import dataclasses
 from typing import Any
 
 from configs.lm import RECIPES, Recipe
-from configs.variants import Option, check_head, parse_variant
+from configs.variants import Option, check_head, listed, parse_variant
 from lsm_jax import mixers
 from lsm_jax.data import DataConfig
 from lsm_jax.feedforward import MoEConfig
@@ -68,16 +71,29 @@ SIZES = {
         vocab_size=257, head_dim=16, init_std=0.02,
     ),
 }  # fmt: skip
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "linear_attention": dict(qkv_bias=True),
+    "lightning": dict(qkv_bias=True, decay="alibi"),
+    "retnet": dict(qkv_bias=True, rotary=False, feature_map="silu"),
+    "gla": dict(qkv_bias=True, feature_map="silu"),
+    "deltanet": dict(qkv_bias=True, conv_size=1, qkv_silu=False),
+    "gated_deltanet": dict(qkv_bias=True, conv_size=1, output_norm=False),
+    "mamba2": {},
+    "hgrn2": dict(lower_bound=0.0, head_norm=True),
+    "softmax": dict(qkv_bias=True),
+}
+"""The fields of each mixer that `as_published=1` changes, from the authors' code (OpenSparseLLMs/Linear-MoE, b312754)."""
 OPTIONS = dict(
     mixer=Option(choices=collections.ChainMap(mixers.WRAPPERS, mixers.METHODS)),
     pattern=Option(),
+    as_published=Option(kind=bool),
     execution=Option(choices=EXECUTIONS),
     vocab_size=Option(kind=int, least=1),
 )
 
 
-def mixer_config(name: str, size: Size) -> Any:
-    """Return the mixer of letter L.
+def mixer_config(name: str, size: Size, *, as_published: bool = False) -> Any:
+    """Return the config of a mixer; `as_published` is the option.
 
     The methods of Linear-MoE have heads of the published width, keys and values as wide as the model, and an output gate.
     Other methods have the proportions of their papers.
@@ -97,7 +113,8 @@ def mixer_config(name: str, size: Size) -> Any:
         "softmax": heads | dict(rope_base=10000.0),
     }
     config = mixers.get_method(name).config.for_width(size.hidden_size)
-    return dataclasses.replace(config, **changes.get(name, {}))
+    published = PUBLISHED[name] if as_published else {}
+    return dataclasses.replace(config, **changes.get(name, {}) | published)
 
 
 def get_config(variant: str = "a0.3b-2b") -> TrainConfig:
@@ -108,20 +125,29 @@ def get_config(variant: str = "a0.3b-2b") -> TrainConfig:
     """
     name, given = parse_variant(variant, OPTIONS)
     check_head(variant, "size", name, SIZES)
-    size = SIZES[name]
+    size, method = SIZES[name], given.get("mixer", "linear_attention")
+    as_published = given.get("as_published", False)
+    if as_published and method not in PUBLISHED:
+        raise ValueError(
+            f"variant {variant!r}: as_published=1 with mixer={method}; {listed(PUBLISHED)}"
+        )
 
     def layer(method: str) -> LayerConfig:
         experts = MoEConfig(**size.experts, execution=given.get("execution", "grouped"))
-        return LayerConfig(mixer=mixer_config(method, size), feedforward=experts)
+        if as_published:
+            experts.balance_scale = 0.0
+        mixer = mixer_config(method, size, as_published=as_published)
+        return LayerConfig(mixer=mixer, feedforward=experts)
 
     model = ModelConfig(
         vocab_size=given.get("vocab_size", size.vocab_size),
         hidden_size=size.hidden_size,
         num_layers=size.num_layers,
         pattern=given.get("pattern", "L"),
-        layers={"L": layer(given.get("mixer", "linear_attention")), "N": layer("softmax")},
+        layers={"L": layer(method), "N": layer("softmax")},
         tie_embeddings=False,
         init_std=size.init_std,
+        scaled_output_init=as_published,
     )
     recipe = size.recipe
     align = getattr(model.layers["L"].mixer, "mini_batch", 1)  # as in configs/lm.py

@@ -1,1 +1,3 @@
-"""Fused forms of the hot ops. Knows arrays only and imports nothing of lsm_jax."""
+"""Fused kernels for the ops that take most of the time. This package works on arrays alone and imports
+nothing from lsm_jax.
+"""

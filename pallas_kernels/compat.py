@@ -1,4 +1,4 @@
-"""The only importer of `jax.experimental`: the Pallas backends as jax 0.11 has them."""
+"""The Pallas backends of jax 0.11. No other module imports `jax.experimental`."""
 
 from __future__ import annotations
 

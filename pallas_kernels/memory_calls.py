@@ -1,14 +1,17 @@
-"""Functions that `linear_attention`, `delta_rule` and `dplr` share: requirements, padding, symbolic zeros."""
+"""Functions that `linear_attention`, `delta_rule` and `dplr` share: selecting a backend, padding, the derivative, requirements."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from pallas_kernels.requirements import Requirement
+from pallas_kernels.requirements import Requirement, first_unmet
+from pallas_kernels.residuals import name_residuals
 
 FOLDERS = {"mosaic_gpu": "hopper", "mosaic_tpu": "tpu"}
 """The folder with each implementation's modules."""
@@ -28,30 +31,130 @@ class MemoryCall(NamedTuple):
 
 
 def backend_module(op: str, implementation: str, variant: str) -> Any:
-    """The module of an op's backend. It is imported here, so that a backend that is not used costs nothing at import.
+    """Return the module of an op's backend. It is imported here, so that a backend that is not used adds no
+    time to the import of the package.
 
     Raises:
-        ValueError: an implementation that does not exist.
+        ValueError: the implementation does not exist.
     """
     if implementation not in FOLDERS:
         raise ValueError(f"{op}: implementation={implementation!r}; accepted are {tuple(FOLDERS)}")
     return importlib.import_module(f"pallas_kernels.{op}.{FOLDERS[implementation]}.{variant}")
 
 
-def pad_tokens(x: Any, padding: int) -> Any:
-    """x [B, T, ...] with `padding` tokens of zeros at the end, which write nothing; None for None."""
-    return None if x is None else jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
+def supported_backend(op: str, implementation: str, variant: str, call: MemoryCall) -> Any:
+    """`backend_module`, if it supports the call.
+
+    Raises:
+        NotImplementedError: it does not; the message gives the first requirement that the call does not meet.
+        ValueError: an implementation that does not exist.
+    """
+    backend = backend_module(op, implementation, variant)
+    reason = first_unmet(backend.REQUIREMENTS, call)
+    if reason is not None:
+        raise NotImplementedError(f"{op}: implementation={implementation!r} requires {reason}")
+    return backend
 
 
-def pad_documents(run: Any, padding: int) -> Any:
-    """run [B, T] with `padding` tokens of the last document at the end; None for None."""
-    return None if run is None else jnp.pad(run, [(0, 0), (0, padding)], mode="edge")
+def pad_to_multiple(multiple: int, run: Any, *arrays: Any) -> tuple[Any, ...]:
+    """Return run and the arrays, [B, T, ...] or None, with T padded to a multiple.
+
+    The tokens at the end are zeros, which write nothing, and belong to the last document.
+    """
+    padding = -arrays[0].shape[1] % multiple
+    if padding == 0:
+        return run, *arrays
+    tokens = [(0, 0), (0, padding)]
+    padded = (None if x is None else jnp.pad(x, tokens + [(0, 0)] * (x.ndim - 2)) for x in arrays)
+    return None if run is None else jnp.pad(run, tokens, mode="edge"), *padded
 
 
-def materialize(cotangents: Any) -> list[Any]:
-    """Cotangents with zeros in place of symbolic zeros."""
+# ------------------------------------------------------------------------------------------------------------------ derivative
+
+
+class Options(NamedTuple):
+    """The static arguments of `call_backend`.
+
+    Attributes:
+        backend: the module with the functions `forward` and `backward`.
+        scale: multiplies q.
+        interpret: parameters of the backend's interpreter, or False.
+        exact: whether the output is float32.
+    """
+
+    backend: Any
+    scale: float
+    interpret: Any
+    exact: bool = False
+
+
+def _keywords(options: Options, bonus: Any) -> dict[str, Any]:
+    """The keyword arguments of both functions of a backend."""
+    keywords = dict(scale=options.scale, interpret=options.interpret)
+    return keywords if bonus is None else keywords | dict(bonus=bonus)
+
+
+def _forward_keywords(options: Options, bonus: Any) -> dict[str, Any]:
+    """Those of `forward` without `save`."""
+    exact = options.exact and getattr(options.backend, "HAS_EXACT", False)
+    return _keywords(options, bonus) | (dict(exact=True) if exact else {})
+
+
+def _output(options: Options, output: Any) -> Any:
+    """The output in the dtype that the call returns."""
+    return output.astype(jnp.float32) if options.exact else output
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def call_backend(options: Options, arrays: tuple[Any, ...], bonus: Any = None) -> Any:
+    """Return the output and the final memories; differentiable once, in reverse.
+
+    Args:
+        options: the backend and its options.
+        arrays: the arguments of the backend's `forward`; the first is q, and the last three are log_decay (or None), run and initial.
+        bonus: of a backend that supports one, or None.
+    """
+    keywords = _forward_keywords(options, bonus)
+    output, final, _ = options.backend.forward(*arrays, save=False, **keywords)
+    return _output(options, output), final
+
+
+def _run_forward(options, arrays, bonus):
+    log_decay = arrays[-3]
+    arrays, bonus = jax.tree.map(lambda primal: primal.value, (arrays, bonus))
+    keywords = _forward_keywords(options, bonus)
+    output, *rest = options.backend.forward(*arrays, save=True, **keywords)
+    output, final, residuals = name_residuals((_output(options, output), *rest))
+    # A constant decay requires no gradient, and the backward pass is cheaper without it. Residuals are arrays, so this flag is the
+    # size of an array.
+    needs_decay = log_decay is not None and log_decay.perturbed
+    saved = arrays, bonus, residuals, jnp.zeros((int(needs_decay), 0))
+    return (output, final), saved
+
+
+def _run_backward(options, saved, cotangents):
+    arrays, bonus, residuals, needs_decay = saved
     zeros: Any = jnp.zeros
-    return [zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents]
+    d_output, d_final = (
+        zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents
+    )
+    gradients = options.backend.backward(
+        *arrays,
+        residuals,
+        d_output.astype(arrays[0].dtype),
+        d_final,
+        decay_gradient=needs_decay.shape[0] == 1,
+        **_keywords(options, bonus),
+    )
+    # All arrays but run have a gradient; that of the bonus is last.
+    *of_tokens, d_decay, d_initial = gradients[: len(arrays) - 1]
+    log_decay = arrays[-3]
+    if log_decay is not None and d_decay is None:
+        d_decay = jnp.zeros_like(log_decay)
+    return (*of_tokens, d_decay, None, d_initial), None if bonus is None else gradients[-1]
+
+
+call_backend.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------- requirements
@@ -87,7 +190,7 @@ def value_dims(*sizes: int) -> Requirement:
 
 
 def _in_slices(size: int) -> bool:
-    """Whether Hopper's kernels with a decay per channel have slices for so many channels."""
+    """Whether Hopper's kernels with a decay per channel support so many channels, in slices."""
     return size == 64 or (size > 0 and size % 128 == 0)
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Requirement(NamedTuple):
-    """One requirement.
+    """One requirement of a kernel.
 
     Attributes:
         text: the requirement, as the object of "requires": "q, k and v in bfloat16".

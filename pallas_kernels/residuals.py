@@ -13,12 +13,14 @@ KEPT = "kernel_residuals"
 
 
 def name_residuals(tree: Any) -> Any:
-    """All arrays of a tree `behind_barrier`, with the name `KEPT`."""
+    """Return a tree with all arrays `behind_barrier`, and with the name `KEPT` for rematerialization
+    policies.
+    """
     return jax.tree.map(lambda x: checkpoint_name(x, KEPT), behind_barrier(tree))
 
 
 def behind_barrier(tree: Any) -> Any:
-    """The arrays of a tree, each behind an optimization barrier; for the results of a forward kernel.
+    """Return a tree with each array behind an optimization barrier; for the results of a forward kernel.
 
     Without it XLA runs a kernel twice if a scan stacks its result: once to write into the stack, and once for the other uses of the
     result (its dynamic-slice fusions copy a custom call with all its users; jaxlib 0.11.2).

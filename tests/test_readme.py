@@ -105,6 +105,9 @@ def check_arguments(source: Path, arguments: list[str]) -> None:
     """Check that a program exists, and that it has the flags, the config and the fields that are given."""
     text = source.read_text() + (ROOT / "lsm_jax" / "convert" / "runs.py").read_text()
     known = set(re.findall(r'(?:DEFINE_\w+|add_argument|add)\(\s*"(?:--)?([\w-]+)"', text))
+    known |= set(
+        re.findall(r'^ {8}(\w+)=f?"', text, re.MULTILINE)
+    )  # options of `convert.runs.command`
     overrides: dict[str, list[str]] = {}
     for argument in arguments:
         if not argument.startswith("--"):

@@ -16,6 +16,7 @@ def test_wheel_imports_from_another_folder(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
+        assert "lsm_jax/evaluation/suites/recall.yaml" in archive.namelist()
     code = "import lsm_jax, pallas_kernels; print(lsm_jax.__file__, pallas_kernels.__file__)"
     environment = {"PYTHONPATH": str(tmp_path / "site"), "JAX_PLATFORMS": "cpu", "PATH": ""}
     run = subprocess.run(

@@ -1,14 +1,14 @@
-"""Time forgetting attention, beside cuDNN's attention without gates and flash-linear-attention.
+"""Time forgetting attention, cuDNN's attention without gates, and flash-linear-attention.
 
     python -m benchmarks attention [--shapes 1x16384x16x128] [--peers fla]
 
 A row for each shape (B x T x H x D, bfloat16): [ms forward, ms forward and backward] of the fused kernel
 without and with pruning, of causal softmax attention without gates in cuDNN, and of flash-linear-attention's
 kernel, all in one run on one card. The effect of pruning depends on the gates: here sigmoid(x + b) of normal
-x, the same for all heads; `--bias` sets b (2: a mean of about 0.87). A model with random parameters has no gates
-worth pruning, so the rows of a real text are those of a trained model: `--run DIR` takes the queries, keys and
-gates of a trained FoX instead, for each of its layers on a held-out row; heads are repeated up to `--heads`.
-The row then has the times of the layer whose time is the median.
+x, the same for all heads; `--bias` sets b (2: a mean of about 0.87). Text requires a trained model, since one
+with random parameters has no gates worth pruning: with `--run DIR` the queries, keys and gates are instead
+those of a trained FoX, for each of its layers on a held-out row; heads are repeated up to `--heads`. The row
+then has the times of the layer whose time is the median.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from benchmarks.run import log
 from benchmarks.timing import alone, batch_milliseconds
 from pallas_kernels.forgetting_attention import forgetting_attention
 from pallas_kernels.forgetting_attention.bounds import Rows, find_bounds
+from pallas_kernels.forgetting_attention.cases import TIMED
 
 BENCHMARK = Benchmark(
     name="attention",
@@ -46,11 +47,6 @@ BENCHMARK = Benchmark(
     requires_gpu=True,
 )
 
-SHAPES = ",".join(
-    f"{batch}x{length}x{form}"
-    for form in ("24x64", "16x128")
-    for batch, length in ((8, 2048), (4, 4096), (2, 8192), (1, 16384), (1, 32768), (1, 65536))
-)
 OP = "forgetting attention"
 _TILE, _BATCH_MS = 128, 60
 
@@ -186,7 +182,9 @@ def measure_run(run_folder: Path, heads: int, save: Path | None) -> dict:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shapes", type=options.words, default=SHAPES, help="BxTxHxD,...")
+    parser.add_argument(
+        "--shapes", type=options.words, default=options.shapes(TIMED), help="BxTxHxD,..."
+    )
     parser.add_argument("--bias", type=float, default=2.0, help="b of the gates sigmoid(x + b)")
     parser.add_argument("--run", type=Path, help="a run of a trained FoX, in place of --shapes")
     parser.add_argument("--heads", type=int, default=24, help="heads of the calls with --run")

@@ -24,6 +24,7 @@ from benchmarks.registry import Benchmark
 from benchmarks.run import require_gpu
 from benchmarks.timing import alone, batch_milliseconds
 from lsm_jax import ops
+from pallas_kernels.short_convolution.cases import TIMED, TIMED_HEAD_DIM
 
 BENCHMARK = Benchmark(
     name="convolution",
@@ -32,7 +33,6 @@ BENCHMARK = Benchmark(
 )
 
 KINDS = {"kernel": "mosaic_gpu", "xla": "xla"}
-HEAD_DIM = 128
 
 
 def programs(shape: tuple[int, int, int], kind: str, head_dim: int | None, packed: bool) -> list:
@@ -59,14 +59,14 @@ def programs(shape: tuple[int, int, int], kind: str, head_dim: int | None, packe
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--shapes", type=options.words, default="8x4096x2048,1x16384x2048", help="B x T x channels"
+        "--shapes", type=options.words, default=options.shapes(TIMED), help="B x T x channels"
     )
     options.add_kinds(parser, KINDS, "kernel,xla")
     options.add_lock(parser)
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
-    combinations = itertools.product(args.shapes, (None, HEAD_DIM), (False, True))
+    combinations = itertools.product(args.shapes, (None, TIMED_HEAD_DIM), (False, True))
     return [dict(shape=shape, head_dim=dim, packed=packed) for shape, dim, packed in combinations]
 
 

@@ -30,6 +30,7 @@ from benchmarks.timing import alone, milliseconds
 from lsm_jax import models, ops
 from lsm_jax.models import sampling
 from lsm_jax.ops.core.states import Layer
+from pallas_kernels.decode_step.cases import TIMED_BATCHES, TIMED_DIM, TIMED_HEADS
 
 BENCHMARK = Benchmark(
     name="decode_step",
@@ -56,7 +57,7 @@ STEPS, LAYERS = 100, 4
 
 
 def make_inputs(names: str, batch: int, heads: int, dim: int) -> dict[str, Any]:
-    """Return the arrays of a step by name; `names` has the decay's kind and further arrays beside q, k, v."""
+    """Return the arrays of a step by name; `names` has the kind of decay, and arrays besides q, k, v."""
     draws = np.random.default_rng(0)
 
     def draw(*shape, dtype=jnp.float32):
@@ -190,10 +191,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens", type=int, default=128, help="tokens that a model generates per row"
     )
-    parser.add_argument("--batches", type=options.integers, default="1,16,64,256")
+    parser.add_argument(
+        "--batches", type=options.integers, default=",".join(map(str, TIMED_BATCHES))
+    )
     options.add_kinds(parser, KINDS, "xla,kernel")
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--dim", type=int, default=128, help="channels of a head")
+    parser.add_argument("--heads", type=int, default=TIMED_HEADS)
+    parser.add_argument("--dim", type=int, default=TIMED_DIM, help="channels of a head")
     options.add_lock(parser)
 
 

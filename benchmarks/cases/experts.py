@@ -1,4 +1,4 @@
-"""Time a layer of experts beside a dense SwiGLU of the same active width.
+"""Time a layer of experts, and a dense SwiGLU of the same active width.
 
     python -m benchmarks experts [--tokens 16384] [--layers dense,grouped]
 

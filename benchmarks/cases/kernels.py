@@ -30,6 +30,7 @@ from benchmarks.registry import Benchmark
 from benchmarks.timing import alone, batch_milliseconds
 from lsm_jax import ops
 from pallas_kernels.hopper import parts as hopper_parts
+from pallas_kernels.memory_cases import TIMED
 
 BENCHMARK = Benchmark(
     name="kernels",
@@ -54,10 +55,6 @@ OPS = (
     "rwkv7",
     "slot memory",
 )
-SHAPES = (
-    "8x4096x16x128", "2x16384x16x128", "4x2048x16x128", "4x4096x64x128", "8x2048x32x256", "8x1024x8x64",
-    "1x8192x96x128",
-)  # fmt: skip
 
 
 def make_inputs(op: str, shape: str, stronger: float = 1.0) -> tuple[jax.Array, ...]:
@@ -88,7 +85,7 @@ def make_inputs(op: str, shape: str, stronger: float = 1.0) -> tuple[jax.Array, 
 
 
 def library_call(op: str, implementation: str, segments: int = 0):
-    """Return the library's op as a function of the inputs that gives the output.
+    """Return the library's op as a function of the inputs that returns the output.
 
     With `segments`, a row has so many documents, each with one state in and out.
     """
@@ -171,7 +168,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ops", type=options.names(OPS), default=",".join(OPS), help=", ".join(OPS)
     )
     parser.add_argument(
-        "--shapes", type=options.words, default=",".join(SHAPES), help="BxTxHxD,..."
+        "--shapes", type=options.words, default=options.shapes(TIMED), help="BxTxHxD,..."
     )
     parser.add_argument("--xla", action="store_true", help="time the XLA form too")
     parser.add_argument(

@@ -48,7 +48,7 @@ _STEPS = 16  # steps of softmax attention that are timed at each length
 
 
 class Built(NamedTuple):
-    """A compiled program of `count` steps, and what makes an empty state for each layer."""
+    """A compiled program of `count` steps, and the function that returns an empty state for each layer."""
 
     decode: Any
     count: int

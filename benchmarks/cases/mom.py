@@ -1,4 +1,4 @@
-"""Time a Mixture-of-Memories layer beside its inner mixer on as many tokens.
+"""Time a Mixture-of-Memories layer, and its inner mixer on the same number of tokens.
 
     python -m benchmarks mom [--lengths 2048,16384] [--peers fla]
 

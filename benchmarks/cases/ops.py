@@ -23,6 +23,7 @@ from benchmarks.registry import Benchmark
 from benchmarks.run import one_by_one
 from benchmarks.timing import milliseconds
 from lsm_jax import ops
+from pallas_kernels.memory_cases import TIMED
 
 BENCHMARK = Benchmark(
     name="ops",
@@ -70,7 +71,7 @@ _OPS = (
 
 
 def function(name: str, **options):
-    """Return an op as a function of its arguments that gives the output."""
+    """Return an op as a function of its arguments that returns only the output."""
     if name.startswith("attention"):
         window = 512 if "window" in name else None
         return lambda inputs: ops.attention(**inputs, window=window)[0]
@@ -79,7 +80,7 @@ def function(name: str, **options):
 
 
 def with_gradients(f):
-    """Return the function that gives the output of `f` and all its gradients."""
+    """Return a function that returns the output of `f` and all its gradients."""
 
     def loss(inputs):
         output = f(inputs).astype(jnp.float32)
@@ -121,7 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
-    shape = args.shape or ("1x512x4x64" if _on_cpu() else "8x4096x16x128")
+    shape = args.shape or ("1x512x4x64" if _on_cpu() else options.shapes(TIMED[:1]))
     return [dict(op=op, form=form, shape=shape) for op in args.ops or _OPS for form in args.forms]
 
 

@@ -25,6 +25,7 @@ from benchmarks.registry import Benchmark
 from benchmarks.run import require_gpu
 from benchmarks.timing import batch_milliseconds
 from lsm_jax import ops
+from pallas_kernels.selective_scan.cases import TIMED_CHANNELS, TIMED_ROWS
 
 BENCHMARK = Benchmark(
     name="scans",
@@ -35,13 +36,12 @@ BENCHMARK = Benchmark(
 )
 
 KINDS = {"kernel": "mosaic_gpu", "xla": "xla"}
-OPS = {"mamba": (2048, 16), "gateloop": (1024, 1)}  # channels, states in each
 BYTES_PER_MILLISECOND = 4.8e9
 
 
 def make_inputs(op: str, batch: int, length: int) -> tuple[dict[str, Any], jax.Array]:
     """Return the arrays by name, and the gradient of the output."""
-    channels, states = OPS[op]
+    channels, states = TIMED_CHANNELS[op]
     keys = jax.random.split(jax.random.key(0), 5)
     shape = batch, length, channels
     u, c, dy = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys[:3])
@@ -57,7 +57,7 @@ def make_inputs(op: str, batch: int, length: int) -> tuple[dict[str, Any], jax.A
 def call(op: str, kind: str, ids: jax.Array | None, arrays: dict[str, Any]) -> jax.Array:
     arrays = dict(arrays)
     if op == "gateloop":
-        ones = jnp.ones((OPS[op][0], 1))
+        ones = jnp.ones((TIMED_CHANNELS[op][0], 1))
         delta = jax.lax.complex(arrays.pop("log_decay"), arrays.pop("angle"))
         arrays |= dict(delta=delta, A=ones, B=ones, C=arrays["C"][..., None], discretization="none")
     return ops.selective_memory(**arrays, segment_ids=ids, implementation=KINDS[kind])[0]
@@ -84,9 +84,14 @@ def programs(op: str, kind: str, packed: bool, batch: int, length: int) -> list:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--ops", type=options.names(OPS), default=",".join(OPS), help=", ".join(OPS)
+        "--ops",
+        type=options.names(TIMED_CHANNELS),
+        default=",".join(TIMED_CHANNELS),
+        help=", ".join(TIMED_CHANNELS),
     )
-    parser.add_argument("--shapes", type=options.words, default="16x2048,2x16384", help="B x T")
+    parser.add_argument(
+        "--shapes", type=options.words, default=options.shapes(TIMED_ROWS), help="B x T"
+    )
     options.add_kinds(parser, KINDS, "kernel,xla")
 
 

@@ -1,4 +1,4 @@
-"""flash-linear-attention under PyTorch, timed by a process of its own beside the library's rows.
+"""flash-linear-attention under PyTorch, timed by a separate process in the same run as the library.
 
 Triton's search for an operation's best blocks compiles every configuration of every kernel that its authors
 list, which takes minutes for one operation. Here niced processes (`benchmarks.peers.fla_worker warm`) compile

@@ -43,14 +43,16 @@ def _bare_package(name: str) -> Any:
 
 
 def _operations() -> dict[str, Callable]:
-    """For our name of each operation the peer's function of the inputs that `_calls` makes."""
+    """Return the peer's function for each of our names of operations; the functions take the inputs that
+    `_calls` makes.
+    """
     # Their `__init__` modules import CUDA extensions, and all layers and models.
     _bare_package("mamba_ssm")
     package = _bare_package("fla")
     package.__version__ = importlib.metadata.version("flash-linear-attention")
     import fla.ops.common.chunk_o as chunk_o  # pyrefly: ignore[missing-import]
 
-    # Older versions of Triton compute one backward wrongly, but its speed is what counts here.
+    # Older versions of Triton compute one backward wrongly, but only its speed matters here.
     chunk_o.TRITON_ABOVE_3_7_1 = True
     from fla import ops  # pyrefly: ignore[missing-module-attribute]
 

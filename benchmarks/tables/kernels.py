@@ -111,6 +111,13 @@ def _commits(name: str, commits: dict[str, str], command: str) -> Table:
     )
 
 
+def _before_and_after(row: Row) -> str:
+    """Return the ratios of the times after and before."""
+    return " / ".join(
+        f"{new / old:.3f}" for old, new in zip(row["before"], row["after"], strict=True)
+    )
+
+
 def _commit(row: Row) -> str:
     """Return the row's commit without the mark of uncommitted changes."""
     return row["commit"].removesuffix("+")
@@ -140,6 +147,21 @@ SCANS = {
 }
 
 TABLES = [
+    Table(
+        "redesign",
+        ("results/redesign.jsonl",),
+        (
+            Column(
+                "what",
+                lambda row: OPS[row["op"]] if "op" in row else f"training step, {row['variant']}",
+            ),
+            Column("release 0.1", lambda row: times(row["before"])),
+            Column("this release", lambda row: times(row["after"])),
+            Column("ratio", _before_and_after),
+        ),
+        command="python -m scripts.compare_speed --old TREE_OF_A5B7204 --output FOLDER --shapes 8x4096x16x128 "
+        "--variants gla-340m --turns 1",
+    ),
     Table(
         "ops",
         ("results/ops.jsonl",),

@@ -1,4 +1,6 @@
-"""Tables of associative recall: all methods, and Mixture-of-Memories beside one memory of equal size."""
+"""Tables of associative recall: all methods, and Mixture-of-Memories in comparison with one memory of equal
+size.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ def _by_width(rows: list[Row]) -> list[tuple[Row, Row | None]]:
 
 
 def _of_ours(column: Column) -> Column:
-    """Return the same column for records (measured row, published row)."""
+    """Return `column`, adapted to records (measured row, published row): it reads the measured row."""
     return Column(column.title, lambda record: column.cell(record[0]))
 
 

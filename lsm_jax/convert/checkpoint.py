@@ -82,6 +82,8 @@ class Checkpoint(Tensors):
     """A checkpoint folder. Each tensor is read from disk when it is requested.
 
     Attributes:
+        config_file: the name of the file with the config.
+        single_file: the name of the file with the tensors, if they are in one file.
         files: the name of each tensor's file, by the tensor's name.
         metadata: the metadata of each safetensors file, by the file's name.
 
@@ -89,15 +91,18 @@ class Checkpoint(Tensors):
         ValueError: the folder does not exist, or a file is missing or cannot be read.
     """
 
+    config_file, single_file = "config.json", SINGLE_FILE
+
     def __init__(self, folder: str | os.PathLike[str]):
         self.folder = Path(folder).expanduser()
         if not self.folder.is_dir():
             raise ValueError(
-                f"{str(folder)!r} is no folder; accepted is one with config.json and {SINGLE_FILE} or {INDEX}"
+                f"{str(folder)!r} is no folder; accepted is one with {self.config_file} and {self.single_file}"
+                + (f" or {INDEX}" if self.single_file == SINGLE_FILE else "")
             )
-        self.config = self._json("config.json")
-        names = [SINGLE_FILE]
-        if not (self.folder / SINGLE_FILE).is_file() and (self.folder / INDEX).is_file():
+        self.config = self._json(self.config_file)
+        names = [self.single_file]
+        if not (self.folder / self.single_file).is_file() and (self.folder / INDEX).is_file():
             files = self._json(INDEX).get("weight_map")
             if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
                 raise ValueError(

@@ -120,7 +120,7 @@ def load_params(
     return load_tree(
         opened,
         shapes,
-        lambda keys, layer: StoredRows(_published_name(keys, layer), keys[-1] == "kernel"),
+        lambda keys, layer: StoredRows(published_name(keys, layer), keys[-1] == "kernel"),
         num_blocks=len(config.period()),
         shardings=shardings,
         dtype=dtype,
@@ -128,7 +128,7 @@ def load_params(
     )
 
 
-def _published_name(keys: list[str], layer: int) -> str:
+def published_name(keys: list[str], layer: int) -> str:
     """Return the published name of a parameter of a layer, or of one outside the layers if `layer` is -1; "" if it has none."""
     name = ".".join(keys)
     if layer < 0:
@@ -150,7 +150,7 @@ def published_tensors(
     tensors, unnamed, size = {}, [], len(config.period())
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         for keys, layer in layers_of(path, leaf.shape, size):
-            if name := _published_name(keys, layer):
+            if name := published_name(keys, layer):
                 tensors[name] = keys, None if layer < 0 else layer // size, leaf
             else:
                 unnamed.append(f"{'.'.join(keys)} {leaf.shape}")
@@ -187,6 +187,7 @@ def import_huggingface(
     workdir: str | os.PathLike[str],
     *,
     tokenizer: str | os.PathLike[str] | None = None,
+    model: ModelConfig | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> TrainConfig:
     """Make a run from a pretrained transformer. If all tensors are bfloat16, its checkpoint is too.
@@ -198,6 +199,7 @@ def import_huggingface(
         source: the folder or file.
         workdir: the directory of the new run; it must not contain a run.
         tokenizer: a tokenizer.json or its folder, to use instead of the source's tokenizer.
+        model: a model that has the source's parameters, such as a Liger model; None is `model_config(source)`.
         progress: as in `load_params`.
 
     Returns:
@@ -208,7 +210,8 @@ def import_huggingface(
             contains a run.
     """
     target, opened = new_workdir(workdir), open_source(source)
-    model, files = model_config(opened), tokenizer_files(opened, tokenizer)
+    model = model_config(opened) if model is None else model
+    files = tokenizer_files(opened, tokenizer)
     all_bfloat16 = set(opened.dtypes.values()) == {"BF16"}
     params = load_params(
         opened, model, dtype=jax.numpy.bfloat16 if all_bfloat16 else None, progress=progress

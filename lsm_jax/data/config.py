@@ -18,6 +18,8 @@ class DataConfig:
         heldout_path: the same, for evaluation. Empty: the `heldout.zarr` in the folder `path`; if there is none, a share
             `heldout_fraction` of the documents of `path`, on which training does not run.
         heldout_fraction: share of the documents to hold out if there are no separate held-out data.
+        heldout_first: text only: hold out the first so many documents, in listed order, in place of a share. 0 holds out
+            the share. Liger's authors hold out the first 200 instructions.
         tokenizer: "bytes", "gpt2", or the path of a `tokenizer.json`.
         sequence_length: tokens in a row.
         add_bos: put a BOS in front. Stores: `labels = row`, and `tokens` is the row shifted right by one after a BOS
@@ -34,8 +36,9 @@ class DataConfig:
             mini-batch divides it; the results are the same.
         predict_end: text only: the last token of a document predicts BOS, which marks the end.
         text_key: name of the JSONL field that has the text.
-        format: "text", or "alpaca": JSONL lines with instruction, optional input, and output, which are formatted with
-            the Stanford Alpaca prompt; only the output and the EOS after it are predicted.
+        format: "text", or "alpaca": objects with instruction, optional input, and output, which are formatted with the
+            Stanford Alpaca prompt; only the output and the EOS after it are predicted. They are the lines of a JSONL file
+            or, as in the released alpaca_data_cleaned.json, the elements of one array in a .json file.
         shuffle: read in a seeded order that differs in each epoch. False: stores in LongCrawl64's published order (the
             first block of all documents, then the second block of all, ...), text in listed order.
         shuffle_blocks: stores only: number of storage chunks that are read and shuffled together. It requires memory for
@@ -48,6 +51,7 @@ class DataConfig:
     path: str = ""
     heldout_path: str = ""
     heldout_fraction: float = 0.01
+    heldout_first: int = 0
     tokenizer: str = "bytes"
     sequence_length: int = 2048
     add_bos: bool = True
@@ -75,6 +79,7 @@ class DataConfig:
             ("sequence_length", 1),
             ("align_documents", 1),
             ("shuffle_blocks", 1),
+            ("heldout_first", 0),
             ("num_threads", 0),
             ("prefetch", 0),
         ):

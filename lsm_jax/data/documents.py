@@ -16,6 +16,7 @@ from lsm_jax.data.instructions import alpaca, text_field
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
+ARRAY_SUFFIX = ".json"
 _NEWLINE_SEARCH = 4096  # bytes that are searched for a newline at which to cut
 
 
@@ -38,8 +39,9 @@ class Piece(NamedTuple):
 class Documents:
     """A sequence of the pieces of all documents, in listed order. Only their offsets and lengths are in memory.
 
-    Each line of a JSONL file is a document of one piece. Every other file is one document, cut at line ends into pieces
-    of about `piece_bytes`, so that a single long file can be shuffled and read in parallel.
+    Each line of a JSONL file is a document of one piece, and so is each element of a JSON array of instructions. Every
+    other file is one document, cut at line ends into pieces of about `piece_bytes`, so that a single long file can be
+    shuffled and read in parallel.
 
     Attributes:
         lengths: [pieces], bytes of each piece in its file.
@@ -60,32 +62,46 @@ class Documents:
             paths: files, or folders that are searched for files with `TEXT_SUFFIXES` and `JSONL_SUFFIXES`, in sorted
                 order.
             text_key: name of the JSONL field that has the text.
-            format: "text" or "alpaca"; see `DataConfig`.
+            format: "text" or "alpaca"; see `DataConfig`. Files in `ARRAY_SUFFIX` are arrays of instructions with
+                "alpaca", and text with "text"; folders are not searched for them.
             piece_bytes: size of the pieces of a long text file; None does not cut files.
 
         Raises:
-            ValueError: a path does not exist, a file has the wrong suffix for `format`, or all files are empty.
+            ValueError: a path does not exist, a file has the wrong suffix for `format` or is no JSON array, or all files
+                are empty.
         """
         self.text_key, self.format = text_key, format
         self._piece_bytes = piece_bytes
         self._files = list_files(paths)
-        if format != "text" and (other := [p for p in self._files if not _is_jsonl(p)]):
+        if format != "text" and (other := [p for p in self._files if not self._has_records(p)]):
+            suffixes = " or ".join((*JSONL_SUFFIXES, ARRAY_SUFFIX))
             raise ValueError(
-                f"data.format={format!r} requires files that end in {' or '.join(JSONL_SUFFIXES)}, but {other[0]} does not"
+                f"data.format={format!r} requires files that end in {suffixes}, but {other[0]} does not"
             )
-        offsets = [
-            _jsonl_offsets(path) if _is_jsonl(path) else _text_offsets(path, piece_bytes)
-            for path in self._files
-        ]
+        offsets = [self._offsets(path) for path in self._files]
         counts = [len(o) for o in offsets]
         self._file = np.repeat(np.arange(len(counts)), counts)
+        self._number = np.concatenate([np.zeros(0, np.int64), *map(np.arange, counts)])
         all_offsets = np.concatenate([np.zeros((0, 2), np.int64), *offsets])
         self._start, self.lengths = all_offsets[:, 0], all_offsets[:, 1]
-        self.begins = np.array([_is_jsonl(self._files[f]) for f in range(len(counts))], bool)[
-            self._file
-        ] | (self._start == 0)
+        self.begins = np.array([self._has_records(p) for p in self._files], bool)[self._file] | (
+            self._start == 0
+        )
         if not self.lengths.sum():
             raise ValueError(f"no text in {[str(p) for p in paths]}: every file is empty")
+
+    def _has_records(self, path: Path) -> bool:
+        """Return whether the file's documents are JSON values: lines, or elements of an array."""
+        return _is_jsonl(path) or self._is_array(path)
+
+    def _is_array(self, path: Path) -> bool:
+        return self.format != "text" and path.suffix.lower() == ARRAY_SUFFIX
+
+    def _offsets(self, path: Path) -> np.ndarray:
+        """Return [pieces, 2]: offset and length in bytes of each piece of the file."""
+        if self._is_array(path):
+            return _array_offsets(path)
+        return _jsonl_offsets(path) if _is_jsonl(path) else _text_offsets(path, self._piece_bytes)
 
     def __len__(self) -> int:
         return len(self._file)
@@ -99,9 +115,12 @@ class Documents:
         path = self._files[self._file[index]]
         start, length = int(self._start[index]), int(self.lengths[index])
         with open(path, "rb") as file:
-            if _is_jsonl(path):
+            if self._has_records(path):
                 file.seek(start)
-                text, prompt = self._jsonl_text(file.read(length), path, start)
+                where = f"{path}, the line at byte {start}"
+                if self._is_array(path):
+                    where = f"{path}, element {self._number[index]} of the array"
+                text, prompt = self._record_text(file.read(length), where)
                 return Piece(text, True, True, prompt)
             size = os.fstat(file.fileno()).st_size
             first = _cut(file, start, size)
@@ -135,11 +154,25 @@ class Documents:
             )
         return self._subset(~held), self._subset(held)
 
+    def split_first(self, count: int) -> tuple[Documents, Documents]:
+        """Split into (the other documents, the first `count` documents).
+
+        Raises:
+            ValueError: there are no other documents.
+        """
+        if count >= self.num_documents:
+            raise ValueError(
+                f"data.heldout_first={count} leaves none of the {self.num_documents} documents in {self._files[0].parent} for "
+                "training; choose a smaller number, or set data.heldout_path"
+            )
+        held = np.cumsum(self.begins) <= count
+        return self._subset(~held), self._subset(held)
+
     def _subset(self, mask: np.ndarray) -> Documents:
         """Return the pieces where `mask` [pieces] is True."""
         subset = object.__new__(Documents)
         subset.__dict__.update(self.__dict__)
-        for name in ("_file", "_start", "lengths", "begins"):
+        for name in ("_file", "_number", "_start", "lengths", "begins"):
             setattr(subset, name, getattr(self, name)[mask])
         return subset
 
@@ -151,11 +184,10 @@ class Documents:
         file = self._files[self._file[index]]
         return f"{file.parent.name}/{file.name}:{self._start[index]}".encode()
 
-    def _jsonl_text(self, line: bytes, path: Path, start: int) -> tuple[str, str]:
-        """Return (text, prompt) of a JSONL line."""
-        where = f"{path}, the line at byte {start}"
+    def _record_text(self, record: bytes, where: str) -> tuple[str, str]:
+        """Return (text, prompt) of a JSON value; `where` names it in messages."""
         try:
-            fields = json.loads(line)
+            fields = json.loads(record)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}, is not JSON: {error}") from error
         if self.format == "alpaca":
@@ -211,6 +243,54 @@ def _jsonl_offsets(path: Path) -> np.ndarray:
     """Return [lines, 2]: offset and length in bytes of each line that is not blank."""
     with open(path, "rb") as file:
         return _offset_array(_lines(file))
+
+
+def _array_offsets(path: Path) -> np.ndarray:
+    """Return [elements, 2]: offset and length in bytes of each element of the JSON array in a file.
+
+    Raises:
+        ValueError: the file is no JSON array; the message has the number of the element that cannot be read.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error}") from error
+    decoder, place, pairs = json.JSONDecoder(), _skip_space(text, 0), []
+    if text[place : place + 1] != "[":
+        raise ValueError(
+            f"{path} is no JSON array; accepted are a list of objects, or JSONL with a name in {' or '.join(JSONL_SUFFIXES)}"
+        )
+    offset, counted = 0, 0  # bytes of the first `counted` characters
+    place = _skip_space(text, place + 1)
+    closed = text[place : place + 1] == "]"
+    while not closed:
+        try:
+            _, end = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{path}, element {len(pairs)} of the array, is not JSON: {error}"
+            ) from error
+        offset += len(text[counted:place].encode())
+        length = len(text[place:end].encode())
+        pairs.append((offset, length))
+        offset, counted = offset + length, end
+        place = _skip_space(text, end)
+        closed = text[place : place + 1] == "]"
+        if not closed and text[place : place + 1] != ",":
+            raise ValueError(
+                f"{path}: no comma and no ] after element {len(pairs) - 1} of the array, at character {place}"
+            )
+        place = place if closed else _skip_space(text, place + 1)
+    if (end := _skip_space(text, place + 1)) != len(text):
+        raise ValueError(f"{path}: text after the array, at character {end}")
+    return _offset_array(pairs)
+
+
+def _skip_space(text: str, start: int) -> int:
+    """Return the place of the first character from `start` on that is no white space."""
+    while start < len(text) and text[start] in " \t\r\n":
+        start += 1
+    return start
 
 
 def _lines(file: BinaryIO) -> Iterable[tuple[int, int]]:

@@ -6,8 +6,10 @@ sentences are not the published ones; all of them are fields of the config.
 
 # No `from __future__ import annotations`: config flags read the fields' types as objects.
 import dataclasses
+import json
 import math
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +19,39 @@ from lsm_jax.data.sources import open_documents, open_store
 from lsm_jax.data.tokenizers import Tokenizer
 
 MODES = ("easy", "standard")
+_TEXTS = ("question", "cue", "answer", "instruction")
+_PUBLISHED_LENGTHS = tuple(range(1000, 32001, 3100))
+JUDGES = ("containment", "requests")
 _BLOCK = 1 << 16  # tokens of a store to read at a time
+
+
+def read_texts(path: str | Path) -> dict[str, Any]:
+    """Read a prompt's file: a JSON object with "question", "cue", "answer" and "instruction", and perhaps "judge".
+
+    "judge" is an object with "model", "system" and "user"; "user" contains {reference}, {input} and {prediction}.
+
+    Raises:
+        ValueError: the file cannot be read, or something in it is missing or no text.
+    """
+    try:
+        texts = json.loads(Path(path).expanduser().read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"needle.prompt={str(path)!r} cannot be read: {error}; accepted are 'own' and a JSON file of texts"
+        ) from error
+    parts: list[tuple[Any, str, tuple[str, ...]]] = [(texts, "", _TEXTS)]
+    if isinstance(texts, dict) and "judge" in texts:
+        parts.append((texts["judge"], "judge.", ("model", "system", "user")))
+    for part, prefix, names in parts:
+        wrong = [n for n in names if not isinstance(part, dict) or not isinstance(part.get(n), str)]
+        if wrong:
+            raise ValueError(
+                f"needle.prompt={str(path)!r} has no text under {', '.join(prefix + n for n in wrong)}"
+            )
+    for field in ("{reference}", "{input}", "{prediction}"):
+        if "judge" in texts and field not in texts["judge"]["user"]:
+            raise ValueError(f"needle.prompt={str(path)!r}: judge.user has no {field}")
+    return texts
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -40,6 +74,13 @@ class NeedleConfig:
         cue: the beginning of the answer, which is part of the prompt.
         answer: the text to find in the model's continuation.
         instruction: precedes the question.
+        prompt: "own": the texts of the fields above. Or a JSON file with other texts under "question", "cue", "answer" and
+            "instruction", such as those of the Forgetting Transformer's evaluation (its eval/niah folder), which are not part
+            of this library. With a file the published protocol holds: its lengths, a buffer of 200 tokens for the question and
+            1,024 new tokens where these fields are not given, and the needle after a "." token.
+        judge: "containment": whether the continuation contains the answer. Or "requests": also write a request to a judging
+            model for each continuation, with the messages under "judge" in the prompt's file
+            (`python -m lsm_jax.evaluation.judge`).
     """
 
     lengths: tuple[int, ...] = ()
@@ -52,6 +93,25 @@ class NeedleConfig:
     cue: str = "The lighthouse keeper of Carrow hides the spare key"
     answer: str = "under the blue teapot in the pantry"
     instruction: str = "One line of this text has nothing to do with the rest. Recall it to answer."
+    prompt: str = "own"
+    judge: str = "containment"
+
+    def with_texts(self) -> "NeedleConfig":
+        """The config with the texts of the prompt's file and the published numbers; the config itself for "own".
+
+        Raises:
+            ValueError: the file cannot be read or lacks a text.
+        """
+        if self.prompt == "own":
+            return self
+        texts = read_texts(self.prompt)
+        return dataclasses.replace(
+            self,
+            **{name: texts[name] for name in _TEXTS},
+            lengths=self.lengths or _PUBLISHED_LENGTHS,
+            buffer=self.buffer or 200,
+            new_tokens=self.new_tokens or 1024,
+        )
 
     def validate(self) -> None:
         """Check the values.
@@ -71,6 +131,23 @@ class NeedleConfig:
             raise ValueError(f"needle.depths={self.depths}; accepted are percentages from 0 to 100")
         if not set(self.modes) <= set(MODES):
             raise ValueError(f"needle.modes={self.modes}; accepted: {', '.join(MODES)}")
+        if self.judge not in JUDGES:
+            raise ValueError(f"needle.judge={self.judge!r}; accepted: {', '.join(JUDGES)}")
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        texts = {} if self.prompt == "own" else read_texts(self.prompt)
+        for name in _TEXTS if texts else ():
+            if getattr(self, name) not in (defaults[name], texts[name]):
+                raise ValueError(
+                    f"needle.{name}={getattr(self, name)!r} and needle.prompt={self.prompt}; accepted is one of them"
+                )
+        if self.judge == "requests" and "judge" not in texts:
+            raise ValueError(
+                f"needle.judge=requests and needle.prompt={self.prompt}; accepted is a file with the judge's messages under 'judge'"
+            )
+        if self.judge == "requests" and self.samples != 1:
+            raise ValueError(
+                f"needle.samples={self.samples}; with needle.judge=requests it must be 1"
+            )
         for name in ("samples", "buffer", "new_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -120,13 +197,15 @@ class NeedleTask:
             ValueError: the config is not accepted, or its buffer is too small for the question and answer.
         """
         config.validate()
+        published, config = config.prompt != "own", config.with_texts()
         self.config, self.tokenizer = config, tokenizer
         fact = f"{config.cue} {config.answer}."
         texts = dict(easy=f"\n{config.question} {fact}\n", standard=f"\n{fact}\n")
         self._needles = {mode: _ids(tokenizer.encode(texts[mode])) for mode in config.modes}
         self._needles[""] = _ids([])
         self._bos = _ids([] if bos_id is None else [bos_id])
-        end = f"\n\n{config.instruction}\n{config.question} {config.cue}"
+        space = " " if published else "\n"
+        end = f"\n\n{config.instruction}{space}{config.question} {config.cue}"
         without_answer = tokenizer.encode(end)
         with_answer = tokenizer.encode(f"{end} {config.answer}")
         # A tokenizer may merge the end of the question with the answer: the answer begins at the first id that differs.
@@ -135,7 +214,9 @@ class NeedleTask:
         cut = next((i for i, (a, b) in pairs if a != b), shorter)
         self._end, self.answer = _ids(with_answer[:cut]), _ids(with_answer[cut:])
         self.new_tokens = config.new_tokens or 2 * len(self.answer)
-        required = len(self._bos) + len(self._end) + self.answer_room
+        # The published lengths count the prompt only.
+        answer_room = 0 if published else self.answer_room
+        required = len(self._bos) + len(self._end) + answer_room
         self._buffer = config.buffer or required
         if self._buffer < required:
             raise ValueError(
@@ -210,7 +291,9 @@ class NeedleTask:
         return NeedlePrompt(mode, depth, sample, place, np.concatenate(parts))
 
     def _stops(self, text: np.ndarray) -> np.ndarray:
-        """Return bool [T]: whether the text of each token ends with a full stop."""
+        """Return bool [T]: whether the text of each token ends with a full stop; by the published protocol, whether it is one."""
+        if self.config.prompt != "own":
+            return np.isin(text, self.tokenizer.encode("."))
         ids, where = np.unique(text, return_inverse=True)
         ends = [self.tokenizer.decode([i]).rstrip().endswith(".") for i in ids.tolist()]
         return np.array(ends, bool)[where]

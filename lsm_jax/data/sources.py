@@ -25,7 +25,7 @@ def open_store(config: DataConfig, *, heldout: bool) -> tuple[TokenStore, int, i
         return None
     if config.format != "text":
         raise ValueError(
-            f"data.format={config.format!r} requires JSONL files, but {path} is a token store"
+            f"data.format={config.format!r} requires JSONL files or a JSON array, but {path} is a token store"
         )
     store = TokenStore(
         path,
@@ -34,6 +34,10 @@ def open_store(config: DataConfig, *, heldout: bool) -> tuple[TokenStore, int, i
     )
     if not part:
         return store, 0, store.num_documents
+    if config.heldout_first:
+        raise ValueError(
+            f"data.heldout_first={config.heldout_first} requires text, but {path} is a token store; accepted is 0"
+        )
     held = max(1, round(config.heldout_fraction * store.num_documents))
     if held >= store.num_documents:
         raise ValueError(
@@ -57,7 +61,11 @@ def open_documents(config: DataConfig, *, heldout: bool) -> Documents:
         format=config.format,
         piece_bytes=max(1 << 16, 16 * config.sequence_length),
     )
-    return documents.split(config.heldout_fraction)[heldout] if part else documents
+    if not part:
+        return documents
+    if config.heldout_first:
+        return documents.split_first(config.heldout_first)[heldout]
+    return documents.split(config.heldout_fraction)[heldout]
 
 
 def locate(config: DataConfig, heldout: bool) -> tuple[Path, bool]:
@@ -74,11 +82,11 @@ def locate(config: DataConfig, heldout: bool) -> tuple[Path, bool]:
         return pair[heldout], False
     if config.heldout_path:
         return path, False
-    if heldout and not config.heldout_fraction:
+    if heldout and not (config.heldout_fraction or config.heldout_first):
         raise ValueError(
             "there are no held-out data: data.heldout_path is empty and data.heldout_fraction=0; set one of them"
         )
-    return path, config.heldout_fraction > 0
+    return path, config.heldout_fraction > 0 or config.heldout_first > 0
 
 
 def _existing(path: str, field: str) -> Path:

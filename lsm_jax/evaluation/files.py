@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,12 @@ import numpy as np
 def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write `value` as indented JSON."""
     write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write `rows` as JSON lines; a value that is not JSON is written as text."""
+    lines = (json.dumps(row, default=str, ensure_ascii=False) + "\n" for row in rows)
+    write_text(path, "".join(lines))
 
 
 def write_text(path: Path, text: str) -> None:

@@ -1,13 +1,16 @@
 """The task `lm_eval`: EleutherAI's lm-evaluation-harness on a run; requires the optional extra [lm-eval].
 
-The harness's tasks download their data. Other tasks can be added as files in `include_path`, and need no
-network.
+The harness's tasks download their data, or read it from the folder `data`. The papers' suites are task files
+of `lsm_jax.evaluation.suites`. Other tasks can be added as files in `include_path`.
 """
 
 # No `from __future__ import annotations`: config flags read the fields' types as objects.
+import contextlib
 import dataclasses
 import difflib
 import importlib.util
+import logging
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +19,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from lsm_jax.data import Tokenizer
+from lsm_jax.evaluation import suites
+from lsm_jax.evaluation.files import write_json, write_rows
+from lsm_jax.evaluation.gen_kwargs import parse_flag
+from lsm_jax.evaluation.suites.local import local_datasets
 
 if TYPE_CHECKING:
     from lsm_jax.training.runs import Run
@@ -32,6 +39,13 @@ class HarnessConfig:
         limit: number of documents of each task; None is all.
         max_length: tokens of the model's window; None is the length the run was trained at.
         max_gen_tokens: number of tokens of an answer at most, if a task does not set it.
+        data: a folder with data sets, read instead of the hub's; docs/suites.md describes its layout.
+        gen_kwargs: options of generation that replace the tasks', such as temperature=0.7,do_sample=true; or
+            JSON.
+        first_line: whether an answer is only the first line of the generated text, as in FoX's LongBench.
+        lengths: lengths in tokens of RULER's prompts; empty is 1024 to 8192, up to max_length.
+        num_samples: number of RULER's prompts per length.
+        log_samples: write each document, its prompts, answers and scores to a file per task.
     """
 
     tasks: str = ""
@@ -40,6 +54,12 @@ class HarnessConfig:
     limit: int | None = None
     max_length: int | None = None
     max_gen_tokens: int = 256
+    data: str | None = None
+    gen_kwargs: str = ""
+    first_line: bool = False
+    lengths: tuple[int, ...] = ()
+    num_samples: int = 500
+    log_samples: bool = False
 
     def names(self) -> list[str]:
         """The names of the tasks."""
@@ -47,7 +67,12 @@ class HarnessConfig:
 
     def validate(self) -> None:
         """Raise ValueError if a number is out of range or the folder does not exist."""
-        for name, least in (("limit", 1), ("max_length", 2), ("max_gen_tokens", 1)):
+        for name, least in (
+            ("limit", 1),
+            ("max_length", 2),
+            ("max_gen_tokens", 1),
+            ("num_samples", 1),
+        ):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"lm_eval.{name}={value}: it must be at least {least}")
@@ -57,6 +82,11 @@ class HarnessConfig:
             raise ValueError(
                 f"lm_eval.include_path={self.include_path!r} is not a folder; accepted is a folder of task files (.yaml)"
             )
+        if self.data is not None and not Path(self.data).expanduser().is_dir():
+            raise ValueError(
+                f"lm_eval.data={self.data!r} is no folder; accepted is a folder of data sets"
+            )
+        parse_flag(self.gen_kwargs)
 
 
 def check_harness(config: HarnessConfig) -> None:
@@ -68,6 +98,11 @@ def check_harness(config: HarnessConfig) -> None:
     if importlib.util.find_spec("lm_eval") is None:
         raise ValueError(
             "the task lm_eval needs the optional extra: pip install 'lsm_jax[lm-eval]'"
+        )
+    missing = suites.missing_packages(config.names())
+    if missing:
+        raise ValueError(
+            f"lm_eval.tasks={config.tasks} needs {', '.join(missing)}: pip install '{suites.LONG_EXTRA}'"
         )
 
 
@@ -91,26 +126,8 @@ def run_harness(
         ValueError: the harness is not installed, a task does not exist, or its data is not available.
     """
     check_harness(config)
-    from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
-
     from lsm_jax.evaluation.harness_model import HarnessModel
 
-    names, folder = config.names(), config.include_path
-    task_manager = folder and TaskManager(
-        include_path=str(Path(folder).expanduser()), include_defaults=False
-    )
-    # Loading all of the harness's tasks needs seconds, so they are loaded only if they are used.
-    if not task_manager or not set(names) <= set(task_manager.all_tasks):
-        task_manager = TaskManager(include_path=folder and str(Path(folder).expanduser()))
-    for name in names:
-        if name not in task_manager.all_tasks:
-            similar = difflib.get_close_matches(name, task_manager.all_tasks)
-            raise ValueError(
-                f"lm_eval.tasks: {name!r} does not exist"
-                + (f"; near it are {', '.join(similar)}" if similar else "")
-                + "; tasks that are not the harness's require --lm_eval.include_path"
-            )
     length = config.max_length or run.config.data.sequence_length
     model = HarnessModel(
         run.model,
@@ -119,39 +136,168 @@ def run_harness(
         max_gen_tokens=config.max_gen_tokens,
         bos_id=bos_id,
         batch_size=batch_size,
+        first_line=config.first_line,
+        gen_kwargs=parse_flag(config.gen_kwargs),
     )
-    try:
-        output = simple_evaluate(
-            model,
-            tasks=names,
-            task_manager=task_manager,
-            num_fewshot=config.num_fewshot,
-            limit=config.limit,
-            bootstrap_iters=0,  # otherwise it forks, which jax's threads do not survive
-            log_samples=False,
-        )
-    except (ConnectionError, FileNotFoundError) as error:
-        raise ValueError(f"lm_eval: a task's data is not available: {error}") from error
+    folder = None if config.data is None else Path(config.data).expanduser().absolute()
+    settings = suites.SuiteSettings(
+        tokenizer,
+        bos_id=bos_id,
+        max_length=length,
+        data=folder,
+        lengths=config.lengths,
+        num_samples=config.num_samples,
+    )
+    output = _evaluate(config, model, settings)
     if output is None:
         raise ValueError("lm_eval gave no result")
-    return {
-        "results": {
-            task: {k: v for k, v in metrics.items() if not isinstance(v, str) or k == "alias"}
-            for task, metrics in output["results"].items()
-        },
+    results = {
+        task: {
+            key: value
+            for key, value in metrics.items()
+            # RULER's score at a length that no prompt has is -1.
+            if (not isinstance(value, str) or key == "alias")
+            and not (value == -1 and key.partition(",")[0].isdecimal())
+        }
+        for task, metrics in output["results"].items()
+    }
+    content = {
+        "results": results,
+        "averages": suites.averages(results, config.names()),
         "versions": dict(output["versions"]),
         "num_fewshot": dict(output["n-shot"]),
         "num_documents": {task: n["effective"] for task, n in output["n-samples"].items()},
         "limit": config.limit,
         "max_length": length,
+        "gen_kwargs": config.gen_kwargs,
+        "first_line": config.first_line,
         "notes": model.notes(),
         "tokenizer": tokenizer.name,
         "device": jax.devices()[0].device_kind,
     }
+    if config.log_samples:
+        content["samples"] = output["samples"]
+    return content
+
+
+def _evaluate(config: HarnessConfig, model: Any, settings: suites.SuiteSettings) -> Any:
+    """The harness's results of the tasks; raises ValueError if a package or a task's data is missing."""
+    from lm_eval import simple_evaluate
+
+    with local_datasets(settings.data) as downloaded, _quiet_harness():
+        try:
+            task_manager = _task_manager(config, settings)
+            return simple_evaluate(
+                model,
+                tasks=config.names(),
+                task_manager=task_manager,
+                num_fewshot=config.num_fewshot,
+                limit=config.limit,
+                bootstrap_iters=0,  # otherwise it forks, which jax's threads do not survive
+                log_samples=config.log_samples,
+            )
+        except ImportError as error:
+            name = error.name or str(error)
+            raise ValueError(
+                f"lm_eval.tasks={config.tasks} needs the package {name}: pip install '{suites.LONG_EXTRA}' installs "
+                "those of the suites, and the harness's own extras those of its other tasks"
+            ) from error
+        except (ConnectionError, FileNotFoundError) as error:
+            where = f"; lm_eval.data={config.data!r} does not have it" if config.data else ""
+            raise ValueError(
+                f"lm_eval: the data of {', '.join(downloaded[-1:])} is not available{where}: {error}"
+            ) from error
+
+
+@contextlib.contextmanager
+def _quiet_harness() -> Iterator[None]:
+    """Leave out two warnings of the harness that the suites' own files cause and that help no user."""
+
+    def is_wanted(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return not (
+            "Custom kwargs can be passed" in text
+            or ("overrides existing task" in text and str(suites.FOLDER) in text)
+        )
+
+    loggers = [logging.getLogger(f"lm_eval.{name}") for name in ("api.task", "tasks._index")]
+    for logger in loggers:
+        logger.addFilter(is_wanted)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_wanted)
+
+
+def _task_manager(config: HarnessConfig, settings: suites.SuiteSettings) -> Any:
+    """Index the tasks' files; raises ValueError if one of the names does not exist."""
+    import lm_eval.tasks
+
+    names = config.names()
+    include = [] if config.include_path is None else [Path(config.include_path).expanduser()]
+    stock = Path(lm_eval.tasks.__file__).parent
+    folders = [stock / folder for folder in suites.stock_folders(names)]
+    folders += [suites.FOLDER, *include]
+
+    metadata: Any = {"lsm_jax": settings}
+
+    def index(folders: Sequence[Path], *, defaults: bool) -> Any:
+        return lm_eval.tasks.TaskManager(
+            include_path=[str(folder) for folder in folders],
+            include_defaults=defaults,
+            metadata=metadata,
+        )
+
+    task_manager = index(folders, defaults=False)
+    # Loading all of the harness's tasks needs seconds, so they are loaded only if they are used.
+    if not set(names) <= set(task_manager.all_tasks):
+        task_manager = index([suites.FOLDER, *include], defaults=True)
+    for name in names:
+        if name not in task_manager.all_tasks:
+            similar = difflib.get_close_matches(name, task_manager.all_tasks)
+            raise ValueError(
+                f"lm_eval.tasks: {name!r} does not exist"
+                + (f"; near it are {', '.join(similar)}" if similar else "")
+                + "; tasks that are not the harness's require --lm_eval.include_path"
+            )
+    return task_manager
+
+
+def write_results(folder: Path, content: dict[str, Any]) -> Path:
+    """Write the results of one call to the first of lm_eval-1.json, lm_eval-2.json, ... that does not exist.
+
+    The samples are written to one file per task in a folder of the same name, and left out of the results.
+
+    Args:
+        folder: an existing folder.
+        content: the result of `run_harness`; its samples are replaced by the names of their files.
+
+    Returns:
+        The path of the results.
+    """
+    number = 1
+    while True:
+        path = folder / f"lm_eval-{number}.json"
+        try:
+            path.touch(exist_ok=False)
+            break
+        except FileExistsError:
+            number += 1
+    samples = content.pop("samples", None)
+    if samples is not None:
+        path.with_suffix("").mkdir()
+        content["samples"] = {}
+        for task, rows in samples.items():
+            name = f"{path.stem}/{task.replace('/', '_')}.jsonl"
+            write_rows(folder / name, rows)
+            content["samples"][task] = name
+    write_json(path, content)
+    return path
 
 
 def harness_table(results: dict[str, Any]) -> RenderableType:
-    """A table of metrics by task, from the content of lm_eval.json."""
+    """A table of metrics by task, with the suites' averages, from the content of lm_eval-1.json."""
     table = Table("task", "documents", "examples", "metric", "value", title="lm-evaluation-harness")
     for column in (1, 2, 4):
         table.columns[column].justify = "right"
@@ -171,4 +317,7 @@ def harness_table(results: dict[str, Any]) -> RenderableType:
                 *labels, name + (f" ({kind})" if kind != "none" else ""), f"{value:.4f}{error_text}"
             )
             labels = ["", "", ""]
+    for suite, values in results.get("averages", {}).items():
+        for label, value in values.items():
+            table.add_row(suite, "", "", label, f"{value:.4f}", style="bold")
     return Group(table, *(f"Note: {note}." for note in results["notes"]))

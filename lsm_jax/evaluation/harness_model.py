@@ -3,7 +3,7 @@ where it is used."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from lsm_jax.data import Tokenizer
+from lsm_jax.evaluation.gen_kwargs import parse_generation, replace_options
 from lsm_jax.evaluation.generate import decode
 from lsm_jax.evaluation.progress import EvaluationProgress
 from lsm_jax.evaluation.reader import Reader
@@ -93,8 +94,9 @@ class _Settings(NamedTuple):
 class HarnessModel(TemplateLM):
     """The model of `lsm_jax.evaluation.harness.run_harness`.
 
-    A text longer than `max_length` is cut on its left, as the harness's models do, and `notes` counts it.
-    The token that the run put in front of documents is put in front of every window, including the windows
+    A text longer than `max_length` is cut on its left, as the harness's models do, and `notes` counts it. A
+    prompt of a LongBench task is cut in its middle, as LongBench's code does. With `first_line`, an answer is
+    the first line of the generated text, as in FoX's evaluation of LongBench. The token that the run put in front of documents is put in front of every window, including the windows
     of a long document's perplexity.
     """
 
@@ -107,11 +109,14 @@ class HarnessModel(TemplateLM):
         max_gen_tokens: int,
         bos_id: int | None,
         batch_size: int,
+        first_line: bool = False,
+        gen_kwargs: Mapping[str, Any] | None = None,
     ):
         super().__init__()
         self._model, self._tokenizer, self._bos_id = model, tokenizer, bos_id
         self.max_length, self.max_gen_toks, self.batch_size = max_length, max_gen_tokens, batch_size
-        self._scorer, self._cut = WindowScorer(model), 0
+        self._scorer, self._cut, self._cut_middle = WindowScorer(model), 0, 0
+        self._first_line, self._gen_kwargs = first_line, gen_kwargs or {}
         ends = (tokenizer.eos_id, tokenizer.bos_id, bos_id)
         self._end = next((token for token in ends if token is not None), None)
         if self._end is None:
@@ -121,9 +126,15 @@ class HarnessModel(TemplateLM):
 
     def notes(self) -> list[str]:
         """Notes for readers of the results."""
-        if not self._cut:
-            return []
-        return [f"{self._cut} texts were cut on their left to {self.max_length} tokens"]
+        notes = []
+        if self._cut:
+            notes.append(f"{self._cut} texts were cut on their left to {self.max_length} tokens")
+        if self._cut_middle:
+            notes.append(
+                f"{self._cut_middle} prompts were cut in their middle, so that they and the answer have "
+                f"{self.max_length} tokens"
+            )
+        return notes
 
     @property
     def eot_token_id(self) -> int:
@@ -147,11 +158,19 @@ class HarnessModel(TemplateLM):
         """The tokens of the text, without BOS."""
         return list(self._tokenizer.encode(string))
 
-    def _window(self, before: list[int], size: int) -> list[int]:
-        """The last `size` tokens, with BOS as the first of them if the run had one."""
+    def _window(self, before: list[int], size: int, *, cut_middle: bool = False) -> list[int]:
+        """The last `size` tokens, with BOS as the first of them if the run had one.
+
+        With `cut_middle`, the first half and the last half of `size` tokens.
+        """
         bos = [] if self._bos_id is None else [self._bos_id]
         before = before[len(bos) :] if before[: len(bos)] == bos else before
-        last = before[max(0, len(before) - max(0, size - len(bos))) :]
+        size = max(0, size - len(bos))
+        if cut_middle and len(before) > size:
+            self._cut_middle += 1
+            half = size // 2
+            return bos + before[: size - half] + before[len(before) - half :]
+        last = before[max(0, len(before) - size) :]
         self._cut += len(last) < len(before)
         return bos + last
 
@@ -210,7 +229,10 @@ class HarnessModel(TemplateLM):
         texts = [""] * len(requests)
         groups: dict[_Settings, list[tuple[int, list[int], list[str]]]] = {}
         for index, request in enumerate(requests):
-            settings, prompt, until = self._parse_request(*request.args)
+            task = request.task_name or ""
+            settings, prompt, until = self._parse_request(
+                *request.args, cut_middle=task.startswith("longbench_")
+            )
             groups.setdefault(settings, []).append((index, prompt, until))
         total = sum(-(-len(group) // self.batch_size) for group in groups.values())
         with EvaluationProgress("lm_eval: generating", total) as bar:
@@ -225,22 +247,22 @@ class HarnessModel(TemplateLM):
         return texts
 
     def _parse_request(
-        self, text: str, options: dict[str, Any]
+        self, text: str, options: dict[str, Any], *, cut_middle: bool = False
     ) -> tuple[_Settings, list[int], list[str]]:
         """(settings of sampling, tokens of the prompt, strings that end the continuation) of a request."""
-        until = options.get("until") or []
-        until = [until] if isinstance(until, str) else list(until)
-        number = int(options.get("max_gen_toks", self.max_gen_toks))
+        parsed = parse_generation(replace_options(options, self._gen_kwargs))
+        number = self.max_gen_toks if parsed.num_tokens is None else parsed.num_tokens
         if not 1 <= number < self.max_length:
             raise ValueError(
                 f"max_gen_toks={number}: accepted are 1 to {self.max_length - 1}, below lm_eval.max_length"
             )
         settings = _Settings(number, 0.0, None, None)
-        if options.get("do_sample", False):
-            temperature = float(options.get("temperature", 1.0))
-            settings = _Settings(number, temperature, options.get("top_k"), options.get("top_p"))
-        prompt = self._window(self.tok_encode(text), self.max_length - number)
-        return settings, prompt or [self.prefix_token_id], until
+        if parsed.temperature > 0:
+            settings = _Settings(number, parsed.temperature, parsed.top_k, parsed.top_p)
+        prompt = self._window(
+            self.tok_encode(text), self.max_length - number, cut_middle=cut_middle
+        )
+        return settings, prompt or [self.prefix_token_id], list(parsed.until)
 
     def _continue(self, prompts: list[list[int]], settings: _Settings, seed: int) -> np.ndarray:
         """Sample the continuations [batch_size, num_tokens] of prompts, the longest of which is the first."""
@@ -267,7 +289,8 @@ class HarnessModel(TemplateLM):
         ended = np.flatnonzero(ids == self._end)
         text = decode(self._tokenizer, ids[: ended[0]] if ended.size else ids)
         places = [place for place in (text.find(end) for end in until if end) if place >= 0]
-        return text[: min(places)] if places else text
+        text = text[: min(places)] if places else text
+        return text.lstrip("\n").split("\n")[0] if self._first_line else text
 
 
 def _filled_length(size: int) -> int:

@@ -28,12 +28,23 @@ class Evaluation:
         num_sequences: number of rows in which a token was scored.
         num_byte_labels: number of scored labels that are bytes (below 256), the denominator of bits per byte.
         seconds: wall time, including compilation.
+        row_losses: float64 [num_sequences], the mean loss of the scored tokens of each such row, in nats.
     """
 
     curve: LossCurve
     num_sequences: int
     num_byte_labels: int
     seconds: float
+    row_losses: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0))
+
+    @property
+    def row_perplexity(self) -> float:
+        """The mean over rows of exp(mean loss of the row's scored tokens).
+
+        Liger's paper (arXiv 2503.01496) defines validation perplexity so, with rows of 1,024 tokens. It is at
+        least the exponential of the mean loss if all rows have equally many scored tokens.
+        """
+        return float(np.mean(np.exp(self.row_losses)))
 
     @property
     def bits_per_byte(self) -> float:
@@ -162,7 +173,8 @@ def evaluate(
             not finite.
     """
     scorer: Any = None
-    curve, sequences, byte_labels, size = None, 0, 0, 0
+    curve, byte_labels, size = None, 0, 0
+    row_losses: list[np.ndarray] = []
     with EvaluationProgress("evaluating", None, unit="pieces", show=progress) as bar:
         for batch in batches:
             rows, length = batch["tokens"].shape
@@ -177,6 +189,8 @@ def evaluate(
                 )
             batch, full = _fill(batch, max(size - rows, 0)), batch
             mask = full.get("loss_mask")
+            scored = np.ones((rows, length), bool) if mask is None else np.asarray(mask) != 0
+            sums = np.zeros(rows)
             for start, nll in scorer(batch):
                 piece = slice(start, start + nll.shape[1])
                 curve.add(
@@ -185,14 +199,16 @@ def evaluate(
                     full["positions"][:, piece] if "positions" in full else None,
                     start=start,
                 )
+                sums += np.where(scored[:, piece], nll[:rows], 0).sum(axis=1, dtype=np.float64)
                 bar.advance(rows * nll.shape[1], curve.mean if curve.num_tokens else float("nan"))
-            scored = np.ones((rows, length), bool) if mask is None else np.asarray(mask) != 0
-            sequences += int(scored.any(axis=1).sum())
+            counts = scored.sum(axis=1)
+            row_losses.append(sums[counts > 0] / counts[counts > 0])
             byte_labels += int(np.count_nonzero(np.asarray(full["labels"])[scored] < 256))
         seconds = bar.seconds
     if curve is None:
         raise ValueError("the data has no batch to evaluate")
-    return Evaluation(curve, sequences, byte_labels, seconds)
+    losses = np.concatenate(row_losses)
+    return Evaluation(curve, losses.size, byte_labels, seconds, losses)
 
 
 def _fill(batch: Mapping[str, np.ndarray], rows: int) -> dict[str, Any]:

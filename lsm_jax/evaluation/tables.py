@@ -28,6 +28,12 @@ def perplexity_table(results: Mapping[str, Any]) -> RenderableType:
     mean = f"{results['val/tokens']:,} tokens: loss {results['val/loss']:.4f} nats per token"
     if "val/bits_per_byte" in results:
         mean += f", {results['val/bits_per_byte']:.4f} bits per byte"
+    if "val/row_perplexity" in results:
+        mean += f"; mean of the rows' perplexities {results['val/row_perplexity']:.3f}"
+    if "val/teacher_loss" in results:
+        mean += (
+            f"; this is the student, and the teacher's loss is {results['val/teacher_loss']:.4f}"
+        )
     return Group(table, mean + f"; {results['tokens_per_second']:,.0f} tokens/s")
 
 

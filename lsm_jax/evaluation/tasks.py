@@ -16,13 +16,13 @@ import numpy as np
 from rich.console import RenderableType
 
 from lsm_jax.data import JSONTokenizer, make_eval_iterator
-from lsm_jax.data.needle import NeedleTask, haystack_tokens
-from lsm_jax.evaluation.files import write_arrays, write_json, write_text
+from lsm_jax.data.needle import NeedleTask, haystack_tokens, read_texts
+from lsm_jax.evaluation.files import write_arrays, write_json, write_rows, write_text
 from lsm_jax.evaluation.generate import Generation, decode, generate
-from lsm_jax.evaluation.harness import harness_table, run_harness
+from lsm_jax.evaluation.harness import harness_table, run_harness, write_results
 from lsm_jax.evaluation.maps import layer_maps, plot_maps
 from lsm_jax.evaluation.needle import find_needles, length_notes
-from lsm_jax.evaluation.perplexity import evaluate
+from lsm_jax.evaluation.perplexity import Evaluation, evaluate
 from lsm_jax.evaluation.plots import plot_loss_by_position, plot_needle, plot_training
 from lsm_jax.evaluation.request import (
     Request,
@@ -33,6 +33,7 @@ from lsm_jax.evaluation.request import (
 )
 from lsm_jax.evaluation.router import routing, routing_table
 from lsm_jax.evaluation.tables import needle_table, perplexity_table
+from lsm_jax.models import Decoder
 from lsm_jax.parallel import largest_divisor
 
 if TYPE_CHECKING:
@@ -41,15 +42,11 @@ if TYPE_CHECKING:
 
 def perplexity(run: Run, request: Request, folder: Path) -> dict[str, Any]:
     """Measure the loss by position. Writes results.json, results.npz and loss_by_position.png; returns the
-    content of results.json."""
+    content of results.json.
+
+    In a run of attention transfer `val/loss` is the student's; the teacher's is `val/teacher_loss`.
+    """
     tokenizer, data = run_tokenizer(run), heldout_config(run, request)
-    batches: Iterator[dict[str, np.ndarray]] = make_eval_iterator(
-        data,
-        tokenizer,
-        global_batch_size=request.batch_size,
-        vocab_size=run.config.model.vocab_size,
-        remainder="pad",
-    )
     num_batches = count_batches(data, request.batch_size)
     devices = jax.local_device_count()
     shards = largest_divisor(devices, request.batch_size)
@@ -59,15 +56,30 @@ def perplexity(run: Run, request: Request, folder: Path) -> dict[str, Any]:
             file=sys.stderr,
             flush=True,
         )
+    limit = None
     if request.max_tokens is not None:
         limit = math.ceil(request.max_tokens / (request.batch_size * data.sequence_length))
-        batches = itertools.islice(batches, limit)
         num_batches = limit if num_batches is None else min(limit, num_batches)
-    evaluation = evaluate(
-        run.model, batches, num_batches=num_batches, piece_length=request.piece_length
-    )
+
+    def measure(model: Decoder) -> Evaluation:
+        batches: Iterator[dict[str, np.ndarray]] = make_eval_iterator(
+            data,
+            tokenizer,
+            global_batch_size=request.batch_size,
+            vocab_size=run.config.model.vocab_size,
+            remainder="pad",
+        )
+        return evaluate(
+            model,
+            itertools.islice(batches, limit),
+            num_batches=num_batches,
+            piece_length=request.piece_length,
+        )
+
+    evaluation, teacher = measure(run.model), run.teacher()
     results = {
         **evaluation.curve.summary(),
+        "val/row_perplexity": evaluation.row_perplexity,
         "step": run.step,
         "data": str(request.data or data.heldout_path or data.path),
         "sequence_length": data.sequence_length,
@@ -77,6 +89,8 @@ def perplexity(run: Run, request: Request, folder: Path) -> dict[str, Any]:
         "tokens_per_second": round(evaluation.curve.num_tokens / evaluation.seconds, 1),
         "device": jax.devices()[0].device_kind,
     }
+    if teacher is not None:
+        results["val/teacher_loss"] = measure(teacher).curve.mean
     if tokenizer.name == "bytes" and not tokenizer.json_escape and evaluation.num_byte_labels:
         results["val/bits_per_byte"] = evaluation.bits_per_byte
     folder.mkdir(parents=True, exist_ok=True)
@@ -151,9 +165,14 @@ def needle(run: Run, request: Request, folder: Path) -> dict[str, Any]:
         batch_size=request.batch_size,
         piece_length=request.piece_length,
     )
+    if config.prompt != "own" and config.judge == "containment":
+        notes.append("scored by containment, not by the model that judges in the published results")
     results = {
         **scores.summary(),
-        **{name: getattr(config, name) for name in ("question", "cue", "answer", "samples")},
+        **{
+            name: getattr(task.config, name)
+            for name in ("question", "cue", "answer", "samples", "prompt", "judge")
+        },
         "notes": notes,
         "step": run.step,
         "data": str(request.data or data.heldout_path or data.path),
@@ -171,6 +190,12 @@ def needle(run: Run, request: Request, folder: Path) -> dict[str, Any]:
         title=f"{run.config.name}: needle in a haystack, step {run.step:,}",
     )
     write_json(folder / "needle.json", results)
+    if config.judge == "requests":
+        # Also a command, and therefore not imported with the package.
+        from lsm_jax.evaluation.judge import judge_requests
+
+        messages = read_texts(config.prompt)["judge"]
+        write_rows(folder / "needle_judge.jsonl", judge_requests(results, messages))
     return results
 
 
@@ -232,7 +257,8 @@ def _tokens_to_map(run: Run, request: Request) -> np.ndarray:
 
 
 def lm_eval(run: Run, request: Request, folder: Path) -> dict[str, Any]:
-    """Run tasks of lm-evaluation-harness. Writes lm_eval.json; returns its content."""
+    """Run tasks of lm-evaluation-harness. Writes lm_eval-1.json, or the next number that is free, and
+    with `log_samples` a folder of samples; returns its content."""
     tokenizer = run_tokenizer(run)
     results = run_harness(
         run,
@@ -243,7 +269,7 @@ def lm_eval(run: Run, request: Request, folder: Path) -> dict[str, Any]:
     )
     results["step"] = run.step
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "lm_eval.json", results)
+    write_results(folder, results)
     return results
 
 

@@ -34,7 +34,7 @@ ROUTERS = ("softmax_topk", "topk_softmax")
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class MoEConfig:
-    """Mixture of experts.
+    """The config of a mixture of experts.
 
     Attributes:
         num_experts: number of experts (E).
@@ -78,8 +78,9 @@ class MoEConfig:
 
     @classmethod
     def for_width(cls, hidden_size: int, multiple_of: int) -> MoEConfig:
-        """The proportions of Linear-MoE's A0.3B-2B: 64 experts of width 7/8 hidden_size, eight per token;
-        `multiple_of` is not used."""
+        """Return the config with the proportions of Linear-MoE's A0.3B-2B: 64 experts of width 7/8
+        hidden_size, eight per token; `multiple_of` is not used.
+        """
         return cls(expert_size=hidden_size * 7 // 8)
 
     def validate(self, hidden_size: int) -> None:
@@ -107,7 +108,7 @@ class MoEConfig:
 
 
 class MoE(nnx.Module):
-    """Mixture of experts; see `MoEConfig`. It has no state."""
+    """A layer of experts; see `MoEConfig`. It has no state."""
 
     uses_depth: ClassVar[bool] = True
 
@@ -142,7 +143,7 @@ class MoE(nnx.Module):
         self.shared_gate = Dense(hidden_size, 1, axes=("embed", None), **init) if gated else None
 
     def init_state(self, batch_size: int, max_length: int, dtype: Any) -> None:
-        """None: there is no state."""
+        """Return None, since the layer has no state."""
         return None
 
     def __call__(

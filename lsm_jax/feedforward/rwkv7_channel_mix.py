@@ -18,7 +18,7 @@ from lsm_jax.mixers.layers import OrthogonalDense, parameter, recomputed
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class RWKV7ChannelMixConfig:
-    """RWKV7's channel mix.
+    """The config of RWKV7's channel mix.
 
     Attributes:
         hidden_ratio: inner width divided by hidden_size.
@@ -28,7 +28,7 @@ class RWKV7ChannelMixConfig:
 
     @classmethod
     def for_width(cls, hidden_size: int, multiple_of: int) -> RWKV7ChannelMixConfig:
-        """The published inner width, 4 hidden_size; `multiple_of` is not used."""
+        """Return the config with the published inner width, 4 hidden_size; `multiple_of` is not used."""
         return cls()
 
     def width(self, hidden_size: int) -> int:
@@ -50,8 +50,8 @@ class RWKV7ChannelMixConfig:
 
 
 class RWKV7ChannelMix(nnx.Module):
-    """RWKV7's channel mix; see `RWKV7ChannelMixConfig`. Parameters are initialised as published; `init_std`
-    is not used. Its state is the last token."""
+    """The layer of RWKV7's channel mix; see `RWKV7ChannelMixConfig`. Parameters are initialised as published;
+    `init_std` is not used. Its state is the last token."""
 
     uses_depth: ClassVar[bool] = True
 

@@ -21,7 +21,7 @@ from lsm_jax.mixers.layers import OrthogonalDense, parameter, recomputed
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class RWKV6ChannelMixConfig:
-    """RWKV6's channel mix.
+    """The config of RWKV6's channel mix.
 
     Attributes:
         hidden_ratio: inner width divided by hidden_size; the inner width is rounded down to a multiple of
@@ -34,7 +34,9 @@ class RWKV6ChannelMixConfig:
 
     @classmethod
     def for_width(cls, hidden_size: int, multiple_of: int) -> RWKV6ChannelMixConfig:
-        """The published inner width, 3.5 hidden_size, a multiple of 32; `multiple_of` is not used."""
+        """Return the config with the published inner width, 3.5 hidden_size, a multiple of 32; `multiple_of`
+        is not used.
+        """
         return cls()
 
     def width(self, hidden_size: int) -> int:
@@ -57,8 +59,8 @@ class RWKV6ChannelMixConfig:
 
 
 class RWKV6ChannelMix(nnx.Module):
-    """RWKV6's channel mix; see `RWKV6ChannelMixConfig`. Parameters are initialised as published; `init_std`
-    is not used. Its state is the last token."""
+    """The layer of RWKV6's channel mix; see `RWKV6ChannelMixConfig`. Parameters are initialised as published;
+    `init_std` is not used. Its state is the last token."""
 
     uses_depth: ClassVar[bool] = True
 

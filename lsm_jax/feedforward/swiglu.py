@@ -15,7 +15,7 @@ from lsm_jax.mixers.layers import Dense, recomputed
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class SwiGLUConfig:
-    """SwiGLU.
+    """The config of SwiGLU.
 
     Attributes:
         hidden_ratio: the inner width is 2/3 hidden_ratio hidden_size, rounded up to a multiple of
@@ -31,7 +31,9 @@ class SwiGLUConfig:
 
     @classmethod
     def for_width(cls, hidden_size: int, multiple_of: int) -> SwiGLUConfig:
-        """The default proportions, with the inner width rounded up to a multiple of `multiple_of`."""
+        """Return the config with the default proportions and the inner width rounded up to a multiple of
+        `multiple_of`.
+        """
         return cls(multiple_of=multiple_of)
 
     def width(self, hidden_size: int) -> int:
@@ -54,7 +56,7 @@ class SwiGLUConfig:
 
 
 class SwiGLU(nnx.Module):
-    """SwiGLU; see `SwiGLUConfig`. It has no state."""
+    """The layer of SwiGLU; see `SwiGLUConfig`. It has no state."""
 
     uses_depth: ClassVar[bool] = False
 
@@ -72,7 +74,7 @@ class SwiGLU(nnx.Module):
         )
 
     def init_state(self, batch_size: int, max_length: int, dtype: Any) -> None:
-        """None: there is no state."""
+        """Return None, since the layer has no state."""
         return None
 
     def __call__(

@@ -6,6 +6,9 @@ Adapters are merged; the tensors have the pretrained model's names, shapes and d
 bfloat16, so those of a float32 model are exported rounded to bfloat16. The format cannot describe gates, windows and weights:
 `configs/liger.py:<model>,source=liger-8b` with the options of the run loads the result as that Liger model, but other programs
 load it as the softmax model in its config.json.
+
+`--format=liger` writes the config.json of the checkpoints of Liger's authors, with which their code loads the folder as the Liger
+model; models that their code does not compute are refused. `--format=peft` writes only the adapters, as PEFT loads them.
 """
 
 from __future__ import annotations
@@ -18,17 +21,31 @@ from pathlib import Path
 
 from lsm_jax.convert import export
 from lsm_jax.linearize.merge import merge_adapters
+from lsm_jax.linearize.peft import write_adapters
 from lsm_jax.linearize.pretrained import Pretrained
 from lsm_jax.linearize.recipes import base_model
+from lsm_jax.linearize.released import (
+    describe,
+    open_pretrained,
+    transformer_type,
+    write_description,
+)
 from lsm_jax.models import ModelConfig, abstract
-from lsm_jax.training import load_run
+from lsm_jax.training import TrainConfig, load_run
 from lsm_jax.training.partition import leaves_of
 from lsm_jax.training.runs import read_config
 from lsm_jax.training.step import params_of
 
+FORMATS = ("huggingface", "liger", "peft")
+
 
 def export_run(
-    workdir: str | os.PathLike[str], out: str | os.PathLike[str], *, step: int | None = None
+    workdir: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    format: str = "huggingface",
+    source: str | os.PathLike[str] | None = None,
 ) -> Path:
     """Write a run's parameters, adapters merged, in the format of the pretrained model that the run started from.
 
@@ -36,31 +53,58 @@ def export_run(
         workdir: the run's directory.
         out: the folder to write; it must not exist yet.
         step: step of the checkpoint; None is the newest.
+        format: "huggingface", the format of the pretrained model; "liger", that of the checkpoints of Liger's authors; or "peft",
+            adapters alone.
+        source: the pretrained model whose names, files and tokenizer the result has; None is the one that the run started from.
+            Required for imported runs, which did not start from one.
 
     Returns:
         The path of the folder.
 
     Raises:
-        ValueError: the run or checkpoint does not exist, the run did not start from a pretrained model, the pretrained model's
-            format cannot contain some of the parameters, or `out` exists.
+        ValueError: the run or checkpoint does not exist, the run did not start from a pretrained model, the format cannot
+            contain some of the parameters or describe the model, or `out` exists.
     """
+    if format not in FORMATS:
+        raise ValueError(f"format={format!r}; accepted are {', '.join(FORMATS)}")
     target = Path(out).expanduser().absolute()
     if target.exists():
         raise ValueError(f"out={str(out)!r} exists already; accepted is a new folder")
     config = read_config(workdir)
-    source = config
-    while source.init_from:
-        source = read_config(source.init_from, "init_from")
-    if not isinstance(source.base, Pretrained):
-        raise ValueError(
-            f"workdir={str(workdir)!r}: the run did not start from a pretrained model (config.base); accepted are runs "
-            "such as those of configs/liger.py"
-        )
+    path = str(source) if source is not None else _pretrained_path(workdir, config)
     base = base_model(config.model)
     _check_parameters(config.model, base)
+    if format == "liger":
+        describe(config.model, transformer_type(open_pretrained(path).config))
+    if format == "peft":
+        if config.trainable != ("lora",):
+            raise ValueError(
+                f"format='peft': the run trains {', '.join(config.trainable) or 'all parameters'}; accepted are runs that train "
+                "adapters alone, trainable=('lora',)"
+            )
+        return write_adapters(load_run(workdir, step=step).params, config.model, target, base=path)
     run = load_run(workdir, step=step)
-    export(merge_adapters(run.params, config.model.lora), base, source.base.path, target)
+    export(merge_adapters(run.params, config.model.lora), base, open_pretrained(path), target)
+    if format == "liger":
+        write_description(target, config.model)
     return target
+
+
+def _pretrained_path(workdir: str | os.PathLike[str], config: TrainConfig) -> str:
+    """Return the path of the pretrained model from which a run, or the first of a chain of runs, started.
+
+    Raises:
+        ValueError: there is none.
+    """
+    first = config
+    while first.init_from:
+        first = read_config(first.init_from, "init_from")
+    if not isinstance(first.base, Pretrained):
+        raise ValueError(
+            f"workdir={str(workdir)!r}: the run did not start from a pretrained model (config.base); accepted are runs "
+            "such as those of configs/liger.py, and others with source"
+        )
+    return first.base.path
 
 
 def _check_parameters(model: ModelConfig, base: ModelConfig) -> None:
@@ -82,10 +126,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--workdir", required=True, help="the run's directory")
     parser.add_argument("--out", required=True, help="the folder to write")
+    parser.add_argument("--format", default=FORMATS[0], help=", ".join(FORMATS))
+    parser.add_argument(
+        "--source", help="the pretrained model whose names and files the result has"
+    )
     parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
     options = parser.parse_args(arguments)
     try:
-        folder = export_run(options.workdir, options.out, step=options.step)
+        folder = export_run(
+            options.workdir,
+            options.out,
+            step=options.step,
+            format=options.format,
+            source=options.source,
+        )
     except (ValueError, OSError) as error:
         print(f"lsm_jax.linearize.export: {error}", file=sys.stderr)
         return 1

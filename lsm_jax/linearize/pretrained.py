@@ -11,7 +11,6 @@ import jax
 
 from lsm_jax.convert import load_params, model_config
 from lsm_jax.convert.checkpoint import Tensors
-from lsm_jax.convert.huggingface import open_source
 from lsm_jax.linearize.recipes import base_model
 from lsm_jax.models import ModelConfig, abstract
 from lsm_jax.training.config_json import flatten
@@ -24,7 +23,7 @@ class Pretrained:
     """A pretrained transformer on disk, the value of `TrainConfig.base`.
 
     Attributes:
-        path: a Hugging Face folder or a .gguf file.
+        path: a Hugging Face folder, also one of Liger's authors (`lsm_jax.linearize.released`), or a .gguf file.
     """
 
     path: str = ""
@@ -102,7 +101,10 @@ def _open_cached(path: str, modified: int) -> Tensors:
         path: the folder or file.
         modified: its modification time, so that a changed file is opened again.
     """
-    return open_source(path)
+    # Imported here, so that `python -m lsm_jax.linearize.released` does not load that module twice.
+    from lsm_jax.linearize.released import open_pretrained
+
+    return open_pretrained(path)
 
 
 def _differences(stored: Any, expected: Any) -> list[str]:

@@ -1,7 +1,8 @@
-"""Mixers: one file a method, each a config, a module around one op and `METHOD`, its row in the table `METHODS`.
+"""Mixers: one file per method, each with a config, a module around one op, and `METHOD`, its row in the table
+`METHODS`.
 
-To add a method, write its file and list it in `_TABLE`; a file outside of this package calls `register`. Models, training,
-decoding and the test suite need nothing more.
+To add a method, write its file and list it in `_TABLE`; a file outside of this package calls `register`.
+Models, training, decoding and the test suite require no further change.
 """
 
 from __future__ import annotations

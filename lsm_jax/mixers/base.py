@@ -1,6 +1,7 @@
-"""The base class of mixers: `write`, `read` and `finish` around one op, composed here once.
+"""The base class of mixers: it composes a mixer's `write`, `read` and `finish` with one op.
 
-Training, prefill, chunked prefill and decoding are the same call, since a mixer's whole memory of a row is in one state.
+Training, prefill, chunked prefill and decoding are the same call, since all that a mixer remembers of a row
+is in one state.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from flax import nnx
 from lsm_jax import ops
 from lsm_jax.mixers.clock import advance, fresh_clock
 from lsm_jax.mixers.layers import parameter
+from lsm_jax.ops.convolution.backends import l2_normalize
 from lsm_jax.ops.core import checks
 from lsm_jax.ops.core.states import Layer
 
 
 class MixerState(NamedTuple):
-    """All that a mixer carries from call to call, of static shape.
+    """The state of a mixer between calls, of static shape.
 
     Attributes:
         memory: the op's state.
-        tails: last inputs of each short convolution and token shift, by name.
-        clock: a `Clock`, or None unless the mixer uses positions.
+        tails: the states of short convolutions and token shifts, which contain their last inputs, by name.
+        clock: a `Clock`; None unless the mixer uses positions.
     """
 
     memory: Any
@@ -84,10 +86,10 @@ _ENTRIES = ("shared", "tails", "saved", "bypass", "aux")
 
 
 class ShortConvolution(nnx.Module):
-    """Causal depthwise convolution, followed by SiLU unless `silu=False`; the mixer's state carries its last inputs.
+    """A causal depthwise convolution, followed by SiLU unless `silu=False`.
 
-    They are in `MixerState.tails` under `name`. Weights are uniform in ±1/sqrt(width), a depthwise convolution's customary initialisation;
-    no weight decay.
+    `MixerState.tails[name]` contains its last inputs. Initial weights are uniform in ±1/sqrt(width), as is
+    customary for depthwise convolutions. They have no weight decay.
     """
 
     def __init__(
@@ -133,8 +135,38 @@ class ShortConvolution(nnx.Module):
         return y, context.add(tails={self.name: tail})
 
 
+class Pointwise(nnx.Module):
+    """Apply SiLU and the normalisation of heads without a convolution: the layer of `short_convolution` for width 1."""
+
+    def __init__(self, *, silu: bool):
+        self.silu = silu
+
+    def __call__(
+        self, x: jax.Array, context: Context, head_dim: int | None = None
+    ) -> tuple[jax.Array, Context]:
+        """Return x [B, T, channels] after SiLU, if any, with heads of unit length if `head_dim` is given; and the context."""
+        y = jax.nn.silu(x) if self.silu else x
+        return (y if head_dim is None else l2_normalize(y, head_dim)), context
+
+
+def short_convolution(
+    name: str,
+    channels: int,
+    width: int,
+    *,
+    rngs: nnx.Rngs,
+    axis: str,
+    bias: bool = False,
+    silu: bool = True,
+) -> ShortConvolution | Pointwise:
+    """Return a `ShortConvolution` of these arguments, or for width 1 a `Pointwise`, without parameters and without a state."""
+    if width == 1:
+        return Pointwise(silu=silu)
+    return ShortConvolution(name, channels, width, rngs=rngs, axis=axis, bias=bias, silu=silu)
+
+
 class TokenShift(nnx.Module):
-    """The token before each token (RWKV's time shift); the mixer's state carries the last one under `name`."""
+    """The token before each token (RWKV's time shift); `MixerState.tails[name]` contains the last token."""
 
     def __init__(self, name: str, channels: int):
         self.name, self.channels, self.remembered = name, channels, 1
@@ -160,8 +192,12 @@ class Mixer(nnx.Module):
     Attributes:
         op: the function of `lsm_jax.ops` that updates and reads the memory.
         uses_positions: whether it needs tokens' positions, as rotary embeddings do.
+        positions_in_memory: whether positions, of which it uses the remainder by its mini-batch, count the tokens that a memory
+            of a Mixture-of-Memories has seen, and not those of the row. Its op's state has them as `position`.
         uses_depth: whether `__init__` accepts `layer`, the index of the layer in the model (possibly traced, so only initial
             parameters may depend on it), and `num_layers`, the model's depth.
+        has_losses: whether it reports losses, and `__init__` accepts `loss_layers`, the number of layers over which they are
+            averaged (None for `num_layers`).
         memory_parts: its submodules, `Dense` layers or made of them, of which each memory of a Mixture-of-Memories has a copy
             (keys, values, gates); the memories share the others. Empty where it cannot be one of several memories.
         token_parts: its `Dense` layers, by name, that act in `read` and `write` on `x` itself, not on what other layers made
@@ -174,7 +210,9 @@ class Mixer(nnx.Module):
 
     op: ClassVar[Callable]
     uses_positions: bool = False
+    positions_in_memory: ClassVar[bool] = False
     uses_depth: ClassVar[bool] = False
+    has_losses: ClassVar[bool] = False
     memory_parts: ClassVar[tuple[str, ...]] = ()
     token_parts: ClassVar[tuple[str, ...]] = ()
     shared_by_token: ClassVar[tuple[str, ...]] = ()
@@ -198,35 +236,36 @@ class Mixer(nnx.Module):
         raise NotImplementedError
 
     def options(self) -> dict[str, Any]:
-        """The op's keyword arguments that do not depend on the input."""
+        """Return the op's keyword arguments that do not depend on the input."""
         return self.config.op.arguments()
 
     def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
-        """Run the op: its output and its final state.
+        """Run the op, and return its output and its final state.
 
         Args:
             query: the queries that `read` returned.
             written: the arguments that `write` returned.
-            call: `options`, and `initial_state`, `segment_ids` and `update_mask`.
+            call: the arguments that `options` returned, `initial_state`, `segment_ids` and `update_mask`.
         """
         return type(self).op(query, **written, **call)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> Any:
-        """The op's empty state for `batch_size` rows; only attention needs `max_length` and `dtype`."""
+        """Return the op's empty state for `batch_size` rows; only attention uses `max_length` and `dtype`."""
         raise NotImplementedError
 
     def remembering(self) -> tuple[ShortConvolution | TokenShift, ...]:
-        """The short convolutions and token shifts this mixer has."""
+        """Return the mixer's short convolutions and token shifts."""
         kinds = (ShortConvolution, TokenShift)
         return tuple(v for v in vars(self).values() if isinstance(v, kinds))
 
     def init_state(self, batch_size: int, max_length: int, dtype: Any) -> MixerState:
-        """The state before any token.
+        """Return the state before any token.
 
         Args:
-            batch_size: rows.
-            max_length: tokens the state must be able to hold; only softmax attention's size depends on it.
-            dtype: dtype of activations in the state (convolution inputs, keys and values).
+            batch_size: B.
+            max_length: the largest number of tokens of a row; only the size of softmax attention's state
+                depends on it.
+            dtype: the dtype of activations in the state (convolution inputs, keys and values).
         """
         tails = {
             part.name: ops.shift_state(batch_size, part.remembered, part.channels, dtype=dtype)
@@ -237,16 +276,26 @@ class Mixer(nnx.Module):
 
     @classmethod
     def init_shared(cls, x: jax.Array, stacks: list[tuple[jax.Array, Any]]) -> dict[str, jax.Array]:
-        """Entries of `shared` that this kind of mixer reads or sets, computed once a call, ahead of the first layer.
+        """Return the entries of `shared` that this kind of mixer reads or sets; called once per call, before
+        the first layer.
 
         Args:
-            x: [B, T, D], the model's embedding.
-            stacks: all mixers of this kind: their layers' indices [P], and the mixer with parameters [P, ...].
+            x: [B, T, D], the embeddings.
+            stacks: all mixers of this kind in the model, each as the indices of its layers [P] and the mixer
+                with parameters [P, ...].
+        """
+        return {}
+
+    def model_losses(self, statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Return the losses of a model, by name, that are computed from the statistics of all its layers of this kind.
+
+        Args:
+            statistics: those of the model, by name; each layer's are stacked along the first axis.
         """
         return {}
 
     def innermost(self) -> Mixer:
-        """The mixer whose `init_shared` counts: itself, or the one it wraps."""
+        """Return the mixer whose `init_shared` the model calls: itself, or the mixer that it wraps."""
         return self
 
     def through_memory(
@@ -256,7 +305,7 @@ class Mixer(nnx.Module):
 
         Args:
             x: [B, T, D].
-            context: the call's.
+            context: the context of the call.
             memory: the op's state, None for an empty one.
 
         Returns:
@@ -290,19 +339,21 @@ class Mixer(nnx.Module):
 
         Args:
             x: [B, T, D].
-            layer: index of the layer in its model.
-            shared: values that travel from layer to layer.
+            layer: the index of the layer in its model.
+            shared: values that travel from layer to layer, by name.
             segment_ids: int [B, T], 0 for padding; None for one document that continues.
-            positions: int [B, T] within the document; counted from the state where not given.
-            update_mask: [B, T], 0 where a token must leave the memory as it is.
-            contiguous: whether every token between two of one document is written, as the caller knows (`ops.short_convolution`).
-            state: the state that the call before returned; None is the state before any token.
+            positions: int [B, T], in the document; None counts them from the state.
+            update_mask: [B, T], 0 where a token must not change the memory.
+            contiguous: whether every token between two tokens of one document is known to be written (see
+                `ops.short_convolution`).
+            state: the state that the previous call returned; None is the state before any token.
 
         Returns:
             y [B, T, D], the state after the last token, and losses and statistics by name.
 
         Raises:
-            ValueError: an argument of another shape or kind, or a state of other rows or of another mixer.
+            ValueError: an argument has a shape or type that is not accepted, or the state is of another batch
+                size or mixer.
         """
         y, state, context = self.run(
             x,
@@ -345,7 +396,7 @@ class Mixer(nnx.Module):
         return y, MixerState(memory, dict(context.tails), clock), context
 
     def _check(self, x, segment_ids, positions, update_mask, state) -> None:
-        """Raise ValueError unless the arguments of a call fit each other and this mixer; the op checks its memory itself."""
+        """Raise ValueError if the arguments of a call are not accepted; the op checks its memory itself."""
         name = type(self).__name__
         checks.check_shape(name, "x", x, (None, None, self.hidden_size), "B, T, D")
         checks.check_filled(name, "x", x)

@@ -1,4 +1,6 @@
-"""Checks that several mixer configs share; every message names the field, what was given and what is accepted."""
+"""Checks that several mixer configs share; every message names the field, what was given and what is
+accepted.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,12 @@ def _is_a(kind: Any) -> Callable[[object], bool]:
 
 
 def fields(owner: Any, name: str | None = None) -> None:
-    """Raise ValueError unless every field is of the kind of its annotation, numbers finite; the first check of `validate`.
+    """Raise ValueError unless every field has the type of its annotation and all numbers are finite; the
+    first check of `validate`.
 
     Args:
         owner: a config.
-        name: what messages call it, the name of its class by default.
+        name: the config's name in messages; by default the name of its class.
     """
     for field, hint in typing.get_type_hints(type(owner)).items():
         if typing.get_origin(hint) is tuple:  # the owner checks its entries
@@ -78,7 +81,8 @@ def divides(owner: Any, name: str, value: int, what: str, total: int) -> None:
 
 
 def expanded(owner: Any, name: str, factor: float, hidden_size: int, num_heads: int) -> int:
-    """Head size of `factor * hidden_size` channels cut into `num_heads` heads.
+    """Return the number of channels of a head if `factor * hidden_size` channels are divided into `num_heads`
+    heads.
 
     Raises:
         ValueError: the product is no whole number, or `num_heads` does not divide it.
@@ -95,7 +99,7 @@ def expanded(owner: Any, name: str, factor: float, hidden_size: int, num_heads: 
 
 
 def value_heads(owner: Any) -> None:
-    """Check `num_heads`, and `num_value_heads`: a multiple of it, or None."""
+    """Raise ValueError unless `num_heads` is accepted, and `num_value_heads` is a multiple of it or None."""
     positive(owner, num_heads=owner.num_heads)
     if owner.num_value_heads is not None:
         positive(owner, num_value_heads=owner.num_value_heads)
@@ -103,8 +107,13 @@ def value_heads(owner: Any) -> None:
 
 
 def convolution_width(owner: Any) -> None:
-    """Check `conv_size`."""
-    if owner.conv_size < 2:
+    """Raise ValueError unless `conv_size` is accepted."""
+    if owner.conv_size < 1:
         raise ValueError(
-            f"{type(owner).__name__}.conv_size={owner.conv_size}: it must be at least 2"
+            f"{type(owner).__name__}.conv_size={owner.conv_size}: it must be at least 1 (1 is no convolution)"
         )
+
+
+def convolution_taps(owner: Any) -> int:
+    """The number of products of each channel in the short convolution: `conv_size`, or 0 for 1, which is no convolution."""
+    return owner.conv_size if owner.conv_size > 1 else 0

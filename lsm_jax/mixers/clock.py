@@ -38,8 +38,8 @@ def advance(
 ) -> tuple[jax.Array, Clock]:
     """Return the positions [B, T] of a call's tokens in their documents, and the clock after the call.
 
-    A document begins where the segment id differs from the last nonzero one, as for every op. Padding and tokens whose
-    `update_mask` is 0 are not counted.
+    A document begins where the segment id differs from the last nonzero one, as for every op. Padding and
+    tokens whose `update_mask` is 0 are not counted.
 
     Args:
         clock: the clock before the call.
@@ -62,8 +62,8 @@ def advance(
 def _in_sequence(axis, function, **arguments):
     """Run `_advance` where several devices share a row.
 
-    Each device computes the clock after its tokens from an empty one. That is its update; the updates of the devices before it give
-    the clock that it continues from.
+    Each device computes the clock after its tokens from an empty one. That clock is its update; from the
+    updates of the devices before it follows the clock that it continues from.
     """
     segment_ids, live, given = (arguments[n] for n in ("segment_ids", "live", "positions"))
     empty = jax.tree.map(jnp.zeros_like, arguments["state"])

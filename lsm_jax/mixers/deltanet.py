@@ -11,7 +11,7 @@ from flax import nnx
 
 from lsm_jax import ops
 from lsm_jax.mixers import checks
-from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
+from lsm_jax.mixers.base import Context, Mixer, short_convolution
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, split_heads
 from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.op_config import RecurrentConfig
@@ -26,9 +26,11 @@ class DeltaNetConfig(RecurrentConfig):
         num_value_heads: heads of values and memories, a multiple of `num_heads`; None is `num_heads`.
         expand_k: key channels over hidden_size, all heads together.
         expand_v: value channels over hidden_size, all value heads together.
-        conv_size: width of the short convolutions on q, k and v.
+        conv_size: width of the short convolutions on q, k and v; 1 is none, which leaves their SiLU.
         allow_negative_eigenvalues: β in (0, 2) instead of (0, 1) (arXiv 2411.12537).
         output_gate: multiply the normed output by silu(x W).
+        qkv_silu: whether SiLU follows the convolutions of q, k and v; Linear-MoE (arXiv 2503.05447, its code) has neither.
+        qkv_bias: whether the projections to queries, keys, values and the output gate have biases, as in Linear-MoE.
         norm_eps: of the norm over each head's output.
     """
 
@@ -39,26 +41,28 @@ class DeltaNetConfig(RecurrentConfig):
     conv_size: int = 4
     allow_negative_eigenvalues: bool = False
     output_gate: bool = False
+    qkv_silu: bool = True
+    qkv_bias: bool = False
     norm_eps: float = 1e-5
 
     @classmethod
     def for_width(cls, hidden_size: int) -> DeltaNetConfig:
-        """The published proportions: heads of 128."""
+        """Return the config with the published proportions: heads of 128 channels."""
         return cls(num_heads=hidden_size // min(128, hidden_size // 4))
 
     def value_heads(self) -> int:
-        """Heads of values and memories."""
+        """The number of heads of values and memories."""
         return self.num_heads if self.num_value_heads is None else self.num_value_heads
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
-        """Key and value channels of a head."""
+        """The numbers of key and value channels of a head."""
         return (
             checks.expanded(self, "expand_k", self.expand_k, hidden_size, self.num_heads),
             checks.expanded(self, "expand_v", self.expand_v, hidden_size, self.value_heads()),
         )
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         checks.value_heads(self)
         self.head_dims(hidden_size)
@@ -66,16 +70,18 @@ class DeltaNetConfig(RecurrentConfig):
         checks.convolution_width(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, convolutions, and erase, write, read of 2KV a head."""
+        """Return the floating-point operations of the forward pass per token: the projections and
+        convolutions, and per head 2 K V each to erase, to write and to read.
+        """
         k, v = self.head_dims(hidden_size)
         keys, heads = self.num_heads * k, self.value_heads()
         projections = 2 * keys + heads * ((3 if self.output_gate else 2) * v + 1)
-        convolution = 2 * self.conv_size * (2 * keys + heads * v)
+        convolution = 2 * checks.convolution_taps(self) * (2 * keys + heads * v)
         return 2.0 * hidden_size * projections + convolution + heads * 6 * k * v
 
 
 class DeltaNet(Mixer):
-    """DeltaNet; see `DeltaNetConfig`."""
+    """The layer of DeltaNet; see `DeltaNetConfig`."""
 
     op = ops.delta_memory
     memory_parts = ("k_proj", "v_proj", "beta_proj")
@@ -89,27 +95,28 @@ class DeltaNet(Mixer):
         heads = config.value_heads()
         keys, values = config.num_heads * self.key_dim, heads * self.value_dim
         into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
-        self.q_proj = Dense(hidden_size, keys, **into)
-        self.k_proj = Dense(hidden_size, keys, **into)
-        self.v_proj = Dense(hidden_size, values, **into)
+        bias: dict[str, Any] = dict(bias=config.qkv_bias)
+        self.q_proj = Dense(hidden_size, keys, **into, **bias)
+        self.k_proj = Dense(hidden_size, keys, **into, **bias)
+        self.v_proj = Dense(hidden_size, values, **into, **bias)
         self.beta_proj = Dense(hidden_size, heads, **into)
-        self.g_proj = Dense(hidden_size, values, **into) if config.output_gate else None
-        convolution = dict(width=config.conv_size, rngs=rngs, axis="heads")
-        self.q_conv = ShortConvolution("q", keys, **convolution)
-        self.k_conv = ShortConvolution("k", keys, **convolution)
-        self.v_conv = ShortConvolution("v", values, **convolution)
+        self.g_proj = Dense(hidden_size, values, **into, **bias) if config.output_gate else None
+        convolution = dict(width=config.conv_size, rngs=rngs, axis="heads", silu=config.qkv_silu)
+        self.q_conv = short_convolution("q", keys, **convolution)
+        self.k_conv = short_convolution("k", keys, **convolution)
+        self.v_conv = short_convolution("v", values, **convolution)
         self.norm = RMSNorm(self.value_dim, eps=config.norm_eps)
         self.o_proj = Dense(
             values, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
         )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Convolved queries of unit length."""
+        """Return the convolved queries, of unit length."""
         q, context = self.q_conv(self.q_proj(x), context, self.key_dim)
         return split_heads(q, self.config.num_heads), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Convolved keys of unit length, convolved values, and β."""
+        """Return the convolved keys, of unit length, the convolved values, and β."""
         config = self.config
         beta = jax.nn.sigmoid(self.beta_proj(x, dtype=jnp.float32))
         k, context = self.k_conv(self.k_proj(x), context, self.key_dim)
@@ -122,14 +129,14 @@ class DeltaNet(Mixer):
         return written, context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Norm of each head, gate if any, projection."""
+        """Normalise each head, multiply by the gate if there is one, and project."""
         gate = None
         if self.g_proj is not None:
             gate = split_heads(self.g_proj(x), self.config.value_heads())
         return self.o_proj(merge_heads(self.norm(o, gate))), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.DeltaState:
-        """An empty memory."""
+        """Return the empty memory."""
         heads = self.config.value_heads()
         return ops.delta_state(batch_size, heads, self.key_dim, self.value_dim)
 

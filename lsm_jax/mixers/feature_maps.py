@@ -35,7 +35,7 @@ NON_NEGATIVE = ("elu", "relu", "dpfp", "t2r", "hedgehog")
 
 
 def num_features(name: str, size: int) -> int:
-    """Features of a head of `size` channels."""
+    """The number of features of a head of `size` channels."""
     return size * {"dpfp": 2 * _DPFP_ORDER, "hedgehog": 2}.get(name, 1)
 
 
@@ -54,7 +54,7 @@ class HeadDense(nnx.Module):
         self.bias = parameter(zeros, ("heads", None), weight_decay=False) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x [B, T, H, K] -> [B, T, H, F] in x's dtype."""
+        """Return y of x [B, T, H, K], [B, T, H, F] in x's dtype."""
         kernel, precision = self.kernel[...].astype(x.dtype), matmul_precision(x.dtype)
         y = jnp.einsum("bthk,hkf->bthf", x, kernel, precision=precision)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
@@ -63,16 +63,16 @@ class HeadDense(nnx.Module):
 class FeatureMap(nnx.Module):
     """One feature map; a learned one has matrices for each head.
 
-    "t2r" is relu(x W) (arXiv 2103.13076). "hedgehog" is softmax([2y, -2y]) over the 2K features of y = x W + b, W starting
-    as the identity (arXiv 2402.04347, and flash-linear-attention's code for the 2). "elementwise_product" is
-    (x W + b) ⊙ (x W' + b'). "dpfp" multiplies [relu(x), relu(-x)] by itself rolled by 1, 2, 3 and 4 channels
-    (arXiv 2102.11174).
+    "t2r" is relu(x W) (arXiv 2103.13076). "hedgehog" is softmax([2y, -2y]) over the 2K features of y = x W +
+    b, W starting as the identity (arXiv 2402.04347, and flash-linear-attention's code for the 2).
+    "elementwise_product" is (x W + b) ⊙ (x W' + b'). "dpfp" multiplies [relu(x), relu(-x)] by itself rolled
+    by 1, 2, 3 and 4 channels (arXiv 2102.11174).
 
     Args:
-        name: in `FIXED` or `LEARNED`.
+        name: a name in `FIXED` or `LEARNED`.
         num_heads: H.
         size: channels of a head, K.
-        init_std: of W, but hedgehog's.
+        init_std: standard deviation of the initial W, except that of "hedgehog".
     """
 
     def __init__(self, name: str, num_heads: int, size: int, *, rngs: nnx.Rngs, init_std: float):
@@ -89,7 +89,7 @@ class FeatureMap(nnx.Module):
         self.second = dense() if LEARNED.get(name, 0) > 1 else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x [B, T, H, K] -> [B, T, H, features] in x's dtype."""
+        """Return the features of x [B, T, H, K], [B, T, H, features] in x's dtype."""
         if self.first is None:
             return FIXED[self.name](x)
         y = self.first(x)

@@ -1,8 +1,9 @@
-"""FoX's attention (the Forgetting Transformer, arXiv 2503.02130): softmax attention whose weights are scaled down by forget gates.
+"""FoX's attention (the Forgetting Transformer, arXiv 2503.02130): softmax attention whose weights are scaled
+down by forget gates.
 
-A key's weight is multiplied by the gates of all later tokens up to the query's, so that no positions are needed. The Pro block
-also mixes keys and values with those of the token before, normalises queries and keys, and norms and gates the output; every
-part is a switch, and without gate and parts it is plain attention.
+A key's weight is multiplied by the gates of all later tokens up to the query's, so that no positions are
+needed. The Pro block also mixes keys and values with those of the token before, normalises queries and keys,
+and norms and gates the output; every part is a switch, and without gate and parts it is plain attention.
 """
 
 from __future__ import annotations
@@ -34,20 +35,25 @@ FORGET_GATES = ("data_dependent", "data_independent", "fixed", "alibi", "none")
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class FoXConfig(SoftmaxConfig):
-    """FoX: softmax attention's fields, of which `rope_base` is off, and the parts of the Pro block, all on.
+    """The config of FoX: the fields of softmax attention, with `rope_base` None by default, and the parts of
+    the Pro block, all on by default.
 
     Attributes:
-        forget_gate: "data_dependent", sigmoid(x W + b) of each query head; "data_independent", the sigmoid of a learned number a
-            head; "fixed", the same not learned; "alibi", fixed at ALiBi's slopes; "none".
-        decay_time_min: of the first head's gate f, -1 / log f, "fixed" or where "data_independent" starts; None starts at 1/2.
-        decay_time_max: of the last head's; the others' are spaced evenly in logarithm.
-        qk_norm_per_head: each head has learned scales in the norms of queries and keys; otherwise all heads share one.
-        key_shift: each key becomes `a k_before + (1 - a) k`, with a sigmoid a of the token, one a head.
-        value_shift: the same for values, with separate gates.
-        output_norm: RMS-normalise each head's output, with scales for each head.
-        output_norm_eps: of that norm.
-        output_gate: multiply the output by sigmoid(x W), each channel.
-        prune: fused kernels skip keys whose weights the gates have made negligible.
+        forget_gate: "data_dependent", sigmoid(x W + b) for each query head; "data_independent", the sigmoid
+            of a learned number per head; "fixed", the same but not learned; "alibi", constant at ALiBi's
+            slopes; "none".
+        decay_time_min: -1 / log f of the first head's gate f: of a "fixed" gate, or of the initial value of a
+            "data_independent" one. None means an initial f of 1/2.
+        decay_time_max: the same for the last head; the logarithms of the other heads' numbers are spaced
+            evenly between the two.
+        qk_norm_per_head: each head has learned scales in the norms of queries and keys; otherwise all heads
+            share one.
+        key_shift: whether each key becomes `a k_before + (1 - a) k`, with one a = sigmoid(x W) per head.
+        value_shift: the same for values, with separate a.
+        output_norm: whether each head's output is RMS-normalised, with scales for each head.
+        output_norm_eps: epsilon of that norm.
+        output_gate: whether each channel of the output is multiplied by sigmoid(x W).
+        prune: whether fused kernels skip keys whose weights are negligible because of the gates.
     """
 
     rope_base: float | None = None
@@ -66,11 +72,11 @@ class FoXConfig(SoftmaxConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> FoXConfig:
-        """The Pro block with heads of 64, at least four."""
+        """Return the config with the Pro block, with heads of 64 channels and at least four heads."""
         return cls(num_heads=hidden_size // min(64, hidden_size // 4))
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         super().validate(hidden_size)
         checks.one_of(self, "forget_gate", self.forget_gate, FORGET_GATES)
         checks.positive(self, output_norm_eps=self.output_norm_eps)
@@ -87,7 +93,7 @@ class FoXConfig(SoftmaxConfig):
             raise ValueError(f"{given}: they must be greater than 0 and not fall")
 
     def decay_times(self) -> list[float] | None:
-        """-1 / log f of each head's fixed or initial gate f, None where none is given."""
+        """Return -1 / log f of each head's fixed or initial gate f, or None if the config gives none."""
         if self.decay_time_min is None or self.decay_time_max is None:
             return None
         low, high = math.log(self.decay_time_min), math.log(self.decay_time_max)
@@ -95,7 +101,9 @@ class FoXConfig(SoftmaxConfig):
         return [math.exp(low + (high - low) * h / last) for h in range(self.num_heads)]
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Attention's, and those of the parts: gates and shifts a head, the output gate a channel."""
+        """Return the floating-point operations of the forward pass per token: softmax attention, the gates
+        and shifts of each head, and the output gate.
+        """
         heads, shifted = self.num_heads, self.key_shift + self.value_shift
         projected = heads * (self.forget_gate == "data_dependent") + self.kv_heads() * shifted
         projected += heads * self.dim(hidden_size) * self.output_gate
@@ -106,7 +114,9 @@ class FoXConfig(SoftmaxConfig):
 
 
 class FoX(Softmax):
-    """FoX's attention; see `FoXConfig`. Learned biases start at 0, so that a gate that depends on the token starts near 1/2."""
+    """The layer of FoX's attention; see `FoXConfig`. Learned biases start at 0, so that a gate that depends
+    on the token starts near 1/2.
+    """
 
     config: FoXConfig
 
@@ -145,7 +155,9 @@ class FoX(Softmax):
         return parameter(jnp.array(start), ("heads",), weight_decay=False)
 
     def log_forget(self, x: jax.Array) -> jax.Array | None:
-        """The logarithm of each head's gate: [B, T, H], [H] where it is constant, None without; float32."""
+        """Return the logarithm of each head's gate in float32: [B, T, H], or [H] if it is constant, or None
+        without gates.
+        """
         if self.f_proj is not None:
             return jax.nn.log_sigmoid(self.f_proj(x, dtype=jnp.promote_types(x.dtype, jnp.float32)))
         if self.f_bias is not None:
@@ -156,17 +168,21 @@ class FoX(Softmax):
         return None if times is None else -1 / jnp.array(times, jnp.float32)
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Keys and values, and the forget gates."""
+        """Return keys, values and forget gates."""
         written, context = super().write(x, context)
         return dict(written, log_forget=self.log_forget(x)), context
 
     def keys(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """x [B, T, D] -> keys [B, T, G * K], mixed with the token before's if asked."""
+        """Return the keys [B, T, G * K] of x [B, T, D], mixed with those of the token before if the config
+        says so.
+        """
         keys, context = super().keys(x, context)
         return self._mixed(keys, x, self.k_shift, self.k_before, context)
 
     def values(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """x [B, T, D] -> values [B, T, G * K], mixed with the token before's if asked."""
+        """Return the values [B, T, G * K] of x [B, T, D], mixed with those of the token before if the config
+        says so.
+        """
         values, context = super().values(x, context)
         return self._mixed(values, x, self.v_shift, self.v_before, context)
 
@@ -193,14 +209,14 @@ class FoX(Softmax):
         return mixed(y, earlier, share(x, dtype=wide)), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Norm of each head and gate where there are any, projection."""
+        """Normalise each head and multiply by the gate, if the config has them, and project."""
         y = merge_heads(o if self.norm is None else self.norm(o))
         return self.o_proj(
             y if self.g_proj is None else y * jax.nn.sigmoid(self.g_proj(x))
         ), context
 
     def options(self) -> dict[str, Any]:
-        """The op's constant arguments."""
+        """Return the op's constant arguments."""
         return dict(super().options(), prune=self.config.prune)
 
 

@@ -1,4 +1,6 @@
-"""Gated DeltaNet (arXiv 2412.06464): `M ← α_t M`, then `M ← M + k_tᵀ β_t (v_t - k_t M)`; there may be more value heads than key heads."""
+"""Gated DeltaNet (arXiv 2412.06464): `M ← α_t M`, then `M ← M + k_tᵀ β_t (v_t - k_t M)`; there may be more
+value heads than key heads.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from flax import nnx
 
 from lsm_jax import ops
 from lsm_jax.mixers import checks
-from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
+from lsm_jax.mixers.base import Context, Mixer, short_convolution
 from lsm_jax.mixers.layers import (
     Dense,
     RMSNorm,
@@ -34,8 +36,11 @@ class GatedDeltaNetConfig(RecurrentConfig):
         num_value_heads: heads of values, gates and memories, a multiple of `num_heads`; None is `num_heads`.
         head_dim: key channels of a head.
         expand_v: value channels of a head over head_dim.
-        conv_size: width of the short convolutions on q, k and v.
+        conv_size: width of the short convolutions on q, k and v; 1 is none, which leaves their SiLU.
         allow_negative_eigenvalues: β in (0, 2) instead of (0, 1) (arXiv 2411.12537).
+        output_norm: whether each head's output is normalised ahead of the gate; Linear-MoE (arXiv 2503.05447, its code) has
+            only the gate.
+        qkv_bias: whether the projections to queries, keys, values and the output gate have biases, as in Linear-MoE.
         norm_eps: of the norm over each head's output.
     """
 
@@ -45,24 +50,28 @@ class GatedDeltaNetConfig(RecurrentConfig):
     expand_v: float = 2.0
     conv_size: int = 4
     allow_negative_eigenvalues: bool = False
+    output_norm: bool = True
+    qkv_bias: bool = False
     norm_eps: float = 1e-5
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GatedDeltaNetConfig:
-        """The published proportions: heads of 256, key channels of all heads 3/4 of the width."""
+        """Return the config with the published proportions: heads of 256 channels, and 3/4 as many key
+        channels in all heads as the width.
+        """
         head_dim = min(256, hidden_size // 4)
         return cls(head_dim=head_dim, num_heads=max(1, 3 * hidden_size // (4 * head_dim)))
 
     def value_heads(self) -> int:
-        """Heads of values and memories."""
+        """The number of heads of values and memories."""
         return self.num_heads if self.num_value_heads is None else self.num_value_heads
 
     def value_dim(self) -> int:
-        """Value channels of a head."""
+        """The number of value channels of a head."""
         return round(self.expand_v * self.head_dim)
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         checks.positive(self, head_dim=self.head_dim, norm_eps=self.norm_eps)
         checks.expanded(self, "expand_v", self.expand_v, self.head_dim, 1)
@@ -70,15 +79,21 @@ class GatedDeltaNetConfig(RecurrentConfig):
         checks.convolution_width(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, convolutions, decay KV and erase, write, read of 2KV a head."""
+        """Return the floating-point operations of the forward pass per token: the projections and
+        convolutions, and per head K V to decay the memory and 2 K V each to erase, to write and to read.
+        """
         keys, heads = self.num_heads * self.head_dim, self.value_heads()
         values = heads * self.value_dim()
         projections = 2.0 * hidden_size * (2 * keys + 3 * values + 2 * heads)
-        return projections + 2 * self.conv_size * (2 * keys + values) + 7 * self.head_dim * values
+        return (
+            projections
+            + 2 * checks.convolution_taps(self) * (2 * keys + values)
+            + 7 * self.head_dim * values
+        )
 
 
 class GatedDeltaNet(Mixer):
-    """Gated DeltaNet; see `GatedDeltaNetConfig`."""
+    """The layer of Gated DeltaNet; see `GatedDeltaNetConfig`."""
 
     op = ops.delta_memory
     memory_parts = ("k_proj", "v_proj", "beta_proj", "decay_proj")
@@ -96,31 +111,34 @@ class GatedDeltaNet(Mixer):
         heads, value_dim = config.value_heads(), config.value_dim()
         keys, values = config.num_heads * config.head_dim, heads * value_dim
         into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
-        self.q_proj = Dense(hidden_size, keys, **into)
-        self.k_proj = Dense(hidden_size, keys, **into)
-        self.v_proj = Dense(hidden_size, values, **into)
-        self.g_proj = Dense(hidden_size, values, **into)
+        bias: dict[str, Any] = dict(bias=config.qkv_bias)
+        self.q_proj = Dense(hidden_size, keys, **into, **bias)
+        self.k_proj = Dense(hidden_size, keys, **into, **bias)
+        self.v_proj = Dense(hidden_size, values, **into, **bias)
+        self.g_proj = Dense(hidden_size, values, **into, **bias)
         self.beta_proj = Dense(hidden_size, heads, **into)
         self.decay_proj = Dense(hidden_size, heads, **into)
         fixed = dict(logical_axes=("heads",), weight_decay=False)
         self.dt_bias = parameter(log_uniform_step_bias(rngs, heads), **fixed)
         self.a_log = parameter(log_uniform_rate(rngs, heads, low=0.0, high=16.0), **fixed)
         convolution = dict(width=config.conv_size, rngs=rngs, axis="heads")
-        self.q_conv = ShortConvolution("q", keys, **convolution)
-        self.k_conv = ShortConvolution("k", keys, **convolution)
-        self.v_conv = ShortConvolution("v", values, **convolution)
-        self.norm = RMSNorm(value_dim, eps=config.norm_eps)
+        self.q_conv = short_convolution("q", keys, **convolution)
+        self.k_conv = short_convolution("k", keys, **convolution)
+        self.v_conv = short_convolution("v", values, **convolution)
+        self.norm = RMSNorm(value_dim, eps=config.norm_eps) if config.output_norm else None
         self.o_proj = Dense(
             values, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
         )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Convolved queries of unit length."""
+        """Return the convolved queries, of unit length."""
         q, context = self.q_conv(self.q_proj(x), context, self.config.head_dim)
         return split_heads(q, self.config.num_heads), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Convolved keys of unit length, convolved values, β and the decay of each value head."""
+        """Return the convolved keys, of unit length, the convolved values, and β and the decay of each value
+        head.
+        """
         config = self.config
         beta = jax.nn.sigmoid(self.beta_proj(x, dtype=jnp.float32))
         step = jax.nn.softplus(self.decay_proj(x, dtype=jnp.float32) + self.dt_bias[...])
@@ -135,12 +153,13 @@ class GatedDeltaNet(Mixer):
         return written, context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Norm of each head, times silu(x W_g), projection."""
+        """Norm of each head, if any, times silu(x W_g), projection."""
         gate = split_heads(self.g_proj(x), self.config.value_heads())
-        return self.o_proj(merge_heads(self.norm(o, gate))), context
+        gated = o * jax.nn.silu(gate) if self.norm is None else self.norm(o, gate)
+        return self.o_proj(merge_heads(gated)), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.DeltaState:
-        """An empty memory."""
+        """Return the empty memory."""
         config = self.config
         return ops.delta_state(
             batch_size, config.value_heads(), config.head_dim, config.value_dim()

@@ -1,4 +1,6 @@
-"""Gated retention (YOCO, arXiv 2405.05254, Section 3.1): retention whose decay is a gate, `γ_t = sigmoid(x_t W_γ)^(1/τ)`, one a head."""
+"""Gated retention (YOCO, arXiv 2405.05254, Section 3.1): retention whose decay is a gate per head,
+`γ_t = sigmoid(x_t W_γ)^(1/τ)`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from lsm_jax.mixers.retnet import RetNet, RetNetConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class GatedRetentionConfig(RetNetConfig):
-    """Gated retention: RetNet's fields, values as wide as keys, and the gate's temperature.
+    """The config of gated retention: the fields of RetNet, with as many value channels as key channels by
+    default, and the gate's temperature.
 
     Attributes:
         gate_temperature: τ; a larger one forgets more slowly.
@@ -29,21 +32,23 @@ class GatedRetentionConfig(RetNetConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GatedRetentionConfig:
-        """Heads of 256."""
+        """Return the config with heads of 256 channels."""
         return cls(num_heads=hidden_size // min(256, hidden_size // 4))
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         super().validate(hidden_size)
         checks.positive(self, gate_temperature=self.gate_temperature)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """RetNet's, and the gate's projection."""
+        """Return the floating-point operations of the forward pass per token: RetNet, and the gate's
+        projection.
+        """
         return super().flops_per_token(hidden_size, seq_len) + 2.0 * hidden_size * self.num_heads
 
 
 class GatedRetention(RetNet):
-    """Gated retention; see `GatedRetentionConfig`."""
+    """The layer of gated retention; see `GatedRetentionConfig`."""
 
     config: GatedRetentionConfig
     memory_parts = ("k_proj", "v_proj", "decay_proj")
@@ -63,10 +68,10 @@ class GatedRetention(RetNet):
         )
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Rotated keys, values, and each head's decay at each token."""
+        """Return the rotated keys, the values, and the decay of each token and head."""
         gate = self.decay_proj(x, dtype=jnp.float32)
         return dict(
-            k=self._rotated(self.k_proj(x), context),
+            k=self._features(self.k_proj(x), context),
             v=split_heads(self.v_proj(x), self.config.num_heads),
             log_decay=jax.nn.log_sigmoid(gate) / self.config.gate_temperature,
         ), context

@@ -1,8 +1,10 @@
-"""GateLoop (arXiv 2311.01927): `M_t = a_t M_{t-1} + k_tᵀ v_t`, `o_t = Re(q_t M_t)`, with a complex gate of the token, `|a| < 1`.
+"""GateLoop (arXiv 2311.01927): `M_t = a_t M_{t-1} + k_tᵀ v_t`, `o_t = Re(q_t M_t)`, with a complex gate of
+the token, `|a| < 1`.
 
-A gate that turns by an angle θ_t is a decay |a_t| and a rotation of queries and keys by the angles' sum: wide heads are a
-real `linear_memory` of twice the key width. It is kept without the sum, as the parts of M's conjugate, so that the sum
-starts from 0 in every call. With one head a channel M is one complex number.
+A complex gate with angle θ_t is a decay |a_t|, and a rotation of queries and keys by the cumulative sum of
+the angles: wide heads are computed by a real `linear_memory` with twice as many key channels. Their memory is
+stored rotated back by the sum, as the real and imaginary parts of M's conjugate, so that the sum starts from
+0 in every call. With one head per channel, M is one complex number.
 """
 
 from __future__ import annotations
@@ -24,15 +26,18 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class GateLoopConfig(RecurrentConfig):
-    """GateLoop.
+    """The config of GateLoop.
 
     Attributes:
-        num_heads: gates, each over hidden_size / num_heads key and value channels; None is one a channel, as published.
-        gate_gradient: share of the gate's gradient that its projection gets, in place of a lower learning rate.
-        gate_bias: what the real part of z starts at; a large one remembers long and turns little. The angle of a z near 0
-            hangs on its rounding.
-        norm: whether to norm each head's output (of all channels, where a head is one) ahead of the output gate.
-        norm_eps: of that norm.
+        num_heads: number of gates, each for hidden_size / num_heads key and value channels; None means one
+            per channel, as published.
+        gate_gradient: factor of the gradient that the gate's projection receives, instead of a lower learning
+            rate.
+        gate_bias: initial real part of z; a large one means a slow decay and small angles. The angle of a z
+            near 0 depends on rounding errors.
+        norm: whether each head's output is normalised before the output gate (all channels together if each
+            head is one channel).
+        norm_eps: epsilon of that norm.
     """
 
     num_heads: int | None = None
@@ -43,42 +48,48 @@ class GateLoopConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GateLoopConfig:
-        """The published proportions: one head a channel."""
+        """Return the config with the published proportions: one head for each channel."""
         return cls()
 
     def heads(self, hidden_size: int) -> int:
-        """How many gates there are."""
+        """The number of gates."""
         return hidden_size if self.num_heads is None else self.num_heads
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         checks.divides(self, "num_heads", self.heads(hidden_size), "hidden_size", hidden_size)
         checks.positive(self, gate_gradient=self.gate_gradient, norm_eps=self.norm_eps)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections; decay 6, write 2, read 2 for each complex number kept."""
+        """Return the floating-point operations of the forward pass per token: the projections, and for each
+        complex number of the memory 6 to decay, 2 to write and 2 to read.
+        """
         heads = self.heads(hidden_size)
         projections = 2.0 * hidden_size * (5 * hidden_size + 2 * heads)
         return projections + 10 * hidden_size * (hidden_size // heads)
 
 
 def polar(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Length and angle of x + iy. Shorter than 1e-12 counts as 0, whose angle is 0 and whose gradients are 0."""
+    """Return the absolute value and the angle of x + iy. Numbers below 1e-12 count as 0; their angle and
+    their gradients are 0.
+    """
     zero = jnp.maximum(jnp.abs(x), jnp.abs(y)) < 1e-12
     x, y = jnp.where(zero, 1, x), jnp.where(zero, 0, y)
     return jnp.where(zero, 0, jnp.sqrt(x * x + y * y)), jnp.arctan2(y, x)
 
 
 def turn_back(memory: jax.Array, phase: jax.Array) -> jax.Array:
-    """A memory [..., 2 K, V] of the parts of a complex one, times exp(-i phase), phase [...]."""
+    """Return a complex memory times exp(-i phase); the memory is [..., 2 K, V] with its real and imaginary
+    parts, the phase [...].
+    """
     real, imag = jnp.split(memory, 2, axis=-2)
     cos, sin = jnp.cos(phase)[..., None, None], jnp.sin(phase)[..., None, None]
     return jnp.concatenate([real * cos + imag * sin, imag * cos - real * sin], axis=-2)
 
 
 class GateLoop(Mixer):
-    """GateLoop; see `GateLoopConfig`."""
+    """The layer of GateLoop; see `GateLoopConfig`."""
 
     op = ops.selective_memory
     memory_parts = ("k_proj", "v_proj", "a_proj")
@@ -105,11 +116,11 @@ class GateLoop(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """x W_q, [B, T, H, K]."""
+        """Return x W_q, [B, T, H, K]."""
         return split_heads(self.q_proj(x), self.num_heads), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Keys and values of each head, log |a| and the angle of a."""
+        """Return keys and values of each head, log |a| and the angle of a."""
         share = self.config.gate_gradient
         z = self.a_proj(x, dtype=jnp.float32)
         z = share * z + (1 - share) * jax.lax.stop_gradient(z)
@@ -122,7 +133,9 @@ class GateLoop(Mixer):
         ), context
 
     def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
-        """[B, T, H, V] by a complex number a channel, or by turned queries and keys."""
+        """Return the output [B, T, H, V], computed with one complex number per channel, or with rotated
+        queries and keys.
+        """
         k, v, log_decay, angle = (written[n] for n in ("k", "v", "log_decay", "angle"))
         if self.config.num_heads is None:
             ones = jnp.ones((self.num_heads, 1), log_decay.dtype)
@@ -154,14 +167,14 @@ class GateLoop(Mixer):
         return o, after._replace(memory=turn_back(after.memory, final))
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Norm if asked, times silu(x W_g), projection."""
+        """Normalise if the config says so, multiply by silu(x W_g), and project."""
         if self.norm is not None:
             o = self.norm(o) if self.config.num_heads is not None else self.norm(o[..., 0])
         gate = jax.nn.silu(self.g_proj(x, dtype=jnp.float32))
         return self.o_proj((o.reshape(x.shape) * gate).astype(x.dtype)), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> Any:
-        """An empty memory."""
+        """Return the empty memory."""
         if self.config.num_heads is None:
             return ops.selective_state(batch_size, self.num_heads, 1, is_complex=True)
         size = self.hidden_size // self.num_heads

@@ -22,16 +22,17 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class GFWConfig(RecurrentConfig):
-    """Gated fast weights.
+    """The config of gated fast weights.
 
-    The published models are transformers tuned into this form, with neither norm nor output gate. Trained from the start they
-    take Linear-MoE's (arXiv 2503.05447): a norm over each head's output, times silu(x W_g).
+    The published models are transformers that were tuned into this form, without norm and output gate. For
+    training from scratch this layer has those of Linear-MoE (arXiv 2503.05447): a norm over each head's
+    output, multiplied by silu(x W_g).
 
     Attributes:
-        num_heads: heads.
-        expand_k: key channels over hidden_size, all heads together.
-        expand_v: value channels over hidden_size.
-        norm_eps: of the norm over each head's output.
+        num_heads: number of heads.
+        expand_k: number of key channels of all heads, divided by hidden_size.
+        expand_v: number of value channels of all heads, divided by hidden_size.
+        norm_eps: epsilon of the norm over each head's output.
     """
 
     num_heads: int = 16
@@ -41,30 +42,34 @@ class GFWConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GFWConfig:
-        """GPT-2's proportions, which the published models have: heads of 64, smaller below width 256."""
+        """Return the config with the published proportions, those of GPT-2: heads of 64 channels, smaller
+        ones below width 256.
+        """
         return cls(num_heads=hidden_size // min(64, hidden_size // 4))
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
-        """Key and value channels of a head."""
+        """The numbers of key and value channels of a head."""
         return (
             checks.expanded(self, "expand_k", self.expand_k, hidden_size, self.num_heads),
             checks.expanded(self, "expand_v", self.expand_v, hidden_size, self.num_heads),
         )
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         self.head_dims(hidden_size)
         checks.positive(self, norm_eps=self.norm_eps)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, gate KV, decay KV, write 2KV, read 2KV a head."""
+        """Return the floating-point operations of the forward pass per token: the projections, and per head K
+        V each to compute the gate and to decay the memory, and 2 K V each to write and to read.
+        """
         k, v = self.head_dims(hidden_size)
         return self.num_heads * (2.0 * hidden_size * (3 * k + 4 * v) + 6 * k * v)
 
 
 class GFW(Mixer):
-    """Gated fast weights; see `GFWConfig`."""
+    """The layer of gated fast weights; see `GFWConfig`."""
 
     op = ops.linear_memory
     memory_parts = ("k_proj", "v_proj", "key_decay_proj", "value_decay_proj")
@@ -89,11 +94,11 @@ class GFW(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """x W_q."""
+        """Return x W_q."""
         return split_heads(self.q_proj(x), self.config.num_heads), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Keys, values, and decays sigmoid(x W + b) of key and of value channels."""
+        """Return keys, values, and the decays sigmoid(x W + b) of key and of value channels."""
 
         def log_gate(projection):
             gate = split_heads(projection(x, dtype=jnp.float32), self.config.num_heads)
@@ -107,12 +112,12 @@ class GFW(Mixer):
         ), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Norm of each head, times silu(x W_g), projection."""
+        """Normalise each head, multiply by silu(x W_g), and project."""
         gate = split_heads(self.g_proj(x), self.config.num_heads)
         return self.o_proj(merge_heads(self.norm(o, gate))), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """An empty memory."""
+        """Return the empty memory."""
         return ops.linear_state(batch_size, self.config.num_heads, self.key_dim, self.value_dim)
 
 

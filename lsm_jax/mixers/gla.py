@@ -1,4 +1,6 @@
-"""Gated linear attention (arXiv 2312.06635): `M_t = diag(α_t) M_{t-1} + k_tᵀ v_t`, α a low-rank function of the token."""
+"""Gated linear attention (arXiv 2312.06635): `M_t = diag(α_t) M_{t-1} + k_tᵀ v_t`, α a low-rank function of
+the token.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lsm_jax import ops
-from lsm_jax.mixers import checks
+from lsm_jax.mixers import checks, feature_maps
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, recomputed, split_heads
 from lsm_jax.mixers.method import Method
@@ -27,6 +29,8 @@ class GLAConfig(RecurrentConfig):
         expand_v: value channels over hidden_size.
         gate_rank: inner width of the decay's two projections.
         gate_temperature: log α = logsigmoid(gate) / gate_temperature (the paper's τ).
+        feature_map: φ on queries and keys, "identity" or "silu"; Linear-MoE (arXiv 2503.05447, its code) has "silu".
+        qkv_bias: whether the projections to queries, keys, values and the output gate have biases, as in Linear-MoE.
         norm_eps: of the norm over each head's output.
     """
 
@@ -35,24 +39,27 @@ class GLAConfig(RecurrentConfig):
     expand_v: float = 1.0
     gate_rank: int = 16
     gate_temperature: float = 16.0
+    feature_map: str = "identity"
+    qkv_bias: bool = False
     norm_eps: float = 1e-5
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GLAConfig:
-        """The published proportions: four heads at any width."""
+        """Return the config with the published proportions: four heads at any width."""
         return cls(num_heads=4)
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
-        """Key and value channels of a head."""
+        """The numbers of key and value channels of a head."""
         return (
             checks.expanded(self, "expand_k", self.expand_k, hidden_size, self.num_heads),
             checks.expanded(self, "expand_v", self.expand_v, hidden_size, self.num_heads),
         )
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         self.head_dims(hidden_size)
+        checks.one_of(self, "feature_map", self.feature_map, ("identity", "silu"))
         checks.positive(
             self,
             gate_rank=self.gate_rank,
@@ -61,14 +68,16 @@ class GLAConfig(RecurrentConfig):
         )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, decay KV, write 2KV, read 2KV a head."""
+        """Return the floating-point operations of the forward pass per token: the projections, and per head K
+        V to decay the memory and 2 K V each to write and to read.
+        """
         k, v = self.head_dims(hidden_size)
         gate = 2.0 * self.gate_rank * (hidden_size + self.num_heads * k)
         return gate + self.num_heads * (2.0 * hidden_size * (2 * k + 3 * v) + 5 * k * v)
 
 
 class GLA(Mixer):
-    """Gated linear attention; see `GLAConfig`."""
+    """The layer of gated linear attention; see `GLAConfig`."""
 
     op = ops.linear_memory
     memory_parts = ("k_proj", "v_proj", "decay_down", "decay_up")
@@ -80,7 +89,7 @@ class GLA(Mixer):
         super().__init__(config, hidden_size)
         self.key_dim, self.value_dim = config.head_dims(hidden_size)
         keys, values = config.num_heads * self.key_dim, config.num_heads * self.value_dim
-        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
+        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std, bias=config.qkv_bias)
         self.q_proj = Dense(hidden_size, keys, **into)
         self.k_proj = Dense(hidden_size, keys, **into)
         self.v_proj = Dense(hidden_size, values, **into)
@@ -93,29 +102,33 @@ class GLA(Mixer):
             values, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
         )
 
+    def _features(self, x: jax.Array) -> jax.Array:
+        """Return φ of x's heads."""
+        return feature_maps.FIXED[self.config.feature_map](split_heads(x, self.config.num_heads))
+
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """x W_q."""
-        return split_heads(self.q_proj(x), self.config.num_heads), context
+        """φ(x W_q)."""
+        return self._features(self.q_proj(x)), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Keys, values, and a decay for each key channel."""
+        """Return keys, values, and a decay for each key channel."""
         heads = self.config.num_heads
         gate = self.decay_up(self.decay_down(x), dtype=jnp.float32)
         temperature = self.config.gate_temperature
         log_decay = recomputed(lambda gate: jax.nn.log_sigmoid(gate) / temperature)(gate)
         return dict(
-            k=split_heads(self.k_proj(x), heads),
+            k=self._features(self.k_proj(x)),
             v=split_heads(self.v_proj(x), heads),
             log_decay=split_heads(log_decay, heads),
         ), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Norm of each head, times silu(x W_g), projection."""
+        """Normalise each head, multiply by silu(x W_g), and project."""
         gate = split_heads(self.g_proj(x), self.config.num_heads)
         return self.o_proj(merge_heads(self.norm(o, gate))), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """An empty memory."""
+        """Return the empty memory."""
         return ops.linear_state(batch_size, self.config.num_heads, self.key_dim, self.value_dim)
 
 

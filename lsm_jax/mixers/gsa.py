@@ -1,7 +1,8 @@
-"""Gated slot attention (arXiv 2409.07146): keys and values in M slots that decay, read by a softmax over the slots.
+"""Gated slot attention (arXiv 2409.07146): keys and values in M slots that decay, read by a softmax over the
+slots.
 
-The output path (norm over silu(o) of all heads together, no gate) and the query's scale of 1 are those of the authors'
-published code.
+The output path (norm over silu(o) of all heads together, no gate) and the query's scale of 1 are those of the
+authors' published code.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class GSAConfig(RecurrentConfig):
-    """Gated slot attention.
+    """The config of gated slot attention.
 
     Attributes:
-        num_heads: heads.
-        num_slots: slots of a head (M).
-        expand_k: key channels over hidden_size, all heads together.
-        expand_v: value channels over hidden_size.
+        num_heads: number of heads.
+        num_slots: number of slots per head (M).
+        expand_k: number of key channels of all heads, divided by hidden_size.
+        expand_v: number of value channels of all heads, divided by hidden_size.
         gate_temperature: log α = logsigmoid(x W) / gate_temperature.
-        norm_eps: of the norm over all heads' output.
+        norm_eps: epsilon of the norm over all heads' output.
     """
 
     num_heads: int = 4
@@ -43,18 +44,20 @@ class GSAConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GSAConfig:
-        """The published proportions: four heads of 64 slots at any width; fewer slots below width 256."""
+        """Return the config with the published proportions: four heads of 64 slots at any width; fewer slots
+        below width 256.
+        """
         return cls(num_slots=min(64, hidden_size // 4))
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
-        """Key and value channels of a head."""
+        """The numbers of key and value channels of a head."""
         return (
             checks.expanded(self, "expand_k", self.expand_k, hidden_size, self.num_heads),
             checks.expanded(self, "expand_v", self.expand_v, hidden_size, self.num_heads),
         )
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         self.head_dims(hidden_size)
         checks.positive(
@@ -65,7 +68,9 @@ class GSAConfig(RecurrentConfig):
         )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections; decay, write 2, read 2 of KM and of MV, softmax 4M a head."""
+        """Return the floating-point operations of the forward pass per token: the projections, and per head 5
+        M (K + V) to decay, write and read the two memories, and 4 M for the softmax.
+        """
         k, v = self.head_dims(hidden_size)
         slots = self.num_slots
         projections = 2.0 * hidden_size * (2 * k + 2 * v + slots)
@@ -73,7 +78,7 @@ class GSAConfig(RecurrentConfig):
 
 
 class GSA(Mixer):
-    """Gated slot attention; see `GSAConfig`."""
+    """The layer of gated slot attention; see `GSAConfig`."""
 
     op = ops.slot_memory
     memory_parts = ("k_proj", "v_proj", "decay_proj")
@@ -97,11 +102,11 @@ class GSA(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """silu(x W_q)."""
+        """Return silu(x W_q)."""
         return split_heads(jax.nn.silu(self.q_proj(x)), self.config.num_heads), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """silu of keys and values; each slot's decay α, and 1 - α as the strength it is written with."""
+        """Return silu of keys and values, the decay α of each slot, and its write strength 1 - α."""
         heads = self.config.num_heads
         gate = split_heads(self.decay_proj(x, dtype=jnp.float32), heads)
         temperature = self.config.gate_temperature
@@ -120,15 +125,15 @@ class GSA(Mixer):
         ), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Norm of silu(o) over all heads, projection."""
+        """Normalise silu(o) over all heads, and project."""
         return self.o_proj(self.norm(jax.nn.silu(merge_heads(o)))), context
 
     def options(self) -> dict[str, Any]:
-        """The op's constant arguments; queries are not scaled."""
+        """Return the op's constant arguments; queries are not scaled."""
         return dict(super().options(), scale=1.0)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.SlotState:
-        """Empty slots."""
+        """Return the empty slots."""
         config = self.config
         return ops.slot_state(
             batch_size, config.num_heads, config.num_slots, self.key_dim, self.value_dim

@@ -1,7 +1,9 @@
-"""HGRN2 (arXiv 2404.07904): `M_t = diag(f_t) M_{t-1} + (1 - f_t)ᵀ i_t`, `o_t = silu(q_t) M_t`, f bounded below.
+"""HGRN2 (arXiv 2404.07904): `M_t = diag(f_t) M_{t-1} + (1 - f_t)ᵀ i_t`, `o_t = silu(q_t) M_t`, f bounded
+below.
 
-`f = γ + (1 - γ) sigmoid(x W_f)`. The bounds γ are learned across the model's HGRN2 layers: each layer has a row of logits,
-and a layer's bound is the sum of the softmax over layers from the second layer up to it, so they grow from 0 with depth.
+`f = γ + (1 - γ) sigmoid(x W_f)`. The bounds γ are learned across the model's HGRN2 layers: each layer has a
+row of logits, and a layer's bound is the sum of the softmax over layers from the second layer up to it, so
+they grow from 0 with depth.
 """
 
 from __future__ import annotations
@@ -29,30 +31,45 @@ class HGRN2Config(RecurrentConfig):
 
     Attributes:
         head_dim: key and value channels of a head (the paper's expansion ratio); hidden_size / head_dim heads.
-        norm_eps: of the norm over the output's whole width.
+        lower_bound: γ of every layer but the model's first, whose γ is 0: None learns it as above; a number from 0 to less
+            than 1 is constant, and adds no parameters. Linear-MoE's models (arXiv 2503.05447, its code) have 0.
+        head_norm: whether the norm is over each head's output, as in Linear-MoE, and not over the whole width.
+        norm_eps: of the norm over the output.
     """
 
     head_dim: int = 128
+    lower_bound: float | None = None
+    head_norm: bool = False
     norm_eps: float = 1e-5
 
     @classmethod
     def for_width(cls, hidden_size: int) -> HGRN2Config:
-        """The published proportions: heads of 128, smaller below width 512."""
+        """Return the config with the published proportions: heads of 128 channels, smaller ones below width
+        512.
+        """
         return cls(head_dim=min(128, hidden_size // 4))
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         checks.divides(self, "head_dim", self.head_dim, "hidden_size", hidden_size)
         checks.positive(self, norm_eps=self.norm_eps)
+        if self.lower_bound is not None and not 0 <= self.lower_bound < 1:
+            raise ValueError(
+                f"HGRN2Config.lower_bound={self.lower_bound}: accepted are None and numbers from 0 to less than 1"
+            )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, decay KV, write 2KV, read 2KV a head."""
+        """Return the floating-point operations of the forward pass per token: the projections, and per head K
+        V to decay the memory and 2 K V each to write and to read.
+        """
         return 8.0 * hidden_size**2 + 5.0 * hidden_size * self.head_dim
 
 
 def log_bounds(logits: jax.Array) -> jax.Array:
-    """`log γ` and `log (1 - γ)` of each layer, [L, 2, D], from the layers' logits [L, D]; γ of the first layer is 0."""
+    """Return `log γ` and `log (1 - γ)` of each layer, [L, 2, D], from the layers' logits [L, D]; γ of the
+    first layer is 0.
+    """
     share = jax.nn.log_softmax(logits, axis=0)
     layers = jnp.arange(len(logits))
     below = (layers <= layers[1:, None]) & (layers > 0)  # of every layer but the first
@@ -65,12 +82,12 @@ def log_bounds(logits: jax.Array) -> jax.Array:
 
 
 def _unbounded(size: int) -> jax.Array:
-    """`log γ` and `log (1 - γ)` of γ = 0, [2, size]."""
+    """Return `log γ` and `log (1 - γ)` for γ = 0, [2, size]."""
     return jnp.stack([jnp.full(size, -jnp.inf, jnp.float32), jnp.zeros(size, jnp.float32)])
 
 
 class HGRN2(Mixer):
-    """HGRN2; see `HGRN2Config`."""
+    """The layer of HGRN2; see `HGRN2Config`."""
 
     op = ops.linear_memory
     uses_depth = True
@@ -93,16 +110,21 @@ class HGRN2(Mixer):
         self.q_proj = Dense(hidden_size, hidden_size, **into)
         self.f_proj = Dense(hidden_size, hidden_size, **into)
         self.i_proj = Dense(hidden_size, hidden_size, **into)
-        zeros = jnp.zeros(hidden_size, jnp.float32)
-        self.lower_bound = parameter(zeros, ("heads",), weight_decay=False)
-        self.norm = RMSNorm(hidden_size, eps=config.norm_eps)
+        zeros = jnp.zeros(hidden_size, jnp.float32)  # logits of the learned bounds
+        learned = config.lower_bound is None
+        self.lower_bound = parameter(zeros, ("heads",), weight_decay=False) if learned else None
+        normed = config.head_dim if config.head_norm else hidden_size
+        self.norm = RMSNorm(normed, eps=config.norm_eps)
         self.o_proj = Dense(
             hidden_size, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
         )
 
     @classmethod
     def init_shared(cls, x: jax.Array, stacks: list[tuple[jax.Array, Any]]) -> dict[str, jax.Array]:
-        """`log_bounds` of every layer, [L, 2, D] with L the model's depth; other layers' rows are not read."""
+        """Return `log_bounds` of the layers with learned bounds, [L, 2, D] with L the model's depth; other rows are not read."""
+        stacks = [stack for stack in stacks if stack[1].lower_bound is not None]
+        if not stacks:
+            return {}
         index = jnp.concatenate([layers for layers, _ in stacks])
         logits = jnp.concatenate([mixer.lower_bound[...] for _, mixer in stacks])
         order = jnp.argsort(index)
@@ -110,15 +132,12 @@ class HGRN2(Mixer):
         return {_BOUNDS: table.at[index[order]].set(log_bounds(logits[order]))}
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """silu(x W_q)."""
+        """Return silu(x W_q)."""
         return jax.nn.silu(split_heads(self.q_proj(x), self.num_heads)), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """1 - f as keys, x W_i as values, log f as decay; outside a model γ is 0."""
-        if context.layer is None or _BOUNDS not in context.shared:
-            bound, rest = _unbounded(self.hidden_size)
-        else:
-            bound, rest = context.shared[_BOUNDS][context.layer]
+        """Return 1 - f as keys, x W_i as values, log f as decay; outside a model γ is 0."""
+        bound, rest = self._log_bound(context)
         gate = self.f_proj(x, dtype=jnp.float32)
 
         @recomputed
@@ -133,12 +152,24 @@ class HGRN2(Mixer):
             log_decay=split_heads(log_f, self.num_heads),
         ), context
 
+    def _log_bound(self, context: Context) -> jax.Array:
+        """Return `log γ` and `log (1 - γ)` of this layer, [2, D]."""
+        unbounded, constant = _unbounded(self.hidden_size), self.config.lower_bound
+        if context.layer is None:
+            return unbounded
+        if constant is not None:
+            logs = jnp.log(jnp.array([[constant], [1 - constant]], jnp.float32))
+            return jnp.where(jnp.equal(context.layer, 0), unbounded, logs)
+        return context.shared[_BOUNDS][context.layer] if _BOUNDS in context.shared else unbounded
+
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Norm over the whole width, projection."""
+        """Norm over the whole width or each head, projection."""
+        if self.config.head_norm:
+            return self.o_proj(merge_heads(self.norm(o))), context
         return self.o_proj(self.norm(merge_heads(o))), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """An empty memory."""
+        """Return the empty memory."""
         head = self.config.head_dim
         return ops.linear_state(batch_size, self.num_heads, head, head)
 

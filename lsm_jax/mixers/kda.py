@@ -14,7 +14,7 @@ from flax import nnx
 
 from lsm_jax import ops
 from lsm_jax.mixers import checks
-from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
+from lsm_jax.mixers.base import Context, Mixer, short_convolution
 from lsm_jax.mixers.layers import (
     Dense,
     RMSNorm,
@@ -38,7 +38,7 @@ class KDAConfig(RecurrentConfig):
         num_value_heads: heads of values, gates and memories, a multiple of `num_heads`; None is `num_heads`.
         head_dim: key channels of a head, and inner width of the decay's and the output gate's two matrices.
         expand_v: value channels of a head over head_dim.
-        conv_size: width of the short convolutions on q, k and v.
+        conv_size: width of the short convolutions on q, k and v; 1 is none, which leaves their SiLU.
         allow_negative_eigenvalues: β in (0, 2) instead of (0, 1) (arXiv 2411.12537).
         norm_eps: of the norm over each head's output.
     """
@@ -53,20 +53,22 @@ class KDAConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> KDAConfig:
-        """The published proportions: heads of 128, smaller below width 512, key channels of all heads as many as the width."""
+        """Return the config with the published proportions: heads of 128 channels (smaller ones below width
+        512), and as many key channels in all heads as the width.
+        """
         head_dim = min(128, hidden_size // 4)
         return cls(head_dim=head_dim, num_heads=hidden_size // head_dim)
 
     def value_heads(self) -> int:
-        """Heads of values and memories."""
+        """The number of heads of values and memories."""
         return self.num_heads if self.num_value_heads is None else self.num_value_heads
 
     def value_dim(self) -> int:
-        """Value channels of a head."""
+        """The number of value channels of a head."""
         return round(self.expand_v * self.head_dim)
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         checks.positive(self, head_dim=self.head_dim, norm_eps=self.norm_eps)
         checks.expanded(self, "expand_v", self.expand_v, self.head_dim, 1)
@@ -74,17 +76,19 @@ class KDAConfig(RecurrentConfig):
         checks.convolution_width(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, convolutions, decay KV and erase, write, read of 2KV a head."""
+        """Return the floating-point operations of the forward pass per token: the projections and
+        convolutions, and per head K V to decay the memory and 2 K V each to erase, to write and to read.
+        """
         keys, heads = self.num_heads * self.head_dim, self.value_heads()
         values, rank = heads * self.value_dim(), self.head_dim
         projections = 2.0 * hidden_size * (2 * keys + 2 * values + heads)
         gates = 2.0 * rank * (2 * hidden_size + heads * self.head_dim + values)
-        convolutions = 2 * self.conv_size * (2 * keys + values)
+        convolutions = 2 * checks.convolution_taps(self) * (2 * keys + values)
         return projections + gates + convolutions + 7 * self.head_dim * values
 
 
 class KDA(Mixer):
-    """Kimi Delta Attention; see `KDAConfig`."""
+    """The layer of Kimi Delta Attention; see `KDAConfig`."""
 
     op = ops.delta_memory
     memory_parts = ("k_proj", "v_proj", "beta_proj", "decay_down", "decay_up")
@@ -111,21 +115,23 @@ class KDA(Mixer):
         self.dt_bias = parameter(log_uniform_step_bias(rngs, decays), **fixed)
         self.a_log = parameter(log_uniform_rate(rngs, heads, low=1.0, high=16.0), **fixed)
         convolution = dict(width=config.conv_size, rngs=rngs, axis="heads")
-        self.q_conv = ShortConvolution("q", keys, **convolution)
-        self.k_conv = ShortConvolution("k", keys, **convolution)
-        self.v_conv = ShortConvolution("v", values, **convolution)
+        self.q_conv = short_convolution("q", keys, **convolution)
+        self.k_conv = short_convolution("k", keys, **convolution)
+        self.v_conv = short_convolution("v", values, **convolution)
         self.norm = RMSNorm(config.value_dim(), eps=config.norm_eps)
         self.o_proj = Dense(
             values, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
         )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Convolved queries of unit length."""
+        """Return the convolved queries, of unit length."""
         q, context = self.q_conv(self.q_proj(x), context, self.config.head_dim)
         return split_heads(q, self.config.num_heads), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Convolved keys of unit length, convolved values, β of each value head and the decay of each of its key channels."""
+        """Return the convolved keys, of unit length, the convolved values, β of each value head, and the
+        decay of each of its key channels.
+        """
         config, heads = self.config, self.config.value_heads()
         beta = jax.nn.sigmoid(self.beta_proj(x, dtype=jnp.float32))
         gate = split_heads(self.decay_up(self.decay_down(x), dtype=jnp.float32), heads)
@@ -146,7 +152,7 @@ class KDA(Mixer):
         return written, context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Norm of each head, times sigmoid(x W₁ W₂ + b), projection."""
+        """Normalise each head, multiply by sigmoid(x W₁ W₂ + b), and project."""
 
         @recomputed
         def gated(y, gate):
@@ -156,7 +162,7 @@ class KDA(Mixer):
         return self.o_proj(gated(merge_heads(self.norm(o)), gate)), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.DeltaState:
-        """An empty memory."""
+        """Return the empty memory."""
         config = self.config
         return ops.delta_state(
             batch_size, config.value_heads(), config.head_dim, config.value_dim()

@@ -20,8 +20,8 @@ from jax.typing import DTypeLike
 def parameter(
     value: jax.Array, logical_axes: tuple[str | None, ...], *, weight_decay: bool
 ) -> nnx.Param:
-    """A trainable array in float32, whatever `jax_enable_x64` made of it, with its logical axis names (one an axis) and
-    whether weight decay applies to it.
+    """Return a trainable parameter in float32, also with `jax_enable_x64`, with a logical name for each axis,
+    and whether weight decay applies to it.
     """
     if len(logical_axes) != value.ndim:
         raise ValueError(
@@ -33,15 +33,19 @@ def parameter(
 
 
 def matmul_precision(dtype: DTypeLike) -> jax.lax.Precision:
-    """Full products for float32 and wider; bfloat16 products are exact in the float32 accumulator anyway."""
+    """Return full precision for float32 and wider; products of bfloat16 numbers are exact in float32 in any
+    case.
+    """
     narrow = jnp.dtype(dtype).itemsize <= 2
     return jax.lax.Precision.DEFAULT if narrow else jax.lax.Precision.HIGHEST
 
 
 def matmul_to_float32(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [..., M, K] times w [K, N], of one dtype, accumulated and returned in float32 (float64 for float64).
+    """Return x [..., M, K] times w [K, N], both of one dtype, accumulated and returned in float32 (float64
+    for float64).
 
-    Gradients are those of a product in x's dtype: a float32 one of a widened x would cost a GPU many times as much.
+    Gradients are computed by products in x's dtype: products in float32, of a converted x, would take a GPU
+    many times as long.
     """
     if x.dtype.itemsize >= 4:
         return _product(x, w)
@@ -54,7 +58,9 @@ def _product(x: jax.Array, w: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _widening_product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """A CPU gets widened operands: XLA's CPU backend has no bfloat16 product with a float32 result in some layouts."""
+    """Return the product, with operands converted to float32 on a CPU: XLA has no bfloat16 product with a
+    float32 result there for some layouts.
+    """
 
     def widened(x: jax.Array, w: jax.Array) -> jax.Array:
         return _product(x.astype(jnp.float32), w.astype(jnp.float32))
@@ -79,7 +85,9 @@ def project(
     bias: jax.Array | None = None,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """x [..., D] times kernel [D, F] (cast to x's dtype, accumulated in float32), plus bias [F], in `dtype`, by default x's."""
+    """Return x [..., D] times kernel [D, F] plus bias [F], in `dtype` (None is x's); the kernel is cast to
+    x's dtype, sums are float32.
+    """
     kernel = kernel.astype(x.dtype)
     if dtype is None or jnp.dtype(dtype) == x.dtype:
         y = _product(x, kernel)
@@ -100,8 +108,9 @@ class Dense(nnx.Module):
 
     Attributes:
         lora: an adapter that `lsm_jax.mixers.lora` set, or None.
-        product: the function that multiplies, with the arguments of `project`. Mixture-of-Memories sets another in a copy of
-            its inner mixer, whose kernels may have an axis of memories and whose tokens are arranged by memory.
+        product: the function that multiplies, with the arguments of `project`. Mixture-of-Memories sets
+            another in a copy of its inner mixer, whose kernels may have an axis of memories and whose tokens
+            are arranged by memory.
     """
 
     lora: Any = None
@@ -123,7 +132,7 @@ class Dense(nnx.Module):
         self.bias = parameter(zeros, axes[1:], weight_decay=False) if bias else None
 
     def __call__(self, x: jax.Array, *, dtype: DTypeLike | None = None) -> jax.Array:
-        """x [..., in_size] -> [..., out_size] in `dtype`, by default x's."""
+        """Project x [..., in_size] to [..., out_size] in `dtype` (None is x's)."""
         bias = None if self.bias is None else self.bias[...]
         y = self.product(x, self.kernel[...], bias, dtype)
         return y if self.lora is None else y + self.lora(x, dtype)
@@ -133,8 +142,8 @@ class OrthogonalDense(Dense):
     """`Dense` whose matrix starts with orthogonal rows or columns.
 
     Args:
-        gain: their norm; 0 starts at zero.
-        bias: what the bias starts at; None for no bias.
+        gain: the norm of these rows or columns; with 0 the matrix starts at zero.
+        bias: initial value of the bias; None for no bias.
     """
 
     def __init__(
@@ -155,10 +164,24 @@ class OrthogonalDense(Dense):
         self.bias = None if bias is None else parameter(bias, axes[1:], weight_decay=False)
 
 
-def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Save only a function's arguments for the backward pass, which recomputes the rest; for mostly elementwise functions.
+def draw_xavier(module: nnx.Module, gain: float, rngs: nnx.Rngs) -> None:
+    """Draw the kernels of a module's `Dense` layers again, Xavier-uniform: within ±gain sqrt(6 / (inputs + outputs)).
 
-    Without it a scan over layers keeps every float32 array between bfloat16 arguments and results.
+    Kernels with an axis of memories, [G, inputs, outputs], are drawn as G matrices. Layers with an initialisation of their own
+    (`OrthogonalDense`) are not changed.
+    """
+    for _, layer in nnx.iter_graph(module):
+        if type(layer) is Dense:
+            shape = layer.kernel[...].shape
+            bound = gain * math.sqrt(6 / (shape[-2] + shape[-1]))
+            layer.kernel[...] = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
+
+
+def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Save only a function's arguments for the backward pass, which recomputes the rest; for mostly
+    elementwise functions.
+
+    Otherwise a scan over layers would save every float32 array between bfloat16 arguments and results.
     """
     return jax.checkpoint(function, prevent_cse=False)
 
@@ -170,13 +193,15 @@ def rms_normalize(x: jax.Array, eps: float) -> jax.Array:
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm of the last axis with a learned scale, float32 inside, in x's dtype outside.
+    """Root-mean-square norm of the last axis with a learned scale, computed in float32 and returned in x's
+    dtype.
 
     Args:
         size: channels of the last axis.
         eps: added to the mean square.
         axis: logical name of the scale's axis.
-        num_heads: heads of the last axis but one, each with its scale; None is one scale for all.
+        num_heads: length of the last axis but one, if each of its heads has a scale; None means one scale for
+            all.
     """
 
     def __init__(self, size: int, *, eps: float, axis: str = "norm", num_heads: int | None = None):
@@ -187,7 +212,7 @@ class RMSNorm(nnx.Module):
         self.scale = parameter(jnp.ones(shape, jnp.float32), axes, weight_decay=False)
 
     def __call__(self, x: jax.Array, gate: jax.Array | None = None) -> jax.Array:
-        """x [..., size] -> the norm of x, times `silu(gate)` where a gate [..., size] is given."""
+        """Normalise x [..., size], and multiply it by `silu(gate)` if a gate [..., size] is given."""
 
         def norm(x, gate, scale):
             y = rms_normalize(x, self.eps) * scale
@@ -199,14 +224,15 @@ class RMSNorm(nnx.Module):
 
 
 class HeadNorm(nnx.Module):
-    """Layer norm of each head (a group norm with a group a head), learned scale and bias, float32 inside, x's dtype outside.
+    """Layer norm of each head (a group norm with one group per head) with a learned scale and bias, computed
+    in float32 and returned in x's dtype.
 
     Args:
         num_heads: H.
         head_dim: V.
         eps: added to the variance.
         bias: whether there is a bias.
-        scale: what the scale starts at, possibly traced.
+        scale: initial value of the scale, possibly traced.
         axis: logical name of the heads' axis.
     """
 
@@ -226,7 +252,7 @@ class HeadNorm(nnx.Module):
         self.bias = parameter(jnp.zeros(shape, jnp.float32), **fixed) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x [..., H, V] -> the norm of each head, the same shape and dtype."""
+        """Normalise each head of x [..., H, V]; shape and dtype do not change."""
 
         def norm(x, scale, bias):
             wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -239,16 +265,17 @@ class HeadNorm(nnx.Module):
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class RopeScaling:
-    """How rotary frequencies are lowered for documents longer than a model was first trained on.
+    """A reduction of rotary frequencies for documents that are longer than those of a model's first training.
 
     Attributes:
-        kind: "linear" divides all by `factor` (arXiv 2306.15595); "llama3" (Llama 3.1) divides those of wavelengths over
-            `original_length / low_freq_factor`, leaves those under `original_length / high_freq_factor`, and passes from the
-            one to the other linearly in `original_length / wavelength`.
-        factor: at least 1.
+        kind: "linear" divides all by `factor` (arXiv 2306.15595); "llama3" (Llama 3.1) divides those with
+            wavelengths above `original_length / low_freq_factor`, does not change those with wavelengths
+            below `original_length / high_freq_factor`, and interpolates linearly in `original_length /
+            wavelength` between the two.
+        factor: the largest divisor of a frequency, at least 1.
         low_freq_factor: "llama3" only.
         high_freq_factor: "llama3" only; greater than `low_freq_factor`.
-        original_length: "llama3" only: tokens of the documents first trained on.
+        original_length: "llama3" only: the length in tokens of the documents of the first training.
     """
 
     kind: str = "llama3"
@@ -258,7 +285,7 @@ class RopeScaling:
     original_length: int = 8192
 
     def apply(self, frequency: jax.Array) -> jax.Array:
-        """Frequencies in radians a token, lowered; the same shape."""
+        """Return the lowered frequencies, in radians per token, in the same shape."""
         if self.kind == "linear":
             return frequency / self.factor
         low, high = self.low_freq_factor, self.high_freq_factor
@@ -270,13 +297,14 @@ class RopeScaling:
 def rotate(
     x: jax.Array, positions: jax.Array, *, base: float, scaling: RopeScaling | None = None
 ) -> jax.Array:
-    """Rotary position embedding (arXiv 2104.09864), first half of the channels paired with the second.
+    """Apply the rotary position embedding (arXiv 2104.09864), in which the first half of the channels is
+    paired with the second half.
 
     Args:
-        x: [B, T, H, K], K even.
-        positions: [B, T] integers, the token's place in its document.
+        x: [B, T, H, K] with an even K.
+        positions: [B, T] integers, the positions of the tokens in their documents.
         base: wavelengths run from 2π to 2π · base.
-        scaling: lowers the frequencies; None leaves them.
+        scaling: a reduction of the frequencies, or None.
 
     Returns:
         [B, T, H, K] in x's dtype; angles and products in float32.
@@ -292,19 +320,21 @@ def rotate(
 
 
 def split_heads(x: jax.Array, num_heads: int) -> jax.Array:
-    """[B, T, H * K] -> [B, T, H, K]."""
+    """Reshape [B, T, H * K] to [B, T, H, K]."""
     return x.reshape(*x.shape[:-1], num_heads, -1)
 
 
 def merge_heads(x: jax.Array) -> jax.Array:
-    """[B, T, H, K] -> [B, T, H * K]."""
+    """Reshape [B, T, H, K] to [B, T, H * K]."""
     return x.reshape(*x.shape[:-2], -1)
 
 
 def log_uniform_step_bias(
     rngs: nnx.Rngs, size: int, *, low: float = 1e-3, high: float = 1e-1, floor: float = 1e-4
 ) -> jax.Array:
-    """Bias whose softplus is log-uniform in [low, high], at least `floor` (Mamba2, arXiv 2405.21060, its code)."""
+    """Draw biases whose softplus is log-uniform in [low, high] and at least `floor` (as in the code of
+    Mamba2, arXiv 2405.21060).
+    """
     uniform = jax.random.uniform(rngs.params(), (size,), jnp.float32)
     step = jnp.exp(uniform * (jnp.log(high) - jnp.log(low)) + jnp.log(low))
     step = jnp.maximum(step, floor)
@@ -312,6 +342,6 @@ def log_uniform_step_bias(
 
 
 def log_uniform_rate(rngs: nnx.Rngs, size: int, *, low: float, high: float) -> jax.Array:
-    """`log A` of A uniform in [low, high), where an A near zero counts as 1e-6 so that the logarithm is finite."""
+    """Draw `log A` of A uniform in [low, high) and at least 1e-6, so that the logarithm is finite."""
     rate = jax.random.uniform(rngs.params(), (size,), jnp.float32, low, high)
     return jnp.log(jnp.maximum(rate, 1e-6))

@@ -1,13 +1,16 @@
-"""Liger (arXiv 2503.01496): a pretrained softmax layer as a gated memory and a sliding window, with no new parameter.
+"""Liger (arXiv 2503.01496): a pretrained softmax layer as a gated memory and a sliding window, with no new
+parameter.
 
-The gate is the layer's key projection, pooled over channels: `M_t = G_t ⊙ M_{t-1} + k_tᵀ v_t`, `G_t = f(Pool(x_t W_k))`.
-Paper Table 1 has the gates; where it leaves a choice, that of the published code (github.com/OpenSparseLLMs/Linearization)
-is taken: softmax over channels as the feature map, queries not scaled, no normaliser, norm or output gate.
+The gate is the layer's key projection, pooled over channels: `M_t = G_t ⊙ M_{t-1} + k_tᵀ v_t`,
+`G_t = f(Pool(x_t W_k))`. Table 1 of the paper has the gates. Where the paper is not specific, this follows the
+published code (github.com/OpenSparseLLMs/Linearization): softmax over channels as the feature map, queries
+not scaled, no normaliser, norm or output gate.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -19,12 +22,12 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context
 from lsm_jax.mixers.feature_maps import FeatureMap, num_features
-from lsm_jax.mixers.layers import Dense, split_heads
+from lsm_jax.mixers.layers import Dense, parameter, split_heads
 from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.op_config import RecurrentConfig
 from lsm_jax.mixers.softmax import Softmax, SoftmaxConfig
 
-GATES = ("gla", "mamba2", "mlstm", "gated_retention", "hgrn2", "rwkv6", "gsa")
+GATES = ("gla", "mamba2", "mlstm", "gated_retention", "hgrn2", "rwkv6", "gsa", "none")
 FEATURE_MAPS = ("softmax", "t2r", "hedgehog")
 _BY_HEAD = ("mamba2", "mlstm", "gated_retention")
 _TEMPERATURE = {"gla": 16.0, "gsa": 16.0}
@@ -33,58 +36,72 @@ _LARGEST_EXPONENT = 4.0  # of RWKV6's exp(-exp(z)): exp(-55) forgets all
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class LigerConfig(RecurrentConfig, SoftmaxConfig):
-    """Liger attention. The fields of `SoftmaxConfig` are those of the pretrained layer; `window` and `implementation` are the
-    window branch's, `op` is the recurrence's.
+    """The config of Liger attention. The fields of `SoftmaxConfig` describe the pretrained layer, except
+    `window` and `implementation`, which are for the branch with attention in a window; `op` is for the branch
+    with a recurrent memory.
 
-    With z the pooled key projection, the logarithm of the gate is log sigmoid(z) / gate_temperature of each key channel (gla),
-    head (mlstm and gated_retention, which are one function here) or slot (gsa); of each key channel with 1 - gate in the
-    key's place (hgrn2); -softplus(z) of each head (mamba2); -exp(min(z, 4)) of each key channel (rwkv6).
+    With z the pooled key projection, the logarithm of the gate is log sigmoid(z) / gate_temperature for each
+    key channel (gla; and hgrn2, in which 1 - gate replaces the key), head (mlstm and gated_retention, which
+    are the same function here) or slot (gsa); -softplus(z) for each head (mamba2); or -exp(min(z, 4)) for
+    each key channel (rwkv6). Gate "none" is
+    the ablation whose memory does not decay.
 
     Attributes:
-        window: tokens a query of the window's branch sees, itself included; None sees all.
-        gate: the recurrence, in `GATES`.
+        window: number of tokens that a query of the window's branch attends to, itself included; None means
+            all.
+        gate: the kind of recurrence, a name in `GATES`.
         gate_temperature: divides the gate's logarithm; None is 16 for gla and gsa, else 1.
-        num_slots: gsa's slots; None is a key's channels.
-        memory_weight: of the recurrence's output; 0 leaves the recurrence out.
-        window_weight: of the window's output; 0 leaves the window out (ablation).
-        gate_projection: the gate comes from a new random projection in place of the keys' (ablation).
-        feature_map: "softmax" over channels, or learned: "t2r" or "hedgehog" of `lsm_jax.mixers.feature_maps` (ablation).
+        num_slots: number of slots of gsa; None means as many as a key has channels.
+        gate_lower_bound: γ of hgrn2, whose gate is γ + (1 - γ) sigmoid(z) in every layer but the first; 0, as in
+            the published code, is no bound.
+        memory_weight: factor of the memory's output; 0 removes the memory.
+        window_weight: factor of the window's output; 0 removes the window (ablation).
+        learned_weights: whether each layer's two weights are parameters, which start at `memory_weight` and
+            `window_weight`.
+        gate_projection: whether the gate is computed by a new projection with random weights instead of the
+            key projection (ablation).
+        feature_map: "softmax" over channels, or a learned one: "t2r" or "hedgehog" of
+            `lsm_jax.mixers.feature_maps` (ablation).
     """
 
     window: int | None = 64
     gate: str = "gla"
     gate_temperature: float | None = None
     num_slots: int | None = None
+    gate_lower_bound: float = 0.0
     memory_weight: float = 0.5
     window_weight: float = 0.5
+    learned_weights: bool = False
     gate_projection: bool = False
     feature_map: str = "softmax"
 
     @classmethod
     def for_width(cls, hidden_size: int) -> LigerConfig:
-        """Softmax attention's proportions, two query heads to a key head."""
+        """Return the config with the proportions of softmax attention, and two query heads for each key head."""
         heads = SoftmaxConfig.for_width(hidden_size).num_heads
         return cls(num_heads=heads, num_kv_heads=max(1, heads // 2))
 
     def gate_size(self, hidden_size: int) -> int:
-        """Gates of a key head."""
+        """The number of gates of a key head."""
         channels = self.dim(hidden_size)
         if self.gate == "gsa":
             return channels if self.num_slots is None else self.num_slots
+        if self.gate == "none":
+            return 0
         return 1 if self.gate in _BY_HEAD else channels
 
     def features(self, hidden_size: int) -> int:
-        """Key channels of the memory."""
+        """The number of key channels of the memory."""
         learned = self.feature_map != "softmax"
         return num_features(self.feature_map, self.dim(hidden_size)) if learned else self.dim(hidden_size)  # fmt: skip
 
     def temperature(self) -> float:
-        """The divisor of the gate's logarithm."""
+        """The number that the gate's logarithm is divided by."""
         given = self.gate_temperature
         return _TEMPERATURE.get(self.gate, 1.0) if given is None else given
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         super().validate(hidden_size)
         self.validate_fields()
         checks.one_of(self, "gate", self.gate, GATES)
@@ -102,13 +119,33 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
             raise ValueError(
                 f"LigerConfig.feature_map={self.feature_map!r}: gate={self.gate!r} maps no keys; accepted is 'softmax'"
             )
+        if not 0 <= self.gate_lower_bound < 1:
+            raise ValueError(
+                f"LigerConfig.gate_lower_bound={self.gate_lower_bound}: accepted are numbers from 0 to less than 1"
+            )
+        if self.gate_lower_bound and self.gate != "hgrn2":
+            raise ValueError(
+                f"LigerConfig.gate_lower_bound={self.gate_lower_bound}: only gate='hgrn2' has a lower bound; accepted is 0"
+            )
+        if self.gate == "none" and (self.gate_projection or self.gate_temperature is not None):
+            raise ValueError(
+                f"LigerConfig.gate_projection={self.gate_projection}, gate_temperature={self.gate_temperature}: gate='none' has no "
+                "gate; accepted are False and None"
+            )
+        if self.learned_weights and not (self.memory_weight and self.window_weight):
+            raise ValueError(
+                f"LigerConfig.learned_weights=True: memory_weight={self.memory_weight}, window_weight={self.window_weight}; "
+                "accepted are weights other than 0, since a branch of weight 0 does not exist"
+            )
         if not (self.memory_weight or self.window_weight):
             raise ValueError(
                 "LigerConfig.memory_weight=0, window_weight=0: at least one must not be 0"
             )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Attention's, and those of the memory: decay and write 3 K V a key head, read 2 K V a query head; gsa has two of them."""
+        """Return the floating-point operations of the forward pass per token: attention and the memory, with
+        3 K V per key head to decay and write and 2 K V per query head to read; twice that for gsa.
+        """
         dim, heads, kv_heads = self.dim(hidden_size), self.num_heads, self.kv_heads()
         total = 4.0 * hidden_size * dim * (heads + kv_heads)
         if self.window_weight:
@@ -125,7 +162,8 @@ class LigerState(NamedTuple):
 
     Attributes:
         memory: `ops.LinearState`, gsa's `ops.SlotState`, or None without a memory; one for each key head.
-        window: `ops.AttentionState`, a ring of the window's rotated keys and values, or None without a window.
+        window: `ops.AttentionState`, a ring buffer with the window's rotated keys and values; None without a
+            window.
     """
 
     memory: Any
@@ -133,10 +171,10 @@ class LigerState(NamedTuple):
 
 
 class Liger(Softmax):
-    """Liger attention; see `LigerConfig`. Its parameters are named as softmax attention's, and the same but for ablations'.
+    """Liger attention; see `LigerConfig`. It has softmax attention's parameters, under the same names, and those of ablations.
 
-    Keys and queries of the memory are those before the rotation, normalised where the layer does; the gate's are ahead of
-    the norm also.
+    The memory uses keys and queries before the rotation, normalised if the layer normalises them. The gate
+    uses keys before the norm too.
     """
 
     op = ops.linear_memory
@@ -149,6 +187,10 @@ class Liger(Softmax):
         gates = config.kv_heads() * config.gate_size(hidden_size)
         into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
         self.memory_gate = Dense(hidden_size, gates, **into) if config.gate_projection else None
+        weights = jnp.array([config.memory_weight, config.window_weight], jnp.float32)
+        self.branch_weights = (
+            parameter(weights, (None,), weight_decay=False) if config.learned_weights else None
+        )
 
         def learned(heads: int) -> FeatureMap | None:
             if config.feature_map == "softmax":
@@ -160,21 +202,25 @@ class Liger(Softmax):
         self.q_map, self.k_map = learned(config.num_heads), learned(config.kv_heads())
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """The memory's queries; the context has the window's, saved as "q"."""
+        """Return the memory's queries; the window's queries are in the context, as `saved["q"]`."""
         q = split_heads(self.q_proj(x), self.config.num_heads)
         context = context.add(saved={"q": self._rotated(q, self.q_norm, context)})
         q = q if self.q_norm is None else self.q_norm(q)
         return q if self.config.gate == "gsa" else _mapped(q, self.q_map), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Keys, values and gates for the memory; the context has the window's keys, saved as "k"."""
+        """Return keys, values and gates for the memory; the window's keys are in the context, as
+        `saved["k"]`.
+        """
         config, heads = self.config, self.config.kv_heads()
         keys, context = self.keys(x, context)
         values, context = self.values(x, context)
         raw, v = split_heads(keys, heads), split_heads(values, heads)
         context = context.add(saved={"k": self._rotated(raw, self.k_norm, context)})
-        log_decay = self.log_decay(raw, x)
         k = raw if self.k_norm is None else self.k_norm(raw)
+        if config.gate == "none":
+            return dict(k=_mapped(k, self.k_map), v=v), context
+        log_decay = self.log_decay(raw, x, context.layer)
         if config.gate == "gsa":
             return dict(k=k, v=v, s=-jnp.expm1(log_decay), log_decay=log_decay), context
         if config.gate == "hgrn2":
@@ -186,8 +232,16 @@ class Liger(Softmax):
         copies = k.shape[-1] // log_decay.shape[-1]  # a channel's features share its gate
         return dict(k=k, v=v, log_decay=jnp.tile(log_decay, copies)), context
 
-    def log_decay(self, keys: jax.Array, x: jax.Array) -> jax.Array:
-        """The logarithm of the gates [B, T, G, gates of a head] in float32, from keys [B, T, G, K] before norm and rotation."""
+    def log_decay(
+        self, keys: jax.Array, x: jax.Array, layer: jax.Array | int | None = None
+    ) -> jax.Array:
+        """Return the logarithm of the gates [B, T, G, gates of a head] in float32.
+
+        Args:
+            keys: [B, T, G, K], before norm and rotation.
+            x: [B, T, D], the layer's input.
+            layer: index of the layer, whose lower bound is 0 in layer 0; None is a later layer.
+        """
         wide = jnp.promote_types(x.dtype, jnp.float32)
         if self.memory_gate is None:
             z = pool(keys.astype(wide), self.config.gate_size(self.hidden_size))
@@ -199,38 +253,44 @@ class Liger(Softmax):
             z = -jnp.exp(jnp.minimum(z, _LARGEST_EXPONENT))
         else:
             z = jax.nn.log_sigmoid(z)
+        if bound := self.config.gate_lower_bound:
+            bounded = jnp.logaddexp(math.log(bound), math.log1p(-bound) + z)
+            z = bounded if layer is None else jnp.where(jnp.equal(layer, 0), z, bounded)
         return z / self.config.temperature()
 
     def through_memory(
         self, x: jax.Array, context: Context, memory: Any
     ) -> tuple[jax.Array, Any, Context]:
-        """The weighted sum of what memory and window give, [B, T, H, V], and their states after."""
+        """Return the weighted sum of the outputs of memory and window, [B, T, H, V], and their final states."""
         config = self.config
         earlier = LigerState(None, None) if memory is None else memory
         call = dict(segment_ids=context.segment_ids, update_mask=context.update_mask)
         query, context = self.read(x, context)
         written, context = self.write(x, context)
         outputs, after = [], {}
+        memory_weight, window_weight = config.memory_weight, config.window_weight
+        if self.branch_weights is not None:
+            memory_weight, window_weight = self.branch_weights[...]
         if config.memory_weight:
             op = ops.slot_memory if config.gate == "gsa" else ops.linear_memory
             o, after["memory"] = op(
                 query, **written, **self.options(), initial_state=earlier.memory, **call
             )
-            outputs.append((config.memory_weight, o))
+            outputs.append((memory_weight, o))
         if config.window_weight:
             o, after["window"] = ops.attention(
                 context.saved["q"], context.saved["k"], written["v"],
                 window=config.window, implementation=config.implementation,
                 initial_state=earlier.window, **call,
             )  # fmt: skip
-            outputs.append((config.window_weight, o))
+            outputs.append((window_weight, o))
         wide = jnp.promote_types(x.dtype, jnp.float32)
         mixed = jnp.asarray(sum(weight * o.astype(wide) for weight, o in outputs))
         state = LigerState(after.get("memory"), after.get("window"))
         return mixed.astype(x.dtype), state, context
 
     def options(self) -> dict[str, Any]:
-        """The recurrence's constant arguments; queries are not scaled."""
+        """Return the constant arguments of the memory's op; queries are not scaled."""
         config = self.config
         return dict(
             scale=1.0,
@@ -238,7 +298,7 @@ class Liger(Softmax):
         )
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> Any:
-        """An empty memory for each key head, and an empty window."""
+        """Return an empty memory for each key head, and an empty window."""
         config, heads, dim = self.config, self.config.kv_heads(), self.head_dim
         memory = window = None
         if config.memory_weight and config.gate == "gsa":
@@ -251,7 +311,9 @@ class Liger(Softmax):
 
 
 def pool(x: jax.Array, size: int) -> jax.Array:
-    """Means [..., size] over channels of x [..., K]: bin i is of those from floor(i K / size) to ceil((i + 1) K / size)."""
+    """Return the means [..., size] of x [..., K] over bins of channels; bin i is from floor(i K / size) to
+    ceil((i + 1) K / size).
+    """
     channels = x.shape[-1]
     if size == channels:
         return x

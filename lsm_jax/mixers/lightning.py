@@ -1,4 +1,5 @@
-"""Lightning attention (TransNormerLLM, arXiv 2307.14995; Lightning Attention-2, arXiv 2401.04658): `M_t = λ M_{t-1} + φ(k_t)ᵀ v_t`.
+"""Lightning attention (TransNormerLLM, arXiv 2307.14995; Lightning Attention-2, arXiv 2401.04658):
+`M_t = λ M_{t-1} + φ(k_t)ᵀ v_t`.
 
 λ is a constant of head h and, in the published model, of layer l: `exp(-(8 h / H) (1 - l / L))`.
 """
@@ -31,32 +32,38 @@ class LightningConfig(RecurrentConfig):
         num_heads: heads.
         decay: each head's constant rate: "depth" is the published `(8 h / H) (1 - l / L)`, slower in higher layers; "alibi" the
             slopes `2^(-8 (h + 1) / H)` in every layer, as in Linear-MoE (arXiv 2503.05447, its code); "none" does not decay.
+        qkv_bias: whether the projections to queries, keys, values and the output gate have biases, as in Linear-MoE.
         norm_eps: of the norm over each head's output.
     """
 
     num_heads: int = 8
     decay: str = "depth"
+    qkv_bias: bool = False
     norm_eps: float = 1e-5
 
     @classmethod
     def for_width(cls, hidden_size: int) -> LightningConfig:
-        """The published proportions: heads of 128."""
+        """Return the config with the published proportions: heads of 128 channels."""
         return cls(num_heads=hidden_size // min(128, hidden_size // 4))
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
         checks.one_of(self, "decay", self.decay, DECAYS)
         checks.positive(self, norm_eps=self.norm_eps)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, decay KV, write 2KV, read 2KV a head."""
+        """Return the floating-point operations of the forward pass per token: the projections, and per head K
+        V to decay the memory and 2 K V each to write and to read.
+        """
         return 10.0 * hidden_size**2 + 5.0 * hidden_size**2 / self.num_heads
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """ALiBi's slopes (arXiv 2108.12409): `2^(-8 (h + 1) / H)`; other counts than powers of two take every second one more."""
+    """Return ALiBi's slopes (arXiv 2108.12409), `2^(-8 (h + 1) / H)` for H a power of two. For other H, those
+    of the next smaller power, and every second one of the next larger.
+    """
     power = 2 ** int(math.log2(num_heads))
     slopes = [2.0 ** (-8 * (h + 1) / power) for h in range(power)]
     between = [2.0 ** (-4 * (h + 1) / power) for h in range(0, 2 * power, 2)]
@@ -64,7 +71,7 @@ def alibi_slopes(num_heads: int) -> list[float]:
 
 
 class Lightning(Mixer):
-    """Lightning attention; see `LightningConfig`."""
+    """The layer of Lightning attention; see `LightningConfig`."""
 
     op = ops.linear_memory
     uses_depth = True
@@ -83,7 +90,7 @@ class Lightning(Mixer):
     ):
         super().__init__(config, hidden_size)
         self.num_layers = num_layers
-        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
+        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std, bias=config.qkv_bias)
         self.q_proj = Dense(hidden_size, hidden_size, **into)
         self.k_proj = Dense(hidden_size, hidden_size, **into)
         self.v_proj = Dense(hidden_size, hidden_size, **into)
@@ -94,7 +101,7 @@ class Lightning(Mixer):
         )
 
     def log_decay(self, layer: jax.Array | int | None) -> jax.Array | None:
-        """The decay of each head, [H], in this layer; outside a model that of the first."""
+        """Return the decay of each head, [H], in this layer; outside a model that of the first layer."""
         heads = self.config.num_heads
         if self.config.decay == "none":
             return None
@@ -104,11 +111,11 @@ class Lightning(Mixer):
         return -8 / heads * (1 - depth) * jnp.arange(heads, dtype=jnp.float32)
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """silu(x W_q)."""
+        """Return silu(x W_q)."""
         return jax.nn.silu(split_heads(self.q_proj(x), self.config.num_heads)), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """silu(x W_k), values, and each head's constant decay."""
+        """Return silu(x W_k), the values, and the constant decay of each head."""
         heads = self.config.num_heads
         return dict(
             k=jax.nn.silu(split_heads(self.k_proj(x), heads)),
@@ -117,12 +124,12 @@ class Lightning(Mixer):
         ), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Norm of each head, times silu(x W_g), projection."""
+        """Normalise each head, multiply by silu(x W_g), and project."""
         gate = split_heads(self.g_proj(x), self.config.num_heads)
         return self.o_proj(merge_heads(self.norm(o, gate))), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """An empty memory."""
+        """Return the empty memory."""
         head = self.hidden_size // self.config.num_heads
         return ops.linear_state(batch_size, self.config.num_heads, head, head)
 

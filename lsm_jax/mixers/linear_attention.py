@@ -1,6 +1,8 @@
-"""Basic linear attention (arXiv 2006.16236): `M_t = M_{t-1} + φ(k_t)ᵀ v_t`, `o_t = φ(q_t) M_t`, optionally over `φ(q_t) z_t`.
+"""Basic linear attention (arXiv 2006.16236): `M_t = M_{t-1} + φ(k_t)ᵀ v_t`, `o_t = φ(q_t) M_t`, optionally
+divided by `φ(q_t) z_t`, z the sum of φ(k).
 
-As in Linear-MoE (arXiv 2503.05447) the normaliser is off by default and a norm over each head's output takes its place.
+As in Linear-MoE (arXiv 2503.05447) the normaliser is off by default and a norm over each head's output takes
+its place.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ class LinearAttentionConfig(RecurrentConfig):
         sum_normalize_k: the same of φ(k).
         normalize: divide by the query's product with the sum of keys; needs a non-negative φ.
         output_gate: multiply the normed output by silu(x W).
+        qkv_bias: whether the projections to queries, keys, values and the output gate have biases, as in Linear-MoE's models of
+            Qwen2's layers (arXiv 2503.05447, its code).
         norm_eps: of the norm over each head's output.
     """
 
@@ -46,22 +50,23 @@ class LinearAttentionConfig(RecurrentConfig):
     sum_normalize_k: bool = False
     normalize: bool = False
     output_gate: bool = False
+    qkv_bias: bool = False
     norm_eps: float = 1e-5
 
     @classmethod
     def for_width(cls, hidden_size: int) -> LinearAttentionConfig:
-        """The customary proportions: heads of 128."""
+        """Return the config with the customary proportions: heads of 128 channels."""
         return cls(num_heads=hidden_size // min(128, hidden_size // 4))
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
-        """Key and value channels of a head."""
+        """The numbers of key and value channels of a head."""
         return (
             checks.expanded(self, "expand_k", self.expand_k, hidden_size, self.num_heads),
             checks.expanded(self, "expand_v", self.expand_v, hidden_size, self.num_heads),
         )
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         self.head_dims(hidden_size)
         accepted = (*feature_maps.FIXED, *feature_maps.LEARNED)
@@ -75,7 +80,9 @@ class LinearAttentionConfig(RecurrentConfig):
         checks.positive(self, norm_eps=self.norm_eps)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, learned φ, write 2KV and read 2KV a head."""
+        """Return the floating-point operations of the forward pass per token: the projections and learned
+        feature maps, and per head 2 K V each to write and to read.
+        """
         k, v = self.head_dims(hidden_size)
         projections = 2 * k + (3 if self.output_gate else 2) * v
         learned = 4 * k * k * feature_maps.LEARNED.get(self.feature_map, 0)
@@ -85,7 +92,7 @@ class LinearAttentionConfig(RecurrentConfig):
 
 
 class LinearAttention(Mixer):
-    """Basic linear attention; see `LinearAttentionConfig`."""
+    """The layer of basic linear attention; see `LinearAttentionConfig`."""
 
     op = ops.linear_memory
     memory_parts = ("k_proj", "v_proj")
@@ -102,7 +109,7 @@ class LinearAttention(Mixer):
         super().__init__(config, hidden_size)
         self.key_dim, self.value_dim = config.head_dims(hidden_size)
         keys, values = config.num_heads * self.key_dim, config.num_heads * self.value_dim
-        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
+        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std, bias=config.qkv_bias)
         self.q_proj = Dense(hidden_size, keys, **into)
         self.k_proj = Dense(hidden_size, keys, **into)
         self.v_proj = Dense(hidden_size, values, **into)
@@ -117,29 +124,29 @@ class LinearAttention(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """φ(x W_q)."""
+        """Return φ(x W_q)."""
         q = self.q_features(split_heads(self.q_proj(x), self.config.num_heads))
         return feature_maps.normalize_sum(q) if self.config.sum_normalize_q else q, context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """φ(x W_k) and x W_v."""
+        """Return φ(x W_k) and x W_v."""
         k = self.k_features(split_heads(self.k_proj(x), self.config.num_heads))
         k = feature_maps.normalize_sum(k) if self.config.sum_normalize_k else k
         return dict(k=k, v=split_heads(self.v_proj(x), self.config.num_heads)), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Norm of each head, gate if any, projection."""
+        """Normalise each head, multiply by the gate if there is one, and project."""
         gate = None
         if self.g_proj is not None:
             gate = split_heads(self.g_proj(x), self.config.num_heads)
         return self.o_proj(merge_heads(self.norm(o, gate))), context
 
     def options(self) -> dict[str, Any]:
-        """The op's constant arguments, with the normaliser's epsilon."""
+        """Return the op's constant arguments, with the normaliser's epsilon."""
         return dict(super().options(), normalize=_NORMALIZER_EPS if self.config.normalize else None)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """An empty memory."""
+        """Return the empty memory."""
         return ops.linear_state(
             batch_size,
             self.config.num_heads,

@@ -1,8 +1,10 @@
-"""LoLCATs (arXiv 2410.10254): softmax attention in a window, linear attention beyond it, under one denominator.
+"""LoLCATs (arXiv 2410.10254): softmax attention in a window, linear attention beyond it, under one
+denominator.
 
-`o_t = (Σ_near γ exp(s_tj - m_t) v_j + Σ_far φ(q_t)·φ(k_j) v_j) / (the same without v)`, near the last `window` tokens of the
-document, m_t the largest near score, γ a learned factor of each head. Feature maps see queries and keys after the rotation, as
-in the authors' code; theirs maps keys once a query head, here once a key head, so that the memory is one of key heads.
+`o_t = (Σ_near γ exp(s_tj - m_t) v_j + Σ_far φ(q_t)·φ(k_j) v_j) / (the same without v)`, with "near" the last
+`window` tokens of the document and "far" those before them, m_t the largest near score, and γ a learned
+factor of each head. Feature maps are applied to queries and keys after the rotation, as in the authors' code.
+There keys are mapped once per query head, here once per key head, so that there is one memory per key head.
 """
 
 from __future__ import annotations
@@ -31,14 +33,16 @@ _FIRST_FACTOR = 0.1
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class LolcatsConfig(RecurrentConfig, SoftmaxConfig):
-    """LoLCATs attention. The fields of `SoftmaxConfig` are those of the pretrained layer; `op` is the linear part's.
+    """The config of LoLCATs attention. The fields of `SoftmaxConfig` describe the pretrained layer; `op` is
+    for the linear part.
 
     Attributes:
-        window: tokens under softmax attention, the query's included.
-        feature_dim: columns of a feature map; it gives twice as many features.
-        transfer_weight: 0 is the model. Otherwise its layers return softmax attention's output, and report as a loss this weight
-            times the mean squared distance of LoLCATs' output from it: the first stage of training, which needs rows from their
-            start and returns no state.
+        window: number of tokens with softmax attention, the query's own token included.
+        feature_dim: number of columns of a feature map's matrix; the map has twice as many features.
+        transfer_weight: 0 for the model itself. Otherwise, for the first stage of training, layers return the
+            output of softmax attention, and as a loss this weight times the mean squared difference between
+            it and LoLCATs' output. This requires rows from their first token, and returns no state.
+            A run of this stage trains so, and is evaluated and generates as the model with 0 (`for_inference`).
     """
 
     window: int | None = 64
@@ -47,13 +51,27 @@ class LolcatsConfig(RecurrentConfig, SoftmaxConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> LolcatsConfig:
-        """Softmax attention's proportions, two query heads to a key head."""
+        """Return the config with the proportions of softmax attention, and two query heads for each key head."""
         heads = SoftmaxConfig.for_width(hidden_size).num_heads
         size = min(64, hidden_size // heads)
         return cls(num_heads=heads, num_kv_heads=max(1, heads // 2), feature_dim=size)
 
+    def for_inference(self) -> LolcatsConfig:
+        """Return the student: the layer that is evaluated and generates, with the same parameters."""
+        return dataclasses.replace(self, transfer_weight=0.0)
+
+    def teacher(self) -> SoftmaxConfig | None:
+        """Return the softmax attention whose outputs the first stage learns, or None outside that stage."""
+        if not self.transfer_weight:
+            return None
+        fields: dict[str, Any] = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(SoftmaxConfig)
+        }
+        fields["window"] = None
+        return SoftmaxConfig(**fields)
+
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         super().validate(hidden_size)
         self.validate_fields()
         checks.positive(self, feature_dim=self.feature_dim)
@@ -65,7 +83,9 @@ class LolcatsConfig(RecurrentConfig, SoftmaxConfig):
             )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Attention's over the window, the maps, the memory's write 2 F V a key head and read 2 F V a query head."""
+        """Return the floating-point operations of the forward pass per token: attention over the window, the
+        feature maps, and the memory, with 2 F V per key head to write and 2 F V per query head to read.
+        """
         dim, heads, kv_heads = self.dim(hidden_size), self.num_heads, self.kv_heads()
         mapped = 2.0 * (heads + kv_heads) * dim * self.feature_dim
         memory = 4.0 * (heads + kv_heads) * self.feature_dim * dim
@@ -76,10 +96,10 @@ class LolcatsState(NamedTuple):
     """The state of a LoLCATs layer.
 
     Attributes:
-        linear: of all of the document's tokens, with a last value channel of ones.
+        linear: the state of the linear part, for all tokens of the document; its last value channel is 1.
         keys: [B, W, G, K], the last W rotated keys of the document, oldest first.
         values: [B, W, G, V].
-        held: int32 [B], how many of them there are, at the end.
+        held: int32 [B], the number of tokens in `keys` and `values`; they are the last ones of the W.
     """
 
     linear: ops.LinearState
@@ -89,7 +109,8 @@ class LolcatsState(NamedTuple):
 
 
 class Lolcats(Softmax):
-    """LoLCATs attention; see `LolcatsConfig`. Beside softmax attention's parameters it has maps and factors, for the first stage.
+    """The layer of LoLCATs attention; see `LolcatsConfig`. In addition to softmax attention's parameters it
+    has the feature maps and factors that the first stage trains.
 
     Scores of the window are computed in blocks of its size, so that memory and time grow with the tokens.
     """
@@ -112,7 +133,7 @@ class Lolcats(Softmax):
         self.window_factor = parameter(factors, ("heads",), weight_decay=False)
 
     def options(self) -> dict[str, Any]:
-        """The linear part's constant arguments; queries are not scaled."""
+        """Return the constant arguments of the linear part's op; queries are not scaled."""
         config = self.config
         return dict(
             scale=1.0,
@@ -120,7 +141,7 @@ class Lolcats(Softmax):
         )
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> Any:
-        """The state before any token."""
+        """Return the state before any token."""
         if self.config.transfer_weight:
             raise ValueError(
                 f"LolcatsConfig.transfer_weight={self.config.transfer_weight}: such a layer keeps no state; 0 is the model that does"
@@ -136,7 +157,9 @@ class Lolcats(Softmax):
     def through_memory(
         self, x: jax.Array, context: Context, memory: Any
     ) -> tuple[jax.Array, Any, Context]:
-        """The output of window and memory together, [B, T, H, V], and the final state; in the first stage softmax attention's output."""
+        """Return the joint output of window and memory, [B, T, H, V], and the final state; in the first stage
+        the output of softmax attention.
+        """
         config = self.config
         memory = self._empty(x.shape[0], x.dtype) if memory is None else memory
         q, context = self.read(x, context)
@@ -178,10 +201,10 @@ class Lolcats(Softmax):
         seen = near.seen[:, :, :, None, None]
         scores = pairs(q, keys) * self.head_dim**-0.5
         top = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1, keepdims=True)
-        # The far part is not scaled by it, so that it has a gradient.
+        # It does not scale the far part, so that it has a gradient.
         top = jnp.where(jnp.isfinite(top), top, 0)
         factor = jax.nn.sigmoid(self.window_factor[...]).reshape(heads, -1, 1)
-        # The memory holds the window's tokens too; they are taken out again.
+        # The memory contains the window's tokens too; their part is subtracted.
         weights = factor * jnp.exp(jnp.where(seen, scores - top, 0))
         weights = weights - pairs(q_features, near.take(_features(self.k_map, near.keys.astype(wide))))  # fmt: skip
         weights = jnp.where(seen, weights, 0)
@@ -194,13 +217,16 @@ class Lolcats(Softmax):
 
 
 class _Near:
-    """The window of each token: the tokens in the state and in the call, and which of them each token sees.
+    """The window of each token: the tokens in the state and in the call, and to which of them each token
+    attends.
 
-    Queries go in N blocks of C, C being the window; a block sees no other keys than W + C - 1 written ones in a row.
+    Queries are divided into N blocks of C tokens, with C the window W or, if smaller, T. The queries of a
+    block attend only to W + C - 1 consecutive written tokens.
 
     Attributes:
         keys: [B, W + T, G, K], the state's and the call's; `values` likewise.
-        seen: [B, N, C, W + C - 1], whether a query of a block sees a key of those that `take` gives the block.
+        seen: [B, N, C, W + C - 1], whether a query of a block attends to each of the keys that `take` returns
+            for the block.
     """
 
     def __init__(self, k, v, context: Context, memory: LolcatsState, window: int | None):
@@ -217,8 +243,10 @@ class _Near:
         self.written = jnp.concatenate([held, written], axis=1)
         self.run = jnp.concatenate([jnp.zeros((batch, window), run.dtype), run], axis=1)
         self.before = memory
-        # A token that is not written sees as many written ones before it.
-        rank = jnp.cumsum(self.written, axis=1, dtype=jnp.int32)  # how many are written up to each
+        # A token that is not written attends to the same number of written tokens before it.
+        rank = jnp.cumsum(
+            self.written, axis=1, dtype=jnp.int32
+        )  # the number of written tokens up to each
         places = jax.lax.broadcasted_iota(jnp.int32, rank.shape, 1)
         rows = jnp.arange(batch)[:, None]
         ranked = jnp.zeros((batch, rank.shape[1] + 1), jnp.int32)
@@ -236,22 +264,22 @@ class _Near:
         self.seen = inside & (run == mine) & (theirs <= ours) & (ours - theirs < self.window)
 
     def cut(self, x: jax.Array) -> jax.Array:
-        """x [B, T, ...] -> [B, N, C, ...], the last block filled with the last token."""
+        """Divide x [B, T, ...] into blocks [B, N, C, ...]; the last block is padded with the last token."""
         missing = -self.length % self.size
         x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), mode="edge")
         return x.reshape(len(x), -1, self.size, *x.shape[2:])
 
     def joined(self, x: jax.Array) -> jax.Array:
-        """x [B, N, C, ...] -> [B, T, ...]."""
+        """Join blocks [B, N, C, ...] to [B, T, ...], without the padding."""
         return x.reshape(len(x), -1, *x.shape[3:])[:, : self.length]
 
     def take(self, x: jax.Array) -> jax.Array:
-        """x [B, W + T, ...] -> [B, N, W + C - 1, ...], what each block may see."""
+        """Return the tokens that each block may attend to, [B, N, W + C - 1, ...], of x [B, W + T, ...]."""
         taken = jnp.take_along_axis(x, self.index.reshape(*self.index.shape, *[1] * (x.ndim - 2)), axis=1)  # fmt: skip
         return taken.reshape(len(x), -1, self.window + self.size - 1, *x.shape[2:])
 
     def state(self, linear: ops.LinearState) -> LolcatsState:
-        """The last window of the last document."""
+        """Return the state with the last window of the last document."""
         place = jnp.arange(self.run.shape[1])
         mine = self.written & (self.run == self.run[:, -1:])
         last = jax.lax.top_k(jnp.where(mine, place, -1), self.window)[0][:, ::-1]
@@ -265,7 +293,7 @@ class _Near:
 
 
 def _features(learned: HeadDense, x: jax.Array) -> jax.Array:
-    """x [B, T, H, K] -> [B, T, H, 2 F], softmax of y = x W and of -y."""
+    """Return the softmax of y = x W and of -y, [B, T, H, 2 F], for x [B, T, H, K]."""
     y = learned(x)
     both = [jax.nn.softmax(y, axis=-1), jax.nn.softmax(-y, axis=-1)]
     return jnp.maximum(jnp.concatenate(both, axis=-1), _LEAST_FEATURE)

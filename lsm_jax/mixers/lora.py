@@ -1,4 +1,6 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): `y = x W + (alpha / rank) x A B` added to a projection whose W does not train."""
+"""Low-rank adapters (LoRA, arXiv 2106.09685): `y = x W + (alpha / rank) x A B` added to a projection whose W
+does not train.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,11 @@ from lsm_jax.mixers.layers import Dense, parameter, project
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class LoRAConfig:
-    """Which projections of every layer have an adapter.
+    """The config of LoRA: the projections that have an adapter, and the adapters' size.
 
     Attributes:
-        targets: names of `Dense` layers of mixers and feedforwards; a layer has adapters for those that it has.
+        targets: names of `Dense` layers of mixers and feedforwards; a layer has adapters for those that it
+            has.
         rank: inner width of an adapter.
         alpha: an adapter's product is multiplied by alpha / rank.
     """
@@ -29,7 +32,7 @@ class LoRAConfig:
     alpha: float = 8.0
 
     def validate(self) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         checks.fields(self)
         checks.positive(self, rank=self.rank, alpha=self.alpha)
         if not self.targets or isinstance(self.targets, str):
@@ -53,12 +56,16 @@ class LoRA(nnx.Module):
         self.b = parameter(b, (None, out), weight_decay=True)
 
     def __call__(self, x: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
-        """x [..., in_size] -> the term to add to the projection's output, [..., out_size] in `dtype`, by default x's."""
+        """Return the term that is added to the projection of x [..., in_size]: [..., out_size] in `dtype`
+        (None is x's).
+        """
         return self.scale * project(project(x, self.a[...]), self.b[...], dtype=dtype)
 
 
 def add_adapters(part: nnx.Module, config: LoRAConfig, *, rngs: nnx.Rngs) -> list[str]:
-    """Give those `Dense` layers of a mixer or feedforward that `config.targets` names an adapter; returns their names."""
+    """Add an adapter to each `Dense` layer of a mixer or feedforward that `config.targets` names, and return
+    their names.
+    """
     adapted = [name for name in config.targets if isinstance(getattr(part, name, None), Dense)]
     for name in adapted:
         dense = getattr(part, name)

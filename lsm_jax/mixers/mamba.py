@@ -1,7 +1,8 @@
-"""Mamba (S6, arXiv 2312.00752): `h_t = exp(Δ_t A) h_{t-1} + Δ_t B_t x_t`, `y_t = C_t h_t + D x_t` for each channel, gated, with no feedforward.
+"""Mamba (S6, arXiv 2312.00752): `h_t = exp(Δ_t A) h_{t-1} + Δ_t B_t x_t`, `y_t = C_t h_t + D x_t` for each
+channel, gated, with no feedforward.
 
-The published block has one projection into x and z and one from x to Δ, B and C; here each part has one, which is the
-same function with the same number of parameters.
+The published block has one projection into x and z and one from x to Δ, B and C; here each part has one,
+which is the same function with the same number of parameters.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from flax import nnx
 
 from lsm_jax import ops
 from lsm_jax.mixers import checks
-from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
+from lsm_jax.mixers.base import Context, Mixer, short_convolution
 from lsm_jax.mixers.layers import Dense, log_uniform_step_bias, parameter
 from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.op_config import RecurrentConfig
@@ -23,13 +24,13 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class MambaConfig(RecurrentConfig):
-    """Mamba.
+    """The config of Mamba.
 
     Attributes:
-        expand: inner channels over hidden_size.
-        state_size: numbers each channel keeps (N).
+        expand: number of inner channels, divided by hidden_size.
+        state_size: number of numbers in the memory of each channel (N).
         step_rank: inner width of Δ's two matrices; None is hidden_size / 16, rounded up.
-        conv_size: width of the short convolution.
+        conv_size: width of the short convolution; 1 is none, which leaves its SiLU.
     """
 
     expand: int = 2
@@ -39,15 +40,17 @@ class MambaConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> MambaConfig:
-        """The published proportions: 16 numbers a channel at any width."""
+        """Return the config with the published proportions: 16 numbers of the memory for each channel, at any
+        width.
+        """
         return cls()
 
     def rank(self, hidden_size: int) -> int:
-        """Inner width of Δ's two matrices."""
+        """The inner width of Δ's two matrices."""
         return -(-hidden_size // 16) if self.step_rank is None else self.step_rank
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         checks.positive(self, expand=self.expand, state_size=self.state_size)
         if self.step_rank is not None:
@@ -55,14 +58,17 @@ class MambaConfig(RecurrentConfig):
         checks.convolution_width(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, convolution; Δ A, decay, write 2, read 2 for each number kept."""
+        """Return the floating-point operations of the forward pass per token: the projections and the
+        convolution, and for each number of the memory 1 each for Δ A and to decay, and 2 each to write and to
+        read.
+        """
         inner, rank = self.expand * hidden_size, self.rank(hidden_size)
         projections = 2.0 * inner * (3 * hidden_size + 2 * rank + 2 * self.state_size)
-        return projections + inner * (2 * self.conv_size + 6 * self.state_size + 3)
+        return projections + inner * (2 * checks.convolution_taps(self) + 6 * self.state_size + 3)
 
 
 class Mamba(Mixer):
-    """Mamba; see `MambaConfig`."""
+    """The layer of Mamba; see `MambaConfig`."""
 
     op = ops.selective_memory
     memory_parts = ("x_proj", "b_proj", "dt_down", "dt_up")
@@ -76,7 +82,7 @@ class Mamba(Mixer):
         into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
         self.x_proj = Dense(hidden_size, self.inner, **into)
         self.z_proj = Dense(hidden_size, self.inner, **into)
-        self.conv = ShortConvolution(
+        self.conv = short_convolution(
             "x", self.inner, config.conv_size, rngs=rngs, axis="heads", bias=True
         )
         down = dict(axes=("heads", None), rngs=rngs, init_std=init_std)
@@ -99,19 +105,21 @@ class Mamba(Mixer):
         )
 
     def _convolved(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """The convolved channels, which are written and on which Δ, B and C depend; computed once a call."""
+        """Return the convolved channels, which are written and on which Δ, B and C depend; computed once per
+        call.
+        """
         if "inner" not in context.saved:
             inner, context = self.conv(self.x_proj(x), context)
             context = context.add(saved={"inner": inner})
         return context.saved["inner"], context
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """C."""
+        """Return C."""
         inner, context = self._convolved(x, context)
         return self.c_proj(inner), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """The convolved channels, Δ, A, B, and the skip D."""
+        """Return the convolved channels, Δ, A, B, and the skip D."""
         inner, context = self._convolved(x, context)
         step = self.dt_up(self.dt_down(inner), dtype=jnp.float32) + self.dt_bias[...]
         written = dict(
@@ -124,16 +132,16 @@ class Mamba(Mixer):
         return written, context
 
     def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
-        """The op, whose queries are C."""
+        """Run the op with C as its queries."""
         return type(self).op(C=query, **written, **call)
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Times silu(z), projection."""
+        """Multiply by silu(z), and project."""
         gate = jax.nn.silu(self.z_proj(x, dtype=jnp.float32))
         return self.o_proj((o.astype(gate.dtype) * gate).astype(x.dtype)), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.SelectiveState:
-        """An empty memory."""
+        """Return the empty memory."""
         return ops.selective_state(batch_size, self.inner, self.config.state_size)
 
 

@@ -1,7 +1,8 @@
-"""Mamba2 (SSD, arXiv 2405.21060): `M_t = exp(Δ_t A) M_{t-1} + Δ_t B_tᵀ x_t`, `y_t = C_t M_t + D x_t`, gated, with no feedforward.
+"""Mamba2 (SSD, arXiv 2405.21060): `M_t = exp(Δ_t A) M_{t-1} + Δ_t B_tᵀ x_t`, `y_t = C_t M_t + D x_t`, gated,
+with no feedforward.
 
-The published block has one input projection and one convolution over x, B and C. Both act on the parts independently,
-so here each part has one; the function and the number of parameters are the same.
+The published block has one input projection and one convolution over x, B and C. Both act on the parts
+independently, so here each part has one; the function and the number of parameters are the same.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from flax import nnx
 
 from lsm_jax import ops
 from lsm_jax.mixers import checks
-from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
+from lsm_jax.mixers.base import Context, Mixer, short_convolution
 from lsm_jax.mixers.layers import (
     Dense,
     log_uniform_rate,
@@ -39,7 +40,7 @@ class Mamba2Config(RecurrentConfig):
         head_dim: value channels of a head; expand * hidden_size / head_dim heads.
         state_size: key channels of a head (N).
         num_groups: groups of heads that share B and C.
-        conv_size: width of the short convolution.
+        conv_size: width of the short convolution; 1 is none, which leaves its SiLU.
         norm_eps: of the norm after the gate.
     """
 
@@ -52,15 +53,17 @@ class Mamba2Config(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> Mamba2Config:
-        """The published proportions: heads of 64, 128 state channels; both smaller below width 512."""
+        """Return the config with the published proportions: heads of 64 channels and 128 state channels; both
+        smaller below width 512.
+        """
         return cls(head_dim=min(64, hidden_size // 4), state_size=min(128, hidden_size // 2))
 
     def num_heads(self, hidden_size: int) -> int:
-        """Heads at this width."""
+        """The number of heads at this width."""
         return self.expand * hidden_size // self.head_dim
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         checks.positive(
             self, expand=self.expand, state_size=self.state_size, norm_eps=self.norm_eps
@@ -75,16 +78,18 @@ class Mamba2Config(RecurrentConfig):
         checks.convolution_width(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, convolution, decay KV, write 2KV, read 2KV a head."""
+        """Return the floating-point operations of the forward pass per token: the projections and
+        convolutions, and per head K V to decay the memory and 2 K V each to write and to read.
+        """
         inner, heads = self.expand * hidden_size, self.num_heads(hidden_size)
         shared = 2 * self.num_groups * self.state_size
         projections = 2.0 * hidden_size * (3 * inner + shared + heads)
-        convolution = 2 * self.conv_size * (inner + shared)
+        convolution = 2 * checks.convolution_taps(self) * (inner + shared)
         return projections + convolution + inner * (5 * self.state_size + 2)
 
 
 class Mamba2(Mixer):
-    """Mamba2; see `Mamba2Config`."""
+    """The layer of Mamba2; see `Mamba2Config`."""
 
     op = ops.linear_memory
     memory_parts = ("x_proj", "b_proj", "dt_proj")
@@ -103,9 +108,9 @@ class Mamba2(Mixer):
         self.c_proj = Dense(hidden_size, shared, **into)
         self.dt_proj = Dense(hidden_size, self.num_heads, **into)
         convolution = dict(width=config.conv_size, rngs=rngs, axis="heads", bias=True)
-        self.x_conv = ShortConvolution("x", inner, **convolution)
-        self.b_conv = ShortConvolution("b", shared, **convolution)
-        self.c_conv = ShortConvolution("c", shared, **convolution)
+        self.x_conv = short_convolution("x", inner, **convolution)
+        self.b_conv = short_convolution("b", shared, **convolution)
+        self.c_conv = short_convolution("c", shared, **convolution)
         fixed = dict(logical_axes=("heads",), weight_decay=False)
         self.dt_bias = parameter(log_uniform_step_bias(rngs, self.num_heads), **fixed)
         self.a_log = parameter(log_uniform_rate(rngs, self.num_heads, low=1.0, high=16.0), **fixed)
@@ -116,12 +121,12 @@ class Mamba2(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """C: one query a group."""
+        """Return C, one query for each group of heads."""
         c, context = self.c_conv(self.c_proj(x), context)
         return split_heads(c, self.config.num_groups), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """B as keys (one a group), Δ x as values, Δ A as decay."""
+        """Return B as keys (one for each group of heads), Δ x as values, and Δ A as decay."""
         step = jax.nn.softplus(self.dt_proj(x, dtype=jnp.float32) + self.dt_bias[...])
         inner, context = self.x_conv(self.x_proj(x), context)
         inner = split_heads(inner, self.num_heads)
@@ -139,7 +144,7 @@ class Mamba2(Mixer):
         return written, context.add(bypass={"inner": inner})
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Skip D x, times silu(z), then the norm over each group of heads, and the projection."""
+        """Add the skip D x, multiply by silu(z), normalise over each group of heads, and project."""
         groups, eps = self.config.num_groups, self.config.norm_eps
 
         @recomputed
@@ -153,11 +158,11 @@ class Mamba2(Mixer):
         return self.o_proj(normed(o, inner, z, self.skip[...], self.norm_scale[...])), context
 
     def options(self) -> dict[str, Any]:
-        """The op's constant arguments; queries are not scaled."""
+        """Return the op's constant arguments; queries are not scaled."""
         return dict(super().options(), scale=1.0)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """An empty memory."""
+        """Return the empty memory."""
         return ops.linear_state(
             batch_size, self.num_heads, self.config.state_size, self.config.head_dim
         )

@@ -1,4 +1,6 @@
-"""The table of methods: what a method says about itself, and how a config or a name leads to its mixer."""
+"""The table of methods: the description of a method, and functions that find a method by its config or its
+name and build its mixer.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,19 @@ class Method:
 
     Attributes:
         name: the name in presets and configs.
-        paper: where it was published.
+        paper: the reference of its publication.
         op: the function of `lsm_jax.ops` that computes it.
-        gate: what multiplies the memory at each token.
-        write: what is added to the memory.
-        read: how the output is read from it.
-        state: what one sequence carries from token to token, in numbers: K and V are the key and value channels of a
-            head, N those of a state.
-        forms: forms of the op; empty where it has none.
-        config: its dataclass.
-        module: its class, a `Mixer`.
-        feedforward: name of its published block's feedforward in `lsm_jax.feedforward.FEEDFORWARDS`; None where it has none.
-        note: why it lacks a form, or anything else a reader of the table must know.
+        gate: the factor of the memory at each token, as text.
+        write: the term that is added to the memory, as text.
+        read: how the output is computed from the memory, as text.
+        state: the amount of numbers that one sequence carries from token to token, as a formula: K and V are
+            the key and value channels of a head, N the numbers per channel.
+        forms: the forms of the op; empty if it has none.
+        config: the dataclass of its config.
+        module: the class of its layer, a `Mixer`.
+        feedforward: the feedforward of its published block, a name in `lsm_jax.feedforward.FEEDFORWARDS`;
+            None if it has none.
+        note: further text for the table, such as the reason why it lacks a form.
     """
 
     name: str
@@ -56,22 +59,22 @@ WRAPPERS: dict[str, Method] = {}
 
 
 def register(method: Method, *, wrapper: bool = False) -> None:
-    """Add a method to the table: configs, models, training and decoding then know it.
+    """Add a method to the table, for use in configs, models, training and decoding.
 
-    A method needs one file, inside or outside of this package: a config dataclass with `for_width`, `validate` and
-    `flops_per_token`, a `Mixer` with `write`, `read`, `finish` and `init_memory`, and
+    A method needs one file, inside or outside of this package: a config dataclass with `for_width`,
+    `validate` and `flops_per_token`, a `Mixer` with `write`, `read`, `finish` and `init_memory`, and
 
         METHOD = Method(name="toy", ..., config=ToyConfig, module=Toy)
 
-    A file of this package is listed in `lsm_jax/mixers/__init__.py`; another calls `mixers.register(METHOD)` when it is
-    imported, which must happen before a model or a run with this method is made or loaded.
+    A file of this package is listed in `lsm_jax/mixers/__init__.py`; another calls `mixers.register(METHOD)`
+    when it is imported, which must happen before a model or a run with this method is made or loaded.
 
     Args:
-        method: the row.
-        wrapper: it wraps other mixers; it goes to `WRAPPERS`, not `METHODS`.
+        method: the row to add.
+        wrapper: whether the method wraps other mixers; it is then added to `WRAPPERS` instead of `METHODS`.
 
     Raises:
-        ValueError: a method of this name, or with this config class, exists.
+        ValueError: a method of this name or with this config class exists already.
     """
     registered = METHODS | WRAPPERS
     if method.name in registered:
@@ -88,7 +91,7 @@ def register(method: Method, *, wrapper: bool = False) -> None:
 
 
 def method_of(config: Any) -> Method:
-    """The registered method whose config this is.
+    """Return the registered method of a config.
 
     Raises:
         ValueError: no method has a config of this type.
@@ -102,10 +105,10 @@ def method_of(config: Any) -> Method:
 
 
 def get_method(name: str) -> Method:
-    """The method registered under `name`.
+    """Return the method that is registered under `name`.
 
     Raises:
-        ValueError: there is none; the message lists what exists.
+        ValueError: there is none; the message lists the names that exist.
     """
     registered = METHODS | WRAPPERS
     if name not in registered:
@@ -121,6 +124,7 @@ def build(
     init_std: float = 0.02,
     layer: jax.Array | int = 0,
     num_layers: int = 1,
+    loss_layers: int | None = None,
 ) -> Mixer:
     """The mixer that a config describes, at this width.
 
@@ -131,7 +135,10 @@ def build(
         init_std: standard deviation of projections, except where the method has its own.
         layer: the layer's index in the model, for methods whose initial parameters depend on it.
         num_layers: the model's depth, for the same.
+        loss_layers: the number of layers over which a loss that the mixer reports is averaged; None is `num_layers`.
     """
     module = method_of(config).module
-    depth = dict(layer=layer, num_layers=num_layers) if module.uses_depth else {}
+    depth: dict[str, Any] = dict(layer=layer, num_layers=num_layers) if module.uses_depth else {}
+    if module.has_losses:
+        depth["loss_layers"] = loss_layers
     return module(config, hidden_size, rngs=rngs, init_std=init_std, **depth)

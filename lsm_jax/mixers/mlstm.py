@@ -1,7 +1,9 @@
-"""mLSTM (xLSTM, arXiv 2405.04517) as in xLSTM-7B's block (arXiv 2503.13427): `C_t = f_t C_{t-1} + i_t k_tᵀ v_t`, i exponential.
+"""mLSTM (xLSTM, arXiv 2405.04517) as in xLSTM-7B's block (arXiv 2503.13427):
+`C_t = f_t C_{t-1} + i_t k_tᵀ v_t`, i exponential.
 
-`n_t = f_t n_{t-1} + i_t k_t` normalises, `o_t = q_t C_t / max(|q_t n_t|, 1)`, all of it stabilised by the op. This block
-has no convolution and no projection up, and is followed by SwiGLU; xLSTM's first block (arXiv 2405.04517) had both.
+`n_t = f_t n_{t-1} + i_t k_t` normalises, `o_t = q_t C_t / max(|q_t n_t|, 1)`, all of it stabilised by the op.
+This block has no convolution and no projection up, and is followed by SwiGLU; xLSTM's first block (arXiv
+2405.04517) had both.
 """
 
 from __future__ import annotations
@@ -23,15 +25,15 @@ from lsm_jax.mixers.op_config import OpConfig, RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class MLSTMConfig(RecurrentConfig):
-    """mLSTM.
+    """The config of mLSTM.
 
     Attributes:
-        num_heads: heads.
-        qk_dim_factor: query and key channels over hidden_size, all heads together.
-        v_dim_factor: value channels over hidden_size.
+        num_heads: number of heads.
+        qk_dim_factor: number of query and of key channels of all heads, divided by hidden_size.
+        v_dim_factor: number of value channels of all heads, divided by hidden_size.
         gate_soft_cap: the gates' pre-activations x become cap · tanh(x / cap).
         normalizer_eps: added to the normaliser.
-        norm_eps: of the norm over each head's output.
+        norm_eps: epsilon of the norm over each head's output.
     """
 
     num_heads: int = 8
@@ -45,18 +47,20 @@ class MLSTMConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> MLSTMConfig:
-        """The published proportions: value heads of 512, and at least four heads."""
+        """Return the config with the published proportions: value heads of 512 channels, and at least four
+        heads.
+        """
         return cls(num_heads=max(4, hidden_size // 512))
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
-        """Key and value channels of a head."""
+        """The numbers of key and value channels of a head."""
         return (
             checks.expanded(self, "qk_dim_factor", self.qk_dim_factor, hidden_size, self.num_heads),
             checks.expanded(self, "v_dim_factor", self.v_dim_factor, hidden_size, self.num_heads),
         )
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         self.head_dims(hidden_size)
         checks.positive(
@@ -67,16 +71,18 @@ class MLSTMConfig(RecurrentConfig):
         )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections; decay KV, write 2KV, read 2KV, normaliser 5K a head."""
+        """Return the floating-point operations of the forward pass per token: the projections, and per head K
+        V to decay the memory, 2 K V each to write and to read, and 5 K for the normaliser.
+        """
         k, v = self.head_dims(hidden_size)
         return self.num_heads * (2.0 * hidden_size * (2 * k + 3 * v + 2) + 5 * k * v + 5 * k)
 
 
 class MLSTM(Mixer):
-    """mLSTM; see `MLSTMConfig`.
+    """The layer of mLSTM; see `MLSTMConfig`.
 
-    The gates start as in the published code, independent of the token: input gate at -10, forget gates from 3 to 6 across the
-    heads, ahead of soft cap and activation.
+    The gates start as in the published code, independent of the token: input gate at -10, forget gates from 3
+    to 6 across the heads, ahead of soft cap and activation.
     """
 
     op = ops.linear_memory
@@ -108,11 +114,11 @@ class MLSTM(Mixer):
         return cap * jnp.tanh(projection(x, dtype=jnp.float32) / cap)
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """x W_q."""
+        """Return x W_q."""
         return split_heads(self.q_proj(x), self.config.num_heads), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Keys, values, and each head's forget and input gate."""
+        """Return keys, values, and each head's forget gate and input gate."""
         heads = self.config.num_heads
         return dict(
             k=split_heads(self.k_proj(x), heads),
@@ -122,16 +128,16 @@ class MLSTM(Mixer):
         ), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Norm of each head, times sigmoid(x W_g), projection."""
+        """Normalise each head, multiply by sigmoid(x W_g), and project."""
         y = merge_heads(self.norm(o))
         return self.o_proj(y * jax.nn.sigmoid(self.g_proj(x))), context
 
     def options(self) -> dict[str, Any]:
-        """The op's constant arguments, with the normaliser's epsilon."""
+        """Return the op's constant arguments, with the normaliser's epsilon."""
         return dict(super().options(), normalize=self.config.normalizer_eps)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """An empty memory."""
+        """Return the empty memory."""
         return ops.linear_state(
             batch_size,
             self.config.num_heads,

@@ -1,11 +1,15 @@
-"""Mixture-of-Memories (MoM, arXiv 2502.13685): a router sends each token to k of M memories of any inner mixer.
+"""Mixture-of-Memories (MoM, arXiv 2502.13685): a router sends each token to k of M memories of any inner
+mixer.
 
-A memory is updated by the tokens routed to it alone, in time order, with its keys, values and gates; other tokens do not
-change it, decay included. The query is shared, short convolutions run along each memory's tokens, one more memory may see all, and
-outputs, not memories, are summed by router weight ahead of the one norm and output gate (Section 3.2 and the authors' code).
+A memory is updated only by the tokens that are routed to it, in time order, with keys, values and gates of
+its own projections. Other tokens do not change it; they do not decay it either. All memories are read with
+the same query. Short convolutions run along the tokens of each memory. One more, shared memory may see all
+tokens. The outputs of a token's memories are summed, weighted by the router, before the inner mixer's norm
+and output gate, which are applied once (Section 3.2 and the authors' code).
 
-Two forms of one definition. *masked*: a row for each memory, whose other tokens are masked. *packed*: tokens sorted by memory
-(`lsm_jax.mixers.mom_layout.Packed`), so that the work is that of the tokens routed.
+There are two forms of the same function. *masked*: one row for each memory, in which all other tokens are
+masked. *packed*: the tokens sorted by memory (`lsm_jax.mixers.mom_layout.Packed`), so that only routed tokens
+cost anything.
 """
 
 from __future__ import annotations
@@ -21,31 +25,55 @@ from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer, MixerState, TokenShift
 from lsm_jax.mixers.clock import fresh_clock
 from lsm_jax.mixers.gated_deltanet import GatedDeltaNetConfig
-from lsm_jax.mixers.layers import Dense, project
+from lsm_jax.mixers.layers import Dense
 from lsm_jax.mixers.method import METHODS, Method, build
-from lsm_jax.mixers.mom_layout import Packed, Rows, chunks_needed, pack
-from lsm_jax.ops import DocumentCount, number_documents, shift_state
+from lsm_jax.mixers.mom_layout import (
+    Packed,
+    PackedByDevice,
+    Rows,
+    arranged_product,
+    chunks_needed,
+    pack,
+    pack_by_device,
+    stack_memory_parts,
+)
+from lsm_jax.mixers.mom_router import Route, route_tokens
+from lsm_jax.mixers.mom_state import (
+    MoMState,
+    check_memories,
+    mark_document,
+    positions_in_memory,
+    split_memories,
+    token_documents,
+)
+from lsm_jax.ops import shift_state
 from lsm_jax.ops.core.checks import DEFAULT_CHUNK_SIZE
 from lsm_jax.parallel import sequence_shards
 
 EXECUTIONS = ("packed", "masked")
-_ROW = "row_"  # ahead of the names of tails that belong to the row, not to a memory
+BALANCES = ("layer", "model")
+_ROW = "row_"  # prefix of the names of tails that belong to the row, not to a memory
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class MoMConfig:
-    """Mixture-of-Memories.
+    """The config of a Mixture-of-Memories.
 
     Attributes:
-        mixer: config of the inner mixer, whose memory there are several of; any with `Mixer.memory_parts`.
-        num_memories: memories the router chooses from (M).
-        top_k: memories a token is routed to.
-        shared_memory: one more memory that sees every token, with weight 1.
-        single_projections: one set of keys, values and gates for all memories, in place of one each.
-        balance_scale: multiplies the balance loss, `M Σ f_m P_m` with f_m the part of the tokens routed to m and P_m its mean
-            probability: k at perfect balance, averaged over the model's layers.
-        execution: "packed" or "masked". Run masked in any case: calls with an `update_mask`, and packed documents that go on
-            from a state or run in the inner op's associative form, and rows whose time is spread over devices.
+        mixer: the config of the inner mixer; any mixer with `Mixer.memory_parts`.
+        num_memories: M, the number of memories that the router selects from.
+        top_k: k, the number of memories that a token is routed to.
+        shared_memory: whether there is one more memory that sees every token, with weight 1.
+        single_projections: whether all memories have the same projections of keys, values and gates, instead
+            of one set for each.
+        balance_scale: multiplies the balance loss `M Σ_m f_m P_m`; f_m is the fraction of the tokens routed
+            to memory m, and P_m the mean probability of m. It is k at perfect balance.
+        balance: "layer" computes the loss of each layer and averages over the model's layers with memories.
+            "model" computes one loss, with f and P averaged over these layers, as in the authors' code: the
+            imbalance of one layer may then compensate that of another.
+        execution: "packed" or "masked". The masked form is used in any case for calls with an `update_mask`;
+            for packed documents with a state, with the inner op's associative form, or sharded over devices
+            along the sequence; and for sharded rows whose length the devices do not divide.
     """
 
     mixer: Any = dataclasses.field(default_factory=lambda: GatedDeltaNetConfig(num_heads=4, expand_v=1.0))  # fmt: skip
@@ -54,20 +82,23 @@ class MoMConfig:
     shared_memory: bool = True
     single_projections: bool = False
     balance_scale: float = 1e-3
+    balance: str = "layer"
     execution: str = "packed"
 
     @classmethod
     def for_width(cls, hidden_size: int) -> MoMConfig:
-        """The published proportions: four memories, two a token and a shared one, of Gated DeltaNet with four heads of 256."""
+        """Return the config with the published proportions: four memories, two for each token, and a shared
+        one, of Gated DeltaNet with four heads of 256.
+        """
         head_dim = min(256, hidden_size // 4)
         return cls(mixer=GatedDeltaNetConfig(num_heads=4, head_dim=head_dim, expand_v=1.0))
 
     def num_groups(self) -> int:
-        """Memories, the shared one included."""
+        """G, the number of memories including the shared one."""
         return self.num_memories + self.shared_memory
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         checks.fields(self)
         able = [m for m in METHODS.values() if m.module.memory_parts]
         if type(self.mixer) not in [m.config for m in able]:
@@ -83,10 +114,13 @@ class MoMConfig:
             )
         if self.balance_scale < 0:
             raise ValueError(f"MoMConfig.balance_scale={self.balance_scale}: it must be at least 0")
+        checks.one_of(self, "balance", self.balance, BALANCES)
         checks.one_of(self, "execution", self.execution, EXECUTIONS)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: router, the inner mixer's query and output once, the rest a memory."""
+        """Return the floating-point operations of the forward pass per token: the router, the inner mixer's
+        query and output once, and its other parts for each memory that the token is routed to.
+        """
         inner = nnx.eval_shape(lambda: build(self.mixer, hidden_size, rngs=nnx.Rngs(0)))
         kernels = [
             p.get_value().size * (path[0] not in inner.memory_parts)
@@ -94,43 +128,21 @@ class MoMConfig:
             if path[-1] == "kernel"
         ]
         read = self.top_k + self.shared_memory
-        whole = self.mixer.flops_per_token(hidden_size, seq_len)
-        return (
-            2.0 * hidden_size * self.num_memories + read * whole - 2.0 * (read - 1) * sum(kernels)
-        )
-
-
-class MoMState(NamedTuple):
-    """The memories of a Mixture-of-Memories.
-
-    Attributes:
-        memories: the inner op's state with leaves [B, G, ...], G memories, the shared one last. Their segment ids are documents
-            as counted here, so that a memory without any token of a document is recognised.
-        last_id: int32 [B], the last nonzero segment id seen, 0 before any.
-        document: int32 [B], documents begun so far, from 1.
-    """
-
-    memories: Any
-    last_id: jax.Array
-    document: jax.Array
-
-
-class _Route(NamedTuple):
-    """The router's output.
-
-    Attributes:
-        weight: float32 [B, T, G].
-        routed: bool [B, T, G].
-        indices: int32 [B, T, J], memories of each token, the shared one last.
-    """
-
-    weight: jax.Array
-    routed: jax.Array
-    indices: jax.Array
+        inner_flops = self.mixer.flops_per_token(hidden_size, seq_len)
+        router_flops = 2.0 * hidden_size * self.num_memories
+        return router_flops + read * inner_flops - 2.0 * (read - 1) * sum(kernels)
 
 
 class _Part(NamedTuple):
-    """The result of one call of the inner mixer: outputs by token, [B, T, ...], and states, arranged."""
+    """The results of one call of the inner mixer.
+
+    Attributes:
+        output: [B, T, ...], the memories' outputs, summed with the router's weights.
+        bypass: [B, T, ...] by name, the sums of `Context.bypass`.
+        shared: [B, T, ...] by name, the means of `Context.shared` over each token's memories.
+        memory: the op's state, for the rows of the call.
+        tails: the states of short convolutions and token shifts by name, for the rows of the call.
+    """
 
     output: jax.Array
     bypass: dict[str, jax.Array]
@@ -140,9 +152,10 @@ class _Part(NamedTuple):
 
 
 class MoM(Mixer):
-    """Mixture-of-Memories; see `MoMConfig`."""
+    """The layer of Mixture-of-Memories; see `MoMConfig`."""
 
     uses_depth = True
+    has_losses = True
     memories_in_place = False
 
     def __init__(
@@ -154,9 +167,10 @@ class MoM(Mixer):
         init_std: float = 0.02,
         layer: jax.Array | int = 0,
         num_layers: int = 1,
+        loss_layers: int | None = None,
     ):
         super().__init__(config, hidden_size)
-        self.num_layers = num_layers
+        self.loss_layers = num_layers if loss_layers is None else loss_layers
         options: dict[str, Any] = dict(
             rngs=rngs, init_std=init_std, layer=layer, num_layers=num_layers
         )
@@ -165,132 +179,112 @@ class MoM(Mixer):
         self.inner = built[0]
         if not config.single_projections:
             active = (config.top_k + config.shared_memory) / groups
-            self.inner = _stack_memory_parts(built, active)
+            self.inner = stack_memory_parts(built, active)
         self.uses_positions = self.inner.uses_positions
         self.router = Dense(
             hidden_size, config.num_memories, axes=("embed", None), rngs=rngs, init_std=init_std
         )
 
     def innermost(self) -> Mixer:
-        """The inner mixer's."""
+        """The inner mixer's innermost mixer."""
         return self.inner.innermost()
 
+    def model_losses(self, statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Return the balance loss of all layers together, if the config has it."""
+        config = self.config
+        if config.balance == "layer":
+            return {}
+        part = config.top_k * jnp.mean(statistics["mom/load"], axis=0)
+        mean = jnp.mean(statistics["mom/probability"], axis=0)
+        loss = config.num_memories * jnp.sum(part * mean)
+        return {"mom/balance_loss": config.balance_scale * loss}
+
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """The inner mixer's, once a token; a token shift there is along the row."""
+        """Apply the inner mixer's `finish` once for each token; its token shifts run along the row."""
         tails = {n.removeprefix(_ROW): s for n, s in context.tails.items() if n.startswith(_ROW)}
         inner = dataclasses.replace(context, tails=tails, saved={})
         y, inner = self.inner.finish(o, x, inner)
         return y, context.add(tails={_ROW + name: state for name, state in inner.tails.items()})
 
     def remembering(self) -> tuple[Any, ...]:
-        """The inner mixer's, each with a state for each memory, and token shifts along the row."""
+        """The inner mixer's short convolutions and token shifts, with a state for each memory; and those of
+        its `finish`, along the row.
+        """
         parts = self.inner.remembering()
         row = (TokenShift(_ROW + p.name, p.channels) for p in parts if isinstance(p, TokenShift))
         return *parts, *row
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> MoMState:
-        """Empty memories."""
+        """Return the empty memories."""
         groups = self.config.num_groups()
         memories = self.inner.init_memory(batch_size * groups, max_length, dtype)
         zeros = jnp.zeros(batch_size, jnp.int32)
-        return MoMState(_unflatten(memories, groups), zeros, zeros + 1)
+        return MoMState(split_memories(memories, groups), zeros, zeros + 1)
 
     def init_state(self, batch_size: int, max_length: int, dtype: Any) -> MixerState:
-        """The state before any token: `Mixer.init_state`'s with memories and tails of convolutions [B, G, ...]."""
+        """Return the state before any token; its memories and the tails of convolutions are [B, G, ...]."""
         groups, tails = self.config.num_groups(), {}
         for part in self.remembering():
             rows = 1 if part.name.startswith(_ROW) else groups
             tail = shift_state(batch_size * rows, part.remembered, part.channels, dtype=dtype)
-            tails[part.name] = tail if part.name.startswith(_ROW) else _unflatten(tail, groups)
+            tails[part.name] = tail if part.name.startswith(_ROW) else split_memories(tail, groups)
         clock = fresh_clock(batch_size) if self.uses_positions else None
         return MixerState(self.init_memory(batch_size, max_length, dtype), tails, clock)
 
     def through_memory(
         self, x: jax.Array, context: Context, memory: MoMState | None
     ) -> tuple[jax.Array, MoMState, Context]:
-        """Route, run every memory along its tokens, and sum their outputs by router weight."""
+        """Route the tokens, run each memory along its tokens, and sum the outputs with the router's weights."""
         if memory is not None:
-            self._check_memory(memory)
+            check_memories(memory, self.config.num_groups())
         route, statistics = self._route(x, context)
-        documents, last_id, document = _documents(x, context.segment_ids, memory)
+        documents, last_id, document = token_documents(x, context.segment_ids, memory)
+        if self.inner.positions_in_memory:
+            counted = route.routed
+            if context.update_mask is not None:
+                counted = counted & (context.update_mask != 0)[..., None]
+            positions = positions_in_memory(counted, documents, memory)
+            context = dataclasses.replace(context, positions=positions)
         if x.shape[1] == 1 and memory is not None:
-            part, after = self._decoded(x, context, route, documents, memory)
+            part, after = self._one_token(x, context, route, documents, memory)
         elif not self._packs(x, context, memory):
             part, after = self._masked(x, context, route, documents, memory)
-        elif memory is None and self._rows_of_documents():
+        elif memory is None and self._packs_documents() and sequence_shards(x.shape[1]) == 1:
             part = self._packed_from_empty(x, context, route, documents)
-            after = self._packed_states(x, context, route, documents, document)
+            after = self._final_states(x, context, route, documents, document)
         else:
-            part, after = self._packed_on(x, context, route, document, memory)
+            part, after = self._packed_with_state(x, context, route, document, memory)
         memories, tails = after
         context = context.add(bypass=part.bypass, shared=part.shared, tails=tails, aux=statistics)
         return part.output, MoMState(memories, last_id, document), context
 
-    def _check_memory(self, memory: Any) -> None:
-        """Raise ValueError unless there is one state for each memory; their shapes are the op's to check."""
-        groups = self.config.num_groups()
-        if not isinstance(memory, MoMState):
-            raise ValueError(
-                f"MoM: state.memory is a {type(memory).__name__}; accepted is a MoMState of init_state"
-            )
-        for path, leaf in jax.tree_util.tree_leaves_with_path(memory.memories):
-            if jnp.shape(leaf)[1:2] != (groups,):
-                raise ValueError(
-                    f"MoM: state.memory.memories{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; accepted are "
-                    f"[B, {groups}, ...], one for each memory"
-                )
+    def _route(self, x: jax.Array, context: Context) -> tuple[Route, dict[str, jax.Array]]:
+        """Return the memories of each token of x [B, T, D]; and the balance loss and statistics by name."""
+        logits = self.router(x, dtype=jnp.promote_types(x.dtype, jnp.float32))
+        return route_tokens(logits, self.config, context, self.loss_layers)
 
     def _packs(self, x: jax.Array, context: Context, memory: MoMState | None) -> bool:
-        """Whether the packed form supports a call; see `MoMConfig.execution`."""
-        if self.config.execution == "masked" or sequence_shards(x.shape[1]) > 1:
+        """Whether the packed form is used for a call; see `MoMConfig.execution`."""
+        devices = sequence_shards(x.shape[1])
+        if self.config.execution == "masked" or x.shape[1] % devices:
             return False
-        alone = memory is None and self._rows_of_documents()
-        return context.update_mask is None and (alone or context.segment_ids is None)
+        if devices > 1 and context.segment_ids is not None:
+            return False
+        documents = memory is None and self._packs_documents()
+        return context.update_mask is None and (documents or context.segment_ids is None)
 
-    def _rows_of_documents(self) -> bool:
-        """Whether the op's outputs depend only on a chunk's content, not on its index in the row, which later tokens change."""
+    def _packs_documents(self) -> bool:
+        """Whether all memories of a row may be one packed row of documents for the op.
+
+        The index of a memory's chunks in this row depends on later tokens. Outputs must not depend on it, not
+        even by their rounding, as they do in the associative form.
+        """
         return self.inner.config.op.form != "associative"
-
-    def _route(self, x: jax.Array, context: Context) -> tuple[_Route, dict[str, jax.Array]]:
-        """Softmax in float32, the k likeliest, renormalised; and the balance loss and the router's statistics by name."""
-        config, wide = self.config, jnp.promote_types(x.dtype, jnp.float32)
-        logits = self.router(x, dtype=wide)
-        probability = jax.nn.softmax(logits, axis=-1)
-        rank = _ranks(logits)
-        routed = rank < config.top_k
-        indices = jnp.argmax(rank[..., None, :] == jnp.arange(config.top_k)[:, None], axis=-1)
-        selected = jnp.where(routed, probability, 0)
-        weight = selected / jnp.sum(selected, axis=-1, keepdims=True)
-
-        real = jnp.ones(x.shape[:2], bool)
-        if context.segment_ids is not None:
-            real = context.segment_ids != 0
-        live = real if context.update_mask is None else real & (context.update_mask != 0)
-        live = live[..., None].astype(wide)
-        count = jnp.maximum(jnp.sum(live), 1)
-        part = jnp.sum(routed * live, axis=(0, 1)) / count
-        mean = jnp.sum(probability * live, axis=(0, 1)) / count
-        entropy = -jnp.sum(probability * jax.nn.log_softmax(logits, axis=-1), axis=-1)
-        balance = config.num_memories * jnp.sum(part * mean)
-        statistics = {
-            "mom/balance_loss": config.balance_scale / self.num_layers * balance,
-            "mom/load": part / config.top_k,
-            "mom/entropy": jnp.sum(entropy * live[..., 0]) / count,
-            "mom/tokens/routed": routed & real[..., None],
-        }
-        if config.shared_memory:
-            ones = jnp.ones_like(weight[..., :1])
-            weight = jnp.concatenate([weight, ones], axis=-1)
-            routed = jnp.concatenate([routed, ones.astype(bool)], axis=-1)
-            last = jnp.full_like(indices[..., :1], config.num_memories)
-            indices = jnp.concatenate([indices, last], axis=-1)
-        routed = routed & real[..., None]
-        return _Route(jnp.where(routed, weight, 0), routed, indices), statistics
 
     # ---------------------------------------------------------------------------------------------------- the forms
 
     def _masked(self, x, context, route, documents, memory):
-        """Every memory over all tokens, as rows; tokens that are not routed to it masked."""
+        """Run each memory over all tokens, as one row, with the tokens masked that are not routed to it."""
         layout = Rows(self.config.num_groups())
         mask = route.routed
         if context.update_mask is not None:
@@ -302,30 +296,34 @@ class MoM(Mixer):
         part = self._run(
             x, context, layout, route, documents, layout.from_memories(mask), state, tails
         )
-        memory, tails = _unflatten((part.memory, part.tails), layout.num_groups)
+        memory, tails = split_memories((part.memory, part.tails), layout.num_groups)
         if documents is None:
-            memory, tails = _of_document(memory, tails, jnp.ones(x.shape[0], jnp.int32))
+            memory, tails = mark_document(memory, tails, jnp.ones(x.shape[0], jnp.int32))
         return part, (memory, tails)
 
-    def _decoded(self, x, context, route, documents, memory):
-        """One token: only the memories it is routed to are read and written."""
+    def _one_token(self, x, context, route, documents, memory):
+        """Run one token through the memories that it is routed to; the others are neither read nor written."""
         layout = Rows(self.config.num_groups(), route.indices[:, 0])
         mask = None if context.update_mask is None else layout.tokens(context.update_mask)
         before = memory.memories, self._tails(context)
         active = jax.tree.map(lambda s: layout.select(s).reshape(-1, *s.shape[2:]), before)
         part = self._run(x, context, layout, route, layout.tokens(documents), mask, *active)
-        after = _unflatten((part.memory, part.tails), layout.rows)
+        after = split_memories((part.memory, part.tails), layout.rows)
         return part, jax.tree.map(layout.replace, before, after)
 
     def _packed_from_empty(self, x, context, route, documents):
-        """From empty memories, each with its documents one after another, all of them a row of documents to the op."""
+        """Run the packed form without a state: the documents of all memories are one packed row of documents
+        for the op.
+        """
         group = jnp.arange(self.config.num_groups())
         document = 1 if documents is None else documents[..., None]
         ids = jnp.broadcast_to(group * (x.shape[1] + 2) + document, route.routed.shape)
         return self._run_packed(x, context, route, ids, None, {}, contiguous=True)
 
-    def _packed_states(self, x, context, route, documents, document):
-        """The states that `_packed_from_empty` leaves: of the last document of each row alone. Not computed where not used."""
+    def _final_states(self, x, context, route, documents, document):
+        """Return the states after `_packed_from_empty`, which are those of each row's last document; XLA
+        removes them if they are unused.
+        """
         ids = jnp.arange(self.config.num_groups()) + 1
         current = 1 if documents is None else documents[..., None] == document[:, None, None]
         ids = jnp.broadcast_to(ids * current, route.routed.shape)
@@ -333,8 +331,10 @@ class MoM(Mixer):
         memory = empty.memory._replace(document=document)
         return self._states(x, context, route, ids, memory, empty.tails)[1]
 
-    def _packed_on(self, x, context, route, document, memory):
-        """One document that goes on from a state, or from empty memories: a segment of the op for each memory."""
+    def _packed_with_state(self, x, context, route, document, memory):
+        """Run the packed form for one document, with a state or without: each memory is a segment with a
+        state of its own.
+        """
         tails = self._tails(context)
         if memory is None:
             _, tails, _ = self.init_state(x.shape[0], 1, x.dtype)
@@ -344,27 +344,34 @@ class MoM(Mixer):
         return self._states(x, context, route, ids, memory, tails)
 
     def _states(self, x, context, route, ids, memory, tails):
-        """A packed call with one state a memory in and out; a memory of an earlier document counts as empty."""
+        """Run the packed form with one state per memory; a memory of an earlier document counts as empty."""
         document = memory.document
 
         def current(state):
-            keep = (state.segment_id == 0) | (state.segment_id == document[:, None])
+            valid = (state.segment_id == 0) | (state.segment_id == document[:, None])
             state = jax.tree.map(
-                lambda s: jnp.where(keep.reshape(keep.shape + (1,) * (s.ndim - 2)), s, 0), state
+                lambda s: jnp.where(valid.reshape(valid.shape + (1,) * (s.ndim - 2)), s, 0), state
             )
             return state._replace(segment_id=document)
 
         tails = {n: current(s) for n, s in tails.items() if not n.startswith(_ROW)}
         part = self._run_packed(x, context, route, ids, current(memory.memories), tails)
-        return part, _of_document(part.memory, part.tails, document)
+        return part, mark_document(part.memory, part.tails, document)
 
     def _run_packed(self, x, context, route, ids, memory, tails, contiguous=False):
+        """Run the inner mixer over packed tokens; `ids` [B, T, G] are the segment ids of each token for each
+        memory.
+        """
         config = self.config
         size = self.inner.config.op.chunk_size or DEFAULT_CHUNK_SIZE
+        devices = sequence_shards(x.shape[1])
         count = chunks_needed(
-            x.shape[1], config.num_memories, config.top_k, config.shared_memory, size
+            x.shape[1] // devices, config.num_memories, config.top_k, config.shared_memory, size
         )
-        layout = pack(route.routed, size, count)
+        if devices == 1:
+            layout = pack(route.routed, size, count)
+        else:
+            layout = pack_by_device(route.routed, size, count, devices)
         ids = layout.from_memories(ids)
         return self._run(x, context, layout, route, ids, None, memory, tails, contiguous)
 
@@ -374,19 +381,34 @@ class MoM(Mixer):
         self,
         x: jax.Array,
         context: Context,
-        layout: Rows | Packed,
-        route: _Route,
+        layout: Rows | Packed | PackedByDevice,
+        route: Route,
         segment_ids: jax.Array | None,
         update_mask: jax.Array | None,
         memory: Any,
         tails: dict[str, Any],
         contiguous: bool = False,
     ) -> _Part:
-        """The inner mixer over arranged tokens; the other arguments are arranged too, and so are the states that come out."""
+        """Run the inner mixer over arranged tokens.
+
+        Args:
+            x: [B, T, D].
+            context: the context of the MoM's call.
+            layout: the arrangement of the tokens.
+            route: the memories of each token.
+            segment_ids: arranged, or None.
+            update_mask: arranged, or None.
+            memory: the op's state for the arranged rows, or None.
+            tails: the states of short convolutions and token shifts, likewise.
+            contiguous: as in `Context`, for the arranged rows.
+        """
         rows = layout.tokens(x)
         by_token = self.inner.shared_by_token
         shared = {n: layout.tokens(s) if n in by_token else s for n, s in context.shared.items()}
-        positions = None if context.positions is None else layout.tokens(context.positions)
+        positions = context.positions
+        if positions is not None:
+            by_memory = self.inner.positions_in_memory
+            positions = (layout.from_memories if by_memory else layout.tokens)(positions)
         arranged = Context(
             context.layer, shared, segment_ids, positions, update_mask, tails, contiguous=contiguous
         )
@@ -415,104 +437,21 @@ class MoM(Mixer):
             dict(arranged.tails),
         )
 
-    def _arranged(self, layout: Rows | Packed, x: jax.Array) -> Mixer:
-        """A copy of the inner mixer whose `Dense` layers act on tokens as `layout` arranges them, x being the tokens before."""
+    def _arranged(self, layout: Rows | Packed | PackedByDevice, x: jax.Array) -> Mixer:
+        """Return a copy of the inner mixer whose `Dense` layers multiply tokens that `layout` has arranged; x
+        [B, T, D] are the tokens before.
+        """
         inner = nnx.merge(*nnx.split(self.inner))
         by_memory = () if self.config.single_projections else inner.memory_parts
         for path, layer in list(nnx.iter_graph(inner)):
             if isinstance(layer, Dense):
                 tokens = x if path[-1] in inner.token_parts and len(path) == 1 else None
-                layer.product = _product(layout, path[0] in by_memory, tokens)
+                layer.product = arranged_product(layout, path[0] in by_memory, tokens)
         return inner
 
     def _tails(self, context: Context) -> dict[str, Any]:
+        """The incoming tails that belong to the memories."""
         return {n: tail for n, tail in context.tails.items() if not n.startswith(_ROW)}
-
-
-def _ranks(logits: jax.Array) -> jax.Array:
-    """[..., M] -> each memory's place, 0 the likeliest; of equal ones the first. The partitioner would sort on all devices."""
-    index = jnp.arange(logits.shape[-1])
-    logit, other = logits[..., :, None], logits[..., None, :]
-    ahead = (other > logit) | ((other == logit) & (index < index[:, None]))
-    return jnp.sum(ahead, axis=-1, dtype=jnp.int32)
-
-
-def _product(layout: Rows | Packed, by_memory: bool, tokens: jax.Array | None) -> Any:
-    """`project` for tokens that `layout` arranges.
-
-    Args:
-        layout: how they are arranged.
-        by_memory: whether kernel and bias are [G, ...], one for each memory.
-        tokens: [B, T, D], where the layer acts on arranged tokens as they came: the product is then computed once a token (and
-            memory) and arranged after. None for other inputs.
-    """
-
-    def product(y: jax.Array, kernel: jax.Array, bias: jax.Array | None, dtype: Any) -> jax.Array:
-        if tokens is None:
-            return (layout.project if by_memory else project)(y, kernel, bias, dtype)
-        if not by_memory:
-            return layout.tokens(project(tokens, kernel, bias, dtype))
-        if isinstance(layout, Packed) and bias is None and dtype in (None, y.dtype):
-            projected = layout.project_tokens(y, kernel)
-            if projected is not None:
-                return projected
-        groups, size, width = kernel.shape
-        flat = jnp.moveaxis(kernel, 0, 1).reshape(size, groups * width)
-        flat_bias = None if bias is None else bias.reshape(-1)
-        every = project(tokens, flat, flat_bias, dtype)
-        return layout.from_memories(every.reshape(*tokens.shape[:2], groups, width))
-
-    return product
-
-
-def _stack_memory_parts(mixers: list[Mixer], active: float) -> Mixer:
-    """Return the first mixer with the `memory_parts` of all G mixers, whose parameters are stacked as [G, ...].
-
-    Args:
-        mixers: equal but for their parameters.
-        active: the share of the stacked parameters that one token uses.
-    """
-    graphdef, _ = nnx.split(mixers[0])
-    states = [dict(nnx.to_flat_state(nnx.state(mixer))) for mixer in mixers]
-    stacked = {
-        path: nnx.Param(
-            jnp.stack([state[path].get_value() for state in states]),
-            logical_axes=(None, *param.logical_axes),
-            weight_decay=param.weight_decay,
-            active=active,
-        )
-        for path, param in states[0].items()
-        if path[0] in mixers[0].memory_parts
-    }
-    return nnx.merge(graphdef, nnx.from_flat_state(states[0] | stacked))
-
-
-def _of_document(memory: Any, tails: dict[str, Any], document: jax.Array) -> tuple[Any, Any]:
-    """The states of all memories, [B, G, ...], marked as of one document [B]."""
-    ids = jnp.broadcast_to(document[:, None], jax.tree.leaves(memory)[0].shape[:2])
-    tails = {name: tail._replace(segment_id=ids) for name, tail in tails.items()}
-    return memory._replace(segment_id=ids), tails
-
-
-def _unflatten(tree: Any, groups: int) -> Any:
-    """Leaves [B * G, ...] -> [B, G, ...]."""
-    return jax.tree.map(lambda s: s.reshape(-1, groups, *s.shape[1:]), tree)
-
-
-def _documents(
-    x: jax.Array, segment_ids: jax.Array | None, memory: MoMState | None
-) -> tuple[jax.Array | None, jax.Array, jax.Array]:
-    """The number of each token's document, [B, T], 0 on padding (None for one document from empty memories); and the state's
-    last id and document after the call."""
-    batch, length = x.shape[:2]
-    last_id = jnp.zeros(batch, jnp.int32) if memory is None else memory.last_id
-    document = jnp.ones(batch, jnp.int32) if memory is None else memory.document
-    if segment_ids is None:
-        one = jnp.broadcast_to(document[:, None], (batch, length))
-        return None if memory is None else one, last_id, document
-    run, after = number_documents(segment_ids, DocumentCount(document, last_id))
-    ids = jnp.where(segment_ids != 0, run, 0)
-    return ids, after.segment_id.astype(jnp.int32), after.count
 
 
 METHOD = Method(
@@ -521,8 +460,8 @@ METHOD = Method(
     op="the inner mixer's",
     gate="of the inner mixer, for tokens routed to the memory; else 1",
     write="of the inner mixer, for tokens routed to the memory",
-    read="Σ g_m (what memory m gives), and what the shared one gives",
-    state="the inner mixer's for each memory",
+    read="Σ g_m (output of memory m), and the output of the shared memory",
+    state="the inner mixer's state for each memory",
     config=MoMConfig,
     module=MoM,
 )

@@ -1,31 +1,34 @@
-"""How the tokens of several memories are laid out for one call of the inner mixer: a row a memory, or packed.
+"""The arrangement of the tokens of G memories for one call of the inner mixer: one row for each memory
+(`Rows`), or packed (`Packed`).
 
-A layout arranges what tokens bring ([B, T, ...]) and what they bring to each memory ([B, T, G, ...]) as the rows one call
-sees, and sums what each token read from its memories ([B, T, ...]).
+A layout arranges arrays by token, [B, T, ...], and arrays by token and memory, [B, T, G, ...], into the rows
+of the call. After the call it sums the outputs of each token over its memories, to [B, T, ...].
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Bool, Int
 
 from lsm_jax.mixers.layers import project
 from lsm_jax.ops.experts.grouped_product import segment_product, supports_segments
-from lsm_jax.parallel import over_batch, shards_of
+from lsm_jax.parallel import alone, over_batch, over_mesh, shards_of
 
-_MOST = 2**29  # numbers of all segments' matrices on a device, 1 GiB in bfloat16
+_MAX_NUMBERS = 2**29  # of all segments' matrices on a device: 1 GiB in bfloat16
 
 
 class Rows(NamedTuple):
-    """Every token in a row of each memory, or of each memory in `group`; arranged arrays are [B * J, T, ...].
+    """One row for each memory, with all tokens in each; arranged arrays are [B * J, T, ...].
 
     Attributes:
         num_groups: G.
-        group: int [B, J], the memories that have a row; None for all G, in order.
+        group: int [B, J], the memories that have a row; None means all G, in order.
     """
 
     num_groups: int
@@ -33,37 +36,37 @@ class Rows(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """J, the rows of one sequence."""
+        """J, the number of memories that have a row."""
         return self.num_groups if self.group is None else self.group.shape[1]
 
     def tokens(self, x: Array) -> Array:
-        """[B, T, ...], the same for each memory -> arranged."""
+        """Arrange x [B, T, ...], which is the same for each memory."""
         x = jnp.broadcast_to(x[:, None], (x.shape[0], self.rows, *x.shape[1:]))
         return x.reshape(-1, *x.shape[2:])
 
     def from_memories(self, x: Array) -> Array:
-        """[B, T, G, ...], a value for each memory -> arranged."""
+        """Arrange x [B, T, G, ...], which has a value for each memory."""
         x = self.select(jnp.moveaxis(x, 2, 1))
         return x.reshape(-1, *x.shape[2:])
 
     def total(self, x: Array, dtype) -> Array:
-        """Arranged -> [B, T, ...], the sum over a token's memories."""
+        """Sum an arranged array over each token's memories, to [B, T, ...]."""
         return jnp.sum(x.reshape(-1, self.rows, *x.shape[1:]), axis=1).astype(dtype)
 
     def select(self, x: Array) -> Array:
-        """[B, G, ...] -> [B, J, ...], those with a row."""
+        """Select the memories that have a row, from [B, G, ...] to [B, J, ...]."""
         if self.group is None:
             return x
         return jax.vmap(lambda row, index: row[index])(x, self.group)
 
     def replace(self, x: Array, new: Array) -> Array:
-        """[B, G, ...] with those that have a row replaced by `new`, [B, J, ...]."""
+        """Replace the memories of x [B, G, ...] that have a row by `new` [B, J, ...]."""
         if self.group is None:
             return new
         return jax.vmap(lambda row, index, values: row.at[index].set(values))(x, self.group, new)
 
     def project(self, x: Array, kernel: Array, bias: Array | None, dtype) -> Array:
-        """Arranged x [..., D] by each memory's kernel [G, D, F] and bias [G, F]."""
+        """Multiply arranged x [..., D] by the kernel of each memory, [G, D, F], and add its bias, [G, F]."""
         if self.group is not None:
             return _select_project(
                 x, kernel, bias, dtype, self.group.reshape(-1, *(1,) * (x.ndim - 1))
@@ -74,14 +77,17 @@ class Rows(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """The tokens of each memory one after another, in time order, each memory starting at a chunk's start.
+    """The tokens of each memory, one memory after another, in time order; each memory begins at the start of
+    a chunk.
 
-    Arranged arrays are [B, L, ...]. L is static, since the number of routed pairs is: no capacity, nothing dropped.
+    Arranged arrays are [B, L, ...]. L is static because the number of (token, memory) pairs is: no token is
+    dropped.
 
     Attributes:
-        place: int [B, T, G], a token's index in the row for each memory; L where it is not routed there.
-        source: int [B, L], t * G + g for token t of memory g at each index; T * G at empty ones.
-        chunk_group: int [B, N], the memory each chunk belongs to.
+        place: int [B, T, G], the index in the arranged row of each token for each memory; L if it is not
+            routed to the memory.
+        source: int [B, L], `t G + g` for the index with token t of memory g; T G for empty indices.
+        chunk_group: int [B, N], the memory that each chunk belongs to.
     """
 
     place: Int[Array, "B T G"]
@@ -89,28 +95,31 @@ class Packed(NamedTuple):
     chunk_group: Int[Array, "B N"]
 
     def tokens(self, x: Array) -> Array:
-        """[B, T, ...], the same for each memory -> arranged, 0 in empty places."""
+        """Arrange x [B, T, ...], which is the same for each memory; empty indices are 0."""
         return _take_tokens(x, self.place, self.source)
 
     def from_memories(self, x: Array) -> Array:
-        """[B, T, G, ...], a value for each memory -> arranged, 0 in empty places."""
-        return _take_own(x, self.place, self.source)
+        """Arrange x [B, T, G, ...], which has a value for each memory; empty indices are 0."""
+        return _take_memories(x, self.place, self.source)
 
     def total(self, x: Array, dtype) -> Array:
-        """Arranged -> [B, T, ...], the sum over a token's memories."""
+        """Sum an arranged array over each token's memories, to [B, T, ...]."""
         return _total(dtype, x, self.place, self.source)
 
     def project(self, x: Array, kernel: Array, bias: Array | None, dtype) -> Array:
-        """Arranged x [B, L, D] by each memory's kernel [G, D, F] and bias [G, F]."""
+        """Multiply arranged x [B, L, D] by the kernel of each memory, [G, D, F], and add its bias, [G, F]."""
         group = jnp.repeat(self.chunk_group, self._chunk_size(), axis=1)[..., None]
         return _select_project(x, kernel, bias, dtype, group)
 
     def project_tokens(self, rows: Array, kernel: Array) -> Array | None:
-        """`project` without a bias, for arranged tokens, by a kernel that multiplies each by its memory's matrix; None where that kernel
-        does not support the call."""
+        """Multiply arranged tokens [B, L, D] by the kernel of each memory, [G, D, F], with `segment_product`.
+
+        Return None if no fused kernel supports the call.
+        """
         segments = -(-len(rows) // shards_of("batch")) * len(kernel)
-        # A gradient of the kernel is made for each segment first; the partitioner cuts the dense form over heads, not a kernel.
-        small = segments * kernel[0].size <= _MOST and rows.shape[1] >= 128
+        # The gradient of `kernel` is computed for each segment first, and requires memory for all of them. XLA's partitioner can
+        # divide the dense form over heads, but not a fused kernel.
+        small = segments * kernel[0].size <= _MAX_NUMBERS and rows.shape[1] >= 128
         if self._chunk_size() % 64 or not small or shards_of("heads") > 1:
             return None
         if not supports_segments(_flat(rows), kernel.astype(rows.dtype)):
@@ -125,13 +134,15 @@ class Packed(NamedTuple):
 
 
 def pack(routed: Bool[Array, "B T G"], size: int, num_chunks: int) -> Packed:
-    """Lay the routed tokens out in `num_chunks` chunks of `size`, which must be enough."""
+    """Return the packed layout of the routed tokens in `num_chunks` chunks of `size` tokens (at least
+    `chunks_needed`).
+    """
     batch, length, groups = routed.shape
     total = num_chunks * size
     rank = jnp.cumsum(routed, axis=1, dtype=jnp.int32)
-    taken = -(-rank[:, -1] // size)  # [B, G] chunks
-    end = jnp.cumsum(taken, axis=1)
-    place = (end - taken)[:, None] * size + rank - 1
+    chunks = -(-rank[:, -1] // size)  # of each memory, [B, G]
+    end = jnp.cumsum(chunks, axis=1)
+    place = (end - chunks)[:, None] * size + rank - 1
     place = jnp.where(routed, place, total)
     index = jnp.arange(length * groups, dtype=jnp.int32)
     source = jax.vmap(
@@ -139,18 +150,173 @@ def pack(routed: Bool[Array, "B T G"], size: int, num_chunks: int) -> Packed:
     )(place.reshape(batch, -1))
     chunk = jnp.arange(num_chunks)
     group = jnp.sum(end[:, None] <= chunk[:, None], axis=-1, dtype=jnp.int32)
-    # Arrays of their own: a kernel that reads them would sum and divide again for every channel of every token.
+    # Behind a barrier: XLA would otherwise fuse the sums and divisions into each use, and repeat them for every channel of a token.
     return Packed(*jax.lax.optimization_barrier((place, source, jnp.minimum(group, groups - 1))))
 
 
+class PackedByDevice(NamedTuple):
+    """The layout of `Packed` for rows whose tokens are sharded over S devices: each device packs its own tokens.
+
+    A memory's tokens are then S parts of the arranged row [B, S L], in time order: one segment with one state for each memory,
+    which the op hands on from device to device.
+
+    Attributes:
+        place: int [B, S, T / S, G], as in `Packed`, on each device.
+        source: int [B, S, L], likewise.
+        chunk_group: int [B, S, N], likewise.
+    """
+
+    place: Int[Array, "B S t G"]
+    source: Int[Array, "B S L"]
+    chunk_group: Int[Array, "B S N"]
+
+    def tokens(self, x: Array) -> Array:
+        """Arrange x [B, T, ...], which is the same for each memory; empty places are 0."""
+        return self._map(_take_tokens_of_devices, x)
+
+    def from_memories(self, x: Array) -> Array:
+        """Arrange x [B, T, G, ...], which has a value for each memory; empty places are 0."""
+        return self._map(_take_memories_of_devices, x)
+
+    def total(self, x: Array, dtype) -> Array:
+        """Return the sums [B, T, ...] over each token's memories of arranged x."""
+        return self._map(_total_of_devices, x, jnp.dtype(dtype))
+
+    def project(self, x: Array, kernel: Array, bias: Array | None, dtype) -> Array:
+        """Multiply arranged x [B, S L, D] by each memory's kernel [G, D, F], and add its bias [G, F]."""
+        size = self.source.shape[2] // self.chunk_group.shape[2]
+        group = jnp.repeat(self.chunk_group, size, axis=2).reshape(len(x), -1, 1)
+        return _select_project(x, kernel, bias, dtype, group)
+
+    def _map(self, function, x: Array, *static) -> Array:
+        """Call `function` on each device with its part of x [B, P, ...]; the results are joined along P."""
+        batch, devices = self.place.shape[:2]
+        batched = dict(
+            x=x.reshape(batch, devices, -1, *x.shape[2:]), place=self.place, source=self.source
+        )
+        y = over_mesh(
+            function,
+            batched,
+            {},
+            *static,
+            axes=dict.fromkeys(batched, ("batch", "sequence")),
+            out_axes=("batch", "sequence"),
+            in_sequence=alone,
+        )
+        return y.reshape(batch, -1, *y.shape[3:])
+
+
+def pack_by_device(
+    routed: Bool[Array, "B T G"], size: int, num_chunks: int, devices: int
+) -> PackedByDevice:
+    """Lay the routed tokens of each of `devices` equal parts of the rows out in `num_chunks` chunks of `size`."""
+    batch, length, groups = routed.shape
+    axes = ("batch", "sequence")
+    places = over_mesh(
+        _pack_on_device,
+        dict(routed=routed.reshape(batch, devices, length // devices, groups)),
+        {},
+        size,
+        num_chunks,
+        axes=dict(routed=axes),
+        out_axes=(axes, axes, axes),
+        in_sequence=alone,
+    )
+    return PackedByDevice(*places)
+
+
+def _join_rows(x: Array) -> Array:
+    """Reshape x [B, S, ...] to [B * S, ...]."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _pack_on_device(size: int, num_chunks: int, routed: Array) -> tuple[Array, ...]:
+    packed = pack(_join_rows(routed), size, num_chunks)
+    return tuple(x.reshape(*routed.shape[:2], *x.shape[1:]) for x in packed)
+
+
+def _take_tokens_of_devices(x: Array, place: Array, source: Array) -> Array:
+    y = _take_tokens(*map(_join_rows, (x, place, source)))
+    return y.reshape(*x.shape[:2], *y.shape[1:])
+
+
+def _take_memories_of_devices(x: Array, place: Array, source: Array) -> Array:
+    y = _take_memories(*map(_join_rows, (x, place, source)))
+    return y.reshape(*x.shape[:2], *y.shape[1:])
+
+
+def _total_of_devices(dtype, x: Array, place: Array, source: Array) -> Array:
+    y = _total(dtype, *map(_join_rows, (x, place, source)))
+    return y.reshape(*x.shape[:2], *y.shape[1:])
+
+
 def chunks_needed(length: int, num_memories: int, top_k: int, always_on: bool, size: int) -> int:
-    """Chunks that always suffice: each token goes to `top_k` of the memories, and to one more where that is always on."""
+    """Return a number of chunks that always suffices: each token goes to `top_k` memories, and to one more if
+    `always_on`.
+    """
     routed = (length * top_k + num_memories * (size - 1)) // size
     return routed + (-(-length // size) if always_on else 0)
 
 
+def stack_memory_parts(mixers: list[Any], active: float) -> Any:
+    """Return the first mixer with the `memory_parts` of all G mixers, whose parameters are stacked as [G, ...].
+
+    Args:
+        mixers: equal but for their parameters.
+        active: the share of the stacked parameters that one token uses.
+    """
+    graphdef, _ = nnx.split(mixers[0])
+    states = [dict(nnx.to_flat_state(nnx.state(mixer))) for mixer in mixers]
+    stacked = {
+        path: nnx.Param(
+            jnp.stack([state[path].get_value() for state in states]),
+            logical_axes=(None, *param.logical_axes),
+            weight_decay=param.weight_decay,
+            active=active,
+        )
+        for path, param in states[0].items()
+        if path[0] in mixers[0].memory_parts
+    }
+    return nnx.merge(graphdef, nnx.from_flat_state(states[0] | stacked))
+
+
+def arranged_product(
+    layout: Rows | Packed | PackedByDevice, by_memory: bool, tokens: Array | None
+) -> Callable:
+    """Return a function with the signature of `project`, for inputs that `layout` has arranged.
+
+    Args:
+        layout: the arrangement of the tokens.
+        by_memory: whether kernel and bias are [G, ...], one for each memory.
+        tokens: [B, T, D], the tokens before they were arranged, for layers whose input they are: the product
+            is then computed once for each token (and memory), and arranged afterwards. None for layers with
+            other inputs.
+    """
+
+    def product(y: Array, kernel: Array, bias: Array | None, dtype: Any) -> Array:
+        if tokens is None:
+            return (layout.project if by_memory else project)(y, kernel, bias, dtype)
+        if not by_memory:
+            return layout.tokens(project(tokens, kernel, bias, dtype))
+        if isinstance(layout, Packed) and bias is None and dtype in (None, y.dtype):
+            projected = layout.project_tokens(y, kernel)
+            if projected is not None:
+                return projected
+        groups, size, width = kernel.shape
+        flat = jnp.moveaxis(kernel, 0, 1).reshape(size, groups * width)
+        flat_bias = None if bias is None else bias.reshape(-1)
+        projected = project(tokens, flat, flat_bias, dtype)
+        return layout.from_memories(projected.reshape(*tokens.shape[:2], groups, width))
+
+    return product
+
+
 def _select_project(x, kernel, bias, dtype, group):
-    """x [..., D] by the kernel of its group, one product a memory: for the narrow layers behind the first, and for one token."""
+    """Multiply x [..., D] by the kernel of its memory `group` [..., 1], by one product for each memory and a
+    selection.
+
+    This is used for one token, and for narrow layers.
+    """
 
     def by(g: int) -> Array:
         return project(x, kernel[g], None if bias is None else bias[g], dtype)
@@ -166,21 +332,23 @@ def _flat(x: Array) -> Array:
 
 
 def _project_rows(rows: Array, ends: Array, kernel: Array) -> Array:
-    """Rows [B, L, D] whose memories end before the blocks [B, G]."""
+    """Multiply rows [B, L, D] by the matrices of their memories, which end before the blocks of 64 tokens
+    `ends` [B, G].
+    """
     first = jnp.arange(len(rows), dtype=jnp.int32)[:, None] * (rows.shape[1] // 64)
     y = segment_product(_flat(rows), kernel, (first + ends).reshape(-1))
     return y.reshape(*rows.shape[:2], -1)
 
 
 def _rows(x: Array, index: Array) -> Array:
-    """x [B, P, ...] at index [B, ...], 0 where the index is P."""
+    """Return the entries of x [B, P, ...] at `index` [B, ...], 0 where the index is P."""
     return jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=0))(x, index)
 
 
-# Each is the transpose of the next or of itself, by the map the other way: a gather where autodiff would scatter.
+# The transposes of these gathers are gathers by the inverse map, `place` for `source`; differentiation by JAX would scatter.
 @jax.custom_vjp
 def _take_tokens(x, place, source):
-    # Arranged once, not again for every tap of a convolution behind; so below.
+    # Behind a barrier: otherwise XLA would repeat the gather for every tap of a convolution that follows. Likewise below.
     return jax.lax.optimization_barrier(_rows(x, source // place.shape[2]))
 
 
@@ -190,7 +358,7 @@ def _sum_tokens(x, place, source):
 
 
 @jax.custom_vjp
-def _take_own(x, place, source):
+def _take_memories(x, place, source):
     return jax.lax.optimization_barrier(_rows(x.reshape(x.shape[0], -1, *x.shape[3:]), source))
 
 
@@ -200,7 +368,7 @@ def _keep_maps(function):
 
 _take_tokens.defvjp(_keep_maps(_take_tokens), lambda maps, g: (_sum_tokens(g, *maps), None, None))
 _sum_tokens.defvjp(_keep_maps(_sum_tokens), lambda maps, g: (_take_tokens(g, *maps), None, None))
-_take_own.defvjp(_keep_maps(_take_own), lambda maps, g: (_rows(g, maps[0]), None, None))
+_take_memories.defvjp(_keep_maps(_take_memories), lambda maps, g: (_rows(g, maps[0]), None, None))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -209,7 +377,7 @@ def _total(dtype, x, place, source):
 
 
 def _total_backward(dtype, saved, g):
-    # What comes back is of the sum's dtype: gathered in it, and as an array of its own, not made again for every memory.
+    # The gradient is gathered in its own dtype, behind a barrier: otherwise XLA would compute it again for every memory.
     like, place, source = saved
     g = _take_tokens(jax.lax.optimization_barrier(g), place, source)
     return g.astype(like.dtype), None, None

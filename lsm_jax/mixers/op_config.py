@@ -1,4 +1,4 @@
-"""How a mixer's op computes: its form, its backends and its chunk size, one value for every mixer."""
+"""The form, the backends and the chunk size of a mixer's op, as one config for all mixers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from lsm_jax.mixers import checks
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class OpConfig:
-    """How an op computes. No field changes what is computed, but for rounding.
+    """The config of an op's computation. No field changes results except by rounding.
 
     Attributes:
-        form: "recurrent", "chunk" or "associative", of those that the op has.
-        implementation: a backend's name, or several in order of preference: a tuple, or one string with commas between the
-            names, as command lines have it. None lets the op select.
+        form: "recurrent", "chunk" or "associative", if the op has it.
+        implementation: a backend's name, or several in order of preference: a tuple, or one string with
+            commas between the names, as command lines have it. None lets the op select.
         chunk_size: tokens of a chunk, a power of two; None lets the op select.
     """
 
@@ -32,16 +32,16 @@ class OpConfig:
         return tuple(given.split(",")) if isinstance(given, str) else given
 
     def arguments(self) -> dict[str, Any]:
-        """The op's arguments of these names."""
+        """Return the op's arguments `form`, `implementation` and `chunk_size` by name."""
         names = self.names()
         implementation = names if len(names) > 1 else next(iter(names), None)
         return dict(form=self.form, implementation=implementation, chunk_size=self.chunk_size)
 
     def validate(self, holder: str, forms: tuple[str, ...] = checks.FORMS) -> None:
-        """Raise ValueError where a field does not fit; the op checks which backends exist.
+        """Raise ValueError if a field is not accepted; the op checks whether the backends exist.
 
         Args:
-            holder: name of the config that holds this one, for messages.
+            holder: name of the config that contains this one, for messages.
             forms: those that the op has.
         """
         name = f"{holder}.op"
@@ -64,7 +64,8 @@ class RecurrentConfig:
     """Base of the configs of mixers whose memory is of fixed size.
 
     Attributes:
-        op: how the op computes; each config has a copy, so that `dataclasses.replace` gives independent configs.
+        op: how the op computes; each config has a copy, so that `dataclasses.replace` returns independent
+            configs.
     """
 
     op: OpConfig = dataclasses.field(default_factory=OpConfig)
@@ -73,6 +74,8 @@ class RecurrentConfig:
         self.op = copy.copy(self.op)
 
     def validate_fields(self, forms: tuple[str, ...] = checks.FORMS) -> None:
-        """Raise ValueError unless every field is of its kind and `op` fits; the first check of `validate`."""
+        """Raise ValueError unless every field has the type of its annotation and `op` is accepted; the first
+        check of `validate`.
+        """
         checks.fields(self)
         self.op.validate(type(self).__name__, forms)

@@ -1,7 +1,8 @@
-"""ReBased (arXiv 2402.10644): `M_t = M_{t-1} + φ(k_t)ᵀ v_t`, `o_t = φ(q_t) M_t / (φ(q_t) z_t + ε)`, φ a learned quadratic.
+"""ReBased (arXiv 2402.10644): `M_t = M_{t-1} + φ(k_t)ᵀ v_t`, `o_t = φ(q_t) M_t / (φ(q_t) z_t + ε)`, φ a
+learned quadratic.
 
-`φ(q) φ(k) = (q' k')² / F` for `x' = γ ⊙ layernorm(x) + β` of F channels: as features the F squares and, since the products
-x'_i x'_j and x'_j x'_i are one, the F (F - 1) / 2 products weighted by sqrt 2.
+`φ(q) φ(k) = (q' k')² / F` for `x' = γ ⊙ layernorm(x) + β` of F channels: as features the F squares and, since
+the products x'_i x'_j and x'_j x'_i are one, the F (F - 1) / 2 products weighted by sqrt 2.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _LAYER_NORM_EPS = 1e-5
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class RebasedConfig(RecurrentConfig):
-    """ReBased.
+    """The config of ReBased.
 
     Attributes:
-        num_heads: heads.
+        num_heads: number of heads.
         feature_dim: query and key channels of a head ahead of φ (F); φ has F (F + 1) / 2 features.
         normalizer_eps: ε of the normaliser.
     """
@@ -40,21 +41,25 @@ class RebasedConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> RebasedConfig:
-        """The customary proportions: 16 heads of 16 channels; fewer heads below width 256, 8 channels at 32."""
+        """Return the config with the customary proportions: 16 heads of 16 channels; fewer heads below width
+        256, 8 channels at 32.
+        """
         return cls(num_heads=min(16, hidden_size // 16), feature_dim=min(16, hidden_size // 4))
 
     def num_features(self) -> int:
-        """Features of φ."""
+        """The number of features of φ."""
         return self.feature_dim * (self.feature_dim + 1) // 2
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
         checks.positive(self, feature_dim=self.feature_dim, normalizer_eps=self.normalizer_eps)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, features, write 2KV, read 2KV, normaliser 4K a head."""
+        """Return the floating-point operations of the forward pass per token: the projections and features,
+        and per head 2 K V each to write and to read, and 4 K for the normaliser.
+        """
         features = self.num_features()
         projections = 4.0 * hidden_size * (self.num_heads * self.feature_dim + hidden_size)
         return projections + 4.0 * features * hidden_size + 6.0 * self.num_heads * features
@@ -68,7 +73,7 @@ class QuadraticFeatures(nnx.Module):
         self.beta = parameter(jnp.zeros(size, jnp.float32), ("norm",), weight_decay=False)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x [..., F] -> [..., F (F + 1) / 2] in float32 (float64 for float64)."""
+        """Return the features [..., F (F + 1) / 2] of x [..., F], in float32 (float64 for float64)."""
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         wide = rms_normalize(wide, _LAYER_NORM_EPS) * self.gamma[...] + self.beta[...]
@@ -79,7 +84,7 @@ class QuadraticFeatures(nnx.Module):
 
 
 class Rebased(Mixer):
-    """ReBased; see `RebasedConfig`."""
+    """The layer of ReBased; see `RebasedConfig`."""
 
     op = ops.linear_memory
     memory_parts = ("k_proj", "v_proj")
@@ -101,25 +106,25 @@ class Rebased(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """φ(x W_q)."""
+        """Return φ(x W_q)."""
         return self.q_features(split_heads(self.q_proj(x), self.config.num_heads)), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """φ(x W_k) and x W_v."""
+        """Return φ(x W_k) and x W_v."""
         heads = self.config.num_heads
         k = self.k_features(split_heads(self.k_proj(x), heads))
         return dict(k=k, v=split_heads(self.v_proj(x), heads)), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Projection; the normaliser replaces other methods' norm."""
+        """Project the heads' outputs; the normaliser replaces the norm of other methods."""
         return self.o_proj(merge_heads(o)), context
 
     def options(self) -> dict[str, Any]:
-        """The op's constant arguments; φ carries the scale."""
+        """Return the op's constant arguments; φ contains the scale."""
         return dict(super().options(), scale=1.0, normalize=self.config.normalizer_eps)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """An empty memory."""
+        """Return the empty memory."""
         config = self.config
         value_dim = self.hidden_size // config.num_heads
         return ops.linear_state(

@@ -1,4 +1,6 @@
-"""RetNet's retention (arXiv 2307.08621): `M_t = γ_h M_{t-1} + k_tᵀ v_t` with `γ_h = 1 - 2^(-5-h)` and rotated q and k."""
+"""RetNet's retention (arXiv 2307.08621): `M_t = γ_h M_{t-1} + k_tᵀ v_t` with `γ_h = 1 - 2^(-5-h)` and rotated
+q and k.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lsm_jax import ops
-from lsm_jax.mixers import checks
+from lsm_jax.mixers import checks, feature_maps
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, rotate, split_heads
 from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.op_config import RecurrentConfig
+
+FEATURE_MAPS = ("identity", "silu", "elu")
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -25,47 +29,58 @@ class RetNetConfig(RecurrentConfig):
         num_heads: heads; head h decays by 1 - 2^(-5-h) a token.
         expand_k: key channels over hidden_size, all heads together.
         expand_v: value channels over hidden_size.
+        rotary: whether q and k are rotated; Linear-MoE (arXiv 2503.05447, its code) does not.
         rope_base: of the rotary embedding of q and k.
+        feature_map: φ on queries and keys: "identity", "silu" or "elu" (elu + 1); Linear-MoE has "silu".
+        qkv_bias: whether the projections to queries, keys, values and the output gate have biases, as in Linear-MoE.
         norm_eps: of the norm over each head's output.
     """
 
     num_heads: int = 8
     expand_k: float = 1.0
     expand_v: float = 2.0
+    rotary: bool = True
     rope_base: float = 10000.0
+    feature_map: str = "identity"
+    qkv_bias: bool = False
     norm_eps: float = 1e-5
 
     @classmethod
     def for_width(cls, hidden_size: int) -> RetNetConfig:
-        """The published proportions: key heads of 256, value heads twice as wide."""
+        """Return the config with the published proportions: key heads of 256 channels, and value heads twice
+        as wide.
+        """
         return cls(num_heads=hidden_size // min(256, hidden_size // 4))
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
-        """Key and value channels of a head."""
+        """The numbers of key and value channels of a head."""
         return (
             checks.expanded(self, "expand_k", self.expand_k, hidden_size, self.num_heads),
             checks.expanded(self, "expand_v", self.expand_v, hidden_size, self.num_heads),
         )
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         key_dim, _ = self.head_dims(hidden_size)
-        if key_dim % 2:
+        if self.rotary and key_dim % 2:
             raise ValueError(
                 f"RetNetConfig.num_heads={self.num_heads} gives key heads of {key_dim} channels; "
                 "rotation needs an even number"
             )
+        checks.one_of(self, "feature_map", self.feature_map, FEATURE_MAPS)
         checks.positive(self, rope_base=self.rope_base, norm_eps=self.norm_eps)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, decay KV, write 2KV, read 2KV a head."""
+        """Return the floating-point operations of the forward pass per token: the projections, and per head K
+        V to decay the memory and 2 K V each to write and to read.
+        """
         k, v = self.head_dims(hidden_size)
         return self.num_heads * (2.0 * hidden_size * (2 * k + 3 * v) + 5 * k * v)
 
 
 class RetNet(Mixer):
-    """RetNet's retention; see `RetNetConfig`."""
+    """The layer of RetNet's retention; see `RetNetConfig`."""
 
     op = ops.linear_memory
     uses_positions = True
@@ -78,7 +93,8 @@ class RetNet(Mixer):
         super().__init__(config, hidden_size)
         self.key_dim, self.value_dim = config.head_dims(hidden_size)
         keys, values = config.num_heads * self.key_dim, config.num_heads * self.value_dim
-        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
+        self.uses_positions = config.rotary
+        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std, bias=config.qkv_bias)
         self.q_proj = Dense(hidden_size, keys, **into)
         self.k_proj = Dense(hidden_size, keys, **into)
         self.v_proj = Dense(hidden_size, values, **into)
@@ -88,30 +104,33 @@ class RetNet(Mixer):
             values, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
         )
 
-    def _rotated(self, x: jax.Array, context: Context) -> jax.Array:
-        heads = split_heads(x, self.config.num_heads)
+    def _features(self, x: jax.Array, context: Context) -> jax.Array:
+        """Return φ of x's heads, rotated where the config has a rotation."""
+        heads = feature_maps.FIXED[self.config.feature_map](split_heads(x, self.config.num_heads))
+        if not self.config.rotary:
+            return heads
         return rotate(heads, context.positions, base=self.config.rope_base)
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Rotated queries."""
-        return self._rotated(self.q_proj(x), context), context
+        """Return the rotated queries."""
+        return self._features(self.q_proj(x), context), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Rotated keys, values, and each head's constant decay."""
+        """Return the rotated keys, the values, and the constant decay of each head."""
         heads = jnp.arange(self.config.num_heads, dtype=jnp.float32)
         return dict(
-            k=self._rotated(self.k_proj(x), context),
+            k=self._features(self.k_proj(x), context),
             v=split_heads(self.v_proj(x), self.config.num_heads),
             log_decay=jnp.log1p(-jnp.exp2(-5 - heads)),
         ), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Norm of each head, times silu(x W_g), projection."""
+        """Normalise each head, multiply by silu(x W_g), and project."""
         gate = split_heads(self.g_proj(x), self.config.num_heads)
         return self.o_proj(merge_heads(self.norm(o, gate))), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """An empty memory."""
+        """Return the empty memory."""
         return ops.linear_state(batch_size, self.config.num_heads, self.key_dim, self.value_dim)
 
 

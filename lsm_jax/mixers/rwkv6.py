@@ -1,6 +1,8 @@
-"""RWKV6 (arXiv 2404.05892): `o_t = r_t (M_{t-1} + diag(u) k_tᵀ v_t)`, then `M_t = diag(w_t) M_{t-1} + k_tᵀ v_t`.
+"""RWKV6 (arXiv 2404.05892): `o_t = r_t (M_{t-1} + diag(u) k_tᵀ v_t)`, then
+`M_t = diag(w_t) M_{t-1} + k_tᵀ v_t`.
 
-Everything is projected from the token moved towards the one before it, by shares that depend on the token.
+All projections read an interpolation of the token and the token before it, with weights that depend on the
+token.
 """
 
 from __future__ import annotations
@@ -31,13 +33,13 @@ _MIXED = ("w", "k", "v", "r", "g")
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class RWKV6Config(RecurrentConfig):
-    """RWKV6.
+    """The config of RWKV6.
 
     Attributes:
-        head_dim: key and value channels of a head; hidden_size / head_dim heads.
-        mix_rank: inner width of the low-rank part of each of the five shares.
+        head_dim: number of key and of value channels of a head; there are hidden_size / head_dim heads.
+        mix_rank: inner width of the low-rank part of each of the five interpolation weights.
         decay_rank: inner width of the decay's low-rank part.
-        norm_eps: of the norm over each head's output.
+        norm_eps: epsilon of the norm over each head's output.
     """
 
     head_dim: int = 64
@@ -47,7 +49,9 @@ class RWKV6Config(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> RWKV6Config:
-        """The published proportions: heads of 64, smaller below width 256; ranks of 32 and 64, smaller below 512."""
+        """Return the config with the published proportions: heads of 64 channels, smaller ones below width
+        256; ranks of 32 and 64, smaller ones below width 512.
+        """
         return cls(
             head_dim=min(64, hidden_size // 4),
             mix_rank=min(32, hidden_size // 16),
@@ -55,7 +59,7 @@ class RWKV6Config(RecurrentConfig):
         )
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         checks.divides(self, "head_dim", self.head_dim, "hidden_size", hidden_size)
         checks.positive(
@@ -63,17 +67,18 @@ class RWKV6Config(RecurrentConfig):
         )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, low-rank parts; decay KV, write 2KV, read 2KV, bonus
-        5K a head."""
+        """Return the floating-point operations of the forward pass per token: the projections and low-rank
+        parts, and per head K V to decay the memory, 2 K V each to write and to read, and 5 K for the bonus.
+        """
         low_rank = 4.0 * hidden_size * (len(_MIXED) * self.mix_rank + self.decay_rank)
         return 10.0 * hidden_size**2 + low_rank + 5 * hidden_size * (self.head_dim + 1)
 
 
 class RWKV6(Mixer):
-    """RWKV6; see `RWKV6Config`.
+    """The layer of RWKV6; see `RWKV6Config`.
 
-    Parameters start as in the published code (`init_std` is not used); as there only the five
-    projections take weight decay.
+    Parameters start as in the published code (`init_std` is not used); as there, only the five projections
+    have weight decay.
     """
 
     op = ops.linear_memory
@@ -130,7 +135,9 @@ class RWKV6(Mixer):
         self.o_proj = OrthogonalDense(*shape, gain=0, axes=("heads", "embed"), rngs=rngs)
 
     def _mixed(self, x: jax.Array, context: Context) -> tuple[dict[str, jax.Array], Context]:
-        """x moved towards the token before it, once for each of the five projections, by letter (the paper's ddlerp)."""
+        """Return x interpolated with the token before it, once for each of the five projections, by letter
+        (the paper's ddlerp).
+        """
         if "mixed" not in context.saved:
             before, context = self.shift(x, context)
             before = before - x
@@ -144,12 +151,12 @@ class RWKV6(Mixer):
         return context.saved["mixed"], context
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """r: the receptance."""
+        """Return r, the receptance."""
         mixed, context = self._mixed(x, context)
         return split_heads(self.r_proj(mixed["r"]), self.num_heads), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Keys, values, log w = -exp(d) of each key channel, and the bonus u."""
+        """Return keys, values, log w = -exp(d) of each key channel, and the bonus u."""
         mixed, context = self._mixed(x, context)
         down, up = (w[...].astype(x.dtype) for w in (self.decay_down, self.decay_up))
         low = jnp.tanh(matmul_to_float32(mixed["w"], down)).astype(x.dtype)
@@ -163,17 +170,17 @@ class RWKV6(Mixer):
         return written, context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Norm of each head, times silu(g), projection."""
+        """Normalise each head, multiply by silu(g), and project."""
         mixed, context = self._mixed(x, context)
         gate = jax.nn.silu(self.g_proj(mixed["g"]))
         return self.o_proj(merge_heads(self.norm(o)) * gate), context
 
     def options(self) -> dict[str, Any]:
-        """The op's constant arguments; queries are not scaled."""
+        """Return the op's constant arguments; queries are not scaled."""
         return dict(super().options(), scale=1.0)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """An empty memory."""
+        """Return the empty memory."""
         head_dim = self.config.head_dim
         return ops.linear_state(batch_size, self.num_heads, head_dim, head_dim)
 

@@ -1,6 +1,7 @@
 """RWKV7 (arXiv 2503.14456): `M_t = (diag(w_t) - (κ_t ⊙ a_t)ᵀ κ_t) M_{t-1} + k̃_tᵀ v_t`, κ of unit length.
 
-w decays each key channel, κ is the key that is removed, a the share of it that is; k̃ is the key that is added.
+w is the decay of each key channel, κ the key that is removed, a the fraction of it that is removed, and k̃
+the key that is added.
 """
 
 from __future__ import annotations
@@ -35,16 +36,18 @@ _MIXED = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class RWKV7Config(RecurrentConfig):
-    """RWKV7.
+    """The config of RWKV7.
 
     Attributes:
-        head_dim: key and value channels of a head; hidden_size / head_dim heads.
-        decay_rank: inner width of the decay's two matrices; None is the published 2.5 √hidden_size (for heads of 64),
-            rounded to a multiple of 32.
-        rate_rank: of the in-context rate a; None is the same.
-        value_rank: of the share of the first layer's value; None is 1.7 √hidden_size likewise.
-        gate_rank: of the output gate; None is 5 √hidden_size likewise.
-        norm_eps: of the norm over each head's output, published as head_dim · 1e-5.
+        head_dim: number of key and of value channels of a head; there are hidden_size / head_dim heads.
+        decay_rank: inner width of the decay's two matrices; None is the published 2.5 √hidden_size (for heads
+            of 64), rounded to a multiple of 32.
+        rate_rank: inner width of the two matrices of the in-context rate a; None means the default of
+            `decay_rank`.
+        value_rank: inner width for the weight of the first layer's value; None means 1.7 √hidden_size,
+            rounded likewise.
+        gate_rank: inner width of the output gate; None means 5 √hidden_size, rounded likewise.
+        norm_eps: epsilon of the norm over each head's output, published as head_dim · 1e-5.
     """
 
     head_dim: int = 64
@@ -56,12 +59,14 @@ class RWKV7Config(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> RWKV7Config:
-        """The published proportions: heads of 64, smaller below width 256."""
+        """Return the config with the published proportions: heads of 64 channels, smaller ones below width
+        256.
+        """
         head_dim = min(64, hidden_size // 4)
         return cls(head_dim=head_dim, norm_eps=head_dim * 1e-5)
 
     def ranks(self, hidden_size: int) -> dict[str, int]:
-        """Inner widths of the low-rank parts, by letter: w, a, v, g."""
+        """The inner widths of the low-rank parts by letter: w, a, v, g."""
 
         def published(factor: float) -> int:
             return max(32, 32 * round(factor * math.sqrt(hidden_size) / 32))
@@ -72,7 +77,7 @@ class RWKV7Config(RecurrentConfig):
         return {n: published(default[n]) if r is None else r for n, r in given.items()}
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         checks.divides(self, "head_dim", self.head_dim, "hidden_size", hidden_size)
         if self.head_dim < 2:
@@ -83,8 +88,10 @@ class RWKV7Config(RecurrentConfig):
                 checks.positive(self, **{name: getattr(self, name)})
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, low-rank parts; decay KV, removal's read and write 4KV,
-        write 2KV, read 2KV a head."""
+        """Return the floating-point operations of the forward pass per token: the projections and low-rank
+        parts, and per head K V to decay the memory, 4 K V for the read and the write of the removal, and 2 K
+        V each to write and to read.
+        """
         low_rank = 4.0 * hidden_size * sum(self.ranks(hidden_size).values())
         return 8.0 * hidden_size**2 + low_rank + 9 * hidden_size * self.head_dim
 
@@ -105,13 +112,13 @@ class LowRank(nnx.Module):
         self.up = OrthogonalDense(rank, size, gain=0.1, axes=(None, "heads"), rngs=rngs, bias=bias)
 
     def __call__(self, x: jax.Array, dtype: Any = None) -> jax.Array:
-        """x [B, T, D] -> [B, T, D] in `dtype`, by default x's."""
+        """Return the low-rank term of x [B, T, D], [B, T, D] in `dtype` (None is x's)."""
         inner = self.down(x)
         return self.up(inner if self.activation is None else self.activation(inner), dtype=dtype)
 
 
 class RWKV7(Mixer):
-    """RWKV7; see `RWKV7Config`. Initial parameters are RWKV7's: `init_std` is not used."""
+    """The layer of RWKV7; see `RWKV7Config`. Initial parameters are RWKV7's: `init_std` is not used."""
 
     op = ops.dplr_memory
     uses_depth = True
@@ -166,30 +173,32 @@ class RWKV7(Mixer):
 
     @classmethod
     def init_shared(cls, x: jax.Array, stacks: list[tuple[jax.Array, Any]]) -> dict[str, jax.Array]:
-        """The values of the first of these layers, which later layers mix with theirs, and its index."""
+        """Return the values of the first of these layers, which later layers mix with theirs, and its index."""
         first = jnp.min(jnp.concatenate([layers for layers, _ in stacks]))
         return {"v_first": jnp.zeros_like(x), "v_first_layer": first}
 
     def _step_back(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """The token before each token, minus the token; computed once a call."""
+        """Return the token before each token, minus the token; computed once per call."""
         if "step_back" not in context.saved:
             before, context = self.shift(x, context)
             context = context.add(saved={"step_back": before - x})
         return context.saved["step_back"], context
 
     def _mixed(self, letter: str, x: jax.Array, step_back: jax.Array) -> jax.Array:
-        """x moved towards the token before it by the learned share of each channel."""
+        """Return x interpolated with the token before it, by a learned weight for each channel."""
         share = self.mix[...][list(_MIXED).index(letter)].astype(x.dtype)
         return x + step_back * share
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """r: the receptance."""
+        """Return r, the receptance."""
         step_back, context = self._step_back(x, context)
         r = split_heads(self.r_proj(self._mixed("r", x, step_back)), self.num_heads)
         return r, context.add(saved={"r": r})
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Added keys, values, removal and its share, and the decay of each key channel."""
+        """Return the keys to add, the values, the two vectors of the removal, and the decay of each key
+        channel.
+        """
         heads, wide = self.num_heads, jnp.promote_types(x.dtype, jnp.float32)
 
         @recomputed
@@ -222,7 +231,9 @@ class RWKV7(Mixer):
         return dict(written, v=v), context.add(bypass={"current": current})
 
     def _values(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Values of the mixed tokens x, moved towards the first layer's; unchanged in that layer, and outside a model."""
+        """Return the values of the interpolated tokens x, interpolated with the first layer's values; without
+        the latter in the first layer and outside a model.
+        """
         v = self.v_proj(x)
         if "v_first" not in context.shared:
             return v, context
@@ -232,17 +243,17 @@ class RWKV7(Mixer):
         return v + (first - v) * share, context.add(shared={"v_first": first})
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Norm of each head, this token's value times r · k̃, gate, projection."""
+        """Normalise each head, add the token's value times r · k̃, multiply by the gate, and project."""
         y = merge_heads(self.norm(o) + context.bypass["current"])
         step_back, context = self._step_back(x, context)
         return self.o_proj(y * self.gate(self._mixed("g", x, step_back))), context
 
     def options(self) -> dict[str, Any]:
-        """The op's constant arguments; queries are not scaled."""
+        """Return the op's constant arguments; queries are not scaled."""
         return dict(super().options(), scale=1.0)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.DeltaState:
-        """An empty memory."""
+        """Return the empty memory."""
         head_dim = self.config.head_dim
         return ops.delta_state(batch_size, self.num_heads, head_dim, head_dim)
 

@@ -1,6 +1,8 @@
-"""S4D (arXiv 2206.11893): `h_t = exp(Δ A) h_{t-1} + (exp(Δ A) - 1) / A x_t`, `y_t = 2 Re(C h_t) + D x_t` for each channel; all constant.
+"""S4D (arXiv 2206.11893): `h_t = exp(Δ A) h_{t-1} + (exp(Δ A) - 1) / A x_t`, `y_t = 2 Re(C h_t) + D x_t` for
+each channel; all constant.
 
-S4 (arXiv 2111.00396) with a diagonal A. Channels meet in what follows: a projection and a gated linear unit.
+S4 (arXiv 2111.00396) with a diagonal A. Channels are mixed only afterwards, by a projection and a gated
+linear unit.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class S4DConfig(RecurrentConfig):
-    """S4D.
+    """The config of S4D.
 
     Attributes:
-        state_size: N, of which a channel keeps one of each conjugate pair: N / 2 complex numbers.
+        state_size: N; a channel stores one number of each conjugate pair, N / 2 complex numbers.
         min_step: smallest initial Δ.
         max_step: largest initial Δ.
-        convolution: "blocks" computes one document from an empty state as a convolution, by matrix products, and all else as
-            "scan" does, by `form`.
+        convolution: "blocks" computes one document from an empty state as a convolution by matrix products,
+            and other calls like "scan"; "scan" calls the op with `form`.
     """
 
     state_size: int = 64
@@ -40,11 +42,11 @@ class S4DConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> S4DConfig:
-        """The published 32 conjugate pairs a channel; fewer below width 256."""
+        """Return the config with the published 32 conjugate pairs for each channel; fewer below width 256."""
         return cls(state_size=min(64, hidden_size // 4))
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         checks.positive(self, state_size=self.state_size, min_step=self.min_step)
         if self.state_size % 2:
@@ -53,17 +55,19 @@ class S4DConfig(RecurrentConfig):
             raise ValueError(
                 f"S4DConfig.max_step={self.max_step}: it must be at least min_step={self.min_step}"
             )
-        # The default never asks the op, which accepts these two.
+        # Checked here, since with the default convolution the op, which accepts these two, may not be called.
         checks.one_of(self, "op.implementation", self.op.implementation, (None, "xla"))
         checks.one_of(self, "convolution", self.convolution, ("blocks", "scan"))
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projection; decay 6, write 4, read 4 for each complex number kept."""
+        """Return the floating-point operations of the forward pass per token: the projection, and for each
+        complex number of the memory 6 to decay, 4 to write and 4 to read.
+        """
         return hidden_size * (4.0 * hidden_size + 14 * (self.state_size // 2) + 2)
 
 
 class S4D(Mixer):
-    """S4D; see `S4DConfig`."""
+    """The layer of S4D; see `S4DConfig`."""
 
     op = ops.selective_memory
 
@@ -97,12 +101,12 @@ class S4D(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """C, constant; doubled, for the other of each conjugate pair."""
+        """Return the constant C, doubled for the other number of each conjugate pair."""
         c = self.c[...]
         return 2 * jax.lax.complex(c[..., 0], c[..., 1]), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """The channels, and the constant Δ, A and D; B is 1."""
+        """Return the channels, and the constant Δ, A and D; B is 1."""
         rate = -jnp.exp(self.a_log[...])
         return dict(
             u=x,
@@ -113,19 +117,21 @@ class S4D(Mixer):
         ), context
 
     def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
-        """As a convolution where nothing but one document from an empty state is asked, else by the op."""
+        """Return the output and the final state, by a convolution for one document without a state, else by
+        the op.
+        """
         plain = all(call[n] is None for n in ("initial_state", "segment_ids", "update_mask"))
         if self.config.convolution == "blocks" and plain:
             return ops.time_invariant_memory(C=query, **written)
         return type(self).op(C=query, **written, discretization="zoh", **call)
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """gelu, projection to twice the width, gated linear unit."""
+        """Apply gelu, a projection to twice the width, and a gated linear unit."""
         y, gate = jnp.split(self.o_proj(jax.nn.gelu(o, approximate=False)), 2, axis=-1)
         return y * jax.nn.sigmoid(gate), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.SelectiveState:
-        """An empty memory."""
+        """Return the empty memory."""
         pairs = self.config.state_size // 2
         return ops.selective_state(batch_size, self.hidden_size, pairs, is_complex=True)
 

@@ -1,4 +1,6 @@
-"""Softmax attention (arXiv 1706.03762) with rotary positions or none, grouped queries (arXiv 2305.13245) and an optional window."""
+"""Softmax attention (arXiv 1706.03762) with rotary positions or none, grouped queries (arXiv 2305.13245) and
+an optional window.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +29,16 @@ class SoftmaxConfig:
     """Softmax attention.
 
     Attributes:
-        num_heads: query heads.
-        num_kv_heads: key and value heads, a divisor of `num_heads`; None is `num_heads`.
-        head_dim: channels of a head, even if rotated; None is hidden_size / num_heads.
-        window: tokens a query sees, itself included; None sees all.
-        qk_norm: RMS-normalise queries and keys with learned scales ahead of the rotation.
+        num_heads: number of query heads.
+        num_kv_heads: number of key and value heads, a divisor of `num_heads`; None is `num_heads`.
+        head_dim: number of channels of a head, an even number with rotary positions; None is hidden_size /
+            num_heads.
+        window: number of tokens that a query attends to, itself included; None means all.
+        qk_norm: whether queries and keys are RMS-normalised, with learned scales, before the rotation.
         qkv_bias: whether the projections to queries, keys and values have biases.
-        rope_base: of the rotary embedding; None rotates nothing.
-        rope_scaling: lowers the rotation's frequencies; None leaves them.
-        norm_eps: of the norms of queries and keys.
+        rope_base: base of the rotary embedding; None means no rotary embedding.
+        rope_scaling: a reduction of the rotation's frequencies, or None.
+        norm_eps: epsilon of the norms of queries and keys.
         implementation: attention's backend; None lets the op select.
     """
 
@@ -52,20 +55,22 @@ class SoftmaxConfig:
 
     @classmethod
     def for_width(cls, hidden_size: int) -> SoftmaxConfig:
-        """The customary proportions: heads of 64 up to width 1024, of 128 beyond."""
+        """Return the config with the customary proportions: heads of 64 channels up to width 1024, of 128
+        beyond.
+        """
         head_dim = min(128 if hidden_size > 1024 else 64, hidden_size // 4)
         return cls(num_heads=hidden_size // head_dim)
 
     def kv_heads(self) -> int:
-        """Heads of keys and values."""
+        """The number of heads of keys and values."""
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     def dim(self, hidden_size: int) -> int:
-        """Channels of a head."""
+        """The number of channels of a head."""
         return hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         checks.fields(self)
         if self.head_dim is None:
             checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
@@ -104,7 +109,9 @@ class SoftmaxConfig:
             )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, and scores and sums over the keys it sees on average."""
+        """Return the floating-point operations of the forward pass per token: the projections, and the scores
+        and weighted sums over the keys that a query attends to on average.
+        """
         dim, heads, kv_heads = self.dim(hidden_size), self.num_heads, self.kv_heads()
         window = seq_len if self.window is None else min(self.window, seq_len)
         seen = window - window * (window - 1) / (2 * seq_len)
@@ -112,7 +119,7 @@ class SoftmaxConfig:
 
 
 class Softmax(Mixer):
-    """Softmax attention; see `SoftmaxConfig`."""
+    """The layer of softmax attention; see `SoftmaxConfig`."""
 
     op = ops.attention
     uses_positions = True
@@ -140,12 +147,12 @@ class Softmax(Mixer):
         return x if base is None else rotate(x, context.positions, base=base, scaling=scaling)
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Queries, rotated if asked."""
+        """Return the queries, rotated if the config says so."""
         q = split_heads(self.q_proj(x), self.config.num_heads)
         return self._rotated(q, self.q_norm, context), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Keys, rotated if asked, and values."""
+        """Return the keys, rotated if the config says so, and the values."""
         heads = self.config.kv_heads()
         keys, context = self.keys(x, context)
         values, context = self.values(x, context)
@@ -153,23 +160,23 @@ class Softmax(Mixer):
         return dict(k=k, v=split_heads(values, heads)), context
 
     def keys(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """x [B, T, D] -> keys [B, T, G * K], ahead of norm and rotation."""
+        """Return the keys [B, T, G * K] of x [B, T, D], before norm and rotation."""
         return self.k_proj(x), context
 
     def values(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """x [B, T, D] -> values [B, T, G * K]."""
+        """Return the values [B, T, G * K] of x [B, T, D]."""
         return self.v_proj(x), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Projection."""
+        """Project the heads' outputs."""
         return self.o_proj(merge_heads(o)), context
 
     def options(self) -> dict[str, Any]:
-        """The op's constant arguments."""
+        """Return the op's constant arguments."""
         return dict(window=self.config.window, implementation=self.config.implementation)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.AttentionState:
-        """An empty state with capacity for `max_length` keys and values, or for the window's."""
+        """Return an empty state with capacity for `max_length` keys and values, or for those of the window."""
         capacity = max_length if self.config.window is None else self.config.window
         return ops.attention_state(
             batch_size,

@@ -1,7 +1,8 @@
-"""Titans' neural long-term memory (arXiv 2501.00663): a model trained as it reads, with momentum and forgetting.
+"""Titans' neural long-term memory (arXiv 2501.00663): a model that is trained while it reads, with momentum
+and forgetting.
 
-`S_t = η_t S_{t-1} - θ_t ∇ℓ(k_t, v_t)`, `M_t = (1 - α_t) M_{t-1} + S_t`, `o_t = M_t(q_t)`, gradients taken at the start of the
-mini-batch. As a layer of a pattern it is the paper's MAL (memory as a layer).
+`S_t = η_t S_{t-1} - θ_t ∇ℓ(k_t, v_t)`, `M_t = (1 - α_t) M_{t-1} + S_t`, `o_t = M_t(q_t)`, gradients taken at
+the start of the mini-batch. As a layer of a pattern it is the paper's MAL (memory as a layer).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from flax import nnx
 
 from lsm_jax import ops
 from lsm_jax.mixers import checks
-from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
+from lsm_jax.mixers.base import Context, Mixer, short_convolution
 from lsm_jax.mixers.layers import (
     Dense,
     HeadNorm,
@@ -41,7 +42,7 @@ class TitansConfig(RecurrentConfig):
         mini_batch: tokens whose gradients are taken at the same weights.
         max_lr: θ = max_lr · sigmoid(x w + b), for the mean square of the error over a head's channels. A matrix without norm
             is linear in the values, whose size then cannot make it diverge; else it can, and wants less (TTT-MLP has 0.1).
-        conv_size: width of the short convolutions on q, k and v.
+        conv_size: width of the short convolutions on q, k and v; 1 is none, which leaves their SiLU.
         inner_norm_eps: of the memory's layer norm.
         norm_eps: of the norm over each head's output.
     """
@@ -58,16 +59,16 @@ class TitansConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> TitansConfig:
-        """Heads of 64; eight smaller ones below width 512."""
+        """Return the config with heads of 64 channels; below width 512, eight smaller heads."""
         return cls(num_heads=hidden_size // min(64, hidden_size // 8))
 
     def sizes(self, hidden_size: int) -> tuple[int, ...]:
-        """Channels between the memory's layers."""
+        """The numbers of channels between the memory's layers."""
         size = hidden_size // self.num_heads
         return (size, *(self.memory_expand * size,) * (self.memory_depth - 1), size)
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields(("recurrent", "chunk"))
         checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
         checks.one_of(self, "memory_depth", self.memory_depth, (1, 2))
@@ -82,20 +83,27 @@ class TitansConfig(RecurrentConfig):
         checks.convolution_width(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, convolutions; for each weight of a head's memory 2 each
-        to answer, write and read, 3 to decay and add momentum and memory, and 2 in the second layer for the gradient's way
-        back.
+        """Return the floating-point operations of the forward pass per token: the projections and
+        convolutions; for each weight of a head's memory 2 each for the output for the key, the write and the
+        read, and 3 for the decays and the additions of momentum and memory; and 2 for each weight of the
+        second layer for the gradient's backward pass.
         """
         size = hidden_size // self.num_heads
-        around = 2.0 * hidden_size * (5 * hidden_size + 3 * self.num_heads + 3 * self.conv_size)
+        around = (
+            2.0
+            * hidden_size
+            * (5 * hidden_size + 3 * self.num_heads + 3 * checks.convolution_taps(self))
+        )
         weights = 20 * self.memory_expand if self.memory_depth == 2 else 9
         return around + weights * hidden_size * size
 
 
 class Titans(Mixer):
-    """Titans; see `TitansConfig`."""
+    """The layer of Titans; see `TitansConfig`."""
 
     op = ops.online_memory
+    memory_parts = ("k_proj", "v_proj", "momentum_proj", "lr_proj", "decay_proj")
+    token_parts = ("q_proj", "k_proj", "v_proj", "momentum_proj", "lr_proj", "decay_proj")
 
     def __init__(
         self, config: TitansConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
@@ -113,9 +121,9 @@ class Titans(Mixer):
         # α starts at 0.02: at 0.5, where a bias of 0 would put it, a memory is forgotten within a mini-batch.
         self.decay_bias = parameter(jnp.full(heads, -4.0), ("heads",), weight_decay=False)
         convolution = dict(width=config.conv_size, rngs=rngs, axis="heads")
-        self.q_conv = ShortConvolution("q", hidden_size, **convolution)
-        self.k_conv = ShortConvolution("k", hidden_size, **convolution)
-        self.v_conv = ShortConvolution("v", hidden_size, **convolution)
+        self.q_conv = short_convolution("q", hidden_size, **convolution)
+        self.k_conv = short_convolution("k", hidden_size, **convolution)
+        self.v_conv = short_convolution("v", hidden_size, **convolution)
         # By fan-in: keys have unit length, and layers of a small scale would hardly learn at first.
         self.inner_weights = nnx.List(
             [
@@ -135,13 +143,15 @@ class Titans(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Convolved queries of unit length."""
+        """Return the convolved queries, of unit length."""
         heads = self.config.num_heads
         q, context = self.q_conv(self.q_proj(x), context, self.hidden_size // heads)
         return split_heads(q, heads), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Convolved keys of unit length, convolved values, the memory's initial weights, and its three gates."""
+        """Return the convolved keys, of unit length, the convolved values, the memory's initial weights, and
+        its three gates.
+        """
         heads = self.config.num_heads
         rate = jax.nn.sigmoid(self.lr_proj(x, dtype=jnp.float32))
         momentum = self.momentum_proj(x, dtype=jnp.float32)
@@ -166,12 +176,12 @@ class Titans(Mixer):
         return ops.Inner(weights, None, norm.scale[...], norm.bias[...])
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Norm of each head, times silu(x W_g), projection."""
+        """Normalise each head, multiply by silu(x W_g), and project."""
         gate = split_heads(self.g_proj(x), self.config.num_heads)
         return self.o_proj(merge_heads(self.norm(o, gate))), context
 
     def options(self) -> dict[str, Any]:
-        """The op's constant arguments."""
+        """Return the op's constant arguments."""
         config = self.config
         return dict(
             super().options(),
@@ -181,7 +191,7 @@ class Titans(Mixer):
         )
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.OnlineState:
-        """A memory that has learned nothing."""
+        """Return the memory before any gradient step."""
         config = self.config
         return ops.online_state(
             batch_size, config.num_heads, config.sizes(self.hidden_size), momentum=True

@@ -1,7 +1,9 @@
-"""TTT-Linear (arXiv 2407.04620): the memory is a linear model with a norm, trained on each mini-batch of tokens as it reads.
+"""TTT-Linear (arXiv 2407.04620): the memory is a linear model with a norm, trained on each mini-batch of
+tokens while it reads.
 
-`f(x) = x + LN(x W + b)`, loss `½ ‖f(k) - v‖²`, gradients taken at the start of the mini-batch. Queries and keys share a
-projection and differ by their convolutions; positions are rotary and count within the mini-batch.
+`f(x) = x + LN(x W + b)`, loss `½ ‖f(k) - v‖²`, gradients taken at the start of the mini-batch. Queries and
+keys share a projection and differ by their convolutions; positions are rotary and count within the
+mini-batch.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from flax import nnx
 
 from lsm_jax import ops
 from lsm_jax.mixers import checks
-from lsm_jax.mixers.base import Context, Mixer, ShortConvolution
+from lsm_jax.mixers.base import Context, Mixer, short_convolution
 from lsm_jax.mixers.layers import Dense, HeadNorm, merge_heads, parameter, rotate, split_heads
 from lsm_jax.mixers.method import ONLINE_NOTE, Method
 from lsm_jax.mixers.op_config import RecurrentConfig
@@ -30,7 +32,7 @@ class TTTLinearConfig(RecurrentConfig):
         num_heads: heads, each with one model.
         mini_batch: tokens whose gradients are taken at the same weights.
         base_lr: the inner learning rate is base_lr · sigmoid(x w + b) / head channels.
-        conv_size: width of the short convolutions on q and k, which no activation follows.
+        conv_size: width of the short convolutions on q and k, which no activation follows; 1 is none.
         rope_base: of the rotary positions.
         inner_norm_eps: of the inner model's layer norm.
         norm_eps: of the layer norm over the output's channels.
@@ -46,15 +48,15 @@ class TTTLinearConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> TTTLinearConfig:
-        """Heads of 64, as published; eight smaller ones below width 512."""
+        """Return the config with heads of 64 channels, as published; below width 512, eight smaller heads."""
         return cls(num_heads=hidden_size // min(64, hidden_size // 8))
 
     def sizes(self, hidden_size: int) -> tuple[int, ...]:
-        """Channels between the inner model's layers."""
+        """The numbers of channels between the inner model's layers."""
         return (hidden_size // self.num_heads,) * 2
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields(("recurrent", "chunk"))
         checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
         if hidden_size // self.num_heads % 2:
@@ -73,16 +75,23 @@ class TTTLinearConfig(RecurrentConfig):
         checks.convolution_width(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Forward floating-point operations of a token: projections, convolutions; answer, write and read of 2KV a head."""
-        around = hidden_size * (8.0 * hidden_size + 2 * self.num_heads + 4 * self.conv_size)
+        """Return the floating-point operations of the forward pass per token: the projections and
+        convolutions, and per head 2 K V each for the model's output for the key, the write and the read.
+        """
+        around = hidden_size * (
+            8.0 * hidden_size + 2 * self.num_heads + 4 * checks.convolution_taps(self)
+        )
         return around + 6 * hidden_size * self.sizes(hidden_size)[0]
 
 
 class TTTLinear(Mixer):
-    """TTT-Linear; see `TTTLinearConfig`."""
+    """The layer of TTT-Linear; see `TTTLinearConfig`."""
 
     op = ops.online_memory
     uses_positions = True
+    positions_in_memory = True
+    memory_parts = ("qk_proj", "v_proj", "lr_proj")
+    token_parts = ("qk_proj", "v_proj", "lr_proj")
 
     def __init__(
         self, config: TTTLinearConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
@@ -95,8 +104,8 @@ class TTTLinear(Mixer):
         self.g_proj = Dense(hidden_size, hidden_size, **into)
         self.lr_proj = Dense(hidden_size, heads, bias=True, **into)
         convolution = dict(width=config.conv_size, rngs=rngs, axis="heads", bias=True, silu=False)
-        self.q_conv = ShortConvolution("q", hidden_size, **convolution)
-        self.k_conv = ShortConvolution("k", hidden_size, **convolution)
+        self.q_conv = short_convolution("q", hidden_size, **convolution)
+        self.k_conv = short_convolution("k", hidden_size, **convolution)
         fixed: dict[str, Any] = dict(weight_decay=False)
         by_layer = list(itertools.pairwise(sizes))
         self.inner_weights = nnx.List(
@@ -128,13 +137,13 @@ class TTTLinear(Mixer):
         return rotate(split_heads(x, self.config.num_heads), positions, base=self.config.rope_base)
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Convolved and rotated queries, of the projection that keys have too."""
+        """Return the convolved and rotated queries, from the same projection as the keys."""
         qk = self.qk_proj(x)
         q, context = self.q_conv(qk, context.add(saved={"qk": qk}))
         return self._rotated(q, context), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Convolved and rotated keys, values, the inner model and its learning rates."""
+        """Return the convolved and rotated keys, the values, the inner model and its learning rates."""
         config = self.config
         rate = jax.nn.sigmoid(self.lr_proj(x, dtype=jnp.float32))
         place = jnp.arange(1, config.mini_batch + 1, dtype=jnp.float32)
@@ -154,12 +163,12 @@ class TTTLinear(Mixer):
         return written, context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Layer norm over all channels, times gelu(x W_g), projection."""
+        """Apply a layer norm over all channels, multiply by gelu(x W_g), and project."""
         normed = self.norm(merge_heads(o)[..., None, :])[..., 0, :]
         return self.o_proj(normed * jax.nn.gelu(self.g_proj(x))), context
 
     def options(self) -> dict[str, Any]:
-        """The op's constant arguments."""
+        """Return the op's constant arguments."""
         config = self.config
         return dict(
             super().options(),
@@ -169,7 +178,7 @@ class TTTLinear(Mixer):
         )
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.OnlineState:
-        """A memory that has learned nothing."""
+        """Return the memory before any gradient step."""
         config = self.config
         return ops.online_state(
             batch_size, config.num_heads, config.sizes(self.hidden_size), bias=True

@@ -1,4 +1,6 @@
-"""TTT-MLP (arXiv 2407.04620): TTT-Linear whose inner model has two layers, `f(x) = x + LN(gelu(x W₁ + b₁) W₂ + b₂)`."""
+"""TTT-MLP (arXiv 2407.04620): TTT-Linear whose inner model has two layers,
+`f(x) = x + LN(gelu(x W₁ + b₁) W₂ + b₂)`.
+"""
 
 from __future__ import annotations
 
@@ -11,33 +13,37 @@ from lsm_jax.mixers.ttt_linear import TTTLinear, TTTLinearConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class TTTMLPConfig(TTTLinearConfig):
-    """TTT-MLP: TTT-Linear's fields, and the inner model's width.
+    """The config of TTT-MLP: the fields of TTT-Linear, and the inner model's width.
 
     Attributes:
-        inner_expand: channels between the inner layers over a head's.
+        inner_expand: number of channels between the two inner layers, divided by a head's.
     """
 
     base_lr: float = 0.1
     inner_expand: int = 4
 
     def sizes(self, hidden_size: int) -> tuple[int, ...]:
-        """Channels between the inner model's layers."""
+        """The numbers of channels between the inner model's layers."""
         size = hidden_size // self.num_heads
         return (size, self.inner_expand * size, size)
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         super().validate(hidden_size)
         checks.positive(self, inner_expand=self.inner_expand)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Likewise, with answer, write and read of two layers, and the gradient's way back through the second."""
-        around = hidden_size * (8.0 * hidden_size + 2 * self.num_heads + 4 * self.conv_size)
+        """Return the floating-point operations of the forward pass per token: those of TTT-Linear with the
+        products of both layers, and the gradient's backward pass through the second layer.
+        """
+        around = hidden_size * (
+            8.0 * hidden_size + 2 * self.num_heads + 4 * checks.convolution_taps(self)
+        )
         return around + 14 * self.inner_expand * hidden_size * self.sizes(hidden_size)[0]
 
 
 class TTTMLP(TTTLinear):
-    """TTT-MLP; see `TTTMLPConfig`."""
+    """The layer of TTT-MLP; see `TTTMLPConfig`."""
 
 
 METHOD = Method(

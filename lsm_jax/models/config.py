@@ -1,4 +1,6 @@
-"""A model as data: widths, a pattern of layers, and what each letter of the pattern stands for."""
+"""The config of a model: widths, the pattern of its layers, and the kind of layer that each letter stands
+for.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from lsm_jax import feedforward, mixers
 
 DTYPES = ("float32", "bfloat16")
 REMAT = ("none", "dots", "full")
+INITS = ("normal", "xavier")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -18,15 +21,22 @@ class LayerConfig:
     Attributes:
         mixer: a mixer's config, of a type in `lsm_jax.mixers.METHODS`.
         feedforward: a feedforward's config, or None for none.
+        mixer_init: how the mixer's projections are initialised: "normal", with the model's `init_std`, or "xavier", uniform with
+            gain 2^-2.5, as in the authors' code of MoM (arXiv 2502.13685). Other parameters are initialised as their method has it.
     """
 
     mixer: Any = dataclasses.field(default_factory=mixers.GLAConfig)
     feedforward: Any = dataclasses.field(default_factory=feedforward.SwiGLUConfig)
+    mixer_init: str = "normal"
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a part is of no known kind or does not fit the width."""
+        """Raise ValueError if the mixer or the feedforward has a config of an unknown type, or does not fit
+        the width.
+        """
         mixers.method_of(self.mixer)
         self.mixer.validate(hidden_size)
+        if self.mixer_init not in INITS:
+            raise ValueError(f"mixer_init={self.mixer_init!r}: accepted are {', '.join(INITS)}")
         if self.feedforward is not None:
             feedforward.check(self.feedforward, hidden_size)
 
@@ -44,6 +54,8 @@ class ModelConfig:
         tie_embeddings: the head is the embedding's transpose.
         norm_eps: of the norms ahead of mixers, feedforwards and head.
         init_std: of embedding, head and projections, except where a method has its own.
+        scaled_output_init: whether the projections back to the residual stream (`o_proj` of mixers, `down_proj` of feedforwards)
+            are initialised smaller by sqrt(2 num_layers), as Megatron does it (Linear-MoE, arXiv 2503.05447, its code).
         dtype: of activations, "float32" or "bfloat16"; parameters are float32.
         remat: what the backward pass recomputes in each layer: "none", "dots" (all but products with weights and this
             package's kernels of memories and attention) or "full".
@@ -59,13 +71,16 @@ class ModelConfig:
     tie_embeddings: bool = True
     norm_eps: float = 1e-6
     init_std: float = 0.02
+    scaled_output_init: bool = False
     dtype: str = "bfloat16"
     remat: str = "full"
     loss_chunk_size: int = 2048
     lora: mixers.LoRAConfig | None = None
 
     def period(self) -> str:
-        """The shortest pattern that repeats to the same layers: what the model scans over."""
+        """Return the shortest pattern whose repetition has the same layers; the model scans over its
+        repetitions.
+        """
         letters = self.pattern
         for size in range(1, len(letters) + 1):
             if len(letters) % size == 0 and letters[:size] * (len(letters) // size) == letters:
@@ -73,11 +88,48 @@ class ModelConfig:
         return letters
 
     def letters(self) -> str:
-        """The letter of every layer."""
+        """Return the letter of every layer."""
         return self.pattern * (self.num_layers // len(self.pattern))
 
+    def mixers_like(self, config: Any) -> int:
+        """Return the number of layers whose mixer is of the kind of `config`."""
+        return [type(self.layers[letter].mixer) for letter in self.letters()].count(type(config))
+
+    def for_inference(self) -> ModelConfig:
+        """Return the model that is evaluated and generates: this one, except where a mixer trains in another form.
+
+        Such a mixer's config has `for_inference`, as LoLCATs' first stage does. The parameters are the same.
+        """
+        return self._with_mixers(
+            {
+                letter: layer.mixer.for_inference()
+                for letter, layer in self.layers.items()
+                if hasattr(layer.mixer, "for_inference")
+            }
+        )
+
+    def teacher(self) -> ModelConfig | None:
+        """Return the model whose outputs this model learns in attention transfer, or None if it learns none.
+
+        Its parameters are some of this model's.
+        """
+        taught = {
+            letter: layer.mixer.teacher()
+            for letter, layer in self.layers.items()
+            if hasattr(layer.mixer, "teacher")
+        }
+        taught = {letter: mixer for letter, mixer in taught.items() if mixer is not None}
+        return self._with_mixers(taught) if taught else None
+
+    def _with_mixers(self, mixers: dict[str, Any]) -> ModelConfig:
+        layers = {
+            letter: dataclasses.replace(self.layers[letter], mixer=mixer)
+            for letter, mixer in mixers.items()
+        }
+        return dataclasses.replace(self, layers=self.layers | layers) if layers else self
+
     def validate(self) -> None:
-        """Raise ValueError where a field does not fit; nothing is computed or compiled."""
+        """Raise ValueError if a field is not accepted; nothing is computed or compiled."""
         for name in (
             "vocab_size", "hidden_size", "num_layers", "norm_eps", "init_std", "loss_chunk_size",
         ):  # fmt: skip
@@ -110,3 +162,14 @@ class ModelConfig:
                 self.layers[letter].validate(self.hidden_size)
             except ValueError as error:
                 raise ValueError(f"model.layers[{letter!r}]: {error}") from error
+        self._check_joint_balance()
+
+    def _check_joint_balance(self) -> None:
+        """Raise ValueError if a balance loss over the model has layers with routers that differ."""
+        used = [self.layers[letter] for letter in sorted(set(self.pattern))]
+        routers = [layer.mixer for layer in used if isinstance(layer.mixer, mixers.MoMConfig)]
+        joint = any(config.balance == "model" for config in routers)
+        if joint and any(config != routers[0] for config in routers):
+            raise ValueError(
+                'balance="model" is one loss over all layers with memories; accepted are layers with equal configs'
+            )

@@ -1,4 +1,6 @@
-"""Size and cost of a model: parameters by logical axes and weight decay, counts, floating-point operations."""
+"""Size and cost of a model: axes, weight decay and number of its parameters, and its floating-point
+operations.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from lsm_jax.models.decoder import Decoder
 
 
 def abstract(config: ModelConfig) -> Decoder:
-    """The model of a config with shapes in place of arrays; nothing is computed."""
+    """Return the model of a config with shapes in place of arrays, without computing anything."""
     return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
 
 
@@ -24,7 +26,8 @@ def _metadata(model: Any, of: Callable[[nnx.Param], Any]) -> dict:
 
 
 def logical_axes(model: Any) -> dict:
-    """Logical axis names of every parameter: tuples, in the structure of `nnx.to_pure_dict(nnx.state(model, nnx.Param))`.
+    """Return the logical axis names of every parameter: tuples, in the structure of
+    `nnx.to_pure_dict(nnx.state(model, nnx.Param))`.
 
     Args:
         model: a module or its state; abstract ones are accepted.
@@ -33,18 +36,19 @@ def logical_axes(model: Any) -> dict:
 
 
 def decay_mask(config: ModelConfig) -> dict:
-    """True for every parameter to which weight decay applies: embeddings and projections.
+    """Return a tree of bools: True for parameters with weight decay (embeddings and projections).
 
-    Norms, biases, short convolutions, A_log, dt_bias and D take none.
+    Norms, biases, short convolutions, A_log, dt_bias and D have none.
     """
     return _metadata(abstract(config), lambda p: bool(p.weight_decay))
 
 
 def count_parameters(config: ModelConfig) -> dict[str, int]:
-    """Parameters: `total`, `embedding` (the embedding, and the head where it is untied), `non_embedding`, and `active`, those
-    that one token uses.
+    """Return the numbers of parameters: `total`, `embedding` (the embedding, and the head if it is untied),
+    `non_embedding`, and `active`, the number that one token uses.
 
-    Where a token uses a part of a parameter's entries only, as it does of several memories', its metadata `active` says which.
+    If a token uses only a fraction of a parameter's entries (as with experts, or several memories), the
+    parameter's metadata `active` is that fraction.
     """
     params = [p for _, p in nnx.to_flat_state(nnx.state(abstract(config), nnx.Param))]
     total = sum(p.get_value().size for p in params)
@@ -54,11 +58,13 @@ def count_parameters(config: ModelConfig) -> dict[str, int]:
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    """Forward floating-point operations of one token of a document of `seq_len`; training takes three times as many.
+    """Return the floating-point operations of the forward pass per token of a document of `seq_len` tokens;
+    training requires three times as many.
 
-    A multiplication and an addition count as two. Counted are the products of the definition: projections, convolutions,
-    the update and read of each memory token by token, scores over the keys a query sees, and the head. What a chunked
-    form computes twice, or remat again, is not work done and does not count; nor do norms and activations.
+    A multiplication and an addition count as two. The products of the definition are counted: projections,
+    convolutions, the update and read of each memory token by token, scores of a query with the keys that it
+    attends to, and the head. Norms, activations, and products that a chunk form or remat computes a second
+    time are not counted.
     """
     total = 2.0 * config.hidden_size * config.vocab_size
     for letter in config.letters():

@@ -13,20 +13,28 @@ from flax import nnx
 
 from lsm_jax import feedforward, mixers
 from lsm_jax.mixers import Clock
-from lsm_jax.mixers.layers import Dense, RMSNorm, matmul_to_float32, parameter
+from lsm_jax.mixers.layers import Dense, RMSNorm, draw_xavier, matmul_to_float32, parameter
 from lsm_jax.models.config import LayerConfig, ModelConfig
-from lsm_jax.ops import KEPT
+from lsm_jax.models.periods import (
+    entries_by_row,
+    gather_statistics,
+    rematerialized,
+    run_period,
+    together,
+)
 from lsm_jax.ops.core.states import layer_of, put_layer
-from lsm_jax.parallel import GATHERED, constrain, pipelined, shards_of
+from lsm_jax.parallel import constrain, pipelined, shards_of
 
 _ACTIVATIONS = ("batch", "sequence", None)
+_XAVIER_GAIN = 2**-2.5  # of `LayerConfig.mixer_init`
 
 
 class DecoderState(NamedTuple):
     """The state of a decoder between calls, of static shape.
 
     Attributes:
-        layers: a tuple with (mixer state, feedforward state) for each letter of the period, stacked over the periods.
+        layers: a tuple with (mixer state, feedforward state) for each letter of the period, stacked over the
+            periods.
         clock: the position of each row's next token.
     """
 
@@ -45,12 +53,40 @@ class Block(nnx.Module):
             rngs=rngs, init_std=model.init_std, layer=layer, num_layers=model.num_layers
         )
         self.mixer_norm = RMSNorm(size, eps=model.norm_eps)
-        self.mixer = mixers.build(config.mixer, size, **options)
+        self.mixer = mixers.build(
+            config.mixer,
+            size,
+            **options,
+            loss_layers=model.mixers_like(config.mixer),
+        )
         inner = config.feedforward
         self.feedforward_norm = None if inner is None else RMSNorm(size, eps=model.norm_eps)
         self.feedforward = None if inner is None else feedforward.build(inner, size, **options)
+        if config.mixer_init == "xavier":
+            draw_xavier(self.mixer, _XAVIER_GAIN, rngs)
+        if model.scaled_output_init:
+            self._scale_outputs((2 * model.num_layers) ** -0.5)
         if model.lora is not None:
             _adapt(self.mixer, self.feedforward, model.lora, rngs)
+
+    def _scale_outputs(self, factor: float) -> None:
+        """Multiply the initial kernels of the projections back to the residual stream by `factor`."""
+        mixer: Any = self.mixer.innermost()
+        kernels = [mixer.o_proj.kernel]
+        feedforwards: tuple[Any, ...] = (
+            self.feedforward,
+            getattr(self.feedforward, "shared", None),
+        )
+        for part in feedforwards:
+            if part is None:
+                continue
+            if not hasattr(part, "down_proj"):
+                raise ValueError(
+                    f"model.scaled_output_init=True: {type(part).__name__} has no down_proj; accepted are feedforwards with one"
+                )
+            kernels.append(getattr(part.down_proj, "kernel", part.down_proj))
+        for kernel in kernels:
+            kernel[...] = factor * kernel[...]
 
     def init_state(self, batch_size: int, max_length: int, dtype: Any) -> tuple[Any, Any]:
         """Return the states of mixer and feedforward before any token."""
@@ -61,7 +97,9 @@ class Block(nnx.Module):
     def __call__(
         self, x: jax.Array, shared: dict[str, jax.Array], state: tuple[Any, Any] | None, **call: Any
     ) -> tuple[jax.Array, dict[str, jax.Array], tuple[Any, Any], dict[str, jax.Array]]:
-        """Return x [B, T, D] after the layer, `shared`, the states of mixer and feedforward, and statistics by name."""
+        """Return x [B, T, D] after the layer, `shared`, the states of mixer and feedforward, and statistics
+        by name.
+        """
         mixer_state, inner_state = (None, None) if state is None else state
         y, mixer_state, context = self.mixer.run(
             self.mixer_norm(x), shared=shared, state=mixer_state, **call
@@ -120,38 +158,11 @@ def _stack_periods(config: ModelConfig, keys: jax.Array) -> Period:
     return periods
 
 
-@jax.custom_vjp
-def _together(tree: Any) -> Any:
-    """Return the tree; in the backward pass, all of its gradients are computed before any of them is used.
-
-    Otherwise, with several layers in the body of a scan, XLA computes the gradients of all layers' parameters last, and stores the
-    arrays that they are computed from until then. This is faster, but requires more memory.
-    """
-    return tree
-
-
-_together.defvjp(lambda tree: (tree, None), lambda _, grads: (jax.lax.optimization_barrier(grads),))
-
-
-def rematerialized(function: Any, policy: str) -> Any:
-    """Return `function` with the rematerialization policy "none", "full" or "dots".
-
-    Inside a scan no barrier against common-subexpression elimination is required.
-    """
-    if policy == "none":
-        return function
-    policies = jax.checkpoint_policies
-    saveable = policies.save_only_these_names(GATHERED)
-    if policy == "dots":
-        names = policies.save_only_these_names(GATHERED, KEPT)
-        saveable = policies.save_from_both_policies(names, policies.dots_with_no_batch_dims_saveable)  # fmt: skip
-    return jax.checkpoint(function, policy=saveable, prevent_cse=False)
-
-
 class Decoder(nnx.Module):
     """A causal language model.
 
-    It contains only parameters and nothing mutable, so that plain `jax.jit` and `jax.grad` of its parameters work after `nnx.split`.
+    It contains only parameters and nothing mutable, so that plain `jax.jit` and `jax.grad` of its parameters
+    work after `nnx.split`.
 
     Args:
         config: the model's config, which is validated and copied.
@@ -206,7 +217,9 @@ class Decoder(nnx.Module):
         contiguous: bool = False,
         state: DecoderState | None = None,
     ) -> tuple[jax.Array, DecoderState | None, dict[str, jax.Array]]:
-        """Return the logits [B, T, vocab] in float32, the state after the call, and statistics; the arguments are those of `hidden`."""
+        """Return the logits [B, T, vocab] in float32, the state after the call, and statistics; the arguments
+        are those of `hidden`.
+        """
         x, state, aux = self.hidden(
             tokens,
             segment_ids=segment_ids,
@@ -218,7 +231,9 @@ class Decoder(nnx.Module):
         return self.logits(x), state, aux
 
     def init_shared(self, x: jax.Array) -> dict[str, jax.Array]:
-        """Return the values that travel from layer to layer, as they are before the first layer; x is the embedding [B, T, D]."""
+        """Return the values that travel from layer to layer, as they are before the first layer; x is the
+        embedding [B, T, D].
+        """
         firsts = len(self.periods.blocks) * jnp.arange(self.num_periods)
         kinds: dict[type[mixers.Mixer], list] = {}
         for place, block in enumerate(self.periods.blocks):
@@ -248,43 +263,55 @@ class Decoder(nnx.Module):
         """Return the hidden states after the final norm.
 
         Args:
-            tokens: int [B, T]; an id outside the vocabulary has hidden states of NaN, since compiled code cannot raise.
+            tokens: int [B, T]; an id outside the vocabulary has hidden states of NaN, since compiled code
+                cannot raise.
             segment_ids: int [B, T], 0 for padding; None for one document that continues.
             positions: int [B, T], in the document; None counts them.
             update_mask: [B, T], 0 where a token must not change any memory.
-            contiguous: whether every token between two tokens of one document is written, as in rows that `lsm_jax.data` packs.
-                Short convolutions and token shifts then load only neighbouring tokens, and only those of one other device on a
-                sequence axis. If True although it does not hold, outputs are wrong.
+            contiguous: whether every token between two tokens of one document is written, as in rows that
+                `lsm_jax.data` packs. Short convolutions and token shifts then load only neighbouring tokens,
+                and only those of one other device on a sequence axis. If True although it does not hold,
+                outputs are wrong.
             state: from `init_state` or an earlier call; None starts without a state, and returns none.
-            microbatches: the number of parts into which the rows are divided for a mesh's pipeline stages; each part has its own
-                balance loss, as in gradient accumulation. 0 means one for each stage. Ignored with a state, or with one stage.
+            microbatches: the number of parts into which the rows are divided for a mesh's pipeline stages;
+                each part has its own balance loss, as in gradient accumulation. 0 means one for each stage.
+                Ignored with a state, or with one stage.
             rounds: how often each part passes through all stages.
 
         Returns:
-            [B, T, D] in the config's dtype; the state after the call (None if none was given); and statistics by name. Those whose
-            names end in `_loss` or `_count` are summed over the layers, and the others are stacked. Those with `/tokens/` in their
-            name have one value for each token, and are absent with pipeline stages.
+            [B, T, D] in the config's dtype; the state after the call (None if none was given); and statistics
+            by name. Those whose names end in `_loss` or `_count` are summed over the layers, and the others
+            are stacked. Those with `/tokens/` in their name have one value for each token, and are absent
+            with pipeline stages.
         """
         x = self.embedding[...].at[tokens].get(mode="fill", fill_value=jnp.nan)
         x = constrain(x.astype(self.dtype), _ACTIVATIONS)
         clock = mixers.fresh_clock(tokens.shape[0]) if state is None else state.clock
         positions, clock = mixers.advance(clock, tokens.shape, segment_ids, update_mask, positions)
         shared = self.init_shared(x)
-        run_period = functools.partial(_run_period, self._layer_function(contiguous))
+        apply_period = functools.partial(run_period, self._layer_function(contiguous))
         rows = (segment_ids, positions, update_mask)
         if state is None and (stages := shards_of("layers")) > 1:
-            x, aux = self._pipelined(run_period, x, shared, rows, microbatches or stages, rounds)
-            return self.norm(x), None, _gather(aux)
+            x, aux = self._pipelined(apply_period, x, shared, rows, microbatches or stages, rounds)
+            return self.norm(x), None, self._statistics(aux)
         unsharded = jax.sharding.get_abstract_mesh().empty and jax.typeof(x).sharding.mesh.empty
         if state is not None and tokens.shape[1] == 1 and unsharded:
-            x, layers, aux = self._decode(run_period, x, shared, rows, state.layers)
-            return self.norm(x), DecoderState(layers, clock), _gather(aux)
+            x, layers, aux = self._decode(apply_period, x, shared, rows, state.layers)
+            return self.norm(x), DecoderState(layers, clock), self._statistics(aux)
         index = jnp.arange(self.num_periods)
         inputs = (self.periods, None if state is None else state.layers, index)
-        scanned = functools.partial(run_period, rows)
+        scanned = functools.partial(apply_period, rows)
         (x, _), (layers, aux) = jax.lax.scan(scanned, (x, shared), inputs)
         after = None if state is None else DecoderState(layers, clock)
-        return self.norm(x), after, _gather(aux)
+        return self.norm(x), after, self._statistics(aux)
+
+    def _statistics(self, aux: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
+        """Return the statistics of all layers by name, with the losses that are computed from those of several layers."""
+        gathered = gather_statistics(aux)
+        losses = {type(block.mixer): block.mixer.model_losses for block in self.periods.blocks}
+        for model_losses in losses.values():
+            gathered |= model_losses(gathered)
+        return gathered
 
     def _layer_function(self, contiguous: bool) -> Callable:
         """Return a function that applies one block, with the config's rematerialization."""
@@ -292,7 +319,7 @@ class Decoder(nnx.Module):
 
         def layer(x, shared, block, state, index, segment_ids, positions, update_mask):
             if grouped:
-                x, block = _together((x, block))
+                x, block = together((x, block))
             return block(
                 x,
                 shared,
@@ -306,11 +333,11 @@ class Decoder(nnx.Module):
 
         return rematerialized(layer, self.remat)
 
-    def _pipelined(self, run_period, x, shared, rows, microbatches: int, rounds: int):
+    def _pipelined(self, apply_period, x, shared, rows, microbatches: int, rounds: int):
         """Apply all layers over the stages of the mesh's pipeline, without states.
 
         Args:
-            run_period: `_run_period` with a layer function.
+            apply_period: `periods.run_period` with a layer function.
             x: [B, T, D].
             shared: the values that travel from layer to layer, by name.
             rows: segment ids, positions and update mask, each [B, T] or None.
@@ -321,12 +348,12 @@ class Decoder(nnx.Module):
             x after the layers, and the statistics of each place of the period.
         """
         index = jnp.arange(self.num_periods)
-        by_rows = _by_rows(self.init_shared, x)
+        by_rows = entries_by_row(self.init_shared, x)
 
         def stage(layers, carry, rows, constant):
             periods, index = layers
             x, shared = carry
-            scanned = functools.partial(run_period, rows)
+            scanned = functools.partial(apply_period, rows)
             (x, shared), (_, aux) = jax.lax.scan(
                 scanned, (x, shared | constant), (periods, None, index)
             )
@@ -347,14 +374,15 @@ class Decoder(nnx.Module):
         )
         return x, aux
 
-    def _decode(self, run_period, x, shared, rows, states):
+    def _decode(self, apply_period, x, shared, rows, states):
         """Apply all layers to one token per row, and update the stacked memories of all layers in place.
 
-        A scan that returns each layer's memories would stack them in new arrays, and copy these back. Here the stack is in the carry.
-        This is not possible on a mesh, where the types of arrays may change from layer to layer: those of a carry may not.
+        A scan that returns each layer's memories would stack them in new arrays, and copy these back. Here
+        the stack is in the carry. This is not possible on a mesh, where the types of arrays may change from
+        layer to layer: those of a carry may not.
 
         Args:
-            run_period: `_run_period` with a layer function.
+            apply_period: `periods.run_period` with a layer function.
             x: [B, 1, D].
             shared: the values that travel from layer to layer, by name.
             rows: segment ids, positions and update mask, each [B, 1] or None.
@@ -371,7 +399,7 @@ class Decoder(nnx.Module):
                 layer_of(s, index, in_place=block.mixer.memories_in_place)
                 for s, block in zip(states, period.blocks, strict=True)
             )
-            (x, shared), (period_states, statistics) = run_period(
+            (x, shared), (period_states, statistics) = apply_period(
                 rows, (x, shared), (period, period_states, index)
             )
             return (x, shared, put_layer(states, period_states, index)), statistics
@@ -379,54 +407,3 @@ class Decoder(nnx.Module):
         index = jnp.arange(self.num_periods)
         (x, _, states), aux = jax.lax.scan(decode, (x, shared, states), (self.periods, index))
         return x, states, aux
-
-
-def _run_period(layer: Callable, rows, carry, inputs):
-    """Apply the layers of one period; the body of the scan over periods.
-
-    Args:
-        layer: `Decoder._layer_function`'s result.
-        rows: segment ids, positions and update mask, each [B, T] or None.
-        carry: x [B, T, D], and the values that travel from layer to layer.
-        inputs: the period, its layers' states (or None), and its index.
-
-    Returns:
-        The carry after the period; and its layers' states (None without states) with the statistics of each layer.
-    """
-    x, shared = carry
-    period, states, index = inputs
-    size = len(period.blocks)
-    after, statistics = [], []
-    for place, block in enumerate(period.blocks):
-        state = None if states is None else states[place]
-        x, shared, state, aux = layer(x, shared, block, state, index * size + place, *rows)
-        after.append(state)
-        statistics.append(aux)
-    return (x, shared), (None if states is None else tuple(after), statistics)
-
-
-def _by_rows(init_shared: Any, x: jax.Array) -> set[str]:
-    """Return the names of the entries of `shared` whose shape depends on the number of rows."""
-    shapes = (jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for rows in (1, 2))
-    one, two = (jax.eval_shape(init_shared, shape) for shape in shapes)
-    return {name for name in one if one[name].shape != two[name].shape}
-
-
-def _gather(statistics: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
-    """Return the statistics of all layers by name: losses and counts summed over layers, others in the order of layers.
-
-    Args:
-        statistics: for each place of the period, arrays by name that are stacked over periods. Where the shapes of a name differ from
-            place to place, as with different numbers of experts, the result has an entry `name/place` for each place.
-    """
-    gathered = {}
-    for name in sorted({name for aux in statistics for name in aux}):
-        found = {place: aux[name] for place, aux in enumerate(statistics) if name in aux}
-        if len({value.shape for value in found.values()}) > 1:
-            gathered |= {f"{name}/{place}": value for place, value in found.items()}
-            continue
-        stacked = jnp.stack(list(found.values()), axis=1)
-        flat = stacked.reshape(-1, *stacked.shape[2:])
-        summed = name.endswith(("_loss", "_count"))
-        gathered[name] = jnp.sum(flat, axis=0) if summed else flat
-    return gathered

@@ -17,20 +17,22 @@ def next_token_loss(
     *,
     chunk_size: int = 2048,
 ) -> jax.Array:
-    """Negative log-likelihood of each label, exact, in float32.
+    """Return the exact negative log-likelihood of each label, in float32.
 
-    The backward pass computes each chunk's logits again from the saved log-sum-exp, so that neither pass holds more than
-    `chunk_size` tokens' logits on a device.
+    The backward pass computes each chunk's logits again from the saved log-sum-exp, so that neither pass
+    stores logits of more than `chunk_size` tokens on a device.
 
     Args:
         hidden: [B, T, D], any float dtype.
         head: [D, V] float32; cast to hidden's dtype for the products, which accumulate in float32.
         labels: int [B, T].
-        loss_mask: [B, T]; None is all ones. Where it is 0 the loss and every gradient are 0, even if hidden is not finite.
-        chunk_size: tokens whose logits exist at a time on one device; at least one step of time of all its rows.
+        loss_mask: [B, T]; None is all ones. Where it is 0 the loss and every gradient are 0, even if hidden
+            is not finite.
+        chunk_size: number of tokens whose logits exist at a time on one device; at least one token of each of
+            its rows is computed at a time.
 
     Returns:
-        [B, T] float32, in nats, multiplied by the mask. A label outside the vocabulary gives NaN.
+        [B, T] float32, in nats, multiplied by the mask. The loss of a label outside the vocabulary is NaN.
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size}: it must be at least 1")
@@ -44,7 +46,7 @@ def next_token_loss(
     batched = dict(hidden=hidden, labels=labels, loss_mask=loss_mask)
     if (
         shards_of("heads") > 1
-    ):  # else devices that share out heads would all compute the same logits
+    ):  # otherwise devices that split heads would all compute the same logits
         axes = ("batch", "tokens")
         given = dict(axes=dict.fromkeys(batched, axes), out_axes=axes)
         return over_mesh(_loss, batched, dict(head=head), chunk_size, **given)
@@ -70,7 +72,9 @@ def _loss(chunk_size, hidden, labels, loss_mask, head):
 
 @jax.custom_vjp
 def _chunked_nll(hidden, head, labels):
-    """hidden [N, B, C, D], head [D, V], labels [N, B, C] -> [N, B, C] float32."""
+    """Return the negative log-likelihoods, [N, B, C] float32, of hidden [N, B, C, D], head [D, V] and labels
+    [N, B, C].
+    """
     return _forward(hidden, head, labels)[0]
 
 

@@ -1,4 +1,4 @@
-"""Language models by method and size, in the proportions each method was published with."""
+"""Language models by method and size, in the proportions with which each method was published."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from lsm_jax.models.config import LayerConfig, ModelConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """Width and depth of a size's name; `multiple_of` rounds the feedforward's width."""
+    """Width and depth of the models of one size; the feedforward's width is rounded to a multiple of
+    `multiple_of`.
+    """
 
     hidden_size: int
     num_layers: int
@@ -45,21 +47,24 @@ def lm(
     vocab_size: int = 32000,
     feedforward: str | None = None,
 ) -> ModelConfig:
-    """A language model: letter L is the method, N softmax attention.
+    """Return the config of a language model: layers of the method (letter L of the pattern) and of softmax
+    attention (letter N).
 
-    A size fixes width and depth, and is named after a softmax transformer's parameters at them (from 125m on with an
-    embedding of 32000 tokens). Other methods come near it: `count_parameters` tells. Methods without a feedforward (Mamba2)
-    have twice as many layers, unless one is given.
+    A size sets width and depth. Its name is the number of parameters of a softmax transformer of that width
+    and depth (from 125m on with an embedding of 32000 tokens); models of other methods have roughly as many,
+    and `count_parameters` returns the exact number. Methods without a feedforward (Mamba2) have twice as many
+    layers, unless `feedforward` is given.
 
     Args:
         method: a name in `lsm_jax.mixers.METHODS`.
         size: a name in `SIZES`.
-        pattern: of L and N.
-        vocab_size: tokens.
-        feedforward: a name in `FEEDFORWARDS` for every layer, in its customary proportions; None takes each method's own.
+        pattern: a string of the letters L and N.
+        vocab_size: number of tokens in the vocabulary.
+        feedforward: a name in `FEEDFORWARDS`, for every layer, in its customary proportions; None means the
+            customary feedforward of each method.
 
     Raises:
-        ValueError: a name that does not exist, or a pattern that does not fit.
+        ValueError: a name does not exist, or the number of layers is no multiple of the pattern's length.
     """
     if size not in SIZES:
         raise ValueError(f"size={size!r} does not exist; accepted are {', '.join(SIZES)}")
@@ -90,7 +95,8 @@ _ROPE_BASE = 500000.0
 _LLAMA: dict[str, Any] = dict(
     qk_norm=False, key_shift=False, value_shift=False, output_norm=False, output_gate=False
 )
-# What each block changes in `FoXConfig`; plain transformers have heads of 128 at 760m, the others of 64.
+# The fields of `FoXConfig` in which each block differs from the default. Heads have 128 channels in
+# transformers of 760m, and 64 in all other models.
 _FOX_BLOCKS: dict[str, dict[str, Any]] = {
     "pro": {},
     "llama": _LLAMA,
@@ -104,18 +110,20 @@ FOX_MODELS = (*_FOX_BLOCKS, *_FOX_BASELINES)
 
 
 def fox(name: str = "pro", size: str = "760m", *, vocab_size: int = 50257) -> ModelConfig:
-    """A model of FoX's paper (arXiv 2503.02130), with its head of its own.
+    """Return the config of a model of FoX's paper (arXiv 2503.02130); its output head is not tied to the
+    embedding.
 
-    "pro" and "llama" are FoX, "transformer-pro" and "transformer-llama" the same blocks with rotary positions in place of the
-    forget gate, "transformer-swa" the latter in a window of 2,048; "samba" alternates Mamba with such a layer.
+    "pro" and "llama" are FoX's two blocks. "transformer-pro" and "transformer-llama" are the same blocks with
+    rotary positions in place of the forget gate. "transformer-swa" is "transformer-llama" with a window of
+    2,048 tokens, and "samba" alternates layers of Mamba with layers of "transformer-swa".
 
     Args:
         name: a name in `FOX_MODELS`.
-        size: a name in `FOX_SIZES`; baselines have 760m only.
-        vocab_size: tokens.
+        size: a name in `FOX_SIZES`; only 760m for the baselines.
+        vocab_size: number of tokens in the vocabulary.
 
     Raises:
-        ValueError: a name that does not exist, or a size that the model was not published at.
+        ValueError: a name does not exist, or the model was not published at this size.
     """
     if name not in FOX_MODELS:
         raise ValueError(f"model={name!r} does not exist; accepted are {', '.join(FOX_MODELS)}")
@@ -146,5 +154,5 @@ def _fox_layer(name: str, size: str) -> LayerConfig:
     hidden_size, _ = FOX_SIZES[size]
     head_dim = 128 if size == "760m" and name.startswith("transformer") else 64
     mixer = mixers.FoXConfig(num_heads=hidden_size // head_dim, **_FOX_BLOCKS[name])
-    ratio = 3.5 if name.endswith("pro") else 4.0  # the output gate's parameters are taken from it
+    ratio = 3.5 if name.endswith("pro") else 4.0  # the output gate has the rest of the parameters
     return LayerConfig(mixer=mixer, feedforward=SwiGLUConfig(hidden_ratio=ratio))

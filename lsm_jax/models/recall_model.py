@@ -1,6 +1,8 @@
-"""The small model that recall is measured with: short gated convolutions and the method, no feedforward, no positions.
+"""The small model for measurements of recall: gated short convolutions and layers of the method, without
+feedforwards and without positions.
 
-It is zoology's hybrid of a "BaseConv" layer and a layer of the method, with RMS norms in place of layer norms and no dropout.
+It is zoology's hybrid of a "BaseConv" layer and a layer of the method, with RMS norms in place of layer norms
+and no dropout.
 """
 
 from __future__ import annotations
@@ -23,17 +25,18 @@ LETTERS = "CL"
 
 @dataclasses.dataclass(kw_only=True)
 class RecallModelConfig:
-    """A model of a few layers.
+    """The config of a `RecallModel`.
 
     Attributes:
         mixer: the method's config, of a type in `lsm_jax.mixers.METHODS`.
-        vocab_size: tokens.
+        vocab_size: number of tokens in the vocabulary.
         hidden_size: width.
         pattern: the layers in order: C is a gated short convolution, L the method.
         conv_size: width of C's convolution.
-        norm_eps: of the norms ahead of layers and head.
-        init_std: of embedding and projections, except where the method has its own.
-        dtype: of activations, "float32" or "bfloat16"; parameters are float32.
+        norm_eps: epsilon of the norms before the layers and the head.
+        init_std: standard deviation of the initial embedding and projections; some methods define another for
+            their projections.
+        dtype: the dtype of activations, "float32" or "bfloat16"; parameters are float32.
     """
 
     mixer: Any
@@ -46,7 +49,7 @@ class RecallModelConfig:
     dtype: str = "float32"
 
     def validate(self) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         for name in ("vocab_size", "hidden_size", "norm_eps", "init_std"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"model.{name}={getattr(self, name)}: it must be greater than 0")
@@ -64,6 +67,10 @@ class RecallModelConfig:
             self.mixer.validate(self.hidden_size)
         except ValueError as error:
             raise ValueError(f"model.mixer: {error}") from error
+        if getattr(self.mixer, "balance", "layer") != "layer":
+            raise ValueError(
+                f"model.mixer.balance={self.mixer.balance!r}: accepted for recall is 'layer'"
+            )
 
 
 class GatedConvolution(nnx.Module):
@@ -79,12 +86,14 @@ class GatedConvolution(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x [B, T, D] -> [B, T, D]."""
+        """Return y [B, T, D] of x [B, T, D]."""
         return x + self.conv(x, Context())[0] * self.proj(x)
 
 
 class RecallModel(nnx.Module):
-    """Embedding, pre-norm residual layers by the pattern, norm; the head is the embedding's transpose."""
+    """A model of an embedding, pre-norm residual layers by the pattern, and a norm; the head is the
+    embedding's transpose.
+    """
 
     def __init__(self, config: RecallModelConfig, *, rngs: nnx.Rngs):
         config.validate()
@@ -105,11 +114,13 @@ class RecallModel(nnx.Module):
         self.norms = nnx.List(norms)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Tokens int [B, T] -> hidden states after the last norm, [B, T, D] in the config's dtype."""
+        """Return the hidden states after the last norm, [B, T, D] in the config's dtype, of tokens int
+        [B, T].
+        """
         return self.hidden(tokens)[0]
 
     def hidden(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The same, and the sum of the losses that layers report (a router's balance)."""
+        """Return the hidden states, and the sum of the losses that layers report (a router's balance loss)."""
         x = self.embedding[...][tokens].astype(self.config.dtype)
         own = [
             (i, layer.innermost())
@@ -132,7 +143,9 @@ class RecallModel(nnx.Module):
         return self.norms[-1](x), losses
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Hidden states [..., D] -> float32 logits [..., vocab]; float32 ones by the accelerator's fast products (TF32)."""
+        """Return the float32 logits [..., vocab] of hidden states [..., D]; float32 states are multiplied
+        with the GPU's TF32 products.
+        """
         head = self.embedding[...].astype(hidden.dtype).T
         if hidden.dtype == jnp.bfloat16:
             return matmul_to_float32(hidden, head)
@@ -140,15 +153,16 @@ class RecallModel(nnx.Module):
 
 
 def recall_state_size(config: RecallModelConfig, max_length: int) -> dict[str, list[int]]:
-    """Numbers each layer keeps of one sequence while decoding.
+    """Return how many numbers each layer stores for one sequence while decoding.
 
     Args:
         config: the model.
-        max_length: the context softmax attention must hold; other methods' do not depend on it.
+        max_length: the number of tokens that softmax attention must store; other methods do not depend on it.
 
     Returns:
-        `memory`: the memory alone (keys and values for attention), 0 for a convolution; `all`: with the last inputs of
-        convolutions and token shifts. A list of layers each.
+        Two lists with a number for each layer. `memory`: the size of the memory (keys and values for
+        attention; 0 for a convolution). `all`: that of the memory and of the last inputs of convolutions and
+        token shifts.
     """
     options: dict[str, Any] = dict(num_layers=len(config.pattern))
 

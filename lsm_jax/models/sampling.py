@@ -29,20 +29,24 @@ def sample(
     Args:
         model: the decoder.
         prompt: int [B, T].
-        num_tokens: how many to generate.
-        key: of `jax.random`.
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: draw from the k likeliest tokens only.
-        top_p: draw from the fewest likeliest tokens whose probabilities sum to at least this, in (0, 1].
-        stop_token: once a row has drawn it, the row is filled up with it; generation ends when all rows have.
-        segment_ids: int [B, T], 0 where the prompt is padded, on either side; each row continues its last real token.
-        prefill_chunk: read the prompt in pieces of this many tokens, which bounds memory; None reads it at once.
+        num_tokens: number of tokens to generate.
+        key: a key of `jax.random`.
+        temperature: divides the logits; 0 selects the likeliest token.
+        top_k: draw only from the k likeliest tokens; None means no limit.
+        top_p: a number in (0, 1]: draw only from the smallest set of likeliest tokens whose probabilities sum
+            to at least this; None means no limit.
+        stop_token: after a row has drawn this token, the rest of the row is filled with it; generation ends
+            when all rows have drawn it.
+        segment_ids: int [B, T], 0 where the prompt is padded, on either side; each row continues its last
+            real token.
+        prefill_chunk: the number of prompt tokens to read in one call of the model, to limit memory use; None
+            reads the whole prompt in one call.
 
     Returns:
-        int32 [B, num_tokens].
+        The generated tokens, int32 [B, num_tokens].
 
     Raises:
-        ValueError: an argument outside what is accepted.
+        ValueError: an argument is not accepted.
     """
     prompt = jnp.asarray(prompt, jnp.int32)
     _check(
@@ -119,7 +123,7 @@ def _sample(
         logits = model.logits(hidden)
         if greedy:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        logits -= jnp.max(logits, axis=-1, keepdims=True)  # so that none overflows
+        logits -= jnp.max(logits, axis=-1, keepdims=True)  # so that no logit overflows
         logits = restrict(logits / heat, top_k=top_k, top_p=top_p)
         return jax.random.categorical(jax.random.fold_in(key, step), logits).astype(jnp.int32)
 
@@ -145,7 +149,7 @@ def _sample(
 
 
 def _prefill(model, prompt, segment_ids, state, chunk):
-    """Hidden state [B, D] of each row's last real token, and the decoder's state after the prompt."""
+    """Return the hidden state [B, D] of each row's last real token, and the decoder's state after the prompt."""
     batch, length = prompt.shape
     chunk = length if chunk is None else min(chunk, length)
     last = None
@@ -165,9 +169,10 @@ def _prefill(model, prompt, segment_ids, state, chunk):
 def restrict(
     logits: jax.Array, *, top_k: int | None = None, top_p: jax.Array | float | None = None
 ) -> jax.Array:
-    """Logits [..., V] with -inf on tokens outside the k likeliest and outside the nucleus of probability `top_p`.
+    """Return logits [..., V] with -inf for tokens that are not among the k likeliest, or outside the nucleus
+    (the smallest set of likeliest tokens whose probabilities sum to `top_p`).
 
-    The likeliest token always stays; tokens tied with the last one kept stay too.
+    The likeliest token is always allowed, and so are tokens tied with the least likely allowed token.
     """
     if top_k is not None:
         least = jax.lax.top_k(logits, top_k)[0][..., -1:]

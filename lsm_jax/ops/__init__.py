@@ -1,11 +1,12 @@
 """Memory updates as pure functions: arrays in, arrays out, no parameters and no configuration.
 
-Every op takes sequence-first arrays and returns `(output, final_state)`; `lsm_jax.ops.core.segments` states what segment ids,
-masks and states mean for all of them.
+Every op takes sequence-first arrays and returns `(output, final_state)`; `lsm_jax.ops.core.segments` states
+what segment ids, masks and states mean for all of them.
 
-Inputs are finite, except at tokens that do not write: a value there is never looked at. Elsewhere a value that is not finite
-(and in `delta_memory`, `dplr_memory` and `online_memory` a product that overflows) spoils outputs of its chunk, those of
-earlier tokens too, since 0 times infinity is not 0. Scores of queries with later keys are masked before they meet anything.
+Inputs are finite, except at tokens that do not write: values there are never used. Elsewhere a value that is
+not finite (and in `delta_memory`, `dplr_memory` and `online_memory` a product that overflows) makes outputs
+of its chunk NaN, those of earlier tokens too, since 0 times infinity is NaN. Scores of queries with later
+keys are masked before they are used.
 """
 
 from lsm_jax.ops.attention.attention import attention

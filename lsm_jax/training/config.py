@@ -89,6 +89,8 @@ class TrainConfig:
         trainable: names of modules or parameters. Parameters with one of them in their path are trained and
             saved. The others are frozen: they are stored in bfloat16, and read again from `init_from` or
             `base` whenever the run is opened. If empty, all parameters are trained.
+        frozen_initial: names of modules or parameters that are frozen at their initial values, which follow
+            from `seed`, if neither `init_from` nor `base` has them.
         max_bad_steps: stop after so many consecutive steps whose loss or gradient is not finite. Such steps
             change nothing.
         profile_start: number of steps of this process before the profiler starts; its trace is written to
@@ -114,6 +116,7 @@ class TrainConfig:
     init_from: str = ""
     base: Any = None
     trainable: tuple[str, ...] = ()
+    frozen_initial: tuple[str, ...] = ()
     max_bad_steps: int = 20
     profile_start: int = 10
     profile_steps: int = 0
@@ -172,6 +175,14 @@ class TrainConfig:
         if self.trainable and not (self.init_from or self.base):
             raise ValueError(
                 f"trainable={self.trainable}: the other parameters are frozen; set init_from or base, from which they are read"
+            )
+        if self.frozen_initial and not self.trainable:
+            raise ValueError(
+                f"frozen_initial={self.frozen_initial}: all parameters are trained; accepted is () unless trainable is set"
+            )
+        if both := sorted(set(self.frozen_initial) & set(self.trainable)):
+            raise ValueError(
+                f"frozen_initial={self.frozen_initial}: {', '.join(both)} is trained; accepted are names that trainable does not have"
             )
         self._check_lengths()
         self._advise_on_alignment()

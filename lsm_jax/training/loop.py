@@ -403,24 +403,38 @@ class TrainLoop:
             self.on_report(step)
 
     def _evaluate(self) -> None:
-        """Log the held-out loss over the first `eval_batches` batches, which are the same every time."""
+        """Log the held-out loss over the first `eval_batches` batches, which are the same every time.
+
+        In a run of attention transfer `val/loss` is the student's; the teacher's is `val/teacher_loss`.
+        """
         began = time.perf_counter()
-        nll, tokens, overflow = self._held_out_sums()
-        while overflow:
-            self._grow_buffers(self.step, int(overflow), "evaluation")
-            nll, tokens, overflow = self._held_out_sums()
-        loss = nll / max(tokens, 1)
-        self.writer.write(self.step, {"val/loss": loss})
-        self.progress.say(f"step {self.step}: held-out loss {loss:.4f} over {tokens:,.0f} tokens")
+        loss, tokens = self._heldout_loss("eval_step")
+        values, teacher = {"val/loss": loss}, ""
+        if self.program.teacher_eval_step is not None:
+            values["val/teacher_loss"], _ = self._heldout_loss("teacher_eval_step")
+            teacher = f" of the student, {values['val/teacher_loss']:.4f} of the teacher,"
+        self.writer.write(self.step, values)
+        self.progress.say(
+            f"step {self.step}: held-out loss {loss:.4f}{teacher} over {tokens:,.0f} tokens"
+        )
         self.meter.pause(time.perf_counter() - began)
 
-    def _held_out_sums(self) -> tuple[float, float, float]:
-        """The sums of `Program.eval_step` over the held-out batches."""
+    def _heldout_loss(self, name: str) -> tuple[float, float]:
+        """(loss in nats per token, number of tokens) over the held-out batches, by the program's function
+        `name`; the buffers of experts grow until all choices fit."""
+        nll, tokens, overflow = self._heldout_sums(getattr(self.program, name))
+        while overflow:
+            self._grow_buffers(self.step, int(overflow), "evaluation")
+            nll, tokens, overflow = self._heldout_sums(getattr(self.program, name))
+        return nll / max(tokens, 1), tokens
+
+    def _heldout_sums(self, eval_step: Callable) -> tuple[float, float, float]:
+        """The sums of `eval_step`'s three results over the held-out batches."""
         nll = tokens = overflow = 0.0
         params = join(self.frozen, self.state.params)
         with contextlib.closing(eval_batches(self.config, self.mesh)) as batches:
             for batch in itertools.islice(batches, self.config.eval_batches):
-                sums = self.program.eval_step(params, self._to_devices(batch))
+                sums = eval_step(params, self._to_devices(batch))
                 nll, tokens, overflow = (
                     a + float(b) for a, b in zip((nll, tokens, overflow), sums, strict=True)
                 )

@@ -21,13 +21,16 @@ def leaves_of(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
 
 
-def split(params: dict[str, Any], trainable: tuple[str, ...]) -> tuple[dict, dict]:
+def split(
+    params: dict[str, Any], trainable: tuple[str, ...], field: str = "trainable"
+) -> tuple[dict, dict]:
     """Split nested dicts into (trained, frozen), each without the branches of the other.
 
     Args:
         params: the parameters of a model, or a tree of the same structure with any leaves.
         trainable: names of modules or parameters; a parameter is trained if its path has one of them. If
             empty, all are trained.
+        field: the name of the config's field that `trainable` is, for messages.
 
     Raises:
         ValueError: no parameter's path has one of the names.
@@ -42,7 +45,7 @@ def split(params: dict[str, Any], trainable: tuple[str, ...]) -> tuple[dict, dic
             close = difflib.get_close_matches(name, known, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ValueError(
-                f"trainable={trainable}: no parameter has {name!r} in its path{hint or '.'} Names there: "
+                f"{field}={trainable}: no parameter has {name!r} in its path{hint or '.'} Names there: "
                 + ", ".join(sorted(part for part in known if not part.isdecimal()))
             )
     return _only(params, set(trainable), True), _only(params, set(trainable), False)

@@ -32,7 +32,8 @@ class Run:
 
     Attributes:
         config: the config of the run.
-        model: the decoder with the parameters of the checkpoint.
+        model: the decoder with the parameters of the checkpoint, in the form in which it is evaluated and
+            generates (`ModelConfig.for_inference`): the student of a run of attention transfer.
         params: the same parameters as a pure dict.
         step: the step of the checkpoint.
     """
@@ -41,6 +42,14 @@ class Run:
     model: Decoder
     params: dict[str, Any]
     step: int
+
+    def teacher(self) -> Decoder | None:
+        """The teacher of a run of attention transfer, with the same parameters; None for other runs."""
+        config = self.config.model.teacher()
+        if config is None:
+            return None
+        decoder = abstract(config)
+        return nnx.merge(nnx.graphdef(decoder), like(self.params, params_of(decoder)))
 
 
 def checkpoint_directory(workdir: str | os.PathLike[str]) -> Path:
@@ -202,25 +211,43 @@ def load_run(workdir: str | os.PathLike[str], step: int | None = None) -> Run:
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     target = targets(shapes, jax.tree.map(lambda _: device, shapes), config.trainable)
     params, step = _load(workdir, config, target, step)
-    return Run(config, nnx.merge(nnx.graphdef(model), params), params, step)
+    evaluated = nnx.graphdef(abstract(config.model.for_inference()))
+    return Run(config, nnx.merge(evaluated, params), params, step)
 
 
 def starting_params(config: TrainConfig, target: dict[str, Any]) -> dict[str, Any]:
     """The parameters that `init_from` or `base` has for the start of a run, in the shapes and shardings of
-    `target`.
+    `target`, and the initial values of those of `config.frozen_initial` that it does not have.
 
     Raises:
         ValueError: the source is not a run, has a model of other shapes, or lacks parameters that are frozen
             in this run.
     """
+    frozen = split(target, config.trainable)[1] if config.trainable else {}
+    initial = {}
+    if config.frozen_initial:
+        initial, frozen = split(frozen, config.frozen_initial, "frozen_initial")
     if config.init_from:
-        return initial_params(config.init_from, target, config.trainable)
-    if config.base is None:
+        names = (*config.trainable, *config.frozen_initial)
+        params = initial_params(config.init_from, target, names)
+    elif config.base is None:
         return {}
-    params = config.base.load(config.model, target)
-    frozen = split(target, config.trainable)[1]
-    _check_same(f"base={config.base!r}", leaves_of(params), leaves_of(target), leaves_of(frozen))
-    return params
+    else:
+        params = config.base.load(config.model, target)
+        _check_same(
+            f"base={config.base!r}", leaves_of(params), leaves_of(target), leaves_of(frozen)
+        )
+    return join(_initial_values(config, initial), params) if initial else params
+
+
+def _initial_values(config: TrainConfig, target: dict[str, Any]) -> dict[str, Any]:
+    """The initial values of some parameters of the run's model, in the dtypes and shardings of `target`."""
+
+    def draw() -> dict[str, Any]:
+        drawn = params_of(Decoder(config.model, rngs=nnx.Rngs(config.seed)))
+        return jax.tree.map(lambda x, t: x.astype(t.dtype), like(drawn, target), target)
+
+    return jax.jit(draw, out_shardings=jax.tree.map(lambda x: x.sharding, target))()
 
 
 def initial_params(
@@ -232,7 +259,7 @@ def initial_params(
         source: the directory of the other run.
         target: shapes and shardings of all parameters of this run's model.
         trainable: the `trainable` of this run; parameters that are trained here may be absent from the other
-            run, and are then absent from the result.
+            run, and are then absent from the result. If empty, none may be absent.
 
     Raises:
         ValueError: `source` is not a run, or has a model of other shapes.

@@ -13,11 +13,11 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from lsm_jax.models import Decoder, abstract, logical_axes, next_token_loss
+from lsm_jax.models import Decoder, ModelConfig, abstract, logical_axes, next_token_loss
 from lsm_jax.parallel import exchange_options, param_sharding
 from lsm_jax.training.config import TrainConfig
 from lsm_jax.training.optimizer import learning_rate, make_optimizer
-from lsm_jax.training.partition import join, split
+from lsm_jax.training.partition import join, like, split
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -63,7 +63,10 @@ class Program:
             step, a replicated int32; if it is not 0, this step returns the state unchanged and the same
             count, so that a step that was started before the host read the count changes nothing either.
         eval_step: (all parameters, batch) -> (summed loss in nats, number of predicted tokens, number of
-            choices of experts that did not fit into the buffers of the exchange).
+            choices of experts that did not fit into the buffers of the exchange), of the model in the form in
+            which it is evaluated (`ModelConfig.for_inference`).
+        teacher_eval_step: the same of the teacher of a run of attention transfer (`ModelConfig.teacher`), with
+            the same arguments; None in other runs.
     """
 
     init: Callable[[], TrainState]
@@ -71,6 +74,7 @@ class Program:
     param_shardings: dict[str, Any]
     train_step: Callable[..., tuple[TrainState, Metrics]]
     eval_step: Callable[[dict[str, Any], Batch], tuple[jax.Array, jax.Array, jax.Array]]
+    teacher_eval_step: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] | None = None
 
 
 def params_of(model: Decoder) -> dict[str, Any]:
@@ -131,9 +135,17 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
     summed_loss = _make_loss(config, graph)
     train_step = _make_train_step(config, optimizer, summed_loss)
 
-    def eval_step(params, batch):
-        nll, aux = summed_loss(params, batch)
-        return nll, jnp.sum(batch["loss_mask"]), aux.get(OVERFLOW, jnp.zeros(()))
+    student, teacher = config.model.for_inference(), config.model.teacher()
+
+    def eval_step_of(model: ModelConfig) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
+        decoder = abstract(model)
+        shapes, model_loss = params_of(decoder), _make_loss(config, nnx.graphdef(decoder))
+
+        def eval_step(params, batch):
+            nll, aux = model_loss(like(params, shapes), batch)
+            return nll, jnp.sum(batch["loss_mask"]), aux.get(OVERFLOW, jnp.zeros(()))
+
+        return eval_step
 
     exchanges = {getattr(x.feedforward, "exchange", "") for x in config.model.layers.values()}
     compiled: Any = functools.partial(jax.jit, compiler_options=exchange_options(mesh, exchanges))
@@ -143,7 +155,8 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
         all_shardings,
         # Statistics of layers are sharded over pipeline stages; every host reads all of them.
         compiled(train_step, donate_argnums=0, out_shardings=(shardings, replicated)),
-        compiled(eval_step, out_shardings=replicated),
+        compiled(eval_step_of(student), out_shardings=replicated),
+        None if teacher is None else compiled(eval_step_of(teacher), out_shardings=replicated),
     )
 
 

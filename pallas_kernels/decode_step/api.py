@@ -1,4 +1,6 @@
-"""One token of a matrix memory: `M ← decay ⊙ M + kᵀ v`, with the correction of the delta rule or of RWKV7, and `o = scale q M`."""
+"""One token of a matrix memory: `M ← decay ⊙ M + kᵀ v`, with the correction of the delta rule or of RWKV7,
+and `o = scale q M`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ _BACKENDS = {"mosaic_gpu": hopper}
 
 
 class Call(NamedTuple):
-    """The arguments on which the requirements depend: arrays, or their shapes and dtypes; as in `decode_step`."""
+    """The arguments on which the requirements depend: arrays, or their shapes and dtypes; as in
+    `decode_step`.
+    """
 
     q: Any
     v: Any
@@ -46,16 +50,20 @@ def decode_step(
     """Decay, write and read each memory. Neither differentiation nor `jax.vmap` is supported.
 
     Args:
-        memory: [B, G, K, V] float32, or [L, B, G, K, V] with `layer`. Updated in place where its buffer may be reused.
+        memory: [B, G, K, V] float32, or [L, B, G, K, V] with `layer`. Updated in place where its buffer may
+            be reused.
         q: [B, H, K] queries, bfloat16 or float32; H is a multiple or a divisor of G.
         k: [B, Hk, K] keys; Hk divides G.
         v: [B, G, V] values.
         beta: [B, G]; if given, the write is `beta (v - k M)` with M decayed (the delta rule).
         log_decay: [B, G] or [B, G, K], natural logarithm, at most 0; None is no decay.
-        value_log_decay: [B, G, V], the natural logarithm of a decay of the value channels, applied in addition to `log_decay`.
-        a: [B, Ha, K]; if given, `bᵀ (a M)` is written in addition, with M before its decay (RWKV7). Ha divides G.
+        value_log_decay: [B, G, V], the natural logarithm of a decay of the value channels, applied in
+            addition to `log_decay`.
+        a: [B, Ha, K]; if given, `bᵀ (a M)` is written in addition, with M before its decay (RWKV7). Ha
+            divides G.
         b: [B, Hb, K], given with `a`; Hb divides G.
-        bonus: [G, K]; if given, the output is `scale q (M + diag(bonus) kᵀ v)` with M before decay and write (RWKV6).
+        bonus: [G, K]; if given, the output is `scale q (M + diag(bonus) kᵀ v)` with M before decay and write
+            (RWKV6).
         emptied: [B], True where the memory is replaced by 0 before the token.
         layer: int32 scalar, index of the memory to update; the other L - 1 do not change.
         scale: multiplies q.
@@ -96,8 +104,8 @@ def _float32(x) -> Any:
 def decay_factor(log_decay) -> Any:
     """Return a decay as one float32 number that loses no digits; None for None.
 
-    The number is `exp(log_decay) - 1`, at most 0, where `log_decay > -0.5`: for slow decays `exp(log_decay)` would be rounded near 1.
-    Elsewhere it is `exp(log_decay)`, above 0.
+    The number is `exp(log_decay) - 1`, at most 0, where `log_decay > -0.5`: for slow decays `exp(log_decay)`
+    would be rounded near 1. Elsewhere it is `exp(log_decay)`, above 0.
     """
     if log_decay is None:
         return None

@@ -1,10 +1,18 @@
-"""Sizes of calls of one token for the tests."""
+"""Sizes and tolerances of calls of one token.
+
+- `INTERPRETED`: small cases for the interpreter, on a CPU.
+- `HOPPER`: cases that run on the card.
+- `TIMED_HEADS`, `TIMED_DIM`, `TIMED_BATCHES`: sizes that `python -m benchmarks decode_step` times.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
+
+OUTPUT_TOLERANCE, MEMORY_TOLERANCE = 5e-3, 1e-5
+"""Largest difference of the output and of the memory from the recurrence in float32, relative in RMS."""
 
 
 class Case(NamedTuple):
@@ -15,7 +23,8 @@ class Case(NamedTuple):
         heads: the numbers of heads of q, of k (and a and b) and of v.
         key_dim: K.
         value_dim: V.
-        decays: words separated by spaces: "token", "key", "constant" or "value" for decays of that kind, "strong", "bonus".
+        decays: words separated by spaces: "token", "key", "constant" or "value" for decays of that kind,
+            "strong", "bonus".
         documents: whether there are segment ids and a mask.
         stacked: whether the memory is one layer of a stack.
         dtype: the dtype of q, k and v.
@@ -67,3 +76,7 @@ HOPPER = (
     Case("dplr", (8, 4, 4), 128, 128, "strong token", True, False, jnp.float32, 256),
 )
 """Cases that run on an NVIDIA Hopper GPU."""
+TIMED_HEADS, TIMED_DIM = 16, 128
+"""The number of heads, and K = V, of the calls that are timed."""
+TIMED_BATCHES = (1, 16, 64, 256)
+"""B of the calls that are timed."""

@@ -1,8 +1,9 @@
 """One token through a memory on Mosaic GPU (Hopper): the memory is loaded once and stored once, in place.
 
-A warpgroup has all keys of some value channels in its registers. A thread has 4 neighbouring channels of every 8th (or 16th) key, so
-that a sum over keys is a sum inside a thread followed by a sum across a few lanes. Shared memory is not used. As many warpgroups run
-at a time as the registers allow, so that enough loads are in flight.
+A warpgroup has all keys of some value channels in its registers. A thread has 4 neighbouring channels of
+every 8th (or 16th) key, so that a sum over keys is a sum inside a thread followed by a sum across a few
+lanes. Shared memory is not used. As many warpgroups run at a time as the registers allow, so that enough
+loads are in flight.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def unsupported(call) -> str | None:
 
 
 class _Block:
-    """A warpgroup's memory and value channels, with its loads into registers: [K, channels] for the memory and what multiplies it.
+    """A warpgroup's memory and value channels, with its loads into registers: [K, channels] for the memory
+    and what multiplies it.
 
     Attributes:
         refs: references to global memory by name.
@@ -102,12 +104,16 @@ class _Block:
         return self.refs["memory"].at[(*layer, self.row, self.head, slice(None), self.channels)]
 
     def spread(self, x, axis: int):
-        """Broadcast x, one number for each key (axis 0) or value channel (axis 1), to [K, channels] in float32."""
+        """Broadcast x, one number for each key (axis 0) or value channel (axis 1), to [K, channels] in
+        float32.
+        """
         x = lax.broadcast_in_dim(x.astype(_F32), self.shape, [axis])
         return plgpu.layout_cast(x, self.layout)
 
     def load_keys(self, name: str, memories: int):
-        """Load the vector of K numbers of the key head that belongs to this memory, spread over the value channels."""
+        """Load the vector of K numbers of the key head that belongs to this memory, spread over the value
+        channels.
+        """
         ref = self.refs[name]
         return self.load_key_head(name, lax.div(self.head, memories // ref.shape[-2]))
 
@@ -124,7 +130,9 @@ class _Block:
 
 
 def _apply_decay(m, factor):
-    """Return `decay m`; a factor of at most 0 is `decay - 1`, a factor above 0 is the decay."""
+    """Multiply m by the decay that `api.decay_factor` encodes: a factor of at most 0 is `decay - 1`, a factor
+    above 0 is the decay itself.
+    """
     return jnp.where(factor > 0, 0.0, m) + factor * m
 
 
@@ -143,8 +151,8 @@ def step(
         q: [B, H, K] queries.
         k: [B, Hk, K] keys.
         v: [B, G, V] values.
-        optional: beta, decay and value_decay (as `api.decay_factor` encodes them), a, b, bonus, emptied [B] int32 and layer
-            [1] int32, each an array or None.
+        optional: beta, decay and value_decay (as `api.decay_factor` encodes them), a, b, bonus, emptied [B]
+            int32 and layer [1] int32, each an array or None.
         scale: multiplies q.
         interpret: parameters of the interpreter, or False.
     """

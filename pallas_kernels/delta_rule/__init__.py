@@ -1,4 +1,4 @@
-"""Fused kernels for the delta rule: without decay, with a scalar decay, or with a decay per key channel (KDA)."""
+"""Fused kernels for the delta rule: without decay (DeltaNet), with a scalar decay (Gated DeltaNet), or with a decay per key channel (KDA)."""
 
 from pallas_kernels.delta_rule.api import delta_rule, unsupported
 

@@ -1,29 +1,31 @@
-"""The delta rule `S_t = (I - β_t k_tᵀ k_t) e^{g_t} S_{t-1} + β_t k_tᵀ v_t`, `o_t = scale q_t S_t`; g is a scalar, or diagonal (KDA)."""
+"""The delta rule `S_t = (I - β_t k_tᵀ k_t) e^{g_t} S_{t-1} + β_t k_tᵀ v_t`, `o_t = scale q_t S_t`.
+
+Here g_t is 0, a scalar per memory, or a value per key channel (KDA). DeltaNet, arXiv 2406.06484; Gated
+DeltaNet, arXiv 2412.06464.
+"""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.memory_calls import (
     MemoryCall,
+    Options,
     backend_module,
-    materialize,
-    pad_documents,
-    pad_tokens,
+    call_backend,
+    pad_to_multiple,
+    supported_backend,
 )
 from pallas_kernels.requirements import first_unmet
-from pallas_kernels.residuals import name_residuals
 
 _OP = "delta_rule"
 
 
 def variant_of(log_decay: Any) -> str:
-    """The name of the backend's module for this decay."""
+    """The name of the backend's module for this log decay: an array, its shape, or None."""
     return "channel_decay" if jnp.ndim(log_decay) == 4 else "scalar_decay"
 
 
@@ -46,77 +48,40 @@ def delta_rule(
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T max(H,G) V"], Float[Array, "R G K V"]]:
-    """Move the values that decaying memories hold at `k` towards `v`, and read the memories with `q`; differentiable once, in reverse.
+    """Decay memories, move what they return for `k` towards `v`, and read them with `q`.
+
+    Reverse-mode differentiable, once.
 
     Args:
         q: [B, T, H, K] queries; H is a multiple or a divisor of G.
         k: [B, T, Hk, K] keys, of norm at most 1; Hk divides G.
         v: [B, T, G, V] values, one memory for each of the G heads.
         beta: [B, T, G] float32, from 0 to 2.
-        log_decay: [B, T, G] float32, or one a key channel, [B, T, G, K]; natural logarithm, at most 0; None is no decay.
-        initial: [B, G, K, V] float32, the memory before the first token; or [B * S, G, K, V] with S memories per row.
-        run: [B, T], the number of documents that have begun up to and with each token, never decreasing. A token with a larger
-            number than the token before it reads an empty memory; number 0 continues `initial`. None is one document. With S
-            memories per row: every number from 0 to S - 1, each starting at a multiple of 64 ("mosaic_gpu") or 128
-            ("mosaic_tpu") tokens, continuing the memory of its number and leaving a final one.
+        log_decay: [B, T, G], or [B, T, G, K] with one per key channel; float32, natural logarithm, at most 0;
+            None is no decay.
+        initial: [B, G, K, V] float32, the memory before the first token; or [B * S, G, K, V] with S memories
+            per row.
+        run: [B, T], the number of documents that have begun up to and with each token, never decreasing. A
+            token with a larger number than the token before it reads an empty memory; number 0 continues
+            `initial`. None is one document. With S memories per row, `run` has every number from 0 to S - 1,
+            each begins at a multiple of 64 ("mosaic_gpu") or 128 ("mosaic_tpu") tokens, continues the memory
+            of its number, and ends with a final memory of its own.
         scale: multiplies q.
-        implementation: "mosaic_gpu" (Hopper) or "mosaic_tpu"; `unsupported` says what each requires.
+        implementation: "mosaic_gpu" (Hopper) or "mosaic_tpu"; see `unsupported` for the requirements of each.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
-        The output in v's dtype, and the final memories in float32, as `initial`.
+        The output in v's dtype, and the final memories in float32, in the shape of `initial`.
 
     Raises:
-        NotImplementedError: the implementation does not support these arguments; the message gives the requirement.
-        ValueError: an implementation that does not exist.
+        NotImplementedError: the implementation does not support these arguments; the message gives the
+            requirement.
+        ValueError: there is no such implementation.
     """
-    backend = backend_module(_OP, implementation, variant_of(log_decay))
-    reason = first_unmet(backend.REQUIREMENTS, MemoryCall(q, k, v, log_decay))
-    if reason is not None:
-        raise NotImplementedError(f"{_OP}: implementation={implementation!r} requires {reason}")
-    length = q.shape[1]
-    padding = -length % backend.length_multiple(q, k, v)
-    if padding:
-        q, k, v, beta, log_decay = (pad_tokens(x, padding) for x in (q, k, v, beta, log_decay))
-        run = pad_documents(run, padding)
-    static = backend, implementation, scale, interpret
-    output, final = _run(static, q, k, v, beta, log_decay, run, initial)
+    call = MemoryCall(q, k, v, log_decay)
+    backend = supported_backend(_OP, implementation, variant_of(log_decay), call)
+    length, multiple = q.shape[1], backend.length_multiple(q, k, v)
+    run, q, k, v, beta, log_decay = pad_to_multiple(multiple, run, q, k, v, beta, log_decay)
+    arrays = q, k, v, beta, log_decay, run, initial
+    output, final = call_backend(Options(backend, scale, interpret), arrays, None)
     return output[:, :length], final
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(static, *inputs):
-    backend, name, scale, interpret = static
-    unsaved = {"save": False} if name == "mosaic_tpu" else {}  # there residuals cost their writes
-    return backend.forward(*inputs, scale=scale, interpret=interpret, **unsaved)[:2]
-
-
-def _forward(static, *primals):
-    backend, _, scale, interpret = static
-    inputs = tuple(None if p is None else p.value for p in primals)
-    results = backend.forward(*inputs, scale=scale, interpret=interpret)
-    output, final, residuals = name_residuals(results)
-    # The decay of a head that is a constant needs no gradient, and the backward pass is cheaper without it. (Residuals hold
-    # arrays, not flags: the flag is an array's size.)
-    wanted = primals[4] is not None and primals[4].perturbed
-    return (output, final), (inputs, residuals, jnp.zeros((int(wanted), 0)))
-
-
-def _backward(static, saved, cotangents):
-    backend, _, scale, interpret = static
-    inputs, residuals, wanted = saved
-    dq, dk, dv, d_beta, d_decay, d_initial = backend.backward(
-        *inputs,
-        residuals,
-        *materialize(cotangents),
-        scale=scale,
-        interpret=interpret,
-        decay_gradient=wanted.shape[0] == 1,
-    )
-    log_decay = inputs[4]
-    if log_decay is not None and d_decay is None:
-        d_decay = jnp.zeros_like(log_decay)
-    return dq, dk, dv, d_beta, d_decay, None, d_initial
-
-
-_run.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -1,4 +1,4 @@
-"""Fused kernels for memories under a diagonal-plus-low-rank transition (RWKV7)."""
+"""Fused kernels for memories with a diagonal-plus-low-rank transition (RWKV7)."""
 
 from pallas_kernels.dplr.api import dplr, unsupported
 

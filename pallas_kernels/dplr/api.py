@@ -1,16 +1,23 @@
-"""Memories under a diagonal-plus-low-rank transition, `S_t = diag(e^{g_t}) S_{t-1} + b_tᵀ (a_t S_{t-1}) + k_tᵀ v_t`, `o_t = scale q_t S_t`."""
+"""Memories with a diagonal-plus-low-rank transition (RWKV7, arXiv 2503.14456).
+
+`S_t = diag(e^{g_t}) S_{t-1} + b_tᵀ (a_t S_{t-1}) + k_tᵀ v_t`, `o_t = scale q_t S_t`.
+"""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import jax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.memory_calls import MemoryCall, backend_module, pad_documents, pad_tokens
+from pallas_kernels.memory_calls import (
+    MemoryCall,
+    Options,
+    backend_module,
+    call_backend,
+    pad_to_multiple,
+    supported_backend,
+)
 from pallas_kernels.requirements import first_unmet
-from pallas_kernels.residuals import name_residuals
 
 _OP = "dplr"
 
@@ -35,9 +42,9 @@ def dplr(
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T max(H,G) V"], Float[Array, "R G K V"]]:
-    """Decay memories, write at `b` the values that `a` read before, write `kᵀ v`, read with `q`; differentiable once, in reverse.
+    """Decay memories, add `bᵀ (a S) + kᵀ v` to them, where S is the memory before the decay, and read them with `q`.
 
-    RWKV7, arXiv 2503.14456.
+    RWKV7, arXiv 2503.14456. Reverse-mode differentiable, once.
 
     Args:
         q: [B, T, H, K] queries; H is a multiple or a divisor of G.
@@ -46,58 +53,29 @@ def dplr(
         a: [B, T, Ha, K]; Ha divides G.
         b: [B, T, Hb, K]; Hb divides G.
         log_decay: [B, T, G, K] float32, natural logarithm, at most 0.
-        initial: [B, G, K, V] float32, the memory before the first token; or [B * S, G, K, V] with S memories per row.
-        run: [B, T], the number of documents that have begun up to and with each token, never decreasing. A token with a larger
-            number than the token before it reads an empty memory; number 0 continues `initial`. None is one document. With S
-            memories per row: every number from 0 to S - 1, each starting at a multiple of 64 ("mosaic_gpu") or 128
-            ("mosaic_tpu") tokens, continuing the memory of its number and leaving a final one.
+        initial: [B, G, K, V] float32, the memory before the first token; or [B * S, G, K, V] with S memories
+            per row.
+        run: [B, T], the number of documents that have begun up to and with each token, never decreasing. A
+            token with a larger number than the token before it reads an empty memory; number 0 continues
+            `initial`. None is one document. With S memories per row, `run` has every number from 0 to S - 1,
+            each begins at a multiple of 64 ("mosaic_gpu") or 128 ("mosaic_tpu") tokens, continues the memory
+            of its number, and ends with a final memory of its own.
         scale: multiplies q.
-        implementation: "mosaic_gpu" (Hopper) or "mosaic_tpu"; `unsupported` says what each requires.
+        implementation: "mosaic_gpu" (Hopper) or "mosaic_tpu"; see `unsupported` for the requirements of each.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
-        The output in v's dtype, and the final memories in float32, as `initial`.
+        The output in v's dtype, and the final memories in float32, in the shape of `initial`.
 
     Raises:
-        NotImplementedError: the implementation does not support these arguments; the message gives the requirement.
-        ValueError: an implementation that does not exist.
+        NotImplementedError: the implementation does not support these arguments; the message gives the
+            requirement.
+        ValueError: there is no such implementation.
     """
-    backend = backend_module(_OP, implementation, "channel_decay")
-    reason = first_unmet(backend.REQUIREMENTS, MemoryCall(q, k, v, log_decay, a=a, b=b))
-    if reason is not None:
-        raise NotImplementedError(f"{_OP}: implementation={implementation!r} requires {reason}")
-    length = q.shape[1]
-    padding = -length % backend.length_multiple(q, k, v)
-    if padding:
-        q, k, v, a, b, log_decay = (pad_tokens(x, padding) for x in (q, k, v, a, b, log_decay))
-        run = pad_documents(run, padding)
-    static = backend, implementation, scale, interpret
-    output, final = _run(static, q, k, v, a, b, log_decay, run, initial)
+    call = MemoryCall(q, k, v, log_decay, a=a, b=b)
+    backend = supported_backend(_OP, implementation, "channel_decay", call)
+    length, multiple = q.shape[1], backend.length_multiple(q, k, v)
+    run, q, k, v, a, b, log_decay = pad_to_multiple(multiple, run, q, k, v, a, b, log_decay)
+    arrays = q, k, v, a, b, log_decay, run, initial
+    output, final = call_backend(Options(backend, scale, interpret), arrays, None)
     return output[:, :length], final
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(static, *inputs):
-    backend, name, scale, interpret = static
-    unsaved = {"save": False} if name == "mosaic_tpu" else {}  # there residuals cost their writes
-    return backend.forward(*inputs, scale=scale, interpret=interpret, **unsaved)[:2]
-
-
-def _forward(static, *inputs):
-    backend, _, scale, interpret = static
-    output, final, residuals = name_residuals(
-        backend.forward(*inputs, scale=scale, interpret=interpret)
-    )
-    return (output, final), (inputs, residuals)
-
-
-def _backward(static, saved, cotangents):
-    backend, _, scale, interpret = static
-    inputs, residuals = saved
-    *grads, d_initial = backend.backward(
-        *inputs, residuals, *cotangents, scale=scale, interpret=interpret
-    )
-    return *grads, None, d_initial
-
-
-_run.defvjp(_forward, _backward)

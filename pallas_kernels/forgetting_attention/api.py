@@ -1,4 +1,6 @@
-"""Softmax attention with a forget gate, scores `scale q_i . k_j + F_i - F_j`, as one fused kernel (FoX, arXiv 2503.02130, Eq. 3)."""
+"""Softmax attention with a forget gate, scores `scale q_i . k_j + F_i - F_j`, as one fused kernel (FoX, arXiv
+2503.02130, Eq. 3).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _BACKENDS = {"mosaic_gpu": "hopper", "mosaic_tpu": "tpu"}
 
 
 class Call(NamedTuple):
-    """The arguments on which the requirements depend: arrays, or their shapes and dtypes; as in `forgetting_attention`."""
+    """The arguments on which the requirements depend: arrays, or their shapes and dtypes; as in
+    `forgetting_attention`.
+    """
 
     q: Any
     k: Any
@@ -72,28 +76,34 @@ def forgetting_attention(
         q: [B, Q, H, D] queries; H is a multiple of G, Q is T, or less with `places`.
         k: [B, T, G, D] keys.
         v: [B, T, G, V] values.
-        sums: the high and the low part of F, each [B, T, H] float32; F is the sum of the log forget gates up to and including each
-            token. F must not increase along T, not even between documents, and must not decrease by more than some thousands from
-            token to token (adding a larger float32 bias would round scores away). The gradient of F is that of the biases -F_j of
-            the keys, and is returned on the high part; the gradient of the biases F_i of the queries is 0. None is no gate.
-        run: [B, T], the index of each token's document in its row, not decreasing along T: a token sees the tokens of its document.
-            None is one document.
+        sums: the high and the low part of F, each [B, T, H] float32; F is the sum of the log forget gates up
+            to and including each token. F must not increase along T, not even between documents, and must not
+            decrease by more than some thousands from token to token (adding a larger float32 bias would round
+            scores away). The gradient of F is that of the biases -F_j of the keys, and is returned on the
+            high part; the gradient of the biases F_i of the queries is 0. None is no gate.
+        run: [B, T], the index of each token's document in its row, not decreasing along T: a token sees the
+            tokens of its document. None is one document.
         written: [B, T], False where a token is not a key. None means that all tokens are keys.
-        places: [2], the positions in the row at which the first and the second half of the queries begin, multiples of the backend's
-            tile, for a device that has the queries of only these two parts of the row. Required where Q < T.
-        window: each token sees the last `window` tokens, including itself; None means that it sees all earlier tokens.
+        places: [2], the positions in the row at which the first and the second half of the queries begin,
+            multiples of the backend's tile, for a device that has the queries of only these two parts of the
+            row. Required where Q < T.
+        window: each token sees the last `window` tokens, including itself; None means that it sees all
+            earlier tokens.
         scale: multiplies the scores.
-        prune: whether to skip tiles of keys that together weigh less than e^-10 of the sum of a query's weights (arXiv 2504.06949).
-        implementation: "mosaic_gpu" (Hopper; heads of 256 channels have no gradient) or "mosaic_tpu"; `REQUIREMENTS` here and of the
-            backend list the requirements.
+        prune: whether to skip tiles of keys that together weigh less than e^-10 of the sum of a query's
+            weights (arXiv 2504.06949).
+        implementation: "mosaic_gpu" (Hopper; heads of 256 channels have no gradient) or "mosaic_tpu";
+            `REQUIREMENTS` here and of the backend list the requirements.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
         The output in q's dtype, 0 where a token sees no key.
 
     Raises:
-        NotImplementedError: the call, or its gradient, does not meet a requirement of the kernel; the message says which.
-        ValueError: `implementation` is not known; fewer queries than keys without `places`, or as many with `places`.
+        NotImplementedError: the call, or its gradient, does not meet a requirement of the kernel; the message
+            says which.
+        ValueError: `implementation` is not known; fewer queries than keys without `places`, or as many with
+            `places`.
     """
     if implementation not in _BACKENDS:
         accepted = tuple(_BACKENDS)
@@ -116,23 +126,30 @@ def forgetting_attention(
     if written is not None and gates is None:
         gates = (jnp.zeros((q.shape[0], heads, length), jnp.float32),) * 2
     tile_size = backend.tile(length)
-    padding = -length % tile_size
-    if padding:  # appended tokens are keys after all queries whose output is returned
-
-        def pad(x: Any, axis: int = 1, mode: Any = "constant") -> Any:
-            widths = [(0, padding if i == axis else 0) for i in range(x.ndim)]
-            return jnp.pad(x, widths, mode=mode)
-
-        q, k, v = pad(q), pad(k), pad(v)
-        gates = None if gates is None else tuple(pad(x, 2, "edge") for x in gates)
-        run = None if run is None else pad(run, mode="edge")
-        written = None if written is None else pad(written)
     options = _Options(backend, tile_size, scale, window, prune, interpret)
-    return _attend(options, q, k, v, Rows(gates, run, written, places))[:, :queries]
+    padding = -length % tile_size
+    return _attend(options, *_pad(padding, q, k, v, Rows(gates, run, written, places)))[:, :queries]
+
+
+def _pad(padding: int, q, k, v, rows: Rows) -> tuple[Any, Any, Any, Rows]:
+    """Append `padding` tokens. They are keys after all queries whose output is returned."""
+    if padding == 0:
+        return q, k, v, rows
+
+    def pad(x: Any, axis: int = 1, mode: Any = "constant") -> Any:
+        widths = [(0, padding if i == axis else 0) for i in range(x.ndim)]
+        return jnp.pad(x, widths, mode=mode)
+
+    gates = None if rows.gates is None else tuple(pad(x, 2, "edge") for x in rows.gates)
+    run = None if rows.run is None else pad(rows.run, mode="edge")
+    written = None if rows.written is None else pad(rows.written)
+    return pad(q), pad(k), pad(v), rows._replace(gates=gates, run=run, written=written)
 
 
 class _Options(NamedTuple):
-    """The arguments of a call that are not arrays, as in `forgetting_attention`, with the backend's module and its tile size."""
+    """The arguments of a call that are not arrays, as in `forgetting_attention`, with the backend's module
+    and its tile size.
+    """
 
     backend: Any
     tile_size: int

@@ -1,4 +1,6 @@
-"""The tiles of queries and of keys that see each other. Documents, the window and the gates hide the others, which the kernels skip."""
+"""The tiles of queries and of keys that see each other. Documents, the window and the gates hide the others,
+which the kernels skip.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,13 @@ class Rows(NamedTuple):
     """The arrays by token that the kernels read besides q, k and v.
 
     Attributes:
-        gates: F, the sums of the log forget gates: their high and their low part, each [B, H, T] float32; None without gates.
+        gates: F, the sums of the log forget gates: their high and their low part, each [B, H, T] float32;
+            None without gates.
         run: [B, T] int32, the index of each token's document, not decreasing along T; None for one document.
         written: [B, T] bool, whether each token is a key; requires `gates`. None if all are.
-        places: [2] int32, the positions in the row at which the first and the second half of the queries begin, multiples of a tile;
-            the second is after the first half's end. None where all tokens of the row are queries.
+        places: [2] int32, the positions in the row at which the first and the second half of the queries
+            begin, multiples of a tile; the second is after the first half's end. None where all tokens of the
+            row are queries.
     """
 
     gates: tuple[jax.Array, jax.Array] | None
@@ -32,7 +36,9 @@ class Rows(NamedTuple):
     places: jax.Array | None = None
 
     def at_queries(self, x: jax.Array, length: int, axis: int = -1) -> jax.Array:
-        """Return the entries of x at the positions of the `length` queries; x has the row's tokens along `axis`."""
+        """Return the entries of x at the positions of the `length` queries; x has the row's tokens along
+        `axis`.
+        """
         if self.places is None:
             return x
         halves = [
@@ -45,15 +51,18 @@ class Bounds(NamedTuple):
     """The tiles of queries and of keys, of one size, that see each other.
 
     Attributes:
-        first: [B, H, N] int32, for each tile of queries: the first tile of keys that at least one of its queries sees.
-        first_common: [B, H, N] int32, for each tile of queries: the first tile of keys that the gates hide from none of its queries,
-            at least `first`.
+        first: [B, H, N] int32, for each tile of queries: the first tile of keys that at least one of its
+            queries sees.
+        first_common: [B, H, N] int32, for each tile of queries: the first tile of keys that the gates hide
+            from none of its queries, at least `first`.
         last: [B, H, N] int32, for each tile of keys: the last tile of queries that sees it.
-        first_of_query: [B, H, T] int32, for each query: the first tile of keys that the gates do not hide from it; None without
-            pruning.
-        diagonal: [B, H, N] int32, for each tile of queries: the tile of keys with the same tokens; None where it has the same index.
-        begin: [B, H, N] int32, for each tile of keys: the first tile of queries with the same or later tokens, or the last tile if
-            there is none; None where it has the same index. `last` is not less than it.
+        first_of_query: [B, H, T] int32, for each query: the first tile of keys that the gates do not hide
+            from it; None without pruning.
+        diagonal: [B, H, N] int32, for each tile of queries: the tile of keys with the same tokens; None where
+            it has the same index.
+        begin: [B, H, N] int32, for each tile of keys: the first tile of queries with the same or later
+            tokens, or the last tile if there is none; None where it has the same index. `last` is not less
+            than it.
     """
 
     first: jax.Array
@@ -69,11 +78,12 @@ def find_bounds(
 ) -> Bounds:
     """Return the tiles that neither documents, the window nor the gates hide.
 
-    Gates hide tiles by adaptive computation pruning (arXiv 2504.06949), applied to each query alone, so that no query depends on a
-    later one. Let n be the last key of a tile. The score of query i with any key up to n is at most
-    `scale |q_i| max_{j <= n} |k_j| + F_i - F_n`. The sum of query i's weights is at least the weight of key i, whose score is
-    `scale q_i . k_i`. Where the bound is less than that score by at least `10 + log T`, all keys up to n together weigh less than e^-10
-    of the sum (`LOG_NEGLIGIBLE`), and the tile is hidden.
+    Gates hide tiles by adaptive computation pruning (arXiv 2504.06949), applied to each query alone, so that
+    no query depends on a later one. Let n be the last key of a tile. The score of query i with any key up to
+    n is at most `scale |q_i| max_{j <= n} |k_j| + F_i - F_n`. The sum of query i's weights is at least the
+    weight of key i, whose score is `scale q_i . k_i`. Where the bound is less than that score by at least
+    `10 + log T`, all keys up to n together weigh less than e^-10 of the sum (`LOG_NEGLIGIBLE`), and the tile
+    is hidden.
 
     Args:
         q: [B, Q, H, D] queries.

@@ -1,21 +1,26 @@
-"""Sizes and tolerances of forgetting attention for the tests on a GPU."""
+"""Sizes and tolerances of forgetting attention.
+
+- `HOPPER`, `HOPPER_PARTS`: cases that run on the card.
+- `TIMED`: sizes that `python -m benchmarks attention` times.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 OUTPUT_TOLERANCE, GRADIENT_TOLERANCE = 5e-3, 1e-2
-"""Largest difference from XLA in float32, relative to the largest entry."""
+"""Largest difference of the output, and of a gradient, from XLA in float32, relative in RMS."""
 
 
 class Case(NamedTuple):
     """Sizes and kind of a call.
 
     Attributes:
-        heads: of q, and of k and v.
+        heads: numbers of heads of q, and of k and v.
         dim: channels of a head.
         length: T.
-        documents: mean number of documents for each token; None is one document without padding or masked tokens.
+        documents: mean number of documents for each token; None is one document without padding or masked
+            tokens.
         gates: "mild", "strong", or None without.
         window: tokens that a query sees, or None.
     """
@@ -51,3 +56,9 @@ HOPPER_PARTS = (
     Case((2, 2), 128, 2048, None, "mild", 700),
 )
 """Cases whose queries are two parts of the row, on an NVIDIA Hopper GPU."""
+TIMED = tuple(
+    (batch, length, heads, dim)
+    for heads, dim in ((24, 64), (16, 128))
+    for batch, length in ((8, 2048), (4, 4096), (2, 8192), (1, 16384), (1, 32768), (1, 65536))
+)
+"""B, T, heads and their channels of the calls that are timed."""

@@ -1,4 +1,8 @@
-"""Sizes and tolerances of grouped products for the tests."""
+"""Sizes and tolerances of grouped products for the tests.
+
+- `INTERPRETED`, `INTERPRETED_PARTS`, `SEGMENTS`: small cases for the interpreter, on a CPU.
+- `HOPPER`: cases that run on the card.
+"""
 
 from __future__ import annotations
 

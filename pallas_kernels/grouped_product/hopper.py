@@ -1,8 +1,9 @@
-"""Products of groups of rows with one matrix each, on Mosaic GPU (Hopper). Groups begin at multiples of `ROWS`.
+"""Products of groups of rows with one matrix each, on Mosaic GPU (Hopper). Groups begin at multiples of
+`ROWS`.
 
-Both kernels run one thread block on each processor. It computes output tiles one after another: each of two warpgroups computes half
-of a tile's rows, and a third one loads the operands. All rows of a block belong to one group, so that no masks are required. Rows that
-belong to no group are skipped.
+Both kernels run one thread block on each processor. It computes output tiles one after another: each of two
+warpgroups computes half of a tile's rows, and a third one loads the operands. All rows of a block belong to
+one group, so that no masks are required. Rows that belong to no group are skipped.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ def product(
     transposed: bool = False,
     interpret: Any = None,
 ) -> jax.Array:
-    """Return [N, F], each block of rows times the matrix of its group; the arguments are those of `api.grouped_product`."""
+    """Return [N, F], each block of rows times the matrix of its group; the arguments are those of
+    `api.grouped_product`.
+    """
     rows, depth = x.shape
     size = kernels.shape[1 if transposed else 2]
     across = width(size)
@@ -123,7 +126,9 @@ def product(
 def sums(
     x: jax.Array, dy: jax.Array, starts: jax.Array, blocks: jax.Array, *, interpret: Any = None
 ) -> jax.Array:
-    """Return [E, D, F], each group's sum of the outer products of x and dy; the arguments are those of `api.grouped_sums`."""
+    """Return [E, D, F], each group's sum of the outer products of x and dy; the arguments are those of
+    `api.grouped_sums`.
+    """
     depth, size, total = x.shape[1], dy.shape[1], starts.shape[0]
     across = width(size)
     tiles, down = size // across, depth // ROWS
@@ -170,7 +175,8 @@ class _Tiled(NamedTuple):
 
     Attributes:
         tile: `tile(index)` returns the `_Tile` of that index.
-        multiply: `multiply(total, half, a, b)` adds a step's product for the rows `half` of the tile to `total`.
+        multiply: `multiply(total, half, a, b)` adds a step's product for the rows `half` of the tile to
+            `total`.
         specs: the blocks of the two sources that a step loads.
         across: columns of a tile.
         max_steps: the largest number of steps of a tile.
@@ -189,7 +195,8 @@ class _Tiled(NamedTuple):
 
         Args:
             count: the number of tiles.
-            examples: references with the shapes and dtypes of the two sources, for which buffers are allocated.
+            examples: references with the shapes and dtypes of the two sources, for which buffers are
+                allocated.
         """
         smem: Any = plgpu.SMEM
         pl.run_scoped(

@@ -44,7 +44,7 @@ def compute_by_key_slice(
     Args:
         compute: called with a slice of each array; returns a NamedTuple.
         arrays: [B, T, *, K].
-        products: the fields of the NamedTuple that are sums over key channels. `keep` is [B, h, N * K]; the others have K as last axis.
+        products: the fields of the NamedTuple that are sums over key channels. `chunk_decay` is [B, h, N * K]; the others have K as last axis.
     """
     depth = next(iter(arrays)).shape[-1]
     results = [compute(*(x[..., channels] for x in arrays)) for channels in split_channels(depth)]
@@ -54,7 +54,7 @@ def compute_by_key_slice(
     def join(name: str, *parts):
         if name in products:
             return sum_trees(*parts)
-        if name == "keep":
+        if name == "chunk_decay":
             parts = [x.reshape(*x.shape[:2], -1, _WIDTH) for x in parts]
             return jnp.concatenate(parts, axis=-1).reshape(*parts[0].shape[:2], -1)
         return jnp.concatenate(parts, axis=-1)
@@ -63,7 +63,7 @@ def compute_by_key_slice(
     return kind(*map(join, kind._fields, *results))
 
 
-def slice_keep(keep: jax.Array, depth: int, channels: slice) -> jax.Array:
-    """A slice of the channels of `keep` [B, h, N * K], with K = `depth`."""
-    by_chunk = keep.reshape(*keep.shape[:2], -1, depth)[..., channels]
-    return by_chunk.reshape(*keep.shape[:2], -1)
+def slice_chunk_decay(chunk_decay: jax.Array, depth: int, channels: slice) -> jax.Array:
+    """A slice of the channels of `chunk_decay` [B, h, N * K], with K = `depth`."""
+    by_chunk = chunk_decay.reshape(*chunk_decay.shape[:2], -1, depth)[..., channels]
+    return by_chunk.reshape(*chunk_decay.shape[:2], -1)

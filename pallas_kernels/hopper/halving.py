@@ -34,13 +34,6 @@ RANGE, SIZE = 100.0, 60
 _F32 = jnp.float32
 _LOG2E = math.log2(math.e)
 
-PARAMETERS = plgpu.CompilerParams(
-    approx_math=True,
-    reduction_scratch_bytes=0,  # sums over rows of registers would use one buffer for all warpgroups, so there are none
-    # The layout inference of the other semantics finds no solution here (jax 0.11.2).
-    lowering_semantics=plgpu.LoweringSemantics.Lane,
-)
-
 
 class Documents(NamedTuple):
     """Document boundaries.
@@ -328,6 +321,11 @@ def load(ref):
     return plgpu.load(ref, layout=wg.LAYOUT)
 
 
+def load_float32(ref):
+    """Load a tile from shared memory, in float32."""
+    return load(ref).astype(_F32)
+
+
 def load_by_row(ref):
     """Load a vector from global memory, one value for each row of a tile."""
     return wg.load_global(ref, wg.LAYOUT.reduce(1))
@@ -357,26 +355,3 @@ def left_operand(buffer, interpret: Any):
         return buffer
 
     return left
-
-
-def run_by_chunk(kernel, named: dict[str, jax.Array], out_type, count: int, groups: int, interpret):
-    """Run `kernel` once for each of `count` chunks, on thread blocks of `groups` warpgroups, and return its outputs.
-
-    Args:
-        kernel: called with references to the inputs and outputs, in order.
-        named: the inputs.
-        out_type: shapes and dtypes of the outputs.
-        count: size of the grid's axis "chunk".
-        groups: size of the axis "warpgroup".
-        interpret: parameters of the interpreter, or False.
-    """
-    return plgpu.kernel(
-        kernel,
-        out_type=out_type,
-        grid=(count,),
-        grid_names=("chunk",),
-        num_threads=groups,
-        thread_name="warpgroup",
-        compiler_params=PARAMETERS,
-        interpret=interpret,
-    )(*named.values())

@@ -19,6 +19,7 @@ from jax import lax
 
 from pallas_kernels.compat import PROCESSORS, pl, plgpu
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.blocks import row_and_head
 from pallas_kernels.hopper.launch import launch, with_smem
 from pallas_kernels.hopper.row_layout import CHUNK
 
@@ -141,7 +142,7 @@ def link_parts(transitions, written, initial, *, reverse: bool = False, interpre
     smem = dict(high=left, low=left) if interpret else {}
 
     def kernel(refs):
-        b, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
+        b, h = row_and_head(heads)
         columns = pl.ds(lax.axis_index("column") * _BLOCK, _BLOCK)
         part = lambda n: parts - 1 - n if reverse else n  # noqa: E731
 

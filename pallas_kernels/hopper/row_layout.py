@@ -54,13 +54,23 @@ def sum_heads(x, heads: int, axis: int = 2):
     return jnp.sum(x.reshape(shape), axis + 1, dtype=_F32).astype(x.dtype)
 
 
-def memories_before_parts(written, keep, initial, reverse: bool = False):
+def gradient_by_head(d_final, heads: int):
+    """The gradient [B, G, K, V] of final memories for `heads` heads, [B, heads, K, V].
+
+    Of the heads that share a memory and all compute it, the first one receives the gradient, and the others receive 0.
+    """
+    sharing = heads // d_final.shape[1]
+    first = (jnp.arange(heads) % sharing == 0)[:, None, None]
+    return jnp.where(first, jnp.repeat(d_final, sharing, axis=1), 0)
+
+
+def memories_before_parts(written, chunk_decay, initial, reverse: bool = False):
     """Compute the memory before each part, or the gradient of the memory after each part.
 
     Args:
         written: [B * P, heads, D, V], the memory after each part if it is 0 before; if `reverse`, its gradient before each part if it
             is 0 after.
-        keep: [B * P, G, ..., N / P], the decay of each chunk.
+        chunk_decay: [B * P, G, ..., N / P], the decay of each chunk.
         initial: [B, heads, D, V], the memory before the first part; if `reverse`, its gradient after the last.
         reverse: whether gradients are computed.
 
@@ -68,7 +78,7 @@ def memories_before_parts(written, keep, initial, reverse: bool = False):
         [B * P, heads, D, V].
     """
     batch, heads = initial.shape[:2]
-    decay = jnp.prod(keep, axis=-1)
+    decay = jnp.prod(chunk_decay, axis=-1)
     decay = jnp.repeat(decay, heads // decay.shape[1], axis=1)
     decay = decay.reshape(*decay.shape, *[1] * (written.ndim - decay.ndim))
     by_part = lambda x: jnp.moveaxis(x.reshape(batch, -1, *x.shape[1:]), 1, 0)  # noqa: E731

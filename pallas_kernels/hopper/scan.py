@@ -19,13 +19,14 @@ from jax import lax
 
 from pallas_kernels.compat import PROCESSORS, pl, plgpu
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.blocks import row_and_head
 from pallas_kernels.hopper.launch import launch, with_smem
 from pallas_kernels.hopper.row_layout import CHUNK
 from pallas_kernels.hopper.scan_plan import BLOCK, KEY_INPUTS, Call, Plan, make_plan
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 _SQUARE = (CHUNK, CHUNK)
-_TOKEN_ROWS = ("beta", "enter", "leave")  # what the input `rows` contains, in this order
+_TOKEN_ROWS = ("beta", "read_decay", "write_decay")  # what the input `rows` contains, in this order
 
 
 def zip_with_keys(S, others=None):
@@ -35,29 +36,32 @@ def zip_with_keys(S, others=None):
 
 
 def decay_memory(chunk, S):
-    """The pieces of S [64, size], decayed by a whole chunk: per key if `chunk` has `keep`, else by the last number of `enter`."""
-    if "keep" not in chunk:
-        keep = chunk["enter"][CHUNK - 1] if "enter" in chunk else 1.0
-        return [x * keep for x in S]
-    vectors = (plgpu.load(chunk["keep"].at[keys], layout=wg.LAYOUT.reduce(0)) for keys, _ in zip_with_keys(S))  # fmt: skip
-    return [x * wg.spread_columns(keep, x.shape) for keep, x in zip(vectors, S, strict=True)]
+    """The pieces of S [64, size], decayed by a whole chunk: per key if `chunk` has `chunk_decay`, else by the last number of `read_decay`."""
+    if "chunk_decay" not in chunk:
+        chunk_decay = chunk["read_decay"][CHUNK - 1] if "read_decay" in chunk else 1.0
+        return [x * chunk_decay for x in S]
+    vectors = (plgpu.load(chunk["chunk_decay"].at[keys], layout=wg.LAYOUT.reduce(0)) for keys, _ in zip_with_keys(S))  # fmt: skip
+    return [
+        x * wg.spread_columns(chunk_decay, x.shape)
+        for chunk_decay, x in zip(vectors, S, strict=True)
+    ]
 
 
 def scan(
-    step, given, initial, depth, tokens, outs, *, save, heads, reverse, interpret, parts: int = 1,
+    step, arrays, initial, depth, tokens, outs, *, save, heads, reverse, interpret, parts: int = 1,
     checkpoints: int = 1, chunk_bounds=None,
 ):  # fmt: skip
     """Carry a memory over all chunks.
 
     Args:
         step: called for each chunk as `step(chunk, S, left, operands, save_memory, store_outputs)`; it returns the next S.
-            `chunk`: references to the chunk's inputs, by name, with `beta`, `enter` and `leave` [64] from `rows`.
+            `chunk`: references to the chunk's inputs, by name, with `beta`, `read_decay` and `write_decay` [64] from `rows`.
             `S`: a list of pieces [64, size].
             `left`: three buffers for left operands, which only the interpreter requires (else None).
             `operands(S)`: yields lists of (keys, left operand), as many as shared memory has buffers for, and whether they are the last.
             `save_memory(S)`: called once the products of the last operands have begun.
             `store_outputs(*values)`: stores the outputs [64 value channels, C], transposed.
-        given: the inputs by name; None is left out: q, k, v, written and reach [B, T, *, D], keep [B, heads, N * K],
+        arrays: the inputs by name; None is left out: q, k, a, v and written [B, T, *, D], chunk_decay [B, heads, N * K],
             rows [B, heads, T * n], and any others [B, heads, T, C].
         initial: [B * S, heads * parts, K, V] float32; None is 0, or the identity if there is no v.
         depth: K.
@@ -75,7 +79,7 @@ def scan(
         The outputs, the saved memories [B, heads, N, V, K] if `save`, those of the checkpoints [B, heads * checkpoints, K, V] if there
         are any, and the last ones [B * S, heads * parts, K, V].
     """
-    inputs = {name: x for name, x in given.items() if x is not None}
+    inputs = {name: x for name, x in arrays.items() if x is not None}
     batch, length, _, width = tokens.shape
     count = length // CHUNK // parts
     runs = 1 if chunk_bounds is None else chunk_bounds.shape[1] - 1
@@ -156,7 +160,7 @@ class _Position(NamedTuple):
 def _position(call: Call, plan: Plan, refs: dict[str, Any]) -> _Position:
     """The position of this warpgroup in the grid."""
     heads, count, parts = call.heads, call.count, call.parts
-    row, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
+    row, h = row_and_head(heads)
     memory = row, h
     b, steps, chunk = wg.chunks_of_row(refs.get("chunk_bounds"), row, count, call.reverse)
     if parts > 1:
@@ -209,7 +213,7 @@ class _Warpgroup(NamedTuple):
             block = (CHUNK, self.plan.groups * BLOCK if name == "v" else call.depth)
         else:
             source = self.refs[name].at[at.b, at.h]
-            vectors = dict(rows=call.row_count * CHUNK, keep=call.depth)
+            vectors = dict(rows=call.row_count * CHUNK, chunk_decay=call.depth)
             block = (vectors[name],) if name in vectors else _SQUARE
         rest = (0,) * (len(block) - 1)
         transforms = wg.TILED if rest else ()

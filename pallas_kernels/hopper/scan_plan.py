@@ -11,7 +11,7 @@ BLOCK = 64  # columns of the memory (value channels) that a warpgroup has
 _LARGEST_IN_REGISTERS = 128  # K up to which the memory is a left operand in registers
 _STAGES = 3  # chunks that are loaded or in use at once, if shared memory is large enough
 _SMEM = 226 * 1024  # bytes of shared memory, of 227
-KEY_INPUTS = ("q", "k", "written", "reach")  # inputs that have K numbers for each token
+KEY_INPUTS = ("q", "k", "a", "written")  # inputs that have K numbers for each token
 
 
 class Call(NamedTuple):
@@ -107,7 +107,7 @@ def make_plan(call: Call, programs: int, blocks: int, processors: int) -> Plan:
 def _count_stages(call: Call, groups: int, buffers: int) -> int:
     """The number of chunks whose inputs fit into shared memory, at most `_STAGES`, next to the buffers of the warpgroups."""
     sizes = dict.fromkeys(call.shapes, CHUNK) | dict.fromkeys(KEY_INPUTS, call.depth)
-    sizes |= dict(v=groups * BLOCK, rows=8, keep=8)  # vectors are aligned to 1024 bytes
+    sizes |= dict(v=groups * BLOCK, rows=8, chunk_decay=8)  # vectors are aligned to 1024 bytes
     chunk_bytes = sum(2 * CHUNK * sizes[name] for name in call.shapes)
     saved = call.depth * (call.save and not call.in_smem)
     buffer_bytes = 2 * groups * BLOCK * (CHUNK * buffers + saved)

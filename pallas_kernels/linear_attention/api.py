@@ -14,13 +14,13 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.memory_calls import (
     MemoryCall,
+    Options,
     backend_module,
-    materialize,
-    pad_documents,
-    pad_tokens,
+    call_backend,
+    pad_to_multiple,
+    supported_backend,
 )
 from pallas_kernels.requirements import first_unmet
-from pallas_kernels.residuals import name_residuals
 
 _OP = "linear_attention"
 
@@ -82,27 +82,22 @@ def linear_attention(
         The output in v's dtype (float32 if `exact`), and the final memories in float32, as `initial`.
 
     Raises:
-        NotImplementedError: the implementation does not support these arguments; the message gives the requirement.
+        NotImplementedError: the implementation does not support these arguments; the message names the requirement.
         ValueError: the implementation does not exist.
     """
     variant = variant_of(log_decay, value_log_decay)
-    backend = backend_module(_OP, implementation, variant)
     value = v
     if exact and variant == "value_decay" and implementation == "mosaic_gpu":
         value = jax.ShapeDtypeStruct(v.shape, q.dtype)
     call = MemoryCall(q, k, value, log_decay, value_log_decay, bonus)
-    if (reason := first_unmet(backend.REQUIREMENTS, call)) is not None:
-        raise NotImplementedError(f"{_OP}: implementation={implementation!r} requires {reason}")
+    backend = supported_backend(_OP, implementation, variant, call)
     log_decay = log_decay if value_log_decay is None else value_log_decay
     length = q.shape[1]
-    padding = -length % backend.CHUNK
-    if padding:
-        q, k, v, log_decay = (pad_tokens(x, padding) for x in (q, k, v, log_decay))
-        run = pad_documents(run, padding)
-    static = backend, scale, exact, interpret
+    run, q, k, v, log_decay = pad_to_multiple(backend.CHUNK, run, q, k, v, log_decay)
+    options = Options(backend, scale, interpret, exact)
     keys, values = _slices(implementation, variant, q, v)
     if len(keys) == len(values) == 1:
-        output, final = _run(static, q, k, v, log_decay, run, initial, bonus)
+        output, final = call_backend(options, (q, k, v, log_decay, run, initial), bonus)
         return output[:, :length], final
     # The outputs of slices of key channels are added; slices of value channels do not interact.
     outputs, finals = [], []
@@ -112,8 +107,8 @@ def linear_attention(
             decayed: Any = log_decay
             decay = decayed[..., value if variant == "value_decay" else key]
             slice_bonus = None if bonus is None else bonus[:, key]
-            arrays = q[..., key], k[..., key], v[..., value], decay
-            results.append(_run(static, *arrays, run, initial[..., key, value], slice_bonus))
+            arrays = q[..., key], k[..., key], v[..., value], decay, run, initial[..., key, value]
+            results.append(call_backend(options, arrays, slice_bonus))
         output, final = (jnp.concatenate(x, axis=-1) for x in zip(*results, strict=True))
         outputs.append(output)
         finals.append(final)
@@ -138,61 +133,3 @@ def _slices(implementation: str, variant: str, q, v) -> tuple[list[slice], list[
     return slices(q.shape[3], sliced), slices(
         v.shape[3], sliced and (variant == "value_decay" or shared)
     )
-
-
-def _options(static: tuple, bonus: Any) -> dict[str, Any]:
-    """The options of the forward and the backward function of a backend's module; only that of `channel_decay` has a bonus."""
-    _, scale, _, interpret = static
-    more = {} if bonus is None else dict(bonus=bonus)
-    return dict(scale=scale, interpret=interpret) | more
-
-
-def _exact(static: tuple) -> dict[str, Any]:
-    """The options of the forward function for a float32 output, if it has any."""
-    backend, _, exact, _ = static
-    return dict(exact=True) if exact and getattr(backend, "HAS_EXACT", False) else {}
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(static, q, k, v, log_decay, run, initial, bonus):
-    backend, _, exact, _ = static
-    options = _options(static, bonus) | _exact(static)
-    results = backend.forward(q, k, v, log_decay, run, initial, save=False, **options)
-    output, final = results[:2]
-    return output.astype(jnp.float32) if exact else output, final
-
-
-def _forward(static, *primals):
-    backend, _, exact, _ = static
-    log_decay = primals[3]
-    inputs = tuple(None if p is None else p.value for p in primals)
-    *arrays, bonus = inputs
-    results = backend.forward(*arrays, **_options(static, bonus), **_exact(static))
-    output, *rest = results
-    output = output.astype(jnp.float32) if exact else output
-    output, final, residuals = name_residuals((output, *rest))
-    # A constant decay requires no gradient, and the backward pass is cheaper without it. (Residuals are arrays, so this flag is the
-    # size of an array.)
-    needs_decay = log_decay is not None and log_decay.perturbed
-    return (output, final), (inputs, residuals, jnp.zeros((int(needs_decay), 0)))
-
-
-def _backward(static, saved, cotangents):
-    inputs, residuals, needs_decay = saved
-    d_output, d_final = materialize(cotangents)
-    *arrays, bonus = inputs
-    log_decay = inputs[3]
-    dq, dk, dv, d_decay, d_initial, *d_bonus = static[0].backward(
-        *arrays,
-        residuals,
-        d_output.astype(inputs[0].dtype),
-        d_final,
-        decay_gradient=needs_decay.shape[0] == 1,
-        **_options(static, bonus),
-    )
-    if log_decay is not None and d_decay is None:
-        d_decay = jnp.zeros_like(log_decay)
-    return dq, dk, dv, d_decay, None, d_initial, *(d_bonus or [None])
-
-
-_run.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -1,8 +1,16 @@
-"""Sizes and tolerances of linear attention that the tests of all backends share."""
+"""Sizes and tolerances of linear attention that the tests of all backends share.
+
+- `HOPPER_INTERPRETED`, `TPU_SCALAR_INTERPRETED`, `TPU_CHANNEL_INTERPRETED`: small cases for the interpreters, on a CPU.
+- `HOPPER`: cases that run on the card.
+- `HOPPER_COMPILED`, `TPU_COMPILED`: cases that are compiled for chips that need not be here.
+- `pallas_kernels.memory_cases.TIMED`: sizes that are timed.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+from pallas_kernels.memory_cases import Compiled
 
 OUTPUT_TOLERANCE, GRADIENT_TOLERANCE = 5e-3, 1e-2
 """Largest error of Hopper's kernels: of the output and the final memory, and of a gradient, in RMS relative to float32's RMS."""
@@ -14,7 +22,7 @@ class Case(NamedTuple):
     """Sizes and kind of a call.
 
     Attributes:
-        heads: of q, of k and of v.
+        heads: numbers of heads of q, of k and of v.
         key_dim: K.
         value_dim: V.
         length: T.
@@ -99,18 +107,18 @@ HOPPER = (
 """Cases that run on the card. Their words also name a "steep" log decay (times 20), a "strong" one (e^-30), a "bonus", and sizes of
 the inputs."""
 HOPPER_COMPILED = (
-    ("linear_memory", (4, 4, 4), 128, 128, "", 0),
-    ("linear_memory", (4, 2, 2), 64, 64, "log_decay", 0),
-    ("linear_memory", (4, 2, 2), 128, 128, "log_decay segment_ids", 0),
-    ("linear_memory", (2, 1, 2), 256, 512, "log_decay", 4),
-    ("linear_memory", (4, 4, 4), 64, 128, "channel log_decay segment_ids", 176),
-    ("linear_memory", (4, 4, 4), 128, 128, "channel log_decay", 116),
-    ("linear_memory", (4, 4, 4), 128, 256, "channel log_decay", 348),
-    ("linear_memory", (4, 4, 4), 64, 64, "channel log_decay bonus", 360),
-    ("linear_memory", (4, 4, 4), 256, 512, "channel log_decay", 656),
-    ("linear_memory", (4, 2, 4), 128, 64, "value_log_decay", 128),
+    Compiled((4, 4, 4), 128, 128, "", 0),
+    Compiled((4, 2, 2), 64, 64, "log_decay", 0),
+    Compiled((4, 2, 2), 128, 128, "log_decay segment_ids", 0),
+    Compiled((2, 1, 2), 256, 512, "log_decay", 4),
+    Compiled((4, 4, 4), 64, 128, "channel log_decay segment_ids", 176),
+    Compiled((4, 4, 4), 128, 128, "channel log_decay", 116),
+    Compiled((4, 4, 4), 128, 256, "channel log_decay", 348),
+    Compiled((4, 4, 4), 64, 64, "channel log_decay bonus", 360),
+    Compiled((4, 4, 4), 256, 512, "channel log_decay", 656),
+    Compiled((4, 2, 4), 128, 64, "value_log_decay", 128),
 )
-"""Calls that are compiled for an H200: the op; heads of q, k and v; K and V; its other arguments; bytes of registers that spill."""
+"""Cases that are compiled for an H200."""
 TPU_SCALAR_INTERPRETED = {
     "whole width": ((2, 2, 2), (8, 16), (2, 2, 1, 1)),
     "pairs": ((4, 4, 4), (64, 64), (2, 2, 1, 2)),
@@ -136,11 +144,11 @@ TPU_CHANNEL_INTERPRETED = {
 }
 """Cases of a decay per channel for the TPU interpreter, by name. The "short" ones have chunks of 16 tokens."""
 TPU_COMPILED = (
-    ("linear_memory", (4, 4, 4), 64, 64, "log_decay segment_ids"),
-    ("linear_memory", (4, 2, 4), 128, 128, "log_decay"),
-    ("linear_memory", (4, 2, 4), 128, 128, "channel log_decay segment_ids"),
-    ("linear_memory", (4, 4, 4), 64, 64, "channel log_decay bonus"),
-    ("linear_memory", (2, 2, 2), 256, 256, "channel log_decay"),
-    ("linear_memory", (4, 2, 4), 128, 64, "value_log_decay"),
+    Compiled((4, 4, 4), 64, 64, "log_decay segment_ids"),
+    Compiled((4, 2, 4), 128, 128, "log_decay"),
+    Compiled((4, 2, 4), 128, 128, "channel log_decay segment_ids"),
+    Compiled((4, 4, 4), 64, 64, "channel log_decay bonus"),
+    Compiled((2, 2, 2), 256, 256, "channel log_decay"),
+    Compiled((4, 2, 4), 128, 64, "value_log_decay"),
 )
-"""Calls that are compiled for TPUs: the op; heads of q, k and v; K and V; its other arguments."""
+"""Cases that are compiled for TPUs."""

@@ -1,4 +1,6 @@
-"""Fused kernels for memories whose entries are independent: Mamba's, and memories of one complex number for each channel."""
+"""Fused kernels for memories whose entries are independent: Mamba's, and memories of one complex number for
+each channel.
+"""
 
 from pallas_kernels.selective_scan.api import (
     complex_scan,

@@ -1,4 +1,6 @@
-"""Scans of memories whose entries are independent, by chunks: Mamba's, and memories of one complex number for each channel."""
+"""Scans of memories whose entries are independent, by chunks: Mamba's, and memories of one complex number for
+each channel.
+"""
 
 from __future__ import annotations
 
@@ -56,18 +58,20 @@ def selective_scan(
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B D N"]]:
-    """`h_t = exp(delta_t a) h_{t-1} + delta_t u_t b_t`, `y_t = Σ_n c_t h_t + d u_t` (Mamba, arXiv 2312.00752, algorithm 2).
-    Differentiable once, in reverse mode.
+    """`h_t = exp(delta_t a) h_{t-1} + delta_t u_t b_t`, `y_t = Σ_n c_t h_t + d u_t` (Mamba, arXiv 2312.00752,
+    algorithm 2). Differentiable once, in reverse mode.
 
     Args:
-        u: [B, T, D]; the `REQUIREMENTS` of `hopper.real` and `tpu.real` list the dtypes and sizes that they require.
+        u: [B, T, D]; the `REQUIREMENTS` of `hopper.real` and `tpu.real` list the dtypes and sizes that they
+            require.
         delta: [B, T, D]; `delta a` is the natural logarithm of the decay, at most 0.
         a: [D, N].
         b: [B, T, N].
         c: [B, T, N].
         d: [D]; None is 0.
         initial: [B, D, N], the memory before the first token.
-        begin: [B, T], True at the first token of each document, where the memory before the token is replaced by 0; None is nowhere.
+        begin: [B, T], True at the first token of each document, where the memory before the token is replaced
+            by 0; None is nowhere.
         implementation: "mosaic_gpu" (Hopper) or "mosaic_tpu".
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
@@ -102,11 +106,12 @@ def complex_scan(
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B 2 D"]]:
-    """`h_t = a_t h_{t-1} + u_t`, `y_t = c_t Re h_t` with complex a and h (GateLoop, arXiv 2311.01927, with heads of one channel).
-    Differentiable once, in reverse mode.
+    """`h_t = a_t h_{t-1} + u_t`, `y_t = c_t Re h_t` with complex a and h (GateLoop, arXiv 2311.01927, with
+    heads of one channel). Differentiable once, in reverse mode.
 
     Args:
-        u: [B, T, D]; the `REQUIREMENTS` of `hopper.complex` and `tpu.complex` list the dtypes and sizes that they require.
+        u: [B, T, D]; the `REQUIREMENTS` of `hopper.complex` and `tpu.complex` list the dtypes and sizes that
+            they require.
         c: [B, T, D], converted to u's dtype.
         real: [B, T, D], the real part of a; a is 0 at the first token of a document.
         imag: [B, T, D], the imaginary part of a.

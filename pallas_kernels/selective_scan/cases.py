@@ -1,4 +1,10 @@
-"""Sizes and tolerances of selective scans that the tests of all backends share."""
+"""Sizes and tolerances of selective scans that the tests of all backends share.
+
+- `HOPPER_INTERPRETED`, `TPU_INTERPRETED`: small cases for the interpreters, on a CPU.
+- `HOPPER`: cases that run on the card.
+- `HOPPER_COMPILED`, `TPU_COMPILED`: cases that are compiled for chips that need not be here.
+- `TIMED_CHANNELS`, `TIMED_ROWS`: sizes that `python -m benchmarks scans` times.
+"""
 
 from __future__ import annotations
 
@@ -78,3 +84,7 @@ TPU_COMPILED = (
     Case(1000, 384, 0, False),
 )
 """Cases that are compiled for TPUs."""
+TIMED_CHANNELS = {"mamba": (2048, 16), "gateloop": (1024, 1)}
+"""D, and numbers of a channel's memory, of the layers of models with 340M parameters that are timed."""
+TIMED_ROWS = ((16, 2048), (2, 16384))
+"""B and T of the calls that are timed."""

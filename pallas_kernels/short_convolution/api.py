@@ -1,4 +1,6 @@
-"""Short causal convolutions `y_t = normalize(silu(Σ_d weight[W - 1 - d] x_{t-d} + bias))` of each document, in float32."""
+"""Short causal convolutions `y_t = normalize(silu(Σ_d weight[W - 1 - d] x_{t-d} + bias))` of each document,
+in float32.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ _BACKENDS = {"mosaic_gpu": hopper}
 
 
 class Call(NamedTuple):
-    """The arguments on which the requirements depend: arrays, or their shapes and dtypes; as in `short_convolution`."""
+    """The arguments on which the requirements depend: arrays, or their shapes and dtypes; as in
+    `short_convolution`.
+    """
 
     x: Any
     weight: Any
@@ -24,7 +28,9 @@ class Call(NamedTuple):
 
 
 def unsupported(x, weight, head_dim: int | None) -> str | None:
-    """Return the first requirement that a call with these arguments (arrays or their shapes) does not meet, or None."""
+    """Return the first requirement that a call with these arguments (arrays or their shapes) does not meet,
+    or None.
+    """
     return hopper.unsupported(Call(x, weight, head_dim))
 
 
@@ -48,11 +54,12 @@ def short_convolution(
         weight: [W, D]; the last row multiplies the current token.
         bias: [D].
         initial: [B, W - 1, D], the W - 1 tokens before the first, oldest first; converted to x's dtype.
-        run: [B, T], the index of each token's document in its row, not decreasing along T: a token sees the tokens of its document;
-            document 0 continues `initial`. None is one document.
+        run: [B, T], the index of each token's document in its row, not decreasing along T: a token sees the
+            tokens of its document; document 0 continues `initial`. None is one document.
         real: [B, T], False on padding, which no token sees and whose output is 0; requires `run`.
         silu: whether `z * sigmoid(z)` is applied after the convolution.
-        head_dim: channels of a head; each head z is divided by `sqrt(sum(z²) + 1e-6)` at the end. None does not normalise.
+        head_dim: channels of a head; each head z is divided by `sqrt(sum(z²) + 1e-6)` at the end. None does
+            not normalise.
         implementation: "mosaic_gpu" (Hopper).
         interpret: parameters of the backend's interpreter, to run on a CPU.
 

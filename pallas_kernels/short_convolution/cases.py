@@ -1,4 +1,9 @@
-"""Sizes and tolerances of short convolutions for the tests."""
+"""Sizes and tolerances of short convolutions.
+
+- `INTERPRETED`: small cases for the interpreter, on a CPU.
+- `HOPPER`: cases that run on the card.
+- `TIMED`, `TIMED_HEAD_DIM`: sizes that `python -m benchmarks convolution` times.
+"""
 
 from __future__ import annotations
 
@@ -53,3 +58,7 @@ HOPPER = tuple(
     for channels, width, head_dim in ((1024, 4, 128), (1536, 3, 64), (2048, 4, 256), (768, 4, None))
 )
 """Cases that run on an NVIDIA Hopper GPU."""
+TIMED = ((8, 4096, 2048), (1, 16384, 2048))
+"""B, T and D of the calls that are timed, with a weight of 4 rows."""
+TIMED_HEAD_DIM = 128
+"""Channels of a head of those calls that normalise heads."""

@@ -44,13 +44,13 @@ class Chunk(NamedTuple):
         scores: [C, C], P.
         read: [C, K], scale q e^b.
         written: [C, K], k e^(b_C - b).
-        keep: [K], e^(b_C).
+        chunk_decay: [K], e^(b_C).
     """
 
     scores: jax.Array
     read: jax.Array
     written: jax.Array
-    keep: jax.Array
+    chunk_decay: jax.Array
 
 
 class Gradient(NamedTuple):
@@ -106,7 +106,7 @@ def chunk_forward(
         q: [C, K], C a power of two.
         k: [C, K].
         g: [C, K] float32, at most 0.
-        scale: of q.
+        scale: multiplies q.
         documents: None is one document.
         bonus: [K]; a token then reads before it writes.
     """
@@ -117,22 +117,24 @@ def chunk_forward(
     for half in levels(size):
         x = where_later(half, q, k) * factor(g, half, exclusive=exclusive)
         scores += jnp.where(is_pair(i, j, half) & (i > j), dot(x, x, "nt"), 0)
-    enter, leave = factor(g, size, True, exclusive), factor(g, size, False)
-    keep = jnp.exp(jnp.sum(jnp.maximum(g, FLOOR), axis=0))
+    read_decay, write_decay = factor(g, size, True, exclusive), factor(g, size, False)
+    chunk_decay = jnp.exp(jnp.sum(jnp.maximum(g, FLOOR), axis=0))
     if documents is not None:
         scores = jnp.where(documents.same, scores, 0)
-        enter, leave = enter * documents.enters, leave * documents.stays
-        keep *= jnp.min(documents.enters)
-    return Chunk(scale * scores, scale * q * enter, k * leave, keep)
+        read_decay, write_decay = read_decay * documents.enters, write_decay * documents.stays
+        chunk_decay *= jnp.min(documents.enters)
+    return Chunk(scale * scores, scale * q * read_decay, k * write_decay, chunk_decay)
 
 
 def where_later(half: int, of_later, of_earlier):
-    """Rows of later blocks of `half` rows from one tile, rows of earlier blocks from the other."""
+    """Combine two tiles: rows of later blocks of `half` rows from one, rows of earlier blocks from the other."""
     return jnp.where(iota(len(of_later), 1, 0) & half > 0, of_later, of_earlier)
 
 
 def factor(g, half: int, later=None, exclusive: bool = False):
-    """The factor of each row [C, K] on the level of blocks of `half` rows; `later`: as if all rows were in later (True) or earlier blocks."""
+    """Return the factor of each row, [C, K], on the level of blocks of `half` rows. With `later`, all rows
+    count as rows of later blocks (True) or of earlier blocks (False).
+    """
     size = len(g)
     i, j = iota(size, size, 0), iota(size, size, 1)
     later = (i & half) > 0 if later is None else jnp.full((1, 1), later)
@@ -147,7 +149,7 @@ def read(chunk: Chunk, v, memory):
 
 def write(chunk: Chunk, v, memory):
     """Return S' [K, V]."""
-    return chunk.keep[:, None] * memory + dot(chunk.written, v, "tn")
+    return chunk.chunk_decay[:, None] * memory + dot(chunk.written, v, "tn")
 
 
 def backward(
@@ -159,23 +161,23 @@ def backward(
     i, j = iota(size, size, 0), iota(size, size, 1)
     chunk = chunk_forward(q, k, g, scale=scale, documents=documents, bonus=bonus)
     dv = dot(chunk.scores, d_out, "tn") + dot(chunk.written, d_memory)
-    d_start = chunk.keep[:, None] * d_memory + dot(chunk.read, d_out, "tn")
+    d_start = chunk.chunk_decay[:, None] * d_memory + dot(chunk.read, d_out, "tn")
 
     # A symmetric matrix: dP on and below the diagonal, its transpose above.
     weights = scale * jnp.where(i >= j, dot(d_out, v, "nt"), dot(v, d_out, "nt"))
     if documents is not None:
         weights = jnp.where(documents.same, weights, 0)
     dq, dk, current = scores_backward(weights, q, k, g, exclusive)
-    enter, leave = factor(g, size, True, exclusive), factor(g, size, False)
+    read_decay, write_decay = factor(g, size, True, exclusive), factor(g, size, False)
     if documents is not None:
-        enter, leave = enter * documents.enters, leave * documents.stays
-    dq += scale * enter * dot(d_out, memory, "nt")
-    dk_write = leave * dot(v, d_memory, "nt")
+        read_decay, write_decay = read_decay * documents.enters, write_decay * documents.stays
+    dq += scale * read_decay * dot(d_out, memory, "nt")
+    dk_write = write_decay * dot(v, d_memory, "nt")
 
     dg = dot(((j > i) if exclusive else (j >= i)).astype(jnp.float32), q * dq)
     dg -= dot((j >= i).astype(jnp.float32), k * dk)
     dg += dot((j < i).astype(jnp.float32), k * dk_write)
-    dg += chunk.keep * jnp.sum(memory * d_memory, axis=1)
+    dg += chunk.chunk_decay * jnp.sum(memory * d_memory, axis=1)
     factors = 1 if bonus is None else bonus
     d_bonus = jnp.sum(q * k * current, axis=0) * (bonus is not None)
     dq, dk = dq + factors * current * k, dk + dk_write + factors * current * q

@@ -43,16 +43,16 @@ class Chunk(NamedTuple):
 
     Attributes:
         weights: G, [C, C].
-        enter: e^b, [C, 1].
-        leave: e^(b_C - b), [C, 1].
-        keep: e^b_C, [1, 1].
+        read_decay: e^b, [C, 1].
+        write_decay: e^(b_C - b), [C, 1].
+        chunk_decay: e^b_C, [1, 1].
         seen: [C, C], whether token i reads token j: i >= j, in one document.
     """
 
     weights: jax.Array
-    enter: jax.Array
-    leave: jax.Array
-    keep: jax.Array
+    read_decay: jax.Array
+    write_decay: jax.Array
+    chunk_decay: jax.Array
     seen: jax.Array
 
 
@@ -72,10 +72,10 @@ def read_chunk(log_decay: jax.Array, run: jax.Array, before: jax.Array) -> Chunk
     seen = (i >= j) & (run[:, None] == run)
     sums = jnp.cumsum(log_decay)[:, None]
     after = jnp.sum(jnp.where(j > i, log_decay, 0), axis=1, keepdims=True)
-    enter = jnp.exp(jnp.where((run == before)[:, None], sums, _NEVER))
-    leave = jnp.exp(jnp.where((run == run[-1])[:, None], after, _NEVER))
+    read_decay = jnp.exp(jnp.where((run == before)[:, None], sums, _NEVER))
+    write_decay = jnp.exp(jnp.where((run == run[-1])[:, None], after, _NEVER))
     weights = jnp.exp(jnp.where(seen, sums - sums.T, _NEVER))
-    return Chunk(weights, enter, leave, enter[-1:], seen)
+    return Chunk(weights, read_decay, write_decay, read_decay[-1:], seen)
 
 
 def unit_inverse(
@@ -116,18 +116,18 @@ def chunk_forward(q, k, beta, chunk: Chunk, scale: float) -> tuple[jax.Array, ja
 
 def scan_forward(q, k, v, beta, memory, inverse, scores, chunk: Chunk, scale: float):
     """Return O [C, V], x [C, V] and S', from S (`memory`)."""
-    missing = inverse @ (v - chunk.enter * (k @ memory))
+    missing = inverse @ (v - chunk.read_decay * (k @ memory))
     writes = beta[:, None] * missing
-    out = scale * chunk.enter * (q @ memory) + scores @ writes
-    return out, missing, chunk.keep * memory + k.T @ (chunk.leave * writes)
+    out = scale * chunk.read_decay * (q @ memory) + scores @ writes
+    return out, missing, chunk.chunk_decay * memory + k.T @ (chunk.write_decay * writes)
 
 
 def scan_backward(q, k, beta, d_out, d_memory, inverse, scores, chunk: Chunk, scale: float):
     """Return dv [C, V] and dS, from dS' (`d_memory`)."""
-    d_writes = scores.T @ d_out + chunk.leave * (k @ d_memory)
+    d_writes = scores.T @ d_out + chunk.write_decay * (k @ d_memory)
     dv = inverse.T @ (beta[:, None] * d_writes)
-    entering = (scale * chunk.enter * q).T @ d_out - (chunk.enter * k).T @ dv
-    return dv, chunk.keep * d_memory + entering
+    entering = (scale * chunk.read_decay * q).T @ d_out - (chunk.read_decay * k).T @ dv
+    return dv, chunk.chunk_decay * d_memory + entering
 
 
 def chunk_backward(q, k, beta, missing, d_out, dv, memory, d_memory, chunk: Chunk, scale: float):
@@ -137,9 +137,9 @@ def chunk_backward(q, k, beta, missing, d_out, dv, memory, d_memory, chunk: Chun
     # A and E without beta, so that nothing is divided by it.
     pairs = chunk.weights * scale * (d_out @ missing.T)
     erased = jnp.where(i > j, -chunk.weights * (dv @ missing.T), 0)
-    read = scale * chunk.enter * (d_out @ memory.T)
-    erase = chunk.enter * (dv @ memory.T)
-    write = chunk.leave * (missing @ d_memory.T)
+    read = scale * chunk.read_decay * (d_out @ memory.T)
+    erase = chunk.read_decay * (dv @ memory.T)
+    write = chunk.write_decay * (missing @ d_memory.T)
     products = scores * pairs + alike * erased
     written = jnp.sum(k * write, axis=1)
     d_beta = jnp.sum(products, axis=0) + written
@@ -150,7 +150,7 @@ def chunk_backward(q, k, beta, missing, d_out, dv, memory, d_memory, chunk: Chun
     products = jnp.where(i > j, products * beta, 0)
     later = jnp.sum(products, axis=1) - jnp.sum(products, axis=0)
     later += jnp.sum(q * read - k * erase, axis=1)
-    total = chunk.keep[0, 0] * jnp.sum(memory * d_memory)
+    total = chunk.chunk_decay[0, 0] * jnp.sum(memory * d_memory)
     d_decay = jnp.sum(jnp.where(chunk.seen, later[:, None], 0), axis=0)
     d_decay += jnp.sum(jnp.where(i < j, (beta * written)[:, None], 0), axis=0) + total
     return Gradients(dq, dk, d_beta, d_decay)

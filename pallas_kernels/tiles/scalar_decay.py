@@ -42,8 +42,8 @@ class Heads(NamedTuple):
 
     Attributes:
         first: index of the first in the chunk's decays.
-        count: n, how many there are.
-        keys: number of keys of the tile: n, or 1 that all memories have.
+        count: n, the number of memories.
+        keys: number of key heads of the tile: n, or 1 if all memories share one.
     """
 
     first: int
@@ -58,18 +58,18 @@ class Chunk(NamedTuple):
         seen: [C, C], whether token i reads token j.
         rows: two arrays [h, C] whose sum is b. The first has multiples of 1/512, whose differences are exact.
         columns: `rows` transposed, [C, h].
-        enter: [C, h], or [C, 1] for all, scale e^b.
-        leave: as `enter`, e^(b_C - b).
-        keep: [1, h] or [1, 1], e^b_C.
+        read_decay: [C, h], or [C, 1] for all, scale e^b.
+        write_decay: as `read_decay`, e^(b_C - b).
+        chunk_decay: [1, h] or [1, 1], e^b_C.
         scale: of the queries.
     """
 
     seen: jax.Array
     rows: tuple[jax.Array, jax.Array] | None
     columns: tuple[jax.Array, jax.Array] | None
-    enter: jax.Array | None
-    leave: jax.Array | None
-    keep: jax.Array | None
+    read_decay: jax.Array | None
+    write_decay: jax.Array | None
+    chunk_decay: jax.Array | None
     scale: float
 
 
@@ -129,7 +129,7 @@ def read_chunk(
         runs: [8, C] float32, of `row_layout.document_rows`; None is one document. Its rows are the number of each token's document, 1
             where that is the document of the last token before the chunk, and 1 where that is the document of the chunk's last token.
         size: C.
-        scale: of the queries.
+        scale: multiplies the queries.
     """
     i, j = iota(size, size, 0), iota(size, size, 1)
     seen = i >= j
@@ -140,19 +140,19 @@ def read_chunk(
     if log_decay is None:
         if columns is None:
             return Chunk(seen, None, None, None, None, None, scale)
-        enter, leave = columns[:, 1:2], columns[:, 2:3]
-        return Chunk(seen, None, None, enter * scale, leave, enter[-1:], scale)
+        read_decay, write_decay = columns[:, 1:2], columns[:, 2:3]
+        return Chunk(seen, None, None, read_decay * scale, write_decay, read_decay[-1:], scale)
     log_decay = jnp.maximum(log_decay, _FLOOR)
     coarse = jnp.floor(log_decay * _COARSE) / _COARSE
     coarse, fine = exact_sums(coarse, i <= j), exact_sums(log_decay - coarse, i <= j)
-    enter = coarse + fine
-    leave = jnp.minimum((coarse[:, -1:] - coarse) + (fine[:, -1:] - fine), 0)
+    read_decay = coarse + fine
+    write_decay = jnp.minimum((coarse[:, -1:] - coarse) + (fine[:, -1:] - fine), 0)
     if runs is not None:
-        enter = jnp.where(runs[1:2] > 0, enter, _NEVER)
-        leave = jnp.where(runs[2:3] > 0, leave, _NEVER)
-    enter, leave = jnp.exp(enter).T, jnp.exp(leave).T
+        read_decay = jnp.where(runs[1:2] > 0, read_decay, _NEVER)
+        write_decay = jnp.where(runs[2:3] > 0, write_decay, _NEVER)
+    read_decay, write_decay = jnp.exp(read_decay).T, jnp.exp(write_decay).T
     rows, columns = (coarse, fine), (coarse.T, fine.T)
-    return Chunk(seen, rows, columns, enter * scale, leave, enter[-1:], scale)
+    return Chunk(seen, rows, columns, read_decay * scale, write_decay, read_decay[-1:], scale)
 
 
 def weights(chunk: Chunk, head: int):
@@ -174,7 +174,9 @@ def read(q, k, v, memory, scales, chunk: Chunk, heads: Heads) -> jax.Array:
             scores = dot(_only(q, index, heads.keys), k, "nt")
         parts.append(dot(_weigh(scores, scale, chunk).astype(v.dtype), v))
     carried = dot(q, memory)
-    carried *= chunk.scale if chunk.enter is None else _spread(chunk.enter, heads, v.shape[1])
+    carried *= (
+        chunk.scale if chunk.read_decay is None else _spread(chunk.read_decay, heads, v.shape[1])
+    )
     return side_by_side(parts, v.shape[1]) + carried
 
 
@@ -208,7 +210,9 @@ def read_backward(
     dq = [x.astype(q.dtype) for x in dq]
     dk = side_by_side([dot(x, q, "tn") for x in dq], k.shape[1])
     dq = side_by_side([dot(x, k) for x in dq], q.shape[1])
-    factor = chunk.scale if chunk.enter is None else _spread(chunk.enter, heads, v.shape[1])
+    factor = (
+        chunk.scale if chunk.read_decay is None else _spread(chunk.read_decay, heads, v.shape[1])
+    )
     entering = (d_out.astype(jnp.float32) * factor).astype(q.dtype)
     carried = dot(entering, memory, "nt")
     if decays:
@@ -228,8 +232,8 @@ def write_backward(
     """The gradients through S', from dS' (`d_memory`, float32); `decays`: also those of the decays; `memory` is S in k's dtype."""
     narrow = d_memory.astype(k.dtype)
     dv = dot(k, narrow)
-    if chunk.leave is not None:
-        dv *= _spread(chunk.leave, heads, v.shape[1])
+    if chunk.write_decay is not None:
+        dv *= _spread(chunk.write_decay, heads, v.shape[1])
     dk = dot(_leaving(v, chunk, heads), narrow, "nt")
     decayed = _decay(d_memory, chunk, heads)
     columns, totals = [], []
@@ -262,7 +266,7 @@ def decay_gradient(reads, read_rows, writes, totals, chunk: Chunk) -> jax.Array:
 
 
 def _as_rows(columns: dict[int, jax.Array], size: int) -> jax.Array:
-    """Columns [C, 1], by index, as the rows of [128, C] with these indices; the other rows are 0."""
+    """Return [128, C] whose rows are the given columns [C, 1], at their indices; the other rows are 0."""
     wide = jnp.zeros((size, LANES), jnp.float32)
     lane = iota(size, LANES, 1)
     for index, column in columns.items():
@@ -280,13 +284,13 @@ def side_by_side(parts: list[jax.Array], width: int) -> jax.Array:
 
 
 def fold(memory: jax.Array, heads: Heads) -> jax.Array:
-    """The n memories of S, side by side, [K, n * V]."""
+    """Return the n memories of S side by side, [K, n * V]."""
     size = len(memory) // heads.keys
     return sum((memory[i * size :][:size] for i in range(1, heads.keys)), memory[:size])
 
 
 def unfold(memory: jax.Array, heads: Heads) -> jax.Array:
-    """S from n memories side by side, [K, n * V] float32."""
+    """Return S from the n memories side by side, [K, n * V] float32."""
     return _diagonal(jnp.concatenate([memory] * heads.keys), heads)
 
 
@@ -296,7 +300,7 @@ def iota(rows: int, columns: int, axis: int) -> jax.Array:
 
 
 def _only(x, index: int, count: int):
-    """x with 0 in all but the `index`-th of its `count` blocks of columns."""
+    """Return x with 0 in all of its `count` blocks of columns but the one with index `index`."""
     if count == 1:
         return x
     block = lax.div(iota(1, x.shape[1], 1), x.shape[1] // count)
@@ -316,7 +320,9 @@ def _sums(x, count: int) -> list[jax.Array]:
 
 
 def _diagonal(memory, heads: Heads):
-    """The blocks on the diagonal; the others, products of one memory's key and another one's value, become 0."""
+    """Return x with only its blocks on the diagonal; the others, products of one memory's key and another
+    one's value, are set to 0.
+    """
     if heads.keys == 1:
         return memory
     rows, columns = memory.shape
@@ -326,7 +332,7 @@ def _diagonal(memory, heads: Heads):
 
 
 def _weigh(x, scale, chunk: Chunk):
-    """x [C, C] times `weights` of a head, and 0 where token i does not read token j."""
+    """Return x [C, C] times the `weights` of a head, with 0 where token i does not read token j."""
     return jnp.where(chunk.seen, x * scale, 0)
 
 
@@ -340,14 +346,14 @@ def _spread(x, heads: Heads, width: int):
 
 def _leaving(v, chunk: Chunk, heads: Heads):
     """e^(b_C - b) ⊙ v, in v's dtype."""
-    if chunk.leave is None:
+    if chunk.write_decay is None:
         return v
-    factor = _spread(chunk.leave, heads, v.shape[1])
+    factor = _spread(chunk.write_decay, heads, v.shape[1])
     return (v.astype(jnp.float32) * factor).astype(v.dtype)
 
 
 def _decay(memory, chunk: Chunk, heads: Heads):
     """e^b_C S."""
-    if chunk.keep is None:
+    if chunk.chunk_decay is None:
         return memory
-    return memory * _spread(chunk.keep, heads, memory.shape[1])
+    return memory * _spread(chunk.chunk_decay, heads, memory.shape[1])

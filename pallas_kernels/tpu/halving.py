@@ -50,15 +50,15 @@ class Decays(NamedTuple):
 
     Attributes:
         factors: [C, D] for each level, of the rows of its pairs.
-        enter: [C, D], of the memory before the chunk in what each token reads.
-        leave: [C, D], of each token's write in the memory after the chunk.
-        keep: [1, D], of the memory before the chunk in the memory after it.
+        read_decay: [C, D], of the memory before the chunk in what each token reads.
+        write_decay: [C, D], of each token's write in the memory after the chunk.
+        chunk_decay: [1, D], of the memory before the chunk in the memory after it.
     """
 
     factors: list[jax.Array]
-    enter: jax.Array
-    leave: jax.Array
-    keep: jax.Array
+    read_decay: jax.Array
+    write_decay: jax.Array
+    chunk_decay: jax.Array
 
 
 def read_masks(runs, size: int) -> Masks:
@@ -75,7 +75,9 @@ def read_masks(runs, size: int) -> Masks:
 
 
 def mirror(lower: jax.Array, upper: jax.Array, masks: Masks) -> jax.Array:
-    """`lower` [C, C] below the diagonal and `upper` on it and above, with 0 at pairs of two documents."""
+    """Return [C, C]: `lower` below the diagonal and `upper` on and above it, with 0 at pairs of two
+    documents.
+    """
     later = iota(len(lower), len(lower), 0) > iota(len(lower), len(lower), 1)
     both = jnp.where(later, lower, upper)
     return both if masks.same is None else jnp.where(masks.same, both, 0)
@@ -92,11 +94,11 @@ def chunk_decays(log_decay, masks: Masks, *, exclusive: bool = False) -> Decays:
         upto = upto + _where_later(half, other, 0.0)
         after = after + _where_later(half, 0.0, other)
         total = total + other
-    enter, leave, keep = jnp.exp2(upto), jnp.exp2(after), jnp.exp2(total[:1])
+    read_decay, write_decay, chunk_decay = jnp.exp2(upto), jnp.exp2(after), jnp.exp2(total[:1])
     if masks.enters is not None and masks.stays is not None:
-        enter, leave = enter * masks.enters, leave * masks.stays
-        keep = keep * masks.enters[-1:]
-    return Decays(factors, enter, leave, keep)
+        read_decay, write_decay = read_decay * masks.enters, write_decay * masks.stays
+        chunk_decay = chunk_decay * masks.enters[-1:]
+    return Decays(factors, read_decay, write_decay, chunk_decay)
 
 
 def operands(of_later, of_earlier, decays: Decays, dtype) -> list[jax.Array]:
@@ -174,18 +176,20 @@ def operand_gradient(products: list[jax.Array], decays: Decays, *, later: bool) 
     return result
 
 
-def decay_gradient(terms, of_enter, of_leave, of_keep, *, exclusive: bool = False):
+def decay_gradient(
+    terms, of_read_decay, of_write_decay, of_chunk_decay, *, exclusive: bool = False
+):
     """The gradient of the log decays, [C, D].
 
     Args:
         terms: [C, D] float32 for each level, the factors times their gradients (`decay_terms`).
-        of_enter: [C, D], `enter` times its gradient.
-        of_leave: [C, D], `leave` times its gradient.
-        of_keep: [1, D], `keep` times its gradient.
+        of_read_decay: [C, D], `read_decay` times its gradient.
+        of_write_decay: [C, D], `write_decay` times its gradient.
+        of_chunk_decay: [1, D], `chunk_decay` times its gradient.
         exclusive: as for `chunk_decays`.
     """
-    upto, after = of_enter, of_leave
-    total = jnp.where(iota(len(upto), 1, 0) == 0, of_keep, 0.0)
+    upto, after = of_read_decay, of_write_decay
+    total = jnp.where(iota(len(upto), 1, 0) == 0, of_chunk_decay, 0.0)
     for n, term in reversed(list(enumerate(terms))):
         total += _exchanged(total + _where_later(2**n, upto, after), 2**n)
         upto = upto + _where_later(2**n, term, 0.0)
@@ -194,13 +198,15 @@ def decay_gradient(terms, of_enter, of_leave, of_keep, *, exclusive: bool = Fals
 
 
 def _select_level(half: int, x, finer):
-    """x [C, C] in the rows of later blocks of `half` rows and the columns of earlier ones, else `finer`, the result of smaller blocks."""
+    """Combine two tiles [C, C]: x in the rows of later blocks of `half` rows and the columns of the earlier
+    blocks, and elsewhere `finer`, the result for smaller blocks.
+    """
     selected = jnp.where(iota(1, len(x), 1) & half == 0, x, finer)
     return _where_later(half, selected, finer)
 
 
 def _exchanged(x, half: int):
-    """x [C, D] with neighbouring blocks of `half` rows exchanged: row i ^ half as row i."""
+    """Return x [C, D] with neighbouring blocks of `half` rows exchanged: row i is x's row i ^ half."""
     size, width = x.shape
     if half >= _SUBLANES:
         blocks = [x[n * half : (n + 1) * half] for n in range(size // half)]
@@ -215,6 +221,8 @@ def _exchanged(x, half: int):
 
 
 def _where_later(half: int, of_later, of_earlier):
-    """Rows of later blocks from one tile, rows of earlier blocks from the other; either may be a number."""
+    """Combine two tiles: rows of later blocks from one, rows of earlier blocks from the other; either may be
+    a number.
+    """
     size = max(jnp.shape(of_later), jnp.shape(of_earlier))[0]
     return jnp.where(iota(size, 1, 0) & half > 0, of_later, of_earlier)

@@ -28,7 +28,7 @@ class Layout:
         batch: B.
         length: T.
         chunk: C.
-        heads: of the output; each has a memory.
+        heads: number of heads of the output; each has a memory.
         block: heads of a program.
         matrix: rows and columns of a memory.
         dtype: of q, k, v and the output.
@@ -103,7 +103,7 @@ class Layout:
             kernel: called as `kernel(layout, scale, refs, memory)`, with references by name and the memory in VMEM.
             inputs: {name: (array, layout)}.
             outs: {name: layout}.
-            scale: of q.
+            scale: multiplies q.
             interpret: False, True or `pltpu.InterpretParams`.
         """
         names = (*inputs, *outs)

@@ -106,6 +106,22 @@ def test_generation_equals_sampling_and_stops_at_until(run):
     assert cut == texts[0][: texts[0].index(letter)]
 
 
+def test_longbench_prompts_lose_their_middle_and_other_texts_their_left(run):
+    model = adapter(run)
+    text = "".join(chr(33 + i) for i in range(90))
+    options = {"max_gen_toks": 8}
+    _, middle, _ = model._parse_request(text, options, cut_middle=True)
+    assert bytes(middle[1:]).decode() == text[:12] + text[-11:] and middle[0] == BOS
+    _, left, _ = model._parse_request(text, options)
+    assert bytes(left[1:]).decode() == text[-23:] and len(left) == len(middle) == 32 - 8
+    _, short, _ = model._parse_request(text[:23], options, cut_middle=True)
+    assert bytes(short[1:]).decode() == text[:23]
+    assert [note[:9] for note in model.notes()] == ["1 texts w", "1 prompts"]
+    (answer,) = adapter(run, first_line=True).generate_until(instances(("def ", options)))
+    (whole,) = adapter(run).generate_until(instances(("def ", options)))
+    assert answer == whole.lstrip("\n").split("\n")[0]
+
+
 def test_invalid_requests_are_refused(run):
     with pytest.raises(ValueError, match="max_gen_toks=32: accepted are 1 to 31"):
         adapter(run).generate_until(instances(("a", {"max_gen_toks": 32})))
@@ -175,7 +191,7 @@ def test_local_tasks_run_through_eval_with_no_network(run, workdir, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "byte_perplexity" in done.stdout and "acc_norm" in done.stdout
-    results = json.loads((workdir / "eval" / "harness" / "lm_eval.json").read_text())
+    results = json.loads((workdir / "eval" / "harness" / "lm_eval-1.json").read_text())
     assert results["num_documents"] == dict(local_choice=3, local_words=3, local_answer=3)
     per_byte = log_probabilities(run, [BOS, *b"def f(x):"])[0].mean()
     rolling = results["results"]["local_words"]["byte_perplexity,none"]

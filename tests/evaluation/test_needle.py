@@ -21,7 +21,15 @@ from lsm_jax.data import (
     haystack_tokens,
     load_tokenizer,
 )
-from lsm_jax.evaluation import TASKS, Answerer, Request, contains, find_needles, needle_table
+from lsm_jax.evaluation import (
+    TASKS,
+    Answerer,
+    Request,
+    contains,
+    find_needles,
+    judge,
+    needle_table,
+)
 from lsm_jax.evaluation.needle import length_notes
 from tests.data.stores import write_array
 from tests.evaluation.oracles import CopyOracle
@@ -234,3 +242,86 @@ def test_invalid_lengths_and_prompts_are_refused():
         answerer(np.zeros((1, 3), np.int32), np.full((1, 2), [0, 257], np.int32))
     with pytest.raises(ValueError, match="answers has shape"):
         answerer(np.zeros((2, 3), np.int32), np.zeros((1, 2), np.int32))
+
+
+TEXTS = {
+    "question": "Which colour has the harbour's bell? Answer:",
+    "cue": "The harbour's bell is",
+    "answer": "painted green",
+    "instruction": "A line above is about a bell.",
+    "judge": {"model": "judge-1", "system": "Rate.", "user": "{reference}|{input}|{prediction}"},
+}
+
+
+@pytest.fixture
+def texts(tmp_path):
+    path = tmp_path / "texts.json"
+    path.write_text(json.dumps(TEXTS))
+    return str(path)
+
+
+def test_a_prompts_file_has_its_texts_and_the_published_numbers(texts):
+    config = NeedleConfig(prompt=texts, buffer=400)
+    task = NeedleTask(config, ByteTokenizer(), bos_id=256)
+    assert task.new_tokens == 1024 and task.text_length(1000) == 600
+    assert task.lengths(64) == [1000 + 3100 * i for i in range(11)]
+    assert NeedleConfig(prompt=texts).with_texts().buffer == 200
+    prompts = task.prompts(np.resize(np.array(ByteTokenizer().encode(TEXT)), (1, 600)), 1000)
+    easy, standard = (next(p for p in prompts if p.mode == mode) for mode in ("easy", "standard"))
+    question, fact = TEXTS["question"], "The harbour's bell is painted green."
+    for prompt, needle in ((easy, f"\n{question} {fact}\n"), (standard, f"\n{fact}\n")):
+        text = ByteTokenizer().decode(prompt.tokens)
+        assert needle in text
+        assert text.endswith(f"\n\nA line above is about a bell. {question} The harbour's bell is")
+
+
+def test_invalid_prompts_and_judges_are_refused(texts, tmp_path):
+    with pytest.raises(ValueError, match="needle.answer='x' and needle.prompt=.*texts.json"):
+        NeedleConfig(prompt=texts, answer="x").validate()
+    with pytest.raises(ValueError, match="needle.prompt='foo' cannot be read"):
+        NeedleConfig(prompt="foo").validate()
+    with pytest.raises(ValueError, match="needle.samples=2; with needle.judge=requests"):
+        NeedleConfig(prompt=texts, judge="requests", samples=2).validate()
+    with pytest.raises(
+        ValueError, match="judge=requests and needle.prompt=own; accepted is a file"
+    ):
+        NeedleConfig(judge="requests").validate()
+    path = tmp_path / "wrong.json"
+    for wrong, words in (
+        (dict(TEXTS, cue=3), "has no text under cue"),
+        (dict(TEXTS, judge={"model": "m", "system": "s"}), "has no text under judge.user"),
+        (dict(TEXTS, judge={"model": "m", "system": "s", "user": "u"}), "judge.user has no {reference}"),
+        ([1], "has no text under question, cue, answer, instruction"),
+    ):  # fmt: skip
+        path.write_text(json.dumps(wrong))
+        with pytest.raises(ValueError, match=words):
+            NeedleConfig(prompt=str(path)).validate()
+
+
+def test_the_judges_requests_and_ratings(run, texts, tmp_path, capsys):
+    config = NeedleConfig(
+        prompt=texts, lengths=(460,), depths=(0, 100), judge="requests", buffer=200, new_tokens=40
+    )
+    TASKS["needle"](run, Request(needle=config, batch_size=5, piece_length=100), tmp_path)
+    rows = [json.loads(r) for r in (tmp_path / "needle_judge.jsonl").read_text().splitlines()]
+    names = [row["custom_id"] for row in rows]
+    assert names == ["easy-460-0", "easy-460-100", "standard-460-0", "standard-460-100"]
+    body = rows[0]["body"]
+    assert body["model"] == "judge-1" and body["temperature"] == 0
+    message = body["messages"][1]["content"]
+    assert message.startswith(
+        "\nThe harbour's bell is painted green.\n|Which colour has the harbour's bell?|"
+    )
+    ratings = dict(zip(names, (10, 4, 1, 1), strict=True))
+    answers = [{"custom_id": k, "content": f"Short. Rating: [[{v}]]"} for k, v in ratings.items()]
+    message = {"choices": [{"message": {"content": answers[0].pop("content")}}]}
+    answers[0]["response"] = {"body": message}
+    path = tmp_path / "answers.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in answers))
+    judge.main([f"--folder={tmp_path}", f"--answers={path}"])
+    judged = json.loads((tmp_path / "needle_judged.json").read_text())
+    assert judged["ratings"] == {"easy": [[10, 4]], "standard": [[1, 1]]}
+    assert judged["means"] == {"easy": 7, "standard": 1} and "7.00" in capsys.readouterr().out
+    path.write_text(json.dumps(answers[1]) + "\n")
+    with pytest.raises(ValueError, match="request 'easy-460-0' has no answer with"):
+        judge.main([f"--folder={tmp_path}", f"--answers={path}"])

@@ -91,6 +91,20 @@ def test_short_last_batch_and_padding_rows_change_nothing(model):
     assert masked.bits_per_byte == pytest.approx(masked.curve.mean / np.log(2))
 
 
+def test_row_perplexity_is_the_mean_of_the_rows_perplexities(model):
+    """As Liger's paper: exp of each row's mean loss over its scored tokens, then the mean over rows."""
+    batch = rows(5, 40)
+    batch["loss_mask"] = (np.random.default_rng(1).random((5, 40)) < 0.3).astype(np.float32)
+    batch["loss_mask"][3] = 0
+    nll, scored = logits_nll(model, batch), batch["loss_mask"] > 0
+    expected = [np.exp(nll[i][scored[i]].mean()) for i in (0, 1, 2, 4)]
+    for piece_length in (40, 16):
+        parts = [{k: v[i : i + 2] for k, v in batch.items()} for i in range(0, 5, 2)]
+        evaluation = evaluate(model, parts, piece_length=piece_length, progress=False)
+        assert evaluation.row_perplexity == pytest.approx(np.mean(expected), rel=1e-5)
+        assert evaluation.num_sequences == 4
+
+
 def test_memory_does_not_grow_with_length(model):
     config = models.lm("retnet", "tiny", vocab_size=VOCAB)
     config.num_layers = 1

@@ -65,7 +65,9 @@ def test_plot_over_training(tmp_path):
 
 
 def test_layers_of_different_numbers_of_memories(tmp_path):
-    """Two kinds of MoM in one model: one entry per place of the period, reordered by layer."""
+    """With two kinds of MoM in one model there is one entry per place of the period; the report orders them
+    by layer.
+    """
     few, many = np.arange(4.0).reshape(2, 2), 10 + np.arange(6.0).reshape(2, 3)
     named = {"mom/load/0": few.tolist(), "mom/load/1": many.tolist(), "mom/entropy": [0.5] * 4}
     layers = by_layer(named, "mom/load")

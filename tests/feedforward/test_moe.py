@@ -18,14 +18,15 @@ SMALL = dict(num_experts=EXPERTS, top_k=2, expert_size=5)
 
 
 def made(**fields):
-    """A module with large parameters, as the second of two layers."""
+    """Return a layer of experts with large parameters, as the second of two layers of a model."""
     config = MoEConfig(**SMALL | dict(z_scale=0.1, balance_scale=0.3) | fields)
     return feedforward.build(config, WIDTH, rngs=nnx.Rngs(0), init_std=0.5, layer=1, num_layers=2)
 
 
 def definition(moe, x, chosen):
-    """(y, losses) by the definition: each token's kernels are gathered; `chosen` [B, T, k], the most probable
-    first."""
+    """Return (y, losses) by the definition: the kernels of each token's experts are gathered. `chosen`
+    [B, T, k] are the experts, the most probable first.
+    """
     config = moe.config
     logits = x @ moe.router.kernel[...]
     probability = jnp.exp(logits) / jnp.exp(logits).sum(-1, keepdims=True)
@@ -46,7 +47,7 @@ def definition(moe, x, chosen):
 
 
 def choices(moe, x):
-    """The experts of each token, int [B, T, k], computed in numpy."""
+    """Return the experts of each token, int [B, T, k], computed by numpy."""
     logits = np.asarray(x, np.float64) @ np.asarray(moe.router.kernel[...], np.float64)
     return np.argsort(-logits, axis=-1, kind="stable")[..., : moe.config.top_k]
 
@@ -110,7 +111,9 @@ FORMS = [
 
 @pytest.mark.slow
 def test_rows_of_experts_may_be_padded(monkeypatch):
-    """To a multiple of `row_multiple`, as kernels require; with padding tokens, which have no expert."""
+    """The rows of each expert are padded to a multiple of `row_multiple`, as kernels require; padding tokens
+    have no expert.
+    """
     moe, ids = made(), jnp.ones((BATCH, LENGTH), jnp.int32).at[1, 7:].set(0)
     wanted = gradient(moe, X, segment_ids=ids)
     monkeypatch.setattr(moe_forms, "row_multiple", lambda *_: 4)
@@ -120,7 +123,9 @@ def test_rows_of_experts_may_be_padded(monkeypatch):
 
 @pytest.mark.parametrize(("execution", "variant"), FORMS)
 def test_values_and_gradients_are_the_definitions(variant, execution):
-    """Also with experts that have no token, and with all tokens at the same experts."""
+    """Values and gradients equal those of the definition, also if experts have no token, and if all tokens
+    have the same experts.
+    """
     moe = made(execution=execution, **VARIANTS[variant])
     ones = (X / 2).at[..., 0].set(1.0)
     for module, x in ((moe, X), (towards(moe, 4, 1), ones)):
@@ -155,7 +160,9 @@ def test_bfloat16_is_near_float32(execution):
 
 
 def test_causal_to_the_bit():
-    """Other later tokens change where earlier ones are sorted to, but not their outputs."""
+    """A change of later tokens changes the places to which earlier tokens are sorted, but no bit of their
+    outputs.
+    """
     for dtype in (jnp.float32, jnp.bfloat16):
         moe, x = made(shared_size=3), X.astype(dtype)
         before = forward(moe, x)
@@ -201,7 +208,9 @@ def test_decoding_equals_the_parallel_call():
 
 
 def test_losses_of_equal_logits():
-    """Equal logits: entropy log E, balance 1 and z-loss (log E)², divided by the depth of two."""
+    """With equal logits the entropy is log E, the balance loss 1 and the z-loss (log E)²; losses are divided
+    by the depth of two.
+    """
     moe = made()
     moe.router.kernel[...] = jnp.zeros_like(moe.router.kernel[...])
     _, (_, _, aux) = gradient(moe, X)
@@ -229,7 +238,7 @@ def test_wrong_fields_are_refused(fields, words):
 
 
 def test_floating_point_operations():
-    """Twice the number of kernel entries that a token uses."""
+    """The floating-point operations are twice the number of kernel entries that a token uses."""
     moe = made(shared_size=3)
     flat = nnx.to_flat_state(nnx.state(moe, nnx.Param))
     used = sum(p.get_value().size * p.get_metadata().get("active", 1) for _, p in flat)

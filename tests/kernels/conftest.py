@@ -10,8 +10,8 @@ from pallas_kernels.compat import plgpu
 def kernels_apart(monkeypatch):
     """Wait for each kernel that Mosaic GPU's interpreter runs outside of `jax.jit`.
 
-    The interpreter computes with JAX. JAX allows 32 computations to be under way, and if all of them wait for the interpreter, it waits
-    for ever.
+    The interpreter computes with JAX. JAX allows 32 computations in flight; if all of them wait for the
+    interpreter, there is a deadlock.
     """
     kernel = plgpu.kernel
 

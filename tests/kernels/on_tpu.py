@@ -11,14 +11,16 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 
 def runs(length: int):
-    """Document numbers [1, T]: documents that begin at a chunk's start and inside chunks, and one of a single token."""
+    """Return document numbers [1, T]: documents begin at a chunk's start and inside chunks, and one has a
+    single token.
+    """
     starts = [5, 16, 17, 20] if length < 128 else [30, 128, 129, 150]
     return jnp.asarray(np.cumsum(np.isin(np.arange(length), starts))[None], jnp.int32)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def both(function, x, run, cotangents):
-    """Return the function's values, and their gradients with respect to x."""
+    """Return the function's values, and their gradients with respect to x, for the cotangents of the values."""
     values, pull = jax.vjp(lambda x: function(x, run), x)
     return values, pull(jax.tree.map(lambda c, o: c.astype(o.dtype), cotangents, values))[0]
 

@@ -1,4 +1,4 @@
-"""Kernels compiled to machine code for chips that this machine need not have, and the registers that spill: `make test-aot`."""
+"""The kernels compiled to machine code, also for chips that this machine does not have, and the registers they spill: `make test-aot`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
 from lsm_jax import ops
+from pallas_kernels.delta_rule import cases as delta_rule_cases
+from pallas_kernels.dplr import cases as dplr_cases
 from pallas_kernels.linear_attention import cases as linear_attention_cases
 from pallas_kernels.selective_scan.cases import TPU_COMPILED
 from tests.kernels import test_selective_scan_gpu as scans
@@ -39,42 +41,28 @@ gpu_device_info {
 CUDA = next((x for p in sys.path if (x := Path(p, "nvidia", "cu13")).is_dir()), Path("nowhere"))
 CHIPS = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 
-# The op; heads of q, k and v; K and V; its other arguments; bytes of registers that its kernels spill today, at most.
+# Each case: the op; heads of q, k and v; K and V; the op's other arguments; the largest number of bytes that
+# its kernels may spill.
 ON_HOPPER = [
-    *linear_attention_cases.HOPPER_COMPILED,
-    ("delta_memory", (4, 4, 4), 128, 128, "", 20),
-    ("delta_memory", (4, 2, 4), 64, 64, "log_decay segment_ids", 116),
-    ("delta_memory", (2, 1, 2), 256, 512, "log_decay", 792),
-    # More memories than processors: two share the tiles that are loaded.
-    ("delta_memory", (80, 80, 80), 128, 128, "log_decay", 172),
-    ("delta_memory", (32, 16, 32), 256, 512, "log_decay", 704),
-    ("delta_memory", (80, 80, 80), 128, 128, "channel log_decay segment_ids", 552),
-    ("dplr_memory", (80, 80, 80), 128, 128, "channel log_decay segment_ids", 984),
-    ("delta_memory", (4, 4, 4), 128, 128, "channel log_decay segment_ids", 500),
-    ("delta_memory", (4, 4, 4), 64, 64, "channel log_decay", 460),
-    ("dplr_memory", (4, 4, 4), 128, 128, "channel log_decay segment_ids", 956),
-    ("dplr_memory", (4, 2, 4), 64, 64, "log_decay", 1136),
-    ("delta_memory", (4, 4, 4), 256, 256, "channel log_decay segment_ids", 2580),
-    ("dplr_memory", (4, 4, 4), 256, 256, "channel log_decay segment_ids", 4540),
+    *(("linear_memory", *case) for case in linear_attention_cases.HOPPER_COMPILED),
+    *(("delta_memory", *case) for case in delta_rule_cases.HOPPER_COMPILED),
+    *(("dplr_memory", *case) for case in dplr_cases.HOPPER_COMPILED),
     ("slot_memory", (4, 4, 4), 256, 256, "slots", 696),
     ("attention", (4, 2, 2), 64, 64, "log_forget", 0),
     ("attention", (4, 2, 2), 128, 128, "log_forget segment_ids update_mask", 208),
     ("attention", (4, 4, 4), 128, 128, "log_forget window", 176),
 ]
 ON_TPU = [
-    *linear_attention_cases.TPU_COMPILED,
-    ("delta_memory", (8, 4, 8), 128, 128, "log_decay segment_ids"),
-    ("delta_memory", (4, 4, 4), 64, 64, ""),
-    ("delta_memory", (8, 4, 8), 128, 128, "channel log_decay segment_ids"),
-    ("dplr_memory", (4, 2, 4), 64, 64, "channel log_decay segment_ids"),
-    ("dplr_memory", (8, 8, 8), 128, 128, "channel log_decay"),
+    *(("linear_memory", *case[:4]) for case in linear_attention_cases.TPU_COMPILED),
+    *(("delta_memory", *case[:4]) for case in delta_rule_cases.TPU_COMPILED),
+    *(("dplr_memory", *case[:4]) for case in dplr_cases.TPU_COMPILED),
     ("attention", (4, 2, 2), 64, 64, "log_forget segment_ids"),
     ("attention", (4, 4, 4), 128, 128, "log_forget window"),
 ]
 
 
 def case_id(case) -> str:
-    """A case's name in the tests' output, without the bytes that it spills."""
+    """Return the name of a case for pytest, without the bytes that it spills."""
     op, heads, key_dim, value_dim, given = case[:5]
     sizes = [f"heads={','.join(map(str, heads))}", f"K={key_dim}", f"V={value_dim}"]
     return "-".join([op, *sizes, *given.split()])
@@ -89,7 +77,7 @@ def all_optimizations():
 
 
 def compile_for(device, abstract_device, case, implementation):
-    """Value and every gradient of one case, in bfloat16."""
+    """Compile the value and every gradient of one case, in bfloat16."""
     op, (heads, key_heads, memories), key_dim, value_dim, given = case
     given, length = given.split(), 1024
     sharding = SingleDeviceSharding(device)
@@ -175,7 +163,9 @@ def late_writes(sass: str) -> list[tuple[str, str]]:
 
 
 def test_finds_late_writes():
-    """Code that ptxas once emitted for a kernel, and the same code in the right order."""
+    """`late_writes` finds the late write in code that ptxas once emitted for a kernel, and none in the same
+    code in the right order.
+    """
     made = "/*0010*/ HGMMA.64x64x16.F32.BF16 R48, R24, gdesc[UR8], R48 ;\n"
     late, waited = (
         "/*0020*/ @P0 MOV R25, 0x3f803f80 ;\n",
@@ -186,7 +176,7 @@ def test_finds_late_writes():
 
 
 def compile_scans_for(device, abstract_device, case, implementation, dtype=jnp.bfloat16):
-    """Value and every gradient of a `scans.Case`."""
+    """Compile the value and every gradient of a `scans.Case`."""
     sharding = SingleDeviceSharding(device)
 
     def given(x):
@@ -235,7 +225,8 @@ def test_selective_scans_compile_for_a_tpu(chip, dtype, case):
     compile_scans_for(device, abstract, case, "mosaic_tpu", dtype)
 
 
-# Half the bundles of a first version with one head for each program, for a head and 64 tokens of a gated delta rule's forward.
+# The largest accepted number of bundles per head and 64 tokens of the gated delta rule's forward: half of
+# those of a first version, which computed one head per program.
 @pytest.mark.parametrize("chip, most", [("v5e", 878 // 2), ("v6e", 868 // 2)])
 def test_a_tpu_takes_half_the_bundles_of_the_sketch(chip, most):
     from benchmarks.cases.bundles import (

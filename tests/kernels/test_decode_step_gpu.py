@@ -1,4 +1,4 @@
-"""The Hopper kernel of one token, by Mosaic GPU's interpreter and by lowering for an H200."""
+"""The Hopper kernel of one token: run in Mosaic GPU's interpreter, and lowered for an H200."""
 
 import functools
 from typing import Any
@@ -22,7 +22,9 @@ OPS = dict(linear=ops.linear_memory, delta=ops.delta_memory, dplr=ops.dplr_memor
 
 
 def make(op, heads, key_dim, value_dim, decays, documents, dtype, batch=4) -> dict[str, Any]:
-    """Rows in turn of padding, that does not write, that begins a document, that goes on."""
+    """Return arrays whose rows are in turn: padding, a masked token, the first token of a document, and a
+    token that continues one.
+    """
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
     of_queries, of_keys, memories = heads
@@ -50,14 +52,14 @@ def make(op, heads, key_dim, value_dim, decays, documents, dtype, batch=4) -> di
     if documents:
         arrays["segment_ids"] = jnp.resize(jnp.asarray([0, 1, 2, 1]), (batch, 1))
         arrays["update_mask"] = jnp.resize(jnp.asarray([1, 0, 1, 1]), (batch, 1))
-        # What does not write may hold anything.
+        # The values of a token that does not write are never used.
         arrays["v"] = arrays["v"].at[0].set(jnp.nan)
     arrays["memory"] = normal(batch, memories, key_dim, value_dim)
     return arrays
 
 
 def run(op, arrays, *, stacked=False, **options):
-    """The output, and the memory or its stack."""
+    """Return the output, and the memory or the stack of memories."""
     arrays = dict(arrays)
     memory = arrays.pop("memory")
     if stacked:
@@ -73,7 +75,7 @@ def run(op, arrays, *, stacked=False, **options):
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """The kernel by the interpreter wherever it is asked for by name."""
+    """Run the kernel in the interpreter if `implementation` names it."""
     fused = functools.partial(decode_step, interpret=gpu_interpreter())
     monkeypatch.setattr(pallas_kernels.decode_step, "decode_step", fused)
 
@@ -86,7 +88,9 @@ def interpreted(monkeypatch):
     ],
 )
 def test_equals_the_recurrent_form(case, interpreted):
-    """Output and memory, of every row and of the layers that are not stepped; twice the same bits, and no races."""
+    """Output and memory of every row are those of the recurrence, other layers do not change, two runs are
+    equal to the bit, and there are no races.
+    """
     op, heads, key_dim, value_dim, decays, documents, stacked, dtype, batch = case
     arrays = make(op, heads, key_dim, value_dim, decays, documents, dtype, batch)
     fused = functools.partial(run, op, arrays, stacked=stacked, implementation="mosaic_gpu")
@@ -135,7 +139,9 @@ def kernels_of(text: str) -> int:
 
 @pytest.mark.parametrize("method", ["gla", pytest.param("gated_deltanet", marks=pytest.mark.slow)])
 def test_the_decoder_lowers_to_it_on_the_card(method):
-    """One kernel in the loop over layers, which takes the memories of all; none for two tokens, or where XLA is asked for."""
+    """The loop over layers contains one kernel, whose argument is the stack of all memories. It contains none
+    for two tokens, or with implementation="xla".
+    """
     config = lm(method, "tiny", vocab_size=64)
     config.num_layers, config.hidden_size = 3, 128
     mixer = config.layers["L"].mixer = mixers.METHODS[method].config.for_width(128)
@@ -156,7 +162,9 @@ def test_the_decoder_lowers_to_it_on_the_card(method):
 
 
 def test_none_picks_it_where_xla_makes_more_passes():
-    """A delta rule's memory of its own, not a decaying one; and neither if the form is asked for."""
+    """Without a stack of layers, the kernel is selected for a delta rule, but not for a memory with only a
+    decay, and not if a form is named.
+    """
     for op, form, count in (
         ("delta", "chunk", 1),
         ("delta", "recurrent", 0),
@@ -167,10 +175,8 @@ def test_none_picks_it_where_xla_makes_more_passes():
 
 
 def test_a_decay_that_rounding_put_above_zero_keeps_the_memory():
-    taken = api.decay_factor(
-        jnp.array([6e-8, 0.0, -1e-7], jnp.float32)
-    )  # below 0, or 0: what is taken away
-    np.testing.assert_allclose(taken, [0, 0, -1e-7], rtol=1e-6)
+    factor = api.decay_factor(jnp.array([6e-8, 0.0, -1e-7], jnp.float32))  # decay - 1
+    np.testing.assert_allclose(factor, [0, 0, -1e-7], rtol=1e-6)
 
 
 def test_names_the_requirement_that_is_not_met():

@@ -1,4 +1,4 @@
-"""The Hopper kernels of the delta rule, by Mosaic GPU's interpreter and by lowering for an H200."""
+"""The Hopper kernels of the delta rule, run by Mosaic GPU's interpreter, and lowered for an H200."""
 
 from typing import Any
 
@@ -11,6 +11,11 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from lsm_jax import ops
 from pallas_kernels.compat import gpu_interpreter, races_found
 from pallas_kernels.delta_rule import delta_rule, unsupported
+from pallas_kernels.delta_rule.cases import (
+    GRADIENT_TOLERANCE,
+    HOPPER_INTERPRETED,
+    OUTPUT_TOLERANCE,
+)
 from pallas_kernels.hopper import parts as hopper_parts
 from pallas_kernels.hopper import scan as hopper_scan
 from tests.kernels.test_linear_attention_gpu import error
@@ -31,13 +36,27 @@ def make(
     alike=False,
     size=1.0,
 ) -> dict[str, Any]:
+    """Arguments of `fused`.
+
+    Args:
+        length: T.
+        heads: H.
+        key_heads: Hk.
+        memories: G.
+        key_dim: K.
+        value_dim: V.
+        documents: whether there are five documents.
+        decay: whether there is a decay; or words: "channel" for one per key channel, "strong" or "steep" for large ones.
+        alike: whether all keys are near to each other.
+        size: factor of the queries.
+    """
     rng = np.random.default_rng(0)
 
     def normal(*shape, dtype=jnp.float32):
         return jnp.asarray(rng.normal(size=shape), dtype)
 
     k = normal(BATCH, length, key_heads, key_dim)
-    if alike:  # as near to each other as keys of a trained model come
+    if alike:  # as in a trained model
         k = k + 2 * normal(1, 1, key_heads, key_dim)
     k /= jnp.linalg.norm(k, axis=-1, keepdims=True)
     channels = (key_dim,) if "channel" in str(decay) else ()
@@ -51,7 +70,7 @@ def make(
     q = normal(BATCH, length, heads, key_dim, dtype=jnp.bfloat16) * size
     v = normal(BATCH, length, memories, value_dim, dtype=jnp.bfloat16)
     beta = 2 * jax.nn.sigmoid(normal(BATCH, length, memories)).at[:, ::9].set(0)
-    if not alike:  # which would let the memory grow without end
+    if not alike:  # with nearly equal keys and negative beta the memory would grow without bound
         beta = beta.at[:, 4::9].multiply(-0.5)
     return dict(
         q=q,
@@ -80,59 +99,20 @@ def fused(q, k, v, beta, log_decay, initial, run):
     )
 
 
-CASES = {
-    "decay": dict(dims=(128, 1, 1, 1, 64, 64), documents=True, decay=True),
-    "plain": dict(dims=(100, 1, 1, 1, 64, 64), documents=False, decay=False),
-    "queries-share": dict(dims=(65, 2, 1, 1, 64, 128), documents=True, decay=False),
-    "memories-share-wide": dict(dims=(100, 1, 1, 2, 128, 128), documents=False, decay=True),
-    "strong": dict(dims=(192, 1, 1, 1, 128, 64), documents=False, decay="strong"),
-    "deep": dict(dims=(128, 1, 1, 1, 256, 64), documents=True, decay=True),
-    "wide": dict(dims=(65, 1, 1, 1, 64, 512), documents=False, decay=True),
-    # As where there are more walks than processors: two warpgroups share what is loaded, a deep memory has two rooms.
-    "many": dict(dims=(65, 2, 1, 1, 64, 128), documents=True, decay=True, many=True),
-    "many-deep": dict(dims=(65, 1, 1, 1, 256, 128), documents=True, decay=True, many=True),
-    "many-channel": dict(dims=(65, 1, 1, 1, 64, 128), documents=True, decay="channel", many=True),
-    "alike": dict(dims=(128, 1, 1, 1, 64, 64), documents=False, decay=False, alike=True),
-    "channel": dict(dims=(128, 1, 1, 1, 64, 64), documents=True, decay="channel"),
-    "channel-queries-share": dict(dims=(100, 2, 1, 1, 128, 64), documents=True, decay="channel"),
-    "channel-deep": dict(dims=(130, 1, 1, 1, 256, 64), documents=True, decay="channel"),
-    "channel-wide": dict(dims=(65, 1, 1, 1, 64, 256), documents=True, decay="channel"),
-    "channel-deep-wide": dict(dims=(65, 1, 1, 1, 256, 256), documents=True, decay="channel"),
-    "parts": dict(dims=(256, 1, 1, 1, 64, 64), documents=False, decay=True, parts=2),
-    "parts-documents": dict(dims=(200, 2, 1, 1, 64, 64), documents=True, decay=False, parts=4),
-    "parts-channel": dict(dims=(128, 1, 1, 2, 64, 64), documents=False, decay="channel", parts=2),
-    "checkpoints": dict(dims=(256, 1, 1, 1, 64, 64), documents=True, decay=True, checkpoints=2),
-    "checkpoints-deep": dict(
-        dims=(256, 1, 1, 1, 256, 64), documents=False, decay=True, checkpoints=4
-    ),
-    "checkpoints-channel": dict(
-        dims=(128, 1, 1, 2, 64, 64), documents=False, decay="channel", checkpoints=2
-    ),
-    "channel-strong": dict(dims=(128, 1, 1, 2, 64, 128), documents=False, decay="strong channel"),
-    "channel-some-rows-within-reach": dict(
-        dims=(65, 1, 1, 1, 64, 64), documents=True, decay="steep channel"
-    ),
-    "channel-large-queries": dict(
-        dims=(64, 1, 1, 1, 64, 64), documents=False, decay="channel", size=1e25
-    ),
-}
-FAST = ("decay", "channel-some-rows-within-reach")
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES]
-)
-def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
-    case = dict(CASES[name])
-    if parts := case.pop("parts", None):
-        monkeypatch.setattr(hopper_parts, "count_parts", lambda q, k, v: parts)
-    if checkpoints := case.pop("checkpoints", None):
+    "case",
+    [pytest.param(x, marks=pytest.mark.slow if n > 1 else (), id=x.name) for n, x in enumerate(HOPPER_INTERPRETED)],
+)  # fmt: skip
+def test_equals_the_recurrence_in_value_and_every_gradient(case, monkeypatch):
+    if case.parts is not None:
+        monkeypatch.setattr(hopper_parts, "count_parts", lambda q, k, v: case.parts)
+    if case.checkpoints is not None:
         monkeypatch.setattr(
-            hopper_parts, "count_checkpoints", lambda q, k, v, chunk_bounds: checkpoints
+            hopper_parts, "count_checkpoints", lambda q, k, v, chunk_bounds: case.checkpoints
         )
-    if case.pop("many", False):
+    if case.many:
         monkeypatch.setattr(hopper_scan, "PROCESSORS", 1)
-    inputs = make(*case.pop("dims"), **case)
+    inputs = make(*case.dims, documents=case.documents, **case.options)
     widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs | dict(run=None))
     run = inputs.pop("run")
     del widened["run"]
@@ -140,7 +120,7 @@ def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
     actual, pull = jax.vjp(lambda x: fused(**x, run=run), inputs)
     for got, wanted in zip(actual, expected, strict=True):
         assert got.shape == wanted.shape
-        assert error(got, wanted) < 5e-3
+        assert error(got, wanted) < OUTPUT_TOLERANCE
     rng = np.random.default_rng(1)
     cotangents = [jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in actual]
     (grads,) = pull(tuple(cotangents))
@@ -148,19 +128,19 @@ def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
     for field, gradient in grads.items():
         if inputs[field] is not None:
             assert gradient.shape == inputs[field].shape
-            assert error(gradient, wanted[field]) < 1e-2, field
+            assert error(gradient, wanted[field]) < GRADIENT_TOLERANCE, field
     assert not races_found()
 
 
 def test_maps_over_one_more_axis():
-    """`jax.vmap`, gradients too: to the bit what calls one after the other give."""
+    """`jax.vmap` returns the bits of one call after the other, for values and gradients."""
     case = make(64, 1, 1, 1, 64, 64, documents=False, decay=True)
     arrays = {n: jnp.stack([case[n], case[n][:, ::-1]]) for n in ("q", "k", "v", "beta")}
     check_map(fused, arrays, {n: x for n, x in case.items() if n not in arrays})
 
 
 def check_map(fused, arrays, rest):
-    """A mapped kernel's values and gradients of `arrays`, whose first axis is mapped over."""
+    """Check values and gradients of a kernel mapped over the first axis of `arrays`."""
 
     def both(x):
         values, pull = jax.vjp(lambda x: fused(**x, **rest), x)
@@ -179,7 +159,7 @@ def test_causal_to_the_bit(decay):
     changed = dict(inputs)
     for name in ("q", "k", "v", "beta", "log_decay"):
         changed[name] = inputs[name].at[:, 77:].multiply(0.5)
-    # Out of reach of the chunk's beginning, where pairs of rows are made another way.
+    # Beyond `halving.RANGE` of the chunk's start, where pairs of rows are computed by levels.
     changed["log_decay"] = inputs["log_decay"].at[:, 77:].multiply(100)
     np.testing.assert_array_equal(fused(**inputs)[0][:, :77], fused(**changed)[0][:, :77])
 
@@ -192,14 +172,14 @@ def test_parts_are_linked_in_float32(reverse):
         for shape in ((1, 6, 64, 64), (1, 6, 64, 128), (1, 2, 64, 128))
     )
     transitions /= 8
-    found = hopper_parts.link_parts(
+    linked = hopper_parts.link_parts(
         *map(jnp.asarray, (transitions, written, memory)), reverse=reverse,
         interpret=gpu_interpreter(),
     )  # fmt: skip
     for head in range(2):
         state = np.float64(memory[0, head])
         for part in range(3 * head, 3 * head + 3)[:: -1 if reverse else 1]:
-            np.testing.assert_allclose(found[0, part], state, atol=3e-4)
+            np.testing.assert_allclose(linked[0, part], state, atol=3e-4)
             transition = transitions[0, part]
             state = (transition.T if reverse else transition) @ state + written[0, part]
     assert not races_found()
@@ -213,11 +193,12 @@ def test_few_rows_of_a_long_sequence_are_cut_into_parts():
 
     assert [parts(1, 16384, 8), parts(1, 16380, 16), parts(2, 8192, 8)] == [16, 8, 8]
     assert [parts(1, 16384, 4, memories=16), parts(2, 16384, 16)] == [8, 4]
-    # No room for four, too short for four, and 256 keys.
+    # Shapes of long rows: with too few SMs for four parts, with too few tokens for four parts, and with K =
+    # 256.
     assert [parts(1, 16384, 64), parts(1, 4095, 4), parts(1, 16384, 4, 256)] == [1, 1, 1]
 
 
-def test_a_walk_leaves_memories_where_others_can_begin():
+def test_a_scan_returns_memories_at_which_parts_can_begin():
     def checkpoints(batch, length, heads, dim, chunk_bounds=None):
         x = jax.ShapeDtypeStruct((batch, length, heads, dim), jnp.bfloat16)
         return hopper_parts.count_checkpoints(x, x, x, chunk_bounds)
@@ -227,7 +208,8 @@ def test_a_walk_leaves_memories_where_others_can_begin():
         checkpoints(2, 4096, 4, 256),
         checkpoints(1, 2112, 4, 128),
     ] == [8, 4, 1]
-    # In parts already, too many walks, too short, an odd number of chunks, and rows of several memories.
+    # Cases: a row in parts; too many scans for parts; a row that is too short for parts; an odd number of
+    # chunks; rows of several memories.
     assert [
         checkpoints(1, 16384, 8, 128),
         checkpoints(8, 4096, 16, 128),
@@ -274,12 +256,12 @@ def test_lowers_for_the_card(width, channels, heads):
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         text = jax.jit(step).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-    # Two or, with channels, three forward; three backward: the memories again, against time, and the rest. Of parts, what each
-    # writes and its transition, and what it reads; the two links.
+    # Two kernels forward (three with a decay per channel) and three backward. Parts add three scans over
+    # parts and two kernels that combine parts.
     assert text.count("custom_call @mosaic_gpu") == 5 + channels + 5 * (heads == 4)
 
 
-def test_says_why_it_does_not_serve():
+def test_returns_the_unmet_requirement():
     inputs = make(64, 1, 1, 1, 64, 64, documents=False, decay=True)
     shapes = ("q", "k", "v", "log_decay")
 

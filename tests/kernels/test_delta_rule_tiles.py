@@ -1,4 +1,4 @@
-"""One chunk of the delta rule on tiles, value and gradient, against the recurrence token by token in float64."""
+"""Values and gradients of one chunk of the delta rule, `pallas_kernels.tiles.delta`, against the recurrence in float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ SHAPES = {"small": (8, 4, 3), "narrow": (16, 3, 5), "long": (32, 8, 4)}  # C, K,
 
 
 def inputs(shape, decays, runs, alike, seed):
-    """q, k [C, K], v, dO [C, V], beta, decays, run [C], S, dS' [K, V] and the run before, in float64; keys of norm 1."""
+    """Return (q, k [C, K], v [C, V], beta [C], log decay [C], S [K, V]), (run [C], run before the chunk), (dO [C, V], dS' [K, V]).
+
+    Arrays are float64, keys have norm 1.
+    """
     size, key_dim, value_dim = SHAPES[shape]
     rng = np.random.default_rng(seed)
     q, k = rng.normal(size=(2, size, key_dim))
@@ -32,8 +35,9 @@ def inputs(shape, decays, runs, alike, seed):
 
 
 def recurrence(arrays, begins):
-    """Gated DeltaNet, arXiv 2412.06464, Eq. 10, in this library's order: decay, erase, write, read."""
-
+    """Compute the outputs O and the final memory S' by Gated DeltaNet (arXiv 2412.06464, Eq. 10), in this
+    library's order: decay, erase, write, read.
+    """
     *tokens, memory = arrays
 
     def step(memory, x):
@@ -58,9 +62,9 @@ def by_tiles(arrays, runs, cotangents):
     q, k, v, beta, log_decay, memory = arrays
     d_out, d_memory = cotangents
     chunk = tiles.read_chunk(log_decay, *runs)
-    prepared = tiles.chunk_forward(q, k, beta, chunk, SCALE)
-    out, missing, final = tiles.scan_forward(q, k, v, beta, memory, *prepared, chunk, SCALE)
-    dv, d_initial = tiles.scan_backward(q, k, beta, d_out, d_memory, *prepared, chunk, SCALE)
+    solved = tiles.chunk_forward(q, k, beta, chunk, SCALE)
+    out, missing, final = tiles.scan_forward(q, k, v, beta, memory, *solved, chunk, SCALE)
+    dv, d_initial = tiles.scan_backward(q, k, beta, d_out, d_memory, *solved, chunk, SCALE)
     rest = tiles.chunk_backward(q, k, beta, missing, d_out, dv, memory, d_memory, chunk, SCALE)
     return out, final, rest.q, rest.k, dv, rest.beta, rest.log_decay, d_initial
 
@@ -85,20 +89,22 @@ def test_a_chunk_equals_the_recurrence(shape, decays, runs, alike, seed):
 
 
 def test_the_inverse_in_16_bit_products_is_as_good_as_float32s():
-    """Keys nearly alike with beta to 2, where powers of the matrix overflow and one pass of 16 bits is 1e-2 off."""
+    """With nearly equal keys and beta up to 2, powers of the matrix would overflow, and one pass in 16 bits
+    would have an error of 1e-2.
+    """
     rng = np.random.default_rng(0)
     k = rng.normal(size=64) + 0.3 * rng.normal(size=(64, 64))
     k /= np.linalg.norm(k, axis=1, keepdims=True)
     strict = np.tril(k @ k.T * rng.uniform(1, 2, size=64), -1).astype(np.float32)
 
-    def narrow(x):
+    def rounded(x):
         return x.astype(jnp.bfloat16).astype(jnp.float32)
 
     def product(a, b):
-        return jnp.matmul(narrow(a), narrow(b), precision="highest")
+        return jnp.matmul(rounded(a), rounded(b), precision="highest")
 
     def exact(a, b):
-        return narrow(b), product(a, b) + product(a - narrow(a), b)
+        return rounded(b), product(a, b) + product(a - rounded(a), b)
 
     i, j = np.indices((64, 64))
     got = tiles.unit_inverse(jnp.asarray(strict), jnp.asarray(i ^ j), product, exact)

@@ -1,4 +1,4 @@
-"""The TPU kernel of the delta rule, interpreted on the CPU against the recurrence, and lowered for a TPU."""
+"""The TPU kernels of the delta rule, interpreted on the CPU and compared with the recurrence, and lowered for a TPU."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from lsm_jax import ops
 from pallas_kernels.delta_rule import delta_rule, unsupported
+from pallas_kernels.delta_rule.cases import TPU_INTERPRETED, TPU_TOLERANCES
 from pallas_kernels.delta_rule.tpu import channel_decay as tpu_channels
 from pallas_kernels.delta_rule.tpu import scalar_decay as tpu
 from pallas_kernels.tpu import solve
@@ -22,7 +23,7 @@ FIELDS = ("q", "k", "v", "beta", "log_decay", "initial")
 
 
 def given(*dims, dtype=jnp.float32, documents=False, decay="mild", **options):
-    """Inputs that are differentiated, and the runs."""
+    """Return the arguments of `fused`: the arrays that are differentiated, and the document numbers or None."""
     inputs = make(*dims, documents=False, decay=decay, **options)
     del inputs["run"]
     run = on_tpu.runs(dims[0]) if documents else None
@@ -37,33 +38,18 @@ def compare(x, run, tolerance):
     on_tpu.compare(fused, by_token, x, run, tolerance)
 
 
-CASES = {
-    "documents": dict(dims=(160, 1, 1, 1, 16, 8), documents=True),
-    "no decay": dict(dims=(256, 1, 1, 1, 8, 16), decay=None, documents=True),
-    "strong decays, more queries": dict(dims=(256, 4, 1, 2, 8, 8), decay="strong"),
-    "keys alike, fewer queries, wide": dict(dims=(256, 1, 2, 4, 128, 128), alike=True),
-    "two programs to a key": dict(dims=(130, 1, 1, 4, 8, 8)),
-    "channels, short": dict(dims=(40, 1, 1, 2, 16, 8), decay="strong channel", documents=True),
-    "channels, documents": dict(dims=(160, 1, 1, 1, 16, 8), decay="channel", documents=True),
-    "strong channels, more queries": dict(dims=(130, 2, 1, 1, 8, 8), decay="strong channel"),
-    "channels, keys alike, fewer queries, wide": dict(
-        dims=(130, 1, 1, 2, 128, 128), decay="channel", documents=True, alike=True
-    ),
-}
-FAST = ("documents", "channels, short")
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES]
-)
-def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
-    for backend in (tpu, solve):  # several programs of few heads
+    "case",
+    [pytest.param(x, marks=pytest.mark.slow if n > 1 else (), id=x.name) for n, x in enumerate(TPU_INTERPRETED)],
+)  # fmt: skip
+def test_equals_the_recurrence_in_value_and_every_gradient(case, monkeypatch):
+    for backend in (tpu, solve):  # several programs with few heads each
         monkeypatch.setattr(backend, "HEADS", 2)
-    if "short" in name:
+    if "short" in case.name:
         for backend in (tpu, tpu_channels, solve):
             monkeypatch.setattr(backend, "CHUNK", 16)
-    options = dict(CASES[name])
-    compare(*given(*options.pop("dims"), **options), 2e-5 if "alike" in name else 5e-6)
+    tolerance = TPU_TOLERANCES["float32, keys alike" if case.alike else "float32"]
+    compare(*given(*case.dims, documents=case.documents, **case.options), tolerance)
 
 
 @pytest.mark.slow
@@ -71,7 +57,7 @@ def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
 @pytest.mark.parametrize("alike", [False, True])
 def test_bfloat16_is_as_exact_as_its_operands(alike, decay):
     options = dict(dtype=jnp.bfloat16, alike=alike, decay=decay)
-    compare(*given(256, 1, 1, 1, 64, 64, **options), 1.5e-2)
+    compare(*given(256, 1, 1, 1, 64, 64, **options), TPU_TOLERANCES["bfloat16"])
 
 
 @pytest.mark.slow
@@ -111,7 +97,7 @@ def test_lowers_for_a_tpu(dims, decay):
     on_tpu.check_lowering(fused, inputs, run, dims == (128, 128))
 
 
-def test_what_is_not_asked_for_is_not_computed():
+def test_residuals_and_the_gradient_of_the_decay_are_computed_on_request_only():
     inputs, run = jax.eval_shape(lambda: given(256, 1, 1, 1, 8, 8))
     arrays = *(inputs[n] for n in FIELDS[:5]), run, inputs["initial"]
     call = functools.partial(tpu.forward, scale=SCALE, interpret=True)
@@ -123,7 +109,7 @@ def test_what_is_not_asked_for_is_not_computed():
     assert jax.eval_shape(gradient, *arrays, saved, *of_values)[4] is None
 
 
-def test_says_why_it_does_not_serve():
+def test_returns_the_unmet_requirement():
     def why(dims=(64, 64), **options):
         x, _ = jax.eval_shape(lambda: given(128, 2, 2, 2, *dims, **options))
         return unsupported("mosaic_tpu", x["q"], x["k"], x["v"], x["log_decay"])

@@ -1,6 +1,4 @@
-"""The Hopper kernels of RWKV7's memory, by Mosaic GPU's interpreter and by lowering for an H200."""
-
-from typing import Any
+"""The Hopper kernels of RWKV7's memory, run by Mosaic GPU's interpreter, and lowered for an H200."""
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +9,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from lsm_jax import ops
 from pallas_kernels.compat import gpu_interpreter, races_found
 from pallas_kernels.dplr import dplr, unsupported
+from pallas_kernels.dplr.cases import GRADIENT_TOLERANCE, HOPPER_INTERPRETED, OUTPUT_TOLERANCE
 from pallas_kernels.hopper import parts as hopper_parts
 from tests.kernels.test_delta_rule_gpu import check_map
 from tests.kernels.test_linear_attention_gpu import error
@@ -30,6 +29,19 @@ def make(
     strong: float = False,
     size=1.0,
 ):
+    """Arguments of `fused`.
+
+    Args:
+        length: T.
+        heads: H.
+        key_heads: Hk, also the heads of a and b.
+        memories: G.
+        key_dim: K.
+        value_dim: V.
+        documents: whether there are four documents.
+        strong: True makes some decays e^-30; a number above 1 multiplies the log decays.
+        size: factor of the queries.
+    """
     rng = np.random.default_rng(0)
 
     def normal(*shape, dtype=jnp.bfloat16):
@@ -73,41 +85,27 @@ def fused(q, k, v, a, b, log_decay, initial, run):
     )
 
 
-CASES: dict[str, dict[str, Any]] = {
-    "documents": dict(dims=(128, 1, 1, 1, 64, 64), documents=True),
-    "memories-share": dict(dims=(100, 1, 1, 2, 128, 128), documents=True, strong=True),
-    "queries-share": dict(dims=(65, 2, 1, 1, 64, 128), documents=False),
-    "parts": dict(dims=(128, 1, 1, 2, 64, 64), documents=False, parts=2),
-    "wide": dict(dims=(65, 1, 1, 1, 64, 256), documents=True),
-    "deep": dict(dims=(65, 1, 1, 1, 128, 64), documents=False),
-    "deeper": dict(dims=(130, 1, 1, 1, 256, 64), documents=True),
-    "deeper-wide": dict(dims=(65, 1, 1, 1, 256, 256), documents=False),
-    "some-rows-within-reach": dict(dims=(65, 1, 1, 1, 64, 64), documents=True, strong=8),
-    "large-queries": dict(dims=(64, 1, 1, 1, 64, 64), documents=False, size=1e25),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
-    case = dict(CASES[name])
-    if parts := case.pop("parts", None):
-        monkeypatch.setattr(hopper_parts, "count_parts", lambda q, k, v: parts)
-    inputs = make(*case.pop("dims"), **case)
+@pytest.mark.parametrize("case", HOPPER_INTERPRETED, ids=lambda case: case.name)
+def test_equals_the_recurrence_in_value_and_every_gradient(case, monkeypatch):
+    if case.parts is not None:
+        monkeypatch.setattr(hopper_parts, "count_parts", lambda q, k, v: case.parts)
+    options = dict(documents=case.documents, strong=case.strength, size=case.size)
+    inputs = make(*case.dims, **options)
     run = inputs.pop("run")
     widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
     expected, expected_pull = jax.vjp(lambda x: by_token(**x, run=run), widened)
     actual, pull = jax.vjp(lambda x: fused(**x, run=run), inputs)
     for got, wanted in zip(actual, expected, strict=True):
         assert got.shape == wanted.shape
-        assert error(got, wanted) < 5e-3
+        assert error(got, wanted) < OUTPUT_TOLERANCE
     rng = np.random.default_rng(1)
     cotangents = [jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in actual]
     (grads,) = pull(tuple(cotangents))
     (wanted,) = expected_pull(tuple(x.astype(jnp.float32) for x in cotangents))
     for field, gradient in grads.items():
         assert gradient.shape == inputs[field].shape
-        assert error(gradient, wanted[field]) < 1e-2, field
+        assert error(gradient, wanted[field]) < GRADIENT_TOLERANCE, field
     assert not races_found()
 
 
@@ -117,12 +115,12 @@ def test_forward_equals_the_recurrence(strong):
     run = inputs.pop("run")
     widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
     for got, wanted in zip(fused(**inputs, run=run), by_token(**widened, run=run), strict=True):
-        assert error(got, wanted) < 5e-3
+        assert error(got, wanted) < OUTPUT_TOLERANCE
     assert not races_found()
 
 
 def test_maps_over_one_more_axis():
-    """`jax.vmap`, gradients too: to the bit what calls one after the other give."""
+    """`jax.vmap` returns the bits of one call after the other, for values and gradients."""
     case = make(64, 1, 1, 1, 64, 64, documents=False)
     arrays = {n: jnp.stack([case[n], case[n][:, ::-1]]) for n in "qkvab"}
     check_map(fused, arrays, {n: x for n, x in case.items() if n not in arrays})
@@ -134,7 +132,7 @@ def test_causal_to_the_bit():
     changed = dict(inputs)
     for name in ("q", "k", "v", "a", "b", "log_decay"):
         changed[name] = inputs[name].at[:, 77:].multiply(0.5)
-    # Out of reach of the chunk's beginning, where pairs of rows are made another way.
+    # Beyond `halving.RANGE` of the chunk's start, where pairs of rows are computed by levels.
     changed["log_decay"] = inputs["log_decay"].at[:, 77:].multiply(100)
     np.testing.assert_array_equal(fused(**inputs)[0][:, :77], fused(**changed)[0][:, :77])
 
@@ -157,12 +155,12 @@ def test_lowers_for_the_card(width, heads):
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         traced = jax.jit(step).trace(*[wide] * 5, decay, initial, struct((2, 8190), jnp.int32))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    # Three forward; four backward: the memories again, against time, the values, and the rest. Of parts, what each writes and its
-    # transition, and what it reads; the two links.
+    # Three kernels forward and four backward. Parts add three scans over parts and two kernels that combine
+    # parts.
     assert text.count("custom_call @mosaic_gpu") == 7 + 5 * (heads == 4)
 
 
-def test_says_why_it_does_not_serve():
+def test_returns_the_unmet_requirement():
     inputs = make(64, 1, 1, 1, 64, 64, documents=False)
 
     def why(inputs):

@@ -1,4 +1,4 @@
-"""The TPU kernel of RWKV7's memory, interpreted on the CPU against the recurrence, and lowered for a TPU."""
+"""The TPU kernels of RWKV7's memory, interpreted on the CPU and compared with the recurrence, and lowered for a TPU."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from lsm_jax import ops
 from pallas_kernels.dplr import dplr, unsupported
+from pallas_kernels.dplr.cases import TPU_INTERPRETED, TPU_TOLERANCES
 from pallas_kernels.dplr.tpu import channel_decay as tpu
 from pallas_kernels.tpu import solve
 from tests.kernels import on_tpu
@@ -19,7 +20,7 @@ from tests.kernels.test_dplr_gpu import SCALE, by_token, make
 
 
 def given(*dims, dtype=jnp.float32, documents=False, strong=False):
-    """Inputs that are differentiated, and the runs."""
+    """Return the arguments of `fused`: the arrays that are differentiated, and the document numbers or None."""
     x = make(*dims, documents=False, strong=strong)
     del x["run"]
     run = on_tpu.runs(dims[0]) if documents else None
@@ -34,29 +35,24 @@ def compare(x, run, tolerance):
     on_tpu.compare(fused, by_token, x, run, tolerance)
 
 
-CASES = {
-    "short": dict(dims=(40, 1, 1, 1, 16, 8), documents=True, strong=True),
-    "documents": dict(dims=(160, 1, 1, 1, 16, 8), documents=True, strong=True),
-    "more queries": dict(dims=(130, 2, 1, 1, 8, 16)),
-    "fewer queries, wide": dict(dims=(130, 1, 1, 2, 128, 128), documents=True),
-}
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == "short" else pytest.mark.slow) for n in CASES]
-)
-def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
-    if name == "short":
+    "case",
+    [pytest.param(x, marks=pytest.mark.slow if n else (), id=x.name) for n, x in enumerate(TPU_INTERPRETED)],
+)  # fmt: skip
+def test_equals_the_recurrence_in_value_and_every_gradient(case, monkeypatch):
+    if case.name == "short":
         for backend in (solve, tpu):
             monkeypatch.setattr(backend, "CHUNK", 16)
-    options = dict(CASES[name])
-    compare(*given(*options.pop("dims"), **options), 5e-6)
+    inputs = given(*case.dims, documents=case.documents, strong=case.strength)
+    compare(*inputs, TPU_TOLERANCES["float32"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strong", [False, True])
 def test_bfloat16_is_as_exact_as_its_operands(strong):
-    compare(*given(256, 1, 1, 1, 64, 64, dtype=jnp.bfloat16, strong=strong), 1.5e-2)
+    compare(
+        *given(256, 1, 1, 1, 64, 64, dtype=jnp.bfloat16, strong=strong), TPU_TOLERANCES["bfloat16"]
+    )
 
 
 @pytest.mark.slow
@@ -87,7 +83,7 @@ def test_lowers_for_a_tpu(dims):
     on_tpu.check_lowering(fused, x, run, dims == (128, 128))
 
 
-def test_says_why_it_does_not_serve_and_saves_nothing_unasked():
+def test_returns_the_unmet_requirement_and_saves_residuals_on_request_only():
     def why(dims=(64, 64), change=lambda x: x, **options):
         x, _ = jax.eval_shape(lambda: given(128, 2, 2, 2, *dims, **options))
         arrays = {n: change(x)[n] for n in ("q", "k", "v", "a", "b", "log_decay")}

@@ -1,4 +1,4 @@
-"""The Hopper kernel of forgetting attention, by Mosaic GPU's interpreter and by lowering for an H200."""
+"""The Hopper kernels of forgetting attention: run in Mosaic GPU's interpreter, and lowered for an H200."""
 
 import functools
 
@@ -15,6 +15,7 @@ from lsm_jax.ops.backends.registry import Call
 from lsm_jax.ops.core.segments import read_tokens
 from pallas_kernels.compat import gpu_interpreter, races_found
 from pallas_kernels.forgetting_attention import bounds, forgetting_attention, hopper, unsupported
+from pallas_kernels.forgetting_attention.cases import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE
 from tests.kernels.test_linear_attention_gpu import error
 
 SCALE = 0.2
@@ -43,7 +44,7 @@ def make(length, heads, key_heads, dim, *, gates="mild", documents=False, masked
 
 
 def plain(q, k, v, sums, *, run, written, window):
-    """All scores at once, in float32."""
+    """Return attention's output, computed from all scores at once, in float32."""
     length, heads = q.shape[1:3]
     k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k, v))
     scores = SCALE * jnp.einsum("bthd,bshd->bhts", q, k, precision="highest")
@@ -71,7 +72,7 @@ CASES = {
     "masked": dict(dims=(256, 1, 1, 64), documents=True, masked=True),
     "no-gates-masked": dict(dims=(130, 2, 2, 64), gates=None, masked=True),
     "no-gates-window": dict(dims=(256, 1, 1, 64), gates=None, window=70, documents=True),
-    # Queries of two parts of the row alone: (first, last) tokens. Some keys nobody sees.
+    # The queries are those of two parts of the row, (first, last + 1); no query sees some of the keys.
     "parts": dict(dims=(768, 2, 1, 64), parts=((128, 256), (512, 640)), masked=True),
     "parts-strong": dict(dims=(896, 1, 1, 128), gates="strong", parts=((0, 256), (640, 896))),
     "parts-documents": dict(dims=(768, 1, 1, 64), documents=True, parts=((128, 256), (512, 640))),
@@ -103,19 +104,19 @@ def test_equals_attention_in_value_and_every_gradient(name):
     widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
     expected, expected_pull = jax.vjp(lambda x: cut(plain(**x, **places)), widened)
     actual, pull = jax.vjp(fused, inputs)
-    assert error(actual, expected) < 5e-3
+    assert error(actual, expected) < OUTPUT_TOLERANCE
     blind = np.all(np.asarray(expected) == 0, axis=(2, 3))
     np.testing.assert_array_equal(np.asarray(actual, np.float32)[blind], 0)
     rng = np.random.default_rng(1)
     d_output = jnp.asarray(rng.normal(size=actual.shape), actual.dtype)
     (grads,), (wanted,) = pull(d_output), expected_pull(d_output.astype(jnp.float32))
     for field in ("q", "k", "v"):
-        assert error(grads[field], wanted[field]) < 1e-2, field
+        assert error(grads[field], wanted[field]) < GRADIENT_TOLERANCE, field
     if inputs["sums"] is not None:
         of_sums = [np.float64(x["sums"][0]) for x in (grads, wanted)]
-        assert error(*of_sums) < 1e-2
-        # What a gate gets is the sum over all later tokens, in which nearly all cancels.
-        assert error(*(x[:, ::-1].cumsum(1) for x in of_sums)) < 1e-2
+        assert error(*of_sums) < GRADIENT_TOLERANCE
+        # The gradient of a gate is the sum over all later tokens, in which nearly everything cancels.
+        assert error(*(x[:, ::-1].cumsum(1) for x in of_sums)) < GRADIENT_TOLERANCE
         np.testing.assert_array_equal(grads["sums"][1], 0)
     assert not races_found()
 
@@ -126,18 +127,20 @@ def test_heads_of_256_forward():
     places = {n: inputs.pop(n) for n in ("run", "written")}
     call = lambda x: forgetting_attention(**x, **places, scale=SCALE, interpret=gpu_interpreter())  # noqa: E731
     widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
-    assert error(call(inputs), plain(**widened, **places, window=None)) < 5e-3
+    assert error(call(inputs), plain(**widened, **places, window=None)) < OUTPUT_TOLERANCE
     assert not races_found()
 
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("documents", [False, True])
 def test_what_is_pruned_weighs_nothing(masked, documents):
-    """Tiles a row passes over weigh less than e^-10 of it, and gates this strong hide some."""
+    """The tiles that are skipped for a query weigh less than e^-10 of its sum, and gates as strong as these
+    hide some tiles.
+    """
     inputs = make(1024, 2, 1, 64, masked=masked)
     q, k, sums, written = (inputs[n] for n in ("q", "k", "sums", "written"))
     run = np.repeat([0, 1], 512)[None] if documents else None
-    if documents:  # even sums that begin anew, which nobody should give
+    if documents:  # the bound also holds for sums that restart, which are not accepted as input
         sums = tuple(x.at[:, 512:].add(-x[:, 511:512]) for x in sums)
     gates = tuple(jnp.moveaxis(x, 2, 1) for x in sums)
     rows = bounds.Rows(gates, None if run is None else jnp.asarray(run), written)
@@ -166,7 +169,9 @@ def test_what_is_pruned_weighs_nothing(masked, documents):
 
 
 def test_pruning_changes_nothing_that_matters(monkeypatch):
-    """Output and every gradient, where tiles are passed over; and not one bit where no weight is too small."""
+    """Output and gradients are the same within 1e-4 where tiles are skipped, and the output to the bit where
+    no weight is negligible.
+    """
     inputs = make(384, 1, 1, 64, gates="strong")
     inputs = {n: inputs[n] for n in ("q", "k", "v", "sums")}
     rows = bounds.Rows(tuple(jnp.moveaxis(x, 2, 1) for x in inputs["sums"]), None)
@@ -189,7 +194,9 @@ def test_pruning_changes_nothing_that_matters(monkeypatch):
         np.testing.assert_allclose(np.float64(a), np.float64(b), rtol=0, atol=1e-4)
     monkeypatch.setattr(bounds, "LOG_NEGLIGIBLE", -np.inf)
     assert find(True).first_of_query.max() == 0
-    for a, b in zip(find(True)[:3], find(False)[:3], strict=True):  # all that gradients know of it
+    for a, b in zip(
+        find(True)[:3], find(False)[:3], strict=True
+    ):  # the fields that the backward pass uses
         np.testing.assert_array_equal(a, b)
     np.testing.assert_array_equal(run(True)(inputs), whole[0])
 
@@ -268,9 +275,11 @@ def test_attention_picks_it_where_cudnn_does_not_serve():
     assert "mosaic_gpu" in text(lambda q, ids: ops.attention(q, q, q, segment_ids=ids)[0], q, ids)
     assert "mosaic_gpu" not in text(lambda q, g: gated(q, g, implementation="xla"), q, gates)
     wide = struct((1, 256, 2, 256), jnp.bfloat16)
-    assert "mosaic_gpu" not in text(gated, wide, gates)  # without a gradient only by name
+    assert "mosaic_gpu" not in text(
+        gated, wide, gates
+    )  # a call without a gradient uses the kernel only by name
     assert "mosaic_gpu" in text(lambda q, g: gated(q, g, implementation="mosaic_gpu"), wide, gates)
-    with pytest.raises(NotImplementedError, match="takes q in bfloat16, not float32"):
+    with pytest.raises(NotImplementedError, match="requires q in bfloat16, not float32"):
         gated(jnp.ones(q.shape), jnp.zeros(gates.shape), implementation="mosaic_gpu")
     with pytest.raises(NotImplementedError, match="no window together with segment_ids"):
         ops.attention(
@@ -280,7 +289,9 @@ def test_attention_picks_it_where_cudnn_does_not_serve():
 
 
 def test_attentions_sums_go_on_through_documents(monkeypatch):
-    """As the kernel needs them: a sum that begins anew would hide what is seen, or cost its digits."""
+    """The kernel requires sums that do not restart at a document: restarted sums would hide visible keys, or
+    lose digits.
+    """
     given = {}
     monkeypatch.setattr(
         "pallas_kernels.forgetting_attention.forgetting_attention",

@@ -1,4 +1,6 @@
-"""The TPU kernel of forgetting attention, interpreted on the CPU against attention with all scores at once, and lowered for a TPU."""
+"""The TPU kernels of forgetting attention: compared in the interpreter with attention from all scores at
+once, and lowered for a TPU.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def small_tiles(monkeypatch):
 
 
 def given(*dims, dtype=jnp.float32, **options):
-    """Inputs that are differentiated, and places."""
+    """Return the inputs that are differentiated, and the other arrays."""
     inputs = make(*dims, **options)
     places = {n: inputs.pop(n) for n in PLACES}
     return inputs | {n: inputs[n].astype(dtype) for n in "qkv"}, places
@@ -37,7 +39,9 @@ def fused(x, interpret=True, **places):
 
 
 def compare(inputs, places, tolerance, **options):
-    """Value and every gradient, relative to the largest; returns those of the kernel."""
+    """Compare the output and every gradient with the expected ones, relative to the largest entry, and return
+    those of the kernel.
+    """
 
     @functools.partial(jax.jit, static_argnums=0)
     def both(function, x, d_output):
@@ -52,8 +56,8 @@ def compare(inputs, places, tolerance, **options):
     actual = both(lambda x: fused(x, **places, **options), inputs, d_output)
     grads, wanted_grads = actual[1], wanted[1]
     if inputs["sums"] is not None:
-        np.testing.assert_array_equal(grads["sums"][1], 0)  # all of it is on the high part
-        # What a gate gets is the sum over all later tokens, in which nearly all cancels.
+        np.testing.assert_array_equal(grads["sums"][1], 0)  # the whole gradient is on the high part
+        # The gradient of a gate is the sum over all later tokens, in which nearly everything cancels.
         for x in (grads, wanted_grads):
             high = np.float64(x["sums"][0])
             x["sums"] = high, high[:, ::-1].cumsum(1)
@@ -167,7 +171,7 @@ def test_lowers_for_a_tpu(dim, monkeypatch):
     text = text.as_text()
     assert text.count("custom_call @tpu_custom_call") == 3
     transposed = [x for x in text.splitlines() if "stablehlo.transpose" in x and "bf16" in x]
-    assert (not transposed) == (dim == 128)  # heads as wide as a tile stay as they lie
+    assert (not transposed) == (dim == 128)  # heads of 128 channels are not transposed
 
 
 def test_names_the_requirement_that_is_not_met():

@@ -1,4 +1,6 @@
-"""Decays whose exponential is 0 in float32, and decays of 1, by the kernels in their interpreters."""
+"""Log decays whose exponential is 0 in float32, and decays of 1: results of the kernels in their
+interpreters.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ OPS: dict[str, Any] = {
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "mosaic_tpu"])
 def test_gates_of_any_strength_are_finite_and_right(implementation, op, gates):
-    """Values and every gradient against the recurrence."""
+    """Values and all gradients are finite and equal those of the recurrence."""
     module, kernel, decay = OPS[op]
     x = module.make(LENGTH, 1, 1, 1, 64, 64, documents=False, decay=decay)
     x = {name: a for name, a in x.items() if name != "run"}

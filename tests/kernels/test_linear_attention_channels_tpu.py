@@ -1,4 +1,6 @@
-"""The TPU kernels of linear attention with a decay of the key or value channels, on the CPU against the recurrence, and lowered."""
+"""The TPU kernels of linear attention with a decay of the key or value channels: compared with the recurrence
+on the CPU, and lowered for a TPU.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ STRONG = [0.0, -1e-3, -0.1, -1.0, -30.0]
 
 
 def make(dims, kind="channel", *, dtype=jnp.float32, documents=False, decays=STRONG, bonus=False):
-    """The inputs that are differentiated, and the document numbers."""
+    """Return the inputs that are differentiated, and the document numbers."""
     x = on_gpu.make(*dims, documents=False, decay=kind, bonus=bonus)
     del x["run"]
     rng = np.random.default_rng(3)

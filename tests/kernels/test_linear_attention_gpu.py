@@ -1,4 +1,4 @@
-"""The Hopper kernels of linear attention, by Mosaic GPU's interpreter and by lowering for an H200."""
+"""The Hopper kernels of linear attention: run in Mosaic GPU's interpreter, and lowered for an H200."""
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ def make(
 
 
 def make_case(case):
-    """The inputs of a `Case`."""
+    """Return the inputs of a `Case`."""
     sizes = case.length, *case.heads, case.key_dim, case.value_dim
     options = {name: getattr(case, name) for name in ("documents", "decay", "strong", "bonus")}
     return make(*sizes, **options)
@@ -80,7 +80,7 @@ def fused(q, k, v, log_decay, **rest):
 
 
 def error(actual, expected):
-    """The RMS of the difference, relative to the RMS of `expected`."""
+    """Return the RMS of the difference, relative to the RMS of `expected`."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     return np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2))
 

@@ -1,4 +1,4 @@
-"""The TPU kernel of linear attention, interpreted on the CPU against the recurrence, and lowered for a TPU."""
+"""The TPU kernel of linear attention: compared with the recurrence in the interpreter, and lowered for a TPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ NAMES = ("output", "final", "dq", "dk", "dv", "dlog_decay", "dinitial")
 
 
 def make(heads, dims, *, length=256, decay=True, runs=False, dtype=jnp.float32, seed=0):
-    """q, k, v, log_decay, run and initial for (H, Hk, G) heads and (K, V); with documents (`runs`) two rows."""
+    """Return q, k, v, log_decay, run and initial for `heads` (H, Hk, G) and `dims` (K, V); with documents
+    (`runs`) there are two rows.
+    """
     rng = np.random.default_rng(seed)
     batch = 2 if runs else 1
     (query_heads, key_heads, memories), (key_dim, value_dim) = heads, dims
@@ -70,7 +72,7 @@ def cotangents(arrays):
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def fused(arrays, cotangents, interpret=True):
-    """The results and gradients with the names `NAMES`."""
+    """Return the kernel's results and gradients, in the order of `NAMES`."""
     output, final, saved = tpu.forward(*arrays, scale=SCALE, interpret=interpret)
     grads = tpu.backward(*arrays, saved, *cotangents, scale=SCALE, interpret=interpret)
     return output, final, *grads
@@ -109,7 +111,7 @@ FAST = ("pairs", "pairs of one key")
 )
 def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
     heads, dims, layout = TPU_SCALAR_INTERPRETED[name]
-    monkeypatch.setattr(scalar_layout, "HEADS", 2)  # several programs of few heads
+    monkeypatch.setattr(scalar_layout, "HEADS", 2)  # several programs with few heads each
     arrays = make(heads, dims, runs=True)
     plan = scalar_layout.plan_heads(*arrays[:3])
     assert (plan.count, plan.keys, plan.tile_count, plan.programs) == layout

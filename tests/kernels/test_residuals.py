@@ -1,4 +1,4 @@
-"""What kernels leave for their backward: kept under remat=dots, and behind barriers, so that no kernel runs twice."""
+"""The residuals of kernels are saved under remat=dots and are behind barriers, so that no kernel runs twice."""
 
 from typing import Any
 
@@ -13,9 +13,9 @@ from lsm_jax import ops
 from lsm_jax.models.decoder import rematerialized
 from pallas_kernels.short_convolution import short_convolution
 
-KERNEL = "mpmd_map"  # what a Mosaic GPU kernel is traced to
+KERNEL = "mpmd_map"  # the primitive of a Mosaic GPU kernel
 ROWS, HEADS, DIM = (2, 128), 2, 64
-# The op, and what it is given beside q, k and v: one a head ("head"), or one a channel.
+# The op, and its arguments after q, k and v: [B, T, H] ("head"), or [B, T, H, K] in float32 ("channel") or bfloat16 ("short").
 CASES: dict[str, tuple[Any, tuple[str, ...]]] = {
     "linear": (ops.linear_memory, ("head",)),
     "linear-channels": (ops.linear_memory, ("channel",)),
@@ -27,10 +27,10 @@ CASES: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 def step(case, remat):
-    """The gradient of three layers of one op, scanned, and its arguments' shapes."""
-    op, more = CASES[case]
+    """Return the function that computes the gradient of a scan over three layers of one op, and its arguments' shapes."""
+    op, kinds = CASES[case]
     struct, width = jax.ShapeDtypeStruct, HEADS * DIM
-    kinds = dict(
+    shapes_of = dict(
         head=struct((*ROWS, HEADS), jnp.float32),
         channel=struct((*ROWS, HEADS, DIM), jnp.float32),
         short=struct((*ROWS, HEADS, DIM), jnp.bfloat16),
@@ -47,7 +47,7 @@ def step(case, remat):
         return jnp.sum(x.astype(jnp.float32))
 
     shapes = struct((*ROWS, width), jnp.bfloat16), struct((3, width, 3 * width), jnp.bfloat16)
-    return jax.grad(total, argnums=(0, 1)), (*shapes, tuple(kinds[name] for name in more))
+    return jax.grad(total, argnums=(0, 1)), (*shapes, tuple(shapes_of[name] for name in kinds))
 
 
 def traced(function, arguments):
@@ -57,10 +57,10 @@ def traced(function, arguments):
 
 
 def equations(jaxpr):
-    """(equation, those that made its inputs where it stands), of a jaxpr and all within."""
-    made = {out: equation for equation in jaxpr.eqns for out in equation.outvars}
+    """Yield each equation of a jaxpr and of the jaxprs inside it, with the equations of the same jaxpr that compute its inputs."""
+    sources = {out: equation for equation in jaxpr.eqns for out in equation.outvars}
     for equation in jaxpr.eqns:
-        yield equation, [made.get(v) for v in equation.invars if not isinstance(v, core.Literal)]
+        yield equation, [sources.get(v) for v in equation.invars if not isinstance(v, core.Literal)]
         for inner in jax.tree.leaves(
             list(equation.params.values()),
             is_leaf=lambda x: isinstance(x, core.Jaxpr | core.ClosedJaxpr),
@@ -70,7 +70,9 @@ def equations(jaxpr):
 
 
 def kernels(case, remat) -> int:
-    """In the program that gradient and rematerialization leave, without what nothing reads."""
+    """Return the number of kernels in the program of the gradient with rematerialization, after removal of
+    dead code.
+    """
     jaxpr = traced(*step(case, remat)).jaxpr.jaxpr
     live, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     return sum(equation.primitive.name == KERNEL for equation, _ in equations(live))
@@ -83,13 +85,13 @@ def test_dots_runs_no_kernel_of_a_memory_or_of_attention_again(case):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_a_scan_may_stack_of_a_kernel_is_behind_a_barrier(case):
+def test_residuals_that_a_scan_may_stack_are_behind_a_barrier(case):
     named = [
         sources
         for equation, sources in equations(traced(*step(case, "none")).jaxpr.jaxpr)
         if equation.primitive.name == "name" and equation.params["name"] == ops.KEPT
     ]
-    assert len(named) >= 2  # the output, and something that the backward takes
+    assert len(named) >= 2  # the output, and at least one residual
     for (source,) in named:
         assert source is not None and source.primitive.name == "optimization_barrier"
 
@@ -103,5 +105,5 @@ def test_a_convolution_is_behind_a_barrier():
         call = lambda *a: short_convolution(*a, initial=initial, silu=True)  # noqa: E731
         return jax.vjp(call, x, weight)[0]
 
-    found = [e.primitive.name for e, _ in equations(traced(forward, (x, weight)).jaxpr.jaxpr)]
-    assert "optimization_barrier" in found
+    names = [e.primitive.name for e, _ in equations(traced(forward, (x, weight)).jaxpr.jaxpr)]
+    assert "optimization_barrier" in names

@@ -1,4 +1,6 @@
-"""One state per segment, by the kernels in their interpreters: against the recurrence, and against each segment alone."""
+"""Kernels with one state per segment, in their interpreters: compared with the recurrence, and with calls on
+each segment alone.
+"""
 
 import functools
 import importlib
@@ -23,7 +25,7 @@ IDS = {
     for chunk in (64, 128)
 }
 CHUNK = dict(mosaic_gpu=64, mosaic_tpu=128)
-# The op; heads of q, k and v; K; V; the decay.
+# Each case: the op; heads of q, k and v; K; V; the kind of decay.
 CASES = {
     "scalar": ("linear", (1, 1, 1), 64, 64, "token"),
     "plain-shared": ("linear", (2, 1, 1), 64, 128, None),
@@ -55,7 +57,9 @@ wait.defvjp(lambda x: (wait(x), None), lambda _, g: (jax.block_until_ready(g),))
 
 
 def run_alone(kernel, *, run, **x):
-    """Call a kernel while nothing else runs: if XLA has too few threads left, those of the interpreter would wait for ever."""
+    """Call a kernel while nothing else runs: with too few free threads of XLA, those of the interpreter would
+    wait for each other for ever.
+    """
     x = {name: wait(a) if isinstance(a, jax.Array) else a for name, a in x.items()}
     return wait(kernel(run=run, **x))
 
@@ -119,7 +123,7 @@ def call(op, ids, memory, *, mask=None, **x):
 
 
 def two_rows(ids):
-    """Segment ids of two rows: `ids`, and `ids` with other numbers for three tokens."""
+    """Return segment ids of two rows: `ids`, and `ids` with other numbers for three tokens."""
     other = ids.copy()
     other[[3, 50, 80]] = 4, 3, 1
     return jnp.asarray(np.stack([ids, other]), jnp.int32)
@@ -174,7 +178,9 @@ def check(case, implementation, ids, gradients=True):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_segments_do_not_see_each_other(case, implementation):
-    """A token reads no other segment and no later token, to the bit; and each segment alone has the same results up to rounding."""
+    """No bit of an output depends on other segments or on later tokens. A call on a segment alone has the
+    same results up to rounding.
+    """
     check_threads(case, implementation)
     op, ids = CASES[case][0], IDS[CHUNK[implementation]]
     x = make(case, len(ids))

@@ -1,4 +1,4 @@
-"""The Hopper kernels of selective memories, by Mosaic GPU's interpreter and by lowering for an H200."""
+"""The Hopper kernels of selective memories: run in Mosaic GPU's interpreter, and lowered for an H200."""
 
 from typing import Any
 
@@ -26,7 +26,9 @@ from tests.kernels.test_linear_attention_gpu import error
 
 
 def make(case: Case, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arrays that are differentiated, and ids and masks; padding holds NaN, which no output may contain."""
+    """Return the arrays that are differentiated, and ids and masks; arrays are NaN at padding, and no output
+    may be NaN.
+    """
     batch, length, channels, states = case.batch, case.length, case.channels, case.states
     rng = np.random.default_rng(seed)
 
@@ -55,7 +57,7 @@ def make(case: Case, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
     arrays["memory"] = normal(batch, channels, max(states, 1))
     marks: dict[str, Any] = {}
     if case.documents:
-        # Few enough to leave chunks in which none begins.
+        # Few documents, so that none begins in some chunks.
         ids = np.cumsum(rng.random((batch, length)) < 4 / length, axis=1) + 1
         ids[rng.random(ids.shape) < 0.1] = 0
         ids[:, 0] = 1
@@ -66,7 +68,9 @@ def make(case: Case, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def call(arrays: dict[str, Any], marks: dict[str, Any], implementation: str | None):
-    """Output and final memory of the op; a complex memory starts with two equal parts."""
+    """Return the output and the final memory of the op; a complex memory starts with equal real and imaginary
+    parts.
+    """
     given = dict(arrays)
     memory = given.pop("memory")
     if "angle" in given:
@@ -82,13 +86,15 @@ def call(arrays: dict[str, Any], marks: dict[str, Any], implementation: str | No
 
 
 def both(arrays, marks, implementation, cotangents):
-    """Values and every gradient."""
+    """Return the values and every gradient."""
     values, pull = jax.vjp(lambda a: call(a, marks, implementation), arrays)
     return values, pull(cotangents)[0]
 
 
 def compare(case: Case, run) -> tuple[Any, Any]:
-    """Compare values and gradients that `run(arrays, marks, cotangents)` returns with those of the recurrence in float32."""
+    """Compare values and gradients that `run(arrays, marks, cotangents)` returns with those of the recurrence
+    in float32.
+    """
     arrays, marks = make(case)
     rng = np.random.default_rng(1)
     dy = jnp.asarray(rng.normal(size=arrays["u"].shape), jnp.bfloat16)
@@ -128,7 +134,7 @@ def interpreted(monkeypatch):
 )
 @pytest.mark.usefixtures("interpreted")
 def test_equals_the_recurrence(case):
-    """Value, final memory and every gradient, and no races."""
+    """Value, final memory and every gradient are those of the recurrence, and there are no races."""
     compare(case, lambda a, m, c: both(a, m, "mosaic_gpu", c))
     assert not races_found()
 
@@ -150,7 +156,7 @@ def test_no_later_token_changes_a_bit(states):
 @pytest.mark.parametrize("states", [16, 0])
 @pytest.mark.usefixtures("interpreted")
 def test_maps_over_an_axis(states):
-    """`jax.vmap` of the op, gradients too."""
+    """The gradients of `jax.vmap` of the op are those of single calls."""
     case = Case(64, 128, states, False, batch=1)
     arrays = [make(case, seed)[0] for seed in range(2)]
 
@@ -166,7 +172,7 @@ def test_maps_over_an_axis(states):
 
 @pytest.mark.parametrize("states", [16, 0])
 def test_the_op_lowers_to_them_on_the_card(states):
-    """Three kernels forward and three backward, also without a named implementation."""
+    """The op lowers to three kernels forward and three backward, also if the implementation is not named."""
     arrays, marks = make(Case(4090, 256, states, True))
 
     def lowered(marks):
@@ -186,18 +192,18 @@ def test_the_op_lowers_to_them_on_the_card(states):
     ("changes", "message"),
     [
         (dict(u=jnp.ones((2, 64, 64))), "u in bfloat16, not float32"),
-        (dict(B=jnp.ones((64, 16))), "of real memories those with discretization='euler'"),
-        (dict(discretization="zoh"), "of real memories those with discretization='euler'"),
+        (dict(B=jnp.ones((64, 16))), "for a real memory: discretization='euler'"),
+        (dict(discretization="zoh"), "for a real memory: discretization='euler'"),
         (dict(delta=jnp.ones(64)), r"delta \[B, T, D\]"),
         (dict(form="associative"), "form='chunk' of more than one token, not 'associative'"),
         (
             dict(A=-jnp.ones((64, 4)), B=jnp.ones((2, 64, 4)), C=jnp.ones((2, 64, 4))),
             "memories of 8 or 16 numbers for each channel, not 4",
         ),
-        (dict(A=-jnp.ones((64, 16)) + 1j), "of complex memories those of one number"),
+        (dict(A=-jnp.ones((64, 16)) + 1j), "for a complex memory: one entry per channel"),
         (
             dict(initial_state=ops.selective_state(2, 64, 16, num_segments=3)),
-            "one state a row, not one a segment",
+            "one state per row, not one per segment",
         ),
     ],
 )
@@ -233,7 +239,9 @@ def test_names_what_exists():
 
 
 def test_what_writes_nothing_may_be_anything(interpreted):
-    """The update of a masked token is the identity, whatever its arrays say; D passes its u on to itself alone."""
+    """A masked token does not change the memory, even if its u is infinite; D u is added only to its own
+    output.
+    """
     arrays, _ = make(Case(100, 64, 16, False, batch=1))
     at = 10
     arrays["u"] = arrays["u"].at[:, at].set(jnp.inf)

@@ -1,4 +1,4 @@
-"""The TPU kernels of selective memories, by the TPU's interpreter and by lowering for one."""
+"""The TPU kernels of selective memories: run in the TPU's interpreter, and lowered for a TPU."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def no_races() -> bool:
 )
 @pytest.mark.usefixtures("interpreted")
 def test_equals_the_recurrence(case):
-    """Value, final memory and every gradient, and no races."""
+    """Value, final memory and every gradient are those of the recurrence, and there are no races."""
     compare(case, lambda a, m, c: both(a, m, "mosaic_tpu", c))
     assert no_races()
 
@@ -87,7 +87,7 @@ def test_no_later_token_changes_a_bit(states):
 @pytest.mark.parametrize("states", [pytest.param(16, marks=pytest.mark.slow), 0])
 @pytest.mark.usefixtures("interpreted")
 def test_maps_over_an_axis(states):
-    """`jax.vmap` of the op, gradients too."""
+    """The gradients of `jax.vmap` of the op are those of single calls."""
     case = Case(64, 128, states, True, batch=1)
     given = [make(case, seed) for seed in range(2)]
 
@@ -104,7 +104,7 @@ def test_maps_over_an_axis(states):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("states", [16, 0])
 def test_lowers_to_a_kernel_each_way(states, dtype):
-    """One kernel forward and one backward, only where the implementation is named."""
+    """The op lowers to one kernel forward and one backward, only if the implementation is named."""
     arrays, marks = make(Case(500, 256, states, True))
     arrays["u"] = arrays["u"].astype(dtype)
 
@@ -138,7 +138,7 @@ def test_lowers_to_a_kernel_each_way(states, dtype):
             dict(A=-jnp.ones((128, 4)), B=jnp.ones((2, 64, 4)), C=jnp.ones((2, 64, 4))),
             "memories of 8, 16, 24 or 32 numbers for each channel, not 4",
         ),
-        (dict(A=-jnp.ones((128, 16)) + 1j), "of complex memories those of one number"),
+        (dict(A=-jnp.ones((128, 16)) + 1j), "for a complex memory: one entry per channel"),
     ],
 )  # fmt: skip
 def test_names_the_requirement_that_is_not_met(changes, message):

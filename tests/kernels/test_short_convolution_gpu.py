@@ -1,4 +1,4 @@
-"""The Hopper kernel of short convolutions, by Mosaic GPU's interpreter and by lowering for an H200."""
+"""The Hopper kernels of short convolutions: run in Mosaic GPU's interpreter, and lowered for an H200."""
 
 from typing import Any
 
@@ -17,7 +17,9 @@ from tests.kernels.test_linear_attention_gpu import error
 
 
 def make(length, channels, width, *, documents, bias, batch=1) -> tuple[dict[str, Any], Any]:
-    """Arrays, and ids with padding inside documents and at the end, the first token going on from what came before."""
+    """Return arrays, and segment ids with padding inside documents and at the end; the first token continues
+    the state's document.
+    """
     rng = np.random.default_rng(0)
 
     def normal(*shape):
@@ -27,7 +29,7 @@ def make(length, channels, width, *, documents, bias, batch=1) -> tuple[dict[str
     ids[rng.random(ids.shape) < 0.15] = 0
     ids[:, 0], ids[:, -3:] = 1, 0
     x = normal(batch, length, channels)
-    if documents:  # what padding holds is never looked at
+    if documents:  # the values of padding are never used
         x = jnp.where(jnp.asarray(ids == 0)[..., None], jnp.nan, x)
     arrays = dict(x=x, weight=normal(width, channels), initial=normal(batch, width - 1, channels))
     if bias:
@@ -36,7 +38,7 @@ def make(length, channels, width, *, documents, bias, batch=1) -> tuple[dict[str
 
 
 def plain(arrays, ids, silu, head_dim):
-    """The XLA form."""
+    """Return the output of the XLA form."""
     arrays = dict(arrays)
     initial = arrays.pop("initial")
     state = ops.ShiftState(initial, jnp.ones(initial.shape[0], jnp.int32))
@@ -62,7 +64,7 @@ def fused(arrays, ids, silu, head_dim):
     ],
 )
 def test_equals_the_plain_form(case):
-    """Value and every gradient against float32, and no races."""
+    """Value and every gradient are those of float32, and there are no races."""
     length, channels, width, documents, bias, silu, head_dim = case
     arrays, ids = make(length, channels, width, documents=documents, bias=bias)
     dy = jnp.asarray(np.random.default_rng(1).normal(size=arrays["x"].shape), jnp.bfloat16)
@@ -96,8 +98,9 @@ def test_no_later_token_changes_a_bit():
     [(False, 1024, 128), (True, 1024, 128), (False, 768, 256)],
 )
 def test_the_op_lowers_to_it_on_the_card(documents, channels, head_dim):
-    """One kernel forward, one backward, also where the op is left to choose; with a mask it chooses XLA. Heads too wide for it
-    are normalised by XLA."""
+    """Without a named implementation the op lowers to one kernel forward and one backward; with a mask it
+    selects XLA. Heads that are too wide for the kernel are normalised by XLA.
+    """
     struct = jax.ShapeDtypeStruct
     x, weight = struct((2, 4090, channels), jnp.bfloat16), struct((4, channels), jnp.bfloat16)
     ids = struct((2, 4090), jnp.int32)
@@ -128,11 +131,11 @@ def test_names_the_requirement_that_is_not_met():
     assert "not 256 in heads of 128" in str(unsupported(x, weight, 128))
     assert "2 to 4 rows, not 5" in str(unsupported(x, jnp.ones((5, 256)), None))
     call: Any = dict(weight=weight, implementation="mosaic_gpu")
-    with pytest.raises(NotImplementedError, match="takes x in bfloat16, not float32"):
+    with pytest.raises(NotImplementedError, match="requires x in bfloat16, not float32"):
         ops.short_convolution(x.astype(jnp.float32), **call)
-    with pytest.raises(NotImplementedError, match="takes 64 tokens or more, not 63"):
+    with pytest.raises(NotImplementedError, match="requires 64 tokens or more, not 63"):
         ops.short_convolution(x[:, :63], **call)
-    with pytest.raises(NotImplementedError, match="takes no update_mask"):
+    with pytest.raises(NotImplementedError, match="requires no update_mask"):
         ops.short_convolution(x, **call, update_mask=jnp.ones(x.shape[:2]))
     with pytest.raises(ValueError, match="implementation='triton'; accepted are"):
         short_convolution(x, weight, initial=arrays["initial"], silu=True, implementation="triton")

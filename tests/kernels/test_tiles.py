@@ -1,4 +1,6 @@
-"""One chunk of linear attention on tiles, value and gradient, against the recurrence token by token in float64."""
+"""Values and gradients of one chunk of linear attention, `pallas_kernels.tiles`, are compared with the
+recurrence, token by token in float64.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ DECAYS = {
 
 
 def inputs(size, key_dim, value_dim, heads, decays, runs, seed):
-    """q, k [C, keys, K], v, dO [C, n, V], S, dS' [n, K, V], log decays [C, n] or None, document numbers [C] or None, and that of the token before."""
+    """Return q, k [C, keys, K], v, dO [C, n, V], S, dS' [n, K, V], log decays [C, n] or None, document
+    numbers [C] or None, and the document number of the token before the chunk.
+    """
     rng = np.random.default_rng(seed)
     q, k = rng.normal(size=(2, size, heads.keys, key_dim))
     v, d_out = rng.normal(size=(2, size, heads.count, value_dim))
@@ -38,7 +42,7 @@ def inputs(size, key_dim, value_dim, heads, decays, runs, seed):
 
 @jax.jit
 def recurrence(q, k, v, log_decay, memory, begins):
-    """Linear-MoE, arXiv 2503.05447, Eq. 5: M <- a M + kᵀ v, o = q M."""
+    """Compute M <- a M + kᵀ v, o = q M token by token (Linear-MoE, arXiv 2503.05447, Eq. 5)."""
 
     def step(memory, x):
         q, k, v, log_decay, begin = x
@@ -61,7 +65,7 @@ def expected(arrays, run, before, cotangents):
 
 @functools.partial(jax.jit, static_argnums=4)
 def by_tiles(arrays, run, before, cotangents, heads):
-    """The same results and gradients by `tiles`."""
+    """Compute the results and gradients of `recurrence` by `tiles`."""
     q, k, v, log_decay, memory = arrays
     decays = log_decay is not None
     size, count = len(q), heads.count
@@ -98,7 +102,7 @@ def by_tiles(arrays, run, before, cotangents, heads):
     )
 
 
-GEOMETRIES = {  # size, K, V, and the heads of the tile: first, memories, keys
+GEOMETRIES = {  # size, K, V, and the heads of the tile: the first one, and the numbers of memories and of key heads
     "one": (8, 4, 4, tiles.Heads(5, 1, 1)),
     "two": (24, 8, 2, tiles.Heads(2, 2, 2)),
     "one key for three": (16, 4, 3, tiles.Heads(4, 3, 1)),
@@ -143,7 +147,7 @@ def test_a_decay_beyond_float32_forgets_everything_and_is_no_nan(strongest):
     between = (np.maximum(j, 3) < np.minimum(i, 6)).astype(int)
     wanted = np.where((i >= j) & (between == 0), 1.0, 0.0)
     np.testing.assert_array_equal(tiles.weights(chunk, 0), wanted)
-    np.testing.assert_array_equal(chunk.keep, 0)
+    np.testing.assert_array_equal(chunk.chunk_decay, 0)
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -155,4 +159,4 @@ def test_exact_sums_are_those_of_float32(count):
     exact = x.astype(np.float64) @ mask
     sums = np.asarray(tiles.exact_sums(jnp.asarray(x), jnp.asarray(mask)), np.float64)
     scale = np.abs(x).astype(np.float64) @ mask
-    assert np.max(np.abs(sums - exact) / scale) < 5e-7  # one bfloat16 pass is 4e-3 off
+    assert np.max(np.abs(sums - exact) / scale) < 5e-7  # one pass in bfloat16 has an error of 4e-3

@@ -1,4 +1,6 @@
-"""One chunk under a decay of every key channel, value and gradient, against the recurrence token by token in float64."""
+"""Values and gradients of one chunk with a decay per key channel are compared with the recurrence, token by
+token in float64.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ DECAYS = {"mild": [-1e-3, -0.1, -0.5], "strong": [-30.0, -8.0], "mixed": [0.0, -
 
 @jax.jit
 def recurrence(q, k, v, g, memory, bonus, begins):
-    """GLA, arXiv 2312.06635, Eq. 3; with a bonus RWKV6, 2404.05892, Eq. 18."""
+    """Compute GLA's recurrence (arXiv 2312.06635, Eq. 3), or with a bonus RWKV6's (arXiv 2404.05892, Eq. 18)."""
 
     def step(memory, x):
         q, k, v, g, begin = x

@@ -1,4 +1,6 @@
-"""Every method of the table, small; the fast selection has one of each class of transition, and softmax."""
+"""Fixtures with a small mixer of every method. The default test run has one method for each class of
+transition, and softmax attention.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +39,18 @@ def pytest_generate_tests(metafunc):
 
 
 def run(mixer, x, **call):
-    """The mixer as the second of two layers of a model, whose `shared` it reads; the first is equal, and held fixed."""
+    """Call the mixer as the second of two layers of a model, with the values `shared` between layers. The
+    first layer has the same parameters, without gradients.
+    """
     stacked = jax.tree.map(lambda p: jnp.stack([jax.lax.stop_gradient(p), p]), mixer)
     shared = type(mixer).init_shared(x, [(jnp.arange(2), stacked)])
     return mixer(x, layer=1, shared=shared, **call)
 
 
 def _loss(mixer, x):
-    """A number that depends on every output and every number of the final memory, and both."""
+    """Return a number that depends on every output and every entry of the final memory, and (output, final
+    state).
+    """
     y, state, _ = run(mixer, x)
     of_y = jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))
     memory = [leaf for leaf in jax.tree.leaves(state.memory) if leaf.ndim > 1]
@@ -53,9 +59,11 @@ def _loss(mixer, x):
 
 
 def stir(module, *, kernels_only: bool = False):
-    """Add seeded noise to parameters that start constant: a zero one hides whatever it multiplies.
+    """Add seeded noise to parameters that start with equal entries: a parameter of zeros would hide errors in
+    all that it multiplies.
 
-    With `kernels_only`, to matrices that start at zero, the layers of a model stacked or not.
+    With `kernels_only`, add it only to matrices that start at zero, in a model with stacked or separate
+    layers.
     """
     state = nnx.state(module, nnx.Param)
     for index, (path, param) in enumerate(nnx.to_flat_state(state)):
@@ -68,7 +76,7 @@ def stir(module, *, kernels_only: bool = False):
 
 
 def changed(config, **fields):
-    """The config with fields replaced, those of its `op` by their names there."""
+    """Return the config with fields replaced; names of fields of `config.op` replace those."""
     if isinstance(config, mixers.RecurrentConfig):
         names = [f.name for f in dataclasses.fields(config.op) if f.name in fields]
         op = dataclasses.replace(config.op, **{name: fields.pop(name) for name in names})
@@ -77,13 +85,15 @@ def changed(config, **fields):
 
 
 class Small:
-    """A small mixer of a method, with parameters large enough for gates to matter; `stirred` for the generic tests."""
+    """A small mixer of a method, with parameters so large that gates matter, and an input x [B, T, D];
+    `stirred` applies `stir`.
+    """
 
     def __init__(self, method: mixers.Method, *, stirred: bool = False, **fields):
         config = method.config.for_width(WIDTH)
         if method.forms:
             fields = dict(chunk_size=4) | fields
-        if hasattr(config, "mini_batch"):  # several in a row
+        if hasattr(config, "mini_batch"):  # so that a row has several mini-batches
             fields = dict(mini_batch=3) | fields
         self.config = changed(config, **fields)
         options = dict(init_std=0.2, layer=1, num_layers=2)
@@ -95,7 +105,7 @@ class Small:
         self.gradient = jax.jit(jax.grad(_loss, argnums=(0, 1), has_aux=True))
 
     def __call__(self, x=None, **call):
-        """(y, state) under jit."""
+        """Return (y, state), computed under `jax.jit`."""
         return self.call(self.mixer, self.x if x is None else jnp.asarray(x), **call)
 
     def state(self, dtype=jnp.float32):

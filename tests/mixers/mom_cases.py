@@ -1,4 +1,6 @@
-"""Small Mixtures-of-Memories, and their definition as a loop over memories, each an inner mixer on its own subsequence."""
+"""Small Mixtures-of-Memories, and their definition: for each memory, the inner mixer on the tokens that are
+routed to it.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,21 @@ NUM_LAYERS = 2
 
 
 def config_of(name="gated_deltanet", *, inner=None, **fields) -> mixers.MoMConfig:
-    """A small config of this inner mixer, in chunks of four."""
+    """Return a small config around the inner mixer `name`, with chunks of four tokens."""
     method = mixers.METHODS[name]
-    own = method.config.for_width(WIDTH)
+    config = method.config.for_width(WIDTH)
     given = dict(chunk_size=4) | (inner or {})
+    if hasattr(
+        config, "mini_batch"
+    ):  # several for each memory; a norm of two channels is only a sign
+        given = dict(mini_batch=3, num_heads=2) | given
     if name == "gated_deltanet":
         given = dict(num_heads=2, head_dim=4, expand_v=1.0) | given
-    return mixers.MoMConfig(mixer=changed(own, **given), **fields)
+    return mixers.MoMConfig(mixer=changed(config, **given), **fields)
 
 
 def build(config) -> mixers.Mixer:
-    """The mixer, with parameters large enough for gates to matter."""
+    """Return the mixer of a config, with parameters so large that gates matter."""
     options = dict(init_std=0.3, layer=1, num_layers=NUM_LAYERS)
     mixer = mixers.build(config, WIDTH, rngs=nnx.Rngs(0), **options)
     stir(mixer)
@@ -43,12 +49,12 @@ def _made(name, fields) -> mixers.Mixer:
 
 
 def made(name="gated_deltanet", **fields) -> mixers.MoM:
-    """The mixer of `config_of`, made once."""
+    """Return the mixer of `config_of` with these arguments, from a cache."""
     return _made(name, tuple(sorted(fields.items())))
 
 
 def shared_of(mixer, x):
-    """What travels from layer to layer, for the second of two equal layers."""
+    """Return the values that are shared between layers, for the second of two layers with equal parameters."""
     inner = mixer.innermost()
     stacked = jax.tree.map(lambda p: jnp.stack([jax.lax.stop_gradient(p), p]), inner)
     shared = type(inner).init_shared(x, [(jnp.arange(2), stacked)])
@@ -59,12 +65,12 @@ def shared_of(mixer, x):
 
 @jax.jit
 def call(mixer, x, **arguments):
-    """(y, state, aux) of the mixer as a model's second layer."""
+    """Return (y, state, aux) of the mixer as the second layer of a model."""
     return mixer(x, layer=1, shared=shared_of(mixer, x), **arguments)
 
 
 def number(y):
-    """A number that depends on every entry of y."""
+    """Return a number that depends on every entry of y."""
     return jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))
 
 
@@ -73,11 +79,13 @@ def _both(mixer, x):
     return number(y), y
 
 
-gradient = jax.jit(jax.grad(_both, argnums=(0, 1), has_aux=True))  # (of the mixer, of x), y
+gradient = jax.jit(
+    jax.grad(_both, argnums=(0, 1), has_aux=True)
+)  # (gradients of the mixer, of x), y
 
 
 def choices(mixer, x) -> np.ndarray:
-    """bool [B, T, G]: the memories of each token, in numpy."""
+    """Return bool [B, T, G], computed by numpy: whether a token is routed to a memory."""
     config = mixer.config
     kernel = np.asarray(mixer.router.kernel[...], np.float64)
     logits = np.asarray(x, np.float64) @ kernel
@@ -89,12 +97,12 @@ def choices(mixer, x) -> np.ndarray:
 
 
 def copied(module):
-    """The same module with parameters that may be changed (`nnx.merge` shares them)."""
+    """Return a copy of the module, whose parameters may be changed (`nnx.merge` shares them)."""
     return jax.tree.map(lambda p: p, module)
 
 
-def _own_parts(mixer) -> dict:
-    """The parameters that each memory has of its own, [G, ...] by path."""
+def _memory_parameters(mixer) -> dict:
+    """Return the parameters that differ between memories, [G, ...] by path."""
     if mixer.config.single_projections:
         return {}
     parts = mixer.inner.memory_parts
@@ -102,27 +110,31 @@ def _own_parts(mixer) -> dict:
     return {path: p.get_value() for path, p in flat if path[0] in parts}
 
 
-def _with_parts(mixer, own: dict) -> mixers.Mixer:
+def _with_parameters(mixer, parameters: dict) -> mixers.Mixer:
     inner = copied(mixer.inner)
     flat = nnx.to_flat_state(nnx.state(inner, nnx.Param))
-    new = {path: p.replace(own[path]) if path in own else p for path, p in flat}
+    new = {path: p.replace(parameters[path]) if path in parameters else p for path, p in flat}
     nnx.update(inner, nnx.from_flat_state(new))
     return inner
 
 
 def memory(mixer, index: int) -> mixers.Mixer:
-    """The inner mixer with the parameters of one memory."""
-    return _with_parts(mixer, {path: p[index] for path, p in _own_parts(mixer).items()})
+    """Return the inner mixer with the parameters of one memory."""
+    return _with_parameters(
+        mixer, {path: p[index] for path, p in _memory_parameters(mixer).items()}
+    )
 
 
 def definition(mixer, x, chosen):
-    """y [B, T, D]: each memory's tokens cut out (`chosen`, of `choices`), mixed there by the inner mixer, and put back."""
+    """Return y [B, T, D]: for each memory, select its tokens (`chosen` is the result of `choices`), apply the
+    inner mixer to them as one sequence, and add the outputs at the tokens' positions.
+    """
     batch, length, _ = x.shape
     groups = mixer.config.num_groups()
     chosen = jnp.asarray(chosen)
     probability = jax.nn.softmax(x @ mixer.router.kernel[...], axis=-1)
-    kept = probability * chosen[..., : mixer.config.num_memories]
-    weight = kept / kept.sum(-1, keepdims=True)
+    selected = probability * chosen[..., : mixer.config.num_memories]
+    weight = selected / selected.sum(-1, keepdims=True)
     weight = jnp.concatenate([weight, jnp.ones((batch, length, 1))], axis=-1)[..., :groups]
     weight = jnp.where(chosen, weight, 0)
     shared = shared_of(mixer, x)
@@ -130,11 +142,16 @@ def definition(mixer, x, chosen):
     def along(a, index):
         return jnp.take_along_axis(a, index.reshape(*index.shape, *(1,) * (a.ndim - 2)), axis=1)
 
-    def one(own, order, back, weight):
-        """What one memory gives to every token; its tokens stand first, in order, the others later in time."""
-        inner = _with_parts(mixer, own)
+    def one(parameters, order, back, weight):
+        """Return one memory's weighted outputs for all tokens. `order` has the memory's tokens first, in the
+        order of time, and then the other tokens.
+        """
+        inner = _with_parameters(mixer, parameters)
         cut = {n: along(s, order) if n in inner.shared_by_token else s for n, s in shared.items()}
-        context = Context(1, cut, positions=order if inner.uses_positions else None)
+        positions = jnp.broadcast_to(jnp.arange(length), order.shape)
+        if not inner.positions_in_memory:
+            positions = order
+        context = Context(1, cut, positions=positions if inner.uses_positions else None)
         o, _, context = inner.through_memory(along(x, order), context, None)
 
         def put(y):
@@ -145,7 +162,7 @@ def definition(mixer, x, chosen):
 
     order = jnp.argsort(~jnp.moveaxis(chosen, 2, 0), axis=2, stable=True).astype(jnp.int32)
     back = jnp.argsort(order, axis=2)
-    given = _own_parts(mixer), order, back, jnp.moveaxis(weight, 2, 0)
+    given = _memory_parameters(mixer), order, back, jnp.moveaxis(weight, 2, 0)
     total, bypass = jax.tree.map(lambda y: y.sum(0), jax.vmap(one)(*given))
     return mixer.inner.finish(total, x, Context(1, shared, bypass=bypass))[0]
 

@@ -1,4 +1,5 @@
-"""FoX's published model in plain numpy, on weights by the names and in the layout of its checkpoints: matrices are [out, in].
+"""FoX's published model in numpy, for weights with the names and the layout of its checkpoints: matrices are
+[out, in].
 
 `config` is a checkpoint's config.json: arXiv 2503.02130 and github.com/zhixuan-lin/forgetting-transformer at 883f260.
 """
@@ -28,13 +29,13 @@ def rotated(x, base):
 
 
 def shifted(x, share):
-    """Each head of x [T, H, d] mixed with the token before it."""
+    """Return each head of x [T, H, d] mixed with the same head of the token before."""
     before = np.concatenate([np.zeros_like(x[:1]), x[:-1]])
     return share[..., None] * before + (1 - share[..., None]) * x
 
 
 def attention(weights, config, x):
-    """One attention layer: x [T, D] -> [T, D]."""
+    """Compute one attention layer: x [T, D] -> [T, D]."""
     count = config["num_heads"]
     groups = config.get("num_kv_heads") or count
 
@@ -80,7 +81,7 @@ def attention(weights, config, x):
 
 
 def logits(weights, config, tokens):
-    """The model: tokens [T] -> [T, vocab]."""
+    """Compute the model: tokens [T] -> logits [T, vocab]."""
     weights = {name: np.asarray(w, np.float64) for name, w in weights.items()}
     x, eps = weights["model.embeddings.weight"][tokens], config["norm_eps"]
     for layer in range(config["num_hidden_layers"]):

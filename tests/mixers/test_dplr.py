@@ -1,4 +1,6 @@
-"""RWKV7, KDA and GSA: their published recurrences in plain numpy, and what they reduce to."""
+"""RWKV7, KDA and GSA are compared with their published recurrences in numpy, and with simpler methods that
+they equal in special cases.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def low_rank(layer, x, activation=lambda x: x):
 
 
 def rwkv7(small: Small, x, v_first=None):
-    """One row x [T, D], by the paper's equations; returns y and the values before the residual."""
+    """Compute one row x [T, D] by the paper's equations; returns y and the values before the residual with
+    the first layer's.
+    """
     mixer, dim = small.mixer, small.config.head_dim
     length, heads = len(x), mixer.num_heads
     before = np.concatenate([np.zeros_like(x[:1]), x[:-1]])
@@ -67,7 +71,7 @@ def rwkv7(small: Small, x, v_first=None):
 
 @pytest.mark.slow
 def test_rwkv7_is_the_published_recurrence():
-    """In the first layer, in a later one, and outside a model."""
+    """The mixer is tested as the first layer of a model, as a later layer, and outside a model."""
     small = Small(METHODS["rwkv7"], stirred=True)
     x = np.asarray(small.x[0], np.float64)
     alone, own = rwkv7(small, x)
@@ -185,12 +189,15 @@ def random_qkv():
 
 
 def test_dplr_memory_reduces_to_the_delta_rule():
-    """w = 1, a = -κ, b = k̃ = β κ: the delta rule of keys κ (and with a decay, removal reads ahead of it)."""
+    """With w = 1, a = -κ and b = k̃ = β κ it is the delta rule with keys κ. With a decay, `a` reads the
+    memory before the decay.
+    """
     q, k, v, beta, log_decay = random_qkv()
     written = beta[..., None] * k
     expected = ops.delta_memory(q, k, v, beta, form="recurrent")
     close(ops.dplr_memory(q, written, v, -k, written, chunk_size=8), expected)
-    # The delta rule erases after the decay, this one before it: the read takes the decay along.
+    # The delta rule reads the erased value after the decay and this op before it, so that its `a` is
+    # multiplied by the decay.
     decay = jnp.exp(log_decay)[..., None]
     expected = ops.delta_memory(q, k, v, beta, log_decay, form="recurrent")
     close(ops.dplr_memory(q, written, v, -k * decay, written, log_decay, chunk_size=8), expected)
@@ -204,7 +211,7 @@ def test_equal_channel_decays_of_kda_are_a_heads_decay():
 
 
 def test_unwritten_slots_score_zero():
-    """With one slot never written, the softmax still counts it."""
+    """A slot that is never written has score 0 in the softmax."""
     q, k, v, *_ = random_qkv()
     s = jnp.stack([jnp.ones((2, 20, 2)), jnp.zeros((2, 20, 2))], axis=-1)
     output, state = ops.slot_memory(q, k, v, s, chunk_size=8)

@@ -1,4 +1,4 @@
-"""What every mixer refuses at its entrance, ahead of any compute: fields of its config, and arguments of its call."""
+"""Every mixer checks the fields of its config and the arguments of its call before it computes anything."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_value_heads_must_exist(name, count):
 
 
 def test_a_width_is_whole_despite_rounding():
-    """1.15 * 100 is 114.99999999999999."""
+    """A width of 1.15 * 100, which is 114.99999999999999 in floats, is 115."""
     config = mixers.RetNetConfig(num_heads=5, expand_k=1.0, expand_v=1.15)
     assert config.head_dims(100) == (20, 23)
     for config in (mixers.GatedDeltaNetConfig, mixers.KDAConfig):
@@ -94,7 +94,7 @@ def test_s4d_refuses_an_implementation_it_would_not_ask():
 
 
 def abstract(name: str, width: int = WIDTH):
-    """A mixer of shapes only."""
+    """Return a mixer with shapes in place of arrays."""
     config = METHODS[name].config.for_width(width)
     return nnx.eval_shape(lambda: mixers.build(config, width, rngs=nnx.Rngs(0)))
 
@@ -120,7 +120,7 @@ CALLS = [
 def test_a_call_names_the_argument_before_any_compute(name, monkeypatch):
     mixer = abstract(name)
     for part in ("read", "write", "apply", "finish"):
-        monkeypatch.setattr(type(mixer), part, None)  # calling any is a TypeError
+        monkeypatch.setattr(type(mixer), part, None)  # a call of `any` would raise a TypeError
     kind = type(mixer).__name__
     for change, words in CALLS:
         with pytest.raises(ValueError, match=re.escape(f"{kind}: {words}")):
@@ -144,7 +144,9 @@ def test_a_state_of_another_width_is_refused():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_parameters_are_float32_whatever_the_default(name):
-    """Under `jax_enable_x64`, where arrays without a dtype are float64; and layers after the first, which draw otherwise."""
+    """Under `jax_enable_x64`, arrays without a dtype would be float64. Layers after the first are tested too,
+    since some initialise parameters in another way.
+    """
     config = METHODS[name].config.for_width(WIDTH)
     with jax.enable_x64(True):
         build = lambda: mixers.build(config, WIDTH, rngs=nnx.Rngs(0), layer=1, num_layers=2)  # noqa: E731

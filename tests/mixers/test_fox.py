@@ -1,4 +1,6 @@
-"""FoX's attention against plain numpy with its parts on and off, its gates, and what its config refuses."""
+"""FoX's attention is compared with numpy, with each of its parts on and off; its gates, and the errors of its
+config.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ OFF = dict(qk_norm=False, key_shift=False, value_shift=False, output_norm=False,
 
 
 def published(small: Small) -> tuple[dict, dict]:
-    """The mixer's parameters and config by the names of the published code."""
+    """Return the mixer's parameters and config with the names of the published code."""
     mixer, c = small.mixer, small.config
     names = {
         "q_proj.weight": mixer.q_proj, "o_proj.weight": mixer.o_proj, "ogate_proj.weight": mixer.g_proj,
@@ -64,14 +66,14 @@ MARKED = [pytest.param(n, marks=() if n in FAST else pytest.mark.slow, id=n) for
 
 @pytest.mark.parametrize("name", MARKED)
 def test_is_the_published_layer(name):
-    """With wide eps in norms, which would otherwise hide a factor."""
+    """The norms have a large epsilon, since a norm with a small one would hide a wrong factor."""
     fields = dict(norm_eps=1.0, output_norm_eps=1.0) | CASES[name]
     small = Small(METHODS["fox"], stirred=True, **fields)
     close(small()[0][0], attention(*published(small), np.asarray(small.x[0], np.float64)))
 
 
 def test_shift_is_the_published_one():
-    """Fixed numbers of a float64 reference: keys, and shares, as sines."""
+    """The expected numbers are from a float64 reference; keys and shares are sines."""
     keys = np.sin(1.3 * np.arange(1, 21) + 0.2).reshape(1, 5, 4)
     share = sigmoid(np.sin(0.8 * np.arange(1, 6) + 0.5))
     expected = np.array([[0.275475, 0.092512, -0.225981, -0.213412], [0.821675, 0.52912, -0.538598, -0.817268]])  # fmt: skip
@@ -79,7 +81,7 @@ def test_shift_is_the_published_one():
     config = FoXConfig(num_heads=1, **OFF | dict(key_shift=True))
     mixer = mixers.build(config, 4, rngs=nnx.Rngs(0))
     mixer.k_proj.kernel[...] = jnp.eye(4)
-    # Of a constant token the share is that of its only gate; each token alone after the first.
+    # For each token, the gate's kernel is such that the token has the given share.
     for t, a in enumerate(share[:2]):
         x = jnp.asarray(keys[:, : t + 1], jnp.float32)
         logit = np.log(a / (1 - a))

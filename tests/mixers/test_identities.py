@@ -1,4 +1,4 @@
-"""Where one method with a gate pinned is another: the same function, on the same parameters."""
+"""A method whose gate is constant equals another method with the same parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.mixers.test_mixers import close
 
 
 def copy_parameters(target: Small, source: Small, *names: str) -> None:
-    """Give `target`'s modules of these names the parameters of `source`'s."""
+    """Copy the parameters of the modules with these names from `source` to `target`."""
     for name in names:
         for own, other in zip(
             jax.tree.leaves(getattr(target.mixer, name)),
@@ -31,7 +31,7 @@ QKVO = ("q_proj", "k_proj", "v_proj", "o_proj", "norm")
 
 @pytest.fixture
 def basic():
-    """Basic linear attention with silu features, an output gate and two heads."""
+    """Return basic linear attention with silu as feature map, an output gate and two heads."""
     fields = dict(num_heads=2, feature_map="silu", output_gate=True)
     return Small(METHODS["linear_attention"], **fields)
 
@@ -63,7 +63,8 @@ def test_gated_retention_with_a_constant_gate_is_retention():
     gated = Small(METHODS["gated_retention"], num_heads=1, gate_temperature=1.0)
     retnet = Small(METHODS["retnet"], num_heads=1, expand_v=1.0)
     copy_parameters(gated, retnet, *QKVO, "g_proj")
-    # sigmoid(log 31) = 31 / 32, retention's first head; the gate sees a constant channel only.
+    # sigmoid(log 31) = 31 / 32 is the decay of retention's first head; the gate reads only a constant
+    # channel.
     gated.mixer.decay_proj.kernel[...] = jnp.zeros((32, 1)).at[0].set(jnp.log(31.0))
     x = gated.x.at[:, :, 0].set(1.0)
     close(gated(x)[0], retnet(x)[0])
@@ -80,7 +81,9 @@ def test_gated_deltanet_with_decay_one_is_deltanet():
 
 
 def test_mamba2_is_a_scalar_decay_memory_with_the_step_folded_in():
-    """What its op computes from (B, Δ x, Δ A, C) is the recurrence over Δ, A, B, C, x."""
+    """The op's result for keys B, values Δ x, log decays Δ A and queries C is the recurrence of Δ, A, B, C
+    and x.
+    """
     rng = np.random.default_rng(0)
     steps, heads, state, head = 12, 3, 5, 4
     delta, a = rng.uniform(0.01, 1, (steps, heads)), rng.uniform(1, 16, heads)

@@ -1,4 +1,6 @@
-"""What layers keep for the backward pass, the gradients of products returned in float32, and which methods kernels serve."""
+"""The arrays that layers save for the backward pass, the gradients of products that are returned in float32,
+and the methods whose ops run on kernels.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ BATCH, LENGTH, HEADS, WIDTH = 2, 32, 2, 16
 X = jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS, WIDTH), jnp.bfloat16)
 
 
-def kept(function, *arrays):
-    """What `jax.vjp` keeps of [B, T, ...]."""
+def saved(function, *arrays):
+    """Return the arrays [B, T, ...] that `jax.vjp` of the function saves."""
     leaves = jax.tree.leaves(jax.eval_shape(lambda *x: jax.vjp(function, *x)[1], *arrays))
     return [x for x in leaves if x.shape[:2] == (BATCH, LENGTH)]
 
@@ -34,19 +36,19 @@ def kept(function, *arrays):
     ],
     ids=["norm", "gated norm", "norm of heads"],
 )
-def test_norms_keep_their_arguments_alone(layer, arrays):
-    found = kept(lambda *x: layer(*x), *arrays)
-    assert 0 < len(found) <= len(arrays)
-    assert all((x.shape, x.dtype) == (X.shape, X.dtype) for x in found)
+def test_norms_save_only_their_arguments(layer, arrays):
+    residuals = saved(lambda *x: layer(*x), *arrays)
+    assert 0 < len(residuals) <= len(arrays)
+    assert all((x.shape, x.dtype) == (X.shape, X.dtype) for x in residuals)
 
 
-def test_swiglu_keeps_two_arrays_of_its_width():
+def test_swiglu_saves_two_arrays_of_its_width():
     config = feedforward.SwiGLUConfig(intermediate_size=48)
     layer = feedforward.build(config, WIDTH, rngs=nnx.Rngs(0))
     x = jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), jnp.bfloat16)
-    found = kept(lambda x: layer(x)[0], x)
-    assert all(x.dtype == jnp.bfloat16 for x in found)
-    assert sorted(x.shape[-1] for x in found)[-3:] in ([WIDTH, 48, 48], [48, 48])
+    residuals = saved(lambda x: layer(x)[0], x)
+    assert all(x.dtype == jnp.bfloat16 for x in residuals)
+    assert sorted(x.shape[-1] for x in residuals)[-3:] in ([WIDTH, 48, 48], [48, 48])
 
 
 def test_a_widened_product_has_a_narrow_one_s_gradients():
@@ -82,15 +84,17 @@ def test_a_widened_product_under_vmap(dtype):
         )
 
 
-SERVED = (
+WITH_KERNEL = (
     "linear_attention", "retnet", "lightning", "gated_retention", "gla", "hgrn2", "rwkv6", "mamba2", "deltanet",
     "gated_deltanet", "kda", "rwkv7", "fox",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SERVED)
-def test_a_layer_in_bfloat16_is_served_by_its_op_s_kernel(name):
-    """A layer may give its op an array of another type or shape than the kernel takes, and run without it in silence."""
+@pytest.mark.parametrize("name", WITH_KERNEL)
+def test_a_layer_in_bfloat16_runs_on_its_ops_kernel(name):
+    """If a layer passed its op an array with a dtype or shape that the kernel does not support, XLA would run
+    without any message.
+    """
     select.clear_choices()
     jax.clear_caches()
     method = mixers.METHODS[name]

@@ -1,4 +1,6 @@
-"""Liger's attention against numpy for every gate, against its goldens, and in the uses softmax attention has."""
+"""Liger's attention is compared with numpy for every gate and with stored results, and used like softmax
+attention (decoding, padding, documents).
+"""
 
 from __future__ import annotations
 
@@ -40,8 +42,10 @@ def every_gate(*fast):
     return pytest.mark.parametrize("gate", rows)
 
 
-def recurrence(gate, q, k, z, v, num_slots=SLOTS):
-    """One head: q, k [T, K] normed and not rotated, z the keys ahead of the norm, v [T, V], in the formulas of the paper's table."""
+def recurrence(gate, q, k, z, v, num_slots=SLOTS, lower_bound=0.0):
+    """Compute one head by the formulas of the paper's table, from q, k [T, K] after their norms and without
+    rotation, z [T, K], the keys before the norm, and v [T, V].
+    """
     memory, slots = np.zeros((q.shape[1], v.shape[1])), np.zeros((q.shape[1], num_slots))
     values, o = np.zeros((num_slots, v.shape[1])), []
     for t in range(len(q)):
@@ -55,12 +59,14 @@ def recurrence(gate, q, k, z, v, num_slots=SLOTS):
         if gate == "gla":
             a = sigmoid(z[t]) ** (1 / 16)
         elif gate == "hgrn2":
-            a = sigmoid(z[t])
+            a = lower_bound + (1 - lower_bound) * sigmoid(z[t])
             key = 1 - a
         elif gate == "mamba2":
             a = np.full(len(z[t]), np.exp(-np.log1p(np.exp(z[t].mean()))))
         elif gate == "rwkv6":
             a = np.exp(-np.exp(z[t]))
+        elif gate == "none":
+            a = np.ones(len(z[t]))
         memory = a[:, None] * memory + np.outer(key, v[t])
         o.append(softmax(q[t]) @ memory)
     return np.array(o)
@@ -82,9 +88,9 @@ def windowed(q, k, v, window=WINDOW):
     return np.array(o)
 
 
-@every_gate("gla", "gsa")
-def test_a_layer_equals_numpy(gate):
-    mixer, x = small(gate).mixer, np.asarray(small(gate).x[0], np.float64)
+def layer_in_numpy(case, weights=(0.5, 0.5), **fields):
+    """Return the output of a small layer for its first row, [T, D], by the paper's formulas."""
+    mixer, x, gate = case.mixer, np.asarray(case.x[0], np.float64), case.config.gate
 
     def projected(name, heads):
         part = getattr(mixer, f"{name}_proj")
@@ -98,14 +104,39 @@ def test_a_layer_equals_numpy(gate):
     heads = []
     for h in range(HEADS):
         g = h // (HEADS // KV_HEADS)
-        memory = recurrence(gate, q[:, h], k[:, g], z[:, g], v[:, g])
-        heads.append(0.5 * memory + 0.5 * windowed(rotated(q[:, h]), rotated(k[:, g]), v[:, g]))
-    close(small(gate)()[0][0], dense(mixer.o_proj, np.concatenate(heads, axis=-1)))
+        memory = recurrence(gate, q[:, h], k[:, g], z[:, g], v[:, g], **fields)
+        window = windowed(rotated(q[:, h]), rotated(k[:, g]), v[:, g])
+        heads.append(weights[0] * memory + weights[1] * window)
+    return dense(mixer.o_proj, np.concatenate(heads, axis=-1))
+
+
+@every_gate("gla", "gsa", "none")
+def test_a_layer_equals_numpy(gate):
+    close(small(gate)()[0][0], layer_in_numpy(small(gate)))
+
+
+def test_hgrn2s_lower_bound_is_that_of_every_layer_but_the_first():
+    case = small("hgrn2", gate_lower_bound=0.3)
+    close(case()[0][0], layer_in_numpy(case, lower_bound=0.3))  # the second layer of two
+    first, unbounded = (
+        jax.jit(lambda mixer, x: mixer(x, layer=0)[0])(c.mixer, c.x) for c in (case, small("hgrn2"))
+    )
+    np.testing.assert_array_equal(first, unbounded)
+
+
+def test_learned_weights_start_at_the_fields_and_have_gradients():
+    case = small("gla", memory_weight=0.25, window_weight=0.75, learned_weights=True)
+    fresh = mixers.build(case.config, case.x.shape[-1], rngs=nnx.Rngs(0))
+    assert fresh.branch_weights[...].tolist() == [0.25, 0.75]
+    case.mixer.branch_weights[...] = jnp.array([-0.5, 2.0])
+    close(case()[0][0], layer_in_numpy(case, weights=(-0.5, 2.0)))
+    (gradients, _), _ = case.gradient(case.mixer, case.x)
+    assert (gradients.branch_weights[...] != 0).all()
 
 
 @every_gate("gla")
 def test_prefill_and_decoding_equal_one_call_under_left_padding(gate):
-    """Rows of three and of no padding, each of two documents."""
+    """One row has three tokens of padding, the other none; both have two documents."""
     case = small(gate)
     ids = jnp.array([[0, 0, 0, 1, 1, 1, 2, 2, 2, 2], [1] * 7 + [2] * 3], jnp.int32)
     whole, final = case(segment_ids=ids, state=case.state())
@@ -122,7 +153,7 @@ def test_prefill_and_decoding_equal_one_call_under_left_padding(gate):
 
 @every_gate("mamba2")
 def test_a_state_of_key_heads_is_one_of_repeated_heads(gate):
-    """Keys and values repeated to the query heads: the same function, with G times the state."""
+    """Keys and values that are repeated for every query head compute the same function, with a larger state."""
     case = small(gate)
     wider = Small(METHODS["liger"], **dataclasses.asdict(case.config) | dict(num_kv_heads=HEADS))
     for name in ("q_proj", "o_proj", "q_norm", "k_norm"):
@@ -164,7 +195,9 @@ GOLDENS = {
     "gate", [pytest.param(g, marks=() if g == "gla" else pytest.mark.slow) for g in GOLDENS]
 )
 def test_goldens(gate):
-    """The float64 values of the Liger paper's formulas on sines, computed apart from this library."""
+    """The expected float64 values are those of the Liger paper's formulas for sines, computed without this
+    library.
+    """
 
     def sines(a, b):
         return jnp.asarray(np.sin(a * np.arange(1, 21) + b).reshape(1, 5, 4), jnp.float32)
@@ -197,7 +230,7 @@ def test_pooling_takes_overlapping_bins_where_they_do_not_divide():
 
 @pytest.mark.slow
 def test_wild_keys_stay_finite():
-    """Keys of ±30 in the gate, forward and backward."""
+    """With keys of ±30 in the gate, output and gradients are finite."""
     for gate in ("hgrn2", "rwkv6"):
         case = small(gate, qkv_bias=False, qk_norm=False)
         gradients, _ = case.gradient(case.mixer, case.x * 60)
@@ -210,13 +243,14 @@ ABLATIONS = {
     "hedgehog": dict(feature_map="hedgehog"),
     "no window": dict(window_weight=0.0),
     "no memory": dict(memory_weight=0.0, window_weight=1.0),
+    "no gate": dict(gate="none"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fields", ABLATIONS.values(), ids=ABLATIONS)
 def test_ablations_decode_as_they_train_and_use_their_parameters(fields):
-    case = small("gla", **fields)
+    case = small(**dict(gate="gla") | fields)
     whole, final = case(state=case.state())
     y, state = case(case.x[:, :4], state=case.state())
     outputs = [y]
@@ -248,6 +282,15 @@ def test_fields_that_do_not_fit_are_told():
         "a key of 8 channels pools to no more gates": dict(gate="gsa", num_slots=9),
         "gate='hgrn2' maps no keys; accepted is 'softmax'": dict(gate="hgrn2", feature_map="t2r"),
         "at least one must not be 0": dict(memory_weight=0.0, window_weight=0.0),
+        "gate_lower_bound=1.0: accepted are numbers from 0": dict(
+            gate="hgrn2", gate_lower_bound=1.0
+        ),
+        "only gate='hgrn2' has a lower bound; accepted is 0": dict(gate_lower_bound=0.5),
+        "gate='none' has no gate; accepted are": dict(gate="none", gate_projection=True),
+        "gate_temperature=4.0: gate='none' has no gate": dict(gate="none", gate_temperature=4.0),
+        "learned_weights=True: memory_weight=0.0, window_weight=1.0; accepted": dict(
+            learned_weights=True, memory_weight=0.0, window_weight=1.0
+        ),
     }.items():
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(METHODS["liger"].config.for_width(32), **fields).validate(32)

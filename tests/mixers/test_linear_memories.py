@@ -1,4 +1,6 @@
-"""HGRN2, ReBased, gated fast weights, RWKV6, mLSTM and feature maps against their published recurrences in numpy."""
+"""HGRN2, ReBased, gated fast weights, RWKV6, mLSTM and feature maps are compared with their published
+recurrences in numpy.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def shifted(x):
 
 
 def bounds(logits):
-    """As published: softmax over layers, running sum, less its first row."""
+    """Return the lower bounds of the gates by layer, as published: the cumulative sum over layers of a
+    softmax over layers, minus its first row.
+    """
     sums = np.cumsum(softmax(logits, 0), axis=0)
     return sums - sums[0]
 
@@ -56,7 +60,9 @@ def test_hgrn2_is_the_published_recurrence():
     mixer, x = small.mixer, np.asarray(small.x[0], np.float64)
     q, f, i = (dense(p, x).reshape(10, 4, 8) for p in (mixer.q_proj, mixer.f_proj, mixer.i_proj))
     row = wide(mixer.lower_bound)
-    low = bounds(np.stack([row, row]))[1].reshape(4, 8)  # the second of two equal layers: a half
+    low = bounds(np.stack([row, row]))[1].reshape(
+        4, 8
+    )  # the second of two layers with equal logits: one half
     np.testing.assert_allclose(low, 0.5)
     memory, o = np.zeros((4, 8, 8)), np.zeros((10, 4, 8))
     for t in range(10):
@@ -67,9 +73,27 @@ def test_hgrn2_is_the_published_recurrence():
     close(small()[0][0], dense(mixer.o_proj, normed))
 
 
+def test_hgrn2_with_a_constant_bound_is_the_same_recurrence():
+    """Two equal layers learn a bound of one half in the second; as a constant it is a half there and 0 in the first."""
+    learned = Small(METHODS["hgrn2"])
+    constant = Small(METHODS["hgrn2"], lower_bound=0.5)
+    assert constant.mixer.lower_bound is None
+    close(constant()[0], learned()[0])
+    for bound, same in ((0.5, 0), (0.0, 1)):
+        mixer = Small(METHODS["hgrn2"], lower_bound=bound).mixer
+        y, z = (m(learned.x, layer=same)[0] for m in (mixer, learned.mixer))
+        np.testing.assert_allclose(y, z, atol=1e-6)
+    with pytest.raises(
+        ValueError, match="HGRN2Config.lower_bound=1.5: accepted are None and numbers from 0"
+    ):
+        mixers.HGRN2Config(lower_bound=1.5).validate(256)
+
+
 @pytest.mark.slow
 def test_hgrn2s_bounds_are_learned_across_the_models_layers():
-    """Rows reach the layers in the model's order whatever the pattern; with zero rows the bounds rise evenly."""
+    """The layers receive their rows of the bounds in the model's order, for every pattern; with logits of 0
+    the bounds increase linearly.
+    """
     logits = np.random.default_rng(0).normal(size=(5, 7))
     table = np.exp(np.asarray(log_bounds(jnp.asarray(logits)), np.float64))
     np.testing.assert_allclose(table[:, 0], bounds(logits), atol=1e-6)
@@ -90,7 +114,9 @@ def test_hgrn2s_bounds_are_learned_across_the_models_layers():
 
 @pytest.mark.slow
 def test_hgrn2_without_bound_is_a_plain_sigmoid():
-    """Outside a model, and in the first layer: log f is logsigmoid to the bit, the gradient finite even if a gate saturates."""
+    """Outside a model and in the first layer, log f equals the logsigmoid to the bit, and its gradient is
+    finite even if a gate saturates.
+    """
     small = Small(METHODS["hgrn2"])
     mixer, x = small.mixer, 300.0 * small.x
 
@@ -104,7 +130,7 @@ def test_hgrn2_without_bound_is_a_plain_sigmoid():
     assert (log_f(mixer, 0, shared) == expected).all()
     gradients = jax.grad(lambda m: log_f(m, 0, shared).sum())(mixer)
     assert jax.tree.all(jax.tree.map(lambda g: jnp.isfinite(g).all(), gradients))
-    far = jnp.array([[-60.0], [60.0], [0.0]])  # bounds that leave 1 - γ below a float's resolution
+    far = jnp.array([[-60.0], [60.0], [0.0]])  # bounds so near 1 that 1 - γ rounds to 0
     table, pull = jax.vjp(log_bounds, far)
     assert jnp.isfinite(table[1:]).all() and jnp.isfinite(pull(jnp.ones_like(table))[0]).all()
 
@@ -113,7 +139,7 @@ def test_hgrn2_without_bound_is_a_plain_sigmoid():
 
 
 def test_rebased_is_a_normalised_quadratic_kernel():
-    """As attention: weights (q' k')² / F over their sum."""
+    """It is attention with the weights (q' k')² / F, divided by their sum."""
     small = Small(METHODS["rebased"], stirred=True)
     mixer, x, size = small.mixer, np.asarray(small.x[0], np.float64), small.config.feature_dim
 
@@ -154,7 +180,7 @@ def test_gfw_is_the_published_recurrence():
 
 
 def test_mlstm_is_the_published_recurrence():
-    """Unstabilised: `q C / max(|q n|, 1)`."""
+    """The expected output is that of the recurrence without stabilisers, `q C / max(|q n|, 1)`."""
     small = Small(METHODS["mlstm"], stirred=True, normalizer_eps=1e-12)
     mixer, x = small.mixer, np.asarray(small.x[0], np.float64)
     mixer.i_proj.bias[...] = jnp.array([-2.0, 0.0, 1.0, 3.0])
@@ -210,7 +236,7 @@ def test_rwkv6_is_the_published_recurrence():
 
 
 def test_rwkv6_starts_as_published():
-    """The second of three layers: shares, decay and bonus by channel."""
+    """The initial token-shift weights, decays and bonuses by channel, in the second of three layers."""
     build = mixers.build
     mixer = build(mixers.RWKV6Config(), 128, rngs=nnx.Rngs(0), layer=1, num_layers=3)
     n, deep, ahead = np.arange(128), 1 / 2, 1 - 1 / 3

@@ -1,4 +1,4 @@
-"""LoLCATs' attention against numpy, and its first stage."""
+"""LoLCATs' attention is compared with numpy; the first stage of its training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def small(**fields) -> Small:
 
 
 def reference(mixer, x):
-    """(o, softmax attention's) [T, H, V], pair by pair."""
+    """Return the output and that of softmax attention, both [T, H, V], computed pair by pair."""
     q, k, v = (
         dense(getattr(mixer, f"{n}_proj"), x).reshape(LENGTH, h, DIM)
         for n, h in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))
@@ -84,7 +84,7 @@ def test_no_array_has_more_than_a_window_of_keys_a_token():
 
 
 def test_gradients_are_those_of_the_function():
-    # The window's largest score scales one of the two sums alone, so that it has a gradient.
+    # The window's largest score scales only one of the two sums, so that it has a gradient.
     with jax.enable_x64(True):
         mixer, x = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), (small().mixer, small().x))
         loss = jax.jit(lambda mixer: jnp.sum(jnp.sin(mixer(x)[0])))

@@ -1,4 +1,6 @@
-"""What every mixer promises; parametrised over the table, so that a new method needs no test of its own."""
+"""Properties that all mixers have; tests are parametrised over the table of methods, so that a new method
+requires no new test for them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from flax import nnx
 
 
 def close(actual, expected, tolerance=1e-5):
-    """Every leaf of `actual` within `tolerance` of the largest entry of the matching leaf of `expected`."""
+    """Assert that every leaf of `actual` differs from that of `expected` by at most `tolerance` times the
+    latter's largest entry.
+    """
     leaves, wanted = jax.tree.leaves(actual), jax.tree.leaves(expected)
     assert len(leaves) == len(wanted)
     for a, b in zip(leaves, wanted, strict=True):
@@ -82,7 +86,7 @@ def test_state_has_one_static_shape(small):
 
 @pytest.mark.few
 def test_packed_documents_equal_documents_alone(small):
-    """Two documents of five tokens in a row of ten, at once and then token by token."""
+    """A row of ten tokens with two documents of five, in one call and token by token."""
     alone = jnp.concatenate([small(small.x[:, :5])[0], small(small.x[:, 5:])[0]], axis=1)
     ids = jnp.tile(jnp.repeat(jnp.array([3, 1], jnp.int32), 5), (small.x.shape[0], 1))
     close(small(segment_ids=ids)[0], alone)
@@ -144,7 +148,9 @@ def test_every_parameter_is_used_and_described(small):
 
 @pytest.mark.few
 def test_bfloat16_runs_close_to_float32(method, make):
-    """With a wide eps in the norm of each head, which else amplifies any rounding where a head's output nearly cancels."""
+    """The norms of heads have a large epsilon: with a small one they would amplify rounding errors where a
+    head's output is nearly 0.
+    """
     fields = {f.name for f in dataclasses.fields(method.config)}
     small = make(method, **({"norm_eps": 1.0} if "norm_eps" in fields else {}))
     exact, _ = small()

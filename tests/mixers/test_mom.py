@@ -1,4 +1,4 @@
-"""Mixture-of-Memories against its definition, in both forms and in decoding."""
+"""Mixture-of-Memories is compared with its definition, in both forms and in decoding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flax import nnx
 from lsm_jax import mixers
 from lsm_jax.mixers import mom_layout
 from lsm_jax.mixers.layers import Dense
-from lsm_jax.ops.core import states
+from lsm_jax.ops.core import chunk_scans
 from tests.mixers.mom_cases import (
     BATCH,
     INNER,
@@ -44,18 +44,19 @@ by_method = pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[] if n == "gated_deltanet" else pytest.mark.slow) for n in INNER],
 )
-# One of each class of memory update, and the published ones: for what follows from the definition's test.
+# One method for each class of memory update, and the published ones, for properties that other tests imply
+# for all methods.
 SOME = ("linear_attention", "gla", "hgrn2", "mamba2", "deltanet", "gated_deltanet", "gsa", "rwkv7")
 
 
-def kept(state):
-    """What a state keeps of tokens, segment ids left out."""
+def float_arrays(state):
+    """Return the floating-point arrays of a state: all but segment ids and counts."""
     return [s for s in jax.tree.leaves(state) if jnp.issubdtype(s.dtype, jnp.inexact)]
 
 
 @functools.cache
 def expected_of(name):
-    """Gradients and value by the definition."""
+    """Return the gradients and the output by the definition."""
     mixer = made(name)
     chosen = choices(mixer, X)
     assert chosen[..., :4].sum((0, 1)).min() > 0, "every memory has tokens"
@@ -101,7 +102,7 @@ def test_decoding_and_resuming_equal_one_call(name):
         y, state, _ = call(mixer, X[:, t : t + 1], state=state)
         outputs.append(y)
     close(jnp.concatenate(outputs, axis=1), whole)
-    close(kept(state), kept(final))
+    close(float_arrays(state), float_arrays(final))
     for tree in (state, final):
         assert jax.tree.map(lambda a: (a.shape, a.dtype), tree) == jax.tree.map(
             lambda a: (a.shape, a.dtype), fresh
@@ -128,18 +129,22 @@ def test_gradients_through_decoding_equal_those_of_one_call(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_masked_states_equal_packed_ones(name):
-    """Whole, and where a masked call goes on from a packed one."""
+    """The states are equal after one call, and after a masked call that continues from the state of a packed
+    call.
+    """
     _, final, _ = call(made(name), X)
     masked = made(name, execution="masked")
-    close(kept(call(masked, X)[1]), kept(final))
+    close(float_arrays(call(masked, X)[1]), float_arrays(final))
     _, state, _ = call(made(name), X[:, :6])
-    close(kept(call(masked, X[:, 6:], state=state)[1]), kept(final))
+    close(float_arrays(call(masked, X[:, 6:], state=state)[1]), float_arrays(final))
 
 
 @by_method
 @pytest.mark.parametrize("form", FORMS)
 def test_causal_to_the_bit(name, form):
-    """Also where the changed token goes to another memory, which moves later memories' places."""
+    """This holds also if the changed token is routed to another memory, which shifts the positions of later
+    memories' tokens.
+    """
     mixer = made(name, execution=form)
     y, before = call(mixer, X)[0], choices(mixer, X)
     for t in (1, 4, 9):
@@ -152,8 +157,10 @@ def test_causal_to_the_bit(name, form):
 
 @pytest.mark.parametrize("name", ["retnet", pytest.param("mlstm", marks=pytest.mark.slow)])
 def test_causal_to_the_bit_over_many_chunks(name, monkeypatch):
-    """As an NVIDIA GPU runs XLA's form: which chunks stand ahead of a memory's depends on later tokens."""
-    monkeypatch.setattr(states, "by_platform", lambda *x, cuda, default: cuda(*x))
+    """The XLA form runs as on an NVIDIA GPU. The number of chunks before those of a memory depends on later
+    tokens.
+    """
+    monkeypatch.setattr(chunk_scans, "by_platform", lambda *x, cuda, default: cuda(*x))
     mixer, x = made(name), jax.random.normal(jax.random.key(1), (1, 160, WIDTH))
     y = call(mixer, x)[0]
     for t in (81, 121):
@@ -169,8 +176,9 @@ def test_one_memory_without_a_shared_one_is_the_inner_mixer(name, form):
     y, state, _ = call(memory(mixer, 0), X)
     got, own, _ = call(mixer, X)
     close(got, y)
-    # An axis of one memory more, but for what all memories share (a token shift's last token).
-    own, alone = kept(own), kept(state)
+    # The arrays have one more axis, of one memory, except those that all memories share (a token shift's last
+    # token).
+    own, alone = float_arrays(own), float_arrays(state)
     close(own[: len(alone)], [s.reshape(o.shape) for s, o in zip(alone, own, strict=False)])
 
 
@@ -209,7 +217,7 @@ def test_order_of_memories_does_not_matter(form):
 @pytest.mark.slow
 @by_form
 def test_an_empty_memory_and_one_that_gets_every_token(form):
-    """Channel 0 alone decides: memory 3 always, memory 0 never."""
+    """Channel 0 alone determines the routing: all tokens are routed to memory 3 and none to memory 0."""
     mixer = copied(made(execution=form))
     kernel = jnp.zeros((WIDTH, 4)).at[0].set(jnp.array([-9.0, 0.0, 0.1, 9.0]))
     mixer.router.kernel[...] = kernel + 0.05 * made().router.kernel[...] * jnp.array([0, 1, 1, 0])
@@ -227,7 +235,9 @@ def test_an_empty_memory_and_one_that_gets_every_token(form):
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_a_weight_that_underflows_changes_nothing_else(form):
-    """In bfloat16 the second memory's weight is exactly 0: it is still written, and read with weight 0."""
+    """In bfloat16 the weight of the second memory is exactly 0: the token is still written to it, and its
+    read has weight 0.
+    """
     mixer = copied(made(execution=form))
     mixer.router.kernel[...] = 1000 * mixer.router.kernel[...]
     exact, final, _ = call(mixer, X)
@@ -246,7 +256,7 @@ IDS = np.array([[2] * 4 + [0] * 2 + [1] * 3 + [2] * 2, [1] * 5 + [3] * 5 + [0]],
 
 
 def read_in(mixer, pieces, ids=IDS):
-    """(y, state) of X with these ids, in calls of so many tokens."""
+    """Return (y, state) for X with these ids, in calls of `pieces` tokens."""
     state, outputs, start = mixer.init_state(BATCH, LENGTH, jnp.float32), [], 0
     for size in pieces:
         piece = slice(start, start + size)
@@ -257,7 +267,7 @@ def read_in(mixer, pieces, ids=IDS):
 
 
 def check_documents(mixer, y):
-    """Each document of y as it is alone."""
+    """Assert that each document's output in y equals that of the document in a separate row."""
     for b, row in enumerate(IDS):
         edges = np.flatnonzero(np.diff(row, prepend=-1, append=-1))
         for start, end in zip(edges[:-1], edges[1:], strict=True):
@@ -269,17 +279,17 @@ def check_documents(mixer, y):
 
 @pytest.mark.parametrize(
     "name",
-    ["gated_deltanet", *(pytest.param(n, marks=pytest.mark.slow) for n in ("rwkv7", "retnet", "mamba2", "gsa"))],
+    ["gated_deltanet", *(pytest.param(n, marks=pytest.mark.slow) for n in ("rwkv7", "retnet", "mamba2", "gsa", "ttt_linear", "titans"))],
 )  # fmt: skip
 def test_documents_reset_every_memory(name):
-    """At once and token by token; an id that comes again is another document."""
+    """The row is read in one call and token by token; an id that occurs again begins another document."""
     mixer = made(name)
     check_documents(mixer, call(mixer, X, segment_ids=IDS)[0])
     check_documents(mixer, read_in(mixer, (1,) * LENGTH)[0])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gated_deltanet", "rwkv7", "retnet"])
+@pytest.mark.parametrize("name", ["gated_deltanet", "rwkv7", "retnet", "ttt_linear", "titans"])
 def test_documents_in_every_form_leave_states_that_go_on_alike(name):
     mixer, masked = made(name), made(name, execution="masked")
     _, state, _ = call(mixer, X, segment_ids=IDS)
@@ -303,7 +313,7 @@ def test_documents_in_every_form_leave_states_that_go_on_alike(name):
 @pytest.mark.parametrize("how", ["padding", "mask"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("resumed", [False, True])
-@pytest.mark.parametrize("name", ["gated_deltanet", "gla", "gsa", "rwkv7"])
+@pytest.mark.parametrize("name", ["gated_deltanet", "gla", "gsa", "rwkv7", "ttt_linear", "titans"])
 def test_tokens_left_out_change_nothing(how, form, resumed, name):
     mixer = made(name, execution=form)
     keep = np.ones(LENGTH, bool)
@@ -314,7 +324,7 @@ def test_tokens_left_out_change_nothing(how, form, resumed, name):
     start = dict(state=mixer.init_state(BATCH, LENGTH, jnp.float32)) if resumed else {}
     y, state, own = call(mixer, X, **arguments, **start)
     close(y[:, keep], alone)
-    close(kept(state), kept(final))
+    close(float_arrays(state), float_arrays(final))
     for statistic in ("balance_loss", "load", "entropy"):
         close(own[f"mom/{statistic}"], aux[f"mom/{statistic}"])
     other = jnp.where(live[..., None] != 0, X, 7.0)
@@ -347,7 +357,7 @@ def test_other_forms_of_the_inner_op():
 
 @jax.jit
 def routed(mixer, x=X):
-    """What the router reports."""
+    """Return the statistics of the router."""
     return mixer._route(x, mixers.Context(1))[1]
 
 
@@ -370,7 +380,8 @@ def test_balance_loss_and_statistics():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        (dict(mixer=mixers.TTTLinearConfig()), "mixer=.*cannot be one of several memories.*gla"),
+        (dict(mixer=mixers.S4DConfig()), "mixer=.*cannot be one of several memories.*gla"),
+        (dict(balance="joint"), "balance='joint': accepted are 'layer', 'model'"),
         (dict(mixer=mixers.SoftmaxConfig()), "mixer=.*cannot be one of several memories.*gla"),
         (dict(mixer=None), "mixer=None cannot be"),
         (dict(num_memories=0), "num_memories=0"),
@@ -400,7 +411,7 @@ def test_state_of_another_mixer_is_refused():
 
 @pytest.mark.slow
 def test_states_that_nobody_asks_for_are_not_computed():
-    """The packed form finds them in a call of their own."""
+    """The packed form computes the states in a separate call, which is removed if they are not used."""
 
     def flops(function):
         return jax.jit(function).lower(made(), X).compile().cost_analysis()["flops"]
@@ -420,7 +431,7 @@ def test_flops_count_each_routed_memory():
 
 @pytest.mark.parametrize("name", INNER)
 def test_token_parts_are_the_layers_that_act_on_tokens_as_they_come(name, monkeypatch):
-    """`Mixer.token_parts` against what `read` and `write` multiply."""
+    """`Mixer.token_parts` names the layers that `read` and `write` apply to x itself."""
     mixer = made(name, single_projections=True).inner
     x, seen = X.reshape(-1, X.shape[1], X.shape[2]), set()
     plain = Dense.__call__

@@ -1,4 +1,6 @@
-"""TTT and Titans: the published recurrences in plain numpy, the inner gradient, and where TTT is DeltaNet."""
+"""TTT and Titans are compared with the published recurrences in numpy; their inner gradient; and the special
+case in which they equal DeltaNet.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def layer_norm(x, scale, bias):
 
 
 def convolved(layer, x):
-    """Without the activation."""
+    """Return the layer's convolution of x, without the activation."""
     weight = array(layer.weight)
     padded = np.concatenate([np.zeros((len(weight) - 1, x.shape[1])), x])
     y = sum(weight[i] * padded[i : i + len(x)] for i in range(len(weight)))
@@ -43,7 +45,9 @@ def convolved(layer, x):
 
 
 def slopes(loss, weights):
-    """The gradient of `loss(weights)`, weights a list of arrays, one entry at a time by imaginary steps."""
+    """Return the gradient of `loss(weights)` for a list of arrays, entry by entry, from steps along the
+    imaginary axis.
+    """
     found = []
     for i, w in enumerate(weights):
         slope = np.zeros(w.shape)
@@ -183,7 +187,7 @@ def test_the_inner_gradient_is_that_of_the_inner_loss(sizes, norm):
 @pytest.mark.parametrize("form", ["recurrent", "chunk"])
 @pytest.mark.parametrize("rule", ["ttt", "titans"])
 def test_a_matrix_without_norm_on_single_tokens_is_deltanet(form, rule):
-    """For Titans with nothing left of momentum and nothing forgotten."""
+    """For Titans, with a momentum of 0 and a decay of 1."""
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
         q, k, v = (jnp.asarray(rng.normal(size=(2, 11, 3, 4))) for _ in range(3))
@@ -217,7 +221,9 @@ def test_calls_may_end_anywhere_in_a_mini_batch(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["recurrent", "chunk"])
 def test_masked_tokens_read_and_take_no_place(form):
-    """What is read between tokens 5 and 6 of a document is what token 5 read, or a fresh mini-batch's weights."""
+    """A masked token between tokens 5 and 6 of a document reads the weights of token 5, or those of a new
+    mini-batch.
+    """
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
         q, k, v = (jnp.asarray(rng.normal(size=(1, 9, 2, 4))) for _ in range(3))
@@ -229,7 +235,8 @@ def test_masked_tokens_read_and_take_no_place(form):
         for t in range(9):
             seen = [s for s in range(t + 1) if keep[s]]
             rows = np.array(seen + [t] if not keep[t] else seen)
-            # The reader appended with a step of 0 would take a place: read by the state instead.
+            # If the reading token were appended with a step of 0 it would be a member of the mini-batch. It
+            # continues from the state instead.
             before, own = None, rows
             if not keep[t]:
                 own = np.array([t])

@@ -1,6 +1,7 @@
-"""Whole mixers against plain numpy, token by token, and options that little else depends on.
+"""Complete mixers are compared with numpy, token by token; and options that no other test covers.
 
-The norm of each head has an eps of 1: it would otherwise hide any factor on a head's output.
+The norm of each head has an epsilon of 1, since a norm with a small one would hide a wrong factor of a head's
+output.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tests.mixers.test_variants import convolved, dense, silu
 
 
 def build(name: str, **fields) -> tuple[Small, np.ndarray]:
-    """A small mixer, the second of two layers, and its first row."""
+    """Return a small mixer, as the second of two layers, and the first row [T, D] of its input."""
     small = Small(METHODS[name], stirred=True, norm_eps=1.0, **fields)
     return small, np.asarray(small.x[0], np.float64)
 
@@ -36,7 +37,7 @@ def projected(mixer, x, count):
 
 
 def memory(q, k, v, log_decay):
-    """`M = e^w M + kᵀ v`, `o = q M / √K`; log_decay broadcasts to [T, H, K]."""
+    """Compute `M = e^w M + kᵀ v`, `o = q M / √K` token by token; `log_decay` w broadcasts to [T, H, K]."""
     log_decay = np.broadcast_to(log_decay, k.shape)
     m, o = np.zeros((*k.shape[1:], v.shape[-1])), np.zeros(v.shape)
     for t in range(LENGTH):
@@ -53,7 +54,7 @@ def rotated(y):
 
 
 def finished(mixer, o, x, gated=True):
-    """Norm of each head, times silu(x W_g) if gated, projection."""
+    """Return y: the norm of each head of o, times silu(x W_g) if gated, and the output projection."""
     o = o / np.sqrt((o**2).mean(-1, keepdims=True) + 1.0) * wide(mixer.norm.scale)
     if gated:
         o = o * silu(heads(dense(mixer.g_proj, x), o.shape[1]))
@@ -151,18 +152,21 @@ def test_heads_that_are_not_rotated_may_be_odd():
         mixers.SoftmaxConfig(rope_base=0).validate(WIDTH)
 
 
-# ------------------------------------------------------------------------------- what only one part of a mixer sees
+# ------------------------------------------------------------------------------- options that change a single
+# part of a mixer
 
 
-def written(mixer, x, **shared):
-    """What its `write` gives."""
+def op_arguments(mixer, x, **shared):
+    """Return the op's arguments that `mixer.write` computes."""
     context = mixers.Context(1, shared, positions=jnp.zeros(x.shape[:2], jnp.int32))
     _, context = mixer.read(x, context)
     return mixer.write(x, context)[0]
 
 
-def fresh(name, **fields):
-    """A mixer and its input, to be called under jit: what a test does not ask for is then not computed."""
+def mixer_and_input(name, **fields):
+    """Return a mixer and its input; if called under `jax.jit`, results that a test does not use are not
+    computed.
+    """
     config = dataclasses.replace(METHODS[name].config.for_width(WIDTH), **fields)
     mixer = mixers.build(config, WIDTH, rngs=nnx.Rngs(0), init_std=0.2, layer=1, num_layers=2)
     return mixer, jax.random.normal(jax.random.key(1), (2, LENGTH, WIDTH))
@@ -171,7 +175,7 @@ def fresh(name, **fields):
 @pytest.mark.parametrize("name", ["deltanet", "gated_deltanet", "kda"])
 def test_negative_eigenvalues_double_beta(name):
     def beta(negative):
-        return written(*fresh(name, allow_negative_eigenvalues=negative))["beta"]
+        return op_arguments(*mixer_and_input(name, allow_negative_eigenvalues=negative))["beta"]
 
     plain, doubled = (jax.jit(lambda n=n: beta(n))() for n in (False, True))
     np.testing.assert_allclose(doubled, 2 * plain, rtol=1e-6)
@@ -179,13 +183,13 @@ def test_negative_eigenvalues_double_beta(name):
 
 
 def test_gateloops_gate_gets_its_share_of_the_gradient():
-    """Whatever the share, the gate itself is the same."""
+    """`gate_gradient` multiplies the gate's gradient and does not change the gate."""
 
     def of_gate(share):
-        mixer, x = fresh("gateloop", gate_gradient=share)
+        mixer, x = mixer_and_input("gateloop", gate_gradient=share)
 
         def loss(mixer):
-            gates = written(mixer, x)
+            gates = op_arguments(mixer, x)
             return jnp.sum(jnp.sin(gates["log_decay"]) + gates["angle"])
 
         value, gradients = jax.value_and_grad(loss)(mixer)
@@ -200,26 +204,26 @@ def test_gateloops_gate_gets_its_share_of_the_gradient():
 
 def test_ttts_learned_coefficients_never_turn_negative():
     def coefficients(learned):
-        mixer, x = fresh("ttt_linear", mini_batch=4)
+        mixer, x = mixer_and_input("ttt_linear", mini_batch=4)
         mixer.coefficients[...] = learned
-        return written(mixer, x)["coefficients"]
+        return op_arguments(mixer, x)["coefficients"]
 
     found = jax.jit(coefficients)(jnp.array([0.5, -0.7, 0.25, -0.25]))
     np.testing.assert_allclose(found, [1.5, 0, 1 / 3 + 0.25, 0], atol=1e-6)
 
 
 def test_rwkv7_moves_its_values_towards_the_first_layers():
-    """By a share that a bias makes small, so that its complement would show."""
+    """The share is small because of a bias, so that the test would fail with one minus the share."""
 
     @jax.jit
     def values():
-        mixer, x = fresh("rwkv7")
+        mixer, x = mixer_and_input("rwkv7")
         mixer.first.up.bias[...] -= 2.0
         first = jax.random.normal(jax.random.key(3), x.shape)
         down = mixer.first.down.kernel  # starts at zero
         down[...] = 0.1 * jax.random.normal(jax.random.key(4), down[...].shape)
-        moved = written(mixer, x, v_first=first, v_first_layer=0)["v"].reshape(x.shape)
-        return mixer, x, first, written(mixer, x)["v"].reshape(x.shape), moved
+        moved = op_arguments(mixer, x, v_first=first, v_first_layer=0)["v"].reshape(x.shape)
+        return mixer, x, first, op_arguments(mixer, x)["v"].reshape(x.shape), moved
 
     mixer, x, first, own, moved = values()
     x = np.asarray(x, np.float64)

@@ -1,4 +1,6 @@
-"""Mamba, S4D and GateLoop: the published recurrences in plain numpy, convolution against recurrence, wide heads."""
+"""Mamba, S4D and GateLoop are compared with the published recurrences in numpy; S4D's convolution with its
+recurrence; GateLoop's wide heads.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +119,9 @@ def test_s4d_decodes_what_it_convolved_and_packs():
 
 @pytest.mark.parametrize("length", [1, 5, 100, 2048, 3001])
 def test_long_convolution_is_the_long_recurrence(length):
-    """Float32 with S4D's initial parameters, against the recurrence in float64; no later token changes a bit."""
+    """In float32 with S4D's initial parameters, the convolution is compared with the recurrence in float64;
+    no later token changes a bit of an output.
+    """
     rng = np.random.default_rng(0)
     u = rng.normal(size=(1, length, 4))
     delta = np.exp(rng.uniform(np.log(1e-3), np.log(1e-1), size=4))
@@ -142,7 +146,9 @@ def test_long_convolution_is_the_long_recurrence(length):
     ("length", "which"), [(50, "ABC"), (700, "ABC"), (700, ""), (200, "B"), (200, "C")]
 )
 def test_convolution_by_blocks_is_the_recurrence_in_value_and_every_gradient(length, which):
-    """In float64: one block, and twelve of two levels of groups, the first not full; `which` are complex."""
+    """In float64, with one block of tokens, and with twelve blocks in two levels of groups, the first
+    incomplete; `which` names the complex arrays.
+    """
     rng = np.random.default_rng(0)
     turned = {n: 1j * rng.uniform(0, 9, size=(3, 4)) for n in "ABC"}
     arrays = dict(A=-rng.uniform(0.2, 2, size=(3, 4)), B=rng.normal(size=(3, 4)))
@@ -178,7 +184,9 @@ def complex_gate(mixer, x):
 @pytest.mark.parametrize("num_heads", [None, 4, 32])
 @pytest.mark.parametrize("norm", [False, True])
 def test_gateloop_is_the_published_recurrence(num_heads, norm):
-    """Wide heads are rotated real memories; the recurrence is complex."""
+    """Wide heads are computed as real memories with rotated keys and queries; the expected recurrence is
+    complex.
+    """
     small = Small(METHODS["gateloop"], stirred=True, num_heads=num_heads, norm=norm)
     mixer, x = small.mixer, np.asarray(small.x[0], np.float64)
     heads = num_heads or 32
@@ -260,7 +268,7 @@ def test_a_gate_of_zero_has_an_angle_and_gradients_of_zero():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["random", "one turn after another"])
 def test_phase_does_not_drift(kind):
-    """50,000 tokens in float32, and up to 25,000 turns, against float64."""
+    """50,000 tokens and up to 25,000 full turns in float32 are compared with float64."""
     angle = np.full((1, 50_000, 3), 3.1)
     if kind == "random":
         angle = np.random.default_rng(0).uniform(-np.pi, np.pi, size=angle.shape)
@@ -306,7 +314,7 @@ def test_phase_has_the_gradient_of_a_sum():
 
     of_angle = jax.grad(loss)(3 * jnp.sin(jnp.arange(18.0)).reshape(1, 9, 2))[0]
     w, backwards = weights[0], lambda x: x[::-1].cumsum(0)[::-1]
-    w[2] = 0  # padding's output is 0
+    w[2] = 0  # the output at padding is 0
     expected = np.concatenate([backwards(w[:4]), backwards(w[4:]) + 1])
     expected[2] = 0
     np.testing.assert_allclose(of_angle, expected, atol=1e-5)

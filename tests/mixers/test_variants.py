@@ -1,4 +1,4 @@
-"""Options of single methods, their initialisation, and what they refuse."""
+"""Options of single methods, their initialisation, and their errors."""
 
 from __future__ import annotations
 
@@ -152,7 +152,9 @@ def test_given_positions_are_used():
 
 
 def test_initial_gates():
-    """α of GLA starts near 0.958; Mamba2's and Gated DeltaNet's steps in [1e-3, 1e-1] and rates in their ranges."""
+    """GLA's α starts near 0.958; the steps of Mamba2 and Gated DeltaNet start in [1e-3, 1e-1], and their
+    rates in the published ranges.
+    """
 
     def initial_decay():
         mixer = mixers.GLA(mixers.GLAConfig(), 256, rngs=nnx.Rngs(0))
@@ -188,8 +190,10 @@ def test_initial_gates():
         ("lightning", dict(decay="linear"), "decay='linear'.*'depth', 'alibi', 'none'"),
         ("lightning", dict(num_heads=5), "num_heads=5 does not divide hidden_size=32"),
         ("gated_retention", dict(gate_temperature=0), "gate_temperature=0"),
+        ("retnet", dict(feature_map="relu"), "feature_map='relu': accepted are 'identity', 'silu'"),
+        ("gla", dict(feature_map="elu"), "feature_map='elu': accepted are 'identity', 'silu'"),
         ("deltanet", dict(num_value_heads=6), "num_heads=4 does not divide num_value_heads=6"),
-        ("deltanet", dict(conv_size=1), "conv_size=1: it must be at least 2"),
+        ("deltanet", dict(conv_size=0), "conv_size=0: it must be at least 1"),
         (
             "gated_deltanet",
             dict(num_value_heads=4),

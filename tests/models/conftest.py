@@ -1,4 +1,6 @@
-"""Small decoders of every method mixed with softmax attention; the fast selection is one method for each kind of op."""
+"""Fixtures with small decoders of every method, mixed with softmax attention. The default test run has one
+method for each op.
+"""
 
 from __future__ import annotations
 
@@ -26,23 +28,26 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("method", [pytest.param(n, marks=m) for n, m in marks.items()])
         return
     rows = [pytest.param(name, "LN", marks=mark) for name, mark in marks.items()]
-    # Several layers of a method in a period: where layers share something, and two more.
+    # Methods that are tested with several layers in a period: those whose layers share values, and two
+    # others.
     rows += [pytest.param(name, "LLLN", marks=pytest.mark.slow) for name in (*FAST, "rwkv7")]
     metafunc.parametrize(("method", "pattern"), rows)
 
 
 def small_config(method: str, pattern: str = "LLLN", **fields) -> models.ModelConfig:
-    """Two periods of the pattern, width 32, float32."""
+    """Return the config of a model with two periods of the pattern, width 32, in float32."""
     config = models.lm(method, "tiny", vocab_size=VOCAB)
     config.hidden_size, config.pattern, config.num_layers = 32, pattern, 2 * len(pattern)
     for letter, name in (("L", method), ("N", "softmax")):
         config.layers[letter].mixer = mixers.METHODS[name].config.for_width(32)
         if mixers.METHODS[name].forms:
             config.layers[letter].mixer.op.chunk_size = 4
-        if hasattr(config.layers[letter].mixer, "mini_batch"):  # several in a row
+        if hasattr(
+            config.layers[letter].mixer, "mini_batch"
+        ):  # so that a row has several mini-batches
             config.layers[letter].mixer.mini_batch = 3
-        # A normaliser amplifies any rounding where a query meets no key, a norm where a head's output nearly cancels, an
-        # angle near 0.
+        # Rounding errors are amplified by a normaliser if all scores of a query are near 0, by a norm if a
+        # head's output is near 0, and by an angle of a number near 0.
         for field, value in (("normalizer_eps", 1.0), ("norm_eps", 1e-2), ("gate_bias", 3.0)):
             if hasattr(config.layers[letter].mixer, field):
                 setattr(config.layers[letter].mixer, field, value)
@@ -53,7 +58,7 @@ def small_config(method: str, pattern: str = "LLLN", **fields) -> models.ModelCo
 
 
 class Small:
-    """A small decoder under jit, and tokens for it."""
+    """A small decoder under `jax.jit`, and tokens [B, T] for it."""
 
     def __init__(self, config: models.ModelConfig):
         self.config = config
@@ -63,7 +68,7 @@ class Small:
         self.call = jax.jit(lambda model, tokens, **call: model(tokens, **call)[:2])
 
     def __call__(self, tokens=None, **call):
-        """(logits, state) under jit."""
+        """Return (logits, state), computed under `jax.jit`."""
         return self.call(self.model, self.tokens if tokens is None else jnp.asarray(tokens), **call)
 
 
@@ -84,5 +89,5 @@ def gla():
 
 @pytest.fixture
 def plain():
-    """The cheapest to compile."""
+    """A model of linear attention, which is the fastest to compile."""
     return _small("linear_attention", "L")

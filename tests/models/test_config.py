@@ -1,4 +1,4 @@
-"""Configs: what is refused, and with which words; presets and their sizes."""
+"""Errors of configs, presets, and the sizes of presets."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def test_explicit_pattern_is_scanned_by_its_shortest_period():
 
 
 def test_published_sizes(method):
-    """The models count about what their names say, and floating-point operations follow the parameters."""
+    """The numbers of parameters are near those in the models' names, and the layers have 2 to 3.5
+    floating-point operations per parameter and token.
+    """
     for size, low, high in (("10m", 8e6, 13e6), ("340m", 0.29e9, 0.45e9), ("1.3b", 1.1e9, 1.75e9)):
         config = models.lm(method, size)
         count = models.count_parameters(config)
@@ -78,14 +80,18 @@ def test_published_sizes(method):
 
 
 def test_mamba2_counts_as_published():
-    """mamba2-130m (state-spaces): 24 layers of 768, a vocabulary of 50,288, tied."""
+    """The reference is state-spaces/mamba2-130m: 24 layers of width 768, a vocabulary of 50,288, tied
+    embeddings.
+    """
     config = models.lm("mamba2", "125m", vocab_size=50288)
     assert config.num_layers == 24
     assert models.count_parameters(config)["total"] == 128_989_632
 
 
 def test_mamba_counts_as_published():
-    """mamba-130m (state-spaces): 24 layers of 768, a vocabulary of 50,280, tied."""
+    """The reference is state-spaces/mamba-130m: 24 layers of width 768, a vocabulary of 50,280, tied
+    embeddings.
+    """
     config = models.lm("mamba", "125m", vocab_size=50280)
     assert config.num_layers == 24
     inner, state, rank, conv = 2 * 768, 16, 48, 4
@@ -96,10 +102,10 @@ def test_mamba_counts_as_published():
 
 
 def test_rwkv7_counts_as_published():
-    """RWKV7-World 0.1B (arXiv 2503.14456): 191,034,624.
+    """The reference is RWKV7-World 0.1B (arXiv 2503.14456), with 191,034,624 parameters.
 
-    Ours has RMS norms in place of layer norms (2 vectors less a layer, 3 less around them), and keeps the value mix of the
-    first layer, which has none.
+    Our model has RMS norms in place of layer norms (2 vectors less per layer, and 3 less outside the layers),
+    and has parameters for the value mix in the first layer too.
     """
     config = models.lm("rwkv7", "125m", vocab_size=65536)
     config.tie_embeddings = False
@@ -109,7 +115,9 @@ def test_rwkv7_counts_as_published():
 
 
 def test_commands_of_the_table_of_methods_start():
-    """Each row's is what the benchmark writes; one is read by train.py as far as the length of the run, set to nothing."""
+    """The command in each row of the table is the one that the benchmark writes. train.py is started with one
+    of them, with a run of 0 steps.
+    """
     for row in read_rows(ROOT / "docs" / "methods.jsonl"):
         assert row["command"] == methods.command(f"{row['method']}-10m", row["tokens"], 128)
     _, *arguments = shlex.split(row["command"])

@@ -1,4 +1,6 @@
-"""The decoder: one function whether scanned or looped, whole or in pieces, packed or alone, on every method."""
+"""The decoder computes the same function with a scan or a loop over layers, in one call or several, and for
+packed or separate documents, with every method.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from tests.models.conftest import Small, small_config
 
 
 def looped(small: Small) -> jax.Array:
-    """The same model written as a loop over layers."""
+    """Compute the same model by a loop over layers."""
     model, x = small.model, small.model.embedding[...][small.tokens]
     size, shared = len(model.periods.blocks), {}
     for kind in {type(block.mixer) for block in model.periods.blocks}:
@@ -62,7 +64,7 @@ def test_prefill_then_decoding_equals_one_call(small):
 
 @pytest.mark.classes
 def test_packed_and_padded_documents_equal_documents_alone(small):
-    """Rows [document of 5, document of 3, padding of 2]: packing, padding and causality in one row."""
+    """A row has a document of 5 tokens, one of 3, and 2 tokens of padding."""
     ids = jnp.tile(jnp.array([1] * 5 + [2] * 3 + [0] * 2, jnp.int32), (2, 1))
     packed, _ = small(segment_ids=ids)
     close(packed[:, :5], small(small.tokens[:, :5])[0], 2e-5)
@@ -118,7 +120,9 @@ def test_remat_changes_no_gradient_and_an_untied_head_learns(remat):
 
 
 def test_a_layer_of_several_in_a_period_hands_on_its_gradients_together():
-    """Else XLA makes those of the parameters last, and holds what all of them are made of."""
+    """Otherwise XLA would compute the gradients of all parameters last, and store all arrays that they are
+    computed from.
+    """
 
     def barriers(pattern):
         config = small_config("gla", pattern, num_layers=2 * len(pattern), remat="full")
@@ -136,7 +140,9 @@ def test_a_layer_of_several_in_a_period_hands_on_its_gradients_together():
 
 
 def test_params_are_one_pure_dict(gla):
-    """The training loop's pattern: split once, jit over the pure dict; metadata in the same structure."""
+    """The training loop splits a model once and passes the dict of parameters to `jax.jit`; metadata have the
+    same structure.
+    """
     config = gla.config
     build = lambda: models.Decoder(config, rngs=nnx.Rngs(0))  # noqa: E731
     graphdef, _ = nnx.split(nnx.eval_shape(build))
@@ -170,7 +176,7 @@ def test_token_outside_the_vocabulary_is_not_hidden(gla):
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class CountingConfig:
-    """For the test below."""
+    """The config of `Counting`."""
 
     scale: float = 1.0
 
@@ -186,7 +192,9 @@ class CountingConfig:
 
 
 class Counting(mixers.Mixer):
-    """Adds the first layer's value to every layer's, and reports its layer."""
+    """A mixer that adds the first layer's value to that of every layer, and returns its layer's index as a
+    statistic.
+    """
 
     op = ops.linear_memory
 
@@ -218,7 +226,9 @@ class Counting(mixers.Mixer):
 
 
 def test_a_new_method_is_a_file_and_a_row(monkeypatch):
-    """Shared values, statistics and the layer's index reach it, and it decodes, with nothing else touched."""
+    """The new method has shared values, statistics and the layer's index, and decodes; no other file is
+    changed.
+    """
     row = dataclasses.replace(
         mixers.METHODS["gla"], name="counting", config=CountingConfig, module=Counting, forms=()
     )

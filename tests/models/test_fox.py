@@ -1,4 +1,6 @@
-"""The published models of FoX's paper: their parameters, counted here by hand, and what does not exist."""
+"""The published models of FoX's paper: their numbers of parameters, counted here by hand, and errors for
+models that do not exist.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,14 @@ from lsm_jax import models
 from lsm_jax.mixers import MambaConfig
 
 VOCAB = 50257
-# Width, depth, heads of FoX and of the transformers, inner width of SwiGLU in the LLaMA and Pro blocks.
+# By size: width, depth, heads of FoX, heads of the transformers, and the inner width of SwiGLU in the LLaMA
+# and in the Pro blocks.
 SIZES = {
     "125m": (768, 12, 12, 12, 2048, 1792),
     "360m": (1024, 24, 16, 16, 2816, 2560),
     "760m": (1536, 24, 24, 12, 4096, 3584),
 }
-# In millions, without the embedding, as the paper's tables and the published configs have them.
+# Millions of parameters without the embedding, from the paper's tables and the published configs.
 PUBLISHED = {
     "llama": (123.7, 360.2, 757.6),
     "pro": (123.9, 367.3, 759.4),
@@ -48,7 +51,9 @@ def test_counts_are_the_published_ones(name, size):
 
 
 def test_baselines_are_as_large_as_published():
-    """780M, 756M, 757M and 756M in the paper's Table 6 and configs; Samba's size is not stated."""
+    """The expected sizes are 780M, 756M, 757M and 756M, from Table 6 of the paper and its configs; the size
+    of Samba is not published.
+    """
     millions = dict.fromkeys(("mamba2", "hgrn2", "deltanet", "transformer-swa"))
     for name in millions:
         config = models.fox(name)

@@ -1,4 +1,6 @@
-"""Linear-MoE models: published counts and hyperparameters, variants, and a shrunk hybrid that trains and decodes."""
+"""Linear-MoE models: the published numbers of parameters and hyperparameters, variants, and a small hybrid
+that trains and decodes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from tests.parallel.test_parallel import run_with_devices
     [("a0.3b-2b", 2.18, 0.328), ("a1b-7b", 6.78, 1.143)],
 )
 def test_published_counts(size, total, active):
-    """In billions, embeddings apart, and by hand: mixer with output gate, experts, router, norms."""
+    """Billions of parameters without embeddings, also counted by hand: mixer with output gate, experts,
+    router, norms.
+    """
     config = linear_moe.get_config(size).model
     count = models.count_parameters(config)
     assert round(count["non_embedding"] / 1e9, 2) == total
@@ -86,7 +90,7 @@ def test_experts_in_any_language_model():
 
 
 def shrunk(pattern="LN"):
-    """Two layers of width 16, a batch of eight rows of 32."""
+    """Return the config of a run with two layers of width 16 and a batch of eight rows of 32 tokens."""
     config = linear_moe.get_config(f"tiny,pattern={pattern}")
     experts = MoEConfig(num_experts=4, top_k=2, expert_size=8, shared_size=4, z_scale=1e-3)
     mixer = mixers.LinearAttentionConfig(
@@ -116,7 +120,7 @@ def test_a_shrunk_model_trains_and_reports_its_router(pattern):
     assert losses[-1] < losses[0] - 0.5 and int(metrics["train/skipped_steps"]) == 0
     assert metrics["moe/load"].shape == (2, 4) and metrics["moe/entropy"].shape == (2,)
     np.testing.assert_allclose(metrics["moe/load"].sum(axis=1), 1, rtol=1e-5)
-    # A layer's minimum is about 1, and they are averaged over the depth.
+    # The minimum of a layer's balance loss is about 1, and the loss is the mean over layers.
     assert 0.99e-2 < float(metrics["moe/balance_loss"]) < 2e-2
     assert 0 < float(metrics["moe/z_loss"]) < 1e-2
 
@@ -134,7 +138,7 @@ def test_a_decoder_decodes_what_it_reads_at_once():
 
 
 def test_layers_may_differ_in_their_experts():
-    """Statistics that do not stack are reported by place in the period."""
+    """Statistics whose shapes differ between layers are reported for each place of the period."""
     config = shrunk().model
     more = dataclasses.replace(config.layers["N"].feedforward, num_experts=6)
     config.layers["N"] = dataclasses.replace(config.layers["N"], feedforward=more)
@@ -169,5 +173,5 @@ print("ok")
 
 @pytest.mark.slow
 def test_data_and_fsdp_sharding_change_nothing():
-    """Three steps on four devices, 2 x 2, have one device's losses, gradient norms and routing."""
+    """Three steps on a mesh of 2 x 2 devices have the losses, gradient norms and routing of one device."""
     assert run_with_devices(4, "-c", SCRIPT).endswith("ok\n")

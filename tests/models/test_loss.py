@@ -1,4 +1,4 @@
-"""The chunked loss is the plain one, gradients included, without ever holding all logits."""
+"""The loss in chunks equals the loss from all logits, gradients included, and never stores all logits."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ def test_bfloat16_keeps_a_float32_loss():
 
 
 def test_all_logits_never_exist():
-    """The largest array of the compiled forward and backward pass, at 4096 tokens of a vocabulary of 5000."""
+    """The largest array of the compiled forward and backward pass is smaller than the logits of 4096 tokens
+    with a vocabulary of 5000.
+    """
     tokens, vocabulary, chunk = 2048, 5000, 256
     shapes = (
         jax.ShapeDtypeStruct((2, tokens, D), jnp.bfloat16),

@@ -1,4 +1,6 @@
-"""What a training step without rematerialisation takes of a card that is not here: `make test-aot`."""
+"""The memory that a training step without rematerialisation requires on a card that this machine does not
+have: `make test-aot`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from tests.step_memory import compiled_memory
 pytestmark = pytest.mark.aot
 
 
-# GB temporary: 80.7, 98.4, 153.4 and 251.5 before layers kept their arguments alone, 34.2, 42.3, 60.2 and 77.8 since.
+# GB of temporary arrays: 80.7, 98.4, 153.4 and 251.5 before layers saved only their arguments for the
+# backward pass; 34.2, 42.3, 60.2 and 77.8 since then.
 @pytest.mark.parametrize(
     ("variant", "most"),
     [("gla-340m", 38), ("gated_deltanet-340m", 46), ("mamba2-340m", 66), ("rwkv7-340m", 82)],

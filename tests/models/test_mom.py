@@ -1,4 +1,6 @@
-"""Models with a Mixture-of-Memories: published counts, what their router adds to the loss and the metrics, sharding."""
+"""Models with a Mixture-of-Memories: published numbers of parameters, the router's loss and metrics,
+sharding.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from tests.training import tiny
 
 
 def small_mom(**fields):
-    """MoM of small heads, in chunks of eight."""
+    """Return a config of MoM with small heads and chunks of eight tokens."""
     inner = mixers.GatedDeltaNetConfig(
         num_heads=2, head_dim=4, expand_v=1.0, op=mixers.OpConfig(chunk_size=8)
     )
@@ -32,7 +34,7 @@ def small_mom(**fields):
 
 
 def model_config(pattern="LN", **fields) -> ModelConfig:
-    """Four layers of MoM and softmax attention, of width 16."""
+    """Return the config of a model with four layers of MoM and softmax attention, of width 16."""
     softmax = mixers.SoftmaxConfig(num_heads=2, head_dim=8)
     layers = {"L": LayerConfig(mixer=small_mom(**fields), feedforward=None), "N": LayerConfig(mixer=softmax, feedforward=None)}  # fmt: skip
     return ModelConfig(
@@ -77,14 +79,14 @@ def test_variants():
             "340m,expanded=5,memories=8,single=1",
             "expanded=5 excludes memories, single, since it has one memory",
         ),
-        ("340m,inner=titans", "cannot be one of several memories"),
+        ("340m,inner=s4d", "cannot be one of several memories"),
     ):
         with pytest.raises(ValueError, match=words):
             mom.get_config(variant)
 
 
 def batch(rows=8):
-    """A batch of 32 tokens a row."""
+    """Return a batch with 32 tokens per row."""
     tokens = np.random.default_rng(0).integers(1, 257, size=(rows, 33)).astype(np.int32)
     ids = np.where(np.arange(32) < 20, 1, 2).astype(np.int32)
     return dict(
@@ -98,14 +100,14 @@ def run_of(**changes):
 
 
 def test_balance_loss_is_trained_and_statistics_are_reported(tmp_path):
-    """With no next-token loss the router's loss is all there is."""
+    """Without a next-token loss, only the router's loss is trained."""
     silent = batch() | dict(loss_mask=np.zeros((8, 32), np.float32))
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     with jax.set_mesh(mesh):
         program = make_program(run_of(model=model_config("L", balance_scale=10.0)), mesh)
         _, metrics = program.train_step(program.init(), silent)
     assert float(metrics["train/loss"]) == 0 and float(metrics["train/grad_norm"]) > 0
-    # At perfect balance k times the scale.
+    # With perfect balance the loss is k times the scale.
     assert 20.0 < float(metrics["mom/balance_loss"]) < 24.0
     load, entropy = (np.asarray(metrics[f"mom/{n}"]) for n in ("load", "entropy"))
     assert load.shape == (4, 4) and entropy.shape == (4,)
@@ -165,7 +167,8 @@ def test_recall_trains_the_router_too():
     still = make_sweep(
         RecallConfig(name="mom", model=RecallModelConfig(mixer=small_mom(balance_scale=0.0), hidden_size=16, vocab_size=32), train=(task,), test=(task,)), 1
     )  # fmt: skip
-    # Two layers deep, one of them MoM: the loss of one layer over the depth, at least its minimum k / depth.
+    # One of the two layers is MoM: the loss is that of one layer divided by the depth, at least its minimum k
+    # / depth.
     assert float(loss - jax.jit(still.loss)(plain, data)) > 0.99
 
 
@@ -194,5 +197,5 @@ print("ok")
 
 @pytest.mark.slow
 def test_data_and_fsdp_sharding_change_nothing():
-    """Three steps on four devices, 2 x 2, have one device's losses, gradient norms and routing."""
+    """Three steps on a mesh of 2 x 2 devices have the losses, gradient norms and routing of one device."""
     assert run_with_devices(4, "-c", SCRIPT).endswith("ok\n")

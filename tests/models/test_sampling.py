@@ -1,4 +1,6 @@
-"""Sampling: greedy is the full forward's argmax, however the prompt is read; restrictions restrict; errors say what."""
+"""Sampling: greedy tokens are the argmax of a call on all tokens, however the prompt is read; top_k, top_p
+and temperature; errors.
+"""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ FAMILIES: dict[str, Family] = {}
 
 
 def make_inputs(case: Case, batch=2, length=37, *, seed=0, decay="mild", dtype=np.float64) -> dict:
-    """Random inputs. `decay` is "mild", or "mixed": log decays from 0 to -30 per token."""
+    """Return random inputs by name. `decay` is "mild", or "mixed": log decays from 0 to -30 per token."""
     rng = np.random.default_rng(seed)
 
     def log_decay(*shape):
@@ -158,7 +158,9 @@ def make_inputs(case: Case, batch=2, length=37, *, seed=0, decay="mild", dtype=n
 
 
 def make_qkv(case: Case, rng, shape) -> dict:
-    """Queries, keys and values with the case's heads; queries and keys are positive if the case normalises."""
+    """Return queries, keys and values with the case's heads; queries and keys are positive if the case
+    normalises.
+    """
     queries, keys, heads = case.heads
     q = rng.normal(size=(*shape, queries, KEY_DIM))
     k = rng.normal(size=(*shape, keys, KEY_DIM))
@@ -168,7 +170,7 @@ def make_qkv(case: Case, rng, shape) -> dict:
 
 
 def make_decays(case: Case, shape, log_decay) -> dict:
-    """The decays that are named in the case's arrays."""
+    """Return the decays that are named in the case's arrays."""
     heads = case.heads[2]
     shapes = {
         "constant_decay": ("log_decay", (heads,)),
@@ -180,7 +182,7 @@ def make_decays(case: Case, shape, log_decay) -> dict:
 
 
 def make_state(case: Case, batch=2, *, num_segments=None, capacity=64, seed=1, empty=False):
-    """A state with random values (for attention: of three tokens), or an empty one; float64."""
+    """Return a state with random values (for attention: of three tokens), or an empty one; float64."""
     options = dict(num_segments=num_segments, dtype=jnp.float64, capacity=capacity)
     state = FAMILIES[case.op].state(case, batch, **options)
     if empty:
@@ -218,7 +220,7 @@ def call(case: Case, inputs: dict, *, form=None, **options):
 
 
 def oracle(case: Case, inputs: dict, *, state, segment_ids=None, update_mask=None):
-    """The output and the final state of the op by its definition, in numpy float64."""
+    """Compute the output and the final state of the op by its definition, in numpy float64."""
     inputs = {n: np.asarray(a, np.float64) for n, a in inputs.items()}
     memory = jax.tree.map(np.array, state)
     reference = next(iter(inputs.values()))
@@ -253,12 +255,12 @@ def oracle(case: Case, inputs: dict, *, state, segment_ids=None, update_mask=Non
 
 
 def _at(x, b, t, heads):
-    """The value of token t for each of `heads` heads, [heads, ...]."""
+    """Return the values of token t of row b, repeated for `heads` heads, [heads, ...]."""
     return np.repeat(x[b, t], heads // x.shape[2], axis=0)
 
 
 def _decays(inputs, b, t):
-    """The decay of token t, in a shape that broadcasts to [G, K, V]."""
+    """Return the decay of token t of row b, in a shape that broadcasts to [G, K, V]."""
     log_decay = np.zeros((1, 1, 1))
     if "log_decay" in inputs:
         g = inputs["log_decay"]
@@ -297,7 +299,7 @@ def _linear_step(case, inputs, leaves, b, t, written):
 
 
 def _gated_step(case, inputs, leaves, q, k, v, b, t, written):
-    """xLSTM's stabilised recurrence (arXiv 2405.04517, Eqs. 15 and 19-21)."""
+    """Compute xLSTM's stabilised recurrence (arXiv 2405.04517, Eqs. 15 and 19-21)."""
     if written:
         gate, log_f = inputs["log_input_gate"][b, t], np.log(_decays(inputs, b, t)[:, 0, 0])
         m = np.maximum(log_f + leaves[2], gate)

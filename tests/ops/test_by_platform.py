@@ -19,7 +19,7 @@ KINDS = {"gpu": "NVIDIA H200", "tpu": "TPU v5e", "cpu": "cpu"}
 
 
 def mesh_of(platform: str, *axes: str, kind: str = "") -> AbstractMesh:
-    """An abstract mesh of devices of another machine, two along each of `axes`."""
+    """Return an abstract mesh of devices of another machine, with two along each of `axes`."""
     device = AbstractDevice(device_kind=kind or KINDS[platform], num_cores=None, platform=platform)
     sizes = tuple(2 if name in axes else 1 for name in AXES)
     kinds = (AxisType.Auto,) * len(AXES)
@@ -109,8 +109,8 @@ def test_a_partly_mapped_mesh_excludes_cudnn(with_cudnn):
 
 
 def test_shared_rows_run_by_the_kernel():
-    """On Hopper, with and without padding and a window; `choices` gives the requirement that a call does
-    not meet.
+    """Shared rows run on Hopper's kernel with and without padding and with a window; `choices` returns the
+    requirement that a call does not meet.
     """
     for length, window, expected in ((1024, None, True), (1000, 300, True), (320, None, False)):
         q = jax.ShapeDtypeStruct((1, length, 4, 64), jnp.bfloat16)

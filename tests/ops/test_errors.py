@@ -63,7 +63,7 @@ def test_states_of_other_types_are_refused(op):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("segments", [None, 3])
 def test_every_array_of_a_state_has_its_shape(op, segments):
-    """Every shape is determined by the arguments, except the capacity of attention."""
+    """A state in which one array has a wrong shape is refused; the message names the array."""
     state = make_state(OPS[op], num_segments=segments)
     leaves, tree = jax.tree.flatten(state)
     names = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state)]

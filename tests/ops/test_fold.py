@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lsm_jax import ops
-from lsm_jax.ops.core import states
+from lsm_jax.ops.core import chunk_scans
 
 LENGTH, SIZE = 556, 8  # 70 chunks, the last one incomplete: parts of 18, 18, 18 and 16 chunks
 ARRAYS = {
@@ -21,7 +21,7 @@ ARRAYS = {
 
 
 def test_how_many_parts():
-    count = states._parts
+    count = chunk_scans._parts
     assert [count(70, 100), count(31, 100), count(256, 2**19), count(256, 2**21)] == [4, 1, 4, 1]
 
 
@@ -33,7 +33,7 @@ def as_on_a_gpu(monkeypatch):
         del default
         return cuda(*arguments)
 
-    monkeypatch.setattr(states, "by_platform", on_cuda)
+    monkeypatch.setattr(chunk_scans, "by_platform", on_cuda)
 
 
 @pytest.mark.parametrize("name", ARRAYS)
@@ -70,8 +70,8 @@ def test_equals_the_recurrence(as_on_a_gpu, name):
 
 
 def test_large_gates_keep_their_digits(as_on_a_gpu):
-    """The stabiliser that a part starts from equals, to the bit, the one that the memory before it was
-    divided by.
+    """The stabiliser at the start of a part equals, to the bit, the one by which the memory before the part
+    was divided.
     """
     rng = np.random.default_rng(0)
     q, k, v = (np.abs(rng.normal(size=(1, LENGTH, 1, 4))).astype(np.float32) for _ in "qkv")

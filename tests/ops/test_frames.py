@@ -1,4 +1,4 @@
-"""The way down from an op to its kernel: at most seven frames of this project, each file entered once."""
+"""Between an op and its kernel there are at most seven frames of this project, and each file is entered once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ CALLS = {
 
 
 def frames_to_kernel(run, package: str) -> list[tuple[str, str]]:
-    """(file, function) of this project's frames when the kernel's forward function of `package` is entered, outermost first."""
+    """Return (file, function) of this project's frames, outermost first, when the forward function of the
+    kernel `package` is called.
+    """
     deepest: list[list[tuple[str, str]]] = []
 
     def profile(frame, event, _):

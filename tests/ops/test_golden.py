@@ -64,7 +64,7 @@ def test_hgrn2_branch():
 
 @pytest.mark.parametrize("form", ["recurrent", "chunk", "associative"])
 def test_gsa_branch(form):
-    """With two slots, each gated by the mean of two channels of k; q and k are not normalised."""
+    """GSA with two slots, each gated by the mean of two channels of k; q and k are not normalised."""
     gate = jax.nn.log_sigmoid(K.reshape(1, LENGTH, 1, 2, 2).mean(-1)) / 16
     output, _ = ops.slot_memory(Q, K, V, -jnp.expm1(gate), gate, scale=1.0, form=form)
     rows(

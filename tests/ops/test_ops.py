@@ -39,7 +39,7 @@ def _x64():
 
 
 def settings(kind: str, case):
-    """The arguments of one setting: the state, and the segment ids and the mask if it has them.
+    """Return the arguments of a setting: the state, and segment ids and mask if the setting has them.
 
     Args:
         kind: "plain" (one document, an empty state), "documents" (one state per row) or "segments" (one
@@ -72,7 +72,7 @@ def as_real(x):
 
 
 def visible(case, state):
-    """The state's leaves, with 0 at the indices of attention's rings that `count` excludes."""
+    """Return the state's leaves, with 0 at the indices of attention's ring buffers that contain no token."""
     state = jax.tree.map(as_real, state)
     if case.op == "attention":
         hidden = np.arange(state.keys.shape[-3]) >= state.count[..., None]
@@ -94,8 +94,8 @@ def close(a, b, tolerance):
 
 
 def objective(case, form, weights, inputs, state, **options):
-    """A weighted sum of all entries of output and final state, with different weights; and the output and
-    the state.
+    """Return a weighted sum of all entries of output and final state, with different weights; and (output,
+    final state).
     """
     output, final = call(case, inputs, form=form, initial_state=state, **options)
     leaves = [x for x in jax.tree.leaves((output, final)) if jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -115,7 +115,7 @@ def objective(case, form, weights, inputs, state, **options):
 
 @functools.cache
 def reference_gradients(case, kind, decay="mild"):
-    """`gradients` of the recurrent form in float64, or of the only form."""
+    """Return the result of `gradients` for the recurrent form (or the only form) in float64."""
     arguments = settings(kind, case)
     state = arguments.pop("state")
     inputs = make_inputs(case, decay=decay)
@@ -124,7 +124,9 @@ def reference_gradients(case, kind, decay="mild"):
 
 @functools.cache
 def wide_gradients(case, decay, dtype):
-    """`gradients` of the first form in float64, with inputs that are rounded to `dtype`."""
+    """Return the result of `gradients` for the first form in float64, with inputs that are rounded to
+    `dtype`.
+    """
     inputs = make_inputs(case, decay=decay, dtype=dtype)
     wide = {n: x.astype(jnp.float64) for n, x in inputs.items()}
     return gradients(case, case.forms[0], wide, None)
@@ -132,13 +134,13 @@ def wide_gradients(case, decay, dtype):
 
 @functools.cache
 def long_gradients(case, length):
-    """`gradients` of the recurrent form, for `length` tokens and an empty state."""
+    """Return the result of `gradients` for the recurrent form, `length` tokens and an empty state."""
     return gradients(case, "recurrent", make_inputs(case, length=length), None, chunk_size=64)
 
 
 def gradients(case, form, inputs, state, **arguments):
-    """The objective, (output, final state), and the objective's gradients with respect to all inputs and
-    the state.
+    """Return the objective, (output, final state), and the objective's gradients with respect to all inputs
+    and the state.
     """
     leaves, tree = jax.tree.flatten((inputs, state if state is not None else {}))
     inexact = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -181,8 +183,8 @@ def test_matches_the_definition(case, form, kind):
 
 @parametrize_forms(skip=("recurrent", None))
 def test_gradients_agree_between_forms(case, form):
-    """With one state per segment; see `test_any_length_in_chunks_of_64` for empty states, and below for one
-    state per row.
+    """The calls have one state per segment; `test_any_length_in_chunks_of_64` tests empty states, and the
+    next test one state per row.
     """
     check_gradients(case, form, "segments")
 
@@ -207,7 +209,7 @@ def check_gradients(case, form, kind):
 @pytest.mark.slow
 @parametrize()
 def test_gradients_match_finite_differences(case):
-    """For the form that the gradients of the other forms are compared with."""
+    """The recurrent form, with which the other forms are compared, agrees with finite differences."""
     from jax.test_util import check_grads
 
     form = case.forms[0]
@@ -240,7 +242,7 @@ WITH_DECAY = [c for c in CASES if any("decay" in a or "forget" in a for a in c.a
 
 @parametrize_forms()
 def test_bfloat16(case, form):
-    """The RMS error against float64 on the same rounded inputs."""
+    """The RMS error in comparison with float64 on the same rounded inputs is small."""
     for a, b in narrow_and_wide(case, form, jnp.bfloat16):
         assert np.sqrt(np.mean((a - b) ** 2)) <= 5e-3 * np.sqrt(np.mean(b**2))
 
@@ -248,13 +250,13 @@ def test_bfloat16(case, form):
 @pytest.mark.slow
 @parametrize_forms([c for c in CASES if c not in WITH_DECAY])
 def test_float32(case, form):
-    """The largest error; for cases with decays see `test_strong_zero_and_mixed_decay`."""
+    """The largest error is small; `test_strong_zero_and_mixed_decay` tests cases with decays."""
     for a, b in narrow_and_wide(case, form, jnp.float32):
         close(a, b, 1e-5)
 
 
 def narrow_and_wide(case, form, dtype):
-    """Pairs of the output and the gradients in `dtype`, and in float64."""
+    """Return pairs of the output and the gradients: in `dtype`, and in float64."""
     value, (output, final), grads = gradients(case, form, make_inputs(case, dtype=dtype), None)
     _, (expected, _), expected_grads = wide_gradients(case, "mild", dtype)
     assert output.dtype == dtype and np.isfinite(value)

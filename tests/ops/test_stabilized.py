@@ -16,7 +16,7 @@ LENGTH, HEADS, KEYS, VALUES, EPS = 40, 2, 4, 3, 1e-6
 
 
 def inputs(seed=0, dtype=np.float64, gates="mixed"):
-    """Random inputs with log gates from -50 to 50 and log decays from 0 to -30."""
+    """Return random inputs with log gates from -50 to 50 and log decays from 0 to -30."""
     rng = np.random.default_rng(seed)
     q, k = rng.normal(size=(2, 1, LENGTH, HEADS, KEYS))
     v = rng.normal(size=(1, LENGTH, HEADS, VALUES))
@@ -36,7 +36,7 @@ def run(q, k, v, decay, gate, *, form, **options):
 
 
 def true_recurrence(q, k, v, decay, gate):
-    """xLSTM's output without stabilisers, in extended precision: `q C / max(|q n|, 1)`, without ε."""
+    """Compute xLSTM's output without stabilisers, in extended precision: `q C / max(|q n|, 1)`, without ε."""
     wide = [np.asarray(x[0], np.longdouble) for x in (q, k, v, decay, gate)]
     q, k, v, f, i = wide[0] * KEYS**-0.5, *wide[1:3], np.exp(wide[3]), np.exp(wide[4])
     c, n, outputs = np.zeros((HEADS, KEYS, VALUES), np.longdouble), np.zeros((HEADS, KEYS)), []

@@ -153,10 +153,12 @@ def interrupted(folder: Path) -> None:
     assert values(stopped) == expected
     # Killed while the held-out loss is computed with the larger buffers: it is computed when the run continues.
     killed = folder / "evaluated-killed"
-    sums = TrainLoop._held_out_sums
-    TrainLoop._held_out_sums = lambda self: raising() if self.buffers.growths else sums(self)
+    sums = TrainLoop._heldout_sums
+    TrainLoop._heldout_sums = lambda self, step: (
+        raising() if self.buffers.growths else sums(self, step)
+    )
     ended_by(Killed, killed, evaluated(folder, 2.4))
-    TrainLoop._held_out_sums = sums
+    TrainLoop._heldout_sums = sums
     assert not values(killed, "val/loss")
     train(evaluated(folder, 2.4), killed)
     for name in ("train/loss", "val/loss"):

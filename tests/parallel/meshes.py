@@ -27,7 +27,7 @@ EXPERTS = MoEConfig(num_experts=4, top_k=2, expert_size=8, shared_size=4, z_scal
 
 
 def mixer(name: str, **fields):
-    """The config of a method at width 16, with four heads if it has heads.
+    """Return the config of a method at width 16, with four heads if it has heads.
 
     TTT has two, since its norms over four channels would amplify rounding errors a thousandfold.
     """
@@ -39,7 +39,7 @@ def mixer(name: str, **fields):
 
 
 def run_of(pattern: str, **changes) -> TrainConfig:
-    """The config of a run of a model with four layers, on rows of 16 tokens.
+    """Return the config of a run of a model with four layers, on rows of 16 tokens.
 
     `pattern` names the layers of a period, separated by `/`: `MIXER` (with SwiGLU), `MIXER+moe` or
     `MIXER+none`.
@@ -62,7 +62,7 @@ def run_of(pattern: str, **changes) -> TrainConfig:
 
 
 def batch(vocab: int = 32) -> dict[str, np.ndarray]:
-    """Eight rows of 16 tokens, with packed documents and some padding."""
+    """Return eight rows of 16 tokens, with packed documents and some padding."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, vocab, size=(8, 17)).astype(np.int32)
     ids = np.ones((8, 16), np.int32)
@@ -118,7 +118,7 @@ def compare(name: str, got, expected, tolerance: float = 1e-4) -> None:
 
 @functools.cache
 def alone(pattern: str, stages: int, pieces: int):
-    """`step` on one device, with accumulation over the rows of each microbatch."""
+    """Run `step` on one device, with accumulation of gradients over microbatches."""
     one = make_mesh(MeshConfig(), jax.devices()[:1])
     return step(run_of(pattern, accumulation_steps=pieces), one, regrouped(batch(), stages, pieces))
 

@@ -22,7 +22,7 @@ KINDS = ("plain", "documents", "masked", "state", "segments")
 
 
 def settings(kind: str, case: Case) -> dict:
-    """The arguments of a call in addition to its inputs."""
+    """Return the arguments of a kind of call, in addition to its inputs."""
     rng = np.random.default_rng(3)
     ids = np.sort(rng.integers(1, 5, size=(BATCH, LENGTH)), axis=1)
     ids[1] = np.where(np.arange(LENGTH) < 17, 2, 3)  # documents longer than several shards
@@ -45,7 +45,7 @@ def settings(kind: str, case: Case) -> dict:
 
 
 def measure(case: Case, form: str | None, inputs: dict, given: dict):
-    """Outputs, final state, and gradients of a sum in which every entry has a weight of its own."""
+    """Return outputs, final state, and the gradients of a sum of all their entries with different weights."""
     floats = {n: x for n, x in inputs.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
     state = given.get("initial_state")
 
@@ -68,7 +68,7 @@ def measure(case: Case, form: str | None, inputs: dict, given: dict):
 
 
 def compare(case: Case, form: str | None, kind: str, mesh) -> None:
-    """Assert that the results on the mesh are those on one device."""
+    """Assert that the results on the mesh equal those on one device."""
     inputs, given = make_inputs(case, BATCH, LENGTH), settings(kind, case)
     expected = jax.jit(lambda i, g: measure(case, form, i, g))(inputs, given)
     with jax.set_mesh(mesh):

@@ -36,7 +36,7 @@ def config_of(name: str) -> models.ModelConfig:
 
 
 def measure(config: models.ModelConfig, graph, params, rows):
-    """The loss of a model and its gradients."""
+    """Return the loss of a model and its gradients."""
 
     def loss(params):
         decoder = nnx.merge(graph, params)
@@ -51,7 +51,7 @@ def measure(config: models.ModelConfig, graph, params, rows):
 
 
 def rows_of(config: models.ModelConfig, packed: bool) -> dict:
-    """Two rows, of one document each or packed with several documents and padding."""
+    """Return two rows, of one document each or packed with several documents and padding."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, config.vocab_size, size=(BATCH, LENGTH + 1)).astype(np.int32)
     ids = np.sort(rng.integers(1, 4, size=(BATCH, LENGTH)), axis=1).astype(np.int32)
@@ -62,7 +62,7 @@ def rows_of(config: models.ModelConfig, packed: bool) -> dict:
 
 @functools.cache
 def layer_of(name: str, packed: bool):
-    """A layer of METHOD or mom-METHOD, as (function, floats, segment ids, expected).
+    """Return a layer of METHOD or mom-METHOD, as (function, floats, segment ids, expected).
 
     The function is (floats, segment ids) -> (outputs, gradients), and `expected` is its result on one device.
     """
@@ -93,7 +93,7 @@ def layer_of(name: str, packed: bool):
 
 
 def check_layer(name: str, mesh, *, packed: bool) -> None:
-    """Assert that the results of a layer on the mesh are those on one device."""
+    """Assert that the results of a layer on the mesh equal those on one device."""
     both, floats, ids, expected = layer_of(name, packed)
     with jax.set_mesh(mesh):
         got = jax.tree.map(np.asarray, jax.jit(lambda *given: both(*given))(floats, ids))
@@ -117,7 +117,7 @@ def check_model(name: str, mesh, *, packed: bool) -> None:
 
 
 def mesh_of(devices: str):
-    """The mesh of "N", a sequence axis of N devices, or of "NxM", which also has a tensor axis of M."""
+    """Return the mesh of "N", a sequence axis of N devices, or of "NxM", which also has a tensor axis of M."""
     parts, _, heads = devices.partition("x")
     sizes = dict(sequence=int(parts), tensor=int(heads or 1))
     return make_mesh(MeshConfig(**sizes), jax.devices()[: math.prod(sizes.values())])

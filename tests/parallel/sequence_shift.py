@@ -21,11 +21,10 @@ LENGTH, CHANNELS = 61, 3  # the last device's part is padded
 
 
 def documents() -> np.ndarray:
-    """Segment ids of four rows.
-
-    They have several documents with padding after some of them; one document over several devices, and then
-    padding over several; only padding; and ids that occur again, just before the end of a device's part and
-    in a document that ends at such an end.
+    """Return the segment ids of four rows. The first has several documents, with padding after some of them;
+    the second one document over several devices, and then padding over several; the third only padding; and
+    the fourth has ids that occur again, just before the end of a device's part and in a document that ends
+    there.
     """
     ids = np.zeros((4, LENGTH), np.int32)
     ids[0] = np.repeat([1, 0, 2, 3, 4, 0, 5], [3, 2, 20, 1, 2, 3, 30])

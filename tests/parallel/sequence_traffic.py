@@ -28,13 +28,13 @@ KEEP = jax.checkpoint_policies.save_only_these_names(GATHERED)
 
 
 def compiled(function, *arguments, mesh) -> str:
-    """The text of the compiled program."""
+    """Return the text of the compiled program."""
     with jax.set_mesh(mesh):
         return jax.jit(function).lower(*arguments).compile().as_text()
 
 
 def sent(text: str) -> collections.Counter:
-    """How often each kind of collective with each result type occurs in the program."""
+    """Return the number of collectives in the program, by kind and result type."""
     return collections.Counter(
         re.sub(r"\{.*?\}", "", f"{kind} {shape}") for shape, kind in COLLECTIVE.findall(text)
     )
@@ -66,7 +66,9 @@ def check_overlap(text: str) -> None:
 
 
 def layer(name: str, *, packed: bool, remat: bool = False):
-    """A function (x, gate) -> a sum over the outputs of an op, whose gradient is that of a layer."""
+    """Return a function (x, gate) -> a sum over the outputs of an op; its gradient has the collectives of a
+    layer's.
+    """
 
     def run(x, gate):
         ids = jnp.ones(x.shape[:2], jnp.int32) if packed else None

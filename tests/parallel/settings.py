@@ -23,7 +23,7 @@ IDS = jnp.asarray([[1, 1, 1, 0, 2, 2, 2, 2, 1, 2, 0]] * BATCH)
 
 
 def run(op: str, case: Case | None, form: str | None, kind: str, inputs: dict):
-    """The op's outputs, and for each row the sum of all its entries, each with a weight of its own."""
+    """Return the op's outputs, and for each row the sum of all entries with different weights."""
     ids = inputs["ids"]
     if op == "cumulative_phase":
         out = ops.cumulative_phase(inputs["angle"], segment_ids=ids)
@@ -107,8 +107,9 @@ def compare(op: str, case: Case | None, form: str | None, kind: str, inputs: dic
 
 
 def settings_of(op: str):
-    """(case, form, kind) of an op: each form of one case, if possible of a case with an array that has no
-    rows."""
+    """Return (case, form, kind) of an op for each form of one case, if possible of a case with an array that
+    has no rows.
+    """
     if op not in FAMILIES:
         return [(None, None, "plain")]
     case = min(

@@ -51,7 +51,7 @@ def test_bfloat16(case):
     "case", ["gla+none", pytest.param("mamba2+moe/softmax", marks=pytest.mark.slow)]
 )
 def test_rows_that_are_not_divisible(case):
-    """Rows of 16 tokens on three devices."""
+    """Three devices train on rows of 16 tokens, which are padded."""
     assert meshes(f"{case}:sequence=3") == 1
 
 

@@ -24,8 +24,9 @@ ROUTES = ("random", "one expert", "one device", "few tokens", "few rows")
 
 
 def made(route: str, **fields):
-    """A mixture of experts with large parameters; routes "one expert" and "one device" send every token
-    there."""
+    """Return a mixture of experts with large parameters, for a kind of routing; "one expert" and "one device"
+    send every token to one of them.
+    """
     config = MoEConfig(num_experts=EXPERTS, top_k=2, expert_size=6, shared_size=4, **fields)
     moe = feedforward.build(config, WIDTH, rngs=nnx.Rngs(0), init_std=0.5)
     if route in ("one expert", "one device"):
@@ -37,7 +38,9 @@ def made(route: str, **fields):
 
 @functools.cache
 def program(graph, mesh):
-    """The compiled loss and gradient, the same for all routes, which differ in parameters only."""
+    """Return the compiled loss and gradient, one program for all kinds of routing, which differ only in
+    parameters.
+    """
 
     def loss(params, x, ids):
         y, _, aux = nnx.merge(graph, params)(x, segment_ids=ids)
@@ -48,14 +51,15 @@ def program(graph, mesh):
 
 
 def gradient(moe, x, ids):
-    """((loss, statistics), gradients of the parameters and of x). x is positive, so that a bias in the router
-    selects."""
+    """Return ((loss, statistics), gradients of the parameters and of x). x is positive, so that large weights
+    of the router determine the experts.
+    """
     graph, params = nnx.split(moe, nnx.Param)
     return program(graph, jax.sharding.get_abstract_mesh())(params, x, ids)
 
 
 def compare(axes: dict[str, int], route: str, **fields) -> None:
-    """Assert that values, statistics and gradients on the mesh are those on one device."""
+    """Assert that values, statistics and gradients on the mesh equal those on one device."""
     x = np.abs(jax.random.normal(jax.random.key(1), (ROWS, LENGTH, WIDTH)))
     ids = np.ones((ROWS, LENGTH), np.int32)
     ids[:, -1] = 0

@@ -99,7 +99,7 @@ def test_ops_are_sharded_over_eight_devices():
     ],
 )
 def test_ops_under_any_mesh(op):
-    """See `tests.parallel.settings`."""
+    """Run the ops under several kinds of mesh; see `tests.parallel.settings`."""
     assert run_with_devices(4, "-m", "tests.parallel.settings", op).endswith("ok\n")
 
 

@@ -37,7 +37,7 @@ GATHERED = re.compile(r"= u32\[4,(\d+)\]\S* all-gather(?:-start)?\(")  # by `seq
 def run_of(
     mesh: MeshConfig, *, experts: bool = False, pattern: str = "LN", **changes
 ) -> TrainConfig:
-    """The config of a run of a hybrid model with eight layers of width 512, on 8 rows of 256 tokens."""
+    """Return the config of a run of a hybrid model with eight layers of width 512, on 8 rows of 256 tokens."""
     inner = SwiGLUConfig(intermediate_size=1536)
     if experts:
         inner = MoEConfig(num_experts=8, top_k=2, expert_size=448)
@@ -115,7 +115,7 @@ def test_the_report_says_whether_a_run_fits():
 
 
 def error_of(config: str, *arguments: str) -> str:
-    """The error message of the command, which must be one line."""
+    """Return the error message of the command, which must be one line."""
     command = [sys.executable, "-m", "lsm_jax.plan", f"--config={config}", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and not done.stdout, done
@@ -184,8 +184,9 @@ def test_only_the_branch_of_the_platform_counts():
 
 @pytest.mark.parametrize("method", [*sorted(mixers.METHODS), "mom"])
 def test_every_method_has_a_plan(method):
-    """With rows on one device, and with rows shared by two, where a method sends more than the attention
-    layers do."""
+    """Every method has a plan with rows on one device, and with rows shared by two, on which it sends more
+    than the attention layers.
+    """
     kind = mixers.MoMConfig if method == "mom" else mixers.METHODS[method].config
     config = run_of(MeshConfig(data=1))
     config.model.layers["L"].mixer = kind.for_width(512)

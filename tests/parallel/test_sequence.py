@@ -85,16 +85,23 @@ def test_rows_that_devices_share(cases):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_class_of_update(name):
-    """On two, four and eight devices: plain rows, one state per segment, and an initial state with documents
-    and masks."""
+    """The ops run on two, four and eight devices, with plain rows, with one state per segment, and with an
+    initial state, documents and masks.
+    """
     (case,) = (case for case in CASES if case.name == name)
     ran("sequence", *(f"{devices}:{name}:{case.forms[0]}:{kind}" for devices, kind in CALLS))
 
 
 @pytest.mark.slow
+def test_packed_memories_of_rows_that_devices_share():
+    """A Mixture-of-Memories packs the tokens of each device, at once and from a state, with heads sharded, too."""
+    ran("sequence_mom", "4:gated_deltanet", "2:rwkv6", "2x2:gla", "4:titans")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["documents", "masked"])
 def test_other_calls(kind):
-    """Documents alone and masks alone, with heads sharded, too."""
+    """Calls with only documents and with only masks, also with sharded heads."""
     names = ("linear_memory-decay-heads422-normalize", "delta_memory-key_decay-heads412", "attention-heads422")  # fmt: skip
     forms = ("associative", "chunk", "None")
     ran("sequence", *(f"2x2:{name}:{form}:{kind}" for name, form in zip(names, forms, strict=True)))
@@ -102,23 +109,25 @@ def test_other_calls(kind):
 
 @pytest.mark.slow
 def test_phase_and_time_invariant_rows():
-    """See `tests.parallel.sequence_extras`."""
+    """Sums of angles, time-invariant memories, document numbers and positions; see
+    `tests.parallel.sequence_extras`.
+    """
     ran("sequence_extras")
 
 
 def test_attention_by_a_kernel():
-    """With gates, documents and windows, two parts of a row per device; backends without support are refused."""
+    """Attention by a kernel, for two parts of a row per device, with gates, documents and windows; backends
+    without support are refused.
+    """
     ran("sequence_kernel")
 
 
 @pytest.mark.parametrize("devices", [2, 4, 8])
 @pytest.mark.parametrize("form", ["kernel", "blocks"])
 def test_causal_attention_is_divided_evenly(form, devices, monkeypatch):
-    """Each device computes the attention of as many pairs of query and key.
-
-    In this test a query's value is its position, and its output is the number of keys that all queries of the
-    device which computes it attend to: once counted from the queries' values, once from the positions that
-    the device receives.
+    """Each device computes the attention of the same number of pairs of query and key. In this test a query's
+    value is its position, and its output is the number of keys that all queries of the device which computes
+    it attend to: once counted from the queries' values, once from the positions that the device receives.
     """
     tokens = 8  # of a device
     row = jnp.arange(tokens * devices, dtype=jnp.int32)
@@ -170,12 +179,14 @@ def test_attention_skips_masked_blocks(devices, held):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_every_method(name):
-    """A layer on two, four and eight devices, with packed documents on four."""
+    """A layer of each method runs on two, four and eight devices, with packed documents on four."""
     cases = [f"2:{name}", f"4:{name}:packed", f"8:{name}"]
     ran("sequence_models", *cases, *([f"2x2:{name}:packed"] if name in HEADS else []))
 
 
 @pytest.mark.slow
 def test_a_hybrid_model():
-    """Three linear layers and one of softmax attention, scanned and rematerialised, with packed documents."""
+    """The model has three linear layers and one of softmax attention, scanned and rematerialised, and the
+    rows have packed documents.
+    """
     ran("sequence_models", "8:gla/gla/gla/softmax:packed")

@@ -15,7 +15,9 @@ from tests.parallel.test_parallel import run_with_devices
 
 
 def meshes(*cases: str) -> int:
-    """The number of cases of `tests.parallel.meshes` that equal one device, in one process of eight devices."""
+    """Run cases of `tests.parallel.meshes` in a process of eight devices; return the number of those that
+    equal one device.
+    """
     return run_with_devices(8, "-m", "tests.parallel.meshes", *cases).count(" ok, ")
 
 
@@ -35,7 +37,7 @@ def test_heads_over_devices(case):
 
 
 def abstract_mesh(**sizes: int) -> jax.sharding.AbstractMesh:
-    """A mesh without devices."""
+    """Return a mesh without devices."""
     return jax.sharding.AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES)
 
 

@@ -1,4 +1,4 @@
-"""A backend and a method, each from one file outside the package, under the op's and the mixer's own tests."""
+"""A backend and a method, each from one file outside the package, pass the tests of the op and of the mixers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_suite(plugin: str, *arguments: str) -> str:
-    """The end of what pytest prints, in a process of its own that loads the plugin; all tests passed."""
+    """Run pytest in a separate process that loads the plugin, assert that all tests passed, and return the
+    end of its output.
+    """
     command = [sys.executable, "-m", "pytest", "-p", plugin, "-p", "no:cacheprovider", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
@@ -76,7 +78,7 @@ def test_a_backend_from_outside_by_name_in_order_and_by_itself(toy):
 
 
 def test_several_automatic_kernels_of_one_platform(monkeypatch):
-    """The card's compute capability decides between them."""
+    """The card's compute capability determines which is selected."""
     from lsm_jax.ops.backends import select
 
     def kernel(name, *capabilities):

@@ -1,7 +1,7 @@
 """A backend of `linear_memory` from outside the package: one file and one `register`.
 
-As a plugin of pytest (`-p tests.toys.toy_backend`) it puts the op's own tests on this backend: it is the first for CPUs that
-`implementation=None` may select.
+As a plugin of pytest (`-p tests.toys.toy_backend`) it runs the op's tests on this backend, because it is the
+first backend for CPUs that `implementation=None` may select.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CALLS: list[str] = []
 
 
 def run(call: Call) -> tuple[jax.Array, LinearState]:
-    """`M_t = a_t ⊙ M_{t-1} + k_tᵀ v_t`, `o_t = q_t M_t`, token by token."""
+    """Compute `M_t = a_t ⊙ M_{t-1} + k_tᵀ v_t`, `o_t = q_t M_t` token by token."""
     CALLS.append(call.op)
     given, options = call.arguments, call.options
     tokens, state = tokens_of(given), given["state"]
@@ -79,5 +79,5 @@ def pytest_configure(config):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Tell how often the backend ran."""
+    """Print how often the backend ran."""
     terminalreporter.write_line(f"the toy backend was traced {len(CALLS)} times")

@@ -1,7 +1,7 @@
 """A method from outside the package: one file and one `register`.
 
-A linear memory with a learned constant decay per head. As a plugin of pytest (`-p tests.toys.toy_method`) it puts the mixers' and
-the models' own tests on this method.
+It is a linear memory with a learned constant decay per head. As a plugin of pytest
+(`-p tests.toys.toy_method`) it adds the method to the tests of mixers and models.
 """
 
 from __future__ import annotations
@@ -20,23 +20,27 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class ToyConfig(RecurrentConfig):
-    """The toy method. Attributes: num_heads: heads, which divide the width."""
+    """The config of the toy method.
+
+    Attributes:
+        num_heads: number of heads, which divides the width.
+    """
 
     num_heads: int = 2
 
     @classmethod
     def for_width(cls, hidden_size: int) -> ToyConfig:
-        """Two heads."""
+        """Return the config with two heads."""
         return cls(num_heads=2)
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError where a field does not fit."""
+        """Raise ValueError if a field is not accepted."""
         self.validate_fields()
         if hidden_size % self.num_heads:
             raise ValueError(f"ToyConfig.num_heads={self.num_heads}: it must divide {hidden_size}")
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Four projections, and the memory's update and read."""
+        """Return the floating-point operations of four projections and of the memory's update and read."""
         return 8.0 * hidden_size**2 + 4.0 * hidden_size**2 / self.num_heads
 
 
@@ -58,11 +62,11 @@ class Toy(mixers.Mixer):
         self.decay = parameter(jnp.ones(config.num_heads), ("heads",), weight_decay=False)
 
     def read(self, x: jax.Array, context: mixers.Context) -> tuple[jax.Array, mixers.Context]:
-        """The queries [B, T, H, K]."""
+        """Return the queries [B, T, H, K]."""
         return split_heads(self.q_proj(x), self.config.num_heads), context
 
     def write(self, x: jax.Array, context: mixers.Context) -> tuple[dict[str, Any], mixers.Context]:
-        """Keys, values and the constant log decay."""
+        """Return keys, values and the constant log decay by name."""
         heads = self.config.num_heads
         keys, values = (split_heads(p(x), heads) for p in (self.k_proj, self.v_proj))
         return dict(k=keys, v=values, log_decay=jax.nn.log_sigmoid(self.decay[...])), context
@@ -70,11 +74,11 @@ class Toy(mixers.Mixer):
     def finish(
         self, o: jax.Array, x: jax.Array, context: mixers.Context
     ) -> tuple[jax.Array, mixers.Context]:
-        """The projected heads [B, T, D]."""
+        """Return the output projection of the heads, [B, T, D]."""
         return self.o_proj(merge_heads(o)), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """An empty memory."""
+        """Return an empty memory."""
         dim = self.hidden_size // self.config.num_heads
         return ops.linear_state(batch_size, self.config.num_heads, dim, dim)
 

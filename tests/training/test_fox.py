@@ -72,8 +72,7 @@ def test_every_model_has_a_run():
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["train", pytest.param("train.py", marks=pytest.mark.slow)])
 def test_a_small_store_trains(tmp_path, how):
-    """A model of a size for a laptop, with the published order of documents and the published learning
-    rates."""
+    """A small model trains with the published order of documents and the published learning rates."""
     rng = np.random.default_rng(0)
     rows = rng.integers(0, BOS, (9, 48))
     write_array(tmp_path / "store" / "train.zarr", rows)

@@ -84,7 +84,9 @@ def test_kill_resumes_to_the_bit(text, uninterrupted, tmp_path):
 
 @pytest.mark.slow
 def test_device_count_may_change(text, uninterrupted, tmp_path):
-    """8 virtual devices give the losses of 1; a run started on 8 is resumed on 1."""
+    """A run on 8 virtual devices has the losses of a run on 1 device, and a run that started on 8 is resumed
+    on 1.
+    """
     done = drive(tmp_path / "eight", text, devices=8, fsdp=4)
     assert done.returncode == 0, done.stderr
     np.testing.assert_allclose(losses(tmp_path / "eight"), losses(uninterrupted), rtol=1e-5)

@@ -73,7 +73,7 @@ def attention(
     Raises:
         ValueError: a shape, number of heads, window or implementation is not accepted, or the state's
             capacity is less than the window.
-        NotImplementedError: no backend of the given names supports the call; the message gives the
+        NotImplementedError: no backend of the given names supports the call; the message names the
             requirement.
     """
     op = "attention"

@@ -52,7 +52,7 @@ REQUIREMENTS = (
 
 
 def run(call: Call) -> jax.Array:
-    """The output [B, T, H, V]."""
+    """Compute the output [B, T, H, V] by cuDNN."""
     q, k, v = (call.arguments[n] for n in "qkv")
     window, scale = call.options.window, call.options.scale
     local = None if window is None else (window - 1, 0)
@@ -85,14 +85,14 @@ def partly_mapped() -> bool:
     """Whether some axes of the mesh are mapped, and others with several devices are left to XLA's
     partitioner.
 
-    cuDNN's attention then brings a partitioning of its own, over which XLA's compiler crashes (jax 0.11.2).
+    cuDNN's attention then adds its own partitioning, on which XLA's compiler crashes (jax 0.11.2).
     """
     mesh = jax.sharding.get_abstract_mesh()
     return any(mesh.shape[name] > 1 for name in _unmapped_axes())
 
 
 def _unmapped_axes() -> tuple[str, ...]:
-    """The axes of the mesh that are not mapped, if others are; else none."""
+    """Return the axes of the mesh that are not mapped; none if no axis is mapped."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     unmapped = tuple(name for name, kind in kinds if kind != AxisType.Manual)

@@ -70,7 +70,7 @@ def sum_gates(log_forget: Float[Array, "B T N"], tokens: Tokens, initial: GateSu
 
     Args:
         log_forget: [B, T, N].
-        tokens: tells which tokens write, and where documents begin.
+        tokens: which tokens write, and where documents begin.
         initial: [B, N], or [B, S, N] with one state per segment: the sum before the call.
     """
     gates = select(tokens.written, log_forget.astype(initial.high.dtype))

@@ -1,5 +1,5 @@
-"""Softmax attention where devices hold consecutive parts of a row: every device gets all keys, and an equal
-part of the work.
+"""Softmax attention where devices have consecutive parts of a row: every device receives all keys, and does
+an equal part of the work.
 
 Keys, values and gates are gathered (LASP-2H, arXiv 2502.07563 section 3.5). In a causal row the first
 queries attend to few keys and the last queries to many. The row is therefore split into two parts per

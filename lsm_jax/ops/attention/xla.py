@@ -27,7 +27,7 @@ class AttentionOptions(NamedTuple):
         no_state: whether the caller gave no state.
         unmasked: whether the caller gave neither a state nor segment ids nor a mask, so that masks depend
             on positions alone.
-        axis: the mesh axis that rows are split over; None if a device holds complete rows.
+        axis: the mesh axis that rows are split over; None if a device has complete rows.
     """
 
     window: int | None
@@ -74,7 +74,7 @@ def _with_masks(
     positions: TokenPositions,
     state: AttentionState,
 ) -> Array:
-    """The output [B, T, H, V], by attention to the state's tokens and to the call's."""
+    """Return the output [B, T, H, V] of attention to the tokens of the state and of the call."""
     key_positions, keys = positions, (k, v, sums)
     if not options.no_state:
         key_positions, keys = prepend_state(state, positions, keys)

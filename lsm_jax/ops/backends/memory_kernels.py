@@ -1,7 +1,7 @@
 """Requirements and layout that the fused kernels of `linear_memory`, `delta_memory` and `dplr_memory` share.
 
-With one state per segment, tokens are laid out as in the XLA forms, each segment starting at a chunk's boundary; a kernel then
-scans each segment's chunks from a memory of its own.
+With one state per segment, tokens are laid out as in the XLA forms, each segment starting at a chunk's
+boundary; a kernel then scans the chunks of each segment from the memory of that segment.
 """
 
 from __future__ import annotations
@@ -73,16 +73,18 @@ def tokens_of(arguments: dict[str, Any]) -> Tokens:
 def lay_out(
     name: str, tokens: Tokens, memory: jax.Array, arrays: dict[str, Any]
 ) -> tuple[dict[str, Any], Callable[..., tuple[jax.Array, jax.Array]]]:
-    """The arrays in the layout that a kernel reads, and the function that brings its results into the call's layout.
+    """The arrays in the layout that a kernel reads, and the function that brings its results into the call's
+    layout.
 
     Args:
         name: the kernel's backend.
-        tokens: of the call.
-        memory: the state's.
-        arrays: [B, T, ...] by name, or None; 0 where nothing is written.
+        tokens: those of the call.
+        memory: the memory of the call's state.
+        arrays: [B, T, ...] or None, by name; 0 at tokens that write nothing.
 
     Returns:
-        The kernel's arguments by name, `initial` and `run` among them, and a function of the kernel's output and final memory.
+        The kernel's arguments by name, `initial` and `run` among them, and a function of the kernel's output
+        and final memory.
     """
     if tokens.slot is None:
         return arrays | dict(initial=memory, run=tokens.run), lambda *results: results

@@ -22,9 +22,9 @@ def decode_backend(
 
     Args:
         run_xla: the op's XLA backend, whose derivatives and `jax.vmap` the kernel takes over.
-        without: the op's arguments and options that the kernel does not know.
-        stacked_only: `implementation=None` selects the kernel only for a memory that is one layer of a stack, because XLA passes
-            over any other memory as often as the kernel does.
+        without: names of arguments and options of the op that the kernel does not support.
+        stacked_only: `implementation=None` selects the kernel only for a memory that is one layer of a stack,
+            because XLA reads and writes any other memory no more often than the kernel.
     """
 
     def absent(name: str) -> Requirement:
@@ -60,7 +60,7 @@ def decode_backend(
 
 
 def _unsupported_by_kernel(call: Call) -> str | None:
-    # Imported here: a backend that is not used costs nothing at import.
+    # Imported here, so that a backend that is not used adds no time to `import lsm_jax`.
     from pallas_kernels.decode_step import unsupported
 
     q, v = (call.arguments[name] for name in "qv")
@@ -69,13 +69,15 @@ def _unsupported_by_kernel(call: Call) -> str | None:
 
 
 def in_place(layer: Layer | None, q: jax.Array) -> Layer | None:
-    """The layer if the op itself is to store one token's memory in its stack; None if its caller is."""
+    """Return `layer` if the op must store the new memory in the stack itself: for one token, without a mesh.
+    Return None if the op's caller stores it.
+    """
     unsharded = jax.sharding.get_abstract_mesh().empty and jax.typeof(q).sharding.mesh.empty
     return layer if unsharded and q.shape[1] == 1 else None
 
 
 def _run(run_xla: Callable[[Call], Any], call: Call) -> Any:
-    """One token by the kernel; derivatives and `jax.vmap` are the XLA form's."""
+    """Compute one token by the kernel; derivatives and `jax.vmap` use the XLA form."""
 
     def xla(arguments, layer):
         result = run_xla(call._replace(arguments=arguments, layer=None))

@@ -38,8 +38,9 @@ class Call(NamedTuple):
     def form(self) -> str:
         """The form in which XLA runs the call.
 
-        One token alone, as in decoding, is one step of the recurrence: XLA then reads and writes the memory in place, where a
-        chunk would be padded with 63 tokens. A backend that is asked for by name runs the form that was asked for.
+        A call of one token, as in decoding, is one step of the recurrence: XLA then reads and writes the
+        memory in place, while a chunk would be padded with 63 tokens. With a backend selected by name, it is
+        the form that the caller passed.
         """
         form = self.options.form
         one = self.length == 1 and form == "chunk" and not isinstance(self.implementation, str)
@@ -51,19 +52,25 @@ class Backend:
     """One implementation of an op.
 
     Attributes:
-        name: the name by which `implementation=` asks for it. Several backends of an op may have one name: the first of them that
-            supports the call runs.
-        run: computes the call's result; it must give what the op's definition gives, final state and every gradient included.
-        requirements: what a call must meet, in the order in which they are checked; `given` and `met` are called with a `Call`.
-        more: further requirements whose text depends on the call: returns None, or the first that it does not meet.
+        name: the name by which `implementation=` asks for it. Several backends of an op may have one name:
+            the first of them that supports the call runs.
+        run: computes the call's result; it must equal that of the op's definition, final state and all
+            gradients included.
+        requirements: conditions that a call must meet, in the order in which they are checked; `given` and
+            `met` are called with a `Call`.
+        more: checks further requirements, whose text depends on the call: returns the first that the call
+            does not meet, or None.
         platforms: the platforms of JAX that it runs on ("cpu", "cuda", "rocm", "tpu"); empty means all.
         compute_capabilities: of the NVIDIA cards that it runs on, such as ("9.0",); empty means all.
-        automatic: whether `implementation=None` may select it. A backend that nobody has run on its platform is not automatic.
-        declined: why `implementation=None` passes over a call that the backend supports, or None; for calls that another backend
-            computes faster.
-        in_place: whether `run` stores the final memory in the call's `layer`; if not, `run` is called without a layer.
+        automatic: whether `implementation=None` may select it. A backend that nobody has run on its platform
+            is not automatic.
+        declined: returns the reason why `implementation=None` does not select the backend for a call that it
+            supports, or None; for calls that another backend computes faster.
+        in_place: whether `run` stores the final memory in the call's `layer`; if not, `run` is called without
+            a layer.
         label: the name that `ops.choices()` and logs show; `name` if empty.
-        concerns: whether the backend is made for calls of this kind at all; if not, it is passed over without a reason.
+        concerns: whether the backend is made for calls of this kind; if not, it is skipped, and no reason is
+            logged.
     """
 
     name: str
@@ -92,7 +99,7 @@ def register(op: str, *backends: Backend, first: bool = True) -> None:
     Args:
         op: the op's name, such as "linear_memory".
         backends: they are tried in this order.
-        first: ahead of the op's present backends, or behind them.
+        first: whether the new backends come before those that the op has already; if False, after them.
     """
     present = _BACKENDS.get(op, ())
     _BACKENDS[op] = (*backends, *present) if first else (*present, *backends)

@@ -14,13 +14,14 @@ from lsm_jax.ops.core.states import Layer, store_layer
 
 
 class Static(NamedTuple):
-    """All that is known of a call ahead of its arrays; hashable.
+    """All of a call but its arrays; hashable.
 
     Attributes:
         op: the op's name.
-        options: the op's own, a NamedTuple.
+        options: the op's static options, a NamedTuple.
         implementation: as the op's argument.
-        backends: the op's at the time of the call, so that a backend registered later is not missed by a cached program.
+        backends: the op's backends at the time of the call, so that a program cached before another backend
+            was registered is not used afterwards.
     """
 
     op: str
@@ -35,7 +36,7 @@ def static_of(op: str, options: Any, implementation: str | tuple[str, ...] | Non
 
 
 def run_inline(static: Static, layer: Layer | None = None, **arguments: Any) -> Any:
-    """The op on one device, by the backends that support it there.
+    """Run the op on one device, on the backends that support the call there.
 
     Args:
         static: the call without its arrays.
@@ -44,7 +45,7 @@ def run_inline(static: Static, layer: Layer | None = None, **arguments: Any) -> 
     """
     call = Call(static.op, static.options, arguments, static.implementation, layer)
 
-    # The arrays are closed over: a frame between here and the backend would say nothing.
+    # The arrays are closed over, so that no further frame is between this function and the backend.
     def function(backend: Backend) -> Callable[[], Any]:
         if layer is None or backend.in_place:
             return functools.partial(backend.run, call)

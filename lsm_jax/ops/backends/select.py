@@ -18,17 +18,18 @@ class Selection(NamedTuple):
     """The backends that may run a call.
 
     Attributes:
-        backends: in order of preference, at most one for each platform. The platform is decided when the program is lowered;
-            a single backend runs on whatever the program is lowered for.
+        backends: in order of preference, at most one for each platform. The platform is decided when the
+            program is lowered; a single backend runs on whatever the program is lowered for.
     """
 
     backends: tuple[Backend, ...]
 
     def function(self, of: Callable[[Backend], Callable[..., Any]]) -> Callable[..., Any]:
-        """The function to call: that of the only backend, or that of the platform's when the program is lowered.
+        """Return the function to call: that of the only backend, or a function that calls the backend of the
+        platform for which the program is lowered.
 
         Args:
-            of: gives a backend's function; all functions have the same arguments and results.
+            of: returns the function of a backend; all of them have the same arguments and results.
         """
         if len(self.backends) == 1:
             return of(self.backends[0])
@@ -48,13 +49,16 @@ class Selection(NamedTuple):
 
 
 def select(call: Call) -> Selection:
-    """The backends that run a call; what was selected, and why nothing better, is logged and noted for `choices`.
+    """Return the backends that run a call. The selection, and the reasons against backends with a higher
+    preference, are logged and recorded for `choices`.
 
-    With `implementation=None` these are the first automatic backend for each platform that supports the call. With a name,
-    the first backend of that name that supports it. With several names, the first of them for each platform that supports it.
+    With `implementation=None` these are the first automatic backend for each platform that supports the call.
+    With a name, the first backend of that name that supports it. With several names, the first of them for
+    each platform that supports it.
 
     Raises:
-        NotImplementedError: no backend of the given names supports the call; the message gives their requirements.
+        NotImplementedError: no backend of the given names supports the call; the message names their
+            requirements.
     """
     implementation = call.implementation
     backends = backends_of(call.op)
@@ -85,7 +89,7 @@ def select(call: Call) -> Selection:
 
 
 def _covered(backend: Backend, selected: list[Backend]) -> bool:
-    """Whether every platform of `backend` has a backend already."""
+    """Whether the backends in `selected` cover every platform of `backend`."""
     if any(not b.platforms for b in selected):
         return True
     taken = {platform for b in selected for platform in b.platforms}
@@ -93,7 +97,7 @@ def _covered(backend: Backend, selected: list[Backend]) -> bool:
 
 
 def _other_card(backend: Backend) -> str | None:
-    """The cards that the backend requires where this program is for others, or None."""
+    """Return the cards that the backend requires, in words, if the program is for other cards; else None."""
     if not backend.compute_capabilities:
         return None
     cards = compute_capabilities()
@@ -104,7 +108,9 @@ def _other_card(backend: Backend) -> str | None:
 
 
 def _describe(selected: list[Backend], reasons: dict[str, str], call: Call) -> str:
-    """What runs where, and why nothing better: "mosaic_gpu on NVIDIA, xla elsewhere (...)"."""
+    """Describe the selected backends by platform, and why those before them were not selected: "mosaic_gpu on
+    NVIDIA, xla elsewhere (...)".
+    """
 
     def name(backend: Backend) -> str:
         if backend.name == "xla" and hasattr(call.options, "form"):
@@ -125,7 +131,7 @@ def _describe(selected: list[Backend], reasons: dict[str, str], call: Call) -> s
 
 
 def note(op: str, choice: str) -> None:
-    """Record what an op runs as; a choice that is new for the op is logged."""
+    """Record the description of the backends that an op runs on, and log it if it is new for the op."""
     known = _CHOICES.get(op, "")
     if choice not in known.split("; "):
         _CHOICES[op] = f"{known}; {choice}" if known else choice
@@ -133,10 +139,12 @@ def note(op: str, choice: str) -> None:
 
 
 def choices() -> dict[str, str]:
-    """What each op traced so far in this process runs as, and the requirement that kept anything better from running."""
+    """Return, for each op traced in this process, the backends that run it, and the requirements that ruled
+    out backends with a higher preference.
+    """
     return dict(_CHOICES)
 
 
 def clear_choices() -> None:
-    """Forget what has been noted."""
+    """Delete all that `note` has recorded."""
     _CHOICES.clear()

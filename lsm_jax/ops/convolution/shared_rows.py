@@ -1,4 +1,4 @@
-"""Short convolutions and token shifts where devices hold consecutive parts of a row."""
+"""Short convolutions and token shifts where devices have consecutive parts of a row."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lsm_jax.parallel import sum_along
 
 
 def in_sequence(axis: str, function: Callable[..., Any], static: Static, **arguments: Any) -> Any:
-    """The op on one of the devices that share a row."""
+    """Run the op on one of the devices that share a row."""
     options = static.options
     x, state = arguments["x"], arguments["state"]
     ids, mask = arguments["segment_ids"], arguments["update_mask"]
@@ -60,8 +60,8 @@ def in_sequence(axis: str, function: Callable[..., Any], static: Static, **argum
 
 
 def _last_tokens(x, width: int, ids, tokens: Tokens) -> tuple[Array, Array | None]:
-    """The last `width` tokens of a row without gaps, and the segment id of the last; 0 for tokens of an
-    earlier document.
+    """Return the last `width` tokens of a row without gaps (0 for tokens of an earlier document), and the
+    segment id of the last token.
     """
     tail = x[:, -width:]
     if tokens.written is None:
@@ -75,8 +75,8 @@ def _last_tokens(x, width: int, ids, tokens: Tokens) -> tuple[Array, Array | Non
 
 
 def _update(x, state: ShiftState, segment_ids, update_mask) -> Update:
-    """The tokens of this device as one update: its transition is the number of tokens that the tail
-    receives.
+    """Return the tokens of this device as one update; its transition is the number of tokens that are added
+    to the tail.
     """
     width = state.tail.shape[-2]
     num_segments = state.tail.shape[1] if state.tail.ndim == 4 else None

@@ -59,7 +59,7 @@ def short_convolution(
         The output [B, T, D] in x's dtype, and the final state, with a tail in x's dtype.
 
     Raises:
-        NotImplementedError: no backend of the given names supports the call; the message gives the
+        NotImplementedError: no backend of the given names supports the call; the message names the
             requirement.
         ValueError: a shape, head_dim or implementation is not accepted.
     """

@@ -49,7 +49,9 @@ def check_row_channels(op: str, name: str, array) -> tuple[int, int, int]:
 
 
 def check_qkv(op: str, q, k, v) -> tuple[int, int, int, int, int, int, int]:
-    """Check queries, keys and values against each other and the rule of heads; returns (B, T, H, key heads, G, K, V)."""
+    """Check that the shapes and numbers of heads of queries, keys and values match; returns (B, T, H, key
+    heads, G, K, V).
+    """
     for name, array, letters in (
         ("q", q, "B, T, H, K"),
         ("k", k, "B, T, H, K"),
@@ -86,7 +88,7 @@ def check_rows(op: str, batch: int, length: int, segment_ids, update_mask) -> No
 
 
 def check_chunk_size(op: str, chunk_size: int | None, length: int) -> int:
-    """The chunk size: the given one or the default, and no larger than T requires."""
+    """Return the given chunk size or the default, but no more than T requires."""
     if chunk_size is None:
         chunk_size = DEFAULT_CHUNK_SIZE
     if not is_count(chunk_size) or chunk_size & (chunk_size - 1):
@@ -100,7 +102,9 @@ def is_count(value: Any) -> bool:
 
 
 def check_number(op: str, name: str, value: Any, *, at_least: float = -math.inf) -> float:
-    """`value` as a float. It becomes a constant of the program, so that a traced array is refused."""
+    """Return `value` as a float, if it is a finite Python number that is not less than `at_least`. It becomes
+    a constant of the program, so that traced arrays are refused.
+    """
     numbers = (int, float, np.integer, np.floating)
     known = isinstance(value, numbers) and not isinstance(value, bool)
     if not (known and math.isfinite(value) and value >= at_least):
@@ -124,8 +128,8 @@ def state_or_empty(op: str, state: Any, empty: Callable[..., Any], segment_ids: 
         segment_ids: the op's.
 
     Raises:
-        ValueError: the state has another type, arrays that are missing, too many or of another shape or kind, or one state per
-            segment without `segment_ids`.
+        ValueError: the state has another type, arrays that are missing, too many or of another shape or kind,
+            or one state per segment without `segment_ids`.
     """
     if state is None:
         return empty(num_segments=None)
@@ -176,13 +180,17 @@ def compute_dtype(*arrays: Array | None):
 
 
 def matmul_precision(*arrays: Array) -> jax.lax.Precision:
-    """The precision of matrix products: full for float32 and float64 inputs; bfloat16 inputs are exact in the default mode."""
+    """The precision of matrix products: full for float32 and float64 inputs; bfloat16 inputs are exact in the
+    default mode.
+    """
     narrow = all(a.dtype in (jnp.bfloat16, jnp.float16) for a in arrays)
     return jax.lax.Precision.DEFAULT if narrow else jax.lax.Precision.HIGHEST
 
 
 def group_queries(q: Array, value_heads: int) -> Array:
-    """Group query heads [B, T, H, K] by the memory that they read: [B, T, G, R, K]; R is 1 if memories share queries."""
+    """Group query heads [B, T, H, K] by the memory that they read: [B, T, G, R, K]; R is 1 if memories share
+    queries.
+    """
     batch, length, heads, key_dim = q.shape
     if heads < value_heads:
         q = jnp.repeat(q, value_heads // heads, axis=2)

@@ -1,4 +1,6 @@
-"""The updates of chunks, or of tokens, applied to a memory one after another: in order, in parts, or by an associative scan."""
+"""The updates of chunks, or of tokens, applied to a memory one after another: in order, in parts, or by an
+associative scan.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,16 @@ from lsm_jax.ops.core.platforms import by_platform
 from lsm_jax.ops.core.segments import Chunks
 
 _STEP = 2**21  # numbers of memories that a GPU updates in about the time of one kernel launch
-_LEAST_STEPS = 16  # of a part
+_MIN_STEPS = 16  # of a part
 _UNROLL = 8  # a loop's own kernels take a GPU as long as a step
 
 
 def run_masks(chunks: Chunks) -> tuple[Any, Any, Any]:
-    """Masks for documents that begin inside a chunk; three Nones if none can.
+    """Return the masks for documents that begin inside a chunk, or three times None if no document can.
 
     Returns:
-        Pairs of tokens of one document, [B, N, C, C]; tokens of the document that the chunk starts in, [B, N, C]; tokens of the
-        document that it ends in, [B, N, C].
+        [B, N, C, C], whether two tokens are of one document; [B, N, C], whether a token is of the document
+        that the chunk begins in; [B, N, C], whether a token is of the document that the chunk ends in.
     """
     if chunks.run is None:
         return None, None, None
@@ -34,19 +36,24 @@ def run_masks(chunks: Chunks) -> tuple[Any, Any, Any]:
 
 
 def per_chunk(condition: Array, x: Array) -> Array:
-    """`condition` with trailing axes of size 1, so that it broadcasts against `x`."""
+    """Return `condition` with trailing axes of size 1, so that it broadcasts against `x`."""
     return condition.reshape(condition.shape + (1,) * (x.ndim - condition.ndim))
 
 
 def _state_of(initial: Array, slot: Array) -> Array:
-    """The states of the indices `slot` [B, ...] among `initial` [B, S, ...]."""
+    """Return the states at the indices `slot` [B, ...] of `initial` [B, S, ...]."""
     return jax.vmap(lambda states, index: states[index])(initial, slot)
 
 
 def _last_of_each_segment(after: Array, initial: Array, chunks: Chunks) -> Array:
+    """Return the final state of each segment, [B, S, ...].
+
+    It is the memory after the segment's last chunk, from `after` [B, N, ...], or `initial` [B, S, ...] for a
+    segment without chunks.
+    """
     assert chunks.last is not None
-    found = _state_of(after, jnp.maximum(chunks.last, 0))
-    return jnp.where(per_chunk(chunks.last >= 0, found), found, initial)
+    last = _state_of(after, jnp.maximum(chunks.last, 0))
+    return jnp.where(per_chunk(chunks.last >= 0, last), last, initial)
 
 
 def scan_chunks(
@@ -91,12 +98,14 @@ def fold_chunks(
     *,
     add: Callable[[Array, Array], Array] = jnp.add,
 ) -> tuple[Array, Array]:
-    """`scan_chunks` of the updates `M -> add(apply(transition, M), write)`; transition and write are [B, N, ...].
+    """Return the result of `scan_chunks` for the updates `M -> add(apply(transition, M), write)`, both
+    [B, N, ...].
 
-    With few memories and many chunks, a step takes an NVIDIA GPU no longer than the launch of its kernels. There the sequence is
-    scanned in parts in parallel: each part is composed into a growing update, which is then applied to the memory that the parts
-    before it leave. Packed rows are not scanned in parts: the number of a chunk may depend on later tokens (Mixture-of-Memories),
-    and the rounding would depend on that number. `compose(later, earlier)` is the product of two transitions.
+    With few memories and many chunks, a step on an NVIDIA GPU takes no longer than the launch of its kernels.
+    There the row is divided into parts that are scanned in parallel: the updates of each part are composed
+    one after another, and the composed updates are then applied to the memory after the earlier parts. Packed
+    rows are not divided: the index of a chunk may depend on later tokens (Mixture-of-Memories), and the
+    rounding would depend on that index. `compose(later, earlier)` is the product of two transitions.
     """
 
     def step(memory, update):
@@ -113,7 +122,7 @@ def fold_chunks(
 
 
 def _fold_parts(step, compose, parts: int, transition, write, initial) -> tuple[Array, Array]:
-    """`fold_chunks` in `parts` parts."""
+    """Compute `fold_chunks` in `parts` parts."""
     count = write.shape[1]
     steps = -(-count // parts)
     short = parts * steps - count
@@ -148,7 +157,7 @@ def _parts(count: int, numbers: int) -> int:
         numbers: numbers of the memories that one chunk updates.
     """
     parts = 1
-    while 2 * parts * numbers <= _STEP and 2 * parts * _LEAST_STEPS <= count:
+    while 2 * parts * numbers <= _STEP and 2 * parts * _MIN_STEPS <= count:
         parts *= 2
     return parts
 
@@ -164,19 +173,21 @@ def associate_chunks(
     add: Callable[[Array, Array], Array] = jnp.add,
     zero: float = 0.0,
 ) -> tuple[Array, Array]:
-    """`scan_chunks` by an associative scan over the updates `M -> add(apply(transition, M), write)`, both [B, N, ...].
+    """Return the result of `scan_chunks` by an associative scan over the updates
+    `M -> add(apply(transition, M), write)`, both [B, N, ...].
 
-    `compose(later, earlier)` is the product of two transitions; a transition of `zero` leaves nothing of M. With one state per
-    segment the number of a chunk depends on later tokens: a scan of log2(N) passes is used then, whose rounding does not depend
-    on that number.
+    `compose(later, earlier)` is the product of two transitions; a transition of `zero` replaces M by nothing.
+    With one state per segment the index of a chunk depends on later tokens. A scan of log2(N) passes is used
+    then, whose rounding does not depend on that index.
     """
     if chunks.slot is None:
         first = jnp.broadcast_to(jnp.arange(chunks.count) == 0, write.shape[:2])
-        own = jnp.broadcast_to(initial[:, None], write.shape)
+        first_memory = jnp.broadcast_to(initial[:, None], write.shape)
     else:
         assert chunks.first is not None
-        first, own = chunks.first, _state_of(initial, chunks.slot)
-    write = jnp.where(per_chunk(first, write), add(apply(transition, own), write), write)
+        first, first_memory = chunks.first, _state_of(initial, chunks.slot)
+    first_write = add(apply(transition, first_memory), write)
+    write = jnp.where(per_chunk(first, write), first_write, write)
     transition = jnp.where(per_chunk(first, transition), zero, transition)
 
     def combine(earlier, later):
@@ -188,16 +199,17 @@ def associate_chunks(
     scan = associative_scan if chunks.slot is None else doubling_scan
     _, after = scan(combine, (transition, write))
     before = jnp.concatenate([after[:, :1], after[:, :-1]], axis=1)
-    entering = jnp.where(per_chunk(first, own), own, before)
+    entering = jnp.where(per_chunk(first, first_memory), first_memory, before)
     if chunks.slot is None:
         return entering, after[:, -1]
     return entering, _last_of_each_segment(after, initial, chunks)
 
 
 def associative_scan(combine: Callable[[Any, Any], Any], x: Any) -> Any:
-    """`jax.lax.associative_scan` over axis 1 that does not combine empty arrays.
+    """Compute `jax.lax.associative_scan` over axis 1, without combining empty arrays.
 
-    The residuals of a product of empty arrays crash XLA's partitioner if they leave a `jax.shard_map` (jaxlib 0.11.2).
+    The residuals of a product of empty arrays crash XLA's partitioner if they leave a `jax.shard_map` (jaxlib
+    0.11.2).
     """
 
     def combine_some(earlier, later):
@@ -207,7 +219,9 @@ def associative_scan(combine: Callable[[Any, Any], Any], x: Any) -> Any:
 
 
 def doubling_scan(combine: Callable[[Any, Any], Any], x: Any) -> Any:
-    """`associative_scan` by sums of 1, 2, 4, ... entries. The rounding of an entry depends on the entries before it, not on its index."""
+    """Compute `associative_scan` by combining 1, 2, 4, ... entries; the rounding of an entry depends only on
+    the entries before it, not on its index.
+    """
     span, count = 1, jax.tree.leaves(x)[0].shape[1]
     while span < count:
         earlier, later = (
@@ -247,9 +261,9 @@ def scan_tokens(
     def body(memory, inputs):
         x, begin, index = inputs
         if index is not None:
-            own, output = step(jax.tree.map(lambda m: _state_of(m, index), memory), x)
-            put = jax.vmap(lambda states, i, new: states.at[i].set(new))
-            return jax.tree.map(lambda m, new: put(m, index, new), memory, own), output
+            updated, output = step(jax.tree.map(lambda m: _state_of(m, index), memory), x)
+            store = jax.vmap(lambda states, i, new: states.at[i].set(new))
+            return jax.tree.map(lambda m, new: store(m, index, new), memory, updated), output
         if begin is not None:
             memory = jax.tree.map(lambda m: jnp.where(per_chunk(begin, m), 0, m), memory)
         return step(memory, x)

@@ -1,8 +1,9 @@
 """Decayed products inside a chunk, exact for decays of any strength and causal to the bit.
 
-A chunk is halved repeatedly down to single rows. For two neighbouring blocks A and B, the score of row i of B and column j of A
-is decayed by `exp(decay from j to the end of A) * exp(decay from the start of B to i)`. Both factors are at most 1, so that
-nothing overflows; both are sums of non-positive numbers, so that nothing cancels; and neither depends on a token after i.
+A chunk is halved repeatedly down to single rows. For two neighbouring blocks A and B, the score of row i of B
+and column j of A is decayed by `exp(decay from j to the end of A) * exp(decay from the start of B to i)`.
+Both factors are at most 1, so that nothing overflows; both are sums of non-positive numbers, so that nothing
+cancels; and neither depends on a token after i.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from lsm_jax.ops.core.segments import Tokens
 def forget(memory: Array, log_decay: Array) -> Array:
     """`exp(log_decay) * memory`, computed as a difference if the decay is slow.
 
-    `exp` of a number near 0 keeps few of its digits: a constant decay would be rounded to another decay, the same at every step.
+    `exp` of a number near 0 keeps few of its digits: a constant decay would be rounded to another decay, the
+    same at every step.
     """
     slow = memory + jnp.expm1(log_decay) * memory
     return jnp.where(log_decay > -0.5, slow, jnp.exp(log_decay) * memory)
@@ -29,8 +31,8 @@ class Halving(NamedTuple):
     """Partial sums of the log decay [..., C, K] of a chunk.
 
     Attributes:
-        levels: for blocks of 1, 2, 4, ... rows: (sums from the start of each right block to its rows, sums after the rows
-            of each left block to its end), both [..., C / (2n), n, K].
+        levels: for blocks of 1, 2, 4, ... rows: (sums from the start of each right block to its rows, sums
+            after the rows of each left block to its end), both [..., C / (2n), n, K].
         prefix: [..., C, K], from the chunk's start to each row (the row itself excluded if `exclusive`).
         suffix: [..., C, K], after each row to the chunk's end.
         total: [..., K].
@@ -111,7 +113,9 @@ def pairwise_log_decay(halving: Halving) -> Array:
 
 
 def _assemble(halving: Halving, diagonal: Array, meet) -> Array:
-    """Assemble a lower triangle from its diagonal and the blocks that `meet` gives for each level."""
+    """Assemble a lower triangle from its diagonal and the blocks below it, which `meet` computes level by
+    level.
+    """
     lower = diagonal[..., None, None]
     for level, (prefix, suffix) in enumerate(halving.levels):
         off = meet(level, prefix, suffix)
@@ -124,10 +128,11 @@ def _assemble(halving: Halving, diagonal: Array, meet) -> Array:
 
 @jax.custom_vjp
 def inverse_unit_lower(lower: Float[Array, "... C C"]) -> Float[Array, "... C C"]:
-    """The inverse of I + L for a strictly lower triangular L, by blocks of doubling size; C is a power of two.
+    """The inverse of I + L for a strictly lower triangular L, by blocks of doubling size; C is a power of
+    two.
 
-    Two blocks are joined by `[[A, 0], [X, B]]^-1 = [[A^-1, 0], [-B^-1 X A^-1, B^-1]]`. A Neumann series would sum powers of L,
-    which grow without bound for correlated keys.
+    Two blocks are joined by `[[A, 0], [X, B]]^-1 = [[A^-1, 0], [-B^-1 X A^-1, B^-1]]`. A Neumann series would
+    sum powers of L, which grow without bound for correlated keys.
     """
     size = lower.shape[-1]
     inverse = jnp.ones((*lower.shape[:-1], 1, 1), lower.dtype)
@@ -167,7 +172,7 @@ inverse_unit_lower.defvjp(_inverse_forward, _inverse_backward)
 
 
 def split_constant(log_decay: Array | None) -> tuple[Array | None, Array | None]:
-    """A decay with a value for every token, and a constant one, [G]; at most one is not None."""
+    """Return `log_decay` as (decay per token or None, constant decay [G] or None)."""
     constant = log_decay is not None and jnp.ndim(log_decay) == 1
     return (None, log_decay) if constant else (log_decay, None)
 
@@ -175,9 +180,11 @@ def split_constant(log_decay: Array | None) -> tuple[Array | None, Array | None]
 def spread_constant(
     log_decay: Array | None, constant: Array | None, tokens: Tokens, v: Array, dtype: Any
 ) -> Any:
-    """The two results of `split_constant` as one decay, [B or 1, T, G, ...]; None if both are None."""
+    """Join the two results of `split_constant` into one decay per token, [B or 1, T, G, ...]; None if both
+    are None.
+    """
     if constant is None:
         return log_decay
-    # One row is enough, unless some rows write where others do not.
+    # One row is enough, unless rows differ in which tokens write.
     rows = 1 if tokens.written is None and tokens.slot is None else v.shape[0]
     return jnp.broadcast_to(constant.astype(dtype), (rows, *v.shape[1:3]))

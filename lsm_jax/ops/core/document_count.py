@@ -28,7 +28,8 @@ class DocumentCount(NamedTuple):
 def number_documents(
     segment_ids: Int[Array, "B T"], state: DocumentCount
 ) -> tuple[Int[Array, "B T"], DocumentCount]:
-    """Number the documents of each row: the number of documents that have begun up to each token, and the state after.
+    """Number the documents of each row: the number of documents that have begun up to each token, and the
+    state after.
 
     A document begins where the id differs from the last nonzero one, as for every op.
 
@@ -37,7 +38,7 @@ def number_documents(
         state: the state to continue from.
 
     Raises:
-        ValueError: segment ids of another shape or kind.
+        ValueError: segment_ids is not an integer array [B, T].
     """
     op = "number_documents"
     checks.check_rows(op, len(state.count), jnp.shape(segment_ids)[-1], segment_ids, None)
@@ -49,7 +50,7 @@ def number_documents(
 
 
 def _number(segment_ids, state: DocumentCount) -> tuple[Array, DocumentCount]:
-    """The op on one device."""
+    """Compute `number_documents` on one device."""
     tokens = read_tokens(segment_ids, None, state.segment_id, None)
     assert tokens.run is not None
     run = tokens.run + state.count[:, None]
@@ -57,7 +58,7 @@ def _number(segment_ids, state: DocumentCount) -> tuple[Array, DocumentCount]:
 
 
 def _in_sequence(axis, function, segment_ids, state):
-    """The op on one of the devices that share a row."""
+    """Run the op on one of the devices that share a row."""
     empty = DocumentCount(jnp.zeros_like(state.count), jnp.zeros_like(state.segment_id))
     run, written = function(segment_ids, empty)
     _, first_id = ends_of_documents(segment_ids, run)

@@ -1,4 +1,4 @@
-"""The platform and the generation of the card that a program is for."""
+"""The platform and the compute capability of the devices that a program is compiled for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import jax
 from jax.sharding import AxisType
 
-# Compute capabilities by the beginning of a device's kind, for meshes of devices that are not here.
+# Compute capabilities by the beginning of a device's kind, for meshes of devices that this process does not
+# have.
 _CAPABILITIES = {
     "NVIDIA A100": "8.0",
     "NVIDIA A10": "8.6",
@@ -25,7 +26,9 @@ _CAPABILITIES = {
 
 
 def mesh_platform() -> str | None:
-    """The platform of the current mesh's devices: "cpu", "cuda", "rocm" or "tpu"; None where the mesh does not know them."""
+    """The platform of the current mesh's devices: "cpu", "cuda", "rocm" or "tpu"; None if the mesh does not
+    know its devices.
+    """
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None or device.platform not in ("cpu", "gpu", "tpu"):
         return None
@@ -34,10 +37,11 @@ def mesh_platform() -> str | None:
 
 
 def compute_capabilities() -> frozenset[str]:
-    """The compute capabilities of the NVIDIA cards that a traced program is for; empty where they are not known.
+    """The compute capabilities of the NVIDIA cards that a traced program is for; empty where they are not
+    known.
 
-    Those of the current mesh's devices if the mesh knows them, else those of this process's cards. A process without cards may
-    compile for any.
+    Those of the current mesh's devices if the mesh knows them, else those of this process's cards. A process
+    without cards may compile for any.
     """
     if mesh_platform() == "cuda":
         device = jax.sharding.get_abstract_mesh().abstract_device
@@ -55,11 +59,12 @@ def compute_capabilities() -> frozenset[str]:
 def for_platform(
     default: Callable[..., Any] | None, **branches: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A function that calls the branch of the platform that the program is lowered for, or `default`.
+    """Return a function that calls the branch of the platform that the program is lowered for, or `default`.
 
-    Inside a `jax.shard_map` whose mesh knows its devices this is the branch itself. If the branch were left to lowering, it would
-    be a number that the forward pass hands to the backward pass, with the residuals of all branches, and from one
-    `jax.shard_map` to the next XLA no longer sees that the number is constant.
+    Inside a `jax.shard_map` whose mesh knows its devices this is the branch itself. If lowering selected the
+    branch, the branch's index would be a number that the forward pass saves for the backward pass, with the
+    residuals of all branches; and XLA does not see that a number which leaves one `jax.shard_map` and enters
+    the next is constant.
 
     Args:
         default: for platforms without a branch; None if there is none.

@@ -1,13 +1,14 @@
-"""Segment ids, masks and chunks: which tokens write, where a document begins, and how tokens are laid out in chunks.
+"""Segment ids, masks and chunks: which tokens write, where a document begins, and how tokens are laid out in
+chunks.
 
 All ops share these conventions:
 
 * Id 0 is padding: its update is the identity, and its output is 0.
 * A token whose `update_mask` is 0 is an identity update too, but it still reads.
-* With one state per row, a token begins a document if its id differs from the last nonzero id before it (the id that the state
-  remembers included). The memory is reset before that token reads.
-* With one state per segment, the tokens of id `s` use `state[:, s - 1]`: they form one sequence, wherever they are in the row. A
-  token whose id has no state writes nothing, and its output is NaN.
+* With one state per row, a token begins a document if its id differs from the last nonzero id before it (the
+  id that the state remembers included). The memory is reset before that token reads.
+* With one state per segment, the tokens of id `s` use `state[:, s - 1]`: they form one sequence, wherever
+  they are in the row. A token whose id has no state writes nothing, and its output is NaN.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from jaxtyping import Array, Bool, Int
 
 
 class Tokens(NamedTuple):
-    """The effect of each token on the memory. A field is None if it would say the same of every token.
+    """The effect of each token on the memory. A field is None if it would have the same value for every
+    token.
 
     Attributes:
         written: [B, T], False if the token's update is the identity (padding, or masked).
         real: [B, T], False on padding.
-        run: [B, T], the number of documents that have begun in this call up to and with the token; 0 continues the initial
-            state. None with one state per segment.
-        slot: [B, T], the index of the state of each token's segment (0 on padding). None with one state per row.
+        run: [B, T], the number of documents that have begun in this call up to and with the token; 0
+            continues the initial state. None with one state per segment.
+        slot: [B, T], the index of the state of each token's segment (0 on padding). None with one state per
+            row.
         known: [B, T], False if the id exceeds the number of states.
         last_id: [B], the last nonzero id, which the state remembers.
     """
@@ -46,7 +49,7 @@ def read_tokens(
     state_id: Int[Array, " B"],
     num_segments: int | None,
 ) -> Tokens:
-    """The `Tokens` of a call.
+    """Return the `Tokens` of a call.
 
     Args:
         segment_ids: [B, T], or None for one document that continues.
@@ -73,7 +76,9 @@ def read_tokens(
 def carry_ids_forward(
     segment_ids: Int[Array, "B T"], state_id: Int[Array, " B"]
 ) -> Int[Array, "B T"]:
-    """The last nonzero id at or before each token; the state's id before the first one."""
+    """Return the last nonzero id at or before each token, [B, T]; the state's id before the first nonzero
+    one.
+    """
     index = jnp.where(segment_ids != 0, jnp.arange(segment_ids.shape[1], dtype=jnp.int32), -1)
     latest = jax.lax.cummax(index, axis=1)
     ids = jnp.take_along_axis(segment_ids, jnp.maximum(latest, 0), axis=1)
@@ -88,7 +93,9 @@ def select(keep: Bool[Array, "B T"] | None, x: Array) -> Array:
 
 
 def finish_output(tokens: Tokens, output: Array) -> Array:
-    """Set the output to 0 on padding, and to NaN for tokens whose segment has no state: an array cannot raise."""
+    """Set the output to 0 on padding, and to NaN for tokens whose segment has no state: an array cannot
+    raise.
+    """
     output = select(tokens.real, output)
     if tokens.known is None:
         return output
@@ -99,7 +106,8 @@ def finish_output(tokens: Tokens, output: Array) -> Array:
 class Chunks(NamedTuple):
     """The layout of a call's tokens in N chunks of C.
 
-    With one state per segment every segment starts at a chunk's boundary, so that a chunk belongs to one state.
+    With one state per segment every segment starts at a chunk's boundary, so that a chunk belongs to one
+    state.
 
     Attributes:
         size: C.

@@ -1,15 +1,19 @@
-"""Run an op where devices hold consecutive parts of a row: each device resumes from the state that the earlier devices leave.
+"""Run an op where devices have consecutive parts of a row: each device continues from the state after the
+earlier devices' tokens.
 
-A state is a value, so that a device needs only one thing from the others: the state that its tokens start from. An op describes
-its device's tokens as one update of the state, and how a state advances by an update; `lsm_jax.parallel.exchange` gathers the
-updates and gives each device its state. The op then runs as on one device, in every form and by every backend.
+A state is a value, so that a device needs only one thing from the others: the state that its tokens start
+from. An op describes its device's tokens as one update of the state, and how a state advances by an update;
+`lsm_jax.parallel.exchange` gathers the updates and gives each device its state. The op then runs as on one
+device, in every form and by every backend.
 
-The update is one or two products over the device's tokens if the decays allow it. All work of a device except reading the state
-that it starts from is independent of the gathered updates, so that the compiler may overlap it with their communication.
+The update is one or two products over the device's tokens if the decays allow it. All work of a device except
+reading the state that it starts from is independent of the gathered updates, so that the compiler may overlap
+it with their communication.
 
-The other order would be to run from an empty state and to add `q · decay · state` afterwards. It would save the products of the
-update, but write the outputs twice, and no fused kernel returns its decays. Only the delta rules use it
-(`lsm_jax.ops.delta.shared_rows`): their update is a full matrix, which a kernel computes as additional value channels.
+The other order would be to run from an empty state and to add `q · decay · state` afterwards. It would save
+the products of the update, but write the outputs twice, and no fused kernel returns its decays. Only the
+delta rules use it (`lsm_jax.ops.delta.shared_rows`): their update is a full matrix, which a kernel computes
+as additional value channels.
 """
 
 from __future__ import annotations
@@ -33,11 +37,13 @@ class Update(NamedTuple):
     """A device's tokens as one update of a state.
 
     Attributes:
-        transition: what the tokens do to the state before them, in the op's representation.
-        written: the state after the tokens if the state before them is empty; its segment id is 0 if no token has one.
-        restarts: [B], True if a document begins after the first token, so that nothing of the state before is left. None if no
-            document can begin.
-        first_id: [B], the first nonzero segment id, 0 if there is none. None with one state per segment, or without ids.
+        transition: the factor by which the tokens change the state before them, in the op's representation.
+        written: the state after the tokens if the state before them is empty; its segment id is 0 if no token
+            has one.
+        restarts: [B], True if a document begins after the first token, so that nothing of the state before is
+            left. None if no document can begin.
+        first_id: [B], the first nonzero segment id, 0 if there is none. None with one state per segment, or
+            without ids.
     """
 
     transition: Any
@@ -72,7 +78,9 @@ def memory_axes(batched: dict[str, Any], shared: dict[str, Any]) -> dict[str, An
 def ends_of_documents(
     segment_ids: Array | None, run: Array | None
 ) -> tuple[Array | None, Array | None]:
-    """The fields `restarts` and `first_id` of an `Update`; `run` is from `read_tokens` with a state that remembers no id."""
+    """Return the fields `restarts` and `first_id` of an `Update`; `run` is from `read_tokens` with a state
+    that remembers no id.
+    """
     if segment_ids is None or run is None:
         return None, None
     first = jnp.argmax(segment_ids != 0, axis=1)
@@ -80,14 +88,18 @@ def ends_of_documents(
 
 
 def staying(tokens: Tokens) -> Any:
-    """[B, T], True for tokens that write and after which no document begins; None if all do. For one state per row."""
+    """[B, T], True for tokens that write and after which no document begins; None if all do. For one state
+    per row.
+    """
     if tokens.run is None or tokens.written is None:
         return tokens.written
     return tokens.written & (tokens.run == tokens.run[:, -1:])
 
 
 def total_of(x: Array | None, tokens: Tokens, num_segments: int | None, batch: int) -> Any:
-    """The sum of x [B or 1, T, ...] over the tokens of each state: [B, ...], or [B, S, ...] with one state per segment."""
+    """The sum of x [B or 1, T, ...] over the tokens of each state: [B, ...], or [B, S, ...] with one state
+    per segment.
+    """
     if x is None:
         return None
     if num_segments is None:
@@ -136,7 +148,8 @@ def resume(
     update: Update,
     advance: Callable[[Any, Update], Any],
 ) -> tuple[Any, Any]:
-    """The op's output for this device's tokens, from the state that the earlier devices leave, and the last device's final state.
+    """Return the op's output for this device's tokens, computed from the state after the earlier devices'
+    tokens; and the last device's final state.
 
     Args:
         axis: the mesh axis that rows are split over.
@@ -144,7 +157,8 @@ def resume(
         static: the function's static arguments.
         arguments: this device's part of the arrays; `state` is the state before the first device's tokens.
         update: this device's tokens as one update.
-        advance: (state, update) -> the state after it; a module-level function, since it is a key of the compiler's cache.
+        advance: (state, update) -> the state after it; a module-level function, since it is a key of the
+            compiler's cache.
     """
     like = update.written
     initial = jax.tree.map(lambda x, y: x.astype(y.dtype), arguments["state"], like)

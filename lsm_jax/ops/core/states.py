@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int
 
 
 class Layer(NamedTuple):
-    """The memory of one layer in a stack of all layers' memories. An op that is given one updates the stack in place.
+    """The memory of one layer in a stack of all layers' memories; an op whose state contains it updates the
+    stack in place.
 
     Attributes:
         stack: [L, B, G, K, V].
@@ -26,11 +27,11 @@ class Layer(NamedTuple):
         return self.stack.shape[1:]
 
     def read(self) -> Array:
-        """The memory, [B, G, K, V]."""
+        """Return the memory, [B, G, K, V]."""
         return self.stack[self.index]
 
     def write(self, memory: Array) -> Layer:
-        """The layer with `memory` in the place of its own."""
+        """Return the layer with its memory replaced by `memory`."""
         return Layer(self.stack.at[self.index].set(memory.astype(self.stack.dtype)), self.index)
 
 
@@ -40,8 +41,8 @@ class LinearState(NamedTuple):
     Attributes:
         memory: [B, G, K, V], or [B, S, G, K, V] with one state per segment, or a `Layer`; float32.
         normalizer: [B, G, K] or [B, S, G, K], the decayed sum of keys; None unless the op normalises.
-        stabilizer: [B, G] or [B, S, G]: memory and normaliser are stored divided by its exponential. None without
-            `log_input_gate`.
+        stabilizer: [B, G] or [B, S, G]: memory and normaliser are stored divided by its exponential. None
+            without `log_input_gate`.
         segment_id: [B], the last nonzero segment id seen, 0 before any.
     """
 
@@ -64,7 +65,7 @@ class DeltaState(NamedTuple):
 
 
 def unwrap_layer(state: Any) -> tuple[Any, Layer | None]:
-    """A state whose memory may be a `Layer`, as a state whose memory is an array; and that layer or None."""
+    """Return a state with the array of its memory in place of a `Layer`; and that layer, or None."""
     layer = getattr(state, "memory", None)
     if not isinstance(layer, Layer):
         return state, None
@@ -72,7 +73,9 @@ def unwrap_layer(state: Any) -> tuple[Any, Layer | None]:
 
 
 def store_layer(layer: Layer | None, result: tuple[Array, Any]) -> tuple[Array, Any]:
-    """An op's output and final state, with the state's memory stored in the stack that `layer` is one of."""
+    """Return an op's output and final state, with the state's memory stored in the stack of `layer`; None
+    changes nothing.
+    """
     output, state = result
     return result if layer is None else (output, state._replace(memory=layer.write(state.memory)))
 
@@ -93,7 +96,9 @@ def linear_state(
     num_segments: int | None = None,
     dtype=jnp.float32,
 ) -> LinearState:
-    """An empty `LinearState` of `num_heads` memories; each row has `num_segments` states, or one if that is None."""
+    """An empty `LinearState` of `num_heads` memories; each row has `num_segments` states, or one if that is
+    None.
+    """
     memory = _zeros(batch_size, num_segments, (num_heads, key_dim, value_dim), dtype)
     normalizer = (
         _zeros(batch_size, num_segments, (num_heads, key_dim), dtype) if normalize else None
@@ -111,41 +116,44 @@ def delta_state(
     num_segments: int | None = None,
     dtype=jnp.float32,
 ) -> DeltaState:
-    """An empty `DeltaState` of `num_heads` memories; each row has `num_segments` states, or one if that is None."""
+    """An empty `DeltaState` of `num_heads` memories; each row has `num_segments` states, or one if that is
+    None.
+    """
     memory = _zeros(batch_size, num_segments, (num_heads, key_dim, value_dim), dtype)
     return DeltaState(memory, jnp.zeros(batch_size, jnp.int32))
 
 
 def layer_of(states: Any, at: Array, *, in_place: bool) -> Any:
-    """Layer `at` of states that are stacked along the first axis.
+    """Return layer `at` of states that are stacked along the first axis.
 
     Args:
         states: a pytree of stacked states.
         at: int32 scalar, the layer's index.
-        in_place: give the memories of `LinearState` and `DeltaState` as a `Layer`, which ops update in place.
+        in_place: whether the memories of `LinearState` and `DeltaState` are returned as a `Layer`, which ops
+            update in place.
     """
 
-    def own(x):
-        if not isinstance(x, _OF_OPS):
+    def one_layer(x):
+        if not isinstance(x, _IN_PLACE):
             return x[at]
         state: Any = x
         rest = jax.tree.map(lambda s: s[at], state._replace(memory=None))
         return rest._replace(memory=Layer(state.memory, at))
 
-    def whole(x):
-        plain = isinstance(x, _OF_OPS) and getattr(x, "normalizer", None) is None
-        return in_place and plain and x.memory.ndim == 5
+    def updated_in_place(x):
+        supported = isinstance(x, _IN_PLACE) and getattr(x, "normalizer", None) is None
+        return in_place and supported and x.memory.ndim == 5
 
-    return jax.tree.map(own, states, is_leaf=whole)
+    return jax.tree.map(one_layer, states, is_leaf=updated_in_place)
 
 
-def put_layer(states: Any, own: Any, at: Array) -> Any:
-    """The stacked states with `own` as layer `at`."""
+def put_layer(states: Any, layer: Any, at: Array) -> Any:
+    """Return the stacked states with layer `at` replaced by `layer`."""
 
-    def put(new, x):
+    def replace(new, x):
         return new.stack if isinstance(new, Layer) else x.at[at].set(new.astype(x.dtype))
 
-    return jax.tree.map(put, own, states, is_leaf=lambda x: isinstance(x, Layer))
+    return jax.tree.map(replace, layer, states, is_leaf=lambda x: isinstance(x, Layer))
 
 
-_OF_OPS = (LinearState, DeltaState)
+_IN_PLACE = (LinearState, DeltaState)

@@ -17,7 +17,7 @@ from lsm_jax.ops.delta import delta_xla, dplr_xla
 
 
 def _delta_unsupported(name: str, call: Call) -> str | None:
-    # Imported here: a backend that is not used costs nothing at import.
+    # Imported here, so that a backend that is not used adds no time to `import lsm_jax`.
     from pallas_kernels.delta_rule import unsupported
 
     given = call.arguments
@@ -29,13 +29,13 @@ def _delta_unsupported(name: str, call: Call) -> str | None:
 
 
 def _decay_of(given: dict[str, Any]) -> Any:
-    """The decay [B, T, G], [B, T, G, K] or [G], or None."""
+    """Return the log decay of the call, [B, T, G], [B, T, G, K] or [G], or None."""
     constant = given["constant_log_decay"]
     return given["log_decay"] if constant is None else constant
 
 
 def run_delta_kernel(name: str, call: Call) -> tuple[jax.Array, DeltaState]:
-    """`delta_memory` as the fused kernel of the backend `name` runs it."""
+    """Compute `delta_memory` by the fused kernel of the backend `name`."""
     from pallas_kernels.delta_rule import delta_rule
 
     given, log_decay = call.arguments, _decay_of(call.arguments)
@@ -62,7 +62,7 @@ def _dplr_unsupported(name: str, call: Call) -> str | None:
 
 
 def run_dplr_kernel(name: str, call: Call) -> tuple[jax.Array, DeltaState]:
-    """`dplr_memory` as the fused kernel of the backend `name` runs it."""
+    """Compute `dplr_memory` by the fused kernel of the backend `name`."""
     from pallas_kernels.dplr import dplr
 
     given, log_decay = call.arguments, _decay_of(call.arguments)
@@ -82,7 +82,7 @@ def _backends(
     run_kernel: Callable[[str, Call], Any],
     unsupported: Callable[[str, Call], str | None],
 ) -> tuple[Backend, ...]:
-    """The backends of one of the two ops, in order of preference."""
+    """Return the backends of one of the two ops, in order of preference."""
 
     def run_xla(call: Call) -> Any:
         return by_xla(call.options._replace(form=call.form), **call.arguments)

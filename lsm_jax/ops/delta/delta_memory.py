@@ -1,7 +1,7 @@
 """Delta-rule memories: decay, erase the value at the key, write the new value.
 
-`M_t = (I - β_t k_tᵀ k_t) diag(a_t) M_{t-1} + β_t k_tᵀ v_t`, `o_t = q_t M_t`: DeltaNet (arXiv 2406.06484), Gated DeltaNet
-(arXiv 2412.06464, scalar decay), KDA (arXiv 2510.26692, a decay a key channel).
+`M_t = (I - β_t k_tᵀ k_t) diag(a_t) M_{t-1} + β_t k_tᵀ v_t`, `o_t = q_t M_t`: DeltaNet (arXiv 2406.06484),
+Gated DeltaNet (arXiv 2412.06464, scalar decay), KDA (arXiv 2510.26692, a decay a key channel).
 """
 
 from __future__ import annotations
@@ -41,31 +41,35 @@ def delta_memory(
     implementation: str | tuple[str, ...] | None = None,
     chunk_size: int | None = None,
 ) -> tuple[Float[Array, "B T max(H,G) V"], DeltaState]:
-    """Move the value that the memory holds at `k` towards `v` by the fraction `beta`, and read the memory with `q`.
+    """Move the value that the memory returns for `k` towards `v` by the fraction `beta`, and read the memory
+    with `q`.
 
     Args:
         q: [B, T, H, K] queries; H is a multiple or a divisor of G.
-        k: [B, T, Hk, K] keys of L2 norm at most 1 (with beta <= 2 the memory then stays bounded); Hk divides G.
+        k: [B, T, Hk, K] keys of L2 norm at most 1 (with beta <= 2 the memory then stays bounded); Hk divides
+            G.
         v: [B, T, G, V] values; one memory for each of the G heads.
         beta: [B, T, G], from 0 to 2.
         log_decay: natural logarithm, at most 0: [G] for a constant, [B, T, G] for one value per token, or
             [B, T, G, K] for one per token and key channel.
         scale: multiplies q; None is `K ** -0.5`.
-        initial_state: the state to continue from; None is an empty one. With memory [B, S, ...] there is one state per
-            segment: the tokens of id s use state s - 1.
+        initial_state: the state to continue from; None is an empty one. With memory [B, S, ...] there is one
+            state per segment: the tokens of id s use state s - 1.
         segment_ids: [B, T] integers, 0 for padding; see `lsm_jax.ops.core.segments`.
         update_mask: [B, T], 0 for tokens that do not change the memory (they still read it).
-        form: "recurrent" (token by token), "chunk" (one triangular solve a chunk, scan over chunks) or "associative"
-            (associative scan over chunks).
-        implementation: None (the first automatic backend that supports the call; docs/kernels.md lists what each requires), a
-            backend's name ("xla", "mosaic_gpu" on Hopper or "mosaic_tpu"), or a tuple of names in order of preference.
+        form: "recurrent" (token by token), "chunk" (one triangular solve a chunk, scan over chunks) or
+            "associative" (associative scan over chunks).
+        implementation: None (the first automatic backend that supports the call; docs/kernels.md lists what
+            each requires), a backend's name ("xla", "mosaic_gpu" on Hopper or "mosaic_tpu"), or a tuple of
+            names in order of preference.
         chunk_size: tokens in a chunk of the XLA form, a power of two; None is 64.
 
     Returns:
         The output in v's dtype, and the final state in float32 (float64 if an input is).
 
     Raises:
-        NotImplementedError: the backend that is asked for by name does not support the call; the message gives the requirement.
+        NotImplementedError: the backend that is asked for by name does not support the call; the message
+            names the requirement.
         ValueError: shapes, heads, form, implementation or chunk size that are not accepted.
     """
     op = "delta_memory"
@@ -113,5 +117,5 @@ def delta_memory(
 
 
 def _in_sequence(axis, function, static, **arguments):
-    """The op on one of the devices that share a row."""
+    """Run the op on one of the devices that share a row."""
     return shared_rows.in_sequence(axis, function, static, by_xla, arguments)

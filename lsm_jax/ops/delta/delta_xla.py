@@ -30,7 +30,9 @@ from lsm_jax.ops.delta.options import MatrixOptions
 
 
 class _Inputs(NamedTuple):
-    """Arrays by head: q [..., G, R, K], k [..., G, K], v [..., G, V], beta [..., G]; at most one decay."""
+    """The op's arrays, split by head: q [..., G, R, K], k [..., G, K], v [..., G, V], beta [..., G]; at most
+    one decay.
+    """
 
     q: Array
     k: Array
@@ -96,8 +98,9 @@ def _step(memory: Array, x: _Inputs) -> tuple[Array, Array]:
 def _chunked(inputs: _Inputs, memory, chunks: Chunks, options: MatrixOptions):
     """The output [B, N, C, G, R, V] and the final memory, from inputs [B, T, ...].
 
-    Inside a chunk the writes U solve `(I + L) U = β (V - K̃ M)`. L holds the decayed products with earlier keys, weighted by β
-    (the WY representation of DeltaNet as a linear system); M is the memory that the chunk starts from.
+    Inside a chunk the writes U solve `(I + L) U = β (V - K̃ M)`. L contains the decayed products with earlier
+    keys, weighted by β (the WY representation of DeltaNet as a linear system); M is the memory that the chunk
+    starts from.
     """
     precision = options.precision
 

@@ -1,7 +1,7 @@
 """Memories under a diagonal-plus-low-rank transition: RWKV7's generalised delta rule.
 
-`M_t = diag(e^w_t) M_{t-1} + b_tᵀ (a_t M_{t-1}) + k_tᵀ v_t`, `o_t = q_t M_t` (RWKV7, arXiv 2503.14456): `a` reads the
-memory before this token's decay, and the value it reads is written at `b`.
+`M_t = diag(e^w_t) M_{t-1} + b_tᵀ (a_t M_{t-1}) + k_tᵀ v_t`, `o_t = q_t M_t` (RWKV7, arXiv 2503.14456): `a`
+reads the memory before this token's decay, and the value it reads is written at `b`.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ def dplr_memory(
     implementation: str | tuple[str, ...] | None = None,
     chunk_size: int | None = None,
 ) -> tuple[Float[Array, "B T max(H,G) V"], DeltaState]:
-    """Decay the memory, write at `b` the values that `a` read from it, write `kᵀ v`, and read the result with `q`.
+    """Decay the memory, write at `b` the values that `a` read from it, write `kᵀ v`, and read the result with
+    `q`.
 
-    With decays of at most 1, `a = -κ` of unit length and `b = κ ⊙ gate` with gates from 0 to 1, the memory stays bounded. The op
-    accepts any a and b for which the product of the transitions of some thousand tokens stays finite: parts of a long row, inside
-    a card and along a sequence axis, are joined by that product.
+    With decays of at most 1, `a = -κ` of unit length and `b = κ ⊙ gate` with gates from 0 to 1, the memory
+    stays bounded. The op accepts any a and b for which the product of the transitions of some thousand tokens
+    stays finite: parts of a long row, inside a card and along a sequence axis, are joined by that product.
 
     Args:
         q: [B, T, H, K] queries; H is a multiple or a divisor of G.
@@ -58,21 +59,23 @@ def dplr_memory(
         log_decay: natural logarithm, at most 0: [G] for a constant, [B, T, G] for one value per token, or
             [B, T, G, K] for one per token and key channel.
         scale: multiplies q; None is `K ** -0.5`.
-        initial_state: the state to continue from; None is an empty one. With memory [B, S, ...] there is one state per
-            segment: the tokens of id s use state s - 1.
+        initial_state: the state to continue from; None is an empty one. With memory [B, S, ...] there is one
+            state per segment: the tokens of id s use state s - 1.
         segment_ids: [B, T] integers, 0 for padding; see `lsm_jax.ops.core.segments`.
         update_mask: [B, T], 0 for tokens that do not change the memory (they still read it).
-        form: "recurrent" (token by token), "chunk" (one triangular solve a chunk, scan over chunks) or "associative"
-            (associative scan over chunks).
-        implementation: None (the first automatic backend that supports the call; docs/kernels.md lists what each requires), a
-            backend's name ("xla", "mosaic_gpu" on Hopper or "mosaic_tpu"), or a tuple of names in order of preference.
+        form: "recurrent" (token by token), "chunk" (one triangular solve a chunk, scan over chunks) or
+            "associative" (associative scan over chunks).
+        implementation: None (the first automatic backend that supports the call; docs/kernels.md lists what
+            each requires), a backend's name ("xla", "mosaic_gpu" on Hopper or "mosaic_tpu"), or a tuple of
+            names in order of preference.
         chunk_size: tokens in a chunk of the XLA form, a power of two; None is 64.
 
     Returns:
         The output in v's dtype, and the final state in float32 (float64 if an input is).
 
     Raises:
-        NotImplementedError: the backend that is asked for by name does not support the call; the message gives the requirement.
+        NotImplementedError: the backend that is asked for by name does not support the call; the message
+            names the requirement.
         ValueError: shapes, heads, form, implementation or chunk size that are not accepted.
     """
     op = "dplr_memory"
@@ -128,5 +131,5 @@ def dplr_memory(
 
 
 def _in_sequence(axis, function, static, **arguments):
-    """The op on one of the devices that share a row."""
+    """Run the op on one of the devices that share a row."""
     return shared_rows.in_sequence(axis, function, static, by_xla, arguments)

@@ -30,7 +30,9 @@ from lsm_jax.ops.delta.options import MatrixOptions
 
 
 class _Inputs(NamedTuple):
-    """Arrays by head: q [..., G, R, K]; k, a, b [..., G, K]; v [..., G, V]; log_decay [..., G, K], or [..., G, 1] for all channels."""
+    """The op's arrays, split by head: q [..., G, R, K]; k, a, b [..., G, K]; v [..., G, V]; log_decay
+    [..., G, K], or [..., G, 1] for all channels.
+    """
 
     q: Array
     k: Array
@@ -92,8 +94,8 @@ def _step(memory: Array, x: _Inputs) -> tuple[Array, Array]:
 def _chunked(inputs: _Inputs, memory, chunks: Chunks, options: MatrixOptions):
     """The output [B, N, C, G, R, V] and the final memory, from inputs [B, T, ...].
 
-    Inside a chunk U, the values that `a` reads, solves `(I - A) U = Ã M + B V`. A holds the decayed products of a with earlier b, B
-    those with earlier k, and M is the memory that the chunk starts from.
+    Inside a chunk U, the values that `a` reads, solves `(I - A) U = Ã M + B V`. A contains the decayed
+    products of a with earlier b, B those with earlier k, and M is the memory that the chunk starts from.
     """
     precision = options.precision
 
@@ -166,6 +168,6 @@ def _chunked(inputs: _Inputs, memory, chunks: Chunks, options: MatrixOptions):
 
 
 def _spread(halving: Halving) -> Halving:
-    """The sums for rows and columns that have two more axes before the tokens' axis."""
+    """Return the halving with two more axes (of size 1) before the tokens' axis of its sums."""
     levels = tuple((p[:, :, :, None, None], s[:, :, :, None, None]) for p, s in halving.levels)
     return halving._replace(levels=levels)

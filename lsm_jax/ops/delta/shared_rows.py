@@ -1,8 +1,10 @@
-"""`delta_memory` and `dplr_memory` on one of the devices that share a row: the tokens are one update `M -> Θ M + W`, Θ [K, K] per head.
+"""`delta_memory` and `dplr_memory` on one of the devices that share a row: the tokens are one update
+`M -> Θ M + W`, Θ [K, K] per head.
 
-Θ acts on all value channels in the same way. It is therefore computed by the op itself, as K more value channels that start from
-the identity matrix and to which nothing is written. Their outputs are `q_t Θ_t`, and the memory M that a device starts from adds
-`q_t Θ_t M` to the device's outputs: the op runs once, from an empty memory, and does not wait for the other devices.
+Θ acts on all value channels in the same way. It is therefore computed by the op itself, as K more value
+channels that start from the identity matrix and to which nothing is written. Their outputs are `q_t Θ_t`, and
+the memory M that a device starts from adds `q_t Θ_t M` to the device's outputs: the op runs once, from an
+empty memory, and does not wait for the other devices.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def in_sequence(
     by_xla: Callable[..., Any],
     arguments: dict[str, Any],
 ) -> tuple[jax.Array, DeltaState]:
-    """The output for this device's tokens, from the state that the earlier devices leave, and the last device's final state.
+    """Return the output for this device's tokens, computed from the state after the earlier devices' tokens;
+    and the last device's final state.
 
     Args:
         axis: the mesh axis that rows are split over.
@@ -78,7 +81,9 @@ def in_sequence(
 
 
 def _with_identity(dtype: Any, arguments: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
-    """The values and the initial memory with K more value channels, a state's id of 0, and the first id of each row."""
+    """Return the arguments with K more value channels in the values and in the initial memory, and with 0 as
+    the state's id; and the first id of each row.
+    """
     v, state, segment_ids = (arguments[name] for name in ("v", "state", "segment_ids"))
     key_dim = state.memory.shape[-2]
     num_segments = state.memory.shape[1] if state.memory.ndim == 5 else None
@@ -92,12 +97,12 @@ def _with_identity(dtype: Any, arguments: dict[str, Any]) -> tuple[Any, Any, Any
 
 
 def update_of(options, by_xla: Callable[..., Any], arguments: dict[str, Any]) -> Update:
-    """The tokens of this device as one update.
+    """Return the tokens of this device as one update.
 
-    A document that begins among the tokens leaves nothing of the identity matrix.
+    Θ is 0 if a document begins among the tokens.
 
     Args:
-        options: the op's, in chunk form.
+        options: the op's static options, with the chunk form.
         by_xla: the op's XLA form.
         arguments: the op's arrays on this device.
     """

@@ -44,7 +44,7 @@ def grouped_product(
         [N, F] in x's dtype. The values of rows after the last group, and their gradients, are undefined.
 
     Raises:
-        NotImplementedError: no backend of the given names supports the call; the message gives the
+        NotImplementedError: no backend of the given names supports the call; the message names the
             requirement.
         ValueError: `multiple` does not divide N, or the implementation is not accepted.
     """

@@ -1,1 +1,1 @@
-"""`linear_memory`: memories under a decay that factorises."""
+"""`linear_memory`: memories whose decay is a factor per key channel times a factor per value channel."""

@@ -17,7 +17,7 @@ from pallas_kernels.requirements import Requirement
 
 
 def run_xla(call: Call) -> tuple[jax.Array, LinearState]:
-    """`linear_memory` as XLA runs it, in the call's form."""
+    """Compute `linear_memory` by XLA, in the call's form."""
     return by_xla(call.options._replace(form=call.form), **call.arguments)
 
 
@@ -29,7 +29,7 @@ def _absent(name: str) -> Requirement:
 
 
 def _unsupported_by_kernel(name: str, call: Call) -> str | None:
-    # Imported here: a backend that is not used costs nothing at import.
+    # Imported here, so that a backend that is not used adds no time to `import lsm_jax`.
     from pallas_kernels.linear_attention import unsupported
 
     given = call.arguments
@@ -47,7 +47,7 @@ def _unsupported_by_kernel(name: str, call: Call) -> str | None:
 
 
 def run_kernel(name: str, call: Call) -> tuple[jax.Array, LinearState]:
-    """`linear_memory` as the fused kernel of the backend `name` runs it."""
+    """Compute `linear_memory` by the fused kernel of the backend `name`."""
     from pallas_kernels.linear_attention import linear_attention
 
     given, options = call.arguments, call.options

@@ -1,6 +1,8 @@
-"""Linear memories: `M_t = a_t ⊙ M_{t-1} + k_tᵀ v_t`, `o_t = q_t M_t`, under every decay that factorises.
+"""Linear memories: `M_t = a_t ⊙ M_{t-1} + k_tᵀ v_t`, `o_t = q_t M_t`, for every decay that is the product of
+a factor per key channel and a factor per value channel.
 
-Linear-MoE (arXiv 2503.05447) Eq. 5 with Θ elementwise: basic linear attention, RetNet, GLA, Mamba2 and their kin.
+Linear-MoE (arXiv 2503.05447) Eq. 5 with Θ elementwise: basic linear attention, RetNet, GLA, Mamba2 and
+similar methods.
 """
 
 from __future__ import annotations
@@ -52,30 +54,33 @@ def linear_memory(
         log_decay: natural logarithm, at most 0: [G] for a constant, [B, T, G] for one value per token, or
             [B, T, G, K] for one per token and key channel.
         value_log_decay: [B, T, G, V], the log decay of value channels; the two decays are multiplied.
-        log_input_gate: [B, T, G], natural logarithm, of any size: `e^log_input_gate` multiplies the write to memory and
-            normaliser, which are stored stabilised (mLSTM; `lsm_jax.ops.linear.stabilized`). Requires `normalize`, and
-            `log_decay` [G], [B, T, G] or None.
-        bonus: [G, K]. If given, a token reads before its decay and its write, and its own write enters the read as
-            `q diag(bonus) kᵀ v` (RWKV6, arXiv 2404.05892 Eq. 18).
-        normalize: None, or the ε of `o = q M / (q z + ε)` with z the decayed sum of keys. With `log_input_gate` it is the ε of
-            `o = q M / (max(|q z|, e^-m) + ε)`, M and z as stored and m their stabiliser; for ε = 0 this is
-            `q C / max(|q n|, 1)` of the unscaled C and n (xLSTM, arXiv 2405.04517 Eq. 21).
+        log_input_gate: [B, T, G], natural logarithm, of any size: `e^log_input_gate` multiplies the write to
+            memory and normaliser, which are stored stabilised (mLSTM; `lsm_jax.ops.linear.stabilized`).
+            Requires `normalize`, and `log_decay` [G], [B, T, G] or None.
+        bonus: [G, K]. If given, a token reads before its decay and its write, and its own write enters the
+            read as `q diag(bonus) kᵀ v` (RWKV6, arXiv 2404.05892 Eq. 18).
+        normalize: None, or the ε of `o = q M / (q z + ε)` with z the decayed sum of keys. With
+            `log_input_gate` it is the ε of `o = q M / (max(|q z|, e^-m) + ε)`, M and z as stored and m their
+            stabiliser; for ε = 0 this is `q C / max(|q n|, 1)` of the unscaled C and n (xLSTM, arXiv
+            2405.04517 Eq. 21).
         scale: multiplies q; None is `K ** -0.5`.
-        initial_state: the state to continue from; None is an empty one. With memory [B, S, ...] there is one state per
-            segment: the tokens of id s use state s - 1.
+        initial_state: the state to continue from; None is an empty one. With memory [B, S, ...] there is one
+            state per segment: the tokens of id s use state s - 1.
         segment_ids: [B, T] integers, 0 for padding; see `lsm_jax.ops.core.segments`.
         update_mask: [B, T], 0 for tokens that do not change the memory (they still read it).
-        form: "recurrent" (token by token), "chunk" (matrix products in a chunk, scan over chunks) or "associative"
-            (associative scan over chunks).
-        implementation: None (the first automatic backend that supports the call; docs/kernels.md lists what each requires), a
-            backend's name ("xla", "mosaic_gpu" on Hopper or "mosaic_tpu"), or a tuple of names in order of preference.
+        form: "recurrent" (token by token), "chunk" (matrix products in a chunk, scan over chunks) or
+            "associative" (associative scan over chunks).
+        implementation: None (the first automatic backend that supports the call; docs/kernels.md lists what
+            each requires), a backend's name ("xla", "mosaic_gpu" on Hopper or "mosaic_tpu"), or a tuple of
+            names in order of preference.
         chunk_size: tokens in a chunk of the XLA form, a power of two; None is 64.
 
     Returns:
         The output in v's dtype, and the final state in float32 (float64 if an input is).
 
     Raises:
-        NotImplementedError: a backend that is asked for by name does not support the call; the message gives the requirement.
+        NotImplementedError: a backend that is asked for by name does not support the call; the message names
+            the requirement.
         ValueError: shapes, heads, form, implementation or chunk size that are not accepted.
     """
     op = "linear_memory"
@@ -133,7 +138,7 @@ def linear_memory(
 
 
 def _in_sequence(axis, function, static, **arguments):
-    """The op on one of the devices that share a row."""
+    """Run the op on one of the devices that share a row."""
     update = shared_rows.update_of(static.options, arguments)
     return resume(axis, function, (static,), arguments, update, shared_rows.advance)
 

@@ -33,10 +33,11 @@ def cumulative_phase(
     segment_ids: Int[Array, "B T"] | None = None,
     update_mask: Array | None = None,
 ) -> tuple[Float[Array, "B T H"], Float[Array, ...]]:
-    """The sum of the angles of a document's written tokens in this call, up to each token, without full turns.
+    """The sum of the angles of a document's written tokens in this call, up to each token, without full
+    turns.
 
-    The sum is one of integers, which does not round: in float32 an angle is exact to 2e-9 and a full turn to 3e-10. A memory that
-    is rotated back by the final sum at the end of a call does not need to store a phase.
+    The sum is one of integers, which does not round: in float32 an angle is exact to 2e-9 and a full turn to
+    3e-10. A memory that is rotated back by the final sum at the end of a call does not need to store a phase.
 
     Args:
         angle: [B, T, H], radians, from -π to π.
@@ -45,10 +46,11 @@ def cumulative_phase(
         update_mask: [B, T], 0 for tokens whose angle is not added.
 
     Returns:
-        The sums [B, T, H], and the final sum [B, H] or [B, S, H]; from -π to π, in float32 (float64 for float64 inputs).
+        The sums [B, T, H], and the final sum [B, H] or [B, S, H]; from -π to π, in float32 (float64 for
+        float64 inputs).
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: a shape is not accepted, or `num_segments` is given without `segment_ids`.
     """
     op = "cumulative_phase"
     batch, length, _ = checks.check_row_channels(op, "angle", angle)
@@ -97,7 +99,7 @@ def _no_sums(num_segments, angle) -> _Sums:
 
 
 def _cumulative_phase(num_segments, **arguments):
-    """The op on one device."""
+    """Compute `cumulative_phase` on one device."""
     output, final = _sum_up(
         num_segments, **arguments, state=_no_sums(num_segments, arguments["angle"])
     )
@@ -105,7 +107,7 @@ def _cumulative_phase(num_segments, **arguments):
 
 
 def _in_sequence(axis, _, num_segments, **arguments):
-    """The op on one of the devices that share a row."""
+    """Run the op on one of the devices that share a row."""
     empty = _no_sums(num_segments, arguments["angle"])
     ids = arguments["segment_ids"]
     _, written = _sum_up(num_segments, **arguments, state=empty)
@@ -133,7 +135,7 @@ def _add(a: Array, b: Array) -> Array:
 # Compiled as one program also when called outside `jax.jit`, as in a notebook.
 @functools.partial(jax.jit, static_argnums=0)
 def _sum_up(num_segments, angle, segment_ids, update_mask, state):
-    """Sums in radians, [B, T, H], and the state after."""
+    """Return the sums in radians, [B, T, H], and the state after the call."""
     batch, length, _ = angle.shape
     tokens = read_tokens(segment_ids, update_mask, state.segment_id, num_segments)
     chunks = cut_into_chunks(tokens, length, 1, num_segments)
@@ -152,7 +154,7 @@ def _sum_up(num_segments, angle, segment_ids, update_mask, state):
 
 
 def _running_sum(x: Array, initial: Array, chunks: Chunks, add) -> tuple[Array, Array]:
-    """The sum of x [B, N, H] up to each entry, restarted with every document, and the last sum of each state."""
+    """Return the sum of x [B, N, H] up to each entry of its document, and the last sum of each state."""
     keep = jnp.ones_like(x)
     _, enters, _ = run_masks(chunks)
     if enters is not None:

@@ -1,7 +1,9 @@
-"""The tokens of `linear_memory` on one device as one update of its state: a total decay and the sum of the decayed writes.
+"""The tokens of `linear_memory` on one device as one update of its state: a total decay and the sum of the
+decayed writes.
 
-With a_t and b_t the sums of the log decays after token t, the writes sum to `Σ_t (k_t e^{a_t})ᵀ (v_t e^{b_t})`: one product over
-time, in which every exponential is at most 1. It stores no memory per chunk, whichever backend then computes the outputs.
+With a_t and b_t the sums of the log decays after token t, the writes sum to
+`Σ_t (k_t e^{a_t})ᵀ (v_t e^{b_t})`: one product over time, in which every exponential is at most 1. It stores
+no memory per chunk, whichever backend then computes the outputs.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from lsm_jax.ops.linear.xla import LinearOptions, by_xla
 
 
 class Decays(NamedTuple):
-    """Total log decays; None if there is none.
+    """The sums of a device's log decays; a field is None if there is no such decay.
 
     Attributes:
         keys: [B, G, 1 or K] or [B, S, G, 1 or K].
@@ -48,14 +50,14 @@ def sum_after(x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
 
 
 def weighed_writes(k, v, key_decay, value_decay, stays, precision) -> Array:
-    """The sum of the decayed writes `kᵀ v` at the end, [B, G, K, V].
+    """Return the sum of the writes `kᵀ v` of all tokens, each decayed up to the last token: [B, G, K, V].
 
     Args:
         k: [B, T, G, K].
         v: [B, T, G, V].
         key_decay: [B or 1, T, G, K or 1] or None, a log decay.
         value_decay: [B or 1, T, G, V] or None, a log decay.
-        stays: [B, T], False for tokens that do not count; None if all count.
+        stays: [B, T], False for tokens whose writes are left out of the sum; None to include all.
         precision: of the product.
     """
     keys, values = select(stays, k), v
@@ -67,12 +69,12 @@ def weighed_writes(k, v, key_decay, value_decay, stays, precision) -> Array:
 
 
 def update_of(options: LinearOptions, arguments: dict[str, Any]) -> Update:
-    """The tokens of this device as one update.
+    """Return the tokens of this device as one update.
 
-    The XLA form computes states that one product does not give: one state per segment, or gated writes.
+    The XLA form computes the states that one product cannot compute: one state per segment, or gated writes.
 
     Args:
-        options: of the op.
+        options: the op's static options.
         arguments: the op's arrays on this device.
     """
     k, v, state = (arguments[name] for name in ("k", "v", "state"))
@@ -139,7 +141,7 @@ def advance(state: LinearState, update: Update) -> LinearState:
 
 
 def _advance_stabilized(state: LinearState, update: Update) -> LinearState:
-    """The sum of two stabilised states, stabilised by the greater of their stabilisers."""
+    """Add an update to a state if both are stabilised; the sum's stabiliser is the greater of the two."""
     written, decays = update.written, update.transition
     assert state.normalizer is not None
     total = state.stabilizer if decays.keys is None else decays.keys[..., 0] + state.stabilizer

@@ -1,9 +1,11 @@
-"""Memories with exponential input gates, `C_t = f_t C_{t-1} + i_t k_tᵀ v_t` with i of any size, stored scaled (mLSTM).
+"""Memories with exponential input gates, `C_t = f_t C_{t-1} + i_t k_tᵀ v_t` with i of any size, stored scaled
+(mLSTM).
 
-The stored memory is `M = e^-m C` with the stabiliser `m_t = max(log f_t + m_{t-1}, log i_t)` (xLSTM, arXiv 2405.04517 Eqs. 15 and
-19-21), and m = 0 before the first token as in the authors' code. m does not depend on the memory, so that the chunkwise forms
-compute it first, by a scan over (max, +). Every factor of a memory, a key or a score is then the exponential of a number of at
-most 0, in which decays are added and never subtracted; the factors of row t do not depend on later tokens.
+The stored memory is `M = e^-m C` with the stabiliser `m_t = max(log f_t + m_{t-1}, log i_t)` (xLSTM, arXiv
+2405.04517 Eqs. 15 and 19-21), and m = 0 before the first token as in the authors' code. m does not depend on
+the memory, so that the chunkwise forms compute it first, by a scan over (max, +). Every factor of a memory, a
+key or a score is then the exponential of a number of at most 0, in which decays are added and never
+subtracted; the factors of row t do not depend on later tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ NEVER = -1e30
 
 
 class Gated(NamedTuple):
-    """Arrays by head: q [B, T, G, R, K], k [B, T, G, K], v [B, T, G, V]; logarithms `decay` and `gate` [B, T, G]."""
+    """The op's arrays, split by head: q [B, T, G, R, K], k [B, T, G, K], v [B, T, G, V]; logarithms `decay`
+    and `gate` [B, T, G].
+    """
 
     q: Array
     k: Array
@@ -47,7 +51,9 @@ def normalized(
 
 
 def by_token(x: Gated, memory: Array, stabilizer: Array, tokens: Tokens):
-    """The recurrent form. Returns the output [B, T, G, R, V], m [B, T, G], the final memory and the final stabiliser."""
+    """The recurrent form. Returns the output [B, T, G, R, V], m [B, T, G], the final memory and the final
+    stabiliser.
+    """
 
     def step(state, x: Gated):
         memory, before = state
@@ -138,15 +144,17 @@ def _apply(form: str, kept: Array, write: Array, memory: Array, chunks: Chunks) 
 def _largest(x: Array) -> Array:
     """`max(x, axis=-1)` whose gradient goes to one entry, by index.
 
-    The derivative of `jnp.max` compares x with its maximum. If the compiler computes x twice with different rounding, no entry
-    equals the maximum, and the derivative divides by zero.
+    The derivative of `jnp.max` compares x with its maximum. If the compiler computes x twice with different
+    rounding, no entry equals the maximum, and the derivative divides by zero.
     """
     place = jnp.argmax(jax.lax.stop_gradient(x), axis=-1, keepdims=True)
     return jnp.take_along_axis(x, place, axis=-1)[..., 0]
 
 
 def _begins(run: Array) -> Array:
-    """[B, N, C], True at the first token of each document that begins in this call: its stabiliser starts from 0."""
+    """[B, N, C], True at the first token of each document that begins in this call: its stabiliser starts
+    from 0.
+    """
     flat = run.reshape(run.shape[0], -1)
     begins = jnp.diff(flat, axis=1, prepend=jnp.zeros_like(flat[:, :1])) > 0
     return begins.reshape(run.shape)

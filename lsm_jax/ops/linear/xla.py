@@ -48,7 +48,7 @@ class LinearOptions(NamedTuple):
         size: tokens in a chunk.
         dtype: of the state and of all sums.
         precision: of matrix products.
-        exact: whether a fused kernel returns its output in float32.
+        exact: whether a fused kernel returns its output in float32 (slot memory requires it).
     """
 
     scale: float
@@ -61,7 +61,9 @@ class LinearOptions(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """Arrays by head: q [..., G, R, K], k [..., G, K], v [..., G, V]; at most one of `decay` and `key_decay` is given."""
+    """The op's arrays, split by head: q [..., G, R, K], k [..., G, K], v [..., G, V]; at most one of `decay`
+    and `key_decay` is given.
+    """
 
     q: Array
     k: Array
@@ -138,7 +140,9 @@ def by_xla(
 
 
 def _stabilized(options, x: stabilized.Gated, memory, stabilizer, tokens: Tokens, dtype):
-    """The output and the final state with `log_input_gate`; the last value channel holds the normaliser."""
+    """The output and the final state with `log_input_gate`; the last value channel of the memory is the
+    normaliser.
+    """
     batch, length = x.gate.shape[:2]
     if options.form == "recurrent":
         output, m, memory, stabilizer = stabilized.by_token(x, memory, stabilizer, tokens)
@@ -251,7 +255,9 @@ def _with_queries(x: _Inputs, halving: Halving, diagonal, precision):
 
 
 def _by_halving(x: _Inputs, current, keys: Halving | None, values: Halving, same, precision):
-    """The outputs [B, N, G, R, C, V] of the chunk's own tokens if values decay too, block by block."""
+    """The part of the outputs [B, N, G, R, C, V] that comes from tokens of the same chunk, block by block;
+    for decays of value channels.
+    """
     output = current[..., None] * x.v[:, :, :, None]
     for level, (value_prefix, value_suffix) in enumerate(values.levels):
         size = 2**level

@@ -114,7 +114,7 @@ def gradients(
         inner: the model; only its norm is used.
         layers: the weights at which the gradients are taken, [B, G, ...].
         k: [B, G, C, K], the model's inputs.
-        target: [B, G, C, V], the outputs that the model is trained to give.
+        target: [B, G, C, V], the outputs that the model is trained to return.
         eps: epsilon of the norm.
         precision: of matrix products.
 

@@ -1,9 +1,9 @@
 """The layout of mini-batches in the windows of a row, for the chunk form of `online_memory`.
 
-A window has at most as many tokens as a mini-batch. It therefore contains at most: the rest of the
-mini-batch that it starts in; the beginning of the next mini-batch of that document; and the beginnings of
-the first mini-batches of documents that begin inside the window. The latter all start from the initial
-weights, so that three passes over a window compute every case exactly.
+A window has at most as many tokens as a mini-batch. It therefore contains at most: the rest of the mini-batch
+that it starts in; the beginning of the next mini-batch of that document; and the beginnings of the first
+mini-batches of documents that begin inside the window. The latter all start from the initial weights, so that
+three passes over a window, one for each of these, are exact in every case.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def cut_into_windows(
     """The windows of a call, and the states' positions after it.
 
     Args:
-        tokens: tells which tokens write, and where documents begin.
+        tokens: which tokens write, and where documents begin.
         chunks: the layout of the windows.
         position: [B] or [B, S], as in `OnlineState`.
         length: T.

@@ -1,8 +1,9 @@
 """The XLA forms of `online_memory`: token by token, and by windows of the row.
 
-`online_memory` gives the updates. The recurrent form computes one gradient for each token. The chunk form is the dual form of
-arXiv 2407.04620 section 2.5: it computes the gradients of a window's tokens, and the outputs of the weights after each of them, by
-matrix products, without the weights themselves.
+The docstring of `lsm_jax.ops.online.online_memory` defines the updates. The recurrent form computes one
+gradient for each token. The chunk form is the dual form of arXiv 2407.04620 section 2.5: it computes the
+gradients of a window's tokens, and the outputs of the weights after each of them, by matrix products, without
+the weights themselves.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class Options(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """The op's arrays by head: q [..., G, R, K], k [..., G, K], target [..., G, V], and gates [..., G]."""
+    """The op's arrays, split by head: q [..., G, R, K], k [..., G, K], target [..., G, V], and gates
+    [..., G].
+    """
 
     q: Array
     k: Array
@@ -171,7 +174,7 @@ def _select_rows(condition: Array, a: Any, b: Any) -> Any:
 
 
 def _next_mini_batch(memory: _Memory, coefficients: Array | None) -> _Memory:
-    """The memory after the last token of a mini-batch."""
+    """Return the memory at the start of the next mini-batch, after the last token of one."""
     if memory.current is not None:
         return memory._replace(start=memory.current, start_log_kept=memory.log_kept)
     assert coefficients is not None
@@ -248,8 +251,8 @@ def _window(options, inner, coefficients, memory: _Memory, x: tuple[_Inputs, Win
     memory = _select_rows(window.full, _next_mini_batch(memory, coefficients), memory)
 
     def add_part(part: Part, start: _Memory, output, memory):
-        """Output and memory with those of `part`, which starts from the memory `start`, in the rows that
-        have such tokens.
+        """Return output and memory, replaced by those of `part` in the rows that have tokens of the part; the
+        part starts from the memory `start`.
         """
 
         def compute(start, output, memory):

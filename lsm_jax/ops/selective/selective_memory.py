@@ -89,7 +89,7 @@ def selective_memory(
         input is).
 
     Raises:
-        NotImplementedError: no backend of the given names supports the call; the message gives the
+        NotImplementedError: no backend of the given names supports the call; the message names the
             requirement.
         ValueError: a shape, dtype, discretization, form, implementation or chunk size is not accepted.
     """
@@ -132,7 +132,7 @@ def selective_memory(
 
 
 def _in_sequence(axis, function, static, **arguments):
-    """The op on one of the devices that share a row."""
+    """Run the op on one of the devices that share a row."""
     update = _update_of_device(function, static, arguments)
     return resume(axis, function, (static,), arguments, update, _advance)
 

@@ -56,8 +56,8 @@ def time_invariant_memory(
     """`selective_memory` with `discretization="zoh"`, constant arguments and an empty state, computed by
     convolution.
 
-    The arguments, the output and the state are those of `selective_memory`, which is called if rows are
-    split over devices: it hands the state from device to device. Differentiable in reverse mode.
+    The arguments, the output and the state are those of `selective_memory`, which is called instead if rows
+    are split over devices, since it exchanges states between devices. Differentiable in reverse mode.
 
     Raises:
         ValueError: shapes do not match, or u, delta or D is complex.
@@ -108,7 +108,7 @@ def _convolve(u: Array, exponent: Array, gain: Array, weight: Array) -> tuple[Ar
 
 
 def _split_into_blocks(u: Array, size: int) -> Array:
-    """[B, T, D] -> [D, B, T / C, C]. Zeros are added before the first token, where they leave the memory
+    """[B, T, D] -> [D, B, T / C, C]. Zeros are added before the first token: they leave the empty memory
     empty.
     """
     u = jnp.pad(u, [(0, 0), (-u.shape[1] % size, 0), (0, 0)])
@@ -191,12 +191,14 @@ def _block_size(length: int) -> int:
 
 
 def _real_and_imaginary(x: Array, axis: int) -> Array:
-    """The real and the imaginary parts, concatenated along `axis`."""
+    """Return the real and the imaginary parts of x, concatenated along `axis`."""
     return jnp.concatenate([jnp.real(x), jnp.imag(x)], axis=axis)
 
 
 def _as_real(x: Array, axis: int) -> Array:
-    """A real array as it is, and the real and imaginary parts of a complex one concatenated along `axis`."""
+    """Return a real array unchanged; of a complex array, the real and imaginary parts concatenated along
+    `axis`.
+    """
     return _real_and_imaginary(x, axis) if jnp.iscomplexobj(x) else x
 
 

@@ -70,7 +70,7 @@ def run_in_form(
 ) -> tuple[Array, SelectiveState]:
     """The output in u's dtype and the final state, computed in `options.form`.
 
-    The arrays have the names of the op's arguments in lower case; `constant` holds those of delta, b and c
+    The arrays have the names of the op's arguments in lower case; `constant` contains those of delta, b and c
     that are constant in time.
     """
     batch, length, channels = u.shape

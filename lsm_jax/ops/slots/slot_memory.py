@@ -78,7 +78,7 @@ def slot_memory(
         The output in v's dtype, and the final state in float32 (float64 if an input is).
 
     Raises:
-        NotImplementedError: no backend of the given names supports the call; the message gives the
+        NotImplementedError: no backend of the given names supports the call; the message names the
             requirement.
         ValueError: a shape, number of heads, form, implementation or chunk size is not accepted.
     """
@@ -128,7 +128,7 @@ def slot_memory(
 
 
 def _in_sequence(axis, function, static, **arguments):
-    """The op on one of the devices that share a row."""
+    """Run the op on one of the devices that share a row."""
     update = _update(function, static, **arguments)
     return resume(axis, function, (static,), arguments, update, _advance)
 

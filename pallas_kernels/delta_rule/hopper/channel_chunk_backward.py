@@ -1,18 +1,22 @@
-"""The end of the backward of `hopper_channels`: gradients of q, k, beta and the log decay, chunk by chunk, on Mosaic GPU (Hopper).
+"""The phase `chunk_backward` of the delta rule with a decay per key channel (KDA), on Mosaic GPU (Hopper).
 
-With u = beta ⊙ x, A = scale dO uᵀ on and below the diagonal, E = -dv uᵀ below it, and the decays of `linear_attention.tiles_channels`
-between two tokens where they meet:
+The kernel computes the gradients of q, k, beta and the log decay of every chunk in parallel, from the memory
+S before the chunk, the gradient dS' of the memory after it, and x and dv of the scans. With u = beta ⊙ x, A =
+scale dO uᵀ on and below the diagonal, E = -dv uᵀ below it, b the inclusive sums of the log decays, and every
+product of two tokens under the decay between them (by halving, see `pallas_kernels.tiles.channel_decay`):
 
     dq = A k + scale e^b ⊙ (dO Sᵀ)                             beta ⊙ dbeta = x · dv
     dk = [E k - e^b ⊙ (dv Sᵀ)] + [Aᵀ q + Eᵀ k + e^(b_C - b) ⊙ (u dS'ᵀ)]
 
-The first bracket reads the memory as q does and the second writes it, which is their sign in the gradient of the decay.
+The first bracket of dk comes from k reading the memory, as q does, and the second from k writing it. In the
+gradient of the decay the first has the sign of q dq, the second the opposite sign.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +24,7 @@ from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.blocks import Block, place_of
 from pallas_kernels.hopper.halving import (
     BLOCK,
     CHUNK,
@@ -31,197 +36,327 @@ from pallas_kernels.hopper.halving import (
     load,
     load_by_column,
     load_by_row,
-    run_by_chunk,
-    same_document,
+    load_float32,
 )
+from pallas_kernels.hopper.launch import launch
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
+_VALUES = ("missing", "d_out", "dv")  # arrays [B, T, h, V]
+
+
+class _Smem(NamedTuple):
+    """Shared memory of a program; `groups` counts its warpgroups, of 64 key channels each; tiles are bfloat16.
+
+    Attributes:
+        q: [groups, C, 64], q, then dq.
+        k: [groups, C, 64], k, then dk.
+        states: [groups, V, 64], S transposed, then the parts of a sum.
+        d_states: [groups, V, 64], dS' transposed, then the parts of a sum.
+        parts: [groups, 2, 64, 64], for `Halving`.
+        tile: [groups, C, 64], for `Halving`, and right operands.
+        totals: [groups, 64] float32, the gradient of the decay of the whole chunk.
+        missing: [C, V], x.
+        d_out: [C, V].
+        dv: [C, V].
+        read_pairs: [C, C], A below the diagonal and on it, Aᵀ above.
+        erase_pairs: [C, C], E below the diagonal and Eᵀ above; the diagonal is not used.
+        loaded: barrier that the inputs arrive at.
+        pairs_stored: barrier at which `read_pairs` and `erase_pairs` are complete.
+        left: [groups, C, 64] for the interpreter, which reads left operands from shared memory; else None.
+    """
+
+    q: Any
+    k: Any
+    states: Any
+    d_states: Any
+    parts: Any
+    tile: Any
+    totals: Any
+    missing: Any
+    d_out: Any
+    dv: Any
+    read_pairs: Any
+    erase_pairs: Any
+    loaded: Any
+    pairs_stored: Any
+    left: Any
+
+    def of_warpgroup(self, group) -> _Smem:
+        """Return the same buffers, with those that every warpgroup has for itself indexed by `group`."""
+        names = ("q", "k", "states", "d_states", "parts", "tile", "totals")
+        names += () if self.left is None else ("left",)
+        return self._replace(**{name: getattr(self, name).at[group] for name in names})
+
+
+def _smem(groups: int, width: int, interpret) -> _Smem:
+    """The types of the buffers, for `width` value channels."""
+    smem: Any = plgpu.SMEM
+    tile = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
+    return _Smem(
+        q=tile((groups, *SQUARE)),
+        k=tile((groups, *SQUARE)),
+        states=tile((groups, width, BLOCK)),
+        d_states=tile((groups, width, BLOCK)),
+        parts=tile((groups, 2, *SQUARE)),
+        tile=tile((groups, *SQUARE)),
+        totals=smem((groups, CHUNK), _F32),
+        missing=tile((CHUNK, width)),
+        d_out=tile((CHUNK, width)),
+        dv=tile((CHUNK, width)),
+        read_pairs=tile(SQUARE),
+        erase_pairs=tile(SQUARE),
+        loaded=plgpu.Barrier(num_arrivals=4 * groups + 3),
+        pairs_stored=plgpu.Barrier(num_arrivals=groups),
+        left=tile((groups, *SQUARE)) if interpret else None,
+    )
+
+
+class _Gradients(NamedTuple):
+    """Gradients in 64 key channels, [C, 64] float32, without the products of a query with the key of the same token.
+
+    Attributes:
+        q: dq.
+        erase: the first bracket of dk in the module's docstring.
+        write: the second bracket of dk.
+    """
+
+    q: Any
+    erase: Any
+    write: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """The part of `chunk_backward` that one warpgroup computes: a chunk of one head, 64 key channels.
+
+    Attributes:
+        block: the chunk in global memory.
+        smem: the warpgroup's buffers, and those that all share.
+        group: index of the warpgroup.
+        groups: warpgroups of the program.
+        depth: K.
+        scale: multiplies q.
+        interpret: parameters of the interpreter, or False.
+    """
+
+    block: Block
+    smem: _Smem
+    group: Any
+    groups: int
+    depth: int
+    scale: float
+    interpret: Any
+
+    def as_left(self, x):
+        """x [C, 64] bfloat16 as the left operand of a product."""
+        return left_operand(self.smem.left, self.interpret)(x)
+
+    @property
+    def beta(self):
+        """The reference to the chunk's beta [C]."""
+        place = self.block.place
+        return self.block.refs["beta"].at[place.row, place.h, place.tokens]
+
+    def beta_rows(self):
+        """Beta as the rows of [C, 64]. It is loaded again wherever it is used, to save registers."""
+        return wg.spread_rows(load_by_row(self.beta), SQUARE)
+
+    def load_inputs(self) -> None:
+        """Start to load this warpgroup's channels; the first one also loads the shared arrays."""
+        refs, smem = self.block.refs, self.smem
+        b, h, _, n, tokens = self.block.place
+        for name, to in (("q", smem.q), ("k", smem.k)):
+            plgpu.copy_gmem_to_smem(self.block.keys(name), to, smem.loaded)
+        for name, to in (("states", smem.states), ("d_states", smem.d_states)):
+            source = refs[name].at[b, h, n, :, self.block.columns]
+            plgpu.copy_gmem_to_smem(source, to, smem.loaded)
+
+        def load_shared():
+            for name in _VALUES:
+                to = getattr(smem, name)
+                plgpu.copy_gmem_to_smem(refs[name].at[b, tokens, h], to, smem.loaded)
+
+        pl.when(self.group == 0)(load_shared)
+
+    def store_pairs(self, halving: Halving) -> None:
+        """Store A, E and their transposes in shared memory, and dbeta in global memory.
+
+        All warpgroups use both matrices: the first one computes A, the last one E.
+        """
+        smem = self.smem
+
+        def read():
+            self.pair_products(halving, smem.d_out, self.scale, smem.read_pairs)
+
+        def erase():
+            x_times_dv = self.pair_products(halving, smem.dv, -1.0, smem.erase_pairs)
+            place = self.block.place
+            d_beta = self.block.refs["d_beta"].at[place.row, place.h, place.tokens]
+            d_beta[...] = x_times_dv / load_by_row(self.beta)
+
+        plgpu.barrier_wait(smem.loaded)
+        pl.when(self.group == 0)(read)
+        pl.when(self.group == self.groups - 1)(erase)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem.pairs_stored)
+
+    def pair_products(self, halving: Halving, rows, factor: float, to):
+        """Store factor rows uᵀ [C, C] on and below the diagonal and its transpose above; return the diagonal of rows xᵀ, [C]."""
+        x = self.smem.missing
+
+        def products(later, earlier):
+            plgpu.wgmma(later, rows, x.transpose((1, 0)))
+            plgpu.wgmma(earlier, x, rows.transpose((1, 0)))
+
+        i, j = halving.i, halving.j
+        later, earlier = halving.accumulate(products, 2)
+        diagonal = jnp.sum(jnp.where(i == j, later, 0.0), axis=1)
+        both = jnp.where(i >= j, later * load_by_column(self.beta), earlier * self.beta_rows())
+        same = self.block.mask_documents(i >= 0)
+        to[...] = jnp.where(same, both * factor, 0.0).astype(_BF16)
+        return diagonal
+
+    def memory_gradients(self, halving: Halving) -> _Gradients:
+        """Return the gradients through S and dS'."""
+        smem = self.smem
+
+        def products(read, erase, write):
+            plgpu.wgmma(read, smem.d_out, smem.states)
+            plgpu.wgmma(erase, smem.dv, smem.states)
+            plgpu.wgmma(write, smem.missing, smem.d_states)
+
+        dq, erase, write = halving.accumulate(products, 3)
+        read_decay = self.block.mask_rows(halving.boundary_decay(True), "enters")
+        dq *= read_decay * self.scale
+        erase *= -read_decay
+        write *= self.block.mask_rows(halving.boundary_decay(False), "stays") * self.beta_rows()
+        return _Gradients(dq, erase, write)
+
+    def store_totals(self, halving: Halving, write) -> None:
+        """Store the gradient of the decay of the whole chunk, [64]: Σ_v chunk_decay S dS' + Σ_i k_i write_i. Frees the memories' buffers."""
+        smem, place = self.smem, self.block.place
+        width = smem.states.shape[0]
+        total = jnp.zeros(SQUARE, _F32)
+        for row in range(width // BLOCK):
+            rows = pl.ds(row * BLOCK, BLOCK)
+            state = load_float32(smem.states.at[rows])
+            total += state * load_float32(smem.d_states.at[rows])
+        channels = pl.ds(place.n * self.depth + self.group * BLOCK, BLOCK)
+        total *= load_by_column(self.block.refs["chunk_decay"].at[place.row, place.h, channels])
+        total += load_float32(smem.k) * write
+        parts = [smem.states, smem.d_states]
+        if width > BLOCK:
+            parts = [smem.states.at[pl.ds(part * BLOCK, BLOCK)] for part in range(2)]
+        halving.split(total, parts)
+        smem.totals[...] = halving.column_sums(parts)
+
+    def add_level(self, halving: Halving, level, gradients: _Gradients) -> _Gradients:
+        """Add the gradients through the pairs of tokens that meet on a level."""
+        smem = self.smem
+        dq, erase, write = gradients
+        factor, later = halving.factor(level), halving.later(level)
+        q_or_k = halving.store_operand(level, load(smem.q), load(smem.k), factor)
+        pairs = self.as_left(halving.mask_to_level(level, load(smem.read_pairs)))
+        (dx,) = halving.accumulate(lambda out: plgpu.wgmma(out, pairs, q_or_k))
+        dx *= factor
+        dq, write = dq + later * dx, write + (1 - later) * dx
+        smem.tile[...] = (load_float32(smem.k) * factor).astype(_BF16)
+        plgpu.commit_smem()
+        pairs = self.as_left(halving.mask_to_level(level, load(smem.erase_pairs)))
+        (dx,) = halving.accumulate(lambda out: plgpu.wgmma(out, pairs, smem.tile))
+        dx *= factor
+        return _Gradients(dq, erase + later * dx, write + (1 - later) * dx)
+
+    def store_gradients(self, halving: Halving, gradients: _Gradients) -> None:
+        """Store the gradients of q, k and the log decay."""
+        smem, block = self.smem, self.block
+        i, j = halving.i, halving.j
+        dq, erase, write = gradients
+        q, k = (load_float32(x) for x in (smem.q, smem.k))
+        halving.split(q * dq + k * (erase - write))
+        d_decay = halving.sums(block.mask_documents(j >= i))
+        totals = plgpu.load(smem.totals, layout=wg.LAYOUT.reduce(0))
+        d_decay += block.mask_rows(lax.broadcast_in_dim(totals, SQUARE, [1]), "stays")
+        place = block.place
+        block.refs["dg"].at[place.row, place.tokens, place.h, block.columns][...] = d_decay
+        diagonal = jnp.where(i == j, load_float32(smem.read_pairs), 0.0)
+        diagonal = wg.spread_rows(jnp.sum(diagonal, axis=1), SQUARE)
+        block.store("dq", smem.q, dq + diagonal * k)
+        block.store("dk", smem.k, erase + write + diagonal * q)
+
+    def run(self) -> None:
+        """Compute and store the gradients."""
+        self.load_inputs()
+        smem = self.smem
+        halving = Halving(smem.parts, smem.tile, self.as_left, False, self.interpret)
+        halving.split_decay(self.block.log_decay())
+        self.store_pairs(halving)
+        gradients = self.memory_gradients(halving)
+        self.store_totals(halving, gradients.write)
+        plgpu.barrier_wait(smem.pairs_stored)
+        level = functools.partial(self.add_level, halving)
+        gradients = lax.fori_loop(0, LEVELS, level, gradients)
+        self.store_gradients(halving, gradients)
+        plgpu.wait_smem_to_gmem(0)
 
 
 def chunk_backward(
-    q, k, log_decay, beta, missing, d_out, dv, states, d_states, keep, documents: Documents | None, *,
+    q, k, log_decay, beta, missing, d_out, dv, states, d_states, chunk_decay, documents: Documents | None, *,
     scale: float, interpret: Any = False,
 ):  # fmt: skip
-    """The kernel, over all chunks, for the h heads of `d_out`.
+    """Run the kernel over all chunks, for the h heads of `d_out`.
 
     Args:
-        q: [B, T, *, K].
-        k: [B, T, *, K].
-        log_decay: [B, T, *, K].
-        beta: [B, h, T], not 0.
-        missing: [B, T, h, V], x.
-        d_out: [B, T, h, V].
-        dv: [B, T, h, V].
-        states: [B, h, N, V, K], S turned.
-        d_states: [B, h, N, V, K], dS' turned.
-        keep: [B, h, N * K].
-        documents: or None.
-        scale: of q.
+        q: [B, T, *, K] bfloat16.
+        k: [B, T, *, K] bfloat16.
+        log_decay: [B, T, *, K] float32.
+        beta: [B, h, T] float32, not 0.
+        missing: [B, T, h, V] bfloat16, x.
+        d_out: [B, T, h, V] bfloat16.
+        dv: [B, T, h, V] bfloat16.
+        states: [B, h, N, V, K] bfloat16, the transpose of S before each of the N chunks.
+        d_states: [B, h, N, V, K] bfloat16, the transpose of dS' after each chunk.
+        chunk_decay: [B, h, N * K] float32, e^(b_C), the decay of the memory over each chunk.
+        documents: where documents begin, or None for one document per row.
+        scale: multiplies q.
         interpret: parameters of the interpreter, or False.
 
     Returns:
-        dq and dk [B, T, h, K] bfloat16, that of the decay [B, T, h, K] and of beta [B, h, T], float32.
+        dq and dk [B, T, h, K] bfloat16, the gradient of the log decay [B, T, h, K] float32, and dbeta [B, h,
+        T] float32.
     """
     batch, length, heads, width = d_out.shape
     depth = k.shape[-1]
     count, groups = length // CHUNK, depth // BLOCK
-    tiles = dict(missing=missing, d_out=d_out, dv=dv)
-    named = tiles | dict(q=q, k=k, states=states, d_states=d_states)
-    named |= dict(g=log_decay, beta=beta, keep=keep)
-    named |= {} if documents is None else documents._asdict()
+    inputs = dict(missing=missing, d_out=d_out, dv=dv, q=q, k=k, states=states, d_states=d_states)
+    inputs |= dict(g=log_decay, beta=beta, chunk_decay=chunk_decay)
+    inputs |= {} if documents is None else documents._asdict()
     struct = jax.ShapeDtypeStruct
     wide = (batch, length, heads, depth)
-    out_type = dict(
+    outputs = dict(
         dq=struct(wide, _BF16), dk=struct(wide, _BF16), dg=struct(wide, _F32),
         d_beta=struct((batch, heads, length), _F32),
     )  # fmt: skip
 
-    def kernel(*refs):
-        refs = dict(zip([*named, *out_type], refs, strict=True))
+    def kernel(refs):
         index, group = lax.axis_index("chunk"), lax.axis_index("warpgroup")
-        h, n = lax.rem(index, heads), lax.rem(lax.div(index, heads), count)
-        b = lax.div(index, heads * count)
-        own = lambda name: lax.div(h * named[name].shape[2], heads)  # noqa: E731
-        tokens, columns = pl.ds(n * CHUNK, CHUNK), pl.ds(group * BLOCK, BLOCK)
+        block = Block(refs, place_of(index, heads, count), pl.ds(group * BLOCK, BLOCK))
 
-        def scoped(
-            q_buffer, k_buffer, states, d_states, parts, buffer, totals, x, d_out, dv, read_pairs, erase_pairs,
-            loaded, crossed, *left_buffer,
-        ):  # fmt: skip
-            q_buffer, k_buffer, states, d_states, parts, buffer, totals = (
-                x.at[group] for x in (q_buffer, k_buffer, states, d_states, parts, buffer, totals)
-            )
-            for name, to in (("q", q_buffer), ("k", k_buffer)):
-                source = refs[name].at[b, tokens, own(name), columns]
-                plgpu.copy_gmem_to_smem(source, to, loaded)
-            for name, to in (("states", states), ("d_states", d_states)):
-                plgpu.copy_gmem_to_smem(refs[name].at[b, h, n, :, columns], to, loaded)
+        def body(smem: _Smem):
+            smem = smem.of_warpgroup(group)
+            _Program(block, smem, group, groups, depth, scale, interpret).run()
 
-            def copy_shared():
-                for name, to in zip(tiles, (x, d_out, dv), strict=True):
-                    plgpu.copy_gmem_to_smem(refs[name].at[b, tokens, h], to, loaded)
+        pl.run_scoped(body, _smem(groups, width, interpret), collective_axes="warpgroup")
 
-            pl.when(group == 0)(copy_shared)
-            left = left_operand(left_buffer[0].at[group] if interpret else None, interpret)
-            halving = Halving(parts, buffer, left, False, interpret)
-            halving.split_decay(wg.load_global(refs["g"].at[b, tokens, own("g"), columns]))
-            i, j = halving.i, halving.j
-            beta = refs["beta"].at[b, h, tokens]
-            beta_rows = lambda: wg.spread_rows(load_by_row(beta), SQUARE)  # noqa: E731 - loaded where it is used
-
-            def within(mask):
-                return mask if documents is None else mask & same_document(refs["run"].at[b, tokens])  # fmt: skip
-
-            def border(x, name):
-                if documents is None:
-                    return x
-                return x * wg.spread_rows(load_by_row(refs[name].at[b, tokens]), SQUARE)
-
-            def give(name, to, x):
-                to[...] = x.astype(_BF16)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(to, refs[name].at[b, tokens, h, columns])
-
-            def cross(rows, factor, to):
-                """rows uᵀ, mirrored; and the diagonal of rows xᵀ."""
-
-                def both(later, earlier):
-                    plgpu.wgmma(later, rows, x.transpose((1, 0)))
-                    plgpu.wgmma(earlier, x, rows.transpose((1, 0)))
-
-                later, earlier = halving.accumulate(both, 2)
-                own = jnp.sum(jnp.where(i == j, later, 0.0), axis=1)
-                mirrored = jnp.where(i >= j, later * load_by_column(beta), earlier * beta_rows())
-                to[...] = jnp.where(within(i >= 0), mirrored * factor, 0.0).astype(_BF16)
-                return own
-
-            def cross_output():
-                cross(d_out, scale, read_pairs)
-
-            def cross_values():
-                own = cross(dv, -1.0, erase_pairs)
-                refs["d_beta"].at[b, h, tokens][...] = own / load_by_row(beta)
-
-            plgpu.barrier_wait(loaded)
-            # The same for both warpgroups, so each makes one.
-            pl.when(group == 0)(cross_output)
-            pl.when(group == groups - 1)(cross_values)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(crossed)
-
-            def outside(read, erase, write):
-                plgpu.wgmma(read, d_out, states)
-                plgpu.wgmma(erase, dv, states)
-                plgpu.wgmma(write, x, d_states)
-
-            dq, erase, write = halving.accumulate(outside, 3)
-            enter = border(halving.boundary_decay(True), "enters")
-            dq *= enter * scale
-            erase *= -enter
-            write *= border(halving.boundary_decay(False), "stays") * beta_rows()
-            # What the decay of the whole chunk gets, by channel: from S kept, and from all that is written.
-            given = jnp.zeros(SQUARE, _F32)
-            for row in range(width // BLOCK):
-                part = pl.ds(row * BLOCK, BLOCK)
-                given += load(states.at[part]).astype(_F32) * load(d_states.at[part]).astype(_F32)
-            given *= load_by_column(refs["keep"].at[b, h, pl.ds(n * depth + group * BLOCK, BLOCK)])
-            given += load(k_buffer).astype(_F32) * write
-            # The memory's tiles have been used: their buffer takes the next parts.
-            spare = [states, d_states]
-            if width > BLOCK:
-                spare = [states.at[pl.ds(part * BLOCK, BLOCK)] for part in range(2)]
-            halving.split(given, spare)
-            totals[...] = halving.column_sums(spare)
-
-            plgpu.barrier_wait(crossed)
-
-            def level(at, gradients):
-                dq, erase, write = gradients
-                factor, later = halving.factor(at), halving.later(at)
-                q_or_k = halving.store_operand(at, load(q_buffer), load(k_buffer), factor)
-                near = left(halving.mask_to_level(at, load(read_pairs)))
-                (dx,) = halving.accumulate(lambda out: plgpu.wgmma(out, near, q_or_k))
-                dx *= factor
-                dq, write = dq + later * dx, write + (1 - later) * dx
-                buffer[...] = (load(k_buffer).astype(_F32) * factor).astype(_BF16)
-                plgpu.commit_smem()
-                near = left(halving.mask_to_level(at, load(erase_pairs)))
-                (dx,) = halving.accumulate(lambda out: plgpu.wgmma(out, near, buffer))
-                dx *= factor
-                return dq, erase + later * dx, write + (1 - later) * dx
-
-            dq, erase, write = lax.fori_loop(0, LEVELS, level, (dq, erase, write))
-            q, k = (load(x).astype(_F32) for x in (q_buffer, k_buffer))
-            halving.split(q * dq + k * (erase - write))
-            dg = halving.sums(within(j >= i))
-            at_end = plgpu.load(totals, layout=wg.LAYOUT.reduce(0))
-            dg += border(lax.broadcast_in_dim(at_end, SQUARE, [1]), "stays")
-            refs["dg"].at[b, tokens, h, columns][...] = dg
-            current = jnp.where(i == j, load(read_pairs).astype(_F32), 0.0)
-            current = wg.spread_rows(jnp.sum(current, axis=1), SQUARE)
-            give("dq", q_buffer, dq + current * k)
-            give("dk", k_buffer, erase + write + current * q)
-            plgpu.wait_smem_to_gmem(0)
-
-        smem: Any = plgpu.SMEM
-        buffer = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
-        buffers = [
-            buffer((groups, *SQUARE)),
-            buffer((groups, *SQUARE)),
-            buffer((groups, width, BLOCK)),
-            buffer((groups, width, BLOCK)),
-            buffer((groups, 2, *SQUARE)),
-            buffer((groups, *SQUARE)),
-            smem((groups, CHUNK), _F32),
-            *[buffer((CHUNK, width))] * 3,
-            *[buffer(SQUARE)] * 2,
-            plgpu.Barrier(num_arrivals=4 * groups + 3),
-            plgpu.Barrier(num_arrivals=groups),
-        ]
-        if interpret:
-            buffers.append(buffer((groups, *SQUARE)))
-        pl.run_scoped(scoped, *buffers, collective_axes="warpgroup")
-
-    return run_by_chunk(
-        kernel, named, list(out_type.values()), batch * count * heads, groups, interpret
+    results = launch(
+        kernel,
+        inputs=inputs,
+        outputs=outputs,
+        grid=dict(chunk=batch * count * heads),
+        num_threads=groups,
+        thread_name="warpgroup",
+        reduction_scratch_bytes=0,
+        name="delta_channel_chunk_backward",
+        interpret=interpret,
     )
+    return list(results.values())

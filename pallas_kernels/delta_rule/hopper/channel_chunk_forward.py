@@ -1,14 +1,17 @@
-"""What a chunk of the delta rule whose decay has a value for every key channel does before any memory is known, on Mosaic GPU (Hopper).
+"""The phase `chunk_forward` of the delta rule with a decay per key channel (KDA), on Mosaic GPU (Hopper).
 
-`chunk_forward` makes the chunk's products of queries and of keys with keys, all at once for rows that the decay since the chunk's beginning
-leaves within reach, for others by halving (see `linear_attention.tiles_channels`), and its queries and keys with their decay to the
-chunk's chunk_bounds. On a level the rows of later blocks times those of earlier ones are the scores of queries below the diagonal; the
-rows of earlier blocks times those of later ones, both of keys, are the transpose of the system above it: one tile and one product
-serve both. `solve` inverts the transposed systems.
+`chunk_forward` computes, for every chunk in parallel, the products of queries with keys and of keys with keys
+under the decay between the two tokens, and the queries and keys decayed to the chunk's ends. Rows whose decay
+since the chunk's start is at most `halving.RANGE` bits are in range: all their pairs come from one
+product (`AllPairs`). The other pairs come from halving (`Level`; see `pallas_kernels.tiles.channel_decay`).
+On a level, rows of later blocks times rows of earlier blocks are the queries' scores below the diagonal; rows
+of earlier blocks times rows of later blocks, keys both, are the transposed system above it. So one tile, one
+product and one result [C, C] serve both. `channel_solve.solve_chunks` then inverts the transposed systems.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -18,12 +21,12 @@ from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.blocks import Block, Place, place_of
 from pallas_kernels.hopper.channel_slices import split_channels
 from pallas_kernels.hopper.halving import (
     BLOCK,
     CHUNK,
     LEVELS,
-    PARAMETERS,
     SQUARE,
     AllPairs,
     Documents,
@@ -31,25 +34,26 @@ from pallas_kernels.hopper.halving import (
     Level,
     left_operand,
     load,
-    load_by_row,
+    load_float32,
     same_document,
 )
-from pallas_kernels.hopper.products import tile_products
-from pallas_kernels.tiles import delta as tiles
+from pallas_kernels.hopper.launch import launch
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 
 
-class Resolved(NamedTuple):
-    """Every chunk, for h heads; `tiles` has the names.
+class DecayedChunks(NamedTuple):
+    """Scores, and queries and keys with their decays, of all chunks of h heads; b are the inclusive sums of a chunk's log decays.
 
     Attributes:
-        upper: [B, h, T, C] float32, the transpose of N a chunk.
-        scores: [B, h, T, C], P a chunk.
-        read: [B, T, h, K], scale q e^b.
-        erase: [B, T, h, K], k e^b.
-        written: [B, T, h, K], k e^(b_C - b).
-        keep: [B, h, N * K] float32, e^(b_C).
+        upper: [B, h, T, C] float32, the rows of each chunk's Nᵀ, where N_ij = Σ_c k_ic k_jc e^(b_i - b_j)_c
+            for i > j.
+        scores: [B, h, T, C] bfloat16, the rows of each chunk's P, where P_ij = scale Σ_c q_ic k_jc e^(b_i -
+            b_j)_c for i >= j.
+        read: [B, T, h, K] bfloat16, scale q e^b.
+        erase: [B, T, h, K] bfloat16, k e^b.
+        written: [B, T, h, K] bfloat16, k e^(b_C - b).
+        chunk_decay: [B, h, N * K] float32, e^(b_C), the decay of the memory over each of the N chunks.
     """
 
     upper: jax.Array | None
@@ -57,7 +61,217 @@ class Resolved(NamedTuple):
     read: jax.Array
     erase: jax.Array
     written: jax.Array
-    keep: jax.Array
+    chunk_decay: jax.Array
+
+
+class _Smem(NamedTuple):
+    """Shared memory of a block of programs, each of one chunk; `each` counts their warpgroups, tiles are bfloat16.
+
+    Attributes:
+        q: [each, C, 64].
+        k: [each, C, 64].
+        erase: [each, C, 64], decayed keys.
+        parts: [each, 2, 64, 64], the decays in two parts, for `Halving`.
+        tile: [each, C, 64], right operands, and the buffer of `Halving`.
+        lowest: [each, 2, C] float32, for `Halving.check_range`.
+        partial: [programs, C, C] float32, the scores of a program's second warpgroup.
+        loaded: barriers that q and k arrive at.
+        partial_stored: barriers at which `partial` is complete.
+        left: [each, C, 64] for the interpreter, which reads left operands from shared memory; else None.
+    """
+
+    q: Any
+    k: Any
+    erase: Any
+    parts: Any
+    tile: Any
+    lowest: Any
+    partial: Any
+    loaded: Any
+    partial_stored: Any
+    left: Any
+
+    def of_warpgroup(self, warpgroup, program) -> _Smem:
+        """Return the same buffers, indexed by the warpgroup, or by its program where the program's warpgroups share them."""
+        indices = dict.fromkeys(self._fields, warpgroup)
+        indices |= dict(partial=program, partial_stored=program)
+        buffers = {name: x for name, x in self._asdict().items() if x is not None}
+        return self._replace(**{name: x.at[indices[name]] for name, x in buffers.items()})
+
+
+def _smem(programs: int, groups: int, interpret) -> _Smem:
+    """The types of the buffers of `programs` programs of `groups` warpgroups."""
+    smem: Any = plgpu.SMEM
+    tile = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
+    each = programs * groups
+    partial = (programs if groups > 1 else 1, *SQUARE)
+    return _Smem(
+        q=tile((each, *SQUARE)),
+        k=tile((each, *SQUARE)),
+        erase=tile((each, *SQUARE)),
+        parts=tile((each, 2, *SQUARE)),
+        tile=tile((each, *SQUARE)),
+        lowest=smem((each, 2, CHUNK), _F32),
+        partial=smem(partial, _F32, transforms=wg.TILED_WIDE),
+        loaded=plgpu.Barrier(num_arrivals=2, num_barriers=each),
+        partial_stored=plgpu.Barrier(num_barriers=programs),
+        left=tile((each, *SQUARE)) if interpret else None,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """The part of `chunk_forward` that one warpgroup computes: a chunk of one head, 64 channels of every slice of its keys.
+
+    Attributes:
+        refs: references to global memory by name.
+        smem: the warpgroup's buffers; `partial` and `partial_stored` are the program's.
+        place: the chunk.
+        group: index of the warpgroup in its program.
+        groups: warpgroups of a program.
+        slices: slices of the keys, computed one after the other; their scores are summed in registers.
+        depth: K.
+        scale: multiplies q.
+        interpret: parameters of the interpreter, or False.
+    """
+
+    refs: dict[str, Any]
+    smem: _Smem
+    place: Place
+    group: Any
+    groups: int
+    slices: int
+    depth: int
+    scale: float
+    interpret: Any
+
+    def as_left(self, x):
+        """x [C, 64] bfloat16 as the left operand of a product."""
+        return left_operand(self.smem.left, self.interpret)(x)
+
+    def halving(self) -> Halving:
+        """`Halving` with this warpgroup's buffers."""
+        smem = self.smem
+        return Halving(smem.parts, smem.tile, self.as_left, False, self.interpret, smem.lowest)
+
+    def scores_of_slice(self, number, previous):
+        """Compute one slice of the keys.
+
+        Args:
+            number: index of the slice.
+            previous: [C, C] float32, the sum of the scores of the slices before; None for a single slice.
+
+        Returns:
+            `previous` plus this slice's scores, [C, C] float32: q kᵀ on and below the diagonal, k kᵀ above
+            it, under their decays.
+        """
+        q, k = self.smem.q, self.smem.k
+        at = number * (self.depth // self.slices) + self.group * BLOCK
+        block = Block(self.refs, self.place, pl.ds(at, BLOCK))
+        halving = self.halving()
+        if self.slices > 1:
+            plgpu.wait_smem_to_gmem(
+                0, wait_read_only=True
+            )  # the previous slice's stores read the buffers
+        for name, to in (("q", q), ("k", k)):
+            plgpu.copy_gmem_to_smem(block.keys(name), to, self.smem.loaded)
+        i, j = halving.i, halving.j
+        halving.split_decay(block.log_decay())
+        self.store_chunk_decay(halving, at)
+        plgpu.barrier_wait(self.smem.loaded)
+        near, all_in_range = self.near_scores(halving)
+        # A loop: the unrolled levels need more registers than there are.
+        level = functools.partial(self.add_level, halving)
+        scores = lax.fori_loop(all_in_range * LEVELS, LEVELS, level, near)
+        diagonal = jnp.sum(load_float32(q) * load_float32(k), axis=1)
+        scores = jnp.where(i == j, wg.spread_rows(diagonal, SQUARE), scores)
+        if previous is not None:
+            scores += previous
+        if self.groups > 1:
+            # Before this warpgroup's own outputs, so that the other one does not wait long.
+            last = (self.group == 1) & (number == self.slices - 1)
+            pl.when(last)(functools.partial(self.store_partial, scores))
+        self.store_decayed(block, halving)
+        return scores
+
+    def store_chunk_decay(self, halving: Halving, at) -> None:
+        """Store e^(b_C) of the 64 key channels from `at` on."""
+        b, h, _, n, _ = self.place
+        chunk_decay = jnp.exp2(halving.column_sums())
+        if "run" in self.refs:
+            chunk_decay *= self.refs["enters"].at[b][n * CHUNK + CHUNK - 1]
+        self.refs["chunk_decay"].at[b, h, pl.ds(n * self.depth + at, BLOCK)][...] = chunk_decay
+
+    def near_scores(self, halving: Halving):
+        """Return the scores of the pairs of rows in range, 0 for the others, and 1 if all pairs are in range, else 0."""
+        q, k, erase, tile = self.smem.q, self.smem.k, self.smem.erase, self.smem.tile
+        since, all_in_range = halving.check_range(q, k)
+        pairs = AllPairs(halving, 0, since)
+        rows = pairs.rows(load(q), None).astype(_BF16)
+        erase[...] = pairs.rows(load(k), None).astype(_BF16)
+        tile[...] = pairs.columns(None, load(k)).astype(_BF16)
+        rows = self.as_left(rows)
+        plgpu.commit_smem()
+
+        def products(lower, upper):
+            plgpu.wgmma(lower, rows, tile.transpose((1, 0)))
+            plgpu.wgmma(upper, tile, erase.transpose((1, 0)))
+
+        lower, upper = halving.accumulate(products, 2)
+        i, j = halving.i, halving.j
+        near = jnp.where(i > j, lower, jnp.where(i < j, upper, 0.0))
+        return jnp.where(halving.pairs_in_range(), near, 0.0), all_in_range
+
+    def add_level(self, halving: Halving, at, scores):
+        """Return `scores` plus those of the pairs that meet on level `at` and are not in range."""
+        q, k, tile = self.smem.q, self.smem.k, self.smem.tile
+        level = Level(halving, at)
+        rows = self.as_left(level.rows(load(q), load(k)).astype(_BF16))
+        tile[...] = level.columns(load(k), load(k)).astype(_BF16)
+        plgpu.commit_smem()
+        add = lambda out: plgpu.wgmma(out, rows, tile.transpose((1, 0)))  # noqa: E731
+        (products,) = halving.accumulate(add)
+        return scores + jnp.where(halving.pairs_in_range(), 0.0, level.mask(products))
+
+    def store_partial(self, scores) -> None:
+        """Store the second warpgroup's scores in shared memory for the first one."""
+        self.smem.partial[...] = scores
+        plgpu.barrier_arrive(self.smem.partial_stored)
+
+    def store_decayed(self, block: Block, halving: Halving) -> None:
+        """Store the decayed queries and keys of 64 channels."""
+        q, k, erase = self.smem.q, self.smem.k, self.smem.erase
+        factor = block.mask_rows(halving.boundary_decay(True), "enters")
+        block.store("read", q, load_float32(q) * factor * self.scale)
+        block.store("erase", erase, load_float32(k) * factor)
+        written = load_float32(k) * block.mask_rows(halving.boundary_decay(False), "stays")
+        block.store("written", k, written)
+
+    def store_scores(self, scores) -> None:
+        """Store Nᵀ and P of the chunk; `scores` are the sums over the first warpgroup's channels."""
+        b, h, _, _, tokens = self.place
+        halving, tile = self.halving(), self.smem.tile
+        i, j = halving.i, halving.j
+        total = scores
+        if self.groups > 1:
+            plgpu.barrier_wait(self.smem.partial_stored)
+            total += load(self.smem.partial)
+        if "run" in self.refs:
+            total = jnp.where(same_document(self.refs["run"].at[b, tokens]), total, 0.0)
+        self.refs["upper"].at[b, h, tokens][...] = jnp.where(i < j, total, 0.0)
+        tile[...] = (jnp.where(i < j, 0.0, total) * self.scale).astype(_BF16)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(tile, self.refs["scores"].at[b, h, tokens])
+
+    def run(self) -> None:
+        """Compute and store the chunk."""
+        if self.slices == 1:
+            scores = self.scores_of_slice(0, None)
+        else:
+            zeros = plgpu.layout_cast(jnp.zeros(SQUARE, _F32), wg.LAYOUT)
+            scores = lax.fori_loop(0, self.slices, self.scores_of_slice, zeros)
+        pl.when(self.group == 0)(functools.partial(self.store_scores, scores))
+        plgpu.wait_smem_to_gmem(0)
 
 
 def chunk_forward(
@@ -69,206 +283,51 @@ def chunk_forward(
     heads: int,
     scale: float,
     interpret: Any = False,
-) -> Resolved:
-    """The kernel, over all chunks, for `heads` heads, a multiple of those of q, k and log_decay [B, T, *, K]."""
+) -> DecayedChunks:
+    """Run the kernel over all chunks.
+
+    Args:
+        q: [B, T, *, K] bfloat16.
+        k: [B, T, *, K] bfloat16.
+        log_decay: [B, T, *, K] float32.
+        documents: where documents begin, or None for one document per row.
+        heads: heads of the result; a multiple of those of q, k and log_decay.
+        scale: multiplies q.
+        interpret: parameters of the interpreter, or False.
+    """
     batch, length, _, depth = k.shape
-    pieces = split_channels(depth)  # one after another: their scores are summed in registers
-    count, width = length // CHUNK, depth // len(pieces)
-    groups = width // BLOCK
+    slices = len(split_channels(depth))
+    count, groups = length // CHUNK, depth // slices // BLOCK
     total = batch * count * heads
-    # As many warpgroups as leave each thread 128 registers.
-    items = next(n for n in (4 // groups, 2 // groups, 1) if n and total % n == 0)
-    named = dict(q=q, k=k, g=log_decay) | ({} if documents is None else documents._asdict())
+    # As many programs in a block as leave each thread 128 registers.
+    programs = next(n for n in (4 // groups, 2 // groups, 1) if n and total % n == 0)
+    inputs = dict(q=q, k=k, g=log_decay) | ({} if documents is None else documents._asdict())
     struct = jax.ShapeDtypeStruct
     square = (batch, heads, length, CHUNK)
     wide = struct((batch, length, heads, depth), _BF16)
-    keep = struct((batch, heads, count * depth), _F32)
-    out_type = [struct(square, _F32), struct(square, _BF16), wide, wide, wide, keep]
+    chunk_decay = struct((batch, heads, count * depth), _F32)
+    types = [struct(square, _F32), struct(square, _BF16), wide, wide, wide, chunk_decay]
 
-    def kernel(*refs):
-        refs = dict(zip([*named, *Resolved._fields], refs, strict=True))
+    def kernel(refs):
         warpgroup = lax.axis_index("warpgroup")
-        item, group = lax.div(warpgroup, groups), lax.rem(warpgroup, groups)
-        index = lax.axis_index("block") * items + item
-        h, n = lax.rem(index, heads), lax.rem(lax.div(index, heads), count)
-        b, tokens = lax.div(index, heads * count), pl.ds(n * CHUNK, CHUNK)
-        own = lambda name: lax.div(h * named[name].shape[2], heads)  # noqa: E731 - which of its heads serves this one
+        program, group = lax.div(warpgroup, groups), lax.rem(warpgroup, groups)
+        place = place_of(lax.axis_index("block") * programs + program, heads, count)
 
-        def scoped(
-            q_buffer, k_buffer, spare, parts, buffer, lowest, other, loaded, added, *left_buffer
-        ):
-            q_buffer, k_buffer, spare, parts, buffer, lowest, loaded = (
-                x.at[warpgroup] for x in (q_buffer, k_buffer, spare, parts, buffer, lowest, loaded)
-            )
-            left = left_operand(left_buffer[0].at[warpgroup] if interpret else None, interpret)
+        def body(smem: _Smem):
+            smem = smem.of_warpgroup(warpgroup, program)
+            _Program(refs, smem, place, group, groups, slices, depth, scale, interpret).run()
 
-            def hand_over(scores):
-                other.at[item][...] = scores
-                plgpu.barrier_arrive(added.at[item])
+        pl.run_scoped(body, _smem(programs, groups, interpret), collective_axes="warpgroup")
 
-            def of_piece(number, before):
-                """The scores of a piece of the keys, which are added to those before; the rest is handed out."""
-                at = number * width + group * BLOCK
-                columns = pl.ds(at, BLOCK)
-                halving = Halving(parts, buffer, left, False, interpret, lowest)
-                if len(pieces) > 1:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the buffers are free
-                for name, x in (("q", q_buffer), ("k", k_buffer)):
-                    source = refs[name].at[b, tokens, own(name), columns]
-                    plgpu.copy_gmem_to_smem(source, x, loaded)
-                i, j = halving.i, halving.j
-                halving.split_decay(wg.load_global(refs["g"].at[b, tokens, own("g"), columns]))
-                keep = jnp.exp2(halving.column_sums())
-                if documents is not None:
-                    keep *= refs["enters"].at[b][n * CHUNK + CHUNK - 1]
-                refs["keep"].at[b, h, pl.ds(n * depth + at, BLOCK)][...] = keep
-                plgpu.barrier_wait(loaded)
-
-                since, reached = halving.check_range(q_buffer, k_buffer)
-                pairs = AllPairs(halving, 0, since)
-                rows = pairs.rows(load(q_buffer), None).astype(_BF16)
-                spare[...] = pairs.rows(load(k_buffer), None).astype(_BF16)
-                buffer[...] = pairs.columns(None, load(k_buffer)).astype(_BF16)
-                rows = left(rows)
-                plgpu.commit_smem()
-
-                def both(lower, upper):
-                    plgpu.wgmma(lower, rows, buffer.transpose((1, 0)))
-                    plgpu.wgmma(upper, buffer, spare.transpose((1, 0)))
-
-                lower, upper = halving.accumulate(both, 2)
-                near = jnp.where(i > j, lower, jnp.where(i < j, upper, 0.0))
-                near = jnp.where(halving.pairs_in_range(), near, 0.0)
-
-                def meet(at, scores):
-                    step = Level(halving, at)
-                    rows = left(step.rows(load(q_buffer), load(k_buffer)).astype(_BF16))
-                    buffer[...] = step.columns(load(k_buffer), load(k_buffer)).astype(_BF16)
-                    plgpu.commit_smem()
-                    (near,) = halving.accumulate(
-                        lambda out: plgpu.wgmma(out, rows, buffer.transpose((1, 0)))
-                    )
-                    return scores + jnp.where(halving.pairs_in_range(), 0.0, step.mask(near))
-
-                # A loop: the levels unrolled take more registers than there are.
-                scores = lax.fori_loop(reached * LEVELS, LEVELS, meet, near)
-                current = jnp.sum(load(q_buffer).astype(_F32) * load(k_buffer).astype(_F32), axis=1)
-                scores = jnp.where(i == j, wg.spread_rows(current, SQUARE), scores)
-                if before is not None:
-                    scores += before
-                if groups > 1:
-                    # What is apart from the other warpgroup comes later, so that this need not wait long.
-                    pl.when((group == 1) & (number == len(pieces) - 1))(
-                        functools.partial(hand_over, scores)
-                    )
-
-                def border(later, flags):
-                    factor = halving.boundary_decay(later)
-                    if documents is None:
-                        return factor
-                    return factor * wg.spread_rows(load_by_row(refs[flags].at[b, tokens]), SQUARE)
-
-                def give(name, to, x):
-                    to[...] = x.astype(_BF16)
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(to, refs[name].at[b, tokens, h, columns])
-
-                factor = border(True, "enters")
-                give("read", q_buffer, load(q_buffer).astype(_F32) * factor * scale)
-                give("erase", spare, load(k_buffer).astype(_F32) * factor)
-                give("written", k_buffer, load(k_buffer).astype(_F32) * border(False, "stays"))
-                return scores
-
-            if len(pieces) == 1:
-                scores = of_piece(0, None)
-            else:
-                zeros = plgpu.layout_cast(jnp.zeros(SQUARE, _F32), wg.LAYOUT)
-                scores = lax.fori_loop(0, len(pieces), of_piece, zeros)
-
-            def save():
-                last = Halving(parts, buffer, left, False, interpret)
-                i, j = last.i, last.j
-                total = scores
-                if groups > 1:
-                    plgpu.barrier_wait(added.at[item])
-                    total += load(other.at[item])
-                if documents is not None:
-                    total = jnp.where(same_document(refs["run"].at[b, tokens]), total, 0.0)
-                refs["upper"].at[b, h, tokens][...] = jnp.where(i < j, total, 0.0)
-                buffer[...] = (jnp.where(i < j, 0.0, total) * scale).astype(_BF16)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(buffer, refs["scores"].at[b, h, tokens])
-
-            pl.when(group == 0)(save)
-            plgpu.wait_smem_to_gmem(0)
-
-        smem: Any = plgpu.SMEM
-        buffer = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
-        each = items * groups
-        buffers = [
-            *[buffer((each, *SQUARE))] * 3,
-            buffer((each, 2, *SQUARE)),
-            buffer((each, *SQUARE)),
-            smem((each, 2, CHUNK), _F32),
-            smem((items if groups > 1 else 1, *SQUARE), _F32, transforms=wg.TILED_WIDE),
-            plgpu.Barrier(num_arrivals=2, num_barriers=each),
-            plgpu.Barrier(num_barriers=items),
-        ]
-        if interpret:
-            buffers.append(buffer((each, *SQUARE)))
-        pl.run_scoped(scoped, *buffers, collective_axes="warpgroup")
-
-    return Resolved(
-        *plgpu.kernel(
-            kernel,
-            out_type=out_type,
-            grid=(total // items,),
-            grid_names=("block",),
-            num_threads=items * groups,
-            thread_name="warpgroup",
-            compiler_params=PARAMETERS,
-            interpret=interpret,
-        )(*named.values())
-    )
-
-
-def solve_chunks(upper, rows, *, interpret: Any = False):
-    """The transpose of `(I + diag(rows) upper)⁻¹` of every chunk, in bfloat16.
-
-    Args:
-        upper: [B, h, T, C] float32, 0 on and below the diagonal of a chunk.
-        rows: [B, h, T] float32.
-        interpret: parameters of the interpreter, or False.
-    """
-    batch, heads, length, _ = upper.shape
-
-    def kernel(upper, rows, out):
-        b, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
-        tokens = pl.ds(lax.axis_index("chunk") * CHUNK, CHUNK)
-
-        def scoped(right, buffer, *left):
-            product, exact = tile_products(right, left, interpret)
-            i = plgpu.broadcasted_iota(jnp.int32, SQUARE, 0, layout=wg.LAYOUT)
-            j = plgpu.broadcasted_iota(jnp.int32, SQUARE, 1, layout=wg.LAYOUT)
-            strict = wg.load_global(upper.at[b, h, tokens])
-            strict *= wg.spread_rows(load_by_row(rows.at[b, h, tokens]), SQUARE)
-            inverse = tiles.unit_inverse(strict, i ^ j, lambda a, b: product((a, b)), exact)
-            buffer.transpose((1, 0))[...] = inverse.astype(_BF16)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(buffer, out.at[b, h, tokens])
-            plgpu.wait_smem_to_gmem(0)
-
-        smem: Any = plgpu.SMEM
-        buffer = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
-        pl.run_scoped(scoped, *[buffer(SQUARE)] * (4 if interpret else 2))
-
-    return plgpu.kernel(
+    results = launch(
         kernel,
-        out_type=jax.ShapeDtypeStruct(upper.shape, _BF16),
-        grid=(batch * heads, length // CHUNK),
-        grid_names=("row", "chunk"),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
+        inputs=inputs,
+        outputs=dict(zip(DecayedChunks._fields, types, strict=True)),
+        grid=dict(block=total // programs),
+        num_threads=programs * groups,
+        thread_name="warpgroup",
+        reduction_scratch_bytes=0,
+        name="delta_channel_chunk_forward",
         interpret=interpret,
-    )(upper, rows)
+    )
+    return DecayedChunks(**results)

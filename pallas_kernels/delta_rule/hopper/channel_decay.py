@@ -1,9 +1,11 @@
-"""The delta rule whose decay has a value for every key channel (KDA), on Mosaic GPU (Hopper), of chunks of 64 tokens.
+"""The delta rule with a decay per key channel (KDA) on Mosaic GPU (Hopper), in chunks of 64 tokens.
 
-As in `hopper`, with what the decay does to queries and keys done before the walks (`hopper_resolve`), so that these need no decay
-but what each channel of the memory keeps over a chunk:
+The phases are those of `scalar_decay`. `channel_chunk_forward` applies the decays to queries and keys before
+the scans. A scan then requires no decay but that of the memory's key channels over a chunk (`chunk_decay`):
 
-    x = X (v - erase S)        O = read S + P (beta ⊙ x)        S' = keep S + writtenᵀ (beta ⊙ x)
+    x = X (v - erase S)        O = read S + P (beta ⊙ x)        S' = chunk_decay S + writtenᵀ (beta ⊙ x)
+
+with the fields of `DecayedChunks`; `pallas_kernels.tiles.delta` defines X and P.
 """
 
 from __future__ import annotations
@@ -15,12 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.delta_rule.hopper.channel_chunk_backward import chunk_backward
-from pallas_kernels.delta_rule.hopper.channel_chunk_forward import (
-    Resolved,
-    chunk_forward,
-    solve_chunks,
-)
-from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, Prepared
+from pallas_kernels.delta_rule.hopper.channel_chunk_forward import DecayedChunks, chunk_forward
+from pallas_kernels.delta_rule.hopper.channel_solve import solve_chunks
+from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, SolvedChunks
 from pallas_kernels.delta_rule.hopper.scan import scan_backward, scan_forward
 from pallas_kernels.hopper import channel_slices, row_layout
 from pallas_kernels.hopper import parts as hopper_parts
@@ -29,8 +28,8 @@ from pallas_kernels.memory_calls import FLOAT32_DECAY, VALUES_IN_SLICES, in_bflo
 
 __all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward", "length_multiple"]
 
-# In place of a beta of 0 where gradients are made: that of beta is x · dv / beta. It is far below what any sum notices.
-_LEAST = 1e-20
+# Replaces a smaller |beta|, except in the forward scan: dbeta is x · dv / beta. No sum changes by it.
+_SMALLEST_BETA = 1e-20
 
 REQUIREMENTS = (
     key_dims(64, 128, 256),
@@ -41,46 +40,61 @@ REQUIREMENTS = (
 
 
 class Residuals(NamedTuple):
-    """What `forward` leaves for `backward`, some four arrays of the size of q; `resolved` without N."""
+    """The results of `forward` that `backward` reads, some four arrays of the size of q.
 
-    resolved: Resolved
-    prepared: Prepared
+    Attributes:
+        decayed: scores and decayed tokens of all chunks, without `upper`.
+        solved: inverses, scores and beta of all chunks.
+        parts: the memories at which the parts of a row begin, for scans in parts; None if `backward` scans
+            each row in one.
+    """
+
+    decayed: DecayedChunks
+    solved: SolvedChunks
     parts: hopper_parts.Parts | None
 
 
-def _not_zero(rows):
-    return jnp.where(jnp.abs(rows) < _LEAST, _LEAST, rows)
+def _nonzero(beta):
+    return jnp.where(jnp.abs(beta) < _SMALLEST_BETA, _SMALLEST_BETA, beta)
 
 
 def forward(
-    q, k, v, beta, log_decay, run, initial, *, scale: float, interpret: Any = False
-) -> tuple[jax.Array, jax.Array, Residuals]:
-    """The output [B, T, max(H, G), V], the final memories as `initial` and the residuals. T is a multiple of `length_multiple`."""
+    q, k, v, beta, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
+) -> tuple[jax.Array, jax.Array, Residuals]:  # fmt: skip
+    """Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals.
+
+    Arguments are those of `delta_rule`; T is divisible by `length_multiple(q, k, v)`. The residuals are computed whether or not
+    `save` is set.
+    """
+    del save
     memories = v.shape[2]
     heads = max(q.shape[2], memories)
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
     documents = row_layout.documents_of(run, 1)
     options: dict[str, Any] = dict(heads=heads, scale=scale, interpret=interpret)
-    resolved = chunk_forward(q, k, log_decay, documents, **options)
+    decayed = chunk_forward(q, k, log_decay, documents, **options)
     rows = jnp.repeat(jnp.swapaxes(beta, 1, 2), heads // memories, axis=1)
-    inverse = solve_chunks(resolved.upper, _not_zero(rows), interpret=interpret)
-    prepared = Prepared(inverse, resolved.scores, rows)
-    # Several heads that read one memory each carry it along.
+    inverse = solve_chunks(decayed.upper, _nonzero(rows), interpret=interpret)
+    solved = SolvedChunks(inverse, decayed.scores, rows)
+    # Each of the heads that share a memory computes it.
     initial = jnp.repeat(initial, heads // memories, axis=1)
     options |= dict(
-        scale=1.0, written=resolved.written, keep=resolved.keep, chunk_bounds=chunk_bounds
+        scale=1.0,
+        written=decayed.written,
+        chunk_decay=decayed.chunk_decay,
+        chunk_bounds=chunk_bounds,
     )
-    parts = hopper_parts.split(
-        functools.partial(scan_forward, None, resolved.erase, prepared=prepared, initial=None, **options),
-        q, k, v, initial, chunk_bounds, interpret,
-    )  # fmt: skip
+    scan_part = functools.partial(
+        scan_forward, None, decayed.erase, solved=solved, initial=None, **options
+    )
+    parts = hopper_parts.split(scan_part, q, k, v, initial, chunk_bounds, interpret)
     starts, count = hopper_parts.part_starts(parts, initial)
-    output, *marked, ends = scan_forward(
-        resolved.read, resolved.erase, v, prepared, starts, parts=count,
+    output, *checkpointed, ends = scan_forward(
+        decayed.read, decayed.erase, v, solved, starts, parts=count,
         checkpoints=hopper_parts.count_checkpoints(q, k, v, chunk_bounds), **options,
     )  # fmt: skip
-    parts = hopper_parts.Parts(None, *marked) if marked else parts
-    residuals = Residuals(resolved._replace(upper=None), prepared, parts)
+    parts = hopper_parts.Parts(None, *checkpointed) if checkpointed else parts
+    residuals = Residuals(decayed._replace(upper=None), solved, parts)
     return output, ends[:, count - 1 :: count * heads // memories], residuals
 
 
@@ -88,49 +102,50 @@ def backward(
     q, k, v, beta, log_decay, run, initial, residuals: Residuals, d_output, d_final, *,
     scale: float, decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Gradients of q, k, v, beta, log_decay and initial."""
+    """Return the gradients of q, k, v, beta, log_decay (computed regardless of `decay_gradient`) and initial."""
     del beta, decay_gradient
     memories, heads = v.shape[2], d_output.shape[2]
-    (resolved, prepared, parts), share = residuals, row_layout.sum_heads
+    decayed, solved, parts = residuals
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
     initial = jnp.repeat(initial, heads // memories, axis=1)
     starts, count = hopper_parts.part_starts(parts, initial)
     options: dict[str, Any] = dict(
-        heads=heads, scale=1.0, written=resolved.written, keep=resolved.keep, chunk_bounds=chunk_bounds,
+        heads=heads, scale=1.0, written=decayed.written, chunk_decay=decayed.chunk_decay, chunk_bounds=chunk_bounds,
         interpret=interpret,
     )  # fmt: skip
     missing, states, _ = scan_forward(
-        None, resolved.erase, v, prepared, starts, save=True, parts=count, **options
+        None, decayed.erase, v, solved, starts, save=True, parts=count, **options
     )
-    # Of several heads that carry one memory, the first hands on the gradient from outside.
-    first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
-    d_final = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
-    prepared = prepared._replace(rows=_not_zero(prepared.rows))
-    walk = functools.partial(
-        scan_backward, resolved.read, resolved.erase, d_output, prepared, **options
+    d_final = row_layout.gradient_by_head(d_final, heads)
+    solved = solved._replace(rows=_nonzero(solved.rows))
+    scan_part = functools.partial(
+        scan_backward, decayed.read, decayed.erase, d_output, solved, **options
     )
-    d_ends, count = hopper_parts.part_end_gradients(parts, walk, d_final, interpret)
-    dv, d_states, d_starts = walk(d_ends, parts=count)
+    d_ends, count = hopper_parts.part_end_gradients(parts, scan_part, d_final, interpret)
+    dv, d_states, d_starts = scan_part(d_ends, parts=count)
     documents, depth = row_layout.documents_of(run, 1), q.shape[-1]
 
-    def of_chunks(keys, values):
+    def slice_gradients(keys, values):
         return chunk_backward(
-            q[..., keys], k[..., keys], log_decay[..., keys], prepared.rows, missing[..., values], d_output[..., values],
+            q[..., keys], k[..., keys], log_decay[..., keys], solved.rows, missing[..., values], d_output[..., values],
             dv[..., values], states[..., values, keys], d_states[..., values, keys],
-            channel_slices.slice_keep(resolved.keep, depth, keys), documents, scale=scale, interpret=interpret,
+            channel_slices.slice_chunk_decay(decayed.chunk_decay, depth, keys), documents, scale=scale, interpret=interpret,
         )  # fmt: skip
 
-    found = [
-        channel_slices.sum_trees(
-            *(of_chunks(keys, at) for at in channel_slices.split_channels(v.shape[-1]))
-        )
+    value_slices = channel_slices.split_channels(v.shape[-1])
+    gradients = [
+        channel_slices.sum_trees(*(slice_gradients(keys, values) for values in value_slices))
         for keys in channel_slices.split_channels(depth)
     ]
-    # That of beta needs no keys, so that every piece of them has all of it.
-    *by_key, (d_beta, *_) = zip(*found, strict=True)
-    dq, dk, d_decay = (jnp.concatenate(x, axis=-1) for x in by_key)
+    # dbeta does not depend on the keys: every slice of them has computed all of it.
+    *of_keys, (d_beta, *_) = zip(*gradients, strict=True)
+    dq, dk, d_decay = (jnp.concatenate(x, axis=-1) for x in of_keys)
+    sum_heads = row_layout.sum_heads
     return (
-        share(dq, q.shape[2]), share(dk, k.shape[2]), share(dv, memories),
-        share(jnp.swapaxes(d_beta, 1, 2), memories), share(d_decay, memories),
-        share(d_starts[:, ::count], memories, axis=1),
-    )  # fmt: skip
+        sum_heads(dq, q.shape[2]),
+        sum_heads(dk, k.shape[2]),
+        sum_heads(dv, memories),
+        sum_heads(jnp.swapaxes(d_beta, 1, 2), memories),
+        sum_heads(d_decay, memories),
+        sum_heads(d_starts[:, ::count], memories, axis=1),
+    )

@@ -1,211 +1,384 @@
-"""The gradients of the delta rule that each chunk makes by itself, on Mosaic GPU (Hopper): a warpgroup a chunk."""
+"""The phase `chunk_backward` of the delta rule without decay or with a scalar decay, on Mosaic GPU (Hopper).
+
+One warpgroup computes the gradients of q, k, beta and the log decay of one chunk, from the memory S before
+the chunk, the gradient dS' of the memory after it, and two results of the scans: x, the error of the memory's
+prediction of v, and dv. All chunks run in parallel. `pallas_kernels.tiles.delta` has the formulas. The
+matrices of pairs of tokens
+
+    A / beta = scale G ⊙ (dO xᵀ)          E / beta = -(G ⊙ dv xᵀ) below its diagonal
+
+(beta on their columns) come first. A loop over blocks of 64 key channels then adds the products with S and
+dS', whose tiles are loaded ahead.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
-from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, SQUARE, read_chunk
+from pallas_kernels.delta_rule.hopper.chunk_forward import (
+    CHUNK,
+    SQUARE,
+    Chunk,
+    read_chunk,
+)
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.blocks import head_index, row_and_head
+from pallas_kernels.hopper.launch import launch
 
-_BLOCK = 64
-_WIDTH = 256  # columns of values that have buffer
-_STAGES = 3  # pairs of memories on their way or in use, where they take no other chunk's buffer
-_ROOM = 226 * 1024  # bytes of shared memory, of 227
+_BLOCK = 64  # key or value channels of one tile of a memory
+_WIDTH = 256  # value channels of one program
+_STAGES = (
+    3  # pairs of tiles of S and dS' loaded or in use, if they cost no other chunk's shared memory
+)
+_SMEM_BYTES = 226 * 1024  # shared memory of a processor, of 227 KiB
+_TOKENS = ("q", "k", "missing", "d_out", "dv")
 _F32, _BF16 = jnp.float32, jnp.bfloat16
+
+
+class _Smem(NamedTuple):
+    """Shared memory of one warpgroup; tiles are bfloat16.
+
+    Attributes:
+        tokens: q and k [C, K]; missing, d_out and dv [C, V].
+        pairs: [stages, 2, 64, 64], tiles of S and dS'.
+        square: [C, C], E, then A, to be read transposed.
+        vector: [C] float32.
+        loaded: barrier that `tokens` arrive at.
+        pair_loaded: barriers that `pairs` arrive at, one per stage.
+        left: two [C, C] for the interpreter, which reads left operands from shared memory; else None.
+    """
+
+    tokens: dict[str, Any]
+    pairs: Any
+    square: Any
+    vector: Any
+    loaded: Any
+    pair_loaded: Any
+    left: list[Any]
+
+
+class _PairGradients(NamedTuple):
+    """Gradients through pairs of tokens of the chunk.
+
+    Attributes:
+        read: A [C, C], left operand; its transpose is read from `_Smem.square`.
+        erase: E + Eᵀ [C, C], left operand.
+        beta_times_d_beta: [C], x · dv.
+        d_beta: [C], the terms of dbeta through pairs.
+        later: [C], per token, a term of the gradients of the log decays of the tokens up to and with it in
+            its document.
+    """
+
+    read: Any
+    erase: Any
+    beta_times_d_beta: Any
+    d_beta: Any
+    later: Any
+
+
+class _MemoryGradients(NamedTuple):
+    """Gradients through the memories before and after the chunk.
+
+    Attributes:
+        written: [C], k · (x dS'ᵀ) e^(b_C - b), the term of dbeta through dS'.
+        later: [C], `_PairGradients.later` plus the terms through S.
+        totals: [[64, 64]], whose trace is <S, dS'>; empty without a gradient of the decay.
+    """
+
+    written: Any
+    later: Any
+    totals: list[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """The part of a call that one warpgroup computes: a chunk of one head, and one slice of its value channels.
+
+    Attributes:
+        refs: references to global memory by name.
+        smem: buffers in shared memory.
+        b: index of the row.
+        h: index of the head.
+        n: index of the chunk.
+        piece: index of the slice of value channels.
+        tokens: slice of the chunk's tokens.
+        result: index of the head and slice in the outputs.
+        heads: heads of d_out.
+        width: value channels of a slice.
+        depth: K.
+        stages: pairs of tiles of S and dS' in shared memory.
+        scale: multiplies q.
+        decay_gradient: whether the gradient of the log decay is computed.
+        interpret: parameters of the interpreter, or False.
+    """
+
+    refs: dict[str, Any]
+    smem: _Smem
+    b: Any
+    h: Any
+    n: Any
+    piece: Any
+    tokens: Any
+    result: Any
+    heads: int
+    width: int
+    depth: int
+    stages: int
+    scale: float
+    decay_gradient: bool
+    interpret: Any
+
+    @property
+    def steps(self) -> int:
+        """Tiles of S in a block of 64 key channels."""
+        return self.width // _BLOCK
+
+    def load_tokens(self) -> None:
+        """Start to load q, k, x, dO and dv."""
+        for name in _TOKENS:
+            source = self.refs[name]
+            source = source.at[self.b, self.tokens, head_index(source, self.h, self.heads)]
+            if name not in ("q", "k"):
+                source = source.at[:, pl.ds(self.piece * self.width, self.width)]
+            plgpu.copy_gmem_to_smem(source, self.smem.tokens[name], self.smem.loaded)
+
+    def load_pair(self, step: int) -> None:
+        """Start to load the tiles of S and dS' of a step; key blocks are the outer loop, value blocks the inner one."""
+        row, column = (x * _BLOCK for x in (step % self.steps, step // self.steps))
+        rows = pl.ds(self.piece * self.width + row, _BLOCK)
+        for index, name in enumerate(("states", "d_states")):
+            source = self.refs[name].at[self.b, self.h, self.n, rows, pl.ds(column, _BLOCK)]
+            stage = step % self.stages
+            to = self.smem.pairs.at[stage, index]
+            plgpu.copy_gmem_to_smem(source, to, self.smem.pair_loaded.at[stage])
+
+    def two_products(self, a, b, c, d):
+        """a bᵀ and c dᵀ, [C, C] float32."""
+        zeros = [jnp.zeros(SQUARE, _F32)] * 2
+
+        def add(first, second):
+            plgpu.wgmma(first, a, b.transpose((1, 0)))
+            plgpu.wgmma(second, c, d.transpose((1, 0)))
+
+        return wg.accumulate(add, *zeros, interpret=self.interpret)
+
+    def pair_gradients(self, chunk: Chunk, betas) -> _PairGradients:
+        """Compute A, E and the sums of their products; `betas` is beta as the columns of [C, C]."""
+        q, k, x, d_out, dv = (self.smem.tokens[name] for name in _TOKENS)
+        square, vector = self.smem.square, self.smem.vector
+        # Without beta, which may be 0: nothing is divided by it.
+        alike, erase = self.two_products(k, k, dv, x)
+        beta_times_d_beta = jnp.sum(jnp.where(chunk.i == chunk.j, erase, 0.0), axis=1)
+        below = chunk.i > chunk.j
+        erase = jnp.where(below, -erase * chunk.weights, 0.0)
+        products = alike * erase
+        erase = (erase * betas).astype(_BF16)
+        square[...] = erase
+        plgpu.commit_smem()
+        transposed = plgpu.load(square.transpose((1, 0)), layout=wg.LAYOUT)
+        symmetric = erase.astype(_F32) + transposed.astype(_F32)
+        erase = wg.as_left(symmetric, self.smem.left[0], self.interpret)
+        scores, read = self.two_products(q, k, d_out, x)
+        read = read * (chunk.weights * self.scale)
+        products += scores * read
+        read = (read * betas).astype(_BF16)
+        square[...] = read
+        plgpu.commit_smem()
+        read = wg.as_left(read, self.smem.left[1], self.interpret)
+        diagonal = jnp.sum(jnp.where(below, 0.0, products), axis=1)
+        products = jnp.where(below, products, 0.0)
+        vector[...] = jnp.sum(products, axis=0)
+        later = jnp.sum(products * betas, axis=1)
+        plgpu.commit_smem()
+        column_sums = plgpu.load(vector, layout=wg.LAYOUT.reduce(1))
+        d_beta, later = diagonal + column_sums, later - chunk.beta * column_sums
+        return _PairGradients(read, erase, beta_times_d_beta, d_beta, later)
+
+    def memory_gradients(self, chunk: Chunk, read_decay, write_decay, pairs: _PairGradients):
+        """Replace q and k in shared memory by dq and dk, 64 channels at a time; return the rest as `_MemoryGradients`."""
+        q, k = self.smem.tokens["q"], self.smem.tokens["k"]
+        later = pairs.later
+        written = jnp.zeros_like(later)
+        # <S, dS'> is the trace of a product: tensor cores have time, and registers have no space for the elementwise product.
+        totals = [jnp.zeros(SQUARE, _F32)] * self.decay_gradient
+        for column in range(self.depth // _BLOCK):
+            columns = pl.ds(column * _BLOCK, _BLOCK)
+            (read, erase, write), totals = self.memory_products(column, totals)
+            tile = lambda x, at=columns: plgpu.load(x.at[:, at], layout=wg.LAYOUT).astype(_F32)  # noqa: E731
+            read, erase, write = (
+                read * (read_decay * self.scale),
+                erase * read_decay,
+                write * write_decay,
+            )
+            if self.decay_gradient:
+                later += jnp.sum(tile(q) * read, axis=1)
+                later -= jnp.sum(tile(k) * erase, axis=1)
+            written += jnp.sum(tile(k) * write, axis=1)
+            write = write * wg.spread_rows(chunk.beta, SQUARE) - erase
+            gradients = self.add_pairs(columns, pairs, read, write)
+            for buffer, gradient in zip((q, k), gradients, strict=True):  # no longer read
+                buffer.at[:, columns][...] = gradient.astype(_BF16)
+        return _MemoryGradients(written, later, totals)
+
+    def memory_products(self, column: int, totals):
+        """Return dO Sᵀ, dv Sᵀ and x dS'ᵀ in a block of key channels, [C, 64] each, and `totals` plus S dS'ᵀ."""
+        _, _, x, d_out, dv = (self.smem.tokens[name] for name in _TOKENS)
+        sums = [jnp.zeros(SQUARE, _F32)] * 3
+        for row in range(self.steps):
+            step = column * self.steps + row
+            plgpu.barrier_wait(self.smem.pair_loaded.at[step % self.stages])
+            values, pair = pl.ds(row * _BLOCK, _BLOCK), self.smem.pairs.at[step % self.stages]
+
+            def add(read, erase, write, *totals, values=values, pair=pair):
+                plgpu.wgmma(read, d_out.at[:, values], pair.at[0])
+                plgpu.wgmma(erase, dv.at[:, values], pair.at[0])
+                plgpu.wgmma(write, x.at[:, values], pair.at[1])
+                for total in totals:
+                    plgpu.wgmma(total, pair.at[0], pair.at[1].transpose((1, 0)))
+
+            results = wg.accumulate(add, *sums, *totals, interpret=self.interpret)
+            sums, totals = results[:3], results[3:]
+            if step + self.stages < self.steps * (self.depth // _BLOCK):
+                self.load_pair(step + self.stages)
+        return sums, totals
+
+    def add_pairs(self, columns, pairs: _PairGradients, dq, dk):
+        """Return dq + A k and dk + Aᵀ q + (E + Eᵀ) k in a block of key channels."""
+        q, k = self.smem.tokens["q"], self.smem.tokens["k"]
+
+        def add(dq, dk):
+            plgpu.wgmma(dq, pairs.read, k.at[:, columns])
+            plgpu.wgmma(dk, self.smem.square.transpose((1, 0)), q.at[:, columns])
+            plgpu.wgmma(dk, pairs.erase, k.at[:, columns])
+
+        return wg.accumulate(add, dq, dk, interpret=self.interpret)
+
+    def store_d_beta(self, chunk: Chunk, pairs: _PairGradients, written) -> None:
+        """Store dbeta: x · dv / beta, in which nothing cancels, or the sum of its terms where beta is 0."""
+        positive = chunk.beta > 1e-10
+        divisor = jnp.where(positive, chunk.beta, 1.0)
+        d_beta = jnp.where(positive, pairs.beta_times_d_beta / divisor, pairs.d_beta + written)
+        self.refs["d_beta"].at[self.b, self.tokens, self.result][...] = d_beta
+
+    def store_d_decay(self, chunk: Chunk, memory: _MemoryGradients) -> None:
+        """Store the gradient of the log decay.
+
+        At token t it is the sum of `later` over the tokens from t on in its document, of beta `written` over
+        the tokens before t, and of e^(b_C) <S, dS'>.
+        """
+        i, vector = chunk.i, self.smem.vector
+        seen = i <= chunk.j
+        if chunk.same_document is not None:
+            seen &= chunk.same_document
+        sums = jnp.where(seen, chunk.over_columns(memory.later), 0.0)
+        sums += jnp.where(i > chunk.j, chunk.over_columns(chunk.beta * memory.written), 0.0)
+        total = jnp.where(i == chunk.j, memory.totals[0], 0.0)
+        total = chunk.over_columns(jnp.sum(total, axis=1))
+        vector[...] = chunk.read_decay
+        plgpu.commit_smem()
+        sums += total * vector[CHUNK - 1]
+        self.refs["d_decay"].at[self.b, self.tokens, self.result][...] = jnp.sum(sums, axis=1)
+
+    def run(self) -> None:
+        """Compute and store the gradients of the chunk."""
+        self.load_tokens()
+        for step in range(self.stages):
+            self.load_pair(step)
+        chunk = read_chunk(self.refs, self.b, self.h, self.heads, self.n, self.smem.vector)
+        spread = lambda x: 1.0 if x is None else wg.spread_rows(x, SQUARE)  # noqa: E731
+        read_decay, write_decay = spread(chunk.read_decay), spread(chunk.write_decay)
+        betas = chunk.over_columns(chunk.beta)
+        plgpu.barrier_wait(self.smem.loaded)
+        pairs = self.pair_gradients(chunk, betas)
+        memory = self.memory_gradients(chunk, read_decay, write_decay, pairs)
+        plgpu.commit_smem()
+        for name in ("q", "k"):
+            to = self.refs[f"d{name}"].at[self.b, self.tokens, self.result]
+            plgpu.copy_smem_to_gmem(self.smem.tokens[name], to)
+        self.store_d_beta(chunk, pairs, memory.written)
+        if self.decay_gradient:
+            self.store_d_decay(chunk, memory)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _smem(depth: int, width: int, stages: int, interpret) -> _Smem:
+    """The types of the buffers, for slices of `width` value channels."""
+    smem: Any = plgpu.SMEM
+    tile = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
+    return _Smem(
+        tokens={n: tile((CHUNK, depth if n in ("q", "k") else width)) for n in _TOKENS},
+        pairs=tile((stages, 2, *SQUARE)),
+        square=tile(SQUARE),
+        vector=smem((CHUNK,), _F32),
+        loaded=plgpu.Barrier(num_arrivals=len(_TOKENS)),
+        pair_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        left=[tile(SQUARE)] * 2 if interpret else [None] * 2,
+    )
 
 
 def chunk_backward(
     q, k, missing, d_out, dv, states, d_states, beta, log_decay, run, *, scale: float,
     decay_gradient: bool, interpret: Any = False,
 ):  # fmt: skip
-    """The kernel, over all chunks. It takes columns of values by 256, and what each such slice gives is left to be added up.
+    """Run the kernel over all chunks, for slices of 256 value channels, whose results the caller adds up.
 
     Args:
-        q: [B, T, *, K].
-        k: [B, T, *, K].
-        missing: [B, T, heads, V], x.
-        d_out: [B, T, heads, V].
-        dv: [B, T, heads, V].
-        states: [B, heads, N, V, K], S turned.
-        d_states: [B, heads, N, V, K], dS' turned.
+        q: [B, T, *, K] bfloat16.
+        k: [B, T, *, K] bfloat16.
+        missing: [B, T, heads, V] bfloat16, x.
+        d_out: [B, T, heads, V] bfloat16.
+        dv: [B, T, heads, V] bfloat16.
+        states: [B, heads, N, V, K] bfloat16, the transpose of S before each of the N chunks.
+        d_states: [B, heads, N, V, K] bfloat16, the transpose of dS' after each chunk.
         beta: [B, T, G] float32.
         log_decay: [B, T, G] float32, or None.
         run: [B, T] int32, or None.
-        scale: of q.
-        decay_gradient: whether it is wanted.
+        scale: multiplies q.
+        decay_gradient: whether to compute the gradient of the log decay.
         interpret: parameters of the interpreter, or False.
 
     Returns:
-        dq and dk [B, T, heads * slices, K] bfloat16, dbeta and (where wanted) that of the decay [B, T, heads * slices] float32.
+        dq and dk [B, T, heads * slices, K] bfloat16, dbeta [B, T, heads * slices] float32 and, if computed,
+        the gradient of the log decay, of the same shape.
     """
     batch, length, heads, width = dv.shape
     width, slices = min(width, _WIDTH), max(1, width // _WIDTH)
     depth = k.shape[-1]
-    tiles = dict(q=q, k=k, missing=missing, d_out=d_out, dv=dv)
-    named = tiles | dict(states=states, d_states=d_states, beta=beta, log_decay=log_decay, run=run)
-    named = {name: x for name, x in named.items() if x is not None}
-    struct = jax.ShapeDtypeStruct
-    tokens = struct((batch, length, heads * slices, depth), _BF16)
-    out_type = dict(dq=tokens, dk=tokens, d_beta=struct(tokens.shape[:3], _F32))
-    if decay_gradient:
-        out_type["d_decay"] = out_type["d_beta"]
-
-    steps = width // _BLOCK
-    pairs_count = steps * (depth // _BLOCK)
+    pair_count = (width // _BLOCK) * (depth // _BLOCK)
     pair_bytes, other_bytes = 4 * _BLOCK * _BLOCK, 2 * CHUNK * (2 * depth + 3 * width + CHUNK + 8)
-    beside = _ROOM // (other_bytes + pair_bytes)  # chunks that a processor works on
-    stages = min(_STAGES, pairs_count, (_ROOM // beside - other_bytes) // pair_bytes)
+    programs = _SMEM_BYTES // (other_bytes + pair_bytes)  # that run on a processor at a time
+    stages = min(_STAGES, pair_count, (_SMEM_BYTES // programs - other_bytes) // pair_bytes)
 
-    def kernel(*refs):
-        refs = dict(zip([*named, *out_type], refs, strict=True))
-        b, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
+    def kernel(refs):
+        b, h = row_and_head(heads)
         n, piece = lax.axis_index("chunk"), lax.axis_index("slice")
-        at, to = pl.ds(n * CHUNK, CHUNK), h * slices + piece
+        tokens, result = pl.ds(n * CHUNK, CHUNK), h * slices + piece
 
-        def scoped(loaded, pairs, square, vector, barrier, pair_barriers, left):
-            for name, x in tiles.items():
-                source = refs[name].at[b, at, lax.div(h * x.shape[2], heads)]
-                if name not in ("q", "k"):
-                    source = source.at[:, pl.ds(piece * width, width)]
-                plgpu.copy_gmem_to_smem(source, loaded[name], barrier)
+        def body(smem: _Smem):
+            _Block(
+                refs, smem, b, h, n, piece, tokens, result, heads, width, depth, stages, scale, decay_gradient, interpret
+            ).run()  # fmt: skip
 
-            def load_pair(step):
-                row, column = (x * _BLOCK for x in (step % steps, step // steps))
-                rows, columns = pl.ds(piece * width + row, _BLOCK), pl.ds(column, _BLOCK)
-                for index, name in enumerate(("states", "d_states")):
-                    source, stage = refs[name].at[b, h, n, rows, columns], step % stages
-                    plgpu.copy_gmem_to_smem(source, pairs.at[stage, index], pair_barriers.at[stage])
+        pl.run_scoped(body, _smem(depth, width, stages, interpret))
 
-            for step in range(stages):
-                load_pair(step)
-            chunk = read_chunk(refs, b, h, heads, n, vector)
-            rows_of = lambda x: 1.0 if x is None else wg.spread_rows(x, SQUARE)  # noqa: E731
-            enter, leave = rows_of(chunk.enter), rows_of(chunk.leave)
-            betas = chunk.turn(chunk.beta)
-            plgpu.barrier_wait(barrier)
-            q, k, x, d_out, dv = (loaded[name] for name in tiles)
-
-            def products(a, b, c, d):
-                acc = [jnp.zeros(SQUARE, _F32)] * 2
-
-                def add(first, second):
-                    plgpu.wgmma(first, a, b.transpose((1, 0)))
-                    plgpu.wgmma(second, c, d.transpose((1, 0)))
-
-                return wg.accumulate(add, *acc, interpret=interpret)
-
-            # What pairs of tokens give each other. Without beta, which is not to be divided by.
-            alike, erased = products(k, k, dv, x)
-            own = jnp.sum(jnp.where(chunk.i == chunk.j, erased, 0.0), axis=1)
-            earlier = chunk.i > chunk.j
-            erased = jnp.where(earlier, -erased * chunk.weights, 0.0)
-            products_of = alike * erased
-            erased = (erased * betas).astype(_BF16)
-            square[...] = erased
-            plgpu.commit_smem()
-            turned = plgpu.load(square.transpose((1, 0)), layout=wg.LAYOUT)
-            erased = wg.as_left(erased.astype(_F32) + turned.astype(_F32), left[0], interpret)
-            scores, seen = products(q, k, d_out, x)
-            seen = seen * (chunk.weights * scale)
-            products_of += scores * seen
-            seen = (seen * betas).astype(_BF16)
-            square[...] = seen
-            plgpu.commit_smem()
-            seen = wg.as_left(seen, left[1], interpret)
-            diagonal = jnp.sum(jnp.where(earlier, 0.0, products_of), axis=1)
-            products_of = jnp.where(earlier, products_of, 0.0)
-            vector[...] = jnp.sum(products_of, axis=0)
-            later = jnp.sum(products_of * betas, axis=1)
-            plgpu.commit_smem()
-            given = plgpu.load(vector, layout=wg.LAYOUT.reduce(1))
-            d_beta, later = diagonal + given, later - chunk.beta * given
-
-            # What the memory gives them.
-            written = jnp.zeros_like(later)
-            # <S, dS'> is the trace of a product: the tensor cores have time, the registers no buffer.
-            totals = [jnp.zeros(SQUARE, _F32)] * decay_gradient
-            for column in range(depth // _BLOCK):
-                columns = pl.ds(column * _BLOCK, _BLOCK)
-                sums = [jnp.zeros(SQUARE, _F32)] * 3
-                for row in range(steps):
-                    step = column * steps + row
-                    plgpu.barrier_wait(pair_barriers.at[step % stages])
-                    values, pair = pl.ds(row * _BLOCK, _BLOCK), pairs.at[step % stages]
-
-                    def add(read, erase, write, *totals, values=values, pair=pair):
-                        plgpu.wgmma(read, d_out.at[:, values], pair.at[0])
-                        plgpu.wgmma(erase, dv.at[:, values], pair.at[0])
-                        plgpu.wgmma(write, x.at[:, values], pair.at[1])
-                        for total in totals:
-                            plgpu.wgmma(total, pair.at[0], pair.at[1].transpose((1, 0)))
-
-                    found = wg.accumulate(add, *sums, *totals, interpret=interpret)
-                    sums, totals = found[:3], found[3:]
-                    if step + stages < pairs_count:
-                        load_pair(step + stages)
-                read, erase, write = sums
-                tile = lambda x, at=columns: plgpu.load(x.at[:, at], layout=wg.LAYOUT).astype(_F32)  # noqa: E731
-                read, erase, write = read * (enter * scale), erase * enter, write * leave
-                if decay_gradient:
-                    later += jnp.sum(tile(q) * read, axis=1)
-                    later -= jnp.sum(tile(k) * erase, axis=1)
-                written += jnp.sum(tile(k) * write, axis=1)
-                write = write * wg.spread_rows(chunk.beta, SQUARE) - erase
-
-                def near(dq, dk, columns=columns):
-                    plgpu.wgmma(dq, seen, k.at[:, columns])
-                    plgpu.wgmma(dk, square.transpose((1, 0)), q.at[:, columns])
-                    plgpu.wgmma(dk, erased, k.at[:, columns])
-
-                grads = wg.accumulate(near, read, write, interpret=interpret)
-                for buffer, grad in zip((q, k), grads, strict=True):  # these columns are done with
-                    buffer.at[:, columns][...] = grad.astype(_BF16)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(q, refs["dq"].at[b, at, to])
-            plgpu.copy_smem_to_gmem(k, refs["dk"].at[b, at, to])
-            # x · dv = beta dbeta is the more exact, since nothing cancels in it, but says nothing where beta is 0.
-            some = chunk.beta > 1e-10
-            d_beta = jnp.where(some, own / jnp.where(some, chunk.beta, 1.0), d_beta + written)
-            refs["d_beta"].at[b, at, to][...] = d_beta
-            if decay_gradient:
-                # Each token's sum over those after it in its document, and over the writes of those before it.
-                i = chunk.i
-                after = i <= chunk.j
-                if chunk.same is not None:
-                    after &= chunk.same
-                summed = jnp.where(after, chunk.turn(later), 0.0)
-                summed += jnp.where(i > chunk.j, chunk.turn(chunk.beta * written), 0.0)
-                total = jnp.where(i == chunk.j, totals[0], 0.0)
-                total = chunk.turn(jnp.sum(total, axis=1))
-                vector[...] = chunk.enter
-                plgpu.commit_smem()
-                summed += total * vector[CHUNK - 1]
-                refs["d_decay"].at[b, at, to][...] = jnp.sum(summed, axis=1)
-            plgpu.wait_smem_to_gmem(0)
-
-        smem: Any = plgpu.SMEM
-        buffer = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
-        pl.run_scoped(
-            scoped, {n: buffer((CHUNK, depth if n in ("q", "k") else width)) for n in tiles}, buffer((stages, 2, *SQUARE)),
-            buffer(SQUARE), smem((CHUNK,), _F32), plgpu.Barrier(num_arrivals=len(tiles)),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages), [buffer(SQUARE)] * 2 if interpret else [None] * 2,
-        )  # fmt: skip
-
-    return plgpu.kernel(
+    gradient = jax.ShapeDtypeStruct((batch, length, heads * slices, depth), _BF16)
+    d_beta = jax.ShapeDtypeStruct(gradient.shape[:3], _F32)
+    result = launch(
         kernel,
-        out_type=list(out_type.values()),
-        grid=(batch * heads, length // CHUNK, slices),
-        grid_names=("row", "chunk", "slice"),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            # The layout inference of the other semantics finds no solution here (jax 0.11.2).
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        inputs=dict(
+            q=q, k=k, missing=missing, d_out=d_out, dv=dv, states=states, d_states=d_states, beta=beta,
+            log_decay=log_decay, run=run,
         ),
+        outputs=dict(dq=gradient, dk=gradient, d_beta=d_beta, d_decay=d_beta if decay_gradient else None),
+        grid=dict(row=batch * heads, chunk=length // CHUNK, slice=slices),
+        name="delta_chunk_backward",
         interpret=interpret,
-    )(*named.values())
+    )  # fmt: skip
+    return list(result.values())

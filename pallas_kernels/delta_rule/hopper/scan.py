@@ -1,19 +1,23 @@
-"""The walk of the delta rule over its chunks on Mosaic GPU (Hopper).
+"""The scans of the delta rule over the chunks of a row, on Mosaic GPU (Hopper).
 
-A warpgroup keeps 64 columns of a memory, turned, in registers, as an accumulator [64, K] (in pieces, where K is 256), and two of them
-share what a third loads, where that fills the processors better. Up to a K of 128 every product of a chunk then has its left operand in the registers
-where the one before left it, and nothing of the chain goes through shared memory; `tiles` has the formulas.
+`scan_forward` carries the memory S through the chunks in order, `scan_backward` its gradient in the opposite
+order; `pallas_kernels.tiles.delta` has the formulas. A warpgroup holds 64 value channels of a memory,
+transposed, as accumulators [64, K] in registers (in pieces of 64 key channels for K = 256). Where that uses
+the processors better, two warpgroups of a program share the tiles that a third one loads. Up to K = 128, the
+left operand of every product is the result of the product before, in registers, so nothing of the chain of
+products passes through shared memory.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.compat import plgpu
-from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, Prepared
+from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, SolvedChunks
 from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.scan import decay_memory, scan, zip_with_keys
 
@@ -22,158 +26,246 @@ _SQUARE = (CHUNK, CHUNK)
 
 
 def scan_forward(
-    q, k, v, prepared: Prepared, initial, *, heads: int, scale: float, save: bool = False,
-    written=None, keep=None, parts: int = 1, checkpoints: int = 1, chunk_bounds=None, interpret: Any = False,
+    q, k, v, solved: SolvedChunks, initial, *, heads: int, scale: float, save: bool = False,
+    written=None, chunk_decay=None, parts: int = 1, checkpoints: int = 1, chunk_bounds=None, interpret: Any = False,
 ):  # fmt: skip
-    """With time, from S to S'.
+    """Carry the memory through the chunks in order; compute outputs, and the arrays that the backward pass reads.
 
     Args:
-        q: [B, T, *, K]; None leaves out the output.
-        k: [B, T, *, K].
-        v: [B, T, *, V]; None is 0, and V then K.
-        prepared: of `heads` heads.
-        initial: [B * S, heads * parts, K, V] float32, the memory before the first chunk; None is 0, and the identity without v.
-        heads: of the output; a multiple of those of q, k and v.
-        scale: of q.
-        save: also return x and the memories before each chunk.
-        written: [B, T, *, K], what writes if it is not k; q and k then hold their decays, and `prepared` has none.
-        keep: [B, heads, N * K] float32, what the key channels keep of S over a chunk, with `written`.
-        parts: into which the sequence is cut, each walked by itself.
-        checkpoints: also return the memories at which as many parts of the sequence begin, if more than one; with one part alone.
-        chunk_bounds: the chunks [B, S + 1] at which those of a row's S memories begin and end, or None.
+        q: [B, T, *, K] bfloat16; None computes no output.
+        k: [B, T, *, K] bfloat16.
+        v: [B, T, *, V] bfloat16; None is v = 0 with V = K.
+        solved: the solved chunks of `heads` heads.
+        initial: [B * S, heads * parts, K, V] float32, the memory before the first chunk; None is 0, or the
+            identity if v is None.
+        heads: heads of the output; a multiple of those of q, k and v.
+        scale: multiplies q.
+        save: whether to return x and the memory before each chunk.
+        written: [B, T, *, K] bfloat16, with a decay per key channel: the keys of the writes, decayed to the
+            chunk's end. q and k are decayed from the chunk's start, and `solved.rows` is beta alone. None
+            uses k.
+        chunk_decay: [B, heads, N * K] float32, with `written`: the decay of the memory's key channels over each of
+            the N chunks.
+        parts: number of parts that a row is split into; each is scanned from an initial memory of its own.
+        checkpoints: number of equal parts of the row before which the memory is returned, if more than one;
+            requires `parts` 1.
+        chunk_bounds: [B, S + 1], the chunks at which those of a row's S memories begin and end; None for one
+            memory per row.
         interpret: parameters of the interpreter, or False.
 
     Returns:
-        The output [B, T, heads, V] if q is given, x [B, T, heads, V] and the turned memories [B, heads, N, V, K] bfloat16 if
-        `save`, those of the checkpoints [B, heads * checkpoints, K, V] float32, and the last memory of each part.
+        In this order: with q, the output [B, T, heads, V] bfloat16; with `save`, x [B, T, heads, V] and the
+        transposed memories before each chunk [B, heads, N, V, K], both bfloat16; with `checkpoints` above 1,
+        the memories [B, heads * checkpoints, K, V] float32; always, the last memory of each part, in the
+        shape of `initial`.
     """
-    given = dict(q=q, k=k, v=v, inverse=prepared.inverse, rows=prepared.rows)
-    given |= dict(written=written, keep=keep)
+    inputs = dict(q=q, k=k, v=v, inverse=solved.inverse, rows=solved.rows)
+    inputs |= dict(written=written, chunk_decay=chunk_decay)
     if q is not None:
-        given |= dict(scores=prepared.scores)
+        inputs |= dict(scores=solved.scores)
     tokens = jax.ShapeDtypeStruct((*k.shape[:2], heads, (k if v is None else v).shape[-1]), _BF16)
-    outs = ["out"] * (q is not None) + ["missing"] * save
-
-    def step(chunk, S, left, hold, store, put):
-        found = [_SQUARE] * (1 if q is None else 2)
-        for memory, last in hold(S):
-
-            def enter(held, *read, memory=memory, last=last):
-                for sum, name in zip((held, *read), "kq", strict=False):
-                    for keys, before in memory:
-                        plgpu.wgmma(sum.ref, before, chunk[name].at[:, keys].transpose((1, 0)))
-                if not last:
-                    return [x.read() for x in (held, *read)]
-                store(S)
-                kept = decay_memory(chunk, S)
-                columns = _columns(chunk, "enter")
-                values = 0.0
-                if v is not None:
-                    values = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT).astype(_F32)
-                missing = values - held.read(len(memory) * len(read)) * columns
-                return kept, missing.astype(_BF16), [x.read() * (columns * scale) for x in read]
-
-            found = wg.with_accumulators(enter, *found, interpret=interpret)
-        kept, missing, read = found
-        missing = wg.as_left(missing, left[0], interpret)
-        solve = lambda x: plgpu.wgmma(x, missing, chunk["inverse"].transpose((1, 0)))  # noqa: E731
-        (missing,) = wg.accumulate(solve, jnp.zeros(_SQUARE, _F32), interpret=interpret)
-        saved = [missing.astype(_BF16)] * save
-        exact = missing * _columns(chunk, "beta")
-        leaving = wg.as_left(exact * _columns(chunk, "leave"), left[1], interpret)
-        writes = exact.astype(_BF16)
-        # What rounding takes from the writes is the largest part of the output's error.
-        rest = wg.as_left(exact - writes.astype(_F32), left[2], interpret)
-        writes = wg.as_left(writes, left[0], interpret)
-
-        def leave(*sums):
-            for out in sums[len(S) :]:
-                plgpu.wgmma(out.ref, writes, chunk["scores"].transpose((1, 0)))
-                plgpu.wgmma(out.ref, rest, chunk["scores"].transpose((1, 0)))
-            for keys, piece in zip_with_keys(S, sums):
-                plgpu.wgmma(piece.ref, leaving, _written(chunk).at[:, keys])
-            put(*(out.read(len(S)) for out in sums[len(S) :]), *saved)
-            return tuple(piece.read() for piece in sums[: len(S)])
-
-        return wg.with_accumulators(leave, *kept, *read, interpret=interpret)
-
+    outputs = ["out"] * (q is not None) + ["missing"] * save
+    step = functools.partial(
+        _forward_step, outputs=q is not None, values=v is not None, save=save, scale=scale, interpret=interpret
+    )  # fmt: skip
     return scan(
-        step, given, initial, k.shape[-1], tokens, outs, save=save, heads=heads, parts=parts, reverse=False,
+        step, inputs, initial, k.shape[-1], tokens, outputs, save=save, heads=heads, parts=parts, reverse=False,
         checkpoints=checkpoints, chunk_bounds=chunk_bounds, interpret=interpret,
     )  # fmt: skip
 
 
-def scan_backward(
-    q, k, d_out, prepared: Prepared, d_final, *, heads: int, scale: float, written=None, keep=None,
-    save: bool = True, parts: int = 1, chunk_bounds=None, interpret: Any = False,
+def _forward_step(
+    chunk, S, left, operands, save_memory, store_outputs, *, outputs: bool, values: bool, save: bool, scale: float, interpret
 ):  # fmt: skip
-    """Against time, from the gradient of the memory after the last chunk.
+    """Update the memory by one chunk, as `hopper.scan.scan` calls its `step`. All tiles are transposed: tokens are columns.
 
     Args:
-        q: [B, T, *, K].
-        k: [B, T, *, K].
-        d_out: [B, T, heads, V].
-        prepared: of `heads` heads.
-        d_final: [B * S, heads * parts, K, V] float32; None is 0.
-        heads: of d_out; a multiple of those of q and k.
-        scale: of q.
+        chunk: references to the chunk's tiles, by name.
+        S: the pieces of the memory, [64, K or 64] float32.
+        left: buffers for left operands, for the interpreter.
+        operands: yields the pieces as left operands, and whether they are the last.
+        save_memory: starts to store the memory before the chunk, if the call saves it.
+        store_outputs: stores the results per token.
+        outputs: whether to compute the outputs.
+        values: whether there is v.
+        save: whether to store x.
+        scale: multiplies q.
+        interpret: parameters of the interpreter, or False.
+
+    Returns:
+        The pieces of the memory after the chunk.
+    """
+    partial = [_SQUARE] * (2 if outputs else 1)
+    for memory, last in operands(S):
+        read = functools.partial(
+            _read_memory, chunk=chunk, S=S, memory=memory, last=last, save_memory=save_memory, values=values, scale=scale
+        )  # fmt: skip
+        partial = wg.with_accumulators(read, *partial, interpret=interpret)
+    decayed_memory, errors, read = partial
+    errors = wg.as_left(errors, left[0], interpret)
+    solve = lambda x: plgpu.wgmma(x, errors, chunk["inverse"].transpose((1, 0)))  # noqa: E731
+    (x,) = wg.accumulate(solve, jnp.zeros(_SQUARE, _F32), interpret=interpret)
+    saved = [x.astype(_BF16)] * save
+    exact = x * _columns(chunk, "beta")
+    leaving = wg.as_left(exact * _columns(chunk, "write_decay"), left[1], interpret)
+    writes = exact.astype(_BF16)
+    # The rounding error of the writes would be the largest part of the output's error.
+    rest = wg.as_left(exact - writes.astype(_F32), left[2], interpret)
+    writes = wg.as_left(writes, left[0], interpret)
+
+    def write(*sums):
+        for out in sums[len(S) :]:
+            plgpu.wgmma(out.ref, writes, chunk["scores"].transpose((1, 0)))
+            plgpu.wgmma(out.ref, rest, chunk["scores"].transpose((1, 0)))
+        for keys, piece in zip_with_keys(S, sums):
+            plgpu.wgmma(piece.ref, leaving, _written(chunk).at[:, keys])
+        store_outputs(*(out.read(len(S)) for out in sums[len(S) :]), *saved)
+        return tuple(piece.read() for piece in sums[: len(S)])
+
+    return wg.with_accumulators(write, *decayed_memory, *read, interpret=interpret)
+
+
+def _read_memory(
+    at_keys, *at_queries, chunk, S, memory, last: bool, save_memory, values: bool, scale: float
+):
+    """Add the products of some pieces of the memory with keys and queries.
+
+    Args:
+        at_keys: accumulator of (k S)ᵀ [64, C].
+        *at_queries: accumulator of (q S)ᵀ, if there are queries.
+        chunk: as in `_forward_step`.
+        S: all pieces of the memory.
+        memory: the pieces to read, as left operands with their key channels.
+        last: whether they are the last.
+        save_memory: as in `_forward_step`.
+        values: as in `_forward_step`.
+        scale: as in `_forward_step`.
+
+    Returns:
+        The sums; after the last pieces the decayed memory, the errors (v - e^b ⊙ (k S))ᵀ in bfloat16, and
+        [(scale e^b ⊙ (q S))ᵀ].
+    """
+    for sum, name in zip((at_keys, *at_queries), "kq", strict=False):
+        for keys, before in memory:
+            plgpu.wgmma(sum.ref, before, chunk[name].at[:, keys].transpose((1, 0)))
+    if not last:
+        return [x.read() for x in (at_keys, *at_queries)]
+    save_memory(S)
+    decayed_memory = decay_memory(chunk, S)
+    read_decay = _columns(chunk, "read_decay")
+    v = 0.0
+    if values:
+        v = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT).astype(_F32)
+    errors = v - at_keys.read(len(memory) * len(at_queries)) * read_decay
+    return (
+        decayed_memory,
+        errors.astype(_BF16),
+        [x.read() * (read_decay * scale) for x in at_queries],
+    )
+
+
+def scan_backward(
+    q, k, d_out, solved: SolvedChunks, d_final, *, heads: int, scale: float, written=None, chunk_decay=None,
+    save: bool = True, parts: int = 1, chunk_bounds=None, interpret: Any = False,
+):  # fmt: skip
+    """Carry the gradient of the memory through the chunks, from the last to the first.
+
+    Args:
+        q: [B, T, *, K] bfloat16.
+        k: [B, T, *, K] bfloat16.
+        d_out: [B, T, heads, V] bfloat16.
+        solved: the solved chunks of `heads` heads.
+        d_final: [B * S, heads * parts, K, V] float32, the gradient of the memory after the last chunk; None
+            is 0.
+        heads: heads of d_out; a multiple of those of q and k.
+        scale: multiplies q.
         written: as in `scan_forward`.
-        keep: as in `scan_forward`.
-        save: False returns the last alone.
+        chunk_decay: as in `scan_forward`.
+        save: False returns the last of the results alone.
         parts: as in `scan_forward`.
         chunk_bounds: as in `scan_forward`.
         interpret: parameters of the interpreter, or False.
 
     Returns:
-        dv [B, T, heads, V], the turned gradients of the memories after each chunk [B, heads, N, V, K] bfloat16, and that of
-        the memory before each part.
+        dv [B, T, heads, V] bfloat16, the transposed gradients of the memories after each chunk [B, heads, N,
+        V, K] bfloat16, and the gradient of the memory before each part, in the shape of `d_final`.
     """
-    given = dict(q=q, k=k, v=d_out, **prepared._asdict(), written=written, keep=keep)
-
-    def step(chunk, S, left, hold, store, put):
-        found = [_SQUARE]
-        for memory, last in hold(S):
-
-            def leave(later, *near, memory=memory, last=last):
-                for keys, after in memory:
-                    plgpu.wgmma(later.ref, after, _written(chunk).at[:, keys].transpose((1, 0)))
-                if not last:
-                    return [later.read()]
-                turned = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT)
-                plgpu.wgmma(near[0].ref, wg.as_left(turned, left[0], interpret), chunk["scores"])
-                store(S)
-                kept = decay_memory(chunk, S)
-                writes = later.read() * _columns(chunk, "leave") + near[0].read(None)
-                writes *= _columns(chunk, "beta")
-                read = turned.astype(_F32) * (_columns(chunk, "enter") * scale)
-                return kept, read.astype(_BF16), writes.astype(_BF16)
-
-            found = wg.with_accumulators(leave, *found, *[_SQUARE] * last, interpret=interpret)
-        kept, read, writes = found
-        read, writes = wg.as_left(read, left[0], interpret), wg.as_left(writes, left[1], interpret)
-        solve = lambda x: plgpu.wgmma(x, writes, chunk["inverse"])  # noqa: E731
-        (dv,) = wg.accumulate(solve, jnp.zeros(_SQUARE, _F32), interpret=interpret)
-        saved = [dv.astype(_BF16)] * save
-        erased = wg.as_left(dv * -_columns(chunk, "enter"), left[1], interpret)
-
-        def enter(*sums):
-            for keys, piece in zip_with_keys(S, sums):
-                plgpu.wgmma(piece.ref, read, chunk["q"].at[:, keys])
-                plgpu.wgmma(piece.ref, erased, chunk["k"].at[:, keys])
-            put(*saved)
-            return tuple(piece.read() for piece in sums)
-
-        return wg.with_accumulators(enter, *kept, interpret=interpret)
-
+    inputs = dict(q=q, k=k, v=d_out, **solved._asdict(), written=written, chunk_decay=chunk_decay)
     tokens = jax.ShapeDtypeStruct(d_out.shape, _BF16)
+    step = functools.partial(_backward_step, save=save, scale=scale, interpret=interpret)
     return scan(
-        step, given, d_final, k.shape[-1], tokens, ["dv"] * save, save=save, heads=heads, parts=parts, reverse=True,
+        step, inputs, d_final, k.shape[-1], tokens, ["dv"] * save, save=save, heads=heads, parts=parts, reverse=True,
         chunk_bounds=chunk_bounds, interpret=interpret,
     )  # fmt: skip
 
 
+def _backward_step(
+    chunk, S, left, operands, save_memory, store_outputs, *, save: bool, scale: float, interpret
+):
+    """Carry the gradient of the memory, S, through one chunk; the other arguments as in `_forward_step`, and `v` of `chunk` is dO."""
+    partial = [_SQUARE]
+    for memory, last in operands(S):
+        read = functools.partial(
+            _read_gradient, chunk=chunk, S=S, memory=memory, last=last, save_memory=save_memory, left=left, scale=scale,
+            interpret=interpret,
+        )  # fmt: skip
+        partial = wg.with_accumulators(read, *partial, *[_SQUARE] * last, interpret=interpret)
+    decayed_gradient, read, writes = partial
+    read, writes = wg.as_left(read, left[0], interpret), wg.as_left(writes, left[1], interpret)
+    solve = lambda x: plgpu.wgmma(x, writes, chunk["inverse"])  # noqa: E731
+    (dv,) = wg.accumulate(solve, jnp.zeros(_SQUARE, _F32), interpret=interpret)
+    saved = [dv.astype(_BF16)] * save
+    erased = wg.as_left(dv * -_columns(chunk, "read_decay"), left[1], interpret)
+
+    def add(*sums):
+        for keys, piece in zip_with_keys(S, sums):
+            plgpu.wgmma(piece.ref, read, chunk["q"].at[:, keys])
+            plgpu.wgmma(piece.ref, erased, chunk["k"].at[:, keys])
+        store_outputs(*saved)
+        return tuple(piece.read() for piece in sums)
+
+    return wg.with_accumulators(add, *decayed_gradient, interpret=interpret)
+
+
+def _read_gradient(
+    later, *scores, chunk, S, memory, last: bool, save_memory, left, scale: float, interpret
+):
+    """Add the products of some pieces of the memory's gradient with the keys of the writes.
+
+    Args:
+        later: accumulator of (k dS')ᵀ [64, C].
+        *scores: accumulator of (Pᵀ dO)ᵀ, with the last pieces.
+        chunk: as in `_backward_step`.
+        S: all pieces of the gradient.
+        memory: the pieces to read, as left operands with their key channels.
+        last: whether they are the last.
+        save_memory: as in `_backward_step`.
+        left: as in `_backward_step`.
+        scale: as in `_backward_step`.
+        interpret: as in `_backward_step`.
+
+    Returns:
+        The sum; after the last pieces the decayed gradient, (scale e^b ⊙ dO)ᵀ and (beta ⊙ du)ᵀ in bfloat16.
+    """
+    for keys, after in memory:
+        plgpu.wgmma(later.ref, after, _written(chunk).at[:, keys].transpose((1, 0)))
+    if not last:
+        return [later.read()]
+    d_out = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT)
+    plgpu.wgmma(scores[0].ref, wg.as_left(d_out, left[0], interpret), chunk["scores"])
+    save_memory(S)
+    decayed_gradient = decay_memory(chunk, S)
+    writes = later.read() * _columns(chunk, "write_decay") + scores[0].read(None)
+    writes *= _columns(chunk, "beta")
+    read = d_out.astype(_F32) * (_columns(chunk, "read_decay") * scale)
+    return decayed_gradient, read.astype(_BF16), writes.astype(_BF16)
+
+
 def _columns(chunk, name):
-    """One of `Prepared.rows` as what multiplies the columns of [64, C], loaded where it is used: it takes 16 registers."""
+    """A vector of `SolvedChunks.rows` as factors of the columns of [64, C]; 1 if it has none.
+
+    It is loaded wherever it is used, since it needs 16 registers.
+    """
     if name not in chunk:
         return 1.0
     vector = plgpu.load(chunk[name], layout=wg.LAYOUT.reduce(0))
@@ -181,4 +273,5 @@ def _columns(chunk, name):
 
 
 def _written(chunk):
+    """The keys of the writes [C, K]."""
     return chunk["written"] if "written" in chunk else chunk["k"]

@@ -1,12 +1,13 @@
-"""The delta rule whose decay has a value for every key channel (KDA) on Mosaic TPU: one kernel forward, one backward, each a single
-pass over the tokens.
+"""The delta rule with a decay per key channel (KDA) on Mosaic TPU: a forward and a backward kernel, each one pass over the tokens.
 
-As in `tpu`, with N_ij = Σ_c k_ic k_jc e^(b_i - b_j)_c for its system and P_ij = scale Σ_c q_ic k_jc e^(b_i - b_j)_c for what is read,
-both by the halving of `linear_attention.tpu_halving`, and with queries and keys decayed to the chunk's chunk_bounds:
+The kernels are those of `scalar_decay` with other products. With b the inclusive sums of the log decays, N_ij
+= Σ_c k_ic k_jc e^(b_i - b_j)_c is the system and P_ij = scale Σ_c q_ic k_jc e^(b_i - b_j)_c are the scores,
+both by the halving of `pallas_kernels.tpu.halving`. With queries and keys decayed to the chunk's ends (read,
+erase, written: see `_Head`):
 
-    x = (I + N diag(beta))⁻¹ (v - erase S)    O = read S + P (beta ⊙ x)    S' = keep S + writtenᵀ (beta ⊙ x)
+    x = (I + N diag(beta))⁻¹ (v - erase S)    O = read S + P (beta ⊙ x)    S' = chunk_decay S + writtenᵀ (beta ⊙ x)
 
-The memory is kept as [V, K], whose columns decay.
+The memory is transposed, [V, K]: its columns decay.
 """
 
 from __future__ import annotations
@@ -25,26 +26,23 @@ from pallas_kernels.tpu.solve import Residuals
 
 _F32 = jnp.float32
 length_multiple = solve.length_multiple
-REQUIREMENTS = (
-    FLOAT32_DECAY,
-    *TPU,
-)
+REQUIREMENTS = (FLOAT32_DECAY, *TPU)
 
 
 def forward(
     q, k, v, beta, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals | None]:  # fmt: skip
-    """The output [B, T, max(H, G), V], the final memories as `initial` and, to `save`, the residuals. T is a multiple of `CHUNK`.
+    """Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals (None without `save`).
 
-    The residuals' memories are [V, K].
+    Arguments are those of `delta_rule`; T is divisible by `CHUNK`. The memories of the residuals are [V, K].
     """
     layout = _layout(q, k, v, initial)
-    given = layout.inputs(run, dict(beta=beta), q=q, k=k, v=v, log_decay=log_decay)
-    given["initial"] = layout.as_memories(initial), layout.memories()
-    outs = dict(out=layout.tokens(layout.heads, v.shape[3], v.dtype), final=layout.memories())
+    inputs = layout.inputs(run, dict(beta=beta), q=q, k=k, v=v, log_decay=log_decay)
+    inputs["initial"] = layout.as_memories(initial), layout.memories()
+    outputs = dict(out=layout.tokens(layout.heads, v.shape[3], v.dtype), final=layout.memories())
     if save:
-        outs |= dict(states=layout.states(), inverse=layout.squares())
-    result = layout.call(_forward_kernel, given, outs, scale, interpret)
+        outputs |= dict(states=layout.states(), inverse=layout.squares())
+    result = layout.call(_forward_kernel, inputs, outputs, scale, interpret)
     final = layout.from_memories(result["final"])[:, :: layout.heads // v.shape[2]]
     residuals = Residuals(result["states"], result["inverse"]) if save else None
     return layout.from_tokens(result["out"], v.shape[3]), final, residuals
@@ -54,18 +52,18 @@ def backward(
     q, k, v, beta, log_decay, run, initial, residuals: Residuals, d_output, d_final, *,
     scale: float, decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Gradients of q, k, v, beta, log_decay (None where it is not wanted) and initial."""
+    """Return the gradients of q, k, v, beta, log_decay (None without `decay_gradient`) and initial."""
     layout = _layout(q, k, v, initial, reverse=True)
-    given = layout.inputs(run, dict(beta=beta), q=q, k=k, v=v, log_decay=log_decay)
-    of_output = layout.tokens(layout.heads, v.shape[3], v.dtype)
-    given["d_out"] = layout.as_tokens(d_output.astype(v.dtype)), of_output
-    given["states"] = residuals.states, layout.states()
-    given["inverse"] = residuals.inverse, layout.squares()
-    given["d_final"] = layout.as_memories(d_final, first=True), layout.memories()
+    inputs = layout.inputs(run, dict(beta=beta), q=q, k=k, v=v, log_decay=log_decay)
+    output_tokens = layout.tokens(layout.heads, v.shape[3], v.dtype)
+    inputs["d_out"] = layout.as_tokens(d_output.astype(v.dtype)), output_tokens
+    inputs["states"] = residuals.states, layout.states()
+    inputs["inverse"] = residuals.inverse, layout.squares()
+    inputs["d_final"] = layout.as_memories(d_final, first=True), layout.memories()
     likes = dict(dq=q, dk=k, dv=v) | (dict(d_decay=log_decay) if decay_gradient else {})
-    outs = {name: layout.gradient_tokens(like) for name, like in likes.items()}
-    outs |= dict(d_beta=layout.rows(), d_initial=layout.memories())
-    result = layout.call(_backward_kernel, given, outs, scale, interpret)
+    outputs = {name: layout.gradient_tokens(like) for name, like in likes.items()}
+    outputs |= dict(d_beta=layout.rows(), d_initial=layout.memories())
+    result = layout.call(_backward_kernel, inputs, outputs, scale, interpret)
     grads = {name: layout.gradient(result[name], like) for name, like in likes.items()}
     d_beta = layout.rows_gradient(result["d_beta"], v.shape[2])
     d_initial = row_layout.sum_heads(layout.from_memories(result["d_initial"]), v.shape[2], axis=1)
@@ -79,18 +77,19 @@ def _layout(q, k, v, initial, reverse: bool = False) -> tpu_layout.Layout:
 
 
 class _Head:
-    """One head's part of a chunk, what both kernels make of it.
+    """The tokens of a chunk for one head, and their products, as both kernels need them.
 
     Attributes:
         q: [C, K] float32.
         k: [C, K] float32.
         v: [C, V].
+        row: [1, C], beta.
         beta: [C, 1].
-        system: N [C, C] float32, below its diagonal.
+        system: N [C, C] float32, 0 on and above its diagonal.
         scores: P [C, C].
-        decays: of `tpu_halving`.
-        tiles: the levels' tiles of queries with keys.
-        alike: those of keys with keys.
+        decays: the decays of the chunk, as `halving.chunk_decays` returns them.
+        tiles: the operands [C, K] of each level, of queries with keys.
+        alike: the operands [C, K] of each level, of keys with keys.
         read: [C, K], scale q e^b.
         erase: [C, K], k e^b.
         written: [C, K], k e^(b_C - b).
@@ -106,29 +105,30 @@ class _Head:
         self.decays = halving.chunk_decays(g, masks)
         self.tiles = halving.operands(self.q, self.k, self.decays, dtype)
         self.alike = halving.operands(self.k, self.k, self.decays, dtype)
-        current = jnp.sum(self.q * self.k, axis=1, keepdims=True)
+        diagonal = jnp.sum(self.q * self.k, axis=1, keepdims=True)
         (scores,), (alike,) = halving.cross_scores((self.q, self.k), (self.k,), self.decays, dtype)
-        scores = jnp.where(masks.level < 0, current, scores)
+        scores = jnp.where(masks.level < 0, diagonal, scores)
         self.scores = jnp.where(masks.seen, scale * scores, 0).astype(dtype)
         self.system = jnp.where(masks.seen & (masks.level >= 0), alike, 0)
-        self.read = scale * self.q * self.decays.enter
-        self.erase = self.k * self.decays.enter
-        self.written = (self.k * self.decays.leave).astype(dtype)
+        self.read = scale * self.q * self.decays.read_decay
+        self.erase = self.k * self.decays.read_decay
+        self.written = (self.k * self.decays.write_decay).astype(dtype)
 
-    def missing(self, held, inverse):
-        """x [C, V] float32; `held` is what the memory holds at the keys."""
-        found = self.v.astype(_F32) - held
-        return dot(inverse, found.astype(self.v.dtype))
+    def missing(self, predicted, inverse):
+        """The errors of the memory's predictions of v, x [C, V] float32, from `predicted` = erase S."""
+        errors = self.v.astype(_F32) - predicted
+        return dot(inverse, errors.astype(self.v.dtype))
 
 
 def _forward_kernel(layout, scale: float, refs: dict, memory):
+    """Compute one chunk of a program's heads, and update their memories [V, K]."""
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
     columns = refs["beta"][...].T
     heads = [_Head(layout, scale, refs, masks, columns, h) for h in range(layout.block)]
     dtype = heads[0].v.dtype
     before = [memory[h].astype(dtype) for h in range(layout.block)]
-    # Step by step for all, as in `solve.invert`, and first what needs no inverse.
-    held = [
+    # Each step for all heads, as in `solve.invert`; first the products that need no inverse.
+    reads = [
         dot(jnp.concatenate([x.read, x.erase]).astype(dtype), m, "nt")
         for x, m in zip(heads, before, strict=True)
     ]
@@ -137,21 +137,23 @@ def _forward_kernel(layout, scale: float, refs: dict, memory):
         for h, (narrow, inverse) in enumerate(zip(before, inverses, strict=True)):
             refs["states"][h], refs["inverse"][h] = narrow, inverse
     writes = [
-        (x.beta * x.missing(own[CHUNK:], inverse)).astype(dtype)
-        for x, own, inverse in zip(heads, held, inverses, strict=True)
+        (x.beta * x.missing(read[CHUNK:], inverse)).astype(dtype)
+        for x, read, inverse in zip(heads, reads, inverses, strict=True)
     ]
-    for h, (x, own, w) in enumerate(zip(heads, held, writes, strict=True)):
-        layout.store(refs["out"], h, own[:CHUNK] + dot(x.scores, w))
+    for h, (x, read, w) in enumerate(zip(heads, reads, writes, strict=True)):
+        layout.store(refs["out"], h, read[:CHUNK] + dot(x.scores, w))
     for h, (x, w) in enumerate(zip(heads, writes, strict=True)):
-        memory[h] = x.decays.keep * memory[h] + dot(w, x.written, "tn")
+        memory[h] = x.decays.chunk_decay * memory[h] + dot(w, x.written, "tn")
 
 
 def _backward_kernel(layout, scale: float, refs: dict, d_memory):
+    """Compute the gradients of one chunk of a program's heads; `d_memory` is that of their memories, after the chunk, then before."""
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
     columns = refs["beta"][...].T
     refs["d_beta"][...] = jnp.zeros_like(refs["d_beta"])
 
     def outer(a, b):
+        """a bᵀ on and below the diagonal, mirrored above it."""
         return halving.mirror(dot(a, b, "nt"), dot(b, a, "nt"), masks)
 
     for h in range(layout.block):
@@ -171,35 +173,41 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
         d_writes -= dot(x.system.astype(dtype), dv, "tn")
         d_beta = jnp.sum(missing * d_writes, axis=1, keepdims=True)
         refs["d_beta"][h : h + 1] = d_beta.T
-        d_memory[h] = decays.keep * after + dot(d_out, read, "tn") - dot(dv, erase, "tn")
+        d_memory[h] = decays.chunk_decay * after + dot(d_out, read, "tn") - dot(dv, erase, "tn")
 
         read = halving.level_products(scale * outer(d_out, writes), x.tiles, masks)
         erased = halving.level_products(-outer(dv, writes), x.alike, masks)
-        current = d_out.astype(_F32) * writes.astype(_F32)
-        current = scale * jnp.sum(current, axis=1, keepdims=True)
-        of_read = scale * decays.enter * dot(d_out, before)
-        of_erase = -decays.enter * dot(dv, before)
-        of_write = decays.leave * dot(writes, narrow)
-        dq = halving.operand_gradient(read, decays, later=True) + of_read + current * x.k
+        diagonal = d_out.astype(_F32) * writes.astype(_F32)
+        diagonal = scale * jnp.sum(diagonal, axis=1, keepdims=True)
+        through_read = scale * decays.read_decay * dot(d_out, before)
+        through_erase = -decays.read_decay * dot(dv, before)
+        through_write = decays.write_decay * dot(writes, narrow)
+        dq = halving.operand_gradient(read, decays, later=True) + through_read + diagonal * x.k
         layout.store(refs["dq"], h, dq)
         dk = (
             halving.operand_gradient(read, decays, later=False)
-            + of_erase
-            + of_write
-            + current * x.q
+            + through_erase
+            + through_write
+            + diagonal * x.q
         )
         for product, factor in zip(erased, decays.factors, strict=True):
             dk += product * factor
         layout.store(refs["dk"], h, dk)
         if "d_decay" in refs:
-            kept = jnp.sum(before.astype(_F32) * after, axis=0, keepdims=True) * decays.keep
+            through_chunk_decay = before.astype(_F32) * after
+            through_chunk_decay = (
+                jnp.sum(through_chunk_decay, axis=0, keepdims=True) * decays.chunk_decay
+            )
             terms = zip(
                 halving.decay_terms(x.tiles, read),
                 halving.decay_terms(x.alike, erased),
                 strict=True,
             )
-            of_enter = x.q * of_read + x.k * of_erase
+            through_read_decay = x.q * through_read + x.k * through_erase
             d_decay = halving.decay_gradient(
-                [a + b for a, b in terms], of_enter, x.k * of_write, kept
+                [a + b for a, b in terms],
+                through_read_decay,
+                x.k * through_write,
+                through_chunk_decay,
             )
             layout.store(refs["d_decay"], h, d_decay)

@@ -1,8 +1,11 @@
-"""A diagonal-plus-low-rank memory (RWKV7) on Mosaic GPU (Hopper), of chunks of 64 tokens.
+"""A diagonal-plus-low-rank memory (RWKV7) on Mosaic GPU (Hopper), in chunks of 64 tokens.
 
-Forward: `hopper_resolve` resolves and solves every chunk by itself, `scan_forward` walks over the chunks. Backward: `scan_forward` once more, for the
-memory before each chunk and what each token read of it; `scan_backward` against time, for the gradients of both; then, side by side,
-`values_backward` and `hopper_finish` for the rest. Few rows of a long sequence are walked in parts, as the delta rule's.
+The forward pass has three kernels: `chunk_forward` computes the products of each chunk's tokens in parallel,
+`solve_chunks` inverts the chunks' systems, `scan_forward` carries the memory through the chunks in order. The
+backward pass has four: `scan_forward` recomputes the memory before each chunk and u, what a reads of the
+memory; `scan_backward` carries the gradient of the memory in the opposite order and computes du;
+`values_backward` and `chunk_backward` compute the gradients of the inputs, for all chunks in parallel. Long
+rows of a small batch are split into parts that are scanned in parallel (`pallas_kernels.hopper.parts`).
 """
 
 from __future__ import annotations
@@ -14,16 +17,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dplr.hopper.chunk_backward import chunk_backward
-from pallas_kernels.dplr.hopper.chunk_forward import (
-    CHUNK,
-    Resolved,
-    Solved,
-    chunk_forward,
-    solve_chunks,
-)
+from pallas_kernels.dplr.hopper.chunk_forward import DecayedChunks, chunk_forward
 from pallas_kernels.dplr.hopper.scan import scan_backward, scan_forward, values_backward
+from pallas_kernels.dplr.hopper.solve import SolvedChunks, solve_chunks
 from pallas_kernels.hopper import channel_slices, row_layout
 from pallas_kernels.hopper import parts as hopper_parts
+from pallas_kernels.hopper.halving import CHUNK
 from pallas_kernels.hopper.parts import length_multiple
 from pallas_kernels.memory_calls import FLOAT32_DECAY, VALUES_IN_SLICES, in_bfloat16, key_dims
 
@@ -40,17 +39,29 @@ REQUIREMENTS = (
 
 
 class Residuals(NamedTuple):
-    """What `forward` leaves for `backward`, some seven arrays of the size of q; `resolved` without what `solved` is made of."""
+    """The results of `forward` that `backward` reads, some seven arrays of the size of q.
 
-    resolved: Resolved
-    solved: Solved
+    Attributes:
+        decayed: products and decayed tokens of all chunks, without the inputs of `solve_chunks`.
+        solved: the solved chunks.
+        parts: the memories at which the parts of a row begin, for scans in parts; None if each row is scanned
+            in one.
+    """
+
+    decayed: DecayedChunks
+    solved: SolvedChunks
     parts: hopper_parts.Parts | None
 
 
 def forward(
-    q, k, v, a, b, log_decay, run, initial, *, scale: float, interpret: Any = False
-) -> tuple[jax.Array, jax.Array, Residuals]:
-    """The output [B, T, max(H, G), V], the final memories as `initial` and the residuals. T is a multiple of `length_multiple`."""
+    q, k, v, a, b, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
+) -> tuple[jax.Array, jax.Array, Residuals]:  # fmt: skip
+    """Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals.
+
+    Arguments are those of `dplr`; T is divisible by `length_multiple(q, k, v)`. The residuals are computed whether or not
+    `save` is set.
+    """
+    del save
     memories = v.shape[2]
     heads = max(q.shape[2], memories)
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
@@ -59,67 +70,76 @@ def forward(
         chunk_forward, documents=documents, heads=heads, scale=scale, interpret=interpret
     )
     products = "upper", "upper_values", "scores", "scores_values"
-    resolved = channel_slices.compute_by_key_slice(chunks, (q, k, a, b, log_decay), products)
+    decayed = channel_slices.compute_by_key_slice(chunks, (q, k, a, b, log_decay), products)
     solved = solve_chunks(
-        resolved.upper, resolved.upper_values, resolved.reach, interpret=interpret
+        decayed.upper, decayed.upper_values, decayed.decayed_a, interpret=interpret
     )
-    resolved = resolved._replace(upper=None, upper_values=None, reach=None)
-    # Several heads that read one memory each carry it along.
+    decayed = decayed._replace(upper=None, upper_values=None, decayed_a=None)
+    # Each of the heads that share a memory computes it.
     initial = jnp.repeat(initial, heads // memories, axis=1)
-    walk = functools.partial(
-        scan_forward, resolved, solved, initial=None, read=False, interpret=interpret
+    scan_part = functools.partial(
+        scan_forward, decayed, solved, initial=None, read=False, interpret=interpret
     )
-    parts = hopper_parts.split(walk, q, k, v, initial, chunk_bounds, interpret)
+    parts = hopper_parts.split(scan_part, q, k, v, initial, chunk_bounds, interpret)
     starts, count = hopper_parts.part_starts(parts, initial)
     output, ends = scan_forward(
-        resolved, solved, v, starts, parts=count, chunk_bounds=chunk_bounds, interpret=interpret
+        decayed, solved, v, starts, parts=count, chunk_bounds=chunk_bounds, interpret=interpret
     )
     final = ends[:, count - 1 :: count * heads // memories]
-    return output, final, Residuals(resolved, solved, parts)
+    return output, final, Residuals(decayed, solved, parts)
 
 
 def backward(
     q, k, v, a, b, log_decay, run, initial, residuals: Residuals, d_output, d_final, *,
-    scale: float, interpret: Any = False,
+    scale: float, decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Gradients of q, k, v, a, b, log_decay and initial."""
+    """Return the gradients of q, k, v, a, b, log_decay (computed regardless of `decay_gradient`) and initial."""
+    del decay_gradient
     memories, heads = v.shape[2], d_output.shape[2]
-    resolved, solved, parts = residuals
-    share = row_layout.sum_heads
+    decayed, solved, parts = residuals
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
     initial = jnp.repeat(initial, heads // memories, axis=1)
     starts, count = hopper_parts.part_starts(parts, initial)
     options: dict[str, Any] = dict(chunk_bounds=chunk_bounds, interpret=interpret)
-    back, states, _ = scan_forward(resolved, solved, v, starts, save=True, parts=count, **options)
-    # Of several heads that carry one memory, the first hands on the gradient from outside.
-    first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
-    d_final = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
-    walk = functools.partial(scan_backward, resolved, solved, d_output, **options)
-    d_ends, count = hopper_parts.part_end_gradients(parts, walk, d_final, interpret)
-    d_back, d_states, d_starts = walk(d_ends, parts=count)
+    a_read, states, _ = scan_forward(decayed, solved, v, starts, save=True, parts=count, **options)
+    d_final = row_layout.gradient_by_head(d_final, heads)
+    scan_part = functools.partial(scan_backward, decayed, solved, d_output, **options)
+    d_ends, count = hopper_parts.part_end_gradients(parts, scan_part, d_final, interpret)
+    d_a_read, d_states, d_starts = scan_part(d_ends, parts=count)
     documents, depth = row_layout.documents_of(run, 1), q.shape[-1]
 
-    def of_values(at):
-        """Gradients of these values, and theirs of what has keys."""
-        own, d_own, back_own = states[..., at, :], d_states[..., at, :], back[..., at]
-        dv, d_reached = values_backward(
-            resolved, solved, d_output[..., at], d_back[..., at], d_own, interpret=interpret
+    def slice_gradients(values):
+        """Return dv of one slice of v and, per slice of the keys, this slice's terms of dq, dk, da, db and d_decay."""
+        before, d_after = states[..., values, :], d_states[..., values, :]
+        d_out = d_output[..., values]
+        dv, d_right_side = values_backward(
+            decayed, solved, d_out, d_a_read[..., values], d_after, interpret=interpret
         )
-        kept = jnp.einsum("bhnvk,bhnvk->bhnk", own, d_own, preferred_element_type=_F32)
-        kept = kept.reshape(resolved.keep.shape) * resolved.keep
-        found = [
+        through_memory = jnp.einsum(
+            "bhnvk,bhnvk->bhnk", before, d_after, preferred_element_type=_F32
+        )
+        through_memory = through_memory.reshape(decayed.chunk_decay.shape) * decayed.chunk_decay
+        gradients = [
             chunk_backward(
-                q[..., keys], k[..., keys], a[..., keys], b[..., keys], log_decay[..., keys], v[..., at], back_own,
-                d_output[..., at], d_reached, own[..., keys], d_own[..., keys],
-                channel_slices.slice_keep(kept, depth, keys), documents, scale=scale, interpret=interpret,
+                q[..., keys], k[..., keys], a[..., keys], b[..., keys], log_decay[..., keys], v[..., values],
+                a_read[..., values], d_out, d_right_side, before[..., keys], d_after[..., keys],
+                channel_slices.slice_chunk_decay(through_memory, depth, keys), documents, scale=scale, interpret=interpret,
             ) for keys in channel_slices.split_channels(depth)
         ]  # fmt: skip
-        return dv, found
+        return dv, gradients
 
-    dvs, found = zip(*map(of_values, channel_slices.split_channels(v.shape[-1])), strict=True)
-    dv, by_key = jnp.concatenate(dvs, axis=-1), zip(*channel_slices.sum_trees(*found), strict=True)
-    dq, dk, da, db, d_decay = (jnp.concatenate(x, axis=-1) for x in by_key)
+    value_slices = channel_slices.split_channels(v.shape[-1])
+    dvs, gradients = zip(*map(slice_gradients, value_slices), strict=True)
+    dv = jnp.concatenate(dvs, axis=-1)
+    of_keys = zip(*channel_slices.sum_trees(*gradients), strict=True)
+    dq, dk, da, db, d_decay = (jnp.concatenate(x, axis=-1) for x in of_keys)
+    sum_heads = row_layout.sum_heads
     return (
-        share(dq, q.shape[2]), share(dk, k.shape[2]), share(dv, memories), share(da, a.shape[2]),
-        share(db, b.shape[2]), share(d_decay, memories), share(d_starts[:, ::count], memories, axis=1),
-    )  # fmt: skip
+        sum_heads(dq, q.shape[2]),
+        sum_heads(dk, k.shape[2]),
+        sum_heads(dv, memories),
+        sum_heads(da, a.shape[2]),
+        sum_heads(db, b.shape[2]),
+        sum_heads(d_decay, memories),
+        sum_heads(d_starts[:, ::count], memories, axis=1),
+    )

@@ -1,25 +1,33 @@
-"""The gradients of a diagonal-plus-low-rank memory that each chunk makes by itself, on Mosaic GPU (Hopper).
+"""The phase `chunk_backward` of a diagonal-plus-low-rank memory (RWKV7), on Mosaic GPU (Hopper).
 
-dR = Xᵀ du is the gradient of what a reads. Under the decays between two tokens (of `hopper_resolve`), and with S and dS':
+The kernel computes the gradients of q, k, a, b and the log decay of every chunk in parallel, from the memory
+S before the chunk, the gradient dS' of the memory after it, u (what a reads, see `scan`) and dR = Xᵀ du, the
+gradient of the sum that X multiplies. With q' = q e^g, d and d' the inclusive and exclusive sums of the log
+decays, and [x yᵀ] under the decay between two tokens (see `chunk_forward`), below the diagonal for dq' and da
+and above it for dk and db:
 
-    dq' = scale [dO vᵀ] k + scale [dO uᵀ] b + scale e^b' ⊙ (dO Sᵀ)      dk = scale [v dOᵀ] q' + [v dRᵀ] a + e^(b_C - b) ⊙ (v dS'ᵀ)
-    da  =       [dR vᵀ] k +       [dR uᵀ] b +       e^b' ⊙ (dR Sᵀ)      db = scale [u dOᵀ] q' + [u dRᵀ] a + e^(b_C - b) ⊙ (u dS'ᵀ)
+    dq' = scale [dO vᵀ] k + scale [dO uᵀ] b + scale e^d' ⊙ (dO Sᵀ)      dk = scale [v dOᵀ] q' + [v dRᵀ] a + e^(d_C - d) ⊙ (v dS'ᵀ)
+    da  =       [dR vᵀ] k +       [dR uᵀ] b +       e^d' ⊙ (dR Sᵀ)      db = scale [u dOᵀ] q' + [u dRᵀ] a + e^(d_C - d) ⊙ (u dS'ᵀ)
 
-On a level one tile holds rows q' or k, the other a or b, and a matrix for each tile and each line gives both of a line.
+On a level of the halving, one tile has q' in later rows and k in earlier ones, the other a and b. A matrix
+[C, C] per tile and line above, with the line's left matrix below the diagonal and its right matrix above it,
+then gives both gradients of the line.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
-from pallas_kernels.dplr.hopper.chunk_forward import own_decay
+from pallas_kernels.dplr.hopper.chunk_forward import token_decay
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.blocks import Block, place_of
 from pallas_kernels.hopper.halving import (
     BLOCK,
     CHUNK,
@@ -30,221 +38,362 @@ from pallas_kernels.hopper.halving import (
     left_operand,
     load,
     load_by_row,
-    run_by_chunk,
-    same_document,
+    load_float32,
 )
+from pallas_kernels.hopper.launch import launch
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
+_INPUTS = ("q", "k", "a", "b")
+_VALUES = ("d_out", "d_right_side", "v", "a_read")  # arrays [B, T, *, V]
+
+
+class _Smem(NamedTuple):
+    """Shared memory of a program; `groups` counts its warpgroups, of 64 key channels each; tiles are bfloat16.
+
+    Attributes:
+        inputs: [groups, 4, C, 64], q, k, a and b, later their gradients; after `of_warpgroup`, a list of four
+            references [C, 64].
+        state: [groups, max(V, 128), 64], S transposed, then dS', then two tiles [C, 64].
+        parts: [groups, 2, 64, 64], for `Halving`.
+        tile: [groups, C, 64], for `Halving`.
+        totals: [groups, 64] float32, the gradient of the decay of the whole chunk.
+        d_outs: [2, C, V], dO and dR, then the two matrices [C, C] of the first line.
+        values: [2, C, V], v and u, then the two matrices [C, C] of the second line.
+        loaded: barrier that the inputs and S arrive at.
+        state_loaded: barriers that dS' arrives at, one per warpgroup.
+        values_used: barrier at which no warpgroup reads `d_outs` and `values` any more.
+        matrices_stored: barrier at which the four matrices are complete.
+        left: [groups, C, 64] for the interpreter, which reads left operands from shared memory; else None.
+    """
+
+    inputs: Any
+    state: Any
+    parts: Any
+    tile: Any
+    totals: Any
+    d_outs: Any
+    values: Any
+    loaded: Any
+    state_loaded: Any
+    values_used: Any
+    matrices_stored: Any
+    left: Any
+
+    def of_warpgroup(self, group) -> _Smem:
+        """Return the same buffers, with those that every warpgroup has for itself indexed by `group`."""
+        names = ("inputs", "state", "parts", "tile", "totals", "state_loaded")
+        names += () if self.left is None else ("left",)
+        buffers = {name: getattr(self, name).at[group] for name in names}
+        buffers["inputs"] = [buffers["inputs"].at[index] for index in range(len(_INPUTS))]
+        return self._replace(**buffers)
+
+
+def _smem(groups: int, width: int, interpret) -> _Smem:
+    """The types of the buffers, for `width` value channels."""
+    smem: Any = plgpu.SMEM
+    tile = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
+    return _Smem(
+        inputs=tile((groups, 4, *SQUARE)),
+        state=tile((groups, max(width, 2 * BLOCK), BLOCK)),
+        parts=tile((groups, 2, *SQUARE)),
+        tile=tile((groups, *SQUARE)),
+        totals=smem((groups, CHUNK), _F32),
+        d_outs=tile((2, CHUNK, width)),
+        values=tile((2, CHUNK, width)),
+        loaded=plgpu.Barrier(num_arrivals=5 * groups + 4),
+        state_loaded=plgpu.Barrier(num_barriers=groups),
+        values_used=plgpu.Barrier(num_arrivals=groups),
+        matrices_stored=plgpu.Barrier(num_arrivals=groups),
+        left=tile((groups, *SQUARE)) if interpret else None,
+    )
+
+
+class _Gradients(NamedTuple):
+    """Gradients of q', k, a and b in 64 key channels, [C, 64] float32, without the products of a query with its own token's k and b."""
+
+    q: Any
+    k: Any
+    a: Any
+    b: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """The part of `chunk_backward` that one warpgroup computes: a chunk of one head, 64 key channels.
+
+    Attributes:
+        block: the chunk in global memory.
+        smem: the warpgroup's buffers, and those that all share.
+        group: index of the warpgroup.
+        groups: warpgroups of the program.
+        depth: K.
+        width: V.
+        scale: multiplies q.
+        interpret: parameters of the interpreter, or False.
+    """
+
+    block: Block
+    smem: _Smem
+    group: Any
+    groups: int
+    depth: int
+    width: int
+    scale: float
+    interpret: Any
+
+    def as_left(self, x):
+        """x [C, 64] bfloat16 as the left operand of a product."""
+        return left_operand(self.smem.left, self.interpret)(x)
+
+    def load_inputs(self, memory) -> None:
+        """Start to load this warpgroup's channels of the inputs, and of S into `memory`; the first one also loads the shared arrays."""
+        smem = self.smem
+        for name, to in zip(_INPUTS, smem.inputs, strict=True):
+            plgpu.copy_gmem_to_smem(self.block.keys(name), to, smem.loaded)
+        self.load_memory("states", memory, smem.loaded)
+
+        def load_shared():
+            for index, name in enumerate(_VALUES):
+                to = (smem.d_outs if index < 2 else smem.values).at[index % 2]
+                plgpu.copy_gmem_to_smem(self.block.head_tokens(name), to, smem.loaded)
+
+        pl.when(self.group == 0)(load_shared)
+
+    def load_memory(self, name: str, to, barrier) -> None:
+        """Start to load this warpgroup's channels of S or dS'."""
+        place = self.block.place
+        source = self.block.refs[name].at[place.row, place.h, place.n, :, self.block.columns]
+        plgpu.copy_gmem_to_smem(source, to, barrier)
+
+    def products_with_memory(self, halving: Halving, rows, memory):
+        """The products of two tiles [2, C, V] with a memory [V, 64] in shared memory, [C, 64] float32 each."""
+
+        def products(first, second):
+            plgpu.wgmma(first, rows.at[0], memory)
+            plgpu.wgmma(second, rows.at[1], memory)
+
+        return halving.accumulate(products, 2)
+
+    def pair_matrices(self, halving: Halving):
+        """Compute the four matrices of pairs of tokens; of two warpgroups, each computes those of one line.
+
+        Returns:
+            (line, tile, matrix [C, C] bfloat16) each: line 0 is that of dq' and dk, 1 that of da and db; tile
+            0 contains q' and k, 1 a and b.
+        """
+        i, j = halving.i, halving.j
+        matrices = []
+        for line in [self.group] if self.groups > 1 else [0, 1]:
+            for tile in range(2):
+                products = functools.partial(self.line_products, line=line, tile=tile)
+                later, earlier = halving.accumulate(products, 2)
+                if self.groups > 1:
+                    later *= jnp.where(line == 0, self.scale, 1.0)
+                else:
+                    later *= 1.0 if line else self.scale
+                earlier *= 1.0 if tile else self.scale
+                matrix = jnp.where(self.block.mask_documents(i >= j), later, 0.0)
+                matrix = jnp.where(self.block.mask_documents(i < j), earlier, matrix)
+                matrices.append((line, tile, matrix.astype(_BF16)))
+        return matrices
+
+    def line_products(self, later, earlier, *, line, tile: int) -> None:
+        """Add the products of dO or dR with v or u: `later` is used below the diagonal, `earlier` above it."""
+        d_outs, values = self.smem.d_outs, self.smem.values
+        plgpu.wgmma(later, d_outs.at[line], values.at[tile].transpose((1, 0)))
+        plgpu.wgmma(earlier, values.at[line], d_outs.at[tile].transpose((1, 0)))
+
+    def store_matrices(self, matrices):
+        """Store the four matrices for all warpgroups in the buffers of dO, dR, v and u; return the references, [line][tile]."""
+        smem = self.smem
+        plgpu.barrier_arrive(smem.values_used)
+        plgpu.barrier_wait(smem.values_used)
+        refs = [
+            [x.at[tile, :, pl.ds(0, CHUNK)] for tile in range(2)]
+            for x in (smem.d_outs, smem.values)
+        ]
+
+        def store(to, matrix):
+            to[...] = matrix
+
+        for line, tile, matrix in matrices:
+            if self.groups == 1:
+                store(refs[line][tile], matrix)
+                continue
+            for index in range(2):
+                pl.when(self.group == index)(functools.partial(store, refs[index][tile], matrix))
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem.matrices_stored)
+        return refs
+
+    def store_totals(self, halving: Halving, gradients: _Gradients, parts) -> None:
+        """Store the gradient of the log decay of the whole chunk, [64]: the term through the memory plus Σ_i (k dk + b db)_i."""
+        _, k, _, b = self.smem.inputs
+        place = self.block.place
+        halving.split(load_float32(k) * gradients.k + load_float32(b) * gradients.b, parts)
+        written = halving.column_sums(parts)
+        channels = pl.ds(place.n * self.depth + self.group * BLOCK, BLOCK)
+        memory = load_by_row(self.block.refs["through_memory"].at[place.row, place.h, channels])
+        self.smem.totals[...] = written + memory
+
+    def add_level(self, halving: Halving, matrices, tiles, level, gradients: _Gradients):
+        """Add the gradients through the pairs of tokens that meet on a level.
+
+        Args:
+            halving: the `Halving` of the chunk.
+            matrices: the result of `store_matrices`.
+            tiles: two buffers [C, 64].
+            level: index of the level.
+            gradients: the sums so far.
+
+        Returns:
+            The sums, as `_Gradients`.
+        """
+        q, k, a, b = self.smem.inputs
+        dq, dk, da, db = gradients
+        factor, later = halving.factor(level), halving.later(level)
+        for of_later, of_earlier, to in ((q, k, tiles[0]), (a, b, tiles[1])):
+            x = halving.blend(level, load(of_later), load(of_earlier))
+            to[...] = (x.astype(_F32) * factor).astype(_BF16)
+        plgpu.commit_smem()
+        sums = []
+        for line, of_later, of_earlier in zip(matrices, (dq, da), (dk, db), strict=True):
+            dx = self.line_gradient(halving, level, line, tiles) * factor
+            sums += [of_later + later * dx, of_earlier + (1 - later) * dx]
+        dq, dk, da, db = sums
+        return _Gradients(dq, dk, da, db)
+
+    def line_gradient(self, halving: Halving, level, line, tiles):
+        """The sum of a line's matrices, masked to the pairs that meet on a level, times the tiles; [C, 64] float32."""
+        dx = [jnp.zeros(SQUARE, _F32)]
+        for matrix, x in zip(line, tiles, strict=True):
+            pairs = self.as_left(halving.mask_to_level(level, load(matrix)))
+            add = lambda out, pairs=pairs, x=x: plgpu.wgmma(out, pairs, x)  # noqa: E731
+            dx = wg.accumulate(add, *dx, interpret=self.interpret)
+        return dx[0]
+
+    def store_d_decay(self, halving: Halving, gradients: _Gradients) -> None:
+        """Store the gradient of the log decay. The products of a query with its own token add nothing: they have no decay."""
+        q, k, a, b = self.smem.inputs
+        i, j = halving.i, halving.j
+        dq, dk, da, db = gradients
+        block, place = self.block, self.block.place
+        halving.split(load_float32(q) * dq - load_float32(k) * dk - load_float32(b) * db)
+        d_decay = halving.sums(block.mask_documents(j >= i))
+        halving.split(load_float32(a) * da)
+        d_decay += halving.sums(block.mask_documents(j > i))
+        totals = plgpu.load(self.smem.totals, layout=wg.LAYOUT.reduce(0))
+        d_decay += block.mask_rows(lax.broadcast_in_dim(totals, SQUARE, [1]), "stays")
+        block.refs["dg"].at[place.row, place.tokens, place.h, block.columns][...] = d_decay
+
+    def store_gradients(self, halving: Halving, matrices, gradients: _Gradients) -> None:
+        """Add the products of each query with its own token's k and b, and store the gradients of q, k, a and b."""
+        q, k, a, b = self.smem.inputs
+        i, j = halving.i, halving.j
+        dq, dk, da, db = gradients
+        of_k, of_b = (
+            wg.spread_rows(jnp.sum(jnp.where(i == j, load_float32(x), 0.0), axis=1), SQUARE)
+            for x in matrices[0]
+        )
+        decay = token_decay(self.block.log_decay())
+        queries = wg.load_global(self.block.keys("q")).astype(_F32)
+        dq = dq * decay + of_k * load_float32(k) + of_b * load_float32(b)
+        dk, db = dk + of_k * queries, db + of_b * queries
+        for name, buffer, x in (("dq", q, dq), ("dk", k, dk), ("da", a, da), ("db", b, db)):
+            self.block.store(name, buffer, x)
+
+    def run(self) -> None:
+        """Compute and store the gradients."""
+        smem, block = self.smem, self.block
+        q = smem.inputs[0]
+        memory = smem.state.at[pl.ds(0, self.width)]
+        self.load_inputs(memory)
+        halving = Halving(smem.parts, smem.tile, self.as_left, True, self.interpret)
+        halving.split_decay(block.log_decay())
+        plgpu.barrier_wait(smem.loaded)
+        dq, da = self.products_with_memory(halving, smem.d_outs, memory)
+        plgpu.commit_smem()
+        self.load_memory("d_states", memory, smem.state_loaded)
+        matrices = self.pair_matrices(halving)
+        plgpu.barrier_wait(smem.state_loaded)
+        dk, db = self.products_with_memory(halving, smem.values, memory)
+        matrices = self.store_matrices(matrices)
+        read_decay = block.mask_rows(halving.boundary_decay(True), "enters")
+        dq *= read_decay * self.scale
+        da *= read_decay
+        write_decay = block.mask_rows(halving.boundary_decay(False), "stays")
+        dk *= write_decay
+        db *= write_decay
+        gradients = _Gradients(dq, dk, da, db)
+        # The memories are no longer read: two tiles use their buffer.
+        tiles = [smem.state.at[pl.ds(index * BLOCK, BLOCK)] for index in range(2)]
+        self.store_totals(halving, gradients, tiles)
+        plgpu.barrier_wait(smem.matrices_stored)
+        q[...] = (load_float32(q) * token_decay(block.log_decay())).astype(_BF16)  # q'
+        plgpu.commit_smem()
+        level = functools.partial(self.add_level, halving, matrices, tiles)
+        gradients = lax.fori_loop(0, LEVELS, level, gradients)
+        self.store_d_decay(halving, gradients)
+        self.store_gradients(halving, matrices, gradients)
+        plgpu.wait_smem_to_gmem(0)
 
 
 def chunk_backward(
-    q, k, a, b, log_decay, v, back, d_out, d_reached, states, d_states, kept, documents: Documents | None, *,
-    scale: float, interpret: Any = False,
+    q, k, a, b, log_decay, v, a_read, d_out, d_right_side, states, d_states, through_memory, documents: Documents | None,
+    *, scale: float, interpret: Any = False,
 ):  # fmt: skip
-    """The kernel, over all chunks, for the h heads of `d_out`.
+    """Run the kernel over all chunks, for the h heads of `d_out`.
 
     Args:
-        q: [B, T, *, K], as k, a, b and log_decay.
-        k: see q.
-        a: see q.
-        b: see q.
-        log_decay: see q.
-        v: [B, T, *, V].
-        back: [B, T, h, V], u.
-        d_out: [B, T, h, V].
-        d_reached: [B, T, h, V], dR.
-        states: [B, h, N, V, K], S turned.
-        d_states: [B, h, N, V, K], dS' turned.
-        kept: [B, h, N * K], what the decay of the whole chunk gets from the memory: the sum over V of keep S dS'.
-        documents: or None.
-        scale: of q.
+        q: [B, T, *, K] bfloat16.
+        k: [B, T, *, K] bfloat16.
+        a: [B, T, *, K] bfloat16.
+        b: [B, T, *, K] bfloat16.
+        log_decay: [B, T, *, K] float32.
+        v: [B, T, *, V] bfloat16.
+        a_read: [B, T, h, V] bfloat16, u.
+        d_out: [B, T, h, V] bfloat16.
+        d_right_side: [B, T, h, V] bfloat16, dR.
+        states: [B, h, N, V, K] bfloat16, the transpose of S before each of the N chunks.
+        d_states: [B, h, N, V, K] bfloat16, the transpose of dS' after each chunk.
+        through_memory: [B, h, N * K] float32, the gradient of the log decay of the whole chunk through S: Σ_v
+            chunk_decay S dS'.
+        documents: where documents begin, or None for one document per row.
+        scale: multiplies q.
         interpret: parameters of the interpreter, or False.
 
     Returns:
-        dq, dk, da and db [B, T, h, K] bfloat16, and that of the decay, float32.
+        dq, dk, da and db [B, T, h, K] bfloat16, and the gradient of the log decay [B, T, h, K] float32.
     """
     batch, length, heads, width = d_out.shape
     depth = k.shape[-1]
     count, groups = length // CHUNK, depth // BLOCK
-    inputs = dict(q=q, k=k, a=a, b=b)
-    tiles = dict(d_out=d_out, d_reached=d_reached, v=v, back=back)
-    named = inputs | tiles | dict(states=states, d_states=d_states, g=log_decay, kept=kept)
-    named |= {} if documents is None else documents._asdict()
+    inputs = dict(q=q, k=k, a=a, b=b, d_out=d_out, d_right_side=d_right_side, v=v, a_read=a_read)
+    inputs |= dict(states=states, d_states=d_states, g=log_decay, through_memory=through_memory)
+    inputs |= {} if documents is None else documents._asdict()
     struct = jax.ShapeDtypeStruct
     wide = (batch, length, heads, depth)
-    out_type = {f"d{name}": struct(wide, _BF16) for name in inputs} | dict(dg=struct(wide, _F32))
+    outputs = {f"d{name}": struct(wide, _BF16) for name in _INPUTS} | dict(dg=struct(wide, _F32))
 
-    def kernel(*refs):
-        refs = dict(zip([*named, *out_type], refs, strict=True))
+    def kernel(refs):
         index, group = lax.axis_index("chunk"), lax.axis_index("warpgroup")
-        h, n = lax.rem(index, heads), lax.rem(lax.div(index, heads), count)
-        row = lax.div(index, heads * count)
-        own = lambda name: lax.div(h * named[name].shape[2], heads)  # noqa: E731
-        tokens, columns = pl.ds(n * CHUNK, CHUNK), pl.ds(group * BLOCK, BLOCK)
+        block = Block(refs, place_of(index, heads, count), pl.ds(group * BLOCK, BLOCK))
 
-        def scoped(
-            buffers, state, parts, buffer, totals, d_outs, values, loaded, state_loaded, used, crossed, *left_buffer
-        ):  # fmt: skip
-            buffers, state, parts, buffer, totals = (
-                x.at[group] for x in (buffers, state, parts, buffer, totals)
-            )
-            q_buffer, k_buffer, a_buffer, b_buffer = (buffers.at[at] for at in range(4))
-            memory = state.at[pl.ds(0, width)]
-            for at, name in enumerate(inputs):
-                source = refs[name].at[row, tokens, own(name), columns]
-                plgpu.copy_gmem_to_smem(source, buffers.at[at], loaded)
-            plgpu.copy_gmem_to_smem(refs["states"].at[row, h, n, :, columns], memory, loaded)
+        def body(smem: _Smem):
+            smem = smem.of_warpgroup(group)
+            _Program(block, smem, group, groups, depth, width, scale, interpret).run()
 
-            def copy_shared():
-                for at, name in enumerate(tiles):
-                    to = (d_outs if at < 2 else values).at[at % 2]
-                    plgpu.copy_gmem_to_smem(refs[name].at[row, tokens, own(name)], to, loaded)
+        pl.run_scoped(body, _smem(groups, width, interpret), collective_axes="warpgroup")
 
-            pl.when(group == 0)(copy_shared)
-            left = left_operand(left_buffer[0].at[group] if interpret else None, interpret)
-            halving = Halving(parts, buffer, left, True, interpret)
-            i, j = halving.i, halving.j
-            tile = lambda x: load(x).astype(_F32)  # noqa: E731
-            decay = lambda: wg.load_global(refs["g"].at[row, tokens, own("g"), columns])  # noqa: E731 - twice
-            halving.split_decay(decay())
-
-            def within(mask):
-                return mask if documents is None else mask & same_document(refs["run"].at[row, tokens])  # fmt: skip
-
-            def border(x, name):
-                if documents is None:
-                    return x
-                return x * wg.spread_rows(load_by_row(refs[name].at[row, tokens]), SQUARE)
-
-            plgpu.barrier_wait(loaded)
-
-            def read(dq, da):
-                plgpu.wgmma(dq, d_outs.at[0], memory)
-                plgpu.wgmma(da, d_outs.at[1], memory)
-
-            dq, da = halving.accumulate(read, 2)
-            plgpu.commit_smem()
-            plgpu.copy_gmem_to_smem(
-                refs["d_states"].at[row, h, n, :, columns], memory, state_loaded.at[group]
-            )
-
-            # Four matrices: two for q' and k, two for a and b. Each warpgroup makes the same of different tiles.
-            pairs = []
-            for line in [group] if groups > 1 else [0, 1]:
-                for at in range(2):
-
-                    def both(later, earlier, line=line, at=at):
-                        plgpu.wgmma(later, d_outs.at[line], values.at[at].transpose((1, 0)))
-                        plgpu.wgmma(earlier, values.at[line], d_outs.at[at].transpose((1, 0)))
-
-                    later, earlier = halving.accumulate(both, 2)
-                    later *= (
-                        jnp.where(line == 0, scale, 1.0) if groups > 1 else (1.0 if line else scale)
-                    )
-                    earlier *= 1.0 if at else scale
-                    mirrored = jnp.where(within(i >= j), later, 0.0)
-                    mirrored = jnp.where(within(i < j), earlier, mirrored)
-                    pairs.append((line, at, mirrored.astype(_BF16)))
-
-            def write(dk, db):
-                plgpu.wgmma(dk, values.at[0], memory)
-                plgpu.wgmma(db, values.at[1], memory)
-
-            plgpu.barrier_wait(state_loaded.at[group])
-            dk, db = halving.accumulate(write, 2)
-            # Both warpgroups are done with the tiles: the matrices take their buffer, by line.
-            plgpu.barrier_arrive(used)
-            plgpu.barrier_wait(used)
-            matrices = [[x.at[at, :, pl.ds(0, CHUNK)] for at in range(2)] for x in (d_outs, values)]
-            for line, at, x in pairs:
-                if groups == 1:
-                    matrices[line][at][...] = x
-                    continue
-                for to in range(2):
-
-                    def put(to=to, at=at, x=x):
-                        matrices[to][at][...] = x
-
-                    pl.when(group == to)(put)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(crossed)
-
-            enter = border(halving.boundary_decay(True), "enters")
-            dq *= enter * scale
-            da *= enter
-            leave = border(halving.boundary_decay(False), "stays")
-            dk *= leave
-            db *= leave
-            # The memory's tiles have been used: their buffer takes the next parts, and then what stands on a level.
-            spare = [state.at[pl.ds(at * BLOCK, BLOCK)] for at in range(2)]
-            halving.split(tile(k_buffer) * dk + tile(b_buffer) * db, spare)
-            written = halving.column_sums(spare)
-            totals[...] = written + load_by_row(refs["kept"].at[row, h, pl.ds(n * depth + group * BLOCK, BLOCK)])  # fmt: skip
-
-            plgpu.barrier_wait(crossed)
-            q_buffer[...] = (tile(q_buffer) * own_decay(decay())).astype(_BF16)  # q'
-            plgpu.commit_smem()
-
-            def level(at, gradients):
-                dq, dk, da, db = gradients
-                factor, later = halving.factor(at), halving.later(at)
-                for of_later, of_earlier, to in ((q_buffer, k_buffer, spare[0]), (a_buffer, b_buffer, spare[1])):  # fmt: skip
-                    x = halving.blend(at, load(of_later), load(of_earlier))
-                    to[...] = (x.astype(_F32) * factor).astype(_BF16)
-                plgpu.commit_smem()
-                found = []
-                for line, first, second in zip(matrices, (dq, da), (dk, db), strict=True):
-                    dx = [jnp.zeros(SQUARE, _F32)]
-                    for matrix, x in zip(line, spare, strict=True):
-                        near = left(halving.mask_to_level(at, load(matrix)))
-                        add = lambda out, near=near, x=x: plgpu.wgmma(out, near, x)  # noqa: E731
-                        dx = wg.accumulate(add, *dx, interpret=interpret)
-                    dx = dx[0] * factor
-                    found += [first + later * dx, second + (1 - later) * dx]
-                dq, dk, da, db = found
-                return dq, dk, da, db
-
-            dq, dk, da, db = lax.fori_loop(0, LEVELS, level, (dq, dk, da, db))
-            halving.split(tile(q_buffer) * dq - tile(k_buffer) * dk - tile(b_buffer) * db)
-            dg = halving.sums(within(j >= i))
-            halving.split(tile(a_buffer) * da)
-            dg += halving.sums(within(j > i))
-            at_end = plgpu.load(totals, layout=wg.LAYOUT.reduce(0))
-            dg += border(lax.broadcast_in_dim(at_end, SQUARE, [1]), "stays")
-            refs["dg"].at[row, tokens, h, columns][...] = dg
-            # What q sees of its own token's writes.
-            current = (jnp.sum(jnp.where(i == j, tile(x), 0.0), axis=1) for x in matrices[0])
-            of_k, of_b = (wg.spread_rows(x, SQUARE) for x in current)
-            shift = own_decay(decay())
-            q = wg.load_global(refs["q"].at[row, tokens, own("q"), columns]).astype(_F32)
-            dq = dq * shift + of_k * tile(k_buffer) + of_b * tile(b_buffer)
-            for name, to, x in (
-                ("dq", q_buffer, dq), ("dk", k_buffer, dk + of_k * q), ("da", a_buffer, da), ("db", b_buffer, db + of_b * q)
-            ):  # fmt: skip
-                to[...] = x.astype(_BF16)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(to, refs[name].at[row, tokens, h, columns])
-            plgpu.wait_smem_to_gmem(0)
-
-        smem: Any = plgpu.SMEM
-        buffer = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
-        buffers = [
-            buffer((groups, 4, *SQUARE)),
-            buffer((groups, max(width, 2 * BLOCK), BLOCK)),
-            buffer((groups, 2, *SQUARE)),
-            buffer((groups, *SQUARE)),
-            smem((groups, CHUNK), _F32),
-            buffer((2, CHUNK, width)),
-            buffer((2, CHUNK, width)),
-            plgpu.Barrier(num_arrivals=5 * groups + 4),
-            plgpu.Barrier(num_barriers=groups),
-            plgpu.Barrier(num_arrivals=groups),
-            plgpu.Barrier(num_arrivals=groups),
-        ]
-        if interpret:
-            buffers.append(buffer((groups, *SQUARE)))
-        pl.run_scoped(scoped, *buffers, collective_axes="warpgroup")
-
-    return run_by_chunk(
-        kernel, named, list(out_type.values()), batch * count * heads, groups, interpret
+    results = launch(
+        kernel,
+        inputs=inputs,
+        outputs=outputs,
+        grid=dict(chunk=batch * count * heads),
+        num_threads=groups,
+        thread_name="warpgroup",
+        reduction_scratch_bytes=0,
+        name="dplr_chunk_backward",
+        interpret=interpret,
     )
+    return list(results.values())

@@ -1,14 +1,20 @@
-"""What a chunk of a diagonal-plus-low-rank memory does before any memory is known, on Mosaic GPU (Hopper).
+"""The phase `chunk_forward` of a diagonal-plus-low-rank memory (RWKV7), on Mosaic GPU (Hopper).
 
-`chunk_forward` makes the products of q and a with k and b under their decays, all at once for rows that the decay since the chunk's
-beginning leaves within reach, for others by halving (see `linear_attention.tiles_channels`). With q' = q e^g every one of them
-stands under the decay between the two tokens, without either's own, so that on a level one tile holds q' or k, the other a or b, and
-two products give the four: what q sees below the diagonal, what a sees, transposed, above it. `solve` inverts what a sees of b, and
-solves for what a reads of the memory before the chunk and of its values.
+`chunk_forward` computes, for every chunk in parallel, the products of q and a with k and b under the decays
+between two tokens. Rows whose decay since the chunk's start is at most `halving.RANGE` bits are in range:
+all their pairs come from one product (`AllPairs`). The other pairs come from halving (`Level`; see
+`pallas_kernels.tiles.channel_decay`). With q' = q e^g, all four products have the same decay between tokens i
+and j, the sum of the log decays strictly between them. So on a level one tile contains q' in later rows and k
+or b in earlier ones, the other a in later rows and b or k in earlier ones, and two products of such tiles
+give all four matrices: those of q below the diagonal, those of a, transposed, above it.
+
+`solve.solve_chunks` inverts the system of each chunk, and applies the inverse to the terms that do not depend
+on the memory.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -18,6 +24,7 @@ from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.blocks import Block, place_of
 from pallas_kernels.hopper.halving import (
     BLOCK,
     CHUNK,
@@ -29,30 +36,33 @@ from pallas_kernels.hopper.halving import (
     Level,
     left_operand,
     load,
-    load_by_row,
-    run_by_chunk,
+    load_float32,
     same_document,
 )
-from pallas_kernels.hopper.products import tile_products
-from pallas_kernels.tiles import channel_decay as tiles_channels
-from pallas_kernels.tiles import delta as tiles
+from pallas_kernels.hopper.launch import launch
+from pallas_kernels.tiles import channel_decay as tiles
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
+_INPUTS = ("q", "k", "a", "b")
 
 
-class Resolved(NamedTuple):
-    """Every chunk, for h heads; b are the inclusive sums of the decays over it and b' the exclusive ones.
+class DecayedChunks(NamedTuple):
+    """Products, and tokens with their decays, of all chunks of h heads.
+
+    d are the inclusive sums of a chunk's log decays, d' the exclusive ones, and A_xy the products of x with y
+    under the decays between the tokens: (A_xy)_ij = Σ_c x_ic y_jc e^(d'_i - d_j)_c for x = a and i > j, with
+    d_i in place of d'_i for x = q and i >= j.
 
     Attributes:
-        upper: [B, h, T, C] float32, what a sees of b, transposed, a chunk.
-        upper_values: [B, h, T, C], of k.
-        scores: [B, h, T, C], what q sees of b, with scale.
-        scores_values: [B, h, T, C], of k.
-        read: [B, T, h, K], scale q e^b.
-        reach: [B, T, h, K], a e^b'.
-        written: [B, T, h, K], b e^(b_C - b).
-        written_values: [B, T, h, K], k e^(b_C - b).
-        keep: [B, h, N * K] float32, e^(b_C).
+        upper: [B, h, T, C] float32, the rows of each chunk's A_abᵀ.
+        upper_values: [B, h, T, C] bfloat16, the rows of each chunk's A_akᵀ.
+        scores: [B, h, T, C] bfloat16, the rows of each chunk's scale A_qb.
+        scores_values: [B, h, T, C] bfloat16, the rows of each chunk's scale A_qk.
+        read: [B, T, h, K] bfloat16, scale q e^d.
+        decayed_a: [B, T, h, K] bfloat16, a e^d'.
+        written: [B, T, h, K] bfloat16, b e^(d_C - d).
+        written_values: [B, T, h, K] bfloat16, k e^(d_C - d).
+        chunk_decay: [B, h, N * K] float32, e^(d_C), the decay of the memory over each of the N chunks.
     """
 
     upper: jax.Array | None
@@ -60,225 +70,258 @@ class Resolved(NamedTuple):
     scores: jax.Array
     scores_values: jax.Array
     read: jax.Array
-    reach: jax.Array | None
+    decayed_a: jax.Array | None
     written: jax.Array
     written_values: jax.Array
-    keep: jax.Array
+    chunk_decay: jax.Array
+
+
+class _Smem(NamedTuple):
+    """Shared memory of a program; `groups` counts its warpgroups, of 64 key channels each; tiles are bfloat16.
+
+    Attributes:
+        inputs: [groups, 4, C, 64], q, k, a and b; after `of_warpgroup`, a list of four references [C, 64].
+            First q' replaces q, later the decayed tokens replace all.
+        parts: [groups, 2, 64, 64], the decays in two parts, for `Halving`.
+        tile: [groups, C, 64], right operands, and the buffer of `Halving`.
+        decayed: [groups, 2, C, 64], a and b with the decays of `AllPairs`.
+        lowest: [groups, 2, C] float32, for `Halving.check_range`.
+        partial: [2, C, C] float32, the scores of the second warpgroup.
+        loaded: barrier that the inputs arrive at.
+        partial_stored: barrier at which `partial` is complete.
+        left: [groups, C, 64] for the interpreter, which reads left operands from shared memory; else None.
+    """
+
+    inputs: Any
+    parts: Any
+    tile: Any
+    decayed: Any
+    lowest: Any
+    partial: Any
+    loaded: Any
+    partial_stored: Any
+    left: Any
+
+    def of_warpgroup(self, group) -> _Smem:
+        """Return the same buffers, with those that every warpgroup has for itself indexed by `group`."""
+        names = ("inputs", "parts", "tile", "decayed", "lowest")
+        names += () if self.left is None else ("left",)
+        buffers = {name: getattr(self, name).at[group] for name in names}
+        buffers["inputs"] = [buffers["inputs"].at[index] for index in range(len(_INPUTS))]
+        return self._replace(**buffers)
+
+
+def _smem(groups: int, interpret) -> _Smem:
+    """The types of the buffers."""
+    smem: Any = plgpu.SMEM
+    tile = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
+    partial = (2 if groups > 1 else 1, *SQUARE)
+    return _Smem(
+        inputs=tile((groups, 4, *SQUARE)),
+        parts=tile((groups, 2, *SQUARE)),
+        tile=tile((groups, *SQUARE)),
+        decayed=tile((groups, 2, *SQUARE)),
+        lowest=smem((groups, 2, CHUNK), _F32),
+        partial=smem(partial, _F32, transforms=wg.TILED_WIDE),
+        loaded=plgpu.Barrier(num_arrivals=4 * groups),
+        partial_stored=plgpu.Barrier(),
+        left=tile((groups, *SQUARE)) if interpret else None,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """The part of `chunk_forward` that one warpgroup computes: a chunk of one head, 64 key channels.
+
+    The scores are two matrices [C, C] float32: A_qk on and below the diagonal and A_abᵀ above it; A_qb and
+    A_akᵀ likewise.
+
+    Attributes:
+        block: the chunk in global memory.
+        smem: the warpgroup's buffers, and those that all share.
+        group: index of the warpgroup.
+        groups: warpgroups of the program.
+        depth: K.
+        scale: multiplies q.
+        interpret: parameters of the interpreter, or False.
+    """
+
+    block: Block
+    smem: _Smem
+    group: Any
+    groups: int
+    depth: int
+    scale: float
+    interpret: Any
+
+    def as_left(self, x):
+        """x [C, 64] bfloat16 as the left operand of a product."""
+        return left_operand(self.smem.left, self.interpret)(x)
+
+    def store_chunk_decay(self, halving: Halving) -> None:
+        """Store e^(d_C) of this warpgroup's key channels."""
+        place, refs = self.block.place, self.block.refs
+        chunk_decay = jnp.exp2(halving.column_sums())
+        if "run" in refs:
+            chunk_decay *= refs["enters"].at[place.row][place.n * CHUNK + CHUNK - 1]
+        channels = pl.ds(place.n * self.depth + self.group * BLOCK, BLOCK)
+        refs["chunk_decay"].at[place.row, place.h, channels][...] = chunk_decay
+
+    def near_scores(self, halving: Halving):
+        """Return the scores of the pairs of rows in range, 0 for the others, and 1 if all pairs are in range, else 0."""
+        smem = self.smem
+        q, k, a, b = smem.inputs
+        since, all_in_range = halving.check_range(q, k, a, b)
+        pairs = AllPairs(halving, 0, since)
+        of_later, of_earlier = pairs.factor, pairs.columns_factor
+        q_rows = self.as_left((load_float32(q) * of_later).astype(_BF16))
+        decayed_a, decayed_b, decayed_k = smem.decayed.at[0], smem.decayed.at[1], smem.tile
+        decayed_a[...] = (load_float32(a) * of_later).astype(_BF16)
+        decayed_b[...] = (load_float32(b) * of_earlier).astype(_BF16)
+        decayed_k[...] = (load_float32(k) * of_earlier).astype(_BF16)
+        plgpu.commit_smem()
+        i, j = halving.i, halving.j
+        scores = []
+        for of_q, of_a in ((decayed_k, decayed_b), (decayed_b, decayed_k)):
+            below = _product(halving, q_rows, of_q.transpose((1, 0)))
+            above = _product(halving, of_a, decayed_a.transpose((1, 0)))
+            near = jnp.where(i > j, below, jnp.where(i < j, above, 0.0))
+            scores.append(jnp.where(halving.pairs_in_range(), near, 0.0))
+        return scores, all_in_range
+
+    def add_level(self, halving: Halving, at, scores):
+        """Return `scores` plus those of the pairs that meet on level `at` and are not in range."""
+        q, k, a, b = self.smem.inputs
+        tile = self.smem.tile
+        level, added = Level(halving, at), []
+        for rows, columns in (((q, b), (a, k)), ((q, k), (a, b))):
+            tile[...] = level.columns(*map(load, columns)).astype(_BF16)
+            left = self.as_left(level.rows(*map(load, rows)).astype(_BF16))
+            plgpu.commit_smem()
+            products = level.mask(_product(halving, left, tile.transpose((1, 0))))
+            added.append(jnp.where(halving.pairs_in_range(), 0.0, products))
+        return [x + y for x, y in zip(scores, added, strict=True)]
+
+    def store_partial(self, scores) -> None:
+        """Store the second warpgroup's scores in shared memory for the first one."""
+        for index, x in enumerate(scores):
+            self.smem.partial.at[index][...] = x
+        plgpu.barrier_arrive(self.smem.partial_stored)
+
+    def store_decayed(self, halving: Halving) -> None:
+        """Store q, a, b and k decayed to the chunk's ends."""
+        q, k, a, b = self.smem.inputs
+        for since_start, flags, outputs in (
+            (True, "enters", dict(read=(q, self.scale), decayed_a=(a, 1.0))),
+            (False, "stays", dict(written=(b, 1.0), written_values=(k, 1.0))),
+        ):
+            factor = self.block.mask_rows(halving.boundary_decay(since_start), flags)
+            for name, (tile, scale) in outputs.items():
+                self.block.store(name, tile, load_float32(tile) * factor * scale)
+
+    def store_scores(self, halving: Halving, scores) -> None:
+        """Store the four matrices of the chunk; `scores` are the sums over the first warpgroup's channels."""
+        refs, place = self.block.refs, self.block.place
+        i, j = halving.i, halving.j
+        if self.groups > 1:
+            plgpu.barrier_wait(self.smem.partial_stored)
+        names = ("scores_values", "upper"), ("scores", "upper_values")
+        for index, (below, above) in enumerate(names):
+            total = scores[index]
+            if self.groups > 1:
+                total += load(self.smem.partial.at[index])
+            if "run" in refs:
+                same = same_document(refs["run"].at[place.row, place.tokens])
+                total = jnp.where(same, total, 0.0)
+            to = refs[above].at[place.row, place.h, place.tokens]
+            to[...] = jnp.where(i < j, total, 0.0).astype(refs[above].dtype)
+            lower = (jnp.where(i < j, 0.0, total) * self.scale).astype(_BF16)
+            refs[below].at[place.row, place.h, place.tokens][...] = lower
+
+    def run(self) -> None:
+        """Compute and store the chunk."""
+        smem = self.smem
+        q, k, _, b = smem.inputs
+        for name, to in zip(_INPUTS, smem.inputs, strict=True):
+            plgpu.copy_gmem_to_smem(self.block.keys(name), to, smem.loaded)
+        halving = Halving(smem.parts, smem.tile, self.as_left, True, self.interpret, smem.lowest)
+        decay = self.block.log_decay()
+        halving.split_decay(decay)
+        self.store_chunk_decay(halving)
+        plgpu.barrier_wait(smem.loaded)
+        diagonals = [jnp.sum(load_float32(q) * load_float32(x), axis=1) for x in (k, b)]
+        q[...] = (load_float32(q) * token_decay(decay)).astype(_BF16)
+        plgpu.commit_smem()
+        scores, all_in_range = self.near_scores(halving)
+        level = functools.partial(self.add_level, halving)
+        scores = lax.fori_loop(all_in_range * LEVELS, LEVELS, level, scores)
+        scores = [
+            jnp.where(halving.i == halving.j, wg.spread_rows(x, SQUARE), y)
+            for x, y in zip(diagonals, scores, strict=True)
+        ]
+        if self.groups > 1:
+            # Before this warpgroup's own outputs, so that the other one does not wait long.
+            pl.when(self.group == 1)(functools.partial(self.store_partial, scores))
+        self.store_decayed(halving)
+        pl.when(self.group == 0)(functools.partial(self.store_scores, halving, scores))
+        plgpu.wait_smem_to_gmem(0)
+
+
+def token_decay(log_decay):
+    """The decays e^g of single tokens, with the lower bound of g that the sums of decays have."""
+    return jnp.exp(jnp.maximum(log_decay, tiles.FLOOR))
+
+
+def _product(halving: Halving, rows, columns):
+    """The product of two operands, [C, C] float32."""
+    return halving.accumulate(lambda out: plgpu.wgmma(out, rows, columns))[0]
 
 
 def chunk_forward(
     q, k, a, b, log_decay, documents: Documents | None, *, heads: int, scale: float, interpret: Any = False
-) -> Resolved:  # fmt: skip
-    """The kernel, over all chunks, for `heads` heads, a multiple of those of the inputs [B, T, *, K]."""
+) -> DecayedChunks:  # fmt: skip
+    """Run the kernel over all chunks.
+
+    Args:
+        q: [B, T, *, K] bfloat16.
+        k: [B, T, *, K] bfloat16.
+        a: [B, T, *, K] bfloat16.
+        b: [B, T, *, K] bfloat16.
+        log_decay: [B, T, *, K] float32.
+        documents: where documents begin, or None for one document per row.
+        heads: heads of the result; a multiple of those of the inputs.
+        scale: multiplies q.
+        interpret: parameters of the interpreter, or False.
+    """
     batch, length, _, depth = k.shape
     count, groups = length // CHUNK, depth // BLOCK
-    tokens_of = dict(q=q, k=k, a=a, b=b)
-    named = tokens_of | dict(g=log_decay)
-    named |= {} if documents is None else documents._asdict()
+    inputs = dict(q=q, k=k, a=a, b=b, g=log_decay)
+    inputs |= {} if documents is None else documents._asdict()
     struct = jax.ShapeDtypeStruct
     square, wide = (batch, heads, length, CHUNK), struct((batch, length, heads, depth), _BF16)
-    out_type = [struct(square, _F32), *[struct(square, _BF16)] * 3, *[wide] * 4]
-    out_type.append(struct((batch, heads, count * depth), _F32))
+    types = [struct(square, _F32), *[struct(square, _BF16)] * 3, *[wide] * 4]
+    types.append(struct((batch, heads, count * depth), _F32))
 
-    def kernel(*refs):
-        refs = dict(zip([*named, *Resolved._fields], refs, strict=True))
+    def kernel(refs):
         index, group = lax.axis_index("chunk"), lax.axis_index("warpgroup")
         columns = pl.ds(group * BLOCK, BLOCK)
-        h, n = lax.rem(index, heads), lax.rem(lax.div(index, heads), count)
-        row, tokens = lax.div(index, heads * count), pl.ds(n * CHUNK, CHUNK)
-        own = lambda name: lax.div(h * named[name].shape[2], heads)  # noqa: E731 - which of its heads serves this one
+        block = Block(refs, place_of(index, heads, count), columns)
 
-        def scoped(
-            loaded_rooms, parts, buffer, decayed, lowest, other, loaded, added, *left_buffer
-        ):
-            loaded_rooms, parts, buffer, decayed, lowest = (
-                x.at[group] for x in (loaded_rooms, parts, buffer, decayed, lowest)
-            )
-            q_buffer, k_buffer, a_buffer, b_buffer = (loaded_rooms.at[n] for n in range(4))
-            for name, to in zip(tokens_of, (q_buffer, k_buffer, a_buffer, b_buffer), strict=True):
-                plgpu.copy_gmem_to_smem(refs[name].at[row, tokens, own(name), columns], to, loaded)
-            left = left_operand(left_buffer[0].at[group] if interpret else None, interpret)
-            halving = Halving(parts, buffer, left, True, interpret, lowest)
-            i, j = halving.i, halving.j
-            tile = lambda x: load(x).astype(_F32)  # noqa: E731
-            decay = wg.load_global(refs["g"].at[row, tokens, own("g"), columns])
-            halving.split_decay(decay)
-            keep = jnp.exp2(halving.column_sums())
-            if documents is not None:
-                keep *= refs["enters"].at[row][n * CHUNK + CHUNK - 1]
-            refs["keep"].at[row, h, pl.ds(n * depth + group * BLOCK, BLOCK)][...] = keep
-            plgpu.barrier_wait(loaded)
-            current = [jnp.sum(tile(q_buffer) * tile(x), axis=1) for x in (k_buffer, b_buffer)]
-            q_buffer[...] = (tile(q_buffer) * own_decay(decay)).astype(_BF16)
-            plgpu.commit_smem()
+        def body(smem: _Smem):
+            smem = smem.of_warpgroup(group)
+            _Program(block, smem, group, groups, depth, scale, interpret).run()
 
-            def product(rows, columns):
-                return halving.accumulate(lambda out: plgpu.wgmma(out, rows, columns))[0]
+        pl.run_scoped(body, _smem(groups, interpret), collective_axes="warpgroup")
 
-            since, reached = halving.check_range(q_buffer, k_buffer, a_buffer, b_buffer)
-            pairs = AllPairs(halving, 0, since)
-            of_later, of_earlier = pairs.factor, pairs.columns_factor
-            of_q = left((tile(q_buffer) * of_later).astype(_BF16))
-            of_a, of_b = decayed.at[0], decayed.at[1]
-            of_a[...] = (tile(a_buffer) * of_later).astype(_BF16)
-            of_b[...] = (tile(b_buffer) * of_earlier).astype(_BF16)
-            buffer[...] = (tile(k_buffer) * of_earlier).astype(_BF16)
-            plgpu.commit_smem()
-            turned = lambda x: x.transpose((1, 0))  # noqa: E731
-            scores = []
-            for below, above in ((buffer, of_b), (of_b, buffer)):
-                below, above = product(of_q, turned(below)), product(above, turned(of_a))
-                near = jnp.where(i > j, below, jnp.where(i < j, above, 0.0))
-                scores.append(jnp.where(halving.pairs_in_range(), near, 0.0))
-
-            def level(at, scores):
-                step, found = Level(halving, at), []
-                for rows, turn in (((q_buffer, b_buffer), (a_buffer, k_buffer)), ((q_buffer, k_buffer), (a_buffer, b_buffer))):  # fmt: skip
-                    buffer[...] = step.columns(*map(load, turn)).astype(_BF16)
-                    x = left(step.rows(*map(load, rows)).astype(_BF16))
-                    plgpu.commit_smem()
-                    near = step.mask(product(x, turned(buffer)))
-                    found.append(jnp.where(halving.pairs_in_range(), 0.0, near))
-                return [x + y for x, y in zip(scores, found, strict=True)]
-
-            scores = lax.fori_loop(reached * LEVELS, LEVELS, level, scores)
-            scores = [
-                jnp.where(i == j, wg.spread_rows(x, SQUARE), y)
-                for x, y in zip(current, scores, strict=True)
-            ]
-
-            def hand_over():
-                for to, x in enumerate(scores):
-                    other.at[to][...] = x
-                plgpu.barrier_arrive(added)
-
-            if groups > 1:
-                pl.when(group == 1)(hand_over)
-
-            # What is apart from the other warpgroup goes first, so that it need not wait long.
-            for later, flags, times, buffers in (
-                (True, "enters", scale, dict(read=q_buffer, reach=a_buffer)),
-                (False, "stays", 1.0, dict(written=b_buffer, written_values=k_buffer)),
-            ):
-                factor = halving.boundary_decay(later)
-                if documents is not None:
-                    factor *= wg.spread_rows(load_by_row(refs[flags].at[row, tokens]), SQUARE)
-                for name, to in buffers.items():
-                    to[...] = (tile(to) * factor * (times if name == "read" else 1.0)).astype(_BF16)
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(to, refs[name].at[row, tokens, h, columns])
-
-            def save():
-                if groups > 1:
-                    plgpu.barrier_wait(added)
-                for at, (below, above) in enumerate((("scores_values", "upper"), ("scores", "upper_values"))):  # fmt: skip
-                    whole = scores[at]
-                    if groups > 1:
-                        whole += load(other.at[at])
-                    if documents is not None:
-                        whole = jnp.where(same_document(refs["run"].at[row, tokens]), whole, 0.0)
-                    high = jnp.where(i < j, whole, 0.0)
-                    refs[above].at[row, h, tokens][...] = high.astype(refs[above].dtype)
-                    low = (jnp.where(i < j, 0.0, whole) * scale).astype(_BF16)
-                    refs[below].at[row, h, tokens][...] = low
-
-            pl.when(group == 0)(save)
-            plgpu.wait_smem_to_gmem(0)
-
-        smem: Any = plgpu.SMEM
-        buffer = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
-        buffers = [
-            buffer((groups, 4, *SQUARE)),
-            buffer((groups, 2, *SQUARE)),
-            buffer((groups, *SQUARE)),
-            buffer((groups, 2, *SQUARE)),
-            smem((groups, 2, CHUNK), _F32),
-            smem((2 if groups > 1 else 1, *SQUARE), _F32, transforms=wg.TILED_WIDE),
-            plgpu.Barrier(num_arrivals=4 * groups),
-            plgpu.Barrier(),
-        ]
-        if interpret:
-            buffers.append(buffer((groups, *SQUARE)))
-        pl.run_scoped(scoped, *buffers, collective_axes="warpgroup")
-
-    return Resolved(
-        *run_by_chunk(kernel, named, out_type, batch * count * heads, groups, interpret)
+    results = launch(
+        kernel,
+        inputs=inputs,
+        outputs=dict(zip(DecayedChunks._fields, types, strict=True)),
+        grid=dict(chunk=batch * count * heads),
+        num_threads=groups,
+        thread_name="warpgroup",
+        reduction_scratch_bytes=0,
+        name="dplr_chunk_forward",
+        interpret=interpret,
     )
-
-
-def own_decay(log_decay):
-    """e^g, as the sums of the decays have it."""
-    return jnp.exp(jnp.maximum(log_decay, tiles_channels.FLOOR))
-
-
-class Solved(NamedTuple):
-    """Of every chunk, in bfloat16.
-
-    Attributes:
-        inverse: [B, h, T, C], X = (I - what a sees of b)⁻¹.
-        reach: [B, T, h, K], X (a e^b'): what a reads of the memory before the chunk.
-        values: [B, h, T, C], X (what a sees of k): what a reads of the chunk's values.
-    """
-
-    inverse: jax.Array
-    reach: jax.Array
-    values: jax.Array
-
-
-def solve_chunks(upper, upper_values, reach, *, interpret: Any = False) -> Solved:
-    """The kernel, over all chunks; the arguments are `Resolved`'s."""
-    batch, heads, length, _ = upper.shape
-    depth = reach.shape[-1]
-    struct = jax.ShapeDtypeStruct
-    square = struct(upper.shape, _BF16)
-
-    def kernel(upper, upper_values, reach, inverse_out, reach_out, values_out):
-        b, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
-        tokens = pl.ds(lax.axis_index("chunk") * CHUNK, CHUNK)
-
-        def scoped(right, buffer, values_buffer, reach_buffer, barrier, *left):
-            plgpu.copy_gmem_to_smem(upper_values.at[b, h, tokens], values_buffer, barrier)
-            plgpu.copy_gmem_to_smem(reach.at[b, tokens, h], reach_buffer, barrier)
-            product, exact = tile_products(right, left, interpret)
-            i = plgpu.broadcasted_iota(jnp.int32, SQUARE, 0, layout=wg.LAYOUT)
-            j = plgpu.broadcasted_iota(jnp.int32, SQUARE, 1, layout=wg.LAYOUT)
-            strict = -wg.load_global(upper.at[b, h, tokens])
-            inverse = tiles.unit_inverse(strict, i ^ j, lambda a, b: product((a, b)), exact)
-            buffer.transpose((1, 0))[...] = inverse.astype(_BF16)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(buffer, inverse_out.at[b, h, tokens])
-            plgpu.barrier_wait(barrier)
-            multiply = lambda out, x: plgpu.wgmma(out, buffer, x)  # noqa: E731
-            zeros = jnp.zeros(SQUARE, _F32)
-            for n in range(depth // BLOCK):
-                part = reach_buffer.at[:, pl.ds(n * BLOCK, BLOCK)]
-                add = functools.partial(multiply, x=part)
-                (found,) = wg.accumulate(add, zeros, interpret=interpret)
-                part[...] = found.astype(_BF16)
-            add = functools.partial(multiply, x=values_buffer.transpose((1, 0)))
-            (found,) = wg.accumulate(add, zeros, interpret=interpret)
-            values_buffer[...] = found.astype(_BF16)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(reach_buffer, reach_out.at[b, tokens, h])
-            plgpu.copy_smem_to_gmem(values_buffer, values_out.at[b, h, tokens])
-            plgpu.wait_smem_to_gmem(0)
-
-        smem: Any = plgpu.SMEM
-        buffer = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
-        pl.run_scoped(
-            scoped, *[buffer(SQUARE)] * 3, buffer((CHUNK, depth)), plgpu.Barrier(num_arrivals=2),
-            *[buffer(SQUARE)] * (2 if interpret else 0),
-        )  # fmt: skip
-
-    return Solved(
-        *plgpu.kernel(
-            kernel,
-            out_type=[square, struct(reach.shape, _BF16), square],
-            grid=(batch * heads, length // CHUNK),
-            grid_names=("row", "chunk"),
-            compiler_params=plgpu.CompilerParams(
-                approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-            ),
-            interpret=interpret,
-        )(upper, upper_values, reach)
-    )
+    return DecayedChunks(**results)

@@ -1,10 +1,11 @@
-"""The walks of a diagonal-plus-low-rank memory over its chunks on Mosaic GPU (Hopper), and the gradient of its values.
+"""The scans of a diagonal-plus-low-rank memory (RWKV7) over the chunks of a row, on Mosaic GPU (Hopper), and the gradient of v.
 
-    u = reach S + values v        O = read S + scores u + scores_values v        S' = keep S + writtenᵀ u + written_valuesᵀ v
+    u = solved_a S + values v        O = read S + scores u + scores_values v        S' = chunk_decay S + writtenᵀ u + written_valuesᵀ v
 
-with `Solved`'s reach and values and `Resolved`'s others. Against time, from dS':
+with `solved_a` and `values` of `SolvedChunks` and the other names of `DecayedChunks`; u [C, V] is what a reads
+of the memory, which b writes back. Backward, from dS':
 
-    du = scoresᵀ dO + written dS'            dS = keep dS' + readᵀ dO + reachᵀ du
+    du = scoresᵀ dO + written dS'            dS = chunk_decay dS' + readᵀ dO + solved_aᵀ du
     dv = scores_valuesᵀ dO + valuesᵀ du + written_values dS'
 """
 
@@ -18,8 +19,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
-from pallas_kernels.dplr.hopper.chunk_forward import CHUNK, SQUARE, Resolved, Solved
+from pallas_kernels.dplr.hopper.chunk_forward import DecayedChunks
+from pallas_kernels.dplr.hopper.solve import SolvedChunks
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.blocks import row_and_head
+from pallas_kernels.hopper.halving import CHUNK, SQUARE
+from pallas_kernels.hopper.launch import launch
 from pallas_kernels.hopper.scan import decay_memory, scan, zip_with_keys
 
 _BLOCK = 64
@@ -27,201 +32,282 @@ _F32, _BF16 = jnp.float32, jnp.bfloat16
 
 
 def scan_forward(
-    resolved: Resolved, solved: Solved, v, initial, *, save: bool = False, read: bool = True,
+    chunks: DecayedChunks, solved: SolvedChunks, v, initial, *, save: bool = False, read: bool = True,
     parts: int = 1, chunk_bounds=None, interpret: Any = False,
 ):  # fmt: skip
-    """With time, from S to S'.
+    """Carry the memory through the chunks in order; compute outputs, or the arrays that the backward pass reads.
 
     Args:
-        resolved: of h heads.
-        solved: of h heads.
-        v: [B, T, *, V]; None is 0, and V then K.
-        initial: [B * S, h * parts, K, V] float32, the memory before the first chunk; None is 0, and the identity without v.
-        save: return what a read and the memories before each chunk in place of the output.
-        read: False returns the last memory alone.
-        parts: into which the sequence is cut, each walked by itself.
-        chunk_bounds: the chunks [B, S + 1] at which those of a row's S memories begin and end, or None.
+        chunks: the decayed chunks of h heads.
+        solved: the solved chunks of h heads.
+        v: [B, T, *, V] bfloat16; None is v = 0 with V = K.
+        initial: [B * S, h * parts, K, V] float32, the memory before the first chunk; None is 0, or the
+            identity if v is None.
+        save: whether to return u and the memory before each chunk instead of the output.
+        read: False returns the last memories alone.
+        parts: number of parts that a row is split into; each is scanned from an initial memory of its own.
+        chunk_bounds: [B, S + 1], the chunks at which those of a row's S memories begin and end; None for one
+            memory per row.
         interpret: parameters of the interpreter, or False.
 
     Returns:
-        The output [B, T, h, V], or u [B, T, h, V] and the turned memories [B, h, N, V, K] bfloat16; and the last memory of each part.
+        The output [B, T, h, V] bfloat16, or with `save` u [B, T, h, V] and the transposed memories before
+        each chunk [B, h, N, V, K], both bfloat16; then the last memory of each part, in the shape of
+        `initial`.
     """
-    (batch, length, heads, depth), width = resolved.written.shape, resolved.written.shape[-1]
-    given = dict(reach=solved.reach, written=resolved.written, keep=resolved.keep)
+    (batch, length, heads, depth), width = chunks.written.shape, chunks.written.shape[-1]
+    inputs = dict(a=solved.solved_a, written=chunks.written, chunk_decay=chunks.chunk_decay)
     if v is not None:
-        given |= dict(k=resolved.written_values, v=v, values=solved.values)
+        inputs |= dict(k=chunks.written_values, v=v, values=solved.values)
         width = v.shape[-1]
     read = read and not save
     if read:
-        given |= dict(q=resolved.read, scores=resolved.scores, scores_values=resolved.scores_values)
+        inputs |= dict(q=chunks.read, scores=chunks.scores, scores_values=chunks.scores_values)
     tokens = jax.ShapeDtypeStruct((batch, length, heads, width), _BF16)
-
-    def step(chunk, S, left, hold, store, put):
-        if v is not None:
-            values = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT)
-            values = wg.as_left(values, left[0], interpret)
-        found = [SQUARE] * (2 if read else 1)
-        for memory, last in hold(S):
-
-            def reach(*sums, memory=memory, last=last):
-                names = [("reach", "values"), ("q", "scores_values")][: len(sums)]
-                for sum, (of_keys, of_values) in zip(sums, names, strict=True):
-                    for keys, before in memory:
-                        plgpu.wgmma(sum.ref, before, chunk[of_keys].at[:, keys].transpose((1, 0)))
-                    if last and v is not None:
-                        plgpu.wgmma(sum.ref, values, chunk[of_values].transpose((1, 0)))
-                if not last:
-                    return [x.read() for x in sums]
-                store(S)
-                kept = decay_memory(chunk, S)
-                exact = sums[0].read((len(memory) + (v is not None)) * (len(sums) - 1))
-                back = exact.astype(_BF16)
-                rest = (exact - back.astype(_F32)).astype(_BF16)
-                return kept, back, rest, [x.read() for x in sums[1:]]
-
-            found = wg.with_accumulators(reach, *found, interpret=interpret)
-        kept, saved, rest, outputs = found
-        rest, back = wg.as_left(rest, left[2], interpret), wg.as_left(saved, left[1], interpret)
-
-        def leave(*sums):
-            for out in sums[len(S) :]:
-                plgpu.wgmma(out.ref, back, chunk["scores"].transpose((1, 0)))
-                plgpu.wgmma(out.ref, rest, chunk["scores"].transpose((1, 0)))
-            for keys, piece in zip_with_keys(S, sums):
-                plgpu.wgmma(piece.ref, back, chunk["written"].at[:, keys])
-                if v is not None:
-                    plgpu.wgmma(piece.ref, values, chunk["k"].at[:, keys])
-            later = len(S) * (1 if v is None else 2)
-            put(*[saved] * save, *(out.read(later) for out in sums[len(S) :]))
-            return tuple(piece.read() for piece in sums[: len(S)])
-
-        return wg.with_accumulators(leave, *kept, *outputs, interpret=interpret)
-
-    outs = ["back"] * save + ["out"] * read
+    step = functools.partial(
+        _forward_step, values=v is not None, read=read, save=save, interpret=interpret
+    )
+    outputs = ["a_read"] * save + ["out"] * read
     return scan(
-        step, given, initial, depth, tokens, outs, save=save, heads=heads, parts=parts, reverse=False,
+        step, inputs, initial, depth, tokens, outputs, save=save, heads=heads, parts=parts, reverse=False,
         chunk_bounds=chunk_bounds, interpret=interpret,
     )  # fmt: skip
 
 
+def _forward_step(
+    chunk,
+    S,
+    left,
+    operands,
+    save_memory,
+    store_outputs,
+    *,
+    values: bool,
+    read: bool,
+    save: bool,
+    interpret,
+):
+    """Update the memory by one chunk, as `hopper.scan.scan` calls its `step`. All tiles are transposed: tokens are columns.
+
+    Args:
+        chunk: references to the chunk's tiles, by name.
+        S: the pieces of the memory, [64, K or 64] float32.
+        left: buffers for left operands, for the interpreter.
+        operands: yields the pieces as left operands, and whether they are the last.
+        save_memory: starts to store the memory before the chunk, if the call saves it.
+        store_outputs: stores the results per token.
+        values: whether there is v.
+        read: whether to compute the outputs.
+        save: whether to store u.
+        interpret: parameters of the interpreter, or False.
+
+    Returns:
+        The pieces of the memory after the chunk.
+    """
+    v = None
+    if values:
+        v = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT)
+        v = wg.as_left(v, left[0], interpret)
+    partial = [SQUARE] * (2 if read else 1)
+    for memory, last in operands(S):
+        add = functools.partial(
+            _read_memory, chunk=chunk, S=S, memory=memory, last=last, save_memory=save_memory, v=v
+        )
+        partial = wg.with_accumulators(add, *partial, interpret=interpret)
+    decayed_memory, rounded, rest, outputs = partial
+    rest, u = wg.as_left(rest, left[2], interpret), wg.as_left(rounded, left[1], interpret)
+
+    def write(*sums):
+        for out in sums[len(S) :]:
+            plgpu.wgmma(out.ref, u, chunk["scores"].transpose((1, 0)))
+            plgpu.wgmma(out.ref, rest, chunk["scores"].transpose((1, 0)))
+        for keys, piece in zip_with_keys(S, sums):
+            plgpu.wgmma(piece.ref, u, chunk["written"].at[:, keys])
+            if values:
+                plgpu.wgmma(piece.ref, v, chunk["k"].at[:, keys])
+        pending = len(S) * (2 if values else 1)
+        store_outputs(*[rounded] * save, *(out.read(pending) for out in sums[len(S) :]))
+        return tuple(piece.read() for piece in sums[: len(S)])
+
+    return wg.with_accumulators(write, *decayed_memory, *outputs, interpret=interpret)
+
+
+def _read_memory(*sums, chunk, S, memory, last: bool, save_memory, v):
+    """Add the products of some pieces of the memory with a and q; with the last pieces, also those of v.
+
+    Args:
+        *sums: accumulators of uᵀ [64, C] and, if the outputs are computed, of (read S + scores_values v)ᵀ.
+        chunk: as in `_forward_step`.
+        S: all pieces of the memory.
+        memory: the pieces to read, as left operands with their key channels.
+        last: whether they are the last.
+        save_memory: as in `_forward_step`.
+        v: vᵀ as a left operand, or None.
+
+    Returns:
+        The sums; after the last pieces the decayed memory, uᵀ in bfloat16, its rounding error, and the second
+        sum in a list.
+    """
+    names = [("a", "values"), ("q", "scores_values")][: len(sums)]
+    for sum, (of_memory, of_values) in zip(sums, names, strict=True):
+        for keys, before in memory:
+            plgpu.wgmma(sum.ref, before, chunk[of_memory].at[:, keys].transpose((1, 0)))
+        if last and v is not None:
+            plgpu.wgmma(sum.ref, v, chunk[of_values].transpose((1, 0)))
+    if not last:
+        return [x.read() for x in sums]
+    save_memory(S)
+    decayed_memory = decay_memory(chunk, S)
+    exact = sums[0].read((len(memory) + (v is not None)) * (len(sums) - 1))
+    u = exact.astype(_BF16)
+    rest = (exact - u.astype(_F32)).astype(_BF16)
+    return decayed_memory, u, rest, [x.read() for x in sums[1:]]
+
+
 def scan_backward(
-    resolved: Resolved, solved: Solved, d_out, d_final, *, save: bool = True, parts: int = 1,
+    chunks: DecayedChunks, solved: SolvedChunks, d_out, d_final, *, save: bool = True, parts: int = 1,
     chunk_bounds=None, interpret: Any = False,
 ):  # fmt: skip
-    """Against time: du [B, T, h, V] and the turned gradients of the memories after each chunk (if `save`), and that of the first.
+    """Carry the gradient of the memory through the chunks, from the last to the first.
 
-    d_final is [B * S, h * parts, K, V], or None, which is 0; `parts` and `chunk_bounds` as in `scan_forward`.
+    Args:
+        chunks: the decayed chunks of h heads.
+        solved: the solved chunks of h heads.
+        d_out: [B, T, h, V] bfloat16.
+        d_final: [B * S, h * parts, K, V] float32, the gradient of the memory after the last chunk; None is 0.
+        save: False returns the last of the results alone.
+        parts: as in `scan_forward`.
+        chunk_bounds: as in `scan_forward`.
+        interpret: parameters of the interpreter, or False.
+
+    Returns:
+        du [B, T, h, V] bfloat16, the transposed gradients of the memories after each chunk [B, h, N, V, K]
+        bfloat16, and the gradient of the memory before each part, in the shape of `d_final`.
     """
-    given = dict(
-        reach=solved.reach, written=resolved.written, q=resolved.read, v=d_out,
-        scores=resolved.scores, keep=resolved.keep,
+    inputs = dict(
+        a=solved.solved_a, written=chunks.written, q=chunks.read, v=d_out, scores=chunks.scores, chunk_decay=chunks.chunk_decay
     )  # fmt: skip
-
-    def step(chunk, S, left, hold, store, put):
-        given = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT)
-        given = wg.as_left(given, left[0], interpret)
-        found: Any = SQUARE
-        for memory, last in hold(S):
-
-            def leave(back, memory=memory, last=last):
-                for keys, after in memory:
-                    plgpu.wgmma(back.ref, after, chunk["written"].at[:, keys].transpose((1, 0)))
-                if not last:
-                    return back.read()
-                plgpu.wgmma(back.ref, given, chunk["scores"])
-                store(S)
-                kept = decay_memory(chunk, S)
-                return kept, back.read().astype(_BF16)
-
-            found = wg.with_accumulators(leave, found, interpret=interpret)
-        kept, back = found
-        reached = wg.as_left(back, left[1], interpret)
-
-        def enter(*sums):
-            for keys, piece in zip_with_keys(S, sums):
-                plgpu.wgmma(piece.ref, given, chunk["q"].at[:, keys])
-                plgpu.wgmma(piece.ref, reached, chunk["reach"].at[:, keys])
-            put(*[back] * save)
-            return tuple(piece.read() for piece in sums)
-
-        return wg.with_accumulators(enter, *kept, interpret=interpret)
-
     tokens = jax.ShapeDtypeStruct(d_out.shape, _BF16)
+    step = functools.partial(_backward_step, save=save, interpret=interpret)
     return scan(
-        step, given, d_final, resolved.read.shape[-1], tokens, ["d_back"] * save, save=save,
+        step, inputs, d_final, chunks.read.shape[-1], tokens, ["d_a_read"] * save, save=save,
         heads=d_out.shape[2], parts=parts, reverse=True, chunk_bounds=chunk_bounds, interpret=interpret,
     )  # fmt: skip
 
 
+def _backward_step(chunk, S, left, operands, save_memory, store_outputs, *, save: bool, interpret):
+    """Carry the gradient of the memory, S, through one chunk; the other arguments as in `_forward_step`, and `v` of `chunk` is dO."""
+    d_out = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT)
+    d_out = wg.as_left(d_out, left[0], interpret)
+    partial: Any = SQUARE
+    for memory, last in operands(S):
+
+        def read(sum, memory=memory, last=last):
+            for keys, after in memory:
+                plgpu.wgmma(sum.ref, after, chunk["written"].at[:, keys].transpose((1, 0)))
+            if not last:
+                return sum.read()
+            plgpu.wgmma(sum.ref, d_out, chunk["scores"])
+            save_memory(S)
+            decayed_gradient = decay_memory(chunk, S)
+            return decayed_gradient, sum.read().astype(_BF16)
+
+        partial = wg.with_accumulators(read, partial, interpret=interpret)
+    decayed_gradient, rounded = partial
+    du = wg.as_left(rounded, left[1], interpret)
+
+    def add(*sums):
+        for keys, piece in zip_with_keys(S, sums):
+            plgpu.wgmma(piece.ref, d_out, chunk["q"].at[:, keys])
+            plgpu.wgmma(piece.ref, du, chunk["a"].at[:, keys])
+        store_outputs(*[rounded] * save)
+        return tuple(piece.read() for piece in sums)
+
+    return wg.with_accumulators(add, *decayed_gradient, interpret=interpret)
+
+
 def values_backward(
-    resolved: Resolved, solved: Solved, d_out, d_back, d_states, *, interpret: Any = False
+    chunks: DecayedChunks,
+    solved: SolvedChunks,
+    d_out,
+    d_a_read,
+    d_states,
+    *,
+    interpret: Any = False,
 ):
-    """dv and Xᵀ du, [B, T, h, V], chunk by chunk; `d_states` as `scan_backward` gives them."""
+    """Compute dv, and Xᵀ du, the gradient of the sum that X multiplies, for all chunks in parallel.
+
+    Args:
+        chunks: the decayed chunks of h heads.
+        solved: the solved chunks of h heads.
+        d_out: [B, T, h, V] bfloat16.
+        d_a_read: [B, T, h, V] bfloat16, du of `scan_backward`.
+        d_states: [B, h, N, V, K] bfloat16, the transposed gradients of the memories after each chunk, of
+            `scan_backward`.
+        interpret: parameters of the interpreter, or False.
+
+    Returns:
+        dv and Xᵀ du, [B, T, h, V] bfloat16 each.
+    """
     batch, length, heads, width = d_out.shape
-    depth = resolved.read.shape[-1]
-    named = dict(
-        d_out=d_out, d_back=d_back, written=resolved.written_values, scores=resolved.scores_values,
+    depth = chunks.read.shape[-1]
+    inputs = dict(
+        d_out=d_out, d_a_read=d_a_read, written=chunks.written_values, scores=chunks.scores_values,
         values=solved.values, inverse=solved.inverse, d_states=d_states,
     )  # fmt: skip
+    sizes = dict.fromkeys(inputs, SQUARE) | dict(
+        d_out=(CHUNK, width), d_a_read=(CHUNK, width), written=(CHUNK, depth), d_states=(width, depth)
+    )  # fmt: skip
+    smem: Any = plgpu.SMEM
+    tile = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
+    # Allocated in the order of the names: `run_scoped` sorts a dictionary.
+    buffers = {name: tile(size) for name, size in sizes.items()}
 
-    def kernel(*refs):
-        refs = dict(zip([*named, "dv", "d_reached"], refs, strict=True))
-        b, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
+    def kernel(refs):
+        b, h = row_and_head(heads)
         n = lax.axis_index("chunk")
         tokens = pl.ds(n * CHUNK, CHUNK)
-
-        def scoped(buffers, barrier):
-            for name, to in buffers.items():
-                source = refs[name]
-                if name == "d_states":
-                    source = source.at[b, h, n]
-                elif name in ("scores", "values", "inverse"):
-                    source = source.at[b, h, tokens]
-                else:
-                    source = source.at[b, tokens, h]
-                plgpu.copy_gmem_to_smem(source, to, barrier)
-            plgpu.barrier_wait(barrier)
-            for column in range(width // _BLOCK):
-                part = pl.ds(column * _BLOCK, _BLOCK)
-                d_out, d_back = (buffers[name].at[:, part] for name in ("d_out", "d_back"))
-
-                def products(dv, reached, d_out=d_out, d_back=d_back, part=part):
-                    plgpu.wgmma(dv, buffers["scores"].transpose((1, 0)), d_out)
-                    plgpu.wgmma(dv, buffers["values"].transpose((1, 0)), d_back)
-                    plgpu.wgmma(
-                        dv, buffers["written"], buffers["d_states"].at[part].transpose((1, 0))
-                    )
-                    plgpu.wgmma(reached, buffers["inverse"].transpose((1, 0)), d_back)
-
-                zeros = jnp.zeros(SQUARE, _F32)
-                found = wg.accumulate(products, zeros, zeros, interpret=interpret)
-                for to, x in zip(
-                    (d_out, d_back), found, strict=True
-                ):  # these columns are done with
-                    to[...] = x.astype(_BF16)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(buffers["d_out"], refs["dv"].at[b, tokens, h])
-            plgpu.copy_smem_to_gmem(buffers["d_back"], refs["d_reached"].at[b, tokens, h])
-            plgpu.wait_smem_to_gmem(0)
-
-        smem: Any = plgpu.SMEM
-        buffer = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
-        sizes = dict.fromkeys(named, SQUARE) | dict(
-            d_out=(CHUNK, width), d_back=(CHUNK, width), written=(CHUNK, depth), d_states=(width, depth)
-        )  # fmt: skip
-        pl.run_scoped(
-            scoped, {name: buffer(size) for name, size in sizes.items()},
-            plgpu.Barrier(num_arrivals=len(named)),
-        )  # fmt: skip
+        chunk = {name: ref.at[b, tokens, h] for name, ref in refs.items()}
+        squares = ("scores", "values", "inverse")
+        chunk |= {name: refs[name].at[b, h, tokens] for name in squares}
+        chunk["d_states"] = refs["d_states"].at[b, h, n]
+        body = functools.partial(_values_backward_chunk, chunk, interpret=interpret)
+        pl.run_scoped(body, buffers, plgpu.Barrier(num_arrivals=len(inputs)))
 
     struct = jax.ShapeDtypeStruct(d_out.shape, _BF16)
-    return plgpu.kernel(
+    result = launch(
         kernel,
-        out_type=[struct, struct],
-        grid=(batch * heads, length // CHUNK),
-        grid_names=("row", "chunk"),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
+        inputs=inputs,
+        outputs=dict(dv=struct, d_right_side=struct),
+        grid=dict(row=batch * heads, chunk=length // CHUNK),
+        name="dplr_values_backward",
         interpret=interpret,
-    )(*named.values())
+    )
+    return list(result.values())
+
+
+def _values_backward_chunk(refs: dict[str, Any], buffers: dict[str, Any], loaded, *, interpret):
+    """Compute `values_backward` of one chunk, from and to the tiles `refs` of global memory."""
+    for name, to in buffers.items():
+        plgpu.copy_gmem_to_smem(refs[name], to, loaded)
+    plgpu.barrier_wait(loaded)
+    scores, values, inverse = (buffers[name] for name in ("scores", "values", "inverse"))
+    for column in range(buffers["d_out"].shape[1] // _BLOCK):
+        columns = pl.ds(column * _BLOCK, _BLOCK)
+        d_out, d_a_read = (buffers[name].at[:, columns] for name in ("d_out", "d_a_read"))
+        d_state = buffers["d_states"].at[columns]
+
+        def products(dv, d_right_side, d_out=d_out, d_a_read=d_a_read, d_state=d_state):
+            plgpu.wgmma(dv, scores.transpose((1, 0)), d_out)
+            plgpu.wgmma(dv, values.transpose((1, 0)), d_a_read)
+            plgpu.wgmma(dv, buffers["written"], d_state.transpose((1, 0)))
+            plgpu.wgmma(d_right_side, inverse.transpose((1, 0)), d_a_read)
+
+        zeros = jnp.zeros(SQUARE, _F32)
+        dv, d_right_side = wg.accumulate(products, zeros, zeros, interpret=interpret)
+        d_out[...] = dv.astype(_BF16)  # no longer read
+        d_a_read[...] = d_right_side.astype(_BF16)
+    plgpu.commit_smem()
+    for name, source in (("dv", "d_out"), ("d_right_side", "d_a_read")):
+        plgpu.copy_smem_to_gmem(buffers[source], refs[name])
+    plgpu.wait_smem_to_gmem(0)

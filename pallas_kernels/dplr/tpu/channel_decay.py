@@ -1,12 +1,15 @@
-"""A diagonal-plus-low-rank memory (RWKV7) on Mosaic TPU: one kernel forward, one backward, each a single pass over the tokens.
+"""A diagonal-plus-low-rank memory (RWKV7) on Mosaic TPU: a forward and a backward kernel, each one pass over the tokens.
 
-With b_i the sums of a chunk's log decays before token i, and q standing for scale q e^g, its own decay taken, all pairs of tokens are as
-far apart: A_xy = Σ_c x_ic y_jc e^(b_i - b_(j+1))_c for x of q, a and y of b, k, by the halving of `linear_attention.tpu_halving`. Then
+With d_i the sum of a chunk's log decays before token i, and q in place of scale q e^g, that is with its
+token's decay applied, all pairs of tokens have the same decay: A_xy = Σ_c x_ic y_jc e^(d_i - d_(j+1))_c for x
+= q or a and y = b or k, by the halving of `pallas_kernels.tpu.halving`. Then, with the fields of `_Head` and
+`Decays`,
 
-    U = (I - A_ab)⁻¹ (reach S + A_ak V)    O = read S + A_qb U + A_qk V    S' = keep S + (b leave)ᵀ U + (k leave)ᵀ V
+    U = (I - A_ab)⁻¹ (decayed_a S + A_ak V)    O = read S + A_qb U + A_qk V    S' = chunk_decay S + (b write_decay)ᵀ U + (k write_decay)ᵀ V
 
-(the diagonals of A_qb and A_qk without a decay). Two tiles a level hold all operands: later rows of q over earlier ones of b, and a
-over k. The memory is kept as [V, K], whose columns decay. The systems of a program are solved side by side.
+(the diagonals of A_qb and A_qk have no decay). Two tiles per level contain all operands: later rows of q and
+earlier rows of b, and likewise a and k. The memory is transposed, [V, K]: its columns decay. The systems of a
+program's heads are solved in lockstep.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from pallas_kernels.tpu import layout as tpu_layout
 from pallas_kernels.tpu.solve import Residuals, invert, length_multiple
 
 CHUNK = 128
-_HEADS = 8  # of one program
+_HEADS = 8  # of a program of the forward kernel
 __all__ = ["CHUNK", "REQUIREMENTS", "backward", "forward", "length_multiple"]
 _F32 = jnp.float32
 REQUIREMENTS = (
@@ -41,17 +44,17 @@ REQUIREMENTS = (
 def forward(
     q, k, v, a, b, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals | None]:  # fmt: skip
-    """The output [B, T, max(H, G), V], the final memories as `initial` and, to `save`, the residuals. T is a multiple of `CHUNK`.
+    """Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals (None without `save`).
 
-    The residuals' memories are [V, K].
+    Arguments are those of `dplr`; T is divisible by `CHUNK`. The memories of the residuals are [V, K].
     """
     layout = _layout(q, k, v, a, b, initial)
-    given = layout.inputs(run, q=q, k=k, v=v, a=a, b=b, log_decay=log_decay)
-    given["initial"] = layout.as_memories(initial), layout.memories()
-    outs = dict(out=layout.tokens(layout.heads, v.shape[3], v.dtype), final=layout.memories())
+    inputs = layout.inputs(run, q=q, k=k, v=v, a=a, b=b, log_decay=log_decay)
+    inputs["initial"] = layout.as_memories(initial), layout.memories()
+    outputs = dict(out=layout.tokens(layout.heads, v.shape[3], v.dtype), final=layout.memories())
     if save:
-        outs |= dict(states=layout.states(), inverse=layout.squares())
-    result = layout.call(_forward_kernel, given, outs, scale, interpret)
+        outputs |= dict(states=layout.states(), inverse=layout.squares())
+    result = layout.call(_forward_kernel, inputs, outputs, scale, interpret)
     final = layout.from_memories(result["final"])[:, :: layout.heads // v.shape[2]]
     residuals = Residuals(result["states"], result["inverse"]) if save else None
     return layout.from_tokens(result["out"], v.shape[3]), final, residuals
@@ -59,20 +62,21 @@ def forward(
 
 def backward(
     q, k, v, a, b, log_decay, run, initial, residuals: Residuals, d_output, d_final, *,
-    scale: float, interpret: Any = False,
+    scale: float, decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Gradients of q, k, v, a, b, log_decay and initial."""
+    """Return the gradients of q, k, v, a, b, log_decay (computed regardless of `decay_gradient`) and initial."""
+    del decay_gradient
     layout = _layout(q, k, v, a, b, initial, reverse=True)
-    given = layout.inputs(run, q=q, k=k, v=v, a=a, b=b, log_decay=log_decay)
-    of_output = layout.tokens(layout.heads, v.shape[3], v.dtype)
-    given["d_out"] = layout.as_tokens(d_output.astype(v.dtype)), of_output
-    given["states"] = residuals.states, layout.states()
-    given["inverse"] = residuals.inverse, layout.squares()
-    given["d_final"] = layout.as_memories(d_final, first=True), layout.memories()
+    inputs = layout.inputs(run, q=q, k=k, v=v, a=a, b=b, log_decay=log_decay)
+    output_tokens = layout.tokens(layout.heads, v.shape[3], v.dtype)
+    inputs["d_out"] = layout.as_tokens(d_output.astype(v.dtype)), output_tokens
+    inputs["states"] = residuals.states, layout.states()
+    inputs["inverse"] = residuals.inverse, layout.squares()
+    inputs["d_final"] = layout.as_memories(d_final, first=True), layout.memories()
     likes = dict(dq=q, dk=k, dv=v, da=a, db=b, d_decay=log_decay)
-    outs = {name: layout.gradient_tokens(like) for name, like in likes.items()}
-    outs["d_initial"] = layout.memories()
-    result = layout.call(_backward_kernel, given, outs, scale, interpret)
+    outputs = {name: layout.gradient_tokens(like) for name, like in likes.items()}
+    outputs["d_initial"] = layout.memories()
+    result = layout.call(_backward_kernel, inputs, outputs, scale, interpret)
     d_initial = row_layout.sum_heads(layout.from_memories(result["d_initial"]), v.shape[2], axis=1)
     return *(layout.gradient(result[n], like) for n, like in likes.items()), d_initial
 
@@ -84,7 +88,7 @@ def _layout(q, k, v, a, b, initial, reverse: bool = False) -> tpu_layout.Layout:
 
 
 class _Head:
-    """One head's part of a chunk, what both kernels make of it.
+    """The tokens of a chunk for one head, and their products, as both kernels need them; d_i is the sum of log decays before token i.
 
     Attributes:
         q: [C, K] float32, times the scale.
@@ -92,18 +96,18 @@ class _Head:
         v: [C, V].
         a: [C, K] float32.
         b: [C, K] float32.
-        own: [C, K], e^g.
-        decays: of `tpu_halving`.
-        tiles: the levels' tiles of q over b.
-        others: those of a over k.
+        token_decay: [C, K], e^g.
+        decays: the decays of the chunk, as `halving.chunk_decays` returns them.
+        tiles: the operands [C, K] of each level, of q with b.
+        others: the operands [C, K] of each level, of a with k.
         through_b: A_qb [C, C].
         through_k: A_qk [C, C].
         system: -A_ab [C, C] float32.
         values: A_ak [C, C].
-        read: [C, K], q e^b.
-        reach: [C, K], a e^b.
-        written_b: [C, K], b e^(b_C - b).
-        written_k: [C, K], k e^(b_C - b).
+        read: [C, K], scale q e^g e^d.
+        decayed_a: [C, K], a e^d.
+        written_b: [C, K], b times the decay after its token.
+        written_k: [C, K], k times the decay after its token.
     """
 
     def __init__(self, layout, scale: float, refs: dict, masks: halving.Masks, h: int):
@@ -113,14 +117,14 @@ class _Head:
         dtype = self.v.dtype
         self.q, self.k, self.a, self.b = (x.astype(_F32) for x in (q, k, a, b))
         self.q *= scale
-        self.own, self.decays = jnp.exp(g), halving.chunk_decays(g, masks, exclusive=True)
-        decayed = self.q * self.own
+        self.token_decay, self.decays = jnp.exp(g), halving.chunk_decays(g, masks, exclusive=True)
+        decayed = self.q * self.token_decay
         self.tiles = halving.operands(decayed, self.b, self.decays, dtype)
         self.others = halving.operands(self.a, self.k, self.decays, dtype)
 
         def scores(written, pairs):
-            current = jnp.sum(self.q * written, axis=1, keepdims=True)
-            pairs = jnp.where(masks.level < 0, current, pairs)
+            diagonal = jnp.sum(self.q * written, axis=1, keepdims=True)
+            pairs = jnp.where(masks.level < 0, diagonal, pairs)
             return jnp.where(masks.seen, pairs, 0).astype(dtype)
 
         below = masks.seen & (masks.level >= 0)
@@ -130,46 +134,50 @@ class _Head:
         )
         self.system = jnp.where(below, -pairs[1][0], 0)
         self.values = jnp.where(below, pairs[1][1], 0).astype(dtype)
-        self.read = decayed * self.decays.enter
-        self.reach = self.a * self.decays.enter
-        self.written_b = (self.b * self.decays.leave).astype(dtype)
-        self.written_k = (self.k * self.decays.leave).astype(dtype)
+        self.read = decayed * self.decays.read_decay
+        self.decayed_a = self.a * self.decays.read_decay
+        self.written_b = (self.b * self.decays.write_decay).astype(dtype)
+        self.written_k = (self.k * self.decays.write_decay).astype(dtype)
 
-    def back(self, held, inverse):
-        """U [C, V], what is written back; `held` is what the memory holds at the `a`."""
-        found = held + dot(self.values, self.v)
-        return dot(inverse, found.astype(self.v.dtype)).astype(self.v.dtype)
+    def a_read(self, from_memory, inverse):
+        """U [C, V], what a reads and b writes back, from `from_memory` = decayed_a S."""
+        sums = from_memory + dot(self.values, self.v)
+        return dot(inverse, sums.astype(self.v.dtype)).astype(self.v.dtype)
 
 
 def _forward_kernel(layout, scale: float, refs: dict, memory):
+    """Compute one chunk of a program's heads, and update their memories [V, K]."""
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
     heads = [_Head(layout, scale, refs, masks, h) for h in range(layout.block)]
     dtype = heads[0].v.dtype
     before = [memory[h].astype(dtype) for h in range(layout.block)]
-    # Step by step for all, as in `invert`, and first what needs no inverse.
-    held = [
-        dot(jnp.concatenate([x.read, x.reach]).astype(dtype), m, "nt")
+    # Each step for all heads, as in `invert`; first the products that need no inverse.
+    reads = [
+        dot(jnp.concatenate([x.read, x.decayed_a]).astype(dtype), m, "nt")
         for x, m in zip(heads, before, strict=True)
     ]
     inverses = invert([x.system for x in heads], dtype)
     if "states" in refs:
         for h, (narrow, inverse) in enumerate(zip(before, inverses, strict=True)):
             refs["states"][h], refs["inverse"][h] = narrow, inverse
-    backs = [
-        x.back(own[CHUNK:], inverse) for x, own, inverse in zip(heads, held, inverses, strict=True)
+    a_reads = [
+        x.a_read(read[CHUNK:], inverse)
+        for x, read, inverse in zip(heads, reads, inverses, strict=True)
     ]
-    for h, (x, own, back) in enumerate(zip(heads, held, backs, strict=True)):
-        out = own[:CHUNK] + dot(x.through_b, back) + dot(x.through_k, x.v)
+    for h, (x, read, a_read) in enumerate(zip(heads, reads, a_reads, strict=True)):
+        out = read[:CHUNK] + dot(x.through_b, a_read) + dot(x.through_k, x.v)
         layout.store(refs["out"], h, out)
-    for h, (x, back) in enumerate(zip(heads, backs, strict=True)):
-        update = dot(back, x.written_b, "tn") + dot(x.v, x.written_k, "tn")
-        memory[h] = x.decays.keep * memory[h] + update
+    for h, (x, a_read) in enumerate(zip(heads, a_reads, strict=True)):
+        update = dot(a_read, x.written_b, "tn") + dot(x.v, x.written_k, "tn")
+        memory[h] = x.decays.chunk_decay * memory[h] + update
 
 
 def _backward_kernel(layout, scale: float, refs: dict, d_memory):
+    """Compute the gradients of one chunk of a program's heads; `d_memory` is that of their memories, after the chunk, then before."""
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
 
     def outer(lower, upper):
+        """lower[0] lower[1]ᵀ below the diagonal, upper[0] upper[1]ᵀ on and above it."""
         return halving.mirror(dot(lower[0], lower[1], "nt"), dot(upper[0], upper[1], "nt"), masks)
 
     for h in range(layout.block):
@@ -177,47 +185,63 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
         v, dtype, decays = x.v, x.v.dtype, x.decays
         d_out = refs["d_out"][layout.tile_index(refs["d_out"], h, layout.value_dim)]
         before, inverse, after = refs["states"][h], refs["inverse"][h], d_memory[h]
-        read, reach = x.read.astype(dtype), x.reach.astype(dtype)
-        narrow, back = after.astype(dtype), x.back(dot(reach, before, "nt"), inverse)
+        read, decayed_a = x.read.astype(dtype), x.decayed_a.astype(dtype)
+        narrow, a_read = after.astype(dtype), x.a_read(dot(decayed_a, before, "nt"), inverse)
 
-        d_back = dot(x.through_b, d_out, "tn") + dot(x.written_b, narrow, "nt")
-        found = dot(inverse, d_back.astype(dtype), "tn").astype(dtype)  # its gradient
+        d_a_read = dot(x.through_b, d_out, "tn") + dot(x.written_b, narrow, "nt")
+        # The gradient of decayed_a S + A_ak V.
+        d_right_side = dot(inverse, d_a_read.astype(dtype), "tn").astype(dtype)
         dv = dot(x.through_k, d_out, "tn") + dot(x.written_k, narrow, "nt")
-        layout.store(refs["dv"], h, dv + dot(x.values, found, "tn"))
-        d_memory[h] = decays.keep * after + dot(d_out, read, "tn") + dot(found, reach, "tn")
+        layout.store(refs["dv"], h, dv + dot(x.values, d_right_side, "tn"))
+        d_memory[h] = (
+            decays.chunk_decay * after + dot(d_out, read, "tn") + dot(d_right_side, decayed_a, "tn")
+        )
 
-        pairs = ((d_out, back), (found, v), (d_out, v), (found, back))  # qb, ak, qk, ab
-        of_qb, of_ak, of_qk, of_ab = (((x, y), (y, x)) for x, y in pairs)
+        pairs = (
+            (d_out, a_read),
+            (d_right_side, v),
+            (d_out, v),
+            (d_right_side, a_read),
+        )  # qb, ak, qk, ab
+        qb, ak, qk, ab = (((x, y), (y, x)) for x, y in pairs)
 
         def spread(lower, upper, tiles):
+            """Return the gradient of each level's operand, [C, K], from pairs of factors of dA below the diagonal and above it."""
             return halving.level_products(outer(lower[0], upper[1]), tiles, masks)
 
         def added(x, y):
             return [a + b for a, b in zip(x, y, strict=True)]
 
-        of_tiles = added(spread(of_qb, of_qb, x.tiles), spread(of_qk, of_ab, x.others))
-        of_others = added(spread(of_ak, of_ak, x.others), spread(of_ab, of_qk, x.tiles))
-        of_read = decays.enter * dot(d_out, before)
-        of_reach = decays.enter * dot(found, before)
-        of_write_b = decays.leave * dot(back, narrow)
-        of_write_k = decays.leave * dot(v, narrow)
-        current_b, current_k = (
-            jnp.sum(d_out.astype(_F32) * y.astype(_F32), axis=1, keepdims=True) for y in (back, v)
+        d_tiles = added(spread(qb, qb, x.tiles), spread(qk, ab, x.others))
+        d_others = added(spread(ak, ak, x.others), spread(ab, qk, x.tiles))
+        through_read = decays.read_decay * dot(d_out, before)
+        through_a = decays.read_decay * dot(d_right_side, before)
+        through_write_b = decays.write_decay * dot(a_read, narrow)
+        through_write_k = decays.write_decay * dot(v, narrow)
+        diagonal_b, diagonal_k = (
+            jnp.sum(d_out.astype(_F32) * y.astype(_F32), axis=1, keepdims=True) for y in (a_read, v)
         )
-        decayed = (halving.operand_gradient(of_tiles, decays, later=True) + of_read) * x.own
-        layout.store(refs["dq"], h, scale * (decayed + current_b * x.b + current_k * x.k))
-        db = halving.operand_gradient(of_tiles, decays, later=False) + of_write_b
-        layout.store(refs["db"], h, db + current_b * x.q)
+        decayed = (
+            halving.operand_gradient(d_tiles, decays, later=True) + through_read
+        ) * x.token_decay
+        layout.store(refs["dq"], h, scale * (decayed + diagonal_b * x.b + diagonal_k * x.k))
+        db = halving.operand_gradient(d_tiles, decays, later=False) + through_write_b
+        layout.store(refs["db"], h, db + diagonal_b * x.q)
         layout.store(
-            refs["da"], h, halving.operand_gradient(of_others, decays, later=True) + of_reach
+            refs["da"], h, halving.operand_gradient(d_others, decays, later=True) + through_a
         )
-        dk = halving.operand_gradient(of_others, decays, later=False) + of_write_k
-        layout.store(refs["dk"], h, dk + current_k * x.q)
-        kept = jnp.sum(before.astype(_F32) * after, axis=0, keepdims=True) * decays.keep
+        dk = halving.operand_gradient(d_others, decays, later=False) + through_write_k
+        layout.store(refs["dk"], h, dk + diagonal_k * x.q)
+        through_chunk_decay = before.astype(_F32) * after
+        through_chunk_decay = (
+            jnp.sum(through_chunk_decay, axis=0, keepdims=True) * decays.chunk_decay
+        )
         terms = added(
-            halving.decay_terms(x.tiles, of_tiles), halving.decay_terms(x.others, of_others)
+            halving.decay_terms(x.tiles, d_tiles), halving.decay_terms(x.others, d_others)
         )
-        of_enter = x.q * x.own * of_read + x.a * of_reach
-        of_leave = x.b * of_write_b + x.k * of_write_k
-        d_decay = halving.decay_gradient(terms, of_enter, of_leave, kept, exclusive=True)
+        through_read_decay = x.q * x.token_decay * through_read + x.a * through_a
+        through_write_decay = x.b * through_write_b + x.k * through_write_k
+        d_decay = halving.decay_gradient(
+            terms, through_read_decay, through_write_decay, through_chunk_decay, exclusive=True
+        )
         layout.store(refs["d_decay"], h, d_decay + x.q * decayed)

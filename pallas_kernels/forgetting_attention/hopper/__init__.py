@@ -2,7 +2,9 @@
 
 from pallas_kernels.forgetting_attention.hopper.backward import backward
 from pallas_kernels.forgetting_attention.hopper.forward import forward
-from pallas_kernels.forgetting_attention.hopper.pipeline import TILE
 from pallas_kernels.forgetting_attention.hopper.requirements import REQUIREMENTS, tile, unsupported
+from pallas_kernels.forgetting_attention.hopper.schedule import (
+    TILE,
+)
 
 __all__ = ["REQUIREMENTS", "TILE", "backward", "forward", "tile", "unsupported"]

@@ -1,12 +1,13 @@
 """Forget-gated softmax attention on Mosaic GPU (Hopper): the two backward kernels.
 
-With weights P_ij, output gradient dO and `delta_i = O_i . dO_i`, the gradient of a score is `dS_ij = P_ij (dO_i . v_j - delta_i)`.
-Then `dq_i = scale Σ_j dS_ij k_j`, `dk_j = scale Σ_i dS_ij q_i`, `dv_j = Σ_i P_ij dO_i` and `dF_j = -Σ_i dS_ij`. The gradient of
-F_i as the bias of query i, `Σ_j dS_ij`, is 0.
+With weights P_ij, output gradient dO and `delta_i = O_i . dO_i`, the gradient of a score is
+`dS_ij = P_ij (dO_i . v_j - delta_i)`. Then `dq_i = scale Σ_j dS_ij k_j`, `dk_j = scale Σ_i dS_ij q_i`,
+`dv_j = Σ_i P_ij dO_i` and `dF_j = -Σ_i dS_ij`. The gradient of F_i as the bias of query i, `Σ_j dS_ij`, is 0.
 
-In the kernel of dq, each of two warpgroups has 64 queries and loops over the keys. In the kernel of dk, dv and dF, each has 64 keys
-and loops over the queries. A third one loads (`pipeline`). Where registers and shared memory allow, the products that a step adds to
-the gradients run on the tensor cores during the next step's exponentials (`Schedule.deferred`).
+In the kernel of dq, each of two warpgroups has 64 queries and loops over the keys. In the kernel of dk, dv
+and dF, each has 64 keys and loops over the queries. A third one loads (`pipeline`). Where registers and
+shared memory allow, the products that a step adds to the gradients run on the tensor cores during the next
+step's exponentials (`Schedule.deferred`).
 """
 
 from __future__ import annotations
@@ -18,14 +19,13 @@ import jax.numpy as jnp
 
 from pallas_kernels.compat import plgpu
 from pallas_kernels.forgetting_attention.bounds import Bounds, Rows, key_arrays
-from pallas_kernels.forgetting_attention.hopper.pipeline import (
+from pallas_kernels.forgetting_attention.hopper.pipeline import Pipeline, Warpgroup
+from pallas_kernels.forgetting_attention.hopper.schedule import (
     ROWS,
     TILE,
-    Pipeline,
     Position,
     Products,
     Schedule,
-    Warpgroup,
 )
 from pallas_kernels.forgetting_attention.hopper.scores import (
     LOG2E,
@@ -63,8 +63,8 @@ def backward(
     window: int | None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Return the gradients of q [B, Q, H, D], of k and v (both [B, T, H, D], one for each query head), and of F_j ([B, H, T], or None
-    without gates).
+    """Return the gradients of q [B, Q, H, D], of k and v (both [B, T, H, D], one for each query head), and of
+    F_j ([B, H, T], or None without gates).
 
     Heads of 256 channels are not supported: the gradients of k and v of 64 keys would require all registers.
 
@@ -97,7 +97,9 @@ def backward(
 def _backward_of_queries(
     q, k, v, rows, bounds, sums, d_out, delta, *, scale, window, interpret
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the gradient of q, and `Σ_j dS_ij` of each query, [B, H, Q], which is 0 except for the rounding of `delta`."""
+    """Return the gradient of q, and `Σ_j dS_ij` of each query, [B, H, Q], which is 0 except for the rounding
+    of `delta`.
+    """
     schedule, shape = _QUERY_SCHEDULES[q.shape[-1]], (ROWS, ROWS)
 
     def compute(group: Warpgroup):
@@ -153,7 +155,9 @@ def _backward_of_queries(
 
 
 class _Queries:
-    """The queries of each step in the loop over queries: their positions in the row, and F at the first of them."""
+    """The queries of each step in the loop over queries: their positions in the row, and F at the first of
+    them.
+    """
 
     def __init__(self, refs, at: Position, length: int):
         self.refs, self.at, self.length = refs, at, length

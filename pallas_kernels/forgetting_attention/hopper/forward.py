@@ -1,9 +1,10 @@
 """Forget-gated softmax attention on Mosaic GPU (Hopper): the forward kernel.
 
-Query i sees key j <= i with the score `scale q_i . k_j + F_i - F_j` (FoX, arXiv 2503.02130, Eq. 3); `scores` explains how the bias
-is computed. Each of two warpgroups has 64 queries and loops over the keys, which a third one loads (`pipeline`). The two take turns
-between tensor cores and exponentials (`Schedule.alternate`). Tiles of keys that no query of a tile sees are skipped (`Bounds`):
-those of a later token or an earlier document, before the window, or pruned because the gates make their weights negligible.
+Query i sees key j <= i with the score `scale q_i . k_j + F_i - F_j` (FoX, arXiv 2503.02130, Eq. 3); `scores`
+explains how the bias is computed. Each of two warpgroups has 64 queries and loops over the keys, which a
+third one loads (`pipeline`). The two take turns between tensor cores and exponentials (`Schedule.alternate`).
+Tiles of keys that no query of a tile sees are skipped (`Bounds`): those of a later token or an earlier
+document, before the window, or pruned because the gates make their weights negligible.
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ import jax.numpy as jnp
 
 from pallas_kernels.compat import plgpu
 from pallas_kernels.forgetting_attention.bounds import Bounds, Rows
-from pallas_kernels.forgetting_attention.hopper.pipeline import (
+from pallas_kernels.forgetting_attention.hopper.pipeline import Pipeline, Warpgroup
+from pallas_kernels.forgetting_attention.hopper.schedule import (
     ROWS,
     TILE,
-    Pipeline,
     Products,
     Schedule,
-    Warpgroup,
 )
 from pallas_kernels.forgetting_attention.hopper.scores import (
     LOG2E,
@@ -63,8 +63,8 @@ def forward(
         interpret: parameters of the interpreter, or False.
 
     Returns:
-        The output [B, Q, H, D], 0 where a query sees no key; and [B, H, Q] float32, the base-2 logarithm of the sum of each query's
-        weights, with F at the first query of its warpgroup in place of F at the query.
+        The output [B, Q, H, D], 0 where a query sees no key; and [B, H, Q] float32, the base-2 logarithm of the sum
+        of each query's weights, with F at the first query of its warpgroup in place of F at the query.
     """
     batch, length, heads, depth = q.shape
     schedule = _SCHEDULES[depth]
@@ -121,10 +121,8 @@ def forward(
         begin=bounds.first,
         end=bounds.diagonal,
     )
-    struct = jax.ShapeDtypeStruct
-    outputs = dict(
-        output=struct(q.shape, q.dtype), sums=struct((batch, heads, length), jnp.float32)
-    )
+    sums = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
+    outputs = dict(output=jax.ShapeDtypeStruct(q.shape, q.dtype), sums=sums)
     name = "forgetting_attention_forward"
     results = pipeline.launch(compute, outputs, name=name, interpret=interpret)
     return results["output"], results["sums"]

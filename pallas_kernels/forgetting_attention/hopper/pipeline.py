@@ -1,9 +1,11 @@
-"""The structure of all three kernels: two warpgroups compute in a loop over the row's tokens, and a third one loads them.
+"""The structure of all three kernels: two warpgroups compute in a loop over the row's tokens, and a third one
+loads them.
 
-A thread block computes one tile of 128 queries (or keys) of one head. Each of its first two warpgroups has 64 of them, the
-*resident* tokens, whose arrays stay in shared memory. Both loop over the same tiles of the row, the *streamed* tokens. The third
-warpgroup copies the streamed tiles to shared memory, some steps ahead, into one of `Schedule.stages` buffers. Two barriers per
-buffer say that its tiles have been loaded (`full`) and that both warpgroups have used them (`empty`).
+A thread block computes one tile of 128 queries (or keys) of one head. Each of its first two warpgroups has 64
+of them, the *resident* tokens, whose arrays stay in shared memory. Both loop over the same tiles of the row,
+the *streamed* tokens. The third warpgroup copies the streamed tiles to shared memory, some steps ahead, into
+one of `Schedule.stages` buffers. Two barriers per buffer say that its tiles have been loaded (`full`) and
+that both warpgroups have used them (`empty`).
 """
 
 from __future__ import annotations
@@ -17,65 +19,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
+from pallas_kernels.forgetting_attention.hopper.schedule import (
+    ROWS,
+    TILE,
+    Position,
+    Products,
+    Schedule,
+)
 from pallas_kernels.hopper import launch as hopper_launch
 from pallas_kernels.hopper import warpgroups as wg
-
-TILE = 128  # queries or keys of a thread block
-ROWS = 64  # queries or keys of one warpgroup
-
-
-class Position(NamedTuple):
-    """The resident tokens of a warpgroup.
-
-    Attributes:
-        b: the row of the batch.
-        h: the query head.
-        tile: the index of the thread block's tile.
-        first: the index of the warpgroup's first query or key in its array.
-        tokens: the slice of the warpgroup's queries or keys in their array.
-        row: the position of its first query or key in the row; it differs from `first` where the queries are two parts of the row.
-    """
-
-    b: Any
-    h: Any
-    tile: Any
-    first: Any
-    tokens: Any
-    row: Any
-
-
-class Schedule(NamedTuple):
-    """The schedule of a kernel's loop over the streamed tokens.
-
-    Attributes:
-        size: tokens of a step.
-        deferred: whether the products that a step adds to the sums run during the next step's exponentials; the step's tiles remain
-            in shared memory until then.
-        stages: buffers of each streamed input: the number of steps whose tiles are being loaded or are in use.
-        alternate: whether one warpgroup uses the tensor cores while the other computes exponentials.
-    """
-
-    size: int
-    deferred: bool
-    stages: int
-    alternate: bool
-
-
-class Products(NamedTuple):
-    """The computation of one step of the loop: matrix products, elementwise work on them, and products that are added to sums.
-
-    Attributes:
-        scores: `scores(tiles, *refs)` adds matrix products to references, which have `shapes` and are zero before.
-        shapes: the shapes of these products.
-        use: `use(n, tiles, values, carry, **options)`, called with these products' values, returns operands [ROWS, size], a factor by
-            which the rows of the sums are multiplied first (or None), and the next carry.
-        add: `add(tiles, operands, *refs)` adds one product of the operands and the tiles to each of the sums.
-    """
-
-    scores: Callable
-    shapes: list
-    use: Callable
-    add: Callable
 
 
 class Traversal(NamedTuple):
@@ -89,8 +41,8 @@ class Traversal(NamedTuple):
         streamed: buffers of the streamed inputs by name, [stages, ...].
         full: one barrier for each stage, which completes when the stage's tiles have been loaded.
         empty: one barrier for each stage, which completes when both warpgroups have used the stage's tiles.
-        wait_other: waits until the other warpgroup calls it too, where the warpgroups alternate. All calls use the same function
-            object, so that they share one jaxpr.
+        wait_other: waits until the other warpgroup calls it too, where the warpgroups alternate. All calls
+            use the same function object, so that they share one jaxpr.
         interpret: parameters of the interpreter, or False.
     """
 
@@ -128,7 +80,8 @@ class Traversal(NamedTuple):
             products: the computation of a step.
             sums: the initial values of the sums, one for each operand.
             carry: the carry of the first step.
-            parts: consecutive ranges of steps, (first, last + 1, options of `use`); None is `start` or `stop`.
+            parts: consecutive ranges of steps, (first, last + 1, options of `use`); None is `start` or
+                `stop`.
         """
         deferred = self.schedule.deferred
         shape = (ROWS, self.schedule.size)
@@ -225,17 +178,21 @@ class Warpgroup(NamedTuple):
 
 
 class Pipeline(NamedTuple):
-    """A kernel in which two warpgroups with `ROWS` resident tokens each loop over the streamed tokens, which a third one loads.
+    """A kernel in which two warpgroups with `ROWS` resident tokens each loop over the streamed tokens, which
+    a third one loads.
 
     Attributes:
         resident: arrays [B, T, *, D] of which each warpgroup has its tokens in shared memory, by name.
         streamed: arrays [B, T, *, D], [B, H, T] or [B, T] that are loaded step by step, by name.
         in_global: arrays that the computation reads from global memory, by name.
         schedule: the schedule of the loop.
-        begin: [B, H, T / 128], the first streamed tile of each resident tile; None is the tile of the same index.
-        end: [B, H, T / 128], the last streamed tile of each resident tile; None is the tile of the same index.
-        over_queries: if True, the resident tokens are keys, and the loop runs over the queries from the tile of the same tokens on; if
-            False, the resident tokens are queries, and the loop runs over the keys up to the tile of the same tokens, which is `end`.
+        begin: [B, H, T / 128], the first streamed tile of each resident tile; None is the tile of the same
+            index.
+        end: [B, H, T / 128], the last streamed tile of each resident tile; None is the tile of the same
+            index.
+        over_queries: if True, the resident tokens are keys, and the loop runs over the queries from the tile
+            of the same tokens on; if False, the resident tokens are queries, and the loop runs over the keys
+            up to the tile of the same tokens, which is `end`.
     """
 
     resident: Mapping[str, jax.Array]

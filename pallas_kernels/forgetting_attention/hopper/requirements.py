@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from pallas_kernels.forgetting_attention.hopper.pipeline import TILE
+from pallas_kernels.forgetting_attention.hopper.schedule import (
+    TILE,
+)
 from pallas_kernels.requirements import Requirement, first_unmet
 
 REQUIREMENTS = (

@@ -1,12 +1,15 @@
-"""The scores' biases from the gates, the mask of the keys that a query does not see, and vectors in a warpgroup's registers.
+"""The scores' biases from the gates, the mask of the keys that a query does not see, and vectors in a
+warpgroup's registers.
 
-Scores are base-2 logarithms of weights. Query i and key j <= i have the score `log2(e) (scale q_i . k_j + F_i - F_j)`, with F the
-sum of the log forget gates. F_i is the same for all keys of a query and cancels in its softmax. Hence F_i is replaced by F_{i0},
-with i0 the first query of the warpgroup: the bias `F_{i0} - F_j` is small for nearby keys. It is exact, because F is the sum of two
-float32 numbers (high and low part).
+Scores are base-2 logarithms of weights. Query i and key j <= i have the score
+`log2(e) (scale q_i . k_j + F_i - F_j)`, with F the sum of the log forget gates. F_i is the same for all keys
+of a query and cancels in its softmax. Hence F_i is replaced by F_{i0}, with i0 the first query of the
+warpgroup: the bias `F_{i0} - F_j` is small for nearby keys. It is exact, because F is the sum of two float32
+numbers (high and low part).
 
-For the keys of an earlier tile, whose last key is n, the bias is computed as `(F_{i0} - F_n) + (F_n - F_j)`. Neither term is
-positive. The first is one number for each tile; the second is one number for each key, computed before the kernel.
+For the keys of an earlier tile, whose last key is n, the bias is computed as `(F_{i0} - F_n) + (F_n - F_j)`.
+Neither term is positive. The first is one number for each tile; the second is one number for each key,
+computed before the kernel.
 """
 
 from __future__ import annotations
@@ -20,14 +23,20 @@ from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.forgetting_attention.bounds import Rows
-from pallas_kernels.forgetting_attention.hopper.pipeline import ROWS, TILE, Position
+from pallas_kernels.forgetting_attention.hopper.schedule import (
+    ROWS,
+    TILE,
+    Position,
+)
 from pallas_kernels.hopper import warpgroups as wg
 
 LOG2E = math.log2(math.e)
 
 
 def query_arrays(rows: Rows, length: int) -> dict[str, jax.Array]:
-    """Return the arrays that the scores require for the `length` queries: documents, and F at each warpgroup's first query."""
+    """Return the arrays that the scores require for the `length` queries: documents, and F at each
+    warpgroup's first query.
+    """
     arrays = {} if rows.run is None else {"run": rows.at_queries(rows.run, length)}
     if rows.gates is None:
         return arrays
@@ -36,16 +45,18 @@ def query_arrays(rows: Rows, length: int) -> dict[str, jax.Array]:
 
 
 def key_biases(rows: Rows, queries: int) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Return the arrays that the scores require for each key, where a warpgroup has queries and loops over keys.
+    """Return the arrays that the scores require for each key, where a warpgroup has queries and loops over
+    keys.
 
     Args:
         rows: the arrays by token.
         queries: the number of queries.
 
     Returns:
-        Arrays that are streamed: documents ("run") and `log2(e) (F_n - F_j)` with n the last key of j's tile ("fall").
-        Arrays that are read from global memory: `log2(e) (F_{i0} - F_j)` for the keys in the tile of a warpgroup's queries
-        ("diagonal"), and F at each tile's last key ("last high", "last low").
+        Arrays that are streamed: documents ("run") and `log2(e) (F_n - F_j)` with n the last key of j's tile
+        ("fall").
+        Arrays that are read from global memory: `log2(e) (F_{i0} - F_j)` for the keys in the tile of a
+        warpgroup's queries ("diagonal"), and F at each tile's last key ("last high", "last low").
     """
     streamed = {} if rows.run is None else {"run": rows.run}
     if rows.gates is None:
@@ -70,7 +81,8 @@ class Biases:
     """The biases of scores [queries, keys] of a warpgroup, step by step of its loop over keys.
 
     Attributes:
-        first_last: F at the last key of the first step's tile, (high, low), or () without gates; the initial value of `at`'s `last`.
+        first_last: F at the last key of the first step's tile, (high, low), or () without gates; the initial
+            value of `at`'s `last`.
     """
 
     def __init__(self, refs, position: Position, size: int, start):
@@ -108,7 +120,8 @@ class Biases:
             masked: whether the step's keys are in the tile of the warpgroup's queries.
 
         Returns:
-            The bias of each key, [ROWS, size] (None without gates); the bias that all keys have in addition; and `last` of step n + 1.
+            The bias of each key, [ROWS, size] (None without gates); the bias that all keys have in addition;
+            and `last` of step n + 1.
         """
         if self._first_query is None:
             return None, 0.0, ()
@@ -138,7 +151,8 @@ def hide_unseen(
         scores: [queries, keys], or [keys, queries] where `keys_in_rows`.
         first_query: the position in the row of the first query.
         first_key: the position in the row of the first key.
-        tiles: references to the step's tiles, with the documents of the columns where rows have several ("run").
+        tiles: references to the step's tiles, with the documents of the columns where rows have several
+            ("run").
         refs: references to global memory, with the documents of the rows.
         at: the warpgroup's position.
         masked: whether some keys may be after some queries.

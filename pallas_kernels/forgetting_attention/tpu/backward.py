@@ -1,4 +1,6 @@
-"""Forget-gated softmax attention on Mosaic TPU: the two backward kernels. `hopper.backward` lists the gradients."""
+"""Forget-gated softmax attention on Mosaic TPU: the two backward kernels. `hopper.backward` lists the
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def backward(
     window: int | None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Return the gradients of q [B, T, H, D], of k [B, T, G, D], of v [B, T, G, V], and of F_j ([B, H, T], or None without gates).
+    """Return the gradients of q [B, T, H, D], of k [B, T, G, D], of v [B, T, G, V], and of F_j ([B, H, T], or
+    None without gates).
 
     Args:
         q: as in `forward`.
@@ -52,7 +55,9 @@ def backward(
 
 
 def _backward_of_queries(call: Call, q, inputs, delta, scale, interpret):
-    """Return the gradient of q, and `Σ_j dS_ij` of each query, [B, H, T], which is 0 except for the rounding of `delta`."""
+    """Return the gradient of q, and `Σ_j dS_ij` of each query, [B, H, T], which is 0 except for the rounding
+    of `delta`.
+    """
 
     def kernel(step: Step):
         refs = step.refs

@@ -47,7 +47,8 @@ class Step(NamedTuple):
         runs: whether the program has anything to compute.
         first: whether it is the first step of its loop.
         last: whether it is the last step of its loop.
-        first_head: in a loop over queries: whether its query head is the first of those that share the key head.
+        first_head: in a loop over queries: whether its query head is the first of those that share the key
+            head.
         last_head: likewise, whether it is the last.
     """
 
@@ -62,10 +63,11 @@ class Step(NamedTuple):
 
 
 class Call:
-    """The arrays of one call in the shapes that the kernels read, the blocks of them that each program loads, and the scores.
+    """The arrays of one call in the shapes that the kernels read, the blocks of them that each program loads,
+    and the scores.
 
-    `tokens` and `line` return (array, block, index): an array or its shape, the shape of a program's block, and a function from a
-    `Position` to the block's index.
+    `tokens` and `line` return (array, block, index): an array or its shape, the shape of a program's block,
+    and a function from a `Position` to the block's index.
 
     Attributes:
         batch: B.
@@ -75,8 +77,8 @@ class Call:
         count: tiles of a row.
         tile: tokens of a tile.
         steps: programs of a loop.
-        scalars: arrays [B, H, N] that are loaded before the programs run, by name: those of `Bounds`, and F (high and low part) at
-            the first query of each tile.
+        scalars: arrays [B, H, N] that are loaded before the programs run, by name: those of `Bounds`, and F
+            (high and low part) at the first query of each tile.
     """
 
     def __init__(self, q, k, v, rows: Rows, bounds: Bounds, scale: float, window: int | None):
@@ -97,7 +99,9 @@ class Call:
             self.scalars["high"], self.scalars["low"] = (x[..., :: self.tile] for x in rows.gates)
 
     def tokens(self, x, side: str):
-        """Return (array, block, index) for x [B, T, heads, D], an array or its shape; `side` is "query" or "key"."""
+        """Return (array, block, index) for x [B, T, heads, D], an array or its shape; `side` is "query" or
+        "key".
+        """
         head = (lambda p: p.h) if side == "query" else (lambda p: p.g)
         if x.shape[3] % LANES == 0:
             shape = (*x.shape[:2], x.shape[2] * x.shape[3])
@@ -113,7 +117,9 @@ class Call:
         return x, block, index
 
     def line(self, x, side: str):
-        """Return (array, block, index) for x [B, H, T] or [B, T], an array or its shape; `side` is "query" or "key"."""
+        """Return (array, block, index) for x [B, H, T] or [B, T], an array or its shape; `side` is "query" or
+        "key".
+        """
         shape = (self.batch, -1 if x.ndim == 3 else 1, 1, self.length)
         head = (lambda p: p.h) if x.ndim == 3 else (lambda p: 0)
         index = lambda p: (p.b, head(p), 0, getattr(p, side))  # noqa: E731
@@ -199,7 +205,8 @@ class Call:
         return Position(b, h, g, tile, jnp.minimum(key, tile)), key <= tile, scalar
 
     def scores(self, step: Step, masked: bool, keys_in_rows: bool = False):
-        """Return the base-2 logarithms of a tile's weights, up to a constant for each query; `NEVER` where a query does not see a key.
+        """Return the base-2 logarithms of a tile's weights, up to a constant for each query; `NEVER` where a
+        query does not see a key.
 
         Args:
             step: the program.
@@ -231,7 +238,9 @@ class Call:
         return jnp.where(seen, scores, NEVER)
 
     def run(self, step: Step, add: Callable[[bool], None]):
-        """Call `add(masked)` if the program has anything to compute, with masked=False if all its queries see all its keys."""
+        """Call `add(masked)` if the program has anything to compute, with masked=False if all its queries see
+        all its keys.
+        """
         at = step.at
         if "query run" in step.refs:
             pl.when(step.runs)(functools.partial(add, True))

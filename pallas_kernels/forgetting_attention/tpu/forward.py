@@ -31,8 +31,8 @@ def forward(
         interpret: False, True or `pltpu.InterpretParams`.
 
     Returns:
-        The output [B, T, H, V], 0 where a query sees no key; and [B, H, T] float32, the base-2 logarithm of the sum of each query's
-        weights, with F at the first query of its tile in place of F at the query.
+        The output [B, T, H, V], 0 where a query sees no key; and [B, H, T] float32, the base-2 logarithm of
+        the sum of each query's weights, with F at the first query of its tile in place of F at the query.
     """
     call = Call(q, k, v, rows, bounds, scale, window)
 

@@ -3,7 +3,7 @@
 The parallel work is separate from the sequential. `chunk_forward` computes every chunk's scores P by itself, and its queries and keys
 with their decay from and to the chunk's boundaries (read and written). `channel_scan` then computes one chunk after another:
 
-    out = read S + P values,    S <- keep S + writtenᵀ values
+    out = read S + P values,    S <- chunk_decay S + writtenᵀ values
 
 Its three products start at the same time, so that the sequential part of a chunk is one copy of S and one wait for products.
 
@@ -76,10 +76,10 @@ def forward(
     # Each of several query heads that read one memory computes that memory.
     starts = initial = jnp.repeat(initial, heads // memories, axis=1)
     if parts > 1:
-        (written,) = scan(None, chunks.written, values, None, chunks.keep)
-        starts = row_layout.memories_before_parts(written, _keep_by_channel(chunks), initial)
+        (written,) = scan(None, chunks.written, values, None, chunks.chunk_decay)
+        starts = row_layout.memories_before_parts(written, _chunk_decay_by_channel(chunks), initial)
     output, ends = scan(
-        chunks.read, chunks.written, values, chunks.scores, chunks.keep, initial=starts
+        chunks.read, chunks.written, values, chunks.scores, chunks.chunk_decay, initial=starts
     )
     final = ends.reshape(-1, parts, heads, *ends.shape[2:])[:, -1, :: heads // memories]
     output = output.reshape(batch, length, heads // pieces, -1)
@@ -110,12 +110,14 @@ def scan_writes(k, v, log_decay, run, initial, *, heads: int, interpret: Any = F
         None, split(k), split(log_decay), documents, heads=heads, scale=1.0, interpret=interpret
     )
     write = functools.partial(
-        channel_scan, None, chunks.written, values, None, chunks.keep, chunk_bounds=chunk_bounds,
+        channel_scan, None, chunks.written, values, None, chunks.chunk_decay, chunk_bounds=chunk_bounds,
         interpret=interpret,
     )  # fmt: skip
     starts = jnp.repeat(initial, heads // initial.shape[1], axis=1)
     if parts > 1:
-        starts = row_layout.memories_before_parts(write()[0], _keep_by_channel(chunks), starts)
+        starts = row_layout.memories_before_parts(
+            write()[0], _chunk_decay_by_channel(chunks), starts
+        )
     ends, states = write(initial=starts, save=True)
     return chunks, states, ends, documents
 
@@ -136,21 +138,21 @@ def backward(
     split = functools.partial(row_layout.split_parts, parts=parts)
     values, d_out = split(v), split(d_output)
     scan = functools.partial(channel_scan, chunk_bounds=chunk_bounds, interpret=interpret)
-    # Of several query heads that read one memory, the first receives the gradient of the final memory.
-    first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
-    d_ends = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
+    d_ends = row_layout.gradient_by_head(d_final, heads)
     if parts > 1:
-        (read,) = scan(None, chunks.read, d_out, None, chunks.keep, reverse=True)
+        (read,) = scan(None, chunks.read, d_out, None, chunks.chunk_decay, reverse=True)
         d_ends = row_layout.memories_before_parts(
-            read, _keep_by_channel(chunks), d_ends, reverse=True
+            read, _chunk_decay_by_channel(chunks), d_ends, reverse=True
         )
-    _, states = scan(None, chunks.written, values, None, chunks.keep, initial=starts, save=True)
+    _, states = scan(
+        None, chunks.written, values, None, chunks.chunk_decay, initial=starts, save=True
+    )
     dv, d_starts, d_states = scan(
-        chunks.written, chunks.read, d_out, chunks.scores, chunks.keep,
+        chunks.written, chunks.read, d_out, chunks.scores, chunks.chunk_decay,
         initial=d_ends, save=True, reverse=True,
     )  # fmt: skip
     dq, dk, d_decay, *d_bonus = chunk_backward(
-        split(q), split(k), values, split(log_decay), d_out, states, d_states, chunks.keep,
+        split(q), split(k), values, split(log_decay), d_out, states, d_states, chunks.chunk_decay,
         row_layout.documents_of(run, parts), scale=scale, bonus=bonus, pieces=1 if pieces % 2 else 2, interpret=interpret,
     )  # fmt: skip
     memories_in_full = memories // pieces
@@ -198,7 +200,7 @@ def _join_memory(memory, pieces: int):
     return by_piece.reshape(batch, count // pieces, depth, pieces * width)
 
 
-def _keep_by_channel(chunks: Chunks):
-    """`keep` [B, h, N * K] as [B, h, K, N]."""
+def _chunk_decay_by_channel(chunks: Chunks):
+    """`chunk_decay` [B, h, N * K] as [B, h, K, N]."""
     batch, _, heads, depth = chunks.written.shape
-    return jnp.swapaxes(chunks.keep.reshape(batch, heads, -1, depth), 2, 3)
+    return jnp.swapaxes(chunks.chunk_decay.reshape(batch, heads, -1, depth), 2, 3)

@@ -2,7 +2,7 @@
 
 A warpgroup has 64 value channels of a memory S [K, V] in registers, [K, 64], and computes
 
-    out = read S + scores values,    S <- keep S + writtenᵀ values
+    out = read S + scores values,    S <- chunk_decay S + writtenᵀ values
 
 for one chunk after another, while another warpgroup loads the next chunks. Two warpgroups of a thread block use the same inputs.
 """
@@ -28,7 +28,7 @@ _F32 = jnp.float32
 
 
 def channel_scan(
-    read, written, values, scores, keep, *, initial=None, reverse: bool = False, save: bool = False,
+    read, written, values, scores, chunk_decay, *, initial=None, reverse: bool = False, save: bool = False,
     chunk_bounds=None, interpret: Any = False,
 ) -> list[jax.Array]:  # fmt: skip
     """Carry the memories of h heads over all chunks.
@@ -40,7 +40,7 @@ def channel_scan(
         written: [B, T, *, K].
         values: [B, T, *, V].
         scores: [B, *, T, 64], transposed by the kernel if `reverse`.
-        keep: [B, *, N * K].
+        chunk_decay: [B, *, N * K].
         initial: [B * S, h, K, V] float32, S before the first chunk (if `reverse`, after the last); None is 0.
         reverse: compute the last chunk first.
         save: also return S before each chunk (if `reverse`, after it).
@@ -53,7 +53,9 @@ def channel_scan(
     batch, length, key_heads, depth = written.shape
     heads, width, count = max(key_heads, values.shape[2]), values.shape[-1], length // CHUNK
     blocks = width // BLOCK
-    streams = dict(read=read, written=written, values=values, scores=scores, keep=keep)
+    streams = dict(
+        read=read, written=written, values=values, scores=scores, chunk_decay=chunk_decay
+    )
     streams = {name: x for name, x in streams.items() if x is not None}
     call = _Call(
         shapes={name: x.shape for name, x in streams.items()}, heads=heads, depth=depth, count=count,
@@ -91,7 +93,7 @@ class _Call(NamedTuple):
 
     Attributes:
         shapes: of the inputs that are loaded chunk by chunk, by name.
-        heads: of the output, h.
+        heads: number of heads of the output, h.
         depth: K.
         count: chunks of a row, N.
         groups: computing warpgroups of a thread block.
@@ -179,11 +181,11 @@ class _Warpgroup(NamedTuple):
     def source(self, name: str) -> tuple[Any, Any]:
         """An input in global memory, and its block for each chunk."""
         call, at, source = self.call, self.at, self.refs[name]
-        if name in ("scores", "keep"):
+        if name in ("scores", "chunk_decay"):
             source = source.at[at.b, lax.div(at.h * call.shapes["written"][2], call.heads)]
         else:
             source = source.at[at.b, :, lax.div(at.h * call.shapes[name][2], call.heads)]
-        if name == "keep":
+        if name == "chunk_decay":
             return source, plgpu.BlockSpec((call.depth,), lambda n: (at.chunk(n),))
         columns = dict(scores=CHUNK, values=call.groups * BLOCK).get(name, call.depth)
         source = source.at[:, at.block_columns] if name == "values" else source
@@ -211,7 +213,7 @@ class _Warpgroup(NamedTuple):
             values = values.at[:, pl.ds(at.group * BLOCK, BLOCK)]
         memory, out_buffer = (self.smem[name].at[at.group] for name in ("memory", "out"))
         self.copy_memory(n, S, memory)
-        S = S * wg.spread_rows(wg.load_rows(chunk["keep"]), (call.depth, BLOCK))
+        S = S * wg.spread_rows(wg.load_rows(chunk["chunk_decay"]), (call.depth, BLOCK))
         write = lambda S: plgpu.wgmma(S, written.transpose((1, 0)), values)  # noqa: E731
         if not call.with_output:
             return wg.accumulate(write, S, interpret=call.interpret)[0]

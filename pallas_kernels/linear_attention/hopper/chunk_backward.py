@@ -26,7 +26,7 @@ _F32 = jnp.float32
 
 
 def chunk_backward(
-    q, k, v, log_decay, d_output, states, d_states, keep, documents: Documents | None, *,
+    q, k, v, log_decay, d_output, states, d_states, chunk_decay, documents: Documents | None, *,
     scale: float, bonus=None, pieces: int = 1, exact: bool = False, interpret: Any = False,
 ):  # fmt: skip
     """Return the gradients of q, k [B, T, h, K] and log_decay (float32) for h heads.
@@ -41,9 +41,9 @@ def chunk_backward(
         d_output: [B, T, h * pieces, V].
         states: [B, h * pieces, N, K, V], S before each chunk.
         d_states: [B, h * pieces, N, K, V], the gradient of S after each chunk.
-        keep: [B, *, N * K], e^(b_C).
+        chunk_decay: [B, *, N * K], e^(b_C).
         documents: None is one document per row.
-        scale: of q.
+        scale: multiplies q.
         bonus: [*, K], or None.
         pieces: 1 or 2; shared memory is too small for more.
         exact: whether the gradient of q, returned alone, is float32.
@@ -53,7 +53,7 @@ def chunk_backward(
     heads //= pieces
     depth, count = k.shape[-1], length // CHUNK
     inputs = dict(q=q, k=k, states=states, d_states=d_states, v=v, d_output=d_output)
-    inputs |= dict(g=log_decay, keep=keep)
+    inputs |= dict(g=log_decay, chunk_decay=chunk_decay)
     inputs |= {} if documents is None else documents._asdict()
     inputs |= dict(bonus=bonus)
     # Two blocks of one warpgroup fit on a processor, so that one loads while the other computes; with two pieces they do not fit.

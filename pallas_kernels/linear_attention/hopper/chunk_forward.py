@@ -42,13 +42,13 @@ class Chunks(NamedTuple):
         scores: [B, h, T, 64], P; None without queries.
         read: [B, T, h, K], scale q e^b; None without queries.
         written: [B, T, h, K], k e^(b_C - b).
-        keep: [B, h, N * K] float32, e^(b_C).
+        chunk_decay: [B, h, N * K] float32, e^(b_C).
     """
 
     scores: jax.Array | None
     read: jax.Array | None
     written: jax.Array
-    keep: jax.Array
+    chunk_decay: jax.Array
 
 
 def chunk_forward(
@@ -62,8 +62,8 @@ def chunk_forward(
         k: [B, T, *, K]; may be float32 without q.
         log_decay: [B, T, *, K] float32.
         documents: None is one document per row.
-        heads: of the outputs.
-        scale: of q.
+        heads: number of heads of the output.
+        scale: multiplies q.
         bonus: [*, K]; a token then reads before it writes.
         interpret: parameters of the interpreter, or False.
     """
@@ -77,7 +77,7 @@ def chunk_forward(
     inputs |= dict(bonus=bonus)
     struct: Any = jax.ShapeDtypeStruct
     wide = struct((batch, length, heads, depth), jnp.bfloat16)
-    outputs = dict(written=wide, keep=struct((batch, heads, count * depth), _F32))
+    outputs = dict(written=wide, chunk_decay=struct((batch, heads, count * depth), _F32))
     if q is not None:
         outputs |= dict(scores=struct((batch, heads, length, CHUNK), jnp.bfloat16), read=wide)
     shapes = {name: x.shape for name, x in inputs.items() if x is not None}
@@ -103,7 +103,9 @@ def chunk_forward(
         name="linear_attention_chunk_forward",
         interpret=interpret,
     )
-    return Chunks(results.get("scores"), results.get("read"), results["written"], results["keep"])
+    return Chunks(
+        results.get("scores"), results.get("read"), results["written"], results["chunk_decay"]
+    )
 
 
 class _Call(NamedTuple):
@@ -111,12 +113,12 @@ class _Call(NamedTuple):
 
     Attributes:
         shapes: of the inputs, by name.
-        heads: of the outputs.
+        heads: number of heads of the output.
         count: chunks of a row, N.
         depth: K.
         groups: warpgroups of a chunk and head, 64 key channels each.
         items: pairs of a chunk and a head that a thread block computes.
-        scale: of q.
+        scale: multiplies q.
         interpret: parameters of the interpreter, or False.
     """
 
@@ -218,7 +220,7 @@ class _Warpgroup:
         self.halving.split_decay(
             wg.load_global(self.refs["g"].at[at.b, at.tokens, self.input_head("g"), at.channels])
         )
-        self.store_keep()
+        self.store_chunk_decay()
         plgpu.barrier_wait(smem["loaded"])
         scores: Any = self.scores() if call.with_scores else None
         # The sum is passed on first, so that the other warpgroup does not wait for it.
@@ -243,14 +245,14 @@ class _Warpgroup:
             source = self.refs[name].at[at.b, at.tokens, self.input_head(name), at.channels]
             plgpu.copy_gmem_to_smem(source, self.smem[name], self.smem["loaded"])
 
-    def store_keep(self) -> None:
+    def store_chunk_decay(self) -> None:
         """Store e^(b_C)."""
         call, at = self.call, self.at
-        keep = jnp.exp2(self.halving.column_sums())
+        chunk_decay = jnp.exp2(self.halving.column_sums())
         if "enters" in self.refs:
-            keep *= self.refs["enters"].at[at.b][at.n * CHUNK + CHUNK - 1]
+            chunk_decay *= self.refs["enters"].at[at.b][at.n * CHUNK + CHUNK - 1]
         channels = pl.ds(at.n * call.depth + at.group * BLOCK, BLOCK)
-        self.refs["keep"].at[at.b, at.h, channels][...] = keep
+        self.refs["chunk_decay"].at[at.b, at.h, channels][...] = chunk_decay
 
     def scores(self):
         """The sum over this warpgroup's key channels of the chunk's scores, [64, 64]."""

@@ -32,14 +32,14 @@ class Call(NamedTuple):
 
     Attributes:
         shapes: of the inputs, by name.
-        heads: of the outputs, h.
+        heads: number of heads of the output, h.
         count: chunks of a row, N.
         depth: K.
         width: V, of one piece.
         pieces: of each head's values.
         groups: warpgroups of a thread block.
         blocks: thread blocks of a chunk and head.
-        scale: of q.
+        scale: multiplies q.
         exact: whether the gradient of q is float32.
         interpret: parameters of the interpreter, or False.
     """
@@ -63,7 +63,7 @@ class Call(NamedTuple):
 
     def input_heads(self, name: str) -> int:
         """The number of heads of an input."""
-        return self.shapes[name][dict(keep=1, bonus=0).get(name, 2)]
+        return self.shapes[name][dict(chunk_decay=1, bonus=0).get(name, 2)]
 
 
 class Position(NamedTuple):
@@ -247,8 +247,10 @@ class ChunkGradients:
             parts = [smem["states"].at[:, pl.ds(n * BLOCK, BLOCK)] for n in range(2)]
         halving.split(load(smem["k"]).astype(_F32) * dk, parts)
         channels = pl.ds(at.n * call.depth + at.group * BLOCK, BLOCK)
-        keep = load_by_row(self.refs["keep"].at[at.b, self.input_head("keep"), channels])
-        smem["totals"][...] = at_end * keep + halving.column_sums(parts)
+        chunk_decay = load_by_row(
+            self.refs["chunk_decay"].at[at.b, self.input_head("chunk_decay"), channels]
+        )
+        smem["totals"][...] = at_end * chunk_decay + halving.column_sums(parts)
 
     def add_pairs(self, all_in_range, scores: _ScoresGradient, gradients: list) -> list:
         """Return the gradients of q (and k) with dq(P) (and dk(P)) added, without the diagonal of P.
@@ -259,7 +261,9 @@ class ChunkGradients:
         both = not self.call.only_query
 
         def all_pairs(transposed, gradients):
-            """Add to the first gradient and move it to the end, so that the second turn adds to the other one."""
+            """Add to the first gradient and move it to the end of the list, so that the second turn of the
+            loop adds to the other gradient.
+            """
             first, *second = gradients
             step = AllPairs(self.halving, transposed.astype(_F32))
             return [*second, first + self.pair_products(step, scores)]

@@ -2,10 +2,10 @@
 
 The kernel (`scalar_scan`) computes, chunk by chunk and for j <= i,
 
-    out_i = enter_i x_i S + sum_j exp(cum_i - cum_j) (x_i . y_j) z_j,    S <- keep S + sum_j (leave_j y_j)ᵀ z_j
+    out_i = read_decay_i x_i S + sum_j exp(cum_i - cum_j) (x_i . y_j) z_j,    S <- chunk_decay S + sum_j (write_decay_j y_j)ᵀ z_j
 
 (x, y, z) = (q, k, v) gives the output, and (dO, v, k) the gradient of q. From the last chunk to the first (for j >= i, with
-cum_j - cum_i, `enter` and `leave` exchanged) S is the gradient of the memory, or its transpose; (v, dO, q) gives the gradient of k, and
+cum_j - cum_i, `read_decay` and `write_decay` exchanged) S is the gradient of the memory, or its transpose; (v, dO, q) gives the gradient of k, and
 (k, q, dO) that of v. The gradient of the decay requires no further product: it is `q . dq - k . dk` summed from each token to the end
 of its chunk, plus the inner product of the memory with its gradient there. Mamba2 (arXiv 2405.21060) section 6 has the chunks, GLA
 (2312.06635) appendix C the gradient.
@@ -75,7 +75,7 @@ def forward(
     starts = initial = jnp.repeat(initial, heads // memories, axis=1)
     if parts > 1:
         (written,) = scan(None, k, v)
-        starts = row_layout.memories_before_parts(written, decay.keep, initial)
+        starts = row_layout.memories_before_parts(written, decay.chunk_decay, initial)
     output, ends = scan(q, k, v, initial=starts, read_scale=scale)
     final = ends.reshape(-1, parts, heads, *ends.shape[2:])[:, -1, :: heads // memories]
     return output.reshape(batch, length, heads, -1), final, Residuals(decay, starts, ends)
@@ -96,12 +96,10 @@ def backward(
     scan = functools.partial(
         scalar_scan, decay=decay, heads=heads, chunk_bounds=chunk_bounds, interpret=interpret
     )
-    # Of several query heads that read one memory, the first receives the gradient of the final memory.
-    first = (jnp.arange(heads) % (heads // memories) == 0)[:, None, None]
-    d_ends = jnp.where(first, jnp.repeat(d_final, heads // memories, axis=1), 0)
+    d_ends = row_layout.gradient_by_head(d_final, heads)
     if parts > 1:
         (read,) = scan(None, q, d_output, write_scale=scale, reverse=True)
-        d_ends = row_layout.memories_before_parts(read, decay.keep, d_ends, reverse=True)
+        d_ends = row_layout.memories_before_parts(read, decay.chunk_decay, d_ends, reverse=True)
 
     forward_options = dict(initial=jnp.swapaxes(starts, -1, -2), read_scale=scale)
     reverse_options = dict(write_scale=scale, reverse=True)
@@ -147,21 +145,21 @@ def _chunk_decays(log_decay, run, shape, parts: int) -> Decays:
     sums = jnp.concatenate([row <= other, row > other], axis=1).astype(_F32)
     sums = jnp.einsum("bgnj,ji->bgni", by_chunk, sums, precision="highest")
     cum, after = jnp.split(sums, 2, axis=-1)
-    enter, leave, keep = jnp.exp(cum), jnp.exp(after), jnp.exp(cum[..., -1])
+    read_decay, write_decay, chunk_decay = jnp.exp(cum), jnp.exp(after), jnp.exp(cum[..., -1])
     if run is not None:
         of_chunk = run.reshape(batch, 1, count, CHUNK)
         last = of_chunk[..., -1]
         before = jnp.pad(last[..., :-1], [(0, 0), (0, 0), (1, 0)])
-        enter = jnp.where(of_chunk == before[..., None], enter, 0)
-        leave = jnp.where(of_chunk == last[..., None], leave, 0)
-        keep = jnp.where(last == before, keep, 0)
+        read_decay = jnp.where(of_chunk == before[..., None], read_decay, 0)
+        write_decay = jnp.where(of_chunk == last[..., None], write_decay, 0)
+        chunk_decay = jnp.where(last == before, chunk_decay, 0)
 
     def by_part(x):  # [B, G, N, ...] -> [B * P, G, *]
         x = jnp.moveaxis(x.reshape(batch, heads, parts, -1), 2, 1)
         return x.reshape(batch * parts, heads, -1)
 
     return Decays(
-        None if log_decay is None else by_part(cum), by_part(enter), by_part(leave), by_part(keep),
+        None if log_decay is None else by_part(cum), by_part(read_decay), by_part(write_decay), by_part(chunk_decay),
         None if run is None else row_layout.split_parts(run, parts),
     )  # fmt: skip
 

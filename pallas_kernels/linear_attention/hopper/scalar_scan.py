@@ -2,7 +2,7 @@
 
 A warpgroup has a tile [D, 64] of a memory S [D, V] in registers and computes
 
-    out_i = enter_i x_i S + sum_j exp(cum_i - cum_j) (x_i . y_j) z_j  (j <= i),        S <- keep S + sum_j (leave_j y_j)ᵀ z_j
+    out_i = read_decay_i x_i S + sum_j exp(cum_i - cum_j) (x_i . y_j) z_j  (j <= i),        S <- chunk_decay S + sum_j (write_decay_j y_j)ᵀ z_j
 
 for one chunk after another, while another warpgroup loads the next chunks. Two warpgroups of a thread block use the same x and y. If
 D is more than 128, each slice of 128 rows of S is computed by itself, and the outputs of the slices are added at the end.
@@ -36,16 +36,16 @@ class Decays(NamedTuple):
 
     Attributes:
         cum: [B * P, G, T / P], sums of the log decay from each chunk's start; None without decay.
-        enter: [B * P, G, T / P], the factor of the memory before the chunk in what each token reads.
-        leave: [B * P, G, T / P], the factor of each token's write in the memory after the chunk.
-        keep: [B * P, G, N / P], the factor of the memory before the chunk in the memory after it.
+        read_decay: [B * P, G, T / P], the factor of the memory before the chunk in what each token reads.
+        write_decay: [B * P, G, T / P], the factor of each token's write in the memory after the chunk.
+        chunk_decay: [B * P, G, N / P], the factor of the memory before the chunk in the memory after it.
         run: [B * P, T / P], document numbers, or None.
     """
 
     cum: jax.Array | None
-    enter: jax.Array
-    leave: jax.Array
-    keep: jax.Array
+    read_decay: jax.Array
+    write_decay: jax.Array
+    chunk_decay: jax.Array
     run: jax.Array | None
 
 
@@ -59,27 +59,29 @@ def scalar_scan(
     write_scale: float = 1.0, reverse: bool = False, partner=None, save_states: bool = False,
     states=None, chunk_bounds=None, interpret: Any = False,
 ) -> list[jax.Array]:  # fmt: skip
-    """Carry memories over all chunks.
+    """Compute `out` and the memories S of the module's docstring for all chunks.
 
     Args:
-        x: [B, T, *, D]; None only adds up the writes.
+        x: [B, T, *, D]; None computes no output, only the memories.
         y: [B, T, *, D].
         z: [B, T, *, V].
-        decay: of G heads.
-        heads: of the output; a multiple of those of x, y, z and of G.
+        decay: the decays of G heads.
+        heads: number of heads of the output; a multiple of G and of the numbers of heads of x, y and z.
         initial: [B * S, heads, D, V] float32, S before the first chunk (if `reverse`, after the last); None is 0.
         read_scale: multiplies the output.
         write_scale: multiplies the writes, also those that the same chunk reads.
         reverse: compute the last chunk first; a token then reads its own and later tokens.
         partner: [B, T, *, V]; also return its inner products with the output before rounding, [B, heads, D / 128 * V / 64, T].
         save_states: also return S at the start of each interval of `chunks_of_interval(N)` chunks, [B, heads, intervals, D, V].
-        states: saved S, [B, heads, intervals, D, V]; also return their inner products with this scan's S at the start of each
-            interval, [B, heads, V / 64, intervals, D]. (Of this scan, which is then `reverse`, it is S after the interval's first chunk.)
+        states: saved S, [B, heads, intervals, D, V]; also return their inner products with this scan's S at
+            the start of each interval, [B, heads, V / 64, intervals, D]. This scan must then be `reverse`, in
+            which S at the start of an interval is S after the interval's first chunk.
         chunk_bounds: of `row_layout.split_runs`, or None; with them every chunk is an interval.
         interpret: parameters of the interpreter, or False.
 
     Returns:
-        The output [B, T, heads, V] if x is given, the last S [B * S, heads, D, V] float32, and what else was asked for.
+        The output [B, T, heads, V] if x is given, the last S [B * S, heads, D, V] float32, and the other
+        results that were requested.
     """
     batch, length, _, all_rows = y.shape
     width, count = z.shape[-1], length // CHUNK
@@ -88,15 +90,19 @@ def scalar_scan(
     interval = 1 if chunk_bounds is not None else chunks_of_interval(count)
     intervals = count // interval
     runs = 1 if chunk_bounds is None else chunk_bounds.shape[1] - 1
-    before, after = (decay.leave, decay.enter) if reverse else (decay.enter, decay.leave)
-    vectors: dict[str, Any] = dict(
-        leave=after * write_scale, enter=before * read_scale, cum=decay.cum, run=decay.run
-    )
-    if x is None:
-        vectors = dict(leave=vectors["leave"])
+    before, after = decay.read_decay, decay.write_decay
+    if reverse:
+        before, after = after, before
+    vectors: dict[str, Any] = dict(write_decay=after * write_scale)
+    if x is not None:
+        vectors |= dict(read_decay=before * read_scale, cum=decay.cum, run=decay.run)
     streams = {n: a for n, a in (dict(x=x, y=y, z=z) | vectors).items() if a is not None}
     others = dict(
-        keep=decay.keep, initial=initial, partner=partner, states=states, chunk_bounds=chunk_bounds
+        chunk_decay=decay.chunk_decay,
+        initial=initial,
+        partner=partner,
+        states=states,
+        chunk_bounds=chunk_bounds,
     )
     call = _Call(
         shapes={n: a.shape for n, a in (streams | others).items() if a is not None}, streams=tuple(streams), heads=heads,
@@ -136,7 +142,7 @@ class _Call(NamedTuple):
     Attributes:
         shapes: of the inputs, by name.
         streams: the inputs that are loaded chunk by chunk.
-        heads: of the output.
+        heads: number of heads of the output.
         depth: rows of S that a warpgroup has.
         slices: of the rows of S.
         blocks: of the columns of S, 64 each.
@@ -184,7 +190,7 @@ class _Position(NamedTuple):
         column: index of the 64 columns.
         columns: the slice of these.
         block_columns: the slice of the columns of all warpgroups of the block.
-        keep: reference to `Decays.keep` of its chunks.
+        chunk_decay: reference to `Decays.chunk_decay` of its chunks.
     """
 
     row: Any
@@ -198,7 +204,7 @@ class _Position(NamedTuple):
     column: Any
     columns: Any
     block_columns: Any
-    keep: Any
+    chunk_decay: Any
 
 
 def _position(call: _Call, refs: dict[str, Any]) -> _Position:
@@ -210,9 +216,9 @@ def _position(call: _Call, refs: dict[str, Any]) -> _Position:
     column = lax.axis_index("column") * call.groups + group
     columns = pl.ds(column * _BLOCK, _BLOCK)
     block_columns = pl.ds(lax.axis_index("column") * call.groups * _BLOCK, call.groups * _BLOCK)
-    keep = refs["keep"].at[b, call.input_head("keep", h)]
+    chunk_decay = refs["chunk_decay"].at[b, call.input_head("chunk_decay", h)]
     return _Position(
-        row, h, b, steps, chunk, group, index, rows, column, columns, block_columns, keep
+        row, h, b, steps, chunk, group, index, rows, column, columns, block_columns, chunk_decay
     )
 
 
@@ -271,14 +277,14 @@ class _Warpgroup(NamedTuple):
             S = wg.load_global(self.refs["initial"].at[at.row, at.h, at.rows, at.columns])
         else:
             S = plgpu.layout_cast(jnp.zeros((self.call.depth, _BLOCK), _F32), wg.LAYOUT)
-        S, _ = pipeline((S, at.keep[at.chunk(0)]))
+        S, _ = pipeline((S, at.chunk_decay[at.chunk(0)]))
         self.refs["last"].at[at.row, at.h, at.rows, at.columns][...] = S
         plgpu.wait_smem_to_gmem(0)
 
     def compute_chunk(self, indices, *arguments) -> Any:
-        """S after a chunk and the next chunk's `keep`, from the chunk's inputs and S before it; stores the outputs."""
+        """S after a chunk and the next chunk's `chunk_decay`, from the chunk's inputs and S before it; stores the outputs."""
         call, at = self.call, self.at
-        *loaded, (S, keep) = arguments
+        *loaded, (S, chunk_decay) = arguments
         chunk = dict(zip(call.streams, loaded, strict=True))
         n = at.chunk(indices[0])
         tokens = pl.ds(n * CHUNK, CHUNK)
@@ -287,19 +293,19 @@ class _Warpgroup(NamedTuple):
             z = z.at[:, pl.ds(at.group * _BLOCK, _BLOCK)]
         memory, written = (self.smem[name].at[at.group] for name in ("memory", "written"))
         # Loading a scalar from global memory is slow, so that it is loaded a chunk ahead.
-        next_keep = at.keep[at.chunk(jnp.minimum(indices[0] + 1, at.steps - 1))]
+        next_chunk_decay = at.chunk_decay[at.chunk(jnp.minimum(indices[0] + 1, at.steps - 1))]
         writes = plgpu.load(z, layout=wg.LAYOUT).astype(_F32)
-        writes *= wg.spread_rows(wg.load_rows(chunk["leave"]), _TILE)
+        writes *= wg.spread_rows(wg.load_rows(chunk["write_decay"]), _TILE)
         written[...] = writes.astype(written.dtype)
         if "x" not in chunk:
             plgpu.commit_smem()
             write = lambda S: plgpu.wgmma(S, y.transpose((1, 0)), written)  # noqa: E731
-            (S,) = wg.accumulate(write, S * keep, interpret=call.interpret)
-            return S, next_keep
+            (S,) = wg.accumulate(write, S * chunk_decay, interpret=call.interpret)
+            return S, next_chunk_decay
         memory[...] = S.astype(memory.dtype)
         plgpu.commit_smem()
         # With intervals of one chunk the condition is always true. A constant would let the loads below run before the products.
-        starts = lax.rem(n, call.interval) == 0 if call.interval > 1 else keep >= 0.0
+        starts = lax.rem(n, call.interval) == 0 if call.interval > 1 else chunk_decay >= 0.0
         if call.save_states:
             pl.when(starts)(lambda: self.save_state(n, memory))
 
@@ -309,18 +315,18 @@ class _Warpgroup(NamedTuple):
             plgpu.wgmma(S, y.transpose((1, 0)), written)
 
         scores, carried, S = wg.accumulate(
-            products, jnp.zeros(_SQUARE, _F32), jnp.zeros(_TILE, _F32), S * keep,
+            products, jnp.zeros(_SQUARE, _F32), jnp.zeros(_TILE, _F32), S * chunk_decay,
             interpret=call.interpret,
         )  # fmt: skip
         if "states" in self.refs:
             pl.when(starts)(lambda: self.store_products(n, S))
         weights = self.weigh(scores, chunk, written.dtype)
-        carried *= wg.spread_rows(wg.load_rows(chunk["enter"]), _TILE)
+        carried *= wg.spread_rows(wg.load_rows(chunk["read_decay"]), _TILE)
         (out,) = wg.accumulate(
             lambda out: plgpu.wgmma(out, weights, z), carried, interpret=call.interpret
         )
         self.store_output(tokens, out)
-        return S, next_keep
+        return S, next_chunk_decay
 
     def save_state(self, n, memory) -> None:
         """Start to save S before chunk n."""

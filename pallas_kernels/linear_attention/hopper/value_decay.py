@@ -70,7 +70,7 @@ def forward(
     parts = ends.shape[0] // initial.shape[0]
     split = lambda x: row_layout.split_parts(x, parts)  # noqa: E731
     (output,) = chunk_backward(
-        None, split(v), split(k), split(log_decay), split(q), states, None, chunks.keep, documents,
+        None, split(v), split(k), split(log_decay), split(q), states, None, chunks.chunk_decay, documents,
         scale=scale, exact=exact, interpret=interpret,
     )  # fmt: skip
     final = ends.reshape(-1, parts, heads, *ends.shape[2:])[:, -1, :: heads // memories]

@@ -112,8 +112,8 @@ class _Head:
         current = jnp.sum(self.q * self.k * self.bonus, axis=1, keepdims=True)
         scores = jnp.where(masks.level < 0, current, halving.scores(self.tiles, masks))
         self.scores = jnp.where(masks.seen, scale * scores, 0).astype(v.dtype)
-        self.read = (scale * self.q * self.decays.enter).astype(v.dtype)
-        self.written = (self.k * self.decays.leave).astype(v.dtype)
+        self.read = (scale * self.q * self.decays.read_decay).astype(v.dtype)
+        self.written = (self.k * self.decays.write_decay).astype(v.dtype)
 
 
 def _forward_kernel(layout, scale: float, refs: dict, memory):
@@ -126,7 +126,7 @@ def _forward_kernel(layout, scale: float, refs: dict, memory):
         if "states" in refs:
             refs["states"][h] = narrow
         layout.store(refs["out"], h, dot(x.scores, x.v) + dot(x.read, narrow, "nt"))
-        memory[h] = x.decays.keep * before + dot(x.v, x.written, "tn")
+        memory[h] = x.decays.chunk_decay * before + dot(x.v, x.written, "tn")
 
 
 def _backward_kernel(layout, scale: float, refs: dict, d_memory):
@@ -144,14 +144,14 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
         before, after = refs["states"][h], d_memory[h]
         narrow = after.astype(x.v.dtype)
         layout.store(refs["dv"], h, dot(x.scores, d_out, "tn") + dot(x.written, narrow, "nt"))
-        d_memory[h] = x.decays.keep * after + dot(d_out, x.read, "tn")
+        d_memory[h] = x.decays.chunk_decay * after + dot(d_out, x.read, "tn")
 
         weights = halving.mirror(dot(d_out, x.v, "nt"), dot(x.v, d_out, "nt"), masks)
         products = halving.level_products(scale * weights, x.tiles, masks)
         current = d_out.astype(_F32) * x.v.astype(_F32)
         current = scale * jnp.sum(current, axis=1, keepdims=True)
-        of_read = scale * x.decays.enter * dot(d_out, before)
-        of_write = x.decays.leave * dot(x.v, narrow)
+        of_read = scale * x.decays.read_decay * dot(d_out, before)
+        of_write = x.decays.write_decay * dot(x.v, narrow)
         diagonal = x.bonus * current
         dq = halving.operand_gradient(products, x.decays, later=True) + of_read + diagonal * x.k
         dk = halving.operand_gradient(products, x.decays, later=False) + of_write + diagonal * x.q
@@ -160,9 +160,11 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
         if "d_bonus" in refs:
             refs["d_bonus"][h : h + 1] += jnp.sum(x.q * x.k * current, axis=0, keepdims=True)
         if "d_decay" in refs:
-            of_keep = jnp.sum(before.astype(_F32) * after, axis=0, keepdims=True) * x.decays.keep
+            of_chunk_decay = (
+                jnp.sum(before.astype(_F32) * after, axis=0, keepdims=True) * x.decays.chunk_decay
+            )
             terms = halving.decay_terms(x.tiles, products)
             d_decay = halving.decay_gradient(
-                terms, x.q * of_read, x.k * of_write, of_keep, exclusive=x.exclusive
+                terms, x.q * of_read, x.k * of_write, of_chunk_decay, exclusive=x.exclusive
             )
             layout.store(refs["d_decay"], h, d_decay)

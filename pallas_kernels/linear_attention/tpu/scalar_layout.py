@@ -127,7 +127,7 @@ class Layout:
                 whether the chunk is the first or last that updates them.
             inputs: {name: (array, (shape, block))}.
             outs: {name: (shape, block)}.
-            scale: of q.
+            scale: multiplies q.
             interpret: False, True or `pltpu.InterpretParams`.
         """
         plan, names = self.plan, (*inputs, *outs)

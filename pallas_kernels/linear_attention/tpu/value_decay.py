@@ -86,11 +86,13 @@ def _forward_kernel(layout, scale: float, refs: dict, memory):
         if "states" in refs:
             refs["states"][h] = narrow
         current = jnp.sum(jnp.where(masks.level < 0, scores, 0), axis=1, keepdims=True)
-        out = current * values + scale * decays.enter * dot(q, narrow)
+        out = current * values + scale * decays.read_decay * dot(q, narrow)
         for product, factor in zip(products, decays.factors, strict=True):
             out += product * factor  # in rows of earlier blocks the product is 0
         layout.store(refs["out"], h, out)
-        memory[h] = decays.keep * before + dot(k, (values * decays.leave).astype(v.dtype), "tn")
+        memory[h] = decays.chunk_decay * before + dot(
+            k, (values * decays.write_decay).astype(v.dtype), "tn"
+        )
 
 
 def _backward_kernel(layout, scale: float, refs: dict, d_memory):
@@ -108,20 +110,22 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
         current = jnp.sum(d_out * values, axis=1, keepdims=True)
         d_scores = jnp.where(masks.level < 0, current, halving.scores(tiles, masks))
         d_scores = jnp.where(masks.seen, scale * d_scores, 0).astype(dtype)
-        entering = (scale * d_out * decays.enter).astype(dtype)
-        leaving = (values * decays.leave).astype(dtype)
+        entering = (scale * d_out * decays.read_decay).astype(dtype)
+        leaving = (values * decays.write_decay).astype(dtype)
         layout.store(refs["dq"], h, dot(d_scores, k) + dot(entering, before, "nt"))
         layout.store(refs["dk"], h, dot(d_scores, q, "tn") + dot(leaving, narrow, "nt"))
-        d_memory[h] = decays.keep * after + dot(q, entering, "tn")
+        d_memory[h] = decays.chunk_decay * after + dot(q, entering, "tn")
 
         scores = scale * halving.mirror(dot(q, k, "nt"), dot(k, q, "nt"), masks)
         products = halving.level_products(scores, tiles, masks)
         diagonal = jnp.sum(jnp.where(masks.level < 0, scores, 0), axis=1, keepdims=True)
-        of_write = decays.leave * dot(k, narrow)
+        of_write = decays.write_decay * dot(k, narrow)
         dv = halving.operand_gradient(products, decays, later=False) + diagonal * d_out + of_write
         layout.store(refs["dv"], h, dv)
-        of_enter = scale * d_out * decays.enter * dot(q, before)
-        of_keep = jnp.sum(before.astype(_F32) * after, axis=0, keepdims=True) * decays.keep
+        of_read_decay = scale * d_out * decays.read_decay * dot(q, before)
+        of_chunk_decay = (
+            jnp.sum(before.astype(_F32) * after, axis=0, keepdims=True) * decays.chunk_decay
+        )
         terms = halving.decay_terms(tiles, products)
-        d_decay = halving.decay_gradient(terms, of_enter, values * of_write, of_keep)
+        d_decay = halving.decay_gradient(terms, of_read_decay, values * of_write, of_chunk_decay)
         layout.store(refs["d_decay"], h, d_decay)

@@ -29,7 +29,9 @@ def grid_requirements(chunk_size: int) -> tuple[Requirement, ...]:
 
 
 def for_tokens(count: int, step, carry, *, reverse: bool = False) -> Any:
-    """Return the carry after `step(token, carry)` for the tokens 0 to count - 1, or from count - 1 to 0 where `reverse`."""
+    """Return the carry after `step(token, carry)` for the tokens 0 to count - 1, or from count - 1 to 0 where
+    `reverse`.
+    """
 
     def unrolled(index, carry):
         for i in range(_UNROLL):

@@ -1,8 +1,10 @@
-"""A scan of complex numbers on Mosaic GPU (Hopper): `h_t = a_t h_{t-1} + u_t`, `y_t = c_t Re h_t`, one number for each channel.
+"""A scan of complex numbers on Mosaic GPU (Hopper): `h_t = a_t h_{t-1} + u_t`, `y_t = c_t Re h_t`, one number
+for each channel.
 
-A thread computes one channel of a chunk of 32 tokens. The phases are those of `hopper.real`, with the product of a chunk's a_t as
-its decay. The gradient of a complex number z of a real loss L is `dL/d(Re z) + i dL/d(Im z)`. With G_t the gradient of h_t,
-`G_t = c_t dy_t + conj(a_{t+1}) G_{t+1}`, `da_t = conj(h_{t-1}) G_t`, `du_t = Re G_t` and `dc_t = dy_t Re h_t`.
+A thread computes one channel of a chunk of 32 tokens. The phases are those of `hopper.real`, with the product
+of a chunk's a_t as its decay. The gradient of a complex number z of a real loss L is
+`dL/d(Re z) + i dL/d(Im z)`. With G_t the gradient of h_t, `G_t = c_t dy_t + conj(a_{t+1}) G_{t+1}`,
+`da_t = conj(h_{t-1}) G_t`, `du_t = Re G_t` and `dc_t = dy_t Re h_t`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.hopper.launch import launch
 from pallas_kernels.requirements import Requirement, first_unmet
 from pallas_kernels.selective_scan.hopper.common import for_tokens, grid_requirements
+from pallas_kernels.selective_scan.inputs import ComplexInputs as Inputs
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 CHANNELS, CHUNK = 128, 32
@@ -38,24 +41,10 @@ def unsupported(call) -> str | None:
     return first_unmet(REQUIREMENTS, call)
 
 
-class Inputs(NamedTuple):
-    """The inputs of all kernels, [B, T, D].
-
-    Attributes:
-        u: bfloat16.
-        c: bfloat16.
-        real: the real part of a, float32.
-        imag: the imaginary part of a, float32.
-    """
-
-    u: Any
-    c: Any
-    real: Any
-    imag: Any
-
-
 def forward(x: Inputs, initial, *, save: bool, interpret: Any = False) -> tuple[Any, Any, Any]:
-    """Return the output [B, T, D] bfloat16, the final memory [B, 2, D], and the memories that enter each chunk, [B, chunks, 2, D]."""
+    """Return the output [B, T, D] bfloat16, the final memory [B, 2, D], and the memories that enter each
+    chunk, [B, chunks, 2, D].
+    """
     del save  # the memories are computed in any case
     writes = chunk_writes(x, interpret=interpret)
     entering, final = scan(writes, initial, interpret=interpret)
@@ -175,9 +164,11 @@ def _memories(like, *axes: int) -> Any:
 
 
 def chunk_writes(x: Inputs, dy=None, *, interpret: Any = False) -> tuple[Any, Any]:
-    """Return the memory after each chunk that starts from an empty one, and the product of the chunk's a, each [B, chunks, 2, D].
+    """Return the memory after each chunk that starts from an empty one, and the product of the chunk's a,
+    each [B, chunks, 2, D].
 
-    With `dy`, return in place of the first result the gradient of the memory that enters each chunk, from the chunk's own outputs.
+    With `dy`, return in place of the first result the gradient of the memory that enters each chunk, from the
+    chunk's own outputs.
     """
     chunks = x.u.shape[1] // CHUNK
     names = ("real", "imag", "u") if dy is None else ("real", "imag", "c", "dy")

@@ -1,15 +1,19 @@
-"""A selective scan on Mosaic GPU (Hopper): `h_t = continues_t e^{δ_t A} h_{t-1} + δ_t u_t B_t`, `y_t = Σ_n C_t h_t + D u_t`.
+"""A selective scan on Mosaic GPU (Hopper): `h_t = continues_t e^{δ_t A} h_{t-1} + δ_t u_t B_t`,
+`y_t = Σ_n C_t h_t + D u_t`.
 
-`continues_t` is 0 at the first token of a document and 1 elsewhere. A row is divided into chunks of 64 tokens. The decay of a
-chunk without the start of a document is `exp(A Σ δ)`, so that three kernels compute the forward pass:
+`continues_t` is 0 at the first token of a document and 1 elsewhere. A row is divided into chunks of 64
+tokens. The decay of a chunk without the start of a document is `exp(A Σ δ)`, so that three kernels compute
+the forward pass:
 
-1. `chunk_writes`, all chunks in parallel: the memory after each chunk that starts from an empty one, and the sum of its δ;
+1. `chunk_writes`, all chunks in parallel: the memory after each chunk that starts from an empty one, and the
+   sum of its δ;
 2. `scan`, chunk after chunk: the memory that enters each chunk;
-3. `chunk_forward`, all chunks in parallel: each chunk's outputs, computed token by token from the memory that enters it.
+3. `chunk_forward`, all chunks in parallel: each chunk's outputs, computed token by token from the memory that
+   enters it.
 
-The backward pass has the same three phases in reverse order of time: `chunk_writes` with `dy`, `scan` over the gradients of
-memories, and `chunk_backward`. No memory of a single token is stored: `chunk_backward` recomputes a few at a time from those that
-enter the chunks.
+The backward pass has the same three phases in reverse order of time: `chunk_writes` with `dy`, `scan` over
+the gradients of memories, and `chunk_backward`. No memory of a single token is stored: `chunk_backward`
+recomputes a few at a time from those that enter the chunks.
 """
 
 from __future__ import annotations
@@ -21,8 +25,9 @@ import jax.numpy as jnp
 from pallas_kernels.requirements import Requirement, first_unmet
 from pallas_kernels.selective_scan.hopper.common import grid_requirements
 from pallas_kernels.selective_scan.hopper.real_backward import chunk_backward
-from pallas_kernels.selective_scan.hopper.real_block import CHANNELS, CHUNK, Inputs, split_channels
+from pallas_kernels.selective_scan.hopper.real_block import CHANNELS, CHUNK, split_channels
 from pallas_kernels.selective_scan.hopper.real_forward import chunk_forward, chunk_writes, scan
+from pallas_kernels.selective_scan.inputs import RealInputs as Inputs
 
 __all__ = ["CHUNK", "REQUIREMENTS", "Inputs", "backward", "forward", "unsupported"]
 
@@ -51,7 +56,9 @@ def unsupported(call) -> str | None:
 
 
 def forward(x: Inputs, initial, *, save: bool, interpret: Any = False) -> tuple[Any, Any, Any]:
-    """Return the output [B, T, D] bfloat16, the final memory [B, D, N], and the memories that enter each chunk, for `backward`."""
+    """Return the output [B, T, D] bfloat16, the final memory [B, D, N], and the memories that enter each
+    chunk, for `backward`.
+    """
     del save  # the memories are computed in any case
     writes = chunk_writes(x, interpret=interpret)
     entering, final = scan(x, writes, split_channels(initial), interpret=interpret)

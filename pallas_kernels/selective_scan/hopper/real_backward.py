@@ -1,8 +1,8 @@
 """The last phase of the backward pass of real memories: the gradients of each chunk's inputs.
 
-With G_t the gradient of h_t from token t and later ones, `G_t = dy_t C_t + decay_{t+1} G_{t+1}`. Then `dB_t = Σ_d δ_t u_t G_t`,
-`dC_t = Σ_d dy_t h_t`, `du_t = δ_t Σ_n B_t G_t + D dy_t`, `dδ_t = u_t Σ_n B_t G_t + Σ_n A decay_t h_{t-1} G_t` and
-`dA = Σ_t δ_t decay_t h_{t-1} G_t`.
+With G_t the gradient of h_t from token t and later ones, `G_t = dy_t C_t + decay_{t+1} G_{t+1}`. Then
+`dB_t = Σ_d δ_t u_t G_t`, `dC_t = Σ_d dy_t h_t`, `du_t = δ_t Σ_n B_t G_t + D dy_t`,
+`dδ_t = u_t Σ_n B_t G_t + Σ_n A decay_t h_{t-1} G_t` and `dA = Σ_t δ_t decay_t h_{t-1} G_t`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pallas_kernels.selective_scan.hopper.real_block import (
     ROWS,
     WARPS,
     Block,
-    Inputs,
     Sizes,
     kernel_inputs,
     token_buffers,
 )
+from pallas_kernels.selective_scan.inputs import RealInputs as Inputs
 
 _F32 = jnp.float32
 _IN_REGISTERS = 64  # numbers of a channel's memories that are in registers at a time
@@ -34,9 +34,9 @@ _IN_REGISTERS = 64  # numbers of a channel's memories that are in registers at a
 class _ChunkGradient:
     """The gradients of a chunk of tokens, from the last token to the first.
 
-    The chunk is divided into groups of `count` tokens, whose memories fit into registers. First the memories that enter the groups
-    are stored in shared memory. Then, from the last group to the first, the memories of a group's tokens are recomputed, and its
-    gradients are computed from them.
+    The chunk is divided into groups of `count` tokens, whose memories fit into registers. First the memories
+    that enter the groups are stored in shared memory. Then, from the last group to the first, the memories of
+    a group's tokens are recomputed, and its gradients are computed from them.
 
     Attributes:
         block: the channels and the row.
@@ -77,9 +77,11 @@ class _ChunkGradient:
         """Compute the gradients of a group's tokens, and return the carry after it.
 
         Args:
-            first: the first token of a pair of groups, whose gradients of b and c `store_sums` writes together.
+            first: the first token of a pair of groups, whose gradients of b and c `store_sums` writes
+                together.
             offset: the group's first token, counted from `first`.
-            carry: the gradient of the memory after the group from later tokens, and the sum of the gradients of `a`.
+            carry: the gradient of the memory after the group from later tokens, and the sum of the gradients
+                of `a`.
         """
         block, refs, sums = self.block, self.block.refs, self.block.smem["sums"]
         d_memory, d_rates = carry
@@ -109,7 +111,9 @@ class _ChunkGradient:
         return d_memory, d_rates
 
     def store_sums(self, first) -> None:
-        """Write the gradients of b and c of the two groups from token `first` on, summed over this block's channels."""
+        """Write the gradients of b and c of the two groups from token `first` on, summed over this block's
+        channels.
+        """
         block, sums = self.block, self.block.smem["sums"]
         plgpu.commit_smem()
         tokens = pl.ds(self.start + first, 2 * self.count)

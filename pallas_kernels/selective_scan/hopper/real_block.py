@@ -1,7 +1,8 @@
 """The inputs of the kernels of real memories, and how a warpgroup loads its part of them.
 
-A warpgroup computes 64 channels of one chunk. Their memories, [4 warps, 16 channels, N], are in its registers: each warp has 16
-channels, and each thread has 4 numbers of one channel (N = 8) or of each of two channels (N = 16).
+A warpgroup computes 64 channels of one chunk. Their memories, [4 warps, 16 channels, N], are in its
+registers: each warp has 16 channels, and each thread has 4 numbers of one channel (N = 8) or of each of two
+channels (N = 16).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu, state_rows
+from pallas_kernels.selective_scan.inputs import RealInputs as Inputs
 
 _F32 = jnp.float32
 WARPS, ROWS = 4, 16  # warps of a warpgroup; channels of a warp
@@ -24,28 +26,6 @@ CHUNK = 64
 LOG2E = math.log2(math.e)
 _BY_TOKEN = ("u", "delta", "b", "c", "dy", "continues")
 _WITHOUT_CHANNELS = ("b", "c", "continues")
-
-
-class Inputs(NamedTuple):
-    """The inputs of all kernels, in float32 except for u.
-
-    Attributes:
-        u: [B, T, D] bfloat16.
-        delta: [B, T, D].
-        a: [D, N].
-        b: [B, T, N].
-        c: [B, T, N].
-        d: [D].
-        continues: [B, T], 0 at the first token of a document and 1 elsewhere, or None.
-    """
-
-    u: Any
-    delta: Any
-    a: Any
-    b: Any
-    c: Any
-    d: Any
-    continues: Any
 
 
 class Sizes(NamedTuple):
@@ -85,7 +65,8 @@ class Sizes(NamedTuple):
 
 
 class Block:
-    """A warpgroup's row and channels, and its loads into registers: arrays [4, 16] by channel, or [4, 16, N] for memories.
+    """A warpgroup's row and channels, and its loads into registers: arrays [4, 16] by channel, or [4, 16, N]
+    for memories.
 
     Attributes:
         refs: references to global memory by name.
@@ -154,7 +135,8 @@ class Block:
 
 
 def token_buffers(x: Inputs, *names: str, **others: Any) -> dict[str, Any]:
-    """Return buffers in shared memory for a chunk's tokens, the buffers `others`, and the barrier of the copies.
+    """Return buffers in shared memory for a chunk's tokens, the buffers `others`, and the barrier of the
+    copies.
 
     Args:
         x: the inputs.

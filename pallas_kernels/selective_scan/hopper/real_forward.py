@@ -1,4 +1,6 @@
-"""The three phases of the forward pass of real memories; the first two, in reverse order of time, also begin the backward pass."""
+"""The three phases of the forward pass of real memories; the first two, in reverse order of time, also begin
+the backward pass.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ from pallas_kernels.selective_scan.hopper.real_block import (
     CHUNK,
     ROWS,
     Block,
-    Inputs,
     Sizes,
     kernel_inputs,
     token_buffers,
 )
+from pallas_kernels.selective_scan.inputs import RealInputs as Inputs
 
 _AHEAD = 6  # chunks that `scan` loads ahead
 
@@ -27,7 +29,8 @@ _AHEAD = 6  # chunks that `scan` loads ahead
 def chunk_writes(x: Inputs, dy=None, *, interpret: Any = False) -> tuple[Any, Any]:
     """Return the memory after each chunk that starts from an empty one, and the sum of the chunk's δ.
 
-    With `dy`, return in place of the first result the gradient of the memory that enters each chunk, from the chunk's own outputs.
+    With `dy`, return in place of the first result the gradient of the memory that enters each chunk, from the
+    chunk's own outputs.
 
     Args:
         x: the inputs.
@@ -83,7 +86,8 @@ def chunk_writes(x: Inputs, dy=None, *, interpret: Any = False) -> tuple[Any, An
 def scan(
     x: Inputs, writes: tuple[Any, Any], initial, *, reverse: bool = False, interpret: Any = False
 ) -> tuple[Any, Any]:
-    """Return the memory that enters each chunk, [B, chunks, D / 16, 16, N], and the memory after the last chunk.
+    """Return the memory that enters each chunk, [B, chunks, D / 16, 16, N], and the memory after the last
+    chunk.
 
     With `reverse`, the scan begins at the last chunk, and memories are the gradients of memories.
 

@@ -1,17 +1,19 @@
-"""A scan of complex numbers on Mosaic TPU: `h_t = a_t h_{t-1} + u_t`, `y_t = c_t Re h_t`, one number for each channel.
+"""A scan of complex numbers on Mosaic TPU: `h_t = a_t h_{t-1} + u_t`, `y_t = c_t Re h_t`, one number for each
+channel.
 
-The programs process the chunks of a row as in `tpu.real`; each token is a row of channels in lanes. The gradients are those of
-`hopper.complex`.
+The programs process the chunks of a row as in `tpu.real`; each token is a row of channels in lanes. The
+gradients are those of `hopper.complex`.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 
 from pallas_kernels.compat import pl
 from pallas_kernels.requirements import first_unmet
+from pallas_kernels.selective_scan.inputs import ComplexInputs as Inputs
 from pallas_kernels.selective_scan.tpu import layout as tpu_layout
 from pallas_kernels.selective_scan.tpu.layout import (
     CHUNK,
@@ -33,25 +35,10 @@ def unsupported(call) -> str | None:
     return first_unmet(REQUIREMENTS, call)
 
 
-class Inputs(NamedTuple):
-    """The inputs of both kernels, [B, T, D].
-
-    Attributes:
-        u: bfloat16 or float32.
-        c: in u's dtype.
-        real: the real part of a, float32.
-        imag: the imaginary part of a, float32.
-    """
-
-    u: Any
-    c: Any
-    real: Any
-    imag: Any
-
-
 def forward(x: Inputs, initial, *, save: bool, interpret: Any = False) -> tuple[Any, Any, Any]:
-    """Return the output [B, T, D] in u's dtype, the final memory [B, 2, D], and the memories that enter each chunk,
-    [B, T/128, 2, D] (None unless `save`), for `backward`."""
+    """Return the output [B, T, D] in u's dtype, the final memory [B, 2, D], and the memories that enter each
+    chunk, [B, T/128, 2, D] (None unless `save`), for `backward`.
+    """
     layout = Layout(x.u, 2, _MAX_CHANNELS)
     inputs = _inputs(layout, x) | dict(initial=(initial, layout.memory()))
     outputs = dict(y=layout.tokens(x.u.dtype), final=layout.memory())

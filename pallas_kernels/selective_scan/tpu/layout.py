@@ -1,7 +1,7 @@
 """The grid, the blocks and the buffers of the TPU kernels, which scan the tokens of a row.
 
-A program of the kernel has one chunk of 128 tokens of some channels, with channels in lanes. Consecutive programs process the
-chunks of a row in order; the memories of the channels stay in VMEM from chunk to chunk.
+A program of the kernel has one chunk of 128 tokens of some channels, with channels in lanes. Consecutive
+programs process the chunks of a row in order; the memories of the channels stay in VMEM from chunk to chunk.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Layout:
         """Run a kernel over rows, blocks of channels and chunks, and return its outputs by name.
 
         Args:
-            kernel: called as `kernel(refs, scratch, is_first, is_last)`: references and buffers by name, and whether the chunk is
-                the first or the last of the scan.
+            kernel: called as `kernel(refs, scratch, is_first, is_last)`: references and buffers by name, and
+                whether the chunk is the first or the last of the scan.
             inputs: name -> (array, (shape, block)).
             outputs: name -> (shape, block).
             scratch: name -> a buffer in VMEM whose values remain from chunk to chunk.
@@ -159,7 +159,9 @@ class Layout:
 
 
 def for_groups(count: int, step, carry, *, reverse: bool = False):
-    """Return the carry after `step(first token, carry)` for each group of `count` tokens of a chunk, in reverse order if `reverse`."""
+    """Return the carry after `step(first token, carry)` for each group of `count` tokens of a chunk, in
+    reverse order if `reverse`.
+    """
 
     def group(index, carry):
         start = index * count

@@ -1,25 +1,29 @@
-"""A selective scan on Mosaic TPU: `h_t = continues_t e^{δ_t A} h_{t-1} + δ_t u_t B_t`, `y_t = Σ_n C_t h_t + D u_t`.
+"""A selective scan on Mosaic TPU: `h_t = continues_t e^{δ_t A} h_{t-1} + δ_t u_t B_t`,
+`y_t = Σ_n C_t h_t + D u_t`.
 
-A program has one chunk of a row and some of the channels, whose memories [N, channels] stay in VMEM from chunk to chunk, with
-channels in lanes. There is one kernel forward and one backward. The backward kernel processes the chunks in reverse order,
-recomputes the memories of a chunk's tokens from the memory that enters the chunk, and carries the gradient of the memory.
+A program has one chunk of a row and some of the channels, whose memories [N, channels] stay in VMEM from
+chunk to chunk, with channels in lanes. There is one kernel forward and one backward. The backward kernel
+processes the chunks in reverse order, recomputes the memories of a chunk's tokens from the memory that enters
+the chunk, and carries the gradient of the memory.
 
-B and C are transposed to [B, N, T] before the kernels: an array [T, N] would be padded to 128 lanes, in HBM too. A kernel rotates
-the lanes of B and C such that a group of 16 tokens is in the first lanes. Each token's column [N, 1] then has a static index, and is
-broadcast to all lanes once for all channels of a program. The gradients of B and C are sums over channels. Each program writes the
-sum over its channels, and XLA adds the sums of all programs: they are small, and the programs stay independent.
+B and C are transposed to [B, N, T] before the kernels: an array [T, N] would be padded to 128 lanes, in HBM
+too. A kernel rotates the lanes of B and C such that a group of 16 tokens is in the first lanes. Each token's
+column [N, 1] then has a static index, and is broadcast to all lanes once for all channels of a program. The
+gradients of B and C are sums over channels. Each program writes the sum over its channels, and XLA adds the
+sums of all programs: they are small, and the programs stay independent.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, pltpu
 from pallas_kernels.requirements import Requirement, first_unmet
+from pallas_kernels.selective_scan.inputs import RealInputs as Inputs
 from pallas_kernels.selective_scan.tpu import layout as tpu_layout
 from pallas_kernels.selective_scan.tpu.layout import CHUNK, Layout, read_row, write_row
 
@@ -46,31 +50,10 @@ def unsupported(call) -> str | None:
     return first_unmet(REQUIREMENTS, call)
 
 
-class Inputs(NamedTuple):
-    """The inputs of both kernels, in float32 except for u.
-
-    Attributes:
-        u: [B, T, D] bfloat16 or float32.
-        delta: [B, T, D].
-        a: [D, N].
-        b: [B, T, N].
-        c: [B, T, N].
-        d: [D].
-        continues: [B, T], 0 at the first token of a document and 1 elsewhere, or None.
-    """
-
-    u: Any
-    delta: Any
-    a: Any
-    b: Any
-    c: Any
-    d: Any
-    continues: Any
-
-
 def forward(x: Inputs, initial, *, save: bool, interpret: Any = False) -> tuple[Any, Any, Any]:
-    """Return the output [B, T, D] in u's dtype, the final memory [B, D, N], and the memories that enter each chunk,
-    [B, T/128, N, D] (None unless `save`), for `backward`."""
+    """Return the output [B, T, D] in u's dtype, the final memory [B, D, N], and the memories that enter each
+    chunk, [B, T/128, N, D] (None unless `save`), for `backward`.
+    """
     layout, inputs = _inputs(x)
     inputs |= dict(initial=(jnp.swapaxes(initial, 1, 2), layout.memory()))
     outputs = dict(y=layout.tokens(x.u.dtype), final=layout.memory())
@@ -119,7 +102,9 @@ def backward(x: Inputs, entering, dy, d_final, *, interpret: Any = False) -> tup
 
 
 def _inputs(x: Inputs, *, reverse: bool = False) -> tuple[Layout, dict]:
-    """Return the layout, and the inputs of both kernels as name -> (array, (shape, block)), with `a` multiplied by log2(e)."""
+    """Return the layout, and the inputs of both kernels as name -> (array, (shape, block)), with `a`
+    multiplied by log2(e).
+    """
     states = x.a.shape[1]
     layout = Layout(x.u, states, min(_MAX_CHANNELS, _MAX_NUMBERS // states), reverse=reverse)
     inputs = dict(
@@ -211,7 +196,8 @@ def _backward_kernel(refs: dict, scratch: dict, is_first, is_last):
 
 
 def _for_tokens(refs: dict, names: str, step, carry, *, reverse: bool = False):
-    """Return the carry after `step(token, columns, carry)` for each token of a chunk, in reverse order if `reverse`.
+    """Return the carry after `step(token, columns, carry)` for each token of a chunk, in reverse order if
+    `reverse`.
 
     `columns` contains the columns [N, 1] of the inputs `names` at the token, by name.
     """

@@ -1,8 +1,8 @@
 """The backward kernel of short convolutions on Mosaic GPU (Hopper).
 
-With z the output of the convolution, s = silu(z) (or z) and y = s / sqrt(Σ s² + ε) over a head, the gradient of s is
-`n (dy - s n² Σ dy s)` with `n = 1 / sqrt(Σ s² + ε)`. From dz, the gradient of z, the gradient of x_t is
-`Σ_d weight[W - 1 - d] dz_{t+d}`: it is complete W - 1 tokens later.
+With z the output of the convolution, s = silu(z) (or z) and y = s / sqrt(Σ s² + ε) over a head, the gradient
+of s is `n (dy - s n² Σ dy s)` with `n = 1 / sqrt(Σ s² + ε)`. From dz, the gradient of z, the gradient of x_t
+is `Σ_d weight[W - 1 - d] dz_{t+d}`: it is complete W - 1 tokens later.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class _Pending(NamedTuple):
         before: the W - 1 rows before the next token, the nearest first; 0 on padding.
         gradients: the partial sums of these rows' gradients.
         documents: the documents of these rows; empty if rows have one document.
-        sums: the partial sums of the gradients of the weight's rows by distance, and then of the bias if there is one.
+        sums: the partial sums of the gradients of the weight's rows by distance, and then of the bias if
+            there is one.
     """
 
     before: list[Any]
@@ -77,7 +78,8 @@ class _Gradient(NamedTuple):
             rows: the token's rows of x and dy.
             document: the token's document, or None.
             inside: whether the token exists; None means that it does.
-            counted: whether the token's contributions to the gradients of weight and bias are added; None means that they are.
+            counted: whether the token's contributions to the gradients of weight and bias are added; None
+                means that they are.
             pending: the carried values before the token.
 
         Returns:
@@ -112,18 +114,8 @@ class _Gradient(NamedTuple):
 
 
 def backward(
-    x,
-    weight,
-    bias,
-    tail,
-    order,
-    run,
-    dy,
-    *,
-    head_dim: int | None,
-    silu: bool,
-    interpret: Any = False,
-) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array]:
+    x, weight, bias, tail, order, run, dy, *, head_dim: int | None, silu: bool, interpret: Any = False
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array]:  # fmt: skip
     """Return the gradients of x, weight, bias (None without one) and tail.
 
     Args:

@@ -1,4 +1,6 @@
-"""The blocks of tokens and channels of the Hopper kernels, with the functions of a row that both kernels compute."""
+"""The blocks of tokens and channels of the Hopper kernels, with the functions of a row that both kernels
+compute.
+"""
 
 from __future__ import annotations
 
@@ -137,7 +139,9 @@ class Block:
         return self.load(self.refs["bias"].at[0]).astype(_F32) if "bias" in self.refs else None
 
     def before(self) -> tuple[list[Any], list[Any]]:
-        """Load the W - 1 rows before the block, the nearest first, and their documents (an empty list if rows have one document)."""
+        """Load the W - 1 rows before the block, the nearest first, and their documents (an empty list if rows
+        have one document).
+        """
         rows, documents = [], []
         first = self.block == 0
         for d in range(1, self.width):
@@ -160,7 +164,8 @@ class Block:
             documents: the documents of the rows before it.
 
         Returns:
-            The row, the rows before it, and for each of these whether it belongs to the token's document (None without documents).
+            The row, the rows before it, and for each of these whether it belongs to the token's document
+            (None without documents).
         """
         if document is None:
             return row, before, [None] * len(before)

@@ -32,8 +32,10 @@ def forward(
         weight: [W, D].
         bias: [D] or None.
         tail: [B, W - 1, D], the tokens before the first, oldest first.
-        order: [B, T] int32, the index in x of each token in the order of processing, padding last; None is the order of x.
-        run: [B, T] int32, the index of each token's document in the order of processing, -1 for padding; None is one document.
+        order: [B, T] int32, the index in x of each token in the order of processing, padding last; None is
+            the order of x.
+        run: [B, T] int32, the index of each token's document in the order of processing, -1 for padding; None
+            is one document.
         head_dim: channels of a head that is normalised, or None.
         silu: whether SiLU is applied.
         interpret: parameters of the interpreter, or False.

@@ -14,7 +14,8 @@ MULTIPLE = 16
 
 
 def thread_channels(channels: int, head_dim: int | None) -> int | None:
-    """Return the number of channels of a thread such that no head is divided among warps, or None if there is none.
+    """Return the number of channels of a thread such that no head is divided among warps, or None if there is
+    none.
 
     Args:
         channels: D.
@@ -31,7 +32,8 @@ def thread_channels(channels: int, head_dim: int | None) -> int | None:
 def block_tokens(batch: int, length: int, columns: int) -> int:
     """Return the number of tokens of a warpgroup's block.
 
-    Tokens at the boundary of two blocks are loaded twice. Hence blocks are as long as possible with at least four for each processor.
+    Tokens at the boundary of two blocks are loaded twice. Hence blocks are as long as possible with at least
+    four for each processor.
 
     Args:
         batch: B.

@@ -1,4 +1,4 @@
-"""Products of [64, 64] tiles in registers, for the inverse of a chunk's system."""
+"""The inverse of a chunk's system, a [64, 64] tile in the registers of a warpgroup."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ import jax.numpy as jnp
 from pallas_kernels.compat import plgpu
 from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.halving import SQUARE
+from pallas_kernels.tiles import delta as tiles
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 
 
-def tile_products(right, left, interpret: Any):
-    """Return the functions `product` and `exact` that `tiles.delta.unit_inverse` requires, for tiles in registers.
+def unit_inverse(strict, apart, right, left, interpret: Any):
+    """Return `tiles.delta.unit_inverse` of a tile [64, 64] in registers.
 
     Args:
+        strict: the tile, 0 on and above its diagonal.
+        apart: [64, 64], i ^ j of the rows i and the columns j.
         right: [64, 64] bfloat16 in shared memory, for right operands.
         left: two such buffers for left operands, which only the interpreter requires.
         interpret: parameters of the interpreter, or False.
     """
 
-    def product(*pairs):
-        """The sum of a b over the pairs (a, b), whose b is that of the first pair."""
-        right[...] = pairs[0][1].astype(_BF16)
-        lefts = [wg.as_left(a, left and left[n], interpret) for n, (a, _) in enumerate(pairs)]
+    def product(b, *lefts):
+        """The sum of a b over the tiles a of `lefts`."""
+        right[...] = b.astype(_BF16)
+        lefts = [wg.as_left(a, left and left[n], interpret) for n, a in enumerate(lefts)]
         plgpu.commit_smem()
 
         def add(out):
@@ -36,6 +39,6 @@ def tile_products(right, left, interpret: Any):
 
     def exact(a, b):
         rest = a - a.astype(_BF16).astype(_F32)
-        return b.astype(_BF16).astype(_F32), product((a, b), (rest, b))
+        return b.astype(_BF16).astype(_F32), product(b, a, rest)
 
-    return product, exact
+    return tiles.unit_inverse(strict, apart, lambda a, b: product(b, a), exact)

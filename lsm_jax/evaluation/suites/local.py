@@ -1,0 +1,141 @@
+"""Data sets of the harness's tasks from a local folder instead of the hub."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+# LongBench's own files name the question "input"; the harness's tasks read "question".
+_RENAMED = {"longbench": {"input": "question"}}
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a .jsonl, .json (a list of objects), .parquet or .csv file.
+
+    Raises:
+        ValueError: the file does not exist, or has another suffix or another content.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+
+        return pyarrow.parquet.read_table(path).to_pylist()
+    if path.suffix == ".csv":
+        with open(path, encoding="utf-8", newline="") as file:
+            return list(csv.DictReader(file))
+    if path.suffix not in _SUFFIXES:
+        raise ValueError(f"{path}: accepted are files that end in {', '.join(_SUFFIXES)}")
+    text = path.read_text(encoding="utf-8")
+    try:
+        if path.suffix == ".json":
+            rows = json.loads(text)
+        else:
+            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{path}: accepted is a list of objects, one per row")
+    return rows
+
+
+def find_splits(folder: Path, name: str, config: str | None) -> dict[str, list[Path]]:
+    """The files of a data set, by split; empty if the folder does not have it.
+
+    The layouts are those of the hub's repositories: `NAME[/CONFIG][/data]/SPLIT[-00000-of-00001].SUFFIX`,
+    where NAME is the hub's, such as cais/mmlu, or its last part. LongBench's own `NAME[/data]/CONFIG.jsonl`
+    is the split "test".
+    """
+    for base in (folder / name, folder / name.rpartition("/")[2]):
+        places = [base / config] if config else []
+        # The files beside the folders of configs belong to no config, unless there is one config only.
+        if not config or not _has_configs(base):
+            places.append(base)
+        for place in (path for first in places for path in (first, first / "data")):
+            splits: dict[str, list[Path]] = {}
+            for path in sorted(place.iterdir()) if place.is_dir() else ():
+                match = re.fullmatch(
+                    r"(train|validation|dev|test|auxiliary_train)(-\d+-of-\d+.*)?", path.stem
+                )
+                if match and path.suffix in _SUFFIXES:
+                    splits.setdefault(match[1], []).append(path)
+            if splits:
+                return splits
+        for path in (base / f"{config}.jsonl", base / "data" / f"{config}.jsonl") if config else ():
+            if path.is_file():
+                return {"test": [path]}
+    return {}
+
+
+def _has_configs(base: Path) -> bool:
+    return base.is_dir() and any(p.is_dir() and p.name != "data" for p in base.iterdir())
+
+
+class _Splits(dict):
+    """Splits by name; a split that the folder does not have is an error that names the folder."""
+
+    def __init__(self, splits: dict[str, Any], name: str, folder: Path):
+        super().__init__(splits)
+        self._name, self._folder = name, folder
+
+    def __missing__(self, split: str) -> Any:
+        raise ValueError(
+            f"lm_eval.data={str(self._folder)!r}: {self._name} has no split {split!r}, only {', '.join(self)}"
+        )
+
+
+def load_local(folder: Path, name: str, config: str | None) -> dict[str, Any] | None:
+    """A data set as the harness's tasks read it, or None if the folder does not have it."""
+    splits = find_splits(folder, name, config)
+    if not splits:
+        return None
+    from datasets import Dataset
+
+    renamed = _RENAMED.get(name.rpartition("/")[2].lower(), {})
+    loaded = {}
+    for split, paths in splits.items():
+        rows = [row for path in paths for row in read_rows(path)]
+        if not rows:
+            raise ValueError(f"lm_eval.data={str(folder)!r}: {paths[0]} has no rows")
+        for old, new in renamed.items():
+            rows = [
+                {new if k == old and new not in row else k: v for k, v in row.items()}
+                for row in rows
+            ]
+        loaded[split] = Dataset.from_list(rows)
+    # The harness reads the training split of every task that names it, even if no prompt has examples.
+    loaded.setdefault("train", Dataset.from_list([]))
+    return _Splits(loaded, name, folder)
+
+
+@contextlib.contextmanager
+def local_datasets(folder: Path | None) -> Iterator[list[str]]:
+    """Let `datasets.load_dataset` read the data sets that `folder` has from there while the context is open.
+
+    Yields:
+        The names of the data sets that were not in the folder, filled as they are loaded.
+    """
+    import datasets
+
+    module: Any = datasets  # so that the type checker accepts another function
+    original, elsewhere = module.load_dataset, []
+
+    def load(path: str, name: str | None = None, **options: Any) -> Any:
+        if folder is not None and path not in ("json", "csv", "parquet", "text"):
+            local = load_local(folder, path, name)
+            if local is not None:
+                return local
+        elsewhere.append(f"{path}/{name}" if name else path)
+        return original(path=path, name=name, **options)
+
+    module.load_dataset = load
+    try:
+        yield elsewhere
+    finally:
+        module.load_dataset = original

@@ -1,0 +1,218 @@
+"""Prompts of RULER's tasks besides the needles: variable tracking, common and frequent words, questions.
+
+Each class has `make(index, size)`, which returns the prompt of sample `index` with `size` units of text,
+`smallest(index)`, the least size of that sample, and `largest`, the largest size, or None for no limit.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import math
+import random
+import string
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from lsm_jax.evaluation.suites.harness_texts import read_constant
+
+SEED = 42
+_HOPS = 4
+
+
+def noise() -> str:
+    """Return the line of sentences that fills the text of some tasks."""
+    return read_constant("vt_utils", "noise").rstrip("\n")
+
+
+def _template(module: str) -> tuple[str, str]:
+    """Return the template of a task's prompt and the beginning of its answer."""
+    config = read_constant(module, "CONFIG")
+    config = config.get("variable_tracking", config)
+    return config["template"], config["answer_prefix"].strip()
+
+
+def read_words(*kinds: str) -> list[str]:
+    """The words of the package wonderwords of the kinds "noun", "adjective" and "verb", sorted."""
+    lists = importlib.import_module("wonderwords").RandomWord()._categories
+    return sorted({word for kind in kinds for word in lists[kind]})
+
+
+class VariableTracking:
+    """A chain of five variables with one value, after an example with shorter names; a unit is a line of noise."""
+
+    largest = None
+
+    def smallest(self, index: int) -> int:
+        """One line of noise, of which each sentence counts."""
+        return 1
+
+    def make(self, index: int, size: int) -> dict[str, Any]:
+        """The prompt; the answers are the five variables."""
+        rng = random.Random(SEED + index)
+        example, prefix, names = self._part(rng, 2, letters=3)
+        text, gen_prefix, outputs = self._part(rng, size, letters=5)
+        shown = f"{example} {prefix} {' '.join(names)}\n\n\n\n"
+        return {"input": shown + text, "gen_prefix": gen_prefix, "outputs": outputs}
+
+    @staticmethod
+    def _part(rng: random.Random, size: int, *, letters: int) -> tuple[str, str, list[str]]:
+        names: list[str] = []
+        while len(names) < _HOPS + 1:
+            name = "".join(rng.choices(string.ascii_uppercase, k=letters))
+            names += [name] if name not in names else []
+        value = rng.randint(10000, 99998)
+        chain = [f"VAR {names[0]} = {value}"]
+        chain += [f"VAR {new} = VAR {old} " for old, new in zip(names, names[1:], strict=False)]
+        lines = [noise() + "\n"] * size
+        if size <= len(chain):
+            sentences = (noise() * size).split(".")
+            lines = [f"{text.strip()}." for text in sentences if text.strip()] * 2
+        places = sorted(rng.sample(range(len(lines)), len(chain)))
+        for offset, (place, line) in enumerate(zip(places, chain, strict=True)):
+            lines.insert(place + offset, line)
+        context = " ".join(lines)
+        template, prefix = _template("vt_utils")
+        prefix = prefix.format(num_v=len(names), query=value)
+        return template.format(context=context, query=value), prefix, names
+
+
+class CommonWords:
+    """Ten words that are listed more often than the others, after a short example; a unit is a different word."""
+
+    def __init__(self, length: int):
+        """Read the words of the package wonderwords; lists for prompts below 4096 tokens repeat words less often."""
+        self._words = read_words("noun", "adjective", "verb")
+        self.largest = len(self._words)
+        self._example, self._repeats = (
+            ((20, 3, 1), (6, 1)) if length < 4096 else ((40, 10, 3), (30, 3))
+        )
+
+    def smallest(self, index: int) -> int:
+        """The ten words and one other."""
+        return 11
+
+    def make(self, index: int, size: int) -> dict[str, Any]:
+        """The prompt; the answers are the ten words."""
+        rng = random.Random(SEED + index)
+        shown, names = self._list(rng, *self._example)
+        text, outputs = self._list(rng, size, *self._repeats)
+        answer = " ".join(f"{i}. {name}" for i, name in enumerate(names, 1))
+        template, prefix = _template("cwe_utils")
+        example = f"{template.format(context=shown)} {prefix} {answer}\n"
+        return {
+            "input": example + template.format(context=text),
+            "gen_prefix": prefix,
+            "outputs": outputs,
+        }
+
+    def _list(
+        self, rng: random.Random, size: int, often: int, seldom: int
+    ) -> tuple[str, list[str]]:
+        words = rng.sample(self._words, size)
+        listed = words[:10] * often + words[10:] * seldom
+        rng.shuffle(listed)
+        return " ".join(f"{i}. {word}" for i, word in enumerate(listed, 1)), words[:10]
+
+
+class FrequentWords:
+    """Coded words whose frequencies follow a zeta distribution with exponent 2; a unit is a word."""
+
+    largest = None
+
+    def __init__(self, length: int):
+        """Use `length` / 50 different words."""
+        self._count = length // 50
+
+    def smallest(self, index: int) -> int:
+        """200 words, so that the third answer is more frequent than the word after it."""
+        return 200
+
+    def make(self, index: int, size: int) -> dict[str, Any]:
+        """The prompt; the answers are the second to fourth word by frequency, since the first is dots."""
+        rng, words = random.Random(SEED + index), Counter()
+        while len(words) < self._count:
+            words["".join(rng.choices(string.ascii_lowercase, k=6))] += 1
+        vocabulary = ["...", *list(words)[1:]]
+        numbers = (int(size / (rank**2 * math.pi**2 / 6)) for rank in range(1, self._count + 1))
+        text = [word for word, n in zip(vocabulary, numbers, strict=True) for _ in range(n)]
+        rng.shuffle(text)
+        template, prefix = _template("fwe_utils")
+        return {
+            "input": template.format(context=" ".join(text)),
+            "gen_prefix": prefix,
+            "outputs": vocabulary[1:4],
+        }
+
+
+class Questions:
+    """A question about one of several documents; a unit is a document."""
+
+    def __init__(self, path: Path):
+        """Read SQuAD 2.0's dev-v2.0.json, or HotpotQA's hotpot_dev_distractor_v1.json."""
+        self._questions, self._documents = _read_questions(path)
+        self.largest, self.count = len(self._documents), len(self._questions)
+
+    def smallest(self, index: int) -> int:
+        """The documents that the answer is in."""
+        return len(self._questions[index][2])
+
+    def make(self, index: int, size: int) -> dict[str, Any]:
+        """The prompt; any of the answers counts."""
+        rng = random.Random(SEED + index)
+        query, outputs, gold, related = self._questions[index]
+        extra = max(0, size - len(gold))
+        if extra <= len(related):
+            chosen = gold + rng.sample(related, extra)
+        else:
+            used = {*gold, *related}
+            others = [i for i in range(len(self._documents)) if i not in used]
+            chosen = gold + related + rng.sample(others, min(len(others), extra - len(related)))
+        rng.shuffle(chosen)
+        document = read_constant("qa_utils", "DOCUMENT_PROMPT")
+        context = "\n\n".join(
+            document.format(i=i, document=self._documents[d]) for i, d in enumerate(chosen, 1)
+        )
+        template, prefix = _template("qa_utils")
+        text = template.format(context=context, query=query)
+        return {"input": text, "gen_prefix": prefix, "outputs": outputs}
+
+
+@functools.lru_cache(maxsize=2)
+def _read_questions(
+    path: Path,
+) -> tuple[list[tuple[str, list[str], list[int], list[int]]], list[str]]:
+    """(question, answers, documents with the answer, other documents of its article) of each, and documents."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        if isinstance(content, dict):
+            articles = [
+                [p["context"] for p in article["paragraphs"]] for article in content["data"]
+            ]
+        else:
+            articles = [[f"{t}\n{''.join(p)}" for t, p in row["context"]] for row in content]
+        documents = sorted({text for article in articles for text in article})
+        numbers = {text: i for i, text in enumerate(documents)}
+        questions = []
+        if isinstance(content, dict):
+            for article, texts in zip(content["data"], articles, strict=True):
+                for paragraph in article["paragraphs"]:
+                    gold = numbers[paragraph["context"]]
+                    related = sorted({numbers[text] for text in texts} - {gold})
+                    questions += [
+                        (qa["question"], [a["text"] for a in qa["answers"]], [gold], related)
+                        for qa in paragraph["qas"]
+                        if not qa["is_impossible"]
+                    ]
+        else:
+            for row, texts in zip(content, articles, strict=True):
+                gold = [numbers[text] for text in texts]
+                questions.append((row["question"], [row["answer"]], gold, []))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path}: no field {error}; accepted are SQuAD's dev-v2.0.json and HotpotQA's "
+            "hotpot_dev_distractor_v1.json"
+        ) from error
+    return questions, documents

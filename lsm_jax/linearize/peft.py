@@ -1,0 +1,289 @@
+"""Read and write adapters in the format of Hugging Face's PEFT: adapter_config.json and adapter_model.safetensors.
+
+    python -m lsm_jax.linearize.peft --source=iter_2400 --base=liger_gla_base --workdir=runs/liger
+
+makes a run of the adapters in --source beside the frozen parameters of --base. The run can be evaluated, and another run can start
+from it. --base is a pretrained transformer (`--method=liger --gate=gla` makes it linear, `--method=softmax`, the default, does not)
+or a folder of Liger's authors, whose config.json names the model (`lsm_jax.linearize.released`).
+
+`python -m lsm_jax.linearize.export --format=peft` writes the adapters of a run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from safetensors.numpy import save_file
+
+from lsm_jax.convert.checkpoint import Checkpoint
+from lsm_jax.convert.huggingface import published_name
+from lsm_jax.convert.load import StoredRows, layers_of, load_tree
+from lsm_jax.convert.runs import command, new_workdir, save_run
+from lsm_jax.convert.tokenizer import tokenizer_files, write_files
+from lsm_jax.data import DataConfig, JSONTokenizer
+from lsm_jax.linearize.pretrained import Pretrained
+from lsm_jax.linearize.recipes import liger_model
+from lsm_jax.linearize.released import WINDOW, Released, open_pretrained, whole_number
+from lsm_jax.mixers import LoRAConfig
+from lsm_jax.models import ModelConfig, abstract
+from lsm_jax.training import TrainConfig
+from lsm_jax.training.partition import split
+from lsm_jax.training.step import params_of
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_PARTS = {"a": "lora_A", "b": "lora_B"}
+# Fields for which one value is supported; null and an absent field are accepted too.
+_ONLY: dict[str, Any] = dict(
+    peft_type="LORA", task_type="CAUSAL_LM", bias="none", fan_in_fan_out=False, use_rslora=False, use_dora=False,
+)  # fmt: skip
+_READ = {"r", "lora_alpha", "target_modules", *_ONLY}
+# Fields about the start of training, the files' origin and regularisation, which do not change what trained adapters compute.
+_HARMLESS = {
+    "base_model_name_or_path", "revision", "inference_mode", "auto_mapping", "lora_dropout", "megatron_core", "peft_version",
+    "runtime_config", "qalora_group_size", "init_lora_weights",
+}  # fmt: skip
+# Values of init_lora_weights with which the adapters are added to the unchanged weights of the base; others change these.
+_PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
+
+
+class Adapters(Checkpoint):
+    """A folder of adapters. `config` has the contents of adapter_config.json."""
+
+    config_file, single_file = CONFIG, TENSORS
+
+
+def lora_config(adapters: Adapters) -> LoRAConfig:
+    """Return the config of adapters.
+
+    Raises:
+        ValueError: a field is missing, unknown, or has a value that is not supported, such as those of DoRA and rsLoRA; the
+            message names it.
+    """
+    given, where = adapters.config, adapters.folder / CONFIG
+    for name, value in _ONLY.items():
+        if given.get(name) not in (None, value):
+            raise ValueError(f"{where}: {name}={given[name]!r}; accepted is {value!r}")
+    if (start := given.get("init_lora_weights")) not in _PLAIN_STARTS:
+        raise ValueError(
+            f"{where}: init_lora_weights={start!r}, which changes the weights of the base; accepted are "
+            f"{', '.join(map(repr, _PLAIN_STARTS))}"
+        )
+    empty = (None, False, [], {}, "")
+    unknown = {k: v for k, v in given.items() if k not in _READ | _HARMLESS and v not in empty}
+    if unknown:
+        listed = ", ".join(f"{name}={value!r}" for name, value in sorted(unknown.items()))
+        raise ValueError(f"{where}: fields that are not supported: {listed}")
+    if missing := [name for name in ("r", "lora_alpha", "target_modules") if name not in given]:
+        raise ValueError(f"{where}: missing fields: {', '.join(missing)}")
+    rank, alpha, modules = given["r"], given["lora_alpha"], given["target_modules"]
+    if type(rank) is not int or rank < 1:
+        raise ValueError(f"{where}: r={rank!r}; accepted is a whole number from 1")
+    if type(alpha) not in (int, float) or not alpha > 0:
+        raise ValueError(f"{where}: lora_alpha={alpha!r}; accepted is a number above 0")
+    if not isinstance(modules, list) or not modules or not all(isinstance(m, str) for m in modules):
+        raise ValueError(
+            f"{where}: target_modules={modules!r}; accepted is a list of names, such as ['q_proj', 'v_proj']"
+        )
+    if given.get("lora_dropout"):
+        logging.warning(
+            "%s: lora_dropout=%s is ignored: dropout acts only in training, where this library has none",
+            where, given["lora_dropout"],
+        )  # fmt: skip
+    targets = tuple(dict.fromkeys(m.rpartition(".")[2] for m in modules))
+    return LoRAConfig(targets=targets, rank=rank, alpha=float(alpha))
+
+
+def load_adapters(adapters: Adapters, model: ModelConfig) -> dict[str, Any]:
+    """Load adapters in float32.
+
+    Args:
+        adapters: the folder.
+        model: the model, whose `lora` is `lora_config(adapters)`.
+
+    Returns:
+        The parameters of the adapters, a pure dict with the structure of the model's.
+
+    Raises:
+        ValueError: tensors are missing, unexpected or of another shape; the message names them.
+    """
+    target = _adapters_of(params_of(abstract(model)))
+    expected = {name: shape for name, shape, *_ in _tensors(target, model)}
+    adapters.check(expected)
+    return load_tree(
+        adapters,
+        target,
+        lambda keys, layer: StoredRows(_name(keys, layer), transposed=True),
+        num_blocks=len(model.period()),
+    )
+
+
+def write_adapters(
+    params: dict[str, Any],
+    model: ModelConfig,
+    out: str | os.PathLike[str],
+    *,
+    base: str = "",
+) -> Path:
+    """Write the adapters of a model as a folder that PEFT loads, in float32.
+
+    Args:
+        params: the parameters of the model; only its adapters are written.
+        model: the model.
+        out: the folder to write; it must not exist yet.
+        base: path or name of the pretrained model, for adapter_config.json.
+
+    Returns:
+        The path of the folder.
+
+    Raises:
+        ValueError: the model has no adapters, or the folder exists.
+    """
+    target = Path(out).expanduser().absolute()
+    if target.exists():
+        raise ValueError(f"out={str(out)!r} exists already; accepted is a new folder")
+    if model.lora is None:
+        raise ValueError("format='peft' requires adapters; the model has none (model.lora=None)")
+    lora = model.lora
+    arrays = {}
+    for name, _, leaf, row in _tensors(_adapters_of(params), model):
+        values = np.asarray(jax.device_get(leaf if row is None else leaf[row]), np.float32)
+        arrays[name] = np.ascontiguousarray(values.T)
+    config = dict(
+        alpha_pattern={}, auto_mapping=None, base_model_name_or_path=base, bias="none", fan_in_fan_out=False,
+        inference_mode=True, init_lora_weights=True, layers_pattern=None, layers_to_transform=None,
+        lora_alpha=int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha, lora_dropout=0.0, modules_to_save=None,
+        peft_type="LORA", r=lora.rank, rank_pattern={}, revision=None, target_modules=list(lora.targets),
+        task_type="CAUSAL_LM", use_dora=False, use_rslora=False,
+    )  # fmt: skip
+    target.mkdir(parents=True)
+    save_file(arrays, target / TENSORS, metadata={"format": "pt"})
+    (target / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return target
+
+
+def _adapters_of(params: dict[str, Any]) -> dict[str, Any]:
+    return split(params, ("lora",))[0]
+
+
+def _name(keys: list[str], layer: int) -> str:
+    """Return PEFT's name of an adapter's parameter; `keys` end in "lora" and "a" or "b"."""
+    module = published_name([*keys[:-2], "kernel"], layer).removesuffix(".weight")
+    return f"{_PREFIX}{module}.{_PARTS[keys[-1]]}.weight"
+
+
+def _tensors(
+    adapters: dict[str, Any], model: ModelConfig
+) -> list[tuple[str, tuple[int, ...], Any, int | None]]:
+    """Return (PEFT's name, its shape, the parameter, the row of a stacked parameter) of every tensor."""
+    size, tensors = len(model.period()), []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(adapters):
+        for keys, layer in layers_of(path, leaf.shape, size):
+            row, shape = (None, leaf.shape) if layer < 0 else (layer // size, leaf.shape[1:])
+            tensors.append((_name(keys, layer), shape[::-1], leaf, row))
+    return tensors
+
+
+def import_adapters(
+    source: str | os.PathLike[str],
+    base: str | os.PathLike[str],
+    workdir: str | os.PathLike[str],
+    *,
+    method: str = "softmax",
+    window: int | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    **fields: Any,
+) -> TrainConfig:
+    """Make a run from adapters and the pretrained model to which they belong.
+
+    Args:
+        source: the folder of the adapters.
+        base: a Hugging Face folder or a .gguf file, which must remain where it is.
+        workdir: the directory of the new run; it must not contain a run.
+        method: "softmax", the transformer unchanged, or "liger". If `base` is a released checkpoint of Liger's authors, the method
+            is liger and the fields are its.
+        window: tokens in the window of liger; None is 65 for a released checkpoint, and 64 for other models.
+        tokenizer: a tokenizer.json or its folder, to use instead of the base's.
+        fields: fields of `LigerConfig` for `method="liger"`, such as gate.
+
+    Returns:
+        The run's config.
+
+    Raises:
+        ValueError: the adapters or the base are not supported, or do not belong together.
+    """
+    target, adapters = new_workdir(workdir), Adapters(source)
+    opened, lora = open_pretrained(base), lora_config(adapters)
+    pretrained = Pretrained(path=str(Path(base).expanduser().absolute()))
+    model = pretrained.config()
+    if isinstance(opened, Released):
+        if fields:
+            raise ValueError(
+                f"{', '.join(fields)}: base={str(base)!r} names its gate itself; accepted are no fields"
+            )
+        method, fields = "liger", opened.fields
+        window = WINDOW if window is None else window
+    if method not in ("softmax", "liger"):
+        raise ValueError(f"method={method!r}; accepted are softmax, liger")
+    if method == "softmax" and (fields or window is not None):
+        given = [*fields, *(["window"] if window is not None else [])]
+        raise ValueError(f"{', '.join(given)}: requires method='liger'")
+    if method == "liger":
+        model = liger_model(model, lora=lora, window=64 if window is None else window, **fields)
+    else:
+        model.lora = lora
+    try:
+        params = load_adapters(adapters, model)
+    except ValueError as error:
+        raise ValueError(
+            f"source={str(source)!r} does not fit base={str(base)!r}: {error}"
+        ) from error
+    files = tokenizer_files(opened, tokenizer)
+    tokenizer_path = str(write_files(files, target / "tokenizer"))
+    data = DataConfig(
+        tokenizer=tokenizer_path,
+        sequence_length=min(8192, opened.config.get("max_position_embeddings", 8192)),
+        add_bos=JSONTokenizer(tokenizer_path).adds_bos,
+    )
+    name = adapters.folder.resolve().name
+    config = TrainConfig(name=name, model=model, data=data, base=pretrained, trainable=("lora",))
+    config.validate()
+    save_run(target, config, params)
+    return config
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+
+    def make(source: str, workdir: str, base: str | None, **options: str | None) -> TrainConfig:
+        if base is None:
+            raise ValueError(
+                "--base is required: the pretrained model to which the adapters belong"
+            )
+        window = options.pop("window")
+        given = {name: value for name, value in options.items() if value is not None}
+        tokens = None if window is None else whole_number("window", window, WINDOW)
+        return import_adapters(source, base, workdir, window=tokens, **given)
+
+    options = dict(
+        base="the pretrained model: a Hugging Face folder, one of Liger's authors, or a .gguf file",
+        method="softmax (default) or liger",
+        gate="the gate with --method=liger (default: gla)",
+        window="tokens in the window with --method=liger",
+        tokenizer="a tokenizer.json, if the base has none",
+    )
+    return command(
+        "lsm_jax.linearize.peft", __doc__, "the folder of the adapters", make, arguments, options
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,241 @@
+"""Read and describe the checkpoints of Liger's authors: Hugging Face folders whose model_type is one of `RELEASED`.
+
+    python -m lsm_jax.linearize.released --source=Liger-GLA-8B --workdir=runs/liger-8b
+
+makes a run, which can be evaluated (`eval.py --workdir=runs/liger-8b`) and from which other runs can start. The tensors have the
+names of the pretrained transformer. The model is that of github.com/OpenSparseLLMs/Linearization at 0b364eb: window and memory
+weigh 0.5 each, the gate's logarithm is divided by 16 (GLA, GSA), and a query sees 65 tokens, since the attention of the
+transformers that the authors used (4.47.1) counts a window of 64 without the query. `--window=64` is what later versions compute,
+and what the paper states. Their code rounds the sum of both branches to bfloat16 in every dtype; here only bfloat16 models do.
+
+`python -m lsm_jax.linearize.export --format=liger` writes a run as such a folder. The released adapters are read by
+`lsm_jax.linearize.peft`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from lsm_jax.convert import import_huggingface, model_config
+from lsm_jax.convert.checkpoint import Checkpoint, Tensors
+from lsm_jax.convert.huggingface import Source, open_source
+from lsm_jax.convert.published import ARCHITECTURES
+from lsm_jax.convert.runs import command
+from lsm_jax.linearize.recipes import base_model, liger_model
+from lsm_jax.mixers import LigerConfig
+from lsm_jax.models import ModelConfig
+from lsm_jax.training import TrainConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of released checkpoint.
+
+    Attributes:
+        base: model_type of the transformer that has the same tensors.
+        architecture: the class of the authors' code.
+        gate: the gate, as in `LigerConfig`.
+    """
+
+    base: str
+    architecture: str
+    gate: str
+
+
+RELEASED = {
+    "liger_gla": Kind("llama", "LigerGLAForCausalLM", "gla"),
+    "liger_gsa": Kind("llama", "LigerGSAForCausalLM", "gsa"),
+    "liger_hgrn2": Kind("llama", "LigerHGRN2ForCausalLM", "hgrn2"),
+    "liger_mistral_gla": Kind("mistral", "LigerMistralGLAForCausalLM", "gla"),
+    "liger_qwen2_gla": Kind("qwen2", "LigerQwen2GLAForCausalLM", "gla"),
+}
+WINDOW = 65
+_DEFAULT_SLOTS = 64  # pool_size of the authors' config class
+_ONLY = dict(expand_k=1, expand_v=1)
+_UNUSED = ("hidden_ratio", "pool_size", *_ONLY, "auto_map")  # pool_size is read for GSA alone
+
+
+class Released(Checkpoint):
+    """A released checkpoint.
+
+    Attributes:
+        config: the contents of config.json, translated to the transformer that has the same tensors.
+        fields: the fields of `LigerConfig` that differ from its defaults.
+
+    Raises:
+        ValueError: the folder is no released checkpoint, or a field has a value that the authors' code does not implement.
+    """
+
+    fields: dict[str, Any]
+
+    def __init__(self, folder: Any):
+        super().__init__(folder)
+        given, where = self.config, self.folder / "config.json"
+        name = given.get("model_type")
+        if name not in RELEASED:
+            raise ValueError(f"{where}: model_type={name!r}; accepted are {', '.join(RELEASED)}")
+        kind = RELEASED[name]
+        named = given.get("architectures") or [kind.architecture]
+        if named != [kind.architecture]:
+            raise ValueError(f"{where}: architectures={named}; accepted is [{kind.architecture!r}]")
+        for field, value in _ONLY.items():
+            if given.get(field, value) != value:
+                raise ValueError(f"{where}: {field}={given[field]!r}; accepted is {value!r}")
+        self.config = {k: v for k, v in given.items() if k not in _UNUSED}
+        self.config |= dict(model_type=kind.base, architectures=[ARCHITECTURES[kind.base]])
+        self.fields = dict(gate=kind.gate)
+        if kind.gate == "gsa":
+            slots = given.get("pool_size", _DEFAULT_SLOTS)
+            (head_dim,) = {
+                x.mixer.dim(given["hidden_size"]) for x in model_config(self).layers.values()
+            }
+            if not isinstance(slots, int) or slots < 1 or head_dim % slots:
+                raise ValueError(
+                    f"{where}: pool_size={slots!r}; accepted are divisors of the {head_dim} channels of a head"
+                )
+            self.fields["num_slots"] = slots
+
+    def model(self, window: int = WINDOW) -> ModelConfig:
+        """Return the Liger model of the checkpoint, with this many tokens in its windows."""
+        return liger_model(model_config(self), window=window, **self.fields)
+
+
+def open_pretrained(source: Source) -> Tensors:
+    """Open a pretrained transformer, or a released checkpoint as the transformer that has the same tensors.
+
+    Raises:
+        ValueError: the source cannot be read.
+    """
+    opened = open_source(source)
+    kind = opened.config.get("model_type")
+    if type(opened) is Checkpoint and isinstance(kind, str) and kind.startswith("liger_"):
+        return Released(opened.folder)
+    return opened
+
+
+def describe(model: ModelConfig, base_type: str) -> dict[str, Any]:
+    """Return the fields of config.json by which the authors' code computes a model.
+
+    Args:
+        model: the model.
+        base_type: model_type of the transformer from which it was made.
+
+    Raises:
+        ValueError: the authors' code does not compute the model; the message says why.
+    """
+    mixers = {letter: model.layers[letter].mixer for letter in sorted(set(model.pattern))}
+    others = [f"{x}: {type(m).__name__}" for x, m in mixers.items() if type(m) is not LigerConfig]
+    if others or len(mixers) > 1:
+        raise ValueError(
+            f"format='liger': layers {', '.join(others or mixers)}; the released code has the same Liger layer everywhere"
+        )
+    (mixer,) = mixers.values()
+    kinds = {(k.base, k.gate): name for name, k in RELEASED.items()}
+    name = kinds.get((base_type, mixer.gate))
+    if name is None:
+        accepted = ", ".join(f"{gate} of {base}" for base, gate in kinds)
+        raise ValueError(
+            f"format='liger': gate={mixer.gate!r} of model_type={base_type!r}; accepted are {accepted}"
+        )
+    if mixer.window not in (WINDOW - 1, WINDOW):
+        raise ValueError(
+            f"format='liger': window={mixer.window}; the released code has 64, or 65 with old versions of transformers"
+        )
+    slots = dict(num_slots=mixer.num_slots) if mixer.gate == "gsa" else {}
+    computed = liger_model(base_model(model), gate=mixer.gate, window=mixer.window, **slots)
+    theirs = next(iter(computed.layers.values())).mixer
+    same = ("op", "implementation")
+    for field in dataclasses.fields(mixer):
+        ours, value = getattr(mixer, field.name), getattr(theirs, field.name)
+        if field.name == "gate_temperature":
+            ours, value = mixer.temperature(), theirs.temperature()
+        if field.name not in same and ours != value:
+            raise ValueError(
+                f"format='liger': {field.name}={ours}; the released code computes {value}"
+            )
+    if mixer.qk_norm:
+        raise ValueError(
+            "format='liger': qk_norm=True; the released code has no norms of queries and keys"
+        )
+    fields = dict(model_type=name, architectures=[RELEASED[name].architecture])
+    if mixer.gate == "gsa":
+        fields["pool_size"] = mixer.gate_size(model.hidden_size)
+    return fields
+
+
+def write_description(folder: Path, model: ModelConfig) -> None:
+    """Change the config.json of an exported folder to that of a released checkpoint; raises as `describe` does."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config |= describe(model, transformer_type(config))
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def transformer_type(config: dict[str, Any]) -> str:
+    """Return the transformer's model_type of a config.json, which may be that of a released checkpoint."""
+    kind = str(config.get("model_type"))
+    return RELEASED[kind].base if kind in RELEASED else kind
+
+
+def import_released(
+    source: Any,
+    workdir: Any,
+    *,
+    window: int = WINDOW,
+    tokenizer: Any = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> TrainConfig:
+    """Make a run from a released checkpoint, as `convert.import_huggingface` does from a transformer.
+
+    Args:
+        source: the folder.
+        workdir: the directory of the new run; it must not contain a run.
+        window: tokens that a query of the window sees, itself included.
+        tokenizer: a tokenizer.json or its folder, to use instead of the source's tokenizer.
+        progress: called with (numbers loaded so far, all numbers).
+
+    Raises:
+        ValueError: the source is no released checkpoint, or `workdir` contains a run.
+    """
+    opened = Released(source)
+    return import_huggingface(
+        opened, workdir, tokenizer=tokenizer, model=opened.model(window), progress=progress
+    )
+
+
+def whole_number(name: str, text: str | None, default: int) -> int:
+    """Return the value of a command-line option; None is `default`.
+
+    Raises:
+        ValueError: the text is no whole number from 1 on.
+    """
+    if text is None:
+        return default
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(f"--{name}={text}; accepted is a whole number from 1")
+    return int(text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+
+    def make(source: str, workdir: str, window: str | None, tokenizer: str | None) -> TrainConfig:
+        tokens = whole_number("window", window, WINDOW)
+        return import_released(source, workdir, window=tokens, tokenizer=tokenizer)
+
+    options = dict(
+        window=f"tokens that a query of the window sees (default: {WINDOW})",
+        tokenizer="a tokenizer.json, if the source has none",
+    )
+    return command(
+        "lsm_jax.linearize.released", __doc__, "the checkpoint's folder", make, arguments, options
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""The scan over the repetitions of a decoder's period of layers: its body, its rematerialization, and the
+statistics of its layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lsm_jax.ops import KEPT
+from lsm_jax.parallel import GATHERED
+
+
+@jax.custom_vjp
+def together(tree: Any) -> Any:
+    """Return the tree; in the backward pass, all of its gradients are computed before any of them is used.
+
+    Otherwise, with several layers in the body of a scan, XLA computes the gradients of all layers' parameters
+    last, and stores the arrays that they are computed from until then. This is faster, but requires more
+    memory.
+    """
+    return tree
+
+
+together.defvjp(lambda tree: (tree, None), lambda _, grads: (jax.lax.optimization_barrier(grads),))
+
+
+def rematerialized(function: Any, policy: str) -> Any:
+    """Return `function` with the rematerialization policy "none", "full" or "dots".
+
+    Inside a scan no barrier against common-subexpression elimination is required.
+    """
+    if policy == "none":
+        return function
+    policies = jax.checkpoint_policies
+    saveable = policies.save_only_these_names(GATHERED)
+    if policy == "dots":
+        names = policies.save_only_these_names(GATHERED, KEPT)
+        saveable = policies.save_from_both_policies(names, policies.dots_with_no_batch_dims_saveable)  # fmt: skip
+    return jax.checkpoint(function, policy=saveable, prevent_cse=False)
+
+
+def run_period(layer: Callable, rows, carry, inputs):
+    """Apply the layers of one period; the body of the scan over periods.
+
+    Args:
+        layer: `Decoder._layer_function`'s result.
+        rows: segment ids, positions and update mask, each [B, T] or None.
+        carry: x [B, T, D], and the values that travel from layer to layer.
+        inputs: the period, its layers' states (or None), and its index.
+
+    Returns:
+        The carry after the period; and its layers' states (None without states) with the statistics of each
+        layer.
+    """
+    x, shared = carry
+    period, states, index = inputs
+    size = len(period.blocks)
+    after, statistics = [], []
+    for place, block in enumerate(period.blocks):
+        state = None if states is None else states[place]
+        x, shared, state, aux = layer(x, shared, block, state, index * size + place, *rows)
+        after.append(state)
+        statistics.append(aux)
+    return (x, shared), (None if states is None else tuple(after), statistics)
+
+
+def entries_by_row(init_shared: Any, x: jax.Array) -> set[str]:
+    """Return the names of the entries of `shared` whose shape depends on the number of rows."""
+    shapes = (jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for rows in (1, 2))
+    one, two = (jax.eval_shape(init_shared, shape) for shape in shapes)
+    return {name for name in one if one[name].shape != two[name].shape}
+
+
+def gather_statistics(statistics: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
+    """Return the statistics of all layers by name: losses and counts summed over layers, others in the order
+    of layers.
+
+    Args:
+        statistics: for each place of the period, arrays by name that are stacked over periods. Where the
+            shapes of a name differ from place to place, as with different numbers of experts, the result has
+            an entry `name/place` for each place.
+    """
+    gathered = {}
+    for name in sorted({name for aux in statistics for name in aux}):
+        found = {place: aux[name] for place, aux in enumerate(statistics) if name in aux}
+        if len({value.shape for value in found.values()}) > 1:
+            gathered |= {f"{name}/{place}": value for place, value in found.items()}
+            continue
+        stacked = jnp.stack(list(found.values()), axis=1)
+        flat = stacked.reshape(-1, *stacked.shape[2:])
+        summed = name.endswith(("_loss", "_count"))
+        gathered[name] = jnp.sum(flat, axis=0) if summed else flat
+    return gathered

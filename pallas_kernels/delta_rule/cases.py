@@ -1,0 +1,154 @@
+"""Sizes and tolerances of the delta rule's kernels that the tests of all backends share.
+
+- `HOPPER_INTERPRETED`, `TPU_INTERPRETED`: small cases for the interpreters, on a CPU.
+- `HOPPER`: cases that run on the card.
+- `HOPPER_COMPILED`, `TPU_COMPILED`: cases that are compiled for chips that need not be here.
+- `pallas_kernels.memory_cases.TIMED`: sizes that are timed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from pallas_kernels.memory_cases import Compiled
+
+OUTPUT_TOLERANCE, GRADIENT_TOLERANCE = 5e-3, 1e-2
+"""Largest difference of the Hopper kernels from the recurrence in float32, relative to the norm."""
+TPU_TOLERANCES = {"float32": 5e-6, "float32, keys alike": 2e-5, "bfloat16": 1.5e-2}
+"""Largest difference of the TPU kernels from the recurrence in float32, relative to the largest entry or to 1."""
+
+
+class Case(NamedTuple):
+    """Sizes and kind of a call.
+
+    Attributes:
+        heads: of q, of k and of v.
+        key_dim: K.
+        value_dim: V.
+        length: T.
+        documents: whether rows contain several documents.
+        decay: "token" or "channel", with "strong" or "steep" for large ones; "constant" is one per head; ""
+            is none.
+        name: the case's name in the tests' output.
+        alike: whether all keys are near to each other.
+        size: factor of the queries.
+        parts: parts that a row is split into; None is the kernel's choice.
+        checkpoints: memories of a row that the forward pass returns; None is the kernel's choice.
+        many: whether the card is taken to have one processor, so that two warpgroups share what is loaded.
+    """
+
+    heads: tuple[int, int, int]
+    key_dim: int
+    value_dim: int
+    length: int
+    documents: bool
+    decay: str
+    name: str = ""
+    alike: bool = False
+    size: float = 1.0
+    parts: int | None = None
+    checkpoints: int | None = None
+    many: bool = False
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """T, the heads, K and V, as `make` of the tests expects them."""
+        return self.length, *self.heads, self.key_dim, self.value_dim
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The other arguments of `make`, without documents."""
+        return dict(decay=self.decay, alike=self.alike, size=self.size)
+
+
+HOPPER_INTERPRETED = (
+    Case((1, 1, 1), 64, 64, 128, True, "token", "decay"),
+    Case((1, 1, 1), 64, 64, 65, True, "steep channel", "channel-some-rows-in-range"),
+    Case((1, 1, 1), 64, 64, 100, False, "", "plain"),
+    Case((2, 1, 1), 64, 128, 65, True, "", "queries-share"),
+    Case((1, 1, 2), 128, 128, 100, False, "token", "memories-share-wide"),
+    Case((1, 1, 1), 128, 64, 192, False, "strong", "strong"),
+    Case((1, 1, 1), 256, 64, 128, True, "token", "deep"),
+    Case((1, 1, 1), 64, 512, 65, False, "token", "wide"),
+    # As with more scans than processors: two warpgroups share what is loaded, a memory with K = 256 has two buffers.
+    Case((2, 1, 1), 64, 128, 65, True, "token", "many", many=True),
+    Case((1, 1, 1), 256, 128, 65, True, "token", "many-deep", many=True),
+    Case((1, 1, 1), 64, 128, 65, True, "channel", "many-channel", many=True),
+    Case((1, 1, 1), 64, 64, 128, False, "", "alike", alike=True),
+    Case((1, 1, 1), 64, 64, 128, True, "channel", "channel"),
+    Case((2, 1, 1), 128, 64, 100, True, "channel", "channel-queries-share"),
+    Case((1, 1, 1), 256, 64, 130, True, "channel", "channel-deep"),
+    Case((1, 1, 1), 64, 256, 65, True, "channel", "channel-wide"),
+    Case((1, 1, 1), 256, 256, 65, True, "channel", "channel-deep-wide"),
+    Case((1, 1, 1), 64, 64, 256, False, "token", "parts", parts=2),
+    Case((2, 1, 1), 64, 64, 200, True, "", "parts-documents", parts=4),
+    Case((1, 1, 2), 64, 64, 128, False, "channel", "parts-channel", parts=2),
+    Case((1, 1, 1), 64, 64, 256, True, "token", "checkpoints", checkpoints=2),
+    Case((1, 1, 1), 256, 64, 256, False, "token", "checkpoints-deep", checkpoints=4),
+    Case((1, 1, 2), 64, 64, 128, False, "channel", "checkpoints-channel", checkpoints=2),
+    Case((1, 1, 2), 64, 128, 128, False, "strong channel", "channel-strong"),
+    Case((1, 1, 1), 64, 64, 64, False, "channel", "channel-large-queries", size=1e25),
+)
+"""Cases for the Hopper interpreter, the two of the fast tests first."""
+HOPPER = (
+    Case((1, 1, 2), 128, 256, 600, True, "channel"),
+    Case((4, 4, 4), 128, 128, 512, False, ""),
+    Case((4, 2, 2), 64, 128, 1100, True, "token"),
+    Case((2, 2, 4), 128, 64, 2048, True, "strong"),
+    Case((2, 2, 2), 64, 64, 4096, False, "constant"),
+    Case((1, 1, 2), 256, 512, 300, True, "token"),
+    Case((2, 1, 1), 256, 256, 640, False, ""),
+    Case((4, 2, 2), 64, 128, 1100, True, "channel"),
+    Case((2, 2, 4), 128, 64, 500, True, "strong channel"),
+    Case((2, 2, 4), 128, 64, 500, True, "steep channel"),
+    Case((2, 2, 2), 128, 128, 2048, False, "channel"),
+    # More memories than processors: two warpgroups share the tiles that are loaded.
+    Case((40, 20, 40), 128, 128, 300, True, "token"),
+    Case((16, 16, 16), 256, 512, 300, True, "token"),
+    Case((40, 40, 40), 64, 128, 300, True, "channel"),
+    Case((2, 2, 2), 256, 128, 1100, True, "channel"),
+    Case((2, 1, 2), 256, 256, 600, True, "channel"),
+    # Few rows, computed in eight parts.
+    Case((1, 1, 2), 128, 128, 8300, True, "token"),
+    Case((2, 1, 1), 128, 64, 8192, False, "strong channel"),
+    # Memories recomputed in four parts.
+    Case((1, 1, 2), 256, 512, 4096, True, "token"),
+    # Wide values: an odd number of slices, parts, recomputed memories.
+    Case((1, 1, 1), 128, 512, 8150, True, "strong"),
+    Case((1, 1, 1), 128, 256, 4096, False, "token"),
+    Case((2, 1, 2), 64, 384, 600, True, "channel"),
+    Case((1, 1, 1), 128, 512, 8150, True, "channel"),
+    Case((1, 1, 1), 256, 384, 4096, True, "channel"),
+)
+"""Cases that run on the card."""
+HOPPER_COMPILED = (
+    Compiled((4, 4, 4), 128, 128, "", 20),  # DeltaNet
+    Compiled((4, 2, 4), 64, 64, "log_decay segment_ids", 116),
+    Compiled((2, 1, 2), 256, 512, "log_decay", 792),  # Gated DeltaNet
+    # More memories than processors: two warpgroups share the tiles that are loaded.
+    Compiled((80, 80, 80), 128, 128, "log_decay", 172),
+    Compiled((32, 16, 32), 256, 512, "log_decay", 704),
+    Compiled((80, 80, 80), 128, 128, "channel log_decay segment_ids", 552),
+    Compiled((4, 4, 4), 128, 128, "channel log_decay segment_ids", 500),  # KDA
+    Compiled((4, 4, 4), 64, 64, "channel log_decay", 460),
+    Compiled((4, 4, 4), 256, 256, "channel log_decay segment_ids", 2580),
+)
+"""Cases that are compiled for an H200."""
+TPU_INTERPRETED = (
+    Case((1, 1, 1), 16, 8, 160, True, "token", "documents"),
+    Case((1, 1, 2), 16, 8, 40, True, "strong channel", "channels, short"),
+    Case((1, 1, 1), 8, 16, 256, True, "", "no decay"),
+    Case((4, 1, 2), 8, 8, 256, False, "strong", "strong decays, more queries"),
+    Case((1, 2, 4), 128, 128, 256, False, "token", "keys alike, fewer queries, wide", alike=True),
+    Case((1, 1, 4), 8, 8, 130, False, "token", "two programs to a key"),
+    Case((1, 1, 1), 16, 8, 160, True, "channel", "channels, documents"),
+    Case((2, 1, 1), 8, 8, 130, False, "strong channel", "strong channels, more queries"),
+    Case((1, 1, 2), 128, 128, 130, True, "channel", "channels, keys alike, fewer queries, wide", alike=True),
+)  # fmt: skip
+"""Cases for the TPU interpreter, the two of the fast tests first."""
+TPU_COMPILED = (
+    Compiled((8, 4, 8), 128, 128, "log_decay segment_ids"),
+    Compiled((4, 4, 4), 64, 64, ""),
+    Compiled((8, 4, 8), 128, 128, "channel log_decay segment_ids"),
+)
+"""Cases that are compiled for TPUs."""

@@ -1,0 +1,118 @@
+"""The inverses of the chunks' systems of diagonal-plus-low-rank memories, on Mosaic GPU (Hopper)."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.compat import pl, plgpu
+from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.blocks import row_and_head
+from pallas_kernels.hopper.halving import BLOCK, CHUNK, SQUARE
+from pallas_kernels.hopper.launch import launch
+from pallas_kernels.hopper.unit_inverse import unit_inverse
+
+_F32, _BF16 = jnp.float32, jnp.bfloat16
+
+
+class SolvedChunks(NamedTuple):
+    """The inverses of all chunks and their products with other matrices, in bfloat16; names as in `chunk_forward.DecayedChunks`.
+
+    Attributes:
+        inverse: [B, h, T, C], the rows of each chunk's X = (I - A_ab)⁻¹.
+        solved_a: [B, T, h, K], X (a e^d'): its product with the memory before the chunk is what a reads of that
+            memory.
+        values: [B, h, T, C], the rows of each chunk's X A_ak: its product with v is what a reads of the
+            chunk's values.
+    """
+
+    inverse: jax.Array
+    solved_a: jax.Array
+    values: jax.Array
+
+
+class _SolveSmem(NamedTuple):
+    """Shared memory of `solve_chunks`, in bfloat16.
+
+    Attributes:
+        right: [C, C], the right operand of the inverse's products.
+        inverse: [C, C], X.
+        values: [C, C], A_akᵀ, then X A_ak.
+        a: [C, K], a e^d', then X (a e^d').
+        loaded: barrier that `values` and `a` arrive at.
+        left: two [C, C] for the interpreter, which reads left operands from shared memory; else empty.
+    """
+
+    right: Any
+    inverse: Any
+    values: Any
+    a: Any
+    loaded: Any
+    left: list[Any]
+
+
+def solve_chunks(upper, upper_values, decayed_a, *, interpret: Any = False) -> SolvedChunks:
+    """Run the kernel over all chunks; the arguments are fields of `chunk_forward.DecayedChunks`."""
+    batch, heads, length, _ = upper.shape
+    depth = decayed_a.shape[-1]
+    struct = jax.ShapeDtypeStruct
+    square = struct(upper.shape, _BF16)
+    smem: Any = plgpu.SMEM
+    tile = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
+    buffers = _SolveSmem(
+        right=tile(SQUARE),
+        inverse=tile(SQUARE),
+        values=tile(SQUARE),
+        a=tile((CHUNK, depth)),
+        loaded=plgpu.Barrier(num_arrivals=2),
+        left=[tile(SQUARE)] * 2 if interpret else [],
+    )
+
+    def kernel(refs):
+        b, h = row_and_head(heads)
+        tokens = pl.ds(lax.axis_index("chunk") * CHUNK, CHUNK)
+        chunk = {name: ref.at[b, h, tokens] for name, ref in refs.items()}
+        chunk |= {name: refs[name].at[b, tokens, h] for name in ("decayed_a", "solved_a")}
+        pl.run_scoped(lambda buffers: _solve_chunk(chunk, buffers, interpret), buffers)
+
+    result = launch(
+        kernel,
+        inputs=dict(upper=upper, upper_values=upper_values, decayed_a=decayed_a),
+        outputs=dict(inverse=square, solved_a=struct(decayed_a.shape, _BF16), values=square),
+        grid=dict(row=batch * heads, chunk=length // CHUNK),
+        name="dplr_solve_chunks",
+        interpret=interpret,
+    )
+    return SolvedChunks(*result.values())
+
+
+def _solve_chunk(refs: dict[str, Any], buffers: _SolveSmem, interpret) -> None:
+    """Solve one chunk, from and to the tiles `refs` of global memory."""
+    plgpu.copy_gmem_to_smem(refs["upper_values"], buffers.values, buffers.loaded)
+    plgpu.copy_gmem_to_smem(refs["decayed_a"], buffers.a, buffers.loaded)
+    i = plgpu.broadcasted_iota(jnp.int32, SQUARE, 0, layout=wg.LAYOUT)
+    j = plgpu.broadcasted_iota(jnp.int32, SQUARE, 1, layout=wg.LAYOUT)
+    strict = -wg.load_global(refs["upper"])
+    inverse = unit_inverse(strict, i ^ j, buffers.right, buffers.left, interpret)
+    buffers.inverse.transpose((1, 0))[...] = inverse.astype(_BF16)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(buffers.inverse, refs["inverse"])
+    plgpu.barrier_wait(buffers.loaded)
+    zeros = jnp.zeros(SQUARE, _F32)
+
+    def apply_inverse(x):
+        add = lambda out: plgpu.wgmma(out, buffers.inverse, x)  # noqa: E731
+        return wg.accumulate(add, zeros, interpret=interpret)[0].astype(_BF16)
+
+    for column in range(buffers.a.shape[1] // BLOCK):
+        columns = buffers.a.at[:, pl.ds(column * BLOCK, BLOCK)]
+        columns[...] = apply_inverse(columns)
+    buffers.values[...] = apply_inverse(buffers.values.transpose((1, 0)))
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(buffers.a, refs["solved_a"])
+    plgpu.copy_smem_to_gmem(buffers.values, refs["values"])
+    plgpu.wait_smem_to_gmem(0)

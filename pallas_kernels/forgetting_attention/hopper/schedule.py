@@ -1,0 +1,70 @@
+"""The parameters of a pipeline: tile sizes, the tokens of a warpgroup, the schedule, and the computation of a
+step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+TILE = 128  # queries or keys of a thread block
+ROWS = 64  # queries or keys of one warpgroup
+
+
+class Position(NamedTuple):
+    """The resident tokens of a warpgroup.
+
+    Attributes:
+        b: the row of the batch.
+        h: the query head.
+        tile: the index of the thread block's tile.
+        first: the index of the warpgroup's first query or key in its array.
+        tokens: the slice of the warpgroup's queries or keys in their array.
+        row: the position of its first query or key in the row; it differs from `first` where the queries are
+            two parts of the row.
+    """
+
+    b: Any
+    h: Any
+    tile: Any
+    first: Any
+    tokens: Any
+    row: Any
+
+
+class Schedule(NamedTuple):
+    """The schedule of a kernel's loop over the streamed tokens.
+
+    Attributes:
+        size: tokens of a step.
+        deferred: whether the products that a step adds to the sums run during the next step's exponentials;
+            the step's tiles remain in shared memory until then.
+        stages: buffers of each streamed input: the number of steps whose tiles are being loaded or are in
+            use.
+        alternate: whether one warpgroup uses the tensor cores while the other computes exponentials.
+    """
+
+    size: int
+    deferred: bool
+    stages: int
+    alternate: bool
+
+
+class Products(NamedTuple):
+    """The computation of one step of the loop: matrix products, elementwise work on them, and products that
+    are added to sums.
+
+    Attributes:
+        scores: `scores(tiles, *refs)` adds matrix products to references, which have `shapes` and are zero
+            before.
+        shapes: the shapes of these products.
+        use: `use(n, tiles, values, carry, **options)`, called with these products' values, returns operands
+            [ROWS, size], a factor by which the rows of the sums are multiplied first (or None), and the next
+            carry.
+        add: `add(tiles, operands, *refs)` adds one product of the operands and the tiles to each of the sums.
+    """
+
+    scores: Callable
+    shapes: list
+    use: Callable
+    add: Callable

@@ -1,0 +1,35 @@
+"""Cases that `linear_attention`, `delta_rule` and `dplr` share: the type of compiled cases, and the sizes that are timed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Compiled(NamedTuple):
+    """Sizes and arguments of a call that is compiled.
+
+    Attributes:
+        heads: of q, of k (and of a and b), and of v.
+        key_dim: K.
+        value_dim: V.
+        arguments: words: "log_decay", with "channel" for one per key channel, "value_log_decay", "bonus", "segment_ids".
+        spilled: on Hopper, bytes of registers that the kernels spill, at most.
+    """
+
+    heads: tuple[int, int, int]
+    key_dim: int
+    value_dim: int
+    arguments: str
+    spilled: int = 0
+
+
+TIMED = (
+    (8, 4096, 16, 128),
+    (2, 16384, 16, 128),
+    (4, 2048, 16, 128),
+    (4, 4096, 64, 128),
+    (8, 2048, 32, 256),
+    (8, 1024, 8, 64),
+    (1, 8192, 96, 128),
+)
+"""B, T, heads and K = V of the calls that `python -m benchmarks kernels` times, the main one first."""
