@@ -5,9 +5,10 @@
 A row for each shape (B x T x H x D, bfloat16): [ms forward, ms forward and backward] of the fused kernel
 without and with pruning, of causal softmax attention without gates in cuDNN, and of flash-linear-attention's
 kernel, all in one run on one card. The effect of pruning depends on the gates: here sigmoid(x + b) of normal
-x, the same for all heads; `--bias` sets b (2: a mean of about 0.87). With `--run DIR` the queries, keys and
-gates are instead those of a trained FoX, for each of its layers on a held-out row; heads are repeated up to
-`--heads`. The row then has the times of the layer whose time is the median.
+x, the same for all heads; `--bias` sets b (2: a mean of about 0.87). Text requires a trained model, since one
+with random parameters has no gates worth pruning: with `--run DIR` the queries, keys and gates are instead
+those of a trained FoX, for each of its layers on a held-out row; heads are repeated up to `--heads`. The row
+then has the times of the layer whose time is the median.
 """
 
 from __future__ import annotations

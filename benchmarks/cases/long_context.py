@@ -2,7 +2,7 @@
 
     python -m benchmarks long_context [--methods fox,gla] [--lengths 16384,65536]
 
-A row for each method and length: a document of random tokens is scored by a model with random parameters as
+A row for each method and length: a document of text is scored by a model with random parameters as
 in `eval.py --tasks=perplexity`, in pieces, each of which continues from the state of the one before. Rows
 have the bytes of the parameters, of the state, and of the compiled program's temporary arrays (activations
 and logits of one piece), and the tokens/s of a second pass. `peak_bytes` is the peak of the process so far,
@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from benchmarks import options
+from benchmarks import options, text
 from benchmarks.registry import Benchmark, UsageError
 from benchmarks.run import one_by_one
 from lsm_jax import models
@@ -38,8 +38,7 @@ def measure(method: str, size: str, length: int, piece_length: int, vocab_size: 
     config = models.lm(method, size, vocab_size=vocab_size)
     model = models.Decoder(config, rngs=nnx.Rngs(0))
     scorer = Scorer(model, piece_length=piece_length)
-    text = np.random.default_rng(0).integers(0, vocab_size, (1, length + 1)).astype(np.int32)
-    batch = {"tokens": text[:, :-1], "labels": text[:, 1:]}
+    batch = text.stream(1, length, vocab_size)
     for _ in range(2):
         began = time.perf_counter()
         losses = [nll.mean() for _, nll in scorer(batch)]

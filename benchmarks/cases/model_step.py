@@ -31,7 +31,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 import jax
 import numpy as np
 
-from benchmarks import options
+from benchmarks import options, text
 from benchmarks.peers.fla import Fla
 from benchmarks.profile import by_kernel
 from benchmarks.registry import Benchmark, UsageError
@@ -112,9 +112,7 @@ def time_steps(
 ) -> None:
     """Time the compiled step of a case, add the times to its row, and profile it; call it inside the mesh."""
     shape = case["rows"], case["length"]
-    drawn = np.random.default_rng(0).integers(0, case["vocab_size"], shape, dtype=np.int32)
-    batch = dict(tokens=drawn, labels=drawn, loss_mask=np.ones(shape, np.float32))
-    batch = jax.device_put(batch, placement)
+    batch = jax.device_put(text.stream(*shape, case["vocab_size"]), placement)
     state, metrics, times = init(), {}, []
     for calls in (1, 2, 2, 2, 2, 2, 2):  # the first two are a warm-up
         start = time.perf_counter()

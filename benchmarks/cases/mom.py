@@ -5,7 +5,8 @@
 A row for each length, at the shapes of `configs/mom.py:340m` (width 1,024, four heads of 256, four memories,
 two per token and a shared one) in bfloat16: milliseconds of a forward and of a forward with its backward,
 medians of 7 batches of 10 calls, of MoM in each form on T tokens per row, of the inner mixer on (k + 1) T
-tokens, and their ratio. The peer's "fla" is [ms forward, ms training] of flash-linear-attention's layer.
+tokens, and their ratio. Inputs are random embeddings of text, also the peer's (rows without `inputs` had
+random ones). The peer's "fla" is [ms forward, ms training] of flash-linear-attention's layer.
 Everything is compiled before anything is timed.
 """
 
@@ -24,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks import options
+from benchmarks import options, text
 from benchmarks.peers.fla import Fla
 from benchmarks.registry import Benchmark, UsageError
 from benchmarks.run import log, require_gpu
@@ -60,12 +61,12 @@ def programs(graph, params, tokens: jax.ShapeDtypeStruct) -> tuple:
 
 def measure(case: dict, kinds: dict, layers: dict, built: dict, calls: int) -> dict[str, Any]:
     """Return the row of a case: the milliseconds of each kind, and their ratio to the inner mixer's."""
-    row, length = dict(case), case["length"]
+    row, length = case | dict(inputs="text"), case["length"]
     for kind, (_, times) in kinds.items():
         _, params = layers[kind]
         forward, both = built[length, kind]
-        x = jax.random.normal(jax.random.key(0), (case["rows"], times * length, case["width"]))
-        x = x.astype(jnp.bfloat16)
+        x = text.activations(case["rows"], times * length, case["width"])
+        x = jnp.asarray(x, jnp.bfloat16)
         row[kind] = dict(
             forward_ms=round(batch_milliseconds(forward, params, x, calls=calls), 4),
             training_ms=round(batch_milliseconds(both, params, x, calls=calls), 4),

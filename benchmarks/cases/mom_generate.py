@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks import options
+from benchmarks import options, text
 from benchmarks.decoding import decoder, layer_step, random_params, softmax_step, split_layers
 from benchmarks.registry import Benchmark, UsageError
 from benchmarks.timing import alone, program_bytes
@@ -108,7 +108,7 @@ def mom_rows(
     generate(compiled, rest, layers, split(state), 0, new)  # warm-up
     done, spent = 0, 0.0
     for context in contexts:
-        tokens = jax.random.randint(jax.random.key(context), (batch, piece), 0, config.vocab_size)
+        tokens = jnp.asarray(text.stream(batch, piece, config.vocab_size)["tokens"])
         with alone(lock):
             began = time.perf_counter()
             while done < context:

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from benchmarks import text
 from benchmarks.registry import Benchmark
 from configs import lm
 from lsm_jax.parallel import batch_sharding, make_mesh
@@ -43,10 +44,8 @@ def make_config(args: argparse.Namespace) -> TrainConfig:
 def measure(config: TrainConfig, steps: int) -> dict[str, Any]:
     """Time `steps` steps of a run."""
     mesh = make_mesh(config.mesh)
-    rng = np.random.default_rng(0)
     shape = (config.batch_size, config.data.sequence_length)
-    tokens = rng.integers(0, config.model.vocab_size, size=shape, dtype=np.int32)
-    batch = dict(tokens=tokens, labels=tokens, loss_mask=np.ones(shape, np.float32))
+    batch = text.stream(*shape, config.model.vocab_size)
     rows = batch_sharding(mesh)
     with jax.set_mesh(mesh):
         program = make_program(config, mesh)

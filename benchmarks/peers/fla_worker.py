@@ -166,9 +166,12 @@ def _mom(rows: int, length: int) -> tuple[Callable, Callable]:
     import torch  # pyrefly: ignore[missing-import]
     from fla.layers.mom import MomAttention  # pyrefly: ignore[missing-import]
 
+    from benchmarks import text
+
     torch.manual_seed(0)
     layer = MomAttention(hidden_size=1024, **_MOM).to("cuda", torch.bfloat16).train()
-    x = torch.randn(rows, length, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    x = torch.from_numpy(text.activations(rows, length, 1024)).to("cuda", torch.bfloat16)
+    x.requires_grad_()
 
     def forward():
         return layer(x)[0]

@@ -187,6 +187,13 @@ def _layer_times(field: str, title: str) -> Column:
 PARALLEL = "python -m benchmarks parallel"
 OUTPUT = "--output docs/linear_moe.jsonl"
 
+
+def _growths(row: Row) -> str:
+    """The buffer at the start, and each growth with its step."""
+    steps = [f"{growth['expert_buffer']:g} at step {growth['step']}" for growth in row["growths"]]
+    return ", ".join([f"{row['expert_buffer']:g}", *steps])
+
+
 TABLES = [
     _layouts(
         "layouts",
@@ -242,6 +249,22 @@ TABLES = [
         f"{PARALLEL} --table lengths --mixers linear_attention --longest 262144,393216 --steps 2 {OUTPUT}\n"
         f"{PARALLEL} --table lengths --mixers linear_attention --counts 2 --tokens 524288 --longest 589824 --steps 2 "
         f"{OUTPUT}     # and with --counts 1 --longest 589824,655360",
+    ),
+    Table(
+        "expert_overflow",
+        ("linear_moe_overflow.jsonl",),
+        (
+            column("balance loss", "balance_scale", "{:g}"),
+            column("devices", "devices"),
+            column("steps", "ended_at_step"),
+            column("choices that did not fit", "overflow_count"),
+            Column("growths", _growths),
+            column("largest load of an expert", "largest_load", "{:.3f}"),
+            column("held-out loss", "heldout_loss", "{:.3f}"),
+            measured(),
+        ),
+        key=lambda row: (row["balance_scale"], row["devices"], row["width"], row["layers"]),
+        command="XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m benchmarks expert_overflow",
     ),
     Table(
         "linear_moe_decode",

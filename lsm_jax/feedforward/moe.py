@@ -5,7 +5,7 @@ SwiGLU experts.
 which every token uses. Experts have no capacity and no token is dropped: a token's output depends on that
 token alone, so decoding computes the same as training. If a mesh shards experts over devices, tokens are sent
 to them in buffers of a configured size. If a buffer is too small, outputs are NaN and `moe/overflow_count`
-counts the choices that did not fit, so that training stops and drops nothing.
+counts the choices that did not fit; training then takes the step again with larger buffers.
 
 Two forms compute the same function (`lsm_jax.feedforward.moe_forms`). *grouped*: tokens are sorted by expert,
 and groups of rows are multiplied by one matrix each, so only selected experts are computed. *dense*: every
@@ -58,7 +58,7 @@ class MoEConfig:
             is a multiple of 128 (docs/decisions.md).
         expert_buffer: if experts are sharded over devices, the capacity of the buffer for each pair of
             devices, as a multiple of the rows sent between them when tokens are routed evenly. The number of
-            devices is always enough.
+            devices is always enough, and training doubles the buffer up to it if tokens do not fit.
         exchange: how tokens are sent: "padded" sends full buffers, on all platforms; "ragged" sends only the
             tokens, on GPUs and TPUs.
     """
@@ -176,7 +176,9 @@ class MoE(nnx.Module):
         else:
             y, overflow = grouped(self.config, arrays, kernels)
             if shards_of("expert") > 1:
-                aux["moe/overflow_count"] = jnp.sum(overflow)
+                # Tokens that are NaN, from an overflow in an earlier layer or in a diverged model, do not count.
+                finite = jnp.isfinite(weight[..., 0])
+                aux["moe/overflow_count"] = jnp.sum(jnp.where(finite, overflow, 0))
         if self.shared is not None:
             shared_y, _, _ = self.shared(x)
             if self.shared_gate is not None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 from typing import Any
 
+import numpy as np
 from jax.sharding import Mesh
 
 from lsm_jax.data import make_eval_iterator, make_train_iterator
@@ -37,3 +40,40 @@ def eval_batches(config: TrainConfig, mesh: Mesh) -> Any:
             remainder="pad",
         )
     )
+
+
+class RecentBatches:
+    """Reads batches one after another, and can go back by the last few.
+
+    Args:
+        iterator: an iterator with `get_state` and `set_state`, as from `train_batches`.
+        recent: number of batches by which it can go back.
+
+    Attributes:
+        iterator: the iterator, at the position after the last batch that was read; a checkpoint saves it.
+    """
+
+    def __init__(self, iterator: Any, recent: int):
+        self.iterator = iterator
+        self._positions: collections.deque[Any] = collections.deque(maxlen=recent)
+        self._peeked: dict[str, np.ndarray] | None = None
+
+    def peek(self) -> None:
+        """Read the next batch now, for the next call of `next`; raises what the data raises."""
+        self._peeked = self._read()
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        """Return the next batch."""
+        batch, self._peeked = self._peeked, None
+        return self._read() if batch is None else batch
+
+    def _read(self) -> dict[str, np.ndarray]:
+        position = copy.deepcopy(self.iterator.get_state()) if self._positions.maxlen else None
+        batch = next(self.iterator)
+        self._positions.append(position)
+        return batch
+
+    def go_back(self, count: int) -> None:
+        """Go back by `count` batches, so that they are read again."""
+        positions = [self._positions.pop() for _ in range(count)]
+        self.iterator.set_state(positions[-1])

@@ -15,17 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lsm_jax import interrupts
 from lsm_jax.data import fingerprint
 from lsm_jax.models import abstract, count_parameters, flops_per_token
 from lsm_jax.parallel import Agreement, make_mesh, place_batch, token_sharding
-from lsm_jax.training.batches import eval_batches, train_batches
+from lsm_jax.training.batches import RecentBatches, eval_batches, train_batches
 from lsm_jax.training.checkpoints import Checkpoints, abstract_like
 from lsm_jax.training.config import TrainConfig
-from lsm_jax.training.metrics import Meter, MetricsWriter, TrainProgress, memory_gib
+from lsm_jax.training.expert_buffers import ExpertBuffers
+from lsm_jax.training.metrics import Meter, MetricsWriter, TrainProgress, memory_gib, read_rows
 from lsm_jax.training.partition import digests, join, like, split, targets
 from lsm_jax.training.profiler import profiler
 from lsm_jax.training.runs import (
@@ -41,8 +43,8 @@ from lsm_jax.training.step import OVERFLOW, Program, TrainState, make_program, p
 
 
 class TrainingStopped(RuntimeError):
-    """Training cannot continue: too many consecutive steps had a loss or gradient that was not finite, a
-    buffer for sending tokens to experts overflowed, or a batch could not be read."""
+    """Training cannot continue: too many consecutive steps had a loss or gradient that was not finite, or a
+    batch could not be read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +70,8 @@ def train(
     On Ctrl-C and SIGTERM, `train` finishes the step, saves a checkpoint and returns; until the first step
     has ended, both signals act as they would without this function. Nothing is written before the first step
     has ended. A resumed run takes the same steps as a run that was never stopped; on a CPU the results are
-    equal to the bit.
+    equal to the bit. If choices of experts do not fit into the buffers between devices, the buffers grow and
+    the step is taken again (`ExpertBuffers`).
 
     Args:
         config: the config of the run; all of it is validated before anything is compiled.
@@ -78,11 +81,12 @@ def train(
 
     Raises:
         ValueError: the config, data, mesh or directory is not valid.
-        TrainingStopped: `config.max_bad_steps` consecutive steps were bad, or an `expert_buffer` overflowed.
+        TrainingStopped: `config.max_bad_steps` consecutive steps were bad, or a batch could not be read.
     """
     workdir = Path(workdir).expanduser().absolute()
     config.validate(len(jax.devices()))
     check_workdir(workdir, config)
+    buffers = ExpertBuffers(config, workdir)
     mesh = make_mesh(config.mesh)
     print(
         f"{config.name}: reading {config.data.path or 'the demo text'}", file=sys.stderr, flush=True
@@ -98,16 +102,18 @@ def train(
     )
     with (
         jax.set_mesh(mesh),
-        contextlib.closing(train_batches(config, mesh)) as batches,
+        contextlib.closing(train_batches(config, mesh)) as iterator,
         contextlib.closing(checkpoints),
     ):
-        program = make_program(config, mesh)
+        program = make_program(buffers.config, mesh)
         target = abstract_like(jax.eval_shape(program.init), program.shardings)
         data = fingerprint(config.data)
         if checkpoints.steps:
             check_data(workdir, data)
-        state = checkpoints.restore(target, batches)
-        first = next(batches)  # bad data raises before anything is compiled or written
+        state = checkpoints.restore(target, iterator)
+        # The host reads metrics one step late, so that it goes back by two batches at most.
+        batches = RecentBatches(iterator, 2 if buffers.in_use else 0)
+        batches.peek()  # bad data raises before anything is compiled or written
         initial, frozen = {}, {}
         if config.trainable or (state is None and (config.init_from or config.base)):
             all_params = targets(
@@ -122,12 +128,14 @@ def train(
             state = program.init()
             loaded = like(initial, state.params)
             state = dataclasses.replace(state, params=join(state.params, loaded))
-        loop = TrainLoop(config, workdir, mesh, program, checkpoints, batches, frozen, on_report)
-        return loop.run(state, first, data, frozen_digests)
+        loop = TrainLoop(
+            config, workdir, mesh, program, checkpoints, batches, buffers, frozen, on_report
+        )
+        return loop.run(state, data, frozen_digests)
 
 
 class TrainLoop:
-    """One call of `train`: the program, the data, the checkpoints and the loop's measurements.
+    """One call of `train`: the program, the state, the data, the checkpoints and the loop's measurements.
 
     Args:
         config: the config of the run.
@@ -135,7 +143,8 @@ class TrainLoop:
         mesh: the devices.
         program: the compiled functions.
         checkpoints: where states are saved.
-        batches: the iterator of training batches.
+        batches: the training batches.
+        buffers: the buffers in which tokens are sent to experts.
         frozen: the frozen parameters; empty if all are trained.
         on_report: see `train`.
     """
@@ -147,133 +156,187 @@ class TrainLoop:
         mesh: Mesh,
         program: Program,
         checkpoints: Checkpoints,
-        batches: Any,
+        batches: RecentBatches,
+        buffers: ExpertBuffers,
         frozen: dict[str, Any],
         on_report: Callable[[int], None] | None = None,
     ):
         self.config, self.workdir, self.program = config, workdir, program
         self.checkpoints, self.batches, self.frozen = checkpoints, batches, frozen
-        self.on_report = on_report
+        self.buffers, self.on_report = buffers, on_report
         self.mesh, self.rows = mesh, token_sharding(mesh)
         passes = 2 if frozen else 3  # forward, gradients of activations, gradients of parameters
         self.flops = passes * flops_per_token(config.model, config.data.sequence_length)
         self.loss, self.speed = math.nan, 0.0
+        self.writer: Any = None  # a `MetricsWriter`, from the end of the first step
+        # Metrics are read one step late, so that the device never waits for the host.
+        self.pending: tuple[int, dict[str, jax.Array]] | None = None
+        self.compiled, self.overflow = False, self._no_overflow()
 
-    def run(
-        self,
-        state: TrainState,
-        first: dict[str, np.ndarray],
-        data: dict[str, Any],
-        frozen: dict[str, int],
-    ) -> TrainResult:
+    def run(self, state: TrainState, data: dict[str, Any], frozen: dict[str, int]) -> TrainResult:
         """Train from `state` to the end of the run or to a signal.
 
         Args:
             state: the state before the first step.
-            first: the first batch; the following ones come from the iterator.
             data: the fingerprint of the training data.
             frozen: the digests of the frozen parameters.
         """
-        config, start = self.config, int(state.step)
-        self._announce(start, sum(leaf.size for leaf in jax.tree.leaves(state.params)))
-        # Metrics are read one step late, so that the device never waits for the host.
-        pending = None
-        step, stop, agreed = start, interrupts.Stop(), Agreement(self.mesh)
+        config = self.config
+        self.state, self.step, self.start = state, int(state.step), int(state.step)
+        self._announce(sum(leaf.size for leaf in jax.tree.leaves(state.params)))
+        stop: interrupts.Stop | None = None  # from the end of the first step
+        agreed = Agreement(self.mesh)
         stop_signal: int | None = None  # the one that all hosts agreed on
         with (
-            TrainProgress(config.name, start, config.num_steps) as self.progress,
-            profiler(self.workdir, config, start) as profile,
+            TrainProgress(config.name, self.start, config.num_steps) as self.progress,
+            profiler(self.workdir, config, self.start) as profile,
             contextlib.ExitStack() as resources,
         ):
-            while step < config.num_steps and stop_signal is None:
-                profile(step, state)
+            if self._evaluation_is_missing():
+                self._start_writing(resources, data, frozen)
+                self._evaluate()
+            while self.step < config.num_steps and stop_signal is None:
+                profile(self.step, self.state)
                 try:
-                    rows = first if step == start else next(self.batches)
+                    rows = next(self.batches)
                 except (ValueError, OSError) as error:
-                    if pending is not None:
-                        self.report(*pending)
-                    raise self._bad_data(step, state, error) from error
-                state, metrics = self.program.train_step(state, self._to_devices(rows), self.frozen)
-                step += 1
-                if step == start + 1:
-                    jax.block_until_ready(metrics)
+                    if not self._report_pending():
+                        continue  # the batch is read again later
+                    raise self._bad_data(error) from error
+                metrics = self._take_step(rows)
+                if stop is None:
                     stop = resources.enter_context(interrupts.noted())
-                    self._start_writing(resources, start, data, frozen)
-                else:
-                    self.meter.step()
-                if pending is not None:
-                    self.report(*pending)
-                pending = self._after_step(step, state, metrics)
+                    if self.writer is None:
+                        self._start_writing(resources, data, frozen)
+                if self._report_pending():
+                    self.pending = self.step, metrics
+                    self._after_step()
                 stop_signal = agreed(stop.signal)
-            if pending is not None:
-                self.report(*pending)
-            if step > start:
-                self.checkpoints.save(step, state, self.batches)
+            self._report_pending()
+            if self.step > self.start:
+                self.checkpoints.save(self.step, self.state, self.batches.iterator)
             self.checkpoints.wait()
-        if stop_signal is None or step == config.num_steps:
-            return TrainResult(step, None, self.loss)
+        if stop_signal is None or self.step == config.num_steps:
+            return TrainResult(self.step, None, self.loss)
         name = signal.Signals(stop_signal).name
-        print(f"{name}: saved step {step} in {self.workdir}; the same command continues from there")
-        return TrainResult(step, stop_signal, self.loss)
+        print(
+            f"{name}: saved step {self.step} in {self.workdir}; the same command continues from there"
+        )
+        return TrainResult(self.step, stop_signal, self.loss)
 
     def _start_writing(
-        self,
-        resources: contextlib.ExitStack,
-        start: int,
-        data: dict[str, Any],
-        frozen: dict[str, int],
+        self, resources: contextlib.ExitStack, data: dict[str, Any], frozen: dict[str, int]
     ) -> None:
         """Write the files that describe the run, and open the metrics; called once the first step has
         ended."""
         write_config(self.workdir, self.config, data, frozen)
         write_choices(self.workdir)
-        self.writer = MetricsWriter(self.workdir, start)
+        self.writer = MetricsWriter(self.workdir, self.start)
         resources.enter_context(contextlib.closing(self.writer))
         self.meter = Meter()  # the time before this includes compilation
 
-    def _after_step(
-        self, step: int, state: TrainState, metrics: dict[str, jax.Array]
-    ) -> tuple[int, dict[str, jax.Array]] | None:
-        """Evaluate and save if this step is one of those; returns the step and its metrics unless this
-        reported them."""
-        config = self.config
-        last = step == config.num_steps
-        evaluate = self._due(config.eval_every, step) or (bool(config.eval_every) and last)
-        save = self._due(config.checkpoint_every, step)
-        pending = (step, metrics)
-        if evaluate or save or last:
-            self.report(*pending)  # a checkpoint's metrics are written before the checkpoint
-            pending = None
+    def _take_step(self, rows: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """Start the next step on a batch, and return its metrics; waits for the step if it must be compiled."""
+        began = time.perf_counter()
+        self.state, metrics = self.program.train_step(
+            self.state, self._to_devices(rows), self.frozen, self.overflow
+        )
+        self.step += 1
+        if self.overflow is not None:
+            self.overflow = metrics[OVERFLOW]
+        if self.compiled:
+            self.meter.step()
+            return metrics
+        self.compiled = True
+        jax.block_until_ready(metrics)
+        if self.writer is not None:
+            self.meter.pause(time.perf_counter() - began)
+        return metrics
+
+    def _report_pending(self) -> bool:
+        """Report the step whose metrics have not been read yet, if there is one.
+
+        Returns:
+            Whether the step was taken. If choices of experts did not fit, this returns False: the buffers have
+            grown, and `step`, the state and the batches are those before that step. All hosts read the same
+            replicated count, so that they do the same.
+        """
+        if self.pending is None:
+            return True
+        (step, metrics), self.pending = self.pending, None
+        count = int(metrics[OVERFLOW]) if self.overflow is not None else 0
+        if not count:
+            self.report(step, metrics)
+            return True
+        # The steps from this one on have returned their state unchanged.
+        self.batches.go_back(self.step - step + 1)
+        self.step = step - 1
+        began = time.perf_counter()
+        self._grow_buffers(step, count)
+        self.meter.pause(time.perf_counter() - began)
+        return False
+
+    def _grow_buffers(self, step: int, count: int, during: str = "training") -> None:
+        """Save the state, since the larger program may not fit into memory; then make that program."""
+        if self.step > self.start:
+            self.checkpoints.save(self.step, self.state, self.batches.iterator)
+            self.checkpoints.wait()
+        change = self.buffers.grow(step, count, during)
+        what = f"step {step}" if during == "training" else f"step {step}, held-out loss"
+        self.progress.say(
+            f"{what}: {count:,} choices of experts did not fit; {change}, compiling again"
+        )
+        self.program = make_program(self.buffers.config, self.mesh)
+        self.compiled, self.overflow = False, self._no_overflow()
+
+    def _no_overflow(self) -> jax.Array | None:
+        """The `overflow` of `Program.train_step` for the first step; None if the run cannot have one."""
+        if not self.buffers.in_use:
+            return None
+        # With the sharding of the metric, so that the second step is not compiled again.
+        replicated = NamedSharding(self.mesh, PartitionSpec())
+        return jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=replicated)()
+
+    def _after_step(self) -> None:
+        """Evaluate and save if the last step is one of those; its metrics are reported first."""
+        config, last = self.config, self.step == self.config.num_steps
+        evaluate = self._due(config.eval_every, self.step) or (bool(config.eval_every) and last)
+        save = self._due(config.checkpoint_every, self.step)
+        # A checkpoint's metrics are written before the checkpoint.
+        if (evaluate or save or last) and not self._report_pending():
+            return
         if evaluate:
-            self._evaluate(step, state)
+            self._evaluate()
         if save:
             began = time.perf_counter()
-            self.checkpoints.save(step, state, self.batches)
+            self.checkpoints.save(self.step, self.state, self.batches.iterator)
             self.meter.pause(time.perf_counter() - began)
-        return pending
 
-    def _bad_data(self, step: int, state: TrainState, error: Exception) -> TrainingStopped:
-        """Save the steps so far, and return the error to raise because the batch after `step` cannot be
-        read."""
+    def _bad_data(self, error: Exception) -> TrainingStopped:
+        """Save the steps so far, and return the error to raise because the next batch cannot be read."""
         # Other hosts can read their data, so they would not take part in the save.
         if jax.process_count() == 1:
-            self.checkpoints.save(step, state, self.batches)
+            self.checkpoints.save(self.step, self.state, self.batches.iterator)
         return TrainingStopped(
-            f"step {step + 1}: {error}. Once the data is corrected, the same command {self._next_start()}"
+            f"step {self.step + 1}: {error}. Once the data is corrected, the same command {self._next_start()}"
         )
 
-    def _announce(self, start: int, num_trained: int) -> None:
+    def _announce(self, num_trained: int) -> None:
         if jax.process_index() != 0:
             return
-        config, count = self.config, count_parameters(self.config.model)
+        config, count, start = self.config, count_parameters(self.config.model), self.start
         tokens = config.num_steps * config.tokens_per_step
         devices = f"{len(jax.devices())} x {jax.devices()[0].device_kind}"
         part = f", {num_trained:,} of them trained" if self.frozen else ""
+        grown = ""
+        if self.buffers.in_use and self.buffers.growths:
+            grown = f"; expert_buffer {self.buffers.largest:g}, to which it had grown"
         print(
             f"{config.name}: {count['total']:,} parameters ({count['non_embedding']:,} without embeddings{part}), "
             f"{config.num_steps:,} steps of {config.tokens_per_step:,} tokens = {tokens:,} tokens, "
             f"on {devices}, in {self.workdir}"
-            + (f"; continuing from step {start:,}" if start else ""),
+            + (f"; continuing from step {start:,}" if start else "")
+            + grown,
             file=sys.stderr,
             flush=True,
         )
@@ -299,16 +362,10 @@ class TrainLoop:
         """Show a step's metrics, and write them to the log if this step is one of those.
 
         Raises:
-            TrainingStopped: a buffer of the exchange overflowed, or too many consecutive steps were bad.
+            TrainingStopped: too many consecutive steps were bad.
         """
         config = self.config
         values = {name: np.asarray(value).tolist() for name, value in metrics.items()}
-        if overflow := values.get(OVERFLOW):
-            raise TrainingStopped(
-                f"step {step}: {overflow} choices of experts did not fit into the buffers between devices; the step changed nothing. "
-                "Set expert_buffer higher for every layer with experts (--config.model.layers.L.feedforward.expert_buffer); then the "
-                f"same command {self._next_start()}"
-            )
         bad = values.pop("skipped_in_a_row")
         self.loss = values["train/loss"]
         if bad:
@@ -335,42 +392,61 @@ class TrainLoop:
                 "perf/model_flops_per_second": self.speed * self.flops,
                 f"perf/{kind}_memory_gib": memory,
             }
+            if self.buffers.in_use:
+                values |= {
+                    OVERFLOW: self.buffers.overflow_count,
+                    "moe/expert_buffer": self.buffers.largest,
+                }
             self.writer.write(step, values)
         self.progress.advance(step, self.loss, self.speed)
         if self.on_report is not None:
             self.on_report(step)
 
-    def _evaluate(self, step: int, state: TrainState) -> None:
+    def _evaluate(self) -> None:
         """Log the held-out loss over the first `eval_batches` batches, which are the same every time.
 
         In a run of attention transfer `val/loss` is the student's; the teacher's is `val/teacher_loss`.
         """
         began = time.perf_counter()
-        params = join(self.frozen, state.params)
-        nll, tokens, overflow = self._heldout_sums(self.program.eval_step, params)
-        if overflow:
-            self.checkpoints.save(step, state, self.batches)
-            raise TrainingStopped(
-                f"step {step}, held-out loss: {overflow:,.0f} choices of experts did not fit into the buffers between devices. Set "
-                f"expert_buffer higher for every layer with experts; then the same command {self._next_start()}"
-            )
-        loss = nll / max(tokens, 1)
+        loss, tokens = self._heldout_loss("eval_step")
         values, teacher = {"val/loss": loss}, ""
         if self.program.teacher_eval_step is not None:
-            nll, count, _ = self._heldout_sums(self.program.teacher_eval_step, params)
-            values["val/teacher_loss"] = nll / max(count, 1)
+            values["val/teacher_loss"], _ = self._heldout_loss("teacher_eval_step")
             teacher = f" of the student, {values['val/teacher_loss']:.4f} of the teacher,"
-        self.writer.write(step, values)
+        self.writer.write(self.step, values)
         self.progress.say(
-            f"step {step}: held-out loss {loss:.4f}{teacher} over {tokens:,.0f} tokens"
+            f"step {self.step}: held-out loss {loss:.4f}{teacher} over {tokens:,.0f} tokens"
         )
         self.meter.pause(time.perf_counter() - began)
 
-    def _heldout_sums(self, eval_step: Callable, params: dict[str, Any]) -> tuple[float, ...]:
+    def _heldout_loss(self, name: str) -> tuple[float, float]:
+        """(loss in nats per token, number of tokens) over the held-out batches, by the program's function
+        `name`; the buffers of experts grow until all choices fit."""
+        nll, tokens, overflow = self._heldout_sums(getattr(self.program, name))
+        while overflow:
+            self._grow_buffers(self.step, int(overflow), "evaluation")
+            nll, tokens, overflow = self._heldout_sums(getattr(self.program, name))
+        return nll / max(tokens, 1), tokens
+
+    def _heldout_sums(self, eval_step: Callable) -> tuple[float, float, float]:
         """The sums of `eval_step`'s three results over the held-out batches."""
-        sums = (0.0, 0.0, 0.0)
+        nll = tokens = overflow = 0.0
+        params = join(self.frozen, self.state.params)
         with contextlib.closing(eval_batches(self.config, self.mesh)) as batches:
             for batch in itertools.islice(batches, self.config.eval_batches):
-                more = eval_step(params, self._to_devices(batch))
-                sums = tuple(a + float(b) for a, b in zip(sums, more, strict=True))
-        return sums
+                sums = eval_step(params, self._to_devices(batch))
+                nll, tokens, overflow = (
+                    a + float(b) for a, b in zip((nll, tokens, overflow), sums, strict=True)
+                )
+        return nll, tokens, overflow
+
+    def _evaluation_is_missing(self) -> bool:
+        """Whether the run was killed between the checkpoint of a growth in an evaluation and its result."""
+        growths = self.buffers.growths
+        if not growths or (growths[-1]["step"], growths[-1]["during"]) != (
+            self.start,
+            "evaluation",
+        ):
+            return False
+        rows = read_rows(self.workdir / "metrics.jsonl")
+        return not any(row["step"] == self.start and "val/loss" in row for row in rows)

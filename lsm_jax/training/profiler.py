@@ -30,7 +30,7 @@ def profiler(
         nonlocal running
         if config.profile_steps and step in (first, first + config.profile_steps):
             jax.block_until_ready(state)
-        if config.profile_steps and step == first:
+        if config.profile_steps and step == first and not running:  # a step may be taken again
             jax.profiler.start_trace(str(workdir / "profile"))
             running = True
         elif running and step == first + config.profile_steps:

@@ -188,11 +188,11 @@ def write_config(
     if jax.process_index() != 0:
         return
     workdir.mkdir(parents=True, exist_ok=True)
-    _write_json(workdir / "data.json", data)
+    write_json(workdir / "data.json", data)
     if frozen:
-        _write_json(workdir / "frozen.json", frozen)
-    _write_json(workdir / "config.json", to_dict(config))
-    _write_json(workdir / "environment.json", _environment())
+        write_json(workdir / "frozen.json", frozen)
+    write_json(workdir / "config.json", to_dict(config))
+    write_json(workdir / "environment.json", _environment())
 
 
 def load_run(workdir: str | os.PathLike[str], step: int | None = None) -> Run:
@@ -320,9 +320,7 @@ def _open_checkpoints(workdir: str | os.PathLike[str], argument: str = "workdir"
 
 def write_choices(workdir: Path) -> None:
     """Write implementations.json: the implementation of each op that was traced so far."""
-    if jax.process_index() != 0:
-        return
-    _write_json(workdir / "implementations.json", ops.choices())
+    write_json(workdir / "implementations.json", ops.choices())
 
 
 def _environment() -> dict[str, Any]:
@@ -335,7 +333,10 @@ def _environment() -> dict[str, Any]:
     }
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a file of the run's directory, complete or not at all; only the first host writes."""
+    if jax.process_index() != 0:
+        return
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(json.dumps(value, indent=2) + "\n")
     os.replace(draft, path)

@@ -24,7 +24,7 @@ Metrics = dict[str, jax.Array]
 
 OVERFLOW = "moe/overflow_count"
 """The metric that counts the choices of experts that did not fit into the buffers of the exchange between
-devices."""
+devices. After an overflow the step must be taken again with larger buffers (`ExpertBuffers`)."""
 
 
 @jax.tree_util.register_dataclass
@@ -33,7 +33,7 @@ class TrainState:
     """Everything that a step changes; a tree of arrays, or of their shapes or shardings.
 
     Attributes:
-        step: number of steps taken, including skipped ones.
+        step: number of steps taken, including skipped ones, but not those with an overflow.
         params: the trained parameters, a pure dict of float32 arrays.
         opt_state: the state of the optimizer.
         skipped: number of steps whose loss or gradient was not finite.
@@ -55,10 +55,13 @@ class Program:
         init: () -> the first `TrainState`, sharded over the mesh.
         shardings: a `TrainState` of shardings.
         param_shardings: the shardings of all parameters, including frozen ones.
-        train_step: (state, batch, frozen) -> (state, metrics); the metrics include the losses and statistics
-            that layers report; donates the state. `frozen` is the tree of frozen parameters, if there are
-            any. A document of a batch must have no padding between its tokens; `lsm_jax.data` packs rows in
-            this way.
+        train_step: (state, batch, frozen=None, overflow=None) -> (state, metrics); the metrics include the
+            losses and statistics that layers report; donates the state. `frozen` is the tree of frozen
+            parameters, if there are any. A document of a batch must have no padding between its tokens;
+            `lsm_jax.data` packs rows in this way. A step with an overflow (`OVERFLOW` of its metrics is not
+            0) returns the state unchanged, including its counters. `overflow` is that metric of the previous
+            step, a replicated int32; if it is not 0, this step returns the state unchanged and the same
+            count, so that a step that was started before the host read the count changes nothing either.
         eval_step: (all parameters, batch) -> (summed loss in nats, number of predicted tokens, number of
             choices of experts that did not fit into the buffers of the exchange), of the model in the form in
             which it is evaluated (`ModelConfig.for_inference`).
@@ -191,7 +194,10 @@ def _make_train_step(
     pieces = config.accumulation_steps
 
     def train_step(
-        state: TrainState, batch: Batch, frozen: dict[str, Any] | None = None
+        state: TrainState,
+        batch: Batch,
+        frozen: dict[str, Any] | None = None,
+        overflow: jax.Array | None = None,
     ) -> tuple[TrainState, Metrics]:
         total = jnp.maximum(jnp.sum(batch["loss_mask"]), 1)
 
@@ -222,18 +228,23 @@ def _make_train_step(
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
         good = jnp.isfinite(loss) & jnp.isfinite(norm) & jnp.isfinite(optax.global_norm(params))
-        good &= aux.get(OVERFLOW, 0) == 0
+        fits = jnp.ones((), bool)
+        if OVERFLOW in aux:
+            count = aux[OVERFLOW].astype(jnp.int32)
+            aux[OVERFLOW] = count if overflow is None else jnp.where(overflow == 0, count, overflow)
+            fits = aux[OVERFLOW] == 0
+        good &= fits
 
-        def keep(new, old):
+        def select(new, old):
             return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
 
-        bad = jnp.where(good, 0, 1)
+        skipped = fits & ~good
         after = TrainState(
-            state.step + 1,
-            keep(params, state.params),
-            keep(opt_state, state.opt_state),
-            state.skipped + bad,
-            jnp.where(good, 0, state.skipped_in_a_row + 1),
+            state.step + fits.astype(jnp.int32),
+            select(params, state.params),
+            select(opt_state, state.opt_state),
+            state.skipped + skipped.astype(jnp.int32),
+            jnp.where(good, 0, state.skipped_in_a_row + skipped.astype(jnp.int32)),
         )
         metrics = {
             "train/loss": loss,

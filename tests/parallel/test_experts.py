@@ -3,7 +3,6 @@ are reported."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
 import types
@@ -18,10 +17,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from lsm_jax import feedforward
 from lsm_jax.feedforward import MoEConfig
 from lsm_jax.parallel import MeshConfig, exchange_options, make_mesh, token_sharding
-from lsm_jax.training import TrainingStopped, loop
-from lsm_jax.training.step import make_program
-from tests.parallel.meshes import EXPERTS as EXPERTS_CONFIG
-from tests.parallel.meshes import batch, run_of
 from tests.parallel.test_parallel import run_with_devices
 
 WIDTH, ROWS, LENGTH, EXPERTS = 8, 8, 6, 4
@@ -95,22 +90,11 @@ def overflows() -> None:
         (value, aux), _ = gradient(made("one device", expert_buffer=0.5), x, None)
     # All tokens choose experts 2 and 3: each device sends 12 rows to each of two devices, in buffers of 3.
     assert np.isnan(value) and int(aux["moe/overflow_count"]) == 2 * ROWS * LENGTH - 4 * 2 * 3
-    print("overflow ok", flush=True)
-
-
-def stops() -> None:
-    """Check that a training step with an overflow changes no parameter and counts as skipped."""
-    config = run_of("linear_attention+moe", mesh=MeshConfig(data=1, expert=4))
-    config.model.layers["A"].feedforward = dataclasses.replace(EXPERTS_CONFIG, expert_buffer=0.1)
-    mesh = make_mesh(config.mesh, jax.devices()[:4])
+    # Tokens that are NaN do not count, so that a diverged model stops as a diverged model.
     with jax.set_mesh(mesh):
-        program = make_program(config, mesh)
-        state = program.init()
-        before = jax.tree.map(np.asarray, state.params)
-        state, metrics = program.train_step(state, jax.device_put(batch(), token_sharding(mesh)))
-    assert int(metrics["moe/overflow_count"]) > 0 and int(metrics["train/skipped_steps"]) == 1
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state.params), before)
-    print("stops ok", flush=True)
+        (value, aux), _ = gradient(made("one device", expert_buffer=0.5), jnp.nan * x, None)
+    assert np.isnan(value) and int(aux["moe/overflow_count"]) == 0
+    print("overflow ok", flush=True)
 
 
 def main(which: str) -> None:
@@ -124,7 +108,6 @@ def main(which: str) -> None:
         for axes in (dict(data=1, expert=4), dict(data=2, expert=2), dict(data=1, expert=2, sequence=2, tensor=2)):  # fmt: skip
             compare(axes, route, expert_buffer=4.0)
     compare(dict(data=1, fsdp=2, expert=4), "random", expert_buffer=4.0)
-    stops()
 
 
 def test_a_ragged_exchange_on_gpus_is_compiled_for_nccl():
@@ -141,21 +124,10 @@ def test_two_and_four_devices_equal_one():
     assert "overflow ok" in run_with_devices(4, "-m", "tests.parallel.test_experts", "fast")
 
 
-def test_an_overflow_stops_the_run(tmp_path):
-    running = object.__new__(loop.TrainLoop)
-    running.config, running.workdir = run_of("linear_attention+moe"), tmp_path
-    running.checkpoints = types.SimpleNamespace(wait=lambda: None, steps=[2])
-    with pytest.raises(
-        TrainingStopped,
-        match=r"step 3: 5 choices .* Set expert_buffer higher.*continues from checkpoint 2",
-    ):
-        running.report(3, {"moe/overflow_count": np.int32(5), "train/loss": np.float32(np.nan)})
-
-
 @pytest.mark.slow
 def test_every_route_on_every_mesh():
     lines = run_with_devices(8, "-m", "tests.parallel.test_experts", "all").splitlines()
-    assert sum(line.endswith(" ok") for line in lines) == 3 * len(ROUTES) + 2
+    assert sum(line.endswith(" ok") for line in lines) == 3 * len(ROUTES) + 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,113 @@
+"""Train experts that are sharded over devices on text, and count the choices that do not fit into the buffers.
+
+    python -m benchmarks expert_overflow [--balances 0,1e-2] [--steps 300]
+
+A row for each factor of the balance loss: a run of `train.py`'s loop with the expert layout of A0.3B-2B (64
+experts of 7/8 width, eight per token, in every layer), all devices on the axis "expert", and BPE text of the
+running interpreter's library. Rows have every growth of the buffers, the choices that did not fit before it,
+and the loss. Without GPUs the devices are virtual: XLA_FLAGS=--xla_force_host_platform_device_count=8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import options, text
+from benchmarks.registry import Benchmark, UsageError
+from benchmarks.run import one_by_one
+from benchmarks.timing import provenance
+from configs import linear_moe
+from lsm_jax.feedforward import MoEConfig
+from lsm_jax.parallel import MeshConfig
+from lsm_jax.training import OptimizerConfig, train
+from lsm_jax.training.expert_buffers import ExpertBuffers
+from lsm_jax.training.metrics import read_rows
+from lsm_jax.training.step import OVERFLOW
+
+BENCHMARK = Benchmark(
+    name="expert_overflow",
+    summary="choices of experts that do not fit between devices, on text",
+    key=("balance_scale", "devices", "width", "layers", "steps", "batch_size", "length"),
+    output="docs/linear_moe_overflow.jsonl",
+)
+
+
+def config_of(balance: float, args: argparse.Namespace) -> linear_moe.TrainConfig:
+    """Return the run with one factor of the balance loss."""
+    config = linear_moe.get_config("tiny")
+    tokens = args.batch_size * args.length
+    experts = MoEConfig.for_width(args.width, 1)
+    experts = dataclasses.replace(experts, balance_scale=balance, expert_buffer=args.buffer)
+    config.model.layers["L"].feedforward = experts
+    config.model.hidden_size, config.model.num_layers = args.width, args.layers
+    config.model.vocab_size = args.vocab_size
+    config.data = text.data_config(args.length, args.vocab_size)
+    config.optimizer = OptimizerConfig(peak_lr=args.peak_lr, warmup_tokens=30 * tokens)
+    config.mesh = MeshConfig(data=1, expert=len(jax.devices()))
+    config.batch_size, config.total_tokens = args.batch_size, args.steps * tokens
+    config.log_every, config.eval_every = 1, 100
+    config.eval_batches = 4
+    config.validate(len(jax.devices()))
+    return config
+
+
+def measure(case: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Train one run and return its row."""
+    config, began = config_of(case["balance_scale"], args), time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        workdir = Path(folder) / "run"
+        ended = train(config, workdir).step
+        rows = read_rows(workdir / "metrics.jsonl")
+        growths = ExpertBuffers(config, workdir).growths
+    losses = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+    last = [row for row in rows if OVERFLOW in row][-1]
+    return case | dict(
+        experts=64, top_k=8, vocab_size=args.vocab_size, expert_buffer=args.buffer, ended_at_step=ended,
+        skipped=last["train/skipped_steps"], overflow_count=last[OVERFLOW],
+        largest_expert_buffer=last["moe/expert_buffer"],
+        growths=[growth | dict(expert_buffer=growth["expert_buffer"]["L"]) for growth in growths],
+        largest_load=round(float(np.max(last["moe/load"])), 4), even_load=round(1 / 64, 4),
+        loss={step: round(losses[step], 4) for step in (1, ended // 3, 2 * ended // 3, ended)},
+        heldout_loss=[round(row["val/loss"], 4) for row in rows if "val/loss" in row][-1],
+        seconds=round(time.perf_counter() - began, 1), **provenance(),
+    )  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--balances", type=options.floats, default="0,1e-2")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--batch_size", type=int, default=16)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--vocab_size", type=int, default=4096)
+    parser.add_argument("--peak_lr", type=float, default=1e-3)
+    parser.add_argument("--buffer", type=float, default=2.0, help="expert_buffer at the start")
+
+
+def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+    names = ("width", "layers", "steps", "batch_size", "length")
+    fields = {name: getattr(args, name) for name in names}
+    return [
+        dict(balance_scale=balance, devices=len(jax.devices()), **fields)
+        for balance in args.balances
+    ]
+
+
+def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    devices = len(jax.devices())
+    if devices < 2 or 64 % devices or args.batch_size % devices:
+        raise UsageError(
+            f"{devices} devices: accepted are 2, 4, ... 64 that divide --batch_size {args.batch_size}; without accelerators set "
+            "XLA_FLAGS=--xla_force_host_platform_device_count=8"
+        )
+    return one_by_one(cases, lambda case: measure(case, args))
