@@ -1,27 +1,38 @@
-"""The tokens of `linear_memory` on one device as one update of its state: a total decay and the sum of the
-decayed writes.
+"""`linear_memory` on one of the devices that share a row: the tokens are one update of the state, a total decay
+and the sum of the decayed writes.
 
 With a_t and b_t the sums of the log decays after token t, the writes sum to
 `Σ_t (k_t e^{a_t})ᵀ (v_t e^{b_t})`: one product over time, in which every exponential is at most 1. It stores
 no memory per chunk, whichever backend then computes the outputs.
+
+A fused kernel runs from an empty memory. With A_t and B_t the sums of the log decays up to token t (up to the
+token before it with a bonus), the memory M that the device starts from adds `scale (q_t e^{A_t}) M e^{B_t}` to
+the output of token t, and nothing once a document has begun.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from lsm_jax.ops.backends.registry import Call
+from lsm_jax.ops.backends.run import Static
+from lsm_jax.ops.backends.select import select as select_backends
 from lsm_jax.ops.core import checks
 from lsm_jax.ops.core.decays import forget
-from lsm_jax.ops.core.segments import read_tokens, select
+from lsm_jax.ops.core.segments import Tokens, read_tokens, select
 from lsm_jax.ops.core.shared_rows import (
     Update,
     emptied_by,
     ends_of_documents,
     newer_id,
+    resume,
+    resume_from_empty,
     staying,
     total_of,
     unless_restarted,
@@ -68,6 +79,100 @@ def weighed_writes(k, v, key_decay, value_decay, stays, precision) -> Array:
     return jnp.einsum("btgk,btgv->bgkv", keys, values, precision=precision)
 
 
+def in_sequence(
+    axis: str, function: Callable[..., Any], static: Static, arguments: dict[str, Any]
+) -> tuple[Array, LinearState]:
+    """The output for this device's tokens, from the state that the earlier devices leave, and the last device's
+    final state.
+
+    Args:
+        axis: the mesh axis that rows are split over.
+        function: the op on one device, a function of `static` and `arguments`.
+        static: the call without its arrays.
+        arguments: the op's arrays on this device; `state` is the state before the first device's tokens.
+    """
+    update = update_of(static.options, arguments)
+    if not _is_fused(static, arguments):
+        return resume(axis, function, (static,), arguments, update, advance)
+    # Recomputed in the backward pass: `q e^A` would be stored in float32, for key channels of every token.
+    read = jax.checkpoint(functools.partial(read_of_memory, static.options), prevent_cse=False)
+    given = {name: x for name, x in arguments.items() if name != "state"}
+    return resume_from_empty(
+        axis,
+        function,
+        (static,),
+        arguments,
+        update,
+        advance,
+        lambda state: read(state.memory, given),
+    )
+
+
+def _is_fused(static: Static, arguments: dict[str, Any]) -> bool:
+    """Whether a fused kernel computes the call on the devices of the current mesh.
+
+    Not with one state per segment: their update is computed by a form of the whole op, and the kernel may as
+    well run from the gathered states.
+    """
+    if arguments["state"].memory.ndim == 5 or arguments.get("layer") is not None:
+        return False
+    call = Call(static.op, static.options, arguments, static.implementation)
+    return not select_backends(call).on_mesh().only("xla")
+
+
+def _log_decays(options: LinearOptions, arguments: dict[str, Any], tokens: Tokens) -> Decays:
+    """The log decays of the keys, [B or 1, T, G, 1 or K], and of the values, [B, T, G, V], in the op's dtype; 0
+    for tokens that write nothing, None if there is none.
+    """
+
+    def prepare(x) -> Any:
+        return None if x is None else select(tokens.written, jnp.asarray(x).astype(options.dtype))
+
+    batch, length, heads, _ = arguments["v"].shape
+    key_decay = arguments["log_decay"]
+    if arguments["constant_log_decay"] is not None:
+        rows = 1 if tokens.written is None else batch
+        key_decay = jnp.broadcast_to(arguments["constant_log_decay"], (rows, length, heads))
+    key_decay, value_decay = prepare(key_decay), prepare(arguments["value_log_decay"])
+    if key_decay is not None and key_decay.ndim == 3:
+        key_decay = key_decay[..., None]
+    return Decays(key_decay, value_decay)
+
+
+def read_of_memory(
+    options: LinearOptions, memory: Float[Array, "B G K V"], arguments: dict[str, Any]
+) -> Float[Array, "B T max(H,G) V"]:
+    """The part of the output that this device's tokens read of the memory before its first token, in the op's
+    dtype.
+
+    Args:
+        options: of the op.
+        memory: that memory, 0 in rows whose first token begins a document.
+        arguments: the op's arrays on this device.
+    """
+    q, v, segment_ids = (arguments[name] for name in ("q", "v", "segment_ids"))
+    batch, length, heads, value_dim = v.shape
+    tokens = read_tokens(segment_ids, arguments["update_mask"], jnp.zeros(batch, jnp.int32), None)
+    reads = tokens.real
+    if tokens.run is not None and reads is not None:
+        reads = reads & (tokens.run == 0)
+    decays = _log_decays(options, arguments, tokens)
+
+    def decay_until(log_decay):
+        sums = jax.lax.cumsum(log_decay, axis=1)
+        if arguments["bonus"] is not None:  # a token reads before its decay
+            sums = jnp.concatenate([jnp.zeros_like(sums[:, :1]), sums[:, :-1]], axis=1)
+        return jnp.exp(sums)[:, :, :, None]
+
+    queries = checks.group_queries(select(reads, q).astype(options.dtype) * options.scale, heads)
+    if decays.keys is not None:
+        queries = queries * decay_until(decays.keys)
+    output = jnp.einsum("btgrk,bgkv->btgrv", queries, memory, precision=options.precision)
+    if decays.values is not None:
+        output = output * decay_until(decays.values)
+    return output.reshape(batch, length, -1, value_dim)
+
+
 def update_of(options: LinearOptions, arguments: dict[str, Any]) -> Update:
     """The tokens of this device as one update.
 
@@ -79,23 +184,13 @@ def update_of(options: LinearOptions, arguments: dict[str, Any]) -> Update:
     """
     k, v, state = (arguments[name] for name in ("k", "v", "state"))
     segment_ids = arguments["segment_ids"]
-    batch, length, heads, value_dim = v.shape
+    batch, _, heads, value_dim = v.shape
     num_segments = state.memory.shape[1] if state.memory.ndim == 5 else None
     tokens = read_tokens(
         segment_ids, arguments["update_mask"], jnp.zeros_like(state.segment_id), num_segments
     )
     restarts, first_id = ends_of_documents(segment_ids, tokens.run)
-
-    def prepare(x) -> Any:
-        return None if x is None else select(tokens.written, jnp.asarray(x).astype(options.dtype))
-
-    key_decay = arguments["log_decay"]
-    if arguments["constant_log_decay"] is not None:
-        rows = 1 if tokens.written is None else batch
-        key_decay = jnp.broadcast_to(arguments["constant_log_decay"], (rows, length, heads))
-    key_decay, value_decay = prepare(key_decay), prepare(arguments["value_log_decay"])
-    if key_decay is not None and key_decay.ndim == 3:
-        key_decay = key_decay[..., None]
+    key_decay, value_decay = _log_decays(options, arguments, tokens)
     totals = Decays(*(total_of(x, tokens, num_segments, batch) for x in (key_decay, value_decay)))
 
     gated = state.stabilizer is not None
