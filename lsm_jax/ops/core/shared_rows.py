@@ -181,14 +181,20 @@ def resume_from_empty(
     """Compute the results of `resume` by an op that runs from an empty state: `update` must not depend on its
     result, so that the op and the gather may run at the same time.
 
+    Two barriers fix the order, which XLA's scheduler would otherwise choose by memory: the update is computed
+    before the op runs, and the state is read after it. Their derivatives do the same in the backward pass: the
+    state's gradient is computed before the op's backward pass runs, and the update's gradient after it.
+
     Args:
         axis, function, static, arguments, update, advance: as for `resume`.
         read: state -> the part of the output that this device's tokens read of the state before its first token,
             in the shape of the output. The state is empty in rows whose first token begins a document.
     """
+    update, inputs = jax.lax.optimization_barrier((update, {n: arguments[n] for n in "qkv"}))
     empty = jax.tree.map(jnp.zeros_like, arguments["state"])
-    output, _ = function(*static, **(arguments | {"state": empty}))
+    output, _ = function(*static, **(arguments | inputs | {"state": empty}))
     entering, final = _exchange(axis, arguments["state"], update, advance)
+    entering, output = jax.lax.optimization_barrier((entering, output))
     added = read(emptied_by(entering, update))
     return (output + added).astype(output.dtype), final
 
