@@ -1,7 +1,7 @@
 """`linear_memory` on one of the devices that share a row: the tokens are one update of the state, a total decay
 and the sum of the decayed writes.
 
-With a_t and b_t the sums of the log decays after token t, the writes sum to
+With a_t and b_t the sums of the log decays of keys and values after token t, the writes sum to
 `Σ_t (k_t e^{a_t})ᵀ (v_t e^{b_t})`: one product over time, in which every exponential is at most 1. It stores
 no memory per chunk, whichever backend then computes the outputs.
 
@@ -64,19 +64,26 @@ def weighed_writes(k, v, key_decay, value_decay, stays, precision) -> Array:
     """The sum of the decayed writes `kᵀ v` at the end, [B, G, K, V].
 
     Args:
-        k: [B, T, G, K].
+        k: [B, T, Hk, K]; Hk divides G.
         v: [B, T, G, V].
         key_decay: [B or 1, T, G, K or 1] or None, a log decay.
         value_decay: [B or 1, T, G, V] or None, a log decay.
         stays: [B, T], False for tokens that do not count; None if all count.
         precision: of the product.
     """
+    batch, length, heads, value_dim = v.shape
     keys, values = select(stays, k), v
     if key_decay is not None:
-        keys = keys * jnp.exp(sum_after(key_decay))
+        weight = jnp.exp(sum_after(key_decay))
+        if key_decay.shape[-1] > 1:
+            keys = checks.spread_keys(keys, heads) * weight
+        else:  # one number per memory: keys that memories share are not multiplied for each of them
+            values = values * weight
     if value_decay is not None:
         values = values * jnp.exp(sum_after(value_decay))
-    return jnp.einsum("btgk,btgv->bgkv", keys, values, precision=precision)
+    values = values.reshape(batch, length, keys.shape[2], -1, value_dim)
+    memory = jnp.einsum("btnk,btnpv->bnpkv", keys, values, precision=precision)
+    return memory.reshape(batch, heads, -1, value_dim)
 
 
 def in_sequence(
@@ -151,26 +158,42 @@ def read_of_memory(
         arguments: the op's arrays on this device.
     """
     q, v, segment_ids = (arguments[name] for name in ("q", "v", "segment_ids"))
-    batch, length, heads, value_dim = v.shape
+    batch, length, memories, value_dim = v.shape
     tokens = read_tokens(segment_ids, arguments["update_mask"], jnp.zeros(batch, jnp.int32), None)
     reads = tokens.real
-    if tokens.run is not None and reads is not None:
+    if reads is not None and tokens.run is not None:
         reads = reads & (tokens.run == 0)
-    decays = _log_decays(options, arguments, tokens)
+    keys, values = (
+        _decay_until(x, arguments["bonus"]) for x in _log_decays(options, arguments, tokens)
+    )
 
-    def decay_until(log_decay):
-        sums = jax.lax.cumsum(log_decay, axis=1)
-        if arguments["bonus"] is not None:  # a token reads before its decay
-            sums = jnp.concatenate([jnp.zeros_like(sums[:, :1]), sums[:, :-1]], axis=1)
-        return jnp.exp(sums)[:, :, :, None]
-
-    queries = checks.group_queries(select(reads, q).astype(options.dtype) * options.scale, heads)
-    if decays.keys is not None:
-        queries = queries * decay_until(decays.keys)
-    output = jnp.einsum("btgrk,bgkv->btgrv", queries, memory, precision=options.precision)
-    if decays.values is not None:
-        output = output * decay_until(decays.values)
+    q = select(reads, q).astype(options.dtype)
+    if keys is not None and keys.shape[-1] > 1:  # a decay per channel
+        q = checks.group_queries(q, memories) * keys[:, :, :, None]
+        q = q.reshape(batch, length, -1, q.shape[-1])
+        keys = None
+    # [N, R, P] queries and memories: R queries read one memory, or P memories have one query.
+    groups = min(q.shape[2], memories)
+    q = q.reshape(batch, length, groups, -1, q.shape[3])
+    memory = (options.scale * memory).reshape(batch, groups, -1, *memory.shape[2:])
+    output = jnp.einsum("btnrk,bnpkv->btnrpv", q, memory, precision=options.precision)
+    for decay in (keys, values):
+        if decay is not None:
+            decay = decay.reshape(*decay.shape[:2], groups, 1, -1, decay.shape[3])
+            output = output * decay
     return output.reshape(batch, length, -1, value_dim)
+
+
+def _decay_until(log_decay: Array | None, bonus: Array | None) -> Array | None:
+    """The exponential of the sum of a log decay [B, T, ...] up to each token; without the token's decay if there
+    is a bonus, with which a token reads before its decay.
+    """
+    if log_decay is None:
+        return None
+    sums = jax.lax.cumsum(log_decay, axis=1)
+    if bonus is not None:
+        sums = jnp.concatenate([jnp.zeros_like(sums[:, :1]), sums[:, :-1]], axis=1)
+    return jnp.exp(sums)
 
 
 def update_of(options: LinearOptions, arguments: dict[str, Any]) -> Update:
@@ -184,7 +207,7 @@ def update_of(options: LinearOptions, arguments: dict[str, Any]) -> Update:
     """
     k, v, state = (arguments[name] for name in ("k", "v", "state"))
     segment_ids = arguments["segment_ids"]
-    batch, _, heads, value_dim = v.shape
+    batch, _, _, value_dim = v.shape
     num_segments = state.memory.shape[1] if state.memory.ndim == 5 else None
     tokens = read_tokens(
         segment_ids, arguments["update_mask"], jnp.zeros_like(state.segment_id), num_segments
@@ -209,9 +232,13 @@ def update_of(options: LinearOptions, arguments: dict[str, Any]) -> Update:
         values = jnp.concatenate([values, jnp.ones_like(values[..., :1])], axis=-1)
         if value_decay is not None:
             value_decay = jnp.pad(value_decay, [(0, 0)] * 3 + [(0, 1)])
-    keys = checks.spread_keys(k, heads).astype(options.dtype)
     memory = weighed_writes(
-        keys, select(stays, values), key_decay, value_decay, stays, options.precision
+        k.astype(options.dtype),
+        select(stays, values),
+        key_decay,
+        value_decay,
+        stays,
+        options.precision,
     )
     if options.normalize is not None:
         memory, normalizer = memory[..., :value_dim], memory[..., value_dim]
