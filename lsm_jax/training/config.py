@@ -213,7 +213,7 @@ class TrainConfig:
             rounds = f" x mesh.rounds={self.mesh.rounds}" if self.mesh.rounds > 1 else ""
             raise ValueError(
                 f"mesh.pipeline={sizes['pipeline']}{rounds}: the model's {periods} periods of {self.model.period()!r} are not "
-                "divisible by it"
+                "divisible by it; each stage computes one or more whole periods"
             )
         length = self.data.sequence_length
         if length < sizes["sequence"]:

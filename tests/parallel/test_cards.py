@@ -6,13 +6,19 @@ XLA's compiler has crashed on some of these meshes.
 from __future__ import annotations
 
 import dataclasses
+import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax.experimental import topologies
 
 from configs import lm
+from lsm_jax import ops
 from lsm_jax.ops.attention import cudnn as attention_cudnn
-from lsm_jax.parallel import MeshConfig
+from lsm_jax.parallel import MeshConfig, make_mesh, token_sharding
+from tests.kernels.test_aot import H200
 from tests.step_memory import compiled_memory
 
 pytestmark = pytest.mark.aot
@@ -42,3 +48,59 @@ def test_compiles_for_several_cards(variant, axes, monkeypatch):
     config = dataclasses.replace(config, mesh=MeshConfig(data=1, **axes))
     memory = compiled_memory(config, 8, 2048, packed=False)
     assert 0 < memory.temp_size_in_bytes < 1 << 31
+
+
+@pytest.fixture
+def optimized():
+    """Compile with all optimizations, which `conftest` switches off."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+INSTRUCTION = re.compile(
+    r"^  (?:ROOT )?%[\w.-]+ = .*? (all-gather-start|all-gather-done|custom-call)\("
+)
+
+
+def schedule(text: str) -> str:
+    """The gathers and the kernels of a compiled program in the order of its schedule: "<" where a gather starts,
+    ">" where its result is awaited, "k" for a kernel.
+    """
+    assert "is_scheduled=true" in text
+    marks = {"all-gather-start": "<", "all-gather-done": ">", "custom-call": "k"}
+    order = []
+    for line in text[text.index("\nENTRY") :].splitlines():
+        found = INSTRUCTION.match(line)
+        if found and (found[1] != "custom-call" or "mosaic_gpu" in line):
+            order.append(marks[found[1]])
+    return "".join(order)
+
+
+@pytest.mark.parametrize("cards", [2, 4])
+@pytest.mark.parametrize("decay", ["none", "scalar", "channel", "value"])
+def test_kernels_run_while_the_updates_are_gathered(decay, cards, optimized):
+    """In the schedule of a layer's forward and backward pass, at least one kernel of `linear_memory` runs between
+    the start of each of the two gathers and the wait for its result.
+    """
+    topology = topologies.get_topology_desc("", "cuda", target_config=H200, topology=f"1x1x{cards}")
+    mesh = make_mesh(MeshConfig(data=1, sequence=cards), list(topology.devices))
+
+    def array(*shape, dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=token_sharding(mesh))
+
+    row = 1, 4096 * cards, 8
+    arrays = {name: array(*row, 128, dtype=jnp.bfloat16) for name in "qkv"}
+    if decay != "none":
+        name = "value_log_decay" if decay == "value" else "log_decay"
+        channels = () if decay == "scalar" else (128,)
+        arrays[name] = array(*row, *channels, dtype=jnp.float32)
+
+    def loss(arrays):
+        return jnp.sum(jnp.sin(ops.linear_memory(**arrays)[0].astype(jnp.float32)))
+
+    with jax.set_mesh(mesh):
+        traced = jax.jit(jax.value_and_grad(loss)).trace(arrays)
+        compiled = traced.lower(lowering_platforms=("cuda",)).compile({"xla_gpu_autotune_level": 0})
+    order = schedule(compiled.as_text())
+    assert re.fullmatch(r"k*<k+>k*<k+>k*", order), order

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from absl import logging
 
 from lsm_jax.ops.backends.registry import Backend, Call, backends_of
-from lsm_jax.ops.core.platforms import compute_capabilities, for_platform
+from lsm_jax.ops.core.platforms import compute_capabilities, for_platform, mesh_platform
 
 _CHOICES: dict[str, str] = {}
 _PLATFORMS = {"cuda": "NVIDIA", "tpu": "TPU", "rocm": "AMD", "cpu": "CPU"}
@@ -46,6 +46,16 @@ class Selection(NamedTuple):
     def only(self, name: str) -> bool:
         """Whether all backends have this name."""
         return all(backend.name == name for backend in self.backends)
+
+    def on_mesh(self) -> Selection:
+        """The backends that may run on the devices of the current mesh; all of them if their platform is not
+        known.
+        """
+        platform = mesh_platform()
+        if platform is None:
+            return self
+        first = next((b for b in self.backends if not b.platforms or platform in b.platforms), None)
+        return self if first is None else Selection((first,))
 
 
 def select(call: Call) -> Selection:

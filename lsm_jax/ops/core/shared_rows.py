@@ -6,14 +6,18 @@ from. An op describes its device's tokens as one update of the state, and how a 
 `lsm_jax.parallel.exchange` gathers the updates and gives each device its state. The op then runs as on one
 device, in every form and by every backend.
 
-The update is one or two products over the device's tokens if the decays allow it. All work of a device except
-reading the state that it starts from is independent of the gathered updates, so that the compiler may overlap
-it with their communication.
+The update is one or two products over the device's tokens if the decays allow it. There are two orders:
 
-The other order would be to run from an empty state and to add `q · decay · state` afterwards. It would save
-the products of the update, but write the outputs twice, and no fused kernel returns its decays. Only the
-delta rules use it (`lsm_jax.ops.delta.shared_rows`): their update is a full matrix, which a kernel computes
-as additional value channels.
+* `resume` runs the op from the state that the earlier devices leave. In the XLA forms only the reads of that
+  state depend on the gathered updates, so that the compiler may overlap the other work with the communication.
+  A fused kernel is one instruction, which would wait for the gather.
+* `resume_from_empty` runs the op from an empty state and adds `q · decay · state` to its output: Algorithm 2 of
+  LASP-2 (arXiv 2502.07563). A fused kernel then runs while the updates are gathered, and so does its backward
+  pass while the gradients of the states are. This costs one more product, and the output is written twice.
+
+`linear_memory` uses the second order for its fused kernels. The delta rules run from an empty state as well
+(`lsm_jax.ops.delta.shared_rows`), but their update is a full matrix, which the op itself computes as additional
+value channels: the gather waits for the kernel.
 """
 
 from __future__ import annotations
@@ -160,8 +164,42 @@ def resume(
         advance: (state, update) -> the state after it; a module-level function, since it is a key of the
             compiler's cache.
     """
-    like = update.written
-    initial = jax.tree.map(lambda x, y: x.astype(y.dtype), arguments["state"], like)
-    entering, final = exchange(axis, advance, update, initial)
+    entering, final = _exchange(axis, arguments["state"], update, advance)
     output, _ = function(*static, **(arguments | {"state": entering}))
     return output, final
+
+
+def resume_from_empty(
+    axis: str,
+    function: Callable[..., tuple[Array, Any]],
+    static: tuple,
+    arguments: dict[str, Any],
+    update: Update,
+    advance: Callable[[Any, Update], Any],
+    read: Callable[[Any], Array],
+) -> tuple[Array, Any]:
+    """Compute the results of `resume` by an op that runs from an empty state: `update` must not depend on its
+    result, so that the op and the gather may run at the same time.
+
+    Two barriers fix the order, which XLA's scheduler would otherwise choose by memory: the update is computed
+    before the op runs, and the state is read after it. Their derivatives do the same in the backward pass: the
+    state's gradient is computed before the op's backward pass runs, and the update's gradient after it.
+
+    Args:
+        axis, function, static, arguments, update, advance: as for `resume`.
+        read: state -> the part of the output that this device's tokens read of the state before its first token,
+            in the shape of the output. The state is empty in rows whose first token begins a document.
+    """
+    update, inputs = jax.lax.optimization_barrier((update, {n: arguments[n] for n in "qkv"}))
+    empty = jax.tree.map(jnp.zeros_like, arguments["state"])
+    output, _ = function(*static, **(arguments | inputs | {"state": empty}))
+    entering, final = _exchange(axis, arguments["state"], update, advance)
+    entering, output = jax.lax.optimization_barrier((entering, output))
+    added = read(emptied_by(entering, update))
+    return (output + added).astype(output.dtype), final
+
+
+def _exchange(axis: str, state: Any, update: Update, advance: Callable[[Any, Update], Any]) -> Any:
+    """The result of `exchange` for the initial `state`, in the dtypes of the update."""
+    initial = jax.tree.map(lambda x, y: x.astype(y.dtype), state, update.written)
+    return exchange(axis, advance, update, initial)

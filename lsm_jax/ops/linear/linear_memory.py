@@ -17,7 +17,7 @@ from lsm_jax.ops.backends.registry import check_implementation
 from lsm_jax.ops.backends.run import run, static_of
 from lsm_jax.ops.core import checks
 from lsm_jax.ops.core.decays import split_constant
-from lsm_jax.ops.core.shared_rows import memory_axes, resume
+from lsm_jax.ops.core.shared_rows import memory_axes
 from lsm_jax.ops.core.states import LinearState, linear_state, store_layer, unwrap_layer
 from lsm_jax.ops.linear import (
     backends,  # noqa: F401  (registers them)
@@ -139,8 +139,7 @@ def linear_memory(
 
 def _in_sequence(axis, function, static, **arguments):
     """Run the op on one of the devices that share a row."""
-    update = shared_rows.update_of(static.options, arguments)
-    return resume(axis, function, (static,), arguments, update, shared_rows.advance)
+    return shared_rows.in_sequence(axis, function, static, arguments)
 
 
 def _check(op, dims, log_decay, value_log_decay, bonus):

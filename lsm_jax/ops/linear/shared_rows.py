@@ -1,27 +1,38 @@
-"""The tokens of `linear_memory` on one device as one update of its state: a total decay and the sum of the
-decayed writes.
+"""`linear_memory` on one of the devices that share a row: the tokens are one update of the state, a total decay
+and the sum of the decayed writes.
 
-With a_t and b_t the sums of the log decays after token t, the writes sum to
+With a_t and b_t the sums of the log decays of keys and values after token t, the writes sum to
 `Σ_t (k_t e^{a_t})ᵀ (v_t e^{b_t})`: one product over time, in which every exponential is at most 1. It stores
 no memory per chunk, whichever backend then computes the outputs.
+
+A fused kernel runs from an empty memory. With A_t and B_t the sums of the log decays up to token t (up to the
+token before it with a bonus), the memory M that the device starts from adds `scale (q_t e^{A_t}) M e^{B_t}` to
+the output of token t, and nothing once a document has begun.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from lsm_jax.ops.backends.registry import Call
+from lsm_jax.ops.backends.run import Static
+from lsm_jax.ops.backends.select import select as select_backends
 from lsm_jax.ops.core import checks
 from lsm_jax.ops.core.decays import forget
-from lsm_jax.ops.core.segments import read_tokens, select
+from lsm_jax.ops.core.segments import Tokens, read_tokens, select
 from lsm_jax.ops.core.shared_rows import (
     Update,
     emptied_by,
     ends_of_documents,
     newer_id,
+    resume,
+    resume_from_empty,
     staying,
     total_of,
     unless_restarted,
@@ -53,19 +64,136 @@ def weighed_writes(k, v, key_decay, value_decay, stays, precision) -> Array:
     """Return the sum of the writes `kᵀ v` of all tokens, each decayed up to the last token: [B, G, K, V].
 
     Args:
-        k: [B, T, G, K].
+        k: [B, T, Hk, K]; Hk divides G.
         v: [B, T, G, V].
         key_decay: [B or 1, T, G, K or 1] or None, a log decay.
         value_decay: [B or 1, T, G, V] or None, a log decay.
         stays: [B, T], False for tokens whose writes are left out of the sum; None to include all.
         precision: of the product.
     """
+    batch, length, heads, value_dim = v.shape
     keys, values = select(stays, k), v
     if key_decay is not None:
-        keys = keys * jnp.exp(sum_after(key_decay))
+        weight = jnp.exp(sum_after(key_decay))
+        if key_decay.shape[-1] > 1:
+            keys = checks.spread_keys(keys, heads) * weight
+        else:  # one number per memory: keys that memories share are not multiplied for each of them
+            values = values * weight
     if value_decay is not None:
         values = values * jnp.exp(sum_after(value_decay))
-    return jnp.einsum("btgk,btgv->bgkv", keys, values, precision=precision)
+    values = values.reshape(batch, length, keys.shape[2], -1, value_dim)
+    memory = jnp.einsum("btnk,btnpv->bnpkv", keys, values, precision=precision)
+    return memory.reshape(batch, heads, -1, value_dim)
+
+
+def in_sequence(
+    axis: str, function: Callable[..., Any], static: Static, arguments: dict[str, Any]
+) -> tuple[Array, LinearState]:
+    """The output for this device's tokens, from the state that the earlier devices leave, and the last device's
+    final state.
+
+    Args:
+        axis: the mesh axis that rows are split over.
+        function: the op on one device, a function of `static` and `arguments`.
+        static: the call without its arrays.
+        arguments: the op's arrays on this device; `state` is the state before the first device's tokens.
+    """
+    update = update_of(static.options, arguments)
+    if not _is_fused(static, arguments):
+        return resume(axis, function, (static,), arguments, update, advance)
+    # Recomputed in the backward pass: `q e^A` would be stored in float32, for key channels of every token.
+    read = jax.checkpoint(functools.partial(read_of_memory, static.options), prevent_cse=False)
+    given = {name: x for name, x in arguments.items() if name != "state"}
+    return resume_from_empty(
+        axis,
+        function,
+        (static,),
+        arguments,
+        update,
+        advance,
+        lambda state: read(state.memory, given),
+    )
+
+
+def _is_fused(static: Static, arguments: dict[str, Any]) -> bool:
+    """Whether a fused kernel computes the call on the devices of the current mesh.
+
+    Not with one state per segment: their update is computed by a form of the whole op, and the kernel may as
+    well run from the gathered states.
+    """
+    if arguments["state"].memory.ndim == 5 or arguments.get("layer") is not None:
+        return False
+    call = Call(static.op, static.options, arguments, static.implementation)
+    return not select_backends(call).on_mesh().only("xla")
+
+
+def _log_decays(options: LinearOptions, arguments: dict[str, Any], tokens: Tokens) -> Decays:
+    """The log decays of the keys, [B or 1, T, G, 1 or K], and of the values, [B, T, G, V], in the op's dtype; 0
+    for tokens that write nothing, None if there is none.
+    """
+
+    def prepare(x) -> Any:
+        return None if x is None else select(tokens.written, jnp.asarray(x).astype(options.dtype))
+
+    batch, length, heads, _ = arguments["v"].shape
+    key_decay = arguments["log_decay"]
+    if arguments["constant_log_decay"] is not None:
+        rows = 1 if tokens.written is None else batch
+        key_decay = jnp.broadcast_to(arguments["constant_log_decay"], (rows, length, heads))
+    key_decay, value_decay = prepare(key_decay), prepare(arguments["value_log_decay"])
+    if key_decay is not None and key_decay.ndim == 3:
+        key_decay = key_decay[..., None]
+    return Decays(key_decay, value_decay)
+
+
+def read_of_memory(
+    options: LinearOptions, memory: Float[Array, "B G K V"], arguments: dict[str, Any]
+) -> Float[Array, "B T max(H,G) V"]:
+    """The part of the output that this device's tokens read of the memory before its first token, in the op's
+    dtype.
+
+    Args:
+        options: of the op.
+        memory: that memory, 0 in rows whose first token begins a document.
+        arguments: the op's arrays on this device.
+    """
+    q, v, segment_ids = (arguments[name] for name in ("q", "v", "segment_ids"))
+    batch, length, memories, value_dim = v.shape
+    tokens = read_tokens(segment_ids, arguments["update_mask"], jnp.zeros(batch, jnp.int32), None)
+    reads = tokens.real
+    if reads is not None and tokens.run is not None:
+        reads = reads & (tokens.run == 0)
+    keys, values = (
+        _decay_until(x, arguments["bonus"]) for x in _log_decays(options, arguments, tokens)
+    )
+
+    q = select(reads, q).astype(options.dtype)
+    if keys is not None and keys.shape[-1] > 1:  # a decay per channel
+        q = checks.group_queries(q, memories) * keys[:, :, :, None]
+        q = q.reshape(batch, length, -1, q.shape[-1])
+        keys = None
+    # [N, R, P] queries and memories: R queries read one memory, or P memories have one query.
+    groups = min(q.shape[2], memories)
+    q = q.reshape(batch, length, groups, -1, q.shape[3])
+    memory = (options.scale * memory).reshape(batch, groups, -1, *memory.shape[2:])
+    output = jnp.einsum("btnrk,bnpkv->btnrpv", q, memory, precision=options.precision)
+    for decay in (keys, values):
+        if decay is not None:
+            decay = decay.reshape(*decay.shape[:2], groups, 1, -1, decay.shape[3])
+            output = output * decay
+    return output.reshape(batch, length, -1, value_dim)
+
+
+def _decay_until(log_decay: Array | None, bonus: Array | None) -> Array | None:
+    """The exponential of the sum of a log decay [B, T, ...] up to each token; without the token's decay if there
+    is a bonus, with which a token reads before its decay.
+    """
+    if log_decay is None:
+        return None
+    sums = jax.lax.cumsum(log_decay, axis=1)
+    if bonus is not None:
+        sums = jnp.concatenate([jnp.zeros_like(sums[:, :1]), sums[:, :-1]], axis=1)
+    return jnp.exp(sums)
 
 
 def update_of(options: LinearOptions, arguments: dict[str, Any]) -> Update:
@@ -79,23 +207,13 @@ def update_of(options: LinearOptions, arguments: dict[str, Any]) -> Update:
     """
     k, v, state = (arguments[name] for name in ("k", "v", "state"))
     segment_ids = arguments["segment_ids"]
-    batch, length, heads, value_dim = v.shape
+    batch, _, _, value_dim = v.shape
     num_segments = state.memory.shape[1] if state.memory.ndim == 5 else None
     tokens = read_tokens(
         segment_ids, arguments["update_mask"], jnp.zeros_like(state.segment_id), num_segments
     )
     restarts, first_id = ends_of_documents(segment_ids, tokens.run)
-
-    def prepare(x) -> Any:
-        return None if x is None else select(tokens.written, jnp.asarray(x).astype(options.dtype))
-
-    key_decay = arguments["log_decay"]
-    if arguments["constant_log_decay"] is not None:
-        rows = 1 if tokens.written is None else batch
-        key_decay = jnp.broadcast_to(arguments["constant_log_decay"], (rows, length, heads))
-    key_decay, value_decay = prepare(key_decay), prepare(arguments["value_log_decay"])
-    if key_decay is not None and key_decay.ndim == 3:
-        key_decay = key_decay[..., None]
+    key_decay, value_decay = _log_decays(options, arguments, tokens)
     totals = Decays(*(total_of(x, tokens, num_segments, batch) for x in (key_decay, value_decay)))
 
     gated = state.stabilizer is not None
@@ -114,9 +232,13 @@ def update_of(options: LinearOptions, arguments: dict[str, Any]) -> Update:
         values = jnp.concatenate([values, jnp.ones_like(values[..., :1])], axis=-1)
         if value_decay is not None:
             value_decay = jnp.pad(value_decay, [(0, 0)] * 3 + [(0, 1)])
-    keys = checks.spread_keys(k, heads).astype(options.dtype)
     memory = weighed_writes(
-        keys, select(stays, values), key_decay, value_decay, stays, options.precision
+        k.astype(options.dtype),
+        select(stays, values),
+        key_decay,
+        value_decay,
+        stays,
+        options.precision,
     )
     if options.normalize is not None:
         memory, normalizer = memory[..., :value_dim], memory[..., value_dim]

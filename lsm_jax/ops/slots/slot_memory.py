@@ -158,9 +158,8 @@ def _update(function, static, q, k, v, s, log_decay, state, segment_ids, update_
         )
         return Update(total, written, restarts, first_id)
     stays = staying(tokens)
-    k = checks.spread_keys(k, heads).astype(dtype)
     s, v = select(stays, s.astype(dtype)), select(stays, v.astype(dtype))
-    keys = weighed_writes(k, s, None, decay, stays, options.precision)
+    keys = weighed_writes(k.astype(dtype), s, None, decay, stays, options.precision)
     values = weighed_writes(s, v, decay, None, stays, options.precision)
     return Update(total, SlotState(keys, values, tokens.last_id), restarts, first_id)
 

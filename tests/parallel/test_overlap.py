@@ -1,0 +1,122 @@
+"""LASP-2's gather runs at the same time as a fused kernel of `linear_memory`: neither reads what the other
+writes.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import Var, jaxprs_in_params
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
+
+from lsm_jax import ops
+from lsm_jax.parallel import AXES
+from tests.parallel.test_sequence import ran
+
+CASES = (
+    "4:linear_memory-constant_decay:masked",
+    "2:linear_memory-decay-bonus:documents",
+    "4:linear_memory-key_decay-bonus-heads212:state",
+    "8:linear_memory-key_decay-value_decay-heads412:documents",
+)
+KERNEL = "mpmd_map"  # the primitive of a kernel on Mosaic GPU
+MORE = (
+    "8:linear_memory:plain",
+    "2:linear_memory-key_decay-heads112:masked",
+    "4:linear_memory-value_decay:state",
+    "2x2:linear_memory-decay-value_decay:state",
+    "4:linear_memory-constant_decay:state",
+    "2:linear_memory-key_decay-value_decay-heads412:plain",
+)
+H200S = AbstractMesh(
+    tuple(4 if axis == "sequence" else 1 for axis in AXES),
+    AXES,
+    axis_types=(AxisType.Auto,) * len(AXES),
+    abstract_device=AbstractDevice("NVIDIA H200", None, platform="gpu"),
+)
+DECAYS = {
+    "none": {},
+    "constant": {"log_decay": (4,)},
+    "scalar": {"log_decay": (1, 1024, 4)},
+    "channel": {"log_decay": (1, 1024, 4, 64)},
+    "value": {"value_log_decay": (1, 1024, 4, 64)},
+    "bonus": {"log_decay": (1, 1024, 4, 64), "bonus": (4, 64)},
+}
+
+
+def test_values_and_gradients():
+    """As on one device, with documents, masks, initial states, shared heads and a bonus; also with decays of
+    any strength, and independent of later tokens to the last bit.
+    """
+    ran("sequence_overlap", *CASES, "strong", "later")
+
+
+@pytest.mark.slow
+def test_values_and_gradients_of_more_decays():
+    ran("sequence_overlap", *MORE)
+
+
+def primitives(equation) -> set[str]:
+    """The primitive of an equation, and those of the jaxprs inside it."""
+    inner = (primitives(x) for jaxpr in jaxprs_in_params(equation.params) for x in jaxpr.eqns)
+    return {equation.primitive.name}.union(*inner)
+
+
+def mapped_bodies(jaxpr) -> list:
+    """The bodies of all `jax.shard_map` in a jaxpr."""
+    bodies = []
+    for equation in jaxpr.eqns:
+        inner = list(jaxprs_in_params(equation.params))
+        is_map = equation.primitive.name == "shard_map"
+        bodies += inner if is_map else [body for x in inner for body in mapped_bodies(x)]
+    return bodies
+
+
+def results_of(body, name: str) -> set:
+    """The variables in a jaxpr that an equation with the primitive `name` inside affects, directly or not."""
+    reached = set()
+    for equation in body.eqns:
+        reads = reached.intersection(x for x in equation.invars if isinstance(x, Var))
+        if reads or name in primitives(equation):
+            reached.update(equation.outvars)
+    return reached
+
+
+def is_independent(body, name: str, other: str) -> bool:
+    """Whether no equation with the primitive `name` reads a result of the primitive `other`; both must occur."""
+    results = results_of(body, other)
+    equations = [x for x in body.eqns if name in primitives(x)]
+    assert equations and results, (name, other)
+    read = {x for equation in equations for x in equation.invars if isinstance(x, Var)}
+    return not read & results
+
+
+def gradient_of(op: str, given: dict[str, tuple]) -> list:
+    """The bodies of the `jax.shard_map` of an op's forward and backward pass, for a row shared by four H200s."""
+    qkv = {name: jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.bfloat16) for name in "qkv"}
+    more = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in given.items()}
+
+    def loss(arrays):
+        return jnp.sum(jnp.sin(getattr(ops, op)(**arrays)[0].astype(jnp.float32)))
+
+    with use_abstract_mesh(H200S):
+        return mapped_bodies(jax.make_jaxpr(jax.grad(loss))(qkv | more).jaxpr)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_the_kernel_does_not_wait_for_the_gather(decay):
+    """Nor the gather for the kernel, in both passes."""
+    bodies = gradient_of("linear_memory", DECAYS[decay])
+    assert len(bodies) == 2
+    for body in bodies:
+        assert sum("all_gather" in primitives(x) for x in body.eqns) == 1
+        assert is_independent(body, KERNEL, "all_gather")
+        assert is_independent(body, "all_gather", KERNEL)
+
+
+def test_the_gather_of_a_delta_rule_waits_for_the_kernel():
+    """Its update is computed by the kernel, which does not wait for the gather in the forward pass."""
+    forward = gradient_of("delta_memory", {"beta": (1, 1024, 4)})[0]
+    assert is_independent(forward, KERNEL, "all_gather")
+    assert not is_independent(forward, "all_gather", KERNEL)
