@@ -46,8 +46,8 @@ DECAYS = {
 
 
 def test_values_and_gradients():
-    """As on one device, with documents, masks, initial states, shared heads and a bonus; also with decays of
-    any strength, and independent of later tokens to the last bit.
+    """Results equal those on one device, with documents, masks, initial states, shared heads and a bonus, and
+    with decays of any strength. Outputs do not depend on later tokens, to the last bit.
     """
     ran("sequence_overlap", *CASES, "strong", "later")
 
@@ -106,7 +106,7 @@ def gradient_of(op: str, given: dict[str, tuple]) -> list:
 
 @pytest.mark.parametrize("decay", DECAYS)
 def test_the_kernel_does_not_wait_for_the_gather(decay):
-    """Nor the gather for the kernel, in both passes."""
+    """In both passes, neither the kernel nor the gather depends on the other."""
     bodies = gradient_of("linear_memory", DECAYS[decay])
     assert len(bodies) == 2
     for body in bodies:
@@ -116,7 +116,7 @@ def test_the_kernel_does_not_wait_for_the_gather(decay):
 
 
 def test_the_gather_of_a_delta_rule_waits_for_the_kernel():
-    """Its update is computed by the kernel, which does not wait for the gather in the forward pass."""
+    """The kernel computes the update. In the forward pass it does not depend on the gather."""
     forward = gradient_of("delta_memory", {"beta": (1, 1024, 4)})[0]
     assert is_independent(forward, KERNEL, "all_gather")
     assert not is_independent(forward, "all_gather", KERNEL)

@@ -116,10 +116,9 @@ def in_sequence(
 
 
 def _is_fused(static: Static, arguments: dict[str, Any]) -> bool:
-    """Whether a fused kernel computes the call on the devices of the current mesh.
+    """Whether a fused kernel computes the call on the devices of the current mesh, with one state per row.
 
-    Not with one state per segment: their update is computed by a form of the whole op, and the kernel may as
-    well run from the gathered states.
+    With one state per segment a form of the whole op computes the update, which costs as much as the kernel.
     """
     if arguments["state"].memory.ndim == 5 or arguments.get("layer") is not None:
         return False
