@@ -270,7 +270,7 @@ def test_attention_picks_it_where_cudnn_does_not_serve():
     wide = struct((1, 256, 2, 256), jnp.bfloat16)
     assert "mosaic_gpu" not in text(gated, wide, gates)  # without a gradient only by name
     assert "mosaic_gpu" in text(lambda q, g: gated(q, g, implementation="mosaic_gpu"), wide, gates)
-    with pytest.raises(NotImplementedError, match="takes q in bfloat16, not float32"):
+    with pytest.raises(NotImplementedError, match="requires q in bfloat16, not float32"):
         gated(jnp.ones(q.shape), jnp.zeros(gates.shape), implementation="mosaic_gpu")
     with pytest.raises(NotImplementedError, match="no window together with segment_ids"):
         ops.attention(

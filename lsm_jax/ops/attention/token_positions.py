@@ -153,5 +153,5 @@ def stored_in_order(state: AttentionState) -> StoredTokens:
         get = lambda row, i: row.at[i].get(mode="promise_in_bounds", unique_indices=True)  # noqa: E731
         return select(stored, jax.vmap(get)(ring, index))
 
-    rings = (state.keys, state.values, state.log_forget)
-    return StoredTokens(*jax.tree.map(read, rings), stored)
+    keys, values, sums = jax.tree.map(read, (state.keys, state.values, state.log_forget))
+    return StoredTokens(keys, values, sums, stored)
