@@ -179,15 +179,13 @@ def _pad_earlier(q, k, v, rows: Rows, earlier: int, tile_size: int) -> tuple[Any
         widths = [(front, back) if i == axis else (0, 0) for i in range(x.ndim)]
         return jnp.pad(x, widths, mode=mode)
 
-    run, batch = rows.run, q.shape[0]
+    run, gates = rows.run, rows.gates
     if run is None and front:
-        run = jnp.zeros((batch, k.shape[1]), jnp.int32)
+        run = jnp.zeros(k.shape[:2], jnp.int32)
     if run is not None:
         run = pad(run, mode="edge") - (jnp.arange(front + k.shape[1] + back) < front)
     padded = Rows(
-        gates=None
-        if rows.gates is None
-        else (pad(rows.gates[0], 2, "edge"), pad(rows.gates[1], 2, "edge")),
+        gates=None if gates is None else (pad(gates[0], 2, "edge"), pad(gates[1], 2, "edge")),
         run=run,
         written=None if rows.written is None else pad(rows.written),
         places=places + (front + earlier),
