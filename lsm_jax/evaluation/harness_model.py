@@ -144,7 +144,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The context of a text that has no context."""
+        """Return the token that serves as context for a text without context."""
         return self.eot_token_id if self._bos_id is None else self._bos_id
 
     @property

@@ -169,7 +169,7 @@ def _ragged_exchange(axis, owner, sizes, starts, room):
 def _gather_rows(x: jax.Array, index: jax.Array, valid: jax.Array, fill: Any) -> jax.Array:
     """Return `x[index]`, with `fill` where `valid` is False.
 
-    Each invalid entry gets an index of its own beyond `x`: indices are then unique, and the gradient's
+    Each invalid entry has a distinct index beyond `x`: indices are then unique, and the gradient's
     scatter needs no addition.
     """
     index = jnp.where(valid, index, x.shape[0] + jnp.arange(valid.size).reshape(valid.shape))

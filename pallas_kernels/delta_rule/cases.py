@@ -22,7 +22,7 @@ class Case(NamedTuple):
     """Sizes and kind of a call.
 
     Attributes:
-        heads: of q, of k and of v.
+        heads: numbers of heads of q, of k and of v.
         key_dim: K.
         value_dim: V.
         length: T.
@@ -30,7 +30,7 @@ class Case(NamedTuple):
         decay: "token" or "channel", with "strong" or "steep" for large ones; "constant" is one per head; ""
             is none.
         name: the case's name in the tests' output.
-        alike: whether all keys are near to each other.
+        alike: whether all keys are nearly equal.
         size: factor of the queries.
         parts: parts that a row is split into; None is the kernel's choice.
         checkpoints: memories of a row that the forward pass returns; None is the kernel's choice.

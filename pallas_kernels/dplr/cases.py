@@ -22,7 +22,7 @@ class Case(NamedTuple):
     """Sizes and kind of a call.
 
     Attributes:
-        heads: of q, of k, a and b, and of v.
+        heads: numbers of heads of q, of k, a and b, and of v.
         key_dim: K.
         value_dim: V.
         length: T.

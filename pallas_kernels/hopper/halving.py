@@ -234,7 +234,9 @@ class Level:
         return self._halving.mask_to_level(self._level, x, both)
 
     def rows(self, of_later, of_earlier):
-        """The rows of the product, decayed, in float32: from `of_later` in later blocks, and from `of_earlier` in earlier ones."""
+        """Return the product's rows in float32, multiplied by the decay of the row's token: from `of_later` in later blocks, from
+        `of_earlier` in earlier ones.
+        """
         return self._halving.blend(self._level, of_later, of_earlier).astype(_F32) * self.factor
 
     columns = rows
@@ -281,11 +283,11 @@ class AllPairs:
         return jnp.where(distance > 0, x, 0.0).astype(x.dtype)
 
     def rows(self, of_later, of_earlier):
-        """The rows of the product, decayed, in float32."""
+        """Return the product's rows in float32, multiplied by the decay of the row's token."""
         return _select(of_later, of_earlier, self.later) * self.factor
 
     def columns(self, of_later, of_earlier):
-        """The columns of the product, decayed, in float32."""
+        """Return the product's columns in float32, multiplied by the decay of the column's token."""
         return _select(of_later, of_earlier, 1.0 - self.later) * self.columns_factor
 
     def _decay(self, sign, fraction):

@@ -5,7 +5,7 @@ values to which nothing is written, computes Θ [K, K]. `link_parts` then comput
 `S_p+1 = Θ_p S_p + W_p`. Its gradient is `dS_p = Θ_pᵀ dS_p+1 + R_p`, with R the result of the reverse scan from 0. From these memories
 (or gradients) a scan computes all parts at the same time.
 
-If parts do not pay in the forward pass, its single scan returns the memories at which parts would begin, so that the backward pass can
+If parts would make the forward pass slower, its single scan returns the memories at which parts would begin, so that the backward pass can
 compute the memories again in parts.
 """
 

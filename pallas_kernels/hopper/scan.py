@@ -30,7 +30,7 @@ _TOKEN_ROWS = ("beta", "read_decay", "write_decay")  # what the input `rows` con
 
 
 def zip_with_keys(S, others=None):
-    """Pairs of the slice of keys of each piece of S [64, size], and the piece; or the piece of `others` in its place."""
+    """Return pairs (slice of the keys, piece) for the pieces of S [64, size], with the pieces of `others` instead if given."""
     keys = (pl.ds(n * x.shape[1], x.shape[1]) for n, x in enumerate(S))
     return list(zip(keys, S if others is None else others, strict=False))
 
@@ -68,7 +68,7 @@ def scan(
         tokens: shape and dtype of an output, [B, T, heads, V].
         outs: the outputs' names.
         save: also return S before each chunk.
-        heads: of the outputs.
+        heads: number of heads of the outputs.
         reverse: compute the last chunk first.
         interpret: parameters of the interpreter, or False.
         parts: a divisor of N. All parts of the sequence are computed at the same time, each from its initial memory.
@@ -311,12 +311,12 @@ class _Copies(NamedTuple):
             operands = []
 
     def saved(self, *keys):
-        """Where S before this chunk is saved, or some keys of it."""
+        """Return the reference to which S before this chunk, or some of its key channels, is saved."""
         at = self.warpgroup.at
         return self.warpgroup.refs["states"].at[at.b, at.h, self.n, at.columns, *keys]
 
     def save_memory(self, S) -> None:
-        """Start to save S before this chunk, unless `operands` has."""
+        """Start to save S before this chunk, unless `operands` has saved it already."""
         call, at, smem = self.warpgroup.call, self.warpgroup.at, self.warpgroup.smem
         if call.in_smem:
             return

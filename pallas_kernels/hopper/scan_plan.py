@@ -21,7 +21,7 @@ class Call(NamedTuple):
         shapes: of the inputs that are loaded chunk by chunk, by name.
         outs: names of the outputs.
         length: T.
-        heads: of the outputs.
+        heads: number of heads of the outputs.
         depth: K.
         count: chunks of a part.
         parts: of the sequence.
@@ -47,7 +47,7 @@ class Call(NamedTuple):
 
     @property
     def in_smem(self) -> bool:
-        """Whether S is a left operand from shared memory, in pieces of 64 keys; else it is one, in registers."""
+        """Whether S is read as a left operand from shared memory, in pieces of 64 keys; otherwise from registers, as one piece."""
         return bool(self.interpret) or self.depth > _LARGEST_IN_REGISTERS
 
     @property

@@ -37,7 +37,7 @@ def spread_columns(x, shape):
 
 
 def row_differences(ref, shape):
-    """The tile `x_i - x_j` of a vector x in shared memory."""
+    """Return the tile of differences `x_i - x_j` (row i, column j) of a vector x in shared memory."""
     of_column = lax.broadcast_in_dim(plgpu.load(ref, layout=LAYOUT.reduce(0)), shape, [1])
     return spread_rows(load_rows(ref), shape) - of_column
 
@@ -69,7 +69,7 @@ def chunks_of_row(chunk_bounds, row, count: int, reverse: bool):
 
 
 def as_left(x, buffer, interpret: Any):
-    """x in bfloat16 as the left operand of a product: in registers; in `buffer` for the interpreter, which supports no other."""
+    """Return x in bfloat16 as the left operand of a product: in registers, or in `buffer` for the interpreter, which requires it there."""
     x = x.astype(jnp.bfloat16)
     if not interpret:
         return x
@@ -104,7 +104,7 @@ class Accumulator:
         self.ref, self._start = ref, start
 
     def read(self, pending: int | None = 0):
-        """The sum, after waiting until at most `pending` of all products that have begun are running; None does not wait."""
+        """Wait until at most `pending` of the products that have begun are still running (None does not wait), and return the sum."""
         value = plgpu.wgmma_accumulator_load(self.ref, wait_n=pending)
         return value if self._start is None else value + self._start
 

@@ -251,7 +251,7 @@ class _Program:
         smem.totals[...] = halving.column_sums(parts)
 
     def add_level(self, halving: Halving, level, gradients: _Gradients) -> _Gradients:
-        """Add the gradients through the pairs of tokens that meet on a level."""
+        """Add the gradients through the pairs of tokens of a level."""
         smem = self.smem
         dq, erase, write = gradients
         factor, later = halving.factor(level), halving.later(level)

@@ -1,7 +1,7 @@
 """The scans of the delta rule over the chunks of a row, on Mosaic GPU (Hopper).
 
 `scan_forward` carries the memory S through the chunks in order, `scan_backward` its gradient in the opposite
-order; `pallas_kernels.tiles.delta` has the formulas. A warpgroup holds 64 value channels of a memory,
+order; `pallas_kernels.tiles.delta` has the formulas. A warpgroup has 64 value channels of a memory,
 transposed, as accumulators [64, K] in registers (in pieces of 64 key channels for K = 256). Where that uses
 the processors better, two warpgroups of a program share the tiles that a third one loads. Up to K = 128, the
 left operand of every product is the result of the product before, in registers, so nothing of the chain of

@@ -237,7 +237,7 @@ class _Program:
         self.smem.totals[...] = written + memory
 
     def add_level(self, halving: Halving, matrices, tiles, level, gradients: _Gradients):
-        """Add the gradients through the pairs of tokens that meet on a level.
+        """Add the gradients through the pairs of tokens of a level.
 
         Args:
             halving: the `Halving` of the chunk.
@@ -264,7 +264,7 @@ class _Program:
         return _Gradients(dq, dk, da, db)
 
     def line_gradient(self, halving: Halving, level, line, tiles):
-        """The sum of a line's matrices, masked to the pairs that meet on a level, times the tiles; [C, 64] float32."""
+        """The sum of a line's matrices, masked to the pairs of the level, times the tiles; [C, 64] float32."""
         dx = [jnp.zeros(SQUARE, _F32)]
         for matrix, x in zip(line, tiles, strict=True):
             pairs = self.as_left(halving.mask_to_level(level, load(matrix)))
