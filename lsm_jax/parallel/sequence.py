@@ -91,7 +91,6 @@ def _local(axis: str, tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, device, keepdims=False), tree)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def exchange(
     axis: str, advance: Callable[[Any, Any], Any], update: Any, initial: Any
 ) -> tuple[Any, Any]:
@@ -107,20 +106,35 @@ def exchange(
         update: the composed update of all tokens of this device, a pytree of arrays.
         initial: the state before the first device's tokens, the same on all devices.
     """
-    return _exchange_forward(axis, advance, update, initial)[0]
+    return exchange_while(axis, advance, update, initial, None)[:2]
 
 
-def _exchange_forward(axis, advance, update, initial):
-    """The results of `exchange`, and the residuals (all devices' updates, the initial state)."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def exchange_while(
+    axis: str, advance: Callable[[Any, Any], Any], update: Any, initial: Any, output: Any
+) -> tuple[Any, Any, Any]:
+    """Return the results of `exchange`, and `output`, which is computed while the updates are gathered: the
+    gathered updates are read after it is. In the backward pass, the gradient of the state before this device's
+    tokens is computed before the gradient of `output` is used.
+    """
+    return _exchange_forward(axis, advance, update, initial, output)[0]
+
+
+def _exchange_forward(axis, advance, update, initial, output):
+    """The results of `exchange_while`, and the residuals (all devices' updates, the initial state)."""
     updates = jax.tree.map(lambda x: checkpoint_name(x, GATHERED), gather(axis, update))
-    before, final = _fold(advance, updates, initial)
-    return (_local(axis, before), final), (updates, initial)
+    after_output = updates
+    if output is not None:
+        after_output, output = jax.lax.optimization_barrier((updates, output))
+    before, final = _fold(advance, after_output, initial)
+    return (_local(axis, before), final, output), (updates, initial)
 
 
 def _exchange_backward(axis, advance, residuals, grads):
     """The gradients of `update` and `initial`; only the first device returns a gradient of `initial` that is
     not 0."""
     updates, initial = residuals
+    *grads, grad_output = grads
     # The gradients of integers have no values: select the floating-point leaves by the dtypes of the state.
     grad_before, grad_final = (
         [
@@ -137,6 +151,8 @@ def _exchange_backward(axis, advance, residuals, grads):
         )
         return _floats(before), _floats(final)
 
+    if grad_output is not None:
+        grad_before, grad_output = jax.lax.optimization_barrier((grad_before, grad_output))
     _, pull = jax.vjp(fold, _floats(updates), _floats(initial))
     devices = jax.lax.axis_size(axis)
     # `grad_final` is this device's even part of the gradient of a replicated value: multiply to get all of
@@ -151,10 +167,11 @@ def _exchange_backward(axis, advance, residuals, grads):
     return (
         _with_floats(updates, _local(axis, grad_updates), lambda _: None),
         _with_floats(initial, grad_initial, lambda _: None),
+        grad_output,
     )
 
 
-exchange.defvjp(_exchange_forward, _exchange_backward)
+exchange_while.defvjp(_exchange_forward, _exchange_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -11,7 +11,7 @@ from jax.extend.core import Var, jaxprs_in_params
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
 from lsm_jax import ops
-from lsm_jax.parallel import AXES
+from lsm_jax.parallel import AXES, GATHERED
 from tests.parallel.test_sequence import ran
 
 CASES = (
@@ -92,13 +92,21 @@ def is_independent(body, name: str, other: str) -> bool:
     return not read & results
 
 
-def gradient_of(op: str, given: dict[str, tuple]) -> list:
-    """The bodies of the `jax.shard_map` of an op's forward and backward pass, for a row shared by four H200s."""
+def gradient_of(op: str, given: dict[str, tuple], *, remat: bool = False) -> list:
+    """The bodies of the `jax.shard_map` of an op's forward and backward pass, for a row shared by four H200s; with
+    `remat`, the op is rematerialized except for gathered updates.
+    """
     qkv = {name: jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.bfloat16) for name in "qkv"}
     more = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in given.items()}
 
+    def run(arrays):
+        return getattr(ops, op)(**arrays)[0]
+
+    if remat:
+        run = jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names(GATHERED))
+
     def loss(arrays):
-        return jnp.sum(jnp.sin(getattr(ops, op)(**arrays)[0].astype(jnp.float32)))
+        return jnp.sum(jnp.sin(run(arrays).astype(jnp.float32)))
 
     with use_abstract_mesh(H200S):
         return mapped_bodies(jax.make_jaxpr(jax.grad(loss))(qkv | more).jaxpr)
@@ -113,6 +121,12 @@ def test_the_kernel_does_not_wait_for_the_gather(decay):
         assert sum("all_gather" in primitives(x) for x in body.eqns) == 1
         assert is_independent(body, KERNEL, "all_gather")
         assert is_independent(body, "all_gather", KERNEL)
+
+
+def test_rematerialization_does_not_gather_again():
+    bodies = gradient_of("linear_memory", DECAYS["channel"], remat=True)
+    gathers = [sum("all_gather" in primitives(x) for x in body.eqns) for body in bodies]
+    assert sum(gathers) == 2, gathers
 
 
 def test_the_gather_of_a_delta_rule_waits_for_the_kernel():

@@ -32,7 +32,7 @@ from jaxtyping import Array
 from lsm_jax.ops.core.chunk_scans import per_chunk
 from lsm_jax.ops.core.segments import Tokens
 from lsm_jax.parallel import TOKENS
-from lsm_jax.parallel.sequence import exchange
+from lsm_jax.parallel.sequence import exchange, exchange_while
 
 _WITHOUT_HEADS = ("segment_id", "position", "count")
 
@@ -164,7 +164,7 @@ def resume(
         advance: (state, update) -> the state after it; a module-level function, since it is a key of the
             compiler's cache.
     """
-    entering, final = _exchange(axis, arguments["state"], update, advance)
+    entering, final = exchange(axis, advance, update, _initial(arguments["state"], update))
     output, _ = function(*static, **(arguments | {"state": entering}))
     return output, final
 
@@ -182,8 +182,8 @@ def resume_from_empty(
     result, so that the op and the gather may run at the same time.
 
     Two barriers fix the order, which XLA's scheduler would otherwise choose by memory: the update is computed
-    before the op runs, and the state is read after it. Their derivatives do the same in the backward pass: the
-    state's gradient is computed before the op's backward pass runs, and the update's gradient after it.
+    before the op runs, and the gathered updates are read after it. In the backward pass, the state's gradient is
+    computed before the op's backward pass runs, and the update's gradient is used after it.
 
     Args:
         axis, function, static, arguments, update, advance: as for `resume`.
@@ -193,13 +193,12 @@ def resume_from_empty(
     update, inputs = jax.lax.optimization_barrier((update, {n: arguments[n] for n in "qkv"}))
     empty = jax.tree.map(jnp.zeros_like, arguments["state"])
     output, _ = function(*static, **(arguments | inputs | {"state": empty}))
-    entering, final = _exchange(axis, arguments["state"], update, advance)
-    entering, output = jax.lax.optimization_barrier((entering, output))
+    initial = _initial(arguments["state"], update)
+    entering, final, output = exchange_while(axis, advance, update, initial, output)
     added = read(emptied_by(entering, update))
     return (output + added).astype(output.dtype), final
 
 
-def _exchange(axis: str, state: Any, update: Update, advance: Callable[[Any, Update], Any]) -> Any:
-    """The result of `exchange` for the initial `state`, in the dtypes of the update."""
-    initial = jax.tree.map(lambda x, y: x.astype(y.dtype), state, update.written)
-    return exchange(axis, advance, update, initial)
+def _initial(state: Any, update: Update) -> Any:
+    """The initial state in the dtypes of the update's."""
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), state, update.written)
