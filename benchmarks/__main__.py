@@ -29,6 +29,7 @@ def make_parser(benchmark: registry.Benchmark) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks {benchmark.name}", usage="%(prog)s [OPTIONS]",
         description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )  # fmt: skip
     module.add_arguments(parser)
     options.add_rows(parser, benchmark)

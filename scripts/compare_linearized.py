@@ -123,7 +123,7 @@ def matched_ranks(
         one, two = count(method, 1), count(method, 2)
         if one > parameters:
             raise ValueError(
-                f"parameters={parameters}: {method} trains {one} with adapters of rank 1; accepted are numbers from there"
+                f"parameters={parameters}: {method} trains {one} parameters with adapters of rank 1; accepted are {one} or more"
             )
         rank = max(1, round((parameters - one) / (two - one)) + 1)
         matched[method] = rank, one + (rank - 1) * (two - one)

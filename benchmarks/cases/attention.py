@@ -59,7 +59,7 @@ def split_sums(gates: np.ndarray) -> tuple[jax.Array, jax.Array]:
 
 
 def make_inputs(shape: str, bias: float) -> tuple[jax.Array, ...]:
-    """Return q, k, v, the gradient of the output, and the cumulative sums of log gates in two parts."""
+    """Return q, k, v, the gradient of the output, and the high and low float32 parts of the cumulative sums of the log gates."""
     batch, length, heads, dim = map(int, shape.split("x"))
     rng = np.random.default_rng(0)
     gates = -np.logaddexp(0, -(rng.normal(size=(batch, length, heads)) + bias))

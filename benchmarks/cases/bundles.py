@@ -80,7 +80,8 @@ def _kernels(jaxpr) -> Iterator[Any]:
 
 
 def count(op: str, chip: str, shape: str = SHAPE) -> dict[str, Any]:
-    """Return the `heads` of one program, and the bundles `forward` and `backward` for one head and 64 tokens.
+    """Return the number of heads of one program, and the numbers of bundles (TPU instruction words) of the forward and the backward
+    pass for one head and 64 tokens.
 
     Raises:
         RuntimeError: the op's forward or backward is not one kernel.

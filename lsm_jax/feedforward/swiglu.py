@@ -89,7 +89,7 @@ class SwiGLU(nnx.Module):
         contiguous: bool = False,
         state: None = None,
     ) -> tuple[jax.Array, None, dict[str, jax.Array]]:
-        """x [B, T, D] -> (y [B, T, D], None, no statistics)."""
+        """Return y [B, T, D] of x [B, T, D], None as the state, and no statistics."""
 
         @recomputed
         def down(gate, up):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import os
 import re
 import sys
@@ -87,8 +88,8 @@ def _problem(argv: list[str], workdir: bool) -> str | None:
     """
     values = {
         name.lstrip("-"): value if equals else following
-        for (name, equals, value), following in zip(
-            (a.partition("=") for a in argv[1:]), [*argv[2:], ""], strict=True
+        for (name, equals, value), following in itertools.zip_longest(
+            (a.partition("=") for a in argv[1:]), argv[2:], fillvalue=""
         )
         if name.startswith("-")
     }

@@ -38,7 +38,7 @@ FLOOR = -128.0  # e^-128 is 0 in float32
 
 
 class Chunk(NamedTuple):
-    """The operands of `read` and `write`.
+    """The arrays that `read` and `write` multiply.
 
     Attributes:
         scores: [C, C], P.
@@ -100,15 +100,18 @@ class Documents(NamedTuple):
 def chunk_forward(
     q, k, g, *, scale: float, documents: Documents | None = None, bonus=None
 ) -> Chunk:
-    """Compute the operands of one chunk.
+    """Compute the arrays that `read` and `write` multiply in one chunk.
 
     Args:
         q: [C, K], C a power of two.
         k: [C, K].
         g: [C, K] float32, at most 0.
         scale: multiplies q.
-        documents: None is one document.
-        bonus: [K]; a token then reads before it writes.
+        documents: which tokens belong to the same document; None is one document.
+        bonus: [K], multiplies the token's own product of query and key; a token then reads before it writes. None is no bonus.
+
+    Returns:
+        The scores P and the decayed queries, keys and memory, see `Chunk`.
     """
     size, exclusive = len(g), bonus is not None
     i, j = iota(size, size, 0), iota(size, size, 1)

@@ -120,7 +120,7 @@ def test_a_ring_of_several_rows_at_different_counts():
 
 @pytest.mark.slow
 def test_every_gradient_equals_xla():
-    """Of the tokens, and of the state's keys, values and sums of gates."""
+    """Gradients of the tokens, and of the state's keys, values and sums of gates, equal XLA's."""
     arrays = tokens_of(160)
     mask = jnp.asarray(np.random.default_rng(1).random((2, 90)) < 0.9)
     first = cut(arrays, 0, 90) | dict(update_mask=mask, implementation="xla")

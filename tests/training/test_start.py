@@ -141,6 +141,7 @@ def test_bad_data_raises_before_anything_is_compiled_or_written(tmp_path, monkey
     [
         (["--workdir=", "--config=configs/mqar.py"], "--workdir is missing; give the run's directory"),
         (["--workdir=x", "--config=none.py"], "--config=none.py: there is no file 'none.py'; accepted is FILE.py:VARIANT"),
+        ([], "--config is missing; accepted is FILE.py:VARIANT"),
         (["--workdir=x", "--config="], "--config is missing; accepted is FILE.py:VARIANT"),
         (["--workdir=x", "--config=configs/lm.py:"], "variant '': accepted is <method>-<size>"),
         (["--workdir=x", "--config=README.md"], "--config=README.md: 'README.md' is not a Python file"),

@@ -201,7 +201,9 @@ class _Program:
         plgpu.barrier_arrive(smem.pairs_stored)
 
     def pair_products(self, halving: Halving, rows, factor: float, to):
-        """Store factor rows uᵀ [C, C] on and below the diagonal and its transpose above; return the diagonal of rows xᵀ, [C]."""
+        """Store `factor * rows @ uᵀ` [C, C] in `to`, its upper triangle replaced by the transpose of the lower; return the diagonal
+        of `rows @ xᵀ`, [C].
+        """
         x = self.smem.missing
 
         def products(later, earlier):

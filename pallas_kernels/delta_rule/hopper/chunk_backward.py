@@ -68,12 +68,13 @@ class _PairGradients(NamedTuple):
     """Gradients through pairs of tokens of the chunk.
 
     Attributes:
-        read: A [C, C], left operand; its transpose is read from `_Smem.square`.
-        erase: E + Eᵀ [C, C], left operand.
-        beta_times_d_beta: [C], x · dv.
-        d_beta: [C], the terms of dbeta through pairs.
-        later: [C], per token, a term of the gradients of the log decays of the tokens up to and with it in
-            its document.
+        read: [C, C], the gradient A of the scores q kᵀ, as the left operand of a product; its transpose is read from
+            `_Smem.square`.
+        erase: [C, C], E + Eᵀ with E the gradient of the products k kᵀ, as the left operand of a product.
+        beta_times_d_beta: [C], the inner product of each token's solved value and its gradient.
+        d_beta: [C], the terms of the gradient of beta through pairs.
+        later: [C], for each token a term of the gradients of the log decays of all tokens from its document's
+            first to itself.
     """
 
     read: Any

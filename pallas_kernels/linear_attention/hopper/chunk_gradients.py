@@ -31,14 +31,14 @@ class Call(NamedTuple):
     """Sizes and options of one call.
 
     Attributes:
-        shapes: of the inputs, by name.
+        shapes: shapes of the inputs, by name.
         heads: number of heads of the output, h.
-        count: chunks of a row, N.
-        depth: K.
-        width: V, of one piece.
-        pieces: of each head's values.
-        groups: warpgroups of a thread block.
-        blocks: thread blocks of a chunk and head.
+        count: number of chunks of a row, N.
+        depth: K, number of key channels.
+        width: number of value channels of one slice.
+        pieces: number of slices of each head's values.
+        groups: number of warpgroups of a thread block.
+        blocks: number of thread blocks of a chunk and head.
         scale: multiplies q.
         exact: whether the gradient of q is float32.
         interpret: parameters of the interpreter, or False.
