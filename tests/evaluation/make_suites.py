@@ -124,7 +124,8 @@ def make_commonsense_of_mom_and_fox(folder: Path) -> None:
         [{"page": filler(rng, 8)}],
     )
     texts = [{"text": filler(rng, 3).removesuffix(".")} for _ in range(2)]
-    write_rows(folder / "cimec/lambada/test.jsonl", texts)
+    for split in ("validation", "test"):
+        write_rows(folder / f"cimec/lambada/{split}.jsonl", texts)
     write_rows(folder / "EleutherAI/lambada_openai/default/test.jsonl", texts)
     copa = {
         "premise": "The lamp went out.",
