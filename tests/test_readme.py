@@ -154,6 +154,16 @@ def code_words(page: Path) -> set[str]:
     return {word for code in re.findall(r"`([^`\n]+)`", prose(page)) for word in code.split()}
 
 
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/papers/*.md")), ids=lambda page: page.name)
+def test_the_variants_of_a_papers_page_exist(page):
+    variants = {word for word in code_words(page) if re.match(r"configs/\w+\.py:\w", word)}
+    assert len(variants) > 5
+    for word in variants:
+        file, _, variant = re.sub(r",source=[^,]+", "", word).partition(":")
+        if "VARIANT" not in variant:
+            importlib.import_module(f"configs.{Path(file).stem}").get_config(variant)
+
+
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
 def test_files_and_names_exist(page):
     wrong = []

@@ -116,6 +116,44 @@ def make_commonsense(folder: Path) -> None:
         write_rows(folder / f"allenai/ai2_arc/{config}/test.jsonl", [arc] * 2)
 
 
+def make_commonsense_of_mom_and_fox(folder: Path) -> None:
+    """The data sets that commonsense_mom and commonsense_fox add to those of commonsense."""
+    rng = random.Random(4)
+    write_rows(
+        folder / "EleutherAI/wikitext_document_level/wikitext-2-raw-v1/test.jsonl",
+        [{"page": filler(rng, 8)}],
+    )
+    texts = [{"text": filler(rng, 3).removesuffix(".")} for _ in range(2)]
+    for split in ("validation", "test"):
+        write_rows(folder / f"cimec/lambada/{split}.jsonl", texts)
+    write_rows(folder / "EleutherAI/lambada_openai/default/test.jsonl", texts)
+    copa = {
+        "premise": "The lamp went out.",
+        "choice1": "Its oil was used up.",
+        "choice2": "It was morning.",
+        "question": "cause",
+        "label": 0,
+    }
+    write_rows(folder / "aps/super_glue/copa/validation.jsonl", [copa] * 2)
+    boolq = {"passage": "Iron is a metal.", "question": "is iron a metal", "label": 1}
+    write_rows(folder / "aps/super_glue/boolq/validation.jsonl", [boolq] * 2)
+    openbookqa = {
+        "question_stem": "A metal is",
+        "choices": {"text": ["iron", "wood", "glass", "wool"], "label": ["A", "B", "C", "D"]},
+        "answerKey": "A",
+    }
+    write_rows(folder / "allenai/openbookqa/main/test.jsonl", [openbookqa] * 2)
+    sciq = {
+        "support": "Iron is a metal.",
+        "question": "What is iron?",
+        "distractor1": "wood",
+        "distractor2": "glass",
+        "distractor3": "wool",
+        "correct_answer": "a metal",
+    }
+    write_rows(folder / "allenai/sciq/test.jsonl", [sciq] * 2)
+
+
 def make_mmlu(folder: Path) -> None:
     for subject in SUBJECTS:
         rows = [
@@ -191,7 +229,15 @@ def make_questions(folder: Path) -> None:
 
 
 def make_suites(folder: Path) -> Path:
-    makers = (make_recall, make_commonsense, make_mmlu, make_longbench, make_essays, make_questions)
+    makers = (
+        make_recall,
+        make_commonsense,
+        make_commonsense_of_mom_and_fox,
+        make_mmlu,
+        make_longbench,
+        make_essays,
+        make_questions,
+    )
     for make in makers:
         make(folder)
     return folder

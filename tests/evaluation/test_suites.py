@@ -325,6 +325,16 @@ def test_commonsense_is_zero_shot_with_the_papers_metrics(run, data):
     assert re.search(rf"commonsense .* average .*{average:.4f}", console.file.getvalue())
 
 
+@pytest.mark.parametrize(("suite", "count"), [("commonsense_mom", 6), ("commonsense_fox", 10)])
+def test_commonsense_of_mom_and_fox_runs_offline(run, data, suite, count):
+    results = harness(run, data, suite, max_length=200)
+    assert "word_perplexity,none" in results["results"]["wikitext"]
+    accuracies = suites.SUITES[suite].averages["average"]
+    values = [results["results"][task][f"{metric},none"] for task, metric in accuracies.items()]
+    assert len(values) == count
+    assert results["averages"][suite]["average"] == pytest.approx(np.mean(values))
+
+
 def test_mmlu_is_five_shot_and_joins_commonsense(run, data):
     results = harness(run, data, "commonsense_mmlu", max_length=400, log_samples=True)
     assert results["num_fewshot"]["mmlu_anatomy"] == 5 and results["num_fewshot"]["piqa"] == 0
