@@ -46,8 +46,8 @@ class Place(NamedTuple):
 
 
 def place_of(index, heads: int, count: int) -> Place:
-    """Return the chunk of one head that thread block `index` computes, as a `Place`. The indices count the rows, each of which has `count`
-    chunks, each with `heads` heads; heads change fastest.
+    """Return the chunk of one head that program `index` computes, as a `Place`. Programs count all rows of the batch, the `count` chunks
+    of each row and the `heads` heads of each chunk; heads change fastest.
     """
     h, n = lax.rem(index, heads), lax.rem(lax.div(index, heads), count)
     return Place(lax.div(index, heads * count), h, heads, n, pl.ds(n * CHUNK, CHUNK))

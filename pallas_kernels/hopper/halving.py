@@ -193,8 +193,8 @@ class Halving:
         return sums, (of_all[0] >= -RANGE).astype(jnp.int32)
 
     def pairs_in_range(self):
-        """Return whether both tokens of each pair are in range, [64, 64], from what `check_range` stored. It depends on no token after the
-        two.
+        """Return, for each pair of tokens, whether both are in range, [64, 64]: whether `AllPairs` computes them without overflow or
+        underflow, by what `check_range` stored. It depends on no token after the two.
         """
         of_row = wg.spread_rows(wg.load_rows(self._lowest.at[0]), SQUARE)
         of_column = plgpu.load(self._lowest.at[0], layout=wg.LAYOUT.reduce(0))
@@ -284,7 +284,7 @@ class Level:
 
 class AllPairs:
     """All pairs of a chunk's tokens as a single step of the computation of its scores, with the methods of `Level`; valid for tokens in
-    range.
+    range, whose factors neither overflow nor underflow.
 
     In a tile of pairs, the row's token is the later one if `transposed` is 0, and the earlier one if it is 1. A pair's decay is the decay
     since the chunk's start of the later token, times the inverse of that of the earlier token. Both factors are multiplied by 2^(RANGE /
