@@ -251,9 +251,9 @@ class Halving:
 class Level:
     """One step of the computation of a chunk's scores: the pairs of tokens in two neighbouring blocks of 2^level tokens.
 
-    `Level` and `AllPairs` are steps with the same methods. Scores are the sum over steps of `step.mask(rows columnsᵀ)`. The gradient of
-    the rows of a step is `factor * (step.mask(weights) columns)`, of which the fraction `later` belongs to the operand of later rows, and
-    the rest to that of earlier rows.
+    `Level` and `AllPairs` are steps with the same methods. Scores are the sum over steps of `step.mask(rows columnsᵀ)`. With `weights`
+    [64, 64] the symmetric gradient of the scores, the gradient of the rows of a step is `factor * (step.mask(weights) columns)`, of which
+    the fraction `later` belongs to the operand of later tokens, and the rest to that of earlier tokens.
     """
 
     def __init__(self, halving: Halving, level):
@@ -311,15 +311,15 @@ class AllPairs:
 
     @property
     def factor(self):
-        """The decay factors [64, 64] of the tokens that are the rows of the pairs: since the chunk's start, or the inverse if they are the
-        earlier tokens.
+        """The decay factors [64, 64] of the tokens that are the rows in tiles of pairs: the decay since the chunk's start, or its inverse
+        if they are the earlier tokens.
         """
         return self._decay(self._sign, 1.0 - self.later)
 
     @property
     def columns_factor(self):
-        """The decay factors [64, 64] of the tokens that are the columns of the pairs: the inverse since the chunk's start, or the decay
-        itself if they are the later tokens.
+        """The decay factors [64, 64] of the tokens that are the columns in tiles of pairs: the inverse of the decay since the chunk's
+        start, or the decay itself if they are the later tokens.
         """
         return self._decay(-self._sign, self.later)
 
@@ -344,11 +344,11 @@ class AllPairs:
         return _select(of_later, of_earlier, 1.0 - self.later) * self.columns_factor
 
     def _decay(self, sign, fraction):
-        """Return each token's decay since the chunk's start, or its inverse if `sign` is -1, times 2^(±RANGE / 2), [64, 64]; finite for
-        tokens out of range.
+        """Return each token's decay since the chunk's start, or its inverse if `sign` is -1, times 2^(±RANGE / 2), [64, 64]; finite even
+        for tokens whose decay is too strong for this method.
 
-        `fraction` is the fraction of the token's own log decay that is included if tokens read before they write, see
-        `Halving.sums_to_write`.
+        If tokens read before they write, `fraction` (0 to 1) of the token's own log decay is included: 0 is the decay up to its read, 1 up
+        to its write.
         """
         sums = self._halving.sums_from_start() if self._sums is None else self._sums
         sums = self._halving.sums_to_write(sums, fraction) + RANGE / 2

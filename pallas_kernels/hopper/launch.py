@@ -1,4 +1,4 @@
-"""Launch a Mosaic GPU kernel with named inputs, outputs and buffers in shared memory."""
+"""Functions that run a Mosaic GPU kernel with inputs, outputs and buffers in shared memory that have names instead of positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Rows of tokens as Hopper's kernels require them: documents, several memories per row, parts of long rows, heads that share an input."""
+"""Functions that prepare rows of tokens for Hopper's kernels: document boundaries, several memories per row, parts of long rows, and heads
+that share an input.
+"""
 
 from __future__ import annotations
 

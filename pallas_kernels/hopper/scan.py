@@ -31,8 +31,8 @@ _TOKEN_ROWS = ("beta", "read_decay", "write_decay")  # what the input `rows` con
 
 
 def zip_with_keys(S, others=None):
-    """Return a list of pairs for the tiles of a memory S [64, K], which is a list of tiles [64, size]: the slice of the key channels that
-    a tile has, and the tile itself, or the one at its place in `others` if given.
+    """Return, for each tile [64, size] of a memory S [64, K] that is divided along its key channels, the pair of the slice of these
+    channels and the tile. With `others`, pair each slice with an item of that list instead.
     """
     keys = (pl.ds(n * x.shape[1], x.shape[1]) for n, x in enumerate(S))
     return list(zip(keys, S if others is None else others, strict=False))
@@ -280,7 +280,9 @@ class _Warpgroup(NamedTuple):
         return self.step(chunk, S, left, copies.operands, copies.save_memory, copies.store_outputs)
 
     def store_checkpoint(self, n, S) -> None:
-        """Store the memory S before chunk n of the row in the output of checkpointed memories, if one of these is due at chunk n."""
+        """Store the memory S before chunk n of the row in the output of checkpointed memories, if one of the equal parts between
+        checkpoints begins at chunk n.
+        """
         call, at = self.call, self.at
         if call.checkpoints == 1:
             return

@@ -27,7 +27,7 @@ def unit_inverse(strict, apart, right, left, interpret: Any):
     """
 
     def product(b, *lefts):
-        """Return the sum of the matrix products a b over the tiles a of `lefts`, [64, 64], with operands rounded to bfloat16."""
+        """Return the sum of the matrix products a b, [64, 64] float32, over the tiles a of `lefts`, with a and b rounded to bfloat16."""
         right[...] = b.astype(_BF16)
         lefts = [wg.as_left(a, left and left[n], interpret) for n, a in enumerate(lefts)]
         plgpu.commit_smem()

@@ -1,6 +1,7 @@
 """The mathematics of one chunk of linear attention whose decay has a value for every key channel, on two-dimensional tiles.
 
-With g [C, K] the log decay of a chunk and b its inclusive sums, each memory does
+With g [C, K] the log decay of a chunk, b its inclusive sums, S the memory before the chunk and S' that after it, O the output and P the
+decayed scores, each memory does
 
     O = P v + scale (q e^b) S,    S' = e^(b_C) S + (k e^(b_C - b))ᵀ v,    P_ij = scale Σ_c q_ic k_jc e^(b_i - b_j)_c,  j <= i
 

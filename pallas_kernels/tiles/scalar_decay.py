@@ -219,10 +219,11 @@ def write(k, v, memory, chunk: Chunk, heads: Heads) -> jax.Array:
 def read_backward(
     q, k, v, d_out, memory, scales, chunk: Chunk, heads: Heads, *, decays: bool
 ) -> ReadGradient:
-    """Return the gradients of the inputs of `read`, given the gradient of a chunk's output, `d_out` [C, n * V].
+    """Return the gradients of a chunk's queries, keys, values and of the memory before it that its output causes, given the output's
+    gradient, `d_out` [C, n * V], for the n memories of a tile.
 
-    If `decays`, they include the terms of the log decay's gradient. `scales` (the weights of each memory's scores) and `memory` (before
-    the chunk) are those of `read`.
+    If `decays`, they include terms of the log decay's gradient. `scales` is a list with `weights` for each memory, and `memory` is the
+    memory before the chunk, in q's dtype.
     """
     dq, dv, pairs, columns, rows = [], [], [], [], []
     scores = None
@@ -263,9 +264,10 @@ def read_backward(
 def write_backward(
     k, v, memory, d_memory, chunk: Chunk, heads: Heads, *, decays: bool
 ) -> WriteGradient:
-    """Return the gradients of the inputs of `write`, given `d_memory`, the gradient (float32) of the memory after a chunk.
+    """Return the gradients of a chunk's keys, values and of the memory before it that the memory after it causes, given that memory's
+    gradient, `d_memory` (float32), for the n memories of a tile.
 
-    If `decays`, they include the terms of the log decay's gradient. `memory` is the memory before the chunk, in k's dtype.
+    If `decays`, they include terms of the log decay's gradient. `memory` is the memory before the chunk, in k's dtype.
     """
     narrow = d_memory.astype(k.dtype)
     dv = dot(k, narrow)
@@ -394,8 +396,8 @@ def _spread(x, heads: Heads, width: int):
 
 
 def _leaving(v, chunk: Chunk, heads: Heads):
-    """Return a chunk's values times their decay up to the chunk's end, e^(b_C - b) ⊙ v [C, n * V] in v's dtype, as the next memory adds
-    them.
+    """Return a chunk's values [C, n * V], in their dtype, times the decay from each token to the chunk's end: what the memory after the
+    chunk adds with the keys.
     """
     if chunk.write_decay is None:
         return v
@@ -404,7 +406,9 @@ def _leaving(v, chunk: Chunk, heads: Heads):
 
 
 def _decay(memory, chunk: Chunk, heads: Heads):
-    """Return the memory (or its gradient) times its decay over the whole chunk, e^b_C S."""
+    """Return the memory before a chunk (or the gradient of the memory after it) times its decay over the whole chunk, e^b_C; without a
+    decay, unchanged.
+    """
     if chunk.chunk_decay is None:
         return memory
     return memory * _spread(chunk.chunk_decay, heads, memory.shape[1])

@@ -213,9 +213,8 @@ def decay_gradient(
 
 
 def _select_level(half: int, x, finer):
-    """Combine two matrices [C, C] of scores of a chunk's pairs of tokens: x where the row's token is in the later and the column's in the
-    earlier one of two neighbouring blocks of `half` tokens (of the same or of other two), and elsewhere `finer`, the scores from smaller
-    blocks.
+    """Combine two matrices [C, C] of scores of a chunk's pairs of tokens: x in the rows of tokens in later blocks and the columns of
+    tokens in earlier blocks, with blocks of `half` tokens, and elsewhere `finer`, the scores from smaller blocks.
     """
     selected = jnp.where(iota(1, len(x), 1) & half == 0, x, finer)
     return _where_later(half, selected, finer)

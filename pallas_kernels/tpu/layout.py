@@ -174,8 +174,8 @@ class Layout:
         return x.reshape(*x.shape[:2], -1, size) if x.ndim == 3 else jnp.moveaxis(x, 1, 2)
 
     def gradient(self, x, like):
-        """Return the gradient of the input `like` [B, T, heads, D], in its shape and dtype, from a kernel's gradient x for all heads of
-        the output: summed over those that share a head of `like`.
+        """Return the gradient of an input, in its shape and dtype, from a kernel's gradient x for all heads of the output: summed over the
+        heads of the output that share a head of the input. `like` [B, T, heads, D] is that input.
         """
         terms = self.from_tokens(x, like.shape[3])
         return row_layout.sum_heads(terms, like.shape[2], axis=2).astype(like.dtype)
@@ -188,15 +188,15 @@ class Layout:
         return jnp.moveaxis(row_layout.sum_heads(x, heads, axis=1), 1, 2)
 
     def gradient_tokens(self, like):
-        """Return the layout of a kernel's gradient of the input `like` [B, T, *, D], with all heads of the output; float32 if `like` has
-        fewer heads, so that several will be summed.
+        """Return the layout (an array's shape and the `BlockSpec` of a program's block) of a kernel's gradient of the input `like` [B, T,
+        *, D], with all heads of the output; float32 if `like` has fewer heads, so that several will be summed.
         """
         dtype = like.dtype if like.shape[2] == self.heads else _F32
         return self.tokens(self.heads, like.shape[3], dtype)
 
     def tokens(self, heads: int, size: int, dtype):
-        """Return the layout of an array [B, T, heads, D] of tokens, with D = `size` channels; several heads of the output may share one of
-        its heads.
+        """Return the layout (an array's shape and the `BlockSpec` of a program's block) of an array [B, T, heads, D] of tokens, with D =
+        `size` channels; several heads of the output may share one of its heads.
         """
         block = max(self.block * heads // self.heads, 1)
         at = lambda h: lax.div(h * self.block * heads, self.heads * block)  # noqa: E731
@@ -213,29 +213,32 @@ class Layout:
         return jax.ShapeDtypeStruct(shape, dtype), spec
 
     def padded(self, x):
-        """Divide the heads of x [*, heads, D] by program, and pad those of each program with zeros to 8: [*, programs, 8, D]."""
+        """Return x [*, heads, D], of one number for each head and token or channel, in the shape that the kernels require, [*, programs,
+        8, D]: the heads of each program, padded with zeros to 8.
+        """
         x = x.reshape(*x.shape[:-2], -1, self.block, x.shape[-1])
         return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, 8 - self.block), (0, 0)])
 
     def rows(self):
-        """Return the layout of a float32 array with one number for each token and head, [B, programs, 8, T]; a program's heads are padded
-        to 8.
+        """Return the layout (an array's shape and the `BlockSpec` of a program's block) of a float32 array with one number for each token
+        and head, [B, programs, 8, T]; the heads of one program are padded to 8.
         """
         spec = pl.BlockSpec((None, None, 8, self.chunk), lambda b, h, n, *_: (b, h, 0, self._at(n)))
         shape = (self.batch, self.heads // self.block, 8, self.length)
         return jax.ShapeDtypeStruct(shape, _F32), spec
 
     def channels(self, size: int):
-        """Return the layout of a float32 array with one number for each channel and head in each row of the batch, [B, programs, 8, D],
-        with D = `size`; a program's heads are padded to 8.
+        """Return the layout (an array's shape and the `BlockSpec` of a program's block) of a float32 array with one number for each
+        channel and head in each row of the batch, [B, programs, 8, D], with D = `size`; the heads of one program are padded to 8.
         """
         spec = pl.BlockSpec((None, None, 8, size), lambda b, h, n, *_: (b, h, 0, 0))
         shape = (self.batch, self.heads // self.block, 8, size)
         return jax.ShapeDtypeStruct(shape, _F32), spec
 
     def memories(self):
-        """Return the layout of the first or last memories (or their gradients), [B * S, heads, *matrix] float32, of which a program's
-        block belongs to the memory that its chunk updates.
+        """Return the layout (an array's shape and the `BlockSpec` of a program's block) of the memories before or after all chunks (or
+        their gradients), [B * S, heads, *matrix] float32. A program's block is of the memory that its chunk updates, of shape `matrix`,
+        which is (K, V), or (V, K) if memories are transposed.
         """
         count = self.length // self.chunk
         index = lambda b, n, slots: row_layout.memory_of(b, self._at(n), slots, self.runs, count)  # noqa: E731
@@ -247,7 +250,7 @@ class Layout:
 
     def as_memories(self, memory, *, first: bool = False):
         """Return memories [B * S, G, K, V] in the shape that the kernels require, [B * S, heads, *matrix] float32: repeated for heads that
-        share one, and transposed if a memory is [V, K].
+        share one, and transposed if `matrix`, a memory's shape, is (V, K).
 
         If `first`, a memory that several heads have is 0 for all but the first of them, so that a gradient is counted once.
         """
@@ -258,11 +261,16 @@ class Layout:
         return jnp.swapaxes(memory, 2, 3) if self.transposed else memory
 
     def from_memories(self, memory):
-        """Return a kernel's memories [B * S, heads, *matrix] as [B * S, heads, K, V]: transposed if the kernel's are [V, K]."""
+        """Return a kernel's memories [B * S, heads, *matrix] as [B * S, heads, K, V]: transposed if `matrix`, a memory's shape in the
+        kernel, is (V, K).
+        """
         return jnp.swapaxes(memory, 2, 3) if self.transposed else memory
 
     def states(self):
-        """Return the layout of the saved memories, one before each of N chunks, [B, heads, N, *matrix], in the dtype of the output."""
+        """Return the layout (an array's shape and the `BlockSpec` of a program's block) of the saved memories, one before each of N
+        chunks, [B, heads, N, *matrix], in the dtype of the output; `matrix` is a memory's shape, which is (K, V), or (V, K) if memories
+        are transposed.
+        """
         spec = pl.BlockSpec(
             (None, self.block, None, *self.matrix), lambda b, h, n, *_: (b, h, self._at(n), 0, 0)
         )
@@ -270,7 +278,9 @@ class Layout:
         return jax.ShapeDtypeStruct(shape, self.dtype), spec
 
     def squares(self):
-        """Return the layout of a matrix [C, C] for each chunk and head, such as the inverse of its triangular system: [B, heads, T, C]."""
+        """Return the layout (an array's shape and the `BlockSpec` of a program's block) of an array [B, heads, T, C] with a matrix [C, C]
+        for each chunk and head, such as the inverse of a chunk's triangular system.
+        """
         spec = pl.BlockSpec(
             (None, self.block, self.chunk, self.chunk), lambda b, h, n, *_: (b, h, self._at(n), 0)
         )

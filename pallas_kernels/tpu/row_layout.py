@@ -1,4 +1,6 @@
-"""Rows of tokens as the TPU kernels require them: documents, several memories per row, heads that share a memory."""
+"""Functions that prepare rows of tokens for the TPU kernels: document boundaries, the memory that each chunk updates, and heads that share
+a memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inverses of the triangular systems that delta rules solve in each chunk, on TPU."""
+"""Inverses of the triangular systems that delta rules solve in each chunk, on TPU, and the residuals of these rules' kernels."""
 
 from __future__ import annotations
 
