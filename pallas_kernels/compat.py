@@ -95,7 +95,9 @@ def gpu_interpreter() -> Any:
 
 
 def races_found() -> bool:
-    """Return whether the last kernel that ran in the interpreter of `gpu_interpreter` had a race."""
+    """Return whether the interpreter of `gpu_interpreter` found a race in the last Mosaic GPU kernel that it ran: threads that use memory
+    without waiting for each other.
+    """
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
     return interpret_pallas_call.get_races().races_found

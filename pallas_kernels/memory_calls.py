@@ -191,7 +191,7 @@ def in_bfloat16(*names: str) -> Requirement:
 
 
 def key_dims(*sizes: int) -> Requirement:
-    """Return the requirement of a kernel that K, the number of key channels, is one of `sizes`."""
+    """Return the requirement of a kernel that K, the number of key channels of a head, is one of the numbers `sizes`."""
     listed = f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]}"
     return Requirement(
         f"K of {listed}", lambda call: call.q.shape[3] in sizes, lambda call: str(call.q.shape[3])
@@ -199,7 +199,7 @@ def key_dims(*sizes: int) -> Requirement:
 
 
 def value_dims(*sizes: int) -> Requirement:
-    """Return the requirement of a kernel that V, the number of value channels, is one of `sizes`."""
+    """Return the requirement of a kernel that V, the number of value channels of a head, is one of the numbers `sizes`."""
     listed = f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]}"
     return Requirement(
         f"V of {listed}", lambda call: call.v.shape[3] in sizes, lambda call: str(call.v.shape[3])
@@ -224,7 +224,7 @@ VALUES_IN_SLICES = Requirement(
 
 
 def _decay(call: MemoryCall) -> Any:
-    """Return the log decay of a call: per value channel if it has one, else `log_decay`."""
+    """Return the log decay that a call of an op has: the one per value channel (`value_log_decay`) if it has that, else `log_decay`."""
     return call.log_decay if call.value_log_decay is None else call.value_log_decay
 
 
@@ -248,7 +248,7 @@ def _tpu_dtypes(call: MemoryCall) -> set[str]:
 
 
 def _small_multiple(size: int) -> bool:
-    """Return whether the TPU kernels support `size` key or value channels: a multiple of 8, at most 256."""
+    """Return whether the TPU kernels support heads of `size` key or value channels: a positive multiple of 8, at most 256."""
     return size % 8 == 0 and 0 < size <= 256
 
 

@@ -1,4 +1,4 @@
-"""The requirements of a kernel as data: one text for errors, for `ops.choices()` and for the documentation."""
+"""The requirements of a kernel as data, so that error messages, `ops.choices()` and the documentation have one text for each."""
 
 from __future__ import annotations
 

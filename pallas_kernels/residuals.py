@@ -1,4 +1,4 @@
-"""Names for the residuals of kernels, so that a rematerialization policy can save them."""
+"""Functions that name the residuals of kernels, so that a rematerialization policy can save them instead of running a kernel again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 KEPT = "kernel_residuals"
-"""The name of all residuals of kernels for `jax.checkpoint`: `jax.checkpoint_policies.save_only_these_names(KEPT)` runs no forward kernel again in the backward pass."""
+"""The name of all residuals of kernels for `jax.checkpoint`: with `jax.checkpoint_policies.save_only_these_names(KEPT)` the backward pass
+runs no forward kernel again."""
 
 
 def name_residuals(tree: Any) -> Any:

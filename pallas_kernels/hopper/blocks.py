@@ -82,18 +82,18 @@ class Block:
         return self.head_tokens(name, self.columns)
 
     def log_decay(self):
-        """Load the log decay of this chunk's tokens in these 64 key channels, [C, 64], into registers."""
+        """Load the log decays [C, 64] of this chunk's tokens, in the 64 key channels that the warpgroup computes, into registers."""
         return wg.load_global(self.keys("g"))
 
     def mask_documents(self, mask):
-        """Return `mask` [C, C], which pairs of this chunk's tokens count, with False for two tokens of different documents."""
+        """Return a mask [C, C] of pairs of this chunk's tokens, such as i >= j, with False also for two tokens of different documents."""
         if "run" not in self.refs:
             return mask
         return mask & same_document(self.refs["run"].at[self.place.row, self.place.tokens])
 
     def mask_rows(self, x, name: str):
-        """Return x [C, 64] with 0 in the rows of some tokens: those for which the field `name` of `Documents`, "enters" or "stays", is 0.
-        If there is one document, return x.
+        """Return x [C, 64] with 0 in the rows of the tokens for which the field `name` of `Documents` is 0: tokens of other documents than
+        that of the last token before the chunk ("enters"), or of the chunk's last token ("stays"). If there is one document, return x.
         """
         if "run" not in self.refs:
             return x

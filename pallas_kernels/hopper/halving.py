@@ -148,7 +148,7 @@ class Halving:
         return jnp.exp2(self.sums((self.j >= first) & (self.j <= last), fixed=False))
 
     def _load_split(self):
-        """Load the float32 tile [64, 64] that `split` stored last, as the sum of its two bfloat16 tiles."""
+        """Load a float32 tile [64, 64] from the two bfloat16 tiles in shared memory into which `split` divided it last: their sum."""
         return load(self._parts[0]).astype(_F32) + load(self._parts[1]).astype(_F32)
 
     def sums_from_start(self):
@@ -356,7 +356,9 @@ class AllPairs:
 
 
 def _select(x, y, first):
-    """Return, in float32, the tile x if `first` is 1, and the tile y if it is 0; `first` is a number or a scalar in registers."""
+    """Return one of two tiles in float32: x if `first` is 1, y if it is 0. `first` is a Python number, or a scalar in registers that the
+    kernel knows only as it runs.
+    """
     if isinstance(first, float):
         return (x if first else y).astype(_F32)
     first = first.astype(x.dtype)

@@ -68,8 +68,8 @@ def scan(
             `operands(S)`: yields lists of (keys, left operand), as many as shared memory has buffers for, and whether they are the last.
             `save_memory(S)`: called once the products of the last operands have begun.
             `store_outputs(*values)`: stores the outputs [64 value channels, C], transposed.
-        arrays: the inputs by name, with N chunks in a row and n numbers per token in `rows`; None is left out: q, k, a, v and written [B, T, *, D], chunk_decay [B, heads, N * K],
-            rows [B, heads, T * n], and any others [B, heads, T, C].
+        arrays: the inputs by name; None is left out: q, k, a, v and written [B, T, *, D], chunk_decay [B, heads, N * K] (the decays of the
+            N chunks of a row), rows [B, heads, T * n] (n numbers per token), and any others [B, heads, T, C].
         initial: [B * S, heads * parts, K, V] float32; None is 0, or the identity if there is no v.
         depth: K, the number of key channels.
         tokens: shape and dtype of an output, [B, T, heads, V].

@@ -54,18 +54,20 @@ class Call(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of key channels in each of the tiles into which a warpgroup's memory S [64, K] is divided: 64, or all K."""
+        """The number of key channels in each of the tiles into which the scan divides a warpgroup's memory [64 value channels, K]: 64, or
+        all K.
+        """
         return BLOCK if self.in_smem else self.depth
 
     @property
     def pieces(self) -> int:
-        """The number of tiles along the key channels into which a warpgroup's memory S [64, K] is divided."""
+        """The number of tiles, along the key channels, into which the scan divides a warpgroup's memory [64 value channels, K]."""
         return self.depth // self.size
 
     @property
     def row_count(self) -> int:
-        """The number of values per token in the input `rows`, which has beta and, with a decay per token, its factors; 0 without that
-        input.
+        """The number of values per token in the input `rows` [B, heads, T * n]: n, of beta and the two decays of reads and writes; 0
+        without that input.
         """
         return self.shapes["rows"][2] // self.length if "rows" in self.shapes else 0
 

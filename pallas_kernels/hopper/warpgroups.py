@@ -27,12 +27,12 @@ def load_rows(ref):
 
 
 def spread_rows(x, shape):
-    """Return a tile of `shape` in registers each row of which has one value: x has one for each row."""
+    """Return a tile of `shape` in registers from a vector x with one value for each row, which all columns of that row get."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
 def spread_columns(x, shape):
-    """Return a tile of `shape` in registers each column of which has one value: x has one for each column."""
+    """Return a tile of `shape` in registers from a vector x with one value for each column, which all rows of that column get."""
     return lax.broadcast_in_dim(x, shape, [1])
 
 
@@ -106,7 +106,9 @@ class Accumulator:
     """
 
     def __init__(self, ref, start=None):
-        """Bind a reference to zeros and the tile `start`, which `read` adds; or a reference to the initial tile itself and None."""
+        """Bind the tile to which products are added: `ref` is a reference to zeros and `start` an initial tile, which `read` adds; or
+        `ref` is a reference to the initial tile itself and `start` is None.
+        """
         self.ref, self._start = ref, start
 
     def read(self, pending: int | None = 0):

@@ -165,12 +165,14 @@ def factor(g, half: int, later=None, exclusive: bool = False):
 
 
 def read(chunk: Chunk, v, memory):
-    """Return the output of a chunk [C, V], from its values v [C, V] and the memory before it [K, V]."""
+    """Return the output of a chunk's tokens [C, V]: what they read of each other's values v [C, V] and of the memory before the chunk [K,
+    V].
+    """
     return dot(chunk.scores, v) + dot(chunk.read, memory)
 
 
 def write(chunk: Chunk, v, memory):
-    """Return the memory after a chunk [K, V], from its values v [C, V] and the memory before it."""
+    """Return the memory after a chunk [K, V]: the memory before it, decayed, plus the writes of the chunk's values v [C, V]."""
     return chunk.chunk_decay[:, None] * memory + dot(chunk.written, v, "tn")
 
 

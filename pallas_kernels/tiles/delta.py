@@ -176,6 +176,8 @@ def chunk_backward(q, k, beta, missing, d_out, dv, memory, d_memory, chunk: Chun
 
 
 def _indices(size: int) -> tuple[jax.Array, jax.Array]:
-    """Return two tiles [size, size] int32: each entry's row index, and its column index."""
+    """Return two tiles [size, size] int32, for masks over pairs of tokens: the row index of each entry, and the column index of each
+    entry.
+    """
     i = jax.lax.broadcasted_iota(jnp.int32, (size, size), 0)
     return i, i.T

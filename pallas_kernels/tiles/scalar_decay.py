@@ -342,7 +342,7 @@ def unfold(memory: jax.Array, heads: Heads) -> jax.Array:
 
 
 def iota(rows: int, columns: int, axis: int) -> jax.Array:
-    """Return a tile [rows, columns] int32 of each entry's row index (`axis` 0) or column index (`axis` 1)."""
+    """Return a tile [rows, columns] int32 in which each entry is its row index (`axis` 0) or its column index (`axis` 1)."""
     return lax.broadcasted_iota(jnp.int32, (rows, columns), axis)
 
 
@@ -355,7 +355,9 @@ def _only(x, index: int, count: int):
 
 
 def _row_sums(a, b):
-    """Return, for each row of two tiles a and b, the sum of its entries in both, [*, 1]."""
+    """Return the sums of the entries of each row of two tiles a and b together, [rows, 1]; the tiles may have different numbers of
+    columns.
+    """
     if a.shape == b.shape:  # one reduction in place of two
         return jnp.sum(a + b, axis=1, keepdims=True)
     return jnp.sum(a, axis=1, keepdims=True) + jnp.sum(b, axis=1, keepdims=True)

@@ -221,7 +221,9 @@ def _select_level(half: int, x, finer):
 
 
 def _exchanged(x, half: int):
-    """Return x [C, D] with neighbouring blocks of `half` rows exchanged: row i of the result is x's row i ^ half."""
+    """Return a tile x [C, D], with a row for each token, in which neighbouring blocks of `half` rows have exchanged places: row i of the
+    result is x's row i ^ half.
+    """
     size, width = x.shape
     if half >= _SUBLANES:
         blocks = [x[n * half : (n + 1) * half] for n in range(size // half)]

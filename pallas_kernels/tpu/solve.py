@@ -99,5 +99,7 @@ def _invert_blocks(systems: list[jax.Array]) -> list[jax.Array]:
 
 
 def indices(size: int):
-    """Return two tiles [size, size] int32: each entry's row index, and its column index."""
+    """Return two tiles [size, size] int32, for masks over pairs of tokens: the row index of each entry, and the column index of each
+    entry.
+    """
     return (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
