@@ -368,7 +368,7 @@ class _Copies(NamedTuple):
         if not values:
             return
         if call.in_smem:
-            # Wait for all copies but this chunk's of pieces of S, if these have buffers of their own.
+            # Wait for all copies but this chunk's of tiles of S, if these have buffers of their own.
             later = call.pieces if plan.separate and call.save else 0
             plgpu.wait_smem_to_gmem(later, wait_read_only=True)
         free = self.buffers[call.pieces :] if plan.separate else self.buffers

@@ -103,7 +103,7 @@ def make_plan(call: Call, programs: int, blocks: int, processors: int) -> Plan:
     buffers, ahead = 2 if call.in_smem else max(1, len(call.outs)), min(2, call.count)
     share = blocks % 2 == 0 and not alone and _count_stages(call, 2, buffers) >= ahead
     groups = 2 if share else 1
-    # One warpgroup alone may have buffers for all pieces of S at once, and for outputs, so that it does not wait for their copies.
+    # One warpgroup alone may have buffers for all tiles of S at once, and for outputs, so that it does not wait for their copies.
     every = call.pieces + len(call.outs)
     separate = call.in_smem and groups == 1 and _count_stages(call, 1, every) >= ahead
     buffers = every if separate else buffers
