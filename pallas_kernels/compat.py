@@ -1,4 +1,4 @@
-"""The Pallas backends of jax 0.11. No other module imports `jax.experimental`."""
+"""What this project uses of the Pallas backends of jax 0.11. No other module imports `jax.experimental`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def __getattr__(name: str) -> Any:
 
 
 def on_hopper() -> bool:
-    """Whether all NVIDIA devices of this process are Hopper's (compute capability 9.0); True if it has none, and may compile for them."""
+    """Return whether all NVIDIA devices of this process are Hopper's (compute capability 9.0); True if it has none, and may compile for
+    them.
+    """
     try:
         devices = jax.local_devices(backend="cuda")
     except RuntimeError:
@@ -42,7 +44,7 @@ def on_hopper() -> bool:
 
 
 def channel_rows(heads: int, head_dim: int, warps: int) -> Any:
-    """The layout of [heads, head_dim] in a warpgroup's registers in which each head is in one warp.
+    """Return the register layout in which a warpgroup has a tile [heads, head_dim], with each head in one of its `warps` warps.
 
     A thread has consecutive channels, and the number of threads of a head is a power of two.
     """
@@ -57,7 +59,7 @@ def channel_rows(heads: int, head_dim: int, warps: int) -> Any:
 
 
 def key_columns(channels: int) -> Any:
-    """The layout of [keys, 4 * channels] in a warpgroup's registers in which each warp has `channels` columns.
+    """Return the register layout in which a warpgroup has a tile [keys, 4 * channels], with `channels` columns in each of its 4 warps.
 
     A thread has 4 consecutive columns, and the other threads of a warp have other keys.
     """
@@ -72,7 +74,8 @@ def key_columns(channels: int) -> Any:
 
 
 def state_rows(rows: int, states: int) -> Any:
-    """The layout of [4, rows, states] in a warpgroup's registers in which each warp has one index of the first axis.
+    """Return the register layout in which a warpgroup has a tile [4, rows, states], with one index of the first axis in each of its 4
+    warps.
 
     A thread has 4 consecutive states, and the other threads of a warp have the row's other states, then other rows.
     """
@@ -87,12 +90,14 @@ def state_rows(rows: int, states: int) -> Any:
 
 
 def gpu_interpreter() -> Any:
-    """The value of a Mosaic GPU kernel's `interpret` to run it on a CPU and detect races."""
+    """Return the value of the argument `interpret` with which a Mosaic GPU kernel runs on a CPU and detects races."""
     return plgpu.InterpretGPUParams(detect_races=True)
 
 
 def races_found() -> bool:
-    """Whether the last kernel that ran with `gpu_interpreter` had a race."""
+    """Return whether the interpreter of `gpu_interpreter` found a race in the last Mosaic GPU kernel that it ran: threads that use memory
+    without waiting for each other.
+    """
     from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 
     return interpret_pallas_call.get_races().races_found

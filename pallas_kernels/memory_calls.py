@@ -14,11 +14,22 @@ from pallas_kernels.requirements import Requirement, first_unmet
 from pallas_kernels.residuals import name_residuals
 
 FOLDERS = {"mosaic_gpu": "hopper", "mosaic_tpu": "tpu"}
-"""The folder with each implementation's modules."""
+"""The folder, inside an op's package, with the modules of each implementation, by the implementation's name."""
 
 
 class MemoryCall(NamedTuple):
-    """The arrays of a call, or their shapes, which requirements check."""
+    """The arrays of one call of `linear_attention`, `delta_rule` or `dplr`, or only their shapes and dtypes, which requirements check.
+
+    Attributes:
+        q: [B, T, H, K], the queries.
+        k: [B, T, Hk, K], the keys.
+        v: [B, T, G, V], the values.
+        log_decay: the log decay, one per token or per key channel, or None.
+        value_log_decay: the log decay per value channel, or None.
+        bonus: the weight of a token's own key and value in its output, or None.
+        a: the first factor of DPLR's low-rank transition, or None for the other ops.
+        b: the second factor of DPLR's low-rank transition, or None for the other ops.
+    """
 
     q: Any
     k: Any
@@ -31,11 +42,11 @@ class MemoryCall(NamedTuple):
 
 
 def backend_module(op: str, implementation: str, variant: str) -> Any:
-    """Return the module of an op's backend. It is imported here, so that a backend that is not used adds no
-    time to the import of the package.
+    """Import and return the module of an op's backend, `pallas_kernels.OP.FOLDER.VARIANT`. It is imported only here, so that a backend
+    that is not used adds no time to the import of the package.
 
     Raises:
-        ValueError: the implementation does not exist.
+        ValueError: no implementation has the name `implementation`.
     """
     if implementation not in FOLDERS:
         raise ValueError(f"{op}: implementation={implementation!r}; accepted are {tuple(FOLDERS)}")
@@ -43,11 +54,11 @@ def backend_module(op: str, implementation: str, variant: str) -> Any:
 
 
 def supported_backend(op: str, implementation: str, variant: str, call: MemoryCall) -> Any:
-    """`backend_module`, if it supports the call.
+    """Import and return the module of an op's backend (see `backend_module`), after checking that it supports the call.
 
     Raises:
-        NotImplementedError: it does not; the message gives the first requirement that the call does not meet.
-        ValueError: an implementation that does not exist.
+        NotImplementedError: the backend does not support the call; the message gives the first requirement that the call does not meet.
+        ValueError: no implementation has the name `implementation`.
     """
     backend = backend_module(op, implementation, variant)
     reason = first_unmet(backend.REQUIREMENTS, call)
@@ -57,7 +68,8 @@ def supported_backend(op: str, implementation: str, variant: str, call: MemoryCa
 
 
 def pad_to_multiple(multiple: int, run: Any, *arrays: Any) -> tuple[Any, ...]:
-    """Return run and the arrays, [B, T, ...] or None, with T padded to a multiple.
+    """Pad the tokens of `run` [B, T] (document numbers) and of the arrays [B, T, ...] so that T is a multiple of `multiple`, and return
+    them; those that are None stay None.
 
     The tokens at the end are zeros, which write nothing, and belong to the last document.
     """
@@ -76,8 +88,8 @@ class Options(NamedTuple):
     """The static arguments of `call_backend`.
 
     Attributes:
-        backend: the module with the functions `forward` and `backward`.
-        scale: multiplies q.
+        backend: the backend's module, with the functions `forward` and `backward`.
+        scale: multiplies the queries.
         interpret: parameters of the backend's interpreter, or False.
         exact: whether the output is float32.
     """
@@ -89,30 +101,35 @@ class Options(NamedTuple):
 
 
 def _keywords(options: Options, bonus: Any) -> dict[str, Any]:
-    """The keyword arguments of both functions of a backend."""
+    """Return the keyword arguments that a backend's `forward` and `backward` have in common: `scale`, `interpret` and, if there is one,
+    `bonus`.
+    """
     keywords = dict(scale=options.scale, interpret=options.interpret)
     return keywords if bonus is None else keywords | dict(bonus=bonus)
 
 
 def _forward_keywords(options: Options, bonus: Any) -> dict[str, Any]:
-    """Those of `forward` without `save`."""
+    """Return the keyword arguments of a backend's `forward`, except `save`: those of `_keywords`, and `exact` if a float32 output is
+    requested and the backend can compute it.
+    """
     exact = options.exact and getattr(options.backend, "HAS_EXACT", False)
     return _keywords(options, bonus) | (dict(exact=True) if exact else {})
 
 
 def _output(options: Options, output: Any) -> Any:
-    """The output in the dtype that the call returns."""
+    """Return a backend's output in the dtype that the call returns: float32 if `options.exact`, else unchanged."""
     return output.astype(jnp.float32) if options.exact else output
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def call_backend(options: Options, arrays: tuple[Any, ...], bonus: Any = None) -> Any:
-    """Return the output and the final memories; differentiable once, in reverse.
+    """Compute an op by its backend: return the output and the final memories; differentiable once, in reverse.
 
     Args:
         options: the backend and its options.
-        arrays: the arguments of the backend's `forward`; the first is q, and the last three are log_decay (or None), run and initial.
-        bonus: of a backend that supports one, or None.
+        arrays: the arguments of the backend's `forward`; the first is q, and the last three are log_decay (or None), run (the tokens'
+            document numbers) and initial (the initial memories).
+        bonus: the weight of a token's own key and value in its output, for a backend that supports it, or None.
     """
     keywords = _forward_keywords(options, bonus)
     output, final, _ = options.backend.forward(*arrays, save=False, **keywords)
@@ -161,7 +178,7 @@ call_backend.defvjp(_run_forward, _run_backward, symbolic_zeros=True)
 
 
 def in_bfloat16(*names: str) -> Requirement:
-    """The requirement that the arrays with these names are bfloat16."""
+    """Return the requirement of a kernel that the arrays of a `MemoryCall` with these names are bfloat16."""
     listed = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
 
     def others(call: MemoryCall) -> list[str]:
@@ -174,7 +191,7 @@ def in_bfloat16(*names: str) -> Requirement:
 
 
 def key_dims(*sizes: int) -> Requirement:
-    """The requirement that K is one of `sizes`."""
+    """Return the requirement of a kernel that K, the number of key channels of a head, is one of the numbers `sizes`."""
     listed = f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]}"
     return Requirement(
         f"K of {listed}", lambda call: call.q.shape[3] in sizes, lambda call: str(call.q.shape[3])
@@ -182,7 +199,7 @@ def key_dims(*sizes: int) -> Requirement:
 
 
 def value_dims(*sizes: int) -> Requirement:
-    """The requirement that V is one of `sizes`."""
+    """Return the requirement of a kernel that V, the number of value channels of a head, is one of the numbers `sizes`."""
     listed = f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]}"
     return Requirement(
         f"V of {listed}", lambda call: call.v.shape[3] in sizes, lambda call: str(call.v.shape[3])
@@ -190,7 +207,7 @@ def value_dims(*sizes: int) -> Requirement:
 
 
 def _in_slices(size: int) -> bool:
-    """Whether Hopper's kernels with a decay per channel support so many channels, in slices."""
+    """Return whether Hopper's kernels with a decay per channel support `size` key or value channels, in slices: 64, or a multiple of 128."""
     return size == 64 or (size > 0 and size % 128 == 0)
 
 
@@ -207,7 +224,7 @@ VALUES_IN_SLICES = Requirement(
 
 
 def _decay(call: MemoryCall) -> Any:
-    """The log decay of a call."""
+    """Return the log decay that a call of an op has: the one per value channel (`value_log_decay`) if it has that, else `log_decay`."""
     return call.log_decay if call.value_log_decay is None else call.value_log_decay
 
 
@@ -226,12 +243,12 @@ NO_BONUS = Requirement(
 
 
 def _tpu_dtypes(call: MemoryCall) -> set[str]:
-    """The names of the dtypes of q, k and v."""
+    """Return the names of the dtypes of the queries, keys and values of a call, as a set."""
     return {jnp.dtype(x.dtype).name for x in (call.q, call.k, call.v)}
 
 
 def _small_multiple(size: int) -> bool:
-    """Whether TPU kernels support so many channels."""
+    """Return whether the TPU kernels support heads of `size` key or value channels: a positive multiple of 8, at most 256."""
     return size % 8 == 0 and 0 < size <= 256
 
 
@@ -252,4 +269,4 @@ TPU = (
         lambda call: str(call.v.shape[3]),
     ),
 )
-"""Requirements of all TPU kernels of these ops."""
+"""The requirements that every TPU kernel of `linear_attention`, `delta_rule` and `dplr` has."""

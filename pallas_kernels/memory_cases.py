@@ -1,4 +1,6 @@
-"""Cases that `linear_attention`, `delta_rule` and `dplr` share: the type of compiled cases, and the sizes that are timed."""
+"""What the test and benchmark cases of `linear_attention`, `delta_rule` and `dplr` share: the type of a compiled case, and the timed
+sizes.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,15 @@ from typing import NamedTuple
 
 
 class Compiled(NamedTuple):
-    """Sizes and arguments of a call that is compiled.
+    """A call of an op that is compiled, but not run: its sizes and arguments.
 
     Attributes:
-        heads: of q, of k (and of a and b), and of v.
-        key_dim: K.
-        value_dim: V.
-        arguments: words: "log_decay", with "channel" for one per key channel, "value_log_decay", "bonus", "segment_ids".
-        spilled: on Hopper, bytes of registers that the kernels spill, at most.
+        heads: the numbers of heads of q, of k (and of a and b), and of v.
+        key_dim: K, the number of key channels of a head.
+        value_dim: V, the number of value channels of a head.
+        arguments: words that name optional arguments: "log_decay", with "channel" for one per key channel, "value_log_decay", "bonus",
+            "segment_ids".
+        spilled: the bytes of registers that the kernels may spill on Hopper, at most.
     """
 
     heads: tuple[int, int, int]

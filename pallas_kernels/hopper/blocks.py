@@ -1,4 +1,4 @@
-"""The place of a warpgroup in the grid: the row, head and chunk that it computes, and the 64 key channels of the chunk."""
+"""Which row of the batch, head, chunk and 64 key channels one warpgroup of a Hopper kernel computes, and how it loads and stores them."""
 
 from __future__ import annotations
 
@@ -14,24 +14,28 @@ from pallas_kernels.hopper.halving import CHUNK, SQUARE, load_by_row, same_docum
 
 
 def row_and_head(heads: int):
-    """The row of the batch and the head of this program; the grid's axis "row" counts both."""
+    """Return which row of the batch and which head this thread block computes, as two indices; the grid's axis "row" counts both, heads
+    fastest.
+    """
     return lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
 
 
 def head_index(ref, head, heads: int):
-    """The index in an array [B, T, n, ...] of the head that serves output head `head` of `heads`, a multiple of n."""
+    """Return the index of the head of an array [B, T, n, ...] that serves the output's head `head` of `heads`; `heads` is a multiple of n,
+    so that several consecutive output heads share one.
+    """
     return lax.div(head * ref.shape[2], heads)
 
 
 class Place(NamedTuple):
-    """A chunk of one head.
+    """Where one chunk of one head is in the arrays of a kernel.
 
     Attributes:
         row: index of the row of the batch.
-        h: index of the head of the outputs.
-        heads: heads of the outputs.
-        n: index of the chunk.
-        tokens: slice of the chunk's tokens.
+        h: index of the head among the outputs' heads.
+        heads: number of the outputs' heads.
+        n: index of the chunk in the row.
+        tokens: slice of the row's tokens that are in the chunk.
     """
 
     row: Any
@@ -42,7 +46,9 @@ class Place(NamedTuple):
 
 
 def place_of(index, heads: int, count: int) -> Place:
-    """The chunk that program `index` of rows x `count` chunks x `heads` computes; heads change fastest."""
+    """Return the chunk of one head that program `index` computes, as a `Place`. Programs count all rows of the batch, the `count` chunks
+    of each row and the `heads` heads of each chunk; heads change fastest.
+    """
     h, n = lax.rem(index, heads), lax.rem(lax.div(index, heads), count)
     return Place(lax.div(index, heads * count), h, heads, n, pl.ds(n * CHUNK, CHUNK))
 
@@ -52,9 +58,9 @@ class Block:
     """A chunk of one head in global memory, and the 64 key channels of it that a warpgroup computes.
 
     Attributes:
-        refs: references to global memory by name: inputs, with `g` for the log decay, outputs and, with documents, the fields of
+        refs: references to arrays in global memory, by name: inputs, with `g` for the log decay, outputs and, with documents, the fields of
             `Documents`.
-        place: the chunk.
+        place: where the chunk is in these arrays.
         columns: slice of the key channels.
     """
 
@@ -63,33 +69,41 @@ class Block:
     columns: Any
 
     def head_tokens(self, name: str, *columns):
-        """The reference [C, *] to an input [B, T, n, *], of the head that serves the output's head."""
+        """Return a reference [C, *] to this chunk's tokens in the input `name` [B, T, n, *], for the head that serves the output's head.
+        `columns` may be a slice of its channels.
+        """
         row, h, heads, _, tokens = self.place
         return self.refs[name].at[row, tokens, head_index(self.refs[name], h, heads), *columns]
 
     def keys(self, name: str):
-        """The reference [C, 64] to an input [B, T, n, K], of the head that serves the output's head."""
+        """Return a reference [C, 64] to this chunk's tokens and these 64 key channels in the input `name` [B, T, n, K], for the head that
+        serves the output's head.
+        """
         return self.head_tokens(name, self.columns)
 
     def log_decay(self):
-        """The log decays [C, 64] in registers."""
+        """Load the log decays [C, 64] of this chunk's tokens, in the 64 key channels that the warpgroup computes, into registers."""
         return wg.load_global(self.keys("g"))
 
     def mask_documents(self, mask):
-        """`mask` [C, C], but False for two tokens of different documents."""
+        """Return a mask [C, C] of pairs of this chunk's tokens, such as i >= j, with False also for two tokens of different documents."""
         if "run" not in self.refs:
             return mask
         return mask & same_document(self.refs["run"].at[self.place.row, self.place.tokens])
 
     def mask_rows(self, x, name: str):
-        """x [C, 64] times the field `name` of `Documents`, "enters" or "stays"; x if there is one document."""
+        """Return x [C, 64] with 0 in the rows of the tokens for which the field `name` of `Documents` is 0: tokens of other documents than
+        that of the last token before the chunk ("enters"), or of the chunk's last token ("stays"). If there is one document, return x.
+        """
         if "run" not in self.refs:
             return x
         flags = self.refs[name].at[self.place.row, self.place.tokens]
         return x * wg.spread_rows(load_by_row(flags), SQUARE)
 
     def store(self, name: str, buffer, x) -> None:
-        """Store x [C, 64] in an output [B, T, h, K] through a buffer in shared memory."""
+        """Store x [C, 64], this chunk's values in these 64 key channels, in the output `name` [B, T, h, K], in bfloat16, through a buffer
+        in shared memory.
+        """
         row, h, _, _, tokens = self.place
         buffer[...] = x.astype(jnp.bfloat16)
         plgpu.commit_smem()

@@ -18,13 +18,15 @@ _WIDTH = 128
 
 
 def split_channels(channels: int) -> list[slice]:
-    """Slices of at most 128 channels that cover so many."""
+    """Return slices of at most 128 channels each that together cover `channels` channels, which are fewer or a multiple of 128."""
     width = min(channels, _WIDTH)
     return [slice(n, n + width) for n in range(0, channels, width)]
 
 
 def sum_trees(*trees: Any) -> Any:
-    """The sum of pytrees of the same structure, computed in float32 and returned in their dtypes."""
+    """Return the sum, leaf by leaf, of pytrees of the same structure, computed in float32 and returned in the dtypes of the first tree's
+    leaves.
+    """
     if len(trees) == 1:
         return trees[0]
 
@@ -39,12 +41,13 @@ def sum_trees(*trees: Any) -> Any:
 def compute_by_key_slice(
     compute: Callable[..., Any], arrays: Collection[jax.Array], products: Collection[str]
 ) -> Any:
-    """Run a function on each slice of key channels and join its results.
+    """Run a chunk kernel on each slice of at most 128 key channels, and join its results to those of all K channels.
 
     Args:
-        compute: called with a slice of each array; returns a NamedTuple.
-        arrays: [B, T, *, K].
-        products: the fields of the NamedTuple that are sums over key channels. `chunk_decay` is [B, h, N * K]; the others have K as last axis.
+        compute: runs the kernel: it is called with a slice of each of `arrays`, and returns a NamedTuple of results.
+        arrays: the kernel's inputs with key channels, [B, T, *, K].
+        products: the fields of the NamedTuple that are sums over key channels, so that the results are added. The others are
+            concatenated: `chunk_decay` is [B, h, N * K] for N chunks; the rest have K as last axis.
     """
     depth = next(iter(arrays)).shape[-1]
     results = [compute(*(x[..., channels] for x in arrays)) for channels in split_channels(depth)]
@@ -64,6 +67,8 @@ def compute_by_key_slice(
 
 
 def slice_chunk_decay(chunk_decay: jax.Array, depth: int, channels: slice) -> jax.Array:
-    """A slice of the channels of `chunk_decay` [B, h, N * K], with K = `depth`."""
+    """Return the channels `channels` of every chunk's decay over the whole chunk, from `chunk_decay` [B, h, N * K]: N chunks, one after
+    another, of K = `depth` channels each.
+    """
     by_chunk = chunk_decay.reshape(*chunk_decay.shape[:2], -1, depth)[..., channels]
     return by_chunk.reshape(*chunk_decay.shape[:2], -1)

@@ -36,10 +36,10 @@ _LOG2E = math.log2(math.e)
 
 
 class Documents(NamedTuple):
-    """Document boundaries.
+    """The document boundaries of all rows, as the chunk kernels read them.
 
     Attributes:
-        run: [B, T], document numbers.
+        run: [B, T], the number of each token's document.
         enters: [B, T], 1 where a token's document is that of the last token before its chunk, else 0.
         stays: [B, T], 1 where a token's document is that of its chunk's last token, else 0.
     """
@@ -50,21 +50,24 @@ class Documents(NamedTuple):
 
 
 class Halving:
-    """The decays of a chunk's 64 tokens in 64 key channels, as tiles [64, 64] with a row for each token.
+    """Computes the decays between a chunk's 64 tokens in 64 key channels, as tiles [64, 64] with a row for each token and a column for
+    each channel.
 
-    Sums over tokens are products with masks: a sum over rows in registers would use a buffer that all warpgroups share.
+    Sums over tokens are computed as products with masks of zeros and ones, because a sum over rows in registers would use a buffer that
+    all warpgroups share.
     """
 
     def __init__(self, parts, buffer, left, exclusive: bool, interpret, lowest: Any = None):
-        """Bind buffers in shared memory.
+        """Bind the buffers in shared memory with which the decays of one chunk are computed.
 
         Args:
-            parts: [2, 64, 64] bfloat16, for `split`.
-            buffer: [64, 64] bfloat16, for operands.
-            left: of `left_operand`.
+            parts: [2, 64, 64] bfloat16, the two tiles into which `split` divides a float32 tile.
+            buffer: [64, 64] bfloat16, for masks and other operands of products.
+            left: a function that makes a tile a product's left operand, as `left_operand` returns it.
             exclusive: whether tokens read before they write, as in `tiles.channel_decay`.
             interpret: parameters of the interpreter, or False.
-            lowest: [2, 64] float32, for `check_range`.
+            lowest: [2, 64] float32, a buffer in which `check_range` stores each token's smallest log decay since the chunk's start; None if
+                it is not called.
         """
         self._parts, self._buffer, self._lowest = [parts.at[n] for n in range(2)], buffer, lowest
         self._left, self._exclusive, self._interpret = left, exclusive, interpret
@@ -72,12 +75,16 @@ class Halving:
         self.i, self.j = iota(0), iota(1)
 
     def accumulate(self, add, count: int = 1):
-        """A list of `count` tiles: the products that `add` adds to references to zeros."""
+        """Return `count` tiles [64, 64] of sums of matrix products: `add` is called with a reference to zeros for each tile, to which it
+        adds products.
+        """
         zeros = [jnp.zeros(SQUARE, _F32)] * count
         return wg.accumulate(add, *zeros, interpret=self._interpret)
 
     def split(self, x, parts=None):
-        """Store x [64, 64] float32 as the sum of two bfloat16 tiles, in `parts` or in the buffers of this object."""
+        """Store a float32 tile x [64, 64] in shared memory as two bfloat16 tiles whose sum is x to about 16 bits, so that products can use
+        it. `parts` are the two buffers, those of this object if it is None.
+        """
         high = x.astype(jnp.bfloat16)
         first, second = self._parts if parts is None else parts
         first[...] = high
@@ -85,14 +92,17 @@ class Halving:
         plgpu.commit_smem()
 
     def split_decay(self, log_decay):
-        """`split` the log decay [64, 64] in base 2, as `factor` and `boundary_decay` require it."""
+        """Store the log decay [64, 64], converted to base 2, as two bfloat16 tiles (see `split`), from which `factor` and `boundary_decay`
+        compute decays.
+        """
         self.split(jnp.maximum(log_decay, tiles.FLOOR) * _LOG2E)
 
     def sums(self, mask, fixed: bool = True):
-        """`mask` [64, 64] times the tile last split. `fixed`: the compiler may know entries of the mask.
+        """Return the matrix product of `mask` [64, 64] and the tile that `split` stored last: for each token i, the sum of the rows j of
+        the tile that the mask selects, [64, 64]. `fixed`: whether the compiler may know entries of the mask.
 
-        Entries that it knows it writes to the registers of a left operand only after the product has begun (ptxas 13.0), so such a
-        mask is an operand in shared memory.
+        Entries that it knows it writes to the registers of a left operand only after the product has begun (ptxas 13.0), so such a mask is
+        an operand in shared memory.
         """
         ones = jnp.where(mask, 1.0, 0.0).astype(jnp.bfloat16)
         if fixed:
@@ -109,7 +119,9 @@ class Halving:
         return self.accumulate(add)[0]
 
     def column_sums(self, parts=None):
-        """The sum of each column of the tile last split (into `parts`), as a vector [64] in the layout of rows."""
+        """Return the sum over all 64 tokens of each column of the tile that `split` stored last (in `parts`), as a vector [64] in
+        registers whose layout is that of one value for each row of a tile.
+        """
         parts = self._parts if parts is None else parts
         ones = plgpu.layout_cast(jnp.ones(SQUARE, self._buffer.dtype), wg.LAYOUT)
         self._buffer[...] = ones
@@ -122,7 +134,11 @@ class Halving:
         return jnp.max(self.accumulate(add)[0], axis=1)  # all columns are the same
 
     def factor(self, level):
-        """`tiles.channel_decay.factor` for blocks of 2^level rows."""
+        """Return the decay factors [64, 64] of all tokens on one level of the halving, with blocks of 2^level tokens.
+
+        A token in the later of two neighbouring blocks has the decay from its block's start to itself, and one in the earlier block the
+        decay after itself to its block's end. The log decay must be the tile that `split_decay` stored last.
+        """
         half = lax.shift_left(1, level)
         # `tiles.channel_decay.in_factor` as an interval of columns: half as many instructions.
         i, start = self.i, self.i & -half
@@ -132,25 +148,34 @@ class Halving:
         return jnp.exp2(self.sums((self.j >= first) & (self.j <= last), fixed=False))
 
     def _load_split(self):
-        """The tile last split."""
+        """Load a float32 tile [64, 64] from the two bfloat16 tiles in shared memory into which `split` divided it last: their sum."""
         return load(self._parts[0]).astype(_F32) + load(self._parts[1]).astype(_F32)
 
     def sums_from_start(self):
-        """The log decay in base 2 from the chunk's start to the memory that each row reads, [64, 64]."""
+        """Return the sums [64, 64] of the log decay, in base 2, from the chunk's start to the memory that each token reads. The log decay
+        must be the tile that `split_decay` stored last.
+        """
         return self.sums(self._read_mask())
 
     def sums_to_write(self, sums, fraction):
-        """`sums_from_start` with the fraction (0 to 1) of the row's own log decay that lies between its read and its write.
+        """Return the sums of the log decay from the chunk's start (`sums` of `sums_from_start`, [64, 64]) up to a point between each
+        token's read and its write: with the `fraction` (0 to 1) of the token's own log decay added.
 
-        Only if tokens read before they write is there a decay in between.
+        Only if tokens read before they write (`exclusive`) is there a decay in between; else return `sums`.
         """
         return sums + fraction * self._load_split() if self._exclusive else sums
 
     def check_range(self, *operands):
-        """Return `sums_from_start`, and 1 if all rows are in range, else 0; `pairs_in_range` has which are.
+        """Check whether the decays of a chunk can be computed for all pairs of tokens at once (`AllPairs`) without overflow or underflow.
+
+        Each token's smallest sum, or a very low number if an operand does not fit, stays in shared memory for `pairs_in_range`.
 
         Args:
-            operands: references to the tiles [64, 64] that decays will multiply.
+            operands: references to the tiles [64, 64] that the decays will multiply, such as queries and keys; their largest entries in each
+                row are checked too.
+
+        Returns:
+            The sums [64, 64] of `sums_from_start`, and 1 if all tokens are in range, else 0.
         """
         penalty: Any = 0.0
         for tile in operands:
@@ -168,26 +193,33 @@ class Halving:
         return sums, (of_all[0] >= -RANGE).astype(jnp.int32)
 
     def pairs_in_range(self):
-        """[64, 64], whether both rows of a pair are in range, which depends on no row after them."""
+        """Return, for each pair of tokens, whether both are in range, [64, 64]: whether `AllPairs` computes them without overflow or
+        underflow, by what `check_range` stored. It depends on no token after the two.
+        """
         of_row = wg.spread_rows(wg.load_rows(self._lowest.at[0]), SQUARE)
         of_column = plgpu.load(self._lowest.at[0], layout=wg.LAYOUT.reduce(0))
         return jnp.minimum(of_row, wg.spread_columns(of_column, SQUARE)) >= -RANGE
 
     def boundary_decay(self, from_start: bool):
-        """The decay from the chunk's start to what each row reads, or from each row's write to the chunk's end, [64, 64]."""
+        """Return, for each token and channel, the decay from the chunk's start to the memory that the token reads (`from_start`), or from
+        the token's write to the chunk's end, [64, 64]. The log decay must be the tile that `split_decay` stored last.
+        """
         return jnp.exp2(self.sums(self._read_mask() if from_start else self.j > self.i))
 
     def _read_mask(self):
-        """[64, 64], whether the decay of token j applies to the memory that token i reads."""
+        """Return whether the decay of token j applies to the memory that token i reads, [64, 64]: j <= i, or j < i if tokens read before
+        they write.
+        """
         return self.j < self.i if self._exclusive else self.j <= self.i
 
     def mask_to_level(self, level, x, both: bool = True):
-        """x [64, 64] at the pairs of rows in two neighbouring blocks of 2^level rows, else 0.
+        """Return a tile x [64, 64] of pairs of tokens with 0 everywhere but at the pairs of one level of the halving: tokens in two
+        neighbouring blocks of 2^level tokens.
 
         Args:
-            level: the level.
-            x: the tile.
-            both: whether the row may be in either block; else only in the later one.
+            level: the index of the level, 0 for blocks of one token.
+            x: the tile, such as scores, with a row and a column for each token.
+            both: whether the row's token may be in either block; else only in the later one.
         """
         half = lax.shift_left(1, level)
         neighbour = (self.i ^ half) & -half
@@ -196,28 +228,32 @@ class Halving:
         return jnp.where(neighbour == (self.j & -half), x, 0.0).astype(x.dtype)
 
     def later(self, level):
-        """[64, 64], 1 in rows of the later block of each pair of blocks of 2^level rows, else 0."""
+        """Return a tile [64, 64] with 1 in the rows of tokens in the later of two neighbouring blocks of 2^level tokens, else 0."""
         return (lax.shift_right_logical(self.i, level) & 1).astype(_F32)
 
     def store_operand(self, level, of_later, of_earlier, factor):
-        """Store `blend(level, of_later, of_earlier) * factor` in shared memory, and return the buffer."""
+        """Store an operand of one level's products [64, 64] in shared memory, and return its buffer: the rows of tokens in later blocks
+        from `of_later`, of those in earlier blocks from `of_earlier`, times their decay, `factor`.
+        """
         x = self.blend(level, of_later, of_earlier)
         self._buffer[...] = (x.astype(_F32) * factor).astype(self._buffer.dtype)
         plgpu.commit_smem()
         return self._buffer
 
     def blend(self, level, of_later, of_earlier):
-        """Rows of the later blocks from one tile, those of the earlier blocks from the other."""
+        """Combine two tiles [64, 64] with a row for each token: of every two neighbouring blocks of 2^level tokens, the later one from
+        `of_later` and the earlier one from `of_earlier`.
+        """
         later = self.later(level).astype(of_later.dtype)
         return of_later * later + of_earlier * (1 - later)  # faster than a select
 
 
 class Level:
-    """The pairs of rows in two neighbouring blocks of 2^level rows.
+    """One step of the computation of a chunk's scores: the pairs of tokens in two neighbouring blocks of 2^level tokens.
 
-    `Level` and `AllPairs` are steps with the same methods. Scores are the sum over steps of `step.mask(rows columnsᵀ)`. The gradient of
-    the rows of a step is `factor * (step.mask(weights) columns)`, of which the fraction `later` belongs to the operand of later rows,
-    and the rest to that of earlier rows.
+    `Level` and `AllPairs` are steps with the same methods. Scores are the sum over steps of `step.mask(rows columnsᵀ)`. With `weights`
+    [64, 64] the symmetric gradient of the scores, the gradient of the rows of a step is `factor * (step.mask(weights) columns)`, of which
+    the fraction `later` belongs to the operand of later tokens, and the rest to that of earlier tokens.
     """
 
     def __init__(self, halving: Halving, level):
@@ -226,16 +262,20 @@ class Level:
 
     @property
     def later(self):
-        """[64, 64], 1 in rows of later blocks, else 0."""
+        """A tile [64, 64] with 1 in the rows of tokens in the later of two neighbouring blocks of this level, else 0: where a row's
+        gradient belongs to the operand of later tokens.
+        """
         return self._halving.later(self._level)
 
     def mask(self, x, both: bool = True):
-        """x at the pairs of this level, else 0; unless `both`, only where the row is in the later block."""
+        """Return a tile x [64, 64] of pairs of tokens with 0 everywhere but at the pairs of this level; unless `both`, only those whose
+        row's token is in the later block.
+        """
         return self._halving.mask_to_level(self._level, x, both)
 
     def rows(self, of_later, of_earlier):
-        """Return the product's rows in float32, multiplied by the decay of the row's token: from `of_later` in later blocks, from
-        `of_earlier` in earlier ones.
+        """Return the operand of this level's products [64, 64], in float32: each token's row from `of_later` if it is in a later block,
+        else from `of_earlier`, times the token's decay factor.
         """
         return self._halving.blend(self._level, of_later, of_earlier).astype(_F32) * self.factor
 
@@ -243,19 +283,20 @@ class Level:
 
 
 class AllPairs:
-    """All pairs of a chunk at once, with the methods of `Level`.
+    """All pairs of a chunk's tokens as a single step of the computation of its scores, with the methods of `Level`; valid for tokens in
+    range, whose factors neither overflow nor underflow.
 
-    A row is the later token of its pairs if `transposed` is 0, and the earlier one if it is 1. A pair's decay is the decay since the
-    chunk's start of the later token, times the inverse of that of the earlier token, for rows in range. Both factors are multiplied by
-    2^(RANGE / 2) or its inverse, so that they stay far from the ends of float32's exponents.
+    In a tile of pairs, the row's token is the later one if `transposed` is 0, and the earlier one if it is 1. A pair's decay is the decay
+    since the chunk's start of the later token, times the inverse of that of the earlier token. Both factors are multiplied by 2^(RANGE /
+    2) or its inverse, so that they stay far from the ends of float32's exponents.
     """
 
     def __init__(self, halving: Halving, transposed, sums=None):
-        """Bind the chunk's decays.
+        """Bind the decays of one chunk, and choose which token of a pair is the later one.
 
         Args:
             halving: the decays.
-            transposed: 0 or 1; an int, or a float32 scalar.
+            transposed: 0 if the row's token of a pair is the later one, 1 if it is the earlier one; an int, or a float32 scalar.
             sums: `halving.sums_from_start()`. None computes them at each use, so that they occupy no registers in between.
         """
         self._halving, self._transposed, self._sums = halving, transposed, sums
@@ -263,37 +304,51 @@ class AllPairs:
 
     @property
     def later(self):
-        """1 if a row is the later token of its pairs, else 0."""
+        """1 if the row's token is the later one of each pair, else 0: the fraction of a row's gradient that belongs to the operand of
+        later tokens.
+        """
         return 1.0 - self._transposed
 
     @property
     def factor(self):
-        """The decay of the rows of the product, [64, 64]."""
+        """The decay factors [64, 64] of the tokens that are the rows in tiles of pairs: the decay since the chunk's start, or its inverse
+        if they are the earlier tokens.
+        """
         return self._decay(self._sign, 1.0 - self.later)
 
     @property
     def columns_factor(self):
-        """The decay of the columns of the product, [64, 64]."""
+        """The decay factors [64, 64] of the tokens that are the columns in tiles of pairs: the inverse of the decay since the chunk's
+        start, or the decay itself if they are the later tokens.
+        """
         return self._decay(-self._sign, self.later)
 
     def mask(self, x, both: bool = True):
-        """x below the diagonal, or above it if `transposed`, else 0."""
+        """Return a tile x [64, 64] of pairs of tokens with 0 on the diagonal and above it, or on and below it if `transposed`: where the
+        row's token is not the later one (or earlier one) of the pair. `both` is ignored.
+        """
         del both
         distance = (self._halving.i - self._halving.j) * (1 - 2 * self._transposed)
         return jnp.where(distance > 0, x, 0.0).astype(x.dtype)
 
     def rows(self, of_later, of_earlier):
-        """Return the product's rows in float32, multiplied by the decay of the row's token."""
+        """Return the left operand of the scores' product [64, 64], in float32: `of_later` (or `of_earlier` if `transposed`), each token's
+        row times its decay factor.
+        """
         return _select(of_later, of_earlier, self.later) * self.factor
 
     def columns(self, of_later, of_earlier):
-        """Return the product's columns in float32, multiplied by the decay of the column's token."""
+        """Return the right operand of the scores' product [64, 64], in float32: `of_earlier` (or `of_later` if `transposed`), each token's
+        row times its decay factor.
+        """
         return _select(of_later, of_earlier, 1.0 - self.later) * self.columns_factor
 
     def _decay(self, sign, fraction):
-        """The decay since the chunk's start, or its inverse if `sign` is -1, times 2^(±RANGE / 2); finite for rows out of range.
+        """Return each token's decay since the chunk's start, or its inverse if `sign` is -1, times 2^(±RANGE / 2), [64, 64]; finite even
+        for tokens whose decay is too strong for this method.
 
-        `fraction` is that of `Halving.sums_to_write`.
+        If tokens read before they write, `fraction` (0 to 1) of the token's own log decay is included: 0 is the decay up to its read, 1 up
+        to its write.
         """
         sums = self._halving.sums_from_start() if self._sums is None else self._sums
         sums = self._halving.sums_to_write(sums, fraction) + RANGE / 2
@@ -301,7 +356,9 @@ class AllPairs:
 
 
 def _select(x, y, first):
-    """x if `first` is 1, y if it is 0, in float32."""
+    """Return one of two tiles in float32: x if `first` is 1, y if it is 0. `first` is a Python number, or a scalar in registers that the
+    kernel knows only as it runs.
+    """
     if isinstance(first, float):
         return (x if first else y).astype(_F32)
     first = first.astype(x.dtype)
@@ -309,7 +366,8 @@ def _select(x, y, first):
 
 
 def power_of_two(x):
-    """The largest power of two that is at most x >= 0 (float32), and its inverse.
+    """Return, for each entry of x >= 0 (float32), the largest power of two that is at most x, and that power's inverse; for scaling
+    without rounding.
 
     It is at least 2^-126 and at most 2^126 for every x, so that both are normal numbers.
     """
@@ -319,34 +377,37 @@ def power_of_two(x):
 
 
 def load(ref):
-    """Load a tile from shared memory."""
+    """Load a tile from a reference to shared memory into registers, in the layout that matrix products of a warpgroup use."""
     return plgpu.load(ref, layout=wg.LAYOUT)
 
 
 def load_float32(ref):
-    """Load a tile from shared memory, in float32."""
+    """Load a tile from a reference to shared memory into registers as float32, in the layout that matrix products of a warpgroup use."""
     return load(ref).astype(_F32)
 
 
 def load_by_row(ref):
-    """Load a vector from global memory, one value for each row of a tile."""
+    """Load a vector from a reference to global memory into registers, in the layout of one value for each row of a tile."""
     return wg.load_global(ref, wg.LAYOUT.reduce(1))
 
 
 def load_by_column(ref):
-    """Load a vector [64] from global memory as a tile [64, 64] whose rows are the vector."""
+    """Load a vector [64] from a reference to global memory as a tile [64, 64] in registers, every row of which is the vector."""
     return lax.broadcast_in_dim(wg.load_global(ref, wg.LAYOUT.reduce(0)), SQUARE, [1])
 
 
 def same_document(run):
-    """[64, 64], whether two tokens of a chunk belong to one document; `run` [64] in global memory has their documents' numbers."""
+    """Return whether two tokens of a chunk belong to one document, [64, 64]; `run` [64] in global memory has the numbers of the tokens'
+    documents.
+    """
     return wg.spread_rows(load_by_row(run), SQUARE) == load_by_column(run)
 
 
 def left_operand(buffer, interpret: Any):
-    """Return a function that makes a [64, 64] bfloat16 tile the left operand of a product.
+    """Return a function that makes a [64, 64] bfloat16 tile in registers the left operand of a matrix product.
 
-    On the card that is the tile itself. The interpreter has left operands in shared memory only, in `buffer`.
+    On the card that is the tile itself. The interpreter has left operands in shared memory only, so that the function stores the tile in
+    `buffer` and returns that.
     """
 
     def left(x):

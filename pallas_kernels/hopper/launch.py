@@ -1,4 +1,4 @@
-"""Launch a Mosaic GPU kernel with named inputs, outputs and buffers in shared memory."""
+"""Functions that run a Mosaic GPU kernel with inputs, outputs and buffers in shared memory that have names instead of positions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def launch(
     name: str | None = None,
     interpret: Any,
 ) -> dict[str, jax.Array]:
-    """Run `kernel` and return its outputs by name.
+    """Run a Mosaic GPU kernel on a grid of thread blocks, and return its outputs by name.
 
     Args:
         kernel: called with a dictionary of references to the inputs and outputs in global memory; with `scratch` also with one of
@@ -32,11 +32,11 @@ def launch(
         inputs: arrays (or references to arrays that the kernel updates in place); those that are None are left out.
         outputs: shapes and dtypes of the results; those that are None are left out.
         grid: sizes of the grid's axes, by the names for `jax.lax.axis_index`.
-        num_threads: warpgroups of a block, along the axis `thread_name`; None is one warpgroup and no axis.
-        thread_name: the axis of warpgroups.
-        scratch: types of the block's buffers in shared memory and barriers, in the order in which they are allocated.
+        num_threads: warpgroups of a thread block, along the axis `thread_name`; None is one warpgroup and no axis.
+        thread_name: the name of the axis of a thread block's warpgroups.
+        scratch: types, by name, of the thread block's buffers in shared memory and barriers, in the order in which they are allocated.
         approx_math: whether the compiler may use approximations of `exp` and the like.
-        reduction_scratch_bytes: shared memory for sums over rows of registers, which all warpgroups of a block use at once; 0 forbids
+        reduction_scratch_bytes: shared memory for sums over rows of registers, which all warpgroups of a thread block use at once; 0 forbids
             such sums, None is Pallas's default.
         name: the kernel's name in profiles.
         interpret: parameters of the interpreter, or False.
@@ -82,12 +82,13 @@ def launch(
 def with_smem(
     body: Callable[[dict[str, Any]], Any], buffers: dict[str, Any], thread_name: str = "group"
 ) -> Any:
-    """Run `body` with buffers in shared memory, barriers and accumulators by name; all warpgroups of a block share them.
+    """Run a part of a kernel with buffers in shared memory, barriers and accumulators, by name, and return its result. All warpgroups of a
+    thread block share them.
 
     Args:
-        body: called with references by the names of `buffers`.
-        buffers: their types, such as `plgpu.SMEM((64, 64), jnp.bfloat16)`; those that are None are left out.
-        thread_name: the axis of warpgroups.
+        body: the part of the kernel; called with a dictionary of references to the buffers.
+        buffers: the types of the buffers, by name, such as `plgpu.SMEM((64, 64), jnp.bfloat16)`; those that are None are left out.
+        thread_name: the axis of the thread block's warpgroups.
     """
     present = {name: x for name, x in buffers.items() if x is not None}
 

@@ -23,19 +23,20 @@ from pallas_kernels.hopper.blocks import row_and_head
 from pallas_kernels.hopper.launch import launch, with_smem
 from pallas_kernels.hopper.row_layout import CHUNK
 
-_BLOCK = 64  # columns of the memory that a warpgroup has
-_SHORTEST = 1024  # tokens of a part
+_BLOCK = 64  # columns of the memory (value channels) that a warpgroup computes
+_SHORTEST = 1024  # tokens of a part, at least
 _FEWEST = 4  # parts; fewer cost the forward pass more than they save
-_LARGEST_KEY = 128  # K
+_LARGEST_KEY = 128  # K up to which rows are divided into parts
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 
 
 class Parts(NamedTuple):
-    """P parts of a sequence.
+    """What the forward pass of a delta rule's scan over P parts of each row leaves for the backward pass.
 
     Attributes:
-        transitions: [B, h * P, K, K] float32, Θ; None if the forward pass was a single scan, so that the reverse scan must be one.
-        starts: [B, h * P, K, V] float32, the memories before the parts.
+        transitions: [B, h * P, K, K] float32, the matrix Θ by which each part multiplies the memory; None if the forward pass was a
+            single scan, so that the reverse scan must be one.
+        starts: [B, h * P, K, V] float32, the memory before each part.
     """
 
     transitions: jax.Array | None
@@ -43,10 +44,11 @@ class Parts(NamedTuple):
 
 
 def count_parts(q, k, v) -> int:
-    """The number of parts of [B, T, *, D]: a power of two, as many as the processors can compute at once, unless they are too short.
+    """Return the number of parts into which the rows of q, k and v [B, T, *, D] are divided: a power of two, as many as the card's
+    processors can compute at once. It is 1 if parts would be too short or too few, or K is above 128.
 
-    With parts the forward pass has three scans, and the backward pass three in place of two. A chunk takes twice as long if all
-    processors are busy.
+    With parts the forward pass has three scans, and the backward pass three in place of two. A chunk takes twice as long if all processors
+    are busy.
     """
     batch, length, memories, width = v.shape
     programs = batch * max(q.shape[2], memories) * max(1, width // (2 * _BLOCK))
@@ -57,7 +59,9 @@ def count_parts(q, k, v) -> int:
 
 
 def count_checkpoints(q, k, v, chunk_bounds) -> int:
-    """The number of memories that the single scan of a forward pass over [B, T, *, D] returns, or 1 if it returns none."""
+    """Return the number of memories along each row that the single scan of a forward pass over q, k and v [B, T, *, D] returns, so that
+    the backward pass can compute in parts; 1 if it returns none.
+    """
     batch, length, memories, width = v.shape
     programs = batch * max(q.shape[2], memories) * max(1, width // _BLOCK)
     checkpoints, chunks = 1, length // CHUNK
@@ -73,20 +77,22 @@ def count_checkpoints(q, k, v, chunk_bounds) -> int:
 
 
 def length_multiple(q, k, v) -> int:
-    """The number that T must be a multiple of."""
+    """Return the number that the row length T must be a multiple of, so that each part of a row has whole chunks."""
     return CHUNK * count_parts(q, k, v)
 
 
 def split(scan, q, k, v, initial, chunk_bounds, interpret: Any) -> Parts | None:
-    """Return the parts, or None if there is only one, or if rows have several memories (`chunk_bounds`).
+    """Compute the transition of each part of the rows and the memory before it, with two scans; return None if there is only one part, or
+    if rows have several memories (`chunk_bounds`).
 
     Args:
-        scan: called as `scan(v, parts=P)` or `scan(None, parts=P)`; the last of its results is W, or without v Θ.
-        q: [B, T, *, K].
-        k: [B, T, *, K].
-        v: [B, T, *, V].
-        initial: [B, h, K, V] float32.
-        chunk_bounds: of `row_layout.split_runs`, or None.
+        scan: runs the scan over all parts at once: `scan(v, parts=P)` returns as its last result the memory W after each part that begins
+            with an empty one; `scan(None, parts=P)` returns the transition Θ of each part.
+        q: [B, T, *, K], the queries.
+        k: [B, T, *, K], the keys.
+        v: [B, T, *, V], the values.
+        initial: [B, h, K, V] float32, the memory before each row.
+        chunk_bounds: the chunks at which a row's memories begin and end, of `row_layout.split_runs`, or None.
         interpret: parameters of the interpreter, or False.
     """
     count = count_parts(q, k, v)
@@ -97,19 +103,22 @@ def split(scan, q, k, v, initial, chunk_bounds, interpret: Any) -> Parts | None:
 
 
 def part_starts(parts: Parts | None, initial) -> tuple[jax.Array, int]:
-    """The memories before the parts, [B, h * P, K, V], and P."""
+    """Return the memory before each part of the rows, [B, h * P, K, V], and the number of parts P. If `parts` is None, that is `initial`
+    [B, h, K, V], the memory before each row, and 1.
+    """
     if parts is None:
         return initial, 1
     return parts.starts, parts.starts.shape[1] // initial.shape[1]
 
 
 def part_end_gradients(parts: Parts | None, scan, d_final, interpret: Any) -> tuple[jax.Array, int]:
-    """The gradients of the memories after the parts, [B, h * P, K, V], and P.
+    """Return the gradient of the memory after each part of the rows, [B, h * P, K, V], and the number of parts P.
 
     Args:
-        parts: of the forward pass.
-        scan: called as `scan(None, parts=P, save=False)`; the last of its results is R.
-        d_final: [B, h, K, V] float32.
+        parts: the transitions and memories of the forward pass's parts. If it is None or has no transitions, P is 1.
+        scan: runs the reverse scan over all parts at once; the last result of `scan(None, parts=P, save=False)` is the gradient R of the
+            memory before each part if that of the memory after it is 0.
+        d_final: [B, h, K, V] float32, the gradient of the memory after each row.
         interpret: parameters of the interpreter, or False.
     """
     if parts is None or parts.transitions is None:
@@ -121,17 +130,19 @@ def part_end_gradients(parts: Parts | None, scan, d_final, interpret: Any) -> tu
 
 
 def link_parts(transitions, written, initial, *, reverse: bool = False, interpret: Any = False):
-    """Compute the memories before the parts; if `reverse`, the gradients of the memories after the parts.
+    """Compute the memory before each part of the rows, from what each part does to a memory; if `reverse`, the gradient of the memory
+    after each part.
 
     Args:
-        transitions: [B, h * P, K, K] float32, Θ.
-        written: [B, h * P, K, V] float32, W; if `reverse`, R.
-        initial: [B, h, K, V] float32, the memory before the first part; if `reverse`, the gradient after the last.
-        reverse: whether gradients are computed.
+        transitions: [B, h * P, K, K] float32, the matrix Θ by which each part multiplies the memory.
+        written: [B, h * P, K, V] float32, the memory W after each part that begins with an empty one; if `reverse`, the gradient R of the
+            memory before each part if that of the memory after it is 0.
+        initial: [B, h, K, V] float32, the memory before the first part; if `reverse`, the gradient of the memory after the last part.
+        reverse: whether gradients are computed, from the last part to the first.
         interpret: parameters of the interpreter, or False.
 
     Returns:
-        [B, h * P, K, V] float32.
+        The memories, or their gradients, [B, h * P, K, V] float32.
     """
     batch, heads, depth, width = initial.shape
     parts = written.shape[1] // heads

@@ -1,4 +1,6 @@
-"""Rows of tokens as Hopper's kernels require them: documents, several memories per row, parts of long rows, heads that share an input."""
+"""Functions that prepare rows of tokens for Hopper's kernels: document boundaries, several memories per row, parts of long rows, and heads
+that share an input.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ _FUSED = 16  # parts up to which XLA computes the initial memories in one kernel
 
 
 def split_runs(run, initial, batch: int):
-    """Return what the kernels use of the document numbers `run` [B, T]: `run` and None, or None and chunk bounds.
+    """Return how the kernels learn of documents, from the document numbers `run` [B, T]: `run` and None if a row has one memory, else None
+    and the bounds of each memory's chunks.
 
     With S > 1 memories per row in `initial` [B * S, ...] each number has a memory of its own and begins at the start of a chunk. The
     bounds [B, S + 1] are the chunks at which the row's memories begin and end.
@@ -30,7 +33,9 @@ def split_runs(run, initial, batch: int):
 
 
 def count_parts(rows: int, length: int) -> int:
-    """The number of parts into which sequences are split, for so many rows of all heads: enough to use all processors."""
+    """Return the number of parts into which each row of `length` tokens is divided so that all processors of the card compute: a power of
+    two. `rows` is the number of rows of the batch times heads.
+    """
     parts = 1
     while (
         2 * parts * rows <= PROCESSORS
@@ -42,12 +47,12 @@ def count_parts(rows: int, length: int) -> int:
 
 
 def split_parts(x, parts: int):
-    """[B, T, ...] -> [B * P, T / P, ...]."""
+    """Reshape x [B, T, ...] so that each of `parts` = P consecutive parts of a row is a row of its own, [B * P, T / P, ...]."""
     return x.reshape(x.shape[0] * parts, x.shape[1] // parts, *x.shape[2:])
 
 
 def sum_heads(x, heads: int, axis: int = 2):
-    """Sum consecutive heads along `axis`, so that `heads` remain, in float32; the result has x's dtype."""
+    """Sum groups of consecutive heads of x along `axis`, in float32, so that `heads` heads remain; the result has x's dtype."""
     if x.shape[axis] == heads:
         return x
     shape = (*x.shape[:axis], heads, -1, *x.shape[axis + 1 :])
@@ -55,7 +60,8 @@ def sum_heads(x, heads: int, axis: int = 2):
 
 
 def gradient_by_head(d_final, heads: int):
-    """The gradient [B, G, K, V] of final memories for `heads` heads, [B, heads, K, V].
+    """Return the gradient of the final memories for each of `heads` output heads, [B, heads, K, V], from that of the G memories, `d_final`
+    [B, G, K, V].
 
     Of the heads that share a memory and all compute it, the first one receives the gradient, and the others receive 0.
     """
@@ -65,17 +71,18 @@ def gradient_by_head(d_final, heads: int):
 
 
 def memories_before_parts(written, chunk_decay, initial, reverse: bool = False):
-    """Compute the memory before each part, or the gradient of the memory after each part.
+    """Compute the memory before each of P parts of the rows, or the gradient of the memory after each part, from what each part writes and
+    its decay.
 
     Args:
-        written: [B * P, heads, D, V], the memory after each part if it is 0 before; if `reverse`, its gradient before each part if it
-            is 0 after.
-        chunk_decay: [B * P, G, ..., N / P], the decay of each chunk.
+        written: [B * P, heads, D, V], the memory after each part if it is 0 before the part; if `reverse`, the gradient of the memory
+            before each part if that of the memory after it is 0.
+        chunk_decay: [B * P, G, ..., N / P], the decay of the memory over each chunk; a row has N chunks.
         initial: [B, heads, D, V], the memory before the first part; if `reverse`, its gradient after the last.
-        reverse: whether gradients are computed.
+        reverse: whether gradients are computed, from the last part to the first.
 
     Returns:
-        [B * P, heads, D, V].
+        The memories, or their gradients, [B * P, heads, D, V].
     """
     batch, heads = initial.shape[:2]
     decay = jnp.prod(chunk_decay, axis=-1)
@@ -93,7 +100,9 @@ def memories_before_parts(written, chunk_decay, initial, reverse: bool = False):
 
 
 def documents_of(run, parts: int) -> Documents | None:
-    """The `Documents` of the document numbers `run` [B, T], for `parts` parts of each row; None for None."""
+    """Return the document boundaries (`Documents`) of tokens whose documents have the numbers `run` [B, T], in arrays with a row for each
+    of `parts` parts of a row. If `run` is None, return None.
+    """
     if run is None:
         return None
     by_chunk = run.reshape(run.shape[0], -1, CHUNK)

@@ -1,10 +1,11 @@
 """The scan over chunks that the delta rules' kernels share, on Mosaic GPU (Hopper).
 
-A warpgroup has 64 value channels of a memory in registers, transposed: S [64, K], in pieces [64, size] of the keys. It computes the
-chunks in order, and another warpgroup loads the inputs of the next ones. What a chunk does to S is the caller's function `step`.
+A warpgroup has 64 value channels of a memory in registers, transposed: S [64, K], as a list of tiles [64, size], each with `size` of the K
+key channels. It computes the chunks in order, and another warpgroup loads the inputs of the next ones. What a chunk does to S is the
+caller's function `step`.
 
-Up to K = 128 S is one piece, and is the left operand of a product in registers. With a larger S there are no registers for a copy in bfloat16:
-its pieces of 64 keys are then copied to shared memory, and are left operands from there.
+Up to K = 128 S is one tile, and is the left operand of a product in registers. With a larger S there are no registers for a copy in
+bfloat16: its tiles of 64 key channels are then copied to shared memory, and are left operands from there.
 """
 
 from __future__ import annotations
@@ -30,13 +31,19 @@ _TOKEN_ROWS = ("beta", "read_decay", "write_decay")  # what the input `rows` con
 
 
 def zip_with_keys(S, others=None):
-    """Return pairs (slice of the keys, piece) for the pieces of S [64, size], with the pieces of `others` instead if given."""
+    """Return, for each tile [64, size] of a memory S [64, K] that is divided along its key channels, the pair of the slice of these
+    channels and the tile. With `others`, pair each slice with an item of that list instead.
+    """
     keys = (pl.ds(n * x.shape[1], x.shape[1]) for n, x in enumerate(S))
     return list(zip(keys, S if others is None else others, strict=False))
 
 
 def decay_memory(chunk, S):
-    """The pieces of S [64, size], decayed by a whole chunk: per key if `chunk` has `chunk_decay`, else by the last number of `read_decay`."""
+    """Return a memory S, a list of tiles [64, size] along its key channels, decayed by a whole chunk.
+
+    `chunk` has references to the chunk's inputs by name. The decay is one per key channel if there is a `chunk_decay` [K], else the last
+    number of `read_decay` [C], and 1 if there is neither.
+    """
     if "chunk_decay" not in chunk:
         chunk_decay = chunk["read_decay"][CHUNK - 1] if "read_decay" in chunk else 1.0
         return [x * chunk_decay for x in S]
@@ -51,28 +58,30 @@ def scan(
     step, arrays, initial, depth, tokens, outs, *, save, heads, reverse, interpret, parts: int = 1,
     checkpoints: int = 1, chunk_bounds=None,
 ):  # fmt: skip
-    """Carry a memory over all chunks.
+    """Carry the memories of a delta rule over all chunks of their rows in one kernel, and return the outputs and the last memories.
 
     Args:
         step: called for each chunk as `step(chunk, S, left, operands, save_memory, store_outputs)`; it returns the next S.
             `chunk`: references to the chunk's inputs, by name, with `beta`, `read_decay` and `write_decay` [64] from `rows`.
-            `S`: a list of pieces [64, size].
+            `S`: the memory, a list of tiles [64, size] along its key channels, with 64 value channels each.
             `left`: three buffers for left operands, which only the interpreter requires (else None).
             `operands(S)`: yields lists of (keys, left operand), as many as shared memory has buffers for, and whether they are the last.
             `save_memory(S)`: called once the products of the last operands have begun.
             `store_outputs(*values)`: stores the outputs [64 value channels, C], transposed.
-        arrays: the inputs by name; None is left out: q, k, a, v and written [B, T, *, D], chunk_decay [B, heads, N * K],
-            rows [B, heads, T * n], and any others [B, heads, T, C].
+        arrays: the inputs by name; None is left out: q, k, a, v and written [B, T, *, D], chunk_decay [B, heads, N * K] (the decays of the
+            N chunks of a row), rows [B, heads, T * n] (n numbers per token), and any others [B, heads, T, C].
         initial: [B * S, heads * parts, K, V] float32; None is 0, or the identity if there is no v.
-        depth: K.
+        depth: K, the number of key channels.
         tokens: shape and dtype of an output, [B, T, heads, V].
         outs: the outputs' names.
         save: also return S before each chunk.
-        heads: number of heads of the outputs.
-        reverse: compute the last chunk first.
+        heads: the number of heads of the outputs.
+        reverse: compute the chunks from the last to the first.
         interpret: parameters of the interpreter, or False.
-        parts: a divisor of N. All parts of the sequence are computed at the same time, each from its initial memory.
-        checkpoints: a divisor of N. If more than 1, also return S at the beginning of each of so many parts; `parts` is then 1.
+        parts: the number of parts of each row, a divisor of its number of chunks N. All parts are computed at the same time, each from
+            its initial memory.
+        checkpoints: a divisor of N. If more than 1, also return S at the beginning of each of so many equal parts of a row; `parts` is
+            then 1.
         chunk_bounds: [B, S + 1], the chunks at which those of a row's S memories begin and end, or None; `parts` is then 1.
 
     Returns:
@@ -123,7 +132,7 @@ def scan(
 
 
 def _smem(call: Call, plan: Plan) -> dict[str, Any]:
-    """The shared memory of a thread block, next to that of its pipeline."""
+    """Return the types of a thread block's buffers in shared memory, by name, besides the buffers of its pipeline of inputs."""
     smem: Any = plgpu.SMEM
     tiles = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
     return dict(
@@ -134,17 +143,17 @@ def _smem(call: Call, plan: Plan) -> dict[str, Any]:
 
 
 class _Position(NamedTuple):
-    """The memory that a warpgroup computes, and its chunks.
+    """Which memory of a row and head a warpgroup of the scan computes, which of its value channels, and which chunks update it.
 
     Attributes:
-        b: row of the batch.
-        h: head.
-        memory: the memory's indices in the first and the last memories.
-        steps: number of its chunks.
-        chunk: the index in the row of its n-th chunk.
+        b: index of the row of the batch.
+        h: index of the head.
+        memory: the two indices of the memory in the arrays of the first and of the last memories.
+        steps: the number of chunks that update the memory.
+        chunk: a function that returns the index in the row of the n-th of these chunks.
         group: the warpgroup's index in its thread block.
-        columns: the slice of its value channels.
-        block_columns: the slice of the value channels of all warpgroups of the block.
+        columns: the slice of the value channels that this warpgroup computes.
+        block_columns: the slice of the value channels that all warpgroups of the thread block compute.
     """
 
     b: Any
@@ -158,7 +167,9 @@ class _Position(NamedTuple):
 
 
 def _position(call: Call, plan: Plan, refs: dict[str, Any]) -> _Position:
-    """The position of this warpgroup in the grid."""
+    """Return which memory, value channels and chunks this warpgroup of the scan computes, from its indices in the grid. `refs` has
+    `chunk_bounds` if rows have several memories.
+    """
     heads, count, parts = call.heads, call.count, call.parts
     row, h = row_and_head(heads)
     memory = row, h
@@ -175,15 +186,15 @@ def _position(call: Call, plan: Plan, refs: dict[str, Any]) -> _Position:
 
 
 class _Warpgroup(NamedTuple):
-    """The computation of one warpgroup.
+    """What one warpgroup of the scan computes: 64 value channels of one memory, carried over all chunks that update it.
 
     Attributes:
-        call: the call.
-        plan: its plan.
-        step: the caller's function.
-        at: the memory that it computes.
-        refs: inputs and outputs in global memory, by name.
-        smem: buffers of `_smem`, by name.
+        call: the sizes and options of the scan.
+        plan: how a thread block uses warpgroups and shared memory.
+        step: the caller's function that computes one chunk.
+        at: the memory, value channels and chunks that the warpgroup computes.
+        refs: references to inputs and outputs in global memory, by name.
+        smem: references to the buffers of `_smem` in shared memory, by name.
     """
 
     call: Call
@@ -194,7 +205,9 @@ class _Warpgroup(NamedTuple):
     smem: dict[str, Any]
 
     def compute(self) -> None:
-        """Carry the memory over its chunks."""
+        """Carry the warpgroup's memory over all chunks that update it, in a pipeline in which another warpgroup loads the inputs of later
+        chunks.
+        """
         pipeline: Any = plgpu.emit_pipeline_warp_specialized
         sources, specs = zip(*map(self.source, self.call.shapes), strict=True)
         pipeline(
@@ -204,7 +217,9 @@ class _Warpgroup(NamedTuple):
         )(*sources)  # fmt: skip
 
     def source(self, name: str) -> tuple[Any, Any]:
-        """An input in global memory, and its block for each chunk."""
+        """Return the input `name` of this memory in global memory, and the specification of the block of it that the pipeline loads for
+        each chunk.
+        """
         call, at, shape = self.call, self.at, self.call.shapes[name]
         if name in ("v", *KEY_INPUTS):
             source = self.refs[name].at[at.b, :, lax.div(at.h * shape[2], call.heads)]
@@ -220,7 +235,9 @@ class _Warpgroup(NamedTuple):
         return source, plgpu.BlockSpec(block, lambda n: (at.chunk(n), *rest), transforms=transforms)
 
     def compute_all(self, pipeline: Callable) -> None:
-        """Run the pipeline from the initial memory, and store the last one."""
+        """Run the pipeline over the chunks from the initial memory on, and store the memory after the last chunk. `pipeline` takes the
+        first memory and returns the last one.
+        """
         call, at = self.call, self.at
         S = pipeline(tuple(self.initial(n) for n in range(0, call.depth, call.size)))
         for keys, piece in zip_with_keys(S):
@@ -228,7 +245,9 @@ class _Warpgroup(NamedTuple):
         plgpu.wait_smem_to_gmem(0)
 
     def initial(self, key: int):
-        """The piece [64, size] of the initial memory from a key on."""
+        """Return one tile [64, size] of the initial memory S [64, K], the one whose first key channel is `key`: loaded, or of zeros, or of
+        the identity if the scan has no values.
+        """
         call, at = self.call, self.at
         if not call.from_zero:
             keys = pl.ds(key, call.size)
@@ -240,7 +259,11 @@ class _Warpgroup(NamedTuple):
         return jnp.where(i + at.columns.start == j + key, 1.0, 0.0).astype(_F32)
 
     def compute_chunk(self, indices, *arguments) -> Any:
-        """The memory after a chunk, from references to its inputs and the memory before it."""
+        """Compute one chunk with the caller's `step`, and return the memory after it.
+
+        `indices` has the number of the pipeline's step; `arguments` are references to the chunk's inputs in shared memory and, last, the
+        memory before the chunk.
+        """
         *loaded, S = arguments
         chunk: dict[str, Any] = dict(zip(self.call.shapes, loaded, strict=True))
         group = self.at.group
@@ -257,7 +280,9 @@ class _Warpgroup(NamedTuple):
         return self.step(chunk, S, left, copies.operands, copies.save_memory, copies.store_outputs)
 
     def store_checkpoint(self, n, S) -> None:
-        """Store S if chunk n is the first after a checkpoint."""
+        """Store the memory S before chunk n of the row in the output of checkpointed memories, if one of the equal parts between
+        checkpoints begins at chunk n.
+        """
         call, at = self.call, self.at
         if call.checkpoints == 1:
             return
@@ -271,12 +296,13 @@ class _Warpgroup(NamedTuple):
 
 
 class _Copies(NamedTuple):
-    """The copies of one chunk through shared memory: the functions that `step` calls.
+    """Functions that copy one chunk's memory and outputs from registers to shared and on to global memory, for one call of the caller's
+    `step`.
 
     Attributes:
-        warpgroup: the warpgroup.
-        n: the chunk.
-        buffers: the warpgroup's [64, 64] buffers.
+        warpgroup: the computation to which the chunk belongs.
+        n: index of the chunk in the row.
+        buffers: the warpgroup's [64, 64] buffers in shared memory.
     """
 
     warpgroup: _Warpgroup
@@ -284,9 +310,10 @@ class _Copies(NamedTuple):
     buffers: list[Any]
 
     def operands(self, S) -> Iterator[tuple[list[tuple[Any, Any]], bool]]:
-        """Yield the pieces of S in bfloat16 as left operands, with their keys, and whether these are the last.
+        """Yield the tiles of the memory S in bfloat16 as left operands of products: lists of pairs (slice of the key channels, operand),
+        and whether a list is the last.
 
-        Those in shared memory are also saved from there.
+        If the memory before each chunk is saved, the operands that are in shared memory are also saved from there.
         """
         call, separate = self.warpgroup.call, self.warpgroup.plan.separate
         if not call.in_smem:
@@ -311,12 +338,16 @@ class _Copies(NamedTuple):
             operands = []
 
     def saved(self, *keys):
-        """Return the reference to which S before this chunk, or some of its key channels, is saved."""
+        """Return a reference to the place in global memory where the memory before this chunk is saved, or only the slice `keys` of its
+        key channels.
+        """
         at = self.warpgroup.at
         return self.warpgroup.refs["states"].at[at.b, at.h, self.n, at.columns, *keys]
 
     def save_memory(self, S) -> None:
-        """Start to save S before this chunk, unless `operands` has saved it already."""
+        """Start to save the memory S before this chunk to global memory, unless `operands` has saved it already or no memory is saved.
+        First wait until earlier copies have left shared memory.
+        """
         call, at, smem = self.warpgroup.call, self.warpgroup.at, self.warpgroup.smem
         if call.in_smem:
             return
@@ -330,12 +361,14 @@ class _Copies(NamedTuple):
         plgpu.copy_smem_to_gmem(buffer, self.saved())
 
     def store_outputs(self, *values) -> None:
-        """Start to store this chunk's outputs [64 value channels, C]."""
+        """Start to store this chunk's outputs in global memory; `values` has each of them in registers, transposed: [64 value channels,
+        C].
+        """
         call, plan, at = self.warpgroup.call, self.warpgroup.plan, self.warpgroup.at
         if not values:
             return
         if call.in_smem:
-            # Wait for all copies but this chunk's of pieces of S, if these have buffers of their own.
+            # Wait for all copies but this chunk's of tiles of S, if these have buffers of their own.
             later = call.pieces if plan.separate and call.save else 0
             plgpu.wait_smem_to_gmem(later, wait_read_only=True)
         free = self.buffers[call.pieces :] if plan.separate else self.buffers

@@ -1,4 +1,4 @@
-"""The inverse of a chunk's system, a [64, 64] tile in the registers of a warpgroup."""
+"""The inverse of the triangular system that a delta rule solves in a chunk: a [64, 64] tile in the registers of a warpgroup."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ _F32, _BF16 = jnp.float32, jnp.bfloat16
 
 
 def unit_inverse(strict, apart, right, left, interpret: Any):
-    """Return `tiles.delta.unit_inverse` of a tile [64, 64] in registers.
+    """Return the inverse `(I + strict)⁻¹` of a chunk's triangular system, a tile [64, 64] in registers, by the method of
+    `tiles.delta.unit_inverse`.
 
     Args:
-        strict: the tile, 0 on and above its diagonal.
-        apart: [64, 64], i ^ j of the rows i and the columns j.
-        right: [64, 64] bfloat16 in shared memory, for right operands.
+        strict: the strictly lower triangular tile [64, 64], 0 on and above its diagonal.
+        apart: [64, 64] integers, i ^ j of each entry's row index i and column index j.
+        right: [64, 64] bfloat16, a buffer in shared memory for the right operands of products.
         left: two such buffers for left operands, which only the interpreter requires.
         interpret: parameters of the interpreter, or False.
     """
 
     def product(b, *lefts):
-        """The sum of a b over the tiles a of `lefts`."""
+        """Return the sum of the matrix products a b, [64, 64] float32, over the tiles a of `lefts`, with a and b rounded to bfloat16."""
         right[...] = b.astype(_BF16)
         lefts = [wg.as_left(a, left and left[n], interpret) for n, a in enumerate(lefts)]
         plgpu.commit_smem()

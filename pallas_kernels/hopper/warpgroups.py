@@ -17,44 +17,46 @@ NEVER = -1e30  # its exponential is 0
 
 
 def smem_transforms(dtype):
-    """The transforms of a tile of `dtype` in shared memory."""
+    """Return the transforms (tiling and swizzle) that a tile of numbers of `dtype` has in shared memory, as matrix products require them."""
     return TILED_WIDE if jnp.dtype(dtype).itemsize == 4 else TILED
 
 
 def load_rows(ref):
-    """Load a vector from shared memory, one value for each row of a tile."""
+    """Load a vector from shared memory into registers, in the layout of one value for each row of a tile."""
     return plgpu.load(ref, layout=LAYOUT.reduce(1))
 
 
 def spread_rows(x, shape):
-    """A tile of `shape` from one value for each row."""
+    """Return a tile of `shape` in registers from a vector x with one value for each row, which all columns of that row get."""
     return lax.broadcast_in_dim(x, shape, [0])
 
 
 def spread_columns(x, shape):
-    """A tile of `shape` from one value for each column."""
+    """Return a tile of `shape` in registers from a vector x with one value for each column, which all rows of that column get."""
     return lax.broadcast_in_dim(x, shape, [1])
 
 
 def row_differences(ref, shape):
-    """Return the tile of differences `x_i - x_j` (row i, column j) of a vector x in shared memory."""
+    """Return a tile of `shape` in registers with the differences `x_i - x_j` (row i, column j) of the entries of a vector x in shared
+    memory.
+    """
     of_column = lax.broadcast_in_dim(plgpu.load(ref, layout=LAYOUT.reduce(0)), shape, [1])
     return spread_rows(load_rows(ref), shape) - of_column
 
 
 def load_global(ref, layout: Any = LAYOUT):
-    """Load a tile or a vector from global memory into registers, each thread its own values."""
+    """Load a tile or a vector from a reference to global memory into registers of the given layout; each thread loads its own values."""
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
 def chunks_of_row(chunk_bounds, row, count: int, reverse: bool):
-    """The chunks that update a memory.
+    """Return which chunks of which row update a memory of a scan, where a row may have several memories.
 
     Args:
         chunk_bounds: [B, S + 1] in global memory, the chunks at which a row's S memories begin and end; None is one memory per row.
         row: index of the memory, b * S + s.
-        count: chunks of a row.
-        reverse: whether the last chunk is the first.
+        count: the number of chunks in a row.
+        reverse: whether the chunks are computed from the last to the first.
 
     Returns:
         The row b of tokens, the number of the memory's chunks, and a function that returns the index in the row of the n-th of them.
@@ -69,7 +71,9 @@ def chunks_of_row(chunk_bounds, row, count: int, reverse: bool):
 
 
 def as_left(x, buffer, interpret: Any):
-    """Return x in bfloat16 as the left operand of a product: in registers, or in `buffer` for the interpreter, which requires it there."""
+    """Return the tile x in bfloat16 as the left operand of a matrix product: in registers, or in `buffer` in shared memory for the
+    interpreter, which requires it there.
+    """
     x = x.astype(jnp.bfloat16)
     if not interpret:
         return x
@@ -79,7 +83,9 @@ def as_left(x, buffer, interpret: Any):
 
 
 def accumulate(products, *starts: Any, interpret: Any) -> Any:
-    """Return `starts` plus the matrix products that `products` adds to references to them."""
+    """Return each of the tiles `starts` plus matrix products, in float32: `products` is called with references to the tiles, to which it
+    adds the products.
+    """
     if not interpret:
         begin = [plgpu.ACC.init(plgpu.layout_cast(x, LAYOUT)) for x in starts]
         return pl.run_state(lambda refs: products(*refs))(begin)
@@ -93,27 +99,32 @@ def accumulate(products, *starts: Any, interpret: Any) -> Any:
 
 
 class Accumulator:
-    """Registers to which products are added.
+    """A float32 tile in registers to which the matrix products of a warpgroup are added while it computes other things.
 
     Attributes:
-        ref: the reference for `plgpu.wgmma`.
+        ref: the reference that `plgpu.wgmma` adds to.
     """
 
     def __init__(self, ref, start=None):
-        """Bind a reference to zeros and an initial value, or a reference to the initial value and None."""
+        """Bind the tile to which products are added: `ref` is a reference to zeros and `start` an initial tile, which `read` adds; or
+        `ref` is a reference to the initial tile itself and `start` is None.
+        """
         self.ref, self._start = ref, start
 
     def read(self, pending: int | None = 0):
-        """Wait until at most `pending` of the products that have begun are still running (None does not wait), and return the sum."""
+        """Return the tile with the products that were added to it, after waiting until at most `pending` of the warpgroup's products that
+        have begun are still running (None does not wait).
+        """
         value = plgpu.wgmma_accumulator_load(self.ref, wait_n=pending)
         return value if self._start is None else value + self._start
 
 
 def with_accumulators(use, *starts: Any, interpret: Any) -> Any:
-    """Call `use` with an `Accumulator` for each of `starts`, which is a value, or the shape of zeros; return its result.
+    """Call a function with accumulators for matrix products, one `Accumulator` for each of `starts`, and return its result. A start is an
+    initial tile, or the shape of a tile of zeros.
 
-    `use` can compute other things between the start of a product and `read`, while the product is running. It cannot return a result
-    of `as_left`.
+    `use` can compute other things between the start of a product and `read`, while the product is running. It cannot return a result of
+    `as_left`.
     """
     values = [None if isinstance(x, tuple) else x for x in starts]
 
@@ -130,7 +141,9 @@ def with_accumulators(use, *starts: Any, interpret: Any) -> Any:
 
 
 def products_from_zero(products, *shapes):
-    """Return the matrix products that `products` adds to references to zeros of `shapes`."""
+    """Return tiles of sums of matrix products, in float32: `products` is called with a reference to zeros of each of `shapes`, to which it
+    adds products.
+    """
 
     def run(*refs):
         products(*refs)
@@ -140,18 +153,18 @@ def products_from_zero(products, *shapes):
 
 
 def overlap(products, shapes, more, starts, use, *, interpret: Any) -> Any:
-    """Run a function of some products while others are running.
+    """Run a function of the results of some matrix products while other products are running.
 
     Args:
-        products: adds products to references to zeros of `shapes`.
-        shapes: of these.
-        more: adds one product to each of the references to `starts`.
-        starts: initial values.
+        products: a function that adds the first products to references to tiles of zeros.
+        shapes: the shapes of these tiles.
+        more: a function that adds one product to each of the references to the tiles `starts`, which it receives.
+        starts: the initial tiles of the other products.
         use: called with the results of `products` while those of `more` are running; it cannot make operands of products.
         interpret: parameters of the interpreter, or False.
 
     Returns:
-        `starts` plus the products of `more`, and the result of `use`.
+        The tiles `starts` plus the products of `more`, and the result of `use`.
     """
 
     def run(*refs):

@@ -1,1 +1,1 @@
-"""The mathematics of a chunk on two-dimensional tiles, for any backend."""
+"""The mathematics of one chunk of linear attention and the delta rule, as functions of two-dimensional tiles that any backend can run."""

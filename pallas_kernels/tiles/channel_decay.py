@@ -1,6 +1,7 @@
 """The mathematics of one chunk of linear attention whose decay has a value for every key channel, on two-dimensional tiles.
 
-With g [C, K] the log decay of a chunk and b its inclusive sums, each memory does
+With g [C, K] the log decay of a chunk, b its inclusive sums, S the memory before the chunk and S' that after it, O the output and P the
+decayed scores, each memory does
 
     O = P v + scale (q e^b) S,    S' = e^(b_C) S + (k e^(b_C - b))ᵀ v,    P_ij = scale Σ_c q_ic k_jc e^(b_i - b_j)_c,  j <= i
 
@@ -38,13 +39,14 @@ FLOOR = -128.0  # e^-128 is 0 in float32
 
 
 class Chunk(NamedTuple):
-    """The arrays that `read` and `write` multiply.
+    """The arrays of one chunk that depend on no memory, by which `read` and `write` multiply values and memory; b are the inclusive sums
+    of the log decay per key channel.
 
     Attributes:
-        scores: [C, C], P.
-        read: [C, K], scale q e^b.
-        written: [C, K], k e^(b_C - b).
-        chunk_decay: [K], e^(b_C).
+        scores: [C, C], P: the decayed, scaled scores of queries and keys, 0 where token i does not read token j.
+        read: [C, K], scale q e^b: the queries, decayed since the chunk's start.
+        written: [C, K], k e^(b_C - b): the keys, decayed up to the chunk's end.
+        chunk_decay: [K], e^(b_C): the decay of the memory over the whole chunk.
     """
 
     scores: jax.Array
@@ -54,7 +56,16 @@ class Chunk(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """The gradients of a chunk's q, k and g [C, K], v [C, V] and S [K, V], and of the bonus [K] (0 without one)."""
+    """The gradients of one chunk's inputs.
+
+    Attributes:
+        q: [C, K], of the queries.
+        k: [C, K], of the keys.
+        v: [C, V], of the values.
+        g: [C, K], of the log decay.
+        memory: [K, V], of the memory before the chunk.
+        bonus: [K], of the bonus; 0 if there is none.
+    """
 
     q: jax.Array
     k: jax.Array
@@ -65,26 +76,29 @@ class Gradient(NamedTuple):
 
 
 def levels(size: int) -> tuple[int, ...]:
-    """The number of rows of a block on each level: 1, 2, ..., size / 2."""
+    """Return the number of rows in a block on each level of the halving of a chunk of `size` tokens: 1, 2, 4, ..., size / 2."""
     return tuple(2**n for n in range(size.bit_length() - 1))
 
 
 def in_factor(i, j, half, later, exclusive: bool = False):
-    """Whether row i's factor contains the decay of token j.
+    """Return whether the decay factor of token i on a level of the halving contains the decay of token j, as a mask over pairs (i, j).
 
-    For a row in a later block (`later`) these are the tokens of its block up to i; for a row in an earlier block those after i.
+    For a token in the later of two neighbouring blocks of `half` tokens (`later`) these are the tokens j of its block up to i; for one in
+    the earlier block those after i. If `exclusive`, a token in a later block excludes its own decay.
     """
     stop = i - jnp.where(later, 1, 0) if exclusive else i
     return ((i ^ j) < half) & ((j <= stop) == later)
 
 
 def is_pair(i, j, half):
-    """Whether rows i and j are in two neighbouring blocks of `half` rows, in either order."""
+    """Return whether tokens i and j are in two neighbouring blocks of `half` tokens, in either order: the pairs whose scores one level of
+    the halving computes.
+    """
     return ((i ^ j) >= half) & ((i ^ j) < 2 * half)
 
 
 class Documents(NamedTuple):
-    """The documents of a chunk's tokens.
+    """Which documents the C tokens of one chunk belong to.
 
     Attributes:
         same: [C, C], whether two tokens belong to one document.
@@ -100,18 +114,18 @@ class Documents(NamedTuple):
 def chunk_forward(
     q, k, g, *, scale: float, documents: Documents | None = None, bonus=None
 ) -> Chunk:
-    """Compute the arrays that `read` and `write` multiply in one chunk.
+    """Compute the arrays of one chunk that depend on no memory: the decayed scores, queries and keys, and the decay over the chunk.
 
     Args:
-        q: [C, K], C a power of two.
-        k: [C, K].
-        g: [C, K] float32, at most 0.
+        q: [C, K], the queries, C a power of two.
+        k: [C, K], the keys.
+        g: [C, K] float32, the log decay, at most 0.
         scale: multiplies q.
         documents: which tokens belong to the same document; None is one document.
         bonus: [K], multiplies the token's own product of query and key; a token then reads before it writes. None is no bonus.
 
     Returns:
-        The scores P and the decayed queries, keys and memory, see `Chunk`.
+        The scores [C, C], the decayed queries and keys [C, K], and the chunk's decay [K], as a `Chunk`.
     """
     size, exclusive = len(g), bonus is not None
     i, j = iota(size, size, 0), iota(size, size, 1)
@@ -130,13 +144,18 @@ def chunk_forward(
 
 
 def where_later(half: int, of_later, of_earlier):
-    """Combine two tiles: rows of later blocks of `half` rows from one, rows of earlier blocks from the other."""
+    """Combine two tiles with a row for each token: of every two neighbouring blocks of `half` rows, the later block from `of_later` and
+    the earlier one from `of_earlier`.
+    """
     return jnp.where(iota(len(of_later), 1, 0) & half > 0, of_later, of_earlier)
 
 
 def factor(g, half: int, later=None, exclusive: bool = False):
-    """Return the factor of each row, [C, K], on the level of blocks of `half` rows. With `later`, all rows
-    count as rows of later blocks (True) or of earlier blocks (False).
+    """Return the decay factors [C, K] by which one level of the halving multiplies queries and keys, from the log decay g [C, K].
+
+    A token in the later of two neighbouring blocks of `half` tokens has the decay from its block's start to itself (without its own if
+    `exclusive`), and one in the earlier block the decay after itself to its block's end. With `later`, all tokens count as tokens of later
+    blocks (True) or of earlier blocks (False).
     """
     size = len(g)
     i, j = iota(size, size, 0), iota(size, size, 1)
@@ -146,12 +165,14 @@ def factor(g, half: int, later=None, exclusive: bool = False):
 
 
 def read(chunk: Chunk, v, memory):
-    """Return O [C, V]."""
+    """Return the output of a chunk's tokens [C, V]: what they read of each other's values v [C, V] and of the memory before the chunk [K,
+    V].
+    """
     return dot(chunk.scores, v) + dot(chunk.read, memory)
 
 
 def write(chunk: Chunk, v, memory):
-    """Return S' [K, V]."""
+    """Return the memory after a chunk [K, V]: the memory before it, decayed, plus the writes of the chunk's values v [C, V]."""
     return chunk.chunk_decay[:, None] * memory + dot(chunk.written, v, "tn")
 
 
@@ -159,7 +180,11 @@ def backward(
     q, k, v, g, memory, d_out, d_memory, *, scale: float, documents: Documents | None = None,
     bonus=None,
 ) -> Gradient:  # fmt: skip
-    """The gradients of all inputs, from dO [C, V] and dS' [K, V]; the other arguments are those of `chunk_forward`."""
+    """Return the gradients of all inputs of a chunk, from the gradients of its output, `d_out` [C, V], and of the memory after it,
+    `d_memory` [K, V].
+
+    `memory` [K, V] is the memory before the chunk; the other arguments are the values v [C, V] and those of `chunk_forward`.
+    """
     size, exclusive = len(g), bonus is not None
     i, j = iota(size, size, 0), iota(size, size, 1)
     chunk = chunk_forward(q, k, g, scale=scale, documents=documents, bonus=bonus)
@@ -188,7 +213,12 @@ def backward(
 
 
 def scores_backward(weights, q, k, g, exclusive: bool = False):
-    """The gradients of q and k [C, K] through P without its diagonal, and the diagonal of dP [C, 1]; `weights` [C, C] is symmetric."""
+    """Given `weights`, the gradient dP of a chunk's decayed scores [C, C] before their scaling, return the gradients of q and k [C, K]
+    that come from entries of the scores off the diagonal, and the diagonal of dP [C, 1], which the caller applies.
+
+    `weights` is symmetric: dP on and below the diagonal, its transpose above. g [C, K] is the log decay; if `exclusive`, a token reads
+    before its own decay.
+    """
     size = len(g)
     i, j = iota(size, size, 0), iota(size, size, 1)
     dq, dk = jnp.zeros_like(q), jnp.zeros_like(k)

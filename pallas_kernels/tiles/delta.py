@@ -39,14 +39,16 @@ _FLOOR = -128.0  # e^-128 is 0 in float32
 
 
 class Chunk(NamedTuple):
-    """The factors and the mask of a chunk's decays and documents.
+    """The factors by which a chunk of C tokens decays, and the mask of the tokens that read each other; b are the inclusive sums of the
+    log decay.
 
     Attributes:
-        weights: G, [C, C].
-        read_decay: e^b, [C, 1].
-        write_decay: e^(b_C - b), [C, 1].
-        chunk_decay: e^b_C, [1, 1].
-        seen: [C, C], whether token i reads token j: i >= j, in one document.
+        weights: [C, C], G: e^(b_i - b_j) where token i reads token j, else 0.
+        read_decay: [C, 1], e^b, of the memory before the chunk in what each token reads; 0 for tokens of documents that begin in the chunk.
+        write_decay: [C, 1], e^(b_C - b), of each token's write in the memory after the chunk; 0 for documents that end before
+            the chunk's last token.
+        chunk_decay: [1, 1], e^b_C, of the memory over the whole chunk.
+        seen: [C, C] bool, whether token i reads token j: i >= j, in one document.
     """
 
     weights: jax.Array
@@ -57,7 +59,7 @@ class Chunk(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of q [C, K], k [C, K], beta [C] and the log decays [C]."""
+    """The gradients of a chunk's queries and keys [C, K], write strengths beta [C] and log decays [C], from `chunk_backward`."""
 
     q: jax.Array
     k: jax.Array
@@ -66,7 +68,9 @@ class Gradients(NamedTuple):
 
 
 def read_chunk(log_decay: jax.Array, run: jax.Array, before: jax.Array) -> Chunk:
-    """Compute the factors from log decays [C] and document numbers `run` [C]; `before` is that of the last token before the chunk."""
+    """Compute a chunk's decay factors and its mask, from log decays [C] and the numbers of the tokens' documents, `run` [C]. `before` is
+    the document number of the last token before the chunk.
+    """
     i, j = _indices(len(log_decay))
     log_decay = jnp.maximum(log_decay, _FLOOR)
     seen = (i >= j) & (run[:, None] == run)
@@ -84,17 +88,18 @@ def unit_inverse(
     product: Callable[[Any, Any], Any],
     exact: Callable[[Any, Any], Any],
 ) -> Any:
-    """`(I + strict)⁻¹` of a strictly lower triangular [C, C], C a power of two.
+    """Return the inverse `(I + strict)⁻¹` of a chunk's triangular system, for a strictly lower triangular matrix [C, C], C a power of two.
 
-    Blocks on the diagonal of 1, 2, 4, ... rows are inverted, one size after another: `X - X S X`, with S the part of `strict` between
-    the two halves of a block, inverts the blocks of twice the size. Unlike powers of `strict`, it is never larger than the inverse,
-    however similar the keys are. A Newton step at the end squares the error of products in 16 bits.
+    Blocks on the diagonal of 1, 2, 4, ... rows are inverted, one size after another: `X - X S X`, with S the part of `strict` between the
+    two halves of a block, inverts the blocks of twice the size. Unlike powers of `strict`, it is never larger than the inverse, however
+    similar the keys are. A Newton step at the end squares the error of products in 16 bits.
 
     Args:
-        strict: [C, C], 0 on and above the diagonal.
-        apart: [C, C] integers, `i ^ j`.
-        product: the matrix product of two [C, C].
-        exact: a product exact in its left operand; the right one is a result of `product` rounded as `product` does.
+        strict: [C, C], the system without its unit diagonal; 0 on and above the diagonal.
+        apart: [C, C] integers, `i ^ j` of the entry's row index i and column index j.
+        product: returns the matrix product of two matrices [C, C].
+        exact: returns its second argument rounded as `product` rounds operands, and the matrix product of the first argument, which is
+            not rounded, with it.
     """
     x = jnp.where(apart == 0, 1.0, 0.0) - jnp.where(apart == 1, strict, 0.0)
     size = 2
@@ -107,7 +112,9 @@ def unit_inverse(
 
 
 def chunk_forward(q, k, beta, chunk: Chunk, scale: float) -> tuple[jax.Array, jax.Array]:
-    """Return X and P, [C, C]."""
+    """Compute the two matrices [C, C] of a chunk of the delta rule that depend on no memory: X, the inverse of its triangular system, and
+    P, the decayed and scaled scores of queries and keys. Chunks can be computed in parallel.
+    """
     i, j = _indices(len(k))
     strict = jnp.where(i > j, k @ k.T * chunk.weights, 0)
     inverse = unit_inverse(strict * beta, i ^ j, jnp.matmul, lambda a, b: (b, a @ b))
@@ -115,7 +122,11 @@ def chunk_forward(q, k, beta, chunk: Chunk, scale: float) -> tuple[jax.Array, ja
 
 
 def scan_forward(q, k, v, beta, memory, inverse, scores, chunk: Chunk, scale: float):
-    """Return O [C, V], x [C, V] and S', from S (`memory`)."""
+    """Compute one chunk of the delta rule from the memory before it: return the output [C, V], the tokens' errors [C, V] (value less what
+    the memory has at the key), and the memory after the chunk [K, V].
+
+    `inverse` and `scores` are the chunk's matrices from `chunk_forward`.
+    """
     missing = inverse @ (v - chunk.read_decay * (k @ memory))
     writes = beta[:, None] * missing
     out = scale * chunk.read_decay * (q @ memory) + scores @ writes
@@ -123,7 +134,11 @@ def scan_forward(q, k, v, beta, memory, inverse, scores, chunk: Chunk, scale: fl
 
 
 def scan_backward(q, k, beta, d_out, d_memory, inverse, scores, chunk: Chunk, scale: float):
-    """Return dv [C, V] and dS, from dS' (`d_memory`)."""
+    """Compute the gradients of a chunk's values [C, V] and of the memory before it [K, V], from those of its output (`d_out`) and of the
+    memory after it (`d_memory`).
+
+    `inverse` and `scores` are the chunk's matrices from `chunk_forward`.
+    """
     d_writes = scores.T @ d_out + chunk.write_decay * (k @ d_memory)
     dv = inverse.T @ (beta[:, None] * d_writes)
     entering = (scale * chunk.read_decay * q).T @ d_out - (chunk.read_decay * k).T @ dv
@@ -131,7 +146,11 @@ def scan_backward(q, k, beta, d_out, d_memory, inverse, scores, chunk: Chunk, sc
 
 
 def chunk_backward(q, k, beta, missing, d_out, dv, memory, d_memory, chunk: Chunk, scale: float):
-    """Return the other gradients, from S (`memory`), dS' (`d_memory`), x (`missing`) and dv."""
+    """Compute the gradients of a chunk's queries, keys, beta and log decays, after the backward scan; chunks can be computed in parallel.
+
+    The inputs include the memory before the chunk (`memory`), the gradient of the memory after it (`d_memory`), the tokens' errors of
+    `scan_forward` (`missing`) [C, V], and the gradient of the values of `scan_backward` (`dv`) [C, V].
+    """
     i, j = _indices(len(k))
     scores, alike = q @ k.T, k @ k.T
     # A and E without beta, so that nothing is divided by it.
@@ -157,6 +176,8 @@ def chunk_backward(q, k, beta, missing, d_out, dv, memory, d_memory, chunk: Chun
 
 
 def _indices(size: int) -> tuple[jax.Array, jax.Array]:
-    """The row and column indices of a [size, size] tile."""
+    """Return two tiles [size, size] int32, for masks over pairs of tokens: the row index of each entry, and the column index of each
+    entry.
+    """
     i = jax.lax.broadcasted_iota(jnp.int32, (size, size), 0)
     return i, i.T

@@ -38,12 +38,12 @@ _COARSE = 512.0
 
 
 class Heads(NamedTuple):
-    """The memories of a tile.
+    """Which memories one tile contains: a tile has the channels of n memories side by side as columns.
 
     Attributes:
-        first: index of the first in the chunk's decays.
-        count: n, the number of memories.
-        keys: number of key heads of the tile: n, or 1 if all memories share one.
+        first: index of the tile's first memory among the columns of the decays of a `Chunk`.
+        count: n, the number of memories in the tile.
+        keys: number of key heads in the tile: n, or 1 if all its memories share one key.
     """
 
     first: int
@@ -52,16 +52,17 @@ class Heads(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """The factors and the mask of a chunk's decays and documents, for h memories; None is a factor of 1.
+    """The decay factors of one chunk of C tokens, and the mask of the tokens that read each other, for h memories; None is a factor of 1.
 
     Attributes:
-        seen: [C, C], whether token i reads token j.
-        rows: two arrays [h, C] whose sum is b. The first has multiples of 1/512, whose differences are exact.
-        columns: `rows` transposed, [C, h].
-        read_decay: [C, h], or [C, 1] for all, scale e^b.
-        write_decay: as `read_decay`, e^(b_C - b).
-        chunk_decay: [1, h] or [1, 1], e^b_C.
-        scale: of the queries.
+        seen: [C, C] bool, whether token i reads token j: i >= j, in one document.
+        rows: two arrays [h, C] whose sum is b, the inclusive sums of the log decay since the chunk's start. The first has multiples of
+            1/512, whose differences are exact.
+        columns: the arrays of `rows` transposed, [C, h].
+        read_decay: [C, h], or [C, 1] for all memories: scale e^b, the factor with which a token reads the memory before the chunk.
+        write_decay: [C, h] or [C, 1]: e^(b_C - b), the factor of a token's write in the memory after the chunk.
+        chunk_decay: [1, h] or [1, 1]: e^b_C, the decay of the memory over the whole chunk.
+        scale: the number that multiplies the queries.
     """
 
     seen: jax.Array
@@ -74,7 +75,16 @@ class Chunk(NamedTuple):
 
 
 class ReadGradient(NamedTuple):
-    """The gradients through the output: of q, k, v and S, and terms of the decays', a column [C, 1] and a row [1, C] for each head."""
+    """The gradients that a chunk's output causes, for the n memories of a tile.
+
+    Attributes:
+        q: the gradient of the queries, shaped like the tile of queries.
+        k: the gradient of the keys, shaped like the tile of keys.
+        v: [C, n * V], the gradient of the values.
+        memory: the gradient of the block-diagonal memory S before the chunk.
+        columns: for each memory [C, 1], a term of the gradient of the log decay, by the token that reads; empty if it is not asked for.
+        rows: for each memory [1, C], a term of the same gradient, by the token that is read; empty if it is not asked for.
+    """
 
     q: jax.Array
     k: jax.Array
@@ -85,7 +95,15 @@ class ReadGradient(NamedTuple):
 
 
 class WriteGradient(NamedTuple):
-    """The gradients through S': of k, v and S, and terms of the decays', a column [C, 1] and a number [1, 1] for each head."""
+    """The gradients that the memory after a chunk causes, for the n memories of a tile.
+
+    Attributes:
+        k: the gradient of the keys, shaped like the tile of keys.
+        v: [C, n * V], the gradient of the values.
+        memory: the gradient of the block-diagonal memory S before the chunk.
+        columns: for each memory [C, 1], each token's value times its gradient, a term of the log decay's gradient; empty if not asked for.
+        totals: for each memory [1, 1], the inner product of the memory and its gradient, another such term; empty if not asked for.
+    """
 
     k: jax.Array
     v: jax.Array
@@ -95,7 +113,9 @@ class WriteGradient(NamedTuple):
 
 
 def dot(a: jax.Array, b: jax.Array, contract: str = "nn") -> jax.Array:
-    """`a b` in float32; "nt" is `a bᵀ`, "tn" `aᵀ b`. Exact to float32 for float32 operands."""
+    """Return the matrix product of a and b in float32: `a b` for "nn", `a bᵀ` for "nt", `aᵀ b` for "tn". With float32 operands the product
+    is exact to float32.
+    """
     axes = {"nn": ((1,), (0,)), "nt": ((1,), (1,)), "tn": ((0,), (0,))}[contract]
     wide = a.dtype == jnp.float32
     precision = lax.Precision.HIGHEST if wide else lax.Precision.DEFAULT
@@ -105,9 +125,10 @@ def dot(a: jax.Array, b: jax.Array, contract: str = "nn") -> jax.Array:
 
 
 def exact_sums(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """`x mask` for x [h, *] float32, with h a multiple of 8, and a boolean mask: sums with the precision of float32.
+    """Return, with the precision of float32, the matrix product of x [h, m] float32 and a boolean mask [m, n]: for each column of the
+    mask, the sum of the entries of each row of x that the mask selects. h is a multiple of 8.
 
-    x is split into three parts that bfloat16 represents exactly, so that a single product in bfloat16 is enough.
+    x is split into three terms that bfloat16 represents exactly, so that a single product in bfloat16 is enough.
     """
     parts = []
     for _ in range(3):
@@ -122,13 +143,14 @@ def exact_sums(x: jax.Array, mask: jax.Array) -> jax.Array:
 def read_chunk(
     log_decay: jax.Array | None, runs: jax.Array | None, size: int, scale: float
 ) -> Chunk:
-    """Compute the factors of decays and documents.
+    """Compute a chunk's decay factors and its mask of tokens that read each other, from its log decays and document numbers.
 
     Args:
-        log_decay: [h, C] float32, at most 0, with h a multiple of 8; None is no decay. Below -128 it is a factor of 0.
+        log_decay: [h, C] float32, the log decay of each of h memories, at most 0, with h a multiple of 8; None is no decay. Below -128
+            it is a factor of 0.
         runs: [8, C] float32, of `row_layout.document_rows`; None is one document. Its rows are the number of each token's document, 1
             where that is the document of the last token before the chunk, and 1 where that is the document of the chunk's last token.
-        size: C.
+        size: C, the number of tokens in the chunk.
         scale: multiplies the queries.
     """
     i, j = iota(size, size, 0), iota(size, size, 1)
@@ -156,7 +178,9 @@ def read_chunk(
 
 
 def weights(chunk: Chunk, head: int):
-    """W of one head, [C, C], or the scale alone if there is no decay; `_weigh` sets the tokens that are not read to 0."""
+    """Return the weights scale * e^(b_i - b_j) [C, C] with which one memory's scores are multiplied, 0 where token i does not read token j
+    (b: inclusive sums of the log decay over the chunk). Without a decay, return the scale alone; then `_weigh` applies the mask.
+    """
     if chunk.rows is None or chunk.columns is None:
         return chunk.scale
     coarse, fine = (
@@ -167,7 +191,11 @@ def weights(chunk: Chunk, head: int):
 
 
 def read(q, k, v, memory, scales, chunk: Chunk, heads: Heads) -> jax.Array:
-    """Return O [C, n * V] float32; `scales` is a list of `weights` for each head, and `memory` is S in q's dtype."""
+    """Return the output of a chunk for the n memories of a tile, [C, n * V] float32: what its tokens read from each other and from the
+    memory before the chunk.
+
+    `scales` is a list with `weights` for each memory, and `memory` is that memory, block-diagonal, in q's dtype.
+    """
     parts, scores = [], None
     for index, scale in enumerate(scales):
         if scores is None or heads.keys > 1:
@@ -181,7 +209,9 @@ def read(q, k, v, memory, scales, chunk: Chunk, heads: Heads) -> jax.Array:
 
 
 def write(k, v, memory, chunk: Chunk, heads: Heads) -> jax.Array:
-    """Return S' in float32, from S in float32."""
+    """Return the memory after a chunk, S' in float32, from the memory before it (`memory`, float32): decayed, plus the decayed writes of
+    the chunk's keys and values.
+    """
     update = _diagonal(dot(k, _leaving(v, chunk, heads), "tn"), heads)
     return _decay(memory, chunk, heads) + update
 
@@ -189,7 +219,12 @@ def write(k, v, memory, chunk: Chunk, heads: Heads) -> jax.Array:
 def read_backward(
     q, k, v, d_out, memory, scales, chunk: Chunk, heads: Heads, *, decays: bool
 ) -> ReadGradient:
-    """The gradients through O, from dO [C, n * V]; `decays`: also those of the decays; `scales` and `memory` as for `read`."""
+    """Return the gradients of a chunk's queries, keys, values and of the memory before it that its output causes, given the output's
+    gradient, `d_out` [C, n * V], for the n memories of a tile.
+
+    If `decays`, they include terms of the log decay's gradient. `scales` is a list with `weights` for each memory, and `memory` is the
+    memory before the chunk, in q's dtype.
+    """
     dq, dv, pairs, columns, rows = [], [], [], [], []
     scores = None
     for index, scale in enumerate(scales):
@@ -229,7 +264,11 @@ def read_backward(
 def write_backward(
     k, v, memory, d_memory, chunk: Chunk, heads: Heads, *, decays: bool
 ) -> WriteGradient:
-    """The gradients through S', from dS' (`d_memory`, float32); `decays`: also those of the decays; `memory` is S in k's dtype."""
+    """Return the gradients of a chunk's keys, values and of the memory before it that the memory after it causes, given that memory's
+    gradient, `d_memory` (float32), for the n memories of a tile.
+
+    If `decays`, they include terms of the log decay's gradient. `memory` is the memory before the chunk, in k's dtype.
+    """
     narrow = d_memory.astype(k.dtype)
     dv = dot(k, narrow)
     if chunk.write_decay is not None:
@@ -245,14 +284,14 @@ def write_backward(
 
 
 def decay_gradient(reads, read_rows, writes, totals, chunk: Chunk) -> jax.Array:
-    """dg [h, C] of all heads, with rows of zeros up to a multiple of 8.
+    """Return the gradient of a chunk's log decay for all memories, [h, C], with rows of zeros up to a multiple of 8.
 
     Args:
-        reads: `ReadGradient.columns` of all heads.
-        read_rows: `ReadGradient.rows` of all heads.
-        writes: `WriteGradient.columns` of all heads.
-        totals: `WriteGradient.totals` of all heads.
-        chunk: the chunk.
+        reads: `ReadGradient.columns` of all h memories: [C, 1] each, terms by the token that reads.
+        read_rows: `ReadGradient.rows` of all h memories: [1, C] each, terms by the token that is read.
+        writes: `WriteGradient.columns` of all h memories: [C, 1] each, values times their gradients through the next memory.
+        totals: `WriteGradient.totals` of all h memories: [1, 1] each, inner products of the memory and its gradient.
+        chunk: the chunk's decay factors and mask, of which the mask of tokens that read each other is used.
     """
     size, count = len(reads[0]), -(-len(reads) // 8) * 8
     transposed = _as_rows(dict(enumerate(reads)) | dict(enumerate(writes, count)), size)
@@ -266,7 +305,9 @@ def decay_gradient(reads, read_rows, writes, totals, chunk: Chunk) -> jax.Array:
 
 
 def _as_rows(columns: dict[int, jax.Array], size: int) -> jax.Array:
-    """Return [128, C] whose rows are the given columns [C, 1], at their indices; the other rows are 0."""
+    """Return a matrix [128, C] whose rows are the given columns [C, 1], each at its index in the dictionary; the other rows are 0. C is
+    `size`.
+    """
     wide = jnp.zeros((size, LANES), jnp.float32)
     lane = iota(size, LANES, 1)
     for index, column in columns.items():
@@ -275,7 +316,9 @@ def _as_rows(columns: dict[int, jax.Array], size: int) -> jax.Array:
 
 
 def side_by_side(parts: list[jax.Array], width: int) -> jax.Array:
-    """A tile [*, width] whose h-th block of columns is that of the h-th part; each part is [*, width], or [*, 1] for a constant."""
+    """Return a tile [*, width] whose h-th block of `width / n` columns comes from the h-th of n arrays in `parts`. Each array is [*,
+    width], of which only that block is used, or [*, 1] for a block of equal columns.
+    """
     tile = parts[0]
     for index, part in enumerate(parts[1:], 1):
         column = iota(1, width, 1)
@@ -284,23 +327,27 @@ def side_by_side(parts: list[jax.Array], width: int) -> jax.Array:
 
 
 def fold(memory: jax.Array, heads: Heads) -> jax.Array:
-    """Return the n memories of S side by side, [K, n * V]."""
+    """Return the n memories of a block-diagonal memory [n * K, n * V] side by side, [K, n * V], without the zeros between them. If the n
+    memories share one key head, the matrix is so already.
+    """
     size = len(memory) // heads.keys
     return sum((memory[i * size :][:size] for i in range(1, heads.keys)), memory[:size])
 
 
 def unfold(memory: jax.Array, heads: Heads) -> jax.Array:
-    """Return S from the n memories side by side, [K, n * V] float32."""
+    """Return the block-diagonal memory [n * K, n * V] float32 from its n memories side by side, [K, n * V]; the inverse of `fold`. If the
+    n memories share one key head, it stays [K, n * V].
+    """
     return _diagonal(jnp.concatenate([memory] * heads.keys), heads)
 
 
 def iota(rows: int, columns: int, axis: int) -> jax.Array:
-    """Indices along `axis` of a tile of rows x columns."""
+    """Return a tile [rows, columns] int32 in which each entry is its row index (`axis` 0) or its column index (`axis` 1)."""
     return lax.broadcasted_iota(jnp.int32, (rows, columns), axis)
 
 
 def _only(x, index: int, count: int):
-    """Return x with 0 in all of its `count` blocks of columns but the one with index `index`."""
+    """Return the tile x with 0 in all of its `count` blocks of columns but the one with index `index`: the channels of one memory."""
     if count == 1:
         return x
     block = lax.div(iota(1, x.shape[1], 1), x.shape[1] // count)
@@ -308,20 +355,24 @@ def _only(x, index: int, count: int):
 
 
 def _row_sums(a, b):
-    """The sums of the rows of a and b together, [*, 1]."""
+    """Return the sums of the entries of each row of two tiles a and b together, [rows, 1]; the tiles may have different numbers of
+    columns.
+    """
     if a.shape == b.shape:  # one reduction in place of two
         return jnp.sum(a + b, axis=1, keepdims=True)
     return jnp.sum(a, axis=1, keepdims=True) + jnp.sum(b, axis=1, keepdims=True)
 
 
 def _sums(x, count: int) -> list[jax.Array]:
-    """The row sums of each of the `count` blocks of columns of x, [*, 1] each."""
+    """Return, for each of the `count` blocks of columns of the tile x (one memory's channels), the sum of each row's entries in it, [*,
+    1].
+    """
     return [jnp.sum(_only(x, index, count), axis=1, keepdims=True) for index in range(count)]
 
 
 def _diagonal(memory, heads: Heads):
-    """Return x with only its blocks on the diagonal; the others, products of one memory's key and another
-    one's value, are set to 0.
+    """Return a product of the keys and the values of n memories with only its blocks on the diagonal; the others, products of one memory's
+    key and another one's value, are set to 0.
     """
     if heads.keys == 1:
         return memory
@@ -332,12 +383,14 @@ def _diagonal(memory, heads: Heads):
 
 
 def _weigh(x, scale, chunk: Chunk):
-    """Return x [C, C] times the `weights` of a head, with 0 where token i does not read token j."""
+    """Return the scores x [C, C] of one memory times its `weights` (`scale`), with 0 where token i does not read token j."""
     return jnp.where(chunk.seen, x * scale, 0)
 
 
 def _spread(x, heads: Heads, width: int):
-    """The factor of each of a tile's columns, [*, width], from factors [*, h] of all heads; [*, 1] if the columns have one factor."""
+    """Return the factor of each column of a tile of `width` columns, [*, width], from the factors x [*, h] of all h memories: a memory's
+    columns all have its factor. If x is [*, 1], one factor for all columns, return x.
+    """
     if x.shape[1] == 1:
         return x
     factors = [x[:, head : head + 1] for head in range(heads.first, heads.first + heads.count)]
@@ -345,7 +398,9 @@ def _spread(x, heads: Heads, width: int):
 
 
 def _leaving(v, chunk: Chunk, heads: Heads):
-    """e^(b_C - b) ⊙ v, in v's dtype."""
+    """Return a chunk's values [C, n * V], in their dtype, times the decay from each token to the chunk's end: what the memory after the
+    chunk adds with the keys.
+    """
     if chunk.write_decay is None:
         return v
     factor = _spread(chunk.write_decay, heads, v.shape[1])
@@ -353,7 +408,9 @@ def _leaving(v, chunk: Chunk, heads: Heads):
 
 
 def _decay(memory, chunk: Chunk, heads: Heads):
-    """e^b_C S."""
+    """Return the memory before a chunk (or the gradient of the memory after it) times its decay over the whole chunk, e^b_C; without a
+    decay, unchanged.
+    """
     if chunk.chunk_decay is None:
         return memory
     return memory * _spread(chunk.chunk_decay, heads, memory.shape[1])

@@ -1,1 +1,1 @@
-"""Code that the kernels for TPU share."""
+"""Code that the kernels of several ops for TPU share: the halving of decays, the layout of arrays, and inverses of triangular systems."""

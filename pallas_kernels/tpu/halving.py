@@ -28,12 +28,12 @@ _LOG2_E = 1.4426950408889634
 
 
 class Masks(NamedTuple):
-    """Masks of a chunk's pairs of tokens, and of its documents.
+    """Which pairs of a chunk's C tokens are computed on which level of the halving, and which belong to one document.
 
     Attributes:
-        level: [C, C], the level on which rows i and j are a pair; -1 where i = j.
-        same: [C, C], whether i and j belong to one document; None if the chunk has only one.
-        seen: [C, C], whether i reads j: as `same`, and i >= j.
+        level: [C, C], the index of the level on which tokens i and j are a pair; -1 where i = j.
+        same: [C, C], whether tokens i and j belong to one document; None if the chunk has only one.
+        seen: [C, C], whether token i reads token j: as `same`, and i >= j.
         enters: [C, 1] float32, 1 where a token's document is that of the last token before the chunk, else 0; None as for `same`.
         stays: [C, 1] float32, 1 where a token's document is that of the chunk's last token, else 0; None as for `same`.
     """
@@ -46,13 +46,14 @@ class Masks(NamedTuple):
 
 
 class Decays(NamedTuple):
-    """Factors that the log decays [C, D] of a chunk result in.
+    """The decay factors of one chunk of C tokens in D channels, computed from its log decays.
 
     Attributes:
-        factors: [C, D] for each level, of the rows of its pairs.
-        read_decay: [C, D], of the memory before the chunk in what each token reads.
-        write_decay: [C, D], of each token's write in the memory after the chunk.
-        chunk_decay: [1, D], of the memory before the chunk in the memory after it.
+        factors: for each level of the halving [C, D], by which its operands are multiplied: a token's decay since the start of its block
+            of tokens if that is the later of two neighbouring ones, else its decay up to the block's end.
+        read_decay: [C, D], the decay of the memory before the chunk in what each token reads.
+        write_decay: [C, D], the decay of each token's write in the memory after the chunk.
+        chunk_decay: [1, D], the decay of the memory over the whole chunk.
     """
 
     factors: list[jax.Array]
@@ -62,7 +63,9 @@ class Decays(NamedTuple):
 
 
 def read_masks(runs, size: int) -> Masks:
-    """The masks of a chunk of `size` tokens, from `runs` [8, C] of `row_layout.document_rows`, or None."""
+    """Compute the masks of a chunk of `size` = C tokens: the level of the halving of each pair, and the document boundaries from `runs`
+    [8, C] of `row_layout.document_rows`. If `runs` is None, all tokens belong to one document.
+    """
     i, j = iota(size, size, 0), iota(size, size, 1)
     level = jnp.full((size, size), -1, jnp.int32)
     for n, half in enumerate(levels(size)):
@@ -75,8 +78,8 @@ def read_masks(runs, size: int) -> Masks:
 
 
 def mirror(lower: jax.Array, upper: jax.Array, masks: Masks) -> jax.Array:
-    """Return [C, C]: `lower` below the diagonal and `upper` on and above it, with 0 at pairs of two
-    documents.
+    """Combine two matrices [C, C] over pairs of a chunk's tokens: entries below the diagonal from `lower`, those on and above it from
+    `upper`, and 0 at pairs of two documents.
     """
     later = iota(len(lower), len(lower), 0) > iota(len(lower), len(lower), 1)
     both = jnp.where(later, lower, upper)
@@ -84,7 +87,9 @@ def mirror(lower: jax.Array, upper: jax.Array, masks: Masks) -> jax.Array:
 
 
 def chunk_decays(log_decay, masks: Masks, *, exclusive: bool = False) -> Decays:
-    """The factors of log decays [C, D]; if `exclusive`, a token reads before its own decay."""
+    """Compute the decay factors of one chunk on all levels of the halving and at its boundaries, from its log decays [C, D]. If
+    `exclusive`, a token reads before its own decay.
+    """
     total = jnp.maximum(log_decay.astype(_F32), FLOOR) * _LOG2_E
     upto, after = jnp.zeros_like(total) if exclusive else total, jnp.zeros_like(total)
     factors = []
@@ -102,7 +107,9 @@ def chunk_decays(log_decay, masks: Masks, *, exclusive: bool = False) -> Decays:
 
 
 def operands(of_later, of_earlier, decays: Decays, dtype) -> list[jax.Array]:
-    """A tile [C, D] for each level: later rows from `of_later`, earlier rows from `of_earlier` (both float32), times the factors."""
+    """Return the operand [C, D] of the products of each level of the halving, in `dtype`: the rows of tokens in later blocks from
+    `of_later`, of those in earlier blocks from `of_earlier` (both [C, D] float32), times their decay factors.
+    """
     return [
         (_where_later(2**n, of_later, of_earlier) * factor).astype(dtype)
         for n, factor in enumerate(decays.factors)
@@ -110,7 +117,9 @@ def operands(of_later, of_earlier, decays: Decays, dtype) -> list[jax.Array]:
 
 
 def scores(tiles: list[jax.Array], masks: Masks) -> jax.Array:
-    """[C, C], for each pair i, j the inner product of its rows in the tile of its level; 0 where i = j."""
+    """Return the decayed scores of a chunk's pairs of tokens, [C, C] float32: for tokens i and j the inner product of their rows in
+    `tiles[n]`, the operand (`operands`) of the level n on which they are a pair; 0 where i = j.
+    """
     result = jnp.zeros((len(tiles[0]),) * 2, _F32)
     for n, x in enumerate(tiles):
         result = jnp.where(masks.level >= n, dot(x, x, "nt"), result)
@@ -118,17 +127,17 @@ def scores(tiles: list[jax.Array], masks: Masks) -> jax.Array:
 
 
 def cross_scores(of_later, of_earlier, decays: Decays, dtype) -> list[list[jax.Array]]:
-    """The scores of each of two operands of later rows with each of one or two operands of earlier rows.
+    """Compute the decayed scores of each of two arrays of later tokens with each of one or two arrays of earlier tokens, in a chunk.
 
     The rows that a product does not require from one operand contain the other one, so that each level is a single product: the second
-    operand of later rows is in the rows of earlier blocks (below the first operand, where blocks have fewer than 8 rows), and the
-    second operand of earlier rows is in the rows of later blocks.
+    operand of later rows is in the rows of earlier blocks (below the first operand, where blocks have fewer than 8 rows), and the second
+    operand of earlier rows is in the rows of later blocks.
 
     Args:
-        of_later: two tiles [C, D] float32.
-        of_earlier: one or two tiles [C, D] float32.
-        decays: the factors.
-        dtype: of the products' operands.
+        of_later: two tiles [C, D] float32 with a row for each token, such as queries, that the later token of a pair contributes.
+        of_earlier: one or two tiles [C, D] float32, such as keys, that the earlier token contributes.
+        decays: the decay factors of the chunk.
+        dtype: the dtype of the products' operands.
 
     Returns:
         For each of `of_later` a list with [C, C] for each of `of_earlier`: the scores below the diagonal; the rest is undefined.
@@ -156,19 +165,25 @@ def cross_scores(of_later, of_earlier, decays: Decays, dtype) -> list[list[jax.A
 
 
 def level_products(weights, tiles: list[jax.Array], masks: Masks) -> list[jax.Array]:
-    """For each level the entries of `weights` [C, C] at its pairs, else 0, times its tile, [C, D]."""
+    """Return, for each level n of the halving, the product [C, D] of `weights` [C, C], with 0 but at the level's pairs of tokens, and
+    `tiles[n]`, the level's operand: the operand's gradient if `weights` is the symmetric gradient of the scores.
+    """
     return [
         dot(jnp.where(masks.level == n, weights, 0).astype(x.dtype), x) for n, x in enumerate(tiles)
     ]
 
 
 def decay_terms(tiles: list[jax.Array], products: list[jax.Array]) -> list[jax.Array]:
-    """The `terms` of `decay_gradient`: tiles of `operands` times their gradients, as `level_products` returns them."""
+    """Return, for each level of the halving, its operand (`tiles`) times the operand's gradient (`products`, as `level_products` returns
+    them), [C, D] float32: the `terms` of `decay_gradient`.
+    """
     return [x.astype(_F32) * product for x, product in zip(tiles, products, strict=True)]
 
 
 def operand_gradient(products: list[jax.Array], decays: Decays, *, later: bool) -> jax.Array:
-    """The gradient of `operands` with respect to `of_later`, or to `of_earlier`, from the gradients [C, D] of its tiles."""
+    """Return the gradient [C, D] of an input of `operands`: of `of_later` if `later`, else of `of_earlier`. `products` has the gradient
+    [C, D] of each level's operand.
+    """
     result = jnp.zeros_like(products[0])
     for n, (product, factor) in enumerate(zip(products, decays.factors, strict=True)):
         decayed = product * factor
@@ -179,14 +194,14 @@ def operand_gradient(products: list[jax.Array], decays: Decays, *, later: bool) 
 def decay_gradient(
     terms, of_read_decay, of_write_decay, of_chunk_decay, *, exclusive: bool = False
 ):
-    """The gradient of the log decays, [C, D].
+    """Return the gradient of a chunk's log decays, [C, D], from those of its decay factors.
 
     Args:
-        terms: [C, D] float32 for each level, the factors times their gradients (`decay_terms`).
-        of_read_decay: [C, D], `read_decay` times its gradient.
-        of_write_decay: [C, D], `write_decay` times its gradient.
-        of_chunk_decay: [1, D], `chunk_decay` times its gradient.
-        exclusive: as for `chunk_decays`.
+        terms: [C, D] float32 for each level of the halving, the level's decay factors times their gradients (`decay_terms`).
+        of_read_decay: [C, D], the decays of what each token reads of the memory before the chunk, times their gradients.
+        of_write_decay: [C, D], the decays of each token's write up to the chunk's end, times their gradients.
+        of_chunk_decay: [1, D], the decay of the memory over the whole chunk, times its gradient.
+        exclusive: whether a token reads before its own decay, as for `chunk_decays`.
     """
     upto, after = of_read_decay, of_write_decay
     total = jnp.where(iota(len(upto), 1, 0) == 0, of_chunk_decay, 0.0)
@@ -198,15 +213,17 @@ def decay_gradient(
 
 
 def _select_level(half: int, x, finer):
-    """Combine two tiles [C, C]: x in the rows of later blocks of `half` rows and the columns of the earlier
-    blocks, and elsewhere `finer`, the result for smaller blocks.
+    """Combine two matrices [C, C] of scores of a chunk's pairs of tokens: x in the rows of tokens in later blocks and the columns of
+    tokens in earlier blocks, with blocks of `half` tokens, and elsewhere `finer`, the scores from smaller blocks.
     """
     selected = jnp.where(iota(1, len(x), 1) & half == 0, x, finer)
     return _where_later(half, selected, finer)
 
 
 def _exchanged(x, half: int):
-    """Return x [C, D] with neighbouring blocks of `half` rows exchanged: row i is x's row i ^ half."""
+    """Return a tile x [C, D], with a row for each token, in which neighbouring blocks of `half` rows have exchanged places: row i of the
+    result is x's row i ^ half.
+    """
     size, width = x.shape
     if half >= _SUBLANES:
         blocks = [x[n * half : (n + 1) * half] for n in range(size // half)]
@@ -221,8 +238,8 @@ def _exchanged(x, half: int):
 
 
 def _where_later(half: int, of_later, of_earlier):
-    """Combine two tiles: rows of later blocks from one, rows of earlier blocks from the other; either may be
-    a number.
+    """Combine two tiles with a row for each token: of every two neighbouring blocks of `half` rows, the later block from `of_later` and
+    the earlier one from `of_earlier`. One of the two may be a number.
     """
     size = max(jnp.shape(of_later), jnp.shape(of_earlier))[0]
     return jnp.where(iota(size, 1, 0) & half > 0, of_later, of_earlier)

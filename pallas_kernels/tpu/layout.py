@@ -1,7 +1,8 @@
-"""The arrays of the TPU kernels that have a tile for each head: their shapes, and the block of a program.
+"""The shapes of the arrays of TPU kernels that have a tile for each head, and the block of an array that one program of the kernel
+computes.
 
-A program has the memories of up to four heads in VMEM and computes one chunk after another. Keys and values of a multiple of 128
-channels are blocks of columns of [B, T, heads * D], so that nothing is transposed; others are [B, heads, T, D].
+A program has the memories of up to four heads in VMEM and computes one chunk after another. Keys and values of a multiple of 128 channels
+are blocks of columns of [B, T, heads * D], so that nothing is transposed; others are [B, heads, T, D].
 """
 
 from __future__ import annotations
@@ -22,34 +23,35 @@ _F32 = jnp.float32
 
 
 class Layout:
-    """The arrays of one call. A "layout" is an array's shape and the `BlockSpec` of a program's block of it.
+    """The sizes and array layouts of one call of a TPU kernel. A "layout" is an array's shape and the `BlockSpec` of a program's block of
+    it.
 
     Attributes:
-        batch: B.
-        length: T.
-        chunk: C.
-        heads: number of heads of the output; each has a memory.
-        block: heads of a program.
-        matrix: rows and columns of a memory.
-        dtype: of q, k, v and the output.
+        batch: B, the number of rows.
+        length: T, the number of tokens in a row.
+        chunk: C, the number of tokens in a chunk.
+        heads: the number of heads of the output; each has a memory.
+        block: the number of heads of one program.
+        matrix: the numbers of rows and columns of a memory: (K, V), or (V, K) if it is transposed.
+        dtype: the dtype of q, k, v and the output.
     """
 
     def __init__(
         self, q, k, v, chunk: int, *, others=(), heads: int = HEADS, transposed: bool = False,
         runs: int = 1, reverse: bool = False,
     ):  # fmt: skip
-        """Lay out a call.
+        """Choose how many heads one program computes, and set the sizes of a call from its inputs.
 
         Args:
-            q: [B, T, H, K].
-            k: [B, T, Hk, K].
-            v: [B, T, G, V].
-            chunk: C.
-            others: arrays [B, T, *, K] of other numbers of heads.
-            heads: of a program at most.
+            q: [B, T, H, K], the queries.
+            k: [B, T, Hk, K], the keys.
+            v: [B, T, G, V], the values.
+            chunk: C, the number of tokens in a chunk.
+            others: further arrays [B, T, *, K], whose numbers of heads must also fit into the programs' heads.
+            heads: the number of heads of one program, at most.
             transposed: whether a memory is [V, K].
-            runs: S, memories of a row, each of which consecutive chunks continue.
-            reverse: whether the last chunk is the first.
+            runs: S, the number of memories of a row, each of which consecutive chunks update.
+            reverse: whether the chunks are computed from the last to the first.
         """
         self.batch, self.length = q.shape[:2]
         self.chunk, self.dtype, self.reverse = chunk, v.dtype, reverse
@@ -70,12 +72,15 @@ class Layout:
         )
 
     def inputs(self, run: Any = None, rows=None, **tokens) -> dict:
-        """The inputs of a kernel, as {name: (array, layout)}; None is left out.
+        """Return the inputs of a kernel as {name: (array, layout)}, each in the shape that the kernel requires; an array that is None is
+        left out.
+
+        With several memories per row, also keep which of them each chunk updates, for `call`.
 
         Args:
-            run: [B, T], document numbers, or None.
-            rows: arrays [B, T, heads] by name.
-            tokens: arrays [B, T, heads, D] by name.
+            run: [B, T], the number of each token's document, or None.
+            rows: arrays [B, T, heads] of one number for each token and head, by name.
+            tokens: arrays [B, T, heads, D] of D channels for each token and head, by name.
         """
         inputs = {}
         for name, x in tokens.items():
@@ -94,15 +99,16 @@ class Layout:
         return inputs
 
     def call(self, kernel, inputs: dict, outs: dict, scale: float, interpret) -> dict:
-        """Run `kernel` for each row of the batch, program and chunk, and return its outputs by name.
+        """Run a kernel once for each row of the batch, group of heads (program) and chunk, and return its outputs by name.
 
         The memory is carried from chunk to chunk, from the input "initial" to the output "final"; if `reverse`, its gradient, from
         "d_final" to "d_initial".
 
         Args:
-            kernel: called as `kernel(layout, scale, refs, memory)`, with references by name and the memory in VMEM.
-            inputs: {name: (array, layout)}.
-            outs: {name: layout}.
+            kernel: computes one chunk; called as `kernel(layout, scale, refs, memory)`, with references to the blocks of inputs and outputs by
+                name, and to the memory in VMEM.
+            inputs: {name: (array, layout)}, as `inputs` returns them.
+            outs: the outputs, {name: layout}.
             scale: multiplies q.
             interpret: False, True or `pltpu.InterpretParams`.
         """
@@ -142,42 +148,56 @@ class Layout:
         return dict(zip(outs, result, strict=True))
 
     def tile_index(self, ref, h: int, size: int):
-        """The index of the program's h-th head in a block of heads of `size` channels, each of which several heads may share."""
+        """Return the index in a program's block of an array, `ref`, of the tile [C, size] of the program's h-th head. The array may have
+        fewer heads, each of which several heads of the output share; a head has `size` channels.
+        """
         if len(ref.shape) == 3:
             return h * ref.shape[0] // self.block
         index = h * (ref.shape[1] // size) // self.block
         return slice(None), slice(index * size, (index + 1) * size)
 
     def store(self, ref, h: int, x):
-        """Store x as the h-th head of a block that has all the program's heads."""
+        """Store x [C, D] as the tile of the program's h-th head in its block `ref` of an output, which has all the program's heads."""
         ref[self.tile_index(ref, h, x.shape[1])] = x.astype(ref.dtype)
 
     def as_tokens(self, x):
-        """[B, T, heads, D] as [B, T, heads * D] or [B, heads, T, D], as the kernels require it."""
+        """Return x [B, T, heads, D] as the kernels require it: reshaped to [B, T, heads * D] if D is a multiple of 128, else transposed to
+        [B, heads, T, D].
+        """
         aligned = x.shape[3] % LANES == 0
         return x.reshape(*x.shape[:2], -1) if aligned else jnp.moveaxis(x, 2, 1)
 
     def from_tokens(self, x, size: int):
-        """An array of `as_tokens`, with heads of `size` channels, as [B, T, heads, D]."""
+        """Return x, an array in a kernel's shape [B, T, heads * D] or [B, heads, T, D], as [B, T, heads, D], with D = `size` channels per
+        head; the inverse of `as_tokens`.
+        """
         return x.reshape(*x.shape[:2], -1, size) if x.ndim == 3 else jnp.moveaxis(x, 1, 2)
 
     def gradient(self, x, like):
-        """A kernel's gradient of all heads, summed over the heads that share one of `like` [B, T, heads, D], in its shape and dtype."""
+        """Return the gradient of an input, in its shape and dtype, from a kernel's gradient x for all heads of the output: summed over the
+        heads of the output that share a head of the input. `like` [B, T, heads, D] is that input.
+        """
         terms = self.from_tokens(x, like.shape[3])
         return row_layout.sum_heads(terms, like.shape[2], axis=2).astype(like.dtype)
 
     def rows_gradient(self, x, heads: int):
-        """A kernel's gradient of `rows`, summed so that `heads` heads remain, [B, T, heads]."""
+        """Return the gradient of an input with one number per token and head, [B, T, heads], from a kernel's gradient x [B, programs, 8,
+        T] for all heads of the output: summed over those that share one of the `heads` heads.
+        """
         x = x[:, :, : self.block].reshape(self.batch, self.heads, -1)
         return jnp.moveaxis(row_layout.sum_heads(x, heads, axis=1), 1, 2)
 
     def gradient_tokens(self, like):
-        """The layout of the gradient of `like` for all heads; float32 if several heads will be summed."""
+        """Return the layout (an array's shape and the `BlockSpec` of a program's block) of a kernel's gradient of the input `like` [B, T,
+        *, D], with all heads of the output; float32 if `like` has fewer heads, so that several will be summed.
+        """
         dtype = like.dtype if like.shape[2] == self.heads else _F32
         return self.tokens(self.heads, like.shape[3], dtype)
 
     def tokens(self, heads: int, size: int, dtype):
-        """The layout of tokens [B, T, heads, D]; several heads of the output may share one of these heads."""
+        """Return the layout (an array's shape and the `BlockSpec` of a program's block) of an array [B, T, heads, D] of tokens, with D =
+        `size` channels; several heads of the output may share one of its heads.
+        """
         block = max(self.block * heads // self.heads, 1)
         at = lambda h: lax.div(h * self.block * heads, self.heads * block)  # noqa: E731
         if size % LANES == 0:
@@ -193,24 +213,33 @@ class Layout:
         return jax.ShapeDtypeStruct(shape, dtype), spec
 
     def padded(self, x):
-        """[*, heads, D] -> [*, programs, 8, D]."""
+        """Return x [*, heads, D], of one number for each head and token or channel, in the shape that the kernels require, [*, programs,
+        8, D]: the heads of each program, padded with zeros to 8.
+        """
         x = x.reshape(*x.shape[:-2], -1, self.block, x.shape[-1])
         return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, 8 - self.block), (0, 0)])
 
     def rows(self):
-        """The layout of one number for each token and head, [B, programs, 8, T]."""
+        """Return the layout (an array's shape and the `BlockSpec` of a program's block) of a float32 array with one number for each token
+        and head, [B, programs, 8, T]; the heads of one program are padded to 8.
+        """
         spec = pl.BlockSpec((None, None, 8, self.chunk), lambda b, h, n, *_: (b, h, 0, self._at(n)))
         shape = (self.batch, self.heads // self.block, 8, self.length)
         return jax.ShapeDtypeStruct(shape, _F32), spec
 
     def channels(self, size: int):
-        """The layout of one number for each channel and head, [B, programs, 8, D]."""
+        """Return the layout (an array's shape and the `BlockSpec` of a program's block) of a float32 array with one number for each
+        channel and head in each row of the batch, [B, programs, 8, D], with D = `size`; the heads of one program are padded to 8.
+        """
         spec = pl.BlockSpec((None, None, 8, size), lambda b, h, n, *_: (b, h, 0, 0))
         shape = (self.batch, self.heads // self.block, 8, size)
         return jax.ShapeDtypeStruct(shape, _F32), spec
 
     def memories(self):
-        """The layout of the memories, [B * S, heads, *matrix]."""
+        """Return the layout (an array's shape and the `BlockSpec` of a program's block) of the memories before or after all chunks (or
+        their gradients), [B * S, heads, *matrix] float32. A program's block is of the memory that its chunk updates, of shape `matrix`,
+        which is (K, V), or (V, K) if memories are transposed.
+        """
         count = self.length // self.chunk
         index = lambda b, n, slots: row_layout.memory_of(b, self._at(n), slots, self.runs, count)  # noqa: E731
         spec = pl.BlockSpec(
@@ -220,7 +249,8 @@ class Layout:
         return jax.ShapeDtypeStruct(shape, _F32), spec
 
     def as_memories(self, memory, *, first: bool = False):
-        """[B * S, G, K, V] as [B * S, heads, *matrix] float32.
+        """Return memories [B * S, G, K, V] in the shape that the kernels require, [B * S, heads, *matrix] float32: repeated for heads that
+        share one, and transposed if `matrix`, a memory's shape, is (V, K).
 
         If `first`, a memory that several heads have is 0 for all but the first of them, so that a gradient is counted once.
         """
@@ -231,11 +261,16 @@ class Layout:
         return jnp.swapaxes(memory, 2, 3) if self.transposed else memory
 
     def from_memories(self, memory):
-        """[B * S, heads, *matrix] as [B * S, heads, K, V]."""
+        """Return a kernel's memories [B * S, heads, *matrix] as [B * S, heads, K, V]: transposed if `matrix`, a memory's shape in the
+        kernel, is (V, K).
+        """
         return jnp.swapaxes(memory, 2, 3) if self.transposed else memory
 
     def states(self):
-        """The layout of the memories before all chunks, [B, heads, N, *matrix]."""
+        """Return the layout (an array's shape and the `BlockSpec` of a program's block) of the saved memories, one before each of N
+        chunks, [B, heads, N, *matrix], in the dtype of the output; `matrix` is a memory's shape, which is (K, V), or (V, K) if memories
+        are transposed.
+        """
         spec = pl.BlockSpec(
             (None, self.block, None, *self.matrix), lambda b, h, n, *_: (b, h, self._at(n), 0, 0)
         )
@@ -243,7 +278,9 @@ class Layout:
         return jax.ShapeDtypeStruct(shape, self.dtype), spec
 
     def squares(self):
-        """The layout of a matrix [C, C] for each chunk, [B, heads, T, C]."""
+        """Return the layout (an array's shape and the `BlockSpec` of a program's block) of an array [B, heads, T, C] with a matrix [C, C]
+        for each chunk and head, such as the inverse of a chunk's triangular system.
+        """
         spec = pl.BlockSpec(
             (None, self.block, self.chunk, self.chunk), lambda b, h, n, *_: (b, h, self._at(n), 0)
         )

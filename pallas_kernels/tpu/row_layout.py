@@ -1,4 +1,6 @@
-"""Rows of tokens as the TPU kernels require them: documents, several memories per row, heads that share a memory."""
+"""Functions that prepare rows of tokens for the TPU kernels: document boundaries, the memory that each chunk updates, and heads that share
+a memory.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ CHUNK = 128
 
 
 def first_and_last(slots, at):
-    """Whether this program's chunk is the first, and whether it is the last, that updates its memory.
+    """Return whether this program's chunk is the first that updates its memory, and whether it is the last.
 
     Args:
-        slots: as for `memory_of`.
-        at: returns the index in the row of the n-th chunk.
+        slots: with several memories per row, a list with the index [B * N] of the row's memory that each chunk updates; else empty.
+        at: a function that returns the index in the row of the n-th chunk that is computed.
     """
     n, count = pl.program_id(2), pl.num_programs(2)
     first, last = n == 0, n == count - 1
@@ -27,23 +29,24 @@ def first_and_last(slots, at):
 
 
 def memory_of(b, n, slots, runs: int, count: int):
-    """The index of the memory that chunk n of row b updates.
+    """Return the index among all memories [B * S, ...] of the memory that chunk n of row b updates.
 
     Args:
-        b: row.
-        n: chunk.
+        b: index of the row of the batch.
+        n: index of the chunk in the row.
         slots: with several memories per row, a list with the index [B * N] of the row's memory that each chunk updates; else empty.
-        runs: memories per row.
-        count: chunks per row.
+        runs: S, the number of memories of each row.
+        count: N, the number of chunks in each row.
     """
     return b * runs + slots[0][b * count + n] if slots else b
 
 
 def document_rows(run, chunk: int = CHUNK) -> jax.Array:
-    """Document numbers [B, T] as rows [B, 8, T] float32 for `tiles.scalar_decay.read_chunk`.
+    """Return the document boundaries of all rows of tokens as float32 [B, 8, T], as `tiles.scalar_decay.read_chunk` requires them, from
+    the tokens' document numbers `run` [B, T].
 
-    The rows are the number of each token's document, 1 where it is that of the last token before the chunk, 1 where it is that of the
-    chunk's last token, and zeros.
+    For each row of the batch, the 8 vectors [T] are: the number of each token's document; 1 where it is that of the last token before the
+    token's chunk; 1 where it is that of the chunk's last token; and zeros.
     """
     last = run.reshape(len(run), -1, chunk)[:, :, -1]
     before = jnp.pad(last[:, :-1], [(0, 0), (1, 0)])
@@ -53,12 +56,12 @@ def document_rows(run, chunk: int = CHUNK) -> jax.Array:
 
 
 def repeat_heads(x, heads: int, axis: int):
-    """Repeat each head along `axis`, so that there are `heads`."""
+    """Repeat each head of x along `axis` for the consecutive heads that share it, so that there are `heads` heads."""
     return x if x.shape[axis] == heads else jnp.repeat(x, heads // x.shape[axis], axis=axis)
 
 
 def sum_heads(x, heads: int, axis: int):
-    """Sum consecutive heads along `axis`, so that `heads` remain, in float32."""
+    """Sum groups of consecutive heads of x along `axis`, in float32, so that `heads` heads remain; if there are so many already, return x."""
     if x.shape[axis] == heads:
         return x
     shape = (*x.shape[:axis], heads, -1, *x.shape[axis + 1 :])

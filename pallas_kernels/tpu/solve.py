@@ -1,4 +1,4 @@
-"""Inverses of the triangular systems that delta rules solve in each chunk, on TPU."""
+"""Inverses of the triangular systems that delta rules solve in each chunk, on TPU, and the residuals of these rules' kernels."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _SUBLANES = 8
 
 
 class Residuals(NamedTuple):
-    """The residuals of `forward` for `backward`.
+    """The residuals that the forward pass of a delta rule saves for the backward pass, for N heads and chunks of C tokens.
 
     Attributes:
-        states: [B, N, T / C, K, V], the memories before all chunks.
-        inverse: [B, N, T, C], the inverses of the chunks' systems.
+        states: [B, N, T / C, K, V], the memory before each chunk.
+        inverse: [B, N, T, C], the inverse of each chunk's triangular system.
     """
 
     states: jax.Array
@@ -31,17 +31,18 @@ class Residuals(NamedTuple):
 
 
 def length_multiple(q, k, v) -> int:
-    """The number that T must be a multiple of."""
+    """Return the number that the row length T must be a multiple of, the tokens in a chunk; q, k and v are ignored."""
     del q, k, v
     return CHUNK
 
 
 def invert(systems: list[jax.Array], dtype) -> list[jax.Array]:
-    """(I + N)⁻¹ of each strictly lower triangular N [C, C] float32, computed by products in `dtype` and returned in it.
+    """Return the inverses (I + N)⁻¹ of the triangular systems of several chunks, each from its strictly lower triangular N [C, C] float32,
+    computed by products in `dtype` and returned in it.
 
     This is `tiles.delta.unit_inverse` from blocks of 16 rows on, which are inverted in float32. The blocks of a level are side by side,
-    [half, C], so that left operands have only the rows of one block. Each step is computed for all systems before the next one, so that
-    no system waits for its last product.
+    [half, C], so that left operands have only the rows of one block. Each step is computed for all systems before the next one, so that no
+    system waits for its last product.
     """
     size = len(systems[0])
     i, j = indices(size)
@@ -74,7 +75,9 @@ def invert(systems: list[jax.Array], dtype) -> list[jax.Array]:
 
 
 def _invert_blocks(systems: list[jax.Array]) -> list[jax.Array]:
-    """The inverses of the blocks of 16 rows on each system's diagonal, side by side, [16, C] float32, computed row by row."""
+    """Return, for each system, the inverses of the blocks of 16 rows on the diagonal of its unit lower triangular matrix I + N, side by
+    side, [16, C] float32, computed row by row. `systems` has the strictly lower triangular N [C, C].
+    """
     size = len(systems[0])
     lane = lax.broadcasted_iota(jnp.int32, (_SUBLANES, size), 1)
     row = lax.broadcasted_iota(jnp.int32, (_SUBLANES, size), 0)
@@ -96,5 +99,7 @@ def _invert_blocks(systems: list[jax.Array]) -> list[jax.Array]:
 
 
 def indices(size: int):
-    """Row and column indices of a [size, size] tile."""
+    """Return two tiles [size, size] int32, for masks over pairs of tokens: the row index of each entry, and the column index of each
+    entry.
+    """
     return (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
