@@ -179,12 +179,13 @@ class ChunkGradients:
             plgpu.copy_gmem_to_smem(source, self.smem[name], barrier)
 
     def memory_gradients(self):
-        """Return what the gradients through the memory are, besides the gradient dP of the chunk's decayed scores.
+        """Compute the gradient dP of the chunk's decayed scores, and the gradients of q and k through the memories before and after
+        the chunk.
 
-        The results are: whether all tokens' decays are in float32's range, dP, and the gradients of q through the memory S before
-        the chunk and of k through the memory S' after it, [64, 64] each. The decay's gradient through S' is stored in the buffer
-        `totals`, [64] by key channel: e^(b_C) Σ_v S dS' + Σ_j (k dk(S'))_j, where e^(b_C) is the chunk's decay and dS' the gradient
-        of S'.
+        Return whether all tokens' decays are in float32's range, dP, and a list of the gradients of q through the memory S before
+        the chunk and of k through the memory S' after it, [64, 64] each (of q alone if only its gradient is computed). The decay's
+        gradient through S' is stored in the buffer `totals`, [64] by key channel: e^(b_C) Σ_v S dS' + Σ_j (k dk(S'))_j, where
+        e^(b_C) is the chunk's decay, dS' the gradient of S' and dk(S') that of k through S'.
         """
         call, smem, halving = self.call, self.smem, self.halving
         at_end: Any = 0.0
@@ -282,15 +283,16 @@ class ChunkGradients:
     def add_pairs(self, all_in_range, scores: _ScoresGradient, gradients: list) -> list:
         """Return the gradients of q (and k) plus those through the chunk's decayed scores P, except through the diagonal of P.
 
-        If the decays of all tokens are in float32's range, all pairs of tokens are computed at once: once with the gradient of q,
-        as the later tokens of their pairs, and once with that of k, as the earlier. Else the pairs that are not in range are added
-        level by level.
+        If the decays of all tokens are in float32's range, all pairs of tokens are computed at once: once for the gradient of q, as
+        the later tokens of their pairs, and once for that of k, as the earlier. Else the whole chunk is computed level by level.
         """
         both = not self.call.only_query
 
         def all_pairs(transposed, gradients):
-            """Add to the first gradient and move it to the end of the list, so that the second turn of the
-            loop adds to the other gradient.
+            """Add the term of all pairs of tokens to the first gradient of the list (of q or k), and move that gradient to the
+            list's end.
+
+            So the second turn of the loop adds to the other gradient.
             """
             first, *second = gradients
             step = AllPairs(self.halving, transposed.astype(_F32))
