@@ -58,7 +58,7 @@ class _Smem(NamedTuple):
         parts: [groups, 2, 64, 64], the log decays in two parts, for `Halving`.
         tile: [groups, C, 64], a buffer of `Halving`, and right operands of products.
         totals: [groups, 64] float32, the gradient of the decay of the whole chunk.
-        missing: [C, V], the solved errors x of the memory's predictions of v.
+        missing: [C, V], the errors x of the memory's predictions of v.
         d_out: [C, V], the gradient of the output.
         dv: [C, V], the gradient of v.
         read_pairs: [C, C], the gradient A of the scores of queries with keys, on and below the diagonal, and its transpose above.
@@ -218,7 +218,7 @@ class _Program:
         """Store the gradient of one kind of scores, `factor * rows @ uᵀ` [C, C] on and below the diagonal, in `to`; above it, its
         transpose.
 
-        Here x are the solved errors of the memory's predictions, u = beta ⊙ x, and `rows` [C, V] is the gradient of the output or
+        Here x are the errors of the memory's predictions, u = beta ⊙ x, and `rows` [C, V] is the gradient of the output or
         of v. Return the diagonal of `rows @ xᵀ`, [C].
         """
         x = self.smem.missing
@@ -347,7 +347,7 @@ def chunk_backward(
         k: [B, T, *, K] bfloat16, the keys.
         log_decay: [B, T, *, K] float32, the log decay of each key channel.
         beta: [B, h, T] float32, not 0.
-        missing: [B, T, h, V] bfloat16, the solved errors x of the memory's predictions of v.
+        missing: [B, T, h, V] bfloat16, the errors x of the memory's predictions of v.
         d_out: [B, T, h, V] bfloat16, the gradient of the output.
         dv: [B, T, h, V] bfloat16, the gradient of v.
         states: [B, h, N, V, K] bfloat16, the transposed memory before each of the N chunks.

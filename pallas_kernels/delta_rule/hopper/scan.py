@@ -41,7 +41,7 @@ def scan_forward(
             identity if v is None.
         heads: number of heads of the output; a multiple of those of q, k and v.
         scale: multiplies q.
-        save: whether to return the memory before each chunk, and x, the solved errors of its predictions of v.
+        save: whether to return the memory before each chunk, and x, the errors of its predictions of v.
         written: [B, T, *, K] bfloat16, with a decay per key channel: the keys of the writes, decayed to the
             chunk's end. q and k are decayed from the chunk's start, and `solved.rows` is beta alone. None
             uses k.
@@ -92,7 +92,7 @@ def _forward_step(
         store_outputs: stores the results per token.
         outputs: whether to compute the outputs.
         values: whether there are values v; without them they are 0.
-        save: whether to store x, the solved errors of the memory's predictions of v.
+        save: whether to store x, the errors of the memory's predictions of v.
         scale: multiplies q.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
