@@ -31,7 +31,7 @@ class Case(NamedTuple):
             is none.
         name: the case's name in the tests' output.
         alike: whether all keys are nearly equal.
-        size: factor of the queries.
+        size: the factor by which the queries are multiplied.
         parts: parts that a row is split into; None is the kernel's choice.
         checkpoints: memories of a row that the forward pass returns; None is the kernel's choice.
         many: whether the card is taken to have one processor, so that two warpgroups share what is loaded.

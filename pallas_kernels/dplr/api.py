@@ -64,7 +64,7 @@ def dplr(
             `initial`. None is one document. With S memories per row, `run` has every number from 0 to S - 1,
             each begins at a multiple of 64 ("mosaic_gpu") or 128 ("mosaic_tpu") tokens, continues the memory
             of its number, and ends with a final memory of its own.
-        scale: multiplies q.
+        scale: the factor by which the queries q are multiplied.
         implementation: "mosaic_gpu" (Hopper) or "mosaic_tpu"; see `unsupported` for the requirements of each.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 

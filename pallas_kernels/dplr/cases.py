@@ -29,7 +29,7 @@ class Case(NamedTuple):
         documents: whether rows contain several documents.
         decay: "token" or "channel", with "strong" or "steep" for large ones.
         name: the case's name in the tests' output.
-        size: factor of the queries.
+        size: the factor by which the queries are multiplied.
         parts: parts that a row is split into; None is the kernel's choice.
     """
 

@@ -80,7 +80,7 @@ def linear_attention(
         bonus: [G, K] float32. If given, a token reads before its decay and its write, and its own write enters the read as
             `q diag(bonus) kᵀ v`.
         value_log_decay: [B, T, G, V] float32, the log decay of value channels, in place of `log_decay`.
-        scale: multiplies q.
+        scale: the factor by which the queries q are multiplied.
         exact: whether the output is float32. With `value_log_decay` on "mosaic_gpu" it is then never rounded, and v may be
             float32, which is rounded only where it is written to the memory.
         implementation: "mosaic_gpu" (Hopper) or "mosaic_tpu"; `unsupported` says what each requires.

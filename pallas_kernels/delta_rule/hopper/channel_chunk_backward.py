@@ -64,7 +64,7 @@ class _Smem(NamedTuple):
         read_pairs: [C, C], the gradient A of the scores of queries with keys, on and below the diagonal, and its transpose above.
         erase_pairs: [C, C], the gradient E of the products of keys with keys, below the diagonal, and its transpose above; the
             diagonal is not used.
-        loaded: barrier that the inputs arrive at.
+        loaded: the barrier at which the loads of the inputs are complete.
         pairs_stored: barrier at which `read_pairs` and `erase_pairs` are complete.
         left: [groups, C, 64] for the interpreter, which reads left operands from shared memory; else None.
     """
@@ -138,11 +138,11 @@ class _Program:
 
     Attributes:
         block: the chunk's inputs and outputs in global memory, for this warpgroup's key channels.
-        smem: the warpgroup's buffers, and those that all share.
+        smem: buffers in shared memory: those of the warpgroup, and those that all warpgroups of the program share.
         group: index of the warpgroup in its program.
         groups: number of warpgroups of the program.
         depth: number of key channels, K.
-        scale: multiplies q.
+        scale: the factor by which the queries q are multiplied.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
 
@@ -354,7 +354,7 @@ def chunk_backward(
         d_states: [B, h, N, V, K] bfloat16, the transposed gradient of the memory after each chunk.
         chunk_decay: [B, h, N * K] float32, the decay of the memory over each of the N chunks.
         documents: where documents begin, as `halving.Documents`; None for one document per row.
-        scale: multiplies q.
+        scale: the factor by which the queries q are multiplied.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:

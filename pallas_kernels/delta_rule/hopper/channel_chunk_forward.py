@@ -43,16 +43,18 @@ _F32, _BF16 = jnp.float32, jnp.bfloat16
 
 
 class DecayedChunks(NamedTuple):
-    """Scores, and queries and keys with their decays, of all chunks of h heads; b are the inclusive sums of a chunk's log decays.
+    """What the delta rule with a decay per key channel requires of all chunks of h heads and does not depend on the memory.
+
+    b are the inclusive sums of a chunk's log decays, b_C the sum over the whole chunk of C tokens.
 
     Attributes:
-        upper: [B, h, T, C] float32, the rows of each chunk's Nᵀ, where N_ij = Σ_c k_ic k_jc e^(b_i - b_j)_c
-            for i > j.
-        scores: [B, h, T, C] bfloat16, the rows of each chunk's P, where P_ij = scale Σ_c q_ic k_jc e^(b_i -
-            b_j)_c for i >= j.
-        read: [B, T, h, K] bfloat16, scale q e^b.
-        erase: [B, T, h, K] bfloat16, k e^b.
-        written: [B, T, h, K] bfloat16, k e^(b_C - b).
+        upper: [B, h, T, C] float32, the transposed decayed products N of keys with keys: the rows of each chunk's Nᵀ, where N_ij =
+            Σ_c k_ic k_jc e^(b_i - b_j)_c for i > j.
+        scores: [B, h, T, C] bfloat16, the decayed scores of queries with keys: the rows of each chunk's P, where P_ij = scale Σ_c
+            q_ic k_jc e^(b_i - b_j)_c for i >= j.
+        read: [B, T, h, K] bfloat16, the queries decayed from the chunk's start, scale q e^b.
+        erase: [B, T, h, K] bfloat16, the keys decayed from the chunk's start, k e^b.
+        written: [B, T, h, K] bfloat16, the keys decayed to the chunk's end, k e^(b_C - b).
         chunk_decay: [B, h, N * K] float32, e^(b_C), the decay of the memory over each of the N chunks.
     """
 
@@ -78,7 +80,7 @@ class _Smem(NamedTuple):
         tile: [each, C, 64], right operands of products, and the buffer of `Halving`.
         lowest: [each, 2, C] float32, for `Halving.check_range`.
         partial: [programs, C, C] float32, the scores of a program's second warpgroup.
-        loaded: barriers that q and k arrive at.
+        loaded: the barriers at which the loads of q and k are complete, one for each warpgroup.
         partial_stored: barriers at which `partial` is complete.
         left: [each, C, 64] for the interpreter, which reads left operands from shared memory; else None.
     """
@@ -132,14 +134,14 @@ class _Program:
     slice of the keys.
 
     Attributes:
-        refs: references to global memory by name.
+        refs: references to inputs and outputs in global memory, by name.
         smem: the warpgroup's buffers; `partial` and `partial_stored` are the program's.
         place: the row, head and chunk that the warpgroup computes.
         group: index of the warpgroup in its program.
         groups: warpgroups of a program.
         slices: number of slices of the key channels, computed one after the other; their scores are summed in registers.
         depth: number of key channels, K.
-        scale: multiplies q.
+        scale: the factor by which the queries q are multiplied.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
 
@@ -321,7 +323,7 @@ def chunk_forward(
         log_decay: [B, T, *, K] float32, the log decay of each key channel.
         documents: where documents begin, as `halving.Documents`; None for one document per row.
         heads: number of heads of the result; a multiple of those of q, k and log_decay.
-        scale: multiplies q.
+        scale: the factor by which the queries q are multiplied.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     batch, length, _, depth = k.shape

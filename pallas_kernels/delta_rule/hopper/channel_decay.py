@@ -45,8 +45,8 @@ class Residuals(NamedTuple):
     Attributes:
         decayed: scores, and decayed queries and keys, of all chunks, without `upper` (the products of keys with keys).
         solved: inverses of the triangular systems, scores and beta of all chunks.
-        parts: the memories at which the parts of a row begin, for scans in parts; None if `backward` scans
-            each row in one.
+        parts: the memories before each part of a row, if `backward` scans rows in parts that run in parallel; None if it scans each
+            row in one.
     """
 
     decayed: DecayedChunks

@@ -54,8 +54,8 @@ class _Smem(NamedTuple):
         pairs: [stages, 2, 64, 64], tiles of the memory S and of the gradient dS'.
         square: [C, C], the gradient E of the products of keys with keys, then the gradient A of the scores, to be read transposed.
         vector: [C] float32, for a value of each token.
-        loaded: barrier that `tokens` arrive at.
-        pair_loaded: barriers that `pairs` arrive at, one per stage.
+        loaded: the barrier at which the loads of `tokens` are complete.
+        pair_loaded: the barriers at which the loads of `pairs` are complete, one for each stage.
         left: two [C, C] for the interpreter, which reads left operands from shared memory; else None.
     """
 
@@ -110,8 +110,8 @@ class _Block:
     channels.
 
     Attributes:
-        refs: references to global memory by name.
-        smem: buffers in shared memory.
+        refs: references to inputs and outputs in global memory, by name.
+        smem: the buffers of the warpgroup in shared memory.
         b: index of the row in the batch.
         h: index of the head.
         n: index of the chunk in the row.
@@ -122,7 +122,7 @@ class _Block:
         width: number of value channels of a slice.
         depth: number of key channels, K.
         stages: number of pairs of tiles of the memory and its gradient that fit in shared memory.
-        scale: multiplies q.
+        scale: the factor by which the queries q are multiplied.
         decay_gradient: whether the gradient of the log decay is computed.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
@@ -376,7 +376,7 @@ def chunk_backward(
         beta: [B, T, G] float32.
         log_decay: [B, T, G] float32, the log decay of each memory, or None.
         run: [B, T] int32, the number of each token's document, or None for one document per row.
-        scale: multiplies q.
+        scale: the factor by which the queries q are multiplied.
         decay_gradient: whether to compute the gradient of the log decay.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 

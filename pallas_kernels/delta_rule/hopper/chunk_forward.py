@@ -75,7 +75,7 @@ def read_chunk(refs: dict[str, Any], b, h, heads: int, chunk, vector) -> Chunk:
     Args:
         refs: references to global memory: beta [B, T, G], optionally log_decay [B, T, G] and run [B, T].
         b: index of the row in the batch.
-        h: index of the output's head.
+        h: index of the head of the output.
         heads: number of heads of the output; a multiple of G.
         chunk: index of the chunk in the row.
         vector: a buffer [C] float32 in shared memory, through which values of tokens become columns.
@@ -129,7 +129,7 @@ class _Smem(NamedTuple):
         right: [C, C] bfloat16, the right operand of the inverse's products.
         result: [C, C] bfloat16, the scores P, then the inverse X, on the way to global memory.
         vector: [C] float32, for `read_chunk`.
-        loaded: barrier that q and k arrive at.
+        loaded: the barrier at which the loads of q and k are complete.
         left: two [C, C] bfloat16 for the interpreter, which reads left operands from shared memory; else
             empty.
     """
@@ -159,7 +159,7 @@ def chunk_forward(
         log_decay: [B, T, G] float32, the log decay of each memory, or None.
         run: [B, T] int32, the number of each token's document, or None for one document per row.
         heads: number of heads of the result; a multiple of those of q, of k and of G.
-        scale: multiplies q.
+        scale: the factor by which the queries q are multiplied.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     batch, length, _, depth = k.shape

@@ -41,8 +41,8 @@ class Residuals(NamedTuple):
 
     Attributes:
         solved: inverses of the triangular systems, scores, beta and decays of all chunks.
-        parts: the memories at which the parts of a row begin, for scans in parts; None if `backward` scans
-            each row in one.
+        parts: the memories before each part of a row, if `backward` scans rows in parts that run in parallel; None if it scans each
+            row in one.
     """
 
     solved: SolvedChunks

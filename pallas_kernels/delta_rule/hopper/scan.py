@@ -40,7 +40,7 @@ def scan_forward(
         initial: [B * S, heads * parts, K, V] float32, the memory before the first chunk; None is 0, or the
             identity if v is None.
         heads: number of heads of the output; a multiple of those of q, k and v.
-        scale: multiplies q.
+        scale: the factor by which the queries q are multiplied.
         save: whether to return the memory before each chunk, and x, the errors of its predictions of v.
         written: [B, T, *, K] bfloat16, with a decay per key channel: the keys of the writes, decayed to the
             chunk's end. q and k are decayed from the chunk's start, and `solved.rows` is beta alone. None
@@ -84,16 +84,16 @@ def _forward_step(
     consists of pieces, slices of its key channels.
 
     Args:
-        chunk: references to the chunk's tiles, by name.
+        chunk: references to the chunk's inputs in shared memory, by name.
         S: the pieces of the memory before the chunk, [64, K or 64] float32 each.
         left: buffers in shared memory for left operands of products, which only the interpreter uses.
         operands: yields some of the memory's pieces as left operands of products, and whether they are the last.
-        save_memory: starts to store the memory before the chunk, if the call saves it.
-        store_outputs: stores the results per token.
-        outputs: whether to compute the outputs.
+        save_memory: function that starts to store the memory before the chunk, if the call saves memories.
+        store_outputs: function that stores the results of the chunk's tokens.
+        outputs: whether to compute what the queries read of the memory.
         values: whether there are values v; without them they are 0.
         save: whether to store x, the errors of the memory's predictions of v.
-        scale: multiplies q.
+        scale: the factor by which the queries q are multiplied.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
@@ -138,19 +138,20 @@ def _read_memory(
     After the last pieces, compute the errors of what the keys read, and decay the memory.
 
     Args:
-        at_keys: accumulator of (k S)ᵀ [64, C].
-        *at_queries: accumulator of (q S)ᵀ, if there are queries.
-        chunk: as in `_forward_step`.
-        S: all pieces of the memory.
-        memory: the pieces to read, as left operands with their key channels.
-        last: whether they are the last.
-        save_memory: as in `_forward_step`.
-        values: as in `_forward_step`.
-        scale: as in `_forward_step`.
+        at_keys: accumulator [64, C] of what the keys read of the memory, (k S)ᵀ.
+        *at_queries: accumulator [64, C] of what the queries read of the memory, (q S)ᵀ, if there are queries.
+        chunk: references to the chunk's inputs in shared memory, by name.
+        S: all pieces of the memory before the chunk.
+        memory: the slices of the memory's key channels to read, as left operands of products, each with its key channels.
+        last: whether `memory` contains the last of the pieces.
+        save_memory: function that starts to store the memory before the chunk, if the call saves memories.
+        values: whether there are values v; without them they are 0.
+        scale: the factor by which the queries q are multiplied.
 
     Returns:
-        The sums; after the last pieces the decayed memory, the errors (v - e^b ⊙ (k S))ᵀ in bfloat16, and
-        [(scale e^b ⊙ (q S))ᵀ].
+        The sums; after the last pieces the decayed memory, the errors of the memory's predictions before the triangular system is
+        solved, (v - e^b ⊙ (k S))ᵀ in bfloat16, and a list of what the queries read, (scale e^b ⊙ (q S))ᵀ, where e^b is the decay
+        from the chunk's start.
     """
     for sum, name in zip((at_keys, *at_queries), "kq", strict=False):
         for keys, before in memory:
@@ -186,17 +187,18 @@ def scan_backward(
         d_final: [B * S, heads * parts, K, V] float32, the gradient of the memory after the last chunk; None
             is 0.
         heads: number of heads of d_out; a multiple of those of q and k.
-        scale: multiplies q.
-        written: as in `scan_forward`.
-        chunk_decay: as in `scan_forward`.
+        scale: the factor by which the queries q are multiplied.
+        written: [B, T, *, K] bfloat16, with a decay per key channel: the keys of the writes, decayed to the chunk's end. None uses
+            k.
+        chunk_decay: [B, heads, N * K] float32, with `written`: the decay of the memory's key channels over each of the N chunks.
         save: whether to return all results; False returns only the gradient of the memory before each part.
-        parts: as in `scan_forward`.
-        chunk_bounds: as in `scan_forward`.
+        parts: number of parts that a row is split into; each is scanned from a gradient of its own.
+        chunk_bounds: [B, S + 1], the chunks at which those of a row's S memories begin and end; None for one memory per row.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
-        dv [B, T, heads, V] bfloat16, the transposed gradients of the memories after each chunk [B, heads, N,
-        V, K] bfloat16, and the gradient of the memory before each part, in the shape of `d_final`.
+        The gradient of v [B, T, heads, V] bfloat16, the transposed gradients of the memories after each chunk [B, heads, N, V, K]
+        bfloat16, and the gradient of the memory before each part, in the shape of `d_final`.
     """
     inputs = dict(q=q, k=k, v=d_out, **solved._asdict(), written=written, chunk_decay=chunk_decay)
     tokens = jax.ShapeDtypeStruct(d_out.shape, _BF16)
@@ -248,16 +250,16 @@ def _read_gradient(
     After the last pieces, add the term through the output, and decay the gradient of the memory.
 
     Args:
-        later: accumulator of (k dS')ᵀ [64, C].
-        *scores: accumulator of (Pᵀ dO)ᵀ, with the last pieces.
-        chunk: as in `_backward_step`.
-        S: all pieces of the gradient.
-        memory: the pieces to read, as left operands with their key channels.
-        last: whether they are the last.
-        save_memory: as in `_backward_step`.
-        left: as in `_backward_step`.
-        scale: as in `_backward_step`.
-        interpret: as in `_backward_step`.
+        later: accumulator [64, C] of the products of the gradient with the keys of the writes, (k dS')ᵀ.
+        *scores: with the last pieces, an accumulator [64, C] of the scores times the output's gradient, (Pᵀ dO)ᵀ.
+        chunk: references to the chunk's inputs in shared memory, by name; `v` is the gradient of the output.
+        S: all pieces of the gradient of the memory after the chunk.
+        memory: the slices of the gradient's key channels to read, as left operands of products, each with its key channels.
+        last: whether `memory` contains the last of the pieces.
+        save_memory: function that starts to store the gradient of the memory after the chunk, if the call saves it.
+        left: buffers in shared memory for left operands of products, which only the interpreter uses.
+        scale: the factor by which the queries q are multiplied.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
         The sum; after the last pieces the decayed gradient, (scale e^b ⊙ dO)ᵀ and (beta ⊙ du)ᵀ in bfloat16.

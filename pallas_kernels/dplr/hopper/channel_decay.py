@@ -44,8 +44,8 @@ class Residuals(NamedTuple):
     Attributes:
         decayed: scores, and decayed q, b and k, of all chunks, without the inputs of `solve_chunks`.
         solved: inverses of the chunks' triangular systems, and their products.
-        parts: the memories at which the parts of a row begin, for scans in parts; None if each row is scanned
-            in one.
+        parts: the memories before each part of a row, if rows are scanned in parts that run in parallel; None if each row is
+            scanned in one.
     """
 
     decayed: DecayedChunks

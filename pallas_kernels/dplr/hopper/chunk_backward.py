@@ -63,8 +63,8 @@ class _Smem(NamedTuple):
         d_outs: [2, C, V], the gradients of the output and of the right side of the triangular system, then two matrices [C, C], the
             first line of `pair_matrices`.
         values: [2, C, V], the values v and what a reads, u, then two matrices [C, C], the second line of `pair_matrices`.
-        loaded: barrier that the inputs and S arrive at.
-        state_loaded: barriers that dS' arrives at, one per warpgroup.
+        loaded: the barrier at which the loads of the inputs and of the memory S are complete.
+        state_loaded: the barriers at which the loads of dS' are complete, one for each warpgroup.
         values_used: barrier at which no warpgroup reads `d_outs` and `values` any more.
         matrices_stored: barrier at which the four matrices are complete.
         left: [groups, C, 64] for the interpreter, which reads left operands from shared memory; else None.
@@ -132,12 +132,12 @@ class _Program:
 
     Attributes:
         block: the chunk's inputs and outputs in global memory, for this warpgroup's key channels.
-        smem: the warpgroup's buffers, and those that all share.
+        smem: buffers in shared memory: those of the warpgroup, and those that all warpgroups of the program share.
         group: index of the warpgroup in its program.
         groups: number of warpgroups of the program.
         depth: number of key channels, K.
         width: number of value channels, V.
-        scale: multiplies q.
+        scale: the factor by which the queries q are multiplied.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
 
@@ -217,11 +217,12 @@ class _Program:
         return matrices
 
     def line_products(self, later, earlier, *, line, tile: int) -> None:
-        """Add to accumulators [C, C] the products of the gradients of the output or of the right side (dO or dR) with v or u, what
-        a reads.
+        """Add to accumulators [C, C] products of gradients with values: each is the gradient of one kind of decayed scores of pairs
+        of tokens.
 
-        `line` selects dO or dR and `tile` v or u for `later`, which is used below the diagonal; `earlier`, with the roles
-        exchanged, is used above it.
+        The gradients are dO, of the output, and dR, of the right side of the triangular system; the values are v and u, what a
+        reads of the memory. `later` gets the product of dO or dR (by `line`) with v or u (by `tile`), and is used below the
+        diagonal. `earlier` gets v or u (by `line`) times dO or dR (by `tile`), and is used above it.
         """
         d_outs, values = self.smem.d_outs, self.smem.values
         plgpu.wgmma(later, d_outs.at[line], values.at[tile].transpose((1, 0)))
@@ -403,7 +404,7 @@ def chunk_backward(
         through_memory: [B, h, N * K] float32, the gradient of the log decay of the whole chunk through S: Σ_v
             chunk_decay S dS'.
         documents: where documents begin, as `halving.Documents`; None for one document per row.
-        scale: multiplies q.
+        scale: the factor by which the queries q are multiplied.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:

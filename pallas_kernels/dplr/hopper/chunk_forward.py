@@ -47,21 +47,22 @@ _INPUTS = ("q", "k", "a", "b")
 
 
 class DecayedChunks(NamedTuple):
-    """Products, and tokens with their decays, of all chunks of h heads.
+    """What a diagonal-plus-low-rank memory requires of all chunks of h heads and does not depend on the memory: scores and decayed
+    tokens.
 
-    d are the inclusive sums of a chunk's log decays, d' the exclusive ones, and A_xy the products of x with y
-    under the decays between the tokens: (A_xy)_ij = Σ_c x_ic y_jc e^(d'_i - d_j)_c for x = a and i > j, with
-    d_i in place of d'_i for x = q and i >= j.
+    d are the inclusive sums of a chunk's log decays, d' the exclusive ones, and A_xy the products of x with y under the decays
+    between the tokens: (A_xy)_ij = Σ_c x_ic y_jc e^(d'_i - d_j)_c for x = a and i > j, with d_i in place of d'_i for x = q and i >=
+    j.
 
     Attributes:
-        upper: [B, h, T, C] float32, the rows of each chunk's A_abᵀ.
-        upper_values: [B, h, T, C] bfloat16, the rows of each chunk's A_akᵀ.
-        scores: [B, h, T, C] bfloat16, the rows of each chunk's scale A_qb.
-        scores_values: [B, h, T, C] bfloat16, the rows of each chunk's scale A_qk.
-        read: [B, T, h, K] bfloat16, scale q e^d.
-        decayed_a: [B, T, h, K] bfloat16, a e^d'.
-        written: [B, T, h, K] bfloat16, b e^(d_C - d).
-        written_values: [B, T, h, K] bfloat16, k e^(d_C - d).
+        upper: [B, h, T, C] float32, the transposed decayed products of a with b: the rows of each chunk's A_abᵀ.
+        upper_values: [B, h, T, C] bfloat16, the transposed decayed products of a with keys: the rows of each chunk's A_akᵀ.
+        scores: [B, h, T, C] bfloat16, the decayed products of queries with b: the rows of each chunk's scale A_qb.
+        scores_values: [B, h, T, C] bfloat16, the decayed products of queries with keys: the rows of each chunk's scale A_qk.
+        read: [B, T, h, K] bfloat16, the queries decayed from the chunk's start, scale q e^d.
+        decayed_a: [B, T, h, K] bfloat16, a decayed from the chunk's start, a e^d'.
+        written: [B, T, h, K] bfloat16, b decayed to the chunk's end, b e^(d_C - d).
+        written_values: [B, T, h, K] bfloat16, the keys decayed to the chunk's end, k e^(d_C - d).
         chunk_decay: [B, h, N * K] float32, e^(d_C), the decay of the memory over each of the N chunks.
     """
 
@@ -90,7 +91,7 @@ class _Smem(NamedTuple):
         decayed: [groups, 2, C, 64], a and b with the decays of `AllPairs`.
         lowest: [groups, 2, C] float32, for `Halving.check_range`.
         partial: [2, C, C] float32, the scores of the second warpgroup.
-        loaded: barrier that the inputs arrive at.
+        loaded: the barrier at which the loads of the inputs are complete.
         partial_stored: barrier at which `partial` is complete.
         left: [groups, C, 64] for the interpreter, which reads left operands from shared memory; else None.
     """
@@ -141,11 +142,11 @@ class _Program:
 
     Attributes:
         block: the chunk's inputs and outputs in global memory, for this warpgroup's key channels.
-        smem: the warpgroup's buffers, and those that all share.
+        smem: buffers in shared memory: those of the warpgroup, and those that all warpgroups of the program share.
         group: index of the warpgroup in its program.
         groups: number of warpgroups of the program.
         depth: number of key channels, K.
-        scale: multiplies q.
+        scale: the factor by which the queries q are multiplied.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
 
@@ -310,7 +311,7 @@ def chunk_forward(
         log_decay: [B, T, *, K] float32, the log decay of each key channel.
         documents: where documents begin, as `halving.Documents`; None for one document per row.
         heads: number of heads of the result; a multiple of those of the inputs.
-        scale: multiplies q.
+        scale: the factor by which the queries q are multiplied.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     batch, length, _, depth = k.shape

@@ -94,12 +94,12 @@ def _forward_step(
     consists of pieces, slices of its key channels.
 
     Args:
-        chunk: references to the chunk's tiles, by name.
+        chunk: references to the chunk's inputs in shared memory, by name.
         S: the pieces of the memory before the chunk, [64, K or 64] float32 each.
         left: buffers in shared memory for left operands of products, which only the interpreter uses.
         operands: yields some of the memory's pieces as left operands of products, and whether they are the last.
-        save_memory: starts to store the memory before the chunk, if the call saves it.
-        store_outputs: stores the results per token.
+        save_memory: function that starts to store the memory before the chunk, if the call saves memories.
+        store_outputs: function that stores the results of the chunk's tokens.
         values: whether there are values v; without them they are 0.
         read: whether to compute the outputs.
         save: whether to store u, what a reads of the memory.
@@ -142,17 +142,18 @@ def _read_memory(*sums, chunk, S, memory, last: bool, save_memory, v):
     With the last pieces, add also the products with the values v, and decay the memory.
 
     Args:
-        *sums: accumulators of uᵀ [64, C] and, if the outputs are computed, of (read S + scores_values v)ᵀ.
-        chunk: as in `_forward_step`.
-        S: all pieces of the memory.
-        memory: the pieces to read, as left operands with their key channels.
-        last: whether they are the last.
-        save_memory: as in `_forward_step`.
-        v: vᵀ as a left operand, or None.
+        *sums: accumulators [64, C] of what a reads, uᵀ, and, if the outputs are computed, of the queries' reads without the scores
+            with b, (read S + scores_values v)ᵀ.
+        chunk: references to the chunk's inputs in shared memory, by name.
+        S: all pieces of the memory before the chunk.
+        memory: the slices of the memory's key channels to read, as left operands of products, each with its key channels.
+        last: whether `memory` contains the last of the pieces.
+        save_memory: function that starts to store the memory before the chunk, if the call saves memories.
+        v: the transposed values vᵀ [64, C] as the left operand of products, or None.
 
     Returns:
-        The sums; after the last pieces the decayed memory, uᵀ in bfloat16, its rounding error, and the second
-        sum in a list.
+        The sums; after the last pieces the decayed memory, what a reads, uᵀ, in bfloat16, its rounding error, and the second of the
+        sums in a list.
     """
     names = [("a", "values"), ("q", "scores_values")][: len(sums)]
     for sum, (of_memory, of_values) in zip(sums, names, strict=True):
@@ -184,13 +185,13 @@ def scan_backward(
         d_out: [B, T, h, V] bfloat16, the gradient of the output.
         d_final: [B * S, h * parts, K, V] float32, the gradient of the memory after the last chunk; None is 0.
         save: whether to return all results; False returns only the gradient of the memory before each part.
-        parts: as in `scan_forward`.
-        chunk_bounds: as in `scan_forward`.
+        parts: number of parts that a row is split into; each is scanned from a gradient of its own.
+        chunk_bounds: [B, S + 1], the chunks at which those of a row's S memories begin and end; None for one memory per row.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
-        du [B, T, h, V] bfloat16, the transposed gradients of the memories after each chunk [B, h, N, V, K]
-        bfloat16, and the gradient of the memory before each part, in the shape of `d_final`.
+        The gradient du of what a reads [B, T, h, V] bfloat16, the transposed gradients of the memories after each chunk [B, h, N,
+        V, K] bfloat16, and the gradient of the memory before each part, in the shape of `d_final`.
     """
     inputs = dict(
         a=solved.solved_a, written=chunks.written, q=chunks.read, v=d_out, scores=chunks.scores, chunk_decay=chunks.chunk_decay

@@ -48,7 +48,7 @@ class _SolveSmem(NamedTuple):
         inverse: [C, C], the inverse X.
         values: [C, C], the transposed decayed products A_akᵀ of a with k, then X A_ak.
         a: [C, K], a decayed from the chunk's start, a e^d', then X (a e^d').
-        loaded: barrier that `values` and `a` arrive at.
+        loaded: the barrier at which the loads of `values` and `a` are complete.
         left: two [C, C] for the interpreter, which reads left operands from shared memory; else empty.
     """
 

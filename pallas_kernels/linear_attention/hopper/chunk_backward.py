@@ -44,7 +44,7 @@ def chunk_backward(
         d_states: [B, h * pieces, N, K, V], the gradient of the memory after each of the N chunks.
         chunk_decay: [B, *, N * K], the decay of each key channel over each chunk.
         documents: where documents begin, as `halving.Documents`; None is one document per row.
-        scale: multiplies q.
+        scale: the factor by which the queries q are multiplied.
         bonus: [*, K], RWKV6's weight of a token's own key and value, or None.
         pieces: number of slices of each head's value channels, 1 or 2; shared memory is too small for more.
         exact: whether the gradient of q, returned alone, is float32.

@@ -69,7 +69,7 @@ def chunk_forward(
         log_decay: [B, T, *, K] float32, the log decay of each key channel.
         documents: where documents begin, as `halving.Documents`; None is one document per row.
         heads: number of heads of the output.
-        scale: multiplies q.
+        scale: the factor by which the queries q are multiplied.
         bonus: [*, K], RWKV6's weight of a token's own key and value, or None; with it, a token reads the memory before it writes.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
@@ -124,7 +124,7 @@ class _Call(NamedTuple):
         depth: number of key channels, K.
         groups: number of warpgroups that compute one chunk of one head, each 64 key channels.
         items: number of pairs of a chunk and a head that a thread block computes.
-        scale: multiplies q.
+        scale: the factor by which the queries q are multiplied.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
 

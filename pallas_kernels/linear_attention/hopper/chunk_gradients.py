@@ -41,7 +41,7 @@ class Call(NamedTuple):
         pieces: number of slices of each head's value channels.
         groups: number of warpgroups of a thread block.
         blocks: number of thread blocks that compute one chunk of one head.
-        scale: multiplies q.
+        scale: the factor by which the queries q are multiplied.
         exact: whether the gradient of q is stored in float32.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """

@@ -173,9 +173,10 @@ def _chunk_decays(log_decay, run, shape, parts: int) -> Decays:
 
 
 def _interval_ends(at_end, products, chunk_bounds):
-    """The inner products of the memory with its gradient at the end of each interval of `scalar_scan`, [B, heads, intervals].
+    """Return the inner products of the memory with its gradient at the end of each interval of chunks, [B, heads, intervals].
 
-    They are computed anew in each interval: summed over all of T, the rounding errors of `q . dq - k . dk` would add up.
+    The log decay's gradient is summed anew in each interval: summed over all of T, the rounding errors of `q . dq - k . dk` would
+    add up.
 
     Args:
         at_end: [B * S, heads, 1], the inner products at the end of each memory's last chunk.

@@ -41,7 +41,7 @@ def forward(
         run: [B, T] int32, nondecreasing: the number of documents that have begun up to each token; 0 continues `initial`. Or None.
         initial: [B * S, G, K, V] float32, the memories before the first token. With S > 1 memories per row, document number s
             continues memory s and begins at a chunk's start.
-        scale: multiplies q.
+        scale: the factor by which the queries q are multiplied.
         save: whether to save the residuals for `backward`; else they are None.
         interpret: False to compile the kernel; True or `pltpu.InterpretParams` for the interpreter.
 

@@ -138,7 +138,7 @@ class Layout:
                 whether the chunk is the first or last that updates them.
             inputs: the arrays that the kernel reads and their layouts, {name: (array, (shape, block))}.
             outs: the layouts of the arrays that the kernel writes, {name: (shape, block)}.
-            scale: multiplies q.
+            scale: the factor by which the queries q are multiplied.
             interpret: False to compile the kernel; True or `pltpu.InterpretParams` for the interpreter.
         """
         plan, names = self.plan, (*inputs, *outs)
