@@ -25,12 +25,19 @@ _OP = "delta_rule"
 
 
 def variant_of(log_decay: Any) -> str:
-    """The name of the backend's module for this log decay: an array, its shape, or None."""
+    """Return the name of the backend module that computes the delta rule with this log decay (an array, its shape, or None).
+
+    It is "channel_decay" with a log decay per key channel, else "scalar_decay".
+    """
     return "channel_decay" if jnp.ndim(log_decay) == 4 else "scalar_decay"
 
 
 def unsupported(implementation: str, q, k, v, log_decay=None) -> str | None:
-    """The first requirement that these arguments (arrays or their shapes) do not meet; None if the implementation supports them."""
+    """Return the first requirement of a backend of the delta rule that these arguments do not meet, in words; None if it supports
+    them.
+
+    The arguments are those of `delta_rule`, as arrays or as their shapes and dtypes.
+    """
     backend = backend_module(_OP, implementation, variant_of(log_decay))
     return first_unmet(backend.REQUIREMENTS, MemoryCall(q, k, v, log_decay))
 
@@ -48,7 +55,7 @@ def delta_rule(
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T max(H,G) V"], Float[Array, "R G K V"]]:
-    """Decay memories, move what they return for `k` towards `v`, and read them with `q`.
+    """Decay memories, move what they return for the keys `k` towards the values `v`, and read them with the queries `q`.
 
     Reverse-mode differentiable, once.
 
@@ -56,7 +63,7 @@ def delta_rule(
         q: [B, T, H, K] queries; H is a multiple or a divisor of G.
         k: [B, T, Hk, K] keys, of norm at most 1; Hk divides G.
         v: [B, T, G, V] values, one memory for each of the G heads.
-        beta: [B, T, G] float32, from 0 to 2.
+        beta: [B, T, G] float32, from 0 to 2: how far what a memory returns for the key moves towards the value.
         log_decay: [B, T, G], or [B, T, G, K] with one per key channel; float32, natural logarithm, at most 0;
             None is no decay.
         initial: [B, G, K, V] float32, the memory before the first token; or [B * S, G, K, V] with S memories
@@ -66,7 +73,7 @@ def delta_rule(
             `initial`. None is one document. With S memories per row, `run` has every number from 0 to S - 1,
             each begins at a multiple of 64 ("mosaic_gpu") or 128 ("mosaic_tpu") tokens, continues the memory
             of its number, and ends with a final memory of its own.
-        scale: multiplies q.
+        scale: the factor by which the queries q are multiplied.
         implementation: "mosaic_gpu" (Hopper) or "mosaic_tpu"; see `unsupported` for the requirements of each.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 

@@ -19,19 +19,19 @@ TPU_TOLERANCES = {"float32": 5e-6, "float32, keys alike": 2e-5, "bfloat16": 1.5e
 
 
 class Case(NamedTuple):
-    """Sizes and kind of a call.
+    """Sizes, decay and options of one call of the delta rule that a test makes.
 
     Attributes:
         heads: numbers of heads of q, of k and of v.
-        key_dim: K.
-        value_dim: V.
-        length: T.
+        key_dim: number of key channels, K.
+        value_dim: number of value channels, V.
+        length: number of tokens of each row, T.
         documents: whether rows contain several documents.
         decay: "token" or "channel", with "strong" or "steep" for large ones; "constant" is one per head; ""
             is none.
         name: the case's name in the tests' output.
         alike: whether all keys are nearly equal.
-        size: factor of the queries.
+        size: the factor by which the queries are multiplied.
         parts: parts that a row is split into; None is the kernel's choice.
         checkpoints: memories of a row that the forward pass returns; None is the kernel's choice.
         many: whether the card is taken to have one processor, so that two warpgroups share what is loaded.
@@ -52,12 +52,14 @@ class Case(NamedTuple):
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """T, the heads, K and V, as `make` of the tests expects them."""
+        """The sizes T, H, Hk, G, K and V of a call: tokens, heads of q, k and v, key and value channels, in the order of the tests'
+        `make`.
+        """
         return self.length, *self.heads, self.key_dim, self.value_dim
 
     @property
     def options(self) -> dict[str, Any]:
-        """The other arguments of `make`, without documents."""
+        """The keyword arguments, besides documents, with which the tests' `make` creates the inputs of this case."""
         return dict(decay=self.decay, alike=self.alike, size=self.size)
 
 

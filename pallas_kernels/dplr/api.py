@@ -23,7 +23,11 @@ _OP = "dplr"
 
 
 def unsupported(implementation: str, q, k, v, a, b, log_decay) -> str | None:
-    """The first requirement that these arguments (arrays or their shapes) do not meet; None if the implementation supports them."""
+    """Return the first requirement of a backend of diagonal-plus-low-rank memories that these arguments do not meet, in words; or
+    None.
+
+    The arguments are those of `dplr`, as arrays or as their shapes and dtypes.
+    """
     backend = backend_module(_OP, implementation, "channel_decay")
     return first_unmet(backend.REQUIREMENTS, MemoryCall(q, k, v, log_decay, a=a, b=b))
 
@@ -50,8 +54,8 @@ def dplr(
         q: [B, T, H, K] queries; H is a multiple or a divisor of G.
         k: [B, T, Hk, K] keys; Hk divides G.
         v: [B, T, G, V] values, one memory for each of the G heads.
-        a: [B, T, Ha, K]; Ha divides G.
-        b: [B, T, Hb, K]; Hb divides G.
+        a: [B, T, Ha, K], with which a token reads the memory before the decay; Ha divides G.
+        b: [B, T, Hb, K], with which it writes back what a has read; Hb divides G.
         log_decay: [B, T, G, K] float32, natural logarithm, at most 0.
         initial: [B, G, K, V] float32, the memory before the first token; or [B * S, G, K, V] with S memories
             per row.
@@ -60,7 +64,7 @@ def dplr(
             `initial`. None is one document. With S memories per row, `run` has every number from 0 to S - 1,
             each begins at a multiple of 64 ("mosaic_gpu") or 128 ("mosaic_tpu") tokens, continues the memory
             of its number, and ends with a final memory of its own.
-        scale: multiplies q.
+        scale: the factor by which the queries q are multiplied.
         implementation: "mosaic_gpu" (Hopper) or "mosaic_tpu"; see `unsupported` for the requirements of each.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 

@@ -19,17 +19,17 @@ TPU_TOLERANCES = {"float32": 5e-6, "bfloat16": 1.5e-2}
 
 
 class Case(NamedTuple):
-    """Sizes and kind of a call.
+    """Sizes, decay and options of one call of a diagonal-plus-low-rank memory that a test makes.
 
     Attributes:
         heads: numbers of heads of q, of k, a and b, and of v.
-        key_dim: K.
-        value_dim: V.
-        length: T.
+        key_dim: number of key channels, K.
+        value_dim: number of value channels, V.
+        length: number of tokens of each row, T.
         documents: whether rows contain several documents.
         decay: "token" or "channel", with "strong" or "steep" for large ones.
         name: the case's name in the tests' output.
-        size: factor of the queries.
+        size: the factor by which the queries are multiplied.
         parts: parts that a row is split into; None is the kernel's choice.
     """
 
@@ -45,12 +45,16 @@ class Case(NamedTuple):
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """T, the heads, K and V, as `make` of the tests expects them."""
+        """The sizes T, H, Hk, G, K and V of a call: tokens, heads of q, k and v, key and value channels, in the order of the tests'
+        `make`.
+        """
         return self.length, *self.heads, self.key_dim, self.value_dim
 
     @property
     def strength(self) -> float:
-        """The argument `strong` of `make`: False, True for some decays of e^-30, or the factor of steep ones."""
+        """How strong the decays are that the tests' `make` creates: False, True for some decays of e^-30, or a factor of the log
+        decay.
+        """
         return {"channel": False, "strong channel": True, "steep channel": 8}[self.decay]
 
 

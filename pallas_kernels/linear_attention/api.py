@@ -26,7 +26,11 @@ _OP = "linear_attention"
 
 
 def variant_of(log_decay: Any, value_log_decay: Any) -> str:
-    """The name of the module for these decays."""
+    """Return the name of the backend module that computes linear attention with these decays.
+
+    "value_decay" with a log decay per value channel, "channel_decay" with one per key channel, "scalar_decay" with one per token or
+    none.
+    """
     if value_log_decay is not None:
         return "value_decay"
     by_channel = log_decay is not None and len(log_decay.shape) == 4
@@ -36,7 +40,11 @@ def variant_of(log_decay: Any, value_log_decay: Any) -> str:
 def unsupported(
     implementation: str, q, k, v, log_decay=None, *, bonus=None, value_log_decay=None
 ) -> str | None:
-    """The first requirement that these arguments (arrays or their shapes) do not meet; None if the implementation supports them."""
+    """Return the first requirement of a backend of linear attention that these arguments do not meet, in words; None if it supports
+    them.
+
+    The arguments are those of `linear_attention`, as arrays or as their shapes and dtypes.
+    """
     backend = backend_module(_OP, implementation, variant_of(log_decay, value_log_decay))
     call = MemoryCall(q, k, v, log_decay, value_log_decay, bonus)
     return first_unmet(backend.REQUIREMENTS, call)
@@ -72,7 +80,7 @@ def linear_attention(
         bonus: [G, K] float32. If given, a token reads before its decay and its write, and its own write enters the read as
             `q diag(bonus) kᵀ v`.
         value_log_decay: [B, T, G, V] float32, the log decay of value channels, in place of `log_decay`.
-        scale: multiplies q.
+        scale: the factor by which the queries q are multiplied.
         exact: whether the output is float32. With `value_log_decay` on "mosaic_gpu" it is then never rounded, and v may be
             float32, which is rounded only where it is written to the memory.
         implementation: "mosaic_gpu" (Hopper) or "mosaic_tpu"; `unsupported` says what each requires.
@@ -118,10 +126,10 @@ def linear_attention(
 
 
 def _slices(implementation: str, variant: str, q, v) -> tuple[list[slice], list[slice]]:
-    """The slices of key and of value channels that a kernel computes.
+    """Return the slices of key channels and those of value channels for which a backend's kernel is called one after the other.
 
-    Hopper's kernels with a decay per channel compute slices of 128 key channels. They also compute slices of 128 value channels, except
-    the kernel with a decay per key channel if no queries share a memory: it splits values itself.
+    Hopper's kernels with a decay per channel compute slices of 128 key channels. They also compute slices of 128 value channels,
+    except the kernel with a decay per key channel if no queries share a memory: it splits values itself.
     """
     sliced = implementation == "mosaic_gpu" and variant != "scalar_decay"
     shared = q.shape[2] > v.shape[2]

@@ -19,14 +19,14 @@ TPU_TOLERANCE = 2e-6
 
 
 class Case(NamedTuple):
-    """Sizes and kind of a call.
+    """Sizes, decay and options of one call of linear attention that a test makes.
 
     Attributes:
         heads: numbers of heads of q, of k and of v.
-        key_dim: K.
-        value_dim: V.
-        length: T.
-        documents: whether rows have several documents.
+        key_dim: number of key channels, K.
+        value_dim: number of value channels, V.
+        length: number of tokens of each row, T.
+        documents: whether rows contain several documents, rather than one.
         decay: words: "token", "channel" (of the keys), "value channel" or "constant"; None is no decay.
         strong: whether some decays are e^-30; or a number by which the log decay is multiplied.
         bonus: whether a token reads its own write times a bonus.

@@ -45,22 +45,26 @@ _VALUES = ("missing", "d_out", "dv")  # arrays [B, T, h, V]
 
 
 class _Smem(NamedTuple):
-    """Shared memory of a program; `groups` counts its warpgroups, of 64 key channels each; tiles are bfloat16.
+    """Buffers in shared memory of a program that computes the gradients of one chunk and head of the delta rule.
+
+    `groups` counts the program's warpgroups, of 64 key channels each; tiles are bfloat16. S is the memory before the chunk, dS' the
+    gradient of the memory after it, C the number of tokens of a chunk.
 
     Attributes:
-        q: [groups, C, 64], q, then dq.
-        k: [groups, C, 64], k, then dk.
-        states: [groups, V, 64], S transposed, then the parts of a sum.
-        d_states: [groups, V, 64], dS' transposed, then the parts of a sum.
-        parts: [groups, 2, 64, 64], for `Halving`.
-        tile: [groups, C, 64], for `Halving`, and right operands.
+        q: [groups, C, 64], the queries, then their gradient.
+        k: [groups, C, 64], the keys, then their gradient.
+        states: [groups, V, 64], the memory S transposed, then the parts of a sum.
+        d_states: [groups, V, 64], the gradient dS' transposed, then the parts of a sum.
+        parts: [groups, 2, 64, 64], the log decays in two parts, for `Halving`.
+        tile: [groups, C, 64], a buffer of `Halving`, and right operands of products.
         totals: [groups, 64] float32, the gradient of the decay of the whole chunk.
-        missing: [C, V], x.
-        d_out: [C, V].
-        dv: [C, V].
-        read_pairs: [C, C], A below the diagonal and on it, Aᵀ above.
-        erase_pairs: [C, C], E below the diagonal and Eᵀ above; the diagonal is not used.
-        loaded: barrier that the inputs arrive at.
+        missing: [C, V], the errors x of the memory's predictions of v.
+        d_out: [C, V], the gradient of the output.
+        dv: [C, V], the gradient of v.
+        read_pairs: [C, C], the gradient A of the scores of queries with keys, on and below the diagonal, and its transpose above.
+        erase_pairs: [C, C], the gradient E of the products of keys with keys, below the diagonal, and its transpose above; the
+            diagonal is not used.
+        loaded: the barrier at which the loads of the inputs are complete.
         pairs_stored: barrier at which `read_pairs` and `erase_pairs` are complete.
         left: [groups, C, 64] for the interpreter, which reads left operands from shared memory; else None.
     """
@@ -82,14 +86,14 @@ class _Smem(NamedTuple):
     left: Any
 
     def of_warpgroup(self, group) -> _Smem:
-        """Return the same buffers, with those that every warpgroup has for itself indexed by `group`."""
+        """Return the same buffers, with those that every warpgroup has for itself at the index `group`."""
         names = ("q", "k", "states", "d_states", "parts", "tile", "totals")
         names += () if self.left is None else ("left",)
         return self._replace(**{name: getattr(self, name).at[group] for name in names})
 
 
 def _smem(groups: int, width: int, interpret) -> _Smem:
-    """The types of the buffers, for `width` value channels."""
+    """Return the types of the buffers in shared memory of a program with `groups` warpgroups, for `width` value channels."""
     smem: Any = plgpu.SMEM
     tile = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
     return _Smem(
@@ -112,12 +116,14 @@ def _smem(groups: int, width: int, interpret) -> _Smem:
 
 
 class _Gradients(NamedTuple):
-    """Gradients in 64 key channels, [C, 64] float32, without the products of a query with the key of the same token.
+    """Gradients of the queries and keys of a chunk in 64 key channels, [C, 64] float32 each.
+
+    They are without the terms through the score of a query with the key of the same token.
 
     Attributes:
-        q: dq.
-        erase: the first bracket of dk in the module's docstring.
-        write: the second bracket of dk.
+        q: the gradient of the queries.
+        erase: the gradient of the keys as what reads (and erases from) the memory.
+        write: the gradient of the keys as what is written to the memory.
     """
 
     q: Any
@@ -127,16 +133,17 @@ class _Gradients(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """The part of `chunk_backward` that one warpgroup computes: a chunk of one head, 64 key channels.
+    """What one warpgroup of `chunk_backward` computes: the gradients of q, k and the log decay of one chunk and head, in 64 key
+    channels.
 
     Attributes:
-        block: the chunk in global memory.
-        smem: the warpgroup's buffers, and those that all share.
-        group: index of the warpgroup.
-        groups: warpgroups of the program.
-        depth: K.
-        scale: multiplies q.
-        interpret: parameters of the interpreter, or False.
+        block: the chunk's inputs and outputs in global memory, for this warpgroup's key channels.
+        smem: buffers in shared memory: those of the warpgroup, and those that all warpgroups of the program share.
+        group: index of the warpgroup in its program.
+        groups: number of warpgroups of the program.
+        depth: number of key channels, K.
+        scale: the factor by which the queries q are multiplied.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
 
     block: Block
@@ -148,21 +155,26 @@ class _Program:
     interpret: Any
 
     def as_left(self, x):
-        """x [C, 64] bfloat16 as the left operand of a product."""
+        """Return x [C, 64] bfloat16 in the form that a matrix product requires of its left operand."""
         return left_operand(self.smem.left, self.interpret)(x)
 
     @property
     def beta(self):
-        """The reference to the chunk's beta [C]."""
+        """A reference, in global memory, to beta of the chunk's C tokens for this head."""
         place = self.block.place
         return self.block.refs["beta"].at[place.row, place.h, place.tokens]
 
     def beta_rows(self):
-        """Beta as the rows of [C, 64]. It is loaded again wherever it is used, to save registers."""
+        """Return beta of the chunk's tokens, repeated over columns, [C, 64]. It is loaded again wherever it is used, to save
+        registers.
+        """
         return wg.spread_rows(load_by_row(self.beta), SQUARE)
 
     def load_inputs(self) -> None:
-        """Start to load this warpgroup's channels; the first one also loads the shared arrays."""
+        """Start to load q, k, the memory and its gradient in this warpgroup's 64 key channels into shared memory.
+
+        The first warpgroup also loads the arrays of value channels (x, dO and dv), which all warpgroups share.
+        """
         refs, smem = self.block.refs, self.smem
         b, h, _, n, tokens = self.block.place
         for name, to in (("q", smem.q), ("k", smem.k)):
@@ -179,9 +191,11 @@ class _Program:
         pl.when(self.group == 0)(load_shared)
 
     def store_pairs(self, halving: Halving) -> None:
-        """Store A, E and their transposes in shared memory, and dbeta in global memory.
+        """Store the gradients of the chunk's scores, A for queries with keys and E for keys with keys [C, C], in shared memory, and
+        dbeta in global memory.
 
-        All warpgroups use both matrices: the first one computes A, the last one E.
+        Their transposes are stored in the triangles above the diagonal. All warpgroups use both matrices: the first one computes A,
+        the last one E and the gradient of beta.
         """
         smem = self.smem
 
@@ -201,8 +215,11 @@ class _Program:
         plgpu.barrier_arrive(smem.pairs_stored)
 
     def pair_products(self, halving: Halving, rows, factor: float, to):
-        """Store `factor * rows @ uᵀ` [C, C] in `to`, its upper triangle replaced by the transpose of the lower; return the diagonal
-        of `rows @ xᵀ`, [C].
+        """Store the gradient of one kind of scores, `factor * rows @ uᵀ` [C, C] on and below the diagonal, in `to`; above it, its
+        transpose.
+
+        Here x are the errors of the memory's predictions, u = beta ⊙ x, and `rows` [C, V] is the gradient of the output or
+        of v. Return the diagonal of `rows @ xᵀ`, [C].
         """
         x = self.smem.missing
 
@@ -219,7 +236,9 @@ class _Program:
         return diagonal
 
     def memory_gradients(self, halving: Halving) -> _Gradients:
-        """Return the gradients through S and dS'."""
+        """Return the gradients of the chunk's queries and keys [C, 64] through the memory before the chunk and through the memory
+        after it.
+        """
         smem = self.smem
 
         def products(read, erase, write):
@@ -235,7 +254,12 @@ class _Program:
         return _Gradients(dq, erase, write)
 
     def store_totals(self, halving: Halving, write) -> None:
-        """Store the gradient of the decay of the whole chunk, [64]: Σ_v chunk_decay S dS' + Σ_i k_i write_i. Frees the memories' buffers."""
+        """Store, for each of 64 key channels, the gradient of the log decay of the whole chunk in `totals`; free the buffers of the
+        memories.
+
+        With S the memory before the chunk and dS' the gradient of the memory after it, it is Σ_v chunk_decay S dS' + Σ_i k_i
+        write_i, where `write` [C, 64] is the gradient of the keys through the memory after the chunk.
+        """
         smem, place = self.smem, self.block.place
         width = smem.states.shape[0]
         total = jnp.zeros(SQUARE, _F32)
@@ -253,7 +277,9 @@ class _Program:
         smem.totals[...] = halving.column_sums(parts)
 
     def add_level(self, halving: Halving, level, gradients: _Gradients) -> _Gradients:
-        """Add the gradients through the pairs of tokens of a level."""
+        """Return the gradients of the chunk's queries and keys plus those through the pairs of tokens that one level of the halving
+        has.
+        """
         smem = self.smem
         dq, erase, write = gradients
         factor, later = halving.factor(level), halving.later(level)
@@ -270,7 +296,10 @@ class _Program:
         return _Gradients(dq, erase + later * dx, write + (1 - later) * dx)
 
     def store_gradients(self, halving: Halving, gradients: _Gradients) -> None:
-        """Store the gradients of q, k and the log decay."""
+        """Store the gradients of the chunk's queries, keys and log decay in 64 key channels.
+
+        Before, the terms through the score of each query with its own token's key are added to those of queries and keys.
+        """
         smem, block = self.smem, self.block
         i, j = halving.i, halving.j
         dq, erase, write = gradients
@@ -287,7 +316,9 @@ class _Program:
         block.store("dk", smem.k, erase + write + diagonal * q)
 
     def run(self) -> None:
-        """Compute and store the gradients."""
+        """Compute and store the gradients of q, k, beta and the log decay of one chunk and head, in this warpgroup's 64 key
+        channels.
+        """
         self.load_inputs()
         smem = self.smem
         halving = Halving(smem.parts, smem.tile, self.as_left, False, self.interpret)
@@ -306,26 +337,28 @@ def chunk_backward(
     q, k, log_decay, beta, missing, d_out, dv, states, d_states, chunk_decay, documents: Documents | None, *,
     scale: float, interpret: Any = False,
 ):  # fmt: skip
-    """Run the kernel over all chunks, for the h heads of `d_out`.
+    """Compute, for all chunks in parallel, the gradients of q, k, beta and the log decay of the delta rule with a decay per key
+    channel.
+
+    h is the number of heads of `d_out`; the numbers of heads written as * divide it.
 
     Args:
-        q: [B, T, *, K] bfloat16.
-        k: [B, T, *, K] bfloat16.
-        log_decay: [B, T, *, K] float32.
+        q: [B, T, *, K] bfloat16, the queries.
+        k: [B, T, *, K] bfloat16, the keys.
+        log_decay: [B, T, *, K] float32, the log decay of each key channel.
         beta: [B, h, T] float32, not 0.
-        missing: [B, T, h, V] bfloat16, x.
-        d_out: [B, T, h, V] bfloat16.
-        dv: [B, T, h, V] bfloat16.
-        states: [B, h, N, V, K] bfloat16, the transpose of S before each of the N chunks.
-        d_states: [B, h, N, V, K] bfloat16, the transpose of dS' after each chunk.
-        chunk_decay: [B, h, N * K] float32, e^(b_C), the decay of the memory over each chunk.
-        documents: where documents begin, or None for one document per row.
-        scale: multiplies q.
-        interpret: parameters of the interpreter, or False.
+        missing: [B, T, h, V] bfloat16, the errors x of the memory's predictions of v.
+        d_out: [B, T, h, V] bfloat16, the gradient of the output.
+        dv: [B, T, h, V] bfloat16, the gradient of v.
+        states: [B, h, N, V, K] bfloat16, the transposed memory before each of the N chunks.
+        d_states: [B, h, N, V, K] bfloat16, the transposed gradient of the memory after each chunk.
+        chunk_decay: [B, h, N * K] float32, the decay of the memory over each of the N chunks.
+        documents: where documents begin, as `halving.Documents`; None for one document per row.
+        scale: the factor by which the queries q are multiplied.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
-        dq and dk [B, T, h, K] bfloat16, the gradient of the log decay [B, T, h, K] float32, and dbeta [B, h,
-        T] float32.
+        The gradients of q and k [B, T, h, K] bfloat16, of the log decay [B, T, h, K] float32, and of beta [B, h, T] float32.
     """
     batch, length, heads, width = d_out.shape
     depth = k.shape[-1]

@@ -43,16 +43,18 @@ _F32, _BF16 = jnp.float32, jnp.bfloat16
 
 
 class DecayedChunks(NamedTuple):
-    """Scores, and queries and keys with their decays, of all chunks of h heads; b are the inclusive sums of a chunk's log decays.
+    """What the delta rule with a decay per key channel requires of all chunks of h heads and does not depend on the memory.
+
+    b are the inclusive sums of a chunk's log decays, b_C the sum over the whole chunk of C tokens.
 
     Attributes:
-        upper: [B, h, T, C] float32, the rows of each chunk's Nᵀ, where N_ij = Σ_c k_ic k_jc e^(b_i - b_j)_c
-            for i > j.
-        scores: [B, h, T, C] bfloat16, the rows of each chunk's P, where P_ij = scale Σ_c q_ic k_jc e^(b_i -
-            b_j)_c for i >= j.
-        read: [B, T, h, K] bfloat16, scale q e^b.
-        erase: [B, T, h, K] bfloat16, k e^b.
-        written: [B, T, h, K] bfloat16, k e^(b_C - b).
+        upper: [B, h, T, C] float32, the transposed decayed products N of keys with keys: the rows of each chunk's Nᵀ, where N_ij =
+            Σ_c k_ic k_jc e^(b_i - b_j)_c for i > j.
+        scores: [B, h, T, C] bfloat16, the decayed scores of queries with keys: the rows of each chunk's P, where P_ij = scale Σ_c
+            q_ic k_jc e^(b_i - b_j)_c for i >= j.
+        read: [B, T, h, K] bfloat16, the queries decayed from the chunk's start, scale q e^b.
+        erase: [B, T, h, K] bfloat16, the keys decayed from the chunk's start, k e^b.
+        written: [B, T, h, K] bfloat16, the keys decayed to the chunk's end, k e^(b_C - b).
         chunk_decay: [B, h, N * K] float32, e^(b_C), the decay of the memory over each of the N chunks.
     """
 
@@ -65,17 +67,20 @@ class DecayedChunks(NamedTuple):
 
 
 class _Smem(NamedTuple):
-    """Shared memory of a block of programs, each of one chunk; `each` counts their warpgroups, tiles are bfloat16.
+    """Buffers in shared memory of a thread block that computes the scores and decayed tokens of a few chunks of the delta rule.
+
+    Each of its programs computes one chunk; `each` counts the warpgroups of all of them. C is the number of tokens of a chunk;
+    tiles are bfloat16.
 
     Attributes:
-        q: [each, C, 64].
-        k: [each, C, 64].
-        erase: [each, C, 64], decayed keys.
-        parts: [each, 2, 64, 64], the decays in two parts, for `Halving`.
-        tile: [each, C, 64], right operands, and the buffer of `Halving`.
+        q: [each, C, 64], queries in a warpgroup's 64 key channels.
+        k: [each, C, 64], keys in a warpgroup's 64 key channels.
+        erase: [each, C, 64], keys decayed from the chunk's start.
+        parts: [each, 2, 64, 64], the log decays in two parts, for `Halving`.
+        tile: [each, C, 64], right operands of products, and the buffer of `Halving`.
         lowest: [each, 2, C] float32, for `Halving.check_range`.
         partial: [programs, C, C] float32, the scores of a program's second warpgroup.
-        loaded: barriers that q and k arrive at.
+        loaded: the barriers at which the loads of q and k are complete, one for each warpgroup.
         partial_stored: barriers at which `partial` is complete.
         left: [each, C, 64] for the interpreter, which reads left operands from shared memory; else None.
     """
@@ -92,7 +97,9 @@ class _Smem(NamedTuple):
     left: Any
 
     def of_warpgroup(self, warpgroup, program) -> _Smem:
-        """Return the same buffers, indexed by the warpgroup, or by its program where the program's warpgroups share them."""
+        """Return the buffers of one warpgroup: those that each has for itself at its index, `partial` and its barrier at its
+        program's index.
+        """
         indices = dict.fromkeys(self._fields, warpgroup)
         indices |= dict(partial=program, partial_stored=program)
         buffers = {name: x for name, x in self._asdict().items() if x is not None}
@@ -100,7 +107,9 @@ class _Smem(NamedTuple):
 
 
 def _smem(programs: int, groups: int, interpret) -> _Smem:
-    """The types of the buffers of `programs` programs of `groups` warpgroups."""
+    """Return the types of the buffers in shared memory of a thread block with `programs` programs (chunks) of `groups` warpgroups
+    each.
+    """
     smem: Any = plgpu.SMEM
     tile = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
     each = programs * groups
@@ -121,18 +130,19 @@ def _smem(programs: int, groups: int, interpret) -> _Smem:
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """The part of `chunk_forward` that one warpgroup computes: a chunk of one head, 64 channels of every slice of its keys.
+    """What one warpgroup of `chunk_forward` computes: the scores and decayed tokens of one chunk and head, in 64 channels of every
+    slice of the keys.
 
     Attributes:
-        refs: references to global memory by name.
+        refs: references to inputs and outputs in global memory, by name.
         smem: the warpgroup's buffers; `partial` and `partial_stored` are the program's.
-        place: the chunk.
+        place: the row, head and chunk that the warpgroup computes.
         group: index of the warpgroup in its program.
         groups: warpgroups of a program.
-        slices: slices of the keys, computed one after the other; their scores are summed in registers.
-        depth: K.
-        scale: multiplies q.
-        interpret: parameters of the interpreter, or False.
+        slices: number of slices of the key channels, computed one after the other; their scores are summed in registers.
+        depth: number of key channels, K.
+        scale: the factor by which the queries q are multiplied.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
 
     refs: dict[str, Any]
@@ -146,19 +156,20 @@ class _Program:
     interpret: Any
 
     def as_left(self, x):
-        """x [C, 64] bfloat16 as the left operand of a product."""
+        """Return x [C, 64] bfloat16 in the form that a matrix product requires of its left operand."""
         return left_operand(self.smem.left, self.interpret)(x)
 
     def halving(self) -> Halving:
-        """`Halving` with this warpgroup's buffers."""
+        """Return a `Halving`, which computes decays between the chunk's tokens, that uses this warpgroup's buffers."""
         smem = self.smem
         return Halving(smem.parts, smem.tile, self.as_left, False, self.interpret, smem.lowest)
 
     def scores_of_slice(self, number, previous):
-        """Compute one slice of the keys.
+        """Add to `previous` the decayed scores [C, C] that one slice of key channels contributes, and store that slice's decayed
+        tokens.
 
         Args:
-            number: index of the slice.
+            number: index of the slice of key channels.
             previous: [C, C] float32, the sum of the scores of the slices before; None for a single slice.
 
         Returns:
@@ -195,7 +206,9 @@ class _Program:
         return scores
 
     def store_chunk_decay(self, halving: Halving, at) -> None:
-        """Store e^(b_C) of the 64 key channels from `at` on."""
+        """Store the decay of the memory over the whole chunk, for the 64 key channels from `at` on; 0 if a document begins in the
+        chunk.
+        """
         b, h, _, n, _ = self.place
         chunk_decay = jnp.exp2(halving.column_sums())
         if "run" in self.refs:
@@ -203,7 +216,12 @@ class _Program:
         self.refs["chunk_decay"].at[b, h, pl.ds(n * self.depth + at, BLOCK)][...] = chunk_decay
 
     def near_scores(self, halving: Halving):
-        """Return the scores of the pairs of rows in range, 0 for the others, and 1 if all pairs are in range, else 0."""
+        """Return the decayed scores [C, C] of the pairs of tokens whose decays are in float32's range, 0 for the other pairs; and 1
+        or 0.
+
+        The number is 1 if all pairs are in range. The scores are those of queries with keys below the diagonal, of keys with keys
+        above it.
+        """
         q, k, erase, tile = self.smem.q, self.smem.k, self.smem.erase, self.smem.tile
         since, all_in_range = halving.check_range(q, k)
         pairs = AllPairs(halving, 0, since)
@@ -223,7 +241,9 @@ class _Program:
         return jnp.where(halving.pairs_in_range(), near, 0.0), all_in_range
 
     def add_level(self, halving: Halving, at, scores):
-        """Return `scores` plus those of the pairs that meet on level `at` and are not in range."""
+        """Return the chunk's scores [C, C] plus those of the pairs of tokens that level `at` of the halving has and that are not in
+        float32's range.
+        """
         q, k, tile = self.smem.q, self.smem.k, self.smem.tile
         level = Level(halving, at)
         rows = self.as_left(level.rows(load(q), load(k)).astype(_BF16))
@@ -234,12 +254,14 @@ class _Program:
         return scores + jnp.where(halving.pairs_in_range(), 0.0, level.mask(products))
 
     def store_partial(self, scores) -> None:
-        """Store the second warpgroup's scores in shared memory for the first one."""
+        """Store the scores [C, C] of the second warpgroup's key channels in shared memory, where the first warpgroup of the chunk
+        adds them.
+        """
         self.smem.partial[...] = scores
         plgpu.barrier_arrive(self.smem.partial_stored)
 
     def store_decayed(self, block: Block, halving: Halving) -> None:
-        """Store the decayed queries and keys of 64 channels."""
+        """Store the chunk's queries and keys decayed from its start, and its keys decayed to its end, in 64 key channels."""
         q, k, erase = self.smem.q, self.smem.k, self.smem.erase
         factor = block.mask_rows(halving.boundary_decay(True), "enters")
         block.store("read", q, load_float32(q) * factor * self.scale)
@@ -248,7 +270,10 @@ class _Program:
         block.store("written", k, written)
 
     def store_scores(self, scores) -> None:
-        """Store Nᵀ and P of the chunk; `scores` are the sums over the first warpgroup's channels."""
+        """Store the chunk's decayed scores P of queries with keys, and the transpose Nᵀ of those of keys with keys, [C, C] each.
+
+        `scores` are the sums over the first warpgroup's key channels, to which those of the second are added.
+        """
         b, h, _, _, tokens = self.place
         halving, tile = self.halving(), self.smem.tile
         i, j = halving.i, halving.j
@@ -264,7 +289,9 @@ class _Program:
         plgpu.copy_smem_to_gmem(tile, self.refs["scores"].at[b, h, tokens])
 
     def run(self) -> None:
-        """Compute and store the chunk."""
+        """Compute and store the scores, the decayed queries and keys, and the decay of one chunk and head, in this warpgroup's key
+        channels.
+        """
         if self.slices == 1:
             scores = self.scores_of_slice(0, None)
         else:
@@ -284,16 +311,20 @@ def chunk_forward(
     scale: float,
     interpret: Any = False,
 ) -> DecayedChunks:
-    """Run the kernel over all chunks.
+    """Compute, for all chunks in parallel, what the delta rule with a decay per key channel requires and does not depend on the
+    memory.
+
+    Return the decayed scores of queries with keys and of keys with keys, the queries and keys decayed from and to the chunks'
+    boundaries, and the decays of the chunks, as `DecayedChunks`.
 
     Args:
-        q: [B, T, *, K] bfloat16.
-        k: [B, T, *, K] bfloat16.
-        log_decay: [B, T, *, K] float32.
-        documents: where documents begin, or None for one document per row.
-        heads: heads of the result; a multiple of those of q, k and log_decay.
-        scale: multiplies q.
-        interpret: parameters of the interpreter, or False.
+        q: [B, T, *, K] bfloat16, the queries.
+        k: [B, T, *, K] bfloat16, the keys.
+        log_decay: [B, T, *, K] float32, the log decay of each key channel.
+        documents: where documents begin, as `halving.Documents`; None for one document per row.
+        heads: number of heads of the result; a multiple of those of q, k and log_decay.
+        scale: the factor by which the queries q are multiplied.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     batch, length, _, depth = k.shape
     slices = len(split_channels(depth))

@@ -40,13 +40,13 @@ REQUIREMENTS = (
 
 
 class Residuals(NamedTuple):
-    """The results of `forward` that `backward` reads, some four arrays of the size of q.
+    """What `forward` of the delta rule with a decay per key channel saves for `backward`: some four arrays of the size of q.
 
     Attributes:
-        decayed: scores and decayed tokens of all chunks, without `upper`.
-        solved: inverses, scores and beta of all chunks.
-        parts: the memories at which the parts of a row begin, for scans in parts; None if `backward` scans
-            each row in one.
+        decayed: scores, and decayed queries and keys, of all chunks, without `upper` (the products of keys with keys).
+        solved: inverses of the triangular systems, scores and beta of all chunks.
+        parts: the memories before each part of a row, if `backward` scans rows in parts that run in parallel; None if it scans each
+            row in one.
     """
 
     decayed: DecayedChunks
@@ -61,10 +61,10 @@ def _nonzero(beta):
 def forward(
     q, k, v, beta, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals]:  # fmt: skip
-    """Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals.
+    """Compute the delta rule with a decay per key channel, and what its backward pass requires.
 
-    Arguments are those of `delta_rule`; T is divisible by `length_multiple(q, k, v)`. The residuals are computed whether or not
-    `save` is set.
+    Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals, which are computed
+    whether or not `save` is set. Arguments are those of `delta_rule`; T is divisible by `length_multiple(q, k, v)`.
     """
     del save
     memories = v.shape[2]
@@ -102,7 +102,11 @@ def backward(
     q, k, v, beta, log_decay, run, initial, residuals: Residuals, d_output, d_final, *,
     scale: float, decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Return the gradients of q, k, v, beta, log_decay (computed regardless of `decay_gradient`) and initial."""
+    """Return the gradients of q, k, v, beta, log_decay and initial of the delta rule with a decay per key channel.
+
+    The arguments are those of `forward`, its residuals, and the gradients of its output and of its final memories. That of
+    log_decay is computed whether or not `decay_gradient` is set.
+    """
     del beta, decay_gradient
     memories, heads = v.shape[2], d_output.shape[2]
     decayed, solved, parts = residuals

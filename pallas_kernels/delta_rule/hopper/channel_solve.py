@@ -1,4 +1,4 @@
-"""The inverses of the chunks' systems of the delta rule with a decay per key channel, on Mosaic GPU (Hopper)."""
+"""The inverses of the triangular systems of all chunks, for the delta rule with a decay per key channel, on Mosaic GPU (Hopper)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ _BF16 = jnp.bfloat16
 
 
 def solve_chunks(upper, rows, *, interpret: Any = False) -> jax.Array:
-    """Return the transpose of `(I + diag(rows) upper)⁻¹` of every chunk, [B, h, T, C] bfloat16.
+    """Return the transpose of `(I + diag(rows) upper)⁻¹` [C, C] of every chunk of C tokens, stored as [B, h, T, C] bfloat16.
+
+    This is the inverse of the triangular system by which the delta rule computes all tokens of a chunk at once.
 
     Args:
-        upper: [B, h, T, C] float32, 0 on and below the diagonal of a chunk.
-        rows: [B, h, T] float32.
-        interpret: parameters of the interpreter, or False.
+        upper: [B, h, T, C] float32, each chunk's transposed products of keys with keys under their decay, 0 on and below the
+            diagonal.
+        rows: [B, h, T] float32, beta of each token.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     batch, heads, length, _ = upper.shape
 

@@ -43,15 +43,19 @@ _F32, _BF16 = jnp.float32, jnp.bfloat16
 
 
 class _Smem(NamedTuple):
-    """Shared memory of one warpgroup; tiles are bfloat16.
+    """Buffers in shared memory of a warpgroup that computes the gradients of one chunk and head of the delta rule; tiles are
+    bfloat16.
+
+    C is the number of tokens of a chunk, S the memory before it and dS' the gradient of the memory after it.
 
     Attributes:
-        tokens: q and k [C, K]; missing, d_out and dv [C, V].
-        pairs: [stages, 2, 64, 64], tiles of S and dS'.
-        square: [C, C], E, then A, to be read transposed.
-        vector: [C] float32.
-        loaded: barrier that `tokens` arrive at.
-        pair_loaded: barriers that `pairs` arrive at, one per stage.
+        tokens: queries and keys [C, K]; the errors x of the memory's predictions (`missing`), the gradients of the output and of v
+            [C, V].
+        pairs: [stages, 2, 64, 64], tiles of the memory S and of the gradient dS'.
+        square: [C, C], the gradient E of the products of keys with keys, then the gradient A of the scores, to be read transposed.
+        vector: [C] float32, for a value of each token.
+        loaded: the barrier at which the loads of `tokens` are complete.
+        pair_loaded: the barriers at which the loads of `pairs` are complete, one for each stage.
         left: two [C, C] for the interpreter, which reads left operands from shared memory; else None.
     """
 
@@ -65,14 +69,14 @@ class _Smem(NamedTuple):
 
 
 class _PairGradients(NamedTuple):
-    """Gradients through pairs of tokens of the chunk.
+    """Gradients through the scores of pairs of tokens of one chunk: of queries with keys, and of keys with keys.
 
     Attributes:
         read: [C, C], the gradient A of the scores q kᵀ, as the left operand of a product; its transpose is read from
             `_Smem.square`.
         erase: [C, C], E + Eᵀ with E the gradient of the products k kᵀ, as the left operand of a product.
         beta_times_d_beta: [C], the inner product of each token's solved value and its gradient.
-        d_beta: [C], the terms of the gradient of beta through pairs.
+        d_beta: [C], the terms of the gradient of beta through pairs of tokens.
         later: [C], for each token a term of the gradients of the log decays of all tokens from its document's
             first to itself.
     """
@@ -85,12 +89,14 @@ class _PairGradients(NamedTuple):
 
 
 class _MemoryGradients(NamedTuple):
-    """Gradients through the memories before and after the chunk.
+    """Terms of the gradients of beta and of the log decay of one chunk that come through the memories S before and S' after it.
 
     Attributes:
-        written: [C], k · (x dS'ᵀ) e^(b_C - b), the term of dbeta through dS'.
-        later: [C], `_PairGradients.later` plus the terms through S.
-        totals: [[64, 64]], whose trace is <S, dS'>; empty without a gradient of the decay.
+        written: [C], the term of the gradient of beta through the memory after the chunk: k · (x dS'ᵀ) e^(b_C - b) for each token.
+        later: [C], for each token a term of the gradients of the log decays up to its own: `_PairGradients.later` plus the terms
+            through the memory before the chunk.
+        totals: [[64, 64]], a matrix whose trace is the inner product <S, dS'> of the memory with the gradient dS'; empty without a
+            gradient of the decay.
     """
 
     written: Any
@@ -100,24 +106,25 @@ class _MemoryGradients(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """The part of a call that one warpgroup computes: a chunk of one head, and one slice of its value channels.
+    """What one warpgroup of `chunk_backward` computes: the gradients of one chunk and head that come through one slice of its value
+    channels.
 
     Attributes:
-        refs: references to global memory by name.
-        smem: buffers in shared memory.
-        b: index of the row.
+        refs: references to inputs and outputs in global memory, by name.
+        smem: the buffers of the warpgroup in shared memory.
+        b: index of the row in the batch.
         h: index of the head.
-        n: index of the chunk.
+        n: index of the chunk in the row.
         piece: index of the slice of value channels.
         tokens: slice of the chunk's tokens.
-        result: index of the head and slice in the outputs.
-        heads: heads of d_out.
-        width: value channels of a slice.
-        depth: K.
-        stages: pairs of tiles of S and dS' in shared memory.
-        scale: multiplies q.
+        result: index, in the outputs' axis of heads, of the pair of the head and the slice of value channels.
+        heads: number of heads of d_out.
+        width: number of value channels of a slice.
+        depth: number of key channels, K.
+        stages: number of pairs of tiles of the memory and its gradient that fit in shared memory.
+        scale: the factor by which the queries q are multiplied.
         decay_gradient: whether the gradient of the log decay is computed.
-        interpret: parameters of the interpreter, or False.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
 
     refs: dict[str, Any]
@@ -138,11 +145,11 @@ class _Block:
 
     @property
     def steps(self) -> int:
-        """Tiles of S in a block of 64 key channels."""
+        """The number of tiles [64, 64] of the memory, in this slice of value channels, that have the same 64 key channels."""
         return self.width // _BLOCK
 
     def load_tokens(self) -> None:
-        """Start to load q, k, x, dO and dv."""
+        """Start to load the chunk's q, k, errors x, gradient of the output and gradient of v into shared memory."""
         for name in _TOKENS:
             source = self.refs[name]
             source = source.at[self.b, self.tokens, head_index(source, self.h, self.heads)]
@@ -151,7 +158,10 @@ class _Block:
             plgpu.copy_gmem_to_smem(source, self.smem.tokens[name], self.smem.loaded)
 
     def load_pair(self, step: int) -> None:
-        """Start to load the tiles of S and dS' of a step; key blocks are the outer loop, value blocks the inner one."""
+        """Start to load the tiles [64, 64] of the memory and of its gradient that a step of the loop over tiles uses.
+
+        Blocks of key channels are the outer loop, blocks of value channels the inner one.
+        """
         row, column = (x * _BLOCK for x in (step % self.steps, step // self.steps))
         rows = pl.ds(self.piece * self.width + row, _BLOCK)
         for index, name in enumerate(("states", "d_states")):
@@ -161,7 +171,7 @@ class _Block:
             plgpu.copy_gmem_to_smem(source, to, self.smem.pair_loaded.at[stage])
 
     def two_products(self, a, b, c, d):
-        """a bᵀ and c dᵀ, [C, C] float32."""
+        """Return the matrix products a bᵀ and c dᵀ of operands in shared memory, [C, C] float32 each."""
         zeros = [jnp.zeros(SQUARE, _F32)] * 2
 
         def add(first, second):
@@ -171,7 +181,11 @@ class _Block:
         return wg.accumulate(add, *zeros, interpret=self.interpret)
 
     def pair_gradients(self, chunk: Chunk, betas) -> _PairGradients:
-        """Compute A, E and the sums of their products; `betas` is beta as the columns of [C, C]."""
+        """Compute the gradients A of the scores of queries with keys and E of the products of keys with keys, [C, C], and sums over
+        them.
+
+        `betas` is beta as the columns of [C, C].
+        """
         q, k, x, d_out, dv = (self.smem.tokens[name] for name in _TOKENS)
         square, vector = self.smem.square, self.smem.vector
         # Without beta, which may be 0: nothing is divided by it.
@@ -203,7 +217,10 @@ class _Block:
         return _PairGradients(read, erase, beta_times_d_beta, d_beta, later)
 
     def memory_gradients(self, chunk: Chunk, read_decay, write_decay, pairs: _PairGradients):
-        """Replace q and k in shared memory by dq and dk, 64 channels at a time; return the rest as `_MemoryGradients`."""
+        """Replace q and k in shared memory by their gradients, 64 key channels at a time; return the terms of the other gradients.
+
+        These are terms of the gradients of beta and of the log decay, as `_MemoryGradients`.
+        """
         q, k = self.smem.tokens["q"], self.smem.tokens["k"]
         later = pairs.later
         written = jnp.zeros_like(later)
@@ -229,7 +246,12 @@ class _Block:
         return _MemoryGradients(written, later, totals)
 
     def memory_products(self, column: int, totals):
-        """Return dO Sᵀ, dv Sᵀ and x dS'ᵀ in a block of key channels, [C, 64] each, and `totals` plus S dS'ᵀ."""
+        """Return the products of a chunk with the memory S before it and the gradient dS' of the memory after it, in a block of 64
+        key channels.
+
+        They are dO Sᵀ, dv Sᵀ and x dS'ᵀ, [C, 64] each, where dO and dv are the gradients of the output and of v and x the errors of
+        the memory's predictions; and `totals` plus S dS'ᵀ.
+        """
         _, _, x, d_out, dv = (self.smem.tokens[name] for name in _TOKENS)
         sums = [jnp.zeros(SQUARE, _F32)] * 3
         for row in range(self.steps):
@@ -251,7 +273,11 @@ class _Block:
         return sums, totals
 
     def add_pairs(self, columns, pairs: _PairGradients, dq, dk):
-        """Return dq + A k and dk + Aᵀ q + (E + Eᵀ) k in a block of key channels."""
+        """Return the gradients dq and dk of queries and keys plus those through pairs of tokens, in a block of 64 key channels.
+
+        With A the gradient of the scores and E that of the products of keys with keys, they are dq + A k and dk + Aᵀ q + (E + Eᵀ)
+        k.
+        """
         q, k = self.smem.tokens["q"], self.smem.tokens["k"]
 
         def add(dq, dk):
@@ -262,17 +288,21 @@ class _Block:
         return wg.accumulate(add, dq, dk, interpret=self.interpret)
 
     def store_d_beta(self, chunk: Chunk, pairs: _PairGradients, written) -> None:
-        """Store dbeta: x · dv / beta, in which nothing cancels, or the sum of its terms where beta is 0."""
+        """Store the gradient of beta of the chunk's tokens: x · dv / beta, in which nothing cancels, or the sum of its terms where
+        beta is 0.
+
+        x are the errors of the memory's predictions, dv is the gradient of v.
+        """
         positive = chunk.beta > 1e-10
         divisor = jnp.where(positive, chunk.beta, 1.0)
         d_beta = jnp.where(positive, pairs.beta_times_d_beta / divisor, pairs.d_beta + written)
         self.refs["d_beta"].at[self.b, self.tokens, self.result][...] = d_beta
 
     def store_d_decay(self, chunk: Chunk, memory: _MemoryGradients) -> None:
-        """Store the gradient of the log decay.
+        """Store the gradient of the scalar log decay of the chunk's tokens, [C].
 
-        At token t it is the sum of `later` over the tokens from t on in its document, of beta `written` over
-        the tokens before t, and of e^(b_C) <S, dS'>.
+        At token t it is the sum of `memory.later` over the tokens from t on in its document, of beta times `memory.written` over
+        the tokens before t, and of the chunk's decay times the inner product <S, dS'> of the memory with its gradient.
         """
         i, vector = chunk.i, self.smem.vector
         seen = i <= chunk.j
@@ -288,7 +318,9 @@ class _Block:
         self.refs["d_decay"].at[self.b, self.tokens, self.result][...] = jnp.sum(sums, axis=1)
 
     def run(self) -> None:
-        """Compute and store the gradients of the chunk."""
+        """Compute and store the gradients of q, k, beta and the log decay of one chunk and head, through one slice of value
+        channels.
+        """
         self.load_tokens()
         for step in range(self.stages):
             self.load_pair(step)
@@ -310,7 +342,7 @@ class _Block:
 
 
 def _smem(depth: int, width: int, stages: int, interpret) -> _Smem:
-    """The types of the buffers, for slices of `width` value channels."""
+    """Return the types of the buffers in shared memory of a warpgroup, for K = `depth` and slices of `width` value channels."""
     smem: Any = plgpu.SMEM
     tile = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
     return _Smem(
@@ -328,26 +360,29 @@ def chunk_backward(
     q, k, missing, d_out, dv, states, d_states, beta, log_decay, run, *, scale: float,
     decay_gradient: bool, interpret: Any = False,
 ):  # fmt: skip
-    """Run the kernel over all chunks, for slices of 256 value channels, whose results the caller adds up.
+    """Compute, for all chunks in parallel, the gradients of q, k, beta and the log decay of the delta rule with a scalar decay or
+    none.
+
+    Each slice of 256 value channels has results of its own, which the caller adds up.
 
     Args:
-        q: [B, T, *, K] bfloat16.
-        k: [B, T, *, K] bfloat16.
-        missing: [B, T, heads, V] bfloat16, x.
-        d_out: [B, T, heads, V] bfloat16.
-        dv: [B, T, heads, V] bfloat16.
-        states: [B, heads, N, V, K] bfloat16, the transpose of S before each of the N chunks.
-        d_states: [B, heads, N, V, K] bfloat16, the transpose of dS' after each chunk.
+        q: [B, T, *, K] bfloat16, the queries.
+        k: [B, T, *, K] bfloat16, the keys.
+        missing: [B, T, heads, V] bfloat16, the errors x of the memory's predictions of v.
+        d_out: [B, T, heads, V] bfloat16, the gradient of the output.
+        dv: [B, T, heads, V] bfloat16, the gradient of v.
+        states: [B, heads, N, V, K] bfloat16, the transposed memory before each of the N chunks.
+        d_states: [B, heads, N, V, K] bfloat16, the transposed gradient of the memory after each chunk.
         beta: [B, T, G] float32.
-        log_decay: [B, T, G] float32, or None.
-        run: [B, T] int32, or None.
-        scale: multiplies q.
+        log_decay: [B, T, G] float32, the log decay of each memory, or None.
+        run: [B, T] int32, the number of each token's document, or None for one document per row.
+        scale: the factor by which the queries q are multiplied.
         decay_gradient: whether to compute the gradient of the log decay.
-        interpret: parameters of the interpreter, or False.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
-        dq and dk [B, T, heads * slices, K] bfloat16, dbeta [B, T, heads * slices] float32 and, if computed,
-        the gradient of the log decay, of the same shape.
+        The gradients of q and k [B, T, heads * slices, K] bfloat16, of beta [B, T, heads * slices] float32 and, if computed, of the
+        log decay, of the same shape.
     """
     batch, length, heads, width = dv.shape
     width, slices = min(width, _WIDTH), max(1, width // _WIDTH)

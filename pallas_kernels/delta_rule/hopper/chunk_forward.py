@@ -26,11 +26,13 @@ _F32, _BF16 = jnp.float32, jnp.bfloat16
 
 
 class SolvedChunks(NamedTuple):
-    """Matrices and row factors of all chunks, which the scans read.
+    """What the scans of the delta rule read of all chunks: inverses of their triangular systems, scores, beta and decays.
+
+    b are the inclusive sums of the log decays over a chunk of C tokens, b_C the sum over the whole chunk.
 
     Attributes:
-        inverse: [B, heads, T, C] bfloat16, the rows of each chunk's X.
-        scores: [B, heads, T, C] bfloat16, the rows of each chunk's P.
+        inverse: [B, heads, T, C] bfloat16, each token's row of X, the inverse of its chunk's triangular system.
+        scores: [B, heads, T, C] bfloat16, each token's row of P, its chunk's decayed scores of queries with keys.
         rows: [B, heads, T] float32, beta; or [B, heads, T * 3] with beta, e^b and e^(b_C - b) of each chunk
             one after the other.
     """
@@ -41,15 +43,17 @@ class SolvedChunks(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Beta, decays and documents of one chunk, in registers.
+    """Beta, decays and documents of the C tokens of one chunk for one head, in registers of a warpgroup.
+
+    b are the inclusive sums of the log decays over the chunk, b_C the sum over the whole chunk.
 
     Attributes:
-        i: [C, C], the index of the row.
-        j: [C, C], the index of the column.
+        i: [C, C], the index of the row of each entry.
+        j: [C, C], the index of the column of each entry.
         over_columns: function from a value per row, [C], to a tile [C, C] with the value of row j in column
             j.
-        beta: [C].
-        weights: [C, C], G.
+        beta: [C], beta of each token.
+        weights: [C, C], the decay from token j to token i where i >= j are in one document, else 0.
         same_document: [C, C], whether two tokens belong to one document; None if all do.
         read_decay: [C], e^b, the decay of the memory before the chunk where a token reads it; None where it is 1.
         write_decay: [C], e^(b_C - b), the decay of a token's write at the chunk's end; None where it is 1.
@@ -66,15 +70,15 @@ class Chunk(NamedTuple):
 
 
 def read_chunk(refs: dict[str, Any], b, h, heads: int, chunk, vector) -> Chunk:
-    """Load beta, decays and documents of one chunk.
+    """Load beta of one chunk and head, and compute its decays and masks of its documents, for a scalar decay or none.
 
     Args:
         refs: references to global memory: beta [B, T, G], optionally log_decay [B, T, G] and run [B, T].
-        b: index of the row.
-        h: index of the output's head.
-        heads: heads of the output; a multiple of G.
-        chunk: index of the chunk.
-        vector: buffer [C] float32 in shared memory.
+        b: index of the row in the batch.
+        h: index of the head of the output.
+        heads: number of heads of the output; a multiple of G.
+        chunk: index of the chunk in the row.
+        vector: a buffer [C] float32 in shared memory, through which values of tokens become columns.
     """
     tokens = pl.ds(chunk * CHUNK, CHUNK)
     memory = head_index(refs["beta"], h, heads)
@@ -117,15 +121,15 @@ def read_chunk(refs: dict[str, Any], b, h, heads: int, chunk, vector) -> Chunk:
 
 
 class _Smem(NamedTuple):
-    """Shared memory of one warpgroup.
+    """Buffers in shared memory of a warpgroup that computes the scores and the inverse of the triangular system of one chunk.
 
     Attributes:
-        q: [C, K] bfloat16.
-        k: [C, K] bfloat16.
+        q: [C, K] bfloat16, the queries.
+        k: [C, K] bfloat16, the keys.
         right: [C, C] bfloat16, the right operand of the inverse's products.
-        result: [C, C] bfloat16, P, then X, on the way to global memory.
+        result: [C, C] bfloat16, the scores P, then the inverse X, on the way to global memory.
         vector: [C] float32, for `read_chunk`.
-        loaded: barrier that q and k arrive at.
+        loaded: the barrier at which the loads of q and k are complete.
         left: two [C, C] bfloat16 for the interpreter, which reads left operands from shared memory; else
             empty.
     """
@@ -142,17 +146,21 @@ class _Smem(NamedTuple):
 def chunk_forward(
     q, k, beta, log_decay, run, *, heads: int, scale: float, interpret: Any = False
 ) -> SolvedChunks:
-    """Run the kernel over all chunks.
+    """Compute, for all chunks in parallel, what the delta rule with a scalar decay or none requires and does not depend on the
+    memory.
+
+    Return the inverse of each chunk's triangular system, its decayed scores of queries with keys, beta and the decays, as
+    `SolvedChunks`.
 
     Args:
-        q: [B, T, *, K] bfloat16.
-        k: [B, T, *, K] bfloat16.
+        q: [B, T, *, K] bfloat16, the queries.
+        k: [B, T, *, K] bfloat16, the keys.
         beta: [B, T, G] float32.
-        log_decay: [B, T, G] float32, or None.
-        run: [B, T] int32, or None.
-        heads: heads of the result; a multiple of those of q, of k and of G.
-        scale: multiplies q.
-        interpret: parameters of the interpreter, or False.
+        log_decay: [B, T, G] float32, the log decay of each memory, or None.
+        run: [B, T] int32, the number of each token's document, or None for one document per row.
+        heads: number of heads of the result; a multiple of those of q, of k and of G.
+        scale: the factor by which the queries q are multiplied.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     batch, length, _, depth = k.shape
     factors = 1 if log_decay is None and run is None else 3
@@ -202,7 +210,11 @@ def chunk_forward(
 
 
 def _solve(x: Chunk, buffers: _Smem, scores_ref, inverse_ref, scale: float, interpret) -> None:
-    """Store P and X of a chunk whose q and k are in shared memory."""
+    """Store the decayed scores P of a chunk's queries with its keys, and the inverse X of its triangular system, [C, C] bfloat16
+    each.
+
+    The chunk's q and k are in the shared-memory buffers.
+    """
     q, k, result = buffers.q, buffers.k, buffers.result
 
     def products(alike, scores):

@@ -35,12 +35,14 @@ REQUIREMENTS = (
 
 
 class Residuals(NamedTuple):
-    """The results of `forward` that `backward` reads. The memories, twice as large at K = V = 128, are recomputed.
+    """What `forward` of the delta rule with a scalar decay or none saves for `backward`.
+
+    The memories before all chunks, twice as large as these at K = V = 128, are recomputed.
 
     Attributes:
-        solved: the solved chunks.
-        parts: the memories at which the parts of a row begin, for scans in parts; None if `backward` scans
-            each row in one.
+        solved: inverses of the triangular systems, scores, beta and decays of all chunks.
+        parts: the memories before each part of a row, if `backward` scans rows in parts that run in parallel; None if it scans each
+            row in one.
     """
 
     solved: SolvedChunks
@@ -50,10 +52,10 @@ class Residuals(NamedTuple):
 def forward(
     q, k, v, beta, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals]:  # fmt: skip
-    """Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals.
+    """Compute the delta rule with a scalar decay or none, and what its backward pass requires.
 
-    Arguments are those of `delta_rule`; T is divisible by `length_multiple(q, k, v)`. The residuals are computed whether or not
-    `save` is set.
+    Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals, which are computed
+    whether or not `save` is set. Arguments are those of `delta_rule`; T is divisible by `length_multiple(q, k, v)`.
     """
     del save
     memories = v.shape[2]
@@ -82,9 +84,10 @@ def backward(
     q, k, v, beta, log_decay, run, initial, residuals: Residuals, d_output, d_final, *,
     scale: float, decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Return the gradients of q, k, v, beta, log_decay and initial.
+    """Return the gradients of q, k, v, beta, log_decay and initial of the delta rule with a scalar decay or none.
 
-    That of log_decay is None if there is no log_decay, or without `decay_gradient`.
+    That of log_decay is None if there is no decay, or without `decay_gradient`. The arguments are those of `forward`, its
+    residuals, and the gradients of its output and of its final memories.
     """
     memories, heads = v.shape[2], d_output.shape[2]
     solved, parts = residuals

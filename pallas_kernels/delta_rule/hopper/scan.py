@@ -29,18 +29,19 @@ def scan_forward(
     q, k, v, solved: SolvedChunks, initial, *, heads: int, scale: float, save: bool = False,
     written=None, chunk_decay=None, parts: int = 1, checkpoints: int = 1, chunk_bounds=None, interpret: Any = False,
 ):  # fmt: skip
-    """Carry the memory through the chunks in order; compute outputs, and the arrays that the backward pass reads.
+    """Carry the delta rule's memory S [K, V] through the chunks of each row in order; compute the output, and what the backward
+    pass reads.
 
     Args:
-        q: [B, T, *, K] bfloat16; None computes no output.
-        k: [B, T, *, K] bfloat16.
-        v: [B, T, *, V] bfloat16; None is v = 0 with V = K.
-        solved: the solved chunks of `heads` heads.
+        q: [B, T, *, K] bfloat16, the queries; None computes no output.
+        k: [B, T, *, K] bfloat16, the keys.
+        v: [B, T, *, V] bfloat16, the values; None is v = 0 with V = K.
+        solved: the inverses X of the chunks' triangular systems, the scores, beta and decays, of `heads` heads.
         initial: [B * S, heads * parts, K, V] float32, the memory before the first chunk; None is 0, or the
             identity if v is None.
-        heads: heads of the output; a multiple of those of q, k and v.
-        scale: multiplies q.
-        save: whether to return x and the memory before each chunk.
+        heads: number of heads of the output; a multiple of those of q, k and v.
+        scale: the factor by which the queries q are multiplied.
+        save: whether to return the memory before each chunk, and x, the errors of its predictions of v.
         written: [B, T, *, K] bfloat16, with a decay per key channel: the keys of the writes, decayed to the
             chunk's end. q and k are decayed from the chunk's start, and `solved.rows` is beta alone. None
             uses k.
@@ -51,7 +52,7 @@ def scan_forward(
             requires `parts` 1.
         chunk_bounds: [B, S + 1], the chunks at which those of a row's S memories begin and end; None for one
             memory per row.
-        interpret: parameters of the interpreter, or False.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
         In this order: with q, the output [B, T, heads, V] bfloat16; with `save`, x [B, T, heads, V] and the
@@ -77,20 +78,23 @@ def scan_forward(
 def _forward_step(
     chunk, S, left, operands, save_memory, store_outputs, *, outputs: bool, values: bool, save: bool, scale: float, interpret
 ):  # fmt: skip
-    """Update the memory by one chunk, as `hopper.scan.scan` calls its `step`. All tiles are transposed: tokens are columns.
+    """Carry a memory of the delta rule through one chunk: return the memory after it, and store the chunk's output.
+
+    `hopper.scan.scan` calls it for each chunk. All tiles are transposed: tokens are columns. The memory [64 value channels, K]
+    consists of pieces, slices of its key channels.
 
     Args:
-        chunk: references to the chunk's tiles, by name.
-        S: the pieces of the memory, [64, K or 64] float32.
-        left: buffers for left operands, for the interpreter.
-        operands: yields the pieces as left operands, and whether they are the last.
-        save_memory: starts to store the memory before the chunk, if the call saves it.
-        store_outputs: stores the results per token.
-        outputs: whether to compute the outputs.
-        values: whether there is v.
-        save: whether to store x.
-        scale: multiplies q.
-        interpret: parameters of the interpreter, or False.
+        chunk: references to the chunk's inputs in shared memory, by name.
+        S: the pieces of the memory before the chunk, [64, K or 64] float32 each.
+        left: buffers in shared memory for left operands of products, which only the interpreter uses.
+        operands: yields some of the memory's pieces as left operands of products, and whether they are the last.
+        save_memory: function that starts to store the memory before the chunk, if the call saves memories.
+        store_outputs: function that stores the results of the chunk's tokens.
+        outputs: whether to compute what the queries read of the memory.
+        values: whether there are values v; without them they are 0.
+        save: whether to store x, the errors of the memory's predictions of v.
+        scale: the factor by which the queries q are multiplied.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
         The pieces of the memory after the chunk.
@@ -128,22 +132,26 @@ def _forward_step(
 def _read_memory(
     at_keys, *at_queries, chunk, S, memory, last: bool, save_memory, values: bool, scale: float
 ):
-    """Add the products of some pieces of the memory with keys and queries.
+    """Add, to a chunk's reads of the memory by keys and queries, the products with some slices of the memory's key channels
+    (pieces).
+
+    After the last pieces, compute the errors of what the keys read, and decay the memory.
 
     Args:
-        at_keys: accumulator of (k S)ᵀ [64, C].
-        *at_queries: accumulator of (q S)ᵀ, if there are queries.
-        chunk: as in `_forward_step`.
-        S: all pieces of the memory.
-        memory: the pieces to read, as left operands with their key channels.
-        last: whether they are the last.
-        save_memory: as in `_forward_step`.
-        values: as in `_forward_step`.
-        scale: as in `_forward_step`.
+        at_keys: accumulator [64, C] of what the keys read of the memory, (k S)ᵀ.
+        *at_queries: accumulator [64, C] of what the queries read of the memory, (q S)ᵀ, if there are queries.
+        chunk: references to the chunk's inputs in shared memory, by name.
+        S: all pieces of the memory before the chunk.
+        memory: the slices of the memory's key channels to read, as left operands of products, each with its key channels.
+        last: whether `memory` contains the last of the pieces.
+        save_memory: function that starts to store the memory before the chunk, if the call saves memories.
+        values: whether there are values v; without them they are 0.
+        scale: the factor by which the queries q are multiplied.
 
     Returns:
-        The sums; after the last pieces the decayed memory, the errors (v - e^b ⊙ (k S))ᵀ in bfloat16, and
-        [(scale e^b ⊙ (q S))ᵀ].
+        The sums; after the last pieces the decayed memory, the errors of the memory's predictions before the triangular system is
+        solved, (v - e^b ⊙ (k S))ᵀ in bfloat16, and a list of what the queries read, (scale e^b ⊙ (q S))ᵀ, where e^b is the decay
+        from the chunk's start.
     """
     for sum, name in zip((at_keys, *at_queries), "kq", strict=False):
         for keys, before in memory:
@@ -168,27 +176,29 @@ def scan_backward(
     q, k, d_out, solved: SolvedChunks, d_final, *, heads: int, scale: float, written=None, chunk_decay=None,
     save: bool = True, parts: int = 1, chunk_bounds=None, interpret: Any = False,
 ):  # fmt: skip
-    """Carry the gradient of the memory through the chunks, from the last to the first.
+    """Carry the gradient of the delta rule's memory through the chunks of each row, from the last to the first; compute the
+    gradient of v.
 
     Args:
-        q: [B, T, *, K] bfloat16.
-        k: [B, T, *, K] bfloat16.
-        d_out: [B, T, heads, V] bfloat16.
-        solved: the solved chunks of `heads` heads.
+        q: [B, T, *, K] bfloat16, the queries.
+        k: [B, T, *, K] bfloat16, the keys.
+        d_out: [B, T, heads, V] bfloat16, the gradient of the output.
+        solved: the inverses of the chunks' triangular systems, the scores, beta and decays, of `heads` heads.
         d_final: [B * S, heads * parts, K, V] float32, the gradient of the memory after the last chunk; None
             is 0.
-        heads: heads of d_out; a multiple of those of q and k.
-        scale: multiplies q.
-        written: as in `scan_forward`.
-        chunk_decay: as in `scan_forward`.
-        save: False returns the last of the results alone.
-        parts: as in `scan_forward`.
-        chunk_bounds: as in `scan_forward`.
-        interpret: parameters of the interpreter, or False.
+        heads: number of heads of d_out; a multiple of those of q and k.
+        scale: the factor by which the queries q are multiplied.
+        written: [B, T, *, K] bfloat16, with a decay per key channel: the keys of the writes, decayed to the chunk's end. None uses
+            k.
+        chunk_decay: [B, heads, N * K] float32, with `written`: the decay of the memory's key channels over each of the N chunks.
+        save: whether to return all results; False returns only the gradient of the memory before each part.
+        parts: number of parts that a row is split into; each is scanned from a gradient of its own.
+        chunk_bounds: [B, S + 1], the chunks at which those of a row's S memories begin and end; None for one memory per row.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
-        dv [B, T, heads, V] bfloat16, the transposed gradients of the memories after each chunk [B, heads, N,
-        V, K] bfloat16, and the gradient of the memory before each part, in the shape of `d_final`.
+        The gradient of v [B, T, heads, V] bfloat16, the transposed gradients of the memories after each chunk [B, heads, N, V, K]
+        bfloat16, and the gradient of the memory before each part, in the shape of `d_final`.
     """
     inputs = dict(q=q, k=k, v=d_out, **solved._asdict(), written=written, chunk_decay=chunk_decay)
     tokens = jax.ShapeDtypeStruct(d_out.shape, _BF16)
@@ -202,7 +212,11 @@ def scan_backward(
 def _backward_step(
     chunk, S, left, operands, save_memory, store_outputs, *, save: bool, scale: float, interpret
 ):
-    """Carry the gradient of the memory, S, through one chunk; the other arguments as in `_forward_step`, and `v` of `chunk` is dO."""
+    """Carry the gradient S of a memory of the delta rule back through one chunk; return it before the chunk, and store the gradient
+    of v.
+
+    The other arguments are those of `_forward_step`, and `v` of `chunk` is the gradient of the output.
+    """
     partial = [_SQUARE]
     for memory, last in operands(S):
         read = functools.partial(
@@ -230,19 +244,22 @@ def _backward_step(
 def _read_gradient(
     later, *scores, chunk, S, memory, last: bool, save_memory, left, scale: float, interpret
 ):
-    """Add the products of some pieces of the memory's gradient with the keys of the writes.
+    """Add the products of keys with some pieces (slices of key channels) of the memory's gradient: a term of the gradient of the
+    writes.
+
+    After the last pieces, add the term through the output, and decay the gradient of the memory.
 
     Args:
-        later: accumulator of (k dS')ᵀ [64, C].
-        *scores: accumulator of (Pᵀ dO)ᵀ, with the last pieces.
-        chunk: as in `_backward_step`.
-        S: all pieces of the gradient.
-        memory: the pieces to read, as left operands with their key channels.
-        last: whether they are the last.
-        save_memory: as in `_backward_step`.
-        left: as in `_backward_step`.
-        scale: as in `_backward_step`.
-        interpret: as in `_backward_step`.
+        later: accumulator [64, C] of the products of the gradient with the keys of the writes, (k dS')ᵀ.
+        *scores: with the last pieces, an accumulator [64, C] of the scores times the output's gradient, (Pᵀ dO)ᵀ.
+        chunk: references to the chunk's inputs in shared memory, by name; `v` is the gradient of the output.
+        S: all pieces of the gradient of the memory after the chunk.
+        memory: the slices of the gradient's key channels to read, as left operands of products, each with its key channels.
+        last: whether `memory` contains the last of the pieces.
+        save_memory: function that starts to store the gradient of the memory after the chunk, if the call saves it.
+        left: buffers in shared memory for left operands of products, which only the interpreter uses.
+        scale: the factor by which the queries q are multiplied.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
         The sum; after the last pieces the decayed gradient, (scale e^b ⊙ dO)ᵀ and (beta ⊙ du)ᵀ in bfloat16.
@@ -262,7 +279,8 @@ def _read_gradient(
 
 
 def _columns(chunk, name):
-    """A vector of `SolvedChunks.rows` as factors of the columns of [64, C]; 1 if it has none.
+    """Return a number for each of the chunk's tokens (`name`: beta or a decay) as factors of the columns of a tile [64, C]; 1 if
+    there is none.
 
     It is loaded wherever it is used, since it needs 16 registers.
     """
@@ -273,5 +291,7 @@ def _columns(chunk, name):
 
 
 def _written(chunk):
-    """The keys of the writes [C, K]."""
+    """Return the reference to the keys [C, K] with which a chunk's tokens write: decayed to the chunk's end if the decay is per key
+    channel.
+    """
     return chunk["written"] if "written" in chunk else chunk["k"]

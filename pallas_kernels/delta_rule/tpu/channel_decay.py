@@ -32,9 +32,11 @@ REQUIREMENTS = (FLOAT32_DECAY, *TPU)
 def forward(
     q, k, v, beta, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals | None]:  # fmt: skip
-    """Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals (None without `save`).
+    """Compute the delta rule with a decay per key channel, and what its backward pass requires.
 
-    Arguments are those of `delta_rule`; T is divisible by `CHUNK`. The memories of the residuals are [V, K].
+    Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals (None without `save`):
+    the memory before each chunk, [V, K], and the inverse of each chunk's triangular system. Arguments are those of `delta_rule`; T
+    is divisible by `CHUNK`.
     """
     layout = _layout(q, k, v, initial)
     inputs = layout.inputs(run, dict(beta=beta), q=q, k=k, v=v, log_decay=log_decay)
@@ -52,7 +54,11 @@ def backward(
     q, k, v, beta, log_decay, run, initial, residuals: Residuals, d_output, d_final, *,
     scale: float, decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Return the gradients of q, k, v, beta, log_decay (None without `decay_gradient`) and initial."""
+    """Return the gradients of q, k, v, beta, log_decay and initial of the delta rule with a decay per key channel.
+
+    That of log_decay is None without `decay_gradient`. The arguments are those of `forward`, its residuals, and the gradients of
+    its output and of its final memories.
+    """
     layout = _layout(q, k, v, initial, reverse=True)
     inputs = layout.inputs(run, dict(beta=beta), q=q, k=k, v=v, log_decay=log_decay)
     output_tokens = layout.tokens(layout.heads, v.shape[3], v.dtype)
@@ -77,22 +83,25 @@ def _layout(q, k, v, initial, reverse: bool = False) -> tpu_layout.Layout:
 
 
 class _Head:
-    """The tokens of a chunk for one head, and their products, as both kernels need them.
+    """The tokens of one chunk and head, with their decays and scores, that both kernels of the delta rule with a decay per key
+    channel use.
+
+    b are the inclusive sums of the chunk's log decays, b_C the sum over the whole chunk of C tokens.
 
     Attributes:
-        q: [C, K] float32.
-        k: [C, K] float32.
-        v: [C, V].
-        row: [1, C], beta.
-        beta: [C, 1].
-        system: N [C, C] float32, 0 on and above its diagonal.
-        scores: P [C, C].
+        q: [C, K] float32, the queries.
+        k: [C, K] float32, the keys.
+        v: [C, V], the values.
+        row: [1, C], beta of each token, as a row.
+        beta: [C, 1], beta of each token, as a column.
+        system: [C, C] float32, the decayed products N of keys with keys, 0 on and above the diagonal.
+        scores: [C, C], the decayed scores P of queries with keys.
         decays: the decays of the chunk, as `halving.chunk_decays` returns them.
-        tiles: the operands [C, K] of each level, of queries with keys.
-        alike: the operands [C, K] of each level, of keys with keys.
-        read: [C, K], scale q e^b.
-        erase: [C, K], k e^b.
-        written: [C, K], k e^(b_C - b).
+        tiles: the queries and keys [C, K] of each level of the halving, decayed.
+        alike: the keys [C, K] of each level of the halving, decayed, for products of keys with keys.
+        read: [C, K], the queries decayed from the chunk's start, scale q e^b.
+        erase: [C, K], the keys decayed from the chunk's start, k e^b.
+        written: [C, K], the keys decayed to the chunk's end, k e^(b_C - b).
     """
 
     def __init__(self, layout, scale: float, refs: dict, masks: halving.Masks, columns, h: int):
@@ -115,13 +124,20 @@ class _Head:
         self.written = (self.k * self.decays.write_decay).astype(dtype)
 
     def missing(self, predicted, inverse):
-        """The errors of the memory's predictions of v, x [C, V] float32, from `predicted` = erase S."""
+        """Return the errors x [C, V] float32 of the memory's predictions of the chunk's values, from `predicted`, what its decayed
+        keys read.
+
+        `inverse` is the inverse of the chunk's triangular system.
+        """
         errors = self.v.astype(_F32) - predicted
         return dot(inverse, errors.astype(self.v.dtype))
 
 
 def _forward_kernel(layout, scale: float, refs: dict, memory):
-    """Compute one chunk of a program's heads, and update their memories [V, K]."""
+    """Compute the output of one chunk of a program's heads by the delta rule, and update their memories [V, K].
+
+    If the call saves residuals, also store the memories before the chunk and the inverses of its triangular systems.
+    """
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
     columns = refs["beta"][...].T
     heads = [_Head(layout, scale, refs, masks, columns, h) for h in range(layout.block)]
@@ -147,13 +163,16 @@ def _forward_kernel(layout, scale: float, refs: dict, memory):
 
 
 def _backward_kernel(layout, scale: float, refs: dict, d_memory):
-    """Compute the gradients of one chunk of a program's heads; `d_memory` is that of their memories, after the chunk, then before."""
+    """Compute the gradients of the inputs of one chunk, for a program's heads, by the delta rule.
+
+    `d_memory` is the gradient of the heads' memories: after the chunk when the kernel begins, before the chunk when it ends.
+    """
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
     columns = refs["beta"][...].T
     refs["d_beta"][...] = jnp.zeros_like(refs["d_beta"])
 
     def outer(a, b):
-        """a bᵀ on and below the diagonal, mirrored above it."""
+        """Return a bᵀ [C, C] on and below the diagonal, and its transpose above the diagonal."""
         return halving.mirror(dot(a, b, "nt"), dot(b, a, "nt"), masks)
 
     for h in range(layout.block):

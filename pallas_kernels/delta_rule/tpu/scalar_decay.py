@@ -30,20 +30,22 @@ REQUIREMENTS = (*TPU,)
 
 
 class _Head(NamedTuple):
-    """The tokens of a chunk for one head, with b the inclusive sums of the chunk's log decays.
+    """The tokens, decays and scores of one chunk and head that the forward and the backward kernel of the delta rule both use.
+
+    b are the inclusive sums of the chunk's log decays, b_C the sum over the whole chunk of C tokens.
 
     Attributes:
-        q: [C, K].
-        k: [C, K].
-        v: [C, V].
-        beta: [1, C].
-        beta_column: [C, 1].
+        q: [C, K], the queries.
+        k: [C, K], the keys.
+        v: [C, V], the values.
+        beta: [1, C], beta of each token, as a row.
+        beta_column: [C, 1], beta of each token, as a column.
         weights: [C, C], e^(b_i - b_j) where i >= j are in one document, else 0.
-        read_decay: [C, 1] or 1, e^b.
-        write_decay: [C, 1] or 1, e^(b_C - b).
-        chunk_decay: [1, 1] or 1, e^b_C.
-        scores: [C, C], q kᵀ.
-        alike: [C, C], k kᵀ.
+        read_decay: [C, 1] or 1, the decay from the chunk's start to each token, e^b.
+        write_decay: [C, 1] or 1, the decay from each token to the chunk's end, e^(b_C - b).
+        chunk_decay: [1, 1] or 1, the decay over the whole chunk, e^b_C.
+        scores: [C, C], the products q kᵀ of queries with keys, without decay.
+        alike: [C, C], the products k kᵀ of keys with keys, without decay.
     """
 
     q: Any
@@ -62,9 +64,11 @@ class _Head(NamedTuple):
 def forward(
     q, k, v, beta, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals | None]:  # fmt: skip
-    """Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals (None without `save`).
+    """Compute the delta rule with a scalar decay or none, and what its backward pass requires.
 
-    Arguments are those of `delta_rule`; T is divisible by `CHUNK`.
+    Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals (None without `save`):
+    the memory before each chunk, and the inverse of each chunk's triangular system. Arguments are those of `delta_rule`; T is
+    divisible by `CHUNK`.
     """
     runs = len(initial) // len(q)
     layout = tpu_layout.Layout(q, k, v, CHUNK, heads=HEADS, runs=runs)
@@ -83,9 +87,10 @@ def backward(
     q, k, v, beta, log_decay, run, initial, residuals: Residuals, d_output, d_final, *,
     scale: float, decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Return the gradients of q, k, v, beta, log_decay and initial.
+    """Return the gradients of q, k, v, beta, log_decay and initial of the delta rule with a scalar decay or none.
 
-    That of log_decay is None if there is no log_decay, or without `decay_gradient`.
+    That of log_decay is None if there is no decay, or without `decay_gradient`. The arguments are those of `forward`, its
+    residuals, and the gradients of its output and of its final memories.
     """
     runs = len(initial) // len(q)
     layout = tpu_layout.Layout(q, k, v, CHUNK, heads=HEADS, runs=runs, reverse=True)
@@ -108,7 +113,10 @@ def backward(
 
 
 def _forward_kernel(layout: tpu_layout.Layout, scale: float, refs: dict, memory):
-    """Compute one chunk of a program's heads, and update their memories."""
+    """Compute the output of one chunk of a program's heads by the delta rule, and update their memories [K, V].
+
+    If the call saves residuals, also store the memories before the chunk and the inverses of its triangular systems.
+    """
     chunk, columns = _chunk(refs), refs["beta"][...].T
     heads = [_read_head(layout, refs, chunk, columns, h) for h in range(layout.block)]
     dtype = heads[0].v.dtype
@@ -132,7 +140,10 @@ def _forward_kernel(layout: tpu_layout.Layout, scale: float, refs: dict, memory)
 
 
 def _backward_kernel(layout: tpu_layout.Layout, scale: float, refs: dict, d_memory):
-    """Compute the gradients of one chunk of a program's heads; `d_memory` is that of their memories, after the chunk, then before."""
+    """Compute the gradients of the inputs of one chunk, for a program's heads, by the delta rule.
+
+    `d_memory` is the gradient of the heads' memories: after the chunk when the kernel begins, before the chunk when it ends.
+    """
     chunk = _chunk(refs)
     reads, read_rows, writes, totals = [], [], [], []
     i, j = indices(CHUNK)
@@ -183,13 +194,15 @@ def _backward_kernel(layout: tpu_layout.Layout, scale: float, refs: dict, d_memo
 
 
 def _chunk(refs) -> decays.Chunk:
-    """The decays and documents of the chunk."""
+    """Return the decays of one chunk and masks of its documents, from references to its log decays and document numbers."""
     log_decay, runs = (refs[name][...] if name in refs else None for name in ("log_decay", "runs"))
     return decays.read_chunk(log_decay, runs, CHUNK, 1.0)
 
 
 def _read_head(layout: tpu_layout.Layout, refs, chunk: decays.Chunk, columns, h: int) -> _Head:
-    """Read the tokens of the program's head h; `columns` is beta [C, heads]."""
+    """Return the tokens, decays and scores of one chunk for head h of the program, as `_Head`; `columns` is beta as columns, [C,
+    heads].
+    """
     sizes = dict(q=layout.key_dim, k=layout.key_dim, v=layout.value_dim)
     q, k, v = (refs[n][layout.tile_index(refs[n], h, size)] for n, size in sizes.items())
     beta = refs["beta"][h : h + 1]
@@ -220,13 +233,18 @@ def _read_head(layout: tpu_layout.Layout, refs, chunk: decays.Chunk, columns, h:
 
 
 def _inverses(heads: list[_Head]) -> list[jax.Array]:
-    """The inverse X [C, C] of each head's system, in v's dtype."""
+    """Return, for each head, the inverse [C, C] of the triangular system of its chunk, in v's dtype."""
     i, j = indices(CHUNK)
     systems = [jnp.where(i > j, x.alike * (x.weights * x.beta), 0.0) for x in heads]
     return invert(systems, heads[0].v.dtype)
 
 
 def _missing(x: _Head, predicted, inverse):
-    """The errors of the memory's predictions of v, x = X (v - e^b ⊙ predicted) [C, V] float32, from `predicted` = k S."""
+    """Return the errors x [C, V] float32 of the memory's predictions of a chunk's values, from `predicted` = k S, what its keys
+    read.
+
+    With X the inverse of the chunk's triangular system (`inverse`) and e^b the decay from the chunk's start, x = X (v - e^b ⊙
+    predicted).
+    """
     missing = x.v.astype(_F32) - x.read_decay * predicted
     return dot(inverse, missing.astype(x.v.dtype))

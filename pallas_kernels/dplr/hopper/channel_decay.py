@@ -39,13 +39,13 @@ REQUIREMENTS = (
 
 
 class Residuals(NamedTuple):
-    """The results of `forward` that `backward` reads, some seven arrays of the size of q.
+    """What `forward` of a diagonal-plus-low-rank memory saves for `backward`: some seven arrays of the size of q.
 
     Attributes:
-        decayed: products and decayed tokens of all chunks, without the inputs of `solve_chunks`.
-        solved: the solved chunks.
-        parts: the memories at which the parts of a row begin, for scans in parts; None if each row is scanned
-            in one.
+        decayed: scores, and decayed q, b and k, of all chunks, without the inputs of `solve_chunks`.
+        solved: inverses of the chunks' triangular systems, and their products.
+        parts: the memories before each part of a row, if rows are scanned in parts that run in parallel; None if each row is
+            scanned in one.
     """
 
     decayed: DecayedChunks
@@ -56,10 +56,10 @@ class Residuals(NamedTuple):
 def forward(
     q, k, v, a, b, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals]:  # fmt: skip
-    """Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals.
+    """Compute diagonal-plus-low-rank memories (RWKV7), and what their backward pass requires.
 
-    Arguments are those of `dplr`; T is divisible by `length_multiple(q, k, v)`. The residuals are computed whether or not
-    `save` is set.
+    Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals, which are computed
+    whether or not `save` is set. Arguments are those of `dplr`; T is divisible by `length_multiple(q, k, v)`.
     """
     del save
     memories = v.shape[2]
@@ -93,7 +93,11 @@ def backward(
     q, k, v, a, b, log_decay, run, initial, residuals: Residuals, d_output, d_final, *,
     scale: float, decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Return the gradients of q, k, v, a, b, log_decay (computed regardless of `decay_gradient`) and initial."""
+    """Return the gradients of q, k, v, a, b, log_decay and initial of diagonal-plus-low-rank memories (RWKV7).
+
+    The arguments are those of `forward`, its residuals, and the gradients of its output and of its final memories. That of
+    log_decay is computed whether or not `decay_gradient` is set.
+    """
     del decay_gradient
     memories, heads = v.shape[2], d_output.shape[2]
     decayed, solved, parts = residuals
@@ -109,7 +113,11 @@ def backward(
     documents, depth = row_layout.documents_of(run, 1), q.shape[-1]
 
     def slice_gradients(values):
-        """Return dv of one slice of v and, per slice of the keys, this slice's terms of dq, dk, da, db and d_decay."""
+        """Return what one slice of value channels contributes to the gradients of a diagonal-plus-low-rank memory's inputs.
+
+        These are the gradient of v in these channels and, for each slice of key channels, terms of the gradients of q, k, a, b and
+        the log decay.
+        """
         before, d_after = states[..., values, :], d_states[..., values, :]
         d_out = d_output[..., values]
         dv, d_right_side = values_backward(

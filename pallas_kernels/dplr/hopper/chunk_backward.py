@@ -48,19 +48,23 @@ _VALUES = ("d_out", "d_right_side", "v", "a_read")  # arrays [B, T, *, V]
 
 
 class _Smem(NamedTuple):
-    """Shared memory of a program; `groups` counts its warpgroups, of 64 key channels each; tiles are bfloat16.
+    """Buffers in shared memory of a program that computes the gradients of one chunk and head of a diagonal-plus-low-rank memory.
+
+    `groups` counts the program's warpgroups, of 64 key channels each; tiles are bfloat16. S is the memory before the chunk of C
+    tokens, dS' the gradient of the memory after it.
 
     Attributes:
         inputs: [groups, 4, C, 64], q, k, a and b, later their gradients; after `of_warpgroup`, a list of four
             references [C, 64].
-        state: [groups, max(V, 128), 64], S transposed, then dS', then two tiles [C, 64].
-        parts: [groups, 2, 64, 64], for `Halving`.
-        tile: [groups, C, 64], for `Halving`.
-        totals: [groups, 64] float32, the gradient of the decay of the whole chunk.
-        d_outs: [2, C, V], dO and dR, then the two matrices [C, C] of the first line.
-        values: [2, C, V], v and u, then the two matrices [C, C] of the second line.
-        loaded: barrier that the inputs and S arrive at.
-        state_loaded: barriers that dS' arrives at, one per warpgroup.
+        state: [groups, max(V, 128), 64], the memory S transposed, then the gradient dS', then two tiles [C, 64].
+        parts: [groups, 2, 64, 64], the log decays in two parts, for `Halving`.
+        tile: [groups, C, 64], a buffer of `Halving`.
+        totals: [groups, 64] float32, the gradient of the log decay of the whole chunk.
+        d_outs: [2, C, V], the gradients of the output and of the right side of the triangular system, then two matrices [C, C], the
+            first line of `pair_matrices`.
+        values: [2, C, V], the values v and what a reads, u, then two matrices [C, C], the second line of `pair_matrices`.
+        loaded: the barrier at which the loads of the inputs and of the memory S are complete.
+        state_loaded: the barriers at which the loads of dS' are complete, one for each warpgroup.
         values_used: barrier at which no warpgroup reads `d_outs` and `values` any more.
         matrices_stored: barrier at which the four matrices are complete.
         left: [groups, C, 64] for the interpreter, which reads left operands from shared memory; else None.
@@ -80,7 +84,7 @@ class _Smem(NamedTuple):
     left: Any
 
     def of_warpgroup(self, group) -> _Smem:
-        """Return the same buffers, with those that every warpgroup has for itself indexed by `group`."""
+        """Return the same buffers, with those that every warpgroup has for itself at the index `group`."""
         names = ("inputs", "state", "parts", "tile", "totals", "state_loaded")
         names += () if self.left is None else ("left",)
         buffers = {name: getattr(self, name).at[group] for name in names}
@@ -89,7 +93,7 @@ class _Smem(NamedTuple):
 
 
 def _smem(groups: int, width: int, interpret) -> _Smem:
-    """The types of the buffers, for `width` value channels."""
+    """Return the types of the buffers in shared memory of a program with `groups` warpgroups, for `width` value channels."""
     smem: Any = plgpu.SMEM
     tile = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
     return _Smem(
@@ -109,7 +113,11 @@ def _smem(groups: int, width: int, interpret) -> _Smem:
 
 
 class _Gradients(NamedTuple):
-    """Gradients of q', k, a and b in 64 key channels, [C, 64] float32, without the products of a query with its own token's k and b."""
+    """Gradients of the chunk's q', k, a and b in 64 key channels, [C, 64] float32 each; q' are the queries times their own token's
+    decay.
+
+    They are without the terms through the products of a query with its own token's k and b.
+    """
 
     q: Any
     k: Any
@@ -119,17 +127,18 @@ class _Gradients(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """The part of `chunk_backward` that one warpgroup computes: a chunk of one head, 64 key channels.
+    """What one warpgroup of `chunk_backward` computes: the gradients of q, k, a, b and the log decay of one chunk and head, in 64
+    key channels.
 
     Attributes:
-        block: the chunk in global memory.
-        smem: the warpgroup's buffers, and those that all share.
-        group: index of the warpgroup.
-        groups: warpgroups of the program.
-        depth: K.
-        width: V.
-        scale: multiplies q.
-        interpret: parameters of the interpreter, or False.
+        block: the chunk's inputs and outputs in global memory, for this warpgroup's key channels.
+        smem: buffers in shared memory: those of the warpgroup, and those that all warpgroups of the program share.
+        group: index of the warpgroup in its program.
+        groups: number of warpgroups of the program.
+        depth: number of key channels, K.
+        width: number of value channels, V.
+        scale: the factor by which the queries q are multiplied.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
 
     block: Block
@@ -142,11 +151,14 @@ class _Program:
     interpret: Any
 
     def as_left(self, x):
-        """x [C, 64] bfloat16 as the left operand of a product."""
+        """Return x [C, 64] bfloat16 in the form that a matrix product requires of its left operand."""
         return left_operand(self.smem.left, self.interpret)(x)
 
     def load_inputs(self, memory) -> None:
-        """Start to load this warpgroup's channels of the inputs, and of S into `memory`; the first one also loads the shared arrays."""
+        """Start to load q, k, a, b and the memory before the chunk (to the buffer `memory`) in this warpgroup's 64 key channels.
+
+        The first warpgroup also loads the arrays of value channels, which all warpgroups share.
+        """
         smem = self.smem
         for name, to in zip(_INPUTS, smem.inputs, strict=True):
             plgpu.copy_gmem_to_smem(self.block.keys(name), to, smem.loaded)
@@ -160,13 +172,17 @@ class _Program:
         pl.when(self.group == 0)(load_shared)
 
     def load_memory(self, name: str, to, barrier) -> None:
-        """Start to load this warpgroup's channels of S or dS'."""
+        """Start to load this warpgroup's 64 key channels of the memory before the chunk or of the gradient of the memory after it
+        (`name`).
+        """
         place = self.block.place
         source = self.block.refs[name].at[place.row, place.h, place.n, :, self.block.columns]
         plgpu.copy_gmem_to_smem(source, to, barrier)
 
     def products_with_memory(self, halving: Halving, rows, memory):
-        """The products of two tiles [2, C, V] with a memory [V, 64] in shared memory, [C, 64] float32 each."""
+        """Return the products of two tiles, `rows` [2, C, V], with a memory or its gradient [V, 64] in shared memory, [C, 64]
+        float32 each.
+        """
 
         def products(first, second):
             plgpu.wgmma(first, rows.at[0], memory)
@@ -175,7 +191,10 @@ class _Program:
         return halving.accumulate(products, 2)
 
     def pair_matrices(self, halving: Halving):
-        """Compute the four matrices of pairs of tokens; of two warpgroups, each computes those of one line.
+        """Compute the gradients of the decayed scores of pairs of tokens, as four matrices [C, C]; of two warpgroups, each computes
+        one line.
+
+        A line is two matrices that give the gradients of two inputs.
 
         Returns:
             (line, tile, matrix [C, C] bfloat16) each: line 0 is that of dq' and dk, 1 that of da and db; tile
@@ -198,13 +217,23 @@ class _Program:
         return matrices
 
     def line_products(self, later, earlier, *, line, tile: int) -> None:
-        """Add the products of dO or dR with v or u: `later` is used below the diagonal, `earlier` above it."""
+        """Add to accumulators [C, C] products of gradients with values: each is the gradient of one kind of decayed scores of pairs
+        of tokens.
+
+        The gradients are dO, of the output, and dR, of the right side of the triangular system; the values are v and u, what a
+        reads of the memory. `later` gets the product of dO or dR (by `line`) with v or u (by `tile`), and is used below the
+        diagonal. `earlier` gets v or u (by `line`) times dO or dR (by `tile`), and is used above it.
+        """
         d_outs, values = self.smem.d_outs, self.smem.values
         plgpu.wgmma(later, d_outs.at[line], values.at[tile].transpose((1, 0)))
         plgpu.wgmma(earlier, values.at[line], d_outs.at[tile].transpose((1, 0)))
 
     def store_matrices(self, matrices):
-        """Store the four matrices for all warpgroups in the buffers of dO, dR, v and u; return the references, [line][tile]."""
+        """Store the four matrices [C, C] of gradients of scores where all warpgroups can read them; return references,
+        [line][tile].
+
+        They replace dO, dR, v and u, which are no longer read, in shared memory.
+        """
         smem = self.smem
         plgpu.barrier_arrive(smem.values_used)
         plgpu.barrier_wait(smem.values_used)
@@ -227,7 +256,11 @@ class _Program:
         return refs
 
     def store_totals(self, halving: Halving, gradients: _Gradients, parts) -> None:
-        """Store the gradient of the log decay of the whole chunk, [64]: the term through the memory plus Σ_i (k dk + b db)_i."""
+        """Store, for each of 64 key channels, the gradient of the log decay of the whole chunk in `totals`.
+
+        It is the term through the memory plus Σ_i (k dk + b db)_i, with the gradients dk and db of k and b through the memory after
+        the chunk.
+        """
         _, k, _, b = self.smem.inputs
         place = self.block.place
         halving.split(load_float32(k) * gradients.k + load_float32(b) * gradients.b, parts)
@@ -237,7 +270,7 @@ class _Program:
         self.smem.totals[...] = written + memory
 
     def add_level(self, halving: Halving, matrices, tiles, level, gradients: _Gradients):
-        """Add the gradients through the pairs of tokens of a level.
+        """Return the gradients of q', k, a and b plus those through the pairs of tokens that one level of the halving has.
 
         Args:
             halving: the `Halving` of the chunk.
@@ -264,7 +297,11 @@ class _Program:
         return _Gradients(dq, dk, da, db)
 
     def line_gradient(self, halving: Halving, level, line, tiles):
-        """The sum of a line's matrices, masked to the pairs of the level, times the tiles; [C, 64] float32."""
+        """Return the gradient, [C, 64] float32, that a line of two matrices of gradients of scores gives through the pairs of a
+        level.
+
+        It is the sum over the matrices, masked to the level's pairs, of the products with `tiles`.
+        """
         dx = [jnp.zeros(SQUARE, _F32)]
         for matrix, x in zip(line, tiles, strict=True):
             pairs = self.as_left(halving.mask_to_level(level, load(matrix)))
@@ -273,7 +310,10 @@ class _Program:
         return dx[0]
 
     def store_d_decay(self, halving: Halving, gradients: _Gradients) -> None:
-        """Store the gradient of the log decay. The products of a query with its own token add nothing: they have no decay."""
+        """Store the gradient of the log decay of the chunk's tokens in 64 key channels, [C, 64].
+
+        The products of a query with its own token's k and b add nothing: they have no decay.
+        """
         q, k, a, b = self.smem.inputs
         i, j = halving.i, halving.j
         dq, dk, da, db = gradients
@@ -287,7 +327,7 @@ class _Program:
         block.refs["dg"].at[place.row, place.tokens, place.h, block.columns][...] = d_decay
 
     def store_gradients(self, halving: Halving, matrices, gradients: _Gradients) -> None:
-        """Add the products of each query with its own token's k and b, and store the gradients of q, k, a and b."""
+        """Add the terms through the products of each query with its own token's k and b, and store the gradients of q, k, a and b."""
         q, k, a, b = self.smem.inputs
         i, j = halving.i, halving.j
         dq, dk, da, db = gradients
@@ -303,7 +343,9 @@ class _Program:
             self.block.store(name, buffer, x)
 
     def run(self) -> None:
-        """Compute and store the gradients."""
+        """Compute and store the gradients of q, k, a, b and the log decay of one chunk and head, in this warpgroup's 64 key
+        channels.
+        """
         smem, block = self.smem, self.block
         q = smem.inputs[0]
         memory = smem.state.at[pl.ds(0, self.width)]
@@ -342,28 +384,31 @@ def chunk_backward(
     q, k, a, b, log_decay, v, a_read, d_out, d_right_side, states, d_states, through_memory, documents: Documents | None,
     *, scale: float, interpret: Any = False,
 ):  # fmt: skip
-    """Run the kernel over all chunks, for the h heads of `d_out`.
+    """Compute, for all chunks in parallel, the gradients of q, k, a, b and the log decay of a diagonal-plus-low-rank memory.
+
+    h is the number of heads of `d_out`; the numbers of heads written as * divide it.
 
     Args:
-        q: [B, T, *, K] bfloat16.
-        k: [B, T, *, K] bfloat16.
-        a: [B, T, *, K] bfloat16.
-        b: [B, T, *, K] bfloat16.
-        log_decay: [B, T, *, K] float32.
-        v: [B, T, *, V] bfloat16.
-        a_read: [B, T, h, V] bfloat16, u.
-        d_out: [B, T, h, V] bfloat16.
-        d_right_side: [B, T, h, V] bfloat16, dR.
-        states: [B, h, N, V, K] bfloat16, the transpose of S before each of the N chunks.
-        d_states: [B, h, N, V, K] bfloat16, the transpose of dS' after each chunk.
+        q: [B, T, *, K] bfloat16, the queries.
+        k: [B, T, *, K] bfloat16, the keys.
+        a: [B, T, *, K] bfloat16, with which a token reads what b writes back.
+        b: [B, T, *, K] bfloat16, with which a token writes back what a has read.
+        log_decay: [B, T, *, K] float32, the log decay of each key channel.
+        v: [B, T, *, V] bfloat16, the values.
+        a_read: [B, T, h, V] bfloat16, what a reads of the memory, u.
+        d_out: [B, T, h, V] bfloat16, the gradient of the output.
+        d_right_side: [B, T, h, V] bfloat16, the gradient of the right side of the triangular system (of what its inverse
+            multiplies).
+        states: [B, h, N, V, K] bfloat16, the transposed memory S before each of the N chunks.
+        d_states: [B, h, N, V, K] bfloat16, the transposed gradient dS' of the memory after each chunk.
         through_memory: [B, h, N * K] float32, the gradient of the log decay of the whole chunk through S: Σ_v
             chunk_decay S dS'.
-        documents: where documents begin, or None for one document per row.
-        scale: multiplies q.
-        interpret: parameters of the interpreter, or False.
+        documents: where documents begin, as `halving.Documents`; None for one document per row.
+        scale: the factor by which the queries q are multiplied.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
-        dq, dk, da and db [B, T, h, K] bfloat16, and the gradient of the log decay [B, T, h, K] float32.
+        The gradients of q, k, a and b [B, T, h, K] bfloat16, and of the log decay [B, T, h, K] float32.
     """
     batch, length, heads, width = d_out.shape
     depth = k.shape[-1]

@@ -47,21 +47,22 @@ _INPUTS = ("q", "k", "a", "b")
 
 
 class DecayedChunks(NamedTuple):
-    """Products, and tokens with their decays, of all chunks of h heads.
+    """What a diagonal-plus-low-rank memory requires of all chunks of h heads and does not depend on the memory: scores and decayed
+    tokens.
 
-    d are the inclusive sums of a chunk's log decays, d' the exclusive ones, and A_xy the products of x with y
-    under the decays between the tokens: (A_xy)_ij = Σ_c x_ic y_jc e^(d'_i - d_j)_c for x = a and i > j, with
-    d_i in place of d'_i for x = q and i >= j.
+    d are the inclusive sums of a chunk's log decays, d' the exclusive ones, and A_xy the products of x with y under the decays
+    between the tokens: (A_xy)_ij = Σ_c x_ic y_jc e^(d'_i - d_j)_c for x = a and i > j, with d_i in place of d'_i for x = q and i >=
+    j.
 
     Attributes:
-        upper: [B, h, T, C] float32, the rows of each chunk's A_abᵀ.
-        upper_values: [B, h, T, C] bfloat16, the rows of each chunk's A_akᵀ.
-        scores: [B, h, T, C] bfloat16, the rows of each chunk's scale A_qb.
-        scores_values: [B, h, T, C] bfloat16, the rows of each chunk's scale A_qk.
-        read: [B, T, h, K] bfloat16, scale q e^d.
-        decayed_a: [B, T, h, K] bfloat16, a e^d'.
-        written: [B, T, h, K] bfloat16, b e^(d_C - d).
-        written_values: [B, T, h, K] bfloat16, k e^(d_C - d).
+        upper: [B, h, T, C] float32, the transposed decayed products of a with b: the rows of each chunk's A_abᵀ.
+        upper_values: [B, h, T, C] bfloat16, the transposed decayed products of a with keys: the rows of each chunk's A_akᵀ.
+        scores: [B, h, T, C] bfloat16, the decayed products of queries with b: the rows of each chunk's scale A_qb.
+        scores_values: [B, h, T, C] bfloat16, the decayed products of queries with keys: the rows of each chunk's scale A_qk.
+        read: [B, T, h, K] bfloat16, the queries decayed from the chunk's start, scale q e^d.
+        decayed_a: [B, T, h, K] bfloat16, a decayed from the chunk's start, a e^d'.
+        written: [B, T, h, K] bfloat16, b decayed to the chunk's end, b e^(d_C - d).
+        written_values: [B, T, h, K] bfloat16, the keys decayed to the chunk's end, k e^(d_C - d).
         chunk_decay: [B, h, N * K] float32, e^(d_C), the decay of the memory over each of the N chunks.
     """
 
@@ -77,17 +78,20 @@ class DecayedChunks(NamedTuple):
 
 
 class _Smem(NamedTuple):
-    """Shared memory of a program; `groups` counts its warpgroups, of 64 key channels each; tiles are bfloat16.
+    """Buffers in shared memory of a program that computes the scores and decayed tokens of one chunk of a diagonal-plus-low-rank
+    memory.
+
+    `groups` counts the program's warpgroups, of 64 key channels each; C is the number of tokens of a chunk; tiles are bfloat16.
 
     Attributes:
         inputs: [groups, 4, C, 64], q, k, a and b; after `of_warpgroup`, a list of four references [C, 64].
             First q' replaces q, later the decayed tokens replace all.
-        parts: [groups, 2, 64, 64], the decays in two parts, for `Halving`.
-        tile: [groups, C, 64], right operands, and the buffer of `Halving`.
+        parts: [groups, 2, 64, 64], the log decays in two parts, for `Halving`.
+        tile: [groups, C, 64], right operands of products, and the buffer of `Halving`.
         decayed: [groups, 2, C, 64], a and b with the decays of `AllPairs`.
         lowest: [groups, 2, C] float32, for `Halving.check_range`.
         partial: [2, C, C] float32, the scores of the second warpgroup.
-        loaded: barrier that the inputs arrive at.
+        loaded: the barrier at which the loads of the inputs are complete.
         partial_stored: barrier at which `partial` is complete.
         left: [groups, C, 64] for the interpreter, which reads left operands from shared memory; else None.
     """
@@ -103,7 +107,7 @@ class _Smem(NamedTuple):
     left: Any
 
     def of_warpgroup(self, group) -> _Smem:
-        """Return the same buffers, with those that every warpgroup has for itself indexed by `group`."""
+        """Return the same buffers, with those that every warpgroup has for itself at the index `group`."""
         names = ("inputs", "parts", "tile", "decayed", "lowest")
         names += () if self.left is None else ("left",)
         buffers = {name: getattr(self, name).at[group] for name in names}
@@ -112,7 +116,7 @@ class _Smem(NamedTuple):
 
 
 def _smem(groups: int, interpret) -> _Smem:
-    """The types of the buffers."""
+    """Return the types of the buffers in shared memory of a program with `groups` warpgroups, of 64 key channels each."""
     smem: Any = plgpu.SMEM
     tile = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
     partial = (2 if groups > 1 else 1, *SQUARE)
@@ -131,19 +135,19 @@ def _smem(groups: int, interpret) -> _Smem:
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """The part of `chunk_forward` that one warpgroup computes: a chunk of one head, 64 key channels.
+    """What one warpgroup of `chunk_forward` computes: scores and decayed tokens of one chunk and head, in 64 key channels.
 
-    The scores are two matrices [C, C] float32: A_qk on and below the diagonal and A_abᵀ above it; A_qb and
-    A_akᵀ likewise.
+    The scores are two matrices [C, C] float32 of decayed products A_xy of x with y. The first is A_qk on and below the diagonal and
+    the transpose of A_ab above it, the second A_qb and the transpose of A_ak.
 
     Attributes:
-        block: the chunk in global memory.
-        smem: the warpgroup's buffers, and those that all share.
-        group: index of the warpgroup.
-        groups: warpgroups of the program.
-        depth: K.
-        scale: multiplies q.
-        interpret: parameters of the interpreter, or False.
+        block: the chunk's inputs and outputs in global memory, for this warpgroup's key channels.
+        smem: buffers in shared memory: those of the warpgroup, and those that all warpgroups of the program share.
+        group: index of the warpgroup in its program.
+        groups: number of warpgroups of the program.
+        depth: number of key channels, K.
+        scale: the factor by which the queries q are multiplied.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
 
     block: Block
@@ -155,11 +159,13 @@ class _Program:
     interpret: Any
 
     def as_left(self, x):
-        """x [C, 64] bfloat16 as the left operand of a product."""
+        """Return x [C, 64] bfloat16 in the form that a matrix product requires of its left operand."""
         return left_operand(self.smem.left, self.interpret)(x)
 
     def store_chunk_decay(self, halving: Halving) -> None:
-        """Store e^(d_C) of this warpgroup's key channels."""
+        """Store the decay of the memory over the whole chunk, for this warpgroup's 64 key channels; 0 if a document begins in the
+        chunk.
+        """
         place, refs = self.block.place, self.block.refs
         chunk_decay = jnp.exp2(halving.column_sums())
         if "run" in refs:
@@ -168,7 +174,11 @@ class _Program:
         refs["chunk_decay"].at[place.row, place.h, channels][...] = chunk_decay
 
     def near_scores(self, halving: Halving):
-        """Return the scores of the pairs of rows in range, 0 for the others, and 1 if all pairs are in range, else 0."""
+        """Return two matrices [C, C] of decayed scores, of the pairs of tokens whose decays are in float32's range, and 1 or 0.
+
+        Other pairs have score 0. The number is 1 if all pairs are in range. Scores below the diagonal are those of q with k and
+        with b, above it those of a with b and with k, transposed.
+        """
         smem = self.smem
         q, k, a, b = smem.inputs
         since, all_in_range = halving.check_range(q, k, a, b)
@@ -190,7 +200,9 @@ class _Program:
         return scores, all_in_range
 
     def add_level(self, halving: Halving, at, scores):
-        """Return `scores` plus those of the pairs that meet on level `at` and are not in range."""
+        """Return the chunk's scores, two matrices [C, C], plus those of the pairs that level `at` of the halving has and float32's
+        range excludes.
+        """
         q, k, a, b = self.smem.inputs
         tile = self.smem.tile
         level, added = Level(halving, at), []
@@ -203,13 +215,15 @@ class _Program:
         return [x + y for x, y in zip(scores, added, strict=True)]
 
     def store_partial(self, scores) -> None:
-        """Store the second warpgroup's scores in shared memory for the first one."""
+        """Store the scores, two matrices [C, C], of the second warpgroup's key channels in shared memory, where the first one adds
+        them.
+        """
         for index, x in enumerate(scores):
             self.smem.partial.at[index][...] = x
         plgpu.barrier_arrive(self.smem.partial_stored)
 
     def store_decayed(self, halving: Halving) -> None:
-        """Store q, a, b and k decayed to the chunk's ends."""
+        """Store the chunk's q and a decayed from its start, and b and k decayed to its end, in 64 key channels."""
         q, k, a, b = self.smem.inputs
         for since_start, flags, outputs in (
             (True, "enters", dict(read=(q, self.scale), decayed_a=(a, 1.0))),
@@ -220,7 +234,11 @@ class _Program:
                 self.block.store(name, tile, load_float32(tile) * factor * scale)
 
     def store_scores(self, halving: Halving, scores) -> None:
-        """Store the four matrices of the chunk; `scores` are the sums over the first warpgroup's channels."""
+        """Store the four matrices [C, C] of decayed products of the chunk's tokens: of q with k and with b, and of a with b and
+        with k, transposed.
+
+        `scores` are the sums over the first warpgroup's key channels, to which those of the second are added.
+        """
         refs, place = self.block.refs, self.block.place
         i, j = halving.i, halving.j
         if self.groups > 1:
@@ -239,7 +257,7 @@ class _Program:
             refs[below].at[place.row, place.h, place.tokens][...] = lower
 
     def run(self) -> None:
-        """Compute and store the chunk."""
+        """Compute and store the scores, decayed tokens and decay of one chunk and head, in this warpgroup's 64 key channels."""
         smem = self.smem
         q, k, _, b = smem.inputs
         for name, to in zip(_INPUTS, smem.inputs, strict=True):
@@ -268,30 +286,33 @@ class _Program:
 
 
 def token_decay(log_decay):
-    """The decays e^g of single tokens, with the lower bound of g that the sums of decays have."""
+    """Return the decay e^g of each single token, from its log decay g, with the lower bound of g that the sums of log decays have."""
     return jnp.exp(jnp.maximum(log_decay, tiles.FLOOR))
 
 
 def _product(halving: Halving, rows, columns):
-    """The product of two operands, [C, C] float32."""
+    """Return the matrix product of two operands, `rows` and `columns`, [C, C] float32."""
     return halving.accumulate(lambda out: plgpu.wgmma(out, rows, columns))[0]
 
 
 def chunk_forward(
     q, k, a, b, log_decay, documents: Documents | None, *, heads: int, scale: float, interpret: Any = False
 ) -> DecayedChunks:  # fmt: skip
-    """Run the kernel over all chunks.
+    """Compute, for all chunks in parallel, what a diagonal-plus-low-rank memory requires and does not depend on the memory.
+
+    Return the decayed products of q and a with k and b, these tokens decayed from and to the chunks' boundaries, and the decays of
+    the chunks, as `DecayedChunks`.
 
     Args:
-        q: [B, T, *, K] bfloat16.
-        k: [B, T, *, K] bfloat16.
-        a: [B, T, *, K] bfloat16.
-        b: [B, T, *, K] bfloat16.
-        log_decay: [B, T, *, K] float32.
-        documents: where documents begin, or None for one document per row.
-        heads: heads of the result; a multiple of those of the inputs.
-        scale: multiplies q.
-        interpret: parameters of the interpreter, or False.
+        q: [B, T, *, K] bfloat16, the queries.
+        k: [B, T, *, K] bfloat16, the keys.
+        a: [B, T, *, K] bfloat16, with which a token reads what b writes back.
+        b: [B, T, *, K] bfloat16, with which a token writes back what a has read.
+        log_decay: [B, T, *, K] float32, the log decay of each key channel.
+        documents: where documents begin, as `halving.Documents`; None for one document per row.
+        heads: number of heads of the result; a multiple of those of the inputs.
+        scale: the factor by which the queries q are multiplied.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     batch, length, _, depth = k.shape
     count, groups = length // CHUNK, depth // BLOCK

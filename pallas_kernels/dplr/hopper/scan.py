@@ -35,20 +35,21 @@ def scan_forward(
     chunks: DecayedChunks, solved: SolvedChunks, v, initial, *, save: bool = False, read: bool = True,
     parts: int = 1, chunk_bounds=None, interpret: Any = False,
 ):  # fmt: skip
-    """Carry the memory through the chunks in order; compute outputs, or the arrays that the backward pass reads.
+    """Carry a diagonal-plus-low-rank memory through the chunks of each row in order; compute the output, or what the backward pass
+    reads.
 
     Args:
-        chunks: the decayed chunks of h heads.
-        solved: the solved chunks of h heads.
-        v: [B, T, *, V] bfloat16; None is v = 0 with V = K.
+        chunks: scores, and tokens with their decays, of all chunks of h heads.
+        solved: inverses of the chunks' triangular systems, and their products, of h heads.
+        v: [B, T, *, V] bfloat16, the values; None is v = 0 with V = K.
         initial: [B * S, h * parts, K, V] float32, the memory before the first chunk; None is 0, or the
             identity if v is None.
-        save: whether to return u and the memory before each chunk instead of the output.
-        read: False returns the last memories alone.
+        save: whether to return u, what a reads of the memory, and the memory before each chunk instead of the output.
+        read: whether to compute the output; without it, and without `save`, only the last memories are returned.
         parts: number of parts that a row is split into; each is scanned from an initial memory of its own.
         chunk_bounds: [B, S + 1], the chunks at which those of a row's S memories begin and end; None for one
             memory per row.
-        interpret: parameters of the interpreter, or False.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
         The output [B, T, h, V] bfloat16, or with `save` u [B, T, h, V] and the transposed memories before
@@ -87,19 +88,22 @@ def _forward_step(
     save: bool,
     interpret,
 ):
-    """Update the memory by one chunk, as `hopper.scan.scan` calls its `step`. All tiles are transposed: tokens are columns.
+    """Carry a diagonal-plus-low-rank memory through one chunk: return the memory after it, and store the chunk's output.
+
+    `hopper.scan.scan` calls it for each chunk. All tiles are transposed: tokens are columns. The memory [64 value channels, K]
+    consists of pieces, slices of its key channels.
 
     Args:
-        chunk: references to the chunk's tiles, by name.
-        S: the pieces of the memory, [64, K or 64] float32.
-        left: buffers for left operands, for the interpreter.
-        operands: yields the pieces as left operands, and whether they are the last.
-        save_memory: starts to store the memory before the chunk, if the call saves it.
-        store_outputs: stores the results per token.
-        values: whether there is v.
+        chunk: references to the chunk's inputs in shared memory, by name.
+        S: the pieces of the memory before the chunk, [64, K or 64] float32 each.
+        left: buffers in shared memory for left operands of products, which only the interpreter uses.
+        operands: yields some of the memory's pieces as left operands of products, and whether they are the last.
+        save_memory: function that starts to store the memory before the chunk, if the call saves memories.
+        store_outputs: function that stores the results of the chunk's tokens.
+        values: whether there are values v; without them they are 0.
         read: whether to compute the outputs.
-        save: whether to store u.
-        interpret: parameters of the interpreter, or False.
+        save: whether to store u, what a reads of the memory.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
         The pieces of the memory after the chunk.
@@ -133,20 +137,23 @@ def _forward_step(
 
 
 def _read_memory(*sums, chunk, S, memory, last: bool, save_memory, v):
-    """Add the products of some pieces of the memory with a and q; with the last pieces, also those of v.
+    """Add, to a chunk's reads of the memory by a and q, the products with some slices of the memory's key channels (pieces).
+
+    With the last pieces, add also the products with the values v, and decay the memory.
 
     Args:
-        *sums: accumulators of uᵀ [64, C] and, if the outputs are computed, of (read S + scores_values v)ᵀ.
-        chunk: as in `_forward_step`.
-        S: all pieces of the memory.
-        memory: the pieces to read, as left operands with their key channels.
-        last: whether they are the last.
-        save_memory: as in `_forward_step`.
-        v: vᵀ as a left operand, or None.
+        *sums: accumulators [64, C] of what a reads, uᵀ, and, if the outputs are computed, of the queries' reads without the scores
+            with b, (read S + scores_values v)ᵀ.
+        chunk: references to the chunk's inputs in shared memory, by name.
+        S: all pieces of the memory before the chunk.
+        memory: the slices of the memory's key channels to read, as left operands of products, each with its key channels.
+        last: whether `memory` contains the last of the pieces.
+        save_memory: function that starts to store the memory before the chunk, if the call saves memories.
+        v: the transposed values vᵀ [64, C] as the left operand of products, or None.
 
     Returns:
-        The sums; after the last pieces the decayed memory, uᵀ in bfloat16, its rounding error, and the second
-        sum in a list.
+        The sums; after the last pieces the decayed memory, what a reads, uᵀ, in bfloat16, its rounding error, and the second of the
+        sums in a list.
     """
     names = [("a", "values"), ("q", "scores_values")][: len(sums)]
     for sum, (of_memory, of_values) in zip(sums, names, strict=True):
@@ -168,21 +175,23 @@ def scan_backward(
     chunks: DecayedChunks, solved: SolvedChunks, d_out, d_final, *, save: bool = True, parts: int = 1,
     chunk_bounds=None, interpret: Any = False,
 ):  # fmt: skip
-    """Carry the gradient of the memory through the chunks, from the last to the first.
+    """Carry the gradient of a diagonal-plus-low-rank memory through the chunks of each row, from the last to the first.
+
+    It computes also du, the gradient of what a reads of the memory.
 
     Args:
-        chunks: the decayed chunks of h heads.
-        solved: the solved chunks of h heads.
-        d_out: [B, T, h, V] bfloat16.
+        chunks: scores, and tokens with their decays, of all chunks of h heads.
+        solved: inverses of the chunks' triangular systems, and their products, of h heads.
+        d_out: [B, T, h, V] bfloat16, the gradient of the output.
         d_final: [B * S, h * parts, K, V] float32, the gradient of the memory after the last chunk; None is 0.
-        save: False returns the last of the results alone.
-        parts: as in `scan_forward`.
-        chunk_bounds: as in `scan_forward`.
-        interpret: parameters of the interpreter, or False.
+        save: whether to return all results; False returns only the gradient of the memory before each part.
+        parts: number of parts that a row is split into; each is scanned from a gradient of its own.
+        chunk_bounds: [B, S + 1], the chunks at which those of a row's S memories begin and end; None for one memory per row.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
-        du [B, T, h, V] bfloat16, the transposed gradients of the memories after each chunk [B, h, N, V, K]
-        bfloat16, and the gradient of the memory before each part, in the shape of `d_final`.
+        The gradient du of what a reads [B, T, h, V] bfloat16, the transposed gradients of the memories after each chunk [B, h, N,
+        V, K] bfloat16, and the gradient of the memory before each part, in the shape of `d_final`.
     """
     inputs = dict(
         a=solved.solved_a, written=chunks.written, q=chunks.read, v=d_out, scores=chunks.scores, chunk_decay=chunks.chunk_decay
@@ -196,7 +205,11 @@ def scan_backward(
 
 
 def _backward_step(chunk, S, left, operands, save_memory, store_outputs, *, save: bool, interpret):
-    """Carry the gradient of the memory, S, through one chunk; the other arguments as in `_forward_step`, and `v` of `chunk` is dO."""
+    """Carry the gradient S of a diagonal-plus-low-rank memory back through one chunk; return it before the chunk.
+
+    It stores du, the gradient of what a reads. The other arguments are those of `_forward_step`, and `v` of `chunk` is the gradient
+    of the output.
+    """
     d_out = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT)
     d_out = wg.as_left(d_out, left[0], interpret)
     partial: Any = SQUARE
@@ -235,19 +248,22 @@ def values_backward(
     *,
     interpret: Any = False,
 ):
-    """Compute dv, and Xᵀ du, the gradient of the sum that X multiplies, for all chunks in parallel.
+    """Compute, for all chunks in parallel, the gradients of v and of the right side of the triangular systems.
+
+    With X the inverse of a chunk's system and du the gradient of what a reads of the memory, the second is Xᵀ du, the gradient of
+    the sum that X multiplies.
 
     Args:
-        chunks: the decayed chunks of h heads.
-        solved: the solved chunks of h heads.
-        d_out: [B, T, h, V] bfloat16.
-        d_a_read: [B, T, h, V] bfloat16, du of `scan_backward`.
+        chunks: scores, and tokens with their decays, of all chunks of h heads.
+        solved: inverses of the chunks' triangular systems, and their products, of h heads.
+        d_out: [B, T, h, V] bfloat16, the gradient of the output.
+        d_a_read: [B, T, h, V] bfloat16, the gradient du of what a reads, of `scan_backward`.
         d_states: [B, h, N, V, K] bfloat16, the transposed gradients of the memories after each chunk, of
             `scan_backward`.
-        interpret: parameters of the interpreter, or False.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
-        dv and Xᵀ du, [B, T, h, V] bfloat16 each.
+        The gradient of v and Xᵀ du, [B, T, h, V] bfloat16 each.
     """
     batch, length, heads, width = d_out.shape
     depth = chunks.read.shape[-1]
@@ -287,7 +303,10 @@ def values_backward(
 
 
 def _values_backward_chunk(refs: dict[str, Any], buffers: dict[str, Any], loaded, *, interpret):
-    """Compute `values_backward` of one chunk, from and to the tiles `refs` of global memory."""
+    """Compute the gradients of v and of the right side of the triangular system of one chunk and head, for `values_backward`.
+
+    `refs` are the chunk's inputs and outputs in global memory, `buffers` those in shared memory, by name.
+    """
     for name, to in buffers.items():
         plgpu.copy_gmem_to_smem(refs[name], to, loaded)
     plgpu.barrier_wait(loaded)

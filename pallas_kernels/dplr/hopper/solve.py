@@ -1,4 +1,4 @@
-"""The inverses of the chunks' systems of diagonal-plus-low-rank memories, on Mosaic GPU (Hopper)."""
+"""The inverses of the triangular systems of all chunks of diagonal-plus-low-rank memories (RWKV7), on Mosaic GPU (Hopper)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _F32, _BF16 = jnp.float32, jnp.bfloat16
 
 
 class SolvedChunks(NamedTuple):
-    """The inverses of all chunks and their products with other matrices, in bfloat16; names as in `chunk_forward.DecayedChunks`.
+    """The inverses X of the triangular systems of all chunks of a diagonal-plus-low-rank memory, and their products, in bfloat16.
+
+    Names are as in `chunk_forward.DecayedChunks`: A_ab and A_ak are the decayed products of a with b and with k, d' the exclusive
+    sums of the log decays. a is what reads the memory, b what writes back what a reads.
 
     Attributes:
         inverse: [B, h, T, C], the rows of each chunk's X = (I - A_ab)⁻¹.
@@ -36,14 +39,16 @@ class SolvedChunks(NamedTuple):
 
 
 class _SolveSmem(NamedTuple):
-    """Shared memory of `solve_chunks`, in bfloat16.
+    """Buffers in shared memory of a warpgroup that inverts the triangular system of one chunk (`solve_chunks`), in bfloat16.
+
+    C is the number of tokens of a chunk, d' are the exclusive sums of its log decays.
 
     Attributes:
         right: [C, C], the right operand of the inverse's products.
-        inverse: [C, C], X.
-        values: [C, C], A_akᵀ, then X A_ak.
-        a: [C, K], a e^d', then X (a e^d').
-        loaded: barrier that `values` and `a` arrive at.
+        inverse: [C, C], the inverse X.
+        values: [C, C], the transposed decayed products A_akᵀ of a with k, then X A_ak.
+        a: [C, K], a decayed from the chunk's start, a e^d', then X (a e^d').
+        loaded: the barrier at which the loads of `values` and `a` are complete.
         left: two [C, C] for the interpreter, which reads left operands from shared memory; else empty.
     """
 
@@ -56,7 +61,12 @@ class _SolveSmem(NamedTuple):
 
 
 def solve_chunks(upper, upper_values, decayed_a, *, interpret: Any = False) -> SolvedChunks:
-    """Run the kernel over all chunks; the arguments are fields of `chunk_forward.DecayedChunks`."""
+    """Invert the triangular systems of all chunks of a diagonal-plus-low-rank memory in parallel, and multiply a and A_ak by the
+    inverses.
+
+    The arguments are fields of `chunk_forward.DecayedChunks`: the transposed decayed products of a with b and with k, and a decayed
+    from the chunk's start.
+    """
     batch, heads, length, _ = upper.shape
     depth = decayed_a.shape[-1]
     struct = jax.ShapeDtypeStruct
@@ -91,7 +101,10 @@ def solve_chunks(upper, upper_values, decayed_a, *, interpret: Any = False) -> S
 
 
 def _solve_chunk(refs: dict[str, Any], buffers: _SolveSmem, interpret) -> None:
-    """Solve one chunk, from and to the tiles `refs` of global memory."""
+    """Invert the triangular system of one chunk, and store the inverse and its products with a and with A_ak.
+
+    `refs` are the chunk's inputs and outputs in global memory, by name.
+    """
     plgpu.copy_gmem_to_smem(refs["upper_values"], buffers.values, buffers.loaded)
     plgpu.copy_gmem_to_smem(refs["decayed_a"], buffers.a, buffers.loaded)
     i = plgpu.broadcasted_iota(jnp.int32, SQUARE, 0, layout=wg.LAYOUT)

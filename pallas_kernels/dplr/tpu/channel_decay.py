@@ -44,9 +44,11 @@ REQUIREMENTS = (
 def forward(
     q, k, v, a, b, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals | None]:  # fmt: skip
-    """Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals (None without `save`).
+    """Compute diagonal-plus-low-rank memories (RWKV7), and what their backward pass requires.
 
-    Arguments are those of `dplr`; T is divisible by `CHUNK`. The memories of the residuals are [V, K].
+    Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals (None without `save`):
+    the memory [V, K] before each chunk and the inverse of each chunk's triangular system. Arguments are those of `dplr`; T is
+    divisible by `CHUNK`.
     """
     layout = _layout(q, k, v, a, b, initial)
     inputs = layout.inputs(run, q=q, k=k, v=v, a=a, b=b, log_decay=log_decay)
@@ -64,7 +66,11 @@ def backward(
     q, k, v, a, b, log_decay, run, initial, residuals: Residuals, d_output, d_final, *,
     scale: float, decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Return the gradients of q, k, v, a, b, log_decay (computed regardless of `decay_gradient`) and initial."""
+    """Return the gradients of q, k, v, a, b, log_decay and initial of diagonal-plus-low-rank memories (RWKV7).
+
+    The arguments are those of `forward`, its residuals, and the gradients of its output and of its final memories. That of
+    log_decay is computed whether or not `decay_gradient` is set.
+    """
     del decay_gradient
     layout = _layout(q, k, v, a, b, initial, reverse=True)
     inputs = layout.inputs(run, q=q, k=k, v=v, a=a, b=b, log_decay=log_decay)
@@ -88,26 +94,29 @@ def _layout(q, k, v, a, b, initial, reverse: bool = False) -> tpu_layout.Layout:
 
 
 class _Head:
-    """The tokens of a chunk for one head, and their products, as both kernels need them; d_i is the sum of log decays before token i.
+    """The tokens of one chunk and head, with their decays and scores, that both kernels of a diagonal-plus-low-rank memory use.
+
+    d_i is the sum of the chunk's log decays before token i, g the log decay of a token, and A_xy the products of x with y under the
+    decays between the tokens.
 
     Attributes:
-        q: [C, K] float32, times the scale.
-        k: [C, K] float32.
-        v: [C, V].
-        a: [C, K] float32.
-        b: [C, K] float32.
-        token_decay: [C, K], e^g.
+        q: [C, K] float32, the queries times the scale.
+        k: [C, K] float32, the keys.
+        v: [C, V], the values.
+        a: [C, K] float32, with which a token reads what b writes back.
+        b: [C, K] float32, with which a token writes back what a has read.
+        token_decay: [C, K], the decay e^g of each token.
         decays: the decays of the chunk, as `halving.chunk_decays` returns them.
-        tiles: the operands [C, K] of each level, of q with b.
-        others: the operands [C, K] of each level, of a with k.
-        through_b: A_qb [C, C].
-        through_k: A_qk [C, C].
-        system: -A_ab [C, C] float32.
-        values: A_ak [C, C].
-        read: [C, K], scale q e^g e^d.
-        decayed_a: [C, K], a e^d.
-        written_b: [C, K], b times the decay after its token.
-        written_k: [C, K], k times the decay after its token.
+        tiles: the q and b [C, K] of each level of the halving, decayed.
+        others: the a and k [C, K] of each level of the halving, decayed.
+        through_b: [C, C], the decayed products A_qb of queries with b.
+        through_k: [C, C], the decayed products A_qk of queries with keys.
+        system: [C, C] float32, the negative decayed products -A_ab of a with b.
+        values: [C, C], the decayed products A_ak of a with keys.
+        read: [C, K], the queries decayed from the chunk's start, scale q e^g e^d.
+        decayed_a: [C, K], a decayed from the chunk's start, a e^d.
+        written_b: [C, K], b decayed to the chunk's end.
+        written_k: [C, K], the keys decayed to the chunk's end.
     """
 
     def __init__(self, layout, scale: float, refs: dict, masks: halving.Masks, h: int):
@@ -140,13 +149,20 @@ class _Head:
         self.written_k = (self.k * self.decays.write_decay).astype(dtype)
 
     def a_read(self, from_memory, inverse):
-        """U [C, V], what a reads and b writes back, from `from_memory` = decayed_a S."""
+        """Return U [C, V], what a reads of the memory and b writes back, from `from_memory`, the product of decayed a with the
+        memory before the chunk.
+
+        `inverse` is the inverse of the chunk's triangular system.
+        """
         sums = from_memory + dot(self.values, self.v)
         return dot(inverse, sums.astype(self.v.dtype)).astype(self.v.dtype)
 
 
 def _forward_kernel(layout, scale: float, refs: dict, memory):
-    """Compute one chunk of a program's heads, and update their memories [V, K]."""
+    """Compute the output of one chunk of a program's heads of a diagonal-plus-low-rank memory, and update their memories [V, K].
+
+    If the call saves residuals, also store the memories before the chunk and the inverses of its triangular systems.
+    """
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
     heads = [_Head(layout, scale, refs, masks, h) for h in range(layout.block)]
     dtype = heads[0].v.dtype
@@ -173,11 +189,14 @@ def _forward_kernel(layout, scale: float, refs: dict, memory):
 
 
 def _backward_kernel(layout, scale: float, refs: dict, d_memory):
-    """Compute the gradients of one chunk of a program's heads; `d_memory` is that of their memories, after the chunk, then before."""
+    """Compute the gradients of the inputs of one chunk, for a program's heads of a diagonal-plus-low-rank memory.
+
+    `d_memory` is the gradient of the heads' memories: after the chunk when the kernel begins, before the chunk when it ends.
+    """
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
 
     def outer(lower, upper):
-        """lower[0] lower[1]ᵀ below the diagonal, upper[0] upper[1]ᵀ on and above it."""
+        """Return lower[0] lower[1]ᵀ below the diagonal and upper[0] upper[1]ᵀ on and above it, [C, C], from pairs of arrays [C, V]."""
         return halving.mirror(dot(lower[0], lower[1], "nt"), dot(upper[0], upper[1], "nt"), masks)
 
     for h in range(layout.block):
@@ -206,7 +225,10 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
         qb, ak, qk, ab = (((x, y), (y, x)) for x, y in pairs)
 
         def spread(lower, upper, tiles):
-            """Return the gradient of each level's operand, [C, K], from pairs of factors of dA below the diagonal and above it."""
+            """Return, for each level of the halving, the gradient [C, K] of its operand through the pairs of the level.
+
+            A gradient of scores is the product of the two arrays of `lower` below the diagonal and of `upper` above it.
+            """
             return halving.level_products(outer(lower[0], upper[1]), tiles, masks)
 
         def added(x, y):

@@ -39,11 +39,13 @@ REQUIREMENTS = (
 
 
 class Residuals(NamedTuple):
-    """Outputs of `forward` that `backward` reads, for P parts. Computing the chunks again would take a quarter of the time of both.
+    """What `forward` of linear attention with a decay per key channel saves for `backward`, for rows split into P parts.
+
+    Computing the arrays of the chunks again would take a quarter of the time of both passes.
 
     Attributes:
-        chunks: the chunks.
-        starts: [B * P, h, K, V] float32, the memory before each part.
+        chunks: the scores of all chunks, and their queries and keys multiplied by their decays.
+        starts: [B * P, h, K, V] float32, the memories of h heads before each part of a row.
     """
 
     chunks: Chunks
@@ -54,10 +56,10 @@ def forward(
     q, k, v, log_decay, run, initial, *, scale: float, bonus=None, save: bool = True,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, Residuals]:  # fmt: skip
-    """Return the output [B, T, max(H, G), V], the final memories, shaped as `initial`, and the residuals.
+    """Compute linear attention with a decay per key channel, and what its backward pass requires.
 
-    The arguments are those of `linear_attention`, with T a multiple of `CHUNK`. The residuals are computed whether or not `save` is
-    set.
+    Return the output [B, T, max(H, G), V], the final memories, shaped as `initial`, and the residuals, which are computed whether
+    or not `save` is set. The arguments are those of `linear_attention`, with T a multiple of `CHUNK`.
     """
     del save
     pieces = _count_pieces(q, v)
@@ -87,20 +89,21 @@ def forward(
 
 
 def scan_writes(k, v, log_decay, run, initial, *, heads: int, interpret: Any = False):
-    """Compute the memories that keys k and values v write, without reading them.
+    """Compute the memories before all chunks that keys k and values v write, under a decay per key channel, without reading them.
 
     Args:
-        k: [B, T, *, K], bfloat16 or float32.
-        v: [B, T, *, V].
-        log_decay: [B, T, *, K] float32.
-        run: [B, T], document numbers, or None.
-        initial: [B * S, *, K, V] float32.
-        heads: number of memories for each row.
-        interpret: parameters of the interpreter, or False.
+        k: [B, T, *, K] keys, bfloat16 or float32.
+        v: [B, T, *, V] values.
+        log_decay: [B, T, *, K] float32, the log decay of each key channel.
+        run: [B, T], the number of each token's document, or None for one document per row.
+        initial: [B * S, *, K, V] float32, the memories before the first token, S for each row.
+        heads: number of memories that are computed for each row; the numbers of heads written as * divide it.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernels.
 
     Returns:
-        For P parts of the sequence: the `Chunks` without scores, the memories before each chunk [B * P, heads, N / P, K, V], the last
-        memories [B * P, heads, K, V], and the `Documents`, or None.
+        For rows split into P parts: the `Chunks` without scores (the keys and the chunks' decays), the memories before each chunk
+        [B * P, heads, N / P, K, V], the memories after the last chunk [B * P, heads, K, V], and the `Documents`, which say where
+        documents begin, or None.
     """
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
     parts = 1 if chunk_bounds is not None else row_layout.count_parts(len(v) * heads, v.shape[1])
@@ -126,7 +129,11 @@ def backward(
     q, k, v, log_decay, run, initial, residuals: Residuals, d_output, d_final, *, scale: float,
     bonus=None, decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Return the gradients of q, k, v, log_decay and initial, and that of the bonus if there is one."""
+    """Return the gradients of q, k, v, log_decay and initial of linear attention with a decay per key channel.
+
+    With a bonus, its gradient [G, K] is the sixth. The arguments are those of `forward`, its residuals, and the gradients of its
+    output and of its final memories. That of log_decay is computed whether or not `decay_gradient` is set.
+    """
     del decay_gradient
     pieces = _count_pieces(q, v)
     v, d_output = _split_values(v, pieces), _split_values(d_output, pieces)
@@ -177,30 +184,36 @@ def backward(
 
 
 def _count_pieces(q, v) -> int:
-    """The number of pieces into which each head's values [B, T, G, V] are split; each piece is then a head of its own."""
+    """Return the number of slices of value channels into which each head's values [B, T, G, V] are split; each slice is then a head
+    of its own.
+
+    A slice has 128 value channels. If several query heads read one memory, values are not split.
+    """
     return max(1, v.shape[3] // _LARGEST_PIECE) if q.shape[2] <= v.shape[2] else 1
 
 
 def _split_values(x, pieces: int):
-    """[B, T, G, V] -> [B, T, G * pieces, V / pieces]."""
+    """Make each of `pieces` slices of value channels a head of its own: [B, T, G, V] -> [B, T, G * pieces, V / pieces]."""
     return x.reshape(*x.shape[:2], x.shape[2] * pieces, -1)
 
 
 def _split_memory(memory, pieces: int):
-    """[B, G, K, V] -> [B, G * pieces, K, V / pieces]."""
+    """Make each of `pieces` slices of a memory's value channels a memory of its own: [B, G, K, V] -> [B, G * pieces, K, V /
+    pieces].
+    """
     batch, memories, depth, width = memory.shape
     by_piece = jnp.swapaxes(memory.reshape(batch, memories, depth, pieces, -1), 2, 3)
     return by_piece.reshape(batch, memories * pieces, depth, width // pieces)
 
 
 def _join_memory(memory, pieces: int):
-    """[B, G * pieces, K, V / pieces] -> [B, G, K, V]."""
+    """Join memories that are `pieces` slices of value channels of one memory: [B, G * pieces, K, V / pieces] -> [B, G, K, V]."""
     batch, count, depth, width = memory.shape
     by_piece = jnp.swapaxes(memory.reshape(batch, count // pieces, pieces, depth, width), 2, 3)
     return by_piece.reshape(batch, count // pieces, depth, pieces * width)
 
 
 def _chunk_decay_by_channel(chunks: Chunks):
-    """`chunk_decay` [B, h, N * K] as [B, h, K, N]."""
+    """Return the decay of each key channel over each of the N chunks, stored as [B, h, N * K], with the chunks last: [B, h, K, N]."""
     batch, _, heads, depth = chunks.written.shape
     return jnp.swapaxes(chunks.chunk_decay.reshape(batch, heads, -1, depth), 2, 3)

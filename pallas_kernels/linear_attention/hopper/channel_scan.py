@@ -31,21 +31,24 @@ def channel_scan(
     read, written, values, scores, chunk_decay, *, initial=None, reverse: bool = False, save: bool = False,
     chunk_bounds=None, interpret: Any = False,
 ) -> list[jax.Array]:  # fmt: skip
-    """Carry the memories of h heads over all chunks.
+    """Carry the memories S [K, V] of h heads through all chunks of a row, with a decay per key channel; return the output and the
+    last memories.
 
-    h is the largest number of heads of an argument; those of the others divide it.
+    For each chunk, out = read S + scores values, and S <- chunk_decay S + writtenᵀ values. h is the largest number of heads of an
+    argument; the numbers of heads of the others, written as *, divide it.
 
     Args:
-        read: [B, T, *, K]; None, with `scores` None, returns no output.
-        written: [B, T, *, K].
-        values: [B, T, *, V].
-        scores: [B, *, T, 64], transposed by the kernel if `reverse`.
-        chunk_decay: [B, *, N * K].
+        read: [B, T, *, K], the queries, decayed from the chunk's start; None, with `scores` None, returns no output.
+        written: [B, T, *, K], the keys, decayed to the chunk's end.
+        values: [B, T, *, V], the values that are written.
+        scores: [B, *, T, 64], the decayed scores of each chunk's queries and keys, transposed by the kernel if `reverse`.
+        chunk_decay: [B, *, N * K], the decay of each key channel over each of the N chunks.
         initial: [B * S, h, K, V] float32, S before the first chunk (if `reverse`, after the last); None is 0.
-        reverse: compute the last chunk first.
-        save: also return S before each chunk (if `reverse`, after it).
-        chunk_bounds: of `row_layout.split_runs`, or None.
-        interpret: parameters of the interpreter, or False.
+        reverse: whether to compute the last chunk first, as for gradients.
+        save: whether to return also the memory before each chunk (if `reverse`, after it).
+        chunk_bounds: [B, S + 1], the chunks at which a row's S memories begin and end, of `row_layout.split_runs`; None for one
+            memory per row.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
         The output [B, T, h, V] if `read` is given, the last S [B * S, h, K, V] float32, and the saved ones [B, h, N, K, V].
@@ -89,18 +92,18 @@ def channel_scan(
 
 
 class _Call(NamedTuple):
-    """Sizes and options of one call.
+    """Sizes and options of one call of `channel_scan`, which carries memories [K, V] through the chunks of all rows.
 
     Attributes:
-        shapes: of the inputs that are loaded chunk by chunk, by name.
+        shapes: shapes of the inputs that are loaded chunk by chunk, by name.
         heads: number of heads of the output, h.
-        depth: K.
-        count: chunks of a row, N.
-        groups: computing warpgroups of a thread block.
-        reverse: whether the last chunk is the first.
-        save: whether S before each chunk is returned.
-        from_zero: whether there is no initial memory.
-        interpret: parameters of the interpreter, or False.
+        depth: number of key channels, K.
+        count: number of chunks of a row, N.
+        groups: number of warpgroups of a thread block that compute, each 64 value channels.
+        reverse: whether the last chunk is computed first.
+        save: whether the memory before each chunk is returned.
+        from_zero: whether the memory before the first chunk is 0, since there is no initial memory.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -115,22 +118,22 @@ class _Call(NamedTuple):
 
     @property
     def with_output(self) -> bool:
-        """Whether the output is computed."""
+        """Whether the scan computes an output, that is, has queries (`read`); without them it only writes memories."""
         return "read" in self.shapes
 
 
 class _Position(NamedTuple):
-    """The memory that a warpgroup computes, and its chunks.
+    """The memory, its 64 value channels and its chunks that one warpgroup of `channel_scan` computes.
 
     Attributes:
-        row: row of the memories, b * S + s.
-        h: head.
-        b: row of the batch.
-        steps: number of chunks.
-        chunk: the index in the row of the n-th chunk.
+        row: index of the memory in [B * S], b * S + s.
+        h: index of the head.
+        b: index of the row in the batch.
+        steps: number of chunks that this memory passes through.
+        chunk: function from n to the index, in the row, of the n-th chunk to be computed.
         group: the warpgroup's index in its thread block.
-        columns: the slice of its value channels.
-        block_columns: the slice of the value channels of all warpgroups of the block.
+        columns: the slice of the 64 value channels that this warpgroup computes.
+        block_columns: the slice of the value channels that all warpgroups of its thread block compute.
     """
 
     row: Any
@@ -144,7 +147,9 @@ class _Position(NamedTuple):
 
 
 def _position(call: _Call, refs: dict[str, Any]) -> _Position:
-    """The position of this warpgroup in the grid."""
+    """Return the memory, the value channels and the chunks that this warpgroup of `channel_scan` computes, from its index in the
+    grid.
+    """
     row, h = lax.div(lax.axis_index("row"), call.heads), lax.rem(lax.axis_index("row"), call.heads)
     b, steps, chunk = wg.chunks_of_row(refs.get("chunk_bounds"), row, call.count, call.reverse)
     group, groups = lax.axis_index("group"), call.groups
@@ -154,13 +159,14 @@ def _position(call: _Call, refs: dict[str, Any]) -> _Position:
 
 
 class _Warpgroup(NamedTuple):
-    """The computation of one warpgroup.
+    """The computation of one warpgroup of `channel_scan`: it carries 64 value channels of one memory through the chunks.
 
     Attributes:
-        call: the call.
-        at: the memory that it computes.
+        call: sizes and options of the scan.
+        at: which memory, value channels and chunks the warpgroup computes.
         refs: inputs and outputs in global memory, by name.
-        smem: `memory` [groups, K, 64] and `out` [groups, 64, 64] in shared memory.
+        smem: buffers in shared memory, for each of the thread block's warpgroups: `memory` [groups, K, 64] and `out` [groups, 64,
+            64].
     """
 
     call: _Call
@@ -169,7 +175,7 @@ class _Warpgroup(NamedTuple):
     smem: dict[str, Any]
 
     def compute(self) -> None:
-        """Carry the memory over its chunks."""
+        """Carry 64 value channels of a memory through all of its chunks, in a pipeline in which another warpgroup loads the inputs."""
         call = self.call
         sources, specs = zip(*map(self.source, call.shapes), strict=True)
         pipeline: Any = plgpu.emit_pipeline_warp_specialized
@@ -179,7 +185,9 @@ class _Warpgroup(NamedTuple):
         )(*sources)  # fmt: skip
 
     def source(self, name: str) -> tuple[Any, Any]:
-        """An input in global memory, and its block for each chunk."""
+        """Return the part of an input in global memory that this warpgroup's memory uses, and the `BlockSpec` of a chunk's tile of
+        it.
+        """
         call, at, source = self.call, self.at, self.refs[name]
         if name in ("scores", "chunk_decay"):
             source = source.at[at.b, lax.div(at.h * call.shapes["written"][2], call.heads)]
@@ -193,7 +201,7 @@ class _Warpgroup(NamedTuple):
         return source, block
 
     def compute_all(self, pipeline: Callable) -> None:
-        """Run the pipeline from the initial memory, and store the last one."""
+        """Run the pipeline over all chunks from the initial memory [K, 64] (or 0), and store the memory after the last chunk."""
         call, at = self.call, self.at
         if call.from_zero:
             S = plgpu.layout_cast(jnp.zeros((call.depth, BLOCK), _F32), wg.LAYOUT)
@@ -203,7 +211,9 @@ class _Warpgroup(NamedTuple):
         plgpu.wait_smem_to_gmem(0)
 
     def compute_chunk(self, indices, *arguments) -> Any:
-        """The memory after a chunk, from references to its inputs and the memory before it; stores the output."""
+        """Return the memory [K, 64] after one chunk, from references to the chunk's inputs and the memory before it; store the
+        chunk's output.
+        """
         call, at = self.call, self.at
         *loaded, S = arguments
         chunk = dict(zip(call.shapes, loaded, strict=True))
@@ -234,7 +244,9 @@ class _Warpgroup(NamedTuple):
         return S
 
     def copy_memory(self, n, S, buffer) -> None:
-        """Copy S before chunk n to a buffer in shared memory, for products or to save it."""
+        """Copy the memory S [K, 64] before chunk n to a buffer in shared memory, from which products read it; if `save`, also store
+        it.
+        """
         call, at = self.call, self.at
         if call.save:
             # Wait for all copies but the output's, which began after the memory's.

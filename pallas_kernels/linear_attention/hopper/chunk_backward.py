@@ -29,25 +29,26 @@ def chunk_backward(
     q, k, v, log_decay, d_output, states, d_states, chunk_decay, documents: Documents | None, *,
     scale: float, bonus=None, pieces: int = 1, exact: bool = False, interpret: Any = False,
 ):  # fmt: skip
-    """Return the gradients of q, k [B, T, h, K] and log_decay (float32) for h heads.
+    """Compute, for all chunks in parallel, the gradients of the inputs of linear attention with a decay per key channel.
 
-    With a bonus also its gradient from each chunk, [B, h, N, K]. Inputs with `*` heads have a number of heads that divides h.
+    Return the gradients of q and k [B, T, h, K] and of the log decay [B, T, h, K] (float32) for h heads; with a bonus also the
+    gradient of the bonus from each chunk, [B, h, N, K]. Inputs with `*` heads have a number of heads that divides h.
 
     Args:
-        q: [B, T, *, K]. None, with `d_states` None, returns the gradient of q alone.
-        k: [B, T, *, K]. It may be float32 if the gradient of q is returned alone, and is then not rounded within a chunk.
-        v: [B, T, *, V], where each head's values are cut into `pieces` consecutive heads.
-        log_decay: [B, T, *, K].
-        d_output: [B, T, h * pieces, V].
-        states: [B, h * pieces, N, K, V], S before each chunk.
-        d_states: [B, h * pieces, N, K, V], the gradient of S after each chunk.
-        chunk_decay: [B, *, N * K], e^(b_C).
-        documents: None is one document per row.
-        scale: multiplies q.
-        bonus: [*, K], or None.
-        pieces: 1 or 2; shared memory is too small for more.
+        q: [B, T, *, K] queries. None, with `d_states` None, returns the gradient of q alone.
+        k: [B, T, *, K] keys. They may be float32 if the gradient of q is returned alone, and are then not rounded within a chunk.
+        v: [B, T, *, V] values, where each head's value channels are cut into `pieces` consecutive heads.
+        log_decay: [B, T, *, K], the log decay of each key channel.
+        d_output: [B, T, h * pieces, V], the gradient of the output.
+        states: [B, h * pieces, N, K, V], the memory before each of the N chunks.
+        d_states: [B, h * pieces, N, K, V], the gradient of the memory after each of the N chunks.
+        chunk_decay: [B, *, N * K], the decay of each key channel over each chunk.
+        documents: where documents begin, as `halving.Documents`; None is one document per row.
+        scale: the factor by which the queries q are multiplied.
+        bonus: [*, K], RWKV6's weight of a token's own key and value, or None.
+        pieces: number of slices of each head's value channels, 1 or 2; shared memory is too small for more.
         exact: whether the gradient of q, returned alone, is float32.
-        interpret: parameters of the interpreter, or False.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     batch, length, heads, width = d_output.shape
     heads //= pieces
@@ -96,7 +97,9 @@ def chunk_backward(
 
 
 def _position(call: Call) -> Position:
-    """The position of this warpgroup in the grid."""
+    """Return the row, head, chunk and 64 key channels whose gradients this warpgroup of `chunk_backward` computes, from its index
+    in the grid.
+    """
     index, local = lax.div(lax.axis_index("chunk"), call.blocks), lax.axis_index("warpgroup")
     group = lax.rem(lax.axis_index("chunk"), call.blocks) * call.groups + local
     h, n = lax.rem(index, call.heads), lax.rem(lax.div(index, call.heads), call.count)
@@ -106,7 +109,11 @@ def _position(call: Call) -> Position:
 
 
 def _smem(call: Call, dtype, key_dtype) -> dict[str, Any]:
-    """The shared memory and barriers of a thread block; those before `v` have a part for each warpgroup."""
+    """Return the types of the buffers and barriers in shared memory that a thread block of `chunk_backward` uses, by name.
+
+    The buffers before `v` have a first axis with an entry for each warpgroup; all warpgroups use the others together, but for
+    `next_piece` and `left`, which also have an entry for each.
+    """
     smem: Any = plgpu.SMEM
     groups, barrier = call.groups, plgpu.Barrier
 

@@ -36,13 +36,15 @@ _F32 = jnp.float32
 
 
 class Chunks(NamedTuple):
-    """The outputs for T tokens and h heads.
+    """The arrays of linear attention with a decay per key channel that do not depend on the memory, for T tokens and h heads.
+
+    b are the inclusive sums of the log decay over a chunk of C = 64 tokens, b_C the sum over the whole chunk.
 
     Attributes:
-        scores: [B, h, T, 64], P; None without queries.
-        read: [B, T, h, K], scale q e^b; None without queries.
-        written: [B, T, h, K], k e^(b_C - b).
-        chunk_decay: [B, h, N * K] float32, e^(b_C).
+        scores: [B, h, T, 64], each token's row of its chunk's decayed scores of queries with keys; None without queries.
+        read: [B, T, h, K], the queries decayed from the chunk's start, scale q e^b; None without queries.
+        written: [B, T, h, K], the keys decayed to the chunk's end, k e^(b_C - b).
+        chunk_decay: [B, h, N * K] float32, the decay of each key channel over each of the N chunks, e^(b_C).
     """
 
     scores: jax.Array | None
@@ -55,17 +57,21 @@ def chunk_forward(
     q, k, log_decay, documents: Documents | None, *, heads: int, scale: float, bonus=None,
     interpret: Any = False,
 ) -> Chunks:  # fmt: skip
-    """Compute the `Chunks` of all chunks.
+    """Compute, for all chunks in parallel, what linear attention with a decay per key channel requires and does not depend on the
+    memory.
+
+    Return the decayed scores of each chunk, the queries and keys with their decay from and to the chunk's boundaries, and each
+    chunk's decay, as `Chunks`.
 
     Args:
-        q: [B, T, *, K], with a number of heads that divides `heads`, as of k, log_decay and bonus. None returns no scores.
-        k: [B, T, *, K]; may be float32 without q.
-        log_decay: [B, T, *, K] float32.
-        documents: None is one document per row.
+        q: [B, T, *, K] queries, with a number of heads that divides `heads`, as of k, log_decay and bonus. None returns no scores.
+        k: [B, T, *, K] keys; they may be float32 if q is None.
+        log_decay: [B, T, *, K] float32, the log decay of each key channel.
+        documents: where documents begin, as `halving.Documents`; None is one document per row.
         heads: number of heads of the output.
-        scale: multiplies q.
-        bonus: [*, K]; a token then reads before it writes.
-        interpret: parameters of the interpreter, or False.
+        scale: the factor by which the queries q are multiplied.
+        bonus: [*, K], RWKV6's weight of a token's own key and value, or None; with it, a token reads the memory before it writes.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     batch, length, _, depth = k.shape
     count, groups = length // CHUNK, depth // BLOCK
@@ -109,17 +115,17 @@ def chunk_forward(
 
 
 class _Call(NamedTuple):
-    """Sizes and options of one call.
+    """Sizes and options of one call of `chunk_forward`, which computes the scores and decayed tokens of all chunks.
 
     Attributes:
-        shapes: of the inputs, by name.
+        shapes: shapes of the inputs, by name.
         heads: number of heads of the output.
-        count: chunks of a row, N.
-        depth: K.
-        groups: warpgroups of a chunk and head, 64 key channels each.
-        items: pairs of a chunk and a head that a thread block computes.
-        scale: multiplies q.
-        interpret: parameters of the interpreter, or False.
+        count: number of chunks of a row, N.
+        depth: number of key channels, K.
+        groups: number of warpgroups that compute one chunk of one head, each 64 key channels.
+        items: number of pairs of a chunk and a head that a thread block computes.
+        scale: the factor by which the queries q are multiplied.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -133,22 +139,22 @@ class _Call(NamedTuple):
 
     @property
     def with_scores(self) -> bool:
-        """Whether there are queries."""
+        """Whether the call has queries, so that scores and decayed queries are computed and not only decayed keys."""
         return "q" in self.shapes
 
 
 class _Position(NamedTuple):
-    """The part of the outputs that a warpgroup computes.
+    """The row, head, chunk and 64 key channels that one warpgroup of `chunk_forward` computes.
 
     Attributes:
-        b: row of the batch.
-        h: head.
-        n: chunk.
-        warpgroup: its index in the thread block.
-        item: index of its chunk and head in the block.
-        group: index of its 64 key channels.
-        tokens: the slice of the chunk's tokens.
-        channels: the slice of the key channels.
+        b: index of the row in the batch.
+        h: index of the head.
+        n: index of the chunk in the row.
+        warpgroup: index of the warpgroup in its thread block.
+        item: index, in the thread block, of the pair of a chunk and a head that the warpgroup computes.
+        group: index of the 64 key channels among those of the head.
+        tokens: the slice of the chunk's tokens in the row.
+        channels: the slice of the 64 key channels.
     """
 
     b: Any
@@ -162,7 +168,7 @@ class _Position(NamedTuple):
 
 
 def _position(call: _Call) -> _Position:
-    """The position of this warpgroup in the grid."""
+    """Return the row, head, chunk and key channels that this warpgroup of `chunk_forward` computes, from its index in the grid."""
     warpgroup = lax.axis_index("warpgroup")
     item, group = lax.div(warpgroup, call.groups), lax.rem(warpgroup, call.groups)
     channels = pl.ds(group * BLOCK, BLOCK)
@@ -173,7 +179,11 @@ def _position(call: _Call) -> _Position:
 
 
 def _smem(call: _Call, key_dtype) -> dict[str, Any]:
-    """The shared memory and barriers of a thread block: `sums` and `summed` for each item, the others for each warpgroup."""
+    """Return the types of the buffers and barriers in shared memory that a thread block of `chunk_forward` uses, by name.
+
+    `sums` and `summed` have an entry for each pair of a chunk and a head that the thread block computes, the others one for each of
+    its warpgroups.
+    """
     smem: Any = plgpu.SMEM
     each = call.items * call.groups
 
@@ -194,23 +204,28 @@ def _smem(call: _Call, key_dtype) -> dict[str, Any]:
 
 
 class _Warpgroup:
-    """The computation of one warpgroup: a method for each phase, in the order of `compute`."""
+    """The computation of `chunk_forward` by one warpgroup, for 64 key channels of one chunk and head: a method for each step, in
+    order.
+    """
 
     def __init__(self, call: _Call, at: _Position, refs: dict[str, Any], smem: dict[str, Any]):
-        """Bind references.
+        """Select the buffers that this warpgroup uses.
 
         Args:
-            call: the call.
-            at: what this warpgroup computes.
-            refs: inputs and outputs in global memory.
-            smem: buffers of `_smem`, of which it selects its part.
+            call: sizes and options of `chunk_forward`.
+            at: the row, head, chunk and key channels that this warpgroup computes.
+            refs: references to inputs and outputs in global memory, by name.
+            smem: the thread block's buffers and barriers in shared memory, as `_smem` returns them; the warpgroup selects its entry
+                of each.
         """
         self.call, self.at, self.refs = call, at, refs
         index = dict(sums=at.item, summed=at.item)
         self.smem = {n: x.at[index.get(n, at.warpgroup)] for n, x in smem.items()}
 
     def compute(self) -> None:
-        """Compute and store this warpgroup's part of all outputs."""
+        """Compute and store, for one chunk and 64 key channels, the decayed queries and keys, the chunk's decay and, summed over
+        channels, the scores.
+        """
         call, at, smem = self.call, self.at, self.smem
         self.start_loads()
         self.left = left_operand(smem.get("left"), call.interpret)
@@ -234,19 +249,23 @@ class _Warpgroup:
         plgpu.wait_smem_to_gmem(0)
 
     def input_head(self, name: str):
-        """The head of an input that this head of the outputs uses."""
+        """Return the index of the head of the input `name` that this warpgroup's head of the outputs uses; several of them may
+        share it.
+        """
         heads = self.call.shapes[name][0 if name == "bonus" else 2]
         return lax.div(self.at.h * heads, self.call.heads)
 
     def start_loads(self) -> None:
-        """Start the copies of k and q into shared memory."""
+        """Start to copy the chunk's keys and queries [64, 64], in this warpgroup's channels, from global to shared memory."""
         at = self.at
         for name in ("k", "q") if self.call.with_scores else ("k",):
             source = self.refs[name].at[at.b, at.tokens, self.input_head(name), at.channels]
             plgpu.copy_gmem_to_smem(source, self.smem[name], self.smem["loaded"])
 
     def store_chunk_decay(self) -> None:
-        """Store e^(b_C)."""
+        """Store the decay of the memory over the whole chunk, for this warpgroup's 64 key channels; 0 if a document begins in the
+        chunk.
+        """
         call, at = self.call, self.at
         chunk_decay = jnp.exp2(self.halving.column_sums())
         if "enters" in self.refs:
@@ -255,7 +274,9 @@ class _Warpgroup:
         self.refs["chunk_decay"].at[at.b, at.h, channels][...] = chunk_decay
 
     def scores(self):
-        """The sum over this warpgroup's key channels of the chunk's scores, [64, 64]."""
+        """Return the sum over this warpgroup's 64 key channels of the chunk's decayed scores of queries with keys, [64, 64]
+        float32.
+        """
         smem, halving = self.smem, self.halving
         sums, all_in_range = halving.check_range(smem["q"], smem["k"])
 
@@ -274,7 +295,10 @@ class _Warpgroup:
         return scores
 
     def add_scores(self, step: Level | AllPairs, scores, served):
-        """The scores plus those of one step, for the pairs of rows that `served()` [64, 64] selects."""
+        """Return the chunk's scores plus those that one step computes, for the pairs of tokens that `served()` [64, 64] selects.
+
+        The step is one level of the halving, or `AllPairs`, which computes all pairs whose decays are in float32's range.
+        """
         q, k, tile = self.smem["q"], self.smem["k"], self.smem["tile"]
         rows = self.left(step.rows(load(q), load(k)).astype(tile.dtype))
         tile[...] = step.columns(load(q), load(k)).astype(tile.dtype)
@@ -285,7 +309,9 @@ class _Warpgroup:
         return scores + jnp.where(served(), step.mask(products), 0.0)
 
     def diagonal(self):
-        """The products of each token's query and key, times the bonus, in all columns of [64, 64]."""
+        """Return the inner product of each token's query and key, times the bonus if there is one, repeated in all columns of [64,
+        64].
+        """
         products = load(self.smem["q"]).astype(_F32) * load(self.smem["k"]).astype(_F32)
         if "bonus" in self.refs:
             bonus = self.refs["bonus"].at[self.input_head("bonus"), self.at.channels]
@@ -293,12 +319,14 @@ class _Warpgroup:
         return wg.spread_rows(jnp.sum(products, axis=1), SQUARE)
 
     def pass_scores(self, scores) -> None:
-        """Pass the scores to the first warpgroup of the same chunk and head."""
+        """Pass this warpgroup's scores [64, 64] through shared memory to the first warpgroup of the same chunk and head, which adds
+        them.
+        """
         self.smem["sums"][...] = scores
         plgpu.barrier_arrive(self.smem["summed"])
 
     def store_scores(self, scores) -> None:
-        """Add the other warpgroup's scores and start to store the sum."""
+        """Add the scores [64, 64] of the chunk's other warpgroup, if there is one, and start to store the sum in global memory."""
         at, smem = self.at, self.smem
         if self.call.groups > 1:
             plgpu.barrier_wait(smem["summed"])
@@ -308,7 +336,11 @@ class _Warpgroup:
         plgpu.copy_smem_to_gmem(smem["tile"], self.refs["scores"].at[at.b, at.h, at.tokens])
 
     def boundary_decay(self, from_start: bool):
-        """[64, 64], the decay from the chunk's start to each token, or from each token to the chunk's end; 0 across documents."""
+        """Return the decay from the chunk's start to each token, or from each token to the chunk's end, [64 tokens, 64 key
+        channels].
+
+        It is 0 where the token and the boundary are in different documents.
+        """
         decay = self.halving.boundary_decay(from_start)
         name = "enters" if from_start else "stays"
         if name in self.refs:
@@ -317,7 +349,7 @@ class _Warpgroup:
         return decay
 
     def store_decayed(self, output: str, name: str, factor) -> None:
-        """Start to store q or k times a factor [64, 64]."""
+        """Start to store the output `output`: the chunk's queries or keys (`name`) times a decay `factor` [64, 64]."""
         at, source = self.at, self.smem[name]
         buffer = (
             source if self.call.with_scores else self.smem["q"]

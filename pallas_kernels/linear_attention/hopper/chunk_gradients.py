@@ -1,4 +1,6 @@
-"""The computation of `chunk_backward` by one warpgroup: the gradients of 64 key channels of one chunk and head."""
+"""One warpgroup's part of the backward pass of linear attention with a decay per key channel: gradients of 64 key channels of a
+chunk.
+"""
 
 from __future__ import annotations
 
@@ -28,20 +30,20 @@ _F32 = jnp.float32
 
 
 class Call(NamedTuple):
-    """Sizes and options of one call.
+    """Sizes and options of one call of `chunk_backward`, which computes the gradients of q, k and the log decay of all chunks.
 
     Attributes:
         shapes: shapes of the inputs, by name.
         heads: number of heads of the output, h.
         count: number of chunks of a row, N.
         depth: K, number of key channels.
-        width: number of value channels of one slice.
-        pieces: number of slices of each head's values.
+        width: number of value channels of one slice of a head's values.
+        pieces: number of slices of each head's value channels.
         groups: number of warpgroups of a thread block.
-        blocks: number of thread blocks of a chunk and head.
-        scale: multiplies q.
-        exact: whether the gradient of q is float32.
-        interpret: parameters of the interpreter, or False.
+        blocks: number of thread blocks that compute one chunk of one head.
+        scale: the factor by which the queries q are multiplied.
+        exact: whether the gradient of q is stored in float32.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -58,25 +60,25 @@ class Call(NamedTuple):
 
     @property
     def only_query(self) -> bool:
-        """Whether only the gradient of q is computed."""
+        """Whether only the gradient of q is computed, not those of k and the log decay."""
         return "d_states" not in self.shapes
 
     def input_heads(self, name: str) -> int:
-        """The number of heads of an input."""
+        """Return the number of heads of the input `name`, which divides the number of heads of the output."""
         return self.shapes[name][dict(chunk_decay=1, bonus=0).get(name, 2)]
 
 
 class Position(NamedTuple):
-    """The part of the gradients that a warpgroup computes.
+    """The row, head, chunk and 64 key channels whose gradients one warpgroup computes.
 
     Attributes:
-        b: row of the batch.
-        h: head.
-        n: chunk.
-        local: the warpgroup's index in its thread block.
-        group: index of its 64 key channels.
-        tokens: the slice of the chunk's tokens.
-        channels: the slice of the key channels.
+        b: index of the row in the batch.
+        h: index of the head.
+        n: index of the chunk in the row.
+        local: index of the warpgroup in its thread block.
+        group: index of the 64 key channels among those of the head.
+        tokens: the slice of the chunk's tokens in the row.
+        channels: the slice of the 64 key channels.
     """
 
     b: Any
@@ -89,13 +91,13 @@ class Position(NamedTuple):
 
 
 class _ScoresGradient(NamedTuple):
-    """The gradient of a chunk's scores.
+    """The gradient dP of the decayed scores P [64, 64] of one chunk's queries with its keys.
 
     Attributes:
         matrix: [64, 64] bfloat16, dP on and below the diagonal, and above it its transpose (undefined if only the gradient of q is
             computed); each row is divided by `size`.
-        size: [64], a power of two for each row.
-        diagonal: [64], dP_ii.
+        size: [64], the power of two by which each row of `matrix` has been divided.
+        diagonal: [64], the diagonal of dP: the gradient of each query's score with its own token's key.
     """
 
     matrix: Any
@@ -104,23 +106,27 @@ class _ScoresGradient(NamedTuple):
 
 
 class ChunkGradients:
-    """The computation of one warpgroup: a method for each phase, in the order of `compute`."""
+    """The gradients of q, k and the log decay in 64 key channels of one chunk and head, as one warpgroup computes them.
+
+    It has a method for each step, in the order in which `compute` calls them.
+    """
 
     def __init__(self, call: Call, at: Position, refs: dict[str, Any], smem: dict[str, Any]):
-        """Bind references.
+        """Select the buffers that this warpgroup uses.
 
         Args:
-            call: the call.
-            at: what this warpgroup computes.
-            refs: inputs and outputs in global memory.
-            smem: buffers in shared memory, by name, of which it selects its part.
+            call: sizes and options of `chunk_backward`.
+            at: the row, head, chunk and key channels that this warpgroup computes.
+            refs: references to inputs and outputs in global memory, by name.
+            smem: the thread block's buffers in shared memory, by name; the warpgroup selects its entry of those that are not
+                shared.
         """
         self.call, self.at, self.refs = call, at, refs
         shared = ("v", "d_output", "loaded", "left")
         self.smem = {n: x if n in shared else x.at[at.local] for n, x in smem.items()}
 
     def compute(self) -> None:
-        """Compute and store this warpgroup's gradients."""
+        """Compute and store the gradients of q, k and the log decay (or of q alone) in this warpgroup's 64 key channels of a chunk."""
         call, at, smem = self.call, self.at, self.smem
         self.start_loads()
         g = wg.load_global(self.refs["g"].at[at.b, at.tokens, self.input_head("g"), at.channels])
@@ -139,11 +145,15 @@ class ChunkGradients:
             self.store_gradients(dq, dk[0], diagonal)
 
     def input_head(self, name: str):
-        """The head of an input that this head of the outputs uses; of v and dO its first piece."""
+        """Return the index of the head of the input `name` that this head of the outputs uses; for v and dO, that of its first
+        slice of channels.
+        """
         return lax.div(self.at.h * self.call.input_heads(name), self.call.heads)
 
     def start_loads(self) -> None:
-        """Start the copies of all tiles into shared memory; `loaded` counts them."""
+        """Start to copy q, k, v, dO, the memory and its gradient of one chunk to shared memory; the barrier `loaded` counts the
+        copies.
+        """
         call, at, smem, refs = self.call, self.at, self.smem, self.refs
         for name in ("q", "k")[call.only_query :]:
             source = refs[name].at[at.b, at.tokens, self.input_head(name), at.channels]
@@ -160,17 +170,22 @@ class ChunkGradients:
         pl.when(at.local == call.groups - 1)(lambda: copy("d_output"))
 
     def start_memory_loads(self, piece: int, barrier) -> None:
-        """Start the copies of S and dS' of one piece of the values."""
+        """Start to copy to shared memory one slice of value channels of the memory before the chunk and of the gradient of the
+        memory after it.
+        """
         call, at = self.call, self.at
         for name in ("states",) if call.only_query else ("states", "d_states"):
             source = self.refs[name].at[at.b, at.h * call.pieces + piece, at.n, at.channels]
             plgpu.copy_gmem_to_smem(source, self.smem[name], barrier)
 
     def memory_gradients(self):
-        """Return whether all rows are in range, dP, and the gradients of q and k through S and S', [64, 64] each.
+        """Compute the gradient dP of the chunk's decayed scores, and the gradients of q and k through the memories before and after
+        the chunk.
 
-        The decay's gradient through S' is stored in `totals`, [64] by key channel:
-        e^(b_C) Σ_v S dS' + Σ_j (k dk(S'))_j.
+        Return whether all tokens' decays are in float32's range, dP, and a list of the gradients of q through the memory S before
+        the chunk and of k through the memory S' after it, [64, 64] each (of q alone if only its gradient is computed). The decay's
+        gradient through S' is stored in the buffer `totals`, [64] by key channel: e^(b_C) Σ_v S dS' + Σ_j (k dk(S'))_j, where
+        e^(b_C) is the chunk's decay, dS' the gradient of S' and dk(S') that of k through S'.
         """
         call, smem, halving = self.call, self.smem, self.halving
         at_end: Any = 0.0
@@ -196,7 +211,9 @@ class ChunkGradients:
         return all_in_range, scores, [dq, dk]
 
     def scores_gradient(self) -> _ScoresGradient:
-        """dP, from products of v and dO."""
+        """Return the gradient of the chunk's scores of queries with keys, scale dO vᵀ on and below the diagonal, from the output's
+        gradient dO and v.
+        """
         call, smem, halving = self.call, self.smem, self.halving
         i, j = halving.i, halving.j
 
@@ -219,7 +236,11 @@ class ChunkGradients:
         return _ScoresGradient(weights.astype(jnp.bfloat16), size, diagonal)
 
     def add_memory_products(self, piece: int, *sums):
-        """Return the sums plus dO Sᵀ and v dS'ᵀ of one piece of the values."""
+        """Return the given sums plus the products of one slice of value channels with the memory and with its gradient.
+
+        The products are dO Sᵀ, a term of the gradient of q, and v dS'ᵀ, one of the gradient of k, [64 tokens, 64 key channels]
+        each: S is the memory before the chunk, dS' the gradient of the memory after it, dO that of the output.
+        """
         smem = self.smem
 
         def add(dq, *dk):
@@ -230,7 +251,9 @@ class ChunkGradients:
         return wg.accumulate(add, *sums, interpret=self.call.interpret)
 
     def memory_dots(self):
-        """Σ_v S dS' over the loaded piece of the values, [64] by key channel."""
+        """Return, for each of 64 key channels, the inner product of the memory with its gradient over the loaded slice of value
+        channels.
+        """
         total: Any = 0.0
         for c in range(self.call.width // BLOCK):
             values = pl.ds(c * BLOCK, BLOCK)
@@ -239,7 +262,12 @@ class ChunkGradients:
         return total
 
     def store_totals(self, at_end, dk) -> None:
-        """Store what every token's decay gets through S' in `totals`, from Σ_v S dS' [64] and dk(S') [64, 64]."""
+        """Store the part of the log decay's gradient that comes through the memory S' after the chunk, [64] by key channel, in
+        `totals`.
+
+        It is computed from the inner products of the memory before the chunk with the gradient of S' (`at_end` [64]) and from the
+        gradient of k through S' (`dk` [64, 64]).
+        """
         call, at, smem, halving = self.call, self.at, self.smem, self.halving
         # S and dS' have been used: their buffers receive the two parts of a split tile.
         parts = [smem["states"], smem["d_states"]]
@@ -253,16 +281,18 @@ class ChunkGradients:
         smem["totals"][...] = at_end * chunk_decay + halving.column_sums(parts)
 
     def add_pairs(self, all_in_range, scores: _ScoresGradient, gradients: list) -> list:
-        """Return the gradients of q (and k) with dq(P) (and dk(P)) added, without the diagonal of P.
+        """Return the gradients of q (and k) plus those through the chunk's decayed scores P, except through the diagonal of P.
 
-        Rows in range are computed all at once, once as the later rows of their pairs (dq) and once as the earlier (dk); if there is
-        another row, the whole chunk is computed level by level.
+        If the decays of all tokens are in float32's range, all pairs of tokens are computed at once: once for the gradient of q, as
+        the later tokens of their pairs, and once for that of k, as the earlier. Else the whole chunk is computed level by level.
         """
         both = not self.call.only_query
 
         def all_pairs(transposed, gradients):
-            """Add to the first gradient and move it to the end of the list, so that the second turn of the
-            loop adds to the other gradient.
+            """Add the term of all pairs of tokens to the first gradient of the list (of q or k), and move that gradient to the
+            list's end.
+
+            So the second turn of the loop adds to the other gradient.
             """
             first, *second = gradients
             step = AllPairs(self.halving, transposed.astype(_F32))
@@ -278,7 +308,11 @@ class ChunkGradients:
         return lax.fori_loop(all_in_range * LEVELS, LEVELS, level, gradients)
 
     def pair_products(self, step: Level | AllPairs, scores: _ScoresGradient):
-        """The gradient of the rows of one step through P: `step.factor * (step.mask(dP) columns)`, [64, 64]."""
+        """Return the gradient of q or k, [64, 64], that one step contributes through the pairs of tokens of the chunk's scores.
+
+        With dP the gradient of the scores, it is `step.factor * (step.mask(dP) columns)`; the step is a level of the halving, or
+        `AllPairs`.
+        """
         smem, both = self.smem, not self.call.only_query
         columns = step.columns(load(smem["q" if both else "k"]), load(smem["k"]))
         if both:
@@ -298,7 +332,7 @@ class ChunkGradients:
         return dx * step.factor * wg.spread_rows(scores.size, SQUARE)
 
     def store_query_gradient(self, dq, diagonal) -> None:
-        """Add the diagonal of P to the gradient of q and store it."""
+        """Add to the gradient of q [64, 64] the term through each query's score with its own token's key, and store it."""
         at = self.at
         dq += diagonal * load(self.smem["k"]).astype(_F32)
         if self.call.exact:
@@ -308,7 +342,11 @@ class ChunkGradients:
         plgpu.wait_smem_to_gmem(0)
 
     def store_gradients(self, dq, dk, diagonal) -> None:
-        """Compute the gradient of g from those of q and k, add the diagonal of P to these, and store all."""
+        """Compute the log decay's gradient from those of q and k, add to these the terms of a token's own score, and store all
+        three.
+
+        With a bonus, its gradient is also stored. `diagonal` is the gradient of the score of each token's query with its own key.
+        """
         at, smem, refs, halving = self.at, self.smem, self.refs, self.halving
         q, k = (load(smem[name]).astype(_F32) for name in ("q", "k"))
         dg = self.decay_gradient(q * dq, k * dk)
@@ -323,7 +361,10 @@ class ChunkGradients:
         plgpu.wait_smem_to_gmem(0)
 
     def decay_gradient(self, q_products, k_products):
-        """dg [64, 64], from q ⊙ dq and k ⊙ dk without the diagonal of P."""
+        """Return the gradient of the log decay g in one chunk, [64 tokens, 64 key channels] float32.
+
+        The arguments are the elementwise products of q and of k with their gradients, without the terms of a token's own score.
+        """
         halving = self.halving
         i, j = halving.i, halving.j
         if "bonus" not in self.refs:
@@ -338,7 +379,7 @@ class ChunkGradients:
         return dg + self.mask_documents(lax.broadcast_in_dim(totals, SQUARE, [1]), "stays")
 
     def store(self, name: str, buffer, x) -> None:
-        """Start the copy of x [64, 64] to an output, through a buffer in shared memory."""
+        """Start to copy a gradient x [64, 64] to the output `name` in global memory, through a buffer in shared memory."""
         at = self.at
         buffer[...] = x.astype(buffer.dtype)
         plgpu.commit_smem()
@@ -346,15 +387,18 @@ class ChunkGradients:
         plgpu.copy_smem_to_gmem(buffer, target)
 
     def same_document(self):
-        """[64, 64], whether two tokens of the chunk belong to one document."""
+        """Return whether the tokens i and j of the chunk belong to one document, [64, 64] bool."""
         return same_document(self.refs["run"].at[self.at.b, self.at.tokens])
 
     def mask_pairs(self, mask):
-        """The mask [64, 64], and whether the two tokens belong to one document."""
+        """Return a mask [64, 64] of pairs of tokens, without the pairs whose tokens belong to different documents."""
         return mask & self.same_document() if "run" in self.refs else mask
 
     def mask_documents(self, x, name: str):
-        """x [64, 64] with 0 in rows whose flag of `Documents` is 0."""
+        """Return x [64 tokens, 64 key channels] with 0 for tokens that are in another document than the chunk's boundary.
+
+        `name` is the flag of `Documents`: "enters" for the last token before the chunk, "stays" for the chunk's last token.
+        """
         if name not in self.refs:
             return x
         flags = load_by_row(self.refs[name].at[self.at.b, self.at.tokens])

@@ -40,12 +40,12 @@ REQUIREMENTS = (
 
 
 class Residuals(NamedTuple):
-    """Outputs of `forward` that `backward` reads, for P parts.
+    """What `forward` of linear attention with a scalar decay saves for `backward`, for rows split into P parts.
 
     Attributes:
-        decay: the decays.
-        starts: [B * P, *, K, V] float32, the memory before each part.
-        ends: [B * P, *, K, V] float32, the memory after each part.
+        decay: the decays of all tokens and chunks, and the tokens' documents.
+        starts: [B * P, *, K, V] float32, the memory of each of * heads before each part of a row.
+        ends: [B * P, *, K, V] float32, the memory of each of * heads after each part of a row.
     """
 
     decay: Decays
@@ -56,10 +56,10 @@ class Residuals(NamedTuple):
 def forward(
     q, k, v, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals]:
-    """Return the output [B, T, max(H, G), V], the final memories, shaped as `initial`, and the residuals.
+    """Compute linear attention with a scalar decay or none, and what its backward pass requires.
 
-    The arguments are those of `linear_attention`, with T a multiple of `CHUNK`. The residuals are computed whether or not `save` is
-    set.
+    Return the output [B, T, max(H, G), V], the final memories, shaped as `initial`, and the residuals, which are computed whether
+    or not `save` is set. The arguments are those of `linear_attention`, with T a multiple of `CHUNK`.
     """
     del save
     batch, length, memories, _ = v.shape
@@ -85,7 +85,11 @@ def backward(
     q, k, v, log_decay, run, initial, residuals: Residuals, d_output, d_final, *, scale: float,
     decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Return the gradients of q, k, v, log_decay and initial; that of log_decay is None without one or without `decay_gradient`."""
+    """Return the gradients of q, k, v, log_decay and initial of linear attention with a scalar decay or none.
+
+    That of log_decay is None if there is no decay, or without `decay_gradient`. The arguments are those of `forward`, its
+    residuals, and the gradients of its output and of its final memories.
+    """
     batch, length, memories, _ = v.shape
     heads = d_output.shape[2]
     decay, starts, ends = residuals
@@ -131,7 +135,11 @@ def backward(
 
 
 def _chunk_decays(log_decay, run, shape, parts: int) -> Decays:
-    """The `Decays` of log_decay [B, T, G] (or None) and run [B, T] (or None), for values of `shape` [B, T, G, V]."""
+    """Return the decays that the scan multiplies by, of each token and each chunk, as `Decays`.
+
+    They are computed from log_decay [B, T, G] (or None) and the document numbers run [B, T] (or None), for values of `shape` [B, T,
+    G, V], and are split into `parts` parts of each row.
+    """
     batch, length, heads, _ = shape
     count = length // CHUNK
     if log_decay is None:
@@ -165,9 +173,10 @@ def _chunk_decays(log_decay, run, shape, parts: int) -> Decays:
 
 
 def _interval_ends(at_end, products, chunk_bounds):
-    """The inner products of the memory with its gradient at the end of each interval of `scalar_scan`, [B, heads, intervals].
+    """Return the inner products of the memory with its gradient at the end of each interval of chunks, [B, heads, intervals].
 
-    They are computed anew in each interval: summed over all of T, the rounding errors of `q . dq - k . dk` would add up.
+    The log decay's gradient is summed anew in each interval: summed over all of T, the rounding errors of `q . dq - k . dk` would
+    add up.
 
     Args:
         at_end: [B * S, heads, 1], the inner products at the end of each memory's last chunk.
@@ -184,14 +193,16 @@ def _interval_ends(at_end, products, chunk_bounds):
 
 
 def _decay_gradient(rows, at_end, run):
-    """The gradient of the log decay, [B, T, G].
+    """Return the gradient of the scalar log decay, [B, T, G], from inner products of inputs with their gradients.
 
-    It is the sum of `rows` from each token to the end of its interval and document, plus `at_end` if its document is the interval's last.
+    An interval is a few chunks. The gradient is the sum of `rows` from each token to the end of its interval and document, plus
+    `at_end` if its document is the interval's last.
 
     Args:
-        rows: [B, G, T], `q . dq - k . dk`.
+        rows: [B, G, T], the inner product of each token's query with its gradient minus that of its key with its gradient, `q . dq
+            - k . dk`.
         at_end: [B, G, intervals], the inner product of the memory with its gradient at the end of each interval.
-        run: [B, T], document numbers, or None.
+        run: [B, T], the number of each token's document, or None for one document per row.
     """
     batch, heads, length = rows.shape
     rows = rows.reshape(*at_end.shape, -1)

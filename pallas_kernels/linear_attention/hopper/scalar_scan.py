@@ -32,7 +32,9 @@ _F32 = jnp.float32
 
 
 class Decays(NamedTuple):
-    """Decays and documents as the kernel requires them, for P parts of the sequence, which are rows of the batch.
+    """The decays and documents of linear attention with a scalar decay, as the Hopper scan reads them.
+
+    Each row of T tokens and N chunks is split into P parts, which are rows of the batch here. G is the number of memories.
 
     Attributes:
         cum: [B * P, G, T / P], sums of the log decay from each chunk's start; None without decay.
@@ -50,7 +52,9 @@ class Decays(NamedTuple):
 
 
 def chunks_of_interval(count: int) -> int:
-    """The number of chunks in an interval, at whose start memories are saved, for N = `count`."""
+    """Return how many chunks (1, 2 or 4) are in an interval, for a row of `count` chunks; memories are saved at the start of each
+    interval.
+    """
     return max(n for n in (1, 2, 4) if count % n == 0)
 
 
@@ -59,25 +63,32 @@ def scalar_scan(
     write_scale: float = 1.0, reverse: bool = False, partner=None, save_states: bool = False,
     states=None, chunk_bounds=None, interpret: Any = False,
 ) -> list[jax.Array]:  # fmt: skip
-    """Compute `out` and the memories S of the module's docstring for all chunks.
+    """Carry memories S [D, V] with a scalar decay through all chunks of a row; return what tokens read from them and the last
+    memories.
+
+    For token i and the tokens j <= i of its chunk, out_i = read_decay_i x_i S + sum_j exp(cum_i - cum_j) (x_i . y_j) z_j; then S <-
+    chunk_decay S + sum_j (write_decay_j y_j)ᵀ z_j. So x are queries, y keys and z values, or, in the backward pass, other arrays in
+    their place.
 
     Args:
-        x: [B, T, *, D]; None computes no output, only the memories.
-        y: [B, T, *, D].
-        z: [B, T, *, V].
-        decay: the decays of G heads.
+        x: [B, T, *, D], what reads the memory; None computes no output, only the memories.
+        y: [B, T, *, D], the keys of what is written.
+        z: [B, T, *, V], the values of what is written.
+        decay: the decays of G heads, and the tokens' documents.
         heads: number of heads of the output; a multiple of G and of the numbers of heads of x, y and z.
         initial: [B * S, heads, D, V] float32, S before the first chunk (if `reverse`, after the last); None is 0.
         read_scale: multiplies the output.
         write_scale: multiplies the writes, also those that the same chunk reads.
-        reverse: compute the last chunk first; a token then reads its own and later tokens.
+        reverse: whether to compute the last chunk first; a token then reads its own and later tokens.
         partner: [B, T, *, V]; also return its inner products with the output before rounding, [B, heads, D / 128 * V / 64, T].
-        save_states: also return S at the start of each interval of `chunks_of_interval(N)` chunks, [B, heads, intervals, D, V].
+        save_states: whether to return also the memory at the start of each interval of `chunks_of_interval(N)` chunks, [B, heads,
+            intervals, D, V].
         states: saved S, [B, heads, intervals, D, V]; also return their inner products with this scan's S at
             the start of each interval, [B, heads, V / 64, intervals, D]. This scan must then be `reverse`, in
             which S at the start of an interval is S after the interval's first chunk.
-        chunk_bounds: of `row_layout.split_runs`, or None; with them every chunk is an interval.
-        interpret: parameters of the interpreter, or False.
+        chunk_bounds: [B, S + 1], the chunks at which a row's S memories begin and end, of `row_layout.split_runs`; None for one
+            memory per row. With them every chunk is an interval.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
         The output [B, T, heads, V] if x is given, the last S [B * S, heads, D, V] float32, and the other
@@ -137,22 +148,23 @@ def scalar_scan(
 
 
 class _Call(NamedTuple):
-    """Sizes and options of one call.
+    """Sizes and options of one call of `scalar_scan`, which carries memories S [D, V] with a scalar decay through the chunks of all
+    rows.
 
     Attributes:
-        shapes: of the inputs, by name.
-        streams: the inputs that are loaded chunk by chunk.
+        shapes: shapes of the inputs, by name.
+        streams: names of the inputs that are loaded chunk by chunk.
         heads: number of heads of the output.
-        depth: rows of S that a warpgroup has.
-        slices: of the rows of S.
-        blocks: of the columns of S, 64 each.
-        count: chunks of a row, N.
-        interval: chunks of an interval.
-        groups: computing warpgroups of a thread block.
-        reverse: whether the last chunk is the first.
-        save_states: whether S at the start of each interval is returned.
-        scale: of what a chunk writes and reads itself.
-        interpret: parameters of the interpreter, or False.
+        depth: number of rows of a memory (key channels) that a warpgroup computes, at most 128.
+        slices: number of slices of `depth` rows of a memory.
+        blocks: number of slices of 64 columns of a memory (value channels).
+        count: number of chunks of a row, N.
+        interval: number of chunks of an interval.
+        groups: number of warpgroups of a thread block that compute, each 64 columns of a memory.
+        reverse: whether the last chunk is computed first.
+        save_states: whether the memory at the start of each interval is returned.
+        scale: factor of what a chunk's tokens read from writes of the same chunk.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -170,27 +182,27 @@ class _Call(NamedTuple):
     interpret: Any
 
     def input_head(self, name: str, h):
-        """The head of an input that head h of the output uses."""
+        """Return the index of the head of the input `name` that head h of the output uses; several heads may share it."""
         heads = self.shapes[name][2 if name in ("x", "y", "z", "partner") else 1]
         return lax.div(h * heads, self.heads)
 
 
 class _Position(NamedTuple):
-    """The part of a memory that a warpgroup computes, and its chunks.
+    """The rows and columns of a memory S [D, V], and its chunks, that one warpgroup of `scalar_scan` computes.
 
     Attributes:
-        row: row of the memories, b * S + s.
-        h: head.
-        b: row of the batch.
-        steps: number of chunks.
-        chunk: the index in the row of the n-th chunk.
+        row: index of the memory in [B * S], b * S + s.
+        h: index of the head.
+        b: index of the row in the batch.
+        steps: number of chunks that this memory passes through.
+        chunk: function from n to the index, in the row, of the n-th chunk to be computed.
         group: the warpgroup's index in its thread block.
-        slice: index of the slice of rows.
-        rows: that slice.
-        column: index of the 64 columns.
-        columns: the slice of these.
-        block_columns: the slice of the columns of all warpgroups of the block.
-        chunk_decay: reference to `Decays.chunk_decay` of its chunks.
+        slice: index of the slice of the memory's rows (key channels).
+        rows: that slice of the memory's rows.
+        column: index of the 64 columns of the memory (value channels).
+        columns: the slice of these columns.
+        block_columns: the slice of the columns that all warpgroups of the thread block compute.
+        chunk_decay: reference to the decay of the memory over each of its chunks.
     """
 
     row: Any
@@ -208,7 +220,9 @@ class _Position(NamedTuple):
 
 
 def _position(call: _Call, refs: dict[str, Any]) -> _Position:
-    """The position of this warpgroup in the grid."""
+    """Return the rows and columns of a memory, and the chunks, that this warpgroup of `scalar_scan` computes, from its index in the
+    grid.
+    """
     row, h = lax.div(lax.axis_index("row"), call.heads), lax.rem(lax.axis_index("row"), call.heads)
     b, steps, chunk = wg.chunks_of_row(refs.get("chunk_bounds"), row, call.count, call.reverse)
     group, index = lax.axis_index("group"), lax.axis_index("slice")
@@ -223,7 +237,9 @@ def _position(call: _Call, refs: dict[str, Any]) -> _Position:
 
 
 def _smem(call: _Call, dtype) -> dict[str, Any]:
-    """The shared memory of a thread block, next to that of its pipeline."""
+    """Return the types of the shared-memory buffers of a thread block of `scalar_scan`, besides those into which its pipeline loads
+    inputs.
+    """
     smem: Any = plgpu.SMEM
     tiles = functools.partial(smem, dtype=dtype, transforms=wg.TILED)
     return dict(
@@ -235,13 +251,13 @@ def _smem(call: _Call, dtype) -> dict[str, Any]:
 
 
 class _Warpgroup(NamedTuple):
-    """The computation of one warpgroup.
+    """The computation of one warpgroup of `scalar_scan`: it carries a tile [D, 64] of one memory through the chunks.
 
     Attributes:
-        call: the call.
-        at: the part of a memory that it computes.
+        call: sizes and options of the scan.
+        at: which tile of which memory, and which chunks, the warpgroup computes.
         refs: inputs and outputs in global memory, by name.
-        smem: buffers of `_smem`, by name.
+        smem: buffers of the thread block in shared memory, as `_smem` returns them, by name.
     """
 
     call: _Call
@@ -250,7 +266,7 @@ class _Warpgroup(NamedTuple):
     smem: dict[str, Any]
 
     def compute(self) -> None:
-        """Carry the memory over its chunks."""
+        """Carry a tile [D, 64] of a memory through all of its chunks, in a pipeline in which another warpgroup loads the inputs."""
         call = self.call
         sources, specs = zip(*map(self.source, call.streams), strict=True)
         pipeline: Any = plgpu.emit_pipeline_warp_specialized
@@ -260,7 +276,7 @@ class _Warpgroup(NamedTuple):
         )(*sources)  # fmt: skip
 
     def source(self, name: str) -> tuple[Any, Any]:
-        """An input in global memory, and its block for each chunk."""
+        """Return the part of an input in global memory that this warpgroup's tile uses, and the `BlockSpec` of one chunk of it."""
         at, source = self.at, self.refs[name]
         if name not in ("x", "y", "z"):
             index = (at.b,) if name == "run" else (at.b, self.call.input_head(name, at.h))
@@ -271,7 +287,7 @@ class _Warpgroup(NamedTuple):
         return source.at[:, at.block_columns if name == "z" else at.rows], block
 
     def compute_all(self, pipeline: Callable) -> None:
-        """Run the pipeline from the initial memory, and store the last one."""
+        """Run the pipeline over all chunks from the initial memory [D, 64] (or 0), and store the memory after the last chunk."""
         at = self.at
         if "initial" in self.refs:
             S = wg.load_global(self.refs["initial"].at[at.row, at.h, at.rows, at.columns])
@@ -282,7 +298,10 @@ class _Warpgroup(NamedTuple):
         plgpu.wait_smem_to_gmem(0)
 
     def compute_chunk(self, indices, *arguments) -> Any:
-        """S after a chunk and the next chunk's `chunk_decay`, from the chunk's inputs and S before it; stores the outputs."""
+        """Return the memory S [D, 64] after one chunk, and the next chunk's `chunk_decay`; store what the chunk's tokens read.
+
+        The arguments are the chunk's index, references to its inputs, and the pair of S before the chunk and the chunk's decay.
+        """
         call, at = self.call, self.at
         *loaded, (S, chunk_decay) = arguments
         chunk = dict(zip(call.streams, loaded, strict=True))
@@ -329,14 +348,18 @@ class _Warpgroup(NamedTuple):
         return S, next_chunk_decay
 
     def save_state(self, n, memory) -> None:
-        """Start to save S before chunk n."""
+        """Start to store the memory S [D, 64] before chunk n, the first chunk of an interval, for the backward pass."""
         at = self.at
         interval = lax.div(n, self.call.interval)
         target = self.refs["saved"].at[at.b, at.h, interval, at.rows, at.columns]
         plgpu.copy_smem_to_gmem(memory, target)
 
     def store_products(self, n, S) -> None:
-        """Store the inner products of the rows of S with those of the saved memory."""
+        """Store, for each row of the memory's gradient S [D, 64], its inner product with the same row of the memory that was saved
+        at chunk n.
+
+        Their sum is a term of the log decay's gradient.
+        """
         at = self.at
         interval = lax.div(n, self.call.interval)
         state = wg.load_global(self.refs["states"].at[at.b, at.h, interval, at.rows, at.columns])
@@ -344,7 +367,9 @@ class _Warpgroup(NamedTuple):
         self.refs["products"].at[at.b, at.h, at.column, interval, at.rows][...] = products
 
     def weigh(self, scores, chunk, dtype):
-        """x yᵀ [64, 64] times the decay from token j to token i, and 0 where i does not read j; a left operand."""
+        """Return the chunk's scores x yᵀ [64, 64] times the decay from token j to token i, 0 where i does not read j, as a
+        product's left operand.
+        """
         call = self.call
         i = plgpu.broadcasted_iota(jnp.int32, _SQUARE, 0, layout=wg.LAYOUT)
         j = plgpu.broadcasted_iota(jnp.int32, _SQUARE, 1, layout=wg.LAYOUT)
@@ -366,7 +391,9 @@ class _Warpgroup(NamedTuple):
         return weights
 
     def store_output(self, tokens, out) -> None:
-        """Start to store an output [64, 64], and store its inner products with `partner`."""
+        """Start to store what the chunk's tokens read, `out` [64, 64]; store also the inner product of each token's row with its
+        `partner`.
+        """
         call, at = self.call, self.at
         buffer = self.smem["out"].at[at.group]
         if "partner" in self.refs:

@@ -39,7 +39,7 @@ REQUIREMENTS = (
 
 
 class Residuals(NamedTuple):
-    """Empty: `backward` requires only the inputs."""
+    """Empty residuals: `backward` of linear attention with a decay per value channel requires only the inputs of `forward`."""
 
 
 def forward(
@@ -55,10 +55,11 @@ def forward(
     exact: bool = False,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, Residuals]:
-    """Return the output [B, T, max(H, G), V], the final memories, shaped as `initial`, and the residuals.
+    """Compute linear attention with a decay per value channel (slot memories).
 
-    The arguments are those of `linear_attention`, with log_decay [B, T, G, V] and T a multiple of `CHUNK`. If `exact`, the output is
-    float32. A v in float32 is rounded only where it is written to the memory.
+    Return the output [B, T, max(H, G), V], the final memories, shaped as `initial`, and empty residuals. The arguments are those of
+    `linear_attention`, with log_decay [B, T, G, V] and T a multiple of `CHUNK`. If `exact`, the output is float32. A v in float32
+    is rounded only where it is written to the memory.
     """
     del save
     batch, length, memories, _ = v.shape
@@ -81,7 +82,11 @@ def backward(
     q, k, v, log_decay, run, initial, residuals, d_output, d_final, *, scale: float,
     decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Return the gradients of q, k, v, log_decay and initial."""
+    """Return the gradients of q, k, v, log_decay and initial of linear attention with a decay per value channel.
+
+    The arguments are those of `forward`, its (empty) residuals, and the gradients of its output and of its final memories. The
+    gradient of log_decay is computed whether or not `decay_gradient` is set.
+    """
     del residuals, decay_gradient
     value_dtype, v = v.dtype, v.astype(q.dtype)
     head_counts = q.shape[2], k.shape[2]
@@ -97,11 +102,13 @@ def backward(
 
 
 def _by_head(q, k, memories: int):
-    """q [B, T, H, K] repeated for every head of the output, and k [B, T, Hk, K] for every memory."""
+    """Return queries q [B, T, H, K] repeated so that each head of the output has its own, and keys k [B, T, Hk, K] so that each
+    memory has.
+    """
     heads = max(q.shape[2], memories)
     return jnp.repeat(q, heads // q.shape[2], 2), jnp.repeat(k, memories // k.shape[2], 2)
 
 
 def _transpose(memory):
-    """[*, K, V] -> [*, V, K]."""
+    """Transpose memories, [*, K, V] -> [*, V, K], or back."""
     return jnp.swapaxes(memory, -1, -2)

@@ -32,9 +32,10 @@ def forward(
     q, k, v, log_decay, run, initial, *, scale: float, bonus=None, save: bool = True,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:  # fmt: skip
-    """Return the output [B, T, max(H, G), V], the final memories, shaped as `initial`, and, if `save`, the memories before all chunks.
+    """Compute linear attention with a decay per key channel, and what its backward pass requires.
 
-    The arguments are those of `linear_attention`, with T a multiple of `CHUNK`.
+    Return the output [B, T, max(H, G), V], the final memories, shaped as `initial`, and, if `save`, the memories before all chunks,
+    else None. The arguments are those of `linear_attention`, with T a multiple of `CHUNK`.
     """
     layout, inputs = _inputs(q, k, v, log_decay, run, initial, bonus)
     inputs["initial"] = layout.as_memories(initial), layout.memories()
@@ -50,7 +51,11 @@ def backward(
     q, k, v, log_decay, run, initial, residuals, d_output, d_final, *, scale: float, bonus=None,
     decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Return the gradients of q, k, v, log_decay (None unless `decay_gradient`) and initial, and of the bonus if there is one."""
+    """Return the gradients of q, k, v, log_decay and initial of linear attention with a decay per key channel, and that of a bonus.
+
+    That of log_decay is None unless `decay_gradient`; that of the bonus is left out if there is none. The arguments are those of
+    `forward`, the memories before all chunks (`residuals`), and the gradients of the output and of the final memories.
+    """
     layout, inputs = _inputs(q, k, v, log_decay, run, initial, bonus, reverse=True)
     output_layout = layout.tokens(layout.heads, v.shape[3], v.dtype)
     inputs["d_out"] = layout.as_tokens(d_output.astype(v.dtype)), output_layout
@@ -74,7 +79,10 @@ def backward(
 
 
 def _inputs(q, k, v, log_decay, run, initial, bonus, *, reverse: bool = False):
-    """The layout, and the inputs that both kernels read."""
+    """Return the `Layout` of a call's arrays and a dictionary of the inputs that the forward and the backward kernel both read.
+
+    Each input is a pair of the array, as the kernel requires it, and its layout.
+    """
     runs = len(initial) // len(q)
     layout = tpu_layout.Layout(q, k, v, CHUNK, transposed=True, runs=runs, reverse=reverse)
     inputs = layout.inputs(run, q=q, k=k, v=v, log_decay=log_decay)
@@ -86,19 +94,22 @@ def _inputs(q, k, v, log_decay, run, initial, bonus, *, reverse: bool = False):
 
 
 class _Head:
-    """The arrays of one head in a chunk that both kernels compute.
+    """The arrays of one chunk and head that the forward and the backward kernel both compute, for a decay per key channel.
+
+    b are the inclusive sums of the log decays of the chunk of C tokens, b_C the sum over the whole chunk. With a bonus, a token
+    reads the memory before its own decay, and b in `read` is exclusive.
 
     Attributes:
-        q: [C, K] float32.
-        k: [C, K] float32.
-        v: [C, V].
-        bonus: [1, K], or 1.
-        exclusive: whether there is a bonus.
-        decays: the factors of the decays.
-        tiles: of `halving.operands`.
-        scores: P [C, C].
-        read: [C, K], scale q e^b.
-        written: [C, K], k e^(b_C - b).
+        q: [C, K] float32, the queries.
+        k: [C, K] float32, the keys.
+        v: [C, V], the values.
+        bonus: [1, K], the weight of a token's own key and value in its output, or 1.
+        exclusive: whether there is a bonus, so that a token reads before its own decay.
+        decays: the decays of the chunk, of `halving.chunk_decays`.
+        tiles: the queries and keys of each level of the halving, decayed, of `halving.operands`.
+        scores: [C, C], the decayed scores P of queries with keys.
+        read: [C, K], the queries decayed from the chunk's start, scale q e^b.
+        written: [C, K], the keys decayed to the chunk's end, k e^(b_C - b).
     """
 
     def __init__(self, layout, scale: float, refs: dict, masks: halving.Masks, h: int):
@@ -117,7 +128,10 @@ class _Head:
 
 
 def _forward_kernel(layout, scale: float, refs: dict, memory):
-    """Compute one chunk of a program's heads; arguments as in `Layout.call`."""
+    """Compute the output of one chunk of a program's heads, save and update their memories [V, K]; arguments as in `Layout.call`.
+
+    It is the kernel of linear attention with a decay per key channel.
+    """
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
     for h in range(layout.block):
         x = _Head(layout, scale, refs, masks, h)
@@ -130,7 +144,10 @@ def _forward_kernel(layout, scale: float, refs: dict, memory):
 
 
 def _backward_kernel(layout, scale: float, refs: dict, d_memory):
-    """Compute the gradients of one chunk of a program's heads; arguments as in `Layout.call`."""
+    """Compute the gradients of the inputs of one chunk, for a program's heads, and carry the gradient `d_memory` of their memories.
+
+    It is the kernel of linear attention with a decay per key channel; arguments as in `Layout.call`.
+    """
 
     @pl.when(pl.program_id(2) == 0)
     def _():

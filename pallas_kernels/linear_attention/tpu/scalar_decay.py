@@ -31,18 +31,19 @@ from pallas_kernels.tpu.row_layout import CHUNK
 def forward(
     q, k, v, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
 ):  # fmt: skip
-    """Return the output, the final memories and the residuals.
+    """Compute linear attention with a scalar decay or none: the output, the final memories and what the backward pass requires.
 
     Args:
-        q: [B, T, H, K].
-        k: [B, T, Hk, K].
-        v: [B, T, G, V].
-        log_decay: [B, T, G] float32, at most 0, or None.
+        q: [B, T, H, K] queries.
+        k: [B, T, Hk, K] keys.
+        v: [B, T, G, V] values.
+        log_decay: [B, T, G] float32, the log decay of each memory, or None for no decay.
         run: [B, T] int32, nondecreasing: the number of documents that have begun up to each token; 0 continues `initial`. Or None.
-        initial: [B * S, G, K, V] float32. With S > 1 memories per row, number s continues memory s and begins at a chunk's start.
-        scale: multiplies q.
+        initial: [B * S, G, K, V] float32, the memories before the first token. With S > 1 memories per row, document number s
+            continues memory s and begins at a chunk's start.
+        scale: the factor by which the queries q are multiplied.
         save: whether to save the residuals for `backward`; else they are None.
-        interpret: False, True or `pltpu.InterpretParams`.
+        interpret: False to compile the kernel; True or `pltpu.InterpretParams` for the interpreter.
 
     Returns:
         The output [B, T, max(H, G), V] in v's dtype, the final memories in float32, shaped as `initial`, and the memories before
@@ -64,9 +65,10 @@ def backward(
     q, k, v, log_decay, run, initial, residuals, d_output, d_final, *, scale: float,
     decay_gradient: bool = True, interpret: Any = False
 ):  # fmt: skip
-    """Return the gradients of q, k, v, log_decay and initial.
+    """Return the gradients of q, k, v, log_decay and initial of linear attention with a scalar decay or none.
 
-    That of log_decay is None without one, or without `decay_gradient`. `residuals` are those of `forward`; None computes them again.
+    That of log_decay is None if there is no decay, or without `decay_gradient`. `residuals` are the memories before all chunks,
+    which `forward` returns; None computes them again.
     """
     decay_gradient &= log_decay is not None
     if residuals is None:
@@ -103,7 +105,10 @@ def backward(
 
 
 def _forward_kernel(plan: Plan, scale: float, refs: dict, memory, first, last):
-    """Compute one chunk of all memories of a program; arguments as in `Layout.call`."""
+    """Compute the output of one chunk for all memories of a program, save and update the memories; arguments as in `Layout.call`.
+
+    It is the kernel of linear attention with a scalar decay or none.
+    """
 
     @pl.when(first)
     def _():
@@ -131,7 +136,10 @@ def _forward_kernel(plan: Plan, scale: float, refs: dict, memory, first, last):
 
 
 def _backward_kernel(plan: Plan, scale: float, refs: dict, d_memory, first, last):
-    """Compute the gradients of one chunk of all memories of a program; arguments as in `Layout.call`."""
+    """Compute the gradients of the inputs of one chunk for all memories of a program, and carry the gradient of the memories.
+
+    It is the kernel of linear attention with a scalar decay or none; arguments as in `Layout.call`.
+    """
 
     @pl.when(first)
     def _():
@@ -145,7 +153,11 @@ def _backward_kernel(plan: Plan, scale: float, refs: dict, d_memory, first, last
     reads, writes, read_rows, totals = [], [], [], []
 
     def add(name, t, r, x):
-        """Add tile t's gradient of its r-th tile of q or k, and store the sum after the last tile of memories that shares it."""
+        """Add, to the gradient of a tile of q or k (`name`), the term x that tile t of memories contributes; r numbers its tiles of
+        queries.
+
+        The sum is stored after the last tile of memories that shares the tile of q or k.
+        """
         many, shared = plan.sharing(name)
         index = t // shared * many + r
         sums[name][index] = sums[name][index] + x if index in sums[name] else x
@@ -193,13 +205,13 @@ def _backward_kernel(plan: Plan, scale: float, refs: dict, d_memory, first, last
 
 
 def _chunk(refs, scale: float) -> tiles.Chunk:
-    """The decays and documents of the chunk."""
+    """Return the decays of one chunk and masks of its documents, from references to its log decays and document numbers."""
     log_decay, runs = (refs[name][...] if name in refs else None for name in ("log_decay", "runs"))
     return tiles.read_chunk(log_decay, runs, CHUNK, scale)
 
 
 def _tile(plan: Plan, refs, name: str, t: int, r: int = 0):
-    """The tile of q, k, v or d_out for tile `t` of memories; of several tiles of queries the `r`-th."""
+    """Return the chunk's tile of q, k, v or d_out (`name`) that tile `t` of memories uses; of several tiles of queries, the `r`-th."""
     kind = "out" if name == "d_out" else name
     many, shared = plan.sharing(kind)
     width = refs[name].shape[1] // plan.block(kind)
@@ -208,18 +220,18 @@ def _tile(plan: Plan, refs, name: str, t: int, r: int = 0):
 
 
 def _store(ref, index: int, x):
-    """Store a tile as the `index`-th block of columns."""
+    """Store a tile x [C, width] as the `index`-th block of columns of a reference [C, columns]."""
     width = x.shape[1]
     ref[:, index * width : (index + 1) * width] = x.astype(ref.dtype)
 
 
 def _added(sums: list, more: list) -> list:
-    """The sums of the elements of two lists, of which the first may be empty."""
+    """Return the elementwise sums of two lists of arrays, of which the first may be empty."""
     return [a + b for a, b in zip(sums, more, strict=True)] if sums else more
 
 
 def _fills_tiles(call: MemoryCall) -> bool:
-    """Whether there is a plan for the call's heads."""
+    """Whether the heads of the call fill the columns of the TPU kernel's tiles, so that `plan_heads` has a plan for them."""
     return plan_heads(call.q, call.k, call.v) is not None
 
 

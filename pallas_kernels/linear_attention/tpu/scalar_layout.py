@@ -26,17 +26,18 @@ _WIDEST = 512  # columns of a tile whose heads are narrower than 128
 
 
 class Plan(NamedTuple):
-    """The tiles of a program.
+    """How the heads of a call of linear attention with a scalar decay are put into tiles, and the tiles into programs of the TPU
+    kernel.
 
     Attributes:
         repeated: whether q, k, v, decays and memories are first repeated to one head for each head of the output.
-        count: memories of a tile, n.
-        keys: key heads of a tile, n or 1.
-        tile_count: tiles of memories of a program.
-        programs: programs for each row of the batch.
-        queries: tiles of queries, and so of outputs, for each tile of memories.
-        shared_q: tiles of memories for each tile of queries.
-        shared_k: tiles of memories for each tile of keys.
+        count: number of memories [K, V] that are side by side in a tile, n.
+        keys: number of key heads of a tile, n or 1.
+        tile_count: number of tiles of memories that a program computes.
+        programs: number of programs for each row of the batch.
+        queries: number of tiles of queries, and so of outputs, for each tile of memories.
+        shared_q: number of tiles of memories that share a tile of queries.
+        shared_k: number of tiles of memories that share a tile of keys.
     """
 
     repeated: bool
@@ -54,35 +55,42 @@ class Plan(NamedTuple):
         return -(-self.tile_count * self.count // 8) * 8
 
     def heads(self, tile: int) -> tiles.Heads:
-        """The memories of a tile."""
+        """Return which of a program's memories are in its tile number `tile`, as `tiles.Heads`."""
         return tiles.Heads(tile * self.count, self.count, self.keys)
 
     def sharing(self, name: str) -> tuple[int, int]:
-        """The number of tiles of q, k, v or out for each tile of memories, and the number of tiles of memories for each of those."""
+        """Return how tiles of q, k, v or out (`name`) and tiles of memories share each other.
+
+        The first number is how many tiles of `name` each tile of memories has, the second how many tiles of memories have the same
+        tile.
+        """
         return dict(q=(self.queries, self.shared_q), k=(1, self.shared_k)).get(
             name, (self.queries if name == "out" else 1, 1)
         )
 
     def block(self, name: str) -> int:
-        """The number of tiles of q, k, v or out of a program."""
+        """Return the number of tiles of q, k, v or out (`name`) that a program has."""
         many, shared = self.sharing(name)
         return max(self.tile_count * many // shared, 1)
 
 
 class Layout:
-    """The arrays of one call. Its methods return an array's shape and the `BlockSpec` of a program's block of it.
+    """The shapes of the arrays of one call of linear attention with a scalar decay on TPU, and the blocks of them that a program
+    reads.
+
+    Most methods return an array's shape and the `BlockSpec` of a program's block of it.
 
     Attributes:
-        plan: the tiles of a program.
-        batch: B.
-        length: T.
-        key_dim: K.
-        value_dim: V.
-        memory_heads: memories for each row, with those that are repeated.
-        dtype: of q, k, v and the output.
-        runs: memories of a row that documents continue, S.
+        plan: how heads are put into tiles and programs.
+        batch: number of rows, B.
+        length: number of tokens of a row, T.
+        key_dim: number of key channels, K.
+        value_dim: number of value channels, V.
+        memory_heads: number of memories for each row, with those that are repeated.
+        dtype: dtype of q, k, v and the output.
+        runs: number of memories of a row that documents continue, S.
         slots: with S > 1, a list with the array [B * N] of the memory that each chunk updates; else empty.
-        reverse: whether the last chunk is the first.
+        reverse: whether the last chunk is computed first.
     """
 
     def __init__(self, q, k, v, *, runs: int = 1, reverse: bool = False):
@@ -98,7 +106,10 @@ class Layout:
         self.memory_heads = plan.count * plan.tile_count * plan.programs
 
     def inputs(self, q, k, v, log_decay, run) -> dict:
-        """The inputs that both kernels read, as {name: (array, (shape, block))}."""
+        """Return the inputs that the forward and the backward kernel both read, as {name: (array, (shape, block))}.
+
+        They are q, k, v, the log decays (unless None) and the document numbers `run` (unless None).
+        """
         if self.plan.repeated:
             q, k, v = (row_layout.repeat_heads(x, self.memory_heads, axis=2) for x in (q, k, v))
         inputs = {
@@ -125,10 +136,10 @@ class Layout:
         Args:
             kernel: called as `kernel(plan, scale, refs, memory, first, last)`, with references by name, the memories in VMEM, and
                 whether the chunk is the first or last that updates them.
-            inputs: {name: (array, (shape, block))}.
-            outs: {name: (shape, block)}.
-            scale: multiplies q.
-            interpret: False, True or `pltpu.InterpretParams`.
+            inputs: the arrays that the kernel reads and their layouts, {name: (array, (shape, block))}.
+            outs: the layouts of the arrays that the kernel writes, {name: (shape, block)}.
+            scale: the factor by which the queries q are multiplied.
+            interpret: False to compile the kernel; True or `pltpu.InterpretParams` for the interpreter.
         """
         plan, names = self.plan, (*inputs, *outs)
         memory = (plan.tile_count, plan.keys * self.key_dim, plan.count * self.value_dim)
@@ -156,16 +167,18 @@ class Layout:
         return dict(zip(outs, result, strict=True))
 
     def _at(self, n):
-        """The index in the row of the n-th chunk."""
+        """Return the index, in the row, of the n-th chunk that is computed."""
         return self.length // CHUNK - 1 - n if self.reverse else n
 
     def _width(self, name: str) -> int:
-        """The columns of a tile of q, k, v or out."""
+        """Return the number of columns of a tile of q, k, v or out (`name`)."""
         plan = self.plan
         return plan.keys * self.key_dim if name in "qk" else plan.count * self.value_dim
 
     def tokens(self, name: str):
-        """The layout of q, k, v or out, [B, T, heads * D]."""
+        """Return the shape [B, T, heads * D] of q, k, v or out (`name`) and the `BlockSpec` of a program's block of it for one
+        chunk.
+        """
         plan, width = self.plan, self._width(name)
         many, shared = plan.sharing(name)
         total = plan.programs * plan.tile_count * many // shared
@@ -177,7 +190,11 @@ class Layout:
         return jax.ShapeDtypeStruct((self.batch, self.length, total * width), self.dtype), spec
 
     def gradient(self, name: str):
-        """The layout of a gradient of q, k or v: as `tokens`, or a term for each program, in float32, if programs share a head."""
+        """Return the shape of the gradient of q, k or v (`name`) and the `BlockSpec` of a program's block of it for one chunk.
+
+        The shape is that of the input or, if programs share a head, in float32 with a term for each program, which the caller adds
+        up.
+        """
         plan, width = self.plan, self._width(name)
         if plan.sharing(name)[1] <= plan.tile_count:
             return self.tokens(name)
@@ -186,7 +203,9 @@ class Layout:
         return jax.ShapeDtypeStruct(shape, jnp.float32), spec
 
     def memories(self):
-        """The layout of memories, [B * S, heads / n, K, n * V]."""
+        """Return the shape of a row's memories, n side by side, [B * S, heads / n, K, n * V], and the `BlockSpec` of a program's
+        memories.
+        """
         plan = self.plan
         matrix = (self.key_dim, plan.count * self.value_dim)
         count = self.length // CHUNK
@@ -199,7 +218,9 @@ class Layout:
         return jax.ShapeDtypeStruct(shape, jnp.float32), spec
 
     def states(self):
-        """The layout of the memories before all chunks, [B, heads / n, N, K, n * V]."""
+        """Return the shape of the memories before all N chunks, [B, heads / n, N, K, n * V], and the `BlockSpec` of those of one
+        chunk and program.
+        """
         (_, count, *matrix) = self.memories()[0].shape
         block = (None, self.plan.tile_count, None, *matrix)
         spec = pl.BlockSpec(block, lambda b, j, n, *_: (b, j, self._at(n), 0, 0))
@@ -207,7 +228,11 @@ class Layout:
         return jax.ShapeDtypeStruct(shape, self.dtype), spec
 
     def decays(self):
-        """The layout of the decays, [B, programs, rows, T]."""
+        """Return the shape of the log decays or their gradient, [B, programs, rows, T], and the `BlockSpec` of one chunk and
+        program.
+
+        A program's rows are its memories, rounded up to a multiple of 8.
+        """
         plan = self.plan
         block = (None, None, plan.rows, CHUNK)
         spec = pl.BlockSpec(block, lambda b, j, n, *_: (b, j, 0, self._at(n)))
@@ -215,21 +240,23 @@ class Layout:
         return jax.ShapeDtypeStruct(shape, jnp.float32), spec
 
     def from_heads(self, memory):
-        """[*, heads, K, V] -> [*, heads / n, K, n * V]."""
+        """Put n memories side by side, [*, heads, K, V] -> [*, heads / n, K, n * V], first repeating those that the plan repeats."""
         memory = row_layout.repeat_heads(memory.astype(jnp.float32), self.memory_heads, axis=1)
         batch, count = len(memory), self.plan.count
         memory = memory.reshape(batch, -1, count, self.key_dim, self.value_dim)
         return jnp.moveaxis(memory, 2, 3).reshape(batch, -1, self.key_dim, count * self.value_dim)
 
     def to_heads(self, memory):
-        """[*, heads / n, K, n * V] -> [*, heads, K, V], with repeated heads as they are."""
+        """Take apart memories that are n side by side, [*, heads / n, K, n * V] -> [*, heads, K, V]; repeated heads stay repeated."""
         memory = memory.reshape(len(memory), -1, self.key_dim, self.plan.count, self.value_dim)
         memory = jnp.moveaxis(memory, 3, 2)
         return memory.reshape(len(memory), -1, self.key_dim, self.value_dim)
 
 
 def plan_heads(q, k, v) -> Plan | None:
-    """The plan for q, k and v, or None if no tile has their heads."""
+    """Return the plan of how the heads of q, k and v are put into tiles of 128 columns or more and into programs; None if they fit
+    no tile.
+    """
     key_dim, value_dim = q.shape[3], v.shape[3]
     query_heads, heads = q.shape[2], v.shape[2]
     per_query, per_key = max(heads // query_heads, 1), heads // k.shape[2]
@@ -267,6 +294,6 @@ def plan_heads(q, k, v) -> Plan | None:
 
 
 def describe_heads(q, k, v) -> str:
-    """The heads in words, for error messages."""
+    """Return the numbers of query, key and value heads and their channels in words, for error messages."""
     heads = f"{q.shape[2]} query, {k.shape[2]} key and {v.shape[2]} value heads"
     return f"{heads} of K = {q.shape[3]}, V = {v.shape[3]}"

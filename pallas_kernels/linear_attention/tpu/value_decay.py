@@ -31,9 +31,10 @@ REQUIREMENTS = (
 def forward(
     q, k, v, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Return the output [B, T, max(H, G), V], the final memories, shaped as `initial`, and, if `save`, the memories before all chunks.
+    """Compute linear attention with a decay per value channel (slot memories), and what its backward pass requires.
 
-    The arguments are those of `linear_attention`, with log_decay [B, T, G, V] and T a multiple of `CHUNK`.
+    Return the output [B, T, max(H, G), V], the final memories, shaped as `initial`, and, if `save`, the memories before all chunks,
+    else None. The arguments are those of `linear_attention`, with log_decay [B, T, G, V] and T a multiple of `CHUNK`.
     """
     layout = tpu_layout.Layout(q, k, v, CHUNK, runs=len(initial) // len(q))
     inputs = layout.inputs(run, q=q, k=k, v=v, log_decay=log_decay)
@@ -50,7 +51,11 @@ def backward(
     q, k, v, log_decay, run, initial, residuals, d_output, d_final, *, scale: float,
     decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Return the gradients of q, k, v, log_decay and initial."""
+    """Return the gradients of q, k, v, log_decay and initial of linear attention with a decay per value channel.
+
+    The arguments are those of `forward`, the memories before all chunks (`residuals`), and the gradients of the output and of the
+    final memories. The gradient of log_decay is computed whether or not `decay_gradient` is set.
+    """
     del decay_gradient
     layout = tpu_layout.Layout(q, k, v, CHUNK, runs=len(initial) // len(q), reverse=True)
     inputs = layout.inputs(run, q=q, k=k, v=v, log_decay=log_decay)
@@ -67,13 +72,18 @@ def backward(
 
 
 def _load(layout, refs: dict, h: int):
-    """q, k [C, K], v and the log decays [C, V] of one head."""
+    """Yield the chunk's queries and keys [C, K], values and log decays [C, V] of the program's head h, from references `refs` by
+    name.
+    """
     sizes = dict(q=layout.key_dim, k=layout.key_dim, v=layout.value_dim, log_decay=layout.value_dim)
     return (refs[n][layout.tile_index(refs[n], h, size)] for n, size in sizes.items())
 
 
 def _forward_kernel(layout, scale: float, refs: dict, memory):
-    """Compute one chunk of a program's heads; arguments as in `Layout.call`."""
+    """Compute the output of one chunk of a program's heads, save and update their memories [K, V]; arguments as in `Layout.call`.
+
+    It is the kernel of linear attention with a decay per value channel.
+    """
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
     for h in range(layout.block):
         q, k, v, g = _load(layout, refs, h)
@@ -96,7 +106,10 @@ def _forward_kernel(layout, scale: float, refs: dict, memory):
 
 
 def _backward_kernel(layout, scale: float, refs: dict, d_memory):
-    """Compute the gradients of one chunk of a program's heads; arguments as in `Layout.call`."""
+    """Compute the gradients of the inputs of one chunk, for a program's heads, and carry the gradient `d_memory` of their memories.
+
+    It is the kernel of linear attention with a decay per value channel; arguments as in `Layout.call`.
+    """
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
     for h in range(layout.block):
         q, k, v, g = _load(layout, refs, h)
