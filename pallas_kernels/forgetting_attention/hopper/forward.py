@@ -50,16 +50,17 @@ _SCHEDULES = {
 def forward(
     q, k, v, rows: Rows, bounds: Bounds, *, scale: float, window: int | None, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the output and the normaliser of each query.
+    """Compute attention with forget gates on a Hopper GPU; return its output for each query, and the
+    logarithm of the sum of the query's weights, which the backward pass needs.
 
     Args:
         q: [B, Q, H, D] queries, Q a multiple of `TILE`.
         k: [B, T, G, D] keys, T a multiple of `TILE`.
         v: [B, T, G, D] values.
-        rows: the arrays by token.
-        bounds: the tiles to compute.
-        scale: multiplies the scores.
-        window: tokens that a query sees, or None.
+        rows: the gates, documents and masks of the tokens.
+        bounds: the ranges of tiles of queries and keys that see each other.
+        scale: the factor of the scores q . k.
+        window: the number of last tokens that a query sees, or None for all.
         interpret: parameters of the interpreter, or False.
 
     Returns:
