@@ -63,11 +63,11 @@ def decode_step(
         log_decay: [B, G] or [B, G, K], the natural logarithm of the decay, at most 0; None is no decay.
         value_log_decay: [B, G, V], the natural logarithm of a decay of the value channels, applied in
             addition to `log_decay`.
-        a: [B, Ha, K]; if given, `bᵀ (a M)` is written in addition, with M before its decay (RWKV7). Ha
-            divides G.
-        b: [B, Hb, K], given with `a`; Hb divides G.
-        bonus: [G, K]; if given, the output is `scale q (M + diag(bonus) kᵀ v)` with M before decay and write
-            (RWKV6).
+        a: [B, Ha, K], the vectors by which RWKV7 reads the memory M before its decay; if given, `bᵀ (a M)` is
+            written in addition. Ha divides G.
+        b: [B, Hb, K], the vectors by which RWKV7 writes what `a` has read; given with `a`. Hb divides G.
+        bonus: [G, K], RWKV6's weight of the token's own key and value; if given, the output is `scale q (M +
+            diag(bonus) kᵀ v)` with M before decay and write.
         emptied: [B], True where the memory is replaced by 0 before the token.
         layer: int32 scalar, index of the memory to update; the other L - 1 do not change.
         scale: the factor of the queries.
@@ -78,8 +78,9 @@ def decode_step(
         The output [B, max(H, G), V] in v's dtype, and `memory` after the token.
 
     Raises:
-        NotImplementedError: the call does not meet a requirement of the kernel; the message says which.
-        ValueError: `implementation` is not known.
+        NotImplementedError: the arrays given to `decode_step` do not meet a requirement of the kernel's
+        backend; the message says which.
+        ValueError: `implementation` is not the name of a backend of `decode_step`.
     """
     if implementation not in _BACKENDS:
         accepted = tuple(_BACKENDS)

@@ -1,4 +1,5 @@
-"""Sizes and tolerances of calls of one token.
+"""Sizes and tolerances of `decode_step`, which applies one token to each memory, for its tests and
+benchmarks.
 
 - `INTERPRETED`: small cases for the interpreter, on a CPU.
 - `HOPPER`: cases that run on the card.

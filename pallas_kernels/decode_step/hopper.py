@@ -1,9 +1,10 @@
-"""One token through a memory on Mosaic GPU (Hopper): the memory is loaded once and stored once, in place.
+"""The kernel that applies one token to a matrix memory on Mosaic GPU (Hopper): the memory is loaded once and
+stored once, in place.
 
-A warpgroup has all keys of some value channels in its registers. A thread has 4 neighbouring channels of
-every 8th (or 16th) key, so that a sum over keys is a sum inside a thread followed by a sum across a few
-lanes. Shared memory is not used. As many warpgroups run at a time as the registers allow, so that enough
-loads are in flight.
+A warpgroup has all key channels of some value channels in its registers. A thread has 4 neighbouring value
+channels of every 8th (or 16th) key channel, so that a sum over key channels is a sum inside a thread followed
+by a sum across a few lanes. Shared memory is not used. As many warpgroups run at a time as the registers
+allow, so that enough loads are in flight.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class _Block:
         row: the row of the batch.
         head: the index of the memory in its row.
         channels: the slice of value channels.
-        layout: the layout of the memory in registers.
+        layout: how the memory is distributed over the warpgroup's registers.
         shape: the shape of the memory in registers, (K, number of the warpgroup's value channels).
     """
 

@@ -1,5 +1,6 @@
-"""Softmax attention with a forget gate, scores `scale q_i . k_j + F_i - F_j`, as one fused kernel (FoX, arXiv
-2503.02130, Eq. 3).
+"""Causal softmax attention whose keys lose weight by forget gates, as one fused kernel (FoX, arXiv
+2503.02130, Eq. 3). The score of query i and key j is `scale q_i . k_j + F_i - F_j`, with F the running sum of
+the log forget gates.
 """
 
 from __future__ import annotations

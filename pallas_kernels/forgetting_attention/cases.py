@@ -19,8 +19,8 @@ class Case(NamedTuple):
         heads: the number of query heads, and that of key and value heads.
         dim: the number of channels of a head, for keys and values.
         length: T, the number of tokens of a row.
-        documents: mean number of documents for each token; None is one document without padding or masked
-            tokens.
+        documents: the mean number of documents per token of a row, such as 0.01; None is one document without
+            padding or masked tokens.
         gates: the strength of the forget gates, "mild" or "strong"; None is no gates.
         window: the number of last tokens that a query sees, or None for all.
     """

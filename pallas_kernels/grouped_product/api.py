@@ -52,7 +52,7 @@ def grouped_product(
         count: int32 [1]; the first `count` blocks (or parts) are computed.
         parts: two arrays int32 [V], the indices of the first and of the last + 1 block of 64 rows of each
             part; a part has one or two blocks.
-        transposed: whether the matrices are transposed.
+        transposed: whether `kernels` holds the transposes [F, D] of the matrices.
         implementation: "mosaic_gpu" (Hopper).
         interpret: parameters of the interpreter, see `compat.gpu_interpreter`.
 
@@ -60,7 +60,7 @@ def grouped_product(
         bfloat16 [N, F], the products; the rows of blocks that are not computed are undefined.
 
     Raises:
-        ValueError: `implementation` is not known.
+        ValueError: `implementation` is not the name of a backend of `grouped_product`.
     """
     backend = _backend("grouped_product", implementation)
     return backend.product(
@@ -93,7 +93,7 @@ def grouped_sums(
         bfloat16 [E, D, F], the sums.
 
     Raises:
-        ValueError: `implementation` is not known.
+        ValueError: `implementation` is not the name of a backend of `grouped_sums`.
     """
     return _backend("grouped_sums", implementation).sums(x, dy, starts, blocks, interpret=interpret)
 

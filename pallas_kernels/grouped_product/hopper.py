@@ -1,5 +1,5 @@
-"""Products of groups of rows with one matrix each, on Mosaic GPU (Hopper). Groups begin at multiples of
-`ROWS`.
+"""The Hopper kernels (Mosaic GPU) of products in which each group of rows is multiplied by its own matrix,
+and of the gradient of these matrices. Groups begin at multiples of `ROWS`, or of 64.
 
 Both kernels run one thread block on each processor. It computes output tiles one after another: each of two
 warpgroups computes half of a tile's rows, and a third one loads the operands. All rows of a block belong to

@@ -1,5 +1,5 @@
-"""Scans of memories whose entries are independent, by chunks: Mamba's, and memories of one complex number for
-each channel.
+"""Scans of memories whose entries do not depend on each other, computed by chunks: Mamba's
+(`selective_scan`), and memories of one complex number for each channel (`complex_scan`).
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ def selective_scan(
         The output y [B, T, D] in u's dtype, and the memory after the last token, [B, D, N] float32.
 
     Raises:
-        NotImplementedError: the call does not meet a requirement of the kernel; the message says which.
-        ValueError: `implementation` is not known.
+        NotImplementedError: the arrays given to `selective_scan` do not meet a requirement of the kernel's
+        backend; the message says which.
+        ValueError: `implementation` is not the name of a backend of `selective_scan`.
     """
     _check("selective_scan", implementation, unsupported, u, a.shape[1])
     backend = _backend(implementation, "real")
@@ -131,8 +132,9 @@ def complex_scan(
         y [B, T, D] in u's dtype, and the memory after the last token, [B, 2, D] float32.
 
     Raises:
-        NotImplementedError: the call does not meet a requirement of the kernel; the message says which.
-        ValueError: `implementation` is not known.
+        NotImplementedError: the arrays given to `complex_scan` do not meet a requirement of the kernel's
+        backend; the message says which.
+        ValueError: `implementation` is not the name of a backend of `complex_scan`.
     """
     _check("complex_scan", implementation, complex_unsupported, u)
     backend = _backend(implementation, "complex")

@@ -1,5 +1,5 @@
-"""Short causal convolutions `y_t = normalize(silu(Σ_d weight[W - 1 - d] x_{t-d} + bias))` of each document,
-in float32.
+"""Causal convolutions of each channel over the last W tokens x of a document, `y_t = normalize(silu(Σ_d
+weight[W - 1 - d] x_{t-d} + bias))`, in float32; silu and the normalisation of heads are optional.
 """
 
 from __future__ import annotations
@@ -67,11 +67,12 @@ def short_convolution(
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
-        [B, T, D] in x's dtype.
+        The convolution's output y, [B, T, D] in x's dtype.
 
     Raises:
-        NotImplementedError: the call does not meet a requirement of the kernel; the message says which.
-        ValueError: `implementation` is not known.
+        NotImplementedError: the arrays given to `short_convolution` do not meet a requirement of the kernel's
+        backend; the message says which.
+        ValueError: `implementation` is not the name of a backend of `short_convolution`.
     """
     if implementation not in _BACKENDS:
         accepted = tuple(_BACKENDS)

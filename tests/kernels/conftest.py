@@ -1,4 +1,4 @@
-"""Fixtures of the kernels' tests."""
+"""A fixture of the kernels' tests: kernels in Mosaic GPU's interpreter run one after another."""
 
 import jax
 import pytest

@@ -1,4 +1,6 @@
-"""The kernels compiled to machine code, also for chips that this machine does not have, and the registers they spill: `make test-aot`."""
+"""Tests that compile the kernels to machine code, also for chips that this machine does not have, and limit
+the registers that they spill: `make test-aot`.
+"""
 
 from __future__ import annotations
 

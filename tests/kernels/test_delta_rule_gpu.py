@@ -45,9 +45,9 @@ def make(
         memories: G, the number of memories.
         key_dim: K, the number of key channels.
         value_dim: V, the number of value channels.
-        documents: whether there are five documents.
+        documents: whether the row has five documents, or one.
         decay: whether there is a decay; or words: "channel" for one per key channel, "strong" or "steep" for large ones.
-        alike: whether all keys are near to each other.
+        alike: whether all key vectors are near to each other.
         size: a factor by which the random queries are multiplied.
     """
     rng = np.random.default_rng(0)

@@ -38,7 +38,7 @@ def make(
         memories: G, the number of memories.
         key_dim: K, the number of key channels.
         value_dim: V, the number of value channels.
-        documents: whether there are four documents.
+        documents: whether the row has four documents, or one.
         strong: True makes some decays e^-30; a number above 1 multiplies the log decays.
         size: a factor by which the random queries are multiplied.
     """

@@ -1,4 +1,6 @@
-"""The Hopper kernels of forgetting attention: run in Mosaic GPU's interpreter, and lowered for an H200."""
+"""Tests of the Hopper kernels of attention with forget gates: run in Mosaic GPU's interpreter, and lowered
+for an H200.
+"""
 
 import functools
 

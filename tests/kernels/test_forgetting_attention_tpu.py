@@ -1,5 +1,5 @@
-"""The TPU kernels of forgetting attention: compared in the interpreter with attention from all scores at
-once, and lowered for a TPU.
+"""Tests of the TPU kernels of attention with forget gates: compared in the interpreter with attention from
+all scores at once, and lowered for a TPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kernels on an NVIDIA Hopper GPU: `make test-gpu`."""
+"""Tests of the kernels that run on an NVIDIA Hopper GPU: `make test-gpu`."""
 
 import functools
 from typing import Any
@@ -33,7 +33,9 @@ pytestmark = [
 
 
 def case_id(case) -> str:
-    """Return the name of a case for pytest: its fields joined by hyphens, tuples by commas."""
+    """Return the name of a kernel's case for pytest: its fields joined by hyphens, those that are tuples by
+    commas.
+    """
     fields = (",".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in case)
     return "-".join(x.replace(", ", ",").replace(" ", "_") for x in fields if x)
 

@@ -1,4 +1,6 @@
-"""The residuals of kernels are saved under remat=dots and are behind barriers, so that no kernel runs twice."""
+"""Tests that the residuals of kernels are saved under remat=dots and are behind barriers, so that no kernel
+runs twice.
+"""
 
 from typing import Any
 

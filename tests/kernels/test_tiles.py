@@ -1,5 +1,5 @@
-"""Values and gradients of one chunk of linear attention, `pallas_kernels.tiles`, are compared with the
-recurrence, token by token in float64.
+"""Tests of the functions of `pallas_kernels.tiles` for one chunk of linear attention: their values and
+gradients are compared with the recurrence, token by token in float64.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Values and gradients of one chunk with a decay per key channel are compared with the recurrence, token by
-token in float64.
+"""Tests of the functions for one chunk of linear attention with a decay per key channel: their values and
+gradients are compared with the recurrence, token by token in float64.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Forget-gated softmax attention on Mosaic GPU (Hopper): the forward kernel.
+"""The forward kernel of softmax attention with forget gates on Mosaic GPU (Hopper).
 
-Query i sees key j <= i with the score `scale q_i . k_j + F_i - F_j` (FoX, arXiv 2503.02130, Eq. 3); `scores`
-explains how the bias is computed. Each of two warpgroups has 64 queries and loops over the keys, which a
-third one loads (`pipeline`). The two take turns between tensor cores and exponentials (`Schedule.alternate`).
-Tiles of keys that no query of a tile sees are skipped (`Bounds`): those of a later token or an earlier
-document, before the window, or pruned because the gates make their weights negligible.
+Query i sees key j <= i with the score `scale q_i . k_j + F_i - F_j`, where F is the running sum of the log
+forget gates (FoX, arXiv 2503.02130, Eq. 3); `scores` explains how the bias is computed. Each of two
+warpgroups has 64 queries and loops over the keys, which a third one loads (`pipeline`). The two take turns
+between tensor cores and exponentials (`Schedule.alternate`). Tiles of keys that no query of a tile sees are
+skipped (`Bounds`): those of a later token or an earlier document, before the window, or pruned because the
+gates make their weights negligible.
 """
 
 from __future__ import annotations
@@ -130,13 +131,15 @@ def forward(
 
 
 def _store(refs, at, buffer, out, top, total) -> None:
-    """Write a warpgroup's output and normalisers.
+    """Write the attention output of a warpgroup's 64 queries to global memory, and the logarithms of the sums
+    of their weights.
 
     Args:
-        refs: references to global memory.
-        at: the warpgroup's position.
+        refs: references to the outputs in global memory, by name.
+        at: the row, the head and the queries of the warpgroup.
         buffer: a buffer [ROWS, D] in shared memory.
-        out: [ROWS, D], the sums of values times weights.
+        out: [64, D], for each query the sum of the values times their weights, not yet divided by the sum of
+            the weights.
         top: [ROWS], the largest score of each query, which its weights are relative to.
         total: [ROWS, 8], partial sums of each query's weights.
     """

@@ -46,14 +46,17 @@ class Step(NamedTuple):
 
     Attributes:
         at: the program's row, heads and tiles.
-        refs: references to its tiles of inputs and outputs, and to its scratch, by name.
+        refs: references to the program's tiles of inputs and outputs in VMEM, and to its buffers for sums, by
+            name.
         scalar: `scalar(name, tile)` loads an entry of `Call.scalars` for the program's row and head.
-        runs: whether the program has anything to compute.
-        first: whether it is the first step of its loop.
-        last: whether it is the last step of its loop.
+        runs: whether any query of the program's tile may see any key of its tile, so that it has something to
+            compute.
+        first: whether the program is the first step of its loop over tiles.
+        last: whether the program is the last step of its loop over tiles.
         first_head: in a loop over queries: whether its query head is the first of those that share the key
             head.
-        last_head: likewise, whether it is the last.
+        last_head: in a loop over queries: whether its query head is the last of those that share the key
+            head.
     """
 
     at: Position
@@ -225,7 +228,8 @@ class Call:
         Args:
             step: the program that computes the tile.
             masked: whether some queries of the tile may not see some of its keys.
-            keys_in_rows: whether the result is [keys, queries] instead of [queries, keys].
+            keys_in_rows: whether the result has a row per key, [keys, queries], instead of a row per query,
+                [queries, keys].
         """
         refs, at = step.refs, step.at
         q, k = refs["q"][...], refs["k"][...]

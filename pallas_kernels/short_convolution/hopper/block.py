@@ -98,10 +98,10 @@ class Block:
         length: T, the number of tokens of a row of the batch.
         width: W, the number of rows of the weight.
         b: the row of the batch.
-        block: the index of the block of tokens.
-        columns: the slice of heads.
-        layout: the layout of a row in registers.
-        shape: (heads, dim) of the block.
+        block: the index of the warpgroup's block of tokens in its row.
+        columns: the slice of the heads that the warpgroup computes.
+        layout: how one token's channels [heads, dim] are distributed over the warpgroup's registers.
+        shape: the shape of one token's channels that the warpgroup computes, (heads, dim).
         start: the index, in `order`, of the block's first token.
     """
 

@@ -1,4 +1,6 @@
-"""The forward kernel of short convolutions on Mosaic GPU (Hopper)."""
+"""The forward kernel of short convolutions on Mosaic GPU (Hopper): the convolution of each channel over a
+document's last W tokens, with SiLU and the normalisation of heads.
+"""
 
 from __future__ import annotations
 
