@@ -82,7 +82,8 @@ def forgetting_attention(
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
 ) -> Float[Array, "B Q H V"]:
-    """Compute causal attention whose keys are forgotten by gates. Differentiable once, in reverse mode.
+    """Compute causal softmax attention whose keys lose weight by forget gates, [B, Q, H, V]. Differentiable
+    once, in reverse mode.
 
     Args:
         q: [B, Q, H, D] queries; H is a multiple of G, Q is T - `earlier`, or less with `places`.
@@ -103,7 +104,7 @@ def forgetting_attention(
             query, as those of a state. The row begins after them: `places` count from there.
         window: each token sees the last `window` tokens, including itself; None means that it sees all
             earlier tokens.
-        scale: multiplies the scores.
+        scale: the factor of the scores q . k.
         prune: whether to skip tiles of keys that together weigh less than e^-10 of the sum of a query's
             weights (arXiv 2504.06949).
         implementation: "mosaic_gpu" (Hopper; heads of 256 channels have no gradient) or "mosaic_tpu";
@@ -111,13 +112,14 @@ def forgetting_attention(
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
-        The output in q's dtype, 0 where a token sees no key.
+        The attention's output [B, Q, H, V] in q's dtype, 0 where a token sees no key.
 
     Raises:
-        NotImplementedError: the call, or its gradient, does not meet a requirement of the kernel; the message
-            says which.
-        ValueError: `implementation` is not known; fewer queries than tokens of the row without `places`, or
-            as many with `places`; more `earlier` keys than keys.
+        NotImplementedError: the arrays given to `forgetting_attention`, or a gradient of it, do not meet a
+        requirement of the kernel's backend; the message says which.
+        ValueError: `implementation` is not the name of a backend of `forgetting_attention`; there are fewer
+        queries than tokens of the row without `places`, or as many with `places`; there are more `earlier`
+        keys than keys.
     """
     if implementation not in _BACKENDS:
         accepted = tuple(_BACKENDS)

@@ -1,4 +1,6 @@
-"""Hopper's kernel of attention with the keys of a state: by Mosaic GPU's interpreter beside XLA, and by lowering for an H200."""
+"""Tests of Hopper's kernel of attention with the keys of a state: compared with XLA in Mosaic GPU's
+interpreter, and lowered for an H200.
+"""
 
 import functools
 

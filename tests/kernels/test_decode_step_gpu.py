@@ -1,4 +1,6 @@
-"""The Hopper kernel of one token: run in Mosaic GPU's interpreter, and lowered for an H200."""
+"""Tests of the Hopper kernel that applies one token to each memory: run in Mosaic GPU's interpreter, and
+lowered for an H200.
+"""
 
 import functools
 from typing import Any

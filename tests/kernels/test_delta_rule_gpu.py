@@ -1,4 +1,4 @@
-"""The Hopper kernels of the delta rule, run by Mosaic GPU's interpreter, and lowered for an H200."""
+"""Tests of the Hopper kernels of the delta rule, run by Mosaic GPU's interpreter, and lowered for an H200."""
 
 from typing import Any
 

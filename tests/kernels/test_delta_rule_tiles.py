@@ -1,4 +1,6 @@
-"""Values and gradients of one chunk of the delta rule, `pallas_kernels.tiles.delta`, against the recurrence in float64."""
+"""Tests of the functions of `pallas_kernels.tiles.delta` for one chunk of the delta rule: values and
+gradients are compared with the recurrence in float64.
+"""
 
 from __future__ import annotations
 

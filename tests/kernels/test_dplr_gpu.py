@@ -1,4 +1,4 @@
-"""The Hopper kernels of RWKV7's memory, run by Mosaic GPU's interpreter, and lowered for an H200."""
+"""Tests of the Hopper kernels of RWKV7's memory, run by Mosaic GPU's interpreter, and lowered for an H200."""
 
 import jax
 import jax.numpy as jnp

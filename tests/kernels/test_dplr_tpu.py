@@ -1,4 +1,6 @@
-"""The TPU kernels of RWKV7's memory, interpreted on the CPU and compared with the recurrence, and lowered for a TPU."""
+"""Tests of the TPU kernels of RWKV7's memory, interpreted on the CPU and compared with the recurrence, and
+lowered for a TPU.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The TPU kernels of linear attention with a decay of the key or value channels: compared with the recurrence
-on the CPU, and lowered for a TPU.
+"""Tests of the TPU kernels of linear attention with a decay per key or value channel: compared with the
+recurrence in the interpreter, on the CPU, and lowered for a TPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The TPU kernel of linear attention: compared with the recurrence in the interpreter, and lowered for a TPU."""
+"""Tests of the TPU kernel of linear attention: compared with the recurrence in the interpreter, and lowered
+for a TPU.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Kernels with one state per segment, in their interpreters: compared with the recurrence, and with calls on
-each segment alone.
+"""Tests of kernels with one state per segment, in their interpreters: compared with the recurrence, and with
+calls on each segment alone.
 """
 
 import functools
@@ -57,8 +57,8 @@ wait.defvjp(lambda x: (wait(x), None), lambda _, g: (jax.block_until_ready(g),))
 
 
 def run_alone(kernel, *, run, **x):
-    """Call a kernel while nothing else runs: with too few free threads of XLA, those of the interpreter would
-    wait for each other for ever.
+    """Call the function `kernel`, which runs a kernel in Mosaic GPU's interpreter, while nothing else runs:
+    with too few free threads of XLA, those of the interpreter would wait for each other for ever.
     """
     x = {name: wait(a) if isinstance(a, jax.Array) else a for name, a in x.items()}
     return wait(kernel(run=run, **x))

@@ -1,4 +1,6 @@
-"""The TPU kernels of selective memories: run in the TPU's interpreter, and lowered for a TPU."""
+"""Tests of the TPU kernels of selective memories (Mamba's, and complex ones): run in the TPU's interpreter,
+and lowered for a TPU.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The Hopper kernels of short convolutions: run in Mosaic GPU's interpreter, and lowered for an H200."""
+"""Tests of the Hopper kernels of short convolutions: run in Mosaic GPU's interpreter, and lowered for an
+H200.
+"""
 
 from typing import Any
 

@@ -168,8 +168,8 @@ class Traversal(NamedTuple):
 
 
 def _scaled(sums, factor):
-    """Return the arrays `sums` [64, D] with each row multiplied by its entry of `factor` [64], such as the
-    change of a softmax's maximum; None is 1.
+    """Return the arrays `sums` [64, D] with each row multiplied by its entry of `factor` [64], by which a new
+    maximum of the softmax rescales earlier weights; None is 1.
     """
     return sums if factor is None else [x * wg.spread_rows(factor, x.shape) for x in sums]
 
