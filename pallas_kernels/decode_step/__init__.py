@@ -1,4 +1,6 @@
-"""A fused kernel for one token: decay, write and read of a memory in one pass over it, in place."""
+"""A fused kernel that applies one token of each row to its matrix memories, as in generation: decay, write
+and read in one pass over the memory, in place.
+"""
 
 from pallas_kernels.decode_step.api import decode_step, unsupported
 

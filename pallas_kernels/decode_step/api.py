@@ -1,5 +1,5 @@
-"""One token of a matrix memory: `M ← decay ⊙ M + kᵀ v`, with the correction of the delta rule or of RWKV7,
-and `o = scale q M`.
+"""The fused update and read of matrix memories M by one token: `M ← decay ⊙ M + kᵀ v`, with the correction of
+the delta rule or of RWKV7, and the output `o = scale q M`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ _BACKENDS = {"mosaic_gpu": hopper}
 
 
 class Call(NamedTuple):
-    """The arguments on which the requirements depend: arrays, or their shapes and dtypes; as in
-    `decode_step`.
+    """The arguments of a call of `decode_step` by which the backend decides whether it supports the call:
+    queries q, values v and the memory (arrays, or their shapes and dtypes).
     """
 
     q: Any
@@ -25,7 +25,9 @@ class Call(NamedTuple):
 
 
 def unsupported(q, v, memory) -> str | None:
-    """Return the first requirement that a call with these arrays (or their shapes) does not meet, or None."""
+    """Return the first requirement that a call of `decode_step` with these queries q, values v and memory
+    (arrays, or their shapes and dtypes) does not meet, or None if the kernel supports it.
+    """
     return hopper.unsupported(Call(q, v, memory))
 
 
@@ -47,35 +49,38 @@ def decode_step(
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
 ) -> tuple[Float[Array, "B max(H,G) V"], Float[Array, "... B G K V"]]:
-    """Decay, write and read each memory. Neither differentiation nor `jax.vmap` is supported.
+    """Apply one token of each row to each of its matrix memories M: decay M, write to it, and read the
+    token's output from it. Neither differentiation nor `jax.vmap` is supported.
 
     Args:
-        memory: [B, G, K, V] float32, or [L, B, G, K, V] with `layer`. Updated in place where its buffer may
-            be reused.
+        memory: [B, G, K, V] float32, the memories, or [L, B, G, K, V], those of all layers, with `layer`.
+            Updated in place where its buffer may be reused.
         q: [B, H, K] queries, bfloat16 or float32; H is a multiple or a divisor of G.
         k: [B, Hk, K] keys; Hk divides G.
         v: [B, G, V] values.
-        beta: [B, G]; if given, the write is `beta (v - k M)` with M decayed (the delta rule).
-        log_decay: [B, G] or [B, G, K], natural logarithm, at most 0; None is no decay.
+        beta: [B, G], the strength of the delta rule's writes; if given, the write is `beta (v - k M)` with M
+            decayed.
+        log_decay: [B, G] or [B, G, K], the natural logarithm of the decay, at most 0; None is no decay.
         value_log_decay: [B, G, V], the natural logarithm of a decay of the value channels, applied in
             addition to `log_decay`.
-        a: [B, Ha, K]; if given, `bᵀ (a M)` is written in addition, with M before its decay (RWKV7). Ha
-            divides G.
-        b: [B, Hb, K], given with `a`; Hb divides G.
-        bonus: [G, K]; if given, the output is `scale q (M + diag(bonus) kᵀ v)` with M before decay and write
-            (RWKV6).
+        a: [B, Ha, K], the vectors by which RWKV7 reads the memory M before its decay; if given, `bᵀ (a M)` is
+            written in addition. Ha divides G.
+        b: [B, Hb, K], the vectors by which RWKV7 writes what `a` has read; given with `a`. Hb divides G.
+        bonus: [G, K], RWKV6's weight of the token's own key and value; if given, the output is `scale q (M +
+            diag(bonus) kᵀ v)` with M before decay and write.
         emptied: [B], True where the memory is replaced by 0 before the token.
         layer: int32 scalar, index of the memory to update; the other L - 1 do not change.
-        scale: multiplies q.
+        scale: the factor of the queries.
         implementation: "mosaic_gpu" (Hopper); `hopper.REQUIREMENTS` lists what it requires.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
-        The output in v's dtype, and `memory` after the token.
+        The output [B, max(H, G), V] in v's dtype, and `memory` after the token.
 
     Raises:
-        NotImplementedError: the call does not meet a requirement of the kernel; the message says which.
-        ValueError: `implementation` is not known.
+        NotImplementedError: the arrays given to `decode_step` do not meet a requirement of the kernel's
+        backend; the message says which.
+        ValueError: `implementation` is not the name of a backend of `decode_step`.
     """
     if implementation not in _BACKENDS:
         accepted = tuple(_BACKENDS)
@@ -102,7 +107,8 @@ def _float32(x) -> Any:
 
 
 def decay_factor(log_decay) -> Any:
-    """Return a decay as one float32 number that loses no digits; None for None.
+    """Return the decay `exp(log_decay)` encoded as one float32 number that loses no digits, also near 1; None
+    for None.
 
     The number is `exp(log_decay) - 1`, at most 0, where `log_decay > -0.5`: for slow decays `exp(log_decay)`
     would be rounded near 1. Elsewhere it is `exp(log_decay)`, above 0.

@@ -1,4 +1,5 @@
-"""Sizes and tolerances of calls of one token.
+"""Sizes and tolerances of `decode_step`, which applies one token to each memory, for its tests and
+benchmarks.
 
 - `INTERPRETED`: small cases for the interpreter, on a CPU.
 - `HOPPER`: cases that run on the card.
@@ -16,19 +17,19 @@ OUTPUT_TOLERANCE, MEMORY_TOLERANCE = 5e-3, 1e-5
 
 
 class Case(NamedTuple):
-    """Sizes and kind of a call.
+    """The sizes of one tested call of `decode_step`, which applies one token to each memory, and its options.
 
     Attributes:
-        op: "linear", "delta" or "dplr".
+        op: the method: "linear" (linear attention), "delta" (the delta rule) or "dplr" (RWKV7).
         heads: the numbers of heads of q, of k (and a and b) and of v.
-        key_dim: K.
-        value_dim: V.
+        key_dim: K, the number of key channels.
+        value_dim: V, the number of value channels.
         decays: words separated by spaces: "token", "key", "constant" or "value" for decays of that kind,
             "strong", "bonus".
         documents: whether there are segment ids and a mask.
         stacked: whether the memory is one layer of a stack.
         dtype: the dtype of q, k and v.
-        batch: B.
+        batch: B, the number of rows.
     """
 
     op: str
@@ -43,7 +44,7 @@ class Case(NamedTuple):
 
     @property
     def id(self) -> str:
-        """The case's name in the tests' output."""
+        """The name of this case of `decode_step` in the tests' output: its method, sizes and options."""
         heads = ",".join(map(str, self.heads))
         options = [name for name in ("documents", "stacked") if getattr(self, name)]
         decays = [self.decays.replace(" ", "+")] if self.decays else []

@@ -1,9 +1,10 @@
-"""One token through a memory on Mosaic GPU (Hopper): the memory is loaded once and stored once, in place.
+"""The kernel that applies one token to a matrix memory on Mosaic GPU (Hopper): the memory is loaded once and
+stored once, in place.
 
-A warpgroup has all keys of some value channels in its registers. A thread has 4 neighbouring channels of
-every 8th (or 16th) key, so that a sum over keys is a sum inside a thread followed by a sum across a few
-lanes. Shared memory is not used. As many warpgroups run at a time as the registers allow, so that enough
-loads are in flight.
+A warpgroup has all key channels of some value channels in its registers. A thread has 4 neighbouring value
+channels of every 8th (or 16th) key channel, so that a sum over key channels is a sum inside a thread followed
+by a sum across a few lanes. Shared memory is not used. As many warpgroups run at a time as the registers
+allow, so that enough loads are in flight.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ _DTYPES = (jnp.bfloat16, jnp.float32)
 
 
 def columns(programs: int, key_dim: int, value_dim: int) -> int | None:
-    """Return the number of value channels of a warp, or None if no number is possible.
+    """Return the number of value channels that each warp of the `decode_step` kernel computes, 16 or 8, or
+    None if neither is possible.
 
     Args:
-        programs: the number of memories of all rows.
-        key_dim: K.
-        value_dim: V.
+        programs: the number of memories of all rows, B G.
+        key_dim: K, the number of key channels.
+        value_dim: V, the number of value channels.
     """
     sizes = [
         size
@@ -75,21 +77,23 @@ REQUIREMENTS = (
 
 
 def unsupported(call) -> str | None:
-    """Return the first of `REQUIREMENTS` that an `api.Call` does not meet, or None."""
+    """Return the first requirement of the Hopper kernel that a call of `decode_step` does not meet, or None
+    if the kernel supports it.
+    """
     return first_unmet(REQUIREMENTS, call)
 
 
 class _Block:
-    """A warpgroup's memory and value channels, with its loads into registers: [K, channels] for the memory
-    and what multiplies it.
+    """What one warpgroup of the `decode_step` kernel computes, some value channels of one memory, with its
+    loads into registers: [K, channels] for the memory and what multiplies it.
 
     Attributes:
-        refs: references to global memory by name.
+        refs: references to the arrays in global memory, by name.
         row: the row of the batch.
-        head: the index of the memory.
+        head: the index of the memory in its row.
         channels: the slice of value channels.
-        layout: the layout of the memory in registers.
-        shape: (K, channels).
+        layout: how the memory is distributed over the warpgroup's registers.
+        shape: the shape of the memory in registers, (K, number of the warpgroup's value channels).
     """
 
     def __init__(self, refs: dict[str, Any], width: int, key_dim: int):
@@ -99,61 +103,70 @@ class _Block:
         self.channels = pl.ds(lax.axis_index("column") * self.shape[1], self.shape[1])
 
     def memory(self):
-        """A reference to the block's channels of the memory [K, channels]."""
+        """Return a reference to the value channels of the memory M that this warpgroup computes, [K,
+        channels], in global memory.
+        """
         layer = (self.refs["layer"][0],) if "layer" in self.refs else ()
         return self.refs["memory"].at[(*layer, self.row, self.head, slice(None), self.channels)]
 
     def spread(self, x, axis: int):
-        """Broadcast x, one number for each key (axis 0) or value channel (axis 1), to [K, channels] in
-        float32.
+        """Broadcast x, with one number for each key channel (axis 0) or value channel (axis 1), to the shape
+        of the memory in registers, [K, channels] in float32.
         """
         x = lax.broadcast_in_dim(x.astype(_F32), self.shape, [axis])
         return plgpu.layout_cast(x, self.layout)
 
     def load_keys(self, name: str, memories: int):
-        """Load the vector of K numbers of the key head that belongs to this memory, spread over the value
-        channels.
+        """Load the K numbers of the input `name` (such as the keys) in the key head that this memory uses,
+        broadcast over the value channels to [K, channels]. `memories` is the number of memories of a row.
         """
         ref = self.refs[name]
         return self.load_key_head(name, lax.div(self.head, memories // ref.shape[-2]))
 
     def load_key_head(self, name: str, key_head):
-        """Load the vector of K numbers of one key head, spread over the value channels."""
+        """Load the K numbers of the input `name` (such as the queries or keys) in the head with index
+        `key_head`, broadcast over the value channels to [K, channels].
+        """
         ref = self.refs[name]
         ref = ref.at[key_head] if name == "bonus" else ref.at[self.row, key_head]
         return self.spread(plgpu.load(ref, layout=self.layout.reduce(1), optimized=False), 0)
 
     def load_values(self, name: str):
-        """Load one number for each value channel in float32."""
+        """Load from the input `name` (such as the values) one number for each value channel that this
+        warpgroup computes, in float32.
+        """
         ref = self.refs[name].at[self.row, self.head, self.channels]
         return plgpu.load(ref, layout=self.layout.reduce(0), optimized=False).astype(_F32)
 
 
 def _apply_decay(m, factor):
-    """Multiply m by the decay that `api.decay_factor` encodes: a factor of at most 0 is `decay - 1`, a factor
-    above 0 is the decay itself.
+    """Return the memory m [K, channels] multiplied by the decay that `factor` encodes as in
+    `api.decay_factor`: a factor of at most 0 is `decay - 1`, a factor above 0 is the decay itself.
     """
     return jnp.where(factor > 0, 0.0, m) + factor * m
 
 
 def _read(x, m):
-    """The product of a vector x, spread to [K, channels], with the memory m [K, channels]."""
+    """Return the product of a vector x of K numbers, such as a query, broadcast to [K, channels], with the
+    memory m [K, channels]: one number for each value channel.
+    """
     return jnp.sum(x * m, axis=0)
 
 
 def step(
     memory, q, k, v, optional: dict[str, Any], *, scale: float, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the output [B, max(H, G), V] in v's dtype, and the memory after the token.
+    """Apply one token of each row to its memories on a Hopper GPU; return the token's output [B, max(H, G),
+    V] in v's dtype, and the memories after the token.
 
     Args:
-        memory: [B, G, K, V] float32, or [L, B, G, K, V] with `layer`.
+        memory: the memories, [B, G, K, V] float32, or [L, B, G, K, V], those of all layers, with `layer`.
         q: [B, H, K] queries.
         k: [B, Hk, K] keys.
         v: [B, G, V] values.
         optional: beta, decay and value_decay (as `api.decay_factor` encodes them), a, b, bonus, emptied [B]
             int32 and layer [1] int32, each an array or None.
-        scale: multiplies q.
+        scale: the factor of the queries.
         interpret: parameters of the interpreter, or False.
     """
     batch, memories, value_dim = v.shape

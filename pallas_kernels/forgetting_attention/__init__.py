@@ -1,4 +1,6 @@
-"""Softmax attention with a forget gate (FoX) as a fused kernel."""
+"""Fused kernels for causal softmax attention whose keys lose weight by learned forget gates (FoX, the
+forgetting transformer), on Hopper GPUs and TPUs.
+"""
 
 from pallas_kernels.forgetting_attention.api import forgetting_attention, unsupported
 

@@ -1,5 +1,6 @@
-"""Softmax attention with a forget gate, scores `scale q_i . k_j + F_i - F_j`, as one fused kernel (FoX, arXiv
-2503.02130, Eq. 3).
+"""Causal softmax attention whose keys lose weight by forget gates, as one fused kernel (FoX, arXiv
+2503.02130, Eq. 3). The score of query i and key j is `scale q_i . k_j + F_i - F_j`, with F the running sum of
+the log forget gates.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ _BACKENDS = {"mosaic_gpu": "hopper", "mosaic_tpu": "tpu"}
 
 
 class Call(NamedTuple):
-    """The arguments on which the requirements depend: arrays, or their shapes and dtypes; as in
-    `forgetting_attention`.
+    """The arguments of a call of `forgetting_attention` by which a backend decides whether it supports the
+    call: queries q, keys k and values v (arrays, or their shapes and dtypes), and the number of keys before
+    the row, `earlier`.
     """
 
     q: Any
@@ -31,7 +33,9 @@ class Call(NamedTuple):
 
     @property
     def row_length(self) -> int:
-        """The number of keys without the earlier ones."""
+        """The number of keys that belong to the row itself, T - `earlier`: without the keys before it, which
+        come from a state.
+        """
         return self.k.shape[1] - self.earlier
 
 
@@ -53,9 +57,10 @@ def _backend(implementation: str) -> Any:
 
 
 def unsupported(implementation: str, q, k, v, *, earlier: int = 0) -> str | None:
-    """Return the first requirement that a call with these arrays (or their shapes) does not meet, or None.
+    """Return the first requirement that a call of `forgetting_attention` with these queries q, keys k and
+    values v (arrays, or their shapes and dtypes) does not meet, or None if the backend supports it.
 
-    Only the backend of `implementation` is imported.
+    Only the module of the backend that `implementation` names is imported.
     """
     call = Call(q, k, v, earlier)
     return first_unmet(REQUIREMENTS, call) or _backend(implementation).unsupported(call)
@@ -77,7 +82,8 @@ def forgetting_attention(
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
 ) -> Float[Array, "B Q H V"]:
-    """Compute causal attention whose keys are forgotten by gates. Differentiable once, in reverse mode.
+    """Compute causal softmax attention whose keys lose weight by forget gates, [B, Q, H, V]. Differentiable
+    once, in reverse mode.
 
     Args:
         q: [B, Q, H, D] queries; H is a multiple of G, Q is T - `earlier`, or less with `places`.
@@ -98,7 +104,7 @@ def forgetting_attention(
             query, as those of a state. The row begins after them: `places` count from there.
         window: each token sees the last `window` tokens, including itself; None means that it sees all
             earlier tokens.
-        scale: multiplies the scores.
+        scale: the factor of the scores q . k.
         prune: whether to skip tiles of keys that together weigh less than e^-10 of the sum of a query's
             weights (arXiv 2504.06949).
         implementation: "mosaic_gpu" (Hopper; heads of 256 channels have no gradient) or "mosaic_tpu";
@@ -106,13 +112,14 @@ def forgetting_attention(
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
-        The output in q's dtype, 0 where a token sees no key.
+        The attention's output [B, Q, H, V] in q's dtype, 0 where a token sees no key.
 
     Raises:
-        NotImplementedError: the call, or its gradient, does not meet a requirement of the kernel; the message
-            says which.
-        ValueError: `implementation` is not known; fewer queries than tokens of the row without `places`, or
-            as many with `places`; more `earlier` keys than keys.
+        NotImplementedError: the arrays given to `forgetting_attention`, or a gradient of it, do not meet a
+        requirement of the kernel's backend; the message says which.
+        ValueError: `implementation` is not the name of a backend of `forgetting_attention`; there are fewer
+        queries than tokens of the row without `places`, or as many with `places`; there are more `earlier`
+        keys than keys.
     """
     if implementation not in _BACKENDS:
         accepted = tuple(_BACKENDS)
@@ -149,7 +156,10 @@ def forgetting_attention(
 
 
 def _pad(padding: int, q, k, v, rows: Rows) -> tuple[Any, Any, Any, Rows]:
-    """Append `padding` tokens. They are keys after all queries whose output is returned."""
+    """Append `padding` tokens to queries q, keys k, values v and the arrays of `rows`, so that T becomes a
+    multiple of the tile size. As keys, the added tokens come after all queries whose output is returned, so
+    that none of these sees them.
+    """
     if padding == 0:
         return q, k, v, rows
 
@@ -164,10 +174,11 @@ def _pad(padding: int, q, k, v, rows: Rows) -> tuple[Any, Any, Any, Rows]:
 
 
 def _pad_earlier(q, k, v, rows: Rows, earlier: int, tile_size: int) -> tuple[Any, Any, Any, Rows]:
-    """Pad a call with `earlier` keys before the row, so that the queries are two parts of it that begin at tiles.
+    """Pad the arrays of a call that has `earlier` keys before the row, so that its queries are two halves
+    that begin at multiples of the tile size.
 
-    Tokens are added before the earlier ones, in a document that nobody sees, and after the row, where they are keys after all queries
-    whose output is returned.
+    Tokens are added in front of the earlier keys, in a document that no query sees, and after the row, where
+    they are keys after all queries whose output is returned.
     """
     front, back = -earlier % tile_size, 0
     places = rows.places
@@ -194,8 +205,8 @@ def _pad_earlier(q, k, v, rows: Rows, earlier: int, tile_size: int) -> tuple[Any
 
 
 class _Options(NamedTuple):
-    """The arguments of a call that are not arrays, as in `forgetting_attention`, with the backend's module
-    and its tile size.
+    """The arguments of a call of `forgetting_attention` that are not arrays (scale of the scores, window in
+    tokens, whether to prune, the interpreter), with the backend's module and the tokens of its tiles.
     """
 
     backend: Any
@@ -206,12 +217,16 @@ class _Options(NamedTuple):
     interpret: Any
 
     def bounds(self, q, k, rows: Rows) -> Bounds:
-        """The tiles of queries and keys that see each other."""
+        """Return the ranges of key tiles that each tile of queries must read, and of query tiles that each
+        tile of keys must: documents, the window and pruning exclude the others.
+        """
         options: Any = dict(scale=self.scale, window=self.window, prune=self.prune)
         return find_bounds(q, k, rows, **options, tile_size=self.tile_size)
 
     def kernel_options(self) -> dict[str, Any]:
-        """The keyword arguments of the backend's `forward` and `backward`."""
+        """Return the keyword arguments that the backend's `forward` and `backward` have in common: the scale
+        of the scores, the window in tokens, and the interpreter.
+        """
         return dict(scale=self.scale, window=self.window, interpret=self.interpret)
 
 
@@ -237,7 +252,9 @@ def _attend_backward(options, saved, d_output):
     dq, dk, dv, d_high = options.backend.backward(*inputs, **options.kernel_options())
 
     def sum_queries(x, like):
-        """Sum over the query heads of each key head, in float32."""
+        """Sum x, the gradient of keys or values for each query head [B, T, H, D], over the query heads that
+        share a key head; return it in the shape [B, T, G, D] and the dtype of `like`, summed in float32.
+        """
         by_head = x.reshape(*like.shape[:3], -1, like.shape[3])
         return jnp.sum(by_head, axis=3, dtype=jnp.float32).astype(like.dtype)
 

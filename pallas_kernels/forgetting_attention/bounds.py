@@ -1,5 +1,6 @@
-"""The tiles of queries and of keys that see each other. Documents, the window and the gates hide the others,
-which the kernels skip.
+"""The ranges of key tiles that attention with forget gates must compute for each tile of queries, and
+conversely. The kernels skip all other tiles: those of other documents, outside the window, or whose weight
+the gates make negligible.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ _F32 = jnp.float32
 
 
 class Rows(NamedTuple):
-    """The arrays by token that the kernels read besides q, k and v.
+    """The arrays by token that the attention kernels read besides queries, keys and values: gates, documents,
+    and which tokens are keys.
 
     Attributes:
-        gates: F, the sums of the log forget gates: their high and their low part, each [B, H, T] float32;
-            None without gates.
+        gates: F, the running sum of the log forget gates, as its high and its low part, each [B, H, T]
+            float32; None without gates.
         run: [B, T] int32, the index of each token's document, not decreasing along T; None for one document.
         written: [B, T] bool, whether each token is a key; requires `gates`. None if all are.
         places: [2] int32, the positions in the row at which the first and the second half of the queries
@@ -36,8 +38,8 @@ class Rows(NamedTuple):
     places: jax.Array | None = None
 
     def at_queries(self, x: jax.Array, length: int, axis: int = -1) -> jax.Array:
-        """Return the entries of x at the positions of the `length` queries; x has the row's tokens along
-        `axis`.
+        """Return the entries of x, an array with the row's T tokens along `axis`, at the positions of the
+        `length` queries: all of them, or the two halves that begin at `places`.
         """
         if self.places is None:
             return x
@@ -48,7 +50,8 @@ class Rows(NamedTuple):
 
 
 class Bounds(NamedTuple):
-    """The tiles of queries and of keys, of one size, that see each other.
+    """Which tiles of queries see which tiles of keys; tiles of both have the same number of tokens, and N is
+    their number in a row.
 
     Attributes:
         first: [B, H, N] int32, for each tile of queries: the first tile of keys that at least one of its
@@ -88,11 +91,11 @@ def find_bounds(
     Args:
         q: [B, Q, H, D] queries.
         k: [B, T, G, D] keys.
-        rows: the arrays by token.
-        scale: multiplies the scores.
-        window: tokens that a query sees, or None.
-        prune: whether gates hide tiles.
-        tile_size: queries or keys of a tile.
+        rows: the gates, documents and masks of the tokens.
+        scale: the factor of the scores q . k.
+        window: the number of last tokens that a query sees, or None for all.
+        prune: whether tiles of keys that the gates make negligible are hidden.
+        tile_size: the number of queries, or of keys, in a tile.
     """
     batch, length, heads, _ = q.shape
     at_queries = functools.partial(rows.at_queries, length=length)
@@ -142,7 +145,9 @@ def find_bounds(
 
 
 def key_arrays(rows: Rows) -> dict[str, jax.Array]:
-    """Return the arrays that the scores require for each key: documents ("run"), and F ("high", "low").
+    """Return the arrays from which a kernel computes a key's part of its scores, by name: the index of the
+    key's document ("run", [B, T]), and F, the running sum of the log forget gates, as its high and its low
+    part ("high" and "low", [B, H, T]).
 
     A token that is not a key has a very large F, so that its score is less than all others.
     """

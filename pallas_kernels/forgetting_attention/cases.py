@@ -1,4 +1,4 @@
-"""Sizes and tolerances of forgetting attention.
+"""Sizes and tolerances of attention with forget gates, which its tests and benchmarks use.
 
 - `HOPPER`, `HOPPER_PARTS`: cases that run on the card.
 - `TIMED`: sizes that `python -m benchmarks attention` times.
@@ -13,16 +13,16 @@ OUTPUT_TOLERANCE, GRADIENT_TOLERANCE = 5e-3, 1e-2
 
 
 class Case(NamedTuple):
-    """Sizes and kind of a call.
+    """The sizes of one tested call of `forgetting_attention`, and its documents, gates and window.
 
     Attributes:
-        heads: numbers of heads of q, and of k and v.
-        dim: channels of a head.
-        length: T.
-        documents: mean number of documents for each token; None is one document without padding or masked
-            tokens.
-        gates: "mild", "strong", or None without.
-        window: tokens that a query sees, or None.
+        heads: the number of query heads, and that of key and value heads.
+        dim: the number of channels of a head, for keys and values.
+        length: T, the number of tokens of a row.
+        documents: the mean number of documents per token of a row, such as 0.01; None is one document without
+            padding or masked tokens.
+        gates: the strength of the forget gates, "mild" or "strong"; None is no gates.
+        window: the number of last tokens that a query sees, or None for all.
     """
 
     heads: tuple[int, int]
@@ -34,7 +34,9 @@ class Case(NamedTuple):
 
     @property
     def id(self) -> str:
-        """The case's name in the tests' output."""
+        """The name of this case of `forgetting_attention` in the tests' output: its sizes, documents, gates
+        and window.
+        """
         sizes = [f"heads={self.heads[0]},{self.heads[1]}", f"D={self.dim}", f"T={self.length}"]
         documents = [] if self.documents is None else [f"documents={self.documents}"]
         window = [] if self.window is None else [f"window={self.window}"]

@@ -1,4 +1,6 @@
-"""Products of groups of rows with one matrix each, as fused kernels."""
+"""Fused kernels for products in which each group of consecutive rows, such as the tokens of one expert, is
+multiplied by a matrix of its own.
+"""
 
 from pallas_kernels.grouped_product.api import grouped_product, grouped_sums, unsupported
 

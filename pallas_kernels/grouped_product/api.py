@@ -1,5 +1,5 @@
-"""Products of groups of rows with one matrix each, and the gradient of the matrices. Neither is
-differentiable.
+"""Products in which each group of consecutive rows (such as the tokens of one expert) is multiplied by its
+own matrix, and the gradient of these matrices. JAX cannot differentiate either function.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ _BACKENDS = {"mosaic_gpu": hopper}
 
 
 class Call(NamedTuple):
-    """The arguments on which the requirements depend: arrays, or their shapes and dtypes; as in
-    `grouped_product`.
+    """The arguments of a call of `grouped_product` by which the backend decides whether it supports the call:
+    the rows x and the groups' matrices `kernels` (arrays, or their shapes and dtypes).
     """
 
     x: Any
@@ -23,8 +23,8 @@ class Call(NamedTuple):
 
 
 def unsupported(x, kernels) -> str | None:
-    """Return the first requirement that a product and its gradients with these arrays (or their shapes) do
-    not meet, or None.
+    """Return the first requirement that `grouped_product` of rows x with the matrices `kernels` (arrays, or
+    their shapes and dtypes), or one of its gradients, does not meet, or None if the backend supports them.
     """
     return hopper.unsupported(Call(x, kernels))
 
@@ -39,26 +39,28 @@ def grouped_product(
     implementation: str = "mosaic_gpu",
     interpret: Any = None,
 ) -> Float[Array, "N F"]:
-    """Multiply each block of rows by the matrix of its group.
+    """Multiply each block of rows of x by the matrix of the group to which it belongs; return the products,
+    [N, F].
 
     Args:
-        x: bfloat16 [N, D]; N is a multiple of 128, or of 64 with `parts`, and at least 128; D is a multiple
-            of 64.
-        kernels: bfloat16 [E, D, F], or [E, F, D] where `transposed`; F is a multiple of 64.
+        x: bfloat16 [N, D], the rows; N is a multiple of 128, or of 64 with `parts`, and at least 128; D is a
+            multiple of 64.
+        kernels: bfloat16 [E, D, F], the matrices of the E groups, or [E, F, D] where `transposed`; F is a
+            multiple of 64.
         groups: int32 [N / 128], the group of each block of 128 rows; with `parts` [V], the group of each
             part.
         count: int32 [1]; the first `count` blocks (or parts) are computed.
         parts: two arrays int32 [V], the indices of the first and of the last + 1 block of 64 rows of each
             part; a part has one or two blocks.
-        transposed: whether the matrices are transposed.
+        transposed: whether `kernels` holds the transposes [F, D] of the matrices.
         implementation: "mosaic_gpu" (Hopper).
         interpret: parameters of the interpreter, see `compat.gpu_interpreter`.
 
     Returns:
-        bfloat16 [N, F]; the rows of blocks that are not computed are undefined.
+        bfloat16 [N, F], the products; the rows of blocks that are not computed are undefined.
 
     Raises:
-        ValueError: `implementation` is not known.
+        ValueError: `implementation` is not the name of a backend of `grouped_product`.
     """
     backend = _backend("grouped_product", implementation)
     return backend.product(
@@ -75,22 +77,23 @@ def grouped_sums(
     implementation: str = "mosaic_gpu",
     interpret: Any = None,
 ) -> Float[Array, "E D F"]:
-    """Return each group's sum over its rows of the outer products of x and dy: the gradient of its matrix.
+    """Return for each of E groups the sum over its rows of the outer products of x and dy, [E, D, F]: the
+    gradient of its matrix.
 
     Args:
-        x: bfloat16 [N, D]; N is a multiple of 64, D of 128.
-        dy: bfloat16 [N, F]; F is a multiple of 64. In the rows after a group's last one up to the next
-            multiple of 64, x or dy is 0.
+        x: bfloat16 [N, D], the rows that were multiplied; N is a multiple of 64, D of 128.
+        dy: bfloat16 [N, F], the gradient of the products; F is a multiple of 64. In the rows after a group's
+            last one up to the next multiple of 64, x or dy is 0.
         starts: int32 [E], each group's first row, a multiple of 64.
         blocks: int32 [E], the number of blocks of 64 rows of each group.
         implementation: "mosaic_gpu" (Hopper).
         interpret: parameters of the interpreter, see `compat.gpu_interpreter`.
 
     Returns:
-        bfloat16 [E, D, F].
+        bfloat16 [E, D, F], the sums.
 
     Raises:
-        ValueError: `implementation` is not known.
+        ValueError: `implementation` is not the name of a backend of `grouped_sums`.
     """
     return _backend("grouped_sums", implementation).sums(x, dy, starts, blocks, interpret=interpret)
 

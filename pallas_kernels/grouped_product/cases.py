@@ -13,13 +13,13 @@ TOLERANCES = {"interpreted": 3e-3, "card": 5e-3, "segments": 5e-3}
 
 
 class Case(NamedTuple):
-    """Sizes of a call.
+    """The sizes of one tested call of `grouped_product` or `grouped_sums`.
 
     Attributes:
-        sizes: rows of each group.
-        rows: N; rows after the last group belong to no group.
-        width: D.
-        out: F.
+        sizes: the number of rows of each group.
+        rows: N, the number of all rows; those after the last group belong to no group.
+        width: D, the number of columns of x.
+        out: F, the number of columns of the product.
     """
 
     sizes: tuple[int, ...]
@@ -29,7 +29,7 @@ class Case(NamedTuple):
 
     @property
     def id(self) -> str:
-        """The case's name in the tests' output."""
+        """The name of this case of grouped products in the tests' output: its sizes."""
         sizes = ",".join(map(str, self.sizes))
         return "-".join([f"sizes={sizes}", f"N={self.rows}", f"D={self.width}", f"F={self.out}"])
 

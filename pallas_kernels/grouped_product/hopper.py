@@ -1,5 +1,5 @@
-"""Products of groups of rows with one matrix each, on Mosaic GPU (Hopper). Groups begin at multiples of
-`ROWS`.
+"""The Hopper kernels (Mosaic GPU) of products in which each group of rows is multiplied by its own matrix,
+and of the gradient of these matrices. Groups begin at multiples of `ROWS`, or of 64.
 
 Both kernels run one thread block on each processor. It computes output tiles one after another: each of two
 warpgroups computes half of a tile's rows, and a third one loads the operands. All rows of a block belong to
@@ -43,22 +43,27 @@ REQUIREMENTS = (
 
 
 def unsupported(call) -> str | None:
-    """Return the first of `REQUIREMENTS` that an `api.Call` does not meet, or None."""
+    """Return the first requirement of the Hopper kernels that a call of `grouped_product` does not meet, or
+    None if they support it.
+    """
     return first_unmet(REQUIREMENTS, call)
 
 
 def width(size: int) -> int:
-    """Return the number of columns of a tile, for an output of `size` columns, a multiple of 64."""
+    """Return the number of columns of a tile of the output that a thread block computes at a time, for an
+    output of `size` columns, a multiple of 64.
+    """
     return next(n for n in (256, 192, 128, 64) if size % n == 0)
 
 
 class _Tile(NamedTuple):
-    """One output tile.
+    """One tile of a grouped product's output, [128, columns], and where its operands are: it is a sum of
+    matrix products over steps.
 
     Attributes:
         sources: references to the two arrays whose products are summed.
-        steps: the number of steps of the sum.
-        out: a reference to the tile in the output.
+        steps: the number of steps of the sum, of 64 summed rows or columns each.
+        out: a reference to the tile in the output array.
         computes: `computes(half)` is whether the half 0 or 1 of the rows is stored; None stores both.
     """
 
@@ -77,8 +82,8 @@ def product(
     transposed: bool = False,
     interpret: Any = None,
 ) -> jax.Array:
-    """Return [N, F], each block of rows times the matrix of its group; the arguments are those of
-    `api.grouped_product`.
+    """Return the products [N, F] of each block of rows of x with the matrix of its group; the arguments are
+    those of `api.grouped_product`.
     """
     rows, depth = x.shape
     size = kernels.shape[1 if transposed else 2]
@@ -126,8 +131,8 @@ def product(
 def sums(
     x: jax.Array, dy: jax.Array, starts: jax.Array, blocks: jax.Array, *, interpret: Any = None
 ) -> jax.Array:
-    """Return [E, D, F], each group's sum of the outer products of x and dy; the arguments are those of
-    `api.grouped_sums`.
+    """Return for each of E groups the sum of the outer products of its rows of x and dy, [E, D, F]; the
+    arguments are those of `api.grouped_sums`.
     """
     depth, size, total = x.shape[1], dy.shape[1], starts.shape[0]
     across = width(size)
@@ -171,14 +176,15 @@ def _launch(kernel, inputs, shape: tuple[int, ...], dtype: Any, interpret: Any) 
 
 
 class _Tiled(NamedTuple):
-    """A kernel that computes output tiles [ROWS, across], each a sum of matrix products over steps.
+    """A kernel that computes tiles [128, across] of a grouped product's output, each a sum of matrix products
+    over steps.
 
     Attributes:
         tile: `tile(index)` returns the `_Tile` of that index.
         multiply: `multiply(total, half, a, b)` adds a step's product for the rows `half` of the tile to
             `total`.
-        specs: the blocks of the two sources that a step loads.
-        across: columns of a tile.
+        specs: the blocks of a tile's two sources that a step loads.
+        across: the number of columns of a tile.
         max_steps: the largest number of steps of a tile.
         dtype: the output's dtype.
     """
@@ -191,10 +197,11 @@ class _Tiled(NamedTuple):
     dtype: Any
 
     def compute(self, count, examples) -> None:
-        """Compute the tiles 0 to `count` - 1, divided among the processors.
+        """Compute and store the output tiles 0 to `count` - 1 of a grouped product, divided among the GPU's
+        processors.
 
         Args:
-            count: the number of tiles.
+            count: the number of output tiles.
             examples: references with the shapes and dtypes of the two sources, for which buffers are
                 allocated.
         """
@@ -208,7 +215,9 @@ class _Tiled(NamedTuple):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _pipeline(self, steps, body, context):
-        """Return a loop over `steps` in which one warpgroup loads blocks of the sources and two call `body`."""
+        """Return a function that runs the `steps` steps of one output tile: one warpgroup loads the steps'
+        blocks of the two sources, and two warpgroups call `body` with them, inside the function `context`.
+        """
         return plgpu.emit_pipeline_warp_specialized(
             body,
             grid=(steps,),
@@ -221,7 +230,10 @@ class _Tiled(NamedTuple):
         )
 
     def _compute_tiles(self, count, allocations, buffers) -> None:
-        """Compute this processor's tiles with buffers for the sources (`allocations`) and for the output."""
+        """Compute and store the output tiles that fall to this processor, with buffers in shared memory for
+        the sources (`allocations`) and for the output (`buffers`). `count` is the number of tiles of all
+        processors.
+        """
         group = lax.axis_index("group")
         half = pl.ds(group * _HALF, _HALF)
 
@@ -253,7 +265,9 @@ class _Tiled(NamedTuple):
             self._pipeline(tile.steps, body, compute)(*tile.sources, allocations=allocations)
 
     def _store(self, y, out, half, buffers, group) -> None:
-        """Copy y, a warpgroup's rows of a tile, to the output by way of shared memory."""
+        """Copy y, the 64 rows of an output tile that warpgroup `group` has computed, to the rows `half` of
+        the tile `out` in global memory, by way of the warpgroup's `buffers` in shared memory.
+        """
         for i in range(self.across // _HALF):
             buffer, columns = buffers.at[group, i % _SLOTS], pl.ds(i * _HALF, _HALF)
             plgpu.wait_smem_to_gmem(_SLOTS - 1, wait_read_only=True)

@@ -1,5 +1,5 @@
-"""Fused kernels for memories whose entries are independent: Mamba's, and memories of one complex number for
-each channel.
+"""Fused kernels for scans of memories whose entries do not depend on each other: Mamba's (`selective_scan`),
+and memories of one complex number for each channel (`complex_scan`).
 """
 
 from pallas_kernels.selective_scan.api import (

@@ -1,5 +1,5 @@
-"""Scans of memories whose entries are independent, by chunks: Mamba's, and memories of one complex number for
-each channel.
+"""Scans of memories whose entries do not depend on each other, computed by chunks: Mamba's
+(`selective_scan`), and memories of one complex number for each channel (`complex_scan`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ _BACKENDS = {"mosaic_gpu": "hopper", "mosaic_tpu": "tpu"}
 
 
 class Call(NamedTuple):
-    """The arguments on which the requirements depend.
+    """The arguments of a call of `selective_scan` or `complex_scan` by which a backend decides whether it
+    supports the call.
 
     Attributes:
-        u: [B, T, D], or its shape and dtype.
-        state_size: numbers of each channel's memory.
+        u: the inputs of the scan, [B, T, D], or their shape and dtype.
+        state_size: N, the number of entries of each channel's memory.
     """
 
     u: Any
@@ -36,12 +37,17 @@ def _backend(implementation: str, kind: str) -> Any:
 
 
 def unsupported(implementation: str, u, state_size: int) -> str | None:
-    """Return the first requirement that `selective_scan` of u (an array or its shape) does not meet, or None."""
+    """Return the first requirement that a call of `selective_scan` with inputs u [B, T, D] (an array or its
+    shape and dtype) and `state_size` numbers in each channel's memory does not meet, or None if the backend
+    supports it.
+    """
     return _backend(implementation, "real").unsupported(Call(u, state_size))
 
 
 def complex_unsupported(implementation: str, u) -> str | None:
-    """Return the first requirement that `complex_scan` of u (an array or its shape) does not meet, or None."""
+    """Return the first requirement that a call of `complex_scan` with inputs u [B, T, D] (an array or its
+    shape and dtype) does not meet, or None if the backend supports it.
+    """
     return _backend(implementation, "complex").unsupported(Call(u, 1))
 
 
@@ -58,17 +64,18 @@ def selective_scan(
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B D N"]]:
-    """`h_t = exp(delta_t a) h_{t-1} + delta_t u_t b_t`, `y_t = Σ_n c_t h_t + d u_t` (Mamba, arXiv 2312.00752,
+    """Compute Mamba's selective scan, in which each of D channels has a memory h of N numbers: `h_t =
+    exp(delta_t a) h_{t-1} + delta_t u_t b_t`, with the output `y_t = Σ_n c_t h_t + d u_t` (arXiv 2312.00752,
     algorithm 2). Differentiable once, in reverse mode.
 
     Args:
-        u: [B, T, D]; the `REQUIREMENTS` of `hopper.real` and `tpu.real` list the dtypes and sizes that they
-            require.
-        delta: [B, T, D]; `delta a` is the natural logarithm of the decay, at most 0.
-        a: [D, N].
-        b: [B, T, N].
-        c: [B, T, N].
-        d: [D]; None is 0.
+        u: [B, T, D], the input of each channel; the `REQUIREMENTS` of `hopper.real` and `tpu.real` list the
+            dtypes and sizes that they require.
+        delta: [B, T, D], the step sizes; `delta a` is the natural logarithm of the decay, at most 0.
+        a: [D, N], the rates of decay of the memories' entries.
+        b: [B, T, N], the factors by which a token writes to each entry of a memory.
+        c: [B, T, N], the factors by which a token reads each entry.
+        d: [D], the factor of u in the output; None is 0.
         initial: [B, D, N], the memory before the first token.
         begin: [B, T], True at the first token of each document, where the memory before the token is replaced
             by 0; None is nowhere.
@@ -76,11 +83,12 @@ def selective_scan(
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
-        y [B, T, D] in u's dtype, and the memory after the last token in float32.
+        The output y [B, T, D] in u's dtype, and the memory after the last token, [B, D, N] float32.
 
     Raises:
-        NotImplementedError: the call does not meet a requirement of the kernel; the message says which.
-        ValueError: `implementation` is not known.
+        NotImplementedError: the arrays given to `selective_scan` do not meet a requirement of the kernel's
+        backend; the message says which.
+        ValueError: `implementation` is not the name of a backend of `selective_scan`.
     """
     _check("selective_scan", implementation, unsupported, u, a.shape[1])
     backend = _backend(implementation, "real")
@@ -106,13 +114,14 @@ def complex_scan(
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B 2 D"]]:
-    """`h_t = a_t h_{t-1} + u_t`, `y_t = c_t Re h_t` with complex a and h (GateLoop, arXiv 2311.01927, with
-    heads of one channel). Differentiable once, in reverse mode.
+    """Compute a scan in which each channel's memory h is one complex number, with complex decays a: `h_t =
+    a_t h_{t-1} + u_t`, with the output `y_t = c_t Re h_t` (GateLoop, arXiv 2311.01927, with heads of one
+    channel). Differentiable once, in reverse mode.
 
     Args:
-        u: [B, T, D]; the `REQUIREMENTS` of `hopper.complex` and `tpu.complex` list the dtypes and sizes that
-            they require.
-        c: [B, T, D], converted to u's dtype.
+        u: [B, T, D], the numbers that are added to the memories; the `REQUIREMENTS` of `hopper.complex` and
+            `tpu.complex` list the dtypes and sizes that they require.
+        c: [B, T, D], the factors of the outputs, converted to u's dtype.
         real: [B, T, D], the real part of a; a is 0 at the first token of a document.
         imag: [B, T, D], the imaginary part of a.
         initial: [B, 2, D], real and imaginary part of the memory before the first token.
@@ -123,8 +132,9 @@ def complex_scan(
         y [B, T, D] in u's dtype, and the memory after the last token, [B, 2, D] float32.
 
     Raises:
-        NotImplementedError: the call does not meet a requirement of the kernel; the message says which.
-        ValueError: `implementation` is not known.
+        NotImplementedError: the arrays given to `complex_scan` do not meet a requirement of the kernel's
+        backend; the message says which.
+        ValueError: `implementation` is not the name of a backend of `complex_scan`.
     """
     _check("complex_scan", implementation, complex_unsupported, u)
     backend = _backend(implementation, "complex")
@@ -147,14 +157,16 @@ def _check(op: str, implementation: str, unsupported, *arguments: Any) -> None:
 
 
 def _pad(x: Any, multiple: int, value: float = 0) -> Any:
-    """Append tokens of value `value` to x [B, T, ...], up to a multiple of `multiple` tokens."""
+    """Append tokens with the entries `value` to x [B, T, ...], so that T becomes a multiple of `multiple`."""
     pads = [(0, 0), (0, -x.shape[1] % multiple)] + [(0, 0)] * (x.ndim - 2)
     return jnp.pad(x, pads, constant_values=value)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _scan(backend, interpret, x, initial):
-    """Return the output and the final memory that the module `backend` computes from its `Inputs`."""
+    """Return the output y [B, T, D] of a real or complex scan, and the memory after its last token, computed
+    by the module `backend` from its `Inputs` x and the memory `initial` before the first token.
+    """
     y, final, _ = backend.forward(x, initial, save=False, interpret=interpret)
     return y, final
 

@@ -17,15 +17,15 @@ GRADIENT_TOLERANCES = {"bfloat16": 3e-3, "float32": 1e-5}
 
 
 class Case(NamedTuple):
-    """Sizes and kind of a call.
+    """The sizes of one tested call of `selective_scan` or `complex_scan`, and its documents and decays.
 
     Attributes:
-        length: T.
-        channels: D.
-        states: numbers of a channel's memory, N; 0 is one complex number.
+        length: T, the number of tokens of a row.
+        channels: D, the number of channels.
+        states: N, the number of entries of a channel's memory; 0 is one complex number, for `complex_scan`.
         documents: whether rows contain several documents, padding and masked tokens.
         strong: whether some tokens have decays of about e^-30.
-        batch: B.
+        batch: B, the number of rows.
     """
 
     length: int
@@ -37,7 +37,7 @@ class Case(NamedTuple):
 
     @property
     def id(self) -> str:
-        """The case's name in the tests' output."""
+        """The name of this case of a selective scan in the tests' output: its sizes and options."""
         states = f"N={self.states}" if self.states else "complex"
         options = [name for name in ("documents", "strong") if getattr(self, name)]
         return "-".join([f"{self.batch}x{self.length}x{self.channels}", states, *options])

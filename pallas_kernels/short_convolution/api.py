@@ -1,5 +1,5 @@
-"""Short causal convolutions `y_t = normalize(silu(Σ_d weight[W - 1 - d] x_{t-d} + bias))` of each document,
-in float32.
+"""Causal convolutions of each channel over the last W tokens x of a document, `y_t = normalize(silu(Σ_d
+weight[W - 1 - d] x_{t-d} + bias))`, in float32; silu and the normalisation of heads are optional.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ _BACKENDS = {"mosaic_gpu": hopper}
 
 
 class Call(NamedTuple):
-    """The arguments on which the requirements depend: arrays, or their shapes and dtypes; as in
-    `short_convolution`.
+    """The arguments of a call of `short_convolution` by which the backend decides whether it supports the
+    call: the tokens x and the weight (arrays, or their shapes and dtypes), and the number of channels of a
+    normalised head, or None.
     """
 
     x: Any
@@ -28,8 +29,9 @@ class Call(NamedTuple):
 
 
 def unsupported(x, weight, head_dim: int | None) -> str | None:
-    """Return the first requirement that a call with these arguments (arrays or their shapes) does not meet,
-    or None.
+    """Return the first requirement that a call of `short_convolution` with tokens x, this weight (arrays, or
+    their shapes and dtypes) and normalised heads of `head_dim` channels (or None) does not meet, or None if
+    the kernel supports it.
     """
     return hopper.unsupported(Call(x, weight, head_dim))
 
@@ -47,12 +49,13 @@ def short_convolution(
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
 ) -> Float[Array, "B T D"]:
-    """Convolve the tokens of each document. Differentiable once, in reverse mode.
+    """Convolve each channel over the last W tokens of its document, and apply SiLU and a normalisation of
+    heads if asked; return the result, [B, T, D]. Differentiable once, in reverse mode.
 
     Args:
-        x: [B, T, D] bfloat16; `hopper.REQUIREMENTS` lists what the kernel requires.
-        weight: [W, D]; the last row multiplies the current token.
-        bias: [D].
+        x: [B, T, D] bfloat16, the tokens; `hopper.REQUIREMENTS` lists what the kernel requires.
+        weight: [W, D], the convolution's weight; the last row multiplies the current token.
+        bias: [D], added to the convolution; None is 0.
         initial: [B, W - 1, D], the W - 1 tokens before the first, oldest first; converted to x's dtype.
         run: [B, T], the index of each token's document in its row, not decreasing along T: a token sees the
             tokens of its document; document 0 continues `initial`. None is one document.
@@ -64,11 +67,12 @@ def short_convolution(
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
-        [B, T, D] in x's dtype.
+        The convolution's output y, [B, T, D] in x's dtype.
 
     Raises:
-        NotImplementedError: the call does not meet a requirement of the kernel; the message says which.
-        ValueError: `implementation` is not known.
+        NotImplementedError: the arrays given to `short_convolution` do not meet a requirement of the kernel's
+        backend; the message says which.
+        ValueError: `implementation` is not the name of a backend of `short_convolution`.
     """
     if implementation not in _BACKENDS:
         accepted = tuple(_BACKENDS)
@@ -100,7 +104,8 @@ def short_convolution(
 
 
 def _padding_last(real: Bool[Array, "B T"]) -> Int[Array, "B T"]:
-    """Return the index of each row's tokens in an order with padding last, [B, T] int32.
+    """Return, for each row, the positions of its tokens in an order in which padding (where `real` is False)
+    comes last and the others keep their order, [B, T] int32.
 
     In this order the tokens just before a token are those that it sees.
     """
@@ -112,7 +117,9 @@ def _padding_last(real: Bool[Array, "B T"]) -> Int[Array, "B T"]:
 
 
 class _Options(NamedTuple):
-    """The arguments of a call that are not arrays, as in `short_convolution`."""
+    """The arguments of a call of `short_convolution` that are not arrays: whether SiLU is applied, the
+    channels of a normalised head, and the interpreter.
+    """
 
     silu: bool
     head_dim: int | None

@@ -1,4 +1,4 @@
-"""Sizes and tolerances of short convolutions.
+"""Sizes and tolerances of short convolutions, which their tests and benchmarks use.
 
 - `INTERPRETED`: small cases for the interpreter, on a CPU.
 - `HOPPER`: cases that run on the card.
@@ -14,16 +14,16 @@ TOLERANCES = {"interpreted": 3e-3, "card": 5e-3}
 
 
 class Case(NamedTuple):
-    """Sizes and kind of a call.
+    """The sizes of one tested call of `short_convolution`, and its options.
 
     Attributes:
-        length: T.
-        channels: D.
-        width: W, rows of the weight.
+        length: T, the number of tokens of a row.
+        channels: D, the number of channels.
+        width: W, the number of tokens over which the convolution sums.
         documents: whether rows contain several documents, with padding inside and between them.
         bias: whether there is a bias.
         silu: whether SiLU is applied.
-        head_dim: channels of a head that is normalised, or None.
+        head_dim: the number of channels of a head that is normalised, or None.
     """
 
     length: int
@@ -36,7 +36,7 @@ class Case(NamedTuple):
 
     @property
     def id(self) -> str:
-        """The case's name in the tests' output."""
+        """The name of this case of `short_convolution` in the tests' output: its sizes and options."""
         options = [name for name in ("documents", "bias", "silu") if getattr(self, name)]
         heads = [] if self.head_dim is None else [f"heads of {self.head_dim}"]
         return "-".join(

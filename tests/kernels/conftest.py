@@ -1,4 +1,4 @@
-"""Fixtures of the kernels' tests."""
+"""A fixture of the kernels' tests: kernels in Mosaic GPU's interpreter run one after another."""
 
 import jax
 import pytest
@@ -8,7 +8,8 @@ from pallas_kernels.compat import plgpu
 
 @pytest.fixture(autouse=True)
 def kernels_apart(monkeypatch):
-    """Wait for each kernel that Mosaic GPU's interpreter runs outside of `jax.jit`.
+    """Make each kernel that Mosaic GPU's interpreter runs outside of `jax.jit` finish before the next one
+    starts.
 
     The interpreter computes with JAX. JAX allows 32 computations in flight; if all of them wait for the
     interpreter, there is a deadlock.

@@ -11,8 +11,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 
 def runs(length: int):
-    """Return document numbers [1, T]: documents begin at a chunk's start and inside chunks, and one has a
-    single token.
+    """Return the index of each token's document in a row of `length` tokens, [1, T] int32: documents begin at
+    a chunk's start and inside chunks, and one has a single token.
     """
     starts = [5, 16, 17, 20] if length < 128 else [30, 128, 129, 150]
     return jnp.asarray(np.cumsum(np.isin(np.arange(length), starts))[None], jnp.int32)
@@ -20,13 +20,17 @@ def runs(length: int):
 
 @functools.partial(jax.jit, static_argnums=0)
 def both(function, x, run, cotangents):
-    """Return the function's values, and their gradients with respect to x, for the cotangents of the values."""
+    """Return the values of `function(x, run)`, where x are the inputs of a kernel and run are the tokens'
+    documents, and the gradients of x for the given cotangents of the values.
+    """
     values, pull = jax.vjp(lambda x: function(x, run), x)
     return values, pull(jax.tree.map(lambda c, o: c.astype(o.dtype), cotangents, values))[0]
 
 
 def compare(fused, by_token, x, run, tolerance):
-    """Compare values and all gradients, relative to the largest entry."""
+    """Check that the values and all gradients of a TPU kernel, `fused(x, run)`, equal those of the recurrence
+    `by_token` in float32, up to `tolerance` relative to the largest entry.
+    """
     rng = np.random.default_rng(1)
     q, v, initial = (x[n] for n in ("q", "v", "initial"))
     shape = (*q.shape[:2], max(q.shape[2], v.shape[2]), v.shape[3])
@@ -45,7 +49,9 @@ def compare(fused, by_token, x, run, tolerance):
 
 
 def check_lowering(fused, x, run, aligned: bool):
-    """Check that forward and backward are one kernel each on a TPU, and that arrays are transposed if and only if not `aligned`."""
+    """Check that the kernel `fused` of the inputs x and the documents `run`, lowered for a TPU, is one kernel
+    forward and one backward, and that arrays are transposed if and only if not `aligned`.
+    """
 
     def step(x, run):
         values, pull = jax.vjp(lambda x: fused(x, run, interpret=False), x)

@@ -1,4 +1,6 @@
-"""The kernels compiled to machine code, also for chips that this machine does not have, and the registers they spill: `make test-aot`."""
+"""Tests that compile the kernels to machine code, also for chips that this machine does not have, and limit
+the registers that they spill: `make test-aot`.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ ON_TPU = [
 
 
 def case_id(case) -> str:
-    """Return the name of a case for pytest, without the bytes that it spills."""
+    """Return the name of a kernel's case for pytest, without the number of bytes that the compiled kernel
+    spills.
+    """
     op, heads, key_dim, value_dim, given = case[:5]
     sizes = [f"heads={','.join(map(str, heads))}", f"K={key_dim}", f"V={value_dim}"]
     return "-".join([op, *sizes, *given.split()])
@@ -70,14 +74,16 @@ def case_id(case) -> str:
 
 @pytest.fixture(autouse=True)
 def all_optimizations():
-    """Compile with all optimizations, which `conftest` switches off."""
+    """A fixture that lets XLA compile kernels with all optimizations, which `conftest` switches off."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
 
 
 def compile_for(device, abstract_device, case, implementation):
-    """Compile the value and every gradient of one case, in bfloat16."""
+    """Compile the value and every gradient of one case of a memory's or of attention's kernel, in bfloat16,
+    to machine code for `device`.
+    """
     op, (heads, key_heads, memories), key_dim, value_dim, given = case
     given, length = given.split(), 1024
     sharding = SingleDeviceSharding(device)
@@ -141,9 +147,11 @@ def test_compiles_for_an_h200_and_spills_no_more_than_today(case, capfd, monkeyp
 
 
 def late_writes(sass: str) -> list[tuple[str, str]]:
-    """Return the products with the instructions that write a register of their left operand before the products have finished.
+    """Return the tensor-core products in the assembly `sass` that have an instruction which writes a register
+    of their left operand before they have finished, with these instructions.
 
-    ptxas 13.0 emits such instructions where it knows an entry at compile time; on the card the products then read the old value.
+    ptxas 13.0 emits such instructions where it knows an entry at compile time; on the card the products then
+    read the old value.
     """
     line = re.compile(r"/\*[0-9a-f]{4,5}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
     reading: dict[int, str] = {}
@@ -176,7 +184,9 @@ def test_finds_late_writes():
 
 
 def compile_scans_for(device, abstract_device, case, implementation, dtype=jnp.bfloat16):
-    """Compile the value and every gradient of a `scans.Case`."""
+    """Compile the value and every gradient of one case of a selective scan's kernel, with the input u in
+    `dtype`, to machine code for `device`.
+    """
     sharding = SingleDeviceSharding(device)
 
     def given(x):

@@ -1,4 +1,6 @@
-"""Hopper's kernel of attention with the keys of a state: by Mosaic GPU's interpreter beside XLA, and by lowering for an H200."""
+"""Tests of Hopper's kernel of attention with the keys of a state: compared with XLA in Mosaic GPU's
+interpreter, and lowered for an H200.
+"""
 
 import functools
 
@@ -22,7 +24,7 @@ HEADS, KEY_HEADS, DIM = 2, 1, 64
 
 @pytest.fixture(autouse=True)
 def interpreter(monkeypatch):
-    """Run the kernel of `ops.attention` in the interpreter."""
+    """A fixture that makes `ops.attention` run its Hopper kernel in the interpreter, on a CPU."""
     kernel = functools.partial(forgetting_attention, interpret=gpu_interpreter())
     monkeypatch.setattr(pallas_kernels.forgetting_attention, "forgetting_attention", kernel)
 
@@ -103,7 +105,9 @@ def test_pieces_equal_xla(name):
 
 
 def test_a_ring_of_several_rows_at_different_counts():
-    """Row 0 has 5 tokens of its document in the state, row 1 has all 90; a stale NaN of an earlier document changes nothing."""
+    """The kernel attends to the keys of a state in which row 0 has 5 tokens of its document and row 1 has all
+    90; a stale NaN of an earlier document changes nothing.
+    """
     arrays = tokens_of(160)
     ids = np.ones((2, 160), np.int32)
     ids[0, 85:] = 2
@@ -120,7 +124,9 @@ def test_a_ring_of_several_rows_at_different_counts():
 
 @pytest.mark.slow
 def test_every_gradient_equals_xla():
-    """Gradients of the tokens, and of the state's keys, values and sums of gates, equal XLA's."""
+    """The kernel's gradients of the tokens, and of the state's keys, values and sums of gates, equal those of
+    XLA's attention.
+    """
     arrays = tokens_of(160)
     mask = jnp.asarray(np.random.default_rng(1).random((2, 90)) < 0.9)
     first = cut(arrays, 0, 90) | dict(update_mask=mask, implementation="xla")
@@ -150,7 +156,9 @@ def test_causal_to_the_bit():
 @pytest.mark.slow
 @pytest.mark.parametrize("places", [None, (0, 256)])
 def test_kernel_with_earlier_keys(places):
-    """Queries of the last tokens of the row, or of two parts of what follows the earlier keys, beside all scores at once."""
+    """The kernel with keys before the row has the output and gradients of attention from all scores at once,
+    for queries of all tokens of the row, or of the two parts of it that begin at `places`.
+    """
     earlier, length = (200, 300) if places is None else (100, 512)
     inputs = make(earlier + length, 2, 1, 64, gates="strong", documents=True, masked=True)
     where = {n: inputs.pop(n) for n in ("run", "written")}
@@ -184,7 +192,9 @@ def test_earlier_keys_are_checked():
 
 
 def lowered(function, *arguments):
-    """The program of a function for an H200, and what `attention` runs as in it."""
+    """Return the program of `function` of these arguments, lowered for an H200, and the backend that
+    `ops.attention` selected in it.
+    """
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     clear_choices()
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
@@ -218,7 +228,9 @@ def test_prefill_runs_fused_and_decoding_does_not(config, monkeypatch):
 
 
 def test_a_model_reads_pieces_fused(monkeypatch):
-    """As evaluation in pieces and chunked prefill call it."""
+    """A model with a state, as evaluation in pieces and chunked prefill call it, reads a piece of 128 tokens
+    with the Hopper kernel of attention, and a single token without it.
+    """
     monkeypatch.undo()
     config = models.fox("pro", "125m", vocab_size=64)
     config.hidden_size, config.num_layers = 128, 1

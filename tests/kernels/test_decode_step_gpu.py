@@ -1,4 +1,6 @@
-"""The Hopper kernel of one token: run in Mosaic GPU's interpreter, and lowered for an H200."""
+"""Tests of the Hopper kernel that applies one token to each memory: run in Mosaic GPU's interpreter, and
+lowered for an H200.
+"""
 
 import functools
 from typing import Any
@@ -22,8 +24,8 @@ OPS = dict(linear=ops.linear_memory, delta=ops.delta_memory, dplr=ops.dplr_memor
 
 
 def make(op, heads, key_dim, value_dim, decays, documents, dtype, batch=4) -> dict[str, Any]:
-    """Return arrays whose rows are in turn: padding, a masked token, the first token of a document, and a
-    token that continues one.
+    """Return the inputs of the memory `op` for one token of each row, and its initial memory; the rows are in
+    turn: padding, a masked token, the first token of a document, and a token that continues one.
     """
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
@@ -59,7 +61,9 @@ def make(op, heads, key_dim, value_dim, decays, documents, dtype, batch=4) -> di
 
 
 def run(op, arrays, *, stacked=False, **options):
-    """Return the output, and the memory or the stack of memories."""
+    """Apply one token to the memories with the op's `implementation`; return the output, and the memory after
+    the token, or the stack of all layers' memories if `stacked`.
+    """
     arrays = dict(arrays)
     memory = arrays.pop("memory")
     if stacked:
@@ -75,7 +79,9 @@ def run(op, arrays, *, stacked=False, **options):
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """Run the kernel in the interpreter if `implementation` names it."""
+    """A fixture that makes the ops run the Hopper kernel of one token in the interpreter, where
+    `implementation` names it.
+    """
     fused = functools.partial(decode_step, interpret=gpu_interpreter())
     monkeypatch.setattr(pallas_kernels.decode_step, "decode_step", fused)
 
@@ -88,8 +94,8 @@ def interpreted(monkeypatch):
     ],
 )
 def test_equals_the_recurrent_form(case, interpreted):
-    """Output and memory of every row are those of the recurrence, other layers do not change, two runs are
-    equal to the bit, and there are no races.
+    """For one token, the kernel's output and memory of every row are those of the recurrence, other layers'
+    memories do not change, two runs are equal to the bit, and there are no races.
     """
     op, heads, key_dim, value_dim, decays, documents, stacked, dtype, batch = case
     arrays = make(op, heads, key_dim, value_dim, decays, documents, dtype, batch)
@@ -139,8 +145,8 @@ def kernels_of(text: str) -> int:
 
 @pytest.mark.parametrize("method", ["gla", pytest.param("gated_deltanet", marks=pytest.mark.slow)])
 def test_the_decoder_lowers_to_it_on_the_card(method):
-    """The loop over layers contains one kernel, whose argument is the stack of all memories. It contains none
-    for two tokens, or with implementation="xla".
+    """For one token on a Hopper GPU, a decoder's loop over layers contains one kernel, whose argument is the
+    stack of all memories. It contains none for two tokens, or with implementation="xla".
     """
     config = lm(method, "tiny", vocab_size=64)
     config.num_layers, config.hidden_size = 3, 128
@@ -162,8 +168,8 @@ def test_the_decoder_lowers_to_it_on_the_card(method):
 
 
 def test_none_picks_it_where_xla_makes_more_passes():
-    """Without a stack of layers, the kernel is selected for a delta rule, but not for a memory with only a
-    decay, and not if a form is named.
+    """Without a stack of layers, the kernel of one token is selected automatically for a delta rule, but not
+    for a memory with only a decay, and not if a form is named.
     """
     for op, form, count in (
         ("delta", "chunk", 1),

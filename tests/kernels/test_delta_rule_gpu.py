@@ -1,4 +1,4 @@
-"""The Hopper kernels of the delta rule, run by Mosaic GPU's interpreter, and lowered for an H200."""
+"""Tests of the Hopper kernels of the delta rule, run by Mosaic GPU's interpreter, and lowered for an H200."""
 
 from typing import Any
 
@@ -36,19 +36,19 @@ def make(
     alike=False,
     size=1.0,
 ) -> dict[str, Any]:
-    """Arguments of `fused`.
+    """Return random arguments of the delta rule's kernel, by name.
 
     Args:
-        length: T.
-        heads: H.
-        key_heads: Hk.
-        memories: G.
-        key_dim: K.
-        value_dim: V.
-        documents: whether there are five documents.
+        length: T, the number of tokens of a row.
+        heads: H, the number of query heads.
+        key_heads: Hk, the number of key heads.
+        memories: G, the number of memories.
+        key_dim: K, the number of key channels.
+        value_dim: V, the number of value channels.
+        documents: whether the row has five documents, or one.
         decay: whether there is a decay; or words: "channel" for one per key channel, "strong" or "steep" for large ones.
-        alike: whether all keys are near to each other.
-        size: factor of the queries.
+        alike: whether all key vectors are near to each other.
+        size: a factor by which the random queries are multiplied.
     """
     rng = np.random.default_rng(0)
 
@@ -133,14 +133,18 @@ def test_equals_the_recurrence_in_value_and_every_gradient(case, monkeypatch):
 
 
 def test_maps_over_one_more_axis():
-    """`jax.vmap` returns the bits of one call after the other, for values and gradients."""
+    """`jax.vmap` of the delta rule's kernel returns the bits of one call after the other, for values and
+    gradients.
+    """
     case = make(64, 1, 1, 1, 64, 64, documents=False, decay=True)
     arrays = {n: jnp.stack([case[n], case[n][:, ::-1]]) for n in ("q", "k", "v", "beta")}
     check_map(fused, arrays, {n: x for n, x in case.items() if n not in arrays})
 
 
 def check_map(fused, arrays, rest):
-    """Check values and gradients of a kernel mapped over the first axis of `arrays`."""
+    """Check that the kernel `fused`, mapped by `jax.vmap` over the first axis of `arrays`, with the other
+    arguments `rest`, has the values and gradients of single calls, to the bit.
+    """
 
     def both(x):
         values, pull = jax.vjp(lambda x: fused(**x, **rest), x)

@@ -1,4 +1,6 @@
-"""The TPU kernels of the delta rule, interpreted on the CPU and compared with the recurrence, and lowered for a TPU."""
+"""Tests of the TPU kernels of the delta rule, interpreted on the CPU and compared with the recurrence, and
+lowered for a TPU.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ FIELDS = ("q", "k", "v", "beta", "log_decay", "initial")
 
 
 def given(*dims, dtype=jnp.float32, documents=False, decay="mild", **options):
-    """Return the arguments of `fused`: the arrays that are differentiated, and the document numbers or None."""
+    """Return the arguments of the delta rule's TPU kernel: the arrays that are differentiated, by name, and
+    the index of each token's document, or None without `documents`.
+    """
     inputs = make(*dims, documents=False, decay=decay, **options)
     del inputs["run"]
     run = on_tpu.runs(dims[0]) if documents else None

@@ -1,4 +1,4 @@
-"""The Hopper kernels of RWKV7's memory, run by Mosaic GPU's interpreter, and lowered for an H200."""
+"""Tests of the Hopper kernels of RWKV7's memory, run by Mosaic GPU's interpreter, and lowered for an H200."""
 
 import jax
 import jax.numpy as jnp
@@ -29,18 +29,18 @@ def make(
     strong: float = False,
     size=1.0,
 ):
-    """Arguments of `fused`.
+    """Return random arguments of the kernel of RWKV7's memory, by name.
 
     Args:
-        length: T.
-        heads: H.
-        key_heads: Hk, also the heads of a and b.
-        memories: G.
-        key_dim: K.
-        value_dim: V.
-        documents: whether there are four documents.
+        length: T, the number of tokens of a row.
+        heads: H, the number of query heads.
+        key_heads: Hk, the number of key heads, also of a and b.
+        memories: G, the number of memories.
+        key_dim: K, the number of key channels.
+        value_dim: V, the number of value channels.
+        documents: whether the row has four documents, or one.
         strong: True makes some decays e^-30; a number above 1 multiplies the log decays.
-        size: factor of the queries.
+        size: a factor by which the random queries are multiplied.
     """
     rng = np.random.default_rng(0)
 
@@ -120,7 +120,9 @@ def test_forward_equals_the_recurrence(strong):
 
 
 def test_maps_over_one_more_axis():
-    """`jax.vmap` returns the bits of one call after the other, for values and gradients."""
+    """`jax.vmap` of the kernel of RWKV7's memory returns the bits of one call after the other, for values and
+    gradients.
+    """
     case = make(64, 1, 1, 1, 64, 64, documents=False)
     arrays = {n: jnp.stack([case[n], case[n][:, ::-1]]) for n in "qkvab"}
     check_map(fused, arrays, {n: x for n, x in case.items() if n not in arrays})

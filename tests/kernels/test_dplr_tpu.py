@@ -1,4 +1,6 @@
-"""The TPU kernels of RWKV7's memory, interpreted on the CPU and compared with the recurrence, and lowered for a TPU."""
+"""Tests of the TPU kernels of RWKV7's memory, interpreted on the CPU and compared with the recurrence, and
+lowered for a TPU.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.kernels.test_dplr_gpu import SCALE, by_token, make
 
 
 def given(*dims, dtype=jnp.float32, documents=False, strong=False):
-    """Return the arguments of `fused`: the arrays that are differentiated, and the document numbers or None."""
+    """Return the arguments of the TPU kernel of RWKV7's memory: the arrays that are differentiated, by name,
+    and the index of each token's document, or None without `documents`.
+    """
     x = make(*dims, documents=False, strong=strong)
     del x["run"]
     run = on_tpu.runs(dims[0]) if documents else None

@@ -1,4 +1,6 @@
-"""The Hopper kernels of forgetting attention: run in Mosaic GPU's interpreter, and lowered for an H200."""
+"""Tests of the Hopper kernels of attention with forget gates: run in Mosaic GPU's interpreter, and lowered
+for an H200.
+"""
 
 import functools
 
@@ -44,7 +46,9 @@ def make(length, heads, key_heads, dim, *, gates="mild", documents=False, masked
 
 
 def plain(q, k, v, sums, *, run, written, window):
-    """Return attention's output, computed from all scores at once, in float32."""
+    """Return the output of attention with forget gates, [B, T, H, V], computed by XLA from all scores at
+    once, in float32; `sums` are the running sums of the log forget gates, as a high and a low part.
+    """
     length, heads = q.shape[1:3]
     k, v = (jnp.repeat(x, heads // x.shape[2], axis=2) for x in (k, v))
     scores = SCALE * jnp.einsum("bthd,bshd->bhts", q, k, precision="highest")
@@ -134,8 +138,8 @@ def test_heads_of_256_forward():
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("documents", [False, True])
 def test_what_is_pruned_weighs_nothing(masked, documents):
-    """The tiles that are skipped for a query weigh less than e^-10 of its sum, and gates as strong as these
-    hide some tiles.
+    """The tiles of keys that pruning skips for a query together weigh less than e^-10 of the sum of its
+    weights, and gates as strong as these hide some tiles.
     """
     inputs = make(1024, 2, 1, 64, masked=masked)
     q, k, sums, written = (inputs[n] for n in ("q", "k", "sums", "written"))
@@ -169,8 +173,8 @@ def test_what_is_pruned_weighs_nothing(masked, documents):
 
 
 def test_pruning_changes_nothing_that_matters(monkeypatch):
-    """Output and gradients are the same within 1e-4 where tiles are skipped, and the output to the bit where
-    no weight is negligible.
+    """Output and gradients of attention are the same within 1e-4 where pruning skips tiles of keys, and the
+    output to the bit where no weight is negligible.
     """
     inputs = make(384, 1, 1, 64, gates="strong")
     inputs = {n: inputs[n] for n in ("q", "k", "v", "sums")}
@@ -289,8 +293,8 @@ def test_attention_picks_it_where_cudnn_does_not_serve():
 
 
 def test_attentions_sums_go_on_through_documents(monkeypatch):
-    """The kernel requires sums that do not restart at a document: restarted sums would hide visible keys, or
-    lose digits.
+    """`ops.attention` gives the kernel sums of log forget gates that go on from document to document: sums
+    that restart would hide visible keys, or lose digits.
     """
     given = {}
     monkeypatch.setattr(

@@ -1,5 +1,5 @@
-"""The TPU kernels of forgetting attention: compared in the interpreter with attention from all scores at
-once, and lowered for a TPU.
+"""Tests of the TPU kernels of attention with forget gates: compared in the interpreter with attention from
+all scores at once, and lowered for a TPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ def small_tiles(monkeypatch):
 
 
 def given(*dims, dtype=jnp.float32, **options):
-    """Return the inputs that are differentiated, and the other arrays."""
+    """Return the inputs of attention that are differentiated (queries, keys, values and the sums of gates),
+    and the arrays that are not (such as documents), both by name.
+    """
     inputs = make(*dims, **options)
     places = {n: inputs.pop(n) for n in PLACES}
     return inputs | {n: inputs[n].astype(dtype) for n in "qkv"}, places
@@ -39,8 +41,8 @@ def fused(x, interpret=True, **places):
 
 
 def compare(inputs, places, tolerance, **options):
-    """Compare the output and every gradient with the expected ones, relative to the largest entry, and return
-    those of the kernel.
+    """Check that the output and every gradient of attention's TPU kernel equal those of attention from all
+    scores at once, up to `tolerance` relative to the largest entry; return those of the kernel.
     """
 
     @functools.partial(jax.jit, static_argnums=0)

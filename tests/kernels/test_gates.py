@@ -1,5 +1,5 @@
-"""Log decays whose exponential is 0 in float32, and decays of 1: results of the kernels in their
-interpreters.
+"""The kernels' results, in their interpreters, for log decays whose exponential is 0 in float32, and for
+decays of 1.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ OPS: dict[str, Any] = {
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "mosaic_tpu"])
 def test_gates_of_any_strength_are_finite_and_right(implementation, op, gates):
-    """Values and all gradients are finite and equal those of the recurrence."""
+    """With log decays of any strength, the values and all gradients of an op's kernel are finite and equal
+    those of the recurrence.
+    """
     module, kernel, decay = OPS[op]
     x = module.make(LENGTH, 1, 1, 1, 64, 64, documents=False, decay=decay)
     x = {name: a for name, a in x.items() if name != "run"}

@@ -1,5 +1,5 @@
-"""The TPU kernels of linear attention with a decay of the key or value channels: compared with the recurrence
-on the CPU, and lowered for a TPU.
+"""Tests of the TPU kernels of linear attention with a decay per key or value channel: compared with the
+recurrence in the interpreter, on the CPU, and lowered for a TPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ STRONG = [0.0, -1e-3, -0.1, -1.0, -30.0]
 
 
 def make(dims, kind="channel", *, dtype=jnp.float32, documents=False, decays=STRONG, bonus=False):
-    """Return the inputs that are differentiated, and the document numbers."""
+    """Return the inputs of linear attention that are differentiated, by name, with log decays of the kind
+    `kind` drawn from `decays`, and the index of each token's document, or None without `documents`.
+    """
     x = on_gpu.make(*dims, documents=False, decay=kind, bonus=bonus)
     del x["run"]
     rng = np.random.default_rng(3)
@@ -87,7 +89,10 @@ def test_has_no_races_and_extreme_decays_leave_no_nan(kind):
 
 
 def test_large_gradients_take_nothing_from_the_precision_of_small_ones():
-    """As a difference of sums over all later tokens, the decay's gradient would have an error of 1e-3 in the first half."""
+    """The gradient of the log decay is precise at the tokens of the first half, where it is much smaller than
+    at those of the second. Computed as a difference of sums over all later tokens, it would have an error of
+    1e-3 there.
+    """
     size = 16
     g = np.full((size, 8), -0.01, np.float32)
     x = np.ones((size, 8), np.float32)

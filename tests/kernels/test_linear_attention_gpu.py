@@ -1,4 +1,4 @@
-"""The Hopper kernels of linear attention: run in Mosaic GPU's interpreter, and lowered for an H200."""
+"""Tests of the Hopper kernels of linear attention: run in Mosaic GPU's interpreter, and lowered for an H200."""
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ def make(
 
 
 def make_case(case):
-    """Return the inputs of a `Case`."""
+    """Return random inputs of the linear attention kernel with the sizes and options of `case`."""
     sizes = case.length, *case.heads, case.key_dim, case.value_dim
     options = {name: getattr(case, name) for name in ("documents", "decay", "strong", "bonus")}
     return make(*sizes, **options)
@@ -80,7 +80,9 @@ def fused(q, k, v, log_decay, **rest):
 
 
 def error(actual, expected):
-    """Return the RMS of the difference, relative to the RMS of `expected`."""
+    """Return the RMS of the difference between the arrays `actual` and `expected`, relative to the RMS of
+    `expected`.
+    """
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     return np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2))
 
@@ -236,7 +238,7 @@ def test_names_the_unmet_requirement():
 
 
 def test_maps_over_one_more_axis():
-    """`jax.vmap` returns the same bits as one call after another."""
+    """`jax.vmap` of the linear attention kernel returns the same bits as one call after another."""
     case = make(64, 1, 1, 1, 64, 64, documents=False, decay=True)
     arrays = {n: jnp.stack([x, x[:, ::-1]]) for n, x in case.items() if n in "qkv"}
     rest = {n: x for n, x in case.items() if n not in arrays}

@@ -1,4 +1,6 @@
-"""The TPU kernel of linear attention: compared with the recurrence in the interpreter, and lowered for a TPU."""
+"""Tests of the TPU kernel of linear attention: compared with the recurrence in the interpreter, and lowered
+for a TPU.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ NAMES = ("output", "final", "dq", "dk", "dv", "dlog_decay", "dinitial")
 
 
 def make(heads, dims, *, length=256, decay=True, runs=False, dtype=jnp.float32, seed=0):
-    """Return q, k, v, log_decay, run and initial for `heads` (H, Hk, G) and `dims` (K, V); with documents
-    (`runs`) there are two rows.
+    """Return random inputs of linear attention, q, k, v, the log decay, the tokens' documents and the initial
+    memory, for `heads` (H, Hk, G) and `dims` (K, V). With documents (`runs`) there are two rows.
     """
     rng = np.random.default_rng(seed)
     batch = 2 if runs else 1
@@ -72,7 +74,9 @@ def cotangents(arrays):
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def fused(arrays, cotangents, interpret=True):
-    """Return the kernel's results and gradients, in the order of `NAMES`."""
+    """Return the output, the final memory and the gradients of linear attention's TPU kernel for these inputs
+    and cotangents, in the order of `NAMES`.
+    """
     output, final, saved = tpu.forward(*arrays, scale=SCALE, interpret=interpret)
     grads = tpu.backward(*arrays, saved, *cotangents, scale=SCALE, interpret=interpret)
     return output, final, *grads
@@ -162,7 +166,9 @@ def test_causal_to_the_bit(token):
 
 
 def test_what_is_not_asked_for_is_not_computed():
-    """No memories are saved if no gradient follows, and no gradient of a decay is computed unless it is asked for."""
+    """Linear attention saves no memories if no gradient follows, and computes no gradient of a decay unless
+    it is asked for.
+    """
     arrays = make((1, 1, 1), (8, 8))
     given = cotangents(arrays)
     saved = jax.eval_shape(lambda *a: tpu.forward(*a, scale=SCALE), *arrays)[2]

@@ -1,4 +1,4 @@
-"""The kernels on an NVIDIA Hopper GPU: `make test-gpu`."""
+"""Tests of the kernels that run on an NVIDIA Hopper GPU: `make test-gpu`."""
 
 import functools
 from typing import Any
@@ -33,13 +33,17 @@ pytestmark = [
 
 
 def case_id(case) -> str:
-    """Return the name of a case for pytest: its fields joined by hyphens, tuples by commas."""
+    """Return the name of a kernel's case for pytest: its fields joined by hyphens, those that are tuples by
+    commas.
+    """
     fields = (",".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in case)
     return "-".join(x.replace(", ", ",").replace(" ", "_") for x in fields if x)
 
 
 def _configuration(op: str, case) -> tuple:
-    """Return a case of the delta rule or of dplr as an entry of `CONFIGURATIONS`."""
+    """Return a test case of the delta rule or of RWKV7's memory (`op`) as a tuple of sizes and options, an
+    entry of `CONFIGURATIONS`.
+    """
     sizes = case.heads, case.key_dim, case.value_dim, case.length, case.documents
     return *sizes, f"{op}, {case.decay}" if case.decay else op
 
@@ -54,8 +58,8 @@ CONFIGURATIONS = [
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=case_id)
 def test_equals_the_recurrence(configuration):
-    """Value, final state and every gradient are those of float32 at full precision; a second run gives the
-    same bits.
+    """On the card, the value, final state and every gradient of a memory's kernel are those of the recurrence
+    in float32 at full precision; a second run gives the same bits.
     """
     (heads, key_heads, memories), key_dim, value_dim, length, documents, decay = configuration
     rng = np.random.default_rng(0)
@@ -138,7 +142,9 @@ def test_equals_the_recurrence(configuration):
 
 @pytest.mark.parametrize("case", [*segments.CASES, *segments.WIDE])
 def test_one_state_a_segment(case):
-    """Value, final states and every gradient are those of the recurrence; a second run gives the same bits."""
+    """On the card, with one state per segment, the value, final states and every gradient of a memory's
+    kernel are those of the recurrence; a second run gives the same bits.
+    """
     ids = np.repeat([1, 2, 1, 0, 4], [700, 5, 300, 30, 1001])
     for a, b in zip(*(jax.tree.leaves(segments.check(case, "mosaic_gpu", ids)) for _ in "ab"), strict=True):  # fmt: skip
         np.testing.assert_array_equal(a, b)
@@ -159,8 +165,8 @@ def test_none_picks_the_kernel_and_changes_nothing_else(op):
 
 @pytest.mark.parametrize("case", decode_step_cases.HOPPER, ids=lambda case: case.id)
 def test_one_token_equals_the_recurrence(case):
-    """Output and memory are those of float32, other memories do not change, and a second run gives the same
-    bits.
+    """On the card, the output and memory of the kernel of one token are those of the recurrence in float32,
+    other memories do not change, and a second run gives the same bits.
     """
     op, heads, key_dim, value_dim, decays, documents, stacked, dtype, batch = case
     arrays = decode_step.make(op, heads, key_dim, value_dim, decays, documents, dtype, batch)
@@ -195,8 +201,8 @@ SLOTS = [
 
 @pytest.mark.parametrize("configuration", SLOTS, ids=case_id)
 def test_slot_memory_equals_the_recurrence(configuration):
-    """Value, final memories and every gradient are those of float32 at full precision; a second run gives the
-    same bits.
+    """On the card, the value, final memories and every gradient of the slot memory's kernels are those of the
+    recurrence in float32 at full precision; a second run gives the same bits.
     """
     (heads, key_heads, memories), sizes, length, documents, scale, spread = configuration
     key_dim, slots, value_dim = sizes
@@ -237,7 +243,9 @@ def test_slot_memory_equals_the_recurrence(configuration):
 
 @pytest.mark.parametrize("case", attention_cases.HOPPER, ids=lambda case: case.id)
 def test_attention_equals_xla(case):
-    """Value and every gradient are those of float32 at full precision; a second run gives the same bits."""
+    """On the card, the value and every gradient of attention's kernel are those of XLA's attention in float32
+    at full precision; a second run gives the same bits.
+    """
     (heads, key_heads), dim, length, documents, gates, window = case
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)  # noqa: E731
@@ -276,8 +284,8 @@ def test_attention_equals_xla(case):
 @pytest.mark.parametrize("where", [0, 1, 3])
 @pytest.mark.parametrize("case", attention_cases.HOPPER_PARTS, ids=lambda case: case.id)
 def test_attention_of_two_parts_equals_xla(case, where):
-    """Value and every gradient for the queries of one of four devices that share a row: parts `where` and 7 -
-    `where` of eight. A second run gives the same bits.
+    """On the card, attention's kernel has the value and every gradient of XLA's for the queries of one of
+    four devices that share a row: parts `where` and 7 - `where` of eight. A second run gives the same bits.
     """
     (heads, key_heads), dim, length, documents, gates, window = case
     rng = np.random.default_rng(0)
@@ -331,7 +339,9 @@ def test_attention_of_two_parts_equals_xla(case, where):
 
 @pytest.mark.parametrize("case", short_convolution_cases.HOPPER, ids=lambda case: case.id)
 def test_convolution_equals_xla(case):
-    """Value and every gradient are those of float32; a second run gives the same bits."""
+    """On the card, the value and every gradient of the short convolution's kernel are those of XLA in
+    float32; a second run gives the same bits.
+    """
     length, channels, width, documents, bias, silu, head_dim = case
     arrays, ids = convolution.make(length, channels, width, documents=documents, bias=bias, batch=2)
     dy = jnp.asarray(np.random.default_rng(1).normal(size=arrays["x"].shape), jnp.bfloat16)
@@ -359,7 +369,9 @@ def test_convolution_equals_xla(case):
 
 @pytest.mark.parametrize("case", selective_scan_cases.HOPPER, ids=lambda case: case.id)
 def test_selective_memory_equals_the_recurrence(case):
-    """Value, final memory and every gradient are those of the recurrence; a second run gives the same bits."""
+    """On the card, the value, final memory and every gradient of the selective scan's kernels are those of
+    the recurrence; a second run gives the same bits.
+    """
 
     def run(arrays, marks, cotangents):
         fused = jax.jit(lambda a, c: scans.both(a, marks, "mosaic_gpu", c))

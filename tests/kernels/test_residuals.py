@@ -1,4 +1,6 @@
-"""The residuals of kernels are saved under remat=dots and are behind barriers, so that no kernel runs twice."""
+"""Tests that the residuals of kernels are saved under remat=dots and are behind barriers, so that no kernel
+runs twice.
+"""
 
 from typing import Any
 
@@ -27,7 +29,9 @@ CASES: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 def step(case, remat):
-    """Return the function that computes the gradient of a scan over three layers of one op, and its arguments' shapes."""
+    """Return the function that computes the gradient of a loop over three layers, each one call of the op of
+    `case`, with rematerialization `remat`, and the shapes of its arguments.
+    """
     op, kinds = CASES[case]
     struct, width = jax.ShapeDtypeStruct, HEADS * DIM
     shapes_of = dict(
@@ -70,8 +74,8 @@ def equations(jaxpr):
 
 
 def kernels(case, remat) -> int:
-    """Return the number of kernels in the program of the gradient with rematerialization, after removal of
-    dead code.
+    """Return the number of kernels in the program that computes the gradient of `case` with rematerialization
+    `remat`, after removal of dead code.
     """
     jaxpr = traced(*step(case, remat)).jaxpr.jaxpr
     live, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))

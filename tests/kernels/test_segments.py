@@ -1,5 +1,5 @@
-"""Kernels with one state per segment, in their interpreters: compared with the recurrence, and with calls on
-each segment alone.
+"""Tests of kernels with one state per segment, in their interpreters: compared with the recurrence, and with
+calls on each segment alone.
 """
 
 import functools
@@ -57,8 +57,8 @@ wait.defvjp(lambda x: (wait(x), None), lambda _, g: (jax.block_until_ready(g),))
 
 
 def run_alone(kernel, *, run, **x):
-    """Call a kernel while nothing else runs: with too few free threads of XLA, those of the interpreter would
-    wait for each other for ever.
+    """Call the function `kernel`, which runs a kernel in Mosaic GPU's interpreter, while nothing else runs:
+    with too few free threads of XLA, those of the interpreter would wait for each other for ever.
     """
     x = {name: wait(a) if isinstance(a, jax.Array) else a for name, a in x.items()}
     return wait(kernel(run=run, **x))
@@ -123,7 +123,9 @@ def call(op, ids, memory, *, mask=None, **x):
 
 
 def two_rows(ids):
-    """Return segment ids of two rows: `ids`, and `ids` with other numbers for three tokens."""
+    """Return segment ids [2, T] of two rows: the given `ids` [T], and the same with other numbers for three
+    tokens.
+    """
     other = ids.copy()
     other[[3, 50, 80]] = 4, 3, 1
     return jnp.asarray(np.stack([ids, other]), jnp.int32)
@@ -143,7 +145,9 @@ def test_equals_the_recurrence_in_value(implementation):
 
 
 def check(case, implementation, ids, gradients=True):
-    """Compare the kernel with the recurrence, and return its results and gradients (None without `gradients`)."""
+    """Check that a kernel with one state per segment has the values and gradients of the recurrence for the
+    segment ids `ids` of two rows; return its results and gradients (None without `gradients`).
+    """
     op, x, length = (CASES | WIDE)[case][0], make(case, len(ids)), len(ids)
     rng = np.random.default_rng(1)
     ids, mask = two_rows(ids), jnp.asarray(rng.random((2, length)) < 0.9)
@@ -178,8 +182,8 @@ def check(case, implementation, ids, gradients=True):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_segments_do_not_see_each_other(case, implementation):
-    """No bit of an output depends on other segments or on later tokens. A call on a segment alone has the
-    same results up to rounding.
+    """With one state per segment, no bit of a kernel's output depends on other segments or on later tokens. A
+    call on a segment alone has the same results up to rounding.
     """
     check_threads(case, implementation)
     op, ids = CASES[case][0], IDS[CHUNK[implementation]]

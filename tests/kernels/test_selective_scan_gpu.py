@@ -1,4 +1,6 @@
-"""The Hopper kernels of selective memories: run in Mosaic GPU's interpreter, and lowered for an H200."""
+"""Tests of the Hopper kernels of selective memories (Mamba's, and complex ones): run in Mosaic GPU's
+interpreter, and lowered for an H200.
+"""
 
 from typing import Any
 
@@ -26,8 +28,9 @@ from tests.kernels.test_linear_attention_gpu import error
 
 
 def make(case: Case, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arrays that are differentiated, and ids and masks; arrays are NaN at padding, and no output
-    may be NaN.
+    """Return random inputs of the op of selective memories with the sizes of `case`: the arrays that are
+    differentiated, by name, and the segment ids and masks. Arrays are NaN at padding, and no output may be
+    NaN.
     """
     batch, length, channels, states = case.batch, case.length, case.channels, case.states
     rng = np.random.default_rng(seed)
@@ -68,8 +71,8 @@ def make(case: Case, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def call(arrays: dict[str, Any], marks: dict[str, Any], implementation: str | None):
-    """Return the output and the final memory of the op; a complex memory starts with equal real and imaginary
-    parts.
+    """Return the output and the final memory of `ops.selective_memory`, the memory as its real and imaginary
+    part; a complex memory starts with equal real and imaginary parts.
     """
     given = dict(arrays)
     memory = given.pop("memory")
@@ -86,14 +89,16 @@ def call(arrays: dict[str, Any], marks: dict[str, Any], implementation: str | No
 
 
 def both(arrays, marks, implementation, cotangents):
-    """Return the values and every gradient."""
+    """Return the output and the final memory of selective memories, and the gradients of the inputs `arrays`
+    for the given cotangents.
+    """
     values, pull = jax.vjp(lambda a: call(a, marks, implementation), arrays)
     return values, pull(cotangents)[0]
 
 
 def compare(case: Case, run) -> tuple[Any, Any]:
-    """Compare values and gradients that `run(arrays, marks, cotangents)` returns with those of the recurrence
-    in float32.
+    """Check that the values and gradients of a selective scan that `run(arrays, marks, cotangents)` returns
+    equal those of the recurrence in float32; return them.
     """
     arrays, marks = make(case)
     rng = np.random.default_rng(1)
@@ -113,7 +118,7 @@ def compare(case: Case, run) -> tuple[Any, Any]:
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """Run the op's kernels in the interpreter."""
+    """A fixture that makes the op of selective memories run its Hopper kernels in the interpreter, on a CPU."""
 
     def scan(function):
         return lambda *a, **k: function(*a, **k, interpret=gpu_interpreter())
@@ -134,7 +139,9 @@ def interpreted(monkeypatch):
 )
 @pytest.mark.usefixtures("interpreted")
 def test_equals_the_recurrence(case):
-    """Value, final memory and every gradient are those of the recurrence, and there are no races."""
+    """The values, final memory and every gradient of the selective scan's kernels are those of the
+    recurrence, and there are no races.
+    """
     compare(case, lambda a, m, c: both(a, m, "mosaic_gpu", c))
     assert not races_found()
 
@@ -156,7 +163,7 @@ def test_no_later_token_changes_a_bit(states):
 @pytest.mark.parametrize("states", [16, 0])
 @pytest.mark.usefixtures("interpreted")
 def test_maps_over_an_axis(states):
-    """The gradients of `jax.vmap` of the op are those of single calls."""
+    """The gradients of `jax.vmap` of a selective scan on its Hopper kernels are those of single calls."""
     case = Case(64, 128, states, False, batch=1)
     arrays = [make(case, seed)[0] for seed in range(2)]
 
@@ -172,7 +179,9 @@ def test_maps_over_an_axis(states):
 
 @pytest.mark.parametrize("states", [16, 0])
 def test_the_op_lowers_to_them_on_the_card(states):
-    """The op lowers to three kernels forward and three backward, also if the implementation is not named."""
+    """The op of selective memories lowers to three kernels forward and three backward on a Hopper GPU, also
+    if the implementation is not named.
+    """
     arrays, marks = make(Case(4090, 256, states, True))
 
     def lowered(marks):
@@ -239,8 +248,8 @@ def test_names_what_exists():
 
 
 def test_what_writes_nothing_may_be_anything(interpreted):
-    """A masked token does not change the memory, even if its u is infinite; D u is added only to its own
-    output.
+    """A masked token does not change the selective memory, even if its input u is infinite; the term D u is
+    added only to its own output.
     """
     arrays, _ = make(Case(100, 64, 16, False, batch=1))
     at = 10

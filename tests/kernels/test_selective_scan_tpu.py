@@ -1,4 +1,6 @@
-"""The TPU kernels of selective memories: run in the TPU's interpreter, and lowered for a TPU."""
+"""Tests of the TPU kernels of selective memories (Mamba's, and complex ones): run in the TPU's interpreter,
+and lowered for a TPU.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from tests.kernels.test_selective_scan_gpu import both, call, compare, make
 
 @pytest.fixture
 def interpreted(monkeypatch, request):
-    """Run the op's kernels in the interpreter."""
+    """A fixture that makes the op of selective memories run its TPU kernels in the interpreter, on a CPU."""
     params = getattr(request, "param", pltpu.InterpretParams(detect_races=True))
 
     def scan(function):
@@ -47,7 +49,9 @@ def no_races() -> bool:
 )
 @pytest.mark.usefixtures("interpreted")
 def test_equals_the_recurrence(case):
-    """Value, final memory and every gradient are those of the recurrence, and there are no races."""
+    """The values, final memory and every gradient of the selective scan's kernels are those of the
+    recurrence, and there are no races.
+    """
     compare(case, lambda a, m, c: both(a, m, "mosaic_tpu", c))
     assert no_races()
 
@@ -55,7 +59,9 @@ def test_equals_the_recurrence(case):
 @pytest.mark.parametrize("states", [pytest.param(16, marks=pytest.mark.slow), 0])
 @pytest.mark.usefixtures("interpreted")
 def test_takes_float32(states):
-    """Output and gradients in float32 for inputs in float32."""
+    """The TPU kernels of a selective scan return output and gradients in float32 for inputs in float32, equal
+    to those of the recurrence.
+    """
 
     def run(arrays, marks, cotangents):
         wide = jax.tree.map(lambda x: x.astype(jnp.float32), (arrays, cotangents))
@@ -87,7 +93,7 @@ def test_no_later_token_changes_a_bit(states):
 @pytest.mark.parametrize("states", [pytest.param(16, marks=pytest.mark.slow), 0])
 @pytest.mark.usefixtures("interpreted")
 def test_maps_over_an_axis(states):
-    """The gradients of `jax.vmap` of the op are those of single calls."""
+    """The gradients of `jax.vmap` of a selective scan on its TPU kernels are those of single calls."""
     case = Case(64, 128, states, True, batch=1)
     given = [make(case, seed) for seed in range(2)]
 
@@ -104,7 +110,9 @@ def test_maps_over_an_axis(states):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("states", [16, 0])
 def test_lowers_to_a_kernel_each_way(states, dtype):
-    """The op lowers to one kernel forward and one backward, only if the implementation is named."""
+    """The op of selective memories lowers to one kernel forward and one backward on a TPU, only if the
+    implementation is named.
+    """
     arrays, marks = make(Case(500, 256, states, True))
     arrays["u"] = arrays["u"].astype(dtype)
 

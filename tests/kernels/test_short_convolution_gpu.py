@@ -1,4 +1,6 @@
-"""The Hopper kernels of short convolutions: run in Mosaic GPU's interpreter, and lowered for an H200."""
+"""Tests of the Hopper kernels of short convolutions: run in Mosaic GPU's interpreter, and lowered for an
+H200.
+"""
 
 from typing import Any
 
@@ -17,8 +19,8 @@ from tests.kernels.test_linear_attention_gpu import error
 
 
 def make(length, channels, width, *, documents, bias, batch=1) -> tuple[dict[str, Any], Any]:
-    """Return arrays, and segment ids with padding inside documents and at the end; the first token continues
-    the state's document.
+    """Return random inputs of a short convolution, by name, and segment ids (None without `documents`) with
+    padding inside documents and at the end; the first token continues the state's document.
     """
     rng = np.random.default_rng(0)
 
@@ -38,7 +40,9 @@ def make(length, channels, width, *, documents, bias, batch=1) -> tuple[dict[str
 
 
 def plain(arrays, ids, silu, head_dim):
-    """Return the output of the XLA form."""
+    """Return the output of XLA's form of the short convolution for the inputs `arrays` and the segment ids
+    `ids`.
+    """
     arrays = dict(arrays)
     initial = arrays.pop("initial")
     state = ops.ShiftState(initial, jnp.ones(initial.shape[0], jnp.int32))
@@ -64,7 +68,9 @@ def fused(arrays, ids, silu, head_dim):
     ],
 )
 def test_equals_the_plain_form(case):
-    """Value and every gradient are those of float32, and there are no races."""
+    """The value and every gradient of the short convolution's kernel are those of XLA in float32, and there
+    are no races.
+    """
     length, channels, width, documents, bias, silu, head_dim = case
     arrays, ids = make(length, channels, width, documents=documents, bias=bias)
     dy = jnp.asarray(np.random.default_rng(1).normal(size=arrays["x"].shape), jnp.bfloat16)
@@ -98,8 +104,9 @@ def test_no_later_token_changes_a_bit():
     [(False, 1024, 128), (True, 1024, 128), (False, 768, 256)],
 )
 def test_the_op_lowers_to_it_on_the_card(documents, channels, head_dim):
-    """Without a named implementation the op lowers to one kernel forward and one backward; with a mask it
-    selects XLA. Heads that are too wide for the kernel are normalised by XLA.
+    """Without a named implementation, the op of short convolutions lowers to one kernel forward and one
+    backward on a Hopper GPU; with a mask it selects XLA. Heads that are too wide for the kernel are
+    normalised by XLA.
     """
     struct = jax.ShapeDtypeStruct
     x, weight = struct((2, 4090, channels), jnp.bfloat16), struct((4, channels), jnp.bfloat16)

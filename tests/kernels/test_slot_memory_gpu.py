@@ -1,5 +1,5 @@
-"""Slot memory on the Hopper kernels of linear attention, one call for each of its two memories, in Mosaic
-GPU's interpreter.
+"""Tests of slot memory on the Hopper kernels of linear attention, with one call of them for each of its two
+memories, in Mosaic GPU's interpreter.
 """
 
 import functools

@@ -1,5 +1,5 @@
-"""Values and gradients of one chunk of linear attention, `pallas_kernels.tiles`, are compared with the
-recurrence, token by token in float64.
+"""Tests of the functions of `pallas_kernels.tiles` for one chunk of linear attention: their values and
+gradients are compared with the recurrence, token by token in float64.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ DECAYS = {
 
 
 def inputs(size, key_dim, value_dim, heads, decays, runs, seed):
-    """Return q, k [C, keys, K], v, dO [C, n, V], S, dS' [n, K, V], log decays [C, n] or None, document
-    numbers [C] or None, and the document number of the token before the chunk.
+    """Return random inputs of one chunk of linear attention: q, k [C, keys, K], v and the output's gradient
+    dO [C, n, V], the memory S before the chunk and the gradient dS' of the memory after it [n, K, V], log
+    decays [C, n] or None, document numbers [C] or None, and the document number of the token before the
+    chunk.
     """
     rng = np.random.default_rng(seed)
     q, k = rng.normal(size=(2, size, heads.keys, key_dim))
@@ -42,7 +44,9 @@ def inputs(size, key_dim, value_dim, heads, decays, runs, seed):
 
 @jax.jit
 def recurrence(q, k, v, log_decay, memory, begins):
-    """Compute M <- a M + kᵀ v, o = q M token by token (Linear-MoE, arXiv 2503.05447, Eq. 5)."""
+    """Compute linear attention's outputs and final memory token by token: M <- a M + kᵀ v with the decay a, o
+    = q M (Linear-MoE, arXiv 2503.05447, Eq. 5).
+    """
 
     def step(memory, x):
         q, k, v, log_decay, begin = x
@@ -65,7 +69,9 @@ def expected(arrays, run, before, cotangents):
 
 @functools.partial(jax.jit, static_argnums=4)
 def by_tiles(arrays, run, before, cotangents, heads):
-    """Compute the results and gradients of `recurrence` by `tiles`."""
+    """Compute the results of linear attention in one chunk, and their gradients for the given cotangents, by
+    the functions of `pallas_kernels.tiles` that the kernels call.
+    """
     q, k, v, log_decay, memory = arrays
     decays = log_decay is not None
     size, count = len(q), heads.count
@@ -129,7 +135,9 @@ def test_a_chunk_equals_the_recurrence(geometry, decays, runs, seed):
 
 
 def test_a_strong_decay_takes_nothing_from_the_precision_of_a_weak_one():
-    """After 64 decays of e^-30, a difference of plain cumulative sums would have an error of 1e-4."""
+    """The results of a chunk of linear attention are precise where weak decays follow strong ones: after 64
+    decays of e^-30, a difference of plain cumulative sums would have an error of 1e-4.
+    """
     log_decay = np.full((8, 128), -0.01, np.float32)
     log_decay[:, :64] = -30.3
     chunk = tiles.read_chunk(jnp.asarray(log_decay), None, 128, 1.0)

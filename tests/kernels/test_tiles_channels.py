@@ -1,5 +1,5 @@
-"""Values and gradients of one chunk with a decay per key channel are compared with the recurrence, token by
-token in float64.
+"""Tests of the functions for one chunk of linear attention with a decay per key channel: their values and
+gradients are compared with the recurrence, token by token in float64.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ DECAYS = {"mild": [-1e-3, -0.1, -0.5], "strong": [-30.0, -8.0], "mixed": [0.0, -
 
 @jax.jit
 def recurrence(q, k, v, g, memory, bonus, begins):
-    """Compute GLA's recurrence (arXiv 2312.06635, Eq. 3), or with a bonus RWKV6's (arXiv 2404.05892, Eq. 18)."""
+    """Compute outputs and final memory of linear attention with a decay per key channel, token by token, by
+    GLA's recurrence (arXiv 2312.06635, Eq. 3), or with a bonus RWKV6's (arXiv 2404.05892, Eq. 18).
+    """
 
     def step(memory, x):
         q, k, v, g, begin = x
@@ -89,7 +91,9 @@ def test_a_chunk_equals_the_recurrence(dims, decays, documents, with_bonus, seed
 
 @pytest.mark.parametrize("exclusive", [False, True])
 def test_a_strong_decay_takes_nothing_from_the_precision_of_a_weak_one(exclusive):
-    """After 32 decays of e^-30, a difference of cumulative sums would have an error of 1e-4."""
+    """The results of a chunk with a decay per key channel are precise where weak decays follow strong ones:
+    after 32 decays of e^-30, a difference of cumulative sums would have an error of 1e-4.
+    """
     g = np.full((64, 1), -0.01, np.float32)
     g[:32] = -30.3
     ones = jnp.ones((64, 1))

@@ -63,22 +63,24 @@ def backward(
     window: int | None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Return the gradients of q [B, Q, H, D], of k and v (both [B, T, H, D], one for each query head), and of
-    F_j ([B, H, T], or None without gates).
+    """Return the gradients of the queries q [B, Q, H, D], of the keys k and the values v (both [B, T, H, D],
+    one for each query head), and of F, the running sum of the log forget gates, as a bias of the keys ([B, H,
+    T], or None without gates).
 
     Heads of 256 channels are not supported: the gradients of k and v of 64 keys would require all registers.
 
     Args:
-        q: as in `forward`.
-        k: as in `forward`.
-        v: as in `forward`.
-        rows: as in `forward`.
-        bounds: as in `forward`.
-        sums: the second result of `forward`.
+        q: the queries, as in `forward`.
+        k: the keys, as in `forward`.
+        v: the values, as in `forward`.
+        rows: the gates, documents and masks of the tokens, as in `forward`.
+        bounds: the ranges of tiles that see each other, as in `forward`.
+        sums: [B, H, Q] float32, the logarithms of the sums of each query's weights: the second result of
+            `forward`.
         d_out: [B, Q, H, D], the gradient of the output.
-        delta: [B, H, Q] float32, scalar products of the output and its gradient.
-        scale: multiplies the scores.
-        window: tokens that a query sees, or None.
+        delta: [B, H, Q] float32, the scalar product of each query's output and its gradient.
+        scale: the factor of the scores q . k.
+        window: the number of last tokens that a query sees, or None for all.
         interpret: parameters of the interpreter, or False.
     """
     if q.shape[-1] > 128:
@@ -97,8 +99,9 @@ def backward(
 def _backward_of_queries(
     q, k, v, rows, bounds, sums, d_out, delta, *, scale, window, interpret
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the gradient of q, and `Σ_j dS_ij` of each query, [B, H, Q], which is 0 except for the rounding
-    of `delta`.
+    """Return the gradient of the queries q [B, Q, H, D], and for each query the sum over keys of the
+    gradients dS of its scores, [B, H, Q], which is 0 except for the rounding of `delta`, the scalar product
+    of the output and its gradient.
     """
     schedule, shape = _QUERY_SCHEDULES[q.shape[-1]], (ROWS, ROWS)
 
@@ -155,8 +158,8 @@ def _backward_of_queries(
 
 
 class _Queries:
-    """The queries of each step in the loop over queries: their positions in the row, and F at the first of
-    them.
+    """The queries that a warpgroup with 64 resident keys reads at each step of its loop: their positions in
+    the row, and F, the running sum of the log forget gates, at the first of them.
     """
 
     def __init__(self, refs, at: Position, length: int):
@@ -164,12 +167,16 @@ class _Queries:
         self.places = [refs["places"][i] for i in range(2)] if "places" in refs else []
 
     def first_sum(self, n):
-        """Load F (high, low) at the first query of step n, from global memory; done one step ahead."""
+        """Load from global memory F, the running sum of the log forget gates, as (high part, low part), at
+        the first of the 64 queries that step n of the loop reads. The loop does so one step ahead.
+        """
         n = jnp.minimum(n, self.length // ROWS - 1)
         return tuple(self.refs[f"first {x}"][self.at.b, self.at.h, n] for x in ("high", "low"))
 
     def position(self, n):
-        """The position in the row of the first query of step n."""
+        """Return the position in the row of the first of the 64 queries that step n of the loop reads. It is
+        not 64 n where the queries are two parts of the row.
+        """
         if not self.places:
             return n * ROWS
         half = self.length // 2
@@ -179,7 +186,9 @@ class _Queries:
 def _backward_of_keys(
     q, k, v, rows, bounds, sums, d_out, delta, *, scale, window, interpret
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Return the gradients of k and v, one for each query head, and of F_j (None without gates)."""
+    """Return the gradients of the keys k and the values v, [B, T, H, D] with one for each query head, and of
+    F, the running sum of the log forget gates, as a bias of the keys ([B, H, T]; None without gates).
+    """
     batch, length, heads, depth = q.shape
     in_global = query_arrays(rows, length) | key_arrays(rows)
     if rows.places is not None:
@@ -249,15 +258,17 @@ def _backward_of_keys(
 
 
 def _store_key_gradients(refs, at: Position, resident, dk, dv, d_scores) -> None:
-    """Write a warpgroup's gradients of k, v and F.
+    """Write to global memory the gradients that a warpgroup has computed for its 64 keys: of k, of v, and of
+    F, the running sum of the log forget gates.
 
     Args:
-        refs: references to global memory.
-        at: the warpgroup's position.
+        refs: references to the outputs in global memory, by name.
+        at: the position of the warpgroup's keys.
         resident: the buffers of k and v in shared memory, which are overwritten.
-        dk: [ROWS, D].
-        dv: [ROWS, D].
-        d_scores: [ROWS, 8], partial sums of each key's score gradients, or None without gates.
+        dk: the gradient of k, [64, D].
+        dv: the gradient of v, [64, D].
+        d_scores: [64, 8], partial sums over queries of the gradients of each key's scores, or None without
+            gates.
     """
     for name, x in (("k", dk), ("v", dv)):
         resident[name][...] = x.astype(resident[name].dtype)

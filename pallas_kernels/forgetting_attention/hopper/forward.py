@@ -1,10 +1,11 @@
-"""Forget-gated softmax attention on Mosaic GPU (Hopper): the forward kernel.
+"""The forward kernel of softmax attention with forget gates on Mosaic GPU (Hopper).
 
-Query i sees key j <= i with the score `scale q_i . k_j + F_i - F_j` (FoX, arXiv 2503.02130, Eq. 3); `scores`
-explains how the bias is computed. Each of two warpgroups has 64 queries and loops over the keys, which a
-third one loads (`pipeline`). The two take turns between tensor cores and exponentials (`Schedule.alternate`).
-Tiles of keys that no query of a tile sees are skipped (`Bounds`): those of a later token or an earlier
-document, before the window, or pruned because the gates make their weights negligible.
+Query i sees key j <= i with the score `scale q_i . k_j + F_i - F_j`, where F is the running sum of the log
+forget gates (FoX, arXiv 2503.02130, Eq. 3); `scores` explains how the bias is computed. Each of two
+warpgroups has 64 queries and loops over the keys, which a third one loads (`pipeline`). The two take turns
+between tensor cores and exponentials (`Schedule.alternate`). Tiles of keys that no query of a tile sees are
+skipped (`Bounds`): those of a later token or an earlier document, before the window, or pruned because the
+gates make their weights negligible.
 """
 
 from __future__ import annotations
@@ -50,16 +51,17 @@ _SCHEDULES = {
 def forward(
     q, k, v, rows: Rows, bounds: Bounds, *, scale: float, window: int | None, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the output and the normaliser of each query.
+    """Compute attention with forget gates on a Hopper GPU; return its output for each query, and the
+    logarithm of the sum of the query's weights, which the backward pass needs.
 
     Args:
         q: [B, Q, H, D] queries, Q a multiple of `TILE`.
         k: [B, T, G, D] keys, T a multiple of `TILE`.
         v: [B, T, G, D] values.
-        rows: the arrays by token.
-        bounds: the tiles to compute.
-        scale: multiplies the scores.
-        window: tokens that a query sees, or None.
+        rows: the gates, documents and masks of the tokens.
+        bounds: the ranges of tiles of queries and keys that see each other.
+        scale: the factor of the scores q . k.
+        window: the number of last tokens that a query sees, or None for all.
         interpret: parameters of the interpreter, or False.
 
     Returns:
@@ -129,13 +131,15 @@ def forward(
 
 
 def _store(refs, at, buffer, out, top, total) -> None:
-    """Write a warpgroup's output and normalisers.
+    """Write the attention output of a warpgroup's 64 queries to global memory, and the logarithms of the sums
+    of their weights.
 
     Args:
-        refs: references to global memory.
-        at: the warpgroup's position.
+        refs: references to the outputs in global memory, by name.
+        at: the row, the head and the queries of the warpgroup.
         buffer: a buffer [ROWS, D] in shared memory.
-        out: [ROWS, D], the sums of values times weights.
+        out: [64, D], for each query the sum of the values times their weights, not yet divided by the sum of
+            the weights.
         top: [ROWS], the largest score of each query, which its weights are relative to.
         total: [ROWS, 8], partial sums of each query's weights.
     """

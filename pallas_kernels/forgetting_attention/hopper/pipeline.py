@@ -1,5 +1,6 @@
-"""The structure of all three kernels: two warpgroups compute in a loop over the row's tokens, and a third one
-loads them.
+"""The structure of the three Hopper kernels of attention with forget gates (the forward one, and the
+gradients of the queries and of the keys): two warpgroups compute in a loop over the row's tokens, and a third
+one loads these tokens.
 
 A thread block computes one tile of 128 queries (or keys) of one head. Each of its first two warpgroups has 64
 of them, the *resident* tokens, whose arrays stay in shared memory. Both loop over the same tiles of the row,
@@ -31,14 +32,16 @@ from pallas_kernels.hopper import warpgroups as wg
 
 
 class Traversal(NamedTuple):
-    """A warpgroup's loop over the steps `start` to `stop` - 1.
+    """The loop of one warpgroup of an attention kernel over tiles of streamed tokens (keys, if its resident
+    tokens are queries; or conversely), the steps `start` to `stop` - 1, with the buffers and barriers that it
+    uses.
 
     Attributes:
         group: the warpgroup's index, 0 or 1.
-        start: the first step.
-        stop: the last step + 1.
-        schedule: the kernel's schedule.
-        streamed: buffers of the streamed inputs by name, [stages, ...].
+        start: the index of the first step.
+        stop: the index of the last step + 1.
+        schedule: the sizes and order of the loop's work.
+        streamed: buffers in shared memory of the streamed inputs, by name, [stages, ...].
         full: one barrier for each stage, which completes when the stage's tiles have been loaded.
         empty: one barrier for each stage, which completes when both warpgroups have used the stage's tiles.
         wait_other: waits until the other warpgroup calls it too, where the warpgroups alternate. All calls
@@ -57,29 +60,36 @@ class Traversal(NamedTuple):
     interpret: Any
 
     def stage(self, n):
-        """The index of step n's buffer."""
+        """Return the index, among the `stages` buffers of each streamed input in shared memory, of the buffer
+        that holds the tile of step n.
+        """
         return lax.rem(n - self.start, self.schedule.stages)
 
     def tiles(self, n) -> dict[str, Any]:
-        """References to the tiles of step n."""
+        """Return references to the buffers in shared memory that hold the streamed inputs' tiles of step n,
+        by the inputs' names.
+        """
         stage = self.stage(n)
         return {name: buffer.at[stage] for name, buffer in self.streamed.items()}
 
     def wait_tiles(self, n) -> None:
-        """Wait until the tiles of step n have been loaded."""
+        """Wait until the third warpgroup's loads have put all streamed tiles of step n into shared memory."""
         plgpu.barrier_wait(self.full.at[self.stage(n)])
 
     def release_tiles(self, n) -> None:
-        """Allow the buffer of step n to be overwritten."""
+        """Signal that this warpgroup has used the streamed tiles of step n, so that their buffers in shared
+        memory may be overwritten once the other one has too.
+        """
         plgpu.barrier_arrive(self.empty.at[self.stage(n)])
 
     def accumulate(self, products: Products, sums, carry, parts) -> Any:
-        """Run all steps, and return the sums of products and the last carry.
+        """Run all steps of a warpgroup's loop over the streamed tokens; return the sums of matrix products
+        (such as the output, or the gradients of keys and values) and the last carry.
 
         Args:
-            products: the computation of a step.
-            sums: the initial values of the sums, one for each operand.
-            carry: the carry of the first step.
+            products: the functions that compute a step.
+            sums: the initial values of the sums, a list of arrays [64, D].
+            carry: the values that `products.use` of the first step receives from before.
             parts: consecutive ranges of steps, (first, last + 1, options of `use`); None is `start` or
                 `stop`.
         """
@@ -104,7 +114,9 @@ class Traversal(NamedTuple):
         return sums, carry
 
     def _step(self, products: Products, options, n, state):
-        """Compute step n, and add its products to the sums."""
+        """Compute step n of a warpgroup's loop: its scores, the elementwise work on them, and the products
+        that are added to the sums; return the new `state`, which is (sums, carry, []).
+        """
         sums, carry, _ = state
         tiles = self.tiles(n)
         self.wait_tiles(n)
@@ -122,7 +134,10 @@ class Traversal(NamedTuple):
         return sums, carry, []
 
     def _deferred_step(self, products: Products, options, n, state):
-        """Compute step n while the products of step n - 1 are added to the sums."""
+        """Compute the scores of step n of a warpgroup's loop, and the elementwise work on them, while the
+        products of step n - 1 are added to the sums; return the new `state`, which is (sums, carry, operands
+        of step n's products).
+        """
         sums, carry, operands = state
         tiles = self.tiles(n)
         scores = functools.partial(products.scores, tiles)
@@ -145,13 +160,17 @@ class Traversal(NamedTuple):
         return sums, carry, operands
 
     def _add(self, products: Products, n, operands, sums):
-        """Return the sums plus the products of step n."""
+        """Return a warpgroup's `sums` (such as its queries' output) plus the matrix products of `operands`
+        with the streamed tiles of step n.
+        """
         add = functools.partial(products.add, self.tiles(n), operands)
         return wg.accumulate(add, *sums, interpret=self.interpret)
 
 
 def _scaled(sums, factor):
-    """Return the sums with each row multiplied by `factor` [ROWS]; None is 1."""
+    """Return the arrays `sums` [64, D] with each row multiplied by its entry of `factor` [64], by which a new
+    maximum of the softmax rescales earlier weights; None is 1.
+    """
     return sums if factor is None else [x * wg.spread_rows(factor, x.shape) for x in sums]
 
 
@@ -160,11 +179,13 @@ def _bfloat16(operands):
 
 
 class Warpgroup(NamedTuple):
-    """The arguments of a warpgroup's computation.
+    """What the function that computes one warpgroup's part of an attention kernel receives: positions,
+    buffers, the loop, and references.
 
     Attributes:
-        at: the warpgroup's position.
-        resident: references in shared memory to the warpgroup's tokens of the resident inputs, by name.
+        at: the row, the head, and the resident queries or keys of the warpgroup.
+        resident: references in shared memory to the values of the resident inputs at the warpgroup's 64
+            tokens, by name.
         left: a buffer for the left operand of a product, which the interpreter requires; None on a GPU.
         traversal: the loop over the streamed tokens.
         refs: references to global memory, by the names of `Pipeline.in_global` and of the outputs.
@@ -185,7 +206,7 @@ class Pipeline(NamedTuple):
         resident: arrays [B, T, *, D] of which each warpgroup has its tokens in shared memory, by name.
         streamed: arrays [B, T, *, D], [B, H, T] or [B, T] that are loaded step by step, by name.
         in_global: arrays that the computation reads from global memory, by name.
-        schedule: the schedule of the loop.
+        schedule: the sizes and order of the loop's work.
         begin: [B, H, T / 128], the first streamed tile of each resident tile; None is the tile of the same
             index.
         end: [B, H, T / 128], the last streamed tile of each resident tile; None is the tile of the same
@@ -205,13 +226,15 @@ class Pipeline(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """The number of query heads."""
+        """The number of query heads of the attention, H: the largest number of heads of the kernel's inputs."""
         arrays = (*self.resident.values(), *self.streamed.values())
         return max(x.shape[2] for x in arrays if x.ndim == 4)
 
     @property
     def num_tiles(self) -> int:
-        """The number of resident tiles of a row."""
+        """The number of tiles of 128 resident tokens (queries or keys) in a row; each is computed by one
+        thread block.
+        """
         return next(iter(self.resident.values())).shape[1] // TILE
 
     def launch(
@@ -222,11 +245,12 @@ class Pipeline(NamedTuple):
         name: str,
         interpret: Any,
     ) -> dict[str, jax.Array]:
-        """Run the kernel and return its outputs by name.
+        """Run an attention kernel of this structure on the GPU, with one thread block for each row, query
+        head and tile of resident tokens; return its output arrays by name.
 
         Args:
-            compute: the computation of each of the two warpgroups.
-            outputs: shapes and dtypes of the outputs by name.
+            compute: the function that each of the two computing warpgroups calls once.
+            outputs: the shapes and dtypes of the output arrays, by name.
             name: the kernel's name in profiles.
             interpret: parameters of the interpreter, or False.
         """
@@ -245,7 +269,10 @@ class Pipeline(NamedTuple):
         )
 
     def _kernel(self, refs, compute, outputs, interpret) -> None:
-        """Run `compute` in the first two warpgroups of a thread block, and the loads in the third."""
+        """Run a thread block of the kernel: call `compute` in its first two warpgroups, each with its 64
+        resident tokens in shared memory, and load the streamed tokens in the third. `refs` are references to
+        global memory; `outputs` names the outputs.
+        """
         row, group = lax.axis_index("row"), lax.axis_index("group")
         at, start, stop = self._position(refs, row, group)
 
@@ -288,7 +315,10 @@ class Pipeline(NamedTuple):
         hopper_launch.with_smem(body, self._smem(interpret))
 
     def _position(self, refs, row, group) -> tuple[Position, Any, Any]:
-        """Return a warpgroup's position, the first step of its loop, and the last step + 1."""
+        """Return the position of a warpgroup's resident tokens, the index of its loop's first step over the
+        streamed tokens, and that of the last step + 1. `row` is the thread block's index over batch and
+        heads, `group` the warpgroup's.
+        """
         per_tile = TILE // self.schedule.size
         b, h = lax.div(row, self.heads), lax.rem(row, self.heads)
         # The thread blocks with the longest loops start first.
@@ -303,13 +333,17 @@ class Pipeline(NamedTuple):
         return Position(b, h, tile, first, pl.ds(first, ROWS), in_row), start, stop
 
     def _tokens_of(self, ref, at: Position, tokens) -> Any:
-        """A reference to the tokens `tokens` of an input in global memory, of the warpgroup's row and head."""
+        """Return a reference to the tokens `tokens` of an input in global memory, `ref` ([B, T, heads, D],
+        [B, H, T] or [B, T]), in the batch's row and the head of the position `at`.
+        """
         if len(ref.shape) == 4:
             return ref.at[at.b, tokens, lax.div(at.h * ref.shape[2], self.heads)]
         return ref.at[at.b, at.h, tokens] if len(ref.shape) == 3 else ref.at[at.b, tokens]
 
     def _load(self, refs, at: Position, traversal: Traversal) -> None:
-        """Load the tiles of all steps, and wait until the last ones have been used."""
+        """Copy the streamed inputs' tiles of all steps of the loop to shared memory, each as soon as its
+        buffer is free, and wait until both computing warpgroups have used the last ones.
+        """
         size, stages = self.schedule.size, self.schedule.stages
         start, stop = traversal.start, traversal.stop
 
@@ -331,7 +365,9 @@ class Pipeline(NamedTuple):
         lax.fori_loop(jnp.maximum(stop - stages, start), stop, wait, None)
 
     def _smem(self, interpret) -> dict[str, Any]:
-        """Return the buffers in shared memory and the barriers of a thread block, by name."""
+        """Return a description of a thread block's buffers in shared memory (for resident and streamed
+        inputs) and of its barriers, by name.
+        """
         size, stages = self.schedule.size, self.schedule.stages
 
         def buffer(x, *shape):

@@ -1,4 +1,6 @@
-"""The requirements of the Hopper kernels, and their tile size."""
+"""The requirements of the Hopper kernels of attention with forget gates on shapes and dtypes, and the number
+of tokens of their tiles.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,15 @@ REQUIREMENTS = (
 
 
 def unsupported(call) -> str | None:
-    """Return the first of `REQUIREMENTS` that an `api.Call` does not meet, or None."""
+    """Return the first requirement of the Hopper kernels that a call of `forgetting_attention` does not meet,
+    or None if they support it.
+    """
     return first_unmet(REQUIREMENTS, call)
 
 
 def tile(length: int) -> int:
-    """The tokens of a tile of `Bounds`; the same for every T."""
+    """Return the number of tokens in a tile of queries or keys, by which ranges of visible tiles are counted:
+    128 for rows of any `length`.
+    """
     del length
     return TILE

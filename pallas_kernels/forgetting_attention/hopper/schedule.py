@@ -1,5 +1,6 @@
-"""The parameters of a pipeline: tile sizes, the tokens of a warpgroup, the schedule, and the computation of a
-step.
+"""The sizes and types of the attention kernels' pipeline, in which a warpgroup with 64 resident queries (or
+keys) loops over tiles of keys (or queries): tile sizes, positions, the schedule of the loop, and the
+computation of one step.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ ROWS = 64  # queries or keys of one warpgroup
 
 
 class Position(NamedTuple):
-    """The resident tokens of a warpgroup.
+    """The queries or keys that a warpgroup keeps during its loop (its resident tokens), as a position in the
+    arrays.
 
     Attributes:
         b: the row of the batch.
         h: the query head.
-        tile: the index of the thread block's tile.
+        tile: the index of the thread block's tile of 128 queries or keys.
         first: the index of the warpgroup's first query or key in its array.
         tokens: the slice of the warpgroup's queries or keys in their array.
         row: the position of its first query or key in the row; it differs from `first` where the queries are
@@ -33,10 +35,11 @@ class Position(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The schedule of a kernel's loop over the streamed tokens.
+    """How an attention kernel's loop over the streamed tokens (keys, in a kernel with resident queries; or
+    conversely) overlaps loads, matrix products and exponentials.
 
     Attributes:
-        size: tokens of a step.
+        size: the number of streamed tokens of a step.
         deferred: whether the products that a step adds to the sums run during the next step's exponentials;
             the step's tiles remain in shared memory until then.
         stages: buffers of each streamed input: the number of steps whose tiles are being loaded or are in
@@ -51,13 +54,13 @@ class Schedule(NamedTuple):
 
 
 class Products(NamedTuple):
-    """The computation of one step of the loop: matrix products, elementwise work on them, and products that
-    are added to sums.
+    """The computation of one step of an attention kernel's loop: matrix products such as the scores,
+    elementwise work on them, and products that are added to running sums such as the output.
 
     Attributes:
-        scores: `scores(tiles, *refs)` adds matrix products to references, which have `shapes` and are zero
-            before.
-        shapes: the shapes of these products.
+        scores: `scores(tiles, *refs)` adds the step's first matrix products to references to accumulators,
+            which have `shapes` and are zero before; `tiles` are the streamed inputs in shared memory.
+        shapes: the shapes of the products that `scores` computes.
         use: `use(n, tiles, values, carry, **options)`, called with these products' values, returns operands
             [ROWS, size], a factor by which the rows of the sums are multiplied first (or None), and the next
             carry.

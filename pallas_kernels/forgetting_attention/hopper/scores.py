@@ -34,8 +34,9 @@ LOG2E = math.log2(math.e)
 
 
 def query_arrays(rows: Rows, length: int) -> dict[str, jax.Array]:
-    """Return the arrays that the scores require for the `length` queries: documents, and F at each
-    warpgroup's first query.
+    """Return the arrays from which a kernel computes a query's part of its scores, by name, for the `length`
+    queries: the index of each query's document ("run"), and F, the running sum of the log forget gates, at
+    the first of each warpgroup's 64 queries, as its high and low part ("first high", "first low").
     """
     arrays = {} if rows.run is None else {"run": rows.at_queries(rows.run, length)}
     if rows.gates is None:
@@ -45,11 +46,11 @@ def query_arrays(rows: Rows, length: int) -> dict[str, jax.Array]:
 
 
 def key_biases(rows: Rows, queries: int) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Return the arrays that the scores require for each key, where a warpgroup has queries and loops over
-    keys.
+    """Return the arrays from which a kernel whose warpgroups each keep 64 queries, and loop over the keys,
+    computes a key's bias in the scores. F is the running sum of the log forget gates.
 
     Args:
-        rows: the arrays by token.
+        rows: the gates, documents and masks of the tokens.
         queries: the number of queries.
 
     Returns:
@@ -78,7 +79,8 @@ def key_biases(rows: Rows, queries: int) -> tuple[dict[str, jax.Array], dict[str
 
 
 class Biases:
-    """The biases of scores [queries, keys] of a warpgroup, step by step of its loop over keys.
+    """The biases by which forget gates change the scores [queries, keys] of a warpgroup's 64 queries,
+    computed step by step of its loop over keys.
 
     Attributes:
         first_last: F at the last key of the first step's tile, (high, low), or () without gates; the initial
@@ -86,13 +88,14 @@ class Biases:
     """
 
     def __init__(self, refs, position: Position, size: int, start):
-        """Load F at the warpgroup's first query and at the end of the first tile.
+        """Load F, the running sum of the log forget gates, at the warpgroup's first query and at the last key
+        of the tile that the loop reads first.
 
         Args:
             refs: references to the arrays of `query_arrays` and `key_biases` in global memory.
-            position: the warpgroup's position.
-            size: keys of a step.
-            start: the first step.
+            position: the row, the head and the queries of the warpgroup.
+            size: the number of keys of a step.
+            start: the index of the loop's first step.
         """
         self._refs, self._position, self._size = refs, position, size
         self._first_query: Any = None
@@ -105,17 +108,20 @@ class Biases:
             self.first_last = self._last_key(start)
 
     def _last_key(self, n):
-        """Load F at the last key of step n's tile, from global memory; done one step ahead."""
+        """Load from global memory F, the running sum of the log forget gates, as (high part, low part), at
+        the last key of the tile that step n reads. The loop does so one step ahead.
+        """
         at, ref = self._position, self._refs["last high"]
         n = jnp.minimum(lax.div(n, TILE // self._size), ref.shape[2] - 1)
         return tuple(self._refs[f"last {x}"][at.b, at.h, n] for x in ("high", "low"))
 
     def at(self, n, tiles, last, masked: bool):
-        """Return the biases of step n.
+        """Return the biases that forget gates add to the scores of the warpgroup's queries with the keys of
+        step n.
 
         Args:
-            n: the step.
-            tiles: references to the step's tiles in shared memory.
+            n: the index of the loop's step.
+            tiles: references to the step's streamed arrays in shared memory, by name.
             last: F at the last key of the step's tile, (high, low).
             masked: whether the step's keys are in the tile of the warpgroup's queries.
 
@@ -137,7 +143,10 @@ class Biases:
 
 
 def add_bias(scores, scale: float, bias):
-    """Return `log2(e) scale scores + bias`; a bias of None is 0."""
+    """Return the base-2 logarithms of attention weights, `log2(e) scale scores + bias`, from the products
+    `scores` of queries and keys, with the bias of the forget gates already times log2(e); a bias of None is
+    0.
+    """
     scores = scores * (scale * LOG2E)
     return scores if bias is None else scores + bias
 
@@ -145,19 +154,20 @@ def add_bias(scores, scale: float, bias):
 def hide_unseen(
     scores, first_query, first_key, tiles, refs, at: Position, masked, window, keys_in_rows=False
 ):
-    """Set the scores of keys that a query does not see to `NEVER`.
+    """Return attention scores in which those of keys that a query does not see (later ones, and those of
+    other documents or outside the window) are replaced by `NEVER`.
 
     Args:
-        scores: [queries, keys], or [keys, queries] where `keys_in_rows`.
+        scores: the scores, [queries, keys], or [keys, queries] where `keys_in_rows`.
         first_query: the position in the row of the first query.
         first_key: the position in the row of the first key.
-        tiles: references to the step's tiles, with the documents of the columns where rows have several
-            ("run").
-        refs: references to global memory, with the documents of the rows.
-        at: the warpgroup's position.
+        tiles: references to the step's streamed arrays in shared memory, with the documents of the columns
+            ("run") where rows have several.
+        refs: references to arrays in global memory, with the documents of the rows of `scores`.
+        at: the position of the warpgroup's resident tokens, the rows of `scores`.
         masked: whether some keys may be after some queries.
-        window: tokens that a query sees, or None.
-        keys_in_rows: whether the rows are keys.
+        window: the number of last tokens that a query sees, or None for all.
+        keys_in_rows: whether the rows of `scores` are keys, and its columns queries.
     """
     shape = scores.shape
     if not (masked or window is not None or "run" in tiles):
@@ -180,32 +190,43 @@ def hide_unseen(
 
 
 def zeros(shape):
-    """Zeros in the registers of a warpgroup."""
+    """Return an array of zeros of `shape` [64, columns] in a warpgroup's registers, in float32 and the layout
+    of a matrix product's result.
+    """
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), wg.LAYOUT)
 
 
 def full_column(value: float):
-    """One number for each of a warpgroup's rows, all equal to `value`."""
+    """Return a vector [64] with one number for each query (or key) of a warpgroup, all equal to `value`, in
+    registers.
+    """
     return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), wg.LAYOUT.reduce(1))
 
 
 def load_columns(ref):
-    """Load one number for each column of a tile from shared memory."""
+    """Load from shared memory a vector with one number for each column of a warpgroup's scores, such as the
+    bias of each key, into registers.
+    """
     return plgpu.load(ref, layout=wg.LAYOUT.reduce(0))
 
 
 def load_rows(ref):
-    """Load one number for each of a warpgroup's rows from global memory."""
+    """Load from global memory a vector with one number for each of a warpgroup's 64 resident queries or keys,
+    the rows of its scores, into registers.
+    """
     return plgpu.load(ref, layout=wg.LAYOUT.reduce(1), optimized=False)
 
 
 def partial_sums():
-    """Zeros [ROWS, 8] to which `add_columns` adds."""
+    """Return zeros [64, 8] in a warpgroup's registers, to which `add_columns` adds the columns of arrays
+    whose rows are to be summed.
+    """
     return zeros((ROWS, 8))
 
 
 def add_columns(sums, x):
-    """Add the columns of x [ROWS, n] to `sums` [ROWS, 8], eight at a time.
+    """Add the columns of x [64, n] to the partial sums of its rows, `sums` [64, 8], eight columns at a time;
+    return the new partial sums.
 
     No thread requires numbers of other threads; the columns of `sums` are summed once after the loop.
     """

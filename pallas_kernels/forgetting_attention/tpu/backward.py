@@ -29,20 +29,22 @@ def backward(
     window: int | None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Return the gradients of q [B, T, H, D], of k [B, T, G, D], of v [B, T, G, V], and of F_j ([B, H, T], or
-    None without gates).
+    """Return the gradients of the queries q [B, T, H, D], the keys k [B, T, G, D], the values v [B, T, G, V],
+    and of F, the running sum of the log forget gates, as a bias of the keys ([B, H, T], or None without
+    gates).
 
     Args:
-        q: as in `forward`.
-        k: as in `forward`.
-        v: as in `forward`.
-        rows: as in `forward`.
-        bounds: as in `forward`.
-        sums: the second result of `forward`.
+        q: the queries, as in `forward`.
+        k: the keys, as in `forward`.
+        v: the values, as in `forward`.
+        rows: the gates, documents and masks of the tokens, as in `forward`.
+        bounds: the ranges of tiles that see each other, as in `forward`.
+        sums: [B, H, T] float32, the logarithms of the sums of each query's weights: the second result of
+            `forward`.
         d_out: [B, T, H, V], the gradient of the output.
-        delta: [B, H, T] float32, scalar products of the output and its gradient.
-        scale: multiplies the scores.
-        window: tokens that a query sees, or None.
+        delta: [B, H, T] float32, the scalar product of each query's output and its gradient.
+        scale: the factor of the scores q . k.
+        window: the number of last tokens that a query sees, or None for all.
         interpret: False, True or `pltpu.InterpretParams`.
     """
     call = Call(q, k, v, rows, bounds, scale, window)
@@ -55,8 +57,9 @@ def backward(
 
 
 def _backward_of_queries(call: Call, q, inputs, delta, scale, interpret):
-    """Return the gradient of q, and `Σ_j dS_ij` of each query, [B, H, T], which is 0 except for the rounding
-    of `delta`.
+    """Return the gradient of the queries q [B, T, H, D], and for each query the sum over keys of the
+    gradients dS of its scores, [B, H, T], which is 0 except for the rounding of `delta`, the scalar product
+    of the output and its gradient.
     """
 
     def kernel(step: Step):
@@ -95,7 +98,9 @@ def _backward_of_queries(call: Call, q, inputs, delta, scale, interpret):
 
 
 def _backward_of_keys(call: Call, k, v, inputs, delta, scale, interpret):
-    """Return the gradients of k, v and F_j (None without gates)."""
+    """Return the gradients of the keys k and the values v, and of F, the running sum of the log forget gates,
+    as a bias of the keys (None without gates).
+    """
     gated = "key high" in inputs
 
     def kernel(step: Step):

@@ -1,4 +1,6 @@
-"""The tiles that a program of the TPU kernels computes, their scores, and the launch of a kernel."""
+"""What the TPU kernels of attention with forget gates share: the tiles of queries and keys that one program
+computes, their scores, and the launch of a kernel.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,15 @@ LOG2E = math.log2(math.e)
 
 
 class Position(NamedTuple):
-    """The tiles of a program.
+    """The row, the heads, and the tiles of queries and keys that one program of a TPU attention kernel
+    computes.
 
     Attributes:
         b: the row of the batch.
         h: the head of q.
         g: the head of k and v.
-        query: the tile of queries.
-        key: the tile of keys.
+        query: the index of the tile of queries.
+        key: the index of the tile of keys.
     """
 
     b: Any
@@ -38,18 +41,22 @@ class Position(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One program, which is one step of a loop over tiles of keys or of queries.
+    """One program of a TPU attention kernel, which computes one tile of queries with one tile of keys: a step
+    of a loop over tiles of keys or of queries.
 
     Attributes:
-        at: the program's tiles.
-        refs: references to its tiles of inputs and outputs, and to its scratch, by name.
+        at: the program's row, heads and tiles.
+        refs: references to the program's tiles of inputs and outputs in VMEM, and to its buffers for sums, by
+            name.
         scalar: `scalar(name, tile)` loads an entry of `Call.scalars` for the program's row and head.
-        runs: whether the program has anything to compute.
-        first: whether it is the first step of its loop.
-        last: whether it is the last step of its loop.
+        runs: whether any query of the program's tile may see any key of its tile, so that it has something to
+            compute.
+        first: whether the program is the first step of its loop over tiles.
+        last: whether the program is the last step of its loop over tiles.
         first_head: in a loop over queries: whether its query head is the first of those that share the key
             head.
-        last_head: likewise, whether it is the last.
+        last_head: in a loop over queries: whether its query head is the last of those that share the key
+            head.
     """
 
     at: Position
@@ -63,20 +70,17 @@ class Step(NamedTuple):
 
 
 class Call:
-    """The arrays of one call in the shapes that the kernels read, the blocks of them that each program loads,
-    and the scores.
-
-    `tokens` and `line` return (array, block, index): an array or its shape, the shape of a program's block,
-    and a function from a `Position` to the block's index.
+    """The arrays of one call of attention with forget gates in the shapes that the TPU kernels read, the
+    blocks of them that each program loads, and the computation of the scores.
 
     Attributes:
-        batch: B.
-        length: T.
-        heads: H.
-        groups: G.
-        count: tiles of a row.
-        tile: tokens of a tile.
-        steps: programs of a loop.
+        batch: B, the number of rows.
+        length: T, the number of tokens of a row.
+        heads: H, the number of query heads.
+        groups: G, the number of key and value heads.
+        count: N, the number of tiles of a row.
+        tile: the number of tokens of a tile.
+        steps: the number of consecutive programs that form a loop over tiles, the longest possible.
         scalars: arrays [B, H, N] that are loaded before the programs run, by name: those of `Bounds`, and F
             (high and low part) at the first query of each tile.
     """
@@ -99,8 +103,11 @@ class Call:
             self.scalars["high"], self.scalars["low"] = (x[..., :: self.tile] for x in rows.gates)
 
     def tokens(self, x, side: str):
-        """Return (array, block, index) for x [B, T, heads, D], an array or its shape; `side` is "query" or
-        "key".
+        """Return (array, block, index) for x [B, T, heads, D], such as queries or keys, an array or its
+        shape: x in the shape that the kernels read, the block of it that a program loads, and a function from
+        the program's `Position` to the block's index.
+
+        `side` is "query" or "key": which of the program's two tiles the block covers.
         """
         head = (lambda p: p.h) if side == "query" else (lambda p: p.g)
         if x.shape[3] % LANES == 0:
@@ -117,8 +124,11 @@ class Call:
         return x, block, index
 
     def line(self, x, side: str):
-        """Return (array, block, index) for x [B, H, T] or [B, T], an array or its shape; `side` is "query" or
-        "key".
+        """Return (array, block, index) for x [B, H, T] or [B, T], with one number per token, such as F, the
+        running sum of the log forget gates, an array or its shape: x in the shape that the kernels read, the
+        block that a program loads, and a function from the program's `Position` to the block's index.
+
+        `side` is "query" or "key": which of the program's two tiles the block covers.
         """
         shape = (self.batch, -1 if x.ndim == 3 else 1, 1, self.length)
         head = (lambda p: p.h) if x.ndim == 3 else (lambda p: 0)
@@ -130,21 +140,25 @@ class Call:
         return x.reshape(shape), block, index
 
     def masks(self) -> dict[str, Any]:
-        """Return the entries of the documents of queries and keys, and of F at the keys, by name."""
+        """Return the kernel inputs, as (array, block, index) by name, from which the scores' biases and masks
+        are computed: the documents of queries and of keys, and F, the running sum of the log forget gates, at
+        the keys.
+        """
         entries = {f"key {name}": self.line(x, "key") for name, x in key_arrays(self.rows).items()}
         if self.rows.run is not None:
             entries["query run"] = self.line(self.rows.run, "query")
         return entries
 
     def launch(self, kernel, inputs: dict, outputs: dict, scratch: dict, *, over: str, interpret):
-        """Run `kernel(step)` over the tiles, and return its outputs by name.
+        """Run a TPU attention kernel, one program per row, head, tile of queries and tile of keys; return its
+        output arrays by name.
 
         Args:
-            kernel: called with a `Step`.
-            inputs: (array, block, index) by name.
-            outputs: (shape and dtype, block, index) by name.
+            kernel: a function called once per program, with its `Step`.
+            inputs: the input arrays, as (array, block, index) by name; see `tokens`.
+            outputs: the outputs, as (shape and dtype, block, index) by name.
             scratch: shapes of float32 buffers in VMEM by name.
-            over: "key" or "query", the tiles over which consecutive programs loop.
+            over: "key" or "query": the kind of tiles over which consecutive programs loop.
             interpret: False, True or `pltpu.InterpretParams`.
         """
         names = (*self.scalars, *inputs, *outputs, *scratch)
@@ -188,7 +202,10 @@ class Call:
         return dict(zip(outputs, results, strict=True))
 
     def _position(self, by_query: bool, b, g, x, y, j, *scalars):
-        """Return a program's `Position`, whether it has anything to compute, and its function `scalar`."""
+        """Return the row, heads and tiles of a program (its `Position`), whether it has anything to compute,
+        and its function `scalar`, which loads an entry of `scalars`. b, g, x, y and j are the program's
+        indices in the grid; `scalars` are references to the prefetched arrays.
+        """
         shared = self.heads // self.groups
         r, tile = (y, x) if by_query else (x, y)
         h = g * shared + r
@@ -205,13 +222,14 @@ class Call:
         return Position(b, h, g, tile, jnp.minimum(key, tile)), key <= tile, scalar
 
     def scores(self, step: Step, masked: bool, keys_in_rows: bool = False):
-        """Return the base-2 logarithms of a tile's weights, up to a constant for each query; `NEVER` where a
-        query does not see a key.
+        """Return the base-2 logarithms of the attention weights of one tile of queries with one tile of keys,
+        up to a constant for each query; `NEVER` where a query does not see a key.
 
         Args:
-            step: the program.
+            step: the program that computes the tile.
             masked: whether some queries of the tile may not see some of its keys.
-            keys_in_rows: whether the result is [keys, queries] instead of [queries, keys].
+            keys_in_rows: whether the result has a row per key, [keys, queries], instead of a row per query,
+                [queries, keys].
         """
         refs, at = step.refs, step.at
         q, k = refs["q"][...], refs["k"][...]
@@ -238,8 +256,9 @@ class Call:
         return jnp.where(seen, scores, NEVER)
 
     def run(self, step: Step, add: Callable[[bool], None]):
-        """Call `add(masked)` if the program has anything to compute, with masked=False if all its queries see
-        all its keys.
+        """Call `add(masked)`, which computes the program's tile of queries and keys, if any of these queries
+        sees any of the keys; masked is False if all queries of the tile see all its keys, so that no mask is
+        required.
         """
         at = step.at
         if "query run" in step.refs:
@@ -254,5 +273,7 @@ class Call:
         pl.when(step.runs & jnp.logical_not(all_seen))(functools.partial(add, True))
 
     def from_tokens(self, x, like):
-        """Return x, an output in the shape of `tokens`, in the shape of `like`, [B, T, heads, D]."""
+        """Return x, a kernel output in the shape that `tokens` chose, in the shape of `like`, [B, T, heads,
+        D].
+        """
         return x.reshape(like.shape) if like.shape[3] % LANES == 0 else jnp.moveaxis(x, 1, 2)

@@ -1,4 +1,4 @@
-"""Forget-gated softmax attention on Mosaic TPU: the forward kernel."""
+"""The forward kernel of softmax attention with forget gates (FoX) on Mosaic TPU."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ _F32 = jnp.float32
 def forward(
     q, k, v, rows: Rows, bounds: Bounds, *, scale: float, window: int | None, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the output and the normaliser of each query.
+    """Compute attention with forget gates on a TPU; return its output for each query, and the logarithm of
+    the sum of the query's weights, which the backward pass needs.
 
     Args:
         q: [B, T, H, D] queries, T a multiple of the tile of `bounds`.
         k: [B, T, G, D] keys.
         v: [B, T, G, V] values.
-        rows: the arrays by token.
-        bounds: the tiles to compute.
-        scale: multiplies the scores.
-        window: tokens that a query sees, or None.
+        rows: the gates, documents and masks of the tokens.
+        bounds: the ranges of tiles of queries and keys that see each other.
+        scale: the factor of the scores q . k.
+        window: the number of last tokens that a query sees, or None for all.
         interpret: False, True or `pltpu.InterpretParams`.
 
     Returns:

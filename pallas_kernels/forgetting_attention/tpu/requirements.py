@@ -1,4 +1,6 @@
-"""The requirements of the TPU kernels, and their tile size."""
+"""The requirements of the TPU kernels of attention with forget gates on shapes and dtypes, and the number of
+tokens of their tiles.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,14 @@ REQUIREMENTS = (
 
 
 def unsupported(call) -> str | None:
-    """Return the first of `REQUIREMENTS` that an `api.Call` does not meet, or None."""
+    """Return the first requirement of the TPU kernels that a call of `forgetting_attention` does not meet, or
+    None if they support it.
+    """
     return first_unmet(REQUIREMENTS, call)
 
 
 def tile(length: int) -> int:
-    """The queries or keys of a program, for rows of `length` tokens."""
+    """Return the number of queries, and of keys, that a program of the TPU kernels computes at a time, for
+    rows of `length` tokens: 128, 256 or 512.
+    """
     return next((size for size in TILES if length <= size), TILES[-1])

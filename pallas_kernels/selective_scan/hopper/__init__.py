@@ -1,1 +1,3 @@
-"""Selective scans on Mosaic GPU (Hopper)."""
+"""Selective scans, in which each channel has a memory of its own (as in Mamba), as kernels for Hopper GPUs
+(Mosaic GPU).
+"""

@@ -1,4 +1,6 @@
-"""The loop over a chunk's tokens and the limits of CUDA's grids, for real and for complex memories."""
+"""What the Hopper kernels of selective scans with real and with complex memories share: the loop over a
+chunk's tokens, and the requirements that follow from CUDA's limits on the size of a grid.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ _UNROLL = 4  # tokens of one iteration of the loop
 
 
 def grid_requirements(chunk_size: int) -> tuple[Requirement, ...]:
-    """Return the requirements of CUDA's grids on an `api.Call`, for chunks of `chunk_size` tokens."""
+    """Return the requirements on a selective scan's numbers of rows and of chunks that follow from CUDA's
+    limits on the size of a grid, for chunks of `chunk_size` tokens.
+    """
     return (
         Requirement(
             f"at most {_MAX_GRID:,} rows",
@@ -29,8 +33,8 @@ def grid_requirements(chunk_size: int) -> tuple[Requirement, ...]:
 
 
 def for_tokens(count: int, step, carry, *, reverse: bool = False) -> Any:
-    """Return the carry after `step(token, carry)` for the tokens 0 to count - 1, or from count - 1 to 0 where
-    `reverse`.
+    """Run `step(token, carry)`, which returns the next carry, for the `count` tokens of a chunk, 0 to count -
+    1, or in the opposite order where `reverse`; return the last carry. `count` is a multiple of 4.
     """
 
     def unrolled(index, carry):

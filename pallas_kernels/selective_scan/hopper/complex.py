@@ -37,13 +37,16 @@ REQUIREMENTS = (
 
 
 def unsupported(call) -> str | None:
-    """Return the first of `REQUIREMENTS` that an `api.Call` does not meet, or None."""
+    """Return the first requirement of the Hopper kernels that a call of `complex_scan` does not meet, or None
+    if they support it.
+    """
     return first_unmet(REQUIREMENTS, call)
 
 
 def forward(x: Inputs, initial, *, save: bool, interpret: Any = False) -> tuple[Any, Any, Any]:
-    """Return the output [B, T, D] bfloat16, the final memory [B, 2, D], and the memories that enter each
-    chunk, [B, chunks, 2, D].
+    """Compute a scan of complex memories, one number per channel; return the output [B, T, D] bfloat16, the
+    memory after the last token [B, 2, D] (real and imaginary part), and the memories that enter each chunk of
+    32 tokens, [B, chunks, 2, D].
     """
     del save  # the memories are computed in any case
     writes = chunk_writes(x, interpret=interpret)
@@ -52,14 +55,19 @@ def forward(x: Inputs, initial, *, save: bool, interpret: Any = False) -> tuple[
 
 
 def backward(x: Inputs, entering, dy, d_final, *, interpret: Any = False) -> tuple[Inputs, Any]:
-    """Return the gradients of the inputs and of the initial memory."""
+    """Return the gradients of the scan's inputs, in the same `Inputs` tuple, and of the memory before the
+    first token, given the memories `entering` each chunk as the forward pass returned them, and the gradients
+    of the output, dy [B, T, D], and of the final memory, d_final [B, 2, D].
+    """
     writes = chunk_writes(x, dy, interpret=interpret)
     d_leaving, d_initial = scan(writes, d_final, reverse=True, interpret=interpret)
     return chunk_backward(x, dy, entering, d_leaving, interpret=interpret), d_initial
 
 
 class _Complex(NamedTuple):
-    """A complex number in each thread."""
+    """A complex number in each thread of a warpgroup, for the thread's channel, as its real and its imaginary
+    part.
+    """
 
     real: Any
     imag: Any
@@ -76,12 +84,13 @@ class _Complex(NamedTuple):
 
 
 class _Block:
-    """A warpgroup's chunk, row and channels, with their loads and stores.
+    """What one warpgroup of a complex scan's kernel computes, 128 channels of one chunk of a row, with its
+    loads and stores.
 
     Attributes:
-        refs: references to global memory by name.
+        refs: references to the arrays in global memory, by name.
         smem: references to buffers in shared memory by name.
-        chunk: the chunk's number.
+        chunk: the index of the chunk in its row.
     """
 
     def __init__(self, refs: dict[str, Any], smem: dict[str, Any], chunk):
@@ -90,7 +99,9 @@ class _Block:
         self.channels = pl.ds(lax.axis_index("column") * CHANNELS, CHANNELS)
 
     def copy_tokens(self) -> None:
-        """Copy the chunk's tokens of every input that has a buffer to shared memory, and wait for the copies."""
+        """Copy the chunk's 32 tokens of every input that has a buffer in shared memory to that buffer, and
+        wait for the copies.
+        """
         tokens = pl.ds(self.chunk * CHUNK, CHUNK)
         for name, buffer in self.smem.items():
             if name in _BY_TOKEN:
@@ -99,25 +110,35 @@ class _Block:
         plgpu.barrier_wait(self.smem["barrier"])
 
     def row(self, name: str, t) -> Any:
-        """Load an input at the chunk's token t from shared memory, as float32."""
+        """Load from shared memory the values of the input `name` at the chunk's token t, one for each of the
+        128 channels, as float32.
+        """
         return plgpu.load(self.smem[name].at[t]).astype(_F32)
 
     def decay(self, t) -> _Complex:
-        """Load a at the chunk's token t."""
+        """Load from shared memory the complex decay a of the chunk's token t, one number for each of the 128
+        channels.
+        """
         return _Complex(self.row("real", t), self.row("imag", t))
 
     def load_memory(self, name: str, *index: Any) -> _Complex:
-        """Load the memory at [b, *index] of `refs[name]`, [B, ..., 2, D]."""
+        """Load the complex memories of the 128 channels from global memory, at [b, *index] of the array
+        `name`, [B, ..., 2, D]; b is the batch's row.
+        """
         ref = self.refs[name].at[self.b, *index]
         return _Complex(*(plgpu.load(ref.at[part, self.channels]) for part in range(2)))
 
     def store_memory(self, x: _Complex, name: str, *index: Any) -> None:
-        """Store x as the memory at [b, *index] of `refs[name]`, [B, ..., 2, D]."""
+        """Store x, the complex memories of the 128 channels, in global memory at [b, *index] of the array
+        `name`, [B, ..., 2, D]; b is the batch's row.
+        """
         for part in range(2):
             self.refs[name].at[self.b, *index, part, self.channels][...] = x[part]
 
     def store_token(self, name: str, t, x) -> None:
-        """Store x at the chunk's token t of `refs[name]`, [B, T, D]."""
+        """Store x, one number for each of the 128 channels, at the chunk's token t of the output `name`, [B,
+        T, D], in global memory.
+        """
         to = self.refs[name].at[self.b, self.chunk * CHUNK + t, self.channels]
         to[...] = x.astype(to.dtype)
 
@@ -132,14 +153,15 @@ def _constant(value: float) -> Any:
 
 
 def _launch(kernel, inputs, outputs, *, chunks: int, tokens=(), buffers=(), name: str, interpret):
-    """Run `kernel(block)` for each block of 128 channels, chunk and row, and return its outputs by name.
+    """Run a kernel of the complex scan, `kernel(block)` in one warpgroup for each 128 channels, chunk and
+    row; return its outputs by name.
 
     Args:
-        kernel: called with a `_Block`.
-        inputs: arrays by name.
-        outputs: shapes and dtypes by name.
-        chunks: warpgroups of a row and block of channels.
-        tokens: inputs of which a chunk's tokens have a buffer in shared memory.
+        kernel: a function called once per warpgroup, with a `_Block`.
+        inputs: the input arrays by name.
+        outputs: the outputs' shapes and dtypes by name.
+        chunks: the number of warpgroups for each row and each 128 channels.
+        tokens: the names of the inputs whose values at a chunk's tokens are copied to shared memory.
         buffers: names of further buffers in shared memory, one float32 number for each token and channel.
         name: the kernel's name in profiles.
         interpret: parameters of the interpreter, or False.
@@ -159,16 +181,18 @@ def _launch(kernel, inputs, outputs, *, chunks: int, tokens=(), buffers=(), name
 
 
 def _memories(like, *axes: int) -> Any:
-    """The shape of complex memories, [B, *axes, 2, D] float32, for `like` [B, ..., D]."""
+    """Return the shape of an array of complex memories, [B, *axes, 2, D] float32, with B and D as in the
+    array `like` [B, ..., D].
+    """
     return jax.ShapeDtypeStruct((like.shape[0], *axes, 2, like.shape[-1]), _F32)
 
 
 def chunk_writes(x: Inputs, dy=None, *, interpret: Any = False) -> tuple[Any, Any]:
-    """Return the memory after each chunk that starts from an empty one, and the product of the chunk's a,
-    each [B, chunks, 2, D].
+    """Compute, for all chunks in parallel, the complex memory after the chunk if it started from an empty
+    one, and the product of the chunk's decays a, each [B, chunks, 2, D].
 
-    With `dy`, return in place of the first result the gradient of the memory that enters each chunk, from the
-    chunk's own outputs.
+    With dy [B, T, D], the gradient of the output, return in place of the first result the gradient of the
+    memory that enters each chunk, as far as it comes from the chunk's own outputs.
     """
     chunks = x.u.shape[1] // CHUNK
     names = ("real", "imag", "u") if dy is None else ("real", "imag", "c", "dy")
@@ -208,12 +232,13 @@ def chunk_writes(x: Inputs, dy=None, *, interpret: Any = False) -> tuple[Any, An
 def scan(
     writes: tuple[Any, Any], initial, *, reverse: bool = False, interpret: Any = False
 ) -> tuple[Any, Any]:
-    """Return the memory that enters each chunk, [B, chunks, 2, D], and the memory after the last chunk.
+    """Compute, chunk after chunk, the complex memory that enters each chunk, [B, chunks, 2, D], and the
+    memory after the last chunk, [B, 2, D], from what each chunk writes and its decay.
 
-    With `reverse`, the scan begins at the last chunk, and memories are the gradients of memories.
+    With `reverse`, the scan begins at the last chunk, and in place of memories it computes their gradients.
 
     Args:
-        writes: the results of `chunk_writes`.
+        writes: the results of `chunk_writes`: the memory that each chunk alone would leave, and its decay.
         initial: [B, 2, D], the memory before the first chunk of the scan.
         reverse: whether the scan begins at the last chunk.
         interpret: parameters of the interpreter, or False.
@@ -265,7 +290,9 @@ def scan(
 
 
 def chunk_forward(x: Inputs, entering, *, interpret: Any = False) -> Any:
-    """Return y [B, T, D] bfloat16, from the memories that enter each chunk."""
+    """Compute, for all chunks in parallel, the output y [B, T, D] bfloat16 of a complex scan from the inputs
+    and the memories that enter each chunk, [B, chunks, 2, D].
+    """
 
     def kernel(block):
         memory = block.load_memory("entering", block.chunk)
@@ -290,13 +317,14 @@ def chunk_forward(x: Inputs, entering, *, interpret: Any = False) -> Any:
 
 
 def chunk_backward(x: Inputs, dy, entering, d_leaving, *, interpret: Any = False) -> Inputs:
-    """Return the gradients of the inputs.
+    """Compute, for all chunks in parallel, the gradients of a complex scan's inputs: of u, of c, and of the
+    real and the imaginary part of the decay a.
 
     Args:
-        x: the inputs.
+        x: the scan's inputs.
         dy: [B, T, D], the gradient of the output.
         entering: [B, chunks, 2, D], the memories that enter each chunk.
-        d_leaving: likewise, the gradients of the memories after each chunk, from later chunks.
+        d_leaving: [B, chunks, 2, D], the gradients of the memories after each chunk, from later chunks.
         interpret: parameters of the interpreter, or False.
     """
     buffer_names = ("before_real", "before_imag")  # the memory before each token

@@ -51,13 +51,15 @@ REQUIREMENTS = (
 
 
 def unsupported(call) -> str | None:
-    """Return the first of `REQUIREMENTS` that an `api.Call` does not meet, or None."""
+    """Return the first requirement of the Hopper kernels that a call of `selective_scan` does not meet, or
+    None if they support it.
+    """
     return first_unmet(REQUIREMENTS, call)
 
 
 def forward(x: Inputs, initial, *, save: bool, interpret: Any = False) -> tuple[Any, Any, Any]:
-    """Return the output [B, T, D] bfloat16, the final memory [B, D, N], and the memories that enter each
-    chunk, for `backward`.
+    """Compute a selective scan; return the output [B, T, D] bfloat16, the memory after the last token [B, D,
+    N], and the memories that enter each chunk of 64 tokens, [B, chunks, D / 16, 16, N], for `backward`.
     """
     del save  # the memories are computed in any case
     writes = chunk_writes(x, interpret=interpret)
@@ -67,7 +69,10 @@ def forward(x: Inputs, initial, *, save: bool, interpret: Any = False) -> tuple[
 
 
 def backward(x: Inputs, entering, dy, d_final, *, interpret: Any = False) -> tuple[Inputs, Any]:
-    """Return the gradients of the inputs and of the initial memory."""
+    """Return the gradients of the scan's inputs, in the same `Inputs` tuple, and of the memory before the
+    first token, given the memories `entering` each chunk as the forward pass returned them, and the gradients
+    of the output, dy [B, T, D], and of the final memory, d_final [B, D, N].
+    """
     writes = chunk_writes(x, dy, interpret=interpret)
     d_leaving, d_initial = scan(
         x, writes, split_channels(d_final), reverse=True, interpret=interpret

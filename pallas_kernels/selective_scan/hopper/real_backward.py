@@ -32,36 +32,43 @@ _IN_REGISTERS = 64  # numbers of a channel's memories that are in registers at a
 
 
 class _ChunkGradient:
-    """The gradients of a chunk of tokens, from the last token to the first.
+    """The gradients of a selective scan's inputs in one chunk of 64 tokens, computed by a warpgroup for 64
+    channels from the last token to the first.
 
     The chunk is divided into groups of `count` tokens, whose memories fit into registers. First the memories
     that enter the groups are stored in shared memory. Then, from the last group to the first, the memories of
     a group's tokens are recomputed, and its gradients are computed from them.
 
     Attributes:
-        block: the channels and the row.
-        rates: as in `Block.rates`.
-        skip: D, [4, 16].
-        start: the chunk's first token.
-        count: tokens of a group.
+        block: the warpgroup's row and channels.
+        rates: the rates of decay times log2(e), [4, 16, N].
+        skip: the factor D of u in the output, [4, 16].
+        start: the position in the row of the chunk's first token.
+        count: the number of tokens of a group.
     """
 
     def __init__(self, block: Block, rates, skip, start, count: int):
         self.block, self.rates, self.skip, self.start, self.count = block, rates, skip, start, count
 
     def load(self, t):
-        """Load δ, u and b of the chunk's token t, and compute its decay."""
+        """Load from shared memory the step size δ, the input u and the write's factors b of the chunk's token
+        t, and compute the decay of the memories at this token; return the four.
+        """
         block = self.block
         delta, u = (block.token_channels(n, t) for n in ("delta", "u"))
         b = block.token_states("b", t)
         return delta, u, b, block.decay(delta, self.rates, t)
 
     def advance(self, delta, u, b, decay, memory):
-        """Return the memory after one more token."""
+        """Return the memories [4, 16, N] of the warpgroup's channels after one more token, `decay memory + δ
+        u b`.
+        """
         return decay * memory + self.block.spread(delta * u) * b
 
     def store_starts(self, memory) -> None:
-        """Store the memories that enter the groups, given the one that enters the chunk."""
+        """Store in shared memory the memories that enter each group of tokens of the chunk, computed from
+        `memory`, which enters the chunk.
+        """
         starts = self.block.smem["starts"]
 
         def group(index, memory):
@@ -74,7 +81,8 @@ class _ChunkGradient:
         starts.at[last][...] = lax.fori_loop(0, last, group, memory)
 
     def group(self, first, offset: int, carry):
-        """Compute the gradients of a group's tokens, and return the carry after it.
+        """Compute the gradients of a selective scan's inputs at one group of tokens, and return the carry for
+        the group before it.
 
         Args:
             first: the first token of a pair of groups, whose gradients of b and c `store_sums` writes
@@ -111,8 +119,8 @@ class _ChunkGradient:
         return d_memory, d_rates
 
     def store_sums(self, first) -> None:
-        """Write the gradients of b and c of the two groups from token `first` on, summed over this block's
-        channels.
+        """Write to global memory the gradients of b and c (the factors of writes and reads) at the tokens of
+        two groups, from token `first` of the chunk on, summed over this warpgroup's channels.
         """
         block, sums = self.block, self.block.smem["sums"]
         plgpu.commit_smem()
@@ -127,13 +135,14 @@ class _ChunkGradient:
 def chunk_backward(
     x: Inputs, dy, entering, d_leaving, *, interpret: Any = False
 ) -> tuple[Any, ...]:
-    """Return the gradients of u, delta, a, b and c.
+    """Compute, for all chunks in parallel, the gradients of a selective scan's inputs u, delta, a, b and c.
 
     Args:
-        x: the inputs.
+        x: the inputs of the scan.
         dy: [B, T, D], the gradient of the output.
         entering: [B, chunks, D / 16, 16, N], the memories that enter each chunk.
-        d_leaving: likewise, the gradients of the memories after each chunk, from later chunks.
+        d_leaving: [B, chunks, D / 16, 16, N], the gradients of the memories after each chunk, from later
+            chunks.
         interpret: parameters of the interpreter, or False.
     """
     sizes = Sizes.of(x)

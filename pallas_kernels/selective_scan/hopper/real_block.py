@@ -1,4 +1,4 @@
-"""The inputs of the kernels of real memories, and how a warpgroup loads its part of them.
+"""How the Hopper kernels of `selective_scan` lay out their inputs, and how a warpgroup loads them.
 
 A warpgroup computes 64 channels of one chunk. Their memories, [4 warps, 16 channels, N], are in its
 registers: each warp has 16 channels, and each thread has 4 numbers of one channel (N = 8) or of each of two
@@ -29,13 +29,13 @@ _WITHOUT_CHANNELS = ("b", "c", "continues")
 
 
 class Sizes(NamedTuple):
-    """The sizes of a call.
+    """The sizes of a call of `selective_scan`, in units of the kernels' chunks and warps.
 
     Attributes:
-        batch: B.
-        chunks: T / 64.
-        groups: D / 16.
-        states: N.
+        batch: B, the number of rows.
+        chunks: T / 64, the number of chunks of a row.
+        groups: D / 16, the number of groups of 16 channels, each of one warp.
+        states: N, the number of entries of a channel's memory.
     """
 
     batch: int
@@ -45,31 +45,34 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, x: Inputs) -> Sizes:
-        """The sizes of a call with these inputs."""
+        """Return the sizes of a call of `selective_scan` with the inputs x."""
         batch, length, channels = x.u.shape
         return cls(batch, length // CHUNK, channels // ROWS, x.a.shape[1])
 
     @property
     def columns(self) -> int:
-        """Blocks of 64 channels."""
+        """The number of groups of 64 channels, each of which one warpgroup computes: D / 64."""
         return self.groups // WARPS
 
     @property
     def grid(self) -> dict[str, int]:
-        """One thread block for each block of channels, chunk and row."""
+        """The kernels' grid: one thread block for each group of 64 channels, chunk and row."""
         return dict(column=self.columns, chunk=self.chunks, row=self.batch)
 
     def memories(self, *axes: int) -> jax.ShapeDtypeStruct:
-        """The shape [*axes, 16, N] in float32, for memories whose last of `axes` is D / 16."""
+        """Return the shape [*axes, 16, N] in float32 of an array of memories; the last of `axes` is D / 16,
+        so that it and the next axis are the D channels.
+        """
         return jax.ShapeDtypeStruct((*axes, ROWS, self.states), _F32)
 
 
 class Block:
-    """A warpgroup's row and channels, and its loads into registers: arrays [4, 16] by channel, or [4, 16, N]
-    for memories.
+    """What one warpgroup of a selective scan's kernel computes, 64 channels of a row, with its loads into
+    registers: arrays [4, 16] with one number per channel (4 warps of 16 channels), or [4, 16, N] for
+    memories.
 
     Attributes:
-        refs: references to global memory by name.
+        refs: references to the arrays in global memory, by name.
         smem: references to buffers in shared memory by name.
     """
 
@@ -81,50 +84,68 @@ class Block:
         self.channels = pl.ds(self.column * WARPS, WARPS)
 
     def zero(self) -> Any:
-        """An empty memory."""
+        """Return empty memories of the warpgroup's 64 channels: zeros [4, 16, N] in registers."""
         return plgpu.layout_cast(jnp.zeros(self.shape, _F32), self.layout)
 
     def load_memory(self, ref) -> Any:
-        """Load a memory [4, 16, N]."""
+        """Load an array [4, 16, N], the memories of the warpgroup's 64 channels or their rates of decay, into
+        registers.
+        """
         return plgpu.load(ref, layout=self.layout, optimized=False)
 
     def load_channels(self, ref) -> Any:
-        """Load one number for each channel, [4, 16], as float32."""
+        """Load an array [4, 16], one number for each of the warpgroup's 64 channels, into registers as
+        float32.
+        """
         row = plgpu.load(ref, layout=self.layout.reduce(2), optimized=False)
         return row.astype(_F32)
 
     def load_states(self, ref) -> Any:
-        """Load N numbers and broadcast them over the channels, [4, 16, N]."""
+        """Load N numbers, one for each entry of a memory, and broadcast them over the warpgroup's 64
+        channels, to [4, 16, N].
+        """
         row = plgpu.load(ref, layout=self.layout.reduce((0, 1)), optimized=False)
         return plgpu.layout_cast(lax.broadcast_in_dim(row, self.shape, [2]), self.layout)
 
     def spread(self, row) -> Any:
-        """Broadcast one number for each channel, [4, 16], to [4, 16, N]."""
+        """Broadcast the array `row` [4, 16], one number for each of the warpgroup's 64 channels, over the
+        entries of the memories, to [4, 16, N].
+        """
         return plgpu.layout_cast(lax.broadcast_in_dim(row, self.shape, [0, 1]), self.layout)
 
     def sum_states(self, x) -> Any:
-        """Sum [4, 16, N] over N, to [4, 16]."""
+        """Return the sums [4, 16] of x [4, 16, N] over the N entries of each channel's memory."""
         return plgpu.layout_cast(jnp.sum(x, axis=2), self.layout.reduce(2))
 
     def token_channels(self, name: str, t) -> Any:
-        """Load u, delta or dy at the chunk's token t from shared memory, [4, 16]."""
+        """Load from shared memory the values of the input `name` (u, delta or dy) at the chunk's token t, one
+        for each of the warpgroup's 64 channels, [4, 16].
+        """
         return self.load_channels(self.smem[name].at[t])
 
     def token_states(self, name: str, t) -> Any:
-        """Load b or c at the chunk's token t from shared memory, [4, 16, N]."""
+        """Load from shared memory the N values of the input `name` (b or c, the factors of writes and reads)
+        at the chunk's token t, broadcast over the channels to [4, 16, N].
+        """
         return self.load_states(self.smem[name].at[t])
 
     def rates(self) -> Any:
-        """Load `a log2(e)`, [4, 16, N]: the decay is `exp2(delta rates)`."""
+        """Load from global memory the rates of decay a, times log2(e), for the warpgroup's 64 channels, [4,
+        16, N]: a token's decay is `exp2(delta rates)`.
+        """
         return self.load_memory(self.refs["a"].at[self.channels])
 
     def decay(self, delta, rates, t) -> Any:
-        """The decay of the chunk's token t, [4, 16, N]."""
+        """Return the decay of the memories at the chunk's token t, `exp2(delta rates)`, [4, 16, N], and 0 at
+        the first token of a document. delta [4, 16] is the token's step size, rates are those of `rates`.
+        """
         factor = jnp.exp2(self.spread(delta) * rates)
         return factor * self.smem["continues"][t] if "continues" in self.smem else factor
 
     def copy_tokens(self, start) -> None:
-        """Copy the chunk's tokens of every input that has a buffer to shared memory, and wait for the copies."""
+        """Copy the 64 tokens of the chunk that begins at token `start`, of every input that has a buffer in
+        shared memory, to that buffer, and wait for the copies.
+        """
         tokens = pl.ds(start, CHUNK)
         for name, buffer in self.smem.items():
             if name in _BY_TOKEN:
@@ -135,12 +156,12 @@ class Block:
 
 
 def token_buffers(x: Inputs, *names: str, **others: Any) -> dict[str, Any]:
-    """Return buffers in shared memory for a chunk's tokens, the buffers `others`, and the barrier of the
-    copies.
+    """Return a description of a warpgroup's buffers in shared memory, by name: one for each of the inputs
+    `names` at a chunk's tokens, the buffers `others`, and the barrier of the copies.
 
     Args:
-        x: the inputs.
-        names: the inputs that have a buffer; `continues` has one in addition if it is given.
+        x: the inputs of the scan.
+        names: the names of the inputs that have a buffer; `continues` has one in addition if it is given.
         others: further buffers by name.
     """
     shapes = {"b": (CHUNK, x.a.shape[1]), "c": (CHUNK, x.a.shape[1]), "continues": (CHUNK,)}
@@ -155,16 +176,17 @@ def token_buffers(x: Inputs, *names: str, **others: Any) -> dict[str, Any]:
 
 
 def split_channels(memory) -> Any:
-    """Reshape memories [B, D, N] to [B, D / 16, 16, N]."""
+    """Reshape an array of memories [B, D, N] to [B, D / 16, 16, N]: groups of 16 channels, each of one warp."""
     batch, channels, states = memory.shape
     return memory.reshape(batch, channels // ROWS, ROWS, states)
 
 
 def kernel_inputs(x: Inputs, **others: Any) -> dict[str, Any]:
-    """Return the inputs by name, with D reshaped to [D / 16, 16] and `a` multiplied by log2(e).
+    """Return the inputs of a selective scan by name, in the shapes that the Hopper kernels read: D is
+    reshaped to [D / 16, 16], and the rates of decay a are multiplied by log2(e).
 
     Args:
-        x: the inputs.
+        x: the inputs of the scan.
         others: further inputs by name; `dy` [B, T, D] is reshaped too.
     """
 

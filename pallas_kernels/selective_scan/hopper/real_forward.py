@@ -1,5 +1,6 @@
-"""The three phases of the forward pass of real memories; the first two, in reverse order of time, also begin
-the backward pass.
+"""The three phases of the forward pass of `selective_scan` on Hopper GPUs: what each chunk writes, the
+memories that enter the chunks, and the outputs. The first two, in reverse order of time, also begin the
+backward pass.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ _AHEAD = 6  # chunks that `scan` loads ahead
 
 
 def chunk_writes(x: Inputs, dy=None, *, interpret: Any = False) -> tuple[Any, Any]:
-    """Return the memory after each chunk that starts from an empty one, and the sum of the chunk's δ.
+    """Compute, for all chunks in parallel, the memory after the chunk if it started from an empty one, and
+    the sum of the chunk's step sizes δ, which gives its decay.
 
-    With `dy`, return in place of the first result the gradient of the memory that enters each chunk, from the
-    chunk's own outputs.
+    With dy, return in place of the first result the gradient of the memory that enters each chunk, as far as
+    it comes from the chunk's own outputs.
 
     Args:
-        x: the inputs.
+        x: the inputs of the scan.
         dy: [B, T, D], the gradient of the output, or None.
         interpret: parameters of the interpreter, or False.
 
@@ -86,14 +88,15 @@ def chunk_writes(x: Inputs, dy=None, *, interpret: Any = False) -> tuple[Any, An
 def scan(
     x: Inputs, writes: tuple[Any, Any], initial, *, reverse: bool = False, interpret: Any = False
 ) -> tuple[Any, Any]:
-    """Return the memory that enters each chunk, [B, chunks, D / 16, 16, N], and the memory after the last
-    chunk.
+    """Compute, chunk after chunk, the memory that enters each chunk, [B, chunks, D / 16, 16, N], and the
+    memory after the last chunk, [B, D / 16, 16, N], from what each chunk writes and its decay.
 
-    With `reverse`, the scan begins at the last chunk, and memories are the gradients of memories.
+    With `reverse`, the scan begins at the last chunk, and in place of memories it computes their gradients.
 
     Args:
-        x: the inputs.
-        writes: the results of `chunk_writes`.
+        x: the inputs of the scan.
+        writes: the results of `chunk_writes`: the memory that each chunk alone would leave, and the sum of
+            its δ.
         initial: [B, D / 16, 16, N], the memory before the first chunk of the scan.
         reverse: whether the scan begins at the last chunk.
         interpret: parameters of the interpreter, or False.
@@ -161,7 +164,9 @@ def scan(
 
 
 def chunk_forward(x: Inputs, entering, *, interpret: Any = False) -> Any:
-    """Return y [B, T, D] bfloat16, from the memories that enter each chunk."""
+    """Compute, for all chunks in parallel, the output y [B, T, D] bfloat16 of a selective scan from the
+    inputs and the memories that enter each chunk, [B, chunks, D / 16, 16, N].
+    """
     sizes = Sizes.of(x)
 
     def kernel(refs, smem):

@@ -31,12 +31,15 @@ _UNROLL = 16  # tokens of an unrolled step
 
 
 def unsupported(call) -> str | None:
-    """Return the first of `REQUIREMENTS` that an `api.Call` does not meet, or None."""
+    """Return the first requirement of the TPU kernels that a call of `complex_scan` does not meet, or None if
+    they support it.
+    """
     return first_unmet(REQUIREMENTS, call)
 
 
 def forward(x: Inputs, initial, *, save: bool, interpret: Any = False) -> tuple[Any, Any, Any]:
-    """Return the output [B, T, D] in u's dtype, the final memory [B, 2, D], and the memories that enter each
+    """Compute a scan of complex memories, one number per channel; return the output [B, T, D] in u's dtype,
+    the memory after the last token [B, 2, D] (real and imaginary part), and the memories that enter each
     chunk, [B, T/128, 2, D] (None unless `save`), for `backward`.
     """
     layout = Layout(x.u, 2, _MAX_CHANNELS)
@@ -52,7 +55,10 @@ def forward(x: Inputs, initial, *, save: bool, interpret: Any = False) -> tuple[
 
 
 def backward(x: Inputs, entering, dy, d_final, *, interpret: Any = False) -> tuple[Inputs, Any]:
-    """Return the gradients of the inputs and of the initial memory; `dy` is in u's dtype."""
+    """Return the gradients of the scan's inputs, in the same `Inputs` tuple, and of the memory before the
+    first token, given the memories `entering` each chunk as the forward pass returned them, and the gradients
+    of the output, dy [B, T, D], and of the final memory, d_final [B, 2, D]; dy is in u's dtype.
+    """
     layout = Layout(x.u, 2, _MAX_CHANNELS, reverse=True)
     inputs = _inputs(layout, x) | dict(
         dy=(dy, layout.tokens(dy.dtype)),
@@ -140,14 +146,18 @@ _PARTS = ("real", "imag")
 
 
 def _advance(refs, scratch, t, memory):
-    """Return the memory after token t, as its real and its imaginary part."""
+    """Return the complex memories [1, channels] after the chunk's token t, as (real part, imaginary part),
+    given those before it in the same form.
+    """
     a = [read_row(refs[name], t) for name in ("real", "imag")]
     real = a[0] * memory[0] - a[1] * memory[1] + read_row(scratch["u"], t)
     return real, a[0] * memory[1] + a[1] * memory[0]
 
 
 def _for_tokens(step, carry, *, reverse: bool = False):
-    """Return the carry after `step(token, carry)` for each token of a chunk, in reverse order if `reverse`."""
+    """Run `step(token, carry)`, which returns the next carry, for the 128 tokens of a chunk, from the last to
+    the first if `reverse`; return the last carry.
+    """
 
     def group(start, carry):
         for i in reversed(range(_UNROLL)) if reverse else range(_UNROLL):
@@ -166,6 +176,8 @@ def _write_memory(ref, memory) -> None:
 
 
 def _write_token(scratch, name: str, t, parts) -> None:
-    """Store the real and the imaginary part of token t's number in the buffers `name`_real and `name`_imag."""
+    """Store the complex numbers of token t, one per channel, given as (real part, imaginary part), in the
+    buffers `name`_real and `name`_imag in VMEM.
+    """
     for part, value in zip(_PARTS, parts, strict=True):
         write_row(scratch[f"{name}_{part}"], t, value)

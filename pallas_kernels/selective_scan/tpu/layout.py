@@ -37,28 +37,32 @@ REQUIREMENTS = (
 
 
 def read_row(ref, t) -> Any:
-    """Load the row [1, channels] of token t."""
+    """Load the values of the chunk's token t, [1, channels], from a buffer in VMEM with one row per token."""
     return ref[pl.ds(t, 1), :]
 
 
 def write_row(ref, t, row) -> None:
-    """Store the row [1, channels] of token t."""
+    """Store `row` [1, channels], the values of the chunk's token t, in a buffer in VMEM with one row per
+    token.
+    """
     ref[pl.ds(t, 1), :] = row
 
 
 class Layout:
-    """The shapes of a call's arrays and the blocks that a program loads of them.
+    """The shapes of the arrays of a selective scan on a TPU, and the blocks that a program, which computes
+    one chunk of 128 tokens for some channels, loads of them.
 
     `tokens`, `memory` and the methods after them return (shape, block specification) for one kind of array.
     """
 
     def __init__(self, u, numbers: int, widest: int, *, reverse: bool = False):
-        """Choose the channels of a program.
+        """Choose the number of channels that a program computes: 128 times the largest power of two with
+        which it divides D and is at most `widest`.
 
         Args:
-            u: [B, T, D].
-            numbers: N, the numbers of each channel's memory; memories are [B, N, D].
-            widest: the largest number of channels of a program.
+            u: the input of the scan, [B, T, D].
+            numbers: N, the number of entries of each channel's memory; memories are [B, N, D].
+            widest: the largest number of channels that a program may have.
             reverse: whether the chunks are scanned from the last to the first.
         """
         self.batch, self.length, self.channels = u.shape
@@ -71,13 +75,14 @@ class Layout:
     def call(
         self, kernel, inputs: dict, outputs: dict, scratch: dict, interpret
     ) -> dict[str, jax.Array]:
-        """Run a kernel over rows, blocks of channels and chunks, and return its outputs by name.
+        """Run a TPU kernel of a selective scan, one program for each row, block of channels and chunk; return
+        its output arrays by name.
 
         Args:
             kernel: called as `kernel(refs, scratch, is_first, is_last)`: references and buffers by name, and
                 whether the chunk is the first or the last of the scan.
-            inputs: name -> (array, (shape, block)).
-            outputs: name -> (shape, block).
+            inputs: the inputs, name -> (array, (shape, block specification)).
+            outputs: the outputs, name -> (shape, block specification).
             scratch: name -> a buffer in VMEM whose values remain from chunk to chunk.
             interpret: False, True or `pltpu.InterpretParams`.
         """
@@ -104,50 +109,68 @@ class Layout:
         return dict(zip(outputs, results, strict=True))
 
     def memory_scratch(self, *axes: int) -> Any:
-        """A buffer for memories [*axes, N, channels]."""
+        """Return a buffer in VMEM for the memories of a program's channels, [*axes, N, channels] float32."""
         return pltpu.VMEM((*axes, self.numbers, self.width), _F32)
 
     def token_scratch(self) -> Any:
-        """A buffer [128, channels] for one row of channels per token of a chunk."""
+        """Return a buffer in VMEM with one number for each of a chunk's 128 tokens and a program's channels,
+        [128, channels] float32.
+        """
         return pltpu.VMEM((CHUNK, self.width), _F32)
 
     def tokens(self, dtype=_F32):
-        """An array [B, T, D] with one row of channels per token."""
+        """Return (shape, block specification) of an array [B, T, D] with one number per token and channel,
+        such as the scan's input or output.
+        """
         shape = (self.batch, self.length, self.channels)
         return self._specify(shape, (None, CHUNK, self.width), lambda b, j, n: (b, n, j), dtype)
 
     def memory(self):
-        """An array [B, N, D] with one memory per row."""
+        """Return (shape, block specification) of an array [B, N, D] with one memory per row and channel, such
+        as the one before the first token.
+        """
         shape = (self.batch, self.numbers, self.channels)
         return self._specify(shape, (None, self.numbers, self.width), lambda b, j, n: (b, 0, j))
 
     def memories(self):
-        """An array [B, chunks, N, D] with one memory per chunk."""
+        """Return (shape, block specification) of an array [B, chunks, N, D] with one memory per chunk and
+        channel, such as those that enter the chunks.
+        """
         shape = (self.batch, self.chunks, self.numbers, self.channels)
         block = (None, None, self.numbers, self.width)
         return self._specify(shape, block, lambda b, j, n: (b, n, 0, j))
 
     def by_channel(self, count: int):
-        """An array [count, D] that is the same for all rows."""
+        """Return (shape, block specification) of an array [count, D] that all rows of the batch share, such
+        as the rates of decay.
+        """
         return self._specify((count, self.channels), (count, self.width), lambda b, j, n: (0, j))
 
     def by_token(self):
-        """An array [B, N, T] that is the same for all channels, with tokens in lanes."""
+        """Return (shape, block specification) of an array [B, N, T] that all channels share, such as the
+        factors of reads and writes, with tokens in lanes.
+        """
         shape = (self.batch, self.numbers, self.length)
         return self._specify(shape, (None, self.numbers, CHUNK), lambda b, j, n: (b, 0, n))
 
     def token_parts(self):
-        """The gradient of a `by_token` array, summed over each block of channels alone: [B, blocks, N, T]."""
+        """Return (shape, block specification) of the gradient of a `by_token` array (the factors of reads or
+        writes), summed over each program's channels alone: [B, blocks of channels, N, T].
+        """
         shape = (self.batch, self.channels // self.width, self.numbers, self.length)
         return self._specify(shape, (None, None, self.numbers, CHUNK), lambda b, j, n: (b, j, 0, n))
 
     def scalars(self):
-        """An array [B, 1, T] with one scalar per token, in SMEM."""
+        """Return (shape, block specification) of an array [B, 1, T] with one scalar per token, such as 0 at
+        the first token of a document and 1 elsewhere, in SMEM.
+        """
         shape, at = (self.batch, 1, self.length), lambda b, j, n: (b, 0, n)
         return self._specify(shape, (None, 1, CHUNK), at, memory_space=pltpu.SMEM)
 
     def sums(self):
-        """An array [B, 1, D] with one number per row and channel."""
+        """Return (shape, block specification) of an array [B, 1, D] with one number per row and channel, such
+        as a gradient summed over tokens.
+        """
         shape = (self.batch, 1, self.channels)
         return self._specify(shape, (None, 1, self.width), lambda b, j, n: (b, 0, j))
 
@@ -159,8 +182,8 @@ class Layout:
 
 
 def for_groups(count: int, step, carry, *, reverse: bool = False):
-    """Return the carry after `step(first token, carry)` for each group of `count` tokens of a chunk, in
-    reverse order if `reverse`.
+    """Run `step(first token, carry)`, which returns the next carry, for each group of `count` consecutive
+    tokens of a chunk of 128, from the last group to the first if `reverse`; return the last carry.
     """
 
     def group(index, carry):

@@ -46,13 +46,15 @@ REQUIREMENTS = (
 
 
 def unsupported(call) -> str | None:
-    """Return the first of `REQUIREMENTS` that an `api.Call` does not meet, or None."""
+    """Return the first requirement of the TPU kernels that a call of `selective_scan` does not meet, or None
+    if they support it.
+    """
     return first_unmet(REQUIREMENTS, call)
 
 
 def forward(x: Inputs, initial, *, save: bool, interpret: Any = False) -> tuple[Any, Any, Any]:
-    """Return the output [B, T, D] in u's dtype, the final memory [B, D, N], and the memories that enter each
-    chunk, [B, T/128, N, D] (None unless `save`), for `backward`.
+    """Compute a selective scan; return the output [B, T, D] in u's dtype, the memory after the last token [B,
+    D, N], and the memories that enter each chunk, [B, T/128, N, D] (None unless `save`), for `backward`.
     """
     layout, inputs = _inputs(x)
     inputs |= dict(initial=(jnp.swapaxes(initial, 1, 2), layout.memory()))
@@ -67,7 +69,10 @@ def forward(x: Inputs, initial, *, save: bool, interpret: Any = False) -> tuple[
 
 
 def backward(x: Inputs, entering, dy, d_final, *, interpret: Any = False) -> tuple[Inputs, Any]:
-    """Return the gradients of the inputs and of the initial memory; `dy` is in u's dtype."""
+    """Return the gradients of the scan's inputs, in the same `Inputs` tuple, and of the memory before the
+    first token, given the memories `entering` each chunk as the forward pass returned them, and the gradients
+    of the output, dy [B, T, D], and of the final memory, d_final [B, D, N]; dy is in u's dtype.
+    """
     layout, inputs = _inputs(x, reverse=True)
     inputs |= dict(
         dy=(dy, layout.tokens(dy.dtype)),
@@ -102,7 +107,8 @@ def backward(x: Inputs, entering, dy, d_final, *, interpret: Any = False) -> tup
 
 
 def _inputs(x: Inputs, *, reverse: bool = False) -> tuple[Layout, dict]:
-    """Return the layout, and the inputs of both kernels as name -> (array, (shape, block)), with `a`
+    """Return the layout of a selective scan's arrays on a TPU, and the inputs that its forward and backward
+    kernel have in common, as name -> (array, (shape, block specification)), with the rates of decay a
     multiplied by log2(e).
     """
     states = x.a.shape[1]
@@ -196,10 +202,11 @@ def _backward_kernel(refs: dict, scratch: dict, is_first, is_last):
 
 
 def _for_tokens(refs: dict, names: str, step, carry, *, reverse: bool = False):
-    """Return the carry after `step(token, columns, carry)` for each token of a chunk, in reverse order if
-    `reverse`.
+    """Run `step(token, columns, carry)`, which returns the next carry, for the 128 tokens of a chunk, from
+    the last to the first if `reverse`; return the last carry.
 
-    `columns` contains the columns [N, 1] of the inputs `names` at the token, by name.
+    `columns` contains, by name, the values [N, 1] at the token of the inputs `names` ("b" and "c", the
+    factors of writes and reads).
     """
 
     def group(start, carry):
@@ -214,17 +221,23 @@ def _for_tokens(refs: dict, names: str, step, carry, *, reverse: bool = False):
 
 
 def _put_column(columns, t, x) -> Any:
-    """Return `columns` [N, 128] with column t replaced by the sum of x [N, channels] over the channels."""
+    """Return `columns` [N, 128], with one column per token of a chunk, with token t's column replaced by the
+    sum of x [N, channels] over the channels: that token's gradient of b or c.
+    """
     here = lax.broadcasted_iota(jnp.int32, columns.shape, 1) == t
     return jnp.where(here, jnp.sum(x, axis=1, keepdims=True), columns)
 
 
 def _advance(refs, scratch, rates, t, b, memory) -> Any:
-    """Return the memory [N, channels] after token t."""
+    """Return the memories [N, channels] after the chunk's token t, given those before it: `decay memory +
+    write b`, with b [N, 1] the factors of the write.
+    """
     return _decay(refs, rates, t) * memory + read_row(scratch["write"], t) * b
 
 
 def _decay(refs, rates, t) -> Any:
-    """The decay of token t, [N, channels]; `rates` is `a log2(e)`."""
+    """Return the decay of the memories at the chunk's token t, [N, channels]: `exp2(delta rates)`, or 0 at
+    the first token of a document; `rates` is `a log2(e)`.
+    """
     factor = jnp.exp2(read_row(refs["delta"], t) * rates)
     return factor * refs["continues"][0, t] if "continues" in refs else factor

@@ -29,12 +29,13 @@ _F32 = jnp.float32
 
 
 class _Pending(NamedTuple):
-    """The values that the loop over tokens carries from token to token.
+    """What the loop over a block's tokens in the backward kernel of short convolutions carries from token to
+    token. A row is one token's channels, [heads, dim].
 
     Attributes:
-        before: the W - 1 rows before the next token, the nearest first; 0 on padding.
-        gradients: the partial sums of these rows' gradients.
-        documents: the documents of these rows; empty if rows have one document.
+        before: the rows of x of the W - 1 tokens before the next one, the nearest first; 0 on padding.
+        gradients: the partial sums of the gradients of these rows of x.
+        documents: the indices of these tokens' documents; empty if a row of the batch has one document.
         sums: the partial sums of the gradients of the weight's rows by distance, and then of the bias if
             there is one.
     """
@@ -46,13 +47,15 @@ class _Pending(NamedTuple):
 
 
 class _Gradient(NamedTuple):
-    """The gradients of one block of tokens, computed token by token.
+    """The gradients of a short convolution for one block of tokens and channels, computed by a warpgroup
+    token by token.
 
     Attributes:
-        block: the tokens and channels.
-        weights: the rows of the weight by distance.
-        bias: the bias, or None.
-        zero: a row of zeros.
+        block: the tokens and channels, with their loads and stores.
+        weights: the rows of the weight, [heads, dim] each, by distance: the first multiplies the current
+            token.
+        bias: the bias [heads, dim], or None.
+        zero: zeros [heads, dim], one for each channel.
         silu: whether SiLU is applied.
         normalized: whether heads are normalised.
     """
@@ -65,25 +68,29 @@ class _Gradient(NamedTuple):
     normalized: bool
 
     def load_rows(self, first, count: int = AHEAD) -> tuple[list[Any], list[Any]]:
-        """Load the rows (x, dy) of the `count` tokens from `first` on, and their documents."""
+        """Load the inputs x and the output's gradients dy of the `count` tokens from `first` on, as a list of
+        pairs of arrays [heads, dim], and the indices of these tokens' documents.
+        """
         block = self.block
         tokens = [jnp.minimum(first + i, block.length - 1) for i in range(count)]
         rows = [(block.row("x", t), block.row("dy", t)) for t in tokens]
         return rows, [block.document(t) for t in tokens]
 
     def token(self, rows, document, inside, counted, pending: _Pending) -> tuple[Any, _Pending]:
-        """Add one token's contributions to the gradients of its row and of the rows before it.
+        """Add what one token contributes to the gradients of x at this token and at the W - 1 tokens before
+        it, and to those of weight and bias.
 
         Args:
-            rows: the token's rows of x and dy.
-            document: the token's document, or None.
+            rows: the token's values of x and dy, each [heads, dim].
+            document: the index of the token's document, or None.
             inside: whether the token exists; None means that it does.
             counted: whether the token's contributions to the gradients of weight and bias are added; None
                 means that they are.
-            pending: the carried values before the token.
+            pending: the sums and values that are carried, before this token.
 
         Returns:
-            The gradient of the oldest row, which is complete, and the carried values after the token.
+            The gradient of x at the oldest of these tokens, which is complete, [heads, dim], and the carried
+            sums and values after this token.
         """
         block = self.block
         raw, dy = (r.astype(_F32) for r in rows)
@@ -116,18 +123,19 @@ class _Gradient(NamedTuple):
 def backward(
     x, weight, bias, tail, order, run, dy, *, head_dim: int | None, silu: bool, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array]:  # fmt: skip
-    """Return the gradients of x, weight, bias (None without one) and tail.
+    """Return the gradients of a short convolution's tokens x [B, T, D], weight [W, D], bias ([D], None
+    without one) and tail [B, W - 1, D], the tokens before the first.
 
     Args:
-        x: as in `forward`.
-        weight: as in `forward`.
-        bias: as in `forward`.
-        tail: as in `forward`.
-        order: as in `forward`.
-        run: as in `forward`.
+        x: the tokens, as in `forward`.
+        weight: the convolution's weight, as in `forward`.
+        bias: the bias, as in `forward`.
+        tail: the W - 1 tokens before the first, as in `forward`.
+        order: the order in which tokens are processed, as in `forward`.
+        run: the indices of the tokens' documents, as in `forward`.
         dy: [B, T, D] bfloat16, the gradient of the output.
-        head_dim: as in `forward`.
-        silu: as in `forward`.
+        head_dim: the number of channels of a normalised head, as in `forward`.
+        silu: whether SiLU was applied, as in `forward`.
         interpret: parameters of the interpreter, or False.
     """
     layout = Layout.of(x, weight, head_dim)

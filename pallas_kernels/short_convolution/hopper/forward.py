@@ -1,4 +1,6 @@
-"""The forward kernel of short convolutions on Mosaic GPU (Hopper)."""
+"""The forward kernel of short convolutions on Mosaic GPU (Hopper): the convolution of each channel over a
+document's last W tokens, with SiLU and the normalisation of heads.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +27,19 @@ _F32 = jnp.float32
 def forward(
     x, weight, bias, tail, order, run, *, head_dim: int | None, silu: bool, interpret: Any = False
 ) -> jax.Array:
-    """Return the output, [B, T, D] bfloat16.
+    """Compute a short convolution of each document's tokens, with SiLU and normalised heads if asked, on a
+    Hopper GPU; return the output, [B, T, D] bfloat16.
 
     Args:
-        x: [B, T, D] bfloat16, T a multiple of `MULTIPLE`.
-        weight: [W, D].
-        bias: [D] or None.
+        x: [B, T, D] bfloat16, the tokens, T a multiple of `MULTIPLE`.
+        weight: [W, D], the convolution's weight.
+        bias: [D], added to the convolution, or None.
         tail: [B, W - 1, D], the tokens before the first, oldest first.
         order: [B, T] int32, the index in x of each token in the order of processing, padding last; None is
             the order of x.
         run: [B, T] int32, the index of each token's document in the order of processing, -1 for padding; None
             is one document.
-        head_dim: channels of a head that is normalised, or None.
+        head_dim: the number of channels of a head that is normalised, or None.
         silu: whether SiLU is applied.
         interpret: parameters of the interpreter, or False.
     """

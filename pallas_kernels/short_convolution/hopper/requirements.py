@@ -1,4 +1,6 @@
-"""The requirements of the Hopper kernels, and the sizes of their blocks."""
+"""The requirements of the Hopper kernels of short convolutions on shapes and dtypes, and the numbers of
+channels and tokens that a thread and a thread block compute.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ MULTIPLE = 16
 
 
 def thread_channels(channels: int, head_dim: int | None) -> int | None:
-    """Return the number of channels of a thread such that no head is divided among warps, or None if there is
-    none.
+    """Return the number of channels that a thread of a short convolution's kernel computes, such that no head
+    is divided among warps, or None if no number is possible.
 
     Args:
-        channels: D.
-        head_dim: channels of a head that is normalised, or None.
+        channels: D, the number of channels of the tokens.
+        head_dim: the number of channels of a head that is normalised, or None.
     """
     for size in _VECTORS:
         if channels % (LANES * WARPS * size):
@@ -30,15 +32,15 @@ def thread_channels(channels: int, head_dim: int | None) -> int | None:
 
 
 def block_tokens(batch: int, length: int, columns: int) -> int:
-    """Return the number of tokens of a warpgroup's block.
+    """Return the number of consecutive tokens that a warpgroup of a short convolution's kernel computes.
 
-    Tokens at the boundary of two blocks are loaded twice. Hence blocks are as long as possible with at least
-    four for each processor.
+    Tokens at the boundary of two such blocks are loaded twice. Hence blocks are as long as possible with at
+    least four for each processor.
 
     Args:
-        batch: B.
-        length: T.
-        columns: blocks of channels.
+        batch: B, the number of rows.
+        length: T, the number of tokens of a row.
+        columns: the number of blocks into which the channels are divided.
     """
     sizes = [s for s in (128, 64, 32, 16) if length % s == 0]
     enough = [s for s in sizes if batch * (length // s) * columns >= 4 * PROCESSORS]
@@ -65,5 +67,7 @@ REQUIREMENTS = (
 
 
 def unsupported(call) -> str | None:
-    """Return the first of `REQUIREMENTS` that an `api.Call` does not meet, or None."""
+    """Return the first requirement of the Hopper kernels that a call of `short_convolution` does not meet, or
+    None if they support it.
+    """
     return first_unmet(REQUIREMENTS, call)
