@@ -2,8 +2,9 @@
 
 One warpgroup computes the gradients of q, k, beta and the log decay of one chunk, from the memory S before
 the chunk, the gradient dS' of the memory after it, and two results of the scans: x, the error of the memory's
-prediction of v, and dv. All chunks run in parallel. `pallas_kernels.tiles.delta` has the formulas. The
-matrices of pairs of tokens
+prediction of v, and dv, the gradient of v. All chunks run in parallel. `pallas_kernels.tiles.delta` has the formulas. The
+gradients of the scores of pairs of tokens, of queries with keys (A) and of keys with keys (E), from the gradient dO of the output and
+the decays G between the tokens,
 
     A / beta = scale G ⊙ (dO xᵀ)          E / beta = -(G ⊙ dv xᵀ) below its diagonal
 

@@ -2,7 +2,7 @@
 
 The kernel computes the gradients of q, k, a, b and the log decay of every chunk in parallel, from the memory
 S before the chunk, the gradient dS' of the memory after it, u (what a reads, see `scan`) and dR = Xᵀ du, the
-gradient of the sum that X multiplies. With q' = q e^g, d and d' the inclusive and exclusive sums of the log
+gradient of the sum that X multiplies. With dO the gradient of the output, g the log decay, q' = q e^g, d and d' the inclusive and exclusive sums of the log
 decays, and [x yᵀ] under the decay between two tokens (see `chunk_forward`), below the diagonal for dq' and da
 and above it for dk and db:
 

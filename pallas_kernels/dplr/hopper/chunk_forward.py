@@ -3,7 +3,7 @@
 `chunk_forward` computes, for every chunk in parallel, the products of q and a with k and b under the decays
 between two tokens. Rows whose decay since the chunk's start is at most `halving.RANGE` bits are in range:
 all their pairs come from one product (`AllPairs`). The other pairs come from halving (`Level`; see
-`pallas_kernels.tiles.channel_decay`). With q' = q e^g, all four products have the same decay between tokens i
+`pallas_kernels.tiles.channel_decay`). With g the log decay and q' = q e^g, all four products have the same decay between tokens i
 and j, the sum of the log decays strictly between them. So on a level one tile contains q' in later rows and k
 or b in earlier ones, the other a in later rows and b or k in earlier ones, and two products of such tiles
 give all four matrices: those of q below the diagonal, those of a, transposed, above it.
