@@ -1,10 +1,10 @@
 """The phase `chunk_backward` of the delta rule with a decay per key channel (KDA), on Mosaic GPU (Hopper).
 
-The kernel computes the gradients of q, k, beta and the log decay of every chunk in parallel, from the memory
-S before the chunk, the gradient dS' of the memory after it, and two results of the
-scans: x, the errors of the memory's predictions of v, and dv, the gradient of v. With dO the gradient of the output, u = beta ⊙ x, A =
-scale dO uᵀ on and below the diagonal, E = -dv uᵀ below it, b the inclusive sums of the log decays, and every
-product of two tokens under the decay between them (by halving, see `pallas_kernels.tiles.channel_decay`):
+The kernel computes the gradients of q, k, beta and the log decay of every chunk in parallel, from the memory S before the chunk,
+the gradient dS' of the memory after it, and two results of the scans: x, the errors of the memory's predictions of v, and dv, the
+gradient of v. With dO the gradient of the output, u = beta ⊙ x, A = scale dO uᵀ on and below the diagonal, E = -dv uᵀ below it, b
+the inclusive sums of the log decays, and every product of two tokens under the decay between them (by halving, see
+`pallas_kernels.tiles.channel_decay`):
 
     dq = A k + scale e^b ⊙ (dO Sᵀ)                             beta ⊙ dbeta = x · dv
     dk = [E k - e^b ⊙ (dv Sᵀ)] + [Aᵀ q + Eᵀ k + e^(b_C - b) ⊙ (u dS'ᵀ)]

@@ -1,10 +1,9 @@
 """The phase `chunk_backward` of a diagonal-plus-low-rank memory (RWKV7), on Mosaic GPU (Hopper).
 
-The kernel computes the gradients of q, k, a, b and the log decay of every chunk in parallel, from the memory
-S before the chunk, the gradient dS' of the memory after it, u (what a reads, see `scan`) and dR = Xᵀ du, the
-gradient of the sum that X multiplies. With dO the gradient of the output, g the log decay, q' = q e^g, d and d' the inclusive and exclusive sums of the log
-decays, and [x yᵀ] under the decay between two tokens (see `chunk_forward`), below the diagonal for dq' and da
-and above it for dk and db:
+The kernel computes the gradients of q, k, a, b and the log decay of every chunk in parallel, from the memory S before the chunk,
+the gradient dS' of the memory after it, u (what a reads, see `scan`) and dR = Xᵀ du, the gradient of the sum that X multiplies.
+With dO the gradient of the output, g the log decay, q' = q e^g, d and d' the inclusive and exclusive sums of the log decays, and [x
+yᵀ] under the decay between two tokens (see `chunk_forward`), below the diagonal for dq' and da and above it for dk and db:
 
     dq' = scale [dO vᵀ] k + scale [dO uᵀ] b + scale e^d' ⊙ (dO Sᵀ)      dk = scale [v dOᵀ] q' + [v dRᵀ] a + e^(d_C - d) ⊙ (v dS'ᵀ)
     da  =       [dR vᵀ] k +       [dR uᵀ] b +       e^d' ⊙ (dR Sᵀ)      db = scale [u dOᵀ] q' + [u dRᵀ] a + e^(d_C - d) ⊙ (u dS'ᵀ)

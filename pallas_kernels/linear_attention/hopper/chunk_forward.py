@@ -3,8 +3,9 @@
 It computes what the scan needs of each chunk, for all chunks in parallel.
 
 With b the inclusive sums of the log decay g over a chunk of 64 tokens (`tiles.channel_decay` has the mathematics), these are the
-decayed scores P of queries with keys, the queries and keys with their decay from and to the chunk's boundaries, and the decay of the whole chunk. A warpgroup
-computes 64 key channels; scores are sums over key channels, so that the second warpgroup of K = 128 passes its sum to the first.
+decayed scores P of queries with keys, the queries and keys with their decay from and to the chunk's boundaries, and the decay of
+the whole chunk. A warpgroup computes 64 key channels; scores are sums over key channels, so that the second warpgroup of K = 128
+passes its sum to the first.
 """
 
 from __future__ import annotations
