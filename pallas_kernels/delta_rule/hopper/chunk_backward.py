@@ -374,7 +374,7 @@ def chunk_backward(
         dv: [B, T, heads, V] bfloat16, the gradient of v.
         states: [B, heads, N, V, K] bfloat16, the transposed memory before each of the N chunks.
         d_states: [B, heads, N, V, K] bfloat16, the transposed gradient of the memory after each chunk.
-        beta: [B, T, G] float32.
+        beta: [B, T, G] float32, beta of each token and memory.
         log_decay: [B, T, G] float32, the log decay of each memory, or None.
         run: [B, T] int32, the number of each token's document, or None for one document per row.
         scale: the factor by which the queries q are multiplied.

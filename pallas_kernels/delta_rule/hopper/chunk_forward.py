@@ -155,7 +155,7 @@ def chunk_forward(
     Args:
         q: [B, T, *, K] bfloat16, the queries.
         k: [B, T, *, K] bfloat16, the keys.
-        beta: [B, T, G] float32.
+        beta: [B, T, G] float32, beta of each token and memory.
         log_decay: [B, T, G] float32, the log decay of each memory, or None.
         run: [B, T] int32, the number of each token's document, or None for one document per row.
         heads: number of heads of the result; a multiple of those of q, of k and of G.

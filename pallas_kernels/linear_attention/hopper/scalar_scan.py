@@ -78,8 +78,8 @@ def scalar_scan(
         decay: the decays of G heads, and the tokens' documents.
         heads: number of heads of the output; a multiple of G and of the numbers of heads of x, y and z.
         initial: [B * S, heads, D, V] float32, S before the first chunk (if `reverse`, after the last); None is 0.
-        read_scale: multiplies the output.
-        write_scale: multiplies the writes, also those that the same chunk reads.
+        read_scale: the factor by which the output is multiplied.
+        write_scale: the factor by which the writes are multiplied, also those that the same chunk reads.
         reverse: whether to compute the last chunk first; a token then reads its own and later tokens.
         partner: [B, T, *, V]; also return its inner products with the output before rounding, [B, heads, D / 128 * V / 64, T].
         save_states: whether to return also the memory at the start of each interval of `chunks_of_interval(N)` chunks, [B, heads,
