@@ -1,9 +1,10 @@
 """The phase `chunk_backward` of the delta rule with a decay per key channel (KDA), on Mosaic GPU (Hopper).
 
-The kernel computes the gradients of q, k, beta and the log decay of every chunk in parallel, from the memory
-S before the chunk, the gradient dS' of the memory after it, and x and dv of the scans. With u = beta ⊙ x, A =
-scale dO uᵀ on and below the diagonal, E = -dv uᵀ below it, b the inclusive sums of the log decays, and every
-product of two tokens under the decay between them (by halving, see `pallas_kernels.tiles.channel_decay`):
+The kernel computes the gradients of q, k, beta and the log decay of every chunk in parallel, from the memory S before the chunk,
+the gradient dS' of the memory after it, and two results of the scans: x, the errors of the memory's predictions of v, and dv, the
+gradient of v. With dO the gradient of the output, u = beta ⊙ x, A = scale dO uᵀ on and below the diagonal, E = -dv uᵀ below it, b
+the inclusive sums of the log decays, and every product of two tokens under the decay between them (by halving, see
+`pallas_kernels.tiles.channel_decay`):
 
     dq = A k + scale e^b ⊙ (dO Sᵀ)                             beta ⊙ dbeta = x · dv
     dk = [E k - e^b ⊙ (dv Sᵀ)] + [Aᵀ q + Eᵀ k + e^(b_C - b) ⊙ (u dS'ᵀ)]
@@ -55,8 +56,8 @@ class _Smem(NamedTuple):
         k: [groups, C, 64], the keys, then their gradient.
         states: [groups, V, 64], the memory S transposed, then the parts of a sum.
         d_states: [groups, V, 64], the gradient dS' transposed, then the parts of a sum.
-        parts: [groups, 2, 64, 64], the log decays in two parts, for `Halving`.
-        tile: [groups, C, 64], a buffer of `Halving`, and right operands of products.
+        parts: [groups, 2, 64, 64], the log decays as sums of two bfloat16 numbers, from which the decays between tokens are computed.
+        tile: [groups, C, 64], a buffer of the halving, and right operands of products.
         totals: [groups, 64] float32, the gradient of the decay of the whole chunk.
         missing: [C, V], the errors x of the memory's predictions of v.
         d_out: [C, V], the gradient of the output.
@@ -346,7 +347,7 @@ def chunk_backward(
         q: [B, T, *, K] bfloat16, the queries.
         k: [B, T, *, K] bfloat16, the keys.
         log_decay: [B, T, *, K] float32, the log decay of each key channel.
-        beta: [B, h, T] float32, not 0.
+        beta: [B, h, T] float32, beta of each token, not 0.
         missing: [B, T, h, V] bfloat16, the errors x of the memory's predictions of v.
         d_out: [B, T, h, V] bfloat16, the gradient of the output.
         dv: [B, T, h, V] bfloat16, the gradient of v.

@@ -76,9 +76,9 @@ class _Smem(NamedTuple):
         q: [each, C, 64], queries in a warpgroup's 64 key channels.
         k: [each, C, 64], keys in a warpgroup's 64 key channels.
         erase: [each, C, 64], keys decayed from the chunk's start.
-        parts: [each, 2, 64, 64], the log decays in two parts, for `Halving`.
-        tile: [each, C, 64], right operands of products, and the buffer of `Halving`.
-        lowest: [each, 2, C] float32, for `Halving.check_range`.
+        parts: [each, 2, 64, 64], the log decays as sums of two bfloat16 numbers, from which the decays between tokens are computed.
+        tile: [each, C, 64], right operands of products, and a buffer of the halving.
+        lowest: [each, 2, C] float32, a buffer for the check of which tokens' decays are in float32's range.
         partial: [programs, C, C] float32, the scores of a program's second warpgroup.
         loaded: the barriers at which the loads of q and k are complete, one for each warpgroup.
         partial_stored: barriers at which `partial` is complete.
@@ -138,7 +138,7 @@ class _Program:
         smem: the warpgroup's buffers; `partial` and `partial_stored` are the program's.
         place: the row, head and chunk that the warpgroup computes.
         group: index of the warpgroup in its program.
-        groups: warpgroups of a program.
+        groups: number of warpgroups of a program.
         slices: number of slices of the key channels, computed one after the other; their scores are summed in registers.
         depth: number of key channels, K.
         scale: the factor by which the queries q are multiplied.

@@ -1,11 +1,12 @@
 """The delta rule with a decay per key channel (KDA) on Mosaic GPU (Hopper), in chunks of 64 tokens.
 
-The phases are those of `scalar_decay`. `channel_chunk_forward` applies the decays to queries and keys before
-the scans. A scan then requires no decay but that of the memory's key channels over a chunk (`chunk_decay`):
+The phases are those of the delta rule with a scalar decay (`scalar_decay`). `channel_chunk_forward` applies the decays to queries
+and keys before the scans. A scan then requires no decay but that of the memory's key channels over a chunk (`chunk_decay`):
 
     x = X (v - erase S)        O = read S + P (beta ⊙ x)        S' = chunk_decay S + writtenᵀ (beta ⊙ x)
 
-with the fields of `DecayedChunks`; `pallas_kernels.tiles.delta` defines X and P.
+where S is the memory before a chunk, S' after it, x the error of its predictions of v, X the inverse of the chunk's triangular
+system, P the decayed scores of queries with keys, O the output, and the other names are fields of `DecayedChunks`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 One warpgroup computes the gradients of q, k, beta and the log decay of one chunk, from the memory S before
 the chunk, the gradient dS' of the memory after it, and two results of the scans: x, the error of the memory's
-prediction of v, and dv. All chunks run in parallel. `pallas_kernels.tiles.delta` has the formulas. The
-matrices of pairs of tokens
+prediction of v, and dv, the gradient of v. All chunks run in parallel. `pallas_kernels.tiles.delta` has the formulas. The
+gradients of the scores of pairs of tokens, of queries with keys (A) and of keys with keys (E), from the gradient dO of the output and
+the decays G between the tokens,
 
     A / beta = scale G ⊙ (dO xᵀ)          E / beta = -(G ⊙ dv xᵀ) below its diagonal
 
@@ -373,7 +374,7 @@ def chunk_backward(
         dv: [B, T, heads, V] bfloat16, the gradient of v.
         states: [B, heads, N, V, K] bfloat16, the transposed memory before each of the N chunks.
         d_states: [B, heads, N, V, K] bfloat16, the transposed gradient of the memory after each chunk.
-        beta: [B, T, G] float32.
+        beta: [B, T, G] float32, beta of each token and memory.
         log_decay: [B, T, G] float32, the log decay of each memory, or None.
         run: [B, T] int32, the number of each token's document, or None for one document per row.
         scale: the factor by which the queries q are multiplied.

@@ -1,8 +1,8 @@
 """The phase `chunk_forward` of the delta rule without decay or with a scalar decay, on Mosaic GPU (Hopper).
 
-One warpgroup computes one chunk: the scores P, the inverse X of the triangular system, and the decays of its
-rows. None of them depends on the memory, so all chunks run in parallel. `pallas_kernels.tiles.delta` defines
-P, X, G and b.
+One warpgroup computes one chunk: the decayed scores P of queries with keys, the inverse X of the triangular system, and the decays
+of its tokens. None of them depends on the memory, so all chunks run in parallel. `pallas_kernels.tiles.delta` defines P, X, G and
+b.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def chunk_forward(
     Args:
         q: [B, T, *, K] bfloat16, the queries.
         k: [B, T, *, K] bfloat16, the keys.
-        beta: [B, T, G] float32.
+        beta: [B, T, G] float32, beta of each token and memory.
         log_decay: [B, T, G] float32, the log decay of each memory, or None.
         run: [B, T] int32, the number of each token's document, or None for one document per row.
         heads: number of heads of the result; a multiple of those of q, of k and of G.

@@ -1,13 +1,14 @@
 """The delta rule with a decay per key channel (KDA) on Mosaic TPU: a forward and a backward kernel, each one pass over the tokens.
 
-The kernels are those of `scalar_decay` with other products. With b the inclusive sums of the log decays, N_ij
-= Σ_c k_ic k_jc e^(b_i - b_j)_c is the system and P_ij = scale Σ_c q_ic k_jc e^(b_i - b_j)_c are the scores,
-both by the halving of `pallas_kernels.tpu.halving`. With queries and keys decayed to the chunk's ends (read,
-erase, written: see `_Head`):
+The kernels are those of the delta rule with a scalar decay (`scalar_decay`) with other products. With b the inclusive sums of the
+log decays, N_ij = Σ_c k_ic k_jc e^(b_i - b_j)_c is the system and P_ij = scale Σ_c q_ic k_jc e^(b_i - b_j)_c are the scores, both
+by the halving of `pallas_kernels.tpu.halving`. With queries and keys decayed to the chunk's ends (read, erase, written: see
+`_Head`):
 
     x = (I + N diag(beta))⁻¹ (v - erase S)    O = read S + P (beta ⊙ x)    S' = chunk_decay S + writtenᵀ (beta ⊙ x)
 
-The memory is transposed, [V, K]: its columns decay.
+Here S is the memory before a chunk, S' after it, x the error of its predictions of v, and O the output. The memory is transposed,
+[V, K]: its columns decay.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The phase `chunk_backward` of a diagonal-plus-low-rank memory (RWKV7), on Mosaic GPU (Hopper).
 
-The kernel computes the gradients of q, k, a, b and the log decay of every chunk in parallel, from the memory
-S before the chunk, the gradient dS' of the memory after it, u (what a reads, see `scan`) and dR = Xᵀ du, the
-gradient of the sum that X multiplies. With q' = q e^g, d and d' the inclusive and exclusive sums of the log
-decays, and [x yᵀ] under the decay between two tokens (see `chunk_forward`), below the diagonal for dq' and da
-and above it for dk and db:
+The kernel computes the gradients of q, k, a, b and the log decay of every chunk in parallel, from the memory S before the chunk,
+the gradient dS' of the memory after it, u (what a reads, see `scan`) and dR = Xᵀ du, the gradient of the sum that X multiplies.
+With dO the gradient of the output, g the log decay, q' = q e^g, d and d' the inclusive and exclusive sums of the log decays, and [x
+yᵀ] under the decay between two tokens (see `chunk_forward`), below the diagonal for dq' and da and above it for dk and db:
 
     dq' = scale [dO vᵀ] k + scale [dO uᵀ] b + scale e^d' ⊙ (dO Sᵀ)      dk = scale [v dOᵀ] q' + [v dRᵀ] a + e^(d_C - d) ⊙ (v dS'ᵀ)
     da  =       [dR vᵀ] k +       [dR uᵀ] b +       e^d' ⊙ (dR Sᵀ)      db = scale [u dOᵀ] q' + [u dRᵀ] a + e^(d_C - d) ⊙ (u dS'ᵀ)
@@ -57,8 +56,8 @@ class _Smem(NamedTuple):
         inputs: [groups, 4, C, 64], q, k, a and b, later their gradients; after `of_warpgroup`, a list of four
             references [C, 64].
         state: [groups, max(V, 128), 64], the memory S transposed, then the gradient dS', then two tiles [C, 64].
-        parts: [groups, 2, 64, 64], the log decays in two parts, for `Halving`.
-        tile: [groups, C, 64], a buffer of `Halving`.
+        parts: [groups, 2, 64, 64], the log decays as sums of two bfloat16 numbers, from which the decays between tokens are computed.
+        tile: [groups, C, 64], a buffer of the halving.
         totals: [groups, 64] float32, the gradient of the log decay of the whole chunk.
         d_outs: [2, C, V], the gradients of the output and of the right side of the triangular system, then two matrices [C, C], the
             first line of `pair_matrices`.
@@ -66,7 +65,7 @@ class _Smem(NamedTuple):
         loaded: the barrier at which the loads of the inputs and of the memory S are complete.
         state_loaded: the barriers at which the loads of dS' are complete, one for each warpgroup.
         values_used: barrier at which no warpgroup reads `d_outs` and `values` any more.
-        matrices_stored: barrier at which the four matrices are complete.
+        matrices_stored: the barrier at which the four matrices are complete.
         left: [groups, C, 64] for the interpreter, which reads left operands from shared memory; else None.
     """
 
@@ -275,9 +274,9 @@ class _Program:
         Args:
             halving: the `Halving` of the chunk.
             matrices: the result of `store_matrices`.
-            tiles: two buffers [C, 64].
-            level: index of the level.
-            gradients: the sums so far.
+            tiles: two buffers [C, 64] in shared memory for operands of products.
+            level: index of the level of the halving.
+            gradients: the gradients of q', k, a and b so far.
 
         Returns:
             The sums, as `_Gradients`.

@@ -3,7 +3,7 @@
 `chunk_forward` computes, for every chunk in parallel, the products of q and a with k and b under the decays
 between two tokens. Rows whose decay since the chunk's start is at most `halving.RANGE` bits are in range:
 all their pairs come from one product (`AllPairs`). The other pairs come from halving (`Level`; see
-`pallas_kernels.tiles.channel_decay`). With q' = q e^g, all four products have the same decay between tokens i
+`pallas_kernels.tiles.channel_decay`). With g the log decay and q' = q e^g, all four products have the same decay between tokens i
 and j, the sum of the log decays strictly between them. So on a level one tile contains q' in later rows and k
 or b in earlier ones, the other a in later rows and b or k in earlier ones, and two products of such tiles
 give all four matrices: those of q below the diagonal, those of a, transposed, above it.
@@ -86,10 +86,10 @@ class _Smem(NamedTuple):
     Attributes:
         inputs: [groups, 4, C, 64], q, k, a and b; after `of_warpgroup`, a list of four references [C, 64].
             First q' replaces q, later the decayed tokens replace all.
-        parts: [groups, 2, 64, 64], the log decays in two parts, for `Halving`.
-        tile: [groups, C, 64], right operands of products, and the buffer of `Halving`.
+        parts: [groups, 2, 64, 64], the log decays as sums of two bfloat16 numbers, from which the decays between tokens are computed.
+        tile: [groups, C, 64], right operands of products, and a buffer of the halving.
         decayed: [groups, 2, C, 64], a and b with the decays of `AllPairs`.
-        lowest: [groups, 2, C] float32, for `Halving.check_range`.
+        lowest: [groups, 2, C] float32, a buffer for the check of which tokens' decays are in float32's range.
         partial: [2, C, C] float32, the scores of the second warpgroup.
         loaded: the barrier at which the loads of the inputs are complete.
         partial_stored: barrier at which `partial` is complete.

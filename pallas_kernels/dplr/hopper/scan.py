@@ -2,8 +2,9 @@
 
     u = solved_a S + values v        O = read S + scores u + scores_values v        S' = chunk_decay S + writtenᵀ u + written_valuesᵀ v
 
-with `solved_a` and `values` of `SolvedChunks` and the other names of `DecayedChunks`; u [C, V] is what a reads
-of the memory, which b writes back. Backward, from dS':
+where S is the memory before a chunk, S' after it and O the output, with `solved_a` and `values` of `SolvedChunks` and the other
+names of `DecayedChunks`; u [C, V] is what a reads of the memory, which b writes back. Backward, from the gradient dS' of the memory
+after the chunk and dO of the output:
 
     du = scoresᵀ dO + written dS'            dS = chunk_decay dS' + readᵀ dO + solved_aᵀ du
     dv = scores_valuesᵀ dO + valuesᵀ du + written_values dS'

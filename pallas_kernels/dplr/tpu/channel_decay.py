@@ -7,7 +7,8 @@ token's decay applied, all pairs of tokens have the same decay: A_xy = Σ_c x_ic
 
     U = (I - A_ab)⁻¹ (decayed_a S + A_ak V)    O = read S + A_qb U + A_qk V    S' = chunk_decay S + (b write_decay)ᵀ U + (k write_decay)ᵀ V
 
-(the diagonals of A_qb and A_qk have no decay). Two tiles per level contain all operands: later rows of q and
+(the diagonals of A_qb and A_qk have no decay), where S is the memory before a chunk, S' after it, U what a reads and b writes
+back, and O the output. Two tiles per level contain all operands: later rows of q and
 earlier rows of b, and likewise a and k. The memory is transposed, [V, K]: its columns decay. The systems of a
 program's heads are solved in lockstep.
 """

@@ -1,15 +1,17 @@
 """Linear attention whose decay has a value for every key channel (GLA, HGRN2, RWKV6), on Mosaic GPU (Hopper).
 
-The parallel work is separate from the sequential. `chunk_forward` computes every chunk's scores P by itself, and its queries and keys
-with their decay from and to the chunk's boundaries (read and written). `channel_scan` then computes one chunk after another:
+The parallel work is separate from the sequential. `chunk_forward` computes every chunk's decayed scores P of queries with keys by
+itself, and its queries and keys with their decay from and to the chunk's boundaries (read and written). `channel_scan` then
+computes one chunk after another, with the memory S:
 
     out = read S + P values,    S <- chunk_decay S + writtenᵀ values
 
 Its three products start at the same time, so that the sequential part of a chunk is one copy of S and one wait for products.
 
-In the backward pass, the same scan from the last chunk to the first, with the transposed scores, `read` and `written` exchanged and dO
-for the values, gives dv and the gradient of the memory. This scan and a second one over the writes save the gradient and the memory at
-each chunk's boundary, from which `chunk_backward` computes dq, dk and the gradient of the decay, again for each chunk by itself.
+In the backward pass, the same scan from the last chunk to the first, with the transposed scores, `read` and `written` exchanged and
+the output's gradient dO for the values, gives dv and the gradient of the memory. This scan and a second one over the writes save
+the gradient and the memory at each chunk's boundary, from which `chunk_backward` computes dq, dk and the gradient of the decay,
+again for each chunk by itself.
 """
 
 from __future__ import annotations

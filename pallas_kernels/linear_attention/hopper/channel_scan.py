@@ -1,6 +1,7 @@
-"""The scan of `channel_decay` over chunks, on Mosaic GPU (Hopper).
+"""The scan over chunks of linear attention with a decay per key channel, on Mosaic GPU (Hopper).
 
-A warpgroup has 64 value channels of a memory S [K, V] in registers, [K, 64], and computes
+A warpgroup has 64 value channels of a memory S [K, V] in registers, [K, 64]. With queries decayed from the chunk's start (`read`),
+keys decayed to its end (`written`) and the chunk's decayed scores, it computes
 
     out = read S + scores values,    S <- chunk_decay S + writtenᵀ values
 

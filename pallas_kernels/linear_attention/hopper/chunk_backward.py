@@ -1,11 +1,13 @@
-"""The last phase of the backward pass of `channel_decay`, on Mosaic GPU (Hopper): the gradients of q, k and the log decay.
+"""The gradients of q, k and the log decay of linear attention with a decay per key channel, on Mosaic GPU (Hopper).
 
-Every chunk is computed by itself, from the memory S before it and the gradient dS' of the memory after it, which the two scans have
-saved. With b the inclusive sums of the log decay g over the chunk, and P the chunk's scores,
+This is the last phase of the backward pass. Every chunk is computed by itself, from the memory S before it and the gradient dS' of
+the memory after it, which the two scans have saved, and from the gradient dO of the output. With b the inclusive sums of the log
+decay g over the chunk, and P the chunk's scores,
 
     dq = scale e^b ⊙ (dO Sᵀ) + dq(P)        dk = e^(b_C - b) ⊙ (v dS'ᵀ) + dk(P)        dP = scale dO vᵀ, on and below the diagonal
 
-`tiles.channel_decay` has dq(P), dk(P) and the gradient of g. A warpgroup computes 64 key channels of one chunk and head.
+where dq(P) and dk(P) are the gradients through the scores; `tiles.channel_decay` has these and the gradient of g. A warpgroup
+computes 64 key channels of one chunk and head.
 """
 
 from __future__ import annotations

@@ -1,8 +1,11 @@
-"""The first phase of `channel_decay`, on Mosaic GPU (Hopper): what the scan needs of each chunk, computed for all chunks in parallel.
+"""The first phase of linear attention with a decay per key channel, on Mosaic GPU (Hopper).
+
+It computes what the scan needs of each chunk, for all chunks in parallel.
 
 With b the inclusive sums of the log decay g over a chunk of 64 tokens (`tiles.channel_decay` has the mathematics), these are the
-scores P, the queries and keys with their decay from and to the chunk's boundaries, and the decay of the whole chunk. A warpgroup
-computes 64 key channels; scores are sums over key channels, so that the second warpgroup of K = 128 passes its sum to the first.
+decayed scores P of queries with keys, the queries and keys with their decay from and to the chunk's boundaries, and the decay of
+the whole chunk. A warpgroup computes 64 key channels; scores are sums over key channels, so that the second warpgroup of K = 128
+passes its sum to the first.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ The kernel (`scalar_scan`) computes, chunk by chunk and for j <= i,
 
     out_i = read_decay_i x_i S + sum_j exp(cum_i - cum_j) (x_i . y_j) z_j,    S <- chunk_decay S + sum_j (write_decay_j y_j)ᵀ z_j
 
-(x, y, z) = (q, k, v) gives the output, and (dO, v, k) the gradient of q. From the last chunk to the first (for j >= i, with
-cum_j - cum_i, `read_decay` and `write_decay` exchanged) S is the gradient of the memory, or its transpose; (v, dO, q) gives the gradient of k, and
-(k, q, dO) that of v. The gradient of the decay requires no further product: it is `q . dq - k . dk` summed from each token to the end
-of its chunk, plus the inner product of the memory with its gradient there. Mamba2 (arXiv 2405.21060) section 6 has the chunks, GLA
-(2312.06635) appendix C the gradient.
+(x, y, z) = (q, k, v) gives the output, and (dO, v, k) the gradient of q. From the last chunk to the first (for j >= i, with cum_j -
+cum_i, `read_decay` and `write_decay` exchanged) S is the gradient of the memory, or its transpose; (v, dO, q) gives the gradient of
+k, and (k, q, dO) that of v. The gradient of the decay requires no further product: it is `q . dq - k . dk` summed from each token
+to the end of its chunk, plus the inner product of the memory with its gradient there. Mamba2 (arXiv 2405.21060) section 6 has the
+chunks, GLA (2312.06635) appendix C the gradient.
 
 If a batch has few rows and they are long, each row is split into parts that are computed at the same time: a first scan adds up the
 writes of each part, from which the memories before all parts follow.

@@ -1,10 +1,11 @@
-"""The kernel of `scalar_decay`, on Mosaic GPU (Hopper): a scan over chunks that reads and updates memories with a scalar decay.
+"""The kernel of linear attention with a scalar decay, on Mosaic GPU (Hopper): a scan over chunks that reads and updates memories.
 
 A warpgroup has a tile [D, 64] of a memory S [D, V] in registers and computes
 
     out_i = read_decay_i x_i S + sum_j exp(cum_i - cum_j) (x_i . y_j) z_j  (j <= i),        S <- chunk_decay S + sum_j (write_decay_j y_j)ᵀ z_j
 
-for one chunk after another, while another warpgroup loads the next chunks. Two warpgroups of a thread block use the same x and y. If
+for one chunk after another, where x read the memory, y and z are the keys and values of the writes, and cum are sums of the log decay
+from the chunk's start, while another warpgroup loads the next chunks. Two warpgroups of a thread block use the same x and y. If
 D is more than 128, each slice of 128 rows of S is computed by itself, and the outputs of the slices are added at the end.
 """
 
@@ -77,8 +78,8 @@ def scalar_scan(
         decay: the decays of G heads, and the tokens' documents.
         heads: number of heads of the output; a multiple of G and of the numbers of heads of x, y and z.
         initial: [B * S, heads, D, V] float32, S before the first chunk (if `reverse`, after the last); None is 0.
-        read_scale: multiplies the output.
-        write_scale: multiplies the writes, also those that the same chunk reads.
+        read_scale: the factor by which the output is multiplied.
+        write_scale: the factor by which the writes are multiplied, also those that the same chunk reads.
         reverse: whether to compute the last chunk first; a token then reads its own and later tokens.
         partner: [B, T, *, V]; also return its inner products with the output before rounding, [B, heads, D / 128 * V / 64, T].
         save_states: whether to return also the memory at the start of each interval of `chunks_of_interval(N)` chunks, [B, heads,

@@ -1,9 +1,9 @@
-"""The arrays of `scalar_decay` as its TPU kernels require them, and the heads that a program computes.
+"""The arrays of linear attention with a scalar decay as its TPU kernels require them, and the heads that a program computes.
 
 A tile has n memories of [K, V] side by side: its keys are [C, keys * K], its values [C, n * V], and its memories the blocks on the
-diagonal of one matrix [keys * K, n * V]. Heads of 128 or 256 channels have a tile each. Narrower heads share a tile, as many as fill 128
-columns, with a key each (keys = n). If the memories of such a tile have one query and one key (Mamba2), the tile has these once
-(keys = 1). If narrow heads share queries or keys in any other way, these are repeated in global memory first.
+diagonal of one matrix [keys * K, n * V]. Heads of 128 or 256 channels have a tile each. Narrower heads share a tile, as many as
+fill 128 columns, with a key each (keys = n). If the memories of such a tile have one query and one key (Mamba2), the tile has these
+once (keys = 1). If narrow heads share queries or keys in any other way, these are repeated in global memory first.
 """
 
 from __future__ import annotations

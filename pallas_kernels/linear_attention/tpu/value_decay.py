@@ -1,8 +1,9 @@
 """Linear attention whose decay has a value for every value channel (slot memories) on Mosaic TPU: one kernel forward, one backward.
 
-With A = scale q kᵀ, token i reads Σ_j A_ij e^(b_i - b_j) ⊙ v_j: on each level of the halving (`tpu.halving`) the product of A's
-entries at the level's pairs with the decayed values. In the gradient the two kinds of products of `channel_decay` change places: the
-gradient of A consists of the levels' inner products of dO with v. The rest is as there.
+With A = scale q kᵀ the scores of a chunk and b the inclusive sums of its log decays, token i reads Σ_j A_ij e^(b_i - b_j) ⊙ v_j: on
+each level of the halving (`tpu.halving`) the product of A's entries at the level's pairs with the decayed values. In the gradient
+the two kinds of products of `channel_decay` change places: the gradient of A consists of the levels' inner products of the output's
+gradient dO with v. The rest is as there.
 """
 
 from __future__ import annotations
